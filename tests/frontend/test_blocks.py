@@ -8,7 +8,7 @@ from tests.frontend.test_openai_tools import CALLS
 
 from kvrelay.core.status import FinishReason
 from kvrelay.frontend.blocks import BlockKind, Blocks, BlockStep
-from kvrelay.frontend.openai.answer import Choice, Finish, OutputParser
+from kvrelay.frontend.openai.answer import Choice, Finish, OutputParser, Piece
 from kvrelay.frontend.tools.dialects import HERMES
 from kvrelay.frontend.tools.parsing import ToolParser
 from kvrelay.frontend.tools.reasoning import ReasoningParser
@@ -24,7 +24,8 @@ def parser() -> OutputParser:
 def test_pieces_make_no_difference(cuts: set[int]) -> None:
     ends = [*sorted(cuts), len(TEXT)]
     pieces = [TEXT[start:end] for start, end in zip([0, *ends], ends)]
-    choice = Choice(0, (1,), pieces, [1] * len(pieces), finish=Finish(FinishReason.STOP))
+    last = Piece("", (), finish=Finish(FinishReason.STOP))
+    choice = Choice(0, (1,), pieces=[*(Piece(text, (1,)) for text in pieces), last])
     blocks = Blocks.of(choice, parser())
     found = [(block.index, block.kind, block.name) for block in blocks.blocks]
     assert found == [

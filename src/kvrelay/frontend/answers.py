@@ -173,23 +173,18 @@ class CollectedAnswer(Answer):
     def deliver(self, sequence: Sequence, piece: Piece) -> None:
         choice = self._choices.get(sequence.index)
         if choice is None:
-            choice = Choice(sequence.index, sequence.prompt_token_ids, prompt_logprobs=sequence.prompt_logprobs)
+            choice = Choice(sequence.index, sequence.prompt_token_ids, sequence.prompt_logprobs)
             self._choices[sequence.index] = choice
-        choice.text.append(piece.text)
-        choice.num_tokens.append(len(piece.token_ids))
-        choice.token_ids += piece.token_ids
-        if piece.logprobs:
-            choice.logprobs += piece.logprobs
+        choice.pieces.append(piece)
         if piece.finish is not None:
-            choice.finish = piece.finish
             self._one_finished()
 
     @property
     def size(self) -> int:
         """Number of tokens, with all their alternatives."""
+        per_token = 1 if self._plan.sampling.logprobs is None else 1 + NUM_ALTERNATIVES
         return sum(
-            len(choice.prompt_token_ids) + len(choice.token_ids) + NUM_ALTERNATIVES * len(choice.logprobs)
-            for choice in self._choices.values()
+            len(sequence.prompt_token_ids) + per_token * len(sequence.output_token_ids) for sequence in self.sequences
         )
 
     @property

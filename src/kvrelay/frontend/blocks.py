@@ -68,8 +68,8 @@ class Blocks:
     def of(cls, choice: Choice, parser: OutputParser | None) -> Blocks:
         """Those of a whole answer."""
         blocks = cls(parser)
-        for text, num_tokens in zip(choice.text, choice.num_tokens, strict=True):
-            for _ in blocks.push(text, num_tokens):
+        for piece in choice.pieces:
+            for _ in blocks.push(piece.text, len(piece.token_ids)):
                 pass
         for _ in blocks.end():
             pass
@@ -153,8 +153,7 @@ class BlockFormat(ABC):
     def whole(self, choices: Sequence[Choice], usage: Usage) -> bytes:
         """The body of an answer that is not streamed."""
         (choice,) = choices
-        assert choice.finish is not None
-        return self._whole_of(choice, choice.finish, Blocks.of(choice, self._context.new_parser()), usage)
+        return self._whole_of(choice, Blocks.of(choice, self._context.new_parser()), usage)
 
     @abstractmethod
     def _event_of(self, event: BlockEvent) -> bytes: ...
@@ -163,4 +162,4 @@ class BlockFormat(ABC):
     def _end_of(self, finish: Finish, usage: Usage) -> bytes: ...
 
     @abstractmethod
-    def _whole_of(self, choice: Choice, finish: Finish, blocks: Blocks, usage: Usage) -> bytes: ...
+    def _whole_of(self, choice: Choice, blocks: Blocks, usage: Usage) -> bytes: ...

@@ -71,10 +71,10 @@ class ByteLevelDetokenizer:
         self._is_clean = True
 
     def push(self, token_ids: Sequence[int]) -> str:
-        if len(token_ids) == 1 and self._is_clean and token_ids[0] < self._size:
+        if self._is_clean and len(token_ids) == 1:
             # Nearly every output of a running answer.
-            only = self._texts[token_ids[0]]
-            if only is not None:
+            (token,) = token_ids
+            if token < self._size and (only := self._texts[token]) is not None:
                 return only
         text = ""
         for token in token_ids:

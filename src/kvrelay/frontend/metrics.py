@@ -91,7 +91,7 @@ class FrontendMetrics(Collector):
 
     def of(self, model: str) -> ModelMetrics:
         """The counts of a served model. A sequence keeps them, so that a token looks nothing up."""
-        return self._models.setdefault(model, ModelMetrics())
+        return self._models.get(model) or self._models.setdefault(model, ModelMetrics())
 
     def answered(self, endpoint: str, status: str, model: str = "") -> None:
         """``status`` is an HTTP status, ``disconnected``, or ``broken`` for a stream that ended with an error.

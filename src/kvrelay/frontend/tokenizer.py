@@ -80,6 +80,8 @@ class Tokenizer:
         InvalidInputError for text that is not valid Unicode (lone surrogates).
         """
         before, behind = self._frame if self._frame is not None and add_special_tokens else ([], [])
+        if len(texts) == 1 and (self._frame is None or len(texts[0]) <= PIECE_CHARS):
+            return [[*before, *ids, *behind] for ids in self._encode_batch(list(texts), add_special_tokens)]
         found: list[list[int]] = [list(before) for _ in texts]
         for batch in _batches(self._cut(texts)):
             pieces = [piece for _, piece in batch]

@@ -178,10 +178,17 @@ class WorkerLink:
             for output in message.outputs:
                 # Looked up each time: the output before this one may have ended other requests.
                 receiver = self._requests.get(output.request_id)
-                if receiver is not None:
-                    self._deliver(receiver, output, now_s)
-                    if self._ended.is_set():
-                        return  # outputs were lost before this one; all requests go elsewhere
+                if receiver is None:
+                    continue
+                try:
+                    receiver.deliver(output, now_s)
+                except MissingTokensError as exc:
+                    self._break_off(exc.message)
+                except Exception:  # noqa: BLE001 - one request's defect must not end the others
+                    _log.exception("an output of %s could not be processed", output.request_id)
+                    receiver.broken()
+                if self._untold is not None:
+                    return  # outputs were lost before this one; all requests go elsewhere
         elif isinstance(message, Pong):
             self.publish_secret = message.publish_secret
             self._introduced.set()
@@ -190,15 +197,6 @@ class WorkerLink:
             if receiver is not None:
                 receiver.refused(message)
                 self._end_if_retired()
-
-    def _deliver(self, receiver: OutputReceiver, output: TokenOutput, now_s: float) -> None:
-        try:
-            receiver.deliver(output, now_s)
-        except MissingTokensError as exc:
-            self._break_off(exc.message)
-        except Exception:  # noqa: BLE001 - one request's defect must not end the others
-            _log.exception("an output of %s could not be processed", output.request_id)
-            receiver.broken()
 
     def _break_off(self, reason: str) -> None:
         """End the connection. Its owner closes it, and the worker cancels the requests on it."""

@@ -265,7 +265,7 @@ class HttpConnection(asyncio.Protocol):
     @property
     def _is_busy(self) -> bool:
         """Whether a request is being answered, or waits ahead of any data that arrives now."""
-        return self._exchange is not None or bool(self._waiting) or bool(self._held)
+        return bool(self._exchange or self._waiting or self._held)
 
     def _feed(self, data: bytes) -> None:
         for at in range(0, len(data), PIECE_BYTES):

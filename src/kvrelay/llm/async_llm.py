@@ -246,10 +246,9 @@ def _engines_lost() -> Iterator[None]:
 
 
 def _completion(choice: Choice, plan: GenerationPlan) -> CompletionOutput:
-    assert choice.finish is not None
     return CompletionOutput(
         index=choice.index,
-        text="".join(choice.text),
+        text=choice.text,
         token_ids=tuple(choice.token_ids),
         finish_reason=choice.finish.reason.value,
         stop_reason=choice.finish.stop_reason,

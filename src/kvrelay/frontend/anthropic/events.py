@@ -44,8 +44,8 @@ class MessagesFormat(BlockFormat):
         )
         return delta + _event("message_stop")
 
-    def _whole_of(self, choice: Choice, finish: Finish, blocks: Blocks, usage: Usage) -> bytes:
-        reason, sequence = stop_of(finish, blocks.has_calls)
+    def _whole_of(self, choice: Choice, blocks: Blocks, usage: Usage) -> bytes:
+        reason, sequence = stop_of(choice.finish, blocks.has_calls)
         return encode_json(
             MessageBody(
                 id=self._context.answer_id,

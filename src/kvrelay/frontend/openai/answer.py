@@ -28,7 +28,7 @@ class Finish:
     stop_reason: str | int | None = None
 
 
-class Piece(msgspec.Struct, frozen=True):
+class Piece(msgspec.Struct, frozen=True, gc=False):
     """A piece of a choice: its text, which may be sent now, and its tokens. ``finish`` if the choice ends here."""
 
     text: str
@@ -58,18 +58,31 @@ class Usage(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class Choice:
-    """One collected choice of an answer."""
+    """One collected choice of an answer, in pieces as they arrived."""
 
     index: int
     prompt_token_ids: Sequence[int]
-    text: list[str] = field(default_factory=list)
-    """In pieces, as they arrived."""
-    num_tokens: list[int] = field(default_factory=list)
-    """The number of tokens of each piece of the text."""
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[PositionLogprobs] = field(default_factory=list)
     prompt_logprobs: PromptLogprobs | None = None
-    finish: Finish | None = None
+    pieces: list[Piece] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        return "".join([piece.text for piece in self.pieces])
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [token for piece in self.pieces for token in piece.token_ids]
+
+    @property
+    def logprobs(self) -> list[PositionLogprobs]:
+        return [position for piece in self.pieces for position in piece.logprobs or ()]
+
+    @property
+    def finish(self) -> Finish:
+        """Of a choice that has ended."""
+        finish = self.pieces[-1].finish
+        assert finish is not None
+        return finish
 
 
 @dataclass(frozen=True, slots=True)

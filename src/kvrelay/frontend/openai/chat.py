@@ -171,8 +171,7 @@ class ChatFormat(ChunkFormat):
         )
 
     def _whole_choice(self, choice: Choice) -> ChatChoice:
-        assert choice.finish is not None
-        delta = _delta(self._context.new_parser(), "".join(choice.text), is_last=True)
+        delta = _delta(self._context.new_parser(), choice.text, is_last=True)
         calls = [ToolCall(self._call_id(), CalledFunction(name, text)) for name, text in whole_calls(delta)]
         content = None if calls and not delta.content else self._echo + delta.content
         reasoning = delta.reasoning or UNSET

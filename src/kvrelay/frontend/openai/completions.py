@@ -98,7 +98,6 @@ class CompletionFormat(ChunkFormat):
         return encode_json(CompletionResponse(context.answer_id, context.created_unix_s, context.model, shapes, usage))
 
     def _whole_choice(self, choice: Choice) -> CompletionChoice:
-        assert choice.finish is not None
         echo = self._echoes[choice.index] if self._echoes is not None else ""
         logprobs = self._whole_logprobs(choice, echo) if self._with_logprobs else None
         prompt_logprobs = None
@@ -106,7 +105,7 @@ class CompletionFormat(ChunkFormat):
             prompt_logprobs = prompt_logprobs_json(choice.prompt_logprobs, self._texts)
         return CompletionChoice(
             index=choice.index,
-            text=echo + "".join(choice.text),
+            text=echo + choice.text,
             logprobs=logprobs,
             finish_reason=choice.finish.reason,
             stop_reason=choice.finish.stop_reason,
@@ -117,7 +116,8 @@ class CompletionFormat(ChunkFormat):
 
     def _whole_logprobs(self, choice: Choice, echo: str) -> CompletionLogprobs:
         positions: list[PositionLogprobs | None] = list(choice.logprobs)
-        token_ids, offsets = choice.token_ids, self._answer_offsets(choice.index, choice.token_ids)
+        token_ids = choice.token_ids
+        offsets = self._answer_offsets(choice.index, token_ids)
         if self._echoes is not None and choice.prompt_logprobs is not None:
             prompt = choice.prompt_token_ids
             positions = [*choice.prompt_logprobs, *positions]

@@ -65,9 +65,9 @@ class ResponsesFormat(BlockFormat):
         body = finished_body(self._opened, output, finish, usage, self._blocks.num_reasoning_tokens)
         return self._event(body.status, response=body)
 
-    def _whole_of(self, choice: Choice, finish: Finish, blocks: Blocks, usage: Usage) -> bytes:
-        output = self._output(blocks, finish, self._shapes(choice.logprobs))
-        return encode_json(finished_body(self._opened, output, finish, usage, blocks.num_reasoning_tokens))
+    def _whole_of(self, choice: Choice, blocks: Blocks, usage: Usage) -> bytes:
+        output = self._output(blocks, choice.finish, self._shapes(choice.logprobs))
+        return encode_json(finished_body(self._opened, output, choice.finish, usage, blocks.num_reasoning_tokens))
 
     def _shapes(self, logprobs: Sequence[PositionLogprobs] | None) -> list[ChatPositionLogprobs]:
         """None if the text is parsed: its tokens are not the content's."""
