@@ -21,7 +21,7 @@ from kvrelay.engine.step import Executor, SchedulerOutput
 from kvrelay.engines.registry import build_executor
 from kvrelay.errors import InvalidInputError
 from kvrelay.executors.settings import ExecutorSettings
-from kvrelay.frontend.tokenizer import load_tokenizer
+from kvrelay.frontend.tokens.tokenizer import load_tokenizer
 
 ENGINE = EngineConfig(num_blocks=96, max_model_len=256, max_num_seqs=8, block_size=16)
 LENGTHS = (1, 15, 16, 17, 40, 64)

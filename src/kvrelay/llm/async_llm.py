@@ -16,17 +16,15 @@ import msgspec
 
 from kvrelay.core.messages import AdminRequest
 from kvrelay.errors import EngineDeadError, InvalidInputError, KvrelayError, WorkerUnavailableError
-from kvrelay.frontend.answers import Answer, CollectedAnswer
-from kvrelay.frontend.choices import sequences_of
-from kvrelay.frontend.loop_turns import LoopTurns
-from kvrelay.frontend.metrics import FrontendMetrics
-from kvrelay.frontend.models import Model
+from kvrelay.frontend.cluster.metrics import FrontendMetrics
+from kvrelay.frontend.cluster.models import Model
+from kvrelay.frontend.generate.answers import Answer, CollectedAnswer
+from kvrelay.frontend.generate.prompts import Prompt, completion_prompts, render_chat
+from kvrelay.frontend.generate.sequence import Sequence, SequenceListener, sequences_of
 from kvrelay.frontend.openai.answer import Choice, Piece
 from kvrelay.frontend.openai.plan import GenerationPlan
 from kvrelay.frontend.openai.requests import ChatMessage
-from kvrelay.frontend.prompts import Prompt, completion_prompts, render_chat
-from kvrelay.frontend.sequence import Sequence, SequenceListener
-from kvrelay.frontend.side_threads import INLINE_SIZE, complete
+from kvrelay.frontend.side_threads import INLINE_SIZE, LoopTurns, complete
 from kvrelay.llm.embedded import EmbeddedCluster
 from kvrelay.llm.outputs import CompletionOutput, RequestOutput, TextDelta
 from kvrelay.llm.params import SamplingParams, plan_of, recommended

@@ -30,9 +30,9 @@ from kvrelay.engine.contract import EngineFacts
 from kvrelay.engine.thread import EngineThread
 from kvrelay.errors import EngineDeadError, WorkerUnavailableError
 from kvrelay.executors.settings import ExecutorSettings
-from kvrelay.frontend.cluster import Cluster
-from kvrelay.frontend.models import Model
-from kvrelay.frontend.tokenizer import Tokenizer, load_tokenizer
+from kvrelay.frontend.cluster.cluster import Cluster
+from kvrelay.frontend.cluster.models import Model
+from kvrelay.frontend.tokens.tokenizer import Tokenizer, load_tokenizer
 from kvrelay.launch.worker_process import load_engine
 from kvrelay.router import ReplayRequester, Router, RouterStage
 from kvrelay.rpc.base import RpcClient

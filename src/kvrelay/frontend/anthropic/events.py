@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from kvrelay.frontend.anthropic.errors import anthropic_error
 from kvrelay.frontend.anthropic.shapes import MessageBody, MessageUsage, block_of, call_id, stop_of, usage_of
-from kvrelay.frontend.blocks import Block, BlockEvent, BlockFormat, BlockKind, Blocks, BlockStep
+from kvrelay.frontend.generate.blocks import Block, BlockEvent, BlockFormat, BlockKind, Blocks, BlockStep
 from kvrelay.frontend.openai.answer import AnsweredPrompt, Choice, Finish, Usage, encode_json
 from kvrelay.frontend.openai.errors import Failure
 

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from kvrelay.core.logprobs import PositionLogprobs
-from kvrelay.frontend.detokenizer import Detokenizer
 from kvrelay.frontend.openai.answer import (
     AnswerContext,
     AnsweredPrompt,
@@ -30,6 +29,7 @@ from kvrelay.frontend.openai.logprobs import (
     prompt_logprobs_json,
     prompt_offsets,
 )
+from kvrelay.frontend.tokens.detokenizer import Detokenizer
 
 _NO_LOGPROBS = b',"logprobs":null'
 _UNFINISHED = b',"finish_reason":null,"stop_reason":null'

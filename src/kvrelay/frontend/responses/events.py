@@ -18,7 +18,7 @@ import msgspec
 
 from kvrelay.core.logprobs import PositionLogprobs
 from kvrelay.core.status import FinishReason
-from kvrelay.frontend.blocks import Block, BlockEvent, BlockFormat, BlockKind, Blocks, BlockStep
+from kvrelay.frontend.generate.blocks import Block, BlockEvent, BlockFormat, BlockKind, Blocks, BlockStep
 from kvrelay.frontend.openai.answer import AnswerContext, AnsweredPrompt, Choice, Finish, Piece, Usage, encode_json
 from kvrelay.frontend.openai.errors import Failure
 from kvrelay.frontend.openai.logprobs import ChatPositionLogprobs
