@@ -219,7 +219,6 @@ class FrontendApp:
         path = exchange.request.path
         route = self._route(path)
         assert route is not None
-        errors = _errors_of(path)
         endpoint = MODEL_PATH + "{id}" if route is self._model_route else path
         request_id = _request_id(exchange.request, route.id_prefix)
         status, started_s = "200", time.monotonic()
@@ -241,17 +240,17 @@ class FrontendApp:
             status = "broken"
             _log.warning("%s: the stream ended with an error: %s", request_id, exc)
         except KvrelayError as exc:
-            response = _with_request_id(error_response(exc, errors), request_id)
+            response = _with_request_id(error_response(exc, _errors_of(path)), request_id)
             status = str(response.status)
             exchange.respond(response)
         except asyncio.CancelledError:
             # Only close() cancels, and nothing waits for this task's result.
             status = "503"
-            _cut_short(exchange, Failure(503, "the frontend is shutting down"), request_id, errors)
+            _cut_short(exchange, Failure(503, "the frontend is shutting down"), request_id)
         except Exception:  # noqa: BLE001 - the outermost frame of a request
             status = "500"
             _log.exception("%s failed", request_id)
-            _cut_short(exchange, Failure(500, "internal error"), request_id, errors)
+            _cut_short(exchange, Failure(500, "internal error"), request_id)
         self._metrics.answered(endpoint, status, request.model)
         duration_s = time.monotonic() - started_s
         self._access_log.write(request_id, request.client, request.method, path, status, duration_s)
@@ -340,7 +339,7 @@ def _with_request_id(response: Response, request_id: str) -> Response:
     return Response(response.status, response.body, response.content_type, headers)
 
 
-def _cut_short(exchange: Exchange, failure: Failure, request_id: str, errors: ErrorShape) -> None:
+def _cut_short(exchange: Exchange, failure: Failure, request_id: str) -> None:
     """End an answer that cannot be completed with an error: its status, or the last event of its stream."""
     if exchange.is_done:
         return
@@ -350,7 +349,7 @@ def _cut_short(exchange: Exchange, failure: Failure, request_id: str, errors: Er
         exchange.finish()
     else:
         headers = [(b"retry-after", b"1")] if failure.status == 503 else []
-        response = Response(failure.status, errors(failure), headers=headers)
+        response = Response(failure.status, _errors_of(exchange.request.path)(failure), headers=headers)
         exchange.respond(_with_request_id(response, request_id))
 
 
