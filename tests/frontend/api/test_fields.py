@@ -251,9 +251,10 @@ async def test_prompts_are_truncated_from_the_left(model_dir: Path) -> None:
             assert (answer.status, answer.error["param"]) == (400, "truncate_prompt_tokens")
 
 
+@pytest.mark.parametrize("parser", ["none", "qwen3"])
 @pytest.mark.parametrize("stream", [False, True])
-async def test_the_final_message_is_continued(model_dir: Path, stream: bool) -> None:
-    async with running(model_dir, Script((*FOX, EOS), stop_at=len(FOX) + 1)) as cluster:
+async def test_the_final_message_is_continued(model_dir: Path, stream: bool, parser: str) -> None:
+    async with running(model_dir, Script((*FOX, EOS), stop_at=len(FOX) + 1), reasoning_parser=parser) as cluster:
         messages = [USER, {"role": "assistant", "content": "See "}]
         body = {"messages": messages, "continue_final_message": True, "echo": True, "stream": stream}
         answer = await send(cluster.frontend.port, "POST", CHAT, body)

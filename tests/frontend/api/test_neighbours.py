@@ -22,8 +22,8 @@ from kvrelay.core.events import LoadMetrics
 from kvrelay.errors import ConfigError, InvalidInputError, PayloadTooLargeError
 from kvrelay.frontend.access.access_log import AccessLog
 from kvrelay.frontend.access.cors import AllowedOrigins
+from kvrelay.frontend.api.app import NOT_SERVED
 from kvrelay.frontend.api.content_coding import MAX_MEMBERS, gunzipped
-from kvrelay.frontend.api.neighbours import REFUSED
 from kvrelay.frontend.side_threads import complete
 
 COMPLETIONS = "/v1/completions"
@@ -58,7 +58,7 @@ async def test_small_endpoints(model_dir: Path) -> None:
 
 async def test_what_is_not_served_is_refused_by_name(model_dir: Path) -> None:
     async with running(model_dir, Script((10,))) as cluster:
-        for path in REFUSED:
+        for path in NOT_SERVED:
             answer = await send(cluster.frontend.port, "POST", path, {"input": "x"})
             assert answer.status == 400
             assert f"{path} is not served" in str(answer.error["message"])

@@ -19,7 +19,7 @@ from kvrelay.core.addresses import is_loopback
 from kvrelay.core.clock import MonotonicClock
 from kvrelay.core.handoff import HandoffOrder
 from kvrelay.core.tasks import TaskSet
-from kvrelay.errors import KvrelayError
+from kvrelay.errors import InvalidInputError, KvrelayError
 from kvrelay.frontend.access.access_log import AccessLog
 from kvrelay.frontend.access.admission import Admission
 from kvrelay.frontend.access.api_keys import ApiKeys, following
@@ -27,8 +27,7 @@ from kvrelay.frontend.access.cors import AllowedOrigins
 from kvrelay.frontend.anthropic import COUNT_TOKENS_PATH, COUNTED, MESSAGES, MESSAGES_PATH, anthropic_error
 from kvrelay.frontend.api.content_coding import gunzipped, is_coded
 from kvrelay.frontend.api.fields import RequestFields
-from kvrelay.frontend.api.neighbours import REFUSED, NeighbourEndpoints
-from kvrelay.frontend.api.openapi import openapi_document
+from kvrelay.frontend.api.openapi import docs_page, openapi_document
 from kvrelay.frontend.api.routing import RoutingEndpoints
 from kvrelay.frontend.cluster.cluster import Cluster
 from kvrelay.frontend.cluster.metrics import FrontendMetrics
@@ -49,6 +48,22 @@ _log = logging.getLogger(__name__)
 MODEL_PATH = "/v1/models/"
 OPEN_PATHS = frozenset({"/health", "/live", "/ping", "/version", "/openapi.json", "/docs"})
 """Paths that need no key, because load balancers have none. On loopback ``/metrics`` is open too."""
+NOT_SERVED = {
+    "/v1/embeddings": "embeddings",
+    "/v1/audio/transcriptions": "audio",
+    "/v1/audio/translations": "audio",
+    "/v1/audio/speech": "audio",
+    "/v1/images/generations": "images",
+    "/v1/moderations": "moderations",
+    "/v1/rerank": "reranking",
+    "/rerank": "reranking",
+    "/v1/score": "scoring; use prompt_logprobs of /v1/completions",
+    "/score": "scoring; use prompt_logprobs of /v1/completions",
+    "/pooling": "pooling",
+    "/classify": "classification",
+    "/generate": "SGLang's and TGI's API; use /v1/completions",
+}
+"""What is asked for there is not done here."""
 MAX_REQUEST_ID_CHARS = 128
 
 Handler = Callable[[Exchange, str], Awaitable[None]]
@@ -79,6 +94,15 @@ class DetokenizeResponse(msgspec.Struct, frozen=True):
     prompt: str
 
 
+class TokenizerInfo(msgspec.Struct, frozen=True):
+    """``GET /tokenizer_info``."""
+
+    model: str
+    vocab_size: int
+    max_model_len: int
+    chat_template: str | None
+
+
 @dataclass(frozen=True, slots=True)
 class Route:
     """A path's method, handler, and the prefix of its request ids. ``takes_x_api_key``: the key may stand in that
@@ -106,7 +130,7 @@ class FrontendApp:
         self._metrics = metrics
         self._tasks = TaskSet()
         document = openapi_document()
-        self._openapi = msgspec.json.encode(document)
+        self._openapi, self._docs_page = msgspec.json.encode(document), docs_page(document)
         self._threads = SideThreads()
         self._access_log = AccessLog(config.access_log, config.access_log_file)
         self._origins = AllowedOrigins(config.allowed_origins)
@@ -115,7 +139,6 @@ class FrontendApp:
         pipeline = Pipeline(
             config, cluster, metrics, self._keys, self._admission, self._threads, self._access_log, fields.check
         )
-        neighbours = NeighbourEndpoints(cluster, document)
         routing = RoutingEndpoints(
             cluster, self._threads, fields, HandoffOrder(config.order), metrics, is_shared=config.share_prefix_cache
         )
@@ -137,9 +160,9 @@ class FrontendApp:
             "/openapi.json": Route("GET", self._document),
             "/ping": Route("GET", self._health),
             "/load": Route("GET", self._load),
-            "/tokenizer_info": Route("GET", neighbours.tokenizer_info),
-            "/docs": Route("GET", neighbours.docs),
-            **dict.fromkeys(REFUSED, Route("POST", neighbours.refuse)),
+            "/tokenizer_info": Route("GET", self._tokenizer_info),
+            "/docs": Route("GET", self._docs),
+            **dict.fromkeys(NOT_SERVED, Route("POST", self._refuse)),
         }
         self._model_route = Route("GET", self._model)
 
@@ -294,6 +317,19 @@ class FrontendApp:
         text = await self._threads.call(size, detokenized, request, model)
         _respond(exchange, DetokenizeResponse(text))
 
+    async def _tokenizer_info(self, exchange: Exchange, request_id: str) -> None:
+        """Of the first model, or of the one that the query names as ``model=``. Raises ModelNotFoundError."""
+        _, _, name = exchange.request.query.partition("model=")
+        model = self._cluster.model(name or None)
+        template = model.tokenizer.chat_template
+        source = template.source if template is not None else None
+        _respond(exchange, TokenizerInfo(model.name, model.tokenizer.vocab_size, model.max_model_len, source))
+
+    async def _refuse(self, exchange: Exchange, request_id: str) -> None:
+        """Raises InvalidInputError."""
+        path = exchange.request.path
+        raise InvalidInputError(f"{path} is not served: kvrelay does not do {NOT_SERVED[path]}")
+
     async def _health(self, exchange: Exchange, request_id: str) -> None:
         """Ready if at least one model can be served. The ``pid`` tells frontends apart that share a port."""
         if self._cluster.models:
@@ -318,6 +354,9 @@ class FrontendApp:
 
     async def _document(self, exchange: Exchange, request_id: str) -> None:
         exchange.respond(Response(200, self._openapi))
+
+    async def _docs(self, exchange: Exchange, request_id: str) -> None:
+        exchange.respond(Response(200, self._docs_page, b"text/html; charset=utf-8"))
 
 
 def _tokenize_answer(tokens: list[int], model: Model, with_strings: bool) -> bytes:

@@ -1,9 +1,11 @@
-"""The OpenAPI document, generated from the request structs, so that it matches the parser."""
+"""The OpenAPI document, generated from the request structs, so that it matches the parser; and the same as a page."""
 
 from __future__ import annotations
 
+import html
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
@@ -192,3 +194,46 @@ def _any_value(kind: type) -> dict[str, object]:
 
 def _schema(kind: type[msgspec.Struct] | None) -> dict[str, object]:
     return {"$ref": _REF.format(name=kind.__name__)} if kind is not None else {"type": "object"}
+
+
+_STYLE = (
+    "body{font:15px/1.5 sans-serif;max-width:60em;margin:2em auto;padding:0 1em}code{background:#eee}"
+    "table{border-collapse:collapse}td{border-top:1px solid #ccc;padding:.2em .8em;vertical-align:top}"
+)
+
+
+def docs_page(document: dict[str, Any]) -> bytes:
+    """The OpenAPI document as a page that needs no other host and no script."""
+    title = f"{document['info']['title']} {document['info']['version']}"
+    parts = [f"<h1>{html.escape(title)}</h1><p>The same as <a href='openapi.json'>OpenAPI</a>.</p>"]
+    for path, methods in document["paths"].items():
+        for method, operation in methods.items():
+            text = html.escape(operation.get("summary", ""))
+            parts.append(f"<h2><code>{method.upper()} {html.escape(path)}</code></h2><p>{text}</p>")
+            parts += _linked(operation)
+    for name, schema in document["components"]["schemas"].items():
+        rows = "".join(_row(field, of) for field, of in schema.get("properties", {}).items())
+        described = html.escape(schema.get("description", ""))
+        parts.append(f"<h3 id='{html.escape(name)}'>{html.escape(name)}</h3><p>{described}</p><table>{rows}</table>")
+    head = f"<!doctype html><html lang='en'><meta charset='utf-8'><title>{html.escape(title)}</title>"
+    return f"{head}<style>{_STYLE}</style><body>{''.join(parts)}</body></html>".encode()
+
+
+def _linked(operation: dict[str, Any]) -> list[str]:
+    body = operation.get("requestBody", {}).get("content", {}).get("application/json", {}).get("schema", {})
+    name = body.get("$ref", "").rpartition("/")[2]
+    return [f"<p>Body: <a href='#{html.escape(name)}'>{html.escape(name)}</a></p>"] if name else []
+
+
+def _row(field: str, schema: dict[str, Any]) -> str:
+    return f"<tr><td><code>{html.escape(field)}</code></td><td>{html.escape(_kind(schema))}</td></tr>"
+
+
+def _kind(schema: dict[str, Any]) -> str:
+    if "$ref" in schema:
+        return str(schema["$ref"]).rpartition("/")[2]
+    if "anyOf" in schema:
+        return " or ".join(_kind(option) for option in schema["anyOf"])
+    limit = schema.get("maxLength", schema.get("maxItems", schema.get("maxProperties")))
+    kind = str(schema.get("type", "any"))
+    return f"{kind} (at most {limit})" if limit is not None else kind
