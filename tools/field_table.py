@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from kvrelay.frontend.anthropic.requests import MessagesRequest
-from kvrelay.frontend.fields import TABLES, FieldTable
+from kvrelay.frontend.api.fields import TABLES, FieldTable
 from kvrelay.frontend.openai.requests import ChatCompletionRequest, CompletionRequest, TokenizeRequest
 from kvrelay.frontend.responses.requests import ResponsesRequest
 

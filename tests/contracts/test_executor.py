@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 import msgspec
 import numpy as np
 import pytest
+from kvrelay.frontend.tokenizer import load_tokenizer
 from tests.executors.constrained import be_late
 from tests.executors.harness import Harness, random_prompts
 
@@ -20,7 +21,7 @@ from kvrelay.data import bundled_checkpoint_path
 from kvrelay.engine.step import Executor, SchedulerOutput
 from kvrelay.engines.registry import build_executor
 from kvrelay.errors import InvalidInputError
-from kvrelay.frontend.tokenizer import load_tokenizer
+from kvrelay.frontend.tokens.tokenizer import load_tokenizer
 
 ENGINE = EngineConfig(num_blocks=96, max_model_len=256, max_num_seqs=8, block_size=16)
 LENGTHS = (1, 15, 16, 17, 40, 64)

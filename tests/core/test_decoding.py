@@ -12,7 +12,7 @@ import kvrelay
 from kvrelay.engines.hosted.backend import AnswerError
 from kvrelay.engines.openai.wire import parse_event
 from kvrelay.errors import InvalidInputError
-from kvrelay.frontend.fields import RequestFields
+from kvrelay.frontend.api.fields import RequestFields
 from kvrelay.frontend.openai.requests import CompletionRequest, parse_body
 
 ROOT = Path(kvrelay.__file__).parent
@@ -25,10 +25,10 @@ OURS = {
     "executors/torch/parallel/channel.py": "the worker's own ranks",
     "executors/torch/parallel/messages.py": "the worker's own ranks",
     "engines/vllm/translation.py": "the worker's own parameters, and a grammar that the frontend has encoded",
-    "frontend/detokenizer.py": "UTF-8 with replacement",
-    "frontend/fields.py": "called by parse_body",
-    "frontend/text_pieces.py": "the tokenizer's own state",
-    "frontend/tokenizer.py": "the tokenizer's own state",
+    "frontend/tokens/detokenizer.py": "UTF-8 with replacement",
+    "frontend/api/fields.py": "called by parse_body",
+    "frontend/tokens/text_pieces.py": "the tokenizer's own state",
+    "frontend/tokens/tokenizer.py": "the tokenizer's own state",
     "frontend/tools/plan.py": "a schema that was encoded just before",
     "worker/cluster/callers.py": "an identity that the worker has encoded",
 }

@@ -26,7 +26,7 @@ from tests.deploy.command_lines import checked
 from kvrelay.core.workers import WorkerRole
 from kvrelay.engine.stats import EngineStats
 from kvrelay.errors import ConfigError
-from kvrelay.frontend.metrics import FrontendMetrics
+from kvrelay.frontend.cluster.metrics import FrontendMetrics
 from kvrelay.transfer.stats import StatsCounter, TransferStats
 from kvrelay.worker.reporting.metrics import WorkerMetrics, WorkerStats
 from kvrelay.worker.reporting.stats import DecodeStats, PrefillStats

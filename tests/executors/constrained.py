@@ -11,7 +11,7 @@ from kvrelay.core.grammar import Grammar
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.data import bundled_checkpoint_path
 from kvrelay.executors.grammars import ComputingMasks, GrammarCompiler, GrammarMasks, StepMasks
-from kvrelay.frontend.tokenizer import load_tokenizer
+from kvrelay.frontend.tokens.tokenizer import load_tokenizer
 
 TOKENIZER = load_tokenizer(bundled_checkpoint_path())
 EOS, VOCAB_SIZE = 1, 1024

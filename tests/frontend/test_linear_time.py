@@ -21,7 +21,7 @@ from kvrelay.core.grammar import Grammar, GrammarKind
 from kvrelay.errors import InvalidInputError
 from kvrelay.frontend.openai.bounds import check_body
 from kvrelay.frontend.openai.structured import lark_of_gbnf
-from kvrelay.frontend.text_pieces import cut_text
+from kvrelay.frontend.tokens.text_pieces import cut_text
 from kvrelay.frontend.tools.dialects import HERMES, LLAMA3_JSON, MISTRAL, Dialect
 from kvrelay.frontend.tools.parsing import ToolParser
 from kvrelay.frontend.tools.reasoning import ReasoningParser

@@ -16,7 +16,7 @@ from tests.frontend.test_openai_tools import CALLS, client, script
 
 from kvrelay.core.messages import RequestRefused
 from kvrelay.errors import InvalidInputError
-from kvrelay.frontend.fields import RequestFields
+from kvrelay.frontend.api.fields import RequestFields
 from kvrelay.frontend.openai.requests import parse_body
 from kvrelay.frontend.responses.requests import ResponsesRequest
 from kvrelay.frontend.responses.translation import chat_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvrelay.http import HttpLimits, HttpRequest, Response
-from kvrelay.http.messages import encode_response, parse_target
+from kvrelay.http.exchange import encode_response, parse_target
 from kvrelay.http.reading import RequestReader
 
 

@@ -16,7 +16,7 @@ import schemathesis
 from tests.patience import PATIENCE_S
 from tests.system.serving import Serve
 
-from kvrelay.frontend.openapi import openapi_document
+from kvrelay.frontend.api.openapi import openapi_document
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 

@@ -18,7 +18,7 @@ def api_key(name: str, **limits: int | None) -> None:
 
     Example: kvrelay api-key alice --requests-per-minute 60 --max-output-tokens 1024
     """
-    from kvrelay.frontend.api_keys import new_api_key
+    from kvrelay.frontend.access.api_keys import new_api_key
 
     key, line = new_api_key(name, KeyLimits(**limits))
     click.echo(f"key:  {key}")

@@ -4,7 +4,7 @@ A request is validated, tokenized, routed, sent to a worker and answered token b
 worker continues it. ``pipeline`` shows this path on one page; ``server`` puts the parts together.
 """
 
-from kvrelay.frontend.cluster import RouterFactory, RpcClientFactory
-from kvrelay.frontend.server import Frontend, run_frontend
+from kvrelay.frontend.api.server import Frontend, run_frontend
+from kvrelay.frontend.cluster.cluster import RouterFactory, RpcClientFactory
 
 __all__ = ["Frontend", "RouterFactory", "RpcClientFactory", "run_frontend"]

@@ -14,9 +14,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol, cast
 
-from kvrelay.http.exchange import Exchange
+from kvrelay.http.exchange import Exchange, HttpApplication, HttpRequest, Response, encode_response
 from kvrelay.http.limits import ByteBudget, HttpLimits
-from kvrelay.http.messages import HttpRequest, Response, encode_response
 from kvrelay.http.reading import CONTINUE, RequestReader
 
 PIECE_BYTES = 8192
@@ -41,13 +40,8 @@ class ConnectionOwner(Protocol):
     def unsent(self) -> ByteBudget[HttpConnection]:
         """Budget of unsent answer bytes, over all connections."""
 
-    def check_head(self, request: HttpRequest) -> Response | None:
-        """Refuse a request by its head alone, or None."""
-
-    def error_response(self, status: int, message: str, path: str) -> Response:
-        """``path``: of the request; empty if none has arrived."""
-
-    def handle(self, exchange: Exchange) -> None: ...
+    @property
+    def application(self) -> HttpApplication: ...
 
     def connected(self, connection: HttpConnection) -> None: ...
 
@@ -226,10 +220,10 @@ class HttpConnection(asyncio.Protocol):
     # -- RequestListener ----------------------------------------------------------------------------------------------
 
     def check_head(self, request: HttpRequest) -> Response | None:
-        return self._owner.check_head(request)
+        return self._owner.application.check_head(request)
 
     def error_response(self, status: int, message: str, path: str) -> Response:
-        return self._owner.error_response(status, message, path)
+        return self._owner.application.error_response(status, message, path)
 
     def on_begin(self) -> None:
         if not self._is_busy:
@@ -265,7 +259,7 @@ class HttpConnection(asyncio.Protocol):
     @property
     def _is_busy(self) -> bool:
         """Whether a request is being answered, or waits ahead of any data that arrives now."""
-        return self._exchange is not None or bool(self._waiting) or bool(self._held)
+        return bool(self._exchange or self._waiting or self._held)
 
     def _feed(self, data: bytes) -> None:
         for at in range(0, len(data), PIECE_BYTES):
@@ -290,7 +284,7 @@ class HttpConnection(asyncio.Protocol):
         self._exchange = Exchange(request, self, keep_alive)
         if request.body:
             self._owner.buffered.update(self)
-        self._owner.handle(self._exchange)
+        self._owner.application.handle(self._exchange)
 
     def _go_on(self) -> None:
         transport = self._transport

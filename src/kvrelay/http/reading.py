@@ -13,8 +13,8 @@ from typing import Protocol
 
 import httptools
 
+from kvrelay.http.exchange import HttpRequest, Response, parse_target
 from kvrelay.http.limits import HttpLimits
-from kvrelay.http.messages import HttpRequest, Response, parse_target
 
 SINGLE = frozenset({"host", "authorization", "x-api-key", "content-encoding"})
 """Of these headers, two would let one process see another request than the next: each may come once."""

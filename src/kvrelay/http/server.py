@@ -6,14 +6,12 @@ import asyncio
 import logging
 import socket
 import ssl
-from typing import Protocol
 
 from kvrelay.core.tasks import TaskSet
-from kvrelay.http.accepting import Acceptor, connections_within_limit
 from kvrelay.http.connection import HttpConnection
-from kvrelay.http.exchange import Exchange
+from kvrelay.http.exchange import HttpApplication, Response, encode_response
 from kvrelay.http.limits import ByteBudget, HttpLimits
-from kvrelay.http.messages import HttpRequest, Response, encode_response
+from kvrelay.http.listening import Acceptor, connections_within_limit
 
 _log = logging.getLogger(__name__)
 
@@ -21,19 +19,6 @@ SWEEP_INTERVAL_S = 1.0
 MAX_TURNED_AWAY = 64
 """This many connections above the limit are told why they end; further ones are cut off."""
 TLS_HANDSHAKE_TIMEOUT_S = 10.0
-
-
-class HttpApplication(Protocol):
-    """The application that answers requests."""
-
-    def check_head(self, request: HttpRequest) -> Response | None:
-        """Refuse a request before its body is read, or None."""
-
-    def error_response(self, status: int, message: str, path: str) -> Response:
-        """The response for an error of the HTTP layer itself. ``path``: of the request; empty if none has arrived."""
-
-    def handle(self, exchange: Exchange) -> None:
-        """Answer the request, now or later. Must not block or raise."""
 
 
 class HttpServer:
@@ -60,7 +45,7 @@ class HttpServer:
             lambda connection: connection.num_unsent_bytes,
             HttpConnection.abort,
         )
-        self._application = application
+        self.application = application
         self._tls = tls
         self.port = int(listener.getsockname()[1])
         self._max_connections = connections_within_limit(limits.max_connections)
@@ -109,15 +94,6 @@ class HttpServer:
             await asyncio.sleep(0)
 
     # -- ConnectionOwner ----------------------------------------------------------------------------------------------
-
-    def check_head(self, request: HttpRequest) -> Response | None:
-        return self._application.check_head(request)
-
-    def error_response(self, status: int, message: str, path: str) -> Response:
-        return self._application.error_response(status, message, path)
-
-    def handle(self, exchange: Exchange) -> None:
-        self._application.handle(exchange)
 
     def connected(self, connection: HttpConnection) -> None:
         self._connections.add(connection)

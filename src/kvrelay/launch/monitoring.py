@@ -11,8 +11,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 from kvrelay.config import MetricsConfig
 from kvrelay.core.addresses import is_loopback
-from kvrelay.frontend.api_keys import ApiKeys
-from kvrelay.frontend.keys_file import following
+from kvrelay.frontend.access.api_keys import ApiKeys, following
 from kvrelay.frontend.openai.errors import error_body
 from kvrelay.http import Exchange, HttpLimits, HttpRequest, HttpServer, Response, open_listener
 from kvrelay.worker.reporting.metrics import WorkerMetrics

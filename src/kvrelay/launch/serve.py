@@ -158,7 +158,7 @@ class Cluster:
 
         The workers start meanwhile, so the check costs no time.
         """
-        from kvrelay.frontend.tokenizer import load_tokenizer
+        from kvrelay.frontend.tokens.tokenizer import load_tokenizer
 
         try:
             await asyncio.to_thread(load_tokenizer, self._common.model_path)

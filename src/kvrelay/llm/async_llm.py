@@ -14,20 +14,19 @@ from typing import Any
 
 import msgspec
 
-from kvrelay.core.logprobs import PositionLogprobs
 from kvrelay.core.messages import AdminRequest
 from kvrelay.errors import EngineDeadError, InvalidInputError, KvrelayError, WorkerUnavailableError
-from kvrelay.frontend.answers import Answer, CollectedAnswer
-from kvrelay.frontend.choices import sequences_of
-from kvrelay.frontend.loop_turns import LoopTurns
-from kvrelay.frontend.metrics import FrontendMetrics
-from kvrelay.frontend.models import Model
-from kvrelay.frontend.openai.answer import Choice, Finish
+from kvrelay.frontend.cluster.metrics import FrontendMetrics
+from kvrelay.frontend.cluster.models import Model
+from kvrelay.frontend.generate.answers import Answer, CollectedAnswer
+from kvrelay.frontend.generate.prompts import Prompt, completion_prompts, render_chat
+from kvrelay.frontend.generate.sequence import Sequence, SequenceListener, sequences_of
+from kvrelay.frontend.openai.answer import Choice, Piece
 from kvrelay.frontend.openai.plan import GenerationPlan
 from kvrelay.frontend.openai.requests import ChatMessage
 from kvrelay.frontend.prompts import Prompt, completion_prompts, render_chat
 from kvrelay.frontend.sequence import Sequence, SequenceListener
-from kvrelay.frontend.side_threads import INLINE_SIZE, complete
+from kvrelay.frontend.side_threads import INLINE_SIZE, LoopTurns, complete
 from kvrelay.llm.embedded import EmbeddedCluster, embedded_cluster
 from kvrelay.llm.outputs import CompletionOutput, RequestOutput, TextDelta
 from kvrelay.llm.params import SamplingParams, plan_of, recommended
@@ -217,18 +216,13 @@ class _StreamedAnswer(Answer):
         self.num_open = plan.n
         self._pieces: asyncio.Queue[TextDelta | KvrelayError] = asyncio.Queue()
 
-    def deliver(
-        self,
-        sequence: Sequence,
-        text: str,
-        token_ids: Items[int],
-        logprobs: Items[PositionLogprobs] | None,
-        finish: Finish | None,
-    ) -> None:
+    def deliver(self, sequence: Sequence, piece: Piece) -> None:
+        finish = piece.finish
         reason = None if finish is None else finish.reason.value
         stop_reason = None if finish is None else finish.stop_reason
-        given = tuple(logprobs) if logprobs else None
-        self._pieces.put_nowait(TextDelta(sequence.index, text, tuple(token_ids), reason, stop_reason, given))
+        logprobs = tuple(piece.logprobs) if piece.logprobs else None
+        delta = TextDelta(sequence.index, piece.text, tuple(piece.token_ids), reason, stop_reason, logprobs)
+        self._pieces.put_nowait(delta)
 
     def failed(self, sequence: Sequence, error: KvrelayError) -> None:
         self._pieces.put_nowait(error)
@@ -251,10 +245,9 @@ def _engines_lost() -> Iterator[None]:
 
 
 def _completion(choice: Choice, plan: GenerationPlan) -> CompletionOutput:
-    assert choice.finish is not None
     return CompletionOutput(
         index=choice.index,
-        text="".join(choice.text),
+        text=choice.text,
         token_ids=tuple(choice.token_ids),
         finish_reason=choice.finish.reason.value,
         stop_reason=choice.finish.stop_reason,

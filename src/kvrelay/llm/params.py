@@ -9,7 +9,7 @@ import msgspec
 from kvrelay.core import sampling as core
 from kvrelay.errors import InvalidInputError
 from kvrelay.frontend.openai.plan import GenerationPlan
-from kvrelay.frontend.tokenizer import DefaultSampling
+from kvrelay.frontend.tokens.tokenizer import DefaultSampling
 
 
 class SamplingParams(core.SamplingParams, frozen=True, omit_defaults=True):

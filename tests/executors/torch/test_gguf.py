@@ -16,7 +16,7 @@ from kvrelay.errors import CheckpointError, UnsupportedModelError
 from kvrelay.executors.torch.checkpoints.gguf import adjacent_to_halves, convert, llama3_factor, main, tensor_name
 from kvrelay.executors.torch.config import RopeConfig
 from kvrelay.executors.torch.rope import inverse_frequencies
-from kvrelay.frontend.tokenizer import load_tokenizer
+from kvrelay.frontend.tokens.tokenizer import load_tokenizer
 
 TO_GGUF = {
     "model.embed_tokens": "token_embd",

@@ -10,9 +10,9 @@ import pytest
 from tests.executors.constrained import random_answer
 
 from kvrelay.errors import InvalidInputError
-from kvrelay.frontend.openai.parsed_chat import whole_calls
+from kvrelay.frontend.openai.answer import Delta
+from kvrelay.frontend.openai.chat import whole_calls
 from kvrelay.frontend.openai.requests import ChatCompletionRequest, parse_body
-from kvrelay.frontend.tools.base import Delta
 from kvrelay.frontend.tools.dialects import DIALECTS, HERMES
 from kvrelay.frontend.tools.plan import ChatForm, chat_form
 

@@ -8,14 +8,10 @@ message_stop
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from kvrelay.core.logprobs import PositionLogprobs
 from kvrelay.frontend.anthropic.errors import anthropic_error
 from kvrelay.frontend.anthropic.shapes import MessageBody, MessageUsage, block_of, call_id, stop_of, usage_of
-from kvrelay.frontend.blocks import Block, BlockEvent, BlockKind, Blocks, BlockStep
-from kvrelay.frontend.chat_api import AnswerContext
-from kvrelay.frontend.openai.answer import Choice, Finish, PromptLogprobs, Usage, encode_json
+from kvrelay.frontend.generate.blocks import Block, BlockEvent, BlockFormat, BlockKind, Blocks, BlockStep
+from kvrelay.frontend.openai.answer import AnsweredPrompt, Choice, Finish, Usage, encode_json
 from kvrelay.frontend.openai.errors import Failure
 
 _DELTAS = {
@@ -25,45 +21,22 @@ _DELTAS = {
 }
 
 
-class MessagesFormat:
-    """Implements ``AnswerFormat``; an answer has one choice."""
+class MessagesFormat(BlockFormat):
+    """Implements ``AnswerFormat``."""
 
-    def __init__(self, context: AnswerContext) -> None:
-        self._context = context
-        self._blocks = Blocks(context.new_parser())
-        self._finish: Finish | None = None
-
-    def opening(
-        self,
-        index: int,
-        prompt_token_ids: Sequence[int],
-        prompt_logprobs: PromptLogprobs | None,
-        num_cached_tokens: int,
-    ) -> bytes:
-        usage = MessageUsage(len(prompt_token_ids) - num_cached_tokens, 0, num_cached_tokens, 0)
+    def opening(self, index: int, prompt: AnsweredPrompt) -> bytes:
+        cached = prompt.num_cached_tokens
+        usage = MessageUsage(len(prompt.token_ids) - cached, 0, cached, 0)
         body = MessageBody(
             id=self._context.answer_id, model=self._context.model, content=[], stop_reason=None, usage=usage
         )
         return _event("message_start", message=body)
 
-    def chunk(
-        self,
-        index: int,
-        text: str,
-        token_ids: Sequence[int],
-        logprobs: Sequence[PositionLogprobs] | None,
-        finish: Finish | None,
-        usage: Usage | None,
-    ) -> bytes:
-        events = [self._block_event(event) for event in self._blocks.push(text, len(token_ids))]
-        if finish is not None:
-            self._finish = finish
-            events += map(self._block_event, self._blocks.end())
-        return b"".join(events)
+    def broken(self, failure: Failure) -> bytes:
+        return b"event: error\ndata: " + anthropic_error(failure) + b"\n\n"
 
-    def closing(self, usage: Usage) -> bytes:
-        assert self._finish is not None
-        reason, sequence = stop_of(self._finish, self._blocks.has_calls)
+    def _end_of(self, finish: Finish, usage: Usage) -> bytes:
+        reason, sequence = stop_of(finish, self._blocks.has_calls)
         delta = _event(
             "message_delta",
             delta={"stop_reason": reason, "stop_sequence": sequence},
@@ -71,13 +44,7 @@ class MessagesFormat:
         )
         return delta + _event("message_stop")
 
-    def broken(self, failure: Failure) -> bytes:
-        return b"event: error\ndata: " + anthropic_error(failure) + b"\n\n"
-
-    def whole(self, choices: Sequence[Choice], usage: Usage) -> bytes:
-        (choice,) = choices
-        assert choice.finish is not None
-        blocks = Blocks.of(choice, self._context.new_parser())
+    def _whole_of(self, choice: Choice, blocks: Blocks, usage: Usage) -> bytes:
         reason, sequence = stop_of(choice.finish, blocks.has_calls)
         return encode_json(
             MessageBody(
@@ -90,7 +57,7 @@ class MessagesFormat:
             )
         )
 
-    def _block_event(self, event: BlockEvent) -> bytes:
+    def _event_of(self, event: BlockEvent) -> bytes:
         block = event.block
         match event.step:
             case BlockStep.OPENED:

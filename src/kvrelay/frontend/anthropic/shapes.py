@@ -6,7 +6,7 @@ import msgspec
 
 from kvrelay.core.status import FinishReason
 from kvrelay.errors import UNREADABLE
-from kvrelay.frontend.blocks import Block, BlockKind
+from kvrelay.frontend.generate.blocks import Block, BlockKind
 from kvrelay.frontend.openai.answer import Finish, Usage
 
 

@@ -20,8 +20,8 @@ from kvrelay.frontend.anthropic.requests import (
     TextBlock,
     Thinking,
 )
-from kvrelay.frontend.chat_api import AnswerContext, ChatApi, ChatTask
-from kvrelay.frontend.openai.answer import AnswerFormat
+from kvrelay.frontend.generate.chat_api import ChatApi, ChatTask
+from kvrelay.frontend.openai.answer import AnswerContext, AnswerFormat
 from kvrelay.frontend.openai.bounds import check_free_json
 from kvrelay.frontend.openai.requests import ChatCompletionRequest, ChatMessage, FieldsCheck, parse_body
 from kvrelay.frontend.openai.structured import JsonSchemaFormat, ResponseFormat

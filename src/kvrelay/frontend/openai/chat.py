@@ -2,25 +2,36 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Sequence
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from kvrelay.core.logprobs import PositionLogprobs
-from kvrelay.frontend.openai.answer import Choice, Finish, PromptLogprobs, Usage, encode_json, json_list
-from kvrelay.frontend.openai.errors import Failure
-from kvrelay.frontend.openai.frame import ChunkFrame
+from kvrelay.core.status import FinishReason
+from kvrelay.frontend.openai.answer import (
+    AnswerContext,
+    AnsweredPrompt,
+    CallDelta,
+    Choice,
+    Delta,
+    Finish,
+    OutputParser,
+    Piece,
+    Usage,
+    encode_json,
+    json_list,
+)
+from kvrelay.frontend.openai.frame import ChunkFormat
 from kvrelay.frontend.openai.logprobs import (
     ChatLogprobs,
     PromptTokenLogprob,
-    TokenTexts,
     chat_logprobs,
     prompt_logprobs_json,
 )
-from kvrelay.frontend.openai.tool_fields import ToolCall
+from kvrelay.frontend.openai.tool_fields import CalledFunction, ToolCall
 
-_NO_LOGPROBS = b'},"logprobs":null'
+_NO_LOGPROBS = b',"logprobs":null'
 
 
 class AssistantMessage(msgspec.Struct, frozen=True):
@@ -54,94 +65,147 @@ class ChatResponse(msgspec.Struct, frozen=True):
     prompt_token_ids: list[int] | None = None
 
 
-class ChatFormat:
-    """Implements ``AnswerFormat``."""
+class FunctionDelta(msgspec.Struct, frozen=True):
+    arguments: str
+    name: str | UnsetType = UNSET
 
-    def __init__(
-        self,
-        answer_id: str,
-        created_unix_s: int,
-        model: str,
-        texts: TokenTexts,
-        *,
-        return_token_ids: bool = False,
-        include_usage: bool = False,
-        continuous_usage: bool = False,
-        with_logprobs: bool = False,
-        echo: str = "",
-    ) -> None:
-        """``echo`` is the text before the answer: the message that the answer continues."""
-        self._echo = echo
-        self._id, self._created, self._model, self._texts = answer_id, created_unix_s, model, texts
-        self._return_token_ids = return_token_ids
-        self._with_logprobs = with_logprobs
-        head = {"id": answer_id, "object": "chat.completion.chunk", "created": created_unix_s, "model": model}
+
+class ToolCallDelta(msgspec.Struct, frozen=True):
+    index: int
+    function: FunctionDelta
+    id: str | UnsetType = UNSET
+    type: str | UnsetType = UNSET
+
+
+class MessageDelta(msgspec.Struct, frozen=True):
+    content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
+
+
+class ChatFormat(ChunkFormat):
+    """Implements ``AnswerFormat``. With a parser, function calls and reasoning are separate from the content.
+
+    ``echo`` is the text before the answer: the message that the answer continues."""
+
+    def __init__(self, context: AnswerContext, echo: str = "") -> None:
         choice = b'{"index":%d,"delta":{"content":'
-        self._frame = ChunkFrame(
-            head, choice, b',"finish_reason":null', include_usage=include_usage, continuous_usage=continuous_usage
-        )
-        self._plain_end = _NO_LOGPROBS + self._frame.plain_tail
+        super().__init__(context, "chat.completion.chunk", choice, b',"finish_reason":null', b"}" + _NO_LOGPROBS)
+        self._echo = echo
+        self._texts = context.texts
+        self._is_parsed = context.make_parser is not None
+        self._parsers: dict[int, OutputParser | None] = {}
+        self._callers: set[int] = set()
+        """Choices that have called a function."""
 
-    def opening(
-        self,
-        index: int,
-        prompt_token_ids: Sequence[int],
-        prompt_logprobs: PromptLogprobs | None,
-        num_cached_tokens: int,
-    ) -> bytes:
+    def opening(self, index: int, prompt: AnsweredPrompt) -> bytes:
         """The role; ``prompt_token_ids`` stands beside the choices, as in vLLM."""
         head = b'{"index":%d,"delta":{"role":"assistant","content":' % index
         delta = head + encode_json(self._echo) + b'},"logprobs":null,"finish_reason":null}]'
-        ids = b',"prompt_token_ids":' + json_list(prompt_token_ids) if self._return_token_ids else b""
-        return self._frame.head + delta + ids + self._frame.end_of_event
+        ids = b',"prompt_token_ids":' + json_list(prompt.token_ids) if self._return_token_ids else b""
+        return self._head + delta + ids + self._end_of_event
 
-    def chunk(
-        self,
-        index: int,
-        text: str,
-        token_ids: Sequence[int],
-        logprobs: Sequence[PositionLogprobs] | None,
-        finish: Finish | None,
-        usage: Usage | None,
-    ) -> bytes:
-        start = self._frame.start(index) + encode_json(text)
-        if finish is None and usage is None and not logprobs and not self._return_token_ids:
+    def chunk(self, index: int, piece: Piece, usage: Usage | None) -> bytes:
+        if self._is_parsed:
+            return self._parsed_chunk(index, piece, usage)
+        start = self._start(index) + encode_json(piece.text)
+        if piece.finish is None and usage is None and not piece.logprobs and not self._return_token_ids:
             return start + self._plain_end
-        shape = b'},"logprobs":' + encode_json(chat_logprobs(logprobs, self._texts)) if logprobs else _NO_LOGPROBS
-        return start + shape + self._frame.tail(finish, token_ids if self._return_token_ids else None, usage)
+        return start + b"}" + self._logprobs(piece) + self._tail(piece, usage)
 
-    def closing(self, usage: Usage) -> bytes:
-        return self._frame.closing(usage)
+    def _parsed_chunk(self, index: int, piece: Piece, usage: Usage | None) -> bytes:
+        delta = self._parsed(index, piece)
+        if delta.calls:
+            self._callers.add(index)
+        ids = self._return_token_ids and piece.token_ids
+        if not delta and piece.finish is None and usage is None and not piece.logprobs and not ids:
+            return b""
+        start = self._head + b'{"index":%d,"delta":' % index + encode_json(self._shape(delta))
+        reason = _reason(piece.finish, index in self._callers)
+        return start + self._logprobs(piece) + self._tail(piece, usage, reason)
 
-    def broken(self, failure: Failure) -> bytes:
-        return self._frame.broken(failure)
+    def _parsed(self, index: int, piece: Piece) -> Delta:
+        if index not in self._parsers:
+            self._parsers[index] = self._context.new_parser()
+        return _delta(self._parsers[index], piece.text, is_last=piece.finish is not None)
+
+    def _logprobs(self, piece: Piece) -> bytes:
+        if not piece.logprobs:
+            return _NO_LOGPROBS
+        return b',"logprobs":' + encode_json(chat_logprobs(piece.logprobs, self._texts))
+
+    def _shape(self, delta: Delta) -> MessageDelta:
+        return MessageDelta(
+            delta.content or UNSET,
+            delta.reasoning or UNSET,
+            delta.reasoning or UNSET,
+            [self._call_delta(call) for call in delta.calls] or UNSET,
+        )
+
+    def _call_delta(self, call: CallDelta) -> ToolCallDelta:
+        if call.name is None:
+            return ToolCallDelta(call.index, FunctionDelta(call.arguments))
+        return ToolCallDelta(call.index, FunctionDelta(call.arguments, call.name), self._call_id(), "function")
+
+    def _call_id(self) -> str:
+        """Some templates accept only ids of nine letters and digits."""
+        chars = self._context.call_id_chars
+        return ("call_" if chars > 9 else "") + uuid.uuid4().hex[:chars]
 
     def whole(self, choices: Sequence[Choice], usage: Usage) -> bytes:
-        shapes = [self._whole_choice(choice) for choice in choices]
         first = choices[0]
         prompt_logprobs = None
         if first.prompt_logprobs is not None:
             prompt_logprobs = prompt_logprobs_json(first.prompt_logprobs, self._texts)
-        prompt_ids = list(first.prompt_token_ids) if self._return_token_ids else None
         return encode_json(
             ChatResponse(
-                id=self._id,
-                created=self._created,
-                model=self._model,
-                choices=shapes,
+                id=self._context.answer_id,
+                created=self._context.created_unix_s,
+                model=self._context.model,
+                choices=[self._whole_choice(choice) for choice in choices],
                 usage=usage,
                 prompt_logprobs=prompt_logprobs,
-                prompt_token_ids=prompt_ids,
+                prompt_token_ids=list(first.prompt_token_ids) if self._return_token_ids else None,
             )
         )
 
     def _whole_choice(self, choice: Choice) -> ChatChoice:
-        assert choice.finish is not None
+        delta = _delta(self._context.new_parser(), choice.text, is_last=True)
+        calls = [ToolCall(self._call_id(), CalledFunction(name, text)) for name, text in whole_calls(delta)]
+        content = None if calls and not delta.content else self._echo + delta.content
+        reasoning = delta.reasoning or UNSET
         return ChatChoice(
             index=choice.index,
-            message=AssistantMessage(self._echo + "".join(choice.text)),
+            message=AssistantMessage(
+                content, tool_calls=calls or UNSET, reasoning=reasoning, reasoning_content=reasoning
+            ),
             logprobs=chat_logprobs(choice.logprobs, self._texts) if self._with_logprobs else None,
-            finish_reason=choice.finish.reason,
+            finish_reason=_reason(choice.finish, bool(calls)),
             stop_reason=choice.finish.stop_reason,
             token_ids=choice.token_ids if self._return_token_ids else None,
         )
+
+
+def _delta(parser: OutputParser | None, text: str, *, is_last: bool) -> Delta:
+    """The parsed parts of the text; without a parser all of it is content."""
+    if parser is None:
+        return Delta(text)
+    return parser.push(text) + parser.flush() if is_last else parser.push(text)
+
+
+def whole_calls(delta: Delta) -> list[tuple[str, str]]:
+    """Name and arguments of each call."""
+    names: dict[int, str] = {}
+    arguments: dict[int, list[str]] = {}
+    for call in delta.calls:
+        if call.name is not None:
+            names[call.index] = call.name
+        arguments.setdefault(call.index, []).append(call.arguments)
+    return [(name, "".join(arguments[index])) for index, name in names.items()]
+
+
+def _reason(finish: Finish | None, has_called: bool) -> str | None:
+    if finish is None:
+        return None
+    return "tool_calls" if has_called and finish.reason is FinishReason.STOP else str(finish.reason)

@@ -10,19 +10,26 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from kvrelay.core.logprobs import PositionLogprobs
-from kvrelay.frontend.detokenizer import Detokenizer
-from kvrelay.frontend.openai.answer import Choice, Finish, PromptLogprobs, Usage, encode_json, json_list
-from kvrelay.frontend.openai.errors import Failure
-from kvrelay.frontend.openai.frame import ChunkFrame
+from kvrelay.frontend.openai.answer import (
+    AnswerContext,
+    AnsweredPrompt,
+    Choice,
+    Piece,
+    PromptLogprobs,
+    Usage,
+    encode_json,
+    json_list,
+)
+from kvrelay.frontend.openai.frame import ChunkFormat
 from kvrelay.frontend.openai.logprobs import (
     CompletionLogprobs,
     PromptTokenLogprob,
     TextOffsets,
-    TokenTexts,
     completion_logprobs,
     prompt_logprobs_json,
     prompt_offsets,
 )
+from kvrelay.frontend.tokens.detokenizer import Detokenizer
 
 _NO_LOGPROBS = b',"logprobs":null'
 _UNFINISHED = b',"finish_reason":null,"stop_reason":null'
@@ -48,84 +55,49 @@ class CompletionResponse(msgspec.Struct, frozen=True):
     object: str = "text_completion"
 
 
-class CompletionFormat:
+class CompletionFormat(ChunkFormat):
     """Implements ``AnswerFormat``. ``echoes`` are the prompts' texts, by choice, if they must be repeated."""
 
     def __init__(
         self,
-        answer_id: str,
-        created_unix_s: int,
-        model: str,
-        texts: TokenTexts,
+        context: AnswerContext,
         make_detokenizer: Callable[[bool], Detokenizer],
         *,
-        skip_special_tokens: bool = True,
-        return_token_ids: bool = False,
-        include_usage: bool = False,
-        continuous_usage: bool = False,
-        with_logprobs: bool = False,
         with_prompt_logprobs: bool = False,
         echoes: Sequence[str] | None = None,
     ) -> None:
-        self._id, self._created, self._model, self._texts = answer_id, created_unix_s, model, texts
-        self._return_token_ids = return_token_ids
-        self._with_logprobs = with_logprobs
+        super().__init__(context, "text_completion", b'{"index":%d,"text":', _UNFINISHED, _NO_LOGPROBS)
+        self._texts = context.texts
         self._with_prompt_logprobs = with_prompt_logprobs
         self._echoes = echoes
-        head = {"id": answer_id, "object": "text_completion", "created": created_unix_s, "model": model}
-        choice = b'{"index":%d,"text":'
-        self._frame = ChunkFrame(
-            head, choice, _UNFINISHED, include_usage=include_usage, continuous_usage=continuous_usage
-        )
-        self._plain_end = _NO_LOGPROBS + self._frame.plain_tail
         self._make_detokenizer = make_detokenizer
-        self._skip_special_tokens = skip_special_tokens
         self._offsets: dict[int, TextOffsets] = {}
 
-    def opening(
-        self,
-        index: int,
-        prompt_token_ids: Sequence[int],
-        prompt_logprobs: PromptLogprobs | None,
-        num_cached_tokens: int,
-    ) -> bytes:
+    def opening(self, index: int, prompt: AnsweredPrompt) -> bytes:
         echo = self._echoes[index] if self._echoes is not None else ""
         if not echo and not self._return_token_ids:
             return b""
-        pieces = [self._frame.start(index), encode_json(echo), b',"logprobs":']
-        pieces.append(self._echoed_logprobs(prompt_token_ids, prompt_logprobs if echo else None, echo))
+        pieces = [self._start(index), encode_json(echo), b',"logprobs":']
+        pieces.append(self._echoed_logprobs(prompt.token_ids, prompt.logprobs if echo else None, echo))
         pieces.append(_UNFINISHED)
         if self._return_token_ids:
-            pieces += (b',"token_ids":[],"prompt_token_ids":', json_list(prompt_token_ids))
-        return b"".join((*pieces, b"}]", self._frame.end_of_event))
+            pieces += (b',"token_ids":[],"prompt_token_ids":', json_list(prompt.token_ids))
+        return b"".join((*pieces, b"}]", self._end_of_event))
 
-    def chunk(
-        self,
-        index: int,
-        text: str,
-        token_ids: Sequence[int],
-        logprobs: Sequence[PositionLogprobs] | None,
-        finish: Finish | None,
-        usage: Usage | None,
-    ) -> bytes:
-        start = self._frame.start(index) + encode_json(text)
-        if finish is None and usage is None and not logprobs and not self._return_token_ids:
+    def chunk(self, index: int, piece: Piece, usage: Usage | None) -> bytes:
+        start = self._start(index) + encode_json(piece.text)
+        if piece.finish is None and usage is None and not piece.logprobs and not self._return_token_ids:
             return start + self._plain_end
-        shape = b',"logprobs":' + self._logprobs(index, token_ids, logprobs) if logprobs else _NO_LOGPROBS
-        return start + shape + self._frame.tail(finish, token_ids if self._return_token_ids else None, usage)
-
-    def closing(self, usage: Usage) -> bytes:
-        return self._frame.closing(usage)
-
-    def broken(self, failure: Failure) -> bytes:
-        return self._frame.broken(failure)
+        shape = _NO_LOGPROBS
+        if piece.logprobs:
+            shape = b',"logprobs":' + self._logprobs(index, piece.token_ids, piece.logprobs)
+        return start + shape + self._tail(piece, usage)
 
     def whole(self, choices: Sequence[Choice], usage: Usage) -> bytes:
-        shapes = [self._whole_choice(choice) for choice in choices]
-        return encode_json(CompletionResponse(self._id, self._created, self._model, shapes, usage))
+        context, shapes = self._context, [self._whole_choice(choice) for choice in choices]
+        return encode_json(CompletionResponse(context.answer_id, context.created_unix_s, context.model, shapes, usage))
 
     def _whole_choice(self, choice: Choice) -> CompletionChoice:
-        assert choice.finish is not None
         echo = self._echoes[choice.index] if self._echoes is not None else ""
         logprobs = self._whole_logprobs(choice, echo) if self._with_logprobs else None
         prompt_logprobs = None
@@ -133,7 +105,7 @@ class CompletionFormat:
             prompt_logprobs = prompt_logprobs_json(choice.prompt_logprobs, self._texts)
         return CompletionChoice(
             index=choice.index,
-            text=echo + "".join(choice.text),
+            text=echo + choice.text,
             logprobs=logprobs,
             finish_reason=choice.finish.reason,
             stop_reason=choice.finish.stop_reason,
@@ -144,7 +116,8 @@ class CompletionFormat:
 
     def _whole_logprobs(self, choice: Choice, echo: str) -> CompletionLogprobs:
         positions: list[PositionLogprobs | None] = list(choice.logprobs)
-        token_ids, offsets = choice.token_ids, self._answer_offsets(choice.index, choice.token_ids)
+        token_ids = choice.token_ids
+        offsets = self._answer_offsets(choice.index, token_ids)
         if self._echoes is not None and choice.prompt_logprobs is not None:
             prompt = choice.prompt_token_ids
             positions = [*choice.prompt_logprobs, *positions]
@@ -169,5 +142,7 @@ class CompletionFormat:
         offsets = self._offsets.get(index)
         if offsets is None:
             start = len(self._echoes[index]) if self._echoes is not None else 0
-            offsets = self._offsets[index] = TextOffsets(self._make_detokenizer(self._skip_special_tokens), start)
+            offsets = self._offsets[index] = TextOffsets(
+                self._make_detokenizer(self._context.plan.skip_special_tokens), start
+            )
         return offsets.of(token_ids)

@@ -16,7 +16,7 @@ from kvrelay.errors import (
     RetryElsewhereError,
     WorkerUnavailableError,
 )
-from kvrelay.http.messages import Response
+from kvrelay.http.exchange import Response
 
 MAX_RETRY_AFTER_S = 3600.0
 

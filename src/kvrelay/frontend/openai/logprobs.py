@@ -8,7 +8,7 @@ from typing import Protocol
 import msgspec
 
 from kvrelay.core.logprobs import PositionLogprobs, TokenLogprob
-from kvrelay.frontend.detokenizer import Detokenizer
+from kvrelay.frontend.tokens.detokenizer import Detokenizer
 
 MIN_LOGPROB = -9999.0
 """JSON has no infinity; OpenAI's API returns this value for impossible tokens."""

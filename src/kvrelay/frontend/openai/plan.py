@@ -14,7 +14,7 @@ from kvrelay.errors import InvalidInputError, PayloadTooLargeError, PromptTooLon
 from kvrelay.frontend.openai.bounds import MAX_STOP_CHARS
 from kvrelay.frontend.openai.requests import ChatCompletionRequest, CompletionRequest, GenerationFields
 from kvrelay.frontend.openai.structured import Constraint, constraint_of
-from kvrelay.frontend.tokenizer import DefaultSampling
+from kvrelay.frontend.tokens.tokenizer import DefaultSampling
 
 TIMEOUT_HEADER = "x-request-timeout-s"
 SLO_TTFT_HEADER = "x-kvrelay-slo-ttft-ms"

@@ -18,9 +18,8 @@ import msgspec
 
 from kvrelay.core.logprobs import PositionLogprobs
 from kvrelay.core.status import FinishReason
-from kvrelay.frontend.blocks import Block, BlockEvent, BlockKind, Blocks, BlockStep
-from kvrelay.frontend.chat_api import AnswerContext
-from kvrelay.frontend.openai.answer import Choice, Finish, PromptLogprobs, Usage, encode_json
+from kvrelay.frontend.generate.blocks import Block, BlockEvent, BlockFormat, BlockKind, Blocks, BlockStep
+from kvrelay.frontend.openai.answer import AnswerContext, AnsweredPrompt, Choice, Finish, Piece, Usage, encode_json
 from kvrelay.frontend.openai.errors import Failure
 from kvrelay.frontend.openai.logprobs import ChatPositionLogprobs
 from kvrelay.frontend.responses.requests import ResponsesRequest
@@ -37,49 +36,22 @@ from kvrelay.frontend.responses.shapes import (
 )
 
 
-class ResponsesFormat:
-    """Implements ``AnswerFormat``; an answer has one choice."""
+class ResponsesFormat(BlockFormat):
+    """Implements ``AnswerFormat``."""
 
     def __init__(self, request: ResponsesRequest, context: AnswerContext) -> None:
+        super().__init__(context)
         self._opened = opened_body(request, context.answer_id, context.created_unix_s, context.model)
-        self._context = context
-        self._blocks = Blocks(context.new_parser())
-        self._finish: Finish | None = None
         self._sequence_number = 0
         self._logprobs: list[ChatPositionLogprobs] = []
         self._new_logprobs: list[ChatPositionLogprobs] = []
 
-    def opening(
-        self,
-        index: int,
-        prompt_token_ids: Sequence[int],
-        prompt_logprobs: PromptLogprobs | None,
-        num_cached_tokens: int,
-    ) -> bytes:
+    def opening(self, index: int, prompt: AnsweredPrompt) -> bytes:
         return self._event("created", response=self._opened) + self._event("in_progress", response=self._opened)
 
-    def chunk(
-        self,
-        index: int,
-        text: str,
-        token_ids: Sequence[int],
-        logprobs: Sequence[PositionLogprobs] | None,
-        finish: Finish | None,
-        usage: Usage | None,
-    ) -> bytes:
-        if logprobs and self._context.make_parser is None:
-            self._new_logprobs += token_logprobs(list(logprobs), self._context.texts)
-        events = [self._block_event(event) for event in self._blocks.push(text, len(token_ids))]
-        if finish is not None:
-            self._finish = finish
-            events += map(self._block_event, self._blocks.end())
-        return b"".join(events)
-
-    def closing(self, usage: Usage) -> bytes:
-        assert self._finish is not None
-        output = self._output(self._blocks, self._finish, self._logprobs)
-        body = finished_body(self._opened, output, self._finish, usage, self._blocks.num_reasoning_tokens)
-        return self._event(body.status, response=body)
+    def chunk(self, index: int, piece: Piece, usage: Usage | None) -> bytes:
+        self._new_logprobs += self._shapes(piece.logprobs)
+        return super().chunk(index, piece, usage)
 
     def broken(self, failure: Failure) -> bytes:
         output = [self._item(block, "incomplete", []) for block in self._blocks.blocks]
@@ -88,13 +60,19 @@ class ResponsesFormat:
             "failed", response=msgspec.structs.replace(self._opened, status="failed", error=error, output=output)
         )
 
-    def whole(self, choices: Sequence[Choice], usage: Usage) -> bytes:
-        (choice,) = choices
-        assert choice.finish is not None
-        blocks = Blocks.of(choice, self._context.new_parser())
-        logprobs = token_logprobs(choice.logprobs, self._context.texts) if self._context.make_parser is None else []
-        output = self._output(blocks, choice.finish, logprobs)
+    def _end_of(self, finish: Finish, usage: Usage) -> bytes:
+        output = self._output(self._blocks, finish, self._logprobs)
+        body = finished_body(self._opened, output, finish, usage, self._blocks.num_reasoning_tokens)
+        return self._event(body.status, response=body)
+
+    def _whole_of(self, choice: Choice, blocks: Blocks, usage: Usage) -> bytes:
+        output = self._output(blocks, choice.finish, self._shapes(choice.logprobs))
         return encode_json(finished_body(self._opened, output, choice.finish, usage, blocks.num_reasoning_tokens))
+
+    def _shapes(self, logprobs: Sequence[PositionLogprobs] | None) -> list[ChatPositionLogprobs]:
+        """None if the text is parsed: its tokens are not the content's."""
+        is_plain = logprobs and self._context.make_parser is None
+        return token_logprobs(list(logprobs or ()), self._context.texts) if is_plain else []
 
     # -- items --------------------------------------------------------------------------------------------------------
 
@@ -116,7 +94,7 @@ class ResponsesFormat:
         self._sequence_number += 1
         return b"event: " + kind.encode() + b"\ndata: " + data + b"\n\n"
 
-    def _block_event(self, event: BlockEvent) -> bytes:
+    def _event_of(self, event: BlockEvent) -> bytes:
         block = event.block
         place: dict[str, object] = {"item_id": item_id(block), "output_index": block.index}
         if block.kind is not BlockKind.CALL:

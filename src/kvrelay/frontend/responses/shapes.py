@@ -8,7 +8,7 @@ import msgspec
 
 from kvrelay.core.logprobs import PositionLogprobs
 from kvrelay.core.status import FinishReason
-from kvrelay.frontend.blocks import Block, BlockKind
+from kvrelay.frontend.generate.blocks import Block, BlockKind
 from kvrelay.frontend.openai.answer import Finish, Usage
 from kvrelay.frontend.openai.logprobs import ChatPositionLogprobs, TokenTexts, chat_logprobs
 from kvrelay.frontend.responses.requests import (

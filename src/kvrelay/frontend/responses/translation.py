@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvrelay.errors import InvalidInputError
-from kvrelay.frontend.chat_api import ChatApi, ChatTask
+from kvrelay.frontend.generate.chat_api import ChatApi, ChatTask
 from kvrelay.frontend.openai.requests import ChatCompletionRequest, ChatMessage, FieldsCheck, parse_body
 from kvrelay.frontend.openai.structured import JsonSchemaFormat, ResponseFormat
 from kvrelay.frontend.openai.tool_fields import (

@@ -1,9 +1,9 @@
 """The dialects in which models write function calls, and how to find a model's dialect.
 
-| dialect | text | |---|---| | hermes, qwen3 | ``<tool_call>\\n{"name": "f", "arguments": {...}}\\n</tool_call>``, once
-per call, after any text | | llama3_json | ``{"name": "f", "parameters": {...}}``, several separated by ``;``, and no
-other text | | mistral | ``[TOOL_CALLS][{"name": "f", "arguments": {...}}, ...]``, or ``[TOOL_CALLS]f[ARGS]{...}`` once
-per call |
+hermes, qwen3   <tool_call>\\n{"name": "f", "arguments": {...}}\\n</tool_call>   per call, after any text
+llama3_json     {"name": "f", "parameters": {...}}; ...                          and no other text
+mistral         [TOOL_CALLS][{"name": "f", "arguments": {...}}, ...]             or per call
+                [TOOL_CALLS]f[ARGS]{...}
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ class Dialect:
     """
 
     name: str
-    marker: str
-    end: str
-    skipped: str
-    before: str
     between: str
-    behind: str
+    marker: str = ""
+    end: str = ""
+    skipped: str = ""
+    before: str = ""
+    behind: str = ""
     key: str = "arguments"
     optional: str = ""
     has_names: bool = False
@@ -38,19 +38,14 @@ HERMES = Dialect(
     "hermes",
     marker="<tool_call>",
     end="</tool_call>",
-    skipped="",
     before="<tool_call>\n",
     between="\n</tool_call>\n<tool_call>\n",
     behind="\n</tool_call>",
 )
 LLAMA3_JSON = Dialect(
     "llama3_json",
-    marker="",
-    end="",
     skipped=";",
-    before="",
     between="; ",
-    behind="",
     key="parameters",
     optional="<|python_tag|>",
     has_special_tokens=True,
@@ -58,7 +53,6 @@ LLAMA3_JSON = Dialect(
 MISTRAL = Dialect(
     "mistral",
     marker="[TOOL_CALLS]",
-    end="",
     skipped="[],",
     before="[TOOL_CALLS][",
     between=", ",

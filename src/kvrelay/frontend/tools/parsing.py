@@ -13,7 +13,7 @@ from __future__ import annotations
 import enum
 import re
 
-from kvrelay.frontend.tools.base import MAX_SPACE, CallDelta, Delta, held_back
+from kvrelay.frontend.openai.answer import CallDelta, Delta
 from kvrelay.frontend.tools.dialects import Dialect
 from kvrelay.frontend.tools.scanner import CallScanner, ScanState
 
@@ -22,6 +22,8 @@ _NAME = re.compile(r"[A-Za-z0-9_.\-]{1,64}")
 _ARGS, _CALL_ID = "[ARGS]", "[CALL_ID]"
 MAX_HEAD_CHARS = 256
 """Between a function's name and its arguments."""
+MAX_SPACE = 256
+"""White space that waits until it is clear whether a marker follows. More of it is content like any text."""
 
 
 class ParseState(enum.Enum):
@@ -212,3 +214,11 @@ def _without_space(text: str) -> str:
 def _is_head(text: str) -> bool:
     """The text that may separate a function's name and its arguments."""
     return text in ("", _ARGS) or (text.startswith(_CALL_ID) and text.endswith(_ARGS))
+
+
+def held_back(text: str, marker: str) -> int:
+    """The number of characters at the end of ``text`` that may be the beginning of ``marker``."""
+    for size in range(min(len(marker) - 1, len(text)), 0, -1):
+        if text.endswith(marker[:size]):
+            return size
+    return 0

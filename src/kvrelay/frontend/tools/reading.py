@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvrelay.frontend.chat_template import ChatTemplate
-from kvrelay.frontend.tools.base import OutputParser
+from kvrelay.frontend.openai.answer import OutputParser
+from kvrelay.frontend.tokens.chat_template import ChatTemplate
 from kvrelay.frontend.tools.dialects import DIALECTS, Dialect, guessed_dialect
 from kvrelay.frontend.tools.plan import ChatForm
 from kvrelay.frontend.tools.reasoning import ReasoningParser, reasons_at_once

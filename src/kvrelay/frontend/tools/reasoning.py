@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import enum
 
-from kvrelay.frontend.tools.base import MAX_SPACE, Delta, OutputParser, held_back
+from kvrelay.frontend.openai.answer import Delta, OutputParser
+from kvrelay.frontend.tools.parsing import MAX_SPACE, held_back
 
 BEGIN, END = "<think>", "</think>"
 _SPACE = " \t\r\n"

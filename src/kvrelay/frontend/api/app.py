@@ -1,0 +1,416 @@
+"""Routes: handlers, access control, and how errors become answers. Knows HTTP's values, not its bytes."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from functools import partial
+
+import msgspec
+
+from kvrelay.config import FrontendConfig, KeyLimits
+from kvrelay.core.addresses import is_loopback
+from kvrelay.core.clock import MonotonicClock
+from kvrelay.core.handoff import HandoffOrder
+from kvrelay.core.tasks import TaskSet
+from kvrelay.errors import InvalidInputError, KvrelayError
+from kvrelay.frontend.access.access_log import AccessLog
+from kvrelay.frontend.access.admission import Admission
+from kvrelay.frontend.access.api_keys import ApiKeys, following
+from kvrelay.frontend.access.cors import AllowedOrigins
+from kvrelay.frontend.anthropic import COUNT_TOKENS_PATH, COUNTED, MESSAGES, MESSAGES_PATH, anthropic_error
+from kvrelay.frontend.api.content_coding import gunzipped, is_coded
+from kvrelay.frontend.api.fields import RequestFields
+from kvrelay.frontend.api.openapi import docs_page, openapi_document
+from kvrelay.frontend.api.routing import RoutingEndpoints
+from kvrelay.frontend.cluster.cluster import Cluster
+from kvrelay.frontend.cluster.metrics import FrontendMetrics
+from kvrelay.frontend.cluster.models import Model
+from kvrelay.frontend.generate.answers import ClientGoneError, require_client
+from kvrelay.frontend.generate.chat_api import CHAT_COMPLETIONS
+from kvrelay.frontend.generate.pipeline import BrokenStreamError, Pipeline
+from kvrelay.frontend.generate.prompts import detokenized, tokenized
+from kvrelay.frontend.openai.errors import ErrorShape, Failure, error_body, error_response, openai_error
+from kvrelay.frontend.openai.requests import DetokenizeRequest, TokenizeRequest, parse_body
+from kvrelay.frontend.responses import RESPONSES
+from kvrelay.frontend.side_threads import SideThreads
+from kvrelay.http import Exchange, HttpRequest, Response
+from kvrelay.version import __version__
+
+_log = logging.getLogger(__name__)
+
+MODEL_PATH = "/v1/models/"
+OPEN_PATHS = frozenset({"/health", "/live", "/ping", "/version", "/openapi.json", "/docs"})
+"""Paths that need no key, because load balancers have none. On loopback ``/metrics`` is open too."""
+NOT_SERVED = {
+    "/v1/embeddings": "embeddings",
+    "/v1/audio/transcriptions": "audio",
+    "/v1/audio/translations": "audio",
+    "/v1/audio/speech": "audio",
+    "/v1/images/generations": "images",
+    "/v1/moderations": "moderations",
+    "/v1/rerank": "reranking",
+    "/rerank": "reranking",
+    "/v1/score": "scoring; use prompt_logprobs of /v1/completions",
+    "/score": "scoring; use prompt_logprobs of /v1/completions",
+    "/pooling": "pooling",
+    "/classify": "classification",
+    "/generate": "SGLang's and TGI's API; use /v1/completions",
+}
+"""What is asked for there is not done here."""
+MAX_REQUEST_ID_CHARS = 128
+
+Handler = Callable[[Exchange, str], Awaitable[None]]
+
+
+class ModelCard(msgspec.Struct, frozen=True):
+    id: str
+    created: int
+    root: str
+    max_model_len: int
+    object: str = "model"
+    owned_by: str = "kvrelay"
+
+
+class ModelList(msgspec.Struct, frozen=True):
+    data: list[ModelCard]
+    object: str = "list"
+
+
+class TokenizeResponse(msgspec.Struct, frozen=True):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class DetokenizeResponse(msgspec.Struct, frozen=True):
+    prompt: str
+
+
+class TokenizerInfo(msgspec.Struct, frozen=True):
+    """``GET /tokenizer_info``."""
+
+    model: str
+    vocab_size: int
+    max_model_len: int
+    chat_template: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """A path's method, handler, and the prefix of its request ids. ``takes_x_api_key``: the key may stand in that
+    header."""
+
+    method: str
+    handler: Handler
+    id_prefix: str = "req-"
+    takes_x_api_key: bool = False
+
+
+class FrontendApp:
+    """Implements ``HttpApplication``."""
+
+    def __init__(self, config: FrontendConfig, cluster: Cluster, metrics: FrontendMetrics) -> None:
+        """Raises ConfigError if the API keys cannot be read."""
+        common = KeyLimits(config.requests_per_minute, config.tokens_per_minute, config.requests_at_once)
+        self._keys = ApiKeys.load(config.api_key, config.api_keys_file, common)
+        self._keys_file = config.api_keys_file
+        self._admission = Admission(config.max_waiting_requests, MonotonicClock())
+        metrics.num_in_flight_of = lambda: self._admission.num_in_flight
+        metrics.rejections_of = lambda: self._admission.rejections
+        self._open_paths = OPEN_PATHS | {"/metrics"} if is_loopback(config.host) else OPEN_PATHS
+        self._cluster = cluster
+        self._metrics = metrics
+        self._tasks = TaskSet()
+        document = openapi_document()
+        self._openapi, self._docs_page = msgspec.json.encode(document), docs_page(document)
+        self._threads = SideThreads()
+        self._access_log = AccessLog(config.access_log, config.access_log_file)
+        self._origins = AllowedOrigins(config.allowed_origins)
+        self._max_body_bytes = config.max_body_bytes
+        self._fields = fields = RequestFields(config.on_unknown_field)
+        pipeline = Pipeline(
+            config, cluster, metrics, self._keys, self._admission, self._threads, self._access_log, fields.check
+        )
+        routing = RoutingEndpoints(
+            cluster, self._threads, fields, HandoffOrder(config.order), metrics, is_shared=config.share_prefix_cache
+        )
+        self._routes = {
+            "/v1/completions": Route("POST", pipeline.complete, "cmpl-"),
+            "/v1/chat/completions": Route("POST", partial(pipeline.chat, CHAT_COMPLETIONS), "chatcmpl-"),
+            "/v1/responses": Route("POST", partial(pipeline.chat, RESPONSES), "resp_"),
+            MESSAGES_PATH: Route("POST", partial(pipeline.chat, MESSAGES), "msg_", True),
+            COUNT_TOKENS_PATH: Route("POST", partial(pipeline.count_tokens, COUNTED), "req_", True),
+            "/v1/models": Route("GET", self._models),
+            "/v1/kvrelay/route": Route("POST", routing.explain),
+            "/v1/kvrelay/router": Route("GET", routing.show),
+            "/tokenize": Route("POST", self._tokenize),
+            "/detokenize": Route("POST", self._detokenize),
+            "/health": Route("GET", self._health),
+            "/live": Route("GET", self._live),
+            "/metrics": Route("GET", self._render_metrics),
+            "/version": Route("GET", self._version),
+            "/openapi.json": Route("GET", self._document),
+            "/ping": Route("GET", self._health),
+            "/load": Route("GET", self._load),
+            "/tokenizer_info": Route("GET", self._tokenizer_info),
+            "/docs": Route("GET", self._docs),
+            **dict.fromkeys(NOT_SERVED, Route("POST", self._refuse)),
+        }
+        self._model_route = Route("GET", self._model)
+
+    def following_keys(self) -> AbstractAsyncContextManager[None]:
+        """A changed file of API keys is loaded while this context is open."""
+        return following(self._keys_file, self._keys, lambda: self._admission.keep_keys(self._keys.names))
+
+    # -- HttpApplication ----------------------------------------------------------------------------------------------
+
+    def check_head(self, request: HttpRequest) -> Response | None:
+        """Answers 404, 405 and 401 before the body is read, and sets the body's limit."""
+        route = self._route(request.path)
+        if route is None:
+            failure = Failure(404, f"there is nothing at {request.path[:200]}")
+            return self._refusal(request, failure)
+        if self._origins.preflight(request, route.method) is not None:
+            request.max_body_bytes = 0
+            return None
+        method = "GET" if request.method == "HEAD" else request.method
+        if method != route.method:
+            allow = [(b"allow", route.method.encode())]
+            failure = Failure(405, f"{request.path[:200]} takes {route.method}")
+            return self._refusal(request, failure, allow)
+        if request.path not in self._open_paths:
+            client = self._keys.name_of(_authorization(request, route))
+            if client is None:
+                challenge = [(b"www-authenticate", b"Bearer")]
+                failure = Failure(401, "a valid API key is needed", code="invalid_api_key")
+                return self._refusal(request, failure, challenge)
+            request.client, request.max_body_bytes = client, self._keys.limits_of(client).max_body_bytes
+        if route.method != "POST":
+            request.max_body_bytes = 0
+        return None
+
+    def error_response(self, status: int, message: str, path: str) -> Response:
+        self._metrics.answered("http", str(status))
+        self._access_log.write("-", "", "", path, str(status), 0.0)
+        return Response(status, _errors_of(path)(Failure(status, message)))
+
+    def handle(self, exchange: Exchange) -> None:
+        self._tasks.spawn(self._answer(exchange))
+
+    async def close(self) -> None:
+        """End the requests that are still open, each with an error."""
+        await self._tasks.close()
+        self._threads.close()
+        self._access_log.close()
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _route(self, path: str) -> Route | None:
+        route = self._routes.get(path)
+        if route is None and path.startswith(MODEL_PATH) and path != MODEL_PATH:
+            return self._model_route
+        return route
+
+    def _check_rate(self, request: HttpRequest) -> None:
+        """Raises OverloadedError for a client that exceeds its request rate, and KeyRevokedError for one whose key was
+        revoked. The head alone must not decide this: a refusal there ends the connection, and with it other answers
+        that the client still waits for."""
+        per_minute = self._keys.limits_of(request.client).requests_per_minute
+        self._admission.count_request(request.client, per_minute or 0)
+
+    def _refusal(
+        self,
+        request: HttpRequest,
+        failure: Failure,
+        headers: Sequence[tuple[bytes, bytes]] = (),
+    ) -> Response:
+        self._metrics.answered("http", str(failure.status))
+        self._access_log.write("-", request.client, request.method, request.path, str(failure.status), 0.0)
+        shown = (*headers, *self._origins.headers(request))
+        return Response(failure.status, _errors_of(request.path)(failure), headers=shown)
+
+    async def _answer(self, exchange: Exchange) -> None:
+        """A request's outermost frame: the client hears of every error."""
+        path = exchange.request.path
+        route = self._route(path)
+        assert route is not None
+        endpoint = MODEL_PATH + "{id}" if route is self._model_route else path
+        request_id = _request_id(exchange.request, route.id_prefix)
+        status, started_s = "200", time.monotonic()
+        request = exchange.request
+        preflight = self._origins.preflight(request, route.method)
+        if preflight is not None:
+            exchange.respond(preflight)
+            self._access_log.write(request_id, request.client, request.method, path, str(preflight.status), 0.0)
+            return
+        exchange.extra_headers = self._origins.headers(request)
+        try:
+            if route.method == "POST":
+                self._check_rate(request)
+                await self._decode_body(exchange)
+            await route.handler(exchange, request_id)
+        except ClientGoneError:
+            status = "disconnected"
+        except BrokenStreamError as exc:
+            status = "broken"
+            _log.warning("%s: the stream ended with an error: %s", request_id, exc)
+        except KvrelayError as exc:
+            response = _with_request_id(error_response(exc, _errors_of(path)), request_id)
+            status = str(response.status)
+            exchange.respond(response)
+        except asyncio.CancelledError:
+            # Only close() cancels, and nothing waits for this task's result.
+            status = "503"
+            _cut_short(exchange, Failure(503, "the frontend is shutting down"), request_id)
+        except Exception:  # noqa: BLE001 - the outermost frame of a request
+            status = "500"
+            _log.exception("%s failed", request_id)
+            _cut_short(exchange, Failure(500, "internal error"), request_id)
+        self._metrics.answered(endpoint, status, request.model)
+        duration_s = time.monotonic() - started_s
+        self._access_log.write(request_id, request.client, request.method, path, status, duration_s)
+
+    async def _decode_body(self, exchange: Exchange) -> None:
+        """Raises RefusedError, PayloadTooLargeError, InvalidInputError."""
+        request = exchange.request
+        if is_coded(request.headers.get("content-encoding", "")):
+            own = request.max_body_bytes
+            limit = self._max_body_bytes if own is None else min(own, self._max_body_bytes)
+            work = gunzipped(request.body, limit)
+            exchange.replace_body(await self._threads.run(limit, work, partial(require_client, exchange)))
+
+    # -- handlers -----------------------------------------------------------------------------------------------------
+
+    async def _models(self, exchange: Exchange, request_id: str) -> None:
+        _respond(exchange, ModelList([_card(model) for model in self._cluster.listed_models()]))
+
+    async def _model(self, exchange: Exchange, request_id: str) -> None:
+        name = exchange.request.path.removeprefix(MODEL_PATH)
+        _respond(exchange, _card(self._cluster.model(name)))
+
+    async def _tokenize(self, exchange: Exchange, request_id: str) -> None:
+        size = len(exchange.request.body)
+        request = await self._threads.parse(
+            size, parse_body, exchange.request.body, TokenizeRequest, self._fields.check
+        )
+        exchange.drop_body()
+        model = self._cluster.model(request.model)
+        tokens = await self._threads.run(size, tokenized(request, model), partial(require_client, exchange))
+        answer = await self._threads.call(size, _tokenize_answer, tokens, model, bool(request.return_token_strs))
+        exchange.respond(Response(200, answer))
+
+    async def _detokenize(self, exchange: Exchange, request_id: str) -> None:
+        size = len(exchange.request.body)
+        request = await self._threads.parse(
+            size, parse_body, exchange.request.body, DetokenizeRequest, self._fields.check
+        )
+        exchange.drop_body()
+        model = self._cluster.model(request.model)
+        text = await self._threads.call(size, detokenized, request, model)
+        _respond(exchange, DetokenizeResponse(text))
+
+    async def _tokenizer_info(self, exchange: Exchange, request_id: str) -> None:
+        """Of the first model, or of the one that the query names as ``model=``. Raises ModelNotFoundError."""
+        _, _, name = exchange.request.query.partition("model=")
+        model = self._cluster.model(name or None)
+        template = model.tokenizer.chat_template
+        source = template.source if template is not None else None
+        _respond(exchange, TokenizerInfo(model.name, model.tokenizer.vocab_size, model.max_model_len, source))
+
+    async def _refuse(self, exchange: Exchange, request_id: str) -> None:
+        """Raises InvalidInputError."""
+        path = exchange.request.path
+        raise InvalidInputError(f"{path} is not served: kvrelay does not do {NOT_SERVED[path]}")
+
+    async def _health(self, exchange: Exchange, request_id: str) -> None:
+        """Ready if at least one model can be served. The ``pid`` tells frontends apart that share a port."""
+        if self._cluster.models:
+            exchange.respond(Response(200, msgspec.json.encode({"status": "ok", "pid": os.getpid()})))
+        else:
+            body = error_body(503, "no worker serves a model")
+            exchange.respond(Response(503, body, headers=[(b"retry-after", b"1")]))
+
+    async def _load(self, exchange: Exchange, request_id: str) -> None:
+        """As vLLM's: how many sequences this frontend has in flight."""
+        exchange.respond(Response(200, msgspec.json.encode({"server_load": self._admission.num_in_flight})))
+
+    async def _live(self, exchange: Exchange, request_id: str) -> None:
+        """Alive if this process answers."""
+        exchange.respond(Response(200, b'{"status":"ok"}'))
+
+    async def _render_metrics(self, exchange: Exchange, request_id: str) -> None:
+        exchange.respond(Response(200, self._metrics.render(), b"text/plain; version=0.0.4; charset=utf-8"))
+
+    async def _version(self, exchange: Exchange, request_id: str) -> None:
+        exchange.respond(Response(200, msgspec.json.encode({"version": __version__})))
+
+    async def _document(self, exchange: Exchange, request_id: str) -> None:
+        exchange.respond(Response(200, self._openapi))
+
+    async def _docs(self, exchange: Exchange, request_id: str) -> None:
+        exchange.respond(Response(200, self._docs_page, b"text/html; charset=utf-8"))
+
+
+def _tokenize_answer(tokens: list[int], model: Model, with_strings: bool) -> bytes:
+    strings = list(map(model.tokenizer.token_string, tokens)) if with_strings else None
+    return msgspec.json.encode(TokenizeResponse(len(tokens), model.max_model_len, tokens, strings))
+
+
+def _errors_of(path: str) -> ErrorShape:
+    """The shape of errors of the API that ``path`` belongs to, served or not."""
+    return anthropic_error if f"{path}/".startswith(f"{MESSAGES_PATH}/") else openai_error
+
+
+def _respond(exchange: Exchange, body: msgspec.Struct) -> None:
+    exchange.respond(Response(200, msgspec.json.encode(body)))
+
+
+def _with_request_id(response: Response, request_id: str) -> Response:
+    headers = (*response.headers, (b"x-request-id", request_id.encode()))
+    return Response(response.status, response.body, response.content_type, headers)
+
+
+def _cut_short(exchange: Exchange, failure: Failure, request_id: str) -> None:
+    """End an answer that cannot be completed with an error: its status, or the last event of its stream."""
+    if exchange.is_done:
+        return
+    if exchange.is_started:
+        if exchange.last_words is not None:
+            exchange.write(exchange.last_words(failure.status, failure.message))
+        exchange.finish()
+    else:
+        headers = [(b"retry-after", b"1")] if failure.status == 503 else []
+        response = Response(failure.status, _errors_of(exchange.request.path)(failure), headers=headers)
+        exchange.respond(_with_request_id(response, request_id))
+
+
+def _authorization(request: HttpRequest, route: Route) -> str:
+    """The authorization header, or the same from ``x-api-key``."""
+    given = request.headers.get("authorization", "")
+    return given if given or not route.takes_x_api_key else f"Bearer {request.headers.get('x-api-key', '')}"
+
+
+def _request_id(request: HttpRequest, prefix: str) -> str:
+    """The prefix, the client's own id if it is valid, and a random part that makes the id unique."""
+    given = request.headers.get("x-request-id", "")
+    unique = uuid.uuid4().hex
+    if (
+        given
+        and len(given) <= MAX_REQUEST_ID_CHARS
+        and given.isascii()
+        and given.replace("-", "").replace("_", "").isalnum()
+    ):
+        return f"{prefix}{given}-{unique[:8]}"
+    return prefix + unique
+
+
+def _card(model: Model) -> ModelCard:
+    return ModelCard(model.name, model.created_unix_s, model.root, model.max_model_len)

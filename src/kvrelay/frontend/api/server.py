@@ -1,0 +1,119 @@
+"""The assembled frontend: cluster, application and HTTP server, from start to an orderly end.
+
+Objects of other rooms come by constructor; ``launch`` chooses their implementations.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+
+from kvrelay.config import DisaggConfig, FrontendConfig
+from kvrelay.control.base import ControlPlane, Keys
+from kvrelay.frontend.api.app import FrontendApp
+from kvrelay.frontend.cluster.cluster import Cluster, RouterFactory, RpcClientFactory
+from kvrelay.frontend.cluster.metrics import FrontendMetrics
+from kvrelay.http import HttpLimits, HttpServer, open_listener, server_tls
+
+_log = logging.getLogger(__name__)
+
+SYNC_TIMEOUT_S = 5.0
+CONNECT_TIMEOUT_S = 2.0
+FLUSH_TIMEOUT_S = 1.0
+"""How long clients may take to read the last errors."""
+
+
+class Frontend:
+    """One frontend process's parts. The listening socket is opened at once, so that a port in use is known early."""
+
+    def __init__(
+        self,
+        config: FrontendConfig,
+        control: ControlPlane,
+        keys: Keys,
+        connect: RpcClientFactory,
+        build_router: RouterFactory,
+        cluster: str = "",
+        disagg: DisaggConfig | None = None,
+    ) -> None:
+        """``cluster`` identifies the cluster: only frontends of one cluster share a port.
+
+        Raises AddressInUseError, ConfigError."""
+        self.metrics = FrontendMetrics()
+        self.cluster = Cluster(control, keys, connect, build_router, disagg=disagg)
+        self.metrics.watch_workers(self.cluster.count_workers)
+        self.metrics.watch_loads(self.cluster.loads)
+        self.metrics.watch_fallbacks(self.cluster.count_fallbacks)
+        self.metrics.watch_places(self.cluster.count_places)
+        self._config = config
+        self._background = AsyncExitStack()
+        self._app = FrontendApp(config, self.cluster, self.metrics)
+        limits = HttpLimits(
+            max_body_bytes=config.max_body_bytes,
+            max_buffered_bytes=max(config.max_buffered_bytes, config.max_body_bytes),
+        )
+        tls = server_tls(config.tls_cert, config.tls_key)
+        listener = open_listener(config.host, config.port, cluster)
+        self._server = HttpServer(self._app, listener, limits, tls)
+
+    def __repr__(self) -> str:
+        return f"Frontend({self.url}, {self._server!r}, {self.cluster!r})"
+
+    @property
+    def port(self) -> int:
+        return self._server.port
+
+    @property
+    def num_open_requests(self) -> int:
+        return self._server.num_busy
+
+    @property
+    def url(self) -> str:
+        host = self._config.host
+        scheme = "https" if self._config.tls_cert else "http"
+        return f"{scheme}://{f'[{host}]' if ':' in host else host}:{self.port}"
+
+    async def start(self) -> None:
+        """Connect to the workers, then accept requests. Raises ControlUnavailableError."""
+        await self.cluster.start()
+        if not await self.cluster.wait_synced(SYNC_TIMEOUT_S):
+            _log.warning("discovery did not list the workers within %g s; serving without them", SYNC_TIMEOUT_S)
+        # Another frontend may share the port: its clients must not be told here that there are no workers.
+        if not await self.cluster.wait_connected(CONNECT_TIMEOUT_S):
+            _log.warning("could not connect to all workers within %g s; serving without them", CONNECT_TIMEOUT_S)
+        await self._background.enter_async_context(self._app.following_keys())
+        await self._server.start()
+
+    async def close(self) -> None:
+        """Refuse new requests, let open ones finish within ``shutdown_timeout_s``, and end the rest with an error."""
+        await self._server.drain(self._config.shutdown_timeout_s)
+        await self._background.aclose()
+        await self._app.close()
+        await self._server.close(FLUSH_TIMEOUT_S)
+        await self.cluster.close()
+
+
+async def run_frontend(
+    config: FrontendConfig,
+    control: ControlPlane,
+    keys: Keys,
+    connect: RpcClientFactory,
+    build_router: RouterFactory,
+    *,
+    cluster: str,
+    disagg: DisaggConfig,
+    stop: asyncio.Event,
+    on_ready: Callable[[Frontend], None],
+    on_stopping: Callable[[Frontend], None],
+) -> None:
+    """Serve until ``stop`` is set. Raises AddressInUseError, ConfigError, ControlUnavailableError."""
+    frontend = Frontend(config, control, keys, connect, build_router, cluster, disagg)
+    try:
+        await frontend.start()
+        on_ready(frontend)
+        await stop.wait()
+        on_stopping(frontend)
+    finally:
+        await frontend.close()

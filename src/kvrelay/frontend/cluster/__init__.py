@@ -1,0 +1,1 @@
+"""The workers as the frontend sees them: models, connections, placement, metrics."""

@@ -1,0 +1,194 @@
+"""The frontend's metrics, kept cheap: counting on the token path is a bisection and an addition.
+
+prometheus-client only renders these counts.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import product
+from typing import Any
+
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from kvrelay.core.events import LoadMetrics
+from kvrelay.core.histogram import LATENCY_BUCKETS_S, TOKEN_BUCKETS_S, Histogram
+from kvrelay.core.status import RefusalKind
+from kvrelay.placement.base import PrefillPlace
+
+UNKNOWN = "unknown"
+"""The reason of a refusal by a worker that tells none."""
+GENERATING = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
+COMMON_STATUSES = ("200", "400", "429", "500", "503", "disconnected", "broken")
+"""With the generating endpoints: answers whose series exist before the first of them."""
+
+
+class ModelMetrics:
+    """The counts of one model's sequences."""
+
+    def __init__(self) -> None:
+        self.ttft = Histogram(LATENCY_BUCKETS_S)
+        self.itl = Histogram(TOKEN_BUCKETS_S)
+        self.duration = Histogram(LATENCY_BUCKETS_S)
+        self.num_prompt_tokens = 0
+        self.num_cached_tokens = 0
+        self.num_output_tokens = 0
+        self.num_migrations = 0
+
+    def first_token(self, seconds: float, num_prompt_tokens: int, num_cached_tokens: int) -> None:
+        self.ttft.observe(seconds)
+        self.num_prompt_tokens += num_prompt_tokens
+        self.num_cached_tokens += num_cached_tokens
+
+    def ended(self, num_output_tokens: int, duration_s: float | None) -> None:
+        """``duration_s`` is None if the sequence failed or was cancelled."""
+        self.num_output_tokens += num_output_tokens
+        if duration_s is not None:
+            self.duration.observe(duration_s)
+
+
+class FrontendMetrics(Collector):
+    """Everything that one frontend process counts."""
+
+    def __init__(self) -> None:
+        self.requests: Counter[tuple[str, str, str]] = Counter()
+        """By endpoint, status and model; the model is empty if the request ended before it was known."""
+        self.refusals: Counter[tuple[str, str]] = Counter()
+        """By model and reason."""
+        self.rejections_of: Callable[[], Mapping[str, int]] = dict
+        """Requests that this frontend's own admission control refused, by reason."""
+        self.num_in_flight_of: Callable[[], int] = lambda: 0
+        """Number of sequences in flight; admission control counts them."""
+        self._models: dict[str, ModelMetrics] = {}
+        self._workers: Callable[[], Mapping[str, int]] = dict
+        self._fallbacks: Callable[[], Mapping[str, int]] = dict
+        self._places: Callable[[], Mapping[tuple[str, ...], int]] = dict
+        self._loads: Callable[[], Sequence[tuple[str, LoadMetrics]]] = tuple
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
+        ProcessCollector(registry=self._registry)
+
+    def watch_workers(self, count_by_model: Callable[[], Mapping[str, int]]) -> None:
+        """Source of the number of connected workers per model."""
+        self._workers = count_by_model
+
+    def watch_loads(self, loads: Callable[[], Sequence[tuple[str, LoadMetrics]]]) -> None:
+        """Where the workers' last samples come from, each with its model's name."""
+        self._loads = loads
+
+    def watch_fallbacks(self, count_by_model: Callable[[], Mapping[str, int]]) -> None:
+        """Source of the number of requests per model that were placed without the workers' costs."""
+        self._fallbacks = count_by_model
+
+    def watch_places(self, count: Callable[[], Mapping[tuple[str, ...], int]]) -> None:
+        """Source of the number of prefill-first requests by model and place of the prefill."""
+        self._places = count
+
+    # -- counting -----------------------------------------------------------------------------------------------------
+
+    def of(self, model: str) -> ModelMetrics:
+        """The counts of a served model. A sequence keeps them, so that a token looks nothing up."""
+        return self._models.get(model) or self._models.setdefault(model, ModelMetrics())
+
+    def answered(self, endpoint: str, status: str, model: str = "") -> None:
+        """``status`` is an HTTP status, ``disconnected``, or ``broken`` for a stream that ended with an error.
+        ``model`` is a served one or empty: names that clients choose must not become series."""
+        self.requests[endpoint, status, model] += 1
+
+    def refused(self, model: str, kind: RefusalKind | None = None) -> None:
+        """A worker has refused a request."""
+        self.refusals[model, UNKNOWN if kind is None else kind.value] += 1
+
+    def refusals_of(self, model: str) -> dict[str, int]:
+        """By reason."""
+        return {reason: count for (name, reason), count in self.refusals.items() if name == model}
+
+    # -- rendering ----------------------------------------------------------------------------------------------------
+
+    def render(self) -> bytes:
+        """Prometheus's text format."""
+        return generate_latest(self._registry)
+
+    def collect(self) -> Iterator[Metric]:
+        for name in self._workers():
+            self.of(name)
+        models = dict(self._models)
+        requests = dict.fromkeys(product(GENERATING, COMMON_STATUSES, models), 0) | self.requests
+        yield _counter("kvrelay_requests", "HTTP requests answered.", ("endpoint", "status", "model"), requests)
+        disconnects = Counter({(name,): 0 for name in ("", *models)})
+        for (_, status, name), count in self.requests.items():
+            disconnects[name,] += count * (status == "disconnected")
+        yield _counter("kvrelay_disconnects", "Clients that left early.", ("model",), disconnects)
+        refusals = dict.fromkeys(product(models, (*_REFUSALS, UNKNOWN)), 0) | self.refusals
+        yield _counter("kvrelay_refusals", "Requests that a worker refused.", ("model", "reason"), refusals)
+        rejections = {(reason,): count for reason, count in self.rejections_of().items()}
+        yield _counter("kvrelay_rejections", "Requests refused before any worker got them.", ("reason",), rejections)
+        places = dict.fromkeys(product(models, _PLACES), 0) | dict(self._places())
+        yield _counter(
+            "kvrelay_pair_placements", "Prefill-first: pairs, and why there was none.", ("model", "place"), places
+        )
+        fallbacks = dict.fromkeys(models, 0) | dict(self._fallbacks())
+        yield _by_model("kvrelay_routing_fallbacks", "Requests placed without any worker's costs.", fallbacks)
+        workers = GaugeMetricFamily("kvrelay_workers", "Connected workers that take requests.", labels=("model",))
+        for model, count in self._workers().items():
+            workers.add_metric((model,), count)
+        yield workers
+        yield from _load_gauges(self._loads())
+        yield GaugeMetricFamily(
+            "kvrelay_requests_in_flight", "Sequences being generated.", value=self.num_in_flight_of()
+        )
+        for metric, text, number in _COUNTS:
+            yield _by_model(metric, text, {name: number(model) for name, model in models.items()})
+        for metric, text, histogram in _HISTOGRAMS:
+            family = HistogramMetricFamily(metric, text, labels=("model",))
+            for name, model_metrics in models.items():
+                times = histogram(model_metrics)
+                family.add_metric((name,), buckets=times.buckets(), sum_value=times.total_s)
+            yield family
+
+
+_REFUSALS = tuple(kind.value for kind in RefusalKind)
+_PLACES = tuple(place.value for place in PrefillPlace)
+_COUNTS: tuple[tuple[str, str, Callable[[ModelMetrics], int]], ...] = (
+    ("kvrelay_migrations", "Requests continued on another worker.", lambda model: model.num_migrations),
+    ("kvrelay_prompt_tokens", "Tokens of prompts.", lambda model: model.num_prompt_tokens),
+    ("kvrelay_cached_prompt_tokens", "Prompt tokens found in a prefix cache.", lambda model: model.num_cached_tokens),
+    ("kvrelay_generation_tokens", "Tokens generated.", lambda model: model.num_output_tokens),
+)
+_HISTOGRAMS: tuple[tuple[str, str, Callable[[ModelMetrics], Histogram]], ...] = (
+    ("kvrelay_time_to_first_token_seconds", "From arrival to the first token.", lambda model: model.ttft),
+    ("kvrelay_inter_token_latency_seconds", "Between two outputs of a sequence.", lambda model: model.itl),
+    ("kvrelay_e2e_request_latency_seconds", "From arrival to the last token.", lambda model: model.duration),
+)
+
+
+def _load_gauges(loads: Sequence[tuple[str, LoadMetrics]]) -> Iterator[Metric]:
+    """What the workers published last, for who scales or watches by the frontend alone. Until the next release also
+    under the names of the workers' own gauges."""
+    shown: tuple[tuple[str, str, Callable[[LoadMetrics], float]], ...] = (
+        ("requests_running", "Sequences that run.", lambda load: load.request_active_slots),
+        ("requests_waiting", "Requests that wait.", lambda load: load.num_requests_waiting),
+        ("kv_usage_ratio", "Share of the KV pool in use.", lambda load: load.gpu_cache_usage_perc),
+    )
+    for name, text, value in shown:
+        deprecated = f"Deprecated, gone in the next release: use kvrelay_load_{name}."
+        for full_name, shown_text in ((f"kvrelay_load_{name}", text), (f"kvrelay_worker_{name}", deprecated)):
+            family = GaugeMetricFamily(full_name, shown_text, labels=("model", "worker"))
+            for model, load in loads:
+                family.add_metric((model, load.worker_id), value(load))
+            yield family
+
+
+def _by_model(name: str, text: str, counts: Mapping[str, int]) -> CounterMetricFamily:
+    return _counter(name, text, ("model",), {(model,): count for model, count in counts.items()})
+
+
+def _counter(name: str, text: str, labels: tuple[str, ...], counts: Mapping[Any, int]) -> CounterMetricFamily:
+    """A key of ``counts`` is a tuple with a value for each of the labels."""
+    family = CounterMetricFamily(name, text, labels=labels)
+    for values, count in counts.items():
+        family.add_metric(values, count)
+    return family

@@ -1,0 +1,181 @@
+"""A model as the frontend serves it: its tokenizer, its limits, its workers and the router over them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+
+import msgspec
+
+from kvrelay.core.events import KvEventBatch, LoadMetrics
+from kvrelay.core.handoff import HandoffOrder
+from kvrelay.core.workers import WorkerInfo
+from kvrelay.errors import WorkerUnavailableError
+from kvrelay.frontend.cluster.worker_link import WorkerLink
+from kvrelay.frontend.side_threads import LoopTurns
+from kvrelay.frontend.tokens.tokenizer import Tokenizer
+from kvrelay.router import IndexState, PairRouter, Router, RoutingRequest, RuntimeSettings
+
+
+class WorkerState(msgspec.Struct, frozen=True):
+    """A worker as this frontend knows it, and the work that it has done over the current connection."""
+
+    worker_id: str
+    index: IndexState
+    requests: int
+    computed_tokens: int
+    cached_tokens: int
+    generated_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where a request runs. ``prefill``: with prefill-first, the other half of the pair, if there is one."""
+
+    decode: WorkerLink
+    prefill: WorkerLink | None = None
+
+
+class Model:
+    """Workers come and go; the model stays known, so that a request without a worker is told to retry.
+
+    All workers have the weights of ``first``, the worker for which the model was made: any of them may continue a
+    request.
+    """
+
+    def __init__(self, first: WorkerInfo, tokenizer: Tokenizer, pairs: PairRouter) -> None:
+        self.name = first.model
+        self.root = first.model_path
+        self.weights_fingerprint = first.weights_fingerprint
+        self.tokenizer_fingerprint = first.tokenizer_fingerprint
+        self.created_unix_s = int(time.time())
+        self.tokenizer = tokenizer
+        self.pairs = pairs
+        self.router = pairs.decodes
+        self._router_config = self.router.config
+        self.max_model_len = 0
+        self.vocab_size = 0
+        self._links: dict[str, WorkerLink] = {}
+        self._prefill_links: dict[str, WorkerLink] = {}
+        """Workers that take no requests, only halves of pairs."""
+        self._changed = asyncio.Event()
+        self.turns = LoopTurns()
+        """In which sequences are placed that have waited for a worker: thousands may have waited for the same one."""
+
+    def __repr__(self) -> str:
+        return f"Model({self.name}, workers={sorted(self._links)}, router={self.router!r})"
+
+    def is_of(self, info: WorkerInfo) -> bool:
+        """Whether the worker has this model's weights and tokenizer, so that it may continue the model's requests."""
+        return (self.weights_fingerprint, self.tokenizer_fingerprint) == (
+            info.weights_fingerprint,
+            info.tokenizer_fingerprint,
+        )
+
+    @property
+    def is_available(self) -> bool:
+        """Whether a worker takes requests now."""
+        return bool(self._links)
+
+    @property
+    def worker_ids(self) -> list[str]:
+        return list(self._links)
+
+    def add_worker(self, info: WorkerInfo, link: WorkerLink) -> None:
+        """The worker takes requests or prefills, or has changed. The model's limits are the smallest of all workers
+        that take requests."""
+        if not info.role.takes_requests:
+            self._remove_taker(info.worker_id)
+            self._prefill_links[info.worker_id] = link
+            self.pairs.prefills.add_worker(info)
+            return
+        self._remove_prefiller(info.worker_id)
+        self._links[info.worker_id] = link
+        self.router.add_worker(info)
+        self._limit()
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    def remove_worker(self, worker_id: str) -> None:
+        """Send no new requests to the worker; its running requests continue."""
+        self._remove_taker(worker_id)
+        self._remove_prefiller(worker_id)
+
+    def _remove_prefiller(self, worker_id: str) -> None:
+        if self._prefill_links.pop(worker_id, None) is not None:
+            self.pairs.prefills.remove_worker(worker_id)
+
+    def _remove_taker(self, worker_id: str) -> None:
+        if self._links.pop(worker_id, None) is not None:
+            self.router.remove_worker(worker_id)
+            self._limit()
+
+    def _limit(self) -> None:
+        """Set each limit to the smallest of the present workers. Without workers the last limits stay."""
+        infos = [link.info for link in self._links.values()]
+        if infos:
+            self.max_model_len = min(info.max_model_len for info in infos)
+            self.vocab_size = min(info.vocab_size for info in infos)
+
+    def place(self, request: RoutingRequest, order: HandoffOrder, *, must_be_local: bool = False) -> Placement:
+        """The worker or pair for a request, which counts as placed there. ``must_be_local``: no other worker may
+        prefill it.
+
+        Raises WorkerUnavailableError.
+        """
+        if order is HandoffOrder.DECODE_FIRST:
+            worker_id, prefill_id = self.router.choose(request).worker_id, None
+        else:
+            decision = self.pairs.choose(request, must_be_local=must_be_local)
+            worker_id = decision.decode.worker_id
+            prefill_id = None if decision.prefill is None else decision.prefill.worker_id
+        link = self._links.get(worker_id)
+        if link is None:
+            self.leave(request.request_id)
+            raise WorkerUnavailableError(f"worker {worker_id} is not connected")
+        return Placement(link, None if prefill_id is None else self._prefill_links.get(prefill_id))
+
+    def leave(self, request_id: str, num_output_tokens: int = 0) -> None:
+        """A placed request has left its worker, or both of its pair."""
+        self.router.finished(request_id, num_output_tokens)
+        self.pairs.prefilled(request_id)
+
+    # -- what workers publish -----------------------------------------------------------------------------------------
+
+    def _router_of(self, worker_id: str) -> Router:
+        return self.pairs.prefills if worker_id in self._prefill_links else self.router
+
+    def apply_events(self, batch: KvEventBatch) -> None:
+        self._router_of(batch.worker_id).apply_events(batch)
+
+    def apply_metrics(self, metrics: LoadMetrics) -> None:
+        self._router_of(metrics.worker_id).apply_metrics(metrics)
+
+    def apply_replay(self, worker_id: str, reply: bytes) -> None:
+        self._router_of(worker_id).apply_replay(worker_id, reply)
+
+    def tune(self, settings: RuntimeSettings) -> None:
+        """Apply the run-time settings on top of those that the router was started with."""
+        config = settings.apply(self._router_config)
+        for router in (self.router, self.pairs.prefills):
+            if config != router.config:
+                router.configure(config)
+
+    def worker_states(self) -> list[WorkerState]:
+        """The workers that take requests, in order of arrival."""
+        return [
+            WorkerState(
+                worker_id=worker_id,
+                index=self.router.index_state(worker_id),
+                requests=link.tally.requests,
+                computed_tokens=link.tally.computed_tokens,
+                cached_tokens=link.tally.cached_tokens,
+                generated_tokens=link.tally.generated_tokens,
+            )
+            for worker_id, link in self._links.items()
+        ]
+
+    def next_change(self) -> asyncio.Event:
+        """An event that is set when a worker is added or comes back."""
+        return self._changed

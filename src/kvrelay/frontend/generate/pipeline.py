@@ -1,0 +1,298 @@
+"""A request's path through the frontend, on one page:
+
+    body ──parse──> fields ──plan, admit──> prompts ──tokenize──> sequences ──route, call──> outputs ──> answer
+
+Large bodies are parsed and tokenized on the side threads, and large answers are put together there, so that other
+requests do not wait. After the call, the workers' messages drive everything: a token goes from the connection through
+its sequence to the client's socket without a task or a queue in between. The coroutine here only waits for the end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Iterator
+from collections.abc import Sequence as Items
+from functools import partial
+
+from msgspec.structs import replace
+
+from kvrelay.config import FrontendConfig
+from kvrelay.core.handoff import HandoffOrder
+from kvrelay.errors import InvalidInputError, KvrelayError
+from kvrelay.frontend.access.access_log import AccessLog
+from kvrelay.frontend.access.admission import Admission
+from kvrelay.frontend.access.api_keys import ApiKeys, cache_salt_of
+from kvrelay.frontend.cluster.cluster import Cluster
+from kvrelay.frontend.cluster.metrics import FrontendMetrics
+from kvrelay.frontend.cluster.models import Model
+from kvrelay.frontend.cluster.pairs import ORDER_HEADER, read_order
+from kvrelay.frontend.generate.answers import (
+    ClientGoneError,
+    CollectedAnswer,
+    StreamedAnswer,
+    origin_headers,
+    require_client,
+)
+from kvrelay.frontend.generate.chat_api import ChatApi, ChatTask
+from kvrelay.frontend.generate.prompts import Prompt, chat_prompt, completion_prompts, read_completion
+from kvrelay.frontend.generate.sequence import Sequence, sequences_of
+from kvrelay.frontend.openai.answer import AnswerContext, AnswerFormat, encode_json
+from kvrelay.frontend.openai.completions import CompletionFormat
+from kvrelay.frontend.openai.errors import DeadlineError, failure_of
+from kvrelay.frontend.openai.logprobs import TokenIdTexts, TokenTexts
+from kvrelay.frontend.openai.plan import (
+    DECISION_HEADER,
+    MAX_OBJECTIVE_MS,
+    MIN_OBJECTIVE_MS,
+    SLO_ITL_HEADER,
+    SLO_TTFT_HEADER,
+    TIMEOUT_HEADER,
+    GenerationPlan,
+    check_timeout,
+    plan_chat,
+    plan_completion,
+)
+from kvrelay.frontend.openai.requests import ChatCompletionRequest, FieldsCheck, GenerationFields, has_short_fields
+from kvrelay.frontend.side_threads import INLINE_SIZE, Pieces, SideThreads
+from kvrelay.frontend.tools.plan import ChatForm, chat_form
+from kvrelay.frontend.tools.reading import Reading
+from kvrelay.http import Exchange, HttpRequest, Response
+
+
+class Pipeline:
+    """Generates answers for ``/v1/completions`` and for all APIs for chats."""
+
+    def __init__(
+        self,
+        config: FrontendConfig,
+        cluster: Cluster,
+        metrics: FrontendMetrics,
+        keys: ApiKeys,
+        admission: Admission,
+        threads: SideThreads,
+        access_log: AccessLog,
+        check_fields: FieldsCheck,
+    ) -> None:
+        self._config = config
+        self._order = HandoffOrder(config.order)
+        self._cluster = cluster
+        self._metrics = metrics
+        self._keys = keys
+        self._admission = admission
+        self._threads = threads
+        self._access_log = access_log
+        self._check_fields = check_fields
+        self._reading = Reading(config.tool_call_parser, config.reasoning_parser)
+
+    async def complete(self, exchange: Exchange, request_id: str) -> None:
+        """``/v1/completions``. Raises KvrelayError before the answer has begun."""
+        size = len(exchange.request.body)
+        request, items = await self._threads.parse(
+            size, read_completion, exchange.request.body, self._config.max_prompts, self._check_fields
+        )
+        exchange.drop_body()
+        model = self._cluster.model(request.model)
+        exchange.request.model = model.name
+        plan_size = 0 if size > INLINE_SIZE and has_short_fields(request) else size
+        plan = await self._threads.call(
+            plan_size, plan_completion, request, model.tokenizer.default_sampling, self._config.max_n
+        )
+        plan.check(model.vocab_size)
+        client = exchange.request.client
+        with self._admission.admitted(plan.n * len(items), client, self._keys.limits_of(client)):
+            prompts = await self._prepared(
+                exchange,
+                size,
+                completion_prompts(
+                    items, model, plan.add_special_tokens, with_texts=plan.echo, keep_last=plan.keep_last
+                ),
+                is_light=not plan.echo and all(isinstance(item, list) for item in items),
+            )
+            echoes = None
+            if plan.echo:
+                echoes = [prompt.text or "" for prompt in prompts for _ in range(plan.n)]
+            form = CompletionFormat(
+                AnswerContext(request_id, int(time.time()), model.name, _texts(request, model), plan),
+                model.tokenizer.detokenizer,
+                with_prompt_logprobs=request.prompt_logprobs is not None,
+                echoes=echoes,
+            )
+            await self._generate(exchange, request_id, model, plan, prompts, form)
+
+    async def chat(self, api: ChatApi, exchange: Exchange, request_id: str) -> None:
+        """Any API for chats. Raises KvrelayError before the answer has begun."""
+        task, model, size = await self._read_chat(api, exchange)
+        request = task.request
+        with api.own_names():
+            form, plan = await self._threads.call(size, self._chat_plan, request, model)
+            plan.check(model.vocab_size)
+            client = exchange.request.client
+            with self._admission.admitted(plan.n, client, self._keys.limits_of(client)):
+                prompts = await self._prepared(exchange, size, _chat_prompt(request, model, form, plan.keep_last))
+                context = AnswerContext(
+                    request_id,
+                    int(time.time()),
+                    model.name,
+                    _texts(request, model),
+                    plan,
+                    self._reading.parser(form, prompts[0].text or ""),
+                    form.tools.dialect.call_id_chars if form.tools else 0,
+                )
+                await self._generate(exchange, request_id, model, plan, prompts, task.make_format(context))
+
+    async def count_tokens(self, api: ChatApi, exchange: Exchange, request_id: str) -> None:
+        """How many tokens the prompt of a chat has: ``{"input_tokens": n}``. Raises InvalidInputError."""
+        task, model, size = await self._read_chat(api, exchange)
+        with api.own_names():
+            form = await self._threads.call(
+                size, chat_form, task.request, self._reading.dialect(model.tokenizer.chat_template)
+            )
+            (prompt,) = await self._prepared(exchange, size, _chat_prompt(task.request, model, form))
+            exchange.respond(Response(200, encode_json({"input_tokens": len(prompt.token_ids)})))
+
+    async def _read_chat(self, api: ChatApi, exchange: Exchange) -> tuple[ChatTask, Model, int]:
+        """The request, its model, and how many bytes it had."""
+        api.check_headers(exchange.request.headers)
+        size = len(exchange.request.body)
+        task = await self._threads.call(size, api.read, exchange.request.body, self._check_fields)
+        exchange.drop_body()
+        model = self._cluster.model(task.request.model)
+        exchange.request.model = model.name
+        return task, model, size
+
+    def _chat_plan(self, request: ChatCompletionRequest, model: Model) -> tuple[ChatForm, GenerationPlan]:
+        """Raises InvalidInputError."""
+        form = chat_form(request, self._reading.dialect(model.tokenizer.chat_template))
+        plan = plan_chat(request, model.tokenizer.default_sampling, self._config.max_n, form.constraint)
+        if form.tools is not None and form.tools.dialect.has_special_tokens:
+            plan = replace(plan, skip_special_tokens=False)
+        return form, plan
+
+    async def _prepared(
+        self, exchange: Exchange, size: int, work: Pieces[list[Prompt]], is_light: bool = False
+    ) -> list[Prompt]:
+        """The prompts of a request whose body has ``size`` bytes, unless its client goes away meanwhile."""
+        return await self._threads.run(size, work, partial(require_client, exchange), is_light=is_light)
+
+    async def _generate(
+        self,
+        exchange: Exchange,
+        request_id: str,
+        model: Model,
+        plan: GenerationPlan,
+        prompts: Items[Prompt],
+        form: AnswerFormat,
+    ) -> None:
+        lengths = [len(prompt.token_ids) for prompt in prompts]
+        client = exchange.request.client
+        limits = self._keys.limits_of(client)
+        plan = plan.within(limits, lengths)
+        plan = _with_objectives(plan, exchange.request)
+        salt = cache_salt_of(client, plan.sampling.cache_salt, is_shared=self._config.share_prefix_cache)
+        if salt != plan.sampling.cache_salt:
+            plan = replace(plan, sampling=replace(plan.sampling, cache_salt=salt))
+        plan.check_prompts(lengths)
+        timeout_s = self._timeout_s(exchange, plan)
+        order = read_order(exchange.request.headers.get(ORDER_HEADER), self._order)
+        headers = [(b"x-request-id", request_id.encode())]
+        answer: StreamedAnswer | CollectedAnswer
+        answer = StreamedAnswer(plan, form, exchange, headers) if plan.stream else CollectedAnswer(plan)
+        sequences = sequences_of(
+            request_id, prompts, plan, model, answer, self._metrics, self._config.migration_limit, order
+        )
+        tokens_per_minute = limits.tokens_per_minute or 0
+        self._admission.count_tokens(client, tokens_per_minute, sum(lengths))
+        try:
+            await self._run(answer, exchange, sequences, plan.n * len(prompts), timeout_s)
+        except ClientGoneError:
+            raise
+        except KvrelayError as exc:
+            if not exchange.is_started or not isinstance(answer, StreamedAnswer):
+                raise
+            answer.finish_broken(failure_of(exc))
+            raise BrokenStreamError(exc.message) from exc
+        finally:
+            if tokens_per_minute:
+                self._admission.count_tokens(client, tokens_per_minute, answer.generated().output_tokens or 0)
+            if self._access_log.is_on:
+                self._access_log.note(request_id, answer.generated())
+        if isinstance(answer, StreamedAnswer):
+            answer.finish()
+        else:
+            headers += origin_headers(answer.sequences[0])
+            whole = await self._threads.call(answer.size, form.whole, answer.choices, answer.usage())
+            exchange.respond(Response(200, whole, headers=headers))
+
+    async def _run(
+        self,
+        answer: StreamedAnswer | CollectedAnswer,
+        exchange: Exchange,
+        sequences: Iterator[Sequence],
+        num_sequences: int,
+        timeout_s: float | None,
+    ) -> None:
+        """Wait until every sequence has finished. End all of them if one fails, the client leaves or time is up."""
+        require_client(exchange)
+        exchange.on_gone(answer.gone)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await answer.start(sequences, num_sequences, self._threads.turns)
+                await answer.done
+        except TimeoutError as exc:
+            raise DeadlineError(f"the request ran past its deadline of {timeout_s:g} s") from exc
+        finally:
+            answer.cancel()
+
+    def _timeout_s(self, exchange: Exchange, plan: GenerationPlan) -> float | None:
+        """The body's field, else the header, else the configured deadline."""
+        if plan.timeout_s is not None:
+            return plan.timeout_s
+        text = exchange.request.headers.get(TIMEOUT_HEADER)
+        if text is None:
+            return self._config.request_timeout_s or None
+        try:
+            return check_timeout(float(text))
+        except ValueError as exc:
+            raise InvalidInputError(f"{TIMEOUT_HEADER} is not a number", param=TIMEOUT_HEADER) from exc
+
+
+def _with_objectives(plan: GenerationPlan, request: HttpRequest) -> GenerationPlan:
+    """The plan with the key's name and the objectives in the headers. Raises InvalidInputError."""
+    ttft_ms, itl_ms = _milliseconds(request, SLO_TTFT_HEADER), _milliseconds(request, SLO_ITL_HEADER)
+    explain = request.headers.get(DECISION_HEADER, "") not in ("", "0")
+    if not (request.client or ttft_ms or itl_ms or explain):
+        return plan
+    return replace(plan, tenant=request.client, slo_ttft_ms=ttft_ms, slo_itl_ms=itl_ms, explain=explain)
+
+
+def _milliseconds(request: HttpRequest, header: str) -> float:
+    """0 if there is no such header."""
+    text = request.headers.get(header)
+    if text is None:
+        return 0.0
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not MIN_OBJECTIVE_MS <= value <= MAX_OBJECTIVE_MS:
+        raise InvalidInputError(
+            f"{header} must be milliseconds, {MIN_OBJECTIVE_MS:g} to {MAX_OBJECTIVE_MS:g}", param=header
+        )
+    return value
+
+
+def _texts(request: GenerationFields, model: Model) -> TokenTexts:
+    """How logprobs name tokens."""
+    return TokenIdTexts(model.tokenizer) if request.return_tokens_as_token_ids else model.tokenizer
+
+
+def _chat_prompt(
+    request: ChatCompletionRequest, model: Model, form: ChatForm, keep_last: int | None = None
+) -> Pieces[list[Prompt]]:
+    return chat_prompt(request, model, form.tools.tools if form.tools else (), keep_last)
+
+
+class BrokenStreamError(KvrelayError):
+    """The answer had begun and ended with an error event, so the client cannot be told more."""

@@ -1,0 +1,232 @@
+"""From a request's prompt to token ids, checked against the model, in pieces for the side threads."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from kvrelay.core.token_ids import are_below, are_token_ids
+from kvrelay.errors import InvalidInputError, PromptTooLongError
+from kvrelay.frontend.cluster.models import Model
+from kvrelay.frontend.openai.bounds import MAX_TOKENIZED_CHARS
+from kvrelay.frontend.openai.requests import (
+    ChatCompletionRequest,
+    ChatMessage,
+    CompletionRequest,
+    DetokenizeRequest,
+    FieldsCheck,
+    TokenizeRequest,
+    parse_body,
+)
+from kvrelay.frontend.side_threads import Pieces
+from kvrelay.frontend.tools.histories import described, template_messages
+
+PIECE_TOKENS = 2**18
+"""Token ids that are checked and copied in one piece, which takes some milliseconds."""
+
+_OPEN_END = "\ue000\ue0ffopen\ue000\ue0ff"
+"""Stands at the end of a message that the answer continues, while the chat template writes it."""
+
+PromptItem = str | list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt's tokens, and its text if it was given or is needed."""
+
+    token_ids: tuple[int, ...]
+    text: str | None = None
+
+
+def read_completion(
+    body: bytes, max_prompts: int, check_fields: FieldsCheck | None = None
+) -> tuple[CompletionRequest, list[PromptItem]]:
+    """The request and its prompts, at most ``max_prompts``. Raises InvalidInputError."""
+    request = parse_body(body, CompletionRequest, check_fields)
+    items = _split(request.prompt)
+    if len(items) > max_prompts:
+        raise InvalidInputError(f"more than {max_prompts} prompts", param="prompt")
+    return request, items
+
+
+def completion_prompts(
+    items: Sequence[PromptItem],
+    model: Model,
+    add_special_tokens: bool,
+    with_texts: bool = False,
+    keep_last: int | None = None,
+) -> Pieces[list[Prompt]]:
+    """Texts or token ids as prompts; with ``with_texts``, prompts given as ids get a text, too. ``keep_last`` keeps
+    only that many last tokens of each; -1: as many as leave room for one more. Raises InvalidInputError."""
+    texts = [item for item in items if isinstance(item, str)]
+    enough = model.max_model_len
+    if keep_last is not None:
+        keep_last, enough = _kept(keep_last, model), sys.maxsize
+    else:
+        for text in texts:
+            _check_length(text, model)
+    encoded = iter((yield from model.tokenizer.encode_texts(texts, add_special_tokens, enough=enough)) if texts else ())
+    prompts: list[Prompt] = []
+    num_tokens = 0
+    for item in items:
+        if isinstance(item, str):
+            prompts.append(_text_prompt(item, _last(next(encoded), keep_last), model))
+        else:
+            prompts.append(_ids_prompt(_last(item, keep_last), model))
+        if with_texts and not isinstance(item, str):
+            yield
+            prompts[-1] = Prompt(prompts[-1].token_ids, model.tokenizer.decode(item))
+        num_tokens += len(prompts[-1].token_ids)
+        if num_tokens > PIECE_TOKENS:
+            num_tokens = 0
+            yield
+    return prompts
+
+
+def chat_prompt(
+    request: ChatCompletionRequest,
+    model: Model,
+    tools: Sequence[dict[str, object]] = (),
+    keep_last: int | None = None,
+) -> Pieces[list[Prompt]]:
+    """The rendered messages, as the only prompt. The template writes special tokens itself, so none are added unless
+    asked for. ``tools`` are the functions that the model may call. Raises InvalidInputError."""
+    arguments = request.chat_template_kwargs
+    if request.reasoning_effort is not None:
+        arguments = {"reasoning_effort": request.reasoning_effort, **(arguments or {})}
+    messages, with_prompt = request.messages, request.add_generation_prompt
+    if request.continue_final_message:
+        messages, with_prompt = _left_open(messages), False
+    text = render_chat(messages, model, with_prompt, arguments, tools=tools)
+    if request.continue_final_message:
+        text, found, _ = text.partition(_OPEN_END)
+        if not found:
+            raise InvalidInputError("the chat template does not show the last message", param="continue_final_message")
+    yield
+    return (yield from completion_prompts([text], model, bool(request.add_special_tokens), keep_last=keep_last))
+
+
+def echoed_message(request: ChatCompletionRequest) -> str:
+    """With ``echo``, the text that the answer continues: that of the last message, if it is to be continued."""
+    return _text_of(request.messages[-1]) if request.echo and request.continue_final_message else ""
+
+
+def _left_open(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
+    """The messages with a mark at the end of the last one's text, where the answer goes on."""
+    text = _text_of(messages[-1]) if messages else ""
+    if not text or messages[-1].role != "assistant":
+        message = "continue_final_message needs a last message of role assistant with text"
+        raise InvalidInputError(message, param="continue_final_message")
+    return [*messages[:-1], msgspec.structs.replace(messages[-1], content=text + _OPEN_END)]
+
+
+def _text_of(message: ChatMessage) -> str:
+    content = message.content
+    return content or "" if not isinstance(content, list) else "\n".join(part.text or "" for part in content)
+
+
+def tokenized(request: TokenizeRequest, model: Model) -> Pieces[list[int]]:
+    """For ``/tokenize``, without a limit on the number of tokens. Raises InvalidInputError."""
+    if (request.prompt is None) == (request.messages is None):
+        raise InvalidInputError("either prompt or messages must be given", param="prompt")
+    text, add_special_tokens = request.prompt or "", request.add_special_tokens is not False
+    if request.messages is not None:
+        text = render_chat(request.messages, model, request.add_generation_prompt, max_chars=MAX_TOKENIZED_CHARS)
+        add_special_tokens = bool(request.add_special_tokens)
+        yield
+    (token_ids,) = yield from model.tokenizer.encode_texts([text], add_special_tokens)
+    return token_ids
+
+
+def detokenized(request: DetokenizeRequest, model: Model) -> str:
+    """For ``/detokenize``. Raises InvalidInputError."""
+    _check_ids(request.tokens, model, "tokens")
+    return model.tokenizer.decode(request.tokens)
+
+
+def render_chat(
+    messages: Sequence[ChatMessage],
+    model: Model,
+    add_generation_prompt: bool | None = None,
+    arguments: dict[str, object] | None = None,
+    max_chars: int | None = None,
+    tools: Sequence[dict[str, object]] = (),
+) -> str:
+    """The messages as the chat template writes them, at most ``max_chars`` (None: the most that may fit the context).
+
+    Raises InvalidInputError if there is no chat template, if it refuses the messages, or if it writes too much.
+    """
+    template = model.tokenizer.chat_template
+    if template is None:
+        raise InvalidInputError(f"The model `{model.name}` has no chat template.", param="messages")
+    if max_chars is None:
+        max_chars = _max_chars(model)
+    shapes = template_messages(messages, template.knows_developer)
+    if not template.knows_tools:
+        shapes, tools = described(shapes, tools), ()
+    return template.render(shapes, add_generation_prompt is not False, arguments, max_chars, tools)
+
+
+def _split(prompt: str | list[str | int | list[int]]) -> list[PromptItem]:
+    if isinstance(prompt, str):
+        return [prompt]
+    if are_token_ids(prompt):
+        return [prompt]  # type: ignore[list-item]
+    kinds = set(map(type, prompt))
+    if len(kinds) != 1:
+        what = "must not be empty" if not kinds else "must be all texts, all token ids or all lists of token ids"
+        raise InvalidInputError(f"prompt {what}", param="prompt")
+    return prompt  # type: ignore[return-value]
+
+
+def _max_chars(model: Model) -> int:
+    """The most characters that can fit into the context. A longer text is refused without tokenizing it."""
+    return model.tokenizer.max_chars_per_token * model.max_model_len
+
+
+def _check_length(text: str, model: Model) -> None:
+    if len(text) > _max_chars(model):
+        raise _too_long(f"The prompt's {len(text)} characters cannot fit into a context of", model)
+
+
+def _kept(keep_last: int, model: Model) -> int:
+    if keep_last > model.max_model_len:
+        raise InvalidInputError(
+            f"truncate_prompt_tokens is above the context length of {model.max_model_len}",
+            param="truncate_prompt_tokens",
+        )
+    return keep_last if keep_last > 0 else max(model.max_model_len - 1, 1)
+
+
+def _last(token_ids: list[int], count: int | None) -> list[int]:
+    return token_ids if count is None else token_ids[-count:]
+
+
+def _text_prompt(text: str, token_ids: list[int], model: Model) -> Prompt:
+    if len(token_ids) > model.max_model_len:
+        raise _too_long("The prompt is longer than the model's maximum context length of", model)
+    _check_ids(token_ids, model, "prompt")
+    return Prompt(_not_empty(token_ids), text)
+
+
+def _ids_prompt(token_ids: list[int], model: Model) -> Prompt:
+    _check_ids(token_ids, model, "prompt")
+    return Prompt(_not_empty(token_ids))
+
+
+def _not_empty(token_ids: list[int]) -> tuple[int, ...]:
+    if not token_ids:
+        raise InvalidInputError("the prompt is empty", param="prompt")
+    return tuple(token_ids)
+
+
+def _check_ids(token_ids: list[int], model: Model, param: str) -> None:
+    if not are_below(token_ids, model.vocab_size):
+        raise InvalidInputError(f"token ids must be between 0 and {model.vocab_size - 1}", param=param)
+
+
+def _too_long(what: str, model: Model) -> PromptTooLongError:
+    return PromptTooLongError(f"{what} {model.max_model_len} tokens.", param="prompt", code="context_length_exceeded")

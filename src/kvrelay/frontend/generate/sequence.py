@@ -1,0 +1,413 @@
+"""One sequence's life: placed on a worker, its tokens turned to text, continued on another worker if its own is lost.
+
+    PLACED ──> RUNNING ──────────────────────────> ENDED       finish reason, stop string, failure, cancelled
+      │ ^         │ ^
+      v │         v │
+     WAITING <── (worker lost or gave up; placed again with prompt + tokens so far, at most migration_limit times)
+
+Prefill-first, an attempt may run on a pair: the first token comes from the prefill worker (``pairs.py``), and again, in
+case that one fails, from the decode worker, which goes on from it.
+
+A worker needs only the tokens to continue a sequence, and every delivered token is kept here. So no token is repeated
+or missing. Text, stop strings and logprobs continue in this object, whichever worker samples. It does not know how
+answers are sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import Iterator
+from collections.abc import Sequence as Items
+from functools import partial
+from typing import Protocol
+
+from kvrelay.core.handoff import HandoffOrder
+from kvrelay.core.messages import GenerateRequest, RequestRefused, TokenOutput
+from kvrelay.core.sampling import SamplingParams
+from kvrelay.core.status import FinishReason
+from kvrelay.errors import (
+    KvrelayError,
+    OverloadedError,
+    ProtocolError,
+    RetryElsewhereError,
+    WorkerUnavailableError,
+)
+from kvrelay.frontend.cluster.metrics import FrontendMetrics
+from kvrelay.frontend.cluster.models import Model
+from kvrelay.frontend.cluster.pairs import PrefillHalf, paired_request
+from kvrelay.frontend.cluster.worker_link import WorkerLink, contradicts, unseen_part
+from kvrelay.frontend.generate.answer_text import AnswerText
+from kvrelay.frontend.generate.prompts import Prompt
+from kvrelay.frontend.openai.answer import Piece, PromptLogprobs
+from kvrelay.frontend.openai.errors import RefusedError, refusal_error
+from kvrelay.frontend.openai.plan import GenerationPlan, choice_sampling
+from kvrelay.frontend.side_threads import START_COST
+from kvrelay.router import RoutingRequest
+
+_log = logging.getLogger(__name__)
+
+REPLACEMENT_WAIT_S = 10.0
+"""How long a request without a worker waits for another one to appear."""
+
+
+class SequenceListener(Protocol):
+    """The object that sends the answer. No call follows ``failed`` or a ``deliver`` with a finish."""
+
+    def deliver(self, sequence: Sequence, piece: Piece) -> None: ...
+
+    def failed(self, sequence: Sequence, error: KvrelayError) -> None: ...
+
+
+class Sequence:
+    """One choice of a request's answer, with the number ``index``. Implements ``OutputReceiver``.
+
+    ``sampling`` is the plan's, with this choice's seed and limit on tokens.
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        index: int,
+        prompt: Prompt,
+        sampling: SamplingParams,
+        plan: GenerationPlan,
+        model: Model,
+        listener: SequenceListener,
+        metrics: FrontendMetrics,
+        migration_limit: int,
+        order: HandoffOrder,
+    ) -> None:
+        self.index = index
+        self.prompt_token_ids = prompt.token_ids
+        self.sampling = sampling
+        self.output_token_ids: list[int] = []
+        self.num_cached_tokens = 0
+        self.prompt_logprobs: PromptLogprobs | None = None
+        self.worker_id = ""
+        self.decision = ""
+        """Where the prefill ran, if the request asked."""
+        self.num_migrations = 0
+        self.ttft_s: float | None = None
+        """From its start to its first token."""
+        self._request_id = request_id
+        self._plan = plan
+        self._model = model
+        self._text = AnswerText(plan, model.tokenizer, sampling.min_tokens)
+        self._listener = listener
+        self._metrics = metrics
+        self._counts = metrics.of(model.name)
+        self._migration_limit = migration_limit
+        self._order = order
+        self._must_be_local = sampling.must_prefill_locally
+        self._link: WorkerLink | None = None
+        self._prefill: PrefillHalf | None = None
+        self._attempt = 0
+        self._placement_id = ""
+        """The attempt's name in the router."""
+        self._attempt_id = ""
+        """The attempt's name on its workers: with a pair, an id that carries both addresses."""
+        self._has_output = False
+        self._is_prefilled = False
+        self._is_ended = False
+        self._started_s = self._last_s = time.monotonic()
+        self._failed_workers: set[str] = set()
+        self._retry_after_s = math.inf
+        self._waiting: asyncio.Task[None] | None = None
+
+    # -- where it runs ------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Place it on a worker. Raises WorkerUnavailableError, OverloadedError."""
+        while True:
+            placement = self._model.place(self._routing_request(), self._order, must_be_local=self._must_be_local)
+            link = placement.decode
+            request = self._generate_request(link)
+            if placement.prefill is not None:
+                request = self._submit_prefill(placement.prefill, link, request)
+            try:
+                link.submit(request, self)
+            except WorkerUnavailableError:
+                self._leave_router()
+                self._failed_workers.add(link.info.worker_id)
+                continue
+            self._link = link
+            self.worker_id = link.info.worker_id
+            return
+
+    def _submit_prefill(self, prefill: WorkerLink, decode: WorkerLink, request: GenerateRequest) -> GenerateRequest:
+        """Send the prefill worker its half, and return the decode worker's: the request as it was if there is no way
+        to send the other half."""
+        try:
+            paired = paired_request(request, prefill.info, decode.info)
+            half = PrefillHalf(
+                prefill,
+                decode,
+                paired.request_id,
+                on_first=self._deliver_first,
+                on_end=partial(self._model.pairs.prefilled, self._placement_id),
+                on_broken=self.broken,
+            )
+            half.submit(paired)
+        except (ProtocolError, WorkerUnavailableError) as exc:
+            _log.warning("%s: no pair with %s: %s", self._placement_id, prefill.info.worker_id, exc)
+            self._model.pairs.prefilled(self._placement_id)
+            return request
+        _log.debug("%s is %s", self._placement_id, paired.request_id)
+        self._attempt_id = paired.request_id
+        self._prefill = half
+        return paired
+
+    def cancel(self) -> None:
+        """The client has gone, or another choice has failed."""
+        self._end(abort=True)
+
+    def refused(self, refusal: RequestRefused) -> None:
+        """The worker refuses the sequence: try the next worker, until none is left."""
+        if self._is_ended:
+            return
+        self._link = None
+        self._leave_router()
+        self._metrics.refused(self._model.name, refusal.kind)
+        if refusal.status == OverloadedError.status:
+            # A worker that refuses for another reason, e.g. because it leaves, does not know when a worker is free.
+            self._retry_after_s = min(self._retry_after_s, refusal.retry_after_s)
+        error = refusal_error(refusal, self._retry_after_s, self._plan.grammar_param)
+        if not refusal.retryable:
+            self._fail(error)
+            return
+        self._failed_workers.add(self.worker_id)
+        self._place_again(error, may_wait=bool(self.output_token_ids))
+
+    def worker_lost(self, worker_id: str) -> None:
+        """The connection to the worker is lost."""
+        self._migrate(f"worker {worker_id} was lost", may_wait=True)
+
+    def broken(self) -> None:
+        # Even if the sequence had ended by itself: the waiting sink must be told.
+        self._end(abort=True)
+        self._listener.failed(self, KvrelayError("internal error"))
+
+    def _migrate(self, reason: str, may_wait: bool) -> None:
+        if self._is_ended:
+            return
+        self._failed_workers.add(self.worker_id)
+        self._continue(reason, may_wait)
+
+    def _continue(self, reason: str, may_wait: bool) -> None:
+        """Begin the next attempt, within the migration limit."""
+        self._link = None
+        self._leave_router()
+        error = WorkerUnavailableError(f"the request could not be continued: {reason}")
+        if self.num_migrations >= self._migration_limit:
+            self._fail(error)
+            return
+        self.num_migrations += 1
+        self._counts.num_migrations += 1
+        _log.info("%s: %s; migrating after %d tokens", self._attempt_id, reason, len(self.output_token_ids))
+        self._place_again(error, may_wait)
+
+    def _place_again(self, error: KvrelayError, may_wait: bool) -> None:
+        self._attempt += 1
+        try:
+            self.start()
+        except RetryElsewhereError:
+            if may_wait:
+                waiting = self._wait_and_start(error, self._model.next_change())
+                self._waiting = asyncio.get_running_loop().create_task(waiting)
+            else:
+                self._fail(error)
+
+    async def _wait_and_start(self, error: KvrelayError, change: asyncio.Event) -> None:
+        """No worker is left: wait for one. The lost worker may also come back."""
+        try:
+            async with asyncio.timeout(REPLACEMENT_WAIT_S):
+                while True:
+                    await change.wait()
+                    await self._model.turns.take(START_COST + len(self.prompt_token_ids) + len(self.output_token_ids))
+                    self._failed_workers.clear()
+                    change = self._model.next_change()
+                    try:
+                        self.start()
+                        return
+                    except RetryElsewhereError as exc:
+                        _log.debug("%s: %s", self._attempt_id, exc)
+        except TimeoutError:
+            self._waiting = None
+            self._fail(error)
+
+    def _routing_request(self) -> RoutingRequest:
+        self._placement_id = f"{self._request_id}-{self.index}" + (f"~{self._attempt}" if self._attempt else "")
+        self._attempt_id = self._placement_id
+        token_ids = self.prompt_token_ids
+        if self.output_token_ids:
+            token_ids = (*token_ids, *self.output_token_ids)
+        return RoutingRequest(
+            request_id=self._placement_id,
+            token_ids=token_ids,
+            max_tokens=self.sampling.max_tokens,
+            priority=self._plan.priority,
+            exclude=tuple(self._failed_workers),
+            cache_salt=self.sampling.cache_salt,
+        )
+
+    def _generate_request(self, link: WorkerLink) -> GenerateRequest:
+        return GenerateRequest(
+            request_id=self._attempt_id,
+            worker_id=link.info.worker_id,
+            prompt_token_ids=self.prompt_token_ids,
+            sampling=self.sampling,
+            output_token_ids=tuple(self.output_token_ids),
+            priority=self._plan.priority,
+            order=self._order,
+            tenant=self._plan.tenant,
+            slo_ttft_ms=self._plan.slo_ttft_ms,
+            slo_itl_ms=self._plan.slo_itl_ms,
+            explain=self._plan.explain,
+        )
+
+    def _leave_router(self) -> None:
+        """The attempt is over, on both workers of a pair."""
+        if self._prefill is not None:
+            self._prefill.drop(abort=True)
+            self._prefill = None
+        self._model.leave(self._placement_id, len(self.output_token_ids))
+        self._is_prefilled = False
+
+    # -- what it says -------------------------------------------------------------------------------------------------
+
+    def deliver(self, output: TokenOutput, now_s: float) -> None:
+        """Take new tokens from the worker. Raises MissingTokensError and then changes nothing."""
+        reason = output.finish_reason
+        if reason is not None and (reason is FinishReason.ABORT or reason is FinishReason.ERROR):
+            self._gave_up(output)
+            return
+        if self._prefill is not None:
+            if contradicts(output, self.output_token_ids):
+                self._disagreed()
+                return
+            self._prefill.drop(abort=False)
+        self._take(output, now_s, self._link)
+
+    def _deliver_first(self, output: TokenOutput, now_s: float) -> None:
+        """The first token of a pair, from its prefill worker."""
+        if not self._is_ended and self._prefill is not None:
+            self._take(output, now_s, self._prefill.link)
+
+    def _take(self, output: TokenOutput, now_s: float, link: WorkerLink | None) -> None:
+        """Add what is new in an output of ``link``'s worker to the answer."""
+        known = self.output_token_ids
+        if output.position != len(known):
+            unseen = unseen_part(output, len(known))
+            if unseen is None:
+                return
+            output = unseen
+        if not self._is_prefilled:
+            self._on_prefilled(output, now_s, link)
+        elif output.token_ids:
+            self._counts.itl.observe(now_s - self._last_s)
+        self._last_s = now_s
+        if link is not None:
+            link.tally.generated_tokens += len(output.token_ids)
+        piece = self._text.push(output, len(known))
+        known += piece.token_ids
+        if piece.finish is not None:
+            # A decode worker whose prefill worker has brought the end knows nothing of it.
+            is_told = output.finish_reason is not None and link is self._link
+            self._end(abort=not is_told, duration_s=now_s - self._started_s)
+        self._listener.deliver(self, piece)
+
+    def _on_prefilled(self, output: TokenOutput, now_s: float, link: WorkerLink | None) -> None:
+        """Handle the first output of an attempt. On the first attempt it also carries the prompt's cached tokens."""
+        self._is_prefilled = True
+        self._model.router.first_token(self._placement_id)
+        if link is not None:
+            num_tokens = len(self.prompt_token_ids) + len(self.output_token_ids)
+            link.tally.prefilled(num_tokens, output.num_cached_tokens or 0)
+        if self._has_output:
+            self._counts.itl.observe(now_s - self._last_s)
+            return
+        self._has_output = True
+        self.ttft_s = now_s - self._started_s
+        self.num_cached_tokens = output.num_cached_tokens or 0
+        self.decision = output.decision
+        self.prompt_logprobs = output.prompt_logprobs
+        self._counts.first_token(now_s - self._started_s, len(self.prompt_token_ids), self.num_cached_tokens)
+
+    def _disagreed(self) -> None:
+        """The decode worker has computed another first token than the prefill worker, whose token was delivered.
+
+        Equal only in exact arithmetic, they may differ where two tokens are nearly as likely. The delivered one counts:
+        the answer is continued from it, on one worker.
+        """
+        self._must_be_local = True
+        if self._link is not None:
+            self._link.abort(self._attempt_id)
+        self._continue("its workers disagree on a token", may_wait=True)
+
+    def _gave_up(self, output: TokenOutput) -> None:
+        """The worker ended the sequence on its own: another worker may succeed."""
+        if self._link is not None:
+            self._link.release(self._attempt_id)
+        if output.is_final and not self._is_ended:
+            self._link = None
+            self._leave_router()
+            self._fail(RefusedError(output.error or "the request failed", 400, param=self._plan.grammar_param))
+            return
+        self._migrate(output.error or f"worker {self.worker_id} gave it up", may_wait=False)
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+
+    def _end(self, abort: bool, duration_s: float | None = None) -> None:
+        if self._is_ended:
+            return
+        self._is_ended = True
+        if self._waiting is not None:
+            self._waiting.cancel()
+        if self._link is not None:
+            if abort:
+                self._link.abort(self._attempt_id)
+            else:
+                self._link.release(self._attempt_id)
+            self._link = None
+            self._leave_router()
+        self._counts.ended(len(self.output_token_ids), duration_s)
+
+    def _fail(self, error: KvrelayError) -> None:
+        self._end(abort=True)
+        self._listener.failed(self, error)
+
+
+def sequences_of(
+    request_id: str,
+    prompts: Items[Prompt],
+    plan: GenerationPlan,
+    model: Model,
+    listener: SequenceListener,
+    metrics: FrontendMetrics,
+    migration_limit: int,
+    order: HandoffOrder = HandoffOrder.DECODE_FIRST,
+) -> Iterator[Sequence]:
+    """All choices in order: those of the first prompt, those of the second, ... Every prompt is checked at once.
+
+    Raises PromptTooLongError, InvalidInputError.
+    """
+    samplings = [plan.sampling_of(len(prompt.token_ids), model.max_model_len) for prompt in prompts]
+    return (
+        Sequence(
+            request_id,
+            number * plan.n + choice,
+            prompt,
+            choice_sampling(sampling, choice),
+            plan,
+            model,
+            listener,
+            metrics,
+            migration_limit,
+            order,
+        )
+        for number, (prompt, sampling) in enumerate(zip(prompts, samplings))
+        for choice in range(plan.n)
+    )

@@ -1,0 +1,74 @@
+"""What a frontend counts, as Prometheus reads it."""
+
+from __future__ import annotations
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvrelay.core.status import RefusalKind
+from kvrelay.frontend.cluster.metrics import FrontendMetrics
+from kvrelay.placement.base import PrefillPlace
+
+
+def samples(metrics: FrontendMetrics, family: str) -> dict[tuple[str, ...], float]:
+    """A counter's values by its labels' values."""
+    text = metrics.render().decode()
+    found = next(each for each in text_string_to_metric_families(text) if each.name == family)
+    return {tuple(sample.labels.values()): sample.value for sample in found.samples if sample.name.endswith("_total")}
+
+
+def test_refusals_of_workers_are_counted_by_model_and_reason() -> None:
+    metrics = FrontendMetrics()
+    for kind in (*RefusalKind, RefusalKind.KV_FULL, None):
+        metrics.refused("m", kind)
+    metrics.refused("other", RefusalKind.GONE)
+    expected = {("m", kind.value): 1.0 for kind in RefusalKind}
+    expected |= {("m", "kv_full"): 2.0, ("m", "unknown"): 1.0, ("other", "gone"): 1.0}
+    assert samples(metrics, "kvrelay_refusals") == expected
+    metrics.watch_workers(lambda: {"m": 1})
+    assert samples(metrics, "kvrelay_refusals") == expected
+    assert metrics.refusals_of("other") == {"gone": 1}
+
+
+def test_own_rejections_and_pairs_are_counted_where_they_are_decided() -> None:
+    metrics = FrontendMetrics()
+    metrics.rejections_of = lambda: {"in_flight": 3}
+    metrics.watch_places(lambda: {("m", "local_short"): 2})
+    metrics.watch_workers(lambda: {})
+    assert samples(metrics, "kvrelay_rejections") == {("in_flight",): 3.0}
+    assert samples(metrics, "kvrelay_pair_placements") == {("m", "local_short"): 2.0}
+
+
+def test_every_series_of_a_served_model_exists_before_its_first_event() -> None:
+    metrics = FrontendMetrics()
+    metrics.watch_workers(lambda: {"m": 1})
+
+    def series() -> set[tuple[str, tuple[tuple[str, str], ...]]]:
+        families = text_string_to_metric_families(metrics.render().decode())
+        found = (sample for family in families for sample in family.samples if family.name.startswith("kvrelay_"))
+        return {(sample.name, tuple(sorted(sample.labels.items()))) for sample in found}
+
+    before = series()
+    for endpoint in ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"):
+        for status in ("200", "400", "429", "500", "503", "disconnected", "broken"):
+            metrics.answered(endpoint, status, "m")
+    for kind in (*RefusalKind, None):
+        metrics.refused("m", kind)
+    counts = metrics.of("m")
+    counts.first_token(0.1, 5, 2)
+    counts.itl.observe(0.01)
+    counts.ended(3, 0.2)
+    counts.num_migrations += 1
+    metrics.watch_fallbacks(lambda: {"m": 1})
+    metrics.watch_places(lambda: {("m", place.value): 1 for place in PrefillPlace})
+    assert series() == before
+    assert all(dict(labels).get("model") == "m" for name, labels in before if "_bucket" in name or "_tokens" in name)
+
+
+def test_models_are_counted_apart() -> None:
+    metrics = FrontendMetrics()
+    metrics.of("a").first_token(0.1, 5, 2)
+    metrics.of("b").first_token(0.1, 7, 0)
+    assert samples(metrics, "kvrelay_prompt_tokens") == {("a",): 5.0, ("b",): 7.0}
+    metrics.answered("/v1/completions", "disconnected", "a")
+    metrics.answered("http", "404")
+    assert samples(metrics, "kvrelay_disconnects") == {("",): 0.0, ("a",): 1.0, ("b",): 0.0}

@@ -1,0 +1,311 @@
+"""Workers are lost, refuse and give up; clients leave: no token twice, none missing, nothing left running."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+from tests.frontend.doubles import FakeCluster, Script, byte_level_tokenizer, running
+from tests.frontend.raw_http import Answer, RawClient, events, request_bytes, send
+
+from kvrelay.core.messages import RequestRefused
+from kvrelay.core.workers import WorkerRole
+from kvrelay.errors import WorkerUnavailableError
+from kvrelay.frontend.side_threads import START_COST, TURN_COST
+
+TOKENIZER = byte_level_tokenizer()
+ANSWER = "Once upon a time 你好 🙂 by the sea."
+TOKENS = tuple(TOKENIZER.encode(ANSWER).ids)
+BODY: dict[str, object] = {
+    "prompt": [5, 6, 7],
+    "max_tokens": len(TOKENS),
+    "stream": True,
+    "return_token_ids": True,
+    "seed": 11,
+    "stream_options": {"include_usage": True},
+}
+
+
+async def ask(cluster: FakeCluster, **changes: object) -> Answer:
+    assert cluster.frontend is not None
+    return await send(cluster.frontend.port, "POST", "/v1/completions", {**BODY, **changes})
+
+
+def streamed(answer: Answer) -> tuple[str, list[int]]:
+    """Text and tokens of a stream."""
+    choices = [event["choices"][0] for event in events(answer.body) if event.get("choices")]
+    return "".join(choice["text"] for choice in choices), [token for choice in choices for token in choice["token_ids"]]
+
+
+@pytest.mark.parametrize("die_after", range(len(TOKENS)))
+async def test_a_lost_worker_is_replaced_token_by_token(model_dir: Path, die_after: int) -> None:
+    async with running(model_dir, Script(TOKENS, die_after=die_after), Script(TOKENS)) as cluster:
+        answer = await ask(cluster)
+        assert streamed(answer) == (ANSWER, list(TOKENS))
+        usage = events(answer.body)[-1]["usage"]
+        assert usage["completion_tokens"] == len(TOKENS)
+        first, second = cluster.workers["w0"].requests[0], cluster.workers["w1"].requests[0]
+        assert second.output_token_ids == TOKENS[:die_after]
+        assert second.sampling == first.sampling
+        assert second.prompt_token_ids == first.prompt_token_ids
+        assert cluster.frontend.metrics.of("tiny").num_migrations == 1
+
+
+@pytest.mark.parametrize("lost", range(len(TOKENS) - 1))
+async def test_a_gap_is_a_lost_worker(model_dir: Path, lost: int) -> None:
+    """Whatever output is lost: the connection ends for both sides, and another worker goes on before the gap."""
+    async with running(model_dir, Script(TOKENS, lose_at=lost), Script(TOKENS)) as cluster:
+        broken = set(cluster.workers["w0"].server._clients)
+        answer = await ask(cluster)
+        assert streamed(answer) == (ANSWER, list(TOKENS))
+        assert events(answer.body)[-1]["usage"]["completion_tokens"] == len(TOKENS)
+        assert cluster.workers["w1"].requests[0].output_token_ids == TOKENS[:lost]
+        assert cluster.frontend.metrics.of("tiny").num_migrations == 1
+        await cluster.until(lambda: not broken & set(cluster.workers["w0"].server._clients))
+
+
+async def test_a_gap_moves_every_request_of_the_connection(model_dir: Path) -> None:
+    """They share one stream of messages, so none of them knows what else was in what was lost."""
+    async with running(model_dir, Script(TOKENS, delay_s=0.01)) as cluster:
+        worker = cluster.workers["w0"]
+        asking = [asyncio.create_task(ask(cluster, seed=seed)) for seed in range(3)]
+        await cluster.until(lambda: len(worker.requests) == 3)
+        worker.script.lose_at = 5
+        await cluster.until(lambda: cluster.frontend.metrics.of("tiny").num_migrations == 3)
+        worker.script.lose_at = None
+        assert [streamed(answer) for answer in await asyncio.gather(*asking)] == [(ANSWER, list(TOKENS))] * 3
+
+
+@pytest.mark.parametrize("stop", [None, ["a time"]])
+async def test_repeated_outputs_are_delivered_once(model_dir: Path, stop: list[str] | None) -> None:
+    async with running(model_dir, Script(TOKENS, repeat=True), Script(TOKENS, repeat=True)) as cluster:
+        text, tokens = streamed(await ask(cluster, stop=stop))
+        assert text == (ANSWER if stop is None else "Once upon ")
+        assert tokens == list(TOKENS[: len(tokens)])
+        assert not cluster.frontend.metrics.of("tiny").num_migrations
+
+
+async def test_a_client_that_leaves_while_its_worker_does_not_read(model_dir: Path) -> None:
+    """The abort cannot be told, so the connection ends: the worker must not go on for nobody."""
+    async with running(model_dir, Script(TOKENS, delay_s=0.01), max_n=4) as cluster:
+        worker, frontend = cluster.workers["w0"], cluster.frontend
+        client = await RawClient.connect(frontend.port)
+        client.writer.write(request_bytes("POST", "/v1/completions", json.dumps({**BODY, "max_tokens": 400}).encode()))
+        await cluster.until(lambda: len(worker.requests) == 1)
+        (served,) = frontend.cluster._served.values()
+        before = set(worker.server._clients)
+
+        def full(message: object) -> None:
+            raise WorkerUnavailableError("the queue is full")
+
+        served.link._client.send = full
+        await client.close()
+        await cluster.until(lambda: len(worker.server._clients) == 1 and not before & set(worker.server._clients))
+
+
+async def test_stop_strings_go_on_across_workers(model_dir: Path) -> None:
+    for die_after in range(1, 8):
+        async with running(model_dir, Script(TOKENS, die_after=die_after), Script(TOKENS)) as cluster:
+            answer = await ask(cluster, stop=["a time"], stream=False, stream_options=None)
+            choice = answer.json["choices"][0]
+            assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == ("Once upon ", "stop", "a time")
+
+
+async def test_a_replacement_is_waited_for(model_dir: Path) -> None:
+    async with running(model_dir, Script(TOKENS, die_after=3)) as cluster:
+        client = await RawClient.connect(cluster.frontend.port)
+        client.writer.write(request_bytes("POST", "/v1/completions", json.dumps(BODY).encode()))
+        await cluster.until(lambda: cluster.frontend.metrics.of("tiny").num_migrations == 1)
+        await cluster.deregister("w0")
+        await cluster.add_worker("w9", Script(TOKENS))
+        assert streamed(await client.read_answer()) == (ANSWER, list(TOKENS))
+        await client.close()
+
+
+async def test_sequences_that_waited_for_the_same_worker_are_placed_in_turns(model_dir: Path) -> None:
+    num_sequences = 4 * TURN_COST // START_COST
+    async with running(model_dir, Script(TOKENS, hang=True)) as cluster:
+        asking = asyncio.create_task(ask(cluster, n=num_sequences, stream=False, stream_options=None))
+        await cluster.until(lambda: len(cluster.workers["w0"].requests) == num_sequences)
+        turns = cluster.frontend.cluster.model(None).turns
+        await cluster.workers["w0"].die()
+        await cluster.until(lambda: cluster.frontend.metrics.of("tiny").num_migrations == num_sequences)
+        assert turns.num_turns == 0
+        await cluster.deregister("w0")
+        heir = await cluster.add_worker("w9", Script(TOKENS))
+        answer = await asking
+        assert [choice["text"] for choice in answer.json["choices"]] == [ANSWER] * num_sequences
+        assert len(heir.requests) == num_sequences
+        assert turns.num_turns >= 4
+
+
+async def test_migration_is_bounded_and_ends_with_an_error(model_dir: Path) -> None:
+    scripts = [Script(TOKENS, die_after=1) for _ in range(4)]
+    async with running(model_dir, *scripts, migration_limit=2) as cluster:
+        answer = await ask(cluster)
+        assert answer.status == 200
+        last = events(answer.body)[-1]
+        assert last["error"]["type"] == "server_error"
+        assert "lost" in last["error"]["message"]
+        assert cluster.frontend.metrics.of("tiny").num_migrations == 2
+        assert cluster.frontend.metrics.requests["/v1/completions", "broken", "tiny"] == 1
+
+
+async def test_requests_leave_a_worker_with_a_failed_engine(model_dir: Path) -> None:
+    async with running(model_dir, Script(TOKENS, fail_after=2), Script(TOKENS)) as cluster:
+        assert streamed(await ask(cluster)) == (ANSWER, list(TOKENS))
+
+
+async def test_a_failure_without_another_worker_is_told(model_dir: Path) -> None:
+    async with running(model_dir, Script(TOKENS, fail_after=0)) as cluster:
+        answer = await ask(cluster)
+        assert answer.status == 503
+        assert "engine failed" in answer.error["message"]
+
+
+async def test_a_refusal_goes_to_the_next_worker(model_dir: Path) -> None:
+    refusal = RequestRefused("", "draining", 503, True)
+    async with running(model_dir, Script(refuse=refusal), Script(TOKENS)) as cluster:
+        for _ in range(2):
+            assert streamed(await ask(cluster)) == (ANSWER, list(TOKENS))
+        assert len(cluster.workers["w0"].requests) >= 1
+
+
+@pytest.mark.parametrize("waits_s", [(2.5, 40.0, 7.0), (40.0, 7.0, 2.5)])
+async def test_refused_everywhere_says_when_the_first_worker_is_free(
+    model_dir: Path, waits_s: tuple[float, ...]
+) -> None:
+    refusals = [RequestRefused("", "the queue is full", 429, True, retry_after_s=wait_s) for wait_s in waits_s]
+    async with running(model_dir, *(Script(refuse=refusal) for refusal in refusals)) as cluster:
+        answer = await ask(cluster)
+        assert answer.status == 429
+        assert answer.headers["retry-after"] == "3"
+        assert answer.error["message"] == "the queue is full"
+        assert [len(worker.requests) for worker in cluster.workers.values()] == [1, 1, 1]
+
+
+@pytest.mark.parametrize("first", [0, 1])
+async def test_a_worker_that_leaves_does_not_say_when_one_is_free(model_dir: Path, first: int) -> None:
+    full = RequestRefused("", "the queue is full", 429, True, retry_after_s=40.0)
+    leaving = RequestRefused("", "the worker is draining", 503, True)
+    refusals = (full, leaving)[first], (leaving, full)[first]
+    async with running(model_dir, *(Script(refuse=refusal) for refusal in refusals)) as cluster:
+        answer = await ask(cluster)
+        assert answer.headers["retry-after"] == "40"
+        assert [len(worker.requests) for worker in cluster.workers.values()] == [1, 1]
+
+
+async def test_a_final_refusal_is_passed_on(model_dir: Path) -> None:
+    refusal = RequestRefused("", "does not fit into the KV pool", 400, False)
+    async with running(model_dir, Script(refuse=refusal), Script(TOKENS)) as cluster:
+        answer = await ask(cluster)
+        assert answer.status == 400
+        assert sum(len(worker.requests) for worker in cluster.workers.values()) == 1
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_client_that_leaves_cancels_everything(model_dir: Path, stream: bool) -> None:
+    async with running(model_dir, Script(TOKENS, delay_s=0.01)) as cluster:
+        client = await RawClient.connect(cluster.frontend.port)
+        body = b'{"prompt": "a", "n": 3, "max_tokens": 400, "stream": %s}' % (b"true" if stream else b"false")
+        client.writer.write(request_bytes("POST", "/v1/completions", body))
+        worker = cluster.workers["w0"]
+        await cluster.until(lambda: len(worker.requests) == 3)
+        await client.close()
+        await cluster.until(lambda: len(worker.aborted) == 3)
+        await cluster.until(lambda: cluster.frontend.metrics.num_in_flight_of() == 0)
+        assert cluster.frontend.metrics.requests["/v1/completions", "disconnected", "tiny"] == 1
+
+
+async def test_a_stop_string_aborts_on_the_worker(model_dir: Path) -> None:
+    async with running(model_dir, Script(TOKENS, delay_s=0.001)) as cluster:
+        answer = await ask(cluster, stop="upon", max_tokens=400, return_token_ids=False)
+        assert "".join(event["choices"][0]["text"] for event in events(answer.body)[:-1]) == "Once "
+        await cluster.until(lambda: len(cluster.workers["w0"].aborted) == 1)
+
+
+@pytest.mark.parametrize("header", [True, False])
+async def test_a_deadline_cancels_the_request(model_dir: Path, header: bool) -> None:
+    async with running(model_dir, Script(hang=True)) as cluster:
+        body = {"prompt": "a"} if header else {"prompt": "a", "timeout": 0.05}
+        headers = {"x-request-timeout-s": "0.05"} if header else {}
+        answer = await send(cluster.frontend.port, "POST", "/v1/completions", body, headers)
+        assert answer.status == 504
+        await cluster.until(lambda: len(cluster.workers["w0"].aborted) == 1)
+
+
+async def test_without_a_worker_requests_get_503(model_dir: Path) -> None:
+    async with running(model_dir) as cluster:
+        port = cluster.frontend.port
+        assert (await send(port, "GET", "/health")).status == 503
+        assert (await send(port, "GET", "/live")).status == 200
+        answer = await send(port, "POST", "/v1/completions", {"prompt": "a"})
+        assert answer.status == 503
+        assert "retry-after" in answer.headers
+
+
+async def test_requests_follow_workers_that_come_and_go(model_dir: Path) -> None:
+    async with running(model_dir) as cluster:
+        frontend = cluster.frontend
+        worker = await cluster.add_worker("w0", Script(TOKENS))
+        await cluster.until(lambda: bool(frontend.cluster.models))
+        assert (await send(frontend.port, "GET", "/health")).status == 200
+        await cluster.deregister("w0")
+        await cluster.until(lambda: not frontend.cluster.models)
+        assert (await ask(cluster, model="tiny")).status == 503
+        await cluster.register(worker, epoch=2)
+        await cluster.until(lambda: bool(frontend.cluster.models))
+        assert streamed(await ask(cluster)) == (ANSWER, list(TOKENS))
+        await cluster.register(worker, epoch=3, role=WorkerRole.PREFILL)
+        await cluster.until(lambda: not frontend.cluster.models)
+        await cluster.register(worker, epoch=4)
+        await cluster.until(lambda: bool(frontend.cluster.models))
+
+
+async def test_a_draining_worker_finishes_what_it_has(model_dir: Path) -> None:
+    async with running(model_dir, Script(TOKENS, delay_s=0.01)) as cluster:
+        asking = asyncio.create_task(ask(cluster))
+        await cluster.until(lambda: len(cluster.workers["w0"].requests) == 1)
+        await cluster.deregister("w0")
+        await cluster.until(lambda: not cluster.frontend.cluster.models)
+        assert streamed(await asking) == (ANSWER, list(TOKENS))
+        assert not cluster.frontend.metrics.of("tiny").num_migrations
+
+
+async def test_requests_succeed_while_the_control_plane_is_away(model_dir: Path) -> None:
+    async with running(model_dir, Script(TOKENS)) as cluster:
+        cluster.broker.go_offline()
+        assert streamed(await ask(cluster)) == (ANSWER, list(TOKENS))
+        cluster.broker.go_online()
+        await cluster.add_worker("w1", Script(TOKENS))
+        await cluster.until(lambda: len(cluster.frontend.cluster.model(None).worker_ids) == 2)
+
+
+async def test_a_connection_that_breaks_is_made_again(model_dir: Path) -> None:
+    async with running(model_dir, Script(TOKENS)) as cluster:
+        worker = cluster.workers["w0"]
+        for peer in list(worker.server._clients):
+            worker.server.drop(peer)
+        await cluster.until(lambda: len(worker.server._clients) == 1 and bool(cluster.frontend.cluster.models))
+        assert streamed(await ask(cluster)) == (ANSWER, list(TOKENS))
+
+
+async def test_a_defect_hits_one_request_only(model_dir: Path) -> None:
+    async with running(model_dir, Script(TOKENS)) as cluster:
+        tokenizer = cluster.frontend.cluster.model(None).tokenizer
+        make, made = tokenizer.detokenizer, []
+
+        class Broken:
+            def push(self, token_ids: object) -> str:
+                raise ZeroDivisionError
+
+            def flush(self) -> str:
+                return ""
+
+        tokenizer.detokenizer = lambda skip: made.append(1) or (Broken() if len(made) == 1 else make(skip))
+        broken, fine = await asyncio.gather(ask(cluster, stream_options=None), ask(cluster))
+        assert (broken.status, fine.status) == (500, 200)
+        assert streamed(fine) == (ANSWER, list(TOKENS))
+        await cluster.until(lambda: cluster.frontend.metrics.num_in_flight_of() == 0)

@@ -1,0 +1,60 @@
+"""A tokenizer that cannot be loaded is told with the name of the file that is wrong."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from kvrelay.errors import CheckpointError
+from kvrelay.frontend.tokens.tokenizer import load_tokenizer
+
+DEEP = "[" * 100_000
+BROKEN = [
+    ("tokenizer.json", "{"),
+    ("tokenizer.json", "{}"),
+    ("tokenizer.json", '{"version": "1.0", "model": {"type": "BPE", "vocab": {"a": 0}, "merges": [["a", "b"]]}}'),
+    ("tokenizer.json", DEEP),
+    ("tokenizer_config.json", "{"),
+    ("tokenizer_config.json", "[]"),
+    ("tokenizer_config.json", DEEP),
+    ("tokenizer_config.json", '{"chat_template": "{% if %}"}'),
+    ("tokenizer_config.json", '{"chat_template": 5}'),
+    ("tokenizer_config.json", '{"chat_template": [{"name": "default", "template": "{{ x | nothing }}"}]}'),
+    ("chat_template.json", '{"chat_template": "{% endfor %}"}'),
+    ("chat_template.jinja", "{{ messages"),
+    ("chat_template.jinja", "{{ " + "(" * 5_000 + ")" * 5_000 + " }}"),
+    ("chat_template.jinja", "{% for a in b %}" * 30 + "{% endfor %}" * 30),
+    ("generation_config.json", '{"temperature": "hot"}'),
+]
+
+
+@pytest.mark.parametrize(("name", "text"), BROKEN)
+def test_a_broken_file_is_named_in_the_error(model_dir: Path, tmp_path: Path, name: str, text: str) -> None:
+    path = Path(shutil.copytree(model_dir, tmp_path / "model"))
+    (path / name).write_text(text)
+    with pytest.raises(CheckpointError) as caught:
+        load_tokenizer(path)
+    assert str(path / name) in caught.value.message
+
+
+def test_files_that_are_not_utf8_are_refused(model_dir: Path, tmp_path: Path) -> None:
+    path = Path(shutil.copytree(model_dir, tmp_path / "model"))
+    for name in ("chat_template.jinja", "tokenizer_config.json", "tokenizer.json"):
+        (path / name).write_bytes(b"\xff\xfe")
+        with pytest.raises(CheckpointError, match=name):
+            load_tokenizer(path)
+
+
+def test_the_first_file_with_a_template_counts(model_dir: Path, tmp_path: Path) -> None:
+    path = Path(shutil.copytree(model_dir, tmp_path / "model"))
+    for name, text in (
+        ("chat_template.json", json.dumps({"chat_template": "second"})),
+        ("chat_template.jinja", "first"),
+    ):
+        (path / name).write_text(text)
+        template = load_tokenizer(path).chat_template
+        assert template is not None
+        assert template.render([]) in text
