@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 import msgspec
 import numpy as np
 import pytest
-from kvrelay.frontend.tokenizer import load_tokenizer
 from tests.executors.constrained import be_late
 from tests.executors.harness import Harness, random_prompts
 

@@ -24,8 +24,6 @@ from kvrelay.frontend.generate.sequence import Sequence, SequenceListener, seque
 from kvrelay.frontend.openai.answer import Choice, Piece
 from kvrelay.frontend.openai.plan import GenerationPlan
 from kvrelay.frontend.openai.requests import ChatMessage
-from kvrelay.frontend.prompts import Prompt, completion_prompts, render_chat
-from kvrelay.frontend.sequence import Sequence, SequenceListener
 from kvrelay.frontend.side_threads import INLINE_SIZE, LoopTurns, complete
 from kvrelay.llm.embedded import EmbeddedCluster, embedded_cluster
 from kvrelay.llm.outputs import CompletionOutput, RequestOutput, TextDelta

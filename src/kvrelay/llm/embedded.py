@@ -20,13 +20,10 @@ from kvrelay.config.worker import WORKER_SECTIONS
 from kvrelay.control.base import Keys
 from kvrelay.control.memory import MemoryBroker
 from kvrelay.core.clock import MonotonicClock
-from kvrelay.core.workers import WorkerInfo, WorkerRole
+from kvrelay.core.workers import WorkerInfo
 from kvrelay.errors import ConfigError, EngineDeadError, WorkerUnavailableError
-from kvrelay.frontend.cluster import Cluster
 from kvrelay.frontend.cluster.cluster import Cluster
 from kvrelay.frontend.cluster.models import Model
-from kvrelay.frontend.models import Model
-from kvrelay.frontend.tokenizer import Tokenizer, load_tokenizer
 from kvrelay.frontend.tokens.tokenizer import Tokenizer, load_tokenizer
 from kvrelay.launch.models import resolve_model
 from kvrelay.launch.process import threads_each
