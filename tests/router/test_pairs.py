@@ -15,11 +15,10 @@ from kvrelay.core.step_cost import StepCost
 from kvrelay.core.workers import WorkerInfo, WorkerRole
 from kvrelay.errors import WorkerUnavailableError
 from kvrelay.placement.base import PrefillPlace
+from kvrelay.placement.pair_cost import OTHER_HOST_WEIGHT, SAME_HOST_WEIGHT, pair_costs
+from kvrelay.placement.seconds import Candidates, LoadColumns
 from kvrelay.placement.threshold import DisaggPolicy
 from kvrelay.router import PairRouter, Router, RouterStage, RoutingRequest
-from kvrelay.router.load import LoadColumns
-from kvrelay.router.pair_cost import OTHER_HOST_WEIGHT, SAME_HOST_WEIGHT, pair_costs
-from kvrelay.router.policies import Candidates
 
 BLOCK = 16
 PROMPT = tuple(range(100, 100 + 640))

@@ -27,7 +27,7 @@ class RoutingRequest(msgspec.Struct, frozen=True):
 class CandidateScore(msgspec.Struct, frozen=True):
     """One worker's numbers in a decision, for ``--explain`` and logs.
 
-    The times are the terms of the cost in seconds (``seconds.py``); None if the decision was not made by seconds.
+    The times are the terms of the cost in seconds (``placement/seconds.py``); None if weights decided.
     """
 
     worker_id: str

@@ -10,28 +10,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from kvrelay.core.clock import Clock
 from kvrelay.core.step_cost import StepCost
-
-FloatColumn = npt.NDArray[np.float64]
+from kvrelay.placement.seconds import CostColumns
 
 MAX_RATIO = 10.0
 REFRESH_S = 0.1
 """Columns are at most this much older than the samples."""
-
-
-@dataclass(frozen=True, slots=True)
-class CostColumns:
-    """One entry a worker, in seconds: per token of prefill, per decode in a step, per token of context."""
-
-    prefill_token_s: FloatColumn
-    decode_s: FloatColumn
-    context_s: FloatColumn
 
 
 class WorkerCosts:

@@ -1,7 +1,7 @@
 """Prefill-first: where a request's prefill and its decode run, by one decision over both halves.
 
     the decode worker that would serve it alone ──> ``placement/threshold.py`` ──local──> it, alone
-                                            └──remote──> the pair with the lowest cost (``pair_cost.py``)
+                                            └──remote──> the pair with the lowest cost (``placement/pair_cost.py``)
 
 Under a policy that knows no costs (round-robin, random, ...) each half is chosen by that policy. It owns no load: two
 routers do, one per half, and what is placed here counts there.
@@ -20,10 +20,10 @@ import numpy as np
 from kvrelay.core.workers import WorkerInfo
 from kvrelay.errors import WorkerUnavailableError
 from kvrelay.placement.base import PrefillPlace, PrefillSide
+from kvrelay.placement.pair_cost import FloatMatrix, PairCosts, pair_costs, pair_seconds
+from kvrelay.placement.seconds import FloatColumn
 from kvrelay.placement.threshold import DisaggPolicy
 from kvrelay.router.base import RoutingDecision, RoutingRequest
-from kvrelay.router.load import FloatColumn
-from kvrelay.router.pair_cost import FloatMatrix, PairCosts, pair_costs, pair_seconds
 from kvrelay.router.policies import pick_best
 from kvrelay.router.router import Router
 from kvrelay.router.survey import Survey

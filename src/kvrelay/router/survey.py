@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kvrelay.core.workers import WorkerInfo, WorkerRole
-from kvrelay.router.load import FloatColumn
-from kvrelay.router.policies import Candidates
+from kvrelay.placement.seconds import Candidates, FloatColumn
 
 
 class RouterStage(enum.Enum):

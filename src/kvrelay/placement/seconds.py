@@ -8,8 +8,8 @@
 ``own`` are the prompt's tokens beyond the overlap, ``B`` the requests at the worker, ``L`` the expected tokens of the
 answer. *decode* is what the request's answer adds to the steps of the ``B`` others. Its own steps do not count: on
 equal workers they differ by errors of the fit only, which must not outweigh a prefix. *lost prefix* is the later cost
-of a prefix that is computed and stored a second time: it takes the place of another one. A token that waits costs this
-request time; a token that is computed twice costs this much more. The factor was found by replaying traces.
+of a prefix that is computed and stored a second time: it takes the place of another one. Recomputing a
+cached token costs LOST_PREFIX times its prefill on top; the factor was found by replaying traces.
 ``docs/routing.md`` explains the terms.
 """
 
@@ -17,13 +17,61 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
+import numpy.typing as npt
 
-from kvrelay.router.costs import CostColumns
-from kvrelay.router.load import FloatColumn, LoadColumns
+FloatColumn = npt.NDArray[np.float64]
 
 LOST_PREFIX = 3.0 / 7.0
 BALANCE = 0.02 * (1.0 + LOST_PREFIX)
+# Weights are arrays of no dimension: a Python number would be converted anew in every operation with a column.
+PENDING_WEIGHT = np.asarray(0.7)
+BALANCE_WEIGHT = np.asarray(0.02)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadColumns:
+    """One entry a worker, in row order. Counts are floats too (exact up to 2^53), so that formulas need no conversion.
+
+    ``prefill_tokens``: placed by this router and not yet prefilled; ``context_tokens``: the router's effective load;
+    ``num_requests``: at the worker, effective in the same way; ``recent_share``: tokens placed by this router in the
+    last minutes, over those of the worker that got the most (0 to 1); ``cache_usage`` (share of the KV pool, 0 to 1)
+    and ``num_waiting`` as published, 0 without a fresh sample.
+    """
+
+    prefill_tokens: FloatColumn
+    context_tokens: FloatColumn
+    recent_share: FloatColumn
+    cache_usage: FloatColumn
+    num_waiting: FloatColumn
+    num_requests: FloatColumn
+
+
+@dataclass(frozen=True, slots=True)
+class CostColumns:
+    """One entry a worker, in seconds: per token of prefill, per decode in a step, per token of context."""
+
+    prefill_token_s: FloatColumn
+    decode_s: FloatColumn
+    context_s: FloatColumn
+
+
+class Candidates(msgspec.Struct, frozen=True):
+    """The columns of one decision. ``overlap_blocks`` are leading blocks of this prompt that the worker holds.
+
+    ``costs``: of the workers' steps; None while none are known. ``num_output``: the expected tokens of the answer.
+    """
+
+    prompt_tokens: int
+    block_size: int
+    overlap_blocks: FloatColumn
+    load: LoadColumns
+    costs: CostColumns | None = None
+    num_output: float = 0.0
+
+    def __len__(self) -> int:
+        return len(self.overlap_blocks)
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,9 +26,15 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvrelay.router.load import FloatColumn
-from kvrelay.router.policies import BALANCE_WEIGHT, PENDING_WEIGHT, Candidates
-from kvrelay.router.seconds import decode_seconds, own_tokens, prefill_seconds
+from kvrelay.placement.seconds import (
+    BALANCE_WEIGHT,
+    PENDING_WEIGHT,
+    Candidates,
+    FloatColumn,
+    decode_seconds,
+    own_tokens,
+    prefill_seconds,
+)
 
 SAME_HOST_WEIGHT = 0.02
 OTHER_HOST_WEIGHT = 0.1
