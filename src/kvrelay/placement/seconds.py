@@ -21,6 +21,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from kvrelay.core.step_cost import StepCost
+
 FloatColumn = npt.NDArray[np.float64]
 
 LOST_PREFIX = 3.0 / 7.0
@@ -50,11 +52,19 @@ class LoadColumns:
 
 @dataclass(frozen=True, slots=True)
 class CostColumns:
-    """One entry a worker, in seconds: per token of prefill, per decode in a step, per token of context."""
+    """One entry a worker: the coefficients of StepCost."""
 
+    step_s: FloatColumn
+    prefill_s: FloatColumn
     prefill_token_s: FloatColumn
+    pair_s: FloatColumn
     decode_s: FloatColumn
     context_s: FloatColumn
+
+    def of(self, row: int) -> StepCost:
+        """One worker's."""
+        columns = (self.step_s, self.prefill_s, self.prefill_token_s, self.pair_s, self.decode_s, self.context_s)
+        return StepCost(*(float(column[row]) for column in columns))
 
 
 class Candidates(msgspec.Struct, frozen=True):

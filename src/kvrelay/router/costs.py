@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import msgspec
 import numpy as np
 
 from kvrelay.core.clock import Clock
@@ -63,7 +64,7 @@ class WorkerCosts:
         fresh = [(at, cost) for at, cost, heard_s in found if heard_s >= oldest_s]
         if not fresh:
             return None
-        known = np.array([(cost.prefill_token_s, cost.decode_s, cost.context_s) for _, cost in fresh], dtype=np.float64)
+        known = np.array([msgspec.structs.astuple(cost) for _, cost in fresh], dtype=np.float64)
         median = np.median(known, axis=0)
         values = np.tile(median, (len(ids), 1))
         values[[at for at, _ in fresh]] = np.clip(known, median / MAX_RATIO, median * MAX_RATIO)
