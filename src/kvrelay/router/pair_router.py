@@ -25,11 +25,10 @@ from kvrelay.placement.cost import objectives_of
 from kvrelay.placement.pair_cost import FloatMatrix, PairCosts, pair_costs, pair_seconds, place_pair
 from kvrelay.placement.seconds import FloatColumn
 from kvrelay.placement.threshold import DisaggPolicy
-from kvrelay.router.base import RoutingDecision, RoutingRequest
+from kvrelay.router.base import RoutingDecision, RoutingRequest, Survey
+from kvrelay.router.costs import pair_token_seconds
 from kvrelay.router.policies import pick_best
 from kvrelay.router.router import Router
-from kvrelay.router.survey import Survey
-from kvrelay.router.transfer_times import pair_token_seconds
 
 
 class PairCandidate(msgspec.Struct, frozen=True):

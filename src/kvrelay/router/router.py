@@ -29,18 +29,18 @@ from kvrelay.router.base import (
     CandidateScore,
     IndexState,
     ReplayRequester,
+    RouterStage,
     RoutingDecision,
     RoutingExplanation,
     RoutingRequest,
+    Survey,
 )
-from kvrelay.router.costs import WorkerCosts
+from kvrelay.router.costs import TransferTimes, WorkerCosts
 from kvrelay.router.indexer import KvIndexer, StreamState
 from kvrelay.router.load import STALE_AFTER_S, LoadTable
 from kvrelay.router.overlap import WorkerGroup
 from kvrelay.router.policies import KvPolicy, Policy, build_policy
 from kvrelay.router.stalls import Stalls
-from kvrelay.router.survey import RouterStage, Survey
-from kvrelay.router.transfer_times import TransferTimes
 
 _log = logging.getLogger(__name__)
 
