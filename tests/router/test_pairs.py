@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import numpy as np
 import pytest
@@ -15,11 +17,10 @@ from kvrelay.core.step_cost import StepCost
 from kvrelay.core.workers import WorkerInfo, WorkerRole
 from kvrelay.errors import WorkerUnavailableError
 from kvrelay.placement.base import PrefillPlace
+from kvrelay.placement.pair_cost import OTHER_HOST_WEIGHT, SAME_HOST_WEIGHT, pair_costs
+from kvrelay.placement.seconds import Candidates, LoadColumns
 from kvrelay.placement.threshold import DisaggPolicy
 from kvrelay.router import PairRouter, Router, RouterStage, RoutingRequest
-from kvrelay.router.load import LoadColumns
-from kvrelay.router.pair_cost import OTHER_HOST_WEIGHT, SAME_HOST_WEIGHT, pair_costs
-from kvrelay.router.policies import Candidates
 
 BLOCK = 16
 PROMPT = tuple(range(100, 100 + 640))
@@ -52,7 +53,7 @@ def info(worker_id: str, role: WorkerRole, **changes: object) -> WorkerInfo:
     return WorkerInfo(worker_id, 0, role, "m", "m", "tcp://h:1", 4096, BLOCK, vocab_size=2000, **fields)
 
 
-def pair_router(router: str = "kv", num_prefill: int = 2, num_decode: int = 2, **disagg: int) -> PairRouter:
+def pair_router(router: str = "kv", num_prefill: int = 2, num_decode: int = 2, **disagg: Any) -> PairRouter:
     clock = ManualClock()
     config = RouterConfig(router=router)
     decodes = Router(config, BLOCK, clock)
@@ -92,7 +93,7 @@ def test_overlap_decides_on_the_prefill_worker_and_load_on_the_decode_worker() -
 
 
 def test_the_pair_with_the_faster_way_is_chosen_once_it_is_measured() -> None:
-    pairs = pair_router()
+    pairs = pair_router(disagg_policy="threshold")
     ways = {("p0", "d0"): 4e-6, ("p0", "d1"): 4e-6, ("p1", "d0"): 4e-6, ("p1", "d1"): 1e-7}
     for half, names in ((pairs.prefills, ("p0", "p1")), (pairs.decodes, ("d0", "d1"))):
         for name in names:
@@ -106,6 +107,54 @@ def test_the_pair_with_the_faster_way_is_chosen_once_it_is_measured() -> None:
     decision = pairs.choose(request(), must_be_local=False)
     assert decision.prefill is not None
     assert (decision.prefill.worker_id, decision.decode.worker_id) == ("p1", "d1")
+
+
+def costing(pairs: PairRouter, num_decoding: int = 0) -> None:
+    """Both halves publish what their steps cost, and the load of the decode half."""
+    for half, name, running in ((pairs.prefills, "p0", 0), (pairs.decodes, "d0", num_decoding)):
+        sample = LoadMetrics(name, running, 256, 0, 1000, 0, 0.0, 0.0, seq=1, step_cost=StepCost())
+        half.apply_metrics(sample)
+
+
+def test_with_costs_of_both_halves_seconds_decide_as_in_decode_first() -> None:
+    """The thresholds would send both away, or keep both here."""
+    for policy in ("auto", "cost"):
+        for limit in (0, 10**6):
+            idle, busy = (
+                pair_router("kv", 1, 1, disagg_policy=policy, max_local_prefill_length=limit) for _ in range(2)
+            )
+            costing(idle)
+            assert idle.choose(request(), must_be_local=False).place is PrefillPlace.LOCAL_CHEAPER
+            assert idle.places == {PrefillPlace.LOCAL_CHEAPER: 1}
+            costing(busy, num_decoding=64)
+            decision = busy.choose(request(), must_be_local=False)
+            assert decision.place is PrefillPlace.REMOTE
+            assert (decision.prefill and decision.prefill.worker_id, decision.decode.worker_id) == ("p0", "d0")
+            assert busy.explain(request("why")).unit == "s"
+
+
+def test_a_long_queue_at_the_prefill_worker_brings_prompts_back() -> None:
+    pairs = pair_router("kv", 1, 1)
+    costing(pairs, num_decoding=64)
+    assert pairs.explain(request()).place is PrefillPlace.REMOTE
+    for number in range(400):
+        pairs.prefills.choose(request(f"r{number}", (number,) * 640))
+    assert pairs.explain(request()).place is PrefillPlace.LOCAL_CHEAPER
+
+
+def test_without_costs_or_by_threshold_the_thresholds_decide() -> None:
+    for settings, knows in (({"disagg_policy": "threshold"}, True), ({"disagg_policy": "auto"}, False)):
+        for limit, place in ((0, PrefillPlace.REMOTE), (10**6, PrefillPlace.LOCAL_SHORT)):
+            pairs = pair_router("kv", 1, 1, max_local_prefill_length=limit, **settings)
+            if knows:
+                costing(pairs)
+            assert pairs.choose(request(), must_be_local=False).place is place
+    always = pair_router("kv", 1, 1, disagg_policy="always")
+    costing(always)
+    assert always.choose(request(), must_be_local=False).place is PrefillPlace.REMOTE
+    required = pair_router("kv", 1, 1)
+    costing(required, num_decoding=64)
+    assert required.choose(request(), must_be_local=True).place is PrefillPlace.LOCAL_REQUIRED
 
 
 def test_a_pair_counts_on_both_halves_until_each_is_over() -> None:

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from kvrelay.config import RouterConfig
-from kvrelay.router.load import LoadColumns
-from kvrelay.router.policies import Candidates, build_policy, pick_best, pick_softmax
+from kvrelay.placement.seconds import Candidates, LoadColumns
+from kvrelay.router.policies import build_policy, pick_best, pick_softmax
 
 
 def candidates(**columns: list[float]) -> Candidates:

@@ -16,12 +16,11 @@ from kvrelay.core.events import BlockStored, LoadMetrics
 from kvrelay.core.hashing import compute_block_hashes
 from kvrelay.core.step_cost import StepCost
 from kvrelay.core.workers import WorkerInfo, WorkerRole
+from kvrelay.placement.pair_cost import MAX_TRANSFER_RATIO, OTHER_HOST_WEIGHT, SAME_HOST_WEIGHT, pair_seconds
+from kvrelay.placement.seconds import LOST_PREFIX, Candidates, CostColumns, LoadColumns, decode_seconds, prefill_seconds
 from kvrelay.router import Router, RoutingRequest
-from kvrelay.router.costs import MAX_RATIO, REFRESH_S, CostColumns, WorkerCosts
-from kvrelay.router.load import LoadColumns
-from kvrelay.router.pair_cost import MAX_TRANSFER_RATIO, OTHER_HOST_WEIGHT, SAME_HOST_WEIGHT, pair_seconds
-from kvrelay.router.policies import Candidates, build_policy
-from kvrelay.router.seconds import LOST_PREFIX, decode_seconds, prefill_seconds
+from kvrelay.router.costs import MAX_RATIO, REFRESH_S, WorkerCosts
+from kvrelay.router.policies import build_policy
 
 BLOCK = 16
 COST = StepCost(step_s=0.002, prefill_s=0.003, prefill_token_s=1e-5, pair_s=0.0, decode_s=5e-4, context_s=0.0)

@@ -219,7 +219,7 @@ async def _warn_if_unused(control: ControlPlane, config: ControlConfig, name: st
         where = f"{len(idle)} of {len(workers)} workers that take requests"
         print(
             f"note: {DISAGG_PREFIX}{name} has no effect on {where} ({idle[0]}: --disagg-policy {policy}); "
-            f"{disagg.TO_THRESHOLDS}. Prefill-first, frontends use it unless their policy is always.",
+            f"{disagg.TO_THRESHOLDS}. Prefill-first, it decides until costs are known.",
             file=sys.stderr,
         )
 

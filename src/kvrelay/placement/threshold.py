@@ -22,8 +22,8 @@ _DEFAULTS = DisaggConfig()
 
 
 class DisaggPolicy:
-    """Holds the settings and decides per request. ``knows_costs``: whether this process's engine can be asked for the
-    costs of its steps; without them ``auto`` and ``cost`` go by the thresholds."""
+    """Holds the settings and decides per request. ``knows_costs``: whether this process's engine, or those that it
+    routes to, can be asked for the costs of their steps; without them ``auto`` and ``cost`` go by the thresholds."""
 
     def __init__(self, config: DisaggConfig, *, knows_costs: bool = True) -> None:
         self.config = self._given = config

@@ -4,6 +4,7 @@ from kvrelay.router.base import (
     CandidateScore,
     IndexState,
     ReplayRequester,
+    RouterStage,
     RoutingDecision,
     RoutingExplanation,
     RoutingRequest,
@@ -11,7 +12,6 @@ from kvrelay.router.base import (
 from kvrelay.router.pair_router import PairCandidate, PairDecision, PairRouter
 from kvrelay.router.router import Router
 from kvrelay.router.runtime import RuntimeSettings
-from kvrelay.router.survey import RouterStage
 
 __all__ = [
     "CandidateScore",

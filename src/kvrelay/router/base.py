@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 
 import msgspec
+
+from kvrelay.core.workers import WorkerInfo, WorkerRole
+from kvrelay.placement.seconds import Candidates, FloatColumn
 
 ReplayRequester = Callable[[str, bytes], None]
 """``request_replay(worker_id, request)``: the router misses events of that worker. The callback sends ``request`` to
@@ -27,7 +31,7 @@ class RoutingRequest(msgspec.Struct, frozen=True):
 class CandidateScore(msgspec.Struct, frozen=True):
     """One worker's numbers in a decision, for ``--explain`` and logs.
 
-    The times are the terms of the cost in seconds (``seconds.py``); None if the decision was not made by seconds.
+    The times are the terms of the cost in seconds (``placement/seconds.py``); None if weights decided.
     """
 
     worker_id: str
@@ -65,3 +69,32 @@ class IndexState(enum.StrEnum):
     CATCHING_UP = "catching up"
     APPROXIMATE = "approximate"
     NONE = "none"
+
+
+class RouterStage(enum.Enum):
+    """Which workers compete. REQUEST: workers to which frontends send requests (decode-first order, and the decode half
+    of a pair). PREFILL: workers that prefill (the prefill half of a pair in prefill-first order)."""
+
+    REQUEST = "request"
+    PREFILL = "prefill"
+
+    def admits(self, info: WorkerInfo) -> bool:
+        if self is RouterStage.PREFILL:
+            return info.role is not WorkerRole.DECODE
+        return info.role.takes_requests
+
+
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """Everything that a decision looks at, in row order: the competing workers, their numbers, the policy's scores."""
+
+    worker_ids: list[str]
+    workers: Mapping[str, WorkerInfo]
+    candidates: Candidates
+    scores: FloatColumn
+    sequence: tuple[int, ...]
+    """The prompt's sequence hashes."""
+
+    @property
+    def infos(self) -> list[WorkerInfo]:
+        return [self.workers[worker_id] for worker_id in self.worker_ids]

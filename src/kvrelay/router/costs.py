@@ -1,37 +1,33 @@
 """What the workers' steps cost, as they publish it: one column per coefficient, in the row order of a decision.
 
 It owns the last sound costs of each worker and their age. A decision needs a cost of every candidate. So a worker
-without fresh costs counts with the median of the others, and nobody's cost is further from the median than
+without fresh costs counts with the median of the others, and no worker's cost differs more from the median than
 ``MAX_RATIO``: a worker that publishes nonsense can neither attract all requests nor repel them for good. If no worker
 has fresh costs, there are no columns, and the policy decides without.
+
+``TransferTimes`` holds the measured time of moving one token's KV between two workers, with its age. If nothing is
+known of a pair, it has none, and ``placement/pair_cost.py`` estimates.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from kvrelay.core.clock import Clock
+from kvrelay.core.events import TransferCost
 from kvrelay.core.step_cost import StepCost
-
-FloatColumn = npt.NDArray[np.float64]
+from kvrelay.placement.seconds import CostColumns
 
 MAX_RATIO = 10.0
+KEEP_S = 600.0
+"""A worker repeats its costs while it lives; a pair that has moved nothing for long says nothing new."""
 REFRESH_S = 0.1
 """Columns are at most this much older than the samples."""
-
-
-@dataclass(frozen=True, slots=True)
-class CostColumns:
-    """One entry a worker, in seconds: per token of prefill, per decode in a step, per token of context."""
-
-    prefill_token_s: FloatColumn
-    decode_s: FloatColumn
-    context_s: FloatColumn
 
 
 class WorkerCosts:
@@ -75,8 +71,47 @@ class WorkerCosts:
         fresh = [(at, cost) for at, cost, heard_s in found if heard_s >= oldest_s]
         if not fresh:
             return None
-        known = np.array([(cost.prefill_token_s, cost.decode_s, cost.context_s) for _, cost in fresh], dtype=np.float64)
+        known = np.array([msgspec.structs.astuple(cost) for _, cost in fresh], dtype=np.float64)
         median = np.median(known, axis=0)
         values = np.tile(median, (len(ids), 1))
         values[[at for at, _ in fresh]] = np.clip(known, median / MAX_RATIO, median * MAX_RATIO)
         return CostColumns(*np.ascontiguousarray(values.T))
+
+
+class TransferTimes:
+    """Costs by the worker that published them."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._known: dict[str, tuple[tuple[TransferCost, ...], dict[str, float], float]] = {}
+
+    def __repr__(self) -> str:
+        return f"TransferTimes({len(self._known)} workers)"
+
+    def heard(self, worker_id: str, costs: tuple[TransferCost, ...]) -> None:
+        """The worker has published ``costs``. The age counts from their last change."""
+        known = self._known.get(worker_id)
+        if costs and (known is None or known[0] != costs):
+            self._known[worker_id] = (costs, {cost.worker_id: cost.token_s for cost in costs}, self._clock.now())
+
+    def forget(self, worker_id: str) -> None:
+        self._known.pop(worker_id, None)
+
+    def of(self, worker_id: str) -> dict[str, float]:
+        """Seconds per token with each peer of ``worker_id``."""
+        _, peers, heard_s = self._known.get(worker_id, ((), {}, 0.0))
+        return peers if self._clock.now() - heard_s <= KEEP_S else {}
+
+
+def pair_token_seconds(
+    prefills: Sequence[str], decodes: Sequence[str], of_prefill: TransferTimes, of_decode: TransferTimes
+) -> npt.NDArray[np.float64]:
+    """[P, D]: what the prefill worker has measured, or else the decode worker (it reads, with pull); NaN if neither."""
+    found = np.full((len(prefills), len(decodes)), np.nan)
+    known = {name: peers for name in decodes if (peers := of_decode.of(name))}
+    for row, prefill in enumerate(prefills):
+        own = of_prefill.of(prefill)
+        if own or known:
+            for column, decode in enumerate(decodes):
+                found[row, column] = own.get(decode, known.get(decode, {}).get(prefill, np.nan))
+    return found

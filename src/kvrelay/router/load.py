@@ -19,12 +19,10 @@ from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from kvrelay.core.clock import Clock
 from kvrelay.core.events import LoadMetrics
-
-FloatColumn = npt.NDArray[np.float64]
+from kvrelay.placement.seconds import FloatColumn, LoadColumns
 
 STALE_AFTER_S = 5.0
 RECENT_S = 60.0
@@ -53,24 +51,6 @@ class OwnLoad:
     def shifted(self, prefill: int, context: int, requests: int) -> OwnLoad:
         """The totals with these differences added; negative ones subtract."""
         return OwnLoad(self.prefill_tokens + prefill, self.context_tokens + context, self.num_requests + requests)
-
-
-@dataclass(frozen=True, slots=True)
-class LoadColumns:
-    """One entry a worker, in row order. Counts are floats too (exact up to 2^53), so that formulas need no conversion.
-
-    ``prefill_tokens``: placed by this router and not yet prefilled; ``context_tokens``: the module's effective load;
-    ``num_requests``: at the worker, effective in the same way; ``recent_share``: tokens placed by this router in the
-    last minutes, over those of the worker that got the most (0 to 1); ``cache_usage`` (share of the KV pool, 0 to 1)
-    and ``num_waiting`` as published, 0 without a fresh sample.
-    """
-
-    prefill_tokens: FloatColumn
-    context_tokens: FloatColumn
-    recent_share: FloatColumn
-    cache_usage: FloatColumn
-    num_waiting: FloatColumn
-    num_requests: FloatColumn
 
 
 class _Bookkeeping(NamedTuple):

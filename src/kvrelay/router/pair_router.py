@@ -1,10 +1,11 @@
 """Prefill-first: where a request's prefill and its decode run, by one decision over both halves.
 
-    the decode worker that would serve it alone ──> ``placement/threshold.py`` ──local──> it, alone
-                                            └──remote──> the pair with the lowest cost (``pair_cost.py``)
+    the decode worker that would serve it alone ──> local or remote? ──local──> it, alone
+                                            └──remote──> the pair with the lowest cost (``placement/pair_cost.py``)
 
-Under a policy that knows no costs (round-robin, random, ...) each half is chosen by that policy. It owns no load: two
-routers do, one per half, and what is placed here counts there.
+By cost, with published costs of both halves, ``placement/cost.py`` answers as in decode-first, for the best pair; else
+``placement/threshold.py`` does. Under a routing policy that knows no costs (round-robin, random, ...) each half is
+chosen by that policy. It owns no load: two routers do, one per half, and what is placed here counts there.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ import numpy as np
 from kvrelay.core.workers import WorkerInfo
 from kvrelay.errors import WorkerUnavailableError
 from kvrelay.placement.base import PrefillPlace, PrefillSide
+from kvrelay.placement.cost import objectives_of
+from kvrelay.placement.pair_cost import FloatMatrix, PairCosts, pair_costs, pair_seconds, place_pair
+from kvrelay.placement.seconds import FloatColumn
 from kvrelay.placement.threshold import DisaggPolicy
-from kvrelay.router.base import RoutingDecision, RoutingRequest
-from kvrelay.router.load import FloatColumn
-from kvrelay.router.pair_cost import FloatMatrix, PairCosts, pair_costs, pair_seconds
+from kvrelay.router.base import RoutingDecision, RoutingRequest, Survey
+from kvrelay.router.costs import pair_token_seconds
 from kvrelay.router.policies import pick_best
 from kvrelay.router.router import Router
-from kvrelay.router.survey import Survey
-from kvrelay.router.transfer_times import pair_token_seconds
 
 
 class PairCandidate(msgspec.Struct, frozen=True):
@@ -116,13 +117,16 @@ class PairRouter:
             prefill_fleet=PrefillSide(len(self.prefills.worker_ids), self.prefills.num_pending),
             must_be_local=must_be_local,
         )
-        if place is not PrefillPlace.REMOTE:
+        is_by_cost = self._disagg.is_by_cost and not must_be_local
+        if place is not PrefillPlace.REMOTE and not (is_by_cost and self.prefills.worker_ids):
             return PairDecision(place, alone), None
         try:
             halves = self.prefills.survey(request)
         except WorkerUnavailableError:
             return PairDecision(PrefillPlace.LOCAL_NO_PREFILL_WORKER, alone), None
         costs = self._costs(halves, survey)
+        if place is not PrefillPlace.REMOTE and (costs is None or costs.unit != "s"):
+            return PairDecision(place, alone), None
         if costs is None:
             prefill = self.prefills.explain(request) if explains else self.prefills.pick(halves)
             at = survey.worker_ids.index(alone.worker_id)
@@ -133,6 +137,12 @@ class PairRouter:
         if not np.isfinite(total).any():
             return PairDecision(PrefillPlace.LOCAL_NO_PREFILL_WORKER, alone), None
         row, column = divmod(pick_best(-total.ravel(), rng), total.shape[1])
+        if is_by_cost:
+            at, objectives = survey.worker_ids.index(alone.worker_id), objectives_of(self._disagg.config)
+            by_cost = place_pair(halves.candidates, survey.candidates, costs, (row, column), at, objectives)
+            place = place if by_cost is None or by_cost.place is None else by_cost.place
+            if place is not PrefillPlace.REMOTE:
+                return PairDecision(place, alone), None
         return PairDecision(place, self.decodes.decision(survey, column), self.prefills.decision(halves, row)), halves
 
     def _costs(self, halves: Survey, survey: Survey) -> PairCosts | None:

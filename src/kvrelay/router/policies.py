@@ -10,34 +10,19 @@ import math
 import random
 from typing import Protocol
 
-import msgspec
 import numpy as np
 
 from kvrelay.config import RouterConfig
-from kvrelay.router.costs import CostColumns
-from kvrelay.router.load import FloatColumn, LoadColumns
-from kvrelay.router.seconds import Seconds, decode_seconds, own_tokens, prefill_seconds
-
-# Weights are arrays of no dimension: a Python number would be converted anew in every operation with a column.
-PENDING_WEIGHT = np.asarray(0.7)
-BALANCE_WEIGHT = np.asarray(0.02)
-
-
-class Candidates(msgspec.Struct, frozen=True):
-    """The columns of one decision. ``overlap_blocks`` are leading blocks of this prompt that the worker holds.
-
-    ``costs``: of the workers' steps; None while none are known. ``num_output``: the expected tokens of the answer.
-    """
-
-    prompt_tokens: int
-    block_size: int
-    overlap_blocks: FloatColumn
-    load: LoadColumns
-    costs: CostColumns | None = None
-    num_output: float = 0.0
-
-    def __len__(self) -> int:
-        return len(self.overlap_blocks)
+from kvrelay.placement.seconds import (
+    BALANCE_WEIGHT,
+    PENDING_WEIGHT,
+    Candidates,
+    FloatColumn,
+    Seconds,
+    decode_seconds,
+    own_tokens,
+    prefill_seconds,
+)
 
 
 class Policy(Protocol):
@@ -124,7 +109,7 @@ class KvWeightsPolicy:
 
 
 class KvPolicy(KvWeightsPolicy):
-    """The default: the lowest cost in seconds (``seconds.py``); by weights while no worker's costs are known."""
+    """The default: the lowest cost in seconds (``placement/seconds.py``); by weights until costs are known."""
 
     uses_costs = True
 

@@ -23,23 +23,24 @@ from kvrelay.core.events import AllBlocksCleared, BlockRemoved, KvEventBatch, Lo
 from kvrelay.core.hashing import compute_sequence_hashes
 from kvrelay.core.workers import WorkerInfo
 from kvrelay.errors import ConfigError, WorkerUnavailableError
+from kvrelay.placement.seconds import Candidates, FloatColumn
 from kvrelay.router.approximate import ApproximateIndexer
 from kvrelay.router.base import (
     CandidateScore,
     IndexState,
     ReplayRequester,
+    RouterStage,
     RoutingDecision,
     RoutingExplanation,
     RoutingRequest,
+    Survey,
 )
-from kvrelay.router.costs import WorkerCosts
+from kvrelay.router.costs import TransferTimes, WorkerCosts
 from kvrelay.router.indexer import KvIndexer, StreamState
-from kvrelay.router.load import STALE_AFTER_S, FloatColumn, LoadTable
+from kvrelay.router.load import STALE_AFTER_S, LoadTable
 from kvrelay.router.overlap import WorkerGroup
-from kvrelay.router.policies import Candidates, KvPolicy, Policy, build_policy
+from kvrelay.router.policies import KvPolicy, Policy, build_policy
 from kvrelay.router.stalls import Stalls
-from kvrelay.router.survey import RouterStage, Survey
-from kvrelay.router.transfer_times import TransferTimes
 
 _log = logging.getLogger(__name__)
 

@@ -82,7 +82,7 @@ class Cluster:
         self._tasks = TaskSet()
         self._published = Published(control.events, keys, self._served_by)
         self._settings = RuntimeSettings()
-        self._disagg = DisaggPolicy(disagg or DisaggConfig(), knows_costs=False)
+        self._disagg = DisaggPolicy(disagg or DisaggConfig())
         """Prefill-first: whether a request gets a prefill worker."""
         self._workers_listed = asyncio.Event()
         self._settings_listed = asyncio.Event()

@@ -18,6 +18,8 @@ By weights, in tokens of prefill:
 KV for which D has no room waits at P and holds P's blocks, so a missing token costs as much as one to prefill. The
 weights of the transfer say how many tokens are prefilled while one is moved; they are estimates, not measurements. A
 measured time counts as 100 times that estimate at most: it may have been taken while a peer stood still.
+
+Whether a pair serves the request at all, or one decode worker alone, ``place_pair`` decides as decode-first does.
 """
 
 from __future__ import annotations
@@ -26,13 +28,24 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvrelay.router.load import FloatColumn
-from kvrelay.router.policies import BALANCE_WEIGHT, PENDING_WEIGHT, Candidates
-from kvrelay.router.seconds import decode_seconds, own_tokens, prefill_seconds
+from kvrelay.placement.base import Decision, Objectives, PrefillSide, Situation
+from kvrelay.placement.cost import decide
+from kvrelay.placement.cost_model import RemoteCost
+from kvrelay.placement.seconds import (
+    BALANCE_WEIGHT,
+    PENDING_WEIGHT,
+    Candidates,
+    FloatColumn,
+    decode_seconds,
+    own_tokens,
+    prefill_seconds,
+)
 
 SAME_HOST_WEIGHT = 0.02
 OTHER_HOST_WEIGHT = 0.1
 MAX_TRANSFER_RATIO = 100.0
+CHUNK_TOKENS = 2048
+"""Prefill tokens of a step: the default of ``max_num_batched_tokens``, which workers do not publish."""
 
 BoolMatrix = npt.NDArray[np.bool_]
 FloatMatrix = npt.NDArray[np.float64]
@@ -102,6 +115,44 @@ def pair_seconds(
         unit="s",
         is_measured=is_measured,
     )
+
+
+def place_pair(
+    prefill: Candidates, decode: Candidates, costs: PairCosts, pair: tuple[int, int], alone: int, objectives: Objectives
+) -> Decision | None:
+    """By ``cost.decide``: the pair in these rows, or the decode worker in row ``alone`` without it. The chosen prefill
+    worker is the whole prefill side, and what waits there was sent there. None unless ``costs`` are in seconds."""
+    if prefill.costs is None or decode.costs is None or costs.unit != "s":
+        return None
+    row, column = pair
+    here, there = decode.costs.of(alone), prefill.costs.of(row)
+    num_decodes = int(decode.load.num_requests[alone])
+    num_context = int(decode.load.context_tokens[alone]) if num_decodes else 0
+    num_tokens = max(int(_own_tokens(decode)[alone]), 1)
+    within = here.chunk_within(
+        objectives.itl_s, num_before=num_tokens // 2, num_decodes=num_decodes, num_context=num_context
+    )
+    situation = Situation(
+        num_tokens=num_tokens,
+        waited_s=0.0,
+        num_here=int(decode.load.prefill_tokens[alone]),
+        num_away=int(prefill.load.prefill_tokens[row]),
+        num_prefills_away=0,
+        chunk=min(within, CHUNK_TOKENS) if num_decodes else CHUNK_TOKENS,
+        num_decodes=num_decodes,
+        num_context=num_context,
+        is_here_open=True,
+        cost=here,
+        objectives=objectives,
+    )
+    remote = RemoteCost(
+        overhead_s=RemoteCost().overhead_s + float(costs.transfer[row, column]),
+        wait_token_s=there.prefill_token_s,
+        transfer_token_s=0.0,
+        prefill_s=there.prefill_seconds(max(int(_own_tokens(prefill)[row]), 1)),
+        prefill_token_s=0.0,
+    )
+    return decide(situation, remote, PrefillSide(num_workers=1, queue_size=0), mean_tokens=0.0)
 
 
 def _own_tokens(half: Candidates) -> FloatColumn:

@@ -8,7 +8,7 @@ import numpy as np
 
 from kvrelay.core.clock import ManualClock
 from kvrelay.core.events import TransferCost
-from kvrelay.router.transfer_times import KEEP_S, TransferTimes, pair_token_seconds
+from kvrelay.router.costs import KEEP_S, TransferTimes, pair_token_seconds
 
 
 def test_the_prefill_workers_time_counts_before_the_decode_workers() -> None:

@@ -1,0 +1,118 @@
+"""The cost of a request at each worker, in seconds; pure functions of the candidates' columns.
+
+    cost        = first token + lost prefix + decode
+    first token = prefill_token * (pending + own)
+    lost prefix = prefill_token * own * (LOST_PREFIX + BALANCE * recent)
+    decode      = L * B * (decode + context * (prompt + L / 2))
+
+``own`` are the prompt's tokens beyond the overlap, ``B`` the requests at the worker, ``L`` the expected tokens of the
+answer. *decode* is what the request's answer adds to the steps of the ``B`` others. Its own steps do not count: on
+equal workers they differ by errors of the fit only, which must not outweigh a prefix. *lost prefix* is the later cost
+of a prefix that is computed and stored a second time: it takes the place of another one. Recomputing a
+cached token costs LOST_PREFIX times its prefill on top; the factor was found by replaying traces.
+``docs/routing.md`` explains the terms.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from kvrelay.core.step_cost import StepCost
+
+FloatColumn = npt.NDArray[np.float64]
+
+LOST_PREFIX = 3.0 / 7.0
+BALANCE = 0.02 * (1.0 + LOST_PREFIX)
+# Weights are arrays of no dimension: a Python number would be converted anew in every operation with a column.
+PENDING_WEIGHT = np.asarray(0.7)
+BALANCE_WEIGHT = np.asarray(0.02)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadColumns:
+    """One entry a worker, in row order. Counts are floats too (exact up to 2^53), so that formulas need no conversion.
+
+    ``prefill_tokens``: placed by this router and not yet prefilled; ``context_tokens``: the router's effective load;
+    ``num_requests``: at the worker, effective in the same way; ``recent_share``: tokens placed by this router in the
+    last minutes, over those of the worker that got the most (0 to 1); ``cache_usage`` (share of the KV pool, 0 to 1)
+    and ``num_waiting`` as published, 0 without a fresh sample.
+    """
+
+    prefill_tokens: FloatColumn
+    context_tokens: FloatColumn
+    recent_share: FloatColumn
+    cache_usage: FloatColumn
+    num_waiting: FloatColumn
+    num_requests: FloatColumn
+
+
+@dataclass(frozen=True, slots=True)
+class CostColumns:
+    """One entry a worker: the coefficients of StepCost."""
+
+    step_s: FloatColumn
+    prefill_s: FloatColumn
+    prefill_token_s: FloatColumn
+    pair_s: FloatColumn
+    decode_s: FloatColumn
+    context_s: FloatColumn
+
+    def of(self, row: int) -> StepCost:
+        """One worker's."""
+        columns = (self.step_s, self.prefill_s, self.prefill_token_s, self.pair_s, self.decode_s, self.context_s)
+        return StepCost(*(float(column[row]) for column in columns))
+
+
+class Candidates(msgspec.Struct, frozen=True):
+    """The columns of one decision. ``overlap_blocks`` are leading blocks of this prompt that the worker holds.
+
+    ``costs``: of the workers' steps; None while none are known. ``num_output``: the expected tokens of the answer.
+    """
+
+    prompt_tokens: int
+    block_size: int
+    overlap_blocks: FloatColumn
+    load: LoadColumns
+    costs: CostColumns | None = None
+    num_output: float = 0.0
+
+    def __len__(self) -> int:
+        return len(self.overlap_blocks)
+
+
+@dataclass(frozen=True, slots=True)
+class Seconds:
+    """One entry a worker."""
+
+    first_token: FloatColumn
+    lost_prefix: FloatColumn
+    decode: FloatColumn
+
+    @property
+    def total(self) -> FloatColumn:
+        total: FloatColumn = self.first_token + self.lost_prefix + self.decode
+        return total
+
+
+def own_tokens(prompt_tokens: int, overlap_tokens: FloatColumn) -> FloatColumn:
+    """Tokens to compute at each worker, zero or above."""
+    own: FloatColumn = np.maximum(prompt_tokens - overlap_tokens, 0.0)
+    return own
+
+
+def prefill_seconds(own: FloatColumn, load: LoadColumns, costs: CostColumns) -> tuple[FloatColumn, FloatColumn]:
+    """The time to the first token, and the later cost of the lost prefix."""
+    first_token = costs.prefill_token_s * (load.prefill_tokens + own)
+    lost_prefix = costs.prefill_token_s * own * (LOST_PREFIX + BALANCE * load.recent_share)
+    return first_token, lost_prefix
+
+
+def decode_seconds(prompt_tokens: int, num_output: float, load: LoadColumns, costs: CostColumns) -> FloatColumn:
+    """What an answer of ``num_output`` tokens adds to the steps of the others."""
+    added = costs.decode_s + costs.context_s * (prompt_tokens + num_output / 2)
+    seconds: FloatColumn = num_output * load.num_requests * added
+    return seconds
