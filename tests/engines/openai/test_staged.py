@@ -95,7 +95,7 @@ async def _pair(prefill_host: HostOf, decode_host: HostOf) -> AsyncIterator[Pair
     async with cluster(disagg_policy="always") as running:
         prefill = await running.join(WorkerRole.PREFILL, host=prefill_host)
         decode = await running.join(WorkerRole.DECODE, host=decode_host)
-        await running.until(lambda: decode.worker._fleet.num_prefill_workers == 1)
+        await running.until(lambda: len(decode.worker.inspect().peers.prefill) == 1)
         pair = Pair(running, prefill, decode, await running.client(decode))
         yield pair
         await running.until(pair.is_idle)
@@ -176,7 +176,7 @@ async def test_requests_without_kv_transfer_params_are_plain(start: Callable[[st
     p, d = start("p"), start("d")
     async with _pair(p.host, d.host) as pair:
         pair.prefill.worker.request_drain()
-        await pair.cluster.until(lambda: pair.decode.worker._fleet.num_prefill_workers == 0)
+        await pair.cluster.until(lambda: len(pair.decode.worker.inspect().peers.prefill) == 0)
         await _ask_all(pair, "r")
         assert not any("kv_transfer_params" in body for body in d.http.script.bodies)
         assert await pair.cluster.gone(pair.prefill) is None
