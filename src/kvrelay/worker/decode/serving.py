@@ -106,7 +106,7 @@ class DecodeSide:
             num_prefill_workers=num_prefill_workers,
             handle=self._handle,
         )
-        self.placement = CostPlacement(policy, self._queued.fleet, self._count_place, MonotonicClock())
+        self.placement = CostPlacement(policy, self._queued.prefill_side, self._count_place, MonotonicClock())
         self._loop = asyncio.get_running_loop()
         self.handoffs = IncomingHandoffs(
             around, self.stats, push=self._queued.push, on_arrived=self.placement.prefill_took
@@ -298,7 +298,7 @@ class DecodeSide:
         return self._policy.decide(
             prompt_length=len(request.token_ids),
             num_cached_tokens=core.num_cached_tokens(request),
-            prefill_fleet=self._queued.fleet(),
+            prefill_fleet=self._queued.prefill_side(),
             must_be_local=request.must_prefill_here,
         )
 
