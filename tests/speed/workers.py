@@ -135,7 +135,7 @@ async def requests() -> dict[str, Counts]:
     await pair.join(WorkerRole.PREFILL, PREFILL)
     client = await pair.client(await pair.join(WorkerRole.DECODE, DECODE))
     decode = pair.workers[1]
-    while decode._fleet.num_prefill_workers < 1:
+    while not decode.inspect().peers.prefill:
         await asyncio.sleep(0)
     counted = {}
     for place, length in (("local", 48), ("remote", 480)):

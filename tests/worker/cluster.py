@@ -101,7 +101,7 @@ class Node:
             self.server.drop(peer)
         cluster.network.unlisten(self.server)
         worker = self.worker
-        await worker._fleet.close()
+        await worker._peer_table.close()
         await worker._callers.close()
         await worker._publisher.close()
         await worker._decode.close()

@@ -49,7 +49,7 @@ async def test_peers_queue_and_lease_are_seen():
         here, there = decode.worker.inspect(), prefill.worker.inspect()
         assert (here.is_accepting, here.is_pairing, here.queue.is_pulling) == (True, False, False)
         assert (there.is_accepting, there.is_pairing, there.queue.is_pulling) == (False, True, True)
-        assert (here.peers.prefill, here.peers.takers) == ({prefill.id}, {decode.id})
+        assert (here.peers.prefill, here.peers.serving) == ({prefill.id}, {decode.id})
         assert here.peers.leased >= {prefill.id}
         assert here.peers.addresses[prefill.id] == prefill.server.address
         assert here.lease.is_listed

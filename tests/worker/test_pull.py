@@ -56,7 +56,7 @@ async def test_hits_and_two_block_sizes(sizes: tuple[int, int], checksums: bool)
 async def test_prefill_first():
     async with cluster(lease_ttl_s=CALM_LEASE_S, transfer=replace(CALM, send_type="GET")) as shared:
         prefill, decode, client = await pair_of(shared, 16, 16)
-        await shared.until(lambda: prefill.worker._fleet.address_of(decode.id) is not None)
+        await shared.until(lambda: decode.id in prefill.worker.inspect().peers.addresses)
         pair = PairedClient(shared, prefill, decode, await shared.client(prefill), client)
         for number in range(3):
             tokens = prompt(300 + number, number)

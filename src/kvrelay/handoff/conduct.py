@@ -42,6 +42,11 @@ class Conduct:
         new, self.new = self.new, frozenset()
         return new
 
+    def is_avoided(self, worker_id: str, now_s: float) -> bool:
+        """Whether it gets no grant now."""
+        until_s = self.until_s.get(worker_id)
+        return until_s is not None and now_s < until_s
+
     def avoided(self, now_s: float) -> frozenset[str]:
         """The workers that get no grant now."""
         return frozenset(worker_id for worker_id, until_s in self.until_s.items() if now_s < until_s)

@@ -77,8 +77,8 @@ class DecodeLedger:
         """Handle an event at ``now_s`` (monotonic); returns the actions, in order."""
         turn = Turn(now_s, self.rules, self.counters, self.connections, self.new_secret, self.conduct)
         changed = _HANDLERS[type(event)](self, event, turn)
-        avoided = self.conduct.take_new()
-        if avoided:
+        if self.conduct.new:
+            avoided = self.conduct.take_new()
             turn.out += [de.Avoid(worker_id) for worker_id in sorted(avoided)]
             changed = self._all(lambda handoff: handoff.avoid(avoided, turn))
         for handoff in changed:
@@ -186,7 +186,7 @@ class DecodeLedger:
         elif self.leases.is_over(claim.prefill_worker_id, claim.term):
             refuse(event, RefusalReason.LEASE_ENDED, turn)
             handoff.declined(claim.prefill_worker_id, EndReason.CLAIMANT_LEASE_ENDED, turn)
-        elif claim.prefill_worker_id in self.conduct.avoided(turn.now_s):
+        elif self.conduct.is_avoided(claim.prefill_worker_id, turn.now_s):
             refuse(event, RefusalReason.AVOIDED, turn)
             handoff.declined(claim.prefill_worker_id, EndReason.CLAIMANT_AVOIDED, turn)
         elif self.leases.is_live(claim.prefill_worker_id, claim.term):

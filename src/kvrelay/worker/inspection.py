@@ -62,12 +62,12 @@ class LeaseView:
 
 @dataclass(frozen=True, slots=True)
 class PeersView:
-    """Worker ids: ``prefill`` pull from the queue, ``takers`` take requests, ``leased`` have a lease. ``held_ends``:
+    """Worker ids: ``prefill`` pull from the queue, ``serving`` take requests, ``leased`` have a lease. ``held_ends``:
     their leases have ended, but they are in the middle of a copy. ``addresses`` are those of listed
     workers of our model."""
 
     prefill: frozenset[str]
-    takers: frozenset[str]
+    serving: frozenset[str]
     leased: frozenset[str]
     held_ends: frozenset[str]
     addresses: Mapping[str, str]

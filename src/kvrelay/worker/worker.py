@@ -35,10 +35,10 @@ from kvrelay.transfer.thread import TransferThread
 from kvrelay.worker.admin import run_admin_command
 from kvrelay.worker.checksums import BlockChecksums
 from kvrelay.worker.cluster.callers import Callers
-from kvrelay.worker.cluster.fleet import Fleet
 from kvrelay.worker.cluster.membership import Membership
 from kvrelay.worker.cluster.memory import PeerMemory
 from kvrelay.worker.cluster.peer_events import PeerEvents
+from kvrelay.worker.cluster.peers import PeerTable
 from kvrelay.worker.decode.refusals import Refusals
 from kvrelay.worker.decode.serving import DecodeSide
 from kvrelay.worker.identity import WorkerIdentity
@@ -98,7 +98,16 @@ class Worker:
         )
         facts = engine.facts
         self._policy = DisaggPolicy(settings.disagg, knows_costs=facts.places_prefills and not facts.moves_kv)
-        self._fleet = self._build_fleet(has_bar=transport.has_bar)
+        self._peer_table = PeerTable(
+            control.discovery,
+            self._keys,
+            settings.model,
+            self._membership.kv_compatibility,
+            on_registered=self._peer_events.registered,
+            on_ended=self._peer_events.lease_ended,
+            on_no_prefill=self._peer_events.no_prefill_worker,
+            transfer=self._transfer if transport.has_bar else None,
+        )
         self._peers = DecodePeers(
             connect,
             control.discovery,
@@ -126,12 +135,12 @@ class Worker:
             self._refusals,
         )
         self._prefill = PrefillSide(around)
-        self._paired = PairedPrefills(around, self._prefill.handoffs, self._fleet.address_of)
+        self._paired = PairedPrefills(around, self._prefill.handoffs, self._peer_table.address_of)
         self._decode = DecodeSide(
             around,
             self._policy,
             num_prefill_workers=self._num_prefill_workers,
-            num_takers=lambda: self._fleet.num_takers,
+            num_serving=lambda: self._peer_table.num_serving,
             give_up_after_s=GIVE_UP_LEASES * settings.control.lease_ttl_s,
         )
         self._peer_events.attach(self._transfer, self._memory, self._decode, self._prefill)
@@ -186,19 +195,6 @@ class Worker:
             transfer_costs=lambda: self._transfer_rates.update(self._transfer.stats().peers),
         )
 
-    def _build_fleet(self, *, has_bar: bool) -> Fleet:
-        settings = self.settings
-        return Fleet(
-            self._control.discovery,
-            self._keys,
-            settings.model,
-            self._membership.kv_compatibility,
-            on_registered=self._peer_events.registered,
-            on_ended=self._peer_events.lease_ended,
-            on_no_prefill=self._peer_events.no_prefill_worker,
-            transfer=self._transfer if has_bar else None,
-        )
-
     # -- life ---------------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
@@ -218,7 +214,7 @@ class Worker:
         self._watchdog.start()
         await self._membership.join(agent)
         await self._publisher.start(await self._engine.call(lambda core: core.metrics()))
-        self._fleet.start()
+        self._peer_table.start()
         self._callers.start()
         if self.role.takes_requests:
             warn_of_settings_in_vain(self._policy)
@@ -253,7 +249,7 @@ class Worker:
         await self._prefill.close()
         await asyncio.to_thread(self._transfer.close)
         await self._membership.leave()
-        await self._fleet.close()
+        await self._peer_table.close()
         await self._callers.close()
         await self._publisher.close()
         await self._decode.close()
@@ -281,7 +277,7 @@ class Worker:
     def _num_prefill_workers(self) -> int:
         """The number of workers that may take over a prefill of this worker."""
         is_alone = self.role is WorkerRole.PREFILL or not self._engine.facts.hands_over_kv
-        return 0 if is_alone else self._fleet.num_prefill_workers
+        return 0 if is_alone else self._peer_table.num_prefill_workers
 
     # -- what arrives -------------------------------------------------------------------------------------------------
 
@@ -316,7 +312,7 @@ class Worker:
             is_stalled=self.is_stalled,
             step_age_s=self._engine.progress.age_s,
             lease=self._membership.view(),
-            peers=self._fleet.view(),
+            peers=self._peer_table.view(),
             queue=QueueView(self._prefill.is_pulling, self._prefill.num_handoffs, self._decode.push_error),
             incoming=incoming.read(lambda: view_incoming(incoming.ledger)),
             outgoing=outgoing.read(lambda: view_outgoing(outgoing.ledger)),

@@ -68,7 +68,7 @@ async def _pair(exchange: Exchange, upstream: dict[str, str], **disagg: object) 
         async with cluster(**disagg) as running:
             prefill = await running.join(WorkerRole.PREFILL, host=partial(_host, servers[0].url, upstream))
             decode = await running.join(WorkerRole.DECODE, host=partial(_host, servers[1].url, upstream))
-            await running.until(lambda: decode.worker._fleet.num_prefill_workers == 1)
+            await running.until(lambda: len(decode.worker.inspect().peers.prefill) == 1)
             for server in servers:
                 server.script.bodies.clear()
             pair = Pair(running, prefill, decode, await running.client(decode), servers)
@@ -171,7 +171,7 @@ async def test_sglang_servers_are_asked_at_once_for_one_room() -> None:
 async def test_a_decode_server_without_prefill_server_takes_no_request() -> None:
     async with _pair(SglangExchange(), SGLANG) as pair:
         pair.prefill.worker.request_drain()
-        await pair.cluster.until(lambda: pair.decode.worker._fleet.num_prefill_workers == 0)
+        await pair.cluster.until(lambda: len(pair.decode.worker.inspect().peers.prefill) == 0)
         pair.client.send("r", prompt(40), 8)
         await pair.client.until(lambda: "r" in pair.client.refused)
         assert pair.client.refused["r"].retryable

@@ -243,7 +243,7 @@ async def _pair(**disagg: object) -> AsyncIterator[tuple[Cluster, Node, Node, Cl
     async with cluster(disagg_policy="always", **disagg) as running:
         prefill = await running.join(WorkerRole.PREFILL, host=partial(_host, libraries[0], _settings()))
         decode = await running.join(WorkerRole.DECODE, host=partial(_host, libraries[1], _settings()))
-        await running.until(lambda: decode.worker._fleet.num_prefill_workers == 1)
+        await running.until(lambda: len(decode.worker.inspect().peers.prefill) == 1)
         yield running, prefill, decode, await running.client(decode), libraries
         engines = [node.worker._engine for node in (prefill, decode)]
 

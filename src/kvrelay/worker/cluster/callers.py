@@ -1,12 +1,12 @@
 """Which callers may send which messages to this worker: discovery's public keys, and the messages of each kind of
 caller.
 
-    discovery ──> frontends/ID, operators/ID (watched here), kv_metadata/ID/0 (told by Fleet) ──> keys and their holders
+    discovery ──> frontends/ID, operators/ID (watched here), kv_metadata/ID/0 (told by ``PeerEvents``) ──> keys, holders
     handshake ──public key, proved──> admit() ──> identity of the connection, for its whole life
     message ──identity──> refusal(): frontends generate, a worker claims in its own name, operators send admin commands
 
 A connection outlives its entry: a frontend that cannot reach the control plane continues with the workers that it has.
-Messages that need a live lease (claims) are checked with ``Fleet`` each time. This module does not know sockets or
+Messages that need a live lease (claims) are checked by the ledger each time. This module does not know sockets or
 hand-offs.
 """
 

@@ -30,7 +30,7 @@ from kvrelay.errors import KvrelayError, PayloadTooLargeError, ProtocolError
 from kvrelay.handoff import decode_events as de
 from kvrelay.handoff.conduct import MAX_FAILURES
 from kvrelay.handoff.decode_ledger import DecodeLedger
-from kvrelay.handoff.decode_state import DecodeRules
+from kvrelay.handoff.decode_state import DecodeRules, DecodeState
 from kvrelay.handoff.messages import HandoffDone
 from kvrelay.rpc.wire import decode_message
 from kvrelay.transfer.values import GrantRef, Int64Array, TransferOp
@@ -257,10 +257,11 @@ class IncomingHandoffs(LedgerDriver[de.DecodeEvent]):
 
     def _verify(self, action: de.Verify) -> None:
         def verified(damage: str | None) -> None:
-            if damage is None:
-                self._stats.num_verified_blocks += len(action.block_ids)
-            else:
-                self._stats.num_kv_checksum_mismatches += 1
+            handoff = self.ledger.handoffs.get(action.handoff_id)
+            if handoff is not None and handoff.state is DecodeState.VERIFYING:  # else nobody waits for it any more
+                self._stats.num_verified_blocks += len(action.block_ids) if damage is None else 0
+                self._stats.num_kv_checksum_mismatches += damage is not None
+            if damage is not None:
                 _log.warning("KV of hand-off %s from %s is refused: %s", action.handoff_id, action.worker_id, damage)
             self.handle(de.Verified(action.handoff_id, action.generation, damage is None))
 

@@ -1,6 +1,6 @@
 """The decode side's end of the prefill queue: pushes entries, and knows how many wait while requests arrive.
 
-It owns the last known size, and stops asking a queue that does not answer. ``prefill_side.py`` is the other end; the
+It owns the last known size, and stops asking a queue that does not answer. ``prefill/pulling.py`` is the other end; the
 hand-off ledger decides what is pushed.
 """
 
@@ -35,7 +35,7 @@ REST_S = 5.0
 
 class QueuedPrefills:
     """Prefills of this worker that wait for a prefill worker. ``handle`` takes the events of failed pushes. Everything
-    runs on the event loop, except for ``fleet``."""
+    runs on the event loop, except for ``prefill_side``."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class QueuedPrefills:
     async def close(self) -> None:
         await self._tasks.close()
 
-    def fleet(self) -> PrefillSide:
+    def prefill_side(self) -> PrefillSide:
         """The prefill workers and their queue, as far as known. From any thread."""
         return PrefillSide(self._num_prefill_workers(), self._size)
 

@@ -74,7 +74,7 @@ class _Served:
 
 
 class DecodeSide:
-    """Serves frontends, and grants hand-offs to prefill workers. ``num_takers``: workers that take requests."""
+    """Serves frontends, and grants hand-offs to prefill workers. ``num_serving``: workers that take requests."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class DecodeSide:
         policy: DisaggPolicy,
         *,
         num_prefill_workers: Callable[[], int],
-        num_takers: Callable[[], int],
+        num_serving: Callable[[], int],
         give_up_after_s: float,
     ) -> None:
         self.stats = DecodeStats()
@@ -94,7 +94,7 @@ class DecodeSide:
         self._refusals = around.refusals
         self._policy = policy
         self._num_prefill_workers = num_prefill_workers
-        self._num_takers = num_takers
+        self._num_serving = num_serving
         self._returns = ReturnTimes(MonotonicClock())
         self._give_up_after_s = give_up_after_s
         self._queued = QueuedPrefills(
@@ -106,7 +106,7 @@ class DecodeSide:
             num_prefill_workers=num_prefill_workers,
             handle=self._handle,
         )
-        self.placement = CostPlacement(policy, self._queued.fleet, self._count_place, MonotonicClock())
+        self.placement = CostPlacement(policy, self._queued.prefill_side, self._count_place, MonotonicClock())
         self._loop = asyncio.get_running_loop()
         self.handoffs = IncomingHandoffs(
             around, self.stats, push=self._queued.push, on_arrived=self.placement.prefill_took
@@ -299,7 +299,7 @@ class DecodeSide:
         return self._policy.decide(
             prompt_length=len(request.token_ids),
             num_cached_tokens=core.num_cached_tokens(request),
-            prefill_fleet=self._queued.fleet(),
+            prefill_fleet=self._queued.prefill_side(),
             must_be_local=request.must_prefill_here,
         )
 
@@ -312,7 +312,7 @@ class DecodeSide:
         if isinstance(error, OverloadedError):
             self.stats.num_early_rejected += isinstance(error, ObjectiveMissedError)
             # A client is refused by all workers before it hears of it, and comes back to one of them.
-            wait_s = self._returns.next_s(error.retry_after_s, error.spacing_s / max(self._num_takers(), 1))
+            wait_s = self._returns.next_s(error.retry_after_s, error.spacing_s / max(self._num_serving(), 1))
         self._refuse(peer, refusal_of(request_id, error, retry_after_s=wait_s))
 
     def _refuse(self, peer: Peer, refusal: RequestRefused) -> None:

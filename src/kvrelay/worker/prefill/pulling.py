@@ -60,6 +60,7 @@ class PrefillSide:
         )
         self.handoffs = OutgoingHandoffs(around, rules)
         self._around = around
+        self._model = around.settings.model
         self._kv_compatibility = around.kv_compatibility
         self._queue = around.control.prefill_queue
         self._slots = asyncio.Semaphore(MAX_COMPUTING)
@@ -160,7 +161,7 @@ class PrefillSide:
             entry.settled()
         elif delivery.is_expired:
             self.handoffs.decline(job, EndReason.EXPIRED)
-        elif request.model != self._around.settings.model:
+        elif request.model != self._model:
             self.handoffs.decline(job, EndReason.WRONG_MODEL)
         elif request.sampling.grammar is not None:
             self._preparing.spawn(self._prepare_and_take(job, self._around.term))

@@ -12,7 +12,7 @@ from tests.contracts.waiting import eventually
 from kvrelay.control.base import Keys
 from kvrelay.control.memory import MemoryBroker
 from kvrelay.core.workers import KvMetadata, WorkerInfo, WorkerRole
-from kvrelay.worker.cluster.fleet import Fleet
+from kvrelay.worker.cluster.peers import PeerTable
 
 KEYS = Keys("test")
 
@@ -23,14 +23,14 @@ def metadata(worker_id: str, ttl_s: float, rank: int = 0) -> bytes:
 
 
 class Watched:
-    """A fleet that notes what it tells."""
+    """A table that notes what it tells."""
 
     def __init__(self, broker: MemoryBroker) -> None:
         self.plane = broker.plane()
         self.discovery = self.plane.discovery
         self.ended: list[str] = []
         self.registered: list[KvMetadata] = []
-        self.fleet = Fleet(
+        self.table = PeerTable(
             self.discovery,
             KEYS,
             "m",
@@ -49,7 +49,7 @@ class Watched:
     async def settled(self) -> None:
         """Whatever was written before has been heard."""
         await self.put("marker/0", metadata("marker", 1.0))
-        await eventually(lambda: "marker" in self.fleet._ranks)
+        await eventually(lambda: "marker" in self.table.view().leased)
         await self.delete("marker/0")
         await eventually(lambda: "marker" in self.ended)
         self.ended.remove("marker")
@@ -58,12 +58,12 @@ class Watched:
 @asynccontextmanager
 async def watched() -> AsyncIterator[Watched]:
     found = Watched(MemoryBroker())
-    found.fleet.start()
+    found.table.start()
     try:
         await found.settled()
         yield found
     finally:
-        await found.fleet.close()
+        await found.table.close()
         await found.plane.close()
 
 
@@ -71,10 +71,10 @@ async def test_a_worker_is_registered_until_its_lease_ends() -> None:
     async with watched() as one:
         await one.put("w/0", metadata("w", 100.0))
         await eventually(lambda: [each.lease_ttl_s for each in one.registered if each.worker_id == "w"] == [100.0])
-        assert not one.fleet.has_ended("w")
+        assert "w" in one.table.view().leased
         await one.delete("w/0")
         await eventually(lambda: one.ended == ["w"])
-        assert one.fleet.has_ended("w")
+        assert "w" not in one.table.view().leased
 
 
 @pytest.mark.parametrize("value", [b"{", b"[" * 100_000, metadata("other", 5.0), metadata("w", 0.0)])
@@ -82,7 +82,7 @@ async def test_nothing_refused_is_believed(value: bytes) -> None:
     async with watched() as one:
         await one.put("w/0", value)
         await one.settled()
-        assert one.fleet.has_ended("w")
+        assert "w" not in one.table.view().leased
         assert "w" not in [each.worker_id for each in one.registered]
         await one.delete("w/0")
         await eventually(lambda: one.ended == ["w"])
@@ -107,7 +107,7 @@ async def test_garbage_does_not_register_a_worker_again() -> None:
         await eventually(lambda: one.ended == ["w"])
         await one.put("w/0", b"garbage")
         await one.settled()
-        assert one.fleet.has_ended("w")
+        assert "w" not in one.table.view().leased
 
 
 async def test_prefill_workers_of_another_kind_of_kv_do_not_count() -> None:
@@ -118,7 +118,7 @@ async def test_prefill_workers_of_another_kind_of_kv_do_not_count() -> None:
             lease = await found.discovery.grant(60.0)
             await found.discovery.put(KEYS.worker(name), msgspec.json.encode(info), lease)
         await found.settled()
-        await eventually(lambda: found.fleet.num_prefill_workers == 1)
+        await eventually(lambda: found.table.num_prefill_workers == 1)
         await found.discovery.delete(KEYS.worker("p"))
         await eventually(lambda: found.ended == ["no prefill"])
-        assert found.fleet.num_prefill_workers == 0
+        assert found.table.num_prefill_workers == 0
