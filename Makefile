@@ -64,7 +64,7 @@ check: env  ## ruff, mypy, import-linter and the budgets of size
 	@$(BIN)/python tools/budgets.py
 	@$(BIN)/mypy
 
-bench: env  ## the short form of all benchmarks, into bench-results/
+bench: env  ## the short form of the benchmarks, into bench-results/
 	@$(BIN)/python -m benchmarks all --short $(ARGS)
 
 dist: env  ## wheel and source distribution into dist/, checked, and the wheel installed apart and served from

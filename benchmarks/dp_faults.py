@@ -13,6 +13,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import click
@@ -26,7 +27,7 @@ from kvrelay.bench.compare import Row, results_table
 from kvrelay.bench.report.files import describe_machine, print_result
 from kvrelay.cli.options import json_option
 from kvrelay.cli.processes import run_async
-from kvrelay.errors import FatalError
+from kvrelay.errors import FatalError, KvrelayError
 from kvrelay.launch.admin import cluster_status
 
 NUM_OUTPUTS = 40
@@ -120,7 +121,9 @@ async def _whole_group(cluster: ClusterUnderTest, num_ranks: int) -> dict[int, p
     """The worker process of each rank, once all are in discovery and answer. Raises FatalError."""
     deadline_s = time.monotonic() + cluster.heal_timeout_s + END_TIMEOUT_S
     while time.monotonic() < deadline_s:
-        workers = (await cluster_status(cluster.control))["workers"]
+        workers: list[Row] = []
+        with suppress(KvrelayError):  # a busy machine's control server may be late
+            workers = (await cluster_status(cluster.control))["workers"]
         alive = {each.pid: each for each in cluster.worker_processes()}
         ranks = {each["dp_rank"]: alive[each["pid"]] for each in workers if each.get("pid") in alive}
         if len(ranks) == num_ranks == len(workers):

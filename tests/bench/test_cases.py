@@ -18,8 +18,8 @@ from kvrelay.bench.client.service import first_model
 from kvrelay.bench.compare import Row, results_table, serve_case, summarise, take_turns
 from kvrelay.bench.errors import BenchError
 from kvrelay.bench.interference import (
-    _HOW,
     ARRANGEMENTS,
+    HOW,
     figures_of,
     interference_markdown,
     plot_interference,
@@ -168,7 +168,7 @@ def test_interference_takes_medians_and_the_worst_wait(tmp_path: Path) -> None:
         for number, (ttft_ms, gap_ms) in enumerate(((10, 5), (20, 9), (90, 6)), 1)
     ]
     runs.append({"case": "b", "round": 1, "error": "it did not start"})
-    a, b = summaries = summarise(runs, _HOW)
+    a, b = summaries = summarise(runs, HOW)
     assert (a["chat_itl_p50_s"], a["longest_wait_s"]) == pytest.approx((0.006, 0.009))
     assert (a["chat_ttft_p50_s"], a["long_ttft_p50_s"]) == pytest.approx((0.02, 0.04))
     assert (a["chat_tokens_per_s"], a["output_tokens_per_s"], a["rounds"]) == (6, 7, 3)

@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 
 import pytest
+from benchmarks.__main__ import NAME, benchmarks
 from benchmarks.routing import RoutingLoad, results_of
 from tests.system.serving import kvrelay
+
+from kvrelay.cli.main import run
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 
@@ -32,10 +35,9 @@ def test_a_short_run_reports_every_policy() -> None:
 @pytest.mark.parametrize(
     "flags", [("--policies", "kv,kw"), ("--pools", "a"), ("--pools", "0"), ("--engine", "none"), ("--rate", "0")]
 )
-def test_bad_usage_is_refused_at_once(flags: tuple[str, str]) -> None:
-    done = kvrelay("routing", *flags, module="benchmarks")
-    assert done.returncode == 2
-    assert done.stderr.count("\n") == 1
+def test_bad_usage_is_refused_at_once(flags: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["routing", *flags], benchmarks, NAME) == 2
+    assert capsys.readouterr().err.count("\n") == 1
 
 
 def test_a_pool_holds_its_share_and_one_request_at_the_least() -> None:

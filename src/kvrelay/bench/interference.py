@@ -47,7 +47,7 @@ _FIGURES = {
     "failed_requests": ("all", "failed"),
 }
 """Figures of a turn: this figure of these requests."""
-_HOW: dict[str, Reduce] = {"longest_wait_s": max, "failed_requests": sum}
+HOW: dict[str, Reduce] = {"longest_wait_s": max, "failed_requests": sum}
 _COLUMNS = {
     "case": "case",
     "chat ITL P50": "chat_itl_p50_s:ms",
@@ -72,7 +72,7 @@ def measure_interference(given: dict[str, Any]) -> None:
     folder: Path = given["output_dir"]
 
     def report(runs: Sequence[Row]) -> Row:
-        summaries = summarise(runs, _HOW)
+        summaries = summarise(runs, HOW)
         load = {"kind": INTERFERENCE_KIND, "command": options.command, "load": given["mix"]}
         return {**load, "summaries": summaries, "runs": runs}
 

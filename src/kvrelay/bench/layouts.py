@@ -1,7 +1,7 @@
 """What unlike layouts cost a transport: descriptors, and the same bytes moved strided and staged, beside each other.
 
 A case is a pair of layouts, a model's shape and a direction. Its bytes move between this process's pool and the peer's
-as in a hand-off. It owns the cases; processes and timed rounds are ``bench.parts.transfer``'s.
+as in a hand-off. It owns the cases; processes and timed rounds are ``bench.transfer``'s.
 """
 
 from __future__ import annotations
