@@ -125,8 +125,8 @@ class Cluster:
             await self._start()
             await self._check_tokenizer()
             if await self._until_ready():
-                self._announce()
                 with announced(self._description()):
+                    self._announce()
                     await self._supervise()
         finally:
             await self._shut_down()
