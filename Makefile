@@ -62,6 +62,7 @@ check: env  ## ruff, mypy, import-linter and the budgets of size
 	@$(BIN)/python tools/private_access.py --max 335 > /dev/null
 	@$(BIN)/lint-imports
 	@$(BIN)/python tools/budgets.py
+	@$(BIN)/python tools/flag_table.py --check
 	@$(BIN)/mypy
 
 bench: env  ## the short form of the benchmarks, into bench-results/

@@ -18,6 +18,12 @@ from kvrelay.placement.threshold import DisaggPolicy
 KEY = "disagg.max_prefill_queue_size"
 
 
+@pytest.fixture(autouse=True)
+def control(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the commands look for a cluster on this machine."""
+    monkeypatch.setenv("KVRELAY_CONTROL", "nats://token@127.0.0.1:1")
+
+
 @pytest.mark.parametrize("value", ["-5", "-0.5", "-.5", "-1e3"])
 def test_a_negative_value_is_a_value(value: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["config", "set", KEY, value]) == 2

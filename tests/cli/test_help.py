@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,8 +12,8 @@ import pytest
 from click.shell_completion import ShellComplete
 from click.testing import CliRunner
 
+from kvrelay.cli.help import GroupedCommand
 from kvrelay.cli.main import cli, run
-from kvrelay.cli.other_servers import COUNTERPARTS
 
 
 def commands(group: click.Group = cli, path: str = "kvrelay") -> Iterator[tuple[str, click.Command]]:
@@ -44,8 +45,8 @@ def test_every_option_shows_what_holds_without_it() -> None:
     assert not silent
 
 
-def test_help_has_a_group_for_each_room() -> None:
-    shown = CliRunner().invoke(cli, ["serve", "--help"]).output
+def test_the_whole_help_has_a_group_for_each_room() -> None:
+    shown = CliRunner().invoke(cli, ["serve", "--help-all"]).output
     headings = [line.rstrip(":") for line in shown.splitlines() if line and not line.startswith(" ")]
     assert headings[1] == "Options"
     assert [line.split("[section ")[1].rstrip("]") for line in headings[2:]] == [
@@ -55,41 +56,26 @@ def test_help_has_a_group_for_each_room() -> None:
     own, http = shown.split("The HTTP service")
     assert "\n  --prefill " in own
     assert "\n  --port " in http
+    for param in serve().params:
+        if isinstance(param, click.Option):
+            assert f"  {param.opts[0]}" in shown
+
+
+@pytest.mark.parametrize("name", ["serve", "worker", "frontend"])
+def test_help_is_one_everyday_page(name: str) -> None:
+    shown = CliRunner().invoke(cli, [name, "--help"]).output
+    command = dict(commands())[f"kvrelay {name}"]
+    assert isinstance(command, GroupedCommand)
+    assert len(shown.splitlines()) <= 80
+    options = {param.name: param.opts[0] for param in command.params if isinstance(param, click.Option)}
+    listed = {name for name, flag in options.items() if re.search(rf"^  {flag}[ /]", shown, re.MULTILINE)}
+    assert listed == {*command.everyday, "help_all"}
 
 
 @pytest.mark.parametrize(("written", "meant"), [("sever", "serve"), ("front-end", "frontend"), ("stauts", "status")])
 def test_a_misspelt_command(written: str, meant: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run([written]) == 2
     assert f"Did you mean '{meant}'?" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("arguments", "told"),
-    [
-        (["serve", "--gpu-memory-utilization", "0.9"], "here it is --kv-cache-memory (a size, e.g. 4GiB)"),
-        (["serve", "--model", "x"], "here it is MODEL (an argument, not an option)"),
-        (["worker", "--max-running-requests=8"], "here it is --max-num-seqs"),
-        (["worker", "--hostname", "x"], "not supported by this command"),
-        (["serve", "--data-parallel-size", "2"], "here it is --dp (or --decode: engines that share nothing)"),
-        (["serve", "--enable-lora"], "not supported: LoRA adapters"),
-        (["frontend", "--disable-log-requests"], "kvrelay --log-level LEVEL, before the command"),
-    ],
-)
-def test_a_flag_of_another_server(arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(arguments) == 2
-    error = capsys.readouterr().err
-    assert (
-        f"{arguments[1].split('=')[0]}'. It is another server's flag: {told} (see 'kvrelay {arguments[0]} --help'"
-        in error
-    )
-    assert "Did you mean" not in error
-
-
-def test_what_the_table_names_exists() -> None:
-    known = dict(commands())
-    params = [param for name in ("serve", "worker", "frontend") for param in known[f"kvrelay {name}"].params]
-    options = {name for param in params for name in (*param.opts, *param.secondary_opts)} | {"MODEL"}
-    assert {known.ours for known in COUNTERPARTS.values() if known.ours} <= options
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -90,11 +89,7 @@ def _staged() -> Iterator[Callable[[], EngineHost]]:
     config = VllmConfig(vllm_connector="kvrelay", vllm_staging=str(64 * STAGED_BLOCK_BYTES))
     settings = WorkerConfig(model_path=bundled_checkpoint_path(), engine=CONFIG, role=WorkerRole.DECODE, vllm=config)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            vllm,
-            "start_vllm",
-            partial(staged_start, StagedVllm()),
-        )
+        patch.setattr(vllm, "start_vllm", lambda *given: staged_start(StagedVllm(), *given))
         yield lambda: vllm.from_settings(settings, "vllm")
 
 

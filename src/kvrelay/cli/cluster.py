@@ -5,21 +5,45 @@ from __future__ import annotations
 import json
 import re
 import time
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from kvrelay.cli.grouped_help import GroupedCommand
+from kvrelay.cli.help import GroupedCommand
 from kvrelay.cli.options import SettingsSource, json_option, settings_options
 from kvrelay.cli.processes import run_async
 from kvrelay.config import ControlConfig
 
-_control = settings_options(ControlConfig)
+if TYPE_CHECKING:
+    from kvrelay.launch.clusters import RunningCluster
+
+Command = TypeVar("Command", bound=Callable[..., Any])
 _NEGATIVE = re.compile(r"-\.?[0-9]")
 
 
-def _settings(config_file: Path | None, flags: dict[str, object]) -> ControlConfig:
-    return SettingsSource((ControlConfig,), config_file, flags).build(ControlConfig)
+def _control(command: Command) -> Command:
+    """Options that say which cluster; without them it is the one that this user runs on this machine."""
+    about = "Port or process id of a kvrelay serve of yours on this machine. Default: the only one."
+    return settings_options(ControlConfig)(click.option("--cluster", help=about)(command))
+
+
+def _settings(cluster: str | None, config_file: Path | None, flags: dict[str, object]) -> ControlConfig:
+    """Raises ConfigError."""
+    given = SettingsSource((ControlConfig,), config_file, flags).build(ControlConfig)
+    if given.control and cluster is None:
+        return given
+    found = _found(cluster, flags)
+    return replace(given, control=found.control, discovery=found.discovery, namespace=found.namespace)
+
+
+def _found(cluster: str | None, flags: dict[str, object]) -> RunningCluster:
+    from kvrelay.launch.clusters import choose_cluster
+
+    namespace = flags.get("namespace")
+    return choose_cluster(cluster, str(namespace) if namespace is not None else None)
 
 
 @click.command(cls=GroupedCommand)
@@ -30,7 +54,7 @@ def _settings(config_file: Path | None, flags: dict[str, object]) -> ControlConf
 @click.option(
     "--explain-tokens", type=click.IntRange(1), help="--explain for a generated prompt of N tokens; default: none."
 )
-@click.option("--url", default="http://127.0.0.1:8000", help="--explain: the frontend.", show_default=True)
+@click.option("--url", help="--explain: the frontend; default: that of the cluster that you run on this machine.")
 @click.option("--model", help="Model for --explain; default: the first one.")
 @click.option("--api-key", help="API key of the frontend for --explain; default: none.")
 @_control
@@ -40,15 +64,16 @@ def status(
     check: bool,
     prompt: str | None,
     explain_tokens: int | None,
-    url: str,
+    url: str | None,
     model: str | None,
     api_key: str | None,
+    cluster: str | None,
     config_file: Path | None,
     **flags: object,
 ) -> None:
     """Show workers with role, model, load, KV use and hand-offs; with --explain, a routing decision.
 
-    Example: kvrelay status --control nats://127.0.0.1:4222
+    Example: kvrelay status
     """
     from kvrelay.launch.admin import cluster_status, require_idle, status_table
     from kvrelay.launch.frontend_calls import decision_table, explain_route, made_up_prompt
@@ -56,11 +81,13 @@ def status(
     asked = made_up_prompt(explain_tokens) if explain_tokens is not None else prompt
     if asked is not None and (check or (prompt is not None and explain_tokens is not None)):
         raise click.UsageError("--explain, --explain-tokens and --check exclude each other")
-    control = _settings(config_file, flags)
+    # The frontend answers --explain by itself.
+    frontend = (url or _found(cluster, flags).url) if asked is not None else ""
+    control = _settings(cluster, config_file, flags) if asked is None else ControlConfig()
 
     async def show() -> None:
         if asked is not None:
-            answer = await explain_route(url, asked, model, api_key)
+            answer = await explain_route(frontend, asked, model, api_key)
             if as_json:
                 click.echo(json.dumps(answer))
             else:
@@ -84,49 +111,49 @@ def status(
 @click.command(cls=GroupedCommand)
 @click.argument("worker_id")
 @_control
-def drain(worker_id: str, config_file: Path | None, **flags: object) -> None:
+def drain(worker_id: str, cluster: str | None, config_file: Path | None, **flags: object) -> None:
     """Let WORKER_ID finish its requests, leave the cluster and exit.
 
-    Example: kvrelay drain prefill-0a1b2c3d4e --control nats://127.0.0.1:4222
+    Example: kvrelay drain prefill-0a1b2c3d4e
     """
     from kvrelay.launch.admin import print_reply
 
-    run_async(print_reply(_settings(config_file, flags), worker_id, "drain"))
+    run_async(print_reply(_settings(cluster, config_file, flags), worker_id, "drain"))
 
 
 @click.command(cls=GroupedCommand)
 @click.argument("worker_id")
 @click.argument("new_role", type=click.Choice(["prefill", "decode", "both"]))
 @_control
-def role(worker_id: str, new_role: str, config_file: Path | None, **flags: object) -> None:
+def role(worker_id: str, new_role: str, cluster: str | None, config_file: Path | None, **flags: object) -> None:
     """Drain WORKER_ID and let it continue as NEW_ROLE, without reloading weights.
 
-    Example: kvrelay role decode-0a1b2c3d4e prefill --control nats://127.0.0.1:4222
+    Example: kvrelay role decode-0a1b2c3d4e prefill
     """
     from kvrelay.launch.admin import print_reply
 
-    run_async(print_reply(_settings(config_file, flags), worker_id, "role", new_role))
+    run_async(print_reply(_settings(cluster, config_file, flags), worker_id, "role", new_role))
 
 
 @click.group()
 def config() -> None:
     """Read or change a setting of a running cluster.
 
-    Example: kvrelay config set disagg.disagg_policy threshold --control nats://127.0.0.1:4222
+    Example: kvrelay config set disagg.disagg_policy threshold
     """
 
 
 @config.command("get", cls=GroupedCommand)
 @click.argument("key", required=False)
 @_control
-def config_get(key: str | None, config_file: Path | None, **flags: object) -> None:
+def config_get(key: str | None, cluster: str | None, config_file: Path | None, **flags: object) -> None:
     """Show KEY, or all keys that are set.
 
-    Example: kvrelay config get --control nats://127.0.0.1:4222
+    Example: kvrelay config get
     """
     from kvrelay.launch.admin import config_get as get
 
-    run_async(get(_settings(config_file, flags), key))
+    run_async(get(_settings(cluster, config_file, flags), key))
 
 
 class TakesNegativeNumbers(GroupedCommand):
@@ -141,24 +168,24 @@ class TakesNegativeNumbers(GroupedCommand):
 @click.argument("key")
 @click.argument("value")
 @_control
-def config_set(key: str, value: str, config_file: Path | None, **flags: object) -> None:
+def config_set(key: str, value: str, cluster: str | None, config_file: Path | None, **flags: object) -> None:
     """Set KEY to VALUE in every process at once.
 
-    Example: kvrelay config set disagg.max_prefill_queue_size 4 --control nats://127.0.0.1:4222
+    Example: kvrelay config set disagg.max_prefill_queue_size 4
     """
     from kvrelay.launch.admin import config_set as put
 
-    run_async(put(_settings(config_file, flags), key, value))
+    run_async(put(_settings(cluster, config_file, flags), key, value))
 
 
 @config.command("unset", cls=GroupedCommand)
 @click.argument("key")
 @_control
-def config_unset(key: str, config_file: Path | None, **flags: object) -> None:
+def config_unset(key: str, cluster: str | None, config_file: Path | None, **flags: object) -> None:
     """Let every process return to its own value of KEY.
 
-    Example: kvrelay config unset disagg.max_prefill_queue_size --control nats://127.0.0.1:4222
+    Example: kvrelay config unset disagg.max_prefill_queue_size
     """
     from kvrelay.launch.admin import config_unset as unset
 
-    run_async(unset(_settings(config_file, flags), key))
+    run_async(unset(_settings(cluster, config_file, flags), key))

@@ -17,7 +17,6 @@ import click
 from click.shell_completion import CompletionItem
 
 from kvrelay.cli.log_limit import LineFormatter, LogLimit
-from kvrelay.cli.other_servers import counterpart_of
 from kvrelay.core.clock import MonotonicClock
 from kvrelay.errors import KvrelayError
 from kvrelay.version import __version__
@@ -32,10 +31,10 @@ COMMANDS = {
     "drain": ("kvrelay.cli.cluster:drain", "Let a worker finish its work and leave."),
     "role": ("kvrelay.cli.cluster:role", "Change a worker's role."),
     "config": ("kvrelay.cli.cluster:config", "Read or change a setting of a running cluster."),
-    "api-key": ("kvrelay.cli.api_key:api_key", "Make an API key for a client."),
+    "api-key": ("kvrelay.cli.small:api_key", "Make an API key for a client."),
     "bench": ("kvrelay.bench.commands:bench_group", "Measure engines, servers, routers, transfers and data sets."),
-    "completion": ("kvrelay.cli.completion:completion", "Print the completion script of a shell."),
-    "make-model": ("kvrelay.cli.make_model:make_model_command", "Write a checkpoint with random weights."),
+    "completion": ("kvrelay.cli.small:completion", "Print the completion script of a shell."),
+    "make-model": ("kvrelay.cli.small:make_model_command", "Write a checkpoint with random weights."),
 }
 
 
@@ -116,21 +115,12 @@ def run(arguments: list[str], command: click.Command = cli, name: str = "kvrelay
         click.echo(exc.format_message())
         return 2
     except click.ClickException as exc:
-        return _fail(f"{_explained(exc)}{_hint(exc)}", exc.exit_code)
+        return _fail(f"{exc.format_message()}{_hint(exc)}", exc.exit_code)
     except KvrelayError as exc:
         return _fail(exc.message, exc.exit_code)
     except (click.Abort, KeyboardInterrupt):
         return 130
     return result if isinstance(result, int) else 0
-
-
-def _explained(error: click.ClickException) -> str:
-    """The message. For a flag of another server it names ours, instead of flags that merely look similar."""
-    if isinstance(error, click.NoSuchOption) and error.ctx:
-        counterpart = counterpart_of(error.option_name, error.ctx.command)
-        if counterpart is not None:
-            return f"{error.message} It is another server's flag: {counterpart}"
-    return error.format_message()
 
 
 def _hint(error: click.ClickException) -> str:

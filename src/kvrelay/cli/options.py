@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import click
 
-from kvrelay.cli.grouped_help import GroupedOption, heading
+from kvrelay.cli.help import GroupedOption, heading
 from kvrelay.config import WorkerConfig, load_settings
 from kvrelay.config.kv_transfer import read_kv_transfer_config
 from kvrelay.config.loading import read_config_file
@@ -78,7 +78,7 @@ def settings_options(*classes: type[Settings], exclude: tuple[str, ...] = ()) ->
     def decorate(command: Command) -> Command:
         for cls in reversed(classes):
             command = field_options(cls, exclude=exclude)(command)
-        help_text = "YAML file with the sections below; flags override it. Default: none."
+        help_text = "YAML file of settings by section; flags override it. Default: none."
         path = click.Path(exists=True, dir_okay=False, path_type=Path)
         return click.option("--config", "config_file", type=path, help=help_text)(command)
 

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import click
 
-from kvrelay.cli.grouped_help import GroupedCommand
+from kvrelay.cli.help import GroupedCommand
 from kvrelay.cli.options import (
     SettingsSource,
     engine_option,
@@ -37,7 +37,19 @@ def run_async(coroutine: Coroutine[Any, Any, T]) -> T:
         return runner.run(coroutine)
 
 
-@click.command(cls=GroupedCommand)
+EVERYDAY_WORKER = (
+    *("role", "engine_kind", "served_model_name", "worker_host", "worker_port", "control", "namespace", "metrics_port"),
+    *("max_num_seqs", "max_num_batched_tokens", "max_model_len", "kv_cache_memory", "block_size", "dtype", "device"),
+    *("num_threads", "tp", "pp", "dp", "ep", "transport", "ucx_tls", "ucx_net_devices", "disagg_policy", "config_file"),
+)
+EVERYDAY_FRONTEND = (
+    *("host", "port", "api_key", "api_keys_file", "requests_per_minute", "tls_cert", "tls_key", "max_body_bytes"),
+    *("max_waiting_requests", "request_timeout_s", "allowed_origins", "access_log", "tool_call_parser"),
+    *("reasoning_parser", "shutdown_timeout_s", "router", "order", "control", "discovery", "namespace", "config_file"),
+)
+
+
+@click.command(cls=GroupedCommand, everyday=EVERYDAY_WORKER)
 @model_argument
 @click.option("--role", type=click.Choice(["prefill", "decode", "both"]), default="both", help="What it does at first.")
 @engine_option
@@ -74,7 +86,7 @@ def worker(
     run_async(run_worker(config))
 
 
-@click.command(cls=GroupedCommand)
+@click.command(cls=GroupedCommand, everyday=EVERYDAY_FRONTEND)
 @settings_options(*FRONTEND_SETTINGS)
 def frontend(config_file: Path | None, **flags: object) -> None:
     """Run one frontend: the OpenAI API of a cluster.

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 import click
 from click.core import ParameterSource
 
-from kvrelay.cli.grouped_help import GroupedCommand
+from kvrelay.cli.help import GroupedCommand
 from kvrelay.cli.options import (
     SettingsSource,
     engine_option,
@@ -39,7 +39,16 @@ def kind_option(name: str, help_text: str, most: int = MAX_RANKS) -> Callable[[C
 SERVE_SETTINGS = (*FRONTEND_SETTINGS, *(cls for cls in WORKER_SETTINGS if cls not in FRONTEND_SETTINGS))
 
 
-@click.command(cls=GroupedCommand)
+EVERYDAY = (
+    *("num_prefill", "num_decode", "num_frontends", "tp_prefill", "tp_decode", "engine_kind", "served_model_name"),
+    *("host", "port", "api_key", "api_keys_file", "tls_cert", "tls_key", "tool_call_parser", "reasoning_parser"),
+    *("max_num_seqs", "max_model_len", "kv_cache_memory", "dtype", "device", "num_threads", "tp", "transport"),
+    *("disagg_policy", "control", "config_file"),
+)
+"""What ``--help`` lists."""
+
+
+@click.command(cls=GroupedCommand, everyday=EVERYDAY)
 @model_argument
 @click.option("--prefill", "num_prefill", default=1, type=click.IntRange(0, 64), help="Prefill workers; 0: aggregated.")
 @click.option("--decode", "num_decode", default=1, type=click.IntRange(1, 64), help="Decode workers.")
@@ -91,6 +100,12 @@ def serve(
     """Serve MODEL (a checkpoint directory or hub id; default: the bundled one) on this machine.
 
     Example: kvrelay serve ./model --prefill 1 --decode 1 --port 8000
+
+    \b
+    kvrelay serve                                  the bundled model, 1 prefill and 1 decode worker
+    kvrelay serve ./model --decode 2 --tp 2        two decode workers, two ranks each
+    kvrelay serve ./model --prefill 0              aggregated: one worker does both
+    kvrelay serve ./model --engine vllm            vLLM computes
     """
     from kvrelay.launch.serve import ServeConfig, run_serve
 

@@ -77,6 +77,14 @@ def cache_directory() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "kvrelay"
 
 
+def state_directories() -> list[Path]:
+    """The directories for what lives as long as a process: of the session (``$XDG_RUNTIME_DIR/kvrelay``), if there is
+    one, and of the user (``$XDG_STATE_HOME/kvrelay``, or ``~/.local/state/kvrelay``)."""
+    session, state = os.environ.get("XDG_RUNTIME_DIR", ""), os.environ.get("XDG_STATE_HOME", "")
+    places = [Path(session)] if session and os.access(session, os.W_OK) else []
+    return [place / "kvrelay" for place in (*places, Path(state) if state else Path.home() / ".local" / "state")]
+
+
 def read_config_file(path: Path, sections: list[type[Settings]]) -> dict[str, dict[str, object]]:
     """The sections of a YAML configuration file. Raises ConfigError for unknown sections and broken files."""
     try:

@@ -48,6 +48,7 @@ from kvrelay.launch.children import (
     stop_children,
     worker_command,
 )
+from kvrelay.launch.clusters import RunningCluster, announced, this_process
 from kvrelay.launch.frontend_calls import http_call
 from kvrelay.launch.nats_supervisor import NatsSupervisor
 from kvrelay.launch.process import leave_closed_terminals, on_terminate, terminal_outputs
@@ -124,8 +125,9 @@ class Cluster:
             await self._start()
             await self._check_tokenizer()
             if await self._until_ready():
-                self._announce()
-                await self._supervise()
+                with announced(self._description()):
+                    self._announce()
+                    await self._supervise()
         finally:
             await self._shut_down()
 
@@ -211,6 +213,19 @@ class Cluster:
                 error = FatalError(f"{child.name} ended with exit code {child.exit_code} while starting, see above")
                 error.exit_code = USAGE_EXIT_CODE if child.exit_code == USAGE_EXIT_CODE else 1
                 raise error
+
+    def _description(self) -> RunningCluster:
+        control = self._control
+        return RunningCluster(
+            *this_process(),
+            port=self._port,
+            url=self.url,
+            model=self._common.model,
+            shape=self._config.shape,
+            control=control.control,
+            discovery=control.discovery,
+            namespace=control.namespace,
+        )
 
     def _announce(self) -> None:
         config, model = self._config, self._common.model

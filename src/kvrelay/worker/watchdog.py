@@ -6,7 +6,7 @@
     it has not ended GRACE_S later   ──> killed here: the event loop hangs as well
 
 It has its own thread, because a hang may block any other. Native code that keeps the interpreter's lock stops this
-thread too; ``launch/stuck.py`` covers that case.
+thread too; ``launch/process.py`` covers that case.
 """
 
 from __future__ import annotations
