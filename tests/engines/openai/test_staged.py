@@ -131,7 +131,7 @@ async def test_two_servers_exchange_kv_by_kvrelays_transport(start: Callable[[st
     p, d = start("p"), start("d")
     async with _pair(p.host, d.host) as pair:
         await _ask_all(pair, "r")
-        assert pair.prefill.worker._prefill.stats.num_prefills == len(LENGTHS)
+        assert pair.prefill.worker.stats().prefill.num_prefills == len(LENGTHS)
     assert sorted(d.exchange.num_loaded[1:]) == sorted(LENGTHS)
     bodies = [body for body in p.http.script.bodies if "kv_transfer_params" in body]
     assert {(body["max_tokens"], body["stream"]) for body in bodies} == {(1, False)}
