@@ -30,8 +30,8 @@ async def test_the_decode_worker_reads_and_the_prefill_worker_writes_nothing(tra
         for number, length in enumerate((65, 300, 1000, 3000)):
             client.send(f"r{number}", prompt(length, number))
             assert await client.answer(f"r{number}") == expected(prompt(length, number), 8)
-        assert decode.worker._decode.stats.num_remote_done == 4
-        assert decode.worker._decode.stats.num_received_bytes >= (65 + 300 + 1000 + 3000) * 4
+        assert decode.worker.stats().decode.num_remote_done == 4
+        assert decode.worker.stats().decode.num_received_bytes >= (65 + 300 + 1000 + 3000) * 4
         assert (ops_of(await prefill.status()), ops_of(await decode.status())) == (set(), {"read"})
 
 
@@ -48,8 +48,8 @@ async def test_hits_and_two_block_sizes(sizes: tuple[int, int], checksums: bool)
             tokens = BASE + prompt(length, number + 1)
             client.send(f"r{number}", tokens)
             assert await client.answer(f"r{number}") == expected(tokens, 8)
-        assert decode.worker._decode.stats.num_remote_done == 3
-        assert decode.worker._decode.stats.num_kv_checksum_mismatches == 0
+        assert decode.worker.stats().decode.num_remote_done == 3
+        assert decode.worker.stats().decode.num_kv_checksum_mismatches == 0
         assert ops_of(await prefill.status()) == {"read"}
 
 
@@ -73,7 +73,7 @@ async def test_a_failed_read_is_computed_here_and_frees_both_sides():
         assert decode.ledger.counters.ends == {EndReason.READ_FAILED: 1}
         client.send("next", prompt(300, 5))
         assert await client.answer("next") == expected(prompt(300, 5), 8)
-        assert decode.worker._decode.stats.num_remote_done == 1
+        assert decode.worker.stats().decode.num_remote_done == 1
 
 
 async def test_a_flipped_bit_is_found():
@@ -82,7 +82,7 @@ async def test_a_flipped_bit_is_found():
         shared.fabric.faults.corrupt_next = 1
         client.send("r", prompt(320))
         assert await client.answer("r") == expected(prompt(320), 8)
-        assert decode.worker._decode.stats.num_kv_checksum_mismatches == 1
+        assert decode.worker.stats().decode.num_kv_checksum_mismatches == 1
 
 
 async def test_blocks_stay_in_use_at_the_prefill_worker_until_they_are_read():

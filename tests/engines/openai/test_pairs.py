@@ -89,7 +89,7 @@ async def test_the_prefill_server_computes_and_the_decode_server_fetches() -> No
         assert exchange.kept == {}
         assert exchange.errors == []
         assert pair.decode.worker._decode.stats.num_remote_done == 6
-        assert pair.prefill.worker._prefill.stats.num_prefills == 6
+        assert pair.prefill.worker.stats().prefill.num_prefills == 6
         first, second = (server.script.bodies[0] for server in pair.servers)
         assert first["prompt"] == second["prompt"]
         assert second["stream"]

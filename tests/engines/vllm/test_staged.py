@@ -267,7 +267,7 @@ async def test_kv_goes_from_vllm_to_vllm_by_kvrelays_transport() -> None:
         assert {name: libraries[1].loaded[name] for name in prompts} == {
             name: len(tokens) for name, tokens in prompts.items()
         }
-        assert prefill.worker._prefill.stats.num_prefills == 6
+        assert prefill.worker.stats().prefill.num_prefills == 6
 
 
 async def test_a_cancelled_request_leaves_nothing_behind() -> None:
