@@ -17,6 +17,11 @@ from kvrelay.executors.mock import mock_generate
 
 MakeEngine = Callable[..., EngineCore]
 VOCAB_SIZE, EOS = 500, (2,)
+SHORTAGES = [
+    pytest.param(256, 8, PrefillMode.LOCAL, id="slots"),
+    pytest.param(256, 8, PrefillMode.REMOTE, id="slots-remote"),
+    pytest.param(32, 64, PrefillMode.LOCAL, id="blocks"),
+]
 
 
 class Recorder:
@@ -188,6 +193,55 @@ def test_a_key_without_share_is_served_beside_a_flood_at_a_better_priority(make_
         engine.step()
         num_steps += 1
     assert num_steps <= 5, "its chunk and its tokens do not wait either"
+
+
+def _flooded(engine: EngineCore, num_requests: int) -> list[Request]:
+    """One key's long requests at the best priority, begun."""
+    flood = [
+        request(f"flood-{number}", 12, max_tokens=40, first=10 + number, priority=-(2**30), tenant="a")
+        for number in range(num_requests)
+    ]
+    for one in flood:
+        engine.add_request(one)
+    for _ in range(5):
+        engine.step()
+    return flood
+
+
+@pytest.mark.parametrize(("num_blocks", "max_num_seqs", "mode"), SHORTAGES)
+def test_a_key_within_its_share_does_not_wait_until_answers_of_a_flood_end(
+    make_engine: MakeEngine, num_blocks: int, max_num_seqs: int, mode: PrefillMode
+) -> None:
+    engine = make_engine(num_blocks=num_blocks, max_num_seqs=max_num_seqs)
+    flood = _flooded(engine, 40)
+    ended_before = [one for one in flood if one.request_id not in engine.scheduler.requests]
+    modest = [request(f"modest-{number}", 6, first=200 + 9 * number, tenant="b", mode=mode) for number in range(2)]
+    for one in modest:
+        engine.add_request(one)
+    for _ in range(4):  # a step in which sequences that grow were preempted admits none
+        engine.step()
+    assert all(one.status is not RequestStatus.WAITING for one in modest)
+    assert [one for one in flood if one.request_id not in engine.scheduler.requests] == ended_before
+    assert 0 < sum(one.status is RequestStatus.PREEMPTED for one in flood) <= 4
+
+
+def test_no_sequence_is_preempted_for_a_key_above_its_share_or_without_keys(make_engine: MakeEngine) -> None:
+    engine = make_engine(num_blocks=256, max_num_seqs=8)
+    flood = _flooded(engine, 12)
+    others = [request(f"other-{number}", 6, first=200 + 9 * number, tenant="b") for number in range(9)]
+    for one in others:
+        engine.add_request(one)
+    for _ in range(3):
+        engine.step()
+        assert sum(one.status is RequestStatus.RUNNING for one in others) <= 4, "half of the slots"
+        assert sum(one.status is RequestStatus.RUNNING for one in flood) >= 4
+    assert len(drain(engine)) == 21
+
+    engine = make_engine(num_blocks=256, max_num_seqs=8)
+    for number in range(20):
+        engine.add_request(request(f"free-{number}", 8, max_tokens=20, first=10 + 10 * number, priority=-number))
+    drain(engine)
+    assert engine.scheduler.num_preemptions == 0
 
 
 def test_a_key_keeps_its_blocks_beside_a_flood_at_a_better_priority(make_engine: MakeEngine) -> None:

@@ -2,19 +2,41 @@
 
 If the pool is empty, the least urgent sequence of the API key with the most blocks is preempted. ``Growth`` owns the
 list of decodes that need a block, and the choice of the victim. A preempted sequence loses its slot and all its blocks,
-waits again, and is prefilled again. What else happens in a step it does not know.
+waits again, and is prefilled again. A key below an equal share of slots and blocks need not wait until answers of a
+key above it have ended: the same happens to those. What else happens in a step it does not know.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from kvrelay.core.clock import Clock
 from kvrelay.core.status import RequestStatus
 from kvrelay.engine.batch import Batch
 from kvrelay.engine.block_pool import BlockPool
 from kvrelay.engine.request import PrefillMode, Request, service_order
+
+
+class Holdings:
+    """What each API key holds of the slots and blocks. ``waiting``: keys that wait have a share, too."""
+
+    def __init__(self, admitted: Iterable[Request], waiting: Iterable[str], num_slots: int, num_blocks: int) -> None:
+        self._slots, self._blocks = Counter[str](), Counter[str]()
+        for request in admitted:
+            self._slots[request.tenant] += 1
+            self._blocks[request.tenant] += len(request.block_ids)
+        num_keys = max(len(self._slots.keys() | set(waiting)), 1)
+        self._most_slots, self._most_blocks = num_slots // num_keys, num_blocks // num_keys
+
+    def is_above(self, tenant: str) -> bool:
+        """Whether the key holds more than an equal share."""
+        return not self.allow(tenant, 0, 0)
+
+    def allow(self, tenant: str, num_blocks: int, num_slots: int = 1) -> bool:
+        """Whether the key, with that much more, holds an equal share at most."""
+        has_slots = self._slots[tenant] + num_slots <= self._most_slots
+        return has_slots and self._blocks[tenant] + num_blocks <= self._most_blocks
 
 
 class Growth:
@@ -41,10 +63,17 @@ class Growth:
                 if block_ids is not None:
                     self._batch.add_block(request, block_ids[0])
                     break
-                self._preempt(self._choose_victim(request))
+                self._preempt(self._choose_victim() or request)
         return self.num_preemptions > num_before
 
-    def _choose_victim(self, request: Request) -> Request:
+    def make_room(self, holdings: Holdings) -> bool:
+        """Preempt a sequence of a key above its share. False: there is none."""
+        victim = self._choose_victim(holdings.is_above)
+        if victim is not None:
+            self._preempt(victim)
+        return victim is not None
+
+    def _choose_victim(self, may_lose: Callable[[str], bool] = lambda _: True) -> Request | None:
         """The least urgent sequence of the API key that holds the most blocks: no key's priority takes blocks from
         another key. Hand-offs are exempt: a transfer may read their blocks."""
         victims: dict[str, Request] = {}
@@ -55,9 +84,9 @@ class Growth:
             num_blocks[other.tenant] += len(other.block_ids)
             known = victims.setdefault(other.tenant, other)
             victims[other.tenant] = max(known, other, key=service_order)
-        if not victims:
-            return request
-        return victims[max(victims, key=lambda tenant: (num_blocks[tenant], victims[tenant].arrival))]
+        losing = filter(may_lose, victims)
+        first = max(losing, key=lambda tenant: (num_blocks[tenant], victims[tenant].arrival), default=None)
+        return None if first is None else victims[first]
 
     def _preempt(self, request: Request) -> None:
         self.num_preemptions += 1

@@ -23,7 +23,7 @@ from kvrelay.core.messages import TokenOutput
 from kvrelay.core.status import FINISH_STATUS, FinishReason, RequestStatus
 from kvrelay.core.step_cost import StepWork
 from kvrelay.engine.admission.queue import AdmissionQueue, Backlog, EngineLoad
-from kvrelay.engine.allocation import Growth, cache_full_blocks, free_blocks, transfer_may_run
+from kvrelay.engine.allocation import Growth, Holdings, cache_full_blocks, free_blocks, transfer_may_run
 from kvrelay.engine.batch import Batch
 from kvrelay.engine.block_pool import BlockPool
 from kvrelay.engine.reports import finish_reason, report_blocks, report_last_blocks, report_token
@@ -277,8 +277,29 @@ class Scheduler:
         while self._may_try_to_admit:
             request = self.admission.admit(self._load())
             if request is None:
-                return
+                break
             self._place(request)
+        if not self.num_places:
+            for tenant in self.admission.shares.waiting:
+                self._give_share(tenant)
+
+    def _give_share(self, tenant: str) -> None:
+        """Requests of a key that waits below its share get slots and blocks, if need be of keys above theirs."""
+        while True:
+            held = self._holdings()
+            wanted = self.admission.num_blocks_wanted(self._load(), tenant) if held.allow(tenant, 0) else None
+            if wanted is None or not held.allow(tenant, wanted):
+                return
+            request = self.admission.admit(self._load(), tenant) if self._may_try_to_admit else None
+            if request is not None:
+                self._place(request)
+            elif not self._growth.make_room(held):
+                return
+
+    def _holdings(self) -> Holdings:
+        outside = (RequestStatus.REMOTE_PREFILLING, RequestStatus.LOADING_KV)
+        admitted = [request for request in self.requests.values() if request.slot >= 0 or request.status in outside]
+        return Holdings(admitted, self.admission.shares.waiting, self.max_num_running, self.pool.num_blocks)
 
     @property
     def _may_try_to_admit(self) -> bool:

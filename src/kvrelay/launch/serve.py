@@ -323,7 +323,7 @@ class Cluster:
     def _say_waiting(self, children: list[Child]) -> None:
         names = ", ".join(child.name for child in children)
         print(
-            f"kvrelay: waiting up to {self._config.drain_timeout_s:g} s for {names} to finish open requests; "
+            f"kvrelay: waiting up to {self._config.drain_timeout_s:g} s for {names} to end, open requests first; "
             "a second Ctrl-C or SIGTERM ends them at once",
             file=sys.stderr,
         )

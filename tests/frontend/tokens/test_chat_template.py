@@ -32,7 +32,6 @@ def test_names_that_templates_expect_are_defined() -> None:
         "{{ messages.append(1) }}",
         "{{ ''.__class__.__mro__[1].__subclasses__() }}",
         "{{ missing.attribute }}",
-        "{{ range(10000000) | list }}",
     ],
 )
 def test_refusals_and_the_sandbox(source: str) -> None:
@@ -51,6 +50,7 @@ def test_a_malformed_template_is_the_checkpoints_fault() -> None:
     [
         "{{ 'a' * 10**9 }}",
         "{{ 10**9 * 'a' }}",
+        "{{ range(10000000) | list }}",
         "{% set x = [0] * 10**9 %}",
         "{% set x = 'a' | center(10**9) %}",
         "{{ 'a'.ljust(1000000000) }}",
@@ -71,6 +71,10 @@ def test_a_malformed_template_is_the_checkpoints_fault() -> None:
         "{% set ns = namespace(x='ab') %}{% for a in range(60) %}{% set ns.x = ns.x.replace('', ns.x) %}{% endfor %}",
         "{% set ns = namespace(x='ab') %}{% for a in range(60) %}{% set ns.x = [ns.x, ns.x]|join(ns.x) %}{% endfor %}",
         "{% set x = 'ab' %}" + "{% set x %}{{ x }}{{ x }}{% endset %}" * 60,
+        "{% set x = 'a' * 10**6 %}{% for i in range(10**5) %}{% if 'ab' in x %}{% endif %}{% endfor %}",
+        "{% set x = 'a' * 10**6 %}{% for i in range(10**5) %}{% set y = x[1:] %}{% endfor %}",
+        "{% set x = 'a' * 10**6 %}{% for i in range(10**5) %}{% if 'ab' is in x %}{% endif %}{% endfor %}",
+        "{% for i in range(10**4) %}{% set x = messages | tojson %}{% endfor %}",
     ],
 )
 def test_a_template_that_works_for_ever_is_refused_at_load(source: str) -> None:

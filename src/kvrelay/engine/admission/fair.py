@@ -59,6 +59,11 @@ class Shares:
         self._num_waiting: Counter[str] = Counter()
 
     @property
+    def waiting(self) -> list[str]:
+        """The API keys whose requests wait, the least served first; without keys none."""
+        return sorted(filter(None, self._num_waiting), key=self.served)
+
+    @property
     def is_contended(self) -> bool:
         """Whether requests of several keys wait."""
         return len(self._num_waiting) > 1
@@ -241,16 +246,18 @@ class FairQueue:
         if is_admitted:
             self._shares.charge(request.tenant, request.num_queued_tokens)
 
-    def candidates(self, now_s: float, limit: int) -> list[Candidate]:
-        """The first ``limit`` requests in order of service: those of all keys in turn, the least served key first."""
-        if not self._shares.is_contended:
-            return [found for key in self._keys.values() for found in key.candidates(now_s, self._ageing_s, limit)]
+    def candidates(self, now_s: float, limit: int, tenant: str | None = None) -> list[Candidate]:
+        """The first ``limit`` requests in order of service: those of all keys in turn, the least served key first; or
+        those of ``tenant`` alone."""
+        if tenant is not None or not self._shares.is_contended:
+            keys = [key for name, key in self._keys.items() if tenant in (None, name)]
+            return [found for key in keys for found in key.candidates(now_s, self._ageing_s, limit)]
         served = self._shares.served
         found: list[Candidate] = []
         first = nsmallest(limit, self._keys, key=served)
         # Twice each key's part, for keys that have less.
         most = min(-(-2 * limit // max(len(first), 1)), limit)
-        for tenant in first:
-            own = self._keys[tenant].candidates(now_s, self._ageing_s, most)
-            found += [entry._replace(turn=(position, served(tenant))) for position, entry in enumerate(own)]
+        for name in first:
+            own = self._keys[name].candidates(now_s, self._ageing_s, most)
+            found += [entry._replace(turn=(position, served(name))) for position, entry in enumerate(own)]
         return sorted(found, key=lambda candidate: candidate.turn)[:limit]

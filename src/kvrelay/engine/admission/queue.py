@@ -15,7 +15,7 @@ then on no request passes it, and the blocks that become free are kept for it.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -144,9 +144,10 @@ class AdmissionQueue:
         """Whether ``admit`` would succeed."""
         return self._next(load) is not None
 
-    def admit(self, load: EngineLoad) -> Request | None:
-        """Admit the first request that may start, with its blocks and its prefix hit; None if there is none."""
-        found = self._next(load)
+    def admit(self, load: EngineLoad, tenant: str | None = None) -> Request | None:
+        """Admit the first request that may start, with its blocks and its prefix hit; None if there is none.
+        ``tenant``: only a request of this API key, which passes those of others."""
+        found = self._next(load, tenant)
         if found is None:
             return None
         request = found.request
@@ -162,21 +163,31 @@ class AdmissionQueue:
             placement.policy.placed(found.decision)
         return request
 
-    def _next(self, load: EngineLoad) -> _Admissible | None:
+    def num_blocks_wanted(self, load: EngineLoad, tenant: str) -> int | None:
+        """Blocks of the key's first request that waits for nothing but blocks or a slot; None: there is none."""
+        for request, _ in self._placeable(load, tenant):
+            return self._pool.blocks_for(len(request.token_ids))
+        return None
+
+    def _next(self, load: EngineLoad, tenant: str | None = None) -> _Admissible | None:
+        for request, decision in self._placeable(load, tenant):
+            fitting = self._fit(request, load, decision)
+            if fitting is not None:
+                return fitting
+            if tenant is not None or not self._may_be_passed(request):
+                return None
+        return None
+
+    def _placeable(self, load: EngineLoad, tenant: str | None) -> Iterator[tuple[Request, Decision | None]]:
+        """The first waiting requests in order of service, without those that wait for their turn to be computed."""
         now_s = self._clock.now()
-        queues = [queue.candidates(now_s, MAX_CANDIDATES) for queue in (self._here, self._elsewhere) if queue]
+        queues = [queue.candidates(now_s, MAX_CANDIDATES, tenant) for queue in (self._here, self._elsewhere) if queue]
         for candidate in heapq.merge(*queues, key=lambda candidate: candidate.urgency):
             decision = self._decide(candidate, load)
             if decision is None and self._is_over_budget(candidate, load):
                 continue
-            if decision is not None and decision.place is None:
-                continue
-            fitting = self._fit(candidate.request, load, decision)
-            if fitting is not None:
-                return fitting
-            if not self._may_be_passed(candidate.request):
-                return None
-        return None
+            if decision is None or decision.place is not None:
+                yield candidate.request, decision
 
     def _is_over_budget(self, candidate: Candidate, load: EngineLoad) -> bool:
         is_computed_here = candidate.request in self._here

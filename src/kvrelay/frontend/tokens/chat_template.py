@@ -22,6 +22,8 @@ from kvrelay.errors import CheckpointError, InvalidInputError, PromptTooLongErro
 
 MAX_WORK = 2**27
 """What a rendering may do: characters that it makes, and more for each call and each turn of a loop. Some seconds."""
+MAX_PROBE_WORK = 2**22
+"""At load, for a short chat."""
 TURN_WORK = 2**9
 CALL_WORK = 2**8
 _PROBE = ({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"})
@@ -58,6 +60,19 @@ class _CodeGenerator(CodeGenerator):
         joined = nodes.EnvironmentAttribute("joined")
         self.visit(nodes.Call(joined, list(node.nodes), [], None, None), frame)
 
+    def visit_Compare(self, node: nodes.Compare, frame: Frame) -> None:  # noqa: N802
+        operands = [nodes.Operand(operand.op, _looked_at(operand.expr)) for operand in node.ops]
+        super().visit_Compare(nodes.Compare(_looked_at(node.expr), operands), frame)
+
+    def visit_Getitem(self, node: nodes.Getitem, frame: Frame) -> None:  # noqa: N802
+        if isinstance(node.arg, nodes.Slice):
+            node = nodes.Getitem(_looked_at(node.node), node.arg, node.ctx)
+        super().visit_Getitem(node, frame)
+
+
+def _looked_at(node: nodes.Expr) -> nodes.Expr:
+    return nodes.Call(nodes.EnvironmentAttribute("paid"), [node], [], None, None)
+
 
 _TURN = nodes.Call(nodes.EnvironmentAttribute("turn"), [], [], None, None)
 
@@ -73,7 +88,13 @@ class _Environment(ImmutableSandboxedEnvironment):
         self.filters = {
             name: _bounded(name, function) for name, function in {**self.filters, "tojson": _tojson}.items()
         }
+        tests: dict[str, Any] = {**self.tests}
+        self.tests = {name: _bounded(name, function) for name, function in tests.items()}
         self.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
+
+    def paid(self, value: Any) -> Any:
+        """A text or list that is compared, searched or copied in part."""
+        return _paid(value)
 
     def turn(self) -> bool:
         _work.spend(TURN_WORK)
@@ -174,7 +195,7 @@ class ChatTemplate:
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         environment = _Environment()
-        _work.left = MAX_WORK
+        _work.left = MAX_PROBE_WORK
         try:
             self._template = environment.from_string(source)
         except (jinja2.TemplateError, SyntaxError, ValueError, OverflowError, RecursionError) as exc:
@@ -182,12 +203,14 @@ class ChatTemplate:
             raise CheckpointError(f"the chat template is malformed: {exc}") from exc
         self._special_tokens = dict(special_tokens)
         self.source = source
+        self._max_work = MAX_PROBE_WORK
         try:
             self.render(_PROBE)
         except InvalidInputError as exc:
             # A template may refuse a conversation, but no template needs a second for it.
             if _work.left < 0:
                 raise CheckpointError(f"the chat template is refused: of a short chat, {exc.__cause__}") from exc
+        self._max_work = MAX_WORK
 
     @property
     def knows_tools(self) -> bool:
@@ -221,7 +244,7 @@ class ChatTemplate:
             "messages": messages,
             "add_generation_prompt": add_generation_prompt,
         }
-        _work.left = MAX_WORK
+        _work.left = self._max_work
         try:
             return _joined(self._template.generate(names), max_chars)
         except (
