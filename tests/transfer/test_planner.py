@@ -154,37 +154,6 @@ def test_plans_of_random_layouts_equal_the_dense_copy(data: st.DataObject) -> No
     check(data.draw(st.sampled_from(TransferOp)), local, remote, begin, end, tables)
 
 
-@given(st.data())
-@settings(max_examples=60, deadline=None)
-def test_plans_rank_by_rank_move_the_same_bytes(data: st.DataObject) -> None:
-    local, remote = data.draw(layouts())
-    op = data.draw(st.sampled_from(TransferOp))
-    planner = TransferPlanner(local, remote)
-    tokens = min(local.block_size, remote.block_size) * 3
-    runs = [run_of(list(range(NUM_BLOCKS)), shape.block_size, 0, tokens) for shape in (local, remote)]
-    moved = set()
-    for (a, b), plan in planner.rank_plans(op, *runs).items():
-        parts = local.of_rank.block_bytes, remote.of_rank.block_bytes
-        for here, there, length in zip(plan.local_offsets, plan.remote_offsets, plan.lengths, strict=True):
-            for byte in range(0, int(length), 4):
-                block, at = divmod(int(here) + byte, parts[0])
-                other, there_at = divmod(int(there) + byte, parts[1])
-                moved.add(
-                    (
-                        block * local.block_bytes + a * parts[0] + at,
-                        other * remote.block_bytes + b * parts[1] + there_at,
-                    )
-                )
-    whole = planner.plan(op, *runs)
-    expected = {
-        (int(here) + byte, int(there) + byte)
-        for here, there, length in zip(whole.local_offsets, whole.remote_offsets, whole.lengths, strict=True)
-        for byte in range(0, int(length), 4)
-    }
-    assert moved == expected
-    assert planner.rank_pairs(op) == tuple(sorted(planner.rank_plans(op, *runs)))
-
-
 @pytest.mark.parametrize("heads", [1, 2, 4])
 @pytest.mark.parametrize("op", list(TransferOp))
 def test_equal_ranks_alone_talk_when_tp_is_equal(op: TransferOp, heads: int) -> None:

@@ -23,6 +23,7 @@ from kvrelay.core.layout import MemoryRegion
 from kvrelay.core.workers import KvMetadata
 from kvrelay.errors import ConfigError, FatalError, TransferError
 from kvrelay.transfer.auto import AutoTransport
+from kvrelay.transfer.base import Completion, Notification
 from kvrelay.transfer.factory import build_transport, pool_allocator, shared_memory
 from kvrelay.transfer.loopback import LoopbackFabric, LoopbackTransport
 from kvrelay.transfer.plan import EMPTY_PLAN, MAX_NOTIFY_BYTES
@@ -288,6 +289,22 @@ def test_auto_uses_shared_memory_here_and_the_other_transport_elsewhere() -> Non
         transport.close()
     for memory in memories:
         memory.close()
+
+
+class RefusingTransport(LoopbackTransport):
+    """Its peer refuses one post."""
+
+    def poll(self) -> tuple[list[Completion], list[Notification]]:
+        return [Completion(3, "no such grant is open", is_refused=True)], []
+
+
+def test_auto_passes_on_that_a_post_was_refused() -> None:
+    transport = AutoTransport("a", {"loopback": RefusingTransport(LoopbackFabric(), "a")})
+    pool = np.zeros(PAGE, dtype=np.uint8)
+    transport.register(MemoryRegion(pool.ctypes.data, pool.nbytes))
+    completions, _ = transport.poll()
+    assert completions == [Completion(3, "no such grant is open", is_refused=True)]
+    transport.close()
 
 
 def auto_end(name: str, memory: SharedPoolMemory, fabric: LoopbackFabric) -> tuple[AutoTransport, KvMetadata]:

@@ -1,4 +1,4 @@
-"""The control plane inside one process, for tests and simulation: the contract of ``base`` without a server.
+"""The control plane inside one process, without a server: what ``kvrelay.LLM`` runs on, and simulations and tests.
 
 A MemoryBroker is the server; each ``plane()`` is one process's connection to it. The broker can go away, with or
 without its data. A process can be cut off, or fall silent. With a ManualClock nothing happens by itself: ``advance``

@@ -1,4 +1,4 @@
-"""The request plane's door: ZMQ for processes, loopback for tests."""
+"""The request plane's door: ZMQ between processes, loopback within one."""
 
 from kvrelay.rpc.base import Peer, RpcClient, RpcServer
 from kvrelay.rpc.heartbeat import Heartbeat

@@ -1,4 +1,4 @@
-"""A request plane inside one process, for tests: the contract of ``base``, without sockets.
+"""A request plane inside one process, without sockets: what ``kvrelay.LLM`` runs on, and simulations and tests.
 
 Messages go through the real codec and arrive in order on the next turn of the event loop. Either side can break a
 connection. A client can be paused, like a stopped process: messages to it wait, up to a bound.

@@ -7,6 +7,7 @@ only one says so in its log, and its peers use that one.
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import msgspec
 
@@ -102,7 +103,7 @@ class AutoTransport(OneSided):
         completions, notifications = [], []
         for name, transport in self._usable.items():
             ended, arrived = transport.poll()
-            completions += [Completion(self._own_handle(name, each.handle), each.error) for each in ended]
+            completions += [replace(each, handle=self._own_handle(name, each.handle)) for each in ended]
             notifications += arrived
         return completions, notifications
 

@@ -31,14 +31,12 @@ from kvrelay.transfer.values import Int64Array, TransferOp, TransferPlan
 
 @dataclass(frozen=True, slots=True)
 class _Cells:
-    """Cell i of ``local`` pairs with cell i of ``remote``: byte offsets within a block. Strides: bytes per block.
+    """Cell i of ``local`` pairs with cell i of ``remote``: byte offsets within a block.
     ``lengths``: bytes of whole cells; with equal block sizes adjacent cells are merged already."""
 
     local: Int64Array
     remote: Int64Array
     lengths: Int64Array
-    local_stride: int
-    remote_stride: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,19 +89,11 @@ class TransferPlanner:
         span = self._span(local, remote, first_token, end_token)
         return EMPTY_PLAN if span is None else self._pieces(op, self._cells(op), span)
 
-    def rank_plans(
-        self, op: TransferOp, local: BlockRun, remote: BlockRun, first_token: int = 0, end_token: int | None = None
-    ) -> dict[tuple[int, int], TransferPlan]:
-        """As ``plan``, where each rank's pool is a memory of its own: by (local rank, remote rank), for those pairs
-        that have something to exchange. Offsets are those in the two ranks' own pools."""
-        span = self._span(local, remote, first_token, end_token)
-        if span is None:
-            return {}
-        return {pair: self._pieces(op, cells, span) for pair, cells in self._rank_cells(op).items()}
-
     def rank_pairs(self, op: TransferOp) -> tuple[tuple[int, int], ...]:
         """(local rank, remote rank) of those that exchange anything. Equal ranks alone if TP and PP are equal."""
-        return tuple(sorted(self._rank_cells(op)))
+        local, remote = self._pairs(op)
+        pairs = np.stack([local // self.local.of_rank.block_bytes, remote // self.remote.of_rank.block_bytes], axis=-1)
+        return tuple((a, b) for a, b in np.unique(pairs, axis=0).tolist())
 
     # -- tokens -------------------------------------------------------------------------------------------------------
 
@@ -134,8 +124,8 @@ class TransferPlanner:
 
     def _pieces(self, op: TransferOp, cells: _Cells, span: _Span) -> TransferPlan:
         token_bytes = self.local.token_head_bytes
-        local = (span.local_ids * cells.local_stride + span.local_tokens * token_bytes)[:, None] + cells.local
-        remote = (span.remote_ids * cells.remote_stride + span.remote_tokens * token_bytes)[:, None] + cells.remote
+        local = (span.local_ids * self.local.block_bytes + span.local_tokens * token_bytes)[:, None] + cells.local
+        remote = (span.remote_ids * self.remote.block_bytes + span.remote_tokens * token_bytes)[:, None] + cells.remote
         # With equal block sizes every run is a whole block, with others it lies within one cell.
         lengths = cells.lengths if self._has_equal_blocks else (span.num_tokens * token_bytes)[:, None]
         return _merged(op, local.ravel(), remote.ravel(), np.broadcast_to(lengths, local.shape).ravel())
@@ -157,20 +147,11 @@ class TransferPlanner:
 
     def _worker_cells(self, op: TransferOp) -> _Cells:
         local, remote = self._pairs(op)
-        return self._joined(op, local, remote, self.local.block_bytes, self.remote.block_bytes)
-
-    def _rank_cells(self, op: TransferOp) -> dict[tuple[int, int], _Cells]:
-        """By (local rank, remote rank): offsets within the blocks of these ranks' own pools."""
-        local, remote = self._pairs(op)
-        part_here, part_there = self.local.of_rank.block_bytes, self.remote.of_rank.block_bytes
-        pairs = np.stack([local // part_here, remote // part_there], axis=-1)
-        found = {}
-        for a, b in np.unique(pairs, axis=0).tolist():
-            theirs = (pairs == (a, b)).all(axis=-1)
-            found[a, b] = self._joined(
-                op, local[theirs] - a * part_here, remote[theirs] - b * part_there, part_here, part_there
-            )
-        return found
+        lengths = np.full(len(local), self.local.block_size * self.local.token_head_bytes, dtype=np.int64)
+        if self._has_equal_blocks:
+            merged = _merged(op, local, remote, lengths)
+            local, remote, lengths = merged.local_offsets, merged.remote_offsets, merged.lengths
+        return _Cells(local, remote, lengths)
 
     def _pairs(self, op: TransferOp) -> tuple[Int64Array, Int64Array]:
         """Offsets of cells here and there within a worker's block, pair by pair."""
@@ -178,15 +159,6 @@ class TransferPlanner:
             return _paired(self.local, self.remote)
         there, here = _paired(self.remote, self.local)
         return here, there
-
-    def _joined(
-        self, op: TransferOp, local: Int64Array, remote: Int64Array, local_stride: int, remote_stride: int
-    ) -> _Cells:
-        lengths = np.full(len(local), self.local.block_size * self.local.token_head_bytes, dtype=np.int64)
-        if self._has_equal_blocks:
-            merged = _merged(op, local, remote, lengths)
-            local, remote, lengths = merged.local_offsets, merged.remote_offsets, merged.lengths
-        return _Cells(local, remote, lengths, local_stride, remote_stride)
 
 
 def _cell_offsets(layout: KVLayout) -> Int64Array:

@@ -33,6 +33,7 @@ from kvrelay.executors.torch.slots import SlotStates
 from kvrelay.executors.torch.weights import Checkpoint
 
 if TYPE_CHECKING:
+    from kvrelay.executors.torch.parallel.experts import ExpertGroup
     from kvrelay.executors.torch.parallel.groups import Groups
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -70,9 +71,9 @@ def build_model_runner(
         max_num_batched_tokens=engine.max_num_batched_tokens,
     )
     layout = _layout(config, rank, engine.block_size, dtype_name)
-    groups = None if shard is None else shard.join(device)
+    groups, experts = (None, None) if shard is None else shard.join(device)
     with Checkpoint(model_dir, dtype) as checkpoint, torch.inference_mode():
-        model = load_model(config, checkpoint, _kernels(backend, dtype, num_threads), device, rank, groups)
+        model = load_model(config, checkpoint, _kernels(backend, dtype, num_threads), device, rank, groups, experts)
     if shard is None:
         num_blocks = decide_num_blocks(
             layout, engine.num_blocks, engine.kv_cache_memory, lambda: auto_pool_bytes(device)
@@ -102,8 +103,8 @@ class Shard(Protocol):
     @property
     def rank(self) -> ParallelRank: ...
 
-    def join(self, device: torch.device) -> Groups:
-        """The rank's collectives. Raises PeerLostError."""
+    def join(self, device: torch.device) -> tuple[Groups, ExpertGroup | None]:
+        """The rank's collectives, and those of experts that are spread over more ranks. Raises PeerLostError."""
 
     def allocate(self, facts: ModelFacts, layout: KVLayout, device: torch.device, dtype: torch.dtype) -> KvPool:
         """The rank's pool, with as many blocks as fit into the memory of every rank. Raises ConfigError."""

@@ -59,7 +59,9 @@ class ModelRunner:
     ) -> None:
         """``warm_up`` compiles within ``compiling()``."""
         self._grammars = grammars
-        self._facts = facts
+        self.max_model_len, self.vocab_size = facts.max_model_len, facts.vocab_size
+        self.eos_token_ids, self.weights_fingerprint = facts.eos_token_ids, facts.weights_fingerprint
+        self._max_num_batched_tokens = facts.max_num_batched_tokens
         self._decoder = decoder
         self._attention = attention
         self._pool = pool
@@ -83,22 +85,6 @@ class ModelRunner:
     @property
     def kv_region(self) -> MemoryRegion:
         return self._pool.region
-
-    @property
-    def max_model_len(self) -> int:
-        return self._facts.max_model_len
-
-    @property
-    def vocab_size(self) -> int:
-        return self._facts.vocab_size
-
-    @property
-    def eos_token_ids(self) -> tuple[int, ...]:
-        return self._facts.eos_token_ids
-
-    @property
-    def weights_fingerprint(self) -> str:
-        return self._facts.weights_fingerprint
 
     def execute(self, work: SchedulerOutput) -> ModelOutput:
         """Run one step; see ``SchedulerOutput`` for the order in which its parts apply."""
@@ -199,7 +185,7 @@ class ModelRunner:
 
     def warm_up(self) -> None:
         """Compile and touch everything that the first request would wait for: small and large prefills and decodes."""
-        largest = min(self._facts.max_num_batched_tokens, self._facts.max_model_len - 1)
+        largest = min(self._max_num_batched_tokens, self.max_model_len - 1)
         with self._compiling():
             for num_tokens in dict.fromkeys((min(2, largest), min(128, largest))):
                 self._warm_up_prefill(num_tokens)
@@ -212,7 +198,7 @@ class ModelRunner:
 
     def _warm_up_decode(self, num_seqs: int) -> None:
         slots = list(range(num_seqs))
-        self.execute(_warm_up_work(slots, 1, num_computed=min(self._facts.max_model_len - 2, 255)))
+        self.execute(_warm_up_work(slots, 1, num_computed=min(self.max_model_len - 2, 255)))
         self._leave(slots)
 
     def _leave(self, slots: list[int]) -> None:

@@ -5,17 +5,14 @@ Owns the scratch memory of each thread, the tiling of prefill chunks and the cho
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from kvrelay.engine.step import Int32Array
-from kvrelay.executors.torch.attention import cpu_decode, cpu_prefill
+from kvrelay.executors.torch.attention import cpu_kernels
 from kvrelay.executors.torch.attention.base import AttentionSpec
-from kvrelay.executors.torch.attention.cpu_shared import KEYS
 from kvrelay.executors.torch.kernels.numba_kernels import Buffer, as_numpy, use_threads
 from kvrelay.executors.torch.kernels.numba_math import constant_marker
 from kvrelay.executors.torch.slots import StepBatch
@@ -26,14 +23,7 @@ _PARALLEL_FROM = 150_000
 _TILE_ROWS = 64
 
 
-@dataclass(frozen=True, slots=True)
-class _Tiles:
-    """The queries of the prefill rows, in tiles: slot, first token in the batch, number of tokens."""
-
-    slots: Int32Array
-    tokens: Int32Array
-    counts: Int32Array
-    token_slots: Int32Array
+_NO_TILES = (np.zeros(0, dtype=np.int32), np.zeros(0, dtype=np.int32))
 
 
 class CpuAttention:
@@ -48,11 +38,14 @@ class CpuAttention:
         self._head, self._group = constant_marker(spec.head_dim), constant_marker(spec.group_size)
         self._eps, self._scale = np.float32(spec.norm_eps), np.float32(spec.scale)
         self._num_threads = num_threads
-        self._scratch = np.zeros((num_threads, _scratch_size(spec)), dtype=np.float32)
         self._tile_size = max(_TILE_ROWS // spec.group_size, 1)
-        self._state = np.zeros((num_threads, self._tile_size * spec.group_size, 2), dtype=np.float32)
+        tile_rows = self._tile_size * spec.group_size
+        floats = cpu_kernels.scratch_size(spec.group_size, spec.head_dim, tile_rows)
+        self._scratch = np.zeros((num_threads, floats), dtype=np.float32)
+        self._state = np.zeros((num_threads, tile_rows, 2), dtype=np.float32)
         self._batch: StepBatch | None = None
-        self._tiles: _Tiles | None = None
+        self._slots = np.zeros(0, dtype=np.int32)
+        self._tiles = _NO_TILES
         self._threads = 1
 
     def begin(self, batch: StepBatch) -> None:
@@ -63,70 +56,35 @@ class CpuAttention:
             * self._spec.head_dim
         )
         self._threads = self._num_threads if work >= _PARALLEL_FROM else 1
-        self._tiles = _tile(batch, self._tile_size) if batch.num_decodes < batch.num_rows else None
+        if batch.num_decodes < batch.num_rows:
+            self._slots, self._tiles = np.repeat(batch.slots, batch.num_tokens), _tile(batch, self._tile_size)
+        else:
+            self._slots, self._tiles = batch.slots, _NO_TILES
 
     def forward(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
         batch = self._batch
         assert batch is not None, "begin comes first"
         out = self._out.take(len(qkv), self._spec.num_heads * self._spec.head_dim)
-        source, target = as_numpy(qkv), as_numpy(out)
-        if batch.num_decodes:
-            self._decode(layer, batch, source, target)
-        if self._tiles is not None:
-            self._prefill(layer, batch, self._tiles, source, target)
-        return out
-
-    def _decode(self, layer: int, batch: StepBatch, qkv: npt.NDArray[np.generic], out: npt.NDArray[np.generic]) -> None:
         arguments = (
-            self._head, self._group, qkv, self._pool, layer, batch.block_table,
-            batch.slots[: batch.num_decodes], batch.starts[: batch.num_decodes], self._rope,
-            self._q_norms[layer], self._k_norms[layer], self._eps, self._scale, self._spec.windows[layer],
-            out, self._scratch, self._state,
+            self._head, self._group, as_numpy(qkv), self._pool, layer, self._slots, batch.positions, batch.block_table,
+            self._rope, self._q_norms[layer], self._k_norms[layer], self._eps, self._scale, self._spec.windows[layer],
+            as_numpy(out), self._scratch, self._state, batch.num_decodes, *self._tiles,
         )  # fmt: skip
-        cpu_decode.decode(*arguments, use_threads(self._threads))
-
-    def _prefill(
-        self, layer: int, batch: StepBatch, tiles: _Tiles, qkv: npt.NDArray[np.generic], out: npt.NDArray[np.generic]
-    ) -> None:
-        first_token = batch.num_decodes
-        write = (
-            self._head, self._group, qkv, self._pool, layer, batch.block_table, tiles.token_slots, batch.positions,
-            first_token, self._rope, self._k_norms[layer], self._eps, self._scratch,
-        )  # fmt: skip
-        attend = (
-            self._head, self._group, qkv, self._pool, layer, batch.block_table, tiles.slots, tiles.tokens,
-            tiles.counts, batch.positions, self._rope, self._q_norms[layer], self._eps, self._scale,
-            self._spec.windows[layer], out, self._scratch, self._state,
-        )  # fmt: skip
-        threads = use_threads(self._threads)
-        cpu_prefill.write(*write, threads)
-        cpu_prefill.prefill(*attend, threads)
+        cpu_kernels.attend(*arguments, use_threads(self._threads))
+        return out
 
 
 def kernel_cache() -> Path:
     """Numba's cache directory of the compiled kernels."""
-    return Path(cpu_decode.decode.stats.cache_path)
+    return Path(cpu_kernels.attend.stats.cache_path)
 
 
-def _scratch_size(spec: AttentionSpec) -> int:
-    """Floats of one thread's scratch memory: the larger of the needs of decode and prefill."""
-    decode = 2 * spec.group_size * spec.head_dim + spec.group_size * cpu_decode.CHUNK
-    tile_rows = max(_TILE_ROWS // spec.group_size, 1) * spec.group_size
-    prefill = 2 * tile_rows * spec.head_dim + 2 * KEYS * spec.head_dim + cpu_prefill.ROWS * KEYS
-    return max(decode, prefill)
-
-
-def _tile(batch: StepBatch, size: int) -> _Tiles:
-    """Cut each prefill row's tokens into runs of ``size``, the last one shorter."""
+def _tile(batch: StepBatch, size: int) -> tuple[Int32Array, Int32Array]:
+    """The prefill rows' tokens in runs of ``size``, the last of a row shorter: first tokens, and numbers of tokens."""
     first = batch.num_decodes
     counts = batch.num_tokens[first:]
     per_row = -(-counts // size)
     rows = np.repeat(np.arange(len(counts)), per_row)
     within = np.arange(len(rows)) - np.repeat(np.cumsum(per_row) - per_row, per_row)
     offsets = (within * size).astype(np.int32)
-    return _Tiles(
-        slots=batch.slots[first:][rows],
-        tokens=batch.row_offsets[first:-1][rows] + offsets,
-        counts=np.minimum(size, counts[rows] - offsets).astype(np.int32),
-        token_slots=np.repeat(batch.slots, batch.num_tokens),
-    )
+    return batch.row_offsets[first:-1][rows] + offsets, np.minimum(size, counts[rows] - offsets).astype(np.int32)

@@ -49,12 +49,14 @@ def load_model(
     device: torch.device,
     rank: ParallelRank | None = None,
     groups: Groups | None = None,
+    experts: ExpertGroup | None = None,
 ) -> LoadedModel:
-    """Read the tensors of the model to ``device``: all of them, or with ``groups`` the share of ``rank``.
+    """Read the tensors of the model to ``device``: all of them, or with ``groups`` the share of ``rank``. ``experts``:
+    each rank of it holds whole experts.
 
     Raises CheckpointError for missing, misshapen or surplus tensors.
     """
-    return _Loader(config, checkpoint, kernels, device, rank or ParallelRank(), groups).load()
+    return _Loader(config, checkpoint, kernels, device, rank or ParallelRank(), groups, experts).load()
 
 
 class _Loader:
@@ -66,6 +68,7 @@ class _Loader:
         device: torch.device,
         rank: ParallelRank,
         groups: Groups | None,
+        experts: ExpertGroup | None,
     ) -> None:
         self._config = config
         self._checkpoint = checkpoint
@@ -73,6 +76,7 @@ class _Loader:
         self._device = device
         self._rank = rank
         self._groups = groups
+        self._expert_group = experts
 
     def load(self) -> LoadedModel:
         config, own = self._config, self._rank.layers(self._config.num_layers)
@@ -156,8 +160,8 @@ class _Loader:
             place, names = prefix + "block_sparse_moe.", ("w1", "w3", "w2")
         else:
             place, names = prefix + "mlp.", ("gate_proj", "up_proj", "down_proj")
-        if self._groups is not None and self._groups.experts is not None:
-            return self._spread_experts(place, names, config.moe, self._groups, self._groups.experts)
+        if self._groups is not None and self._expert_group is not None:
+            return self._spread_experts(place, names, config.moe, self._groups, self._expert_group)
         sparse = self._experts(place, names, config.moe)
         # Each rank has a share of every expert, so one sum over the ranks is enough.
         return sparse if self._groups is None else ReducedFeedForward(sparse, self._groups.all_reduce)

@@ -126,10 +126,13 @@ class ParallelExecutor:
         self._processes = RankProcesses(len(self._ranks), (self._memory.fd, self._pool_fd))
         try:
             self._connect()
-            self._facts, self._num_blocks = self._load(model_dir, runner, engine)
+            facts, self._num_blocks = self._load(model_dir, runner, engine)
         except BaseException:
             self.shutdown()
             raise
+        self._part, self._device = facts.layout, facts.device
+        self.max_model_len, self.vocab_size = facts.max_model_len, facts.vocab_size
+        self.eos_token_ids, self.weights_fingerprint = facts.eos_token_ids, facts.weights_fingerprint
 
     def __repr__(self) -> str:
         pids = ", ".join(str(rank.pid) for rank in self._processes.ranks)
@@ -140,7 +143,7 @@ class ParallelExecutor:
     @property
     def kv_layout(self) -> KVLayout:
         """The layout of the whole worker: all stages' layers and all ranks' KV heads, including repeated ones."""
-        part, rank = self._facts.layout, self._ranks[0]
+        part, rank = self._part, self._ranks[0]
         num_kv_heads = part.num_kv_heads * rank.tp_size
         return KVLayout(
             num_layers=part.num_layers * rank.pp_size,
@@ -160,29 +163,13 @@ class ParallelExecutor:
     @property
     def kv_region(self) -> MemoryRegion:
         """On CUDA each rank's pool is on its own device, and this memory is never touched."""
-        return MemoryRegion(self._bytes.ctypes.data, self._bytes.size, is_pool=self._facts.device == "cpu")
+        return MemoryRegion(self._bytes.ctypes.data, self._bytes.size, is_pool=self._device == "cpu")
 
     @property
     def rank_memory(self) -> tuple[RankMemory, ...]:
-        layout = self._facts.layout
+        layout = self._part
         stride = self.kv_layout.block_bytes
         return tuple(RankMemory(rank, layout, rank.index * layout.block_bytes, stride) for rank in self._ranks)
-
-    @property
-    def max_model_len(self) -> int:
-        return self._facts.max_model_len
-
-    @property
-    def vocab_size(self) -> int:
-        return self._facts.vocab_size
-
-    @property
-    def eos_token_ids(self) -> tuple[int, ...]:
-        return self._facts.eos_token_ids
-
-    @property
-    def weights_fingerprint(self) -> str:
-        return self._facts.weights_fingerprint
 
     @property
     def rank_pids(self) -> tuple[int, ...]:

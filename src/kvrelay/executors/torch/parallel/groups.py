@@ -2,7 +2,7 @@
 
     tensor-parallel group     the ranks of one stage: sums of partial results, logits cut by vocabulary
     pipeline neighbours       the rank with the same tp_rank in the stage before and after
-    experts                   all ranks of a data-parallel group: ``experts``
+    experts                   all ranks of a data-parallel group: see ``parallel.experts``
 
 There is no default group and no global state, so several engines can run in one process. Every collective has a
 timeout. A collective that fails means that another rank has ended: PeerLostError.
@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed
@@ -24,9 +24,6 @@ import torch.distributed
 from kvrelay.errors import AddressInUseError, PeerLostError
 from kvrelay.executors.torch.parallel.progress import RankProgress
 from kvrelay.executors.torch.parallel.rank import ParallelRank
-
-if TYPE_CHECKING:
-    from kvrelay.executors.torch.parallel.experts import ExpertGroup
 
 # Its classes come from C++ and have no type declarations.
 _dist: Any = torch.distributed
@@ -48,8 +45,6 @@ class Groups:
         self.device = device
         self._progress = progress
         self.is_muted = False
-        self.experts: ExpertGroup | None = None
-        """With experts spread over more ranks than this engine's."""
         self._sending: list[tuple[Any, torch.Tensor]] = []
         self._tp: Any = None
         self._world: Any = None

@@ -78,14 +78,13 @@ class RankShard:
         self._commands = commands
         self._pool_fd = pool_fd
 
-    def join(self, device: torch.device) -> Groups:
+    def join(self, device: torch.device) -> tuple[Groups, ExpertGroup | None]:
         store = file_store(self._start.store, self.rank.num_ranks)
         timeout_s = self._start.engine.step_timeout_s or DEFAULT_COLLECTIVE_TIMEOUT_S
         self.groups = Groups(self.rank, store, device, timeout_s, self.progress)
         self.groups.connect()
-        if self._start.group.ep:
-            self.groups.experts = self._join_experts(self.groups, store, timeout_s)
-        return self.groups
+        experts = self._join_experts(self.groups, store, timeout_s) if self._start.group.ep else None
+        return self.groups, experts
 
     def _join_experts(self, groups: Groups, own_store: Any, timeout_s: float) -> ExpertGroup:
         group = self._start.group
