@@ -21,8 +21,8 @@ from kvrelay.data import bundled_checkpoint_path
 from kvrelay.engine.contract import EngineHost
 from kvrelay.engine.request import Request
 from kvrelay.engine.step import StepOutput
-from kvrelay.engines.hosted import backoff as backoff_module
 from kvrelay.engines.hosted import host as host_module
+from kvrelay.engines.hosted import load as backoff_module
 from kvrelay.engines.openai.text_tokens import TextTokenizer
 from kvrelay.engines.registry import build_executor, build_host
 from kvrelay.errors import ConfigError, EngineDeadError, InvalidInputError, OverloadedError

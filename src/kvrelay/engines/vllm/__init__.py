@@ -1,6 +1,6 @@
 """Engine ``vllm``: vLLM computes, in this worker's own process group, without its HTTP server.
 
-    frontend ──> worker (StreamedHost) ── VllmBackend ── AsyncLLM ── ZMQ ──> EngineCore (a child process of the worker)
+    frontend ──> worker (BackendHost) ── VllmBackend ── AsyncLLM ── ZMQ ──> EngineCore (a child process of the worker)
 
 Tokens go in and come out: vLLM neither tokenizes nor detokenizes. vLLM schedules and holds the KV; its cache events
 feed kvrelay's prefix index. ``arguments`` decides what vLLM is started with, ``translation`` puts a request into its
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from kvrelay.core.layout import KVLayout
 from kvrelay.engine.contract import EngineFacts
-from kvrelay.engines.hosted.host import CacheEvents, StreamedHost
+from kvrelay.engines.hosted.host import BackendHost, CacheEvents
 from kvrelay.engines.vllm.arguments import engine_arguments
 from kvrelay.engines.vllm.backend import VllmBackend
 from kvrelay.engines.vllm.library import Started, fingerprint, start_vllm
@@ -23,7 +23,7 @@ from kvrelay.executors.checkpoint_facts import checkpoint_facts
 from kvrelay.executors.settings import ExecutorSettings
 
 
-def from_settings(settings: ExecutorSettings, worker_id: str) -> StreamedHost:
+def from_settings(settings: ExecutorSettings, worker_id: str) -> BackendHost:
     """The registry's builder: loads the model. Takes half a minute.
 
     Raises ConfigError (also if vLLM is not installed), CheckpointError, UnsupportedModelError, and EngineDeadError if
@@ -53,7 +53,7 @@ def from_settings(settings: ExecutorSettings, worker_id: str) -> StreamedHost:
         on_close=directory.cleanup,
         is_staged=staging is not None,
     )
-    return StreamedHost(
+    return BackendHost(
         facts,
         settings.engine,
         backend,
