@@ -16,11 +16,11 @@ from kvrelay.frontend.api.fields import RequestFields
 from kvrelay.frontend.openai.requests import CompletionRequest, parse_body
 
 ROOT = Path(kvrelay.__file__).parent
-ROOMS = ("control", "core", "engine", "executors", "frontend", "router", "rpc", "transfer", "worker")
+ROOMS = ("control", "core", "engine", "engines", "executors", "frontend", "router", "rpc", "transfer", "worker")
 OURS = {
     "control/nats_process.py": "the child's own file",
-    "engines/openai/staged.py": "the worker's own parameters",
     "engines/openai/wire.py": "a grammar that the frontend has encoded",
+    "executors/grammar_trial.py": "what the worker and its trial process write to each other",
     "executors/torch/checkpoints/tokenizer.py": "the tokenizer that it has just trained",
     "executors/torch/parallel/channel.py": "the worker's own ranks",
     "executors/torch/parallel/messages.py": "the worker's own ranks",

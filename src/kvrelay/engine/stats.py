@@ -26,7 +26,7 @@ class EngineTimes:
     """``queue``: each wait for admission. ``prefill``: from a slot to the first token, or to the end of a hand-off's
     prefill. ``handoff``: decode side, from sending a prefill away to its KV. ``step``: with a forward pass.
 
-    A StreamedEngine sees neither queue nor steps: there ``prefill`` and ``handoff`` begin at arrival.
+    A HostedEngine sees neither queue nor steps: there ``prefill`` and ``handoff`` begin at arrival.
     """
 
     queue: Histogram = field(default_factory=Histogram)

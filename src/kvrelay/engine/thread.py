@@ -11,14 +11,12 @@ longer spin between two kernels. So the thread that loads and warms up an engine
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import math
 import queue
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeVar
 
@@ -27,13 +25,13 @@ from kvrelay.core.layout import MemoryRegion
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.engine.contract import Engine, EngineFacts
 from kvrelay.engine.core import EngineCore
+from kvrelay.engine.inbox import EngineCallback, EngineInbox, Entry
 from kvrelay.engine.progress import Progress
 from kvrelay.engine.stats import EngineStats, LoadSampler
 from kvrelay.engine.step import StepOutput
 from kvrelay.errors import EngineDeadError
 
 T = TypeVar("T")
-EngineCallback = Callable[[Engine], object]
 
 _log = logging.getLogger(__name__)
 
@@ -48,14 +46,6 @@ def _ignore(_: object) -> None:
     """No caller waits for the result."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    """A callback in the inbox; ``fail`` is called instead if the thread ends before it runs."""
-
-    callback: EngineCallback
-    fail: Callable[[EngineDeadError], None] = _ignore
-
-
 class EngineThread:
     """The EngineHost of an EngineCore: steps ``core`` on a separate thread until closed."""
 
@@ -68,10 +58,9 @@ class EngineThread:
         self._on_step: Callable[[StepOutput], None] = _ignore
         self._on_dead: Callable[[EngineDeadError], None] = _ignore
         self._idle_wait_s = idle_wait_s
-        self._inbox: queue.SimpleQueue[_Entry | None] = queue.SimpleQueue()
+        self._inbox = EngineInbox()
         self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
         self._may_run: queue.SimpleQueue[bool] = queue.SimpleQueue()
-        self._dead: EngineDeadError | None = None
         self._is_shut_down = False
 
     @classmethod
@@ -122,7 +111,7 @@ class EngineThread:
 
     def close(self, timeout_s: float | None = None) -> bool:
         self._may_run.put(False)
-        self._inbox.put(None)
+        self._inbox.stop()
         if self._thread.is_alive():
             self._thread.join(timeout_s)
         has_ended = not self._thread.is_alive()
@@ -145,33 +134,10 @@ class EngineThread:
         return read(self._core)
 
     def post(self, callback: EngineCallback) -> None:
-        """Run ``callback`` before the next step; from any thread. Its exceptions are logged."""
-        self._inbox.put(_Entry(callback))
+        self._inbox.post(callback)
 
     async def call(self, callback: Callable[[Engine], T]) -> T:
-        """Run ``callback`` before the next step and return its result, or raise what it raised; EngineDeadError if the
-        thread ends first."""
-        dead = self._dead
-        if dead is not None:
-            raise dead
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[T] = loop.create_future()
-
-        def run(core: Engine) -> None:
-            try:
-                result = callback(core)
-            except Exception as exc:  # noqa: BLE001 - handed to the caller, whatever it is
-                loop.call_soon_threadsafe(_fail, future, exc)
-            else:
-                loop.call_soon_threadsafe(_resolve, future, result)
-
-        def fail(error: EngineDeadError) -> None:
-            loop.call_soon_threadsafe(_fail, future, error)
-
-        self._inbox.put(_Entry(run, fail))
-        if self._dead is not None:
-            self._fail_waiting(self._dead)
-        return await future
+        return await self._inbox.call(callback)
 
     def _main(self) -> None:
         if self._may_run.get():
@@ -191,8 +157,7 @@ class EngineThread:
             error.__cause__ = exc
             self._die(error)
         else:
-            self._dead = EngineDeadError("the engine is closed")
-            self._fail_waiting(self._dead)
+            self._inbox.end(EngineDeadError("the engine is closed"))
         finally:
             self._progress.rest()
 
@@ -201,19 +166,8 @@ class EngineThread:
         self._on_step(step)
 
     def _die(self, error: EngineDeadError) -> None:
-        self._dead = error
-        self._fail_waiting(error)
+        self._inbox.end(error)
         self._on_dead(error)
-
-    def _fail_waiting(self, error: EngineDeadError) -> None:
-        """The thread has ended: fail the callbacks that are left in the inbox."""
-        while True:
-            try:
-                entry = self._inbox.get_nowait()
-            except queue.Empty:
-                return
-            if entry is not None:
-                entry.fail(error)
 
     def _drain_inbox(self) -> bool:
         """Run what is in the inbox; wait for a callback only if the engine has nothing to step. False: closed."""
@@ -234,7 +188,7 @@ class EngineThread:
         until_s = math.inf
         while self._clock.now() < until_s or not self._core.has_work():
             try:
-                entry = self._wait_for_entry() if wait else self._inbox.get_nowait()
+                entry = self._wait_for_entry() if wait else self._inbox.take()
             except queue.Empty:
                 return True
             if entry is None:
@@ -244,11 +198,11 @@ class EngineThread:
             wait = False
         return True
 
-    def _wait_for_entry(self) -> _Entry | None:
+    def _wait_for_entry(self) -> Entry | None:
         """Raises queue.Empty if none arrives for a while."""
         self._progress.rest()
         try:
-            return self._inbox.get(timeout=self._idle_wait_s)
+            return self._inbox.take(self._idle_wait_s)
         finally:
             self._progress.begin()
 
@@ -259,13 +213,3 @@ class EngineThread:
             raise
         except Exception:  # noqa: BLE001 - one bad callback must not end the engine
             _log.exception("a callback on the engine thread failed")
-
-
-def _resolve(future: asyncio.Future[T], result: T) -> None:
-    if not future.done():
-        future.set_result(result)
-
-
-def _fail(future: asyncio.Future[T], error: Exception) -> None:
-    if not future.done():
-        future.set_exception(error)

@@ -18,8 +18,8 @@ from tests.patience import PATIENCE_S
 from kvrelay.core.events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
 from kvrelay.core.hashing import compute_sequence_hashes
 from kvrelay.engines.hosted import kv_events
+from kvrelay.engines.hosted.cache import REMOVED_FIELDS, STORED_FIELDS, EventsError, MirroredCache
 from kvrelay.engines.hosted.kv_events import END, KvEventReader
-from kvrelay.engines.hosted.mirrored import REMOVED_FIELDS, STORED_FIELDS, EventsError, MirroredCache
 
 SIZE, THEIR_SIZE = 2, 4
 

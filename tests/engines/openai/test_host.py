@@ -21,9 +21,9 @@ from kvrelay.data import bundled_checkpoint_path
 from kvrelay.engine.contract import EngineHost
 from kvrelay.engine.request import Request
 from kvrelay.engine.step import StepOutput
-from kvrelay.engines.hosted import backoff as backoff_module
 from kvrelay.engines.hosted import host as host_module
-from kvrelay.engines.hosted.engine import StreamedEngine
+from kvrelay.engines.hosted import load as backoff_module
+from kvrelay.engines.hosted.engine import HostedEngine
 from kvrelay.engines.openai.text_tokens import TextTokenizer
 from kvrelay.engines.registry import build_executor, build_host
 from kvrelay.errors import ConfigError, EngineDeadError, InvalidInputError, OverloadedError
@@ -150,7 +150,7 @@ async def test_what_no_request_waits_for_may_fail(
         backend = engine.host._backend  # type: ignore[attr-defined]
         for name in ("clear_cache", "discard"):
             monkeypatch.setattr(backend, name, fail)
-        await engine.host.call(lambda inner: (inner.clear_cache(), StreamedEngine.discard_kv(inner, b"{}")))
+        await engine.host.call(lambda inner: (inner.clear_cache(), HostedEngine.discard_kv(inner, b"{}")))
         await engine.until(lambda: caplog.text.count("it is busy") == 2)
         await engine.add("a")
         assert (await engine.end("a")).finish_reason is FinishReason.LENGTH

@@ -16,7 +16,7 @@ from kvrelay.core.layout import KVLayout
 from kvrelay.engines.connector.scheduler_half import SchedulerHalf
 from kvrelay.engines.connector.terms import StagingPlace, decode_place, encode_place
 from kvrelay.engines.connector.worker_half import WorkerHalf
-from kvrelay.engines.hosted.staging_memory import allocate_staging
+from kvrelay.engines.hosted.staging import allocate_staging
 from kvrelay.engines.vllm.library import Started
 from kvrelay.executors.host_memory import HostMemory
 

@@ -22,8 +22,8 @@ from kvrelay.engine.contract import Engine, EngineHost, require
 from kvrelay.engine.request import PrefillMode, Request
 from kvrelay.engine.step import StepOutput
 from kvrelay.engines import vllm
-from kvrelay.engines.hosted import staged as staged_module
-from kvrelay.engines.hosted.host import StreamedHost
+from kvrelay.engines.hosted.engine import HostedEngine
+from kvrelay.engines.hosted.host import BackendHost
 from kvrelay.engines.hosted.staging import StagingBlocks
 from kvrelay.errors import ConfigError
 from kvrelay.executors.mock import mock_generate
@@ -42,10 +42,16 @@ def _settings(num_staging_blocks: int = 64, **engine: int) -> WorkerConfig:
     )
 
 
-def _host(library: StagedVllm, settings: WorkerConfig, worker_id: str) -> StreamedHost:
+def _host(library: StagedVllm, settings: WorkerConfig, worker_id: str) -> BackendHost:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(vllm, "start_vllm", partial(staged_start, library))
         return vllm.from_settings(settings, worker_id)
+
+
+def _pool(engine: Engine) -> StagingBlocks:
+    assert isinstance(engine, HostedEngine)
+    assert engine.staging is not None
+    return engine.staging.pool
 
 
 class _Engine(Running):
@@ -66,8 +72,7 @@ class _Engine(Running):
     async def num_free(self) -> int:
         def free(engine: Engine) -> int:
             engine.check_integrity()
-            assert isinstance(engine, staged_module.StagedEngine)
-            return engine._pool.num_free
+            return _pool(engine).num_free
 
         return await self.host.call(free)
 
@@ -248,7 +253,7 @@ async def _pair(**disagg: object) -> AsyncIterator[tuple[Cluster, Node, Node, Cl
         engines = [node.worker._engine for node in (prefill, decode)]
 
         def is_idle() -> bool:
-            pools = [engine._engine._pool for engine in engines]  # type: ignore[attr-defined]
+            pools = [engine.peek(_pool) for engine in engines]
             return all(pool.num_free == pool.num_blocks for pool in pools)
 
         await running.until(is_idle)

@@ -1,9 +1,10 @@
 """Engines whose tokens come as streams from something that schedules by itself: a server, or a library.
 
-    frontend ──> worker (StreamedHost, StreamedEngine) ── Backend ──> a running server, or vLLM in this process
+    frontend ──> worker (BackendHost, HostedEngine) ── Backend ──> a running server, or vLLM in this process
                     discovery, routing, admission, drain, migration as for every worker
 
 ``backend.py`` is the contract. The engine here keeps the requests, checks each piece of an answer, and ends answers;
-the host gives it a thread with an event loop. The cache is known from the backend's own events (``mirrored``), or
-estimated from the requests that the backend was given (``placed``).
+the host gives it a thread with an event loop, in which ``calls`` runs a task for each answer. The cache is known from
+the backend's own events, or estimated from the requests that the backend was given (``cache``). ``handoffs`` knows
+which requests wait for KV, and which blocks of the ``staging`` pool are whose.
 """

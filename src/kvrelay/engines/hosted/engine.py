@@ -1,34 +1,37 @@
 """The scheduler half: the requests at the backend, and the effect of each piece of an answer.
 
-It sends nothing itself: ``begin`` and ``cancel`` of a request at the backend are given functions. Everything runs on
-the host's thread, except for ``check_room`` and the numbers that ``stats`` reads.
+Everything runs on the host's thread, except for ``check_room`` and the numbers that ``stats`` reads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from kvrelay.config import EngineConfig
 from kvrelay.core.clock import Clock
 from kvrelay.core.completion_rate import CompletionRate
 from kvrelay.core.events import KvEvent, LoadMetrics
 from kvrelay.core.handoff import HandoffId
+from kvrelay.core.logprobs import PositionLogprobs
 from kvrelay.core.messages import TokenOutput
 from kvrelay.core.status import FinishReason, RequestStatus
 from kvrelay.engine.admission.fair import FairQueue, Shares
 from kvrelay.engine.contract import EngineFacts, HandsOver, MovesKv
 from kvrelay.engine.limits import NONE_PENDING, PendingArrivals
+from kvrelay.engine.loans import remote_prefill
 from kvrelay.engine.reports import finish_reason, handed_off_token, report_token, stop_token_ids
 from kvrelay.engine.request import PrefillMode, Request, check_tokens
 from kvrelay.engine.stats import EngineStats
 from kvrelay.engine.step import HandoffChunk, StepOutput
+from kvrelay.engines.connector.terms import StagedKv, encode_request
 from kvrelay.engines.hosted.backend import AnswerError, Backend, Piece, Prefilled, RefusedError
-from kvrelay.engines.hosted.backoff import Backoff
-from kvrelay.engines.hosted.mirrored import MirroredCache
-from kvrelay.engines.hosted.placed import PlacedPrefixes
-from kvrelay.engines.hosted.remote import RemotePrefills
-from kvrelay.engines.hosted.tally import Tally
+from kvrelay.engines.hosted.cache import MirroredCache, PlacedPrefixes
+from kvrelay.engines.hosted.calls import BackendCalls
+from kvrelay.engines.hosted.handoffs import RemotePrefills, StagedHandoffs
+from kvrelay.engines.hosted.load import Backoff, Tally
+from kvrelay.engines.hosted.staging import StagedBlocks
 from kvrelay.errors import (
     EngineDeadError,
     IntegrityError,
@@ -51,18 +54,14 @@ class _Running:
     """See ``Backoff.tries``."""
 
 
-def _at_rest() -> None:
-    """No one waits until the backend is done with a request."""
-
-
-class StreamedEngine:
-    """An Engine whose requests a backend computes. Its KV stays there; with ``EngineFacts.moves_kv`` backends exchange
-    it by themselves, and hand-offs tell them from where. ``staged.StagedEngine`` gives it to kvrelay's transports.
+class HostedEngine:
+    """An Engine whose requests a backend computes, by ``calls``. Its KV stays there; with ``EngineFacts.moves_kv``
+    backends exchange it by themselves, and hand-offs tell them from where. With ``num_staging_blocks``, of a pool that
+    peers know as this worker's KV memory, kvrelay's transports move it; a request that the whole pool could not hold is
+    then computed here.
 
     The backend knows no API keys. With keys it gets at most ``max_num_seqs`` requests at once; the others wait here,
     where keys take turns. Requests without a key go to the backend at once, which orders them by priority.
-
-    ``begin`` and ``begin_prefill`` call their last argument when the backend is done with the request.
     """
 
     def __init__(
@@ -70,16 +69,13 @@ class StreamedEngine:
         facts: EngineFacts,
         config: EngineConfig,
         backend: Backend,
+        calls: BackendCalls,
         cache: PlacedPrefixes | MirroredCache,
         clock: Clock,
         *,
         worker_id: str,
         eos_token_ids: tuple[int, ...],
-        begin: Callable[[Request, int, bytes | None, Callable[[], None]], None],
-        begin_prefill: Callable[[Request, bytes | None, Callable[[], None]], None],
-        begin_discard: Callable[[bytes], None],
-        cancel: Callable[[str], None],
-        clear: Callable[[], None],
+        num_staging_blocks: int = 0,
     ) -> None:
         self.worker_id = worker_id
         self.output = StepOutput()
@@ -87,13 +83,13 @@ class StreamedEngine:
         self._config = config
         self._backend = backend
         self._eos_token_ids = eos_token_ids
-        self._begin, self._begin_prefill, self._begin_discard = begin, begin_prefill, begin_discard
-        self._cancel, self._clear = cancel, clear
+        self._calls = calls
         self._running: dict[str, _Running] = {}
         """With the requests in ``_held``."""
         self._shares = Shares()
         self._held = FairQueue(config.priority_ageing_s, self._shares)
         self._remote = RemotePrefills(worker_id)
+        self.staging = StagedHandoffs(num_staging_blocks, facts.kv_layout.block_size) if num_staging_blocks else None
         self._cache = cache
         self._clock = clock
         self._ended = CompletionRate(clock)
@@ -104,8 +100,8 @@ class StreamedEngine:
 
     @property
     def lends(self) -> HandsOver | None:
-        """Its KV is not in blocks of its own."""
-        return None
+        """Staging blocks, if it has any."""
+        return None if self.staging is None else self
 
     @property
     def moves(self) -> MovesKv | None:
@@ -191,18 +187,18 @@ class StreamedEngine:
             self._ask(request)
 
     def _ask(
-        self,
-        request: Request,
-        kv_transfer_params: bytes | None = None,
-        on_rest: Callable[[], None] = _at_rest,
+        self, request: Request, kv_transfer_params: bytes | None = None, staged: StagedBlocks | None = None
     ) -> None:
-        """Have the backend generate the rest of the answer."""
-        self._begin(request, request.length_limit - len(request.token_ids), kv_transfer_params, on_rest)
+        """Have the backend generate the rest of the answer. ``staged``: from the KV in these blocks."""
+        num_tokens = request.length_limit - len(request.token_ids)
+        answer = self._backend.stream(request, num_tokens, kv_transfer_params)
+        at_rest = None if staged is None else partial(self._at_rest, staged)
+        self._calls.start(request.request_id, answer, self.received, self.failed, at_rest)
 
     def abort(self, request_id: str) -> None:
         if self._forget_running(request_id) is not None:
             self._handoff_ended(request_id)
-            self._cancel(request_id)
+            self._calls.cancel(request_id)
             self._start_held()
 
     def _validate(self, request: Request) -> None:
@@ -236,7 +232,11 @@ class StreamedEngine:
             )
         self._backoff.answered(is_probe=running.is_probe)
         # KV that has come from elsewhere is no hit of this cache, whatever the backend calls it.
-        is_remote = self._kv_arrived(request_id)
+        if self.staging is None:
+            is_remote = self._remote.arrived(request_id, self.output)
+        else:
+            is_remote = self.staging.loaded(request_id)
+            self._serve_waiting()
         if not is_remote and not request.first_output_sent and piece.num_cached_tokens:
             request.num_cached_tokens = min(piece.num_cached_tokens, running.num_sent_tokens)
             self._tally.num_hit_tokens += request.num_cached_tokens
@@ -263,8 +263,8 @@ class StreamedEngine:
     def failed(self, request_id: str, error: KvrelayError) -> None:
         """The backend sends nothing more for this request. Another worker may succeed, unless the request itself is at
         fault."""
-        if self._dead is None and self._fetch_failed(request_id):
-            return  # its hand-off decides
+        if self._dead is None and self._remote.failed(request_id, self.output):
+            return  # only its KV is lost: its hand-off decides
         running = self._forget_running(request_id)
         if running is None:
             return
@@ -291,7 +291,7 @@ class StreamedEngine:
         """The backend is gone: every request ends here. The reason is for the log, not for clients."""
         self._dead = error = EngineDeadError(f"{self._backend.name} is gone")
         for request_id in list(self._running):
-            self._cancel(request_id)
+            self._calls.cancel(request_id)
             self.failed(request_id, error)
 
     def cache_changed(self, events: list[KvEvent]) -> None:
@@ -323,7 +323,7 @@ class StreamedEngine:
     def _finished(self, request: Request, *, at_backend: bool) -> None:
         self._forget_running(request.request_id)
         if not at_backend:
-            self._cancel(request.request_id)
+            self._calls.cancel(request.request_id)
         self._ended.add(1)
         # The last token's KV was never needed, so it was not computed.
         self._place(request, len(request.token_ids) - 1)
@@ -347,19 +347,26 @@ class StreamedEngine:
     # -- hand-offs, decode side ---------------------------------------------------------------------------------------
 
     def _open_remote(self, request: Request) -> None:
-        self._remote.open(request, self.output)
-
-    def _kv_arrived(self, request_id: str) -> bool:
-        """The backend's first piece is there. Whether it got KV from elsewhere for it."""
-        return self._remote.arrived(request_id, self.output)
-
-    def _fetch_failed(self, request_id: str) -> bool:
-        """The backend has failed. Whether the request goes on, because only its KV is lost."""
-        return self._remote.failed(request_id, self.output)
+        """The request waits for its KV."""
+        if self.staging is not None and not self.staging.can_hold(request):
+            if request.handoff_number:
+                # Its prefill worker may claim it.
+                self.output.closed_handoffs.append(HandoffId(self.worker_id, request.handoff_number))
+            self._ask(request)
+            return
+        handoff_id = self._remote.open(request)
+        if self.staging is None:
+            self.output.remote_prefills.append(remote_prefill(request, handoff_id, request.sampling))
+        else:
+            self.staging.wait(request)
+            self._serve_waiting()
 
     def _handoff_ended(self, request_id: str) -> None:
         """The request has ended by itself, perhaps in its hand-off."""
         self._remote.ended(request_id, self.output)
+        if self.staging is not None:
+            self.staging.forget(request_id)
+            self._serve_waiting()
 
     def fetch_handoff(self, handoff_id: HandoffId, kv_transfer_params: bytes) -> bool:
         request_id = self._remote.fetch(handoff_id)
@@ -369,28 +376,115 @@ class StreamedEngine:
         return True
 
     def discard_kv(self, kv_transfer_params: bytes) -> None:
-        self._begin_discard(kv_transfer_params)
+        # If that fails, the KV is kept for a while longer, then its engine frees it by itself.
+        discard = partial(self._backend.discard, kv_transfer_params)
+        self._calls.ask(discard, "discard KV that no request needs")
 
     def compute_handoff_here(self, handoff_id: HandoffId) -> None:
-        request_id = self._remote.compute_here(handoff_id, self.output)
+        request_id = self._remote.take(handoff_id, self.output)
         if request_id is None:
             return
-        self._cancel(request_id)
+        self._calls.cancel(request_id)
         if not self._facts.prefills_here:
             self.failed(request_id, AnswerError(f"no KV has come, and {self._backend.name} computes no prompts"))
             return
         self._ask(self._running[request_id].request)
 
     def keep_prefills_here(self) -> None:
-        """Requests that are held here open no hand-off. Those that no one has claimed are computed here one by one."""
+        """Requests that are held here open no hand-off. Those that no one has claimed are computed here one by one, and
+        those that wait for blocks at once."""
         for request in self._held.members():
             if request.mode is PrefillMode.REMOTE and self._facts.prefills_here:
                 request.mode = PrefillMode.LOCAL
+        if self.staging is None:
+            return
+        for request in self.staging.waiting(PrefillMode.REMOTE):
+            self.staging.forget(request.request_id)
+            handoff_id = self._remote.handoff_of(request.request_id)
+            self.output.closed_handoffs.append(handoff_id)
+            self.compute_handoff_here(handoff_id)
+        self._serve_waiting()
+
+    def resume_handoff(
+        self, handoff_id: HandoffId, loan: int, token_id: int, logprobs: PositionLogprobs | None
+    ) -> bool:
+        blocks = None if self.staging is None else self.staging.lent(handoff_id, loan)
+        if self.staging is None or blocks is None or self._remote.request_of(handoff_id) is None:
+            return False
+        if not 0 <= token_id < self._facts.vocab_size:
+            self.compute_handoff_here(handoff_id)
+            return False
+        request_id = self._remote.take(handoff_id, self.output)
+        assert request_id is not None
+        running = self._running[request_id]
+        request = running.request
+        num_tokens = len(request.token_ids)
+        if _goes_on_from(request):
+            request.token_ids.append(token_id)
+            running.num_sent_tokens += 1
+            self._tally.num_generated_tokens += 1
+            reason = finish_reason(request, token_id)
+            report_token(self.output, request, token_id, logprobs, reason)
+            if reason is not None:
+                self._finished(request, at_backend=True)
+                return True
+        self.staging.load(request_id, blocks)
+        self._ask(request, encode_request(StagedKv("load", blocks.block_ids, num_tokens)), blocks)
+        return True
+
+    def lend_fresh(self, handoff_id: HandoffId, loan: int) -> tuple[int, ...] | None:
+        request_id = self._remote.request_of(handoff_id)
+        if self.staging is None or request_id is None:
+            return None
+        return self.staging.lend_fresh(handoff_id, loan, self._running[request_id].request)
+
+    def end_loan(self, handoff_id: HandoffId, loan: int) -> None:
+        if self.staging is None:
+            raise KeyError(handoff_id, loan)
+        self.staging.end_loan(handoff_id, loan)
+        self._serve_waiting()
+
+    def writable_blocks(self) -> Mapping[tuple[HandoffId, int], tuple[int, ...]]:
+        return {} if self.staging is None else self.staging.writable()
+
+    # -- staging blocks -----------------------------------------------------------------------------------------------
+
+    def _serve_waiting(self) -> None:
+        """Staging blocks may be free: give them to the requests that wait for some."""
+        while self.staging is not None and (served := self.staging.serve()) is not None:
+            request, blocks = served
+            if request.mode is PrefillMode.HANDOFF:
+                self.staging.save(request.request_id, blocks)
+                params = encode_request(StagedKv("save", blocks.block_ids, len(request.token_ids)))
+                self._ask_prefill(request, params, blocks)
+            else:
+                handoff_id = self._remote.handoff_of(request.request_id)
+                self.staging.lend(handoff_id, 1, blocks)
+                remote = remote_prefill(request, handoff_id, request.sampling, blocks.block_ids)
+                self.output.remote_prefills.append(remote)
+
+    def _at_rest(self, blocks: StagedBlocks) -> None:
+        """The backend does not use the blocks any more."""
+        assert self.staging is not None
+        self.staging.at_rest(blocks)
+        self._serve_waiting()
 
     # -- hand-offs, prefill side --------------------------------------------------------------------------------------
 
     def _open_prefill(self, request: Request) -> None:
-        self._begin_prefill(request, None, _at_rest)
+        if self.staging is None:
+            self._ask_prefill(request)
+        else:
+            self.staging.wait(request)
+            self._serve_waiting()
+
+    def _ask_prefill(
+        self, request: Request, kv_transfer_params: bytes | None = None, staged: StagedBlocks | None = None
+    ) -> None:
+        """Have the backend compute the KV of a prompt. ``staged``: and save it in these blocks."""
+        answer = self._backend.prefill(request, kv_transfer_params)
+        at_rest = None if staged is None else partial(self._at_rest, staged)
+        self._calls.start(request.request_id, answer, self.prefilled, self.failed, at_rest)
 
     def prefilled(self, request_id: str, prefilled: Prefilled) -> None:
         """The backend keeps the KV of this request, or will. Raises AnswerError for an impossible first token."""
@@ -406,11 +500,12 @@ class StreamedEngine:
             self._tally.num_hit_tokens += request.num_cached_tokens
             first = handed_off_token(request, piece.token_ids[0], piece.logprobs[0] if piece.logprobs else None)
         self._place(request, len(request.token_ids))
-        self._report_prefill(request_id, first, prefilled.kv_transfer_params)
-
-    def _report_prefill(self, request_id: str, first: TokenOutput | None, kv_transfer_params: bytes | None) -> None:
+        if self.staging is not None and first is None:
+            raise AnswerError(f"{self._backend.name} has saved the KV of a prompt without its first token")
+        block_ids = () if self.staging is None else self.staging.saved(request_id)
+        params = prefilled.kv_transfer_params
         self.output.handoff_chunks.append(
-            HandoffChunk(request_id, 0, (), last=True, first_output=first, kv_transfer_params=kv_transfer_params)
+            HandoffChunk(request_id, 0, block_ids, last=True, first_output=first, kv_transfer_params=params)
         )
 
     def sending_finished(self, request_id: str) -> None:
@@ -418,6 +513,9 @@ class StreamedEngine:
         if self._forget_running(request_id) is not None:
             self._ended.add(1)
             self._start_held()
+        if self.staging is not None:
+            self.staging.sent(request_id)
+            self._serve_waiting()
 
     # -- what can be seen ---------------------------------------------------------------------------------------------
 
@@ -431,15 +529,21 @@ class StreamedEngine:
         return self._tally.stats(len(self._running), self._num_active_blocks())
 
     def _num_active_blocks(self) -> int:
+        """Of the backend's pool, or of the staging pool in proportion if that one is fuller."""
         size = self._facts.kv_layout.block_size
-        return sum(-(-len(running.request.token_ids) // size) for running in list(self._running.values()))
+        num_active = sum(-(-len(running.request.token_ids) // size) for running in list(self._running.values()))
+        if self.staging is None:
+            return num_active
+        pool = self.staging.pool
+        num_staged = pool.num_blocks - pool.num_free
+        return max(num_active, num_staged * self._facts.num_blocks // pool.num_blocks)
 
     def cached_hashes(self) -> Sequence[int]:
         return self._cache.hashes()
 
     def clear_cache(self) -> None:
         """Forget the known state of the backend's cache, and tell the backend to clear it."""
-        self._clear()
+        self._calls.ask(self._backend.clear_cache, "clear its cache")
         self.forget_cache()
 
     def forget_cache(self) -> None:
@@ -449,3 +553,13 @@ class StreamedEngine:
     def check_integrity(self) -> None:
         if isinstance(self._cache, PlacedPrefixes) and len(self._cache) > self._facts.num_blocks:
             raise IntegrityError(f"{len(self._cache)} blocks are known, {self._facts.num_blocks} may be")
+        if self.staging is not None:
+            self.staging.pool.check_integrity()
+
+
+def _goes_on_from(request: Request) -> bool:
+    """Whether the backend can continue after the prefill worker's first token as if it had sampled it itself: a grammar
+    and the penalties of generated tokens would count it as prompt, and a seed would draw other numbers."""
+    sampling = request.sampling
+    has_memory = sampling.grammar is not None or sampling.presence_penalty or sampling.frequency_penalty
+    return not has_memory and (sampling.temperature == 0 or sampling.seed is None)

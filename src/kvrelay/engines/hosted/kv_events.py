@@ -17,7 +17,7 @@ import zmq
 import zmq.asyncio
 
 from kvrelay.core.events import KvEvent
-from kvrelay.engines.hosted.mirrored import EventsError, MirroredCache
+from kvrelay.engines.hosted.cache import EventsError, MirroredCache
 
 _log = logging.getLogger(__name__)
 

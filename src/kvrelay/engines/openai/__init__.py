@@ -18,7 +18,7 @@ from typing import Any
 from kvrelay.config import WorkerConfig
 from kvrelay.core.layout import KVLayout
 from kvrelay.engine.contract import EngineFacts
-from kvrelay.engines.hosted.host import CacheEvents, StreamedHost
+from kvrelay.engines.hosted.host import BackendHost, CacheEvents
 from kvrelay.engines.openai.backend import ServerBackend
 from kvrelay.engines.openai.kv_transfer import kv_transfer_for
 from kvrelay.engines.openai.server import Description, UpstreamServer
@@ -30,7 +30,7 @@ from kvrelay.executors.host_memory import ANYWHERE, HostMemory
 DEFAULT_NUM_BLOCKS = 16384
 
 
-def from_settings(settings: WorkerConfig, worker_id: str, memory: HostMemory = ANYWHERE) -> StreamedHost:
+def from_settings(settings: WorkerConfig, worker_id: str, memory: HostMemory = ANYWHERE) -> BackendHost:
     """The registry's builder: waits for the server. Not from a thread with a running event loop.
 
     Raises ConfigError, CheckpointError, and EngineDeadError if the server does not become ready.
@@ -56,7 +56,7 @@ def from_settings(settings: WorkerConfig, worker_id: str, memory: HostMemory = A
     )
     events = CacheEvents(upstream.upstream_kv_events, upstream.upstream_kv_replay)
     tokenizer = None if server.tells_token_ids else TextTokenizer(settings.model_path)
-    return StreamedHost(
+    return BackendHost(
         facts,
         config,
         ServerBackend(upstream, server, tokenizer, kv_transfer),

@@ -21,9 +21,9 @@ import aiohttp
 import msgspec
 
 from kvrelay.config import UpstreamConfig
+from kvrelay.core.event_stream import EventParser, EventTooLongError
 from kvrelay.engines.hosted.backend import AnswerError, BackendError, RefusedError
 from kvrelay.engines.openai.address import address_of
-from kvrelay.engines.openai.events import EventParser
 from kvrelay.engines.openai.wire import TextPiece, parse_event
 from kvrelay.errors import UNREADABLE, ConfigError, EngineDeadError
 
@@ -240,7 +240,10 @@ async def _events(response: aiohttp.ClientResponse) -> AsyncGenerator[tuple[int,
     AnswerError for an event that does not end."""
     parser = EventParser(MAX_EVENT_BYTES)
     async for received in response.content.iter_any():
-        events = parser.feed(received)
+        try:
+            events = parser.feed(received)
+        except EventTooLongError as exc:
+            raise AnswerError(exc.message) from exc
         if DONE in events:
             yield len(received), events[: events.index(DONE)]
             return

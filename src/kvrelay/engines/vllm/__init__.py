@@ -1,6 +1,6 @@
 """Engine ``vllm``: vLLM computes, in this worker's own process group, without its HTTP server.
 
-    frontend ──> worker (StreamedHost) ── VllmBackend ── AsyncLLM ── ZMQ ──> EngineCore (a child process of the worker)
+    frontend ──> worker (BackendHost) ── VllmBackend ── AsyncLLM ── ZMQ ──> EngineCore (a child process of the worker)
 
 Tokens go in and come out: vLLM neither tokenizes nor detokenizes. vLLM schedules and holds the KV; its cache events
 feed kvrelay's prefix index. ``arguments`` decides what vLLM is started with, ``translation`` puts a request into its
@@ -15,7 +15,7 @@ from pathlib import Path
 from kvrelay.config import WorkerConfig
 from kvrelay.core.layout import KVLayout
 from kvrelay.engine.contract import EngineFacts
-from kvrelay.engines.hosted.host import CacheEvents, StreamedHost
+from kvrelay.engines.hosted.host import BackendHost, CacheEvents
 from kvrelay.engines.vllm.arguments import engine_arguments
 from kvrelay.engines.vllm.backend import VllmBackend
 from kvrelay.engines.vllm.library import Started, fingerprint, start_vllm
@@ -24,7 +24,7 @@ from kvrelay.executors.checkpoint_facts import checkpoint_facts
 from kvrelay.executors.host_memory import ANYWHERE, HostMemory
 
 
-def from_settings(settings: WorkerConfig, worker_id: str, memory: HostMemory = ANYWHERE) -> StreamedHost:
+def from_settings(settings: WorkerConfig, worker_id: str, memory: HostMemory = ANYWHERE) -> BackendHost:
     """The registry's builder: loads the model. Takes half a minute.
 
     Raises ConfigError (also if vLLM is not installed), CheckpointError, UnsupportedModelError, and EngineDeadError if
@@ -54,7 +54,7 @@ def from_settings(settings: WorkerConfig, worker_id: str, memory: HostMemory = A
         on_close=directory.cleanup,
         is_staged=staging is not None,
     )
-    return StreamedHost(
+    return BackendHost(
         facts,
         settings.engine,
         backend,

@@ -24,7 +24,7 @@ import psutil
 from kvrelay.config import WorkerConfig
 from kvrelay.core.layout import KVLayout
 from kvrelay.engines.connector.terms import encode_place
-from kvrelay.engines.hosted.staging_memory import Staging, allocate_staging
+from kvrelay.engines.hosted.staging import Staging, allocate_staging
 from kvrelay.engines.vllm.arguments import require_known
 from kvrelay.engines.vllm.backend import AsyncEngine, Terms
 from kvrelay.engines.vllm.child import WORKER_PID

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrelay.engines.hosted.backend import AnswerError
-from kvrelay.engines.openai.events import EventParser
+from kvrelay.core.event_stream import EventParser, EventTooLongError
 
 STREAM = b': hello\n\ndata: {"a":\ndata:1}\nid: 7\n\nevent: x\ndata:b\ndata\nretry: 5\n\ndata:\n\ndata: [DONE]\n\n'
 EVENTS = [b'{"a":\n1}', b"b", b"[DONE]"]
@@ -43,7 +42,7 @@ def test_an_event_that_does_not_end_is_an_error(piece: bytes) -> None:
         for _ in range(100):
             parser.feed(piece)
 
-    with pytest.raises(AnswerError, match="more than 1000 bytes"):
+    with pytest.raises(EventTooLongError, match="more than 1000 bytes"):
         feed()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvrelay.core.clock import ManualClock
-from kvrelay.engines.hosted.backoff import FIRST_S, LONGEST_S, PROBE_S, Backoff
+from kvrelay.engines.hosted.load import FIRST_S, LONGEST_S, PROBE_S, Backoff
 
 
 def test_pauses_grow_up_to_a_bound_whatever_is_asked_for() -> None:

@@ -6,9 +6,13 @@ event ends with an empty line, its data lines are joined, comments and other fie
 
 from __future__ import annotations
 
-from kvrelay.engines.hosted.backend import AnswerError
+from kvrelay.errors import KvrelayError
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+
+
+class EventTooLongError(KvrelayError):
+    """An event does not end."""
 
 
 class EventParser:
@@ -25,7 +29,7 @@ class EventParser:
         self._is_first = True
 
     def feed(self, received: bytes) -> list[bytes]:
-        """The data of the events that end in ``received``. Raises AnswerError for an event that does not end."""
+        """The data of the events that end in ``received``. Raises EventTooLongError."""
         if self._is_after_cr and received:
             received = received.removeprefix(b"\n")
         self._is_after_cr = received.endswith(b"\r") or (self._is_after_cr and not received)
@@ -42,7 +46,7 @@ class EventParser:
             self._line.append(rest)
             self._num_line_bytes += len(rest)
         if self._num_line_bytes + self._num_data_bytes > self._max_bytes:
-            raise AnswerError(f"an event of the server has more than {self._max_bytes} bytes")
+            raise EventTooLongError(f"an event of the server has more than {self._max_bytes} bytes")
         return found
 
     def end(self) -> list[bytes]:

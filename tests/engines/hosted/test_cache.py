@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from kvrelay.core.events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
 from kvrelay.core.hashing import compute_block_hashes
-from kvrelay.engines.hosted.placed import PlacedPrefixes
+from kvrelay.engines.hosted.cache import PlacedPrefixes
 
 SIZE = 2
 PROMPTS = st.lists(st.lists(st.integers(0, 2), min_size=0, max_size=12), max_size=30)
