@@ -35,6 +35,7 @@ def test_a_negative_value_is_a_value(value: str, capsys: pytest.CaptureFixture[s
 def test_a_negative_value_where_it_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     put = AsyncMock()
     monkeypatch.setattr("kvrelay.launch.admin.config_set", put)
+    monkeypatch.setattr("kvrelay.launch.admin.checked", lambda key, value: value)
     for arguments in (
         ["router.router_seed", "-5", "--namespace", "x"],
         ["--namespace", "x", "router.router_seed", "-5"],

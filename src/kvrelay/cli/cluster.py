@@ -152,7 +152,10 @@ def config_get(key: str | None, cluster: str | None, config_file: Path | None, *
     Example: kvrelay config get
     """
     from kvrelay.launch.admin import config_get as get
+    from kvrelay.launch.admin import require_settable
 
+    if key is not None:
+        require_settable(key)
     run_async(get(_settings(cluster, config_file, flags), key))
 
 
@@ -173,8 +176,10 @@ def config_set(key: str, value: str, cluster: str | None, config_file: Path | No
 
     Example: kvrelay config set disagg.max_prefill_queue_size 4
     """
+    from kvrelay.launch.admin import checked
     from kvrelay.launch.admin import config_set as put
 
+    checked(key, value)  # before a cluster is looked for
     run_async(put(_settings(cluster, config_file, flags), key, value))
 
 
@@ -187,5 +192,7 @@ def config_unset(key: str, cluster: str | None, config_file: Path | None, **flag
     Example: kvrelay config unset disagg.max_prefill_queue_size
     """
     from kvrelay.launch.admin import config_unset as unset
+    from kvrelay.launch.admin import require_settable
 
+    require_settable(key)
     run_async(unset(_settings(cluster, config_file, flags), key))

@@ -192,7 +192,7 @@ async def config_set(config: ControlConfig, key: str, value: str) -> None:
 
     Raises ConfigError.
     """
-    shown = json.dumps(_checked(key, value))
+    shown = json.dumps(checked(key, value))
     control = await connect_control(config)
     try:
         place = Keys(config.namespace).config_value(key)
@@ -236,9 +236,9 @@ async def _warn_if_other_router(control: ControlPlane, config: ControlConfig, ke
         print(f"note: {key} has no effect while {policy} is {shown}, {counts}", file=sys.stderr)
 
 
-def _checked(key: str, value: str) -> object:
+def checked(key: str, value: str) -> object:
     """The text as the setting's own type. Raises ConfigError."""
-    _require_settable(key)
+    require_settable(key)
     if key.startswith(ROUTER_PREFIX):
         name = key.removeprefix(ROUTER_PREFIX)
         settings = router_settings.RuntimeSettings()
@@ -250,7 +250,8 @@ def _checked(key: str, value: str) -> object:
     return getattr(policy.config, name)
 
 
-def _require_settable(key: str) -> None:
+def require_settable(key: str) -> None:
+    """Raises ConfigError."""
     if key not in SETTABLE:
         hint = nearest(key, SETTABLE) or f"; the run-time settings are {', '.join(SETTABLE)}"
         raise ConfigError(f"{key} is no run-time setting{hint}", param=key)
@@ -261,7 +262,7 @@ async def config_unset(config: ControlConfig, key: str) -> None:
 
     Raises ConfigError.
     """
-    _require_settable(key)
+    require_settable(key)
     control = await connect_control(config)
     try:
         place = Keys(config.namespace).config_value(key)
@@ -276,7 +277,7 @@ async def config_get(config: ControlConfig, key: str | None) -> None:
     """Print the settings made at run time, one ``key value`` per line; without any, which there are. Raises
     ConfigError."""
     if key is not None:
-        _require_settable(key)
+        require_settable(key)
     control = await connect_control(config)
     try:
         keys = Keys(config.namespace)
