@@ -19,7 +19,8 @@ from typing import TypeVar
 import msgspec
 
 from kvrelay.bench.errors import MissingPackageError
-from kvrelay.errors import UNREADABLE, InvalidInputError
+from kvrelay.core.decoding import UNREADABLE
+from kvrelay.errors import InvalidInputError
 
 _T = TypeVar("_T")
 

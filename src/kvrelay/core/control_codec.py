@@ -12,9 +12,10 @@ from typing import TypeVar
 
 import msgspec
 
+from kvrelay.core.decoding import UNREADABLE
 from kvrelay.core.handoff import RemotePrefillRequest
 from kvrelay.core.workers import CallerInfo, KvMetadata, WorkerInfo
-from kvrelay.errors import UNREADABLE, InvalidInputError, ProtocolError
+from kvrelay.errors import InvalidInputError, ProtocolError
 
 MAX_ENTRY_BYTES = 1 << 20
 MAX_SETTING_BYTES = 4096

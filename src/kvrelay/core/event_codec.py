@@ -11,8 +11,9 @@ from typing import TypeVar
 
 import msgspec
 
+from kvrelay.core.decoding import UNREADABLE
 from kvrelay.core.events import MAX_TRANSFER_PEERS, BlockStored, KvEventBatch, LoadMetrics
-from kvrelay.errors import UNREADABLE, ProtocolError
+from kvrelay.errors import ProtocolError
 
 EVENT_PROTOCOL_VERSION = 1
 

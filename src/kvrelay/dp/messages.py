@@ -26,8 +26,9 @@ from typing import Any
 
 import msgspec
 
+from kvrelay.core.decoding import UNREADABLE
 from kvrelay.dp.protocol import StartStep, StepsUntil
-from kvrelay.errors import UNREADABLE, ProtocolError
+from kvrelay.errors import ProtocolError
 
 VERSION = 1
 MAX_FRAME_BYTES = 1 << 20

@@ -18,11 +18,6 @@ from __future__ import annotations
 
 import errno
 
-import msgspec
-
-UNREADABLE = (msgspec.DecodeError, UnicodeError, RecursionError)
-"""What msgspec's decoders raise for data from outside: malformed, no UTF-8, nested too deeply."""
-
 
 class KvrelayError(Exception):
     """Base of all exceptions that kvrelay raises on purpose. ``exit_code`` is the command line's exit code."""

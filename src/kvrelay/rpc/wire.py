@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
+from kvrelay.core.decoding import UNREADABLE
 from kvrelay.core.messages import (
     PROTOCOL_VERSION,
     AbortRequest,
@@ -20,7 +21,7 @@ from kvrelay.core.messages import (
     PrefillLost,
     RequestRefused,
 )
-from kvrelay.errors import UNREADABLE, ProtocolError
+from kvrelay.errors import ProtocolError
 from kvrelay.handoff.messages import (
     HandoffAbandon,
     HandoffClaim,

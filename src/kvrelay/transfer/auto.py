@@ -11,9 +11,10 @@ from dataclasses import replace
 
 import msgspec
 
+from kvrelay.core.decoding import UNREADABLE
 from kvrelay.core.layout import MemoryRegion
 from kvrelay.core.workers import KvMetadata
-from kvrelay.errors import UNREADABLE, FatalError, TransferError
+from kvrelay.errors import FatalError, TransferError
 from kvrelay.transfer.base import Completion, Notification, OneSided, Transport
 from kvrelay.transfer.values import GrantRef, TransferOp, TransferPlan
 

@@ -9,7 +9,8 @@ import msgspec
 
 from kvrelay.bench.errors import BadResponseError
 from kvrelay.bench.load.request import LoadRequest
-from kvrelay.errors import UNREADABLE, InvalidInputError
+from kvrelay.core.decoding import UNREADABLE
+from kvrelay.errors import InvalidInputError
 
 DONE = b"[DONE]"
 

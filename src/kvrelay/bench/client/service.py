@@ -13,7 +13,7 @@ import msgspec
 from kvrelay.bench.client.connection import ConnectionPool, Target
 from kvrelay.bench.client.payload import error_text
 from kvrelay.bench.errors import BadResponseError, BenchError, ServerDownError
-from kvrelay.errors import UNREADABLE
+from kvrelay.core.decoding import UNREADABLE
 
 _T = TypeVar("_T", bound=msgspec.Struct)
 _POLL_S = 0.1

@@ -11,7 +11,8 @@ import msgspec
 import psutil
 
 from kvrelay.bench.report.metrics import REPORT_KIND, ServeReport
-from kvrelay.errors import UNREADABLE, InvalidInputError
+from kvrelay.core.decoding import UNREADABLE
+from kvrelay.errors import InvalidInputError
 
 
 def to_json(value: object) -> str:

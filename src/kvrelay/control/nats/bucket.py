@@ -34,8 +34,8 @@ from kvrelay.control.nats.jetstream import (
     StoredMessage,
 )
 from kvrelay.control.nats.kv_keys import decode_key, encode_key
+from kvrelay.core.decoding import UNREADABLE
 from kvrelay.core.workers import LeaseTime
-from kvrelay.errors import UNREADABLE
 
 _log = logging.getLogger(__name__)
 

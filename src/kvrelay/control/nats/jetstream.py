@@ -16,7 +16,8 @@ from typing import Any, TypeVar
 import msgspec
 
 from kvrelay.control.nats.connection import NatsConnection, NoRespondersError, RequestTimeoutError
-from kvrelay.errors import UNREADABLE, ControlUnavailableError
+from kvrelay.core.decoding import UNREADABLE
+from kvrelay.errors import ControlUnavailableError
 
 EXPECTED_SEQUENCE = "Nats-Expected-Last-Subject-Sequence"
 MESSAGE_TTL = "Nats-TTL"

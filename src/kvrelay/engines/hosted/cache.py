@@ -18,9 +18,10 @@ from dataclasses import dataclass
 
 import msgspec
 
+from kvrelay.core.decoding import UNREADABLE
 from kvrelay.core.events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
 from kvrelay.core.hashing import compute_block_hashes
-from kvrelay.errors import UNREADABLE, KvrelayError
+from kvrelay.errors import KvrelayError
 
 ServerHash = int | bytes
 """vLLM's name of a block: a number, or 32 bytes."""

@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 
+from kvrelay.core.decoding import UNREADABLE
 from kvrelay.engines.hosted.backend import AnswerError
-from kvrelay.errors import UNREADABLE
 
 Body = dict[str, Any]
 

@@ -16,9 +16,10 @@ from urllib.parse import urlsplit
 import msgspec
 
 from kvrelay.config import UpstreamConfig
+from kvrelay.core.decoding import UNREADABLE
 from kvrelay.engines.hosted.backend import AnswerError
 from kvrelay.engines.hosted.vllm_transfer import Body, VllmTransfer, one_answer
-from kvrelay.errors import UNREADABLE, ConfigError
+from kvrelay.errors import ConfigError
 
 SGLANG_BOOTSTRAP_PORT = 8998
 SGLANG_NO_PEER = {"bootstrap_host": "2.2.2.2", "bootstrap_room": 0}

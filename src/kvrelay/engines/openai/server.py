@@ -21,11 +21,12 @@ import aiohttp
 import msgspec
 
 from kvrelay.config import UpstreamConfig
+from kvrelay.core.decoding import UNREADABLE
 from kvrelay.core.event_stream import EventParser, EventTooLongError
 from kvrelay.engines.hosted.backend import AnswerError, BackendError, RefusedError
 from kvrelay.engines.openai.address import address_of
 from kvrelay.engines.openai.wire import TextPiece, parse_event
-from kvrelay.errors import UNREADABLE, ConfigError, EngineDeadError
+from kvrelay.errors import ConfigError, EngineDeadError
 
 _log = logging.getLogger(__name__)
 

@@ -10,13 +10,14 @@ from typing import Any
 
 import msgspec
 
+from kvrelay.core.decoding import UNREADABLE
 from kvrelay.core.grammar import Grammar, GrammarKind
 from kvrelay.core.logprobs import PositionLogprobs, TokenLogprob
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.status import FinishReason
 from kvrelay.engine.request import Request
 from kvrelay.engines.hosted.backend import AnswerError
-from kvrelay.errors import UNREADABLE, InvalidInputError
+from kvrelay.errors import InvalidInputError
 
 GRAMMAR_FIELDS = {GrammarKind.JSON_SCHEMA: "json", GrammarKind.REGEX: "regex", GrammarKind.LARK: "grammar"}
 FINISH_REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from kvrelay.core.decoding import UNREADABLE
 from kvrelay.core.status import FinishReason
-from kvrelay.errors import UNREADABLE
 from kvrelay.frontend.generate.blocks import Block, BlockKind
 from kvrelay.frontend.openai.answer import Finish, Usage
 

@@ -15,7 +15,8 @@ from typing import Annotated, Generic, TypeVar
 import msgspec
 from msgspec import Meta
 
-from kvrelay.errors import UNREADABLE, InvalidInputError
+from kvrelay.core.decoding import UNREADABLE
+from kvrelay.errors import InvalidInputError
 from kvrelay.frontend.openai.bounds import (
     AllowedTokenIds,
     JsonMap,

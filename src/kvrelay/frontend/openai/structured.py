@@ -15,8 +15,9 @@ from typing import Annotated, Protocol
 import msgspec
 from msgspec import Meta
 
+from kvrelay.core.decoding import UNREADABLE
 from kvrelay.core.grammar import ANY_JSON_OBJECT, MAX_GRAMMAR_CHARS, Grammar, GrammarKind
-from kvrelay.errors import UNREADABLE, InvalidInputError
+from kvrelay.errors import InvalidInputError
 from kvrelay.frontend.openai.bounds import JsonMap, Name, Word
 
 MAX_SCHEMA_DEPTH = 100

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from kvrelay.errors import UNREADABLE, InvalidInputError
+from kvrelay.core.decoding import UNREADABLE
+from kvrelay.errors import InvalidInputError
 from kvrelay.frontend.openai.requests import ChatMessage
 
 _INTRODUCTION = (

@@ -29,7 +29,8 @@ from typing import Annotated
 import msgspec
 import numpy as np
 
-from kvrelay.errors import UNREADABLE, ProtocolError
+from kvrelay.core.decoding import UNREADABLE
+from kvrelay.errors import ProtocolError
 from kvrelay.transfer.values import GrantRef, Int64Array
 
 VERSION = 1

@@ -21,9 +21,10 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from kvrelay.config import TransferConfig
+from kvrelay.core.decoding import UNREADABLE
 from kvrelay.core.layout import MemoryRegion
 from kvrelay.core.workers import KvMetadata
-from kvrelay.errors import UNREADABLE, FatalError, TransferError
+from kvrelay.errors import FatalError, TransferError
 from kvrelay.transfer.base import Completion, Notification
 from kvrelay.transfer.compat import check_pool
 from kvrelay.transfer.grants import GrantTable

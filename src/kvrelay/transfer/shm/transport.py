@@ -22,9 +22,10 @@ from collections.abc import Callable
 
 import msgspec
 
+from kvrelay.core.decoding import UNREADABLE
 from kvrelay.core.layout import MemoryRegion
 from kvrelay.core.workers import KvMetadata
-from kvrelay.errors import UNREADABLE, FatalError, TransferError
+from kvrelay.errors import FatalError, TransferError
 from kvrelay.transfer.base import Completion, Notification, OneSided
 from kvrelay.transfer.compat import check_pool
 from kvrelay.transfer.plan import MAX_NOTIFY_BYTES, check_post

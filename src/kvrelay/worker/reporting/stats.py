@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import Any, TypeVar
 
 from kvrelay.handoff.base import EndReason, RefusalReason
 from kvrelay.placement.cost_model import RemoteCost
 
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
-C = TypeVar("C", bound="DataclassInstance")
+C = TypeVar("C")
 
 
 def by_reason(counts: Mapping[EndReason, int] | Mapping[RefusalReason, int]) -> dict[str, int]:
@@ -21,9 +18,11 @@ def by_reason(counts: Mapping[EndReason, int] | Mapping[RefusalReason, int]) -> 
 
 
 def copied(counts: C) -> C:
-    """A copy that later counting does not change: every field is a number or a mapping of numbers."""
-    mappings = {f.name: value.copy() for f in fields(counts) if isinstance(value := getattr(counts, f.name), dict)}
-    return replace(counts, **mappings)
+    """A copy of a dataclass that later counting does not change: its fields are numbers and mappings of numbers."""
+    given: Any = counts
+    mappings = {f.name: value.copy() for f in fields(given) if isinstance(value := getattr(given, f.name), dict)}
+    copy: C = replace(given, **mappings)
+    return copy
 
 
 @dataclass(slots=True)
