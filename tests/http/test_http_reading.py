@@ -156,6 +156,11 @@ def test_an_upgrade_is_ignored(body: bytes, piece: int) -> None:
     assert not listener.refusals
 
 
+def test_pipelined_upgrades_do_not_nest() -> None:
+    head = b"POST /a HTTP/1.1\r\nhost: x\r\nconnection: upgrade\r\nupgrade: h2c\r\ncontent-length: 1\r\n\r\nx"
+    assert len(read(head * 2000).requests) == 2000
+
+
 def test_a_body_behind_an_upgrade_is_bounded() -> None:
     head = b"POST /a HTTP/1.1\r\nhost: x\r\nconnection: upgrade\r\nupgrade: h2c\r\ntransfer-encoding: chunked\r\n\r\n"
     assert read(head + b"10\r\n" + b"x" * 16 + b"\r\n", limits=HttpLimits(max_body_bytes=10)).status == 413

@@ -75,18 +75,22 @@ class RequestReader:
 
     def feed(self, data: bytes) -> None:
         """The next bytes. Pieces of a few kB keep the limits exact to that."""
-        if self.is_refused or self._parser is None:
-            return
+        rest: bytes | None = data
+        while rest and not self.is_refused and self._parser is not None:
+            rest = self._feed(self._parser, rest)
+
+    def _feed(self, parser: httptools.HttpRequestParser, data: bytes) -> bytes | None:
+        """What is left to be read after an ignored Upgrade; None: everything was read."""
         self._has_progressed = False
         num_counted = self._num_head_bytes
         try:
-            self._parser.feed_data(data)
+            parser.feed_data(data)
         except httptools.HttpParserUpgrade as exc:
-            self._ignore_upgrade(data[exc.args[0] :])
-            return
+            self._ignore_upgrade()
+            return data[exc.args[0] :]
         except httptools.HttpParserError as exc:
             self._refuse(400, f"not a valid HTTP request: {exc}")
-            return
+            return None
         # An endless header, trailer or chunk extension: the parser reports nothing before its end.
         if not self._has_progressed:
             self._num_silent_bytes += len(data)
@@ -95,6 +99,7 @@ class RequestReader:
         else:
             self._num_silent_bytes = 0
         self._count_head(0)
+        return None
 
     def error_response(self, status: int, message: str) -> Response:
         """The application's answer for an error of the request that is being read."""
@@ -211,7 +216,7 @@ class RequestReader:
         self.num_body_bytes = 0
         self.is_in_message = False
 
-    def _ignore_upgrade(self, rest: bytes) -> None:
+    def _ignore_upgrade(self) -> None:
         """A server may ignore the Upgrade header (RFC 9110, 7.8); llhttp cannot. If the request has a body, a new
         parser reads it after a head that gives only the body's length."""
         request = self._request
@@ -223,8 +228,6 @@ class RequestReader:
             self._parser = httptools.HttpRequestParser(self)
             self._is_resumed = True
             self._parser.feed_data(f"{head}{framing}\r\n\r\n".encode("latin-1"))
-        if rest:
-            self.feed(rest)
 
     def _has_body(self) -> bool:
         return "transfer-encoding" in self._headers or int(self._headers.get("content-length", "0")) > 0
