@@ -5,10 +5,14 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 
+import psutil
 import pytest
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, until
 
 from kvrelay import LLM, SamplingParams
 from kvrelay.errors import ConfigError, EngineDeadError
@@ -44,3 +48,18 @@ def test_two_ranks_answer_as_one_and_a_lost_rank_ends_the_idle_engine() -> None:
 def test_the_mock_engine_has_one_rank() -> None:
     with pytest.raises(ConfigError, match="the mock engine has one rank"):
         LLM(engine="mock", pp=2)
+
+
+@pytest.mark.slow
+def test_nothing_is_left_when_it_is_ended_while_ranks_load(tmp_path: Path) -> None:
+    code = "from kvrelay import LLM; LLM(tp=2, num_threads=2, device='cpu', num_blocks=64)"
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    with subprocess.Popen([sys.executable, "-c", code], env=environment, stderr=subprocess.DEVNULL) as process:
+        until(
+            lambda: (
+                sum("rank_process" in " ".join(each.cmdline()) for each in psutil.Process(process.pid).children()) == 2
+            )
+        )
+        process.terminate()
+    assert process.returncode == -signal.SIGTERM
+    assert not list(tmp_path.glob("kvrelay-ranks*"))

@@ -20,9 +20,7 @@ import logging
 import mmap
 import os
 import select
-import shutil
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -118,6 +116,8 @@ class ParallelExecutor:
         self._memory = StepMemory.create(len(self._ranks))
         self._allocate = allocate
         self._pool_fd = os.memfd_create("kvrelay-kv-pool") if reserve is None else os.dup(reserve())
+        self._store_fd = os.memfd_create("kvrelay-ranks")
+        """Where the ranks find each other. Open as long as they live: they look at it once more when they end."""
         self._detector = HangDetector(self._memory.progress, LOOKS_PER_TIMEOUT)
         self._look_ms = max(1, int(runner.rank_timeout_s * 1000 / LOOKS_PER_TIMEOUT))
         self._timeout_s = runner.rank_timeout_s
@@ -247,6 +247,7 @@ class ParallelExecutor:
             self._is_closed = True
             self._memory.close()
             os.close(self._pool_fd)
+            os.close(self._store_fd)
 
     # -- start --------------------------------------------------------------------------------------------------------
 
@@ -259,16 +260,12 @@ class ParallelExecutor:
 
     def _load(self, model_dir: Path, runner: RunnerConfig, engine: EngineConfig) -> tuple[Loaded, int]:
         own = replace(runner, num_threads=_threads_per_rank(runner.num_threads, len(self._ranks)))
-        meeting = Path(tempfile.mkdtemp(prefix="kvrelay-ranks-"))
-        try:
-            for rank in self._ranks:
-                store = str(meeting / "store")
-                command = Start(str(model_dir.absolute()), own, engine, rank.index, store, self._group)
-                self._tell(rank.index, command)
-            answers = self._collect()
-            loaded = [answer for rank in self._ranks if isinstance(answer := answers[rank.index], Loaded)]
-        finally:
-            shutil.rmtree(meeting, ignore_errors=True)
+        # A file without a name: nothing is left if this process is killed.
+        store = f"/proc/{os.getpid()}/fd/{self._store_fd}"
+        for rank in self._ranks:
+            self._tell(rank.index, Start(str(model_dir.absolute()), own, engine, rank.index, store, self._group))
+        answers = self._collect()
+        loaded = [answer for rank in self._ranks if isinstance(answer := answers[rank.index], Loaded)]
         facts, num_blocks = loaded[0], min(each.max_blocks for each in loaded)
         require_agreement(self._ranks, loaded)
         self._pool = self._map_pool(num_blocks * len(self._ranks) * facts.layout.block_bytes)
