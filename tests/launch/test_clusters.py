@@ -87,8 +87,8 @@ def test_commands_take_the_found_cluster_unless_one_is_named(monkeypatch: pytest
     put = AsyncMock()
     monkeypatch.setattr("kvrelay.launch.admin.config_set", put)
     with announced(cluster(namespace="lab")):
-        assert run(["config", "set", "router.router_seed", "1"]) == 0
+        assert run(["config", "set", "router.temperature", "1"]) == 0
         assert (put.await_args.args[0].control, put.await_args.args[0].namespace) == (cluster().control, "lab")
-        assert run(["config", "set", "router.router_seed", "1", "--control", "nats://t@h:1"]) == 0
+        assert run(["config", "set", "router.temperature", "1", "--control", "nats://t@h:1"]) == 0
         assert (put.await_args.args[0].control, put.await_args.args[0].namespace) == ("nats://t@h:1", "default")
-    assert run(["config", "set", "router.router_seed", "1"]) == 2
+    assert run(["config", "set", "router.temperature", "1"]) == 2
