@@ -41,6 +41,7 @@ async def test_an_open_hand_off_is_seen_at_both_ends_and_its_end_too():
         assert (incoming.state, here.stats.decode.num_remote_done) == (DecodeState.GRANTED, 0), "it is a snapshot"
         with pytest.raises(dataclasses.FrozenInstanceError):
             after.num_requests = 1
+        assert await shared.gone(prefill) is None
 
 
 async def test_peers_queue_and_lease_are_seen():

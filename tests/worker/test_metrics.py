@@ -123,6 +123,7 @@ async def test_role_and_readiness():
         await shared.until(lambda: worker.is_ready)
         worker.request_drain()
         assert samples(worker)["ready"] == 0
+        assert await shared.gone(node) is None
 
 
 async def test_it_is_not_ready_while_it_finishes_for_another_role():
