@@ -6,11 +6,12 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 
+from tests.contracts.faulty_broker import FaultyBroker
 from tests.contracts.prefill_queue_contract import PARTITION
 from tests.patience import PATIENCE_S
 
 from kvrelay.control.base import Discovery, EventBus, Lease, PrefillQueue
-from kvrelay.control.memory import MemoryBroker, MemoryControlPlane
+from kvrelay.control.memory import MemoryControlPlane
 from kvrelay.control.nats.connection import NatsConnection
 from kvrelay.control.nats.discovery import NatsDiscovery
 from kvrelay.control.nats.event_bus import NatsEventBus
@@ -25,12 +26,12 @@ MAX_DELIVERIES = 2
 
 
 class MemoryServer:
-    """A MemoryBroker on the real clock; each ``connect_*`` is another process."""
+    """A broker with faults on the real clock; each ``connect_*`` is another process."""
 
     def __init__(self) -> None:
         self.ttl_s = 1.5
         """The tests share the loop that renews leases. A busy machine may hold it up for more than half a second."""
-        self.broker = MemoryBroker(ack_wait_s=ACK_WAIT_S, max_deliveries=MAX_DELIVERIES)
+        self.broker = FaultyBroker(ack_wait_s=ACK_WAIT_S, max_deliveries=MAX_DELIVERIES)
         self._planes: dict[object, MemoryControlPlane] = {}
 
     @property

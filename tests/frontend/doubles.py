@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
+from tests.contracts.faulty_broker import FaultyBroker
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from kvrelay.config import FrontendConfig, RouterConfig
 from kvrelay.control.base import Keys, Lease
-from kvrelay.control.memory import MemoryBroker
 from kvrelay.core.clock import MonotonicClock
 from kvrelay.core.messages import (
     AbortRequest,
@@ -195,7 +195,7 @@ class FakeCluster:
     def __init__(self, model_dir: Path) -> None:
         self.model_dir = model_dir
         self.network = LoopbackNetwork()
-        self.broker = MemoryBroker()
+        self.broker = FaultyBroker()
         self.control = self.broker.plane()
         self._lease: Lease | None = None
         self.bus = self.broker.plane().events
