@@ -18,7 +18,6 @@ from kvrelay.control.nats.event_bus import NatsEventBus
 from kvrelay.control.nats.jetstream import JetStream
 from kvrelay.control.nats.prefill_queue import NatsPrefillQueue
 from kvrelay.control.nats_process import NatsServerProcess
-from kvrelay.core.clock import MonotonicClock
 
 ACK_WAIT_S = 30.0
 """Longer than any test that does not set its own."""
@@ -119,7 +118,7 @@ class NatsDiscoveryServer(NatsServer):
         self._discoveries: list[NatsDiscovery] = []
 
     async def connect(self) -> Discovery:
-        discovery = NatsDiscovery(await self.open(), "test", MonotonicClock())
+        discovery = NatsDiscovery(await self.open(), "test")
         await discovery.start()
         self._discoveries.append(discovery)
         return discovery

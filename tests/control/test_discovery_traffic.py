@@ -21,7 +21,6 @@ from kvrelay.control.nats.keeper_election import KeeperState
 from kvrelay.control.nats.lease import NatsLease
 from kvrelay.control.nats.prefill_queue import NatsPrefillQueue
 from kvrelay.control.nats_process import NatsServerProcess
-from kvrelay.core.clock import MonotonicClock
 
 TTL_S = 1.5
 NUM_MEMBERS = 12
@@ -57,7 +56,7 @@ async def members(url: str, namespace: str, count: int, ttl_s: float = TTL_S) ->
         for number in range(count):
             connection = await NatsConnection.connect(url, 10.0)
             stack.push_async_callback(connection.close)
-            discovery = NatsDiscovery(connection, namespace, MonotonicClock())
+            discovery = NatsDiscovery(connection, namespace)
             await discovery.start()
             stack.push_async_callback(discovery.close)
             lease = await discovery.grant(ttl_s)
@@ -226,7 +225,7 @@ def test_what_is_stored_is_bounded_while_members_come_and_go(nats: NatsServerPro
 
     async def scenario() -> None:
         connection = await NatsConnection.connect(nats.url, 10.0)
-        discovery = NatsDiscovery(connection, "churn", MonotonicClock())
+        discovery = NatsDiscovery(connection, "churn")
         await discovery.start()
         value = b"x" * 16_384
         sizes = []

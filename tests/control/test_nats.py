@@ -34,7 +34,6 @@ from kvrelay.control.nats.connection import (
 from kvrelay.control.nats.jetstream import Delivery, JetStream, parse_ack_subject
 from kvrelay.control.nats.plane import NatsControlPlane
 from kvrelay.control.nats_process import NatsServerProcess, find_binary
-from kvrelay.core.clock import MonotonicClock
 from kvrelay.errors import AddressInUseError, ConfigError, ControlUnavailableError, PayloadTooLargeError
 
 
@@ -563,7 +562,7 @@ def test_acknowledgement_subjects_of_both_ages() -> None:
 
 def test_the_plane_can_be_made_without_the_door(nats: NatsServerProcess) -> None:
     async def scenario() -> None:
-        control = await NatsControlPlane.connect(nats.url, "test", 5.0, MonotonicClock())
+        control = await NatsControlPlane.connect(nats.url, "test", 5.0)
         await control.close()
         assert not control.is_connected
 

@@ -169,7 +169,7 @@ async def test_a_frontend_leaves_it_to_the_workers_to_end_a_lease(address: str) 
             await dying.discovery.put(WORKER, b"{}", lease)
             await eventually(lambda: bool(seen.state))
         assert isinstance(frontend, NatsControlPlane)
-        mirror = frontend._discovery._mirror
+        mirror = frontend.discovery._mirror
         await eventually(lambda: not mirror._may_end, 30.0)
         assert seen.state == {WORKER: b"{}"}
         async with role(address, "worker") as other:

@@ -15,7 +15,6 @@ from kvrelay.control.nats.connection import NatsConnection
 from kvrelay.control.nats.jetstream import JetStream
 from kvrelay.control.nats.lease import NatsLease
 from kvrelay.control.nats.mirror import Mirror
-from kvrelay.core.clock import Clock
 
 ANSWER_TIMEOUT_S = 5.0
 
@@ -27,7 +26,6 @@ class NatsDiscovery:
         self,
         connection: NatsConnection,
         namespace: str,
-        clock: Clock,
         holder: str = "",
         num_replicas: int = 0,
         *,
@@ -47,7 +45,6 @@ class NatsDiscovery:
             connection,
             jetstream,
             self._bucket,
-            clock,
             keys.lease_keeper,
             on_events=self._hand_out,
             on_synced=self._synced,

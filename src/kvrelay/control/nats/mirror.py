@@ -31,7 +31,7 @@ from kvrelay.control.nats.connection import (
 )
 from kvrelay.control.nats.jetstream import ConsumerInfo, Delivery, JetStream, WrongSequenceError, parse_ack_subject
 from kvrelay.control.nats.keeper_election import KeeperElection, KeeperState
-from kvrelay.core.clock import Clock
+from kvrelay.core.clock import MonotonicClock
 from kvrelay.core.tasks import end_tasks
 from kvrelay.errors import ControlUnavailableError
 
@@ -76,13 +76,13 @@ class Mirror:
         connection: NatsConnection,
         jetstream: JetStream,
         bucket: Bucket,
-        clock: Clock,
         keeper_subject: str,
         *,
         on_events: Callable[[list[WatchEvent]], None],
         on_synced: Callable[[], None],
         on_lease_ended: Callable[[str], None],
     ) -> None:
+        clock = MonotonicClock()
         self.table = LeaseTable(clock)
         self.election = KeeperElection(clock, uuid4().hex, random.random())
         self.num_keepalives = 0

@@ -47,48 +47,25 @@ LOOK_INTERVAL_S = 1.0
 """An idle worker looks at all classes again after so long."""
 
 
+@dataclass(frozen=True, slots=True)
 class NatsPrefillDelivery:
     """One entry, leased to this consumer until it is silent for the queue's ``ack_wait_s``."""
 
-    def __init__(
-        self,
-        connection: NatsConnection,
-        reply: str,
-        request: RemotePrefillRequest,
-        *,
-        num_deliveries: int,
-        is_expired: bool,
-    ) -> None:
-        self._connection = connection
-        self._reply = reply
-        self._request = request
-        self._num_deliveries = num_deliveries
-        self._is_expired = is_expired
-
-    def __repr__(self) -> str:
-        return f"NatsPrefillDelivery({self._request.handoff_id}, num_deliveries={self._num_deliveries})"
-
-    @property
-    def request(self) -> RemotePrefillRequest:
-        return self._request
-
-    @property
-    def num_deliveries(self) -> int:
-        return self._num_deliveries
-
-    @property
-    def is_expired(self) -> bool:
-        return self._is_expired
+    connection: NatsConnection
+    reply: str
+    request: RemotePrefillRequest
+    num_deliveries: int
+    is_expired: bool
 
     async def ack(self) -> None:
         # Wait for the answer: if the acknowledgement got lost, the prefill would be computed twice.
-        await self._connection.request(self._reply, b"+ACK")
+        await self.connection.request(self.reply, b"+ACK")
 
     async def nak(self, delay_s: float = 0.0) -> None:
-        await self._connection.publish(self._reply, _nak(delay_s))
+        await self.connection.publish(self.reply, _nak(delay_s))
 
     async def in_progress(self) -> None:
-        await self._connection.publish(self._reply, b"+WPI")
+        await self.connection.publish(self.reply, b"+WPI")
 
 
 class _Track(NamedTuple):
@@ -342,9 +319,7 @@ class NatsPrefillQueue:
         is_expired = await self._is_expired(partition, request, stamp.timestamp_s)
         if is_expired:
             self.num_expired += 1
-        return NatsPrefillDelivery(
-            self._connection, message.reply, request, num_deliveries=stamp.num_delivered, is_expired=is_expired
-        )
+        return NatsPrefillDelivery(self._connection, message.reply, request, stamp.num_delivered, is_expired)
 
 
 def _token(kv_compatibility: str) -> str:
