@@ -21,13 +21,13 @@ from collections.abc import Callable
 import msgspec
 import uvloop
 
-from kvrelay.config import FrontendConfig, RouterConfig
+from kvrelay.config import FrontendConfig, RouterConfig, WorkerRole
 from kvrelay.control.base import Keys
 from kvrelay.control.memory import MemoryBroker
 from kvrelay.core.clock import MonotonicClock
 from kvrelay.core.messages import GenerateRequest, OutputBatch, TokenOutput
 from kvrelay.core.status import FinishReason
-from kvrelay.core.workers import WorkerInfo, WorkerRole
+from kvrelay.core.workers import WorkerInfo
 from kvrelay.data import bundled_checkpoint_path
 from kvrelay.frontend import Frontend
 from kvrelay.router import Router

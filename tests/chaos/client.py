@@ -18,7 +18,7 @@ from tests.chaos.answers import KnownPrompt, Verdict, judge
 from tests.chaos.report import AskedPrompt
 
 from kvrelay.bench.client.connection import ConnectionPool, parse_target
-from kvrelay.bench.client.payload import DONE, Chunk, Endpoint, EventSplitter, decode_chunk, error_text
+from kvrelay.bench.client.payload import DONE, Chunk, EventSplitter, StreamEndpoint, decode_chunk, error_text
 from kvrelay.bench.errors import BadResponseError, BenchError, ServerDownError
 from kvrelay.errors import RetryElsewhereError
 
@@ -195,7 +195,7 @@ class ChaosClient:
                     else:
                         take(decode_chunk(event))
 
-            head = self._pool.target.head("POST", Endpoint.COMPLETIONS.value, len(body))
+            head = self._pool.target.head("POST", StreamEndpoint.COMPLETIONS.value, len(body))
             answer = await self._pool.send(head + body, feed)
         if answer.status in REFUSED_STATUSES and answer.retry_after is not None:
             raise RequestRefusedError(answer.status, float(answer.retry_after))

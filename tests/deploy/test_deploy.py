@@ -23,7 +23,7 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 from tests.deploy.command_lines import checked
 
-from kvrelay.core.workers import WorkerRole
+from kvrelay.config import WorkerRole
 from kvrelay.engine.stats import EngineStats
 from kvrelay.errors import ConfigError
 from kvrelay.frontend.cluster.metrics import FrontendMetrics

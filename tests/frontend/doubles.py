@@ -13,7 +13,7 @@ import msgspec
 from tests.contracts.faulty_broker import FaultyBroker
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from kvrelay.config import FrontendConfig, RouterConfig
+from kvrelay.config import FrontendConfig, RouterConfig, WorkerRole
 from kvrelay.control.base import Keys, Lease
 from kvrelay.core.clock import MonotonicClock
 from kvrelay.core.messages import (
@@ -27,7 +27,7 @@ from kvrelay.core.messages import (
     TokenOutput,
 )
 from kvrelay.core.status import FinishReason
-from kvrelay.core.workers import WorkerInfo, WorkerRole
+from kvrelay.core.workers import WorkerInfo
 from kvrelay.frontend import Frontend
 from kvrelay.router import Router
 from kvrelay.rpc.base import Peer

@@ -20,7 +20,7 @@ from kvrelay.http import HttpLimits, HttpServer, Response, open_listener, raise_
 from kvrelay.http import listening as accepting_module
 from kvrelay.http.connection import HttpConnection
 from kvrelay.http.limits import ByteBudget
-from kvrelay.http.listening import Acceptor, connections_within_limit
+from kvrelay.http.listening import SocketAcceptor, connections_within_limit
 
 LOOPS = pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
 UPLOAD = b"POST /a HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n"
@@ -293,7 +293,7 @@ async def test_a_client_without_a_descriptor_is_told_so(monkeypatch: pytest.Monk
     listener.listen()
     listener.setblocking(False)
     accepted: list[socket.socket] = []
-    acceptor = Acceptor(listener, accepted.append, b"refused")
+    acceptor = SocketAcceptor(listener, accepted.append, b"refused")
     acceptor.start()
     port = listener.getsockname()[1]
     client = await RawClient.connect(port)

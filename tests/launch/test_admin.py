@@ -7,10 +7,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvrelay.config import ControlConfig
+from kvrelay.config import ControlConfig, WorkerRole
 from kvrelay.control.base import ControlPlane, Keys
 from kvrelay.control.memory import MemoryBroker
-from kvrelay.core.workers import WorkerInfo, WorkerRole
+from kvrelay.core.workers import WorkerInfo
 from kvrelay.errors import ConfigError, ControlUnavailableError
 from kvrelay.launch import admin
 from kvrelay.launch.admin import config_get, config_set, list_workers, status_table

@@ -8,13 +8,13 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvrelay.config import DisaggConfig, RouterConfig
+from kvrelay.config import DisaggConfig, RouterConfig, WorkerRole
 from kvrelay.core.clock import ManualClock
 from kvrelay.core.event_log import KvEventLog
 from kvrelay.core.events import BlockStored, LoadMetrics, TransferCost
 from kvrelay.core.hashing import compute_block_hashes
 from kvrelay.core.step_cost import StepCost
-from kvrelay.core.workers import WorkerInfo, WorkerRole
+from kvrelay.core.workers import WorkerInfo
 from kvrelay.errors import WorkerUnavailableError
 from kvrelay.placement.base import PrefillPlace
 from kvrelay.placement.pair_cost import OTHER_HOST_WEIGHT, SAME_HOST_WEIGHT, pair_costs

@@ -11,12 +11,12 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvrelay.config import RouterConfig
+from kvrelay.config import RouterConfig, WorkerRole
 from kvrelay.core.clock import ManualClock
 from kvrelay.core.event_log import KvEventLog
 from kvrelay.core.events import AllBlocksCleared, BlockRemoved, BlockStored, LoadMetrics
 from kvrelay.core.hashing import compute_block_hashes
-from kvrelay.core.workers import WorkerInfo, WorkerRole
+from kvrelay.core.workers import WorkerInfo
 from kvrelay.errors import ConfigError, WorkerUnavailableError
 from kvrelay.router import IndexState, Router, RouterStage, RoutingRequest
 from kvrelay.router.indexer import KvIndexer

@@ -19,13 +19,13 @@ from tests.frontend.doubles import FakeCluster, Script, write_model_dir
 from tests.speed import workers
 from tests.speed.counting import Counts, counting
 
-from kvrelay.config import EngineConfig, MockConfig, RouterConfig, RunnerConfig
+from kvrelay.config import EngineConfig, MockConfig, RouterConfig, RunnerConfig, WorkerRole
 from kvrelay.core.clock import ManualClock
 from kvrelay.core.event_log import KvEventLog
 from kvrelay.core.events import BlockStored, LoadMetrics
 from kvrelay.core.hashing import compute_block_hashes
 from kvrelay.core.sampling import SamplingParams
-from kvrelay.core.workers import WorkerInfo, WorkerRole
+from kvrelay.core.workers import WorkerInfo
 from kvrelay.engine.core import EngineCore
 from kvrelay.engine.request import Request
 from kvrelay.engine.step import Executor

@@ -16,12 +16,11 @@ from unittest import mock
 
 from tests.speed.counting import Counts, counting
 
-from kvrelay.config import DisaggConfig, EngineConfig, MockConfig, TransferConfig, WorkerConfig
+from kvrelay.config import DisaggConfig, EngineConfig, MockConfig, TransferConfig, WorkerConfig, WorkerRole
 from kvrelay.control.memory import MemoryBroker
 from kvrelay.core.clock import ManualClock
 from kvrelay.core.messages import GenerateRequest, OutputBatch
 from kvrelay.core.sampling import SamplingParams
-from kvrelay.core.workers import WorkerRole
 from kvrelay.engine.core import EngineCore
 from kvrelay.engine.thread import EngineThread
 from kvrelay.executors.mock import MockExecutor

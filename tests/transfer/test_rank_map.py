@@ -6,8 +6,8 @@ import itertools
 
 import pytest
 
+from kvrelay.config import WorkerRole
 from kvrelay.core.layout import KVLayout
-from kvrelay.core.workers import WorkerRole
 from kvrelay.errors import ConfigError
 from kvrelay.transfer.planner import TransferPlanner
 from kvrelay.transfer.rank_map import InstanceSizes, KvRank, place_rank

@@ -19,7 +19,15 @@ from pathlib import Path
 import msgspec
 from tests.patience import PATIENCE_S
 
-from kvrelay.config import ControlConfig, DisaggConfig, EngineConfig, MockConfig, TransferConfig, WorkerConfig
+from kvrelay.config import (
+    ControlConfig,
+    DisaggConfig,
+    EngineConfig,
+    MockConfig,
+    TransferConfig,
+    WorkerConfig,
+    WorkerRole,
+)
 from kvrelay.control import connect_control
 from kvrelay.control.base import ControlPlane, Keys, Lease
 from kvrelay.control.nats_process import NatsServerProcess
@@ -27,7 +35,7 @@ from kvrelay.core.clock import MonotonicClock
 from kvrelay.core.messages import AbortRequest, GenerateRequest, OutputBatch, RequestRefused, TokenOutput
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.status import FinishReason
-from kvrelay.core.workers import CallerInfo, WorkerRole
+from kvrelay.core.workers import CallerInfo
 from kvrelay.engine.contract import EngineHost
 from kvrelay.engine.core import EngineCore
 from kvrelay.engine.step import Executor

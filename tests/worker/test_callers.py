@@ -12,6 +12,7 @@ import pytest
 from tests.contracts.waiting import eventually
 from tests.worker.cluster import FRONTEND_KEY, WAIT_S, Cluster, Node, cluster, expected, prompt
 
+from kvrelay.config import WorkerRole
 from kvrelay.control.base import Discovery, Keys
 from kvrelay.control.memory import MemoryBroker
 from kvrelay.core.handoff import HandoffId
@@ -26,7 +27,7 @@ from kvrelay.core.messages import (
     RequestRefused,
 )
 from kvrelay.core.sampling import SamplingParams
-from kvrelay.core.workers import CallerInfo, KvMetadata, WorkerRole
+from kvrelay.core.workers import CallerInfo, KvMetadata
 from kvrelay.errors import WorkerUnavailableError
 from kvrelay.handoff.messages import (
     HandoffAbandon,

@@ -12,11 +12,10 @@ from tests.executors.sitting_out import sit_out
 from tests.patience import PATIENCE_S, until
 from tests.worker.cluster import VOCAB_SIZE, cluster, expected, prompt
 
-from kvrelay.config import EngineConfig, MockConfig
+from kvrelay.config import EngineConfig, MockConfig, WorkerRole
 from kvrelay.core.grammar import Grammar, GrammarKind
 from kvrelay.core.handoff import HandoffId
 from kvrelay.core.layout import MemoryRegion
-from kvrelay.core.workers import WorkerRole
 from kvrelay.engine.step import ModelOutput, SchedulerOutput
 from kvrelay.errors import ConfigError, InvalidInputError
 from kvrelay.executors.grammars import GrammarMasks

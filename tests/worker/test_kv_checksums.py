@@ -12,8 +12,7 @@ import pytest
 from tests.contracts.waiting import eventually
 from tests.worker.cluster import LOOPBACK, Client, Cluster, Node, cluster, expected, prompt
 
-from kvrelay.config import TransferConfig
-from kvrelay.core.workers import WorkerRole
+from kvrelay.config import TransferConfig, WorkerRole
 from kvrelay.handoff.decode_state import DecodeState
 from kvrelay.handoff.messages import HandoffDone, HandoffGrant
 from kvrelay.handoff.prefill_state import PrefillState

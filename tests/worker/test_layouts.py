@@ -9,10 +9,10 @@ import pytest
 from tests.worker.cluster import LOOPBACK, Client, Cluster, Node, cluster, expected, prompt
 from tests.worker.test_prefill_first import PairedClient
 
-from kvrelay.config import TransferConfig
+from kvrelay.config import TransferConfig, WorkerRole
 from kvrelay.control.base import Keys
 from kvrelay.core.layout import KVLayout
-from kvrelay.core.workers import KvMetadata, WorkerRole
+from kvrelay.core.workers import KvMetadata
 
 CALM_LEASE_S = 20.0
 CALM = replace(LOOPBACK, transfer_timeout_s=60.0)

@@ -8,9 +8,9 @@ import msgspec
 import pytest
 from tests.worker.cluster import WAIT_S, Node, cluster, expected, prompt
 
+from kvrelay.config import WorkerRole
 from kvrelay.core.handoff import HandoffId, RemotePrefillRequest
 from kvrelay.core.sampling import SamplingParams
-from kvrelay.core.workers import WorkerRole
 
 ROOT = "kvrelay/default/"
 MALFORMED = [b"", b"{", b'{"worker_id": 1}', b'"\xff"', b"[" * 100_000]

@@ -11,8 +11,8 @@ from pathlib import Path
 from prometheus_client.parser import text_string_to_metric_families
 from tests.worker.cluster import Node, cluster, expected, prompt
 
+from kvrelay.config import WorkerRole
 from kvrelay.core.status import RefusalKind
-from kvrelay.core.workers import WorkerRole
 from kvrelay.handoff.base import EndReason, RefusalReason, count_end
 from kvrelay.handoff.decode_state import DecodeCounters
 from kvrelay.worker.reporting.metrics import PREFIX, WorkerMetrics

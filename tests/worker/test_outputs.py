@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from tests.worker.cluster import cluster, expected, prompt
 
+from kvrelay.config import WorkerRole
 from kvrelay.core.messages import OutputBatch, TokenOutput
-from kvrelay.core.workers import WorkerRole
 from kvrelay.errors import PayloadTooLargeError
 from kvrelay.rpc import loopback
 from kvrelay.rpc.base import Peer

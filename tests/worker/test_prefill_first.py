@@ -14,12 +14,12 @@ import msgspec
 import pytest
 from tests.worker.cluster import Client, Cluster, Node, cluster, expected, prompt
 
+from kvrelay.config import WorkerRole
 from kvrelay.core.handoff import HandoffOrder, Pair
 from kvrelay.core.messages import AbortRequest, GenerateRequest, PrefillLost
 from kvrelay.core.pair_id import PairId, new_pair_id
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.status import FinishReason
-from kvrelay.core.workers import WorkerRole
 from kvrelay.handoff.messages import HandoffClaim
 
 

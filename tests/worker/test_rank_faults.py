@@ -12,8 +12,7 @@ import pytest
 from tests.worker.cluster import LOOPBACK, Client, Cluster, Node, cluster
 
 from kvrelay import LLM, SamplingParams
-from kvrelay.config import EngineConfig, RunnerConfig
-from kvrelay.core.workers import WorkerRole
+from kvrelay.config import EngineConfig, RunnerConfig, WorkerRole
 from kvrelay.data import bundled_checkpoint_path
 from kvrelay.engine.step import Executor
 from kvrelay.errors import EngineDeadError

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from tests.worker.cluster import VOCAB_SIZE, cluster, prompt
 
+from kvrelay.config import WorkerRole
 from kvrelay.core.messages import GenerateRequest, RequestRefused
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.status import RefusalKind
-from kvrelay.core.workers import WorkerRole
 from kvrelay.errors import (
     EngineDeadError,
     InvalidInputError,

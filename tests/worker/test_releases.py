@@ -9,8 +9,8 @@ import pytest
 from tests.patience import PATIENCE_S
 from tests.worker.cluster import cluster, expected, prompt
 
+from kvrelay.config import WorkerRole
 from kvrelay.control import redelivery
-from kvrelay.core.workers import WorkerRole
 from kvrelay.errors import ControlUnavailableError, PayloadTooLargeError, TransferError, WorkerUnavailableError
 from kvrelay.handoff.base import RefusalReason
 from kvrelay.handoff.messages import HandoffClaim, HandoffGrant

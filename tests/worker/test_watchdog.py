@@ -9,11 +9,11 @@ import threading
 import pytest
 from tests.worker.cluster import Node, cluster, expected, prompt
 
+from kvrelay.config import WorkerRole
 from kvrelay.core.clock import ManualClock, MonotonicClock
 from kvrelay.core.event_codec import decode_load
 from kvrelay.core.events import LoadMetrics
 from kvrelay.core.sealing import unseal
-from kvrelay.core.workers import WorkerRole
 from kvrelay.engine.progress import Progress
 from kvrelay.errors import EngineHungError
 from kvrelay.worker.watchdog import Watchdog

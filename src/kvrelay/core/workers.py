@@ -12,8 +12,6 @@ import msgspec
 from kvrelay.config import WorkerRole
 from kvrelay.core.layout import KVLayout
 
-__all__ = ["CallerInfo", "KvMetadata", "WorkerInfo", "WorkerRole"]
-
 WorkerId = Annotated[str, msgspec.Meta(pattern="^[A-Za-z0-9_-]{1,128}$")]
 """Part of keys and subjects."""
 Name = Annotated[str, msgspec.Meta(max_length=1024)]

@@ -11,7 +11,7 @@ from kvrelay.core.tasks import TaskSet
 from kvrelay.http.connection import HttpConnection
 from kvrelay.http.exchange import HttpApplication, Response, encode_response
 from kvrelay.http.limits import ByteBudget, HttpLimits
-from kvrelay.http.listening import Acceptor, connections_within_limit
+from kvrelay.http.listening import SocketAcceptor, connections_within_limit
 
 _log = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ class HttpServer:
         self._connections: set[HttpConnection] = set()
         self._accepting = TaskSet()
         refusal = Response(503, headers=[(b"retry-after", b"1")])
-        self._acceptor = Acceptor(listener, self._accepted, encode_response(refusal, keep_alive=False))
+        self._acceptor = SocketAcceptor(listener, self._accepted, encode_response(refusal, keep_alive=False))
         self._sweep: asyncio.TimerHandle | None = None
 
     def __repr__(self) -> str:

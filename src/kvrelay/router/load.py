@@ -32,7 +32,7 @@ MAX_RECENT_EXPONENT = 500.0
 
 
 @dataclass(slots=True)
-class Placement:
+class InFlightRequest:
     """A request in flight: ``prefill_tokens`` count until the first token, ``context_tokens`` until the end."""
 
     worker_id: str
@@ -81,7 +81,7 @@ class LoadTable:
         self._row: dict[str, int] = {}
         self._recent_top = 1.0
         self._recent_since = clock.now()
-        self._placements: dict[str, Placement] = {}
+        self._placements: dict[str, InFlightRequest] = {}
         self._parked: dict[str, OwnLoad] = {}
         self._last_seq: dict[str, int] = {}
         self._hold(np.zeros((_NUM_SHOWN + _NUM_KEPT, 0)))
@@ -141,7 +141,7 @@ class LoadTable:
     def place(self, request_id: str, worker_id: str, prefill_tokens: int, context_tokens: int) -> None:
         """Count a request as placed. A request that moved to another worker leaves the former one first."""
         self.finish(request_id)
-        self._placements[request_id] = Placement(worker_id, prefill_tokens, context_tokens)
+        self._placements[request_id] = InFlightRequest(worker_id, prefill_tokens, context_tokens)
         self._shift(worker_id, prefill_tokens, context_tokens, 1)
         self._remember(worker_id, context_tokens)
 
@@ -152,7 +152,7 @@ class LoadTable:
             self._shift(placed.worker_id, -placed.prefill_tokens, 0, 0)
             placed.prefill_tokens = 0
 
-    def finish(self, request_id: str) -> Placement | None:
+    def finish(self, request_id: str) -> InFlightRequest | None:
         """Take the request off its worker. Unknown ids are ignored."""
         placed = self._placements.pop(request_id, None)
         if placed is not None:

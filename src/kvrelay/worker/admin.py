@@ -8,8 +8,8 @@ from __future__ import annotations
 import json
 from typing import Protocol
 
+from kvrelay.config import WorkerRole
 from kvrelay.core.messages import AdminReply, AdminRequest
-from kvrelay.core.workers import WorkerRole
 from kvrelay.engine.contract import Engine, EngineHost
 from kvrelay.errors import ConfigError, KvrelayError
 

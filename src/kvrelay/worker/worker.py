@@ -17,14 +17,13 @@ from dataclasses import asdict
 
 import msgspec
 
-from kvrelay.config import WorkerConfig
+from kvrelay.config import WorkerConfig, WorkerRole
 from kvrelay.control.base import ControlPlane, Keys
 from kvrelay.core.clock import MonotonicClock
 from kvrelay.core.event_log import KvEventLog
 from kvrelay.core.messages import AdminReply, AdminRequest
 from kvrelay.core.sealing import new_secret
 from kvrelay.core.tasks import TaskSet
-from kvrelay.core.workers import WorkerRole
 from kvrelay.engine.contract import EngineHost
 from kvrelay.engine.step import StepOutput
 from kvrelay.placement.threshold import DisaggPolicy

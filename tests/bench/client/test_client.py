@@ -12,7 +12,7 @@ import pytest
 
 from kvrelay.bench.client.connection import ConnectionPool, parse_target
 from kvrelay.bench.client.driver import LoadDriver, RunLimits
-from kvrelay.bench.client.payload import BodyOptions, Endpoint
+from kvrelay.bench.client.payload import BodyOptions, StreamEndpoint
 from kvrelay.bench.client.service import count_tokens, cpu_seconds, first_model, wait_until_healthy
 from kvrelay.bench.errors import BenchError, ServerDownError
 from kvrelay.bench.load.mix import ClassSpec, Dataset, build_class
@@ -71,7 +71,7 @@ def test_coalesced_pieces_count_all_their_tokens(scripted: Scripted) -> None:
 
 def test_chat_endpoint_gets_text(scripted: Scripted) -> None:
     with scripted() as server:
-        run = serve(server, body=BodyOptions("", Endpoint.CHAT), warm_up=1)
+        run = serve(server, body=BodyOptions("", StreamEndpoint.CHAT), warm_up=1)
         assert server.served[0].path == "/v1/chat/completions"
         content = server.served[0].body["messages"][0]["content"]
     assert len(content.split()) == 16

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from kvrelay.bench.client.connection import parse_target
 from kvrelay.bench.client.payload import (
     BodyOptions,
-    Endpoint,
     EventSplitter,
+    StreamEndpoint,
     decode_chunk,
     encode_body,
     error_text,
@@ -20,7 +20,7 @@ from kvrelay.bench.client.payload import (
 )
 from kvrelay.bench.client.stream import StreamRecorder
 from kvrelay.bench.errors import BadResponseError
-from kvrelay.bench.formats import Turn
+from kvrelay.bench.formats import ChatTurn
 from kvrelay.bench.load.request import LoadRequest
 from kvrelay.bench.report.records import Outcome, RequestRecord, TokenSource
 from kvrelay.errors import InvalidInputError
@@ -126,9 +126,9 @@ def test_bodies() -> None:
     assert set(plain) == {"model", "prompt", "max_tokens", "temperature", "stream", "stream_options"}
     assert plain["stream_options"] == {"include_usage": True}
     assert json.loads(encode_body(LoadRequest("x", 1, priority=-1), BodyOptions("m")))["priority"] == -1
-    chat = BodyOptions("m", Endpoint.CHAT)
+    chat = BodyOptions("m", StreamEndpoint.CHAT)
     assert json.loads(encode_body(LoadRequest("hi", 1), chat))["messages"] == [{"role": "user", "content": "hi"}]
-    asked = json.loads(encode_body(LoadRequest("x", 1, messages=(Turn("system", "s"),)), chat))
+    asked = json.loads(encode_body(LoadRequest("x", 1, messages=(ChatTurn("system", "s"),)), chat))
     assert asked["messages"] == [{"role": "system", "content": "s"}]
     with pytest.raises(InvalidInputError, match="text"):
         encode_body(request, chat)

@@ -14,10 +14,9 @@ from tests.engines.openai.scripted import Exchange, Script, ScriptedServer, scri
 from tests.patience import PATIENCE_S
 from tests.worker.cluster import VOCAB_SIZE, Client, Cluster, Node, cluster, expected, prompt
 
-from kvrelay.config import EngineConfig, UpstreamConfig, WorkerConfig
+from kvrelay.config import EngineConfig, UpstreamConfig, WorkerConfig, WorkerRole
 from kvrelay.core.handoff import HandoffId
 from kvrelay.core.sampling import SamplingParams
-from kvrelay.core.workers import WorkerRole
 from kvrelay.data import bundled_checkpoint_path
 from kvrelay.engine.contract import EngineHost, require
 from kvrelay.engine.request import PrefillMode, Request

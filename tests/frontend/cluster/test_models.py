@@ -15,8 +15,8 @@ from tests.frontend.doubles import FakeCluster, Script, running
 from tests.frontend.raw_http import send
 from tests.patience import PATIENCE_S
 
+from kvrelay.config import WorkerRole
 from kvrelay.control.base import WatchEvent
-from kvrelay.core.workers import WorkerRole
 from kvrelay.data.tokenizer_files import tokenizer_fingerprint
 from kvrelay.frontend.api import server as server_module
 from kvrelay.frontend.tokens.tokenizer import load_tokenizer

@@ -10,8 +10,8 @@ import pytest
 from tests.frontend.doubles import FakeCluster, Script, byte_level_tokenizer, running
 from tests.frontend.raw_http import Answer, RawClient, events, request_bytes, send
 
+from kvrelay.config import WorkerRole
 from kvrelay.core.messages import RequestRefused
-from kvrelay.core.workers import WorkerRole
 from kvrelay.errors import WorkerUnavailableError
 from kvrelay.frontend.side_threads import START_COST, TURN_COST
 

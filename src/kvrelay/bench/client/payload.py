@@ -15,7 +15,7 @@ from kvrelay.errors import InvalidInputError
 DONE = b"[DONE]"
 
 
-class Endpoint(StrEnum):
+class StreamEndpoint(StrEnum):
     """The endpoints that stream; the value is the path."""
 
     COMPLETIONS = "/v1/completions"
@@ -31,14 +31,14 @@ class BodyOptions:
     """
 
     model: str
-    endpoint: Endpoint = Endpoint.COMPLETIONS
+    endpoint: StreamEndpoint = StreamEndpoint.COMPLETIONS
     temperature: float = 0.0
     ignore_eos: bool = True
     plain: bool = False
     extra: bytes = b"{}"
 
 
-class Delta(msgspec.Struct):
+class ChunkDelta(msgspec.Struct):
     content: str | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
@@ -46,7 +46,7 @@ class Delta(msgspec.Struct):
 
 class ChunkChoice(msgspec.Struct):
     text: str | None = None
-    delta: Delta | None = None
+    delta: ChunkDelta | None = None
     token_ids: list[int] | None = None
     finish_reason: str | None = None
 
@@ -83,7 +83,7 @@ def parse_extra(text: str) -> bytes:
 def encode_body(request: LoadRequest, options: BodyOptions) -> bytes:
     """The JSON body of a streaming request. Token ids cannot go to the chat endpoint: InvalidInputError."""
     body: dict[str, object] = {"model": options.model}
-    if options.endpoint is Endpoint.CHAT:
+    if options.endpoint is StreamEndpoint.CHAT:
         body["messages"] = _messages(request)
     else:
         body["prompt"] = request.prompt

@@ -9,7 +9,15 @@ import time
 from dataclasses import dataclass, field
 
 from kvrelay.bench.client.connection import ConnectionPool, HttpAnswer
-from kvrelay.bench.client.payload import DONE, Chunk, ChunkUsage, Endpoint, EventSplitter, decode_chunk, error_text
+from kvrelay.bench.client.payload import (
+    DONE,
+    Chunk,
+    ChunkUsage,
+    EventSplitter,
+    StreamEndpoint,
+    decode_chunk,
+    error_text,
+)
 from kvrelay.bench.errors import BadResponseError, ServerDownError
 from kvrelay.bench.report.records import Outcome, RequestRecord, TokenSource, spread_tokens
 
@@ -121,7 +129,9 @@ class StreamRecorder:
         return 1 if text else 0
 
 
-async def run_stream(pool: ConnectionPool, endpoint: Endpoint, body: bytes, recorder: StreamRecorder) -> RequestRecord:
+async def run_stream(
+    pool: ConnectionPool, endpoint: StreamEndpoint, body: bytes, recorder: StreamRecorder
+) -> RequestRecord:
     """Send one request and record its stream. Failures are in the record; only cancellation is raised."""
     request = pool.target.head("POST", endpoint.value, len(body)) + body
     recorder.sent(time.perf_counter_ns())

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from kvrelay.bench.formats import FileFormat, TraceRecord, Turn, json_lines, read_conversations
+from kvrelay.bench.formats import ChatTurn, FileFormat, TraceRecord, json_lines, read_conversations
 from kvrelay.bench.load.generated import TokenRange
 from kvrelay.bench.load.request import Length, LoadRequest, Prompt
 from kvrelay.bench.load.tokens import TokenCounter
@@ -25,7 +25,7 @@ _CACHED_BLOCKS = 65536
 
 class _JsonItem(msgspec.Struct):
     prompt: str | list[int] | None = None
-    messages: list[Turn] | None = None
+    messages: list[ChatTurn] | None = None
     output_len: int | None = None
     max_tokens: int | None = None
     timestamp: float | None = None

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvrelay.bench.formats import Turn
+from kvrelay.bench.formats import ChatTurn
 from kvrelay.bench.load.request import Length, LoadRequest
 from kvrelay.bench.load.tokens import TokenCounter
 from kvrelay.errors import InvalidInputError
@@ -113,7 +113,7 @@ def readable_prefix_requests(
             text,
             spec.output.sample(rng),
             prompt_len=counter.count(text),
-            messages=(Turn("system", systems[group]), Turn("user", question)),
+            messages=(ChatTurn("system", systems[group]), ChatTurn("user", question)),
         )
 
 

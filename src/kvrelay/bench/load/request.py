@@ -9,7 +9,7 @@ from typing import Literal
 
 import numpy as np
 
-from kvrelay.bench.formats import Turn
+from kvrelay.bench.formats import ChatTurn
 from kvrelay.errors import InvalidInputError
 
 Prompt = str | tuple[int, ...]
@@ -27,7 +27,7 @@ class LoadRequest:
     prompt: Prompt
     output_len: int
     prompt_len: int | None = None
-    messages: tuple[Turn, ...] = ()
+    messages: tuple[ChatTurn, ...] = ()
     arrival_s: float | None = None
     priority: int = 0
 

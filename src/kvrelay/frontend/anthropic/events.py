@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from kvrelay.frontend.anthropic.errors import anthropic_error
 from kvrelay.frontend.anthropic.shapes import MessageBody, MessageUsage, block_of, call_id, stop_of, usage_of
-from kvrelay.frontend.generate.blocks import Block, BlockEvent, BlockFormat, BlockKind, Blocks, BlockStep
+from kvrelay.frontend.generate.answer_blocks import AnswerBlocks, Block, BlockEvent, BlockFormat, BlockKind, BlockStep
 from kvrelay.frontend.openai.answer import AnsweredPrompt, Choice, Finish, Usage, encode_json
 from kvrelay.frontend.openai.errors import Failure
 
@@ -44,7 +44,7 @@ class MessagesFormat(BlockFormat):
         )
         return delta + _event("message_stop")
 
-    def _whole_of(self, choice: Choice, blocks: Blocks, usage: Usage) -> bytes:
+    def _whole_of(self, choice: Choice, blocks: AnswerBlocks, usage: Usage) -> bytes:
         reason, sequence = stop_of(choice.finish, blocks.has_calls)
         return encode_json(
             MessageBody(

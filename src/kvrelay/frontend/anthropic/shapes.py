@@ -6,28 +6,28 @@ import msgspec
 
 from kvrelay.core.decoding import UNREADABLE
 from kvrelay.core.status import FinishReason
-from kvrelay.frontend.generate.blocks import Block, BlockKind
+from kvrelay.frontend.generate.answer_blocks import Block, BlockKind
 from kvrelay.frontend.openai.answer import Finish, Usage
 
 
-class AnswerText(msgspec.Struct, frozen=True, tag_field="type", tag="text"):
+class MessageText(msgspec.Struct, frozen=True, tag_field="type", tag="text"):
     text: str
 
 
-class AnswerThinking(msgspec.Struct, frozen=True, tag_field="type", tag="thinking"):
+class MessageThinking(msgspec.Struct, frozen=True, tag_field="type", tag="thinking"):
     """Nothing is signed: ``signature`` is empty."""
 
     thinking: str
     signature: str = ""
 
 
-class AnswerToolUse(msgspec.Struct, frozen=True, tag_field="type", tag="tool_use"):
+class MessageToolUse(msgspec.Struct, frozen=True, tag_field="type", tag="tool_use"):
     id: str
     name: str
     input: msgspec.Raw
 
 
-AnswerBlock = AnswerText | AnswerThinking | AnswerToolUse
+MessageBlock = MessageText | MessageThinking | MessageToolUse
 
 
 class ThinkingTokens(msgspec.Struct, frozen=True):
@@ -47,7 +47,7 @@ class MessageUsage(msgspec.Struct, frozen=True, omit_defaults=True):
 class MessageBody(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     model: str
-    content: list[AnswerBlock]
+    content: list[MessageBlock]
     stop_reason: str | None
     usage: MessageUsage
     stop_sequence: str | None = None
@@ -61,14 +61,14 @@ class TokenCount(msgspec.Struct, frozen=True):
     input_tokens: int
 
 
-def block_of(block: Block, call_id_chars: int) -> AnswerBlock:
+def block_of(block: Block, call_id_chars: int) -> MessageBlock:
     match block.kind:
         case BlockKind.TEXT:
-            return AnswerText(block.text)
+            return MessageText(block.text)
         case BlockKind.REASONING:
-            return AnswerThinking(block.text)
+            return MessageThinking(block.text)
         case BlockKind.CALL:
-            return AnswerToolUse(call_id(block, call_id_chars), block.name, msgspec.Raw(whole_json(block.text)))
+            return MessageToolUse(call_id(block, call_id_chars), block.name, msgspec.Raw(whole_json(block.text)))
 
 
 def whole_json(arguments: str) -> bytes:

@@ -29,9 +29,9 @@ from kvrelay.frontend.api.content_coding import gunzipped, is_coded
 from kvrelay.frontend.api.fields import RequestFields
 from kvrelay.frontend.api.openapi import docs_page, openapi_document
 from kvrelay.frontend.api.routing import RoutingEndpoints
-from kvrelay.frontend.cluster.cluster import Cluster
 from kvrelay.frontend.cluster.metrics import FrontendMetrics
 from kvrelay.frontend.cluster.models import Model
+from kvrelay.frontend.cluster.view import ClusterView
 from kvrelay.frontend.generate.answers import ClientGoneError, require_client
 from kvrelay.frontend.generate.chat_api import CHAT_COMPLETIONS
 from kvrelay.frontend.generate.pipeline import BrokenStreamError, Pipeline
@@ -117,7 +117,7 @@ class Route:
 class FrontendApp:
     """Implements ``HttpApplication``."""
 
-    def __init__(self, config: FrontendConfig, cluster: Cluster, metrics: FrontendMetrics) -> None:
+    def __init__(self, config: FrontendConfig, cluster: ClusterView, metrics: FrontendMetrics) -> None:
         """Raises ConfigError if the API keys cannot be read."""
         common = KeyLimits(config.requests_per_minute, config.tokens_per_minute, config.requests_at_once)
         self._keys = ApiKeys.load(config.api_key, config.api_keys_file, common)

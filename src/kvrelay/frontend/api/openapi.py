@@ -10,23 +10,23 @@ from typing import Any
 import msgspec
 
 from kvrelay.frontend.anthropic.errors import AnthropicErrorBody
-from kvrelay.frontend.anthropic.requests import CountTokensRequest, MessagesRequest
+from kvrelay.frontend.anthropic.message_bodies import CountTokensRequest, MessagesRequest
 from kvrelay.frontend.anthropic.shapes import MessageBody
+from kvrelay.frontend.openai.answer_spec import (
+    DECISION_HEADER,
+    TIMEOUT_HEADER,
+)
 from kvrelay.frontend.openai.bounds import MAX_JSON_SIZE
 from kvrelay.frontend.openai.chat import ChatResponse
 from kvrelay.frontend.openai.completions import CompletionResponse
 from kvrelay.frontend.openai.errors import ErrorBody
-from kvrelay.frontend.openai.plan import (
-    DECISION_HEADER,
-    TIMEOUT_HEADER,
-)
 from kvrelay.frontend.openai.requests import (
     ChatCompletionRequest,
     CompletionRequest,
     DetokenizeRequest,
     TokenizeRequest,
 )
-from kvrelay.frontend.responses.requests import ResponsesRequest
+from kvrelay.frontend.responses.response_bodies import ResponsesRequest
 from kvrelay.frontend.responses.shapes import ResponseBody
 from kvrelay.version import __version__
 

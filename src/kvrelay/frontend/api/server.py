@@ -13,8 +13,8 @@ from contextlib import AsyncExitStack
 from kvrelay.config import DisaggConfig, FrontendConfig
 from kvrelay.control.base import ControlPlane, Keys
 from kvrelay.frontend.api.app import FrontendApp
-from kvrelay.frontend.cluster.cluster import Cluster, RouterFactory, RpcClientFactory
 from kvrelay.frontend.cluster.metrics import FrontendMetrics
+from kvrelay.frontend.cluster.view import ClusterView, RouterFactory, RpcClientFactory
 from kvrelay.http import HttpLimits, HttpServer, open_listener, server_tls
 
 _log = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ class Frontend:
 
         Raises AddressInUseError, ConfigError."""
         self.metrics = FrontendMetrics()
-        self.cluster = Cluster(control, keys, connect, build_router, disagg=disagg)
+        self.cluster = ClusterView(control, keys, connect, build_router, disagg=disagg)
         self.metrics.watch_workers(self.cluster.count_workers)
         self.metrics.watch_loads(self.cluster.loads)
         self.metrics.watch_fallbacks(self.cluster.count_fallbacks)

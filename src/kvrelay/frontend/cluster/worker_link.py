@@ -56,7 +56,7 @@ class OutputReceiver(Protocol):
 
 
 @dataclass(slots=True)
-class Tally:
+class LinkCounts:
     """A worker's work over one connection: requests prefilled, their tokens, tokens generated."""
 
     requests: int = 0
@@ -77,7 +77,7 @@ class WorkerLink:
         self.info = info
         self.load: LoadMetrics | None = None
         """What the worker said last of its load."""
-        self.tally = Tally()
+        self.counts = LinkCounts()
         self._client = client
         self._now = now
         self._requests: dict[str, OutputReceiver] = {}

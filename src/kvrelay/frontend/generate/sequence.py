@@ -41,9 +41,9 @@ from kvrelay.frontend.cluster.pairs import PrefillHalf, paired_request
 from kvrelay.frontend.cluster.worker_link import WorkerLink, contradicts, unseen_part
 from kvrelay.frontend.generate.answer_text import AnswerText
 from kvrelay.frontend.generate.prompts import Prompt
-from kvrelay.frontend.openai.answer import Piece, PromptLogprobs
-from kvrelay.frontend.openai.errors import RefusedError, refusal_error
-from kvrelay.frontend.openai.plan import GenerationPlan, choice_sampling
+from kvrelay.frontend.openai.answer import ChoicePiece, PromptLogprobs
+from kvrelay.frontend.openai.answer_spec import AnswerSpec, choice_sampling
+from kvrelay.frontend.openai.errors import RequestRefusedError, refusal_error
 from kvrelay.frontend.side_threads import START_COST
 from kvrelay.router import RoutingRequest
 
@@ -56,7 +56,7 @@ REPLACEMENT_WAIT_S = 10.0
 class SequenceListener(Protocol):
     """The object that sends the answer. No call follows ``failed`` or a ``deliver`` with a finish."""
 
-    def deliver(self, sequence: Sequence, piece: Piece) -> None: ...
+    def deliver(self, sequence: Sequence, piece: ChoicePiece) -> None: ...
 
     def failed(self, sequence: Sequence, error: KvrelayError) -> None: ...
 
@@ -64,7 +64,7 @@ class SequenceListener(Protocol):
 class Sequence:
     """One choice of a request's answer, with the number ``index``. Implements ``OutputReceiver``.
 
-    ``sampling`` is the plan's, with this choice's seed and limit on tokens.
+    ``sampling`` is the spec's, with this choice's seed and limit on tokens.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Sequence:
         index: int,
         prompt: Prompt,
         sampling: SamplingParams,
-        plan: GenerationPlan,
+        spec: AnswerSpec,
         model: Model,
         listener: SequenceListener,
         metrics: FrontendMetrics,
@@ -93,9 +93,9 @@ class Sequence:
         self.ttft_s: float | None = None
         """From its start to its first token."""
         self._request_id = request_id
-        self._plan = plan
+        self._spec = spec
         self._model = model
-        self._text = AnswerText(plan, model.tokenizer, sampling.min_tokens)
+        self._text = AnswerText(spec, model.tokenizer, sampling.min_tokens)
         self._listener = listener
         self._metrics = metrics
         self._counts = metrics.of(model.name)
@@ -174,7 +174,7 @@ class Sequence:
         if refusal.status == OverloadedError.status:
             # A worker that refuses for another reason, e.g. because it leaves, does not know when a worker is free.
             self._retry_after_s = min(self._retry_after_s, refusal.retry_after_s)
-        error = refusal_error(refusal, self._retry_after_s, self._plan.grammar_param)
+        error = refusal_error(refusal, self._retry_after_s, self._spec.grammar_param)
         if not refusal.retryable:
             self._fail(error)
             return
@@ -248,7 +248,7 @@ class Sequence:
             request_id=self._placement_id,
             token_ids=token_ids,
             max_tokens=self.sampling.max_tokens,
-            priority=self._plan.priority,
+            priority=self._spec.priority,
             exclude=tuple(self._failed_workers),
             cache_salt=self.sampling.cache_salt,
         )
@@ -260,12 +260,12 @@ class Sequence:
             prompt_token_ids=self.prompt_token_ids,
             sampling=self.sampling,
             output_token_ids=tuple(self.output_token_ids),
-            priority=self._plan.priority,
+            priority=self._spec.priority,
             order=self._order,
-            tenant=self._plan.tenant,
-            slo_ttft_ms=self._plan.slo_ttft_ms,
-            slo_itl_ms=self._plan.slo_itl_ms,
-            explain=self._plan.explain,
+            tenant=self._spec.tenant,
+            slo_ttft_ms=self._spec.slo_ttft_ms,
+            slo_itl_ms=self._spec.slo_itl_ms,
+            explain=self._spec.explain,
         )
 
     def _leave_router(self) -> None:
@@ -310,7 +310,7 @@ class Sequence:
             self._counts.itl.observe(now_s - self._last_s)
         self._last_s = now_s
         if link is not None:
-            link.tally.generated_tokens += len(output.token_ids)
+            link.counts.generated_tokens += len(output.token_ids)
         piece = self._text.push(output, len(known))
         known += piece.token_ids
         if piece.finish is not None:
@@ -325,7 +325,7 @@ class Sequence:
         self._model.router.first_token(self._placement_id)
         if link is not None:
             num_tokens = len(self.prompt_token_ids) + len(self.output_token_ids)
-            link.tally.prefilled(num_tokens, output.num_cached_tokens or 0)
+            link.counts.prefilled(num_tokens, output.num_cached_tokens or 0)
         if self._has_output:
             self._counts.itl.observe(now_s - self._last_s)
             return
@@ -354,7 +354,7 @@ class Sequence:
         if output.is_final and not self._is_ended:
             self._link = None
             self._leave_router()
-            self._fail(RefusedError(output.error or "the request failed", 400, param=self._plan.grammar_param))
+            self._fail(RequestRefusedError(output.error or "the request failed", 400, param=self._spec.grammar_param))
             return
         self._migrate(output.error or f"worker {self.worker_id} gave it up", may_wait=False)
 
@@ -383,7 +383,7 @@ class Sequence:
 def sequences_of(
     request_id: str,
     prompts: Items[Prompt],
-    plan: GenerationPlan,
+    spec: AnswerSpec,
     model: Model,
     listener: SequenceListener,
     metrics: FrontendMetrics,
@@ -394,14 +394,14 @@ def sequences_of(
 
     Raises PromptTooLongError, InvalidInputError.
     """
-    samplings = [plan.sampling_of(len(prompt.token_ids), model.max_model_len) for prompt in prompts]
+    samplings = [spec.sampling_of(len(prompt.token_ids), model.max_model_len) for prompt in prompts]
     return (
         Sequence(
             request_id,
-            number * plan.n + choice,
+            number * spec.n + choice,
             prompt,
             choice_sampling(sampling, choice),
-            plan,
+            spec,
             model,
             listener,
             metrics,
@@ -409,5 +409,5 @@ def sequences_of(
             order,
         )
         for number, (prompt, sampling) in enumerate(zip(prompts, samplings))
-        for choice in range(plan.n)
+        for choice in range(spec.n)
     )

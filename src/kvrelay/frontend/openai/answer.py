@@ -11,9 +11,9 @@ import msgspec
 
 from kvrelay.core.logprobs import PositionLogprobs
 from kvrelay.core.status import FinishReason
+from kvrelay.frontend.openai.answer_spec import AnswerSpec
 from kvrelay.frontend.openai.errors import Failure
 from kvrelay.frontend.openai.logprobs import TokenTexts
-from kvrelay.frontend.openai.plan import GenerationPlan
 
 encode_json = msgspec.json.Encoder().encode
 
@@ -28,7 +28,7 @@ class Finish:
     stop_reason: str | int | None = None
 
 
-class Piece(msgspec.Struct, frozen=True, gc=False):
+class ChoicePiece(msgspec.Struct, frozen=True, gc=False):
     """A piece of a choice: its text, which may be sent now, and its tokens. ``finish`` if the choice ends here."""
 
     text: str
@@ -63,7 +63,7 @@ class Choice:
     index: int
     prompt_token_ids: Sequence[int]
     prompt_logprobs: PromptLogprobs | None = None
-    pieces: list[Piece] = field(default_factory=list)
+    pieces: list[ChoicePiece] = field(default_factory=list)
 
     @property
     def text(self) -> str:
@@ -95,7 +95,7 @@ class CallDelta:
 
 
 @dataclass(frozen=True, slots=True)
-class Delta:
+class ParsedDelta:
     """The parsed parts of a piece of text."""
 
     content: str = ""
@@ -105,17 +105,17 @@ class Delta:
     def __bool__(self) -> bool:
         return bool(self.content or self.reasoning or self.calls)
 
-    def __add__(self, other: Delta) -> Delta:
-        return Delta(self.content + other.content, self.reasoning + other.reasoning, self.calls + other.calls)
+    def __add__(self, other: ParsedDelta) -> ParsedDelta:
+        return ParsedDelta(self.content + other.content, self.reasoning + other.reasoning, self.calls + other.calls)
 
 
 class OutputParser(Protocol):
     """Parses one answer. The deltas add up to the same result, independent of how the text is cut."""
 
-    def push(self, text: str) -> Delta:
+    def push(self, text: str) -> ParsedDelta:
         """Add text; returns the parts that are certain now."""
 
-    def flush(self) -> Delta:
+    def flush(self) -> ParsedDelta:
         """End the answer, maybe in the middle of a call."""
 
 
@@ -128,7 +128,7 @@ class AnswerContext:
     created_unix_s: int
     model: str
     texts: TokenTexts
-    plan: GenerationPlan
+    spec: AnswerSpec
     make_parser: Callable[[], OutputParser] | None = None
     call_id_chars: int = 24
 
@@ -143,7 +143,7 @@ class AnswerFormat(Protocol):
     def opening(self, index: int, prompt: AnsweredPrompt) -> bytes:
         """Events that come before a choice's first text; may be none."""
 
-    def chunk(self, index: int, piece: Piece, usage: Usage | None) -> bytes:
+    def chunk(self, index: int, piece: ChoicePiece, usage: Usage | None) -> bytes:
         """The event with a choice's new text; empty if there is nothing to send yet. ``usage`` is given for continuous
         usage only."""
 

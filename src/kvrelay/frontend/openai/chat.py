@@ -14,10 +14,10 @@ from kvrelay.frontend.openai.answer import (
     AnsweredPrompt,
     CallDelta,
     Choice,
-    Delta,
+    ChoicePiece,
     Finish,
     OutputParser,
-    Piece,
+    ParsedDelta,
     Usage,
     encode_json,
     json_list,
@@ -106,7 +106,7 @@ class ChatFormat(ChunkFormat):
         ids = b',"prompt_token_ids":' + json_list(prompt.token_ids) if self._return_token_ids else b""
         return self._head + delta + ids + self._end_of_event
 
-    def chunk(self, index: int, piece: Piece, usage: Usage | None) -> bytes:
+    def chunk(self, index: int, piece: ChoicePiece, usage: Usage | None) -> bytes:
         if self._is_parsed:
             return self._parsed_chunk(index, piece, usage)
         start = self._start(index) + encode_json(piece.text)
@@ -114,7 +114,7 @@ class ChatFormat(ChunkFormat):
             return start + self._plain_end
         return start + b"}" + self._logprobs(piece) + self._tail(piece, usage)
 
-    def _parsed_chunk(self, index: int, piece: Piece, usage: Usage | None) -> bytes:
+    def _parsed_chunk(self, index: int, piece: ChoicePiece, usage: Usage | None) -> bytes:
         delta = self._parsed(index, piece)
         if delta.calls:
             self._callers.add(index)
@@ -125,17 +125,17 @@ class ChatFormat(ChunkFormat):
         reason = _reason(piece.finish, index in self._callers)
         return start + self._logprobs(piece) + self._tail(piece, usage, reason)
 
-    def _parsed(self, index: int, piece: Piece) -> Delta:
+    def _parsed(self, index: int, piece: ChoicePiece) -> ParsedDelta:
         if index not in self._parsers:
             self._parsers[index] = self._context.new_parser()
         return _delta(self._parsers[index], piece.text, is_last=piece.finish is not None)
 
-    def _logprobs(self, piece: Piece) -> bytes:
+    def _logprobs(self, piece: ChoicePiece) -> bytes:
         if not piece.logprobs:
             return _NO_LOGPROBS
         return b',"logprobs":' + encode_json(chat_logprobs(piece.logprobs, self._texts))
 
-    def _shape(self, delta: Delta) -> MessageDelta:
+    def _shape(self, delta: ParsedDelta) -> MessageDelta:
         return MessageDelta(
             delta.content or UNSET,
             delta.reasoning or UNSET,
@@ -187,14 +187,14 @@ class ChatFormat(ChunkFormat):
         )
 
 
-def _delta(parser: OutputParser | None, text: str, *, is_last: bool) -> Delta:
+def _delta(parser: OutputParser | None, text: str, *, is_last: bool) -> ParsedDelta:
     """The parsed parts of the text; without a parser all of it is content."""
     if parser is None:
-        return Delta(text)
+        return ParsedDelta(text)
     return parser.push(text) + parser.flush() if is_last else parser.push(text)
 
 
-def whole_calls(delta: Delta) -> list[tuple[str, str]]:
+def whole_calls(delta: ParsedDelta) -> list[tuple[str, str]]:
     """Name and arguments of each call."""
     names: dict[int, str] = {}
     arguments: dict[int, list[str]] = {}

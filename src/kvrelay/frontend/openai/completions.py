@@ -14,7 +14,7 @@ from kvrelay.frontend.openai.answer import (
     AnswerContext,
     AnsweredPrompt,
     Choice,
-    Piece,
+    ChoicePiece,
     PromptLogprobs,
     Usage,
     encode_json,
@@ -84,7 +84,7 @@ class CompletionFormat(ChunkFormat):
             pieces += (b',"token_ids":[],"prompt_token_ids":', json_list(prompt.token_ids))
         return b"".join((*pieces, b"}]", self._end_of_event))
 
-    def chunk(self, index: int, piece: Piece, usage: Usage | None) -> bytes:
+    def chunk(self, index: int, piece: ChoicePiece, usage: Usage | None) -> bytes:
         start = self._start(index) + encode_json(piece.text)
         if piece.finish is None and usage is None and not piece.logprobs and not self._return_token_ids:
             return start + self._plain_end
@@ -143,6 +143,6 @@ class CompletionFormat(ChunkFormat):
         if offsets is None:
             start = len(self._echoes[index]) if self._echoes is not None else 0
             offsets = self._offsets[index] = TextOffsets(
-                self._make_detokenizer(self._context.plan.skip_special_tokens), start
+                self._make_detokenizer(self._context.spec.skip_special_tokens), start
             )
         return offsets.of(token_ids)

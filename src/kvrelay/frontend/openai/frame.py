@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvrelay.frontend.openai.answer import AnswerContext, Piece, Usage, encode_json, json_list
+from kvrelay.frontend.openai.answer import AnswerContext, ChoicePiece, Usage, encode_json, json_list
 from kvrelay.frontend.openai.errors import Failure, openai_error
 
 DONE_EVENT = b"data: [DONE]\n\n"
@@ -21,12 +21,12 @@ class ChunkFormat:
 
     def __init__(self, context: AnswerContext, kind: str, choice: bytes, unfinished: bytes, before_tail: bytes) -> None:
         self._context = context
-        self._with_logprobs = context.plan.sampling.logprobs is not None
-        self._return_token_ids = context.plan.return_token_ids
-        self._include_usage = context.plan.include_usage
+        self._with_logprobs = context.spec.sampling.logprobs is not None
+        self._return_token_ids = context.spec.return_token_ids
+        self._include_usage = context.spec.include_usage
         head = {"id": context.answer_id, "object": kind, "created": context.created_unix_s, "model": context.model}
         self._head = b"data: " + encode_json(head)[:-1] + b',"choices":['
-        has_null = self._include_usage and not context.plan.continuous_usage
+        has_null = self._include_usage and not context.spec.continuous_usage
         self._end_of_event = (b',"usage":null' if has_null else b"") + b"}\n\n"
         self._plain_end = before_tail + unfinished + b"}]" + self._end_of_event
         """After the text of a chunk that is not the last one, without logprobs, token ids and usage."""
@@ -38,7 +38,7 @@ class ChunkFormat:
         """Everything before a choice's text."""
         return self._starts.get(index) or self._starts.setdefault(index, self._head + self._choice % index)
 
-    def _tail(self, piece: Piece, usage: Usage | None, reason: str | None = None) -> bytes:
+    def _tail(self, piece: ChoicePiece, usage: Usage | None, reason: str | None = None) -> bytes:
         """Everything after text and logprobs. ``reason`` replaces that of the finish."""
         finish = piece.finish
         reasons, tokens, end = self._unfinished, b"", self._end_of_event

@@ -107,7 +107,7 @@ _SHORT_TYPES = (bool, int, float, StreamOptions, type(None))
 
 
 def has_short_fields(request: CompletionRequest) -> bool:
-    """Whether no field but the prompt can be long, so that planning the answer takes next to no time."""
+    """Whether no field but the prompt can be long, so that making its spec takes next to no time."""
     names = request.__struct_fields__
     return all(name in _BOUNDED or isinstance(getattr(request, name), _SHORT_TYPES) for name in names)
 

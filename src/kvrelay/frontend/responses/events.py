@@ -18,11 +18,19 @@ import msgspec
 
 from kvrelay.core.logprobs import PositionLogprobs
 from kvrelay.core.status import FinishReason
-from kvrelay.frontend.generate.blocks import Block, BlockEvent, BlockFormat, BlockKind, Blocks, BlockStep
-from kvrelay.frontend.openai.answer import AnswerContext, AnsweredPrompt, Choice, Finish, Piece, Usage, encode_json
+from kvrelay.frontend.generate.answer_blocks import AnswerBlocks, Block, BlockEvent, BlockFormat, BlockKind, BlockStep
+from kvrelay.frontend.openai.answer import (
+    AnswerContext,
+    AnsweredPrompt,
+    Choice,
+    ChoicePiece,
+    Finish,
+    Usage,
+    encode_json,
+)
 from kvrelay.frontend.openai.errors import Failure
 from kvrelay.frontend.openai.logprobs import ChatPositionLogprobs
-from kvrelay.frontend.responses.requests import ResponsesRequest
+from kvrelay.frontend.responses.response_bodies import ResponsesRequest
 from kvrelay.frontend.responses.shapes import (
     OutputItem,
     OutputText,
@@ -49,7 +57,7 @@ class ResponsesFormat(BlockFormat):
     def opening(self, index: int, prompt: AnsweredPrompt) -> bytes:
         return self._event("created", response=self._opened) + self._event("in_progress", response=self._opened)
 
-    def chunk(self, index: int, piece: Piece, usage: Usage | None) -> bytes:
+    def chunk(self, index: int, piece: ChoicePiece, usage: Usage | None) -> bytes:
         self._new_logprobs += self._shapes(piece.logprobs)
         return super().chunk(index, piece, usage)
 
@@ -65,7 +73,7 @@ class ResponsesFormat(BlockFormat):
         body = finished_body(self._opened, output, finish, usage, self._blocks.num_reasoning_tokens)
         return self._event(body.status, response=body)
 
-    def _whole_of(self, choice: Choice, blocks: Blocks, usage: Usage) -> bytes:
+    def _whole_of(self, choice: Choice, blocks: AnswerBlocks, usage: Usage) -> bytes:
         output = self._output(blocks, choice.finish, self._shapes(choice.logprobs))
         return encode_json(finished_body(self._opened, output, choice.finish, usage, blocks.num_reasoning_tokens))
 
@@ -76,7 +84,7 @@ class ResponsesFormat(BlockFormat):
 
     # -- items --------------------------------------------------------------------------------------------------------
 
-    def _output(self, blocks: Blocks, finish: Finish, logprobs: list[ChatPositionLogprobs]) -> list[OutputItem]:
+    def _output(self, blocks: AnswerBlocks, finish: Finish, logprobs: list[ChatPositionLogprobs]) -> list[OutputItem]:
         """All items; the last one is incomplete if the limit of tokens cut it."""
         last = "incomplete" if finish.reason is FinishReason.LENGTH else "completed"
         return [

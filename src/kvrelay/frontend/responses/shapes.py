@@ -8,10 +8,10 @@ import msgspec
 
 from kvrelay.core.logprobs import PositionLogprobs
 from kvrelay.core.status import FinishReason
-from kvrelay.frontend.generate.blocks import Block, BlockKind
+from kvrelay.frontend.generate.answer_blocks import Block, BlockKind
 from kvrelay.frontend.openai.answer import Finish, Usage
 from kvrelay.frontend.openai.logprobs import ChatPositionLogprobs, TokenTexts, chat_logprobs
-from kvrelay.frontend.responses.requests import (
+from kvrelay.frontend.responses.response_bodies import (
     Metadata,
     NamedTool,
     ReasoningOptions,

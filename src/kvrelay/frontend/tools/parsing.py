@@ -13,7 +13,7 @@ from __future__ import annotations
 import enum
 import re
 
-from kvrelay.frontend.openai.answer import CallDelta, Delta
+from kvrelay.frontend.openai.answer import CallDelta, ParsedDelta
 from kvrelay.frontend.tools.dialects import Dialect
 from kvrelay.frontend.tools.scanner import CallScanner, ScanState
 
@@ -56,17 +56,17 @@ class ToolParser:
         self._content: list[str] = []
         self._calls: list[CallDelta] = []
 
-    def push(self, text: str) -> Delta:
+    def push(self, text: str) -> ParsedDelta:
         self._buffer += text
         return self._read(is_last=False)
 
-    def flush(self) -> Delta:
+    def flush(self) -> ParsedDelta:
         delta = self._read(is_last=True)
         rest = "".join(self._raw) + self._buffer if not self._is_named else ""
         self._raw, self._buffer = [], ""
-        return delta + Delta(content=rest)
+        return delta + ParsedDelta(content=rest)
 
-    def _read(self, is_last: bool) -> Delta:
+    def _read(self, is_last: bool) -> ParsedDelta:
         steps = {
             ParseState.OPENING: self._opening,
             ParseState.CONTENT: self._in_content,
@@ -77,7 +77,7 @@ class ToolParser:
         while self._at < len(self._buffer) and steps[self._state](is_last):
             pass
         self._buffer, self._at = self._buffer[self._at :], 0
-        delta = Delta("".join(self._content), "", tuple(self._calls))
+        delta = ParsedDelta("".join(self._content), "", tuple(self._calls))
         self._content, self._calls = [], []
         return delta
 

@@ -22,10 +22,10 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
+from kvrelay.config import WorkerRole
 from kvrelay.core.histogram import Histogram
 from kvrelay.core.status import RefusalKind
 from kvrelay.core.step_cost import StepCost
-from kvrelay.core.workers import WorkerRole
 from kvrelay.engine.stats import EngineStats
 from kvrelay.handoff.base import EndReason, RefusalReason
 from kvrelay.handoff.decode_state import DecodeCounters

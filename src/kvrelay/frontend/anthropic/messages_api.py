@@ -9,7 +9,7 @@ import msgspec
 
 from kvrelay.errors import InvalidInputError
 from kvrelay.frontend.anthropic.events import MessagesFormat
-from kvrelay.frontend.anthropic.requests import (
+from kvrelay.frontend.anthropic.message_bodies import (
     AnthropicTool,
     AnthropicToolChoice,
     ContentBlock,

@@ -10,11 +10,11 @@ import pytest
 from tests.executors.constrained import random_answer
 
 from kvrelay.errors import InvalidInputError
-from kvrelay.frontend.openai.answer import Delta
+from kvrelay.frontend.openai.answer import ParsedDelta
 from kvrelay.frontend.openai.chat import whole_calls
 from kvrelay.frontend.openai.requests import ChatCompletionRequest, parse_body
+from kvrelay.frontend.tools.chat_form import ChatForm, chat_form
 from kvrelay.frontend.tools.dialects import DIALECTS, HERMES
-from kvrelay.frontend.tools.plan import ChatForm, chat_form
 
 WEATHER = {
     "type": "object",
@@ -37,7 +37,7 @@ def request(**fields: object) -> ChatCompletionRequest:
     return parse_body(json.dumps(body).encode(), ChatCompletionRequest)
 
 
-def read(form: ChatForm, text: str) -> tuple[Delta, list[tuple[str, str]]]:
+def read(form: ChatForm, text: str) -> tuple[ParsedDelta, list[tuple[str, str]]]:
     assert form.tools is not None
     parser = form.tools.parser()
     delta = parser.push(text) + parser.flush()

@@ -53,7 +53,7 @@ ROUTER_SECTION = "router."
 DISAGG_SECTION = "disagg."
 
 
-class Cluster:
+class ClusterView:
     """Models by name, kept up to date from ``start`` to ``close``."""
 
     def __init__(

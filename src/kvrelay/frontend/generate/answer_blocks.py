@@ -12,7 +12,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from kvrelay.frontend.openai.answer import AnswerContext, CallDelta, Choice, Delta, Finish, OutputParser, Piece, Usage
+from kvrelay.frontend.openai.answer import (
+    AnswerContext,
+    CallDelta,
+    Choice,
+    ChoicePiece,
+    Finish,
+    OutputParser,
+    ParsedDelta,
+    Usage,
+)
 
 
 class BlockKind(enum.Enum):
@@ -52,7 +61,7 @@ class BlockEvent:
     text: str = ""
 
 
-class Blocks:
+class AnswerBlocks:
     """The blocks of one answer, as they arrive. ``parser`` parses the text; without a parser all of it is text."""
 
     def __init__(self, parser: OutputParser | None) -> None:
@@ -65,7 +74,7 @@ class Blocks:
         """Tokens before the first block."""
 
     @classmethod
-    def of(cls, choice: Choice, parser: OutputParser | None) -> Blocks:
+    def of(cls, choice: Choice, parser: OutputParser | None) -> AnswerBlocks:
         """Those of a whole answer."""
         blocks = cls(parser)
         for piece in choice.pieces:
@@ -81,7 +90,7 @@ class Blocks:
 
     def push(self, text: str, num_tokens: int) -> Iterator[BlockEvent]:
         """Add text of the given number of tokens."""
-        delta = self._parser.push(text) if self._parser is not None else Delta(content=text)
+        delta = self._parser.push(text) if self._parser is not None else ParsedDelta(content=text)
         yield from self._take(delta)
         if not self.blocks:
             self._num_waiting += num_tokens
@@ -96,7 +105,7 @@ class Blocks:
             yield from self._take(self._parser.flush())
         yield from self._close()
 
-    def _take(self, delta: Delta) -> Iterator[BlockEvent]:
+    def _take(self, delta: ParsedDelta) -> Iterator[BlockEvent]:
         if delta.reasoning:
             yield from self._grow(BlockKind.REASONING, delta.reasoning)
         if delta.content:
@@ -134,10 +143,10 @@ class BlockFormat(ABC):
 
     def __init__(self, context: AnswerContext) -> None:
         self._context = context
-        self._blocks = Blocks(context.new_parser())
+        self._blocks = AnswerBlocks(context.new_parser())
         self._finish: Finish | None = None
 
-    def chunk(self, index: int, piece: Piece, usage: Usage | None) -> bytes:
+    def chunk(self, index: int, piece: ChoicePiece, usage: Usage | None) -> bytes:
         """The events of the blocks that the piece opens, continues and closes."""
         events = [self._event_of(event) for event in self._blocks.push(piece.text, len(piece.token_ids))]
         if piece.finish is not None:
@@ -153,7 +162,7 @@ class BlockFormat(ABC):
     def whole(self, choices: Sequence[Choice], usage: Usage) -> bytes:
         """The body of an answer that is not streamed."""
         (choice,) = choices
-        return self._whole_of(choice, Blocks.of(choice, self._context.new_parser()), usage)
+        return self._whole_of(choice, AnswerBlocks.of(choice, self._context.new_parser()), usage)
 
     @abstractmethod
     def _event_of(self, event: BlockEvent) -> bytes: ...
@@ -162,4 +171,4 @@ class BlockFormat(ABC):
     def _end_of(self, finish: Finish, usage: Usage) -> bytes: ...
 
     @abstractmethod
-    def _whole_of(self, choice: Choice, blocks: Blocks, usage: Usage) -> bytes: ...
+    def _whole_of(self, choice: Choice, blocks: AnswerBlocks, usage: Usage) -> bytes: ...

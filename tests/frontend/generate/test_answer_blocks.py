@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from tests.frontend.test_openai_tools import CALLS
 
 from kvrelay.core.status import FinishReason
-from kvrelay.frontend.generate.blocks import BlockKind, Blocks, BlockStep
-from kvrelay.frontend.openai.answer import Choice, Finish, OutputParser, Piece
+from kvrelay.frontend.generate.answer_blocks import AnswerBlocks, BlockKind, BlockStep
+from kvrelay.frontend.openai.answer import Choice, ChoicePiece, Finish, OutputParser
 from kvrelay.frontend.tools.dialects import HERMES
 from kvrelay.frontend.tools.parsing import ToolParser
 from kvrelay.frontend.tools.reasoning import ReasoningParser
@@ -24,9 +24,9 @@ def parser() -> OutputParser:
 def test_pieces_make_no_difference(cuts: set[int]) -> None:
     ends = [*sorted(cuts), len(TEXT)]
     pieces = [TEXT[start:end] for start, end in zip([0, *ends], ends)]
-    last = Piece("", (), finish=Finish(FinishReason.STOP))
-    choice = Choice(0, (1,), pieces=[*(Piece(text, (1,)) for text in pieces), last])
-    blocks = Blocks.of(choice, parser())
+    last = ChoicePiece("", (), finish=Finish(FinishReason.STOP))
+    choice = Choice(0, (1,), pieces=[*(ChoicePiece(text, (1,)) for text in pieces), last])
+    blocks = AnswerBlocks.of(choice, parser())
     found = [(block.index, block.kind, block.name) for block in blocks.blocks]
     assert found == [
         (0, BlockKind.REASONING, ""),
@@ -39,7 +39,7 @@ def test_pieces_make_no_difference(cuts: set[int]) -> None:
 
 
 def test_steps_open_grow_and_close_one_block_at_a_time() -> None:
-    blocks = Blocks(parser())
+    blocks = AnswerBlocks(parser())
     steps = [event for char in TEXT for event in blocks.push(char, 1)]
     steps += blocks.end()
     is_open = False

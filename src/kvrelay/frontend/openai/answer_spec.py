@@ -1,4 +1,4 @@
-"""Turns a request's fields into a plan of the generation: checked, with defaults filled in. Pure."""
+"""Turns a request's fields into the spec of its answer: checked, with defaults filled in. Pure."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MAX_REQUEST_LOGPROBS = 2**21
 _V = TypeVar("_V")
 
 
-class GenerationPlan(msgspec.Struct, frozen=True):
+class AnswerSpec(msgspec.Struct, frozen=True):
     """What every sequence of a request has in common. ``max_tokens`` None: as much as the context allows.
 
     ``sampling`` is complete except for max_tokens, which ``sampling_of`` fills in, and the seed of each choice.
@@ -107,8 +107,8 @@ class GenerationPlan(msgspec.Struct, frozen=True):
             )
         return msgspec.structs.replace(self.sampling, max_tokens=wanted)
 
-    def within(self, limits: KeyLimits, prompt_lengths: Sequence[int]) -> GenerationPlan:
-        """The plan for prompts of these lengths in tokens, if the key's limits allow it. Raises
+    def within(self, limits: KeyLimits, prompt_lengths: Sequence[int]) -> AnswerSpec:
+        """The spec for prompts of these lengths in tokens, if the key's limits allow it. Raises
         PayloadTooLargeError, and InvalidInputError for a priority that the key may not ask for.
 
         If the request gives no length, the answer is cut to the limit.
@@ -150,7 +150,7 @@ def choice_sampling(sampling: SamplingParams, index: int) -> SamplingParams:
     return msgspec.structs.replace(sampling, seed=(sampling.seed + index) % 2**63)
 
 
-def plan_completion(request: CompletionRequest, defaults: DefaultSampling, max_n: int) -> GenerationPlan:
+def completion_spec(request: CompletionRequest, defaults: DefaultSampling, max_n: int) -> AnswerSpec:
     """Raises InvalidInputError."""
     max_tokens = DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
     is_echo = bool(request.echo)
@@ -159,12 +159,12 @@ def plan_completion(request: CompletionRequest, defaults: DefaultSampling, max_n
         prompt_logprobs = request.logprobs
     constraint = constraint_of(request)
     sampling = _sampling(request, defaults, request.logprobs, prompt_logprobs, constraint)
-    return _plan(request, sampling, max_tokens, request.max_tokens is None, is_echo, max_n, constraint)
+    return _spec(request, sampling, max_tokens, request.max_tokens is None, is_echo, max_n, constraint)
 
 
-def plan_chat(
+def chat_spec(
     request: ChatCompletionRequest, defaults: DefaultSampling, max_n: int, constraint: Constraint | None
-) -> GenerationPlan:
+) -> AnswerSpec:
     """``constraint`` is the required form of the answer. Raises InvalidInputError."""
     _refuse_contradictions(request)
     logprobs = None
@@ -174,10 +174,10 @@ def plan_chat(
         raise InvalidInputError("top_logprobs needs logprobs to be true", param="top_logprobs")
     max_tokens = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
     sampling = _sampling(request, defaults, logprobs, request.prompt_logprobs, constraint)
-    return _plan(request, sampling, max_tokens, max_tokens is None, False, max_n, constraint)
+    return _spec(request, sampling, max_tokens, max_tokens is None, False, max_n, constraint)
 
 
-def _plan(
+def _spec(
     request: GenerationFields,
     sampling: SamplingParams,
     max_tokens: int | None,
@@ -185,7 +185,7 @@ def _plan(
     echo: bool,
     max_n: int,
     constraint: Constraint | None,
-) -> GenerationPlan:
+) -> AnswerSpec:
     n = _or(request.n, 1)
     if not 1 <= n <= max_n:
         raise InvalidInputError(f"n must be between 1 and {max_n}", param="n")
@@ -198,7 +198,7 @@ def _plan(
     options = request.stream_options
     if options is not None and not request.stream:
         raise InvalidInputError("stream_options is only allowed with stream", param="stream_options")
-    return GenerationPlan(
+    return AnswerSpec(
         sampling=sampling,
         max_tokens=max_tokens,
         is_max_default=is_max_default,

@@ -20,7 +20,7 @@ from kvrelay.frontend.openai.tool_fields import (
     ToolChoice,
 )
 from kvrelay.frontend.responses.events import ResponsesFormat
-from kvrelay.frontend.responses.requests import (
+from kvrelay.frontend.responses.response_bodies import (
     ContentPart,
     InputItem,
     NamedTool,

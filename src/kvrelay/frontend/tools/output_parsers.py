@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 from kvrelay.frontend.openai.answer import OutputParser
 from kvrelay.frontend.tokens.chat_template import ChatTemplate
+from kvrelay.frontend.tools.chat_form import ChatForm
 from kvrelay.frontend.tools.dialects import DIALECTS, Dialect, guessed_dialect
-from kvrelay.frontend.tools.plan import ChatForm
 from kvrelay.frontend.tools.reasoning import ReasoningParser, reasons_at_once
 
 
-class Reading:
+class OutputParsers:
     """``tool_call_parser`` is a dialect's name or ``auto``; ``reasoning_parser`` a parser's name or ``none``."""
 
     def __init__(self, tool_call_parser: str, reasoning_parser: str) -> None:

@@ -28,7 +28,7 @@ _COMBINING = frozenset({"allOf", "anyOf", "oneOf", "$ref", "patternProperties", 
 
 
 @dataclass(frozen=True, slots=True)
-class ToolPlan:
+class ToolCalling:
     """How the calls of one answer are enforced and parsed."""
 
     tools: tuple[dict[str, object], ...]
@@ -46,7 +46,7 @@ class ToolPlan:
 class ChatForm:
     """The form of an answer: with or without calls, free or bound by a grammar."""
 
-    tools: ToolPlan | None = None
+    tools: ToolCalling | None = None
     constraint: Constraint | None = None
 
 
@@ -65,7 +65,7 @@ def chat_form(request: ChatCompletionRequest, dialect: Dialect | None) -> ChatFo
         return ChatForm(None, wanted)
     if chosen == "none":
         return ChatForm(None, wanted)
-    plan = ToolPlan(
+    calling = ToolCalling(
         tools=tuple(msgspec.to_builtins(tool) for tool in tools),
         names=frozenset(tool.function.name for tool in tools),
         dialect=dialect or LLAMA3_JSON,
@@ -82,15 +82,15 @@ def chat_form(request: ChatCompletionRequest, dialect: Dialect | None) -> ChatFo
             )
             raise InvalidInputError(message, param="tool_choice")
         if wanted is None:
-            return ChatForm(plan, None)
-        grammar = calls_grammar(tools, plan.dialect, plan.single, wanted.grammar)
-        return ChatForm(plan, checked(Constraint(wanted.param, grammar)))
+            return ChatForm(calling, None)
+        grammar = calls_grammar(tools, calling.dialect, calling.single, wanted.grammar)
+        return ChatForm(calling, checked(Constraint(wanted.param, grammar)))
     called = (
         tools if chosen == "required" else [tool for tool in tools if tool.function.name == chosen.partition(":")[2]]
     )
     if not called:
         raise InvalidInputError("tool_choice names a function that is not in tools", param="tool_choice")
-    return ChatForm(plan, checked(Constraint("tools", calls_grammar(called, plan.dialect, plan.single))))
+    return ChatForm(calling, checked(Constraint("tools", calls_grammar(called, calling.dialect, calling.single))))
 
 
 def calls_grammar(tools: Sequence[Tool], dialect: Dialect, single: bool, content: Grammar | None = None) -> Grammar:
