@@ -43,7 +43,7 @@ from kvrelay.engine.request import Request
 from kvrelay.errors import TransferError
 from kvrelay.transfer.factory import build_transport, pool_allocator, shared_memory
 from kvrelay.transfer.thread import TransferThread
-from kvrelay.transfer.values import TransferOp, TransferPlan
+from kvrelay.transfer.values import Pieces, TransferOp
 
 PROMPT_LEN = 2000
 NUM_BLOCKS = 1024
@@ -315,7 +315,7 @@ def _write_once(thread: TransferThread, target: _Target, start: int, num_bytes: 
     ended = threading.Event()
     starts = np.arange(0, num_bytes, PIECE_BYTES, dtype=np.int64)
     lengths = np.minimum(PIECE_BYTES, num_bytes - starts)
-    plan = TransferPlan(starts, starts + (target.offset + start), lengths)
+    plan = Pieces(starts, starts + (target.offset + start), lengths)
     thread.submit(TransferOp.WRITE, target.peer.worker_id, plan, None, on_done=lambda _: ended.set())
     ended.wait()
 

@@ -24,7 +24,7 @@ from kvrelay.core.layout import MemoryRegion
 from kvrelay.core.workers import KvMetadata
 from kvrelay.errors import TransferError
 from kvrelay.transfer.p2p.transport import P2pTransport
-from kvrelay.transfer.values import TransferOp, TransferPlan
+from kvrelay.transfer.values import Pieces, TransferOp
 
 POOL_BYTES = 1 << 20
 _PIECE_BYTES = 1 << 16
@@ -87,7 +87,7 @@ class _End:
         offsets = np.zeros(1, np.int64)
         begin = time.perf_counter()
         self.transport.add_peer(peer)
-        plan = TransferPlan(offsets, offsets, np.full(1, _PIECE_BYTES, np.int64))
+        plan = Pieces(offsets, offsets, np.full(1, _PIECE_BYTES, np.int64))
         self.transport.post(TransferOp.WRITE, peer.worker_id, plan)
         while time.perf_counter() < begin + _WAIT_S:
             for completion in self.transport.poll()[0]:

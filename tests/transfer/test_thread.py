@@ -20,9 +20,9 @@ from kvrelay.core.layout import KVLayout, MemoryRegion
 from kvrelay.core.workers import KvMetadata
 from kvrelay.errors import IncompatiblePeerError, TransferError
 from kvrelay.transfer import thread as thread_module
-from kvrelay.transfer.base import Completion, Notification
+from kvrelay.transfer.base import Notification, PostEnd
 from kvrelay.transfer.loopback import LoopbackFabric, LoopbackTransport
-from kvrelay.transfer.plan import EMPTY_PLAN, plan_blocks
+from kvrelay.transfer.pieces import NO_PIECES, block_pieces
 from kvrelay.transfer.queues import MAX_POSTS_PER_PEER
 from kvrelay.transfer.thread import TransferThread
 from kvrelay.transfer.values import TransferOp
@@ -84,11 +84,11 @@ class Cluster:
         return side
 
     def write(self, name: object, blocks: list[int], notify: bytes | None = None, group: str | None = None) -> None:
-        plan = plan_blocks(LAYOUT, blocks, blocks)
+        pieces = block_pieces(LAYOUT, blocks, blocks)
         self.prefill.thread.submit(
             TransferOp.WRITE,
             "d",
-            plan,
+            pieces,
             notify,
             on_done=lambda error: self.log.append((name, error)),
             group=group,
@@ -185,8 +185,8 @@ def test_a_process_that_was_stopped_posts_nothing_when_it_wakes_up(cluster: Clus
         stopped.set()
         wake_up.wait(60)
 
-    plan = plan_blocks(LAYOUT, [0], [0])
-    cluster.prefill.thread.submit(TransferOp.WRITE, "d", plan, on_done=stop)
+    pieces = block_pieces(LAYOUT, [0], [0])
+    cluster.prefill.thread.submit(TransferOp.WRITE, "d", pieces, on_done=stop)
     assert stopped.wait(60)
     before = cluster.decode.pool.copy()
     cluster.prefill.pool[6] += 1
@@ -203,7 +203,7 @@ def test_a_shorter_timeout_is_honoured(cluster: Cluster) -> None:
     cluster.prefill.thread.submit(
         TransferOp.READ,
         "d",
-        plan_blocks(LAYOUT, [1], [1]),
+        block_pieces(LAYOUT, [1], [1]),
         on_done=lambda error: cluster.log.append(("short", error)),
         timeout_s=2.0,
     )
@@ -241,7 +241,7 @@ def test_bad_plans_fail_alone(cluster: Cluster) -> None:
     cluster.prefill.thread.submit(
         TransferOp.WRITE,
         "d",
-        plan_blocks(LAYOUT, [0], [NUM_BLOCKS]),
+        block_pieces(LAYOUT, [0], [NUM_BLOCKS]),
         on_done=lambda error: cluster.log.append(("bad", error)),
     )
     cluster.write("good too", [2])
@@ -257,7 +257,7 @@ def test_no_further_part_of_a_refused_transfer_is_posted(cluster: Cluster, monke
     transport, num_posts = cluster.prefill.transport, itertools.count()
     poll, post = transport.poll, transport.post
 
-    def refusing() -> tuple[list[Completion], list[Notification]]:
+    def refusing() -> tuple[list[PostEnd], list[Notification]]:
         completions, notifications = poll()
         return [replace(each, is_refused=each.error is not None) for each in completions], notifications
 
@@ -314,7 +314,7 @@ def test_a_cancelled_wait_does_not_stop_the_thread(cluster: Cluster) -> None:
         entered.set()
         leave.wait(60)
 
-    cluster.prefill.thread.submit(TransferOp.WRITE, "d", EMPTY_PLAN, b"x", on_done=block)
+    cluster.prefill.thread.submit(TransferOp.WRITE, "d", NO_PIECES, b"x", on_done=block)
     assert entered.wait(60)
     waiting = cluster.prefill.thread.add_peer(cluster.decode.metadata)
     assert waiting.cancel()
@@ -351,7 +351,7 @@ def test_a_thread_that_was_stopped_beyond_the_fence_posts_nothing(cluster: Clust
         leave.wait(60)
 
     cluster.decode.pool[:] = 0
-    cluster.prefill.thread.submit(TransferOp.WRITE, "d", EMPTY_PLAN, b"x", on_done=stop)
+    cluster.prefill.thread.submit(TransferOp.WRITE, "d", NO_PIECES, b"x", on_done=stop)
     assert entered.wait(60)
     cluster.write("queued", [3])
     cluster.fence_s = 5.0
@@ -370,7 +370,7 @@ def test_after_fail_all_nothing_submitted_before_is_posted(cluster: Cluster) -> 
         leave.wait(60)
 
     cluster.decode.pool[:] = 0
-    cluster.prefill.thread.submit(TransferOp.WRITE, "d", EMPTY_PLAN, b"x", on_done=stop)
+    cluster.prefill.thread.submit(TransferOp.WRITE, "d", NO_PIECES, b"x", on_done=stop)
     assert entered.wait(60)
     cluster.write("queued", [3])
     cluster.prefill.thread.fail_all("lease lost")
@@ -410,7 +410,7 @@ def test_a_peer_that_was_disconnected_while_another_was_served_is_left_alone(clu
 
     transport.post = slow
     cluster.fabric.faults.drop_next = 100
-    plan = plan_blocks(LAYOUT, [1], [1])
+    pieces = block_pieces(LAYOUT, [1], [1])
 
     def submit(*transfers: tuple[str, str, float]) -> None:
         """On the transfer thread, so that it finds all of them in one step."""
@@ -420,7 +420,7 @@ def test_a_peer_that_was_disconnected_while_another_was_served_is_left_alone(clu
                 cluster.prefill.thread.submit(
                     TransferOp.WRITE,
                     worker_id,
-                    plan,
+                    pieces,
                     on_done=lambda error, name=name: cluster.log.append((name, error)),
                     timeout_s=timeout_s,
                 )
@@ -460,7 +460,7 @@ def test_a_peer_is_forgotten_before_the_thread_has_come_to_it(cluster: Cluster) 
         entered.set()
         leave.wait(60)
 
-    cluster.prefill.thread.submit(TransferOp.WRITE, "d", EMPTY_PLAN, b"x", on_done=stop)
+    cluster.prefill.thread.submit(TransferOp.WRITE, "d", NO_PIECES, b"x", on_done=stop)
     assert entered.wait(60)
     cluster.prefill.thread.remove_peer("d")
     assert not cluster.prefill.thread.has_peer("d")
@@ -481,7 +481,7 @@ def test_callbacks_that_fail_stop_nothing(cluster: Cluster, caplog: pytest.LogCa
         raise RuntimeError("boom")
 
     cluster.decode.thread.on_notification(explode)
-    cluster.prefill.thread.submit(TransferOp.WRITE, "d", EMPTY_PLAN, b"x", on_done=explode)
+    cluster.prefill.thread.submit(TransferOp.WRITE, "d", NO_PIECES, b"x", on_done=explode)
     cluster.write("after", [1])
     assert cluster.wait(1) == [("after", None)]
     wait_for(lambda: cluster.decode.thread.stats().num_notifications == 1)
@@ -516,9 +516,9 @@ def test_reads_and_writes_with_many_peers_from_many_threads(cluster: Cluster) ->
         cluster.prefill.thread.add_peer(other.metadata).result(60)
 
     def submit(peer: str, block: int) -> None:
-        plan = plan_blocks(LAYOUT, [block], [block])
+        pieces = block_pieces(LAYOUT, [block], [block])
         cluster.prefill.thread.submit(
-            TransferOp.WRITE, peer, plan, on_done=lambda error: cluster.log.append((peer, error))
+            TransferOp.WRITE, peer, pieces, on_done=lambda error: cluster.log.append((peer, error))
         )
 
     threads = [
@@ -597,7 +597,7 @@ def test_a_read_that_ends_behind_the_fence_does_not_count() -> None:
         cluster.prefill.transport._perform = late
         errors: list[str | None] = []
         cluster.prefill.thread.submit(
-            TransferOp.READ, "d", plan_blocks(LAYOUT, [1], [2]), on_done=errors.append, timeout_s=20.0
+            TransferOp.READ, "d", block_pieces(LAYOUT, [1], [2]), on_done=errors.append, timeout_s=20.0
         )
         wait_for(lambda: bool(errors))
         assert errors[0] is not None

@@ -47,7 +47,7 @@ from kvrelay.rpc.base import RpcClient
 from kvrelay.rpc.loopback import LoopbackNetwork, LoopbackRpcClient, LoopbackRpcServer
 from kvrelay.rpc.wire import Message
 from kvrelay.transfer import build_transport, pool_allocator, shared_memory
-from kvrelay.transfer.base import Completion, Notification
+from kvrelay.transfer.base import Notification, PostEnd
 from kvrelay.transfer.loopback import LoopbackFabric, LoopbackTransport
 from kvrelay.transfer.values import TransferOp
 from kvrelay.worker.identity import WorkerIdentity, new_worker_id
@@ -171,7 +171,7 @@ class Node:
         """What peers notify after their last writes does not arrive. ``on_lost`` runs on the transfer thread."""
         poll = self.transport.poll
 
-        def polling() -> tuple[list[Completion], list[Notification]]:
+        def polling() -> tuple[list[PostEnd], list[Notification]]:
             completions, notifications = poll()
             for _ in notifications:
                 on_lost()
@@ -322,7 +322,7 @@ class Cluster:
             owner = next((node for node in self.nodes if node.id == post.worker_id), None)
             if owner is not None and post.op is TransferOp.WRITE:
                 block_bytes = owner.engine.facts.kv_layout.block_bytes
-                pieces = zip(post.plan.remote_offsets.tolist(), post.plan.lengths.tolist(), strict=True)
+                pieces = zip(post.pieces.remote_offsets.tolist(), post.pieces.lengths.tolist(), strict=True)
                 blocks = {
                     block for at, size in pieces for block in range(at // block_bytes, -(-(at + size) // block_bytes))
                 }

@@ -1,4 +1,4 @@
-"""Hand-offs between workers whose blocks differ in size, and workers whose layouts no plan joins."""
+"""Hand-offs between workers whose blocks differ in size, and workers whose layouts cannot be joined."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from kvrelay.data import bundled_checkpoint_path
 from kvrelay.engine.step import Executor
 from kvrelay.errors import EngineDeadError
 from kvrelay.executors.torch import build_executor
-from kvrelay.transfer.values import TransferPlan
+from kvrelay.transfer.values import Pieces
 
 pytestmark = pytest.mark.slow
 
@@ -72,12 +72,12 @@ async def test_lost_writes_of_one_rank_are_found_and_computed_again(expected: li
         layout = decode.core.executor.kv_layout
         perform, part = prefill.transport._perform, layout.of_rank.block_bytes
 
-        def of_first_rank(plan: TransferPlan) -> TransferPlan:
+        def of_first_rank(plan: Pieces) -> Pieces:
             kept = plan.remote_offsets // part % layout.num_ranks == 0
-            return TransferPlan(plan.local_offsets[kept], plan.remote_offsets[kept], plan.lengths[kept])
+            return Pieces(plan.local_offsets[kept], plan.remote_offsets[kept], plan.lengths[kept])
 
         def lossy(post: object) -> str | None:
-            post.plan = of_first_rank(post.plan)
+            post.pieces = of_first_rank(post.pieces)
             return perform(post)
 
         prefill.transport._perform = lossy

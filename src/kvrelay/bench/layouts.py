@@ -16,14 +16,14 @@ import numpy as np
 from kvrelay.bench.report.table import table
 from kvrelay.core.layout import BlockRun, KVLayout
 from kvrelay.transfer.base import Transport
+from kvrelay.transfer.layout_mapping import LayoutMapping
 from kvrelay.transfer.nixl import NixlTransport
-from kvrelay.transfer.planner import TransferPlanner
-from kvrelay.transfer.staging import ALWAYS, NEVER, NIXL_RULE, StagingRule, stage
-from kvrelay.transfer.values import TransferOp, TransferPlan
+from kvrelay.transfer.packing import ALWAYS, NEVER, NIXL_RULE, PackingRule, stage
+from kvrelay.transfer.values import Pieces, TransferOp
 
 LOAD_WAIT_ROUNDS = 1000
 
-Move = Callable[[TransferOp, TransferPlan], float]
+Move = Callable[[TransferOp, Pieces], float]
 """Seconds from submission to completion."""
 
 
@@ -67,8 +67,8 @@ def layout_rows(transport: Transport, move: Move, pool_bytes: int, total_bytes: 
     rows = []
     for model in MODELS:
         for op in TransferOp:
-            for case, plan in _plans(model, op, pool_bytes, total_bytes):
-                rows.append(_measure(transport, move, op, case, model.name, plan, rounds))
+            for case, pieces in _cases(model, op, pool_bytes, total_bytes):
+                rows.append(_measure(transport, move, op, case, model.name, pieces, rounds))
     return rows
 
 
@@ -94,7 +94,7 @@ def layouts_text(rows: tuple[LayoutRow, ...]) -> str:
     return f"{table(names, cells)}\n\nthe rule is right in {right} of {len(rows)} cases"
 
 
-def _plans(model: _Model, op: TransferOp, pool_bytes: int, total_bytes: int) -> Iterator[tuple[str, TransferPlan]]:
+def _cases(model: _Model, op: TransferOp, pool_bytes: int, total_bytes: int) -> Iterator[tuple[str, Pieces]]:
     plain = model.layout()
     pairs = {
         "contiguous": (plain, plain),
@@ -113,53 +113,53 @@ def _plans(model: _Model, op: TransferOp, pool_bytes: int, total_bytes: int) -> 
             if case == "scattered":
                 ids = draw.permutation(pool_bytes // layout.block_bytes)[:count]
             runs.append(BlockRun(0, ids.tolist()))
-        yield case, TransferPlanner(local, remote).plan(op, runs[0], runs[1])
+        yield case, LayoutMapping(local, remote).pieces(op, runs[0], runs[1])
 
 
 def _measure(
-    transport: Transport, move: Move, op: TransferOp, case: str, model: str, plan: TransferPlan, rounds: int
+    transport: Transport, move: Move, op: TransferOp, case: str, model: str, pieces: Pieces, rounds: int
 ) -> LayoutRow:
-    wire = stage(plan).wire
+    wire = stage(pieces).wire
     strided, staged = [], []
-    saves = isinstance(transport, NixlTransport) and wire.num_pieces < plan.num_pieces
+    saves = isinstance(transport, NixlTransport) and wire.num_pieces < pieces.num_pieces
     if saves:
-        _load_copy(transport, move, op, plan)
+        _load_copy(transport, move, op, pieces)
     for _ in range(rounds):
-        strided.append(_timed(transport, NEVER, move, op, plan))
+        strided.append(_timed(transport, NEVER, move, op, pieces))
         if saves:
-            staged.append(_timed(transport, ALWAYS, move, op, plan))
+            staged.append(_timed(transport, ALWAYS, move, op, pieces))
     strided_s = statistics.median(strided)
     staged_s = statistics.median(staged) if staged else None
-    picks = saves and NIXL_RULE.pays(plan, wire.num_pieces)
+    picks = saves and NIXL_RULE.pays(pieces, wire.num_pieces)
     chosen_s, other_s = (staged_s, strided_s) if picks else (strided_s, staged_s)
     return LayoutRow(
         op=op.value,
         case=case,
         model=model,
-        total_bytes=plan.num_bytes,
-        num_descriptors=plan.num_pieces,
+        total_bytes=pieces.num_bytes,
+        num_descriptors=pieces.num_pieces,
         num_staged_descriptors=wire.num_pieces,
         strided_s=strided_s,
         staged_s=staged_s,
-        us_per_descriptor=strided_s / plan.num_pieces * 1e6,
-        bytes_per_s=plan.num_bytes / (chosen_s or strided_s),
+        us_per_descriptor=strided_s / pieces.num_pieces * 1e6,
+        bytes_per_s=pieces.num_bytes / (chosen_s or strided_s),
         picks_staged=picks,
         is_rule_right=other_s is None or (chosen_s or strided_s) <= other_s * TIE,
     )
 
 
-def _timed(transport: Transport, rule: StagingRule, move: Move, op: TransferOp, plan: TransferPlan) -> float:
+def _timed(transport: Transport, rule: PackingRule, move: Move, op: TransferOp, pieces: Pieces) -> float:
     if isinstance(transport, NixlTransport):
         transport.rule = rule
-    return move(op, plan)
+    return move(op, pieces)
 
 
-def _load_copy(transport: Transport, move: Move, op: TransferOp, plan: TransferPlan) -> None:
+def _load_copy(transport: Transport, move: Move, op: TransferOp, pieces: Pieces) -> None:
     """Until the transport has compiled what it packs with."""
     assert isinstance(transport, NixlTransport)
     assert transport.staging is not None
     for _ in range(LOAD_WAIT_ROUNDS):
-        _timed(transport, ALWAYS, move, op, plan)
+        _timed(transport, ALWAYS, move, op, pieces)
         if transport.staging.is_loaded:
-            _timed(transport, ALWAYS, move, op, plan)  # touches the buffer
+            _timed(transport, ALWAYS, move, op, pieces)  # touches the buffer
             return

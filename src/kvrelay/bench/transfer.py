@@ -28,9 +28,9 @@ from kvrelay.core.workers import KvMetadata
 from kvrelay.errors import TransferError
 from kvrelay.transfer.base import Transport
 from kvrelay.transfer.factory import build_transport, pool_allocator, shared_memory
-from kvrelay.transfer.plan import EMPTY_PLAN, plan_blocks
+from kvrelay.transfer.pieces import NO_PIECES, block_pieces
 from kvrelay.transfer.thread import TransferThread
-from kvrelay.transfer.values import TransferOp, TransferPlan
+from kvrelay.transfer.values import Pieces, TransferOp
 
 DEFAULT_PIECE_BYTES = (4096, 16384, 65536, 262144, 1048576, 8388608)
 LAYOUT_BYTES = 16 << 20
@@ -111,7 +111,7 @@ def run_transfer_benchmark(
         raise TransferError("a benchmark needs at least one round, and pieces that fit into the total")
     plain = _touched(2 * total_bytes)
     with _moving(config, "benchmark-parent", 2 * total_bytes) as (transport, thread):
-        _move(thread, TransferOp.WRITE, _plan(total_bytes, max(piece_bytes)), b"warm-up")
+        _move(thread, TransferOp.WRITE, _pieces(total_bytes, max(piece_bytes)), b"warm-up")
         rows = tuple(
             _measure(thread, op, placement, size, total_bytes, num_rounds, plain)
             for op in (TransferOp.WRITE, TransferOp.READ)
@@ -120,19 +120,19 @@ def run_transfer_benchmark(
         )
         layouts = layout_rows(
             transport,
-            lambda op, plan: _move(thread, op, plan, None),
+            lambda op, pieces: _move(thread, op, pieces, None),
             pool_bytes=2 * total_bytes,
             total_bytes=min(total_bytes, LAYOUT_BYTES),
             rounds=num_rounds,
         )
-        notify = statistics.median(_move(thread, TransferOp.WRITE, EMPTY_PLAN, b"x") for _ in range(20))
+        notify = statistics.median(_move(thread, TransferOp.WRITE, NO_PIECES, b"x") for _ in range(20))
     return TransferBenchmark(
         transport=config.transport,
         ucx_tls=config.ucx_tls,
         num_rounds=num_rounds,
         memcpy_bytes_per_s=total_bytes / _median_s(num_rounds, _memcpy, plain),
         notify_s=notify,
-        plan_1000_blocks_s=_time_plan(),
+        plan_1000_blocks_s=_time_pieces(),
         rows=rows,
         layouts=tuple(layouts),
     )
@@ -143,7 +143,7 @@ def mover(config: TransferConfig, total_bytes: int) -> Iterator[Callable[[int, i
     """Gives a function from (bytes of a piece, bytes in all) to the seconds of such a write to a peer process; at most
     ``total_bytes``. Raises TransferError."""
     with _moving(config, f"benchmark-{config.transport}-{config.send_type}", 2 * total_bytes) as (_, thread):
-        yield lambda piece_bytes, num_bytes: _move(thread, TransferOp.WRITE, _plan(num_bytes, piece_bytes), None)
+        yield lambda piece_bytes, num_bytes: _move(thread, TransferOp.WRITE, _pieces(num_bytes, piece_bytes), None)
 
 
 @contextmanager
@@ -184,28 +184,28 @@ def _measure(
     num_rounds: int,
     plain: UInt8Array,
 ) -> TransferRow:
-    plan = _plan(total_bytes, piece_bytes)
+    pieces = _pieces(total_bytes, piece_bytes)
     if placement == "scattered":
-        plan = replace(plan, remote_offsets=np.random.default_rng(0).permutation(plan.remote_offsets))
+        pieces = replace(pieces, remote_offsets=np.random.default_rng(0).permutation(pieces.remote_offsets))
     moved, copied = [], []
     for _ in range(num_rounds):
-        moved.append(_move(thread, op, plan, None))
+        moved.append(_move(thread, op, pieces, None))
         copied.append(_median_s(1, _memcpy, plain))
     seconds = statistics.median(moved)
     return TransferRow(
         op=op.value,
         placement=placement,
         piece_bytes=piece_bytes,
-        num_pieces=plan.num_pieces,
-        total_bytes=plan.num_bytes,
+        num_pieces=pieces.num_pieces,
+        total_bytes=pieces.num_bytes,
         seconds=seconds,
-        bytes_per_s=plan.num_bytes / seconds,
-        us_per_piece=seconds / plan.num_pieces * 1e6,
-        of_memcpy=statistics.median(copied) / seconds * plan.num_bytes / (len(plain) // 2),
+        bytes_per_s=pieces.num_bytes / seconds,
+        us_per_piece=seconds / pieces.num_pieces * 1e6,
+        of_memcpy=statistics.median(copied) / seconds * pieces.num_bytes / (len(plain) // 2),
     )
 
 
-def _move(thread: TransferThread, op: TransferOp, plan: TransferPlan, notify: bytes | None) -> float:
+def _move(thread: TransferThread, op: TransferOp, pieces: Pieces, notify: bytes | None) -> float:
     """Seconds from submission to completion."""
     ended = threading.Event()
     errors: list[str | None] = []
@@ -215,7 +215,7 @@ def _move(thread: TransferThread, op: TransferOp, plan: TransferPlan, notify: by
         ended.set()
 
     begin = time.perf_counter()
-    thread.submit(op, "benchmark-peer", plan, notify, on_done=done)
+    thread.submit(op, "benchmark-peer", pieces, notify, on_done=done)
     ended.wait()
     seconds = time.perf_counter() - begin
     if errors[0] is not None:
@@ -223,10 +223,10 @@ def _move(thread: TransferThread, op: TransferOp, plan: TransferPlan, notify: by
     return seconds
 
 
-def _plan(total_bytes: int, piece_bytes: int) -> TransferPlan:
+def _pieces(total_bytes: int, piece_bytes: int) -> Pieces:
     """``total_bytes`` in pieces with gaps of one piece between them."""
     offsets = np.arange(total_bytes // piece_bytes, dtype=np.int64) * (2 * piece_bytes)
-    return TransferPlan(offsets, offsets, np.full(len(offsets), piece_bytes, dtype=np.int64))
+    return Pieces(offsets, offsets, np.full(len(offsets), piece_bytes, dtype=np.int64))
 
 
 def _memcpy(plain: UInt8Array) -> None:
@@ -251,10 +251,10 @@ def _median_s(rounds: int, call: Callable[..., object], *arguments: object) -> f
     return statistics.median(seconds)
 
 
-def _time_plan() -> float:
+def _time_pieces() -> float:
     layout = KVLayout(num_layers=1, num_kv_heads=1, block_size=16, head_dim=64, dtype="bfloat16")
     rng = np.random.default_rng(0)
-    return _median_s(20, plan_blocks, layout, *(rng.permutation(4000)[:1000].tolist() for _ in range(2)))
+    return _median_s(20, block_pieces, layout, *(rng.permutation(4000)[:1000].tolist() for _ in range(2)))
 
 
 @contextmanager

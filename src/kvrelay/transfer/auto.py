@@ -15,8 +15,8 @@ from kvrelay.core.decoding import UNREADABLE
 from kvrelay.core.layout import MemoryRegion
 from kvrelay.core.workers import KvMetadata
 from kvrelay.errors import FatalError, TransferError
-from kvrelay.transfer.base import Completion, Notification, OneSided, Transport
-from kvrelay.transfer.values import GrantRef, TransferOp, TransferPlan
+from kvrelay.transfer.base import Notification, OneSided, PostEnd, Transport
+from kvrelay.transfer.values import GrantRef, Pieces, TransferOp
 
 _log = logging.getLogger(__name__)
 
@@ -91,16 +91,16 @@ class AutoTransport(OneSided):
         self,
         op: TransferOp,
         worker_id: str,
-        plan: TransferPlan,
+        pieces: Pieces,
         notify: bytes | None = None,
         grant: GrantRef | None = None,
     ) -> int:
         name = self._peers.get(worker_id)
         if name is None:
             raise TransferError(f"worker {worker_id} is not connected", peer=worker_id)
-        return self._own_handle(name, self._usable[name].post(op, worker_id, plan, notify, grant))
+        return self._own_handle(name, self._usable[name].post(op, worker_id, pieces, notify, grant))
 
-    def poll(self) -> tuple[list[Completion], list[Notification]]:
+    def poll(self) -> tuple[list[PostEnd], list[Notification]]:
         completions, notifications = [], []
         for name, transport in self._usable.items():
             ended, arrived = transport.poll()

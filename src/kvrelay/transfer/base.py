@@ -1,7 +1,7 @@
 """The KV data plane's contract: one-sided reads and writes between registered memory of two workers.
 
-A transport owns connections between memories, posting, completion and notifications. It gets offsets and lengths (a
-TransferPlan); it does not know requests, schedulers or prefixes.
+A transport owns connections between memories, posting, completion and notifications. It gets offsets and lengths
+(Pieces); it does not know requests, schedulers or prefixes.
 
 Protocol, per worker:
   1. ``register(region)`` once, after the pool is allocated; the blob it returns goes to discovery (KvMetadata.agent).
@@ -26,11 +26,11 @@ from kvrelay.core.layout import MemoryRegion
 from kvrelay.core.workers import KvMetadata
 from kvrelay.transfer.grants import GrantTable
 from kvrelay.transfer.stats import P2pCounters
-from kvrelay.transfer.values import GrantRef, TransferOp, TransferPlan
+from kvrelay.transfer.values import GrantRef, Pieces, TransferOp
 
 
 @dataclass(frozen=True, slots=True)
-class Completion:
+class PostEnd:
     """The end of a post. ``error`` is None if every byte arrived. ``is_refused``: the peer has refused it, for want of
     room or of a grant; the connection is good, and other posts go on."""
 
@@ -73,17 +73,17 @@ class Transport(Protocol):
         self,
         op: TransferOp,
         worker_id: str,
-        plan: TransferPlan,
+        pieces: Pieces,
         notify: bytes | None = None,
         grant: GrantRef | None = None,
     ) -> int:
-        """Start moving; returns a handle that a Completion will name exactly once. Raises TransferError.
+        """Start moving; returns a handle that a PostEnd will name exactly once. Raises TransferError.
 
-        An empty plan is allowed with ``notify``: then only the payload is delivered. ``grant`` is the peer's
+        No pieces are allowed with ``notify``: then only the payload is delivered. ``grant`` is the peer's
         permission; a transport without a GrantTable has no use for it.
         """
 
-    def poll(self) -> tuple[list[Completion], list[Notification]]: ...
+    def poll(self) -> tuple[list[PostEnd], list[Notification]]: ...
 
     @property
     def num_pending(self) -> int:

@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 from kvrelay.core.layout import MemoryRegion
 from kvrelay.core.workers import KvMetadata
 from kvrelay.errors import TransferError
-from kvrelay.transfer.base import Completion, Notification, OneSided
+from kvrelay.transfer.base import Notification, OneSided, PostEnd
 from kvrelay.transfer.compat import check_pool
-from kvrelay.transfer.plan import check_post
-from kvrelay.transfer.values import GrantRef, Int64Array, TransferOp, TransferPlan
+from kvrelay.transfer.pieces import check_post
+from kvrelay.transfer.values import GrantRef, Int64Array, Pieces, TransferOp
 
 
 @dataclass(slots=True)
@@ -43,7 +43,7 @@ class _Post:
     handle: int
     op: TransferOp
     worker_id: str
-    plan: TransferPlan
+    pieces: Pieces
     notify: bytes | None
     polls_left: int
     fails: bool
@@ -87,7 +87,7 @@ class LoopbackTransport(OneSided):
         self._worker_id = worker_id
         self._peers: dict[str, KvMetadata] = {}
         self._posts: list[_Post] = []
-        self._failed: list[Completion] = []
+        self._failed: list[PostEnd] = []
         self._next_handle = 0
 
     def __repr__(self) -> str:
@@ -119,7 +119,7 @@ class LoopbackTransport(OneSided):
         self._peers.pop(worker_id, None)
         gone = [post for post in self._posts if post.worker_id == worker_id]
         self._posts = [post for post in self._posts if post.worker_id != worker_id]
-        self._failed += [Completion(post.handle, f"worker {worker_id} was disconnected") for post in gone]
+        self._failed += [PostEnd(post.handle, f"worker {worker_id} was disconnected") for post in gone]
 
     def has_peer(self, worker_id: str) -> bool:
         return worker_id in self._peers
@@ -128,7 +128,7 @@ class LoopbackTransport(OneSided):
         self,
         op: TransferOp,
         worker_id: str,
-        plan: TransferPlan,
+        pieces: Pieces,
         notify: bytes | None = None,
         grant: GrantRef | None = None,
     ) -> int:
@@ -136,17 +136,17 @@ class LoopbackTransport(OneSided):
         if peer is None:
             raise TransferError(f"worker {worker_id} is not connected", peer=worker_id)
         with self._fabric.lock:
-            check_post(plan, self._own_end().region.num_bytes, peer.num_bytes, worker_id, notify)
+            check_post(pieces, self._own_end().region.num_bytes, peer.num_bytes, worker_id, notify)
             faults = self._fabric.faults
             fails, dropped = faults.fail_next > 0, faults.fail_next <= 0 < faults.drop_next
             faults.fail_next -= fails
             faults.drop_next -= dropped
             handle = self._next_handle
             self._next_handle += 1
-            self._posts.append(_Post(handle, op, worker_id, plan, notify, faults.delay_polls, fails, dropped))
+            self._posts.append(_Post(handle, op, worker_id, pieces, notify, faults.delay_polls, fails, dropped))
         return handle
 
-    def poll(self) -> tuple[list[Completion], list[Notification]]:
+    def poll(self) -> tuple[list[PostEnd], list[Notification]]:
         completions, self._failed = self._failed, []
         with self._fabric.lock:
             for post in self._posts:
@@ -154,7 +154,7 @@ class LoopbackTransport(OneSided):
             due = [post for post in self._posts if post.polls_left < 0 and not post.dropped]
             if self._fabric.faults.reorder:
                 self._fabric.random.shuffle(due)
-            completions += [Completion(post.handle, self._perform(post)) for post in due]
+            completions += [PostEnd(post.handle, self._perform(post)) for post in due]
             ended = {completion.handle for completion in completions}
             self._posts = [post for post in self._posts if post.handle not in ended]
             own = self._fabric.ends.get(self._worker_id)
@@ -192,19 +192,22 @@ class LoopbackTransport(OneSided):
         if post.fails:
             return "injected failure"
         for local, remote, length in zip(
-            post.plan.local_offsets.tolist(), post.plan.remote_offsets.tolist(), post.plan.lengths.tolist(), strict=True
+            post.pieces.local_offsets.tolist(),
+            post.pieces.remote_offsets.tolist(),
+            post.pieces.lengths.tolist(),
+            strict=True,
         ):
             here, there = own.region.address + local, end.region.address + remote
             if post.op is TransferOp.WRITE:
                 ctypes.memmove(there, here, length)
             else:
                 ctypes.memmove(here, there, length)
-        if self._fabric.faults.corrupt_next and post.plan.num_pieces:
+        if self._fabric.faults.corrupt_next and post.pieces.num_pieces:
             self._fabric.faults.corrupt_next -= 1
             if post.op is TransferOp.WRITE:
-                self._flip_bit(end.region, post.plan.remote_offsets, post.plan.lengths)
+                self._flip_bit(end.region, post.pieces.remote_offsets, post.pieces.lengths)
             else:
-                self._flip_bit(own.region, post.plan.local_offsets, post.plan.lengths)
+                self._flip_bit(own.region, post.pieces.local_offsets, post.pieces.lengths)
         if post.notify is not None:
             end.inbox.append(post.notify)
         return None

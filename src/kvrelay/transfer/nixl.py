@@ -32,12 +32,12 @@ from kvrelay.config import TransferConfig
 from kvrelay.core.layout import MemoryRegion
 from kvrelay.core.workers import KvMetadata
 from kvrelay.errors import FatalError, TransferError
-from kvrelay.transfer.base import Completion, Notification, OneSided
+from kvrelay.transfer.base import Notification, OneSided, PostEnd
 from kvrelay.transfer.compat import check_pool
-from kvrelay.transfer.plan import check_post
-from kvrelay.transfer.staging import NIXL_RULE
-from kvrelay.transfer.staging_buffer import StagingBuffer
-from kvrelay.transfer.values import GrantRef, Int64Array, TransferOp, TransferPlan
+from kvrelay.transfer.packing import NIXL_RULE
+from kvrelay.transfer.packing_buffer import PackingBuffer
+from kvrelay.transfer.pieces import check_post
+from kvrelay.transfer.values import GrantRef, Int64Array, Pieces, TransferOp
 
 CPU_TRANSPORTS = "posix,sysv,cma,self,tcp"
 _SETTLE_POLLS = 50
@@ -64,12 +64,12 @@ class NixlTransport(OneSided):
         self._buffers: list[Any] = []
         self._peers: dict[str, KvMetadata] = {}
         self._in_flight: dict[int, tuple[str, int]] = {}
-        self._ended: list[Completion] = []
+        self._ended: list[PostEnd] = []
         self._next_handle = 0
         self._lost_a_peer = False
         self.rule = NIXL_RULE
         """When small pieces go by way of a buffer; changed by measurements only."""
-        self._staging: StagingBuffer | None = None
+        self._staging: PackingBuffer | None = None
 
     def __repr__(self) -> str:
         return f"<NixlTransport {self._worker_id}: {len(self._peers)} peers, {len(self._in_flight)} posts in flight>"
@@ -93,7 +93,7 @@ class NixlTransport(OneSided):
             self._region = region
             blob = seal(bytes(self._agent.getLocalMD()))
             if region.device == "cpu":
-                self._staging = StagingBuffer(self._register_buffer)
+                self._staging = PackingBuffer(self._register_buffer)
             return blob
         except self._errors as exc:
             raise FatalError(
@@ -133,31 +133,31 @@ class NixlTransport(OneSided):
         self,
         op: TransferOp,
         worker_id: str,
-        plan: TransferPlan,
+        pieces: Pieces,
         notify: bytes | None = None,
         grant: GrantRef | None = None,
     ) -> int:
         peer, region = self._peers.get(worker_id), self._region
         if peer is None or region is None:
             raise TransferError(f"worker {worker_id} is not connected", peer=worker_id)
-        check_post(plan, region.num_bytes, peer.num_bytes, worker_id, notify)
+        check_post(pieces, region.num_bytes, peer.num_bytes, worker_id, notify)
         handle = self._next_handle
         self._next_handle += 1
         try:
-            if plan.num_pieces:
-                self._start(handle, op, peer, region, plan, notify)
+            if pieces.num_pieces:
+                self._start(handle, op, peer, region, pieces, notify)
             else:
                 if notify is not None:
                     self._agent.genNotif(worker_id, notify, self._backend)
-                self._ended.append(Completion(handle, None))
+                self._ended.append(PostEnd(handle, None))
         except self._errors as exc:
             self._lost_a_peer = True
             if self._staging is not None:
                 self._staging.give_back(handle, is_complete=False)
-            self._ended.append(Completion(handle, f"worker {worker_id}: {exc}"))
+            self._ended.append(PostEnd(handle, f"worker {worker_id}: {exc}"))
         return handle
 
-    def poll(self) -> tuple[list[Completion], list[Notification]]:
+    def poll(self) -> tuple[list[PostEnd], list[Notification]]:
         if self._agent is None:
             return [], []
         for handle, (worker_id, request) in list(self._in_flight.items()):
@@ -180,7 +180,7 @@ class NixlTransport(OneSided):
         return len(self._in_flight) + len(self._ended)
 
     @property
-    def staging(self) -> StagingBuffer | None:
+    def staging(self) -> PackingBuffer | None:
         """For memory of the host, once the pool is registered."""
         return self._staging
 
@@ -250,17 +250,17 @@ class NixlTransport(OneSided):
         op: TransferOp,
         peer: KvMetadata,
         region: MemoryRegion,
-        plan: TransferPlan,
+        pieces: Pieces,
         notify: bytes | None,
     ) -> None:
         address = region.address
-        staged = None if self._staging is None else self._staging.take(handle, op, address, plan, self.rule)
+        staged = None if self._staging is None else self._staging.take(handle, op, address, pieces, self.rule)
         if staged is not None:
-            plan, address = staged
+            pieces, address = staged
         request = self._agent.createXferReq(
             self._nixl.NIXL_WRITE if op is TransferOp.WRITE else self._nixl.NIXL_READ,
-            self._descriptors(region.device, address, region.device_id, plan.local_offsets, plan.lengths),
-            self._descriptors(peer.device, peer.address, peer.device_id, plan.remote_offsets, plan.lengths),
+            self._descriptors(region.device, address, region.device_id, pieces.local_offsets, pieces.lengths),
+            self._descriptors(peer.device, peer.address, peer.device_id, pieces.remote_offsets, pieces.lengths),
             peer.worker_id,
             notify or b"",
             self._backend,
@@ -288,7 +288,7 @@ class NixlTransport(OneSided):
         self._release(request)
         if self._staging is not None:
             self._staging.give_back(handle, is_complete=error is None)
-        self._ended.append(Completion(handle, error))
+        self._ended.append(PostEnd(handle, error))
 
     def _release(self, request: int) -> None:
         try:

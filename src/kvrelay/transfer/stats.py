@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvrelay.core.histogram import Histogram
-from kvrelay.transfer.values import TransferOp, TransferPlan
+from kvrelay.transfer.values import Pieces, TransferOp
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class StatsCounter:
         self.durations = {op: Histogram() for op in TransferOp}
         """Of ended transfers, from submission to end. Without the lock any thread may read it."""
 
-    def add(self, worker_id: str, op: TransferOp, plan: TransferPlan, seconds: float, error: str | None) -> None:
+    def add(self, worker_id: str, op: TransferOp, pieces: Pieces, seconds: float, error: str | None) -> None:
         old = self._peers.get((worker_id, op)) or PeerTransferStats(worker_id, op)
         ok = error is None
         self.durations[op].observe(seconds)
@@ -58,8 +58,8 @@ class StatsCounter:
             op,
             old.num_transfers + 1,
             old.num_errors + (not ok),
-            old.num_bytes + (plan.num_bytes if ok else 0),
-            old.num_pieces + (plan.num_pieces if ok else 0),
+            old.num_bytes + (pieces.num_bytes if ok else 0),
+            old.num_pieces + (pieces.num_pieces if ok else 0),
             old.seconds + seconds,
         )
 

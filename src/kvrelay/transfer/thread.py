@@ -39,10 +39,10 @@ from kvrelay.core.workers import KvMetadata
 from kvrelay.errors import TransferError
 from kvrelay.transfer.base import Notification, Transport
 from kvrelay.transfer.grants import GrantTable
-from kvrelay.transfer.plan import split_plan
+from kvrelay.transfer.pieces import split_pieces
 from kvrelay.transfer.queues import OnDone, Transfer, TransferQueues
 from kvrelay.transfer.stats import StatsCounter, TransferStats
-from kvrelay.transfer.values import GrantRef, TransferOp, TransferPlan
+from kvrelay.transfer.values import GrantRef, Pieces, TransferOp
 
 MAX_POST_BYTES = 32 * 1024 * 1024
 """On one host a post blocks for the whole copy; this bounds how long notifications and deadlines wait for it."""
@@ -136,7 +136,7 @@ class TransferThread:
         self,
         op: TransferOp,
         worker_id: str,
-        plan: TransferPlan,
+        pieces: Pieces,
         notify: bytes | None = None,
         *,
         on_done: OnDone,
@@ -144,7 +144,7 @@ class TransferThread:
         timeout_s: float | None = None,
         grant: GrantRef | None = None,
     ) -> None:
-        """Move ``plan``'s bytes, then deliver ``notify`` to the peer; calls ``on_done(None)`` or ``on_done(reason)``.
+        """Move ``pieces``, then deliver ``notify`` to the peer; calls ``on_done(None)`` or ``on_done(reason)``.
 
         ``timeout_s``, if given, shortens the configured ``transfer_timeout_s``, e.g. to the rest of a lease. ``grant``:
         the peer's permission.
@@ -152,10 +152,10 @@ class TransferThread:
         now = self._clock.now()
         limit = self._config.transfer_timeout_s
         deadline_s = now + (limit if timeout_s is None else min(limit, timeout_s))
-        parts = deque(split_plan(plan, MAX_POST_BYTES))
+        parts = deque(split_pieces(pieces, MAX_POST_BYTES))
         with self._lock:
             term = self._queues.term
-            transfer = Transfer(op, worker_id, plan, notify, on_done, group, term, now, deadline_s, parts, 0, grant)
+            transfer = Transfer(op, worker_id, pieces, notify, on_done, group, term, now, deadline_s, parts, 0, grant)
             accepted = not self._closed
             if accepted:
                 self._num_unfinished += 1
@@ -302,7 +302,7 @@ class TransferThread:
         seconds = self._clock.now() - transfer.submitted_s
         with self._lock:
             self._num_unfinished -= 1
-            self._counter.add(transfer.worker_id, transfer.op, transfer.plan, seconds, error)
+            self._counter.add(transfer.worker_id, transfer.op, transfer.pieces, seconds, error)
         try:
             transfer.on_done(error)
         except Exception:  # noqa: BLE001 - a callback's defect must not stop other transfers

@@ -33,8 +33,8 @@ from kvrelay.executors.torch.slots import SlotStates
 from kvrelay.executors.torch.weights import Checkpoint
 
 if TYPE_CHECKING:
+    from kvrelay.executors.torch.parallel.collectives import Groups
     from kvrelay.executors.torch.parallel.experts import ExpertGroup
-    from kvrelay.executors.torch.parallel.groups import Groups
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

@@ -20,23 +20,23 @@ from kvrelay.transfer.p2p.messages import (
     MAX_PIECES,
     Accept,
     Close,
-    Connected,
+    CommunicatorMade,
+    CommunicatorRefused,
     Get,
     Landed,
     Message,
     Put,
-    Refused,
     Rendezvous,
     Sending,
     Tell,
     pack,
 )
+from kvrelay.transfer.p2p.movements import KeepTask, ReadTask, SendTask
 from kvrelay.transfer.p2p.posts import Part, Post, PostPeer, State, rides
 from kvrelay.transfer.p2p.room import Reservation
 from kvrelay.transfer.p2p.shared import CHUNK_BYTES, Shared
-from kvrelay.transfer.p2p.tasks import KeepTask, ReadTask, SendTask
-from kvrelay.transfer.plan import split_plan
-from kvrelay.transfer.values import TransferOp, TransferPlan
+from kvrelay.transfer.pieces import split_pieces
+from kvrelay.transfer.values import Pieces, TransferOp
 
 WINDOW = 4
 
@@ -85,16 +85,16 @@ class Initiator:
         for item in [item for item in self._items.values() if item.post.worker_id == worker_id]:
             self._land(item, error)
 
-    def begin(self, post: Post, plan: TransferPlan) -> None:
+    def begin(self, post: Post, pieces: Pieces) -> None:
         """Offer everything, as fast as the window allows."""
         peer = self._peers.get(post.worker_id)
         if peer is None:
             self._complete(post, f"worker {post.worker_id} is not connected")
             return
-        if plan.num_pieces == 0:
+        if pieces.num_pieces == 0:
             self._tell(post)
             return
-        for part in self._parts(plan, peer, post.op):
+        for part in self._parts(pieces, peer, post.op):
             post.num_left += 1
             item = Part(self._number(), post, peer, part, part.num_bytes)
             self._items[item.number] = item
@@ -102,17 +102,17 @@ class Initiator:
         post.num_parts = post.num_left
         self._pump(post.worker_id, peer)
 
-    def _parts(self, plan: TransferPlan, peer: PostPeer, op: TransferOp) -> Iterator[TransferPlan]:
+    def _parts(self, pieces: Pieces, peer: PostPeer, op: TransferOp) -> Iterator[Pieces]:
         """Messages that can fit: into the peer's room, and into ours where we need some."""
         limits = [CHUNK_BYTES, peer.max_message_bytes]
         if self._keeps or op is TransferOp.READ:
             limits.append(self.shared.rooms.room.largest_bytes)
         # Below that size messages need no room. Larger ones will be lost, and counted.
         largest = CHUNK_BYTES if self.shared.is_eager(min(limits)) else min(limits)
-        for part in split_plan(plan, largest):
+        for part in split_pieces(pieces, largest):
             for first in range(0, part.num_pieces, MAX_PIECES):
                 cut = slice(first, first + MAX_PIECES)
-                yield TransferPlan(part.local_offsets[cut], part.remote_offsets[cut], part.lengths[cut])
+                yield Pieces(part.local_offsets[cut], part.remote_offsets[cut], part.lengths[cut])
 
     def _number(self) -> int:
         self._next_number += 1
@@ -152,13 +152,13 @@ class Initiator:
         return True
 
     def _send_eager(self, worker_id: str, item: Part) -> None:
-        plan, post = item.plan, item.post
-        pieces = (item.num_bytes, pack(plan.remote_offsets), pack(plan.lengths), post.grant)
+        pieces, post = item.pieces, item.post
+        named = (item.num_bytes, pack(pieces.remote_offsets), pack(pieces.lengths), post.grant)
         if post.op is TransferOp.READ:
-            is_sent = self.shared.control.send(worker_id, Get("", item.number, *pieces))
+            is_sent = self.shared.control.send(worker_id, Get("", item.number, *named))
         else:
-            data = self.shared.pool.gather_bytes(plan.local_offsets, plan.lengths)
-            is_sent = self.shared.control.send(worker_id, Put("", item.number, *pieces, notify=rides(post)), data)
+            data = self.shared.pool.gather_bytes(pieces.local_offsets, pieces.lengths)
+            is_sent = self.shared.control.send(worker_id, Put("", item.number, *named, notify=rides(post)), data)
         if not is_sent:
             self._land(item, f"worker {worker_id} does not read what we send")
 
@@ -195,12 +195,12 @@ class Initiator:
 
     def _offer(self, worker_id: str, item: Part) -> None:
         assert item.pair is not None
-        plan, post, name = item.plan, item.post, item.pair.name
-        pieces = (item.num_bytes, pack(plan.remote_offsets), pack(plan.lengths), post.grant)
+        pieces, post, name = item.pieces, item.post, item.pair.name
+        named = (item.num_bytes, pack(pieces.remote_offsets), pack(pieces.lengths), post.grant)
         if post.op is TransferOp.READ:
-            message: Message = Get(name, item.number, *pieces)
+            message: Message = Get(name, item.number, *named)
         else:
-            message = Put(name, item.number, *pieces, waits=self._keeps, notify=rides(post))
+            message = Put(name, item.number, *named, waits=self._keeps, notify=rides(post))
         if not self.shared.control.send(worker_id, message):
             self._land(item, f"worker {worker_id} does not read what we send")
 
@@ -221,7 +221,7 @@ class Initiator:
         if peer is None:
             return
         match message:
-            case Connected() | Refused() | Rendezvous() | Close():
+            case CommunicatorMade() | CommunicatorRefused() | Rendezvous() | Close():
                 self.contacts.handle(worker_id, peer, message)
             case Accept() | Sending():
                 self._accepted(worker_id, message)
@@ -266,7 +266,7 @@ class Initiator:
             return "other bytes came than were asked for"
         with self.post_lock:
             if not item.post.is_over:
-                self.shared.pool.scatter_bytes(payload, item.plan.local_offsets, item.plan.lengths)
+                self.shared.pool.scatter_bytes(payload, item.pieces.local_offsets, item.pieces.lengths)
         return None
 
     def moved(self, item: Part, error: str | None) -> None:

@@ -10,9 +10,9 @@ import threading
 from collections import deque
 from dataclasses import dataclass, field
 
-from kvrelay.transfer.p2p.pairs import Pair
+from kvrelay.transfer.p2p.communicators import Communicator
 from kvrelay.transfer.p2p.room import Reservation
-from kvrelay.transfer.values import GrantRef, TransferOp, TransferPlan
+from kvrelay.transfer.values import GrantRef, Pieces, TransferOp
 
 
 @dataclass(eq=False, slots=True)
@@ -51,10 +51,10 @@ class Part:
     number: int
     post: Post
     peer: PostPeer
-    plan: TransferPlan
+    pieces: Pieces
     num_bytes: int
     state: State = State.WAITING
-    pair: Pair | None = None
+    pair: Communicator | None = None
     reservation: Reservation | None = None
     is_busy: bool = False
     is_kept: bool = False
@@ -69,7 +69,7 @@ class PostPeer:
     again."""
 
     max_message_bytes: int
-    pair: Pair | None = None
+    pair: Communicator | None = None
     connecting: str = ""
     retry_s: float | None = None
     waiting: deque[Part] = field(default_factory=deque)

@@ -21,7 +21,7 @@ from typing import Any
 
 from kvrelay.errors import IntegrityError
 from kvrelay.transfer.p2p.buddy import BuddyAllocator
-from kvrelay.transfer.p2p.memory import empty_bytes
+from kvrelay.transfer.p2p.pool_view import empty_bytes
 
 MIN_BLOCK_BYTES = 4096
 

@@ -1,4 +1,4 @@
-"""What initiator and acceptor of one worker share. All of it belongs to the control thread, but for pool and grants."""
+"""What initiator and responder of one worker share. It belongs to the control thread, but for pool and grants."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvrelay.transfer.grants import GrantTable
+from kvrelay.transfer.p2p.communicators import Communicator, Communicators
 from kvrelay.transfer.p2p.control import ControlThread
-from kvrelay.transfer.p2p.memory import PoolView
 from kvrelay.transfer.p2p.messages import Message, Rendezvous
-from kvrelay.transfer.p2p.pairs import Pair, PairTable
+from kvrelay.transfer.p2p.pool_view import PoolView
 from kvrelay.transfer.p2p.room import RoomQueue
 
 EAGER_BYTES = 32 * 1024
@@ -26,12 +26,12 @@ class Shared:
     worker_id: str
     pool: PoolView
     grants: GrantTable
-    table: PairTable
+    table: Communicators
     rooms: RoomQueue
     control: ControlThread
     timeout_s: float
     room_wait_s: float
-    end_idle: Callable[[Pair], None]
+    end_idle: Callable[[Communicator], None]
     """Closes a communicator that nothing needs, whoever made it."""
     num_busy: int = 0
     num_failed: int = 0
@@ -43,11 +43,11 @@ class Shared:
         peer_id: str,
         rank: int,
         send: Callable[[str, Message], object],
-        on_failed: Callable[[Pair, str], None],
-    ) -> Pair:
+        on_failed: Callable[[Communicator, str], None],
+    ) -> Communicator:
         """A communicator, in the table. ``send`` carries its keys to the peer; both functions run on the control
         thread."""
-        pair = Pair(
+        pair = Communicator(
             name,
             peer_id,
             rank,

@@ -1,6 +1,6 @@
 """The peer-to-peer transport: one worker's end. Control over ZMQ, data over process groups made at first contact.
 
-    transfer thread ── post, poll ──> P2pTransport ── call ──> control thread: Initiator, Acceptor, Room, pairs
+    transfer thread ── post, poll ──> P2pTransport ── call ──> control thread: Initiator, Responder, Room, pairs
                                             ^ completions, notifications       │ tasks
                                             └───────── queues ────────── lane threads: receive, send, copy
 
@@ -25,13 +25,13 @@ from kvrelay.core.decoding import UNREADABLE
 from kvrelay.core.layout import MemoryRegion
 from kvrelay.core.workers import KvMetadata
 from kvrelay.errors import FatalError, TransferError
-from kvrelay.transfer.base import Completion, Notification
+from kvrelay.transfer.base import Notification, PostEnd
 from kvrelay.transfer.compat import check_pool
 from kvrelay.transfer.grants import GrantTable
 from kvrelay.transfer.p2p.control import P2pAddress
-from kvrelay.transfer.plan import check_post
+from kvrelay.transfer.pieces import check_post
 from kvrelay.transfer.stats import P2pCounters
-from kvrelay.transfer.values import GrantRef, TransferOp, TransferPlan
+from kvrelay.transfer.values import GrantRef, Pieces, TransferOp
 
 if TYPE_CHECKING:
     from kvrelay.transfer.p2p.node import Node
@@ -68,7 +68,7 @@ class P2pTransport:
         self._peers: dict[str, KvMetadata] = {}
         self._posts: dict[int, Post] = {}
         self._ended: queue.SimpleQueue[Post] = queue.SimpleQueue()
-        self._given_up: list[Completion] = []
+        self._given_up: list[PostEnd] = []
         self._notified: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self._next_handle = 0
 
@@ -128,7 +128,7 @@ class P2pTransport:
                 post.is_over = True
         for post in gone:
             del self._posts[post.handle]
-            self._given_up.append(Completion(post.handle, error))
+            self._given_up.append(PostEnd(post.handle, error))
         self._node.control.call(self._node.initiator.drop_peer, worker_id, error)
 
     def has_peer(self, worker_id: str) -> bool:
@@ -138,31 +138,31 @@ class P2pTransport:
         self,
         op: TransferOp,
         worker_id: str,
-        plan: TransferPlan,
+        pieces: Pieces,
         notify: bytes | None = None,
         grant: GrantRef | None = None,
     ) -> int:
         peer, region, node = self._peers.get(worker_id), self._region, self._node
         if peer is None or region is None or node is None:
             raise TransferError(f"worker {worker_id} is not connected", peer=worker_id)
-        check_post(plan, region.num_bytes, peer.num_bytes, worker_id, notify)
+        check_post(pieces, region.num_bytes, peer.num_bytes, worker_id, notify)
         post = node.new_post(self._next_handle, op, worker_id, notify, grant)
         self._next_handle += 1
         self._posts[post.handle] = post
-        node.control.call(node.initiator.begin, post, plan)
+        node.control.call(node.initiator.begin, post, pieces)
         if self._config.send_type == "PUT" and op is TransferOp.WRITE:
             # The transfer thread's deadline follows if this one passes: it tears the connection down.
             post.ended.wait(self._config.transfer_timeout_s)
         return post.handle
 
-    def poll(self) -> tuple[list[Completion], list[Notification]]:
+    def poll(self) -> tuple[list[PostEnd], list[Notification]]:
         if self._node is not None and self._node.failure is not None:
             raise self._node.failure
         completions, self._given_up = self._given_up, []
         while not self._ended.empty():
             post = self._ended.get()
             if self._posts.pop(post.handle, None) is not None:
-                completions.append(Completion(post.handle, post.error, post.error is not None and post.is_refused))
+                completions.append(PostEnd(post.handle, post.error, post.error is not None and post.is_refused))
         notifications = []
         while not self._notified.empty():
             notifications.append(Notification(self._notified.get()))
@@ -181,7 +181,7 @@ class P2pTransport:
         """What it has sent is copied by our own threads, under the table's lock: from here on it is not."""
         self.grants.bar(worker_id)
         if self._node is not None:
-            self._node.control.call(self._node.acceptor.drop, worker_id)
+            self._node.control.call(self._node.responder.drop, worker_id)
         return True
 
     def admit(self, worker_id: str) -> None:

@@ -26,14 +26,14 @@ from kvrelay.core.decoding import UNREADABLE
 from kvrelay.core.layout import MemoryRegion
 from kvrelay.core.workers import KvMetadata
 from kvrelay.errors import FatalError, TransferError
-from kvrelay.transfer.base import Completion, Notification, OneSided
+from kvrelay.transfer.base import Notification, OneSided, PostEnd
 from kvrelay.transfer.compat import check_pool
-from kvrelay.transfer.plan import MAX_NOTIFY_BYTES, check_post
+from kvrelay.transfer.pieces import MAX_NOTIFY_BYTES, check_post
 from kvrelay.transfer.shm.host import Host, this_host
 from kvrelay.transfer.shm.locks import WorkerLock
 from kvrelay.transfer.shm.mailbox import Mailbox, Sender
 from kvrelay.transfer.shm.memory import SharedPoolMemory, address_of
-from kvrelay.transfer.values import GrantRef, Int64Array, TransferOp, TransferPlan
+from kvrelay.transfer.values import GrantRef, Int64Array, Pieces, TransferOp
 
 CopyPieces = Callable[[int, Int64Array, int, Int64Array, Int64Array], None]
 """(address to write at, offsets there, address to read at, offsets there, lengths), all in bytes: ``shm.copying``."""
@@ -103,7 +103,7 @@ class ShmTransport(OneSided):
         self._region: MemoryRegion | None = None
         self._mailbox: Mailbox | None = None
         self._peers: dict[str, _Peer] = {}
-        self._ended: list[Completion] = []
+        self._ended: list[PostEnd] = []
         self._next_handle = 0
 
     def __repr__(self) -> str:
@@ -169,27 +169,27 @@ class ShmTransport(OneSided):
         self,
         op: TransferOp,
         worker_id: str,
-        plan: TransferPlan,
+        pieces: Pieces,
         notify: bytes | None = None,
         grant: GrantRef | None = None,
     ) -> int:
         peer, region = self._peers.get(worker_id), self._region
         if peer is None or region is None:
             raise TransferError(f"worker {worker_id} is not connected", peer=worker_id)
-        check_post(plan, region.num_bytes, peer.num_bytes, worker_id, notify)
+        check_post(pieces, region.num_bytes, peer.num_bytes, worker_id, notify)
         handle = self._next_handle
         self._next_handle += 1
-        error = self._move(op, peer, region, plan)
+        error = self._move(op, peer, region, pieces)
         if error is not None:
             self._fail([handle], f"worker {worker_id} {error}")
         elif notify is None:
-            self._ended.append(Completion(handle, None))
+            self._ended.append(PostEnd(handle, None))
         else:
             peer.sender.send(handle, notify)
             self._flush(worker_id, peer)
         return handle
 
-    def poll(self) -> tuple[list[Completion], list[Notification]]:
+    def poll(self) -> tuple[list[PostEnd], list[Notification]]:
         for worker_id, peer in self._peers.items():
             if peer.sender.num_pending:
                 self._flush(worker_id, peer)
@@ -216,7 +216,7 @@ class ShmTransport(OneSided):
             self._mailbox.close()
         self._mailbox = self._region = None
 
-    def _move(self, op: TransferOp, peer: _Peer, region: MemoryRegion, plan: TransferPlan) -> str | None:
+    def _move(self, op: TransferOp, peer: _Peer, region: MemoryRegion, pieces: Pieces) -> str | None:
         """Copy all pieces under the lock; why not, if not."""
         assert self._copy is not None
         if not peer.sender.has_reader:
@@ -225,22 +225,22 @@ class ShmTransport(OneSided):
             return "keeps its memory from us: our lease has ended, as far as it knows"
         try:
             if op is TransferOp.WRITE:
-                pieces = (peer.address, plan.remote_offsets, region.address, plan.local_offsets)
+                sides = (peer.address, pieces.remote_offsets, region.address, pieces.local_offsets)
             else:
-                pieces = (region.address, plan.local_offsets, peer.address, plan.remote_offsets)
-            self._copy(*pieces, plan.lengths)
+                sides = (region.address, pieces.local_offsets, peer.address, pieces.remote_offsets)
+            self._copy(*sides, pieces.lengths)
         finally:
             peer.lock.release()
         return None
 
     def _flush(self, worker_id: str, peer: _Peer) -> None:
         try:
-            self._ended += [Completion(handle, None) for handle in peer.sender.flush()]
+            self._ended += [PostEnd(handle, None) for handle in peer.sender.flush()]
         except OSError as exc:
             self._fail(peer.sender.drop(), f"worker {worker_id} is gone: {exc}")
 
     def _fail(self, handles: list[int], error: str) -> None:
-        self._ended += [Completion(handle, error) for handle in handles]
+        self._ended += [PostEnd(handle, error) for handle in handles]
 
 
 def decode_agent(blob: bytes) -> ShmAgent | None:

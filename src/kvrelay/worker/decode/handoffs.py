@@ -234,13 +234,13 @@ class IncomingHandoffs(LedgerDriver[de.DecodeEvent]):
             return
         here = BlockRun(action.first_block, action.block_ids)
         there = BlockRun(action.remote_first_block, action.remote_block_ids)
-        plan = self._around.memory.plan(TransferOp.READ, action.worker_id, here, there, action.remote_block_size)
-        if plan is None:
+        pieces = self._around.memory.pieces(TransferOp.READ, action.worker_id, here, there, action.remote_block_size)
+        if pieces is None:
             ended("its blocks do not fit the memory that it has registered")
             return
-        self._stats.num_received_bytes += plan.num_bytes
+        self._stats.num_received_bytes += pieces.num_bytes
         grant = GrantRef(str(action.handoff_id), action.generation)
-        self._transfer.submit(TransferOp.READ, action.worker_id, plan, on_done=ended, grant=grant)
+        self._transfer.submit(TransferOp.READ, action.worker_id, pieces, on_done=ended, grant=grant)
 
     def _discard(self, action: de.Discard) -> None:
         def discard(core: Engine) -> None:

@@ -36,7 +36,7 @@ from kvrelay.handoff.messages import HandoffAbandon, HandoffFetched, HandoffGran
 from kvrelay.handoff.prefill_ledger import PrefillLedger
 from kvrelay.handoff.prefill_state import PrefillRules
 from kvrelay.rpc.wire import Message, encode_message
-from kvrelay.transfer.values import GrantRef, TransferOp, TransferPlan
+from kvrelay.transfer.values import GrantRef, Pieces, TransferOp
 from kvrelay.worker.driver import LedgerDriver
 from kvrelay.worker.prefill.connections import DecodePeer
 from kvrelay.worker.prefill.releases import Releases
@@ -326,13 +326,13 @@ class OutgoingHandoffs(LedgerDriver[pe.PrefillEvent]):
         def ended(error: str | None) -> None:
             self.handle(pe.ReadEnded(action.handoff_id, error is None))
 
-        plan = self._plan(TransferOp.READ, job, action)
-        if plan is None:
-            self._loop.call_soon_threadsafe(ended, "no plan")
+        pieces = self._pieces(TransferOp.READ, job, action)
+        if pieces is None:
+            self._loop.call_soon_threadsafe(ended, "no pieces")
             return
-        self._count(job, plan.num_bytes)
+        self._count(job, pieces.num_bytes)
         worker_id, grant = job.request.decode_worker_id, self._grant_of(action.handoff_id)
-        self._transfer.submit(TransferOp.READ, worker_id, plan, on_done=ended, grant=grant)
+        self._transfer.submit(TransferOp.READ, worker_id, pieces, on_done=ended, grant=grant)
 
     def _grant_of(self, handoff_id: HandoffId) -> GrantRef | None:
         """The grant that we name; under the ledger's lock."""
@@ -347,23 +347,23 @@ class OutgoingHandoffs(LedgerDriver[pe.PrefillEvent]):
                 _log.warning("a write of hand-off %s failed: %s", action.handoff_id, error)
             self.handle(pe.Written(action.handoff_id, error is None))
 
-        plan = self._plan(TransferOp.WRITE, job, action)
-        if plan is None:
-            self._loop.call_soon_threadsafe(ended, "no plan")
+        pieces = self._pieces(TransferOp.WRITE, job, action)
+        if pieces is None:
+            self._loop.call_soon_threadsafe(ended, "no pieces")
             return
-        self._count(job, plan.num_bytes)
+        self._count(job, pieces.num_bytes)
         notify = None
         if action.done is not None:
             notify = encode_message(msgspec.structs.replace(action.done, num_transferred_bytes=job.num_bytes))
         worker_id, group = job.request.decode_worker_id, job.name
         grant = GrantRef(group, action.generation)
-        self._transfer.submit(TransferOp.WRITE, worker_id, plan, notify, on_done=ended, group=group, grant=grant)
+        self._transfer.submit(TransferOp.WRITE, worker_id, pieces, notify, on_done=ended, group=group, grant=grant)
 
-    def _plan(self, op: TransferOp, job: Job, action: pe.Read | pe.Write) -> TransferPlan | None:
+    def _pieces(self, op: TransferOp, job: Job, action: pe.Read | pe.Write) -> Pieces | None:
         here = BlockRun(action.blocks.first_block, action.blocks.block_ids)
         there = BlockRun(action.remote_first_block, action.remote_block_ids)
         theirs = self.ledger.handoffs[action.handoff_id].decode_block_size(self.ledger.rules)
-        return self._memory.plan(op, job.request.decode_worker_id, here, there, theirs)
+        return self._memory.pieces(op, job.request.decode_worker_id, here, there, theirs)
 
     def _count(self, job: Job, num_bytes: int) -> None:
         job.num_bytes += num_bytes

@@ -29,9 +29,9 @@ from kvrelay.engine.thread import EngineThread
 from kvrelay.errors import AddressInUseError, ConfigError, EngineDeadError
 from kvrelay.executors.torch import build_executor
 from kvrelay.executors.torch.config import load_model_config
+from kvrelay.executors.torch.parallel.collectives import tcp_store
 from kvrelay.executors.torch.parallel.executor import ParallelExecutor
 from kvrelay.executors.torch.parallel.experts import ExpertSeat
-from kvrelay.executors.torch.parallel.groups import tcp_store
 from kvrelay.executors.torch.parallel.rank import ParallelRank, check_sizes
 
 ENGINE = EngineConfig(num_blocks=256, max_model_len=512, max_num_seqs=8, max_num_batched_tokens=64)

@@ -21,7 +21,7 @@ from kvrelay.config.settings import EngineConfig, RunnerConfig
 from kvrelay.core.layout import KVLayout
 from kvrelay.errors import CheckpointError, ConfigError, EngineDeadError, FatalError
 from kvrelay.executors.torch.parallel.executor import ParallelExecutor, require_agreement
-from kvrelay.executors.torch.parallel.messages import Loaded
+from kvrelay.executors.torch.parallel.messages import WeightsLoaded
 from kvrelay.executors.torch.parallel.rank import ParallelRank
 from kvrelay.transfer.shm.memory import SharedPoolMemory
 
@@ -149,7 +149,7 @@ def test_what_a_rank_cannot_do_is_refused_at_start(start_ranks: Start, checkpoin
         start_ranks(model, 2, 1, max_model_len=10**6)
 
 
-LOADED = Loaded(KVLayout(2, 1, 16, 64, "float32"), 100, "cpu", 512, 1024, (1,), "weights")
+LOADED = WeightsLoaded(KVLayout(2, 1, 16, 64, "float32"), 100, "cpu", 512, 1024, (1,), "weights")
 
 
 @pytest.mark.parametrize(

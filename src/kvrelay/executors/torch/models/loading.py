@@ -26,8 +26,8 @@ from kvrelay.executors.torch.parallel.rank import ParallelRank
 from kvrelay.executors.torch.weights import Checkpoint, Cut
 
 if TYPE_CHECKING:
+    from kvrelay.executors.torch.parallel.collectives import Groups
     from kvrelay.executors.torch.parallel.experts import ExpertGroup
-    from kvrelay.executors.torch.parallel.groups import Groups
 
 _LM_HEAD = "lm_head.weight"
 _EMBEDDING = "model.embed_tokens.weight"

@@ -41,22 +41,22 @@ from kvrelay.executors.torch.config import load_model_config
 from kvrelay.executors.torch.parallel.causes import error_of, first_cause
 from kvrelay.executors.torch.parallel.channel import ChannelClosedError, StepMemory
 from kvrelay.executors.torch.parallel.messages import (
-    Allocate,
+    AllocatePool,
     Answer,
     Command,
     DummyStep,
-    Failed,
-    Loaded,
-    Ping,
+    RankFailed,
+    RankPing,
     Start,
     StepDone,
     Stop,
     WarmUp,
+    WeightsLoaded,
     encode_step,
 )
 from kvrelay.executors.torch.parallel.processes import RankProcesses
-from kvrelay.executors.torch.parallel.progress import HangDetector
 from kvrelay.executors.torch.parallel.rank import ParallelRank, check_sizes
+from kvrelay.executors.torch.parallel.rank_progress import RankHangDetector
 
 _log = logging.getLogger(__name__)
 
@@ -118,7 +118,7 @@ class ParallelExecutor:
         self._pool_fd = os.memfd_create("kvrelay-kv-pool") if reserve is None else os.dup(reserve())
         self._store_fd = os.memfd_create("kvrelay-ranks")
         """Where the ranks find each other. Open as long as they live: they look at it once more when they end."""
-        self._detector = HangDetector(self._memory.progress, LOOKS_PER_TIMEOUT)
+        self._detector = RankHangDetector(self._memory.progress, LOOKS_PER_TIMEOUT)
         self._look_ms = max(1, int(runner.rank_timeout_s * 1000 / LOOKS_PER_TIMEOUT))
         self._timeout_s = runner.rank_timeout_s
         self._poller = select.poll()
@@ -208,7 +208,7 @@ class ParallelExecutor:
         if any(rank.ending is not None for rank in self._processes.ranks):
             self._fail({})
         if self._is_warm and time.monotonic() - self._last_contact_s > PING_INTERVAL_S:
-            self._tell_all(Ping())
+            self._tell_all(RankPing())
             self._collect()
 
     def prepare(self, sampling: SamplingParams) -> None:
@@ -222,7 +222,7 @@ class ParallelExecutor:
                 answer = side.receive()
         except ChannelClosedError as exc:
             raise EngineDeadError(f"{self._ranks[self._sampler]} does not answer: {exc}") from exc
-        if isinstance(answer, Failed):
+        if isinstance(answer, RankFailed):
             raise error_of(answer, answer.message)
 
     def checksum_blocks(self, block_ids: Sequence[int]) -> tuple[int, ...]:
@@ -258,19 +258,19 @@ class ParallelExecutor:
             self._by_fd[rank.commands.fileno()] = number
             self._poller.register(rank.commands.fileno(), select.POLLIN)
 
-    def _load(self, model_dir: Path, runner: RunnerConfig, engine: EngineConfig) -> tuple[Loaded, int]:
+    def _load(self, model_dir: Path, runner: RunnerConfig, engine: EngineConfig) -> tuple[WeightsLoaded, int]:
         own = replace(runner, num_threads=_threads_per_rank(runner.num_threads, len(self._ranks)))
         # A file without a name: nothing is left if this process is killed.
         store = f"/proc/{os.getpid()}/fd/{self._store_fd}"
         for rank in self._ranks:
             self._tell(rank.index, Start(str(model_dir.absolute()), own, engine, rank.index, store, self._group))
         answers = self._collect()
-        loaded = [answer for rank in self._ranks if isinstance(answer := answers[rank.index], Loaded)]
+        loaded = [answer for rank in self._ranks if isinstance(answer := answers[rank.index], WeightsLoaded)]
         facts, num_blocks = loaded[0], min(each.max_blocks for each in loaded)
         require_agreement(self._ranks, loaded)
         self._pool = self._map_pool(num_blocks * len(self._ranks) * facts.layout.block_bytes)
         self._bytes = np.frombuffer(self._pool, dtype=np.uint8).reshape(num_blocks, -1)
-        self._tell_all(Allocate(num_blocks))
+        self._tell_all(AllocatePool(num_blocks))
         self._collect()
         return facts, num_blocks
 
@@ -317,7 +317,7 @@ class ParallelExecutor:
                     answer = self._processes.ranks[index].commands.receive()
                 except ChannelClosedError:
                     self._fail({})
-                if isinstance(answer, Failed):
+                if isinstance(answer, RankFailed):
                     self._fail({index: answer})
                 answers[index] = answer
         self._last_contact_s = time.monotonic()
@@ -325,7 +325,7 @@ class ParallelExecutor:
 
     # -- failure ------------------------------------------------------------------------------------------------------
 
-    def _fail(self, failed: dict[int, Failed], hung: Sequence[int] = ()) -> NoReturn:
+    def _fail(self, failed: dict[int, RankFailed], hung: Sequence[int] = ()) -> NoReturn:
         """End all ranks and raise the reason, now and on each later call."""
         if hung and self._group.ep and all(self._detector.is_waiting(rank.index) for rank in self._ranks):
             error: KvrelayError = PeerLostError(
@@ -342,11 +342,11 @@ class ParallelExecutor:
         self._processes.kill()
         raise error
 
-    def _reason(self, failed: dict[int, Failed]) -> KvrelayError:
+    def _reason(self, failed: dict[int, RankFailed]) -> KvrelayError:
         self._listen(failed)
         return first_cause(self._ranks, self._processes.ranks, failed)
 
-    def _listen(self, failed: dict[int, Failed]) -> None:
+    def _listen(self, failed: dict[int, RankFailed]) -> None:
         """Collect the last messages of other ranks for a moment, into ``failed``."""
         deadline_s = time.monotonic() + BLAME_WAIT_S
         open_fds = {fd for fd, i in self._by_fd.items() if i not in failed}
@@ -359,7 +359,7 @@ class ParallelExecutor:
                     self._poller.unregister(fd)
                     open_fds.discard(fd)
                     continue
-                if isinstance(answer, Failed):
+                if isinstance(answer, RankFailed):
                     failed[index] = answer
                     open_fds.discard(fd)
         # A process's socket closes before the process has ended.
@@ -367,7 +367,7 @@ class ParallelExecutor:
             time.sleep(0.01)
 
 
-def require_agreement(ranks: Sequence[ParallelRank], loaded: Sequence[Loaded]) -> None:
+def require_agreement(ranks: Sequence[ParallelRank], loaded: Sequence[WeightsLoaded]) -> None:
     """Raise CheckpointError if the ranks do not hold parts of one model: files may change while they load."""
     for rank, facts in zip(ranks, loaded, strict=True):
         if replace_struct(facts, max_blocks=loaded[0].max_blocks) != loaded[0]:

@@ -22,7 +22,7 @@ import torch
 from kvrelay.config.settings import GroupConfig
 from kvrelay.executors.torch.kernels.base import Kernels, Linear
 from kvrelay.executors.torch.models.decoder import DenseFeedForward
-from kvrelay.executors.torch.parallel.groups import Groups, process_group
+from kvrelay.executors.torch.parallel.collectives import Groups, process_group
 from kvrelay.executors.torch.parallel.rank import ParallelRank
 
 

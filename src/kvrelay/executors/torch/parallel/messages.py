@@ -1,12 +1,12 @@
 """The messages between driver and ranks: typed msgpack, arrays as their bytes. Nothing is pickled.
 
-driver ──Start──> rank      which model, which part          rank ──Loaded──> driver   how much memory a block takes
-driver ──Allocate──> rank   how many blocks                  rank ──Ready──> driver
-driver ──WarmUp──> rank                                      rank ──Ready──> driver
-driver ──Step──> rank       a step lies in shared memory     rank ──StepDone──> driver   the sampling rank's has tokens
-driver ──DummyStep──> rank  a step without a batch           rank ──StepDone──> driver
-    driver ──Ping──> rank       between two steps                rank ──Ready──> driver
-driver ──Stop──> rank                                        rank ──Failed──> driver     in place of any answer
+driver ──Start──> rank         which model, which part         rank ──WeightsLoaded──> driver   a block's memory
+driver ──AllocatePool──> rank  how many blocks                 rank ──RankReady──> driver
+driver ──WarmUp──> rank                                        rank ──RankReady──> driver
+driver ──RunStep──> rank       a step lies in shared memory    rank ──StepDone──> driver        tokens from one of them
+driver ──DummyStep──> rank     a step without a batch          rank ──StepDone──> driver
+driver ──RankPing──> rank      between two steps               rank ──RankReady──> driver
+driver ──Stop──> rank                                          rank ──RankFailed──> driver      in place of any answer
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Start(msgspec.Struct, frozen=True, tag=True):
     group: GroupConfig
 
 
-class Allocate(msgspec.Struct, frozen=True, tag=True):
+class AllocatePool(msgspec.Struct, frozen=True, tag=True):
     num_blocks: int
 
 
@@ -44,7 +44,7 @@ class WarmUp(msgspec.Struct, frozen=True, tag=True):
     pass
 
 
-class Step(msgspec.Struct, frozen=True, tag=True):
+class RunStep(msgspec.Struct, frozen=True, tag=True):
     """``num_bytes`` of a StepMessage are in the step memory, which is ``capacity`` bytes long."""
 
     num_bytes: int
@@ -55,7 +55,7 @@ class DummyStep(msgspec.Struct, frozen=True, tag=True):
     pass
 
 
-class Ping(msgspec.Struct, frozen=True, tag=True):
+class RankPing(msgspec.Struct, frozen=True, tag=True):
     pass
 
 
@@ -63,12 +63,12 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
     pass
 
 
-Command = Start | Allocate | WarmUp | Step | DummyStep | Ping | Stop
+Command = Start | AllocatePool | WarmUp | RunStep | DummyStep | RankPing | Stop
 
 # -- answers ----------------------------------------------------------------------------------------------------------
 
 
-class Loaded(msgspec.Struct, frozen=True, tag=True):
+class WeightsLoaded(msgspec.Struct, frozen=True, tag=True):
     """The weights are loaded. ``max_blocks``: the number of blocks that fit into this rank's memory."""
 
     layout: KVLayout
@@ -80,7 +80,7 @@ class Loaded(msgspec.Struct, frozen=True, tag=True):
     weights_fingerprint: str
 
 
-class Ready(msgspec.Struct, frozen=True, tag=True):
+class RankReady(msgspec.Struct, frozen=True, tag=True):
     pass
 
 
@@ -96,7 +96,7 @@ class StepDone(msgspec.Struct, frozen=True, tag=True):
         return ModelOutput(self.token_ids, self.logprobs, self.prompt_logprobs, self.failures)
 
 
-class Failed(msgspec.Struct, frozen=True, tag=True):
+class RankFailed(msgspec.Struct, frozen=True, tag=True):
     """``kind`` is a class of ``kvrelay.errors``, or empty. ``is_peer_lost``: another rank had failed before."""
 
     kind: str
@@ -104,7 +104,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     is_peer_lost: bool = False
 
 
-Answer = Loaded | Ready | StepDone | Failed
+Answer = WeightsLoaded | RankReady | StepDone | RankFailed
 
 # -- the step ---------------------------------------------------------------------------------------------------------
 

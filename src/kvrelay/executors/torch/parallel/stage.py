@@ -12,7 +12,7 @@ import torch
 from kvrelay.executors.torch.attention.base import Attention
 from kvrelay.executors.torch.kernels.base import Kernels, Linear
 from kvrelay.executors.torch.models.decoder import Decoder, DecoderLayer
-from kvrelay.executors.torch.parallel.groups import Groups
+from kvrelay.executors.torch.parallel.collectives import Groups
 
 
 class StageDecoder(Decoder):

@@ -14,22 +14,22 @@ from tests.contracts.test_transport import Pair, make_end
 from kvrelay.config import TransferConfig
 from kvrelay.core.layout import BlockRun, KVLayout
 from kvrelay.errors import FatalError
+from kvrelay.transfer.layout_mapping import LayoutMapping
 from kvrelay.transfer.nixl import NixlTransport
-from kvrelay.transfer.planner import TransferPlanner
-from kvrelay.transfer.staging import ALWAYS, NEVER, NIXL_RULE, stage
-from kvrelay.transfer.staging_buffer import MAX_LOST, StagingBuffer
-from kvrelay.transfer.values import TransferOp, TransferPlan
+from kvrelay.transfer.packing import ALWAYS, NEVER, NIXL_RULE, stage
+from kvrelay.transfer.packing_buffer import MAX_LOST, PackingBuffer
+from kvrelay.transfer.values import Pieces, TransferOp
 
 PIECE = 8
 
 
 @st.composite
-def plans(draw: st.DrawFn) -> TransferPlan:
+def some_pieces(draw: st.DrawFn) -> Pieces:
     """Pieces that overlap on neither side, in any order."""
     count = draw(st.integers(1, 12))
     local, remote = (draw(st.permutations(range(16)))[:count] for _ in range(2))
     lengths = draw(st.lists(st.sampled_from([1, 3, PIECE]), min_size=count, max_size=count))
-    return TransferPlan(
+    return Pieces(
         *(np.array(each, dtype=np.int64) for each in ([PIECE * i for i in local], [PIECE * i for i in remote], lengths))
     )
 
@@ -39,22 +39,22 @@ def copied(target: np.ndarray, at: np.ndarray, source: np.ndarray, where: np.nda
         target[there : there + length] = source[here : here + length]
 
 
-@given(plans())
+@given(some_pieces())
 @settings(max_examples=100, deadline=None)
-def test_by_way_of_the_buffer_the_same_bytes_move(plan: TransferPlan) -> None:
+def test_by_way_of_the_buffer_the_same_bytes_move(pieces: Pieces) -> None:
     source = np.arange(128, dtype=np.uint8)
-    packed, wire = (staged := stage(plan)).packed, staged.wire
+    packed, wire = (staged := stage(pieces)).packed, staged.wire
     direct, target, buffer = np.full(128, 255, np.uint8), np.full(128, 255, np.uint8), np.zeros(128, np.uint8)
-    copied(direct, plan.remote_offsets, source, plan.local_offsets, plan.lengths)
+    copied(direct, pieces.remote_offsets, source, pieces.local_offsets, pieces.lengths)
     copied(buffer, packed.remote_offsets, source, packed.local_offsets, packed.lengths)
     copied(target, wire.remote_offsets, buffer, wire.local_offsets, wire.lengths)
     np.testing.assert_array_equal(target, direct)
     direct, target = np.full(128, 255, np.uint8), np.full(128, 255, np.uint8)
-    copied(direct, plan.local_offsets, source, plan.remote_offsets, plan.lengths)
+    copied(direct, pieces.local_offsets, source, pieces.remote_offsets, pieces.lengths)
     copied(buffer, wire.local_offsets, source, wire.remote_offsets, wire.lengths)
     copied(target, packed.local_offsets, buffer, packed.remote_offsets, packed.lengths)
     np.testing.assert_array_equal(target, direct)
-    assert wire.num_bytes == plan.num_bytes
+    assert wire.num_bytes == pieces.num_bytes
     assert (wire.remote_offsets[1:] > (wire.remote_offsets + wire.lengths)[:-1]).all()
 
 
@@ -68,12 +68,12 @@ def layout(tp: int = 1, block: int = 16) -> KVLayout:
 )
 def test_the_rule_packs_small_pieces_only(local: KVLayout, remote: KVLayout, pays: bool) -> None:
     runs = [BlockRun(0, range(64 * 16 // shape.block_size)) for shape in (local, remote)]
-    plan = TransferPlanner(local, remote).plan(TransferOp.WRITE, *runs)
-    assert NIXL_RULE.pays(plan, stage(plan).wire.num_pieces) == pays
-    assert not NEVER.pays(plan, 1)
+    pieces = LayoutMapping(local, remote).pieces(TransferOp.WRITE, *runs)
+    assert NIXL_RULE.pays(pieces, stage(pieces).wire.num_pieces) == pays
+    assert not NEVER.pays(pieces, 1)
 
 
-PLAN = TransferPlan(np.array([0, 16, 32]), np.array([40, 48, 56]), np.array([8, 8, 8]))
+PLAN = Pieces(np.array([0, 16, 32]), np.array([40, 48, 56]), np.array([8, 8, 8]))
 
 
 class Memory:
@@ -82,12 +82,12 @@ class Memory:
     def __init__(self, register: Callable[[int, int], None] | None = None) -> None:
         self.pool = np.arange(64, dtype=np.uint8)
         self.registered: list[int] = []
-        self.buffer = StagingBuffer(register or (lambda address, num_bytes: self.registered.append(address)))
+        self.buffer = PackingBuffer(register or (lambda address, num_bytes: self.registered.append(address)))
         if self.take(0) is not None:
             self.buffer.give_back(0, is_complete=True)
         self.buffer.close()
 
-    def take(self, handle: int, op: TransferOp = TransferOp.WRITE) -> tuple[TransferPlan, int] | None:
+    def take(self, handle: int, op: TransferOp = TransferOp.WRITE) -> tuple[Pieces, int] | None:
         return self.buffer.take(handle, op, self.pool.ctypes.data, PLAN, ALWAYS)
 
 
@@ -134,16 +134,16 @@ def test_nixl_moves_the_same_bytes_either_way(op: TransferOp) -> None:
     pair, prefill, decode = Pair(*ends), ends[0].pool, ends[1].pool
     try:
         here, there = KVLayout(2, 2, 4, 16, "float32", tp_size=2), KVLayout(2, 2, 8, 16, "float32")
-        plan = TransferPlanner(here, there).plan(op, BlockRun(0, [5, 9, 7, 8]), BlockRun(0, [20, 3]))
+        pieces = LayoutMapping(here, there).pieces(op, BlockRun(0, [5, 9, 7, 8]), BlockRun(0, [20, 3]))
         before = prefill.copy(), decode.copy()
         results = []
         transports[0].rule = ALWAYS
-        assert pair.move(op, plan) is None
+        assert pair.move(op, pieces) is None
         transports[0].staging.close()
         for rule in (NEVER, ALWAYS):
             prefill[:], decode[:] = before
             transports[0].rule = rule
-            assert pair.move(op, plan, b"done") is None
+            assert pair.move(op, pieces, b"done") is None
             results.append((prefill.copy(), decode.copy()))
         pair.poll_until(lambda: pair.decode.payloads == [b"done"] * 2)
         for one, other in zip(*results, strict=True):

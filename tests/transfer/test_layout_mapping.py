@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from kvrelay.core.layout import BlockRun, KVLayout
 from kvrelay.errors import IncompatiblePeerError, TransferError
-from kvrelay.transfer.plan import check_bounds, plan_blocks
-from kvrelay.transfer.planner import TransferPlanner
-from kvrelay.transfer.values import TransferOp, TransferPlan
+from kvrelay.transfer.layout_mapping import LayoutMapping
+from kvrelay.transfer.pieces import block_pieces, check_bounds
+from kvrelay.transfer.values import Pieces, TransferOp
 
 UNTOUCHED = -1
 NUM_BLOCKS = 12
@@ -71,19 +71,19 @@ def dense_kv(shape: KVLayout, num_tokens: int) -> Values:
     return np.arange(math.prod(size), dtype=np.int32).reshape(size)
 
 
-def carry_out(op: TransferOp, plan: TransferPlan, local: Pool, remote: Pool) -> None:
-    check_bounds(plan, local.flat.size, remote.flat.size, "peer")
-    for here, there, length in zip(plan.local_offsets, plan.remote_offsets, plan.lengths, strict=True):
+def carry_out(op: TransferOp, pieces: Pieces, local: Pool, remote: Pool) -> None:
+    check_bounds(pieces, local.flat.size, remote.flat.size, "peer")
+    for here, there, length in zip(pieces.local_offsets, pieces.remote_offsets, pieces.lengths, strict=True):
         if op is TransferOp.WRITE:
             remote.flat[there : there + length] = local.flat[here : here + length]
         else:
             local.flat[here : here + length] = remote.flat[there : there + length]
 
 
-def is_merged(op: TransferOp, plan: TransferPlan) -> bool:
+def is_merged(op: TransferOp, pieces: Pieces) -> bool:
     """Whether no two pieces could be one."""
-    starts = set(zip(plan.local_offsets.tolist(), plan.remote_offsets.tolist(), strict=True))
-    ends = (plan.local_offsets + plan.lengths, plan.remote_offsets + plan.lengths)
+    starts = set(zip(pieces.local_offsets.tolist(), pieces.remote_offsets.tolist(), strict=True))
+    ends = (pieces.local_offsets + pieces.lengths, pieces.remote_offsets + pieces.lengths)
     return not starts & set(zip(*(each.tolist() for each in ends), strict=True))
 
 
@@ -94,22 +94,22 @@ def run_of(table: list[int], size: int, begin: int, end: int) -> BlockRun:
 
 def check(op: TransferOp, local: KVLayout, remote: KVLayout, begin: int, end: int, tables: list[list[int]]) -> None:
     """Move the tokens [begin, end), begin a whole unit; everything else stays as it was."""
-    planner = TransferPlanner(local, remote)
+    mapping = LayoutMapping(local, remote)
     here, there = Pool(local), Pool(remote)
     source, target = (here, there) if op is TransferOp.WRITE else (there, here)
     source_table, target_table = tables if op is TransferOp.WRITE else tables[::-1]
-    unit = planner.unit_tokens
+    unit = mapping.unit_tokens
     moved = range(begin, -(-end // unit) * unit)
     dense = dense_kv(local, moved.stop)
     source.put(dense, source_table, moved)
     expected = Pool(target.shape)
     expected.put(dense, target_table, moved)
     runs = [run_of(table, shape.block_size, begin, end) for table, shape in zip(tables, (local, remote), strict=True)]
-    plan = planner.plan(op, runs[0], runs[1], begin, moved.stop)
-    carry_out(op, plan, here, there)
+    pieces = mapping.pieces(op, runs[0], runs[1], begin, moved.stop)
+    carry_out(op, pieces, here, there)
     np.testing.assert_array_equal(target.memory, expected.memory)
-    assert is_merged(op, plan)
-    assert plan.num_bytes == len(moved) * target.shape.bytes_per_token
+    assert is_merged(op, pieces)
+    assert pieces.num_bytes == len(moved) * target.shape.bytes_per_token
 
 
 DEGREES = (1, 2, 4)
@@ -158,29 +158,29 @@ def test_plans_of_random_layouts_equal_the_dense_copy(data: st.DataObject) -> No
 @pytest.mark.parametrize("op", list(TransferOp))
 def test_equal_ranks_alone_talk_when_tp_is_equal(op: TransferOp, heads: int) -> None:
     shape = layout(tp=4, heads=heads)
-    assert TransferPlanner(shape, shape).rank_pairs(op) == ((0, 0), (1, 1), (2, 2), (3, 3))
-    pairs = TransferPlanner(layout(tp=4, pp=2, heads=heads), shape).rank_pairs(op)
+    assert LayoutMapping(shape, shape).rank_pairs(op) == ((0, 0), (1, 1), (2, 2), (3, 3))
+    pairs = LayoutMapping(layout(tp=4, pp=2, heads=heads), shape).rank_pairs(op)
     assert {(a % 4, b) for a, b in pairs} == {(0, 0), (1, 1), (2, 2), (3, 3)}
 
 
 @pytest.mark.parametrize(("tp", "pp"), list(itertools.product(DEGREES, repeat=2)))
 def test_equal_layouts_move_one_piece_for_each_run_of_adjacent_blocks(tp: int, pp: int) -> None:
     shape = layout(tp=tp, pp=pp)
-    planner = TransferPlanner(shape, shape)
+    mapping = LayoutMapping(shape, shape)
     local, remote = [4, 5, 6, 9], [0, 1, 2, 7]
     for op in TransferOp:
-        plan = planner.plan(op, BlockRun(0, local), BlockRun(0, remote))
-        simple = plan_blocks(shape, local, remote)
-        assert plan.lengths.tolist() == simple.lengths.tolist()
-        assert plan.remote_offsets.tolist() == simple.remote_offsets.tolist()
-    assert planner.is_plain
+        pieces = mapping.pieces(op, BlockRun(0, local), BlockRun(0, remote))
+        simple = block_pieces(shape, local, remote)
+        assert pieces.lengths.tolist() == simple.lengths.tolist()
+        assert pieces.remote_offsets.tolist() == simple.remote_offsets.tolist()
+    assert mapping.is_plain
 
 
 def test_stages_side_by_side_are_the_layers_in_order() -> None:
     # A worker of two stages has the same bytes in the same places as one of a single stage.
-    planner = TransferPlanner(layout(pp=2), layout())
-    assert planner.is_plain
-    assert planner.plan(TransferOp.WRITE, BlockRun(0, [3, 4]), BlockRun(0, [7, 8])).num_pieces == 1
+    mapping = LayoutMapping(layout(pp=2), layout())
+    assert mapping.is_plain
+    assert mapping.pieces(TransferOp.WRITE, BlockRun(0, [3, 4]), BlockRun(0, [7, 8])).num_pieces == 1
 
 
 @pytest.mark.parametrize(("tp", "pp"), [(1, 2), (2, 1), (4, 1), (4, 2), (8, 1)])
@@ -188,8 +188,8 @@ def test_no_choice_among_repeated_heads_leaves_fewer_pieces(tp: int, pp: int) ->
     """All choices of a copy for each rank of the target, for a source with every head on ``copies`` ranks."""
     heads, layers = 2, 2
     source, target = layout(tp=8, heads=heads, layers=layers), layout(tp=tp, pp=pp, heads=heads, layers=layers)
-    planner = TransferPlanner(source, target)
-    found = planner.plan(TransferOp.WRITE, BlockRun(0, [0]), BlockRun(0, [0])).num_pieces
+    mapping = LayoutMapping(source, target)
+    found = mapping.pieces(TransferOp.WRITE, BlockRun(0, [0]), BlockRun(0, [0])).num_pieces
     part, cell_bytes = source.of_rank, source.block_size * source.token_head_bytes
     fewest = math.inf
     slots = [slot // target.head_replicas for slot in range(target.num_kv_heads)]
@@ -208,29 +208,29 @@ def test_no_choice_among_repeated_heads_leaves_fewer_pieces(tp: int, pp: int) ->
 
 def test_a_slice_of_the_heads_is_one_piece_for_each_layer_and_k_or_v() -> None:
     whole, halves = layout(heads=4, layers=2), layout(tp=2, heads=4, layers=2)
-    plan = TransferPlanner(whole, halves).plan(TransferOp.WRITE, BlockRun(0, [3]), BlockRun(0, [0]))
-    assert plan.lengths.tolist() == [2 * 4 * 2 * 4] * 8
-    assert plan.remote_offsets.tolist() == [64 * i for i in range(8)]
+    pieces = LayoutMapping(whole, halves).pieces(TransferOp.WRITE, BlockRun(0, [3]), BlockRun(0, [0]))
+    assert pieces.lengths.tolist() == [2 * 4 * 2 * 4] * 8
+    assert pieces.remote_offsets.tolist() == [64 * i for i in range(8)]
 
 
 def test_blocks_outside_the_common_tokens_are_left_alone() -> None:
-    planner = TransferPlanner(layout(block=16), layout(block=32))
-    plan = planner.plan(TransferOp.WRITE, BlockRun(3, [5]), BlockRun(0, [1, 2]))
-    assert plan.num_bytes == 16 * layout().bytes_per_token
-    assert (plan.remote_offsets >= 2 * layout(block=32).block_bytes).all()
-    assert planner.plan(TransferOp.WRITE, BlockRun(4, [5]), BlockRun(0, [1, 2])).num_pieces == 0
-    assert planner.plan(TransferOp.WRITE, BlockRun(0, []), BlockRun(0, [])).num_pieces == 0
+    mapping = LayoutMapping(layout(block=16), layout(block=32))
+    pieces = mapping.pieces(TransferOp.WRITE, BlockRun(3, [5]), BlockRun(0, [1, 2]))
+    assert pieces.num_bytes == 16 * layout().bytes_per_token
+    assert (pieces.remote_offsets >= 2 * layout(block=32).block_bytes).all()
+    assert mapping.pieces(TransferOp.WRITE, BlockRun(4, [5]), BlockRun(0, [1, 2])).num_pieces == 0
+    assert mapping.pieces(TransferOp.WRITE, BlockRun(0, []), BlockRun(0, [])).num_pieces == 0
 
 
 def test_tokens_that_are_not_whole_units_are_refused() -> None:
-    planner = TransferPlanner(layout(block=16), layout(block=32))
+    mapping = LayoutMapping(layout(block=16), layout(block=32))
     run = BlockRun(0, [0, 1])
     with pytest.raises(TransferError):
-        planner.plan(TransferOp.WRITE, run, run, first_token=8)
+        mapping.pieces(TransferOp.WRITE, run, run, first_token=8)
     with pytest.raises(TransferError):
-        planner.plan(TransferOp.WRITE, run, run, end_token=8)
+        mapping.pieces(TransferOp.WRITE, run, run, end_token=8)
     with pytest.raises(TransferError):
-        planner.plan(TransferOp.WRITE, BlockRun(0, [-1]), run)
+        mapping.pieces(TransferOp.WRITE, BlockRun(0, [-1]), run)
 
 
 @pytest.mark.parametrize(
@@ -249,6 +249,6 @@ def test_tokens_that_are_not_whole_units_are_refused() -> None:
 )
 def test_what_no_plan_covers_is_refused(other: KVLayout) -> None:
     with pytest.raises(IncompatiblePeerError):
-        TransferPlanner(layout(), other)
+        LayoutMapping(layout(), other)
     with pytest.raises(IncompatiblePeerError):
-        TransferPlanner(other, layout())
+        LayoutMapping(other, layout())

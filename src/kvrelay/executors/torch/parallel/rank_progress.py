@@ -47,7 +47,7 @@ class RankProgress:
             row[0] += 1
 
 
-class HangDetector:
+class RankHangDetector:
     """Detects that no rank moves any more. ``check`` is called at equal intervals while an answer is awaited. It counts
     calls, not seconds: a driver that was stopped itself has not waited."""
 

@@ -22,8 +22,8 @@ import torch
 import torch.distributed
 
 from kvrelay.errors import AddressInUseError, PeerLostError
-from kvrelay.executors.torch.parallel.progress import RankProgress
 from kvrelay.executors.torch.parallel.rank import ParallelRank
+from kvrelay.executors.torch.parallel.rank_progress import RankProgress
 
 # Its classes come from C++ and have no type declarations.
 _dist: Any = torch.distributed

@@ -14,9 +14,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from kvrelay.errors import FatalError
+from kvrelay.transfer.packing import PackingRule, stage
 from kvrelay.transfer.shm.memory import address_of
-from kvrelay.transfer.staging import StagingRule, stage
-from kvrelay.transfer.values import TransferOp, TransferPlan
+from kvrelay.transfer.values import Pieces, TransferOp
 
 if TYPE_CHECKING:
     from kvrelay.transfer.shm.transport import CopyPieces
@@ -29,7 +29,7 @@ MAX_LOST = 4
 """So many buffers may be lost with failed posts; after that nothing is packed any more."""
 
 
-class StagingBuffer:
+class PackingBuffer:
     """``register(address, num_bytes)`` makes memory known to the transport; it may raise FatalError."""
 
     def __init__(self, register: Callable[[int, int], None]) -> None:
@@ -37,7 +37,7 @@ class StagingBuffer:
         self._memory: mmap.mmap | None = None
         self._lost: list[mmap.mmap] = []
         self._owner: int | None = None
-        self._unpack: tuple[int, TransferPlan] | None = None
+        self._unpack: tuple[int, Pieces] | None = None
         self._copy: CopyPieces | None = None
         self._loading: threading.Thread | None = None
         self.num_staged = 0
@@ -48,16 +48,16 @@ class StagingBuffer:
         return self._copy is not None
 
     def take(
-        self, handle: int, op: TransferOp, pool_address: int, plan: TransferPlan, rule: StagingRule
-    ) -> tuple[TransferPlan, int] | None:
-        """The plan between the buffer and the peer, and the buffer's address, if that pays and the buffer is free.
+        self, handle: int, op: TransferOp, pool_address: int, pieces: Pieces, rule: PackingRule
+    ) -> tuple[Pieces, int] | None:
+        """The pieces between the buffer and the peer, and the buffer's address, if that pays and the buffer is free.
 
         Before a write the pieces are in the buffer. ``give_back`` must follow.
         """
-        if self._owner is not None or plan.num_bytes > BUFFER_BYTES or not rule.may_pay(plan):
+        if self._owner is not None or pieces.num_bytes > BUFFER_BYTES or not rule.may_pay(pieces):
             return None
-        staged = stage(plan)
-        if not rule.pays(plan, staged.wire.num_pieces) or not self._is_ready():
+        staged = stage(pieces)
+        if not rule.pays(pieces, staged.wire.num_pieces) or not self._is_ready():
             return None
         assert self._memory is not None
         assert self._copy is not None

@@ -1,13 +1,13 @@
 """Communicators of this worker, one per pair of workers and initiator, and the threads that move data over them.
 
-    control thread ── Pair.sender / Pair.receiver: tasks in order ──> lane thread: make the group, send or receive
+    control thread ── send, receive: tasks in order ──> lane thread: make the group, send or receive
                   <── done(pair, error) ─────────────────────────────
 
 The first task that moves data makes the group, which blocks until the peer's first one does so too. Each direction has
 its own thread, begun at its first task: a send waits for the peer's receive, so one thread for both could wait in a
 circle. The first failure ends a pair: its tasks fail, its threads end, its descriptors are given back.
 
-``PairTable`` bounds the number of pairs. What is idle gives way to what is new, the longest idle first.
+``Communicators`` bounds the number of pairs. What is idle gives way to what is new, the longest idle first.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from kvrelay.errors import TransferError
-from kvrelay.transfer.p2p.groups import PairGroup, PairStore
+from kvrelay.transfer.p2p.process_group import PairGroup, PairStore
 
 DEPTH = 2
 """Sends or receives that a lane has begun: the next one moves while the last one is copied into its blocks."""
@@ -45,7 +45,7 @@ class Task(Protocol):
 class _Lane:
     """A thread that runs tasks in order, DEPTH of them overlapping. Once the pair has ended, tasks fail unbegun."""
 
-    def __init__(self, name: str, pair: Pair) -> None:
+    def __init__(self, name: str, pair: Communicator) -> None:
         self._pair = pair
         self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
         self._begun: deque[tuple[Task, Any]] = deque()
@@ -110,7 +110,7 @@ class _Lane:
         return error
 
 
-class Pair:
+class Communicator:
     """``rank`` 0 is the initiator. ``on_failed`` runs on a lane thread, once.
 
     ``num_open`` counts the messages that need the pair; one with none is idle since ``used_s``.
@@ -125,7 +125,7 @@ class Pair:
         device: str,
         timeout_s: float,
         send_key: Callable[[str, bytes], None],
-        on_failed: Callable[[Pair, str], None],
+        on_failed: Callable[[Communicator, str], None],
     ) -> None:
         self.name = name
         self.peer_id = peer_id
@@ -146,7 +146,7 @@ class Pair:
         """Memory to gather into, by lane and slot: made by its tasks, and only theirs."""
 
     def __repr__(self) -> str:
-        return f"Pair({self.name} with {self.peer_id}, rank {self.rank}, {self.num_open} open)"
+        return f"Communicator({self.name} with {self.peer_id}, rank {self.rank}, {self.num_open} open)"
 
     def send(self, task: Task) -> None:
         """Run it on the sending thread, after those before it."""
@@ -218,21 +218,21 @@ class Pair:
             lane.put(None)
 
 
-class PairTable:
+class Communicators:
     """All pairs, by name. Only the control thread uses it."""
 
     def __init__(self, max_pairs: int) -> None:
         self._max_pairs = max_pairs
-        self.pairs: dict[str, Pair] = {}
-        self.ending: list[Pair] = []
+        self.pairs: dict[str, Communicator] = {}
+        self.ending: list[Communicator] = []
         """Closed, and their threads may not have ended yet."""
         self.num_made = 0
         self.num_evicted = 0
 
     def __repr__(self) -> str:
-        return f"PairTable({len(self.pairs)} of {self._max_pairs}, {self.num_evicted} evicted)"
+        return f"Communicators({len(self.pairs)} of {self._max_pairs}, {self.num_evicted} evicted)"
 
-    def make_room(self, reserved: int = 0) -> list[Pair] | None:
+    def make_room(self, reserved: int = 0) -> list[Communicator] | None:
         """What to close so that one more fits beside ``reserved`` others that are being made; None: all are in use."""
         excess = len(self.pairs) + reserved + 1 - self._max_pairs
         if excess <= 0:
@@ -240,19 +240,19 @@ class PairTable:
         idle = sorted((pair for pair in self.pairs.values() if pair.num_open == 0), key=lambda pair: pair.used_s)
         return idle[:excess] if len(idle) >= excess else None
 
-    def add(self, pair: Pair) -> None:
+    def add(self, pair: Communicator) -> None:
         self.pairs[pair.name] = pair
         self.num_made += 1
 
-    def find(self, name: str, peer_id: str) -> Pair | None:
+    def find(self, name: str, peer_id: str) -> Communicator | None:
         """A pair is known to its two workers only."""
         pair = self.pairs.get(name)
         return pair if pair is not None and pair.peer_id == peer_id else None
 
-    def of_peer(self, peer_id: str) -> list[Pair]:
+    def of_peer(self, peer_id: str) -> list[Communicator]:
         return [pair for pair in self.pairs.values() if pair.peer_id == peer_id]
 
-    def idle_since(self, before_s: float) -> list[Pair]:
+    def idle_since(self, before_s: float) -> list[Communicator]:
         """Pairs that nothing has used since."""
         return [pair for pair in self.pairs.values() if pair.num_open == 0 and pair.used_s <= before_s]
 
@@ -261,7 +261,7 @@ class PairTable:
         """Pairs that have threads, or may get some."""
         return len(self.pairs) + len(self.ending)
 
-    def remove(self, pair: Pair) -> None:
+    def remove(self, pair: Communicator) -> None:
         """It is being closed."""
         if self.pairs.pop(pair.name, None) is not None:
             self.ending.append(pair)

@@ -14,49 +14,49 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvrelay.transfer.values import TransferPlan
+from kvrelay.transfer.values import Pieces
 
 
 @dataclass(frozen=True, slots=True)
-class StagedPlan:
+class PackedPieces:
     """``packed``: pieces between the pool (local) and the buffer (remote). ``wire``: pieces between the buffer (local)
     and the peer (remote)."""
 
-    packed: TransferPlan
-    wire: TransferPlan
+    packed: Pieces
+    wire: Pieces
 
 
-def stage(plan: TransferPlan) -> StagedPlan:
-    """The same bytes by way of a buffer of ``plan.num_bytes``. Pieces that are adjacent at the peer become one."""
-    order = np.argsort(plan.remote_offsets, kind="stable")
-    local, remote, lengths = plan.local_offsets[order], plan.remote_offsets[order], plan.lengths[order]
+def stage(pieces: Pieces) -> PackedPieces:
+    """The same bytes by way of a buffer of ``pieces.num_bytes``. Pieces that are adjacent at the peer become one."""
+    order = np.argsort(pieces.remote_offsets, kind="stable")
+    local, remote, lengths = pieces.local_offsets[order], pieces.remote_offsets[order], pieces.lengths[order]
     ends = np.cumsum(lengths)
     at = ends - lengths
     starts = np.flatnonzero(np.concatenate(([True], remote[1:] != remote[:-1] + lengths[:-1])))
-    wire = TransferPlan(at[starts], remote[starts], np.add.reduceat(lengths, starts))
-    return StagedPlan(TransferPlan(local, at, lengths), wire)
+    wire = Pieces(at[starts], remote[starts], np.add.reduceat(lengths, starts))
+    return PackedPieces(Pieces(local, at, lengths), wire)
 
 
 @dataclass(frozen=True, slots=True)
-class StagingRule:
+class PackingRule:
     """What a transport's descriptor, a copied piece and a copied byte cost, in seconds."""
 
     descriptor_s: float
     piece_s: float
     byte_s: float
 
-    def may_pay(self, plan: TransferPlan) -> bool:
-        """Whether it would pay if one descriptor were left: a plan of few large pieces need not be looked at."""
-        return self.pays(plan, 1)
+    def may_pay(self, pieces: Pieces) -> bool:
+        """Whether it would pay if one descriptor were left: few large pieces need not be looked at."""
+        return self.pays(pieces, 1)
 
-    def pays(self, plan: TransferPlan, num_wire_pieces: int) -> bool:
+    def pays(self, pieces: Pieces, num_wire_pieces: int) -> bool:
         """Whether the descriptors that are saved cost more than the copy."""
-        saved_s = (plan.num_pieces - num_wire_pieces) * self.descriptor_s
-        return saved_s > plan.num_pieces * self.piece_s + plan.num_bytes * self.byte_s
+        saved_s = (pieces.num_pieces - num_wire_pieces) * self.descriptor_s
+        return saved_s > pieces.num_pieces * self.piece_s + pieces.num_bytes * self.byte_s
 
 
-NEVER = StagingRule(0.0, 0.0, 0.0)
-ALWAYS = StagingRule(1.0, 0.0, 0.0)
+NEVER = PackingRule(0.0, 0.0, 0.0)
+ALWAYS = PackingRule(1.0, 0.0, 0.0)
 """For measurements: wherever it saves a descriptor."""
-NIXL_RULE = StagingRule(descriptor_s=3.0e-6, piece_s=0.03e-6, byte_s=0.2e-9)
+NIXL_RULE = PackingRule(descriptor_s=3.0e-6, piece_s=0.03e-6, byte_s=0.2e-9)
 """Fitted to ``kvrelay bench transfer``, between two processes of a machine with a memcpy of 10 GB/s."""

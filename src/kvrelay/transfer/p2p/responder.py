@@ -14,27 +14,27 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvrelay.errors import ProtocolError
-from kvrelay.transfer.p2p.groups import PairGroup
+from kvrelay.transfer.p2p.communicators import Communicator
 from kvrelay.transfer.p2p.messages import (
     MAX_REASON,
     Accept,
     Close,
+    CommunicatorMade,
+    CommunicatorRefused,
     Connect,
-    Connected,
     Get,
     Landed,
     Message,
     Put,
-    Refused,
     Rendezvous,
     Sending,
     Tell,
     pieces_of,
 )
-from kvrelay.transfer.p2p.pairs import Pair
+from kvrelay.transfer.p2p.movements import MoveTask, ReceiveTask, staging
+from kvrelay.transfer.p2p.process_group import PairGroup
 from kvrelay.transfer.p2p.room import Reservation
 from kvrelay.transfer.p2p.shared import CHUNK_BYTES, Shared
-from kvrelay.transfer.p2p.tasks import MoveTask, ReceiveTask, staging
 from kvrelay.transfer.values import GrantRef, Int64Array, TransferOp
 
 MAX_OFFERS = 256
@@ -50,7 +50,7 @@ class _Open:
     op: TransferOp
     worker_id: str
     number: int
-    pair: Pair
+    pair: Communicator
     offsets: Int64Array
     lengths: Int64Array
     num_bytes: int
@@ -60,7 +60,7 @@ class _Open:
     refusal: str | None = None
 
 
-class _Receive(ReceiveTask["Acceptor", _Open]):
+class _Receive(ReceiveTask["Responder", _Open]):
     """Data of a Put: into the room, then into the blocks if the grant is still open."""
 
     def scatter(self, tensor: Any) -> None:
@@ -71,7 +71,7 @@ class _Receive(ReceiveTask["Acceptor", _Open]):
                 shared.pool.scatter(tensor, item.offsets, item.lengths)
 
 
-class _Send(MoveTask["Acceptor", _Open]):
+class _Send(MoveTask["Responder", _Open]):
     """Data of a Get: gathered while the grant is open, then sent. Without a grant zeros are sent, and an error."""
 
     def begin(self, group: Callable[[], PairGroup], slot: int) -> Any:
@@ -86,7 +86,7 @@ class _Send(MoveTask["Acceptor", _Open]):
         return group().send(tensor, item.number)
 
 
-class Acceptor:
+class Responder:
     """``on_notified(payload)`` runs on the control thread."""
 
     def __init__(self, shared: Shared, on_notified: Callable[[bytes], None]) -> None:
@@ -95,7 +95,7 @@ class Acceptor:
         self._open: dict[tuple[str, int], _Open] = {}
 
     def __repr__(self) -> str:
-        return f"Acceptor({len(self._open)} open)"
+        return f"Responder({len(self._open)} open)"
 
     @property
     def num_open(self) -> int:
@@ -133,13 +133,13 @@ class Acceptor:
         evicted = shared.table.make_room()
         if evicted is None:
             shared.num_busy += 1
-            shared.control.answer(worker_id, Refused(name, "all communicators are in use"))
+            shared.control.answer(worker_id, CommunicatorRefused(name, "all communicators are in use"))
             return
         for pair in evicted:
             shared.table.num_evicted += 1
             shared.end_idle(pair)
         shared.open_pair(name, worker_id, 1, shared.control.answer, self._failed)
-        shared.control.answer(worker_id, Connected(name))
+        shared.control.answer(worker_id, CommunicatorMade(name))
 
     def _checked(
         self,
@@ -242,13 +242,13 @@ class Acceptor:
         if reservation is not None:
             self.shared.rooms.release(reservation)
 
-    def _failed(self, pair: Pair, error: str) -> None:
+    def _failed(self, pair: Communicator, error: str) -> None:
         self.shared.num_failed += 1
         _log.warning("the communicator with %s has failed: %s", pair.peer_id, error)
         self.close(pair)
         self.shared.control.answer(pair.peer_id, Close(pair.name))
 
-    def close(self, pair: Pair) -> None:
+    def close(self, pair: Communicator) -> None:
         """End a communicator that a peer has made. What is being received ends by itself; what waits for room goes."""
         self.shared.table.remove(pair)
         pair.close()
@@ -257,7 +257,7 @@ class Acceptor:
                 self.shared.rooms.cancel(item)
                 self._end(item, "the communicator is closed")
 
-    def end_idle(self, pair: Pair) -> None:
+    def end_idle(self, pair: Communicator) -> None:
         """Close a communicator that a peer has made, and tell it."""
         self.close(pair)
         self.shared.control.answer(pair.peer_id, Close(pair.name))
@@ -268,7 +268,7 @@ class Acceptor:
             if pair.rank:
                 self.end_idle(pair)
 
-    def _pair(self, worker_id: str, name: str) -> Pair | None:
+    def _pair(self, worker_id: str, name: str) -> Communicator | None:
         pair = self.shared.table.find(name, worker_id)
         return pair if pair is not None and pair.rank else None
 

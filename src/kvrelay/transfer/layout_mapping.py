@@ -25,8 +25,8 @@ import numpy as np
 
 from kvrelay.core.layout import BlockRun, KVLayout
 from kvrelay.errors import IncompatiblePeerError, TransferError
-from kvrelay.transfer.plan import EMPTY_PLAN, checked_block_ids, merge_pieces
-from kvrelay.transfer.values import Int64Array, TransferOp, TransferPlan
+from kvrelay.transfer.pieces import NO_PIECES, checked_block_ids, merge_pieces
+from kvrelay.transfer.values import Int64Array, Pieces, TransferOp
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +50,11 @@ class _Span:
     num_tokens: Int64Array
 
 
-class TransferPlanner:
-    """Plans between one pair of pools. Immutable; safe from any thread."""
+class LayoutMapping:
+    """Between one pair of pools: which pieces of one are which of the other. Immutable; safe from any thread."""
 
     def __init__(self, local: KVLayout, remote: KVLayout) -> None:
-        """Raises IncompatiblePeerError, naming the difference, if no plan covers the two layouts."""
+        """Raises IncompatiblePeerError, naming the difference, if the two layouts cannot be joined."""
         for side, layout in (("our", local), ("the peer's", remote)):
             if layout.flaw is not None:
                 raise IncompatiblePeerError(f"{side} KV layout is impossible: {layout.flaw}")
@@ -65,29 +65,29 @@ class TransferPlanner:
             ("dtype", local.dtype, remote.dtype),
         ):
             if ours != theirs:
-                raise IncompatiblePeerError(f"no plan joins the KV layouts: {name}: {theirs} there, {ours} here")
+                raise IncompatiblePeerError(f"the KV layouts cannot be joined: {name}: {theirs} there, {ours} here")
         self.local = local
         self.remote = remote
         self.unit_tokens = math.gcd(local.block_size, remote.block_size)
 
     def __repr__(self) -> str:
-        return f"TransferPlanner({_name(self.local)} here, {_name(self.remote)} there)"
+        return f"LayoutMapping({_name(self.local)} here, {_name(self.remote)} there)"
 
     @property
     def is_plain(self) -> bool:
         """Whether a block is one piece on both sides, with its bytes in the same order."""
         return self.local.block_size == self.remote.block_size and len(self._write_cells.local) == 1
 
-    def plan(
+    def pieces(
         self, op: TransferOp, local: BlockRun, remote: BlockRun, first_token: int = 0, end_token: int | None = None
-    ) -> TransferPlan:
+    ) -> Pieces:
         """The tokens that both runs hold, of [first_token, end_token) if given; offsets in the workers' pools.
 
         A worker's pool is one memory over all its ranks. Raises TransferError for invalid block ids, and for limits
         that lie within a unit.
         """
         span = self._span(local, remote, first_token, end_token)
-        return EMPTY_PLAN if span is None else self._pieces(op, self._cells(op), span)
+        return NO_PIECES if span is None else self._of_span(op, self._cells(op), span)
 
     def rank_pairs(self, op: TransferOp) -> tuple[tuple[int, int], ...]:
         """(local rank, remote rank) of those that exchange anything. Equal ranks alone if TP and PP are equal."""
@@ -122,7 +122,7 @@ class TransferPlanner:
 
     # -- pieces -------------------------------------------------------------------------------------------------------
 
-    def _pieces(self, op: TransferOp, cells: _Cells, span: _Span) -> TransferPlan:
+    def _of_span(self, op: TransferOp, cells: _Cells, span: _Span) -> Pieces:
         token_bytes = self.local.token_head_bytes
         local = (span.local_ids * self.local.block_bytes + span.local_tokens * token_bytes)[:, None] + cells.local
         remote = (span.remote_ids * self.remote.block_bytes + span.remote_tokens * token_bytes)[:, None] + cells.remote
@@ -203,7 +203,7 @@ def _fewest_breaks(candidates: Int64Array, cell_bytes: int) -> Int64Array:
     return candidates[np.arange(len(candidates)), taken[::-1]]
 
 
-def _merged(op: TransferOp, local: Int64Array, remote: Int64Array, lengths: Int64Array) -> TransferPlan:
+def _merged(op: TransferOp, local: Int64Array, remote: Int64Array, lengths: Int64Array) -> Pieces:
     """Sorted by target, whose pieces never overlap, so that pieces which can be one follow each other."""
     order = np.argsort(remote if op is TransferOp.WRITE else local, kind="stable")
     return merge_pieces(local[order], remote[order], lengths[order])

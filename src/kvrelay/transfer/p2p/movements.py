@@ -1,6 +1,6 @@
 """Tasks that move bytes between blocks, room and a communicator, and tell their owner of the end.
 
-The posting end copies out of blocks, sends, or receives the bytes of a read; ``acceptor`` has the tasks of the other
+The posting end copies out of blocks, sends, or receives the bytes of a read; ``responder`` has the tasks of the other
 end. Tasks run on a lane's thread (``pairs``).
 """
 
@@ -10,10 +10,10 @@ import threading
 from collections.abc import Callable
 from typing import Any, Generic, Protocol, TypeVar
 
-from kvrelay.transfer.p2p.groups import PairGroup
-from kvrelay.transfer.p2p.memory import empty_bytes
-from kvrelay.transfer.p2p.pairs import Pair
+from kvrelay.transfer.p2p.communicators import Communicator
+from kvrelay.transfer.p2p.pool_view import empty_bytes
 from kvrelay.transfer.p2p.posts import Part
+from kvrelay.transfer.p2p.process_group import PairGroup
 from kvrelay.transfer.p2p.room import Reservation
 from kvrelay.transfer.p2p.shared import CHUNK_BYTES, Shared
 
@@ -25,7 +25,7 @@ class Moving(Protocol):
     def number(self) -> int: ...
 
     @property
-    def pair(self) -> Pair | None: ...
+    def pair(self) -> Communicator | None: ...
 
     @property
     def reservation(self) -> Reservation | None: ...
@@ -85,7 +85,7 @@ class ReceiveTask(MoveTask[M, T]):
         raise NotImplementedError
 
 
-def staging(pair: Pair, direction: str, slot: int, shared: Shared) -> Any:
+def staging(pair: Communicator, direction: str, slot: int, shared: Shared) -> Any:
     """Memory of a lane to gather into: made at first use, freed with the pair."""
     if (direction, slot) not in pair.staging:
         pair.staging[direction, slot] = empty_bytes(CHUNK_BYTES, shared.pool.device, is_host=False)
@@ -107,7 +107,7 @@ class KeepTask(MoveTask[Poster, Part]):
     def begin(self, group: Callable[[], PairGroup], slot: int) -> None:
         item = self._item
         assert item.reservation is not None
-        self._owner.shared.pool.gather(item.plan.local_offsets, item.plan.lengths, item.reservation.tensor)
+        self._owner.shared.pool.gather(item.pieces.local_offsets, item.pieces.lengths, item.reservation.tensor)
 
     def ended(self, error: str | None) -> None:
         self._owner.shared.control.call(self._owner.kept, self._item, error)
@@ -119,7 +119,7 @@ class SendTask(MoveTask[Poster, Part]):
     def begin(self, group: Callable[[], PairGroup], slot: int) -> Any:
         item, shared = self._item, self._owner.shared
         assert item.pair is not None
-        offsets, lengths = item.plan.local_offsets, item.plan.lengths
+        offsets, lengths = item.pieces.local_offsets, item.pieces.lengths
         if item.reservation is not None:
             tensor = item.reservation.tensor
             if item.reservation.is_spilled and not shared.pool.is_host:
@@ -139,4 +139,4 @@ class ReadTask(ReceiveTask[Poster, Part]):
         item = self._item
         with self._owner.post_lock:
             if not item.post.is_over:
-                self._owner.shared.pool.scatter(tensor, item.plan.local_offsets, item.plan.lengths)
+                self._owner.shared.pool.scatter(tensor, item.pieces.local_offsets, item.pieces.lengths)
