@@ -18,6 +18,8 @@ SCRIPTS = {
     "frontend": ("frontend:frontend", "What the frontend alone can carry."),
     "router": ("router:router", "The router's parts, a peer's index, and policies over traces."),
     "hand-off": ("hand_off:hand_off", "What hand-offs cost first tokens and decode steps."),
+    "layouts": ("layouts:layouts", "What unlike layouts cost a transport: strided beside staged."),
+    "engine-turns": ("engine_turns:engine_turns", "What grammars cost an engine, and ranks beside threads."),
     "p2p": ("p2p:p2p", "Transport p2p beside nixl, shm and raw gloo."),
     "p2p-peers": ("p2p_peers:p2p_peers", "What each peer of transport p2p costs."),
     "dp-group": ("dp_group:dp_group", "A data-parallel group under load: answers, silences, idle CPU time."),

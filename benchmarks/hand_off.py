@@ -28,7 +28,8 @@ from tests.chaos.answers import KnownPrompt
 from tests.chaos.client import ChaosClient
 from tests.chaos.cluster import ClusterUnderTest
 
-from kvrelay.bench.report.files import describe_machine, print_result
+from benchmarks.loads import describe_machine
+from kvrelay.bench.report.files import print_result
 from kvrelay.bench.report.table import table
 from kvrelay.bench.transfer import COMPATIBILITY, START_TIMEOUT_S, pool_metadata, pool_thread
 from kvrelay.cli.options import SettingsSource, field_options, json_option

@@ -16,8 +16,8 @@ import click
 import msgspec
 import numpy as np
 
-from kvrelay.bench.compare import Row, results_table
 from kvrelay.bench.report.files import print_result
+from kvrelay.bench.report.table import Row, results_table
 from kvrelay.cli.options import json_option
 from kvrelay.config import TransferConfig
 from kvrelay.core.layout import MemoryRegion

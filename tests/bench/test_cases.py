@@ -15,7 +15,7 @@ import pytest
 from kvrelay.bench.cases import Case, CaseTimes, check_names, parse_case, running
 from kvrelay.bench.client.connection import ConnectionPool, Target
 from kvrelay.bench.client.service import first_model
-from kvrelay.bench.compare import Row, results_table, serve_case, summarise, take_turns
+from kvrelay.bench.compare import serve_case, summarise, take_turns
 from kvrelay.bench.errors import BenchError
 from kvrelay.bench.interference import (
     ARRANGEMENTS,
@@ -26,6 +26,7 @@ from kvrelay.bench.interference import (
 )
 from kvrelay.bench.report.metrics import OfferedLoad, RunInfo, ServeReport, serve_report
 from kvrelay.bench.report.records import ClientLoad, Outcome, RequestRecord, RunResult, Slo
+from kvrelay.bench.report.table import Row, results_table
 from kvrelay.bench.sweep import CaseSweep, KneeOptions, knee_search, plot_sweep, sweep_case, sweep_markdown
 from kvrelay.errors import InvalidInputError
 

@@ -6,7 +6,7 @@ from benchmarks.p2p import RAW, run_p2p_benchmark
 from benchmarks.p2p_peers import run_peers_benchmark
 
 from benchmarks import p2p, p2p_peers
-from kvrelay.bench.compare import results_table
+from kvrelay.bench.report.table import results_table
 from kvrelay.config import TransferConfig
 
 

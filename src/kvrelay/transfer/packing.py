@@ -59,4 +59,4 @@ NEVER = PackingRule(0.0, 0.0, 0.0)
 ALWAYS = PackingRule(1.0, 0.0, 0.0)
 """For measurements: wherever it saves a descriptor."""
 NIXL_RULE = PackingRule(descriptor_s=3.0e-6, piece_s=0.03e-6, byte_s=0.2e-9)
-"""Fitted to ``kvrelay bench transfer``, between two processes of a machine with a memcpy of 10 GB/s."""
+"""Fitted to ``python -m benchmarks layouts``, between two processes of a machine with a memcpy of 10 GB/s."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -13,7 +12,7 @@ import pytest
 from kvrelay.bench.client.connection import ConnectionPool, parse_target
 from kvrelay.bench.client.driver import LoadDriver, RunLimits
 from kvrelay.bench.client.payload import BodyOptions, StreamEndpoint
-from kvrelay.bench.client.service import count_tokens, cpu_seconds, first_model, wait_until_healthy
+from kvrelay.bench.client.service import count_tokens, first_model, wait_until_healthy
 from kvrelay.bench.errors import BenchError, ServerDownError
 from kvrelay.bench.load.mix import ClassSpec, Dataset, build_class
 from kvrelay.bench.load.request import Length
@@ -207,21 +206,6 @@ def test_interrupt_keeps_what_was_measured(scripted: Scripted) -> None:
     assert result.note == "interrupted"
     found = sorted((record.class_name, record.outcome.value, len(record.stamps_ns)) for record in result.records)
     assert found == [("quick", "ok", 1)] * 3 + [("stuck", "cut_off", 1)] * 2
-
-
-@pytest.mark.parametrize(
-    ("metrics", "seconds"),
-    [
-        (b"process_start_time_seconds 7\nprocess_cpu_seconds_total 1.25\n", 1.25),
-        (b"# HELP process_cpu_seconds_total 3\nother 1\n", None),
-        (b"process_cpu_seconds_total what\n", None),
-        (b"", None),
-    ],
-)
-def test_cpu_time_as_the_metrics_tell(scripted: Scripted, metrics: bytes, seconds: float | None) -> None:
-    with scripted(metrics=metrics) as server:
-        found = run_async(cpu_seconds(parse_target(server.url)))
-    assert math.isnan(found) if seconds is None else found == seconds
 
 
 def test_health_and_token_counts(scripted: Scripted) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from benchmarks.engine_turns import run_ranks_benchmark, run_structured_benchmark
 
-from kvrelay.bench.engine import BatchLoad, run_ranks_benchmark, run_structured_benchmark
+from kvrelay.bench.engine import BatchLoad
 from kvrelay.config import EngineConfig, RunnerConfig
 from kvrelay.data import bundled_checkpoint_path
 from kvrelay.errors import ConfigError

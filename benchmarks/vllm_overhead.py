@@ -1,6 +1,6 @@
 """What kvrelay costs in front of a vLLM server: the same server with and without it, in turn, in one run.
 
-    .venv-vllm/bin/python tools/vllm_overhead.py MODEL [--rounds 3] [--at-once 1 16] [--output-tokens 64]
+    .venv-vllm/bin/python -m benchmarks.vllm_overhead MODEL [--rounds 3] [--at-once 1 16] [--output-tokens 64]
 
 One vLLM server runs all the time; ``kvrelay serve --engine openai`` stands in front of it. Each turn sends prompts of
 its own, so that none is in a cache. The last two columns are kvrelay's ratio of throughput, and its additional time to
@@ -17,10 +17,11 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.loads import figures, fixed_load, measure_load
 from kvrelay.bench.cases import Case, CaseTimes, running, turns_of
 from kvrelay.bench.client.connection import Target
-from kvrelay.bench.compare import Row, figures, fixed_load, measure_load, summarise
-from kvrelay.bench.report.table import table
+from kvrelay.bench.compare import summarise
+from kvrelay.bench.report.table import Row, table
 
 TIMES = CaseTimes(start_s=600.0)
 FIGURES = {
@@ -34,7 +35,7 @@ WARM_UP = 8
 
 async def measure(given: argparse.Namespace, log_dir: Path) -> list[dict[str, str]]:
     python, model = shlex.quote(sys.executable), shlex.quote(given.model)
-    tool = shlex.quote(str(Path(__file__).with_name("vllm_servers.py")))
+    tool = shlex.quote(str(Path(__file__).parents[1] / "tools/vllm_servers.py"))
     cores = f"--cores {shlex.quote(given.cores)}" if given.cores else ""
     plain = Case(
         "vLLM", command=f"{python} {tool} {model} --port {{port}} {cores} -- --dtype {given.dtype} {given.vllm_args}"
