@@ -7,8 +7,8 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -28,6 +28,7 @@ from kvrelay.frontend.anthropic import COUNT_TOKENS_PATH, COUNTED, MESSAGES, MES
 from kvrelay.frontend.api.content_coding import gunzipped, is_coded
 from kvrelay.frontend.api.fields import RequestFields
 from kvrelay.frontend.api.openapi import docs_page, openapi_document
+from kvrelay.frontend.api.requests_shown import CHALLENGE, REQUESTS_PATH, ShownRequests
 from kvrelay.frontend.api.routing import RoutingEndpoints
 from kvrelay.frontend.cluster.cluster import Cluster
 from kvrelay.frontend.cluster.metrics import FrontendMetrics
@@ -65,6 +66,8 @@ NOT_SERVED = {
 }
 """What is asked for there is not done here."""
 MAX_REQUEST_ID_CHARS = 128
+NUM_RANDOM = 8
+"""Digits that make a client's own id unique."""
 
 Handler = Callable[[Exchange, str], Awaitable[None]]
 
@@ -106,18 +109,21 @@ class TokenizerInfo(msgspec.Struct, frozen=True):
 @dataclass(frozen=True, slots=True)
 class Route:
     """A path's method, handler, and the prefix of its request ids. ``takes_x_api_key``: the key may stand in that
-    header."""
+    header. ``shows_requests``: the keys of operators are admitted too, and HTTP Basic."""
 
     method: str
     handler: Handler
     id_prefix: str = "req-"
     takes_x_api_key: bool = False
+    shows_requests: bool = False
 
 
 class FrontendApp:
     """Implements ``HttpApplication``."""
 
-    def __init__(self, config: FrontendConfig, cluster: Cluster, metrics: FrontendMetrics) -> None:
+    def __init__(
+        self, config: FrontendConfig, cluster: Cluster, metrics: FrontendMetrics, shown: ShownRequests
+    ) -> None:
         """Raises ConfigError if the API keys cannot be read."""
         common = KeyLimits(config.requests_per_minute, config.tokens_per_minute, config.requests_at_once)
         self._keys = ApiKeys.load(config.api_key, config.api_keys_file, common)
@@ -128,6 +134,7 @@ class FrontendApp:
         self._open_paths = OPEN_PATHS | {"/metrics"} if is_loopback(config.host) else OPEN_PATHS
         self._cluster = cluster
         self._metrics = metrics
+        self._shown = shown
         self._tasks = TaskSet()
         document = openapi_document()
         self._openapi, self._docs_page = msgspec.json.encode(document), docs_page(document)
@@ -137,7 +144,15 @@ class FrontendApp:
         self._max_body_bytes = config.max_body_bytes
         self._fields = fields = RequestFields(config.on_unknown_field)
         pipeline = Pipeline(
-            config, cluster, metrics, self._keys, self._admission, self._threads, self._access_log, fields.check
+            config,
+            cluster,
+            metrics,
+            self._keys,
+            self._admission,
+            self._threads,
+            self._access_log,
+            fields.check,
+            shown.kept,
         )
         routing = RoutingEndpoints(
             cluster, self._threads, fields, HandoffOrder(config.order), metrics, is_shared=config.share_prefix_cache
@@ -162,13 +177,23 @@ class FrontendApp:
             "/load": Route("GET", self._load),
             "/tokenizer_info": Route("GET", self._tokenizer_info),
             "/docs": Route("GET", self._docs),
+            REQUESTS_PATH: Route("GET", shown.show_list, shows_requests=True),
             **dict.fromkeys(NOT_SERVED, Route("POST", self._refuse)),
         }
-        self._model_route = Route("GET", self._model)
+        self._named_routes = {
+            MODEL_PATH: Route("GET", self._model),
+            f"{REQUESTS_PATH}/": Route("GET", shown.show, shows_requests=True),
+        }
+        """Paths that end with a name."""
 
-    def following_keys(self) -> AbstractAsyncContextManager[None]:
-        """A changed file of API keys is loaded while this context is open."""
-        return following(self._keys_file, self._keys, lambda: self._admission.keep_keys(self._keys.names))
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator[None]:
+        """Changed files of API keys are loaded, and other frontends are answered, while this context is open."""
+        async with (
+            following(self._keys_file, self._keys, lambda: self._admission.keep_keys(self._keys.names)),
+            self._shown.serving(),
+        ):
+            yield
 
     # -- HttpApplication ----------------------------------------------------------------------------------------------
 
@@ -187,9 +212,14 @@ class FrontendApp:
             failure = Failure(405, f"{request.path[:200]} takes {route.method}")
             return self._refusal(request, failure, allow)
         if request.path not in self._open_paths:
-            client = self._keys.name_of(_authorization(request, route))
+            authorization = _authorization(request, route)
+            client = (
+                self._shown.viewer(authorization, self._keys)
+                if route.shows_requests
+                else self._keys.name_of(authorization)
+            )
             if client is None:
-                challenge = [(b"www-authenticate", b"Bearer")]
+                challenge = CHALLENGE if route.shows_requests else [(b"www-authenticate", b"Bearer")]
                 failure = Failure(401, "a valid API key is needed", code="invalid_api_key")
                 return self._refusal(request, failure, challenge)
             request.client, request.max_body_bytes = client, self._keys.limits_of(client).max_body_bytes
@@ -210,14 +240,13 @@ class FrontendApp:
         await self._tasks.close()
         self._threads.close()
         self._access_log.close()
+        self._shown.close()
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
     def _route(self, path: str) -> Route | None:
         route = self._routes.get(path)
-        if route is None and path.startswith(MODEL_PATH) and path != MODEL_PATH:
-            return self._model_route
-        return route
+        return route if route is not None else self._named_routes.get(_stem(path))
 
     def _check_rate(self, request: HttpRequest) -> None:
         """Raises OverloadedError for a client that exceeds its request rate, and KeyRevokedError for one whose key was
@@ -242,8 +271,8 @@ class FrontendApp:
         path = exchange.request.path
         route = self._route(path)
         assert route is not None
-        endpoint = MODEL_PATH + "{id}" if route is self._model_route else path
-        request_id = _request_id(exchange.request, route.id_prefix)
+        endpoint = path if path in self._routes else _stem(path) + "{id}"
+        request_id = _request_id(exchange.request, route.id_prefix, self._shown.name)
         status, started_s = "200", time.monotonic()
         request = exchange.request
         preflight = self._origins.preflight(request, route.method)
@@ -398,17 +427,23 @@ def _authorization(request: HttpRequest, route: Route) -> str:
     return given if given or not route.takes_x_api_key else f"Bearer {request.headers.get('x-api-key', '')}"
 
 
-def _request_id(request: HttpRequest, prefix: str) -> str:
-    """The prefix, the client's own id if it is valid, and a random part that makes the id unique."""
+def _stem(path: str) -> str:
+    """All but the name at the end; empty if there is none."""
+    stem, _, name = path.rpartition("/")
+    return f"{stem}/" if name else ""
+
+
+def _request_id(request: HttpRequest, prefix: str, frontend: str) -> str:
+    """The prefix, the client's own id if it is valid, this frontend's name, and a random part."""
     given = request.headers.get("x-request-id", "")
-    unique = uuid.uuid4().hex
+    unique = frontend + uuid.uuid4().hex[len(frontend) :]
     if (
         given
         and len(given) <= MAX_REQUEST_ID_CHARS
         and given.isascii()
         and given.replace("-", "").replace("_", "").isalnum()
     ):
-        return f"{prefix}{given}-{unique[:8]}"
+        return f"{prefix}{given}-{unique[: len(frontend) + NUM_RANDOM]}"
     return prefix + unique
 
 

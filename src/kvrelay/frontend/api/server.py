@@ -10,9 +10,10 @@ import logging
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 
-from kvrelay.config import DisaggConfig, FrontendConfig
+from kvrelay.config import DisaggConfig, FrontendConfig, MetricsConfig
 from kvrelay.control.base import ControlPlane, Keys
 from kvrelay.frontend.api.app import FrontendApp
+from kvrelay.frontend.api.requests_shown import ShownRequests
 from kvrelay.frontend.cluster.cluster import Cluster, RouterFactory, RpcClientFactory
 from kvrelay.frontend.cluster.metrics import FrontendMetrics
 from kvrelay.http import HttpLimits, HttpServer, open_listener, server_tls
@@ -37,8 +38,10 @@ class Frontend:
         build_router: RouterFactory,
         cluster: str = "",
         disagg: DisaggConfig | None = None,
+        monitoring: MetricsConfig | None = None,
+        name: str = "",
     ) -> None:
-        """``cluster`` identifies the cluster: only frontends of one cluster share a port.
+        """``cluster`` identifies the cluster: only frontends of one cluster share a port. ``name``: in discovery.
 
         Raises AddressInUseError, ConfigError."""
         self.metrics = FrontendMetrics()
@@ -49,7 +52,9 @@ class Frontend:
         self.metrics.watch_places(self.cluster.count_places)
         self._config = config
         self._background = AsyncExitStack()
-        self._app = FrontendApp(config, self.cluster, self.metrics)
+        monitoring = monitoring or MetricsConfig()
+        shown = ShownRequests(monitoring, control, keys, name)
+        self._app = FrontendApp(config, self.cluster, self.metrics, shown)
         limits = HttpLimits(
             max_body_bytes=config.max_body_bytes,
             max_buffered_bytes=max(config.max_buffered_bytes, config.max_body_bytes),
@@ -83,7 +88,7 @@ class Frontend:
         # Another frontend may share the port: its clients must not be told here that there are no workers.
         if not await self.cluster.wait_connected(CONNECT_TIMEOUT_S):
             _log.warning("could not connect to all workers within %g s; serving without them", CONNECT_TIMEOUT_S)
-        await self._background.enter_async_context(self._app.following_keys())
+        await self._background.enter_async_context(self._app.serving())
         await self._server.start()
 
     async def close(self) -> None:
@@ -104,12 +109,14 @@ async def run_frontend(
     *,
     cluster: str,
     disagg: DisaggConfig,
+    monitoring: MetricsConfig,
+    name: str,
     stop: asyncio.Event,
     on_ready: Callable[[Frontend], None],
     on_stopping: Callable[[Frontend], None],
 ) -> None:
     """Serve until ``stop`` is set. Raises AddressInUseError, ConfigError, ControlUnavailableError."""
-    frontend = Frontend(config, control, keys, connect, build_router, cluster, disagg)
+    frontend = Frontend(config, control, keys, connect, build_router, cluster, disagg, monitoring, name)
     try:
         await frontend.start()
         on_ready(frontend)
