@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import shutil
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 from tests.contracts.faulty_broker import FaultyBroker
 from tests.contracts.prefill_queue_contract import PARTITION
@@ -102,8 +104,8 @@ class NatsServer:
         self.process.kill()
 
     async def come_back(self, *, is_wiped: bool) -> None:
-        if is_wiped:
-            self.process.wipe()
+        if is_wiped and self.process.store_dir is not None:
+            wipe(self.process.store_dir)
         await asyncio.to_thread(self.process.start)
 
     async def close(self) -> None:
@@ -165,6 +167,11 @@ class NatsQueueServer(NatsServer):
 class NatsBusServer(NatsServer):
     async def connect(self) -> EventBus:
         return NatsEventBus(await self.open())
+
+
+def wipe(store_dir: Path) -> None:
+    """Delete all streams. The server must not run."""
+    shutil.rmtree(store_dir / "jetstream")
 
 
 async def clear(process: NatsServerProcess) -> None:

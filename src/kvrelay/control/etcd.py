@@ -131,14 +131,14 @@ class EtcdDiscovery:
                     _log.warning("the watch of %s was interrupted (%s); listing again", prefix, exc)
                 self._connected = False
                 for lease in self._leases:
-                    lease.poke()
+                    lease.wake()
             await asyncio.sleep(RETRY_S)
 
     def _poke_holders(self, key: str) -> None:
         """The key is gone, perhaps because its lease has ended."""
         for lease in self._leases:
             if lease.holds(key):
-                lease.poke()
+                lease.wake()
 
     def _forget(self, key: str, except_for: Lease | None = None) -> None:
         """Detach the key from all leases, so that none puts it again."""

@@ -72,11 +72,11 @@ class MemoryBroker:
 
     def tick(self) -> None:
         """Renew the leases of live processes, end those of closed ones, and deliver unacknowledged entries again."""
+        if not self.is_online:
+            return
         for plane in self.planes:
             for lease in plane.discovery.leases:
                 lease.tick()
-        if not self.is_online:
-            return
         now = self.clock.now()
         for lease_id, lease in list(self.leases.items()):
             if now - lease.renewed_s >= lease.ttl_s:
@@ -135,7 +135,6 @@ class MemoryLease(HeldLease):
     def __init__(self, plane: MemoryControlPlane, ttl_s: float) -> None:
         super().__init__(ttl_s)
         self._plane = plane
-        self.values: dict[str, bytes] = {}
         self.renewed_s = 0.0
         self._grant()
 
@@ -146,27 +145,26 @@ class MemoryLease(HeldLease):
         self._plane.check_connected()
         self._plane.broker.end_lease(self._lease_id)
 
+    def hold(self, key: str, value: bytes) -> None:
+        """The key hangs on this lease from now on."""
+        self._values[key] = value
+
     def tick(self) -> None:
-        """Refresh the lease. If the broker was away for its time to live, it is lost, whatever the broker says later.
-        If the broker has forgotten it, register again under a new one; if an operator has revoked it, do not put its
-        keys again."""
+        """Refresh the lease. If the broker has forgotten it, register again under a new one; if an operator has revoked
+        it, do not put its keys again."""
         broker = self._plane.broker
         if self.is_given_back:
-            return
-        if broker.clock.now() >= self._alive_until_s:
-            self._tell_lost()
-        if not broker.is_online:
             return
         if broker.leases.get(self._lease_id) is self:
             self._renewed()
             return
         if self._lease_id in broker.revoked:
-            self.values.clear()
+            self._values.clear()
             self._tell_revoked()
         else:
             self._tell_lost()
         self._grant()
-        for key, value in self.values.items():
+        for key, value in self._values.items():
             broker.entries[key] = (value, self._lease_id)
         broker.notify()
 
@@ -178,7 +176,7 @@ class MemoryLease(HeldLease):
 
     def _renewed(self) -> None:
         self.renewed_s = self._plane.broker.clock.now()
-        self._confirmed(self.renewed_s + self._ttl_s)
+        self._confirmed(self.renewed_s)
 
 
 class MemoryDiscovery:
@@ -206,7 +204,7 @@ class MemoryDiscovery:
             assert isinstance(lease, MemoryLease)
             if lease.is_given_back:
                 raise LeaseLostError(f"lease {lease.lease_id} was revoked")
-            lease.values[key] = value
+            lease.hold(key, value)
         self._broker.entries[key] = (value, lease.lease_id if lease is not None else None)
         self._broker.notify()
 
@@ -237,7 +235,7 @@ class MemoryDiscovery:
 
     def _detach(self, key: str) -> None:
         for lease in self.leases:
-            lease.values.pop(key, None)
+            lease.forget(key)
 
 
 class MemoryControlPlane:
@@ -257,6 +255,8 @@ class MemoryControlPlane:
     async def close(self) -> None:
         if not self._is_closed:
             self._is_closed = True
+            for lease in self.discovery.leases:
+                await lease.stop()
             self.broker.close_plane(self)
 
     def check_connected(self) -> None:

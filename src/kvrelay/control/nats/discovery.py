@@ -78,7 +78,7 @@ class NatsDiscovery:
     async def put(self, key: str, value: bytes, lease: Lease | None = None) -> None:
         for other in self._leases:
             if other is not lease:
-                other.detach(key)
+                other.forget(key)
         if lease is None:
             await self._bucket.put(key, value, None)
         else:
@@ -87,7 +87,7 @@ class NatsDiscovery:
 
     async def delete(self, key: str) -> None:
         for lease in self._leases:
-            lease.detach(key)
+            lease.forget(key)
         await self._bucket.delete(key)
 
     async def get(self, key: str) -> bytes | None:

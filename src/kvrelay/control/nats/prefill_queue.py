@@ -129,8 +129,12 @@ class NatsPrefillQueue:
 
     async def start(self) -> None:
         """Create the streams if they do not exist."""
-        await self._jetstream.ensure_stream(_queue_stream(self._stream, f"{self._subject}*"))
-        await self._jetstream.ensure_stream(_dead_stream(f"{self._stream}_dead", self._dead_subject))
+        await self._jetstream.ensure_stream(
+            _stream(self._stream, f"{self._subject}*", "workqueue", "new", MAX_ENTRIES, MAX_AGE_S)
+        )
+        await self._jetstream.ensure_stream(
+            _stream(f"{self._stream}_dead", self._dead_subject, "limits", "old", DEAD_MAX_ENTRIES, DEAD_MAX_AGE_S)
+        )
 
     async def close(self) -> None:
         for partition in self._partitions.values():
@@ -347,25 +351,13 @@ def _consumer(track: _Track, ack_wait_s: float) -> dict[str, Any]:
     }
 
 
-def _queue_stream(name: str, subject: str) -> dict[str, Any]:
+def _stream(name: str, subject: str, retention: str, discard: str, max_entries: int, max_age_s: int) -> dict[str, Any]:
     return {
         "name": name,
         "subjects": [subject],
-        "retention": "workqueue",
+        "retention": retention,
         "storage": "file",
-        "discard": "new",
-        "max_msgs": MAX_ENTRIES,
-        "max_age": MAX_AGE_S * 1_000_000_000,
-    }
-
-
-def _dead_stream(name: str, subject: str) -> dict[str, Any]:
-    return {
-        "name": name,
-        "subjects": [subject],
-        "retention": "limits",
-        "storage": "file",
-        "discard": "old",
-        "max_msgs": DEAD_MAX_ENTRIES,
-        "max_age": DEAD_MAX_AGE_S * 1_000_000_000,
+        "discard": discard,
+        "max_msgs": max_entries,
+        "max_age": max_age_s * 1_000_000_000,
     }
