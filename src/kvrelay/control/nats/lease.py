@@ -33,7 +33,8 @@ class NatsLease(HeldLease):
         self._is_suspect = False
         self._holder = holder
         self._seq = 0
-        self._num_keepalives = 0
+        self.num_keepalives = 0
+        """Sent for this lease."""
         self._values: dict[str, bytes] = {}
         self._is_registered = True
         self._is_stopped = False
@@ -45,7 +46,7 @@ class NatsLease(HeldLease):
     def __repr__(self) -> str:
         return (
             f"NatsLease({self._lease_id}, ttl_s={self._ttl_s:g}, keys={len(self._values)}, "
-            f"keepalives={self._num_keepalives})"
+            f"keepalives={self.num_keepalives})"
         )
 
     async def start(self) -> None:
@@ -159,7 +160,7 @@ class NatsLease(HeldLease):
         lease_id = uuid4().hex[:16]
         sent_s = time.monotonic()
         self._seq = await self._bucket.grant_lease(lease_id, LeaseValue(self._ttl_s, self._holder))
-        self._num_keepalives = 1
+        self.num_keepalives = 1
         self._is_suspect = False
         self._refreshed(sent_s)
         self._lease_id = lease_id
@@ -167,7 +168,7 @@ class NatsLease(HeldLease):
     async def _send_keepalive(self, lease_id: str) -> None:
         sent_s = time.monotonic()
         self._seq = await self._bucket.refresh_lease(lease_id, self._seq)
-        self._num_keepalives += 1
+        self.num_keepalives += 1
         self._refreshed(sent_s)
 
     def _refreshed(self, sent_s: float) -> None:

@@ -15,10 +15,10 @@ from kvrelay.core.clock import Clock
 
 
 class NatsControlPlane:
-    """ControlPlane over one connection. ``close`` ends all parts."""
+    """ControlPlane over one ``connection``. ``close`` ends all parts."""
 
     def __init__(self, connection: NatsConnection, discovery: NatsDiscovery, prefill_queue: NatsPrefillQueue) -> None:
-        self._connection = connection
+        self.connection = connection
         self._discovery = discovery
         self._prefill_queue = prefill_queue
         self._events = NatsEventBus(connection)
@@ -51,7 +51,7 @@ class NatsControlPlane:
 
     def __repr__(self) -> str:
         state = "connected" if self.is_connected else "not connected"
-        return f"NatsControlPlane({self._connection.url}, {state}, {self._discovery!r}, {self._prefill_queue!r})"
+        return f"NatsControlPlane({self.connection.url}, {state}, {self._discovery!r}, {self._prefill_queue!r})"
 
     @property
     def discovery(self) -> Discovery:
@@ -67,9 +67,9 @@ class NatsControlPlane:
 
     @property
     def is_connected(self) -> bool:
-        return self._connection.is_connected
+        return self.connection.is_connected
 
     async def close(self) -> None:
         await self._discovery.close()
         await self._prefill_queue.close()
-        await self._connection.close()
+        await self.connection.close()
