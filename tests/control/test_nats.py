@@ -24,6 +24,7 @@ from kvrelay.config import ControlConfig
 from kvrelay.control import connect_control
 from kvrelay.control.base import ControlPlane, Keys
 from kvrelay.control.nats import jetstream as jetstream_module
+from kvrelay.control.nats.client import TcpTransport
 from kvrelay.control.nats.connection import (
     REQUEST_TIMEOUT_S,
     ControlDeniedError,
@@ -197,13 +198,13 @@ def test_leaving_while_the_server_is_away(tmp_path: Path, answers: bytes) -> Non
 def test_errors_of_the_library_on_closing_are_swallowed(nats: NatsServerProcess, error: BaseException) -> None:
     async def scenario() -> None:
         connection = await NatsConnection.connect(nats.url, 5.0)
-        close = connection._client.close
+        close = connection.client.close
 
         async def failing() -> None:
             await close()
             raise error
 
-        connection._client.close = failing
+        connection.client.close = failing
         await connection.close()
 
     asyncio.run(scenario())
@@ -261,16 +262,19 @@ def test_a_prefill_too_large_for_the_server_is_refused_by_name(nats: NatsServerP
     asyncio.run(scenario())
 
 
-def test_a_flush_comes_behind_what_was_sent_before(nats: NatsServerProcess) -> None:
+def test_a_flush_comes_behind_what_was_sent_before(nats: NatsServerProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     """A subscriber whose flush was answered misses nothing that is published from then on."""
 
     async def scenario() -> None:
         connection = await NatsConnection.connect(nats.url, PATIENCE_S)
         written = bytearray()
-        transport = connection._client._transport
-        write, write_lines = transport.write, transport.writelines
-        transport.write = lambda data: (written.extend(data), write(data))
-        transport.writelines = lambda lines: (written.extend(b"".join(lines)), write_lines(lines))
+        write, write_lines = TcpTransport.write, TcpTransport.writelines
+        monkeypatch.setattr(TcpTransport, "write", lambda own, data: (written.extend(data), write(own, data)))
+        monkeypatch.setattr(
+            TcpTransport,
+            "writelines",
+            lambda own, lines: (written.extend(b"".join(lines)), write_lines(own, lines)),
+        )
 
         async def ignore(message: NatsMessage) -> None: ...
 

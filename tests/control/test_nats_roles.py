@@ -102,7 +102,7 @@ async def role(address: str, name: str) -> AsyncIterator[ControlPlane]:
 
 def refusals(plane: ControlPlane) -> set[str]:
     assert isinstance(plane, NatsControlPlane)
-    return plane._connection._denied
+    return plane.connection.denied
 
 
 async def test_every_role_does_its_work(address: str) -> None:
@@ -168,9 +168,9 @@ async def test_a_frontend_leaves_it_to_the_workers_to_end_a_lease(address: str) 
             lease = await dying.discovery.grant(TTL_S)
             await dying.discovery.put(WORKER, b"{}", lease)
             await eventually(lambda: bool(seen.state))
-        assert isinstance(frontend, NatsControlPlane)
-        mirror = frontend.discovery._mirror
-        await eventually(lambda: not mirror._may_end, 30.0)
+        assert isinstance(frontend.discovery, NatsDiscovery)
+        election = frontend.discovery.mirror.election
+        await eventually(lambda: not election.may_keep, 30.0)
         assert seen.state == {WORKER: b"{}"}
         async with role(address, "worker") as other:
             await other.discovery.list(KEYS.workers)

@@ -96,7 +96,7 @@ class Cluster:
 
     def until_full(self) -> None:
         """All that was submitted is queued, and as much of it as may be is posted."""
-        self.prefill.thread._post_call(lambda: None).result(60)
+        self.prefill.thread.bar("d").result(60)  # comes after all that was submitted
         wait_for(lambda: self.prefill.transport.num_pending == MAX_POSTS_PER_PEER)
 
     def wait(self, count: int) -> list[tuple[object, str | None]]:
@@ -390,7 +390,7 @@ def test_fail_all_stops_what_is_on_its_way(cluster: Cluster) -> None:
     cluster.until_full()
     cluster.prefill.thread.fail_all("lease lost")
     assert {error for _, error in cluster.wait(20)} == {"lease lost"}
-    assert not cluster.prefill.transport._posts
+    assert not cluster.prefill.transport.posts
     assert not cluster.decode.pool.any()
 
 
@@ -400,7 +400,7 @@ def test_a_peer_that_was_disconnected_while_another_was_served_is_left_alone(clu
     cluster.prefill.thread.add_peer(other.metadata).result(60)
     transport = cluster.prefill.transport
     posted: list[str] = []
-    post = transport.post
+    post, bar = transport.post, transport.bar
     post_s = 0.0
 
     def slow(op: TransferOp, worker_id: str, *rest: object) -> int:
@@ -425,7 +425,8 @@ def test_a_peer_that_was_disconnected_while_another_was_served_is_left_alone(clu
                     timeout_s=timeout_s,
                 )
 
-        cluster.prefill.thread._post_call(run).result(60)
+        transport.bar = lambda worker_id: run() or bar(worker_id)
+        cluster.prefill.thread.bar("d").result(60)
 
     submit(("d0", "d", 30.0), ("e0", "e", 30.0))
     wait_for(lambda: posted == ["d", "e"])
@@ -436,7 +437,7 @@ def test_a_peer_that_was_disconnected_while_another_was_served_is_left_alone(clu
     log = dict(cluster.wait(5))
     assert all(error is not None for error in log.values())
     assert posted == ["d", "e", "d"]
-    assert not transport._posts
+    assert not transport.posts
     other.thread.close()
 
 
@@ -587,14 +588,14 @@ def test_a_read_that_ends_behind_the_fence_does_not_count() -> None:
     """This process may have been stopped in the middle of it, and the peer have reused what it read."""
     cluster = Cluster()
     try:
-        perform = cluster.prefill.transport._perform
+        perform = cluster.prefill.transport.perform
 
         def late(post: object) -> str | None:
             error = perform(post)
             cluster.fence_s = cluster.clock.now()
             return error
 
-        cluster.prefill.transport._perform = late
+        cluster.prefill.transport.perform = late
         errors: list[str | None] = []
         cluster.prefill.thread.submit(
             TransferOp.READ, "d", block_pieces(LAYOUT, [1], [2]), on_done=errors.append, timeout_s=20.0

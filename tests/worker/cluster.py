@@ -32,14 +32,18 @@ from kvrelay.control import connect_control
 from kvrelay.control.base import ControlPlane, Keys, Lease
 from kvrelay.control.nats_process import NatsServerProcess
 from kvrelay.core.clock import MonotonicClock
-from kvrelay.core.messages import AbortRequest, GenerateRequest, OutputBatch, RequestRefused, TokenOutput
+from kvrelay.core.event_codec import decode_load
+from kvrelay.core.events import LoadMetrics
+from kvrelay.core.messages import AbortRequest, GenerateRequest, OutputBatch, Ping, Pong, RequestRefused, TokenOutput
 from kvrelay.core.sampling import SamplingParams
+from kvrelay.core.sealing import unseal
 from kvrelay.core.status import FinishReason
 from kvrelay.core.workers import CallerInfo
 from kvrelay.engine.contract import EngineHost
 from kvrelay.engine.core import EngineCore
 from kvrelay.engine.step import Executor
 from kvrelay.engine.thread import EngineThread
+from kvrelay.errors import WorkerUnavailableError
 from kvrelay.executors.mock import MockExecutor, mock_generate
 from kvrelay.handoff.decode_ledger import DecodeLedger
 from kvrelay.handoff.prefill_ledger import PrefillLedger
@@ -80,6 +84,8 @@ class Node:
     control: ControlPlane
     running: asyncio.Task[None]
     lease: Lease
+    clients: list[RpcClient]
+    """Its connections to other workers."""
 
     @property
     def id(self) -> str:
@@ -88,12 +94,12 @@ class Node:
     @property
     def ledger(self) -> DecodeLedger:
         """Of the hand-offs that bring KV here."""
-        return self.worker._decode.handoffs.ledger
+        return self.worker.decode.handoffs.ledger
 
     @property
     def outgoing(self) -> PrefillLedger:
         """Of the hand-offs that take KV elsewhere."""
-        return self.worker._prefill.handoffs.ledger
+        return self.worker.prefill.handoffs.ledger
 
     def granted_blocks(self) -> frozenset[int]:
         """Blocks that some prefill worker may write now."""
@@ -105,32 +111,19 @@ class Node:
     async def kill(self, cluster: Cluster) -> None:
         """As SIGKILL would: connections break, memory is out of reach, nothing is revoked."""
         cluster.fabric.kill(self.id)
-        for peer in list(self.server._clients):
-            self.server.drop(peer)
-        cluster.network.unlisten(self.server)
-        worker = self.worker
-        await worker._peer_table.close()
-        await worker._callers.close()
-        await worker._publisher.close()
-        await worker._decode.close()
-        pulling = [worker._prefill._pulling] if worker._prefill._pulling else []
-        for task in (*worker._tasks, *pulling, self.running):
-            task.cancel()
-        await worker._prefill._preparing.close()
-        await worker._prefill._settling.close()
-        await worker._prefill._tasks.close()
-        await worker._prefill.handoffs.close()
-        worker._watchdog.stop()
-        self.engine.close()
-        worker._transfer.close()
-        worker._checksums.close()
+        await self.server.close()
+        for client in self.clients:
+            await client.close()
+        cluster.connectors[self.id] = _dead
         await self.control.close()
+        self.running.cancel()
+        await self.worker.close()
         cluster.nodes.remove(self)
 
     def cut_from_nats(self) -> Callable[[], None]:
         """As a partition does; other connections stay. Returns what mends it."""
-        connection = self.control.discovery._connection
-        client = connection._client
+        connection = self.control.connection
+        client = connection.client
 
         class Cut:
             is_connected = False
@@ -139,9 +132,9 @@ class Node:
                 return getattr(client, name)
 
         def mend() -> None:
-            connection._client = client
+            connection.client = client
 
-        connection._client = Cut()
+        connection.client = Cut()
         return mend
 
     def slow_down(self, step_s: float) -> None:
@@ -192,6 +185,10 @@ class Node:
         self.core.executor.execute = failing
 
 
+async def _dead(address: str, public_key: str) -> RpcClient:
+    raise WorkerUnavailableError("this process has been killed")
+
+
 @dataclass
 class Client:
     """A frontend's end of one connection."""
@@ -202,6 +199,7 @@ class Client:
     last: dict[str, TokenOutput] = field(default_factory=dict)
     refused: dict[str, RequestRefused] = field(default_factory=dict)
     decisions: dict[str, str] = field(default_factory=dict)
+    pongs: list[Pong] = field(default_factory=list)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def receive(self, message: Message) -> None:
@@ -214,6 +212,8 @@ class Client:
                     self.last[output.request_id] = output
         elif isinstance(message, RequestRefused):
             self.refused[message.request_id] = message
+        elif isinstance(message, Pong):
+            self.pongs.append(message)
         self.changed.set()
 
     def send(self, request_id: str, tokens: tuple[int, ...], max_tokens: int = 8, **settings: object) -> None:
@@ -224,6 +224,18 @@ class Client:
         """With other fields of the message set."""
         sampling = SamplingParams(max_tokens=8, temperature=0.0)
         self.connection.send(GenerateRequest(request_id, self.worker_id, tokens, sampling, **fields))
+
+    async def loads(self, node: Node) -> list[LoadMetrics]:
+        """The load samples that the worker publishes from now on. Their seals are verified, as by a frontend."""
+        self.connection.send(Ping(1))
+        await self.until(lambda: self.pongs)
+        secret, samples = self.pongs[-1].publish_secret, []
+        assert secret
+        await node.control.events.subscribe(
+            Keys(node.worker.settings.control.namespace).worker_load(node.id),
+            lambda subject, data: samples.append(decode_load(unseal(secret, subject, data))),
+        )
+        return samples
 
     def abort(self, request_id: str) -> None:
         self.connection.send(AbortRequest(request_id))
@@ -297,26 +309,27 @@ class Cluster:
         transport = build_transport(self.transfer, worker_id, self.fabric, memory)
         if isinstance(transport, LoopbackTransport):
             self._watch_writes(transport)
-        grant, leases = control.discovery.grant, []
+        grant, leases, clients = control.discovery.grant, [], []
 
         async def granting(ttl_s: float) -> Lease:
             leases.append(await grant(ttl_s))
             return leases[-1]
 
         async def connect(address: str, public_key: str) -> RpcClient:
-            return await self.connectors.get(worker_id, partial(self.connect, key))(address, public_key)
+            clients.append(await self.connectors.get(worker_id, partial(self.connect, key))(address, public_key))
+            return clients[-1]
 
         control.discovery.grant = granting
         worker = Worker(settings, WorkerIdentity(worker_id, key), engine_host, transport, control, server, connect)
         await worker.start()
         control.discovery.grant = grant
         running = asyncio.create_task(worker.run())
-        node = Node(worker, engine_host, core, server, transport, control, running, leases[0])
+        node = Node(worker, engine_host, core, server, transport, control, running, leases[0], clients)
         self.nodes.append(node)
         return node
 
     def _watch_writes(self, transport: LoopbackTransport) -> None:
-        perform = transport._perform
+        perform = transport.perform
 
         def checked(post: object) -> str | None:
             owner = next((node for node in self.nodes if node.id == post.worker_id), None)
@@ -331,7 +344,7 @@ class Cluster:
                     self.late_writes.append(f"{transport!r} wrote {blocks - granted} of {owner.id}")
             return perform(post)
 
-        transport._perform = checked
+        transport.perform = checked
 
     async def connect(self, own_key: str, address: str, public_key: str) -> LoopbackRpcClient:
         client = self.network.client(address, own_key)

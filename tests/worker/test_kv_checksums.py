@@ -99,7 +99,7 @@ async def test_whichever_write_is_damaged(number):
     """Chunks of 256 tokens; the last write carries HandoffDone."""
     async with cluster(transfer=CHECKED) as shared:
         prefill, decode, client = await shared.pair()
-        perform = prefill.transport._perform
+        perform = prefill.transport.perform
         num_writes = 0
 
         def damage_one(post):
@@ -108,7 +108,7 @@ async def test_whichever_write_is_damaged(number):
             num_writes += post.op is TransferOp.WRITE
             return perform(post)
 
-        prefill.transport._perform = damage_one
+        prefill.transport.perform = damage_one
         await answers_are_right(client, r=prompt(1000))
         assert num_writes == 4
         assert mismatches(prefill, decode) == (0, 1)
@@ -144,7 +144,7 @@ async def test_much_damage_among_many_requests():
 
 def tamper(node: Node, checksums: Callable[[HandoffDone], tuple[int, ...] | None]) -> None:
     """HandoffDone reaches ``node`` with other checksums than were sent."""
-    handoffs = node.worker._decode.handoffs
+    handoffs = node.worker.decode.handoffs
     notified = handoffs.notified
 
     def tampered(payload: bytes) -> None:
@@ -274,7 +274,7 @@ async def test_over_nixl():
 
 def damage_last_block(decode: Node) -> None:
     """Once a write has arrived, as if its last block had changed under way."""
-    handoffs, pool = decode.worker._decode.handoffs, decode.core.executor.pool
+    handoffs, pool = decode.worker.decode.handoffs, decode.core.executor.pool
     notified = handoffs.notified
 
     def damaged(payload: bytes) -> None:

@@ -64,6 +64,11 @@ class LoopbackRpcServer:
     def address(self) -> str:
         return self._address
 
+    @property
+    def peers(self) -> tuple[Peer, ...]:
+        """The clients that are connected."""
+        return tuple(self._clients)
+
     def admit_by(self, admit: Admit) -> None:
         self._admit = admit
 

@@ -39,7 +39,7 @@ class LoopbackFaults:
 
 
 @dataclass(slots=True)
-class _Post:
+class LoopbackPost:
     handle: int
     op: TransferOp
     worker_id: str
@@ -86,12 +86,13 @@ class LoopbackTransport(OneSided):
         self._fabric = fabric
         self._worker_id = worker_id
         self._peers: dict[str, KvMetadata] = {}
-        self._posts: list[_Post] = []
+        self.posts: list[LoopbackPost] = []
+        """In flight."""
         self._failed: list[PostEnd] = []
         self._next_handle = 0
 
     def __repr__(self) -> str:
-        return f"<LoopbackTransport {self._worker_id}: {len(self._peers)} peers, {len(self._posts)} posts in flight>"
+        return f"<LoopbackTransport {self._worker_id}: {len(self._peers)} peers, {len(self.posts)} posts in flight>"
 
     def register(self, region: MemoryRegion) -> bytes:
         with self._fabric.lock:
@@ -117,8 +118,8 @@ class LoopbackTransport(OneSided):
                 if end is not None:
                     end.connected.discard(other)
         self._peers.pop(worker_id, None)
-        gone = [post for post in self._posts if post.worker_id == worker_id]
-        self._posts = [post for post in self._posts if post.worker_id != worker_id]
+        gone = [post for post in self.posts if post.worker_id == worker_id]
+        self.posts = [post for post in self.posts if post.worker_id != worker_id]
         self._failed += [PostEnd(post.handle, f"worker {worker_id} was disconnected") for post in gone]
 
     def has_peer(self, worker_id: str) -> bool:
@@ -143,20 +144,20 @@ class LoopbackTransport(OneSided):
             faults.drop_next -= dropped
             handle = self._next_handle
             self._next_handle += 1
-            self._posts.append(_Post(handle, op, worker_id, pieces, notify, faults.delay_polls, fails, dropped))
+            self.posts.append(LoopbackPost(handle, op, worker_id, pieces, notify, faults.delay_polls, fails, dropped))
         return handle
 
     def poll(self) -> tuple[list[PostEnd], list[Notification]]:
         completions, self._failed = self._failed, []
         with self._fabric.lock:
-            for post in self._posts:
+            for post in self.posts:
                 post.polls_left -= 1
-            due = [post for post in self._posts if post.polls_left < 0 and not post.dropped]
+            due = [post for post in self.posts if post.polls_left < 0 and not post.dropped]
             if self._fabric.faults.reorder:
                 self._fabric.random.shuffle(due)
-            completions += [PostEnd(post.handle, self._perform(post)) for post in due]
+            completions += [PostEnd(post.handle, self.perform(post)) for post in due]
             ended = {completion.handle for completion in completions}
-            self._posts = [post for post in self._posts if post.handle not in ended]
+            self.posts = [post for post in self.posts if post.handle not in ended]
             own = self._fabric.ends.get(self._worker_id)
             notifications = [Notification(payload) for payload in own.inbox] if own else []
             if own:
@@ -165,7 +166,7 @@ class LoopbackTransport(OneSided):
 
     @property
     def num_pending(self) -> int:
-        return len(self._posts) + len(self._failed)
+        return len(self.posts) + len(self._failed)
 
     def bar(self, worker_id: str) -> bool:
         return True
@@ -184,7 +185,8 @@ class LoopbackTransport(OneSided):
             raise TransferError(f"worker {self._worker_id} has not registered its pool")
         return end
 
-    def _perform(self, post: _Post) -> str | None:
+    def perform(self, post: LoopbackPost) -> str | None:
+        """Move the bytes of a post that is due; why not, if not. The fabric is locked. A test may wrap it."""
         end = self._fabric.ends.get(post.worker_id)
         own = self._fabric.ends.get(self._worker_id)
         if end is None or own is None or self._worker_id not in end.connected:

@@ -241,13 +241,18 @@ class TransferThread:
             done.set_result(None)
             return done
 
-    # -- on the transfer thread ------------------------------------------------------------------------------------
+    # -- on the transfer thread, or on the only one of a simulation that has not called ``start`` ------------------
+
+    @property
+    def has_turn(self) -> bool:
+        """Whether the next turn (``take_commands``, ``step``) does not wait for a command."""
+        return not (self._queues.is_idle and self._inbox.empty())
 
     def _run(self) -> None:
         failure: Exception | None = None
         try:
-            while self._take_commands():
-                self._step()
+            while self.take_commands():
+                self.step()
         except Exception as exc:  # noqa: BLE001 - the outermost loop of this thread
             _log.exception("the transfer thread failed")
             failure = exc
@@ -257,7 +262,8 @@ class TransferThread:
             if failure is not None and self._on_failed is not None:
                 self._on_failed(failure)
 
-    def _step(self) -> None:
+    def step(self) -> None:
+        """Post what is due, and handle what has ended and arrived."""
         self._queues.post_due()
         completions, notifications = self._transport.poll()
         # Notifications first: a request waits for "prefill done".
@@ -267,7 +273,7 @@ class TransferThread:
             self._queues.complete(completion)
         self._polls_since_progress = 0 if completions or notifications else self._polls_since_progress + 1
 
-    def _take_commands(self) -> bool:
+    def take_commands(self) -> bool:
         """Run the commands in the inbox, after a pause that depends on the open work. False: closed."""
         wait_s = self._wait_s()
         try:

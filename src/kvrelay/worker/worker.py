@@ -62,7 +62,11 @@ GIVE_UP_LEASES = 3.0
 
 
 class Worker:
-    """Connects an engine to the planes. All its parts come by constructor."""
+    """Connects an engine to the planes. All its parts come by constructor.
+
+    ``decode``, ``prefill`` and ``transfer`` are its two sides and the thread that moves their KV. ``inspect`` shows all
+    of it at one moment.
+    """
 
     def __init__(
         self,
@@ -85,7 +89,7 @@ class Worker:
         self._callers = Callers(control.discovery, self._keys, is_open=not self.identity.public_key)
         self._peer_events = PeerEvents(engine, self._callers)
         self._membership = self._build_membership(transport.name)
-        self._transfer = TransferThread(
+        self.transfer = TransferThread(
             transport, settings.transfer, fence=self._membership.fence_s, on_failed=self._ending.transfer_failed
         )
         self._checksums = BlockChecksums(engine, required=settings.transfer.kv_checksums)
@@ -105,7 +109,7 @@ class Worker:
             on_registered=self._peer_events.registered,
             on_ended=self._peer_events.lease_ended,
             on_no_prefill=self._peer_events.no_prefill_worker,
-            transfer=self._transfer if transport.has_bar else None,
+            transfer=self.transfer if transport.has_bar else None,
         )
         self._peers = DecodePeers(
             connect,
@@ -116,7 +120,7 @@ class Worker:
         )
         self._memory = PeerMemory(
             engine.facts.kv_layout,
-            self._transfer,
+            self.transfer,
             lambda worker_id: self._peers.kv_metadata(worker_id, self._membership.kv_compatibility),
         )
         self._refusals = Refusals(server)
@@ -127,29 +131,29 @@ class Worker:
             control,
             server,
             self._membership,
-            self._transfer,
+            self.transfer,
             self._checksums,
             self._peers,
             self._memory,
             self._refusals,
         )
-        self._prefill = PrefillSide(around)
-        self._paired = PairedPrefills(around, self._prefill.handoffs, self._peer_table.address_of)
-        self._decode = DecodeSide(
+        self.prefill = PrefillSide(around)
+        self._paired = PairedPrefills(around, self.prefill.handoffs, self._peer_table.address_of)
+        self.decode = DecodeSide(
             around,
             self._policy,
             num_prefill_workers=self._num_prefill_workers,
             num_serving=lambda: self._peer_table.num_serving,
             give_up_after_s=GIVE_UP_LEASES * settings.control.lease_ttl_s,
         )
-        self._peer_events.attach(self._transfer, self._memory, self._decode, self._prefill)
+        self._peer_events.attach(self.transfer, self._memory, self.decode, self.prefill)
         self._roles = Roles(
             settings.role,
             engine,
             self._membership,
-            self._prefill,
+            self.prefill,
             self._paired,
-            self._decode,
+            self.decode,
             is_leaving=self._ending.has_begun,
             tasks=self._tasks,
         )
@@ -157,7 +161,7 @@ class Worker:
             self.identity.worker_id,
             server,
             self._callers,
-            self._decode,
+            self.decode,
             self._paired,
             prepare=engine.prepare,
             refuse=self._refusals.send,
@@ -165,7 +169,7 @@ class Worker:
             publish_secret=self._secret,
             tasks=self._tasks,
         )
-        self._transfer.on_notification(lambda notification: self._decode.handoffs.notified(notification.payload))
+        self.transfer.on_notification(lambda notification: self.decode.handoffs.notified(notification.payload))
 
     def _build_membership(self, transport_name: str) -> Membership:
         settings = self.settings
@@ -191,7 +195,7 @@ class Worker:
             events,
             step_age_s=lambda: self._engine.progress.age_s,
             secret=self._secret,
-            transfer_costs=lambda: self._transfer_rates.update(self._transfer.stats().peers),
+            transfer_costs=lambda: self._transfer_rates.update(self.transfer.stats().peers),
         )
 
     # -- life ---------------------------------------------------------------------------------------------------------
@@ -203,8 +207,8 @@ class Worker:
         if self.identity.public_key:
             self._server.admit_by(self._callers.admit)
         await self._server.start()
-        self._transfer.start()
-        registered = self._transfer.register(
+        self.transfer.start()
+        registered = self.transfer.register(
             self._engine.kv_region,
             kv_compatibility=self._membership.kv_compatibility,
         )
@@ -240,18 +244,18 @@ class Worker:
     async def close(self) -> None:
         """Leave discovery and free everything, also with work in flight."""
         await self._tasks.close()
-        self._decode.accepting = self._paired.accepting = False
+        self.decode.accepting = self._paired.accepting = False
         if self._ending.failure is not None:
             # Nothing finishes any more: let waiting clients migrate now.
             await self._server.close()
-        self._transfer.fail_all("the worker leaves")
-        await self._prefill.close()
-        await asyncio.to_thread(self._transfer.close)
+        self.transfer.fail_all("the worker leaves")
+        await self.prefill.close()
+        await asyncio.to_thread(self.transfer.close)
         await self._membership.leave()
         await self._peer_table.close()
         await self._callers.close()
         await self._publisher.close()
-        await self._decode.close()
+        await self.decode.close()
         await self._peers.close()
         await self._server.close()
         await asyncio.to_thread(self._checksums.close)
@@ -287,9 +291,9 @@ class Worker:
     def _on_step(self, step: StepOutput) -> None:
         """On the engine thread, after every step."""
         if step.outputs:
-            self._loop.call_soon_threadsafe(self._decode.deliver, step.outputs)
-        self._decode.handoffs.on_step(step)
-        self._prefill.handoffs.on_step(step)
+            self._loop.call_soon_threadsafe(self.decode.deliver, step.outputs)
+        self.decode.handoffs.on_step(step)
+        self.prefill.handoffs.on_step(step)
         if step.kv_events or step.load is not None:
             self._loop.call_soon_threadsafe(self._publisher.update, step.kv_events, step.load)
 
@@ -303,20 +307,20 @@ class Worker:
     def inspect(self) -> Inspection:
         """What this worker holds and knows now. Waits neither for the engine nor for a server, and changes nothing.
         On the event loop."""
-        incoming, outgoing = self._decode.handoffs, self._prefill.handoffs
+        incoming, outgoing = self.decode.handoffs, self.prefill.handoffs
         return Inspection(
             stats=self.stats(),
-            is_accepting=self._decode.accepting,
+            is_accepting=self.decode.accepting,
             is_pairing=self._paired.accepting,
             is_stalled=self.is_stalled,
             step_age_s=self._engine.progress.age_s,
             lease=self._membership.view(),
             peers=self._peer_table.view(),
-            queue=QueueView(self._prefill.is_pulling, self._prefill.num_handoffs, self._decode.push_error),
+            queue=QueueView(self.prefill.is_pulling, self.prefill.num_handoffs, self.decode.push_error),
             incoming=incoming.read(lambda: view_incoming(incoming.ledger)),
             outgoing=outgoing.read(lambda: view_outgoing(outgoing.ledger)),
             loans=self._engine.peek(lambda engine: engine.lends.writable_blocks() if engine.lends else {}),
-            num_requests=self._decode.num_requests,
+            num_requests=self.decode.num_requests,
             num_paired=self._paired.num_waiting,
             disagg=self._policy.config,
             kv_compatibility=self._membership.kv_compatibility,
@@ -354,7 +358,7 @@ class Worker:
 
     def check_integrity(self) -> None:
         """Check the parts besides the engine. Raises IntegrityError."""
-        self._transfer.check_integrity()
+        self.transfer.check_integrity()
 
     @property
     def is_ready(self) -> bool:
@@ -368,7 +372,7 @@ class Worker:
 
     def stats(self) -> WorkerStats:
         """All counts, at once: waits neither for the engine nor for a server."""
-        decode, prefill = self._decode.handoffs.ledger, self._prefill.handoffs.ledger
+        decode, prefill = self.decode.handoffs.ledger, self.prefill.handoffs.ledger
         return WorkerStats(
             worker_id=self.identity.worker_id,
             model=self.settings.model,
@@ -380,13 +384,13 @@ class Worker:
             num_open_handoffs=decode.num_open,
             num_grants=decode.num_grants,
             handoffs=copied(decode.counters),
-            decode=self._decode.counts(),
-            prefill=self._prefill.stats,
-            transfer=self._transfer.stats(),
-            remote=self._decode.cost_stats(),
+            decode=self.decode.counts(),
+            prefill=self.prefill.stats,
+            transfer=self.transfer.stats(),
+            remote=self.decode.cost_stats(),
             refusals=dict(self._refusals.counts),
             prefill_ends=prefill.counters.ends.copy(),
             num_unleased_entries=self._control.discovery.num_unleased,
             transfer_cost_error=self._transfer_rates.relative_error,
-            transfer_durations=self._transfer.durations,
+            transfer_durations=self.transfer.durations,
         )

@@ -28,13 +28,14 @@ class NatsLease(HeldLease):
         self._is_suspect = False
         self._holder = holder
         self._seq = 0
-        self._num_keepalives = 0
+        self.num_keepalives = 0
+        """Sent for this lease."""
         self._is_registered = True
 
     def __repr__(self) -> str:
         return (
             f"NatsLease({self._lease_id}, ttl_s={self._ttl_s:g}, keys={len(self._values)}, "
-            f"keepalives={self._num_keepalives})"
+            f"keepalives={self.num_keepalives})"
         )
 
     async def start(self) -> None:
@@ -117,7 +118,7 @@ class NatsLease(HeldLease):
         lease_id = uuid4().hex[:16]
         sent_s = time.monotonic()
         self._seq = await self._bucket.grant_lease(lease_id, LeaseValue(self._ttl_s, self._holder))
-        self._num_keepalives = 1
+        self.num_keepalives = 1
         self._is_suspect = False
         self._confirmed(sent_s)
         self._lease_id = lease_id
@@ -125,5 +126,5 @@ class NatsLease(HeldLease):
     async def _send_keepalive(self, lease_id: str) -> None:
         sent_s = time.monotonic()
         self._seq = await self._bucket.refresh_lease(lease_id, self._seq)
-        self._num_keepalives += 1
+        self.num_keepalives += 1
         self._confirmed(sent_s)

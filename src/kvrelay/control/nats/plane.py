@@ -21,12 +21,12 @@ class ClosableDiscovery(Discovery, Protocol):
 
 
 class NatsControlPlane:
-    """ControlPlane over one connection. ``close`` ends all parts."""
+    """ControlPlane over one ``connection``. ``close`` ends all parts."""
 
     def __init__(
         self, connection: NatsConnection, discovery: ClosableDiscovery, prefill_queue: NatsPrefillQueue
     ) -> None:
-        self._connection = connection
+        self.connection = connection
         self.discovery = discovery
         self.prefill_queue = prefill_queue
         self.events = NatsEventBus(connection)
@@ -61,13 +61,13 @@ class NatsControlPlane:
 
     def __repr__(self) -> str:
         state = "connected" if self.is_connected else "not connected"
-        return f"NatsControlPlane({self._connection.url}, {state}, {self.discovery!r}, {self.prefill_queue!r})"
+        return f"NatsControlPlane({self.connection.url}, {state}, {self.discovery!r}, {self.prefill_queue!r})"
 
     @property
     def is_connected(self) -> bool:
-        return self._connection.is_connected
+        return self.connection.is_connected
 
     async def close(self) -> None:
         await self.discovery.close()
         await self.prefill_queue.close()
-        await self._connection.close()
+        await self.connection.close()

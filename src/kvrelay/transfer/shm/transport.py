@@ -98,7 +98,7 @@ class ShmTransport(OneSided):
     def __init__(self, memory: SharedPoolMemory, worker_id: str, copy: CopyPieces | None = None) -> None:
         self._memory = memory
         self._worker_id = worker_id
-        self._copy = copy
+        self.copy = copy
         self._host = this_host()
         self._region: MemoryRegion | None = None
         self._mailbox: Mailbox | None = None
@@ -123,10 +123,10 @@ class ShmTransport(OneSided):
             self._mailbox = Mailbox(MAX_NOTIFY_BYTES)
         except OSError as exc:
             raise FatalError(f"transport shm: this kernel has no locks or pipes for us: {exc}") from exc
-        if self._copy is None:
+        if self.copy is None:
             from kvrelay.transfer.shm.copying import copy_pieces
 
-            self._copy = copy_pieces
+            self.copy = copy_pieces
         self._region = region
         return msgspec.msgpack.encode(
             ShmAgent(
@@ -218,7 +218,7 @@ class ShmTransport(OneSided):
 
     def _move(self, op: TransferOp, peer: _Peer, region: MemoryRegion, pieces: Pieces) -> str | None:
         """Copy all pieces under the lock; why not, if not."""
-        assert self._copy is not None
+        assert self.copy is not None
         if not peer.sender.has_reader:
             return "is gone"
         if not peer.lock.share():
@@ -228,7 +228,7 @@ class ShmTransport(OneSided):
                 sides = (peer.address, pieces.remote_offsets, region.address, pieces.local_offsets)
             else:
                 sides = (region.address, pieces.local_offsets, peer.address, pieces.remote_offsets)
-            self._copy(*sides, pieces.lengths)
+            self.copy(*sides, pieces.lengths)
         finally:
             peer.lock.release()
         return None

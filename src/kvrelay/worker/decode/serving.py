@@ -111,7 +111,7 @@ class DecodeSide:
         self.handoffs = IncomingHandoffs(
             around, self.stats, push=self._queued.push, on_arrived=self.placement.prefill_took
         )
-        self._arrivals: ShortestFirst[_Served] = ShortestFirst()
+        self.arrivals: ShortestFirst[_Served] = ShortestFirst()
         """Those that the engine has not taken in."""
         self._numbers = itertools.count(1)
         self._served: dict[str, _Served] = {}
@@ -181,7 +181,7 @@ class DecodeSide:
             self.handoffs.handle(de.Expected(handoff_id, message.pair.prefill_worker_id))
         self._queued.watch()
         num_tokens = len(message.prompt_token_ids) + len(message.output_token_ids)
-        self._arrivals.add(served.number, num_tokens, served)
+        self.arrivals.add(served.number, num_tokens, served)
         self._engine.post(self._admit_next)
 
     def _paired_handoff(self, message: GenerateRequest) -> HandoffId | None:
@@ -226,7 +226,7 @@ class DecodeSide:
 
     def _abort_now(self, core: Engine, served: _Served) -> None:
         """On the engine thread; the engine may not have seen the request yet."""
-        if self._arrivals.remove(served.number) is None:
+        if self.arrivals.remove(served.number) is None:
             core.abort(served.message.request_id)
             return
         self._admission.received(served.message)
@@ -234,7 +234,7 @@ class DecodeSide:
 
     def _admit_next(self, core: Engine) -> None:
         """On the engine thread: take in the next request, not necessarily the one that was posted."""
-        served = self._arrivals.take()
+        served = self.arrivals.take()
         if served is not None:
             self._admit(core, served.peer, served.message, served.handoff_id)
 
