@@ -20,13 +20,15 @@ from kvrelay.cli.options import (
     served_name_option,
     settings_options,
 )
-from kvrelay.config import ControlConfig, DisaggConfig, FrontendConfig, RouterConfig, WorkerRole
+from kvrelay.config import ControlConfig, DisaggConfig, FrontendConfig, MetricsConfig, RouterConfig, WorkerRole
 from kvrelay.config.worker import WORKER_SECTIONS
 
 T = TypeVar("T")
 
 WORKER_SETTINGS = tuple(WORKER_SECTIONS.values())
-FRONTEND_SETTINGS = (FrontendConfig, RouterConfig, ControlConfig, DisaggConfig)
+FRONTEND_SETTINGS = (FrontendConfig, RouterConfig, ControlConfig, DisaggConfig, MetricsConfig)
+WORKERS_ONLY = ("metrics_port", "metrics_host")
+"""A frontend has its metrics at its own port."""
 
 
 def run_async(coroutine: Coroutine[Any, Any, T]) -> T:
@@ -87,7 +89,7 @@ def worker(
 
 
 @click.command(cls=GroupedCommand, everyday=EVERYDAY_FRONTEND)
-@settings_options(*FRONTEND_SETTINGS)
+@settings_options(*FRONTEND_SETTINGS, exclude=WORKERS_ONLY)
 def frontend(config_file: Path | None, **flags: object) -> None:
     """Run one frontend: the OpenAI API of a cluster.
 
@@ -102,5 +104,6 @@ def frontend(config_file: Path | None, **flags: object) -> None:
             source.build(RouterConfig),
             source.build(ControlConfig),
             source.build(DisaggConfig),
+            source.build(MetricsConfig).metrics_keys_file,
         )
     )

@@ -350,7 +350,9 @@ class MetricsConfig(Settings):
         high=65535,
     )
     metrics_host: str = setting("127.0.0.1", "Address of the monitoring port.")
-    metrics_keys_file: str = setting("", "File of hashed API keys for /metrics; see kvrelay api-key.")
+    metrics_keys_file: str = setting(
+        "", "File of hashed API keys for a worker's /metrics; a frontend shows them every request on /ui and /debug."
+    )
 
 
 @dataclass(frozen=True, slots=True)

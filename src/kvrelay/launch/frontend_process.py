@@ -17,7 +17,7 @@ from kvrelay.errors import ConfigError
 from kvrelay.frontend import Frontend, run_frontend
 from kvrelay.http import raise_descriptor_limit
 from kvrelay.launch.process import SWITCH_INTERVAL_S, on_terminate, spare_what_stays
-from kvrelay.launch.request_plane import client_of, frontend_keys, require_api_key
+from kvrelay.launch.request_plane import client_of, frontend_keys, new_caller_id, require_api_key
 from kvrelay.router import ReplayRequester, Router, RouterStage
 
 _log = logging.getLogger(__name__)
@@ -31,7 +31,11 @@ def cluster_name(control: ControlConfig) -> str:
 
 
 async def run_frontend_process(
-    frontend: FrontendConfig, router: RouterConfig, control: ControlConfig, disagg: DisaggConfig
+    frontend: FrontendConfig,
+    router: RouterConfig,
+    control: ControlConfig,
+    disagg: DisaggConfig,
+    metrics_keys_file: str = "",
 ) -> None:
     """Run until SIGTERM. Raises ConfigError, ControlUnavailableError, AddressInUseError."""
     if not control.control:
@@ -43,7 +47,7 @@ async def run_frontend_process(
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     stop = asyncio.Event()
     on_terminate(stop.set)
-    clock = MonotonicClock()
+    clock, frontend_id = MonotonicClock(), new_caller_id()
 
     def router_of(block_size: int, request_replay: ReplayRequester, stage: RouterStage) -> Router:
         return Router(router, block_size, clock, stage, request_replay)
@@ -62,7 +66,7 @@ async def run_frontend_process(
 
     plane = await connect_control(control)
     try:
-        async with frontend_keys(plane, control, stop.set) as ours:
+        async with frontend_keys(plane, control, stop.set, frontend_id) as ours:
             await run_frontend(
                 frontend,
                 plane,
@@ -71,6 +75,8 @@ async def run_frontend_process(
                 router_of,
                 cluster=cluster_name(control),
                 disagg=disagg,
+                frontend_id=frontend_id,
+                metrics_keys_file=metrics_keys_file,
                 stop=stop,
                 on_ready=ready,
                 on_stopping=stopping,

@@ -144,6 +144,8 @@ class Cluster:
             self._workers.append(child)
         frontend = replace(self._config.frontend, port=self._port)
         flags = settings_flags(frontend, self._config.router, self._common.disagg, self._common.control)
+        if self._common.metrics.metrics_keys_file:
+            flags += ["--metrics-keys-file", self._common.metrics.metrics_keys_file]
         command = kvrelay_command("frontend", *flags)
         environment = control_environment(self._control, api_key=frontend.api_key)
         for number in range(self._config.num_frontends):

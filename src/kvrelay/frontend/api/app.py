@@ -7,8 +7,8 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -24,12 +24,16 @@ from kvrelay.frontend.access.access_log import AccessLog
 from kvrelay.frontend.access.admission import Admission
 from kvrelay.frontend.access.api_keys import ApiKeys, following
 from kvrelay.frontend.access.cors import AllowedOrigins
+from kvrelay.frontend.access.viewers import BASIC_CHALLENGE, Viewers
 from kvrelay.frontend.anthropic import COUNT_TOKENS_PATH, COUNTED, MESSAGES, MESSAGES_PATH, anthropic_error
+from kvrelay.frontend.api.cluster_view import ClusterView
 from kvrelay.frontend.api.content_coding import gunzipped, is_coded
 from kvrelay.frontend.api.fields import RequestFields
 from kvrelay.frontend.api.openapi import docs_page, openapi_document
+from kvrelay.frontend.api.page import PAGE, Page
 from kvrelay.frontend.api.routing import RoutingEndpoints
 from kvrelay.frontend.cluster.cluster import Cluster
+from kvrelay.frontend.cluster.frontends import Frontends
 from kvrelay.frontend.cluster.metrics import FrontendMetrics
 from kvrelay.frontend.cluster.models import Model
 from kvrelay.frontend.generate.answers import ClientGoneError, require_client
@@ -46,7 +50,7 @@ from kvrelay.version import __version__
 _log = logging.getLogger(__name__)
 
 MODEL_PATH = "/v1/models/"
-OPEN_PATHS = frozenset({"/health", "/live", "/ping", "/version", "/openapi.json", "/docs"})
+OPEN_PATHS = frozenset({"/", "/health", "/live", "/ping", "/version", "/openapi.json", "/docs"})
 """Paths that need no key, because load balancers have none. On loopback ``/metrics`` is open too."""
 NOT_SERVED = {
     "/v1/embeddings": "embeddings",
@@ -106,22 +110,35 @@ class TokenizerInfo(msgspec.Struct, frozen=True):
 @dataclass(frozen=True, slots=True)
 class Route:
     """A path's method, handler, and the prefix of its request ids. ``takes_x_api_key``: the key may stand in that
-    header."""
+    header. ``is_for_people``: browsers are asked for a key by HTTP Basic (``access/viewers.py``)."""
 
     method: str
     handler: Handler
     id_prefix: str = "req-"
     takes_x_api_key: bool = False
+    is_for_people: bool = False
 
 
 class FrontendApp:
     """Implements ``HttpApplication``."""
 
-    def __init__(self, config: FrontendConfig, cluster: Cluster, metrics: FrontendMetrics) -> None:
-        """Raises ConfigError if the API keys cannot be read."""
+    def __init__(
+        self,
+        config: FrontendConfig,
+        cluster: Cluster,
+        metrics: FrontendMetrics,
+        frontends: Frontends,
+        metrics_keys_file: str = "",
+    ) -> None:
+        """``metrics_keys_file``: the keys that see every request and the whole cluster.
+
+        Raises ConfigError if the API keys cannot be read."""
         common = KeyLimits(config.requests_per_minute, config.tokens_per_minute, config.requests_at_once)
         self._keys = ApiKeys.load(config.api_key, config.api_keys_file, common)
         self._keys_file = config.api_keys_file
+        self._metrics_keys = ApiKeys.load("", metrics_keys_file)
+        self._metrics_keys_file = metrics_keys_file
+        self._viewers = Viewers(self._keys, self._metrics_keys)
         self._admission = Admission(config.max_waiting_requests, MonotonicClock())
         metrics.num_in_flight_of = lambda: self._admission.num_in_flight
         metrics.rejections_of = lambda: self._admission.rejections
@@ -142,6 +159,7 @@ class FrontendApp:
         routing = RoutingEndpoints(
             cluster, self._threads, fields, HandoffOrder(config.order), metrics, is_shared=config.share_prefix_cache
         )
+        page, view = Page(), ClusterView(cluster, frontends, self._viewers)
         self._routes = {
             "/v1/completions": Route("POST", pipeline.complete, "cmpl-"),
             "/v1/chat/completions": Route("POST", partial(pipeline.chat, CHAT_COMPLETIONS), "chatcmpl-"),
@@ -162,13 +180,22 @@ class FrontendApp:
             "/load": Route("GET", self._load),
             "/tokenizer_info": Route("GET", self._tokenizer_info),
             "/docs": Route("GET", self._docs),
+            "/": Route("GET", page.redirect),
+            **dict.fromkeys(page.paths, Route("GET", page.show, is_for_people=True)),
+            PAGE.rstrip("/"): Route("GET", page.redirect, is_for_people=True),
+            "/debug/cluster": Route("GET", view.show, is_for_people=True),
             **dict.fromkeys(NOT_SERVED, Route("POST", self._refuse)),
         }
         self._model_route = Route("GET", self._model)
 
-    def following_keys(self) -> AbstractAsyncContextManager[None]:
-        """A changed file of API keys is loaded while this context is open."""
-        return following(self._keys_file, self._keys, lambda: self._admission.keep_keys(self._keys.names))
+    @asynccontextmanager
+    async def following_keys(self) -> AsyncIterator[None]:
+        """Changed files of keys are loaded while this context is open."""
+        async with (
+            following(self._keys_file, self._keys, lambda: self._admission.keep_keys(self._keys.names)),
+            following(self._metrics_keys_file, self._metrics_keys),
+        ):
+            yield
 
     # -- HttpApplication ----------------------------------------------------------------------------------------------
 
@@ -186,13 +213,10 @@ class FrontendApp:
             allow = [(b"allow", route.method.encode())]
             failure = Failure(405, f"{request.path[:200]} takes {route.method}")
             return self._refusal(request, failure, allow)
-        if request.path not in self._open_paths:
-            client = self._keys.name_of(_authorization(request, route))
-            if client is None:
-                challenge = [(b"www-authenticate", b"Bearer")]
-                failure = Failure(401, "a valid API key is needed", code="invalid_api_key")
-                return self._refusal(request, failure, challenge)
-            request.client, request.max_body_bytes = client, self._keys.limits_of(client).max_body_bytes
+        if request.path not in self._open_paths and not self._admits(request, route):
+            challenge = [(b"www-authenticate", BASIC_CHALLENGE if route.is_for_people else b"Bearer")]
+            failure = Failure(401, "a valid API key is needed", code="invalid_api_key")
+            return self._refusal(request, failure, challenge)
         if route.method != "POST":
             request.max_body_bytes = 0
         return None
@@ -218,6 +242,18 @@ class FrontendApp:
         if route is None and path.startswith(MODEL_PATH) and path != MODEL_PATH:
             return self._model_route
         return route
+
+    def _admits(self, request: HttpRequest, route: Route) -> bool:
+        """Whether the request has a valid key, or needs none. It then carries the key's name and limit."""
+        authorization = _authorization(request, route)
+        if route.is_for_people:
+            viewer = self._viewers.viewer(authorization)
+            request.client = "" if viewer is None else viewer.name
+            return viewer is not None
+        client = self._keys.name_of(authorization)
+        if client is not None:
+            request.client, request.max_body_bytes = client, self._keys.limits_of(client).max_body_bytes
+        return client is not None
 
     def _check_rate(self, request: HttpRequest) -> None:
         """Raises OverloadedError for a client that exceeds its request rate, and KeyRevokedError for one whose key was

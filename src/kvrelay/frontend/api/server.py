@@ -14,6 +14,8 @@ from kvrelay.config import DisaggConfig, FrontendConfig
 from kvrelay.control.base import ControlPlane, Keys
 from kvrelay.frontend.api.app import FrontendApp
 from kvrelay.frontend.cluster.cluster import Cluster, RouterFactory, RpcClientFactory
+from kvrelay.frontend.cluster.figures import Figures
+from kvrelay.frontend.cluster.frontends import Frontends
 from kvrelay.frontend.cluster.metrics import FrontendMetrics
 from kvrelay.http import HttpLimits, HttpServer, open_listener, server_tls
 
@@ -37,8 +39,11 @@ class Frontend:
         build_router: RouterFactory,
         cluster: str = "",
         disagg: DisaggConfig | None = None,
+        frontend_id: str = "",
+        metrics_keys_file: str = "",
     ) -> None:
-        """``cluster`` identifies the cluster: only frontends of one cluster share a port.
+        """``cluster`` identifies the cluster: only frontends of one cluster share a port. ``frontend_id`` is that of
+        our entry in discovery.
 
         Raises AddressInUseError, ConfigError."""
         self.metrics = FrontendMetrics()
@@ -49,7 +54,9 @@ class Frontend:
         self.metrics.watch_places(self.cluster.count_places)
         self._config = config
         self._background = AsyncExitStack()
-        self._app = FrontendApp(config, self.cluster, self.metrics)
+        figures = Figures(self.metrics, self.cluster.links)
+        self._frontends = Frontends(control, keys, frontend_id, figures)
+        self._app = FrontendApp(config, self.cluster, self.metrics, self._frontends, metrics_keys_file)
         limits = HttpLimits(
             max_body_bytes=config.max_body_bytes,
             max_buffered_bytes=max(config.max_buffered_bytes, config.max_body_bytes),
@@ -84,6 +91,8 @@ class Frontend:
         if not await self.cluster.wait_connected(CONNECT_TIMEOUT_S):
             _log.warning("could not connect to all workers within %g s; serving without them", CONNECT_TIMEOUT_S)
         await self._background.enter_async_context(self._app.following_keys())
+        await self._frontends.start()
+        self._background.push_async_callback(self._frontends.close)
         await self._server.start()
 
     async def close(self) -> None:
@@ -104,12 +113,14 @@ async def run_frontend(
     *,
     cluster: str,
     disagg: DisaggConfig,
+    frontend_id: str,
+    metrics_keys_file: str,
     stop: asyncio.Event,
     on_ready: Callable[[Frontend], None],
     on_stopping: Callable[[Frontend], None],
 ) -> None:
     """Serve until ``stop`` is set. Raises AddressInUseError, ConfigError, ControlUnavailableError."""
-    frontend = Frontend(config, control, keys, connect, build_router, cluster, disagg)
+    frontend = Frontend(config, control, keys, connect, build_router, cluster, disagg, frontend_id, metrics_keys_file)
     try:
         await frontend.start()
         on_ready(frontend)
