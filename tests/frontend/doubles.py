@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from kvrelay.config import FrontendConfig, RouterConfig
+from kvrelay.config import FrontendConfig, MetricsConfig, RouterConfig
 from kvrelay.control.base import Keys, Lease
 from kvrelay.control.memory import MemoryBroker
 from kvrelay.core.clock import MonotonicClock
@@ -227,7 +227,7 @@ class FakeCluster:
     async def deregister(self, worker_id: str) -> None:
         await self.control.discovery.delete(self.keys.worker(worker_id))
 
-    async def start(self, **settings: object) -> Frontend:
+    async def start(self, monitoring: MetricsConfig | None = None, name: str = "", **settings: object) -> Frontend:
         config = FrontendConfig(**{"port": 0, "shutdown_timeout_s": 1.0, **settings})
         frontend = self.frontend = Frontend(
             config,
@@ -237,6 +237,8 @@ class FakeCluster:
             lambda block_size, replay, stage: Router(
                 RouterConfig(router="round-robin"), block_size, MonotonicClock(), stage, replay
             ),
+            monitoring=monitoring,
+            name=name,
         )
         await frontend.start()
         return frontend

@@ -27,8 +27,6 @@ T = TypeVar("T")
 
 WORKER_SETTINGS = tuple(WORKER_SECTIONS.values())
 FRONTEND_SETTINGS = (FrontendConfig, RouterConfig, ControlConfig, DisaggConfig, MetricsConfig)
-WORKERS_ONLY = ("metrics_port", "metrics_host")
-"""A frontend has its metrics at its own port."""
 
 
 def run_async(coroutine: Coroutine[Any, Any, T]) -> T:
@@ -44,6 +42,8 @@ EVERYDAY_WORKER = (
     *("max_num_seqs", "max_num_batched_tokens", "max_model_len", "kv_cache_memory", "block_size", "dtype", "device"),
     *("num_threads", "tp", "pp", "dp", "ep", "transport", "ucx_tls", "ucx_net_devices", "disagg_policy", "config_file"),
 )
+WORKER_PORT = ("metrics_port", "metrics_host")
+"""A frontend has its own port."""
 EVERYDAY_FRONTEND = (
     *("host", "port", "api_key", "api_keys_file", "requests_per_minute", "tls_cert", "tls_key", "max_body_bytes"),
     *("max_waiting_requests", "request_timeout_s", "allowed_origins", "access_log", "tool_call_parser"),
@@ -89,7 +89,7 @@ def worker(
 
 
 @click.command(cls=GroupedCommand, everyday=EVERYDAY_FRONTEND)
-@settings_options(*FRONTEND_SETTINGS, exclude=WORKERS_ONLY)
+@settings_options(*FRONTEND_SETTINGS, exclude=WORKER_PORT)
 def frontend(config_file: Path | None, **flags: object) -> None:
     """Run one frontend: the OpenAI API of a cluster.
 
@@ -104,6 +104,6 @@ def frontend(config_file: Path | None, **flags: object) -> None:
             source.build(RouterConfig),
             source.build(ControlConfig),
             source.build(DisaggConfig),
-            source.build(MetricsConfig).metrics_keys_file,
+            source.build(MetricsConfig),
         )
     )

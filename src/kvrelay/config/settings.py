@@ -339,7 +339,8 @@ class KeyLimits(Settings):
 
 @dataclass(frozen=True, slots=True)
 class MetricsConfig(Settings):
-    """A worker's own HTTP port for monitoring: ``/metrics``, ``/health``, ``/live``."""
+    """What operators see: a worker's own HTTP port for ``/metrics``, ``/health`` and ``/live``, and where the time of
+    requests went."""
 
     section: ClassVar[str] = "metrics"
 
@@ -351,7 +352,10 @@ class MetricsConfig(Settings):
     )
     metrics_host: str = setting("127.0.0.1", "Address of the monitoring port.")
     metrics_keys_file: str = setting(
-        "", "File of hashed API keys for a worker's /metrics; a frontend shows them every request on /ui and /debug."
+        "", "File of hashed API keys for a worker's /metrics and for all requests at /debug; see kvrelay api-key."
+    )
+    request_marks: bool = setting(
+        True, "Marks of each request's phases, shown by kvrelay waterfall and /debug/requests."
     )
 
 

@@ -244,6 +244,10 @@ class Keys:
     def worker_load(self, worker_id: str) -> str:
         return f"{self.subject_root}load.{worker_id}"
 
+    def frontend_requests(self, caller_id: str) -> str:
+        """Request/reply: what a frontend can show of its requests."""
+        return f"{self.subject_root}requests.{caller_id}"
+
     def worker_replay(self, worker_id: str) -> str:
         """Request/reply: a first sequence number in, KvEventBatch frames out."""
         return f"{self.subject_root}replay.{worker_id}"

@@ -67,6 +67,8 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Tr
     where the prefill ran, with the estimates, if the request asked. ``stop_token`` is the stop
     token id that ended the answer, if one did.
     ``is_final``: the ``error`` is due to the request itself (its grammar failed), so no other worker would do better.
+    ``marks``: when the request reached which phase (``kvrelay.marks``), with the first output and with the last; empty
+    from a worker that makes none.
     """
 
     request_id: str
@@ -80,6 +82,7 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Tr
     position: int = 0
     is_final: bool = False
     decision: str = ""
+    marks: bytes = b""
 
 
 class OutputBatch(msgspec.Struct, frozen=True, tag=True):

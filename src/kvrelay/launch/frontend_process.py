@@ -9,7 +9,7 @@ import sys
 from functools import partial
 from urllib.parse import urlsplit
 
-from kvrelay.config import ControlConfig, DisaggConfig, FrontendConfig, RouterConfig
+from kvrelay.config import ControlConfig, DisaggConfig, FrontendConfig, MetricsConfig, RouterConfig
 from kvrelay.control import connect_control
 from kvrelay.control.base import Keys
 from kvrelay.core.clock import MonotonicClock
@@ -35,7 +35,7 @@ async def run_frontend_process(
     router: RouterConfig,
     control: ControlConfig,
     disagg: DisaggConfig,
-    metrics_keys_file: str = "",
+    monitoring: MetricsConfig,
 ) -> None:
     """Run until SIGTERM. Raises ConfigError, ControlUnavailableError, AddressInUseError."""
     if not control.control:
@@ -47,7 +47,7 @@ async def run_frontend_process(
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     stop = asyncio.Event()
     on_terminate(stop.set)
-    clock, frontend_id = MonotonicClock(), new_caller_id()
+    clock = MonotonicClock()
 
     def router_of(block_size: int, request_replay: ReplayRequester, stage: RouterStage) -> Router:
         return Router(router, block_size, clock, stage, request_replay)
@@ -66,7 +66,8 @@ async def run_frontend_process(
 
     plane = await connect_control(control)
     try:
-        async with frontend_keys(plane, control, stop.set, frontend_id) as ours:
+        name = new_caller_id()
+        async with frontend_keys(plane, control, stop.set, name) as ours:
             await run_frontend(
                 frontend,
                 plane,
@@ -75,8 +76,8 @@ async def run_frontend_process(
                 router_of,
                 cluster=cluster_name(control),
                 disagg=disagg,
-                frontend_id=frontend_id,
-                metrics_keys_file=metrics_keys_file,
+                monitoring=monitoring,
+                name=name,
                 stop=stop,
                 on_ready=ready,
                 on_stopping=stopping,

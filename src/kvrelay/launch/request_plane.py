@@ -53,23 +53,18 @@ def connector(heartbeat: Heartbeat, keys: CurveKeys | None) -> Callable[[str, st
     return connect
 
 
-def new_caller_id() -> str:
-    """The id of a frontend or operator, new at every start."""
-    return uuid.uuid4().hex[:10]
-
-
 @asynccontextmanager
 async def frontend_keys(
-    control: ControlPlane, config: ControlConfig, on_revoked: Callable[[], None], caller_id: str
+    control: ControlPlane, config: ControlConfig, on_revoked: Callable[[], None], name: str
 ) -> AsyncIterator[CurveKeys]:
-    """Keys of the frontend ``caller_id``, known to workers until the context ends. ``on_revoked`` is called if an
-    operator revokes the lease, so that the frontend leaves.
+    """Keys of the frontend ``name``, known to workers until the context ends. ``on_revoked`` is called if an operator
+    revokes the lease, so that the frontend leaves.
 
     Raises ControlUnavailableError.
     """
     lease = await control.discovery.grant(config.lease_ttl_s)
     lease.on_revoked(on_revoked)
-    async with _known(control, lease, Keys(config.namespace).frontend, caller_id) as keys:
+    async with _known(control, lease, Keys(config.namespace).frontend, name) as keys:
         yield keys
 
 
@@ -79,6 +74,11 @@ async def operator_keys(control: ControlPlane, config: ControlConfig) -> AsyncIt
     lease = await control.discovery.grant(config.lease_ttl_s)
     async with _known(control, lease, Keys(config.namespace).operator, new_caller_id()) as keys:
         yield keys
+
+
+def new_caller_id() -> str:
+    """Ten hexadecimal digits."""
+    return uuid.uuid4().hex[:10]
 
 
 @asynccontextmanager

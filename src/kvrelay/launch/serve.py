@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kvrelay.config import FrontendConfig, RouterConfig, WorkerConfig, WorkerRole
+from kvrelay.config.loading import settings_to_flags
 from kvrelay.control import connect_control
 from kvrelay.control.base import Keys
 from kvrelay.control.credentials import require_credentials
@@ -144,8 +145,7 @@ class Cluster:
             self._workers.append(child)
         frontend = replace(self._config.frontend, port=self._port)
         flags = settings_flags(frontend, self._config.router, self._common.disagg, self._common.control)
-        if self._common.metrics.metrics_keys_file:
-            flags += ["--metrics-keys-file", self._common.metrics.metrics_keys_file]
+        flags += settings_to_flags(self._common.metrics, skip=("metrics_port", "metrics_host"))
         command = kvrelay_command("frontend", *flags)
         environment = control_environment(self._control, api_key=frontend.api_key)
         for number in range(self._config.num_frontends):

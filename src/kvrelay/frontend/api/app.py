@@ -24,13 +24,13 @@ from kvrelay.frontend.access.access_log import AccessLog
 from kvrelay.frontend.access.admission import Admission
 from kvrelay.frontend.access.api_keys import ApiKeys, following
 from kvrelay.frontend.access.cors import AllowedOrigins
-from kvrelay.frontend.access.viewers import BASIC_CHALLENGE, Viewers
 from kvrelay.frontend.anthropic import COUNT_TOKENS_PATH, COUNTED, MESSAGES, MESSAGES_PATH, anthropic_error
-from kvrelay.frontend.api.cluster_view import ClusterView
+from kvrelay.frontend.api.cluster_view import CLUSTER_PATH, ClusterView
 from kvrelay.frontend.api.content_coding import gunzipped, is_coded
 from kvrelay.frontend.api.fields import RequestFields
 from kvrelay.frontend.api.openapi import docs_page, openapi_document
 from kvrelay.frontend.api.page import PAGE, Page
+from kvrelay.frontend.api.requests_shown import CHALLENGE, REQUESTS_PATH, ShownRequests
 from kvrelay.frontend.api.routing import RoutingEndpoints
 from kvrelay.frontend.cluster.cluster import Cluster
 from kvrelay.frontend.cluster.frontends import Frontends
@@ -69,6 +69,8 @@ NOT_SERVED = {
 }
 """What is asked for there is not done here."""
 MAX_REQUEST_ID_CHARS = 128
+NUM_RANDOM = 8
+"""Digits that make a client's own id unique."""
 
 Handler = Callable[[Exchange, str], Awaitable[None]]
 
@@ -110,13 +112,13 @@ class TokenizerInfo(msgspec.Struct, frozen=True):
 @dataclass(frozen=True, slots=True)
 class Route:
     """A path's method, handler, and the prefix of its request ids. ``takes_x_api_key``: the key may stand in that
-    header. ``is_for_people``: browsers are asked for a key by HTTP Basic (``access/viewers.py``)."""
+    header. ``shows_requests``: the keys of operators are admitted too, and HTTP Basic."""
 
     method: str
     handler: Handler
     id_prefix: str = "req-"
     takes_x_api_key: bool = False
-    is_for_people: bool = False
+    shows_requests: bool = False
 
 
 class FrontendApp:
@@ -127,24 +129,20 @@ class FrontendApp:
         config: FrontendConfig,
         cluster: Cluster,
         metrics: FrontendMetrics,
+        shown: ShownRequests,
         frontends: Frontends,
-        metrics_keys_file: str = "",
     ) -> None:
-        """``metrics_keys_file``: the keys that see every request and the whole cluster.
-
-        Raises ConfigError if the API keys cannot be read."""
+        """Raises ConfigError if the API keys cannot be read."""
         common = KeyLimits(config.requests_per_minute, config.tokens_per_minute, config.requests_at_once)
         self._keys = ApiKeys.load(config.api_key, config.api_keys_file, common)
         self._keys_file = config.api_keys_file
-        self._metrics_keys = ApiKeys.load("", metrics_keys_file)
-        self._metrics_keys_file = metrics_keys_file
-        self._viewers = Viewers(self._keys, self._metrics_keys)
         self._admission = Admission(config.max_waiting_requests, MonotonicClock())
         metrics.num_in_flight_of = lambda: self._admission.num_in_flight
         metrics.rejections_of = lambda: self._admission.rejections
         self._open_paths = OPEN_PATHS | {"/metrics"} if is_loopback(config.host) else OPEN_PATHS
         self._cluster = cluster
         self._metrics = metrics
+        self._shown = shown
         self._tasks = TaskSet()
         document = openapi_document()
         self._openapi, self._docs_page = msgspec.json.encode(document), docs_page(document)
@@ -154,12 +152,20 @@ class FrontendApp:
         self._max_body_bytes = config.max_body_bytes
         self._fields = fields = RequestFields(config.on_unknown_field)
         pipeline = Pipeline(
-            config, cluster, metrics, self._keys, self._admission, self._threads, self._access_log, fields.check
+            config,
+            cluster,
+            metrics,
+            self._keys,
+            self._admission,
+            self._threads,
+            self._access_log,
+            fields.check,
+            shown.kept,
         )
         routing = RoutingEndpoints(
             cluster, self._threads, fields, HandoffOrder(config.order), metrics, is_shared=config.share_prefix_cache
         )
-        page, view = Page(), ClusterView(cluster, frontends, self._viewers)
+        page = Page()
         self._routes = {
             "/v1/completions": Route("POST", pipeline.complete, "cmpl-"),
             "/v1/chat/completions": Route("POST", partial(pipeline.chat, CHAT_COMPLETIONS), "chatcmpl-"),
@@ -180,20 +186,25 @@ class FrontendApp:
             "/load": Route("GET", self._load),
             "/tokenizer_info": Route("GET", self._tokenizer_info),
             "/docs": Route("GET", self._docs),
+            REQUESTS_PATH: Route("GET", shown.show_list, shows_requests=True),
+            CLUSTER_PATH: Route("GET", ClusterView(cluster, frontends, shown).show, shows_requests=True),
             "/": Route("GET", page.redirect),
-            **dict.fromkeys(page.paths, Route("GET", page.show, is_for_people=True)),
-            PAGE.rstrip("/"): Route("GET", page.redirect, is_for_people=True),
-            "/debug/cluster": Route("GET", view.show, is_for_people=True),
+            PAGE.rstrip("/"): Route("GET", page.redirect, shows_requests=True),
+            **dict.fromkeys(page.paths, Route("GET", page.show, shows_requests=True)),
             **dict.fromkeys(NOT_SERVED, Route("POST", self._refuse)),
         }
-        self._model_route = Route("GET", self._model)
+        self._named_routes = {
+            MODEL_PATH: Route("GET", self._model),
+            f"{REQUESTS_PATH}/": Route("GET", shown.show, shows_requests=True),
+        }
+        """Paths that end with a name."""
 
     @asynccontextmanager
-    async def following_keys(self) -> AsyncIterator[None]:
-        """Changed files of keys are loaded while this context is open."""
+    async def serving(self) -> AsyncIterator[None]:
+        """Changed files of API keys are loaded, and other frontends are answered, while this context is open."""
         async with (
             following(self._keys_file, self._keys, lambda: self._admission.keep_keys(self._keys.names)),
-            following(self._metrics_keys_file, self._metrics_keys),
+            self._shown.serving(),
         ):
             yield
 
@@ -213,10 +224,18 @@ class FrontendApp:
             allow = [(b"allow", route.method.encode())]
             failure = Failure(405, f"{request.path[:200]} takes {route.method}")
             return self._refusal(request, failure, allow)
-        if request.path not in self._open_paths and not self._admits(request, route):
-            challenge = [(b"www-authenticate", BASIC_CHALLENGE if route.is_for_people else b"Bearer")]
-            failure = Failure(401, "a valid API key is needed", code="invalid_api_key")
-            return self._refusal(request, failure, challenge)
+        if request.path not in self._open_paths:
+            authorization = _authorization(request, route)
+            client = (
+                self._shown.viewer(authorization, self._keys)
+                if route.shows_requests
+                else self._keys.name_of(authorization)
+            )
+            if client is None:
+                challenge = CHALLENGE if route.shows_requests else [(b"www-authenticate", b"Bearer")]
+                failure = Failure(401, "a valid API key is needed", code="invalid_api_key")
+                return self._refusal(request, failure, challenge)
+            request.client, request.max_body_bytes = client, self._keys.limits_of(client).max_body_bytes
         if route.method != "POST":
             request.max_body_bytes = 0
         return None
@@ -234,26 +253,13 @@ class FrontendApp:
         await self._tasks.close()
         self._threads.close()
         self._access_log.close()
+        self._shown.close()
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
     def _route(self, path: str) -> Route | None:
         route = self._routes.get(path)
-        if route is None and path.startswith(MODEL_PATH) and path != MODEL_PATH:
-            return self._model_route
-        return route
-
-    def _admits(self, request: HttpRequest, route: Route) -> bool:
-        """Whether the request has a valid key, or needs none. It then carries the key's name and limit."""
-        authorization = _authorization(request, route)
-        if route.is_for_people:
-            viewer = self._viewers.viewer(authorization)
-            request.client = "" if viewer is None else viewer.name
-            return viewer is not None
-        client = self._keys.name_of(authorization)
-        if client is not None:
-            request.client, request.max_body_bytes = client, self._keys.limits_of(client).max_body_bytes
-        return client is not None
+        return route if route is not None else self._named_routes.get(_stem(path))
 
     def _check_rate(self, request: HttpRequest) -> None:
         """Raises OverloadedError for a client that exceeds its request rate, and KeyRevokedError for one whose key was
@@ -278,8 +284,8 @@ class FrontendApp:
         path = exchange.request.path
         route = self._route(path)
         assert route is not None
-        endpoint = MODEL_PATH + "{id}" if route is self._model_route else path
-        request_id = _request_id(exchange.request, route.id_prefix)
+        endpoint = path if path in self._routes else _stem(path) + "{id}"
+        request_id = _request_id(exchange.request, route.id_prefix, self._shown.name)
         status, started_s = "200", time.monotonic()
         request = exchange.request
         preflight = self._origins.preflight(request, route.method)
@@ -434,17 +440,23 @@ def _authorization(request: HttpRequest, route: Route) -> str:
     return given if given or not route.takes_x_api_key else f"Bearer {request.headers.get('x-api-key', '')}"
 
 
-def _request_id(request: HttpRequest, prefix: str) -> str:
-    """The prefix, the client's own id if it is valid, and a random part that makes the id unique."""
+def _stem(path: str) -> str:
+    """All but the name at the end; empty if there is none."""
+    stem, _, name = path.rpartition("/")
+    return f"{stem}/" if name else ""
+
+
+def _request_id(request: HttpRequest, prefix: str, frontend: str) -> str:
+    """The prefix, the client's own id if it is valid, this frontend's name, and a random part."""
     given = request.headers.get("x-request-id", "")
-    unique = uuid.uuid4().hex
+    unique = frontend + uuid.uuid4().hex[len(frontend) :]
     if (
         given
         and len(given) <= MAX_REQUEST_ID_CHARS
         and given.isascii()
         and given.replace("-", "").replace("_", "").isalnum()
     ):
-        return f"{prefix}{given}-{unique[:8]}"
+        return f"{prefix}{given}-{unique[: len(frontend) + NUM_RANDOM]}"
     return prefix + unique
 
 

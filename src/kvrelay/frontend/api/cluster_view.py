@@ -12,7 +12,7 @@ from urllib.parse import parse_qs
 import msgspec
 
 from kvrelay.errors import InvalidInputError
-from kvrelay.frontend.access.viewers import NotPermittedError, Viewers
+from kvrelay.frontend.api.requests_shown import ShownRequests
 from kvrelay.frontend.cluster.cluster import Cluster
 from kvrelay.frontend.cluster.figures import HISTORY_S
 from kvrelay.frontend.cluster.frontends import Frontends, KnownFrontend
@@ -33,7 +33,14 @@ from kvrelay.frontend.cluster.wrong_now import Wrong, wrong_now
 from kvrelay.http import Exchange, HttpRequest, Response
 from kvrelay.version import __version__
 
+CLUSTER_PATH = "/debug/cluster"
 FRESH_S = 0.5
+
+
+class NotPermittedError(InvalidInputError):
+    """The key is valid and does not open this."""
+
+    status = 403
 
 
 class ClusterSnapshot(msgspec.Struct, frozen=True):
@@ -54,11 +61,11 @@ class ClusterView:
     """The handler that ``FrontendApp`` expects."""
 
     def __init__(
-        self, cluster: Cluster, frontends: Frontends, viewers: Viewers, now_unix_s: Callable[[], float] = time.time
+        self, cluster: Cluster, frontends: Frontends, shown: ShownRequests, now_unix_s: Callable[[], float] = time.time
     ) -> None:
         self._cluster = cluster
         self._frontends = frontends
-        self._viewers = viewers
+        self._shown = shown
         self._now_unix_s = now_unix_s
         self._looking = asyncio.Lock()
         self._looked_s = -FRESH_S
@@ -67,9 +74,10 @@ class ClusterView:
         self._queued_since_s: float | None = None
 
     async def show(self, exchange: Exchange, request_id: str) -> None:
-        """``?since=N``: the history after second N (default: five minutes). Raises InvalidInputError."""
-        viewer = self._viewers.viewer(exchange.request.headers.get("authorization", ""))
-        if viewer is None or not viewer.sees_cluster:
+        """``?since=N``: the history after second N (default: five minutes). Raises InvalidInputError.
+
+        A client's key sees the sums, as it does at ``/metrics``, unless there are keys of operators."""
+        if exchange.request.client and self._shown.has_operators:
             raise NotPermittedError("this key sees its own requests; the cluster is for keys of --metrics-keys-file")
         since = _since(exchange.request)
         await self._look()

@@ -84,6 +84,22 @@ _GETS = (
         ("400", "401"),
         parameter={"name": "blocks", "in": "query", "schema": {"type": "integer", "enum": [0, 1]}},
     ),
+    _Get(
+        "/debug/requests",
+        "Requests of all frontends that are kept: the latest, the slowest or those that failed",
+        ("400", "401"),
+        parameter={
+            "name": "order",
+            "in": "query",
+            "schema": {"type": "string", "enum": ["recent", "slowest", "failed"]},
+        },
+    ),
+    _Get(
+        "/debug/requests/{id}",
+        "Where the time of one request went",
+        ("401", "404"),
+        parameter={"name": "id", "in": "path", "required": True, "schema": {"type": "string"}},
+    ),
     _Get("/health", "Whether a model can be served", ("503",)),
     _Get("/live", "200 while this process answers"),
     _Get("/metrics", "Prometheus metrics", ("401",), content_type="text/plain"),

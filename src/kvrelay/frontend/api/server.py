@@ -10,9 +10,10 @@ import logging
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 
-from kvrelay.config import DisaggConfig, FrontendConfig
+from kvrelay.config import DisaggConfig, FrontendConfig, MetricsConfig
 from kvrelay.control.base import ControlPlane, Keys
 from kvrelay.frontend.api.app import FrontendApp
+from kvrelay.frontend.api.requests_shown import ShownRequests
 from kvrelay.frontend.cluster.cluster import Cluster, RouterFactory, RpcClientFactory
 from kvrelay.frontend.cluster.figures import Figures
 from kvrelay.frontend.cluster.frontends import Frontends
@@ -39,11 +40,10 @@ class Frontend:
         build_router: RouterFactory,
         cluster: str = "",
         disagg: DisaggConfig | None = None,
-        frontend_id: str = "",
-        metrics_keys_file: str = "",
+        monitoring: MetricsConfig | None = None,
+        name: str = "",
     ) -> None:
-        """``cluster`` identifies the cluster: only frontends of one cluster share a port. ``frontend_id`` is that of
-        our entry in discovery.
+        """``cluster`` identifies the cluster: only frontends of one cluster share a port. ``name``: in discovery.
 
         Raises AddressInUseError, ConfigError."""
         self.metrics = FrontendMetrics()
@@ -54,9 +54,11 @@ class Frontend:
         self.metrics.watch_places(self.cluster.count_places)
         self._config = config
         self._background = AsyncExitStack()
+        monitoring = monitoring or MetricsConfig()
+        shown = ShownRequests(monitoring, control, keys, name)
         figures = Figures(self.metrics, self.cluster.links)
-        self._frontends = Frontends(control, keys, frontend_id, figures)
-        self._app = FrontendApp(config, self.cluster, self.metrics, self._frontends, metrics_keys_file)
+        self._frontends = Frontends(control, keys, shown.name, figures)
+        self._app = FrontendApp(config, self.cluster, self.metrics, shown, self._frontends)
         limits = HttpLimits(
             max_body_bytes=config.max_body_bytes,
             max_buffered_bytes=max(config.max_buffered_bytes, config.max_body_bytes),
@@ -90,9 +92,8 @@ class Frontend:
         # Another frontend may share the port: its clients must not be told here that there are no workers.
         if not await self.cluster.wait_connected(CONNECT_TIMEOUT_S):
             _log.warning("could not connect to all workers within %g s; serving without them", CONNECT_TIMEOUT_S)
-        await self._background.enter_async_context(self._app.following_keys())
-        await self._frontends.start()
-        self._background.push_async_callback(self._frontends.close)
+        await self._background.enter_async_context(self._app.serving())
+        await self._background.enter_async_context(self._frontends.serving())
         await self._server.start()
 
     async def close(self) -> None:
@@ -113,14 +114,14 @@ async def run_frontend(
     *,
     cluster: str,
     disagg: DisaggConfig,
-    frontend_id: str,
-    metrics_keys_file: str,
+    monitoring: MetricsConfig,
+    name: str,
     stop: asyncio.Event,
     on_ready: Callable[[Frontend], None],
     on_stopping: Callable[[Frontend], None],
 ) -> None:
     """Serve until ``stop`` is set. Raises AddressInUseError, ConfigError, ControlUnavailableError."""
-    frontend = Frontend(config, control, keys, connect, build_router, cluster, disagg, frontend_id, metrics_keys_file)
+    frontend = Frontend(config, control, keys, connect, build_router, cluster, disagg, monitoring, name)
     try:
         await frontend.start()
         on_ready(frontend)

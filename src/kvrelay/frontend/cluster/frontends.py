@@ -16,16 +16,17 @@ import os
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Annotated
 
 import msgspec
 
-from kvrelay.control.base import ControlPlane, Keys, Subscription
+from kvrelay.control.base import ControlPlane, Keys
 from kvrelay.core.control_codec import decode_caller
 from kvrelay.core.decoding import UNREADABLE
-from kvrelay.core.tasks import TaskSet
+from kvrelay.core.tasks import end_tasks
 from kvrelay.core.workers import CallerInfo
 from kvrelay.errors import ControlUnavailableError, ProtocolError, RetryElsewhereError
 from kvrelay.frontend.cluster.figures import HISTORY_S, Count, Figures, Second
@@ -92,7 +93,7 @@ class KnownFrontend:
 
 
 class Frontends:
-    """From ``start`` to ``close``."""
+    """``frontend_id``: ours, as in discovery."""
 
     def __init__(
         self,
@@ -108,19 +109,19 @@ class Frontends:
         self._figures = figures
         self._now_unix_s = now_unix_s
         self._known: dict[str, KnownFrontend] = {}
-        self._service: Subscription | None = None
-        self._tasks = TaskSet()
 
-    async def start(self) -> None:
-        """Raises ControlUnavailableError."""
-        self._service = await self._control.events.serve(self._keys.frontend_figures(self.frontend_id), self._answer)
-        self._tasks.spawn(self._count())
-
-    async def close(self) -> None:
-        await self._tasks.close()
-        if self._service is not None:
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator[None]:
+        """Seconds are counted and other frontends answered while this context is open. Raises
+        ControlUnavailableError."""
+        service = await self._control.events.serve(self._keys.frontend_figures(self.frontend_id), self._answer)
+        counting = asyncio.create_task(self._count())
+        try:
+            yield
+        finally:
+            await end_tasks([counting])
             try:
-                await self._service.unsubscribe()
+                await service.unsubscribe()
             except ControlUnavailableError as exc:
                 _log.debug("the service of figures ends with the connection: %s", exc)
 

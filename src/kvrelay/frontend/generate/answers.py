@@ -140,9 +140,9 @@ class StreamedAnswer(Answer):
         if piece.finish is not None:
             self._one_finished()
 
-    def finish(self) -> None:
-        """All sequences have finished."""
-        self._exchange.write(self._form.closing(self.usage()))
+    def finish(self, extra: bytes = b"") -> None:
+        """All sequences have finished. ``extra``: a member more for the last event."""
+        self._exchange.write(self._form.closing(self.usage(), extra))
         self._exchange.finish()
 
     def finish_broken(self, failure: Failure) -> None:

@@ -12,7 +12,17 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from kvrelay.frontend.openai.answer import AnswerContext, CallDelta, Choice, Delta, Finish, OutputParser, Piece, Usage
+from kvrelay.frontend.openai.answer import (
+    AnswerContext,
+    CallDelta,
+    Choice,
+    Delta,
+    Finish,
+    OutputParser,
+    Piece,
+    Usage,
+    with_extra,
+)
 
 
 class BlockKind(enum.Enum):
@@ -145,10 +155,10 @@ class BlockFormat(ABC):
             events += map(self._event_of, self._blocks.end())
         return b"".join(events)
 
-    def closing(self, usage: Usage) -> bytes:
+    def closing(self, usage: Usage, extra: bytes = b"") -> bytes:
         """The last events."""
         assert self._finish is not None
-        return self._end_of(self._finish, usage)
+        return with_extra(self._end_of(self._finish, usage), extra)
 
     def whole(self, choices: Sequence[Choice], usage: Usage) -> bytes:
         """The body of an answer that is not streamed."""

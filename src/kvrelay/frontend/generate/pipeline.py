@@ -38,7 +38,8 @@ from kvrelay.frontend.generate.answers import (
 from kvrelay.frontend.generate.chat_api import ChatApi, ChatTask
 from kvrelay.frontend.generate.prompts import Prompt, chat_prompt, completion_prompts, read_completion
 from kvrelay.frontend.generate.sequence import Sequence, sequences_of
-from kvrelay.frontend.openai.answer import AnswerContext, AnswerFormat, encode_json
+from kvrelay.frontend.generate.tracing import WATERFALL_HEADER, traced
+from kvrelay.frontend.openai.answer import AnswerContext, AnswerFormat, encode_json, with_extra
 from kvrelay.frontend.openai.completions import CompletionFormat
 from kvrelay.frontend.openai.errors import DeadlineError, failure_of
 from kvrelay.frontend.openai.logprobs import TokenIdTexts, TokenTexts
@@ -59,6 +60,10 @@ from kvrelay.frontend.side_threads import INLINE_SIZE, Pieces, SideThreads
 from kvrelay.frontend.tools.plan import ChatForm, chat_form
 from kvrelay.frontend.tools.reading import Reading
 from kvrelay.http import Exchange, HttpRequest, Response
+from kvrelay.marks.kept import Kept
+from kvrelay.marks.phases import Phase
+from kvrelay.marks.trace import Trace
+from kvrelay.marks.waterfall import waterfall
 
 
 class Pipeline:
@@ -74,7 +79,9 @@ class Pipeline:
         threads: SideThreads,
         access_log: AccessLog,
         check_fields: FieldsCheck,
+        kept: Kept | None,
     ) -> None:
+        """``kept``: gets a trace of each request; None: no marks are made."""
         self._config = config
         self._order = HandoffOrder(config.order)
         self._cluster = cluster
@@ -84,10 +91,15 @@ class Pipeline:
         self._threads = threads
         self._access_log = access_log
         self._check_fields = check_fields
+        self._kept = kept
         self._reading = Reading(config.tool_call_parser, config.reasoning_parser)
 
     async def complete(self, exchange: Exchange, request_id: str) -> None:
         """``/v1/completions``. Raises KvrelayError before the answer has begun."""
+        with traced(self._kept, exchange.request, request_id) as trace:
+            await self._complete(exchange, request_id, trace)
+
+    async def _complete(self, exchange: Exchange, request_id: str, trace: Trace | None) -> None:
         size = len(exchange.request.body)
         request, items = await self._threads.parse(
             size, read_completion, exchange.request.body, self._config.max_prompts, self._check_fields
@@ -119,10 +131,14 @@ class Pipeline:
                 with_prompt_logprobs=request.prompt_logprobs is not None,
                 echoes=echoes,
             )
-            await self._generate(exchange, request_id, model, plan, prompts, form)
+            await self._generate(exchange, request_id, model, plan, prompts, form, trace)
 
     async def chat(self, api: ChatApi, exchange: Exchange, request_id: str) -> None:
         """Any API for chats. Raises KvrelayError before the answer has begun."""
+        with traced(self._kept, exchange.request, request_id) as trace:
+            await self._chat(api, exchange, request_id, trace)
+
+    async def _chat(self, api: ChatApi, exchange: Exchange, request_id: str, trace: Trace | None) -> None:
         task, model, size = await self._read_chat(api, exchange)
         request = task.request
         with api.own_names():
@@ -140,7 +156,7 @@ class Pipeline:
                     self._reading.parser(form, prompts[0].text or ""),
                     form.tools.dialect.call_id_chars if form.tools else 0,
                 )
-                await self._generate(exchange, request_id, model, plan, prompts, task.make_format(context))
+                await self._generate(exchange, request_id, model, plan, prompts, task.make_format(context), trace)
 
     async def count_tokens(self, api: ChatApi, exchange: Exchange, request_id: str) -> None:
         """How many tokens the prompt of a chat has: ``{"input_tokens": n}``. Raises InvalidInputError."""
@@ -184,8 +200,12 @@ class Pipeline:
         plan: GenerationPlan,
         prompts: Items[Prompt],
         form: AnswerFormat,
+        trace: Trace | None,
     ) -> None:
         lengths = [len(prompt.token_ids) for prompt in prompts]
+        if trace is not None:
+            trace.model, trace.prompt_tokens = model.name, sum(lengths)
+            trace.mark(Phase.TOKENISED)
         client = exchange.request.client
         limits = self._keys.limits_of(client)
         plan = plan.within(limits, lengths)
@@ -200,7 +220,7 @@ class Pipeline:
         answer: StreamedAnswer | CollectedAnswer
         answer = StreamedAnswer(plan, form, exchange, headers) if plan.stream else CollectedAnswer(plan)
         sequences = sequences_of(
-            request_id, prompts, plan, model, answer, self._metrics, self._config.migration_limit, order
+            request_id, prompts, plan, model, answer, self._metrics, self._config.migration_limit, order, trace
         )
         tokens_per_minute = limits.tokens_per_minute or 0
         self._admission.count_tokens(client, tokens_per_minute, sum(lengths))
@@ -218,12 +238,21 @@ class Pipeline:
                 self._admission.count_tokens(client, tokens_per_minute, answer.generated().output_tokens or 0)
             if self._access_log.is_on:
                 self._access_log.note(request_id, answer.generated())
+            if trace is not None:
+                trace.output_tokens = sum(len(sequence.output_token_ids) for sequence in answer.sequences)
+        shown = self._waterfall(exchange, trace)
         if isinstance(answer, StreamedAnswer):
-            answer.finish()
+            answer.finish(shown)
         else:
             headers += origin_headers(answer.sequences[0])
             whole = await self._threads.call(answer.size, form.whole, answer.choices, answer.usage())
-            exchange.respond(Response(200, whole, headers=headers))
+            exchange.respond(Response(200, with_extra(whole, shown), headers=headers))
+
+    def _waterfall(self, exchange: Exchange, trace: Trace | None) -> bytes:
+        """The answer's extra field, if the client has asked for it."""
+        if self._kept is None or trace is None or exchange.request.headers.get(WATERFALL_HEADER, "") in ("", "0"):
+            return b""
+        return b',"kvrelay_waterfall":' + encode_json(waterfall(trace, self._kept.frontend))
 
     async def _run(
         self,

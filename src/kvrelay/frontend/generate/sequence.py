@@ -45,6 +45,8 @@ from kvrelay.frontend.openai.answer import Piece, PromptLogprobs
 from kvrelay.frontend.openai.errors import RefusedError, refusal_error
 from kvrelay.frontend.openai.plan import GenerationPlan, choice_sampling
 from kvrelay.frontend.side_threads import START_COST
+from kvrelay.marks.phases import LATE_S
+from kvrelay.marks.trace import Trace
 from kvrelay.router import RoutingRequest
 
 _log = logging.getLogger(__name__)
@@ -79,6 +81,7 @@ class Sequence:
         metrics: FrontendMetrics,
         migration_limit: int,
         order: HandoffOrder,
+        trace: Trace | None = None,
     ) -> None:
         self.index = index
         self.prompt_token_ids = prompt.token_ids
@@ -101,6 +104,9 @@ class Sequence:
         self._counts = metrics.of(model.name)
         self._migration_limit = migration_limit
         self._order = order
+        self._trace = trace
+        self._traced = 0
+        """The attempt's number in the trace."""
         self._must_be_local = sampling.must_prefill_locally
         self._link: WorkerLink | None = None
         self._prefill: PrefillHalf | None = None
@@ -135,6 +141,9 @@ class Sequence:
                 continue
             self._link = link
             self.worker_id = link.info.worker_id
+            if self._trace is not None:
+                half = self._prefill
+                self._traced = self._trace.routed(self.worker_id, half.link.info.worker_id if half is not None else "")
             return
 
     def _submit_prefill(self, prefill: WorkerLink, decode: WorkerLink, request: GenerateRequest) -> GenerateRequest:
@@ -205,6 +214,8 @@ class Sequence:
             self._fail(error)
             return
         self.num_migrations += 1
+        if self._trace is not None:
+            self._trace.migrated(len(self.output_token_ids))
         self._counts.num_migrations += 1
         _log.info("%s: %s; migrating after %d tokens", self._attempt_id, reason, len(self.output_token_ids))
         self._place_again(error, may_wait)
@@ -302,18 +313,23 @@ class Sequence:
         if output.position != len(known):
             unseen = unseen_part(output, len(known))
             if unseen is None:
+                self._heard(output)
                 return
             output = unseen
         if not self._is_prefilled:
             self._on_prefilled(output, now_s, link)
         elif output.token_ids:
-            self._counts.itl.observe(now_s - self._last_s)
+            gap_s = now_s - self._last_s
+            self._counts.itl.observe(gap_s)
+            if gap_s > LATE_S and self._trace is not None:
+                self._trace.late_token(gap_s)
         self._last_s = now_s
         if link is not None:
             link.tally.generated_tokens += len(output.token_ids)
         piece = self._text.push(output, len(known))
         known += piece.token_ids
         if piece.finish is not None:
+            self._heard(output)
             # A decode worker whose prefill worker has brought the end knows nothing of it.
             is_told = output.finish_reason is not None and link is self._link
             self._end(abort=not is_told, duration_s=now_s - self._started_s)
@@ -321,6 +337,9 @@ class Sequence:
 
     def _on_prefilled(self, output: TokenOutput, now_s: float, link: WorkerLink | None) -> None:
         """Handle the first output of an attempt. On the first attempt it also carries the prompt's cached tokens."""
+        if self._trace is not None:
+            self._trace.first_token()
+            self._heard(output)
         self._is_prefilled = True
         self._model.router.first_token(self._placement_id)
         if link is not None:
@@ -335,6 +354,11 @@ class Sequence:
         self.decision = output.decision
         self.prompt_logprobs = output.prompt_logprobs
         self._counts.first_token(now_s - self._started_s, len(self.prompt_token_ids), self.num_cached_tokens)
+
+    def _heard(self, output: TokenOutput) -> None:
+        """Keep the marks that came with a first or last output."""
+        if self._trace is not None:
+            self._trace.heard(self._traced, output.marks)
 
     def _disagreed(self) -> None:
         """The decode worker has computed another first token than the prefill worker, whose token was delivered.
@@ -389,6 +413,7 @@ def sequences_of(
     metrics: FrontendMetrics,
     migration_limit: int,
     order: HandoffOrder = HandoffOrder.DECODE_FIRST,
+    trace: Trace | None = None,
 ) -> Iterator[Sequence]:
     """All choices in order: those of the first prompt, those of the second, ... Every prompt is checked at once.
 
@@ -407,6 +432,7 @@ def sequences_of(
             metrics,
             migration_limit,
             order,
+            trace,
         )
         for number, (prompt, sampling) in enumerate(zip(prompts, samplings))
         for choice in range(plan.n)

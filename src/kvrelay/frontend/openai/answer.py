@@ -147,14 +147,23 @@ class AnswerFormat(Protocol):
         """The event with a choice's new text; empty if there is nothing to send yet. ``usage`` is given for continuous
         usage only."""
 
-    def closing(self, usage: Usage) -> bytes:
-        """The last events of a stream whose choices have all finished."""
+    def closing(self, usage: Usage, extra: bytes = b"") -> bytes:
+        """The last events of a stream whose choices have all finished. ``extra`` (``,"name":value``): a member more of
+        the last one."""
 
     def broken(self, failure: Failure) -> bytes:
         """The last events of a stream that ends with an error."""
 
     def whole(self, choices: Sequence[Choice], usage: Usage) -> bytes:
         """The body of an answer that is not streamed."""
+
+
+def with_extra(encoded: bytes, extra: bytes) -> bytes:
+    """A JSON object with a member more (``,"name":value``); what follows the object stays."""
+    if not extra:
+        return encoded
+    head, brace, tail = encoded.rpartition(b"}")
+    return head + extra + brace + tail
 
 
 def json_list(items: Sequence[int]) -> bytes:

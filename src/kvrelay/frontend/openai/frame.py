@@ -53,9 +53,12 @@ class ChunkFormat:
             end = b',"usage":%b}\n\n' % encode_json(usage)
         return b"%b%b}]%b" % (reasons, tokens, end)
 
-    def closing(self, usage: Usage) -> bytes:
-        """The last events; one without choices if the client asked for usage."""
-        return (self._head + b'],"usage":' + encode_json(usage) + b"}\n\n" if self._include_usage else b"") + DONE_EVENT
+    def closing(self, usage: Usage, extra: bytes = b"") -> bytes:
+        """The last events; one without choices if the client asked for usage, or for more."""
+        if not (self._include_usage or extra):
+            return DONE_EVENT
+        told = b',"usage":' + encode_json(usage) if self._include_usage else b""
+        return self._head + b"]" + told + extra + b"}\n\n" + DONE_EVENT
 
     def broken(self, failure: Failure) -> bytes:
         """The last events of a stream that ends with an error."""
