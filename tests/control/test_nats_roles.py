@@ -17,6 +17,7 @@ from kvrelay.config import ControlConfig
 from kvrelay.control import connect_control
 from kvrelay.control.base import ControlPlane, Keys
 from kvrelay.control.nats.connection import NatsConnection, NatsMessage
+from kvrelay.control.nats.discovery import NatsDiscovery
 from kvrelay.control.nats.plane import NatsControlPlane
 
 CONFIG = Path(__file__).parents[2] / "deploy" / "nats.conf"

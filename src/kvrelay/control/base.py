@@ -228,6 +228,10 @@ class Keys:
     def frontend(self, caller_id: str) -> str:
         return self.frontends + caller_id
 
+    def frontend_figures(self, caller_id: str) -> str:
+        """Request/reply between frontends: what one has counted (``frontend/cluster/frontends.py``)."""
+        return f"{self.subject_root}figures.{caller_id}"
+
     def operator(self, caller_id: str) -> str:
         return self.operators + caller_id
 

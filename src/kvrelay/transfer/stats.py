@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvrelay.core.events import MAX_FLOWS, Flow
 from kvrelay.core.histogram import Histogram
 from kvrelay.transfer.values import Pieces, TransferOp
 
@@ -38,6 +39,14 @@ class TransferStats:
     @property
     def num_errors(self) -> int:
         return sum(peer.num_errors for peer in self.peers)
+
+    def flows(self) -> tuple[Flow, ...]:
+        """The largest by bytes, of peers that have not departed; at most MAX_FLOWS."""
+        present = sorted((peer for peer in self.peers if peer.worker_id), key=lambda peer: -peer.num_bytes)
+        return tuple(
+            Flow(peer.worker_id, peer.op is TransferOp.READ, peer.num_transfers, peer.num_bytes, peer.seconds)
+            for peer in present[:MAX_FLOWS]
+        )
 
 
 class StatsCounter:

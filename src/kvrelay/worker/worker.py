@@ -196,6 +196,8 @@ class Worker:
             step_age_s=lambda: self._engine.progress.age_s,
             secret=self._secret,
             transfer_costs=lambda: self._transfer_rates.update(self.transfer.stats().peers),
+            flows=lambda: self.transfer.stats().flows(),
+            tokens=lambda: self._engine.stats().token_counts,
         )
 
     # -- life ---------------------------------------------------------------------------------------------------------

@@ -25,11 +25,14 @@ from kvrelay.frontend.access.admission import Admission
 from kvrelay.frontend.access.api_keys import ApiKeys, following
 from kvrelay.frontend.access.cors import AllowedOrigins
 from kvrelay.frontend.anthropic import COUNT_TOKENS_PATH, COUNTED, MESSAGES, MESSAGES_PATH, anthropic_error
+from kvrelay.frontend.api.cluster_shown import CLUSTER_PATH, ShownCluster
 from kvrelay.frontend.api.content_coding import gunzipped, is_coded
 from kvrelay.frontend.api.fields import RequestFields
 from kvrelay.frontend.api.openapi import docs_page, openapi_document
+from kvrelay.frontend.api.page import PAGE, Page
 from kvrelay.frontend.api.requests_shown import CHALLENGE, REQUESTS_PATH, ShownRequests
 from kvrelay.frontend.api.routing import RoutingEndpoints
+from kvrelay.frontend.cluster.frontends import Frontends
 from kvrelay.frontend.cluster.metrics import FrontendMetrics
 from kvrelay.frontend.cluster.models import Model
 from kvrelay.frontend.cluster.view import ClusterView
@@ -47,7 +50,7 @@ from kvrelay.version import __version__
 _log = logging.getLogger(__name__)
 
 MODEL_PATH = "/v1/models/"
-OPEN_PATHS = frozenset({"/health", "/live", "/ping", "/version", "/openapi.json", "/docs"})
+OPEN_PATHS = frozenset({"/", "/health", "/live", "/ping", "/version", "/openapi.json", "/docs"})
 """Paths that need no key, because load balancers have none. On loopback ``/metrics`` is open too."""
 NOT_SERVED = {
     "/v1/embeddings": "embeddings",
@@ -122,7 +125,12 @@ class FrontendApp:
     """Implements ``HttpApplication``."""
 
     def __init__(
-        self, config: FrontendConfig, cluster: ClusterView, metrics: FrontendMetrics, shown: ShownRequests
+        self,
+        config: FrontendConfig,
+        cluster: ClusterView,
+        metrics: FrontendMetrics,
+        shown: ShownRequests,
+        frontends: Frontends,
     ) -> None:
         """Raises ConfigError if the API keys cannot be read."""
         common = KeyLimits(config.requests_per_minute, config.tokens_per_minute, config.requests_at_once)
@@ -157,6 +165,7 @@ class FrontendApp:
         routing = RoutingEndpoints(
             cluster, self._threads, fields, HandoffOrder(config.order), metrics, is_shared=config.share_prefix_cache
         )
+        page = Page()
         self._routes = {
             "/v1/completions": Route("POST", pipeline.complete, "cmpl-"),
             "/v1/chat/completions": Route("POST", partial(pipeline.chat, CHAT_COMPLETIONS), "chatcmpl-"),
@@ -178,6 +187,10 @@ class FrontendApp:
             "/tokenizer_info": Route("GET", self._tokenizer_info),
             "/docs": Route("GET", self._docs),
             REQUESTS_PATH: Route("GET", shown.show_list, shows_requests=True),
+            CLUSTER_PATH: Route("GET", ShownCluster(cluster, frontends, shown).show, shows_requests=True),
+            "/": Route("GET", page.redirect),
+            PAGE.rstrip("/"): Route("GET", page.redirect, shows_requests=True),
+            **dict.fromkeys(page.paths, Route("GET", page.show, shows_requests=True)),
             **dict.fromkeys(NOT_SERVED, Route("POST", self._refuse)),
         }
         self._named_routes = {

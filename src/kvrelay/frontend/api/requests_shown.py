@@ -87,6 +87,11 @@ class ShownRequests:
         if self.kept is not None:
             self.kept.close()
 
+    @property
+    def has_operators(self) -> bool:
+        """Whether there are keys that see everything."""
+        return bool(self._operators)
+
     def viewer(self, authorization: str, clients: ApiKeys) -> str | None:
         """Whose requests the holder of this key may see: ``""`` for all, None if no key matches. Without any key
         everyone sees all."""

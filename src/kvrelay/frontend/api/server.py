@@ -14,6 +14,8 @@ from kvrelay.config import DisaggConfig, FrontendConfig, MetricsConfig
 from kvrelay.control.base import ControlPlane, Keys
 from kvrelay.frontend.api.app import FrontendApp
 from kvrelay.frontend.api.requests_shown import ShownRequests
+from kvrelay.frontend.cluster.figures import Figures
+from kvrelay.frontend.cluster.frontends import Frontends
 from kvrelay.frontend.cluster.metrics import FrontendMetrics
 from kvrelay.frontend.cluster.view import ClusterView, RouterFactory, RpcClientFactory
 from kvrelay.http import HttpLimits, HttpServer, open_listener, server_tls
@@ -54,7 +56,9 @@ class Frontend:
         self._background = AsyncExitStack()
         monitoring = monitoring or MetricsConfig()
         shown = ShownRequests(monitoring, control, keys, name)
-        self._app = FrontendApp(config, self.cluster, self.metrics, shown)
+        figures = Figures(self.metrics, self.cluster.links)
+        self._frontends = Frontends(control, keys, shown.name, figures)
+        self._app = FrontendApp(config, self.cluster, self.metrics, shown, self._frontends)
         limits = HttpLimits(
             max_body_bytes=config.max_body_bytes,
             max_buffered_bytes=max(config.max_buffered_bytes, config.max_body_bytes),
@@ -89,6 +93,7 @@ class Frontend:
         if not await self.cluster.wait_connected(CONNECT_TIMEOUT_S):
             _log.warning("could not connect to all workers within %g s; serving without them", CONNECT_TIMEOUT_S)
         await self._background.enter_async_context(self._app.serving())
+        await self._background.enter_async_context(self._frontends.serving())
         await self._server.start()
 
     async def close(self) -> None:

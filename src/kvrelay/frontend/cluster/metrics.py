@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -48,6 +48,17 @@ class ModelMetrics:
         self.num_output_tokens += num_output_tokens
         if duration_s is not None:
             self.duration.observe(duration_s)
+
+
+class AllCounts(NamedTuple):
+    """Counts over all models since the start. ``ttft`` and ``itl`` are per bucket. Only requests that generate count;
+    those that failed are not the client's fault: 5xx, and streams that broke."""
+
+    num_requests: int
+    num_failed: int
+    num_prompt_tokens: int
+    ttft: tuple[int, ...]
+    itl: tuple[int, ...]
 
 
 class FrontendMetrics(Collector):
@@ -105,6 +116,18 @@ class FrontendMetrics(Collector):
     def refusals_of(self, model: str) -> dict[str, int]:
         """By reason."""
         return {reason: count for (name, reason), count in self.refusals.items() if name == model}
+
+    def counts(self) -> AllCounts:
+        """What has been counted so far, over all models."""
+        answered = {key: count for key, count in self.requests.items() if key[0] in GENERATING}
+        models = self._models.values()
+        return AllCounts(
+            sum(answered.values()),
+            sum(count for (_, status, _), count in answered.items() if status[0] == "5" or status == "broken"),
+            sum(model.num_prompt_tokens for model in models),
+            tuple(map(sum, zip(Histogram(LATENCY_BUCKETS_S).counts, *(model.ttft.counts for model in models)))),
+            tuple(map(sum, zip(Histogram(TOKEN_BUCKETS_S).counts, *(model.itl.counts for model in models)))),
+        )
 
     # -- rendering ----------------------------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ dropped, because the index requests missed events once the worker is connected.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from typing import NamedTuple, TypeVar
 
@@ -70,7 +71,7 @@ class Published:
         heard = self._heard(subject, data, decode_load, self._keys.worker_load)
         if heard is not None:
             served, metrics = heard
-            served.link.load = metrics
+            served.link.report.heard(metrics, time.monotonic())
             served.model.apply_metrics(metrics)
 
     def _heard(

@@ -15,6 +15,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 from kvrelay.config import DisaggConfig
 from kvrelay.control.base import ControlPlane, Keys, WatchEvent, WatchKind
@@ -26,6 +27,7 @@ from kvrelay.core.workers import WorkerInfo
 from kvrelay.data.tokenizer_files import tokenizer_fingerprint
 from kvrelay.errors import (
     CheckpointError,
+    ControlUnavailableError,
     KvrelayError,
     ModelNotFoundError,
     WorkerUnavailableError,
@@ -49,8 +51,17 @@ RouterFactory = Callable[[int, ReplayRequester, RouterStage], Router]
 RECONNECT_BACKOFF_S = (0.05, 0.1, 0.2, 0.5)
 INTRODUCTION_TIMEOUT_S = 5.0
 CONNECTOR_RETRY_S = 1.0
+QUEUE_TIMEOUT_S = 0.7
 ROUTER_SECTION = "router."
 DISAGG_SECTION = "disagg."
+
+
+class Member(NamedTuple):
+    """A worker: its entry, or its last one if it has left discovery, and the connection, if there is one."""
+
+    info: WorkerInfo
+    link: WorkerLink | None
+    is_listed: bool
 
 
 class ClusterView:
@@ -143,6 +154,33 @@ class ClusterView:
             (model.name, link.load)
             for model, link in self._served.values()
             if link.load is not None and link.info.role.takes_requests
+        ]
+
+    def links(self) -> list[WorkerLink]:
+        """The connections to workers that serve."""
+        return [served.link for served in self._served.values()]
+
+    @property
+    def has_control(self) -> bool:
+        """Whether the control plane is connected."""
+        return self._control.is_connected
+
+    async def prefill_queue_size(self) -> int | None:
+        """Prefills that no worker has pulled yet; None if the control server does not tell, or not in time."""
+        try:
+            async with asyncio.timeout(QUEUE_TIMEOUT_S):
+                return await self._control.prefill_queue.size()
+        except (ControlUnavailableError, TimeoutError) as exc:
+            _log.debug("the size of the prefill queue is unknown: %s", exc)
+            return None
+
+    def members(self) -> list[Member]:
+        """All workers in discovery, and those that have left it and still serve requests here; by id."""
+        links = {worker_id: served.link for worker_id, served in self._served.items()}
+        left = {worker_id: link.info for worker_id, link in links.items() if worker_id not in self._infos}
+        return [
+            Member(info, links.get(worker_id), worker_id in self._infos)
+            for worker_id, info in sorted((self._infos | left).items())
         ]
 
     async def start(self) -> None:

@@ -31,6 +31,7 @@ from kvrelay.core.messages import (
 )
 from kvrelay.core.workers import WorkerInfo
 from kvrelay.errors import KvrelayError, WorkerUnavailableError
+from kvrelay.frontend.cluster.worker_report import WorkerReport
 from kvrelay.rpc.base import RpcClient
 from kvrelay.rpc.wire import Message
 
@@ -75,8 +76,7 @@ class WorkerLink:
 
     def __init__(self, info: WorkerInfo, client: RpcClient, now: Callable[[], float] = time.perf_counter) -> None:
         self.info = info
-        self.load: LoadMetrics | None = None
-        """What the worker said last of its load."""
+        self.report = WorkerReport()
         self.counts = LinkCounts()
         self._client = client
         self._now = now
@@ -105,6 +105,11 @@ class WorkerLink:
             raise WorkerUnavailableError(f"{self.info.worker_id} did not answer in {timeout_s:g} s") from exc
         if not self.is_open:
             raise WorkerUnavailableError(f"connection to {self.info.worker_id} lost")
+
+    @property
+    def load(self) -> LoadMetrics | None:
+        """What the worker said last of its load."""
+        return self.report.load
 
     @property
     def num_requests(self) -> int:
