@@ -66,7 +66,7 @@ class EngineStats:
     """Not copied: they go on."""
 
 
-class Loaded(Protocol):
+class LoadSource(Protocol):
     """The part of an EngineCore that is used here."""
 
     def has_work(self) -> bool: ...
@@ -79,7 +79,7 @@ class LoadSampler:
     published load is the current one. Called on the engine's thread, after each step: the publisher sends at most 20
     samples a second."""
 
-    def __init__(self, core: Loaded, interval_s: float, clock: Clock) -> None:
+    def __init__(self, core: LoadSource, interval_s: float, clock: Clock) -> None:
         self._core = core
         self._interval_s = interval_s
         self._clock = clock

@@ -130,7 +130,7 @@ Action = TypeVar("Action")
 
 
 @dataclass(slots=True)
-class Turn(Generic[Rules, Counters, Action]):
+class EventContext(Generic[Rules, Counters, Action]):
     """The handling of one event: its time, the side's rules and counts, and the resulting actions."""
 
     now_s: float

@@ -1,4 +1,5 @@
-"""What a hand-off at the decode worker is made of: its states, its grants, the settings and counts, one event's turn.
+"""What a hand-off at the decode worker is made of: its states, its grants, the settings and counts, one event's
+context.
 
 ``decode`` draws the states.
 """
@@ -12,7 +13,7 @@ from dataclasses import dataclass, field
 from kvrelay.handoff import base
 from kvrelay.handoff.base import Connection, EndReason, RefusalReason
 from kvrelay.handoff.conduct import Conduct
-from kvrelay.handoff.decode_events import Claimed, DecodeAction, Send
+from kvrelay.handoff.decode_events import Claimed, DecodeAction, SendToPrefill
 from kvrelay.handoff.messages import HandoffDone, HandoffFetched, HandoffRefused
 
 
@@ -72,7 +73,7 @@ class Grant:
     state: GrantState
     block_size: int = 0
     """The claimant's tokens per block; 0: the same as ours."""
-    told_s: float = 0.0
+    abandoned_s: float = 0.0
     """When an abandon was last sent."""
     secret: int = 0
     """Its holder's messages carry this number."""
@@ -127,7 +128,7 @@ class DecodeCounters:
 
 
 @dataclass(slots=True)
-class Turn(base.Turn[DecodeRules, DecodeCounters, DecodeAction]):
+class DecodeContext(base.EventContext[DecodeRules, DecodeCounters, DecodeAction]):
     """One event at the decode worker. ``connections``: by claimant. ``conduct``: of all claimants."""
 
     connections: dict[str, Connection]
@@ -135,14 +136,14 @@ class Turn(base.Turn[DecodeRules, DecodeCounters, DecodeAction]):
     conduct: Conduct
 
 
-def refuse(event: Claimed, reason: RefusalReason, turn: Turn) -> None:
+def refuse(event: Claimed, reason: RefusalReason, context: DecodeContext) -> None:
     """Refuse a claim."""
-    turn.counters.num_refused += 1
-    turn.counters.refusals[reason] += 1
-    turn.out.append(Send(event.connection, HandoffRefused(event.claim.handoff_id, reason)))
+    context.counters.num_refused += 1
+    context.counters.refusals[reason] += 1
+    context.out.append(SendToPrefill(event.connection, HandoffRefused(event.claim.handoff_id, reason)))
 
 
-def tell_fetched(message: HandoffDone, connection: Connection | None, turn: Turn) -> None:
+def acknowledge(message: HandoffDone, connection: Connection | None, context: DecodeContext) -> None:
     """Acknowledge HandoffDone, so that P stops repeating it."""
     if connection is not None:
-        turn.out.append(Send(connection, HandoffFetched(message.handoff_id, message.generation)))
+        context.out.append(SendToPrefill(connection, HandoffFetched(message.handoff_id, message.generation)))

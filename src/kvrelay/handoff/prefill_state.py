@@ -1,4 +1,4 @@
-"""What a hand-off at the prefill worker is made of: its states, the settings and counts, one event's turn.
+"""What a hand-off at the prefill worker is made of: its states, the settings and counts, one event's context.
 
 ``prefill`` draws the states.
 """
@@ -86,7 +86,7 @@ class PrefillCounters:
     """Hand-offs that ended without success, by reason."""
 
 
-class Turn(base.Turn[PrefillRules, PrefillCounters, PrefillAction]):
+class PrefillContext(base.EventContext[PrefillRules, PrefillCounters, PrefillAction]):
     """One event at the prefill worker."""
 
     __slots__ = ()

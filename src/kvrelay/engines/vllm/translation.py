@@ -12,7 +12,7 @@ from kvrelay.core.logprobs import PositionLogprobs, TokenLogprob
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.status import FinishReason
 from kvrelay.engine.request import Request
-from kvrelay.engines.hosted.backend import AnswerError, Piece
+from kvrelay.engines.hosted.backend import AnswerChunk, AnswerError
 from kvrelay.engines.hosted.vllm_transfer import VllmTransfer
 from kvrelay.errors import InvalidInputError
 
@@ -28,16 +28,16 @@ class Logprob(Protocol):
     rank: int | None
 
 
-class Completion(Protocol):
+class CompletionOutput(Protocol):
     token_ids: Sequence[int]
     logprobs: Sequence[Mapping[int, Logprob]] | None
     finish_reason: str | None
 
 
-class Output(Protocol):
+class RequestOutput(Protocol):
     """The part of a RequestOutput that is read: with RequestOutputKind.DELTA the tokens are the new ones."""
 
-    outputs: Sequence[Completion]
+    outputs: Sequence[CompletionOutput]
     finished: bool
     num_cached_tokens: int | None
     kv_transfer_params: Mapping[str, object] | None
@@ -108,7 +108,7 @@ def structured_values(grammar: Grammar) -> dict[str, object]:
     return {GRAMMAR_FIELDS[grammar.kind]: grammar.source}
 
 
-def piece_of(output: Output, *, num_logprobs: int | None) -> Piece:
+def piece_of(output: RequestOutput, *, num_logprobs: int | None) -> AnswerChunk:
     """Raises AnswerError for an output without a completion, and for an answer that vLLM has aborted."""
     if len(output.outputs) != 1:
         raise AnswerError(f"vLLM gave {len(output.outputs)} completions, one was asked for")
@@ -125,7 +125,7 @@ def piece_of(output: Output, *, num_logprobs: int | None) -> Piece:
         if len(positions) != len(token_ids):
             raise AnswerError("vLLM's logprobs do not belong to its tokens")
         logprobs = tuple(_position(token, known, num_logprobs) for token, known in zip(token_ids, positions))
-    return Piece(token_ids, logprobs, finish, None, output.num_cached_tokens)
+    return AnswerChunk(token_ids, logprobs, finish, None, output.num_cached_tokens)
 
 
 def _position(token_id: int, known: Mapping[int, Logprob], num_top: int) -> PositionLogprobs:
