@@ -26,7 +26,7 @@ from kvrelay.errors import OverloadedError
 from kvrelay.executors.mock import MockExecutor, mock_generate
 from kvrelay.handoff import decode_events as de
 from kvrelay.handoff import prefill_events as pe
-from kvrelay.handoff.base import LeaseEnded, LeaseLost, Registered, Tick
+from kvrelay.handoff.base import LeaseEnded, LeaseLost, Registered, Tick, Value
 from kvrelay.handoff.decode_ledger import DecodeLedger
 from kvrelay.handoff.decode_state import DecodeRules
 from kvrelay.handoff.messages import HandoffAbandon, HandoffDone, HandoffFetched, HandoffGrant, HandoffRefused
@@ -97,7 +97,7 @@ class World:
         for action in self.ledger.handle(event, self.clock.now()):
             self.carry_out(action)
 
-    def carry_out(self, action: de.DecodeAction) -> None:
+    def carry_out(self, action: Value) -> None:
         decode = self.decode
         match action:
             case de.Push():
@@ -166,7 +166,7 @@ class World:
             for action in worker.ledger.handle(event, self.clock.now()):
                 self.carry_out_prefill(worker, action)
 
-    def carry_out_prefill(self, worker: Prefill, action: pe.PrefillAction) -> None:
+    def carry_out_prefill(self, worker: Prefill, action: Value) -> None:
         engine = worker.engine
         match action:
             case pe.Compute():

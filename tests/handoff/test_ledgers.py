@@ -8,7 +8,7 @@ from kvrelay.core.handoff import KvDirection
 from kvrelay.errors import IllegalTransitionError
 from kvrelay.handoff import decode_events as de
 from kvrelay.handoff import prefill_events as pe
-from kvrelay.handoff.base import EndReason, LeaseEnded, LeaseLost, RefusalReason, Registered, Tick
+from kvrelay.handoff.base import EndReason, LeaseEnded, LeaseLost, RefusalReason, Registered, Tick, Value
 from kvrelay.handoff.decode_ledger import DecodeLedger
 from kvrelay.handoff.decode_state import TRANSITIONS as DECODE_TRANSITIONS
 from kvrelay.handoff.decode_state import DecodeRules, DecodeState
@@ -46,12 +46,12 @@ def claim(worker_id: str = "p", term: int = 1, **fields: object) -> de.Claimed:
     return de.Claimed(HandoffClaim("h", worker_id, "same", term=term, **fields), f"to {worker_id}")
 
 
-def grant_of(actions: list[de.DecodeAction]) -> HandoffGrant:
+def grant_of(actions: list[Value]) -> HandoffGrant:
     (sent,) = [action for action in actions if isinstance(action, de.SendGrant)]
     return sent.message
 
 
-def refusal_of(actions: list[de.DecodeAction]) -> str:
+def refusal_of(actions: list[Value]) -> str:
     (sent,) = [a for a in actions if isinstance(a, de.SendToPrefill) and isinstance(a.message, HandoffRefused)]
     return sent.message.reason
 

@@ -18,7 +18,7 @@ A *grant* outlives its hand-off: it keeps its loan until its holder is known to 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from kvrelay.core.checksums import unit_tokens
 from kvrelay.core.handoff import HandoffId, KvDirection
@@ -74,7 +74,7 @@ class DecodeHandoff:
     """RENEWING: the claim to be granted."""
     allocating: int = 0
     """The loan that was requested from the engine; 0: none."""
-    arrived: HandoffDone | HandoffReady | None = None
+    arrived: HandoffDone | HandoffReady | None = field(default=None, repr=False)
     is_touched: bool = False
     """Whether our own reads or checksums touch the current loan."""
     last_heard_s: float = 0.0

@@ -257,19 +257,3 @@ class ComputeHere(OfHandoff, frozen=True):
 
     request_id: str
     reason: EndReason
-
-
-DecodeAction = (
-    Push
-    | AllocateLoan
-    | ChecksumHits
-    | SendGrant
-    | SendToPrefill
-    | Fetch
-    | Verify
-    | EndLoan
-    | Resume
-    | Discard
-    | Avoid
-    | ComputeHere
-)

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from kvrelay.core.handoff import HandoffId, HandoffOrder, KvDirection
 from kvrelay.core.latest import Latest
 from kvrelay.handoff import decode_events as de
-from kvrelay.handoff.base import Connection, EndReason, LeaseEnded, LeaseLost, RefusalReason, Registered, Tick
+from kvrelay.handoff.base import Connection, EndReason, LeaseEnded, LeaseLost, RefusalReason, Registered, Tick, Value
 from kvrelay.handoff.conduct import Conduct
 from kvrelay.handoff.decode import DecodeHandoff
 from kvrelay.handoff.decode_state import (
@@ -73,7 +73,7 @@ class DecodeLedger:
         """The number of grants that are out: while it is not zero, peers may touch our memory."""
         return sum(len(handoff.grants) for handoff in list(self.handoffs.values()))
 
-    def handle(self, event: de.DecodeEvent, now_s: float) -> list[de.DecodeAction]:
+    def handle(self, event: de.DecodeEvent, now_s: float) -> list[Value]:
         """Handle an event at ``now_s`` (monotonic); returns the actions, in order."""
         context = DecodeContext(now_s, self.rules, self.counters, self.connections, self.new_secret, self.conduct)
         changed = _HANDLERS[type(event)](self, event, context)

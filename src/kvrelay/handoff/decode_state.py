@@ -10,10 +10,9 @@ import enum
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kvrelay.handoff import base
-from kvrelay.handoff.base import Connection, EndReason, RefusalReason
+from kvrelay.handoff.base import Connection, EndReason, RefusalReason, Value
 from kvrelay.handoff.conduct import Conduct
-from kvrelay.handoff.decode_events import Claimed, DecodeAction, SendToPrefill
+from kvrelay.handoff.decode_events import Claimed, SendToPrefill
 from kvrelay.handoff.messages import HandoffDone, HandoffFetched, HandoffRefused
 
 
@@ -75,7 +74,7 @@ class Grant:
     """The claimant's tokens per block; 0: the same as ours."""
     abandoned_s: float = 0.0
     """When an abandon was last sent."""
-    secret: int = 0
+    secret: int = field(default=0, repr=False)
     """Its holder's messages carry this number."""
 
 
@@ -128,12 +127,17 @@ class DecodeCounters:
 
 
 @dataclass(slots=True)
-class DecodeContext(base.EventContext[DecodeRules, DecodeCounters, DecodeAction]):
-    """One event at the decode worker. ``connections``: by claimant. ``conduct``: of all claimants."""
+class DecodeContext:
+    """The handling of one event: its time, the rules and counts, the resulting actions. ``connections``: by claimant.
+    ``conduct``: of all claimants."""
 
+    now_s: float
+    rules: DecodeRules
+    counters: DecodeCounters
     connections: dict[str, Connection]
     new_secret: Callable[[], int]
     conduct: Conduct
+    out: list[Value] = field(default_factory=list)
 
 
 def refuse(event: Claimed, reason: RefusalReason, context: DecodeContext) -> None:

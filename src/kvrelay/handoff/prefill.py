@@ -16,7 +16,7 @@ RELEASING.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from msgspec import structs
 
@@ -52,7 +52,8 @@ class PrefillHandoff:
     due_s: float
     """When ``tick`` acts: the claim's deadline, or the next repetition."""
     state: PrefillState = PrefillState.CLAIMING
-    grant: HandoffGrant | None = None
+    grant: HandoffGrant | None = field(default=None, repr=False)
+    """Like ``done`` and ``ready`` it holds a secret, which no log may show."""
     load: pe.RequestBlocks | None = None
     """CLAIMING: the engine's requested read."""
     chunks: tuple[pe.ChunkComputed, ...] = ()
@@ -66,13 +67,13 @@ class PrefillHandoff:
     is_computed: bool = False
     is_sent: bool = False
     """Push: the last write was submitted."""
-    done: HandoffDone | None = None
+    done: HandoffDone | None = field(default=None, repr=False)
     """Push: the message after the last write."""
     is_acknowledged: bool = False
     """Push: D has acknowledged it."""
     held: tuple[int, ...] = ()
     """Pull: our blocks that D lacks, in the order of the request."""
-    ready: HandoffReady | None = None
+    ready: HandoffReady | None = field(default=None, repr=False)
     kv_transfer_params: bytes | None = None
     """Of an engine that moves KV itself: it has computed KV that D has not reported as fetched."""
     has_blocks: bool = True
@@ -210,7 +211,7 @@ class PrefillHandoff:
         """The read blocks were compared with D's checksums."""
         num_blocks = 0 if self.load is None else len(self.load.block_ids)
         context.counters.num_verified_blocks += num_blocks if ok else 0
-        context.counters.num_damaged += not ok
+        context.counters.num_kv_checksum_mismatches += not ok
         self._loaded(ok, context)
 
     def _loaded(self, ok: bool, context: PrefillContext) -> None:

@@ -271,21 +271,3 @@ class SendRelease(Value, frozen=True):
 
     worker_id: str
     message: HandoffReleased
-
-
-PrefillAction = (
-    Compute
-    | SendClaim
-    | ReadHits
-    | VerifyHits
-    | ReportLoaded
-    | ChecksumChunk
-    | Write
-    | SendToDecode
-    | StopComputing
-    | FreeBlocks
-    | Computed
-    | Settle
-    | Return
-    | SendRelease
-)

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from kvrelay.core.handoff import HandoffId
 from kvrelay.core.latest import Latest
 from kvrelay.handoff import prefill_events as pe
-from kvrelay.handoff.base import EndReason, LeaseEnded, LeaseLost, Registered, Tick
+from kvrelay.handoff.base import EndReason, LeaseEnded, LeaseLost, Registered, Tick, Value
 from kvrelay.handoff.leases import PeerLeases
 from kvrelay.handoff.messages import HandoffFetched, HandoffRefused, HandoffReleased
 from kvrelay.handoff.prefill import PrefillHandoff
@@ -46,7 +46,7 @@ class PrefillLedger:
         """Hand-offs that ended and whose decode worker does not know it yet."""
         return sum(handoff.state is PrefillState.RELEASING for handoff in list(self.handoffs.values()))
 
-    def handle(self, event: pe.PrefillEvent, now_s: float) -> list[pe.PrefillAction]:
+    def handle(self, event: pe.PrefillEvent, now_s: float) -> list[Value]:
         """Handle an event at ``now_s`` (monotonic); returns the actions, in order."""
         context = PrefillContext(now_s, self.rules, self.counters)
         _HANDLERS[type(event)](self, event, context)

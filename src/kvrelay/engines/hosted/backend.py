@@ -9,11 +9,24 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
+
+from kvrelay.core.grammar import Grammar, GrammarKind
 from kvrelay.core.logprobs import PositionLogprobs
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.status import FinishReason
 from kvrelay.engine.request import Request
 from kvrelay.errors import KvrelayError
+
+FINISH_REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
+"""By the names of the OpenAI API, which vLLM uses too."""
+GRAMMAR_FIELDS = {GrammarKind.JSON_SCHEMA: "json", GrammarKind.REGEX: "regex", GrammarKind.LARK: "grammar"}
+
+
+def structured_values(grammar: Grammar) -> dict[str, object]:
+    """Values of vLLM's StructuredOutputsParams, which other servers take too."""
+    is_schema = grammar.kind is GrammarKind.JSON_SCHEMA
+    return {GRAMMAR_FIELDS[grammar.kind]: msgspec.json.decode(grammar.source) if is_schema else grammar.source}
 
 
 class BackendError(KvrelayError):

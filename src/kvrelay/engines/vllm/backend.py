@@ -14,7 +14,14 @@ import msgspec
 
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.engine.request import Request
-from kvrelay.engines.hosted.backend import AnswerChunk, AnswerError, BackendRefusedError, Prefilled, UnconfirmedError
+from kvrelay.engines.hosted.backend import (
+    AnswerChunk,
+    AnswerError,
+    BackendRefusedError,
+    Prefilled,
+    UnconfirmedError,
+    structured_values,
+)
 from kvrelay.engines.hosted.vllm_transfer import VllmTransfer
 from kvrelay.engines.vllm.translation import (
     RequestOutput,
@@ -23,7 +30,6 @@ from kvrelay.engines.vllm.translation import (
     require_possible,
     sampling_values,
     staged_values,
-    structured_values,
 )
 
 NAME = "vLLM"

@@ -7,17 +7,14 @@ from typing import Any, Protocol
 
 import msgspec
 
-from kvrelay.core.grammar import Grammar, GrammarKind
+from kvrelay.core.grammar import GrammarKind
 from kvrelay.core.logprobs import PositionLogprobs, TokenLogprob
 from kvrelay.core.sampling import SamplingParams
-from kvrelay.core.status import FinishReason
 from kvrelay.engine.request import Request
-from kvrelay.engines.hosted.backend import AnswerChunk, AnswerError
+from kvrelay.engines.hosted.backend import FINISH_REASONS, AnswerChunk, AnswerError
 from kvrelay.engines.hosted.vllm_transfer import VllmTransfer
 from kvrelay.errors import InvalidInputError
 
-FINISH_REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
-GRAMMAR_FIELDS = {GrammarKind.JSON_SCHEMA: "json", GrammarKind.REGEX: "regex", GrammarKind.LARK: "grammar"}
 SEED_MASK = 2**63 - 1
 SEED_STEP = 0x9E3779B97F4A7C15
 """An odd number with well-mixed bits: seeds of continued answers shall not be those of a neighbour's."""
@@ -99,13 +96,6 @@ def _seed(seed: int | None, num_output_tokens: int) -> int | None:
     """vLLM draws its random numbers from the seed in order of its own steps. A continued answer must not draw those of
     its first tokens again."""
     return None if seed is None else (seed ^ (num_output_tokens * SEED_STEP)) & SEED_MASK
-
-
-def structured_values(grammar: Grammar) -> dict[str, object]:
-    """Values of vLLM's StructuredOutputsParams."""
-    if grammar.kind is GrammarKind.JSON_SCHEMA:
-        return {"json": msgspec.json.decode(grammar.source)}
-    return {GRAMMAR_FIELDS[grammar.kind]: grammar.source}
 
 
 def piece_of(output: RequestOutput, *, num_logprobs: int | None) -> AnswerChunk:

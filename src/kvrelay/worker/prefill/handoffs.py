@@ -40,7 +40,6 @@ from kvrelay.transfer.values import GrantRef, TransferOp, TransferPlan
 from kvrelay.worker.driver import LedgerDriver
 from kvrelay.worker.prefill.connections import DecodePeer
 from kvrelay.worker.prefill.releases import Releases
-from kvrelay.worker.reporting.stats import PrefillStats
 from kvrelay.worker.surroundings import Surroundings
 
 _log = logging.getLogger(__name__)
@@ -100,7 +99,6 @@ class OutgoingHandoffs(LedgerDriver[pe.PrefillEvent]):
         self._transfer = around.transfer
         self._checksums = around.checksums
         self._peers = around.peers
-        self._num_sent_bytes = 0
         self._tasks = TaskSet()
         self._telling: set[HandoffId] = set()
         self._releases = Releases(around.peers, lambda handoff_id: self.handle(pe.ReleaseAcknowledged(handoff_id)))
@@ -123,21 +121,6 @@ class OutgoingHandoffs(LedgerDriver[pe.PrefillEvent]):
                 pe.SendToDecode: lambda action: self.on_loop(self._tell, action),
                 pe.SendRelease: lambda action: self.on_loop(self._releases.say, action.worker_id, action.message),
             },
-        )
-
-    @property
-    def stats(self) -> PrefillStats:
-        """What was counted until now."""
-        counters = self.ledger.counters
-        return PrefillStats(
-            counters.num_prefills,
-            counters.num_refused,
-            counters.num_failed,
-            counters.num_abandoned,
-            counters.num_returned,
-            self._num_sent_bytes,
-            counters.num_verified_blocks,
-            counters.num_damaged,
         )
 
     async def close(self) -> None:
@@ -367,7 +350,7 @@ class OutgoingHandoffs(LedgerDriver[pe.PrefillEvent]):
 
     def _count(self, job: Job, num_bytes: int) -> None:
         job.num_bytes += num_bytes
-        self._num_sent_bytes += num_bytes
+        self.ledger.counters.num_sent_bytes += num_bytes
 
     def _verify_hits(self, action: pe.VerifyHits) -> None:
         worker_id = self.jobs[action.handoff_id].request.decode_worker_id
