@@ -44,7 +44,7 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "UCX_TLS": "posix,sysv,cma,self,tcp",
 }
-QUIET = "kvrelay.engines.vllm.nixl_child.EndsWithParent"
+QUIET = "kvrelay.engines.vllm.nixl_child.NixlWorkerExtension"
 """Without it NIXL's progress thread spins and takes most of the two cores."""
 POLL_S = 0.2
 

@@ -14,8 +14,9 @@ from tests.chaos.counts import WorkerCounts, counts_of, sum_counts
 from tests.chaos.run import NUM_PROMPTS, NUM_PROMPTS_OF_RANKS, ChaosOptions
 
 from kvrelay.errors import FatalError
+from kvrelay.handoff.prefill_state import PrefillCounters
 from kvrelay.transfer.stats import P2pCounters, TransferStats
-from kvrelay.worker.reporting.stats import DecodeStats, PrefillStats
+from kvrelay.worker.reporting.stats import DecodeStats
 
 P2P_FLAGS = ("--transport", "p2p", "--kv-buffer-size", "65536", "--p2p-pool-bytes", "262144", "--send-type", "GET")
 
@@ -24,7 +25,7 @@ def status(p2p: P2pCounters | None) -> dict[str, Any]:
     """The parts of a worker's status that are counted, as the operator gets them."""
     return {
         "decode": asdict(DecodeStats(num_recomputed=2)),
-        "prefill": asdict(PrefillStats(num_prefills=5)),
+        "prefill": asdict(PrefillCounters(num_prefills=5)),
         "transfer": msgspec.to_builtins(TransferStats((), 0, 0, 0, p2p)),
     }
 

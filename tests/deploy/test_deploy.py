@@ -27,9 +27,10 @@ from kvrelay.config import WorkerRole
 from kvrelay.engine.stats import EngineStats
 from kvrelay.errors import ConfigError
 from kvrelay.frontend.cluster.metrics import FrontendMetrics
+from kvrelay.handoff.prefill_state import PrefillCounters
 from kvrelay.transfer.stats import StatsCounter, TransferStats
 from kvrelay.worker.reporting.metrics import WorkerMetrics, WorkerStats
-from kvrelay.worker.reporting.stats import DecodeStats, PrefillStats
+from kvrelay.worker.reporting.stats import DecodeStats
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
@@ -300,7 +301,7 @@ def exported() -> set[str]:
     counts = {field.name: 1 for field in required if field.default is dataclasses.MISSING}
     stats = WorkerStats(
         "w", "m", "mock", WorkerRole.BOTH, 0, True,
-        EngineStats(**counts), DecodeStats(), PrefillStats(),
+        EngineStats(**counts), DecodeStats(), PrefillCounters(),
         TransferStats((), 0, 0, 0), transfer_durations=StatsCounter().durations,
     )  # fmt: skip
     frontend = FrontendMetrics()

@@ -22,11 +22,11 @@ from kvrelay.dp.member import GroupMember
 from kvrelay.dp.messages import (
     AllLeft,
     AllReady,
+    CoordinatorHello,
     Ended,
     Formed,
     FrameReader,
     FromRank,
-    Hello,
     RankInfo,
     RegPart,
     encode,
@@ -104,7 +104,7 @@ def test_a_step_whose_bell_comes_after_the_last_message_is_told_before_it(tmp_pa
         joining = pool.submit(GroupMember.join, address, RankInfo(1, 2, "place 1", FACTS))
         coordinator, _ = listener.accept()
         with coordinator:
-            coordinator.sendall(encode(Hello()))
+            coordinator.sendall(encode(CoordinatorHello()))
             assert coordinator.recv(4096)
             socket.send_fds(coordinator, [encode(Formed("a group", len(descriptors)))], descriptors)
             member, other = joining.result(), SharedSteps(descriptors, 0, 24)

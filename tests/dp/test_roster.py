@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrelay.dp.messages import AllLeft, Ended, Formed, RankInfo, Refused
+from kvrelay.dp.messages import AllLeft, Ended, Formed, GroupRefused, RankInfo
 from kvrelay.dp.roster import Roster, RosterState
 from kvrelay.errors import IllegalTransitionError
 
@@ -43,7 +43,7 @@ def test_one_that_has_left_is_still_needed():
 def test_time_is_up_once():
     roster = Roster(3, "g")
     roster.registered(7, info(1, 3))
-    assert roster.overdue(2.0) == Refused("rank 0, 2 of the data-parallel group did not register within 2 s")
+    assert roster.overdue(2.0) == GroupRefused("rank 0, 2 of the data-parallel group did not register within 2 s")
     with pytest.raises(IllegalTransitionError):
         roster.overdue(2.0)
 

@@ -18,7 +18,7 @@ from kvrelay.engine.core import EngineCore
 from kvrelay.engine.request import Request
 from kvrelay.engine.step import StepOutput
 from kvrelay.executors.mock import MockExecutor
-from kvrelay.placement.base import PlacementState, PrefillPlace, PrefillSide
+from kvrelay.placement.base import PlacementState, PrefillLoad, PrefillPlace
 from kvrelay.placement.cost import CostPlacement
 from kvrelay.placement.threshold import DisaggPolicy
 
@@ -60,7 +60,7 @@ class BurstSimulation:
         self.engine = EngineCore(executor, config, self.clock, worker_id="d")
         self.workers = [PrefillWorker(way_s) for _ in range(num_workers)]
         policy = DisaggPolicy(DisaggConfig(disagg_policy="cost"))
-        self.placement = CostPlacement(policy, self._fleet, self._placed, self.clock)
+        self.placement = CostPlacement(policy, self._prefill_load, self._placed, self.clock)
         self.places: dict[PrefillPlace, int] = {}
         self.first_token_s: dict[str, float] = {}
         self.arrived_s: dict[str, float] = {}
@@ -68,10 +68,10 @@ class BurstSimulation:
     def _pass_time(self, seconds: float) -> None:
         self.clock.advance(seconds + STEP_OVERHEAD_S)
 
-    def _fleet(self) -> PrefillSide:
+    def _prefill_load(self) -> PrefillLoad:
         now_s = self.clock.now()
         num_queued = sum(due_s - seconds > now_s for worker in self.workers for due_s, _, _, seconds in worker.due)
-        return PrefillSide(len(self.workers), num_queued)
+        return PrefillLoad(len(self.workers), num_queued)
 
     def _placed(self, place: PrefillPlace) -> None:
         self.places[place] = self.places.get(place, 0) + 1

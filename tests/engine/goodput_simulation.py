@@ -24,7 +24,7 @@ from kvrelay.engine.core import EngineCore
 from kvrelay.engine.request import PrefillMode, Request
 from kvrelay.engine.step import ModelOutput, SchedulerOutput, StepOutput
 from kvrelay.executors.mock import MockExecutor
-from kvrelay.placement.base import PlacementState, PrefillPlace, PrefillSide
+from kvrelay.placement.base import PlacementState, PrefillLoad, PrefillPlace
 from kvrelay.placement.cost import CostPlacement
 from kvrelay.placement.threshold import DisaggPolicy
 
@@ -116,14 +116,14 @@ class GoodputSimulation:
         self.prefills = _Prefills(self.machine, random.Random(f"{rate} {seed} p"))
         self._num_workers = 0 if policy == "aggregated" else 1
         self.places: dict[PrefillPlace, int] = {}
-        self.placement = CostPlacement(self._policy, self._fleet, self._placed, self.clock)
+        self.placement = CostPlacement(self._policy, self._prefill_load, self._placed, self.clock)
         self.open: dict[str, Answer] = {}
         self.answers: list[Answer] = []
         self._rate, self._next_long_s = rate, self._arrivals.expovariate(rate)
 
-    def _fleet(self) -> PrefillSide:
+    def _prefill_load(self) -> PrefillLoad:
         now_s = self.clock.now()
-        return PrefillSide(self._num_workers, sum(start_s > now_s for _, start_s, *_ in self.prefills.due))
+        return PrefillLoad(self._num_workers, sum(start_s > now_s for _, start_s, *_ in self.prefills.due))
 
     def _placed(self, place: PrefillPlace) -> None:
         self.places[place] = self.places.get(place, 0) + 1
@@ -146,7 +146,9 @@ class GoodputSimulation:
         if self._policy.is_by_cost:
             request.placement = PlacementState(self.placement, self.placement.objectives())
         else:
-            place = self._policy.decide(prompt_length=num_tokens, num_cached_tokens=0, prefill_fleet=self._fleet())
+            place = self._policy.decide(
+                prompt_length=num_tokens, num_cached_tokens=0, prefill_load=self._prefill_load()
+            )
             request.mode = PrefillMode.REMOTE if place is PrefillPlace.REMOTE else PrefillMode.LOCAL
             self._placed(place)
         self.engine.add_request(request)

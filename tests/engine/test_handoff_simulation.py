@@ -26,7 +26,7 @@ from kvrelay.errors import OverloadedError
 from kvrelay.executors.mock import MockExecutor, mock_generate
 from kvrelay.handoff import decode_events as de
 from kvrelay.handoff import prefill_events as pe
-from kvrelay.handoff.base import LeaseEnded, LeaseLost, Registered, Tick
+from kvrelay.handoff.base import LeaseEnded, LeaseLost, Registered, Tick, Value
 from kvrelay.handoff.decode_ledger import DecodeLedger
 from kvrelay.handoff.decode_state import DecodeRules
 from kvrelay.handoff.messages import HandoffAbandon, HandoffDone, HandoffFetched, HandoffGrant, HandoffRefused
@@ -97,15 +97,15 @@ class World:
         for action in self.ledger.handle(event, self.clock.now()):
             self.carry_out(action)
 
-    def carry_out(self, action: de.DecodeAction) -> None:
+    def carry_out(self, action: Value) -> None:
         decode = self.decode
         match action:
             case de.Push():
                 self.queue.append(action.handoff_id)
-            case de.Allocate():
+            case de.AllocateLoan():
                 block_ids = decode.lend_fresh(action.handoff_id, action.loan)
-                self.later(lambda: self.tell_decode(de.Allocated(action.handoff_id, action.loan, block_ids)))
-            case de.SendGrant() | de.Send():
+                self.later(lambda: self.tell_decode(de.LoanAllocated(action.handoff_id, action.loan, block_ids)))
+            case de.SendGrant() | de.SendToPrefill():
                 self.to_prefill(str(action.connection), action.message)
             case de.EndLoan():
                 decode.end_loan(action.handoff_id, action.loan)
@@ -152,11 +152,13 @@ class World:
         step = worker.engine.step()
         assert not step.outputs
         for load in step.kv_loads:
-            wanted = pe.LoadWanted(worker.by_name[load.request_id], pe.Blocks(load.first_block, load.block_ids))
+            wanted = pe.LoadRequested(
+                worker.by_name[load.request_id], pe.RequestBlocks(load.first_block, load.block_ids)
+            )
             self.tell_prefill(worker, wanted)
         for chunk in step.handoff_chunks:
             token = None if chunk.token_id is None else pe.FirstToken(chunk.token_id)
-            blocks = pe.Blocks(chunk.first_block, chunk.block_ids)
+            blocks = pe.RequestBlocks(chunk.first_block, chunk.block_ids)
             self.tell_prefill(worker, pe.ChunkComputed(worker.by_name[chunk.request_id], blocks, token))
 
     def tell_prefill(self, worker: Prefill, event: pe.PrefillEvent) -> None:
@@ -164,28 +166,28 @@ class World:
             for action in worker.ledger.handle(event, self.clock.now()):
                 self.carry_out_prefill(worker, action)
 
-    def carry_out_prefill(self, worker: Prefill, action: pe.PrefillAction) -> None:
+    def carry_out_prefill(self, worker: Prefill, action: Value) -> None:
         engine = worker.engine
         match action:
             case pe.Compute():
                 self.compute(worker, action.handoff_id)
             case pe.SendClaim():
                 self.later(lambda: self.tell_decode(de.Claimed(action.message, worker.name)))
-            case pe.Read():
+            case pe.ReadHits():
                 self.read(worker, action)
             case pe.Write():
                 worker.copies.append(lambda: self.write(worker, action))
-            case pe.TellLoaded():
+            case pe.ReportLoaded():
                 engine.kv_loaded(str(action.handoff_id), action.ok)
             case pe.StopComputing():
                 engine.abort(str(action.handoff_id))
             case pe.FreeBlocks():
                 engine.sending_finished(str(action.handoff_id))
-            case pe.SayReleased():
+            case pe.SendRelease():
                 self.later(lambda: self.hear_release(worker, action))
-            case pe.Send(message=HandoffDone() as message):
+            case pe.SendToDecode(message=HandoffDone() as message):
                 self.later(lambda: self.tell_decode(de.Done(message, worker.name)))
-            case pe.Send():
+            case pe.SendToDecode():
                 self.later(lambda: self.tell_decode(action.message))
             case pe.Computed() | pe.Settle():
                 pass
@@ -207,13 +209,13 @@ class World:
             )
         )
 
-    def read(self, worker: Prefill, action: pe.Read) -> None:
+    def read(self, worker: Prefill, action: pe.ReadHits) -> None:
         ok = self.rng.random() >= self.failing_reads
 
         def read() -> None:
             if ok:
                 copy_blocks(self.decode, action.remote_block_ids, worker.engine, action.blocks.block_ids)
-            self.tell_prefill(worker, pe.ReadEnded(action.handoff_id, ok))
+            self.tell_prefill(worker, pe.HitsRead(action.handoff_id, ok))
 
         worker.copies.append(read)
 
@@ -224,16 +226,16 @@ class World:
             self.later(lambda: self.tell_decode(de.Done(done)))
         self.tell_prefill(worker, pe.Written(action.handoff_id, True))
 
-    def hear_release(self, worker: Prefill, action: pe.SayReleased) -> None:
+    def hear_release(self, worker: Prefill, action: pe.SendRelease) -> None:
         self.tell_decode(action.message)
-        self.tell_prefill(worker, pe.ReleaseHeard(action.message.handoff_id))
+        self.tell_prefill(worker, pe.ReleaseAcknowledged(action.message.handoff_id))
 
     def kill(self, name: str) -> None:
         """Dead, but what it had posted still lands for a while, before the decode worker fences it."""
         worker = self.prefill.pop(name)
         worker.is_dead = True
         if self.rng.random() < 0.5:
-            self.tell_decode(de.ConnectionLost(name))
+            self.tell_decode(de.ClaimantConnectionLost(name))
         self.tell_decode(LeaseEnded(name))
         for _ in range(self.rng.randrange(20)):
             self.step_decode()

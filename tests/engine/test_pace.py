@@ -1,4 +1,5 @@
-"""The pace of prefills beside answers, what a step costs, and prefills that are placed when they are admitted."""
+"""How many tokens prefills get beside answers, what a step costs, and prefills that are placed when they are
+admitted."""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ from kvrelay.core.status import RequestStatus
 from kvrelay.core.step_cost import MIN_CHUNK_TOKENS, StepCost, StepWork
 from kvrelay.engine.core import EngineCore
 from kvrelay.engine.request import Request
-from kvrelay.engine.scheduled_batch import MARGIN, STEP_SHARE, Pace
-from kvrelay.placement.base import Objectives, PlacementState, PrefillPlace, PrefillSide
+from kvrelay.engine.scheduled_batch import MARGIN, STEP_SHARE, TokenBudget
+from kvrelay.placement.base import Objectives, PlacementState, PrefillLoad, PrefillPlace
 from kvrelay.placement.cost import MIN_WINDOW, CostPlacement
 from kvrelay.placement.cost_model import StepCostModel
 from kvrelay.placement.threshold import DisaggPolicy
@@ -30,36 +31,36 @@ def request(name: str, length: int, objectives: Objectives | None = None, max_to
     return Request(name, [number % 500 for number in range(length)], sampling, placement=placement)
 
 
-def paced(cost: StepCost = COST) -> Pace:
-    pace = Pace()
-    pace.costs = StepCostModel(StepCost(*(max(value, 1e-15) for value in msgspec.structs.astuple(cost))))
-    return pace
+def paced(cost: StepCost = COST) -> TokenBudget:
+    token_budget = TokenBudget()
+    token_budget.costs = StepCostModel(StepCost(*(max(value, 1e-15) for value in msgspec.structs.astuple(cost))))
+    return token_budget
 
 
 def test_without_objectives_the_token_budget_alone_counts() -> None:
-    pace = paced()
-    pace.look_at([request("a", 10)])
-    assert pace.prefill_budget([request("b", 5000)], 2048) == 2048
+    token_budget = paced()
+    token_budget.look_at([request("a", 10)])
+    assert token_budget.prefill_budget([request("b", 5000)], 2048) == 2048
 
 
 def test_a_step_beside_answers_takes_a_share_of_their_objective() -> None:
-    pace, objectives = paced(), Objectives(0.5, 0.02)
+    token_budget, objectives = paced(), Objectives(0.5, 0.02)
     decodes = [request("a", 10, objectives), request("b", 10, Objectives(0.5, 0.05))]
-    pace.look_at(decodes)
-    budget = pace.prefill_budget([request("c", 5000, objectives)], 2048)
+    token_budget.look_at(decodes)
+    budget = token_budget.prefill_budget([request("c", 5000, objectives)], 2048)
     work = StepWork(budget, 0, 2, 20)
-    share = min(STEP_SHARE, math.exp(-MARGIN * pace.costs.spread))
+    share = min(STEP_SHARE, math.exp(-MARGIN * token_budget.costs.spread))
     assert COST.step_seconds(work) == pytest.approx(share * 0.02, rel=0.01)
 
 
 def test_the_more_steps_scatter_the_more_room_is_left() -> None:
     def budget(errors: tuple[float, ...]) -> int:
-        pace, objectives = paced(), Objectives(0.5, 0.02)
+        token_budget, objectives = paced(), Objectives(0.5, 0.02)
         work = StepWork(500, 0, 0, 0)
         for number in range(100):
-            pace.costs.add(work, COST.step_seconds(work) * errors[number % 2])
-        pace.look_at([request("a", 10, objectives)])
-        return pace.prefill_budget([request("c", 5000, objectives)], 2048)
+            token_budget.costs.add(work, COST.step_seconds(work) * errors[number % 2])
+        token_budget.look_at([request("a", 10, objectives)])
+        return token_budget.prefill_budget([request("c", 5000, objectives)], 2048)
 
     steady, scattered = budget((1.0, 1.0)), budget((0.6, 1.5))
     assert scattered < 0.6 * steady
@@ -71,18 +72,18 @@ def test_the_more_steps_scatter_the_more_room_is_left() -> None:
 
 def test_an_objective_that_decoding_alone_misses_does_not_stop_prefills() -> None:
     slow = StepCost(0.1, 0.11, 1e-4, 0.0, 0.0, 0.0)
-    pace = paced(slow)
-    pace.look_at([request("a", 10, Objectives(0.5, 0.02))])
-    assert pace.prefill_budget([request("b", 5000, Objectives(0.5, 0.02))], 2048) == pytest.approx(900, abs=2)
+    token_budget = paced(slow)
+    token_budget.look_at([request("a", 10, Objectives(0.5, 0.02))])
+    assert token_budget.prefill_budget([request("b", 5000, Objectives(0.5, 0.02))], 2048) == pytest.approx(900, abs=2)
     hopeless = paced(StepCost(0.001, 5.0, 1.0, 0.0, 0.0, 0.0))
     hopeless.look_at([request("a", 10, Objectives(0.5, 0.02))])
     assert hopeless.prefill_budget([request("b", 5000)], 2048) == MIN_CHUNK_TOKENS
 
 
 def test_a_lone_prefill_leaves_room_for_who_arrives() -> None:
-    pace = paced(StepCost(0.01, 0.01, 1e-3, 0.0, 0.0, 0.0))
-    pace.look_at([])
-    assert pace.prefill_budget([request("b", 5000, Objectives(0.4, 0.02))], 2048) == pytest.approx(90, abs=1)
+    token_budget = paced(StepCost(0.01, 0.01, 1e-3, 0.0, 0.0, 0.0))
+    token_budget.look_at([])
+    assert token_budget.prefill_budget([request("b", 5000, Objectives(0.4, 0.02))], 2048) == pytest.approx(90, abs=1)
 
 
 def test_steps_are_samples_of_their_cost(make_engine: Callable[..., EngineCore]) -> None:
@@ -90,7 +91,7 @@ def test_steps_are_samples_of_their_cost(make_engine: Callable[..., EngineCore])
     engine.add_request(request("a", 40))
     for _ in range(3):
         engine.step()
-    costs = engine.scheduler.pace.costs
+    costs = engine.scheduler.token_budget.costs
     assert costs.num_samples + costs.num_rejected == 3, "a clock that stands still gives no samples"
 
 
@@ -101,7 +102,7 @@ class Fleet:
         self.num_workers = num_workers
         self.counted: list[PrefillPlace] = []
         policy = DisaggPolicy(DisaggConfig())
-        fleet = lambda: PrefillSide(self.num_workers, 0)  # noqa: E731
+        fleet = lambda: PrefillLoad(self.num_workers, 0)  # noqa: E731
         self.placement = CostPlacement(policy, fleet, self.counted.append, ManualClock())
 
     def request(self, name: str, length: int) -> Request:

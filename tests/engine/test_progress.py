@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvrelay.core.clock import ManualClock
-from kvrelay.engine.progress import HangDetector, Progress
+from kvrelay.engine.progress import Progress, StallDetector
 
 TICK_S = 1.0
 
@@ -14,13 +14,13 @@ class Watched:
     def __init__(self, timeout_s: float) -> None:
         self.clock = ManualClock(100.0)
         self.progress = Progress(self.clock)
-        self.detector = HangDetector(timeout_s, TICK_S)
+        self.detector = StallDetector(timeout_s, TICK_S)
 
     def watch(self, seconds: float, step_s: float = TICK_S) -> tuple[bool, bool]:
         """Let the time pass; stalled and hung at the end."""
         for _ in range(round(seconds / step_s)):
             self.clock.advance(step_s)
-            self.detector.observe(self.progress.turn, self.clock.now())
+            self.detector.observe(self.progress.iteration, self.clock.now())
         return self.detector.is_stalled, self.detector.is_hung
 
 

@@ -91,7 +91,7 @@ def leases_key(leases: PeerLeases, frame: Frame) -> tuple[Any, ...]:
 _DECODE_FIELDS = [
     f.name
     for f in fields(DecodeHandoff)
-    if f.name not in ("deadline_s", "heard_s", "grants", "term", "waiting", "owed", "request_id", "granted_s")
+    if f.name not in ("deadline_s", "last_heard_s", "grants", "term", "waiting", "owed", "request_id", "granted_s")
 ]
 _LONG_OVER = ("arrived", "given_up_by", "block_ids", "num_hit_blocks", "claimant")
 """Of a closed hand-off nothing reads these."""
@@ -111,12 +111,12 @@ def decode_ledger_key(ledger: DecodeLedger, frame: Frame) -> tuple[Any, ...]:
                 grant.generation,
                 grant.loan,
                 grant.state.value,
-                max(grant.told_s - now, -1) if grant.state is GrantState.ABANDONED else 0,
+                max(grant.abandoned_s - now, -1) if grant.state is GrantState.ABANDONED else 0,
             )
             for grant in handoff.grants
         )
         deadline = max(handoff.deadline_s - now, 0) if waits else 0
-        silent = max(handoff.heard_s + ledger.rules.silence_timeout_s - now, 0) if handoff.is_awaited else 0
+        silent = max(handoff.last_heard_s + ledger.rules.silence_timeout_s - now, 0) if handoff.is_awaited else 0
         term = 0 if is_closed else frame.term("d", handoff.term)
         held = max(handoff.granted_s + ledger.rules.held_s - now, -1) if handoff.holder is not None else 0
         special = (deadline, silent, held, grants, _claimed_key(handoff.waiting, frame), handoff.owed is None, term)

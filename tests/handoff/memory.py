@@ -83,9 +83,9 @@ class Memory:
         if op[0] == "write":
             self._handle(number, pe.Written(op[1], ok))
         elif op[0] == "load":
-            self._handle(number, pe.ReadEnded(op[1], ok))
+            self._handle(number, pe.HitsRead(op[1], ok))
         else:
-            self._handle(D, de.ReadEnded(op[1], op[3], ok))
+            self._handle(D, de.FetchEnded(op[1], op[3], ok))
 
     # -- engines and checksums ----------------------------------------------------------------------------------------
 
@@ -125,7 +125,7 @@ class Memory:
             hits = old[: self.scenario.num_hit_blocks]
             blocks = hits + self._fresh(self.scenario.num_chunks)
             self.d.loans[handoff_id, loan] = blocks
-        self._handle(D, de.Allocated(handoff_id, loan, blocks))
+        self._handle(D, de.LoanAllocated(handoff_id, loan, blocks))
 
     def _expect_lent(self, handoff_id: str, blocks: tuple[int, ...]) -> None:
         lent = {block for (owner, _), lent in self.d.loans.items() if owner == handoff_id for block in lent}

@@ -29,7 +29,7 @@ class Requests:
         for action in self.ledger.handle(event, now_s):
             if isinstance(action, de.ComputeHere):
                 self.here[action.handoff_id] = action.reason
-            if isinstance(action, de.Send) and isinstance(action.message, HandoffRefused):
+            if isinstance(action, de.SendToPrefill) and isinstance(action.message, HandoffRefused):
                 self.refused[action.message.handoff_id] = action.message.reason
 
     def open(self, name: str, now_s: float) -> None:
@@ -64,7 +64,7 @@ def released_late(requests: Requests, name: str, now_s: float) -> None:
 
 
 def disconnected_late(requests: Requests, name: str, now_s: float) -> None:
-    requests.handle(de.ConnectionLost("to bad"), now_s + 9.0)
+    requests.handle(de.ClaimantConnectionLost("to bad"), now_s + 9.0)
 
 
 each_failure = pytest.mark.parametrize("fail", [silent, never_done, released_late, disconnected_late])

@@ -8,7 +8,7 @@ from kvrelay.core.handoff import KvDirection
 from kvrelay.errors import IllegalTransitionError
 from kvrelay.handoff import decode_events as de
 from kvrelay.handoff import prefill_events as pe
-from kvrelay.handoff.base import EndReason, LeaseEnded, LeaseLost, RefusalReason, Registered, Tick
+from kvrelay.handoff.base import EndReason, LeaseEnded, LeaseLost, RefusalReason, Registered, Tick, Value
 from kvrelay.handoff.decode_ledger import DecodeLedger
 from kvrelay.handoff.decode_state import TRANSITIONS as DECODE_TRANSITIONS
 from kvrelay.handoff.decode_state import DecodeRules, DecodeState
@@ -46,13 +46,13 @@ def claim(worker_id: str = "p", term: int = 1, **fields: object) -> de.Claimed:
     return de.Claimed(HandoffClaim("h", worker_id, "same", term=term, **fields), f"to {worker_id}")
 
 
-def grant_of(actions: list[de.DecodeAction]) -> HandoffGrant:
+def grant_of(actions: list[Value]) -> HandoffGrant:
     (sent,) = [action for action in actions if isinstance(action, de.SendGrant)]
     return sent.message
 
 
-def refusal_of(actions: list[de.DecodeAction]) -> str:
-    (sent,) = [a for a in actions if isinstance(a, de.Send) and isinstance(a.message, HandoffRefused)]
+def refusal_of(actions: list[Value]) -> str:
+    (sent,) = [a for a in actions if isinstance(a, de.SendToPrefill) and isinstance(a.message, HandoffRefused)]
     return sent.message.reason
 
 
@@ -62,7 +62,7 @@ def done(
     return de.Done(HandoffDone(handoff_id, generation, 7, None, 0, 0.0, checksums, secret))
 
 
-HEARD = de.Send("to p", HandoffFetched("h", 1))
+HEARD = de.SendToPrefill("to p", HandoffFetched("h", 1))
 
 
 # -- the decode side --------------------------------------------------------------------------------------------------
@@ -121,7 +121,7 @@ def test_grants_have_different_secrets() -> None:
     ledger.handle(de.Opened("h", "r", BLOCKS, 2), 0.0)
     first = grant_of(ledger.handle(claim(), 1.0))
     ledger.handle(claim("q"), 2.0)
-    second = grant_of(ledger.handle(de.Allocated("h", 2, (0, 1, 7, 8, 9)), 3.0))
+    second = grant_of(ledger.handle(de.LoanAllocated("h", 2, (0, 1, 7, 8, 9)), 3.0))
     assert 0 < first.secret != second.secret > 0
 
 
@@ -129,7 +129,7 @@ def test_done_is_answered_however_often_it_is_said() -> None:
     ledger = decode_ledger()
     ledger.handle(claim(), 1.0)
     again = de.Done(done().message, "again to p")
-    heard = de.Send("again to p", HandoffFetched("h", 1))
+    heard = de.SendToPrefill("again to p", HandoffFetched("h", 1))
     assert ledger.handle(again, 2.0)[0] == heard
     assert ledger.handle(again, 3.0) == [heard]
 
@@ -142,7 +142,7 @@ def test_a_claimant_that_falls_silent_loses_the_request() -> None:
     assert ledger.next_tick_s() == 19.0
     actions = ledger.handle(Tick(), 19.0)
     assert actions == [
-        de.Send("to p", HandoffAbandon("h", 1)),
+        de.SendToPrefill("to p", HandoffAbandon("h", 1)),
         de.ComputeHere("h", "r", EndReason.CLAIMANT_SILENT),
     ]
     assert ledger.num_grants == 1, "it may write still"
@@ -160,7 +160,7 @@ def test_a_claimant_is_not_silent_before_it_knows_of_its_grant() -> None:
 def test_what_was_granted_stays_lent_until_the_claimant_has_stopped() -> None:
     ledger = decode_ledger()
     ledger.handle(claim(), 1.0)
-    assert ledger.handle(de.Closed("h"), 2.0) == [de.Send("to p", HandoffAbandon("h", 1))]
+    assert ledger.handle(de.Closed("h"), 2.0) == [de.SendToPrefill("to p", HandoffAbandon("h", 1))]
     assert ledger.handle(HandoffReleased("h", "q"), 3.0) == [], "that was another's"
     assert ledger.handle(HandoffReleased("h", "p"), 3.0) == [de.EndLoan("h", 1)]
 
@@ -173,9 +173,9 @@ def test_a_second_claimant_gets_other_blocks() -> None:
     ledger = decode_ledger()
     ledger.handle(Registered("q", 10.0, 2), 0.0)
     ledger.handle(claim(), 1.0)
-    assert ledger.handle(claim("q", 2), 2.0) == [de.Allocate("h", 2)]
-    actions = ledger.handle(de.Allocated("h", 2, (0, 1, 7, 8, 9)), 3.0)
-    assert actions[0] == de.Send("to p", HandoffAbandon("h", 1))
+    assert ledger.handle(claim("q", 2), 2.0) == [de.AllocateLoan("h", 2)]
+    actions = ledger.handle(de.LoanAllocated("h", 2, (0, 1, 7, 8, 9)), 3.0)
+    assert actions[0] == de.SendToPrefill("to p", HandoffAbandon("h", 1))
     assert (grant_of(actions).generation, grant_of(actions).block_ids) == (2, (0, 1, 7, 8, 9))
     assert ledger.handle(done(), 4.0) == [HEARD, de.EndLoan("h", 1)], "too late, but it has stopped"
     message = done(generation=2)
@@ -187,7 +187,7 @@ def test_without_other_blocks_a_second_claimant_is_refused() -> None:
     ledger.handle(Registered("q", 10.0, 2), 0.0)
     ledger.handle(claim(), 1.0)
     ledger.handle(claim("q", 2), 2.0)
-    assert refusal_of(ledger.handle(de.Allocated("h", 2, None), 3.0)) == RefusalReason.NO_BLOCKS
+    assert refusal_of(ledger.handle(de.LoanAllocated("h", 2, None), 3.0)) == RefusalReason.NO_BLOCKS
     assert isinstance(ledger.handle(done(), 4.0)[1], de.Resume)
 
 
@@ -198,7 +198,7 @@ def test_without_other_blocks_and_without_its_first_claimant_the_request_is_comp
     ledger.handle(claim(), 1.0)
     ledger.handle(claim("q", 2), 2.0)
     assert ledger.handle(HandoffReleased("h", "p"), 3.0) == []
-    actions = ledger.handle(de.Allocated("h", 2, None), 4.0)
+    actions = ledger.handle(de.LoanAllocated("h", 2, None), 4.0)
     assert refusal_of(actions) == RefusalReason.NO_BLOCKS
     assert actions[1:] == [de.EndLoan("h", 1), de.ComputeHere("h", "r", EndReason.RELEASED)]
     assert not ledger.handoffs
@@ -211,7 +211,7 @@ def test_a_repeated_claim_changes_nothing_while_it_waits_for_blocks_or_holds_a_g
     assert ledger.handle(claim(), 1.0) == []
     ledger.handle(claim("q", 2), 2.0)
     assert ledger.handle(claim("q", 2), 2.0) == [], "a refusal would make it give up, and then get the grant"
-    assert grant_of(ledger.handle(de.Allocated("h", 2, (0, 1, 7, 8, 9)), 3.0)).generation == 2
+    assert grant_of(ledger.handle(de.LoanAllocated("h", 2, (0, 1, 7, 8, 9)), 3.0)).generation == 2
     assert ledger.handle(claim("q", 2), 3.0) == []
     assert ledger.counters.num_refused == 0
 
@@ -222,10 +222,10 @@ def test_a_loan_that_arrives_after_the_end_goes_back(block_ids: tuple[int, ...] 
     ledger = decode_ledger()
     ledger.handle(Registered("q", 10.0, 2), 0.0)
     ledger.handle(claim(), 1.0)
-    assert ledger.handle(claim("q", 2), 2.0) == [de.Allocate("h", 2)]
+    assert ledger.handle(claim("q", 2), 2.0) == [de.AllocateLoan("h", 2)]
     ledger.handle(HandoffReleased("h", "p"), 3.0)
     assert de.ComputeHere("h", "r", EndReason.RELEASED) in ledger.handle(HandoffReleased("h", "q"), 3.0)
-    assert ledger.handle(de.Allocated("h", 2, block_ids), 4.0) == [de.EndLoan("h", 2)] * (block_ids is not None)
+    assert ledger.handle(de.LoanAllocated("h", 2, block_ids), 4.0) == [de.EndLoan("h", 2)] * (block_ids is not None)
     assert not ledger.handoffs
 
 
@@ -273,9 +273,9 @@ def test_the_end_of_a_lease_moves_the_request_and_the_fence_frees_the_blocks() -
 def test_an_abandon_is_said_again_over_the_claimants_next_connection() -> None:
     ledger = decode_ledger()
     ledger.handle(claim(), 1.0)
-    ledger.handle(de.ConnectionLost("to p"), 2.0)
+    ledger.handle(de.ClaimantConnectionLost("to p"), 2.0)
     again = de.Claimed(HandoffClaim("another", "p", "same", term=1), "again to p")
-    assert de.Send("again to p", HandoffAbandon("h", 1)) in ledger.handle(again, 2.5)
+    assert de.SendToPrefill("again to p", HandoffAbandon("h", 1)) in ledger.handle(again, 2.5)
 
 
 def test_a_grant_that_could_not_be_sent_is_no_grant() -> None:
@@ -312,10 +312,10 @@ def test_pull_without_room_waits_for_it() -> None:
     ledger.handle(Registered("p", 10.0, 1), 0.0)
     ledger.handle(de.Opened("h", "r", (), 0, direction=KvDirection.PULL), 0.0)
     ledger.handle(claim(), 1.0)
-    ready = de.Ready(HandoffReady("h", 1, (8, 9), 7, None, 0.0, secret=SECRET), "to p")
-    assert ledger.handle(ready, 2.0) == [de.Allocate("h", 1)]
-    assert ledger.handle(de.Allocated("h", 1, (3, 4)), 3.0) == [de.Read("h", 1, "p", (8, 9), (3, 4), 0, 0, 4)]
-    actions = ledger.handle(de.ReadEnded("h", 1, True), 4.0)
+    ready = de.Offered(HandoffReady("h", 1, (8, 9), 7, None, 0.0, secret=SECRET), "to p")
+    assert ledger.handle(ready, 2.0) == [de.AllocateLoan("h", 1)]
+    assert ledger.handle(de.LoanAllocated("h", 1, (3, 4)), 3.0) == [de.Fetch("h", 1, "p", (8, 9), (3, 4), 0, 0, 4)]
+    actions = ledger.handle(de.FetchEnded("h", 1, True), 4.0)
     assert actions[-2:] == [de.Resume("h", "r", 1, ready.message), de.EndLoan("h", 1)]
 
 
@@ -327,19 +327,19 @@ def test_while_one_generation_is_read_the_release_of_an_earlier_one_ends_its_gra
     for worker_id in ("p", "q"):
         ledger.handle(claim(worker_id), 1.0)
     ready = HandoffReady("h", 2, (8, 9, 10), 7, None, 0.0, secret=SECRET)
-    assert [type(action) for action in ledger.handle(de.Ready(ready, "to q"), 2.0)] == [de.Read]
+    assert [type(action) for action in ledger.handle(de.Offered(ready, "to q"), 2.0)] == [de.Fetch]
     ledger.handle(HandoffReleased("h", "p"), 3.0)
     assert [grant.worker_id for grant in ledger.handoffs["h"].grants] == ["q"]
     ledger.handle(HandoffReleased("h", "q"), 3.0)
     assert ledger.num_grants == 1, "its blocks are being read"
-    ledger.handle(de.ReadEnded("h", 2, True), 4.0)
+    ledger.handle(de.FetchEnded("h", 2, True), 4.0)
     assert not ledger.handoffs
 
 
 PARAMS = b'{"remote_engine_id": "e"}'
 
 
-def engine_pull() -> tuple[DecodeLedger, de.Ready]:
+def engine_pull() -> tuple[DecodeLedger, de.Offered]:
     """A granted hand-off between engines that move the KV themselves, and P's message that everything is computed."""
     ledger = DecodeLedger(DecodeRules(block_size=4, kv_compatibility="same"), lambda: SECRET)
     ledger.handle(Registered("p", 10.0, 1), 0.0)
@@ -347,15 +347,15 @@ def engine_pull() -> tuple[DecodeLedger, de.Ready]:
     grant = grant_of(ledger.handle(claim(), 1.0))
     assert (grant.direction, grant.block_ids, grant.num_cached_tokens) == (KvDirection.PULL, (), 0)
     message = HandoffReady("h", 1, (), None, None, 0.5, secret=SECRET, kv_transfer_params=PARAMS)
-    return ledger, de.Ready(message, "to p")
+    return ledger, de.Offered(message, "to p")
 
 
 def test_an_engine_that_moves_kv_itself_reads_by_its_params_without_blocks() -> None:
     ledger, ready = engine_pull()
-    assert ledger.handle(ready, 2.0) == [de.Read("h", 1, "p", (), (), 0, 0, 0, PARAMS)]
+    assert ledger.handle(ready, 2.0) == [de.Fetch("h", 1, "p", (), (), 0, 0, 0, PARAMS)]
     assert ledger.handle(ready, 3.0) == [], "P repeats it until it hears of the end"
-    fetched, resume = ledger.handle(de.ReadEnded("h", 1, True), 4.0)
-    assert fetched == de.Send("to p", HandoffFetched("h", 1))
+    fetched, resume = ledger.handle(de.FetchEnded("h", 1, True), 4.0)
+    assert fetched == de.SendToPrefill("to p", HandoffFetched("h", 1))
     assert resume == de.Resume("h", "r", 0, ready.message)
     assert not ledger.handoffs
 
@@ -363,8 +363,8 @@ def test_an_engine_that_moves_kv_itself_reads_by_its_params_without_blocks() -> 
 def test_when_an_engine_has_not_fetched_the_prefill_side_is_told_to_free_it() -> None:
     ledger, ready = engine_pull()
     ledger.handle(ready, 2.0)
-    abandon = de.Send("to p", HandoffAbandon("h", 1))
-    assert ledger.handle(de.ReadEnded("h", 1, False), 3.0) == [
+    abandon = de.SendToPrefill("to p", HandoffAbandon("h", 1))
+    assert ledger.handle(de.FetchEnded("h", 1, False), 3.0) == [
         abandon,
         de.ComputeHere("h", "r", EndReason.READ_FAILED),
     ]
@@ -376,7 +376,7 @@ def test_a_request_that_ends_while_its_engine_fetches_waits_for_the_end_of_that(
     ledger, ready = engine_pull()
     ledger.handle(ready, 2.0)
     assert ledger.handle(de.Closed("h"), 3.0) == []
-    assert ledger.handle(de.ReadEnded("h", 1, False), 4.0) == [de.Send("to p", HandoffAbandon("h", 1))]
+    assert ledger.handle(de.FetchEnded("h", 1, False), 4.0) == [de.SendToPrefill("to p", HandoffAbandon("h", 1))]
     assert not ledger.handoffs
 
 
@@ -385,7 +385,7 @@ def test_kv_that_no_request_fetches_is_discarded_unless_it_is_being_fetched() ->
     released = HandoffReleased("h", "p", None, PARAMS)
     ledger.handle(ready, 2.0)
     assert ledger.handle(released, 2.5) == []
-    ledger.handle(de.ReadEnded("h", 1, False), 3.0)
+    ledger.handle(de.FetchEnded("h", 1, False), 3.0)
     assert ledger.handle(released, 4.0) == [de.Discard("h", PARAMS)]
 
 
@@ -406,22 +406,22 @@ GRANT = HandoffGrant("h", 1, BLOCKS, 8, secret=SECRET)
 
 def test_nothing_is_touched_before_the_grant_and_everything_after_it() -> None:
     ledger = prefill_ledger()
-    load, chunk = pe.Blocks(0, (20, 21)), pe.Blocks(2, (22, 23))
-    assert ledger.handle(pe.LoadWanted("h", load), 1.0) == []
+    load, chunk = pe.RequestBlocks(0, (20, 21)), pe.RequestBlocks(2, (22, 23))
+    assert ledger.handle(pe.LoadRequested("h", load), 1.0) == []
     assert ledger.handle(pe.ChunkComputed("h", chunk), 1.0) == []
     actions = ledger.handle(pe.Granted("d", GRANT), 2.0)
-    assert actions == [pe.Read("h", load, (0, 1), 0), pe.Write("h", 1, chunk, (2, 3), None, 2)]
+    assert actions == [pe.ReadHits("h", load, (0, 1), 0), pe.Write("h", 1, chunk, (2, 3), None, 2)]
 
 
 def test_kv_transfer_params_are_offered_until_they_are_used() -> None:
     ledger = PrefillLedger(PrefillRules(worker_id="p", block_size=4, kv_compatibility="same"))
     ledger.handle(Registered("d", 10.0, 3), 0.0)
     ledger.handle(pe.Pulled("h", "d", 5, 0, 1, num_tokens=18), 0.0)
-    chunk = pe.ChunkComputed("h", pe.Blocks(0, ()), kv_transfer_params=PARAMS)
+    chunk = pe.ChunkComputed("h", pe.RequestBlocks(0, ()), kv_transfer_params=PARAMS)
     assert ledger.handle(chunk, 1.0) == [pe.Computed("h")]
     grant = HandoffGrant("h", 1, (), 0, direction=KvDirection.PULL, term=3, block_size=4, secret=SECRET)
     (offer,) = ledger.handle(pe.Granted("d", grant), 2.0)
-    assert isinstance(offer, pe.Send)
+    assert isinstance(offer, pe.SendToDecode)
     assert offer.message == HandoffReady("h", 1, (), None, None, 2.0, secret=SECRET, kv_transfer_params=PARAMS)
     assert ledger.handle(Tick(), 60.0) == [offer]
     assert ledger.handle(HandoffFetched("h", 1), 61.0) == [pe.FreeBlocks("h"), pe.Settle("h", None)]
@@ -431,21 +431,21 @@ def test_kv_transfer_params_that_no_one_uses_are_given_up() -> None:
     ledger = PrefillLedger(PrefillRules(worker_id="p", block_size=4, kv_compatibility="same"))
     ledger.handle(Registered("d", 10.0, 3), 0.0)
     ledger.handle(pe.Pulled("h", "d", 5, 0, 1, num_tokens=18), 0.0)
-    ledger.handle(pe.ChunkComputed("h", pe.Blocks(0, ()), kv_transfer_params=PARAMS), 1.0)
+    ledger.handle(pe.ChunkComputed("h", pe.RequestBlocks(0, ()), kv_transfer_params=PARAMS), 1.0)
     ledger.handle(pe.Granted("d", HandoffGrant("h", 1, (), 0, direction=KvDirection.PULL, term=3)), 2.0)
     actions = ledger.handle(pe.Abandoned("d", HandoffAbandon("h", 1)), 3.0)
     assert actions[:2] == [pe.StopComputing("h"), pe.FreeBlocks("h")]
     release = HandoffReleased("h", "p", EndReason.ABANDONED, PARAMS)
-    assert actions[-1] == pe.SayReleased("d", release), "only D's engine can have it freed"
+    assert actions[-1] == pe.SendRelease("d", release), "only D's engine can have it freed"
 
 
 def test_kv_that_was_computed_for_a_refused_claim_is_given_back_too() -> None:
     ledger = PrefillLedger(PrefillRules(worker_id="p", block_size=4, kv_compatibility="same"))
     ledger.handle(pe.Pulled("h", "d", 5, 0, 1, num_tokens=18), 0.0)
-    ledger.handle(pe.ChunkComputed("h", pe.Blocks(0, ()), kv_transfer_params=PARAMS), 1.0)
+    ledger.handle(pe.ChunkComputed("h", pe.RequestBlocks(0, ()), kv_transfer_params=PARAMS), 1.0)
     actions = ledger.handle(HandoffRefused("h", RefusalReason.UNKNOWN), 2.0)
-    assert actions[-1] == pe.SayReleased("d", HandoffReleased("h", "p", EndReason.REFUSED, PARAMS))
-    ledger.handle(pe.ReleaseHeard("h"), 3.0)
+    assert actions[-1] == pe.SendRelease("d", HandoffReleased("h", "p", EndReason.REFUSED, PARAMS))
+    ledger.handle(pe.ReleaseAcknowledged("h"), 3.0)
     assert not ledger.handoffs
 
 
@@ -453,18 +453,18 @@ def test_kv_that_is_computed_after_the_stop_is_given_back() -> None:
     ledger = PrefillLedger(PrefillRules(worker_id="p", block_size=4, kv_compatibility="same"))
     ledger.handle(pe.Pulled("h", "d", 5, 0, 1, num_tokens=18), 0.0)
     actions = ledger.handle(pe.Abandoned("d", HandoffAbandon("h", 1)), 2.0)
-    assert actions[-1] == pe.SayReleased("d", HandoffReleased("h", "p", EndReason.ABANDONED))
-    actions = ledger.handle(pe.ChunkComputed("h", pe.Blocks(0, ()), kv_transfer_params=PARAMS), 3.0)
-    assert actions == [pe.SayReleased("d", HandoffReleased("h", "p", EndReason.ABANDONED, PARAMS))]
+    assert actions[-1] == pe.SendRelease("d", HandoffReleased("h", "p", EndReason.ABANDONED))
+    actions = ledger.handle(pe.ChunkComputed("h", pe.RequestBlocks(0, ()), kv_transfer_params=PARAMS), 3.0)
+    assert actions == [pe.SendRelease("d", HandoffReleased("h", "p", EndReason.ABANDONED, PARAMS))]
 
 
 def test_an_engine_that_only_takes_blocks_gets_no_kv_transfer_params() -> None:
     ledger = PrefillLedger(PrefillRules(worker_id="p", block_size=4, kv_compatibility="same"))
     ledger.handle(pe.Pulled("h", "d", 5, 8, 1), 0.0)
     ledger.handle(pe.Granted("d", GRANT), 2.0)
-    actions = ledger.handle(pe.ChunkComputed("h", pe.Blocks(2, ()), kv_transfer_params=PARAMS), 3.0)
+    actions = ledger.handle(pe.ChunkComputed("h", pe.RequestBlocks(2, ()), kv_transfer_params=PARAMS), 3.0)
     assert pe.StopComputing("h") in actions
-    assert not [action for action in actions if isinstance(action, pe.Send | pe.Write)]
+    assert not [action for action in actions if isinstance(action, pe.SendToDecode | pe.Write)]
 
 
 def test_writes_pair_blocks_of_two_sizes_and_spare_the_hits() -> None:
@@ -472,11 +472,11 @@ def test_writes_pair_blocks_of_two_sizes_and_spare_the_hits() -> None:
     ledger = PrefillLedger(PrefillRules(worker_id="p", block_size=8, kv_compatibility="same"))
     ledger.handle(pe.Pulled("h", "d", 3, 12, 1, num_tokens=22), 0.0)
     ledger.handle(pe.Granted("d", HandoffGrant("h", 1, (0, 1, 2, 3, 4, 5), 12, block_size=4)), 1.0)
-    (read,) = ledger.handle(pe.LoadWanted("h", pe.Blocks(0, (30,))), 1.0)
-    assert read == pe.Read("h", pe.Blocks(0, (30,)), (0, 1), 0)
-    (first,) = ledger.handle(pe.ChunkComputed("h", pe.Blocks(1, (31,))), 1.0)
-    assert first == pe.Write("h", 1, pe.Blocks(1, (31,)), (3,), None, 3)
-    _, last = ledger.handle(pe.ChunkComputed("h", pe.Blocks(2, (32,)), pe.FirstToken(7)), 1.0)
+    (read,) = ledger.handle(pe.LoadRequested("h", pe.RequestBlocks(0, (30,))), 1.0)
+    assert read == pe.ReadHits("h", pe.RequestBlocks(0, (30,)), (0, 1), 0)
+    (first,) = ledger.handle(pe.ChunkComputed("h", pe.RequestBlocks(1, (31,))), 1.0)
+    assert first == pe.Write("h", 1, pe.RequestBlocks(1, (31,)), (3,), None, 3)
+    _, last = ledger.handle(pe.ChunkComputed("h", pe.RequestBlocks(2, (32,)), pe.FirstToken(7)), 1.0)
     assert isinstance(last, pe.Write)
     assert (last.remote_first_block, last.remote_block_ids) == (4, (4, 5))
 
@@ -485,8 +485,8 @@ def test_a_chunk_that_lies_within_a_larger_block_is_written_into_a_part_of_it() 
     ledger = PrefillLedger(PrefillRules(worker_id="p", block_size=4, kv_compatibility="same"))
     ledger.handle(pe.Pulled("h", "d", 5, 8, 1, num_tokens=18), 0.0)
     ledger.handle(pe.Granted("d", HandoffGrant("h", 1, (0, 1, 2), 8, block_size=8)), 1.0)
-    (write,) = ledger.handle(pe.ChunkComputed("h", pe.Blocks(2, (42,))), 1.0)
-    assert write == pe.Write("h", 1, pe.Blocks(2, (42,)), (1,), None, 1)
+    (write,) = ledger.handle(pe.ChunkComputed("h", pe.RequestBlocks(2, (42,))), 1.0)
+    assert write == pe.Write("h", 1, pe.RequestBlocks(2, (42,)), (1,), None, 1)
 
 
 @pytest.mark.parametrize(("ours", "theirs"), [(16, 32), (32, 16)])
@@ -497,11 +497,11 @@ def test_checksums_cover_what_the_decode_worker_lacks(ours: int, theirs: int) ->
     ledger.handle(pe.Pulled("h", "d", num_blocks, 32, 1, num_tokens=75), 0.0)
     grant = HandoffGrant("h", 1, granted, 32, checksums=(10, 11), block_size=theirs)
     ledger.handle(pe.Granted("d", grant), 1.0)
-    load = pe.Blocks(0, tuple(range(32 // ours)))
-    ledger.handle(pe.LoadWanted("h", load), 1.0)
-    assert ledger.handle(pe.ReadEnded("h", True), 1.0) == [pe.VerifyHits("h", load, (10, 11))]
+    load = pe.RequestBlocks(0, tuple(range(32 // ours)))
+    ledger.handle(pe.LoadRequested("h", load), 1.0)
+    assert ledger.handle(pe.HitsRead("h", True), 1.0) == [pe.VerifyHits("h", load, (10, 11))]
     ledger.handle(pe.HitsVerified("h", True), 1.0)
-    rest = pe.Blocks(32 // ours, tuple(range(32 // ours, num_blocks)))
+    rest = pe.RequestBlocks(32 // ours, tuple(range(32 // ours, num_blocks)))
     ledger.handle(pe.ChunkComputed("h", rest, pe.FirstToken(7)), 1.0)
     of_blocks = tuple(range(20, 20 + len(rest.block_ids) * ours // 16))
     (write,) = ledger.handle(pe.ChunkChecksummed("h", of_blocks), 1.0)
@@ -528,17 +528,17 @@ def test_pull_reads_from_blocks_of_another_size(theirs: int, kept: tuple[int, ..
         ledger.handle(Registered("p", 10.0, 1), 0.0)
         ledger.handle(de.Opened("h", "r", (0, 1, 2), 1, direction=KvDirection.PULL, num_tokens=18), 0.0)
         ledger.handle(claim(block_size=theirs), 1.0)
-        actions = ledger.handle(de.Ready(HandoffReady("h", 1, block_ids, 7, None, 0.0, secret=SECRET), "to p"), 2.0)
+        actions = ledger.handle(de.Offered(HandoffReady("h", 1, block_ids, 7, None, 0.0, secret=SECRET), "to p"), 2.0)
         if block_ids == kept:
-            assert actions == [de.Read("h", 1, "p", kept, (1, 2), 8 // theirs, 1, theirs)]
+            assert actions == [de.Fetch("h", 1, "p", kept, (1, 2), 8 // theirs, 1, theirs)]
         else:
-            assert not any(isinstance(action, de.Read) for action in actions)
+            assert not any(isinstance(action, de.Fetch) for action in actions)
 
 
 def test_blocks_are_free_when_the_last_write_has_ended() -> None:
     ledger = prefill_ledger()
     ledger.handle(pe.Granted("d", GRANT), 1.0)
-    computed, written = ledger.handle(pe.ChunkComputed("h", pe.Blocks(2, (22, 23, 24)), pe.FirstToken(7)), 2.0)
+    computed, written = ledger.handle(pe.ChunkComputed("h", pe.RequestBlocks(2, (22, 23, 24)), pe.FirstToken(7)), 2.0)
     assert computed == pe.Computed("h")
     assert isinstance(written, pe.Write)
     assert written.done == HandoffDone("h", 1, 7, None, 0, 2.0, secret=SECRET)
@@ -550,7 +550,7 @@ def sent_ledger() -> PrefillLedger:
     """Everything is computed; the last write is under way."""
     ledger = prefill_ledger()
     ledger.handle(pe.Granted("d", GRANT), 1.0)
-    ledger.handle(pe.ChunkComputed("h", pe.Blocks(2, (22, 23, 24)), pe.FirstToken(7)), 2.0)
+    ledger.handle(pe.ChunkComputed("h", pe.RequestBlocks(2, (22, 23, 24)), pe.FirstToken(7)), 2.0)
     return ledger
 
 
@@ -559,7 +559,7 @@ def test_done_is_said_again_until_it_is_heard() -> None:
     ledger = sent_ledger()
     ledger.handle(pe.Written("h", True), 3.0)
     assert ledger.handle(Tick(), 3.9) == []
-    said = [pe.Send("d", HandoffDone("h", 1, 7, None, 0, 2.0, secret=SECRET))]
+    said = [pe.SendToDecode("d", HandoffDone("h", 1, 7, None, 0, 2.0, secret=SECRET))]
     assert ledger.handle(Tick(), 4.0) == said
     assert ledger.handle(Tick(), 5.0) == said
     ledger.handle(HandoffFetched("h", 1), 5.1)
@@ -577,9 +577,9 @@ def test_an_abandon_that_crosses_done_is_answered_until_that_is_heard() -> None:
     ledger = sent_ledger()
     ledger.handle(pe.Written("h", True), 3.0)
     (said,) = ledger.handle(pe.Abandoned("d", HandoffAbandon("h", 1)), 3.1)
-    assert isinstance(said, pe.SayReleased)
+    assert isinstance(said, pe.SendRelease)
     assert ledger.num_unheard == 1
-    ledger.handle(pe.ReleaseHeard("h"), 3.2)
+    ledger.handle(pe.ReleaseAcknowledged("h"), 3.2)
     assert not ledger.handoffs
 
 
@@ -597,7 +597,7 @@ def test_done_for_a_decode_worker_that_has_been_gone_for_long_is_forgotten() -> 
 def test_a_decode_worker_hears_that_its_prefill_is_being_computed() -> None:
     ledger = prefill_ledger(progress_s=2.0)
     ledger.handle(pe.Granted("d", GRANT), 1.0)
-    said = [pe.Send("d", HandoffProgress("h", 1, SECRET))]
+    said = [pe.SendToDecode("d", HandoffProgress("h", 1, SECRET))]
     assert ledger.handle(Tick(), 2.9) == []
     assert ledger.handle(Tick(), 3.0) == said
     assert ledger.handle(Tick(), 5.0) == said
@@ -627,7 +627,7 @@ def test_a_refused_claim_costs_a_prefill_and_needs_no_release() -> None:
 def test_a_grant_that_does_not_fit_is_given_up(grant: HandoffGrant) -> None:
     ledger = prefill_ledger()
     released = ledger.handle(pe.Granted("d", grant), 1.0)[-1]
-    assert released == pe.SayReleased("d", HandoffReleased("h", "p", EndReason.BAD_GRANT))
+    assert released == pe.SendRelease("d", HandoffReleased("h", "p", EndReason.BAD_GRANT))
 
 
 def returnable_ledger(*, may_return: bool = True) -> PrefillLedger:
@@ -649,7 +649,7 @@ def test_an_entry_whose_decode_worker_cannot_be_reached_goes_back_to_the_queue()
 def test_an_entry_that_may_not_return_again_is_released() -> None:
     ledger = returnable_ledger(may_return=False)
     actions = ledger.handle(pe.Unreachable("h"), 1.0)
-    released = pe.SayReleased("d", HandoffReleased("h", "p", EndReason.CLAIM_FAILED))
+    released = pe.SendRelease("d", HandoffReleased("h", "p", EndReason.CLAIM_FAILED))
     assert actions[-2:] == [pe.Settle("h", EndReason.CLAIM_FAILED), released]
     assert (ledger.counters.num_returned, ledger.counters.num_failed) == (0, 1)
 
@@ -671,11 +671,11 @@ def test_a_claim_that_was_sent_keeps_the_entry() -> None:
 def test_a_release_is_said_until_it_is_heard() -> None:
     ledger = prefill_ledger(claim_timeout_s=1.0)
     said = ledger.handle(Tick(), 1.0)[-1]
-    assert isinstance(said, pe.SayReleased)
+    assert isinstance(said, pe.SendRelease)
     assert ledger.handle(Tick(), 1.01) == []
     assert ledger.handle(Tick(), 1.06) == [said]
     assert ledger.handle(Tick(), 1.17) == [said]
-    ledger.handle(pe.ReleaseHeard("h"), 1.2)
+    ledger.handle(pe.ReleaseAcknowledged("h"), 1.2)
     assert ledger.handle(Tick(), 9.0) == []
     assert (ledger.num_unheard, ledger.next_tick_s()) == (0, None)
 
@@ -696,16 +696,16 @@ def test_a_decode_worker_that_discovery_never_listed_is_told_for_a_limited_time(
     ledger.handle(pe.Pulled("h", "d", 1, 0, 1), 0.0)
     if is_sent:
         ledger.handle(pe.Granted("d", HandoffGrant("h", 1, (7,), 0)), 0.0)
-        ledger.handle(pe.ChunkComputed("h", pe.Blocks(0, (5,)), pe.FirstToken(7)), 10.0)
+        ledger.handle(pe.ChunkComputed("h", pe.RequestBlocks(0, (5,)), pe.FirstToken(7)), 10.0)
         ledger.handle(pe.Written("h", True), 10.0)
     else:
         ledger.handle(pe.Cancelled("h"), 10.0)
-    repeated = pe.Send if is_sent else pe.SayReleased
+    repeated = pe.SendToDecode if is_sent else pe.SendRelease
     assert any(isinstance(action, repeated) for action in ledger.handle(Tick(), 39.9))
     assert ledger.handle(Tick(), 45.0) == []
     assert not ledger.handoffs
     answer = ledger.handle(pe.Abandoned("d", HandoffAbandon("h", 1)), 50.0)
-    assert [type(action) for action in answer] == [pe.SayReleased], "it may ask later"
+    assert [type(action) for action in answer] == [pe.SendRelease], "it may ask later"
 
 
 def test_an_abandon_that_overtakes_its_grant_counts() -> None:
@@ -717,7 +717,7 @@ def test_an_abandon_that_overtakes_its_grant_counts() -> None:
 
 def test_an_abandon_of_something_unknown_is_answered() -> None:
     (said,) = prefill_ledger().handle(pe.Abandoned("d", HandoffAbandon("other", 3)), 1.0)
-    assert isinstance(said, pe.SayReleased)
+    assert isinstance(said, pe.SendRelease)
     assert (said.worker_id, said.message.handoff_id) == ("d", "other")
 
 
@@ -729,18 +729,18 @@ def test_an_entry_that_is_delivered_again_is_settled_only() -> None:
 def test_what_could_not_be_read_is_computed() -> None:
     ledger = prefill_ledger()
     ledger.handle(pe.Granted("d", GRANT), 1.0)
-    ledger.handle(pe.LoadWanted("h", pe.Blocks(0, (20, 21))), 1.0)
-    assert ledger.handle(pe.ReadEnded("h", False), 2.0) == [pe.TellLoaded("h", False)]
+    ledger.handle(pe.LoadRequested("h", pe.RequestBlocks(0, (20, 21))), 1.0)
+    assert ledger.handle(pe.HitsRead("h", False), 2.0) == [pe.ReportLoaded("h", False)]
 
 
 def test_a_lost_lease_stops_everything_and_waits_for_what_moves() -> None:
     ledger = prefill_ledger()
     ledger.handle(pe.Granted("d", GRANT), 1.0)
-    ledger.handle(pe.ChunkComputed("h", pe.Blocks(2, (22,))), 1.0)
+    ledger.handle(pe.ChunkComputed("h", pe.RequestBlocks(2, (22,))), 1.0)
     assert ledger.handle(LeaseLost(), 2.0) == [pe.StopComputing("h"), pe.Computed("h")]
     actions = ledger.handle(pe.Written("h", False), 3.0)
     assert actions[:2] == [pe.FreeBlocks("h"), pe.Settle("h", EndReason.LEASE_LOST)]
-    assert isinstance(actions[2], pe.SayReleased)
+    assert isinstance(actions[2], pe.SendRelease)
 
 
 # -- leases and tables ------------------------------------------------------------------------------------------------
@@ -786,7 +786,7 @@ def test_a_claimant_that_reconnects_before_its_old_connection_is_known_as_lost_l
     ledger.handle(claim(), 1.0)
     ledger.handle(de.Opened("h2", "r2", (5, 6), 0), 1.5)
     ledger.handle(de.Claimed(HandoffClaim("h2", "p", "same", term=1), "again to p"), 2.0)
-    actions = ledger.handle(de.ConnectionLost("to p"), 3.0)
+    actions = ledger.handle(de.ClaimantConnectionLost("to p"), 3.0)
     assert [a.handoff_id for a in actions if isinstance(a, de.ComputeHere)] == ["h"]
     assert ledger.num_grants == 2
 

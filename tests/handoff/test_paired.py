@@ -38,7 +38,9 @@ def computed_here(actions: list[Any]) -> list[EndReason]:
 
 
 def refused(actions: list[Any]) -> list[str]:
-    return [a.message.reason for a in actions if isinstance(a, de.Send) and isinstance(a.message, HandoffRefused)]
+    return [
+        a.message.reason for a in actions if isinstance(a, de.SendToPrefill) and isinstance(a.message, HandoffRefused)
+    ]
 
 
 # -- the decode side --------------------------------------------------------------------------------------------------
@@ -83,10 +85,10 @@ def test_a_claim_that_its_own_release_has_overtaken_is_refused(is_expected: bool
     assert not ledger.early
 
 
-@pytest.mark.parametrize("gone", [RELEASED, de.ClaimantGone("h"), de.ConnectionLost("to p")])
+@pytest.mark.parametrize("gone", [RELEASED, de.ClaimantGone("h"), de.ClaimantConnectionLost("to p")])
 @pytest.mark.parametrize("claimed", [True, False])
 def test_a_claimant_that_goes_while_blocks_are_awaited_is_not_waited_for(gone: de.DecodeEvent, claimed: bool) -> None:
-    if not claimed and isinstance(gone, de.ConnectionLost):
+    if not claimed and isinstance(gone, de.ClaimantConnectionLost):
         pytest.skip("no connection is known before the claim")
     ledger = decode_ledger()
     ledger.handle(de.Expected("h", "p"), 0.0)
@@ -156,18 +158,18 @@ def writes(actions: list[Any]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
 
 def test_only_what_the_decode_worker_lacks_is_written() -> None:
     ledger = prefill_ledger()
-    ledger.handle(pe.ChunkComputed("h", pe.Blocks(0, (10, 11))), 0.0)
+    ledger.handle(pe.ChunkComputed("h", pe.RequestBlocks(0, (10, 11))), 0.0)
     assert writes(ledger.handle(grant(12), 0.1)) == []
-    last = pe.ChunkComputed("h", pe.Blocks(2, (12, 13, 14)), pe.FirstToken(7))
+    last = pe.ChunkComputed("h", pe.RequestBlocks(2, (12, 13, 14)), pe.FirstToken(7))
     (write,) = [action for action in ledger.handle(last, 0.2) if isinstance(action, pe.Write)]
-    assert (write.blocks, write.remote_block_ids) == (pe.Blocks(3, (13, 14)), (3, 4))
+    assert (write.blocks, write.remote_block_ids) == (pe.RequestBlocks(3, (13, 14)), (3, 4))
     assert write.done is not None
 
 
 def test_a_chunk_that_is_computed_after_the_grant_is_trimmed_too() -> None:
     ledger = prefill_ledger()
     ledger.handle(grant(4), 0.1)
-    assert writes(ledger.handle(pe.ChunkComputed("h", pe.Blocks(0, (10, 11))), 0.2)) == [((11,), (1,))]
+    assert writes(ledger.handle(pe.ChunkComputed("h", pe.RequestBlocks(0, (10, 11))), 0.2)) == [((11,), (1,))]
 
 
 @pytest.mark.parametrize("num_cached_tokens", [-4, 3, 20, 24])

@@ -347,16 +347,16 @@ class World(Hazards, Memory):
         step, rest = p.engine[handoff_id][0], p.engine[handoff_id][1:]
         if step == "load":
             p.engine[handoff_id] = ("loading", *rest)
-            blocks = pe.Blocks(0, tuple(range(100, 100 + scenario.num_hit_blocks)))
-            self._handle(number, pe.LoadWanted(handoff_id, blocks))
+            blocks = pe.RequestBlocks(0, tuple(range(100, 100 + scenario.num_hit_blocks)))
+            self._handle(number, pe.LoadRequested(handoff_id, blocks))
             return
         p.engine[handoff_id] = rest
         index = scenario.num_known_hits + int(step)
         if scenario.by_engine:
-            self._handle(number, pe.ChunkComputed(handoff_id, pe.Blocks(0, ()), kv_transfer_params=b"{}"))
+            self._handle(number, pe.ChunkComputed(handoff_id, pe.RequestBlocks(0, ()), kv_transfer_params=b"{}"))
             return
         token = pe.FirstToken(7) if not rest else None
-        self._handle(number, pe.ChunkComputed(handoff_id, pe.Blocks(index, (100 + index,)), token))
+        self._handle(number, pe.ChunkComputed(handoff_id, pe.RequestBlocks(index, (100 + index,)), token))
 
     def do_deliver(self, item: Any) -> None:
         self.net -= {item}
@@ -391,15 +391,15 @@ class World(Hazards, Memory):
         match action:
             case de.Push():
                 self.queue[action.handoff_id] = None
-            case de.Allocate():
+            case de.AllocateLoan():
                 d.todo += (("allocate", action.handoff_id, action.loan),)
             case de.ChecksumHits():
                 d.todo += (("hits", action.handoff_id, action.generation, action.block_ids),)
             case de.SendGrant():
                 self._send_grant(action)
-            case de.Send():
+            case de.SendToPrefill():
                 self._send(D, self._owner(action.connection), action.connection, action.message)
-            case de.Read():
+            case de.Fetch():
                 source = number_of(action.worker_id)
                 op = (action.remote_block_ids, action.block_ids, False)
                 d.ops += (("fetch", action.handoff_id, source, action.generation, *op),)
@@ -468,10 +468,10 @@ class World(Hazards, Memory):
         match action:
             case pe.SendClaim():
                 self._claim(number, action)
-            case pe.Send() | pe.SayReleased():
+            case pe.SendToDecode() | pe.SendRelease():
                 if self._connect(number):
                     self._send(number, D, p.conn, action.message)
-            case pe.Read():
+            case pe.ReadHits():
                 p.ops += (("load", action.handoff_id, action.blocks.block_ids, action.remote_block_ids, False),)
             case pe.Write():
                 data = (action.generation, action.blocks.block_ids, action.remote_block_ids)
@@ -515,7 +515,7 @@ class World(Hazards, Memory):
                 steps = tuple(str(chunk) for chunk in range(num_chunks))
                 p.engine[handoff_id] = ("load", *steps) if scenario.num_known_hits else steps
                 p.held |= {handoff_id}
-            case pe.TellLoaded():
+            case pe.ReportLoaded():
                 if p.engine.get(handoff_id, ("",))[:1] == ("loading",):
                     p.engine[handoff_id] = p.engine[handoff_id][1:]
             case pe.StopComputing():
@@ -596,11 +596,11 @@ def decode_event(source: int, conn: int, message: Any) -> Any:
         case HandoffDone():
             return de.Done(message, conn or None)
         case HandoffReady():
-            return de.Ready(message, conn)
+            return de.Offered(message, conn)
         case HandoffProgress() | HandoffReleased():
             return message
         case "lost":
-            return de.ConnectionLost(conn)
+            return de.ClaimantConnectionLost(conn)
     raise TypeError(message)
 
 
@@ -613,7 +613,7 @@ def prefill_event(message: Any) -> Any:
         case HandoffRefused() | HandoffFetched():
             return message
         case "lost":
-            return pe.ConnectionLost("d")
+            return pe.DecodeConnectionLost("d")
         case str():
-            return pe.ReleaseHeard(message.removeprefix("heard "))
+            return pe.ReleaseAcknowledged(message.removeprefix("heard "))
     raise TypeError(message)

@@ -16,12 +16,13 @@ from kvrelay.engine.stats import EngineStats
 from kvrelay.errors import AddressInUseError, ConfigError
 from kvrelay.frontend.access import api_keys
 from kvrelay.frontend.access.api_keys import new_api_key
+from kvrelay.handoff.prefill_state import PrefillCounters
 from kvrelay.http import HttpServer, open_listener
 from kvrelay.launch import monitoring as monitoring_module
 from kvrelay.launch.monitoring import LIMITS, MonitoringApp, monitoring
 from kvrelay.transfer.stats import TransferStats
 from kvrelay.worker.reporting.metrics import WorkerStats
-from kvrelay.worker.reporting.stats import DecodeStats, PrefillStats
+from kvrelay.worker.reporting.stats import DecodeStats
 
 
 class IdleWorker:
@@ -35,7 +36,7 @@ class IdleWorker:
         engine = EngineStats(1, 2, 100, 25, *[0] * 8)
         transfer = TransferStats((), 0, 0, 0)
         return WorkerStats(
-            "w", "m", "mock", WorkerRole.DECODE, 0, self.is_ready, engine, DecodeStats(), PrefillStats(), transfer
+            "w", "m", "mock", WorkerRole.DECODE, 0, self.is_ready, engine, DecodeStats(), PrefillCounters(), transfer
         )
 
 

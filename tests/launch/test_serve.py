@@ -12,7 +12,7 @@ import pytest
 from kvrelay.config import FrontendConfig, RouterConfig, WorkerConfig, WorkerRole
 from kvrelay.data import bundled_checkpoint_path
 from kvrelay.errors import FatalError
-from kvrelay.launch.serve import Cluster, ServeConfig
+from kvrelay.launch.serve import LocalCluster, ServeConfig
 
 
 def serve_config(model_path: Path) -> ServeConfig:
@@ -26,7 +26,7 @@ async def test_a_broken_tokenizer_ends_the_start(tmp_path: Path, monkeypatch: py
     """Frontends would try again until the start timeout, and ``serve`` would wait for them."""
     path = Path(shutil.copytree(bundled_checkpoint_path(), tmp_path / "model"))
     (path / name).write_text("{% for")
-    cluster = Cluster(serve_config(path))
+    cluster = LocalCluster(serve_config(path))
     steps = Mock()
     monkeypatch.setattr("kvrelay.launch.serve.on_terminate", lambda stop: None)
     monkeypatch.setattr(cluster, "_start", AsyncMock(side_effect=steps.start))
@@ -47,7 +47,7 @@ async def test_ready_means_every_frontend(monkeypatch: pytest.MonkeyPatch) -> No
     async def call(*_: object, **__: object) -> tuple[int, bytes]:
         return next(told)
 
-    cluster = Cluster(serve_config(Path()))
+    cluster = LocalCluster(serve_config(Path()))
     cluster._frontends = [Mock(pid=7, exit_code=None), Mock(pid=8, exit_code=None)]
     monkeypatch.setattr("kvrelay.launch.serve.http_call", call)
     monkeypatch.setattr("kvrelay.launch.serve.connect_control", AsyncMock())
@@ -61,6 +61,6 @@ def test_stdout_is_left_to_the_access_log(
     capsys: pytest.CaptureFixture[str], settings: dict[str, str], is_alone: bool
 ) -> None:
     frontend = FrontendConfig(access_log="json" if settings or is_alone else "off", **settings)
-    Cluster(replace(serve_config(Path()), frontend=frontend))._announce()
+    LocalCluster(replace(serve_config(Path()), frontend=frontend))._announce()
     out, err = capsys.readouterr()
     assert ("kvrelay is ready" in err, "kvrelay is ready" in out) == (is_alone, not is_alone)

@@ -14,7 +14,7 @@ from kvrelay.core.clock import ManualClock
 from kvrelay.errors import AddressInUseError, ControlUnavailableError, FatalError
 from kvrelay.launch.children import CRASH_LOOP_LIMIT, Child
 from kvrelay.launch.nats_supervisor import STORAGE_BACKOFF_S, STORAGE_INTERVAL_S, NatsSupervisor
-from kvrelay.launch.serve import Cluster
+from kvrelay.launch.serve import LocalCluster
 
 
 class Process:
@@ -38,7 +38,7 @@ class Supervised:
     """A cluster of one child that ends again and again; ``restarts`` says when it was started."""
 
     def __init__(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
-        self.cluster = Cluster(serve_config(tmp_path))
+        self.cluster = LocalCluster(serve_config(tmp_path))
         self.child = child(code)
         self.now_s = 0.0
         self.restarts: list[float] = []

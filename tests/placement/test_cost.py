@@ -15,20 +15,20 @@ from kvrelay.config import DisaggConfig
 from kvrelay.core.clock import ManualClock
 from kvrelay.core.step_cost import StepCost
 from kvrelay.errors import ConfigError
-from kvrelay.placement.base import Objectives, PrefillPlace, PrefillSide, Situation
+from kvrelay.placement.base import Objectives, PrefillLoad, PrefillPlace, Situation
 from kvrelay.placement.cost import MIN_WINDOW, CostPlacement, decide, objectives_of, stay_here
 from kvrelay.placement.cost_model import MAX_SPREAD, RemoteCost
 from kvrelay.placement.threshold import DisaggPolicy
 
 COST = StepCost(0.002, 0.003, 1e-5, 0.0, 2.5e-5, 0.0)
 REMOTE = RemoteCost(0.010, 1e-5, 1e-7, 0.001, 1e-5)
-ONE = PrefillSide(1, 0)
+ONE = PrefillLoad(1, 0)
 IDLE = Situation(
     num_tokens=8000,
     waited_s=0.0,
     num_here=0,
-    num_away=0,
-    num_prefills_away=0,
+    num_remote_tokens=0,
+    num_remote_prefills=0,
     chunk=1500,
     num_decodes=8,
     num_context=1000,
@@ -38,8 +38,8 @@ IDLE = Situation(
 )
 
 
-def place(situation: Situation, fleet: PrefillSide = ONE) -> PrefillPlace | None:
-    return decide(situation, REMOTE, fleet, 1000.0).place
+def place(situation: Situation, prefill_load: PrefillLoad = ONE) -> PrefillPlace | None:
+    return decide(situation, REMOTE, prefill_load, 1000.0).place
 
 
 def test_a_short_prompt_stays_and_a_long_one_beside_answers_goes() -> None:
@@ -48,19 +48,19 @@ def test_a_short_prompt_stays_and_a_long_one_beside_answers_goes() -> None:
 
 
 def test_a_backlog_away_deflects_a_prefill_to_here() -> None:
-    busy = replace(IDLE, num_away=80_000, num_prefills_away=10)
+    busy = replace(IDLE, num_remote_tokens=80_000, num_remote_prefills=10)
     assert place(busy) is PrefillPlace.LOCAL_CHEAPER
-    assert place(busy, PrefillSide(16, 0)) is PrefillPlace.REMOTE, "sixteen workers share it"
-    assert place(IDLE, PrefillSide(1, 100)) is PrefillPlace.LOCAL_CHEAPER, "what others have queued counts, too"
+    assert place(busy, PrefillLoad(16, 0)) is PrefillPlace.REMOTE, "sixteen workers share it"
+    assert place(IDLE, PrefillLoad(1, 100)) is PrefillPlace.LOCAL_CHEAPER, "what others have queued counts, too"
 
 
 def test_a_request_waits_for_the_cheaper_way_if_that_is_closed() -> None:
-    busy = replace(IDLE, num_away=80_000, num_prefills_away=10, is_here_open=False)
+    busy = replace(IDLE, num_remote_tokens=80_000, num_remote_prefills=10, is_here_open=False)
     assert place(busy) is None
-    behind = replace(IDLE, num_here=200_000, num_away=32_000, num_prefills_away=MIN_WINDOW)
+    behind = replace(IDLE, num_here=200_000, num_remote_tokens=32_000, num_remote_prefills=MIN_WINDOW)
     assert place(behind) is None, "remote is cheaper, and its window is full"
-    assert place(replace(behind, num_prefills_away=MIN_WINDOW - 1)) is PrefillPlace.REMOTE
-    assert place(replace(behind, num_away=10_000)) is PrefillPlace.REMOTE, "short prefills: the wait is short"
+    assert place(replace(behind, num_remote_prefills=MIN_WINDOW - 1)) is PrefillPlace.REMOTE
+    assert place(replace(behind, num_remote_tokens=10_000)) is PrefillPlace.REMOTE, "short prefills: the wait is short"
 
 
 def test_a_long_line_uses_both_ways() -> None:
@@ -75,16 +75,16 @@ def test_a_long_line_uses_both_ways() -> None:
     assert placed(replace(here, num_line=4000)) is None
     assert placed(replace(here, num_line=800_000)) is PrefillPlace.REMOTE
     assert placed(replace(here, num_line=800_000, is_here_open=True)) is PrefillPlace.LOCAL_CHEAPER
-    full = replace(here, num_line=800_000, num_prefills_away=60, num_away=480_000)
+    full = replace(here, num_line=800_000, num_remote_prefills=60, num_remote_tokens=480_000)
     assert placed(full) is None
-    away = replace(IDLE, num_away=32_000, num_prefills_away=MIN_WINDOW, num_decodes=40)
+    away = replace(IDLE, num_remote_tokens=32_000, num_remote_prefills=MIN_WINDOW, num_decodes=40)
     assert place(away) is None
     assert place(replace(away, num_line=4_000_000)) is PrefillPlace.LOCAL_CHEAPER
     assert place(replace(away, num_line=4_000_000, is_here_open=False)) is None
 
 
 def test_without_prefill_workers_everything_is_computed_here() -> None:
-    none = PrefillSide(0, 0)
+    none = PrefillLoad(0, 0)
     assert place(IDLE, none) is PrefillPlace.LOCAL_NO_PREFILL_WORKER
     assert place(replace(IDLE, is_here_open=False), none) is None
 
@@ -135,8 +135,8 @@ def test_estimates_are_finite_and_grow_with_what_is_ahead(seed: int) -> None:
         remote = RemoteCost(*(rng.choice((0.0, 1e-6, 1.0, 3600.0)) for _ in range(5)))
         last = (0.0, 0.0)
         for ahead in (0, 1000, 10**6, 10**9):
-            found = decide(replace(situation, num_here=ahead, num_away=ahead), remote, ONE, 1000.0, spread)
-            again = decide(replace(situation, num_here=ahead, num_away=ahead), remote, ONE, 1000.0, spread)
+            found = decide(replace(situation, num_here=ahead, num_remote_tokens=ahead), remote, ONE, 1000.0, spread)
+            again = decide(replace(situation, num_here=ahead, num_remote_tokens=ahead), remote, ONE, 1000.0, spread)
             assert found == again
             numbers = (found.local_s, found.remote_s, found.local_cost, found.remote_cost)
             assert all(math.isfinite(number) and number >= 0.0 for number in numbers)
@@ -148,7 +148,7 @@ def test_estimates_are_finite_and_grow_with_what_is_ahead(seed: int) -> None:
 def placement(queue_size: int = 0) -> tuple[CostPlacement, list[PrefillPlace]]:
     counted: list[PrefillPlace] = []
     made = CostPlacement(
-        DisaggPolicy(DisaggConfig()), lambda: PrefillSide(1, queue_size), counted.append, ManualClock()
+        DisaggPolicy(DisaggConfig()), lambda: PrefillLoad(1, queue_size), counted.append, ManualClock()
     )
     return made, counted
 
@@ -165,12 +165,12 @@ def test_costs_that_cannot_be_fall_back_to_the_thresholds_and_are_counted() -> N
 
 
 def test_without_a_prefill_worker_there_is_no_choice_and_the_prefill_stays_once_there_is_room() -> None:
-    fleet = PrefillSide(0, 0)
-    made = CostPlacement(DisaggPolicy(DisaggConfig()), lambda: fleet, lambda _: None, ManualClock())
+    prefill_load = PrefillLoad(0, 0)
+    made = CostPlacement(DisaggPolicy(DisaggConfig()), lambda: prefill_load, lambda _: None, ManualClock())
     assert not made.has_choice
     for is_open in (True, False):
         assert stay_here(is_open) == made.decide(replace(IDLE, is_here_open=is_open))
-    fleet = PrefillSide(1, 0)
+    prefill_load = PrefillLoad(1, 0)
     assert made.has_choice
 
 
@@ -231,8 +231,8 @@ def test_always_sends_everything_away_while_there_is_a_prefill_worker() -> None:
     policy = DisaggPolicy(DisaggConfig(disagg_policy="always"))
     assert not policy.is_by_cost
     for workers, expected in ((1, PrefillPlace.REMOTE), (0, PrefillPlace.LOCAL_NO_PREFILL_WORKER)):
-        fleet = PrefillSide(workers, 1000)
-        assert policy.decide(prompt_length=1, num_cached_tokens=0, prefill_fleet=fleet) is expected
+        prefill_load = PrefillLoad(workers, 1000)
+        assert policy.decide(prompt_length=1, num_cached_tokens=0, prefill_load=prefill_load) is expected
 
 
 SECONDS = st.floats(0.0, 500.0) | st.sampled_from([5e-324, 1e-300, 1e-9])
@@ -247,7 +247,7 @@ OBJECTIVE_MS = st.floats(allow_nan=True, allow_infinity=True)
     counts=st.tuples(COUNT, COUNT, COUNT, COUNT, COUNT, COUNT),
     cost=st.builds(StepCost, *[SECONDS] * 6),
     remote=st.builds(RemoteCost, *[SECONDS] * 5),
-    fleet=st.builds(PrefillSide, st.integers(1, 20), st.integers(0, 100)),
+    prefill_load=st.builds(PrefillLoad, st.integers(1, 20), st.integers(0, 100)),
     spread=st.floats(0.0, MAX_SPREAD),
 )
 def test_no_objective_and_no_cost_breaks_a_decision(
@@ -257,7 +257,7 @@ def test_no_objective_and_no_cost_breaks_a_decision(
     counts: tuple[int, ...],
     cost: StepCost,
     remote: RemoteCost,
-    fleet: PrefillSide,
+    prefill_load: PrefillLoad,
     spread: float,
 ) -> None:
     """A request's objectives come from a client: an exception here would end the engine."""
@@ -267,7 +267,7 @@ def test_no_objective_and_no_cost_breaks_a_decision(
         num_tokens=tokens + 1,
         waited_s=waited_s,
         num_here=here,
-        num_away=away,
+        num_remote_tokens=away,
         chunk=chunk,
         num_decodes=decodes,
         num_context=context,
@@ -275,7 +275,7 @@ def test_no_objective_and_no_cost_breaks_a_decision(
         objectives=objectives_of(DisaggConfig(), ttft_ms, itl_ms),
         spread=spread,
     )
-    decision = decide(situation, remote, fleet, 1000.0, spread)
+    decision = decide(situation, remote, prefill_load, 1000.0, spread)
     assert decision.place is not None, "both ways are open"
     estimates = (decision.local_s, decision.remote_s, decision.local_cost, decision.remote_cost)
     assert all(math.isfinite(each) and each >= 0.0 for each in estimates)

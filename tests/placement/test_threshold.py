@@ -4,7 +4,7 @@ import pytest
 
 from kvrelay.config import DisaggConfig
 from kvrelay.errors import ConfigError
-from kvrelay.placement.base import PrefillPlace, PrefillSide
+from kvrelay.placement.base import PrefillLoad, PrefillPlace
 from kvrelay.placement.threshold import DisaggPolicy
 
 
@@ -22,19 +22,19 @@ from kvrelay.placement.threshold import DisaggPolicy
 )
 def test_decision(prompt, cached, workers, queued, place):
     policy = DisaggPolicy(DisaggConfig(max_local_prefill_length=100, max_prefill_queue_size=2))
-    fleet = PrefillSide(workers, queued)
-    assert policy.decide(prompt_length=prompt, num_cached_tokens=cached, prefill_fleet=fleet) is place
+    prefill_load = PrefillLoad(workers, queued)
+    assert policy.decide(prompt_length=prompt, num_cached_tokens=cached, prefill_load=prefill_load) is place
 
 
 def test_a_zero_threshold_sends_everything_away():
     policy = DisaggPolicy(DisaggConfig(max_local_prefill_length=0))
-    fleet = PrefillSide(1, 0)
-    assert policy.decide(prompt_length=1, num_cached_tokens=0, prefill_fleet=fleet) is PrefillPlace.REMOTE
+    prefill_load = PrefillLoad(1, 0)
+    assert policy.decide(prompt_length=1, num_cached_tokens=0, prefill_load=prefill_load) is PrefillPlace.REMOTE
 
 
 def test_what_only_a_local_prefill_gives_stays_local():
     policy = DisaggPolicy(DisaggConfig(max_local_prefill_length=0))
-    place = policy.decide(prompt_length=5000, num_cached_tokens=0, prefill_fleet=PrefillSide(1, 0), must_be_local=True)
+    place = policy.decide(prompt_length=5000, num_cached_tokens=0, prefill_load=PrefillLoad(1, 0), must_be_local=True)
     assert place is PrefillPlace.LOCAL_REQUIRED
 
 

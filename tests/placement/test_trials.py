@@ -7,7 +7,7 @@ from msgspec.structs import replace
 from kvrelay.config import DisaggConfig
 from kvrelay.core.clock import ManualClock
 from kvrelay.core.step_cost import StepCost
-from kvrelay.placement.base import Objectives, PrefillPlace, PrefillSide, Situation
+from kvrelay.placement.base import Objectives, PrefillLoad, PrefillPlace, Situation
 from kvrelay.placement.cost import CostPlacement
 from kvrelay.placement.threshold import DisaggPolicy
 from kvrelay.placement.trials import FIRST_TRIAL_S, MAX_TRIAL_S, Trials
@@ -17,8 +17,8 @@ LONG = Situation(
     num_tokens=1024,
     waited_s=0.0,
     num_here=0,
-    num_away=0,
-    num_prefills_away=0,
+    num_remote_tokens=0,
+    num_remote_prefills=0,
     chunk=200,
     num_decodes=8,
     num_context=1000,
@@ -32,7 +32,7 @@ CHAT = replace(LONG, num_tokens=64)
 def made() -> tuple[CostPlacement, ManualClock]:
     clock = ManualClock()
     policy = DisaggPolicy(DisaggConfig())
-    return CostPlacement(policy, lambda: PrefillSide(1, 0), lambda _: None, clock), clock
+    return CostPlacement(policy, lambda: PrefillLoad(1, 0), lambda _: None, clock), clock
 
 
 def go(placement: CostPlacement, situation: Situation, seconds: float = 0.1) -> PrefillPlace | None:
@@ -52,7 +52,9 @@ def test_one_slow_prefill_does_not_close_the_remote_way_for_good() -> None:
     clock.advance(FIRST_TRIAL_S)
     assert go(placement, CHAT) is PrefillPlace.LOCAL_CHEAPER, "a chat is cheaper here in any case"
     assert placement.decide(LONG).is_trial
-    assert not placement.decide(replace(LONG, num_away=1024, num_prefills_away=1)).is_trial, "one is under way"
+    assert not placement.decide(replace(LONG, num_remote_tokens=1024, num_remote_prefills=1)).is_trial, (
+        "one is under way"
+    )
     assert go(placement, LONG) is PrefillPlace.REMOTE
     assert placement.num_trials == 1
     assert go(placement, LONG) is PrefillPlace.REMOTE, "it is known to be cheap now"

@@ -31,6 +31,7 @@ async def test_an_open_hand_off_is_seen_at_both_ends_and_its_end_too():
         assert (here.num_grants, here.num_requests, there.num_grants, there.queue.num_held) == (1, 1, 0, 1)
         secret = decode.ledger.handoffs[incoming.handoff_id].grants[0].secret
         assert str(secret) not in repr(here)
+        assert str(secret) not in repr(there)
 
         shared.fabric.faults.delay_polls = 0
         prefill.worker.request_drain()

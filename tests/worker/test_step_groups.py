@@ -78,7 +78,7 @@ class Rank:
 
     @property
     def is_asleep(self) -> bool:
-        return not self.core.has_work() and self.thread.progress.turn is None
+        return not self.core.has_work() and self.thread.progress.iteration is None
 
 
 async def start_all(members: list[GroupMember]) -> list[Rank]:

@@ -22,17 +22,17 @@ from kvrelay.dp.messages import (
     AllLeft,
     AllReady,
     Beat,
+    CoordinatorHello,
     Ended,
-    Failed,
     Formed,
     FrameReader,
     FromCoordinator,
     FromRank,
-    Hello,
+    GroupRefused,
     Leave,
+    RankFailed,
     RankInfo,
-    Ready,
-    Refused,
+    RankReady,
     RegPart,
     encode,
 )
@@ -112,7 +112,7 @@ class GroupMember:
 
     def ready(self) -> None:
         """This rank is loaded. Steps begin after ``AllReady``."""
-        self._send(Ready())
+        self._send(RankReady())
 
     def start_step(self, message: StartStep) -> None:
         """Does not wait. If the group is gone, ``deliver`` reports it."""
@@ -124,7 +124,7 @@ class GroupMember:
 
     def fail(self, reason: str) -> None:
         """This rank's engine has failed: the group ends, and every rank gets the reason."""
-        self._send(Failed(reason))
+        self._send(RankFailed(reason))
 
     def leave(self) -> None:
         """This rank has no requests left. It runs the group's steps until ``AllLeft`` arrives."""
@@ -150,7 +150,7 @@ class GroupMember:
 
     def _register(self, address: GroupAddress, info: RankInfo, lookahead: int, timeout_s: float) -> None:
         hello = self._await(HELLO_TIMEOUT_S)
-        if not isinstance(hello, Hello):
+        if not isinstance(hello, CoordinatorHello):
             raise FatalError(f"what listens at {address} is not the coordinator of a data-parallel group")
         self._send(RegPart(info))
         # The coordinator times out first and gives the reason.
@@ -164,7 +164,7 @@ class GroupMember:
                     descriptors, self._fds = self._fds, []
                     self._shared = SharedSteps(descriptors, info.rank, lookahead)
                 self._socket.settimeout(SEND_TIMEOUT_S)
-            case Refused(reason):
+            case GroupRefused(reason):
                 raise ConfigError(f"rank {info.rank} cannot join its data-parallel group: {reason}", param="dp")
             case Ended(reason):
                 raise FatalError(f"rank {info.rank} cannot join its data-parallel group: {reason}")

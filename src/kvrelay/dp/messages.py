@@ -1,19 +1,19 @@
 """The messages between the ranks of a group and their coordinator, and their framing. Pure.
 
-    rank -> coordinator     RegPart     here is rank r of n, and these are its facts
-                            StartStep   see ``protocol``; not over sockets if the ranks share memory
-                            Ready       this rank is loaded, and can step
-                            Failed      this rank's engine has failed, for this reason
-                            Leave       this rank has no requests left and gets none
-                            Beat        this rank lives; see ``beats``
-    coordinator -> ranks    Hello       the port belongs to a coordinator
-                            Formed      all ranks are there and agree
-                            Refused     the group cannot be formed, for this reason
-                            AllReady    every rank has said Ready: requests are allowed
-                            StepsUntil  see ``protocol``
-                            AllLeft     every rank has said Leave: run the remaining steps, then end
-                            Ended       a rank is gone: the group ends, for this reason
-                            Beat        the coordinator lives
+    rank -> coordinator     RegPart           here is rank r of n, and these are its facts
+                            StartStep         see ``protocol``; not over sockets if the ranks share memory
+                            RankReady         this rank is loaded, and can step
+                            RankFailed        this rank's engine has failed, for this reason
+                            Leave             this rank has no requests left and gets none
+                            Beat              this rank lives; see ``beats``
+    coordinator -> ranks    CoordinatorHello  the port belongs to a coordinator
+                            Formed            all ranks are there and agree
+                            GroupRefused      the group cannot be formed, for this reason
+                            AllReady          every rank has said RankReady: requests are allowed
+                            StepsUntil        see ``protocol``
+                            AllLeft           every rank has said Leave: run the remaining steps, then end
+                            Ended             a rank is gone: the group ends, for this reason
+                            Beat              the coordinator lives
 
 A frame is the length of the rest (4 bytes, little-endian), the version (1 byte), and the message in msgpack.
 """
@@ -48,11 +48,11 @@ class RegPart(msgspec.Struct, frozen=True, tag=True):
     info: RankInfo
 
 
-class Ready(msgspec.Struct, frozen=True, tag=True):
+class RankReady(msgspec.Struct, frozen=True, tag=True):
     pass
 
 
-class Failed(msgspec.Struct, frozen=True, tag=True):
+class RankFailed(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
@@ -64,7 +64,7 @@ class Beat(msgspec.Struct, frozen=True, tag=True):
     pass
 
 
-class Hello(msgspec.Struct, frozen=True, tag=True):
+class CoordinatorHello(msgspec.Struct, frozen=True, tag=True):
     pass
 
 
@@ -76,7 +76,7 @@ class Formed(msgspec.Struct, frozen=True, tag=True):
     num_fds: int = 0
 
 
-class Refused(msgspec.Struct, frozen=True, tag=True):
+class GroupRefused(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
@@ -92,8 +92,8 @@ class Ended(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
-FromRank = RegPart | Ready | StartStep | Failed | Leave | Beat
-FromCoordinator = Hello | Formed | Refused | AllReady | StepsUntil | AllLeft | Ended | Beat
+FromRank = RegPart | RankReady | StartStep | RankFailed | Leave | Beat
+FromCoordinator = CoordinatorHello | Formed | GroupRefused | AllReady | StepsUntil | AllLeft | Ended | Beat
 
 _encoder = msgspec.msgpack.Encoder()
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import enum
 
-from kvrelay.dp.messages import AllLeft, AllReady, Ended, Formed, RankInfo, Refused
+from kvrelay.dp.messages import AllLeft, AllReady, Ended, Formed, GroupRefused, RankInfo
 from kvrelay.errors import IllegalTransitionError
 
 Part = int
@@ -58,7 +58,7 @@ class Roster:
     def has(self, part: Part) -> bool:
         return part in self._parts
 
-    def registered(self, part: Part, info: RankInfo) -> Formed | Refused | None:
+    def registered(self, part: Part, info: RankInfo) -> Formed | GroupRefused | None:
         """The group is formed or refused only after all have registered, so that every rank gets the reason."""
         self._parts[part] = info
         if len(self._parts) < self._size:
@@ -66,7 +66,7 @@ class Roster:
         reason = _difference(self._size, list(self._parts.values()))
         if reason:
             self._move(RosterState.OVER, reason)
-            return Refused(reason)
+            return GroupRefused(reason)
         self._move(RosterState.FORMED, "the data-parallel group is complete already")
         return Formed(self._group_id)
 
@@ -90,13 +90,13 @@ class Roster:
         self._move(RosterState.OVER, reason)
         return Ended(reason)
 
-    def overdue(self, waited_s: float) -> Refused:
+    def overdue(self, waited_s: float) -> GroupRefused:
         """The ranks have not gathered in time."""
         known = {info.rank for info in self._parts.values()}
         missing = ", ".join(str(rank) for rank in range(self._size) if rank not in known)
         reason = f"rank {missing} of the data-parallel group did not register within {waited_s:g} s"
         self._move(RosterState.OVER, reason)
-        return Refused(reason)
+        return GroupRefused(reason)
 
     def _move(self, state: RosterState, closed: str) -> None:
         if state not in _MOVES[self.state]:

@@ -19,16 +19,16 @@ from kvrelay.dp.addresses import GroupAddress
 from kvrelay.dp.beats import BEAT_S, SilenceDetector, silent
 from kvrelay.dp.messages import (
     Beat,
+    CoordinatorHello,
     Ended,
-    Failed,
     Formed,
     FrameReader,
     FromCoordinator,
     FromRank,
-    Hello,
+    GroupRefused,
     Leave,
-    Ready,
-    Refused,
+    RankFailed,
+    RankReady,
     RegPart,
     encode,
 )
@@ -109,7 +109,7 @@ class GroupServer:
                     accepted = _Connection(self._listener.accept()[0], self._silence_s)
                     self._connections[accepted.socket.fileno()] = accepted
                     poller.register(accepted.socket, select.POLLIN)
-                    self._send(accepted.socket.fileno(), Hello())
+                    self._send(accepted.socket.fileno(), CoordinatorHello())
                     # The descriptor may belong to a connection that was closed since the poll.
                     break
                 if fd in self._connections:
@@ -149,14 +149,14 @@ class GroupServer:
     def _take(self, part: Part, message: FromRank) -> None:
         match message:
             case RegPart() if not self._roster.is_gathering:
-                self._send(part, Refused(self._roster.closed))
+                self._send(part, GroupRefused(self._roster.closed))
             case RegPart(info):
                 self._tell_all(self._roster.registered(part, info))
-            case Ready() if self._roster.has(part):
+            case RankReady() if self._roster.has(part):
                 self._tell_all(self._roster.ready(part))
             case StartStep(step) if self._roster.has(part):
                 self._tell_all(self._coordinator.start_step(step))
-            case Failed(reason) if self._roster.has(part):
+            case RankFailed(reason) if self._roster.has(part):
                 self._tell_all(self._roster.lost(part, f"has failed: {reason}"))
             case Leave() if self._roster.has(part):
                 self._tell_all(self._roster.left(part))

@@ -1,9 +1,9 @@
 """The blocks of a running request: given back, offered to the prefix cache, and one more when the last is full.
 
-If the pool is empty, the least urgent sequence of the API key with the most blocks is preempted. ``Growth`` owns the
-list of decodes that need a block, and the choice of the victim. A preempted sequence loses its slot and all its blocks,
-waits again, and is prefilled again. A key below an equal share of slots and blocks need not wait until answers of a
-key above it have ended: the same happens to those. What else happens in a step it does not know.
+If the pool is empty, the least urgent sequence of the API key with the most blocks is preempted. ``DecodeAllocator``
+owns the list of decodes that need a block, and the choice of the victim. A preempted sequence loses its slot and all
+its blocks, waits again, and is prefilled again. A key below an equal share of slots and blocks need not wait until
+answers of a key above it have ended: the same happens to those. What else happens in a step it does not know.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Holdings:
         return has_slots and self._blocks[tenant] + num_blocks <= self._most_blocks
 
 
-class Growth:
+class DecodeAllocator:
     """``wait_again`` gets each preempted request, without blocks and in state PREEMPTED."""
 
     def __init__(self, pool: BlockPool, batch: Batch, clock: Clock, wait_again: Callable[[Request], None]) -> None:

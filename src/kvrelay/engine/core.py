@@ -136,7 +136,7 @@ class EngineCore:
             computed = self.scheduler.step_work()
             self.scheduler.update(result)
             seconds = self._clock.now() - began_s
-            self.scheduler.pace.costs.add(computed, seconds)
+            self.scheduler.token_budget.costs.add(computed, seconds)
             self.scheduler.times.step.observe(seconds)
         self.limits.observe()
         return self._take_output()
@@ -356,15 +356,15 @@ class EngineCore:
             gpu_prefix_cache_hit_rate=admission.num_hit_tokens / max(1, admission.num_queried_tokens),
             kv_demand_perc=scheduler.num_demanded_blocks / pool.num_blocks,
             seq=self._num_metrics,
-            num_decoding=scheduler.pace.num_decodes,
+            num_decoding=scheduler.token_budget.num_decodes,
             num_prefill_tokens=admission.num_waiting_tokens + scheduler.num_prefilling_tokens,
-            step_cost=scheduler.pace.costs.cost,
+            step_cost=scheduler.token_budget.costs.cost,
         )
 
     def stats(self) -> EngineStats:
         """Counts and gauges. From any thread."""
         scheduler, pool = self.scheduler, self.pool
-        costs = scheduler.pace.costs
+        costs = scheduler.token_budget.costs
         return EngineStats(
             num_running=scheduler.num_admitted,
             num_waiting=scheduler.num_waiting,

@@ -86,7 +86,7 @@ class AdmissionLimits:
         placement, objectives = request.placement, request.objectives
         if placement is None or objectives is None:
             return
-        admission, cost = self._scheduler.admission, self._scheduler.pace.costs.cost
+        admission, cost = self._scheduler.admission, self._scheduler.token_budget.costs.cost
         num_held = len(admission.find_hit(request)) * self._scheduler.pool.block_size
         own = max(len(request.token_ids) - num_held, 1)
         before = admission.num_tokens_before(own) + self._scheduler.num_prefilling_tokens_before(own)
@@ -104,7 +104,7 @@ class AdmissionLimits:
 
     def _expected_spacing_s(self, num_waiting: int) -> float:
         """Before the first completion: seconds per request, by the cost of what waits."""
-        cost, scheduler = self._scheduler.pace.costs.cost, self._scheduler
+        cost, scheduler = self._scheduler.token_budget.costs.cost, self._scheduler
         if num_waiting <= 0 or not cost.is_sound:
             return 0.0
         prefill_s = cost.prefill_seconds(scheduler.admission.num_waiting_tokens) / num_waiting

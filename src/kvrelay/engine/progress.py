@@ -1,7 +1,7 @@
-"""Whether the engine makes progress: how long its current turn has lasted, and when that counts as a hang.
+"""Whether the engine makes progress: how long its current iteration has lasted, and when that counts as a hang.
 
-A turn is the work of the engine's thread between two reads of its inbox: callbacks, one step, and the delivery of its
-output. Pure policy over an injected clock; the watchdog knows threads and processes.
+An iteration is the work of the engine's thread between two reads of its inbox: callbacks, one step, and the delivery of
+its output. Pure policy over an injected clock; the watchdog knows threads and processes.
 """
 
 from __future__ import annotations
@@ -13,51 +13,52 @@ from kvrelay.core.clock import Clock
 
 MAX_STALL_S = 30.0
 STALL_SHARE = 0.5
-"""A turn counts as a stall (``/health`` says 503) after MAX_STALL_S, or this share of the time to a hang if sooner."""
+"""An iteration counts as a stall (``/health`` says 503) after MAX_STALL_S, or this share of the time to a hang if
+sooner."""
 MAX_MISSED_TICKS = 2
 
 
-class Turn(NamedTuple):
-    """A running turn: its number and the time of its beginning."""
+class Iteration(NamedTuple):
+    """A running iteration: its number and the time of its beginning."""
 
     number: int
     began_s: float
 
 
 class Progress:
-    """The running turn. The engine's thread writes it, any thread reads it: one attribute, replaced as a whole."""
+    """The running iteration. The engine's thread writes it, any thread reads it: one attribute, replaced as a whole."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._turn: Turn | None = None
+        self._iteration: Iteration | None = None
         self._number = 0
 
     @property
-    def turn(self) -> Turn | None:
+    def iteration(self) -> Iteration | None:
         """None while the thread waits for work."""
-        return self._turn
+        return self._iteration
 
     @property
     def age_s(self) -> float:
-        """How long the running turn has lasted; 0 if no turn runs."""
-        turn = self._turn
-        return 0.0 if turn is None else max(self._clock.now() - turn.began_s, 0.0)
+        """How long the running iteration has lasted; 0 if no iteration runs."""
+        iteration = self._iteration
+        return 0.0 if iteration is None else max(self._clock.now() - iteration.began_s, 0.0)
 
     def begin(self) -> None:
-        """Begin a turn and end the one before, if any."""
+        """Begin an iteration and end the one before, if any."""
         self._number += 1
-        self._turn = Turn(self._number, self._clock.now())
+        self._iteration = Iteration(self._number, self._clock.now())
 
     def rest(self) -> None:
         """The thread has nothing to do."""
-        self._turn = None
+        self._iteration = None
 
 
-class HangDetector:
-    """Sums the time for which one turn has been observed. Call ``observe`` every ``tick_s``.
+class StallDetector:
+    """Sums the time for which one iteration has been observed. Call ``observe`` every ``tick_s``.
 
     Time between two calls counts as MAX_MISSED_TICKS at most: a stopped process or a suspended machine has not hung.
-    With ``timeout_s`` 0 no turn is a hang, but stalls are still reported.
+    With ``timeout_s`` 0 no iteration is a hang, but stalls are still reported.
     """
 
     def __init__(self, timeout_s: float, tick_s: float) -> None:
@@ -67,7 +68,7 @@ class HangDetector:
         self._number = 0
         self._asked_s = 0.0
         self.watched_s = 0.0
-        """The observed time of the turn that ran at the last call of ``observe``."""
+        """The observed time of the iteration that ran at the last call of ``observe``."""
 
     @property
     def is_stalled(self) -> bool:
@@ -77,13 +78,13 @@ class HangDetector:
     def is_hung(self) -> bool:
         return self.watched_s >= self._timeout_s
 
-    def observe(self, turn: Turn | None, now_s: float) -> None:
+    def observe(self, iteration: Iteration | None, now_s: float) -> None:
         """``turn`` is running at ``now_s``."""
-        if turn is None:
+        if iteration is None:
             self._number, self.watched_s = 0, 0.0
-        elif turn.number != self._number:
-            self._number = turn.number
-            self.watched_s = min(max(now_s - turn.began_s, 0.0), self._max_gap_s)
+        elif iteration.number != self._number:
+            self._number = iteration.number
+            self.watched_s = min(max(now_s - iteration.began_s, 0.0), self._max_gap_s)
         else:
             self.watched_s += min(max(now_s - self._asked_s, 0.0), self._max_gap_s)
         self._asked_s = now_s

@@ -37,9 +37,10 @@ class ScheduledBatch:
         self.num_tokens = len(decodes) + self.num_prefill_tokens
 
 
-class Pace:
+class TokenBudget:
     """How many prefill tokens a step of one engine may have, so that running answers keep their objective between
-    tokens. ``costs`` learns from every step. Requests without objectives set no pace: the token budget alone counts."""
+    tokens. ``costs`` learns from every step. Requests without objectives have no limit here: the step's token budget
+    alone counts."""
 
     def __init__(self) -> None:
         self.costs = StepCostModel()
@@ -101,12 +102,14 @@ class BatchPlanner:
     step, so that requests from before a change of role still end.
     """
 
-    def __init__(self, batch: Batch, max_num_tokens: int, *, exclusive_prefill: bool, pace: Pace | None = None) -> None:
+    def __init__(
+        self, batch: Batch, max_num_tokens: int, *, exclusive_prefill: bool, token_budget: TokenBudget | None = None
+    ) -> None:
         self.exclusive_prefill = exclusive_prefill
         self._batch = batch
         self._max_num_tokens = max_num_tokens
         self._is_others_turn = False
-        self._pace = pace
+        self._token_budget = token_budget
 
     def plan(self) -> ScheduledBatch:
         """Schedule the next step."""
@@ -129,11 +132,11 @@ class BatchPlanner:
     def _together(self, prefilling: list[Request]) -> ScheduledBatch:
         decodes = self._batch.decode_rows()
         budget = self._max_num_tokens - len(decodes)
-        if self._pace is not None:
-            self._pace.look_at(decodes)
-            # No pace is below MIN_CHUNK_TOKENS: short prompts need not know it.
+        if self._token_budget is not None:
+            self._token_budget.look_at(decodes)
+            # No prefill budget is below MIN_CHUNK_TOKENS: short prompts need not know it.
             if sum([request.num_missing_tokens for request in prefilling]) > MIN_CHUNK_TOKENS:
-                budget = self._pace.prefill_budget(prefilling, budget)
+                budget = self._token_budget.prefill_budget(prefilling, budget)
         return ScheduledBatch(decodes, _chunks(prefilling, budget))
 
 

@@ -23,12 +23,12 @@ from kvrelay.core.messages import TokenOutput
 from kvrelay.core.status import FINISH_STATUS, FinishReason, RequestStatus
 from kvrelay.core.step_cost import StepWork
 from kvrelay.engine.admission.queue import AdmissionQueue, Backlog, EngineLoad
-from kvrelay.engine.allocation import Growth, Holdings, cache_full_blocks, free_blocks, transfer_may_run
+from kvrelay.engine.allocation import DecodeAllocator, Holdings, cache_full_blocks, free_blocks, transfer_may_run
 from kvrelay.engine.batch import Batch
 from kvrelay.engine.block_pool import BlockPool
 from kvrelay.engine.reports import finish_reason, report_blocks, report_last_blocks, report_token
 from kvrelay.engine.request import PrefillMode, Request
-from kvrelay.engine.scheduled_batch import BatchPlanner, Pace, ScheduledBatch
+from kvrelay.engine.scheduled_batch import BatchPlanner, ScheduledBatch, TokenBudget
 from kvrelay.engine.stats import EngineTimes
 from kvrelay.engine.step import NO_TOKEN, KvLoad, ModelOutput, SchedulerOutput, StepOutput
 
@@ -44,7 +44,7 @@ class _Sent(NamedTuple):
     since_s: float
 
 
-class PrefillsAway:
+class RemotePrefills:
     """Requests whose prefills this worker's own queue has sent away. Placement by cost learns from them how long a
     remote prefill takes. Those of pairs, which the frontend has placed, are not among them."""
 
@@ -112,13 +112,13 @@ class Scheduler:
         self._batch = Batch(self.max_num_running)
         self._num_outside = 0
         """Requests admitted without a slot (REMOTE_PREFILLING, LOADING_KV); a slot is reserved for each."""
-        self._growth = Growth(pool, self._batch, clock, self.admission.push)
-        self.pace = Pace()
+        self._decode_allocator = DecodeAllocator(pool, self._batch, clock, self.admission.push)
+        self.token_budget = TokenBudget()
         self.times = EngineTimes()
         self._max_num_batched_tokens = max_num_batched_tokens
-        self._away = PrefillsAway(clock)
+        self._remote_prefills = RemotePrefills(clock)
         self._planner = BatchPlanner(
-            self._batch, max_num_batched_tokens, exclusive_prefill=exclusive_prefill, pace=self.pace
+            self._batch, max_num_batched_tokens, exclusive_prefill=exclusive_prefill, token_budget=self.token_budget
         )
         self._scheduled = ScheduledBatch([], [])
 
@@ -136,7 +136,7 @@ class Scheduler:
 
     @property
     def num_preemptions(self) -> int:
-        return self._growth.num_preemptions
+        return self._decode_allocator.num_preemptions
 
     @property
     def num_demanded_blocks(self) -> int:
@@ -199,7 +199,7 @@ class Scheduler:
             self._batch.leave(request)
         elif request.status in (RequestStatus.REMOTE_PREFILLING, RequestStatus.LOADING_KV):
             self._num_outside -= 1
-            self._away.forget(request)
+            self._remote_prefills.forget(request)
         else:
             self.admission.discard(request)
         self.admission.shares.charge(request.tenant, request.num_output_tokens)
@@ -215,7 +215,7 @@ class Scheduler:
         """The KV of all tokens of a REMOTE request is in its blocks, and ``token_id`` is its next token: it joins the
         batch."""
         self._num_outside -= 1
-        self._away.came_back(request)
+        self._remote_prefills.came_back(request)
         request.num_computed_tokens = len(request.token_ids)
         now_s = self._clock.now()
         self.times.handoff.observe(now_s - request.entered_s)
@@ -227,7 +227,7 @@ class Scheduler:
     def remote_lost(self, request: Request) -> None:
         """No KV will arrive for a REMOTE request: it waits again, to be computed here."""
         self._num_outside -= 1
-        self._away.forget(request)
+        self._remote_prefills.forget(request)
         request.stay_here()
         request.handoff_id = None
         request.move(RequestStatus.WAITING, self._clock.now())
@@ -264,7 +264,7 @@ class Scheduler:
 
     def schedule(self) -> SchedulerOutput | None:
         """The next step's work; None if there is nothing to compute. Must be followed by ``update``."""
-        preempted = self._growth.grow()
+        preempted = self._decode_allocator.grow()
         if not preempted:
             self._admit()
         scheduled = self._scheduled = self._planner.plan()
@@ -293,7 +293,7 @@ class Scheduler:
             request = self.admission.admit(self._load(), tenant) if self._may_try_to_admit else None
             if request is not None:
                 self._place(request)
-            elif not self._growth.make_room(held):
+            elif not self._decode_allocator.make_room(held):
                 return
 
     def _holdings(self) -> Holdings:
@@ -312,17 +312,17 @@ class Scheduler:
             num_admitted=self.num_admitted,
             num_running=len(self._batch),
             backlog=tuple([Backlog(request.num_missing_tokens, request.arrival) for request in prefilling]),
-            pace=self.pace,
-            chunk=lambda num_tokens: self.pace.prefill_budget(
+            token_budget=self.token_budget,
+            chunk=lambda num_tokens: self.token_budget.prefill_budget(
                 prefilling, self._max_num_batched_tokens, num_tokens // 2
             ),
-            num_away=self._away.num_tokens,
-            num_prefills_away=len(self._away),
+            num_remote_tokens=self._remote_prefills.num_tokens,
+            num_remote_prefills=len(self._remote_prefills),
         )
 
     def step_work(self) -> StepWork:
-        """What the scheduled batch computes, for ``pace.costs``. To be called before ``update``."""
-        return self.pace.work_of(self._scheduled)
+        """What the scheduled batch computes, for ``token_budget.costs``. To be called before ``update``."""
+        return self.token_budget.work_of(self._scheduled)
 
     def _place(self, request: Request) -> None:
         """Start an admitted request according to its mode."""
@@ -330,7 +330,7 @@ class Scheduler:
         if request.mode is PrefillMode.REMOTE:
             self._num_outside += 1
             if not request.handoff_number:
-                self._away.send(request)
+                self._remote_prefills.send(request)
             request.move(RequestStatus.REMOTE_PREFILLING, self._clock.now())
             self._start_remote(request)
             return
@@ -382,7 +382,7 @@ class Scheduler:
             if computed % size == 0:
                 cache_full_blocks(self.pool, request)
                 if computed == size * len(request.block_ids):
-                    self._growth.needing.append(request)
+                    self._decode_allocator.needing.append(request)
             if token_id in request.stop_ids or len(known) >= request.length_limit:
                 reason = finish_reason(request, token_id)
                 if reason is not None:
@@ -446,4 +446,4 @@ class Scheduler:
         if reason is not None:
             self.finish(request, FINISH_STATUS[reason])
         elif request.num_computed_tokens == self.pool.block_size * len(request.block_ids):
-            self._growth.needing.append(request)
+            self._decode_allocator.needing.append(request)

@@ -70,7 +70,7 @@ class EngineStats:
         return TokenCounts(self.num_prefill_tokens, self.num_generated_tokens)
 
 
-class Loaded(Protocol):
+class LoadSource(Protocol):
     """The part of an EngineCore that is used here."""
 
     def has_work(self) -> bool: ...
@@ -83,7 +83,7 @@ class LoadSampler:
     published load is the current one. Called on the engine's thread, after each step: the publisher sends at most 20
     samples a second."""
 
-    def __init__(self, core: Loaded, interval_s: float, clock: Clock) -> None:
+    def __init__(self, core: LoadSource, interval_s: float, clock: Clock) -> None:
         self._core = core
         self._interval_s = interval_s
         self._clock = clock

@@ -4,8 +4,8 @@ A *prefill worker* P computes the KV of a prompt; a *decode worker* D continues 
 between them and nothing else: events in, actions out, time as an argument. It knows no asyncio, no sockets, no threads,
 no memory and no scheduler. A driver (``worker``) produces the events and carries out the actions.
 
-    D's driver ──DecodeEvent──> DecodeLedger ──DecodeAction──> D's driver     one DecodeHandoff per hand-off, its grants
-    P's driver ──PrefillEvent─> PrefillLedger ─PrefillAction─> P's driver     one PrefillHandoff per hand-off
+    D's driver ──DecodeEvent──> DecodeLedger ──actions──────> D's driver     one DecodeHandoff per hand-off, its grants
+    P's driver ──PrefillEvent─> PrefillLedger ─actions───────> P's driver     one PrefillHandoff per hand-off
 
 Order and direction are independent:
 
@@ -84,8 +84,6 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Hashable
-from dataclasses import dataclass, field
-from typing import Generic, TypeVar
 
 import msgspec
 
@@ -122,21 +120,6 @@ class LeaseEnded(Value, frozen=True):
 
 class Tick(Value, frozen=True):
     """Time has passed."""
-
-
-Rules = TypeVar("Rules")
-Counters = TypeVar("Counters")
-Action = TypeVar("Action")
-
-
-@dataclass(slots=True)
-class Turn(Generic[Rules, Counters, Action]):
-    """The handling of one event: its time, the side's rules and counts, and the resulting actions."""
-
-    now_s: float
-    rules: Rules
-    counters: Counters
-    out: list[Action] = field(default_factory=list, kw_only=True)
 
 
 class EndReason(enum.StrEnum):

@@ -18,7 +18,7 @@ A *grant* outlives its hand-off: it keeps its loan until its holder is known to 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from kvrelay.core.checksums import unit_tokens
 from kvrelay.core.handoff import HandoffId, KvDirection
@@ -28,13 +28,13 @@ from kvrelay.handoff.base import Connection, EndReason, RefusalReason, count_end
 from kvrelay.handoff.decode_state import (
     TRANSITIONS,
     WAITING_FOR_CLAIMANT,
+    DecodeContext,
     DecodeRules,
     DecodeState,
     Grant,
     GrantState,
-    Turn,
+    acknowledge,
     refuse,
-    tell_fetched,
 )
 from kvrelay.handoff.messages import (
     HandoffAbandon,
@@ -74,10 +74,10 @@ class DecodeHandoff:
     """RENEWING: the claim to be granted."""
     allocating: int = 0
     """The loan that was requested from the engine; 0: none."""
-    arrived: HandoffDone | HandoffReady | None = None
+    arrived: HandoffDone | HandoffReady | None = field(default=None, repr=False)
     is_touched: bool = False
     """Whether our own reads or checksums touch the current loan."""
-    heard_s: float = 0.0
+    last_heard_s: float = 0.0
     """The time of the current claimant's grant or of its last sign of progress."""
     granted_s: float = 0.0
     """The time of the current claimant's claim."""
@@ -89,77 +89,77 @@ class DecodeHandoff:
 
     # -- claims -------------------------------------------------------------------------------------------------------
 
-    def claimed(self, event: de.Claimed, turn: Turn) -> None:
+    def claimed(self, event: de.Claimed, context: DecodeContext) -> None:
         """Grant the claim or refuse it. A later claimant gets other blocks, because the first may still write to the
         old ones."""
         worker_id = event.claim.prefill_worker_id
         if worker_id in self.given_up_by:
-            refuse(event, RefusalReason.GIVEN_UP, turn)
+            refuse(event, RefusalReason.GIVEN_UP, context)
         elif self.claimant not in (None, worker_id):
-            refuse(event, RefusalReason.ANOTHER_CLAIMANT, turn)
+            refuse(event, RefusalReason.ANOTHER_CLAIMANT, context)
         elif self._is_served(worker_id):
             return  # a duplicate of a claim that is being answered
         elif self.state is DecodeState.CLOSED:
-            refuse(event, RefusalReason.UNKNOWN, turn)
+            refuse(event, RefusalReason.UNKNOWN, context)
         elif self.state not in (DecodeState.OPEN, DecodeState.GRANTED):
-            refuse(event, RefusalReason.BUSY, turn)
-        elif self.generation >= turn.rules.max_attempts:
-            refuse(event, RefusalReason.EXHAUSTED, turn)
-            self.compute_here(EndReason.CLAIMS_EXHAUSTED, turn)
+            refuse(event, RefusalReason.BUSY, context)
+        elif self.generation >= context.rules.max_attempts:
+            refuse(event, RefusalReason.EXHAUSTED, context)
+            self.compute_here(EndReason.CLAIMS_EXHAUSTED, context)
         elif self.state is DecodeState.OPEN or self.direction is KvDirection.PULL:
-            self._abandon_holder(turn)
-            self._grant(event, turn)
+            self._abandon_holder(context)
+            self._grant(event, context)
         else:
             self._move(DecodeState.RENEWING)
             self.waiting = event
-            self._allocate(turn)
+            self._allocate(context)
 
     def _is_served(self, worker_id: str) -> bool:
         """Whether ``worker_id`` holds or awaits a grant: each worker claims a hand-off once."""
         waits = self.waiting is not None and self.waiting.claim.prefill_worker_id == worker_id
         return waits or any(grant.worker_id == worker_id for grant in self.grants)
 
-    def _abandon_holder(self, turn: Turn) -> None:
+    def _abandon_holder(self, context: DecodeContext) -> None:
         if self.holder is not None:
-            self._abandon(self.holder, turn)
+            self._abandon(self.holder, context)
 
-    def _allocate(self, turn: Turn) -> None:
+    def _allocate(self, context: DecodeContext) -> None:
         """Request the next loan from the engine, unless a request is pending."""
         if not self.allocating:
             self.allocating = self.loan + 1
-            turn.out.append(de.Allocate(self.handoff_id, self.allocating))
+            context.out.append(de.AllocateLoan(self.handoff_id, self.allocating))
 
-    def _renewed(self, event: de.Allocated, waiting: de.Claimed, turn: Turn) -> None:
+    def _renewed(self, event: de.LoanAllocated, waiting: de.Claimed, context: DecodeContext) -> None:
         if event.block_ids is not None:
-            self._abandon_holder(turn)
+            self._abandon_holder(context)
             self.loan, self.block_ids = event.loan, event.block_ids
-            self._grant(waiting, turn)
+            self._grant(waiting, context)
             return
-        refuse(waiting, RefusalReason.NO_BLOCKS, turn)
+        refuse(waiting, RefusalReason.NO_BLOCKS, context)
         self._move(DecodeState.GRANTED)
         if self.holder is None:
-            self.compute_here(EndReason.RELEASED, turn)
+            self.compute_here(EndReason.RELEASED, context)
 
-    def _grant(self, event: de.Claimed, turn: Turn) -> None:
+    def _grant(self, event: de.Claimed, context: DecodeContext) -> None:
         worker_id = event.claim.prefill_worker_id
         self.generation += 1
-        self.deadline_s = turn.now_s + turn.rules.grant_timeout_s
-        self.granted_s, self.is_overtaken = turn.now_s, False
+        self.deadline_s = context.now_s + context.rules.grant_timeout_s
+        self.granted_s, self.is_overtaken = context.now_s, False
         if self.state is not DecodeState.GRANTED:
             self._move(DecodeState.GRANTED)
-        turn.counters.num_granted += 1
-        with_checksums = event.claim.wants_checksums or turn.rules.checksums
+        context.counters.num_granted += 1
+        with_checksums = event.claim.wants_checksums or context.rules.checksums
         must_prepare = with_checksums and self.num_hit_blocks > 0
         state = GrantState.PREPARING if must_prepare else GrantState.OUT
-        size, secret = event.claim.block_size, turn.new_secret()
+        size, secret = event.claim.block_size, context.new_secret()
         grant = Grant(worker_id, event.connection, self.generation, self.loan, state, size, secret=secret)
         self.grants = (*self.grants, grant)
         if must_prepare:
-            turn.out.append(de.ChecksumHits(self.handoff_id, self.generation, self.block_ids[: self.num_hit_blocks]))
+            context.out.append(de.ChecksumHits(self.handoff_id, self.generation, self.block_ids[: self.num_hit_blocks]))
         else:
-            self._send_grant(grant, () if with_checksums else None, turn)
+            self._send_grant(grant, () if with_checksums else None, context)
 
-    def hits_checksummed(self, generation: int, checksums: tuple[int, ...] | None, turn: Turn) -> None:
+    def hits_checksummed(self, generation: int, checksums: tuple[int, ...] | None, context: DecodeContext) -> None:
         """The grant of ``generation`` can be sent, if it is still needed."""
         grant = self.find(generation)
         if grant is None:
@@ -167,43 +167,43 @@ class DecodeHandoff:
         if grant.state is GrantState.WITHDRAWN:
             self._end_grant(grant)
         elif grant.state is GrantState.PREPARING:
-            grant = self._change(grant, GrantState.OUT, turn.now_s)
-            self._send_grant(grant, checksums, turn)
+            grant = self._change(grant, GrantState.OUT, context.now_s)
+            self._send_grant(grant, checksums, context)
 
-    def _send_grant(self, grant: Grant, checksums: tuple[int, ...] | None, turn: Turn) -> None:
-        self.heard_s = turn.now_s
+    def _send_grant(self, grant: Grant, checksums: tuple[int, ...] | None, context: DecodeContext) -> None:
+        self.last_heard_s = context.now_s
         pushed = self.direction is KvDirection.PUSH
         message = HandoffGrant(
             handoff_id=self.handoff_id,
             generation=grant.generation,
             block_ids=self.block_ids if pushed else self.block_ids[: self.num_hit_blocks],
-            num_cached_tokens=self.num_hit_blocks * turn.rules.block_size,
+            num_cached_tokens=self.num_hit_blocks * context.rules.block_size,
             checksums=checksums,
             direction=self.direction,
             term=self.term,
-            block_size=turn.rules.block_size,
+            block_size=context.rules.block_size,
             secret=grant.secret,
         )
-        turn.out.append(de.SendGrant(grant.worker_id, grant.connection, message))
+        context.out.append(de.SendGrant(grant.worker_id, grant.connection, message))
 
-    def not_sent(self, generation: int, turn: Turn) -> None:
+    def not_sent(self, generation: int, context: DecodeContext) -> None:
         """The grant was not sent: its claimant will write nothing."""
         grant = self.find(generation)
         if grant is not None:
             self._end_grant(grant)
-            self._compute_unless_held(EndReason.GRANT_NOT_SENT, turn)
+            self._compute_unless_held(EndReason.GRANT_NOT_SENT, context)
 
     # -- what arrives -------------------------------------------------------------------------------------------------
 
-    def progress(self, message: HandoffProgress, turn: Turn) -> None:
+    def progress(self, message: HandoffProgress, context: DecodeContext) -> None:
         """The claimant lives and computes."""
         holder = self.holder
         if holder is not None and (message.generation, message.secret) == (holder.generation, holder.secret):
-            self.heard_s = turn.now_s
+            self.last_heard_s = context.now_s
         else:
-            turn.counters.num_stale += 1
+            context.counters.num_stale += 1
 
-    def allocated(self, event: de.Allocated, turn: Turn) -> None:
+    def allocated(self, event: de.LoanAllocated, context: DecodeContext) -> None:
         """The engine's answer to a requested loan."""
         if event.loan != self.allocating:
             return
@@ -212,40 +212,40 @@ class DecodeHandoff:
             self.loans = (*self.loans, event.loan)
         waiting, self.waiting = self.waiting, None
         if self.state is DecodeState.OFFERED:
-            self._read(event, turn)
+            self._read(event, context)
         elif self.state is DecodeState.RENEWING and waiting is not None:
-            self._renewed(event, waiting, turn)
+            self._renewed(event, waiting, context)
         elif waiting is not None:
-            refuse(waiting, RefusalReason.UNKNOWN, turn)
+            refuse(waiting, RefusalReason.UNKNOWN, context)
 
     # -- push ---------------------------------------------------------------------------------------------------------
 
-    def done(self, message: HandoffDone, connection: Connection | None, turn: Turn) -> None:
+    def done(self, message: HandoffDone, connection: Connection | None, context: DecodeContext) -> None:
         """Push: a generation's last write has arrived. A late one still ends its own grant: no write follows it.
 
         ``connection``: the one of a repeated message; None: it was the notification.
         """
         grant = self.find(message.generation)
         if grant is None:
-            turn.counters.num_stale += 1
-            tell_fetched(message, connection, turn)
+            context.counters.num_stale += 1
+            acknowledge(message, connection, context)
             return
         is_known = grant.state in (GrantState.OUT, GrantState.ABANDONED)
         if not is_known or grant.secret != message.secret:
-            turn.counters.num_stale += 1
+            context.counters.num_stale += 1
             return
-        tell_fetched(message, connection or turn.connections.get(grant.worker_id, grant.connection), turn)
+        acknowledge(message, connection or context.connections.get(grant.worker_id, grant.connection), context)
         self._end_grant(grant)
-        turn.conduct.done(grant.worker_id)
+        context.conduct.done(grant.worker_id)
         is_current = message.generation == self.generation
         if not is_current or self.state not in (DecodeState.GRANTED, DecodeState.RENEWING):
-            turn.counters.num_stale += 1
+            context.counters.num_stale += 1
             return
-        self._arrived(message, grant.worker_id, turn)
+        self._arrived(message, grant.worker_id, context)
 
     # -- pull ---------------------------------------------------------------------------------------------------------
 
-    def ready(self, message: HandoffReady, turn: Turn) -> bool:
+    def ready(self, message: HandoffReady, context: DecodeContext) -> bool:
         """Pull: P keeps the KV for us. False if it need not."""
         grant = self.find(message.generation)
         if grant is not None and self._is_read_from(grant):
@@ -257,176 +257,178 @@ class DecodeHandoff:
         if self.state is DecodeState.GRANTED:
             self.arrived = message
             if self.loan or message.kv_transfer_params is not None:
-                self._start_read(message, grant, turn)
+                self._start_read(message, grant, context)
             else:
                 self._move(DecodeState.OFFERED)
-                self._allocate(turn)
+                self._allocate(context)
         return self.state in (DecodeState.OFFERED, DecodeState.READING)
 
-    def _read(self, event: de.Allocated, turn: Turn) -> None:
+    def _read(self, event: de.LoanAllocated, context: DecodeContext) -> None:
         """Blocks to read into are available."""
         holder = self.holder
         if event.block_ids is None:
-            self.compute_here(EndReason.NO_BLOCKS, turn)
+            self.compute_here(EndReason.NO_BLOCKS, context)
         elif holder is not None and isinstance(self.arrived, HandoffReady):
             self.loan, self.block_ids = event.loan, event.block_ids
-            self._start_read(self.arrived, holder, turn)
+            self._start_read(self.arrived, holder, context)
 
-    def _start_read(self, message: HandoffReady, grant: Grant, turn: Turn) -> None:
+    def _start_read(self, message: HandoffReady, grant: Grant, context: DecodeContext) -> None:
         if message.kv_transfer_params is not None:
             self._move(DecodeState.READING)
             self.is_touched = True
-            turn.out.append(
-                de.Read(self.handoff_id, grant.generation, grant.worker_id, (), (), 0, 0, 0, message.kv_transfer_params)
+            context.out.append(
+                de.Fetch(
+                    self.handoff_id, grant.generation, grant.worker_id, (), (), 0, 0, 0, message.kv_transfer_params
+                )
             )
             return
         missing = self.block_ids[self.num_hit_blocks :]
-        ours, theirs = turn.rules.block_size, grant.block_size or turn.rules.block_size
+        ours, theirs = context.rules.block_size, grant.block_size or context.rules.block_size
         num_tokens = self.num_tokens or len(self.block_ids) * ours
         first = self.num_hit_blocks * ours // theirs if theirs > 0 else 0
         if theirs < 1 or len(message.block_ids) != -(-num_tokens // theirs) - first:
-            self.compute_here(EndReason.READ_FAILED, turn)
+            self.compute_here(EndReason.READ_FAILED, context)
             return
         self._move(DecodeState.READING)
         self.is_touched = True
         hits, blocks = self.num_hit_blocks, message.block_ids
-        turn.out.append(
-            de.Read(self.handoff_id, grant.generation, grant.worker_id, blocks, missing, first, hits, theirs)
+        context.out.append(
+            de.Fetch(self.handoff_id, grant.generation, grant.worker_id, blocks, missing, first, hits, theirs)
         )
 
-    def read_ended(self, generation: int, ok: bool, turn: Turn) -> None:
+    def read_ended(self, generation: int, ok: bool, context: DecodeContext) -> None:
         """Pull: our read has ended, so P may free its blocks."""
         grant = self.find(generation)
         self.is_touched = False
         if grant is not None:
             # P's engine frees what ours has not read; if this message is lost, P says Ready again and is told again.
             kind = HandoffAbandon if _is_by_engine(self.arrived) and not ok else HandoffFetched
-            turn.out.append(de.Send(grant.connection, kind(self.handoff_id, generation)))
+            context.out.append(de.SendToPrefill(grant.connection, kind(self.handoff_id, generation)))
             self._end_grant(grant)
             if ok:
-                turn.conduct.done(grant.worker_id)
+                context.conduct.done(grant.worker_id)
         if self.state is not DecodeState.READING or self.arrived is None:
             return
         if ok:
-            self._arrived(self.arrived, "" if grant is None else grant.worker_id, turn)
+            self._arrived(self.arrived, "" if grant is None else grant.worker_id, context)
         else:
-            self.compute_here(EndReason.READ_FAILED, turn)
+            self.compute_here(EndReason.READ_FAILED, context)
 
     # -- everything has arrived ---------------------------------------------------------------------------------------
 
-    def _arrived(self, message: HandoffDone | HandoffReady, worker_id: str, turn: Turn) -> None:
+    def _arrived(self, message: HandoffDone | HandoffReady, worker_id: str, context: DecodeContext) -> None:
         self.arrived = message
         if self.waiting is not None:
-            refuse(self.waiting, RefusalReason.BUSY, turn)
+            refuse(self.waiting, RefusalReason.BUSY, context)
             self.waiting = None
         self._move(DecodeState.VERIFYING)
-        if _is_by_engine(message) or (message.checksums is None and not turn.rules.checksums):
-            self._resume(turn)
+        if _is_by_engine(message) or (message.checksums is None and not context.rules.checksums):
+            self._resume(context)
             return
         self.is_touched = True
-        blocks, size = self.block_ids[self.num_hit_blocks :], turn.rules.block_size
+        blocks, size = self.block_ids[self.num_hit_blocks :], context.rules.block_size
         unit = unit_tokens(size)
         num_units = -(-(self.num_tokens or len(self.block_ids) * size) // unit) - self.num_hit_blocks * size // unit
         verify = de.Verify(self.handoff_id, message.generation, worker_id, blocks, message.checksums, num_units)
-        turn.out.append(verify)
+        context.out.append(verify)
 
-    def verified(self, ok: bool, turn: Turn) -> None:
+    def verified(self, ok: bool, context: DecodeContext) -> None:
         """The received blocks were compared with their checksums."""
         self.is_touched = False
         if self.state is not DecodeState.VERIFYING:
-            turn.counters.num_stale += 1
+            context.counters.num_stale += 1
         elif ok:
-            self._resume(turn)
+            self._resume(context)
         else:
-            self.compute_here(EndReason.KV_DAMAGED, turn)
+            self.compute_here(EndReason.KV_DAMAGED, context)
 
-    def _resume(self, turn: Turn) -> None:
+    def _resume(self, context: DecodeContext) -> None:
         assert self.arrived is not None, "something has arrived"
-        turn.counters.num_done += 1
+        context.counters.num_done += 1
         self._move(DecodeState.CLOSED)
-        turn.out.append(de.Resume(self.handoff_id, self.request_id, self.loan, self.arrived))
+        context.out.append(de.Resume(self.handoff_id, self.request_id, self.loan, self.arrived))
 
     # -- ends ---------------------------------------------------------------------------------------------------------
 
-    def closed(self, turn: Turn) -> None:
+    def closed(self, context: DecodeContext) -> None:
         """The request no longer waits. Tell claimants to stop; their grants stay until they have."""
         self.owed = None
         if self.state is DecodeState.CLOSED:
             return
         self._move(DecodeState.CLOSED)
         if self.waiting is not None:
-            refuse(self.waiting, RefusalReason.UNKNOWN, turn)
+            refuse(self.waiting, RefusalReason.UNKNOWN, context)
             self.waiting = None
         for grant in self.grants:
-            self._abandon(grant, turn)
+            self._abandon(grant, context)
 
-    def compute_here(self, reason: EndReason, turn: Turn) -> None:
+    def compute_here(self, reason: EndReason, context: DecodeContext) -> None:
         """No KV will arrive. Tell the engine at once, or, if it cannot use other blocks, when the loans have ended."""
         if self.state is not DecodeState.CLOSED:
-            self.closed(turn)
+            self.closed(context)
             self.owed = reason
-            count_end(turn.counters.ends, reason)
+            count_end(context.counters.ends, reason)
 
-    def declined(self, worker_id: str, reason: EndReason, turn: Turn) -> None:
+    def declined(self, worker_id: str, reason: EndReason, context: DecodeContext) -> None:
         """A claim was refused, and the queue entry is gone: unless another claimant computes it, the request is
         computed here."""
         self.given_up_by |= {worker_id}
-        self._compute_unless_held(reason, turn)
+        self._compute_unless_held(reason, context)
 
-    def released(self, worker_id: str, reason: EndReason, turn: Turn) -> None:
+    def released(self, worker_id: str, reason: EndReason, context: DecodeContext) -> None:
         """``worker_id`` touches no block of it any more, under any grant, and will not compute it.
 
         Its queue entry is gone: if no other claimant computes it now, none will.
         """
         mine = [grant for grant in self.grants if grant.worker_id == worker_id]
-        turn.counters.num_released += len(mine)
-        turn.counters.num_stale += not mine and worker_id in self.given_up_by
+        context.counters.num_released += len(mine)
+        context.counters.num_stale += not mine and worker_id in self.given_up_by
         self.given_up_by |= {worker_id}
         holder = self.holder
         if holder is not None and holder.worker_id == worker_id and self.state in WAITING_FOR_CLAIMANT:
-            self._failed(turn)
+            self._failed(context)
         for grant in mine:
             self._stopped(grant)
         self._drop_waiting(self.waiting is not None and self.waiting.claim.prefill_worker_id == worker_id)
-        self._compute_unless_held(reason, turn)
+        self._compute_unless_held(reason, context)
 
-    def fenced(self, worker_id: str, turn: Turn) -> None:
+    def fenced(self, worker_id: str, context: DecodeContext) -> None:
         """``worker_id`` is fenced: it can write no more, alive or not."""
         for grant in self.grants:
             if grant.worker_id == worker_id:
-                turn.counters.num_fenced += 1
+                context.counters.num_fenced += 1
                 self._stopped(grant)
         if self.state is not DecodeState.OPEN:
-            self._compute_unless_held(EndReason.CLAIMANT_LEASE_ENDED, turn)
+            self._compute_unless_held(EndReason.CLAIMANT_LEASE_ENDED, context)
 
-    def claimant_gone(self, turn: Turn) -> None:
+    def claimant_gone(self, context: DecodeContext) -> None:
         """Its only claimant will not claim it. If it has claimed already, its connection and its lease decide."""
         if self.state is DecodeState.OPEN:
-            self.compute_here(EndReason.CLAIMANT_LOST, turn)
+            self.compute_here(EndReason.CLAIMANT_LOST, context)
 
-    def lease_ended(self, worker_id: str, turn: Turn) -> None:
+    def lease_ended(self, worker_id: str, context: DecodeContext) -> None:
         """Stop waiting for ``worker_id``. Its writes may continue, so its grants stay until it releases them or is
         fenced."""
         if self.state is DecodeState.OPEN and self.claimant == worker_id:
-            self.compute_here(EndReason.CLAIMANT_LEASE_ENDED, turn)
+            self.compute_here(EndReason.CLAIMANT_LEASE_ENDED, context)
             return
         waiting, holder = self.waiting, self.holder
         self._drop_waiting(waiting is not None and waiting.claim.prefill_worker_id == worker_id)
         if holder is not None and holder.worker_id == worker_id:
-            self._lose_holder(EndReason.CLAIMANT_LEASE_ENDED, turn)
+            self._lose_holder(EndReason.CLAIMANT_LEASE_ENDED, context)
 
-    def connection_lost(self, connection: Connection, turn: Turn) -> None:
+    def connection_lost(self, connection: Connection, context: DecodeContext) -> None:
         """The same for a claimant whose connection has ended."""
         waiting, holder = self.waiting, self.holder
         self._drop_waiting(waiting is not None and waiting.connection == connection)
         if holder is not None and holder.connection == connection:
-            self._lose_holder(EndReason.CLAIMANT_LOST, turn)
+            self._lose_holder(EndReason.CLAIMANT_LOST, context)
 
-    def _lose_holder(self, reason: EndReason, turn: Turn) -> None:
+    def _lose_holder(self, reason: EndReason, context: DecodeContext) -> None:
         if self.state in WAITING_FOR_CLAIMANT:
-            self._failed(turn)
+            self._failed(context)
         if self.state in WAITING_FOR_CLAIMANT and self.waiting is None:
-            self.compute_here(reason, turn)
+            self.compute_here(reason, context)
 
     def _drop_waiting(self, is_lost: bool) -> None:
         """Forget the claim that waits for blocks."""
@@ -434,52 +436,59 @@ class DecodeHandoff:
             self.waiting = None
             self._move(DecodeState.GRANTED)
 
-    def _compute_unless_held(self, reason: EndReason, turn: Turn) -> None:
+    def _compute_unless_held(self, reason: EndReason, context: DecodeContext) -> None:
         if self.state in WAITING_FOR_CLAIMANT and self.holder is None and self.waiting is None:
-            self.compute_here(reason, turn)
+            self.compute_here(reason, context)
 
     # -- time ---------------------------------------------------------------------------------------------------------
 
-    def tick(self, turn: Turn) -> None:
+    def tick(self, context: DecodeContext) -> None:
         """Check deadlines, and repeat abandons that are not answered."""
-        if self.deadline_s <= turn.now_s and self.state in WAITING_FOR_CLAIMANT:
-            self._expire(EndReason.OVERTAKEN if self.is_overtaken else EndReason.DEADLINE, turn)
-        elif self.is_awaited and self.heard_s + turn.rules.silence_timeout_s <= turn.now_s:
-            self._expire(EndReason.CLAIMANT_SILENT, turn)
+        if self.deadline_s <= context.now_s and self.state in WAITING_FOR_CLAIMANT:
+            self._expire(EndReason.OVERTAKEN if self.is_overtaken else EndReason.DEADLINE, context)
+        elif self.is_awaited and self.last_heard_s + context.rules.silence_timeout_s <= context.now_s:
+            self._expire(EndReason.CLAIMANT_SILENT, context)
         for grant in self.grants:
-            if grant.state is GrantState.ABANDONED and grant.told_s + turn.rules.abandon_repeat_s <= turn.now_s:
-                self.tell_to_stop(grant, turn)
+            if (
+                grant.state is GrantState.ABANDONED
+                and grant.abandoned_s + context.rules.abandon_repeat_s <= context.now_s
+            ):
+                self.send_abandon(grant, context)
 
-    def _expire(self, reason: EndReason, turn: Turn) -> None:
-        turn.counters.num_expired += 1
-        self._failed(turn)
-        self.compute_here(reason, turn)
+    def _expire(self, reason: EndReason, context: DecodeContext) -> None:
+        context.counters.num_expired += 1
+        self._failed(context)
+        self.compute_here(reason, context)
 
-    def _failed(self, turn: Turn) -> None:
+    def _failed(self, context: DecodeContext) -> None:
         """The holder has had its grant for long, and has not done what it is for."""
         holder = self.holder
-        if holder is not None and holder.state is GrantState.OUT and self.granted_s + turn.rules.held_s < turn.now_s:
-            turn.conduct.failed(holder.worker_id, turn.now_s, turn.rules.avoid_s)
+        if (
+            holder is not None
+            and holder.state is GrantState.OUT
+            and self.granted_s + context.rules.held_s < context.now_s
+        ):
+            context.conduct.failed(holder.worker_id, context.now_s, context.rules.avoid_s)
 
-    def avoid(self, worker_ids: frozenset[str], turn: Turn) -> None:
+    def avoid(self, worker_ids: frozenset[str], context: DecodeContext) -> None:
         """Do not wait for these workers."""
         holder = self.holder
         if self.state is DecodeState.GRANTED and holder is not None and holder.worker_id in worker_ids:
-            self.compute_here(EndReason.CLAIMANT_AVOIDED, turn)
+            self.compute_here(EndReason.CLAIMANT_AVOIDED, context)
 
-    def overtaken(self, turn: Turn) -> None:
+    def overtaken(self, context: DecodeContext) -> None:
         """A later one of the same queue has been claimed: whoever has pulled this one, if anyone has, keeps silent."""
-        if self.state is DecodeState.OPEN and turn.now_s + turn.rules.overtaken_s < self.deadline_s:
-            self.deadline_s = turn.now_s + turn.rules.overtaken_s
+        if self.state is DecodeState.OPEN and context.now_s + context.rules.overtaken_s < self.deadline_s:
+            self.deadline_s = context.now_s + context.rules.overtaken_s
             self.is_overtaken = True
 
     def next_s(self, rules: DecodeRules) -> float | None:
         """When ``tick`` is due next."""
-        times = [g.told_s + rules.abandon_repeat_s for g in self.grants if g.state is GrantState.ABANDONED]
+        times = [g.abandoned_s + rules.abandon_repeat_s for g in self.grants if g.state is GrantState.ABANDONED]
         if self.state in WAITING_FOR_CLAIMANT:
             times.append(self.deadline_s)
         if self.is_awaited:
-            times.append(self.heard_s + rules.silence_timeout_s)
+            times.append(self.last_heard_s + rules.silence_timeout_s)
         return min(times, default=None)
 
     @property
@@ -490,20 +499,20 @@ class DecodeHandoff:
 
     # -- loans --------------------------------------------------------------------------------------------------------
 
-    def settle(self, turn: Turn) -> None:
+    def settle(self, context: DecodeContext) -> None:
         """End every loan that nothing needs any more."""
         needed = {grant.loan for grant in self.grants}
         if self.state is not DecodeState.CLOSED or self.is_touched:
             needed.add(self.loan)
         for loan in self.loans:
             if loan not in needed:
-                turn.out.append(de.EndLoan(self.handoff_id, loan))
+                context.out.append(de.EndLoan(self.handoff_id, loan))
         self.loans = tuple(loan for loan in self.loans if loan in needed)
-        self._pay(turn)
+        self._pay(context)
 
-    def _pay(self, turn: Turn) -> None:
-        if self.owed is not None and (turn.rules.can_replace_blocks or not self.loans):
-            turn.out.append(de.ComputeHere(self.handoff_id, self.request_id, self.owed))
+    def _pay(self, context: DecodeContext) -> None:
+        if self.owed is not None and (context.rules.can_replace_blocks or not self.loans):
+            context.out.append(de.ComputeHere(self.handoff_id, self.request_id, self.owed))
             self.owed = None
 
     @property
@@ -530,7 +539,7 @@ class DecodeHandoff:
         return next((grant for grant in self.grants if grant.generation == generation), None)
 
     def _change(self, grant: Grant, state: GrantState, now_s: float) -> Grant:
-        changed = replace(grant, state=state, told_s=now_s)
+        changed = replace(grant, state=state, abandoned_s=now_s)
         self.grants = tuple(changed if other is grant else other for other in self.grants)
         return changed
 
@@ -544,24 +553,24 @@ class DecodeHandoff:
         elif grant.state is not GrantState.WITHDRAWN and not self._is_read_from(grant):
             self._end_grant(grant)
 
-    def _abandon(self, grant: Grant, turn: Turn) -> None:
+    def _abandon(self, grant: Grant, context: DecodeContext) -> None:
         if grant.state is GrantState.PREPARING:
             self._change(grant, GrantState.WITHDRAWN, 0.0)
         elif grant.state is GrantState.OUT and not self._is_read_from(grant):
-            turn.counters.num_abandoned += 1
-            self.tell_to_stop(grant, turn)
+            context.counters.num_abandoned += 1
+            self.send_abandon(grant, context)
 
     def _is_read_from(self, grant: Grant) -> bool:
         """Pull: P must keep its blocks while we read them; HandoffFetched follows the read."""
         return self.is_touched and self.direction is KvDirection.PULL and grant.generation == self.generation
 
-    def tell_to_stop(self, grant: Grant, turn: Turn) -> None:
+    def send_abandon(self, grant: Grant, context: DecodeContext) -> None:
         """Send an abandon, over the claimant's current connection, if it has one."""
-        self._change(grant, GrantState.ABANDONED, turn.now_s)
-        connection = turn.connections.get(grant.worker_id)
+        self._change(grant, GrantState.ABANDONED, context.now_s)
+        connection = context.connections.get(grant.worker_id)
         if connection is not None:
             abandon = HandoffAbandon(self.handoff_id, grant.generation)
-            turn.out.append(de.Send(connection, abandon))
+            context.out.append(de.SendToPrefill(connection, abandon))
 
     def _move(self, state: DecodeState) -> None:
         if state not in TRANSITIONS[self.state]:

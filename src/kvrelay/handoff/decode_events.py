@@ -1,7 +1,7 @@
 """The events and actions of the decode side's ledger. Values only.
 
-Actions are carried out in the order given. Those with an answer (Allocate, ChecksumHits, Verify, Read) are answered by
-the event named in their docstring, exactly once, after any time.
+Actions are carried out in the order given. Those with an answer (AllocateLoan, ChecksumHits, Verify, Fetch) are
+answered by the event named in their docstring, exactly once, after any time.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ class Claimed(Value, frozen=True):
     connection: Connection
 
 
-class Allocated(OfHandoff, frozen=True):
-    """The engine's answer to Allocate: blocks for the whole request, fresh after its hits; None if no blocks are
+class LoanAllocated(OfHandoff, frozen=True):
+    """The engine's answer to AllocateLoan: blocks for the whole request, fresh after its hits; None if no blocks are
     free."""
 
     loan: int
@@ -97,15 +97,15 @@ class Done(Value, frozen=True):
     connection: Connection | None = None
 
 
-class Ready(Value, frozen=True):
+class Offered(Value, frozen=True):
     """Pull: P has computed everything and keeps it for us. ``connection`` is the message's connection."""
 
     message: HandoffReady
     connection: Connection
 
 
-class ReadEnded(OfHandoff, frozen=True):
-    """Pull: the answer to Read. No read of ours touches either side's blocks any more. With ``kv_transfer_params`` and
+class FetchEnded(OfHandoff, frozen=True):
+    """Pull: the answer to Fetch. No read of ours touches either side's blocks any more. With ``kv_transfer_params`` and
     without ``ok`` D's engine has perhaps not asked P's, which must free the blocks by itself."""
 
     generation: int
@@ -119,7 +119,7 @@ class Verified(OfHandoff, frozen=True):
     ok: bool
 
 
-class ConnectionLost(Value, frozen=True):
+class ClaimantConnectionLost(Value, frozen=True):
     """A connection has ended. Its peer may still live and write."""
 
     connection: Connection
@@ -136,16 +136,16 @@ DecodeEvent = (
     | Closed
     | PushFailed
     | Claimed
-    | Allocated
+    | LoanAllocated
     | HitsChecksummed
     | GrantNotSent
     | HandoffProgress
     | Done
-    | Ready
-    | ReadEnded
+    | Offered
+    | FetchEnded
     | Verified
     | HandoffReleased
-    | ConnectionLost
+    | ClaimantConnectionLost
     | Registered
     | LeaseEnded
     | LeaseLost
@@ -160,8 +160,8 @@ class Push(OfHandoff, frozen=True):
     """Put a hand-off's entry into the prefill queue. PushFailed follows if that is impossible."""
 
 
-class Allocate(OfHandoff, frozen=True):
-    """Lend blocks as loan ``loan`` to a hand-off: fresh ones after its hits. Answered by Allocated.
+class AllocateLoan(OfHandoff, frozen=True):
+    """Lend blocks as loan ``loan`` to a hand-off: fresh ones after its hits. Answered by LoanAllocated.
 
     The request keeps its blocks until Resume names a loan.
     """
@@ -184,18 +184,18 @@ class SendGrant(Value, frozen=True):
     message: HandoffGrant
 
 
-class Send(Value, frozen=True):
+class SendToPrefill(Value, frozen=True):
     """Send a message to a prefill worker. A failure to send has no consequence."""
 
     connection: Connection
     message: HandoffRefused | HandoffAbandon | HandoffFetched
 
 
-class Read(OfHandoff, frozen=True):
+class Fetch(OfHandoff, frozen=True):
     """Pull: read P's blocks, of which ``remote_first_block`` is the request's first, into ours from ``first_block`` on:
     the tokens that both hold. P's blocks hold ``remote_block_size`` tokens.
 
-    With ``kv_transfer_params`` there are no blocks: the engine reads, as they say. Answered by ReadEnded, when no part
+    With ``kv_transfer_params`` there are no blocks: the engine reads, as they say. Answered by FetchEnded, when no part
     of it moves any more.
     """
 
@@ -257,8 +257,3 @@ class ComputeHere(OfHandoff, frozen=True):
 
     request_id: str
     reason: EndReason
-
-
-DecodeAction = (
-    Push | Allocate | ChecksumHits | SendGrant | Send | Read | Verify | EndLoan | Resume | Discard | Avoid | ComputeHere
-)

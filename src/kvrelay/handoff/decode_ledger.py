@@ -14,17 +14,17 @@ from typing import Any, TypeVar
 from kvrelay.core.handoff import HandoffId, HandoffOrder, KvDirection
 from kvrelay.core.latest import Latest
 from kvrelay.handoff import decode_events as de
-from kvrelay.handoff.base import Connection, EndReason, LeaseEnded, LeaseLost, RefusalReason, Registered, Tick
+from kvrelay.handoff.base import Connection, EndReason, LeaseEnded, LeaseLost, RefusalReason, Registered, Tick, Value
 from kvrelay.handoff.conduct import Conduct
 from kvrelay.handoff.decode import DecodeHandoff
 from kvrelay.handoff.decode_state import (
+    DecodeContext,
     DecodeCounters,
     DecodeRules,
     DecodeState,
     GrantState,
-    Turn,
+    acknowledge,
     refuse,
-    tell_fetched,
 )
 from kvrelay.handoff.leases import PeerLeases
 from kvrelay.handoff.messages import HandoffAbandon, HandoffClaim, HandoffProgress, HandoffReleased
@@ -73,19 +73,19 @@ class DecodeLedger:
         """The number of grants that are out: while it is not zero, peers may touch our memory."""
         return sum(len(handoff.grants) for handoff in list(self.handoffs.values()))
 
-    def handle(self, event: de.DecodeEvent, now_s: float) -> list[de.DecodeAction]:
+    def handle(self, event: de.DecodeEvent, now_s: float) -> list[Value]:
         """Handle an event at ``now_s`` (monotonic); returns the actions, in order."""
-        turn = Turn(now_s, self.rules, self.counters, self.connections, self.new_secret, self.conduct)
-        changed = _HANDLERS[type(event)](self, event, turn)
+        context = DecodeContext(now_s, self.rules, self.counters, self.connections, self.new_secret, self.conduct)
+        changed = _HANDLERS[type(event)](self, event, context)
         if self.conduct.new:
             avoided = self.conduct.take_new()
-            turn.out += [de.Avoid(worker_id) for worker_id in sorted(avoided)]
-            changed = self._all(lambda handoff: handoff.avoid(avoided, turn))
+            context.out += [de.Avoid(worker_id) for worker_id in sorted(avoided)]
+            changed = self._all(lambda handoff: handoff.avoid(avoided, context))
         for handoff in changed:
-            handoff.settle(turn)
+            handoff.settle(context)
             if handoff.is_over:
                 self.handoffs.pop(handoff.handoff_id, None)
-        return turn.out
+        return context.out
 
     def next_tick_s(self) -> float | None:
         """When the next Tick is due; None: not before another event."""
@@ -98,7 +98,7 @@ class DecodeLedger:
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
-    def _opened(self, event: de.Opened, turn: Turn) -> Iterable[DecodeHandoff]:
+    def _opened(self, event: de.Opened, context: DecodeContext) -> Iterable[DecodeHandoff]:
         self.counters.num_opened += 1
         has_blocks = bool(event.block_ids)
         handoff = DecodeHandoff(
@@ -110,7 +110,7 @@ class DecodeLedger:
             num_hit_blocks=event.num_hit_blocks,
             term=event.term,
             num_tokens=event.num_tokens,
-            deadline_s=turn.now_s + self.rules.remote_prefill_timeout_s,
+            deadline_s=context.now_s + self.rules.remote_prefill_timeout_s,
             loans=(1,) if has_blocks else (),
             loan=1 if has_blocks else 0,
             is_queued=event.order is HandoffOrder.DECODE_FIRST,
@@ -119,30 +119,30 @@ class DecodeLedger:
         self.expected.pop(event.handoff_id, None)
         handoff.given_up_by = self.declined.pop(event.handoff_id, frozenset())
         if event.claimant is not None:
-            self._check_claimant(handoff, event.claimant, turn)
+            self._check_claimant(handoff, event.claimant, context)
         claims = self._take_early(lambda claim: claim.handoff_id == event.handoff_id)
         for claimed in claims:
-            self._claim(handoff, claimed, turn)
+            self._claim(handoff, claimed, context)
         if not claims and event.order is HandoffOrder.DECODE_FIRST:
-            turn.out.append(de.Push(event.handoff_id))
+            context.out.append(de.Push(event.handoff_id))
         return (handoff,)
 
-    def _check_claimant(self, handoff: DecodeHandoff, claimant: str, turn: Turn) -> None:
+    def _check_claimant(self, handoff: DecodeHandoff, claimant: str, context: DecodeContext) -> None:
         """Do not wait for the claim of a worker that will not claim."""
         if claimant in handoff.given_up_by:
-            handoff.compute_here(EndReason.RELEASED, turn)
+            handoff.compute_here(EndReason.RELEASED, context)
         elif self.leases.ended_s(claimant) is not None:
-            handoff.compute_here(EndReason.CLAIMANT_LEASE_ENDED, turn)
+            handoff.compute_here(EndReason.CLAIMANT_LEASE_ENDED, context)
 
-    def _expected(self, event: de.Expected, turn: Turn) -> Iterable[DecodeHandoff]:
+    def _expected(self, event: de.Expected, context: DecodeContext) -> Iterable[DecodeHandoff]:
         self.expected[event.handoff_id] = event.claimant
         return ()
 
-    def _claimant_gone(self, event: de.ClaimantGone, turn: Turn) -> Iterable[DecodeHandoff]:
+    def _claimant_gone(self, event: de.ClaimantGone, context: DecodeContext) -> Iterable[DecodeHandoff]:
         claimant = self.expected.get(event.handoff_id)
         if claimant is not None:
             self._decline(event.handoff_id, claimant)
-        return self._one(event.handoff_id, lambda handoff: handoff.claimant_gone(turn))
+        return self._one(event.handoff_id, lambda handoff: handoff.claimant_gone(context))
 
     def _decline(self, handoff_id: HandoffId, worker_id: str) -> None:
         """A hand-off that is not open yet will not be computed by ``worker_id``."""
@@ -152,65 +152,65 @@ class DecodeLedger:
         """Whether a claim waits for blocks; it then waits as long as its request."""
         return early.event.claim.handoff_id in self.expected
 
-    def _closed(self, event: de.Closed, turn: Turn) -> Iterable[DecodeHandoff]:
+    def _closed(self, event: de.Closed, context: DecodeContext) -> Iterable[DecodeHandoff]:
         if self.expected.pop(event.handoff_id, None) is not None:
             self.declined.pop(event.handoff_id, None)
             for claimed in self._take_early(lambda claim: claim.handoff_id == event.handoff_id):
-                refuse(claimed, RefusalReason.UNKNOWN, turn)
-        return self._one(event.handoff_id, lambda handoff: handoff.closed(turn))
+                refuse(claimed, RefusalReason.UNKNOWN, context)
+        return self._one(event.handoff_id, lambda handoff: handoff.closed(context))
 
     # -- claims -------------------------------------------------------------------------------------------------------
 
-    def _claimed(self, event: de.Claimed, turn: Turn) -> Iterable[DecodeHandoff]:
+    def _claimed(self, event: de.Claimed, context: DecodeContext) -> Iterable[DecodeHandoff]:
         claim = event.claim
-        self._heard_on(claim.prefill_worker_id, event.connection, turn)
+        self._connected_on(claim.prefill_worker_id, event.connection, context)
         handoff = self.handoffs.get(claim.handoff_id)
         if handoff is not None:
-            self._claim(handoff, event, turn)
+            self._claim(handoff, event, context)
             return (handoff,)
         if claim.prefill_worker_id in self.declined.get(claim.handoff_id, ()):
-            refuse(event, RefusalReason.GIVEN_UP, turn)
+            refuse(event, RefusalReason.GIVEN_UP, context)
         elif claim.order is HandoffOrder.PREFILL_FIRST:
-            self._park(event, turn)
+            self._park(event, context)
         else:
-            refuse(event, RefusalReason.UNKNOWN, turn)
+            refuse(event, RefusalReason.UNKNOWN, context)
         return ()
 
-    def _claim(self, handoff: DecodeHandoff, event: de.Claimed, turn: Turn) -> None:
+    def _claim(self, handoff: DecodeHandoff, event: de.Claimed, context: DecodeContext) -> None:
         """A refused claimant has taken the hand-off from the queue: unless another one computes it, the request is
         computed here."""
         claim = event.claim
         if claim.kv_compatibility != self.rules.kv_compatibility:
-            refuse(event, RefusalReason.INCOMPATIBLE, turn)
-            handoff.declined(claim.prefill_worker_id, EndReason.CLAIMANT_REFUSED, turn)
+            refuse(event, RefusalReason.INCOMPATIBLE, context)
+            handoff.declined(claim.prefill_worker_id, EndReason.CLAIMANT_REFUSED, context)
         elif self.leases.is_over(claim.prefill_worker_id, claim.term):
-            refuse(event, RefusalReason.LEASE_ENDED, turn)
-            handoff.declined(claim.prefill_worker_id, EndReason.CLAIMANT_LEASE_ENDED, turn)
-        elif self.conduct.is_avoided(claim.prefill_worker_id, turn.now_s):
-            refuse(event, RefusalReason.AVOIDED, turn)
-            handoff.declined(claim.prefill_worker_id, EndReason.CLAIMANT_AVOIDED, turn)
+            refuse(event, RefusalReason.LEASE_ENDED, context)
+            handoff.declined(claim.prefill_worker_id, EndReason.CLAIMANT_LEASE_ENDED, context)
+        elif self.conduct.is_avoided(claim.prefill_worker_id, context.now_s):
+            refuse(event, RefusalReason.AVOIDED, context)
+            handoff.declined(claim.prefill_worker_id, EndReason.CLAIMANT_AVOIDED, context)
         elif self.leases.is_live(claim.prefill_worker_id, claim.term):
-            self._overtake(handoff, turn)
-            handoff.claimed(event, turn)
+            self._overtake(handoff, context)
+            handoff.claimed(event, context)
         else:
-            self._park(event, turn)
+            self._park(event, context)
 
-    def _overtake(self, claimed: DecodeHandoff, turn: Turn) -> None:
+    def _overtake(self, claimed: DecodeHandoff, context: DecodeContext) -> None:
         """The queue is in order, so whatever was pushed before ``claimed`` has been pulled."""
         if claimed.is_queued and claimed.state is DecodeState.OPEN:
             for handoff in self.handoffs.values():
                 if handoff is claimed:
                     return
                 if handoff.is_queued and not handoff.is_overtaken:
-                    handoff.overtaken(turn)
+                    handoff.overtaken(context)
 
-    def _park(self, event: de.Claimed, turn: Turn) -> None:
+    def _park(self, event: de.Claimed, context: DecodeContext) -> None:
         """Hold a claim until its request has arrived, or its claimant's term is known."""
         key = (event.claim.handoff_id, event.claim.prefill_worker_id)
         if len(self.early) < MAX_EARLY or key in self.early:
-            self.early[key] = EarlyClaim(event, turn.now_s + self.rules.early_claim_timeout_s)
+            self.early[key] = EarlyClaim(event, context.now_s + self.rules.early_claim_timeout_s)
         else:
-            refuse(event, RefusalReason.BUSY, turn)
+            refuse(event, RefusalReason.BUSY, context)
             if event.claim.handoff_id not in self.handoffs:
                 self._decline(*key)
 
@@ -220,7 +220,7 @@ class DecodeLedger:
             del self.early[event.claim.handoff_id, event.claim.prefill_worker_id]
         return taken
 
-    def _heard_on(self, worker_id: str, connection: Connection, turn: Turn) -> None:
+    def _connected_on(self, worker_id: str, connection: Connection, context: DecodeContext) -> None:
         """A claimant has another connection: repeat messages that may be lost with the old one."""
         if self.connections.get(worker_id) == connection:
             return
@@ -228,33 +228,33 @@ class DecodeLedger:
         for handoff in self.handoffs.values():
             for grant in handoff.grants:
                 if grant.worker_id == worker_id and grant.state is GrantState.ABANDONED:
-                    handoff.tell_to_stop(grant, turn)
+                    handoff.send_abandon(grant, context)
 
     # -- what arrives -------------------------------------------------------------------------------------------------
 
-    def _done(self, event: de.Done, turn: Turn) -> Iterable[DecodeHandoff]:
+    def _done(self, event: de.Done, context: DecodeContext) -> Iterable[DecodeHandoff]:
         message = event.message
         if message.handoff_id not in self.handoffs:
             self.counters.num_stale += 1
-            tell_fetched(message, event.connection, turn)
-        return self._one(message.handoff_id, lambda handoff: handoff.done(message, event.connection, turn))
+            acknowledge(message, event.connection, context)
+        return self._one(message.handoff_id, lambda handoff: handoff.done(message, event.connection, context))
 
-    def _progress(self, message: HandoffProgress, turn: Turn) -> Iterable[DecodeHandoff]:
+    def _progress(self, message: HandoffProgress, context: DecodeContext) -> Iterable[DecodeHandoff]:
         if message.handoff_id not in self.handoffs:
             self.counters.num_stale += 1
-        return self._one(message.handoff_id, lambda handoff: handoff.progress(message, turn))
+        return self._one(message.handoff_id, lambda handoff: handoff.progress(message, context))
 
-    def _ready(self, event: de.Ready, turn: Turn) -> Iterable[DecodeHandoff]:
+    def _ready(self, event: de.Offered, context: DecodeContext) -> Iterable[DecodeHandoff]:
         message = event.message
         handoff = self.handoffs.get(message.handoff_id)
-        if handoff is None or not handoff.ready(message, turn):
+        if handoff is None or not handoff.ready(message, context):
             # P need not keep blocks for us.
             self.counters.num_stale += 1
             abandon = HandoffAbandon(message.handoff_id, message.generation)
-            turn.out.append(de.Send(event.connection, abandon))
+            context.out.append(de.SendToPrefill(event.connection, abandon))
         return () if handoff is None else (handoff,)
 
-    def _released(self, message: HandoffReleased, turn: Turn) -> Iterable[DecodeHandoff]:
+    def _released(self, message: HandoffReleased, context: DecodeContext) -> Iterable[DecodeHandoff]:
         early = self.early.pop((message.handoff_id, message.prefill_worker_id), None)
         if message.handoff_id not in self.handoffs:
             is_awaited = early is not None or self.expected.get(message.handoff_id) == message.prefill_worker_id
@@ -263,15 +263,15 @@ class DecodeLedger:
             self._decline(message.handoff_id, message.prefill_worker_id)
         handoff = self.handoffs.get(message.handoff_id)
         if message.kv_transfer_params is not None and not (handoff is not None and handoff.is_touched):
-            turn.out.append(de.Discard(message.handoff_id, message.kv_transfer_params))
+            context.out.append(de.Discard(message.handoff_id, message.kv_transfer_params))
         return self._one(
             message.handoff_id,
-            lambda handoff: handoff.released(message.prefill_worker_id, EndReason.RELEASED, turn),
+            lambda handoff: handoff.released(message.prefill_worker_id, EndReason.RELEASED, context),
         )
 
     # -- peers --------------------------------------------------------------------------------------------------------
 
-    def _connection_lost(self, event: de.ConnectionLost, turn: Turn) -> Iterable[DecodeHandoff]:
+    def _connection_lost(self, event: de.ClaimantConnectionLost, context: DecodeContext) -> Iterable[DecodeHandoff]:
         for worker_id, connection in list(self.connections.items()):
             if connection == event.connection:
                 del self.connections[worker_id]
@@ -280,57 +280,57 @@ class DecodeLedger:
                 del self.early[key]
                 if key[0] not in self.handoffs:
                     self._decline(*key)
-        return self._all(lambda handoff: handoff.connection_lost(event.connection, turn))
+        return self._all(lambda handoff: handoff.connection_lost(event.connection, context))
 
-    def _registered(self, event: Registered, turn: Turn) -> Iterable[DecodeHandoff]:
+    def _registered(self, event: Registered, context: DecodeContext) -> Iterable[DecodeHandoff]:
         if self.leases.registered(event.worker_id, event.ttl_s, event.term):
             # Before it came back it withdrew everything that it had begun under its old lease.
             for handoff in self.handoffs.values():
-                handoff.fenced(event.worker_id, turn)
+                handoff.fenced(event.worker_id, context)
         for claimed in self._take_early(lambda claim: claim.prefill_worker_id == event.worker_id):
             handoff_or_none = self.handoffs.get(claimed.claim.handoff_id)
             if handoff_or_none is None:
-                self._park(claimed, turn)
+                self._park(claimed, context)
             else:
-                self._claim(handoff_or_none, claimed, turn)
+                self._claim(handoff_or_none, claimed, context)
         return list(self.handoffs.values())
 
-    def _lease_ended(self, event: LeaseEnded, turn: Turn) -> Iterable[DecodeHandoff]:
-        self.leases.ended(event.worker_id, turn.now_s)
-        return self._all(lambda handoff: handoff.lease_ended(event.worker_id, turn))
+    def _lease_ended(self, event: LeaseEnded, context: DecodeContext) -> Iterable[DecodeHandoff]:
+        self.leases.ended(event.worker_id, context.now_s)
+        return self._all(lambda handoff: handoff.lease_ended(event.worker_id, context))
 
-    def _lease_lost(self, event: LeaseLost, turn: Turn) -> Iterable[DecodeHandoff]:
+    def _lease_lost(self, event: LeaseLost, context: DecodeContext) -> Iterable[DecodeHandoff]:
         def withdraw(handoff: DecodeHandoff) -> None:
             if handoff.direction is KvDirection.PULL:
-                handoff.compute_here(EndReason.LEASE_LOST, turn)
+                handoff.compute_here(EndReason.LEASE_LOST, context)
 
         return self._all(withdraw)
 
-    def _no_prefill_worker(self, event: de.NoPrefillWorker, turn: Turn) -> Iterable[DecodeHandoff]:
+    def _no_prefill_worker(self, event: de.NoPrefillWorker, context: DecodeContext) -> Iterable[DecodeHandoff]:
         def take_back(handoff: DecodeHandoff) -> None:
             if handoff.state is DecodeState.OPEN and handoff.claimant is None:
-                handoff.compute_here(EndReason.NO_PREFILL_WORKER, turn)
+                handoff.compute_here(EndReason.NO_PREFILL_WORKER, context)
 
         return self._all(take_back)
 
-    def _tick(self, event: Tick, turn: Turn) -> Iterable[DecodeHandoff]:
-        for worker_id in self.leases.take_fenced(turn.now_s):
+    def _tick(self, event: Tick, context: DecodeContext) -> Iterable[DecodeHandoff]:
+        for worker_id in self.leases.take_fenced(context.now_s):
             self.connections.pop(worker_id, None)
             for handoff in self.handoffs.values():
-                handoff.fenced(worker_id, turn)
+                handoff.fenced(worker_id, context)
         for key, early in list(self.early.items()):
-            if early.until_s <= turn.now_s and not self._is_awaited(early):
+            if early.until_s <= context.now_s and not self._is_awaited(early):
                 del self.early[key]
-                self._expire(early.event, turn)
-        return self._all(lambda handoff: handoff.tick(turn))
+                self._expire(early.event, context)
+        return self._all(lambda handoff: handoff.tick(context))
 
-    def _expire(self, event: de.Claimed, turn: Turn) -> None:
+    def _expire(self, event: de.Claimed, context: DecodeContext) -> None:
         handoff = self.handoffs.get(event.claim.handoff_id)
-        refuse(event, RefusalReason.UNKNOWN if handoff is None else RefusalReason.TERM_UNKNOWN, turn)
+        refuse(event, RefusalReason.UNKNOWN if handoff is None else RefusalReason.TERM_UNKNOWN, context)
         if handoff is None:
             self._decline(event.claim.handoff_id, event.claim.prefill_worker_id)
         else:
-            handoff.declined(event.claim.prefill_worker_id, EndReason.CLAIMANT_REFUSED, turn)
+            handoff.declined(event.claim.prefill_worker_id, EndReason.CLAIMANT_REFUSED, context)
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
@@ -349,21 +349,23 @@ class DecodeLedger:
 
 
 E = TypeVar("E", bound="de.DecodeEvent")
-_Handler = Callable[[DecodeLedger, Any, Turn], Iterable[DecodeHandoff]]
+_Handler = Callable[[DecodeLedger, Any, DecodeContext], Iterable[DecodeHandoff]]
 
 
-def _by_all(kind: type[E], handle: Callable[[DecodeLedger, E, Turn], Iterable[DecodeHandoff]]) -> tuple[type, _Handler]:
+def _by_all(
+    kind: type[E], handle: Callable[[DecodeLedger, E, DecodeContext], Iterable[DecodeHandoff]]
+) -> tuple[type, _Handler]:
     return kind, handle
 
 
-def _by_one(kind: type[E], apply: Callable[[DecodeHandoff, E, Turn], None]) -> tuple[type, _Handler]:
+def _by_one(kind: type[E], apply: Callable[[DecodeHandoff, E, DecodeContext], None]) -> tuple[type, _Handler]:
     """An event of one hand-off: nothing happens if that is unknown."""
 
-    def handle(ledger: DecodeLedger, event: Any, turn: Turn) -> Iterable[DecodeHandoff]:
+    def handle(ledger: DecodeLedger, event: Any, context: DecodeContext) -> Iterable[DecodeHandoff]:
         handoff = ledger.handoffs.get(event.handoff_id)
         if handoff is None:
             return ()
-        apply(handoff, event, turn)
+        apply(handoff, event, context)
         return (handoff,)
 
     return kind, handle
@@ -375,21 +377,21 @@ _HANDLERS: dict[type, _Handler] = dict(
         _by_all(de.Expected, DecodeLedger._expected),
         _by_all(de.ClaimantGone, DecodeLedger._claimant_gone),
         _by_all(de.Closed, DecodeLedger._closed),
-        _by_one(de.PushFailed, lambda handoff, event, turn: handoff.compute_here(EndReason.NOT_QUEUED, turn)),
+        _by_one(de.PushFailed, lambda handoff, event, context: handoff.compute_here(EndReason.NOT_QUEUED, context)),
         _by_all(de.Claimed, DecodeLedger._claimed),
-        _by_one(de.Allocated, lambda handoff, event, turn: handoff.allocated(event, turn)),
+        _by_one(de.LoanAllocated, lambda handoff, event, context: handoff.allocated(event, context)),
         _by_one(
             de.HitsChecksummed,
-            lambda handoff, event, turn: handoff.hits_checksummed(event.generation, event.checksums, turn),
+            lambda handoff, event, context: handoff.hits_checksummed(event.generation, event.checksums, context),
         ),
-        _by_one(de.GrantNotSent, lambda handoff, event, turn: handoff.not_sent(event.generation, turn)),
+        _by_one(de.GrantNotSent, lambda handoff, event, context: handoff.not_sent(event.generation, context)),
         _by_all(HandoffProgress, DecodeLedger._progress),
         _by_all(de.Done, DecodeLedger._done),
-        _by_all(de.Ready, DecodeLedger._ready),
-        _by_one(de.ReadEnded, lambda handoff, event, turn: handoff.read_ended(event.generation, event.ok, turn)),
-        _by_one(de.Verified, lambda handoff, event, turn: handoff.verified(event.ok, turn)),
+        _by_all(de.Offered, DecodeLedger._ready),
+        _by_one(de.FetchEnded, lambda handoff, event, context: handoff.read_ended(event.generation, event.ok, context)),
+        _by_one(de.Verified, lambda handoff, event, context: handoff.verified(event.ok, context)),
         _by_all(HandoffReleased, DecodeLedger._released),
-        _by_all(de.ConnectionLost, DecodeLedger._connection_lost),
+        _by_all(de.ClaimantConnectionLost, DecodeLedger._connection_lost),
         _by_all(Registered, DecodeLedger._registered),
         _by_all(LeaseEnded, DecodeLedger._lease_ended),
         _by_all(LeaseLost, DecodeLedger._lease_lost),

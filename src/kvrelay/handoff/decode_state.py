@@ -1,4 +1,5 @@
-"""What a hand-off at the decode worker is made of: its states, its grants, the settings and counts, one event's turn.
+"""What a hand-off at the decode worker is made of: its states, its grants, the settings and counts, one event's
+context.
 
 ``decode`` draws the states.
 """
@@ -9,10 +10,9 @@ import enum
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kvrelay.handoff import base
-from kvrelay.handoff.base import Connection, EndReason, RefusalReason
+from kvrelay.handoff.base import Connection, EndReason, RefusalReason, Value
 from kvrelay.handoff.conduct import Conduct
-from kvrelay.handoff.decode_events import Claimed, DecodeAction, Send
+from kvrelay.handoff.decode_events import Claimed, SendToPrefill
 from kvrelay.handoff.messages import HandoffDone, HandoffFetched, HandoffRefused
 
 
@@ -72,9 +72,9 @@ class Grant:
     state: GrantState
     block_size: int = 0
     """The claimant's tokens per block; 0: the same as ours."""
-    told_s: float = 0.0
+    abandoned_s: float = 0.0
     """When an abandon was last sent."""
-    secret: int = 0
+    secret: int = field(default=0, repr=False)
     """Its holder's messages carry this number."""
 
 
@@ -127,22 +127,27 @@ class DecodeCounters:
 
 
 @dataclass(slots=True)
-class Turn(base.Turn[DecodeRules, DecodeCounters, DecodeAction]):
-    """One event at the decode worker. ``connections``: by claimant. ``conduct``: of all claimants."""
+class DecodeContext:
+    """The handling of one event: its time, the rules and counts, the resulting actions. ``connections``: by claimant.
+    ``conduct``: of all claimants."""
 
+    now_s: float
+    rules: DecodeRules
+    counters: DecodeCounters
     connections: dict[str, Connection]
     new_secret: Callable[[], int]
     conduct: Conduct
+    out: list[Value] = field(default_factory=list)
 
 
-def refuse(event: Claimed, reason: RefusalReason, turn: Turn) -> None:
+def refuse(event: Claimed, reason: RefusalReason, context: DecodeContext) -> None:
     """Refuse a claim."""
-    turn.counters.num_refused += 1
-    turn.counters.refusals[reason] += 1
-    turn.out.append(Send(event.connection, HandoffRefused(event.claim.handoff_id, reason)))
+    context.counters.num_refused += 1
+    context.counters.refusals[reason] += 1
+    context.out.append(SendToPrefill(event.connection, HandoffRefused(event.claim.handoff_id, reason)))
 
 
-def tell_fetched(message: HandoffDone, connection: Connection | None, turn: Turn) -> None:
+def acknowledge(message: HandoffDone, connection: Connection | None, context: DecodeContext) -> None:
     """Acknowledge HandoffDone, so that P stops repeating it."""
     if connection is not None:
-        turn.out.append(Send(connection, HandoffFetched(message.handoff_id, message.generation)))
+        context.out.append(SendToPrefill(connection, HandoffFetched(message.handoff_id, message.generation)))

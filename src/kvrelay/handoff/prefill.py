@@ -16,7 +16,7 @@ RELEASING.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from msgspec import structs
 
@@ -33,7 +33,7 @@ from kvrelay.handoff.messages import (
     HandoffReady,
     HandoffReleased,
 )
-from kvrelay.handoff.prefill_state import TRANSITIONS, PrefillRules, PrefillState, Turn
+from kvrelay.handoff.prefill_state import TRANSITIONS, PrefillContext, PrefillRules, PrefillState
 
 MAX_BLOCK_ID = 2**31 - 1
 MAX_BLOCK_SIZE = 2**20
@@ -52,8 +52,9 @@ class PrefillHandoff:
     due_s: float
     """When ``tick`` acts: the claim's deadline, or the next repetition."""
     state: PrefillState = PrefillState.CLAIMING
-    grant: HandoffGrant | None = None
-    load: pe.Blocks | None = None
+    grant: HandoffGrant | None = field(default=None, repr=False)
+    """Like ``done`` and ``ready`` it holds a secret, which no log may show."""
+    load: pe.RequestBlocks | None = None
     """CLAIMING: the engine's requested read."""
     chunks: tuple[pe.ChunkComputed, ...] = ()
     """Chunks computed and not yet submitted, in order; with pull all of them."""
@@ -66,13 +67,13 @@ class PrefillHandoff:
     is_computed: bool = False
     is_sent: bool = False
     """Push: the last write was submitted."""
-    done: HandoffDone | None = None
+    done: HandoffDone | None = field(default=None, repr=False)
     """Push: the message after the last write."""
-    is_heard: bool = False
+    is_acknowledged: bool = False
     """Push: D has acknowledged it."""
     held: tuple[int, ...] = ()
     """Pull: our blocks that D lacks, in the order of the request."""
-    ready: HandoffReady | None = None
+    ready: HandoffReady | None = field(default=None, repr=False)
     kv_transfer_params: bytes | None = None
     """Of an engine that moves KV itself: it has computed KV that D has not reported as fetched."""
     has_blocks: bool = True
@@ -86,9 +87,9 @@ class PrefillHandoff:
 
     # -- the claim ----------------------------------------------------------------------------------------------------
 
-    def begin(self, event: pe.Pulled, turn: Turn) -> None:
+    def begin(self, event: pe.Pulled, context: PrefillContext) -> None:
         """Compute and claim at once."""
-        rules = turn.rules
+        rules = context.rules
         claim = HandoffClaim(
             self.handoff_id,
             rules.worker_id,
@@ -98,49 +99,49 @@ class PrefillHandoff:
             event.term,
             rules.block_size,
         )
-        turn.out += [pe.Compute(self.handoff_id), pe.SendClaim(self.decode_worker_id, claim)]
+        context.out += [pe.Compute(self.handoff_id), pe.SendClaim(self.decode_worker_id, claim)]
 
-    def decline(self, reason: EndReason, turn: Turn) -> None:
+    def decline(self, reason: EndReason, context: PrefillContext) -> None:
         """Compute nothing; only tell its owner."""
         self.has_blocks = False
-        self._computed(turn)
-        turn.out.append(pe.Settle(self.handoff_id, reason))
+        self._computed(context)
+        context.out.append(pe.Settle(self.handoff_id, reason))
         self._move(PrefillState.STOPPING)
         self.reason = reason
-        self._count(reason, turn)
-        self.settle(turn)
+        self._count(reason, context)
+        self.settle(context)
 
-    def granted(self, grant: HandoffGrant, is_known: bool, turn: Turn) -> None:
+    def granted(self, grant: HandoffGrant, is_known: bool, context: PrefillContext) -> None:
         """From here on D's blocks may be touched. A grant that arrives after we gave up is answered by the release.
 
         ``is_known``: D is in the term that we know. Pull needs that: the end of the term shows that D reads no more.
         """
         if self.state is not PrefillState.CLAIMING:
             return
-        if not self._fits(grant, turn.rules) or (grant.direction is KvDirection.PULL and not is_known):
-            self.stop(EndReason.BAD_GRANT, turn)
+        if not self._fits(grant, context.rules) or (grant.direction is KvDirection.PULL and not is_known):
+            self.stop(EndReason.BAD_GRANT, context)
             return
         self.grant = grant
         self.num_cached_tokens = grant.num_cached_tokens
-        self.due_s = turn.now_s + turn.rules.progress_s
+        self.due_s = context.now_s + context.rules.progress_s
         self._move(PrefillState.SENDING)
         load, self.load = self.load, None
         if load is not None:
-            self._read(load, turn)
+            self._read(load, context)
         chunks, self.chunks = self.chunks, ()
         for chunk in chunks:
-            self._send(chunk, turn)
+            self._send(chunk, context)
 
-    def unreachable(self, is_gone: bool, turn: Turn) -> None:
+    def unreachable(self, is_gone: bool, context: PrefillContext) -> None:
         """The claim was not sent. ``is_gone``: D's lease has ended, so no other worker will reach it either."""
         if self.state is PrefillState.CLAIMING:
             is_returned = self.may_return and not is_gone
-            self.stop(EndReason.UNREACHABLE if is_returned else EndReason.CLAIM_FAILED, turn)
+            self.stop(EndReason.UNREACHABLE if is_returned else EndReason.CLAIM_FAILED, context)
 
-    def refused(self, turn: Turn) -> None:
+    def refused(self, context: PrefillContext) -> None:
         """Stop; the computed blocks stay in the prefix cache."""
         if self.state is PrefillState.CLAIMING:
-            self.stop(EndReason.REFUSED, turn)
+            self.stop(EndReason.REFUSED, context)
 
     def _fits(self, grant: HandoffGrant, rules: PrefillRules) -> bool:
         """Check the grant's blocks now: when they are paired with ours it is too late to refuse."""
@@ -167,71 +168,71 @@ class PrefillHandoff:
 
     # -- the engine ---------------------------------------------------------------------------------------------------
 
-    def load_wanted(self, load: pe.Blocks, turn: Turn) -> None:
+    def load_wanted(self, load: pe.RequestBlocks, context: PrefillContext) -> None:
         """The engine requests hit blocks of D."""
         if self.state is PrefillState.CLAIMING:
             self.load = load
         elif self.state is PrefillState.SENDING:
-            self._read(load, turn)
+            self._read(load, context)
         else:
-            turn.out.append(pe.TellLoaded(self.handoff_id, False))
+            context.out.append(pe.ReportLoaded(self.handoff_id, False))
 
-    def chunk_computed(self, chunk: pe.ChunkComputed, turn: Turn) -> None:
+    def chunk_computed(self, chunk: pe.ChunkComputed, context: PrefillContext) -> None:
         """Another chunk is computed."""
         self.kv_transfer_params = chunk.kv_transfer_params
         if chunk.is_last:
-            self._computed(turn)
+            self._computed(context)
         if self.state is PrefillState.CLAIMING:
             self.chunks = (*self.chunks, chunk)
         elif self.state is PrefillState.SENDING:
-            self._send(chunk, turn)
+            self._send(chunk, context)
         elif self.state is PrefillState.RELEASING and chunk.kv_transfer_params is not None:
             # It was computed when we had stopped already.
-            self._say_released(turn)
+            self._say_released(context)
 
     # -- hits are read ------------------------------------------------------------------------------------------------
 
-    def _read(self, load: pe.Blocks, turn: Turn) -> None:
+    def _read(self, load: pe.RequestBlocks, context: PrefillContext) -> None:
         assert self.grant is not None, "nothing is read before the grant"
         self.num_in_flight += 1
-        first, end = self._of_decode(load, turn.rules)
+        first, end = self._of_decode(load, context.rules)
         self.load = load
-        turn.out.append(pe.Read(self.handoff_id, load, self.grant.block_ids[first:end], first))
+        context.out.append(pe.ReadHits(self.handoff_id, load, self.grant.block_ids[first:end], first))
 
-    def read_ended(self, ok: bool, turn: Turn) -> None:
+    def read_ended(self, ok: bool, context: PrefillContext) -> None:
         """After a failed read the engine computes those blocks: that is no reason to give up."""
-        if ok and self._with_checksums(turn.rules) and self.load is not None and self.grant is not None:
-            sent = None if self.grant.checksums is None else self.grant.checksums[_units(self.load, turn.rules)]
-            turn.out.append(pe.VerifyHits(self.handoff_id, self.load, sent))
+        if ok and self._with_checksums(context.rules) and self.load is not None and self.grant is not None:
+            sent = None if self.grant.checksums is None else self.grant.checksums[_units(self.load, context.rules)]
+            context.out.append(pe.VerifyHits(self.handoff_id, self.load, sent))
             return
-        self._loaded(ok, turn)
+        self._loaded(ok, context)
 
-    def hits_verified(self, ok: bool, turn: Turn) -> None:
+    def hits_verified(self, ok: bool, context: PrefillContext) -> None:
         """The read blocks were compared with D's checksums."""
         num_blocks = 0 if self.load is None else len(self.load.block_ids)
-        turn.counters.num_verified_blocks += num_blocks if ok else 0
-        turn.counters.num_damaged += not ok
-        self._loaded(ok, turn)
+        context.counters.num_verified_blocks += num_blocks if ok else 0
+        context.counters.num_kv_checksum_mismatches += not ok
+        self._loaded(ok, context)
 
-    def _loaded(self, ok: bool, turn: Turn) -> None:
+    def _loaded(self, ok: bool, context: PrefillContext) -> None:
         self.load = None
         self.num_in_flight -= 1
-        turn.out.append(pe.TellLoaded(self.handoff_id, ok))
-        self.settle(turn)
+        context.out.append(pe.ReportLoaded(self.handoff_id, ok))
+        self.settle(context)
 
     # -- chunks are sent, or kept -------------------------------------------------------------------------------------
 
-    def _send(self, chunk: pe.ChunkComputed, turn: Turn) -> None:
+    def _send(self, chunk: pe.ChunkComputed, context: PrefillContext) -> None:
         """Write the blocks that D lacks, after their checksums if required. Pull: keep them until the last chunk."""
-        chunk = self._lacking(chunk, turn.rules)
+        chunk = self._lacking(chunk, context.rules)
         if not chunk.blocks.block_ids and not chunk.is_last:
             return
-        if self._with_checksums(turn.rules) and chunk.kv_transfer_params is None:
+        if self._with_checksums(context.rules) and chunk.kv_transfer_params is None:
             self.num_in_flight += 1
             self.chunks = (*self.chunks, chunk)
-            turn.out.append(pe.ChecksumChunk(self.handoff_id, chunk.blocks.block_ids))
+            context.out.append(pe.ChecksumChunk(self.handoff_id, chunk.blocks.block_ids))
         else:
-            self._submit(chunk, turn)
+            self._submit(chunk, context)
 
     def _lacking(self, chunk: pe.ChunkComputed, rules: PrefillRules) -> pe.ChunkComputed:
         """Exclude D's hits: other requests may share those blocks, and they are read only."""
@@ -239,41 +240,41 @@ class PrefillHandoff:
         num_held = num_hit_blocks - blocks.first_block
         if num_held <= 0:
             return chunk
-        return structs.replace(chunk, blocks=pe.Blocks(num_hit_blocks, blocks.block_ids[num_held:]))
+        return structs.replace(chunk, blocks=pe.RequestBlocks(num_hit_blocks, blocks.block_ids[num_held:]))
 
-    def chunk_checksummed(self, checksums: tuple[int, ...] | None, turn: Turn) -> None:
+    def chunk_checksummed(self, checksums: tuple[int, ...] | None, context: PrefillContext) -> None:
         """The first chunk that waits for its checksum."""
         self.num_in_flight -= 1
         if checksums is None and self.state is PrefillState.SENDING:
-            self.stop(EndReason.CHECKSUM_FAILED, turn)
+            self.stop(EndReason.CHECKSUM_FAILED, context)
         elif self.state is PrefillState.SENDING and checksums is not None:
             chunk, self.chunks = self.chunks[0], self.chunks[1:]
-            self.checksums += self._needed(chunk.blocks, checksums, turn.rules)
-            self._submit(chunk, turn)
-        self.settle(turn)
+            self.checksums += self._needed(chunk.blocks, checksums, context.rules)
+            self._submit(chunk, context)
+        self.settle(context)
 
-    def _submit(self, chunk: pe.ChunkComputed, turn: Turn) -> None:
+    def _submit(self, chunk: pe.ChunkComputed, context: PrefillContext) -> None:
         assert self.grant is not None, "nothing is written before the grant"
         if self.grant.direction is KvDirection.PULL:
             self.held += chunk.blocks.block_ids
             if chunk.is_last:
-                self._hold(chunk, turn)
+                self._hold(chunk, context)
             return
         if chunk.kv_transfer_params is not None:
             # D's engine wants blocks, and ours gives none.
-            self.stop(EndReason.BAD_GRANT, turn)
+            self.stop(EndReason.BAD_GRANT, context)
             return
-        first, end = self._of_decode(chunk.blocks, turn.rules)
-        if chunk.blocks.first_block == self.num_cached_tokens // turn.rules.block_size:
+        first, end = self._of_decode(chunk.blocks, context.rules)
+        if chunk.blocks.first_block == self.num_cached_tokens // context.rules.block_size:
             # D's hits, which other requests share, may end within one of our blocks.
-            first = self.num_cached_tokens // self.decode_block_size(turn.rules)
+            first = self.num_cached_tokens // self.decode_block_size(context.rules)
         remote = self.grant.block_ids[first : max(first, end)]
         self.num_in_flight += 1
         self.is_sent = chunk.first_token is not None
-        self.done = self._done(chunk, turn)
-        turn.out.append(pe.Write(self.handoff_id, self.grant.generation, chunk.blocks, remote, self.done, first))
+        self.done = self._done(chunk, context)
+        context.out.append(pe.Write(self.handoff_id, self.grant.generation, chunk.blocks, remote, self.done, first))
 
-    def _done(self, chunk: pe.ChunkComputed, turn: Turn) -> HandoffDone | None:
+    def _done(self, chunk: pe.ChunkComputed, context: PrefillContext) -> HandoffDone | None:
         if chunk.first_token is None or self.grant is None:
             return None
         return HandoffDone(
@@ -282,35 +283,35 @@ class PrefillHandoff:
             token_id=chunk.first_token.token_id,
             logprobs=chunk.first_token.logprobs,
             num_transferred_bytes=0,
-            prefill_s=turn.now_s - self.started_s,
-            checksums=self.checksums if self._with_checksums(turn.rules) else None,
+            prefill_s=context.now_s - self.started_s,
+            checksums=self.checksums if self._with_checksums(context.rules) else None,
             secret=self.grant.secret,
         )
 
-    def written(self, ok: bool, turn: Turn) -> None:
+    def written(self, ok: bool, context: PrefillContext) -> None:
         """A write has ended."""
         self.num_in_flight -= 1
         if not ok and self.state is PrefillState.SENDING:
-            self.stop(EndReason.TRANSFER_FAILED, turn)
+            self.stop(EndReason.TRANSFER_FAILED, context)
         else:
-            self.settle(turn)
+            self.settle(context)
 
-    def _hold(self, chunk: pe.ChunkComputed, turn: Turn) -> None:
+    def _hold(self, chunk: pe.ChunkComputed, context: PrefillContext) -> None:
         assert self.grant is not None
         self._move(PrefillState.HOLDING)
-        has_checksums = self._with_checksums(turn.rules) and chunk.kv_transfer_params is None
+        has_checksums = self._with_checksums(context.rules) and chunk.kv_transfer_params is None
         self.ready = HandoffReady(
             handoff_id=self.handoff_id,
             generation=self.grant.generation,
             block_ids=self.held,
             token_id=None if chunk.first_token is None else chunk.first_token.token_id,
             logprobs=None if chunk.first_token is None else chunk.first_token.logprobs,
-            prefill_s=turn.now_s - self.started_s,
+            prefill_s=context.now_s - self.started_s,
             checksums=self.checksums if has_checksums else None,
             secret=self.grant.secret,
             kv_transfer_params=chunk.kv_transfer_params,
         )
-        self._say_ready(turn)
+        self._say_ready(context)
 
     # -- arithmetic of blocks -----------------------------------------------------------------------------------------
 
@@ -318,12 +319,12 @@ class PrefillHandoff:
         """Tokens per block of D, as its grant says."""
         return (0 if self.grant is None else self.grant.block_size) or rules.block_size
 
-    def _of_decode(self, blocks: pe.Blocks, rules: PrefillRules) -> tuple[int, int]:
+    def _of_decode(self, blocks: pe.RequestBlocks, rules: PrefillRules) -> tuple[int, int]:
         """First and end of D's blocks that hold any of these tokens."""
         ours, theirs = rules.block_size, self.decode_block_size(rules)
         return blocks.first_block * ours // theirs, -(-(blocks.first_block + len(blocks.block_ids)) * ours // theirs)
 
-    def _needed(self, blocks: pe.Blocks, checksums: tuple[int, ...], rules: PrefillRules) -> tuple[int, ...]:
+    def _needed(self, blocks: pe.RequestBlocks, checksums: tuple[int, ...], rules: PrefillRules) -> tuple[int, ...]:
         """Our blocks of tokens that D lacks."""
         unit, first = unit_tokens(rules.block_size), _units(blocks, rules).start
         num_tokens = self.num_tokens or self.num_blocks * rules.block_size
@@ -334,125 +335,125 @@ class PrefillHandoff:
 
     # -- ends ---------------------------------------------------------------------------------------------------------
 
-    def stop(self, reason: EndReason, turn: Turn) -> None:
+    def stop(self, reason: EndReason, context: PrefillContext) -> None:
         """Compute, read and write nothing more."""
         if self.state not in (PrefillState.CLAIMING, PrefillState.SENDING, PrefillState.HOLDING):
             return
         self._move(PrefillState.STOPPING)
         self.reason = reason
-        self._count(reason, turn)
-        turn.out.append(pe.StopComputing(self.handoff_id))
+        self._count(reason, context)
+        context.out.append(pe.StopComputing(self.handoff_id))
         if self.load is not None and self.num_in_flight == 0:
             # The engine waits for this load; without an answer its request would not end.
             self.load = None
-            turn.out.append(pe.TellLoaded(self.handoff_id, False))
-        self._computed(turn)
-        self.settle(turn)
+            context.out.append(pe.ReportLoaded(self.handoff_id, False))
+        self._computed(context)
+        self.settle(context)
 
-    def abandoned(self, generation: int, turn: Turn) -> None:
+    def abandoned(self, generation: int, context: PrefillContext) -> None:
         """D neither waits nor reads any more. A grant that was sent before is void too."""
         if self.state is PrefillState.RELEASING:
-            self._say_released(turn)
+            self._say_released(context)
         elif self.state is PrefillState.CONFIRMING:
             self.reason = EndReason.ABANDONED
             self._move(PrefillState.RELEASING)
-            self._say_released(turn)
+            self._say_released(context)
         elif self.state is PrefillState.CLAIMING or (self.grant is not None and self.grant.generation == generation):
-            self.stop(EndReason.ABANDONED, turn)
+            self.stop(EndReason.ABANDONED, context)
 
-    def lost(self, reason: EndReason, turn: Turn) -> None:
+    def lost(self, reason: EndReason, context: PrefillContext) -> None:
         """Stop: D does not need it, or it is no longer allowed. Blocks that D may be reading are kept until D says so
         or is fenced."""
         if self.state in (PrefillState.CLAIMING, PrefillState.SENDING):
-            self.stop(reason, turn)
+            self.stop(reason, context)
 
-    def fenced(self, turn: Turn) -> None:
+    def fenced(self, context: PrefillContext) -> None:
         """D is fenced: it reads no more, alive or not."""
-        self.stop(EndReason.DECODE_WORKER_LOST, turn)
+        self.stop(EndReason.DECODE_WORKER_LOST, context)
 
-    def fetched(self, generation: int, turn: Turn) -> None:
+    def fetched(self, generation: int, context: PrefillContext) -> None:
         """D has read everything, or knows that everything is written, perhaps before we know it ourselves."""
         if self.grant is None or self.grant.generation != generation:
             return
         if self.state is PrefillState.HOLDING:
-            self._end(turn)
+            self._end(context)
         elif self.state is PrefillState.CONFIRMING:
             self._move(PrefillState.ENDED)
         elif self.state is PrefillState.SENDING:
-            self.is_heard = self.is_sent
+            self.is_acknowledged = self.is_sent
 
-    def release_heard(self) -> None:
+    def release_acknowledged(self) -> None:
         """D has acknowledged that we have stopped."""
         if self.state is PrefillState.RELEASING:
             self._move(PrefillState.ENDED)
 
-    def settle(self, turn: Turn) -> None:
+    def settle(self, context: PrefillContext) -> None:
         """End the hand-off once nothing touches our blocks any more."""
         if self.num_in_flight:
             return
         if self.state is PrefillState.SENDING and self.is_sent:
-            self._end(turn)
+            self._end(context)
         elif self.state is PrefillState.STOPPING:
-            self._free(turn)
+            self._free(context)
             is_kept = self.kv_transfer_params is not None
             if self.reason is EndReason.UNREACHABLE or (self.reason is EndReason.REFUSED and not is_kept):
                 self._move(PrefillState.ENDED)
             else:
-                self.over_s = turn.now_s
+                self.over_s = context.now_s
                 self._move(PrefillState.RELEASING)
-                self._say_released(turn)
+                self._say_released(context)
 
-    def _end(self, turn: Turn) -> None:
-        turn.counters.num_prefills += 1
-        must_confirm = self.state is PrefillState.SENDING and not self.is_heard
-        self.over_s = turn.now_s
-        self.due_s = turn.now_s + turn.rules.ready_repeat_s
+    def _end(self, context: PrefillContext) -> None:
+        context.counters.num_prefills += 1
+        must_confirm = self.state is PrefillState.SENDING and not self.is_acknowledged
+        self.over_s = context.now_s
+        self.due_s = context.now_s + context.rules.ready_repeat_s
         self._move(PrefillState.CONFIRMING if must_confirm else PrefillState.ENDED)
-        self._free(turn)
+        self._free(context)
 
-    def _free(self, turn: Turn) -> None:
+    def _free(self, context: PrefillContext) -> None:
         if self.has_blocks:
             self.has_blocks = False
             is_returned = self.reason is EndReason.UNREACHABLE
             end = pe.Return(self.handoff_id) if is_returned else pe.Settle(self.handoff_id, self.reason)
-            turn.out += [pe.FreeBlocks(self.handoff_id), end]
+            context.out += [pe.FreeBlocks(self.handoff_id), end]
 
-    def _computed(self, turn: Turn) -> None:
+    def _computed(self, context: PrefillContext) -> None:
         if not self.is_computed:
             self.is_computed = True
-            turn.out.append(pe.Computed(self.handoff_id))
+            context.out.append(pe.Computed(self.handoff_id))
 
     @staticmethod
-    def _count(reason: EndReason, turn: Turn) -> None:
-        count_end(turn.counters.ends, reason)
+    def _count(reason: EndReason, context: PrefillContext) -> None:
+        count_end(context.counters.ends, reason)
         if reason is EndReason.REFUSED:
-            turn.counters.num_refused += 1
+            context.counters.num_refused += 1
         elif reason is EndReason.ABANDONED:
-            turn.counters.num_abandoned += 1
+            context.counters.num_abandoned += 1
         elif reason is EndReason.UNREACHABLE:
-            turn.counters.num_returned += 1
+            context.counters.num_returned += 1
         else:
-            turn.counters.num_failed += 1
+            context.counters.num_failed += 1
 
     # -- time ---------------------------------------------------------------------------------------------------------
 
-    def tick(self, gone_s: float | None, turn: Turn) -> None:
+    def tick(self, gone_s: float | None, context: PrefillContext) -> None:
         """``gone_s``: since when D has had no lease; None if it has one."""
-        if turn.now_s < self.due_s:
+        if context.now_s < self.due_s:
             return
         if self.state is PrefillState.CLAIMING:
-            self.stop(EndReason.CLAIM_TIMEOUT, turn)
+            self.stop(EndReason.CLAIM_TIMEOUT, context)
         elif self.state is PrefillState.SENDING:
-            self._say_progress(turn)
+            self._say_progress(context)
         elif self.state is PrefillState.HOLDING:
-            self._say_ready(turn)
+            self._say_ready(context)
         elif self.state in (PrefillState.CONFIRMING, PrefillState.RELEASING):
-            if gone_s is not None and gone_s + turn.rules.gone_for_s <= turn.now_s:
+            if gone_s is not None and gone_s + context.rules.gone_for_s <= context.now_s:
                 self._move(PrefillState.ENDED)
             elif self.state is PrefillState.CONFIRMING:
-                self._say_done(turn)
+                self._say_done(context)
             else:
-                self._say_released(turn)
+                self._say_released(context)
 
     @property
     def next_s(self) -> float | None:
@@ -461,29 +462,29 @@ class PrefillHandoff:
 
     # -- what is said, and repeated -----------------------------------------------------------------------------------
 
-    def _say_progress(self, turn: Turn) -> None:
+    def _say_progress(self, context: PrefillContext) -> None:
         assert self.grant is not None
-        self.due_s = turn.now_s + turn.rules.progress_s
+        self.due_s = context.now_s + context.rules.progress_s
         progress = HandoffProgress(self.handoff_id, self.grant.generation, self.grant.secret)
-        turn.out.append(pe.Send(self.decode_worker_id, progress))
+        context.out.append(pe.SendToDecode(self.decode_worker_id, progress))
 
-    def _say_done(self, turn: Turn) -> None:
+    def _say_done(self, context: PrefillContext) -> None:
         assert self.done is not None, "the last write has ended"
-        self.due_s = turn.now_s + turn.rules.ready_repeat_s
-        turn.out.append(pe.Send(self.decode_worker_id, self.done))
+        self.due_s = context.now_s + context.rules.ready_repeat_s
+        context.out.append(pe.SendToDecode(self.decode_worker_id, self.done))
 
-    def _say_ready(self, turn: Turn) -> None:
+    def _say_ready(self, context: PrefillContext) -> None:
         if self.ready is not None:
-            self.due_s = turn.now_s + turn.rules.ready_repeat_s
-            turn.out.append(pe.Send(self.decode_worker_id, self.ready))
+            self.due_s = context.now_s + context.rules.ready_repeat_s
+            context.out.append(pe.SendToDecode(self.decode_worker_id, self.ready))
 
-    def _say_released(self, turn: Turn) -> None:
-        rules = turn.rules
-        self.due_s = turn.now_s + min(rules.release_repeat_s * 2.0**self.num_said, rules.max_release_repeat_s)
+    def _say_released(self, context: PrefillContext) -> None:
+        rules = context.rules
+        self.due_s = context.now_s + min(rules.release_repeat_s * 2.0**self.num_said, rules.max_release_repeat_s)
         self.num_said = min(self.num_said + 1, MAX_DOUBLINGS)
         error = None if self.reason is None else self.reason.value
         release = HandoffReleased(self.handoff_id, rules.worker_id, error, self.kv_transfer_params)
-        turn.out.append(pe.SayReleased(self.decode_worker_id, release))
+        context.out.append(pe.SendRelease(self.decode_worker_id, release))
 
     def _move(self, state: PrefillState) -> None:
         if state not in TRANSITIONS[self.state]:
@@ -491,7 +492,7 @@ class PrefillHandoff:
         self.state = state
 
 
-def _units(blocks: pe.Blocks, rules: PrefillRules) -> slice:
+def _units(blocks: pe.RequestBlocks, rules: PrefillRules) -> slice:
     """Which checksums of the whole request are those of these blocks of ours."""
     per_block = rules.block_size // unit_tokens(rules.block_size)
     return slice(blocks.first_block * per_block, (blocks.first_block + len(blocks.block_ids)) * per_block)

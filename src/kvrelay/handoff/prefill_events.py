@@ -1,7 +1,7 @@
 """The events and actions of the prefill side's ledger. Values only.
 
-Actions are carried out in the order given. Those with an answer (Read, VerifyHits, ChecksumChunk, Write) are answered
-by the event named in their docstring, exactly once, after any time.
+Actions are carried out in the order given. Those with an answer (ReadHits, VerifyHits, ChecksumChunk, Write) are
+answered by the event named in their docstring, exactly once, after any time.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kvrelay.handoff.messages import (
 )
 
 
-class Blocks(Value, frozen=True):
+class RequestBlocks(Value, frozen=True):
     """Some of our blocks: ``block_ids[i]`` is ours for the request's block number ``first_block + i``. Blocks of other
     workers may hold more or fewer tokens."""
 
@@ -88,17 +88,17 @@ class EngineRefused(OfHandoff, frozen=True):
     """The engine refused the request (or has died)."""
 
 
-class LoadWanted(OfHandoff, frozen=True):
+class LoadRequested(OfHandoff, frozen=True):
     """The engine requests hit blocks that the decode worker holds and we lack."""
 
-    blocks: Blocks
+    blocks: RequestBlocks
 
 
 class ChunkComputed(OfHandoff, frozen=True):
     """These blocks are computed. The last chunk carries the first token, or, without blocks, the ``kv_transfer_params``
     of an engine that moves the KV itself."""
 
-    blocks: Blocks
+    blocks: RequestBlocks
     first_token: FirstToken | None = None
     kv_transfer_params: bytes | None = None
 
@@ -107,8 +107,8 @@ class ChunkComputed(OfHandoff, frozen=True):
         return self.first_token is not None or self.kv_transfer_params is not None
 
 
-class ReadEnded(OfHandoff, frozen=True):
-    """The answer to Read."""
+class HitsRead(OfHandoff, frozen=True):
+    """The answer to ReadHits."""
 
     ok: bool
 
@@ -138,11 +138,11 @@ class Abandoned(Value, frozen=True):
     message: HandoffAbandon
 
 
-class ReleaseHeard(OfHandoff, frozen=True):
+class ReleaseAcknowledged(OfHandoff, frozen=True):
     """The decode worker has received every release of this hand-off that was sent before now."""
 
 
-class ConnectionLost(Value, frozen=True):
+class DecodeConnectionLost(Value, frozen=True):
     """The connection to a decode worker has ended."""
 
     worker_id: str
@@ -157,16 +157,16 @@ PrefillEvent = (
     | Granted
     | HandoffRefused
     | EngineRefused
-    | LoadWanted
+    | LoadRequested
     | ChunkComputed
-    | ReadEnded
+    | HitsRead
     | HitsVerified
     | ChunkChecksummed
     | Written
     | Abandoned
     | HandoffFetched
-    | ReleaseHeard
-    | ConnectionLost
+    | ReleaseAcknowledged
+    | DecodeConnectionLost
     | Registered
     | LeaseEnded
     | LeaseLost
@@ -177,7 +177,7 @@ PrefillEvent = (
 
 
 class Compute(OfHandoff, frozen=True):
-    """Give the request to the engine. Of the tokens that D holds, it asks for those that we lack (LoadWanted)."""
+    """Give the request to the engine. Of the tokens that D holds, it asks for those that we lack (LoadRequested)."""
 
 
 class SendClaim(Value, frozen=True):
@@ -188,13 +188,13 @@ class SendClaim(Value, frozen=True):
     message: HandoffClaim
 
 
-class Read(OfHandoff, frozen=True):
+class ReadHits(OfHandoff, frozen=True):
     """Read hit blocks of D, of which ``remote_first_block`` is the first, into ours: the tokens that both hold.
 
-    Blocks of the two workers may differ in size. Answered by ReadEnded.
+    Blocks of the two workers may differ in size. Answered by HitsRead.
     """
 
-    blocks: Blocks
+    blocks: RequestBlocks
     remote_block_ids: tuple[int, ...]
     remote_first_block: int
 
@@ -202,11 +202,11 @@ class Read(OfHandoff, frozen=True):
 class VerifyHits(OfHandoff, frozen=True):
     """Compare what was read with ``checksums`` (None: none were sent). Answered by HitsVerified."""
 
-    blocks: Blocks
+    blocks: RequestBlocks
     checksums: tuple[int, ...] | None
 
 
-class TellLoaded(OfHandoff, frozen=True):
+class ReportLoaded(OfHandoff, frozen=True):
     """The engine's load has ended; if it failed, the engine computes those blocks."""
 
     ok: bool
@@ -227,13 +227,13 @@ class Write(OfHandoff, frozen=True):
     """
 
     generation: int
-    blocks: Blocks
+    blocks: RequestBlocks
     remote_block_ids: tuple[int, ...]
     done: HandoffDone | None
     remote_first_block: int
 
 
-class Send(Value, frozen=True):
+class SendToDecode(Value, frozen=True):
     """Send a message to the decode worker, over a new connection if necessary. A failure has no consequence: whatever
     needs an answer (HandoffDone, HandoffReady) is repeated until there is one."""
 
@@ -265,27 +265,9 @@ class Return(OfHandoff, frozen=True):
     the ledger has forgotten it."""
 
 
-class SayReleased(Value, frozen=True):
-    """Send a release to the decode worker, over a new connection if necessary. ReleaseHeard follows when it has
+class SendRelease(Value, frozen=True):
+    """Send a release to the decode worker, over a new connection if necessary. ReleaseAcknowledged follows when it has
     arrived; otherwise this action is repeated."""
 
     worker_id: str
     message: HandoffReleased
-
-
-PrefillAction = (
-    Compute
-    | SendClaim
-    | Read
-    | VerifyHits
-    | TellLoaded
-    | ChecksumChunk
-    | Write
-    | Send
-    | StopComputing
-    | FreeBlocks
-    | Computed
-    | Settle
-    | Return
-    | SayReleased
-)

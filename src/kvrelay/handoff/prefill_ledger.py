@@ -13,11 +13,11 @@ from typing import Any, TypeVar
 from kvrelay.core.handoff import HandoffId
 from kvrelay.core.latest import Latest
 from kvrelay.handoff import prefill_events as pe
-from kvrelay.handoff.base import EndReason, LeaseEnded, LeaseLost, Registered, Tick
+from kvrelay.handoff.base import EndReason, LeaseEnded, LeaseLost, Registered, Tick, Value
 from kvrelay.handoff.leases import PeerLeases
 from kvrelay.handoff.messages import HandoffFetched, HandoffRefused, HandoffReleased
 from kvrelay.handoff.prefill import PrefillHandoff
-from kvrelay.handoff.prefill_state import PrefillCounters, PrefillRules, PrefillState, Turn
+from kvrelay.handoff.prefill_state import PrefillContext, PrefillCounters, PrefillRules, PrefillState
 
 MAX_REMEMBERED = 4096
 
@@ -46,11 +46,11 @@ class PrefillLedger:
         """Hand-offs that ended and whose decode worker does not know it yet."""
         return sum(handoff.state is PrefillState.RELEASING for handoff in list(self.handoffs.values()))
 
-    def handle(self, event: pe.PrefillEvent, now_s: float) -> list[pe.PrefillAction]:
+    def handle(self, event: pe.PrefillEvent, now_s: float) -> list[Value]:
         """Handle an event at ``now_s`` (monotonic); returns the actions, in order."""
-        turn = Turn(now_s, self.rules, self.counters)
-        _HANDLERS[type(event)](self, event, turn)
-        return turn.out
+        context = PrefillContext(now_s, self.rules, self.counters)
+        _HANDLERS[type(event)](self, event, context)
+        return context.out
 
     def next_tick_s(self) -> float | None:
         """When the next Tick is due; None: not before another event."""
@@ -62,61 +62,61 @@ class PrefillLedger:
 
     # -- one hand-off -------------------------------------------------------------------------------------------------
 
-    def _pulled(self, event: pe.Pulled, turn: Turn) -> None:
-        if self._is_new(event.handoff_id, turn):
+    def _pulled(self, event: pe.Pulled, context: PrefillContext) -> None:
+        if self._is_new(event.handoff_id, context):
             handoff = self.handoffs[event.handoff_id] = PrefillHandoff(
                 handoff_id=event.handoff_id,
                 decode_worker_id=event.decode_worker_id,
                 num_blocks=event.num_blocks,
                 num_cached_tokens=event.num_cached_tokens,
                 num_tokens=event.num_tokens,
-                started_s=turn.now_s,
-                due_s=turn.now_s + self.rules.claim_timeout_of(event.order),
+                started_s=context.now_s,
+                due_s=context.now_s + self.rules.claim_timeout_of(event.order),
                 order=event.order,
                 may_return=event.may_return,
             )
-            handoff.begin(event, turn)
+            handoff.begin(event, context)
 
-    def _declined(self, event: pe.Declined, turn: Turn) -> None:
-        if self._is_new(event.handoff_id, turn):
-            handoff = PrefillHandoff(event.handoff_id, event.decode_worker_id, 0, 0, turn.now_s, turn.now_s)
+    def _declined(self, event: pe.Declined, context: PrefillContext) -> None:
+        if self._is_new(event.handoff_id, context):
+            handoff = PrefillHandoff(event.handoff_id, event.decode_worker_id, 0, 0, context.now_s, context.now_s)
             self.handoffs[event.handoff_id] = handoff
-            handoff.decline(event.reason, turn)
+            handoff.decline(event.reason, context)
 
-    def _is_new(self, handoff_id: HandoffId, turn: Turn) -> bool:
+    def _is_new(self, handoff_id: HandoffId, context: PrefillContext) -> bool:
         """Whether it was not seen before. If it was, its entry is settled."""
         is_new = handoff_id not in self.seen
         if is_new:
             self.seen[handoff_id] = None
         else:
-            turn.out.append(pe.Settle(handoff_id, EndReason.REQUEST_ENDED))
+            context.out.append(pe.Settle(handoff_id, EndReason.REQUEST_ENDED))
         return is_new
 
-    def _granted(self, event: pe.Granted, turn: Turn) -> None:
+    def _granted(self, event: pe.Granted, context: PrefillContext) -> None:
         message, is_known = event.message, self.leases.is_live(event.worker_id, event.message.term)
-        if not self._one(message.handoff_id, lambda handoff: handoff.granted(message, is_known, turn)):
-            self._release_unknown(event.worker_id, message.handoff_id, turn)
+        if not self._one(message.handoff_id, lambda handoff: handoff.granted(message, is_known, context)):
+            self._release_unknown(event.worker_id, message.handoff_id, context)
 
-    def _abandoned(self, event: pe.Abandoned, turn: Turn) -> None:
+    def _abandoned(self, event: pe.Abandoned, context: PrefillContext) -> None:
         message = event.message
-        if not self._one(message.handoff_id, lambda handoff: handoff.abandoned(message.generation, turn)):
-            self._release_unknown(event.worker_id, message.handoff_id, turn)
+        if not self._one(message.handoff_id, lambda handoff: handoff.abandoned(message.generation, context)):
+            self._release_unknown(event.worker_id, message.handoff_id, context)
 
-    def _release_unknown(self, worker_id: str, handoff_id: HandoffId, turn: Turn) -> None:
+    def _release_unknown(self, worker_id: str, handoff_id: HandoffId, context: PrefillContext) -> None:
         """Sent once: the decode worker asks again if the release is lost."""
         self.seen[handoff_id] = None
         released = HandoffReleased(handoff_id, self.rules.worker_id, EndReason.ABANDONED.value)
-        turn.out.append(pe.SayReleased(worker_id, released))
+        context.out.append(pe.SendRelease(worker_id, released))
 
-    def _unreachable(self, event: pe.Unreachable, turn: Turn) -> None:
+    def _unreachable(self, event: pe.Unreachable, context: PrefillContext) -> None:
         def apply(handoff: PrefillHandoff) -> None:
-            handoff.unreachable(self.leases.ended_s(handoff.decode_worker_id) is not None, turn)
+            handoff.unreachable(self.leases.ended_s(handoff.decode_worker_id) is not None, context)
 
         self._one(event.handoff_id, apply)
 
-    def _load_wanted(self, event: pe.LoadWanted, turn: Turn) -> None:
-        if not self._one(event.handoff_id, lambda handoff: handoff.load_wanted(event.blocks, turn)):
-            turn.out.append(pe.TellLoaded(event.handoff_id, False))
+    def _load_wanted(self, event: pe.LoadRequested, context: PrefillContext) -> None:
+        if not self._one(event.handoff_id, lambda handoff: handoff.load_wanted(event.blocks, context)):
+            context.out.append(pe.ReportLoaded(event.handoff_id, False))
 
     def _one(self, handoff_id: HandoffId, apply: Callable[[PrefillHandoff], None]) -> bool:
         """False if it is unknown."""
@@ -140,44 +140,44 @@ class PrefillLedger:
             if handoff.decode_worker_id == worker_id:
                 self._one(handoff.handoff_id, apply)
 
-    def _connection_lost(self, event: pe.ConnectionLost, turn: Turn) -> None:
-        self._of(event.worker_id, lambda handoff: handoff.lost(EndReason.DECODE_WORKER_LOST, turn))
+    def _connection_lost(self, event: pe.DecodeConnectionLost, context: PrefillContext) -> None:
+        self._of(event.worker_id, lambda handoff: handoff.lost(EndReason.DECODE_WORKER_LOST, context))
 
-    def _registered(self, event: Registered, turn: Turn) -> None:
+    def _registered(self, event: Registered, context: PrefillContext) -> None:
         if self.leases.registered(event.worker_id, event.ttl_s, event.term):
-            self._of(event.worker_id, lambda handoff: handoff.fenced(turn))
+            self._of(event.worker_id, lambda handoff: handoff.fenced(context))
 
-    def _lease_ended(self, event: LeaseEnded, turn: Turn) -> None:
-        self.leases.ended(event.worker_id, turn.now_s)
-        self._of(event.worker_id, lambda handoff: handoff.lost(EndReason.DECODE_WORKER_LOST, turn))
+    def _lease_ended(self, event: LeaseEnded, context: PrefillContext) -> None:
+        self.leases.ended(event.worker_id, context.now_s)
+        self._of(event.worker_id, lambda handoff: handoff.lost(EndReason.DECODE_WORKER_LOST, context))
 
-    def _lease_lost(self, event: LeaseLost, turn: Turn) -> None:
+    def _lease_lost(self, event: LeaseLost, context: PrefillContext) -> None:
         for handoff_id in list(self.handoffs):
-            self._one(handoff_id, lambda handoff: handoff.lost(event.reason, turn))
+            self._one(handoff_id, lambda handoff: handoff.lost(event.reason, context))
 
-    def _tick(self, event: Tick, turn: Turn) -> None:
-        for worker_id in self.leases.take_fenced(turn.now_s):
-            self._of(worker_id, lambda handoff: handoff.fenced(turn))
+    def _tick(self, event: Tick, context: PrefillContext) -> None:
+        for worker_id in self.leases.take_fenced(context.now_s):
+            self._of(worker_id, lambda handoff: handoff.fenced(context))
         for handoff in list(self.handoffs.values()):
-            handoff.tick(self.leases.gone_s(handoff.decode_worker_id, handoff.over_s), turn)
+            handoff.tick(self.leases.gone_s(handoff.decode_worker_id, handoff.over_s), context)
             self._drop_if_ended(handoff)
 
 
 E = TypeVar("E", bound="pe.PrefillEvent")
-_Handler = Callable[[PrefillLedger, Any, Turn], None]
+_Handler = Callable[[PrefillLedger, Any, PrefillContext], None]
 
 
-def _by_all(kind: type[E], handle: Callable[[PrefillLedger, E, Turn], None]) -> tuple[type[E], _Handler]:
+def _by_all(kind: type[E], handle: Callable[[PrefillLedger, E, PrefillContext], None]) -> tuple[type[E], _Handler]:
     return kind, handle
 
 
-def _by_one(kind: type[E], apply: Callable[[PrefillHandoff, E, Turn], None]) -> tuple[type[E], _Handler]:
+def _by_one(kind: type[E], apply: Callable[[PrefillHandoff, E, PrefillContext], None]) -> tuple[type[E], _Handler]:
     """An event of one hand-off: nothing happens if that is unknown."""
 
-    def handle(ledger: PrefillLedger, event: Any, turn: Turn) -> None:
+    def handle(ledger: PrefillLedger, event: Any, context: PrefillContext) -> None:
         handoff = ledger.handoffs.get(event.handoff_id)
         if handoff is not None:
-            apply(handoff, event, turn)
+            apply(handoff, event, context)
             ledger._drop_if_ended(handoff)
 
     return kind, handle
@@ -187,22 +187,24 @@ _HANDLERS: dict[type, _Handler] = dict(
     (
         _by_all(pe.Pulled, PrefillLedger._pulled),
         _by_all(pe.Declined, PrefillLedger._declined),
-        _by_one(pe.Cancelled, lambda handoff, event, turn: handoff.stop(EndReason.REQUEST_ENDED, turn)),
-        _by_one(pe.ClaimFailed, lambda handoff, event, turn: handoff.stop(EndReason.CLAIM_FAILED, turn)),
+        _by_one(pe.Cancelled, lambda handoff, event, context: handoff.stop(EndReason.REQUEST_ENDED, context)),
+        _by_one(pe.ClaimFailed, lambda handoff, event, context: handoff.stop(EndReason.CLAIM_FAILED, context)),
         _by_all(pe.Unreachable, PrefillLedger._unreachable),
         _by_all(pe.Granted, PrefillLedger._granted),
-        _by_one(HandoffRefused, lambda handoff, event, turn: handoff.refused(turn)),
-        _by_one(pe.EngineRefused, lambda handoff, event, turn: handoff.stop(EndReason.ENGINE_REFUSED, turn)),
-        _by_all(pe.LoadWanted, PrefillLedger._load_wanted),
-        _by_one(pe.ChunkComputed, lambda handoff, event, turn: handoff.chunk_computed(event, turn)),
-        _by_one(pe.ReadEnded, lambda handoff, event, turn: handoff.read_ended(event.ok, turn)),
-        _by_one(pe.HitsVerified, lambda handoff, event, turn: handoff.hits_verified(event.ok, turn)),
-        _by_one(pe.ChunkChecksummed, lambda handoff, event, turn: handoff.chunk_checksummed(event.checksums, turn)),
-        _by_one(pe.Written, lambda handoff, event, turn: handoff.written(event.ok, turn)),
+        _by_one(HandoffRefused, lambda handoff, event, context: handoff.refused(context)),
+        _by_one(pe.EngineRefused, lambda handoff, event, context: handoff.stop(EndReason.ENGINE_REFUSED, context)),
+        _by_all(pe.LoadRequested, PrefillLedger._load_wanted),
+        _by_one(pe.ChunkComputed, lambda handoff, event, context: handoff.chunk_computed(event, context)),
+        _by_one(pe.HitsRead, lambda handoff, event, context: handoff.read_ended(event.ok, context)),
+        _by_one(pe.HitsVerified, lambda handoff, event, context: handoff.hits_verified(event.ok, context)),
+        _by_one(
+            pe.ChunkChecksummed, lambda handoff, event, context: handoff.chunk_checksummed(event.checksums, context)
+        ),
+        _by_one(pe.Written, lambda handoff, event, context: handoff.written(event.ok, context)),
         _by_all(pe.Abandoned, PrefillLedger._abandoned),
-        _by_one(HandoffFetched, lambda handoff, event, turn: handoff.fetched(event.generation, turn)),
-        _by_one(pe.ReleaseHeard, lambda handoff, event, turn: handoff.release_heard()),
-        _by_all(pe.ConnectionLost, PrefillLedger._connection_lost),
+        _by_one(HandoffFetched, lambda handoff, event, context: handoff.fetched(event.generation, context)),
+        _by_one(pe.ReleaseAcknowledged, lambda handoff, event, context: handoff.release_acknowledged()),
+        _by_all(pe.DecodeConnectionLost, PrefillLedger._connection_lost),
         _by_all(Registered, PrefillLedger._registered),
         _by_all(LeaseEnded, PrefillLedger._lease_ended),
         _by_all(LeaseLost, PrefillLedger._lease_lost),

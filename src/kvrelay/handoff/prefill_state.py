@@ -1,4 +1,4 @@
-"""What a hand-off at the prefill worker is made of: its states, the settings and counts, one event's turn.
+"""What a hand-off at the prefill worker is made of: its states, the settings and counts, one event's context.
 
 ``prefill`` draws the states.
 """
@@ -9,9 +9,7 @@ import enum
 from dataclasses import dataclass, field
 
 from kvrelay.core.handoff import HandoffOrder
-from kvrelay.handoff import base
-from kvrelay.handoff.base import EndReason
-from kvrelay.handoff.prefill_events import PrefillAction
+from kvrelay.handoff.base import EndReason, Value
 
 
 class PrefillState(enum.Enum):
@@ -77,16 +75,24 @@ class PrefillCounters:
 
     num_prefills: int = 0
     num_refused: int = 0
+    num_failed: int = 0
     num_abandoned: int = 0
     num_returned: int = 0
-    num_failed: int = 0
+    num_sent_bytes: int = 0
+    """Counted by the driver: of transfers submitted."""
     num_verified_blocks: int = 0
-    num_damaged: int = 0
+    """Hit blocks that were read, with correct checksums."""
+    num_kv_checksum_mismatches: int = 0
+    """Reads of hit blocks with a wrong block."""
     ends: dict[EndReason, int] = field(default_factory=dict)
     """Hand-offs that ended without success, by reason."""
 
 
-class Turn(base.Turn[PrefillRules, PrefillCounters, PrefillAction]):
-    """One event at the prefill worker."""
+@dataclass(slots=True)
+class PrefillContext:
+    """The handling of one event: its time, the rules and counts, and the resulting actions."""
 
-    __slots__ = ()
+    now_s: float
+    rules: PrefillRules
+    counters: PrefillCounters
+    out: list[Value] = field(default_factory=list)

@@ -8,6 +8,8 @@ import json
 import logging
 import sys
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 from rich import box
@@ -75,6 +77,16 @@ async def send_command(
     return json.loads(reply.payload)
 
 
+@asynccontextmanager
+async def connected(config: ControlConfig) -> AsyncIterator[ControlPlane]:
+    """The control plane, until the context ends. Raises ControlUnavailableError."""
+    control = await connect_control(config)
+    try:
+        yield control
+    finally:
+        await control.close()
+
+
 async def list_workers(control: ControlPlane, keys: Keys) -> list[WorkerInfo]:
     """The workers in discovery, by id. Malformed entries are logged and left out."""
     workers = []
@@ -88,14 +100,11 @@ async def list_workers(control: ControlPlane, keys: Keys) -> list[WorkerInfo]:
 
 async def cluster_status(config: ControlConfig, *, check: bool = False) -> dict[str, Any]:
     """Every worker's own status, and the queue; with ``check`` also the integrity of its block pool."""
-    control = await connect_control(config)
-    try:
+    async with connected(config) as control:
         workers = await list_workers(control, Keys(config.namespace))
         async with operator_keys(control, config) as keys:
             answers = await asyncio.gather(*(_status_of(info, keys, check) for info in workers))
         return {"prefill_queue_size": await _queue_size(control, config.connect_timeout_s), "workers": answers}
-    finally:
-        await control.close()
 
 
 async def _queue_size(control: ControlPlane, within_s: float) -> int:
@@ -176,15 +185,12 @@ def status_table(report: dict[str, Any]) -> None:
 
 async def print_reply(config: ControlConfig, worker_id: str, command: str, argument: str = "") -> None:
     """Send a command to the worker with that id and print its answer. Raises WorkerUnavailableError."""
-    control = await connect_control(config)
-    try:
+    async with connected(config) as control:
         workers = {info.worker_id: info for info in await list_workers(control, Keys(config.namespace))}
         if worker_id not in workers:
             raise WorkerUnavailableError(f"no worker {worker_id} in discovery{nearest(worker_id, workers)}")
         async with operator_keys(control, config) as keys:
             print(json.dumps(await send_command(workers[worker_id], keys, command, argument)))
-    finally:
-        await control.close()
 
 
 async def config_set(config: ControlConfig, key: str, value: str) -> None:
@@ -193,8 +199,7 @@ async def config_set(config: ControlConfig, key: str, value: str) -> None:
     Raises ConfigError.
     """
     shown = json.dumps(checked(key, value))
-    control = await connect_control(config)
-    try:
+    async with connected(config) as control:
         place = Keys(config.namespace).config_value(key)
         before = await control.discovery.get(place)
         await control.discovery.put(place, shown.encode())
@@ -203,8 +208,6 @@ async def config_set(config: ControlConfig, key: str, value: str) -> None:
             await _warn_if_unused(control, config, key.removeprefix(DISAGG_PREFIX))
         else:
             await _warn_if_other_router(control, config, key)
-    finally:
-        await control.close()
 
 
 async def _warn_if_unused(control: ControlPlane, config: ControlConfig, name: str) -> None:
@@ -263,13 +266,10 @@ async def config_unset(config: ControlConfig, key: str) -> None:
     Raises ConfigError.
     """
     require_settable(key)
-    control = await connect_control(config)
-    try:
+    async with connected(config) as control:
         place = Keys(config.namespace).config_value(key)
         before = await control.discovery.get(place)
         await control.discovery.delete(place)
-    finally:
-        await control.close()
     print(f"{key} is {NOT_SET} in namespace {config.namespace} (before: {_shown_before(key, before)})")
 
 
@@ -278,12 +278,9 @@ async def config_get(config: ControlConfig, key: str | None) -> None:
     ConfigError."""
     if key is not None:
         require_settable(key)
-    control = await connect_control(config)
-    try:
+    async with connected(config) as control:
         keys = Keys(config.namespace)
         entries = await control.discovery.list(keys.config)
-    finally:
-        await control.close()
     settings = {name.removeprefix(keys.config): value for name, value in sorted(entries.items())}
     found = {name: value for name, value in settings.items() if key in (None, name)}
     for name, value in found.items():

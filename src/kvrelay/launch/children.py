@@ -129,13 +129,13 @@ async def stop_children(
     for child in children:
         if child.exit_code is None:
             child.process.terminate()
-    started_s, is_told = time.monotonic(), False
+    started_s, is_notified = time.monotonic(), False
     while (waited_s := time.monotonic() - started_s) < timeout_s:
         left = [child for child in children if child.exit_code is None]
         if not left:
             break
-        if waited_s >= SILENT_WAIT_S and not is_told:
-            is_told = True
+        if waited_s >= SILENT_WAIT_S and not is_notified:
+            is_notified = True
             on_waiting(left)
         await asyncio.sleep(0.02)
     for child in children:
@@ -156,7 +156,7 @@ class ChildErrors:
     def __init__(self, write: Callable[[bytes], None], now: Callable[[], float] = time.monotonic) -> None:
         self._write = write
         self._now = now
-        self._told: dict[bytes, tuple[str, float]] = {}
+        self._notified: dict[bytes, tuple[str, float]] = {}
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
 
@@ -169,7 +169,7 @@ class ChildErrors:
     def pass_on(self, name: str, line: bytes) -> None:
         """One line of child ``name``."""
         with self._lock:
-            if line.startswith(ERROR_PREFIX) and self._is_told(name, line):
+            if line.startswith(ERROR_PREFIX) and self._is_notified(name, line):
                 return
             self._write(line)
 
@@ -178,10 +178,10 @@ class ChildErrors:
         for thread in self._threads:
             thread.join(timeout_s)
 
-    def _is_told(self, name: str, line: bytes) -> bool:
+    def _is_notified(self, name: str, line: bytes) -> bool:
         now_s = self._now()
-        self._told = {told: (by, at) for told, (by, at) in self._told.items() if now_s - at < WINDOW_S}
-        by, _ = self._told.setdefault(line, (name, now_s))
+        self._notified = {told: (by, at) for told, (by, at) in self._notified.items() if now_s - at < WINDOW_S}
+        by, _ = self._notified.setdefault(line, (name, now_s))
         return by != name
 
     def _run(self, name: str, stream: IO[bytes]) -> None:

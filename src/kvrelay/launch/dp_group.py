@@ -76,15 +76,15 @@ def _start(config: WorkerConfig, rank: int, directory: str) -> Child:
 
 
 async def _watch(ranks: list[Child], stop: asyncio.Event) -> int:
-    code, is_told, kill_s = 0, False, float("inf")
+    code, is_notified, kill_s = 0, False, float("inf")
     while any(child.exit_code is None for child in ranks):
         for number, child in enumerate(ranks):
             if child.exit_code and not code:
                 code, kill_s = child.exit_code, time.monotonic() + GROUP_END_S
                 how = f"ended with exit code {code}" if code > 0 else f"was killed by signal {-code}"
                 print(f"rank {number} (pid {child.pid}) {how}: its group ends", file=sys.stderr, flush=True)
-        if stop.is_set() and not is_told:
-            is_told = True
+        if stop.is_set() and not is_notified:
+            is_notified = True
             for child in ranks:
                 if child.exit_code is None:
                     child.process.terminate()

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from typing import Protocol
 
+from kvrelay.control.nats_process import NatsServerProcess
 from kvrelay.core.clock import Clock
 from kvrelay.errors import KvrelayError
 
@@ -19,25 +19,10 @@ STORAGE_BACKOFF_S = (30.0, 60.0, 120.0, 300.0)
 """After a restart for its storage, how long the server is left alone: a restart may not help."""
 
 
-class Server(Protocol):
-    """The part of ``NatsServerProcess`` that the supervisor uses."""
-
-    @property
-    def is_running(self) -> bool: ...
-
-    def start(self) -> str: ...
-
-    def end(self) -> None: ...
-
-    def storage_problem(self) -> str | None: ...
-
-    def room_problem(self) -> str | None: ...
-
-
 class NatsSupervisor:
     """Restarts the server if it has ended or stores nothing. Call ``check`` regularly."""
 
-    def __init__(self, server: Server, clock: Clock) -> None:
+    def __init__(self, server: NatsServerProcess, clock: Clock) -> None:
         self._server = server
         self._clock = clock
         self._num_failures = 0

@@ -24,8 +24,8 @@ import signal
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from functools import partial
 from typing import TypeVar
 
 
@@ -131,30 +131,12 @@ as long, not for ever."""
 async def at_low_priority(work: Callable[[], T]) -> T:
     """Run ``work`` in a thread that yields the CPU; returns its result, or raises its exception, once the thread has
     ended."""
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[T] = loop.create_future()
-
-    def run() -> None:
-        try:
-            _be_nice()
-            result = work()
-        except BaseException as exc:  # noqa: BLE001 - raised again on the event loop
-            _tell(loop, done, partial(done.set_exception, exc))
-        else:
-            _tell(loop, done, partial(done.set_result, result))
-
-    thread = threading.Thread(target=run, name="loading")
-    thread.start()
+    pool = ThreadPoolExecutor(1, "loading", _be_nice)
+    loading = asyncio.get_running_loop().run_in_executor(pool, work)
     try:
-        return await done
+        return await loading
     finally:
-        if not done.cancelled():
-            thread.join()  # it has nothing left to do
-
-
-def _tell(loop: asyncio.AbstractEventLoop, done: asyncio.Future[T], settle: Callable[[], None]) -> None:
-    if not loop.is_closed():
-        loop.call_soon_threadsafe(lambda: None if done.done() else settle())
+        pool.shutdown(wait=not loading.cancelled())  # if it was not cancelled, it has nothing left to do
 
 
 def _be_nice() -> None:

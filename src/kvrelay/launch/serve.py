@@ -92,7 +92,7 @@ class ServeConfig:
         return f"{num_prefill}P{num_others}D" if num_prefill else f"{num_others} aggregated"
 
 
-class Cluster:
+class LocalCluster:
     """The children of one ``serve``, from start to stop."""
 
     def __init__(self, config: ServeConfig) -> None:
@@ -105,7 +105,7 @@ class Cluster:
         self._port = config.frontend.port
         self._stop = asyncio.Event()
         self._errors = ChildErrors(_write_error)
-        self._look_for_takers_s: float | None = None
+        self._next_check_s: float | None = None
         """When to check that a worker still takes requests, after one has left; None: no check is due."""
         self._left_pids: set[int] = set()
 
@@ -253,7 +253,7 @@ class Cluster:
                     self._revive(child, time.monotonic())
             if supervisor is not None:
                 await supervisor.check()
-            await self._check_takers(time.monotonic())
+            await self._check_serving_workers(time.monotonic())
             try:
                 async with asyncio.timeout(POLL_INTERVAL_S * 4):
                     await self._stop.wait()
@@ -285,15 +285,15 @@ class Cluster:
         self._frontends = [other for other in self._frontends if other is not child]
         if not self._frontends:
             raise FatalError("the last frontend was told to leave: no client can reach the workers any more")
-        self._look_for_takers_s = 0.0
+        self._next_check_s = 0.0
         self._left_pids.add(child.pid)
 
-    async def _check_takers(self, now_s: float) -> None:
+    async def _check_serving_workers(self, now_s: float) -> None:
         """After a worker has left: raise FatalError if no worker takes requests any more. Otherwise the cluster would
         look healthy and serve nothing."""
-        if self._look_for_takers_s is None or now_s < self._look_for_takers_s:
+        if self._next_check_s is None or now_s < self._next_check_s:
             return
-        self._look_for_takers_s = now_s + LOOK_INTERVAL_S
+        self._next_check_s = now_s + LOOK_INTERVAL_S
         try:
             control = await connect_control(replace(self._control, connect_timeout_s=LOOK_INTERVAL_S))
             try:
@@ -311,7 +311,7 @@ class Cluster:
                 "nothing is left to serve"
             )
         if any(worker.role.takes_requests for worker in workers):
-            self._look_for_takers_s = None
+            self._next_check_s = None
 
     async def _shut_down(self) -> None:
         """Stop the frontends, so that no new requests come; then drain the workers; then stop the control plane."""
@@ -351,7 +351,7 @@ def _check_port(config: FrontendConfig) -> int:
 async def run_serve(config: ServeConfig) -> None:
     """Run a cluster on this machine until it is told to stop."""
     try:
-        await Cluster(config).run()
+        await LocalCluster(config).run()
     except OSError as exc:
         raise KvrelayError(f"cannot start: {exc}") from exc
 

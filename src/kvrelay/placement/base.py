@@ -21,17 +21,17 @@ class Objectives(msgspec.Struct, frozen=True):
 class Situation(msgspec.Struct, frozen=True):
     """The engine's state when a prefill is placed. Token counts are of tokens still to compute.
 
-    ``num_tokens`` of this request; ``num_here`` will be computed here before it; ``num_away`` were sent away by this
-    worker and have not come back, in ``num_prefills_away`` prefills. ``num_line`` of the other waiting requests.
-    ``chunk``: prefill tokens of a step beside ``num_decodes`` answers with ``num_context`` tokens. ``is_here_open``:
-    the step's budget has room.
+    ``num_tokens`` of this request; ``num_here`` will be computed here before it; ``num_remote_tokens`` were sent away
+    by this worker and have not come back, in ``num_remote_prefills`` prefills. ``num_line`` of the other waiting
+    requests. ``chunk``: prefill tokens of a step beside ``num_decodes`` answers with ``num_context`` tokens.
+    ``is_here_open``: the step's budget has room.
     """
 
     num_tokens: int
     waited_s: float
     num_here: int
-    num_away: int
-    num_prefills_away: int
+    num_remote_tokens: int
+    num_remote_prefills: int
     chunk: int
     num_decodes: int
     num_context: int
@@ -73,7 +73,7 @@ class PrefillPlace(enum.StrEnum):
     """Prefill-first: the frontend has chosen no prefill worker."""
 
 
-class PrefillSide(NamedTuple):
+class PrefillLoad(NamedTuple):
     """A decode worker's knowledge of the prefill side."""
 
     num_workers: int

@@ -23,7 +23,7 @@ import msgspec
 from kvrelay.config import DisaggConfig
 from kvrelay.core.clock import Clock
 from kvrelay.core.step_cost import MAX_COST_S, StepCost, StepWork
-from kvrelay.placement.base import Decision, Objectives, PrefillPlace, PrefillSide, Situation
+from kvrelay.placement.base import Decision, Objectives, PrefillLoad, PrefillPlace, Situation
 from kvrelay.placement.cost_model import RemoteCost, RemoteCostModel, expected_lateness
 from kvrelay.placement.threshold import DisaggPolicy
 from kvrelay.placement.trials import Trials
@@ -41,24 +41,24 @@ WINDOW_S = 0.25
 
 
 def decide(
-    situation: Situation, remote: RemoteCost, fleet: PrefillSide, mean_tokens: float, spread: float = 0.0
+    situation: Situation, remote: RemoteCost, prefill_load: PrefillLoad, mean_tokens: float, spread: float = 0.0
 ) -> Decision:
     """Place one prefill. ``mean_tokens``: of a prefill that another decode worker has queued."""
-    if fleet.num_workers <= 0:
+    if prefill_load.num_workers <= 0:
         return stay_here(situation.is_here_open)
-    others = max(0, fleet.queue_size - situation.num_prefills_away) * mean_tokens
-    ahead = (situation.num_away + others) / fleet.num_workers
+    others = max(0, prefill_load.queue_size - situation.num_remote_prefills) * mean_tokens
+    ahead = (situation.num_remote_tokens + others) / prefill_load.num_workers
     local_s, local_cost = _local(situation, situation.num_here)
     remote_s, remote_cost = _remote(situation, remote, ahead, spread)
     is_window_open = (
-        situation.num_prefills_away < MIN_WINDOW * fleet.num_workers
+        situation.num_remote_prefills < MIN_WINDOW * prefill_load.num_workers
         or ahead * remote.wait_token_s < WINDOW_S + remote.overhead_s
     )
     if local_cost <= remote_cost:
         end_cost = _local(situation, situation.num_here + situation.num_line)[1]
         is_local = situation.is_here_open or not is_window_open or end_cost <= remote_cost
     else:
-        end_cost = _remote(situation, remote, ahead + situation.num_line / fleet.num_workers, spread)[1]
+        end_cost = _remote(situation, remote, ahead + situation.num_line / prefill_load.num_workers, spread)[1]
         is_local = not is_window_open and situation.is_here_open and local_cost < end_cost
     place: PrefillPlace | None = None
     if is_local:
@@ -121,14 +121,14 @@ def _late(situation: Situation, seconds: float, spread: float) -> float:
 class CostPlacement:
     """Places the prefills of one decode worker, and learns what they cost. All methods run on the engine's thread.
 
-    ``fleet`` returns the worker's knowledge of the prefill side; ``count`` is called with each decision that was
+    ``prefill_load`` returns the worker's knowledge of the prefill side; ``count`` is called with each decision that was
     carried out.
     """
 
     def __init__(
         self,
         policy: DisaggPolicy,
-        fleet: Callable[[], PrefillSide],
+        prefill_load: Callable[[], PrefillLoad],
         count: Callable[[PrefillPlace], None],
         clock: Clock,
     ) -> None:
@@ -136,7 +136,7 @@ class CostPlacement:
         self.num_fallbacks = 0
         """Decisions by threshold, because the costs were not reliable."""
         self._policy = policy
-        self._fleet = fleet
+        self._prefill_load = prefill_load
         self._count = count
         self._mean_tokens = 1000.0
         self._arriving = ("", 0.0)
@@ -150,28 +150,28 @@ class CostPlacement:
 
     @property
     def has_choice(self) -> bool:
-        return self._fleet().num_workers > 0
+        return self._prefill_load().num_workers > 0
 
     def decide(self, situation: Situation) -> Decision:
         """Where the prefill should go now."""
-        remote, fleet = self.model.cost, self._fleet()
+        remote, prefill_load = self.model.cost, self._prefill_load()
         if situation.cost.is_sound and remote.is_sound:
-            decision = decide(situation, remote, fleet, self._mean_tokens, self.model.spread)
-            return self._try_other(decision, situation, fleet)
+            decision = decide(situation, remote, prefill_load, self._mean_tokens, self.model.spread)
+            return self._try_other(decision, situation, prefill_load)
         self.num_fallbacks += 1
         place: PrefillPlace | None = self._policy.decide(
-            prompt_length=situation.num_tokens, num_cached_tokens=0, prefill_fleet=fleet
+            prompt_length=situation.num_tokens, num_cached_tokens=0, prefill_load=prefill_load
         )
         if place is not PrefillPlace.REMOTE and not situation.is_here_open:
             place = None
         return Decision(place)
 
-    def _try_other(self, decision: Decision, situation: Situation, fleet: PrefillSide) -> Decision:
+    def _try_other(self, decision: Decision, situation: Situation, prefill_load: PrefillLoad) -> Decision:
         """Try the other way if its cost is doubtful, and if it would pay on a worker that prefills as fast as the other
         side does. Whatever is under way will be measured anyway."""
         cost, remote = situation.cost, self.model.cost
         if decision.place is PrefillPlace.LOCAL_CHEAPER:
-            if situation.num_prefills_away or not self._remote_trials.is_due:
+            if situation.num_remote_prefills or not self._remote_trials.is_due:
                 return decision
             token_s = cost.prefill_token_s + cost.pair_s * situation.num_tokens / 2
             remote = msgspec.structs.replace(
@@ -195,7 +195,7 @@ class CostPlacement:
             )
         else:
             return decision
-        doubtful = decide(situation, remote, fleet, self._mean_tokens)
+        doubtful = decide(situation, remote, prefill_load, self._mean_tokens)
         if doubtful.place in (None, decision.place):
             return decision
         return msgspec.structs.replace(decision, place=doubtful.place, is_trial=True)
@@ -208,14 +208,14 @@ class CostPlacement:
     def soonest_s(self, num_tokens: int, num_before: int, cost: StepCost) -> float:
         """Seconds to the first token of ``num_tokens`` at best: all workers compute the ``num_before`` tokens before
         it, then the faster way is open at once. 0 if the costs are not reliable."""
-        remote, fleet = self.model.cost, self._fleet()
+        remote, prefill_load = self.model.cost, self._prefill_load()
         if not (cost.is_sound and remote.is_sound):
             return 0.0
         own_s = cost.prefill_seconds(num_tokens)
         before_s = cost.prefill_token_s * num_before
-        if fleet.num_workers > 0:
+        if prefill_load.num_workers > 0:
             own_s = min(own_s, remote.seconds(num_tokens, 0.0))
-            share = cost.prefill_token_s * fleet.num_workers
+            share = cost.prefill_token_s * prefill_load.num_workers
             before_s *= remote.wait_token_s / (remote.wait_token_s + share) if share else 1.0
         return min(before_s + own_s, MAX_COST_S)
 
@@ -235,7 +235,7 @@ class CostPlacement:
     def came_back(self, request_id: str, num_tokens: int, num_ahead: int, seconds: float) -> None:
         """A remote prefill of ``num_tokens`` took ``seconds``; this worker had ``num_ahead`` tokens away before it."""
         self._mean_tokens += 0.1 * (num_tokens - self._mean_tokens)
-        num_workers = max(self._fleet().num_workers, 1)
+        num_workers = max(self._prefill_load().num_workers, 1)
         if self._is_remote_in_doubt:
             self.model.begin_anew()
             self._is_remote_in_doubt = False

@@ -28,7 +28,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvrelay.placement.base import Decision, Objectives, PrefillSide, Situation
+from kvrelay.placement.base import Decision, Objectives, PrefillLoad, Situation
 from kvrelay.placement.cost import decide
 from kvrelay.placement.cost_model import RemoteCost
 from kvrelay.placement.seconds import (
@@ -136,8 +136,8 @@ def place_pair(
         num_tokens=num_tokens,
         waited_s=0.0,
         num_here=int(decode.load.prefill_tokens[alone]),
-        num_away=int(prefill.load.prefill_tokens[row]),
-        num_prefills_away=0,
+        num_remote_tokens=int(prefill.load.prefill_tokens[row]),
+        num_remote_prefills=0,
         chunk=min(within, CHUNK_TOKENS) if num_decodes else CHUNK_TOKENS,
         num_decodes=num_decodes,
         num_context=num_context,
@@ -152,7 +152,7 @@ def place_pair(
         prefill_s=there.prefill_seconds(max(int(_own_tokens(prefill)[row]), 1)),
         prefill_token_s=0.0,
     )
-    return decide(situation, remote, PrefillSide(num_workers=1, queue_size=0), mean_tokens=0.0)
+    return decide(situation, remote, PrefillLoad(num_workers=1, queue_size=0), mean_tokens=0.0)
 
 
 def _own_tokens(half: Candidates) -> FloatColumn:

@@ -10,7 +10,7 @@ from dataclasses import asdict, replace
 
 from kvrelay.config import DisaggConfig, load_settings
 from kvrelay.errors import ConfigError
-from kvrelay.placement.base import PrefillPlace, PrefillSide
+from kvrelay.placement.base import PrefillLoad, PrefillPlace
 
 THRESHOLDS = ("max_local_prefill_length", "max_prefill_queue_size")
 OBJECTIVES = ("slo_ttft_ms", "slo_itl_ms", "early_reject")
@@ -57,7 +57,7 @@ class DisaggPolicy:
         self.config = replace(self.config, **{name: getattr(self._given, name)})
 
     def decide(
-        self, *, prompt_length: int, num_cached_tokens: int, prefill_fleet: PrefillSide, must_be_local: bool = False
+        self, *, prompt_length: int, num_cached_tokens: int, prefill_load: PrefillLoad, must_be_local: bool = False
     ) -> PrefillPlace:
         """``absolute_prefill_length > max_local_prefill_length and queue_size < max_prefill_queue_size``.
 
@@ -67,12 +67,12 @@ class DisaggPolicy:
         if must_be_local:
             return PrefillPlace.LOCAL_REQUIRED
         if self.config.disagg_policy == "always":
-            return PrefillPlace.REMOTE if prefill_fleet.num_workers else PrefillPlace.LOCAL_NO_PREFILL_WORKER
+            return PrefillPlace.REMOTE if prefill_load.num_workers else PrefillPlace.LOCAL_NO_PREFILL_WORKER
         if prompt_length - num_cached_tokens <= self.config.max_local_prefill_length:
             return PrefillPlace.LOCAL_SHORT
-        if prefill_fleet.num_workers == 0:
+        if prefill_load.num_workers == 0:
             return PrefillPlace.LOCAL_NO_PREFILL_WORKER
-        if prefill_fleet.queue_size >= self.config.max_prefill_queue_size:
+        if prefill_load.queue_size >= self.config.max_prefill_queue_size:
             return PrefillPlace.LOCAL_QUEUE_FULL
         return PrefillPlace.REMOTE
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from kvrelay.core.workers import WorkerInfo
 from kvrelay.errors import WorkerUnavailableError
-from kvrelay.placement.base import PrefillPlace, PrefillSide
+from kvrelay.placement.base import PrefillLoad, PrefillPlace
 from kvrelay.placement.cost import objectives_of
 from kvrelay.placement.pair_cost import FloatMatrix, PairCosts, pair_costs, pair_seconds, place_pair
 from kvrelay.placement.seconds import FloatColumn
@@ -114,7 +114,7 @@ class PairRouter:
         place = self._disagg.decide(
             prompt_length=len(request.token_ids),
             num_cached_tokens=alone.overlap_blocks * self.decodes.block_size,
-            prefill_fleet=PrefillSide(len(self.prefills.worker_ids), self.prefills.num_pending),
+            prefill_load=PrefillLoad(len(self.prefills.worker_ids), self.prefills.num_pending),
             must_be_local=must_be_local,
         )
         is_by_cost = self._disagg.is_by_cost and not must_be_local

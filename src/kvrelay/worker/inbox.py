@@ -123,6 +123,6 @@ def _event(peer: Peer, message: _FromPrefillSide) -> de.DecodeEvent:
         case HandoffDone():
             return de.Done(message, peer)
         case HandoffReady():
-            return de.Ready(message, peer)
+            return de.Offered(message, peer)
         case HandoffProgress() | HandoffReleased():
             return message

@@ -7,47 +7,18 @@ meanwhile. The two sides, the engine and the peers may be microseconds apart.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 from kvrelay.config import DisaggConfig
 from kvrelay.core.handoff import HandoffId
-from kvrelay.handoff.decode_ledger import DecodeLedger
-from kvrelay.handoff.decode_state import DecodeState, GrantState
-from kvrelay.handoff.prefill_ledger import PrefillLedger
-from kvrelay.handoff.prefill_state import PrefillState
+from kvrelay.handoff.decode import DecodeHandoff
+from kvrelay.handoff.prefill import PrefillHandoff
 from kvrelay.worker.reporting.metrics import WorkerStats
 
-
-@dataclass(frozen=True, slots=True)
-class GrantView:
-    """A peer's permission to touch the blocks of ``loan``, without its secret."""
-
-    worker_id: str
-    generation: int
-    loan: int
-    state: GrantState
-
-
-@dataclass(frozen=True, slots=True)
-class IncomingView:
-    """A hand-off that brings KV here. ``loans``: those that the engine has not got back."""
-
-    handoff_id: HandoffId
-    request_id: str
-    state: DecodeState
-    grants: tuple[GrantView, ...]
-    loans: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class OutgoingView:
-    """A hand-off that takes KV to ``decode_worker_id``. ``has_blocks``: it holds blocks of our pool."""
-
-    handoff_id: HandoffId
-    decode_worker_id: str
-    state: PrefillState
-    has_blocks: bool
+H = TypeVar("H", DecodeHandoff, PrefillHandoff)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,9 +59,11 @@ class Inspection:
     """``stats`` are the counts, the engine's included.
 
     ``is_accepting``: requests of frontends. ``is_pairing``: prefills whose decode worker a frontend has chosen.
-    ``loans``: the blocks that peers may write to, by hand-off and loan, as the engine knows them. ``num_requests``: of
-    frontends, not ended. ``num_paired``: those whose first token is computed here for another worker.
-    ``avoided``: prefill workers whose claims are refused, because they have failed hand-offs in a row.
+    ``incoming`` and ``outgoing``: copies of the hand-offs that bring KV here, and of those that take it elsewhere. They
+    hold secrets of grants, so they stay in this process. ``loans``: the blocks that peers may write to, by hand-off and
+    loan, as the engine knows them. ``num_requests``: of frontends, not ended. ``num_paired``: those whose first token
+    is computed here for another worker. ``avoided``: prefill workers whose claims are refused, because they have failed
+    hand-offs in a row.
     """
 
     stats: WorkerStats
@@ -101,8 +74,8 @@ class Inspection:
     lease: LeaseView
     peers: PeersView
     queue: QueueView
-    incoming: tuple[IncomingView, ...]
-    outgoing: tuple[OutgoingView, ...]
+    incoming: tuple[DecodeHandoff, ...]
+    outgoing: tuple[PrefillHandoff, ...]
     loans: Mapping[tuple[HandoffId, int], tuple[int, ...]]
     num_requests: int
     num_paired: int
@@ -122,23 +95,6 @@ class Inspection:
         return frozenset(block for loan in granted for block in self.loans.get(loan, ()))
 
 
-def view_incoming(ledger: DecodeLedger) -> tuple[IncomingView, ...]:
-    """Under the driver's lock."""
-    return tuple(
-        IncomingView(
-            handoff.handoff_id,
-            handoff.request_id,
-            handoff.state,
-            tuple(GrantView(grant.worker_id, grant.generation, grant.loan, grant.state) for grant in handoff.grants),
-            handoff.loans,
-        )
-        for handoff in ledger.handoffs.values()
-    )
-
-
-def view_outgoing(ledger: PrefillLedger) -> tuple[OutgoingView, ...]:
-    """Under the driver's lock."""
-    return tuple(
-        OutgoingView(handoff.handoff_id, handoff.decode_worker_id, handoff.state, handoff.has_blocks)
-        for handoff in ledger.handoffs.values()
-    )
+def snapshot(handoffs: Iterable[H]) -> tuple[H, ...]:
+    """Copies of state machines, whose fields are immutable values. Under the driver's lock."""
+    return tuple(map(copy.copy, handoffs))

@@ -19,7 +19,7 @@ import threading
 from collections.abc import Callable
 
 from kvrelay.core.clock import Clock
-from kvrelay.engine.progress import HangDetector, Progress
+from kvrelay.engine.progress import Progress, StallDetector
 from kvrelay.errors import EngineHungError
 
 _log = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ class Watchdog:
         self._dump = dump
         self._end_process = end_process
         self._tick_s = min(MAX_TICK_S, timeout_s / TICKS_PER_TIMEOUT) if timeout_s else MAX_TICK_S
-        self._detector = HangDetector(timeout_s, self._tick_s)
+        self._detector = StallDetector(timeout_s, self._tick_s)
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
 
@@ -77,7 +77,7 @@ class Watchdog:
 
     def tick(self) -> bool:
         """Check once. True if the engine hangs; ``on_hang`` has been called then."""
-        self._detector.observe(self._progress.turn, self._clock.now())
+        self._detector.observe(self._progress.iteration, self._clock.now())
         if not self._detector.is_hung:
             return False
         error = EngineHungError(

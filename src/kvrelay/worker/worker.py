@@ -42,7 +42,7 @@ from kvrelay.worker.decode.refusals import Refusals
 from kvrelay.worker.decode.serving import DecodeSide
 from kvrelay.worker.identity import WorkerIdentity
 from kvrelay.worker.inbox import Inbox
-from kvrelay.worker.inspection import Inspection, QueueView, view_incoming, view_outgoing
+from kvrelay.worker.inspection import Inspection, QueueView, snapshot
 from kvrelay.worker.prefill.connections import Connect, DecodePeers
 from kvrelay.worker.prefill.paired import PairedPrefills
 from kvrelay.worker.prefill.pulling import PrefillSide
@@ -319,8 +319,8 @@ class Worker:
             lease=self._membership.view(),
             peers=self._peer_table.view(),
             queue=QueueView(self.prefill.is_pulling, self.prefill.num_handoffs, self.decode.push_error),
-            incoming=incoming.read(lambda: view_incoming(incoming.ledger)),
-            outgoing=outgoing.read(lambda: view_outgoing(outgoing.ledger)),
+            incoming=incoming.read(lambda: snapshot(incoming.ledger.handoffs.values())),
+            outgoing=outgoing.read(lambda: snapshot(outgoing.ledger.handoffs.values())),
             loans=self._engine.peek(lambda engine: engine.lends.writable_blocks() if engine.lends else {}),
             num_requests=self.decode.num_requests,
             num_paired=self._paired.num_waiting,
@@ -334,6 +334,8 @@ class Worker:
         metrics = await self._engine.call(lambda core: core.metrics())
         now = self.inspect()
         stats = now.stats
+        prefill = asdict(stats.prefill)
+        del prefill["ends"]
         return {
             "worker_id": stats.worker_id,
             "role": stats.role,
@@ -350,10 +352,10 @@ class Worker:
             "handoffs_out": now.queue.num_held,
             "refusals": stats.refusals,
             "recomputed": by_reason(stats.handoffs.ends),
-            "prefills_ended": by_reason(stats.prefill_ends),
+            "prefills_ended": by_reason(stats.prefill.ends),
             "decode": asdict(stats.decode),
             "prefill_queue_error": now.queue.push_error,
-            "prefill": asdict(stats.prefill),
+            "prefill": prefill,
             "transfer": msgspec.to_builtins(stats.transfer),
             "disagg": asdict(now.disagg) | {"unused": self._policy.unused},
         }
@@ -374,7 +376,7 @@ class Worker:
 
     def stats(self) -> WorkerStats:
         """All counts, at once: waits neither for the engine nor for a server."""
-        decode, prefill = self.decode.handoffs.ledger, self.prefill.handoffs.ledger
+        decode = self.decode.handoffs.ledger
         return WorkerStats(
             worker_id=self.identity.worker_id,
             model=self.settings.model,
@@ -387,11 +389,10 @@ class Worker:
             num_grants=decode.num_grants,
             handoffs=copied(decode.counters),
             decode=self.decode.counts(),
-            prefill=self.prefill.stats,
+            prefill=copied(self.prefill.handoffs.ledger.counters),
             transfer=self.transfer.stats(),
             remote=self.decode.cost_stats(),
             refusals=dict(self._refusals.counts),
-            prefill_ends=prefill.counters.ends.copy(),
             num_unleased_entries=self._control.discovery.num_unleased,
             transfer_cost_error=self._transfer_rates.relative_error,
             transfer_durations=self.transfer.durations,

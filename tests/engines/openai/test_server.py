@@ -11,7 +11,7 @@ import pytest
 from tests.patience import PATIENCE_S
 
 from kvrelay.config import UpstreamConfig
-from kvrelay.engines.hosted.backend import AnswerError, RefusedError
+from kvrelay.engines.hosted.backend import AnswerError, BackendRefusedError
 from kvrelay.engines.openai import server as server_module
 from kvrelay.engines.openai.server import UpstreamServer
 
@@ -127,7 +127,7 @@ async def test_no_redirect_is_followed() -> None:
         writer.write(b"HTTP/1.1 307 Moved\r\nLocation: http://127.0.0.1:1/\r\nContent-Length: 0\r\n\r\n")
 
     async with raw_server(answer) as (raw, upstream):
-        with pytest.raises(RefusedError) as caught:
+        with pytest.raises(BackendRefusedError) as caught:
             await tokens_of(upstream)
         assert "this one is to 'http://127.0.0.1:1/'" in caught.value.detail
         assert await upstream.is_healthy(), "it answers"
@@ -266,9 +266,9 @@ async def test_an_answer_that_drips_has_a_deadline(
             await asyncio.sleep(0.01)
 
     async with raw_server(answer, upstream_timeout_s=0.2) as (_, upstream), asyncio.timeout(PATIENCE_S):
-        with pytest.raises((AnswerError, RefusedError)) as caught:
+        with pytest.raises((AnswerError, BackendRefusedError)) as caught:
             await upstream.complete({})
-        assert isinstance(caught.value, RefusedError) == (status.startswith(b"429") and not in_head)
+        assert isinstance(caught.value, BackendRefusedError) == (status.startswith(b"429") and not in_head)
 
 
 @pytest.mark.parametrize(
@@ -279,6 +279,6 @@ async def test_how_long_a_server_asks_us_to_wait(header: bytes, wait_s: float) -
         writer.write(b"HTTP/1.1 429 X\r\nRetry-After: " + header + b"\r\nContent-Length: 0\r\n\r\n")
 
     async with raw_server(answer) as (_, upstream):
-        with pytest.raises(RefusedError) as caught:
+        with pytest.raises(BackendRefusedError) as caught:
             await tokens_of(upstream)
         assert caught.value.retry_after_s == wait_s

@@ -34,7 +34,7 @@ def test_the_computing_thread_returns_to_its_own_core(monkeypatch: pytest.Monkey
 
     def compute() -> None:
         os.sched_setaffinity(0, allowed[-1:])  # as vLLM's connector does
-        nixl_child.EndsWithParent().kvrelay_started()
+        nixl_child.NixlWorkerExtension().kvrelay_started()
         found.append(os.sched_getaffinity(0))
 
     thread = threading.Thread(target=compute)

@@ -24,7 +24,7 @@ from kvrelay.core.status import RequestStatus
 from kvrelay.engine.admission.fair import Candidate, FairQueue, Shares
 from kvrelay.engine.block_pool import BlockPool
 from kvrelay.engine.request import PrefillMode, Request
-from kvrelay.engine.scheduled_batch import Pace
+from kvrelay.engine.scheduled_batch import TokenBudget
 from kvrelay.placement.base import Decision, PrefillPlace, Situation
 from kvrelay.placement.cost import stay_here
 
@@ -50,10 +50,10 @@ class EngineLoad(NamedTuple):
     num_admitted: int
     num_running: int
     backlog: tuple[Backlog, ...] = ()
-    pace: Pace | None = None
+    token_budget: TokenBudget | None = None
     chunk: Callable[[int], int] = _whole_step
-    num_away: int = 0
-    num_prefills_away: int = 0
+    num_remote_tokens: int = 0
+    num_remote_prefills: int = 0
     """Prompt tokens of remote prefills that have not come back, and the number of these prefills."""
 
     def num_tokens_before(self, candidate: Candidate) -> int:
@@ -195,8 +195,8 @@ class AdmissionQueue:
 
     def _decide(self, candidate: Candidate, load: EngineLoad) -> Decision | None:
         """The request's placement, if it is decided now."""
-        request, pace, placement = candidate.request, load.pace, candidate.request.placement
-        if placement is None or placement.policy is None or placement.objectives is None or pace is None:
+        request, token_budget, placement = candidate.request, load.token_budget, candidate.request.placement
+        if placement is None or placement.policy is None or placement.objectives is None or token_budget is None:
             return None
         is_here_open = not self._is_over_budget(candidate, load)
         if not placement.policy.has_choice:
@@ -205,16 +205,16 @@ class AdmissionQueue:
             num_tokens=request.num_queued_tokens,
             waited_s=max(self._clock.now() - request.waiting_since_s, 0.0),
             num_here=load.num_tokens_before(candidate),
-            num_away=load.num_away,
-            num_prefills_away=load.num_prefills_away,
+            num_remote_tokens=load.num_remote_tokens,
+            num_remote_prefills=load.num_remote_prefills,
             num_line=max(self.num_waiting_tokens - request.num_queued_tokens, 0),
             chunk=load.chunk(request.num_queued_tokens),
-            num_decodes=pace.num_decodes,
-            num_context=pace.num_context,
+            num_decodes=token_budget.num_decodes,
+            num_context=token_budget.num_context,
             is_here_open=is_here_open,
-            cost=pace.costs.cost,
+            cost=token_budget.costs.cost,
             objectives=placement.objectives,
-            spread=pace.costs.spread,
+            spread=token_budget.costs.spread,
         )
         return placement.policy.decide(situation)
 

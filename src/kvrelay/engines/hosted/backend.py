@@ -9,11 +9,24 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
+
+from kvrelay.core.grammar import Grammar, GrammarKind
 from kvrelay.core.logprobs import PositionLogprobs
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.status import FinishReason
 from kvrelay.engine.request import Request
 from kvrelay.errors import KvrelayError
+
+FINISH_REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
+"""By the names of the OpenAI API, which vLLM uses too."""
+GRAMMAR_FIELDS = {GrammarKind.JSON_SCHEMA: "json", GrammarKind.REGEX: "regex", GrammarKind.LARK: "grammar"}
+
+
+def structured_values(grammar: Grammar) -> dict[str, object]:
+    """Values of vLLM's StructuredOutputsParams, which other servers take too."""
+    is_schema = grammar.kind is GrammarKind.JSON_SCHEMA
+    return {GRAMMAR_FIELDS[grammar.kind]: msgspec.json.decode(grammar.source) if is_schema else grammar.source}
 
 
 class BackendError(KvrelayError):
@@ -34,7 +47,7 @@ class AnswerError(BackendError):
     """The answer is malformed, or ends with an error. Another worker may succeed."""
 
 
-class RefusedError(BackendError):
+class BackendRefusedError(BackendError):
     """The backend refuses the request. ``status`` is HTTP's; ``retry_after_s`` is the requested wait."""
 
     def __init__(self, message: str, status: int, retry_after_s: float = 1.0, *, detail: str = "") -> None:
@@ -48,7 +61,7 @@ class UnconfirmedError(KvrelayError):
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class AnswerChunk:
     """The next tokens of an answer, in order. ``logprobs``: one for each, if there are any. ``finish``: the answer ends
     with them. The counts are None if the backend tells none."""
 
@@ -65,7 +78,7 @@ class Prefilled:
     worker's staging pool. ``piece`` has the first token, if there is one by now."""
 
     kv_transfer_params: bytes | None
-    piece: Piece | None = None
+    piece: AnswerChunk | None = None
 
 
 class Backend(Protocol):
@@ -78,7 +91,7 @@ class Backend(Protocol):
     @property
     def samples_ids(self) -> bool:
         """Whether its token ids are those that it sampled. Otherwise they are made from text: then stop tokens cannot
-        be recognised, and only ``Piece.finish`` ends an answer."""
+        be recognised, and only ``AnswerChunk.finish`` ends an answer."""
 
     def check(self, sampling: SamplingParams) -> None:
         """Raise InvalidInputError for a request that it cannot serve. From any thread."""
@@ -87,13 +100,13 @@ class Backend(Protocol):
 
     def stream(
         self, request: Request, num_tokens: int, kv_transfer_params: bytes | None = None
-    ) -> AsyncGenerator[Piece, None]:
+    ) -> AsyncGenerator[AnswerChunk, None]:
         """The next ``num_tokens`` tokens of ``request``. Tokens generated before, here or by another worker, count as
         its prompt. Closing the iterator aborts the request.
 
         With ``kv_transfer_params``, which a prefill worker's backend gave (``Prefilled``), this backend gets the KV of
-        the prompt from that one; or they name the worker's staging blocks that hold it. Raises RefusedError before the
-        first piece, AnswerError for a broken or incomplete answer.
+        the prompt from that one; or they name the worker's staging blocks that hold it. Raises BackendRefusedError
+        before the first piece, AnswerError for a broken or incomplete answer.
 
         When the iterator is closed, the backend uses no staging block of the request any more. UnconfirmedError if it
         does not confirm that.

@@ -7,7 +7,7 @@ import logging
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import Any, TypeVar
 
-from kvrelay.engines.hosted.backend import AnswerError, BackendError, RefusedError, UnconfirmedError
+from kvrelay.engines.hosted.backend import AnswerError, BackendError, BackendRefusedError, UnconfirmedError
 from kvrelay.errors import KvrelayError
 
 _log = logging.getLogger(__name__)
@@ -89,7 +89,7 @@ class BackendCalls:
         except UnconfirmedError as exc:
             fail(exc)
             raise
-        except (AnswerError, RefusedError) as exc:
+        except (AnswerError, BackendRefusedError) as exc:
             fail(exc)
         except Exception:  # noqa: BLE001 - whatever it is, somebody waits for the answer
             _log.exception("request %s failed at %s", request_id, self._name)

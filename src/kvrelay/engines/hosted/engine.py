@@ -26,11 +26,11 @@ from kvrelay.engine.request import PrefillMode, Request, check_tokens
 from kvrelay.engine.stats import EngineStats
 from kvrelay.engine.step import HandoffChunk, StepOutput
 from kvrelay.engines.connector.terms import StagedKv, encode_request
-from kvrelay.engines.hosted.backend import AnswerError, Backend, Piece, Prefilled, RefusedError
+from kvrelay.engines.hosted.backend import AnswerChunk, AnswerError, Backend, BackendRefusedError, Prefilled
 from kvrelay.engines.hosted.cache import MirroredCache, PlacedPrefixes
 from kvrelay.engines.hosted.calls import BackendCalls
 from kvrelay.engines.hosted.handoffs import RemotePrefills, StagedHandoffs
-from kvrelay.engines.hosted.load import Backoff, Tally
+from kvrelay.engines.hosted.load import Backoff, HostedLoad
 from kvrelay.engines.hosted.staging import StagedBlocks
 from kvrelay.errors import (
     EngineDeadError,
@@ -96,7 +96,7 @@ class HostedEngine:
         self._backoff = Backoff(clock)
         self._dead: EngineDeadError | None = None
         self._num_arrived = 0
-        self._tally = Tally(worker_id, facts, config)
+        self._load_counts = HostedLoad(worker_id, facts, config)
 
     @property
     def lends(self) -> HandsOver | None:
@@ -148,7 +148,7 @@ class HostedEngine:
             # A migrated request whose last token was already generated.
             report_token(self.output, request, None, None, FinishReason.LENGTH)
             return
-        self._tally.num_queried_tokens += len(request.token_ids)
+        self._load_counts.num_queried_tokens += len(request.token_ids)
         self._running[request.request_id] = _Running(request, len(request.token_ids))
         # The other half of a pair may hold a place at its backend for this one: it must not wait for one here.
         if request.tenant and not request.handoff_number:
@@ -218,7 +218,7 @@ class HostedEngine:
 
     # -- what comes from the backend ----------------------------------------------------------------------------------
 
-    def received(self, request_id: str, piece: Piece) -> None:
+    def received(self, request_id: str, piece: AnswerChunk) -> None:
         """A piece of an answer. Raises AnswerError for an impossible piece; the caller then calls
         ``failed``."""
         running = self._running.get(request_id)
@@ -239,19 +239,19 @@ class HostedEngine:
             self._serve_waiting()
         if not is_remote and not request.first_output_sent and piece.num_cached_tokens:
             request.num_cached_tokens = min(piece.num_cached_tokens, running.num_sent_tokens)
-            self._tally.num_hit_tokens += request.num_cached_tokens
+            self._load_counts.num_hit_tokens += request.num_cached_tokens
         token_ids, logprobs = piece.token_ids, piece.logprobs
         self._require_sound(piece)
         self._require_due(running, len(token_ids))
         if token_ids and not request.first_output_sent:
-            times = self._tally.times
+            times = self._load_counts.times
             (times.handoff if is_remote else times.prefill).observe(self._clock.now() - request.entered_s)
         for number, token_id in enumerate(token_ids):
             request.token_ids.append(token_id)
             reason = finish_reason(request, token_id) if self._backend.samples_ids else None
             if reason is None and number == len(token_ids) - 1:
                 reason = piece.finish
-            self._tally.num_generated_tokens += 1
+            self._load_counts.num_generated_tokens += 1
             report_token(self.output, request, token_id, logprobs[number] if logprobs else None, reason)
             if reason is not None:
                 return self._finished(request, at_backend=piece.finish is not None)
@@ -269,8 +269,8 @@ class HostedEngine:
         if running is None:
             return
         self._handoff_ended(request_id)
-        status = error.status if isinstance(error, RefusedError) else 0
-        if isinstance(error, RefusedError) and status in (429, 503):
+        status = error.status if isinstance(error, BackendRefusedError) else 0
+        if isinstance(error, BackendRefusedError) and status in (429, 503):
             self._backoff.refused(error.retry_after_s, is_probe=running.is_probe)
         elif not status and isinstance(self._cache, PlacedPrefixes):
             # Perhaps the backend was restarted and its cache is empty.
@@ -302,7 +302,7 @@ class HostedEngine:
         output, self.output = self.output, StepOutput()
         return output
 
-    def _require_sound(self, piece: Piece) -> None:
+    def _require_sound(self, piece: AnswerChunk) -> None:
         """Raise AnswerError for tokens that this model does not have, or that do not fit their logprobs."""
         if any(not 0 <= token_id < self._facts.vocab_size for token_id in piece.token_ids):
             raise AnswerError(
@@ -422,7 +422,7 @@ class HostedEngine:
         if _goes_on_from(request):
             request.token_ids.append(token_id)
             running.num_sent_tokens += 1
-            self._tally.num_generated_tokens += 1
+            self._load_counts.num_generated_tokens += 1
             reason = finish_reason(request, token_id)
             report_token(self.output, request, token_id, logprobs, reason)
             if reason is not None:
@@ -493,11 +493,11 @@ class HostedEngine:
             return
         self._backoff.answered(is_probe=running.is_probe)
         request, piece, first = running.request, prefilled.piece, None
-        self._tally.times.prefill.observe(self._clock.now() - request.entered_s)
+        self._load_counts.times.prefill.observe(self._clock.now() - request.entered_s)
         if piece is not None and piece.token_ids:
             self._require_sound(piece)
             request.num_cached_tokens = min(piece.num_cached_tokens or 0, running.num_sent_tokens)
-            self._tally.num_hit_tokens += request.num_cached_tokens
+            self._load_counts.num_hit_tokens += request.num_cached_tokens
             first = handed_off_token(request, piece.token_ids[0], piece.logprobs[0] if piece.logprobs else None)
         self._place(request, len(request.token_ids))
         if self.staging is not None and first is None:
@@ -523,10 +523,10 @@ class HostedEngine:
         return bool(self._running)
 
     def metrics(self) -> LoadMetrics:
-        return self._tally.load(len(self._running), self._num_active_blocks())
+        return self._load_counts.load(len(self._running), self._num_active_blocks())
 
     def stats(self) -> EngineStats:
-        return self._tally.stats(len(self._running), self._num_active_blocks())
+        return self._load_counts.stats(len(self._running), self._num_active_blocks())
 
     def _num_active_blocks(self) -> int:
         """Of the backend's pool, or of the staging pool in proportion if that one is fuller."""

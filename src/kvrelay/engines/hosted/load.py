@@ -55,7 +55,7 @@ class Backoff:
             self._pause_s = self._until_s = 0.0
 
 
-class Tally:
+class HostedLoad:
     """Counts since the start. Blocks and slots are as configured, counted over this worker's requests only: steps and
     the real pool are in the backend's own metrics."""
 

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator
 from kvrelay.config import UpstreamConfig
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.engine.request import Request
-from kvrelay.engines.hosted.backend import AnswerError, Piece, Prefilled
+from kvrelay.engines.hosted.backend import AnswerChunk, AnswerError, Prefilled
 from kvrelay.engines.hosted.vllm_transfer import Body
 from kvrelay.engines.openai.kv_transfer import KvTransfer
 from kvrelay.engines.openai.server import Description, UpstreamServer
@@ -49,7 +49,7 @@ class ServerBackend:
 
     async def stream(
         self, request: Request, num_tokens: int, kv_transfer_params: bytes | None = None
-    ) -> AsyncGenerator[Piece, None]:
+    ) -> AsyncGenerator[AnswerChunk, None]:
         body = self._body(request, num_tokens)
         if kv_transfer_params is not None and self._kv_transfer is not None:
             body = self._kv_transfer.decode_body(body, kv_transfer_params)
@@ -64,7 +64,7 @@ class ServerBackend:
                 else:
                     token_ids = piece.token_ids
                 logprobs = None if texts is not None else piece.logprobs
-                yield Piece(token_ids, logprobs, piece.finish, piece.num_prompt_tokens, piece.num_cached_tokens)
+                yield AnswerChunk(token_ids, logprobs, piece.finish, piece.num_prompt_tokens, piece.num_cached_tokens)
         finally:
             await answer.aclose()
 
@@ -82,7 +82,7 @@ class ServerBackend:
         answer = await self._server.complete(body)
         piece = parse_event(answer)  # it may be an error
         if params is None:
-            first = None if piece.token_ids is None else Piece(piece.token_ids, piece.logprobs)
+            first = None if piece.token_ids is None else AnswerChunk(piece.token_ids, piece.logprobs)
             yield Prefilled(self._kv_transfer.params_of(answer), first)
 
     async def discard(self, kv_transfer_params: bytes) -> None:

@@ -23,7 +23,7 @@ import msgspec
 from kvrelay.config import UpstreamConfig
 from kvrelay.core.decoding import UNREADABLE
 from kvrelay.core.event_stream import EventParser, EventTooLongError
-from kvrelay.engines.hosted.backend import AnswerError, BackendError, RefusedError
+from kvrelay.engines.hosted.backend import AnswerError, BackendError, BackendRefusedError
 from kvrelay.engines.openai.address import address_of
 from kvrelay.engines.openai.wire import TextPiece, parse_event
 from kvrelay.errors import ConfigError, EngineDeadError
@@ -105,22 +105,22 @@ class UpstreamServer:
         Raises ConfigError for a server that has another model or refuses the key; EngineDeadError after the timeout.
         """
         deadline_s = time.monotonic() + self._config.upstream_start_timeout_s
-        is_told = False
+        is_notified = False
         while True:
             try:
                 model = self._choose(await self._get_models())
                 tells_token_ids = await self._probe(model.id, probe_token_id, probe_fields or {})
                 return Description(model.id, model.max_model_len or 0, tells_token_ids)
-            except (*FAILURES, RefusedError, AnswerError) as exc:
-                if isinstance(exc, RefusedError) and exc.status in (400, 401, 403, 404, 422):
+            except (*FAILURES, BackendRefusedError, AnswerError) as exc:
+                if isinstance(exc, BackendRefusedError) and exc.status in (400, 401, 403, 404, 422):
                     raise ConfigError(
                         f"the server {self.url} refuses us: status {exc.status}, {exc.detail}", param="upstream"
                     ) from exc
                 if time.monotonic() > deadline_s:
                     raise EngineDeadError(f"the server {self.url} is not ready: {_reason(exc)}") from exc
-                if not is_told:
+                if not is_notified:
                     _log.info("waiting for the server %s: %s", self.url, _reason(exc))
-                    is_told = True
+                    is_notified = True
                 await asyncio.sleep(START_INTERVAL_S)
 
     async def is_healthy(self) -> bool:
@@ -134,7 +134,7 @@ class UpstreamServer:
     async def stream(self, body: dict[str, Any]) -> AsyncGenerator[TextPiece, None]:
         """The pieces of one completion. Close the iterator to abort it.
 
-        Raises RefusedError before the first piece, AnswerError for a broken or incomplete answer.
+        Raises BackendRefusedError before the first piece, AnswerError for a broken or incomplete answer.
         """
         timeout_s = self._config.upstream_timeout_s
         num_quiet_bytes, progress_s = 0, time.monotonic()
@@ -164,7 +164,7 @@ class UpstreamServer:
     async def complete(self, body: dict[str, Any]) -> bytes:
         """One completion in one piece: the answer's JSON. Cancel the call to abort it.
 
-        Raises RefusedError, and AnswerError for a broken or too long answer.
+        Raises BackendRefusedError, and AnswerError for a broken or too long answer.
         """
         try:
             async with await self._post(body) as response:
@@ -270,7 +270,7 @@ async def _read(response: aiohttp.ClientResponse) -> tuple[bytes, bool]:
     return bytes(answer), True
 
 
-async def _refusal(response: aiohttp.ClientResponse) -> RefusedError:
+async def _refusal(response: aiohttp.ClientResponse) -> BackendRefusedError:
     text = b""
     with suppress(*FAILURES):
         async with asyncio.timeout(HEALTH_TIMEOUT_S):
@@ -284,7 +284,9 @@ async def _refusal(response: aiohttp.ClientResponse) -> RefusedError:
         retry_after_s = 1.0
     retry_after_s = 1.0 if math.isnan(retry_after_s) else min(max(retry_after_s, 0.1), MAX_RETRY_AFTER_S)
     message = f"the server refused the request with status {response.status}"
-    return RefusedError(message, response.status, retry_after_s, detail=f"{response.url.with_user(None)}: {said}")
+    return BackendRefusedError(
+        message, response.status, retry_after_s, detail=f"{response.url.with_user(None)}: {said}"
+    )
 
 
 def _reason(error: Exception) -> str:

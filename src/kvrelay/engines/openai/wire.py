@@ -11,16 +11,13 @@ from typing import Any
 import msgspec
 
 from kvrelay.core.decoding import UNREADABLE
-from kvrelay.core.grammar import Grammar, GrammarKind
 from kvrelay.core.logprobs import PositionLogprobs, TokenLogprob
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.status import FinishReason
 from kvrelay.engine.request import Request
-from kvrelay.engines.hosted.backend import AnswerError
+from kvrelay.engines.hosted.backend import FINISH_REASONS, AnswerError, structured_values
 from kvrelay.errors import InvalidInputError
 
-GRAMMAR_FIELDS = {GrammarKind.JSON_SCHEMA: "json", GrammarKind.REGEX: "regex", GrammarKind.LARK: "grammar"}
-FINISH_REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 TOKEN_ID = "token_id:"
 """With ``return_tokens_as_token_ids`` ``token_id:42`` replaces a token's text."""
 
@@ -62,16 +59,9 @@ def completion_body(request: Request, model: str, num_tokens: int, *, with_token
         "return_tokens_as_token_ids": True if sampling.logprobs is not None else None,
         "return_token_ids": True if with_token_ids else None,
         "skip_special_tokens": False,
-        "structured_outputs": None if sampling.grammar is None else _structured(sampling.grammar),
+        "structured_outputs": None if sampling.grammar is None else structured_values(sampling.grammar),
     }
     return {name: value for name, value in body.items() if value is not None}
-
-
-def _structured(grammar: Grammar) -> dict[str, object]:
-    source: object = grammar.source
-    if grammar.kind is GrammarKind.JSON_SCHEMA:
-        source = msgspec.json.decode(grammar.source)
-    return {GRAMMAR_FIELDS[grammar.kind]: source}
 
 
 class _Logprobs(msgspec.Struct):

@@ -66,7 +66,7 @@ def engine_arguments(settings: WorkerConfig, events: CacheEvents | None) -> dict
         "disable_log_stats": True,
         # Only grammars need the tokenizer.
         "skip_tokenizer_init": not (settings.model_path / "tokenizer.json").is_file(),
-        "worker_extension_cls": "kvrelay.engines.vllm.quiet_child.EndsWithParent",
+        "worker_extension_cls": "kvrelay.engines.vllm.quiet_child.WorkerExtension",
     }
     if engine.max_model_len:
         arguments["max_model_len"] = engine.max_model_len
@@ -91,7 +91,7 @@ def engine_arguments(settings: WorkerConfig, events: CacheEvents | None) -> dict
         if is_ours:
             arguments["block_size"] = engine.block_size
         else:
-            arguments["worker_extension_cls"] = "kvrelay.engines.vllm.nixl_child.EndsWithParent"
+            arguments["worker_extension_cls"] = "kvrelay.engines.vllm.nixl_child.NixlWorkerExtension"
     return {**arguments, **_added(settings.vllm.engine_args)}
 
 

@@ -14,16 +14,22 @@ import msgspec
 
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.engine.request import Request
-from kvrelay.engines.hosted.backend import AnswerError, Piece, Prefilled, RefusedError, UnconfirmedError
+from kvrelay.engines.hosted.backend import (
+    AnswerChunk,
+    AnswerError,
+    BackendRefusedError,
+    Prefilled,
+    UnconfirmedError,
+    structured_values,
+)
 from kvrelay.engines.hosted.vllm_transfer import VllmTransfer
 from kvrelay.engines.vllm.translation import (
-    Output,
+    RequestOutput,
     piece_of,
     prefill_values,
     require_possible,
     sampling_values,
     staged_values,
-    structured_values,
 )
 
 NAME = "vLLM"
@@ -39,7 +45,7 @@ class AsyncEngine(Protocol):
 
     def generate(
         self, prompt: object, sampling_params: object, request_id: str, *, priority: int
-    ) -> AsyncGenerator[Output, None]:
+    ) -> AsyncGenerator[RequestOutput, None]:
         """Closing it aborts the request."""
 
     async def check_health(self) -> None:
@@ -114,7 +120,7 @@ class VllmBackend:
 
     async def stream(
         self, request: Request, num_tokens: int, kv_transfer_params: bytes | None = None
-    ) -> AsyncGenerator[Piece, None]:
+    ) -> AsyncGenerator[AnswerChunk, None]:
         values = sampling_values(request, num_tokens)
         is_staged = self._is_staged and kv_transfer_params is not None
         if kv_transfer_params is not None:
@@ -135,7 +141,7 @@ class VllmBackend:
                 if not self._is_staged and not output.kv_transfer_params:
                     raise AnswerError("vLLM keeps no KV of a finished prefill")
                 piece = piece_of(output, num_logprobs=request.sampling.logprobs)
-                first = Piece(piece.token_ids, piece.logprobs, num_cached_tokens=piece.num_cached_tokens)
+                first = AnswerChunk(piece.token_ids, piece.logprobs, num_cached_tokens=piece.num_cached_tokens)
                 params = None if self._is_staged else msgspec.json.encode(output.kv_transfer_params)
                 yield Prefilled(params, first)
 
@@ -146,7 +152,7 @@ class VllmBackend:
 
     async def _outputs(
         self, request: Request, values: dict[str, Any], *, is_staged: bool = False
-    ) -> AsyncGenerator[Output, None]:
+    ) -> AsyncGenerator[RequestOutput, None]:
         self._num_begun += 1
         # A request that was aborted here may come again while vLLM still has the first one.
         request_id = f"{request.request_id}/{self._num_begun}"
@@ -162,11 +168,11 @@ class VllmBackend:
                 is_finished = is_finished or output.finished
                 yield output
         except self._terms.overload as exc:
-            raise RefusedError(f"vLLM is full: {_one_line(exc)}", 503) from exc
+            raise BackendRefusedError(f"vLLM is full: {_one_line(exc)}", 503) from exc
         except self._terms.dead as exc:
             raise AnswerError(ENDED) from exc
         except self._terms.refusals as exc:
-            raise RefusedError(f"vLLM refuses the request: {_one_line(exc)}", 400) from exc
+            raise BackendRefusedError(f"vLLM refuses the request: {_one_line(exc)}", 400) from exc
         finally:
             await answer.aclose()
             if is_staged and not is_finished:
@@ -191,7 +197,7 @@ class VllmBackend:
         try:
             return self._terms.sampling(values, None if grammar is None else structured_values(grammar))
         except self._terms.refusals as exc:
-            raise RefusedError(f"vLLM refuses the request: {_one_line(exc)}", 400) from exc
+            raise BackendRefusedError(f"vLLM refuses the request: {_one_line(exc)}", 400) from exc
 
     async def failure(self) -> str | None:
         try:

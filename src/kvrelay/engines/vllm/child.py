@@ -15,7 +15,7 @@ WORKER_PID = "KVRELAY_WORKER_PID"
 """The environment variable by which vLLM's processes know the worker that has started them."""
 
 
-class EndsWithParent:
+class WorkerExtension:
     """An extension of vLLM's workers, by ``worker_extension_cls``. vLLM refuses names that its workers have.
 
     vLLM imports it before it loads the model. Until then its engine process ends by vLLM's own timeout, of 5 minutes.

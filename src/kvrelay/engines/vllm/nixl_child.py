@@ -16,7 +16,7 @@ from kvrelay.engines.vllm import quiet_child
 POLL_TIMEOUT_US = 100_000
 
 
-class EndsWithParent(quiet_child.EndsWithParent):
+class NixlWorkerExtension(quiet_child.WorkerExtension):
     def kvrelay_started(self) -> None:
         core = first_core(os.environ.get("KMP_AFFINITY", ""))
         if core is not None:

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch.distributed.distributed_c10d as c10d
 
-from kvrelay.engines.vllm.child import EndsWithParent
+from kvrelay.engines.vllm.child import WorkerExtension
 
-__all__ = ["EndsWithParent"]
+__all__ = ["WorkerExtension"]
 
 DEFAULT_TIMEOUT = datetime.timedelta(minutes=30)
 

@@ -7,17 +7,14 @@ from typing import Any, Protocol
 
 import msgspec
 
-from kvrelay.core.grammar import Grammar, GrammarKind
+from kvrelay.core.grammar import GrammarKind
 from kvrelay.core.logprobs import PositionLogprobs, TokenLogprob
 from kvrelay.core.sampling import SamplingParams
-from kvrelay.core.status import FinishReason
 from kvrelay.engine.request import Request
-from kvrelay.engines.hosted.backend import AnswerError, Piece
+from kvrelay.engines.hosted.backend import FINISH_REASONS, AnswerChunk, AnswerError
 from kvrelay.engines.hosted.vllm_transfer import VllmTransfer
 from kvrelay.errors import InvalidInputError
 
-FINISH_REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
-GRAMMAR_FIELDS = {GrammarKind.JSON_SCHEMA: "json", GrammarKind.REGEX: "regex", GrammarKind.LARK: "grammar"}
 SEED_MASK = 2**63 - 1
 SEED_STEP = 0x9E3779B97F4A7C15
 """An odd number with well-mixed bits: seeds of continued answers shall not be those of a neighbour's."""
@@ -28,16 +25,16 @@ class Logprob(Protocol):
     rank: int | None
 
 
-class Completion(Protocol):
+class CompletionOutput(Protocol):
     token_ids: Sequence[int]
     logprobs: Sequence[Mapping[int, Logprob]] | None
     finish_reason: str | None
 
 
-class Output(Protocol):
+class RequestOutput(Protocol):
     """The part of a RequestOutput that is read: with RequestOutputKind.DELTA the tokens are the new ones."""
 
-    outputs: Sequence[Completion]
+    outputs: Sequence[CompletionOutput]
     finished: bool
     num_cached_tokens: int | None
     kv_transfer_params: Mapping[str, object] | None
@@ -101,14 +98,7 @@ def _seed(seed: int | None, num_output_tokens: int) -> int | None:
     return None if seed is None else (seed ^ (num_output_tokens * SEED_STEP)) & SEED_MASK
 
 
-def structured_values(grammar: Grammar) -> dict[str, object]:
-    """Values of vLLM's StructuredOutputsParams."""
-    if grammar.kind is GrammarKind.JSON_SCHEMA:
-        return {"json": msgspec.json.decode(grammar.source)}
-    return {GRAMMAR_FIELDS[grammar.kind]: grammar.source}
-
-
-def piece_of(output: Output, *, num_logprobs: int | None) -> Piece:
+def piece_of(output: RequestOutput, *, num_logprobs: int | None) -> AnswerChunk:
     """Raises AnswerError for an output without a completion, and for an answer that vLLM has aborted."""
     if len(output.outputs) != 1:
         raise AnswerError(f"vLLM gave {len(output.outputs)} completions, one was asked for")
@@ -125,7 +115,7 @@ def piece_of(output: Output, *, num_logprobs: int | None) -> Piece:
         if len(positions) != len(token_ids):
             raise AnswerError("vLLM's logprobs do not belong to its tokens")
         logprobs = tuple(_position(token, known, num_logprobs) for token, known in zip(token_ids, positions))
-    return Piece(token_ids, logprobs, finish, None, output.num_cached_tokens)
+    return AnswerChunk(token_ids, logprobs, finish, None, output.num_cached_tokens)
 
 
 def _position(token_id: int, known: Mapping[int, Logprob], num_top: int) -> PositionLogprobs:

@@ -74,7 +74,7 @@ class PeerEvents:
 
     def connection_lost(self, worker_id: str) -> None:
         """The connection to a decode worker has ended."""
-        self._prefill.handoffs.handle(pe.ConnectionLost(worker_id))
+        self._prefill.handoffs.handle(pe.DecodeConnectionLost(worker_id))
         self._forget_memory(worker_id)
 
     def _tell_ledgers(self, event: Registered | LeaseEnded) -> None:

@@ -90,11 +90,11 @@ class IncomingHandoffs(LedgerDriver[de.DecodeEvent]):
             MonotonicClock(),
             {
                 de.Push: self._queue,
-                de.Allocate: self._allocate,
+                de.AllocateLoan: self._allocate,
                 de.ChecksumHits: self._checksum_hits,
                 de.SendGrant: self._grant,
-                de.Send: lambda action: self.on_loop(self._send, action),
-                de.Read: self._read,
+                de.SendToPrefill: lambda action: self.on_loop(self._send, action),
+                de.Fetch: self._read,
                 de.Verify: self._verify,
                 de.EndLoan: self._end_loan,
                 de.Resume: lambda action: self._engine.post(partial(self._resume, action)),
@@ -152,7 +152,7 @@ class IncomingHandoffs(LedgerDriver[de.DecodeEvent]):
     def _fetched(self, handoff_id: HandoffId, ok: bool) -> None:
         if ok:
             self._is_fetched(handoff_id)
-        self.handle(de.ReadEnded(handoff_id, self._fetching.pop(handoff_id), ok))
+        self.handle(de.FetchEnded(handoff_id, self._fetching.pop(handoff_id), ok))
 
     def _is_fetched(self, handoff_id: HandoffId) -> bool:
         """Whether this was known; from now on it is."""
@@ -191,14 +191,14 @@ class IncomingHandoffs(LedgerDriver[de.DecodeEvent]):
     def _queue(self, action: de.Push) -> None:
         self.on_loop(self._push, self._prefills.pop(action.handoff_id))
 
-    def _allocate(self, action: de.Allocate) -> None:
+    def _allocate(self, action: de.AllocateLoan) -> None:
         def allocate(core: Engine) -> None:
             block_ids = require(core.lends).lend_fresh(action.handoff_id, action.loan)
-            self.handle(de.Allocated(action.handoff_id, action.loan, block_ids))
+            self.handle(de.LoanAllocated(action.handoff_id, action.loan, block_ids))
 
         self._engine.post(allocate)
 
-    def _read(self, action: de.Read) -> None:
+    def _read(self, action: de.Fetch) -> None:
         """By blocks, or by an engine that moves the KV itself."""
         params = action.kv_transfer_params
         if params is None:
@@ -212,16 +212,16 @@ class IncomingHandoffs(LedgerDriver[de.DecodeEvent]):
         self._fetching[action.handoff_id] = action.generation
         self._engine.post(fetch)
 
-    def _begin_read(self, action: de.Read) -> None:
+    def _begin_read(self, action: de.Fetch) -> None:
         self._tasks.spawn(self._read_blocks(action))
 
-    async def _read_blocks(self, action: de.Read) -> None:
+    async def _read_blocks(self, action: de.Fetch) -> None:
         """Pull by blocks: P keeps the blocks of its grant until it hears that this has ended."""
 
         def ended(error: str | None) -> None:
             if error is not None:
                 _log.warning("hand-off %s cannot be read from %s: %s", action.handoff_id, action.worker_id, error)
-            self.handle(de.ReadEnded(action.handoff_id, action.generation, error is None))
+            self.handle(de.FetchEnded(action.handoff_id, action.generation, error is None))
 
         try:
             await self._around.memory.connect(action.worker_id)
@@ -318,5 +318,5 @@ class IncomingHandoffs(LedgerDriver[de.DecodeEvent]):
         if not is_sent:
             self.soon(de.GrantNotSent(message.handoff_id, message.generation))
 
-    def _send(self, action: de.Send) -> None:
+    def _send(self, action: de.SendToPrefill) -> None:
         self._server.send(action.connection, action.message)  # type: ignore[arg-type]

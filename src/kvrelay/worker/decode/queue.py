@@ -20,7 +20,7 @@ from kvrelay.core.handoff import RemotePrefillRequest
 from kvrelay.core.tasks import TaskSet
 from kvrelay.errors import ControlUnavailableError, KvrelayError
 from kvrelay.handoff import decode_events as de
-from kvrelay.placement.base import PrefillSide
+from kvrelay.placement.base import PrefillLoad
 from kvrelay.placement.threshold import DisaggPolicy
 
 _log = logging.getLogger(__name__)
@@ -69,9 +69,9 @@ class QueuedPrefills:
     async def close(self) -> None:
         await self._tasks.close()
 
-    def prefill_side(self) -> PrefillSide:
+    def prefill_side(self) -> PrefillLoad:
         """The prefill workers and their queue, as far as known. From any thread."""
-        return PrefillSide(self._num_prefill_workers(), self._size)
+        return PrefillLoad(self._num_prefill_workers(), self._size)
 
     def push(self, prefill: RemotePrefillRequest) -> None:
         """Begin to push an entry; NoPrefillWorker or PushFailed follows if that is impossible."""

@@ -217,7 +217,7 @@ class DecodeSide:
         connection."""
         for request_id in list(self._requests_of.get(peer, ())):
             self._abort(self._served[request_id])
-        self.handoffs.handle(de.ConnectionLost(peer))
+        self.handoffs.handle(de.ClaimantConnectionLost(peer))
 
     def _abort(self, served: _Served) -> None:
         self._forget(served.message.request_id)
@@ -299,7 +299,7 @@ class DecodeSide:
         return self._policy.decide(
             prompt_length=len(request.token_ids),
             num_cached_tokens=core.num_cached_tokens(request),
-            prefill_fleet=self._queued.prefill_side(),
+            prefill_load=self._queued.prefill_side(),
             must_be_local=request.must_prefill_here,
         )
 

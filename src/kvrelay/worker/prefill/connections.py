@@ -96,7 +96,7 @@ class DecodePeers:
         self._on_lost = on_lost
         self._peers: dict[str, DecodePeer] = {}
         self._addresses: Latest[str, str] = Latest(MAX_REMEMBERED)
-        self._opening = KeyedLocks()
+        self._connecting = KeyedLocks()
         self._closing = TaskSet()
 
     def remember(self, worker_id: str, address: str) -> None:
@@ -108,7 +108,7 @@ class DecodePeers:
         address = self._addresses.get(worker_id)
         if address is None:
             raise WorkerUnavailableError(f"where {worker_id} listens is not known")
-        async with self._opening.hold(worker_id):
+        async with self._connecting.hold(worker_id):
             old = self._peers.get(worker_id)
             if old is not None:
                 if old.client.is_connected:

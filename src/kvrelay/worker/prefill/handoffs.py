@@ -40,7 +40,6 @@ from kvrelay.transfer.values import GrantRef, Pieces, TransferOp
 from kvrelay.worker.driver import LedgerDriver
 from kvrelay.worker.prefill.connections import DecodePeer
 from kvrelay.worker.prefill.releases import Releases
-from kvrelay.worker.reporting.stats import PrefillStats
 from kvrelay.worker.surroundings import Surroundings
 
 _log = logging.getLogger(__name__)
@@ -100,19 +99,18 @@ class OutgoingHandoffs(LedgerDriver[pe.PrefillEvent]):
         self._transfer = around.transfer
         self._checksums = around.checksums
         self._peers = around.peers
-        self._num_sent_bytes = 0
         self._tasks = TaskSet()
         self._telling: set[HandoffId] = set()
-        self._releases = Releases(around.peers, lambda handoff_id: self.handle(pe.ReleaseHeard(handoff_id)))
+        self._releases = Releases(around.peers, lambda handoff_id: self.handle(pe.ReleaseAcknowledged(handoff_id)))
         super().__init__(
             self.ledger,
             MonotonicClock(),
             {
                 pe.Compute: self._compute,
                 pe.SendClaim: lambda action: self.on_loop(self._begin_claim, action),
-                pe.Read: self._read,
+                pe.ReadHits: self._read,
                 pe.VerifyHits: self._verify_hits,
-                pe.TellLoaded: self._tell_loaded,
+                pe.ReportLoaded: self._tell_loaded,
                 pe.ChecksumChunk: self._checksum_chunk,
                 pe.Write: self._write,
                 pe.StopComputing: self._stop_computing,
@@ -120,24 +118,9 @@ class OutgoingHandoffs(LedgerDriver[pe.PrefillEvent]):
                 pe.Computed: lambda action: self.on_loop(self.jobs[action.handoff_id].origin.computed),
                 pe.Settle: lambda action: self.on_loop(self._settle, action),
                 pe.Return: lambda action: self.on_loop(self._return, action),
-                pe.Send: lambda action: self.on_loop(self._tell, action),
-                pe.SayReleased: lambda action: self.on_loop(self._releases.say, action.worker_id, action.message),
+                pe.SendToDecode: lambda action: self.on_loop(self._tell, action),
+                pe.SendRelease: lambda action: self.on_loop(self._releases.say, action.worker_id, action.message),
             },
-        )
-
-    @property
-    def stats(self) -> PrefillStats:
-        """What was counted until now."""
-        counters = self.ledger.counters
-        return PrefillStats(
-            counters.num_prefills,
-            counters.num_refused,
-            counters.num_failed,
-            counters.num_abandoned,
-            counters.num_returned,
-            self._num_sent_bytes,
-            counters.num_verified_blocks,
-            counters.num_damaged,
         )
 
     async def close(self) -> None:
@@ -215,14 +198,14 @@ class OutgoingHandoffs(LedgerDriver[pe.PrefillEvent]):
             _log.exception("claiming hand-off %s failed", handoff_id)
             self.handle(pe.ClaimFailed(handoff_id))
 
-    def _tell(self, action: pe.Send) -> None:
+    def _tell(self, action: pe.SendToDecode) -> None:
         """Unless the last attempt still waits for a connection: the ledger says it again."""
         handoff_id = action.message.handoff_id
         if handoff_id not in self._telling:
             self._telling.add(handoff_id)
             self._tasks.spawn(self._send(action))
 
-    async def _send(self, action: pe.Send) -> None:
+    async def _send(self, action: pe.SendToDecode) -> None:
         try:
             peer = await self._peers.get(action.worker_id)
             peer.client.send(action.message)
@@ -260,7 +243,7 @@ class OutgoingHandoffs(LedgerDriver[pe.PrefillEvent]):
     def _load(self, load: KvLoad) -> None:
         handoff_id = self._by_name.get(load.request_id)
         if handoff_id is not None:
-            self.handle(pe.LoadWanted(handoff_id, pe.Blocks(load.first_block, load.block_ids)))
+            self.handle(pe.LoadRequested(handoff_id, pe.RequestBlocks(load.first_block, load.block_ids)))
 
     def _chunk(self, chunk: HandoffChunk) -> None:
         handoff_id = self._by_name.get(chunk.request_id)
@@ -274,7 +257,7 @@ class OutgoingHandoffs(LedgerDriver[pe.PrefillEvent]):
         if chunk.token_id is not None and params is None:
             # An engine that gets the KV by itself also samples the first token.
             token = pe.FirstToken(chunk.token_id, chunk.logprobs)
-        self.handle(pe.ChunkComputed(handoff_id, pe.Blocks(chunk.first_block, chunk.block_ids), token, params))
+        self.handle(pe.ChunkComputed(handoff_id, pe.RequestBlocks(chunk.first_block, chunk.block_ids), token, params))
 
     def _compute(self, action: pe.Compute) -> None:
         job = self.jobs[action.handoff_id]
@@ -304,7 +287,7 @@ class OutgoingHandoffs(LedgerDriver[pe.PrefillEvent]):
             _log.warning("hand-off %s is not computed: %s", request.handoff_id, exc)
             self.handle(pe.EngineRefused(request.handoff_id))
 
-    def _tell_loaded(self, action: pe.TellLoaded) -> None:
+    def _tell_loaded(self, action: pe.ReportLoaded) -> None:
         name = str(action.handoff_id)
         self._engine.post(lambda core: require(core.schedules).kv_loaded(name, action.ok))
 
@@ -320,11 +303,11 @@ class OutgoingHandoffs(LedgerDriver[pe.PrefillEvent]):
 
     # -- transfers and checksums --------------------------------------------------------------------------------------
 
-    def _read(self, action: pe.Read) -> None:
+    def _read(self, action: pe.ReadHits) -> None:
         job = self.jobs[action.handoff_id]
 
         def ended(error: str | None) -> None:
-            self.handle(pe.ReadEnded(action.handoff_id, error is None))
+            self.handle(pe.HitsRead(action.handoff_id, error is None))
 
         pieces = self._pieces(TransferOp.READ, job, action)
         if pieces is None:
@@ -359,7 +342,7 @@ class OutgoingHandoffs(LedgerDriver[pe.PrefillEvent]):
         grant = GrantRef(group, action.generation)
         self._transfer.submit(TransferOp.WRITE, worker_id, pieces, notify, on_done=ended, group=group, grant=grant)
 
-    def _pieces(self, op: TransferOp, job: Job, action: pe.Read | pe.Write) -> Pieces | None:
+    def _pieces(self, op: TransferOp, job: Job, action: pe.ReadHits | pe.Write) -> Pieces | None:
         here = BlockRun(action.blocks.first_block, action.blocks.block_ids)
         there = BlockRun(action.remote_first_block, action.remote_block_ids)
         theirs = self.ledger.handoffs[action.handoff_id].decode_block_size(self.ledger.rules)
@@ -367,7 +350,7 @@ class OutgoingHandoffs(LedgerDriver[pe.PrefillEvent]):
 
     def _count(self, job: Job, num_bytes: int) -> None:
         job.num_bytes += num_bytes
-        self._num_sent_bytes += num_bytes
+        self.ledger.counters.num_sent_bytes += num_bytes
 
     def _verify_hits(self, action: pe.VerifyHits) -> None:
         worker_id = self.jobs[action.handoff_id].request.decode_worker_id

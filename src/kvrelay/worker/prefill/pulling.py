@@ -24,7 +24,6 @@ from kvrelay.handoff.base import EndReason, LeaseLost
 from kvrelay.handoff.prefill_state import PrefillRules
 from kvrelay.rpc.heartbeat import Heartbeat
 from kvrelay.worker.prefill.handoffs import Job, OutgoingHandoffs
-from kvrelay.worker.reporting.stats import PrefillStats
 from kvrelay.worker.surroundings import Surroundings
 
 _log = logging.getLogger(__name__)
@@ -70,10 +69,6 @@ class PrefillSide:
         self._settling = TaskSet()
         self._tasks = TaskSet()
         self._tasks.spawn(self.handoffs.tick_forever())
-
-    @property
-    def stats(self) -> PrefillStats:
-        return self.handoffs.stats
 
     @property
     def num_handoffs(self) -> int:

@@ -23,20 +23,21 @@ ANSWER_TIMEOUT_S = 5.0
 
 
 class Releases:
-    """One task per decode worker with pending releases. For the event loop. ``on_heard(handoff_id)`` runs there."""
+    """One task per decode worker with pending releases. For the event loop. ``on_acknowledged(handoff_id)`` runs
+    there."""
 
-    def __init__(self, peers: DecodePeers, on_heard: Callable[[HandoffId], None]) -> None:
+    def __init__(self, peers: DecodePeers, on_acknowledged: Callable[[HandoffId], None]) -> None:
         self._peers = peers
-        self._on_heard = on_heard
-        self._unsaid: dict[str, dict[HandoffId, HandoffReleased]] = {}
+        self._on_acknowledged = on_acknowledged
+        self._unsent: dict[str, dict[HandoffId, HandoffReleased]] = {}
         self._tasks = TaskSet()
 
     def say(self, worker_id: str, message: HandoffReleased) -> None:
         """Send a release, together with other pending releases for the same decode worker."""
-        if worker_id in self._unsaid:
-            self._unsaid[worker_id][message.handoff_id] = message
+        if worker_id in self._unsent:
+            self._unsent[worker_id][message.handoff_id] = message
             return
-        self._unsaid[worker_id] = {message.handoff_id: message}
+        self._unsent[worker_id] = {message.handoff_id: message}
         self._tasks.spawn(self._tell(worker_id))
 
     async def close(self) -> None:
@@ -44,15 +45,15 @@ class Releases:
 
     async def _tell(self, worker_id: str) -> None:
         try:
-            while unsaid := self._unsaid[worker_id]:
-                self._unsaid[worker_id] = {}
+            while unsent := self._unsent[worker_id]:
+                self._unsent[worker_id] = {}
                 try:
                     peer = await self._peers.get(worker_id)
-                    await peer.tell(tuple(unsaid.values()), ANSWER_TIMEOUT_S)
+                    await peer.tell(tuple(unsent.values()), ANSWER_TIMEOUT_S)
                 except KvrelayError as exc:
-                    _log.debug("%s has not heard of %d ended hand-offs: %s", worker_id, len(unsaid), exc)
+                    _log.debug("%s has not heard of %d ended hand-offs: %s", worker_id, len(unsent), exc)
                 else:
-                    for handoff_id in unsaid:
-                        self._on_heard(handoff_id)
+                    for handoff_id in unsent:
+                        self._on_acknowledged(handoff_id)
         finally:
-            del self._unsaid[worker_id]
+            del self._unsent[worker_id]

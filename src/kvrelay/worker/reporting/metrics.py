@@ -29,10 +29,11 @@ from kvrelay.core.step_cost import StepCost
 from kvrelay.engine.stats import EngineStats
 from kvrelay.handoff.base import EndReason, RefusalReason
 from kvrelay.handoff.decode_state import DecodeCounters
+from kvrelay.handoff.prefill_state import PrefillCounters
 from kvrelay.placement.base import PrefillPlace
 from kvrelay.transfer.stats import P2pCounters, TransferStats
 from kvrelay.transfer.values import TransferOp
-from kvrelay.worker.reporting.stats import DecodeStats, PrefillStats, RemoteCostStats, by_reason
+from kvrelay.worker.reporting.stats import DecodeStats, RemoteCostStats, by_reason
 
 PREFIX = "kvrelay_worker_"
 R = TypeVar("R", EndReason, RefusalReason)
@@ -53,7 +54,7 @@ class WorkerStats:
     is_ready: bool
     engine: EngineStats
     decode: DecodeStats
-    prefill: PrefillStats
+    prefill: PrefillCounters
     transfer: TransferStats
     num_open_handoffs: int = 0
     num_grants: int = 0
@@ -61,8 +62,6 @@ class WorkerStats:
     remote: RemoteCostStats = dataclasses.field(default_factory=RemoteCostStats)
     refusals: Mapping[RefusalKind, int] = dataclasses.field(default_factory=dict)
     """Refused requests by reason."""
-    prefill_ends: Mapping[EndReason, int] = dataclasses.field(default_factory=dict)
-    """Hand-offs to decode workers that ended without success, by reason."""
     num_unleased_entries: int = 0
     transfer_cost_error: float = 0.0
     """Mean relative error of the published transfer costs."""
@@ -116,7 +115,7 @@ def _families(stats: WorkerStats) -> Iterator[Metric]:
         "claims_refused", "Claims of prefill workers that were refused.", RefusalReason, stats.handoffs.refusals
     )
     yield _by_reason("recomputed", "Remote prefills that were computed here instead.", EndReason, stats.handoffs.ends)
-    yield _by_reason("prefills_ended", "Prefills for decode workers without success.", EndReason, stats.prefill_ends)
+    yield _by_reason("prefills_ended", "Prefills for decode workers without success.", EndReason, stats.prefill.ends)
     yield from _counts("handoffs", "Hand-offs of this decode worker", stats.handoffs)
     yield from _counts("decode", "Decode side", stats.decode)
     yield from _cost_models(stats.engine, stats.remote, stats.transfer_cost_error, "cost_model", "cost_model")
@@ -241,7 +240,7 @@ def _p2p(counters: P2pCounters) -> Iterator[Metric]:
             yield _counter(f"p2p_{name}", f"Transport p2p: {name.replace('_', ' ')}.", getattr(counters, field.name))
 
 
-def _counts(group: str, title: str, counts: DecodeStats | PrefillStats | DecodeCounters) -> Iterator[Metric]:
+def _counts(group: str, title: str, counts: DecodeStats | PrefillCounters | DecodeCounters) -> Iterator[Metric]:
     """A counter for each field of a dataclass of counts."""
     for field in dataclasses.fields(counts):
         value = getattr(counts, field.name)

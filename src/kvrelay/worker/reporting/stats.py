@@ -56,18 +56,3 @@ class RemoteCostStats:
     num_rejected: int = 0
     num_fallbacks: int = 0
     num_trials: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class PrefillStats:
-    """Counters of the prefill side. ``num_returned`` counts queue entries that were given back because their decode
-    worker could not be reached; the two counts of checksums concern the hit blocks that it reads."""
-
-    num_prefills: int = 0
-    num_refused: int = 0
-    num_failed: int = 0
-    num_abandoned: int = 0
-    num_returned: int = 0
-    num_sent_bytes: int = 0
-    num_verified_blocks: int = 0
-    num_kv_checksum_mismatches: int = 0
