@@ -33,8 +33,7 @@ from kvrelay.core.layout import MemoryRegion
 from kvrelay.core.workers import KvMetadata
 from kvrelay.errors import FatalError, TransferError
 from kvrelay.transfer.base import Notification, Post, PostEnd, Transport
-from kvrelay.transfer.packing import NIXL_RULE
-from kvrelay.transfer.packing_buffer import PackingBuffer
+from kvrelay.transfer.packing import NIXL_RULE, PackingBuffer
 from kvrelay.transfer.values import Int64Array, TransferOp
 
 CPU_TRANSPORTS = "posix,sysv,cma,self,tcp"

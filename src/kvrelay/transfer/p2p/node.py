@@ -96,8 +96,8 @@ class Node:
             num_refused=shared.grants.num_refused,
             num_dropped_frames=self.control.num_dropped,
             pairs=len(table.pairs),
-            buffer_used_bytes=rooms.room.buffer_used_bytes,
-            pool_used_bytes=rooms.room.pool_used_bytes,
+            buffer_used_bytes=rooms.room.buffer.buddy.used_bytes,
+            pool_used_bytes=rooms.room.pool.buddy.used_bytes,
         )
 
     def check_integrity(self) -> None:
