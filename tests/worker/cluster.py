@@ -18,6 +18,7 @@ from pathlib import Path
 
 import msgspec
 from tests.patience import PATIENCE_S
+from tests.rpc.pausing import PausingNetwork
 from tests.transfer.faulty_loopback import FaultyFabric, FaultyTransport
 
 from kvrelay.config import ControlConfig, DisaggConfig, EngineConfig, MockConfig, TransferConfig, WorkerConfig
@@ -37,7 +38,7 @@ from kvrelay.executors.mock import MockExecutor, mock_generate
 from kvrelay.handoff.decode_ledger import DecodeLedger
 from kvrelay.handoff.prefill_ledger import PrefillLedger
 from kvrelay.rpc.base import RpcClient
-from kvrelay.rpc.loopback import LoopbackNetwork, LoopbackRpcClient, LoopbackRpcServer
+from kvrelay.rpc.loopback import LoopbackRpcClient, LoopbackRpcServer
 from kvrelay.rpc.wire import Message
 from kvrelay.transfer import build_transport, pool_allocator, shared_memory
 from kvrelay.transfer.base import Notification, Post, PostEnd
@@ -98,7 +99,7 @@ class Node:
         """As SIGKILL would: connections break, memory is out of reach, nothing is revoked."""
         cluster.fabric.kill(self.id)
         for peer in list(self.server._clients):
-            self.server.drop(peer)
+            self.server.disconnect(peer)
         cluster.network.unlisten(self.server)
         worker = self.worker
         await worker._peer_table.close()
@@ -242,7 +243,7 @@ class Cluster:
     mock: MockConfig
     transfer: TransferConfig
     fabric: FaultyFabric = field(default_factory=FaultyFabric)
-    network: LoopbackNetwork = field(default_factory=LoopbackNetwork)
+    network: PausingNetwork = field(default_factory=PausingNetwork)
     nodes: list[Node] = field(default_factory=list)
     late_writes: list[str] = field(default_factory=list)
     connectors: dict[str, Callable[[str, str], Awaitable[RpcClient]]] = field(default_factory=dict)
