@@ -16,8 +16,7 @@ from kvrelay.core.layout import BlockRun, KVLayout
 from kvrelay.errors import FatalError
 from kvrelay.transfer.layout_mapping import LayoutMapping
 from kvrelay.transfer.nixl import NixlTransport
-from kvrelay.transfer.packing import ALWAYS, NEVER, NIXL_RULE, stage
-from kvrelay.transfer.packing_buffer import MAX_LOST, PackingBuffer
+from kvrelay.transfer.packing import ALWAYS, MAX_LOST, NEVER, NIXL_RULE, PackingBuffer, stage
 from kvrelay.transfer.values import Pieces, TransferOp
 
 PIECE = 8

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 import msgspec
 import numpy as np
 import pytest
+from tests.transfer.faulty_loopback import FaultyFabric
 
 from kvrelay.config import TransferConfig
 from kvrelay.core.clock import ManualClock
@@ -52,7 +53,7 @@ class Cluster:
     """A prefill and a decode worker on one fabric."""
 
     def __init__(self) -> None:
-        self.fabric = LoopbackFabric(seed=3)
+        self.fabric = FaultyFabric(seed=3)
         self.clock = ManualClock()
         self.fence_s = math.inf
         self.failures: list[Exception] = []
@@ -62,7 +63,7 @@ class Cluster:
         self.log: list[tuple[object, str | None]] = []
 
     def make(self, worker_id: str) -> Side:
-        transport = LoopbackTransport(self.fabric, worker_id)
+        transport = self.fabric.transport(worker_id)
         thread = TransferThread(
             transport,
             CONFIG,

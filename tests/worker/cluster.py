@@ -18,6 +18,8 @@ from pathlib import Path
 
 import msgspec
 from tests.patience import PATIENCE_S
+from tests.rpc.pausing import PausingNetwork
+from tests.transfer.faulty_loopback import FaultyFabric, FaultyTransport
 
 from kvrelay.config import (
     ControlConfig,
@@ -48,11 +50,10 @@ from kvrelay.executors.mock import MockExecutor, mock_generate
 from kvrelay.handoff.decode_ledger import DecodeLedger
 from kvrelay.handoff.prefill_ledger import PrefillLedger
 from kvrelay.rpc.base import RpcClient
-from kvrelay.rpc.loopback import LoopbackNetwork, LoopbackRpcClient, LoopbackRpcServer
+from kvrelay.rpc.loopback import LoopbackRpcClient, LoopbackRpcServer
 from kvrelay.rpc.wire import Message
 from kvrelay.transfer import build_transport, pool_allocator, shared_memory
-from kvrelay.transfer.base import Notification, PostEnd
-from kvrelay.transfer.loopback import LoopbackFabric, LoopbackTransport
+from kvrelay.transfer.base import Notification, Post, PostEnd
 from kvrelay.transfer.values import TransferOp
 from kvrelay.worker.identity import WorkerIdentity, new_worker_id
 from kvrelay.worker.worker import Worker
@@ -80,7 +81,7 @@ class Node:
     engine: EngineHost
     core: EngineCore
     server: LoopbackRpcServer
-    transport: LoopbackTransport
+    transport: FaultyTransport
     control: ControlPlane
     running: asyncio.Task[None]
     lease: Lease
@@ -261,8 +262,8 @@ class Cluster:
     disagg: DisaggConfig
     mock: MockConfig
     transfer: TransferConfig
-    fabric: LoopbackFabric = field(default_factory=LoopbackFabric)
-    network: LoopbackNetwork = field(default_factory=LoopbackNetwork)
+    fabric: FaultyFabric = field(default_factory=FaultyFabric)
+    network: PausingNetwork = field(default_factory=PausingNetwork)
     nodes: list[Node] = field(default_factory=list)
     late_writes: list[str] = field(default_factory=list)
     connectors: dict[str, Callable[[str, str], Awaitable[RpcClient]]] = field(default_factory=dict)
@@ -307,7 +308,7 @@ class Cluster:
         control = await connect_control(self.control)
         server = self.network.server()
         transport = build_transport(self.transfer, worker_id, self.fabric, memory)
-        if isinstance(transport, LoopbackTransport):
+        if isinstance(transport, FaultyTransport):
             self._watch_writes(transport)
         grant, leases, clients = control.discovery.grant, [], []
 
@@ -328,10 +329,8 @@ class Cluster:
         self.nodes.append(node)
         return node
 
-    def _watch_writes(self, transport: LoopbackTransport) -> None:
-        perform = transport.perform
-
-        def checked(post: object) -> str | None:
+    def _watch_writes(self, transport: FaultyTransport) -> None:
+        def check(post: Post) -> None:
             owner = next((node for node in self.nodes if node.id == post.worker_id), None)
             if owner is not None and post.op is TransferOp.WRITE:
                 block_bytes = owner.engine.facts.kv_layout.block_bytes
@@ -342,9 +341,8 @@ class Cluster:
                 granted = owner.granted_blocks()
                 if not blocks <= granted:
                     self.late_writes.append(f"{transport!r} wrote {blocks - granted} of {owner.id}")
-            return perform(post)
 
-        transport.perform = checked
+        transport.before.append(check)
 
     async def connect(self, own_key: str, address: str, public_key: str) -> LoopbackRpcClient:
         client = self.network.client(address, own_key)

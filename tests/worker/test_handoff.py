@@ -349,7 +349,7 @@ async def test_blocks_return_when_a_notification_is_lost_with_the_connection():
 
         async def break_connections() -> None:
             (peer,) = decode.ledger.connections.values()
-            decode.server.drop(peer)
+            decode.server.disconnect(peer)
 
         loop = asyncio.get_running_loop()
         decode.lose_notifications(lose)

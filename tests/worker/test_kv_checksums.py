@@ -17,6 +17,7 @@ from kvrelay.handoff.decode_state import DecodeState
 from kvrelay.handoff.messages import HandoffDone, HandoffGrant
 from kvrelay.handoff.prefill_state import PrefillState
 from kvrelay.rpc.wire import decode_message, encode_message
+from kvrelay.transfer.base import Post
 from kvrelay.transfer.values import TransferOp
 from kvrelay.worker.prefill import pulling as prefill_side
 
@@ -99,16 +100,14 @@ async def test_whichever_write_is_damaged(number):
     """Chunks of 256 tokens; the last write carries HandoffDone."""
     async with cluster(transfer=CHECKED) as shared:
         prefill, decode, client = await shared.pair()
-        perform = prefill.transport.perform
         num_writes = 0
 
-        def damage_one(post):
+        def damage_one(post: Post) -> None:
             nonlocal num_writes
             shared.fabric.faults.corrupt_next = int(num_writes == number)
             num_writes += post.op is TransferOp.WRITE
-            return perform(post)
 
-        prefill.transport.perform = damage_one
+        prefill.transport.before.append(damage_one)
         await answers_are_right(client, r=prompt(1000))
         assert num_writes == 4
         assert mismatches(prefill, decode) == (0, 1)

@@ -14,6 +14,7 @@ from tests.worker.test_prefill_first import PairedClient
 
 from kvrelay.config import TransferConfig
 from kvrelay.handoff.base import EndReason
+from kvrelay.transfer.base import Post
 from kvrelay.transfer.values import TransferOp
 
 GET = replace(LOOPBACK, send_type="GET")
@@ -89,15 +90,14 @@ async def test_blocks_stay_in_use_at_the_prefill_worker_until_they_are_read():
     """Also when the request is cancelled meanwhile: the bytes may still be moving."""
     async with cluster(transfer=GET) as shared:
         prefill, decode, client = await shared.pair()
-        perform, may_read, begun = decode.transport.perform, threading.Event(), threading.Event()
+        may_read, begun = threading.Event(), threading.Event()
 
-        def held(post: object) -> str | None:
+        def held(post: Post) -> None:
             if post.op is TransferOp.READ:
                 begun.set()
                 assert may_read.wait(PATIENCE_S)
-            return perform(post)
 
-        decode.transport.perform = held
+        decode.transport.before.append(held)
         client.send("r", prompt(300))
         assert await asyncio.to_thread(begun.wait, PATIENCE_S)
         client.abort("r")

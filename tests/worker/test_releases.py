@@ -28,7 +28,7 @@ async def test_a_broken_connection_costs_no_blocks_and_no_drain():
         shared.fabric.faults.delay_polls = STUCK
         client.send("r", prompt(600))
         await shared.until(lambda: prefill.worker.stats().transfer.num_unfinished > 0)
-        decode.server.drop(decode.ledger.connections[prefill.id])
+        decode.server.disconnect(decode.ledger.connections[prefill.id])
         assert await client.answer("r") == expected(prompt(600), 8)
         # Both live: nobody's lease ends, so only a release over a new connection can do this.
         await shared.until(lambda: decode.ledger.num_grants == 0)
@@ -48,7 +48,7 @@ async def test_a_release_waits_until_the_decode_worker_can_be_reached():
         client.send("r", prompt(600))
         await shared.until(lambda: prefill.worker.stats().transfer.num_unfinished > 0)
         shared.network.unlisten(decode.server)
-        decode.server.drop(decode.ledger.connections[prefill.id])
+        decode.server.disconnect(decode.ledger.connections[prefill.id])
         assert await client.answer("r") == expected(prompt(600), 8)
         await shared.until(lambda: prefill.outgoing.num_unheard == 1)
         assert decode.ledger.num_grants == 1

@@ -18,6 +18,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -286,7 +287,7 @@ class GrammarMasks:
         for walk in asked:
             walk.is_asked = True
         is_alone = len(walks) + len(broken) == len(slots)
-        return ComputingMasks(walks, broken, self._vocab_size, self._changed, is_alone=is_alone)
+        return ComputingMasks(walks, broken, self._vocab_size, self._changed, is_alone)
 
     def advance(self, slots: Sequence[int], token_ids: Sequence[int]) -> None:
         """Advance each slot's walk by its next token; NO_TOKEN: the row sat out."""
@@ -311,23 +312,15 @@ class GrammarMasks:
                     self._changed.notify()
 
 
+@dataclass(frozen=True, slots=True)
 class ComputingMasks:
     """The masks of one step, by row, while they are being computed. ``is_alone``: no other row samples in this step."""
 
-    def __init__(
-        self,
-        walks: dict[int, _Walk],
-        broken: dict[int, str],
-        vocab_size: int,
-        changed: threading.Condition,
-        *,
-        is_alone: bool,
-    ) -> None:
-        self._walks = walks
-        self._broken = broken
-        self._vocab_size = vocab_size
-        self._changed = changed
-        self._is_alone = is_alone
+    _walks: dict[int, _Walk]
+    _broken: dict[int, str]
+    _vocab_size: int
+    _changed: threading.Condition
+    _is_alone: bool
 
     def result(self) -> StepMasks:
         """The masks that are ready in time. If nothing else is sampled, wait for one at least."""
@@ -347,6 +340,7 @@ class ComputingMasks:
         return StepMasks(list(ready), stacked, self._vocab_size, self._broken | failures, late)
 
 
+@dataclass(frozen=True, slots=True)
 class StepMasks:
     """The masks of one step: the constrained rows (``rows`` [R]) and the tokens that each may take.
 
@@ -354,14 +348,11 @@ class StepMasks:
     other rows, which sit out this step.
     """
 
-    def __init__(
-        self, rows: list[int], words: Int32Array, vocab_size: int, failures: dict[int, str], late: list[int]
-    ) -> None:
-        self.rows = rows
-        self.failures = failures
-        self.late = late
-        self._words = words
-        self._vocab_size = vocab_size
+    rows: list[int]
+    _words: Int32Array
+    _vocab_size: int
+    failures: dict[int, str]
+    late: list[int]
 
     def forbidden(self) -> npt.NDArray[np.bool_]:
         """[R, vocab_size]: forbidden tokens. Rows that failed forbid nothing."""

@@ -13,8 +13,7 @@ from collections.abc import Callable
 
 import zmq
 
-from kvrelay.errors import ConfigError, PayloadTooLargeError, ProtocolError, WorkerUnavailableError
-from kvrelay.rpc.base import MAX_FRAME_BYTES
+from kvrelay.errors import ConfigError, ProtocolError, WorkerUnavailableError
 from kvrelay.rpc.heartbeat import DEFAULT_HEARTBEAT, Heartbeat
 from kvrelay.rpc.wire import Message, decode_message, encode_message
 from kvrelay.rpc.zmq_socket import FAREWELL_FRAME, PROBE_FRAME, CurveKeys, Endpoint, new_curve_keys
@@ -118,8 +117,6 @@ class ZmqRpcClient:
         if endpoint is None or self._state is not _State.CONNECTED:
             raise WorkerUnavailableError(f"no connection to {self.address}")
         frame = encode_message(message)
-        if len(frame) > MAX_FRAME_BYTES:
-            raise PayloadTooLargeError(f"a {type(message).__name__} of {len(frame)} bytes is above {MAX_FRAME_BYTES}")
         endpoint.reader.wake()
         try:
             endpoint.socket.send(frame, zmq.NOBLOCK)

@@ -19,8 +19,8 @@ from collections.abc import Callable
 
 import zmq
 
-from kvrelay.errors import AddressInUseError, ConfigError, PayloadTooLargeError, ProtocolError
-from kvrelay.rpc.base import MAX_FRAME_BYTES, Admit, Peer
+from kvrelay.errors import AddressInUseError, ConfigError, ProtocolError
+from kvrelay.rpc.base import Admit, Peer
 from kvrelay.rpc.heartbeat import DEFAULT_HEARTBEAT, Heartbeat
 from kvrelay.rpc.wire import Message, decode_message, encode_message
 from kvrelay.rpc.zap import IDENTITY, ZapHandler
@@ -115,8 +115,6 @@ class ZmqRpcServer:
     def send(self, peer: Peer, message: Message) -> bool:
         """Queue a message; see ``base``."""
         frame = encode_message(message)
-        if len(frame) > MAX_FRAME_BYTES:
-            raise PayloadTooLargeError(f"a {type(message).__name__} of {len(frame)} bytes is above {MAX_FRAME_BYTES}")
         if self._endpoint is None or peer not in self._peers:
             return False
         self._endpoint.reader.wake()

@@ -4,26 +4,9 @@
 ``build_transport`` the factory.
 """
 
-from kvrelay.transfer.base import Notification, Transport
 from kvrelay.transfer.factory import build_transport, pool_allocator, shared_memory
-from kvrelay.transfer.layout_mapping import LayoutMapping
-from kvrelay.transfer.pieces import NO_PIECES, block_pieces
-from kvrelay.transfer.stats import PeerTransferStats, TransferStats
+from kvrelay.transfer.pieces import block_pieces
 from kvrelay.transfer.thread import TransferThread
-from kvrelay.transfer.values import Pieces, TransferOp
+from kvrelay.transfer.values import TransferOp
 
-__all__ = [
-    "NO_PIECES",
-    "LayoutMapping",
-    "Notification",
-    "PeerTransferStats",
-    "Pieces",
-    "TransferOp",
-    "TransferStats",
-    "TransferThread",
-    "Transport",
-    "block_pieces",
-    "build_transport",
-    "pool_allocator",
-    "shared_memory",
-]
+__all__ = ["TransferOp", "TransferThread", "block_pieces", "build_transport", "pool_allocator", "shared_memory"]

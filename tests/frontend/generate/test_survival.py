@@ -287,7 +287,7 @@ async def test_a_connection_that_breaks_is_made_again(model_dir: Path) -> None:
     async with running(model_dir, Script(TOKENS)) as cluster:
         worker = cluster.workers["w0"]
         for peer in list(worker.server._clients):
-            worker.server.drop(peer)
+            worker.server.disconnect(peer)
         await cluster.until(lambda: len(worker.server._clients) == 1 and bool(cluster.frontend.cluster.models))
         assert streamed(await ask(cluster)) == (ANSWER, list(TOKENS))
 

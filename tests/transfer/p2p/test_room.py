@@ -24,7 +24,8 @@ def test_the_buffer_is_used_first_and_what_does_not_fit_spills() -> None:
     assert second is not None
     assert (first.is_spilled, second.is_spilled, third) == (False, True, None)
     assert (room.num_spilled, room.num_spilled_bytes) == (1, 4 * B)
-    assert (room.buffer_used_bytes, room.pool_used_bytes, room.largest_bytes) == (2 * B, 4 * B, 4 * B)
+    used = room.buffer.buddy.used_bytes, room.pool.buddy.used_bytes
+    assert (*used, room.largest_bytes) == (2 * B, 4 * B, 4 * B)
     first.tensor.fill_(1)
     second.tensor.fill_(2)
     assert int(first.tensor.sum()) == 2 * B

@@ -17,8 +17,9 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from kvrelay.errors import TransferError
 from kvrelay.transfer.p2p.process_group import PairGroup, PairStore
@@ -27,19 +28,18 @@ DEPTH = 2
 """Sends or receives that a lane has begun: the next one moves while the last one is copied into its blocks."""
 
 
-class Task(Protocol):
+@dataclass(eq=False, slots=True)
+class Task:
     """One send or receive, with what belongs to it."""
 
-    def begin(self, group: Callable[[], PairGroup], slot: int) -> Any:
-        """On a lane's thread: the work that was begun, None if there is nothing to wait for. ``slot`` counts from 0 to
-        DEPTH - 1: no other task of the lane that has begun has the same. ``group`` makes the group if need be. Raises
-        TransferError, which ends the pair."""
-
-    def finish(self) -> None:
-        """On the same thread, when the work has been done."""
-
-    def ended(self, error: str | None) -> None:
-        """Exactly once, whether it ran or not: nothing of it touches memory any more. On any thread."""
+    begin: Callable[[Callable[[], PairGroup], int], Any]
+    """Gets a function that makes the group if need be, and a slot from 0 to DEPTH - 1 that no other task of the lane
+    has which has begun. On a lane's thread: the work that was begun, None if there is nothing to wait for. Raises
+    TransferError, which ends the pair."""
+    ended: Callable[[str | None], object]
+    """Exactly once, whether it ran or not, with the error: nothing of it touches memory any more. On any thread."""
+    finish: Callable[[], object] = lambda: None
+    """On the same thread as ``begin``, when the work has been done."""
 
 
 class _Lane:
@@ -148,15 +148,8 @@ class Communicator:
     def __repr__(self) -> str:
         return f"Communicator({self.name} with {self.peer_id}, rank {self.rank}, {self.num_open} open)"
 
-    def send(self, task: Task) -> None:
-        """Run it on the sending thread, after those before it."""
-        self._put("send", task)
-
-    def receive(self, task: Task) -> None:
-        """The same for the receiving thread."""
-        self._put("receive", task)
-
-    def _put(self, direction: str, task: Task) -> None:
+    def run(self, direction: str, task: Task) -> None:
+        """Run it on the thread that sends, or the one that receives ("send", "receive"), after those before it."""
         with self._lock:
             if not self.is_closed:
                 lane = self._lanes.get(direction)

@@ -202,9 +202,6 @@ class ControlThread:
             dialled.monitor.close(0)
             dialled.socket.close(100)
 
-    def is_dialled(self, worker_id: str) -> bool:
-        return worker_id in self._dialled
-
     def send(self, worker_id: str, message: Message, payload: Any = None) -> bool:
         """On the connection that we opened. False: there is none, or its queue is full."""
         dialled = self._dialled.get(worker_id)

@@ -17,12 +17,11 @@ from kvrelay.transfer.p2p.control import ControlThread, P2pAddress
 from kvrelay.transfer.p2p.initiator import Initiator
 from kvrelay.transfer.p2p.messages import Message
 from kvrelay.transfer.p2p.pool_view import PoolView
-from kvrelay.transfer.p2p.posts import Post
+from kvrelay.transfer.p2p.posts import SentPost
 from kvrelay.transfer.p2p.responder import Responder
 from kvrelay.transfer.p2p.room import Room, RoomQueue
 from kvrelay.transfer.p2p.shared import Shared
 from kvrelay.transfer.stats import P2pCounters
-from kvrelay.transfer.values import GrantRef, TransferOp
 
 TICK_S = 0.5
 """How often idle communicators and integrity are looked at while there is a communicator."""
@@ -42,7 +41,7 @@ class Node:
         address: P2pAddress,
         grants: GrantTable,
         *,
-        on_ended: Callable[[Post], None],
+        on_ended: Callable[[SentPost], None],
         on_notified: Callable[[bytes], None],
         on_lost: Callable[[str], object],
     ) -> None:
@@ -82,10 +81,6 @@ class Node:
     def __repr__(self) -> str:
         return f"{self.initiator!r}, {self.responder!r}, {self.shared.table!r}, {self.shared.rooms!r}"
 
-    @staticmethod
-    def new_post(handle: int, op: TransferOp, worker_id: str, notify: bytes | None, grant: GrantRef | None) -> Post:
-        return Post(handle, op, worker_id, notify, grant)
-
     def counters(self) -> P2pCounters:
         """Single numbers, read across threads."""
         shared, table, rooms = self.shared, self.shared.table, self.shared.rooms
@@ -101,8 +96,8 @@ class Node:
             num_refused=shared.grants.num_refused,
             num_dropped_frames=self.control.num_dropped,
             pairs=len(table.pairs),
-            buffer_used_bytes=rooms.room.buffer_used_bytes,
-            pool_used_bytes=rooms.room.pool_used_bytes,
+            buffer_used_bytes=rooms.room.buffer.buddy.used_bytes,
+            pool_used_bytes=rooms.room.pool.buddy.used_bytes,
         )
 
     def check_integrity(self) -> None:

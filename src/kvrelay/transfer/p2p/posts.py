@@ -9,24 +9,21 @@ import enum
 import threading
 from collections import deque
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from kvrelay.transfer.p2p.communicators import Communicator
-from kvrelay.transfer.p2p.room import Reservation
-from kvrelay.transfer.values import GrantRef, Pieces, TransferOp
+from kvrelay.transfer.base import Post
+from kvrelay.transfer.values import Pieces, TransferOp
+
+if TYPE_CHECKING:
+    from kvrelay.transfer.p2p.communicators import Communicator
+    from kvrelay.transfer.p2p.room import Reservation
 
 
 @dataclass(eq=False, slots=True)
-class Post:
-    """One call of ``Transport.post``. ``is_over``: completed, or given up (under ``Initiator.post_lock``).
+class SentPost(Post):
+    """``is_over``: completed, or given up (under ``Initiator.post_lock``). ``is_refused``: all its errors are refusals
+    of the peer, and the connection is good."""
 
-    ``is_refused``: all its errors are refusals of the peer, and the connection is good.
-    """
-
-    handle: int
-    op: TransferOp
-    worker_id: str
-    notify: bytes | None
-    grant: GrantRef | None
     num_parts: int = 0
     num_left: int = 0
     error: str | None = None
@@ -49,7 +46,7 @@ class Part:
     """One message of a post. ``is_busy``: a task of it is queued or runs. ``is_kept`` (GET): the bytes are copied."""
 
     number: int
-    post: Post
+    post: SentPost
     peer: PostPeer
     pieces: Pieces
     num_bytes: int
@@ -77,6 +74,6 @@ class PostPeer:
     is_pumping: bool = False
 
 
-def rides(post: Post) -> bytes | None:
+def rides(post: SentPost) -> bytes | None:
     """The notification, if the post's only message carries it."""
     return post.notify if post.num_parts == 1 and post.op is TransferOp.WRITE else None

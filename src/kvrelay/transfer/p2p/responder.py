@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from kvrelay.errors import ProtocolError
-from kvrelay.transfer.p2p.communicators import Communicator
+from kvrelay.transfer.p2p.communicators import Communicator, Task
 from kvrelay.transfer.p2p.messages import (
     MAX_REASON,
     Accept,
@@ -31,7 +33,6 @@ from kvrelay.transfer.p2p.messages import (
     Tell,
     pieces_of,
 )
-from kvrelay.transfer.p2p.movements import MoveTask, ReceiveTask, staging
 from kvrelay.transfer.p2p.process_group import PairGroup
 from kvrelay.transfer.p2p.room import Reservation
 from kvrelay.transfer.p2p.shared import CHUNK_BYTES, Shared
@@ -60,32 +61,6 @@ class _Open:
     refusal: str | None = None
 
 
-class _Receive(ReceiveTask["Responder", _Open]):
-    """Data of a Put: into the room, then into the blocks if the grant is still open."""
-
-    def scatter(self, tensor: Any) -> None:
-        item, shared = self._item, self._owner.shared
-        touching = shared.grants.touching(item.op, item.worker_id, item.grant, item.offsets, item.lengths)
-        with touching as item.refusal:
-            if item.refusal is None:
-                shared.pool.scatter(tensor, item.offsets, item.lengths)
-
-
-class _Send(MoveTask["Responder", _Open]):
-    """Data of a Get: gathered while the grant is open, then sent. Without a grant zeros are sent, and an error."""
-
-    def begin(self, group: Callable[[], PairGroup], slot: int) -> Any:
-        item, shared = self._item, self._owner.shared
-        tensor = staging(item.pair, "send", slot, shared)[: item.num_bytes]
-        touching = shared.grants.touching(item.op, item.worker_id, item.grant, item.offsets, item.lengths)
-        with touching as item.refusal:
-            if item.refusal is None:
-                shared.pool.gather(item.offsets, item.lengths, tensor)
-            else:
-                tensor.zero_()
-        return group().send(tensor, item.number)
-
-
 class Responder:
     """``on_notified(payload)`` runs on the control thread."""
 
@@ -112,10 +87,8 @@ class Responder:
                 pair = self._pair(worker_id, message.pair)
                 if pair is not None:
                     pair.store.receive(message.key, message.value)
-            case Put():
-                self._checked(worker_id, message, payload, self._put)
-            case Get():
-                self._checked(worker_id, message, payload, self._get)
+            case Put() | Get():
+                self._checked(worker_id, message, payload)
             case Tell():
                 self._on_notified(message.notify)
                 self._answer(worker_id, message.message, None)
@@ -141,13 +114,7 @@ class Responder:
         shared.open_pair(name, worker_id, 1, shared.control.answer, self._failed)
         shared.control.answer(worker_id, CommunicatorMade(name))
 
-    def _checked(
-        self,
-        worker_id: str,
-        message: Put | Get,
-        payload: memoryview,
-        begin: Callable[[_Open, Put | Get], None],
-    ) -> None:
+    def _checked(self, worker_id: str, message: Put | Get, payload: memoryview) -> None:
         """Refuse what is malformed, too much, or not granted, before anything is reserved for it."""
         shared, number = self.shared, message.message
         op = TransferOp.WRITE if isinstance(message, Put) else TransferOp.READ
@@ -177,7 +144,14 @@ class Responder:
         item = _Open(op, worker_id, number, pair, offsets, lengths, message.num_bytes, message.grant, notify)
         self._open[worker_id, number] = item
         pair.num_open += 1
-        begin(item, message)
+        if isinstance(message, Put):
+            deadline_s = None if message.waits else shared.clock() + shared.room_wait_s
+            shared.rooms.ask(item, item.num_bytes, partial(self._accept, item), deadline_s)
+        elif item.num_bytes > CHUNK_BYTES:
+            self._end(item, f"{item.num_bytes} bytes are too many for one message")
+        else:
+            shared.control.answer(worker_id, Sending(number))
+            pair.run("send", Task(partial(self._send, item), partial(shared.control.call, self._moved, item)))
 
     def _at_once(
         self,
@@ -203,11 +177,6 @@ class Responder:
         landed = Landed(message.message, refusal, is_refused=refusal is not None)
         shared.control.answer(worker_id, landed, data or None)
 
-    def _put(self, item: _Open, message: Put | Get) -> None:
-        waits = isinstance(message, Put) and message.waits
-        deadline_s = None if waits else self.shared.clock() + self.shared.room_wait_s
-        self.shared.rooms.ask(item, item.num_bytes, lambda room: self._accept(item, room), deadline_s)
-
     def _accept(self, item: _Open, reservation: Reservation | None) -> None:
         if reservation is None:
             error = f"{item.num_bytes} bytes fit neither into its buffer nor into its memory pool"
@@ -215,18 +184,33 @@ class Responder:
             return
         item.reservation = reservation
         self.shared.control.answer(item.worker_id, Accept(item.number))
-        item.pair.receive(_Receive(self, item))
+        scatter, moved = partial(self._scatter, item), partial(self._moved, item)
+        self.shared.receive(item.pair, item.number, reservation, scatter, moved)
 
-    def _get(self, item: _Open, message: Put | Get) -> None:
-        if item.num_bytes > CHUNK_BYTES:
-            self._end(item, f"{item.num_bytes} bytes are too many for one message")
-            return
-        self.shared.control.answer(item.worker_id, Sending(item.number))
-        item.pair.send(_Send(self, item))
+    # -- on a lane's thread -------------------------------------------------------------------------------------------
+
+    def _scatter(self, item: _Open, tensor: Any) -> None:
+        """Data of a Put: from the room into the blocks, if the grant is still open."""
+        with self._touching(item) as item.refusal:
+            if item.refusal is None:
+                self.shared.pool.scatter(tensor, item.offsets, item.lengths)
+
+    def _send(self, item: _Open, group: Callable[[], PairGroup], slot: int) -> Any:
+        """Data of a Get: gathered while the grant is open, then sent. Without a grant zeros are sent, and an error."""
+        tensor = self.shared.staging(item.pair, "send", slot, item.num_bytes)
+        with self._touching(item) as item.refusal:
+            if item.refusal is None:
+                self.shared.pool.gather(item.offsets, item.lengths, tensor)
+            else:
+                tensor.zero_()
+        return group().send(tensor, item.number)
+
+    def _touching(self, item: _Open) -> AbstractContextManager[str | None]:
+        return self.shared.grants.touching(item.op, item.worker_id, item.grant, item.offsets, item.lengths)
 
     # -- ends ---------------------------------------------------------------------------------------------------------
 
-    def moved(self, item: _Open, error: str | None) -> None:
+    def _moved(self, item: _Open, error: str | None) -> None:
         """A task has ended; nothing of it touches memory any more."""
         if item.notify is not None and error is None and item.refusal is None:
             self._on_notified(item.notify)

@@ -24,7 +24,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -72,17 +72,6 @@ PREPARE_TIMEOUT_S = 60.0
 _NO_INTS = np.zeros(0, dtype=np.int32)
 
 
-@dataclass(frozen=True, slots=True)
-class RankMemory:
-    """Where a rank's KV lies, for a transfer that moves each rank's own part: its block b is ``layout.block_bytes``
-    long and begins at ``offset + b * stride_bytes`` of the executor's ``kv_region``."""
-
-    rank: ParallelRank
-    layout: KVLayout
-    offset: int
-    stride_bytes: int
-
-
 class ParallelExecutor:
     """Implements ``kvrelay.engine.step.Executor`` with ``runner.tp * runner.pp`` rank processes."""
 
@@ -104,7 +93,6 @@ class ParallelExecutor:
         config = load_model_config(model_dir)
         self._group = group or GroupConfig()
         check_sizes(config, runner.tp, runner.pp, self._group)
-        self._num_model_heads = config.num_kv_heads
         self._ranks = [ParallelRank.numbered(i, runner.tp, runner.pp) for i in range(runner.tp * runner.pp)]
         self._sampler = next(rank.index for rank in self._ranks if rank.samples)
         self._failure: KvrelayError | None = None
@@ -126,50 +114,25 @@ class ParallelExecutor:
         self._processes = RankProcesses(len(self._ranks), (self._memory.fd, self._pool_fd))
         try:
             self._connect()
-            facts, self._num_blocks = self._load(model_dir, runner, engine)
+            loaded, self.num_blocks = self._load(model_dir, runner, engine)
         except BaseException:
             self.shutdown()
             raise
-        self._part, self._device = facts.layout, facts.device
+        facts, self._device = loaded.facts, loaded.device
+        self.kv_layout = self._layout(loaded.layout, config.num_kv_heads)
         self.max_model_len, self.vocab_size = facts.max_model_len, facts.vocab_size
         self.eos_token_ids, self.weights_fingerprint = facts.eos_token_ids, facts.weights_fingerprint
 
     def __repr__(self) -> str:
         pids = ", ".join(str(rank.pid) for rank in self._processes.ranks)
-        return f"ParallelExecutor({len(self._ranks)} ranks (pids {pids}), {self._num_blocks} blocks)"
+        return f"ParallelExecutor({len(self._ranks)} ranks (pids {pids}), {self.num_blocks} blocks)"
 
     # -- what it says of itself ---------------------------------------------------------------------------------------
-
-    @property
-    def kv_layout(self) -> KVLayout:
-        """The layout of the whole worker: all stages' layers and all ranks' KV heads, including repeated ones."""
-        part, rank = self._part, self._ranks[0]
-        num_kv_heads = part.num_kv_heads * rank.tp_size
-        return KVLayout(
-            num_layers=part.num_layers * rank.pp_size,
-            num_kv_heads=num_kv_heads,
-            block_size=part.block_size,
-            head_dim=part.head_dim,
-            dtype=part.dtype,
-            tp_size=rank.tp_size,
-            pp_size=rank.pp_size,
-            head_replicas=max(1, num_kv_heads // self._num_model_heads),
-        )
-
-    @property
-    def num_blocks(self) -> int:
-        return self._num_blocks
 
     @property
     def kv_region(self) -> MemoryRegion:
         """On CUDA each rank's pool is on its own device, and this memory is never touched."""
         return MemoryRegion(self._bytes.ctypes.data, self._bytes.size, is_pool=self._device == "cpu")
-
-    @property
-    def rank_memory(self) -> tuple[RankMemory, ...]:
-        layout = self._part
-        stride = self.kv_layout.block_bytes
-        return tuple(RankMemory(rank, layout, rank.index * layout.block_bytes, stride) for rank in self._ranks)
 
     @property
     def rank_pids(self) -> tuple[int, ...]:
@@ -226,8 +189,8 @@ class ParallelExecutor:
             raise error_of(answer, answer.message)
 
     def checksum_blocks(self, block_ids: Sequence[int]) -> tuple[int, ...]:
-        layout = self.kv_layout
-        return tuple(checksum for block_id in block_ids for checksum in unit_checksums(self._bytes[block_id], layout))
+        blocks = (self._bytes[block_id] for block_id in block_ids)
+        return tuple(checksum for block in blocks for checksum in unit_checksums(block, self.kv_layout))
 
     def shutdown(self) -> None:
         """End the ranks. Idempotent. The pool's memory is freed with its last reference, because a transport may still
@@ -290,6 +253,19 @@ class ParallelExecutor:
                 param="kv_cache_memory",
             ) from exc
 
+    def _layout(self, part: KVLayout, num_model_heads: int) -> KVLayout:
+        """The layout of the whole worker: all stages' layers and all ranks' KV heads, including repeated ones."""
+        rank = self._ranks[0]
+        num_kv_heads = part.num_kv_heads * rank.tp_size
+        return replace_struct(
+            part,
+            num_layers=part.num_layers * rank.pp_size,
+            num_kv_heads=num_kv_heads,
+            tp_size=rank.tp_size,
+            pp_size=rank.pp_size,
+            head_replicas=max(1, num_kv_heads // num_model_heads),
+        )
+
     # -- talking to the ranks -----------------------------------------------------------------------------------------
 
     def _tell_all(self, command: Command) -> None:
@@ -337,14 +313,11 @@ class ParallelExecutor:
                 f"{names} has finished no layer for {self._timeout_s:g} s (--rank-timeout-s): it hangs"
             )
         else:
-            error = self._reason(failed)
+            self._listen(failed)
+            error = first_cause(self._ranks, self._processes.ranks, failed)
         self._failure = error
         self._processes.kill()
         raise error
-
-    def _reason(self, failed: dict[int, RankFailed]) -> KvrelayError:
-        self._listen(failed)
-        return first_cause(self._ranks, self._processes.ranks, failed)
 
     def _listen(self, failed: dict[int, RankFailed]) -> None:
         """Collect the last messages of other ranks for a moment, into ``failed``."""

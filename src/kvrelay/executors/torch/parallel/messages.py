@@ -21,6 +21,7 @@ from kvrelay.core.layout import KVLayout
 from kvrelay.core.logprobs import PositionLogprobs
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.engine.step import Int32Array, ModelOutput, NewSequence, SchedulerOutput
+from kvrelay.executors.torch.config import ModelFacts
 
 # -- commands ---------------------------------------------------------------------------------------------------------
 
@@ -74,10 +75,7 @@ class WeightsLoaded(msgspec.Struct, frozen=True, tag=True):
     layout: KVLayout
     max_blocks: int
     device: str
-    vocab_size: int
-    max_model_len: int
-    eos_token_ids: tuple[int, ...]
-    weights_fingerprint: str
+    facts: ModelFacts
 
 
 class RankReady(msgspec.Struct, frozen=True, tag=True):
@@ -130,14 +128,13 @@ class StepMessage(msgspec.Struct, frozen=True, array_like=True):
     drawn_tokens: bytes
     new_seqs: tuple[SequenceMessage, ...]
     released_slots: tuple[int, ...]
-    slots: bytes
-    num_tokens: bytes
     samples: bytes
-    block_slots: bytes
-    block_indices: bytes
     block_ids: bytes
+    others: tuple[bytes, ...]
+    """The arrays that _OTHERS names."""
 
 
+_OTHERS = ("slots", "num_tokens", "block_slots", "block_indices")
 _encoder = msgspec.msgpack.Encoder()
 _step_decoder = msgspec.msgpack.Decoder(StepMessage)
 
@@ -150,12 +147,9 @@ def encode_step(work: SchedulerOutput, drawn_slots: Int32Array, drawn_tokens: Se
             _ints(drawn_tokens).tobytes(),
             tuple(_sequence_message(sequence) for sequence in work.new_seqs),
             tuple(int(slot) for slot in work.released_slots),
-            work.slots.tobytes(),
-            work.num_tokens.tobytes(),
             work.samples.tobytes(),
-            work.block_slots.tobytes(),
-            work.block_indices.tobytes(),
             work.block_ids.tobytes(),
+            tuple(getattr(work, name).tobytes() for name in _OTHERS),
         )
     )
 
@@ -183,12 +177,9 @@ def decode_step(frame: bytes | memoryview, block_factor: int, block_offset: int)
             for each in message.new_seqs
         ),
         released_slots=message.released_slots,
-        slots=_array(message.slots),
-        num_tokens=_array(message.num_tokens),
         samples=np.frombuffer(message.samples, dtype=np.bool_).copy(),
-        block_slots=_array(message.block_slots),
-        block_indices=_array(message.block_indices),
         block_ids=blocks(message.block_ids),
+        **dict(zip(_OTHERS, map(_array, message.others), strict=True)),
     )
     return work, message
 

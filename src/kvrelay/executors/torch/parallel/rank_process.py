@@ -28,8 +28,9 @@ from kvrelay.dp.addresses import GroupAddress
 from kvrelay.errors import ConfigError, KvrelayError, PeerLostError
 from kvrelay.executors.byte_sizes import parse_bytes
 from kvrelay.executors.torch.build import build_model_runner
+from kvrelay.executors.torch.config import ModelFacts
 from kvrelay.executors.torch.kv_pool import KvPool, auto_pool_bytes, decide_num_blocks
-from kvrelay.executors.torch.model_runner import ModelFacts, ModelRunner
+from kvrelay.executors.torch.model_runner import ModelRunner
 from kvrelay.executors.torch.parallel.channel import Channel, ChannelClosedError, StepMemory
 from kvrelay.executors.torch.parallel.collectives import Groups, file_store, tcp_store
 from kvrelay.executors.torch.parallel.experts import ExpertGroup, ExpertSeat
@@ -64,7 +65,7 @@ _DONE = StepDone()
 
 
 class RankShard:
-    """Implements ``build.Shard``: connects this rank to the others and gets its memory."""
+    """Connects this rank to the others and gets its memory: turns a runner into one rank of several."""
 
     def __init__(self, start: Start, commands: Channel[Command], memory: StepMemory, pool_fd: int) -> None:
         self.rank = ParallelRank.numbered(start.index, start.runner.tp, start.runner.pp)
@@ -79,6 +80,7 @@ class RankShard:
         self._pool_fd = pool_fd
 
     def join(self, device: torch.device) -> tuple[Groups, ExpertGroup | None]:
+        """The rank's collectives, and those of experts that are spread over more ranks. Raises PeerLostError."""
         store = file_store(self._start.store, self.rank.num_ranks)
         timeout_s = self._start.engine.step_timeout_s or DEFAULT_COLLECTIVE_TIMEOUT_S
         self.groups = Groups(self.rank, store, device, timeout_s, self.progress)
@@ -103,17 +105,8 @@ class RankShard:
         return experts
 
     def allocate(self, facts: ModelFacts, layout: KVLayout, device: torch.device, dtype: torch.dtype) -> KvPool:
-        self._commands.send(
-            WeightsLoaded(
-                layout,
-                self._max_blocks(layout, device),
-                device.type,
-                facts.vocab_size,
-                facts.max_model_len,
-                facts.eos_token_ids,
-                facts.weights_fingerprint,
-            )
-        )
+        """The rank's pool, with as many blocks as fit into the memory of every rank. Raises ConfigError."""
+        self._commands.send(WeightsLoaded(layout, self._max_blocks(layout, device), device.type, facts))
         command = self._commands.receive()
         if not isinstance(command, AllocatePool):
             raise ChannelClosedError("stopped while loading")
