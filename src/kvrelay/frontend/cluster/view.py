@@ -24,12 +24,7 @@ from kvrelay.core.events import LoadMetrics
 from kvrelay.core.tasks import TaskSet, end_tasks
 from kvrelay.core.workers import WorkerInfo
 from kvrelay.data.tokenizer_files import tokenizer_fingerprint
-from kvrelay.errors import (
-    CheckpointError,
-    KvrelayError,
-    ModelNotFoundError,
-    WorkerUnavailableError,
-)
+from kvrelay.errors import CheckpointError, KvrelayError, ModelNotFoundError, WorkerUnavailableError
 from kvrelay.frontend.cluster.models import Model
 from kvrelay.frontend.cluster.published import Published, Served
 from kvrelay.frontend.cluster.worker_link import WorkerLink

@@ -28,13 +28,7 @@ from kvrelay.core.handoff import HandoffOrder
 from kvrelay.core.messages import GenerateRequest, RequestRefused, TokenOutput
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.status import FinishReason
-from kvrelay.errors import (
-    KvrelayError,
-    OverloadedError,
-    ProtocolError,
-    RetryElsewhereError,
-    WorkerUnavailableError,
-)
+from kvrelay.errors import KvrelayError, OverloadedError, ProtocolError, RetryElsewhereError, WorkerUnavailableError
 from kvrelay.frontend.cluster.metrics import FrontendMetrics
 from kvrelay.frontend.cluster.models import Model
 from kvrelay.frontend.cluster.pairs import PrefillHalf, paired_request

@@ -55,6 +55,10 @@ class Usage(msgspec.Struct, frozen=True):
     completion_tokens: int
     prompt_tokens_details: PromptTokensDetails | None = None
 
+    @property
+    def num_cached_tokens(self) -> int:
+        return self.prompt_tokens_details.cached_tokens if self.prompt_tokens_details is not None else 0
+
 
 @dataclass(slots=True)
 class Choice:
@@ -135,6 +139,10 @@ class AnswerContext:
     def new_parser(self) -> OutputParser | None:
         """A parser for one more choice, if the text is to be parsed."""
         return self.make_parser() if self.make_parser is not None else None
+
+    def call_id(self, prefix: str, unique: str) -> str:
+        """Some templates accept only ids of nine letters and digits: those get no prefix."""
+        return (prefix if self.call_id_chars > 9 else "") + unique[: self.call_id_chars]
 
 
 class AnswerFormat(Protocol):

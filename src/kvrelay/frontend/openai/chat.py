@@ -23,13 +23,8 @@ from kvrelay.frontend.openai.answer import (
     json_list,
 )
 from kvrelay.frontend.openai.frame import ChunkFormat
-from kvrelay.frontend.openai.logprobs import (
-    ChatLogprobs,
-    PromptTokenLogprob,
-    chat_logprobs,
-    prompt_logprobs_json,
-)
-from kvrelay.frontend.openai.tool_fields import CalledFunction, ToolCall
+from kvrelay.frontend.openai.logprobs import ChatLogprobs, PromptTokenLogprob, chat_logprobs, prompt_logprobs_json
+from kvrelay.frontend.openai.tool_fields import ToolCall, function_call
 
 _NO_LOGPROBS = b',"logprobs":null'
 
@@ -149,9 +144,7 @@ class ChatFormat(ChunkFormat):
         return ToolCallDelta(call.index, FunctionDelta(call.arguments, call.name), self._call_id(), "function")
 
     def _call_id(self) -> str:
-        """Some templates accept only ids of nine letters and digits."""
-        chars = self._context.call_id_chars
-        return ("call_" if chars > 9 else "") + uuid.uuid4().hex[:chars]
+        return self._context.call_id("call_", uuid.uuid4().hex)
 
     def whole(self, choices: Sequence[Choice], usage: Usage) -> bytes:
         first = choices[0]
@@ -172,7 +165,7 @@ class ChatFormat(ChunkFormat):
 
     def _whole_choice(self, choice: Choice) -> ChatChoice:
         delta = _delta(self._context.new_parser(), choice.text, is_last=True)
-        calls = [ToolCall(self._call_id(), CalledFunction(name, text)) for name, text in whole_calls(delta)]
+        calls = [function_call(self._call_id(), name, text) for name, text in whole_calls(delta)]
         content = None if calls and not delta.content else self._echo + delta.content
         reasoning = delta.reasoning or UNSET
         return ChatChoice(

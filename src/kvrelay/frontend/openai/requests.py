@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Annotated, Generic, TypeVar
+from typing import Annotated, Any, Generic, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -34,13 +34,7 @@ from kvrelay.frontend.openai.bounds import (
     check_free_json,
     free_json_fields,
 )
-from kvrelay.frontend.openai.structured import (
-    Choices,
-    GrammarText,
-    ResponseFormat,
-    SchemaText,
-    StructuredOutputs,
-)
+from kvrelay.frontend.openai.structured import Choices, GrammarText, ResponseFormat, SchemaText, StructuredOutputs
 from kvrelay.frontend.openai.tool_fields import ToolCalls, ToolChoice, Tools
 
 
@@ -92,6 +86,12 @@ class GenerationFields(msgspec.Struct, frozen=True, kw_only=True):
     json_schema: SchemaText | None = None
     regex: GrammarText | None = None
     ebnf: GrammarText | None = None
+
+
+def common_fields(request: msgspec.Struct) -> dict[str, Any]:
+    """The fields of another API's body that are ``GenerationFields``, with the same meaning."""
+    names = set(GenerationFields.__struct_fields__).intersection(request.__struct_fields__)
+    return {name: getattr(request, name) for name in names}
 
 
 class CompletionRequest(GenerationFields, frozen=True, kw_only=True):

@@ -54,5 +54,19 @@ class ToolCall(msgspec.Struct, frozen=True):
     type: Word = "function"
 
 
+def function_tool(
+    name: str, description: str | None, parameters: dict[str, object] | None, strict: bool | None = None
+) -> Tool:
+    return Tool("function", FunctionDefinition(name, description, parameters, strict))
+
+
+def function_choice(name: str) -> ToolChoice:
+    return ToolChoice("function", ChosenFunction(name))
+
+
+def function_call(call_id: str, name: str, arguments: str) -> ToolCall:
+    return ToolCall(call_id, CalledFunction(name, arguments))
+
+
 Tools = Annotated[list[Tool], Meta(max_length=MAX_TOOLS)]
 ToolCalls = Annotated[list[ToolCall], Meta(max_length=1024)]
