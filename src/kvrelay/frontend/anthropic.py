@@ -35,18 +35,22 @@ from kvrelay.frontend.generate.chat_api import ChatApi, ChatTask
 from kvrelay.frontend.openai.answer import AnsweredPrompt, Choice, Finish, Usage, encode_json
 from kvrelay.frontend.openai.bounds import JsonMap, Name, StopStrings, Text, Word, check_free_json
 from kvrelay.frontend.openai.errors import Failure
-from kvrelay.frontend.openai.requests import ChatCompletionRequest, ChatMessage, FieldsCheck, common_fields, parse_body
-from kvrelay.frontend.openai.structured import JsonSchemaFormat, ResponseFormat
-from kvrelay.frontend.openai.tool_fields import (
+from kvrelay.frontend.openai.requests import (
     MAX_TOOLS,
+    ChatCompletionRequest,
+    ChatMessage,
+    FieldsCheck,
     FunctionName,
     Tool,
     ToolCall,
     ToolChoice,
+    common_fields,
     function_call,
     function_choice,
     function_tool,
+    parse_body,
 )
+from kvrelay.frontend.openai.structured import JsonSchemaFormat, ResponseFormat
 
 MESSAGES_PATH = "/v1/messages"
 COUNT_TOKENS_PATH = "/v1/messages/count_tokens"

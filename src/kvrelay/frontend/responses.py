@@ -46,18 +46,22 @@ from kvrelay.frontend.openai.answer import (
 from kvrelay.frontend.openai.bounds import JsonMap, Name, StopString, StopStrings, Text, Word, Words
 from kvrelay.frontend.openai.errors import Failure
 from kvrelay.frontend.openai.logprobs import ChatPositionLogprobs, chat_logprobs
-from kvrelay.frontend.openai.requests import ChatCompletionRequest, ChatMessage, FieldsCheck, common_fields, parse_body
-from kvrelay.frontend.openai.structured import JsonSchemaFormat, ResponseFormat
-from kvrelay.frontend.openai.tool_fields import (
+from kvrelay.frontend.openai.requests import (
     MAX_TOOLS,
+    ChatCompletionRequest,
+    ChatMessage,
+    FieldsCheck,
     FunctionName,
     Tool,
     ToolCall,
     ToolChoice,
+    common_fields,
     function_call,
     function_choice,
     function_tool,
+    parse_body,
 )
+from kvrelay.frontend.openai.structured import JsonSchemaFormat, ResponseFormat
 
 # -- requests ---------------------------------------------------------------------------------------------------------
 

@@ -12,8 +12,7 @@ import msgspec
 from kvrelay.frontend.anthropic import AnthropicErrorBody, CountTokensRequest, MessageBody, MessagesRequest
 from kvrelay.frontend.openai.answer_spec import DECISION_HEADER, TIMEOUT_HEADER
 from kvrelay.frontend.openai.bounds import MAX_JSON_SIZE
-from kvrelay.frontend.openai.chat import ChatResponse
-from kvrelay.frontend.openai.completions import CompletionResponse
+from kvrelay.frontend.openai.completions import ChatResponse, CompletionResponse
 from kvrelay.frontend.openai.errors import ErrorBody
 from kvrelay.frontend.openai.requests import (
     ChatCompletionRequest,
