@@ -19,7 +19,7 @@ from kvrelay.bench.client.connection import Target
 from kvrelay.bench.client.driver import RunLimits
 from kvrelay.bench.compare import FAILED, Reduce, finish, summarise, take_turns
 from kvrelay.bench.load.mix import ClassSpec
-from kvrelay.bench.report.records import Distribution, Outcome, RequestRecord, RunResult, distribution
+from kvrelay.bench.report.metrics import Distribution, Outcome, RequestRecord, RunResult, distribution
 from kvrelay.bench.report.table import Row, results_table
 from kvrelay.errors import InvalidInputError
 

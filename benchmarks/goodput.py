@@ -24,7 +24,7 @@ from kvrelay.bench.load.mix import ClassSpec
 from kvrelay.bench.load.request import check_rate
 from kvrelay.bench.progress import progress_bar
 from kvrelay.bench.report.files import write_result
-from kvrelay.bench.report.records import INTERRUPTED, Outcome, RunResult, Slo
+from kvrelay.bench.report.metrics import INTERRUPTED, Outcome, RunResult, Slo
 from kvrelay.bench.report.table import Row, number, table
 from kvrelay.bench.serving import run_serve
 from kvrelay.errors import InvalidInputError

@@ -16,7 +16,7 @@ from kvrelay.bench.client.connection import Target
 from kvrelay.bench.client.driver import RunLimits
 from kvrelay.bench.compare import FAILED, finish, summarise, take_turns
 from kvrelay.bench.load.mix import ClassSpec
-from kvrelay.bench.report.records import Outcome, RunResult
+from kvrelay.bench.report.metrics import Outcome, RunResult
 from kvrelay.bench.report.table import Row, results_table
 
 WARM_KIND = "kvrelay-bench-warm-burst/1"

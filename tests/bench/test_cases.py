@@ -24,8 +24,17 @@ from kvrelay.bench.interference import (
     interference_markdown,
     plot_interference,
 )
-from kvrelay.bench.report.metrics import OfferedLoad, RunInfo, ServeReport, serve_report
-from kvrelay.bench.report.records import ClientLoad, Outcome, RequestRecord, RunResult, Slo
+from kvrelay.bench.report.metrics import (
+    ClientLoad,
+    OfferedLoad,
+    Outcome,
+    RequestRecord,
+    RunInfo,
+    RunResult,
+    ServeReport,
+    Slo,
+    serve_report,
+)
 from kvrelay.bench.report.table import Row, results_table
 from kvrelay.bench.sweep import CaseSweep, KneeOptions, knee_search, plot_sweep, sweep_case, sweep_markdown
 from kvrelay.errors import InvalidInputError

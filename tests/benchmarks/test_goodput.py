@@ -13,7 +13,7 @@ from benchmarks.goodput import at_rate, goodput, goodput_figures, goodput_markdo
 from click.testing import CliRunner, Result
 
 from kvrelay.bench.load.mix import Dataset, parse_mix
-from kvrelay.bench.report.records import ClientLoad, Outcome, RequestRecord, RunResult, Slo
+from kvrelay.bench.report.metrics import ClientLoad, Outcome, RequestRecord, RunResult, Slo
 from kvrelay.bench.report.table import Row
 from kvrelay.errors import InvalidInputError
 

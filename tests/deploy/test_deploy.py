@@ -305,7 +305,7 @@ def exported() -> set[str]:
         TransferStats((), 0, 0, 0), transfer_durations=StatsCounter().durations,
     )  # fmt: skip
     frontend = FrontendMetrics()
-    frontend.watch_workers(lambda: {"m": 1})
+    frontend.workers_of = lambda: {"m": 1}
     text = frontend.render().decode() + WorkerMetrics(lambda: stats).render().decode()
     return {sample.name for family in text_string_to_metric_families(text) for sample in family.samples}
 

@@ -27,7 +27,7 @@ from kvrelay.bench.cases import Case, CaseTimes, check_names, running, turns_of
 from kvrelay.bench.client.connection import Target
 from kvrelay.bench.errors import BenchError
 from kvrelay.bench.report.files import print_result
-from kvrelay.bench.report.records import INTERRUPTED
+from kvrelay.bench.report.metrics import INTERRUPTED
 from kvrelay.bench.report.table import Row
 from kvrelay.cli.processes import run_async
 from kvrelay.errors import InvalidInputError

@@ -12,15 +12,22 @@ from pathlib import Path
 
 from kvrelay.bench.client.connection import ConnectionPool, Target
 from kvrelay.bench.client.driver import LoadDriver, RunLimits, warm_up
-from kvrelay.bench.client.payload import BodyOptions, StreamEndpoint
 from kvrelay.bench.client.service import count_tokens, detokenize, first_model
+from kvrelay.bench.client.stream import BodyOptions, StreamEndpoint
 from kvrelay.bench.errors import BadResponseError, BenchError
 from kvrelay.bench.load.mix import ClassSpec, DatasetKind, build_class
-from kvrelay.bench.load.request import LoadClass, LoadRequest
-from kvrelay.bench.load.tokens import LocalTokenizer
+from kvrelay.bench.load.request import LoadClass, LoadRequest, LocalTokenizer
 from kvrelay.bench.progress import ProgressBar
-from kvrelay.bench.report.metrics import OfferedLoad, RunInfo, ServeReport, serve_report
-from kvrelay.bench.report.records import Outcome, RequestRecord, RunResult, Slo
+from kvrelay.bench.report.metrics import (
+    OfferedLoad,
+    Outcome,
+    RequestRecord,
+    RunInfo,
+    RunResult,
+    ServeReport,
+    Slo,
+    serve_report,
+)
 from kvrelay.errors import InvalidInputError
 
 _DEFAULT_BODY = BodyOptions(model="")

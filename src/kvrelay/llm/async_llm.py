@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from collections.abc import Sequence as Items
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import msgspec
@@ -33,7 +32,6 @@ TextOrTokens = str | Items[int]
 Message = Mapping[str, Any]
 
 MIGRATION_LIMIT = 3
-MAX_PROMPTS = 2**20
 
 
 class AsyncLLM:
@@ -77,9 +75,7 @@ class AsyncLLM:
     async def __aenter__(self) -> AsyncLLM:
         return await self.start()
 
-    async def __aexit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     @property

@@ -54,13 +54,5 @@ def spec_of(params: SamplingParams) -> AnswerSpec:
         stops=params.stop_strings,
         include_stop=params.include_stop_str_in_output,
         skip_special_tokens=params.skip_special_tokens,
-        add_special_tokens=True,
-        return_token_ids=False,
-        echo=False,
-        stream=False,
-        include_usage=False,
-        continuous_usage=False,
-        priority=0,
-        timeout_s=None,
         detokenize=params.detokenize,
     )

@@ -15,6 +15,7 @@ placement or finish shifts it. The router ignores samples older than ``stale_aft
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
@@ -96,10 +97,6 @@ class LoadTable:
     def worker_ids(self) -> list[str]:
         """The workers in row order. Not to be changed by the caller."""
         return self._ids
-
-    @property
-    def num_placements(self) -> int:
-        return len(self._placements)
 
     @property
     def num_pending(self) -> int:
@@ -252,3 +249,34 @@ class LoadTable:
             f"LoadTable(workers={len(self._ids)}, requests={self._kept.num_placed.sum():.0f}, "
             f"prefill_tokens={self._shown.prefill_tokens.sum():.0f}, context_tokens={context:.0f})"
         )
+
+
+MIN_AGE_S = 0.5
+"""Shorter steps are not remembered."""
+
+
+class Stalls:
+    """The age of each worker's running step in its last sample. A worker that falls silent keeps that age."""
+
+    def __init__(self) -> None:
+        self._age_s: dict[str, float] = {}
+
+    def heard(self, worker_id: str, step_age_s: float) -> None:
+        if step_age_s >= MIN_AGE_S:
+            self._age_s[worker_id] = step_age_s
+        else:
+            self._age_s.pop(worker_id, None)
+
+    def forget(self, worker_id: str) -> None:
+        self._age_s.pop(worker_id, None)
+
+    def avoidable(
+        self, after_s: float, row_of: Callable[[str], int | None], excluded: Collection[int], num_rows: int
+    ) -> list[int]:
+        """Rows to avoid besides ``excluded``: those of workers that have been at one step for ``after_s`` seconds
+        (0: none). Empty if that would leave none of the ``num_rows``."""
+        if not self._age_s or not after_s:
+            return []
+        rows = {row_of(worker_id) for worker_id, age_s in self._age_s.items() if age_s >= after_s}
+        stalled = [row for row in rows if row is not None and row not in excluded]
+        return stalled if len(stalled) + len(excluded) < num_rows else []

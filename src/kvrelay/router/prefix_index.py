@@ -11,8 +11,8 @@ blocks or workers.
     segments   mask 1111    0011    0001      scores of a query h0..h5: workers 2 and 3: 4, workers 0 and 1: 6
 
 Segments (``segments``) are split where workers part and grow where a worker goes on. A pass over all segments
-(``segment_pass``), which advances by a few segments with every event, joins adjoining segments with equal masks. When a
-worker leaves, the index only retires its bit (``worker_bits``); the same pass clears the bit from the masks. This
+(``SegmentPass``), which advances by a few segments with every event, joins adjoining segments with equal masks. When a
+worker leaves, the index only retires its bit (``WorkerBits``); the same pass clears the bit from the masks. This
 module does not know the order of events, registrations, load or tokens.
 """
 
@@ -22,11 +22,8 @@ from collections.abc import Iterable, Sequence
 
 from kvrelay.core.events import BlockRemoved, BlockStored, KvEvent
 from kvrelay.errors import IntegrityError
-from kvrelay.router.errors import ParentNotFoundError
-from kvrelay.router.overlap import OverlapScores, RecentUses, StoredChain, WorkerGroup
-from kvrelay.router.segment_pass import SegmentPass
-from kvrelay.router.segments import SegmentTable
-from kvrelay.router.worker_bits import WorkerBits
+from kvrelay.router.overlap import OverlapScores, ParentNotFoundError, RecentUses, StoredChain, WorkerGroup
+from kvrelay.router.segments import SegmentPass, SegmentTable, WorkerBits
 
 PASS_SEGMENTS_PER_EVENT = 8
 
@@ -51,9 +48,6 @@ class PrefixIndex:
     @property
     def num_segments(self) -> int:
         return len(self._table.segments)
-
-    def num_blocks_of(self, worker_id: str) -> int:
-        return self._num_held.get(worker_id, 0)
 
     @property
     def worker_ids(self) -> tuple[str, ...]:

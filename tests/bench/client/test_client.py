@@ -11,13 +11,13 @@ import pytest
 
 from kvrelay.bench.client.connection import ConnectionPool, parse_target
 from kvrelay.bench.client.driver import LoadDriver, RunLimits
-from kvrelay.bench.client.payload import BodyOptions, StreamEndpoint
 from kvrelay.bench.client.service import count_tokens, first_model, wait_until_healthy
+from kvrelay.bench.client.stream import BodyOptions, StreamEndpoint
 from kvrelay.bench.errors import BenchError, ServerDownError
 from kvrelay.bench.load.mix import ClassSpec, Dataset, build_class
 from kvrelay.bench.load.request import Length
 from kvrelay.bench.progress import ProgressBar
-from kvrelay.bench.report.records import Outcome, RunResult, TokenSource
+from kvrelay.bench.report.metrics import Outcome, RunResult, TokenSource
 from kvrelay.bench.serving import RunOptions, ServeRun, require_success, run_serve
 from kvrelay.cli.processes import run_async
 from kvrelay.errors import InvalidInputError

@@ -24,7 +24,7 @@ from kvrelay.data import bundled_checkpoint_path
 from kvrelay.frontend.side_threads import complete
 from kvrelay.frontend.tokens import tokenizer as module
 from kvrelay.frontend.tokens.text_pieces import cut_text, may_be_cut
-from kvrelay.frontend.tokens.tokenizer import Tokenizer, TokenizerSettings, load_tokenizer
+from kvrelay.frontend.tokens.tokenizer import Tokenizer, load_tokenizer
 
 LLAMA_3_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -144,7 +144,7 @@ def rust_of(name: str) -> RustTokenizer:
 
 @cache
 def tokenizer_of(name: str) -> Tokenizer:
-    return Tokenizer(rust_of(name), TokenizerSettings())
+    return Tokenizer(rust_of(name))
 
 
 @pytest.mark.parametrize("name", CUT)

@@ -11,7 +11,7 @@ from tests.executors.constrained import random_answer
 
 from kvrelay.errors import InvalidInputError
 from kvrelay.frontend.openai.answer import ParsedDelta
-from kvrelay.frontend.openai.chat import whole_calls
+from kvrelay.frontend.openai.completions import whole_calls
 from kvrelay.frontend.openai.requests import ChatCompletionRequest, parse_body
 from kvrelay.frontend.tools.chat_form import ChatForm, chat_form
 from kvrelay.frontend.tools.dialects import DIALECTS, HERMES

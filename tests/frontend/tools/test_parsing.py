@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrelay.frontend.openai.answer import OutputParser, ParsedDelta
-from kvrelay.frontend.openai.chat import whole_calls
+from kvrelay.frontend.openai.completions import whole_calls
 from kvrelay.frontend.tools.dialects import DIALECTS, HERMES, LLAMA3_JSON, MISTRAL, Dialect, guessed_dialect
 from kvrelay.frontend.tools.parsing import ToolParser
 from kvrelay.frontend.tools.reasoning import ReasoningParser, reasons_at_once

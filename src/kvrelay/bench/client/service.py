@@ -9,7 +9,7 @@ from typing import TypeVar
 import msgspec
 
 from kvrelay.bench.client.connection import ConnectionPool
-from kvrelay.bench.client.payload import error_text
+from kvrelay.bench.client.stream import error_text
 from kvrelay.bench.errors import BadResponseError, BenchError, ServerDownError
 from kvrelay.core.decoding import UNREADABLE
 

@@ -9,16 +9,10 @@ from typing import Any
 
 import msgspec
 
-from kvrelay.frontend.anthropic.errors import AnthropicErrorBody
-from kvrelay.frontend.anthropic.message_bodies import CountTokensRequest, MessagesRequest
-from kvrelay.frontend.anthropic.shapes import MessageBody
-from kvrelay.frontend.openai.answer_spec import (
-    DECISION_HEADER,
-    TIMEOUT_HEADER,
-)
+from kvrelay.frontend.anthropic import AnthropicErrorBody, CountTokensRequest, MessageBody, MessagesRequest
+from kvrelay.frontend.openai.answer_spec import DECISION_HEADER, TIMEOUT_HEADER
 from kvrelay.frontend.openai.bounds import MAX_JSON_SIZE
-from kvrelay.frontend.openai.chat import ChatResponse
-from kvrelay.frontend.openai.completions import CompletionResponse
+from kvrelay.frontend.openai.completions import ChatResponse, CompletionResponse
 from kvrelay.frontend.openai.errors import ErrorBody
 from kvrelay.frontend.openai.requests import (
     ChatCompletionRequest,
@@ -26,8 +20,7 @@ from kvrelay.frontend.openai.requests import (
     DetokenizeRequest,
     TokenizeRequest,
 )
-from kvrelay.frontend.responses.response_bodies import ResponsesRequest
-from kvrelay.frontend.responses.shapes import ResponseBody
+from kvrelay.frontend.responses import ResponseBody, ResponsesRequest
 from kvrelay.version import __version__
 
 _REF = "#/components/schemas/{name}"

@@ -48,10 +48,10 @@ class Frontend:
         Raises AddressInUseError, ConfigError."""
         self.metrics = FrontendMetrics()
         self.cluster = ClusterView(control, keys, connect, build_router, disagg=disagg)
-        self.metrics.watch_workers(self.cluster.count_workers)
-        self.metrics.watch_loads(self.cluster.loads)
-        self.metrics.watch_fallbacks(self.cluster.count_fallbacks)
-        self.metrics.watch_places(self.cluster.count_places)
+        self.metrics.workers_of = self.cluster.count_workers
+        self.metrics.loads_of = self.cluster.loads
+        self.metrics.fallbacks_of = self.cluster.count_fallbacks
+        self.metrics.places_of = self.cluster.count_places
         self._config = config
         self._background = AsyncExitStack()
         monitoring = monitoring or MetricsConfig()

@@ -74,29 +74,17 @@ class FrontendMetrics(Collector):
         self.num_in_flight_of: Callable[[], int] = lambda: 0
         """Number of sequences in flight; admission control counts them."""
         self._models: dict[str, ModelMetrics] = {}
-        self._workers: Callable[[], Mapping[str, int]] = dict
-        self._fallbacks: Callable[[], Mapping[str, int]] = dict
-        self._places: Callable[[], Mapping[tuple[str, ...], int]] = dict
-        self._loads: Callable[[], Sequence[tuple[str, LoadMetrics]]] = tuple
+        self.workers_of: Callable[[], Mapping[str, int]] = dict
+        """Number of connected workers per model."""
+        self.fallbacks_of: Callable[[], Mapping[str, int]] = dict
+        """Number of requests per model that were placed without the workers' costs."""
+        self.places_of: Callable[[], Mapping[tuple[str, ...], int]] = dict
+        """Number of prefill-first requests by model and place of the prefill."""
+        self.loads_of: Callable[[], Sequence[tuple[str, LoadMetrics]]] = tuple
+        """The workers' last samples, each with its model's name."""
         self._registry = CollectorRegistry()
         self._registry.register(self)
         ProcessCollector(registry=self._registry)
-
-    def watch_workers(self, count_by_model: Callable[[], Mapping[str, int]]) -> None:
-        """Source of the number of connected workers per model."""
-        self._workers = count_by_model
-
-    def watch_loads(self, loads: Callable[[], Sequence[tuple[str, LoadMetrics]]]) -> None:
-        """Where the workers' last samples come from, each with its model's name."""
-        self._loads = loads
-
-    def watch_fallbacks(self, count_by_model: Callable[[], Mapping[str, int]]) -> None:
-        """Source of the number of requests per model that were placed without the workers' costs."""
-        self._fallbacks = count_by_model
-
-    def watch_places(self, count: Callable[[], Mapping[tuple[str, ...], int]]) -> None:
-        """Source of the number of prefill-first requests by model and place of the prefill."""
-        self._places = count
 
     # -- counting -----------------------------------------------------------------------------------------------------
 
@@ -136,7 +124,7 @@ class FrontendMetrics(Collector):
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
-        for name in self._workers():
+        for name in self.workers_of():
             self.of(name)
         models = dict(self._models)
         requests = dict.fromkeys(product(GENERATING, COMMON_STATUSES, models), 0) | self.requests
@@ -149,17 +137,17 @@ class FrontendMetrics(Collector):
         yield _counter("kvrelay_refusals", "Requests that a worker refused.", ("model", "reason"), refusals)
         rejections = {(reason,): count for reason, count in self.rejections_of().items()}
         yield _counter("kvrelay_rejections", "Requests refused before any worker got them.", ("reason",), rejections)
-        places = dict.fromkeys(product(models, _PLACES), 0) | dict(self._places())
+        places = dict.fromkeys(product(models, _PLACES), 0) | dict(self.places_of())
         yield _counter(
             "kvrelay_pair_placements", "Prefill-first: pairs, and why there was none.", ("model", "place"), places
         )
-        fallbacks = dict.fromkeys(models, 0) | dict(self._fallbacks())
+        fallbacks = dict.fromkeys(models, 0) | dict(self.fallbacks_of())
         yield _by_model("kvrelay_routing_fallbacks", "Requests placed without any worker's costs.", fallbacks)
         workers = GaugeMetricFamily("kvrelay_workers", "Connected workers that take requests.", labels=("model",))
-        for model, count in self._workers().items():
+        for model, count in self.workers_of().items():
             workers.add_metric((model,), count)
         yield workers
-        yield from _load_gauges(self._loads())
+        yield from _load_gauges(self.loads_of())
         yield GaugeMetricFamily(
             "kvrelay_requests_in_flight", "Sequences being generated.", value=self.num_in_flight_of()
         )

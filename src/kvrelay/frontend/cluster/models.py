@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import msgspec
 
-from kvrelay.core.events import KvEventBatch, LoadMetrics
 from kvrelay.core.handoff import HandoffOrder
 from kvrelay.core.workers import WorkerInfo
 from kvrelay.errors import WorkerUnavailableError
@@ -143,17 +142,9 @@ class Model:
 
     # -- what workers publish -----------------------------------------------------------------------------------------
 
-    def _router_of(self, worker_id: str) -> Router:
+    def router_of(self, worker_id: str) -> Router:
+        """Which of the routers hears what this worker publishes."""
         return self.pairs.prefills if worker_id in self._prefill_links else self.router
-
-    def apply_events(self, batch: KvEventBatch) -> None:
-        self._router_of(batch.worker_id).apply_events(batch)
-
-    def apply_metrics(self, metrics: LoadMetrics) -> None:
-        self._router_of(metrics.worker_id).apply_metrics(metrics)
-
-    def apply_replay(self, worker_id: str, reply: bytes) -> None:
-        self._router_of(worker_id).apply_replay(worker_id, reply)
 
     def tune(self, settings: RuntimeSettings) -> None:
         """Apply the run-time settings on top of those that the router was started with."""

@@ -21,6 +21,7 @@ from kvrelay.frontend.openai.answer import (
     OutputParser,
     ParsedDelta,
     Usage,
+    encode_json,
     with_extra,
 )
 
@@ -137,6 +138,11 @@ class AnswerBlocks:
         if self._open is not None:
             yield BlockEvent(BlockStep.CLOSED, self._open)
         self._open = None
+
+
+def named_event(kind: str, **fields: object) -> bytes:
+    """A server-sent event of this name; its data has the name as its type."""
+    return b"event: " + kind.encode() + b"\ndata: " + encode_json({"type": kind, **fields}) + b"\n\n"
 
 
 class BlockFormat(ABC):

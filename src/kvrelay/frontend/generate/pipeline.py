@@ -26,8 +26,8 @@ from kvrelay.frontend.access.admission import Admission
 from kvrelay.frontend.access.api_keys import ApiKeys, cache_salt_of
 from kvrelay.frontend.cluster.metrics import FrontendMetrics
 from kvrelay.frontend.cluster.models import Model
-from kvrelay.frontend.cluster.pairs import ORDER_HEADER, read_order
 from kvrelay.frontend.cluster.view import ClusterView
+from kvrelay.frontend.cluster.worker_link import ORDER_HEADER, read_order
 from kvrelay.frontend.generate.answers import (
     ClientGoneError,
     CollectedAnswer,
@@ -57,8 +57,7 @@ from kvrelay.frontend.openai.errors import DeadlineError, failure_of
 from kvrelay.frontend.openai.logprobs import TokenIdTexts, TokenTexts
 from kvrelay.frontend.openai.requests import ChatCompletionRequest, FieldsCheck, GenerationFields, has_short_fields
 from kvrelay.frontend.side_threads import INLINE_SIZE, Pieces, SideThreads
-from kvrelay.frontend.tools.chat_form import ChatForm, chat_form
-from kvrelay.frontend.tools.output_parsers import OutputParsers
+from kvrelay.frontend.tools.chat_form import ChatForm, OutputParsers, chat_form
 from kvrelay.http import Exchange, HttpRequest, Response
 from kvrelay.marks.kept import Kept
 from kvrelay.marks.phases import Phase

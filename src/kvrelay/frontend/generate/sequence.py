@@ -28,17 +28,10 @@ from kvrelay.core.handoff import HandoffOrder
 from kvrelay.core.messages import GenerateRequest, RequestRefused, TokenOutput
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.status import FinishReason
-from kvrelay.errors import (
-    KvrelayError,
-    OverloadedError,
-    ProtocolError,
-    RetryElsewhereError,
-    WorkerUnavailableError,
-)
+from kvrelay.errors import KvrelayError, OverloadedError, ProtocolError, RetryElsewhereError, WorkerUnavailableError
 from kvrelay.frontend.cluster.metrics import FrontendMetrics
 from kvrelay.frontend.cluster.models import Model
-from kvrelay.frontend.cluster.pairs import PrefillHalf, paired_request
-from kvrelay.frontend.cluster.worker_link import WorkerLink, contradicts, unseen_part
+from kvrelay.frontend.cluster.worker_link import PrefillHalf, WorkerLink, contradicts, paired_request, unseen_part
 from kvrelay.frontend.generate.answer_text import AnswerText
 from kvrelay.frontend.generate.prompts import Prompt
 from kvrelay.frontend.openai.answer import ChoicePiece, PromptLogprobs

@@ -42,18 +42,18 @@ class AnswerSpec(msgspec.Struct, frozen=True):
     sampling: SamplingParams
     max_tokens: int | None
     is_max_default: bool
-    n: int
-    stops: tuple[str, ...]
-    include_stop: bool
-    skip_special_tokens: bool
-    add_special_tokens: bool
-    return_token_ids: bool
-    echo: bool
-    stream: bool
-    include_usage: bool
-    continuous_usage: bool
-    priority: int
-    timeout_s: float | None
+    n: int = 1
+    stops: tuple[str, ...] = ()
+    include_stop: bool = False
+    skip_special_tokens: bool = True
+    add_special_tokens: bool = True
+    return_token_ids: bool = False
+    echo: bool = False
+    stream: bool = False
+    include_usage: bool = False
+    continuous_usage: bool = False
+    priority: int = 0
+    timeout_s: float | None = None
     keep_last: int | None = None
     """Keep only this many last tokens of each prompt; -1: as many as the context holds."""
     grammar_param: str | None = None
@@ -152,14 +152,13 @@ def choice_sampling(sampling: SamplingParams, index: int) -> SamplingParams:
 
 def completion_spec(request: CompletionRequest, defaults: DefaultSampling, max_n: int) -> AnswerSpec:
     """Raises InvalidInputError."""
-    max_tokens = DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
     is_echo = bool(request.echo)
     prompt_logprobs = request.prompt_logprobs
     if is_echo and prompt_logprobs is None:
         prompt_logprobs = request.logprobs
     constraint = constraint_of(request)
     sampling = _sampling(request, defaults, request.logprobs, prompt_logprobs, constraint)
-    return _spec(request, sampling, max_tokens, request.max_tokens is None, is_echo, max_n, constraint)
+    return _spec(request, sampling, request.max_tokens, max_n, constraint, DEFAULT_MAX_TOKENS, echo=is_echo)
 
 
 def chat_spec(
@@ -167,25 +166,25 @@ def chat_spec(
 ) -> AnswerSpec:
     """``constraint`` is the required form of the answer. Raises InvalidInputError."""
     _refuse_contradictions(request)
-    logprobs = None
-    if request.logprobs:
-        logprobs = _or(request.top_logprobs, 0)
-    elif request.top_logprobs:
+    logprobs = _or(request.top_logprobs, 0) if request.logprobs else None
+    if request.top_logprobs and not request.logprobs:
         raise InvalidInputError("top_logprobs needs logprobs to be true", param="top_logprobs")
     max_tokens = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
     sampling = _sampling(request, defaults, logprobs, request.prompt_logprobs, constraint)
-    return _spec(request, sampling, max_tokens, max_tokens is None, False, max_n, constraint)
+    return _spec(request, sampling, max_tokens, max_n, constraint)
 
 
 def _spec(
     request: GenerationFields,
     sampling: SamplingParams,
-    max_tokens: int | None,
-    is_max_default: bool,
-    echo: bool,
+    given_max: int | None,
     max_n: int,
     constraint: Constraint | None,
+    default_max: int | None = None,
+    *,
+    echo: bool = False,
 ) -> AnswerSpec:
+    max_tokens = default_max if given_max is None else given_max
     n = _or(request.n, 1)
     if not 1 <= n <= max_n:
         raise InvalidInputError(f"n must be between 1 and {max_n}", param="n")
@@ -201,7 +200,7 @@ def _spec(
     return AnswerSpec(
         sampling=sampling,
         max_tokens=max_tokens,
-        is_max_default=is_max_default,
+        is_max_default=given_max is None,
         n=n,
         stops=_stops(request.stop),
         include_stop=bool(request.include_stop_str_in_output),

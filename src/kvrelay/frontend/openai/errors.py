@@ -9,13 +9,7 @@ from dataclasses import dataclass
 import msgspec
 
 from kvrelay.core.messages import RequestRefused
-from kvrelay.errors import (
-    InvalidInputError,
-    KvrelayError,
-    OverloadedError,
-    RetryElsewhereError,
-    WorkerUnavailableError,
-)
+from kvrelay.errors import InvalidInputError, KvrelayError, OverloadedError, RetryElsewhereError, WorkerUnavailableError
 from kvrelay.http.exchange import Response
 
 MAX_RETRY_AFTER_S = 3600.0

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
@@ -33,6 +32,7 @@ class DefaultSampling(msgspec.Struct, frozen=True):
     repetition_penalty: float | None = None
 
 
+NO_DEFAULTS = DefaultSampling()
 PIECE_CHARS = 2**15
 """Characters that are tokenized in one call, which takes about 10 ms."""
 MAX_BATCH = 256
@@ -40,18 +40,15 @@ MAX_CHARS_PER_TOKEN = 1024
 """For tokenizers without a known better bound."""
 
 
-@dataclass(frozen=True, slots=True)
-class TokenizerSettings:
-    """The contents of the files beside ``tokenizer.json``; missing files are empty."""
-
-    chat_template: ChatTemplate | None = None
-    default_sampling: DefaultSampling = field(default_factory=DefaultSampling)
-
-
 class Tokenizer:
     """Thread-safe for ``encode`` and ``decode``."""
 
-    def __init__(self, rust: RustTokenizer, settings: TokenizerSettings) -> None:
+    def __init__(
+        self,
+        rust: RustTokenizer,
+        chat_template: ChatTemplate | None = None,
+        default_sampling: DefaultSampling = NO_DEFAULTS,
+    ) -> None:
         rust.no_truncation()
         rust.no_padding()
         self._rust = rust
@@ -61,8 +58,8 @@ class Tokenizer:
         self._tokens = self._token_bytes() if self._byte_level else None
         self._frame = _frame(rust) if self._byte_level and may_be_cut(rust) else None
         self.max_chars_per_token = self._max_chars_per_token()
-        self.default_sampling = settings.default_sampling
-        self.chat_template = settings.chat_template
+        self.default_sampling = default_sampling
+        self.chat_template = chat_template
 
     def __repr__(self) -> str:
         return f"Tokenizer(vocab_size={self.vocab_size}, byte_level={self._byte_level})"
@@ -158,16 +155,12 @@ def load_tokenizer(model_path: Path) -> Tokenizer:
         raise
     except BaseException as exc:  # the binding raises bare Exception, and for a panic a BaseException of its own
         raise CheckpointError(f"cannot load {file}: {exc}") from exc
-    return Tokenizer(rust, _read_settings(model_path))
-
-
-def _read_settings(path: Path) -> TokenizerSettings:
-    config = _read_json(path / "tokenizer_config.json")
+    defaults_file = model_path / "generation_config.json"
     try:
-        defaults = msgspec.convert(_read_json(path / "generation_config.json"), DefaultSampling)
+        defaults = msgspec.convert(_read_json(defaults_file), DefaultSampling)
     except msgspec.ValidationError as exc:
-        raise CheckpointError(f"{path / 'generation_config.json'} is malformed: {exc}") from exc
-    return TokenizerSettings(_chat_template(path, config), defaults)
+        raise CheckpointError(f"{defaults_file} is malformed: {exc}") from exc
+    return Tokenizer(rust, _chat_template(model_path, _read_json(model_path / "tokenizer_config.json")), defaults)
 
 
 def _chat_template(path: Path, config: dict[str, object]) -> ChatTemplate | None:

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import msgspec
 
 from kvrelay.core.grammar import Grammar, GrammarKind
 from kvrelay.errors import InvalidInputError
+from kvrelay.frontend.openai.answer import OutputParser
 from kvrelay.frontend.openai.bounds import MAX_JSON_SIZE
-from kvrelay.frontend.openai.requests import ChatCompletionRequest
+from kvrelay.frontend.openai.requests import ChatCompletionRequest, Tool, ToolChoice
 from kvrelay.frontend.openai.structured import Constraint, checked, constraint_of, lark_string, schema_source
-from kvrelay.frontend.openai.tool_fields import Tool, ToolChoice
-from kvrelay.frontend.tools.dialects import LLAMA3_JSON, Dialect
+from kvrelay.frontend.tokens.chat_template import ChatTemplate
+from kvrelay.frontend.tools.dialects import DIALECTS, LLAMA3_JSON, Dialect, guessed_dialect
 from kvrelay.frontend.tools.parsing import ToolParser
+from kvrelay.frontend.tools.reasoning import ReasoningParser, reasons_at_once
 
 MAX_CALLS = 16
 """The limit of calls of an answer that must have calls: a model must not call until its tokens are spent."""
@@ -175,3 +177,28 @@ def _check_tools(tools: Sequence[Tool]) -> None:
             schema_source(tool.function.parameters, "tools")
     if tools and len(msgspec.json.encode(tools)) > MAX_JSON_SIZE:
         raise InvalidInputError(f"tools are above {MAX_JSON_SIZE} characters", param="tools")
+
+
+class OutputParsers:
+    """``tool_call_parser`` is a dialect's name or ``auto``; ``reasoning_parser`` a parser's name or ``none``."""
+
+    def __init__(self, tool_call_parser: str, reasoning_parser: str) -> None:
+        self._tool_call_parser = tool_call_parser
+        self._reasoning_parser = reasoning_parser
+
+    def dialect(self, template: ChatTemplate | None) -> Dialect | None:
+        """The dialect of a model with this template; None if unknown."""
+        if self._tool_call_parser != "auto":
+            return DIALECTS[self._tool_call_parser]
+        return guessed_dialect(template.source if template is not None else "")
+
+    def parser(self, form: ChatForm, prompt: str) -> Callable[[], OutputParser] | None:
+        """A factory of parsers, one per choice; None if the text is the content.
+
+        An answer that is bound by a grammar has no reasoning: the grammar begins with its first token.
+        """
+        tools = form.tools
+        if self._reasoning_parser == "none" or form.constraint is not None:
+            return tools.parser if tools is not None else None
+        is_inside = reasons_at_once(self._reasoning_parser, prompt)
+        return lambda: ReasoningParser(is_inside, tools.parser() if tools is not None else None)

@@ -9,7 +9,6 @@ from kvrelay.frontend.tools.parsing import MAX_SPACE, held_back
 
 BEGIN, END = "<think>", "</think>"
 _SPACE = " \t\r\n"
-REASONING_PARSERS = ("deepseek_r1", "qwen3")
 
 
 class _State(enum.Enum):
