@@ -124,6 +124,9 @@ class Sequence:
             placement = self._model.place(self._routing_request(), self._order, must_be_local=self._must_be_local)
             link = placement.decode
             request = self._generate_request(link)
+            if self._trace is not None:
+                half = placement.prefill
+                self._traced = self._trace.routed(link.info.worker_id, half.info.worker_id if half is not None else "")
             if placement.prefill is not None:
                 request = self._submit_prefill(placement.prefill, link, request)
             try:
@@ -134,9 +137,6 @@ class Sequence:
                 continue
             self._link = link
             self.worker_id = link.info.worker_id
-            if self._trace is not None:
-                half = self._prefill
-                self._traced = self._trace.routed(self.worker_id, half.link.info.worker_id if half is not None else "")
             return
 
     def _submit_prefill(self, prefill: WorkerLink, decode: WorkerLink, request: GenerateRequest) -> GenerateRequest:
@@ -315,7 +315,7 @@ class Sequence:
             gap_s = now_s - self._last_s
             self._counts.itl.observe(gap_s)
             if gap_s > LATE_S and self._trace is not None:
-                self._trace.late_token(gap_s)
+                self._trace.late_token(now_s, gap_s)
         self._last_s = now_s
         if link is not None:
             link.counts.generated_tokens += len(output.token_ids)
@@ -331,8 +331,8 @@ class Sequence:
     def _on_prefilled(self, output: TokenOutput, now_s: float, link: WorkerLink | None) -> None:
         """Handle the first output of an attempt. On the first attempt it also carries the prompt's cached tokens."""
         if self._trace is not None:
-            self._trace.first_token()
             self._heard(output)
+            self._trace.first_token(now_s)
         self._is_prefilled = True
         self._model.router.first_token(self._placement_id)
         if link is not None:
