@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 
+from kvrelay.marks.otlp import TraceExporter
 from kvrelay.marks.ring import Ring
 from kvrelay.marks.run_queue import RunQueue
 from kvrelay.marks.trace import Trace
@@ -83,6 +84,7 @@ class Kept:
         self._sampled = Latest(NUM_SAMPLED, MAX_BYTES // 4)
         self._slowest = Slowest()
         self._num_ended = 0
+        self.exporter: TraceExporter | None = None
 
     def begin(self, request_id: str, client: str) -> Trace:
         """A request has come."""
@@ -100,6 +102,8 @@ class Kept:
             self._sampled.add(trace)
         self._num_ended += 1
         self._slowest.add(trace)
+        if self.exporter is not None:
+            self.exporter.add(trace)
 
     def find(self, request_id: str) -> Trace | None:
         """The trace of this request, if it is kept."""

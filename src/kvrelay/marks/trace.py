@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from kvrelay.marks.phases import Phase, Role
 from kvrelay.marks.ring import Ring
 from kvrelay.marks.run_queue import RunQueue
+from kvrelay.marks.trace_context import TraceContext
 from kvrelay.marks.travel import MAX_BYTES, ProcessMarks
 
 MAX_ATTEMPTS = 16
@@ -39,6 +40,7 @@ class Trace:
         "_run_queue",
         "attempts",
         "client",
+        "context",
         "ended_ns",
         "error",
         "first_ns",
@@ -66,6 +68,8 @@ class Trace:
         self.prompt_tokens = self.output_tokens = 0
         self.num_migrations = self.num_late = 0
         self.attempts: list[Attempt] = []
+        self.context: TraceContext | None = None
+        """The request's place in a tracing system; None if no traces are sent."""
         self.received_unix = time.time()
         self.received_ns = time.monotonic_ns()
         self.first_ns = self.ended_ns = 0

@@ -12,11 +12,13 @@ from contextlib import AsyncExitStack
 
 from kvrelay.config import DisaggConfig, FrontendConfig, MetricsConfig
 from kvrelay.control.base import ControlPlane, Keys
+from kvrelay.errors import ConfigError
 from kvrelay.frontend.api.app import FrontendApp
 from kvrelay.frontend.api.requests_shown import ShownRequests
 from kvrelay.frontend.cluster.cluster import Cluster, RouterFactory, RpcClientFactory
 from kvrelay.frontend.cluster.metrics import FrontendMetrics
 from kvrelay.http import HttpLimits, HttpServer, open_listener, server_tls
+from kvrelay.marks.otlp import open_exporter
 
 _log = logging.getLogger(__name__)
 
@@ -54,6 +56,11 @@ class Frontend:
         self._background = AsyncExitStack()
         monitoring = monitoring or MetricsConfig()
         shown = ShownRequests(monitoring, control, keys, name)
+        self._exporter = self.metrics.exporter = open_exporter(config.otlp_endpoint, shown.name)
+        if shown.kept is not None:
+            shown.kept.exporter = self._exporter
+        elif config.otlp_endpoint:
+            raise ConfigError("traces are made of request_marks, which are off", param="otlp_endpoint")
         self._app = FrontendApp(config, self.cluster, self.metrics, shown)
         limits = HttpLimits(
             max_body_bytes=config.max_body_bytes,
@@ -89,6 +96,8 @@ class Frontend:
         if not await self.cluster.wait_connected(CONNECT_TIMEOUT_S):
             _log.warning("could not connect to all workers within %g s; serving without them", CONNECT_TIMEOUT_S)
         await self._background.enter_async_context(self._app.serving())
+        if self._exporter is not None:
+            await self._background.enter_async_context(self._exporter.running())
         await self._server.start()
 
     async def close(self) -> None:

@@ -17,6 +17,7 @@ from prometheus_client.registry import Collector
 from kvrelay.core.events import LoadMetrics
 from kvrelay.core.histogram import LATENCY_BUCKETS_S, TOKEN_BUCKETS_S, Histogram
 from kvrelay.core.status import RefusalKind
+from kvrelay.marks.otlp import TraceExporter
 from kvrelay.placement.base import PrefillPlace
 
 UNKNOWN = "unknown"
@@ -62,6 +63,7 @@ class FrontendMetrics(Collector):
         """Requests that this frontend's own admission control refused, by reason."""
         self.num_in_flight_of: Callable[[], int] = lambda: 0
         """Number of sequences in flight; admission control counts them."""
+        self.exporter: TraceExporter | None = None
         self._models: dict[str, ModelMetrics] = {}
         self._workers: Callable[[], Mapping[str, int]] = dict
         self._fallbacks: Callable[[], Mapping[str, int]] = dict
@@ -140,6 +142,9 @@ class FrontendMetrics(Collector):
         yield GaugeMetricFamily(
             "kvrelay_requests_in_flight", "Sequences being generated.", value=self.num_in_flight_of()
         )
+        if self.exporter is not None:
+            sent = {("sent",): self.exporter.num_sent, ("dropped",): self.exporter.num_dropped}
+            yield _counter("kvrelay_otlp_traces", "Traces of requests, by what became of them.", ("outcome",), sent)
         for metric, text, number in _COUNTS:
             yield _by_model(metric, text, {name: number(model) for name, model in models.items()})
         for metric, text, histogram in _HISTOGRAMS:

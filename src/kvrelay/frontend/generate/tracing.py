@@ -9,6 +9,8 @@ from kvrelay.errors import KvrelayError
 from kvrelay.http import HttpRequest
 from kvrelay.marks.kept import Kept
 from kvrelay.marks.trace import Trace
+from kvrelay.marks.trace_context import HEADER as TRACEPARENT
+from kvrelay.marks.trace_context import TraceContext
 
 WATERFALL_HEADER = "x-kvrelay-waterfall"
 
@@ -20,6 +22,8 @@ def traced(kept: Kept | None, request: HttpRequest, request_id: str) -> Iterator
         yield None
         return
     trace, error = kept.begin(request_id, request.client), None
+    if kept.exporter is not None:
+        trace.context = TraceContext.of(request.headers.get(TRACEPARENT, ""))
     try:
         yield trace
     except KvrelayError as exc:
