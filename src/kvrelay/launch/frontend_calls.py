@@ -7,7 +7,7 @@ import http.client
 import json
 import ssl
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 from rich.console import Console
 from rich.table import Table
@@ -71,6 +71,11 @@ async def explain_route(url: str, prompt: str | list[int], model: str | None, ap
 async def routing_state(url: str, api_key: str | None = None, *, blocks: bool = False) -> dict[str, Any]:
     """The JSON of ``GET /v1/kvrelay/router``; with ``blocks`` also the index. Raises as ``explain_route``."""
     return await _ask(url, "GET", f"/v1/kvrelay/router?blocks={int(blocks)}", api_key, None)
+
+
+async def request_waterfall(url: str, request_id: str, api_key: str | None = None) -> dict[str, Any]:
+    """The JSON of ``GET /debug/requests/ID``. Raises as ``explain_route``."""
+    return await _ask(url, "GET", f"/debug/requests/{quote(request_id, safe='')}", api_key, None)
 
 
 def made_up_prompt(num_tokens: int) -> list[int]:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import struct
 import threading
 import time
-from array import array
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -22,7 +21,13 @@ from kvrelay.marks.phases import Phase
 CAPACITY = 1 << 15
 NONE = -1
 _RECORD = struct.Struct("<Bqd")
-RECORD_BYTES = _RECORD.size
+_SLOT = struct.Struct("<Bqdq")
+"""A record, and the number of the request's mark before it."""
+_NUMBER = struct.Struct("<q")
+RECORD_BYTES, SLOT_BYTES = _RECORD.size, _SLOT.size
+
+
+_pack_slot = _SLOT.pack_into
 
 
 class Mark(NamedTuple):
@@ -39,10 +44,7 @@ class Ring:
     def __init__(self, capacity: int = CAPACITY, now_ns: Callable[[], int] = time.monotonic_ns) -> None:
         self.capacity = capacity
         self._now_ns = now_ns
-        self._phases = array("B", bytes(capacity))
-        self._times = array("q", bytes(8 * capacity))
-        self._values = array("d", bytes(8 * capacity))
-        self._before = array("q", bytes(8 * capacity))
+        self._slots = bytearray(SLOT_BYTES * capacity)
         self._keys = [""] * capacity
         self._newest: dict[str, int] = {}
         self._count = 0
@@ -57,20 +59,15 @@ class Ring:
 
     def add(self, key: str, phase: int, value: float = 0.0) -> None:
         """The request has reached ``phase`` now."""
-        t_ns = self._now_ns()
         with self._lock:
-            number = self._count
+            number, capacity, newest, keys = self._count, self.capacity, self._newest, self._keys
             self._count = number + 1
-            slot = number % self.capacity
-            newest, keys = self._newest, self._keys
+            slot = number % capacity
             oldest = keys[slot]
-            if newest.get(oldest) == number - self.capacity:
+            if newest.get(oldest) == number - capacity:
                 del newest[oldest]
             keys[slot] = key
-            self._phases[slot] = phase
-            self._times[slot] = t_ns
-            self._values[slot] = value
-            self._before[slot] = newest.get(key, NONE)
+            _pack_slot(self._slots, slot * SLOT_BYTES, phase, self._now_ns(), value, newest.get(key, NONE))
             newest[key] = number
 
     def read(self, key: str) -> bytes:
@@ -84,11 +81,11 @@ class Ring:
             return self._walk(self._newest.pop(key, NONE))
 
     def _walk(self, number: int) -> bytes:
-        found: list[bytes] = []
+        found: list[bytearray] = []
         while number > NONE and number >= self._count - self.capacity:
-            slot = number % self.capacity
-            found.append(_RECORD.pack(self._phases[slot], self._times[slot], self._values[slot]))
-            number = self._before[slot]
+            at = number % self.capacity * SLOT_BYTES
+            found.append(self._slots[at : at + RECORD_BYTES])
+            (number,) = _NUMBER.unpack_from(self._slots, at + RECORD_BYTES)
         return b"".join(reversed(found))
 
 
