@@ -346,6 +346,22 @@ async def test_a_trace_that_its_client_does_not_sample_is_not_sent(model_dir: Pa
         assert [span.parent_span_id for span in collector.roots] == [b""]
 
 
+async def test_workers_get_the_traces_header(model_dir: Path) -> None:
+    async def asked(**settings: str) -> list[str]:
+        async with running(model_dir, Script((10,)), **settings) as cluster:
+            for header in (TRACEPARENT, "nonsense", ""):
+                await send(cluster.frontend.port, "POST", "/v1/completions", BODY, {"traceparent": header})
+            return [request.traceparent for request in cluster.workers["w0"].requests]
+
+    assert await asked() == [TRACEPARENT, "", ""]
+    async with http_collector() as collector:
+        sent = await asked(otlp_endpoint=collector.url)
+    assert [(header[3:35], header[36:52]) for header in sent] == [
+        (span.trace_id.hex(), span.span_id.hex()) for span in collector.roots
+    ]
+    assert sent[0][3:35] == TRACE_ID
+
+
 async def test_without_a_collector_nothing_is_traced_or_counted(model_dir: Path) -> None:
     async with running(model_dir, Script((10,))) as cluster:
         await send(cluster.frontend.port, "POST", "/v1/completions", BODY, {"traceparent": TRACEPARENT})

@@ -53,6 +53,7 @@ class Trace:
         "received_unix",
         "request_id",
         "status",
+        "traceparent",
     )
 
     def __init__(self, ring: Ring, run_queue: RunQueue, request_id: str, client: str) -> None:
@@ -70,6 +71,8 @@ class Trace:
         self.attempts: list[Attempt] = []
         self.context: TraceContext | None = None
         """The request's place in a tracing system; None if no traces are sent."""
+        self.traceparent = ""
+        """For those who compute the request: ours, or without a collector the client's."""
         self.received_unix = time.time()
         self.received_ns = time.monotonic_ns()
         self.first_ns = self.ended_ns = 0

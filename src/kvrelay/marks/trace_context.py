@@ -14,6 +14,11 @@ _FORM = re.compile(r"(?P<version>[0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-
 _SAMPLED = 0x01
 
 
+def followed(header: str) -> str:
+    """The header for others, unless it is malformed: then nothing."""
+    return header if _FORM.fullmatch(header) else ""
+
+
 @dataclass(frozen=True, slots=True)
 class TraceContext:
     """Ids in hexadecimal. ``parent_id`` is the caller's span, empty if the request begins the trace. ``span_id`` is the

@@ -277,6 +277,7 @@ class Sequence:
             slo_ttft_ms=self._plan.slo_ttft_ms,
             slo_itl_ms=self._plan.slo_itl_ms,
             explain=self._plan.explain,
+            traceparent="" if self._trace is None else self._trace.traceparent,
         )
 
     def _leave_router(self) -> None:

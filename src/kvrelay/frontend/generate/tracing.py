@@ -10,7 +10,7 @@ from kvrelay.http import HttpRequest
 from kvrelay.marks.kept import Kept
 from kvrelay.marks.trace import Trace
 from kvrelay.marks.trace_context import HEADER as TRACEPARENT
-from kvrelay.marks.trace_context import TraceContext
+from kvrelay.marks.trace_context import TraceContext, followed
 
 WATERFALL_HEADER = "x-kvrelay-waterfall"
 
@@ -22,8 +22,10 @@ def traced(kept: Kept | None, request: HttpRequest, request_id: str) -> Iterator
         yield None
         return
     trace, error = kept.begin(request_id, request.client), None
+    trace.traceparent = followed(request.headers.get(TRACEPARENT, ""))
     if kept.exporter is not None:
-        trace.context = TraceContext.of(request.headers.get(TRACEPARENT, ""))
+        trace.context = TraceContext.of(trace.traceparent)
+        trace.traceparent = trace.context.traceparent
     try:
         yield trace
     except KvrelayError as exc:
