@@ -360,6 +360,7 @@ class MetricsConfig(Settings):
     metrics_keys_file: str = setting(
         "", "File of hashed API keys for a worker's /metrics and for all requests at /debug; see kvrelay api-key."
     )
+    vllm_metric_names: bool = setting(False, "Metrics also under vLLM's names (vllm:*), where the meaning is the same.")
     request_marks: bool = setting(
         True, "Marks of each request's phases, shown by kvrelay waterfall and /debug/requests."
     )

@@ -46,7 +46,8 @@ class Frontend:
         """``cluster`` identifies the cluster: only frontends of one cluster share a port. ``name``: in discovery.
 
         Raises AddressInUseError, ConfigError."""
-        self.metrics = FrontendMetrics()
+        monitoring = monitoring or MetricsConfig()
+        self.metrics = FrontendMetrics(vllm_names=monitoring.vllm_metric_names)
         self.cluster = Cluster(control, keys, connect, build_router, disagg=disagg)
         self.metrics.watch_workers(self.cluster.count_workers)
         self.metrics.watch_loads(self.cluster.loads)
@@ -54,7 +55,6 @@ class Frontend:
         self.metrics.watch_places(self.cluster.count_places)
         self._config = config
         self._background = AsyncExitStack()
-        monitoring = monitoring or MetricsConfig()
         shown = ShownRequests(monitoring, control, keys, name)
         self._exporter = self.metrics.exporter = open_exporter(config.otlp_endpoint, shown.name)
         if shown.kept is not None:

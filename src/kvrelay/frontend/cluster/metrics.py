@@ -17,6 +17,7 @@ from prometheus_client.registry import Collector
 from kvrelay.core.events import LoadMetrics
 from kvrelay.core.histogram import LATENCY_BUCKETS_S, TOKEN_BUCKETS_S, Histogram
 from kvrelay.core.status import RefusalKind
+from kvrelay.core.vllm_metrics import OF_FRONTENDS, WithVllmNames
 from kvrelay.marks.otlp import TraceExporter
 from kvrelay.placement.base import PrefillPlace
 
@@ -54,7 +55,7 @@ class ModelMetrics:
 class FrontendMetrics(Collector):
     """Everything that one frontend process counts."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, vllm_names: bool = False) -> None:
         self.requests: Counter[tuple[str, str, str]] = Counter()
         """By endpoint, status and model; the model is empty if the request ended before it was known."""
         self.refusals: Counter[tuple[str, str]] = Counter()
@@ -70,7 +71,7 @@ class FrontendMetrics(Collector):
         self._places: Callable[[], Mapping[tuple[str, ...], int]] = dict
         self._loads: Callable[[], Sequence[tuple[str, LoadMetrics]]] = tuple
         self._registry = CollectorRegistry()
-        self._registry.register(self)
+        self._registry.register(WithVllmNames(self, OF_FRONTENDS) if vllm_names else self)
         ProcessCollector(registry=self._registry)
 
     def watch_workers(self, count_by_model: Callable[[], Mapping[str, int]]) -> None:
