@@ -26,7 +26,6 @@ from kvrelay.errors import ConfigError
 from kvrelay.marks import otlp
 from kvrelay.marks.otlp import EXPORT, TraceExporter, open_exporter
 from kvrelay.marks.otlp_spans import resource_spans, span_attributes
-from kvrelay.marks.ring import Ring
 from kvrelay.marks.run_queue import RunQueue
 from kvrelay.marks.trace import Trace
 from kvrelay.marks.trace_context import TraceContext
@@ -375,9 +374,9 @@ async def test_traces_need_marks(model_dir: Path) -> None:
 
 
 def ended_trace(number: int = 0) -> Trace:
-    trace = Trace(Ring(64), RunQueue(), f"cmpl-{number}", "")
+    trace = Trace(RunQueue(), f"cmpl-{number}", "")
     trace.context = TraceContext.of("")
-    trace.end()
+    trace.end(None)
     return trace
 
 
