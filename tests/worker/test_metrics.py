@@ -15,6 +15,8 @@ from kvrelay.config import WorkerRole
 from kvrelay.core.messages import GenerateRequest
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.status import RefusalKind
+from kvrelay.core.vllm_metrics import OF_FRONTENDS, OF_WORKERS
+from kvrelay.frontend.cluster.metrics import FrontendMetrics
 from kvrelay.handoff.base import EndReason, RefusalReason, count_end
 from kvrelay.handoff.decode_state import DecodeCounters
 from kvrelay.worker.reporting.metrics import PREFIX, WorkerMetrics
@@ -50,6 +52,29 @@ def hold_steps(node: Node) -> tuple[threading.Event, threading.Event]:
 
     node.core.executor.execute = holding
     return held, go_on
+
+
+async def test_each_name_of_vllm_is_told_by_a_frontend_or_by_a_worker_and_not_by_both():
+    async with cluster() as shared:
+        _, decode, client = await shared.pair()
+        client.send("short", prompt(20, 3), max_tokens=4)
+        assert await client.answer("short") == expected(prompt(20, 3), 4)
+        frontend = FrontendMetrics(vllm_names=True)
+        frontend.watch_workers(lambda: {"m": 1})
+        texts = (frontend.render().decode(), WorkerMetrics(decode.worker.stats, vllm_names=True).render().decode())
+        of_frontend, of_worker = (
+            {family.name: family for family in text_string_to_metric_families(text)} for text in texts
+        )
+        assert {name for name in of_frontend if name.startswith("vllm:")} == set(OF_FRONTENDS.values())
+        assert {name for name in of_worker if name.startswith("vllm:")} == set(OF_WORKERS.values())
+        assert not set(OF_FRONTENDS.values()) & set(OF_WORKERS.values())
+        for ours, theirs in OF_WORKERS.items():
+            models = {sample.labels["model_name"] for sample in of_worker[theirs].samples}
+            values = [sample.value for sample in of_worker[theirs].samples]
+            assert (models, values) == ({"m"}, [sample.value for sample in of_worker[ours].samples])
+        assert of_worker["vllm:prefix_cache_queries"].samples[0].value == 20
+        assert "vllm:" not in WorkerMetrics(decode.worker.stats).render().decode()
+        await shared.check_idle()
 
 
 async def test_both_sides_of_a_remote_prefill():

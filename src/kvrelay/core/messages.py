@@ -28,6 +28,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, tag=True, omit_defaults=True)
 
     ``tenant`` names who asks (an API key's name), for fair waiting between them. ``slo_ttft_ms`` and ``slo_itl_ms`` are
     the request's own objectives, in milliseconds; 0: the worker's. ``explain``: the answer says where the prefill ran.
+    ``traceparent``: W3C's header of the request's trace, for an engine that sends spans of its own; empty: none.
     """
 
     request_id: str
@@ -42,6 +43,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, tag=True, omit_defaults=True)
     slo_ttft_ms: float = 0.0
     slo_itl_ms: float = 0.0
     explain: bool = False
+    traceparent: str = ""
 
 
 class PrefillLost(msgspec.Struct, frozen=True, tag=True):

@@ -78,6 +78,7 @@ class Request:
         "tenant",
         "times",
         "token_ids",
+        "traceparent",
     )
 
     def __init__(
@@ -92,6 +93,7 @@ class Request:
         priority: int = 0,
         handoff_number: int = 0,
         tenant: str = "",
+        traceparent: str = "",
         placement: PlacementState | None = None,
         listener: MoveListener | None = None,
     ) -> None:
@@ -104,6 +106,8 @@ class Request:
         self.priority = priority
         self.tenant = tenant
         """The API key, or another name among which service is shared fairly; empty: none."""
+        self.traceparent = traceparent
+        """The request's trace, for an engine that sends spans of its own."""
         self.placement = placement
         """Where the prefill runs, if that is still to be decided or to be explained; None: ``mode`` alone says it."""
         self.listener = listener

@@ -4,5 +4,6 @@
                                                                                                 │
                          Kept: failed, slowest, sampled, recent  <── end ───────────────────────┘──> waterfall()
 
-A mark is a phase, a time and a number. Prompts and answers are never in one. This room knows no sockets and no engine.
+A mark is a phase, a time and a number. Prompts and answers are never in one. This room knows no
+engine, and no sockets but those to a collector of traces (``otlp.py``).
 """

@@ -10,8 +10,10 @@ import time
 from collections import deque
 from collections.abc import Iterator
 
+from kvrelay.marks.otlp import TraceExporter
 from kvrelay.marks.run_queue import RunQueue
 from kvrelay.marks.trace import Trace
+from kvrelay.marks.trace_context import TraceContext, followed
 
 NUM_RECENT = 200
 NUM_FAILED = 500
@@ -69,10 +71,15 @@ class Kept:
         self._sampled: deque[Trace] = deque(maxlen=NUM_SAMPLED)
         self._slowest = Slowest()
         self._num_ended = 0
+        self.exporter: TraceExporter | None = None
 
-    def begin(self, request_id: str, client: str) -> None:
-        """A request has come."""
-        self.running[request_id] = Trace(self._run_queue, request_id, client)
+    def begin(self, request_id: str, client: str, traceparent: str = "") -> None:
+        """A request has come, with this header."""
+        trace = self.running[request_id] = Trace(self._run_queue, request_id, client)
+        trace.traceparent = followed(traceparent)
+        if self.exporter is not None:
+            trace.context = TraceContext.of(trace.traceparent)
+            trace.traceparent = trace.context.traceparent
 
     def end(self, request_id: str, error: str | None) -> None:
         """It is over; ``error``: why it failed."""
@@ -87,6 +94,8 @@ class Kept:
             self._sampled.append(trace)
         self._num_ended += 1
         self._slowest.add(trace)
+        if self.exporter is not None:
+            self.exporter.add(trace)
 
     def find(self, request_id: str) -> Trace | None:
         """The trace of this request, if it is kept."""

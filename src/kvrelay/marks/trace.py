@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from kvrelay.marks.phases import Phase
 from kvrelay.marks.recorder import Mark
 from kvrelay.marks.run_queue import RunQueue
+from kvrelay.marks.trace_context import TraceContext
 from kvrelay.marks.travel import MAX_BYTES
 
 MAX_ATTEMPTS = 16
@@ -37,6 +38,7 @@ class Trace:
         "_run_queue",
         "attempts",
         "client",
+        "context",
         "ended_s",
         "error",
         "first_s",
@@ -52,6 +54,7 @@ class Trace:
         "request_id",
         "status",
         "tokenised_s",
+        "traceparent",
         "waits",
     )
 
@@ -65,6 +68,10 @@ class Trace:
         self.error: str | None = None
         self.prompt_tokens = self.output_tokens = self.num_migrations = self.num_late = self.num_bytes = 0
         self.attempts: list[Attempt] = []
+        self.context: TraceContext | None = None
+        """The request's place in a tracing system; None if no traces are sent."""
+        self.traceparent = ""
+        """For those who compute the request: ours, or without a collector the client's."""
         self.others: list[Mark] = []
         """Late tokens and migrations."""
         self.received_unix = time.time()

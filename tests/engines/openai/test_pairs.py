@@ -94,6 +94,23 @@ async def test_the_prefill_server_computes_and_the_decode_server_fetches() -> No
         assert second["stream"]
 
 
+async def test_both_servers_hear_of_the_clients_trace() -> None:
+    traceparent = f"00-{'ab' * 16}-{'cd' * 8}-01"
+    async with _pair(VllmExchange(), VLLM) as pair:
+        for server in pair.servers:
+            server.script.traceparents.clear()
+        pair.client.send_message("traced", prompt(100), traceparent=traceparent)
+        await pair.client.answer("traced")
+        await pair.settled()
+        assert [set(server.script.traceparents) for server in pair.servers] == [{traceparent}, {traceparent}]
+        for server in pair.servers:
+            server.script.traceparents.clear()
+        for name, header in (("none", ""), ("malformed", "00-x\r\nx: y")):
+            pair.client.send_message(name, prompt(40), traceparent=header)
+            await pair.client.answer(name)
+        assert pair.servers[1].script.traceparents == [None, None]
+
+
 async def test_short_prompts_are_computed_where_they_are_answered() -> None:
     exchange = VllmExchange()
     async with _pair(exchange, VLLM) as pair:

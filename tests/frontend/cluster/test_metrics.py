@@ -38,6 +38,26 @@ def test_own_rejections_and_pairs_are_counted_where_they_are_decided() -> None:
     assert samples(metrics, "kvrelay_pair_placements") == {("m", "local_short"): 2.0}
 
 
+def test_what_vllm_tells_too_has_its_name_and_labels_on_request() -> None:
+    metrics = FrontendMetrics(vllm_names=True)
+    counts = metrics.of("m")
+    counts.first_token(0.1, 5, 2)
+    counts.itl.observe(0.01)
+    counts.ended(3, 0.2)
+    text = metrics.render().decode()
+    found = {family.name: family for family in text_string_to_metric_families(text)}
+    labels = {"model_name": "m", "engine": "0"}
+    for name, value in (("prompt_tokens", 5.0), ("prompt_tokens_cached", 2.0), ("generation_tokens", 3.0)):
+        (sample,) = found[f"vllm:{name}"].samples
+        assert (sample.name, sample.labels, sample.value) == (f"vllm:{name}_total", labels, value)
+    for name in ("time_to_first_token_seconds", "inter_token_latency_seconds", "e2e_request_latency_seconds"):
+        ours, theirs = found[f"kvrelay_{name}"], found[f"vllm:{name}"]
+        assert theirs.type == "histogram"
+        assert [sample.value for sample in theirs.samples] == [sample.value for sample in ours.samples]
+        assert all(sample.labels.items() >= labels.items() for sample in theirs.samples)
+    assert "vllm:" not in FrontendMetrics().render().decode()
+
+
 def test_every_series_of_a_served_model_exists_before_its_first_event() -> None:
     metrics = FrontendMetrics()
     metrics.workers_of = lambda: {"m": 1}

@@ -45,6 +45,7 @@ from kvrelay.frontend.openai.requests import DetokenizeRequest, TokenizeRequest,
 from kvrelay.frontend.responses import RESPONSES
 from kvrelay.frontend.side_threads import SideThreads
 from kvrelay.http import Exchange, HttpRequest, Response
+from kvrelay.marks.trace_context import HEADER as TRACEPARENT
 from kvrelay.version import __version__
 
 _log = logging.getLogger(__name__)
@@ -301,7 +302,7 @@ class FrontendApp:
             return
         exchange.extra_headers = self._origins.headers(request)
         if kept is not None:
-            kept.begin(request_id, request.client)
+            kept.begin(request_id, request.client, request.headers.get(TRACEPARENT, ""))
         try:
             if route.method == "POST":
                 self._check_rate(request)

@@ -12,6 +12,7 @@ from contextlib import AsyncExitStack
 
 from kvrelay.config import DisaggConfig, FrontendConfig, MetricsConfig
 from kvrelay.control.base import ControlPlane, Keys
+from kvrelay.errors import ConfigError
 from kvrelay.frontend.api.app import FrontendApp
 from kvrelay.frontend.api.requests_shown import ShownRequests
 from kvrelay.frontend.cluster.figures import Figures
@@ -19,6 +20,7 @@ from kvrelay.frontend.cluster.frontends import Frontends
 from kvrelay.frontend.cluster.metrics import FrontendMetrics
 from kvrelay.frontend.cluster.view import ClusterView, RouterFactory, RpcClientFactory
 from kvrelay.http import HttpLimits, HttpServer, open_listener, server_tls
+from kvrelay.marks.otlp import open_exporter
 
 _log = logging.getLogger(__name__)
 
@@ -46,7 +48,8 @@ class Frontend:
         """``cluster`` identifies the cluster: only frontends of one cluster share a port. ``name``: in discovery.
 
         Raises AddressInUseError, ConfigError."""
-        self.metrics = FrontendMetrics()
+        monitoring = monitoring or MetricsConfig()
+        self.metrics = FrontendMetrics(vllm_names=monitoring.vllm_metric_names)
         self.cluster = ClusterView(control, keys, connect, build_router, disagg=disagg)
         self.metrics.workers_of = self.cluster.count_workers
         self.metrics.loads_of = self.cluster.loads
@@ -54,8 +57,12 @@ class Frontend:
         self.metrics.places_of = self.cluster.count_places
         self._config = config
         self._background = AsyncExitStack()
-        monitoring = monitoring or MetricsConfig()
         shown = ShownRequests(monitoring, control, keys, name)
+        self._exporter = self.metrics.exporter = open_exporter(config.otlp_endpoint, shown.name)
+        if shown.kept is not None:
+            shown.kept.exporter = self._exporter
+        elif config.otlp_endpoint:
+            raise ConfigError("traces are made of request_marks, which are off", param="otlp_endpoint")
         figures = Figures(self.metrics, self.cluster.links)
         self._frontends = Frontends(control, keys, shown.name, figures)
         self._app = FrontendApp(config, self.cluster, self.metrics, shown, self._frontends)
@@ -94,6 +101,8 @@ class Frontend:
             _log.warning("could not connect to all workers within %g s; serving without them", CONNECT_TIMEOUT_S)
         await self._background.enter_async_context(self._app.serving())
         await self._background.enter_async_context(self._frontends.serving())
+        if self._exporter is not None:
+            await self._background.enter_async_context(self._exporter.running())
         await self._server.start()
 
     async def close(self) -> None:

@@ -17,6 +17,8 @@ from prometheus_client.registry import Collector
 from kvrelay.core.events import LoadMetrics
 from kvrelay.core.histogram import LATENCY_BUCKETS_S, TOKEN_BUCKETS_S, Histogram
 from kvrelay.core.status import RefusalKind
+from kvrelay.core.vllm_metrics import OF_FRONTENDS, WithVllmNames
+from kvrelay.marks.otlp import TraceExporter
 from kvrelay.placement.base import PrefillPlace
 
 UNKNOWN = "unknown"
@@ -64,7 +66,7 @@ class AllCounts(NamedTuple):
 class FrontendMetrics(Collector):
     """Everything that one frontend process counts."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, vllm_names: bool = False) -> None:
         self.requests: Counter[tuple[str, str, str]] = Counter()
         """By endpoint, status and model; the model is empty if the request ended before it was known."""
         self.refusals: Counter[tuple[str, str]] = Counter()
@@ -73,6 +75,7 @@ class FrontendMetrics(Collector):
         """Requests that this frontend's own admission control refused, by reason."""
         self.num_in_flight_of: Callable[[], int] = lambda: 0
         """Number of sequences in flight; admission control counts them."""
+        self.exporter: TraceExporter | None = None
         self._models: dict[str, ModelMetrics] = {}
         self.workers_of: Callable[[], Mapping[str, int]] = dict
         """Number of connected workers per model."""
@@ -83,7 +86,7 @@ class FrontendMetrics(Collector):
         self.loads_of: Callable[[], Sequence[tuple[str, LoadMetrics]]] = tuple
         """The workers' last samples, each with its model's name."""
         self._registry = CollectorRegistry()
-        self._registry.register(self)
+        self._registry.register(WithVllmNames(self, OF_FRONTENDS) if vllm_names else self)
         ProcessCollector(registry=self._registry)
 
     # -- counting -----------------------------------------------------------------------------------------------------
@@ -151,6 +154,9 @@ class FrontendMetrics(Collector):
         yield GaugeMetricFamily(
             "kvrelay_requests_in_flight", "Sequences being generated.", value=self.num_in_flight_of()
         )
+        if self.exporter is not None:
+            sent = {("sent",): self.exporter.num_sent, ("dropped",): self.exporter.num_dropped}
+            yield _counter("kvrelay_otlp_traces", "Traces of requests, by what became of them.", ("outcome",), sent)
         for metric, text, number in _COUNTS:
             yield _by_model(metric, text, {name: number(model) for name, model in models.items()})
         for metric, text, histogram in _HISTOGRAMS:

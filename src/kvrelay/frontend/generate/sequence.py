@@ -270,6 +270,7 @@ class Sequence:
             slo_ttft_ms=self._spec.slo_ttft_ms,
             slo_itl_ms=self._spec.slo_itl_ms,
             explain=self._spec.explain,
+            traceparent="" if self._trace is None else self._trace.traceparent,
         )
 
     def _leave_router(self) -> None:

@@ -275,6 +275,7 @@ class DecodeSide:
             output_token_ids=message.output_token_ids,
             priority=message.priority,
             tenant=message.tenant,
+            traceparent=message.traceparent,
             handoff_number=0 if handoff_id is None else handoff_id.number,
             placement=placement,
             listener=self._marks.listener,

@@ -292,6 +292,7 @@ class OutgoingHandoffs(LedgerDriver[pe.PrefillEvent]):
                     num_load_tokens=request.num_cached_tokens // size * size,
                     priority=request.priority,
                     tenant=request.tenant,
+                    traceparent=request.traceparent,
                     listener=self._marks.listener,
                 )
             )
