@@ -175,7 +175,8 @@ async def test_the_last_token_may_be_the_first():
         output = pair.to_prefill.last[request_id]
         assert (output.finish_reason, output.stop_token) == (FinishReason.STOP, token)
         await pair.to_decode.until(lambda: request_id in pair.to_decode.last)
-        assert pair.to_decode.last[request_id] == msgspec.structs.replace(output, num_cached_tokens=0)
+        again = msgspec.structs.replace(pair.to_decode.last[request_id], marks=b"")
+        assert again == msgspec.structs.replace(output, num_cached_tokens=0)
 
 
 async def test_continued_requests_go_on_from_where_they_stood():

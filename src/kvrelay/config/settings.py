@@ -339,8 +339,7 @@ class KeyLimits(Settings):
 
 @dataclass(frozen=True, slots=True)
 class MetricsConfig(Settings):
-    """What operators see: a worker's own HTTP port for ``/metrics``, ``/health`` and ``/live``, and where the time of
-    requests went."""
+    """Monitoring: a worker's own HTTP port for ``/metrics``, ``/health``, ``/live``, and marks of each request."""
 
     section: ClassVar[str] = "metrics"
 

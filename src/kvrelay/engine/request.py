@@ -7,7 +7,7 @@ scheduler does. Whether a prefill runs here or elsewhere is decided above the en
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from kvrelay.core.handoff import HandoffId
 from kvrelay.core.hashing import compute_block_hashes
@@ -33,6 +33,10 @@ class PrefillMode(enum.Enum):
     """
 
 
+MoveListener = Callable[["Request", RequestStatus], None]
+"""Gets a request that moves to a state, while it is still in the one before."""
+
+
 class Request:
     """One sequence.
 
@@ -51,6 +55,7 @@ class Request:
         "handoff_number",
         "is_resumed",
         "length_limit",
+        "listener",
         "local_hashes",
         "mode",
         "num_cached_blocks",
@@ -88,6 +93,7 @@ class Request:
         handoff_number: int = 0,
         tenant: str = "",
         placement: PlacementState | None = None,
+        listener: MoveListener | None = None,
     ) -> None:
         self.request_id = request_id
         self.sampling = sampling
@@ -100,6 +106,8 @@ class Request:
         """The API key, or another name among which service is shared fairly; empty: none."""
         self.placement = placement
         """Where the prefill runs, if that is still to be decided or to be explained; None: ``mode`` alone says it."""
+        self.listener = listener
+        """Told of each move, on the engine's thread."""
         self.token_ids: list[int] = [*prompt_token_ids, *output_token_ids]
         self.num_prompt_tokens = len(prompt_token_ids)
         self.is_resumed = len(output_token_ids) > 0
@@ -210,6 +218,8 @@ class Request:
     def move(self, status: RequestStatus, now_s: float) -> None:
         """Move to another state. Raises IllegalTransitionError unless the table allows it."""
         check_transition(self.status, status)
+        if self.listener is not None:
+            self.listener(self, status)
         self.status = status
         self.times.append((status, now_s))
 

@@ -165,7 +165,7 @@ def waterfall(trace: Trace, frontend: str) -> Waterfall:
         processes += _processes(workers)
     return Waterfall(
         **msgspec.structs.asdict(line),
-        processes=list(dict.fromkeys(processes)),
+        processes=list({process.name: process for process in processes}.values()),
         spans=sorted(found.spans, key=lambda span: (span.start_ms, span.end_ms)),
         unattributed_ms=_uncovered(found.spans, line.latency_ms),
         estimates=_estimates(marks),

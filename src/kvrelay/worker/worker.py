@@ -44,6 +44,7 @@ from kvrelay.worker.decode.serving import DecodeSide
 from kvrelay.worker.identity import WorkerIdentity
 from kvrelay.worker.inbox import Inbox
 from kvrelay.worker.inspection import Inspection, QueueView, view_incoming, view_outgoing
+from kvrelay.worker.marking import WorkerMarks
 from kvrelay.worker.prefill.connections import Connect, DecodePeers
 from kvrelay.worker.prefill.paired import PairedPrefills
 from kvrelay.worker.prefill.pulling import PrefillSide
@@ -121,6 +122,7 @@ class Worker:
             lambda worker_id: self._peers.kv_metadata(worker_id, self._membership.kv_compatibility),
         )
         self._refusals = Refusals(server)
+        self._marks = WorkerMarks(identity.worker_id, is_on=settings.metrics.request_marks)
         around = Surroundings(
             settings,
             identity,
@@ -133,6 +135,7 @@ class Worker:
             self._peers,
             self._memory,
             self._refusals,
+            self._marks,
         )
         self._prefill = PrefillSide(around)
         self._paired = PairedPrefills(around, self._prefill.handoffs, self._peer_table.address_of)
@@ -213,6 +216,8 @@ class Worker:
         )
         agent = await asyncio.wrap_future(registered)
         self._engine.start(self._on_step, self._ending.fail)
+        self._marks.watch()
+        self._engine.post(lambda _: self._marks.watch())
         self._watchdog.start()
         await self._membership.join(agent)
         await self._publisher.start(await self._engine.call(lambda core: core.metrics()))
@@ -260,6 +265,7 @@ class Worker:
         await asyncio.to_thread(self._checksums.close)
         if await asyncio.to_thread(self._engine.close, self._ending.engine_join_s):
             self._watchdog.stop()
+        self._marks.close()
 
     # -- role ---------------------------------------------------------------------------------------------------------
 

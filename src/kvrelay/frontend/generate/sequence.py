@@ -131,6 +131,9 @@ class Sequence:
             placement = self._model.place(self._routing_request(), self._order, must_be_local=self._must_be_local)
             link = placement.decode
             request = self._generate_request(link)
+            if self._trace is not None:
+                half = placement.prefill
+                self._traced = self._trace.routed(link.info.worker_id, half.info.worker_id if half is not None else "")
             if placement.prefill is not None:
                 request = self._submit_prefill(placement.prefill, link, request)
             try:
@@ -141,9 +144,6 @@ class Sequence:
                 continue
             self._link = link
             self.worker_id = link.info.worker_id
-            if self._trace is not None:
-                half = self._prefill
-                self._traced = self._trace.routed(self.worker_id, half.link.info.worker_id if half is not None else "")
             return
 
     def _submit_prefill(self, prefill: WorkerLink, decode: WorkerLink, request: GenerateRequest) -> GenerateRequest:
@@ -338,8 +338,8 @@ class Sequence:
     def _on_prefilled(self, output: TokenOutput, now_s: float, link: WorkerLink | None) -> None:
         """Handle the first output of an attempt. On the first attempt it also carries the prompt's cached tokens."""
         if self._trace is not None:
-            self._trace.first_token()
             self._heard(output)
+            self._trace.first_token()
         self._is_prefilled = True
         self._model.router.first_token(self._placement_id)
         if link is not None:

@@ -44,6 +44,7 @@ from kvrelay.errors import (
     WorkerUnavailableError,
 )
 from kvrelay.handoff import decode_events as de
+from kvrelay.marks.phases import Phase
 from kvrelay.placement.base import Decision, PlacementState, PrefillPlace
 from kvrelay.placement.cost import CostPlacement
 from kvrelay.placement.threshold import DisaggPolicy
@@ -92,6 +93,7 @@ class DecodeSide:
         self._admission = AdmissionControl(around.engine)
         self._server = around.server
         self._refusals = around.refusals
+        self._marks = around.marks
         self._policy = policy
         self._num_prefill_workers = num_prefill_workers
         self._num_serving = num_serving
@@ -174,6 +176,7 @@ class DecodeSide:
         except (InvalidInputError, OverloadedError) as exc:
             self._refuse_error(peer, message.request_id, exc)
             return
+        self._marks.received(message.request_id)
         served = _Served(next(self._numbers), peer, message, handoff_id)
         self._served[message.request_id] = served
         self._requests_of[peer].add(message.request_id)
@@ -263,6 +266,7 @@ class DecodeSide:
 
     def _enqueue(self, core: Engine, message: GenerateRequest, handoff_id: HandoffId | None) -> PrefillPlace | None:
         """Where the prefill runs; None: that is decided when the request is admitted."""
+        self._marks.add(message.request_id, Phase.ADMITTED)
         placement = PlacementState(explain=message.explain)
         request = Request(
             message.request_id,
@@ -273,6 +277,7 @@ class DecodeSide:
             tenant=message.tenant,
             handoff_number=0 if handoff_id is None else handoff_id.number,
             placement=placement,
+            listener=self._marks.listener,
         )
         if self._policy.is_by_cost:
             placement.objectives = self.placement.objectives(message.slo_ttft_ms, message.slo_itl_ms)
@@ -336,8 +341,10 @@ class DecodeSide:
             served = self._served.get(output.request_id)
             if served is None:
                 continue
-            by_peer[served.peer].append(output)
-            if output.finish_reason is not None:
+            is_last = output.finish_reason is not None
+            has_marks = is_last or output.num_cached_tokens is not None
+            by_peer[served.peer].append(self._marks.told(output) if has_marks else output)
+            if is_last:
                 self._forget(output.request_id)
         for peer, batch in by_peer.items():
             for output in send_outputs(self._server, peer, batch):
