@@ -108,7 +108,7 @@ def test_a_fleet_on_a_small_screen() -> None:
     busy = WORKER | {"id": "busy", "waiting": 9}
     workers = [*(WORKER | {"id": f"d{number}"} for number in range(239)), UNHEARD, busy]
     shown = text(REPORT | {"workers": workers}, 80, 24)
-    assert "busy" in shown.splitlines()[6]
+    assert "busy" in shown.splitlines()[7]
     assert "SLOWEST" in shown
     assert "unreached" in text(REPORT | {"workers": [UNHEARD]})
     assert f"and {241 - shown.count('ready')} more" in shown

@@ -85,7 +85,7 @@ def test_models_without_a_worker_that_can() -> None:
     )
     leaving = worker("d", state=WorkerCondition.LEAVING)
     (wrong,) = found(PREFILL, leaving)
-    assert "1 known, none ready" in wrong.text
+    assert "1 known, none connected" in wrong.text
     (wrong,) = found(worker("d"))
     assert (wrong.kind, wrong.severity) == ("no-prefill-worker", Severity.WARNING)
 

@@ -126,7 +126,7 @@ function facts(request) {
     `received ${clock(request.received_unix)}, first token ${milliseconds(request.ttft_ms)}, latency ${milliseconds(request.latency_ms)}`,
     `${number(request.prompt_tokens)} prompt and ${number(request.output_tokens)} answer tokens`,
     estimates ? `estimated: local ${seconds(estimates.local_s)}, remote ${seconds(estimates.remote_s)}` : "",
-    transfer ? `transfer: ${bytes(transfer.bytes)} in ${number(transfer.descriptors)} descriptors` : "",
+    transfer ? `transfer: ${bytes(transfer.bytes)} in ${number(transfer.descriptors)} descriptor${transfer.descriptors === 1 ? "" : "s"}` : "",
     request.error ?? "",
   ];
   return parts.filter(Boolean).join(" · ");
@@ -152,7 +152,7 @@ function bar(span, from, to) {
 /** What the value of a span counts, by its phase. */
 function valueText({ phase, value }) {
   if (phase === "run_queue") return `${milliseconds(value)} without a core`;
-  if (/byte/.test(phase)) return bytes(value);
+  if (/byte|transfer/.test(phase)) return bytes(value);
   return number(value, 1);
 }
 
@@ -160,7 +160,7 @@ function valueText({ phase, value }) {
 function kind(phase) {
   if (phase === "run_queue") return "cores";
   if (/queue|wait|pull|claim|admi/.test(phase)) return "waiting";
-  if (/transfer|byte|attach|post|network/.test(phase)) return "moving";
+  if (/transfer|byte|attach|post|hand_over|send/.test(phase)) return "moving";
   if (/decod|token$|tokens$|late|answer/.test(phase)) return "decode";
   if (/prefill|comput/.test(phase)) return "prefill";
   return "other";
