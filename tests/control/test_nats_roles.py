@@ -45,6 +45,8 @@ FORBIDDEN = {
         "_INBOX_worker.x",
     ],
     "worker": [
+        "kvrelay.default.figures.f",
+        "kvrelay.default.requests.f",
         f"{BUCKET}frontends.f",
         f"{BUCKET}operators.o",
         f"{BUCKET}config.disagg=2Emax_local_prefill_length",
@@ -70,7 +72,15 @@ UNHEARD = {
         "$KV.>",
         "kvrelay.default.replay.*",
     ],
-    "worker": ["_INBOX_frontend.>", "_INBOX_operator.>", ">", "kvrelay.default.kv_events.*", "kvrelay.default.load.*"],
+    "worker": [
+        "_INBOX_frontend.>",
+        "_INBOX_operator.>",
+        ">",
+        "kvrelay.default.kv_events.*",
+        "kvrelay.default.load.*",
+        "kvrelay.default.figures.*",
+        "kvrelay.default.requests.*",
+    ],
     "operator": ["_INBOX_frontend.>", "_INBOX_worker.>", ">", "kvrelay.default.load.*"],
 }
 
@@ -111,6 +121,7 @@ async def test_every_role_does_its_work(address: str) -> None:
         role(address, "worker") as worker,
         role(address, "worker") as other,
         role(address, "frontend") as frontend,
+        role(address, "frontend") as asking,
     ):
         lease = await worker.discovery.grant(TTL_S)
         await worker.discovery.put(WORKER, b"{}", lease)
@@ -135,8 +146,12 @@ async def test_every_role_does_its_work(address: str) -> None:
             await worker.events.publish(KEYS.worker_load("w"), b"load")
             await eventually(lambda: (events, load) == ([b"event"], [b"load"]))
             assert await frontend.events.request(KEYS.worker_replay("w"), b"ping", 5.0) == b"PING"
+            for subject in (KEYS.frontend_figures("f"), KEYS.frontend_requests("f")):
+                await frontend.events.serve(subject, _shout)
+                assert await asking.events.request(subject, b"ping", 5.0) == b"PING"
             await worker.prefill_queue.push(prefill("h", timeout_s=60.0))
             assert await worker.prefill_queue.size(PARTITION) == 1
+            assert await frontend.prefill_queue.size() == 1
             delivery = await other.prefill_queue.pull(PARTITION, 10.0)
             assert delivery is not None
             await delivery.in_progress()
@@ -154,7 +169,7 @@ async def test_every_role_does_its_work(address: str) -> None:
                 await eventually(lambda: not settings.state)
                 await operator.discovery.delete(KEYS.lease(lease.lease_id))
             await eventually(lambda: not seen.state)
-        for plane in (worker, other):
+        for plane in (worker, other, frontend, asking):
             assert refusals(plane) == set()
 
 

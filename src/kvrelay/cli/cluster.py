@@ -1,4 +1,5 @@
-"""Admin commands for a running cluster: status, drain, role, config. They find the workers in discovery."""
+"""Operators' commands for a running cluster. Status, drain, role and config find the workers in discovery; top asks a
+frontend."""
 
 from __future__ import annotations
 
@@ -107,6 +108,28 @@ def status(
         if not watch:
             return
         time.sleep(1.0)
+
+
+@click.command(cls=GroupedCommand)
+@json_option
+@click.option("--once", is_flag=True, help="Show it once and end; default: every second until interrupted.")
+@click.option("--url", help="Frontend to ask; default: that of the cluster that you run on this machine.")
+@click.option(
+    "--cluster", help="Port or process id of a kvrelay serve of yours on this machine. Default: the only one."
+)
+@click.option("--namespace", help="Namespace of that cluster; default: any.")
+@click.option("--api-key", help="API key, or one of --metrics-keys-file; default: none.")
+def top(
+    as_json: bool, once: bool, url: str | None, cluster: str | None, namespace: str | None, api_key: str | None
+) -> None:
+    """Watch a cluster: workers, queues, KV, rates, the slowest requests. The same as the page at /ui.
+
+    Example: kvrelay top
+    """
+    from kvrelay.launch.top import watch
+
+    frontend = url or found_cluster(cluster, {"namespace": namespace}).url
+    run_async(watch(frontend, api_key, as_json=as_json, once=once))
 
 
 @click.command(cls=GroupedCommand)

@@ -93,6 +93,17 @@ _GETS = (
         ("401", "404"),
         parameter={"name": "id", "in": "path", "required": True, "schema": {"type": "string"}},
     ),
+    _Get(
+        "/debug/cluster",
+        "Workers, load, flows of KV, rates of all frontends, and what is wrong now",
+        ("400", "401", "403"),
+        parameter={
+            "name": "since",
+            "in": "query",
+            "description": "The history after this second since 1970",
+            "schema": {"type": "integer", "minimum": 0, "maximum": 10**12 - 1},
+        },
+    ),
     _Get("/health", "Whether a model can be served", ("503",)),
     _Get("/live", "200 while this process answers"),
     _Get("/metrics", "Prometheus metrics", ("401",), content_type="text/plain"),
@@ -111,6 +122,7 @@ _GETS = (
 _ERRORS = {
     "400": "The request is wrong; the body says what",
     "401": "The API key is missing or wrong",
+    "403": "The API key is valid and does not open this",
     "404": "No such model",
     "413": "The request is too large, in general or for this API key",
     "429": "Too many requests; Retry-After says when to try again",

@@ -16,6 +16,8 @@ WAITING_AFTER_S = 10.0
 """Requests have waited without a break, or the prefill queue was not empty."""
 KV_FULL = 0.95
 """Share of a worker's pool."""
+CONNECTED = (WorkerCondition.READY, WorkerCondition.SILENT)
+"""Such a worker gets requests."""
 MAX_NAMES = 4
 
 
@@ -70,11 +72,10 @@ def _of_cluster(
 
 def _of_models(workers: Sequence[WorkerView]) -> Iterator[Wrong]:
     for model in sorted({worker.model for worker in workers}):
-        able = [worker for worker in workers if worker.model == model and worker.state is WorkerCondition.READY]
-        roles = {worker.role for worker in able}
+        roles = {worker.role for worker in workers if worker.model == model and worker.state in CONNECTED}
         if not any(role.takes_requests for role in roles):
             known = sum(worker.model == model and worker.role.takes_requests for worker in workers)
-            reason = f"{known} known, none ready" if known else "none is in discovery"
+            reason = f"{known} known, none connected" if known else "none is in discovery"
             yield _error("no-decode-worker", f"no decode worker serves {model} ({reason}): its requests get 503")
         elif roles == {WorkerRole.DECODE}:
             yield _warning("no-prefill-worker", f"no prefill worker for {model}: decode workers compute every prompt")

@@ -109,7 +109,7 @@ function summary(section) {
       ["between tokens", milliseconds(total.itl_ms.p50), `p95 ${milliseconds(total.itl_ms.p95)}`],
       ["KV in use", percent(total.kv_used, total.kv_total), `${number(total.kv_total)} blocks`],
       ["running", number(total.running), `${number(total.waiting)} waiting`],
-      ["prefill queue", number(total.prefill_queue), `${number(workers.filter(isPrefill).length)} prefill workers`],
+      ["prefill queue", number(total.prefill_queue), `prefill workers: ${number(workers.filter(isPrefill).length)}`],
       ["failed", number(total.failed_last_minute), `of ${number(total.requests_last_minute)} in a minute`],
     ];
     tiles.replaceChildren(

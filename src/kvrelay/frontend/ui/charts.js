@@ -1,6 +1,6 @@
 // Rates, latency, load and KV over the last five minutes, drawn by uPlot (global `uPlot`, see uplot/).
 
-import { h, milliseconds, percent, rate } from "./dom.js";
+import { clock, h, milliseconds, percent, rate } from "./dom.js";
 
 const HEIGHT_PX = 150;
 
@@ -85,11 +85,11 @@ function makePlot(figure, { lines, format, top }) {
     cursor: { y: false, sync: { key: "kvrelay" } },
     scales: { y: { range: (plot, low, high) => [0, top ?? (Math.max(high ?? 0, 0) * 1.1 || 1)] } },
     axes: [
-      { ...axis, space: 70 },
+      { ...axis, space: 70, size: 26, values: (plot, ticks) => ticks.map(clock) },
       { ...axis, size: 62, values: (plot, ticks) => ticks.map(format) },
     ],
     series: [
-      { value: (plot, second) => (second === null ? "" : new Date(second * 1e3).toLocaleTimeString("en-GB")) },
+      { label: "at", value: (plot, second) => (second === null ? "–" : clock(second)) },
       ...lines.map(([label, name]) => ({
         label,
         stroke: colour(name),

@@ -3,8 +3,8 @@
 import { bytes, h, keyed, milliseconds, number, percent, rate, setText, setWidth } from "./dom.js";
 
 const ROLES = ["prefill", "decode", "both"];
-const DENSE_FROM = 49;
 /** So many workers and more are drawn as small cells. */
+const DENSE_FROM = 49;
 const MAX_FLOWS = 16;
 
 export function fleet(section) {
@@ -62,7 +62,7 @@ function updateWorker(cell, worker) {
   setWidth(fill, share);
   fill.classList.toggle("full", share >= 0.95);
   const speed = worker.role === "prefill" ? worker.prefill_tokens_per_s : worker.tokens_per_s;
-  const load = `${number(worker.running)}+${number(worker.waiting)} · ${rate(speed)}/s`;
+  const load = `${number(worker.running)} run · ${number(worker.waiting)} wait · ${rate(speed)}/s`;
   setText(cell.querySelector(".figures"), worker.state === "ready" ? load : worker.state);
   cell.title = sentence(worker);
 }
@@ -125,7 +125,8 @@ function updateFlow(row, flow, largest) {
 export function frontends(section) {
   const body = h("tbody");
   const names = ["frontend", "requests/s", "tokens/s", "in flight", "failed", "release"];
-  section.append(h("table", {}, h("thead", {}, h("tr", {}, ...names.map((name) => h("th", {}, name)))), body));
+  const head = h("thead", {}, h("tr", {}, ...names.map((name) => h("th", {}, name))));
+  section.append(h("div", { class: "scroll" }, h("table", {}, head, body)));
   return ({ snapshot }) => {
     if (!snapshot) return false;
     const rows = snapshot.frontends.map((frontend) => {

@@ -122,11 +122,11 @@ function facts(request) {
   const { estimates, transfer } = request;
   const seconds = (value) => milliseconds(value === null || value === undefined ? null : 1e3 * value);
   const parts = [
-    `${request.status}${request.place ? `, ${request.place} prefill` : ""}, ${request.model}, frontend ${request.frontend}`,
+    [request.status, request.place && `${request.place} prefill`, request.model].filter(Boolean).join(", "),
     `received ${clock(request.received_unix)}, first token ${milliseconds(request.ttft_ms)}, latency ${milliseconds(request.latency_ms)}`,
     `${number(request.prompt_tokens)} prompt and ${number(request.output_tokens)} answer tokens`,
     estimates ? `estimated: local ${seconds(estimates.local_s)}, remote ${seconds(estimates.remote_s)}` : "",
-    transfer ? `transfer: ${bytes(transfer.bytes)} in ${number(transfer.descriptors)} descriptors` : "",
+    transfer ? `transfer: ${bytes(transfer.bytes)} in ${number(transfer.descriptors)} descriptor${transfer.descriptors === 1 ? "" : "s"}` : "",
     request.error ?? "",
   ];
   return parts.filter(Boolean).join(" · ");
@@ -140,17 +140,27 @@ function bar(span, from, to) {
   fill.style.left = `${(100 * (start - from)) / (to - from)}%`;
   fill.style.width = `${(100 * (end - start)) / (to - from)}%`;
   const amount = milliseconds(span.end_ms - span.start_ms);
-  const value = span.value === null || span.value === undefined ? "" : ` · ${number(span.value, 1)}`;
-  const note = `${amount}${value}${span.note ? ` · ${span.note}` : ""}`;
+  const value = span.value === null || span.value === undefined ? "" : ` · ${valueText(span)}`;
+  const isMoment = span.start_ms === span.end_ms;
+  const length = span.phase === "run_queue" ? `in ${amount}` : amount;
+  const note = `${isMoment ? `at ${milliseconds(start)}` : length}${value}${span.note ? ` · ${span.note}` : ""}`;
   const title = `${span.phase}: ${milliseconds(span.start_ms)} to ${milliseconds(span.end_ms)}, ${note}`;
   const cells = [h("span", { class: "phase" }, span.phase), h("span", { class: "track" }, fill), h("span", { class: "note" }, note)];
   return h("div", { class: "span", title }, ...cells);
 }
 
+/** What the value of a span counts, by its phase. */
+function valueText({ phase, value }) {
+  if (phase === "run_queue") return `${milliseconds(value)} without a core`;
+  if (/byte|transfer/.test(phase)) return bytes(value);
+  return number(value, 1);
+}
+
 /** What a phase mostly is: waiting, computing, moving KV, or answering. */
 function kind(phase) {
+  if (phase === "run_queue") return "cores";
   if (/queue|wait|pull|claim|admi/.test(phase)) return "waiting";
-  if (/transfer|byte|attach|post|network/.test(phase)) return "moving";
+  if (/transfer|byte|attach|post|hand_over|send/.test(phase)) return "moving";
   if (/decod|token$|tokens$|late|answer/.test(phase)) return "decode";
   if (/prefill|comput/.test(phase)) return "prefill";
   return "other";
