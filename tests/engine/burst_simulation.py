@@ -18,8 +18,8 @@ from kvrelay.engine.core import EngineCore
 from kvrelay.engine.request import Request
 from kvrelay.engine.step import StepOutput
 from kvrelay.executors.mock import MockExecutor
-from kvrelay.placement.base import PlacementState, PrefillLoad, PrefillPlace
-from kvrelay.placement.cost import CostPlacement
+from kvrelay.placement.base import PrefillLoad, PrefillPlace
+from kvrelay.placement.cost import CostPlacement, PlacementState
 from kvrelay.placement.threshold import DisaggPolicy
 
 TIMES = MockConfig(speedup_ratio=2)

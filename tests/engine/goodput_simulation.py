@@ -24,8 +24,8 @@ from kvrelay.engine.core import EngineCore
 from kvrelay.engine.request import PrefillMode, Request
 from kvrelay.engine.step import ModelOutput, SchedulerOutput, StepOutput
 from kvrelay.executors.mock import MockExecutor
-from kvrelay.placement.base import PlacementState, PrefillLoad, PrefillPlace
-from kvrelay.placement.cost import CostPlacement
+from kvrelay.placement.base import PrefillLoad, PrefillPlace
+from kvrelay.placement.cost import CostPlacement, PlacementState
 from kvrelay.placement.threshold import DisaggPolicy
 
 Policy = Literal["cost", "threshold", "always", "aggregated"]

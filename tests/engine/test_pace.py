@@ -17,8 +17,8 @@ from kvrelay.core.step_cost import MIN_CHUNK_TOKENS, StepCost, StepWork
 from kvrelay.engine.core import EngineCore
 from kvrelay.engine.request import Request
 from kvrelay.engine.scheduled_batch import MARGIN, STEP_SHARE, TokenBudget
-from kvrelay.placement.base import Objectives, PlacementState, PrefillLoad, PrefillPlace
-from kvrelay.placement.cost import MIN_WINDOW, CostPlacement
+from kvrelay.placement.base import Objectives, PrefillLoad, PrefillPlace
+from kvrelay.placement.cost import MIN_WINDOW, CostPlacement, PlacementState
 from kvrelay.placement.cost_model import StepCostModel
 from kvrelay.placement.threshold import DisaggPolicy
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -29,11 +30,24 @@ MAX_RANKS = 64
 MAX_BLOCK_SIZE = 1024
 
 
-def kind_option(name: str, help_text: str, most: int = MAX_RANKS) -> Callable[[Command], Command]:
-    """An option for one kind of worker; without it --tp, --pp and --block-size hold for both kinds."""
-    flag = "--" + name.replace("_", "-")
-    whole = f"{help_text}  [default: {flag.rpartition('-')[0]}]"
-    return click.option(flag, name, type=click.IntRange(1, most), default=None, help=whole)
+PER_KIND = {
+    "tp": ("Tensor-parallel ranks", MAX_RANKS),
+    "pp": ("Pipeline stages", MAX_RANKS),
+    "dp": ("Data-parallel ranks", MAX_RANKS),
+    "block_size": ("Tokens per KV block", MAX_BLOCK_SIZE),
+}
+"""What the two kinds of workers may have differently, and the most of it."""
+KINDS = {"prefill": "a prefill worker", "decode": "a decode or aggregated worker"}
+
+
+def kind_options(command: Command) -> Command:
+    """An option for one kind of worker; without it --tp, --pp, --dp and --block-size hold for both kinds."""
+    for (setting, (what, most)), (kind, whose) in reversed([*itertools.product(PER_KIND.items(), KINDS.items())]):
+        flag = "--" + setting.replace("_", "-")
+        text = f"{what} of {whose}  [default: {flag}]"
+        names = (f"{flag}-{kind}", f"{setting}_{kind}")
+        command = click.option(*names, type=click.IntRange(1, most), default=None, help=text)(command)
+    return command
 
 
 SERVE_SETTINGS = (*FRONTEND_SETTINGS, *(cls for cls in WORKER_SETTINGS if cls not in FRONTEND_SETTINGS))
@@ -52,14 +66,7 @@ EVERYDAY = (
 @model_argument
 @click.option("--prefill", "num_prefill", default=1, type=click.IntRange(0, 64), help="Prefill workers; 0: aggregated.")
 @click.option("--decode", "num_decode", default=1, type=click.IntRange(1, 64), help="Decode workers.")
-@kind_option("tp_prefill", "Tensor-parallel ranks of a prefill worker")
-@kind_option("pp_prefill", "Pipeline stages of a prefill worker")
-@kind_option("tp_decode", "Tensor-parallel ranks of a decode or aggregated worker")
-@kind_option("pp_decode", "Pipeline stages of a decode or aggregated worker")
-@kind_option("dp_prefill", "Data-parallel ranks of a prefill worker")
-@kind_option("dp_decode", "Data-parallel ranks of a decode or aggregated worker")
-@kind_option("block_size_prefill", "Tokens per KV block of a prefill worker", MAX_BLOCK_SIZE)
-@kind_option("block_size_decode", "Tokens per KV block of a decode or aggregated worker", MAX_BLOCK_SIZE)
+@kind_options
 @click.option("--frontends", "num_frontends", default=1, type=click.IntRange(1, 64), help="Frontend processes.")
 @engine_option
 @served_name_option
@@ -80,14 +87,6 @@ def serve(
     model: str | None,
     num_prefill: int,
     num_decode: int,
-    tp_prefill: int | None,
-    pp_prefill: int | None,
-    tp_decode: int | None,
-    pp_decode: int | None,
-    dp_prefill: int | None,
-    dp_decode: int | None,
-    block_size_prefill: int | None,
-    block_size_decode: int | None,
     num_frontends: int,
     engine_kind: str,
     served_model_name: str | None,
@@ -95,7 +94,7 @@ def serve(
     start_timeout: float,
     drain_timeout: float,
     config_file: Path | None,
-    **flags: object,
+    **flags: Any,
 ) -> None:
     """Serve MODEL (a checkpoint directory or hub id; default: the bundled one) on this machine.
 
@@ -114,9 +113,9 @@ def serve(
     upstreams = _upstreams(engine_kind, common.upstream)
     if upstreams:
         num_prefill, num_decode = _split_servers(upstreams, num_prefill, num_decode)
-    prefill = _Kind(num_prefill, WorkerRole.PREFILL, tp_prefill, pp_prefill, dp_prefill, block_size_prefill)
+    prefill = _Kind(num_prefill, WorkerRole.PREFILL, *(flags[f"{name}_prefill"] for name in PER_KIND))
     other = WorkerRole.DECODE if num_prefill else WorkerRole.BOTH
-    decode = _Kind(num_decode, other, tp_decode, pp_decode, dp_decode, block_size_decode)
+    decode = _Kind(num_decode, other, *(flags[f"{name}_decode"] for name in PER_KIND))
     run_async(
         run_serve(
             ServeConfig(

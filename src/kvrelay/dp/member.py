@@ -16,26 +16,9 @@ import threading
 import time
 from collections.abc import Callable
 
+from kvrelay.dp import messages
 from kvrelay.dp.addresses import GroupAddress
 from kvrelay.dp.beats import BEAT_S, DEFAULT_SILENCE_S, SilenceDetector, silent
-from kvrelay.dp.messages import (
-    AllLeft,
-    AllReady,
-    Beat,
-    CoordinatorHello,
-    Ended,
-    Formed,
-    FrameReader,
-    FromCoordinator,
-    FromRank,
-    GroupRefused,
-    Leave,
-    RankFailed,
-    RankInfo,
-    RankReady,
-    RegPart,
-    encode,
-)
 from kvrelay.dp.protocol import DEFAULT_LOOKAHEAD, StartStep, StepsUntil
 from kvrelay.dp.server import READ_BYTES, SEND_TIMEOUT_S, GroupServer
 from kvrelay.dp.shared_steps import SharedSteps
@@ -48,7 +31,7 @@ HELLO_TIMEOUT_S = 5.0
 MAX_FDS = 128
 COORDINATOR = "rank 0 of the data-parallel group, its coordinator"
 
-Notice = AllReady | StepsUntil | AllLeft | Ended
+Notice = messages.AllReady | StepsUntil | messages.AllLeft | messages.Ended
 """The messages to a rank once the group is formed."""
 
 
@@ -62,9 +45,9 @@ class GroupMember:
         self._next_beat_s = math.inf
         self._silence = SilenceDetector(silence_s)
         self._server = server
-        self._reader = FrameReader(FromCoordinator)
+        self._reader = messages.FrameReader(messages.FromCoordinator)
         self._fds: list[int] = []
-        self._waiting: list[FromCoordinator] = []
+        self._waiting: list[messages.FromCoordinator] = []
         """Messages that came with the one that was awaited."""
         self._shared: SharedSteps | None = None
         self._stop = os.eventfd(0, os.EFD_CLOEXEC)
@@ -77,7 +60,7 @@ class GroupMember:
     def join(
         cls,
         address: GroupAddress,
-        info: RankInfo,
+        info: messages.RankInfo,
         lookahead: int = DEFAULT_LOOKAHEAD,
         timeout_s: float = GATHER_TIMEOUT_S,
         silence_s: float = DEFAULT_SILENCE_S,
@@ -112,7 +95,7 @@ class GroupMember:
 
     def ready(self) -> None:
         """This rank is loaded. Steps begin after ``AllReady``."""
-        self._send(RankReady())
+        self._send(messages.RankReady())
 
     def start_step(self, message: StartStep) -> None:
         """Does not wait. If the group is gone, ``deliver`` reports it."""
@@ -124,11 +107,11 @@ class GroupMember:
 
     def fail(self, reason: str) -> None:
         """This rank's engine has failed: the group ends, and every rank gets the reason."""
-        self._send(RankFailed(reason))
+        self._send(messages.RankFailed(reason))
 
     def leave(self) -> None:
         """This rank has no requests left. It runs the group's steps until ``AllLeft`` arrives."""
-        self._send(Leave())
+        self._send(messages.Leave())
 
     def close(self) -> None:
         """Idempotent. Not from the thread that delivers."""
@@ -148,15 +131,15 @@ class GroupMember:
 
     # -- start --------------------------------------------------------------------------------------------------------
 
-    def _register(self, address: GroupAddress, info: RankInfo, lookahead: int, timeout_s: float) -> None:
+    def _register(self, address: GroupAddress, info: messages.RankInfo, lookahead: int, timeout_s: float) -> None:
         hello = self._await(HELLO_TIMEOUT_S)
-        if not isinstance(hello, CoordinatorHello):
+        if not isinstance(hello, messages.CoordinatorHello):
             raise FatalError(f"what listens at {address} is not the coordinator of a data-parallel group")
-        self._send(RegPart(info))
+        self._send(messages.RegPart(info))
         # The coordinator times out first and gives the reason.
         answer = self._await(timeout_s + HELLO_TIMEOUT_S)
         match answer:
-            case Formed(group_id, num_fds):
+            case messages.Formed(group_id, num_fds):
                 self.group_id = group_id
                 if num_fds:
                     if len(self._fds) != num_fds:
@@ -164,14 +147,14 @@ class GroupMember:
                     descriptors, self._fds = self._fds, []
                     self._shared = SharedSteps(descriptors, info.rank, lookahead)
                 self._socket.settimeout(SEND_TIMEOUT_S)
-            case GroupRefused(reason):
+            case messages.GroupRefused(reason):
                 raise ConfigError(f"rank {info.rank} cannot join its data-parallel group: {reason}", param="dp")
-            case Ended(reason):
+            case messages.Ended(reason):
                 raise FatalError(f"rank {info.rank} cannot join its data-parallel group: {reason}")
             case _:
                 raise FatalError(f"the coordinator at {address} has ended, or does not answer")
 
-    def _await(self, timeout_s: float) -> FromCoordinator | None:
+    def _await(self, timeout_s: float) -> messages.FromCoordinator | None:
         """The next message; None if none comes."""
         deadline_s = time.monotonic() + timeout_s
         while not self._waiting:
@@ -196,10 +179,10 @@ class GroupMember:
 
     # -- afterwards ---------------------------------------------------------------------------------------------------
 
-    def _send(self, message: FromRank) -> None:
+    def _send(self, message: messages.FromRank) -> None:
         try:
             with self._sending:
-                self._socket.sendall(encode(message))
+                self._socket.sendall(messages.encode(message))
         except OSError as exc:
             # The listener notices the end of the connection and reports it.
             _log.debug("the coordinator does not take %s: %s", message, exc)
@@ -224,7 +207,7 @@ class GroupMember:
                     _log.error("the connection to the coordinator has failed: %s", exc)
                 self._silence.heard()
                 if not is_there:
-                    self._waiting.append(Ended(f"{COORDINATOR}, has ended"))
+                    self._waiting.append(messages.Ended(f"{COORDINATOR}, has ended"))
             # After reading: what has arrived while this process was stopped counts.
             if time.monotonic() >= self._next_beat_s:
                 self._beat()
@@ -236,20 +219,20 @@ class GroupMember:
 
     def _beat(self) -> None:
         self._next_beat_s = time.monotonic() + BEAT_S
-        self._send(Beat())
+        self._send(messages.Beat())
         if self._silence.tick():
-            self._waiting.append(Ended(f"{COORDINATOR}, {silent(self._silence_s)}"))
+            self._waiting.append(messages.Ended(f"{COORDINATOR}, {silent(self._silence_s)}"))
 
     def _hand_on(self, deliver: Callable[[Notice], None]) -> bool:
         """Deliver the received messages. True after the last one."""
         while self._waiting:
             message = self._waiting.pop(0)
-            if isinstance(message, AllReady):
+            if isinstance(message, messages.AllReady):
                 self._next_beat_s = time.monotonic()
-            if isinstance(message, AllLeft) and self._shared is not None:
+            if isinstance(message, messages.AllLeft) and self._shared is not None:
                 deliver(StepsUntil(self._shared.step))
             if isinstance(message, Notice):
                 deliver(message)
-            if isinstance(message, AllLeft | Ended):
+            if isinstance(message, messages.AllLeft | messages.Ended):
                 return True
         return False

@@ -15,23 +15,9 @@ import threading
 import time
 import uuid
 
+from kvrelay.dp import messages
 from kvrelay.dp.addresses import GroupAddress
 from kvrelay.dp.beats import BEAT_S, SilenceDetector, silent
-from kvrelay.dp.messages import (
-    Beat,
-    CoordinatorHello,
-    Ended,
-    Formed,
-    FrameReader,
-    FromCoordinator,
-    FromRank,
-    GroupRefused,
-    Leave,
-    RankFailed,
-    RankReady,
-    RegPart,
-    encode,
-)
 from kvrelay.dp.protocol import Coordinator, StartStep
 from kvrelay.dp.roster import Part, Roster
 from kvrelay.dp.shared_steps import create_descriptors
@@ -50,7 +36,7 @@ class _Connection:
         if connection.family != socket.AF_UNIX:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.socket = connection
-        self.reader = FrameReader(FromRank)
+        self.reader = messages.FrameReader(messages.FromRank)
         self.silence = SilenceDetector(silence_s)
 
 
@@ -88,7 +74,7 @@ class GroupServer:
             self._serve()
         except Exception as exc:  # noqa: BLE001 - the thread's outermost loop
             _log.exception("the coordinator of the data-parallel group failed")
-            self._tell_all(Ended(f"the coordinator of the data-parallel group failed: {exc!r}"))
+            self._tell_all(messages.Ended(f"the coordinator of the data-parallel group failed: {exc!r}"))
         finally:
             self._listener.close()
             for connection in self._connections.values():
@@ -109,7 +95,7 @@ class GroupServer:
                     accepted = _Connection(self._listener.accept()[0], self._silence_s)
                     self._connections[accepted.socket.fileno()] = accepted
                     poller.register(accepted.socket, select.POLLIN)
-                    self._send(accepted.socket.fileno(), CoordinatorHello())
+                    self._send(accepted.socket.fileno(), messages.CoordinatorHello())
                     # The descriptor may belong to a connection that was closed since the poll.
                     break
                 if fd in self._connections:
@@ -127,7 +113,7 @@ class GroupServer:
             self._tell_all(self._roster.overdue(self._gather_timeout_s))
             return
         self._next_beat_s = time.monotonic() + BEAT_S
-        self._tell_all(Beat())
+        self._tell_all(messages.Beat())
         hung = [part for part, each in self._connections.items() if self._roster.has(part) and each.silence.tick()]
         for part in hung:
             # Its connection stays, so that it hears the reason if it continues.
@@ -146,21 +132,21 @@ class GroupServer:
         except (OSError, ProtocolError) as exc:
             self._lost.append((part, _how(exc)))
 
-    def _take(self, part: Part, message: FromRank) -> None:
+    def _take(self, part: Part, message: messages.FromRank) -> None:
         match message:
-            case RegPart() if not self._roster.is_gathering:
-                self._send(part, GroupRefused(self._roster.closed))
-            case RegPart(info):
+            case messages.RegPart() if not self._roster.is_gathering:
+                self._send(part, messages.GroupRefused(self._roster.closed))
+            case messages.RegPart(info):
                 self._tell_all(self._roster.registered(part, info))
-            case RankReady() if self._roster.has(part):
+            case messages.RankReady() if self._roster.has(part):
                 self._tell_all(self._roster.ready(part))
             case StartStep(step) if self._roster.has(part):
                 self._tell_all(self._coordinator.start_step(step))
-            case RankFailed(reason) if self._roster.has(part):
+            case messages.RankFailed(reason) if self._roster.has(part):
                 self._tell_all(self._roster.lost(part, f"has failed: {reason}"))
-            case Leave() if self._roster.has(part):
+            case messages.Leave() if self._roster.has(part):
                 self._tell_all(self._roster.left(part))
-            case Beat():
+            case messages.Beat():
                 pass
             case _:
                 raise ProtocolError(f"{type(message).__name__} comes before RegPart")
@@ -176,24 +162,24 @@ class GroupServer:
             connection.socket.close()
             self._tell_all(self._end(part, how))
 
-    def _end(self, part: Part, how: str) -> Ended | None:
+    def _end(self, part: Part, how: str) -> messages.Ended | None:
         """The group ends because of this rank, unless it is over already."""
         ended = self._roster.lost(part, how)
         if ended is not None:
             _log.error("the data-parallel group ends: %s", ended.reason)
         return ended
 
-    def _tell_all(self, message: FromCoordinator | None) -> None:
-        if isinstance(message, Formed) and self._shares_memory:
+    def _tell_all(self, message: messages.FromCoordinator | None) -> None:
+        if isinstance(message, messages.Formed) and self._shares_memory:
             return self._form(message)
         for part in list(self._connections) if message is not None else ():
             if self._roster.has(part):
                 self._send(part, message)  # type: ignore[arg-type]
 
-    def _form(self, message: Formed) -> None:
+    def _form(self, message: messages.Formed) -> None:
         descriptors = create_descriptors(self._size)
         try:
-            frame = encode(Formed(message.group_id, len(descriptors)))
+            frame = messages.encode(messages.Formed(message.group_id, len(descriptors)))
             for part, connection in self._connections.items():
                 if self._roster.has(part):
                     try:
@@ -204,9 +190,9 @@ class GroupServer:
             for fd in descriptors:
                 os.close(fd)
 
-    def _send(self, part: Part, message: FromCoordinator) -> None:
+    def _send(self, part: Part, message: messages.FromCoordinator) -> None:
         try:
-            self._connections[part].socket.sendall(encode(message))
+            self._connections[part].socket.sendall(messages.encode(message))
         except OSError as exc:
             self._lost.append((part, _how(exc)))
 

@@ -30,28 +30,24 @@ class Progress:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._iteration: Iteration | None = None
-        self._number = 0
-
-    @property
-    def iteration(self) -> Iteration | None:
+        self.iteration: Iteration | None = None
         """None while the thread waits for work."""
-        return self._iteration
+        self._number = 0
 
     @property
     def age_s(self) -> float:
         """How long the running iteration has lasted; 0 if no iteration runs."""
-        iteration = self._iteration
+        iteration = self.iteration
         return 0.0 if iteration is None else max(self._clock.now() - iteration.began_s, 0.0)
 
     def begin(self) -> None:
         """Begin an iteration and end the one before, if any."""
         self._number += 1
-        self._iteration = Iteration(self._number, self._clock.now())
+        self.iteration = Iteration(self._number, self._clock.now())
 
     def rest(self) -> None:
         """The thread has nothing to do."""
-        self._iteration = None
+        self.iteration = None
 
 
 class StallDetector:

@@ -16,7 +16,8 @@ from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.status import FinishReason, RequestStatus, check_transition
 from kvrelay.core.token_ids import are_below
 from kvrelay.errors import InvalidInputError, PromptTooLongError
-from kvrelay.placement.base import Objectives, PlacementState
+from kvrelay.placement.base import Objectives
+from kvrelay.placement.cost import PlacementState
 
 UINT64_MASK = 2**64 - 1
 

@@ -52,7 +52,7 @@ class EngineThread:
     def __init__(self, core: EngineCore, idle_wait_s: float = 0.5, clock: Clock | None = None) -> None:
         clock = clock or MonotonicClock()
         self._clock = clock
-        self._progress = Progress(clock)
+        self.progress = Progress(clock)
         self._core = core
         self._load = LoadSampler(core, LOAD_INTERVAL_S, clock)
         self._on_step: Callable[[StepOutput], None] = _ignore
@@ -97,10 +97,6 @@ class EngineThread:
     @property
     def kv_region(self) -> MemoryRegion:
         return self._core.executor.kv_region
-
-    @property
-    def progress(self) -> Progress:
-        return self._progress
 
     @property
     def has_turn(self) -> bool:
@@ -164,7 +160,7 @@ class EngineThread:
         else:
             self._inbox.end(EngineDeadError("the engine is closed"))
         finally:
-            self._progress.rest()
+            self.progress.rest()
 
     def deliver(self, step: StepOutput) -> None:
         """Hand on what a step has put out, with a sample of the load."""
@@ -177,7 +173,7 @@ class EngineThread:
 
     def drain_inbox(self) -> bool:
         """Run what is in the inbox; wait for a callback only if the engine has nothing to step. False: closed."""
-        self._progress.begin()
+        self.progress.begin()
         return self._run_inbox(wait=not self._core.has_work())
 
     def _see_group_off(self) -> None:
@@ -185,7 +181,7 @@ class EngineThread:
         group = self._core.group
         group.leave()
         while not group.is_over:
-            self._progress.begin()
+            self.progress.begin()
             self._run_inbox(wait=not group.owes_step)
             self._core.step_for_group()
 
@@ -206,11 +202,11 @@ class EngineThread:
 
     def _wait_for_entry(self) -> Entry | None:
         """Raises queue.Empty if none arrives for a while."""
-        self._progress.rest()
+        self.progress.rest()
         try:
             return self._inbox.take(self._idle_wait_s)
         finally:
-            self._progress.begin()
+            self.progress.begin()
 
     def _run_callback(self, callback: EngineCallback) -> None:
         try:

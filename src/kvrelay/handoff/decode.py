@@ -24,6 +24,7 @@ from kvrelay.core.checksums import unit_tokens
 from kvrelay.core.handoff import HandoffId, KvDirection
 from kvrelay.errors import IllegalTransitionError
 from kvrelay.handoff import decode_events as de
+from kvrelay.handoff import messages as hm
 from kvrelay.handoff.base import Connection, EndReason, RefusalReason, count_end
 from kvrelay.handoff.decode_state import (
     TRANSITIONS,
@@ -35,14 +36,6 @@ from kvrelay.handoff.decode_state import (
     GrantState,
     acknowledge,
     refuse,
-)
-from kvrelay.handoff.messages import (
-    HandoffAbandon,
-    HandoffDone,
-    HandoffFetched,
-    HandoffGrant,
-    HandoffProgress,
-    HandoffReady,
 )
 
 
@@ -74,7 +67,7 @@ class DecodeHandoff:
     """RENEWING: the claim to be granted."""
     allocating: int = 0
     """The loan that was requested from the engine; 0: none."""
-    arrived: HandoffDone | HandoffReady | None = field(default=None, repr=False)
+    arrived: hm.HandoffDone | hm.HandoffReady | None = field(default=None, repr=False)
     is_touched: bool = False
     """Whether our own reads or checksums touch the current loan."""
     last_heard_s: float = 0.0
@@ -173,7 +166,7 @@ class DecodeHandoff:
     def _send_grant(self, grant: Grant, checksums: tuple[int, ...] | None, context: DecodeContext) -> None:
         self.last_heard_s = context.now_s
         pushed = self.direction is KvDirection.PUSH
-        message = HandoffGrant(
+        message = hm.HandoffGrant(
             handoff_id=self.handoff_id,
             generation=grant.generation,
             block_ids=self.block_ids if pushed else self.block_ids[: self.num_hit_blocks],
@@ -195,7 +188,7 @@ class DecodeHandoff:
 
     # -- what arrives -------------------------------------------------------------------------------------------------
 
-    def progress(self, message: HandoffProgress, context: DecodeContext) -> None:
+    def progress(self, message: hm.HandoffProgress, context: DecodeContext) -> None:
         """The claimant lives and computes."""
         holder = self.holder
         if holder is not None and (message.generation, message.secret) == (holder.generation, holder.secret):
@@ -220,7 +213,7 @@ class DecodeHandoff:
 
     # -- push ---------------------------------------------------------------------------------------------------------
 
-    def done(self, message: HandoffDone, connection: Connection | None, context: DecodeContext) -> None:
+    def done(self, message: hm.HandoffDone, connection: Connection | None, context: DecodeContext) -> None:
         """Push: a generation's last write has arrived. A late one still ends its own grant: no write follows it.
 
         ``connection``: the one of a repeated message; None: it was the notification.
@@ -245,7 +238,7 @@ class DecodeHandoff:
 
     # -- pull ---------------------------------------------------------------------------------------------------------
 
-    def ready(self, message: HandoffReady, context: DecodeContext) -> bool:
+    def ready(self, message: hm.HandoffReady, context: DecodeContext) -> bool:
         """Pull: P keeps the KV for us. False if it need not."""
         grant = self.find(message.generation)
         if grant is not None and self._is_read_from(grant):
@@ -268,11 +261,11 @@ class DecodeHandoff:
         holder = self.holder
         if event.block_ids is None:
             self.compute_here(EndReason.NO_BLOCKS, context)
-        elif holder is not None and isinstance(self.arrived, HandoffReady):
+        elif holder is not None and isinstance(self.arrived, hm.HandoffReady):
             self.loan, self.block_ids = event.loan, event.block_ids
             self._start_read(self.arrived, holder, context)
 
-    def _start_read(self, message: HandoffReady, grant: Grant, context: DecodeContext) -> None:
+    def _start_read(self, message: hm.HandoffReady, grant: Grant, context: DecodeContext) -> None:
         if message.kv_transfer_params is not None:
             self._move(DecodeState.READING)
             self.is_touched = True
@@ -302,7 +295,7 @@ class DecodeHandoff:
         self.is_touched = False
         if grant is not None:
             # P's engine frees what ours has not read; if this message is lost, P says Ready again and is told again.
-            kind = HandoffAbandon if _is_by_engine(self.arrived) and not ok else HandoffFetched
+            kind = hm.HandoffAbandon if _is_by_engine(self.arrived) and not ok else hm.HandoffFetched
             context.out.append(de.SendToPrefill(grant.connection, kind(self.handoff_id, generation)))
             self._end_grant(grant)
             if ok:
@@ -316,7 +309,7 @@ class DecodeHandoff:
 
     # -- everything has arrived ---------------------------------------------------------------------------------------
 
-    def _arrived(self, message: HandoffDone | HandoffReady, worker_id: str, context: DecodeContext) -> None:
+    def _arrived(self, message: hm.HandoffDone | hm.HandoffReady, worker_id: str, context: DecodeContext) -> None:
         self.arrived = message
         if self.waiting is not None:
             refuse(self.waiting, RefusalReason.BUSY, context)
@@ -569,7 +562,7 @@ class DecodeHandoff:
         self._change(grant, GrantState.ABANDONED, context.now_s)
         connection = context.connections.get(grant.worker_id)
         if connection is not None:
-            abandon = HandoffAbandon(self.handoff_id, grant.generation)
+            abandon = hm.HandoffAbandon(self.handoff_id, grant.generation)
             context.out.append(de.SendToPrefill(connection, abandon))
 
     def _move(self, state: DecodeState) -> None:
@@ -578,6 +571,6 @@ class DecodeHandoff:
         self.state = state
 
 
-def _is_by_engine(message: HandoffDone | HandoffReady | None) -> bool:
+def _is_by_engine(message: hm.HandoffDone | hm.HandoffReady | None) -> bool:
     """Whether D's engine gets the KV by itself."""
-    return isinstance(message, HandoffReady) and message.kv_transfer_params is not None
+    return isinstance(message, hm.HandoffReady) and message.kv_transfer_params is not None

@@ -7,18 +7,8 @@ answered by the event named in their docstring, exactly once, after any time.
 from __future__ import annotations
 
 from kvrelay.core.handoff import HandoffOrder, KvDirection
+from kvrelay.handoff import messages as hm
 from kvrelay.handoff.base import Connection, EndReason, LeaseEnded, LeaseLost, OfHandoff, Registered, Tick, Value
-from kvrelay.handoff.messages import (
-    HandoffAbandon,
-    HandoffClaim,
-    HandoffDone,
-    HandoffFetched,
-    HandoffGrant,
-    HandoffProgress,
-    HandoffReady,
-    HandoffRefused,
-    HandoffReleased,
-)
 
 # -- events -----------------------------------------------------------------------------------------------------------
 
@@ -65,7 +55,7 @@ class PushFailed(OfHandoff, frozen=True):
 class Claimed(Value, frozen=True):
     """A claim has arrived over ``connection``."""
 
-    claim: HandoffClaim
+    claim: hm.HandoffClaim
     connection: Connection
 
 
@@ -93,14 +83,14 @@ class GrantNotSent(OfHandoff, frozen=True):
 class Done(Value, frozen=True):
     """Push: every write of a generation has arrived. ``connection``: where it was said; None: as a notification."""
 
-    message: HandoffDone
+    message: hm.HandoffDone
     connection: Connection | None = None
 
 
 class Offered(Value, frozen=True):
     """Pull: P has computed everything and keeps it for us. ``connection`` is the message's connection."""
 
-    message: HandoffReady
+    message: hm.HandoffReady
     connection: Connection
 
 
@@ -139,12 +129,12 @@ DecodeEvent = (
     | LoanAllocated
     | HitsChecksummed
     | GrantNotSent
-    | HandoffProgress
+    | hm.HandoffProgress
     | Done
     | Offered
     | FetchEnded
     | Verified
-    | HandoffReleased
+    | hm.HandoffReleased
     | ClaimantConnectionLost
     | Registered
     | LeaseEnded
@@ -181,14 +171,14 @@ class SendGrant(Value, frozen=True):
 
     worker_id: str
     connection: Connection
-    message: HandoffGrant
+    message: hm.HandoffGrant
 
 
 class SendToPrefill(Value, frozen=True):
     """Send a message to a prefill worker. A failure to send has no consequence."""
 
     connection: Connection
-    message: HandoffRefused | HandoffAbandon | HandoffFetched
+    message: hm.HandoffRefused | hm.HandoffAbandon | hm.HandoffFetched
 
 
 class Fetch(OfHandoff, frozen=True):
@@ -237,7 +227,7 @@ class Resume(OfHandoff, frozen=True):
 
     request_id: str
     loan: int
-    message: HandoffDone | HandoffReady
+    message: hm.HandoffDone | hm.HandoffReady
 
 
 class Discard(OfHandoff, frozen=True):

@@ -23,16 +23,9 @@ from msgspec import structs
 from kvrelay.core.checksums import unit_tokens
 from kvrelay.core.handoff import HandoffId, HandoffOrder, KvDirection
 from kvrelay.errors import IllegalTransitionError
+from kvrelay.handoff import messages as hm
 from kvrelay.handoff import prefill_events as pe
 from kvrelay.handoff.base import EndReason, count_end
-from kvrelay.handoff.messages import (
-    HandoffClaim,
-    HandoffDone,
-    HandoffGrant,
-    HandoffProgress,
-    HandoffReady,
-    HandoffReleased,
-)
 from kvrelay.handoff.prefill_state import TRANSITIONS, PrefillContext, PrefillRules, PrefillState
 
 MAX_BLOCK_ID = 2**31 - 1
@@ -52,7 +45,7 @@ class PrefillHandoff:
     due_s: float
     """When ``tick`` acts: the claim's deadline, or the next repetition."""
     state: PrefillState = PrefillState.CLAIMING
-    grant: HandoffGrant | None = field(default=None, repr=False)
+    grant: hm.HandoffGrant | None = field(default=None, repr=False)
     """Like ``done`` and ``ready`` it holds a secret, which no log may show."""
     load: pe.RequestBlocks | None = None
     """CLAIMING: the engine's requested read."""
@@ -67,13 +60,13 @@ class PrefillHandoff:
     is_computed: bool = False
     is_sent: bool = False
     """Push: the last write was submitted."""
-    done: HandoffDone | None = field(default=None, repr=False)
+    done: hm.HandoffDone | None = field(default=None, repr=False)
     """Push: the message after the last write."""
     is_acknowledged: bool = False
     """Push: D has acknowledged it."""
     held: tuple[int, ...] = ()
     """Pull: our blocks that D lacks, in the order of the request."""
-    ready: HandoffReady | None = field(default=None, repr=False)
+    ready: hm.HandoffReady | None = field(default=None, repr=False)
     kv_transfer_params: bytes | None = None
     """Of an engine that moves KV itself: it has computed KV that D has not reported as fetched."""
     has_blocks: bool = True
@@ -90,7 +83,7 @@ class PrefillHandoff:
     def begin(self, event: pe.Pulled, context: PrefillContext) -> None:
         """Compute and claim at once."""
         rules = context.rules
-        claim = HandoffClaim(
+        claim = hm.HandoffClaim(
             self.handoff_id,
             rules.worker_id,
             rules.kv_compatibility,
@@ -111,7 +104,7 @@ class PrefillHandoff:
         self._count(reason, context)
         self.settle(context)
 
-    def granted(self, grant: HandoffGrant, is_known: bool, context: PrefillContext) -> None:
+    def granted(self, grant: hm.HandoffGrant, is_known: bool, context: PrefillContext) -> None:
         """From here on D's blocks may be touched. A grant that arrives after we gave up is answered by the release.
 
         ``is_known``: D is in the term that we know. Pull needs that: the end of the term shows that D reads no more.
@@ -143,7 +136,7 @@ class PrefillHandoff:
         if self.state is PrefillState.CLAIMING:
             self.stop(EndReason.REFUSED, context)
 
-    def _fits(self, grant: HandoffGrant, rules: PrefillRules) -> bool:
+    def _fits(self, grant: hm.HandoffGrant, rules: PrefillRules) -> bool:
         """Check the grant's blocks now: when they are paired with ours it is too late to refuse."""
         size = grant.block_size or rules.block_size
         if not 1 <= size <= MAX_BLOCK_SIZE:
@@ -274,10 +267,10 @@ class PrefillHandoff:
         self.done = self._done(chunk, context)
         context.out.append(pe.Write(self.handoff_id, self.grant.generation, chunk.blocks, remote, self.done, first))
 
-    def _done(self, chunk: pe.ChunkComputed, context: PrefillContext) -> HandoffDone | None:
+    def _done(self, chunk: pe.ChunkComputed, context: PrefillContext) -> hm.HandoffDone | None:
         if chunk.first_token is None or self.grant is None:
             return None
-        return HandoffDone(
+        return hm.HandoffDone(
             handoff_id=self.handoff_id,
             generation=self.grant.generation,
             token_id=chunk.first_token.token_id,
@@ -300,7 +293,7 @@ class PrefillHandoff:
         assert self.grant is not None
         self._move(PrefillState.HOLDING)
         has_checksums = self._with_checksums(context.rules) and chunk.kv_transfer_params is None
-        self.ready = HandoffReady(
+        self.ready = hm.HandoffReady(
             handoff_id=self.handoff_id,
             generation=self.grant.generation,
             block_ids=self.held,
@@ -465,7 +458,7 @@ class PrefillHandoff:
     def _say_progress(self, context: PrefillContext) -> None:
         assert self.grant is not None
         self.due_s = context.now_s + context.rules.progress_s
-        progress = HandoffProgress(self.handoff_id, self.grant.generation, self.grant.secret)
+        progress = hm.HandoffProgress(self.handoff_id, self.grant.generation, self.grant.secret)
         context.out.append(pe.SendToDecode(self.decode_worker_id, progress))
 
     def _say_done(self, context: PrefillContext) -> None:
@@ -483,7 +476,7 @@ class PrefillHandoff:
         self.due_s = context.now_s + min(rules.release_repeat_s * 2.0**self.num_said, rules.max_release_repeat_s)
         self.num_said = min(self.num_said + 1, MAX_DOUBLINGS)
         error = None if self.reason is None else self.reason.value
-        release = HandoffReleased(self.handoff_id, rules.worker_id, error, self.kv_transfer_params)
+        release = hm.HandoffReleased(self.handoff_id, rules.worker_id, error, self.kv_transfer_params)
         context.out.append(pe.SendRelease(self.decode_worker_id, release))
 
     def _move(self, state: PrefillState) -> None:

@@ -8,18 +8,8 @@ from __future__ import annotations
 
 from kvrelay.core.handoff import HandoffOrder
 from kvrelay.core.logprobs import PositionLogprobs
+from kvrelay.handoff import messages as hm
 from kvrelay.handoff.base import EndReason, LeaseEnded, LeaseLost, OfHandoff, Registered, Tick, Value
-from kvrelay.handoff.messages import (
-    HandoffAbandon,
-    HandoffClaim,
-    HandoffDone,
-    HandoffFetched,
-    HandoffGrant,
-    HandoffProgress,
-    HandoffReady,
-    HandoffRefused,
-    HandoffReleased,
-)
 
 
 class RequestBlocks(Value, frozen=True):
@@ -81,7 +71,7 @@ class Granted(Value, frozen=True):
     """The decode worker ``worker_id`` has granted the claim."""
 
     worker_id: str
-    message: HandoffGrant
+    message: hm.HandoffGrant
 
 
 class EngineRefused(OfHandoff, frozen=True):
@@ -135,7 +125,7 @@ class Abandoned(Value, frozen=True):
     """The decode worker ``worker_id`` neither waits nor reads any more. It gets a release in any case."""
 
     worker_id: str
-    message: HandoffAbandon
+    message: hm.HandoffAbandon
 
 
 class ReleaseAcknowledged(OfHandoff, frozen=True):
@@ -155,7 +145,7 @@ PrefillEvent = (
     | ClaimFailed
     | Unreachable
     | Granted
-    | HandoffRefused
+    | hm.HandoffRefused
     | EngineRefused
     | LoadRequested
     | ChunkComputed
@@ -164,7 +154,7 @@ PrefillEvent = (
     | ChunkChecksummed
     | Written
     | Abandoned
-    | HandoffFetched
+    | hm.HandoffFetched
     | ReleaseAcknowledged
     | DecodeConnectionLost
     | Registered
@@ -185,7 +175,7 @@ class SendClaim(Value, frozen=True):
     as impossible there, or if the claim may have arrived."""
 
     worker_id: str
-    message: HandoffClaim
+    message: hm.HandoffClaim
 
 
 class ReadHits(OfHandoff, frozen=True):
@@ -229,7 +219,7 @@ class Write(OfHandoff, frozen=True):
     generation: int
     blocks: RequestBlocks
     remote_block_ids: tuple[int, ...]
-    done: HandoffDone | None
+    done: hm.HandoffDone | None
     remote_first_block: int
 
 
@@ -238,7 +228,7 @@ class SendToDecode(Value, frozen=True):
     needs an answer (HandoffDone, HandoffReady) is repeated until there is one."""
 
     worker_id: str
-    message: HandoffProgress | HandoffDone | HandoffReady
+    message: hm.HandoffProgress | hm.HandoffDone | hm.HandoffReady
 
 
 class StopComputing(OfHandoff, frozen=True):
@@ -270,4 +260,4 @@ class SendRelease(Value, frozen=True):
     arrived; otherwise this action is repeated."""
 
     worker_id: str
-    message: HandoffReleased
+    message: hm.HandoffReleased

@@ -1,10 +1,9 @@
-"""What a placement is decided from, the decision, and who decides. Values and one protocol."""
+"""What a placement is decided from, and the decision. Values."""
 
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import msgspec
 
@@ -78,36 +77,3 @@ class PrefillLoad(NamedTuple):
 
     num_workers: int
     queue_size: int
-
-
-class Placement(Protocol):
-    """Decides on an engine's thread where the prefills of its requests run: ``cost.CostPlacement``."""
-
-    @property
-    def has_choice(self) -> bool:
-        """Whether a prefill worker exists. Without one ``cost.stay_here`` is the decision."""
-
-    def decide(self, situation: Situation) -> Decision: ...
-
-    def placed(self, decision: Decision) -> None:
-        """The engine has acted on ``decision``."""
-
-    def soonest_s(self, num_tokens: int, num_before: int, cost: StepCost) -> float:
-        """Seconds to the first token of ``num_tokens`` at best, with ``num_before`` tokens before it."""
-
-    def came_back(self, request_id: str, num_tokens: int, num_ahead: int, seconds: float) -> None:
-        """A remote prefill of ``num_tokens`` took ``seconds``, with ``num_ahead`` tokens sent away before it."""
-
-
-@dataclass(slots=True)
-class PlacementState:
-    """Where one request's prefill runs: who decides, by what, and the decision."""
-
-    policy: Placement | None = None
-    """Decides when the engine admits the request; None: it is decided already."""
-    objectives: Objectives | None = None
-    refuses_late: bool = False
-    """Whether the request is refused if its objective cannot be met any more."""
-    explain: bool = False
-    """Whether the first output reports the decision."""
-    decision: Decision | None = None

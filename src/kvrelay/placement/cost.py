@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import msgspec
 
@@ -150,6 +151,7 @@ class CostPlacement:
 
     @property
     def has_choice(self) -> bool:
+        """Whether a prefill worker exists. Without one ``stay_here`` is the decision."""
         return self._prefill_load().num_workers > 0
 
     def decide(self, situation: Situation) -> Decision:
@@ -251,3 +253,17 @@ def objectives_of(config: DisaggConfig, ttft_ms: float = 0.0, itl_ms: float = 0.
 def _objective_s(own_ms: float, configured_ms: float) -> float:
     objective_ms = own_ms if 0.0 < own_ms < math.inf else configured_ms
     return min(max(objective_ms / 1e3, MIN_OBJECTIVE_S), MAX_OBJECTIVE_S)
+
+
+@dataclass(slots=True)
+class PlacementState:
+    """Where one request's prefill runs: who decides, by what, and the decision."""
+
+    policy: CostPlacement | None = None
+    """Decides when the engine admits the request; None: it is decided already."""
+    objectives: Objectives | None = None
+    refuses_late: bool = False
+    """Whether the request is refused if its objective cannot be met any more."""
+    explain: bool = False
+    """Whether the first output reports the decision."""
+    decision: Decision | None = None

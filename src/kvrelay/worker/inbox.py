@@ -21,19 +21,18 @@ from kvrelay.core.messages import (
     Ping,
     Pong,
     PrefillLost,
-    RequestRefused,
 )
-from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.tasks import TaskSet
 from kvrelay.errors import PayloadTooLargeError
 from kvrelay.handoff import decode_events as de
 from kvrelay.handoff.messages import HandoffClaim, HandoffDone, HandoffProgress, HandoffReady, HandoffReleased
-from kvrelay.rpc.base import Peer, RpcServer
+from kvrelay.rpc.base import Peer
 from kvrelay.rpc.wire import Message
 from kvrelay.worker.cluster.callers import Callers
 from kvrelay.worker.decode.preparation import Preparation
 from kvrelay.worker.decode.serving import DecodeSide
 from kvrelay.worker.prefill.paired import PairedPrefills
+from kvrelay.worker.surroundings import Surroundings
 
 _log = logging.getLogger(__name__)
 
@@ -41,29 +40,26 @@ _FromPrefillSide = HandoffClaim | HandoffProgress | HandoffDone | HandoffReady |
 
 
 class Inbox:
-    """``prepare`` compiles what a request needs (``EngineHost.prepare``). ``publish_secret``: frontends get it with the
+    """``publish_secret``: frontends get it with the
     answer to a ping; empty if the worker seals nothing."""
 
     def __init__(
         self,
-        worker_id: str,
-        server: RpcServer,
+        around: Surroundings,
         callers: Callers,
         decode: DecodeSide,
         paired: PairedPrefills,
         *,
-        prepare: Callable[[SamplingParams], None],
-        refuse: Callable[[Peer, RequestRefused], object],
         run_command: Callable[[AdminRequest], Awaitable[AdminReply]],
         publish_secret: bytes,
         tasks: TaskSet,
     ) -> None:
-        self._worker_id = worker_id
-        self._server = server
+        self._worker_id = around.worker_id
+        self._server = around.server
         self._callers = callers
         self._decode = decode
         self._paired = paired
-        self._preparation = Preparation(prepare, self._generate, refuse, tasks)
+        self._preparation = Preparation(around.engine.prepare, self._generate, around.refusals.send, tasks)
         self._run_command = run_command
         self._publish_secret = publish_secret
         self._tasks = tasks

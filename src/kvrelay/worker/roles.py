@@ -11,12 +11,13 @@ from collections.abc import Callable
 
 from kvrelay.config import WorkerRole
 from kvrelay.core.tasks import TaskSet
-from kvrelay.engine.contract import Engine, EngineFacts, EngineHost
+from kvrelay.engine.contract import Engine, EngineFacts
 from kvrelay.errors import ConfigError, ControlUnavailableError, LeaseLostError, WorkerUnavailableError
-from kvrelay.worker.cluster.membership import RETRY_INTERVAL_S, Membership
+from kvrelay.worker.cluster.membership import RETRY_INTERVAL_S
 from kvrelay.worker.decode.serving import DecodeSide
 from kvrelay.worker.prefill.paired import PairedPrefills
 from kvrelay.worker.prefill.pulling import PrefillSide
+from kvrelay.worker.surroundings import Surroundings
 
 _log = logging.getLogger(__name__)
 
@@ -42,9 +43,7 @@ class Roles:
 
     def __init__(
         self,
-        role: WorkerRole,
-        engine: EngineHost,
-        membership: Membership,
+        around: Surroundings,
         prefill: PrefillSide,
         paired: PairedPrefills,
         decode: DecodeSide,
@@ -52,10 +51,10 @@ class Roles:
         is_leaving: Callable[[], bool],
         tasks: TaskSet,
     ) -> None:
-        self.role = role
+        self.role = around.settings.role
         self.epoch = FIRST_EPOCH
-        self._engine = engine
-        self._membership = membership
+        self._engine = around.engine
+        self._membership = around.membership
         self._prefill = prefill
         self._paired = paired
         self._decode = decode

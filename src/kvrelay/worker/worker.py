@@ -11,6 +11,7 @@ because from then on they reuse the blocks that it was allowed to write.
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
 from dataclasses import asdict
@@ -24,14 +25,14 @@ from kvrelay.core.event_log import KvEventLog
 from kvrelay.core.messages import AdminReply, AdminRequest
 from kvrelay.core.sealing import new_secret
 from kvrelay.core.tasks import TaskSet
-from kvrelay.engine.contract import EngineHost
+from kvrelay.engine.contract import Engine, EngineHost
 from kvrelay.engine.step import StepOutput
+from kvrelay.errors import ConfigError, KvrelayError
 from kvrelay.placement.threshold import DisaggPolicy
 from kvrelay.rpc.base import RpcServer
 from kvrelay.transfer.base import Transport
 from kvrelay.transfer.rates import TransferRates
 from kvrelay.transfer.thread import TransferThread
-from kvrelay.worker.admin import run_admin_command
 from kvrelay.worker.checksums import BlockChecksums
 from kvrelay.worker.cluster.callers import Callers
 from kvrelay.worker.cluster.membership import Membership
@@ -58,6 +59,7 @@ from kvrelay.worker.watchdog import Watchdog
 
 _log = logging.getLogger(__name__)
 
+ADMIN_COMMANDS = ("status", "drain", "role", "check_integrity", "cache", "clear_cache")
 GIVE_UP_LEASES = 3.0
 """A drain waits for peers this many times the lease's time to live: long enough to fence a dead peer."""
 
@@ -151,9 +153,7 @@ class Worker:
         )
         self._peer_events.attach(self.transfer, self._memory, self.decode, self.prefill)
         self._roles = Roles(
-            settings.role,
-            engine,
-            self._membership,
+            around,
             self.prefill,
             self._paired,
             self.decode,
@@ -161,13 +161,10 @@ class Worker:
             tasks=self._tasks,
         )
         self._inbox = Inbox(
-            self.identity.worker_id,
-            server,
+            around,
             self._callers,
             self.decode,
             self._paired,
-            prepare=engine.prepare,
-            refuse=self._refusals.send,
             run_command=self.run_admin_command,
             publish_secret=self._secret,
             tasks=self._tasks,
@@ -293,8 +290,33 @@ class Worker:
     # -- what arrives -------------------------------------------------------------------------------------------------
 
     async def run_admin_command(self, message: AdminRequest) -> AdminReply:
-        """Run an operator's command. If it fails, the reply carries the error."""
-        return await run_admin_command(message, self, self._engine)
+        """Run an operator's command. The reply to an unknown one, or to one that fails, carries the reason."""
+        try:
+            payload = await self._perform(message)
+        except (KvrelayError, ValueError) as exc:
+            return AdminReply(message.nonce, error=str(exc))
+        return AdminReply(message.nonce, payload=json.dumps(payload))
+
+    async def _perform(self, message: AdminRequest) -> object:
+        match message.command:
+            case "status":
+                return await self.status()
+            case "drain":
+                self.request_drain()
+                return {"draining": True}
+            case "role":
+                await self.set_role(WorkerRole(message.argument))
+                return {"role": self.role, "epoch": self.epoch}
+            case "check_integrity":
+                self.check_integrity()
+                return await self._engine.call(_integrity)
+            case "cache":
+                hashes = await self._engine.call(lambda core: core.cached_hashes())
+                return {"blocks": [f"{block:016x}" for block in hashes]}
+            case "clear_cache":
+                await self._engine.call(lambda core: core.clear_cache())
+                return {"cleared": True}
+        raise ConfigError(f"unknown admin command {message.command}; known are {', '.join(ADMIN_COMMANDS)}")
 
     def _on_step(self, step: StepOutput) -> None:
         """On the engine thread, after every step."""
@@ -403,3 +425,9 @@ class Worker:
             transfer_cost_error=self._transfer_rates.relative_error,
             transfer_durations=self.transfer.durations,
         )
+
+
+def _integrity(core: Engine) -> dict[str, object]:
+    core.check_integrity()
+    metrics = core.metrics()
+    return {"ok": True, "blocks_in_use": metrics.kv_active_blocks, "blocks": metrics.kv_total_blocks}

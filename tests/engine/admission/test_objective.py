@@ -9,7 +9,7 @@ from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.step_cost import StepCost
 from kvrelay.engine.request import Request
 from kvrelay.errors import ObjectiveMissedError
-from kvrelay.placement.base import PlacementState
+from kvrelay.placement.cost import PlacementState
 
 
 def arrive(

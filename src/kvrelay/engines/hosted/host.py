@@ -63,12 +63,13 @@ class BackendHost:
         staging: StagingMemory | None = None,
     ) -> None:
         clock = MonotonicClock()
-        self._facts = facts
+        self.facts = facts
         self._backend = backend
         self._cache_events = cache_events
         block_size = facts.kv_layout.block_size
         self._mirror = None if cache_events is None else MirroredCache(block_size)
-        self._progress = Progress(clock)
+        self.progress = Progress(clock)
+        """It always rests: health checks show whether the backend makes progress."""
         self._staging = staging
         self._loop = uvloop.new_event_loop()
         self._inbox = EngineInbox(self._wake)
@@ -96,17 +97,8 @@ class BackendHost:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     @property
-    def facts(self) -> EngineFacts:
-        return self._facts
-
-    @property
     def kv_region(self) -> MemoryRegion:
         return MemoryRegion(self._bytes.ctypes.data, self._bytes.size)
-
-    @property
-    def progress(self) -> Progress:
-        """It always rests: health checks show whether the backend makes progress."""
-        return self._progress
 
     def start(self, on_step: Callable[[StepOutput], None], on_dead: Callable[[EngineDeadError], None]) -> None:
         self._on_step, self._on_dead = on_step, on_dead
@@ -130,7 +122,7 @@ class BackendHost:
     def checksum_blocks(self, block_ids: Sequence[int]) -> tuple[int, ...]:
         if self._staging is None:
             raise ConfigError(f"the KV stays with {self._backend.name}", param="engine")
-        layout, blocks = self._facts.kv_layout, self._bytes.reshape(self._staging.num_blocks, -1)
+        layout, blocks = self.facts.kv_layout, self._bytes.reshape(self._staging.num_blocks, -1)
         return tuple(each for block_id in block_ids for each in unit_checksums(blocks[block_id], layout))
 
     def peek(self, read: Callable[[Engine], T]) -> T:

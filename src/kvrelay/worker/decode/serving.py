@@ -45,8 +45,8 @@ from kvrelay.errors import (
 )
 from kvrelay.handoff import decode_events as de
 from kvrelay.marks.phases import Phase
-from kvrelay.placement.base import Decision, PlacementState, PrefillPlace
-from kvrelay.placement.cost import CostPlacement
+from kvrelay.placement.base import Decision, PrefillPlace
+from kvrelay.placement.cost import CostPlacement, PlacementState
 from kvrelay.placement.threshold import DisaggPolicy
 from kvrelay.rpc.base import Peer
 from kvrelay.worker.decode.admission import AdmissionControl
