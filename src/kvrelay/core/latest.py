@@ -21,6 +21,11 @@ class Latest(MutableMapping[K, V]):
     def __repr__(self) -> str:
         return f"Latest({len(self._entries)} of {self.capacity})"
 
+    def __copy__(self) -> Latest[K, V]:
+        other: Latest[K, V] = Latest(self.capacity)
+        other._entries = self._entries.copy()
+        return other
+
     def __getitem__(self, key: K) -> V:
         return self._entries[key]
 

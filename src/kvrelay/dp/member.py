@@ -60,8 +60,10 @@ class GroupMember:
         self._sending = threading.Lock()
         self._silence_s = silence_s
         self._next_beat_s = math.inf
-        self._silence = SilenceDetector(silence_s)
-        self._server = server
+        self.silence = SilenceDetector(silence_s)
+        """Of the coordinator."""
+        self.server = server
+        """Of rank 0."""
         self._reader = FrameReader(FromCoordinator)
         self._fds: list[int] = []
         self._waiting: list[FromCoordinator] = []
@@ -143,8 +145,8 @@ class GroupMember:
         for fd in (*self._fds, self._stop):
             os.close(fd)
         self._fds, self._stop = [], -1
-        if self._server is not None:
-            self._server.close()
+        if self.server is not None:
+            self.server.close()
 
     # -- start --------------------------------------------------------------------------------------------------------
 
@@ -222,7 +224,7 @@ class GroupMember:
                 except (OSError, ProtocolError) as exc:
                     is_there = False
                     _log.error("the connection to the coordinator has failed: %s", exc)
-                self._silence.heard()
+                self.silence.heard()
                 if not is_there:
                     self._waiting.append(Ended(f"{COORDINATOR}, has ended"))
             # After reading: what has arrived while this process was stopped counts.
@@ -237,7 +239,7 @@ class GroupMember:
     def _beat(self) -> None:
         self._next_beat_s = time.monotonic() + BEAT_S
         self._send(Beat())
-        if self._silence.tick():
+        if self.silence.tick():
             self._waiting.append(Ended(f"{COORDINATOR}, {silent(self._silence_s)}"))
 
     def _hand_on(self, deliver: Callable[[Notice], None]) -> bool:

@@ -63,7 +63,8 @@ class P2pTransport:
         self._worker_id = worker_id
         self._address = address or P2pAddress()
         self.grants = GrantTable(is_enforced=is_guarded)
-        self._node: Node | None = None
+        self.node: Node | None = None
+        """Once ``register`` was called."""
         self._region: MemoryRegion | None = None
         self._peers: dict[str, KvMetadata] = {}
         self._posts: dict[int, Post] = {}
@@ -73,17 +74,17 @@ class P2pTransport:
         self._next_handle = 0
 
     def __repr__(self) -> str:
-        return f"<P2pTransport {self._worker_id}: {len(self._peers)} peers, {len(self._posts)} posts, {self._node!r}>"
+        return f"<P2pTransport {self._worker_id}: {len(self._peers)} peers, {len(self._posts)} posts, {self.node!r}>"
 
     def register(self, region: MemoryRegion) -> bytes:
         """Listen. Raises FatalError if torch is missing or the port is taken."""
-        if self._node is not None:
+        if self.node is not None:
             raise FatalError(f"worker {self._worker_id} has registered its KV pool already")
         try:
             from kvrelay.transfer.p2p.node import Node
         except ImportError as exc:
             raise FatalError(f"transport p2p needs torch: {exc}") from exc
-        self._node = Node(
+        self.node = Node(
             self._config,
             self._worker_id,
             region,
@@ -96,17 +97,17 @@ class P2pTransport:
         self._region = region
         agent = P2pAgent(
             worker_id=self._worker_id,
-            address=self._node.control.address,
+            address=self.node.control.address,
             num_bytes=region.num_bytes,
             device=region.device,
-            max_message_bytes=self._node.shared.rooms.room.largest_bytes,
+            max_message_bytes=self.node.shared.rooms.room.largest_bytes,
             public_key=self._address.keys.public.decode() if self._address.keys else "",
         )
         return msgspec.msgpack.encode(agent)
 
     def add_peer(self, metadata: KvMetadata) -> None:
         check_pool(metadata)
-        worker_id, node = metadata.worker_id, self._node
+        worker_id, node = metadata.worker_id, self.node
         self.remove_peer(worker_id)
         agent = decode_agent(metadata.agent)
         if agent is None or agent.worker_id != worker_id or agent.num_bytes != metadata.num_bytes:
@@ -118,18 +119,18 @@ class P2pTransport:
         self._peers[worker_id] = metadata
 
     def remove_peer(self, worker_id: str) -> None:
-        if self._node is None:
+        if self.node is None:
             return
         self._peers.pop(worker_id, None)
         gone = [post for post in self._posts.values() if post.worker_id == worker_id]
         error = f"worker {worker_id} was disconnected"
-        with self._node.initiator.post_lock:
+        with self.node.initiator.post_lock:
             for post in gone:
                 post.is_over = True
         for post in gone:
             del self._posts[post.handle]
             self._given_up.append(Completion(post.handle, error))
-        self._node.control.call(self._node.initiator.drop_peer, worker_id, error)
+        self.node.control.call(self.node.initiator.drop_peer, worker_id, error)
 
     def has_peer(self, worker_id: str) -> bool:
         return worker_id in self._peers
@@ -142,7 +143,7 @@ class P2pTransport:
         notify: bytes | None = None,
         grant: GrantRef | None = None,
     ) -> int:
-        peer, region, node = self._peers.get(worker_id), self._region, self._node
+        peer, region, node = self._peers.get(worker_id), self._region, self.node
         if peer is None or region is None or node is None:
             raise TransferError(f"worker {worker_id} is not connected", peer=worker_id)
         check_post(plan, region.num_bytes, peer.num_bytes, worker_id, notify)
@@ -156,8 +157,8 @@ class P2pTransport:
         return post.handle
 
     def poll(self) -> tuple[list[Completion], list[Notification]]:
-        if self._node is not None and self._node.failure is not None:
-            raise self._node.failure
+        if self.node is not None and self.node.failure is not None:
+            raise self.node.failure
         completions, self._given_up = self._given_up, []
         while not self._ended.empty():
             post = self._ended.get()
@@ -174,14 +175,14 @@ class P2pTransport:
 
     def learn(self, worker_id: str, public_key: str) -> None:
         """From any thread."""
-        if self._node is not None:
-            self._node.control.call(self._node.control.learn, worker_id, public_key)
+        if self.node is not None:
+            self.node.control.call(self.node.control.learn, worker_id, public_key)
 
     def bar(self, worker_id: str) -> bool:
         """What it has sent is copied by our own threads, under the table's lock: from here on it is not."""
         self.grants.bar(worker_id)
-        if self._node is not None:
-            self._node.control.call(self._node.acceptor.drop, worker_id)
+        if self.node is not None:
+            self.node.control.call(self.node.acceptor.drop, worker_id)
         return True
 
     def admit(self, worker_id: str) -> None:
@@ -189,20 +190,20 @@ class P2pTransport:
 
     def p2p_counters(self) -> P2pCounters:
         """From any thread; single numbers, each by itself."""
-        return self._node.counters() if self._node is not None else P2pCounters()
+        return self.node.counters() if self.node is not None else P2pCounters()
 
     def check_integrity(self) -> None:
         """Raises IntegrityError. From any thread; waits for the control thread."""
-        if self._node is not None:
-            self._node.control.ask(self._node.check_integrity)
+        if self.node is not None:
+            self.node.control.ask(self.node.check_integrity)
 
     def close(self) -> None:
         """End all threads and communicators; our memory is not touched any more. Idempotent."""
-        if self._node is None:
+        if self.node is None:
             return
         for worker_id in list(self._peers):
             self.remove_peer(worker_id)
-        node, self._node = self._node, None
+        node, self.node = self.node, None
         node.close()
 
 
