@@ -31,7 +31,7 @@ Move = Callable[[int, int], float]
 """(bytes of a piece, bytes in all) to seconds."""
 
 
-_COLUMNS = {
+COLUMNS = {
     "transport": "contender",
     "piece, KiB": "piece_kib:g",
     "GB/s": "gb_per_s:.2f",
@@ -52,7 +52,7 @@ def p2p(total_mib: int, rounds: int, as_json: bool, **flags: Any) -> None:
     """
     config = SettingsSource((TransferConfig,), None, flags).build(TransferConfig)
     found = run_p2p_benchmark(config, total_bytes=total_mib * 2**20, num_rounds=rounds)
-    text = f"writes of {total_mib} MiB in pieces, {rounds} rounds in turns\n\n{results_table(found, _COLUMNS)}"
+    text = f"writes of {total_mib} MiB in pieces, {rounds} rounds in turns\n\n{results_table(found, COLUMNS)}"
     print_result({"total_bytes": total_mib * 2**20, "num_rounds": rounds, "rows": found}, text, as_json)
 
 

@@ -31,7 +31,7 @@ _PIECE_BYTES = 1 << 16
 _WAIT_S = 60.0
 
 
-_COLUMNS = {
+COLUMNS = {
     "peers": "num_peers",
     "MiB resident": "resident_mib:.0f",
     "threads": "num_threads",
@@ -48,7 +48,7 @@ def p2p_peers(as_json: bool) -> None:
     Example: python -m benchmarks p2p-peers
     """
     rows = run_peers_benchmark()
-    print_result(rows, results_table(rows, _COLUMNS), as_json)
+    print_result(rows, results_table(rows, COLUMNS), as_json)
 
 
 def run_peers_benchmark(counts: Sequence[int] = (0, 1, 16, 64)) -> list[Row]:

@@ -72,7 +72,7 @@ def loans_end_with_the_hand_off(settle: Any) -> Any:
 def fenced_when_the_lease_ends(ended: Any) -> Any:
     def mutated(self: PeerLeases, worker_id: str, now_s: float) -> None:
         ended(self, worker_id, now_s)
-        self._fences_s[worker_id] = now_s
+        self.fences_s[worker_id] = now_s
 
     return mutated
 

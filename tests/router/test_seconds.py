@@ -197,7 +197,8 @@ def test_published_requests_of_other_frontends_count() -> None:
         chosen = router.choose(RoutingRequest(f"r{number}", tuple(range(number, number + 64)), max_tokens=400))
         assert chosen.worker_id == "w1"
     clock.advance(6.0)
-    assert router._load.columns().num_requests.tolist() == [0, 5]
+    survey = router.survey(RoutingRequest("next", tuple(range(64))))
+    assert survey.candidates.load.num_requests.tolist() == [0, 5]
 
 
 # -- the warm burst ----------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import re
 import socket
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from unittest import mock
 
@@ -231,7 +232,7 @@ def is_whole(answer: bytes) -> bool:
     return len(body) == int(length[1]) if length else body.endswith(b"0\r\n\r\n")
 
 
-def standing_still() -> mock._patch:
+def standing_still() -> AbstractContextManager[object]:
     """The clock that the event loop and the package read. No timer runs."""
     return mock.patch("time.monotonic", return_value=time.monotonic())
 

@@ -128,8 +128,9 @@ def test_a_buffer_that_cannot_be_registered_is_done_without() -> None:
 @pytest.mark.skipif(importlib.util.find_spec("nixl_cu13") is None, reason="NIXL is not installed")
 @pytest.mark.parametrize("op", list(TransferOp))
 def test_nixl_moves_the_same_bytes_either_way(op: TransferOp) -> None:
-    transports = [NixlTransport(TransferConfig(), f"staging-{op.value}-{role}") for role in ("p", "d")]
-    ends = [make_end(transport, transport._worker_id, seed, None) for seed, transport in enumerate(transports)]
+    names = [f"staging-{op.value}-{role}" for role in ("p", "d")]
+    transports = [NixlTransport(TransferConfig(), name) for name in names]
+    ends = [make_end(transport, names[seed], seed, None) for seed, transport in enumerate(transports)]
     pair, prefill, decode = Pair(*ends), ends[0].pool, ends[1].pool
     try:
         here, there = KVLayout(2, 2, 4, 16, "float32", tp_size=2), KVLayout(2, 2, 8, 16, "float32")

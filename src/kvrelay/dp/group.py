@@ -94,7 +94,7 @@ class StepGroup:
         self._member = member
         self._on_lost = on_lost
         self._executor: StepsTogether | None = None
-        self._participant = Participant()
+        self.participant = Participant()
         self.ended: EngineDeadError | None = None
         """Why the group has ended."""
         self.has_left = False
@@ -108,7 +108,7 @@ class StepGroup:
         member.listen(self._deliver)
 
     def __repr__(self) -> str:
-        return f"StepGroup({self._member.group_id}, {self._participant!r})"
+        return f"StepGroup({self._member.group_id}, {self.participant!r})"
 
     @property
     def group_id(self) -> str:
@@ -124,18 +124,18 @@ class StepGroup:
 
     @property
     def owes_step(self) -> bool:
-        return self._participant.owes_step or self.ended is not None
+        return self.participant.owes_step or self.ended is not None
 
     @property
     def is_over(self) -> bool:
-        return self._have_all_left and not self._participant.owes_step
+        return self._have_all_left and not self.participant.owes_step
 
     def begin_round(self, *, has_batch: bool) -> Round:
         if self.ended is not None:
             raise self.ended
         if self._executor is None:
             return Round.REAL if has_batch else Round.NO_STEP
-        kind, start = self._participant.begin_round(has_batch=has_batch)
+        kind, start = self.participant.begin_round(has_batch=has_batch)
         if start is not None:
             self._member.start_step(start)
         return kind
@@ -194,6 +194,6 @@ class StepGroup:
     def _take(self, notice: Notice) -> None:
         """On the engine's thread."""
         if isinstance(notice, StepsUntil):
-            self._participant.heard(notice.step)
+            self.participant.heard(notice.step)
         elif isinstance(notice, AllLeft):
             self._have_all_left = True

@@ -328,11 +328,8 @@ class TransferThread:
     def _shut_down(self) -> None:
         with self._lock:
             self._closed = True
-        while True:
-            try:
-                command = self._inbox.get_nowait()
-            except queue.Empty:
-                break
+        while not self._inbox.empty():
+            command = self._inbox.get_nowait()
             if command is not None:
                 command()
         self._queues.disconnect_all("the transfer thread is closed")

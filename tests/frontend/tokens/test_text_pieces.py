@@ -112,7 +112,7 @@ CUT: dict[str, Callable[[], RustTokenizer]] = {
     "bos and eos": framed,
     "added token": lambda: with_token("<mask>"),
     "added word": lambda: with_token("fox", normalized=False),
-    "bundled": lambda: load_tokenizer(bundled_checkpoint_path())._rust,
+    "bundled": lambda: load_tokenizer(bundled_checkpoint_path()).rust,
 }
 WHOLE: dict[str, Callable[[], RustTokenizer]] = {
     "sentencepiece": sentence_piece,
@@ -150,12 +150,12 @@ def tokenizer_of(name: str) -> Tokenizer:
 @pytest.mark.parametrize("name", CUT)
 def test_texts_for_byte_level_tokenizers_are_cut(name: str) -> None:
     assert may_be_cut(rust_of(name))
-    assert tokenizer_of(name)._frame is not None
+    assert tokenizer_of(name).frame is not None
 
 
 @pytest.mark.parametrize("name", WHOLE)
 def test_texts_for_other_tokenizers_are_not_cut(name: str) -> None:
-    assert tokenizer_of(name)._frame is None
+    assert tokenizer_of(name).frame is None
 
 
 @pytest.mark.parametrize("name", [*CUT, *WHOLE])
@@ -204,11 +204,11 @@ def test_a_long_text_is_tokenized_in_bounded_pieces() -> None:
     tokenizer = tokenizer_of("gpt-2")
     text = "The quick brown fox\n" * 20_000
     calls: list[int] = []
-    encode = tokenizer._encode_batch
+    encode = tokenizer.encode_batch
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             tokenizer,
-            "_encode_batch",
+            "encode_batch",
             lambda batch, special: (calls.append(sum(map(len, batch))), encode(batch, special))[1],
         )
         steps = sum(1 for _ in tokenizer.encode_texts([text] + ["short"] * 1000, False))

@@ -77,8 +77,8 @@ class End:
     @property
     def node(self):
         """The transport's inside."""
-        assert self.transport._node is not None
-        return self.transport._node
+        assert self.transport.node is not None
+        return self.transport.node
 
     def close(self) -> None:
         self.transport.close()

@@ -230,7 +230,7 @@ def test_data_that_never_comes_costs_the_liar_its_communicator(
     liar_end.say(Connect("lie"))
     assert liar_end.hear() == CommunicatorMade("lie")
     # Only this communicator's deadline is short: an honest peer may be slow on a busy machine.
-    target.node.shared.table.pairs["lie"]._timeout_s = 0.5
+    target.node.shared.table.pairs["lie"].timeout_s = 0.5
     liar_end.say(Put("lie", 1, **pages(1)))
     assert liar_end.hear() == Accept(1)
     # The rest of the room is for others meanwhile.

@@ -72,18 +72,18 @@ class Frontend:
         )
         tls = server_tls(config.tls_cert, config.tls_key)
         listener = open_listener(config.host, config.port, cluster)
-        self._server = HttpServer(self._app, listener, limits, tls)
+        self.server = HttpServer(self._app, listener, limits, tls)
 
     def __repr__(self) -> str:
-        return f"Frontend({self.url}, {self._server!r}, {self.cluster!r})"
+        return f"Frontend({self.url}, {self.server!r}, {self.cluster!r})"
 
     @property
     def port(self) -> int:
-        return self._server.port
+        return self.server.port
 
     @property
     def num_open_requests(self) -> int:
-        return self._server.num_busy
+        return self.server.num_busy
 
     @property
     def url(self) -> str:
@@ -103,14 +103,14 @@ class Frontend:
         await self._background.enter_async_context(self._frontends.serving())
         if self._exporter is not None:
             await self._background.enter_async_context(self._exporter.running())
-        await self._server.start()
+        await self.server.start()
 
     async def close(self) -> None:
         """Refuse new requests, let open ones finish within ``shutdown_timeout_s``, and end the rest with an error."""
-        await self._server.drain(self._config.shutdown_timeout_s)
+        await self.server.drain(self._config.shutdown_timeout_s)
         await self._background.aclose()
         await self._app.close()
-        await self._server.close(FLUSH_TIMEOUT_S)
+        await self.server.close(FLUSH_TIMEOUT_S)
         await self.cluster.close()
 
 

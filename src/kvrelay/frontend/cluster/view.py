@@ -80,7 +80,7 @@ class ClusterView:
         self._keys = keys
         self._connect = connect
         self._build_router = build_router
-        self._tokenizer_of = tokenizer_of
+        self.tokenizer_of = tokenizer_of
         self._infos: dict[str, WorkerInfo] = {}
         self._models: dict[str, Model] = {}
         self._served: dict[str, Served] = {}
@@ -377,7 +377,7 @@ class ClusterView:
         """This machine's copy. Raises CheckpointError, also if it differs from the worker's copy: the worker's tokens
         would become other text here."""
         path = Path(info.model_path)
-        tokenizer = self._tokenizer_of(path)
+        tokenizer = self.tokenizer_of(path)
         if info.tokenizer_fingerprint:
             try:
                 found = tokenizer_fingerprint(path)

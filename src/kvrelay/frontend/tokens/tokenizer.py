@@ -51,12 +51,13 @@ class Tokenizer:
     ) -> None:
         rust.no_truncation()
         rust.no_padding()
-        self._rust = rust
+        self.rust = rust
         self._special = _special_ids(rust)
         self._byte_level = _is_byte_level(rust)
         self.vocab_size = int(rust.get_vocab_size(with_added_tokens=True))
         self._tokens = self._token_bytes() if self._byte_level else None
-        self._frame = _frame(rust) if self._byte_level and may_be_cut(rust) else None
+        self.frame = _frame(rust) if self._byte_level and may_be_cut(rust) else None
+        """The special tokens around a text that may be cut into pieces; None: texts are not cut."""
         self.max_chars_per_token = self._max_chars_per_token()
         self.default_sampling = default_sampling
         self.chat_template = chat_template
@@ -76,13 +77,13 @@ class Tokenizer:
         It may stop once a text has more than ``enough`` tokens, and then returns the tokens known so far. Raises
         InvalidInputError for text that is not valid Unicode (lone surrogates).
         """
-        before, behind = self._frame if self._frame is not None and add_special_tokens else ([], [])
-        if len(texts) == 1 and (self._frame is None or len(texts[0]) <= PIECE_CHARS):
-            return [[*before, *ids, *behind] for ids in self._encode_batch(list(texts), add_special_tokens)]
+        before, behind = self.frame if self.frame is not None and add_special_tokens else ([], [])
+        if len(texts) == 1 and (self.frame is None or len(texts[0]) <= PIECE_CHARS):
+            return [[*before, *ids, *behind] for ids in self.encode_batch(list(texts), add_special_tokens)]
         found: list[list[int]] = [list(before) for _ in texts]
         for batch in _batches(self._cut(texts)):
             pieces = [piece for _, piece in batch]
-            for (index, _), ids in zip(batch, self._encode_batch(pieces, add_special_tokens)):
+            for (index, _), ids in zip(batch, self.encode_batch(pieces, add_special_tokens)):
                 found[index] += ids
             yield
             if len(found[batch[-1][0]]) > enough:
@@ -92,21 +93,24 @@ class Tokenizer:
     def _cut(self, texts: Sequence[str]) -> Iterator[tuple[int, str]]:
         """Each text in one piece or several, with its number."""
         for index, text in enumerate(texts):
-            for piece in [text] if self._frame is None else cut_text(text, PIECE_CHARS):
+            for piece in [text] if self.frame is None else cut_text(text, PIECE_CHARS):
                 yield index, piece
 
-    def _encode_batch(self, pieces: list[str], add_special_tokens: bool) -> Iterator[list[int]]:
-        # Unlike ``encode`` this releases the interpreter's lock; "fast" leaves out the offsets.
-        with_special = add_special_tokens and self._frame is None
+    def encode_batch(self, pieces: list[str], add_special_tokens: bool) -> Iterator[list[int]]:
+        """The tokens of each piece. Raises InvalidInputError.
+
+        Unlike the library's ``encode`` this releases the interpreter's lock; "fast" leaves out the offsets.
+        """
+        with_special = add_special_tokens and self.frame is None
         try:
-            encodings = self._rust.encode_batch_fast(pieces, add_special_tokens=with_special)
+            encodings = self.rust.encode_batch_fast(pieces, add_special_tokens=with_special)
         except (TypeError, UnicodeEncodeError) as exc:
             raise InvalidInputError("the text is not valid Unicode", param="prompt") from exc
         return (encoding.ids for encoding in encodings)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         # A batch of one, because ``decode`` holds the interpreter's lock.
-        return str(self._rust.decode_batch([list(token_ids)], skip_special_tokens=skip_special_tokens)[0])
+        return str(self.rust.decode_batch([list(token_ids)], skip_special_tokens=skip_special_tokens)[0])
 
     def token_text(self, token_id: int) -> str:
         """One token as text by itself, special or not; parts of characters show as U+FFFD."""
@@ -121,7 +125,7 @@ class Tokenizer:
 
     def token_string(self, token_id: int) -> str:
         """The token as the vocabulary spells it."""
-        return str(self._rust.id_to_token(token_id) or "")
+        return str(self.rust.id_to_token(token_id) or "")
 
     def detokenizer(self, skip_special_tokens: bool = True) -> Detokenizer:
         """A new detokenizer, for one sequence."""
@@ -137,11 +141,11 @@ class Tokenizer:
 
     def _max_chars_per_token(self) -> int:
         """Upper bound of the characters that this number of tokens can cover."""
-        has_all_bytes = all(self._rust.token_to_id(char) is not None for char in _ALPHABET)
-        if self._frame is None or self._tokens is None or not has_all_bytes:
+        has_all_bytes = all(self.rust.token_to_id(char) is not None for char in _ALPHABET)
+        if self.frame is None or self._tokens is None or not has_all_bytes:
             return MAX_CHARS_PER_TOKEN
         longest = max(map(len, self._tokens[False].pieces))
-        return longest * (1 if self._rust.normalizer is None else NFC_SHRINKAGE)
+        return longest * (1 if self.rust.normalizer is None else NFC_SHRINKAGE)
 
 
 def load_tokenizer(model_path: Path) -> Tokenizer:

@@ -134,7 +134,7 @@ class Communicator:
         self.used_s = 0.0
         self.store = PairStore(send_key, timeout_s)
         self._device = device
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         self._on_failed = on_failed
         self._lock = threading.Lock()
         self._making = threading.Lock()
@@ -165,7 +165,7 @@ class Communicator:
             if self._group is None:
                 if self.is_closed:
                     raise TransferError("the communicator is closed", peer=self.peer_id)
-                self._group = PairGroup(self.store, self.rank, self._device, self._timeout_s)
+                self._group = PairGroup(self.store, self.rank, self._device, self.timeout_s)
                 self._hang_up_if_closed()
             return self._group
 

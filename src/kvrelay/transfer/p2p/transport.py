@@ -61,13 +61,13 @@ class P2pTransport(Transport):
         self._config = config
         self._address = address or P2pAddress()
         self.grants: GrantTable = GrantTable(is_enforced=is_guarded)
-        self._node: Node | None = None
+        self.node: Node | None = None
         self._posts: dict[int, SentPost] = {}
         self._completed: queue.SimpleQueue[SentPost] = queue.SimpleQueue()
         self._notified: queue.SimpleQueue[bytes] = queue.SimpleQueue()
 
     def __repr__(self) -> str:
-        return f"{super().__repr__()}, {self._node!r}"
+        return f"{super().__repr__()}, {self.node!r}"
 
     def _open(self, region: MemoryRegion) -> bytes:
         """Listen. Raises FatalError if torch is missing or the port is taken."""
@@ -75,7 +75,7 @@ class P2pTransport(Transport):
             from kvrelay.transfer.p2p.node import Node
         except ImportError as exc:
             raise FatalError(f"transport p2p needs torch: {exc}") from exc
-        self._node = Node(
+        self.node = Node(
             self._config,
             self._worker_id,
             region,
@@ -87,16 +87,16 @@ class P2pTransport(Transport):
         )
         agent = P2pAgent(
             worker_id=self._worker_id,
-            address=self._node.control.address,
+            address=self.node.control.address,
             num_bytes=region.num_bytes,
             device=region.device,
-            max_message_bytes=self._node.shared.rooms.room.largest_bytes,
+            max_message_bytes=self.node.shared.rooms.room.largest_bytes,
             public_key=self._address.keys.public.decode() if self._address.keys else "",
         )
         return msgspec.msgpack.encode(agent)
 
     def _connect(self, metadata: KvMetadata) -> KvMetadata:
-        worker_id, node = metadata.worker_id, self._node
+        worker_id, node = metadata.worker_id, self.node
         agent = decode_agent(metadata.agent)
         if agent is None or agent.worker_id != worker_id or agent.num_bytes != metadata.num_bytes:
             raise TransferError(f"the metadata of worker {worker_id} is damaged", peer=worker_id)
@@ -107,21 +107,21 @@ class P2pTransport(Transport):
         return metadata
 
     def remove_peer(self, worker_id: str) -> None:
-        if self._node is None:
+        if self.node is None:
             return
         self._peers.pop(worker_id, None)
         gone = [post for post in self._posts.values() if post.worker_id == worker_id]
         error = f"worker {worker_id} was disconnected"
-        with self._node.initiator.post_lock:
+        with self.node.initiator.post_lock:
             for post in gone:
                 post.is_over = True
         for post in gone:
             del self._posts[post.handle]
         self._fail([post.handle for post in gone], error)
-        self._node.control.call(self._node.initiator.drop_peer, worker_id, error)
+        self.node.control.call(self.node.initiator.drop_peer, worker_id, error)
 
     def _begin(self, post: Post, peer: KvMetadata) -> None:
-        node = self._node
+        node = self.node
         assert node is not None
         sent = SentPost(post.handle, post.op, post.worker_id, post.pieces, post.notify, post.grant)
         self._posts[post.handle] = sent
@@ -131,8 +131,8 @@ class P2pTransport(Transport):
             sent.ended.wait(self._config.transfer_timeout_s)
 
     def poll(self) -> tuple[list[PostEnd], list[Notification]]:
-        if self._node is not None and self._node.failure is not None:
-            raise self._node.failure
+        if self.node is not None and self.node.failure is not None:
+            raise self.node.failure
         completions = self._take_ended()
         while not self._completed.empty():
             post = self._completed.get()
@@ -149,14 +149,14 @@ class P2pTransport(Transport):
 
     def learn(self, worker_id: str, public_key: str) -> None:
         """From any thread."""
-        if self._node is not None:
-            self._node.control.call(self._node.control.learn, worker_id, public_key)
+        if self.node is not None:
+            self.node.control.call(self.node.control.learn, worker_id, public_key)
 
     def bar(self, worker_id: str) -> bool:
         """What it has sent is copied by our own threads, under the table's lock: from here on it is not."""
         self.grants.bar(worker_id)
-        if self._node is not None:
-            self._node.control.call(self._node.responder.drop, worker_id)
+        if self.node is not None:
+            self.node.control.call(self.node.responder.drop, worker_id)
         return True
 
     def admit(self, worker_id: str) -> None:
@@ -164,19 +164,19 @@ class P2pTransport(Transport):
 
     def p2p_counters(self) -> P2pCounters:
         """From any thread; single numbers, each by itself."""
-        return self._node.counters() if self._node is not None else P2pCounters()
+        return self.node.counters() if self.node is not None else P2pCounters()
 
     def check_integrity(self) -> None:
         """Raises IntegrityError. From any thread; waits for the control thread."""
-        if self._node is not None:
-            self._node.control.ask(self._node.check_integrity)
+        if self.node is not None:
+            self.node.control.ask(self.node.check_integrity)
 
     def close(self) -> None:
         """End all threads and communicators; our memory is not touched any more. Idempotent."""
-        if self._node is None:
+        if self.node is None:
             return
         super().close()
-        node, self._node = self._node, None
+        node, self.node = self.node, None
         node.close()
 
 

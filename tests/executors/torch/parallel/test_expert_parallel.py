@@ -130,7 +130,7 @@ def test_tokens_equal_one_process(arch: str, carrier: str, checkpoint_of: Any, t
         ranks[1].send("c", prompts[5:])
         assert ranks[0].answers("b", 5) + ranks[1].answers("c", 7) == expected
         until(lambda: not any(rank.core.has_work() for rank in ranks))
-        assert ranks[0].group._participant.local_step == ranks[1].group._participant.local_step
+        assert ranks[0].group.participant.local_step == ranks[1].group.participant.local_step
         assert ranks[0].group.num_dummy_steps > 0
 
 
