@@ -100,9 +100,7 @@ WHOLE = SCENARIOS | THREE_FAULTS
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", [*SCENARIOS, *(pytest.param(name, marks=pytest.mark.matrix) for name in THREE_FAULTS)]
-)
+@pytest.mark.parametrize("name", [*SCENARIOS, *(pytest.param(name, marks=pytest.mark.matrix) for name in THREE_FAULTS)])
 def test_no_reachable_state_is_wrong_and_none_hangs(name: str) -> None:
     report = explore(WHOLE[name])
     print(f"{name}: {report}")
