@@ -160,7 +160,7 @@ def test_texts_for_other_tokenizers_are_not_cut(name: str) -> None:
 
 @pytest.mark.parametrize("name", [*CUT, *WHOLE])
 @pytest.mark.parametrize("num_chars", [1, 7])
-@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@settings(max_examples=25, deadline=None, derandomize=True, database=None)
 @given(texts=st.lists(TEXTS, max_size=4), add_special_tokens=st.booleans())
 @example(texts=["the quick fox\nthe end. a b\n你好。\n这"], add_special_tokens=True)
 @example(texts=["", "the", ""], add_special_tokens=True)
@@ -176,7 +176,7 @@ def test_pieces_have_the_tokens_of_the_whole(
 
 
 @pytest.mark.parametrize("name", [*CUT, *WHOLE])
-@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@settings(max_examples=25, deadline=None, derandomize=True, database=None)
 @given(text=TEXTS)
 @example(text="α\u0313\u0300\u0345" * 50)
 @example(text="over the lazy dog" * 50)
