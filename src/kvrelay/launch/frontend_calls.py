@@ -7,7 +7,7 @@ import http.client
 import json
 import ssl
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 from rich.console import Console
 from rich.table import Table
@@ -83,6 +83,11 @@ async def slowest_requests(url: str, limit: int, api_key: str | None = None) -> 
     """Of ``GET /debug/requests``. Raises as ``explain_route``."""
     answer = await _ask(url, "GET", f"/debug/requests?order=slowest&limit={limit}", api_key, None)
     return list(answer["requests"])
+
+
+async def request_waterfall(url: str, request_id: str, api_key: str | None = None) -> dict[str, Any]:
+    """The JSON of ``GET /debug/requests/ID``. Raises as ``explain_route``."""
+    return await _ask(url, "GET", f"/debug/requests/{quote(request_id, safe='')}", api_key, None)
 
 
 def made_up_prompt(num_tokens: int) -> list[int]:

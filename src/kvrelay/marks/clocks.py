@@ -6,9 +6,9 @@ times, and each of its messages an upper one:
     ours    sent 10 ─────────╮          ╭───> heard 30           lower = 10 - 105 = -95
     other               heard 105   sent 120                     upper = 30 - 120 = -90      offset -92.5, +- 2.5
 
-If 0 lies between the bounds, the two share a clock, as all processes of a machine do: two machines' clocks differ by
-the time between their starts. Bounds that cross contradict each other: a clock has jumped, and the offset is a guess.
-Pure.
+If 0 lies between the bounds it is taken: the two share a clock then, as all processes of a machine do, or nearly so,
+since two machines' clocks differ by the time between their starts. Bounds that cross contradict each other: a clock has
+jumped, and the offset is a guess. Pure.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from kvrelay.marks.phases import Phase
-from kvrelay.marks.ring import Mark
+from kvrelay.marks.recorder import Mark
 
 
 class Offset(NamedTuple):
-    """Add ``ns`` to the other's times. ``uncertainty_ns`` None: messages in one direction only are known."""
+    """Add ``seconds`` to the other's times. ``uncertainty_s`` None: messages in one direction only are known."""
 
-    ns: int
-    uncertainty_ns: int | None
+    seconds: float
+    uncertainty_s: float | None
 
 
-SAME = Offset(0, 0)
+SAME = Offset(0.0, 0.0)
 
 Message = tuple[Phase, Phase]
 """The phase of sending it, and that of hearing it."""
@@ -40,16 +40,18 @@ def offset_of(ours: list[Mark], other: list[Mark], sent: Iterable[Message], hear
     upper = [at - there for there, at in _pairs(other, ours, heard)]
     if lower and upper:
         low, high = max(lower), min(upper)
-        return SAME if low <= 0 <= high else Offset((low + high) // 2, abs(high - low) // 2)
+        if low <= 0 <= high:
+            return Offset(0.0, max(-low, high))
+        return Offset((low + high) / 2, abs(high - low) / 2)
     if lower or upper:
         return Offset(max(lower) if lower else min(upper), None)
     return None
 
 
-def _pairs(first: list[Mark], second: list[Mark], messages: Iterable[Message]) -> list[tuple[int, int]]:
+def _pairs(first: list[Mark], second: list[Mark], messages: Iterable[Message]) -> list[tuple[float, float]]:
     return [pair for a, b in messages for pair in zip(times(first, a), times(second, b))]
 
 
-def times(marks: Iterable[Mark], phase: Phase) -> list[int]:
+def times(marks: Iterable[Mark], phase: Phase) -> list[float]:
     """When the phase was reached, in order."""
-    return [mark.t_ns for mark in marks if mark.phase is phase]
+    return [mark.at_s for mark in marks if mark.phase is phase]

@@ -1,5 +1,6 @@
 """The requests that a frontend can still show: those that run, and of the ended ones the latest, those that failed, the
-slowest, and one in a hundred. Bounded in number and in bytes, however many requests come."""
+slowest, and one in a hundred. Bounded in number, and each trace in bytes (``trace.MAX_TRACE_BYTES``), however many
+requests come."""
 
 from __future__ import annotations
 
@@ -9,7 +10,6 @@ import time
 from collections import deque
 from collections.abc import Iterator
 
-from kvrelay.marks.ring import Ring
 from kvrelay.marks.run_queue import RunQueue
 from kvrelay.marks.trace import Trace
 
@@ -19,106 +19,84 @@ NUM_SAMPLED = 200
 SAMPLE_EVERY = 100
 NUM_SLOWEST = 20
 """Of each slice of the window."""
-SLICE_NS = 60 * 10**9
+SLICE_S = 60.0
 NUM_SLICES = 15
-MAX_BYTES = 16 * 1024 * 1024
-
-
-class Latest:
-    """The latest traces, so many at most, and so many bytes."""
-
-    def __init__(self, capacity: int, max_bytes: int) -> None:
-        self._traces: deque[Trace] = deque()
-        self._capacity = capacity
-        self._max_bytes = max_bytes
-        self.num_bytes = 0
-
-    def __iter__(self) -> Iterator[Trace]:
-        return iter(self._traces)
-
-    def add(self, trace: Trace) -> None:
-        self._traces.append(trace)
-        self.num_bytes += trace.num_bytes
-        while len(self._traces) > self._capacity or self.num_bytes > self._max_bytes:
-            self.num_bytes -= self._traces.popleft().num_bytes
 
 
 class Slowest:
     """The slowest of each minute of the last quarter of an hour."""
 
     def __init__(self) -> None:
-        self._slices: deque[tuple[int, list[tuple[int, int, Trace]]]] = deque(maxlen=NUM_SLICES)
+        self._slices: deque[tuple[float, list[tuple[float, int, Trace]]]] = deque(maxlen=NUM_SLICES)
         self._numbers = itertools.count()
         """No two traces are ever compared."""
+        self._until_s = 0.0
+        self._floor_s = 0.0
+        """A faster request of this slice is not among them."""
 
     def add(self, trace: Trace) -> None:
-        slice_number = trace.ended_ns // SLICE_NS
-        if not self._slices or self._slices[-1][0] != slice_number:
-            self._slices.append((slice_number, []))
-        slowest, entry = self._slices[-1][1], (trace.latency_ns, next(self._numbers), trace)
-        if len(slowest) < NUM_SLOWEST:
-            heapq.heappush(slowest, entry)
-        elif entry[0] > slowest[0][0]:
-            heapq.heapreplace(slowest, entry)
+        latency_s = trace.ended_s - trace.received_s
+        if trace.ended_s >= self._until_s:
+            self._until_s, self._floor_s = trace.ended_s + SLICE_S, 0.0
+            self._slices.append((trace.ended_s, []))
+        elif latency_s <= self._floor_s:
+            return
+        slowest = self._slices[-1][1]
+        heapq.heappush(slowest, (latency_s, next(self._numbers), trace))
+        if len(slowest) > NUM_SLOWEST:
+            heapq.heappop(slowest)
+        if len(slowest) == NUM_SLOWEST:
+            self._floor_s = slowest[0][0]
 
-    def since(self, now_ns: int) -> Iterator[Trace]:
+    def since(self, now_s: float) -> Iterator[Trace]:
         """Those of the window that ends now."""
-        first = now_ns // SLICE_NS - NUM_SLICES
-        for number, slowest in self._slices:
-            if number > first:
+        for begun_s, slowest in self._slices:
+            if begun_s > now_s - SLICE_S * NUM_SLICES:
                 yield from (trace for _, _, trace in slowest)
 
 
 class Kept:
     """One frontend's traces. On its event loop."""
 
-    def __init__(self, frontend: str, ring: Ring | None = None) -> None:
+    def __init__(self, frontend: str) -> None:
         self.frontend = frontend
-        self._ring = ring or Ring()
+        self.running: dict[str, Trace] = {}
+        """By request id."""
         self._run_queue = RunQueue()
         self._run_queue.watch()
-        self._running: dict[str, Trace] = {}
-        self._recent = Latest(NUM_RECENT, MAX_BYTES // 4)
-        self._failed = Latest(NUM_FAILED, MAX_BYTES // 4)
-        self._sampled = Latest(NUM_SAMPLED, MAX_BYTES // 4)
+        self._recent: deque[Trace] = deque(maxlen=NUM_RECENT)
+        self._failed: deque[Trace] = deque(maxlen=NUM_FAILED)
+        self._sampled: deque[Trace] = deque(maxlen=NUM_SAMPLED)
         self._slowest = Slowest()
         self._num_ended = 0
 
-    def begin(self, request_id: str, client: str) -> Trace:
+    def begin(self, request_id: str, client: str) -> None:
         """A request has come."""
-        trace = self._running[request_id] = Trace(self._ring, self._run_queue, request_id, client)
-        return trace
+        self.running[request_id] = Trace(self._run_queue, request_id, client)
 
-    def ended(self, trace: Trace, error: str | None) -> None:
-        """The request is over; ``error``: why it failed."""
+    def end(self, request_id: str, error: str | None) -> None:
+        """It is over; ``error``: why it failed."""
+        trace = self.running.pop(request_id, None)
+        if trace is None:
+            return  # another request of the same id has ended before
         trace.end(error)
-        self._running.pop(trace.request_id, None)
-        self._recent.add(trace)
+        self._recent.append(trace)
         if error is not None:
-            self._failed.add(trace)
+            self._failed.append(trace)
         if self._num_ended % SAMPLE_EVERY == 0:
-            self._sampled.add(trace)
+            self._sampled.append(trace)
         self._num_ended += 1
         self._slowest.add(trace)
 
     def find(self, request_id: str) -> Trace | None:
         """The trace of this request, if it is kept."""
-        return self._running.get(request_id) or next(
-            (trace for trace in self.all() if trace.request_id == request_id), None
-        )
+        return next((trace for trace in self.all() if trace.request_id == request_id), None)
 
     def all(self) -> list[Trace]:
         """Every trace once, the latest request first."""
-        found = dict.fromkeys(
-            itertools.chain(
-                self._running.values(),
-                self._recent,
-                self._failed,
-                self._sampled,
-                self._slowest.since(time.monotonic_ns()),
-            )
-        )
-        return sorted(found, key=lambda trace: trace.received_ns, reverse=True)
+        slowest = self._slowest.since(time.monotonic())
+        found = itertools.chain(self.running.values(), self._recent, self._failed, self._sampled, slowest)
+        return sorted(dict.fromkeys(found), key=lambda trace: trace.received_s, reverse=True)
 
     def close(self) -> None:
         self._run_queue.close()

@@ -37,14 +37,13 @@ class Phase(enum.IntEnum):
 
     ADMITTED = 16
     """D: taken in by the engine's thread; it waits for a step."""
-    PLACED = 17
-    """D: the place of the prefill is decided. Number: 1 remote, 0 local."""
     LOCAL_ESTIMATE = 18
-    """D: the decision's estimate of a local prefill. Number: seconds to the first token."""
+    """D: placed, by cost. Number: the estimate of a local prefill, in seconds to the first token."""
     REMOTE_ESTIMATE = 19
     """D: the same, of a remote one."""
     PREFILL_QUEUED = 20
-    """D: a hand-off is opened; its entry goes to the prefill queue, unless the frontend has chosen the pair."""
+    """D: placed remotely: a hand-off is opened, and its entry goes to the prefill queue, if the frontend has not chosen
+    the pair."""
     CLAIM_HEARD = 21
     """D: a prefill worker's claim is here."""
     GRANTED = 22
@@ -69,7 +68,7 @@ class Phase(enum.IntEnum):
     LOADING = 35
     """P: begins to read blocks that D has."""
     PREFILL_STARTED = 36
-    """P or D: in the batch."""
+    """P or D: in the batch. D: placed locally."""
     PREFILL_ENDED = 37
     """P: the whole prompt is computed."""
     TRANSFER_POSTED = 38

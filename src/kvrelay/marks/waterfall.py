@@ -18,7 +18,7 @@ import msgspec
 
 from kvrelay.marks.clocks import SAME, Message, Offset, offset_of, times
 from kvrelay.marks.phases import Phase, Role
-from kvrelay.marks.ring import Mark, unpack
+from kvrelay.marks.recorder import Mark, marks_of
 from kvrelay.marks.trace import Attempt, Trace
 from kvrelay.marks.travel import decode
 
@@ -34,7 +34,8 @@ AT_FRONTEND: Table = (
 )
 AT_DECODE: Table = (
     (_P.RECEIVED, _P.ADMITTED, "admit"),
-    (_P.ADMITTED, _P.PLACED, "wait"),
+    (_P.ADMITTED, _P.PREFILL_STARTED, "wait"),
+    (_P.ADMITTED, _P.PREFILL_QUEUED, "wait"),
     (_P.CLAIM_HEARD, _P.GRANTED, "grant"),
     (_P.TRANSFER_POSTED, _P.TRANSFER_ENDED, "transfer"),
     (_P.TRANSFER_ENDED, _P.ATTACHED, "attach"),
@@ -62,7 +63,7 @@ SENT_BY_FRONTEND: tuple[Message, ...] = ((_P.ROUTED, _P.RECEIVED),)
 HEARD_BY_FRONTEND: tuple[Message, ...] = ((_P.SENT, _P.HEARD),)
 SENT_BY_DECODE: tuple[Message, ...] = ((_P.GRANTED, _P.GRANT_HEARD), (_P.PREFILL_QUEUED, _P.PULLED))
 HEARD_BY_DECODE: tuple[Message, ...] = ((_P.CLAIMED, _P.CLAIM_HEARD),)
-NS_PER_MS = 1e6
+MS = 1e3
 SHORTEST_RUN_QUEUE_MS = 0.01
 
 
@@ -138,10 +139,10 @@ def summary(trace: Trace, frontend: str) -> Summary:
         id=trace.request_id,
         model=trace.model,
         received_unix=trace.received_unix,
-        latency_ms=trace.latency_ns / NS_PER_MS,
-        ttft_ms=(trace.first_ns - trace.received_ns) / NS_PER_MS if trace.first_ns else None,
+        latency_ms=trace.latency_s * MS,
+        ttft_ms=(trace.first_s - trace.received_s) * MS if trace.first_s else None,
         status=trace.status,
-        place=_place(mark for attempt in trace.attempts for worker in _workers(attempt) for mark in worker.marks),
+        place=_place(trace),
         prompt_tokens=trace.prompt_tokens,
         output_tokens=trace.output_tokens,
         frontend=frontend,
@@ -152,9 +153,9 @@ def summary(trace: Trace, frontend: str) -> Summary:
 def waterfall(trace: Trace, frontend: str) -> Waterfall:
     """The request's phases until its end, or until now."""
     line = summary(trace, frontend)
-    own = unpack(trace.own_marks(frontend).marks)
-    found = _Spans(trace.received_ns)
-    processes = [Process(frontend, Role.FRONTEND, has_marks=bool(own), clock_uncertainty_ms=0.0)]
+    own = trace.marks()
+    found = _Spans(trace.received_s)
+    processes = [Process(frontend, Role.FRONTEND, has_marks=True, clock_uncertainty_ms=0.0)]
     found.process(_Worker(frontend, Role.FRONTEND, own), AT_FRONTEND)
     marks: list[Mark] = []
     for number, attempt in enumerate(trace.attempts):
@@ -178,17 +179,17 @@ def _workers(attempt: Attempt) -> list[_Worker]:
     found = {attempt.worker_id: _Worker(attempt.worker_id, Role.DECODE, [])}
     if attempt.prefill_id:
         found[attempt.prefill_id] = _Worker(attempt.prefill_id, Role.PREFILL, [])
-    for process in (process for field in attempt.fields for process in decode(field)):
+    for process in (process for _, field in attempt.fields for process in decode(field)):
         worker = found.setdefault(process.name, _Worker(process.name, process.role, []))
-        worker.marks = sorted(worker.marks + unpack(process.marks), key=lambda mark: mark.t_ns)
+        worker.marks = sorted(worker.marks + marks_of(process.numbers), key=lambda mark: mark.at_s)
     return list(found.values())
 
 
 def _processes(workers: Sequence[_Worker]) -> list[Process]:
     shown = []
     for worker in workers:
-        uncertainty_ns = worker.offset.uncertainty_ns
-        uncertainty_ms = None if uncertainty_ns is None else uncertainty_ns / NS_PER_MS
+        uncertainty_s = worker.offset.uncertainty_s
+        uncertainty_ms = None if uncertainty_s is None else uncertainty_s * MS
         shown.append(Process(worker.name, worker.role, bool(worker.marks), uncertainty_ms))
     return shown
 
@@ -196,8 +197,8 @@ def _processes(workers: Sequence[_Worker]) -> list[Process]:
 class _Spans:
     """The spans found so far. ``origin_ns``: the frontend's clock when the request came."""
 
-    def __init__(self, origin_ns: int) -> None:
-        self._origin_ns = origin_ns
+    def __init__(self, origin_s: float) -> None:
+        self._origin_s = origin_s
         self.spans: list[Span] = []
 
     def attempt(self, ours: list[Mark], workers: Sequence[_Worker]) -> None:
@@ -221,9 +222,9 @@ class _Spans:
         """Those of the prefill worker."""
         by_decode = offset_of(decode_worker.marks, worker.marks, SENT_BY_DECODE, HEARD_BY_DECODE)
         if by_decode is not None:
-            both = (by_decode.uncertainty_ns, decode_worker.offset.uncertainty_ns)
-            uncertainty_ns = None if None in both else sum(each or 0 for each in both)
-            worker.offset = Offset(by_decode.ns + decode_worker.offset.ns, uncertainty_ns)
+            both = (by_decode.uncertainty_s, decode_worker.offset.uncertainty_s)
+            uncertainty_s = None if None in both else sum(each or 0.0 for each in both)
+            worker.offset = Offset(by_decode.seconds + decode_worker.offset.seconds, uncertainty_s)
         self.between("send", frontend, _P.ROUTED, worker, _P.RECEIVED)
         self.between("queue", decode_worker, _P.PREFILL_QUEUED, worker, _P.PULLED)
         self.process(worker, AT_PREFILL)
@@ -235,16 +236,16 @@ class _Spans:
     def process(self, worker: _Worker, table: Table) -> None:
         """Those within one process."""
         for begin, end, name in table:
-            for start_ns, end_ns in _next_pairs(worker.marks, begin, end):
-                self._add(worker, name, start_ns + worker.offset.ns, end_ns + worker.offset.ns)
+            for start_s, end_s in _next_pairs(worker.marks, begin, end):
+                self._add(worker, name, start_s + worker.offset.seconds, end_s + worker.offset.seconds)
         waited: Mark | None = None
         for mark in worker.marks:
-            at_ns = mark.t_ns + worker.offset.ns
+            at_s = mark.at_s + worker.offset.seconds
             if mark.phase in POINTS:
-                self._add(worker, mark.phase.name.lower(), at_ns, at_ns, mark.value or None)
+                self._add(worker, mark.phase.name.lower(), at_s, at_s, mark.value or None)
             elif mark.phase is _P.RUN_QUEUE:
-                if waited is not None and (waited_ms := (mark.value - waited.value) * 1e3) >= SHORTEST_RUN_QUEUE_MS:
-                    self._add(worker, "run_queue", waited.t_ns + worker.offset.ns, at_ns, waited_ms)
+                if waited is not None and (waited_ms := (mark.value - waited.value) * MS) >= SHORTEST_RUN_QUEUE_MS:
+                    self._add(worker, "run_queue", waited.at_s + worker.offset.seconds, at_s, waited_ms)
                 waited = mark
 
     def between(
@@ -261,33 +262,33 @@ class _Spans:
         starts, ends = times(source.marks, begin), times(target.marks, end)
         pairs = zip(starts, ends) if name == "deliver" else list(zip(starts, ends))[:1]
         shown = target if target.name else source
-        for start_ns, end_ns in pairs:
-            self._add(shown, name, start_ns + source.offset.ns, end_ns + target.offset.ns, value, note)
+        for start_s, end_s in pairs:
+            self._add(shown, name, start_s + source.offset.seconds, end_s + target.offset.seconds, value, note)
 
     def _add(
         self,
         worker: _Worker,
         name: str,
-        start_ns: int,
-        end_ns: int,
+        start_s: float,
+        end_s: float,
         value: float | None = None,
         note: str | None = None,
     ) -> None:
-        start_ms, end_ms = (start_ns - self._origin_ns) / NS_PER_MS, (end_ns - self._origin_ns) / NS_PER_MS
-        if end_ns < start_ns:
+        start_ms, end_ms = (start_s - self._origin_s) * MS, (end_s - self._origin_s) * MS
+        if end_s < start_s:
             note = "negative: the clocks of the two processes do not agree better"
         self.spans.append(Span(worker.name, name, start_ms, end_ms, value, note))
 
 
-def _next_pairs(marks: Iterable[Mark], begin: Phase, end: Phase) -> Iterator[tuple[int, int]]:
+def _next_pairs(marks: Iterable[Mark], begin: Phase, end: Phase) -> Iterator[tuple[float, float]]:
     """Each mark of ``end`` with the last one of ``begin`` before it, which it uses up."""
-    started: int | None = None
+    started: float | None = None
     for mark in marks:
         if mark.phase is end and started is not None:
-            yield started, mark.t_ns
+            yield started, mark.at_s
             started = None
         if mark.phase is begin:
-            started = mark.t_ns
+            started = mark.at_s
 
 
 def _uncovered(spans: Iterable[Span], latency_ms: float) -> float:
@@ -300,12 +301,15 @@ def _uncovered(spans: Iterable[Span], latency_ms: float) -> float:
     return max(latency_ms - covered_ms, 0.0)
 
 
-def _place(marks: Iterable[Mark]) -> str | None:
-    """Of the last prefill that was placed."""
+def _place(trace: Trace) -> str | None:
+    """Of the last prefill that began."""
     place = None
-    for mark in marks:
-        if mark.phase is _P.PLACED:
-            place = "remote" if mark.value else "local"
+    for worker in (worker for attempt in trace.attempts for worker in _workers(attempt)):
+        phases = {mark.phase for mark in worker.marks} if worker.role is Role.DECODE else ()
+        if _P.ATTACHED in phases:
+            place = "remote"
+        elif _P.PREFILL_STARTED in phases:
+            place = "local"
     return place
 
 

@@ -112,13 +112,15 @@ class TokenizerInfo(msgspec.Struct, frozen=True):
 @dataclass(frozen=True, slots=True)
 class Route:
     """A path's method, handler, and the prefix of its request ids. ``takes_x_api_key``: the key may stand in that
-    header. ``shows_requests``: the keys of operators are admitted too, and HTTP Basic."""
+    header. ``shows_requests``: the keys of operators are admitted too, and HTTP Basic.
+    ``is_traced``: it generates, so its requests can be shown."""
 
     method: str
     handler: Handler
     id_prefix: str = "req-"
     takes_x_api_key: bool = False
     shows_requests: bool = False
+    is_traced: bool = False
 
 
 class FrontendApp:
@@ -167,10 +169,12 @@ class FrontendApp:
         )
         page = Page()
         self._routes = {
-            "/v1/completions": Route("POST", pipeline.complete, "cmpl-"),
-            "/v1/chat/completions": Route("POST", partial(pipeline.chat, CHAT_COMPLETIONS), "chatcmpl-"),
-            "/v1/responses": Route("POST", partial(pipeline.chat, RESPONSES), "resp_"),
-            MESSAGES_PATH: Route("POST", partial(pipeline.chat, MESSAGES), "msg_", True),
+            "/v1/completions": Route("POST", pipeline.complete, "cmpl-", is_traced=True),
+            "/v1/chat/completions": Route(
+                "POST", partial(pipeline.chat, CHAT_COMPLETIONS), "chatcmpl-", is_traced=True
+            ),
+            "/v1/responses": Route("POST", partial(pipeline.chat, RESPONSES), "resp_", is_traced=True),
+            MESSAGES_PATH: Route("POST", partial(pipeline.chat, MESSAGES), "msg_", True, is_traced=True),
             COUNT_TOKENS_PATH: Route("POST", partial(pipeline.count_tokens, COUNTED), "req_", True),
             "/v1/models": Route("GET", self._models),
             "/v1/kvrelay/route": Route("POST", routing.explain),
@@ -287,6 +291,8 @@ class FrontendApp:
         endpoint = path if path in self._routes else _stem(path) + "{id}"
         request_id = _request_id(exchange.request, route.id_prefix, self._shown.name)
         status, started_s = "200", time.monotonic()
+        error: str | None = None
+        kept = self._shown.kept if route.is_traced else None
         request = exchange.request
         preflight = self._origins.preflight(request, route.method)
         if preflight is not None:
@@ -294,28 +300,32 @@ class FrontendApp:
             self._access_log.write(request_id, request.client, request.method, path, str(preflight.status), 0.0)
             return
         exchange.extra_headers = self._origins.headers(request)
+        if kept is not None:
+            kept.begin(request_id, request.client)
         try:
             if route.method == "POST":
                 self._check_rate(request)
                 await self._decode_body(exchange)
             await route.handler(exchange, request_id)
-        except ClientGoneError:
-            status = "disconnected"
+        except ClientGoneError as exc:
+            status, error = "disconnected", exc.message
         except BrokenStreamError as exc:
-            status = "broken"
+            status, error = "broken", exc.message
             _log.warning("%s: the stream ended with an error: %s", request_id, exc)
         except KvrelayError as exc:
             response = _with_request_id(error_response(exc, _errors_of(path)), request_id)
-            status = str(response.status)
+            status, error = str(response.status), exc.message
             exchange.respond(response)
         except asyncio.CancelledError:
             # Only close() cancels, and nothing waits for this task's result.
-            status = "503"
+            status, error = "503", "the frontend is shutting down"
             _cut_short(exchange, Failure(503, "the frontend is shutting down"), request_id)
         except Exception:  # noqa: BLE001 - the outermost frame of a request
-            status = "500"
+            status, error = "500", "internal error"
             _log.exception("%s failed", request_id)
             _cut_short(exchange, Failure(500, "internal error"), request_id)
+        if kept is not None:
+            kept.end(request_id, error)
         self._metrics.answered(endpoint, status, request.model)
         duration_s = time.monotonic() - started_s
         self._access_log.write(request_id, request.client, request.method, path, status, duration_s)

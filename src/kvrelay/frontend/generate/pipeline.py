@@ -38,7 +38,6 @@ from kvrelay.frontend.generate.answers import (
 from kvrelay.frontend.generate.chat_api import ChatApi, ChatTask
 from kvrelay.frontend.generate.prompts import Prompt, chat_prompt, completion_prompts, read_completion
 from kvrelay.frontend.generate.sequence import Sequence, sequences_of
-from kvrelay.frontend.generate.tracing import WATERFALL_HEADER, traced
 from kvrelay.frontend.openai.answer import AnswerContext, AnswerFormat, encode_json, with_extra
 from kvrelay.frontend.openai.completions import CompletionFormat
 from kvrelay.frontend.openai.errors import DeadlineError, failure_of
@@ -61,9 +60,10 @@ from kvrelay.frontend.tools.plan import ChatForm, chat_form
 from kvrelay.frontend.tools.reading import Reading
 from kvrelay.http import Exchange, HttpRequest, Response
 from kvrelay.marks.kept import Kept
-from kvrelay.marks.phases import Phase
 from kvrelay.marks.trace import Trace
 from kvrelay.marks.waterfall import waterfall
+
+WATERFALL_HEADER = "x-kvrelay-waterfall"
 
 
 class Pipeline:
@@ -81,7 +81,7 @@ class Pipeline:
         check_fields: FieldsCheck,
         kept: Kept | None,
     ) -> None:
-        """``kept``: gets a trace of each request; None: no marks are made."""
+        """``kept``: has a trace of each running request; None: no marks are made."""
         self._config = config
         self._order = HandoffOrder(config.order)
         self._cluster = cluster
@@ -96,10 +96,6 @@ class Pipeline:
 
     async def complete(self, exchange: Exchange, request_id: str) -> None:
         """``/v1/completions``. Raises KvrelayError before the answer has begun."""
-        with traced(self._kept, exchange.request, request_id) as trace:
-            await self._complete(exchange, request_id, trace)
-
-    async def _complete(self, exchange: Exchange, request_id: str, trace: Trace | None) -> None:
         size = len(exchange.request.body)
         request, items = await self._threads.parse(
             size, read_completion, exchange.request.body, self._config.max_prompts, self._check_fields
@@ -131,14 +127,10 @@ class Pipeline:
                 with_prompt_logprobs=request.prompt_logprobs is not None,
                 echoes=echoes,
             )
-            await self._generate(exchange, request_id, model, plan, prompts, form, trace)
+            await self._generate(exchange, request_id, model, plan, prompts, form)
 
     async def chat(self, api: ChatApi, exchange: Exchange, request_id: str) -> None:
         """Any API for chats. Raises KvrelayError before the answer has begun."""
-        with traced(self._kept, exchange.request, request_id) as trace:
-            await self._chat(api, exchange, request_id, trace)
-
-    async def _chat(self, api: ChatApi, exchange: Exchange, request_id: str, trace: Trace | None) -> None:
         task, model, size = await self._read_chat(api, exchange)
         request = task.request
         with api.own_names():
@@ -156,7 +148,7 @@ class Pipeline:
                     self._reading.parser(form, prompts[0].text or ""),
                     form.tools.dialect.call_id_chars if form.tools else 0,
                 )
-                await self._generate(exchange, request_id, model, plan, prompts, task.make_format(context), trace)
+                await self._generate(exchange, request_id, model, plan, prompts, task.make_format(context))
 
     async def count_tokens(self, api: ChatApi, exchange: Exchange, request_id: str) -> None:
         """How many tokens the prompt of a chat has: ``{"input_tokens": n}``. Raises InvalidInputError."""
@@ -200,12 +192,11 @@ class Pipeline:
         plan: GenerationPlan,
         prompts: Items[Prompt],
         form: AnswerFormat,
-        trace: Trace | None,
     ) -> None:
         lengths = [len(prompt.token_ids) for prompt in prompts]
+        trace = self._kept.running.get(request_id) if self._kept is not None else None
         if trace is not None:
-            trace.model, trace.prompt_tokens = model.name, sum(lengths)
-            trace.mark(Phase.TOKENISED)
+            trace.tokenised(model.name, sum(lengths))
         client = exchange.request.client
         limits = self._keys.limits_of(client)
         plan = plan.within(limits, lengths)

@@ -322,7 +322,7 @@ class Sequence:
             gap_s = now_s - self._last_s
             self._counts.itl.observe(gap_s)
             if gap_s > LATE_S and self._trace is not None:
-                self._trace.late_token(gap_s)
+                self._trace.late_token(now_s, gap_s)
         self._last_s = now_s
         if link is not None:
             link.tally.generated_tokens += len(output.token_ids)
@@ -339,7 +339,7 @@ class Sequence:
         """Handle the first output of an attempt. On the first attempt it also carries the prompt's cached tokens."""
         if self._trace is not None:
             self._heard(output)
-            self._trace.first_token()
+            self._trace.first_token(now_s)
         self._is_prefilled = True
         self._model.router.first_token(self._placement_id)
         if link is not None:
