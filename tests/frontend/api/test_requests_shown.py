@@ -79,6 +79,12 @@ async def test_orders_limits_and_what_is_wrong_with_a_query(model_dir: Path) -> 
             assert (await send(port, "GET", LIST + query)).status == 400, query
 
 
+@pytest.mark.parametrize("query", ["?order=", "?limit=", "?order=recent&order="])
+async def test_an_empty_parameter_is_wrong(model_dir: Path, query: str) -> None:
+    async with running(model_dir, Script((10,))) as cluster:
+        assert (await send(cluster.frontend.port, "GET", LIST + query)).status == 400
+
+
 @pytest.mark.parametrize(
     "request_id", ["x", "%00", "%0a", "cmpl-%1b[31m", "a" * 3000, "..", "cmpl-" + "0" * 32, "cmpl-" + "0" * 31 + "%"]
 )
