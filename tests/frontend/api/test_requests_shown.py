@@ -125,7 +125,9 @@ async def test_what_every_worker_refuses_has_failed(model_dir: Path) -> None:
         port = cluster.frontend.port
         answer = await send(port, "POST", "/v1/completions", BODY)
         assert answer.status == 429
-        assert (await shown(port, answer.headers["x-request-id"])).json["status"] == "failed"
+        one = (await shown(port, answer.headers["x-request-id"])).json
+        assert one["status"] == "failed"
+        assert {"refuse", "refused", "failed"} <= {span["phase"] for span in one["spans"]}
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses"])
