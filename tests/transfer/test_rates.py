@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from kvrelay.core.events import MAX_TRANSFER_PEERS, TransferCost
+from kvrelay.core.events import MAX_FLOWS, MAX_TRANSFER_PEERS, Flow, TransferCost
 from kvrelay.transfer.rates import SHARE, TransferRates
-from kvrelay.transfer.stats import PeerTransferStats
+from kvrelay.transfer.stats import PeerTransferStats, TransferStats
 from kvrelay.transfer.values import TransferOp
 
 TOKEN_BYTES = 1000
@@ -42,3 +42,12 @@ def test_departed_workers_are_forgotten_and_the_latest_peers_are_published() -> 
     assert found[-1].worker_id == "d0", "used last"
     assert "d1" not in {cost.worker_id for cost in found}
     assert rates.update([peer("", 500, 1.0), many[3]]) == (TransferCost("d3", pytest.approx(1e-3)),)
+
+
+def test_flows_are_the_largest_of_present_peers() -> None:
+    gone = PeerTransferStats("", TransferOp.WRITE, num_transfers=9, num_bytes=10**9)
+    many = [PeerTransferStats(f"d{n}", TransferOp.WRITE, 2, 1, n, 3, 0.5) for n in range(MAX_FLOWS)]
+    read = PeerTransferStats("d0", TransferOp.READ, 1, 0, 10**6, 1, 0.25)
+    flows = TransferStats((gone, *many, read), 0, 0, 0).flows()
+    assert len(flows) == MAX_FLOWS
+    assert flows[:2] == (Flow("d0", True, 1, 10**6, 0.25), Flow(f"d{MAX_FLOWS - 1}", False, 2, MAX_FLOWS - 1, 0.5))

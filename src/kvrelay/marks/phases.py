@@ -34,6 +34,8 @@ class Phase(enum.IntEnum):
     """F: the answer is complete."""
     FAILED = 9
     """F: the client got an error, or has gone."""
+    REFUSED = 10
+    """F: the worker does not take it."""
 
     ADMITTED = 16
     """D: taken in by the engine's thread; it waits for a step."""

@@ -51,7 +51,7 @@ class Trace:
         """The API key's name."""
         self.attempts: list[Attempt] = []
         self.others: list[Mark] = []
-        """Late tokens and migrations."""
+        """Late tokens, migrations and refusals."""
         self.received_unix = time.time()
         self.received_s = now_s = time.monotonic()
         self.waits = [now_s, run_queue.waited_s(now_s)]
@@ -95,6 +95,11 @@ class Trace:
         self.num_migrations += 1
         if self.num_migrations < MAX_ATTEMPTS:
             self.others.append(Mark(Phase.MIGRATED, time.monotonic(), num_tokens))
+
+    def refused(self) -> None:
+        """A worker does not take it."""
+        if len(self.others) < MAX_LATE + 2 * MAX_ATTEMPTS:
+            self.others.append(Mark(Phase.REFUSED, time.monotonic(), 0.0))
 
     def end(self, error: str | None) -> None:
         """The client has the whole answer, or an error."""

@@ -29,6 +29,8 @@ AT_FRONTEND: Table = (
     (_P.RECEIVED, _P.TOKENISED, "tokenise"),
     (_P.TOKENISED, _P.ROUTED, "route"),
     (_P.MIGRATED, _P.ROUTED, "move"),
+    (_P.ROUTED, _P.REFUSED, "refuse"),
+    (_P.REFUSED, _P.ROUTED, "route"),
     (_P.FIRST_TOKEN, _P.FINISHED, "answer"),
     (_P.FIRST_TOKEN, _P.FAILED, "answer"),
 )
@@ -57,7 +59,7 @@ AT_PREFILL: Table = (
     (_P.PREFILL_ENDED, _P.TRANSFER_POSTED, "hand_over"),
 )
 """Within one process: from the last mark of the first phase to the next one of the second."""
-POINTS = {_P.RECEIVED, _P.LATE_TOKEN, _P.MIGRATED, _P.FIRST_TOKEN, _P.FINISHED, _P.FAILED, _P.FIRST_BYTES}
+POINTS = {_P.RECEIVED, _P.LATE_TOKEN, _P.MIGRATED, _P.REFUSED, _P.FIRST_TOKEN, _P.FINISHED, _P.FAILED, _P.FIRST_BYTES}
 """Shown as points, too."""
 SENT_BY_FRONTEND: tuple[Message, ...] = ((_P.ROUTED, _P.RECEIVED),)
 HEARD_BY_FRONTEND: tuple[Message, ...] = ((_P.SENT, _P.HEARD),)

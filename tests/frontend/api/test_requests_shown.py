@@ -79,6 +79,12 @@ async def test_orders_limits_and_what_is_wrong_with_a_query(model_dir: Path) -> 
             assert (await send(port, "GET", LIST + query)).status == 400, query
 
 
+@pytest.mark.parametrize("query", ["?order=", "?limit=", "?order=recent&order="])
+async def test_an_empty_parameter_is_wrong(model_dir: Path, query: str) -> None:
+    async with running(model_dir, Script((10,))) as cluster:
+        assert (await send(cluster.frontend.port, "GET", LIST + query)).status == 400
+
+
 @pytest.mark.parametrize(
     "request_id", ["x", "%00", "%0a", "cmpl-%1b[31m", "a" * 3000, "..", "cmpl-" + "0" * 32, "cmpl-" + "0" * 31 + "%"]
 )
@@ -119,7 +125,9 @@ async def test_what_every_worker_refuses_has_failed(model_dir: Path) -> None:
         port = cluster.frontend.port
         answer = await send(port, "POST", "/v1/completions", BODY)
         assert answer.status == 429
-        assert (await shown(port, answer.headers["x-request-id"])).json["status"] == "failed"
+        one = (await shown(port, answer.headers["x-request-id"])).json
+        assert one["status"] == "failed"
+        assert {"refuse", "refused", "failed"} <= {span["phase"] for span in one["spans"]}
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses"])

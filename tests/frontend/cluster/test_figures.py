@@ -7,10 +7,11 @@ import pytest
 from tests.frontend.doubles import FakeWorker, Script
 
 from kvrelay.core.events import LoadMetrics, TokenCounts
-from kvrelay.core.histogram import Histogram, quantile_s
+from kvrelay.core.histogram import LATENCY_BUCKETS_S, Histogram, quantile_s
 from kvrelay.frontend.cluster.figures import HISTORY_S, Figures, Second, added_up, total_of
 from kvrelay.frontend.cluster.frontends import FiguresReply, KnownFrontend
 from kvrelay.frontend.cluster.metrics import FrontendMetrics
+from kvrelay.frontend.cluster.snapshot import history
 from kvrelay.frontend.cluster.worker_link import WorkerLink
 from kvrelay.frontend.cluster.worker_report import WorkerReport
 from kvrelay.rpc.loopback import LoopbackNetwork
@@ -110,3 +111,16 @@ def test_rates_come_from_counts_and_waiting_from_its_begin() -> None:
     # A worker of an earlier release tells no counts.
     report.heard(load(), 15.0)
     assert report.waiting_since_s == 15.0
+
+
+def test_quantiles_of_the_history_are_over_ten_seconds() -> None:
+    width = len(LATENCY_BUCKETS_S) + 1
+    slow = tuple(int(at == width - 2) for at in range(width))
+    fast = tuple(int(at == 0) for at in range(width))
+    rows = [Second(1, ttft=slow), *(Second(at, ttft=fast) for at in range(2, 15)), Second(15)]
+    shown = history(rows, 9)
+    assert shown.unix_s == [10, 11, 12, 13, 14, 15]
+    assert [value > 30_000 for value in shown.ttft_p95_ms if value is not None] == [True, *[False] * 5]
+    assert shown.itl_p95_ms == [None] * 6
+    assert history(rows, 15).ttft_p50_ms == []
+    assert history([], 0).unix_s == []

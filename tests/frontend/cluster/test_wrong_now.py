@@ -5,12 +5,12 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from kvrelay.core.workers import WorkerRole
+from kvrelay.config import WorkerRole
 from kvrelay.frontend.cluster.snapshot import FrontendView, Quantiles, Totals, WorkerCondition, WorkerView
 from kvrelay.frontend.cluster.wrong_now import MAX_NAMES, Severity, Wrong, wrong_now
 
 NONE = Quantiles(None, None, None)
-WHOLE = Totals(1.0, 9.0, 9.0, 60, 0, 2, 2, 0, 0, 0.0, 10, 100, NONE, NONE)
+WHOLE = Totals(1.0, 9.0, 9.0, 60, 0, 2, 2, 0, 0, 0.0, 10, 100, 0, 0, NONE, NONE)
 FRONTEND = FrontendView("f", "h", 1, "1.0", True, False, 0.0, 2, 1.0, 9.0, 60, 0)
 
 

@@ -23,6 +23,7 @@ from kvrelay.frontend.cluster.snapshot import (
     WorkerView,
     all_rows,
     flow_views,
+    flows_of,
     frontend_view,
     history,
     totals,
@@ -104,12 +105,12 @@ class ShownCluster:
         now_s, now_unix_s = time.monotonic(), self._now_unix_s()
         second = int(now_unix_s)
         members = self._cluster.members()
-        workers = worker_views(members, now_s)
+        workers, flows = worker_views(members, now_s), flows_of(members)
         own = self._frontends.frontend_id
         frontends = [frontend_view(known, known.frontend_id == own, now_s, second) for known in self._known]
-        rows = all_rows(self._known, second)
+        rows = all_rows(self._known, second, since)
         queued_s = 0.0 if self._queued_since_s is None else now_s - self._queued_since_s
-        whole = totals(rows, second, workers, frontends, self._queue, queued_s)
+        whole = totals(rows, second, workers, frontends, flows, self._queue, queued_s)
         return ClusterSnapshot(
             now_unix=now_unix_s,
             frontend=own,
@@ -117,7 +118,7 @@ class ShownCluster:
             wrong_now=wrong_now(workers, frontends, whole, has_control=self._cluster.has_control),
             total=whole,
             workers=workers,
-            flows=flow_views(members),
+            flows=flow_views(flows),
             frontends=frontends,
             history=history(rows, max(since, second - HISTORY_S)),
         )

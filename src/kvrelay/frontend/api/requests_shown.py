@@ -104,7 +104,7 @@ class ShownRequests:
 
     async def show_list(self, exchange: Exchange, request_id: str) -> None:
         """``GET /debug/requests``. Raises InvalidInputError."""
-        query = parse_qs(exchange.request.query)
+        query = parse_qs(exchange.request.query, keep_blank_values=True)
         order, limit = query.get("order", ["recent"])[-1], query.get("limit", ["100"])[-1]
         if order not in ORDERS:
             raise InvalidInputError(f"order must be one of {', '.join(ORDERS)}", param="order")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from itertools import zip_longest
+from itertools import starmap, zip_longest
 from operator import add, sub
 from typing import Annotated
 
@@ -117,8 +117,8 @@ def _sum(one: Second, other: Second) -> Second:
         one.num_failed + other.num_failed,
         one.num_prompt_tokens + other.num_prompt_tokens,
         one.num_output_tokens + other.num_output_tokens,
-        _added(one.ttft, other.ttft),
-        _added(one.itl, other.itl),
+        added(one.ttft, other.ttft),
+        added(one.itl, other.itl),
         max(one.num_running, other.num_running),
         max(one.num_waiting, other.num_waiting),
         max(one.kv_used, other.kv_used),
@@ -126,7 +126,10 @@ def _sum(one: Second, other: Second) -> Second:
     )
 
 
-def _added(one: Sequence[int], other: Sequence[int]) -> tuple[int, ...]:
+def added(one: Sequence[int], other: Sequence[int]) -> tuple[int, ...]:
+    """Element by element; one that is shorter counts as zeros at its end."""
+    if len(one) == len(other):
+        return tuple(map(add, one, other))
     if not (one and other):
         return tuple(one or other)
-    return tuple(add(*pair) for pair in zip_longest(one, other, fillvalue=0))
+    return tuple(starmap(add, zip_longest(one, other, fillvalue=0)))

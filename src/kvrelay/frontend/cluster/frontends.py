@@ -11,6 +11,7 @@ answer for a frontend: the figures are shown and decide nothing.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import os
 import socket
@@ -35,6 +36,7 @@ from kvrelay.version import __version__
 _log = logging.getLogger(__name__)
 
 ASK_TIMEOUT_S = 0.7
+MAX_ASKED = 256
 TICK_S = 1.01
 """A second is counted when it has surely ended: timers may be a millisecond early."""
 GONE_AFTER_S = 30.0
@@ -141,8 +143,8 @@ class Frontends:
         except ControlUnavailableError as exc:
             _log.debug("cannot list the frontends: %s", exc)
             return [known for name, known in self._known.items() if name != self.frontend_id]
-        listed = dict(filter(None, (self._entry(key, value) for key, value in entries.items())))
-        listed.pop(self.frontend_id, None)
+        found = filter(None, (self._entry(key, value) for key, value in sorted(entries.items())))
+        listed = dict(itertools.islice(found, MAX_ASKED))
         limit_s = time.monotonic() - GONE_AFTER_S
         self._known = {
             name: known
@@ -156,7 +158,10 @@ class Frontends:
         return [self._known[name] for name in listed]
 
     def _entry(self, key: str, value: bytes) -> tuple[str, CallerInfo] | None:
+        """None for our own entry, and for one that cannot be a frontend's: its name becomes part of a subject."""
         name = key.removeprefix(self._keys.frontends)
+        if name == self.frontend_id or not (name.isascii() and name.isalnum()):
+            return None
         try:
             return name, decode_caller(name, value)
         except ProtocolError as exc:

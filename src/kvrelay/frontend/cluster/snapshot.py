@@ -7,12 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from enum import StrEnum
+from heapq import nlargest
+from itertools import accumulate
+from operator import sub
 
 import msgspec
 
 from kvrelay.config import WorkerRole
+from kvrelay.core.events import Flow
 from kvrelay.core.histogram import LATENCY_BUCKETS_S, TOKEN_BUCKETS_S, quantile_s
-from kvrelay.frontend.cluster.figures import HISTORY_S, Second, added_up, total_of
+from kvrelay.core.workers import WorkerInfo
+from kvrelay.frontend.cluster.figures import HISTORY_S, Second, added, added_up, total_of
 from kvrelay.frontend.cluster.frontends import KnownFrontend
 from kvrelay.frontend.cluster.view import Member
 
@@ -21,6 +26,8 @@ RATE_S = 10
 MINUTE_S = 60
 SETTLED_S = 2
 """A second is shown when every frontend has surely counted it."""
+MAX_FLOWS = 256
+"""Of 240 workers there may be thousands, which no one reads."""
 SILENT_AFTER_S = 5.0
 """An idle worker reports every two seconds."""
 
@@ -117,6 +124,9 @@ class Totals(msgspec.Struct, frozen=True):
     """For how long the queue was not empty, as far as this frontend knows."""
     kv_used: int
     kv_total: int
+    num_flows: int
+    flow_bytes: int
+    """Of all flows; ``ClusterSnapshot.flows`` has the largest."""
     ttft_ms: Quantiles
     itl_ms: Quantiles
 
@@ -180,21 +190,24 @@ def _worker_view(member: Member, now_s: float) -> WorkerView:
     )
 
 
-def flow_views(members: Iterable[Member]) -> list[FlowView]:
-    """Both directions that a worker publishes, the largest first."""
-    found = [
+def flows_of(members: Iterable[Member]) -> list[tuple[WorkerInfo, Flow]]:
+    """What each worker publishes of both directions."""
+    loads = ((member.info, member.link.load) for member in members if member.link is not None)
+    return [(info, flow) for info, load in loads if load is not None for flow in load.flows]
+
+
+def flow_views(flows: Sequence[tuple[WorkerInfo, Flow]]) -> list[FlowView]:
+    """The largest, at most MAX_FLOWS."""
+    return [
         FlowView(
-            flow.worker_id if flow.is_read else member.info.worker_id,
-            member.info.worker_id if flow.is_read else flow.worker_id,
+            flow.worker_id if flow.is_read else info.worker_id,
+            info.worker_id if flow.is_read else flow.worker_id,
             flow.num_transfers,
             flow.num_bytes,
             1e3 * flow.seconds / max(flow.num_transfers, 1),
         )
-        for member in members
-        if member.link is not None and member.link.load is not None
-        for flow in member.link.load.flows
+        for info, flow in nlargest(MAX_FLOWS, flows, key=lambda pair: pair[1].num_bytes)
     ]
-    return sorted(found, key=lambda flow: -flow.bytes)
 
 
 def frontend_view(known: KnownFrontend, is_self: bool, now_s: float, now_unix_s: int) -> FrontendView:
@@ -221,6 +234,7 @@ def totals(
     now_unix_s: int,
     workers: Sequence[WorkerView],
     frontends: Sequence[FrontendView],
+    flows: Sequence[tuple[WorkerInfo, Flow]],
     prefill_queue: int | None,
     prefill_queue_for_s: float,
 ) -> Totals:
@@ -239,21 +253,25 @@ def totals(
         prefill_queue_for_s=prefill_queue_for_s,
         kv_used=sum(worker.kv_used or 0 for worker in workers),
         kv_total=sum(worker.kv_total or 0 for worker in workers),
+        num_flows=len(flows),
+        flow_bytes=sum(flow.num_bytes for _, flow in flows),
         ttft_ms=Quantiles(*(_quantile_ms(LATENCY_BUCKETS_S, minute.ttft, share) for share in (0.5, 0.95, 0.99))),
         itl_ms=Quantiles(*(_quantile_ms(TOKEN_BUCKETS_S, minute.itl, share) for share in (0.5, 0.95, 0.99))),
     )
 
 
-def all_rows(frontends: Iterable[KnownFrontend], now_unix_s: int) -> list[Second]:
-    """The settled rows of five minutes, added up over frontends."""
-    return added_up((known.rows for known in frontends), now_unix_s - HISTORY_S, now_unix_s - SETTLED_S)
+def all_rows(frontends: Iterable[KnownFrontend], now_unix_s: int, since: int) -> list[Second]:
+    """The settled rows that sums, rates and a history after ``since`` need, added up over frontends."""
+    last = now_unix_s - SETTLED_S
+    first = max(now_unix_s - HISTORY_S, min(last - MINUTE_S, since - RATE_S))
+    return added_up((known.rows for known in frontends), first, last)
 
 
 def history(rows: Sequence[Second], since: int) -> History:
     """Of the seconds after ``since``."""
     shown = [row for row in rows if row.unix_s > since]
-    first = len(rows) - len(shown)
-    windows = [total_of(rows[max(at - RATE_S + 1, 0) : at + 1]) for at in range(first, len(rows))]
+    ttft = _windows([row.ttft for row in rows], len(LATENCY_BUCKETS_S) + 1, len(shown))
+    itl = _windows([row.itl for row in rows], len(TOKEN_BUCKETS_S) + 1, len(shown))
     return History(
         unix_s=[row.unix_s for row in shown],
         requests=[row.num_requests for row in shown],
@@ -264,11 +282,18 @@ def history(rows: Sequence[Second], since: int) -> History:
         waiting=[row.num_waiting for row in shown],
         kv_used=[row.kv_used for row in shown],
         kv_total=[row.kv_total for row in shown],
-        ttft_p50_ms=[_quantile_ms(LATENCY_BUCKETS_S, window.ttft, 0.5) for window in windows],
-        ttft_p95_ms=[_quantile_ms(LATENCY_BUCKETS_S, window.ttft, 0.95) for window in windows],
-        itl_p50_ms=[_quantile_ms(TOKEN_BUCKETS_S, window.itl, 0.5) for window in windows],
-        itl_p95_ms=[_quantile_ms(TOKEN_BUCKETS_S, window.itl, 0.95) for window in windows],
+        ttft_p50_ms=[_quantile_ms(LATENCY_BUCKETS_S, counts, 0.5) for counts in ttft],
+        ttft_p95_ms=[_quantile_ms(LATENCY_BUCKETS_S, counts, 0.95) for counts in ttft],
+        itl_p50_ms=[_quantile_ms(TOKEN_BUCKETS_S, counts, 0.5) for counts in itl],
+        itl_p95_ms=[_quantile_ms(TOKEN_BUCKETS_S, counts, 0.95) for counts in itl],
     )
+
+
+def _windows(counts: Sequence[tuple[int, ...]], width: int, num_last: int) -> list[tuple[int, ...]]:
+    """For each of the last seconds, the sum over it and the nine before."""
+    sums = list(accumulate(counts, added, initial=(0,) * width))
+    ends = range(len(counts) - num_last + 1, len(counts) + 1)
+    return [tuple(map(sub, sums[end], sums[max(end - RATE_S, 0)])) for end in ends]
 
 
 def _last(rows: Iterable[Second], now_unix_s: int, seconds: int) -> list[Second]:

@@ -173,6 +173,8 @@ class Sequence:
         self._link = None
         self._leave_router()
         self._metrics.refused(self._model.name, refusal.kind)
+        if self._trace is not None:
+            self._trace.refused()
         if refusal.status == OverloadedError.status:
             # A worker that refuses for another reason, e.g. because it leaves, does not know when a worker is free.
             self._retry_after_s = min(self._retry_after_s, refusal.retry_after_s)

@@ -101,9 +101,10 @@ export function flows(section) {
     shown.sort((one, other) => other.perSecond - one.perSecond || other.bytes - one.bytes);
     const largest = Math.max(1, ...shown.map((flow) => flow.bytes));
     keyed(table, shown.slice(0, MAX_FLOWS), ({ key }) => key, makeFlow, (row, flow) => updateFlow(row, flow, largest));
-    const hidden = shown.slice(MAX_FLOWS);
-    const sum = bytes(hidden.reduce((total, flow) => total + flow.bytes, 0));
-    setText(rest, hidden.length ? `and ${number(hidden.length)} more pairs with ${sum}` : "");
+    const { num_flows, flow_bytes } = snapshot.total;
+    const hidden = num_flows - Math.min(shown.length, MAX_FLOWS);
+    setText(rest, hidden ? `and ${number(hidden)} more; all ${number(num_flows)} have moved ${bytes(flow_bytes)}` : "");
+    rest.hidden = !hidden;
     return true;
   };
 }

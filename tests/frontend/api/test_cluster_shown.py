@@ -9,13 +9,14 @@ from typing import Any
 
 import msgspec
 import pytest
-from kvrelay.frontend.api.cluster_view import ClusterSnapshot
 from tests.frontend.doubles import FakeCluster, Script, running
 from tests.frontend.raw_http import send
 
+from kvrelay.config import WorkerRole
 from kvrelay.core.event_codec import encode_load
-from kvrelay.core.events import Flow, LoadMetrics, TokenCounts
-from kvrelay.core.workers import CallerInfo, WorkerRole
+from kvrelay.core.events import MAX_FLOWS, Flow, LoadMetrics, TokenCounts
+from kvrelay.core.workers import CallerInfo
+from kvrelay.frontend.api.cluster_shown import ClusterSnapshot
 from kvrelay.version import __version__
 
 PATH = "/debug/cluster"
@@ -153,7 +154,8 @@ async def test_240_workers(model_dir: Path) -> None:
             await publish(cluster, name, flows=tuple(Flow(f"d{n:03}", False, 1, n, 0.1) for n in range(100)))
         found = await eventually_snapshot(frontend.port, lambda found: found["total"]["running"] == 3 * len(names))
         assert [worker["id"] for worker in found["workers"]] == names
-        assert len(found["flows"]) == 32 * len(names)
+        assert (found["total"]["num_flows"], len(found["flows"])) == (MAX_FLOWS * len(names), 256)
+        assert found["flows"][0]["bytes"] == MAX_FLOWS - 1
         assert found["total"]["kv_total"] == 100 * len(names)
     finally:
         await cluster.close()
