@@ -94,7 +94,7 @@ async def test_a_worker_whose_engine_hangs_leaves_and_its_frontends_hear_of_it()
         progress = node.engine.progress
         progress._clock = clock
         node.worker._watchdog = watchdog = Watchdog(
-            progress, 10.0, node.worker._ending.fail, clock, dump=lambda: None, end_process=never
+            progress, 10.0, node.worker._shutdown.fail, clock, dump=lambda: None, end_process=never
         )
         client, spared = await c.client(node), await c.client(other)
         losses: list[str] = []

@@ -192,6 +192,6 @@ class StepGroup:
     def _take(self, notice: Notice) -> None:
         """On the engine's thread."""
         if isinstance(notice, StepsUntil):
-            self._participant.heard(notice.step)
+            self._participant.notified(notice.step)
         elif isinstance(notice, AllLeft):
             self._have_all_left = True

@@ -90,7 +90,7 @@ class Request:
     handoff_id: HandoffId | None = field(default=None, init=False)
     num_sent_blocks: int = field(default=0, init=False)
     """HANDOFF: leading blocks that the decode worker has or that were given to the sender."""
-    ending: FinishReason | None = field(default=None, init=False)
+    abort_reason: FinishReason | None = field(default=None, init=False)
     """HANDOFF: the request was aborted while a transfer touches its blocks. This is its finish reason once the
     transfer has completed."""
 
