@@ -81,15 +81,16 @@ $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing into $(VENV) (once)"
 	@$(BIN)/python -m pip install -q --disable-pip-version-check $$(grep '^torch==' constraints.txt)
-	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev,bench,etcd]'
+	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev,bench,etcd,otel]'
 	@touch $@
 
-# Tests with etcd and Prometheus need their programs; without them they are skipped with the reason (with CI=true they
-# fail). RUNLEVEL: no service is started.
+# Tests with etcd, Prometheus and Chromium need their programs; without them they are skipped with the reason (with CI=true
+# they fail). RUNLEVEL: no service is started.
 system-packages:
-	@command -v etcd >/dev/null 2>&1 && command -v prometheus >/dev/null 2>&1 \
+	@command -v etcd >/dev/null 2>&1 && command -v prometheus >/dev/null 2>&1 && command -v chromium >/dev/null 2>&1 \
 	  || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1 && { apt-get update -qq \
-	  && RUNLEVEL=1 apt-get install -y -qq --no-install-recommends etcd-server etcd-client prometheus; } >/dev/null 2>&1; } || true
+	  && RUNLEVEL=1 apt-get install -y -qq --no-install-recommends etcd-server etcd-client prometheus chromium; } \
+	  >/dev/null 2>&1; } || true
 
 # vLLM's CPU build is slower without this allocator; the tests pass without it.
 vllm-packages:

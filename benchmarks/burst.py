@@ -13,13 +13,14 @@ from typing import Any
 
 import click
 
+from benchmarks.loads import describe_machine, fixed_load, send
 from benchmarks.options import all_cases, experiment_options
 from kvrelay.bench.client.connection import Target
 from kvrelay.bench.client.driver import RunLimits
-from kvrelay.bench.compare import FAILED, Reduce, Row, finish, fixed_load, results_table, send, summarise, take_turns
+from kvrelay.bench.compare import FAILED, Reduce, finish, summarise, take_turns
 from kvrelay.bench.load.mix import ClassSpec
-from kvrelay.bench.report.files import describe_machine
-from kvrelay.bench.report.records import Distribution, Outcome, RequestRecord, RunResult, distribution
+from kvrelay.bench.report.metrics import Distribution, Outcome, RequestRecord, RunResult, distribution
+from kvrelay.bench.report.table import Row, results_table
 from kvrelay.errors import InvalidInputError
 
 BURST_KIND = "kvrelay-bench-burst/1"

@@ -6,21 +6,12 @@ from typing import Any
 
 import click
 
+from benchmarks.loads import cpu_seconds, figures, fixed_load, measure_load
 from benchmarks.options import parsed, rounds_option, serve_args_option
 from kvrelay.bench.client.connection import Target
-from kvrelay.bench.client.payload import BodyOptions
-from kvrelay.bench.client.service import cpu_seconds
-from kvrelay.bench.compare import (
-    Row,
-    figures,
-    finish,
-    fixed_load,
-    measure_load,
-    results_table,
-    serve_case,
-    summarise,
-    take_turns,
-)
+from kvrelay.bench.client.stream import BodyOptions
+from kvrelay.bench.compare import finish, serve_case, summarise, take_turns
+from kvrelay.bench.report.table import Row, results_table
 from kvrelay.cli.options import json_option, model_argument
 
 LOADS = {

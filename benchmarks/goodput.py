@@ -17,15 +17,15 @@ import click
 from kvrelay.bench.cases import CaseTimes
 from kvrelay.bench.client.connection import Target
 from kvrelay.bench.commands.servers import interference_options
-from kvrelay.bench.compare import FAILED, Reduce, Row, finish, summarise, take_turns
+from kvrelay.bench.compare import FAILED, Reduce, finish, summarise, take_turns
 from kvrelay.bench.given import numbers
 from kvrelay.bench.interference import interference_cases, mixed_options
 from kvrelay.bench.load.mix import ClassSpec
 from kvrelay.bench.load.request import check_rate
 from kvrelay.bench.progress import progress_bar
 from kvrelay.bench.report.files import write_result
-from kvrelay.bench.report.records import INTERRUPTED, Outcome, RunResult, Slo
-from kvrelay.bench.report.table import number, table
+from kvrelay.bench.report.metrics import INTERRUPTED, Outcome, RunResult, Slo
+from kvrelay.bench.report.table import Row, number, table
 from kvrelay.bench.serving import run_serve
 from kvrelay.errors import InvalidInputError
 

@@ -28,7 +28,8 @@ from tests.chaos.answers import KnownPrompt
 from tests.chaos.client import ChaosClient
 from tests.chaos.cluster import ClusterUnderTest
 
-from kvrelay.bench.report.files import describe_machine, print_result
+from benchmarks.loads import describe_machine
+from kvrelay.bench.report.files import print_result
 from kvrelay.bench.report.table import table
 from kvrelay.bench.transfer import COMPATIBILITY, START_TIMEOUT_S, pool_metadata, pool_thread
 from kvrelay.cli.options import SettingsSource, field_options, json_option
@@ -43,7 +44,7 @@ from kvrelay.engine.request import Request
 from kvrelay.errors import TransferError
 from kvrelay.transfer.factory import build_transport, pool_allocator, shared_memory
 from kvrelay.transfer.thread import TransferThread
-from kvrelay.transfer.values import TransferOp, TransferPlan
+from kvrelay.transfer.values import Pieces, TransferOp
 
 PROMPT_LEN = 2000
 NUM_BLOCKS = 1024
@@ -315,7 +316,7 @@ def _write_once(thread: TransferThread, target: _Target, start: int, num_bytes: 
     ended = threading.Event()
     starts = np.arange(0, num_bytes, PIECE_BYTES, dtype=np.int64)
     lengths = np.minimum(PIECE_BYTES, num_bytes - starts)
-    plan = TransferPlan(starts, starts + (target.offset + start), lengths)
+    plan = Pieces(starts, starts + (target.offset + start), lengths)
     thread.submit(TransferOp.WRITE, target.peer.worker_id, plan, None, on_done=lambda _: ended.set())
     ended.wait()
 

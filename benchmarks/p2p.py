@@ -15,11 +15,13 @@ from typing import Any
 import click
 
 from benchmarks.raw_gloo import raw_gloo
-from kvrelay.bench.compare import Row, results_table
 from kvrelay.bench.report.files import print_result
-from kvrelay.bench.transfer import mover
+from kvrelay.bench.report.table import Row, results_table
+from kvrelay.bench.transfer import move as move_plan
+from kvrelay.bench.transfer import moving, spaced_pieces
 from kvrelay.cli.options import SettingsSource, field_options, json_option
 from kvrelay.config import TransferConfig, load_settings
+from kvrelay.transfer.values import TransferOp
 
 RAW = "raw gloo"
 SIZES = (16384, 65536, 262144, 1048576, 8388608)
@@ -29,7 +31,7 @@ Move = Callable[[int, int], float]
 """(bytes of a piece, bytes in all) to seconds."""
 
 
-_COLUMNS = {
+COLUMNS = {
     "transport": "contender",
     "piece, KiB": "piece_kib:g",
     "GB/s": "gb_per_s:.2f",
@@ -50,7 +52,7 @@ def p2p(total_mib: int, rounds: int, as_json: bool, **flags: Any) -> None:
     """
     config = SettingsSource((TransferConfig,), None, flags).build(TransferConfig)
     found = run_p2p_benchmark(config, total_bytes=total_mib * 2**20, num_rounds=rounds)
-    text = f"writes of {total_mib} MiB in pieces, {rounds} rounds in turns\n\n{results_table(found, _COLUMNS)}"
+    text = f"writes of {total_mib} MiB in pieces, {rounds} rounds in turns\n\n{results_table(found, COLUMNS)}"
     print_result({"total_bytes": total_mib * 2**20, "num_rounds": rounds, "rows": found}, text, as_json)
 
 
@@ -83,8 +85,9 @@ def _contender(name: str, config: TransferConfig, max_size: int, total_bytes: in
         return
     is_p2p = name in ("PUT", "PUT_ASYNC", "GET")
     changes = {"transport": "p2p", "send_type": name} if is_p2p else {"transport": name}
-    with mover(load_settings(TransferConfig, environ={}, flags={**asdict(config), **changes}), total_bytes) as move:
-        yield move
+    own = load_settings(TransferConfig, environ={}, flags={**asdict(config), **changes})
+    with moving(own, f"benchmark-{own.transport}-{own.send_type}", 2 * total_bytes) as (_, thread):
+        yield lambda size, num_bytes: move_plan(thread, TransferOp.WRITE, spaced_pieces(num_bytes, size), None)
 
 
 def _measure(moves: dict[str, Move], size: int, total_bytes: int, num_rounds: int) -> list[Row]:

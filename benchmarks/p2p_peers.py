@@ -16,22 +16,22 @@ import click
 import msgspec
 import numpy as np
 
-from kvrelay.bench.compare import Row, results_table
 from kvrelay.bench.report.files import print_result
+from kvrelay.bench.report.table import Row, results_table
 from kvrelay.cli.options import json_option
 from kvrelay.config import TransferConfig
 from kvrelay.core.layout import MemoryRegion
 from kvrelay.core.workers import KvMetadata
 from kvrelay.errors import TransferError
 from kvrelay.transfer.p2p.transport import P2pTransport
-from kvrelay.transfer.values import TransferOp, TransferPlan
+from kvrelay.transfer.values import Pieces, TransferOp
 
 POOL_BYTES = 1 << 20
 _PIECE_BYTES = 1 << 16
 _WAIT_S = 60.0
 
 
-_COLUMNS = {
+COLUMNS = {
     "peers": "num_peers",
     "MiB resident": "resident_mib:.0f",
     "threads": "num_threads",
@@ -48,7 +48,7 @@ def p2p_peers(as_json: bool) -> None:
     Example: python -m benchmarks p2p-peers
     """
     rows = run_peers_benchmark()
-    print_result(rows, results_table(rows, _COLUMNS), as_json)
+    print_result(rows, results_table(rows, COLUMNS), as_json)
 
 
 def run_peers_benchmark(counts: Sequence[int] = (0, 1, 16, 64)) -> list[Row]:
@@ -87,7 +87,7 @@ class _End:
         offsets = np.zeros(1, np.int64)
         begin = time.perf_counter()
         self.transport.add_peer(peer)
-        plan = TransferPlan(offsets, offsets, np.full(1, _PIECE_BYTES, np.int64))
+        plan = Pieces(offsets, offsets, np.full(1, _PIECE_BYTES, np.int64))
         self.transport.post(TransferOp.WRITE, peer.worker_id, plan)
         while time.perf_counter() < begin + _WAIT_S:
             for completion in self.transport.poll()[0]:

@@ -17,8 +17,8 @@ from typing import IO
 import msgspec
 
 from kvrelay.errors import TransferError
-from kvrelay.transfer.p2p.groups import PairGroup, PairStore
-from kvrelay.transfer.p2p.memory import empty_bytes
+from kvrelay.transfer.p2p.pool_view import empty_bytes
+from kvrelay.transfer.p2p.process_group import PairGroup, PairStore
 
 _TIMEOUT_S = 60.0
 _DATA, _DONE = 1, 2

@@ -14,12 +14,14 @@ from typing import Any
 
 import click
 
+from benchmarks.loads import figures, fixed_load, measure_load
 from benchmarks.options import MOCK, all_cases, experiment_options
 from kvrelay.bench.client.connection import Target
-from kvrelay.bench.compare import Row, figures, finish, fixed_load, measure_load, results_table, summarise, take_turns
+from kvrelay.bench.compare import finish, summarise, take_turns
 from kvrelay.bench.given import numbers
 from kvrelay.bench.load.mix import ClassSpec, build_class
 from kvrelay.bench.prefixes.blocks import hit_ratios
+from kvrelay.bench.report.table import Row, results_table
 from kvrelay.core.hashing import compute_sequence_hashes
 from kvrelay.launch.frontend_calls import routing_state
 from kvrelay.router import RuntimeSettings

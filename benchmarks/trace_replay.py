@@ -21,13 +21,13 @@ import numpy as np
 
 from kvrelay.bench.formats import TraceRecord, read_mooncake
 from kvrelay.bench.prefixes.blocks import hit_ratios, leading_hits
-from kvrelay.config import RouterConfig
+from kvrelay.config import RouterConfig, WorkerRole
 from kvrelay.core.clock import ManualClock
 from kvrelay.core.event_log import KvEventLog
 from kvrelay.core.events import BlockRemoved, BlockStored, KvEvent, LoadMetrics
 from kvrelay.core.hashing import compute_sequence_hashes
 from kvrelay.core.step_cost import StepCost
-from kvrelay.core.workers import WorkerInfo, WorkerRole
+from kvrelay.core.workers import WorkerInfo
 from kvrelay.errors import InvalidInputError
 from kvrelay.router.base import RoutingRequest
 from kvrelay.router.router import Router

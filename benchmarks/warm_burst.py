@@ -10,13 +10,14 @@ from typing import Any
 
 import click
 
+from benchmarks.loads import describe_machine, fixed_load, send
 from benchmarks.options import all_cases, experiment_options
 from kvrelay.bench.client.connection import Target
 from kvrelay.bench.client.driver import RunLimits
-from kvrelay.bench.compare import FAILED, Row, finish, fixed_load, results_table, send, summarise, take_turns
+from kvrelay.bench.compare import FAILED, finish, summarise, take_turns
 from kvrelay.bench.load.mix import ClassSpec
-from kvrelay.bench.report.files import describe_machine
-from kvrelay.bench.report.records import Outcome, RunResult
+from kvrelay.bench.report.metrics import Outcome, RunResult
+from kvrelay.bench.report.table import Row, results_table
 
 WARM_KIND = "kvrelay-bench-warm-burst/1"
 POLICIES = ("kv", "kv-weights", "round-robin")

@@ -1,5 +1,9 @@
 """For the whole suite: assertions in shared modules are explained, the longest files come first, nothing is left over.
 
+Clients of HTTP read the authorities that they trust when they are made, which takes 45 ms of CPU for the hundreds of a
+system, and the suite makes thousands of clients. But for the real model's, no test speaks to a server of the internet,
+so all clients trust one authority, unless the environment says whom.
+
 Several processes may run the suite side by side (pytest-xdist), each whole files. Long ones are handed out first, so
 that nobody begins one when the others are done.
 """
@@ -8,10 +12,12 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 import time
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
+import certifi
 import hypothesis
 import pytest
 from tests import leftovers
@@ -30,9 +36,25 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("suite")
 
 
+ROOTS = "SSL_CERT_FILE"
+"""The environment variable by which OpenSSL and httpx find authorities."""
+_END = "-----END CERTIFICATE-----\n"
+
+
 def pytest_configure(config: pytest.Config) -> None:
     if not _is_helper(config):
         os.environ[leftovers.MARK] = f"{os.getpid()}-{time.time_ns()}"
+        if ROOTS not in os.environ and config.option.markexpr != "real_model":
+            _trust_one_authority(config)
+
+
+def _trust_one_authority(config: pytest.Config) -> None:
+    directory = tempfile.TemporaryDirectory(prefix="kvrelay-tests-")
+    file = Path(directory.name) / "authority.pem"
+    file.write_text(Path(certifi.where()).read_text(encoding="utf-8").partition(_END)[0] + _END, encoding="utf-8")
+    os.environ[ROOTS] = str(file)
+    config.add_cleanup(lambda: os.environ.pop(ROOTS))
+    config.add_cleanup(directory.cleanup)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -8,10 +8,10 @@ import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from kvrelay.frontend.anthropic.requests import MessagesRequest
+from kvrelay.frontend.anthropic import MessagesRequest
 from kvrelay.frontend.api.fields import TABLES, FieldTable
 from kvrelay.frontend.openai.requests import ChatCompletionRequest, CompletionRequest, TokenizeRequest
-from kvrelay.frontend.responses.requests import ResponsesRequest
+from kvrelay.frontend.responses import ResponsesRequest
 
 PAGE = Path(__file__).parents[1] / "docs/openai-api.md"
 BEGIN, END = "<!-- fields: written by tools/field_table.py -->\n", "<!-- fields end -->\n"

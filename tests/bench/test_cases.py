@@ -15,7 +15,7 @@ import pytest
 from kvrelay.bench.cases import Case, CaseTimes, check_names, parse_case, running
 from kvrelay.bench.client.connection import ConnectionPool, Target
 from kvrelay.bench.client.service import first_model
-from kvrelay.bench.compare import Row, results_table, serve_case, summarise, take_turns
+from kvrelay.bench.compare import serve_case, summarise, take_turns
 from kvrelay.bench.errors import BenchError
 from kvrelay.bench.interference import (
     ARRANGEMENTS,
@@ -24,8 +24,18 @@ from kvrelay.bench.interference import (
     interference_markdown,
     plot_interference,
 )
-from kvrelay.bench.report.metrics import OfferedLoad, RunInfo, ServeReport, serve_report
-from kvrelay.bench.report.records import ClientLoad, Outcome, RequestRecord, RunResult, Slo
+from kvrelay.bench.report.metrics import (
+    ClientLoad,
+    OfferedLoad,
+    Outcome,
+    RequestRecord,
+    RunInfo,
+    RunResult,
+    ServeReport,
+    Slo,
+    serve_report,
+)
+from kvrelay.bench.report.table import Row, results_table
 from kvrelay.bench.sweep import CaseSweep, KneeOptions, knee_search, plot_sweep, sweep_case, sweep_markdown
 from kvrelay.errors import InvalidInputError
 

@@ -190,6 +190,8 @@ def test_a_command_that_left_says_where_it_is(name: str) -> None:
     [
         (["transfer", "--beside-compute"], "hand-off"),
         (["transfer", "--peers"], "p2p-peers"),
+        (["engine", "--structured"], "engine-turns"),
+        (["engine", "--beside-one-process"], "engine-turns"),
         (["interference", "--policies", "cost"], "goodput"),
         (["interference", "--rates", "1,2"], "goodput"),
     ],

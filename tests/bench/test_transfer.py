@@ -17,22 +17,17 @@ def test_every_size_is_measured_in_both_directions(transport: str) -> None:
         pytest.skip("NIXL is not installed")
     config = TransferConfig(transport=transport)
     result = run_transfer_benchmark(config, piece_bytes=(4096, 65536), total_bytes=1 << 20, num_rounds=2)
-    assert result.transport == transport
-    assert [(row.op, row.placement, row.piece_bytes, row.num_pieces, row.total_bytes) for row in result.rows] == [
+    assert result["transport"] == transport
+    labels = ("op", "placement", "piece_bytes", "num_pieces", "total_bytes")
+    assert [tuple(row[label] for label in labels) for row in result["rows"]] == [
         (op, placement, size, (1 << 20) // size, 1 << 20)
         for op in ("write", "read")
         for placement in ("ordered", "scattered")
         for size in (4096, 65536)
     ]
-    assert all(row.bytes_per_s == row.total_bytes / row.seconds for row in result.rows)
-    assert all(row.of_memcpy > 0 for row in result.rows)
+    assert all(row["bytes_per_s"] == row["total_bytes"] / row["seconds"] for row in result["rows"])
+    assert all(row["of_memcpy"] > 0 for row in result["rows"])
     assert "of memcpy" in transfer_text(result)
-    cases = {(row.op, row.case, row.model): row for row in result.layouts}
-    assert len(cases) == 24
-    for row in result.layouts:
-        assert (row.staged_s is not None) == (transport == "nixl" and row.num_staged_descriptors < row.num_descriptors)
-        assert row.num_descriptors == 1 or row.case not in ("contiguous", "PP 2->1")
-    assert "the rule is right in" in transfer_text(result)
 
 
 def test_pieces_larger_than_the_total_are_refused() -> None:

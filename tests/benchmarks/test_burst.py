@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from benchmarks.burst import BurstLoad, arrangements, burst_figures
 
-from kvrelay.bench.report.records import ClientLoad, Outcome, RequestRecord, RunResult
+from kvrelay.bench.report.metrics import ClientLoad, Outcome, RequestRecord, RunResult
 from kvrelay.errors import InvalidInputError
 
 LOAD = BurstLoad(num_prompts=20, prompt=800, output=8, chat_prompt=30, chat_output=16, chat_rate=4.0, chat_s=2.4)

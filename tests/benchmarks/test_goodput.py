@@ -12,9 +12,9 @@ import pytest
 from benchmarks.goodput import at_rate, goodput, goodput_figures, goodput_markdown, policies, summarise_points
 from click.testing import CliRunner, Result
 
-from kvrelay.bench.compare import Row
 from kvrelay.bench.load.mix import Dataset, parse_mix
-from kvrelay.bench.report.records import ClientLoad, Outcome, RequestRecord, RunResult, Slo
+from kvrelay.bench.report.metrics import ClientLoad, Outcome, RequestRecord, RunResult, Slo
+from kvrelay.bench.report.table import Row
 from kvrelay.errors import InvalidInputError
 
 SLO = Slo(ttft_s=0.5, itl_s=0.025)

@@ -6,7 +6,7 @@ from benchmarks.p2p import RAW, run_p2p_benchmark
 from benchmarks.p2p_peers import run_peers_benchmark
 
 from benchmarks import p2p, p2p_peers
-from kvrelay.bench.compare import results_table
+from kvrelay.bench.report.table import results_table
 from kvrelay.config import TransferConfig
 
 
@@ -18,7 +18,7 @@ def test_contenders_take_turns_at_every_size() -> None:
         (name, size) for size in (16384, 65536) for name in ("PUT_ASYNC", "GET", RAW)
     ]
     assert all(row["gb_per_s"] > 0 and row["alone_us"] > 0 for row in rows)
-    assert "of raw gloo" in results_table(rows, p2p._COLUMNS)
+    assert "of raw gloo" in results_table(rows, p2p.COLUMNS)
     assert all(row["of_raw"] == 1.0 for row in rows if row["contender"] == RAW)
 
 
@@ -28,4 +28,4 @@ def test_peers_cost_threads_and_descriptors_as_long_as_they_are_connected() -> N
     assert threads[2] - threads[1] == 2 * (threads[1] - threads[0]) > 0
     assert descriptors == sorted(set(descriptors))
     assert rows[1]["contact_s"] > 0
-    assert results_table(rows, p2p_peers._COLUMNS).splitlines()[-1].startswith("3 ")
+    assert results_table(rows, p2p_peers.COLUMNS).splitlines()[-1].startswith("3 ")

@@ -7,7 +7,7 @@ import itertools
 from benchmarks.warm_burst import QUESTION_TOKENS, loads, warm_figures
 
 from kvrelay.bench.load.mix import build_class
-from kvrelay.bench.report.records import ClientLoad, Outcome, RequestRecord, RunResult
+from kvrelay.bench.report.metrics import ClientLoad, Outcome, RequestRecord, RunResult
 
 
 def record(sent_s: float, *stamps_s: float, outcome: Outcome = Outcome.OK) -> RequestRecord:

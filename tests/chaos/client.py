@@ -18,8 +18,17 @@ from tests.chaos.answers import KnownPrompt, Verdict, judge
 from tests.chaos.report import AskedPrompt
 
 from kvrelay.bench.client.connection import ConnectionPool, parse_target
-from kvrelay.bench.client.payload import DONE, Chunk, Endpoint, EventSplitter, decode_chunk, error_text
+from kvrelay.bench.client.stream import (
+    DONE,
+    MAX_EVENT_BYTES,
+    Chunk,
+    StreamEndpoint,
+    decode_chunk,
+    error_text,
+    events_in,
+)
 from kvrelay.bench.errors import BadResponseError, BenchError, ServerDownError
+from kvrelay.core.event_stream import EventParser
 from kvrelay.errors import RetryElsewhereError
 
 DrawPrompt = Callable[[random.Random], KnownPrompt]
@@ -181,7 +190,7 @@ class ChaosClient:
         """Send the prompt; ``take`` gets each chunk of a stream, or the whole answer. Raises RequestRefusedError,
         ServerDownError when the connection breaks, BadResponseError, TimeoutError after SILENCE_LIMIT_S of silence."""
         body = self._body(prompt)
-        splitter = EventSplitter()
+        splitter = EventParser(MAX_EVENT_BYTES)
         is_done = False
         clock = asyncio.get_running_loop().time
         async with asyncio.timeout(SILENCE_LIMIT_S) as silence:
@@ -189,13 +198,13 @@ class ChaosClient:
             def feed(_: int, data: bytes) -> None:
                 nonlocal is_done
                 silence.reschedule(clock() + SILENCE_LIMIT_S)
-                for event in splitter.feed(data):
+                for event in events_in(splitter, data):
                     if event == DONE:
                         is_done = True
                     else:
                         take(decode_chunk(event))
 
-            head = self._pool.target.head("POST", Endpoint.COMPLETIONS.value, len(body))
+            head = self._pool.target.head("POST", StreamEndpoint.COMPLETIONS.value, len(body))
             answer = await self._pool.send(head + body, feed)
         if answer.status in REFUSED_STATUSES and answer.retry_after is not None:
             raise RequestRefusedError(answer.status, float(answer.retry_after))

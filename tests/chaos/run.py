@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from benchmarks.loads import describe_machine
 from tests.chaos.answers import KnownPrompt, Verdict, fresh_prompt, keep_stable, make_prompts
 from tests.chaos.client import SILENCE_LIMIT_S, ChaosClient, RequestRefusedError
 from tests.chaos.cluster import ClusterUnderTest
@@ -33,7 +34,6 @@ from tests.chaos.report import (
 )
 
 from kvrelay.bench.errors import BenchError
-from kvrelay.bench.report.files import describe_machine
 from kvrelay.core.handoff import HandoffOrder
 from kvrelay.errors import ConfigError, FatalError
 from kvrelay.executors.mock import mock_generate

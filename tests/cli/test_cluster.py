@@ -8,10 +8,10 @@ import msgspec
 import pytest
 
 from kvrelay.cli.main import run
-from kvrelay.config import ControlConfig, DisaggConfig
+from kvrelay.config import ControlConfig, DisaggConfig, WorkerRole
 from kvrelay.control.base import Keys
 from kvrelay.control.memory import MemoryBroker
-from kvrelay.core.workers import WorkerInfo, WorkerRole
+from kvrelay.core.workers import WorkerInfo
 from kvrelay.launch.admin import config_get, config_set, config_unset
 from kvrelay.placement.threshold import DisaggPolicy
 

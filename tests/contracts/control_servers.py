@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import shutil
 from collections.abc import AsyncIterator
+from pathlib import Path
 
+from tests.contracts.faulty_broker import FaultyBroker
 from tests.contracts.prefill_queue_contract import PARTITION
 from tests.patience import PATIENCE_S
 
 from kvrelay.control.base import Discovery, EventBus, Lease, PrefillQueue
-from kvrelay.control.memory import MemoryBroker, MemoryControlPlane
+from kvrelay.control.memory import MemoryControlPlane
 from kvrelay.control.nats.connection import NatsConnection
 from kvrelay.control.nats.discovery import NatsDiscovery
 from kvrelay.control.nats.event_bus import NatsEventBus
 from kvrelay.control.nats.jetstream import JetStream
 from kvrelay.control.nats.prefill_queue import NatsPrefillQueue
 from kvrelay.control.nats_process import NatsServerProcess
-from kvrelay.core.clock import MonotonicClock
 
 ACK_WAIT_S = 30.0
 """Longer than any test that does not set its own."""
@@ -25,12 +27,12 @@ MAX_DELIVERIES = 2
 
 
 class MemoryServer:
-    """A MemoryBroker on the real clock; each ``connect_*`` is another process."""
+    """A broker with faults on the real clock; each ``connect_*`` is another process."""
 
     def __init__(self) -> None:
         self.ttl_s = 1.5
         """The tests share the loop that renews leases. A busy machine may hold it up for more than half a second."""
-        self.broker = MemoryBroker(ack_wait_s=ACK_WAIT_S, max_deliveries=MAX_DELIVERIES)
+        self.broker = FaultyBroker(ack_wait_s=ACK_WAIT_S, max_deliveries=MAX_DELIVERIES)
         self._planes: dict[object, MemoryControlPlane] = {}
 
     @property
@@ -102,8 +104,8 @@ class NatsServer:
         self.process.kill()
 
     async def come_back(self, *, is_wiped: bool) -> None:
-        if is_wiped:
-            self.process.wipe()
+        if is_wiped and self.process.store_dir is not None:
+            wipe(self.process.store_dir)
         await asyncio.to_thread(self.process.start)
 
     async def close(self) -> None:
@@ -118,7 +120,7 @@ class NatsDiscoveryServer(NatsServer):
         self._discoveries: list[NatsDiscovery] = []
 
     async def connect(self) -> Discovery:
-        discovery = NatsDiscovery(await self.open(), "test", MonotonicClock())
+        discovery = NatsDiscovery(await self.open(), "test")
         await discovery.start()
         self._discoveries.append(discovery)
         return discovery
@@ -165,6 +167,11 @@ class NatsQueueServer(NatsServer):
 class NatsBusServer(NatsServer):
     async def connect(self) -> EventBus:
         return NatsEventBus(await self.open())
+
+
+def wipe(store_dir: Path) -> None:
+    """Delete all streams. The server must not run."""
+    shutil.rmtree(store_dir / "jetstream")
 
 
 async def clear(process: NatsServerProcess) -> None:

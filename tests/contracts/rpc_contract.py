@@ -14,8 +14,8 @@ from kvrelay.core.messages import AdminReply, GenerateRequest, OutputBatch, Ping
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.errors import AddressInUseError, PayloadTooLargeError, WorkerUnavailableError
 from kvrelay.rpc import CurveKeys, new_curve_keys
-from kvrelay.rpc.base import MAX_FRAME_BYTES, Peer, RpcClient, RpcServer
-from kvrelay.rpc.wire import Message
+from kvrelay.rpc.base import Peer, RpcClient, RpcServer
+from kvrelay.rpc.wire import MAX_FRAME_BYTES, Message
 
 
 class RpcNetwork(Protocol):

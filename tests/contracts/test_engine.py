@@ -21,7 +21,7 @@ from tests.patience import PATIENCE_S
 from kvrelay.config import EngineConfig, MockConfig, RunnerConfig, UpstreamConfig, VllmConfig, WorkerConfig, WorkerRole
 from kvrelay.core.clock import MonotonicClock
 from kvrelay.core.events import BlockStored, KvEvent, LoadMetrics
-from kvrelay.core.handoff import RemotePrefillRequest
+from kvrelay.core.handoff import HandoffId, RemotePrefillRequest
 from kvrelay.core.messages import TokenOutput
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.status import FinishReason
@@ -112,6 +112,7 @@ class Running:
     loads: list[LoadMetrics] = field(default_factory=list)
     remote: list[RemotePrefillRequest] = field(default_factory=list)
     chunks: list[HandoffChunk] = field(default_factory=list)
+    closed: list[HandoffId] = field(default_factory=list)
     dead: list[EngineDeadError] = field(default_factory=list)
     threads: set[int] = field(default_factory=set)
 
@@ -125,6 +126,7 @@ class Running:
         self.events += step.kv_events
         self.remote += step.remote_prefills
         self.chunks += step.handoff_chunks
+        self.closed += step.closed_handoffs
         if step.load is not None:
             self.loads.append(step.load)
 
@@ -335,14 +337,11 @@ async def test_kv_that_never_comes_is_computed_here_and_lent_blocks_stay_lent(
 
 async def test_a_request_that_ends_while_it_waits_says_so(handing_over: tuple[Running, Running]) -> None:
     engine, _ = handing_over
-    closed: list[object] = []
-    on_step = engine._on_step
-    engine.host._on_step = lambda step: (on_step(step), closed.extend(step.closed_handoffs))  # type: ignore[attr-defined]
     await engine.add("a", mode=PrefillMode.REMOTE)
     await engine.until(lambda: engine.remote)
     await engine.host.call(lambda inner: inner.abort("a"))
-    await engine.until(lambda: closed)
-    assert closed == [engine.remote[0].handoff_id]
+    await engine.until(lambda: engine.closed)
+    assert engine.closed == [engine.remote[0].handoff_id]
     await engine.host.call(lambda inner: require(inner.lends).end_loan(engine.remote[0].handoff_id, 1))
     await engine.idle()
 

@@ -30,8 +30,8 @@ class ZmqNetwork:
 
     def send_garbage(self, client: RpcClient, frame: bytes) -> None:
         assert isinstance(client, ZmqRpcClient)
-        assert client._endpoint is not None
-        client._endpoint.socket.send(frame, zmq.NOBLOCK)
+        assert client.endpoint is not None
+        client.endpoint.socket.send(frame, zmq.NOBLOCK)
 
 
 class MemoryNetwork(LoopbackNetwork):

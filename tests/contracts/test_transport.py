@@ -19,9 +19,9 @@ from kvrelay.transfer.base import Transport
 from kvrelay.transfer.factory import build_transport, shared_memory
 from kvrelay.transfer.loopback import LoopbackFabric
 from kvrelay.transfer.p2p.transport import P2pTransport
-from kvrelay.transfer.plan import EMPTY_PLAN, MAX_NOTIFY_BYTES, plan_blocks
+from kvrelay.transfer.pieces import MAX_NOTIFY_BYTES, NO_PIECES, block_pieces
 from kvrelay.transfer.shm.memory import SharedPoolMemory
-from kvrelay.transfer.values import TransferOp, TransferPlan
+from kvrelay.transfer.values import Pieces, TransferOp
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, block_size=4, head_dim=16, dtype="float32")
 NUM_BLOCKS = 64
@@ -61,8 +61,8 @@ class Pair:
             self.prefill.poll()
             self.decode.poll()
 
-    def move(self, op: TransferOp, plan: TransferPlan, notify: bytes | None = None) -> str | None:
-        handle = self.prefill.transport.post(op, self.decode.worker_id, plan, notify)
+    def move(self, op: TransferOp, pieces: Pieces, notify: bytes | None = None) -> str | None:
+        handle = self.prefill.transport.post(op, self.decode.worker_id, pieces, notify)
         self.poll_until(lambda: handle in self.prefill.completed)
         return self.prefill.completed[handle]
 
@@ -119,7 +119,7 @@ def test_writes_land_where_the_plan_says_and_nowhere_else(pair: Pair) -> None:
     expected = pair.decode.pool.copy()
     expected[remote] = pair.prefill.pool[local]
     source = pair.prefill.pool.copy()
-    assert pair.move(TransferOp.WRITE, plan_blocks(LAYOUT, local, remote)) is None
+    assert pair.move(TransferOp.WRITE, block_pieces(LAYOUT, local, remote)) is None
     np.testing.assert_array_equal(pair.decode.pool, expected)
     np.testing.assert_array_equal(pair.prefill.pool, source)
 
@@ -128,7 +128,7 @@ def test_reads_fetch_the_peers_blocks(pair: Pair) -> None:
     local, remote = [0, 1, 63], [63, 20, 21]
     expected = pair.prefill.pool.copy()
     expected[local] = pair.decode.pool[remote]
-    assert pair.move(TransferOp.READ, plan_blocks(LAYOUT, local, remote)) is None
+    assert pair.move(TransferOp.READ, block_pieces(LAYOUT, local, remote)) is None
     np.testing.assert_array_equal(pair.prefill.pool, expected)
 
 
@@ -140,7 +140,7 @@ def test_random_block_sets_arrive(pair: Pair) -> None:
         pair.prefill.pool[:] = rng.integers(0, 256, pair.prefill.pool.shape, dtype=np.uint8)
         expected = pair.decode.pool.copy()
         expected[remote] = pair.prefill.pool[local]
-        assert pair.move(TransferOp.WRITE, plan_blocks(LAYOUT, local.tolist(), remote.tolist())) is None
+        assert pair.move(TransferOp.WRITE, block_pieces(LAYOUT, local.tolist(), remote.tolist())) is None
         np.testing.assert_array_equal(pair.decode.pool, expected)
 
 
@@ -149,7 +149,7 @@ def test_a_notification_arrives_after_the_bytes_of_its_write(pair: Pair) -> None
         pair.prefill.pool[:] = step + 1
         payload = bytes([step, 0, 255])
         pair.prefill.transport.post(
-            TransferOp.WRITE, pair.decode.worker_id, plan_blocks(LAYOUT, range(64), range(64)), payload
+            TransferOp.WRITE, pair.decode.worker_id, block_pieces(LAYOUT, range(64), range(64)), payload
         )
         pair.poll_until(lambda count=step + 1: len(pair.decode.payloads) == count)
         assert pair.decode.payloads[-1] == payload
@@ -159,23 +159,23 @@ def test_a_notification_arrives_after_the_bytes_of_its_write(pair: Pair) -> None
 def test_a_long_notification_arrives_whole(pair: Pair) -> None:
     """Checksums of a long prompt's blocks travel in one."""
     payload = np.random.default_rng(3).bytes(MAX_NOTIFY_BYTES)
-    for plan in (plan_blocks(LAYOUT, [1, 2, 3], [7, 8, 4]), EMPTY_PLAN):
-        assert pair.move(TransferOp.WRITE, plan, payload) is None
+    for pieces in (block_pieces(LAYOUT, [1, 2, 3], [7, 8, 4]), NO_PIECES):
+        assert pair.move(TransferOp.WRITE, pieces, payload) is None
         pair.poll_until(lambda: bool(pair.decode.payloads))
         assert pair.decode.payloads.pop() == payload
 
 
 def test_a_notification_that_is_too_long_is_refused(pair: Pair) -> None:
     with pytest.raises(TransferError, match="too long"):
-        pair.prefill.transport.post(TransferOp.WRITE, pair.decode.worker_id, EMPTY_PLAN, bytes(MAX_NOTIFY_BYTES + 1))
-    assert pair.move(TransferOp.WRITE, EMPTY_PLAN, b"next") is None
+        pair.prefill.transport.post(TransferOp.WRITE, pair.decode.worker_id, NO_PIECES, bytes(MAX_NOTIFY_BYTES + 1))
+    assert pair.move(TransferOp.WRITE, NO_PIECES, b"next") is None
     pair.poll_until(lambda: bool(pair.decode.payloads))
     assert pair.decode.payloads == [b"next"]
 
 
 def test_an_empty_plan_delivers_its_notification_alone(pair: Pair) -> None:
     before = pair.decode.pool.copy()
-    assert pair.move(TransferOp.WRITE, EMPTY_PLAN, b"alone") is None
+    assert pair.move(TransferOp.WRITE, NO_PIECES, b"alone") is None
     pair.poll_until(lambda: bool(pair.decode.payloads))
     assert pair.decode.payloads == [b"alone"]
     np.testing.assert_array_equal(pair.decode.pool, before)
@@ -184,7 +184,7 @@ def test_an_empty_plan_delivers_its_notification_alone(pair: Pair) -> None:
 def test_many_posts_complete_once_each(pair: Pair) -> None:
     handles = [
         pair.prefill.transport.post(
-            TransferOp.WRITE, pair.decode.worker_id, plan_blocks(LAYOUT, [index], [63 - index]), b"%d" % index
+            TransferOp.WRITE, pair.decode.worker_id, block_pieces(LAYOUT, [index], [63 - index]), b"%d" % index
         )
         for index in range(NUM_BLOCKS)
     ]
@@ -209,26 +209,26 @@ def test_many_posts_complete_once_each(pair: Pair) -> None:
     ],
 )
 def test_no_piece_may_leave_either_pool(pair: Pair, local: int, remote: int, length: int) -> None:
-    plan = TransferPlan(*(np.array([0, value], dtype=np.int64) for value in (local, remote)), np.array([8, length]))
+    pieces = Pieces(*(np.array([0, value], dtype=np.int64) for value in (local, remote)), np.array([8, length]))
     before = pair.decode.pool.copy()
     with pytest.raises(TransferError):
-        pair.prefill.transport.post(TransferOp.WRITE, pair.decode.worker_id, plan, b"never")
+        pair.prefill.transport.post(TransferOp.WRITE, pair.decode.worker_id, pieces, b"never")
     assert pair.prefill.transport.num_pending == 0
     np.testing.assert_array_equal(pair.decode.pool, before)
 
 
 def test_a_removed_peer_is_unknown_until_it_is_added_again(pair: Pair) -> None:
-    plan = plan_blocks(LAYOUT, [1], [2])
-    assert pair.move(TransferOp.WRITE, plan, b"before") is None
+    pieces = block_pieces(LAYOUT, [1], [2])
+    assert pair.move(TransferOp.WRITE, pieces, b"before") is None
     pair.prefill.transport.remove_peer(pair.decode.worker_id)
     assert not pair.prefill.transport.has_peer(pair.decode.worker_id)
     with pytest.raises(TransferError) as caught:
-        pair.prefill.transport.post(TransferOp.WRITE, pair.decode.worker_id, plan)
+        pair.prefill.transport.post(TransferOp.WRITE, pair.decode.worker_id, pieces)
     assert caught.value.peer == pair.decode.worker_id
     pair.prefill.transport.remove_peer(pair.decode.worker_id)
     pair.prefill.transport.add_peer(pair.decode.metadata)
     pair.prefill.pool[1] = 77
-    assert pair.move(TransferOp.WRITE, plan, b"after") is None
+    assert pair.move(TransferOp.WRITE, pieces, b"after") is None
     pair.poll_until(lambda: b"after" in pair.decode.payloads)
     assert (pair.decode.pool[2] == 77).all()
 
@@ -248,21 +248,21 @@ def test_a_peer_with_an_impossible_pool_or_a_foreign_blob_is_refused(pair: Pair)
         with pytest.raises(TransferError):
             pair.prefill.transport.add_peer(replace_struct(metadata, agent=agent))
     pair.prefill.transport.add_peer(metadata)
-    assert pair.move(TransferOp.WRITE, plan_blocks(LAYOUT, [1], [2])) is None
+    assert pair.move(TransferOp.WRITE, block_pieces(LAYOUT, [1], [2])) is None
 
 
 def test_a_worker_that_is_barred_and_admitted_again_can_write(pair: Pair) -> None:
-    plan = plan_blocks(LAYOUT, [1], [2])
+    pieces = block_pieces(LAYOUT, [1], [2])
     assert pair.decode.transport.bar(pair.prefill.worker_id)
     assert pair.decode.transport.bar(pair.prefill.worker_id)
     pair.decode.transport.admit(pair.prefill.worker_id)
     pair.decode.transport.admit("never-barred")
-    assert pair.move(TransferOp.WRITE, plan) is None
+    assert pair.move(TransferOp.WRITE, pieces) is None
     np.testing.assert_array_equal(pair.decode.pool[2], pair.prefill.pool[1])
 
 
 def test_close_is_clean_with_posts_under_way(pair: Pair) -> None:
-    pair.prefill.transport.post(TransferOp.WRITE, pair.decode.worker_id, plan_blocks(LAYOUT, [1], [2]), b"maybe")
+    pair.prefill.transport.post(TransferOp.WRITE, pair.decode.worker_id, block_pieces(LAYOUT, [1], [2]), b"maybe")
     pair.prefill.transport.close()
     pair.prefill.transport.close()
 

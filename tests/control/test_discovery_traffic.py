@@ -15,13 +15,14 @@ from tests.contracts.waiting import eventually, watching
 from tests.patience import PATIENCE_S
 
 from kvrelay.control.base import Keys
+from kvrelay.control.nats.bucket import Bucket
 from kvrelay.control.nats.connection import NatsConnection, NatsMessage
 from kvrelay.control.nats.discovery import NatsDiscovery
+from kvrelay.control.nats.jetstream import JetStream
 from kvrelay.control.nats.keeper_election import KeeperState
 from kvrelay.control.nats.lease import NatsLease
 from kvrelay.control.nats.prefill_queue import NatsPrefillQueue
 from kvrelay.control.nats_process import NatsServerProcess
-from kvrelay.core.clock import MonotonicClock
 
 TTL_S = 1.5
 NUM_MEMBERS = 12
@@ -42,7 +43,7 @@ class Member:
         self.discovery = discovery
         self.connection = connection
         self.lease = lease
-        self.mirror = discovery._mirror
+        self.mirror = discovery.mirror
 
     async def vanish(self) -> None:
         """As SIGKILL would have it."""
@@ -57,7 +58,7 @@ async def members(url: str, namespace: str, count: int, ttl_s: float = TTL_S) ->
         for number in range(count):
             connection = await NatsConnection.connect(url, 10.0)
             stack.push_async_callback(connection.close)
-            discovery = NatsDiscovery(connection, namespace, MonotonicClock())
+            discovery = NatsDiscovery(connection, namespace)
             await discovery.start()
             stack.push_async_callback(discovery.close)
             lease = await discovery.grant(ttl_s)
@@ -67,7 +68,7 @@ async def members(url: str, namespace: str, count: int, ttl_s: float = TTL_S) ->
             found.append(Member(discovery, connection, lease))
         await eventually(lambda: all(len(one.mirror.table.visible) == count for one in found))
         await eventually(lambda: [one.mirror.election.state for one in found].count(KeeperState.KEEPING) == 1)
-        await eventually(lambda: sum(one.mirror._keepalives is not None for one in found) == 1)
+        await eventually(lambda: sum(one.mirror.keepalives is not None for one in found) == 1)
         yield found
 
 
@@ -82,15 +83,15 @@ def test_one_member_hears_the_refreshes_and_the_others_hear_nothing(nats: NatsSe
 
     async def scenario() -> None:
         async with members(nats.url, "traffic", NUM_MEMBERS) as group:
-            sent = [one.lease._num_keepalives for one in group]
+            sent = [one.lease.num_keepalives for one in group]
             heard = [one.mirror.num_keepalives for one in group]
-            entries = [one.mirror._entries.consumer_seq for one in group]
-            await eventually(lambda: all(one.lease._num_keepalives >= before + 4 for one, before in zip(group, sent)))
-            num_keepalives = sum(one.lease._num_keepalives - before for one, before in zip(group, sent))
+            entries = [one.mirror.entries.consumer_seq for one in group]
+            await eventually(lambda: all(one.lease.num_keepalives >= before + 4 for one, before in zip(group, sent)))
+            num_keepalives = sum(one.lease.num_keepalives - before for one, before in zip(group, sent))
             num_heard = [one.mirror.num_keepalives - before for one, before in zip(group, heard)]
             # A change of keeper on a busy machine costs one listing more.
             assert sum(num_heard) <= num_keepalives + 2 * NUM_MEMBERS
-            assert [one.mirror._entries.consumer_seq for one in group] == entries
+            assert [one.mirror.entries.consumer_seq for one in group] == entries
 
     asyncio.run(scenario())
 
@@ -119,7 +120,7 @@ def test_an_expiry_that_was_left_half_way_is_finished(nats: NatsServerProcess) -
             old, told = lease.lease_id, []
             lease.on_lost(lambda: told.append("lost"))
             lease.on_revoked(lambda: told.append("revoked"))
-            bucket = group[1].discovery._bucket
+            bucket = Bucket(JetStream(group[1].connection), "halfway")
             last = await bucket.last_keepalive(old)
             assert last is not None
             headers = {"Nats-Expected-Last-Subject-Sequence": str(last.seq), "Kvrelay-Expired": "true"}
@@ -209,13 +210,13 @@ def test_what_is_stored_does_not_grow_while_nothing_changes(nats: NatsServerProc
             store = nats.store_dir
             assert store is not None
             before = await stored(group[0], store, "still")
-            sent = [one.lease._num_keepalives for one in group]
-            await eventually(lambda: all(one.lease._num_keepalives >= before + 6 for one, before in zip(group, sent)))
+            sent = [one.lease.num_keepalives for one in group]
+            await eventually(lambda: all(one.lease.num_keepalives >= before + 6 for one, before in zip(group, sent)))
             assert await stored(group[0], store, "still") == before
 
     async def stored(one: Member, store: Path, namespace: str) -> tuple[int, int]:
         """Messages ever written to the bucket, and the bytes of its message files."""
-        info = await one.discovery._bucket._jetstream.stream_info(f"KV_kvrelay_{namespace}")
+        info = await JetStream(one.connection).stream_info(f"KV_kvrelay_{namespace}")
         return info.state.last_seq, num_bytes(store, namespace)
 
     asyncio.run(scenario())
@@ -226,7 +227,7 @@ def test_what_is_stored_is_bounded_while_members_come_and_go(nats: NatsServerPro
 
     async def scenario() -> None:
         connection = await NatsConnection.connect(nats.url, 10.0)
-        discovery = NatsDiscovery(connection, "churn", MonotonicClock())
+        discovery = NatsDiscovery(connection, "churn")
         await discovery.start()
         value = b"x" * 16_384
         sizes = []
@@ -238,7 +239,7 @@ def test_what_is_stored_is_bounded_while_members_come_and_go(nats: NatsServerPro
                         for number in range(start, start + 50)
                     )
                 )
-            info = await discovery._bucket._jetstream.stream_info("KV_kvrelay_churn")
+            info = await JetStream(connection).stream_info("KV_kvrelay_churn")
             assert info.state.messages == 20
             store = nats.store_dir
             assert store is not None

@@ -218,9 +218,10 @@ async def test_a_stream_from_a_compacted_revision_ends_instead_of_raising(server
     async with connected(server) as discovery:
         for value in range(5):
             await discovery.put(SETTINGS + "a", str(value).encode())
-        _, revision = await discovery._list(SETTINGS)
+        put = server.ctl("put", SETTINGS + "a", "last", "--write-out=json")
+        revision = int(put.stdout.split('"revision":')[1].split(",")[0])
         assert server.ctl("compact", str(revision)).returncode == 0
-        assert [event async for event in discovery._stream(SETTINGS, revision - 2)] == []
+        assert [event async for event in discovery.stream(SETTINGS, revision - 2)] == []
 
 
 async def test_close_ends_watches_and_later_calls_are_refused(server: EtcdServer) -> None:
@@ -237,7 +238,7 @@ async def test_close_ends_watches_and_later_calls_are_refused(server: EtcdServer
 async def test_close_ends_a_watch_that_is_only_beginning(server: EtcdServer, num_turns: int) -> None:
     """So many turns of the event loop after its stream was opened."""
     async with connected(server) as discovery:
-        stub = discovery._channel.watches
+        stub = discovery.channel.watches
         closing: list[asyncio.Task[None]] = []
 
         async def close() -> None:
@@ -251,7 +252,7 @@ async def test_close_ends_a_watch_that_is_only_beginning(server: EtcdServer, num
                 closing.append(asyncio.create_task(close()))
                 return call
 
-        discovery._channel.watches = Watches()
+        discovery.channel.watches = Watches()
         await asyncio.wait_for(Watching(discovery, PREFIX).task, PATIENCE_S)
         await asyncio.gather(*closing)
 
@@ -268,12 +269,12 @@ async def test_expired_tokens_are_renewed_and_wrong_passwords_refused(tmp_path: 
         lease = await discovery.grant(TTL_S)
         await discovery.put(PREFIX + "a", b"1", lease)
         # A token that the server has forgotten: every kind of call gets a new one.
-        discovery._channel.metadata = (("token", "stale.1"),)
+        discovery.channel.metadata = (("token", "stale.1"),)
         assert await discovery.list(PREFIX) == {PREFIX + "a": b"1"}
-        discovery._channel.metadata = (("token", "stale.2"),)
+        discovery.channel.metadata = (("token", "stale.2"),)
         watching = Watching(discovery, PREFIX)
         await eventually(lambda: watching.is_synced)
-        discovery._channel.metadata = (("token", "stale.3"),)
+        discovery.channel.metadata = (("token", "stale.3"),)
         await asyncio.sleep(1.5 * lease.ttl_s)
         assert await discovery.list(PREFIX) == {PREFIX + "a": b"1"}
         await stop(watching)

@@ -17,6 +17,7 @@ from kvrelay.config import ControlConfig
 from kvrelay.control import connect_control
 from kvrelay.control.base import ControlPlane, Keys
 from kvrelay.control.nats.connection import NatsConnection, NatsMessage
+from kvrelay.control.nats.discovery import NatsDiscovery
 from kvrelay.control.nats.plane import NatsControlPlane
 
 CONFIG = Path(__file__).parents[2] / "deploy" / "nats.conf"
@@ -44,6 +45,8 @@ FORBIDDEN = {
         "_INBOX_worker.x",
     ],
     "worker": [
+        "kvrelay.default.figures.f",
+        "kvrelay.default.requests.f",
         f"{BUCKET}frontends.f",
         f"{BUCKET}operators.o",
         f"{BUCKET}config.disagg=2Emax_local_prefill_length",
@@ -69,7 +72,15 @@ UNHEARD = {
         "$KV.>",
         "kvrelay.default.replay.*",
     ],
-    "worker": ["_INBOX_frontend.>", "_INBOX_operator.>", ">", "kvrelay.default.kv_events.*", "kvrelay.default.load.*"],
+    "worker": [
+        "_INBOX_frontend.>",
+        "_INBOX_operator.>",
+        ">",
+        "kvrelay.default.kv_events.*",
+        "kvrelay.default.load.*",
+        "kvrelay.default.figures.*",
+        "kvrelay.default.requests.*",
+    ],
     "operator": ["_INBOX_frontend.>", "_INBOX_worker.>", ">", "kvrelay.default.load.*"],
 }
 
@@ -102,7 +113,7 @@ async def role(address: str, name: str) -> AsyncIterator[ControlPlane]:
 
 def refusals(plane: ControlPlane) -> set[str]:
     assert isinstance(plane, NatsControlPlane)
-    return plane._connection._denied
+    return plane.connection.denied
 
 
 async def test_every_role_does_its_work(address: str) -> None:
@@ -110,6 +121,7 @@ async def test_every_role_does_its_work(address: str) -> None:
         role(address, "worker") as worker,
         role(address, "worker") as other,
         role(address, "frontend") as frontend,
+        role(address, "frontend") as asking,
     ):
         lease = await worker.discovery.grant(TTL_S)
         await worker.discovery.put(WORKER, b"{}", lease)
@@ -134,8 +146,12 @@ async def test_every_role_does_its_work(address: str) -> None:
             await worker.events.publish(KEYS.worker_load("w"), b"load")
             await eventually(lambda: (events, load) == ([b"event"], [b"load"]))
             assert await frontend.events.request(KEYS.worker_replay("w"), b"ping", 5.0) == b"PING"
+            for subject in (KEYS.frontend_figures("f"), KEYS.frontend_requests("f")):
+                await frontend.events.serve(subject, _shout)
+                assert await asking.events.request(subject, b"ping", 5.0) == b"PING"
             await worker.prefill_queue.push(prefill("h", timeout_s=60.0))
             assert await worker.prefill_queue.size(PARTITION) == 1
+            assert await frontend.prefill_queue.size() == 1
             delivery = await other.prefill_queue.pull(PARTITION, 10.0)
             assert delivery is not None
             await delivery.in_progress()
@@ -153,7 +169,7 @@ async def test_every_role_does_its_work(address: str) -> None:
                 await eventually(lambda: not settings.state)
                 await operator.discovery.delete(KEYS.lease(lease.lease_id))
             await eventually(lambda: not seen.state)
-        for plane in (worker, other):
+        for plane in (worker, other, frontend, asking):
             assert refusals(plane) == set()
 
 
@@ -168,9 +184,9 @@ async def test_a_frontend_leaves_it_to_the_workers_to_end_a_lease(address: str) 
             lease = await dying.discovery.grant(TTL_S)
             await dying.discovery.put(WORKER, b"{}", lease)
             await eventually(lambda: bool(seen.state))
-        assert isinstance(frontend, NatsControlPlane)
-        mirror = frontend._discovery._mirror
-        await eventually(lambda: not mirror._may_end, 30.0)
+        assert isinstance(frontend.discovery, NatsDiscovery)
+        election = frontend.discovery.mirror.election
+        await eventually(lambda: not election.may_keep, 30.0)
         assert seen.state == {WORKER: b"{}"}
         async with role(address, "worker") as other:
             await other.discovery.list(KEYS.workers)

@@ -7,10 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvrelay.config import WorkerRole
 from kvrelay.core.control_codec import decode_kv_metadata, decode_prefill, decode_setting, decode_worker
 from kvrelay.core.handoff import HandoffId, RemotePrefillRequest
 from kvrelay.core.sampling import SamplingParams
-from kvrelay.core.workers import KvMetadata, WorkerInfo, WorkerRole
+from kvrelay.core.workers import KvMetadata, WorkerInfo
 from kvrelay.errors import ProtocolError
 
 WORKER = WorkerInfo("w-1", 0, WorkerRole.DECODE, "m", "/m", "tcp://127.0.0.1:1", 4096, 16, 100, 1000, "hash")

@@ -29,7 +29,7 @@ OURS = {
     "frontend/api/fields.py": "called by parse_body",
     "frontend/tokens/text_pieces.py": "the tokenizer's own state",
     "frontend/tokens/tokenizer.py": "the tokenizer's own state",
-    "frontend/tools/plan.py": "a schema that was encoded just before",
+    "frontend/tools/chat_form.py": "a schema that was encoded just before",
     "worker/cluster/callers.py": "an identity that the worker has encoded",
 }
 

@@ -20,7 +20,17 @@ from kvrelay.core.event_codec import (
     encode_replay_reply,
     encode_replay_request,
 )
-from kvrelay.core.events import AllBlocksCleared, BlockRemoved, BlockStored, KvEventBatch, LoadMetrics, TransferCost
+from kvrelay.core.events import (
+    MAX_FLOWS,
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    Flow,
+    KvEventBatch,
+    LoadMetrics,
+    TokenCounts,
+    TransferCost,
+)
 from kvrelay.errors import ProtocolError
 
 STORED = BlockStored(None, (2**64 - 1, 5), (7, 8), (1, 2, 3, 4), 2, "adapter")
@@ -100,3 +110,11 @@ def test_garbage_is_a_protocol_error_and_nothing_else() -> None:
         for decode in (decode_events, decode_replay_request, decode_replay_reply):
             with pytest.raises(ProtocolError):
                 decode(frame)
+
+
+def test_flows_of_a_load_sample_are_bounded_and_sound() -> None:
+    flows = [Flow("d", False, 1, 2, 0.5), Flow("d", True, -1, 2, 0.5), Flow("d", True, 1, 2, math.nan)]
+    load = LoadMetrics("w", 0, 1, 0, 1, 0, 0.0, 0.0, flows=tuple(flows), tokens=TokenCounts(3, 4))
+    assert decode_load(encode_load(load)) == msgspec.structs.replace(load, flows=(flows[0],))
+    many = tuple(Flow(f"d{number}", False, 1, 2, 0.5) for number in range(1000))
+    assert len(decode_load(encode_load(msgspec.structs.replace(load, flows=many))).flows) == MAX_FLOWS

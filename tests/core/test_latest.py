@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 from kvrelay.core.latest import Latest
 
 
@@ -42,3 +44,11 @@ def test_a_removed_entry_makes_room() -> None:
     assert latest.pop("a", None) is None
     latest["c"] = 2
     assert list(latest) == ["b", "c"]
+
+
+def test_a_copy_has_the_same_entries_in_the_same_order_and_goes_its_own_way() -> None:
+    latest: Latest[str, int] = Latest(2)
+    latest["b"], latest["a"] = 1, 2
+    other = copy.copy(latest)
+    other["c"] = 3
+    assert (list(latest), list(other)) == (["b", "a"], ["a", "c"])

@@ -23,7 +23,7 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 from tests.deploy.command_lines import checked
 
-from kvrelay.core.workers import WorkerRole
+from kvrelay.config import WorkerRole
 from kvrelay.engine.stats import EngineStats
 from kvrelay.errors import ConfigError
 from kvrelay.frontend.cluster.metrics import FrontendMetrics
@@ -305,7 +305,7 @@ def exported() -> set[str]:
         TransferStats((), 0, 0, 0), transfer_durations=StatsCounter().durations,
     )  # fmt: skip
     frontend = FrontendMetrics()
-    frontend.watch_workers(lambda: {"m": 1})
+    frontend.workers_of = lambda: {"m": 1}
     text = frontend.render().decode() + WorkerMetrics(lambda: stats).render().decode()
     return {sample.name for family in text_string_to_metric_families(text) for sample in family.samples}
 

@@ -152,9 +152,9 @@ def test_a_failed_coordinator_ends_the_group(carrier: str, tmp_path: Path, monke
 @each_carrier
 def test_a_rank_that_hangs_ends_the_group(carrier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     with formed(carrier, tmp_path, num_ranks=3) as members:
-        server = members[0]._server
+        server = members[0].server
         assert server is not None
-        (hung,) = [server._connections[part] for part, info in server._roster._parts.items() if info.rank == 2]
+        (hung,) = [server.connections[part] for part, info in server.roster.parts.items() if info.rank == 2]
         monkeypatch.setattr(SilenceDetector, "tick", lambda detector: detector is hung.silence)
         heard = [Heard(member) for member in members]
         for member in members:
@@ -168,7 +168,7 @@ def test_a_rank_that_hangs_ends_the_group(carrier: str, tmp_path: Path, monkeypa
 @each_carrier
 def test_a_coordinator_that_hangs_ends_the_group(carrier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     with formed(carrier, tmp_path) as members:
-        monkeypatch.setattr(SilenceDetector, "tick", lambda detector: detector is members[1]._silence)
+        monkeypatch.setattr(SilenceDetector, "tick", lambda detector: detector is members[1].silence)
         heard = [Heard(member) for member in members]
         for member in members:
             member.ready()

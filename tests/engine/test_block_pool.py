@@ -226,7 +226,7 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def quarantine_own(self, data: st.DataObject) -> None:
         blocks = data.draw(st.sampled_from(self.held))
-        private = [b for b in blocks if self.pool.num_refs(b) == 1 and b not in self.pool._cached]
+        private = [b for b in blocks if self.pool.num_refs(b) == 1 and "not cached" in self.pool.describe(b)]
         private = [b for b in private if self.pool.state(b) is not BlockState.QUARANTINED]
         if private:
             self.pool.quarantine(private)
@@ -241,7 +241,7 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(data=st.data(), stem=st.integers(0, 1))
     def store(self, data: st.DataObject, stem: int) -> None:
         blocks = data.draw(st.sampled_from(self.held))
-        if all(self.pool.state(b) is BlockState.IN_USE and b not in self.pool._cached for b in blocks):
+        if all(self.pool.state(b) is BlockState.IN_USE and "not cached" in self.pool.describe(b) for b in blocks):
             cache(self.pool, blocks, [stem] * SIZE * len(blocks))
 
     @rule(stem=st.integers(0, 1))

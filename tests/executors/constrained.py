@@ -47,7 +47,7 @@ def be_late(monkeypatch: pytest.MonkeyPatch, seed: int, probability: float = 0.5
     result = ComputingMasks.result
 
     def late_result(self: ComputingMasks) -> StepMasks:
-        awaited = [row for row, walk in self._walks.items() if walk.is_awaited]
+        awaited = [row for row, walk in self.walks.items() if walk.is_awaited]
         masks = result(self)
         late = [row for row in masks.rows if row not in awaited and rng.random() < probability]
         late_rows.extend(late)
@@ -55,7 +55,7 @@ def be_late(monkeypatch: pytest.MonkeyPatch, seed: int, probability: float = 0.5
         rows, failures = [masks.rows[number] for number in kept], dict(masks.failures)
         for row in late:
             failures.pop(row, None)
-        return StepMasks(rows, masks._words[kept], masks._vocab_size, failures, [*masks.late, *late])
+        return StepMasks(rows, masks.words[kept], masks.vocab_size, failures, [*masks.late, *late])
 
     monkeypatch.setattr(ComputingMasks, "result", late_result)
     return late_rows

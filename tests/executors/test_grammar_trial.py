@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 from llguidance import LLMatcher
 from tests.executors.constrained import EOS, VOCAB_SIZE
@@ -45,13 +46,12 @@ def own_memory() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
-def helper_pid(compiler: GrammarCompiler) -> int:
-    helper = compiler._trials._helper
-    assert helper is not None
-    details = helper.end.peek()
-    assert details is not None
-    pid: int = details[2][0].pid
-    return pid
+def helper_pid() -> int:
+    """The helper that was started last."""
+    children = psutil.Process().children()
+    return max(
+        (child for child in children if grammar_trial.__file__ in child.cmdline()), key=psutil.Process.create_time
+    ).pid
 
 
 def children(pid: int) -> list[str]:
@@ -111,7 +111,7 @@ def test_a_verdict_is_remembered(compiler: GrammarCompiler, monkeypatch: pytest.
 
 def test_closing_ends_what_is_under_way(compiler: GrammarCompiler) -> None:
     compiler.compile(ORDINARY)
-    pid = helper_pid(compiler)
+    pid = helper_pid()
     failures: list[KvrelayError] = []
 
     def compile_one() -> None:
@@ -132,16 +132,16 @@ def test_closing_ends_what_is_under_way(compiler: GrammarCompiler) -> None:
 
 def test_a_helper_that_was_killed_is_replaced(compiler: GrammarCompiler) -> None:
     compiler.compile(ORDINARY)
-    pid = helper_pid(compiler)
+    pid = helper_pid()
     os.kill(pid, 9)
     compiler.compile(Grammar(GrammarKind.REGEX, "maybe"))
-    assert helper_pid(compiler) != pid
+    assert helper_pid() != pid
 
 
 def test_a_helper_ends_with_its_owner() -> None:
     owner = GrammarCompiler(bundled_checkpoint_path() / "tokenizer.json", VOCAB_SIZE, [EOS])
     owner.compile(ORDINARY)
-    pid = helper_pid(owner)
+    pid = helper_pid()
     del owner
     until(lambda: not Path(f"/proc/{pid}").exists())
 

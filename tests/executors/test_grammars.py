@@ -21,7 +21,7 @@ from kvrelay.data import bundled_checkpoint_path
 from kvrelay.engine.step import NO_TOKEN
 from kvrelay.errors import InvalidInputError
 from kvrelay.executors import grammars
-from kvrelay.executors.grammars import GrammarCompiler, GrammarMasks, StepMasks, _Walk
+from kvrelay.executors.grammars import GrammarCompiler, GrammarMasks, StepMasks, Walk
 
 NUM_SCHEMAS = 200
 NAMES = ["name", "age", "größe", "a b", "x", "tags", "$y", "deep/er"]
@@ -214,17 +214,17 @@ def begin(masks: GrammarMasks, slots: list[int]) -> StepMasks:
 
 def test_a_slow_mask_makes_its_own_row_late_alone(masks: GrammarMasks, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its step goes on with the other rows, and a later step has the mask."""
-    may_go_on, compute = threading.Event(), _Walk.compute
+    may_go_on, compute = threading.Event(), Walk.compute
 
-    def slow_compute(walk: _Walk, num_words: int) -> None:
+    def slow_compute(walk: Walk, num_words: int) -> None:
         assert walk is not slow or may_go_on.wait(PATIENCE_S)
         compute(walk, num_words)
 
     for slot in (3, 5):
         masks.enter(slot, SamplingParams(grammar=Grammar(GrammarKind.REGEX, "yes|no")), [])
-    slow = masks._walks[3]
-    slow._spent_s = 60.0  # so far
-    monkeypatch.setattr(_Walk, "compute", slow_compute)
+    slow = masks.walks[3]
+    slow.spent_s = 60.0  # so far
+    monkeypatch.setattr(Walk, "compute", slow_compute)
     monkeypatch.setattr(grammars, "BUDGET_S", 1e9)
     monkeypatch.setattr(grammars, "PATIENCE_S", PATIENCE_S)
     for _ in range(3):
@@ -261,7 +261,7 @@ def test_the_budget_of_a_request_ends_it_alone(masks: GrammarMasks, monkeypatch:
 def test_masks_that_grow_slower_end_their_request_and_leave_the_quick_ones(masks: GrammarMasks) -> None:
     """The tokens of an ambiguous grammar take more time the longer the answer is."""
     masks.enter(0, SamplingParams(grammar=AMBIGUOUS), [])
-    walk, (token,) = masks._walks[0], TOKENIZER.encode("a")[-1:]
+    walk, (token,) = masks.walks[0], TOKENIZER.encode("a")[-1:]
     num_tokens = 0
     while not (failures := begin(masks, [0]).failures):
         masks.advance([0], [token])

@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
+from tests.contracts.faulty_broker import FaultyBroker
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from kvrelay.config import FrontendConfig, RouterConfig
+from kvrelay.config import FrontendConfig, MetricsConfig, RouterConfig, WorkerRole
 from kvrelay.control.base import Keys, Lease
-from kvrelay.control.memory import MemoryBroker
 from kvrelay.core.clock import MonotonicClock
 from kvrelay.core.messages import (
     AbortRequest,
@@ -27,7 +27,7 @@ from kvrelay.core.messages import (
     TokenOutput,
 )
 from kvrelay.core.status import FinishReason
-from kvrelay.core.workers import WorkerInfo, WorkerRole
+from kvrelay.core.workers import WorkerInfo
 from kvrelay.frontend import Frontend
 from kvrelay.router import Router
 from kvrelay.rpc.base import Peer
@@ -195,7 +195,7 @@ class FakeCluster:
     def __init__(self, model_dir: Path) -> None:
         self.model_dir = model_dir
         self.network = LoopbackNetwork()
-        self.broker = MemoryBroker()
+        self.broker = FaultyBroker()
         self.control = self.broker.plane()
         self._lease: Lease | None = None
         self.bus = self.broker.plane().events
@@ -227,7 +227,7 @@ class FakeCluster:
     async def deregister(self, worker_id: str) -> None:
         await self.control.discovery.delete(self.keys.worker(worker_id))
 
-    async def start(self, **settings: object) -> Frontend:
+    async def start(self, monitoring: MetricsConfig | None = None, name: str = "", **settings: object) -> Frontend:
         config = FrontendConfig(**{"port": 0, "shutdown_timeout_s": 1.0, **settings})
         frontend = self.frontend = Frontend(
             config,
@@ -237,6 +237,8 @@ class FakeCluster:
             lambda block_size, replay, stage: Router(
                 RouterConfig(router="round-robin"), block_size, MonotonicClock(), stage, replay
             ),
+            monitoring=monitoring,
+            name=name,
         )
         await frontend.start()
         return frontend

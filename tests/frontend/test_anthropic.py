@@ -12,8 +12,7 @@ from tests.frontend.raw_http import RawClient, send
 from tests.frontend.test_openai_tools import CALLS, script
 from tests.frontend.test_responses import named_events, prompt_of
 
-from kvrelay.frontend.anthropic.requests import CountTokensRequest
-from kvrelay.frontend.anthropic.translation import chat_of
+from kvrelay.frontend.anthropic import CountTokensRequest, chat_of
 from kvrelay.frontend.openai.requests import parse_body
 
 TOKENIZER = byte_level_tokenizer()

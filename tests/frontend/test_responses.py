@@ -18,8 +18,7 @@ from kvrelay.core.messages import RequestRefused
 from kvrelay.errors import InvalidInputError
 from kvrelay.frontend.api.fields import RequestFields
 from kvrelay.frontend.openai.requests import parse_body
-from kvrelay.frontend.responses.requests import ResponsesRequest
-from kvrelay.frontend.responses.translation import chat_of
+from kvrelay.frontend.responses import ResponsesRequest, chat_of
 
 TOKENIZER = byte_level_tokenizer()
 PATH = "/v1/responses"

@@ -163,7 +163,7 @@ async def test_nothing_of_a_large_body_is_worked_on_in_the_loop(
     spy(prompts, "_check_ids")
     spy(prompts, "template_messages")
     spy(chat_template, "_joined")
-    for name in ("_encode_batch", "decode", "token_string"):
+    for name in ("encode_batch", "decode", "token_string"):
         spy(tokenizer.Tokenizer, name)
     async with running(model_dir, Script((10,)), max_waiting_requests=8192) as cluster:
         await cluster.register(cluster.workers["w0"], max_model_len=8192)
@@ -182,7 +182,7 @@ async def test_nothing_of_a_large_body_is_worked_on_in_the_loop(
 async def test_a_client_that_leaves_ends_its_work(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gate, started = threading.Event(), threading.Event()
     calls: list[int] = []
-    real = tokenizer.Tokenizer._encode_batch
+    real = tokenizer.Tokenizer.encode_batch
 
     def slow(self: tokenizer.Tokenizer, batch: list[str], special: bool) -> Iterator[list[int]]:
         calls.append(len(batch))
@@ -191,7 +191,7 @@ async def test_a_client_that_leaves_ends_its_work(model_dir: Path, monkeypatch: 
         return real(self, batch, special)
 
     async with running(model_dir, Script((10,))) as cluster:
-        monkeypatch.setattr(tokenizer.Tokenizer, "_encode_batch", slow)
+        monkeypatch.setattr(tokenizer.Tokenizer, "encode_batch", slow)
         client = await RawClient.connect(cluster.frontend.port)
         body = json.dumps({"prompt": ["short"] * 1000}).encode()
         client.writer.write(
@@ -199,7 +199,7 @@ async def test_a_client_that_leaves_ends_its_work(model_dir: Path, monkeypatch: 
         )
         await cluster.until(started.is_set)
         await client.close()
-        await cluster.until(lambda: cluster.frontend._server.num_connections == 0)
+        await cluster.until(lambda: cluster.frontend.server.num_connections == 0)
         gate.set()
         await cluster.until(lambda: cluster.frontend.metrics.num_in_flight_of() == 0)
     assert calls == [256]
@@ -255,7 +255,7 @@ async def test_a_text_that_cannot_fit_is_not_tokenized(model_dir: Path, monkeypa
     async with running(model_dir, Script((10,))) as cluster:
         model = cluster.frontend.cluster.model(None)
         max_chars = model.tokenizer.max_chars_per_token * model.max_model_len
-        monkeypatch.setattr(tokenizer.Tokenizer, "_encode_batch", None)
+        monkeypatch.setattr(tokenizer.Tokenizer, "encode_batch", None)
         answer = await send(cluster.frontend.port, "POST", "/v1/completions", {"prompt": "x" * (max_chars + 1)})
         assert answer.status == 400
         assert (answer.error["param"], answer.error["code"]) == ("prompt", "context_length_exceeded")

@@ -80,11 +80,11 @@ def _without_term(message: Any) -> Any:
 
 def leases_key(leases: PeerLeases, frame: Frame) -> tuple[Any, ...]:
     """How long ago a lease ended matters up to ``gone_for_s`` only."""
-    ended = leases._ended.items()
+    ended = leases.ends.items()
     return (
-        tuple(sorted((worker, frame.term(worker, term)) for worker, (term, _) in leases._live.items())),
+        tuple(sorted((worker, frame.term(worker, term)) for worker, (term, _) in leases.live.items())),
         tuple(sorted((worker, frame.term(worker, term), frame.since(at)) for worker, (term, at) in ended)),
-        tuple(sorted((worker, max(fence - frame.now, 0)) for worker, fence in leases._fences_s.items())),
+        tuple(sorted((worker, max(fence - frame.now, 0)) for worker, fence in leases.fences_s.items())),
     )
 
 
@@ -153,7 +153,7 @@ def prefill_ledger_key(ledger: PrefillLedger, frame: Frame) -> tuple[Any, ...]:
         due = 0 if handoff.next_s is None else max(handoff.due_s - frame.now, 0)
         generation = None if handoff.grant is None else handoff.grant.generation
         if handoff.state in _OVER:
-            is_gone = handoff.decode_worker_id not in ledger.leases._live
+            is_gone = handoff.decode_worker_id not in ledger.leases.live
             since = frame.since(handoff.over_s) if is_gone else 0
             handoffs.append((due, since, handoff.handoff_id, handoff.state, generation))
             continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
@@ -9,7 +10,6 @@ from typing import Any, TypeVar
 from tests.handoff.keys import Frame, decode_ledger_key, prefill_ledger_key
 
 from kvrelay.core.handoff import HandoffOrder, KvDirection
-from kvrelay.core.latest import Latest
 from kvrelay.handoff.decode import DecodeHandoff
 from kvrelay.handoff.decode_ledger import DecodeLedger
 from kvrelay.handoff.decode_state import DecodeRules
@@ -21,8 +21,6 @@ from kvrelay.handoff.prefill_state import PrefillRules
 TTL = 2
 Move = tuple[Any, ...]
 T = TypeVar("T")
-K = TypeVar("K")
-V = TypeVar("V")
 H = TypeVar("H", DecodeHandoff, PrefillHandoff)
 PROMPT = frozenset({"deliver", "complete", "work", "arrive", "tick", "pull"})
 """Moves that take no time, unless the fault "late" lets it pass. Everything else takes as long as it likes."""
@@ -265,17 +263,11 @@ def clone_handoff(handoff: H) -> H:
     return other
 
 
-def clone_latest(latest: Latest[K, V]) -> Latest[K, V]:
-    other = copied(latest)
-    other._entries = latest._entries.copy()
-    return other
-
-
 def clone_leases(leases: PeerLeases) -> PeerLeases:
     other = PeerLeases()
-    other._live = dict(leases._live)
-    other._ended = clone_latest(leases._ended)
-    other._fences_s = dict(leases._fences_s)
+    other.live = dict(leases.live)
+    other.ends = copy.copy(leases.ends)
+    other.fences_s = dict(leases.fences_s)
     return other
 
 
@@ -284,16 +276,16 @@ def clone_decode_ledger(ledger: DecodeLedger) -> DecodeLedger:
     other.connections = dict(ledger.connections)
     other.early = dict(ledger.early)
     other.expected = dict(ledger.expected)
-    other.declined = clone_latest(ledger.declined)
+    other.declined = copy.copy(ledger.declined)
     other.conduct = copied(ledger.conduct)
-    other.conduct.failures = clone_latest(ledger.conduct.failures)
-    other.conduct.until_s = clone_latest(ledger.conduct.until_s)
+    other.conduct.failures = copy.copy(ledger.conduct.failures)
+    other.conduct.until_s = copy.copy(ledger.conduct.until_s)
     return other
 
 
 def clone_prefill_ledger(ledger: PrefillLedger) -> PrefillLedger:
     other = clone_ledger(ledger)
-    other.seen = clone_latest(ledger.seen)
+    other.seen = copy.copy(ledger.seen)
     return other
 
 

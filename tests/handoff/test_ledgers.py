@@ -791,9 +791,10 @@ def test_a_claimant_that_reconnects_before_its_old_connection_is_known_as_lost_l
     assert ledger.num_grants == 2
 
 
-def test_a_move_that_the_table_does_not_have_raises() -> None:
+def test_a_move_that_the_table_does_not_have_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     ledger = prefill_ledger()
+    monkeypatch.setitem(PREFILL_TRANSITIONS, ledger.handoffs["h"].state, frozenset())
     with pytest.raises(IllegalTransitionError):
-        ledger.handoffs["h"]._move(PrefillState.HOLDING)
+        ledger.handle(pe.Granted("d", GRANT), 2.0)
     assert set(PREFILL_TRANSITIONS) == set(PrefillState)
     assert set(DECODE_TRANSITIONS) == set(DecodeState)

@@ -28,8 +28,8 @@ async def test_nodelay_is_set() -> None:
         client = await RawClient.connect(server.port)
         client.writer.write(request_bytes("GET", "/a"))
         await client.read_answer()
-        (connection,) = server._connections
-        sock = connection._transport.get_extra_info("socket")
+        (connection,) = server.connections
+        sock = connection.transport.get_extra_info("socket")
         assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) != 0
         await client.close()
 
@@ -183,7 +183,7 @@ async def test_slow_senders_and_idle_clients_are_ended() -> None:
         await asyncio.sleep(0.02)
 
         def sweep(after_s: float) -> None:
-            for connection in list(server._connections):
+            for connection in list(server.connections):
                 connection.check_deadline(loop.time() + after_s)
 
         sweep(11)

@@ -20,7 +20,7 @@ from kvrelay.http import HttpLimits, HttpServer, Response, open_listener, raise_
 from kvrelay.http import listening as accepting_module
 from kvrelay.http.connection import HttpConnection
 from kvrelay.http.limits import ByteBudget
-from kvrelay.http.listening import Acceptor, connections_within_limit
+from kvrelay.http.listening import SocketAcceptor, connections_within_limit
 
 LOOPS = pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
 UPLOAD = b"POST /a HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n"
@@ -44,7 +44,7 @@ def test_an_aborted_upload_is_freed_without_a_collection(new_loop: Callable[[], 
             client = await RawClient.connect(server.port)
             client.writer.write(UPLOAD % 1_000_000 + b"x" * 500_000)
             await until(lambda: server.buffered.total > 200_000)
-            connection = weakref.ref(next(iter(server._connections)))
+            connection = weakref.ref(next(iter(server.connections)))
             client.writer.transport.abort()
             await until(lambda: not server.num_connections)
             await until(lambda: connection() is None)
@@ -195,17 +195,17 @@ async def test_a_stream_that_nobody_reads_is_cut_off() -> None:
     limits = HttpLimits(max_unsent_bytes=1 << 20, stall_timeout_s=10)
     async with serving(limits) as (app, server):
         client = await RawClient.connect(server.port)
-        client.reader._transport.pause_reading()
+        client.writer.transport.pause_reading()
         client.writer.write(request_bytes("GET", "/endless"))
         await until(lambda: server.unsent.total > 8 << 20)
         loop = asyncio.get_running_loop()
         for after_s in (1, 9):
-            for connection in list(server._connections):
+            for connection in list(server.connections):
                 connection.check_deadline(loop.time() + after_s)
             await asyncio.sleep(0.01)
         # The kernel's buffers may have taken more meanwhile.
         for after_s in range(20, 200, 11):
-            for connection in list(server._connections):
+            for connection in list(server.connections):
                 connection.check_deadline(loop.time() + after_s)
             await asyncio.sleep(0.001)
         await until(lambda: app.gone == ["/endless"])
@@ -231,7 +231,7 @@ def test_a_half_closed_client_is_answered(new_loop: Callable[[], asyncio.Abstrac
             client.writer.write_eof()
             await until(lambda: bool(app.seen))
             assert await client.reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
-            for connection in server._connections:
+            for connection in server.connections:
                 connection.check_deadline(asyncio.get_running_loop().time())
             app.release.set()
             assert [(await client.read_answer()).body for _ in range(2)] == [b"late", b"next"]
@@ -293,7 +293,7 @@ async def test_a_client_without_a_descriptor_is_told_so(monkeypatch: pytest.Monk
     listener.listen()
     listener.setblocking(False)
     accepted: list[socket.socket] = []
-    acceptor = Acceptor(listener, accepted.append, b"refused")
+    acceptor = SocketAcceptor(listener, accepted.append, b"refused")
     acceptor.start()
     port = listener.getsockname()[1]
     client = await RawClient.connect(port)

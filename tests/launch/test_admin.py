@@ -7,10 +7,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvrelay.config import ControlConfig
+from kvrelay.config import ControlConfig, WorkerRole
 from kvrelay.control.base import ControlPlane, Keys
 from kvrelay.control.memory import MemoryBroker
-from kvrelay.core.workers import WorkerInfo, WorkerRole
+from kvrelay.core.workers import WorkerInfo
 from kvrelay.errors import ConfigError, ControlUnavailableError
 from kvrelay.launch import admin
 from kvrelay.launch.admin import config_get, config_set, list_workers, status_table
@@ -84,8 +84,8 @@ async def test_an_entry_that_points_to_another_worker_is_no_second_worker(monkey
     good = WorkerInfo("w-1", 0, WorkerRole.DECODE, "m", "/m", "tcp://127.0.0.1:1", 4096, 16, 100, 1000, "hash")
     evil = msgspec.structs.replace(good, worker_id="evil")
     keys = new_curve_keys()
-    assert "error" not in await admin._status_of(good, keys, False)
-    shown = await admin._status_of(evil, keys, False)
+    assert "error" not in await admin.status_of(good, keys, False)
+    shown = await admin.status_of(evil, keys, False)
     assert (shown["worker_id"], shown["error"]) == ("evil", "w-1 answers at its address")
 
 

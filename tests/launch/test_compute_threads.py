@@ -115,11 +115,14 @@ def test_steps_start_no_compute_threads() -> None:
 
 RANKS = """
 import os
+import psutil
 from kvrelay import LLM, SamplingParams
+from kvrelay.executors.torch.parallel import processes
 
 with LLM(dtype="float32", num_blocks=256, max_num_seqs=16, num_threads=4, tp=2, device="cpu") as llm:
-    (worker,) = llm._async.cluster.workers
-    pids = worker._engine._core.executor.rank_pids
+    ranks = [child for child in psutil.Process().children() if processes.MODULE in child.cmdline()]
+    pids = [rank.pid for rank in ranks]
+    assert len(pids) == 2
     before = [set(os.listdir(f"/proc/{pid}/task")) for pid in pids]
     prompts = [[20 + (row * 31 + i * 7) % 400 for i in range(200)] for row in range(16)]
     llm.generate(prompts, SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True))

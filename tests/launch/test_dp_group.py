@@ -94,7 +94,7 @@ def test_ports_of_ranks_count_up(monkeypatch: pytest.MonkeyPatch) -> None:
     metrics, group = MetricsConfig(metrics_port=9000), GroupConfig(dp=2)
     config = WorkerConfig(model_path=Path("m"), model="m", port=7000, metrics=metrics, group=group)
     for rank in (0, 1):
-        dp_group._start(config, rank, "/d")
+        dp_group.start_rank(config, rank, "/d")
     given = dict(zip(commands[1], commands[1][1:]))
     names = ("--dp", "--dp-rank", "--dp-address", "--worker-port", "--metrics-port")
     assert [given[name] for name in names] == ["2", "1", "/d", "7001", "9001"]

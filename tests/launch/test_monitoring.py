@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 from tests.frontend.raw_http import Answer, send
 
-from kvrelay.config import MetricsConfig
-from kvrelay.core.workers import WorkerRole
+from kvrelay.config import MetricsConfig, WorkerRole
 from kvrelay.engine.stats import EngineStats
 from kvrelay.errors import AddressInUseError, ConfigError
 from kvrelay.frontend.access import api_keys

@@ -29,9 +29,9 @@ async def test_a_broken_tokenizer_ends_the_start(tmp_path: Path, monkeypatch: py
     cluster = LocalCluster(serve_config(path))
     steps = Mock()
     monkeypatch.setattr("kvrelay.launch.serve.on_terminate", lambda stop: None)
-    monkeypatch.setattr(cluster, "_start", AsyncMock(side_effect=steps.start))
-    monkeypatch.setattr(cluster, "_until_ready", AsyncMock(side_effect=steps.wait))
-    monkeypatch.setattr(cluster, "_shut_down", AsyncMock(side_effect=steps.stop))
+    monkeypatch.setattr(cluster, "start", AsyncMock(side_effect=steps.start))
+    monkeypatch.setattr(cluster, "until_ready", AsyncMock(side_effect=steps.wait))
+    monkeypatch.setattr(cluster, "shut_down", AsyncMock(side_effect=steps.stop))
     with pytest.raises(FatalError) as caught:
         await cluster.run()
     assert str(path / name) in caught.value.message
@@ -48,11 +48,11 @@ async def test_ready_means_every_frontend(monkeypatch: pytest.MonkeyPatch) -> No
         return next(told)
 
     cluster = LocalCluster(serve_config(Path()))
-    cluster._frontends = [Mock(pid=7, exit_code=None), Mock(pid=8, exit_code=None)]
+    cluster.frontends = [Mock(pid=7, exit_code=None), Mock(pid=8, exit_code=None)]
     monkeypatch.setattr("kvrelay.launch.serve.http_call", call)
     monkeypatch.setattr("kvrelay.launch.request_plane.connect_control", AsyncMock())
     monkeypatch.setattr("kvrelay.launch.admin.list_workers", AsyncMock(return_value=["a worker", "another"]))
-    assert await cluster._until_ready()
+    assert await cluster.until_ready()
     assert next(told, None) is None, "9 is no frontend of ours"
 
 
@@ -61,6 +61,6 @@ def test_stdout_is_left_to_the_access_log(
     capsys: pytest.CaptureFixture[str], settings: dict[str, str], is_alone: bool
 ) -> None:
     frontend = FrontendConfig(access_log="json" if settings or is_alone else "off", **settings)
-    LocalCluster(replace(serve_config(Path()), frontend=frontend))._announce()
+    LocalCluster(replace(serve_config(Path()), frontend=frontend)).announce()
     out, err = capsys.readouterr()
     assert ("kvrelay is ready" in err, "kvrelay is ready" in out) == (is_alone, not is_alone)

@@ -52,7 +52,7 @@ class Supervised:
         """It is looked at five times a second, as in ``serve``."""
         end_s = self.now_s + seconds
         while self.now_s < end_s:
-            self.cluster._revive(self.child, self.now_s)
+            self.cluster.revive(self.child, self.now_s)
             self.now_s += 0.2
 
 

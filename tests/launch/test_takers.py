@@ -6,7 +6,8 @@ import socket
 
 import pytest
 
-from kvrelay.core.workers import WorkerInfo, WorkerRole
+from kvrelay.config import WorkerRole
+from kvrelay.core.workers import WorkerInfo
 from kvrelay.launch.serve import is_child, no_worker_takes_requests
 
 HERE = socket.gethostname()

@@ -11,8 +11,7 @@ from collections.abc import Iterable, Sequence
 
 from kvrelay.core.clock import Clock, MonotonicClock
 from kvrelay.core.events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
-from kvrelay.router.errors import ParentNotFoundError
-from kvrelay.router.overlap import OverlapScores, RecentUses, StoredChain
+from kvrelay.router.overlap import OverlapScores, ParentNotFoundError, RecentUses, StoredChain
 
 
 class _Node:

@@ -11,8 +11,7 @@ from tests.router.radix_tree import RadixTree
 from kvrelay.core.clock import ManualClock
 from kvrelay.core.events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
 from kvrelay.core.hashing import compute_sequence_hashes
-from kvrelay.router.errors import ParentNotFoundError
-from kvrelay.router.overlap import OverlapScores, RecentUses
+from kvrelay.router.overlap import OverlapScores, ParentNotFoundError, RecentUses
 from kvrelay.router.prefix_index import PrefixIndex
 
 

@@ -13,8 +13,8 @@ from kvrelay.core.event_log import KvEventLog
 from kvrelay.core.events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent, KvEventBatch
 from kvrelay.core.hashing import compute_sequence_hashes
 from kvrelay.errors import KvrelayError
-from kvrelay.router.errors import IndexerOfflineError, RequestDroppedError
 from kvrelay.router.indexer import DUMP_INTERVAL_S, REPLAY_TIMEOUT_S, VERIFY_INTERVAL_S, KvIndexer, StreamState
+from kvrelay.router.overlap import IndexerOfflineError, RequestDroppedError
 
 BLOCK_SIZE = 16
 

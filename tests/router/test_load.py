@@ -43,7 +43,7 @@ def test_a_request_weighs_until_it_finishes() -> None:
     load.finish("r1")
     load.finish("r1")
     assert load.own("b") == OwnLoad(0, 0, 0)
-    assert load.num_placements == 0
+    assert load.num_pending == 0
 
 
 def test_a_request_that_moves_leaves_its_first_worker() -> None:

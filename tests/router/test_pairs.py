@@ -8,13 +8,13 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvrelay.config import DisaggConfig, RouterConfig
+from kvrelay.config import DisaggConfig, RouterConfig, WorkerRole
 from kvrelay.core.clock import ManualClock
 from kvrelay.core.event_log import KvEventLog
 from kvrelay.core.events import BlockStored, LoadMetrics, TransferCost
 from kvrelay.core.hashing import compute_block_hashes
 from kvrelay.core.step_cost import StepCost
-from kvrelay.core.workers import WorkerInfo, WorkerRole
+from kvrelay.core.workers import WorkerInfo
 from kvrelay.errors import WorkerUnavailableError
 from kvrelay.placement.base import PrefillPlace
 from kvrelay.placement.pair_cost import OTHER_HOST_WEIGHT, SAME_HOST_WEIGHT, pair_costs
@@ -161,13 +161,13 @@ def test_a_pair_counts_on_both_halves_until_each_is_over() -> None:
     pairs = pair_router(num_prefill=1, num_decode=1)
     pairs.choose(request(), must_be_local=False)
     assert pairs.prefills.num_pending == 1
-    assert pairs.decodes._load.own("d0").prefill_tokens == 0
-    assert pairs.decodes._load.own("d0").context_tokens == 640
+    load = pairs.decodes.survey(request()).candidates.load
+    assert (load.prefill_tokens.tolist(), load.context_tokens.tolist()) == ([0], [640])
     pairs.prefilled("r")
     assert pairs.prefills.num_pending == 0
-    assert pairs.decodes._load.own("d0").num_requests == 1
+    assert pairs.decodes.survey(request()).candidates.load.num_requests.tolist() == [1]
     pairs.decodes.finished("r", 5)
-    assert pairs.decodes._load.own("d0").num_requests == 0
+    assert pairs.decodes.survey(request()).candidates.load.num_requests.tolist() == [0]
 
 
 @pytest.mark.parametrize(

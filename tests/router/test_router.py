@@ -11,15 +11,16 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvrelay.config import RouterConfig
+from kvrelay.config import RouterConfig, WorkerRole
 from kvrelay.core.clock import ManualClock
 from kvrelay.core.event_log import KvEventLog
 from kvrelay.core.events import AllBlocksCleared, BlockRemoved, BlockStored, LoadMetrics
 from kvrelay.core.hashing import compute_block_hashes
-from kvrelay.core.workers import WorkerInfo, WorkerRole
+from kvrelay.core.workers import WorkerInfo
 from kvrelay.errors import ConfigError, WorkerUnavailableError
 from kvrelay.router import IndexState, Router, RouterStage, RoutingRequest
 from kvrelay.router.indexer import KvIndexer
+from kvrelay.router.policies import KvPolicy
 
 PLAIN = ("round-robin", "random", "least-loaded", "power-of-two")
 OVERLAP = ("kv", "dynamo-v0")
@@ -363,8 +364,8 @@ def test_a_worker_that_has_not_answered_is_catching_up() -> None:
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_a_score_that_overflowed_is_the_last_choice(bad: float, monkeypatch: pytest.MonkeyPatch) -> None:
     built = router("kv", "a", "b")
-    monkeypatch.setattr(built._policy, "scores", lambda candidates: np.array([bad, -7.0]))
+    monkeypatch.setattr(KvPolicy, "scores", lambda policy, candidates: np.array([bad, -7.0]))
     assert {built.choose(request(f"r{number}")).worker_id for number in range(4)} == {"b"}
     assert built.choose(request("last", exclude=("b",))).worker_id == "a"
-    monkeypatch.setattr(built._policy, "scores", lambda candidates: np.array([bad, bad]))
+    monkeypatch.setattr(KvPolicy, "scores", lambda policy, candidates: np.array([bad, bad]))
     assert built.choose(request("all")).worker_id in ("a", "b")

@@ -9,13 +9,13 @@ import random
 import numpy as np
 import pytest
 
-from kvrelay.config import RouterConfig
+from kvrelay.config import RouterConfig, WorkerRole
 from kvrelay.core.clock import ManualClock
 from kvrelay.core.event_log import KvEventLog
 from kvrelay.core.events import BlockStored, LoadMetrics
 from kvrelay.core.hashing import compute_block_hashes
 from kvrelay.core.step_cost import StepCost
-from kvrelay.core.workers import WorkerInfo, WorkerRole
+from kvrelay.core.workers import WorkerInfo
 from kvrelay.placement.pair_cost import MAX_TRANSFER_RATIO, OTHER_HOST_WEIGHT, SAME_HOST_WEIGHT, pair_seconds
 from kvrelay.placement.seconds import LOST_PREFIX, Candidates, CostColumns, LoadColumns, decode_seconds, prefill_seconds
 from kvrelay.router import Router, RoutingRequest
@@ -197,7 +197,8 @@ def test_published_requests_of_other_frontends_count() -> None:
         chosen = router.choose(RoutingRequest(f"r{number}", tuple(range(number, number + 64)), max_tokens=400))
         assert chosen.worker_id == "w1"
     clock.advance(6.0)
-    assert router._load.columns().num_requests.tolist() == [0, 5]
+    survey = router.survey(RoutingRequest("next", tuple(range(64))))
+    assert survey.candidates.load.num_requests.tolist() == [0, 5]
 
 
 # -- the warm burst ----------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from tests.router.test_router import OVERLAP, PLAIN, load_of, request, router, w
 
 from kvrelay.errors import WorkerUnavailableError
 from kvrelay.router import Router
-from kvrelay.router.stalls import Stalls
+from kvrelay.router.load import Stalls
 
 
 def say(built: Router, name: str, step_age_s: float, seq: int) -> None:

@@ -20,9 +20,9 @@ from kvrelay.cli.log_limit import LogLimit
 from kvrelay.core.clock import MonotonicClock
 from kvrelay.core.messages import AbortRequest, AdminReply, Ping, Pong
 from kvrelay.errors import ConfigError, WorkerUnavailableError
-from kvrelay.rpc import CurveKeys, Heartbeat, Peer, ZmqRpcClient, ZmqRpcServer, new_curve_keys, zmq_socket
+from kvrelay.rpc import CurveKeys, Heartbeat, Peer, ZmqRpcClient, ZmqRpcServer, new_curve_keys, zmq_server, zmq_socket
 from kvrelay.rpc.wire import Message
-from kvrelay.rpc.zmq_socket import HIGH_WATER_MARK, READ_BYTES, Endpoint
+from kvrelay.rpc.zmq_socket import HIGH_WATER_MARK, READ_BYTES, Endpoint, SocketReader
 
 PATIENT = Heartbeat(interval_s=30.0, timeout_s=120.0)
 """A receiver that is paused for long is not yet given up."""
@@ -218,15 +218,14 @@ def test_messages_wait_for_a_handler_without_spinning(monkeypatch: pytest.Monkey
             server.on_message(lambda peer, _: server.send(peer, Pong(7, "w")))
             client.send(Ping(7))
             num_turns = 0
-            real = ZmqRpcClient._receive_one
+            real = SocketReader.drain
 
-            def counted(client: ZmqRpcClient) -> int | None:
+            def counted(reader: SocketReader, *limits: float) -> bool:
                 nonlocal num_turns
                 num_turns += 1
-                return real(client)
+                return real(reader, *limits)
 
-            monkeypatch.setattr(ZmqRpcClient, "_receive_one", counted)
-            client._endpoint.reader._receive_one = client._receive_one  # type: ignore[union-attr]
+            monkeypatch.setattr(SocketReader, "drain", counted)
             await asyncio.sleep(0.1)
             assert num_turns < 20
             received: list[Message] = []
@@ -249,7 +248,7 @@ def test_a_burst_of_large_messages_is_read_over_many_turns_of_the_loop() -> None
             for _ in range(num_messages):
                 client.send(AbortRequest("x" * READ_BYTES))
             # Some have arrived before the loop goes on. A call on the socket takes its edge.
-            endpoint = server._endpoint
+            endpoint = server.endpoint
             assert endpoint is not None
             assert endpoint.socket.poll(60_000)
             endpoint.reader.wake()
@@ -280,8 +279,8 @@ def test_foreign_bytes_on_the_port_do_not_disturb_clients(caplog: pytest.LogCapt
             client.send(Ping(0))
             await eventually(lambda: received[-1:] == [Ping(0)])
             num_before = server.num_malformed + len(received)
-            assert client._endpoint is not None
-            raw = client._endpoint.socket
+            assert client.endpoint is not None
+            raw = client.endpoint.socket
             for _ in range(2000):
                 raw.send(rng.randbytes(rng.randrange(40)), zmq.NOBLOCK)
             raw.send_multipart([b"two", b"frames"], zmq.NOBLOCK)
@@ -350,15 +349,14 @@ def test_a_client_without_the_servers_key_cannot_connect() -> None:
     asyncio.run(scenario())
 
 
-class Impostor(ZmqRpcClient):
-    """Chooses its routing id."""
+def test_a_reused_routing_id_does_not_carry_the_old_identity(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_curve = Endpoint.use_curve
 
-    def _connect(self, endpoint: Endpoint) -> None:
+    def impostor(endpoint: Endpoint, *keys: CurveKeys | bytes) -> None:
+        """Chooses its routing id."""
         endpoint.socket.setsockopt(zmq.ROUTING_ID, b"somebody")
-        super()._connect(endpoint)
+        use_curve(endpoint, *keys)
 
-
-def test_a_reused_routing_id_does_not_carry_the_old_identity() -> None:
     async def scenario() -> None:
         ours = new_curve_keys()
         server = ZmqRpcServer(curve_keys=ours)
@@ -373,10 +371,11 @@ def test_a_reused_routing_id_does_not_carry_the_old_identity() -> None:
         server.on_peer_gone(gone.append)
         async with started(server):
             keys = [new_curve_keys() for _ in range(2)]
+            monkeypatch.setattr(Endpoint, "use_curve", impostor)
+            # The first one's end is not noticed before the second one speaks.
+            monkeypatch.setattr(zmq_server, "PROBE_DELAYS_S", (3600.0, 7200.0))
             for number, each in enumerate(keys):
-                # The first one's end is not noticed before the second one speaks.
-                server._probe_later = lambda delay_s: None  # type: ignore[method-assign]
-                async with connected(Impostor(server.address, server_key=ours.public, curve_keys=each)) as client:
+                async with connected(ZmqRpcClient(server.address, server_key=ours.public, curve_keys=each)) as client:
                     client.send(Ping(number))
                     await eventually(lambda number=number: len(heard) == number + 1)  # type: ignore[misc]
             assert heard == [(each.public.decode(), Ping(number)) for number, each in enumerate(keys)]

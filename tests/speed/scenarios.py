@@ -11,6 +11,7 @@ import re
 import socket
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from unittest import mock
 
@@ -19,13 +20,13 @@ from tests.frontend.doubles import FakeCluster, Script, write_model_dir
 from tests.speed import workers
 from tests.speed.counting import Counts, counting
 
-from kvrelay.config import EngineConfig, MockConfig, RouterConfig, RunnerConfig
+from kvrelay.config import EngineConfig, MockConfig, RouterConfig, RunnerConfig, WorkerRole
 from kvrelay.core.clock import ManualClock
 from kvrelay.core.event_log import KvEventLog
 from kvrelay.core.events import BlockStored, LoadMetrics
 from kvrelay.core.hashing import compute_block_hashes
 from kvrelay.core.sampling import SamplingParams
-from kvrelay.core.workers import WorkerInfo, WorkerRole
+from kvrelay.core.workers import WorkerInfo
 from kvrelay.engine.core import EngineCore
 from kvrelay.engine.request import Request
 from kvrelay.engine.step import Executor
@@ -231,7 +232,7 @@ def is_whole(answer: bytes) -> bool:
     return len(body) == int(length[1]) if length else body.endswith(b"0\r\n\r\n")
 
 
-def standing_still() -> mock._patch:
+def standing_still() -> AbstractContextManager[object]:
     """The clock that the event loop and the package read. No timer runs."""
     return mock.patch("time.monotonic", return_value=time.monotonic())
 

@@ -16,12 +16,11 @@ from unittest import mock
 
 from tests.speed.counting import Counts, counting
 
-from kvrelay.config import DisaggConfig, EngineConfig, MockConfig, TransferConfig, WorkerConfig
+from kvrelay.config import DisaggConfig, EngineConfig, MockConfig, TransferConfig, WorkerConfig, WorkerRole
 from kvrelay.control.memory import MemoryBroker
 from kvrelay.core.clock import ManualClock
 from kvrelay.core.messages import GenerateRequest, OutputBatch
 from kvrelay.core.sampling import SamplingParams
-from kvrelay.core.workers import WorkerRole
 from kvrelay.engine.core import EngineCore
 from kvrelay.engine.thread import EngineThread
 from kvrelay.executors.mock import MockExecutor
@@ -104,19 +103,19 @@ class Pair:
         self, worker: Worker, engine: EngineThread, core: EngineCore, transport: LoopbackTransport
     ) -> None:
         """Turns of the engine's and of the transfer thread, while there is something for them."""
-        transfer, worker_id = worker._transfer, worker.identity.worker_id
+        transfer, worker_id = worker.transfer, worker.identity.worker_id
         while True:
             await asyncio.sleep(0)
             with uncounted():
                 end = self.fabric.ends.get(worker_id)
-                moves = not transfer._inbox.empty() or not transfer._queues.is_idle or (end is not None and end.inbox)
-                steps = not engine._inbox.empty() or core.has_work()
+                moves = transfer.has_turn or (end is not None and end.inbox)
+                steps = engine.has_turn
             if moves:
-                transfer._take_commands()
-                transfer._step()
+                transfer.take_commands()
+                transfer.step()
             if steps:
-                engine._drain_inbox()
-                engine._deliver(core.step(announce=engine._deliver))
+                engine.drain_inbox()
+                engine.deliver(core.step(announce=engine.deliver))
 
     async def client(self, address: str) -> LoopbackRpcClient:
         client = self.network.client(address)
@@ -152,5 +151,5 @@ async def requests() -> dict[str, Counts]:
         with counting() as counts:
             await ask(NUM_REQUESTS)
         counted[place] = counts
-    assert decode._decode.handoffs.ledger.counters.num_done == 2 * NUM_REQUESTS
+    assert decode.stats().handoffs.num_done == 2 * NUM_REQUESTS
     return counted

@@ -1,6 +1,6 @@
 """The same tokens wherever the prefill ran: 1P1D, aggregated, the offline engine and transformers agree.
 
-Mixed prompts (1 to 3,000 tokens, shared prefixes; 200 of them in the matrix, 50 else), streaming and not, through the
+Mixed prompts (1 to 3,000 tokens, shared prefixes; 200 of them in the matrix, 24 else), streaming and not, through the
 ``openai`` client, against real processes. Afterwards the pools are whole and nothing is in use.
 """
 
@@ -23,7 +23,7 @@ from kvrelay.engine.request import Request
 
 pytestmark = [pytest.mark.system, pytest.mark.slow, pytest.mark.timeout(1200)]
 
-NUM_PROMPTS, NUM_PROMPTS_OF_MATRIX = 50, 200
+NUM_PROMPTS, NUM_PROMPTS_OF_MATRIX = 24, 200
 OUTPUT_LEN = 12
 TIE = 1e-3
 """Where the oracle's two best logits are closer than this, rounding may decide; such prompts prove nothing."""

@@ -66,7 +66,7 @@ CASES = {
 }
 PULL = ("nixl GET", "shm GET")
 P2P = ("p2p PUT", "p2p PUT_ASYNC", "p2p GET")
-THIN = (("TP1-TP2", "nixl"), ("TP2-TP1", "nixl GET"), ("TP2-TP1", "shm"), ("TP1-TP1", "p2p PUT_ASYNC"))
+THIN = (("TP1-TP2", "nixl GET"), ("TP2-TP1", "shm"), ("TP1-TP1", "p2p PUT_ASYNC"))
 MATRIX = [
     pytest.param(
         case,

@@ -23,9 +23,7 @@ def server() -> Iterator[Serve]:
     with Serve((*FLAGS, "--prefill", "0", "--decode", "1"), env={"KVRELAY_LOG_LEVEL": "info"}) as running:
         yield running
     assert running.process.returncode == 0, running.output
-    assert " INFO kvrelay.frontend.cluster.cluster: " in running.output, (
-        "the level holds for the processes of serve, too"
-    )
+    assert " INFO kvrelay.frontend.cluster.view: " in running.output, "the level holds for the processes of serve, too"
 
 
 @contextmanager

@@ -64,7 +64,7 @@ class Operator:
         if name in SERVERS:
             self._start(command, name)
             return ""
-        return self._finish(command)
+        return self.finish(command)
 
     def _command(self, words: list[str], name: str) -> list[str]:
         if words[0] == "curl":
@@ -78,7 +78,7 @@ class Operator:
     def _environment(self) -> dict[str, str]:
         return {**os.environ, **self.env}
 
-    def _finish(self, command: list[str]) -> str:
+    def finish(self, command: list[str]) -> str:
         """Run it, again while it fails: servers need a moment, and a client may be ahead of them."""
         deadline = time.monotonic() + PATIENCE_S
         while True:
@@ -114,7 +114,7 @@ class Operator:
         return [worker.worker_id for worker in asyncio.run(workers_of(self))]
 
     def status(self) -> dict[str, list[dict[str, object]]]:
-        return json.loads(self._finish([sys.executable, "-m", "kvrelay", "status", "--json"]))
+        return json.loads(self.finish([sys.executable, "-m", "kvrelay", "status", "--json"]))
 
     def until(self, condition) -> None:
         deadline = time.monotonic() + PATIENCE_S
@@ -174,7 +174,7 @@ def check(operator: Operator, line: str, printed: str) -> None:
     elif line.startswith("kvrelay config get"):
         assert printed == 'disagg.disagg_policy "threshold"\ndisagg.max_local_prefill_length 512\n'
     elif line.startswith("kvrelay config unset disagg.disagg_policy"):
-        assert operator._finish([sys.executable, "-m", "kvrelay", "config", "get"]) == ""
+        assert operator.finish([sys.executable, "-m", "kvrelay", "config", "get"]) == ""
     elif line.startswith("kvrelay role"):
         role = line.rsplit(maxsplit=1)[-1]
         (worker,) = [w for w in operator.status()["workers"] if w["worker_id"] == operator.variables["PREFILL_WORKER"]]

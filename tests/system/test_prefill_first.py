@@ -87,7 +87,7 @@ def check_idle(server: Serve) -> None:
 
 
 @pytest.mark.parametrize(
-    "transport", ["shm", *(pytest.param(name, marks=pytest.mark.matrix) for name in ("nixl", "p2p"))]
+    "transport", ["nixl", *(pytest.param(name, marks=pytest.mark.matrix) for name in ("shm", "p2p"))]
 )
 def test_both_orders_give_the_tokens_of_the_plain_engine(transport: str) -> None:
     prompts = make_prompts(24)

@@ -45,22 +45,23 @@ def server(_programs: None) -> Iterator[Serve]:
         yield serve
 
 
-@pytest.fixture
-def prometheus(server: Serve, tmp_path: Path) -> Iterator[str]:
+@pytest.fixture(scope="module")
+def prometheus(server: Serve, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The URL of a Prometheus that scrapes the frontend and both workers."""
+    directory = tmp_path_factory.mktemp("prometheus")
     jobs = {"frontends": [server.url.removeprefix("http://")], "workers": [f"{HOST}:{PORT}", f"{HOST}:{PORT + 1}"]}
     config = {
         "global": {"scrape_interval": "500ms", "scrape_timeout": "500ms"},
         "scrape_configs": [{"job_name": job, "static_configs": [{"targets": at}]} for job, at in jobs.items()],
     }
-    (tmp_path / "prometheus.yml").write_text(json.dumps(config))  # JSON is YAML
+    (directory / "prometheus.yml").write_text(json.dumps(config))  # JSON is YAML
     address = f"{HOST}:{free_port()}"
-    with (tmp_path / "log").open("wb") as log:
+    with (directory / "log").open("wb") as log:
         process = subprocess.Popen(
             [
                 "prometheus",
-                f"--config.file={tmp_path / 'prometheus.yml'}",
-                f"--storage.tsdb.path={tmp_path / 'data'}",
+                f"--config.file={directory / 'prometheus.yml'}",
+                f"--storage.tsdb.path={directory / 'data'}",
                 f"--web.listen-address={address}",
             ],
             stdout=log,
@@ -70,7 +71,7 @@ def prometheus(server: Serve, tmp_path: Path) -> Iterator[str]:
         url = f"http://{address}"
 
         def all_are_up() -> bool:
-            assert process.poll() is None, (tmp_path / "log").read_text()
+            assert process.poll() is None, (directory / "log").read_text()
             return _count(url, "count(up == 1)") == 3
 
         until(all_are_up)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
 from tests.contracts.waiting import eventually
 
 from tools import loop_gaps
@@ -21,3 +22,9 @@ async def test_a_request_is_sent_and_measured() -> None:
     finally:
         heartbeat.stop()
         await frontend.close()
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+async def test_all_streams_are_placed_again_and_end_whole(capsys: pytest.CaptureFixture[str], is_late: bool) -> None:
+    await loop_gaps.measure_migration(20, 10, 3, is_late)
+    assert "20 ended whole" in capsys.readouterr().out

@@ -19,7 +19,7 @@ import xxhash
 from kvrelay.config import TransferConfig
 from kvrelay.core.layout import KVLayout, MemoryRegion
 from kvrelay.core.workers import KvMetadata
-from kvrelay.transfer import TransferOp, TransferThread, build_transport, plan_blocks
+from kvrelay.transfer import TransferOp, TransferThread, block_pieces, build_transport
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, block_size=16, head_dim=32, dtype="bfloat16")
 NUM_BLOCKS = 256
@@ -64,8 +64,8 @@ class Worker:
             case {"do": "write", "to": str(peer), "local": list(local), "remote": list(remote)}:
                 ended: queue.SimpleQueue[str | None] = queue.SimpleQueue()
                 notify = json.dumps(remote).encode()
-                plan = plan_blocks(LAYOUT, local, remote)
-                self.thread.submit(TransferOp.WRITE, peer, plan, notify, on_done=ended.put)
+                pieces = block_pieces(LAYOUT, local, remote)
+                self.thread.submit(TransferOp.WRITE, peer, pieces, notify, on_done=ended.put)
                 say({"written": ended.get(timeout=30)})
             case _:
                 say({"error": f"unknown order {order}"})

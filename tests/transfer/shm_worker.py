@@ -21,7 +21,7 @@ from kvrelay.core.workers import KvMetadata
 from kvrelay.errors import TransferError
 from kvrelay.transfer.shm.memory import SharedPoolMemory
 from kvrelay.transfer.shm.transport import ShmTransport
-from kvrelay.transfer.values import TransferOp, TransferPlan
+from kvrelay.transfer.values import Pieces, TransferOp
 
 PAGE = 4096
 NUM_PAGES = 64
@@ -54,7 +54,7 @@ class Worker:
     def move(self, op: TransferOp, peer: str, pages: list[int], notify: bytes | None = None) -> str | None:
         """Pages to or from the same places of the peer; the error, if any. Polls until it has ended."""
         offsets = np.array(pages, dtype=np.int64) * PAGE
-        handle = self.transport.post(op, peer, TransferPlan(offsets, offsets, np.full_like(offsets, PAGE)), notify)
+        handle = self.transport.post(op, peer, Pieces(offsets, offsets, np.full_like(offsets, PAGE)), notify)
         while True:
             for completion in self.transport.poll()[0]:
                 if completion.handle == handle:

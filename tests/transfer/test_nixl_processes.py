@@ -22,7 +22,7 @@ from tests.patience import stop
 from kvrelay.config import TransferConfig
 from kvrelay.core.layout import KVLayout, MemoryRegion
 from kvrelay.core.workers import KvMetadata
-from kvrelay.transfer import TransferOp, TransferThread, build_transport, plan_blocks
+from kvrelay.transfer import TransferOp, TransferThread, block_pieces, build_transport
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("nixl_cu13") is None, reason="NIXL is not installed")
 
@@ -101,8 +101,8 @@ class Parent:
     def submit(
         self, op: TransferOp, peer: str, local: list[int], remote: list[int], notify: bytes | None = None
     ) -> None:
-        plan = plan_blocks(LAYOUT, local, remote)
-        self.thread.submit(op, peer, plan, notify, on_done=self.ended.append)
+        pieces = block_pieces(LAYOUT, local, remote)
+        self.thread.submit(op, peer, pieces, notify, on_done=self.ended.append)
 
     def wait(self, count: int, limit_s: float = 60.0) -> list[str | None]:
         end = time.monotonic() + limit_s

@@ -6,10 +6,10 @@ import itertools
 
 import pytest
 
+from kvrelay.config import WorkerRole
 from kvrelay.core.layout import KVLayout
-from kvrelay.core.workers import WorkerRole
 from kvrelay.errors import ConfigError
-from kvrelay.transfer.planner import TransferPlanner
+from kvrelay.transfer.layout_mapping import LayoutMapping
 from kvrelay.transfer.rank_map import InstanceSizes, KvRank, place_rank
 from kvrelay.transfer.values import TransferOp
 
@@ -82,7 +82,7 @@ def test_a_group_holds_exactly_the_ranks_that_exchange_kv() -> None:
     for ptp, ppp, dtp, dpp in SIZES:
         prefill, decode = InstanceSizes(1, ptp, ppp), InstanceSizes(1, dtp, dpp)
         layouts = [KVLayout(4, 4, 16, 1, "bfloat16", tp, pp) for tp, pp in ((ptp, ppp), (dtp, dpp))]
-        pairs = TransferPlanner(*layouts).rank_pairs(TransferOp.WRITE)
+        pairs = LayoutMapping(*layouts).rank_pairs(TransferOp.WRITE)
         same_group = {
             (here, there)
             for here, there in itertools.product(range(ptp * ppp), range(dtp * dpp))

@@ -23,10 +23,10 @@ from kvrelay.core.layout import MemoryRegion
 from kvrelay.core.workers import KvMetadata
 from kvrelay.errors import ConfigError, FatalError, TransferError
 from kvrelay.transfer.auto import AutoTransport
-from kvrelay.transfer.base import Completion, Notification
+from kvrelay.transfer.base import Notification, PostEnd
 from kvrelay.transfer.factory import build_transport, pool_allocator, shared_memory
 from kvrelay.transfer.loopback import LoopbackFabric, LoopbackTransport
-from kvrelay.transfer.plan import EMPTY_PLAN, MAX_NOTIFY_BYTES
+from kvrelay.transfer.pieces import MAX_NOTIFY_BYTES, NO_PIECES
 from kvrelay.transfer.shm.copying import STREAM_FROM_BYTES, copy_pieces
 from kvrelay.transfer.shm.host import this_host
 from kvrelay.transfer.shm.mailbox import PIPE_BYTES, Mailbox, Sender
@@ -201,7 +201,7 @@ def test_notifications_that_do_not_fit_wait_until_they_are_read(owner: Worker) -
     sender = Worker("sender")
     sender.transport.add_peer(owner.metadata)
     payloads = [np.random.default_rng(seed).bytes(MAX_NOTIFY_BYTES) for seed in range(3)]
-    handles = [sender.transport.post(TransferOp.WRITE, "owner", EMPTY_PLAN, payload) for payload in payloads]
+    handles = [sender.transport.post(TransferOp.WRITE, "owner", NO_PIECES, payload) for payload in payloads]
     completed: list[int] = []
     received: list[bytes] = []
 
@@ -214,8 +214,8 @@ def test_notifications_that_do_not_fit_wait_until_they_are_read(owner: Worker) -
     wait_for(poll)
     assert received == payloads
     assert completed == handles
-    sender.transport.post(TransferOp.WRITE, "owner", EMPTY_PLAN, payloads[0])
-    sender.transport.post(TransferOp.WRITE, "owner", EMPTY_PLAN, payloads[0])
+    sender.transport.post(TransferOp.WRITE, "owner", NO_PIECES, payloads[0])
+    sender.transport.post(TransferOp.WRITE, "owner", NO_PIECES, payloads[0])
     sender.transport.remove_peer("owner")
     assert [each.error for each in sender.transport.poll()[0] if each.error is not None]
     assert sender.transport.num_pending == 0
@@ -294,8 +294,8 @@ def test_auto_uses_shared_memory_here_and_the_other_transport_elsewhere() -> Non
 class RefusingTransport(LoopbackTransport):
     """Its peer refuses one post."""
 
-    def poll(self) -> tuple[list[Completion], list[Notification]]:
-        return [Completion(3, "no such grant is open", is_refused=True)], []
+    def poll(self) -> tuple[list[PostEnd], list[Notification]]:
+        return [PostEnd(3, "no such grant is open", is_refused=True)], []
 
 
 def test_auto_passes_on_that_a_post_was_refused() -> None:
@@ -303,7 +303,7 @@ def test_auto_passes_on_that_a_post_was_refused() -> None:
     pool = np.zeros(PAGE, dtype=np.uint8)
     transport.register(MemoryRegion(pool.ctypes.data, pool.nbytes))
     completions, _ = transport.poll()
-    assert completions == [Completion(3, "no such grant is open", is_refused=True)]
+    assert completions == [PostEnd(3, "no such grant is open", is_refused=True)]
     transport.close()
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 import msgspec
 import numpy as np
 import pytest
+from tests.transfer.faulty_loopback import FaultyFabric
 
 from kvrelay.config import TransferConfig
 from kvrelay.core.clock import ManualClock
@@ -20,9 +21,9 @@ from kvrelay.core.layout import KVLayout, MemoryRegion
 from kvrelay.core.workers import KvMetadata
 from kvrelay.errors import IncompatiblePeerError, TransferError
 from kvrelay.transfer import thread as thread_module
-from kvrelay.transfer.base import Completion, Notification
+from kvrelay.transfer.base import Notification, PostEnd
 from kvrelay.transfer.loopback import LoopbackFabric, LoopbackTransport
-from kvrelay.transfer.plan import EMPTY_PLAN, plan_blocks
+from kvrelay.transfer.pieces import NO_PIECES, block_pieces
 from kvrelay.transfer.queues import MAX_POSTS_PER_PEER
 from kvrelay.transfer.thread import TransferThread
 from kvrelay.transfer.values import TransferOp
@@ -52,7 +53,7 @@ class Cluster:
     """A prefill and a decode worker on one fabric."""
 
     def __init__(self) -> None:
-        self.fabric = LoopbackFabric(seed=3)
+        self.fabric = FaultyFabric(seed=3)
         self.clock = ManualClock()
         self.fence_s = math.inf
         self.failures: list[Exception] = []
@@ -62,7 +63,7 @@ class Cluster:
         self.log: list[tuple[object, str | None]] = []
 
     def make(self, worker_id: str) -> Side:
-        transport = LoopbackTransport(self.fabric, worker_id)
+        transport = self.fabric.transport(worker_id)
         thread = TransferThread(
             transport,
             CONFIG,
@@ -84,11 +85,11 @@ class Cluster:
         return side
 
     def write(self, name: object, blocks: list[int], notify: bytes | None = None, group: str | None = None) -> None:
-        plan = plan_blocks(LAYOUT, blocks, blocks)
+        pieces = block_pieces(LAYOUT, blocks, blocks)
         self.prefill.thread.submit(
             TransferOp.WRITE,
             "d",
-            plan,
+            pieces,
             notify,
             on_done=lambda error: self.log.append((name, error)),
             group=group,
@@ -96,7 +97,7 @@ class Cluster:
 
     def until_full(self) -> None:
         """All that was submitted is queued, and as much of it as may be is posted."""
-        self.prefill.thread._post_call(lambda: None).result(60)
+        self.prefill.thread.bar("d").result(60)  # comes after all that was submitted
         wait_for(lambda: self.prefill.transport.num_pending == MAX_POSTS_PER_PEER)
 
     def wait(self, count: int) -> list[tuple[object, str | None]]:
@@ -185,8 +186,8 @@ def test_a_process_that_was_stopped_posts_nothing_when_it_wakes_up(cluster: Clus
         stopped.set()
         wake_up.wait(60)
 
-    plan = plan_blocks(LAYOUT, [0], [0])
-    cluster.prefill.thread.submit(TransferOp.WRITE, "d", plan, on_done=stop)
+    pieces = block_pieces(LAYOUT, [0], [0])
+    cluster.prefill.thread.submit(TransferOp.WRITE, "d", pieces, on_done=stop)
     assert stopped.wait(60)
     before = cluster.decode.pool.copy()
     cluster.prefill.pool[6] += 1
@@ -203,7 +204,7 @@ def test_a_shorter_timeout_is_honoured(cluster: Cluster) -> None:
     cluster.prefill.thread.submit(
         TransferOp.READ,
         "d",
-        plan_blocks(LAYOUT, [1], [1]),
+        block_pieces(LAYOUT, [1], [1]),
         on_done=lambda error: cluster.log.append(("short", error)),
         timeout_s=2.0,
     )
@@ -241,7 +242,7 @@ def test_bad_plans_fail_alone(cluster: Cluster) -> None:
     cluster.prefill.thread.submit(
         TransferOp.WRITE,
         "d",
-        plan_blocks(LAYOUT, [0], [NUM_BLOCKS]),
+        block_pieces(LAYOUT, [0], [NUM_BLOCKS]),
         on_done=lambda error: cluster.log.append(("bad", error)),
     )
     cluster.write("good too", [2])
@@ -257,7 +258,7 @@ def test_no_further_part_of_a_refused_transfer_is_posted(cluster: Cluster, monke
     transport, num_posts = cluster.prefill.transport, itertools.count()
     poll, post = transport.poll, transport.post
 
-    def refusing() -> tuple[list[Completion], list[Notification]]:
+    def refusing() -> tuple[list[PostEnd], list[Notification]]:
         completions, notifications = poll()
         return [replace(each, is_refused=each.error is not None) for each in completions], notifications
 
@@ -314,7 +315,7 @@ def test_a_cancelled_wait_does_not_stop_the_thread(cluster: Cluster) -> None:
         entered.set()
         leave.wait(60)
 
-    cluster.prefill.thread.submit(TransferOp.WRITE, "d", EMPTY_PLAN, b"x", on_done=block)
+    cluster.prefill.thread.submit(TransferOp.WRITE, "d", NO_PIECES, b"x", on_done=block)
     assert entered.wait(60)
     waiting = cluster.prefill.thread.add_peer(cluster.decode.metadata)
     assert waiting.cancel()
@@ -351,7 +352,7 @@ def test_a_thread_that_was_stopped_beyond_the_fence_posts_nothing(cluster: Clust
         leave.wait(60)
 
     cluster.decode.pool[:] = 0
-    cluster.prefill.thread.submit(TransferOp.WRITE, "d", EMPTY_PLAN, b"x", on_done=stop)
+    cluster.prefill.thread.submit(TransferOp.WRITE, "d", NO_PIECES, b"x", on_done=stop)
     assert entered.wait(60)
     cluster.write("queued", [3])
     cluster.fence_s = 5.0
@@ -370,7 +371,7 @@ def test_after_fail_all_nothing_submitted_before_is_posted(cluster: Cluster) -> 
         leave.wait(60)
 
     cluster.decode.pool[:] = 0
-    cluster.prefill.thread.submit(TransferOp.WRITE, "d", EMPTY_PLAN, b"x", on_done=stop)
+    cluster.prefill.thread.submit(TransferOp.WRITE, "d", NO_PIECES, b"x", on_done=stop)
     assert entered.wait(60)
     cluster.write("queued", [3])
     cluster.prefill.thread.fail_all("lease lost")
@@ -390,7 +391,7 @@ def test_fail_all_stops_what_is_on_its_way(cluster: Cluster) -> None:
     cluster.until_full()
     cluster.prefill.thread.fail_all("lease lost")
     assert {error for _, error in cluster.wait(20)} == {"lease lost"}
-    assert not cluster.prefill.transport._posts
+    assert not cluster.prefill.transport.posts
     assert not cluster.decode.pool.any()
 
 
@@ -400,7 +401,7 @@ def test_a_peer_that_was_disconnected_while_another_was_served_is_left_alone(clu
     cluster.prefill.thread.add_peer(other.metadata).result(60)
     transport = cluster.prefill.transport
     posted: list[str] = []
-    post = transport.post
+    post, bar = transport.post, transport.bar
     post_s = 0.0
 
     def slow(op: TransferOp, worker_id: str, *rest: object) -> int:
@@ -410,7 +411,7 @@ def test_a_peer_that_was_disconnected_while_another_was_served_is_left_alone(clu
 
     transport.post = slow
     cluster.fabric.faults.drop_next = 100
-    plan = plan_blocks(LAYOUT, [1], [1])
+    pieces = block_pieces(LAYOUT, [1], [1])
 
     def submit(*transfers: tuple[str, str, float]) -> None:
         """On the transfer thread, so that it finds all of them in one step."""
@@ -420,12 +421,13 @@ def test_a_peer_that_was_disconnected_while_another_was_served_is_left_alone(clu
                 cluster.prefill.thread.submit(
                     TransferOp.WRITE,
                     worker_id,
-                    plan,
+                    pieces,
                     on_done=lambda error, name=name: cluster.log.append((name, error)),
                     timeout_s=timeout_s,
                 )
 
-        cluster.prefill.thread._post_call(run).result(60)
+        transport.bar = lambda worker_id: run() or bar(worker_id)
+        cluster.prefill.thread.bar("d").result(60)
 
     submit(("d0", "d", 30.0), ("e0", "e", 30.0))
     wait_for(lambda: posted == ["d", "e"])
@@ -436,7 +438,7 @@ def test_a_peer_that_was_disconnected_while_another_was_served_is_left_alone(clu
     log = dict(cluster.wait(5))
     assert all(error is not None for error in log.values())
     assert posted == ["d", "e", "d"]
-    assert not transport._posts
+    assert not transport.posts
     other.thread.close()
 
 
@@ -460,7 +462,7 @@ def test_a_peer_is_forgotten_before_the_thread_has_come_to_it(cluster: Cluster) 
         entered.set()
         leave.wait(60)
 
-    cluster.prefill.thread.submit(TransferOp.WRITE, "d", EMPTY_PLAN, b"x", on_done=stop)
+    cluster.prefill.thread.submit(TransferOp.WRITE, "d", NO_PIECES, b"x", on_done=stop)
     assert entered.wait(60)
     cluster.prefill.thread.remove_peer("d")
     assert not cluster.prefill.thread.has_peer("d")
@@ -481,7 +483,7 @@ def test_callbacks_that_fail_stop_nothing(cluster: Cluster, caplog: pytest.LogCa
         raise RuntimeError("boom")
 
     cluster.decode.thread.on_notification(explode)
-    cluster.prefill.thread.submit(TransferOp.WRITE, "d", EMPTY_PLAN, b"x", on_done=explode)
+    cluster.prefill.thread.submit(TransferOp.WRITE, "d", NO_PIECES, b"x", on_done=explode)
     cluster.write("after", [1])
     assert cluster.wait(1) == [("after", None)]
     wait_for(lambda: cluster.decode.thread.stats().num_notifications == 1)
@@ -516,9 +518,9 @@ def test_reads_and_writes_with_many_peers_from_many_threads(cluster: Cluster) ->
         cluster.prefill.thread.add_peer(other.metadata).result(60)
 
     def submit(peer: str, block: int) -> None:
-        plan = plan_blocks(LAYOUT, [block], [block])
+        pieces = block_pieces(LAYOUT, [block], [block])
         cluster.prefill.thread.submit(
-            TransferOp.WRITE, peer, plan, on_done=lambda error: cluster.log.append((peer, error))
+            TransferOp.WRITE, peer, pieces, on_done=lambda error: cluster.log.append((peer, error))
         )
 
     threads = [
@@ -587,17 +589,17 @@ def test_a_read_that_ends_behind_the_fence_does_not_count() -> None:
     """This process may have been stopped in the middle of it, and the peer have reused what it read."""
     cluster = Cluster()
     try:
-        perform = cluster.prefill.transport._perform
+        perform = cluster.prefill.transport.perform
 
         def late(post: object) -> str | None:
             error = perform(post)
             cluster.fence_s = cluster.clock.now()
             return error
 
-        cluster.prefill.transport._perform = late
+        cluster.prefill.transport.perform = late
         errors: list[str | None] = []
         cluster.prefill.thread.submit(
-            TransferOp.READ, "d", plan_blocks(LAYOUT, [1], [2]), on_done=errors.append, timeout_s=20.0
+            TransferOp.READ, "d", block_pieces(LAYOUT, [1], [2]), on_done=errors.append, timeout_s=20.0
         )
         wait_for(lambda: bool(errors))
         assert errors[0] is not None

@@ -18,29 +18,42 @@ from pathlib import Path
 
 import msgspec
 from tests.patience import PATIENCE_S
+from tests.rpc.pausing import PausingNetwork
+from tests.transfer.faulty_loopback import FaultyFabric, FaultyTransport
 
-from kvrelay.config import ControlConfig, DisaggConfig, EngineConfig, MockConfig, TransferConfig, WorkerConfig
+from kvrelay.config import (
+    ControlConfig,
+    DisaggConfig,
+    EngineConfig,
+    MockConfig,
+    TransferConfig,
+    WorkerConfig,
+    WorkerRole,
+)
 from kvrelay.control import connect_control
 from kvrelay.control.base import ControlPlane, Keys, Lease
 from kvrelay.control.nats_process import NatsServerProcess
 from kvrelay.core.clock import MonotonicClock
-from kvrelay.core.messages import AbortRequest, GenerateRequest, OutputBatch, RequestRefused, TokenOutput
+from kvrelay.core.event_codec import decode_load
+from kvrelay.core.events import LoadMetrics
+from kvrelay.core.messages import AbortRequest, GenerateRequest, OutputBatch, Ping, Pong, RequestRefused, TokenOutput
 from kvrelay.core.sampling import SamplingParams
+from kvrelay.core.sealing import unseal
 from kvrelay.core.status import FinishReason
-from kvrelay.core.workers import CallerInfo, WorkerRole
+from kvrelay.core.workers import CallerInfo
 from kvrelay.engine.contract import EngineHost
 from kvrelay.engine.core import EngineCore
 from kvrelay.engine.step import Executor
 from kvrelay.engine.thread import EngineThread
+from kvrelay.errors import WorkerUnavailableError
 from kvrelay.executors.mock import MockExecutor, mock_generate
 from kvrelay.handoff.decode_ledger import DecodeLedger
 from kvrelay.handoff.prefill_ledger import PrefillLedger
 from kvrelay.rpc.base import RpcClient
-from kvrelay.rpc.loopback import LoopbackNetwork, LoopbackRpcClient, LoopbackRpcServer
+from kvrelay.rpc.loopback import LoopbackRpcClient, LoopbackRpcServer
 from kvrelay.rpc.wire import Message
 from kvrelay.transfer import build_transport, pool_allocator, shared_memory
-from kvrelay.transfer.base import Completion, Notification
-from kvrelay.transfer.loopback import LoopbackFabric, LoopbackTransport
+from kvrelay.transfer.base import Notification, Post, PostEnd
 from kvrelay.transfer.values import TransferOp
 from kvrelay.worker.identity import WorkerIdentity, new_worker_id
 from kvrelay.worker.worker import Worker
@@ -68,10 +81,12 @@ class Node:
     engine: EngineHost
     core: EngineCore
     server: LoopbackRpcServer
-    transport: LoopbackTransport
+    transport: FaultyTransport
     control: ControlPlane
     running: asyncio.Task[None]
     lease: Lease
+    clients: list[RpcClient]
+    """Its connections to other workers."""
 
     @property
     def id(self) -> str:
@@ -80,12 +95,12 @@ class Node:
     @property
     def ledger(self) -> DecodeLedger:
         """Of the hand-offs that bring KV here."""
-        return self.worker._decode.handoffs.ledger
+        return self.worker.decode.handoffs.ledger
 
     @property
     def outgoing(self) -> PrefillLedger:
         """Of the hand-offs that take KV elsewhere."""
-        return self.worker._prefill.handoffs.ledger
+        return self.worker.prefill.handoffs.ledger
 
     def granted_blocks(self) -> frozenset[int]:
         """Blocks that some prefill worker may write now."""
@@ -97,32 +112,19 @@ class Node:
     async def kill(self, cluster: Cluster) -> None:
         """As SIGKILL would: connections break, memory is out of reach, nothing is revoked."""
         cluster.fabric.kill(self.id)
-        for peer in list(self.server._clients):
-            self.server.drop(peer)
-        cluster.network.unlisten(self.server)
-        worker = self.worker
-        await worker._peer_table.close()
-        await worker._callers.close()
-        await worker._publisher.close()
-        await worker._decode.close()
-        pulling = [worker._prefill._pulling] if worker._prefill._pulling else []
-        for task in (*worker._tasks, *pulling, self.running):
-            task.cancel()
-        await worker._prefill._preparing.close()
-        await worker._prefill._settling.close()
-        await worker._prefill._tasks.close()
-        await worker._prefill.handoffs.close()
-        worker._watchdog.stop()
-        self.engine.close()
-        worker._transfer.close()
-        worker._checksums.close()
+        await self.server.close()
+        for client in self.clients:
+            await client.close()
+        cluster.connectors[self.id] = _dead
         await self.control.close()
+        self.running.cancel()
+        await self.worker.close()
         cluster.nodes.remove(self)
 
     def cut_from_nats(self) -> Callable[[], None]:
         """As a partition does; other connections stay. Returns what mends it."""
-        connection = self.control.discovery._connection
-        client = connection._client
+        connection = self.control.connection
+        client = connection.client
 
         class Cut:
             is_connected = False
@@ -131,9 +133,9 @@ class Node:
                 return getattr(client, name)
 
         def mend() -> None:
-            connection._client = client
+            connection.client = client
 
-        connection._client = Cut()
+        connection.client = Cut()
         return mend
 
     def slow_down(self, step_s: float) -> None:
@@ -163,7 +165,7 @@ class Node:
         """What peers notify after their last writes does not arrive. ``on_lost`` runs on the transfer thread."""
         poll = self.transport.poll
 
-        def polling() -> tuple[list[Completion], list[Notification]]:
+        def polling() -> tuple[list[PostEnd], list[Notification]]:
             completions, notifications = poll()
             for _ in notifications:
                 on_lost()
@@ -184,6 +186,10 @@ class Node:
         self.core.executor.execute = failing
 
 
+async def _dead(address: str, public_key: str) -> RpcClient:
+    raise WorkerUnavailableError("this process has been killed")
+
+
 @dataclass
 class Client:
     """A frontend's end of one connection."""
@@ -194,6 +200,7 @@ class Client:
     last: dict[str, TokenOutput] = field(default_factory=dict)
     refused: dict[str, RequestRefused] = field(default_factory=dict)
     decisions: dict[str, str] = field(default_factory=dict)
+    pongs: list[Pong] = field(default_factory=list)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def receive(self, message: Message) -> None:
@@ -206,6 +213,8 @@ class Client:
                     self.last[output.request_id] = output
         elif isinstance(message, RequestRefused):
             self.refused[message.request_id] = message
+        elif isinstance(message, Pong):
+            self.pongs.append(message)
         self.changed.set()
 
     def send(self, request_id: str, tokens: tuple[int, ...], max_tokens: int = 8, **settings: object) -> None:
@@ -216,6 +225,18 @@ class Client:
         """With other fields of the message set."""
         sampling = SamplingParams(max_tokens=8, temperature=0.0)
         self.connection.send(GenerateRequest(request_id, self.worker_id, tokens, sampling, **fields))
+
+    async def loads(self, node: Node) -> list[LoadMetrics]:
+        """The load samples that the worker publishes from now on. Their seals are verified, as by a frontend."""
+        self.connection.send(Ping(1))
+        await self.until(lambda: self.pongs)
+        secret, samples = self.pongs[-1].publish_secret, []
+        assert secret
+        await node.control.events.subscribe(
+            Keys(node.worker.settings.control.namespace).worker_load(node.id),
+            lambda subject, data: samples.append(decode_load(unseal(secret, subject, data))),
+        )
+        return samples
 
     def abort(self, request_id: str) -> None:
         self.connection.send(AbortRequest(request_id))
@@ -241,8 +262,8 @@ class Cluster:
     disagg: DisaggConfig
     mock: MockConfig
     transfer: TransferConfig
-    fabric: LoopbackFabric = field(default_factory=LoopbackFabric)
-    network: LoopbackNetwork = field(default_factory=LoopbackNetwork)
+    fabric: FaultyFabric = field(default_factory=FaultyFabric)
+    network: PausingNetwork = field(default_factory=PausingNetwork)
     nodes: list[Node] = field(default_factory=list)
     late_writes: list[str] = field(default_factory=list)
     connectors: dict[str, Callable[[str, str], Awaitable[RpcClient]]] = field(default_factory=dict)
@@ -287,43 +308,41 @@ class Cluster:
         control = await connect_control(self.control)
         server = self.network.server()
         transport = build_transport(self.transfer, worker_id, self.fabric, memory)
-        if isinstance(transport, LoopbackTransport):
+        if isinstance(transport, FaultyTransport):
             self._watch_writes(transport)
-        grant, leases = control.discovery.grant, []
+        grant, leases, clients = control.discovery.grant, [], []
 
         async def granting(ttl_s: float) -> Lease:
             leases.append(await grant(ttl_s))
             return leases[-1]
 
         async def connect(address: str, public_key: str) -> RpcClient:
-            return await self.connectors.get(worker_id, partial(self.connect, key))(address, public_key)
+            clients.append(await self.connectors.get(worker_id, partial(self.connect, key))(address, public_key))
+            return clients[-1]
 
         control.discovery.grant = granting
         worker = Worker(settings, WorkerIdentity(worker_id, key), engine_host, transport, control, server, connect)
         await worker.start()
         control.discovery.grant = grant
         running = asyncio.create_task(worker.run())
-        node = Node(worker, engine_host, core, server, transport, control, running, leases[0])
+        node = Node(worker, engine_host, core, server, transport, control, running, leases[0], clients)
         self.nodes.append(node)
         return node
 
-    def _watch_writes(self, transport: LoopbackTransport) -> None:
-        perform = transport._perform
-
-        def checked(post: object) -> str | None:
+    def _watch_writes(self, transport: FaultyTransport) -> None:
+        def check(post: Post) -> None:
             owner = next((node for node in self.nodes if node.id == post.worker_id), None)
             if owner is not None and post.op is TransferOp.WRITE:
                 block_bytes = owner.engine.facts.kv_layout.block_bytes
-                pieces = zip(post.plan.remote_offsets.tolist(), post.plan.lengths.tolist(), strict=True)
+                pieces = zip(post.pieces.remote_offsets.tolist(), post.pieces.lengths.tolist(), strict=True)
                 blocks = {
                     block for at, size in pieces for block in range(at // block_bytes, -(-(at + size) // block_bytes))
                 }
                 granted = owner.granted_blocks()
                 if not blocks <= granted:
                     self.late_writes.append(f"{transport!r} wrote {blocks - granted} of {owner.id}")
-            return perform(post)
 
-        transport._perform = checked
+        transport.before.append(check)
 
     async def connect(self, own_key: str, address: str, public_key: str) -> LoopbackRpcClient:
         client = self.network.client(address, own_key)

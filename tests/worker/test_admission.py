@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import pytest
 from tests.worker.cluster import WAIT_S, Node, cluster, expected, prompt
 
-from kvrelay.core.workers import WorkerRole
+from kvrelay.config import WorkerRole
 
 
 @contextmanager

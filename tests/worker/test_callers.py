@@ -12,6 +12,7 @@ import pytest
 from tests.contracts.waiting import eventually
 from tests.worker.cluster import FRONTEND_KEY, WAIT_S, Cluster, Node, cluster, expected, prompt
 
+from kvrelay.config import WorkerRole
 from kvrelay.control.base import Discovery, Keys
 from kvrelay.control.memory import MemoryBroker
 from kvrelay.core.handoff import HandoffId
@@ -26,7 +27,7 @@ from kvrelay.core.messages import (
     RequestRefused,
 )
 from kvrelay.core.sampling import SamplingParams
-from kvrelay.core.workers import CallerInfo, KvMetadata, WorkerRole
+from kvrelay.core.workers import CallerInfo, KvMetadata
 from kvrelay.errors import WorkerUnavailableError
 from kvrelay.handoff.messages import (
     HandoffAbandon,
@@ -38,6 +39,7 @@ from kvrelay.handoff.messages import (
     HandoffReleased,
 )
 from kvrelay.rpc.wire import Message, encode_message
+from kvrelay.worker import worker as worker_module
 from kvrelay.worker.cluster import callers as callers_module
 from kvrelay.worker.cluster.callers import MAY_SAY, Caller, CallerKind, Callers
 
@@ -233,8 +235,10 @@ async def test_a_frontend_sends_no_admin_commands_and_claims_nothing() -> None:
         rogue.claim(HANDOFF, decode.id)
         rogue.client.send(Ping(1))
         await shared.until(lambda: bool(rogue.heard))
-        assert rogue.heard == [Pong(1, decode.id, decode.worker._secret)]
-        assert decode.worker._secret
+        (pong,) = rogue.heard
+        assert isinstance(pong, Pong)
+        assert (pong.nonce, pong.worker_id) == (1, decode.id)
+        assert pong.publish_secret
         assert decode.worker.is_ready
 
 
@@ -316,7 +320,7 @@ async def test_nobody_but_the_claimant_says_that_a_hand_off_is_done() -> None:
         await shared.until(lambda: decode.worker.inspect().num_grants == 1)
         (handoff_id,) = decode.ledger.handoffs
         forged = HandoffDone(handoff_id, 1, 7, None, 0, 0.0)
-        decode.worker._decode.handoffs.notified(encode_message(forged))
+        decode.worker.decode.handoffs.notified(encode_message(forged))
         for message in (forged, HandoffProgress(handoff_id, 1), Ping(1)):
             rogue.client.send(message)
         await shared.until(lambda: bool(rogue.heard))
@@ -328,7 +332,7 @@ async def test_nobody_but_the_claimant_says_that_a_hand_off_is_done() -> None:
 
 def hold_claims(node: Node) -> None:
     """The worker pulls no prefills."""
-    node.worker._prefill.stop()
+    node.worker.prefill.stop()
 
 
 async def test_a_claimant_that_never_registered_gets_nothing() -> None:
@@ -337,7 +341,11 @@ async def test_a_claimant_that_never_registered_gets_nothing() -> None:
         prefill, decode, client = await shared.pair()
         hold_claims(prefill)
         rogue = Rogue(shared, decode)
-        decode.worker._callers.learn(Caller(CallerKind.WORKER, rogue.worker_id), "key of the rogue")
+
+        async def admit(public_key: str) -> str:
+            return identity(CallerKind.WORKER, rogue.worker_id)
+
+        decode.server.admit_by(admit)
         await rogue.connect()
         client.send("r", prompt(600))
         ledger = decode.ledger
@@ -349,9 +357,10 @@ async def test_a_claimant_that_never_registered_gets_nothing() -> None:
 
 
 async def test_a_change_of_role_gives_up_on_a_claimant_that_lives_and_says_nothing(
-    caplog: pytest.LogCaptureFixture,
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its blocks stay quarantined, since it may write, until its lease ends."""
+    monkeypatch.setattr(worker_module, "GIVE_UP_LEASES", 0.05)
     async with cluster() as shared:
         prefill, decode, client = await shared.pair()
         hold_claims(prefill)
@@ -365,7 +374,6 @@ async def test_a_change_of_role_gives_up_on_a_claimant_that_lives_and_says_nothi
         await shared.until(lambda: len(rogue.grants) == 1)
         client.abort("r")
         await shared.until(lambda: any(isinstance(message, HandoffAbandon) for message in rogue.heard))
-        decode.worker._decode._give_up_after_s = 0.1
         async with asyncio.timeout(WAIT_S):
             await decode.worker.set_role(WorkerRole.BOTH)
         assert f"{rogue.grants[0].handoff_id} (rogue)" in caplog.text
@@ -375,19 +383,22 @@ async def test_a_change_of_role_gives_up_on_a_claimant_that_lives_and_says_nothi
         assert ledger.num_grants == 0
 
 
-async def test_a_decode_worker_takes_back_its_own_hand_offs_only(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_decode_worker_takes_back_its_own_hand_offs_only() -> None:
     """The ids of hand-offs are easily guessed."""
     async with cluster() as shared:
         prefill, decode, client = await shared.pair()
         rogue = await shared.join(WorkerRole.DECODE)
-        prefill.worker._peers.remember(rogue.id, rogue.server.address)
-        await prefill.worker._peers.get(rogue.id)
+        await shared.until(lambda: len(rogue.worker.inspect().peers.prefill) == 1)
+        to_rogue = await shared.client(rogue)
+        to_rogue.send("before", prompt(600, 5))
+        assert await to_rogue.answer("before") == expected(prompt(600, 5), 8)
+        await shared.until(lambda: prefill.worker.stats().prefill.num_prefills == 1)
         prefill.slow_down(0.05)
         client.send("r", prompt(1500))
         await shared.until(lambda: prefill.worker.inspect().queue.num_held == decode.ledger.num_grants == 1)
         (handoff_id,) = decode.ledger.handoffs
-        (peer,) = [peer for peer in prefill.worker._peers._peers.values() if peer.worker_id == rogue.id]
-        prefill.worker._prefill.handoffs.on_message(peer, HandoffAbandon(handoff_id, 1))
+        (peer,) = [peer for peer in rogue.server.peers if prefill.id in rogue.server.identity(peer)]
+        assert rogue.server.send(peer, HandoffAbandon(handoff_id, 1))
         assert await client.answer("r") == expected(prompt(1500), 8)
-        await shared.until(lambda: prefill.worker.stats().prefill.num_prefills == 1)
+        await shared.until(lambda: prefill.worker.stats().prefill.num_prefills == 2)
         assert prefill.worker.stats().prefill.num_abandoned == 0

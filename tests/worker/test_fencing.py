@@ -5,15 +5,20 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from tests.worker.cluster import WAIT_S, Cluster, Node, cluster, expected, prompt
 
-from kvrelay.control.base import WatchKind
+from kvrelay.control.base import Keys, WatchKind
+from kvrelay.control.nats.bucket import Bucket
+from kvrelay.control.nats.connection import NatsMessage
+from kvrelay.control.nats.jetstream import JetStream, WrongSequenceError
 from kvrelay.errors import EngineDeadError
 from kvrelay.handoff.messages import HandoffAbandon, HandoffGrant
 from kvrelay.rpc.wire import Message
 
+KEYS = Keys("default")
 STUCK = 1_000_000_000
 
 
@@ -23,16 +28,39 @@ async def granted(shared: Cluster, decode: Node) -> None:
 
 async def expire_lease(node: Node) -> str:
     """As another worker's watch does after a pause: at once, whatever is in flight."""
-    lease = node.lease
-    old = lease.lease_id
-    await lease._bucket.expire_lease(old, lease._seq)
-    return old
+    old = node.lease.lease_id
+    bucket = Bucket(JetStream(node.control.connection), "default")
+    while True:
+        last = await bucket.last_keepalive(old)
+        try:
+            await bucket.expire_lease(old, last.seq)
+            return old
+        except WrongSequenceError:
+            pass  # a keepalive came between
 
 
-async def revoke_lease(node: Node) -> None:
+async def revoke_lease(node: Node, by: Node) -> None:
     """As an operator does with ``nats kv del``."""
-    lease = node.lease
-    await lease._bucket.end_lease(lease.lease_id)
+    await by.control.discovery.delete(KEYS.lease(node.lease.lease_id))
+
+
+@contextmanager
+def no_keepalives(node: Node) -> Iterator[None]:
+    """What the node asks the server about its lease waits, keepalives included."""
+    connection, lease_id, go_on = node.control.connection, node.lease.lease_id, asyncio.Event()
+    request = connection.request
+
+    async def held(subject: str, data: bytes, **options: object) -> NatsMessage:
+        if lease_id in subject or lease_id.encode() in data:
+            await go_on.wait()
+        return await request(subject, data, **options)
+
+    connection.request = held
+    try:
+        yield
+    finally:
+        connection.request = request
+        go_on.set()
 
 
 def hold_back(node: Node, kind: type[Message]) -> list[Callable[[], object]]:
@@ -79,7 +107,7 @@ async def test_a_lost_lease_withdraws_what_is_queued_and_what_moves():
         assert await client.answer("r") == expected(prompt(3000), 8)
         await shared.until(lambda: decode.ledger.num_grants == 0)
         await shared.until(lambda: prefill.worker.stats().transfer.num_unfinished == 0)
-        assert not prefill.transport._posts
+        assert not prefill.transport.posts
 
 
 async def test_a_grant_that_comes_after_the_lease_was_lost_is_not_used():
@@ -159,7 +187,7 @@ async def test_a_worker_whose_transfer_thread_fails_leaves():
             raise RuntimeError("no such device")
 
         decode.transport.poll = broken
-        decode.worker._transfer.open_handoff()
+        decode.worker.transfer.open_handoff()
         assert "no such device" in str(await shared.gone(decode))
 
 
@@ -185,7 +213,7 @@ async def test_a_prefill_worker_whose_lease_is_revoked_leaves_and_costs_time_onl
         for number in range(4):
             client.send(f"r{number}", prompt(1500, number))
         await granted(shared, decode)
-        await revoke_lease(prefill)
+        await revoke_lease(prefill, by=decode)
         assert await shared.gone(prefill) is None
         for number in range(4):
             assert await client.answer(f"r{number}") == expected(prompt(1500, number), 8)
@@ -203,7 +231,7 @@ async def test_a_decode_worker_whose_lease_is_revoked_finishes_its_requests():
         await granted(shared, decode)
         listed = []
         watch = asyncio.create_task(keep_listings(prefill, decode.id, listed))
-        await revoke_lease(decode)
+        await revoke_lease(decode, by=prefill)
         assert await shared.gone(decode) is None
         for number in range(4):
             assert await client.answer(f"r{number}") == expected(prompt(1500, number), 8)
@@ -223,7 +251,7 @@ async def test_a_revoked_lease_is_replaced_when_the_last_write_under_it_has_ende
             await shared.until(began.is_set)
             lease = prefill.lease
             old = lease.lease_id
-            await revoke_lease(prefill)
+            await revoke_lease(prefill, by=decode)
             await shared.until(lambda: lease.lease_id not in ("", old))
             # Behind whatever else waits for the new lease.
             await prefill.control.discovery.put("kvrelay/default/config/last", b"", lease)
@@ -265,8 +293,8 @@ async def test_what_a_worker_may_write_outlives_a_lease_that_ended_before_its_ti
         hold_back(decode, HandoffAbandon)
         client.send("r", prompt(3000))
         await granted(shared, decode)
-        async with prefill.lease._lock:  # no keepalive
-            await revoke_lease(prefill)
+        with no_keepalives(prefill):
+            await revoke_lease(prefill, by=decode)
             await shared.until(lambda: prefill.id not in decode.worker.inspect().peers.leased)
             num_bytes = prefill.worker.stats().transfer.num_bytes
             await shared.until(lambda: prefill.worker.stats().transfer.num_bytes > num_bytes)

@@ -11,12 +11,12 @@ import pytest
 from tests.executors.sitting_out import sit_out
 from tests.patience import PATIENCE_S, until
 from tests.worker.cluster import VOCAB_SIZE, cluster, expected, prompt
+from tests.worker.test_fencing import expire_lease
 
-from kvrelay.config import EngineConfig, MockConfig
+from kvrelay.config import EngineConfig, MockConfig, WorkerRole
 from kvrelay.core.grammar import Grammar, GrammarKind
 from kvrelay.core.handoff import HandoffId
 from kvrelay.core.layout import MemoryRegion
-from kvrelay.core.workers import WorkerRole
 from kvrelay.engine.step import ModelOutput, SchedulerOutput
 from kvrelay.errors import ConfigError, InvalidInputError
 from kvrelay.executors.grammars import GrammarMasks
@@ -25,6 +25,7 @@ from kvrelay.handoff.base import EndReason
 from kvrelay.handoff.messages import HandoffDone, HandoffGrant
 from kvrelay.placement.base import PrefillPlace
 from kvrelay.rpc.wire import encode_message
+from kvrelay.worker.cluster.peers import PeerTable
 
 OUTGOING_LOG = "kvrelay.worker.prefill.handoffs"
 
@@ -199,19 +200,20 @@ async def test_a_killed_prefill_worker_costs_time_only():
 async def test_a_prefill_that_nobody_claims_is_taken_back():
     async with cluster(remote_prefill_timeout_s=0.3) as shared:
         prefill, _, client = await shared.pair()
-        await prefill.worker._prefill.drain()
+        await prefill.worker.prefill.drain()
         client.send("r", prompt(300))
         assert await client.answer("r") == expected(prompt(300), 8)
 
 
-async def test_a_prefill_is_not_sent_away_when_the_last_prefill_worker_has_just_left(caplog):
+async def test_a_prefill_is_not_sent_away_when_the_last_prefill_worker_has_just_left(caplog, monkeypatch):
     """It left between the decision, on the engine's thread, and the push, on the loop's."""
     caplog.set_level(logging.INFO)
     async with cluster(remote_prefill_timeout_s=5.0) as shared:
         prefill, decode, client = await shared.pair()
-        await prefill.worker._prefill.drain()
+        await prefill.worker.prefill.drain()
         is_loop = threading.main_thread().ident
-        decode.worker._decode._queued._num_prefill_workers = lambda: int(threading.get_ident() != is_loop)
+        seen = property(lambda _: int(threading.get_ident() != is_loop), lambda *_: None)
+        monkeypatch.setattr(PeerTable, "num_prefill_workers", seen, raising=False)
         client.send("r", prompt(300))
         assert await client.answer("r") == expected(prompt(300), 8)
         assert decode.worker.stats().decode.places == {PrefillPlace.REMOTE: 1}
@@ -347,7 +349,7 @@ async def test_blocks_return_when_a_notification_is_lost_with_the_connection():
 
         async def break_connections() -> None:
             (peer,) = decode.ledger.connections.values()
-            decode.server.drop(peer)
+            decode.server.disconnect(peer)
 
         loop = asyncio.get_running_loop()
         decode.lose_notifications(lose)
@@ -360,9 +362,9 @@ async def test_blocks_return_when_a_notification_is_lost_with_the_connection():
 async def test_stale_and_forged_notifications_are_dropped():
     async with cluster() as shared:
         _, decode, client = await shared.pair()
-        decode.worker._decode.handoffs.notified(encode_message(HandoffDone(HandoffId("nobody", 1), 1, 5, None, 0, 0.0)))
-        decode.worker._decode.handoffs.notified(b"garbage")
-        decode.worker._decode.handoffs.notified(b"")
+        decode.worker.decode.handoffs.notified(encode_message(HandoffDone(HandoffId("nobody", 1), 1, 5, None, 0, 0.0)))
+        decode.worker.decode.handoffs.notified(b"garbage")
+        decode.worker.decode.handoffs.notified(b"")
         client.send("r", prompt(300))
         assert await client.answer("r") == expected(prompt(300), 8)
         assert decode.worker.stats().decode.num_stale == 1
@@ -448,7 +450,7 @@ async def test_what_may_happen_while_a_grammar_is_compiled(monkeypatch, caplog, 
         prefill, _, client = await shared.pair()
         monkeypatch.setattr(prefill.core.executor, "prepare", lambda sampling: may_go_on.wait(PATIENCE_S))
         client.send("bound", prompt(300), grammar=GRAMMAR)
-        side = prefill.worker._prefill
+        side = prefill.worker.prefill
         await shared.until(lambda: side.num_handoffs == 1)
         if ending == "drained":
             draining = asyncio.get_running_loop().create_task(side.drain())
@@ -459,7 +461,8 @@ async def test_what_may_happen_while_a_grammar_is_compiled(monkeypatch, caplog, 
             may_go_on.set()
             await shared.until(lambda: side.num_handoffs == 0)
         else:
-            monkeypatch.setattr(prefill.worker._membership, "term", 99)
+            await expire_lease(prefill)
+            await shared.until(lambda: prefill.worker.inspect().lease.term == 1)
             may_go_on.set()
         if ending != "aborted":
             assert await client.answer("bound") == expected(prompt(300), 8)
@@ -481,5 +484,5 @@ async def test_rows_sit_out_steps_on_both_sides(monkeypatch):
             client.send(name, tokens)
         for name, tokens in prompts.items():
             assert await client.answer(name) == expected(tokens, 8)
-        assert decode.worker._decode.stats.num_remote_done > 5
+        assert decode.worker.stats().decode.num_remote_done > 5
         assert set(sat_out) == {"chunk", "decode"}

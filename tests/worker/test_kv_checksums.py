@@ -12,12 +12,12 @@ import pytest
 from tests.contracts.waiting import eventually
 from tests.worker.cluster import LOOPBACK, Client, Cluster, Node, cluster, expected, prompt
 
-from kvrelay.config import TransferConfig
-from kvrelay.core.workers import WorkerRole
+from kvrelay.config import TransferConfig, WorkerRole
 from kvrelay.handoff.decode_state import DecodeState
 from kvrelay.handoff.messages import HandoffDone, HandoffGrant
 from kvrelay.handoff.prefill_state import PrefillState
 from kvrelay.rpc.wire import decode_message, encode_message
+from kvrelay.transfer.base import Post
 from kvrelay.transfer.values import TransferOp
 from kvrelay.worker.prefill import pulling as prefill_side
 
@@ -100,16 +100,14 @@ async def test_whichever_write_is_damaged(number):
     """Chunks of 256 tokens; the last write carries HandoffDone."""
     async with cluster(transfer=CHECKED) as shared:
         prefill, decode, client = await shared.pair()
-        perform = prefill.transport._perform
         num_writes = 0
 
-        def damage_one(post):
+        def damage_one(post: Post) -> None:
             nonlocal num_writes
             shared.fabric.faults.corrupt_next = int(num_writes == number)
             num_writes += post.op is TransferOp.WRITE
-            return perform(post)
 
-        prefill.transport._perform = damage_one
+        prefill.transport.before.append(damage_one)
         await answers_are_right(client, r=prompt(1000))
         assert num_writes == 4
         assert mismatches(prefill, decode) == (0, 1)
@@ -145,7 +143,7 @@ async def test_much_damage_among_many_requests():
 
 def tamper(node: Node, checksums: Callable[[HandoffDone], tuple[int, ...] | None]) -> None:
     """HandoffDone reaches ``node`` with other checksums than were sent."""
-    handoffs = node.worker._decode.handoffs
+    handoffs = node.worker.decode.handoffs
     notified = handoffs.notified
 
     def tampered(payload: bytes) -> None:
@@ -275,7 +273,7 @@ async def test_over_nixl():
 
 def damage_last_block(decode: Node) -> None:
     """Once a write has arrived, as if its last block had changed under way."""
-    handoffs, pool = decode.worker._decode.handoffs, decode.core.executor.pool
+    handoffs, pool = decode.worker.decode.handoffs, decode.core.executor.pool
     notified = handoffs.notified
 
     def damaged(payload: bytes) -> None:

@@ -1,4 +1,4 @@
-"""Hand-offs between workers whose blocks differ in size, and workers whose layouts no plan joins."""
+"""Hand-offs between workers whose blocks differ in size, and workers whose layouts cannot be joined."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import pytest
 from tests.worker.cluster import LOOPBACK, Client, Cluster, Node, cluster, expected, prompt
 from tests.worker.test_prefill_first import PairedClient
 
-from kvrelay.config import TransferConfig
+from kvrelay.config import TransferConfig, WorkerRole
 from kvrelay.control.base import Keys
 from kvrelay.core.layout import KVLayout
-from kvrelay.core.workers import KvMetadata, WorkerRole
+from kvrelay.core.workers import KvMetadata
 
 CALM_LEASE_S = 20.0
 CALM = replace(LOOPBACK, transfer_timeout_s=60.0)

@@ -9,10 +9,14 @@ import threading
 from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
-from tests.worker.cluster import Node, cluster, expected, prompt
+from tests.worker.cluster import Client, Node, cluster, expected, prompt
 
+from kvrelay.config import WorkerRole
+from kvrelay.core.messages import GenerateRequest
+from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.status import RefusalKind
-from kvrelay.core.workers import WorkerRole
+from kvrelay.core.vllm_metrics import OF_FRONTENDS, OF_WORKERS
+from kvrelay.frontend.cluster.metrics import FrontendMetrics
 from kvrelay.handoff.base import EndReason, RefusalReason, count_end
 from kvrelay.handoff.decode_state import DecodeCounters
 from kvrelay.worker.reporting.metrics import PREFIX, WorkerMetrics
@@ -50,6 +54,29 @@ def hold_steps(node: Node) -> tuple[threading.Event, threading.Event]:
     return held, go_on
 
 
+async def test_each_name_of_vllm_is_told_by_a_frontend_or_by_a_worker_and_not_by_both():
+    async with cluster() as shared:
+        _, decode, client = await shared.pair()
+        client.send("short", prompt(20, 3), max_tokens=4)
+        assert await client.answer("short") == expected(prompt(20, 3), 4)
+        frontend = FrontendMetrics(vllm_names=True)
+        frontend.watch_workers(lambda: {"m": 1})
+        texts = (frontend.render().decode(), WorkerMetrics(decode.worker.stats, vllm_names=True).render().decode())
+        of_frontend, of_worker = (
+            {family.name: family for family in text_string_to_metric_families(text)} for text in texts
+        )
+        assert {name for name in of_frontend if name.startswith("vllm:")} == set(OF_FRONTENDS.values())
+        assert {name for name in of_worker if name.startswith("vllm:")} == set(OF_WORKERS.values())
+        assert not set(OF_FRONTENDS.values()) & set(OF_WORKERS.values())
+        for ours, theirs in OF_WORKERS.items():
+            models = {sample.labels["model_name"] for sample in of_worker[theirs].samples}
+            values = [sample.value for sample in of_worker[theirs].samples]
+            assert (models, values) == ({"m"}, [sample.value for sample in of_worker[ours].samples])
+        assert of_worker["vllm:prefix_cache_queries"].samples[0].value == 20
+        assert "vllm:" not in WorkerMetrics(decode.worker.stats).render().decode()
+        await shared.check_idle()
+
+
 async def test_both_sides_of_a_remote_prefill():
     async with cluster() as shared:
         prefill, decode, client = await shared.pair()
@@ -61,7 +88,9 @@ async def test_both_sides_of_a_remote_prefill():
         await shared.until(lambda: prefill.worker.stats().prefill.num_prefills == 1)
         there, here = samples(prefill.worker), samples(decode.worker)
         stats = decode.worker.stats().decode
-        (published,) = prefill.worker._publisher._transfer_costs()
+        loads = await (await shared.client(prefill)).loads(prefill)
+        await shared.until(lambda: loads)
+        (published,) = loads[-1].transfer_costs
 
     assert there["prefill_tokens_total"] == 300
     assert there["generation_tokens_total"] == 1
@@ -151,15 +180,23 @@ async def test_a_new_count_becomes_a_metric_by_itself():
         assert samples(node.worker)["handoffs_new_kind_total"] == 3
 
 
+async def refuse(client: Client, count: int) -> None:
+    """So many requests are refused, because they name another worker."""
+    for number in range(count):
+        message = GenerateRequest(f"gone-{number}", "worker-of-before", prompt(8), SamplingParams(max_tokens=1))
+        client.connection.send(message)
+    await client.until(lambda: len(client.refused) == count)
+
+
 async def test_every_reason_is_a_series():
     async with cluster() as shared:
         node = await shared.join(WorkerRole.DECODE)
-        node.worker._refusals.counts[RefusalKind.KV_FULL] = 2
+        await refuse(await shared.client(node), 2)
         count_end(node.ledger.counters.ends, EndReason.DEADLINE)
         count_end(node.outgoing.counters.ends, EndReason.CLAIM_TIMEOUT)
         found = samples(node.worker)
     assert {found[f"refusals_total{{reason={kind}}}"] for kind in RefusalKind} == {0, 2}
-    assert found["refusals_total{reason=kv_full}"] == 2
+    assert found["refusals_total{reason=gone}"] == 2
     assert all(found[f"claims_refused_total{{reason={reason.name.lower()}}}"] == 0 for reason in RefusalReason)
     assert found["recomputed_total{reason=deadline}"] == found["prefills_ended_total{reason=claim_timeout}"] == 1
 
@@ -182,7 +219,7 @@ async def test_every_series_exists_before_its_first_event_and_has_the_model():
             client.send(str(number), prompt(length), max_tokens=4)
             await client.answer(str(number))
         await shared.check_idle()
-        decode.worker._refusals.counts[RefusalKind.KV_FULL] = 1
+        await refuse(client, 1)
         for reason in EndReason:
             count_end(decode.ledger.counters.ends, reason)
         assert [set(samples(node.worker)) for node in (prefill, decode)] == before

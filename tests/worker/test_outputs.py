@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from tests.worker.cluster import cluster, expected, prompt
 
+from kvrelay.config import WorkerRole
 from kvrelay.core.messages import OutputBatch, TokenOutput
-from kvrelay.core.workers import WorkerRole
 from kvrelay.errors import PayloadTooLargeError
-from kvrelay.rpc import loopback
+from kvrelay.rpc import wire
 from kvrelay.rpc.base import Peer
 from kvrelay.rpc.wire import Message, encode_message
 from kvrelay.worker.decode.outputs import send_outputs
@@ -53,8 +53,8 @@ async def test_a_frontend_that_does_not_read_loses_its_connection() -> None:
     """Paused until its queue is full, it gets what was sent before the gap and then the end; the worker cancels."""
     async with cluster() as c:
         node = await c.join(WorkerRole.BOTH)
-        node.server.high_water_mark = 8
         slow, other = await c.client(node), await c.client(node)
+        slow.connection.high_water_mark = 8  # type: ignore[attr-defined]
         losses: list[int] = []
         slow.connection.on_disconnect(lambda: losses.append(len(slow.tokens["a"])))
         slow.send("a", prompt(20), max_tokens=3000)
@@ -77,7 +77,7 @@ async def test_an_output_that_fits_into_no_message_is_refused(monkeypatch: pytes
     async with cluster() as c:
         node = await c.join(WorkerRole.BOTH)
         client = await c.client(node)
-        monkeypatch.setattr(loopback, "MAX_FRAME_BYTES", 5_000)
+        monkeypatch.setattr(wire, "MAX_FRAME_BYTES", 5_000)
         client.send("large", prompt(400), max_tokens=3000, prompt_logprobs=5)
         client.send("small", prompt(30), max_tokens=20)
         await client.until(lambda: "large" in client.refused)

@@ -89,13 +89,14 @@ async def test_bytes_that_come_after_their_grant_has_ended_touch_no_block() -> N
             client.send("r", prompt(900))
             assert await asyncio.to_thread(is_held.wait, WAIT_S)
             # P releases, and the request is computed here.
-            prefill.worker._transfer.fail_all("for a test")
+            prefill.worker.transfer.fail_all("for a test")
             assert await client.answer("r") == expected(prompt(900), 8)
             await shared.until(lambda: decode.transport.grants.num_open == 0)
-            before = decode.core.executor._bytes.tobytes()
+            blocks = range(decode.core.pool.num_blocks)
+            before = decode.core.executor.checksum_blocks(blocks)
             go_on.set()
             await shared.until(lambda: counters(decode).num_refused >= 1)
-            assert decode.core.executor._bytes.tobytes() == before
+            assert decode.core.executor.checksum_blocks(blocks) == before
 
 
 async def test_a_claimant_may_read_hits_and_write_the_rest_before_it_hears_of_its_grant() -> None:

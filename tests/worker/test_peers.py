@@ -9,9 +9,10 @@ import msgspec
 import pytest
 from tests.contracts.waiting import eventually
 
+from kvrelay.config import WorkerRole
 from kvrelay.control.base import Keys
 from kvrelay.control.memory import MemoryBroker
-from kvrelay.core.workers import KvMetadata, WorkerInfo, WorkerRole
+from kvrelay.core.workers import KvMetadata, WorkerInfo
 from kvrelay.worker.cluster.peers import PeerTable
 
 KEYS = Keys("test")

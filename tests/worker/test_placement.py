@@ -47,7 +47,7 @@ async def test_a_burst_by_cost_is_answered_whole_with_aborts_between():
         answers = await asyncio.gather(*(client.answer(f"r{number}") for number in kept))
         assert answers == [expected(prompt(400, number), 8) for number in kept]
         await shared.until(lambda: decode.worker.inspect().num_requests == 0)
-        assert len(decode.worker._decode._arrivals) == 0
+        assert len(decode.worker.decode.arrivals) == 0
         await shared.check_idle()
 
 
@@ -57,20 +57,20 @@ async def test_a_threshold_without_effect_is_said_and_changes_no_policy(caplog):
         (said,) = [line for line in caplog.messages if "no effect" in line]
         assert said.startswith("max_local_prefill_length has no effect here under --disagg-policy auto")
         caplog.clear()
-        policy, key = decode.worker._policy, "kvrelay/default/config/disagg.max_prefill_queue_size"
+        key = "kvrelay/default/config/disagg.max_prefill_queue_size"
         await decode.control.discovery.put(key, b"512")
-        await shared.until(lambda: policy.config.max_prefill_queue_size == 512)
-        assert policy.is_by_cost
+        await shared.until(lambda: decode.worker.inspect().disagg.max_prefill_queue_size == 512)
+        assert decode.worker.inspect().disagg.disagg_policy == "auto"
         assert (await decode.worker.status())["disagg"]["unused"] == (
             "max_local_prefill_length",
             "max_prefill_queue_size",
         )
         assert "max_prefill_queue_size has no effect here" in caplog.text
         await decode.control.discovery.put(key.replace("max_prefill_queue_size", "disagg_policy"), b'"threshold"')
-        await shared.until(lambda: not policy.is_by_cost)
+        await shared.until(lambda: decode.worker.inspect().disagg.disagg_policy == "threshold")
         caplog.clear()
         await decode.control.discovery.put(key, b"3")
-        await shared.until(lambda: policy.config.max_prefill_queue_size == 3)
+        await shared.until(lambda: decode.worker.inspect().disagg.max_prefill_queue_size == 3)
         assert caplog.text == ""
         client.send_message("long", prompt(300), explain=True)
         assert await client.answer("long") == expected(prompt(300), 8)

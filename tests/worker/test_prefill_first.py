@@ -14,12 +14,12 @@ import msgspec
 import pytest
 from tests.worker.cluster import Client, Cluster, Node, cluster, expected, prompt
 
+from kvrelay.config import WorkerRole
 from kvrelay.core.handoff import HandoffOrder, Pair
 from kvrelay.core.messages import AbortRequest, GenerateRequest, PrefillLost
 from kvrelay.core.pair_id import PairId, new_pair_id
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.status import FinishReason
-from kvrelay.core.workers import WorkerRole
 from kvrelay.handoff.messages import HandoffClaim
 
 
@@ -175,7 +175,8 @@ async def test_the_last_token_may_be_the_first():
         output = pair.to_prefill.last[request_id]
         assert (output.finish_reason, output.stop_token) == (FinishReason.STOP, token)
         await pair.to_decode.until(lambda: request_id in pair.to_decode.last)
-        assert pair.to_decode.last[request_id] == msgspec.structs.replace(output, num_cached_tokens=0)
+        again = msgspec.structs.replace(pair.to_decode.last[request_id], marks=b"")
+        assert again == msgspec.structs.replace(output, num_cached_tokens=0)
 
 
 async def test_continued_requests_go_on_from_where_they_stood():
@@ -298,11 +299,11 @@ async def test_a_claim_in_anothers_name_gets_nothing():
         pair.to_decode.connection.send(to_decode)
         await pair.shared.until(lambda: pair.decode.ledger.num_open == 1)
         handoff_id = pair_id.handoff_id(pair.decode.id)
-        other.worker._prefill.handoffs._peers.remember(pair.decode.id, pair.decode.server.address)
-        peer = await other.worker._prefill.handoffs._peers.get(pair.decode.id)
+        connection = pair.shared.network.client(pair.decode.server.address, other.worker.identity.public_key)
+        await connection.start()
         claim = HandoffClaim(handoff_id, other.id, other.worker.inspect().kv_compatibility, term=0)
-        peer.client.send(claim)
-        peer.client.send(msgspec.structs.replace(claim, prefill_worker_id=pair.prefill.id))
+        connection.send(claim)
+        connection.send(msgspec.structs.replace(claim, prefill_worker_id=pair.prefill.id))
         await pair.shared.until(lambda: pair.decode.ledger.counters.num_refused == 1)
         assert pair.decode.ledger.num_grants == 0
         pair.to_decode.connection.send(PrefillLost(to_decode.request_id))

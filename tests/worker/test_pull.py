@@ -14,6 +14,7 @@ from tests.worker.test_prefill_first import PairedClient
 
 from kvrelay.config import TransferConfig
 from kvrelay.handoff.base import EndReason
+from kvrelay.transfer.base import Post
 from kvrelay.transfer.values import TransferOp
 
 GET = replace(LOOPBACK, send_type="GET")
@@ -89,19 +90,18 @@ async def test_blocks_stay_in_use_at_the_prefill_worker_until_they_are_read():
     """Also when the request is cancelled meanwhile: the bytes may still be moving."""
     async with cluster(transfer=GET) as shared:
         prefill, decode, client = await shared.pair()
-        perform, may_read, begun = decode.transport._perform, threading.Event(), threading.Event()
+        may_read, begun = threading.Event(), threading.Event()
 
-        def held(post: object) -> str | None:
+        def held(post: Post) -> None:
             if post.op is TransferOp.READ:
                 begun.set()
                 assert may_read.wait(PATIENCE_S)
-            return perform(post)
 
-        decode.transport._perform = held
+        decode.transport.before.append(held)
         client.send("r", prompt(300))
         assert await asyncio.to_thread(begun.wait, PATIENCE_S)
         client.abort("r")
-        await shared.until(lambda: decode.worker._decode.num_requests == 0)
+        await shared.until(lambda: decode.worker.inspect().num_requests == 0)
         assert prefill.core.pool.num_free < prefill.core.pool.num_blocks
         assert decode.core.pool.num_free < decode.core.pool.num_blocks
         may_read.set()
@@ -110,13 +110,15 @@ async def test_blocks_stay_in_use_at_the_prefill_worker_until_they_are_read():
 async def test_a_prefill_worker_that_dies_before_the_read():
     async with cluster(lease_ttl_s=1.0, transfer=GET) as shared:
         prefill, decode, client = await shared.pair()
-        load, go_on = decode.worker._memory._load, asyncio.Event()
+        discovery, go_on = decode.control.discovery, asyncio.Event()
+        get = discovery.get
 
-        async def late(worker_id: str):
-            await go_on.wait()
-            return await load(worker_id)
+        async def late(key: str):
+            if prefill.id in key:
+                await go_on.wait()
+            return await get(key)
 
-        decode.worker._memory._load = late
+        discovery.get = late
         client.send("r", prompt(300))
         await shared.until(lambda: decode.ledger.counters.num_granted == 1 and prefill.outgoing.num_active == 1)
         await shared.until(lambda: any(h.is_touched for h in decode.ledger.handoffs.values()))

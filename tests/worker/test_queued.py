@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from kvrelay.config import DisaggConfig
@@ -63,7 +65,8 @@ class Pushing:
         for number in numbers:
             handoff_id = HandoffId("d", number)
             prefill = RemotePrefillRequest(handoff_id, "d", f"r{number}", (1, 2), 0, SamplingParams(), (), 0)
-            await self.queued._push(prefill)
+            self.queued.push(prefill)
+            await asyncio.sleep(0)  # the queue answers, or fails, in the first turn of the push
 
 
 async def test_only_one_request_at_a_time_waits_for_a_queue_that_does_not_answer() -> None:

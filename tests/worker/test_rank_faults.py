@@ -12,13 +12,13 @@ import pytest
 from tests.worker.cluster import LOOPBACK, Client, Cluster, Node, cluster
 
 from kvrelay import LLM, SamplingParams
-from kvrelay.config import EngineConfig, RunnerConfig
-from kvrelay.core.workers import WorkerRole
+from kvrelay.config import EngineConfig, RunnerConfig, WorkerRole
 from kvrelay.data import bundled_checkpoint_path
 from kvrelay.engine.step import Executor
 from kvrelay.errors import EngineDeadError
 from kvrelay.executors.torch import build_executor
-from kvrelay.transfer.values import TransferPlan
+from kvrelay.transfer.base import Post
+from kvrelay.transfer.values import Pieces
 
 pytestmark = pytest.mark.slow
 
@@ -71,22 +71,21 @@ async def test_lost_writes_of_one_rank_are_found_and_computed_again(expected: li
     async with cluster(transfer=CHECKED) as shared:
         prefill, decode, client = await pair_of(shared, 1, 2)
         layout = decode.core.executor.kv_layout
-        perform, part = prefill.transport._perform, layout.of_rank.block_bytes
+        part = layout.of_rank.block_bytes
 
-        def of_first_rank(plan: TransferPlan) -> TransferPlan:
+        def of_first_rank(plan: Pieces) -> Pieces:
             kept = plan.remote_offsets // part % layout.num_ranks == 0
-            return TransferPlan(plan.local_offsets[kept], plan.remote_offsets[kept], plan.lengths[kept])
+            return Pieces(plan.local_offsets[kept], plan.remote_offsets[kept], plan.lengths[kept])
 
-        def lossy(post: object) -> str | None:
-            post.plan = of_first_rank(post.plan)
-            return perform(post)
+        def lossy(post: Post) -> None:
+            post.pieces = of_first_rank(post.pieces)
 
-        prefill.transport._perform = lossy
+        prefill.transport.before.append(lossy)
         client.send("r", PROMPT, ignore_eos=True)
         assert await client.answer("r") == expected
         assert decode.worker.stats().decode.num_kv_checksum_mismatches == 1
         assert decode.worker.stats().decode.num_remote_done == 0
-        prefill.transport._perform = perform
+        prefill.transport.before.remove(lossy)
         again = tuple(reversed(PROMPT))
         client.send("again", again, ignore_eos=True)
         await client.answer("again")

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from tests.worker.cluster import VOCAB_SIZE, cluster, prompt
 
+from kvrelay.config import WorkerRole
 from kvrelay.core.messages import GenerateRequest, RequestRefused
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.status import RefusalKind
-from kvrelay.core.workers import WorkerRole
 from kvrelay.errors import (
     EngineDeadError,
     InvalidInputError,
@@ -72,10 +72,10 @@ async def test_a_worker_tells_and_counts_why_it_refuses():
         client.connection.send(GenerateRequest("gone", "worker-of-before", prompt(8), SamplingParams(max_tokens=1)))
         client.send("invalid", (VOCAB_SIZE,))
         await client.until(lambda: len(client.refused) == 2)
-        node.worker._decode.accepting = False
+        node.worker.decode.accepting = False
         client.send("draining", prompt(8))
         await client.until(lambda: len(client.refused) == 3)
-        node.worker._decode.accepting = True
+        node.worker.decode.accepting = True
         kinds = {name: refusal.kind for name, refusal in client.refused.items()}
         assert kinds == {"gone": RefusalKind.GONE, "invalid": RefusalKind.INVALID, "draining": RefusalKind.DRAINING}
         counts = (await node.status())["refusals"]

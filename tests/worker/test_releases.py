@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 
+import msgspec
 import pytest
 from tests.patience import PATIENCE_S
-from tests.worker.cluster import cluster, expected, prompt
+from tests.worker.cluster import VOCAB_SIZE, cluster, expected, prompt
 
+from kvrelay.config import WorkerRole
 from kvrelay.control import redelivery
-from kvrelay.core.workers import WorkerRole
+from kvrelay.control.nats.prefill_queue import NatsPrefillDelivery
 from kvrelay.errors import ControlUnavailableError, PayloadTooLargeError, TransferError, WorkerUnavailableError
+from kvrelay.executors.mock import MockExecutor
 from kvrelay.handoff.base import RefusalReason
 from kvrelay.handoff.messages import HandoffClaim, HandoffGrant
 from kvrelay.worker.prefill import pulling as prefill_side
@@ -25,7 +28,7 @@ async def test_a_broken_connection_costs_no_blocks_and_no_drain():
         shared.fabric.faults.delay_polls = STUCK
         client.send("r", prompt(600))
         await shared.until(lambda: prefill.worker.stats().transfer.num_unfinished > 0)
-        decode.server.drop(decode.ledger.connections[prefill.id])
+        decode.server.disconnect(decode.ledger.connections[prefill.id])
         assert await client.answer("r") == expected(prompt(600), 8)
         # Both live: nobody's lease ends, so only a release over a new connection can do this.
         await shared.until(lambda: decode.ledger.num_grants == 0)
@@ -45,7 +48,7 @@ async def test_a_release_waits_until_the_decode_worker_can_be_reached():
         client.send("r", prompt(600))
         await shared.until(lambda: prefill.worker.stats().transfer.num_unfinished > 0)
         shared.network.unlisten(decode.server)
-        decode.server.drop(decode.ledger.connections[prefill.id])
+        decode.server.disconnect(decode.ledger.connections[prefill.id])
         assert await client.answer("r") == expected(prompt(600), 8)
         await shared.until(lambda: prefill.outgoing.num_unacknowledged == 1)
         assert decode.ledger.num_grants == 1
@@ -63,12 +66,12 @@ async def test_an_entry_goes_to_a_prefill_worker_that_can_reach_the_decode_worke
         astray, decode, client = await shared.pair()
         shared.connectors[astray.id] = cannot_connect
         other = await shared.join(WorkerRole.PREFILL)
-        other.worker._prefill.stop()
+        other.worker.prefill.stop()
         await shared.until(lambda: len(decode.worker.inspect().peers.prefill) == 2)
         client.send("r", prompt(600))
         await shared.until(lambda: astray.worker.stats().prefill.num_returned > 0)
-        astray.worker._prefill.stop()
-        other.worker._prefill.start()
+        astray.worker.prefill.stop()
+        other.worker.prefill.start()
         assert await client.answer("r") == expected(prompt(600), 8)
         assert decode.worker.stats().decode.num_remote_done == 1
         assert astray.outgoing.num_unacknowledged == 0
@@ -128,21 +131,10 @@ async def test_an_entry_whose_claim_may_have_arrived_does_not_go_back():
         assert prefill.worker.stats().prefill.num_returned == 0
 
 
-async def test_the_owner_of_an_expired_entry_hears_at_once_and_computes_it():
+async def test_the_owner_of_an_expired_entry_hears_at_once_and_computes_it(monkeypatch):
     async with cluster(remote_prefill_timeout_s=PATIENCE_S) as shared:
         prefill, decode, client = await shared.pair()
-        queue = prefill.worker._prefill._queue
-
-        class Late:
-            async def pull(self, kv_compatibility, timeout_s):
-                delivery = await queue.pull(kv_compatibility, timeout_s)
-                if delivery is not None:
-                    delivery._is_expired = True
-                return delivery
-
-        prefill.worker._prefill.stop()
-        prefill.worker._prefill._queue = Late()
-        prefill.worker._prefill.start()
+        monkeypatch.setattr(NatsPrefillDelivery, "is_expired", True)
         client.send("r", prompt(600))
         assert await client.answer("r") == expected(prompt(600), 8)
         assert decode.worker.stats().decode.num_remote_done == 0
@@ -224,7 +216,7 @@ async def test_what_cannot_be_queued_is_computed_here_at_once(error):
 async def test_what_the_prefill_worker_cannot_do_is_computed_here_at_once(fault, caplog):
     async with cluster() as shared:
         prefill, decode, client = await shared.pair()
-        side = prefill.worker._prefill
+        push = decode.control.prefill_queue.push
 
         def unreachable(metadata):
             raise TransferError("cannot be reached") if fault == "transfer" else RuntimeError("a defect")
@@ -232,7 +224,7 @@ async def test_what_the_prefill_worker_cannot_do_is_computed_here_at_once(fault,
         if fault in ("transfer", "defect"):
             prefill.transport.add_peer = unreachable
         elif fault == "model":
-            side._model = "another"
+            decode.control.prefill_queue.push = lambda request: push(msgspec.structs.replace(request, model="another"))
         else:
             decode.ledger.rules = replace(decode.ledger.rules, kv_compatibility="another")
         client.send("r", prompt(600))
@@ -245,10 +237,15 @@ async def test_what_the_prefill_worker_cannot_do_is_computed_here_at_once(fault,
 async def test_a_worker_of_another_kind_leaves_our_entries_alone():
     async with cluster() as shared:
         prefill, _, client = await shared.pair()
-        other = await shared.join(WorkerRole.PREFILL)
-        await other.worker._prefill.drain()
-        other.worker._prefill._kv_compatibility = "0000000000000000"
-        other.worker._prefill.start()
+
+        class OtherWeights(MockExecutor):
+            weights_fingerprint = "another"
+
+        def build(config):
+            return OtherWeights(config, shared.mock, vocab_size=VOCAB_SIZE, max_model_len=4096)
+
+        other = await shared.join(WorkerRole.PREFILL, build)
+        assert other.worker.inspect().kv_compatibility != prefill.worker.inspect().kv_compatibility
         for number in range(6):
             client.send(f"r{number}", prompt(600, number))
         for number in range(6):
@@ -260,8 +257,8 @@ async def test_two_first_hand_offs_meet_their_decode_worker_once():
     async with cluster() as shared:
         prefill, decode, client = await shared.pair()
         added = []
-        add_peer = prefill.worker._transfer.add_peer
-        prefill.worker._transfer.add_peer = lambda metadata: added.append(metadata.worker_id) or add_peer(metadata)
+        add_peer = prefill.transport.add_peer
+        prefill.transport.add_peer = lambda metadata: added.append(metadata.worker_id) or add_peer(metadata)
         client.send("r1", prompt(1000))
         client.send("r2", prompt(1000, 5))
         assert await client.answer("r1") == expected(prompt(1000), 8)
@@ -277,11 +274,12 @@ async def test_the_load_goes_down_without_a_step():
         shared.fabric.faults.delay_polls = STUCK
         client.send("r", prompt(600))
         await shared.until(lambda: prefill.worker.stats().transfer.num_unfinished > 0)
-        await shared.until(lambda: decode.worker._publisher._load.kv_active_blocks > 0)
+        loads = await client.loads(decode)
+        await shared.until(lambda: loads and loads[-1].kv_active_blocks > 0)
         client.abort("r")
         shared.fabric.faults.delay_polls = 0
-        prefill.worker._transfer.fail_all("enough")
-        await shared.until(lambda: decode.worker._publisher._load.kv_active_blocks == 0)
+        prefill.worker.transfer.fail_all("enough")
+        await shared.until(lambda: loads[-1].kv_active_blocks == 0)
 
 
 async def test_an_unexpected_error_at_admission_is_answered():

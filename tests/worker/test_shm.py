@@ -21,8 +21,8 @@ class HeldCopy:
     """The transport's own copy, held between two pieces (or in front of a single one): as SIGSTOP would."""
 
     def __init__(self, transport: ShmTransport) -> None:
-        self._copy = transport._copy
-        transport._copy = self
+        self._copy = transport.copy
+        transport.copy = self
         self.is_held, self.go_on = threading.Event(), threading.Event()
 
     def __call__(self, write_at, write_offsets, read_at, read_offsets, lengths) -> None:
@@ -52,7 +52,7 @@ async def test_blocks_under_a_copy_that_is_stopped_stay_quarantined_beyond_every
         await expire_lease(prefill)
         await shared.until(lambda: len(decode.worker.inspect().peers.held_ends) == 1)
         # A stopped process is silent, which ends its connections; the request is computed here.
-        for peer in [peer for peer in decode.server._clients if prefill.id in decode.server.identity(peer)]:
+        for peer in [peer for peer in decode.server.peers if prefill.id in decode.server.identity(peer)]:
             decode.server.drop(peer)
         assert await client.answer("r") == expected(prompt(900), 8)
         # Three times as long as the time after which a worker that cannot be asked is fenced.

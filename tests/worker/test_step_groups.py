@@ -62,9 +62,9 @@ class Rank:
 
     def start(self) -> None:
         self.group.ready(self.executor)
-        self.thread.start(self._take, self.dead.append)
+        self.thread.start(self.take, self.dead.append)
 
-    def _take(self, step: StepOutput) -> None:
+    def take(self, step: StepOutput) -> None:
         for output in step.outputs:
             self.tokens.setdefault(output.request_id, []).extend(output.token_ids)
 
@@ -137,7 +137,7 @@ async def test_a_closed_rank_steps_on_for_the_others(carrier: str, tmp_path: Pat
     with formed(carrier, tmp_path, lookahead=LOOKAHEAD) as members:
         ranks = await start_all(members)
         closing = asyncio.create_task(asyncio.to_thread(ranks[1].thread.close, PATIENCE_S))
-        await eventually(lambda: ranks[1].group._has_left)
+        await eventually(lambda: ranks[1].group.has_left)
         ranks[0].add("a", [1, 2, 3], 30)
         await ranks[0].has("a", [1, 2, 3], 30)
         assert not closing.done()
@@ -155,7 +155,7 @@ async def test_a_lost_rank_ends_the_engines(carrier: str, is_busy: bool, tmp_pat
             ranks[0].add("a", [1, 2, 3], 200)
             await eventually(lambda: len(ranks[0].tokens.get("a", ())) > 3)
         ranks[2].group.close()
-        await eventually(lambda: all(rank.group._ended is not None for rank in ranks))
+        await eventually(lambda: all(rank.group.ended is not None for rank in ranks))
         # What the kernel does to the collective of a process that is gone.
         ranks[0].executor.meeting.abort()
         for rank in ranks[:2]:
@@ -175,7 +175,7 @@ async def test_every_rank_hears_why_one_has_failed(carrier: str, tmp_path: Path)
         ranks[1].executor.execute = fail
         ranks[1].add("a", [1, 2, 3], 200)
         # Then the failed engine's process ends, and with it the collective that the other rank may be in.
-        await eventually(lambda: ranks[0].group._ended is not None)
+        await eventually(lambda: ranks[0].group.ended is not None)
         ranks[0].executor.meeting.abort()
         await eventually(lambda: bool(ranks[0].dead and ranks[1].dead))
         assert "out of memory" in ranks[1].dead[0].message
@@ -200,7 +200,7 @@ async def test_ranks_of_a_dense_model_run_free(tmp_path: Path):
         ranks = [Rank(member, meeting) for member in members]
         await asyncio.gather(*(asyncio.to_thread(rank.group.ready, None) for rank in ranks))
         for rank in ranks:
-            rank.thread.start(rank._take, rank.dead.append)
+            rank.thread.start(rank.take, rank.dead.append)
         ranks[0].add("a", [1, 2, 3], 9)
         await ranks[0].has("a", [1, 2, 3], 9)
         assert [rank.executor.num_steps for rank in ranks] == [9, 0]

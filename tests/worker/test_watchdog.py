@@ -5,17 +5,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+from collections.abc import Callable
 
 import pytest
 from tests.worker.cluster import Node, cluster, expected, prompt
 
-from kvrelay.core.clock import ManualClock, MonotonicClock
-from kvrelay.core.event_codec import decode_load
-from kvrelay.core.events import LoadMetrics
-from kvrelay.core.sealing import unseal
-from kvrelay.core.workers import WorkerRole
+from kvrelay.config import WorkerRole
+from kvrelay.core.clock import Clock, ManualClock, MonotonicClock
 from kvrelay.engine.progress import Progress
 from kvrelay.errors import EngineHungError
+from kvrelay.worker import worker as worker_module
 from kvrelay.worker.watchdog import Watchdog
 
 WAIT_S = 20.0
@@ -63,13 +62,15 @@ def test_a_worker_that_does_not_leave_is_ended_by_force(leaves: bool) -> None:
         dump=lambda: None,
         end_process=lambda code: codes.append(code) or ended.set(),
     )
+    others = set(threading.enumerate())
     watchdog.start()
+    (thread,) = set(threading.enumerate()) - others
     assert told.wait(WAIT_S)
     if leaves:
-        watchdog._thread.join(WAIT_S)
+        thread.join(WAIT_S)
+        assert not thread.is_alive()
     else:
         assert ended.wait(WAIT_S)
-    assert not watchdog._thread.is_alive() or not leaves
     assert codes == ([] if leaves else [EngineHungError.exit_code])
 
 
@@ -87,21 +88,29 @@ def hang(node: Node) -> tuple[threading.Event, threading.Event]:
     return entered, go_on
 
 
-async def test_a_worker_whose_engine_hangs_leaves_and_its_frontends_hear_of_it() -> None:
+async def test_a_worker_whose_engine_hangs_leaves_and_its_frontends_hear_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = ManualClock()
+    watchdogs: list[Watchdog] = []
+
+    def manual(progress: Progress, timeout_s: float, on_hang: Callable[[EngineHungError], None], _: Clock) -> Watchdog:
+        """Without its thread: the test takes its ticks."""
+        watchdogs.append(Watchdog(progress, 10.0, on_hang, clock, dump=lambda: None, end_process=never))
+        watchdogs[-1].start = lambda: None  # type: ignore[method-assign]
+        return watchdogs[-1]
+
     async with cluster() as c:
-        node, other = await c.join(WorkerRole.BOTH), await c.join(WorkerRole.BOTH)
-        clock = ManualClock()
-        progress = node.engine.progress
-        progress._clock = clock
-        node.worker._watchdog = watchdog = Watchdog(
-            progress, 10.0, node.worker._shutdown.fail, clock, dump=lambda: None, end_process=never
-        )
+        with monkeypatch.context() as patch:
+            patch.setattr(worker_module, "Watchdog", manual)
+            node = await c.join(WorkerRole.BOTH)
+        other = await c.join(WorkerRole.BOTH)
+        (watchdog,) = watchdogs
         client, spared = await c.client(node), await c.client(other)
         losses: list[str] = []
         client.connection.on_disconnect(lambda: losses.append("lost"))
         entered, go_on = hang(node)
         client.send("a", prompt(20))
         assert await asyncio.to_thread(entered.wait, WAIT_S)
+        assert not watchdog.tick()  # sees the turn for the first time
         for _ in range(5):
             clock.advance(1.0)
             assert not watchdog.tick()
@@ -115,7 +124,7 @@ async def test_a_worker_whose_engine_hangs_leaves_and_its_frontends_hear_of_it()
         error = await c.gone(node)
         assert isinstance(error, EngineHungError)
         assert losses == ["lost"]
-        listed = await other.control.discovery.list(node.worker._keys.workers)
+        listed = await other.control.discovery.list("kvrelay/default/workers/")
         assert [key.rsplit("/", 1)[1] for key in listed] == [other.id]
         spared.send("b", prompt(20))
         assert await spared.answer("b") == expected(prompt(20), 8)
@@ -126,12 +135,8 @@ async def test_a_worker_whose_engine_hangs_leaves_and_its_frontends_hear_of_it()
 async def test_load_samples_say_how_long_the_step_has_been_running() -> None:
     async with cluster() as c:
         node = await c.join(WorkerRole.BOTH)
-        samples: list[LoadMetrics] = []
-        await node.control.events.subscribe(
-            node.worker._keys.load_metrics,
-            lambda subject, data: samples.append(decode_load(unseal(node.worker._secret, subject, data))),
-        )
         client = await c.client(node)
+        samples = await client.loads(node)
         entered, go_on = hang(node)
         client.send("a", prompt(20))
         assert await asyncio.to_thread(entered.wait, WAIT_S)

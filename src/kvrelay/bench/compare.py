@@ -26,18 +26,12 @@ import click
 from kvrelay.bench.cases import Case, CaseTimes, check_names, running, turns_of
 from kvrelay.bench.client.connection import Target
 from kvrelay.bench.errors import BenchError
-from kvrelay.bench.load.mix import ClassSpec, Dataset, DatasetKind
-from kvrelay.bench.load.request import Length
-from kvrelay.bench.progress import ProgressBar
 from kvrelay.bench.report.files import print_result
-from kvrelay.bench.report.metrics import LoadReport, figure
-from kvrelay.bench.report.records import INTERRUPTED
-from kvrelay.bench.report.table import number, table
-from kvrelay.bench.serving import RunOptions, ServeRun, require_success, run_serve
+from kvrelay.bench.report.metrics import INTERRUPTED
+from kvrelay.bench.report.table import Row
 from kvrelay.cli.processes import run_async
 from kvrelay.errors import InvalidInputError
 
-Row = dict[str, Any]
 Measure = Callable[[Target, Row], Awaitable[Row]]
 """From the server and the labels of a row to its figures. May set "error"; may raise BenchError."""
 Reduce = Callable[[list[Any]], Any]
@@ -134,22 +128,6 @@ def summarise(
     return found
 
 
-def results_table(rows: Sequence[Row], columns: Mapping[str, str], *, left: int = 1, markdown: bool = False) -> str:
-    """``columns``: heading to figure, as "name", "name:format", or "name:ms" with a format after it or without, for
-    seconds that are shown as milliseconds."""
-
-    def cell(row: Row, column: str) -> str:
-        name, _, spec = column.partition(":")
-        value = row.get(name)
-        if isinstance(value, str):
-            return value
-        return number(value, spec[2:] or ".1f", 1e3) if spec.startswith("ms") else number(value, spec or "g")
-
-    return table(
-        list(columns), [[cell(row, at) for at in columns.values()] for row in rows], left=left, markdown=markdown
-    )
-
-
 def finish(report: object, text: str, rows: Sequence[Row], as_json: bool) -> None:
     """Print the report. Raises BenchError if a turn has failed."""
     print_result(report, text, as_json)
@@ -159,44 +137,3 @@ def finish(report: object, text: str, rows: Sequence[Row], as_json: bool) -> Non
 
 
 # -- loads ------------------------------------------------------------------------------------------------------------
-
-
-def fixed_load(
-    name: str,
-    prompt: int,
-    output: int,
-    *,
-    vocab_size: int = 512,
-    prefix: tuple[int, int, int] | None = None,
-    **arrivals: Any,
-) -> ClassSpec:
-    """Random prompts and answers of fixed lengths in tokens. ``prefix``: groups, prompts of each, and the tokens that
-    they share before ``prompt`` own ones. ``arrivals``: as in ClassSpec."""
-    groups, per_group, system = prefix or (1, 1, 1)
-    dataset = Dataset(
-        DatasetKind.SHARED_PREFIX if prefix else DatasetKind.RANDOM,
-        prompt=Length("fixed", prompt),
-        output=Length("fixed", output),
-        groups=groups,
-        per_group=per_group,
-        system=Length("fixed", system),
-        vocab_size=vocab_size,
-    )
-    return ClassSpec(name, dataset, **arrivals)
-
-
-async def send(target: Target, *classes: ClassSpec, **options: Any) -> ServeRun:
-    """One run without a progress bar; ``options`` as in RunOptions. Raises BenchError."""
-    return await run_serve(RunOptions(target, classes, retokenize=False, **options), ProgressBar(None))
-
-
-async def measure_load(target: Target, spec: ClassSpec, **options: Any) -> LoadReport:
-    """The figures of one load. Raises BenchError if no request succeeded."""
-    report = (await send(target, spec, **options)).report
-    require_success(report)
-    return report.total
-
-
-def figures(load: LoadReport, names: Mapping[str, str]) -> dict[str, float]:
-    """The load's figures under other names; a missing figure is 0."""
-    return {name: figure(load, path) or 0.0 for name, path in names.items()}

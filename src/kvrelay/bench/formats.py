@@ -40,7 +40,7 @@ class FileFormat(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class ChatTurn:
     """One message. ``role`` is user, assistant or system, or another value of the file."""
 
     role: str
@@ -51,7 +51,7 @@ class Turn:
 class Conversation:
     """The turns of a conversation, in order."""
 
-    turns: tuple[Turn, ...]
+    turns: tuple[ChatTurn, ...]
 
     def text(self, *, first_turn_only: bool = False) -> str:
         """The turns' contents, joined by line ends; with ``first_turn_only`` up to the first user turn."""
@@ -79,8 +79,8 @@ class _ShareTurn(msgspec.Struct):
 class _ShareItem(msgspec.Struct):
     conversations: list[_ShareTurn]
 
-    def turns(self) -> list[Turn]:
-        return [Turn(_ROLES.get(turn.role, turn.role), turn.value or "") for turn in self.conversations]
+    def turns(self) -> list[ChatTurn]:
+        return [ChatTurn(_ROLES.get(turn.role, turn.role), turn.value or "") for turn in self.conversations]
 
 
 class _DollyItem(msgspec.Struct):
@@ -88,9 +88,9 @@ class _DollyItem(msgspec.Struct):
     response: str
     context: str = ""
 
-    def turns(self) -> list[Turn]:
+    def turns(self) -> list[ChatTurn]:
         question = f"{self.instruction}\n{self.context}" if self.context else self.instruction
-        return [Turn("user", question), Turn("assistant", self.response)]
+        return [ChatTurn("user", question), ChatTurn("assistant", self.response)]
 
 
 class _Part(msgspec.Struct):
@@ -105,11 +105,11 @@ class _Message(msgspec.Struct):
 class _MessagesItem(msgspec.Struct):
     messages: list[_Message]
 
-    def turns(self) -> list[Turn]:
+    def turns(self) -> list[ChatTurn]:
         return [
-            Turn(message.role, message.content or "")
+            ChatTurn(message.role, message.content or "")
             if not isinstance(message.content, list)
-            else Turn(message.role, "".join(part.text for part in message.content))
+            else ChatTurn(message.role, "".join(part.text for part in message.content))
             for message in self.messages
         ]
 
@@ -145,7 +145,7 @@ def detect_format(path: Path) -> FileFormat:
 def read_conversations(path: Path, fmt: FileFormat = FileFormat.AUTO) -> Iterator[Conversation]:
     """The file's conversations. An empty file, or one of another format, raises InvalidInputError."""
     fmt = detect_format(path) if fmt is FileFormat.AUTO else fmt
-    readers: dict[FileFormat, Callable[[Path], Iterator[list[Turn]]]] = {
+    readers: dict[FileFormat, Callable[[Path], Iterator[list[ChatTurn]]]] = {
         FileFormat.SHAREGPT: _read_sharegpt,
         FileFormat.LMSYS: _read_lmsys,
         FileFormat.DOLLY: lambda path: (item.turns() for item in json_lines(path, _DollyItem)),
@@ -179,7 +179,7 @@ def json_lines(path: Path, item: type[_T]) -> Iterator[_T]:
                     raise InvalidInputError(f"{path}:{number}: {exc}") from exc
 
 
-def _read_sharegpt(path: Path) -> Iterator[list[Turn]]:
+def _read_sharegpt(path: Path) -> Iterator[list[ChatTurn]]:
     with _opened(path) as lines:
         is_array = next((line for line in lines if line.strip()), b"").lstrip().startswith(b"[")
     if not is_array:
@@ -190,7 +190,7 @@ def _read_sharegpt(path: Path) -> Iterator[list[Turn]]:
         raise InvalidInputError(f"{path}: not a ShareGPT file: {exc}") from exc
 
 
-def _read_lmsys(path: Path) -> Iterator[list[Turn]]:
+def _read_lmsys(path: Path) -> Iterator[list[ChatTurn]]:
     try:
         from pyarrow import ArrowException
         from pyarrow.parquet import ParquetFile
@@ -207,14 +207,14 @@ def _read_lmsys(path: Path) -> Iterator[list[Turn]]:
         raise InvalidInputError(f"{path}: not a parquet file of conversations: {exc}") from exc
 
 
-def _read_text(path: Path) -> Iterator[list[Turn]]:
+def _read_text(path: Path) -> Iterator[list[ChatTurn]]:
     with _opened(path) as lines:
         for number, line in enumerate(lines, 1):
             try:
                 text = line.decode().rstrip("\r\n")
             except UnicodeDecodeError as exc:
                 raise InvalidInputError(f"{path}:{number}: not UTF-8 text") from exc
-            yield [Turn("user", text)] if text else []
+            yield [ChatTurn("user", text)] if text else []
 
 
 def _read_mooncake(path: Path) -> Iterator[TraceRecord]:

@@ -9,11 +9,11 @@ from typing import Any
 
 from kvrelay.bench.client.connection import Target
 from kvrelay.bench.client.driver import RunLimits
-from kvrelay.bench.client.payload import BodyOptions, Endpoint, parse_extra
+from kvrelay.bench.client.stream import BodyOptions, StreamEndpoint, parse_extra
 from kvrelay.bench.commands.options import command_line
 from kvrelay.bench.load.mix import ClassSpec, Dataset, DatasetKind, parse_mix
 from kvrelay.bench.load.request import parse_length
-from kvrelay.bench.report.records import parse_slo
+from kvrelay.bench.report.metrics import parse_slo
 from kvrelay.bench.serving import RunOptions
 from kvrelay.errors import InvalidInputError
 
@@ -82,7 +82,7 @@ def run_options(
         model=given["model"],
         body=BodyOptions(
             model="",
-            endpoint=Endpoint.CHAT if given["endpoint"] == "chat" else Endpoint.COMPLETIONS,
+            endpoint=StreamEndpoint.CHAT if given["endpoint"] == "chat" else StreamEndpoint.COMPLETIONS,
             temperature=given["temperature"],
             ignore_eos=not given["stop_at_eos"],
             plain=given["plain"],

@@ -12,14 +12,14 @@ from typing import Any
 
 from kvrelay.bench.cases import Case, CaseTimes, parse_case
 from kvrelay.bench.client.connection import Target
-from kvrelay.bench.compare import FAILED, Reduce, Row, finish, results_table, serve_case, summarise, take_turns
+from kvrelay.bench.compare import FAILED, Reduce, finish, serve_case, summarise, take_turns
 from kvrelay.bench.given import ANY_TARGET, run_options
 from kvrelay.bench.load.mix import ClassSpec, Dataset, parse_mix
 from kvrelay.bench.progress import progress_bar
 from kvrelay.bench.report.files import write_result
-from kvrelay.bench.report.metrics import ServeReport, figure
+from kvrelay.bench.report.metrics import INTERRUPTED, ServeReport, figure
 from kvrelay.bench.report.plots import new_figure, plot_beside, save_figure
-from kvrelay.bench.report.records import INTERRUPTED
+from kvrelay.bench.report.table import Row, results_table
 from kvrelay.bench.serving import RunOptions, run_serve
 from kvrelay.errors import InvalidInputError
 

@@ -12,15 +12,22 @@ from pathlib import Path
 
 from kvrelay.bench.client.connection import ConnectionPool, Target
 from kvrelay.bench.client.driver import LoadDriver, RunLimits, warm_up
-from kvrelay.bench.client.payload import BodyOptions, Endpoint
 from kvrelay.bench.client.service import count_tokens, detokenize, first_model
+from kvrelay.bench.client.stream import BodyOptions, StreamEndpoint
 from kvrelay.bench.errors import BadResponseError, BenchError
 from kvrelay.bench.load.mix import ClassSpec, DatasetKind, build_class
-from kvrelay.bench.load.request import LoadClass, LoadRequest
-from kvrelay.bench.load.tokens import LocalTokenizer
+from kvrelay.bench.load.request import LoadClass, LoadRequest, LocalTokenizer
 from kvrelay.bench.progress import ProgressBar
-from kvrelay.bench.report.metrics import OfferedLoad, RunInfo, ServeReport, serve_report
-from kvrelay.bench.report.records import Outcome, RequestRecord, RunResult, Slo
+from kvrelay.bench.report.metrics import (
+    OfferedLoad,
+    Outcome,
+    RequestRecord,
+    RunInfo,
+    RunResult,
+    ServeReport,
+    Slo,
+    serve_report,
+)
 from kvrelay.errors import InvalidInputError
 
 _DEFAULT_BODY = BodyOptions(model="")
@@ -71,7 +78,7 @@ async def run_serve(options: RunOptions, bar: ProgressBar) -> ServeRun:
     try:
         body = replace(options.body, model=options.model or await first_model(pool))
         classes = [build_class(spec, options.seed) for spec in options.classes]
-        if body.endpoint is Endpoint.CHAT:
+        if body.endpoint is StreamEndpoint.CHAT:
             classes = [await _as_text(load, options, pool, body.model) for load in classes]
         await _warm(options, pool, body)
         started_at = datetime.now(UTC).isoformat(timespec="seconds")
@@ -93,7 +100,7 @@ async def _warm(options: RunOptions, pool: ConnectionPool, body: BodyOptions) ->
             dataset = replace(dataset, kind=DatasetKind.READABLE_PREFIX, path=None)
         load = build_class(replace(spec, dataset=dataset), options.seed + _WARM_SEED_SHIFT)
         load = replace(load, num_requests=options.warm_up)
-        if body.endpoint is Endpoint.CHAT:
+        if body.endpoint is StreamEndpoint.CHAT:
             load = await _as_text(load, options, pool, body.model)
         records = await warm_up(pool, body, load, options.warm_up, _WARM_CONCURRENCY)
         failed = [record for record in records if record.outcome is not Outcome.OK]

@@ -17,9 +17,8 @@ from kvrelay.bench.load.mix import ClassSpec
 from kvrelay.bench.load.request import check_rate
 from kvrelay.bench.progress import ProgressBar, progress_bar
 from kvrelay.bench.report.files import print_result, write_result
-from kvrelay.bench.report.metrics import ServeReport, figure
+from kvrelay.bench.report.metrics import INTERRUPTED, ServeReport, figure
 from kvrelay.bench.report.plots import new_figure, plot_beside, save_figure
-from kvrelay.bench.report.records import INTERRUPTED
 from kvrelay.bench.report.table import milliseconds, number, table
 from kvrelay.bench.serving import RunOptions, run_serve
 from kvrelay.cli.processes import run_async

@@ -20,79 +20,41 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvrelay.bench.layouts import LayoutRow, layout_rows, layouts_text
-from kvrelay.bench.report.table import table
+from kvrelay.bench.report.table import Row, results_table
 from kvrelay.config import TransferConfig
 from kvrelay.core.layout import KVLayout, MemoryRegion
 from kvrelay.core.workers import KvMetadata
 from kvrelay.errors import TransferError
 from kvrelay.transfer.base import Transport
 from kvrelay.transfer.factory import build_transport, pool_allocator, shared_memory
-from kvrelay.transfer.plan import EMPTY_PLAN, plan_blocks
+from kvrelay.transfer.pieces import NO_PIECES, block_pieces
 from kvrelay.transfer.thread import TransferThread
-from kvrelay.transfer.values import TransferOp, TransferPlan
+from kvrelay.transfer.values import Pieces, TransferOp
 
 DEFAULT_PIECE_BYTES = (4096, 16384, 65536, 262144, 1048576, 8388608)
-LAYOUT_BYTES = 16 << 20
-"""Of each pair of layouts: the KV of some thousand tokens, and no more than one post."""
 COMPATIBILITY = "benchmark"
 
 UInt8Array = npt.NDArray[np.uint8]
 START_TIMEOUT_S = 60.0
+_COLUMNS = {
+    "op": "op",
+    "placement": "placement",
+    "piece": "piece",
+    "pieces": "num_pieces:.0f",
+    "GB/s": "gb:.2f",
+    "us/piece": "us_per_piece:.2f",
+    "of memcpy": "of_memcpy:.0%",
+}
 
 
-class TransferRow(msgspec.Struct, frozen=True):
-    """Medians over the rounds. ``placement``: "ordered" pieces lie in order with gaps between them, "scattered" ones
-    anywhere in the peer's pool; each piece is a descriptor. ``of_memcpy``: the speed over that of a plain copy of as
-    many bytes, taken in turns with the rounds.
-    """
-
-    op: str
-    placement: str
-    piece_bytes: int
-    num_pieces: int
-    total_bytes: int
-    seconds: float
-    bytes_per_s: float
-    us_per_piece: float
-    of_memcpy: float
-
-
-class TransferBenchmark(msgspec.Struct, frozen=True):
-    """``memcpy_bytes_per_s``: a plain copy within one process. ``notify_s``: a notification alone, from submission to
-    completion here. ``plan_1000_blocks_s``: planning 1,000 scattered blocks."""
-
-    transport: str
-    ucx_tls: str
-    num_rounds: int
-    memcpy_bytes_per_s: float
-    notify_s: float
-    plan_1000_blocks_s: float
-    rows: tuple[TransferRow, ...]
-    layouts: tuple[LayoutRow, ...] = ()
-
-
-def transfer_text(result: TransferBenchmark) -> str:
+def transfer_text(result: Row) -> str:
     """The figures as a table."""
-    title = f"{result.transport} ({result.ucx_tls}); memcpy {result.memcpy_bytes_per_s / 1e9:.1f} GB/s"
-    rows = (
-        (
-            row.op,
-            row.placement,
-            f"{row.piece_bytes / 1024:g} KiB",
-            str(row.num_pieces),
-            f"{row.bytes_per_s / 1e9:.2f}",
-            f"{row.us_per_piece:.2f}",
-            f"{row.of_memcpy:.0%}",
-        )
-        for row in result.rows
+    title = f"{result['transport']} ({result['ucx_tls']}); memcpy {result['memcpy_bytes_per_s'] / 1e9:.1f} GB/s"
+    shown = (
+        {**row, "piece": f"{row['piece_bytes'] / 1024:g} KiB", "gb": row["bytes_per_s"] / 1e9} for row in result["rows"]
     )
-    layouts = f"\n\n{layouts_text(result.layouts)}" if result.layouts else ""
-    notify = f"an empty notification takes {result.notify_s * 1e6:.0f} us"
-    return (
-        f"{title}\n\n{table(('op', 'placement', 'piece', 'pieces', 'GB/s', 'us/piece', 'of memcpy'), rows)}\n\n{notify}"
-        f"{layouts}"
-    )
+    notify = f"an empty notification takes {result['notify_s'] * 1e6:.0f} us"
+    return f"{title}\n\n{results_table(list(shown), _COLUMNS)}\n\n{notify}"
 
 
 def run_transfer_benchmark(
@@ -101,8 +63,11 @@ def run_transfer_benchmark(
     piece_bytes: Sequence[int] = DEFAULT_PIECE_BYTES,
     total_bytes: int = 64 * 1024 * 1024,
     num_rounds: int = 7,
-) -> TransferBenchmark:
+) -> Row:
     """Reads and writes of ``total_bytes`` in pieces of each size, ``num_rounds`` times. Raises TransferError.
+
+    ``memcpy_bytes_per_s``: a plain copy within one process. ``notify_s``: a notification alone, from submission to
+    completion here. ``plan_1000_blocks_s``: planning 1,000 scattered blocks.
 
     Takes 6 * ``total_bytes`` of memory, a third of it in the peer process.
     """
@@ -110,44 +75,28 @@ def run_transfer_benchmark(
     if max(piece_bytes) > total_bytes or min(piece_bytes) <= 0 or num_rounds < 1:
         raise TransferError("a benchmark needs at least one round, and pieces that fit into the total")
     plain = _touched(2 * total_bytes)
-    with _moving(config, "benchmark-parent", 2 * total_bytes) as (transport, thread):
-        _move(thread, TransferOp.WRITE, _plan(total_bytes, max(piece_bytes)), b"warm-up")
-        rows = tuple(
+    with moving(config, "benchmark-parent", 2 * total_bytes) as (_, thread):
+        move(thread, TransferOp.WRITE, spaced_pieces(total_bytes, max(piece_bytes)), b"warm-up")
+        rows = [
             _measure(thread, op, placement, size, total_bytes, num_rounds, plain)
             for op in (TransferOp.WRITE, TransferOp.READ)
             for placement in ("ordered", "scattered")
             for size in piece_bytes
-        )
-        layouts = layout_rows(
-            transport,
-            lambda op, plan: _move(thread, op, plan, None),
-            pool_bytes=2 * total_bytes,
-            total_bytes=min(total_bytes, LAYOUT_BYTES),
-            rounds=num_rounds,
-        )
-        notify = statistics.median(_move(thread, TransferOp.WRITE, EMPTY_PLAN, b"x") for _ in range(20))
-    return TransferBenchmark(
-        transport=config.transport,
-        ucx_tls=config.ucx_tls,
-        num_rounds=num_rounds,
-        memcpy_bytes_per_s=total_bytes / _median_s(num_rounds, _memcpy, plain),
-        notify_s=notify,
-        plan_1000_blocks_s=_time_plan(),
-        rows=rows,
-        layouts=tuple(layouts),
-    )
+        ]
+        notify = statistics.median(move(thread, TransferOp.WRITE, NO_PIECES, b"x") for _ in range(20))
+    return {
+        "transport": config.transport,
+        "ucx_tls": config.ucx_tls,
+        "num_rounds": num_rounds,
+        "memcpy_bytes_per_s": total_bytes / _median_s(num_rounds, _memcpy, plain),
+        "notify_s": notify,
+        "plan_1000_blocks_s": _time_pieces(),
+        "rows": rows,
+    }
 
 
 @contextmanager
-def mover(config: TransferConfig, total_bytes: int) -> Iterator[Callable[[int, int], float]]:
-    """Gives a function from (bytes of a piece, bytes in all) to the seconds of such a write to a peer process; at most
-    ``total_bytes``. Raises TransferError."""
-    with _moving(config, f"benchmark-{config.transport}-{config.send_type}", 2 * total_bytes) as (_, thread):
-        yield lambda piece_bytes, num_bytes: _move(thread, TransferOp.WRITE, _plan(num_bytes, piece_bytes), None)
-
-
-@contextmanager
-def _moving(config: TransferConfig, name: str, num_bytes: int) -> Iterator[tuple[Transport, TransferThread]]:
+def moving(config: TransferConfig, name: str, num_bytes: int) -> Iterator[tuple[Transport, TransferThread]]:
     """A pool here and one of the same size in a peer process, connected."""
     with pool_thread(config, name, num_bytes) as (transport, thread, region), _peer_process(config, num_bytes) as peer:
         thread.register(region, kv_compatibility=COMPATIBILITY).result(START_TIMEOUT_S)
@@ -183,29 +132,32 @@ def _measure(
     total_bytes: int,
     num_rounds: int,
     plain: UInt8Array,
-) -> TransferRow:
-    plan = _plan(total_bytes, piece_bytes)
+) -> Row:
+    """Medians over the rounds. ``placement``: "ordered" pieces lie in order with gaps between them, "scattered" ones
+    anywhere in the peer's pool; each piece is a descriptor. ``of_memcpy``: the speed over that of a plain copy of as
+    many bytes, taken in turns with the rounds."""
+    pieces = spaced_pieces(total_bytes, piece_bytes)
     if placement == "scattered":
-        plan = replace(plan, remote_offsets=np.random.default_rng(0).permutation(plan.remote_offsets))
+        pieces = replace(pieces, remote_offsets=np.random.default_rng(0).permutation(pieces.remote_offsets))
     moved, copied = [], []
     for _ in range(num_rounds):
-        moved.append(_move(thread, op, plan, None))
+        moved.append(move(thread, op, pieces, None))
         copied.append(_median_s(1, _memcpy, plain))
     seconds = statistics.median(moved)
-    return TransferRow(
-        op=op.value,
-        placement=placement,
-        piece_bytes=piece_bytes,
-        num_pieces=plan.num_pieces,
-        total_bytes=plan.num_bytes,
-        seconds=seconds,
-        bytes_per_s=plan.num_bytes / seconds,
-        us_per_piece=seconds / plan.num_pieces * 1e6,
-        of_memcpy=statistics.median(copied) / seconds * plan.num_bytes / (len(plain) // 2),
-    )
+    return {
+        "op": op.value,
+        "placement": placement,
+        "piece_bytes": piece_bytes,
+        "num_pieces": pieces.num_pieces,
+        "total_bytes": pieces.num_bytes,
+        "seconds": seconds,
+        "bytes_per_s": pieces.num_bytes / seconds,
+        "us_per_piece": seconds / pieces.num_pieces * 1e6,
+        "of_memcpy": statistics.median(copied) / seconds * pieces.num_bytes / (len(plain) // 2),
+    }
 
 
-def _move(thread: TransferThread, op: TransferOp, plan: TransferPlan, notify: bytes | None) -> float:
+def move(thread: TransferThread, op: TransferOp, pieces: Pieces, notify: bytes | None) -> float:
     """Seconds from submission to completion."""
     ended = threading.Event()
     errors: list[str | None] = []
@@ -215,7 +167,7 @@ def _move(thread: TransferThread, op: TransferOp, plan: TransferPlan, notify: by
         ended.set()
 
     begin = time.perf_counter()
-    thread.submit(op, "benchmark-peer", plan, notify, on_done=done)
+    thread.submit(op, "benchmark-peer", pieces, notify, on_done=done)
     ended.wait()
     seconds = time.perf_counter() - begin
     if errors[0] is not None:
@@ -223,10 +175,10 @@ def _move(thread: TransferThread, op: TransferOp, plan: TransferPlan, notify: by
     return seconds
 
 
-def _plan(total_bytes: int, piece_bytes: int) -> TransferPlan:
+def spaced_pieces(total_bytes: int, piece_bytes: int) -> Pieces:
     """``total_bytes`` in pieces with gaps of one piece between them."""
     offsets = np.arange(total_bytes // piece_bytes, dtype=np.int64) * (2 * piece_bytes)
-    return TransferPlan(offsets, offsets, np.full(len(offsets), piece_bytes, dtype=np.int64))
+    return Pieces(offsets, offsets, np.full(len(offsets), piece_bytes, dtype=np.int64))
 
 
 def _memcpy(plain: UInt8Array) -> None:
@@ -251,21 +203,16 @@ def _median_s(rounds: int, call: Callable[..., object], *arguments: object) -> f
     return statistics.median(seconds)
 
 
-def _time_plan() -> float:
+def _time_pieces() -> float:
     layout = KVLayout(num_layers=1, num_kv_heads=1, block_size=16, head_dim=64, dtype="bfloat16")
     rng = np.random.default_rng(0)
-    return _median_s(20, plan_blocks, layout, *(rng.permutation(4000)[:1000].tolist() for _ in range(2)))
+    return _median_s(20, block_pieces, layout, *(rng.permutation(4000)[:1000].tolist() for _ in range(2)))
 
 
 @contextmanager
 def _peer_process(config: TransferConfig, num_bytes: int) -> Iterator[KvMetadata]:
-    command = [
-        sys.executable,
-        "-m",
-        "kvrelay.bench.transfer",
-        str(num_bytes),
-        msgspec.json.encode(config).decode(),
-    ]
+    encoded = msgspec.json.encode(config).decode()
+    command = [sys.executable, "-m", "kvrelay.bench.transfer", str(num_bytes), encoded]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdin is not None
         assert process.stdout is not None

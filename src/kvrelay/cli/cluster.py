@@ -1,4 +1,5 @@
-"""Admin commands for a running cluster: status, drain, role, config. They find the workers in discovery."""
+"""Operators' commands for a running cluster. Status, drain, role and config find the workers in discovery; top asks a
+frontend."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 _NEGATIVE = re.compile(r"-\.?[0-9]")
 
 
-def _control(command: Command) -> Command:
+def cluster_options(command: Command) -> Command:
     """Options that say which cluster; without them it is the one that this user runs on this machine."""
     about = "Port or process id of a kvrelay serve of yours on this machine. Default: the only one."
     return settings_options(ControlConfig)(click.option("--cluster", help=about)(command))
@@ -35,11 +36,12 @@ def _settings(cluster: str | None, config_file: Path | None, flags: dict[str, ob
     given = SettingsSource((ControlConfig,), config_file, flags).build(ControlConfig)
     if given.control and cluster is None:
         return given
-    found = _found(cluster, flags)
+    found = found_cluster(cluster, flags)
     return replace(given, control=found.control, discovery=found.discovery, namespace=found.namespace)
 
 
-def _found(cluster: str | None, flags: dict[str, object]) -> RunningCluster:
+def found_cluster(cluster: str | None, flags: dict[str, object]) -> RunningCluster:
+    """The cluster that the options name. Raises ConfigError."""
     from kvrelay.launch.clusters import choose_cluster
 
     namespace = flags.get("namespace")
@@ -57,7 +59,7 @@ def _found(cluster: str | None, flags: dict[str, object]) -> RunningCluster:
 @click.option("--url", help="--explain: the frontend; default: that of the cluster that you run on this machine.")
 @click.option("--model", help="Model for --explain; default: the first one.")
 @click.option("--api-key", help="API key of the frontend for --explain; default: none.")
-@_control
+@cluster_options
 def status(
     as_json: bool,
     watch: bool,
@@ -82,7 +84,7 @@ def status(
     if asked is not None and (check or (prompt is not None and explain_tokens is not None)):
         raise click.UsageError("--explain, --explain-tokens and --check exclude each other")
     # The frontend answers --explain by itself.
-    frontend = (url or _found(cluster, flags).url) if asked is not None else ""
+    frontend = (url or found_cluster(cluster, flags).url) if asked is not None else ""
     control = _settings(cluster, config_file, flags) if asked is None else ControlConfig()
 
     async def show() -> None:
@@ -109,8 +111,30 @@ def status(
 
 
 @click.command(cls=GroupedCommand)
+@json_option
+@click.option("--once", is_flag=True, help="Show it once and end; default: every second until interrupted.")
+@click.option("--url", help="Frontend to ask; default: that of the cluster that you run on this machine.")
+@click.option(
+    "--cluster", help="Port or process id of a kvrelay serve of yours on this machine. Default: the only one."
+)
+@click.option("--namespace", help="Namespace of that cluster; default: any.")
+@click.option("--api-key", help="API key, or one of --metrics-keys-file; default: none.")
+def top(
+    as_json: bool, once: bool, url: str | None, cluster: str | None, namespace: str | None, api_key: str | None
+) -> None:
+    """Watch a cluster: workers, queues, KV, rates, the slowest requests. The same as the page at /ui.
+
+    Example: kvrelay top
+    """
+    from kvrelay.launch.top import watch
+
+    frontend = url or found_cluster(cluster, {"namespace": namespace}).url
+    run_async(watch(frontend, api_key, as_json=as_json, once=once))
+
+
+@click.command(cls=GroupedCommand)
 @click.argument("worker_id")
-@_control
+@cluster_options
 def drain(worker_id: str, cluster: str | None, config_file: Path | None, **flags: object) -> None:
     """Let WORKER_ID finish its requests, leave the cluster and exit.
 
@@ -124,7 +148,7 @@ def drain(worker_id: str, cluster: str | None, config_file: Path | None, **flags
 @click.command(cls=GroupedCommand)
 @click.argument("worker_id")
 @click.argument("new_role", type=click.Choice(["prefill", "decode", "both"]))
-@_control
+@cluster_options
 def role(worker_id: str, new_role: str, cluster: str | None, config_file: Path | None, **flags: object) -> None:
     """Drain WORKER_ID and let it continue as NEW_ROLE, without reloading weights.
 
@@ -145,7 +169,7 @@ def config() -> None:
 
 @config.command("get", cls=GroupedCommand)
 @click.argument("key", required=False)
-@_control
+@cluster_options
 def config_get(key: str | None, cluster: str | None, config_file: Path | None, **flags: object) -> None:
     """Show KEY, or all keys that are set.
 
@@ -170,7 +194,7 @@ class TakesNegativeNumbers(GroupedCommand):
 @config.command("set", cls=TakesNegativeNumbers)
 @click.argument("key")
 @click.argument("value")
-@_control
+@cluster_options
 def config_set(key: str, value: str, cluster: str | None, config_file: Path | None, **flags: object) -> None:
     """Set KEY to VALUE in every process at once.
 
@@ -185,7 +209,7 @@ def config_set(key: str, value: str, cluster: str | None, config_file: Path | No
 
 @config.command("unset", cls=GroupedCommand)
 @click.argument("key")
-@_control
+@cluster_options
 def config_unset(key: str, cluster: str | None, config_file: Path | None, **flags: object) -> None:
     """Let every process return to its own value of KEY.
 

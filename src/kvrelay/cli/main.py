@@ -28,6 +28,8 @@ COMMANDS = {
     "worker": ("kvrelay.cli.processes:worker", "Run a worker of a cluster."),
     "chat": ("kvrelay.cli.chat:chat", "Talk to a model in the terminal."),
     "status": ("kvrelay.cli.cluster:status", "Show a running cluster."),
+    "top": ("kvrelay.cli.cluster:top", "Watch a running cluster: workers, queues, KV, rates, slowest requests."),
+    "waterfall": ("kvrelay.cli.waterfall:waterfall", "Show where the time of a request went."),
     "drain": ("kvrelay.cli.cluster:drain", "Let a worker finish its work and leave."),
     "role": ("kvrelay.cli.cluster:role", "Change a worker's role."),
     "config": ("kvrelay.cli.cluster:config", "Read or change a setting of a running cluster."),

@@ -20,13 +20,13 @@ from kvrelay.cli.options import (
     served_name_option,
     settings_options,
 )
-from kvrelay.config import ControlConfig, DisaggConfig, FrontendConfig, RouterConfig, WorkerRole
+from kvrelay.config import ControlConfig, DisaggConfig, FrontendConfig, MetricsConfig, RouterConfig, WorkerRole
 from kvrelay.config.worker import WORKER_SECTIONS
 
 T = TypeVar("T")
 
 WORKER_SETTINGS = tuple(WORKER_SECTIONS.values())
-FRONTEND_SETTINGS = (FrontendConfig, RouterConfig, ControlConfig, DisaggConfig)
+FRONTEND_SETTINGS = (FrontendConfig, RouterConfig, ControlConfig, DisaggConfig, MetricsConfig)
 
 
 def run_async(coroutine: Coroutine[Any, Any, T]) -> T:
@@ -42,6 +42,8 @@ EVERYDAY_WORKER = (
     *("max_num_seqs", "max_num_batched_tokens", "max_model_len", "kv_cache_memory", "block_size", "dtype", "device"),
     *("num_threads", "tp", "pp", "dp", "ep", "transport", "ucx_tls", "ucx_net_devices", "disagg_policy", "config_file"),
 )
+WORKER_PORT = ("metrics_port", "metrics_host")
+"""A frontend has its own port."""
 EVERYDAY_FRONTEND = (
     *("host", "port", "api_key", "api_keys_file", "requests_per_minute", "tls_cert", "tls_key", "max_body_bytes"),
     *("max_waiting_requests", "request_timeout_s", "allowed_origins", "access_log", "tool_call_parser"),
@@ -87,7 +89,7 @@ def worker(
 
 
 @click.command(cls=GroupedCommand, everyday=EVERYDAY_FRONTEND)
-@settings_options(*FRONTEND_SETTINGS)
+@settings_options(*FRONTEND_SETTINGS, exclude=WORKER_PORT)
 def frontend(config_file: Path | None, **flags: object) -> None:
     """Run one frontend: the OpenAI API of a cluster.
 
@@ -102,5 +104,6 @@ def frontend(config_file: Path | None, **flags: object) -> None:
             source.build(RouterConfig),
             source.build(ControlConfig),
             source.build(DisaggConfig),
+            source.build(MetricsConfig),
         )
     )

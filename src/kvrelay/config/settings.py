@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal
 
+from kvrelay.config.otlp import collector_of
 from kvrelay.errors import ConfigError
 
 NO_STOCK_STAGING = (
@@ -308,9 +309,15 @@ class FrontendConfig(Settings):
         "Format of the model's reasoning, returned as reasoning and reasoning_content; none: it stays in the content.",
     )
     shutdown_timeout_s: float = setting(30.0, "Seconds that open requests may take after SIGTERM.", low=0)
+    otlp_endpoint: str = setting(
+        "",
+        "Collector of traces: grpc://HOST:4317 or http://HOST:4318/v1/traces; empty: as OTEL_EXPORTER_OTLP_ENDPOINT "
+        "says, if it is set.",
+    )
 
     def __post_init__(self) -> None:
         Settings.__post_init__(self)
+        collector_of(self.otlp_endpoint, {})
         if bool(self.tls_cert) != bool(self.tls_key):
             raise ConfigError("only one of tls_cert and tls_key is set: give both or none", param="tls_cert")
 
@@ -339,7 +346,7 @@ class KeyLimits(Settings):
 
 @dataclass(frozen=True, slots=True)
 class MetricsConfig(Settings):
-    """A worker's own HTTP port for monitoring: ``/metrics``, ``/health``, ``/live``."""
+    """Monitoring: a worker's own HTTP port for ``/metrics``, ``/health``, ``/live``, and marks of each request."""
 
     section: ClassVar[str] = "metrics"
 
@@ -350,7 +357,13 @@ class MetricsConfig(Settings):
         high=65535,
     )
     metrics_host: str = setting("127.0.0.1", "Address of the monitoring port.")
-    metrics_keys_file: str = setting("", "File of hashed API keys for /metrics; see kvrelay api-key.")
+    metrics_keys_file: str = setting(
+        "", "File of hashed API keys for a worker's /metrics and for all requests at /debug; see kvrelay api-key."
+    )
+    vllm_metric_names: bool = setting(False, "Metrics also under vLLM's names (vllm:*), where the meaning is the same.")
+    request_marks: bool = setting(
+        True, "Marks of each request's phases, shown by kvrelay waterfall and /debug/requests."
+    )
 
 
 @dataclass(frozen=True, slots=True)

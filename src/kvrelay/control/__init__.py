@@ -8,7 +8,6 @@ from kvrelay.config import ControlConfig
 from kvrelay.control.base import ControlPlane
 from kvrelay.control.credentials import require_credentials
 from kvrelay.control.redelivery import ack_wait_for_lease
-from kvrelay.core.clock import Clock, MonotonicClock
 from kvrelay.errors import ConfigError
 
 __all__ = ["connect_control"]
@@ -17,7 +16,7 @@ NAMESPACE = re.compile(r"[A-Za-z0-9_-]{1,64}")
 """Characters that are valid in keys, in subjects and in stream names."""
 
 
-async def connect_control(config: ControlConfig, clock: Clock | None = None) -> ControlPlane:
+async def connect_control(config: ControlConfig) -> ControlPlane:
     """Connect to ``config.control`` (``nats://`` or ``tls://``), and to ``config.discovery`` when it names etcd.
 
     Raises ConfigError for a URL with an unknown scheme or without credentials. Raises ControlUnavailableError if the
@@ -34,24 +33,23 @@ async def connect_control(config: ControlConfig, clock: Clock | None = None) -> 
     require_credentials(config)
     from kvrelay.control.nats.plane import NatsControlPlane
 
-    plane = await NatsControlPlane.connect(
-        config.control,
-        config.namespace,
-        config.connect_timeout_s,
-        clock or MonotonicClock(),
-        num_replicas=config.control_replicas,
-        ack_wait_s=ack_wait_for_lease(config.lease_ttl_s),
-    )
-    if not config.discovery:
-        return plane
-    from kvrelay.control.composed import ComposedControlPlane
-    from kvrelay.control.etcd import EtcdDiscovery
+    discovery = None
+    if config.discovery:
+        from kvrelay.control.etcd import EtcdDiscovery
 
-    try:
         discovery = await EtcdDiscovery.connect(
             config.discovery, namespace=config.namespace, connect_timeout_s=config.connect_timeout_s
         )
+    try:
+        return await NatsControlPlane.connect(
+            config.control,
+            config.namespace,
+            config.connect_timeout_s,
+            num_replicas=config.control_replicas,
+            ack_wait_s=ack_wait_for_lease(config.lease_ttl_s),
+            discovery=discovery,
+        )
     except BaseException:
-        await plane.close()
+        if discovery is not None:
+            await discovery.close()
         raise
-    return ComposedControlPlane(plane, discovery)

@@ -228,6 +228,10 @@ class Keys:
     def frontend(self, caller_id: str) -> str:
         return self.frontends + caller_id
 
+    def frontend_figures(self, caller_id: str) -> str:
+        """Request/reply between frontends: what one has counted (``frontend/cluster/frontends.py``)."""
+        return f"{self.subject_root}figures.{caller_id}"
+
     def operator(self, caller_id: str) -> str:
         return self.operators + caller_id
 
@@ -239,6 +243,10 @@ class Keys:
 
     def worker_load(self, worker_id: str) -> str:
         return f"{self.subject_root}load.{worker_id}"
+
+    def frontend_requests(self, caller_id: str) -> str:
+        """Request/reply: what a frontend can show of its requests."""
+        return f"{self.subject_root}requests.{caller_id}"
 
     def worker_replay(self, worker_id: str) -> str:
         """Request/reply: a first sequence number in, KvEventBatch frames out."""

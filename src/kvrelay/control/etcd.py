@@ -34,7 +34,7 @@ class EtcdDiscovery:
     """Contract: ``control.base.Discovery``. Made by ``connect``."""
 
     def __init__(self, channel: EtcdChannel) -> None:
-        self._channel = channel
+        self.channel = channel
         self._leases: list[EtcdLease] = []
         self._unleased = UnleasedEntries()
         self._connected = True
@@ -58,12 +58,12 @@ class EtcdDiscovery:
 
     def __repr__(self) -> str:
         state = "connected" if self.is_connected else "not connected"
-        return f"<EtcdDiscovery {self._channel.address}: {state}, {len(self._leases)} leases>"
+        return f"<EtcdDiscovery {self.channel.address}: {state}, {len(self._leases)} leases>"
 
     @property
     def is_connected(self) -> bool:
         """Whether the last contact with the server succeeded."""
-        return self._connected and not self._channel.closed
+        return self._connected and not self.channel.closed
 
     @property
     def num_unleased(self) -> int:
@@ -73,10 +73,10 @@ class EtcdDiscovery:
         """End watches and keepalives. Leases that were not revoked expire by themselves. Idempotent."""
         for lease in self._leases:
             await lease.stop()
-        await self._channel.close()
+        await self.channel.close()
 
     async def grant(self, ttl_s: float) -> Lease:
-        lease = EtcdLease(self._channel, ttl_s)
+        lease = EtcdLease(self.channel, ttl_s)
         await lease.start()
         self._leases = [other for other in self._leases if not other.is_given_back] + [lease]
         return lease
@@ -84,17 +84,17 @@ class EtcdDiscovery:
     async def put(self, key: str, value: bytes, lease: Lease | None = None) -> None:
         self._forget(key, except_for=lease)
         if lease is None:
-            await self._channel.call(self._channel.kv.Put, self._channel.rpc.PutRequest(key=key.encode(), value=value))
+            await self.channel.call(self.channel.kv.Put, self.channel.rpc.PutRequest(key=key.encode(), value=value))
         else:
             assert isinstance(lease, EtcdLease), "a lease of another discovery"
             await lease.put(key, value)
 
     async def delete(self, key: str) -> None:
         self._forget(key)
-        await self._channel.call(self._channel.kv.DeleteRange, self._channel.rpc.DeleteRangeRequest(key=key.encode()))
+        await self.channel.call(self.channel.kv.DeleteRange, self.channel.rpc.DeleteRangeRequest(key=key.encode()))
 
     async def get(self, key: str) -> bytes | None:
-        answer = await self._channel.call(self._channel.kv.Range, self._channel.rpc.RangeRequest(key=key.encode()))
+        answer = await self.channel.call(self.channel.kv.Range, self.channel.rpc.RangeRequest(key=key.encode()))
         return self._counting(answer.kvs).get(key)
 
     async def list(self, prefix: str) -> dict[str, bytes]:
@@ -103,7 +103,7 @@ class EtcdDiscovery:
     async def watch(self, prefix: str) -> AsyncIterator[WatchEvent]:
         known: dict[str, bytes] = {}
         synced = False
-        while not self._channel.closed:
+        while not self.channel.closed:
             try:
                 found, revision = await self._list(prefix)
                 if synced and not known.keys() <= found.keys():
@@ -117,7 +117,7 @@ class EtcdDiscovery:
                 if not synced:
                     synced = True
                     yield WatchEvent(WatchKind.SYNCED, "")
-                async with contextlib.aclosing(self._stream(prefix, revision + 1)) as changes:
+                async with contextlib.aclosing(self.stream(prefix, revision + 1)) as changes:
                     async for event in changes:
                         if event.kind is WatchKind.PUT:
                             known[event.key] = event.value
@@ -127,18 +127,18 @@ class EtcdDiscovery:
                             self._poke_holders(event.key)
                         yield event
             except ControlUnavailableError as exc:
-                if self._connected and not self._channel.closed:
+                if self._connected and not self.channel.closed:
                     _log.warning("the watch of %s was interrupted (%s); listing again", prefix, exc)
                 self._connected = False
                 for lease in self._leases:
-                    lease.poke()
+                    lease.wake()
             await asyncio.sleep(RETRY_S)
 
     def _poke_holders(self, key: str) -> None:
         """The key is gone, perhaps because its lease has ended."""
         for lease in self._leases:
             if lease.holds(key):
-                lease.poke()
+                lease.wake()
 
     def _forget(self, key: str, except_for: Lease | None = None) -> None:
         """Detach the key from all leases, so that none puts it again."""
@@ -149,14 +149,12 @@ class EtcdDiscovery:
     async def _list(self, prefix: str) -> tuple[dict[str, bytes], int]:
         """Keys and values under ``prefix``, and the store's revision at which they were read."""
         start, end = _range(prefix)
-        answer = await self._channel.call(
-            self._channel.kv.Range, self._channel.rpc.RangeRequest(key=start, range_end=end)
-        )
+        answer = await self.channel.call(self.channel.kv.Range, self.channel.rpc.RangeRequest(key=start, range_end=end))
         return self._counting(answer.kvs), int(answer.header.revision)
 
-    async def _stream(self, prefix: str, first_revision: int) -> AsyncGenerator[WatchEvent, None]:
+    async def stream(self, prefix: str, first_revision: int) -> AsyncGenerator[WatchEvent, None]:
         """Changes from ``first_revision`` on, until the stream ends for any reason."""
-        channel = self._channel
+        channel = self.channel
         start, end = _range(prefix)
         call = channel.watches.Watch(metadata=channel.metadata)
         try:

@@ -86,7 +86,7 @@ class EtcdChannel:
         os.environ.setdefault("GRPC_VERBOSITY", "NONE")
         try:
             from aetcd import rpc
-            from grpc import ssl_channel_credentials  # type: ignore[import-untyped]
+            from grpc import ssl_channel_credentials
         except ImportError as exc:
             raise ConfigError(f"discovery on etcd needs the extra kvrelay[etcd]: {exc}", param="discovery") from exc
         self.rpc: Any = rpc

@@ -11,7 +11,6 @@ kept its data. A server that lost its data has also lost revisions; a server tha
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import math
 import time
@@ -19,7 +18,6 @@ from typing import Any
 
 from kvrelay.control.etcd_channel import RETRY_S, EtcdChannel
 from kvrelay.control.held_lease import HeldLease
-from kvrelay.core.tasks import end_tasks
 from kvrelay.errors import ControlUnavailableError, KvrelayError, LeaseLostError
 
 _log = logging.getLogger(__name__)
@@ -39,22 +37,12 @@ class EtcdLease(HeldLease):
         self._id = 0
         self._revision = 0
         """The store's revision in the last answer to this lease."""
-        self._keys: dict[str, bytes] = {}
         self._is_registered = True
-        self._lock = asyncio.Lock()
-        self._poked = asyncio.Event()
-        self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Grant the lease and begin to send keepalives."""
         await self._grant()
-        self._task = asyncio.create_task(self._keep_alive(), name=f"etcd lease {self.lease_id}")
-
-    async def stop(self) -> None:
-        """End the keepalives; the lease expires by itself."""
-        task, self._task = self._task, None
-        if task is not None:
-            await end_tasks([task])
+        self._keep_alive(self._refresh_or_register)
 
     async def revoke(self) -> None:
         if self.is_given_back:
@@ -66,30 +54,22 @@ class EtcdLease(HeldLease):
         except LeaseLostError:
             pass  # the lease and its keys are gone already
 
-    def poke(self) -> None:
-        """The server or this lease may have a problem: send a keepalive now."""
-        self._poked.set()
-
     def holds(self, key: str) -> bool:
         """Whether the key hangs on this lease."""
-        return key in self._keys
+        return key in self._values
 
     async def put(self, key: str, value: bytes) -> None:
         """Put under this lease. Raises LeaseLostError if the lease was revoked."""
         async with self._lock:
             if self.is_given_back:
                 raise LeaseLostError("the lease was revoked")
-            before = self._keys.get(key)
-            self._keys[key] = value
+            before = self._values.get(key)
+            self._values[key] = value
             try:
                 await self._put_or_register(key, value)
             except KvrelayError:
                 self._restore(key, before)
                 raise
-
-    def forget(self, key: str) -> None:
-        """The key no longer hangs on this lease."""
-        self._keys.pop(key, None)
 
     async def _put_or_register(self, key: str, value: bytes) -> None:
         if self._is_registered:
@@ -98,40 +78,26 @@ class EtcdLease(HeldLease):
             except LeaseLostError:
                 await self._refresh()
                 if not self.holds(key):
-                    self.poke()
+                    self.wake()
                     raise
         await self._register_again()
 
     def _restore(self, key: str, before: bytes | None) -> None:
         """A put that failed must not take effect later, when the keys are put again."""
         if before is None:
-            self._keys.pop(key, None)
-        elif key in self._keys:
-            self._keys[key] = before
+            self._values.pop(key, None)
+        elif key in self._values:
+            self._values[key] = before
 
-    async def _keep_alive(self) -> None:
-        answered = True
-        # Cancellation alone is not enough: asyncio.wait_for in 3.11 swallows one that arrives with the result.
-        while asyncio.current_task() is self._task:
-            try:
-                await asyncio.wait_for(self._poked.wait(), self._ttl_s / 3 if answered else RETRY_S)
-            except TimeoutError:
-                pass
-            self._poked.clear()
-            try:
-                async with self._lock:
-                    if self._is_registered:
-                        await self._refresh()
-                    if not self._is_registered:
-                        await self._register_again()
-                answered = True
-            except KvrelayError as exc:
-                if answered:
-                    _log.warning("refreshing lease %s failed (%s); retrying", self.lease_id, exc)
-                answered = False
-                if time.monotonic() > self._alive_until_s:
-                    self._is_registered = False
-                    self._tell_lost()
+    async def _refresh_or_register(self) -> None:
+        if self._is_registered:
+            await self._refresh()
+        if not self._is_registered:
+            await self._register_again()
+
+    def _tell_lost(self) -> None:
+        self._is_registered = False
+        super()._tell_lost()
 
     async def _refresh(self) -> None:
         """Refresh the lease, or learn that it has ended. Raises ControlUnavailableError."""
@@ -140,11 +106,10 @@ class EtcdLease(HeldLease):
         revision = int(answer.header.revision)
         if answer.TTL > 0:
             self._revision = revision
-            self._confirmed(sent_s + answer.TTL)
+            self._confirmed(sent_s)
             return
-        self._is_registered = False
         if time.monotonic() < self._alive_until_s and revision >= self._revision:
-            self._keys.clear()
+            self._values.clear()
             self._tell_revoked()
         else:
             self._tell_lost()
@@ -165,10 +130,10 @@ class EtcdLease(HeldLease):
     async def _register_again(self) -> None:
         old_id = self._id
         await self._grant()
-        for key, value in list(self._keys.items()):
+        for key, value in list(self._values.items()):
             await self._put(key, value)
         self._is_registered = True
-        _log.info("lease %s replaces %x; registered its %d keys again", self.lease_id, old_id, len(self._keys))
+        _log.info("lease %s replaces %x; registered its %d keys again", self.lease_id, old_id, len(self._values))
         try:
             # The keys are under the new lease already, so revoking the old one deletes nothing.
             await self._revoke(old_id)
@@ -182,7 +147,7 @@ class EtcdLease(HeldLease):
         self._id, self._ttl_s = int(answer.ID), float(answer.TTL)
         self._lease_id = f"{self._id:x}"
         self._revision = int(answer.header.revision)
-        self._confirmed(sent_s + self._ttl_s)
+        self._confirmed(sent_s)
 
     async def _put(self, key: str, value: bytes) -> None:
         request = self._channel.rpc.PutRequest(key=key.encode(), value=value, lease=self._id)

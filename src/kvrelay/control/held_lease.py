@@ -1,7 +1,7 @@
 """The holder's side of a lease, shared by all implementations: what this process knows of it, and the callbacks.
 
-It owns the callbacks and the time until which others cannot have counted this process as dead. It does not know the
-server: the subclasses refresh the lease and report the outcome here.
+It owns the callbacks, the time until which others cannot have counted this process as dead, and the task that refreshes
+the lease. It does not know the server: the subclasses refresh the lease and report the outcome here.
 
     _confirmed ──> _tell_lost ──> _confirmed ...        the lease expired: its keys are put again
                         └──> _tell_revoked              an operator revoked it: its keys are not put again
@@ -9,15 +9,22 @@ server: the subclasses refresh the lease and report the outcome here.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Awaitable, Callable, Sequence
+
+from kvrelay.core.tasks import end_tasks
+from kvrelay.errors import KvrelayError
 
 _log = logging.getLogger(__name__)
 
+MAX_RETRY_S = 1.0
+
 
 class HeldLease:
-    """Contract: ``control.base.Lease``. The subclass implements ``revoke`` and the keepalives."""
+    """Contract: ``control.base.Lease``. The subclass implements ``revoke`` and what ``_keep_alive`` runs."""
 
     def __init__(self, ttl_s: float) -> None:
         self._lease_id = ""
@@ -26,6 +33,12 @@ class HeldLease:
         self._on_lost: list[Callable[[], None]] = []
         self._on_revoked: list[Callable[[], None]] = []
         self._is_lost = False
+        self._values: dict[str, bytes] = {}
+        """The keys that hang on this lease."""
+        self._lock = asyncio.Lock()
+        self._woken = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
         self.is_given_back = False
         """Whether ``revoke`` was called."""
 
@@ -47,10 +60,64 @@ class HeldLease:
     def on_revoked(self, callback: Callable[[], None]) -> None:
         self._on_revoked.append(callback)
 
-    def _confirmed(self, alive_until_s: float) -> None:
-        """The server has granted or refreshed the lease."""
-        self._alive_until_s = alive_until_s
+    def forget(self, key: str) -> None:
+        """The key no longer hangs on this lease."""
+        self._values.pop(key, None)
+
+    def wake(self) -> None:
+        """Send a keepalive now: the server or this lease may have a problem."""
+        self._woken.set()
+
+    async def stop(self) -> None:
+        """End the keepalives; the lease expires by itself. Idempotent."""
+        task, self._task = self._task, None
+        if self._timer is not None:
+            self._timer.cancel()
+        if task is not None:
+            await end_tasks([task])
+
+    def _keep_alive(self, refresh: Callable[[], Awaitable[None]]) -> None:
+        """From now on ``refresh`` the lease at a third of its time to live, sooner after a failure."""
+        self._task = asyncio.get_running_loop().create_task(self._run(refresh), name=f"lease {self._lease_id}")
+
+    async def _run(self, refresh: Callable[[], Awaitable[None]]) -> None:
+        is_answered = True
+        # Cancellation alone is not enough: asyncio.wait_for in 3.11 swallows one that arrives with the result.
+        while asyncio.current_task() is self._task:
+            try:
+                async with asyncio.timeout(self._ttl_s / 3 if is_answered else min(self._ttl_s / 6, MAX_RETRY_S)):
+                    await self._woken.wait()
+            except TimeoutError:
+                pass
+            self._woken.clear()
+            try:
+                async with self._lock:
+                    await refresh()
+                is_answered = True
+            except KvrelayError as exc:
+                if is_answered:
+                    _log.warning("refreshing lease %s failed (%s); retrying", self._lease_id, exc)
+                is_answered = False
+
+    def _confirmed(self, sent_s: float) -> None:
+        """The server has granted or refreshed the lease. A refresh counts from the time it was sent; others time it
+        from its arrival, which is later."""
+        if sent_s + self._ttl_s <= time.monotonic():
+            return  # answered too late to count
+        self._alive_until_s = sent_s + self._ttl_s
         self._is_lost = False
+        if self._timer is None:
+            self._time_out()
+
+    def _time_out(self) -> None:
+        """The lease is lost once it was not refreshed for its time to live, whatever the server says later."""
+        left_s = self._alive_until_s - time.monotonic()
+        if left_s > 0:
+            self._timer = asyncio.get_running_loop().call_later(left_s, self._time_out)
+            return
+        self._timer = None
+        if not self.is_given_back:
+            self._tell_lost()
 
     def _tell_lost(self) -> None:
         """Others may count this process as gone: the server says so, or the server was silent for too long."""

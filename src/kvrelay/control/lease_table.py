@@ -14,7 +14,7 @@ for one more time to live, in which their holders can come back.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from kvrelay.control.base import WatchEvent, WatchKind
@@ -58,8 +58,6 @@ class LeaseTable:
         self._leases: dict[str, LeaseState] = {}
         self._keys_of: dict[str, set[str]] = {}
         self._visible: dict[str, bytes] = {}
-        self._shortest_ttl_s: float | None = None
-        self._is_shortest_known = True
         self._is_resyncing = False
         self._seen_keys: set[str] = set()
         self._seen_leases: set[str] = set()
@@ -114,9 +112,6 @@ class LeaseTable:
         if lease_id in self._known_leases and self._is_resyncing:
             age_s = 0.0
         age_s = max(age_s, 0.0)
-        known = self._leases.get(lease_id)
-        if known is None or known.ttl_s != ttl_s:
-            self._is_shortest_known = False
         self._leases[lease_id] = LeaseState(ttl_s, seq, self._clock.now() - age_s, is_proven=age_s < ttl_s)
         return self._reconcile(sorted(self._keys_of.get(lease_id, ())))
 
@@ -124,7 +119,6 @@ class LeaseTable:
         """The lease has ended, and its entries with it."""
         self._seen_leases.add(lease_id)
         self._leases.pop(lease_id, None)
-        self._is_shortest_known = False
         keys = self._keys_of.get(lease_id, set()).copy()
         events = self._reconcile(sorted(keys))
         if not self._is_resyncing:
@@ -159,22 +153,12 @@ class LeaseTable:
     def due(self, *, only_missing: bool = False) -> list[str]:
         """Leases that were not refreshed within their time to live. ``only_missing``: for a watcher that hears no
         keepalives; only leases that the server no longer has."""
-        return [
-            lease_id
-            for lease_id, state in self._leases.items()
-            if (state.is_missing or not only_missing) and self._is_overdue(lease_id)
-        ]
+        now = self._clock.now()
+        return [lease_id for lease_id, due_s in self._due_times(only_missing) if now >= due_s]
 
     def next_due_s(self, *, only_missing: bool = False) -> float | None:
         """The time on the clock at which the next lease becomes due; None without leases."""
-        return min(
-            (
-                state.refreshed_s + state.ttl_s
-                for state in self._leases.values()
-                if state.is_missing or not only_missing
-            ),
-            default=None,
-        )
+        return min((due_s for _, due_s in self._due_times(only_missing)), default=None)
 
     def trust_all(self, share: float) -> None:
         """Keepalives were not heard for a while: every lease has ``share`` of its time to live left from now on."""
@@ -187,10 +171,7 @@ class LeaseTable:
 
     @property
     def shortest_ttl_s(self) -> float | None:
-        if not self._is_shortest_known:
-            self._shortest_ttl_s = min((state.ttl_s for state in self._leases.values()), default=None)
-            self._is_shortest_known = True
-        return self._shortest_ttl_s
+        return min((state.ttl_s for state in self._leases.values()), default=None)
 
     def postpone(self, lease_id: str, delay_s: float) -> None:
         """Ask again about this lease in ``delay_s``."""
@@ -198,11 +179,12 @@ class LeaseTable:
         if state is not None:
             state.refreshed_s = self._clock.now() - state.ttl_s + delay_s
 
-    def _is_overdue(self, lease_id: str) -> bool:
-        state = self._leases[lease_id]
-        return self._clock.now() - state.refreshed_s >= state.ttl_s
-
     # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _due_times(self, only_missing: bool) -> Iterator[tuple[str, float]]:
+        for lease_id, state in self._leases.items():
+            if state.is_missing or not only_missing:
+                yield lease_id, state.refreshed_s + state.ttl_s
 
     def _unlink(self, key: str) -> None:
         entry = self._entries.pop(key, None)

@@ -1,8 +1,8 @@
 """The control plane inside one process, without a server: what ``kvrelay.LLM`` runs on, and simulations and tests.
 
-A MemoryBroker is the server; each ``plane()`` is one process's connection to it. The broker can go away, with or
-without its data. A process can be cut off, or fall silent. With a ManualClock nothing happens by itself: ``advance``
-moves time, renews leases and ends overdue ones. With another clock a task does so every TICK_S.
+A MemoryBroker is the server; each ``plane()`` is one process's connection to it. A task of the broker renews the leases
+of its planes every TICK_S and ends overdue ones. ``is_online`` and ``revoked`` are for tests, which let the server go
+away and operators revoke leases.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import itertools
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
-from kvrelay.control.base import Discovery, Lease, WatchEvent, WatchKind
+from kvrelay.control.base import Lease, WatchEvent, WatchKind
 from kvrelay.control.held_lease import HeldLease
 from kvrelay.control.memory_events import MemoryEventBus, MemoryExchange
 from kvrelay.control.memory_queue import MemoryPrefillQueue, MemoryQueue
 from kvrelay.control.redelivery import MAX_ACK_WAIT_S, MAX_DELIVERIES
 from kvrelay.control.unleased import UnleasedEntries
-from kvrelay.core.clock import Clock, ManualClock, MonotonicClock
+from kvrelay.core.clock import MonotonicClock
 from kvrelay.errors import ControlUnavailableError, LeaseLostError
 
 TICK_S = 0.02
@@ -38,19 +38,13 @@ class _Watcher:
 class MemoryBroker:
     """The simulated server."""
 
-    def __init__(
-        self,
-        clock: Clock | None = None,
-        *,
-        ack_wait_s: float = MAX_ACK_WAIT_S,
-        max_deliveries: int = MAX_DELIVERIES,
-    ) -> None:
-        self.clock = clock or MonotonicClock()
+    def __init__(self, *, ack_wait_s: float = MAX_ACK_WAIT_S, max_deliveries: int = MAX_DELIVERIES) -> None:
+        self.clock = MonotonicClock()
         self.is_online = True
         self.entries: dict[str, tuple[bytes, str | None]] = {}
         self.unleased = UnleasedEntries()
         self.leases: dict[str, MemoryLease] = {}
-        self._revoked: set[str] = set()
+        self.revoked: set[str] = set()
         self.planes: list[MemoryControlPlane] = []
         self.watchers: list[_Watcher] = []
         self.queue = MemoryQueue(self.clock, ack_wait_s, max_deliveries)
@@ -69,55 +63,25 @@ class MemoryBroker:
         self.tick()
         plane = MemoryControlPlane(self)
         self.planes.append(plane)
-        if self._task is None and not isinstance(self.clock, ManualClock):
+        if self._task is None:
             self._task = asyncio.get_running_loop().create_task(self._tick_forever())
         return plane
 
     def new_id(self) -> str:
         return f"{next(self._ids):016x}"
 
-    # -- time and faults ----------------------------------------------------------------------------------------------
-
-    def advance(self, seconds: float) -> None:
-        """Move a ManualClock, and run everything that becomes due."""
-        assert isinstance(self.clock, ManualClock)
-        self.clock.advance(seconds)
-        self.tick()
-
     def tick(self) -> None:
-        """Renew the leases of live processes, end those of silent ones, and deliver unacknowledged entries again."""
-        for plane in self.planes:
-            if not plane.is_silent:
-                plane.check_leases()
+        """Renew the leases of live processes, end those of closed ones, and deliver unacknowledged entries again."""
         if not self.is_online:
             return
-        now = self.clock.now()
         for plane in self.planes:
-            if plane.is_connected and not plane.is_silent:
-                plane.renew_leases()
+            for lease in plane.discovery.leases:
+                lease.tick()
+        now = self.clock.now()
         for lease_id, lease in list(self.leases.items()):
             if now - lease.renewed_s >= lease.ttl_s:
                 self.end_lease(lease_id)
         self.queue.tick()
-
-    def go_offline(self) -> None:
-        """The server goes away: every call fails, and nothing expires."""
-        self.is_online = False
-
-    def go_online(self, *, is_wiped: bool = False) -> None:
-        """The server is back. ``is_wiped``: without its data. Live processes register again before watchers hear
-        anything."""
-        if is_wiped:
-            self.entries.clear()
-            self.leases.clear()
-            self._revoked.clear()
-            self.queue.wipe()
-        self.is_online = True
-        now = self.clock.now()
-        for lease in self.leases.values():
-            lease.renewed_s = now
-        self.tick()
-        self.notify()
 
     def close_plane(self, plane: MemoryControlPlane) -> None:
         self.planes.remove(plane)
@@ -133,14 +97,6 @@ class MemoryBroker:
             self.tick()
 
     # -- keys ---------------------------------------------------------------------------------------------------------
-
-    def revoke_lease(self, lease_id: str) -> None:
-        """Revoke a lease as an operator does."""
-        self._revoked.add(lease_id)
-        self.end_lease(lease_id)
-
-    def was_revoked(self, lease_id: str) -> bool:
-        return lease_id in self._revoked
 
     def end_lease(self, lease_id: str) -> None:
         """End a lease as if it had expired, or as its holder does."""
@@ -179,7 +135,6 @@ class MemoryLease(HeldLease):
     def __init__(self, plane: MemoryControlPlane, ttl_s: float) -> None:
         super().__init__(ttl_s)
         self._plane = plane
-        self.values: dict[str, bytes] = {}
         self.renewed_s = 0.0
         self._grant()
 
@@ -190,35 +145,38 @@ class MemoryLease(HeldLease):
         self._plane.check_connected()
         self._plane.broker.end_lease(self._lease_id)
 
-    def renew(self) -> None:
+    def hold(self, key: str, value: bytes) -> None:
+        """The key hangs on this lease from now on."""
+        self._values[key] = value
+
+    def tick(self) -> None:
         """Refresh the lease. If the broker has forgotten it, register again under a new one; if an operator has revoked
         it, do not put its keys again."""
         broker = self._plane.broker
-        if broker.leases.get(self._lease_id) is self:
-            self.renewed_s = broker.clock.now()
-            self._confirmed(self.renewed_s + self._ttl_s)
+        if self.is_given_back:
             return
-        if broker.was_revoked(self._lease_id):
-            self.values.clear()
+        if broker.leases.get(self._lease_id) is self:
+            self._renewed()
+            return
+        if self._lease_id in broker.revoked:
+            self._values.clear()
             self._tell_revoked()
         else:
             self._tell_lost()
         self._grant()
-        for key, value in self.values.items():
+        for key, value in self._values.items():
             broker.entries[key] = (value, self._lease_id)
         broker.notify()
-
-    def check(self) -> None:
-        """The lease was not refreshed for its time to live: it is lost, whatever the broker says later."""
-        if self._plane.broker.clock.now() >= self._alive_until_s:
-            self._tell_lost()
 
     def _grant(self) -> None:
         broker = self._plane.broker
         self._lease_id = broker.new_id()
         broker.leases[self._lease_id] = self
-        self.renewed_s = broker.clock.now()
-        self._confirmed(self.renewed_s + self._ttl_s)
+        self._renewed()
+
+    def _renewed(self) -> None:
+        self.renewed_s = self._plane.broker.clock.now()
+        self._confirmed(self.renewed_s)
 
 
 class MemoryDiscovery:
@@ -246,7 +204,7 @@ class MemoryDiscovery:
             assert isinstance(lease, MemoryLease)
             if lease.is_given_back:
                 raise LeaseLostError(f"lease {lease.lease_id} was revoked")
-            lease.values[key] = value
+            lease.hold(key, value)
         self._broker.entries[key] = (value, lease.lease_id if lease is not None else None)
         self._broker.notify()
 
@@ -277,7 +235,7 @@ class MemoryDiscovery:
 
     def _detach(self, key: str) -> None:
         for lease in self.leases:
-            lease.values.pop(key, None)
+            lease.forget(key)
 
 
 class MemoryControlPlane:
@@ -285,66 +243,23 @@ class MemoryControlPlane:
 
     def __init__(self, broker: MemoryBroker) -> None:
         self.broker = broker
-        self.is_silent = False
-        self._is_cut = False
         self._is_closed = False
-        self._discovery = MemoryDiscovery(self)
-        self._prefill_queue = MemoryPrefillQueue(self, broker.queue)
-        self._events = MemoryEventBus(self, broker.exchange)
-
-    @property
-    def discovery(self) -> Discovery:
-        return self._discovery
-
-    @property
-    def prefill_queue(self) -> MemoryPrefillQueue:
-        return self._prefill_queue
-
-    @property
-    def events(self) -> MemoryEventBus:
-        return self._events
+        self.discovery = MemoryDiscovery(self)
+        self.prefill_queue = MemoryPrefillQueue(self, broker.queue)
+        self.events = MemoryEventBus(self, broker.exchange)
 
     @property
     def is_connected(self) -> bool:
-        return self.broker.is_online and not self._is_cut and not self._is_closed
+        return self.broker.is_online and not self._is_closed
 
     async def close(self) -> None:
         if not self._is_closed:
             self._is_closed = True
+            for lease in self.discovery.leases:
+                await lease.stop()
             self.broker.close_plane(self)
 
     def check_connected(self) -> None:
         """Raises ControlUnavailableError."""
         if not self.is_connected:
             raise ControlUnavailableError("no connection to the in-memory control plane")
-
-    def check_leases(self) -> None:
-        """Let a live process notice that one of its leases has expired."""
-        for lease in self._discovery.leases:
-            if not lease.is_given_back:
-                lease.check()
-
-    def renew_leases(self) -> None:
-        """Let a live process refresh its leases, as it does at a third of their time to live."""
-        for lease in self._discovery.leases:
-            if not lease.is_given_back:
-                lease.renew()
-
-    def silence(self) -> None:
-        """The process hangs: its leases are no longer refreshed."""
-        self.is_silent = True
-
-    def wake(self) -> None:
-        """The process continues."""
-        self.is_silent = False
-
-    def cut(self) -> None:
-        """Cut this process alone off from the network."""
-        self._is_cut = True
-
-    def mend(self) -> None:
-        """Reconnect this process to the network."""
-        self._is_cut = False
-        if self.broker.is_online:
-            self.renew_leases()
-            self.broker.notify()

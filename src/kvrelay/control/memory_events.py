@@ -50,14 +50,14 @@ class MemoryExchange:
         self.services = [item for item in self.services if item.plane is not plane]
 
 
+@dataclass(slots=True)
 class MemorySubscription:
     """A subscription that ``end`` ends."""
 
-    def __init__(self, end: Callable[[], None]) -> None:
-        self._end = end
+    end: Callable[[], None]
 
     async def unsubscribe(self) -> None:
-        self._end()
+        self.end()
 
 
 class MemoryEventBus:

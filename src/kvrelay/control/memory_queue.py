@@ -6,11 +6,11 @@ import asyncio
 import logging
 from collections import deque
 from dataclasses import dataclass
-from typing import Protocol
 
 import msgspec
 
 from kvrelay.control.base import PrefillDelivery
+from kvrelay.control.memory_events import Connected
 from kvrelay.control.queue_order import QueueTurns
 from kvrelay.core.clock import Clock
 from kvrelay.core.control_codec import decode_prefill
@@ -18,13 +18,6 @@ from kvrelay.core.handoff import QueueClass, RemotePrefillRequest
 from kvrelay.errors import ProtocolError
 
 _log = logging.getLogger(__name__)
-
-
-class Connected(Protocol):
-    """A process that may be cut off from the network."""
-
-    def check_connected(self) -> None:
-        """Raises ControlUnavailableError."""
 
 
 @dataclass(slots=True)
@@ -79,8 +72,8 @@ class MemoryQueue:
         self._entries.append(_QueueEntry(partition, data, self._clock.now(), queue_class))
         self.changed.set()
 
-    def pop(self, partition: str) -> MemoryPrefillDelivery | None:
-        """The partition's first entry that may be delivered now."""
+    def pop(self, partition: str, plane: Connected) -> MemoryPrefillDelivery | None:
+        """The partition's first entry that may be delivered now, to ``plane``."""
         now = self._clock.now()
         ready = [entry for entry in self._entries if entry.partition == partition and entry.ready_s <= now]
         if not ready:
@@ -89,13 +82,13 @@ class MemoryQueue:
         for entry in sorted(ready, key=lambda entry: order.index(entry.queue_class)):
             self._entries.remove(entry)
             entry.num_deliveries += 1
-            delivery = self._accept(entry)
+            delivery = self._accept(entry, plane)
             if delivery is not None:
                 self.pulled.add(delivery)
                 return delivery
         return None
 
-    def _accept(self, entry: _QueueEntry) -> MemoryPrefillDelivery | None:
+    def _accept(self, entry: _QueueEntry, plane: Connected) -> MemoryPrefillDelivery | None:
         try:
             request = decode_prefill(entry.data)
         except ProtocolError as exc:
@@ -108,7 +101,7 @@ class MemoryQueue:
         is_expired = 0.0 < request.timeout_s < self._clock.now() - entry.pushed_s
         if is_expired:
             self.num_expired += 1
-        return MemoryPrefillDelivery(self, entry, request, is_expired=is_expired)
+        return MemoryPrefillDelivery(plane, self, entry, request, entry.num_deliveries, is_expired, self.deadline_s())
 
     def give_back(self, delivery: MemoryPrefillDelivery, delay_s: float) -> None:
         if delivery in self.pulled:
@@ -118,47 +111,29 @@ class MemoryQueue:
             self.changed.set()
 
 
+@dataclass(slots=True, eq=False)
 class MemoryPrefillDelivery:
-    """One entry pulled."""
+    """One entry, leased to a consumer until ``deadline_s``. ``entry`` is what the queue gets back."""
 
-    def __init__(
-        self, queue: MemoryQueue, entry: _QueueEntry, request: RemotePrefillRequest, *, is_expired: bool
-    ) -> None:
-        self._queue = queue
-        self.plane: Connected | None = None
-        self._request = request
-        self._num_deliveries = entry.num_deliveries
-        self._is_expired = is_expired
-        self.entry = entry
-        self.deadline_s = queue.deadline_s()
-
-    @property
-    def request(self) -> RemotePrefillRequest:
-        return self._request
-
-    @property
-    def num_deliveries(self) -> int:
-        return self._num_deliveries
-
-    @property
-    def is_expired(self) -> bool:
-        return self._is_expired
+    plane: Connected
+    queue: MemoryQueue
+    entry: _QueueEntry
+    request: RemotePrefillRequest
+    num_deliveries: int
+    is_expired: bool
+    deadline_s: float
 
     async def ack(self) -> None:
-        self._check()
-        self._queue.pulled.discard(self)
+        self.plane.check_connected()
+        self.queue.pulled.discard(self)
 
     async def nak(self, delay_s: float = 0.0) -> None:
-        self._check()
-        self._queue.give_back(self, delay_s)
+        self.plane.check_connected()
+        self.queue.give_back(self, delay_s)
 
     async def in_progress(self) -> None:
-        self._check()
-        self.deadline_s = self._queue.deadline_s()
-
-    def _check(self) -> None:
-        if self.plane is not None:
-            self.plane.check_connected()
+        self.plane.check_connected()
+        self.deadline_s = self.queue.deadline_s()
 
 
 class MemoryPrefillQueue:
@@ -176,9 +151,7 @@ class MemoryPrefillQueue:
         deadline_s = asyncio.get_running_loop().time() + timeout_s
         while True:
             self._plane.check_connected()
-            delivery = self._queue.pop(kv_compatibility)
-            if delivery is not None:
-                delivery.plane = self._plane
+            delivery = self._queue.pop(kv_compatibility, self._plane)
             remaining_s = deadline_s - asyncio.get_running_loop().time()
             if delivery is not None or remaining_s <= 0:
                 return delivery

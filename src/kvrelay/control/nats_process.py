@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import contextlib
 import json
-import queue
 import secrets
 import shutil
-import signal
 import socket
 import subprocess
 import sys
 import sysconfig
 import threading
 import time
+from concurrent.futures import Future
 from pathlib import Path
 from urllib.parse import quote, urlsplit
 
@@ -30,6 +29,7 @@ SCRATCH_PREFIX = "kvrelay-nats-"
 READY_TIMEOUT_S = 30.0
 STOP_TIMEOUT_S = 5.0
 POLL_INTERVAL_S = 0.02
+LOG_NAME = "nats-server.log"
 STDERR_NAME = "nats-server.stderr"
 """Mistakes in the configuration and crashes of the server's runtime are told here, not in its log."""
 MAX_PAYLOAD_BYTES = 8 * 1024 * 1024
@@ -43,8 +43,8 @@ class NatsServerProcess:
 
     ``store_dir`` keeps streams over restarts. None: a temporary directory, which ``stop`` removes; if this process is
     killed, the next process that starts such a server removes it. ``port`` 0 takes a free port; later starts of the
-    same object keep that port, so that clients find the server again. With ``user`` and ``password``, or ``token``,
-    clients have to authenticate. All methods block, for at most READY_TIMEOUT_S. On Linux the server ends with this
+    same object keep that port, so that clients find the server again. With ``token`` clients have to authenticate. All
+    methods block, for at most READY_TIMEOUT_S. On Linux the server ends with this
     process, however this process ends.
     """
 
@@ -54,8 +54,6 @@ class NatsServerProcess:
         port: int = 0,
         *,
         host: str = "127.0.0.1",
-        user: str = "",
-        password: str = "",
         token: str = "",
         binary: Path | None = None,
     ) -> None:
@@ -63,7 +61,7 @@ class NatsServerProcess:
         self._scratch: ScratchDirectory | None = None
         self._host = host
         self._port = port
-        self._user, self._password, self._token = user, password, token
+        self._token = token
         self._binary = binary
         self._monitoring_path = secrets.token_hex(MONITORING_PATH_BYTES)
         self._process: subprocess.Popen[bytes] | None = None
@@ -79,12 +77,7 @@ class NatsServerProcess:
     @property
     def url(self) -> str:
         """The address with the credentials that clients need."""
-        if self._token:
-            return f"nats://{quote(self._token, safe='')}@{self._host}:{self._port}"
-        if self._user:
-            login = f"{quote(self._user, safe='')}:{quote(self._password, safe='')}"
-            return f"nats://{login}@{self._host}:{self._port}"
-        return self.address
+        return self.address.replace("//", f"//{quote(self._token, safe='')}@") if self._token else self.address
 
     @property
     def is_running(self) -> bool:
@@ -97,10 +90,6 @@ class NatsServerProcess:
     @property
     def store_dir(self) -> Path | None:
         return self._dir
-
-    @property
-    def log_path(self) -> Path | None:
-        return self._dir / "nats-server.log" if self._dir is not None else None
 
     def start(self) -> str:
         """Start the server, wait until it serves clients, and return its URL.
@@ -150,19 +139,7 @@ class NatsServerProcess:
         """End the server by SIGKILL; its data stays. ``start`` brings it back on the same port."""
         if self._process is not None:
             self._process.kill()
-            self._process.wait()
-            self._process = None
-
-    def wipe(self) -> None:
-        """Delete all streams. The server must not run."""
-        assert not self.is_running
-        if self._dir is not None:
-            shutil.rmtree(self._dir / "jetstream", ignore_errors=True)
-
-    def send_signal(self, signum: signal.Signals) -> None:
-        """Send a signal, e.g. SIGSTOP, to test how the others handle a silent server."""
-        if self._process is not None:
-            self._process.send_signal(signum)
+        self.end()
 
     def storage_problem(self) -> str | None:
         """Why the server can no longer store, in its own words; None if it can, or does not answer."""
@@ -196,13 +173,11 @@ class NatsServerProcess:
             f"http_base_path: {json.dumps('/' + self._monitoring_path)}",
             f"max_payload: {MAX_PAYLOAD_BYTES}",
             f"jetstream {{ store_dir: {json.dumps(str(directory))}{sync} }}",
-            f"log_file: {json.dumps(str(directory / 'nats-server.log'))}",
+            f"log_file: {json.dumps(str(directory / LOG_NAME))}",
             "logfile_size_limit: 16777216",
         ]
         if self._token:
             lines.append(f"authorization {{ token: {json.dumps(self._token)} }}")
-        elif self._user:
-            lines.append(f"authorization {{ user: {json.dumps(self._user)}, password: {json.dumps(self._password)} }}")
         path = directory / "nats-server.conf"
         try:
             path.touch(mode=0o600)
@@ -238,7 +213,7 @@ class NatsServerProcess:
             if self._port and _answers(self._host, self._port):
                 return
             time.sleep(POLL_INTERVAL_S)
-        raise ControlUnavailableError(f"nats-server was not ready in {READY_TIMEOUT_S:g} s, see {self.log_path}")
+        raise ControlUnavailableError(f"nats-server was not ready in {READY_TIMEOUT_S:g} s, see {directory / LOG_NAME}")
 
 
 def find_binary() -> Path:
@@ -257,23 +232,20 @@ def _spawn(command: list[str], stderr_path: Path) -> subprocess.Popen[bytes]:
 
     The kernel ends the child when the *thread* that forked it ends, and our caller may run on a thread of a pool.
     """
-    outcome: queue.SimpleQueue[subprocess.Popen[bytes] | OSError] = queue.SimpleQueue()
+    outcome: Future[subprocess.Popen[bytes]] = Future()
 
     def run() -> None:
         try:
             with stderr_path.open("wb") as stderr:
                 process = start_child_process(command, stdout=subprocess.DEVNULL, stderr=stderr)
         except OSError as exc:
-            outcome.put(exc)
-            return
-        outcome.put(process)
-        process.wait()
+            outcome.set_exception(exc)
+        else:
+            outcome.set_result(process)
+            process.wait()
 
     threading.Thread(target=run, name=BINARY, daemon=True).start()
-    started = outcome.get()
-    if isinstance(started, OSError):
-        raise started
-    return started
+    return outcome.result()
 
 
 def _ports_file(directory: Path, pid: int) -> Path:
@@ -305,7 +277,7 @@ def _answers(host: str, port: int) -> bool:
 
 def _last_words(directory: Path) -> str:
     """The end of the log and the beginning of the standard error: a crash tells its reason first, then its stacks."""
-    log, stderr = _lines(directory / "nats-server.log"), _lines(directory / STDERR_NAME)
+    log, stderr = _lines(directory / LOG_NAME), _lines(directory / STDERR_NAME)
     return "; ".join([*log[-1:], *(f"stderr: {line}" for line in stderr[:1])]) or "no log"
 
 

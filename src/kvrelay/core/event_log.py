@@ -15,12 +15,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from itertools import islice
 
-from kvrelay.core.event_codec import (
-    ReplayReply,
-    decode_replay_request,
-    encode_replay_reply,
-    without_tokens,
-)
+from kvrelay.core.event_codec import ReplayReply, decode_replay_request, encode_replay_reply, without_tokens
 from kvrelay.core.events import BlockRemoved, BlockStored, KvEvent, KvEventBatch
 
 DEFAULT_CAPACITY = 8192

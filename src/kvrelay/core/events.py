@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import msgspec
 
 from kvrelay.core.step_cost import StepCost
@@ -61,6 +63,33 @@ class TransferCost(msgspec.Struct, frozen=True):
         return 0.0 < self.token_s <= MAX_TRANSFER_TOKEN_S
 
 
+MAX_FLOWS = 32
+"""A load sample has so many flows at most."""
+
+
+class Flow(msgspec.Struct, frozen=True, array_like=True):
+    """What the publisher has moved to or from ``worker_id`` since its start: ended transfers, the bytes that arrived,
+    and seconds from submission to end. ``is_read``: the publisher read; else it wrote."""
+
+    worker_id: str
+    is_read: bool
+    num_transfers: int
+    num_bytes: int
+    seconds: float
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether these can be counts: a worker may publish anything."""
+        return min(self.num_transfers, self.num_bytes) >= 0 and 0.0 <= self.seconds < math.inf
+
+
+class TokenCounts(msgspec.Struct, frozen=True, array_like=True):
+    """Tokens that an engine has prefilled and generated since its start."""
+
+    num_prefilled: int = 0
+    num_generated: int = 0
+
+
 class LoadMetrics(msgspec.Struct, frozen=True):
     """A worker's load; published at start, before any forward pass, and then regularly.
 
@@ -68,6 +97,7 @@ class LoadMetrics(msgspec.Struct, frozen=True):
     ``kv_demand_perc``: blocks that requests hold or wait for, as a share of the pool; above 1 if not all fit at once.
     ``num_prefill_tokens``: prompt tokens still to compute, of waiting requests and of those that are being computed.
     ``step_cost``: what a step of this worker costs, as fitted so far. ``transfer_costs``: of the peers used last.
+    ``flows`` and ``tokens`` are for people who watch; a worker of an earlier release publishes neither.
     """
 
     worker_id: str
@@ -86,3 +116,5 @@ class LoadMetrics(msgspec.Struct, frozen=True):
     num_prefill_tokens: int = 0
     step_cost: StepCost | None = None
     transfer_costs: tuple[TransferCost, ...] = ()
+    flows: tuple[Flow, ...] = ()
+    tokens: TokenCounts | None = None

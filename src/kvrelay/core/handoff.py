@@ -71,8 +71,8 @@ class RemotePrefillRequest(msgspec.Struct, frozen=True):
     tokens that were already generated. ``block_ids`` are D's blocks for them, the first ``num_cached_tokens`` tokens of
     which are already computed there (a multiple of the block size). Block ids only: memory is described in discovery.
     ``timeout_s`` after it was pushed, by the queue server's clock, the entry is void: D has prefilled locally by then
-    (0: never). A duration, because no two machines' clocks are ever compared. ``tenant`` is the API key's name, as in
-    ``GenerateRequest``.
+    (0: never). A duration, because no two machines' clocks are ever compared. ``tenant`` is the API key's name, and
+    ``traceparent`` the trace's header, as in ``GenerateRequest``.
     """
 
     handoff_id: HandoffId
@@ -90,6 +90,7 @@ class RemotePrefillRequest(msgspec.Struct, frozen=True):
     timeout_s: float = 0.0
     version: int = 1
     tenant: str = ""
+    traceparent: str = ""
 
     @property
     def queue_class(self) -> QueueClass:

@@ -20,6 +20,7 @@ from array import array
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import repeat
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -34,18 +35,11 @@ TokenArray = npt.NDArray[np.integer]
 _digest = xxhash.xxh3_64_intdigest
 
 
-class BlockHashes(tuple[tuple[int, ...], tuple[int, ...]]):
+class BlockHashes(NamedTuple):
     """``local[i]`` and ``sequence[i]`` of each complete block i, as unsigned 64-bit integers."""
 
-    __slots__ = ()
-
-    @property
-    def local(self) -> tuple[int, ...]:
-        return self[0]
-
-    @property
-    def sequence(self) -> tuple[int, ...]:
-        return self[1]
+    local: tuple[int, ...]
+    sequence: tuple[int, ...]
 
 
 def compute_block_hashes(
@@ -65,7 +59,7 @@ def compute_block_hashes(
     """
     blocks = _blocks(tokens, block_size)
     first_seed = local_seed(seed, lora, salt)
-    return BlockHashes((tuple(map(_digest, blocks, repeat(first_seed))), _chain(blocks, first_seed, parent)))
+    return BlockHashes(tuple(map(_digest, blocks, repeat(first_seed))), _chain(blocks, first_seed, parent))
 
 
 def compute_sequence_hashes(

@@ -41,3 +41,16 @@ class Histogram:
             running += count
             rows.append((bound, float(running)))
         return rows
+
+
+def quantile_s(bounds_s: Sequence[float], counts: Sequence[int], share: float) -> float | None:
+    """The quantile of what the buckets hold, interpolated within its bucket as Prometheus does; None if they are empty.
+    Beyond the last bound it is that bound."""
+    wanted, below = share * sum(counts), 0
+    if not wanted:
+        return None
+    for upper, lower, count in zip(bounds_s, (0.0, *bounds_s), counts):
+        if below + count >= wanted:
+            return lower + (upper - lower) * (wanted - below) / count
+        below += count
+    return float(bounds_s[-1])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from typing import TypeVar
 
 K = TypeVar("K")
@@ -14,12 +14,16 @@ class Latest(MutableMapping[K, V]):
     """At most ``capacity`` entries, in the order in which they were set. Setting an entry makes it the latest, also if
     it is there already; reading it does not. Beyond the capacity the oldest entry is dropped. Not thread-safe."""
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, entries: Mapping[K, V] | None = None) -> None:
+        """``entries``: the oldest first, at most ``capacity``."""
         self.capacity = capacity
-        self._entries: OrderedDict[K, V] = OrderedDict()
+        self._entries: OrderedDict[K, V] = OrderedDict(entries or ())
 
     def __repr__(self) -> str:
         return f"Latest({len(self._entries)} of {self.capacity})"
+
+    def __copy__(self) -> Latest[K, V]:
+        return Latest(self.capacity, self._entries)
 
     def __getitem__(self, key: K) -> V:
         return self._entries[key]

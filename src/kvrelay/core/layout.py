@@ -11,7 +11,7 @@ layers of its stage (pipeline parallelism) and the KV heads of its rank (tensor 
     block b  = [ stage 0: rank 0 | rank 1 ][ stage 1: rank 0 | rank 1 ]            tp_size 2, pp_size 2
 
 If there are more ranks than KV heads, ``head_replicas`` neighbours hold the same head. So two workers of equal layout
-move an extent of adjacent blocks as one piece of memory. ``transfer.planner`` joins unequal layouts.
+move an extent of adjacent blocks as one piece of memory. ``transfer.layout_mapping`` joins unequal layouts.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ class KVShape(msgspec.Struct, frozen=True):
 class Compatibility(msgspec.Struct, frozen=True):
     """Everything that must agree before two workers may exchange KV. A difference in any field means other values.
 
-    TP, PP and block size are not in it: ``transfer.planner`` joins any two of them.
+    TP, PP and block size are not in it: ``transfer.layout_mapping`` joins any two of them.
     """
 
     model: str

@@ -28,6 +28,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, tag=True, omit_defaults=True)
 
     ``tenant`` names who asks (an API key's name), for fair waiting between them. ``slo_ttft_ms`` and ``slo_itl_ms`` are
     the request's own objectives, in milliseconds; 0: the worker's. ``explain``: the answer says where the prefill ran.
+    ``traceparent``: W3C's header of the request's trace, for an engine that sends spans of its own; empty: none.
     """
 
     request_id: str
@@ -42,6 +43,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, tag=True, omit_defaults=True)
     slo_ttft_ms: float = 0.0
     slo_itl_ms: float = 0.0
     explain: bool = False
+    traceparent: str = ""
 
 
 class PrefillLost(msgspec.Struct, frozen=True, tag=True):
@@ -67,6 +69,8 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Tr
     where the prefill ran, with the estimates, if the request asked. ``stop_token`` is the stop
     token id that ended the answer, if one did.
     ``is_final``: the ``error`` is due to the request itself (its grammar failed), so no other worker would do better.
+    ``marks``: when the request reached which phase (``kvrelay.marks``), with the first output and with the last; empty
+    from a worker that makes none.
     """
 
     request_id: str
@@ -80,6 +84,7 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Tr
     position: int = 0
     is_final: bool = False
     decision: str = ""
+    marks: bytes = b""
 
 
 class OutputBatch(msgspec.Struct, frozen=True, tag=True):

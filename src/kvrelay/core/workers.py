@@ -12,8 +12,6 @@ import msgspec
 from kvrelay.config import WorkerRole
 from kvrelay.core.layout import KVLayout
 
-__all__ = ["CallerInfo", "KvMetadata", "WorkerInfo", "WorkerRole"]
-
 WorkerId = Annotated[str, msgspec.Meta(pattern="^[A-Za-z0-9_-]{1,128}$")]
 """Part of keys and subjects."""
 Name = Annotated[str, msgspec.Meta(max_length=1024)]
@@ -35,6 +33,7 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     ``lease_ttl_s``: silent for so long, it is gone; who connects to it chooses heartbeats by that.
     A rank of a data-parallel group is a worker of its own: rank ``dp_rank`` of the ``dp_size`` ranks of ``dp_group``
     (empty: no group). ``dp_parent_pid`` is the process that started the group's ranks.
+    ``release`` is kvrelay's version (empty: one that does not tell); ``version`` is that of this struct.
     """
 
     worker_id: WorkerId
@@ -61,6 +60,7 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     dp_rank: Count = 0
     dp_size: PositiveCount = 1
     dp_parent_pid: Count = 0
+    release: Name = ""
     version: int = 1
 
 

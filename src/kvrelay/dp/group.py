@@ -94,9 +94,11 @@ class StepGroup:
         self._member = member
         self._on_lost = on_lost
         self._executor: StepsTogether | None = None
-        self._participant = Participant()
-        self._ended: EngineDeadError | None = None
-        self._has_left = False
+        self.participant = Participant()
+        self.ended: EngineDeadError | None = None
+        """Why the group has ended."""
+        self.has_left = False
+        """``leave`` was called."""
         self._have_all_left = False
         self._are_all_ready, self._has_ended = threading.Event(), threading.Event()
         self._lock = threading.Lock()
@@ -106,7 +108,7 @@ class StepGroup:
         member.listen(self._deliver)
 
     def __repr__(self) -> str:
-        return f"StepGroup({self._member.group_id}, {self._participant!r})"
+        return f"StepGroup({self._member.group_id}, {self.participant!r})"
 
     @property
     def group_id(self) -> str:
@@ -117,23 +119,23 @@ class StepGroup:
         self._executor = executor
         self._member.ready()
         self._are_all_ready.wait()
-        if self._ended is not None:
-            raise self._ended
+        if self.ended is not None:
+            raise self.ended
 
     @property
     def owes_step(self) -> bool:
-        return self._participant.owes_step or self._ended is not None
+        return self.participant.owes_step or self.ended is not None
 
     @property
     def is_over(self) -> bool:
-        return self._have_all_left and not self._participant.owes_step
+        return self._have_all_left and not self.participant.owes_step
 
     def begin_round(self, *, has_batch: bool) -> Round:
-        if self._ended is not None:
-            raise self._ended
+        if self.ended is not None:
+            raise self.ended
         if self._executor is None:
             return Round.REAL if has_batch else Round.NO_STEP
-        kind, start = self._participant.begin_round(has_batch=has_batch)
+        kind, start = self.participant.begin_round(has_batch=has_batch)
         if start is not None:
             self._member.start_step(start)
         return kind
@@ -155,11 +157,11 @@ class StepGroup:
             self._member.fail(reason)
             return error
         self._has_ended.wait(BLAME_WAIT_S)
-        return error if self._ended is None else EngineDeadError(f"{self._ended.message} ({reason})")
+        return error if self.ended is None else EngineDeadError(f"{self.ended.message} ({reason})")
 
     def leave(self) -> None:
-        if not self._has_left:
-            self._has_left = True
+        if not self.has_left:
+            self.has_left = True
             self._member.leave()
 
     def close(self) -> None:
@@ -167,14 +169,14 @@ class StepGroup:
         with self._lock:
             self._post = self._post or (lambda change: change())
         self._member.close()
-        if not self.is_over and self._ended is None:
+        if not self.is_over and self.ended is None:
             self._deliver(Ended("this rank's connection to its data-parallel group is closed"))
 
     def _deliver(self, notice: Notice) -> None:
         """On the connection's thread."""
         if isinstance(notice, Ended):
             # At once, because a running step fails for the same reason.
-            self._ended = EngineDeadError(notice.reason)
+            self.ended = EngineDeadError(notice.reason)
             self._has_ended.set()
         if isinstance(notice, AllReady | Ended):
             self._are_all_ready.set()
@@ -183,8 +185,8 @@ class StepGroup:
                 self._hand_to_engine(self._post, notice)
                 return
             self._early.append(notice)
-        if self._ended is not None:
-            self._on_lost(self._ended)
+        if self.ended is not None:
+            self._on_lost(self.ended)
 
     def _hand_to_engine(self, post: Post, notice: Notice) -> None:
         post(lambda: self._take(notice))
@@ -192,6 +194,6 @@ class StepGroup:
     def _take(self, notice: Notice) -> None:
         """On the engine's thread."""
         if isinstance(notice, StepsUntil):
-            self._participant.notified(notice.step)
+            self.participant.notified(notice.step)
         elif isinstance(notice, AllLeft):
             self._have_all_left = True

@@ -43,8 +43,8 @@ class GroupMember:
         self._sending = threading.Lock()
         self._silence_s = silence_s
         self._next_beat_s = math.inf
-        self._silence = SilenceDetector(silence_s)
-        self._server = server
+        self.silence = SilenceDetector(silence_s)
+        self.server = server
         self._reader = messages.FrameReader(messages.FromCoordinator)
         self._fds: list[int] = []
         self._waiting: list[messages.FromCoordinator] = []
@@ -126,8 +126,8 @@ class GroupMember:
         for fd in (*self._fds, self._stop):
             os.close(fd)
         self._fds, self._stop = [], -1
-        if self._server is not None:
-            self._server.close()
+        if self.server is not None:
+            self.server.close()
 
     # -- start --------------------------------------------------------------------------------------------------------
 
@@ -205,7 +205,7 @@ class GroupMember:
                 except (OSError, ProtocolError) as exc:
                     is_there = False
                     _log.error("the connection to the coordinator has failed: %s", exc)
-                self._silence.received()
+                self.silence.received()
                 if not is_there:
                     self._waiting.append(messages.Ended(f"{COORDINATOR}, has ended"))
             # After reading: what has arrived while this process was stopped counts.
@@ -220,7 +220,7 @@ class GroupMember:
     def _beat(self) -> None:
         self._next_beat_s = time.monotonic() + BEAT_S
         self._send(messages.Beat())
-        if self._silence.tick():
+        if self.silence.tick():
             self._waiting.append(messages.Ended(f"{COORDINATOR}, {silent(self._silence_s)}"))
 
     def _hand_on(self, deliver: Callable[[Notice], None]) -> bool:

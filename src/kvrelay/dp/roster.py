@@ -36,7 +36,7 @@ class Roster:
     def __init__(self, size: int, group_id: str) -> None:
         self._size = size
         self._group_id = group_id
-        self._parts: dict[Part, RankInfo] = {}
+        self.parts: dict[Part, RankInfo] = {}
         self._ready: set[Part] = set()
         self._left: set[Part] = set()
         self.state = RosterState.GATHERING
@@ -44,7 +44,7 @@ class Roster:
         """Why no further rank can register."""
 
     def __repr__(self) -> str:
-        return f"Roster({self.state.name}, {len(self._parts)} of {self._size} ranks, {len(self._left)} left)"
+        return f"Roster({self.state.name}, {len(self.parts)} of {self._size} ranks, {len(self._left)} left)"
 
     @property
     def is_gathering(self) -> bool:
@@ -56,14 +56,14 @@ class Roster:
         return self.state is RosterState.FORMED and len(self._ready) == self._size
 
     def has(self, part: Part) -> bool:
-        return part in self._parts
+        return part in self.parts
 
     def registered(self, part: Part, info: RankInfo) -> Formed | GroupRefused | None:
         """The group is formed or refused only after all have registered, so that every rank gets the reason."""
-        self._parts[part] = info
-        if len(self._parts) < self._size:
+        self.parts[part] = info
+        if len(self.parts) < self._size:
             return None
-        reason = _difference(self._size, list(self._parts.values()))
+        reason = _difference(self._size, list(self.parts.values()))
         if reason:
             self._move(RosterState.OVER, reason)
             return GroupRefused(reason)
@@ -83,7 +83,7 @@ class Roster:
 
     def lost(self, part: Part, how: str) -> Ended | None:
         """Its connection has ended."""
-        info = self._parts.get(part)
+        info = self.parts.get(part)
         if info is None or self.state is RosterState.OVER:
             return None
         reason = f"rank {info.rank} of the data-parallel group ({info.place}) {how}"
@@ -92,7 +92,7 @@ class Roster:
 
     def overdue(self, waited_s: float) -> GroupRefused:
         """The ranks have not gathered in time."""
-        known = {info.rank for info in self._parts.values()}
+        known = {info.rank for info in self.parts.values()}
         missing = ", ".join(str(rank) for rank in range(self._size) if rank not in known)
         reason = f"rank {missing} of the data-parallel group did not register within {waited_s:g} s"
         self._move(RosterState.OVER, reason)

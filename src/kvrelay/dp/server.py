@@ -30,7 +30,9 @@ READ_BYTES = 1 << 16
 BACKLOG = 256
 
 
-class _Connection:
+class Connection:
+    """One rank's."""
+
     def __init__(self, connection: socket.socket, silence_s: float) -> None:
         connection.settimeout(SEND_TIMEOUT_S)
         if connection.family != socket.AF_UNIX:
@@ -46,7 +48,7 @@ class GroupServer:
     def __init__(
         self, address: GroupAddress, size: int, lookahead: int, gather_timeout_s: float, silence_s: float
     ) -> None:
-        self._roster = Roster(size, f"dp-{uuid.uuid4().hex[:8]}")
+        self.roster = Roster(size, f"dp-{uuid.uuid4().hex[:8]}")
         self._coordinator = Coordinator(lookahead)
         self._size = size
         self._shares_memory = address.is_shared_memory
@@ -55,7 +57,7 @@ class GroupServer:
         self._silence_s = silence_s
         self._next_beat_s = 0.0
         self._listener = address.listen(BACKLOG)
-        self._connections: dict[Part, _Connection] = {}
+        self.connections: dict[Part, Connection] = {}
         self._lost: list[tuple[Part, str]] = []
         self._stop = os.eventfd(0, os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._run, name="dp-coordinator", daemon=True)
@@ -77,7 +79,7 @@ class GroupServer:
             self._tell_all(messages.Ended(f"the coordinator of the data-parallel group failed: {exc!r}"))
         finally:
             self._listener.close()
-            for connection in self._connections.values():
+            for connection in self.connections.values():
                 connection.socket.close()
 
     def _serve(self) -> None:
@@ -92,35 +94,35 @@ class GroupServer:
                 if fd == self._stop:
                     return
                 if fd == self._listener.fileno():
-                    accepted = _Connection(self._listener.accept()[0], self._silence_s)
-                    self._connections[accepted.socket.fileno()] = accepted
+                    accepted = Connection(self._listener.accept()[0], self._silence_s)
+                    self.connections[accepted.socket.fileno()] = accepted
                     poller.register(accepted.socket, select.POLLIN)
                     self._send(accepted.socket.fileno(), messages.CoordinatorHello())
                     # The descriptor may belong to a connection that was closed since the poll.
                     break
-                if fd in self._connections:
+                if fd in self.connections:
                     self._read(fd)
             self._bury(poller)
 
     def _wait_s(self) -> float | None:
         """Seconds until something is due; None: nothing is."""
-        if self._roster.is_gathering:
+        if self.roster.is_gathering:
             return self._deadline_s - time.monotonic()
-        return self._next_beat_s - time.monotonic() if self._roster.is_running else None
+        return self._next_beat_s - time.monotonic() if self.roster.is_running else None
 
     def _time_is_up(self) -> None:
-        if self._roster.is_gathering:
-            self._tell_all(self._roster.overdue(self._gather_timeout_s))
+        if self.roster.is_gathering:
+            self._tell_all(self.roster.overdue(self._gather_timeout_s))
             return
         self._next_beat_s = time.monotonic() + BEAT_S
         self._tell_all(messages.Beat())
-        hung = [part for part, each in self._connections.items() if self._roster.has(part) and each.silence.tick()]
+        hung = [part for part, each in self.connections.items() if self.roster.has(part) and each.silence.tick()]
         for part in hung:
             # Its connection stays, so that it hears the reason if it continues.
             self._tell_all(self._end(part, silent(self._silence_s)))
 
     def _read(self, part: Part) -> None:
-        connection = self._connections[part]
+        connection = self.connections[part]
         try:
             data = connection.socket.recv(READ_BYTES)
             if not data:
@@ -134,18 +136,18 @@ class GroupServer:
 
     def _take(self, part: Part, message: messages.FromRank) -> None:
         match message:
-            case messages.RegPart() if not self._roster.is_gathering:
-                self._send(part, messages.GroupRefused(self._roster.closed))
+            case messages.RegPart() if not self.roster.is_gathering:
+                self._send(part, messages.GroupRefused(self.roster.closed))
             case messages.RegPart(info):
-                self._tell_all(self._roster.registered(part, info))
-            case messages.RankReady() if self._roster.has(part):
-                self._tell_all(self._roster.ready(part))
-            case StartStep(step) if self._roster.has(part):
+                self._tell_all(self.roster.registered(part, info))
+            case messages.RankReady() if self.roster.has(part):
+                self._tell_all(self.roster.ready(part))
+            case StartStep(step) if self.roster.has(part):
                 self._tell_all(self._coordinator.start_step(step))
-            case messages.RankFailed(reason) if self._roster.has(part):
-                self._tell_all(self._roster.lost(part, f"has failed: {reason}"))
-            case messages.Leave() if self._roster.has(part):
-                self._tell_all(self._roster.left(part))
+            case messages.RankFailed(reason) if self.roster.has(part):
+                self._tell_all(self.roster.lost(part, f"has failed: {reason}"))
+            case messages.Leave() if self.roster.has(part):
+                self._tell_all(self.roster.left(part))
             case messages.Beat():
                 pass
             case _:
@@ -155,7 +157,7 @@ class GroupServer:
         """Tell the others of connections that have ended."""
         while self._lost:
             part, how = self._lost.pop(0)
-            connection = self._connections.pop(part, None)
+            connection = self.connections.pop(part, None)
             if connection is None:
                 continue
             poller.unregister(connection.socket)
@@ -164,7 +166,7 @@ class GroupServer:
 
     def _end(self, part: Part, how: str) -> messages.Ended | None:
         """The group ends because of this rank, unless it is over already."""
-        ended = self._roster.lost(part, how)
+        ended = self.roster.lost(part, how)
         if ended is not None:
             _log.error("the data-parallel group ends: %s", ended.reason)
         return ended
@@ -172,16 +174,16 @@ class GroupServer:
     def _tell_all(self, message: messages.FromCoordinator | None) -> None:
         if isinstance(message, messages.Formed) and self._shares_memory:
             return self._form(message)
-        for part in list(self._connections) if message is not None else ():
-            if self._roster.has(part):
+        for part in list(self.connections) if message is not None else ():
+            if self.roster.has(part):
                 self._send(part, message)  # type: ignore[arg-type]
 
     def _form(self, message: messages.Formed) -> None:
         descriptors = create_descriptors(self._size)
         try:
             frame = messages.encode(messages.Formed(message.group_id, len(descriptors)))
-            for part, connection in self._connections.items():
-                if self._roster.has(part):
+            for part, connection in self.connections.items():
+                if self.roster.has(part):
                     try:
                         socket.send_fds(connection.socket, [frame], descriptors)
                     except OSError as exc:
@@ -192,7 +194,7 @@ class GroupServer:
 
     def _send(self, part: Part, message: messages.FromCoordinator) -> None:
         try:
-            self._connections[part].socket.sendall(messages.encode(message))
+            self.connections[part].socket.sendall(messages.encode(message))
         except OSError as exc:
             self._lost.append((part, _how(exc)))
 

@@ -109,4 +109,5 @@ def remote_prefill(
         num_cached_tokens=num_cached_tokens,
         priority=request.priority,
         tenant=request.tenant,
+        traceparent=request.traceparent,
     )

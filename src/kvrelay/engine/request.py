@@ -7,7 +7,7 @@ scheduler does. Whether a prefill runs here or elsewhere is decided above the en
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import InitVar, dataclass, field
 
 from kvrelay.core.handoff import HandoffId
@@ -35,6 +35,10 @@ class PrefillMode(enum.Enum):
     """
 
 
+MoveListener = Callable[["Request", RequestStatus], None]
+"""Gets a request that moves to a state, while it is still in the one before."""
+
+
 @dataclass(slots=True, eq=False, repr=False)
 class Request:
     """One sequence.
@@ -56,8 +60,12 @@ class Request:
     """REMOTE: the number of its hand-off if others know it already (prefill-first); 0: the engine counts."""
     tenant: str = field(default="", kw_only=True)
     """The API key, or another name among which service is shared fairly; empty: none."""
+    traceparent: str = field(default="", kw_only=True)
+    """The request's trace, for an engine that sends spans of its own."""
     placement: PlacementState | None = field(default=None, kw_only=True)
     """Where the prefill runs, if that is still to be decided or to be explained; None: ``mode`` alone says it."""
+    listener: MoveListener | None = field(default=None, kw_only=True)
+    """Told of each move, on the engine's thread."""
     token_ids: list[int] = field(init=False)
     num_prompt_tokens: int = field(init=False)
     is_resumed: bool = field(init=False)
@@ -173,6 +181,8 @@ class Request:
     def move(self, status: RequestStatus, now_s: float) -> None:
         """Move to another state. Raises IllegalTransitionError unless the table allows it."""
         check_transition(self.status, status)
+        if self.listener is not None:
+            self.listener(self, status)
         self.status = status
         self.times.append((status, now_s))
 

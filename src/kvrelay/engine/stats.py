@@ -12,7 +12,7 @@ from typing import Protocol
 import msgspec
 
 from kvrelay.core.clock import Clock
-from kvrelay.core.events import LoadMetrics
+from kvrelay.core.events import LoadMetrics, TokenCounts
 from kvrelay.core.histogram import TOKEN_BUCKETS_S, Histogram
 from kvrelay.core.step_cost import StepCost
 
@@ -64,6 +64,10 @@ class EngineStats:
     num_step_samples_rejected: int = 0
     times: EngineTimes = field(default_factory=EngineTimes)
     """Not copied: they go on."""
+
+    @property
+    def token_counts(self) -> TokenCounts:
+        return TokenCounts(self.num_prefill_tokens, self.num_generated_tokens)
 
 
 class LoadSource(Protocol):

@@ -98,6 +98,11 @@ class EngineThread:
     def kv_region(self) -> MemoryRegion:
         return self._core.executor.kv_region
 
+    @property
+    def has_turn(self) -> bool:
+        """Whether the next turn (``drain_inbox``, a step, ``deliver``) has something to do, and does not wait."""
+        return self._core.has_work() or not self._inbox.empty()
+
     def start(self, on_step: Callable[[StepOutput], None], on_dead: Callable[[EngineDeadError], None]) -> None:
         self._on_step, self._on_dead = on_step, on_dead
         self._core.group.listen(lambda change: self.post(lambda _: change()))
@@ -141,9 +146,9 @@ class EngineThread:
 
     def _run(self) -> None:
         try:
-            while self._drain_inbox():
+            while self.drain_inbox():
                 # A step may end with outputs even when no forward pass ran: aborts, remote prefills, events.
-                self._deliver(self._core.step(announce=self._deliver))
+                self.deliver(self._core.step(announce=self.deliver))
             self._see_group_off()
         except EngineDeadError as exc:
             self._die(exc)
@@ -157,7 +162,8 @@ class EngineThread:
         finally:
             self.progress.rest()
 
-    def _deliver(self, step: StepOutput) -> None:
+    def deliver(self, step: StepOutput) -> None:
+        """Hand on what a step has put out, with a sample of the load."""
         step.load = self._load.sample()
         self._on_step(step)
 
@@ -165,7 +171,7 @@ class EngineThread:
         self._inbox.end(error)
         self._on_dead(error)
 
-    def _drain_inbox(self) -> bool:
+    def drain_inbox(self) -> bool:
         """Run what is in the inbox; wait for a callback only if the engine has nothing to step. False: closed."""
         self.progress.begin()
         return self._run_inbox(wait=not self._core.has_work())

@@ -143,10 +143,6 @@ class TransferError(RecomputeError):
         self.peer = peer
 
 
-class StaleHandoffError(RecomputeError):
-    """A message names a hand-off, or a generation of one, that is no longer current."""
-
-
 class IncompatiblePeerError(RecomputeError):
     """The peer's KV cache cannot be exchanged with ours: its compatibility hash differs."""
 

@@ -18,6 +18,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -176,7 +177,7 @@ class GrammarCompiler:
         return self._tokenizer
 
 
-class _Walk:
+class Walk:
     """One sequence's way through its grammar: the mask at its present position, once it is computed.
 
     ``compute`` runs on a thread of GrammarMasks, all else between two computations. Reading a token may take as long as
@@ -186,7 +187,7 @@ class _Walk:
     def __init__(self, matcher: LLMatcher, output_token_ids: Sequence[int], *, is_awaited: bool) -> None:
         self._matcher = matcher
         self._unread = list(output_token_ids)
-        self._num_tokens, self._spent_s = 0, 0.0
+        self._num_tokens, self.spent_s = 0, 0.0
         self.words: Int32Array | None = None
         self.failure = ""
         """Why the sequence cannot continue."""
@@ -197,7 +198,7 @@ class _Walk:
     @property
     def mean_s(self) -> float:
         """CPU time of a token. The first ones build the lexer, and count less."""
-        return self._spent_s / (self._num_tokens + _NUM_FIRST)
+        return self.spent_s / (self._num_tokens + _NUM_FIRST)
 
     @property
     def is_slow(self) -> bool:
@@ -217,12 +218,12 @@ class _Walk:
         fill_next_token_bitmask(self._matcher, words)
         self._num_tokens += len(self._unread)
         self._unread = []
-        self._spent_s += time.thread_time() - began_s
+        self.spent_s += time.thread_time() - began_s
         if self._matcher.is_error():
             self.failure = f"the grammar failed: {_one_line(self._matcher.get_error())}"
-        elif self._spent_s > BUDGET_S + BUDGET_TOKEN_S * self._num_tokens:
+        elif self.spent_s > BUDGET_S + BUDGET_TOKEN_S * self._num_tokens:
             self.failure = (
-                f"the grammar failed: its masks took {self._spent_s:.1f} s of CPU time for {self._num_tokens} tokens; "
+                f"the grammar failed: its masks took {self.spent_s:.1f} s of CPU time for {self._num_tokens} tokens; "
                 "use a grammar with fewer ambiguous rules"
             )
         self.words = words[0]
@@ -239,7 +240,7 @@ class GrammarMasks:
     def __init__(self, compiler: GrammarCompiler, vocab_size: int) -> None:
         self.compiler = compiler
         self._vocab_size = vocab_size
-        self._walks: dict[int, _Walk] = {}
+        self.walks: dict[int, Walk] = {}
         self._broken: dict[int, str] = {}
         """Slots whose grammar did not compile, with the reason: the step that samples for them reports it."""
         self._threads: tuple[ThreadPoolExecutor, ThreadPoolExecutor] | None = None
@@ -249,7 +250,7 @@ class GrammarMasks:
 
     def __bool__(self) -> bool:
         """Whether any sequence is constrained."""
-        return bool(self._walks or self._broken)
+        return bool(self.walks or self._broken)
 
     def enter(self, slot: int, sampling: SamplingParams, output_token_ids: Sequence[int]) -> None:
         """Begin a sequence in ``slot``, or continue one after these tokens of its answer."""
@@ -263,17 +264,17 @@ class GrammarMasks:
             return
         # The logprobs of the prompt's last token must not come twice.
         is_awaited = sampling.prompt_logprobs is not None and not output_token_ids
-        self._walks[slot] = _Walk(matcher, output_token_ids, is_awaited=is_awaited)
+        self.walks[slot] = Walk(matcher, output_token_ids, is_awaited=is_awaited)
 
     def release(self, slot: int) -> None:
-        walk = self._walks.pop(slot, None)
+        walk = self.walks.pop(slot, None)
         if walk is not None:
             walk.is_dropped = True
         self._broken.pop(slot, None)
 
     def begin(self, slots: Sequence[int]) -> ComputingMasks | None:
         """Start to compute the masks of the constrained rows of ``slots``; None if no row is constrained."""
-        walks = {row: self._walks[slot] for row, slot in enumerate(slots) if slot in self._walks}
+        walks = {row: self.walks[slot] for row, slot in enumerate(slots) if slot in self.walks}
         broken = {row: self._broken[slot] for row, slot in enumerate(slots) if slot in self._broken}
         if not walks and not broken:
             return None
@@ -286,22 +287,22 @@ class GrammarMasks:
         for walk in asked:
             walk.is_asked = True
         is_alone = len(walks) + len(broken) == len(slots)
-        return ComputingMasks(walks, broken, self._vocab_size, self._changed, is_alone=is_alone)
+        return ComputingMasks(walks, broken, self._vocab_size, self._changed, is_alone)
 
     def advance(self, slots: Sequence[int], token_ids: Sequence[int]) -> None:
         """Advance each slot's walk by its next token; NO_TOKEN: the row sat out."""
         for slot, token_id in zip(slots, token_ids, strict=True):
-            walk = self._walks.get(slot)
+            walk = self.walks.get(slot)
             if walk is not None and token_id != NO_TOKEN and not walk.failure:
                 walk.advance(token_id)
 
     def close(self) -> None:
-        for slot in tuple(self._walks):
+        for slot in tuple(self.walks):
             self.release(slot)
         for thread in self._threads or ():
             thread.shutdown(cancel_futures=True)
 
-    def _compute(self, walks: list[_Walk]) -> None:
+    def _compute(self, walks: list[Walk]) -> None:
         """On one of the threads."""
         for walk in walks:
             if not walk.is_dropped:
@@ -311,27 +312,19 @@ class GrammarMasks:
                     self._changed.notify()
 
 
+@dataclass(frozen=True, slots=True)
 class ComputingMasks:
     """The masks of one step, by row, while they are being computed. ``is_alone``: no other row samples in this step."""
 
-    def __init__(
-        self,
-        walks: dict[int, _Walk],
-        broken: dict[int, str],
-        vocab_size: int,
-        changed: threading.Condition,
-        *,
-        is_alone: bool,
-    ) -> None:
-        self._walks = walks
-        self._broken = broken
-        self._vocab_size = vocab_size
-        self._changed = changed
-        self._is_alone = is_alone
+    walks: dict[int, Walk]
+    _broken: dict[int, str]
+    _vocab_size: int
+    _changed: threading.Condition
+    _is_alone: bool
 
     def result(self) -> StepMasks:
         """The masks that are ready in time. If nothing else is sampled, wait for one at least."""
-        walks = self._walks.values()
+        walks = self.walks.values()
         quick = [walk for walk in walks if not walk.is_slow]
         awaited = [walk for walk in walks if walk.is_awaited]
         with self._changed:
@@ -339,14 +332,15 @@ class ComputingMasks:
             self._changed.wait_for(lambda: all(walk.is_ready for walk in awaited))
             if self._is_alone and not self._broken:
                 self._changed.wait_for(lambda: any(walk.is_ready for walk in walks))
-            ready = {row: walk for row, walk in self._walks.items() if walk.is_ready}
+            ready = {row: walk for row, walk in self.walks.items() if walk.is_ready}
         words = [walk.words for walk in ready.values() if walk.words is not None]
         failures = {row: walk.failure for row, walk in ready.items() if walk.failure}
-        late = [row for row in self._walks if row not in ready]
+        late = [row for row in self.walks if row not in ready]
         stacked = np.stack(words) if words else np.zeros((0, -(-self._vocab_size // _BITS)), dtype=np.int32)
         return StepMasks(list(ready), stacked, self._vocab_size, self._broken | failures, late)
 
 
+@dataclass(frozen=True, slots=True)
 class StepMasks:
     """The masks of one step: the constrained rows (``rows`` [R]) and the tokens that each may take.
 
@@ -354,18 +348,15 @@ class StepMasks:
     other rows, which sit out this step.
     """
 
-    def __init__(
-        self, rows: list[int], words: Int32Array, vocab_size: int, failures: dict[int, str], late: list[int]
-    ) -> None:
-        self.rows = rows
-        self.failures = failures
-        self.late = late
-        self._words = words
-        self._vocab_size = vocab_size
+    rows: list[int]
+    words: Int32Array
+    vocab_size: int
+    failures: dict[int, str]
+    late: list[int]
 
     def forbidden(self) -> npt.NDArray[np.bool_]:
         """[R, vocab_size]: forbidden tokens. Rows that failed forbid nothing."""
-        bits = np.unpackbits(self._words.view(np.uint8), axis=1, bitorder="little", count=self._vocab_size)
+        bits = np.unpackbits(self.words.view(np.uint8), axis=1, bitorder="little", count=self.vocab_size)
         result: npt.NDArray[np.bool_] = bits == 0
         for number, row in enumerate(self.rows):
             if row in self.failures:

@@ -70,21 +70,21 @@ class MockExecutor:
             raise ConfigError("the mock engine's pool is given by num_blocks", param="kv_cache_memory")
         self._mock = mock
         self._sleep = sleep
-        self._vocab_size = vocab_size
-        self._eos_token_ids = eos_token_ids
-        self._max_model_len = min(max_model_len, config.max_model_len or max_model_len)
+        self.vocab_size, self.eos_token_ids, self.weights_fingerprint = vocab_size, eos_token_ids, f"mock-{vocab_size}"
+        self.max_model_len = min(max_model_len, config.max_model_len or max_model_len)
         self._block_size = config.block_size
-        self._num_blocks = config.num_blocks or DEFAULT_NUM_BLOCKS
-        self._layout = KVLayout(1, 1, config.block_size, 1, "int32")
-        num_bytes = self._num_blocks * self._layout.block_bytes
+        self.num_blocks = config.num_blocks or DEFAULT_NUM_BLOCKS
+        self.kv_layout = KVLayout(1, 1, config.block_size, 1, "int32")
+        num_bytes = self.num_blocks * self.kv_layout.block_bytes
         self._memory = allocate(num_bytes) if allocate is not None else mmap.mmap(-1, num_bytes)
         pool = np.frombuffer(self._memory, dtype=np.uint32)
-        self._pool: Uint32Array = pool.reshape(self._num_blocks, 2, self._block_size)
-        self._bytes = pool.view(np.uint8).reshape(self._num_blocks, self._layout.block_bytes)
-        self._address = pool.ctypes.data
-        max_blocks = -(-self._max_model_len // self._block_size) + 1
+        self.pool: Uint32Array = pool.reshape(self.num_blocks, 2, self._block_size)
+        """As [num_blocks, K or V, block_size]."""
+        self._bytes = pool.view(np.uint8).reshape(self.num_blocks, self.kv_layout.block_bytes)
+        self.kv_region = MemoryRegion(pool.ctypes.data, num_bytes)
+        max_blocks = -(-self.max_model_len // self._block_size) + 1
         # The system provides memory when it is first touched, so long contexts cost nothing until they are used.
-        self._tokens = np.zeros((config.max_num_seqs, self._max_model_len + 1), dtype=np.uint32)
+        self._tokens = np.zeros((config.max_num_seqs, self.max_model_len + 1), dtype=np.uint32)
         self._block_table = np.zeros((config.max_num_seqs, max_blocks), dtype=np.int32)
         self._num_computed = np.zeros(config.max_num_seqs, dtype=np.int64)
         self._damaged = np.zeros(config.max_num_seqs, dtype=np.uint32)
@@ -93,44 +93,11 @@ class MockExecutor:
         self._grammars = GrammarMasks(GrammarCompiler(tokenizer_file, vocab_size, eos_token_ids), vocab_size)
 
     def __repr__(self) -> str:
-        return f"MockExecutor({self._num_blocks} blocks of {self._block_size}, {len(self._sequences)} sequences)"
-
-    @property
-    def kv_layout(self) -> KVLayout:
-        return self._layout
-
-    @property
-    def num_blocks(self) -> int:
-        return self._num_blocks
-
-    @property
-    def kv_region(self) -> MemoryRegion:
-        return MemoryRegion(self._address, self._num_blocks * self._layout.block_bytes)
-
-    @property
-    def pool(self) -> Uint32Array:
-        """The pool as [num_blocks, K or V, block_size]."""
-        return self._pool
-
-    @property
-    def max_model_len(self) -> int:
-        return self._max_model_len
-
-    @property
-    def vocab_size(self) -> int:
-        return self._vocab_size
-
-    @property
-    def eos_token_ids(self) -> tuple[int, ...]:
-        return self._eos_token_ids
-
-    @property
-    def weights_fingerprint(self) -> str:
-        return f"mock-{self._vocab_size}"
+        return f"MockExecutor({self.num_blocks} blocks of {self._block_size}, {len(self._sequences)} sequences)"
 
     def warm_up(self) -> None:
         """Touch the pool's pages, so that the first requests need not. Nothing is compiled."""
-        self._pool.fill(0)
+        self.pool.fill(0)
 
     def shutdown(self) -> None:
         """The pool's memory is freed with its last reference, because a transport may still use it."""
@@ -161,7 +128,7 @@ class MockExecutor:
 
     def checksum_blocks(self, block_ids: Sequence[int]) -> tuple[int, ...]:
         return tuple(
-            checksum for block_id in block_ids for checksum in unit_checksums(self._bytes[block_id], self._layout)
+            checksum for block_id in block_ids for checksum in unit_checksums(self._bytes[block_id], self.kv_layout)
         )
 
     # -- the timing model ---------------------------------------------------------------------------------------------
@@ -208,7 +175,7 @@ class MockExecutor:
 
     def _read(self, slot: int, count: int) -> tuple[Uint32Array, Uint32Array]:
         """K and V of the slot's first ``count`` positions."""
-        blocks = self._pool[self._block_table[slot, : -(-count // self._block_size)]]
+        blocks = self.pool[self._block_table[slot, : -(-count // self._block_size)]]
         return blocks[:, 0].reshape(-1)[:count], blocks[:, 1].reshape(-1)[:count]
 
     def _compute(self, work: SchedulerOutput, num_decodes: int) -> ModelOutput:
@@ -224,7 +191,7 @@ class MockExecutor:
         self._num_computed[slots] += work.num_tokens
         sampled = np.flatnonzero(work.samples)
         chosen = slots[sampled]
-        token_ids = next_tokens(last_hashes[sampled], self._vocab_size, self._eos_token_ids, self._damaged[chosen])
+        token_ids = next_tokens(last_hashes[sampled], self.vocab_size, self.eos_token_ids, self._damaged[chosen])
         outputs = token_ids.tolist()
         failures = self._obey_grammars(chosen, sampled, outputs) if self._grammars else {}
         if self._grammars:
@@ -261,13 +228,13 @@ class MockExecutor:
         size = self._block_size
         positions = self._num_computed[slots]
         before = np.maximum(positions - 1, 0)
-        previous = self._pool[self._block_table[slots, before // size], 1, before % size]
+        previous = self.pool[self._block_table[slots, before // size], 1, before % size]
         previous = np.where(positions > 0, previous, _SEED)
         tokens = self._tokens[slots, positions]
         hashes = previous * _A + tokens * _SPREAD
         blocks = self._block_table[slots, positions // size]
-        self._pool[blocks, 0, positions % size] = tokens
-        self._pool[blocks, 1, positions % size] = hashes
+        self.pool[blocks, 0, positions % size] = tokens
+        self.pool[blocks, 1, positions % size] = hashes
         self._verify_one_block(slots, positions)
         return hashes
 
@@ -276,10 +243,10 @@ class MockExecutor:
         size = self._block_size
         num_full = positions // size
         index = positions % np.maximum(num_full, 1)
-        blocks = self._pool[self._block_table[slots, index]]
+        blocks = self.pool[self._block_table[slots, index]]
         expected = self._tokens[slots[:, None], (index * size)[:, None] + np.arange(size)]
         keys, hashes = blocks[:, 0], blocks[:, 1]
-        before_block = self._pool[self._block_table[slots, np.maximum(index - 1, 0)], 1, size - 1]
+        before_block = self.pool[self._block_table[slots, np.maximum(index - 1, 0)], 1, size - 1]
         previous = np.empty_like(hashes)
         previous[:, 0] = np.where(index > 0, before_block, _SEED)
         previous[:, 1:] = hashes[:, :-1]
@@ -292,13 +259,13 @@ class MockExecutor:
         first = int(self._num_computed[slot])
         previous = _SEED
         if first:
-            previous = self._pool[self._block_table[slot, (first - 1) // size], 1, (first - 1) % size]
+            previous = self.pool[self._block_table[slot, (first - 1) // size], 1, (first - 1) % size]
         tokens = self._tokens[slot, first : first + count]
         hashes = _hash_chain(tokens, previous)
         positions = np.arange(first, first + count)
         blocks = self._block_table[slot, positions // size]
-        self._pool[blocks, 0, positions % size] = tokens
-        self._pool[blocks, 1, positions % size] = hashes
+        self.pool[blocks, 0, positions % size] = tokens
+        self.pool[blocks, 1, positions % size] = hashes
         return np.uint32(hashes[-1])
 
     # -- invented logprobs ---------------------------------------------------------------------------------------------
@@ -307,7 +274,7 @@ class MockExecutor:
         for row, token_id in zip(rows, result.token_ids, strict=True):
             count = self._sequences[int(slots[row])].sampling.logprobs
             if count is not None and token_id != NO_TOKEN:
-                result.logprobs[row] = mock_logprobs(token_id, count, self._vocab_size)
+                result.logprobs[row] = mock_logprobs(token_id, count, self.vocab_size)
 
     def _prompt_logprobs(self, work: SchedulerOutput) -> dict[int, list[PositionLogprobs]]:
         found: dict[int, list[PositionLogprobs]] = {}
@@ -319,7 +286,7 @@ class MockExecutor:
                 continue
             end = min(first + int(work.num_tokens[row]), sequence.num_prompt_tokens)
             tokens = self._tokens[slot, max(first, 1) : end].tolist()
-            found[row] = [mock_logprobs(token, count, self._vocab_size) for token in tokens]
+            found[row] = [mock_logprobs(token, count, self.vocab_size) for token in tokens]
         return found
 
 

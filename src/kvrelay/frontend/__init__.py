@@ -5,6 +5,6 @@ worker continues it. ``pipeline`` shows this path on one page; ``server`` puts t
 """
 
 from kvrelay.frontend.api.server import Frontend, run_frontend
-from kvrelay.frontend.cluster.cluster import RouterFactory, RpcClientFactory
+from kvrelay.frontend.cluster.view import RouterFactory, RpcClientFactory
 
 __all__ = ["Frontend", "RouterFactory", "RpcClientFactory", "run_frontend"]

@@ -95,7 +95,7 @@ class HandoffDone(msgspec.Struct, frozen=True, tag=True):
 
     It comes as the notification of that write. P repeats it over the request plane until it gets HandoffFetched.
     ``num_transferred_bytes`` and ``prefill_s`` feed D's metrics. ``checksums``: of all tokens that D lacked, in order;
-    computed from P's memory before they were sent.
+    computed from P's memory before they were sent. ``marks``: P's, of its phases (``kvrelay.marks``).
     """
 
     handoff_id: HandoffId
@@ -106,6 +106,7 @@ class HandoffDone(msgspec.Struct, frozen=True, tag=True):
     prefill_s: float
     checksums: tuple[int, ...] | None = None
     secret: int = 0
+    marks: bytes = b""
 
 
 class HandoffReady(msgspec.Struct, frozen=True, tag=True):
@@ -128,6 +129,7 @@ class HandoffReady(msgspec.Struct, frozen=True, tag=True):
     checksums: tuple[int, ...] | None = None
     secret: int = 0
     kv_transfer_params: bytes | None = None
+    marks: bytes = b""
 
 
 class HandoffFetched(msgspec.Struct, frozen=True, tag=True):

@@ -56,7 +56,7 @@ class HttpConnection(asyncio.Protocol):
         self._now = now
         self._limits = owner.limits
         self._reader = RequestReader(owner.limits, self)
-        self._transport: asyncio.Transport | None = None
+        self.transport: asyncio.Transport | None = None
         self._exchange: Exchange | None = None
         self._waiting: deque[tuple[HttpRequest, bool]] = deque()
         self._held = bytearray()
@@ -90,19 +90,19 @@ class HttpConnection(asyncio.Protocol):
 
     @property
     def num_unsent_bytes(self) -> int:
-        return self._transport.get_write_buffer_size() if self._transport is not None else 0
+        return self.transport.get_write_buffer_size() if self.transport is not None else 0
 
     def abort(self) -> None:
         """Cut the connection off."""
-        if self._transport is not None:
-            self._transport.abort()
+        if self.transport is not None:
+            self.transport.abort()
             if self._exchange is not None:
                 self._exchange.gone()
 
     def close_if_idle(self) -> None:
         """The server shuts down: an idle connection ends now, a busy one after its answer."""
-        if self.is_idle and self._transport is not None:
-            self._close(self._transport)
+        if self.is_idle and self.transport is not None:
+            self._close(self.transport)
 
     def turn_away(self) -> None:
         """The server has too many connections: tell the client, and end."""
@@ -118,7 +118,7 @@ class HttpConnection(asyncio.Protocol):
 
     def check_deadline(self, now_s: float) -> None:
         """Called by the server's sweep: end a client that sends too slowly, reads nothing, or is idle."""
-        transport = self._transport
+        transport = self.transport
         if transport is None:
             return
         self._check_peer()
@@ -135,7 +135,7 @@ class HttpConnection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # Not isinstance: uvloop's transports are not instances of asyncio's classes.
-        self._transport = cast(asyncio.Transport, transport)
+        self.transport = cast(asyncio.Transport, transport)
         sock = transport.get_extra_info("socket")
         if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -144,7 +144,7 @@ class HttpConnection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         exchange, self._exchange = self._exchange, None
-        self._transport = self._refusal = None
+        self.transport = self._refusal = None
         self._waiting.clear()
         self._held.clear()
         self._reader.close()
@@ -163,7 +163,7 @@ class HttpConnection(asyncio.Protocol):
     def eof_received(self) -> bool:
         """The client sends nothing more. It may still read, or be gone: TCP does not tell. A request in progress is
         answered; a probe finds out whether the client still reads. Over TLS the connection ends."""
-        transport, exchange = self._transport, self._exchange
+        transport, exchange = self.transport, self._exchange
         if transport is None or not self._is_busy or transport.get_extra_info("ssl_object") is not None:
             return False
         self._is_half_closed = True
@@ -184,7 +184,7 @@ class HttpConnection(asyncio.Protocol):
 
     def send(self, data: bytes) -> None:
         """Queue bytes for the client."""
-        transport = self._transport
+        transport = self.transport
         if transport is None:
             return
         transport.write(data)
@@ -194,13 +194,13 @@ class HttpConnection(asyncio.Protocol):
 
     def body_changed(self) -> None:
         """The application no longer needs the request's body, or has put another one in its place."""
-        if self._transport is not None:
+        if self.transport is not None:
             self._owner.buffered.update(self)
 
     def exchange_done(self, keep_alive: bool) -> None:
         """The application has answered: continue with the next request, or end."""
         self._exchange = None
-        transport = self._transport
+        transport = self.transport
         if transport is None:
             return
         if self._waiting or self._held:
@@ -235,8 +235,8 @@ class HttpConnection(asyncio.Protocol):
         if expects_continue and self._is_busy:
             # Not in the middle of the answer before it.
             self._owes_continue = True
-        elif expects_continue and self._transport is not None:
-            self._transport.write(CONTINUE)
+        elif expects_continue and self.transport is not None:
+            self.transport.write(CONTINUE)
 
     def on_request(self, request: HttpRequest, keep_alive: bool) -> None:
         self._owes_continue = False
@@ -263,7 +263,7 @@ class HttpConnection(asyncio.Protocol):
 
     def _feed(self, data: bytes) -> None:
         for at in range(0, len(data), PIECE_BYTES):
-            if self._reader.is_refused or self._transport is None:
+            if self._reader.is_refused or self.transport is None:
                 return
             if self._is_busy:
                 self._hold(data[at:])
@@ -275,8 +275,8 @@ class HttpConnection(asyncio.Protocol):
     def _hold(self, data: bytes) -> None:
         """Keep data unparsed that arrives while a request is answered, and pause reading."""
         self._held += data
-        if self._transport is not None:
-            self._transport.pause_reading()
+        if self.transport is not None:
+            self.transport.pause_reading()
         self._owner.buffered.update(self)
 
     def _start(self, request: HttpRequest, keep_alive: bool) -> None:
@@ -287,7 +287,7 @@ class HttpConnection(asyncio.Protocol):
         self._owner.application.handle(self._exchange)
 
     def _go_on(self) -> None:
-        transport = self._transport
+        transport = self.transport
         if self._exchange is not None or transport is None:
             return
         if self._waiting:
@@ -329,8 +329,8 @@ class HttpConnection(asyncio.Protocol):
 
     def _check_peer(self) -> None:
         """Whether the probe of a half-closed connection was answered with a reset."""
-        if self._is_half_closed and self._transport is not None:
-            sock = self._transport.get_extra_info("socket")
+        if self._is_half_closed and self.transport is not None:
+            sock = self.transport.get_extra_info("socket")
             if sock is not None and sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
                 self.abort()
 
@@ -345,7 +345,7 @@ class HttpConnection(asyncio.Protocol):
         The client may still be sending. Closing with unread data would reset the connection and lose the answer, so
         incoming data is read and discarded for a moment.
         """
-        transport = self._transport
+        transport = self.transport
         self._refusal = None
         if transport is None:
             return

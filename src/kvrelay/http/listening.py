@@ -176,7 +176,7 @@ def connections_within_limit(wanted: int) -> int:
     return max(1, min(wanted, soft - min(RESERVED_DESCRIPTORS, soft // 2)))
 
 
-class Acceptor:
+class SocketAcceptor:
     """Accepts on a listening socket, which it owns, and passes each connection to ``on_accepted``.
 
     ``refusal`` is sent to a client for which there is no descriptor; one descriptor is kept in reserve for that.

@@ -11,7 +11,7 @@ from kvrelay.core.tasks import TaskSet
 from kvrelay.http.connection import HttpConnection
 from kvrelay.http.exchange import HttpApplication, Response, encode_response
 from kvrelay.http.limits import ByteBudget, HttpLimits
-from kvrelay.http.listening import Acceptor, connections_within_limit
+from kvrelay.http.listening import SocketAcceptor, connections_within_limit
 
 _log = logging.getLogger(__name__)
 
@@ -49,23 +49,23 @@ class HttpServer:
         self._tls = tls
         self.port = int(listener.getsockname()[1])
         self._max_connections = connections_within_limit(limits.max_connections)
-        self._connections: set[HttpConnection] = set()
+        self.connections: set[HttpConnection] = set()
         self._accepting = TaskSet()
         refusal = Response(503, headers=[(b"retry-after", b"1")])
-        self._acceptor = Acceptor(listener, self._accepted, encode_response(refusal, keep_alive=False))
+        self._acceptor = SocketAcceptor(listener, self._accepted, encode_response(refusal, keep_alive=False))
         self._sweep: asyncio.TimerHandle | None = None
 
     def __repr__(self) -> str:
-        return f"HttpServer(port={self.port}, connections={len(self._connections)}, buffered={self.buffered!r})"
+        return f"HttpServer(port={self.port}, connections={len(self.connections)}, buffered={self.buffered!r})"
 
     @property
     def num_connections(self) -> int:
-        return len(self._connections)
+        return len(self.connections)
 
     @property
     def num_busy(self) -> int:
         """Number of connections with a request that is being answered."""
-        return sum(not connection.is_idle for connection in self._connections)
+        return sum(not connection.is_idle for connection in self.connections)
 
     async def start(self) -> None:
         self._acceptor.start()
@@ -76,10 +76,10 @@ class HttpServer:
         self.is_closing = True
         self._acceptor.close()
         self._accepting.cancel()
-        for connection in list(self._connections):
+        for connection in list(self.connections):
             connection.close_if_idle()
         deadline = asyncio.get_running_loop().time() + timeout_s
-        while self._connections and asyncio.get_running_loop().time() < deadline:
+        while self.connections and asyncio.get_running_loop().time() < deadline:
             await asyncio.sleep(0.02)
 
     async def close(self, timeout_s: float) -> None:
@@ -87,17 +87,17 @@ class HttpServer:
         await self.drain(timeout_s)
         if self._sweep is not None:
             self._sweep.cancel()
-        for connection in list(self._connections):
+        for connection in list(self.connections):
             connection.abort()
         # Aborted connections report their loss on the next turns of the loop.
-        while self._connections:
+        while self.connections:
             await asyncio.sleep(0)
 
     # -- ConnectionOwner ----------------------------------------------------------------------------------------------
 
     def connected(self, connection: HttpConnection) -> None:
-        self._connections.add(connection)
-        excess = len(self._connections) - self._max_connections
+        self.connections.add(connection)
+        excess = len(self.connections) - self._max_connections
         if excess > 0:
             _log.warning("refused a connection: %d are open (max_connections)", self._max_connections)
             if excess > MAX_TURNED_AWAY:
@@ -106,7 +106,7 @@ class HttpServer:
                 connection.turn_away()
 
     def disconnected(self, connection: HttpConnection) -> None:
-        self._connections.discard(connection)
+        self.connections.discard(connection)
         self.buffered.forget(connection)
         self.unsent.forget(connection)
 
@@ -128,6 +128,6 @@ class HttpServer:
     def _check_deadlines(self) -> None:
         loop = asyncio.get_running_loop()
         now = loop.time()
-        for connection in list(self._connections):
+        for connection in list(self.connections):
             connection.check_deadline(now)
         self._sweep = loop.call_later(SWEEP_INTERVAL_S, self._check_deadlines)

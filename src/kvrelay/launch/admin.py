@@ -90,7 +90,7 @@ async def cluster_status(config: ControlConfig, *, check: bool = False) -> dict[
     async with connected(config) as control:
         workers = await list_workers(control, Keys(config.namespace))
         async with operator_keys(control, config) as keys:
-            answers = await asyncio.gather(*(_status_of(info, keys, check) for info in workers))
+            answers = await asyncio.gather(*(status_of(info, keys, check) for info in workers))
         return {"prefill_queue_size": await _queue_size(control, config.connect_timeout_s), "workers": answers}
 
 
@@ -106,7 +106,7 @@ async def _queue_size(control: ControlPlane, within_s: float) -> int:
             await asyncio.sleep(RETRY_S)
 
 
-async def _status_of(info: WorkerInfo, keys: CurveKeys, check: bool) -> dict[str, Any]:
+async def status_of(info: WorkerInfo, keys: CurveKeys, check: bool) -> dict[str, Any]:
     try:
         status: dict[str, Any] = await send_command(info, keys, "status", timeout_s=STATUS_TIMEOUT_S)
         if status.get("worker_id") != info.worker_id:
@@ -201,7 +201,7 @@ async def _warn_if_unused(control: ControlPlane, config: ControlConfig, name: st
     """Ask the workers that take requests whether the setting decides anything there; say if it does not."""
     workers = [info for info in await list_workers(control, Keys(config.namespace)) if info.role.takes_requests]
     async with operator_keys(control, config) as keys:
-        answers = await asyncio.gather(*(_status_of(info, keys, check=False) for info in workers))
+        answers = await asyncio.gather(*(status_of(info, keys, check=False) for info in workers))
     settings = {status["worker_id"]: status.get("disagg", {}) for status in answers}
     idle = [worker_id for worker_id, known in settings.items() if name in known.get("unused", ())]
     if idle:

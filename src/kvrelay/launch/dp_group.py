@@ -43,7 +43,7 @@ async def run_group(config: WorkerConfig) -> int:
     stop = asyncio.Event()
     on_terminate(stop.set)
     with tempfile.TemporaryDirectory(prefix="kvrelay-dp-") as directory:
-        ranks = [_start(config, rank, directory) for rank in range(config.group.dp)]
+        ranks = [start_rank(config, rank, directory) for rank in range(config.group.dp)]
         try:
             return await _watch(ranks, stop)
         finally:
@@ -53,7 +53,7 @@ async def run_group(config: WorkerConfig) -> int:
                 child.process.wait()
 
 
-def _start(config: WorkerConfig, rank: int, directory: str) -> Child:
+def start_rank(config: WorkerConfig, rank: int, directory: str) -> Child:
     """Ports are those of rank 0; the other ranks' count up from them; 0: none, or any."""
 
     def port(first: int) -> int:

@@ -7,7 +7,7 @@ import http.client
 import json
 import ssl
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 from rich.console import Console
 from rich.table import Table
@@ -61,6 +61,7 @@ def _call(
 
 
 FIRST_ORDINARY_TOKEN = 32
+FAR_FUTURE_S = 10**11
 
 
 async def explain_route(url: str, prompt: str | list[int], model: str | None, api_key: str | None) -> dict[str, Any]:
@@ -71,6 +72,22 @@ async def explain_route(url: str, prompt: str | list[int], model: str | None, ap
 async def routing_state(url: str, api_key: str | None = None, *, blocks: bool = False) -> dict[str, Any]:
     """The JSON of ``GET /v1/kvrelay/router``; with ``blocks`` also the index. Raises as ``explain_route``."""
     return await _ask(url, "GET", f"/v1/kvrelay/router?blocks={int(blocks)}", api_key, None)
+
+
+async def request_waterfall(url: str, request_id: str, api_key: str | None = None) -> dict[str, Any]:
+    """The JSON of ``GET /debug/requests/ID``. Raises as ``explain_route``."""
+    return await _ask(url, "GET", f"/debug/requests/{quote(request_id, safe='')}", api_key, None)
+
+
+async def cluster_snapshot(url: str, api_key: str | None = None) -> dict[str, Any]:
+    """The JSON of ``GET /debug/cluster`` without its history. Raises as ``explain_route``."""
+    return await _ask(url, "GET", f"/debug/cluster?since={FAR_FUTURE_S}", api_key, None)
+
+
+async def slowest_requests(url: str, limit: int, api_key: str | None = None) -> list[dict[str, Any]]:
+    """Of ``GET /debug/requests``. Raises as ``explain_route``."""
+    answer = await _ask(url, "GET", f"/debug/requests?order=slowest&limit={limit}", api_key, None)
+    return list(answer["requests"])
 
 
 def made_up_prompt(num_tokens: int) -> list[int]:

@@ -9,14 +9,14 @@ import sys
 from functools import partial
 from urllib.parse import urlsplit
 
-from kvrelay.config import ControlConfig, DisaggConfig, FrontendConfig, RouterConfig
+from kvrelay.config import ControlConfig, DisaggConfig, FrontendConfig, MetricsConfig, RouterConfig
 from kvrelay.control.base import Keys
 from kvrelay.core.clock import MonotonicClock
 from kvrelay.errors import ConfigError
 from kvrelay.frontend import Frontend, run_frontend
 from kvrelay.http import raise_descriptor_limit
 from kvrelay.launch.process import SWITCH_INTERVAL_S, on_terminate, spare_what_stays
-from kvrelay.launch.request_plane import client_of, connected, frontend_keys, require_api_key
+from kvrelay.launch.request_plane import client_of, connected, frontend_keys, new_caller_id, require_api_key
 from kvrelay.router import ReplayRequester, Router, RouterStage
 
 _log = logging.getLogger(__name__)
@@ -30,7 +30,11 @@ def cluster_name(control: ControlConfig) -> str:
 
 
 async def run_frontend_process(
-    frontend: FrontendConfig, router: RouterConfig, control: ControlConfig, disagg: DisaggConfig
+    frontend: FrontendConfig,
+    router: RouterConfig,
+    control: ControlConfig,
+    disagg: DisaggConfig,
+    monitoring: MetricsConfig,
 ) -> None:
     """Run until SIGTERM. Raises ConfigError, ControlUnavailableError, AddressInUseError."""
     if not control.control:
@@ -59,7 +63,8 @@ async def run_frontend_process(
                 file=sys.stderr,
             )
 
-    async with connected(control) as plane, frontend_keys(plane, control, stop.set) as ours:
+    name = new_caller_id()
+    async with connected(control) as plane, frontend_keys(plane, control, stop.set, name) as ours:
         await run_frontend(
             frontend,
             plane,
@@ -68,6 +73,8 @@ async def run_frontend_process(
             router_of,
             cluster=cluster_name(control),
             disagg=disagg,
+            monitoring=monitoring,
+            name=name,
             stop=stop,
             on_ready=ready,
             on_stopping=stopping,

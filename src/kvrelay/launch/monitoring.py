@@ -31,6 +31,7 @@ class MonitoringApp:
         """Raises ConfigError if the API keys cannot be read."""
         self._keys = ApiKeys.load("", config.metrics_keys_file)
         self._keys_file = config.metrics_keys_file
+        self._vllm_names = config.vllm_metric_names
         self._needs_key = not is_loopback(config.metrics_host)
         self._worker: Worker | None = None
         self._metrics: WorkerMetrics | None = None
@@ -47,7 +48,7 @@ class MonitoringApp:
     def watch(self, worker: Worker) -> None:
         """Attach the worker to report on."""
         self._worker = worker
-        self._metrics = WorkerMetrics(worker.stats)
+        self._metrics = WorkerMetrics(worker.stats, vllm_names=self._vllm_names)
 
     # -- HttpApplication ----------------------------------------------------------------------------------------------
 

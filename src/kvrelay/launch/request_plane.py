@@ -66,16 +66,16 @@ def connector(heartbeat: Heartbeat, keys: CurveKeys | None) -> Callable[[str, st
 
 @asynccontextmanager
 async def frontend_keys(
-    control: ControlPlane, config: ControlConfig, on_revoked: Callable[[], None]
+    control: ControlPlane, config: ControlConfig, on_revoked: Callable[[], None], name: str
 ) -> AsyncIterator[CurveKeys]:
-    """Keys of a frontend, known to workers until the context ends. ``on_revoked`` is called if an operator revokes the
-    lease, so that the frontend leaves.
+    """Keys of the frontend ``name``, known to workers until the context ends. ``on_revoked`` is called if an operator
+    revokes the lease, so that the frontend leaves.
 
     Raises ControlUnavailableError.
     """
     lease = await control.discovery.grant(config.lease_ttl_s)
     lease.on_revoked(on_revoked)
-    async with _known(control, lease, Keys(config.namespace).frontend) as keys:
+    async with _known(control, lease, Keys(config.namespace).frontend, name) as keys:
         yield keys
 
 
@@ -83,14 +83,20 @@ async def frontend_keys(
 async def operator_keys(control: ControlPlane, config: ControlConfig) -> AsyncIterator[CurveKeys]:
     """Keys of an operator, known to workers until the context ends. Raises ControlUnavailableError."""
     lease = await control.discovery.grant(config.lease_ttl_s)
-    async with _known(control, lease, Keys(config.namespace).operator) as keys:
+    async with _known(control, lease, Keys(config.namespace).operator, new_caller_id()) as keys:
         yield keys
 
 
+def new_caller_id() -> str:
+    """Ten hexadecimal digits."""
+    return uuid.uuid4().hex[:10]
+
+
 @asynccontextmanager
-async def _known(control: ControlPlane, lease: Lease, key_of: Callable[[str], str]) -> AsyncIterator[CurveKeys]:
+async def _known(
+    control: ControlPlane, lease: Lease, key_of: Callable[[str], str], caller_id: str
+) -> AsyncIterator[CurveKeys]:
     keys = new_curve_keys()
-    caller_id = uuid.uuid4().hex[:10]
     info = CallerInfo(caller_id, keys.public.decode(), socket.gethostname(), os.getpid())
     try:
         await control.discovery.put(key_of(caller_id), msgspec.json.encode(info), lease)

@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kvrelay.config import FrontendConfig, RouterConfig, WorkerConfig, WorkerRole
+from kvrelay.config.loading import settings_to_flags
 from kvrelay.control.base import Keys
 from kvrelay.control.credentials import require_credentials
 from kvrelay.control.nats_process import NatsServerProcess
@@ -99,7 +100,7 @@ class LocalCluster:
         self._nats: NatsServerProcess | None = None
         self._control = self._common.control
         self._workers: list[Child] = []
-        self._frontends: list[Child] = []
+        self.frontends: list[Child] = []
         self._port = config.frontend.port
         self._stop = asyncio.Event()
         self._errors = ChildErrors(_write_error)
@@ -121,18 +122,19 @@ class LocalCluster:
         on_terminate(self._stop.set)
         self._port = _check_port(self._config.frontend)
         try:
-            await self._start()
+            await self.start()
             await self._check_tokenizer()
-            if await self._until_ready():
+            if await self.until_ready():
                 with announced(self._description()):
-                    self._announce()
+                    self.announce()
                     await self._supervise()
         finally:
-            await self._shut_down()
+            await self.shut_down()
 
     # -- start --------------------------------------------------------------------------------------------------------
 
-    async def _start(self) -> None:
+    async def start(self) -> None:
+        """Start the control plane if there is none, the workers and the frontends."""
         if not self._control.control:
             self._nats = NatsServerProcess(store_dir=self._config.nats_dir, token=secrets.token_hex(TOKEN_BYTES))
             self._control = replace(self._control, control=self._nats.start())
@@ -143,11 +145,12 @@ class LocalCluster:
             self._workers.append(child)
         frontend = replace(self._config.frontend, port=self._port)
         flags = settings_flags(frontend, self._config.router, self._common.disagg, self._common.control)
+        flags += settings_to_flags(self._common.metrics, skip=("metrics_port", "metrics_host"))
         command = kvrelay_command("frontend", *flags)
         environment = control_environment(self._control, api_key=frontend.api_key)
         for number in range(self._config.num_frontends):
             name = f"frontend {number}"
-            self._frontends.append(start_child(name, command, environment=environment, errors=self._errors))
+            self.frontends.append(start_child(name, command, environment=environment, errors=self._errors))
 
     def _names(self) -> Iterator[str]:
         """``prefill worker 0``, and so on; each role counts from 0."""
@@ -166,7 +169,7 @@ class LocalCluster:
         except CheckpointError as exc:
             raise FatalError(exc.message) from exc
 
-    async def _until_ready(self) -> bool:
+    async def until_ready(self) -> bool:
         """Wait until all workers are in discovery and all frontends serve the model. False: told to stop meanwhile."""
         from kvrelay.launch.admin import list_workers
 
@@ -179,16 +182,16 @@ class LocalCluster:
                 workers = await list_workers(control, keys)
                 if len(workers) >= self._config.num_engines:
                     # They share a port: each call reaches any of them.
-                    num_missing = len(self._frontends) - len(ready)
+                    num_missing = len(self.frontends) - len(ready)
                     ready |= set(await asyncio.gather(*(self._healthy_pid() for _ in range(num_missing))))
-                    ready &= {child.pid for child in self._frontends}
-                    if len(ready) == len(self._frontends):
+                    ready &= {child.pid for child in self.frontends}
+                    if len(ready) == len(self.frontends):
                         return True
                 if time.monotonic() > deadline:
                     raise FatalError(
                         f"not ready after {self._config.start_timeout_s:g} s: "
                         f"{len(workers)} of {self._config.num_engines} workers are in discovery, "
-                        f"{len(ready)} of {len(self._frontends)} frontends serve the model"
+                        f"{len(ready)} of {len(self.frontends)} frontends serve the model"
                     )
                 await asyncio.sleep(POLL_INTERVAL_S)
         return False
@@ -204,7 +207,7 @@ class LocalCluster:
 
     def _check_starting(self) -> None:
         """Raise FatalError if a child ended while starting; it has written the reason to stderr."""
-        for child in self._workers + self._frontends:
+        for child in self._workers + self.frontends:
             if child.exit_code is not None:
                 error = FatalError(f"{child.name} ended with exit code {child.exit_code} while starting, see above")
                 error.exit_code = USAGE_EXIT_CODE if child.exit_code == USAGE_EXIT_CODE else 1
@@ -223,7 +226,8 @@ class LocalCluster:
             namespace=control.namespace,
         )
 
-    def _announce(self) -> None:
+    def announce(self) -> None:
+        """Print where the cluster serves, and a first request."""
         config, model = self._config, self._common.model
         body = json.dumps({"model": model, "prompt": "Once there was a", "max_tokens": 32})
         is_access_log = config.frontend.access_log != "off" and not config.frontend.access_log_file
@@ -242,9 +246,9 @@ class LocalCluster:
         while not self._stop.is_set():
             # Without a hangup, as after ``disown``, what we print would fail later.
             leave_closed_terminals(terminals)
-            for child in self._workers + self._frontends:
+            for child in self._workers + self.frontends:
                 if child.exit_code is not None:
-                    self._revive(child, time.monotonic())
+                    self.revive(child, time.monotonic())
             if supervisor is not None:
                 await supervisor.check()
             await self._check_serving_workers(time.monotonic())
@@ -254,7 +258,7 @@ class LocalCluster:
             except TimeoutError:
                 pass
 
-    def _revive(self, child: Child, now_s: float) -> None:
+    def revive(self, child: Child, now_s: float) -> None:
         """Decide about a child that has ended, and restart it when that is due. Raises FatalError."""
         if child.restart_s is not None:
             if now_s >= child.restart_s:
@@ -276,8 +280,8 @@ class LocalCluster:
         """The child was told to leave, by SIGTERM, ``kvrelay drain`` or a revoked lease: do not restart it."""
         print(f"kvrelay: {child.name} (pid {child.pid}) was told to leave, and has left", file=sys.stderr)
         self._workers = [other for other in self._workers if other is not child]
-        self._frontends = [other for other in self._frontends if other is not child]
-        if not self._frontends:
+        self.frontends = [other for other in self.frontends if other is not child]
+        if not self.frontends:
             raise FatalError("the last frontend was told to leave: no client can reach the workers any more")
         self._next_check_s = 0.0
         self._left_pids.add(child.pid)
@@ -304,10 +308,10 @@ class LocalCluster:
         if any(worker.role.takes_requests for worker in workers):
             self._next_check_s = None
 
-    async def _shut_down(self) -> None:
+    async def shut_down(self) -> None:
         """Stop the frontends, so that no new requests come; then drain the workers; then stop the control plane."""
         timeout_s = self._config.drain_timeout_s
-        await stop_children(self._frontends, timeout_s + CUT_TIMEOUT_S, self._say_waiting)
+        await stop_children(self.frontends, timeout_s + CUT_TIMEOUT_S, self._say_waiting)
         await stop_children(self._workers, timeout_s, self._say_waiting)
         if self._nats is not None:
             await asyncio.to_thread(self._nats.stop)

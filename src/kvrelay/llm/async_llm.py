@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from collections.abc import Sequence as Items
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import msgspec
@@ -21,19 +20,18 @@ from kvrelay.frontend.cluster.models import Model
 from kvrelay.frontend.generate.answers import Answer, CollectedAnswer
 from kvrelay.frontend.generate.prompts import Prompt, completion_prompts, render_chat
 from kvrelay.frontend.generate.sequence import Sequence, SequenceListener, sequences_of
-from kvrelay.frontend.openai.answer import Choice, Piece
-from kvrelay.frontend.openai.plan import GenerationPlan
+from kvrelay.frontend.openai.answer import Choice, ChoicePiece
+from kvrelay.frontend.openai.answer_spec import AnswerSpec
 from kvrelay.frontend.openai.requests import ChatMessage
 from kvrelay.frontend.side_threads import INLINE_SIZE, LoopTurns, complete
 from kvrelay.llm.embedded import EmbeddedCluster, embedded_cluster
 from kvrelay.llm.outputs import CompletionOutput, RequestOutput, TextDelta
-from kvrelay.llm.params import SamplingParams, plan_of, recommended
+from kvrelay.llm.params import SamplingParams, recommended, spec_of
 
 TextOrTokens = str | Items[int]
 Message = Mapping[str, Any]
 
 MIGRATION_LIMIT = 3
-MAX_PROMPTS = 2**20
 
 
 class AsyncLLM:
@@ -77,9 +75,7 @@ class AsyncLLM:
     async def __aenter__(self) -> AsyncLLM:
         return await self.start()
 
-    async def __aexit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     @property
@@ -129,12 +125,12 @@ class AsyncLLM:
         """The answers to one prompt as they are generated. Leaving the loop early ends the work (``aclose``)."""
         model = self._cluster.model
         params = sampling_params or recommended(model.tokenizer.default_sampling)
-        plan = self._plan(model, params)
+        spec = self._spec(model, params)
         given = await self._prompt(model, prompt)
-        answer = _StreamedAnswer(plan)
+        answer = _StreamedAnswer(spec)
         try:
             with _engines_lost():
-                await answer.start(self._sequences(given, model, plan, answer), plan.n, self._turns)
+                await answer.start(self._sequences(given, model, spec, answer), spec.n, self._turns)
             while answer.num_open:
                 with _engines_lost():
                     delta = await answer.next()
@@ -151,17 +147,17 @@ class AsyncLLM:
         for worker in self._cluster.workers:
             await worker.run_admin_command(AdminRequest(0, "clear_cache"))
 
-    def _plan(self, model: Model, params: SamplingParams) -> GenerationPlan:
-        plan = plan_of(params)
-        plan.check(model.vocab_size)
-        return plan
+    def _spec(self, model: Model, params: SamplingParams) -> AnswerSpec:
+        spec = spec_of(params)
+        spec.check(model.vocab_size)
+        return spec
 
     async def _collect(self, prompt: Prompt, model: Model, params: SamplingParams) -> RequestOutput:
-        plan = self._plan(model, params)
-        answer, start_s = CollectedAnswer(plan), time.monotonic()
+        spec = self._spec(model, params)
+        answer, start_s = CollectedAnswer(spec), time.monotonic()
         try:
             with _engines_lost():
-                await answer.start(self._sequences(prompt, model, plan, answer), plan.n, self._turns)
+                await answer.start(self._sequences(prompt, model, spec, answer), spec.n, self._turns)
                 await answer.done
         finally:
             answer.cancel()
@@ -169,7 +165,7 @@ class AsyncLLM:
         return RequestOutput(
             prompt=prompt.text,
             prompt_token_ids=prompt.token_ids,
-            outputs=tuple(_completion(choice, plan) for choice in choices),
+            outputs=tuple(_completion(choice, spec) for choice in choices),
             num_cached_tokens=first.num_cached_tokens,
             first_token_s=min(sequence.ttft_s or 0.0 for sequence in answer.sequences),
             duration_s=time.monotonic() - start_s,
@@ -177,10 +173,10 @@ class AsyncLLM:
         )
 
     def _sequences(
-        self, prompt: Prompt, model: Model, plan: GenerationPlan, answer: SequenceListener
+        self, prompt: Prompt, model: Model, spec: AnswerSpec, answer: SequenceListener
     ) -> Iterator[Sequence]:
         request_id = uuid.uuid4().hex
-        return sequences_of(request_id, [prompt], plan, model, answer, self._metrics, MIGRATION_LIMIT)
+        return sequences_of(request_id, [prompt], spec, model, answer, self._metrics, MIGRATION_LIMIT)
 
     async def _prompt(self, model: Model, prompt: TextOrTokens) -> Prompt:
         given = prompt if isinstance(prompt, str) else [int(token) for token in prompt]
@@ -209,12 +205,12 @@ async def _aside(size: int, work: Callable[[], Prompt]) -> Prompt:
 class _StreamedAnswer(Answer):
     """Passes the pieces of all sequences on, in order of arrival."""
 
-    def __init__(self, plan: GenerationPlan) -> None:
-        super().__init__(plan)
-        self.num_open = plan.n
+    def __init__(self, spec: AnswerSpec) -> None:
+        super().__init__(spec)
+        self.num_open = spec.n
         self._pieces: asyncio.Queue[TextDelta | KvrelayError] = asyncio.Queue()
 
-    def deliver(self, sequence: Sequence, piece: Piece) -> None:
+    def deliver(self, sequence: Sequence, piece: ChoicePiece) -> None:
         finish = piece.finish
         reason = None if finish is None else finish.reason.value
         stop_reason = None if finish is None else finish.stop_reason
@@ -242,12 +238,12 @@ def _engines_lost() -> Iterator[None]:
         raise EngineDeadError(exc.message) from exc
 
 
-def _completion(choice: Choice, plan: GenerationPlan) -> CompletionOutput:
+def _completion(choice: Choice, spec: AnswerSpec) -> CompletionOutput:
     return CompletionOutput(
         index=choice.index,
         text=choice.text,
         token_ids=tuple(choice.token_ids),
         finish_reason=choice.finish.reason.value,
         stop_reason=choice.finish.stop_reason,
-        logprobs=tuple(choice.logprobs) if plan.sampling.logprobs is not None else None,
+        logprobs=tuple(choice.logprobs) if spec.sampling.logprobs is not None else None,
     )

@@ -22,8 +22,8 @@ from kvrelay.control.memory import MemoryBroker
 from kvrelay.core.clock import MonotonicClock
 from kvrelay.core.workers import WorkerInfo
 from kvrelay.errors import ConfigError, EngineDeadError, WorkerUnavailableError
-from kvrelay.frontend.cluster.cluster import Cluster
 from kvrelay.frontend.cluster.models import Model
+from kvrelay.frontend.cluster.view import ClusterView
 from kvrelay.frontend.tokens.tokenizer import Tokenizer, load_tokenizer
 from kvrelay.launch.models import resolve_model
 from kvrelay.launch.process import threads_each
@@ -60,7 +60,7 @@ class EmbeddedCluster:
         self._fabric = LoopbackFabric()
         self._stack = AsyncExitStack()
         self._workers: dict[Worker, asyncio.Task[None]] = {}
-        self._frontend: Cluster | None = None
+        self._frontend: ClusterView | None = None
         self._failure: BaseException | None = None
 
     async def start(self) -> None:
@@ -131,7 +131,9 @@ class EmbeddedCluster:
         def router_of(block_size: int, request_replay: ReplayRequester, stage: RouterStage) -> Router:
             return Router(self._router, block_size, clock, stage, request_replay)
 
-        frontend = Cluster(plane, Keys(self.config.control.namespace), self._client_of, router_of, lambda _: tokenizer)
+        frontend = ClusterView(
+            plane, Keys(self.config.control.namespace), self._client_of, router_of, lambda _: tokenizer
+        )
         self._stack.push_async_callback(frontend.close)
         await frontend.start()
         self._frontend = frontend

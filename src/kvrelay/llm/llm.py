@@ -8,7 +8,6 @@ import threading
 import weakref
 from collections.abc import Coroutine, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TypeVar
 
 from kvrelay.engine.stats import EngineStats
@@ -54,9 +53,7 @@ class LLM:
     def __enter__(self) -> LLM:
         return self
 
-    def __exit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     @property

@@ -8,7 +8,7 @@ import msgspec
 
 from kvrelay.core import sampling as core
 from kvrelay.errors import InvalidInputError
-from kvrelay.frontend.openai.plan import GenerationPlan
+from kvrelay.frontend.openai.answer_spec import AnswerSpec
 from kvrelay.frontend.tokens.tokenizer import DefaultSampling
 
 
@@ -36,8 +36,8 @@ def recommended(defaults: DefaultSampling) -> SamplingParams:
     return SamplingParams(**given)
 
 
-def plan_of(params: SamplingParams) -> GenerationPlan:
-    """The plan that all answers of one call share. Raises InvalidInputError."""
+def spec_of(params: SamplingParams) -> AnswerSpec:
+    """The spec that all answers of one call share. Raises InvalidInputError."""
     if params.n < 1:
         raise InvalidInputError(f"n must be at least 1, got {params.n}", param="n")
     if not all(params.stop_strings):
@@ -46,7 +46,7 @@ def plan_of(params: SamplingParams) -> GenerationPlan:
         raise InvalidInputError("stop strings need the text: detokenize must be true", param="stop")
     engine = core.SamplingParams(**{name: getattr(params, name) for name in core.SamplingParams.__struct_fields__})
     engine.validate()
-    return GenerationPlan(
+    return AnswerSpec(
         sampling=msgspec.structs.replace(engine, stop_token_ids=tuple(engine.stop_token_ids)),
         max_tokens=params.max_tokens,
         is_max_default=False,
@@ -54,13 +54,5 @@ def plan_of(params: SamplingParams) -> GenerationPlan:
         stops=params.stop_strings,
         include_stop=params.include_stop_str_in_output,
         skip_special_tokens=params.skip_special_tokens,
-        add_special_tokens=True,
-        return_token_ids=False,
-        echo=False,
-        stream=False,
-        include_usage=False,
-        continuous_usage=False,
-        priority=0,
-        timeout_s=None,
         detokenize=params.detokenize,
     )

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from kvrelay.core.clock import Clock
 from kvrelay.router.overlap import WorkerGroup
 from kvrelay.router.prefix_index import PrefixIndex
-from kvrelay.router.worker_bits import MAX_CACHED_MASKS
+from kvrelay.router.segments import MAX_CACHED_MASKS
 
 WINDOWS_PER_TTL = 4
 MAX_TRACKED_BLOCKS = 1 << 20

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import msgspec
 
-from kvrelay.core.workers import WorkerInfo, WorkerRole
+from kvrelay.config import WorkerRole
+from kvrelay.core.workers import WorkerInfo
 from kvrelay.placement.seconds import Candidates, FloatColumn
 
 ReplayRequester = Callable[[str, bytes], None]

@@ -27,8 +27,13 @@ from kvrelay.core.event_codec import FULL_DUMP, ReplayReply, ReplayRequest, deco
 from kvrelay.core.events import BlockStored, KvEvent, KvEventBatch
 from kvrelay.errors import ProtocolError
 from kvrelay.router.base import ReplayRequester
-from kvrelay.router.errors import IndexerOfflineError, ParentNotFoundError, RequestDroppedError
-from kvrelay.router.overlap import OverlapScores, WorkerGroup
+from kvrelay.router.overlap import (
+    IndexerOfflineError,
+    OverlapScores,
+    ParentNotFoundError,
+    RequestDroppedError,
+    WorkerGroup,
+)
 from kvrelay.router.prefix_index import PrefixIndex
 
 _log = logging.getLogger(__name__)

@@ -15,6 +15,7 @@ placement or finish shifts it. The router ignores samples older than ``stale_aft
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
@@ -32,7 +33,7 @@ MAX_RECENT_EXPONENT = 500.0
 
 
 @dataclass(slots=True)
-class Placement:
+class InFlightRequest:
     """A request in flight: ``prefill_tokens`` count until the first token, ``context_tokens`` until the end."""
 
     worker_id: str
@@ -81,7 +82,7 @@ class LoadTable:
         self._row: dict[str, int] = {}
         self._recent_top = 1.0
         self._recent_since = clock.now()
-        self._placements: dict[str, Placement] = {}
+        self._placements: dict[str, InFlightRequest] = {}
         self._parked: dict[str, OwnLoad] = {}
         self._last_seq: dict[str, int] = {}
         self._hold(np.zeros((_NUM_SHOWN + _NUM_KEPT, 0)))
@@ -96,10 +97,6 @@ class LoadTable:
     def worker_ids(self) -> list[str]:
         """The workers in row order. Not to be changed by the caller."""
         return self._ids
-
-    @property
-    def num_placements(self) -> int:
-        return len(self._placements)
 
     @property
     def num_pending(self) -> int:
@@ -141,7 +138,7 @@ class LoadTable:
     def place(self, request_id: str, worker_id: str, prefill_tokens: int, context_tokens: int) -> None:
         """Count a request as placed. A request that moved to another worker leaves the former one first."""
         self.finish(request_id)
-        self._placements[request_id] = Placement(worker_id, prefill_tokens, context_tokens)
+        self._placements[request_id] = InFlightRequest(worker_id, prefill_tokens, context_tokens)
         self._shift(worker_id, prefill_tokens, context_tokens, 1)
         self._remember(worker_id, context_tokens)
 
@@ -152,7 +149,7 @@ class LoadTable:
             self._shift(placed.worker_id, -placed.prefill_tokens, 0, 0)
             placed.prefill_tokens = 0
 
-    def finish(self, request_id: str) -> Placement | None:
+    def finish(self, request_id: str) -> InFlightRequest | None:
         """Take the request off its worker. Unknown ids are ignored."""
         placed = self._placements.pop(request_id, None)
         if placed is not None:
@@ -252,3 +249,34 @@ class LoadTable:
             f"LoadTable(workers={len(self._ids)}, requests={self._kept.num_placed.sum():.0f}, "
             f"prefill_tokens={self._shown.prefill_tokens.sum():.0f}, context_tokens={context:.0f})"
         )
+
+
+MIN_AGE_S = 0.5
+"""Shorter steps are not remembered."""
+
+
+class Stalls:
+    """The age of each worker's running step in its last sample. A worker that falls silent keeps that age."""
+
+    def __init__(self) -> None:
+        self._age_s: dict[str, float] = {}
+
+    def heard(self, worker_id: str, step_age_s: float) -> None:
+        if step_age_s >= MIN_AGE_S:
+            self._age_s[worker_id] = step_age_s
+        else:
+            self._age_s.pop(worker_id, None)
+
+    def forget(self, worker_id: str) -> None:
+        self._age_s.pop(worker_id, None)
+
+    def avoidable(
+        self, after_s: float, row_of: Callable[[str], int | None], excluded: Collection[int], num_rows: int
+    ) -> list[int]:
+        """Rows to avoid besides ``excluded``: those of workers that have been at one step for ``after_s`` seconds
+        (0: none). Empty if that would leave none of the ``num_rows``."""
+        if not self._age_s or not after_s:
+            return []
+        rows = {row_of(worker_id) for worker_id, age_s in self._age_s.items() if age_s >= after_s}
+        stalled = [row for row in rows if row is not None and row not in excluded]
+        return stalled if len(stalled) + len(excluded) < num_rows else []

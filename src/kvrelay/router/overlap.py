@@ -1,4 +1,4 @@
-"""The answer of a look-up in an index, and the count of recent uses in it."""
+"""The answer of a look-up in an index, its errors, and the count of recent uses in it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import msgspec
 
 from kvrelay.core.clock import Clock
+from kvrelay.errors import KvrelayError, RetryElsewhereError
 
 
 class OverlapScores(msgspec.Struct, frozen=True):
@@ -75,3 +76,20 @@ class RecentUses:
 
     def __len__(self) -> int:
         return len(self._counts)
+
+
+class ParentNotFoundError(KvrelayError):
+    """The parent in a stored event is a block that the worker does not hold: events were lost. Ask for a dump."""
+
+    def __init__(self, worker_id: str, parent_hash: int) -> None:
+        super().__init__(f"worker {worker_id} stored a block below {parent_hash:#018x}, which it does not hold")
+        self.worker_id = worker_id
+        self.parent_hash = parent_hash
+
+
+class IndexerOfflineError(RetryElsewhereError):
+    """The indexer has been closed."""
+
+
+class RequestDroppedError(RetryElsewhereError):
+    """The indexer refused a look-up above its size limit."""

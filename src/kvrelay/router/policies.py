@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import random
-from typing import Protocol
+from abc import ABC, abstractmethod
 
 import numpy as np
 
@@ -23,21 +23,6 @@ from kvrelay.placement.seconds import (
     own_tokens,
     prefill_seconds,
 )
-
-
-class Policy(Protocol):
-    """Scores candidates. ``uses_overlap``: the policy needs prefix look-ups. ``anticipates``: a placed prompt counts as
-    held before the worker's events report it. ``uses_costs``: the policy compares seconds if costs are known."""
-
-    uses_overlap: bool
-    anticipates: bool
-    uses_costs: bool
-
-    def scores(self, candidates: Candidates) -> FloatColumn:
-        """One score per candidate, ``-inf`` for those that must not be chosen. Called once per decision."""
-
-    def pick(self, scores: FloatColumn, rng: random.Random) -> int:
-        """The index of the chosen candidate."""
 
 
 def pick_best(scores: FloatColumn, rng: random.Random) -> int:
@@ -62,7 +47,24 @@ def pick_softmax(scores: FloatColumn, temperature: float, rng: random.Random) ->
     return min(at, int(np.flatnonzero(finite)[-1]))
 
 
-class KvWeightsPolicy:
+class Policy(ABC):
+    """Scores candidates. ``uses_overlap``: the policy needs prefix look-ups. ``anticipates``: a placed prompt counts as
+    held before the worker's events report it. ``uses_costs``: the policy compares seconds if costs are known."""
+
+    uses_overlap = False
+    anticipates = False
+    uses_costs = False
+
+    @abstractmethod
+    def scores(self, candidates: Candidates) -> FloatColumn:
+        """One score per candidate, ``-inf`` for those that must not be chosen. Called once per decision."""
+
+    def pick(self, scores: FloatColumn, rng: random.Random) -> int:
+        """The index of the chosen candidate."""
+        return pick_best(scores, rng)
+
+
+class KvWeightsPolicy(Policy):
     """The work that a worker would have before this request's first token, and while decoding it.
 
         cost = 0.7 * pending prefill + own * (1 + 0.02 * recent) + decode_weight * context in flight
@@ -83,7 +85,6 @@ class KvWeightsPolicy:
 
     uses_overlap = True
     anticipates = True
-    uses_costs = False
 
     def __init__(self, overlap_weight: float, decode_weight: float, temperature: float) -> None:
         self._overlap_weight = overlap_weight
@@ -128,15 +129,13 @@ class KvPolicy(KvWeightsPolicy):
         return Seconds(first_token, lost_prefix, decode)
 
 
-class DynamoV0Policy:
+class DynamoV0Policy(Policy):
     """The formula of NVIDIA Dynamo's first KV-aware router, from published load only:
 
     logit = 2 * overlap_blocks * block_size / prompt_tokens - cache_usage - waiting / max_waiting_of_all
     """
 
     uses_overlap = True
-    anticipates = False
-    uses_costs = False
 
     def scores(self, candidates: Candidates) -> FloatColumn:
         overlap = candidates.overlap_blocks * (candidates.block_size / max(candidates.prompt_tokens, 1))
@@ -144,16 +143,9 @@ class DynamoV0Policy:
         logits: FloatColumn = 2.0 * overlap - candidates.load.cache_usage - waiting
         return logits
 
-    def pick(self, scores: FloatColumn, rng: random.Random) -> int:
-        return pick_best(scores, rng)
 
-
-class RoundRobinPolicy:
+class RoundRobinPolicy(Policy):
     """Workers in turn, in the order in which they were added. The score is minus the distance to the turn."""
-
-    uses_overlap = False
-    anticipates = False
-    uses_costs = False
 
     def __init__(self) -> None:
         self._next = 0
@@ -168,32 +160,18 @@ class RoundRobinPolicy:
         return at
 
 
-class RandomPolicy:
+class RandomPolicy(Policy):
     """Every candidate with the same probability."""
-
-    uses_overlap = False
-    anticipates = False
-    uses_costs = False
 
     def scores(self, candidates: Candidates) -> FloatColumn:
         return np.zeros(len(candidates))
 
-    def pick(self, scores: FloatColumn, rng: random.Random) -> int:
-        return pick_best(scores, rng)
 
-
-class LeastLoadedPolicy:
+class LeastLoadedPolicy(Policy):
     """The worker with the fewest tokens in flight (pending prefill and context); ignores prefixes."""
-
-    uses_overlap = False
-    anticipates = False
-    uses_costs = False
 
     def scores(self, candidates: Candidates) -> FloatColumn:
         return -(candidates.load.prefill_tokens + candidates.load.context_tokens)
-
-    def pick(self, scores: FloatColumn, rng: random.Random) -> int:
-        return pick_best(scores, rng)
 
 
 class PowerOfTwoPolicy(LeastLoadedPolicy):
@@ -205,18 +183,18 @@ class PowerOfTwoPolicy(LeastLoadedPolicy):
         return pair[pick_best(scores[pair], rng)]
 
 
+_UNWEIGHTED: dict[str, type[Policy]] = {
+    "dynamo-v0": DynamoV0Policy,
+    "round-robin": RoundRobinPolicy,
+    "random": RandomPolicy,
+    "least-loaded": LeastLoadedPolicy,
+    "power-of-two": PowerOfTwoPolicy,
+}
+
+
 def build_policy(config: RouterConfig) -> Policy:
     """The policy that ``config.router`` names."""
-    if config.router == "kv":
-        return KvPolicy(config.overlap_weight, config.decode_weight, config.temperature)
-    if config.router == "kv-weights":
-        return KvWeightsPolicy(config.overlap_weight, config.decode_weight, config.temperature)
-    if config.router == "dynamo-v0":
-        return DynamoV0Policy()
-    if config.router == "round-robin":
-        return RoundRobinPolicy()
-    if config.router == "random":
-        return RandomPolicy()
-    if config.router == "least-loaded":
-        return LeastLoadedPolicy()
-    return PowerOfTwoPolicy()
+    if config.router in _UNWEIGHTED:
+        return _UNWEIGHTED[config.router]()
+    kind = KvPolicy if config.router == "kv" else KvWeightsPolicy
+    return kind(config.overlap_weight, config.decode_weight, config.temperature)

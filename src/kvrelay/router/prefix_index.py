@@ -11,8 +11,8 @@ blocks or workers.
     segments   mask 1111    0011    0001      scores of a query h0..h5: workers 2 and 3: 4, workers 0 and 1: 6
 
 Segments (``segments``) are split where workers part and grow where a worker goes on. A pass over all segments
-(``segment_pass``), which advances by a few segments with every event, joins adjoining segments with equal masks. When a
-worker leaves, the index only retires its bit (``worker_bits``); the same pass clears the bit from the masks. This
+(``SegmentPass``), which advances by a few segments with every event, joins adjoining segments with equal masks. When a
+worker leaves, the index only retires its bit (``WorkerBits``); the same pass clears the bit from the masks. This
 module does not know the order of events, registrations, load or tokens.
 """
 
@@ -22,11 +22,8 @@ from collections.abc import Iterable, Sequence
 
 from kvrelay.core.events import BlockRemoved, BlockStored, KvEvent
 from kvrelay.errors import IntegrityError
-from kvrelay.router.errors import ParentNotFoundError
-from kvrelay.router.overlap import OverlapScores, RecentUses, StoredChain, WorkerGroup
-from kvrelay.router.segment_pass import SegmentPass
-from kvrelay.router.segments import SegmentTable
-from kvrelay.router.worker_bits import WorkerBits
+from kvrelay.router.overlap import OverlapScores, ParentNotFoundError, RecentUses, StoredChain, WorkerGroup
+from kvrelay.router.segments import SegmentPass, SegmentTable, WorkerBits
 
 PASS_SEGMENTS_PER_EVENT = 8
 
@@ -37,8 +34,8 @@ class PrefixIndex:
     def __init__(self, uses: RecentUses | None = None) -> None:
         self._uses = uses
         self._bits = WorkerBits()
-        self._table = SegmentTable(self._bits)
-        self._pass = SegmentPass(self._table, self._bits)
+        self.table = SegmentTable(self._bits)
+        self._pass = SegmentPass(self.table, self._bits)
         self._num_held: dict[str, int] = {}
 
     # -- look up ------------------------------------------------------------------------------------------------------
@@ -46,14 +43,11 @@ class PrefixIndex:
     @property
     def num_blocks(self) -> int:
         """Distinct blocks in the table, including blocks of departed workers that the pass has not yet removed."""
-        return len(self._table.segment_of)
+        return len(self.table.segment_of)
 
     @property
     def num_segments(self) -> int:
-        return len(self._table.segments)
-
-    def num_blocks_of(self, worker_id: str) -> int:
-        return self._num_held.get(worker_id, 0)
+        return len(self.table.segments)
 
     @property
     def worker_ids(self) -> tuple[str, ...]:
@@ -61,12 +55,12 @@ class PrefixIndex:
         return tuple(self._bits)
 
     def holds(self, worker_id: str, block_hash: int) -> bool:
-        segment = self._table.segment_of.get(block_hash)
+        segment = self.table.segment_of.get(block_hash)
         return segment is not None and bool(segment.mask & self._bits.bit(worker_id))
 
     def find_steps(self, sequence: Sequence[int], early_exit: bool = False) -> list[tuple[int, int]]:
         """Where workers drop out along ``sequence`` (sequence hashes): (depth, mask of the workers that end there)."""
-        segment_of, length = self._table.segment_of, len(sequence)
+        segment_of, length = self.table.segment_of, len(sequence)
         active, depth, steps = self._bits.alive, 0, []
         while depth < length:
             segment = segment_of.get(sequence[depth])
@@ -130,7 +124,7 @@ class PrefixIndex:
         """
         if parent_hash is not None and not detached and not self.holds(worker_id, parent_hash):
             raise ParentNotFoundError(worker_id, parent_hash)
-        bits, table = self._bits, self._table
+        bits, table = self._bits, self.table
         bit = bits.bit(worker_id) or bits.add(worker_id)
         at, length, before, added = 0, len(block_hashes), parent_hash, 0
         while at < length:
@@ -153,7 +147,7 @@ class PrefixIndex:
 
     def _end_of_new(self, block_hashes: Sequence[int], start: int) -> int:
         """The end of the unknown blocks that begin at ``start``; usually the end of ``block_hashes``."""
-        segment_of, length = self._table.segment_of, len(block_hashes)
+        segment_of, length = self.table.segment_of, len(block_hashes)
         rest = block_hashes[start:] if start else block_hashes
         if segment_of.keys().isdisjoint(rest):
             return length
@@ -164,12 +158,12 @@ class PrefixIndex:
         bit = self._bits.bit(worker_id)
         at, length, removed = 0, len(block_hashes), 0
         while at < length:
-            segment = self._table.segment_of.get(block_hashes[at])
+            segment = self.table.segment_of.get(block_hashes[at])
             if segment is None or not segment.mask & bit:
                 at += 1
                 continue
             first, last = segment.stretch(block_hashes, at)
-            self._table.drop_worker(segment, first, last, bit)
+            self.table.drop_worker(segment, first, last, bit)
             removed += last - first
             at += last - first
         if removed:
@@ -190,7 +184,7 @@ class PrefixIndex:
         wanted = self._bits.alive if worker_id is None else self._bits.bit(worker_id)
         return [
             StoredChain(name, segment.parent, tuple(segment.hashes))
-            for segment in self._table.parents_first()
+            for segment in self.table.parents_first()
             for name in self.group(segment.mask & wanted).names
         ]
 
@@ -209,13 +203,13 @@ class PrefixIndex:
 
     def memory_bytes(self) -> int:
         """Approximate size of the index in memory."""
-        return self._table.memory_bytes()
+        return self.table.memory_bytes()
 
     def check_integrity(self) -> None:
         """Every block in exactly one segment, no segment without a worker, counts right. Raises IntegrityError."""
-        self._table.check_integrity()
+        self.table.check_integrity()
         held = dict.fromkeys(self._bits, 0)
-        for segment in self._table.segments:
+        for segment in self.table.segments:
             for name in self.group(segment.mask & self._bits.alive).names:
                 held[name] += len(segment.hashes)
         if held != self._num_held:

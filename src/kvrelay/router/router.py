@@ -37,10 +37,9 @@ from kvrelay.router.base import (
 )
 from kvrelay.router.costs import TransferTimes, WorkerCosts
 from kvrelay.router.indexer import KvIndexer, StreamState
-from kvrelay.router.load import STALE_AFTER_S, LoadTable
+from kvrelay.router.load import STALE_AFTER_S, LoadTable, Stalls
 from kvrelay.router.overlap import WorkerGroup
 from kvrelay.router.policies import KvPolicy, Policy, build_policy
-from kvrelay.router.stalls import Stalls
 
 _log = logging.getLogger(__name__)
 
@@ -71,11 +70,13 @@ class Router:
     ) -> None:
         if block_size < 1:
             raise ConfigError(f"block_size must be at least 1, got {block_size}", param="block_size")
-        self._block_size = block_size
+        self.block_size = block_size
+        """Tokens per block in the index and in decisions."""
         self._clock = clock
         self._stage = stage
         self._request_replay = request_replay
-        self._indexer: KvIndexer | ApproximateIndexer | None = None
+        self.indexer: KvIndexer | ApproximateIndexer | None = None
+        """What the router knows of each worker's prefixes; None under a policy that does not look at them."""
         self._anticipated: ApproximateIndexer | None = None
         self._rows_of: dict[WorkerGroup, _RowIndices] = {}
         self._workers: dict[str, WorkerInfo] = {}
@@ -94,42 +95,28 @@ class Router:
         """The workers that compete for requests."""
         return tuple(self._load.worker_ids)
 
-    @property
-    def config(self) -> RouterConfig:
-        return self._config
-
-    @property
-    def block_size(self) -> int:
-        """Tokens per block in the index and in decisions."""
-        return self._block_size
-
     def configure(self, config: RouterConfig) -> None:
         """Change policy or weights, from the next decision on; load and placements are kept.
 
         The index exists only while the policy looks at prefixes: after a change to such a policy the router asks every
         worker what it holds.
         """
-        self._config = config
+        self.config = config
         self._policy = build_policy(config)
         if not (self._policy.anticipates and config.kv_events):
             self._anticipated = None
         elif self._anticipated is None:
             self._anticipated = ApproximateIndexer(ANTICIPATION_S, self._clock)
         if not self._policy.uses_overlap:
-            self._indexer = None
+            self.indexer = None
         elif not config.kv_events:
-            if not isinstance(self._indexer, ApproximateIndexer):
-                self._indexer = ApproximateIndexer(config.approximate_ttl_s, self._clock)
-            self._indexer.ttl_s = config.approximate_ttl_s
-        elif not isinstance(self._indexer, KvIndexer):
-            self._indexer = KvIndexer(self._block_size, self._clock, self._request_replay)
+            if not isinstance(self.indexer, ApproximateIndexer):
+                self.indexer = ApproximateIndexer(config.approximate_ttl_s, self._clock)
+            self.indexer.ttl_s = config.approximate_ttl_s
+        elif not isinstance(self.indexer, KvIndexer):
+            self.indexer = KvIndexer(self.block_size, self._clock, self._request_replay)
             for info in filter(self._stage.admits, self._workers.values()):
                 self._follow(info)
-
-    @property
-    def indexer(self) -> KvIndexer | ApproximateIndexer | None:
-        """What the router knows of each worker's prefixes; None under a policy that does not look at them."""
-        return self._indexer
 
     # -- workers ------------------------------------------------------------------------------------------------------
 
@@ -159,22 +146,22 @@ class Router:
         self._forget_prefixes(worker_id)
 
     def _forget_prefixes(self, worker_id: str) -> None:
-        for indexer in (self._indexer, self._anticipated):
+        for indexer in (self.indexer, self._anticipated):
             if indexer is not None:
                 indexer.remove_worker(worker_id)
 
     def _follow(self, info: WorkerInfo) -> None:
         """Index the worker's events. A worker with another block size can be chosen, but not for its prefixes."""
-        if not isinstance(self._indexer, KvIndexer):
+        if not isinstance(self.indexer, KvIndexer):
             return
-        if info.block_size == self._block_size:
-            self._indexer.add_worker(info.worker_id)
+        if info.block_size == self.block_size:
+            self.indexer.add_worker(info.worker_id)
         else:
             _log.warning(
                 "worker %s has blocks of %d tokens, not %d: its prefixes are not indexed",
                 info.worker_id,
                 info.block_size,
-                self._block_size,
+                self.block_size,
             )
 
     # -- requests -----------------------------------------------------------------------------------------------------
@@ -184,25 +171,21 @@ class Router:
         survey = self.survey(request)
         decision = self.pick(survey)
         if _log.isEnabledFor(logging.DEBUG):
-            explanation = self._explanation(decision, survey.candidates, survey.scores)
-            _log.debug("request %s: %s", request.request_id, explanation)
+            _log.debug("request %s: %s", request.request_id, self._explanation(decision, survey))
         self.place(request, decision, survey)
         return decision
 
-    def survey(self, request: RoutingRequest) -> Survey:
-        """What a decision is made of. Valid until the next call of any method. Raises WorkerUnavailableError."""
+    def survey(self, request: RoutingRequest, policy: Policy | None = None) -> Survey:
+        """What a decision is made of, under the router's policy or another one. Valid until the next call of any
+        method. Raises WorkerUnavailableError."""
         sequence = self._sequence(request)
         candidates = self._candidates(request, sequence)
-        scores = self._scores(self._policy, candidates, request.exclude)
+        scores = self._scores(policy or self._policy, candidates, request.exclude)
         return Survey(self._load.worker_ids, self._workers, candidates, scores, sequence)
 
     def pick(self, survey: Survey) -> RoutingDecision:
         """The policy's choice; nothing is placed."""
-        return self._decision(survey.candidates, self._policy.pick(survey.scores, self._rng))
-
-    def decision(self, survey: Survey, row: int) -> RoutingDecision:
-        """The decision for the worker in that row of the survey."""
-        return self._decision(survey.candidates, row)
+        return self.decision(survey, self._policy.pick(survey.scores, self._rng))
 
     @property
     def num_pending(self) -> int:
@@ -216,21 +199,20 @@ class Router:
         Raises WorkerUnavailableError if no worker can take the request.
         """
         policy, rng = copy.copy(self._policy), copy.copy(self._rng)
-        candidates = self._candidates(request, self._sequence(request))
-        scores = self._scores(policy, candidates, request.exclude)
-        return self._explanation(self._decision(candidates, policy.pick(scores, rng)), candidates, scores)
+        survey = self.survey(request, policy)
+        return self._explanation(self.decision(survey, policy.pick(survey.scores, rng)), survey)
 
     def _sequence(self, request: RoutingRequest) -> tuple[int, ...]:
         """The prompt's sequence hashes; empty if the policy does not use them."""
-        if self._indexer is None:
+        if self.indexer is None:
             return ()
-        return compute_sequence_hashes(request.token_ids, self._block_size, salt=request.cache_salt)
+        return compute_sequence_hashes(request.token_ids, self.block_size, salt=request.cache_salt)
 
     def _candidates(self, request: RoutingRequest, sequence: tuple[int, ...]) -> Candidates:
         num_output = min(request.max_tokens or math.inf, self._mean_output)
         costs = self._costs.columns(self._load.worker_ids) if self._policy.uses_costs else None
         num_tokens, overlaps = len(request.token_ids), self._overlaps(sequence)
-        return Candidates(num_tokens, self._block_size, overlaps, self._load.columns(), costs, num_output)
+        return Candidates(num_tokens, self.block_size, overlaps, self._load.columns(), costs, num_output)
 
     def _scores(self, policy: Policy, candidates: Candidates, exclude: Collection[str]) -> FloatColumn:
         """The policy's scores, ``-inf`` for excluded and avoided workers.
@@ -244,29 +226,29 @@ class Router:
         if not np.isfinite(scores).all():
             # Numbers that workers publish may overflow in a product. Such a worker is the last choice, but it is one.
             np.nan_to_num(scores, copy=False, nan=-WORST_COST, posinf=-WORST_COST, neginf=-WORST_COST)
-        excluded += self._stalls.avoidable(self._config.stall_after_s, self._load.row, excluded, len(candidates))
+        excluded += self._stalls.avoidable(self.config.stall_after_s, self._load.row, excluded, len(candidates))
         if excluded:
             scores[excluded] = -math.inf
         return scores
 
-    def _decision(self, candidates: Candidates, chosen: int) -> RoutingDecision:
-        overlap = int(candidates.overlap_blocks[chosen])
+    def decision(self, survey: Survey, row: int) -> RoutingDecision:
+        """The decision for the worker in that row of the survey."""
+        overlap = int(survey.candidates.overlap_blocks[row])
         return RoutingDecision(
-            worker_id=self._load.worker_ids[chosen],
-            policy=self._config.router,
-            hit_rate=overlap * self._block_size / candidates.prompt_tokens if overlap else 0.0,
+            worker_id=survey.worker_ids[row],
+            policy=self.config.router,
+            hit_rate=overlap * self.block_size / survey.candidates.prompt_tokens if overlap else 0.0,
             overlap_blocks=overlap,
         )
 
-    def _explanation(
-        self, decision: RoutingDecision, candidates: Candidates, scores: FloatColumn
-    ) -> RoutingExplanation:
+    def _explanation(self, decision: RoutingDecision, survey: Survey) -> RoutingExplanation:
         """The decision with every candidate's numbers, in row order. Made only on demand: for many workers this takes
         longer than the decision."""
+        candidates = survey.candidates
         records = map(
             CandidateScore,
-            self._load.worker_ids,
-            scores.tolist(),
+            survey.worker_ids,
+            survey.scores.tolist(),
             _counts(candidates.overlap_blocks),
             candidates.load.cache_usage.tolist(),
             _counts(candidates.load.num_waiting),
@@ -291,13 +273,13 @@ class Router:
         the worker computes the prompt, too."""
         num_tokens = len(request.token_ids)
         self.num_fallbacks += self._policy.uses_costs and survey.candidates.costs is None
-        cached = min(decision.overlap_blocks * self._block_size, num_tokens) if prefills else num_tokens
+        cached = min(decision.overlap_blocks * self.block_size, num_tokens) if prefills else num_tokens
         sequence = survey.sequence
         self._load.place(request.request_id, decision.worker_id, num_tokens - cached, num_tokens)
-        if self._workers[decision.worker_id].block_size != self._block_size:
+        if self._workers[decision.worker_id].block_size != self.block_size:
             return
         # What another worker prefills is held here later than the next request may come: only events tell.
-        for indexer in (self._indexer, self._anticipated if prefills else None):
+        for indexer in (self.indexer, self._anticipated if prefills else None):
             if isinstance(indexer, ApproximateIndexer):
                 indexer.place(decision.worker_id, sequence)
 
@@ -313,8 +295,8 @@ class Router:
     def _overlaps(self, sequence: tuple[int, ...]) -> FloatColumn:
         """Per worker the leading blocks that it holds or is about to hold, in the load table's row order."""
         overlaps = np.zeros(len(self._load.worker_ids))
-        if sequence and self._indexer is not None:
-            self._enter(self._indexer.find_holders(sequence), overlaps)
+        if sequence and self.indexer is not None:
+            self._enter(self.indexer.find_holders(sequence), overlaps)
         if sequence and self._anticipated is not None:
             expected = np.zeros(len(overlaps))
             self._enter(self._anticipated.find_holders(sequence), expected)
@@ -340,8 +322,8 @@ class Router:
 
     def apply_events(self, batch: KvEventBatch) -> None:
         """Feed the index; does nothing under a policy without one."""
-        if isinstance(self._indexer, KvIndexer):
-            self._indexer.apply(batch)
+        if isinstance(self.indexer, KvIndexer):
+            self.indexer.apply(batch)
         if self._anticipated is not None:
             for event in batch.events:
                 if isinstance(event, BlockRemoved):
@@ -351,23 +333,23 @@ class Router:
 
     def apply_replay(self, worker_id: str, reply: bytes) -> None:
         """Apply the worker's answer to a replay request. A malformed one is counted and dropped."""
-        if isinstance(self._indexer, KvIndexer):
-            self._indexer.apply_replay(worker_id, reply)
+        if isinstance(self.indexer, KvIndexer):
+            self.indexer.apply_replay(worker_id, reply)
 
     def apply_metrics(self, metrics: LoadMetrics) -> None:
         if self._load.apply_metrics(metrics):
             self._stalls.heard(metrics.worker_id, metrics.step_age_s)
             self._costs.heard(metrics.worker_id, metrics.step_cost)
             self.transfer_times.heard(metrics.worker_id, metrics.transfer_costs)
-        if isinstance(self._indexer, KvIndexer):
-            self._indexer.heard(metrics.worker_id)
+        if isinstance(self.indexer, KvIndexer):
+            self.indexer.heard(metrics.worker_id)
 
     # -- diagnosis ----------------------------------------------------------------------------------------------------
 
     def index_state(self, worker_id: str) -> IndexState:
-        if isinstance(self._indexer, ApproximateIndexer):
+        if isinstance(self.indexer, ApproximateIndexer):
             return IndexState.APPROXIMATE
-        state = self._indexer.state(worker_id) if self._indexer is not None else None
+        state = self.indexer.state(worker_id) if self.indexer is not None else None
         if state is None:
             return IndexState.NONE
         return IndexState.SYNCED if state is StreamState.SYNCED else IndexState.CATCHING_UP
@@ -377,12 +359,12 @@ class Router:
 
         For diagnosis: the time is proportional to the size of the whole index.
         """
-        if not isinstance(self._indexer, KvIndexer):
+        if not isinstance(self.indexer, KvIndexer):
             return []
-        return [block for chain in self._indexer.index.dump(worker_id) for block in chain.block_hashes]
+        return [block for chain in self.indexer.index.dump(worker_id) for block in chain.block_hashes]
 
     def __repr__(self) -> str:
-        return f"Router({self._config.router}, {self._load!r}, {self._indexer!r})"
+        return f"Router({self.config.router}, {self._load!r}, {self.indexer!r})"
 
 
 def _counts(column: FloatColumn) -> list[int]:

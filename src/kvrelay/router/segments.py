@@ -1,8 +1,16 @@
 """Segments of blocks, and the table that leads from every block to its segment: the parts of a ``PrefixIndex``.
 
-A segment is a stretch of consecutive blocks that exactly the same workers hold. This module keeps every block in
+A segment is a stretch of consecutive blocks that exactly the same workers hold. ``SegmentTable`` keeps every block in
 exactly one segment while segments are split, grow, are joined and are dropped. It does not know the order of events,
 how many blocks a worker holds, or when to tidy up.
+
+``WorkerBits`` gives each worker a bit, so that a set of workers is one integer. The bit of a worker that leaves is
+*retired*: it no longer counts, but old masks still contain it. So it stays taken until the pass over the segments has
+cleared it everywhere and calls ``give_away``. It does not know where the masks are.
+
+``SegmentPass`` is that pass, advanced by a few segments with every event. It clears the bits of departed workers, so
+that new workers can get them, drops segments that no worker holds, and joins adjoining segments that the same workers
+hold.
 """
 
 from __future__ import annotations
@@ -13,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from itertools import repeat
 
 from kvrelay.errors import IntegrityError
-from kvrelay.router.worker_bits import WorkerBits
+from kvrelay.router.overlap import WorkerGroup
 
 
 class Segment:
@@ -265,3 +273,132 @@ class SegmentTable:
                 raise IntegrityError(f"a block of segment {slot} is not found under its hash")
         if total != len(self.segment_of):
             raise IntegrityError(f"{len(self.segment_of)} blocks in the table, {total} in segments")
+
+
+MAX_CACHED_MASKS = 4096
+
+
+class WorkerBits:
+    """``alive``: the bits of all present workers. ``retired``: the bits of departed workers that masks may contain."""
+
+    def __init__(self) -> None:
+        self.alive = 0
+        self.retired = 0
+        self._bit_of: dict[str, int] = {}
+        self._name_of: dict[int, str] = {}
+        self._free: list[int] = []
+        self._num_bits = 0
+        self._group_of_mask: dict[int, WorkerGroup] = {}
+
+    def __len__(self) -> int:
+        return len(self._bit_of)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._bit_of)
+
+    @property
+    def num_bits(self) -> int:
+        """Number of bits: those of present workers, retired ones and free ones."""
+        return self._num_bits
+
+    def bit(self, worker_id: str) -> int:
+        """0 for a worker without a bit."""
+        return self._bit_of.get(worker_id, 0)
+
+    def add(self, worker_id: str) -> int:
+        """Give a bit to a worker that has none yet."""
+        if not self._free:
+            self._free.append(1 << self._num_bits)
+            self._num_bits += 1
+        bit = self._free.pop()
+        self._bit_of[worker_id] = bit
+        self._name_of[bit] = worker_id
+        self.alive |= bit
+        return bit
+
+    def retire(self, worker_id: str) -> int:
+        """Retire the bit of a departed worker and return it; 0 if the worker had none."""
+        bit = self._bit_of.pop(worker_id, 0)
+        self.alive &= ~bit
+        self.retired |= bit
+        return bit
+
+    def give_away(self, mask: int) -> None:
+        """Free these retired bits, which no mask contains any more: new workers may get them."""
+        for bit in _single_bits(mask):
+            del self._name_of[bit]
+            self._free.append(bit)
+        self._group_of_mask.clear()
+        self.retired &= ~mask
+
+    def group(self, mask: int) -> WorkerGroup:
+        """The workers of a mask. The same masks come again and again, so the groups are cached."""
+        found = self._group_of_mask.get(mask)
+        if found is None:
+            if len(self._group_of_mask) >= MAX_CACHED_MASKS:
+                self._group_of_mask.clear()
+            found = self._group_of_mask[mask] = WorkerGroup(tuple(self._name_of[bit] for bit in _single_bits(mask)))
+        return found
+
+
+def _single_bits(mask: int) -> Iterator[int]:
+    """Lowest first."""
+    while mask:
+        bit = mask & -mask
+        yield bit
+        mask ^= bit
+
+
+MIN_CUTS_FOR_PASS = 64
+
+
+class SegmentPass:
+    """A pass begins when workers have left, or when enough segments were split that might be joined again.
+
+    The pass goes from the last segment to the first. Segments at the cursor and above are done: new segments are
+    appended there and carry no bits of departed workers. When a segment is dropped, the last one, which is done as
+    well, fills the gap.
+    """
+
+    def __init__(self, table: SegmentTable, bits: WorkerBits) -> None:
+        self._table = table
+        self._bits = bits
+        self._clearing = 0
+        self._cursor = 0
+
+    def begin(self) -> None:
+        """Begin a pass, unless one is in progress: at its end the next one begins if workers have left meanwhile."""
+        if self._cursor == 0:
+            self._clearing = self._bits.retired
+            self._cursor = len(self._table.segments)
+            self._table.num_cuts = 0
+            if not self._cursor:
+                self._end()
+
+    def advance(self, num_segments: int) -> None:
+        """Tidy up to ``num_segments`` segments."""
+        segments = self._table.segments
+        if not self._cursor:
+            if self._table.num_cuts <= max(MIN_CUTS_FOR_PASS, len(segments) // 4):
+                return
+            self.begin()
+        for _ in range(num_segments):
+            self._cursor = min(self._cursor, len(segments))  # joins and drops shorten the list
+            if not self._cursor:
+                break
+            self._cursor -= 1
+            self._table.tidy(segments[self._cursor])
+        if not self._cursor:
+            self._end()
+
+    def complete(self) -> None:
+        """Finish the current pass, if any, and the passes that follow from it."""
+        while self._cursor:
+            self.advance(len(self._table.segments) + 1)
+
+    def _end(self) -> None:
+        """No segment has a bit of ``_clearing`` any more."""
+        self._bits.give_away(self._clearing)
+        self._clearing = 0
+        if self._bits.retired:
+            self.begin()

@@ -15,10 +15,6 @@ from kvrelay.rpc.wire import Message
 Peer = NewType("Peer", bytes)
 """A connected client, as its server knows it (the ZMQ routing id)."""
 
-MAX_FRAME_BYTES = 64 * 1024 * 1024
-"""A sender refuses a larger message. A receiver that gets one ends the connection."""
-
-
 Admit = Callable[[str], Awaitable[str | None]]
 """Returns the identity of the client with that public key (Z85 text), or None to refuse it, in bounded time."""
 

@@ -1,7 +1,7 @@
 """A request plane inside one process, without sockets: what ``kvrelay.LLM`` runs on, and simulations and tests.
 
 Messages go through the real codec and arrive in order on the next turn of the event loop. Either side can break a
-connection. A client can be paused, like a stopped process: messages to it wait, up to a bound.
+connection.
 """
 
 from __future__ import annotations
@@ -10,11 +10,9 @@ import asyncio
 import itertools
 from collections.abc import Callable
 
-from kvrelay.errors import AddressInUseError, PayloadTooLargeError, ProtocolError, WorkerUnavailableError
-from kvrelay.rpc.base import MAX_FRAME_BYTES, Admit, Peer
+from kvrelay.errors import AddressInUseError, ProtocolError, WorkerUnavailableError
+from kvrelay.rpc.base import Admit, Peer
 from kvrelay.rpc.wire import Message, decode_message, encode_message
-
-HIGH_WATER_MARK = 10_000
 
 
 class LoopbackNetwork:
@@ -45,12 +43,11 @@ class LoopbackNetwork:
 
 
 class LoopbackRpcServer:
-    """RpcServer in memory. ``drop`` breaks one client's connection. ``high_water_mark``: number of messages that may
-    wait for a paused client."""
+    """RpcServer in memory."""
 
     def __init__(self, network: LoopbackNetwork, address: str) -> None:
         self._network = network
-        self._address = address
+        self.address = address
         self._clients: dict[Peer, LoopbackRpcClient] = {}
         self._peer_ids = itertools.count(1)
         self._admit: Admit | None = None
@@ -58,11 +55,11 @@ class LoopbackRpcServer:
         self._on_message: Callable[[Peer, Message], None] | None = None
         self._on_peer_gone: Callable[[Peer], None] | None = None
         self.num_malformed = 0
-        self.high_water_mark = HIGH_WATER_MARK
 
     @property
-    def address(self) -> str:
-        return self._address
+    def peers(self) -> tuple[Peer, ...]:
+        """The clients that are connected."""
+        return tuple(self._clients)
 
     def admit_by(self, admit: Admit) -> None:
         self._admit = admit
@@ -77,18 +74,15 @@ class LoopbackRpcServer:
         self._on_peer_gone = handler
 
     def send(self, peer: Peer, message: Message) -> bool:
-        frame = _frame(message)
+        frame = encode_message(message)
         client = self._clients.get(peer)
         if client is None:
             return False
-        if client.num_waiting >= self.high_water_mark:
+        if client.is_full:
             self.disconnect(peer)
             return False
         client.accept(lambda: client.deliver(frame))
         return True
-
-    def disconnect(self, peer: Peer) -> None:
-        self.drop(peer)
 
     async def start(self) -> None:
         self._network.listen(self)
@@ -119,8 +113,7 @@ class LoopbackRpcServer:
         if self._on_message is not None and peer in self._clients:
             self._on_message(peer, message)
 
-    def drop(self, peer: Peer) -> None:
-        """Break the connection: both ends get notice."""
+    def disconnect(self, peer: Peer) -> None:
         client = self._clients.pop(peer, None)
         self._identities.pop(peer, None)
         if client is None:
@@ -131,7 +124,10 @@ class LoopbackRpcServer:
 
 
 class LoopbackRpcClient:
-    """RpcClient in memory. While it ``is_paused``, messages wait for ``resume``."""
+    """RpcClient in memory."""
+
+    is_full = False
+    """Whether so many messages wait for it that the server gives it up: never, since all of them are read at once."""
 
     def __init__(self, network: LoopbackNetwork, address: str, public_key: str) -> None:
         self._network = network
@@ -140,8 +136,6 @@ class LoopbackRpcClient:
         self._server: LoopbackRpcServer | None = None
         self._peer = Peer(b"")
         self._is_lost = False
-        self.is_paused = False
-        self._waiting: list[Callable[[], None]] = []
         self._on_message: Callable[[Message], None] | None = None
         self._on_disconnect: list[Callable[[], None]] = []
 
@@ -159,7 +153,7 @@ class LoopbackRpcClient:
             self._on_disconnect.append(handler)
 
     def send(self, message: Message) -> None:
-        self.send_frame(_frame(message))
+        self.send_frame(encode_message(message))
 
     def send_frame(self, frame: bytes) -> None:
         """Send raw bytes, to test how the other end handles garbage."""
@@ -179,26 +173,11 @@ class LoopbackRpcClient:
         self._on_disconnect = []
         if server is not None:
             # After the messages that were sent before, like a socket.
-            asyncio.get_running_loop().call_soon(server.drop, self._peer)
-
-    @property
-    def num_waiting(self) -> int:
-        """Messages, and perhaps the end, that arrived during the pause."""
-        return len(self._waiting)
-
-    def resume(self) -> None:
-        """Deliver the waiting messages, and all later ones."""
-        self.is_paused = False
-        waiting, self._waiting = self._waiting, []
-        for event in waiting:
-            asyncio.get_running_loop().call_soon(event)
+            asyncio.get_running_loop().call_soon(server.disconnect, self._peer)
 
     def accept(self, event: Callable[[], None]) -> None:
-        """Deliver something from the server: on the next turn of the loop, or after the pause."""
-        if self.is_paused:
-            self._waiting.append(event)
-        else:
-            asyncio.get_running_loop().call_soon(event)
+        """Deliver something from the server on the next turn of the loop."""
+        asyncio.get_running_loop().call_soon(event)
 
     def deliver(self, frame: bytes) -> None:
         if self._on_message is not None and self._server is not None:
@@ -212,11 +191,3 @@ class LoopbackRpcClient:
         handlers, self._on_disconnect = self._on_disconnect, []
         for handler in handlers:
             handler()
-
-
-def _frame(message: Message) -> bytes:
-    """Raises PayloadTooLargeError."""
-    frame = encode_message(message)
-    if len(frame) > MAX_FRAME_BYTES:
-        raise PayloadTooLargeError(f"a {type(message).__name__} of {len(frame)} bytes is above {MAX_FRAME_BYTES}")
-    return frame

@@ -21,7 +21,7 @@ from kvrelay.core.messages import (
     PrefillLost,
     RequestRefused,
 )
-from kvrelay.errors import ProtocolError
+from kvrelay.errors import PayloadTooLargeError, ProtocolError
 from kvrelay.handoff.messages import (
     HandoffAbandon,
     HandoffClaim,
@@ -55,19 +55,20 @@ Message = (
     | AdminReply
 )
 
+MAX_FRAME_BYTES = 64 * 1024 * 1024
+"""A sender refuses a larger message. A receiver that gets one ends the connection."""
 
 _VERSION_PREFIX = bytes([PROTOCOL_VERSION])
-
-
 _encoder = msgspec.msgpack.Encoder()
-
-
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 
 
 def encode_message(message: Message) -> bytes:
-    """One frame."""
-    return _VERSION_PREFIX + _encoder.encode(message)
+    """One frame. Raises PayloadTooLargeError."""
+    frame = _VERSION_PREFIX + _encoder.encode(message)
+    if len(frame) > MAX_FRAME_BYTES:
+        raise PayloadTooLargeError(f"a {type(message).__name__} of {len(frame)} bytes is above {MAX_FRAME_BYTES}")
+    return frame
 
 
 def decode_message(frame: bytes | memoryview) -> Message:

@@ -13,8 +13,7 @@ from collections.abc import Callable
 
 import zmq
 
-from kvrelay.errors import ConfigError, PayloadTooLargeError, ProtocolError, WorkerUnavailableError
-from kvrelay.rpc.base import MAX_FRAME_BYTES
+from kvrelay.errors import ConfigError, ProtocolError, WorkerUnavailableError
 from kvrelay.rpc.heartbeat import DEFAULT_HEARTBEAT, Heartbeat
 from kvrelay.rpc.wire import Message, decode_message, encode_message
 from kvrelay.rpc.zmq_socket import FAREWELL_FRAME, PROBE_FRAME, CurveKeys, Endpoint, new_curve_keys
@@ -62,7 +61,8 @@ class ZmqRpcClient:
         self._server_key = server_key
         self._curve_keys = curve_keys
         self._state = _State.NEW
-        self._endpoint: Endpoint | None = None
+        self.endpoint: Endpoint | None = None
+        """From ``start`` to ``close``."""
         self._handshake: asyncio.Future[bool] | None = None
         self.num_malformed = 0
         """Number of frames dropped because they did not decode."""
@@ -79,8 +79,8 @@ class ZmqRpcClient:
     def on_message(self, handler: Callable[[Message], None]) -> None:
         """Messages that arrive before the handler is set wait for it."""
         self._on_message = handler
-        if self._endpoint is not None:
-            self._endpoint.reader.wake()
+        if self.endpoint is not None:
+            self.endpoint.reader.wake()
 
     def on_disconnect(self, handler: Callable[[], None]) -> None:
         """A handler that is set after the loss is called on the next turn of the loop."""
@@ -91,11 +91,11 @@ class ZmqRpcClient:
 
     async def start(self) -> None:
         """Connect. Raises WorkerUnavailableError: refused at once, or no answer within the connect timeout."""
-        self._endpoint = Endpoint(zmq.DEALER, self._heartbeat, self._receive_one, _EVENTS, self._on_event)
+        self.endpoint = Endpoint(zmq.DEALER, self._heartbeat, self._receive_one, _EVENTS, self._on_event)
         self._state = _State.CONNECTING
         self._handshake = asyncio.get_running_loop().create_future()
         try:
-            self._connect(self._endpoint)
+            self._connect(self.endpoint)
             async with asyncio.timeout(self._connect_timeout_s):
                 is_accepted = await self._handshake
         except TimeoutError as exc:
@@ -114,12 +114,10 @@ class ZmqRpcClient:
     def send(self, message: Message) -> None:
         """Queue a message. Raises WorkerUnavailableError if the connection is gone or its queue is full, and
         PayloadTooLargeError for a message above the limit."""
-        endpoint = self._endpoint
+        endpoint = self.endpoint
         if endpoint is None or self._state is not _State.CONNECTED:
             raise WorkerUnavailableError(f"no connection to {self.address}")
         frame = encode_message(message)
-        if len(frame) > MAX_FRAME_BYTES:
-            raise PayloadTooLargeError(f"a {type(message).__name__} of {len(frame)} bytes is above {MAX_FRAME_BYTES}")
         endpoint.reader.wake()
         try:
             endpoint.socket.send(frame, zmq.NOBLOCK)
@@ -130,7 +128,7 @@ class ZmqRpcClient:
 
     async def close(self) -> None:
         """End the connection. Queued messages have a quarter of a second to leave. Idempotent."""
-        endpoint, self._endpoint = self._endpoint, None
+        endpoint, self.endpoint = self.endpoint, None
         if endpoint is None:
             return
         is_connected, self._state = self.is_connected, _State.CLOSED
@@ -145,7 +143,7 @@ class ZmqRpcClient:
         socket.connect(self.address)
 
     def _receive_one(self) -> int | None:
-        endpoint = self._endpoint
+        endpoint = self.endpoint
         if endpoint is None:
             return None
         if self._on_message is None:
@@ -189,9 +187,9 @@ class ZmqRpcClient:
             self._handshake.set_result(is_accepted)
 
     def _lose(self) -> None:
-        if self._endpoint is not None:
+        if self.endpoint is not None:
             # Deliver the server's last messages before the notice that it is gone.
-            self._endpoint.reader.drain()
+            self.endpoint.reader.drain()
         self._state = _State.LOST
         handlers, self._on_disconnect = self._on_disconnect, []
         for handler in handlers:

@@ -19,8 +19,8 @@ from collections.abc import Callable
 
 import zmq
 
-from kvrelay.errors import AddressInUseError, ConfigError, PayloadTooLargeError, ProtocolError
-from kvrelay.rpc.base import MAX_FRAME_BYTES, Admit, Peer
+from kvrelay.errors import AddressInUseError, ConfigError, ProtocolError
+from kvrelay.rpc.base import Admit, Peer
 from kvrelay.rpc.heartbeat import DEFAULT_HEARTBEAT, Heartbeat
 from kvrelay.rpc.wire import Message, decode_message, encode_message
 from kvrelay.rpc.zap import IDENTITY, ZapHandler
@@ -55,7 +55,8 @@ class ZmqRpcServer:
         self._advertise_host = advertise_host
         self._heartbeat = heartbeat
         self._curve_keys = curve_keys
-        self._endpoint: Endpoint | None = None
+        self.endpoint: Endpoint | None = None
+        """From ``start`` to ``close``."""
         self._address = ""
         self._admit: Admit | None = None
         self._zap: ZapHandler | None = None
@@ -110,17 +111,15 @@ class ZmqRpcServer:
             if exc.errno == errno.EADDRINUSE:
                 raise AddressInUseError(f"port {self._port} of {self._host} is in use") from exc
             raise ConfigError(f"cannot listen on {self._host}:{self._port}: {exc}", param="host") from exc
-        self._endpoint = endpoint
+        self.endpoint = endpoint
 
     def send(self, peer: Peer, message: Message) -> bool:
         """Queue a message; see ``base``."""
         frame = encode_message(message)
-        if len(frame) > MAX_FRAME_BYTES:
-            raise PayloadTooLargeError(f"a {type(message).__name__} of {len(frame)} bytes is above {MAX_FRAME_BYTES}")
-        if self._endpoint is None or peer not in self._peers:
+        if self.endpoint is None or peer not in self._peers:
             return False
-        self._endpoint.reader.wake()
-        error = _send_frame(self._endpoint.socket, peer, frame)
+        self.endpoint.reader.wake()
+        error = _send_frame(self.endpoint.socket, peer, frame)
         if error == errno.EAGAIN:
             _log.warning("ending the connection of peer %.16s: its queue is full, because it does not read", peer.hex())
             self.disconnect(peer)
@@ -139,7 +138,7 @@ class ZmqRpcServer:
 
     async def close(self) -> None:
         """Unbind. Queued messages have a quarter of a second to leave. No ``on_peer_gone`` follows. Idempotent."""
-        endpoint, self._endpoint = self._endpoint, None
+        endpoint, self.endpoint = self.endpoint, None
         if endpoint is None:
             return
         for probe in self._probes.values():
@@ -177,7 +176,7 @@ class ZmqRpcServer:
         self._address = f"tcp://{host}:{port}"
 
     def _receive_one(self) -> int | None:
-        frames = self._endpoint.receive_frames() if self._endpoint is not None else None
+        frames = self.endpoint.receive_frames() if self.endpoint is not None else None
         if frames is None:
             return None
         size = sum([len(frame) for frame in frames])
@@ -212,15 +211,15 @@ class ZmqRpcServer:
     def _say_farewell(self) -> None:
         """Send the farewell to the disconnected peers, now or when their queues have room."""
         self._farewell = None
-        if self._endpoint is None:
+        if self.endpoint is None:
             return
         for peer, is_told in list(self._parting.items()):
-            error = 0 if is_told else _send_frame(self._endpoint.socket, peer, FAREWELL_FRAME)
+            error = 0 if is_told else _send_frame(self.endpoint.socket, peer, FAREWELL_FRAME)
             if error == errno.EHOSTUNREACH:
                 del self._parting[peer]
             elif not error:
                 self._parting[peer] = True
-        self._endpoint.reader.wake()
+        self.endpoint.reader.wake()
         if not all(self._parting.values()):
             self._farewell = asyncio.get_running_loop().call_later(FAREWELL_INTERVAL_S, self._say_farewell)
 
@@ -236,7 +235,7 @@ class ZmqRpcServer:
         self._probes[delay_s] = asyncio.get_running_loop().call_later(delay_s, self._probe)
 
     def _probe(self) -> None:
-        endpoint = self._endpoint
+        endpoint = self.endpoint
         if endpoint is None:
             return
         reader = endpoint.reader

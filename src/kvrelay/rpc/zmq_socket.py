@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from kvrelay.rpc.base import MAX_FRAME_BYTES
 from kvrelay.rpc.heartbeat import Heartbeat
+from kvrelay.rpc.wire import MAX_FRAME_BYTES
 
 HIGH_WATER_MARK = 10_000
 LINGER_MS = 250

@@ -1,7 +1,7 @@
 """The KV data plane's contract: one-sided reads and writes between registered memory of two workers.
 
-A transport owns connections between memories, posting, completion and notifications. It gets offsets and lengths (a
-TransferPlan); it does not know requests, schedulers or prefixes.
+A transport owns connections between memories, posting, completion and notifications. It gets offsets and lengths
+(Pieces); it does not know requests, schedulers or prefixes.
 
 Protocol, per worker:
   1. ``register(region)`` once, after the pool is allocated; the blob it returns goes to discovery (KvMetadata.agent).
@@ -19,18 +19,23 @@ blocks that thread for the whole copy.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 from kvrelay.core.layout import MemoryRegion
 from kvrelay.core.workers import KvMetadata
+from kvrelay.errors import FatalError, TransferError
+from kvrelay.transfer.compat import check_pool
 from kvrelay.transfer.grants import GrantTable
+from kvrelay.transfer.pieces import check_post
 from kvrelay.transfer.stats import P2pCounters
-from kvrelay.transfer.values import GrantRef, TransferOp, TransferPlan
+from kvrelay.transfer.values import GrantRef, Pieces, TransferOp
 
 
 @dataclass(frozen=True, slots=True)
-class Completion:
+class PostEnd:
     """The end of a post. ``error`` is None if every byte arrived. ``is_refused``: the peer has refused it, for want of
     room or of a grant; the connection is good, and other posts go on."""
 
@@ -46,46 +51,92 @@ class Notification:
     payload: bytes
 
 
-class Transport(Protocol):
-    """One worker's end of the data plane."""
+@dataclass(eq=False, slots=True)
+class Post:
+    """One call of ``Transport.post``."""
 
-    @property
-    def name(self) -> str: ...
+    handle: int
+    op: TransferOp
+    worker_id: str
+    pieces: Pieces
+    notify: bytes | None
+    grant: GrantRef | None
 
-    @property
-    def has_bar(self) -> bool:
-        """Whether ``bar`` knows more than True. Then the end of a lease must wait for it."""
 
-    @property
-    def grants(self) -> GrantTable | None:
-        """For transports that put peers' bytes into place in this process: what peers may touch. None: peers reach our
-        memory without us."""
+class Transport(ABC):
+    """One worker's end of the data plane: the contract, and what all transports share.
 
-    def register(self, region: MemoryRegion) -> bytes: ...
+    Each has its own ``_open`` (our pool becomes reachable; returns the blob), ``_connect`` and ``_disconnect`` (a peer,
+    as an object with ``num_bytes``), ``_begin`` (a post that has been checked) and ``poll``.
+    """
 
-    def add_peer(self, metadata: KvMetadata) -> None: ...
+    name: str
+    has_bar = False
+    """Whether ``bar`` knows more than True. Then the end of a lease must wait for it."""
+    grants: GrantTable | None = None
+    """For transports that put peers' bytes into place in this process: what peers may touch. None: peers reach our
+    memory without us."""
 
-    def remove_peer(self, worker_id: str) -> None: ...
+    def __init__(self, worker_id: str) -> None:
+        self._worker_id = worker_id
+        self._region: MemoryRegion | None = None
+        self._peers: dict[str, Any] = {}
+        self._ended: list[PostEnd] = []
+        """Posts that have ended and that ``poll`` has not told of."""
+        self._last_handle = 0
 
-    def has_peer(self, worker_id: str) -> bool: ...
+    def __repr__(self) -> str:
+        peers, posts = len(self._peers), self.num_pending
+        return f"<{type(self).__name__} {self._worker_id}: {peers} peers, {posts} posts in flight>"
+
+    def register(self, region: MemoryRegion) -> bytes:
+        """Raises FatalError if this pool cannot be reached by others."""
+        if self._region is not None:
+            raise FatalError(f"worker {self._worker_id} has registered its KV pool already")
+        agent = self._open(region)
+        self._region = region
+        return agent
+
+    def add_peer(self, metadata: KvMetadata) -> None:
+        """Raises IncompatiblePeerError for a pool that cannot exist, TransferError if the peer cannot be reached."""
+        check_pool(metadata)
+        self.remove_peer(metadata.worker_id)
+        self._peers[metadata.worker_id] = self._connect(metadata)
+
+    def remove_peer(self, worker_id: str) -> None:
+        peer = self._peers.pop(worker_id, None)
+        if peer is not None:
+            self._disconnect(worker_id, peer)
+
+    def has_peer(self, worker_id: str) -> bool:
+        return worker_id in self._peers
 
     def post(
         self,
         op: TransferOp,
         worker_id: str,
-        plan: TransferPlan,
+        pieces: Pieces,
         notify: bytes | None = None,
         grant: GrantRef | None = None,
     ) -> int:
-        """Start moving; returns a handle that a Completion will name exactly once. Raises TransferError.
+        """Start moving; returns a handle that a PostEnd will name exactly once. Raises TransferError.
 
-        An empty plan is allowed with ``notify``: then only the payload is delivered. ``grant`` is the peer's
-        permission; a transport without a GrantTable has no use for it.
+        No pieces are allowed with ``notify``: then only the payload is delivered. ``grant`` is the peer's permission; a
+        transport without a GrantTable has no use for it.
         """
+        peer, region = self._peers.get(worker_id), self._region
+        if peer is None or region is None:
+            raise TransferError(f"worker {worker_id} is not connected", peer=worker_id)
+        check_post(pieces, region.num_bytes, peer.num_bytes, worker_id, notify)
+        self._last_handle += 1
+        self._begin(Post(self._last_handle, op, worker_id, pieces, notify, grant), peer)
+        return self._last_handle
 
-    def poll(self) -> tuple[list[Completion], list[Notification]]: ...
+    @abstractmethod
+    def poll(self) -> tuple[list[PostEnd], list[Notification]]: ...
 
     @property
+    @abstractmethod
     def num_pending(self) -> int:
         """Number of posts that have not completed."""
 
@@ -96,34 +147,41 @@ class Transport(Protocol):
         of one, perhaps stopped; ask again. A transport that cannot know returns True; its module says which late copies
         remain possible.
         """
+        return True
 
-    def admit(self, worker_id: str) -> None:
+    def admit(self, worker_id: str) -> None:  # noqa: B027 - most have nothing to do
         """Undo ``bar``."""
 
-    def learn(self, worker_id: str, public_key: str) -> None:
+    def learn(self, worker_id: str, public_key: str) -> None:  # noqa: B027
         """A worker has registered: who proves to hold this key is that worker. Empty: no one is. From any thread."""
 
     def p2p_counters(self) -> P2pCounters | None:
         """What only the peer-to-peer transport counts. From any thread."""
+        return None
 
-    def check_integrity(self) -> None:
+    def check_integrity(self) -> None:  # noqa: B027
         """Raises IntegrityError if memory of the transport's own is lost or used twice. From any thread."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Idempotent."""
+        for worker_id in list(self._peers):
+            self.remove_peer(worker_id)
 
+    @abstractmethod
+    def _open(self, region: MemoryRegion) -> bytes: ...
 
-class OneSided:
-    """For transports whose peers reach our memory without us: there is nothing to permit, and no memory between."""
+    @abstractmethod
+    def _connect(self, metadata: KvMetadata) -> Any: ...
 
-    @property
-    def grants(self) -> GrantTable | None:
-        return None
+    def _disconnect(self, worker_id: str, peer: Any) -> None:  # noqa: B027
+        """Fail the posts to it. It is no longer in ``_peers``."""
 
-    def learn(self, worker_id: str, public_key: str) -> None:
-        pass
+    @abstractmethod
+    def _begin(self, post: Post, peer: Any) -> None: ...
 
-    def p2p_counters(self) -> P2pCounters | None:
-        return None
+    def _fail(self, handles: Iterable[int], error: str) -> None:
+        self._ended += [PostEnd(handle, error) for handle in handles]
 
-    def check_integrity(self) -> None:
-        pass
+    def _take_ended(self) -> list[PostEnd]:
+        ended, self._ended = self._ended, []
+        return ended

@@ -1,5 +1,5 @@
-"""May two workers exchange KV? Only if protocol version, transport and compatibility hash are equal, and a plan joins
-their layouts.
+"""May two workers exchange KV? Only if protocol version, transport and compatibility hash are equal, and their
+layouts can be joined.
 
 This module compares what two workers advertise about their KV pools. It does not know what the compatibility hash
 covers (``core.layout.Compatibility``).
@@ -10,7 +10,7 @@ from __future__ import annotations
 from kvrelay.core.layout import KVLayout
 from kvrelay.core.workers import KvMetadata
 from kvrelay.errors import IncompatiblePeerError
-from kvrelay.transfer.planner import TransferPlanner
+from kvrelay.transfer.layout_mapping import LayoutMapping
 
 VERSION = 1
 """The version of KvMetadata."""
@@ -30,21 +30,21 @@ def check_compatible(peer: KvMetadata, *, transport: str, kv_compatibility: str 
     check_pool(peer)
 
 
-def planner_for(layout: KVLayout, peer: KvMetadata) -> TransferPlanner:
+def mapping_for(layout: KVLayout, peer: KvMetadata) -> LayoutMapping:
     """How our blocks and the peer's map onto each other.
 
-    Raises IncompatiblePeerError if the peer's entry does not say how its KV lies, or contradicts itself, or if no plan
-    joins the two layouts.
+    Raises IncompatiblePeerError if the peer's entry does not say how its KV lies, or contradicts itself, or if the
+    two layouts cannot be joined.
     """
     if peer.layout is None:
         raise IncompatiblePeerError(f"worker {peer.worker_id} does not say how its KV lies in its memory")
-    planner = TransferPlanner(layout, peer.layout)
+    mapping = LayoutMapping(layout, peer.layout)
     if peer.layout.block_bytes != peer.block_bytes:
         raise IncompatiblePeerError(
             f"worker {peer.worker_id} advertises blocks of {peer.block_bytes} bytes, and its layout has "
             f"{peer.layout.block_bytes}"
         )
-    return planner
+    return mapping
 
 
 def check_pool(metadata: KvMetadata) -> None:

@@ -10,7 +10,7 @@ from kvrelay.config import TransferConfig
 from kvrelay.errors import ConfigError
 from kvrelay.transfer.auto import AutoTransport
 from kvrelay.transfer.base import Transport
-from kvrelay.transfer.loopback import LoopbackFabric, LoopbackTransport
+from kvrelay.transfer.loopback import LoopbackFabric
 from kvrelay.transfer.nixl import NixlTransport
 from kvrelay.transfer.p2p.control import P2pAddress
 from kvrelay.transfer.p2p.transport import P2pTransport
@@ -43,7 +43,7 @@ def build_transport(
         case "p2p":
             return P2pTransport(config, worker_id, address, is_guarded=is_guarded)
         case "loopback" if fabric is not None:
-            return LoopbackTransport(fabric, worker_id)
+            return fabric.transport(worker_id)
         case "loopback":
             message = "transport loopback needs a shared fabric, within one process: use nixl"
         case name:

@@ -32,12 +32,9 @@ from kvrelay.config import TransferConfig
 from kvrelay.core.layout import MemoryRegion
 from kvrelay.core.workers import KvMetadata
 from kvrelay.errors import FatalError, TransferError
-from kvrelay.transfer.base import Completion, Notification, OneSided
-from kvrelay.transfer.compat import check_pool
-from kvrelay.transfer.plan import check_post
-from kvrelay.transfer.staging import NIXL_RULE
-from kvrelay.transfer.staging_buffer import StagingBuffer
-from kvrelay.transfer.values import GrantRef, Int64Array, TransferOp, TransferPlan
+from kvrelay.transfer.base import Notification, Post, PostEnd, Transport
+from kvrelay.transfer.packing import NIXL_RULE, PackingBuffer
+from kvrelay.transfer.values import Int64Array, TransferOp
 
 CPU_TRANSPORTS = "posix,sysv,cma,self,tcp"
 _SETTLE_POLLS = 50
@@ -45,39 +42,29 @@ _SETTLE_PAUSE_S = 0.001
 _SEAL = b"kvrelay-nixl-1:"
 
 
-class NixlTransport(OneSided):
+class NixlTransport(Transport):
     """One worker's end. Contract: ``transfer.base.Transport``. The agent is made by ``register``."""
 
     name = "nixl"
-    has_bar = False
 
     def __init__(self, config: TransferConfig, worker_id: str) -> None:
-        self._worker_id = worker_id
+        super().__init__(worker_id)
         self._ucx_tls = config.ucx_tls
         self._ucx_net_devices = config.ucx_net_devices
         self._nixl: Any = None
         self._agent: Any = None
         self._backend: list[int] = []
         self._errors: tuple[type[Exception], ...] = ()
-        self._region: MemoryRegion | None = None
         self._registered: Any = None
         self._buffers: list[Any] = []
-        self._peers: dict[str, KvMetadata] = {}
         self._in_flight: dict[int, tuple[str, int]] = {}
-        self._ended: list[Completion] = []
-        self._next_handle = 0
         self._lost_a_peer = False
         self.rule = NIXL_RULE
         """When small pieces go by way of a buffer; changed by measurements only."""
-        self._staging: StagingBuffer | None = None
+        self._staging: PackingBuffer | None = None
 
-    def __repr__(self) -> str:
-        return f"<NixlTransport {self._worker_id}: {len(self._peers)} peers, {len(self._in_flight)} posts in flight>"
-
-    def register(self, region: MemoryRegion) -> bytes:
-        """Make the agent and pin the pool; returns the blob with which peers connect. Raises FatalError."""
-        if self._agent is not None:
-            raise FatalError(f"worker {self._worker_id} has already registered its KV pool")
+    def _open(self, region: MemoryRegion) -> bytes:
+        """Make the agent and pin the pool; returns the blob with which peers connect."""
         self._load(region.device)
         try:
             settings = self._nixl.nixlAgentConfig()
@@ -90,20 +77,17 @@ class NixlTransport(OneSided):
             row = (region.address, region.num_bytes, region.device_id, "")
             self._registered = self._nixl.nixlRegDList(self._segment(region.device), [row])
             self._agent.registerMem(self._registered, self._backend)
-            self._region = region
             blob = seal(bytes(self._agent.getLocalMD()))
             if region.device == "cpu":
-                self._staging = StagingBuffer(self._register_buffer)
+                self._staging = PackingBuffer(self._register_buffer)
             return blob
         except self._errors as exc:
             raise FatalError(
                 f"NIXL cannot register the KV pool ({region.num_bytes} bytes on {region.device}): {exc}"
             ) from exc
 
-    def add_peer(self, metadata: KvMetadata) -> None:
-        check_pool(metadata)
+    def _connect(self, metadata: KvMetadata) -> KvMetadata:
         worker_id = metadata.worker_id
-        self.remove_peer(worker_id)
         blob = unseal(metadata.agent)
         if blob is None:
             raise TransferError(f"the metadata of worker {worker_id} is damaged", peer=worker_id)
@@ -115,49 +99,30 @@ class NixlTransport(OneSided):
         if loaded != worker_id.encode():
             self._invalidate(loaded.decode("utf-8", "replace"))
             raise TransferError(f"the metadata of worker {worker_id} is another worker's", peer=worker_id)
-        self._peers[worker_id] = metadata
+        return metadata
 
-    def remove_peer(self, worker_id: str) -> None:
-        if self._peers.pop(worker_id, None) is None:
-            return
-        for handle, (peer, request) in list(self._in_flight.items()):
-            if peer == worker_id:
+    def _disconnect(self, worker_id: str, peer: KvMetadata) -> None:
+        for handle, (name, request) in list(self._in_flight.items()):
+            if name == worker_id:
                 self._lost_a_peer = True
                 self._end(handle, request, f"worker {worker_id} was disconnected")
         self._invalidate(worker_id)
 
-    def has_peer(self, worker_id: str) -> bool:
-        return worker_id in self._peers
-
-    def post(
-        self,
-        op: TransferOp,
-        worker_id: str,
-        plan: TransferPlan,
-        notify: bytes | None = None,
-        grant: GrantRef | None = None,
-    ) -> int:
-        peer, region = self._peers.get(worker_id), self._region
-        if peer is None or region is None:
-            raise TransferError(f"worker {worker_id} is not connected", peer=worker_id)
-        check_post(plan, region.num_bytes, peer.num_bytes, worker_id, notify)
-        handle = self._next_handle
-        self._next_handle += 1
+    def _begin(self, post: Post, peer: KvMetadata) -> None:
         try:
-            if plan.num_pieces:
-                self._start(handle, op, peer, region, plan, notify)
+            if post.pieces.num_pieces:
+                self._start(post, peer)
             else:
-                if notify is not None:
-                    self._agent.genNotif(worker_id, notify, self._backend)
-                self._ended.append(Completion(handle, None))
+                if post.notify is not None:
+                    self._agent.genNotif(post.worker_id, post.notify, self._backend)
+                self._ended.append(PostEnd(post.handle, None))
         except self._errors as exc:
             self._lost_a_peer = True
             if self._staging is not None:
-                self._staging.give_back(handle, is_complete=False)
-            self._ended.append(Completion(handle, f"worker {worker_id}: {exc}"))
-        return handle
+                self._staging.give_back(post.handle, is_complete=False)
+            self._ended.append(PostEnd(post.handle, f"worker {post.worker_id}: {exc}"))
 
-    def poll(self) -> tuple[list[Completion], list[Notification]]:
+    def poll(self) -> tuple[list[PostEnd], list[Notification]]:
         if self._agent is None:
             return [], []
         for handle, (worker_id, request) in list(self._in_flight.items()):
@@ -172,30 +137,22 @@ class NixlTransport(OneSided):
             elif state != self._nixl.NIXL_IN_PROG:
                 self._lost_a_peer = True
                 self._end(handle, request, f"worker {worker_id}: {state}")
-        completions, self._ended = self._ended, []
-        return completions, self._collect_notifications()
+        return self._take_ended(), self._collect_notifications()
 
     @property
     def num_pending(self) -> int:
         return len(self._in_flight) + len(self._ended)
 
     @property
-    def staging(self) -> StagingBuffer | None:
+    def staging(self) -> PackingBuffer | None:
         """For memory of the host, once the pool is registered."""
         return self._staging
-
-    def bar(self, worker_id: str) -> bool:
-        return True
-
-    def admit(self, worker_id: str) -> None:
-        pass
 
     def close(self) -> None:
         """Disconnect, unpin the pool, end the agent. Idempotent."""
         if self._agent is None:
             return
-        for worker_id in list(self._peers):
-            self.remove_peer(worker_id)
+        super().close()
         # Disconnecting is asynchronous; UCX requires its end before its memory and its worker are destroyed.
         for _ in range(_SETTLE_POLLS if self._lost_a_peer else 2):
             self._collect_notifications()
@@ -244,25 +201,19 @@ class NixlTransport(OneSided):
     def _segment(self, device: str) -> Any:
         return self._nixl.DRAM_SEG if device == "cpu" else self._nixl.VRAM_SEG
 
-    def _start(
-        self,
-        handle: int,
-        op: TransferOp,
-        peer: KvMetadata,
-        region: MemoryRegion,
-        plan: TransferPlan,
-        notify: bytes | None,
-    ) -> None:
+    def _start(self, post: Post, peer: KvMetadata) -> None:
+        region, pieces = self._region, post.pieces
+        assert region is not None
         address = region.address
-        staged = None if self._staging is None else self._staging.take(handle, op, address, plan, self.rule)
+        staged = None if self._staging is None else self._staging.take(post.handle, post.op, address, pieces, self.rule)
         if staged is not None:
-            plan, address = staged
+            pieces, address = staged
         request = self._agent.createXferReq(
-            self._nixl.NIXL_WRITE if op is TransferOp.WRITE else self._nixl.NIXL_READ,
-            self._descriptors(region.device, address, region.device_id, plan.local_offsets, plan.lengths),
-            self._descriptors(peer.device, peer.address, peer.device_id, plan.remote_offsets, plan.lengths),
+            self._nixl.NIXL_WRITE if post.op is TransferOp.WRITE else self._nixl.NIXL_READ,
+            self._descriptors(region.device, address, region.device_id, pieces.local_offsets, pieces.lengths),
+            self._descriptors(peer.device, peer.address, peer.device_id, pieces.remote_offsets, pieces.lengths),
             peer.worker_id,
-            notify or b"",
+            post.notify or b"",
             self._backend,
         )
         try:
@@ -271,9 +222,9 @@ class NixlTransport(OneSided):
             self._release(request)
             raise
         if state == self._nixl.NIXL_SUCCESS:
-            self._end(handle, request, None)
+            self._end(post.handle, request, None)
         else:
-            self._in_flight[handle] = (peer.worker_id, request)
+            self._in_flight[post.handle] = (peer.worker_id, request)
 
     def _descriptors(self, device: str, address: int, device_id: int, offsets: Int64Array, lengths: Int64Array) -> Any:
         rows = np.empty((len(offsets), 3), dtype=np.uint64)
@@ -288,7 +239,7 @@ class NixlTransport(OneSided):
         self._release(request)
         if self._staging is not None:
             self._staging.give_back(handle, is_complete=error is None)
-        self._ended.append(Completion(handle, error))
+        self._ended.append(PostEnd(handle, error))
 
     def _release(self, request: int) -> None:
         try:

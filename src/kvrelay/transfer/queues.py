@@ -18,10 +18,10 @@ from kvrelay.core.latest import Latest
 from kvrelay.core.layout import MemoryRegion
 from kvrelay.core.workers import KvMetadata
 from kvrelay.errors import RecomputeError, TransferError
-from kvrelay.transfer.base import Completion, Transport
+from kvrelay.transfer.base import PostEnd, Transport
 from kvrelay.transfer.compat import check_compatible
-from kvrelay.transfer.plan import check_bounds
-from kvrelay.transfer.values import GrantRef, TransferOp, TransferPlan
+from kvrelay.transfer.pieces import check_bounds
+from kvrelay.transfer.values import GrantRef, Pieces, TransferOp
 
 OnDone = Callable[[str | None], None]
 
@@ -35,14 +35,14 @@ class Transfer:
 
     op: TransferOp
     worker_id: str
-    plan: TransferPlan
+    pieces: Pieces
     notify: bytes | None
     on_done: OnDone
     group: str | None
     term: int
     submitted_s: float
     deadline_s: float
-    parts: deque[TransferPlan]
+    parts: deque[Pieces]
     in_flight: int = 0
     grant: GrantRef | None = None
     error: str | None = None
@@ -127,8 +127,8 @@ class TransferQueues:
             self._finish(transfer, f"worker {transfer.worker_id} is not connected")
             return
         try:
-            # Check the whole plan before its first part moves.
-            check_bounds(transfer.plan, region.num_bytes, remote.num_bytes, transfer.worker_id)
+            # Check all pieces before the first part moves.
+            check_bounds(transfer.pieces, region.num_bytes, remote.num_bytes, transfer.worker_id)
         except TransferError as exc:
             self._finish(transfer, exc.message)
             return
@@ -142,7 +142,7 @@ class TransferQueues:
             if self._peers.get(worker_id) is peer:
                 self._pump(worker_id, peer)
 
-    def complete(self, completion: Completion) -> None:
+    def complete(self, completion: PostEnd) -> None:
         """A post has ended."""
         transfer = self._owners.pop(completion.handle, None)
         if transfer is None:

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvrelay.core.workers import WorkerRole
+from kvrelay.config import WorkerRole
 from kvrelay.errors import ConfigError
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from kvrelay.core.events import MAX_FLOWS, Flow
 from kvrelay.core.histogram import Histogram
-from kvrelay.transfer.values import TransferOp, TransferPlan
+from kvrelay.transfer.values import Pieces, TransferOp
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PeerTransferStats:
     """All ended transfers of one kind with one peer. ``seconds`` sums submission to end, including waiting."""
 
@@ -39,6 +40,14 @@ class TransferStats:
     def num_errors(self) -> int:
         return sum(peer.num_errors for peer in self.peers)
 
+    def flows(self) -> tuple[Flow, ...]:
+        """The largest by bytes, of peers that have not departed; at most MAX_FLOWS."""
+        present = sorted((peer for peer in self.peers if peer.worker_id), key=lambda peer: -peer.num_bytes)
+        return tuple(
+            Flow(peer.worker_id, peer.op is TransferOp.READ, peer.num_transfers, peer.num_bytes, peer.seconds)
+            for peer in present[:MAX_FLOWS]
+        )
+
 
 class StatsCounter:
     """Adds ended transfers up. Not thread-safe; ``TransferThread`` guards it."""
@@ -49,39 +58,31 @@ class StatsCounter:
         self.durations = {op: Histogram() for op in TransferOp}
         """Of ended transfers, from submission to end. Without the lock any thread may read it."""
 
-    def add(self, worker_id: str, op: TransferOp, plan: TransferPlan, seconds: float, error: str | None) -> None:
-        old = self._peers.get((worker_id, op)) or PeerTransferStats(worker_id, op)
-        ok = error is None
+    def add(self, worker_id: str, op: TransferOp, pieces: Pieces, seconds: float, error: str | None) -> None:
         self.durations[op].observe(seconds)
-        self._peers[worker_id, op] = PeerTransferStats(
-            worker_id,
-            op,
-            old.num_transfers + 1,
-            old.num_errors + (not ok),
-            old.num_bytes + (plan.num_bytes if ok else 0),
-            old.num_pieces + (plan.num_pieces if ok else 0),
-            old.seconds + seconds,
-        )
+        peer = self._of(worker_id, op)
+        peer.num_transfers += 1
+        peer.seconds += seconds
+        if error is None:
+            peer.num_bytes += pieces.num_bytes
+            peer.num_pieces += pieces.num_pieces
+        else:
+            peer.num_errors += 1
 
     def forget(self, worker_id: str) -> None:
         """Fold a removed worker's counts into those of worker "", so that departed workers do not fill the memory."""
         for op in TransferOp:
             gone = self._peers.pop((worker_id, op), None)
-            if gone is None:
-                continue
-            rest = self._peers.get(("", op)) or PeerTransferStats("", op)
-            self._peers["", op] = PeerTransferStats(
-                "",
-                op,
-                rest.num_transfers + gone.num_transfers,
-                rest.num_errors + gone.num_errors,
-                rest.num_bytes + gone.num_bytes,
-                rest.num_pieces + gone.num_pieces,
-                rest.seconds + gone.seconds,
-            )
+            if gone is not None:
+                rest = self._of("", op)
+                for name in ("num_transfers", "num_errors", "num_bytes", "num_pieces", "seconds"):
+                    setattr(rest, name, getattr(rest, name) + getattr(gone, name))
+
+    def _of(self, worker_id: str, op: TransferOp) -> PeerTransferStats:
+        return self._peers.setdefault((worker_id, op), PeerTransferStats(worker_id, op))
 
     def snapshot(self, num_unfinished: int, num_open_handoffs: int, p2p: P2pCounters | None) -> TransferStats:
-        peers = tuple(self._peers.values())
+        peers = tuple(replace(peer) for peer in self._peers.values())
         return TransferStats(peers, self.num_notifications, num_unfinished, num_open_handoffs, p2p)
 
 

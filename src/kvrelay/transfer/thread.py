@@ -39,10 +39,10 @@ from kvrelay.core.workers import KvMetadata
 from kvrelay.errors import TransferError
 from kvrelay.transfer.base import Notification, Transport
 from kvrelay.transfer.grants import GrantTable
-from kvrelay.transfer.plan import split_plan
+from kvrelay.transfer.pieces import split_pieces
 from kvrelay.transfer.queues import OnDone, Transfer, TransferQueues
 from kvrelay.transfer.stats import StatsCounter, TransferStats
-from kvrelay.transfer.values import GrantRef, TransferOp, TransferPlan
+from kvrelay.transfer.values import GrantRef, Pieces, TransferOp
 
 MAX_POST_BYTES = 32 * 1024 * 1024
 """On one host a post blocks for the whole copy; this bounds how long notifications and deadlines wait for it."""
@@ -136,7 +136,7 @@ class TransferThread:
         self,
         op: TransferOp,
         worker_id: str,
-        plan: TransferPlan,
+        pieces: Pieces,
         notify: bytes | None = None,
         *,
         on_done: OnDone,
@@ -144,7 +144,7 @@ class TransferThread:
         timeout_s: float | None = None,
         grant: GrantRef | None = None,
     ) -> None:
-        """Move ``plan``'s bytes, then deliver ``notify`` to the peer; calls ``on_done(None)`` or ``on_done(reason)``.
+        """Move ``pieces``, then deliver ``notify`` to the peer; calls ``on_done(None)`` or ``on_done(reason)``.
 
         ``timeout_s``, if given, shortens the configured ``transfer_timeout_s``, e.g. to the rest of a lease. ``grant``:
         the peer's permission.
@@ -152,10 +152,10 @@ class TransferThread:
         now = self._clock.now()
         limit = self._config.transfer_timeout_s
         deadline_s = now + (limit if timeout_s is None else min(limit, timeout_s))
-        parts = deque(split_plan(plan, MAX_POST_BYTES))
+        parts = deque(split_pieces(pieces, MAX_POST_BYTES))
         with self._lock:
             term = self._queues.term
-            transfer = Transfer(op, worker_id, plan, notify, on_done, group, term, now, deadline_s, parts, 0, grant)
+            transfer = Transfer(op, worker_id, pieces, notify, on_done, group, term, now, deadline_s, parts, 0, grant)
             accepted = not self._closed
             if accepted:
                 self._num_unfinished += 1
@@ -241,13 +241,18 @@ class TransferThread:
             done.set_result(None)
             return done
 
-    # -- on the transfer thread ------------------------------------------------------------------------------------
+    # -- on the transfer thread, or on the only one of a simulation that has not called ``start`` ------------------
+
+    @property
+    def has_turn(self) -> bool:
+        """Whether the next turn (``take_commands``, ``step``) does not wait for a command."""
+        return not (self._queues.is_idle and self._inbox.empty())
 
     def _run(self) -> None:
         failure: Exception | None = None
         try:
-            while self._take_commands():
-                self._step()
+            while self.take_commands():
+                self.step()
         except Exception as exc:  # noqa: BLE001 - the outermost loop of this thread
             _log.exception("the transfer thread failed")
             failure = exc
@@ -257,7 +262,8 @@ class TransferThread:
             if failure is not None and self._on_failed is not None:
                 self._on_failed(failure)
 
-    def _step(self) -> None:
+    def step(self) -> None:
+        """Post what is due, and handle what has ended and arrived."""
         self._queues.post_due()
         completions, notifications = self._transport.poll()
         # Notifications first: a request waits for "prefill done".
@@ -267,7 +273,7 @@ class TransferThread:
             self._queues.complete(completion)
         self._polls_since_progress = 0 if completions or notifications else self._polls_since_progress + 1
 
-    def _take_commands(self) -> bool:
+    def take_commands(self) -> bool:
         """Run the commands in the inbox, after a pause that depends on the open work. False: closed."""
         wait_s = self._wait_s()
         try:
@@ -302,7 +308,7 @@ class TransferThread:
         seconds = self._clock.now() - transfer.submitted_s
         with self._lock:
             self._num_unfinished -= 1
-            self._counter.add(transfer.worker_id, transfer.op, transfer.plan, seconds, error)
+            self._counter.add(transfer.worker_id, transfer.op, transfer.pieces, seconds, error)
         try:
             transfer.on_done(error)
         except Exception:  # noqa: BLE001 - a callback's defect must not stop other transfers
@@ -322,11 +328,8 @@ class TransferThread:
     def _shut_down(self) -> None:
         with self._lock:
             self._closed = True
-        while True:
-            try:
-                command = self._inbox.get_nowait()
-            except queue.Empty:
-                break
+        while not self._inbox.empty():
+            command = self._inbox.get_nowait()
             if command is not None:
                 command()
         self._queues.disconnect_all("the transfer thread is closed")

@@ -1,4 +1,4 @@
-"""Values that transports, plans and grants share."""
+"""Values that transports, layouts and grants share."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class TransferOp(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class TransferPlan:
+class Pieces:
     """Pieces to move: byte offsets from the start of each side's pool, and lengths; int64 arrays of equal length."""
 
     local_offsets: Int64Array

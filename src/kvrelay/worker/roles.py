@@ -9,8 +9,8 @@ import asyncio
 import logging
 from collections.abc import Callable
 
+from kvrelay.config import WorkerRole
 from kvrelay.core.tasks import TaskSet
-from kvrelay.core.workers import WorkerRole
 from kvrelay.engine.contract import Engine, EngineFacts
 from kvrelay.errors import ConfigError, ControlUnavailableError, LeaseLostError, WorkerUnavailableError
 from kvrelay.worker.cluster.membership import RETRY_INTERVAL_S

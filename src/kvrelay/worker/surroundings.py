@@ -15,6 +15,7 @@ from kvrelay.worker.cluster.membership import Membership
 from kvrelay.worker.cluster.memory import PeerMemory
 from kvrelay.worker.decode.refusals import Refusals
 from kvrelay.worker.identity import WorkerIdentity
+from kvrelay.worker.marking import WorkerMarks
 from kvrelay.worker.prefill.connections import DecodePeers
 
 
@@ -33,6 +34,7 @@ class Surroundings:
     peers: DecodePeers
     memory: PeerMemory
     refusals: Refusals
+    marks: WorkerMarks
 
     @property
     def worker_id(self) -> str:

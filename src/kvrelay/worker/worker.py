@@ -18,14 +18,13 @@ from dataclasses import asdict
 
 import msgspec
 
-from kvrelay.config import WorkerConfig
+from kvrelay.config import WorkerConfig, WorkerRole
 from kvrelay.control.base import ControlPlane, Keys
 from kvrelay.core.clock import MonotonicClock
 from kvrelay.core.event_log import KvEventLog
 from kvrelay.core.messages import AdminReply, AdminRequest
 from kvrelay.core.sealing import new_secret
 from kvrelay.core.tasks import TaskSet
-from kvrelay.core.workers import WorkerRole
 from kvrelay.engine.contract import Engine, EngineHost
 from kvrelay.engine.step import StepOutput
 from kvrelay.errors import ConfigError, KvrelayError
@@ -45,6 +44,7 @@ from kvrelay.worker.decode.serving import DecodeSide
 from kvrelay.worker.identity import WorkerIdentity
 from kvrelay.worker.inbox import Inbox
 from kvrelay.worker.inspection import Inspection, QueueView, snapshot
+from kvrelay.worker.marking import WorkerMarks
 from kvrelay.worker.prefill.connections import Connect, DecodePeers
 from kvrelay.worker.prefill.paired import PairedPrefills
 from kvrelay.worker.prefill.pulling import PrefillSide
@@ -65,7 +65,11 @@ GIVE_UP_LEASES = 3.0
 
 
 class Worker:
-    """Connects an engine to the planes. All its parts come by constructor."""
+    """Connects an engine to the planes. All its parts come by constructor.
+
+    ``decode``, ``prefill`` and ``transfer`` are its two sides and the thread that moves their KV. ``inspect`` shows all
+    of it at one moment.
+    """
 
     def __init__(
         self,
@@ -88,7 +92,7 @@ class Worker:
         self._callers = Callers(control.discovery, self._keys, is_open=not self.identity.public_key)
         self._peer_events = PeerEvents(engine, self._callers)
         self._membership = self._build_membership(transport.name)
-        self._transfer = TransferThread(
+        self.transfer = TransferThread(
             transport, settings.transfer, fence=self._membership.fence_s, on_failed=self._shutdown.transfer_failed
         )
         self._checksums = BlockChecksums(engine, required=settings.transfer.kv_checksums)
@@ -108,7 +112,7 @@ class Worker:
             on_registered=self._peer_events.registered,
             on_ended=self._peer_events.lease_ended,
             on_no_prefill=self._peer_events.no_prefill_worker,
-            transfer=self._transfer if transport.has_bar else None,
+            transfer=self.transfer if transport.has_bar else None,
         )
         self._peers = DecodePeers(
             connect,
@@ -119,10 +123,11 @@ class Worker:
         )
         self._memory = PeerMemory(
             engine.facts.kv_layout,
-            self._transfer,
+            self.transfer,
             lambda worker_id: self._peers.kv_metadata(worker_id, self._membership.kv_compatibility),
         )
         self._refusals = Refusals(server)
+        self._marks = WorkerMarks(identity.worker_id, is_on=settings.metrics.request_marks)
         around = Surroundings(
             settings,
             identity,
@@ -130,40 +135,41 @@ class Worker:
             control,
             server,
             self._membership,
-            self._transfer,
+            self.transfer,
             self._checksums,
             self._peers,
             self._memory,
             self._refusals,
+            self._marks,
         )
-        self._prefill = PrefillSide(around)
-        self._paired = PairedPrefills(around, self._prefill.handoffs, self._peer_table.address_of)
-        self._decode = DecodeSide(
+        self.prefill = PrefillSide(around)
+        self._paired = PairedPrefills(around, self.prefill.handoffs, self._peer_table.address_of)
+        self.decode = DecodeSide(
             around,
             self._policy,
             num_prefill_workers=self._num_prefill_workers,
             num_serving=lambda: self._peer_table.num_serving,
             give_up_after_s=GIVE_UP_LEASES * settings.control.lease_ttl_s,
         )
-        self._peer_events.attach(self._transfer, self._memory, self._decode, self._prefill)
+        self._peer_events.attach(self.transfer, self._memory, self.decode, self.prefill)
         self._roles = Roles(
             around,
-            self._prefill,
+            self.prefill,
             self._paired,
-            self._decode,
+            self.decode,
             is_leaving=self._shutdown.has_begun,
             tasks=self._tasks,
         )
         self._inbox = Inbox(
             around,
             self._callers,
-            self._decode,
+            self.decode,
             self._paired,
             run_command=self.run_admin_command,
             publish_secret=self._secret,
             tasks=self._tasks,
         )
-        self._transfer.on_notification(lambda notification: self._decode.handoffs.notified(notification.payload))
+        self.transfer.on_notification(lambda notification: self.decode.handoffs.notified(notification.payload))
 
     def _build_membership(self, transport_name: str) -> Membership:
         settings = self.settings
@@ -189,7 +195,9 @@ class Worker:
             events,
             step_age_s=lambda: self._engine.progress.age_s,
             secret=self._secret,
-            transfer_costs=lambda: self._transfer_rates.update(self._transfer.stats().peers),
+            transfer_costs=lambda: self._transfer_rates.update(self.transfer.stats().peers),
+            flows=lambda: self.transfer.stats().flows(),
+            tokens=lambda: self._engine.stats().token_counts,
         )
 
     # -- life ---------------------------------------------------------------------------------------------------------
@@ -201,13 +209,15 @@ class Worker:
         if self.identity.public_key:
             self._server.admit_by(self._callers.admit)
         await self._server.start()
-        self._transfer.start()
-        registered = self._transfer.register(
+        self.transfer.start()
+        registered = self.transfer.register(
             self._engine.kv_region,
             kv_compatibility=self._membership.kv_compatibility,
         )
         agent = await asyncio.wrap_future(registered)
         self._engine.start(self._on_step, self._shutdown.fail)
+        self._marks.watch()
+        self._engine.post(lambda _: self._marks.watch())
         self._watchdog.start()
         await self._membership.join(agent)
         await self._publisher.start(await self._engine.call(lambda core: core.metrics()))
@@ -238,23 +248,24 @@ class Worker:
     async def close(self) -> None:
         """Leave discovery and free everything, also with work in flight."""
         await self._tasks.close()
-        self._decode.accepting = self._paired.accepting = False
+        self.decode.accepting = self._paired.accepting = False
         if self._shutdown.failure is not None:
             # Nothing finishes any more: let waiting clients migrate now.
             await self._server.close()
-        self._transfer.fail_all("the worker leaves")
-        await self._prefill.close()
-        await asyncio.to_thread(self._transfer.close)
+        self.transfer.fail_all("the worker leaves")
+        await self.prefill.close()
+        await asyncio.to_thread(self.transfer.close)
         await self._membership.leave()
         await self._peer_table.close()
         await self._callers.close()
         await self._publisher.close()
-        await self._decode.close()
+        await self.decode.close()
         await self._peers.close()
         await self._server.close()
         await asyncio.to_thread(self._checksums.close)
         if await asyncio.to_thread(self._engine.close, self._shutdown.engine_join_s):
             self._watchdog.stop()
+        self._marks.close()
 
     # -- role ---------------------------------------------------------------------------------------------------------
 
@@ -310,9 +321,9 @@ class Worker:
     def _on_step(self, step: StepOutput) -> None:
         """On the engine thread, after every step."""
         if step.outputs:
-            self._loop.call_soon_threadsafe(self._decode.deliver, step.outputs)
-        self._decode.handoffs.on_step(step)
-        self._prefill.handoffs.on_step(step)
+            self._loop.call_soon_threadsafe(self.decode.deliver, step.outputs)
+        self.decode.handoffs.on_step(step)
+        self.prefill.handoffs.on_step(step)
         if step.kv_events or step.load is not None:
             self._loop.call_soon_threadsafe(self._publisher.update, step.kv_events, step.load)
 
@@ -326,20 +337,20 @@ class Worker:
     def inspect(self) -> Inspection:
         """What this worker holds and knows now. Waits neither for the engine nor for a server, and changes nothing.
         On the event loop."""
-        incoming, outgoing = self._decode.handoffs, self._prefill.handoffs
+        incoming, outgoing = self.decode.handoffs, self.prefill.handoffs
         return Inspection(
             stats=self.stats(),
-            is_accepting=self._decode.accepting,
+            is_accepting=self.decode.accepting,
             is_pairing=self._paired.accepting,
             is_stalled=self.is_stalled,
             step_age_s=self._engine.progress.age_s,
             lease=self._membership.view(),
             peers=self._peer_table.view(),
-            queue=QueueView(self._prefill.is_pulling, self._prefill.num_handoffs, self._decode.push_error),
+            queue=QueueView(self.prefill.is_pulling, self.prefill.num_handoffs, self.decode.push_error),
             incoming=incoming.read(lambda: snapshot(incoming.ledger.handoffs.values())),
             outgoing=outgoing.read(lambda: snapshot(outgoing.ledger.handoffs.values())),
             loans=self._engine.peek(lambda engine: engine.lends.writable_blocks() if engine.lends else {}),
-            num_requests=self._decode.num_requests,
+            num_requests=self.decode.num_requests,
             num_paired=self._paired.num_waiting,
             disagg=self._policy.config,
             kv_compatibility=self._membership.kv_compatibility,
@@ -379,7 +390,7 @@ class Worker:
 
     def check_integrity(self) -> None:
         """Check the parts besides the engine. Raises IntegrityError."""
-        self._transfer.check_integrity()
+        self.transfer.check_integrity()
 
     @property
     def is_ready(self) -> bool:
@@ -393,7 +404,7 @@ class Worker:
 
     def stats(self) -> WorkerStats:
         """All counts, at once: waits neither for the engine nor for a server."""
-        decode = self._decode.handoffs.ledger
+        decode = self.decode.handoffs.ledger
         return WorkerStats(
             worker_id=self.identity.worker_id,
             model=self.settings.model,
@@ -405,14 +416,14 @@ class Worker:
             num_open_handoffs=decode.num_open,
             num_grants=decode.num_grants,
             handoffs=copied(decode.counters),
-            decode=self._decode.counts(),
-            prefill=copied(self._prefill.handoffs.ledger.counters),
-            transfer=self._transfer.stats(),
-            remote=self._decode.cost_stats(),
+            decode=self.decode.counts(),
+            prefill=copied(self.prefill.handoffs.ledger.counters),
+            transfer=self.transfer.stats(),
+            remote=self.decode.cost_stats(),
             refusals=dict(self._refusals.counts),
             num_unleased_entries=self._control.discovery.num_unleased,
             transfer_cost_error=self._transfer_rates.relative_error,
-            transfer_durations=self._transfer.durations,
+            transfer_durations=self.transfer.durations,
         )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -12,13 +11,13 @@ import pytest
 
 from kvrelay.bench.client.connection import ConnectionPool, parse_target
 from kvrelay.bench.client.driver import LoadDriver, RunLimits
-from kvrelay.bench.client.payload import BodyOptions, Endpoint
-from kvrelay.bench.client.service import count_tokens, cpu_seconds, first_model, wait_until_healthy
+from kvrelay.bench.client.service import count_tokens, first_model, wait_until_healthy
+from kvrelay.bench.client.stream import BodyOptions, StreamEndpoint
 from kvrelay.bench.errors import BenchError, ServerDownError
 from kvrelay.bench.load.mix import ClassSpec, Dataset, build_class
 from kvrelay.bench.load.request import Length
 from kvrelay.bench.progress import ProgressBar
-from kvrelay.bench.report.records import Outcome, RunResult, TokenSource
+from kvrelay.bench.report.metrics import Outcome, RunResult, TokenSource
 from kvrelay.bench.serving import RunOptions, ServeRun, require_success, run_serve
 from kvrelay.cli.processes import run_async
 from kvrelay.errors import InvalidInputError
@@ -71,7 +70,7 @@ def test_coalesced_pieces_count_all_their_tokens(scripted: Scripted) -> None:
 
 def test_chat_endpoint_gets_text(scripted: Scripted) -> None:
     with scripted() as server:
-        run = serve(server, body=BodyOptions("", Endpoint.CHAT), warm_up=1)
+        run = serve(server, body=BodyOptions("", StreamEndpoint.CHAT), warm_up=1)
         assert server.served[0].path == "/v1/chat/completions"
         content = server.served[0].body["messages"][0]["content"]
     assert len(content.split()) == 16
@@ -207,21 +206,6 @@ def test_interrupt_keeps_what_was_measured(scripted: Scripted) -> None:
     assert result.note == "interrupted"
     found = sorted((record.class_name, record.outcome.value, len(record.stamps_ns)) for record in result.records)
     assert found == [("quick", "ok", 1)] * 3 + [("stuck", "cut_off", 1)] * 2
-
-
-@pytest.mark.parametrize(
-    ("metrics", "seconds"),
-    [
-        (b"process_start_time_seconds 7\nprocess_cpu_seconds_total 1.25\n", 1.25),
-        (b"# HELP process_cpu_seconds_total 3\nother 1\n", None),
-        (b"process_cpu_seconds_total what\n", None),
-        (b"", None),
-    ],
-)
-def test_cpu_time_as_the_metrics_tell(scripted: Scripted, metrics: bytes, seconds: float | None) -> None:
-    with scripted(metrics=metrics) as server:
-        found = run_async(cpu_seconds(parse_target(server.url)))
-    assert math.isnan(found) if seconds is None else found == seconds
 
 
 def test_health_and_token_counts(scripted: Scripted) -> None:

@@ -9,20 +9,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrelay.bench.client.connection import parse_target
-from kvrelay.bench.client.payload import (
+from kvrelay.bench.client.stream import (
+    MAX_EVENT_BYTES,
     BodyOptions,
-    Endpoint,
-    EventSplitter,
+    StreamEndpoint,
+    StreamRecorder,
     decode_chunk,
     encode_body,
     error_text,
+    events_in,
     parse_extra,
 )
-from kvrelay.bench.client.stream import StreamRecorder
 from kvrelay.bench.errors import BadResponseError
-from kvrelay.bench.formats import Turn
+from kvrelay.bench.formats import ChatTurn
 from kvrelay.bench.load.request import LoadRequest
-from kvrelay.bench.report.records import Outcome, RequestRecord, TokenSource
+from kvrelay.bench.report.metrics import Outcome, RequestRecord, TokenSource
+from kvrelay.core.event_stream import EventParser
 from kvrelay.errors import InvalidInputError
 
 
@@ -34,13 +36,13 @@ from kvrelay.errors import InvalidInputError
 def test_events_come_out_whole_however_they_are_cut(parts: list[tuple[str, int]]) -> None:
     stream = "".join(template.format(f'{{"n": {number}}}') for template, number in parts).encode()
     for size in (1, 2, 3, 7, 1000):
-        splitter = EventSplitter()
-        found = [event for at in range(0, len(stream), size) for event in splitter.feed(stream[at : at + size])]
+        splitter = EventParser(MAX_EVENT_BYTES)
+        found = [event for at in range(0, len(stream), size) for event in events_in(splitter, stream[at : at + size])]
         assert [json.loads(event)["n"] for event in found] == [number for _, number in parts]
 
 
 def test_event_with_several_data_lines() -> None:
-    assert EventSplitter().feed(b"event: x\ndata: a\ndata: b\n\n") == [b"a\nb"]
+    assert events_in(EventParser(MAX_EVENT_BYTES), b"event: x\ndata: a\ndata: b\n\n") == [b"a\nb"]
 
 
 def chunk(text: str = "", ids: list[int] | None = None, used: int | None = None, finish: str | None = None) -> bytes:
@@ -126,9 +128,9 @@ def test_bodies() -> None:
     assert set(plain) == {"model", "prompt", "max_tokens", "temperature", "stream", "stream_options"}
     assert plain["stream_options"] == {"include_usage": True}
     assert json.loads(encode_body(LoadRequest("x", 1, priority=-1), BodyOptions("m")))["priority"] == -1
-    chat = BodyOptions("m", Endpoint.CHAT)
+    chat = BodyOptions("m", StreamEndpoint.CHAT)
     assert json.loads(encode_body(LoadRequest("hi", 1), chat))["messages"] == [{"role": "user", "content": "hi"}]
-    asked = json.loads(encode_body(LoadRequest("x", 1, messages=(Turn("system", "s"),)), chat))
+    asked = json.loads(encode_body(LoadRequest("x", 1, messages=(ChatTurn("system", "s"),)), chat))
     assert asked["messages"] == [{"role": "system", "content": "s"}]
     with pytest.raises(InvalidInputError, match="text"):
         encode_body(request, chat)

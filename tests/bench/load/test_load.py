@@ -11,17 +11,24 @@ import numpy as np
 import pytest
 
 from kvrelay.bench.formats import TraceRecord
-from kvrelay.bench.load.files import mooncake_requests
-from kvrelay.bench.load.generated import (
+from kvrelay.bench.load.datasets import (
     SharedPrefix,
     TokenRange,
+    mooncake_requests,
     random_requests,
     readable_prefix_requests,
     shared_prefix_requests,
 )
 from kvrelay.bench.load.mix import ClassSpec, Dataset, DatasetKind, build_class, parse_mix
-from kvrelay.bench.load.request import Length, LoadRequest, parse_length, random_arrivals, trace_arrivals
-from kvrelay.bench.load.tokens import EstimatedTokens, LocalTokenizer
+from kvrelay.bench.load.request import (
+    EstimatedTokens,
+    Length,
+    LoadRequest,
+    LocalTokenizer,
+    parse_length,
+    random_arrivals,
+    trace_arrivals,
+)
 from kvrelay.errors import InvalidInputError
 
 

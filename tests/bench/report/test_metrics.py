@@ -7,15 +7,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrelay.bench.report.metrics import OfferedLoad, RunInfo, serve_report
-from kvrelay.bench.report.records import (
+from kvrelay.bench.report.metrics import (
     ClientLoad,
+    OfferedLoad,
     Outcome,
     RequestRecord,
+    RunInfo,
     RunResult,
     Slo,
     distribution,
     parse_slo,
+    serve_report,
     spread_tokens,
 )
 from kvrelay.bench.report.text import report_text

@@ -156,4 +156,4 @@ def test_layers_are_in_order_of_their_numbers(place: StagingPlace) -> None:
     half = WorkerHalf(place)
     caches = {f"model.layers.{layer}.attn": torch.full((4, 1, 16, 8), float(layer)) for layer in (10, 9)}
     half.register(caches)
-    assert [float(cache[0, 0, 0, 0]) for cache in half._caches] == [9.0, 10.0]
+    assert [float(cache[0, 0, 0, 0]) for cache in half.caches] == [9.0, 10.0]

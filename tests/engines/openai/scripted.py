@@ -44,6 +44,8 @@ class Script:
     is_paused: bool = False
     """Answers begin, and go no further."""
     bodies: list[dict[str, Any]] = field(default_factory=list)
+    traceparents: list[str | None] = field(default_factory=list)
+    """As in each request's header."""
     num_ended: int = 0
     num_cut: int = 0
     """Answers whose client went away."""
@@ -100,6 +102,7 @@ class ScriptedServer:
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         script, body = self.script, await request.json()
         script.bodies.append(body)
+        script.traceparents.append(request.headers.get("traceparent"))
         if script.status != 200:
             return web.json_response(
                 {"error": {"message": "not now"}}, status=script.status, headers={"Retry-After": script.retry_after}

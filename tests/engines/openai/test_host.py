@@ -147,7 +147,7 @@ async def test_what_no_request_waits_for_may_fail(
         raise RuntimeError("it is busy")
 
     async with _engine() as (engine, _):
-        backend = engine.host._backend  # type: ignore[attr-defined]
+        backend = engine.host.backend  # type: ignore[attr-defined]
         for name in ("clear_cache", "discard"):
             monkeypatch.setattr(backend, name, fail)
         await engine.host.call(lambda inner: (inner.clear_cache(), HostedEngine.discard_kv(inner, b"{}")))

@@ -14,10 +14,9 @@ from tests.engines.openai.scripted import Exchange, Script, ScriptedServer, scri
 from tests.patience import PATIENCE_S
 from tests.worker.cluster import VOCAB_SIZE, Client, Cluster, Node, cluster, expected, prompt
 
-from kvrelay.config import EngineConfig, UpstreamConfig, WorkerConfig
+from kvrelay.config import EngineConfig, UpstreamConfig, WorkerConfig, WorkerRole
 from kvrelay.core.handoff import HandoffId
 from kvrelay.core.sampling import SamplingParams
-from kvrelay.core.workers import WorkerRole
 from kvrelay.data import bundled_checkpoint_path
 from kvrelay.engine.contract import EngineHost, require
 from kvrelay.engine.request import PrefillMode, Request
@@ -52,8 +51,8 @@ class Pair:
         """No request and no hand-off is left on either side."""
 
         def is_idle() -> bool:
-            running = [node.worker._engine.stats().num_running for node in (self.prefill, self.decode)]
-            return not (any(running) or self.decode.ledger.handoffs or self.prefill.worker._prefill.num_handoffs)
+            running = [node.engine.stats().num_running for node in (self.prefill, self.decode)]
+            return not (any(running) or self.decode.ledger.handoffs or self.prefill.worker.inspect().queue.num_held)
 
         await self.cluster.until(is_idle)
 
@@ -88,11 +87,28 @@ async def test_the_prefill_server_computes_and_the_decode_server_fetches() -> No
         assert (exchange.num_prefilled, exchange.num_fetched, exchange.num_local) == (6, 6, 0)
         assert exchange.kept == {}
         assert exchange.errors == []
-        assert pair.decode.worker._decode.stats.num_remote_done == 6
+        assert pair.decode.worker.stats().decode.num_remote_done == 6
         assert pair.prefill.worker.stats().prefill.num_prefills == 6
         first, second = (server.script.bodies[0] for server in pair.servers)
         assert first["prompt"] == second["prompt"]
         assert second["stream"]
+
+
+async def test_both_servers_hear_of_the_clients_trace() -> None:
+    traceparent = f"00-{'ab' * 16}-{'cd' * 8}-01"
+    async with _pair(VllmExchange(), VLLM) as pair:
+        for server in pair.servers:
+            server.script.traceparents.clear()
+        pair.client.send_message("traced", prompt(100), traceparent=traceparent)
+        await pair.client.answer("traced")
+        await pair.settled()
+        assert [set(server.script.traceparents) for server in pair.servers] == [{traceparent}, {traceparent}]
+        for server in pair.servers:
+            server.script.traceparents.clear()
+        for name, header in (("none", ""), ("malformed", "00-x\r\nx: y")):
+            pair.client.send_message(name, prompt(40), traceparent=header)
+            await pair.client.answer(name)
+        assert pair.servers[1].script.traceparents == [None, None]
 
 
 async def test_short_prompts_are_computed_where_they_are_answered() -> None:
@@ -138,17 +154,18 @@ async def test_kv_that_no_request_needs_any_more_is_freed_through_the_decode_ser
     async with _pair(exchange, VLLM) as pair:
         chunks: list[HandoffChunk] = []
         request = Request("r", prompt(100), SamplingParams(max_tokens=8), mode=PrefillMode.HANDOFF)
-        with mock.patch.object(pair.prefill.worker._prefill.handoffs, "_chunk", chunks.append):
-            await pair.prefill.worker._engine.call(lambda engine: engine.add_request(request))
+        outgoing = pair.prefill.worker.prefill.handoffs
+        with mock.patch.object(outgoing, "on_step", lambda step: chunks.extend(step.handoff_chunks)):
+            await pair.prefill.engine.call(lambda engine: engine.add_request(request))
             await pair.cluster.until(lambda: chunks)
         assert exchange.kept == {"cmpl-1": list(prompt(100))}
         params = chunks[0].kv_transfer_params
         released = HandoffReleased(HandoffId(pair.decode.id, 77), pair.prefill.id, None, params)
         for _ in range(3):
-            pair.decode.worker._decode.handoffs.handle(released)
+            pair.decode.worker.decode.handoffs.handle(released)
         await pair.cluster.until(lambda: not exchange.kept)
-        await pair.decode.worker._engine.call(lambda engine: require(engine.moves).discard_kv(b"nonsense"))
-        await pair.prefill.worker._engine.call(lambda engine: engine.sending_finished("r"))
+        await pair.decode.engine.call(lambda engine: require(engine.moves).discard_kv(b"nonsense"))
+        await pair.prefill.engine.call(lambda engine: engine.sending_finished("r"))
         pair.client.send("next", prompt(100), 8)
         assert await pair.client.answer("next") == expected(prompt(100), 8)
         assert (exchange.num_discarded, exchange.errors) == (1, [])

@@ -50,17 +50,17 @@ class Paged:
         self.caches = {f"model.layers.{layer}.attn": torch.zeros(shape) for layer in range(layout.num_layers)}
         self.scheduler, self.worker = SchedulerHalf(place), WorkerHalf(place)
         self.worker.register(dict(reversed(self.caches.items())))
-        self._free = list(range(num_blocks))
+        self.free = list(range(num_blocks))
 
     def take(self, num_tokens: int) -> list[int]:
         count = -(-num_tokens // self.layout.block_size)
-        taken, self._free = self._free[-count:], self._free[:-count]
+        taken, self.free = self.free[-count:], self.free[:-count]
         return taken
 
     def give_back(self, blocks: list[int]) -> None:
         for cache in self.caches.values():
             cache[blocks] = -1.0
-        self._free = [*blocks, *self._free]
+        self.free = [*blocks, *self.free]
 
     def compute(self, blocks: list[int], token_ids: list[int], begin: int, end: int) -> None:
         for layer, cache in enumerate(self.caches.values()):

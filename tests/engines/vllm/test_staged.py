@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+from tests.contracts import test_engine as contract
 from tests.engines.openai.test_host import Running
 from tests.engines.vllm.scripted import VOCAB_SIZE
 from tests.engines.vllm.staged import STAGED_BLOCK_BYTES, StagedVllm, staged_start
@@ -168,7 +169,7 @@ async def test_a_first_token_that_vllm_must_remember_is_sampled_again(why: str) 
         await engine.until(lambda: [chunk for step in engine.steps for chunk in step.handoff_chunks])
         chunk = next(chunk for step in engine.steps for chunk in step.handoff_chunks)
         assert chunk.token_id == EXPECTED[0]
-        memory = engine.host._bytes.reshape(64, -1)  # type: ignore[attr-defined]
+        memory = contract.Running(engine.host).blocks
         memory[list(remote.block_ids)] = memory[list(chunk.block_ids)]
         await engine.host.call(
             lambda inner: require(inner.lends).resume_handoff(remote.handoff_id, 1, EXPECTED[0], None)
@@ -250,7 +251,7 @@ async def _pair(**disagg: object) -> AsyncIterator[tuple[Cluster, Node, Node, Cl
         decode = await running.join(WorkerRole.DECODE, host=partial(_host, libraries[1], _settings()))
         await running.until(lambda: len(decode.worker.inspect().peers.prefill) == 1)
         yield running, prefill, decode, await running.client(decode), libraries
-        engines = [node.worker._engine for node in (prefill, decode)]
+        engines = [node.engine for node in (prefill, decode)]
 
         def is_idle() -> bool:
             pools = [engine.peek(_pool) for engine in engines]
@@ -268,7 +269,7 @@ async def test_kv_goes_from_vllm_to_vllm_by_kvrelays_transport() -> None:
             client.send(name, tokens, 8, ignore_eos=True)
         for name, tokens in prompts.items():
             assert await client.answer(name) == mock_generate(tokens, 8, vocab_size=VOCAB_SIZE)
-        assert decode.worker._decode.stats.num_remote_done == 6
+        assert decode.worker.stats().decode.num_remote_done == 6
         assert {name: libraries[1].loaded[name] for name in prompts} == {
             name: len(tokens) for name, tokens in prompts.items()
         }
@@ -279,7 +280,7 @@ async def test_a_cancelled_request_leaves_nothing_behind() -> None:
     async with _pair() as (running, _, _, client, libraries):
         libraries[0].holds = True
         client.send("r", prompt(100), 8)
-        await running.until(lambda: libraries[0].paged is not None and libraries[0].paged._free != list(range(64)))
+        await running.until(lambda: libraries[0].paged is not None and libraries[0].paged.free != list(range(64)))
         client.abort("r")
         await running.until(lambda: libraries[0].aborted or libraries[0].calls[1:])
         libraries[0].holds = False

@@ -18,7 +18,7 @@ def private_mb():
 with LLM(dtype="bfloat16", num_blocks=64, num_threads=1, enable_prefix_caching=False, device="cpu") as llm:
     figures = [private_mb()]
     for _ in range(2):
-        for length in range(1, 520, 2):
+        for length in range(1, 261):
             llm.generate([20 + i % 400 for i in range(length)], SamplingParams(max_tokens=1))
         figures.append(private_mb())
     print(*figures)

@@ -271,7 +271,7 @@ async def test_only_what_the_worker_has_sealed_counts(model_dir: Path) -> None:
     async with running(model_dir) as cluster:
         worker = await cluster.add_worker("w0", Script((10,)), public_key="key of w0")
         worker.publish_secret = secret = new_secret()
-        await cluster.until(lambda: "w0" in cluster.frontend.cluster._served)
+        await cluster.until(lambda: bool(cluster.frontend.cluster.models))
         seen: list[LoadMetrics] = []
         cluster.frontend.cluster.model(None).router.apply_metrics = seen.append
         bus, subject = cluster.broker.plane().events, cluster.keys.worker_load("w0")

@@ -20,11 +20,11 @@ from tests.frontend.doubles import EOS, Script, byte_level_tokenizer, running
 from tests.frontend.raw_http import events, send
 
 from kvrelay.errors import InvalidInputError
-from kvrelay.frontend.anthropic.requests import CountTokensRequest, MessagesRequest
+from kvrelay.frontend.anthropic import CountTokensRequest, MessagesRequest
 from kvrelay.frontend.api.fields import ADVICE, TABLES, RequestFields
 from kvrelay.frontend.openai.requests import ChatCompletionRequest, CompletionRequest, parse_body
 from kvrelay.frontend.openai.structured import constraint_of
-from kvrelay.frontend.responses.requests import ResponsesRequest
+from kvrelay.frontend.responses import ResponsesRequest
 from tools import field_table
 
 TOKENIZER = byte_level_tokenizer()

@@ -24,7 +24,7 @@ def test_refusals_of_workers_are_counted_by_model_and_reason() -> None:
     expected = {("m", kind.value): 1.0 for kind in RefusalKind}
     expected |= {("m", "kv_full"): 2.0, ("m", "unknown"): 1.0, ("other", "gone"): 1.0}
     assert samples(metrics, "kvrelay_refusals") == expected
-    metrics.watch_workers(lambda: {"m": 1})
+    metrics.workers_of = lambda: {"m": 1}
     assert samples(metrics, "kvrelay_refusals") == expected
     assert metrics.refusals_of("other") == {"gone": 1}
 
@@ -32,15 +32,35 @@ def test_refusals_of_workers_are_counted_by_model_and_reason() -> None:
 def test_own_rejections_and_pairs_are_counted_where_they_are_decided() -> None:
     metrics = FrontendMetrics()
     metrics.rejections_of = lambda: {"in_flight": 3}
-    metrics.watch_places(lambda: {("m", "local_short"): 2})
-    metrics.watch_workers(lambda: {})
+    metrics.places_of = lambda: {("m", "local_short"): 2}
+    metrics.workers_of = lambda: {}
     assert samples(metrics, "kvrelay_rejections") == {("in_flight",): 3.0}
     assert samples(metrics, "kvrelay_pair_placements") == {("m", "local_short"): 2.0}
 
 
+def test_what_vllm_tells_too_has_its_name_and_labels_on_request() -> None:
+    metrics = FrontendMetrics(vllm_names=True)
+    counts = metrics.of("m")
+    counts.first_token(0.1, 5, 2)
+    counts.itl.observe(0.01)
+    counts.ended(3, 0.2)
+    text = metrics.render().decode()
+    found = {family.name: family for family in text_string_to_metric_families(text)}
+    labels = {"model_name": "m", "engine": "0"}
+    for name, value in (("prompt_tokens", 5.0), ("prompt_tokens_cached", 2.0), ("generation_tokens", 3.0)):
+        (sample,) = found[f"vllm:{name}"].samples
+        assert (sample.name, sample.labels, sample.value) == (f"vllm:{name}_total", labels, value)
+    for name in ("time_to_first_token_seconds", "inter_token_latency_seconds", "e2e_request_latency_seconds"):
+        ours, theirs = found[f"kvrelay_{name}"], found[f"vllm:{name}"]
+        assert theirs.type == "histogram"
+        assert [sample.value for sample in theirs.samples] == [sample.value for sample in ours.samples]
+        assert all(sample.labels.items() >= labels.items() for sample in theirs.samples)
+    assert "vllm:" not in FrontendMetrics().render().decode()
+
+
 def test_every_series_of_a_served_model_exists_before_its_first_event() -> None:
     metrics = FrontendMetrics()
-    metrics.watch_workers(lambda: {"m": 1})
+    metrics.workers_of = lambda: {"m": 1}
 
     def series() -> set[tuple[str, tuple[tuple[str, str], ...]]]:
         families = text_string_to_metric_families(metrics.render().decode())
@@ -58,8 +78,8 @@ def test_every_series_of_a_served_model_exists_before_its_first_event() -> None:
     counts.itl.observe(0.01)
     counts.ended(3, 0.2)
     counts.num_migrations += 1
-    metrics.watch_fallbacks(lambda: {"m": 1})
-    metrics.watch_places(lambda: {("m", place.value): 1 for place in PrefillPlace})
+    metrics.fallbacks_of = lambda: {"m": 1}
+    metrics.places_of = lambda: {("m", place.value): 1 for place in PrefillPlace}
     assert series() == before
     assert all(dict(labels).get("model") == "m" for name, labels in before if "_bucket" in name or "_tokens" in name)
 

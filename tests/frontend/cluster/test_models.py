@@ -15,8 +15,8 @@ from tests.frontend.doubles import FakeCluster, Script, running
 from tests.frontend.raw_http import send
 from tests.patience import PATIENCE_S
 
+from kvrelay.config import WorkerRole
 from kvrelay.control.base import WatchEvent
-from kvrelay.core.workers import WorkerRole
 from kvrelay.data.tokenizer_files import tokenizer_fingerprint
 from kvrelay.frontend.api import server as server_module
 from kvrelay.frontend.tokens.tokenizer import load_tokenizer
@@ -146,7 +146,7 @@ async def test_an_unexpected_error_does_not_shut_a_worker_out(model_dir: Path) -
         frontend = cluster.frontend
         assert frontend is not None
         outcomes = [OSError("too many open files"), load_tokenizer(model_dir)]
-        frontend.cluster._tokenizer_of = Mock(side_effect=outcomes)
+        frontend.cluster.tokenizer_of = Mock(side_effect=outcomes)
         await cluster.add_worker("w1", Script(), model="other")
         await cluster.until(lambda: len(frontend.cluster.models) == 2)
 
@@ -158,7 +158,7 @@ async def test_a_worker_that_waits_for_a_name_loads_no_tokenizer(
     caplog.set_level(logging.DEBUG)
     async with running(model_dir, Script()) as cluster:
         assert cluster.frontend is not None
-        cluster.frontend.cluster._tokenizer_of = Mock(side_effect=AssertionError("loaded for nobody"))
+        cluster.frontend.cluster.tokenizer_of = Mock(side_effect=AssertionError("loaded for nobody"))
         await cluster.add_worker("w1", Script(), weights_fingerprint="new")
         await cluster.until(lambda: caplog.text.count("or another tokenizer serve the name tiny") >= 3)
 
@@ -216,9 +216,9 @@ async def test_a_served_worker_that_names_an_unknown_model_and_comes_back(model_
         frontend = cluster.frontend
         assert frontend is not None
         await cluster.register(cluster.workers["w0"], model="unknown", epoch=99)
-        await cluster.until(lambda: not frontend.cluster._models["tiny"].worker_ids)
+        await cluster.until(lambda: frontend.cluster.count_workers()["tiny"] == 0)
         await cluster.register(cluster.workers["w0"])
-        await cluster.until(lambda: frontend.cluster._models["tiny"].worker_ids == ["w0"])
+        await cluster.until(lambda: frontend.cluster.count_workers()["tiny"] == 1)
         assert await tokens_of(cluster) == [10, 10]
 
 

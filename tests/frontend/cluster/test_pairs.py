@@ -11,10 +11,10 @@ import pytest
 from tests.frontend.doubles import FakeCluster, FakeWorker, Script
 from tests.frontend.raw_http import send
 
+from kvrelay.config import WorkerRole
 from kvrelay.core.handoff import HandoffOrder, Pair
 from kvrelay.core.messages import RequestRefused
 from kvrelay.core.pair_id import parse_pair_id
-from kvrelay.core.workers import WorkerRole
 
 LONG = [5 + number % 300 for number in range(300)]
 """Above the threshold from which prefills go elsewhere."""

@@ -8,11 +8,12 @@ from collections.abc import Callable
 import pytest
 from tests.contracts.waiting import eventually
 
+from kvrelay.config import WorkerRole
 from kvrelay.core.clock import ManualClock
 from kvrelay.core.handoff import HandoffOrder
 from kvrelay.core.messages import GenerateRequest, RequestRefused, TokenOutput
 from kvrelay.core.sampling import SamplingParams
-from kvrelay.core.workers import WorkerInfo, WorkerRole
+from kvrelay.core.workers import WorkerInfo
 from kvrelay.frontend.cluster.worker_link import LOSS_TURN_S, WorkerLink
 from kvrelay.rpc.wire import Message
 

@@ -10,10 +10,11 @@ import pytest
 from tests.frontend.doubles import FakeCluster, Script, byte_level_tokenizer, running
 from tests.frontend.raw_http import Answer, RawClient, events, request_bytes, send
 
+from kvrelay.config import WorkerRole
 from kvrelay.core.messages import RequestRefused
-from kvrelay.core.workers import WorkerRole
 from kvrelay.errors import WorkerUnavailableError
 from kvrelay.frontend.side_threads import START_COST, TURN_COST
+from kvrelay.rpc.loopback import LoopbackRpcClient
 
 TOKENIZER = byte_level_tokenizer()
 ANSWER = "Once upon a time 你好 🙂 by the sea."
@@ -57,13 +58,13 @@ async def test_a_lost_worker_is_replaced_token_by_token(model_dir: Path, die_aft
 async def test_a_gap_is_a_lost_worker(model_dir: Path, lost: int) -> None:
     """Whatever output is lost: the connection ends for both sides, and another worker goes on before the gap."""
     async with running(model_dir, Script(TOKENS, lose_at=lost), Script(TOKENS)) as cluster:
-        broken = set(cluster.workers["w0"].server._clients)
+        broken = set(cluster.workers["w0"].server.peers)
         answer = await ask(cluster)
         assert streamed(answer) == (ANSWER, list(TOKENS))
         assert events(answer.body)[-1]["usage"]["completion_tokens"] == len(TOKENS)
         assert cluster.workers["w1"].requests[0].output_token_ids == TOKENS[:lost]
         assert cluster.frontend.metrics.of("tiny").num_migrations == 1
-        await cluster.until(lambda: not broken & set(cluster.workers["w0"].server._clients))
+        await cluster.until(lambda: not broken & set(cluster.workers["w0"].server.peers))
 
 
 async def test_a_gap_moves_every_request_of_the_connection(model_dir: Path) -> None:
@@ -87,22 +88,25 @@ async def test_repeated_outputs_are_delivered_once(model_dir: Path, stop: list[s
         assert not cluster.frontend.metrics.of("tiny").num_migrations
 
 
-async def test_a_client_that_leaves_while_its_worker_does_not_read(model_dir: Path) -> None:
+async def test_a_client_that_leaves_while_its_worker_does_not_read(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The abort cannot be told, so the connection ends: the worker must not go on for nobody."""
     async with running(model_dir, Script(TOKENS, delay_s=0.01), max_n=4) as cluster:
         worker, frontend = cluster.workers["w0"], cluster.frontend
         client = await RawClient.connect(frontend.port)
         client.writer.write(request_bytes("POST", "/v1/completions", json.dumps({**BODY, "max_tokens": 400}).encode()))
         await cluster.until(lambda: len(worker.requests) == 1)
-        (served,) = frontend.cluster._served.values()
-        before = set(worker.server._clients)
+        before = set(worker.server.peers)
 
-        def full(message: object) -> None:
+        def full(_: LoopbackRpcClient, message: object) -> None:
             raise WorkerUnavailableError("the queue is full")
 
-        served.link._client.send = full
-        await client.close()
-        await cluster.until(lambda: len(worker.server._clients) == 1 and not before & set(worker.server._clients))
+        with monkeypatch.context() as patch:
+            patch.setattr(LoopbackRpcClient, "send", full)
+            await client.close()
+            await cluster.until(lambda: not before & set(worker.server.peers))
+        await cluster.until(lambda: len(worker.server.peers) == 1)
 
 
 async def test_stop_strings_go_on_across_workers(model_dir: Path) -> None:
@@ -286,9 +290,9 @@ async def test_requests_succeed_while_the_control_plane_is_away(model_dir: Path)
 async def test_a_connection_that_breaks_is_made_again(model_dir: Path) -> None:
     async with running(model_dir, Script(TOKENS)) as cluster:
         worker = cluster.workers["w0"]
-        for peer in list(worker.server._clients):
-            worker.server.drop(peer)
-        await cluster.until(lambda: len(worker.server._clients) == 1 and bool(cluster.frontend.cluster.models))
+        for peer in list(worker.server.peers):
+            worker.server.disconnect(peer)
+        await cluster.until(lambda: len(worker.server.peers) == 1 and bool(cluster.frontend.cluster.models))
         assert streamed(await ask(cluster)) == (ANSWER, list(TOKENS))
 
 

@@ -12,10 +12,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from kvrelay.frontend.tokens.detokenizer import Detokenizer, WindowDetokenizer
 from kvrelay.frontend.tokens.tokenizer import Tokenizer as FrontendTokenizer
-from kvrelay.frontend.tokens.tokenizer import TokenizerSettings
 
 BYTE_LEVEL = byte_level_tokenizer()
-WRAPPED = FrontendTokenizer(BYTE_LEVEL, TokenizerSettings())
+WRAPPED = FrontendTokenizer(BYTE_LEVEL)
 
 
 def byte_fallback_tokenizer() -> Tokenizer:
@@ -44,7 +43,7 @@ def with_tokens(tokenizer: Tokenizer, pieces: list[str]) -> str:
 
 
 FALLBACK = byte_fallback_tokenizer()
-FALLBACK_WRAPPED = FrontendTokenizer(FALLBACK, TokenizerSettings())
+FALLBACK_WRAPPED = FrontendTokenizer(FALLBACK)
 
 
 def pieces_of(detokenizer: Detokenizer, token_ids: list[int], cut: int) -> list[str]:

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrelay.frontend.openai.answer import Delta, OutputParser
-from kvrelay.frontend.openai.chat import whole_calls
+from kvrelay.frontend.openai.answer import OutputParser, ParsedDelta
+from kvrelay.frontend.openai.completions import whole_calls
 from kvrelay.frontend.tools.dialects import DIALECTS, HERMES, LLAMA3_JSON, MISTRAL, Dialect, guessed_dialect
 from kvrelay.frontend.tools.parsing import ToolParser
 from kvrelay.frontend.tools.reasoning import ReasoningParser, reasons_at_once
@@ -23,7 +23,7 @@ Parsed = tuple[str, str, list[tuple[str, str]]]
 
 
 def parsed(parser: OutputParser, pieces: list[str]) -> Parsed:
-    delta = Delta()
+    delta = ParsedDelta()
     for piece in pieces:
         delta += parser.push(piece)
     delta += parser.flush()

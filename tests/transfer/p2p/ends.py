@@ -18,7 +18,7 @@ from kvrelay.core.layout import MemoryRegion
 from kvrelay.core.workers import KvMetadata
 from kvrelay.transfer.p2p.control import P2pAddress
 from kvrelay.transfer.p2p.transport import P2pTransport
-from kvrelay.transfer.values import TransferOp, TransferPlan
+from kvrelay.transfer.values import Pieces, TransferOp
 
 PAGE = 65536
 """More than travels with a control message."""
@@ -26,10 +26,10 @@ NUM_PAGES = 32
 WAIT_S = 120.0
 
 
-def plan_pages(local: list[int], remote: list[int], size: int = PAGE) -> TransferPlan:
+def page_pieces(local: list[int], remote: list[int], size: int = PAGE) -> Pieces:
     """``size`` bytes from the start of each page."""
     offsets = [np.array(pages, np.int64) * PAGE for pages in (local, remote)]
-    return TransferPlan(*offsets, np.full(len(local), size, np.int64))
+    return Pieces(*offsets, np.full(len(local), size, np.int64))
 
 
 class End:
@@ -67,7 +67,7 @@ class End:
         metadata = peer.metadata if isinstance(peer, End) else peer
         if not self.transport.has_peer(metadata.worker_id):
             self.transport.add_peer(metadata)
-        return self.transport.post(TransferOp.WRITE, metadata.worker_id, plan_pages(local, remote))
+        return self.transport.post(TransferOp.WRITE, metadata.worker_id, page_pieces(local, remote))
 
     def outcome(self, handle: int) -> str | None:
         """Wait for its end: the error, if any."""
@@ -77,8 +77,8 @@ class End:
     @property
     def node(self):
         """The transport's inside."""
-        assert self.transport._node is not None
-        return self.transport._node
+        assert self.transport.node is not None
+        return self.transport.node
 
     def close(self) -> None:
         self.transport.close()

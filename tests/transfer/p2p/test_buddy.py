@@ -40,26 +40,22 @@ def test_blocks_never_overlap_and_all_merge_when_everything_is_free(capacity: in
         allocator.check_integrity()
         assert allocator.num_taken == len(taken)
         assert allocator.used_bytes >= sum(taken.values())
-        assert 0.0 <= allocator.fragmentation < 1.0 or allocator.largest_free_bytes == 0
     for offset in taken:
         allocator.free(offset)
     allocator.check_integrity()
     assert repr(allocator) == empty
     assert allocator.largest_free_bytes == largest == allocator.largest_block_bytes
-    assert allocator.fragmentation == 0.0
 
 
-def test_fragmentation_tells_how_much_of_the_free_memory_the_largest_request_cannot_have() -> None:
+def test_free_blocks_that_are_no_buddies_are_no_larger_block() -> None:
     allocator = BuddyAllocator(8 * MIN_BLOCK, MIN_BLOCK)
     offsets = [allocator.allocate(MIN_BLOCK) for _ in range(8)]
     assert offsets == [index * MIN_BLOCK for index in range(8)]
     assert allocator.allocate(1) is None
-    assert allocator.fragmentation == 0.0
     for offset in (0, 2 * MIN_BLOCK, 4 * MIN_BLOCK, 6 * MIN_BLOCK):
         allocator.free(offset)
-    assert allocator.free_bytes == 4 * MIN_BLOCK
+    assert allocator.used_bytes == 4 * MIN_BLOCK
     assert allocator.largest_free_bytes == MIN_BLOCK
-    assert allocator.fragmentation == 0.75
 
 
 def test_a_capacity_that_is_no_power_of_two_is_used_to_its_last_whole_block() -> None:
@@ -71,14 +67,13 @@ def test_a_capacity_that_is_no_power_of_two_is_used_to_its_last_whole_block() ->
         4 * MIN_BLOCK,
         6 * MIN_BLOCK,
     ]
-    assert allocator.free_bytes == 0
+    assert allocator.used_bytes == allocator.capacity_bytes
 
 
 @pytest.mark.parametrize("capacity", [0, 1, MIN_BLOCK - 1])
 def test_less_than_a_block_of_memory_is_none(capacity: int) -> None:
     allocator = BuddyAllocator(capacity, MIN_BLOCK)
     assert allocator.allocate(1) is None
-    assert allocator.fragmentation == 0.0
     allocator.check_integrity()
 
 

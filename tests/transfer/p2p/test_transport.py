@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 import pytest
 import zmq
-from tests.transfer.p2p.ends import PAGE, End, plan_pages
+from tests.transfer.p2p.ends import PAGE, End, page_pieces
 
 from kvrelay.config import TransferConfig
 from kvrelay.core.workers import KvMetadata
@@ -26,12 +26,12 @@ from kvrelay.transfer.p2p.control import ControlKeys, P2pAddress
 from kvrelay.transfer.p2p.messages import (
     Accept,
     Close,
+    CommunicatorMade,
     Connect,
-    Connected,
     Get,
-    Hello,
     Landed,
     Message,
+    PeerHello,
     Put,
     Rendezvous,
     Tell,
@@ -123,7 +123,7 @@ def test_both_directions_at_once(make: Callable[..., End]) -> None:
     b.transport.add_peer(a.metadata)
     expected = b.pool[16:32].copy()
     handles = [
-        (end, end.transport.post(op, peer.worker_id, plan_pages(local, remote)))
+        (end, end.transport.post(op, peer.worker_id, page_pieces(local, remote)))
         for end, peer, op, local, remote in (
             (a, b, TransferOp.WRITE, list(range(8)), list(range(8))),
             (b, a, TransferOp.WRITE, list(range(8, 16)), list(range(8, 16))),
@@ -196,7 +196,7 @@ class Liar:
         self.socket.linger = 0
         self.socket.rcvtimeo = 60_000
         self.socket.connect(agent.address)
-        self.say(Hello(name, target.worker_id))
+        self.say(PeerHello(name, target.worker_id))
 
     def say(self, message: Message, payload: bytes | None = None) -> None:
         self.socket.send_multipart([encode(message), *([] if payload is None else [payload])])
@@ -228,9 +228,9 @@ def test_data_that_never_comes_costs_the_liar_its_communicator(
 ) -> None:
     (target, liar_end), honest = liar, make("honest")
     liar_end.say(Connect("lie"))
-    assert liar_end.hear() == Connected("lie")
+    assert liar_end.hear() == CommunicatorMade("lie")
     # Only this communicator's deadline is short: an honest peer may be slow on a busy machine.
-    target.node.shared.table.pairs["lie"]._timeout_s = 0.5
+    target.node.shared.table.pairs["lie"].timeout_s = 0.5
     liar_end.say(Put("lie", 1, **pages(1)))
     assert liar_end.hear() == Accept(1)
     # The rest of the room is for others meanwhile.
@@ -266,7 +266,7 @@ def test_pieces_that_cannot_be_are_refused(liar: tuple[End, Liar], fields: dict[
             assert isinstance(answer, Landed)
             assert answer.error
     np.testing.assert_array_equal(target.pool, before)
-    assert target.node.acceptor.num_open == 0
+    assert target.node.responder.num_open == 0
 
 
 def test_a_small_message_with_other_bytes_than_it_names_is_refused(liar: tuple[End, Liar]) -> None:
@@ -301,11 +301,11 @@ def test_without_a_grant_nothing_is_written_and_nothing_is_read(make: Callable[.
 def test_an_earlier_incarnation_is_not_meant(make: Callable[..., End]) -> None:
     target = make("target")
     liar_end = Liar(target)
-    liar_end.say(Hello("liar", "an-earlier-worker-at-this-port"))
+    liar_end.say(PeerHello("liar", "an-earlier-worker-at-this-port"))
     liar_end.say(Connect("x"))
-    assert liar_end.hear() == Connected("x"), "the first Hello still counts"
+    assert liar_end.hear() == CommunicatorMade("x"), "the first PeerHello still counts"
     stale = Liar(target, "stale")
-    stale.say(Hello("stale", "target-of-yesterday"))
+    stale.say(PeerHello("stale", "target-of-yesterday"))
     target.until(lambda: target.transport.p2p_counters().num_dropped_frames == 2)
     liar_end.close()
     stale.close()
@@ -358,7 +358,7 @@ def frames_of(rng: np.random.Generator) -> list[bytes]:
     some = pages(*rng.integers(-1, 33, int(rng.integers(0, 4))).tolist(), size=int(rng.integers(-1, 3)))
     try:
         message: Message = (
-            Hello("liar", "target"),
+            PeerHello("liar", "target"),
             Connect(f"{name}{number}"),
             Rendezvous(name, "0/1", rng.bytes(number)),
             Close(name),
@@ -401,7 +401,7 @@ def fuzz(make: Callable[..., End], num_frames: int) -> None:
     piece = np.array([[0, PAGE]])
     target.transport.grants.open(GrantRef("h", 1), 1, "honest", piece[:0], piece)
     honest.transport.add_peer(target.metadata)
-    handle = honest.transport.post(TransferOp.WRITE, "target", plan_pages([1], [0]), b"done", GrantRef("h", 1))
+    handle = honest.transport.post(TransferOp.WRITE, "target", page_pieces([1], [0]), b"done", GrantRef("h", 1))
     assert honest.outcome(handle) is None
     np.testing.assert_array_equal(target.pool[0], honest.pool[1])
     target.until(lambda: b"done" in target.payloads)

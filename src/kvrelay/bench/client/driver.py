@@ -17,11 +17,10 @@ from functools import partial
 from typing import Any
 
 from kvrelay.bench.client.connection import ConnectionPool
-from kvrelay.bench.client.payload import BodyOptions, encode_body
-from kvrelay.bench.client.stream import StreamRecorder, run_stream
+from kvrelay.bench.client.stream import BodyOptions, StreamRecorder, encode_body, run_stream
 from kvrelay.bench.load.request import LoadClass
 from kvrelay.bench.progress import ProgressBar
-from kvrelay.bench.report.records import INTERRUPTED, ClientLoad, Outcome, RequestRecord, RunResult
+from kvrelay.bench.report.metrics import INTERRUPTED, ClientLoad, Outcome, RequestRecord, RunResult
 
 _AHEAD = 256
 _BACKOFF_S = 0.1

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import Callable, Sequence
-from math import nan
 from typing import TypeVar
 
 import msgspec
 
-from kvrelay.bench.client.connection import ConnectionPool, Target
-from kvrelay.bench.client.payload import error_text
+from kvrelay.bench.client.connection import ConnectionPool
+from kvrelay.bench.client.stream import error_text
 from kvrelay.bench.errors import BadResponseError, BenchError, ServerDownError
 from kvrelay.core.decoding import UNREADABLE
 
 _T = TypeVar("_T", bound=msgspec.Struct)
 _POLL_S = 0.1
 _TOKENIZE_AT_ONCE = 4
-_CPU_SECONDS = re.compile(rb"^process_cpu_seconds_total\s+(\S+)", re.MULTILINE)
 
 
 class _Model(msgspec.Struct):
@@ -91,20 +88,6 @@ async def count_tokens(pool: ConnectionPool, model: str, texts: Sequence[str]) -
             raise count
         total += count
     return total
-
-
-async def cpu_seconds(target: Target) -> float:
-    """CPU time so far of the process that answers, from its Prometheus metrics; NaN if they lack it."""
-    pool = ConnectionPool(target)
-    try:
-        answer = await pool.send(pool.target.head("GET", "/metrics", 0))
-    finally:
-        await pool.close()
-    found = _CPU_SECONDS.search(answer.body) if answer.status == 200 else None
-    try:
-        return float(found[1]) if found is not None else nan
-    except ValueError:
-        return nan
 
 
 async def detokenize(pool: ConnectionPool, model: str, tokens: Sequence[int]) -> str:

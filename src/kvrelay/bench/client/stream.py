@@ -1,4 +1,5 @@
-"""One streaming request: the recorder that turns timestamped bytes into a record, and the call that feeds it.
+"""One streaming request: its body, the recorder that turns timestamped bytes into a record, and the call that feeds
+it.
 
 The recorder is pure, so its figures are tested with invented timestamps.
 """
@@ -7,11 +8,17 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from enum import StrEnum
+
+import msgspec
 
 from kvrelay.bench.client.connection import ConnectionPool, HttpAnswer
-from kvrelay.bench.client.payload import DONE, Chunk, ChunkUsage, Endpoint, EventSplitter, decode_chunk, error_text
 from kvrelay.bench.errors import BadResponseError, ServerDownError
-from kvrelay.bench.report.records import Outcome, RequestRecord, TokenSource, spread_tokens
+from kvrelay.bench.load.request import LoadRequest
+from kvrelay.bench.report.metrics import Outcome, RequestRecord, TokenSource, spread_tokens
+from kvrelay.core.decoding import UNREADABLE
+from kvrelay.core.event_stream import EventParser, EventTooLongError
+from kvrelay.errors import InvalidInputError
 
 
 @dataclass(slots=True)
@@ -23,7 +30,7 @@ class StreamRecorder:
     due_ns: int = 0
     _written_ns: int = 0
     _sent_ns: int = 0
-    _events: EventSplitter = field(default_factory=EventSplitter)
+    _events: EventParser = field(default_factory=lambda: EventParser(MAX_EVENT_BYTES))
     _stamps: list[int] = field(default_factory=list)
     _tokens: list[int] = field(default_factory=list)
     _lengths: list[int] = field(default_factory=list)
@@ -47,7 +54,7 @@ class StreamRecorder:
 
     def feed(self, now_ns: int, body: bytes) -> None:
         """Take the bytes of one read. Raises BadResponseError for data that is not a stream of chunks."""
-        for data in self._events.feed(body):
+        for data in events_in(self._events, body):
             if data == DONE:
                 self._done = True
             else:
@@ -121,7 +128,9 @@ class StreamRecorder:
         return 1 if text else 0
 
 
-async def run_stream(pool: ConnectionPool, endpoint: Endpoint, body: bytes, recorder: StreamRecorder) -> RequestRecord:
+async def run_stream(
+    pool: ConnectionPool, endpoint: StreamEndpoint, body: bytes, recorder: StreamRecorder
+) -> RequestRecord:
     """Send one request and record its stream. Failures are in the record; only cancellation is raised."""
     request = pool.target.head("POST", endpoint.value, len(body)) + body
     recorder.sent(time.perf_counter_ns())
@@ -139,3 +148,136 @@ def _judge(answer: HttpAnswer, recorder: StreamRecorder) -> str | None:
     if answer.content_type != "text/event-stream":
         return f"the server answered {answer.content_type or 'something without a type'} instead of a stream"
     return None if recorder.complete else "the stream ended without its end marker"
+
+
+DONE = b"[DONE]"
+
+
+class StreamEndpoint(StrEnum):
+    """The endpoints that stream; the value is the path."""
+
+    COMPLETIONS = "/v1/completions"
+    CHAT = "/v1/chat/completions"
+
+
+@dataclass(frozen=True, slots=True)
+class BodyOptions:
+    """The fields of each request's body besides its prompt.
+
+    ``plain`` leaves out fields that OpenAI's own API does not have (ignore_eos, return_token_ids, continuous usage).
+    ``extra`` is a JSON object whose fields are added last.
+    """
+
+    model: str
+    endpoint: StreamEndpoint = StreamEndpoint.COMPLETIONS
+    temperature: float = 0.0
+    ignore_eos: bool = True
+    plain: bool = False
+    extra: bytes = b"{}"
+
+
+class ChunkDelta(msgspec.Struct):
+    content: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+
+
+class ChunkChoice(msgspec.Struct):
+    text: str | None = None
+    delta: ChunkDelta | None = None
+    token_ids: list[int] | None = None
+    finish_reason: str | None = None
+
+
+class ChunkPromptDetails(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class ChunkUsage(msgspec.Struct):
+    prompt_tokens: int = 0
+    completion_tokens: int | None = None
+    prompt_tokens_details: ChunkPromptDetails | None = None
+
+
+class Chunk(msgspec.Struct):
+    """A chunk of a stream. ``error`` is set if the server failed after it had begun."""
+
+    choices: list[ChunkChoice] = []
+    usage: ChunkUsage | None = None
+    error: object = None
+
+
+_chunk_decoder = msgspec.json.Decoder(Chunk)
+
+
+def parse_extra(text: str) -> bytes:
+    """Check that ``text`` is a JSON object."""
+    try:
+        return msgspec.json.encode(msgspec.json.decode(text.encode(), type=dict[str, object]))
+    except UNREADABLE as exc:
+        raise InvalidInputError(f"the extra body is not a JSON object: {exc}", param="extra_body") from exc
+
+
+def encode_body(request: LoadRequest, options: BodyOptions) -> bytes:
+    """The JSON body of a streaming request. Token ids cannot go to the chat endpoint: InvalidInputError."""
+    body: dict[str, object] = {"model": options.model}
+    if options.endpoint is StreamEndpoint.CHAT:
+        body["messages"] = _messages(request)
+    else:
+        body["prompt"] = request.prompt
+    usage: dict[str, object] = {"include_usage": True}
+    body |= {
+        "max_tokens": request.output_len,
+        "temperature": options.temperature,
+        "stream": True,
+        "stream_options": usage,
+    }
+    if not options.plain:
+        usage["continuous_usage_stats"] = True
+        body |= {"ignore_eos": options.ignore_eos, "return_token_ids": True}
+        if request.priority:
+            body["priority"] = request.priority
+    body |= msgspec.json.decode(options.extra, type=dict[str, object])
+    return msgspec.json.encode(body)
+
+
+def decode_chunk(data: bytes) -> Chunk:
+    """Read one event's data. Raises BadResponseError for data that is not a chunk, and for an error event."""
+    try:
+        chunk = _chunk_decoder.decode(data)
+    except UNREADABLE as exc:
+        raise BadResponseError(f"the stream holds something that is no chunk: {exc}") from exc
+    if chunk.error is not None:
+        raise BadResponseError(f"the stream broke off with an error: {error_text(data)}")
+    return chunk
+
+
+def error_text(body: bytes) -> str:
+    """The message in an error body, in one line of bounded length."""
+    try:
+        decoded = msgspec.json.decode(body)
+    except UNREADABLE:
+        decoded = body.decode("utf-8", "replace")
+    for key in ("error", "message", "detail"):
+        if isinstance(decoded, dict) and key in decoded:
+            decoded = decoded[key]
+    return " ".join(str(decoded).split())[:200]
+
+
+def _messages(request: LoadRequest) -> list[dict[str, str]]:
+    if request.messages:
+        return [{"role": message.role, "content": message.content} for message in request.messages]
+    if isinstance(request.prompt, str):
+        return [{"role": "user", "content": request.prompt}]
+    raise InvalidInputError("the chat endpoint takes text: use a data set of text, or --endpoint completions")
+
+
+MAX_EVENT_BYTES = 16 * 1024 * 1024
+
+
+def events_in(parser: EventParser, received: bytes) -> list[bytes]:
+    """The data of the events that end in ``received``. Raises BadResponseError for an event without an end."""
+    try:
+        return parser.feed(received)
+    except EventTooLongError as exc:
+        raise BadResponseError("the server sends an event that does not end") from exc

@@ -9,8 +9,7 @@ from __future__ import annotations
 import click
 
 from kvrelay.bench.commands.options import now_at
-from kvrelay.bench.commands.parts import bench_engine, bench_transfer
-from kvrelay.bench.commands.prefixes import prefixes_command
+from kvrelay.bench.commands.parts import bench_engine, bench_transfer, prefixes_command
 from kvrelay.bench.commands.servers import compare_command, interference_command, serve_command, sweep_command
 
 COMMANDS = (

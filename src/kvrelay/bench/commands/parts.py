@@ -1,66 +1,70 @@
-"""``kvrelay bench engine`` and ``transfer``: parts of the system, in this process."""
+"""``kvrelay bench engine``, ``transfer`` and ``prefixes``: measured in this process, without a server."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 
-from kvrelay.bench.commands.options import moved_option
+from kvrelay.bench.commands.options import FILE, moved_option
 from kvrelay.cli.options import SettingsSource, json_option, model_argument, settings_options
 from kvrelay.config import EngineConfig, RunnerConfig, TransferConfig
 
+_F = TypeVar("_F", bound=Callable[..., Any])
 SETTINGS = (EngineConfig, RunnerConfig)
 ADMISSION = ("max_num_waiting", "kv_watermark")
 """Not to be set: the whole batch is there at once, and nothing of it may be refused."""
 
 
-@click.command("engine")
-@model_argument
-@click.option("--num-prompts", default=128, type=click.IntRange(1, 100_000), help="Prompts in the batch.")
-@click.option("--input-len", default=128, type=click.IntRange(1), help="Tokens per prompt.")
-@click.option("--output-len", default=64, type=click.IntRange(1), help="Tokens per answer.")
-@click.option("--runs", default=3, type=click.IntRange(1, 1000), help="Timed passes; the median is reported.")
-@click.option("--load-seed", default=0, type=int, help="Seed of the prompts.")
-@click.option("--structured", is_flag=True, help="Free and grammar-bound passes in turns; reports the cost.")
-@click.option(
-    "--beside-one-process", is_flag=True, help="With --tp or --pp: in turns with one process of as many threads."
-)
-@json_option
-@settings_options(*SETTINGS, exclude=ADMISSION)
-def bench_engine(
-    model: str | None, structured: bool, beside_one_process: bool, as_json: bool, config_file: Path | None, **given: Any
-) -> None:
-    """Run a batch of random prompts through the engine, in this process, without any server.
+def batch_options(command: _F) -> _F:
+    """A model, its engine, and the batch that goes through it; ``benchmarks.engine_turns`` has them, too."""
+    for option in (
+        settings_options(*SETTINGS, exclude=ADMISSION),
+        json_option,
+        click.option("--load-seed", default=0, type=int, help="Seed of the prompts."),
+        click.option("--runs", default=3, type=click.IntRange(1, 1000), help="Timed passes; the median is reported."),
+        click.option("--output-len", default=64, type=click.IntRange(1), help="Tokens per answer."),
+        click.option("--input-len", default=128, type=click.IntRange(1), help="Tokens per prompt."),
+        click.option("--num-prompts", default=128, type=click.IntRange(1, 100_000), help="Prompts in the batch."),
+        model_argument,
+    ):
+        command = option(command)
+    return command
 
-    \b
-    Example: kvrelay bench engine ./model --num-prompts 128 --input-len 128 --output-len 64
-             kvrelay bench engine --tp 2 --num-threads 2 --beside-one-process
-    """
-    from kvrelay.bench.engine import (
-        BatchLoad,
-        engine_text,
-        run_engine_benchmark,
-        run_ranks_benchmark,
-        run_structured_benchmark,
-    )
+
+def run_batch(measure: Any, title: str, given: dict[str, Any]) -> None:
+    """Print what ``measure(path, runner, engine, load, num_runs)`` reports of the batch that the options describe."""
+    from kvrelay.bench.engine import BatchLoad, engine_text
     from kvrelay.bench.report.files import print_result
     from kvrelay.launch.models import resolve_model
 
     load = BatchLoad(*(given.pop(name) for name in ("num_prompts", "input_len", "output_len", "load_seed")))
-    num_runs = given.pop("runs")
-    source = SettingsSource(SETTINGS, config_file, given)
+    model, num_runs, as_json = (given.pop(name) for name in ("model", "runs", "as_json"))
+    source = SettingsSource(SETTINGS, given.pop("config_file"), given)
     runner = source.build(RunnerConfig)
     engine = source.build(EngineConfig, max_num_waiting=load.num_prompts, kv_watermark=0)
     path = resolve_model(model)
-    run = run_ranks_benchmark if beside_one_process else run_engine_benchmark
-    if structured:
-        run = run_structured_benchmark
-    report = run(path, runner, engine, load, num_runs)
+    report = measure(path, runner, engine, load, num_runs)
     settings = {"model": path.name, "runner": dataclasses.asdict(runner), "engine": dataclasses.asdict(engine)}
-    print_result(report | settings, engine_text(f"engine, {path.name}, {runner.dtype}", report), as_json)
+    print_result(report | settings, engine_text(f"{title}, {path.name}, {runner.dtype}", report), as_json)
+
+
+@click.command("engine")
+@batch_options
+@moved_option("--structured", "engine-turns", is_flag=True)
+@moved_option("--beside-one-process", "engine-turns", is_flag=True)
+def bench_engine(**given: Any) -> None:
+    """Run a batch of random prompts through the engine, in this process, without any server.
+
+    \b
+    Example: kvrelay bench engine ./model --num-prompts 128 --input-len 128 --output-len 64
+    """
+    from kvrelay.bench.engine import run_engine_benchmark
+
+    run_batch(run_engine_benchmark, "engine", given)
 
 
 @click.command("transfer")
@@ -83,3 +87,53 @@ def bench_transfer(total_mib: int, rounds: int, as_json: bool, config_file: Path
     config = SettingsSource((TransferConfig,), config_file, flags).build(TransferConfig)
     result = run_transfer_benchmark(config, total_bytes=total_mib * 2**20, num_rounds=rounds)
     print_result(result, transfer_text(result), as_json)
+
+
+_FORMATS = ("auto", "sharegpt", "lmsys", "dolly", "messages", "text", "mooncake")
+
+
+@click.command("prefixes")
+@click.argument("files", nargs=-1, required=True, type=FILE)
+@click.option("--format", "fmt", type=click.Choice(_FORMATS), default="auto", show_default=True)
+@click.option("--min-count", type=int, default=10, show_default=True, help="Fewest uses of a shared prefix.")
+@click.option(
+    "--min-length", type=int, help="Prefixes are longer than this.  [default: 120 chars, 30 tokens, 0 blocks]"
+)
+@click.option("--unit", type=click.Choice(["chars", "tokens"]), default="chars", show_default=True)
+@click.option("--tokenizer", type=FILE, help="tokenizer.json or its directory, for --unit tokens; default: none.")
+@click.option("--first-turn-only", is_flag=True, help="Up to the first thing that a user says.")
+@click.option("--top", type=int, default=10, show_default=True, help="How many of the most used to show.")
+@click.option("--block-size", type=int, help="Units in a cache block.  [default: 128 chars, 32 tokens]")
+@click.option("--cache-blocks", default="", metavar="N,N,...", help="Sizes of LRU caches to replay through.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
+@click.option("--plot", type=FILE, help="Draw lengths, uses and hit ratios; default: none.")
+def prefixes_command(files: tuple[Path, ...], as_json: bool, plot: Path | None, **given: Any) -> None:
+    """How much of a set of conversations begins with prefixes that many of them share.
+
+    Reads ShareGPT JSON, LMSYS-chat-1M parquet, dolly-15k JSONL, OpenAI messages JSONL, plain text lines and Mooncake
+    traces (by hash ids, 512 tokens each).
+
+    \b
+    Example: kvrelay bench prefixes conversations.jsonl --min-count 10 --cache-blocks 1000,10000
+    """
+    from kvrelay.bench.formats import FileFormat
+    from kvrelay.bench.given import numbers
+    from kvrelay.bench.prefixes.measure import PrefixOptions, Unit, measure_prefixes, plot_prefixes, prefixes_text
+    from kvrelay.bench.progress import progress_bar
+    from kvrelay.bench.report.files import print_result
+    from kvrelay.errors import InvalidInputError
+
+    sizes = numbers(given.pop("cache_blocks"), "--cache-blocks")
+    if any(size != int(size) for size in sizes):
+        raise InvalidInputError("--cache-blocks: a cache has a whole number of blocks")
+    options = PrefixOptions(
+        unit=Unit(given.pop("unit")),
+        fmt=FileFormat(given.pop("fmt")),
+        cache_blocks=tuple(int(size) for size in sizes),
+        **given,
+    )
+    with progress_bar() as bar:
+        measurement = measure_prefixes(files, options, bar)
+    print_result(measurement.report, prefixes_text(measurement.report), as_json)
+    if plot is not None:
+        plot_prefixes(measurement, plot)

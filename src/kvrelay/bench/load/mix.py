@@ -16,25 +16,31 @@ from pathlib import Path
 import numpy as np
 
 from kvrelay.bench.formats import read_azure, read_mooncake
-from kvrelay.bench.load.files import MOONCAKE_BLOCK, json_requests, mooncake_requests, sharegpt_requests, trace_requests
-from kvrelay.bench.load.generated import (
+from kvrelay.bench.load.datasets import (
     DEFAULT_VOCAB_SIZE,
+    MOONCAKE_BLOCK,
     SharedPrefix,
     TokenRange,
+    json_requests,
+    mooncake_requests,
     random_requests,
     readable_prefix_requests,
     shared_prefix_requests,
+    sharegpt_requests,
+    trace_requests,
 )
 from kvrelay.bench.load.request import (
+    EstimatedTokens,
     Length,
     LoadClass,
     LoadRequest,
+    LocalTokenizer,
+    TokenCounter,
     check_rate,
     parse_length,
     random_arrivals,
     trace_arrivals,
 )
-from kvrelay.bench.load.tokens import EstimatedTokens, LocalTokenizer, TokenCounter
 from kvrelay.errors import InvalidInputError
 
 

@@ -1,4 +1,4 @@
-"""From timestamps to figures: pure calculation (``records``, ``metrics``), then text, JSON and plots.
+"""From timestamps to figures: pure calculation (``metrics``), then text, JSON and plots.
 
 No module here reads a clock or a socket, so every figure can be tested exactly.
 """

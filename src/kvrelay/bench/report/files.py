@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
-import platform
 from pathlib import Path
 
 import click
 import msgspec
-import psutil
 
 from kvrelay.bench.report.metrics import REPORT_KIND, ServeReport
 from kvrelay.core.decoding import UNREADABLE
@@ -53,16 +51,3 @@ def read_serve_report(path: Path) -> ServeReport:
     if report.kind != REPORT_KIND:
         raise InvalidInputError(f"{path} is a {report.kind} report, not {REPORT_KIND}")
     return report
-
-
-def describe_machine() -> str:
-    """Processor, cores, memory, system and Python, in one line."""
-    model = platform.processor() or platform.machine()
-    info = Path("/proc/cpuinfo")
-    if info.is_file():
-        names = [line for line in info.read_text().splitlines() if line.startswith("model name")]
-        model = names[0].partition(":")[2].strip() if names else model
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    memory = f"{psutil.virtual_memory().total / 2**30:.0f} GiB"
-    system = f"{platform.system()} {platform.release()}"
-    return f"{model}, {cores} cores, {memory}, {system}, Python {platform.python_version()}"

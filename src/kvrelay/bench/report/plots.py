@@ -10,7 +10,7 @@ import click
 import numpy as np
 
 from kvrelay.bench.errors import MissingPackageError
-from kvrelay.bench.report.records import Outcome, RequestRecord, RunResult
+from kvrelay.bench.report.metrics import Outcome, RequestRecord, RunResult
 from kvrelay.errors import InvalidInputError
 
 _T = TypeVar("_T")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1, markdown: bool = False) -> str:
@@ -27,3 +28,22 @@ def number(value: float | None, spec: str = ".1f", scale: float = 1.0) -> str:
 def milliseconds(*values_s: float | None) -> list[str]:
     """Seconds as milliseconds with one decimal."""
     return [number(value, scale=1e3) for value in values_s]
+
+
+Row = dict[str, Any]
+
+
+def results_table(rows: Sequence[Row], columns: Mapping[str, str], *, left: int = 1, markdown: bool = False) -> str:
+    """``columns``: heading to figure, as "name", "name:format", or "name:ms" with a format after it or without, for
+    seconds that are shown as milliseconds."""
+
+    def cell(row: Row, column: str) -> str:
+        name, _, spec = column.partition(":")
+        value = row.get(name)
+        if isinstance(value, str):
+            return value
+        return number(value, spec[2:] or ".1f", 1e3) if spec.startswith("ms") else number(value, spec or "g")
+
+    return table(
+        list(columns), [[cell(row, at) for at in columns.values()] for row in rows], left=left, markdown=markdown
+    )

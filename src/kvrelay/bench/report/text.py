@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from kvrelay.bench.report.metrics import LoadReport, ServeReport, figure
-from kvrelay.bench.report.records import Distribution
+from kvrelay.bench.report.metrics import Distribution, LoadReport, ServeReport, figure
 from kvrelay.bench.report.table import number, table
 
 _LABEL, _VALUE = 44, 16

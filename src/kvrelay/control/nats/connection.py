@@ -76,11 +76,12 @@ class NatsConnection:
     """A connection that reconnects. ``on_reconnected`` callbacks run on the event loop after each gap."""
 
     def __init__(self, client: Any, url: str) -> None:
-        self._client = client
+        self.client = client
+        """The library's."""
         self._url = url
         self._on_reconnected: list[Callable[[], None]] = []
         self._is_closing = False
-        self._denied: set[str] = set()
+        self.denied: set[str] = set()
         """Subjects on which the server refused our messages, in lower case."""
         self._asking: dict[str, set[asyncio.Timeout]] = {}
         """Requests in flight, by subject: the server answers a refused request with an error of the connection."""
@@ -135,11 +136,11 @@ class NatsConnection:
 
     @property
     def is_connected(self) -> bool:
-        return bool(self._client.is_connected) and not self._is_closing
+        return bool(self.client.is_connected) and not self._is_closing
 
     @property
     def max_payload_bytes(self) -> int:
-        return int(self._client.max_payload)
+        return int(self.client.max_payload)
 
     def on_reconnected(self, callback: Callable[[], None]) -> None:
         self._on_reconnected.append(callback)
@@ -154,7 +155,7 @@ class NatsConnection:
     ) -> None:
         self._check(data)
         with self._mapped(subject):
-            await self._client.publish(subject, data, reply=reply, headers=dict(headers) if headers else None)
+            await self.client.publish(subject, data, reply=reply, headers=dict(headers) if headers else None)
 
     async def request(
         self,
@@ -172,7 +173,7 @@ class NatsConnection:
                 asking = self._asking.setdefault(key, set())
                 asking.add(scope)
                 try:
-                    message: NatsMessage = await self._client.request(
+                    message: NatsMessage = await self.client.request(
                         subject, data, timeout=timeout_s, headers=dict(headers) if headers else None
                     )
                 finally:
@@ -187,7 +188,7 @@ class NatsConnection:
         """The subscription is renewed after a gap."""
         self.check_connected()
         with self._mapped(subject):
-            subscription: NatsSubscription = await self._client.subscribe(subject, queue=queue, cb=handler)
+            subscription: NatsSubscription = await self.client.subscribe(subject, queue=queue, cb=handler)
         return subscription
 
     async def unsubscribe(self, subscription: NatsSubscription) -> None:
@@ -204,14 +205,14 @@ class NatsConnection:
         """Return once the server has seen everything sent so far."""
         self.check_connected()
         with self._mapped("flush"):
-            await self._client.flush(timeout_s)
+            await self.client.flush(timeout_s)
 
     def is_denied(self, subject: str) -> bool:
         """Whether the server has refused a message on ``subject`` from these credentials."""
-        return subject.lower() in self._denied
+        return subject.lower() in self.denied
 
     def new_inbox(self) -> str:
-        return str(self._client.new_inbox())
+        return str(self.client.new_inbox())
 
     async def close(self) -> None:
         """End the connection. Published messages are flushed, for a limited time. Idempotent."""
@@ -219,9 +220,9 @@ class NatsConnection:
             return
         if self.is_connected:
             with suppress(nats_errors.Error, OSError, TimeoutError):
-                await self._client.flush(1)
+                await self.client.flush(1)
         self._is_closing = True
-        await leave(self._client)
+        await leave(self.client)
 
     def _check(self, data: bytes) -> None:
         self.check_connected()
@@ -263,7 +264,7 @@ class NatsConnection:
         self.num_errors += 1
         denied = DENIED_PUBLISH.search(str(error).lower())
         if denied is not None:
-            self._denied.add(denied[1])
+            self.denied.add(denied[1])
             for scope in self._asking.get(denied[1], ()):
                 scope.reschedule(asyncio.get_running_loop().time())
         _log.debug("control server %s: %s", self._url, one_line(error))

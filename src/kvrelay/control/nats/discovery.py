@@ -15,19 +15,17 @@ from kvrelay.control.nats.connection import NatsConnection
 from kvrelay.control.nats.jetstream import JetStream
 from kvrelay.control.nats.lease import NatsLease
 from kvrelay.control.nats.mirror import Mirror
-from kvrelay.core.clock import Clock
 
 ANSWER_TIMEOUT_S = 5.0
 
 
 class NatsDiscovery:
-    """Discovery over one NATS connection and one namespace."""
+    """Discovery over one NATS connection and one namespace. All reads go through ``mirror``."""
 
     def __init__(
         self,
         connection: NatsConnection,
         namespace: str,
-        clock: Clock,
         holder: str = "",
         num_replicas: int = 0,
         *,
@@ -36,18 +34,16 @@ class NatsDiscovery:
         """``answer_timeout_s``: for how long ``get`` and ``list`` wait for a server that pauses."""
         jetstream = JetStream(connection, num_replicas)
         keys = Keys(namespace)
-        self._connection = connection
         self._holder = holder
         self._answer_timeout_s = answer_timeout_s
         self._bucket = Bucket(jetstream, namespace)
         self._leases: list[NatsLease] = []
         self._watchers: dict[asyncio.Queue[WatchEvent], str] = {}
         self._has_synced = False
-        self._mirror = Mirror(
+        self.mirror = Mirror(
             connection,
             jetstream,
             self._bucket,
-            clock,
             keys.lease_keeper,
             on_events=self._hand_out,
             on_synced=self._synced,
@@ -56,11 +52,11 @@ class NatsDiscovery:
         connection.on_reconnected(self._wake_leases)
 
     def __repr__(self) -> str:
-        return f"NatsDiscovery({self._bucket.name}, {self._mirror.table!r}, leases={self._leases})"
+        return f"NatsDiscovery({self._bucket.name}, {self.mirror.table!r}, leases={self._leases})"
 
     @property
     def num_unleased(self) -> int:
-        return self._mirror.table.unleased.num_refused
+        return self.mirror.table.unleased.num_refused
 
     async def start(self) -> None:
         """Create the bucket if it does not exist."""
@@ -69,10 +65,10 @@ class NatsDiscovery:
     async def close(self) -> None:
         for lease in self._leases:
             await lease.stop()
-        await self._mirror.close()
+        await self.mirror.close()
 
     async def grant(self, ttl_s: float) -> Lease:
-        lease = NatsLease(self._bucket, ttl_s, self._holder, lambda: self._mirror.is_live)
+        lease = NatsLease(self._bucket, ttl_s, self._holder, lambda: self.mirror.is_live)
         await lease.start()
         self._leases = [other for other in self._leases if not other.is_given_back]
         self._leases.append(lease)
@@ -81,7 +77,7 @@ class NatsDiscovery:
     async def put(self, key: str, value: bytes, lease: Lease | None = None) -> None:
         for other in self._leases:
             if other is not lease:
-                other.detach(key)
+                other.forget(key)
         if lease is None:
             await self._bucket.put(key, value, None)
         else:
@@ -90,7 +86,7 @@ class NatsDiscovery:
 
     async def delete(self, key: str) -> None:
         for lease in self._leases:
-            lease.detach(key)
+            lease.forget(key)
         await self._bucket.delete(key)
 
     async def get(self, key: str) -> bytes | None:
@@ -100,7 +96,7 @@ class NatsDiscovery:
         return {key: value for key, value in sorted((await self._read()).items()) if key.startswith(prefix)}
 
     async def watch(self, prefix: str) -> AsyncIterator[WatchEvent]:
-        self._mirror.start()
+        self.mirror.start()
         queue: asyncio.Queue[WatchEvent] = asyncio.Queue()
         if self._has_synced:
             self._fill(queue, prefix)
@@ -112,12 +108,12 @@ class NatsDiscovery:
             del self._watchers[queue]
 
     async def _read(self) -> dict[str, bytes]:
-        self._mirror.start()
-        await self._mirror.catch_up(self._answer_timeout_s)
-        return self._mirror.table.visible
+        self.mirror.start()
+        await self.mirror.catch_up(self._answer_timeout_s)
+        return self.mirror.table.visible
 
     def _fill(self, queue: asyncio.Queue[WatchEvent], prefix: str) -> None:
-        for key, value in sorted(self._mirror.table.visible.items()):
+        for key, value in sorted(self.mirror.table.visible.items()):
             if key.startswith(prefix):
                 queue.put_nowait(WatchEvent(WatchKind.PUT, key, value))
         queue.put_nowait(WatchEvent(WatchKind.SYNCED, ""))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 
 from kvrelay.control.base import Subscription
 from kvrelay.control.nats.connection import (
@@ -27,17 +28,17 @@ MAX_CONCURRENT_REQUESTS = 256
 """Per service; more are refused."""
 
 
+@dataclass(frozen=True, slots=True)
 class NatsEventSubscription:
     """A subscription, with its answers in flight."""
 
-    def __init__(self, connection: NatsConnection, subscription: NatsSubscription, tasks: TaskSet) -> None:
-        self._connection = connection
-        self._subscription = subscription
-        self._tasks = tasks
+    connection: NatsConnection
+    subscription: NatsSubscription
+    tasks: TaskSet
 
     async def unsubscribe(self) -> None:
-        await self._connection.unsubscribe(self._subscription)
-        await self._tasks.close()
+        await self.connection.unsubscribe(self.subscription)
+        await self.tasks.close()
 
 
 class NatsEventBus:

@@ -27,7 +27,6 @@ NO_SUITABLE_PEERS = 10005
 NOT_CLUSTERED = 10074
 STREAM_NAME_IN_USE = 10058
 STREAM_NOT_FOUND = 10059
-CONSUMER_NOT_FOUND = 10014
 MESSAGE_NOT_FOUND = 10037
 WRONG_SEQUENCES = (10071, 10164)
 
@@ -199,9 +198,6 @@ class JetStream:
             found += page.consumers or []
             if not page.consumers or len(found) >= page.total:
                 return found
-
-    async def delete_consumer(self, stream: str, name: str) -> None:
-        await self._api(f"CONSUMER.DELETE.{stream}.{name}", None, msgspec.Raw)
 
     async def publish_again(
         self,

@@ -41,7 +41,8 @@ class KeeperElection:
         self._heard_s = clock.now()
         self._said_s = clock.now() - MAX_INTERVAL_S
         self._interval_s = MAX_INTERVAL_S
-        self._may_keep = True
+        self.may_keep = True
+        """Whether these credentials may end leases, as far as known."""
         self.state = KeeperState.TRIAL
 
     def __repr__(self) -> str:
@@ -69,20 +70,20 @@ class KeeperElection:
 
     def forbid(self) -> None:
         """These credentials may not end leases, so this watcher must never become the keeper."""
-        self._may_keep = False
+        self.may_keep = False
         self.state = KeeperState.RESTING
 
     def due_s(self) -> float:
         """The latest time for the next call of ``look``."""
         if self.state is KeeperState.KEEPING:
             return self._said_s + self._interval_s
-        if not self._may_keep:
+        if not self.may_keep:
             return self._clock.now() + MAX_INTERVAL_S
         return self._heard_s + self._interval_s * (PATIENCE_INTERVALS + JITTER_INTERVALS * self._jitter)
 
     def tick(self) -> bool:
         """Whether to announce this watcher as the lease keeper now. It may have just become the keeper."""
-        if not self._may_keep or self._clock.now() < self.due_s():
+        if not self.may_keep or self._clock.now() < self.due_s():
             return False
         self.state = KeeperState.KEEPING
         self._said_s = self._clock.now()

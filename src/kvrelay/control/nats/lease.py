@@ -7,8 +7,6 @@ watches discovery is told of the deletion; a holder that does not watch checks b
 
 from __future__ import annotations
 
-import asyncio
-import logging
 import time
 from collections.abc import Callable
 from uuid import uuid4
@@ -16,10 +14,7 @@ from uuid import uuid4
 from kvrelay.control.held_lease import HeldLease
 from kvrelay.control.nats.bucket import Bucket, LeaseValue
 from kvrelay.control.nats.jetstream import WrongSequenceError
-from kvrelay.core.tasks import end_tasks
 from kvrelay.errors import ControlUnavailableError, LeaseLostError
-
-_log = logging.getLogger(__name__)
 
 
 class NatsLease(HeldLease):
@@ -33,30 +28,24 @@ class NatsLease(HeldLease):
         self._is_suspect = False
         self._holder = holder
         self._seq = 0
-        self._num_keepalives = 0
-        self._values: dict[str, bytes] = {}
+        self.num_keepalives = 0
+        """Sent for this lease."""
         self._is_registered = True
-        self._is_stopped = False
-        self._timer: asyncio.TimerHandle | None = None
-        self._lock = asyncio.Lock()
-        self._wake = asyncio.Event()
-        self._task: asyncio.Task[None] | None = None
 
     def __repr__(self) -> str:
         return (
             f"NatsLease({self._lease_id}, ttl_s={self._ttl_s:g}, keys={len(self._values)}, "
-            f"keepalives={self._num_keepalives})"
+            f"keepalives={self.num_keepalives})"
         )
 
     async def start(self) -> None:
         """Grant the lease and begin to send keepalives."""
         await self._grant()
-        self._task = asyncio.get_running_loop().create_task(self._keep_alive(), name=f"lease {self._lease_id}")
+        self._keep_alive(self._refresh_or_register)
 
     def wake(self) -> None:
-        """Send a keepalive now: the lease may be lost."""
         self._is_suspect = True
-        self._wake.set()
+        super().wake()
 
     async def put(self, key: str, value: bytes) -> None:
         """Put under this lease. Raises LeaseLostError after ``revoke``."""
@@ -68,10 +57,6 @@ class NatsLease(HeldLease):
             await self._bucket.put(key, value, self._lease_id)
             self._values[key] = value
 
-    def detach(self, key: str) -> None:
-        """The key no longer hangs on this lease."""
-        self._values.pop(key, None)
-
     async def revoke(self) -> None:
         if self.is_given_back:
             return
@@ -82,32 +67,6 @@ class NatsLease(HeldLease):
         for key in self._values:
             await self._bucket.delete(key)
         self._values.clear()
-
-    async def stop(self) -> None:
-        """End the keepalives."""
-        self._is_stopped = True
-        if self._timer is not None:
-            self._timer.cancel()
-        if self._task is not None:
-            await end_tasks([self._task])
-
-    async def _keep_alive(self) -> None:
-        delay_s = self._ttl_s / 3
-        # Cancellation alone is not enough: asyncio.wait_for in 3.11 swallows one that arrives with the result.
-        while not self._is_stopped:
-            try:
-                async with asyncio.timeout(delay_s):
-                    await self._wake.wait()
-            except TimeoutError:
-                pass
-            self._wake.clear()
-            try:
-                async with self._lock:
-                    await self._refresh_or_register()
-                delay_s = self._ttl_s / 3
-            except ControlUnavailableError as exc:
-                _log.debug("lease %s not refreshed: %s", self._lease_id, exc)
-                delay_s = min(self._ttl_s / 6, 1.0)
 
     async def _refresh_or_register(self) -> None:
         if self._lease_id and not await self._refresh():
@@ -159,23 +118,13 @@ class NatsLease(HeldLease):
         lease_id = uuid4().hex[:16]
         sent_s = time.monotonic()
         self._seq = await self._bucket.grant_lease(lease_id, LeaseValue(self._ttl_s, self._holder))
-        self._num_keepalives = 1
+        self.num_keepalives = 1
         self._is_suspect = False
-        self._refreshed(sent_s)
+        self._confirmed(sent_s)
         self._lease_id = lease_id
 
     async def _send_keepalive(self, lease_id: str) -> None:
         sent_s = time.monotonic()
         self._seq = await self._bucket.refresh_lease(lease_id, self._seq)
-        self._num_keepalives += 1
-        self._refreshed(sent_s)
-
-    def _refreshed(self, sent_s: float) -> None:
-        """A refresh counts from the time it was sent. Others time it from its arrival, which is later."""
-        left_s = sent_s + self._ttl_s - time.monotonic()
-        if left_s <= 0:
-            return  # answered too late to count
-        self._confirmed(sent_s + self._ttl_s)
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer = asyncio.get_running_loop().call_later(left_s, self._tell_lost)
+        self.num_keepalives += 1
+        self._confirmed(sent_s)

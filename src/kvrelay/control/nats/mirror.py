@@ -31,7 +31,7 @@ from kvrelay.control.nats.connection import (
 )
 from kvrelay.control.nats.jetstream import ConsumerInfo, Delivery, JetStream, WrongSequenceError, parse_ack_subject
 from kvrelay.control.nats.keeper_election import KeeperElection, KeeperState
-from kvrelay.core.clock import Clock
+from kvrelay.core.clock import MonotonicClock
 from kvrelay.core.tasks import end_tasks
 from kvrelay.errors import ControlUnavailableError
 
@@ -49,7 +49,7 @@ MAX_ANSWER_SHARE = 0.1
 """Share of a lease's time to live. A server that takes longer to answer may not have served the holder either."""
 
 
-class _Feed:
+class Feed:
     """One consumer. ``server_offset_s``: the server's clock minus ours."""
 
     def __init__(self, stream: str) -> None:
@@ -64,7 +64,7 @@ class _Feed:
 
 
 _Open = Callable[[str, str, float], Awaitable[ConsumerInfo]]
-_Item = tuple[_Feed, NatsMessage] | None
+_Item = tuple[Feed, NatsMessage] | None
 
 
 class Mirror:
@@ -76,13 +76,13 @@ class Mirror:
         connection: NatsConnection,
         jetstream: JetStream,
         bucket: Bucket,
-        clock: Clock,
         keeper_subject: str,
         *,
         on_events: Callable[[list[WatchEvent]], None],
         on_synced: Callable[[], None],
         on_lease_ended: Callable[[str], None],
     ) -> None:
+        clock = MonotonicClock()
         self.table = LeaseTable(clock)
         self.election = KeeperElection(clock, uuid4().hex, random.random())
         self.num_keepalives = 0
@@ -95,11 +95,11 @@ class Mirror:
         self._on_synced = on_synced
         self._on_lease_ended = on_lease_ended
         self._inbox: asyncio.Queue[_Item] = asyncio.Queue()
-        self._entries = _Feed(bucket.stream)
-        self._keepalives: _Feed | None = None
+        self.entries = Feed(bucket.stream)
+        self.keepalives: Feed | None = None
+        """Of the lease keeper, and of a newcomer."""
         self._is_listing = False
         self._is_live = False
-        self._may_end = True
         self._changed = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -134,10 +134,10 @@ class Mirror:
         """Wait briefly for message ``target``. It never comes if it was deleted; then ask the consumer."""
         try:
             async with asyncio.timeout(SETTLE_S):
-                await self._wait_for(lambda: self._is_live and self._entries.stream_seq >= target)
+                await self._wait_for(lambda: self._is_live and self.entries.stream_seq >= target)
             return True
         except TimeoutError:
-            feed = self._entries
+            feed = self.entries
             try:
                 consumer = await self._jetstream.consumer_info(feed.stream, feed.name)
             except ControlDeniedError:
@@ -181,11 +181,11 @@ class Mirror:
         finally:
             await self._connection.unsubscribe(keeper)
             await self._close_keepalives()
-            if self._entries.subscription is not None:
-                await self._connection.unsubscribe(self._entries.subscription)
+            if self.entries.subscription is not None:
+                await self._connection.unsubscribe(self.entries.subscription)
 
-    async def _open(self, stream: str, consume: _Open) -> _Feed:
-        feed, inbox = _Feed(stream), self._inbox
+    async def _open(self, stream: str, consume: _Open) -> Feed:
+        feed, inbox = Feed(stream), self._inbox
 
         async def receive(message: NatsMessage) -> None:
             inbox.put_nowait((feed, message))
@@ -203,7 +203,7 @@ class Mirror:
         return feed
 
     async def _close_keepalives(self) -> None:
-        feed, self._keepalives = self._keepalives, None
+        feed, self.keepalives = self.keepalives, None
         if feed is not None and feed.subscription is not None:
             await self._connection.unsubscribe(feed.subscription)
 
@@ -211,11 +211,11 @@ class Mirror:
         self.table.begin_resync()
         self._is_listing = True
         try:
-            self._entries = await self._open(self._bucket.stream, self._bucket.consume)
-            await self._read(self._entries)
+            self.entries = await self._open(self._bucket.stream, self._bucket.consume)
+            await self._read(self.entries)
             # After the keys, so that the keepalives of all leases that were found are read.
-            self._keepalives = await self._open(self._bucket.keepalive_stream, self._bucket.consume_keepalives)
-            await self._read(self._keepalives)
+            self.keepalives = await self._open(self._bucket.keepalive_stream, self._bucket.consume_keepalives)
+            await self._read(self.keepalives)
         except TimeoutError as exc:
             raise ControlUnavailableError("the listing did not come to its end") from exc
         finally:
@@ -226,7 +226,7 @@ class Mirror:
         self._on_synced()
         await self._tidy(self.table.strays())
 
-    async def _read(self, feed: _Feed) -> None:
+    async def _read(self, feed: Feed) -> None:
         """Read the messages that were pending when the consumer was created."""
         while feed.consumer_seq < feed.num_pending:
             async with asyncio.timeout(MAX_SILENCE_S):
@@ -244,30 +244,28 @@ class Mirror:
         except TimeoutError:
             if self._is_silent() or not self._connection.is_connected:
                 return False
-            for lease_id in self.table.due(only_missing=self._keepalives is None):
+            for lease_id in self.table.due(only_missing=self.keepalives is None):
                 await self._look_after(lease_id)
             return True
         if item is None:
             return False
         feed, message = item
-        return feed not in (self._entries, self._keepalives) or self._apply(feed, message)
+        return feed not in (self.entries, self.keepalives) or self._apply(feed, message)
 
     def _next_due_s(self) -> float:
-        lease_s = self.table.next_due_s(only_missing=self._keepalives is None)
-        feeds = [self._entries] if self._keepalives is None else [self._entries, self._keepalives]
+        lease_s = self.table.next_due_s(only_missing=self.keepalives is None)
+        feeds = [self.entries] if self.keepalives is None else [self.entries, self.keepalives]
         silent_s = min(feed.heard_s for feed in feeds) + MAX_SILENCE_S
         return min(self.election.due_s(), silent_s, *([] if lease_s is None else [lease_s]))
 
     def _is_silent(self) -> bool:
         """Whether the server's heartbeats are missing on one of the feeds."""
         now = self._clock.now()
-        return any(
-            now - feed.heard_s >= MAX_SILENCE_S for feed in (self._entries, self._keepalives) if feed is not None
-        )
+        return any(now - feed.heard_s >= MAX_SILENCE_S for feed in (self.entries, self.keepalives) if feed is not None)
 
     async def _keep_or_rest(self) -> None:
         """As the lease keeper: announce it and consume the keepalives. Otherwise leave both to the keeper."""
-        if self._may_end and self._connection.is_denied(self._keeper_subject):
+        if self.election.may_keep and self._connection.is_denied(self._keeper_subject):
             self._leave_it_to_others("these credentials may not keep leases")
         self.election.pace(self.table.shortest_ttl_s)
         if self.election.tick():
@@ -275,12 +273,12 @@ class Mirror:
         if self.election.state is KeeperState.RESTING:
             if not self.table.has_unproven:
                 await self._close_keepalives()
-        elif self._keepalives is None:
+        elif self.keepalives is None:
             _log.info("the lease keeper is gone; taking over")
             self.table.trust_all(TAKEOVER_SHARE)
-            self._keepalives = await self._open(self._bucket.keepalive_stream, self._bucket.consume_keepalives)
+            self.keepalives = await self._open(self._bucket.keepalive_stream, self._bucket.consume_keepalives)
 
-    def _apply(self, feed: _Feed, message: NatsMessage) -> bool:
+    def _apply(self, feed: Feed, message: NatsMessage) -> bool:
         """Apply one message to the table. False if messages before it are missing."""
         feed.heard_s = self._clock.now()
         if message.headers is not None and message.headers.get("Status") is not None:
@@ -293,7 +291,7 @@ class Mirror:
         if delivery.consumer_seq != feed.consumer_seq + 1:
             return False
         feed.consumer_seq = delivery.consumer_seq
-        if feed is self._entries:
+        if feed is self.entries:
             self._on_events(self._entry(message, delivery))
         else:
             self._on_events(self._keepalive(feed, message, delivery))
@@ -315,7 +313,7 @@ class Mirror:
                 return self.table.refresh(lease_id, ttl_s, 0)
         return []
 
-    def _keepalive(self, feed: _Feed, message: NatsMessage, delivery: Delivery) -> list[WatchEvent]:
+    def _keepalive(self, feed: Feed, message: NatsMessage, delivery: Delivery) -> list[WatchEvent]:
         self.num_keepalives += 1
         keepalive = self._bucket.parse_keepalive(message, delivery.stream_seq, delivery.timestamp_s)
         state = self.table.lease(keepalive.lease_id)
@@ -342,7 +340,6 @@ class Mirror:
 
     def _leave_it_to_others(self, reason: object) -> None:
         _log.info("other watchers will end leases: %s", reason)
-        self._may_end = False
         self.election.forbid()
 
     async def _end_if_dead(self, lease_id: str, state: LeaseState) -> None:
@@ -357,7 +354,7 @@ class Mirror:
             # The holder lives; its keepalive is on its way to us.
             self._on_events(self.table.refresh(lease_id, state.ttl_s, keepalive.seq))
             return
-        if is_there and not self._may_end:
+        if is_there and not self.election.may_keep:
             self.table.postpone(lease_id, state.ttl_s)
             return
         if is_there:

@@ -47,48 +47,25 @@ LOOK_INTERVAL_S = 1.0
 """An idle worker looks at all classes again after so long."""
 
 
+@dataclass(frozen=True, slots=True)
 class NatsPrefillDelivery:
     """One entry, leased to this consumer until it is silent for the queue's ``ack_wait_s``."""
 
-    def __init__(
-        self,
-        connection: NatsConnection,
-        reply: str,
-        request: RemotePrefillRequest,
-        *,
-        num_deliveries: int,
-        is_expired: bool,
-    ) -> None:
-        self._connection = connection
-        self._reply = reply
-        self._request = request
-        self._num_deliveries = num_deliveries
-        self._is_expired = is_expired
-
-    def __repr__(self) -> str:
-        return f"NatsPrefillDelivery({self._request.handoff_id}, num_deliveries={self._num_deliveries})"
-
-    @property
-    def request(self) -> RemotePrefillRequest:
-        return self._request
-
-    @property
-    def num_deliveries(self) -> int:
-        return self._num_deliveries
-
-    @property
-    def is_expired(self) -> bool:
-        return self._is_expired
+    connection: NatsConnection
+    reply: str
+    request: RemotePrefillRequest
+    num_deliveries: int
+    is_expired: bool
 
     async def ack(self) -> None:
         # Wait for the answer: if the acknowledgement got lost, the prefill would be computed twice.
-        await self._connection.request(self._reply, b"+ACK")
+        await self.connection.request(self.reply, b"+ACK")
 
     async def nak(self, delay_s: float = 0.0) -> None:
-        await self._connection.publish(self._reply, _nak(delay_s))
+        await self.connection.publish(self.reply, _nak(delay_s))
 
     async def in_progress(self) -> None:
-        await self._connection.publish(self._reply, b"+WPI")
+        await self.connection.publish(self.reply, b"+WPI")
 
 
 class _Track(NamedTuple):
@@ -152,8 +129,12 @@ class NatsPrefillQueue:
 
     async def start(self) -> None:
         """Create the streams if they do not exist."""
-        await self._jetstream.ensure_stream(_queue_stream(self._stream, f"{self._subject}*"))
-        await self._jetstream.ensure_stream(_dead_stream(f"{self._stream}_dead", self._dead_subject))
+        await self._jetstream.ensure_stream(
+            _stream(self._stream, f"{self._subject}*", "workqueue", "new", MAX_ENTRIES, MAX_AGE_S)
+        )
+        await self._jetstream.ensure_stream(
+            _stream(f"{self._stream}_dead", self._dead_subject, "limits", "old", DEAD_MAX_ENTRIES, DEAD_MAX_AGE_S)
+        )
 
     async def close(self) -> None:
         for partition in self._partitions.values():
@@ -342,9 +323,7 @@ class NatsPrefillQueue:
         is_expired = await self._is_expired(partition, request, stamp.timestamp_s)
         if is_expired:
             self.num_expired += 1
-        return NatsPrefillDelivery(
-            self._connection, message.reply, request, num_deliveries=stamp.num_delivered, is_expired=is_expired
-        )
+        return NatsPrefillDelivery(self._connection, message.reply, request, stamp.num_delivered, is_expired)
 
 
 def _token(kv_compatibility: str) -> str:
@@ -372,25 +351,13 @@ def _consumer(track: _Track, ack_wait_s: float) -> dict[str, Any]:
     }
 
 
-def _queue_stream(name: str, subject: str) -> dict[str, Any]:
+def _stream(name: str, subject: str, retention: str, discard: str, max_entries: int, max_age_s: int) -> dict[str, Any]:
     return {
         "name": name,
         "subjects": [subject],
-        "retention": "workqueue",
+        "retention": retention,
         "storage": "file",
-        "discard": "new",
-        "max_msgs": MAX_ENTRIES,
-        "max_age": MAX_AGE_S * 1_000_000_000,
-    }
-
-
-def _dead_stream(name: str, subject: str) -> dict[str, Any]:
-    return {
-        "name": name,
-        "subjects": [subject],
-        "retention": "limits",
-        "storage": "file",
-        "discard": "old",
-        "max_msgs": DEAD_MAX_ENTRIES,
-        "max_age": DEAD_MAX_AGE_S * 1_000_000_000,
+        "discard": discard,
+        "max_msgs": max_entries,
+        "max_age": max_age_s * 1_000_000_000,
     }

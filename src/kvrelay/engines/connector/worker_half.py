@@ -30,7 +30,8 @@ class WorkerHalf:
         self._interior = (layout.num_kv_heads, layout.block_size, 2 * layout.head_dim)
         self._dtype = getattr(torch, layout.dtype)
         self._blocks = _map(place).view(place.num_blocks, layout.num_layers, *self._interior)
-        self._caches: list[torch.Tensor] = []
+        self.caches: list[torch.Tensor] = []
+        """vLLM's, in the order of its layers."""
         self._loaded: set[str] = set()
 
     def register(self, caches: Mapping[str, torch.Tensor]) -> None:
@@ -43,18 +44,18 @@ class WorkerHalf:
                     f"vLLM's KV of {name} is {tuple(cache.shape)} {cache.dtype}, "
                     f"not (blocks, *{self._interior}) {self._dtype}"
                 )
-        self._caches = [caches[name] for name in sorted(caches, key=_layer_number)]
+        self.caches = [caches[name] for name in sorted(caches, key=_layer_number)]
 
     def copy(self, copies: Copies) -> None:
         """Everything that a step copies."""
         for load in copies.loads:
             staged, paged = _index(load.staged), _index(load.paged)
-            for layer, cache in enumerate(self._caches):
+            for layer, cache in enumerate(self.caches):
                 cache[paged] = self._blocks[staged, layer].to(cache.device)
             self._loaded.add(load.request_id)
         for save in copies.saves:
             staged, paged = _index(save.staged), _index(save.paged)
-            for layer, cache in enumerate(self._caches):
+            for layer, cache in enumerate(self.caches):
                 self._blocks[staged, layer] = cache[paged].to(self._blocks.device)
 
     def take_loaded(self) -> set[str]:

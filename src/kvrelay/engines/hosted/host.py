@@ -64,7 +64,7 @@ class BackendHost:
     ) -> None:
         clock = MonotonicClock()
         self.facts = facts
-        self._backend = backend
+        self.backend = backend
         self._cache_events = cache_events
         block_size = facts.kv_layout.block_size
         self._mirror = None if cache_events is None else MirroredCache(block_size)
@@ -117,11 +117,11 @@ class BackendHost:
         return self._engine.stats()
 
     def prepare(self, sampling: SamplingParams) -> None:
-        self._backend.check(sampling)
+        self.backend.check(sampling)
 
     def checksum_blocks(self, block_ids: Sequence[int]) -> tuple[int, ...]:
         if self._staging is None:
-            raise ConfigError(f"the KV stays with {self._backend.name}", param="engine")
+            raise ConfigError(f"the KV stays with {self.backend.name}", param="engine")
         layout, blocks = self.facts.kv_layout, self._bytes.reshape(self._staging.num_blocks, -1)
         return tuple(each for block_id in block_ids for each in unit_checksums(blocks[block_id], layout))
 
@@ -169,7 +169,7 @@ class BackendHost:
 
     async def _serve(self) -> EngineDeadError | None:
         """Return on a stop, or with the reason why the backend is gone."""
-        await self._backend.open()
+        await self.backend.open()
         stopped, gone = asyncio.ensure_future(self._stop.wait()), asyncio.ensure_future(self._watch())
         reading = asyncio.ensure_future(self._read_events())
         try:
@@ -184,13 +184,13 @@ class BackendHost:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            await self._backend.close()
+            await self.backend.close()
 
     async def _watch(self) -> EngineDeadError:
         """Return when the backend cannot go on."""
         while True:
             await asyncio.sleep(HEALTH_INTERVAL_S)
-            failure = await self._backend.failure()
+            failure = await self.backend.failure()
             if failure is not None:
                 return EngineDeadError(failure)
 

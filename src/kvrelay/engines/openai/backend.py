@@ -54,7 +54,7 @@ class ServerBackend:
         if kv_transfer_params is not None and self._kv_transfer is not None:
             body = self._kv_transfer.decode_body(body, kv_transfer_params)
         texts = None if self._tokenizer is None else TextTokens(self._tokenizer, request.token_ids)
-        answer = self._server.stream(body)
+        answer = self._server.stream(body, request.traceparent)
         try:
             async for piece in answer:
                 if texts is not None:
@@ -79,7 +79,7 @@ class ServerBackend:
         body, params = self._kv_transfer.prefill_body(body)
         if params is not None:
             yield Prefilled(params)
-        answer = await self._server.complete(body)
+        answer = await self._server.complete(body, request.traceparent)
         piece = parse_event(answer)  # it may be an error
         if params is None:
             first = None if piece.token_ids is None else AnswerChunk(piece.token_ids, piece.logprobs)

@@ -27,6 +27,7 @@ from kvrelay.engines.hosted.backend import AnswerError, BackendError, BackendRef
 from kvrelay.engines.openai.address import address_of
 from kvrelay.engines.openai.wire import TextPiece, parse_event
 from kvrelay.errors import ConfigError, EngineDeadError
+from kvrelay.marks.trace_context import HEADER, followed
 
 _log = logging.getLogger(__name__)
 
@@ -131,7 +132,7 @@ class UpstreamServer:
         except FAILURES:
             return False
 
-    async def stream(self, body: dict[str, Any]) -> AsyncGenerator[TextPiece, None]:
+    async def stream(self, body: dict[str, Any], traceparent: str = "") -> AsyncGenerator[TextPiece, None]:
         """The pieces of one completion. Close the iterator to abort it.
 
         Raises BackendRefusedError before the first piece, AnswerError for a broken or incomplete answer.
@@ -139,7 +140,7 @@ class UpstreamServer:
         timeout_s = self._config.upstream_timeout_s
         num_quiet_bytes, progress_s = 0, time.monotonic()
         try:
-            async with await self._post(body) as response:
+            async with await self._post(body, traceparent) as response:
                 if response.status != 200:
                     raise await _refusal(response)
                 async with aclosing(_events(response)) as received:
@@ -161,13 +162,13 @@ class UpstreamServer:
             raise AnswerError("the connection to the server failed", detail=f"{self.url}: {_reason(exc)}") from exc
         raise AnswerError("the server ended its stream in the middle of an answer", detail=self.url)
 
-    async def complete(self, body: dict[str, Any]) -> bytes:
+    async def complete(self, body: dict[str, Any], traceparent: str = "") -> bytes:
         """One completion in one piece: the answer's JSON. Cancel the call to abort it.
 
         Raises BackendRefusedError, and AnswerError for a broken or too long answer.
         """
         try:
-            async with await self._post(body) as response:
+            async with await self._post(body, traceparent) as response:
                 if response.status != 200:
                     raise await _refusal(response)
                 async with asyncio.timeout(self._config.upstream_timeout_s):
@@ -178,13 +179,14 @@ class UpstreamServer:
             raise AnswerError(f"an answer of the server has more than {MAX_ANSWER_BYTES} bytes")
         return answer
 
-    async def _post(self, body: dict[str, Any]) -> aiohttp.ClientResponse:
+    async def _post(self, body: dict[str, Any], traceparent: str) -> aiohttp.ClientResponse:
         text = msgspec.json.encode(body)
         # From a file a large body is sent in parts, so that other answers go on meanwhile.
         data = text if len(text) <= MAX_BODY_PART_BYTES else io.BytesIO(text)
         async with asyncio.timeout(self._config.upstream_timeout_s):
             url = f"{self.url}/v1/completions"
-            return await self._client.post(url, data=data, headers=JSON, allow_redirects=False)
+            headers = {**JSON, HEADER: traceparent} if followed(traceparent) else JSON
+            return await self._client.post(url, data=data, headers=headers, allow_redirects=False)
 
     def _get(self, path: str) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
         return self._client.get(f"{self.url}{path}", timeout=SHORT, allow_redirects=False)

@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -20,10 +20,10 @@ from kvrelay.errors import ConfigError
 from kvrelay.executors.grammars import GrammarCompiler, GrammarMasks
 from kvrelay.executors.torch.attention.base import AttentionSpec
 from kvrelay.executors.torch.attention.factory import build_attention, choose_backend
-from kvrelay.executors.torch.config import ModelConfig, load_model_config
+from kvrelay.executors.torch.config import ModelConfig, ModelFacts, load_model_config
 from kvrelay.executors.torch.kernels.base import Kernels
 from kvrelay.executors.torch.kv_pool import KvPool, auto_pool_bytes, decide_num_blocks
-from kvrelay.executors.torch.model_runner import ModelFacts, ModelRunner
+from kvrelay.executors.torch.model_runner import ModelRunner
 from kvrelay.executors.torch.models.loading import LoadedModel, load_model
 from kvrelay.executors.torch.parallel.following import FollowingRunner
 from kvrelay.executors.torch.parallel.rank import ParallelRank
@@ -33,8 +33,7 @@ from kvrelay.executors.torch.slots import SlotStates
 from kvrelay.executors.torch.weights import Checkpoint
 
 if TYPE_CHECKING:
-    from kvrelay.executors.torch.parallel.experts import ExpertGroup
-    from kvrelay.executors.torch.parallel.groups import Groups
+    from kvrelay.executors.torch.parallel.rank_process import RankShard
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -43,7 +42,7 @@ def build_model_runner(
     model_dir: Path,
     runner: RunnerConfig,
     engine: EngineConfig,
-    shard: Shard | None = None,
+    shard: RankShard | None = None,
     allocate: Callable[[int], mmap.mmap] | None = None,
 ) -> ModelRunner:
     """Load the checkpoint and allocate the pool; with ``shard`` only the part of one rank.
@@ -95,19 +94,6 @@ def build_model_runner(
     grammars = GrammarMasks(compiler, config.vocab_size)
     kind = ModelRunner if rank.samples else FollowingRunner
     return kind(facts, model.decoder, attention, pool, states, _compiling(backend), grammars=grammars)
-
-
-class Shard(Protocol):
-    """The parts that turn a runner into one rank of several."""
-
-    @property
-    def rank(self) -> ParallelRank: ...
-
-    def join(self, device: torch.device) -> tuple[Groups, ExpertGroup | None]:
-        """The rank's collectives, and those of experts that are spread over more ranks. Raises PeerLostError."""
-
-    def allocate(self, facts: ModelFacts, layout: KVLayout, device: torch.device, dtype: torch.dtype) -> KvPool:
-        """The rank's pool, with as many blocks as fit into the memory of every rank. Raises ConfigError."""
 
 
 def _layout(config: ModelConfig, rank: ParallelRank, block_size: int, dtype: str) -> KVLayout:

@@ -98,6 +98,17 @@ class ModelConfig:
     qk_norm: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What others want to know of a loaded model."""
+
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: tuple[int, ...]
+    weights_fingerprint: str
+    max_num_batched_tokens: int
+
+
 def load_model_config(model_dir: Path) -> ModelConfig:
     """Read ``config.json`` (and the EOS ids of ``generation_config.json``) of a checkpoint directory.
 

@@ -9,18 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvrelay.core.layout import KVLayout, MemoryRegion
 from kvrelay.core.logprobs import PositionLogprobs
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.engine.step import NO_TOKEN, Int32Array, ModelOutput, NewSequence, SchedulerOutput
 from kvrelay.executors.grammars import ComputingMasks, GrammarMasks
 from kvrelay.executors.torch.attention.base import Attention
+from kvrelay.executors.torch.config import ModelFacts
 from kvrelay.executors.torch.kv_pool import KvPool
 from kvrelay.executors.torch.models.decoder import Decoder
 from kvrelay.executors.torch.prompt_logprobs import PromptLogprobs
@@ -29,17 +28,6 @@ from kvrelay.executors.torch.sampling.sampler import Sampler
 from kvrelay.executors.torch.slots import SlotStates, StepBatch
 
 _NO_INTS = np.zeros(0, dtype=np.int32)
-
-
-@dataclass(frozen=True, slots=True)
-class ModelFacts:
-    """The methods of a loaded model that others use."""
-
-    vocab_size: int
-    max_model_len: int
-    eos_token_ids: tuple[int, ...]
-    weights_fingerprint: str
-    max_num_batched_tokens: int
 
 
 class ModelRunner:
@@ -65,6 +53,7 @@ class ModelRunner:
         self._decoder = decoder
         self._attention = attention
         self._pool = pool
+        self.kv_layout, self.num_blocks, self.kv_region = pool.layout, pool.num_blocks, pool.region
         self._states = states
         self._compiling = compiling
         self._device = pool.tensor.device
@@ -73,18 +62,6 @@ class ModelRunner:
 
     def __repr__(self) -> str:
         return f"ModelRunner({self._pool!r}, {self._states!r})"
-
-    @property
-    def kv_layout(self) -> KVLayout:
-        return self._pool.layout
-
-    @property
-    def num_blocks(self) -> int:
-        return self._pool.num_blocks
-
-    @property
-    def kv_region(self) -> MemoryRegion:
-        return self._pool.region
 
     def execute(self, work: SchedulerOutput) -> ModelOutput:
         """Run one step; see ``SchedulerOutput`` for the order in which its parts apply."""
@@ -188,20 +165,12 @@ class ModelRunner:
         largest = min(self._max_num_batched_tokens, self.max_model_len - 1)
         with self._compiling():
             for num_tokens in dict.fromkeys((min(2, largest), min(128, largest))):
-                self._warm_up_prefill(num_tokens)
+                self._warm_up_step([0], num_tokens, 0)
             for num_seqs in dict.fromkeys((1, min(64, len(self._states.known)))):
-                self._warm_up_decode(num_seqs)
+                self._warm_up_step(list(range(num_seqs)), 1, min(self.max_model_len - 2, 255))
 
-    def _warm_up_prefill(self, num_tokens: int) -> None:
-        self.execute(_warm_up_work([0], num_tokens, num_computed=0))
-        self._leave([0])
-
-    def _warm_up_decode(self, num_seqs: int) -> None:
-        slots = list(range(num_seqs))
-        self.execute(_warm_up_work(slots, 1, num_computed=min(self.max_model_len - 2, 255)))
-        self._leave(slots)
-
-    def _leave(self, slots: list[int]) -> None:
+    def _warm_up_step(self, slots: list[int], num_tokens: int, num_computed: int) -> None:
+        self.execute(_warm_up_work(slots, num_tokens, num_computed))
         nothing, no_flags = _NO_INTS, np.zeros(0, dtype=np.bool_)
         self.execute(SchedulerOutput(0, (), tuple(slots), nothing, nothing, no_flags, nothing, nothing, nothing))
 

@@ -92,7 +92,7 @@ class Checkpoint:
 
         With ``cut``, only that part is read from the file.
         """
-        tensor = self._tensor(name, tuple(shape), cut)
+        tensor = self.tensor(name, tuple(shape), cut)
         return tensor.to(self.dtype)
 
     def stack(
@@ -105,7 +105,7 @@ class Checkpoint:
         fused = torch.empty((sum(size[0] for size in sizes), *sizes[0][1:]), dtype=self.dtype)
         start = 0
         for name, shape, cut, size in zip(names, shapes, cuts, sizes, strict=True):
-            fused[start : start + size[0]] = self._tensor(name, tuple(shape), cut)
+            fused[start : start + size[0]] = self.tensor(name, tuple(shape), cut)
             start += size[0]
         return fused
 
@@ -117,7 +117,7 @@ class Checkpoint:
             more = f" and {len(left) - 1} more" if len(left) > 1 else ""
             raise CheckpointError(f"{self._dir} holds tensors that its architecture does not have: {left[0]}{more}")
 
-    def _tensor(self, name: str, shape: tuple[int, ...], cut: Cut) -> torch.Tensor:
+    def tensor(self, name: str, shape: tuple[int, ...], cut: Cut) -> torch.Tensor:
         handle = self._handles.get(name)
         if handle is None:
             raise CheckpointError(f"{self._dir} has no tensor {name}")

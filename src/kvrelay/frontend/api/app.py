@@ -7,8 +7,8 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -25,13 +25,17 @@ from kvrelay.frontend.access.admission import Admission
 from kvrelay.frontend.access.api_keys import ApiKeys, following
 from kvrelay.frontend.access.cors import AllowedOrigins
 from kvrelay.frontend.anthropic import COUNT_TOKENS_PATH, COUNTED, MESSAGES, MESSAGES_PATH, anthropic_error
+from kvrelay.frontend.api.cluster_shown import CLUSTER_PATH, ShownCluster
 from kvrelay.frontend.api.content_coding import gunzipped, is_coded
 from kvrelay.frontend.api.fields import RequestFields
 from kvrelay.frontend.api.openapi import docs_page, openapi_document
+from kvrelay.frontend.api.page import PAGE, Page
+from kvrelay.frontend.api.requests_shown import CHALLENGE, REQUESTS_PATH, ShownRequests
 from kvrelay.frontend.api.routing import RoutingEndpoints
-from kvrelay.frontend.cluster.cluster import Cluster
+from kvrelay.frontend.cluster.frontends import Frontends
 from kvrelay.frontend.cluster.metrics import FrontendMetrics
 from kvrelay.frontend.cluster.models import Model
+from kvrelay.frontend.cluster.view import ClusterView
 from kvrelay.frontend.generate.answers import ClientGoneError, require_client
 from kvrelay.frontend.generate.chat_api import CHAT_COMPLETIONS
 from kvrelay.frontend.generate.pipeline import BrokenStreamError, Pipeline
@@ -41,12 +45,13 @@ from kvrelay.frontend.openai.requests import DetokenizeRequest, TokenizeRequest,
 from kvrelay.frontend.responses import RESPONSES
 from kvrelay.frontend.side_threads import SideThreads
 from kvrelay.http import Exchange, HttpRequest, Response
+from kvrelay.marks.trace_context import HEADER as TRACEPARENT
 from kvrelay.version import __version__
 
 _log = logging.getLogger(__name__)
 
 MODEL_PATH = "/v1/models/"
-OPEN_PATHS = frozenset({"/health", "/live", "/ping", "/version", "/openapi.json", "/docs"})
+OPEN_PATHS = frozenset({"/", "/health", "/live", "/ping", "/version", "/openapi.json", "/docs"})
 """Paths that need no key, because load balancers have none. On loopback ``/metrics`` is open too."""
 NOT_SERVED = {
     "/v1/embeddings": "embeddings",
@@ -65,6 +70,8 @@ NOT_SERVED = {
 }
 """What is asked for there is not done here."""
 MAX_REQUEST_ID_CHARS = 128
+NUM_RANDOM = 8
+"""Digits that make a client's own id unique."""
 
 Handler = Callable[[Exchange, str], Awaitable[None]]
 
@@ -106,18 +113,28 @@ class TokenizerInfo(msgspec.Struct, frozen=True):
 @dataclass(frozen=True, slots=True)
 class Route:
     """A path's method, handler, and the prefix of its request ids. ``takes_x_api_key``: the key may stand in that
-    header."""
+    header. ``shows_requests``: the keys of operators are admitted too, and HTTP Basic.
+    ``is_traced``: it generates, so its requests can be shown."""
 
     method: str
     handler: Handler
     id_prefix: str = "req-"
     takes_x_api_key: bool = False
+    shows_requests: bool = False
+    is_traced: bool = False
 
 
 class FrontendApp:
     """Implements ``HttpApplication``."""
 
-    def __init__(self, config: FrontendConfig, cluster: Cluster, metrics: FrontendMetrics) -> None:
+    def __init__(
+        self,
+        config: FrontendConfig,
+        cluster: ClusterView,
+        metrics: FrontendMetrics,
+        shown: ShownRequests,
+        frontends: Frontends,
+    ) -> None:
         """Raises ConfigError if the API keys cannot be read."""
         common = KeyLimits(config.requests_per_minute, config.tokens_per_minute, config.requests_at_once)
         self._keys = ApiKeys.load(config.api_key, config.api_keys_file, common)
@@ -128,6 +145,7 @@ class FrontendApp:
         self._open_paths = OPEN_PATHS | {"/metrics"} if is_loopback(config.host) else OPEN_PATHS
         self._cluster = cluster
         self._metrics = metrics
+        self._shown = shown
         self._tasks = TaskSet()
         document = openapi_document()
         self._openapi, self._docs_page = msgspec.json.encode(document), docs_page(document)
@@ -137,16 +155,27 @@ class FrontendApp:
         self._max_body_bytes = config.max_body_bytes
         self._fields = fields = RequestFields(config.on_unknown_field)
         pipeline = Pipeline(
-            config, cluster, metrics, self._keys, self._admission, self._threads, self._access_log, fields.check
+            config,
+            cluster,
+            metrics,
+            self._keys,
+            self._admission,
+            self._threads,
+            self._access_log,
+            fields.check,
+            shown.kept,
         )
         routing = RoutingEndpoints(
             cluster, self._threads, fields, HandoffOrder(config.order), metrics, is_shared=config.share_prefix_cache
         )
+        page = Page()
         self._routes = {
-            "/v1/completions": Route("POST", pipeline.complete, "cmpl-"),
-            "/v1/chat/completions": Route("POST", partial(pipeline.chat, CHAT_COMPLETIONS), "chatcmpl-"),
-            "/v1/responses": Route("POST", partial(pipeline.chat, RESPONSES), "resp_"),
-            MESSAGES_PATH: Route("POST", partial(pipeline.chat, MESSAGES), "msg_", True),
+            "/v1/completions": Route("POST", pipeline.complete, "cmpl-", is_traced=True),
+            "/v1/chat/completions": Route(
+                "POST", partial(pipeline.chat, CHAT_COMPLETIONS), "chatcmpl-", is_traced=True
+            ),
+            "/v1/responses": Route("POST", partial(pipeline.chat, RESPONSES), "resp_", is_traced=True),
+            MESSAGES_PATH: Route("POST", partial(pipeline.chat, MESSAGES), "msg_", True, is_traced=True),
             COUNT_TOKENS_PATH: Route("POST", partial(pipeline.count_tokens, COUNTED), "req_", True),
             "/v1/models": Route("GET", self._models),
             "/v1/kvrelay/route": Route("POST", routing.explain),
@@ -162,13 +191,27 @@ class FrontendApp:
             "/load": Route("GET", self._load),
             "/tokenizer_info": Route("GET", self._tokenizer_info),
             "/docs": Route("GET", self._docs),
+            REQUESTS_PATH: Route("GET", shown.show_list, shows_requests=True),
+            CLUSTER_PATH: Route("GET", ShownCluster(cluster, frontends, shown).show, shows_requests=True),
+            "/": Route("GET", page.redirect),
+            PAGE.rstrip("/"): Route("GET", page.redirect, shows_requests=True),
+            **dict.fromkeys(page.paths, Route("GET", page.show, shows_requests=True)),
             **dict.fromkeys(NOT_SERVED, Route("POST", self._refuse)),
         }
-        self._model_route = Route("GET", self._model)
+        self._named_routes = {
+            MODEL_PATH: Route("GET", self._model),
+            f"{REQUESTS_PATH}/": Route("GET", shown.show, shows_requests=True),
+        }
+        """Paths that end with a name."""
 
-    def following_keys(self) -> AbstractAsyncContextManager[None]:
-        """A changed file of API keys is loaded while this context is open."""
-        return following(self._keys_file, self._keys, lambda: self._admission.keep_keys(self._keys.names))
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator[None]:
+        """Changed files of API keys are loaded, and other frontends are answered, while this context is open."""
+        async with (
+            following(self._keys_file, self._keys, lambda: self._admission.keep_keys(self._keys.names)),
+            self._shown.serving(),
+        ):
+            yield
 
     # -- HttpApplication ----------------------------------------------------------------------------------------------
 
@@ -187,9 +230,14 @@ class FrontendApp:
             failure = Failure(405, f"{request.path[:200]} takes {route.method}")
             return self._refusal(request, failure, allow)
         if request.path not in self._open_paths:
-            client = self._keys.name_of(_authorization(request, route))
+            authorization = _authorization(request, route)
+            client = (
+                self._shown.viewer(authorization, self._keys)
+                if route.shows_requests
+                else self._keys.name_of(authorization)
+            )
             if client is None:
-                challenge = [(b"www-authenticate", b"Bearer")]
+                challenge = CHALLENGE if route.shows_requests else [(b"www-authenticate", b"Bearer")]
                 failure = Failure(401, "a valid API key is needed", code="invalid_api_key")
                 return self._refusal(request, failure, challenge)
             request.client, request.max_body_bytes = client, self._keys.limits_of(client).max_body_bytes
@@ -210,14 +258,13 @@ class FrontendApp:
         await self._tasks.close()
         self._threads.close()
         self._access_log.close()
+        self._shown.close()
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
     def _route(self, path: str) -> Route | None:
         route = self._routes.get(path)
-        if route is None and path.startswith(MODEL_PATH) and path != MODEL_PATH:
-            return self._model_route
-        return route
+        return route if route is not None else self._named_routes.get(_stem(path))
 
     def _check_rate(self, request: HttpRequest) -> None:
         """Raises OverloadedError for a client that exceeds its request rate, and KeyRevokedError for one whose key was
@@ -242,9 +289,11 @@ class FrontendApp:
         path = exchange.request.path
         route = self._route(path)
         assert route is not None
-        endpoint = MODEL_PATH + "{id}" if route is self._model_route else path
-        request_id = _request_id(exchange.request, route.id_prefix)
+        endpoint = path if path in self._routes else _stem(path) + "{id}"
+        request_id = _request_id(exchange.request, route.id_prefix, self._shown.name)
         status, started_s = "200", time.monotonic()
+        error: str | None = None
+        kept = self._shown.kept if route.is_traced else None
         request = exchange.request
         preflight = self._origins.preflight(request, route.method)
         if preflight is not None:
@@ -252,28 +301,32 @@ class FrontendApp:
             self._access_log.write(request_id, request.client, request.method, path, str(preflight.status), 0.0)
             return
         exchange.extra_headers = self._origins.headers(request)
+        if kept is not None:
+            kept.begin(request_id, request.client, request.headers.get(TRACEPARENT, ""))
         try:
             if route.method == "POST":
                 self._check_rate(request)
                 await self._decode_body(exchange)
             await route.handler(exchange, request_id)
-        except ClientGoneError:
-            status = "disconnected"
+        except ClientGoneError as exc:
+            status, error = "disconnected", exc.message
         except BrokenStreamError as exc:
-            status = "broken"
+            status, error = "broken", exc.message
             _log.warning("%s: the stream ended with an error: %s", request_id, exc)
         except KvrelayError as exc:
             response = _with_request_id(error_response(exc, _errors_of(path)), request_id)
-            status = str(response.status)
+            status, error = str(response.status), exc.message
             exchange.respond(response)
         except asyncio.CancelledError:
             # Only close() cancels, and nothing waits for this task's result.
-            status = "503"
+            status, error = "503", "the frontend is shutting down"
             _cut_short(exchange, Failure(503, "the frontend is shutting down"), request_id)
         except Exception:  # noqa: BLE001 - the outermost frame of a request
-            status = "500"
+            status, error = "500", "internal error"
             _log.exception("%s failed", request_id)
             _cut_short(exchange, Failure(500, "internal error"), request_id)
+        if kept is not None:
+            kept.end(request_id, error)
         self._metrics.answered(endpoint, status, request.model)
         duration_s = time.monotonic() - started_s
         self._access_log.write(request_id, request.client, request.method, path, status, duration_s)
@@ -398,17 +451,23 @@ def _authorization(request: HttpRequest, route: Route) -> str:
     return given if given or not route.takes_x_api_key else f"Bearer {request.headers.get('x-api-key', '')}"
 
 
-def _request_id(request: HttpRequest, prefix: str) -> str:
-    """The prefix, the client's own id if it is valid, and a random part that makes the id unique."""
+def _stem(path: str) -> str:
+    """All but the name at the end; empty if there is none."""
+    stem, _, name = path.rpartition("/")
+    return f"{stem}/" if name else ""
+
+
+def _request_id(request: HttpRequest, prefix: str, frontend: str) -> str:
+    """The prefix, the client's own id if it is valid, this frontend's name, and a random part."""
     given = request.headers.get("x-request-id", "")
-    unique = uuid.uuid4().hex
+    unique = frontend + uuid.uuid4().hex[len(frontend) :]
     if (
         given
         and len(given) <= MAX_REQUEST_ID_CHARS
         and given.isascii()
         and given.replace("-", "").replace("_", "").isalnum()
     ):
-        return f"{prefix}{given}-{unique[:8]}"
+        return f"{prefix}{given}-{unique[: len(frontend) + NUM_RANDOM]}"
     return prefix + unique
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 
 from kvrelay.errors import InvalidInputError, PayloadTooLargeError
-from kvrelay.frontend.openai.errors import RefusedError
+from kvrelay.frontend.openai.errors import RequestRefusedError
 from kvrelay.frontend.side_threads import Pieces
 
 _GZIP = 31
@@ -18,12 +18,12 @@ _DECODED_BYTES = 2**20
 
 
 def is_coded(coding: str) -> bool:
-    """Whether a body of this content-encoding must be decoded. Raises RefusedError (415) unless that is gzip."""
+    """Whether a body of this content-encoding must be decoded. Raises RequestRefusedError (415) unless that is gzip."""
     name = coding.strip().lower()
     if name in ("", "identity"):
         return False
     if name not in ("gzip", "x-gzip"):
-        raise RefusedError(f"content-encoding {name[:64]} is not supported, only gzip", 415)
+        raise RequestRefusedError(f"content-encoding {name[:64]} is not supported, only gzip", 415)
     return True
 
 

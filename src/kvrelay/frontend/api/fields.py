@@ -16,7 +16,7 @@ from typing import TypeVar
 import msgspec
 
 from kvrelay.errors import InvalidInputError
-from kvrelay.frontend.anthropic.requests import CountTokensRequest, MessagesRequest
+from kvrelay.frontend.anthropic import CountTokensRequest, MessagesRequest
 from kvrelay.frontend.openai.requests import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -24,7 +24,7 @@ from kvrelay.frontend.openai.requests import (
     GenerationFields,
     TokenizeRequest,
 )
-from kvrelay.frontend.responses.requests import ResponsesRequest
+from kvrelay.frontend.responses import ResponsesRequest
 
 _log = logging.getLogger(__name__)
 

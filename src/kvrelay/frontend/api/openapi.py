@@ -9,25 +9,18 @@ from typing import Any
 
 import msgspec
 
-from kvrelay.frontend.anthropic.errors import AnthropicErrorBody
-from kvrelay.frontend.anthropic.requests import CountTokensRequest, MessagesRequest
-from kvrelay.frontend.anthropic.shapes import MessageBody
+from kvrelay.frontend.anthropic import AnthropicErrorBody, CountTokensRequest, MessageBody, MessagesRequest
+from kvrelay.frontend.openai.answer_spec import DECISION_HEADER, TIMEOUT_HEADER
 from kvrelay.frontend.openai.bounds import MAX_JSON_SIZE
-from kvrelay.frontend.openai.chat import ChatResponse
-from kvrelay.frontend.openai.completions import CompletionResponse
+from kvrelay.frontend.openai.completions import ChatResponse, CompletionResponse
 from kvrelay.frontend.openai.errors import ErrorBody
-from kvrelay.frontend.openai.plan import (
-    DECISION_HEADER,
-    TIMEOUT_HEADER,
-)
 from kvrelay.frontend.openai.requests import (
     ChatCompletionRequest,
     CompletionRequest,
     DetokenizeRequest,
     TokenizeRequest,
 )
-from kvrelay.frontend.responses.requests import ResponsesRequest
-from kvrelay.frontend.responses.shapes import ResponseBody
+from kvrelay.frontend.responses import ResponseBody, ResponsesRequest
 from kvrelay.version import __version__
 
 _REF = "#/components/schemas/{name}"
@@ -84,6 +77,33 @@ _GETS = (
         ("400", "401"),
         parameter={"name": "blocks", "in": "query", "schema": {"type": "integer", "enum": [0, 1]}},
     ),
+    _Get(
+        "/debug/requests",
+        "Requests of all frontends that are kept: the latest, the slowest or those that failed",
+        ("400", "401"),
+        parameter={
+            "name": "order",
+            "in": "query",
+            "schema": {"type": "string", "enum": ["recent", "slowest", "failed"]},
+        },
+    ),
+    _Get(
+        "/debug/requests/{id}",
+        "Where the time of one request went",
+        ("401", "404"),
+        parameter={"name": "id", "in": "path", "required": True, "schema": {"type": "string"}},
+    ),
+    _Get(
+        "/debug/cluster",
+        "Workers, load, flows of KV, rates of all frontends, and what is wrong now",
+        ("400", "401", "403"),
+        parameter={
+            "name": "since",
+            "in": "query",
+            "description": "The history after this second since 1970",
+            "schema": {"type": "integer", "minimum": 0, "maximum": 10**12 - 1},
+        },
+    ),
     _Get("/health", "Whether a model can be served", ("503",)),
     _Get("/live", "200 while this process answers"),
     _Get("/metrics", "Prometheus metrics", ("401",), content_type="text/plain"),
@@ -102,6 +122,7 @@ _GETS = (
 _ERRORS = {
     "400": "The request is wrong; the body says what",
     "401": "The API key is missing or wrong",
+    "403": "The API key is valid and does not open this",
     "404": "No such model",
     "413": "The request is too large, in general or for this API key",
     "429": "Too many requests; Retry-After says when to try again",

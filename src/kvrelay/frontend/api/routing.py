@@ -15,10 +15,10 @@ from kvrelay.core.handoff import HandoffOrder
 from kvrelay.errors import InvalidInputError
 from kvrelay.frontend.access.api_keys import cache_salt_of
 from kvrelay.frontend.api.fields import RequestFields
-from kvrelay.frontend.cluster.cluster import Cluster
 from kvrelay.frontend.cluster.metrics import FrontendMetrics
 from kvrelay.frontend.cluster.models import Model, WorkerState
-from kvrelay.frontend.cluster.pairs import ORDER_HEADER, read_order
+from kvrelay.frontend.cluster.view import ClusterView
+from kvrelay.frontend.cluster.worker_link import ORDER_HEADER, read_order
 from kvrelay.frontend.generate.prompts import completion_prompts, read_completion
 from kvrelay.frontend.side_threads import SideThreads
 from kvrelay.http import Exchange, Response
@@ -79,7 +79,7 @@ class RoutingEndpoints:
 
     def __init__(
         self,
-        cluster: Cluster,
+        cluster: ClusterView,
         threads: SideThreads,
         fields: RequestFields,
         order: HandoffOrder,

@@ -10,12 +10,17 @@ import logging
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 
-from kvrelay.config import DisaggConfig, FrontendConfig
+from kvrelay.config import DisaggConfig, FrontendConfig, MetricsConfig
 from kvrelay.control.base import ControlPlane, Keys
+from kvrelay.errors import ConfigError
 from kvrelay.frontend.api.app import FrontendApp
-from kvrelay.frontend.cluster.cluster import Cluster, RouterFactory, RpcClientFactory
+from kvrelay.frontend.api.requests_shown import ShownRequests
+from kvrelay.frontend.cluster.figures import Figures
+from kvrelay.frontend.cluster.frontends import Frontends
 from kvrelay.frontend.cluster.metrics import FrontendMetrics
+from kvrelay.frontend.cluster.view import ClusterView, RouterFactory, RpcClientFactory
 from kvrelay.http import HttpLimits, HttpServer, open_listener, server_tls
+from kvrelay.marks.otlp import open_exporter
 
 _log = logging.getLogger(__name__)
 
@@ -37,37 +42,48 @@ class Frontend:
         build_router: RouterFactory,
         cluster: str = "",
         disagg: DisaggConfig | None = None,
+        monitoring: MetricsConfig | None = None,
+        name: str = "",
     ) -> None:
-        """``cluster`` identifies the cluster: only frontends of one cluster share a port.
+        """``cluster`` identifies the cluster: only frontends of one cluster share a port. ``name``: in discovery.
 
         Raises AddressInUseError, ConfigError."""
-        self.metrics = FrontendMetrics()
-        self.cluster = Cluster(control, keys, connect, build_router, disagg=disagg)
-        self.metrics.watch_workers(self.cluster.count_workers)
-        self.metrics.watch_loads(self.cluster.loads)
-        self.metrics.watch_fallbacks(self.cluster.count_fallbacks)
-        self.metrics.watch_places(self.cluster.count_places)
+        monitoring = monitoring or MetricsConfig()
+        self.metrics = FrontendMetrics(vllm_names=monitoring.vllm_metric_names)
+        self.cluster = ClusterView(control, keys, connect, build_router, disagg=disagg)
+        self.metrics.workers_of = self.cluster.count_workers
+        self.metrics.loads_of = self.cluster.loads
+        self.metrics.fallbacks_of = self.cluster.count_fallbacks
+        self.metrics.places_of = self.cluster.count_places
         self._config = config
         self._background = AsyncExitStack()
-        self._app = FrontendApp(config, self.cluster, self.metrics)
+        shown = ShownRequests(monitoring, control, keys, name)
+        self._exporter = self.metrics.exporter = open_exporter(config.otlp_endpoint, shown.name)
+        if shown.kept is not None:
+            shown.kept.exporter = self._exporter
+        elif config.otlp_endpoint:
+            raise ConfigError("traces are made of request_marks, which are off", param="otlp_endpoint")
+        figures = Figures(self.metrics, self.cluster.links)
+        self._frontends = Frontends(control, keys, shown.name, figures)
+        self._app = FrontendApp(config, self.cluster, self.metrics, shown, self._frontends)
         limits = HttpLimits(
             max_body_bytes=config.max_body_bytes,
             max_buffered_bytes=max(config.max_buffered_bytes, config.max_body_bytes),
         )
         tls = server_tls(config.tls_cert, config.tls_key)
         listener = open_listener(config.host, config.port, cluster)
-        self._server = HttpServer(self._app, listener, limits, tls)
+        self.server = HttpServer(self._app, listener, limits, tls)
 
     def __repr__(self) -> str:
-        return f"Frontend({self.url}, {self._server!r}, {self.cluster!r})"
+        return f"Frontend({self.url}, {self.server!r}, {self.cluster!r})"
 
     @property
     def port(self) -> int:
-        return self._server.port
+        return self.server.port
 
     @property
     def num_open_requests(self) -> int:
-        return self._server.num_busy
+        return self.server.num_busy
 
     @property
     def url(self) -> str:
@@ -83,15 +99,18 @@ class Frontend:
         # Another frontend may share the port: its clients must not be told here that there are no workers.
         if not await self.cluster.wait_connected(CONNECT_TIMEOUT_S):
             _log.warning("could not connect to all workers within %g s; serving without them", CONNECT_TIMEOUT_S)
-        await self._background.enter_async_context(self._app.following_keys())
-        await self._server.start()
+        await self._background.enter_async_context(self._app.serving())
+        await self._background.enter_async_context(self._frontends.serving())
+        if self._exporter is not None:
+            await self._background.enter_async_context(self._exporter.running())
+        await self.server.start()
 
     async def close(self) -> None:
         """Refuse new requests, let open ones finish within ``shutdown_timeout_s``, and end the rest with an error."""
-        await self._server.drain(self._config.shutdown_timeout_s)
+        await self.server.drain(self._config.shutdown_timeout_s)
         await self._background.aclose()
         await self._app.close()
-        await self._server.close(FLUSH_TIMEOUT_S)
+        await self.server.close(FLUSH_TIMEOUT_S)
         await self.cluster.close()
 
 
@@ -104,12 +123,14 @@ async def run_frontend(
     *,
     cluster: str,
     disagg: DisaggConfig,
+    monitoring: MetricsConfig,
+    name: str,
     stop: asyncio.Event,
     on_ready: Callable[[Frontend], None],
     on_stopping: Callable[[Frontend], None],
 ) -> None:
     """Serve until ``stop`` is set. Raises AddressInUseError, ConfigError, ControlUnavailableError."""
-    frontend = Frontend(config, control, keys, connect, build_router, cluster, disagg)
+    frontend = Frontend(config, control, keys, connect, build_router, cluster, disagg, monitoring, name)
     try:
         await frontend.start()
         on_ready(frontend)

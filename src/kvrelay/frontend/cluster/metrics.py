@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -17,6 +17,8 @@ from prometheus_client.registry import Collector
 from kvrelay.core.events import LoadMetrics
 from kvrelay.core.histogram import LATENCY_BUCKETS_S, TOKEN_BUCKETS_S, Histogram
 from kvrelay.core.status import RefusalKind
+from kvrelay.core.vllm_metrics import OF_FRONTENDS, WithVllmNames
+from kvrelay.marks.otlp import TraceExporter
 from kvrelay.placement.base import PrefillPlace
 
 UNKNOWN = "unknown"
@@ -50,10 +52,21 @@ class ModelMetrics:
             self.duration.observe(duration_s)
 
 
+class AllCounts(NamedTuple):
+    """Counts over all models since the start. ``ttft`` and ``itl`` are per bucket. Only requests that generate count;
+    those that failed are not the client's fault: 5xx, and streams that broke."""
+
+    num_requests: int
+    num_failed: int
+    num_prompt_tokens: int
+    ttft: tuple[int, ...]
+    itl: tuple[int, ...]
+
+
 class FrontendMetrics(Collector):
     """Everything that one frontend process counts."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, vllm_names: bool = False) -> None:
         self.requests: Counter[tuple[str, str, str]] = Counter()
         """By endpoint, status and model; the model is empty if the request ended before it was known."""
         self.refusals: Counter[tuple[str, str]] = Counter()
@@ -62,30 +75,19 @@ class FrontendMetrics(Collector):
         """Requests that this frontend's own admission control refused, by reason."""
         self.num_in_flight_of: Callable[[], int] = lambda: 0
         """Number of sequences in flight; admission control counts them."""
+        self.exporter: TraceExporter | None = None
         self._models: dict[str, ModelMetrics] = {}
-        self._workers: Callable[[], Mapping[str, int]] = dict
-        self._fallbacks: Callable[[], Mapping[str, int]] = dict
-        self._places: Callable[[], Mapping[tuple[str, ...], int]] = dict
-        self._loads: Callable[[], Sequence[tuple[str, LoadMetrics]]] = tuple
+        self.workers_of: Callable[[], Mapping[str, int]] = dict
+        """Number of connected workers per model."""
+        self.fallbacks_of: Callable[[], Mapping[str, int]] = dict
+        """Number of requests per model that were placed without the workers' costs."""
+        self.places_of: Callable[[], Mapping[tuple[str, ...], int]] = dict
+        """Number of prefill-first requests by model and place of the prefill."""
+        self.loads_of: Callable[[], Sequence[tuple[str, LoadMetrics]]] = tuple
+        """The workers' last samples, each with its model's name."""
         self._registry = CollectorRegistry()
-        self._registry.register(self)
+        self._registry.register(WithVllmNames(self, OF_FRONTENDS) if vllm_names else self)
         ProcessCollector(registry=self._registry)
-
-    def watch_workers(self, count_by_model: Callable[[], Mapping[str, int]]) -> None:
-        """Source of the number of connected workers per model."""
-        self._workers = count_by_model
-
-    def watch_loads(self, loads: Callable[[], Sequence[tuple[str, LoadMetrics]]]) -> None:
-        """Where the workers' last samples come from, each with its model's name."""
-        self._loads = loads
-
-    def watch_fallbacks(self, count_by_model: Callable[[], Mapping[str, int]]) -> None:
-        """Source of the number of requests per model that were placed without the workers' costs."""
-        self._fallbacks = count_by_model
-
-    def watch_places(self, count: Callable[[], Mapping[tuple[str, ...], int]]) -> None:
-        """Source of the number of prefill-first requests by model and place of the prefill."""
-        self._places = count
 
     # -- counting -----------------------------------------------------------------------------------------------------
 
@@ -106,6 +108,18 @@ class FrontendMetrics(Collector):
         """By reason."""
         return {reason: count for (name, reason), count in self.refusals.items() if name == model}
 
+    def counts(self) -> AllCounts:
+        """What has been counted so far, over all models."""
+        answered = {key: count for key, count in self.requests.items() if key[0] in GENERATING}
+        models = self._models.values()
+        return AllCounts(
+            sum(answered.values()),
+            sum(count for (_, status, _), count in answered.items() if status[0] == "5" or status == "broken"),
+            sum(model.num_prompt_tokens for model in models),
+            tuple(map(sum, zip(Histogram(LATENCY_BUCKETS_S).counts, *(model.ttft.counts for model in models)))),
+            tuple(map(sum, zip(Histogram(TOKEN_BUCKETS_S).counts, *(model.itl.counts for model in models)))),
+        )
+
     # -- rendering ----------------------------------------------------------------------------------------------------
 
     def render(self) -> bytes:
@@ -113,7 +127,7 @@ class FrontendMetrics(Collector):
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
-        for name in self._workers():
+        for name in self.workers_of():
             self.of(name)
         models = dict(self._models)
         requests = dict.fromkeys(product(GENERATING, COMMON_STATUSES, models), 0) | self.requests
@@ -126,20 +140,23 @@ class FrontendMetrics(Collector):
         yield _counter("kvrelay_refusals", "Requests that a worker refused.", ("model", "reason"), refusals)
         rejections = {(reason,): count for reason, count in self.rejections_of().items()}
         yield _counter("kvrelay_rejections", "Requests refused before any worker got them.", ("reason",), rejections)
-        places = dict.fromkeys(product(models, _PLACES), 0) | dict(self._places())
+        places = dict.fromkeys(product(models, _PLACES), 0) | dict(self.places_of())
         yield _counter(
             "kvrelay_pair_placements", "Prefill-first: pairs, and why there was none.", ("model", "place"), places
         )
-        fallbacks = dict.fromkeys(models, 0) | dict(self._fallbacks())
+        fallbacks = dict.fromkeys(models, 0) | dict(self.fallbacks_of())
         yield _by_model("kvrelay_routing_fallbacks", "Requests placed without any worker's costs.", fallbacks)
         workers = GaugeMetricFamily("kvrelay_workers", "Connected workers that take requests.", labels=("model",))
-        for model, count in self._workers().items():
+        for model, count in self.workers_of().items():
             workers.add_metric((model,), count)
         yield workers
-        yield from _load_gauges(self._loads())
+        yield from _load_gauges(self.loads_of())
         yield GaugeMetricFamily(
             "kvrelay_requests_in_flight", "Sequences being generated.", value=self.num_in_flight_of()
         )
+        if self.exporter is not None:
+            sent = {("sent",): self.exporter.num_sent, ("dropped",): self.exporter.num_dropped}
+            yield _counter("kvrelay_otlp_traces", "Traces of requests, by what became of them.", ("outcome",), sent)
         for metric, text, number in _COUNTS:
             yield _by_model(metric, text, {name: number(model) for name, model in models.items()})
         for metric, text, histogram in _HISTOGRAMS:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import msgspec
 
-from kvrelay.core.events import KvEventBatch, LoadMetrics
 from kvrelay.core.handoff import HandoffOrder
 from kvrelay.core.workers import WorkerInfo
 from kvrelay.errors import WorkerUnavailableError
@@ -30,7 +29,7 @@ class WorkerState(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class WorkerLinks:
     """Where a request runs. ``prefill``: with prefill-first, the other half of the pair, if there is one."""
 
     decode: WorkerLink
@@ -118,7 +117,7 @@ class Model:
             self.max_model_len = min(info.max_model_len for info in infos)
             self.vocab_size = min(info.vocab_size for info in infos)
 
-    def place(self, request: RoutingRequest, order: HandoffOrder, *, must_be_local: bool = False) -> Placement:
+    def place(self, request: RoutingRequest, order: HandoffOrder, *, must_be_local: bool = False) -> WorkerLinks:
         """The worker or pair for a request, which counts as placed there. ``must_be_local``: no other worker may
         prefill it.
 
@@ -134,7 +133,7 @@ class Model:
         if link is None:
             self.leave(request.request_id)
             raise WorkerUnavailableError(f"worker {worker_id} is not connected")
-        return Placement(link, None if prefill_id is None else self._prefill_links.get(prefill_id))
+        return WorkerLinks(link, None if prefill_id is None else self._prefill_links.get(prefill_id))
 
     def leave(self, request_id: str, num_output_tokens: int = 0) -> None:
         """A placed request has left its worker, or both of its pair."""
@@ -143,17 +142,9 @@ class Model:
 
     # -- what workers publish -----------------------------------------------------------------------------------------
 
-    def _router_of(self, worker_id: str) -> Router:
+    def router_of(self, worker_id: str) -> Router:
+        """Which of the routers hears what this worker publishes."""
         return self.pairs.prefills if worker_id in self._prefill_links else self.router
-
-    def apply_events(self, batch: KvEventBatch) -> None:
-        self._router_of(batch.worker_id).apply_events(batch)
-
-    def apply_metrics(self, metrics: LoadMetrics) -> None:
-        self._router_of(metrics.worker_id).apply_metrics(metrics)
-
-    def apply_replay(self, worker_id: str, reply: bytes) -> None:
-        self._router_of(worker_id).apply_replay(worker_id, reply)
 
     def tune(self, settings: RuntimeSettings) -> None:
         """Apply the run-time settings on top of those that the router was started with."""
@@ -168,10 +159,10 @@ class Model:
             WorkerState(
                 worker_id=worker_id,
                 index=self.router.index_state(worker_id),
-                requests=link.tally.requests,
-                computed_tokens=link.tally.computed_tokens,
-                cached_tokens=link.tally.cached_tokens,
-                generated_tokens=link.tally.generated_tokens,
+                requests=link.counts.requests,
+                computed_tokens=link.counts.computed_tokens,
+                cached_tokens=link.counts.cached_tokens,
+                generated_tokens=link.counts.generated_tokens,
             )
             for worker_id, link in self._links.items()
         ]

@@ -9,6 +9,7 @@ dropped, because the index requests missed events once the worker is connected.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from typing import NamedTuple, TypeVar
 
@@ -64,14 +65,14 @@ class Published:
         heard = self._heard(subject, data, decode_events, self._keys.worker_kv_events)
         if heard is not None:
             served, batch = heard
-            served.model.apply_events(batch)
+            served.model.router_of(batch.worker_id).apply_events(batch)
 
     def _on_load(self, subject: str, data: bytes) -> None:
         heard = self._heard(subject, data, decode_load, self._keys.worker_load)
         if heard is not None:
             served, metrics = heard
-            served.link.load = metrics
-            served.model.apply_metrics(metrics)
+            served.link.report.heard(metrics, time.monotonic())
+            served.model.router_of(metrics.worker_id).apply_metrics(metrics)
 
     def _heard(
         self, subject: str, data: bytes, decode: Callable[[bytes], _Published], subject_of: Callable[[str], str]
@@ -109,7 +110,7 @@ class Published:
         except ProtocolError as exc:
             _log.warning("replay on %s dropped: %s", subject, exc)
             return
-        served.model.apply_replay(worker_id, frame)
+        served.model.router_of(worker_id).apply_replay(worker_id, frame)
 
 
 def _publisher_of(subject: str) -> str:

@@ -12,9 +12,9 @@ from collections.abc import Sequence as Items
 from kvrelay.errors import KvrelayError
 from kvrelay.frontend.access.access_log import Generated
 from kvrelay.frontend.generate.sequence import Sequence
-from kvrelay.frontend.openai.answer import AnsweredPrompt, AnswerFormat, Choice, Piece, PromptTokensDetails, Usage
+from kvrelay.frontend.openai.answer import AnsweredPrompt, AnswerFormat, Choice, ChoicePiece, PromptTokensDetails, Usage
+from kvrelay.frontend.openai.answer_spec import AnswerSpec
 from kvrelay.frontend.openai.errors import Failure
-from kvrelay.frontend.openai.plan import GenerationPlan
 from kvrelay.frontend.side_threads import START_COST, LoopTurns
 from kvrelay.http import Exchange
 
@@ -27,9 +27,9 @@ EVENT_STREAM = b"text/event-stream; charset=utf-8"
 class Answer:
     """Base of both: the sequences, and the moment when all have ended."""
 
-    def __init__(self, plan: GenerationPlan) -> None:
+    def __init__(self, spec: AnswerSpec) -> None:
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._plan = plan
+        self._spec = spec
         self.sequences: list[Sequence] = []
         self._num_open = 0
 
@@ -74,7 +74,7 @@ class Answer:
 
     def usage(self) -> Usage:
         """Usage of the whole request; a prompt counts once, however many choices it has."""
-        prompts = self.sequences[:: self._plan.n]
+        prompts = self.sequences[:: self._spec.n]
         num_prompt = sum(len(sequence.prompt_token_ids) for sequence in prompts)
         num_output = sum(len(sequence.output_token_ids) for sequence in self.sequences)
         cached = sum(sequence.num_cached_tokens for sequence in prompts)
@@ -120,17 +120,17 @@ class StreamedAnswer(Answer):
     that every worker refuses still gets a status."""
 
     def __init__(
-        self, plan: GenerationPlan, form: AnswerFormat, exchange: Exchange, headers: Items[tuple[bytes, bytes]]
+        self, spec: AnswerSpec, form: AnswerFormat, exchange: Exchange, headers: Items[tuple[bytes, bytes]]
     ) -> None:
-        super().__init__(plan)
+        super().__init__(spec)
         self._form = form
         self._exchange = exchange
         self._headers = headers
         self._opened: set[int] = set()
-        self._with_usage = plan.continuous_usage
-        self._every_token = plan.return_token_ids or plan.continuous_usage
+        self._with_usage = spec.continuous_usage
+        self._every_token = spec.return_token_ids or spec.continuous_usage
 
-    def deliver(self, sequence: Sequence, piece: Piece) -> None:
+    def deliver(self, sequence: Sequence, piece: ChoicePiece) -> None:
         index = sequence.index
         data = b"" if index in self._opened else self._open(sequence)
         if piece.text or piece.finish is not None or piece.logprobs or self._every_token:
@@ -140,9 +140,9 @@ class StreamedAnswer(Answer):
         if piece.finish is not None:
             self._one_finished()
 
-    def finish(self) -> None:
-        """All sequences have finished."""
-        self._exchange.write(self._form.closing(self.usage()))
+    def finish(self, extra: bytes = b"") -> None:
+        """All sequences have finished. ``extra``: a member more for the last event."""
+        self._exchange.write(self._form.closing(self.usage(), extra))
         self._exchange.finish()
 
     def finish_broken(self, failure: Failure) -> None:
@@ -166,11 +166,11 @@ class StreamedAnswer(Answer):
 class CollectedAnswer(Answer):
     """All choices, complete when all sequences have finished."""
 
-    def __init__(self, plan: GenerationPlan) -> None:
-        super().__init__(plan)
+    def __init__(self, spec: AnswerSpec) -> None:
+        super().__init__(spec)
         self._choices: dict[int, Choice] = {}
 
-    def deliver(self, sequence: Sequence, piece: Piece) -> None:
+    def deliver(self, sequence: Sequence, piece: ChoicePiece) -> None:
         choice = self._choices.get(sequence.index)
         if choice is None:
             choice = Choice(sequence.index, sequence.prompt_token_ids, sequence.prompt_logprobs)
@@ -182,7 +182,7 @@ class CollectedAnswer(Answer):
     @property
     def size(self) -> int:
         """Number of tokens, with all their alternatives."""
-        per_token = 1 if self._plan.sampling.logprobs is None else 1 + NUM_ALTERNATIVES
+        per_token = 1 if self._spec.sampling.logprobs is None else 1 + NUM_ALTERNATIVES
         return sum(
             len(sequence.prompt_token_ids) + per_token * len(sequence.output_token_ids) for sequence in self.sequences
         )

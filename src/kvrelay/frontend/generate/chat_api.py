@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from kvrelay.errors import InvalidInputError
 from kvrelay.frontend.generate.prompts import echoed_message
 from kvrelay.frontend.openai.answer import AnswerContext, AnswerFormat
-from kvrelay.frontend.openai.chat import ChatFormat
-from kvrelay.frontend.openai.errors import RefusedError
+from kvrelay.frontend.openai.completions import ChatFormat
+from kvrelay.frontend.openai.errors import RequestRefusedError
 from kvrelay.frontend.openai.requests import ChatCompletionRequest, FieldsCheck, parse_body
 
 
@@ -40,7 +40,7 @@ class ChatApi:
         """Errors inside name the fields of this API."""
         try:
             yield
-        except (InvalidInputError, RefusedError) as exc:
+        except (InvalidInputError, RequestRefusedError) as exc:
             exc.param = self.params.get(exc.param or "", exc.param)
             raise
 

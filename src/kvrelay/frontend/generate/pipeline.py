@@ -1,6 +1,6 @@
 """A request's path through the frontend, on one page:
 
-    body ──parse──> fields ──plan, admit──> prompts ──tokenize──> sequences ──route, call──> outputs ──> answer
+    body ──parse──> fields ──spec, admit──> prompts ──tokenize──> sequences ──route, call──> outputs ──> answer
 
 Large bodies are parsed and tokenized on the side threads, and large answers are put together there, so that other
 requests do not wait. After the call, the workers' messages drive everything: a token goes from the connection through
@@ -24,10 +24,10 @@ from kvrelay.errors import InvalidInputError, KvrelayError
 from kvrelay.frontend.access.access_log import AccessLog
 from kvrelay.frontend.access.admission import Admission
 from kvrelay.frontend.access.api_keys import ApiKeys, cache_salt_of
-from kvrelay.frontend.cluster.cluster import Cluster
 from kvrelay.frontend.cluster.metrics import FrontendMetrics
 from kvrelay.frontend.cluster.models import Model
-from kvrelay.frontend.cluster.pairs import ORDER_HEADER, read_order
+from kvrelay.frontend.cluster.view import ClusterView
+from kvrelay.frontend.cluster.worker_link import ORDER_HEADER, read_order
 from kvrelay.frontend.generate.answers import (
     ClientGoneError,
     CollectedAnswer,
@@ -38,27 +38,31 @@ from kvrelay.frontend.generate.answers import (
 from kvrelay.frontend.generate.chat_api import ChatApi, ChatTask
 from kvrelay.frontend.generate.prompts import Prompt, chat_prompt, completion_prompts, read_completion
 from kvrelay.frontend.generate.sequence import Sequence, sequences_of
-from kvrelay.frontend.openai.answer import AnswerContext, AnswerFormat, encode_json
-from kvrelay.frontend.openai.completions import CompletionFormat
-from kvrelay.frontend.openai.errors import DeadlineError, failure_of
-from kvrelay.frontend.openai.logprobs import TokenIdTexts, TokenTexts
-from kvrelay.frontend.openai.plan import (
+from kvrelay.frontend.openai.answer import AnswerContext, AnswerFormat, encode_json, with_extra
+from kvrelay.frontend.openai.answer_spec import (
     DECISION_HEADER,
     MAX_OBJECTIVE_MS,
     MIN_OBJECTIVE_MS,
     SLO_ITL_HEADER,
     SLO_TTFT_HEADER,
     TIMEOUT_HEADER,
-    GenerationPlan,
+    AnswerSpec,
+    chat_spec,
     check_timeout,
-    plan_chat,
-    plan_completion,
+    completion_spec,
 )
+from kvrelay.frontend.openai.completions import CompletionFormat
+from kvrelay.frontend.openai.errors import DeadlineError, failure_of
+from kvrelay.frontend.openai.logprobs import TokenIdTexts, TokenTexts
 from kvrelay.frontend.openai.requests import ChatCompletionRequest, FieldsCheck, GenerationFields, has_short_fields
 from kvrelay.frontend.side_threads import INLINE_SIZE, Pieces, SideThreads
-from kvrelay.frontend.tools.plan import ChatForm, chat_form
-from kvrelay.frontend.tools.reading import Reading
+from kvrelay.frontend.tools.chat_form import ChatForm, OutputParsers, chat_form
 from kvrelay.http import Exchange, HttpRequest, Response
+from kvrelay.marks.kept import Kept
+from kvrelay.marks.trace import Trace
+from kvrelay.marks.waterfall import waterfall
+
+WATERFALL_HEADER = "x-kvrelay-waterfall"
 
 
 class Pipeline:
@@ -67,14 +71,16 @@ class Pipeline:
     def __init__(
         self,
         config: FrontendConfig,
-        cluster: Cluster,
+        cluster: ClusterView,
         metrics: FrontendMetrics,
         keys: ApiKeys,
         admission: Admission,
         threads: SideThreads,
         access_log: AccessLog,
         check_fields: FieldsCheck,
+        kept: Kept | None,
     ) -> None:
+        """``kept``: has a trace of each running request; None: no marks are made."""
         self._config = config
         self._order = HandoffOrder(config.order)
         self._cluster = cluster
@@ -84,7 +90,8 @@ class Pipeline:
         self._threads = threads
         self._access_log = access_log
         self._check_fields = check_fields
-        self._reading = Reading(config.tool_call_parser, config.reasoning_parser)
+        self._kept = kept
+        self._reading = OutputParsers(config.tool_call_parser, config.reasoning_parser)
 
     async def complete(self, exchange: Exchange, request_id: str) -> None:
         """``/v1/completions``. Raises KvrelayError before the answer has begun."""
@@ -95,52 +102,52 @@ class Pipeline:
         exchange.drop_body()
         model = self._cluster.model(request.model)
         exchange.request.model = model.name
-        plan_size = 0 if size > INLINE_SIZE and has_short_fields(request) else size
-        plan = await self._threads.call(
-            plan_size, plan_completion, request, model.tokenizer.default_sampling, self._config.max_n
+        spec_size = 0 if size > INLINE_SIZE and has_short_fields(request) else size
+        spec = await self._threads.call(
+            spec_size, completion_spec, request, model.tokenizer.default_sampling, self._config.max_n
         )
-        plan.check(model.vocab_size)
+        spec.check(model.vocab_size)
         client = exchange.request.client
-        with self._admission.admitted(plan.n * len(items), client, self._keys.limits_of(client)):
+        with self._admission.admitted(spec.n * len(items), client, self._keys.limits_of(client)):
             prompts = await self._prepared(
                 exchange,
                 size,
                 completion_prompts(
-                    items, model, plan.add_special_tokens, with_texts=plan.echo, keep_last=plan.keep_last
+                    items, model, spec.add_special_tokens, with_texts=spec.echo, keep_last=spec.keep_last
                 ),
-                is_light=not plan.echo and all(isinstance(item, list) for item in items),
+                is_light=not spec.echo and all(isinstance(item, list) for item in items),
             )
             echoes = None
-            if plan.echo:
-                echoes = [prompt.text or "" for prompt in prompts for _ in range(plan.n)]
+            if spec.echo:
+                echoes = [prompt.text or "" for prompt in prompts for _ in range(spec.n)]
             form = CompletionFormat(
-                AnswerContext(request_id, int(time.time()), model.name, _texts(request, model), plan),
+                AnswerContext(request_id, int(time.time()), model.name, _texts(request, model), spec),
                 model.tokenizer.detokenizer,
                 with_prompt_logprobs=request.prompt_logprobs is not None,
                 echoes=echoes,
             )
-            await self._generate(exchange, request_id, model, plan, prompts, form)
+            await self._generate(exchange, request_id, model, spec, prompts, form)
 
     async def chat(self, api: ChatApi, exchange: Exchange, request_id: str) -> None:
         """Any API for chats. Raises KvrelayError before the answer has begun."""
         task, model, size = await self._read_chat(api, exchange)
         request = task.request
         with api.own_names():
-            form, plan = await self._threads.call(size, self._chat_plan, request, model)
-            plan.check(model.vocab_size)
+            form, spec = await self._threads.call(size, self._chat_spec, request, model)
+            spec.check(model.vocab_size)
             client = exchange.request.client
-            with self._admission.admitted(plan.n, client, self._keys.limits_of(client)):
-                prompts = await self._prepared(exchange, size, _chat_prompt(request, model, form, plan.keep_last))
+            with self._admission.admitted(spec.n, client, self._keys.limits_of(client)):
+                prompts = await self._prepared(exchange, size, _chat_prompt(request, model, form, spec.keep_last))
                 context = AnswerContext(
                     request_id,
                     int(time.time()),
                     model.name,
                     _texts(request, model),
-                    plan,
+                    spec,
                     self._reading.parser(form, prompts[0].text or ""),
                     form.tools.dialect.call_id_chars if form.tools else 0,
                 )
-                await self._generate(exchange, request_id, model, plan, prompts, task.make_format(context))
+                await self._generate(exchange, request_id, model, spec, prompts, task.make_format(context))
 
     async def count_tokens(self, api: ChatApi, exchange: Exchange, request_id: str) -> None:
         """How many tokens the prompt of a chat has: ``{"input_tokens": n}``. Raises InvalidInputError."""
@@ -162,13 +169,13 @@ class Pipeline:
         exchange.request.model = model.name
         return task, model, size
 
-    def _chat_plan(self, request: ChatCompletionRequest, model: Model) -> tuple[ChatForm, GenerationPlan]:
+    def _chat_spec(self, request: ChatCompletionRequest, model: Model) -> tuple[ChatForm, AnswerSpec]:
         """Raises InvalidInputError."""
         form = chat_form(request, self._reading.dialect(model.tokenizer.chat_template))
-        plan = plan_chat(request, model.tokenizer.default_sampling, self._config.max_n, form.constraint)
+        spec = chat_spec(request, model.tokenizer.default_sampling, self._config.max_n, form.constraint)
         if form.tools is not None and form.tools.dialect.has_special_tokens:
-            plan = replace(plan, skip_special_tokens=False)
-        return form, plan
+            spec = replace(spec, skip_special_tokens=False)
+        return form, spec
 
     async def _prepared(
         self, exchange: Exchange, size: int, work: Pieces[list[Prompt]], is_light: bool = False
@@ -181,31 +188,34 @@ class Pipeline:
         exchange: Exchange,
         request_id: str,
         model: Model,
-        plan: GenerationPlan,
+        spec: AnswerSpec,
         prompts: Items[Prompt],
         form: AnswerFormat,
     ) -> None:
         lengths = [len(prompt.token_ids) for prompt in prompts]
+        trace = self._kept.running.get(request_id) if self._kept is not None else None
+        if trace is not None:
+            trace.tokenised(model.name, sum(lengths))
         client = exchange.request.client
         limits = self._keys.limits_of(client)
-        plan = plan.within(limits, lengths)
-        plan = _with_objectives(plan, exchange.request)
-        salt = cache_salt_of(client, plan.sampling.cache_salt, is_shared=self._config.share_prefix_cache)
-        if salt != plan.sampling.cache_salt:
-            plan = replace(plan, sampling=replace(plan.sampling, cache_salt=salt))
-        plan.check_prompts(lengths)
-        timeout_s = self._timeout_s(exchange, plan)
+        spec = spec.within(limits, lengths)
+        spec = _with_objectives(spec, exchange.request)
+        salt = cache_salt_of(client, spec.sampling.cache_salt, is_shared=self._config.share_prefix_cache)
+        if salt != spec.sampling.cache_salt:
+            spec = replace(spec, sampling=replace(spec.sampling, cache_salt=salt))
+        spec.check_prompts(lengths)
+        timeout_s = self._timeout_s(exchange, spec)
         order = read_order(exchange.request.headers.get(ORDER_HEADER), self._order)
         headers = [(b"x-request-id", request_id.encode())]
         answer: StreamedAnswer | CollectedAnswer
-        answer = StreamedAnswer(plan, form, exchange, headers) if plan.stream else CollectedAnswer(plan)
+        answer = StreamedAnswer(spec, form, exchange, headers) if spec.stream else CollectedAnswer(spec)
         sequences = sequences_of(
-            request_id, prompts, plan, model, answer, self._metrics, self._config.migration_limit, order
+            request_id, prompts, spec, model, answer, self._metrics, self._config.migration_limit, order, trace
         )
         tokens_per_minute = limits.tokens_per_minute or 0
         self._admission.count_tokens(client, tokens_per_minute, sum(lengths))
         try:
-            await self._run(answer, exchange, sequences, plan.n * len(prompts), timeout_s)
+            await self._run(answer, exchange, sequences, spec.n * len(prompts), timeout_s)
         except ClientGoneError:
             raise
         except KvrelayError as exc:
@@ -218,12 +228,21 @@ class Pipeline:
                 self._admission.count_tokens(client, tokens_per_minute, answer.generated().output_tokens or 0)
             if self._access_log.is_on:
                 self._access_log.note(request_id, answer.generated())
+            if trace is not None:
+                trace.output_tokens = sum(len(sequence.output_token_ids) for sequence in answer.sequences)
+        shown = self._waterfall(exchange, trace)
         if isinstance(answer, StreamedAnswer):
-            answer.finish()
+            answer.finish(shown)
         else:
             headers += origin_headers(answer.sequences[0])
             whole = await self._threads.call(answer.size, form.whole, answer.choices, answer.usage())
-            exchange.respond(Response(200, whole, headers=headers))
+            exchange.respond(Response(200, with_extra(whole, shown), headers=headers))
+
+    def _waterfall(self, exchange: Exchange, trace: Trace | None) -> bytes:
+        """The answer's extra field, if the client has asked for it."""
+        if self._kept is None or trace is None or exchange.request.headers.get(WATERFALL_HEADER, "") in ("", "0"):
+            return b""
+        return b',"kvrelay_waterfall":' + encode_json(waterfall(trace, self._kept.frontend))
 
     async def _run(
         self,
@@ -245,10 +264,10 @@ class Pipeline:
         finally:
             answer.cancel()
 
-    def _timeout_s(self, exchange: Exchange, plan: GenerationPlan) -> float | None:
+    def _timeout_s(self, exchange: Exchange, spec: AnswerSpec) -> float | None:
         """The body's field, else the header, else the configured deadline."""
-        if plan.timeout_s is not None:
-            return plan.timeout_s
+        if spec.timeout_s is not None:
+            return spec.timeout_s
         text = exchange.request.headers.get(TIMEOUT_HEADER)
         if text is None:
             return self._config.request_timeout_s or None
@@ -258,13 +277,13 @@ class Pipeline:
             raise InvalidInputError(f"{TIMEOUT_HEADER} is not a number", param=TIMEOUT_HEADER) from exc
 
 
-def _with_objectives(plan: GenerationPlan, request: HttpRequest) -> GenerationPlan:
-    """The plan with the key's name and the objectives in the headers. Raises InvalidInputError."""
+def _with_objectives(spec: AnswerSpec, request: HttpRequest) -> AnswerSpec:
+    """The spec with the key's name and the objectives in the headers. Raises InvalidInputError."""
     ttft_ms, itl_ms = _milliseconds(request, SLO_TTFT_HEADER), _milliseconds(request, SLO_ITL_HEADER)
     explain = request.headers.get(DECISION_HEADER, "") not in ("", "0")
     if not (request.client or ttft_ms or itl_ms or explain):
-        return plan
-    return replace(plan, tenant=request.client, slo_ttft_ms=ttft_ms, slo_itl_ms=itl_ms, explain=explain)
+        return spec
+    return replace(spec, tenant=request.client, slo_ttft_ms=ttft_ms, slo_itl_ms=itl_ms, explain=explain)
 
 
 def _milliseconds(request: HttpRequest, header: str) -> float:

@@ -73,9 +73,9 @@ def completion_prompts(
     num_tokens = 0
     for item in items:
         if isinstance(item, str):
-            prompts.append(_text_prompt(item, _last(next(encoded), keep_last), model))
+            prompts.append(_prompt(_last(next(encoded), keep_last), model, item))
         else:
-            prompts.append(_ids_prompt(_last(item, keep_last), model))
+            prompts.append(_prompt(_last(item, keep_last), model))
         if with_texts and not isinstance(item, str):
             yield
             prompts[-1] = Prompt(prompts[-1].token_ids, model.tokenizer.decode(item))
@@ -205,22 +205,14 @@ def _last(token_ids: list[int], count: int | None) -> list[int]:
     return token_ids if count is None else token_ids[-count:]
 
 
-def _text_prompt(text: str, token_ids: list[int], model: Model) -> Prompt:
-    if len(token_ids) > model.max_model_len:
+def _prompt(token_ids: list[int], model: Model, text: str | None = None) -> Prompt:
+    """``text``: of a prompt that was given as text."""
+    if text is not None and len(token_ids) > model.max_model_len:
         raise _too_long("The prompt is longer than the model's maximum context length of", model)
     _check_ids(token_ids, model, "prompt")
-    return Prompt(_not_empty(token_ids), text)
-
-
-def _ids_prompt(token_ids: list[int], model: Model) -> Prompt:
-    _check_ids(token_ids, model, "prompt")
-    return Prompt(_not_empty(token_ids))
-
-
-def _not_empty(token_ids: list[int]) -> tuple[int, ...]:
     if not token_ids:
         raise InvalidInputError("the prompt is empty", param="prompt")
-    return tuple(token_ids)
+    return Prompt(tuple(token_ids), text)
 
 
 def _check_ids(token_ids: list[int], model: Model, param: str) -> None:

@@ -28,23 +28,18 @@ from kvrelay.core.handoff import HandoffOrder
 from kvrelay.core.messages import GenerateRequest, RequestRefused, TokenOutput
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.status import FinishReason
-from kvrelay.errors import (
-    KvrelayError,
-    OverloadedError,
-    ProtocolError,
-    RetryElsewhereError,
-    WorkerUnavailableError,
-)
+from kvrelay.errors import KvrelayError, OverloadedError, ProtocolError, RetryElsewhereError, WorkerUnavailableError
 from kvrelay.frontend.cluster.metrics import FrontendMetrics
 from kvrelay.frontend.cluster.models import Model
-from kvrelay.frontend.cluster.pairs import PrefillHalf, paired_request
-from kvrelay.frontend.cluster.worker_link import WorkerLink, contradicts, unseen_part
+from kvrelay.frontend.cluster.worker_link import PrefillHalf, WorkerLink, contradicts, paired_request, unseen_part
 from kvrelay.frontend.generate.answer_text import AnswerText
 from kvrelay.frontend.generate.prompts import Prompt
-from kvrelay.frontend.openai.answer import Piece, PromptLogprobs
-from kvrelay.frontend.openai.errors import RefusedError, refusal_error
-from kvrelay.frontend.openai.plan import GenerationPlan, choice_sampling
+from kvrelay.frontend.openai.answer import ChoicePiece, PromptLogprobs
+from kvrelay.frontend.openai.answer_spec import AnswerSpec, choice_sampling
+from kvrelay.frontend.openai.errors import RequestRefusedError, refusal_error
 from kvrelay.frontend.side_threads import START_COST
+from kvrelay.marks.phases import LATE_S
+from kvrelay.marks.trace import Trace
 from kvrelay.router import RoutingRequest
 
 _log = logging.getLogger(__name__)
@@ -56,7 +51,7 @@ REPLACEMENT_WAIT_S = 10.0
 class SequenceListener(Protocol):
     """The object that sends the answer. No call follows ``failed`` or a ``deliver`` with a finish."""
 
-    def deliver(self, sequence: Sequence, piece: Piece) -> None: ...
+    def deliver(self, sequence: Sequence, piece: ChoicePiece) -> None: ...
 
     def failed(self, sequence: Sequence, error: KvrelayError) -> None: ...
 
@@ -64,7 +59,7 @@ class SequenceListener(Protocol):
 class Sequence:
     """One choice of a request's answer, with the number ``index``. Implements ``OutputReceiver``.
 
-    ``sampling`` is the plan's, with this choice's seed and limit on tokens.
+    ``sampling`` is the spec's, with this choice's seed and limit on tokens.
     """
 
     def __init__(
@@ -73,12 +68,13 @@ class Sequence:
         index: int,
         prompt: Prompt,
         sampling: SamplingParams,
-        plan: GenerationPlan,
+        spec: AnswerSpec,
         model: Model,
         listener: SequenceListener,
         metrics: FrontendMetrics,
         migration_limit: int,
         order: HandoffOrder,
+        trace: Trace | None = None,
     ) -> None:
         self.index = index
         self.prompt_token_ids = prompt.token_ids
@@ -93,14 +89,17 @@ class Sequence:
         self.ttft_s: float | None = None
         """From its start to its first token."""
         self._request_id = request_id
-        self._plan = plan
+        self._spec = spec
         self._model = model
-        self._text = AnswerText(plan, model.tokenizer, sampling.min_tokens)
+        self._text = AnswerText(spec, model.tokenizer, sampling.min_tokens)
         self._listener = listener
         self._metrics = metrics
         self._counts = metrics.of(model.name)
         self._migration_limit = migration_limit
         self._order = order
+        self._trace = trace
+        self._traced = 0
+        """The attempt's number in the trace."""
         self._must_be_local = sampling.must_prefill_locally
         self._link: WorkerLink | None = None
         self._prefill: PrefillHalf | None = None
@@ -125,6 +124,9 @@ class Sequence:
             placement = self._model.place(self._routing_request(), self._order, must_be_local=self._must_be_local)
             link = placement.decode
             request = self._generate_request(link)
+            if self._trace is not None:
+                half = placement.prefill
+                self._traced = self._trace.routed(link.info.worker_id, half.info.worker_id if half is not None else "")
             if placement.prefill is not None:
                 request = self._submit_prefill(placement.prefill, link, request)
             try:
@@ -174,7 +176,7 @@ class Sequence:
         if refusal.status == OverloadedError.status:
             # A worker that refuses for another reason, e.g. because it leaves, does not know when a worker is free.
             self._retry_after_s = min(self._retry_after_s, refusal.retry_after_s)
-        error = refusal_error(refusal, self._retry_after_s, self._plan.grammar_param)
+        error = refusal_error(refusal, self._retry_after_s, self._spec.grammar_param)
         if not refusal.retryable:
             self._fail(error)
             return
@@ -205,6 +207,8 @@ class Sequence:
             self._fail(error)
             return
         self.num_migrations += 1
+        if self._trace is not None:
+            self._trace.migrated(len(self.output_token_ids))
         self._counts.num_migrations += 1
         _log.info("%s: %s; migrating after %d tokens", self._attempt_id, reason, len(self.output_token_ids))
         self._place_again(error, may_wait)
@@ -248,7 +252,7 @@ class Sequence:
             request_id=self._placement_id,
             token_ids=token_ids,
             max_tokens=self.sampling.max_tokens,
-            priority=self._plan.priority,
+            priority=self._spec.priority,
             exclude=tuple(self._failed_workers),
             cache_salt=self.sampling.cache_salt,
         )
@@ -260,12 +264,13 @@ class Sequence:
             prompt_token_ids=self.prompt_token_ids,
             sampling=self.sampling,
             output_token_ids=tuple(self.output_token_ids),
-            priority=self._plan.priority,
+            priority=self._spec.priority,
             order=self._order,
-            tenant=self._plan.tenant,
-            slo_ttft_ms=self._plan.slo_ttft_ms,
-            slo_itl_ms=self._plan.slo_itl_ms,
-            explain=self._plan.explain,
+            tenant=self._spec.tenant,
+            slo_ttft_ms=self._spec.slo_ttft_ms,
+            slo_itl_ms=self._spec.slo_itl_ms,
+            explain=self._spec.explain,
+            traceparent="" if self._trace is None else self._trace.traceparent,
         )
 
     def _leave_router(self) -> None:
@@ -302,18 +307,23 @@ class Sequence:
         if output.position != len(known):
             unseen = unseen_part(output, len(known))
             if unseen is None:
+                self._heard(output)
                 return
             output = unseen
         if not self._is_prefilled:
             self._on_prefilled(output, now_s, link)
         elif output.token_ids:
-            self._counts.itl.observe(now_s - self._last_s)
+            gap_s = now_s - self._last_s
+            self._counts.itl.observe(gap_s)
+            if gap_s > LATE_S and self._trace is not None:
+                self._trace.late_token(now_s, gap_s)
         self._last_s = now_s
         if link is not None:
-            link.tally.generated_tokens += len(output.token_ids)
+            link.counts.generated_tokens += len(output.token_ids)
         piece = self._text.push(output, len(known))
         known += piece.token_ids
         if piece.finish is not None:
+            self._heard(output)
             # A decode worker whose prefill worker has brought the end knows nothing of it.
             is_told = output.finish_reason is not None and link is self._link
             self._end(abort=not is_told, duration_s=now_s - self._started_s)
@@ -321,11 +331,14 @@ class Sequence:
 
     def _on_prefilled(self, output: TokenOutput, now_s: float, link: WorkerLink | None) -> None:
         """Handle the first output of an attempt. On the first attempt it also carries the prompt's cached tokens."""
+        if self._trace is not None:
+            self._heard(output)
+            self._trace.first_token(now_s)
         self._is_prefilled = True
         self._model.router.first_token(self._placement_id)
         if link is not None:
             num_tokens = len(self.prompt_token_ids) + len(self.output_token_ids)
-            link.tally.prefilled(num_tokens, output.num_cached_tokens or 0)
+            link.counts.prefilled(num_tokens, output.num_cached_tokens or 0)
         if self._has_output:
             self._counts.itl.observe(now_s - self._last_s)
             return
@@ -335,6 +348,11 @@ class Sequence:
         self.decision = output.decision
         self.prompt_logprobs = output.prompt_logprobs
         self._counts.first_token(now_s - self._started_s, len(self.prompt_token_ids), self.num_cached_tokens)
+
+    def _heard(self, output: TokenOutput) -> None:
+        """Keep the marks that came with a first or last output."""
+        if self._trace is not None:
+            self._trace.heard(self._traced, output.marks)
 
     def _disagreed(self) -> None:
         """The decode worker has computed another first token than the prefill worker, whose token was delivered.
@@ -354,7 +372,7 @@ class Sequence:
         if output.is_final and not self._is_ended:
             self._link = None
             self._leave_router()
-            self._fail(RefusedError(output.error or "the request failed", 400, param=self._plan.grammar_param))
+            self._fail(RequestRefusedError(output.error or "the request failed", 400, param=self._spec.grammar_param))
             return
         self._migrate(output.error or f"worker {self.worker_id} gave it up", may_wait=False)
 
@@ -383,31 +401,33 @@ class Sequence:
 def sequences_of(
     request_id: str,
     prompts: Items[Prompt],
-    plan: GenerationPlan,
+    spec: AnswerSpec,
     model: Model,
     listener: SequenceListener,
     metrics: FrontendMetrics,
     migration_limit: int,
     order: HandoffOrder = HandoffOrder.DECODE_FIRST,
+    trace: Trace | None = None,
 ) -> Iterator[Sequence]:
     """All choices in order: those of the first prompt, those of the second, ... Every prompt is checked at once.
 
     Raises PromptTooLongError, InvalidInputError.
     """
-    samplings = [plan.sampling_of(len(prompt.token_ids), model.max_model_len) for prompt in prompts]
+    samplings = [spec.sampling_of(len(prompt.token_ids), model.max_model_len) for prompt in prompts]
     return (
         Sequence(
             request_id,
-            number * plan.n + choice,
+            number * spec.n + choice,
             prompt,
             choice_sampling(sampling, choice),
-            plan,
+            spec,
             model,
             listener,
             metrics,
             migration_limit,
             order,
+            trace,
         )
         for number, (prompt, sampling) in enumerate(zip(prompts, samplings))
-        for choice in range(plan.n)
+        for choice in range(spec.n)
     )

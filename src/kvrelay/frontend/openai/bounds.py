@@ -38,7 +38,6 @@ StopStrings = Annotated[list[StopString], Meta(max_length=MAX_STOPS)]
 StopTokenIds = Annotated[list[int], Meta(max_length=MAX_STOP_TOKEN_IDS)]
 LogitBias = Annotated[dict[int, float], Meta(max_length=MAX_LOGIT_BIAS)]
 JsonMap = Annotated[dict[str, object], Meta(max_length=64)]
-JsonList = Annotated[list[object], Meta(max_length=1024)]
 Words = Annotated[list[Word], Meta(max_length=16)]
 
 MAX_JSON_VALUES = 2**21

@@ -9,13 +9,7 @@ from dataclasses import dataclass
 import msgspec
 
 from kvrelay.core.messages import RequestRefused
-from kvrelay.errors import (
-    InvalidInputError,
-    KvrelayError,
-    OverloadedError,
-    RetryElsewhereError,
-    WorkerUnavailableError,
-)
+from kvrelay.errors import InvalidInputError, KvrelayError, OverloadedError, RetryElsewhereError, WorkerUnavailableError
 from kvrelay.http.exchange import Response
 
 MAX_RETRY_AFTER_S = 3600.0
@@ -27,7 +21,7 @@ class DeadlineError(RetryElsewhereError):
     status = 504
 
 
-class RefusedError(KvrelayError):
+class RequestRefusedError(KvrelayError):
     """A worker refused the request permanently, with its own status. ``param`` is the field at fault."""
 
     def __init__(self, message: str, status: int, retry_after_s: float | None = None, param: str | None = None) -> None:
@@ -67,12 +61,12 @@ def refusal_error(refusal: RequestRefused, retry_after_s: float, grammar_param: 
         wait_s = retry_after_s if retry_after_s < math.inf else refusal.retry_after_s
         return WorkerUnavailableError(refusal.reason, retry_after_s=wait_s)
     param = grammar_param if refusal.status == InvalidInputError.status else None
-    return RefusedError(refusal.reason, refusal.status, param=param)
+    return RequestRefusedError(refusal.reason, refusal.status, param=param)
 
 
 def status_of(error: KvrelayError) -> int:
     """The HTTP status for ``error``. A worker's own status is used if it is an error status."""
-    if isinstance(error, InvalidInputError | RetryElsewhereError | RefusedError) and 400 <= error.status < 600:
+    if isinstance(error, InvalidInputError | RetryElsewhereError | RequestRefusedError) and 400 <= error.status < 600:
         return error.status
     return 500
 
@@ -99,7 +93,7 @@ ErrorShape = Callable[[Failure], bytes]
 def failure_of(error: KvrelayError) -> Failure:
     if isinstance(error, InvalidInputError):
         return Failure(status_of(error), error.message, error.param, error.code)
-    return Failure(status_of(error), error.message, error.param if isinstance(error, RefusedError) else None)
+    return Failure(status_of(error), error.message, error.param if isinstance(error, RequestRefusedError) else None)
 
 
 def openai_error(failure: Failure) -> bytes:

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Annotated, Generic, TypeVar
+from typing import Annotated, Any, Generic, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -34,14 +34,7 @@ from kvrelay.frontend.openai.bounds import (
     check_free_json,
     free_json_fields,
 )
-from kvrelay.frontend.openai.structured import (
-    Choices,
-    GrammarText,
-    ResponseFormat,
-    SchemaText,
-    StructuredOutputs,
-)
-from kvrelay.frontend.openai.tool_fields import ToolCalls, ToolChoice, Tools
+from kvrelay.frontend.openai.structured import Choices, GrammarText, ResponseFormat, SchemaText, StructuredOutputs
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
@@ -94,6 +87,12 @@ class GenerationFields(msgspec.Struct, frozen=True, kw_only=True):
     ebnf: GrammarText | None = None
 
 
+def common_fields(request: msgspec.Struct) -> dict[str, Any]:
+    """The fields of another API's body that are ``GenerationFields``, with the same meaning."""
+    names = set(GenerationFields.__struct_fields__).intersection(request.__struct_fields__)
+    return {name: getattr(request, name) for name in names}
+
+
 class CompletionRequest(GenerationFields, frozen=True, kw_only=True):
     """``POST /v1/completions``. A prompt is text or token ids, or a list of either."""
 
@@ -107,7 +106,7 @@ _SHORT_TYPES = (bool, int, float, StreamOptions, type(None))
 
 
 def has_short_fields(request: CompletionRequest) -> bool:
-    """Whether no field but the prompt can be long, so that planning the answer takes next to no time."""
+    """Whether no field but the prompt can be long, so that making its spec takes next to no time."""
     names = request.__struct_fields__
     return all(name in _BOUNDED or isinstance(getattr(request, name), _SHORT_TYPES) for name in names)
 
@@ -220,3 +219,70 @@ def parse_body(body: bytes, kind: type[Body], check_fields: FieldsCheck | None =
     for name in reader.free_fields:
         check_free_json(getattr(value, name), name)
     return value
+
+
+MAX_TOOLS = 128
+
+
+FunctionName = Annotated[str, Meta(max_length=64)]
+
+
+class FunctionDefinition(msgspec.Struct, frozen=True, omit_defaults=True):
+    """``strict`` has an effect only for forced calls (``required`` or by name), which always conform to
+    ``parameters``."""
+
+    name: FunctionName
+    description: Text | None = None
+    parameters: JsonMap | None = None
+    strict: bool | None = None
+
+
+class Tool(msgspec.Struct, frozen=True):
+    type: Word
+    function: FunctionDefinition
+
+
+class ChosenFunction(msgspec.Struct, frozen=True):
+    name: FunctionName
+
+
+class ToolChoice(msgspec.Struct, frozen=True):
+    """One function by name."""
+
+    type: Word
+    function: ChosenFunction | None = None
+
+
+class CalledFunction(msgspec.Struct, frozen=True):
+    """``arguments`` are JSON text."""
+
+    name: FunctionName
+    arguments: Text = ""
+
+
+class ToolCall(msgspec.Struct, frozen=True):
+    """A call, in an earlier message or in an answer."""
+
+    id: Name
+    function: CalledFunction
+    type: Word = "function"
+
+
+def function_tool(
+    name: str, description: str | None, parameters: dict[str, object] | None, strict: bool | None = None
+) -> Tool:
+    return Tool("function", FunctionDefinition(name, description, parameters, strict))
+
+
+def function_choice(name: str) -> ToolChoice:
+    return ToolChoice("function", ChosenFunction(name))
+
+
+def function_call(call_id: str, name: str, arguments: str) -> ToolCall:
+    return ToolCall(call_id, CalledFunction(name, arguments))
+
+
+Tools = Annotated[list[Tool], Meta(max_length=MAX_TOOLS)]
+
+
+ToolCalls = Annotated[list[ToolCall], Meta(max_length=1024)]

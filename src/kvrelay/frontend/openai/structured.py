@@ -108,8 +108,8 @@ def constraint_of(request: StructuredFields) -> Constraint | None:
         raise InvalidInputError(message, param=given[1][0])
     if not given:
         return None
-    param, build = given[0]
-    return checked(Constraint(param, build(param)))
+    param, value, make = given[0]
+    return checked(Constraint(param, make(value, param)))
 
 
 def checked(constraint: Constraint) -> Constraint:
@@ -144,41 +144,33 @@ def lark_string(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def _given(request: StructuredFields) -> list[tuple[str, Callable[[str], Grammar]]]:
-    """The fields that are set, each with the function that makes its grammar."""
-    found: list[tuple[str, Callable[[str], Grammar]]] = []
+def _given(request: StructuredFields) -> list[tuple[str, object, Callable[..., Grammar]]]:
+    """The fields that are set, each with the function that makes its grammar of value and name."""
+    found: list[tuple[str, object, Callable[..., Grammar]]] = []
     form = request.response_format
     if form is not None and form.type != "text":
-        found.append(("response_format", lambda param: _of_format(form, param)))
+        found.append(("response_format", form, _of_format))
     outputs = request.structured_outputs
     if outputs is not None:
-        parts = [
+        parts: tuple[tuple[str, object, Callable[..., Grammar]], ...] = (
             ("json", outputs.json, _of_schema),
             ("regex", outputs.regex, _of_regex),
             ("choice", outputs.choice, _of_choices),
             ("grammar", outputs.grammar, _of_text),
             ("json_object", outputs.json_object or None, lambda value, param: ANY_JSON_OBJECT),
-        ]
-        found += _set_fields([(f"structured_outputs.{name}", value, make) for name, value, make in parts])
-        if not found or not found[-1][0].startswith("structured_outputs"):
+        )
+        own = [(f"structured_outputs.{name}", value, make) for name, value, make in parts if value is not None]
+        if not own:
             message = "structured_outputs needs one of json, regex, choice, grammar and json_object"
             raise InvalidInputError(message, param="structured_outputs")
+        found += own
     values = _plain_fields(request)
     if values == _NOTHING:
         # Nearly all requests.
         return found
     fields = [(name, value, make) for (name, make), value in zip(_PLAIN_FIELDS.items(), values, strict=True)]
     # An empty list of bad words forbids nothing.
-    return found + _set_fields([field for field in fields if field[:2] != ("bad_words", [])])
-
-
-def _set_fields(
-    fields: Sequence[tuple[str, object, Callable[..., Grammar]]],
-) -> list[tuple[str, Callable[[str], Grammar]]]:
-    def bound(value: object, make: Callable[..., Grammar]) -> Callable[[str], Grammar]:
-        return lambda param: make(value, param)
-
-    return [(name, bound(value, make)) for name, value, make in fields if value is not None]
+    return found + [field for field in fields if field[1] is not None and field[:2] != ("bad_words", [])]
 
 
 def _of_format(form: ResponseFormat, param: str) -> Grammar:

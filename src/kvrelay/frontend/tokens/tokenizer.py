@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
@@ -33,6 +32,7 @@ class DefaultSampling(msgspec.Struct, frozen=True):
     repetition_penalty: float | None = None
 
 
+NO_DEFAULTS = DefaultSampling()
 PIECE_CHARS = 2**15
 """Characters that are tokenized in one call, which takes about 10 ms."""
 MAX_BATCH = 256
@@ -40,29 +40,27 @@ MAX_CHARS_PER_TOKEN = 1024
 """For tokenizers without a known better bound."""
 
 
-@dataclass(frozen=True, slots=True)
-class TokenizerSettings:
-    """The contents of the files beside ``tokenizer.json``; missing files are empty."""
-
-    chat_template: ChatTemplate | None = None
-    default_sampling: DefaultSampling = field(default_factory=DefaultSampling)
-
-
 class Tokenizer:
     """Thread-safe for ``encode`` and ``decode``."""
 
-    def __init__(self, rust: RustTokenizer, settings: TokenizerSettings) -> None:
+    def __init__(
+        self,
+        rust: RustTokenizer,
+        chat_template: ChatTemplate | None = None,
+        default_sampling: DefaultSampling = NO_DEFAULTS,
+    ) -> None:
         rust.no_truncation()
         rust.no_padding()
-        self._rust = rust
+        self.rust = rust
         self._special = _special_ids(rust)
         self._byte_level = _is_byte_level(rust)
         self.vocab_size = int(rust.get_vocab_size(with_added_tokens=True))
         self._tokens = self._token_bytes() if self._byte_level else None
-        self._frame = _frame(rust) if self._byte_level and may_be_cut(rust) else None
+        self.frame = _frame(rust) if self._byte_level and may_be_cut(rust) else None
+        """The special tokens around a text that may be cut into pieces; None: texts are not cut."""
         self.max_chars_per_token = self._max_chars_per_token()
-        self.default_sampling = settings.default_sampling
-        self.chat_template = settings.chat_template
+        self.default_sampling = default_sampling
+        self.chat_template = chat_template
 
     def __repr__(self) -> str:
         return f"Tokenizer(vocab_size={self.vocab_size}, byte_level={self._byte_level})"
@@ -79,13 +77,13 @@ class Tokenizer:
         It may stop once a text has more than ``enough`` tokens, and then returns the tokens known so far. Raises
         InvalidInputError for text that is not valid Unicode (lone surrogates).
         """
-        before, behind = self._frame if self._frame is not None and add_special_tokens else ([], [])
-        if len(texts) == 1 and (self._frame is None or len(texts[0]) <= PIECE_CHARS):
-            return [[*before, *ids, *behind] for ids in self._encode_batch(list(texts), add_special_tokens)]
+        before, behind = self.frame if self.frame is not None and add_special_tokens else ([], [])
+        if len(texts) == 1 and (self.frame is None or len(texts[0]) <= PIECE_CHARS):
+            return [[*before, *ids, *behind] for ids in self.encode_batch(list(texts), add_special_tokens)]
         found: list[list[int]] = [list(before) for _ in texts]
         for batch in _batches(self._cut(texts)):
             pieces = [piece for _, piece in batch]
-            for (index, _), ids in zip(batch, self._encode_batch(pieces, add_special_tokens)):
+            for (index, _), ids in zip(batch, self.encode_batch(pieces, add_special_tokens)):
                 found[index] += ids
             yield
             if len(found[batch[-1][0]]) > enough:
@@ -95,21 +93,24 @@ class Tokenizer:
     def _cut(self, texts: Sequence[str]) -> Iterator[tuple[int, str]]:
         """Each text in one piece or several, with its number."""
         for index, text in enumerate(texts):
-            for piece in [text] if self._frame is None else cut_text(text, PIECE_CHARS):
+            for piece in [text] if self.frame is None else cut_text(text, PIECE_CHARS):
                 yield index, piece
 
-    def _encode_batch(self, pieces: list[str], add_special_tokens: bool) -> Iterator[list[int]]:
-        # Unlike ``encode`` this releases the interpreter's lock; "fast" leaves out the offsets.
-        with_special = add_special_tokens and self._frame is None
+    def encode_batch(self, pieces: list[str], add_special_tokens: bool) -> Iterator[list[int]]:
+        """The tokens of each piece. Raises InvalidInputError.
+
+        Unlike the library's ``encode`` this releases the interpreter's lock; "fast" leaves out the offsets.
+        """
+        with_special = add_special_tokens and self.frame is None
         try:
-            encodings = self._rust.encode_batch_fast(pieces, add_special_tokens=with_special)
+            encodings = self.rust.encode_batch_fast(pieces, add_special_tokens=with_special)
         except (TypeError, UnicodeEncodeError) as exc:
             raise InvalidInputError("the text is not valid Unicode", param="prompt") from exc
         return (encoding.ids for encoding in encodings)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         # A batch of one, because ``decode`` holds the interpreter's lock.
-        return str(self._rust.decode_batch([list(token_ids)], skip_special_tokens=skip_special_tokens)[0])
+        return str(self.rust.decode_batch([list(token_ids)], skip_special_tokens=skip_special_tokens)[0])
 
     def token_text(self, token_id: int) -> str:
         """One token as text by itself, special or not; parts of characters show as U+FFFD."""
@@ -124,7 +125,7 @@ class Tokenizer:
 
     def token_string(self, token_id: int) -> str:
         """The token as the vocabulary spells it."""
-        return str(self._rust.id_to_token(token_id) or "")
+        return str(self.rust.id_to_token(token_id) or "")
 
     def detokenizer(self, skip_special_tokens: bool = True) -> Detokenizer:
         """A new detokenizer, for one sequence."""
@@ -140,11 +141,11 @@ class Tokenizer:
 
     def _max_chars_per_token(self) -> int:
         """Upper bound of the characters that this number of tokens can cover."""
-        has_all_bytes = all(self._rust.token_to_id(char) is not None for char in _ALPHABET)
-        if self._frame is None or self._tokens is None or not has_all_bytes:
+        has_all_bytes = all(self.rust.token_to_id(char) is not None for char in _ALPHABET)
+        if self.frame is None or self._tokens is None or not has_all_bytes:
             return MAX_CHARS_PER_TOKEN
         longest = max(map(len, self._tokens[False].pieces))
-        return longest * (1 if self._rust.normalizer is None else NFC_SHRINKAGE)
+        return longest * (1 if self.rust.normalizer is None else NFC_SHRINKAGE)
 
 
 def load_tokenizer(model_path: Path) -> Tokenizer:
@@ -158,16 +159,12 @@ def load_tokenizer(model_path: Path) -> Tokenizer:
         raise
     except BaseException as exc:  # the binding raises bare Exception, and for a panic a BaseException of its own
         raise CheckpointError(f"cannot load {file}: {exc}") from exc
-    return Tokenizer(rust, _read_settings(model_path))
-
-
-def _read_settings(path: Path) -> TokenizerSettings:
-    config = _read_json(path / "tokenizer_config.json")
+    defaults_file = model_path / "generation_config.json"
     try:
-        defaults = msgspec.convert(_read_json(path / "generation_config.json"), DefaultSampling)
+        defaults = msgspec.convert(_read_json(defaults_file), DefaultSampling)
     except msgspec.ValidationError as exc:
-        raise CheckpointError(f"{path / 'generation_config.json'} is malformed: {exc}") from exc
-    return TokenizerSettings(_chat_template(path, config), defaults)
+        raise CheckpointError(f"{defaults_file} is malformed: {exc}") from exc
+    return Tokenizer(rust, _chat_template(model_path, _read_json(model_path / "tokenizer_config.json")), defaults)
 
 
 def _chat_template(path: Path, config: dict[str, object]) -> ChatTemplate | None:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import enum
 
-from kvrelay.frontend.openai.answer import Delta, OutputParser
+from kvrelay.frontend.openai.answer import OutputParser, ParsedDelta
 from kvrelay.frontend.tools.parsing import MAX_SPACE, held_back
 
 BEGIN, END = "<think>", "</think>"
 _SPACE = " \t\r\n"
-REASONING_PARSERS = ("deepseek_r1", "qwen3")
 
 
 class _State(enum.Enum):
@@ -37,9 +36,9 @@ class ReasoningParser:
         self._is_inside = is_inside
         self._buffer = ""
 
-    def push(self, text: str) -> Delta:
+    def push(self, text: str) -> ParsedDelta:
         self._buffer += text
-        delta = Delta()
+        delta = ParsedDelta()
         if self._state is _State.BEFORE and not self._begin():
             return delta
         if self._state is _State.INSIDE:
@@ -52,13 +51,13 @@ class ReasoningParser:
             delta += self._pass_on()
         return delta
 
-    def flush(self) -> Delta:
+    def flush(self) -> ParsedDelta:
         if self._state is _State.INSIDE or (self._state is _State.BEFORE and self._is_inside):
-            delta = Delta(reasoning=self._buffer)
+            delta = ParsedDelta(reasoning=self._buffer)
             self._buffer = ""
         else:
             delta = self._pass_on()
-        return delta + (self._answer.flush() if self._answer is not None else Delta())
+        return delta + (self._answer.flush() if self._answer is not None else ParsedDelta())
 
     def _begin(self) -> bool:
         """Whether the answer's beginning is decided."""
@@ -72,7 +71,7 @@ class ReasoningParser:
             self._state = _State.INSIDE if self._is_inside else _State.ANSWER
         return True
 
-    def _reason(self) -> Delta:
+    def _reason(self) -> ParsedDelta:
         at = self._buffer.find(END)
         if at >= 0:
             reasoning, self._buffer = self._buffer[:at], self._buffer[at + len(END) :]
@@ -80,10 +79,10 @@ class ReasoningParser:
         else:
             size = len(self._buffer) - held_back(self._buffer, END)
             reasoning, self._buffer = self._buffer[:size], self._buffer[size:]
-        return Delta(reasoning=reasoning)
+        return ParsedDelta(reasoning=reasoning)
 
-    def _pass_on(self) -> Delta:
+    def _pass_on(self) -> ParsedDelta:
         text, self._buffer = self._buffer, ""
         if not text:
-            return Delta()
-        return self._answer.push(text) if self._answer is not None else Delta(content=text)
+            return ParsedDelta()
+        return self._answer.push(text) if self._answer is not None else ParsedDelta(content=text)

@@ -42,10 +42,8 @@ class BuddyAllocator:
             offset += size
 
     def __repr__(self) -> str:
-        return (
-            f"BuddyAllocator({self.used_bytes} of {self.capacity_bytes} bytes taken by {len(self._taken)}, "
-            f"fragmentation {self.fragmentation:.0%})"
-        )
+        taken = f"{self.used_bytes} of {self.capacity_bytes} bytes taken by {self.num_taken}"
+        return f"BuddyAllocator({taken}, largest free {self.largest_free_bytes})"
 
     def allocate(self, num_bytes: int) -> int | None:
         """The offset of at least ``num_bytes`` adjacent bytes; None if no free block is large enough."""
@@ -89,10 +87,6 @@ class BuddyAllocator:
         return len(self._taken)
 
     @property
-    def free_bytes(self) -> int:
-        return self.capacity_bytes - self.used_bytes
-
-    @property
     def largest_free_bytes(self) -> int:
         """The largest request that would succeed now."""
         return max((size for size, offsets in self._free.items() if offsets), default=0)
@@ -101,13 +95,6 @@ class BuddyAllocator:
     def largest_block_bytes(self) -> int:
         """The largest request that succeeds when everything is free."""
         return max(self._root_sizes, default=0)
-
-    @property
-    def fragmentation(self) -> float:
-        """Share of the free bytes that the largest possible request cannot have, beyond what the roots enforce: 0 when
-        the largest free block is as large as it could be."""
-        possible = min(self.largest_block_bytes, self.free_bytes)
-        return 1.0 - self.largest_free_bytes / possible if possible else 0.0
 
     def check_integrity(self) -> None:
         """Raise IntegrityError unless every byte is free or taken, none twice, and free buddies are merged."""

@@ -9,8 +9,8 @@ import logging
 import secrets
 from collections.abc import Callable
 
-from kvrelay.transfer.p2p.messages import Close, Connect, Connected, Refused, Rendezvous
-from kvrelay.transfer.p2p.pairs import Pair
+from kvrelay.transfer.p2p.communicators import Communicator
+from kvrelay.transfer.p2p.messages import Close, CommunicatorMade, CommunicatorRefused, Connect, Rendezvous
 from kvrelay.transfer.p2p.posts import Part, PostPeer, State
 from kvrelay.transfer.p2p.shared import Shared
 
@@ -43,14 +43,16 @@ class Contacts:
     def num_connecting(self) -> int:
         return sum(bool(peer.connecting) for peer in self._peers.values())
 
-    def handle(self, worker_id: str, peer: PostPeer, message: Connected | Refused | Rendezvous | Close) -> None:
+    def handle(
+        self, worker_id: str, peer: PostPeer, message: CommunicatorMade | CommunicatorRefused | Rendezvous | Close
+    ) -> None:
         """What a peer says of a communicator. What makes no sense changes nothing."""
         match message:
-            case Connected() if message.pair == peer.connecting:
+            case CommunicatorMade() if message.pair == peer.connecting:
                 self._connected(worker_id, peer, message.pair)
-            case Connected():
+            case CommunicatorMade():
                 self._shared.control.send(worker_id, Close(message.pair))
-            case Refused() if message.pair == peer.connecting:
+            case CommunicatorRefused() if message.pair == peer.connecting:
                 peer.connecting = ""
                 peer.retry_s = self._shared.clock() + RETRY_S
             case Rendezvous() if peer.pair is not None and peer.pair.name == message.pair:
@@ -75,7 +77,7 @@ class Contacts:
         peer.retry_s = None
         shared.control.send(worker_id, Connect(peer.connecting))
 
-    def end_idle(self, pair: Pair) -> None:
+    def end_idle(self, pair: Communicator) -> None:
         """Close a communicator of ours that nothing needs."""
         self._shared.control.send(pair.peer_id, Close(pair.name))
         self._close(pair)
@@ -86,7 +88,7 @@ class Contacts:
         peer.pair = shared.open_pair(name, worker_id, 0, shared.control.send, self._failed)
         self._go_on(worker_id, peer)
 
-    def _failed(self, pair: Pair, error: str) -> None:
+    def _failed(self, pair: Communicator, error: str) -> None:
         """Everything that needs it fails, at once: the peer may be dead."""
         self._shared.num_failed += 1
         _log.warning("the communicator with %s has failed: %s", pair.peer_id, error)
@@ -95,7 +97,7 @@ class Contacts:
         for item in [item for item in self._parts.values() if item.pair is pair]:
             self._land(item, error)
 
-    def _close(self, pair: Pair) -> None:
+    def _close(self, pair: Communicator) -> None:
         """No message is offered on it any more."""
         self._shared.table.remove(pair)
         pair.close()

@@ -30,7 +30,7 @@ from zmq.utils import z85
 from zmq.utils.monitor import parse_monitor_message
 
 from kvrelay.errors import FatalError, ProtocolError, TransferError
-from kvrelay.transfer.p2p.messages import MAX_FRAME_BYTES, Hello, Message, Unknown, decode, encode
+from kvrelay.transfer.p2p.messages import MAX_FRAME_BYTES, Message, PeerHello, Unknown, decode, encode
 
 T = TypeVar("T")
 
@@ -190,7 +190,7 @@ class ControlThread:
         self._dialled[worker_id] = _Dialled(socket, monitor)
         self._poller.register(socket, zmq.POLLIN)
         self._poller.register(monitor, zmq.POLLIN)
-        self.send(worker_id, Hello(self._worker_id, worker_id))
+        self.send(worker_id, PeerHello(self._worker_id, worker_id))
 
     def hang_up(self, worker_id: str) -> None:
         """Close the connection that we opened, if there is one."""
@@ -201,9 +201,6 @@ class ControlThread:
             dialled.socket.disable_monitor()
             dialled.monitor.close(0)
             dialled.socket.close(100)
-
-    def is_dialled(self, worker_id: str) -> bool:
-        return worker_id in self._dialled
 
     def send(self, worker_id: str, message: Message, payload: Any = None) -> bool:
         """On the connection that we opened. False: there is none, or its queue is full."""
@@ -302,7 +299,7 @@ class ControlThread:
                 self.num_dropped += 1
                 _log.debug("dropped a control frame: %s (%d so far)", exc, self.num_dropped)
                 continue
-            if not isinstance(message, Hello):
+            if not isinstance(message, PeerHello):
                 self._guarded(self._on_request, worker_id, message, payload)
 
     def _request(self, frames: Sequence[zmq.Frame]) -> tuple[str, Message, memoryview]:
@@ -311,7 +308,7 @@ class ControlThread:
             raise ProtocolError(f"{len(frames)} frames")
         message = decode(frames[1].buffer)
         route = frames[0].bytes
-        if isinstance(message, Hello):
+        if isinstance(message, PeerHello):
             self._greeted(route, message, str(frames[1].get("User-Id")) if self._keys is not None else message.sender)
         worker_id = self._callers.get(route)
         if worker_id is None:
@@ -320,7 +317,7 @@ class ControlThread:
             raise ProtocolError(f"{type(message).__name__} from a connection that has not said Hello")
         return worker_id, message, frames[2].buffer if len(frames) == 3 else memoryview(b"")
 
-    def _greeted(self, route: bytes, hello: Hello, identity: str) -> None:
+    def _greeted(self, route: bytes, hello: PeerHello, identity: str) -> None:
         if hello.sender != identity:
             raise ProtocolError(f"{identity} calls itself {hello.sender}")
         if hello.target != self._worker_id:

@@ -14,29 +14,32 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
 
+from kvrelay.transfer.p2p.communicators import Task
 from kvrelay.transfer.p2p.contacts import Contacts
 from kvrelay.transfer.p2p.messages import (
     MAX_PIECES,
     Accept,
     Close,
-    Connected,
+    CommunicatorMade,
+    CommunicatorRefused,
     Get,
     Landed,
     Message,
     Put,
-    Refused,
     Rendezvous,
     Sending,
     Tell,
     pack,
 )
-from kvrelay.transfer.p2p.posts import Part, Post, PostPeer, State, rides
+from kvrelay.transfer.p2p.posts import Part, PostPeer, SentPost, State, rides
+from kvrelay.transfer.p2p.process_group import PairGroup
 from kvrelay.transfer.p2p.room import Reservation
 from kvrelay.transfer.p2p.shared import CHUNK_BYTES, Shared
-from kvrelay.transfer.p2p.tasks import KeepTask, ReadTask, SendTask
-from kvrelay.transfer.plan import split_plan
-from kvrelay.transfer.values import TransferOp, TransferPlan
+from kvrelay.transfer.pieces import split_pieces
+from kvrelay.transfer.values import Pieces, TransferOp
 
 WINDOW = 4
 
@@ -49,14 +52,14 @@ class Initiator:
     ``post_lock`` excludes what a lane copies into our pool from the moment at which a post is given up.
     """
 
-    def __init__(self, shared: Shared, *, keeps: bool, on_ended: Callable[[Post], None]) -> None:
+    def __init__(self, shared: Shared, *, keeps: bool, on_ended: Callable[[SentPost], None]) -> None:
         self.shared = shared
         self.post_lock = threading.Lock()
         self._keeps = keeps
         self._on_ended = on_ended
         self._peers: dict[str, PostPeer] = {}
         self._items: dict[int, Part] = {}
-        self._tells: dict[int, Post] = {}
+        self._tells: dict[int, SentPost] = {}
         self._next_number = 1
         self.contacts = Contacts(shared, self._peers, self._items, go_on=self._pump, land=self._land)
 
@@ -85,16 +88,16 @@ class Initiator:
         for item in [item for item in self._items.values() if item.post.worker_id == worker_id]:
             self._land(item, error)
 
-    def begin(self, post: Post, plan: TransferPlan) -> None:
+    def begin(self, post: SentPost) -> None:
         """Offer everything, as fast as the window allows."""
         peer = self._peers.get(post.worker_id)
         if peer is None:
             self._complete(post, f"worker {post.worker_id} is not connected")
             return
-        if plan.num_pieces == 0:
+        if post.pieces.num_pieces == 0:
             self._tell(post)
             return
-        for part in self._parts(plan, peer, post.op):
+        for part in self._parts(post.pieces, peer, post.op):
             post.num_left += 1
             item = Part(self._number(), post, peer, part, part.num_bytes)
             self._items[item.number] = item
@@ -102,17 +105,17 @@ class Initiator:
         post.num_parts = post.num_left
         self._pump(post.worker_id, peer)
 
-    def _parts(self, plan: TransferPlan, peer: PostPeer, op: TransferOp) -> Iterator[TransferPlan]:
+    def _parts(self, pieces: Pieces, peer: PostPeer, op: TransferOp) -> Iterator[Pieces]:
         """Messages that can fit: into the peer's room, and into ours where we need some."""
         limits = [CHUNK_BYTES, peer.max_message_bytes]
         if self._keeps or op is TransferOp.READ:
             limits.append(self.shared.rooms.room.largest_bytes)
         # Below that size messages need no room. Larger ones will be lost, and counted.
         largest = CHUNK_BYTES if self.shared.is_eager(min(limits)) else min(limits)
-        for part in split_plan(plan, largest):
+        for part in split_pieces(pieces, largest):
             for first in range(0, part.num_pieces, MAX_PIECES):
                 cut = slice(first, first + MAX_PIECES)
-                yield TransferPlan(part.local_offsets[cut], part.remote_offsets[cut], part.lengths[cut])
+                yield Pieces(part.local_offsets[cut], part.remote_offsets[cut], part.lengths[cut])
 
     def _number(self) -> int:
         self._next_number += 1
@@ -152,13 +155,13 @@ class Initiator:
         return True
 
     def _send_eager(self, worker_id: str, item: Part) -> None:
-        plan, post = item.plan, item.post
-        pieces = (item.num_bytes, pack(plan.remote_offsets), pack(plan.lengths), post.grant)
+        pieces, post = item.pieces, item.post
+        named = (item.num_bytes, pack(pieces.remote_offsets), pack(pieces.lengths), post.grant)
         if post.op is TransferOp.READ:
-            is_sent = self.shared.control.send(worker_id, Get("", item.number, *pieces))
+            is_sent = self.shared.control.send(worker_id, Get("", item.number, *named))
         else:
-            data = self.shared.pool.gather_bytes(plan.local_offsets, plan.lengths)
-            is_sent = self.shared.control.send(worker_id, Put("", item.number, *pieces, notify=rides(post)), data)
+            data = self.shared.pool.gather_bytes(pieces.local_offsets, pieces.lengths)
+            is_sent = self.shared.control.send(worker_id, Put("", item.number, *named, notify=rides(post)), data)
         if not is_sent:
             self._land(item, f"worker {worker_id} does not read what we send")
 
@@ -182,9 +185,9 @@ class Initiator:
             self._offer(worker_id, item)
         elif item.pair is not None:
             item.is_busy = True
-            item.pair.send(KeepTask(self, item))
+            item.pair.run("send", Task(partial(self._keep, item), partial(self.shared.control.call, self._kept, item)))
 
-    def kept(self, item: Part, error: str | None) -> None:
+    def _kept(self, item: Part, error: str | None) -> None:
         """GET: the copy is made, or will not be."""
         item.is_busy = False
         item.is_kept = error is None
@@ -195,16 +198,16 @@ class Initiator:
 
     def _offer(self, worker_id: str, item: Part) -> None:
         assert item.pair is not None
-        plan, post, name = item.plan, item.post, item.pair.name
-        pieces = (item.num_bytes, pack(plan.remote_offsets), pack(plan.lengths), post.grant)
+        pieces, post, name = item.pieces, item.post, item.pair.name
+        named = (item.num_bytes, pack(pieces.remote_offsets), pack(pieces.lengths), post.grant)
         if post.op is TransferOp.READ:
-            message: Message = Get(name, item.number, *pieces)
+            message: Message = Get(name, item.number, *named)
         else:
-            message = Put(name, item.number, *pieces, waits=self._keeps, notify=rides(post))
+            message = Put(name, item.number, *named, waits=self._keeps, notify=rides(post))
         if not self.shared.control.send(worker_id, message):
             self._land(item, f"worker {worker_id} does not read what we send")
 
-    def _tell(self, post: Post) -> None:
+    def _tell(self, post: SentPost) -> None:
         if post.notify is None:
             self._complete(post, None)
             return
@@ -221,7 +224,7 @@ class Initiator:
         if peer is None:
             return
         match message:
-            case Connected() | Refused() | Rendezvous() | Close():
+            case CommunicatorMade() | CommunicatorRefused() | Rendezvous() | Close():
                 self.contacts.handle(worker_id, peer, message)
             case Accept() | Sending():
                 self._accepted(worker_id, message)
@@ -239,10 +242,12 @@ class Initiator:
             return
         item.state = State.ACCEPTED
         item.is_busy = True
+        moved = partial(self._moved, item)
         if is_read:
-            item.pair.receive(ReadTask(self, item))
+            assert item.reservation is not None
+            self.shared.receive(item.pair, item.number, item.reservation, partial(self._scatter, item), moved)
         else:
-            item.pair.send(SendTask(self, item))
+            item.pair.run("send", Task(partial(self._send, item), partial(self.shared.control.call, moved)))
 
     def _landed(self, worker_id: str, message: Landed, payload: memoryview) -> None:
         post = self._tells.get(message.message)
@@ -266,10 +271,10 @@ class Initiator:
             return "other bytes came than were asked for"
         with self.post_lock:
             if not item.post.is_over:
-                self.shared.pool.scatter_bytes(payload, item.plan.local_offsets, item.plan.lengths)
+                self.shared.pool.scatter_bytes(payload, item.pieces.local_offsets, item.pieces.lengths)
         return None
 
-    def moved(self, item: Part, error: str | None) -> None:
+    def _moved(self, item: Part, error: str | None) -> None:
         """A task has ended. The message ends when the peer has said so too."""
         item.is_busy = False
         if error is not None:
@@ -308,8 +313,37 @@ class Initiator:
                 self._complete(post, post.error)
         self._pump(post.worker_id, peer)
 
-    def _complete(self, post: Post, error: str | None) -> None:
+    def _complete(self, post: SentPost, error: str | None) -> None:
         if error is not None and post.error is None:
             post.error, post.is_refused = error, False
         post.ended.set()
         self._on_ended(post)
+
+    # -- on a lane's thread -------------------------------------------------------------------------------------------
+
+    def _keep(self, item: Part, group: Callable[[], PairGroup], slot: int) -> None:
+        """GET: copy the bytes out of the blocks."""
+        assert item.reservation is not None
+        self.shared.pool.gather(item.pieces.local_offsets, item.pieces.lengths, item.reservation.tensor)
+
+    def _send(self, item: Part, group: Callable[[], PairGroup], slot: int) -> Any:
+        """Data of a Put: from the copy, from the one run of bytes that it is, or gathered."""
+        shared, offsets, lengths = self.shared, item.pieces.local_offsets, item.pieces.lengths
+        assert item.pair is not None
+        staging = partial(shared.staging, item.pair, "send", slot, item.num_bytes)
+        if item.reservation is not None:
+            tensor = item.reservation.tensor
+            if item.reservation.is_spilled and not shared.pool.is_host:
+                tensor = staging().copy_(tensor)
+        else:
+            tensor = shared.pool.run(offsets, lengths)
+            if tensor is None:
+                tensor = staging()
+                shared.pool.gather(offsets, lengths, tensor)
+        return group().send(tensor, item.number)
+
+    def _scatter(self, item: Part, tensor: Any) -> None:
+        """Data of a Get: into our blocks unless the post was given up."""
+        with self.post_lock:
+            if not item.post.is_over:
+                self.shared.pool.scatter(tensor, item.pieces.local_offsets, item.pieces.lengths)

@@ -1,10 +1,10 @@
 """What two workers say to each other on the control connection of the peer-to-peer transport, and the codec.
 
-    initiator I (the worker that posts)                      acceptor A (the worker whose pool is touched)
+    initiator I (the worker that posts)                      responder R (the worker whose pool is touched)
 
-    Hello         who I am, and whom I mean      ────────>
+    PeerHello     who I am, and whom I mean      ────────>
     Connect       make a communicator            ────────>
-                                                 <────────   Connected, or Refused
+                                                 <────────   CommunicatorMade, or CommunicatorRefused
     Rendezvous    what gloo or NCCL exchange     <───────>   Rendezvous           (the first data message starts it)
 
     Put           tensor metadata, where it goes ────────>   reserve room, or wait for room
@@ -46,7 +46,7 @@ Offsets = Annotated[bytes, msgspec.Meta(max_length=8 * MAX_PIECES)]
 Notify = Annotated[bytes, msgspec.Meta(max_length=(1 << 20) + (1 << 16))]
 
 
-class Hello(msgspec.Struct, frozen=True, tag=True):
+class PeerHello(msgspec.Struct, frozen=True, tag="Hello"):
     """First on every control connection. ``target``: an earlier incarnation at this address is not meant."""
 
     sender: Id
@@ -54,7 +54,7 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
 
 
 class Unknown(msgspec.Struct, frozen=True, tag=True):
-    """The answer to anything on a connection that has not said Hello, or whose Hello was forgotten."""
+    """The answer to anything on a connection that has not said PeerHello, or whose PeerHello was forgotten."""
 
 
 class Connect(msgspec.Struct, frozen=True, tag=True):
@@ -63,11 +63,11 @@ class Connect(msgspec.Struct, frozen=True, tag=True):
     pair: Id
 
 
-class Connected(msgspec.Struct, frozen=True, tag=True):
+class CommunicatorMade(msgspec.Struct, frozen=True, tag="Connected"):
     pair: Id
 
 
-class Refused(msgspec.Struct, frozen=True, tag=True):
+class CommunicatorRefused(msgspec.Struct, frozen=True, tag="Refused"):
     """No communicator now: all that may exist are in use. Ask again."""
 
     pair: Id
@@ -87,9 +87,9 @@ class Close(msgspec.Struct, frozen=True, tag=True):
 
 
 class Put(msgspec.Struct, frozen=True, tag=True):
-    """``num_bytes`` for the acceptor's pool: pieces at ``offsets`` with ``lengths``, int64 little-endian, packed in
+    """``num_bytes`` for the responder's pool: pieces at ``offsets`` with ``lengths``, int64 little-endian, packed in
     order. ``pair`` is empty if the bytes are in the second frame. ``waits``: the initiator keeps them until the
-    acceptor has room (GET); else the acceptor may refuse. ``notify`` is delivered once they have landed."""
+    responder has room (GET); else the responder may refuse. ``notify`` is delivered once they have landed."""
 
     pair: Id
     message: Number
@@ -139,7 +139,19 @@ class Landed(msgspec.Struct, frozen=True, tag=True):
 
 
 Message = (
-    Hello | Unknown | Connect | Connected | Refused | Rendezvous | Close | Put | Get | Tell | Accept | Sending | Landed
+    PeerHello
+    | Unknown
+    | Connect
+    | CommunicatorMade
+    | CommunicatorRefused
+    | Rendezvous
+    | Close
+    | Put
+    | Get
+    | Tell
+    | Accept
+    | Sending
+    | Landed
 )
 
 _PREFIX = bytes([VERSION])

@@ -1,4 +1,4 @@
-"""The parts of one worker's peer-to-peer transport, wired: control thread, initiator, acceptor, room, communicators.
+"""The parts of one worker's peer-to-peer transport, wired: control thread, initiator, responder, room, communicators.
 
 This module loads torch. It owns the order of starting and closing, the timer, and the check that nothing is lost.
 """
@@ -12,17 +12,16 @@ from kvrelay.config import TransferConfig
 from kvrelay.core.layout import MemoryRegion
 from kvrelay.errors import IntegrityError
 from kvrelay.transfer.grants import GrantTable
-from kvrelay.transfer.p2p.acceptor import Acceptor
+from kvrelay.transfer.p2p.communicators import Communicator, Communicators
 from kvrelay.transfer.p2p.control import ControlThread, P2pAddress
 from kvrelay.transfer.p2p.initiator import Initiator
-from kvrelay.transfer.p2p.memory import PoolView
 from kvrelay.transfer.p2p.messages import Message
-from kvrelay.transfer.p2p.pairs import Pair, PairTable
-from kvrelay.transfer.p2p.posts import Post
+from kvrelay.transfer.p2p.pool_view import PoolView
+from kvrelay.transfer.p2p.posts import SentPost
+from kvrelay.transfer.p2p.responder import Responder
 from kvrelay.transfer.p2p.room import Room, RoomQueue
 from kvrelay.transfer.p2p.shared import Shared
 from kvrelay.transfer.stats import P2pCounters
-from kvrelay.transfer.values import GrantRef, TransferOp
 
 TICK_S = 0.5
 """How often idle communicators and integrity are looked at while there is a communicator."""
@@ -42,7 +41,7 @@ class Node:
         address: P2pAddress,
         grants: GrantTable,
         *,
-        on_ended: Callable[[Post], None],
+        on_ended: Callable[[SentPost], None],
         on_notified: Callable[[bytes], None],
         on_lost: Callable[[str], object],
     ) -> None:
@@ -68,23 +67,19 @@ class Node:
             worker_id=worker_id,
             pool=pool,
             grants=grants,
-            table=PairTable(config.p2p_max_connections),
+            table=Communicators(config.p2p_max_connections),
             rooms=RoomQueue(Room(config.kv_buffer_size, config.p2p_pool_bytes, pool.device)),
             control=self.control,
             timeout_s=config.transfer_timeout_s,
             room_wait_s=min(config.p2p_room_wait_s, config.transfer_timeout_s / 2),
             end_idle=self._end_idle,
         )
-        self.acceptor = Acceptor(self.shared, on_notified)
+        self.responder = Responder(self.shared, on_notified)
         self.initiator = Initiator(self.shared, keeps=config.send_type == "GET", on_ended=on_ended)
         self.control.start()
 
     def __repr__(self) -> str:
-        return f"{self.initiator!r}, {self.acceptor!r}, {self.shared.table!r}, {self.shared.rooms!r}"
-
-    @staticmethod
-    def new_post(handle: int, op: TransferOp, worker_id: str, notify: bytes | None, grant: GrantRef | None) -> Post:
-        return Post(handle, op, worker_id, notify, grant)
+        return f"{self.initiator!r}, {self.responder!r}, {self.shared.table!r}, {self.shared.rooms!r}"
 
     def counters(self) -> P2pCounters:
         """Single numbers, read across threads."""
@@ -101,8 +96,8 @@ class Node:
             num_refused=shared.grants.num_refused,
             num_dropped_frames=self.control.num_dropped,
             pairs=len(table.pairs),
-            buffer_used_bytes=rooms.room.buffer_used_bytes,
-            pool_used_bytes=rooms.room.pool_used_bytes,
+            buffer_used_bytes=rooms.room.buffer.buddy.used_bytes,
+            pool_used_bytes=rooms.room.pool.buddy.used_bytes,
         )
 
     def check_integrity(self) -> None:
@@ -126,16 +121,16 @@ class Node:
 
     @property
     def _is_idle(self) -> bool:
-        return not self.acceptor.num_open and not self.initiator.num_open
+        return not self.responder.num_open and not self.initiator.num_open
 
-    def _close_pairs(self) -> list[Pair]:
+    def _close_pairs(self) -> list[Communicator]:
         for pair in list(self.shared.table.pairs.values()):
             self._end_idle(pair)
         return self.shared.table.ending
 
     def _request(self, worker_id: str, message: Message, payload: memoryview) -> None:
         self._is_checked = False
-        self.acceptor.handle(worker_id, message, payload)
+        self.responder.handle(worker_id, message, payload)
 
     def _reply(self, worker_id: str, message: Message, payload: memoryview) -> None:
         self._is_checked = False
@@ -145,8 +140,8 @@ class Node:
         self._on_lost(worker_id)
         self.initiator.drop_peer(worker_id, f"worker {worker_id} is gone")
 
-    def _end_idle(self, pair: Pair) -> None:
-        (self.acceptor if pair.rank else self.initiator.contacts).end_idle(pair)
+    def _end_idle(self, pair: Communicator) -> None:
+        (self.responder if pair.rank else self.initiator.contacts).end_idle(pair)
 
     def _tick(self) -> None:
         now_s = self.shared.clock()

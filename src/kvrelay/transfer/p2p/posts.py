@@ -9,24 +9,21 @@ import enum
 import threading
 from collections import deque
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from kvrelay.transfer.p2p.pairs import Pair
-from kvrelay.transfer.p2p.room import Reservation
-from kvrelay.transfer.values import GrantRef, TransferOp, TransferPlan
+from kvrelay.transfer.base import Post
+from kvrelay.transfer.values import Pieces, TransferOp
+
+if TYPE_CHECKING:
+    from kvrelay.transfer.p2p.communicators import Communicator
+    from kvrelay.transfer.p2p.room import Reservation
 
 
 @dataclass(eq=False, slots=True)
-class Post:
-    """One call of ``Transport.post``. ``is_over``: completed, or given up (under ``Initiator.post_lock``).
+class SentPost(Post):
+    """``is_over``: completed, or given up (under ``Initiator.post_lock``). ``is_refused``: all its errors are refusals
+    of the peer, and the connection is good."""
 
-    ``is_refused``: all its errors are refusals of the peer, and the connection is good.
-    """
-
-    handle: int
-    op: TransferOp
-    worker_id: str
-    notify: bytes | None
-    grant: GrantRef | None
     num_parts: int = 0
     num_left: int = 0
     error: str | None = None
@@ -49,12 +46,12 @@ class Part:
     """One message of a post. ``is_busy``: a task of it is queued or runs. ``is_kept`` (GET): the bytes are copied."""
 
     number: int
-    post: Post
+    post: SentPost
     peer: PostPeer
-    plan: TransferPlan
+    pieces: Pieces
     num_bytes: int
     state: State = State.WAITING
-    pair: Pair | None = None
+    pair: Communicator | None = None
     reservation: Reservation | None = None
     is_busy: bool = False
     is_kept: bool = False
@@ -69,7 +66,7 @@ class PostPeer:
     again."""
 
     max_message_bytes: int
-    pair: Pair | None = None
+    pair: Communicator | None = None
     connecting: str = ""
     retry_s: float | None = None
     waiting: deque[Part] = field(default_factory=deque)
@@ -77,6 +74,6 @@ class PostPeer:
     is_pumping: bool = False
 
 
-def rides(post: Post) -> bytes | None:
+def rides(post: SentPost) -> bytes | None:
     """The notification, if the post's only message carries it."""
     return post.notify if post.num_parts == 1 and post.op is TransferOp.WRITE else None

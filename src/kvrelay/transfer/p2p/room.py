@@ -21,7 +21,7 @@ from typing import Any
 
 from kvrelay.errors import IntegrityError
 from kvrelay.transfer.p2p.buddy import BuddyAllocator
-from kvrelay.transfer.p2p.memory import empty_bytes
+from kvrelay.transfer.p2p.pool_view import empty_bytes
 
 MIN_BLOCK_BYTES = 4096
 
@@ -58,41 +58,29 @@ class Room:
     """``device``: of the KV pool, e.g. "cpu" or "cuda:0"."""
 
     def __init__(self, buffer_bytes: int, pool_bytes: int, device: str = "cpu") -> None:
-        self._buffer = _Memory(buffer_bytes, device, False)
-        self._pool = _Memory(pool_bytes, device, True)
+        self.buffer = _Memory(buffer_bytes, device, False)
+        self.pool = _Memory(pool_bytes, device, True)
         self._out: set[Reservation] = set()
         self.num_spilled = 0
         self.num_spilled_bytes = 0
 
     def __repr__(self) -> str:
-        return f"Room(buffer {self._buffer.buddy!r}, pool {self._pool.buddy!r})"
+        return f"Room(buffer {self.buffer.buddy!r}, pool {self.pool.buddy!r})"
 
     @property
     def largest_bytes(self) -> int:
         """The largest message that can ever fit."""
-        return max(self._buffer.buddy.largest_block_bytes, self._pool.buddy.largest_block_bytes)
+        return max(self.buffer.buddy.largest_block_bytes, self.pool.buddy.largest_block_bytes)
 
     @property
     def num_reserved(self) -> int:
         return len(self._out)
 
-    @property
-    def buffer_used_bytes(self) -> int:
-        return self._buffer.buddy.used_bytes
-
-    @property
-    def pool_used_bytes(self) -> int:
-        return self._pool.buddy.used_bytes
-
-    @property
-    def pool_fragmentation(self) -> float:
-        return self._pool.buddy.fragmentation
-
     def reserve(self, num_bytes: int) -> Reservation | None:
         """In the buffer if it fits, else in the pool; None if neither has room now."""
-        reservation = self._buffer.reserve(num_bytes)
+        reservation = self.buffer.reserve(num_bytes)
         if reservation is None:
-            reservation = self._pool.reserve(num_bytes)
+            reservation = self.pool.reserve(num_bytes)
             if reservation is not None:
                 self.num_spilled += 1
                 self.num_spilled_bytes += num_bytes
@@ -103,13 +91,13 @@ class Room:
     def release(self, reservation: Reservation) -> None:
         """Nothing touches its bytes any more."""
         self._out.remove(reservation)
-        (self._pool if reservation.is_spilled else self._buffer).buddy.free(reservation.offset)
+        (self.pool if reservation.is_spilled else self.buffer).buddy.free(reservation.offset)
 
     def check_integrity(self) -> None:
         """Raises IntegrityError unless every byte is free or reserved, none twice."""
-        for memory in (self._buffer, self._pool):
+        for memory in (self.buffer, self.pool):
             memory.buddy.check_integrity()
-        num_taken = self._buffer.buddy.num_taken + self._pool.buddy.num_taken
+        num_taken = self.buffer.buddy.num_taken + self.pool.buddy.num_taken
         if num_taken != len(self._out):
             raise IntegrityError(f"{num_taken} blocks of buffer and pool are taken by {len(self._out)} messages")
 

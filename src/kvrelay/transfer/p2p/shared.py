@@ -1,17 +1,20 @@
-"""What initiator and acceptor of one worker share. All of it belongs to the control thread, but for pool and grants."""
+"""What initiator and responder of one worker share. It belongs to the control thread, but for pool and grants."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 from kvrelay.transfer.grants import GrantTable
+from kvrelay.transfer.p2p.communicators import Communicator, Communicators, Task
 from kvrelay.transfer.p2p.control import ControlThread
-from kvrelay.transfer.p2p.memory import PoolView
 from kvrelay.transfer.p2p.messages import Message, Rendezvous
-from kvrelay.transfer.p2p.pairs import Pair, PairTable
-from kvrelay.transfer.p2p.room import RoomQueue
+from kvrelay.transfer.p2p.pool_view import PoolView, empty_bytes
+from kvrelay.transfer.p2p.process_group import PairGroup
+from kvrelay.transfer.p2p.room import Reservation, RoomQueue
 
 EAGER_BYTES = 32 * 1024
 """A message of at most so many bytes travels on the control connection: one wake-up instead of four."""
@@ -26,12 +29,12 @@ class Shared:
     worker_id: str
     pool: PoolView
     grants: GrantTable
-    table: PairTable
+    table: Communicators
     rooms: RoomQueue
     control: ControlThread
     timeout_s: float
     room_wait_s: float
-    end_idle: Callable[[Pair], None]
+    end_idle: Callable[[Communicator], None]
     """Closes a communicator that nothing needs, whoever made it."""
     num_busy: int = 0
     num_failed: int = 0
@@ -43,11 +46,11 @@ class Shared:
         peer_id: str,
         rank: int,
         send: Callable[[str, Message], object],
-        on_failed: Callable[[Pair, str], None],
-    ) -> Pair:
+        on_failed: Callable[[Communicator, str], None],
+    ) -> Communicator:
         """A communicator, in the table. ``send`` carries its keys to the peer; both functions run on the control
         thread."""
-        pair = Pair(
+        pair = Communicator(
             name,
             peer_id,
             rank,
@@ -59,6 +62,38 @@ class Shared:
         pair.used_s = self.clock()
         self.table.add(pair)
         return pair
+
+    def staging(self, pair: Communicator, direction: str, slot: int, num_bytes: int) -> Any:
+        """Memory of a lane to gather into: made at first use, freed with the communicator."""
+        if (direction, slot) not in pair.staging:
+            pair.staging[direction, slot] = empty_bytes(CHUNK_BYTES, self.pool.device, is_host=False)
+        return pair.staging[direction, slot][:num_bytes]
+
+    def receive(
+        self,
+        pair: Communicator,
+        number: int,
+        reservation: Reservation,
+        scatter: Callable[[Any], None],
+        moved: Callable[[str | None], object],
+    ) -> None:
+        """Data arrives in the room that is reserved for it; then ``scatter`` puts it into blocks, on the lane's thread.
+        ``moved`` runs on the control thread."""
+        landing = reservation.tensor
+
+        def begin(group: Callable[[], PairGroup], slot: int) -> Any:
+            nonlocal landing
+            if reservation.is_spilled and not self.pool.is_host:
+                # NCCL cannot reach that room.
+                landing = self.staging(pair, "receive", slot, reservation.num_bytes)
+            return group().receive(landing, number)
+
+        def finish() -> None:
+            if landing is not reservation.tensor:
+                reservation.tensor.copy_(landing)
+            scatter(reservation.tensor)
+
+        pair.run("receive", Task(begin, partial(self.control.call, moved), finish))
 
     def is_eager(self, num_bytes: int) -> bool:
         """Whether so many bytes travel on the control connection."""

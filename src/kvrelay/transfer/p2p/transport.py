@@ -1,6 +1,6 @@
 """The peer-to-peer transport: one worker's end. Control over ZMQ, data over process groups made at first contact.
 
-    transfer thread ── post, poll ──> P2pTransport ── call ──> control thread: Initiator, Acceptor, Room, pairs
+    transfer thread ── post, poll ──> P2pTransport ── call ──> control thread: Initiator, Responder, Room, pairs
                                             ^ completions, notifications       │ tasks
                                             └───────── queues ────────── lane threads: receive, send, copy
 
@@ -25,17 +25,15 @@ from kvrelay.core.decoding import UNREADABLE
 from kvrelay.core.layout import MemoryRegion
 from kvrelay.core.workers import KvMetadata
 from kvrelay.errors import FatalError, TransferError
-from kvrelay.transfer.base import Completion, Notification
-from kvrelay.transfer.compat import check_pool
+from kvrelay.transfer.base import Notification, Post, PostEnd, Transport
 from kvrelay.transfer.grants import GrantTable
 from kvrelay.transfer.p2p.control import P2pAddress
-from kvrelay.transfer.plan import check_post
+from kvrelay.transfer.p2p.posts import SentPost
 from kvrelay.transfer.stats import P2pCounters
-from kvrelay.transfer.values import GrantRef, TransferOp, TransferPlan
+from kvrelay.transfer.values import TransferOp
 
 if TYPE_CHECKING:
     from kvrelay.transfer.p2p.node import Node
-    from kvrelay.transfer.p2p.posts import Post
 
 
 class P2pAgent(msgspec.Struct, frozen=True):
@@ -50,7 +48,7 @@ class P2pAgent(msgspec.Struct, frozen=True):
     public_key: str = ""
 
 
-class P2pTransport:
+class P2pTransport(Transport):
     """Contract: ``transfer.base.Transport``. ``is_guarded`` False: every peer may touch the whole pool."""
 
     name = "p2p"
@@ -59,55 +57,46 @@ class P2pTransport:
     def __init__(
         self, config: TransferConfig, worker_id: str, address: P2pAddress | None = None, *, is_guarded: bool = True
     ) -> None:
+        super().__init__(worker_id)
         self._config = config
-        self._worker_id = worker_id
         self._address = address or P2pAddress()
-        self.grants = GrantTable(is_enforced=is_guarded)
-        self._node: Node | None = None
-        self._region: MemoryRegion | None = None
-        self._peers: dict[str, KvMetadata] = {}
-        self._posts: dict[int, Post] = {}
-        self._ended: queue.SimpleQueue[Post] = queue.SimpleQueue()
-        self._given_up: list[Completion] = []
+        self.grants: GrantTable = GrantTable(is_enforced=is_guarded)
+        self.node: Node | None = None
+        self._posts: dict[int, SentPost] = {}
+        self._completed: queue.SimpleQueue[SentPost] = queue.SimpleQueue()
         self._notified: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-        self._next_handle = 0
 
     def __repr__(self) -> str:
-        return f"<P2pTransport {self._worker_id}: {len(self._peers)} peers, {len(self._posts)} posts, {self._node!r}>"
+        return f"{super().__repr__()}, {self.node!r}"
 
-    def register(self, region: MemoryRegion) -> bytes:
+    def _open(self, region: MemoryRegion) -> bytes:
         """Listen. Raises FatalError if torch is missing or the port is taken."""
-        if self._node is not None:
-            raise FatalError(f"worker {self._worker_id} has registered its KV pool already")
         try:
             from kvrelay.transfer.p2p.node import Node
         except ImportError as exc:
             raise FatalError(f"transport p2p needs torch: {exc}") from exc
-        self._node = Node(
+        self.node = Node(
             self._config,
             self._worker_id,
             region,
             self._address,
             self.grants,
-            on_ended=self._ended.put,
+            on_ended=self._completed.put,
             on_notified=self._notified.put,
             on_lost=lambda worker_id: self._peers.pop(worker_id, None),
         )
-        self._region = region
         agent = P2pAgent(
             worker_id=self._worker_id,
-            address=self._node.control.address,
+            address=self.node.control.address,
             num_bytes=region.num_bytes,
             device=region.device,
-            max_message_bytes=self._node.shared.rooms.room.largest_bytes,
+            max_message_bytes=self.node.shared.rooms.room.largest_bytes,
             public_key=self._address.keys.public.decode() if self._address.keys else "",
         )
         return msgspec.msgpack.encode(agent)
 
-    def add_peer(self, metadata: KvMetadata) -> None:
-        check_pool(metadata)
-        worker_id, node = metadata.worker_id, self._node
-        self.remove_peer(worker_id)
+    def _connect(self, metadata: KvMetadata) -> KvMetadata:
+        worker_id, node = metadata.worker_id, self.node
         agent = decode_agent(metadata.agent)
         if agent is None or agent.worker_id != worker_id or agent.num_bytes != metadata.num_bytes:
             raise TransferError(f"the metadata of worker {worker_id} is damaged", peer=worker_id)
@@ -115,54 +104,40 @@ class P2pTransport:
             raise TransferError(f"worker {worker_id} has its pool on {agent.device}", peer=worker_id)
         key, limit = metadata.public_key or agent.public_key, agent.max_message_bytes
         node.control.ask(partial(node.initiator.add_peer, worker_id, agent.address, key, limit))
-        self._peers[worker_id] = metadata
+        return metadata
 
     def remove_peer(self, worker_id: str) -> None:
-        if self._node is None:
+        if self.node is None:
             return
         self._peers.pop(worker_id, None)
         gone = [post for post in self._posts.values() if post.worker_id == worker_id]
         error = f"worker {worker_id} was disconnected"
-        with self._node.initiator.post_lock:
+        with self.node.initiator.post_lock:
             for post in gone:
                 post.is_over = True
         for post in gone:
             del self._posts[post.handle]
-            self._given_up.append(Completion(post.handle, error))
-        self._node.control.call(self._node.initiator.drop_peer, worker_id, error)
+        self._fail([post.handle for post in gone], error)
+        self.node.control.call(self.node.initiator.drop_peer, worker_id, error)
 
-    def has_peer(self, worker_id: str) -> bool:
-        return worker_id in self._peers
-
-    def post(
-        self,
-        op: TransferOp,
-        worker_id: str,
-        plan: TransferPlan,
-        notify: bytes | None = None,
-        grant: GrantRef | None = None,
-    ) -> int:
-        peer, region, node = self._peers.get(worker_id), self._region, self._node
-        if peer is None or region is None or node is None:
-            raise TransferError(f"worker {worker_id} is not connected", peer=worker_id)
-        check_post(plan, region.num_bytes, peer.num_bytes, worker_id, notify)
-        post = node.new_post(self._next_handle, op, worker_id, notify, grant)
-        self._next_handle += 1
-        self._posts[post.handle] = post
-        node.control.call(node.initiator.begin, post, plan)
-        if self._config.send_type == "PUT" and op is TransferOp.WRITE:
+    def _begin(self, post: Post, peer: KvMetadata) -> None:
+        node = self.node
+        assert node is not None
+        sent = SentPost(post.handle, post.op, post.worker_id, post.pieces, post.notify, post.grant)
+        self._posts[post.handle] = sent
+        node.control.call(node.initiator.begin, sent)
+        if self._config.send_type == "PUT" and post.op is TransferOp.WRITE:
             # The transfer thread's deadline follows if this one passes: it tears the connection down.
-            post.ended.wait(self._config.transfer_timeout_s)
-        return post.handle
+            sent.ended.wait(self._config.transfer_timeout_s)
 
-    def poll(self) -> tuple[list[Completion], list[Notification]]:
-        if self._node is not None and self._node.failure is not None:
-            raise self._node.failure
-        completions, self._given_up = self._given_up, []
-        while not self._ended.empty():
-            post = self._ended.get()
+    def poll(self) -> tuple[list[PostEnd], list[Notification]]:
+        if self.node is not None and self.node.failure is not None:
+            raise self.node.failure
+        completions = self._take_ended()
+        while not self._completed.empty():
+            post = self._completed.get()
             if self._posts.pop(post.handle, None) is not None:
-                completions.append(Completion(post.handle, post.error, post.error is not None and post.is_refused))
+                completions.append(PostEnd(post.handle, post.error, post.error is not None and post.is_refused))
         notifications = []
         while not self._notified.empty():
             notifications.append(Notification(self._notified.get()))
@@ -170,18 +145,18 @@ class P2pTransport:
 
     @property
     def num_pending(self) -> int:
-        return len(self._posts) + len(self._given_up)
+        return len(self._posts) + len(self._ended)
 
     def learn(self, worker_id: str, public_key: str) -> None:
         """From any thread."""
-        if self._node is not None:
-            self._node.control.call(self._node.control.learn, worker_id, public_key)
+        if self.node is not None:
+            self.node.control.call(self.node.control.learn, worker_id, public_key)
 
     def bar(self, worker_id: str) -> bool:
         """What it has sent is copied by our own threads, under the table's lock: from here on it is not."""
         self.grants.bar(worker_id)
-        if self._node is not None:
-            self._node.control.call(self._node.acceptor.drop, worker_id)
+        if self.node is not None:
+            self.node.control.call(self.node.responder.drop, worker_id)
         return True
 
     def admit(self, worker_id: str) -> None:
@@ -189,20 +164,19 @@ class P2pTransport:
 
     def p2p_counters(self) -> P2pCounters:
         """From any thread; single numbers, each by itself."""
-        return self._node.counters() if self._node is not None else P2pCounters()
+        return self.node.counters() if self.node is not None else P2pCounters()
 
     def check_integrity(self) -> None:
         """Raises IntegrityError. From any thread; waits for the control thread."""
-        if self._node is not None:
-            self._node.control.ask(self._node.check_integrity)
+        if self.node is not None:
+            self.node.control.ask(self.node.check_integrity)
 
     def close(self) -> None:
         """End all threads and communicators; our memory is not touched any more. Idempotent."""
-        if self._node is None:
+        if self.node is None:
             return
-        for worker_id in list(self._peers):
-            self.remove_peer(worker_id)
-        node, self._node = self._node, None
+        super().close()
+        node, self.node = self.node, None
         node.close()
 
 

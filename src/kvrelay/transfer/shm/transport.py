@@ -26,14 +26,13 @@ from kvrelay.core.decoding import UNREADABLE
 from kvrelay.core.layout import MemoryRegion
 from kvrelay.core.workers import KvMetadata
 from kvrelay.errors import FatalError, TransferError
-from kvrelay.transfer.base import Completion, Notification, OneSided
-from kvrelay.transfer.compat import check_pool
-from kvrelay.transfer.plan import MAX_NOTIFY_BYTES, check_post
+from kvrelay.transfer.base import Notification, Post, PostEnd, Transport
+from kvrelay.transfer.pieces import MAX_NOTIFY_BYTES
 from kvrelay.transfer.shm.host import Host, this_host
 from kvrelay.transfer.shm.locks import WorkerLock
 from kvrelay.transfer.shm.mailbox import Mailbox, Sender
 from kvrelay.transfer.shm.memory import SharedPoolMemory, address_of
-from kvrelay.transfer.values import GrantRef, Int64Array, TransferOp, TransferPlan
+from kvrelay.transfer.values import Int64Array, TransferOp
 
 CopyPieces = Callable[[int, Int64Array, int, Int64Array, Int64Array], None]
 """(address to write at, offsets there, address to read at, offsets there, lengths), all in bytes: ``shm.copying``."""
@@ -89,30 +88,22 @@ class _Peer:
         return unsent
 
 
-class ShmTransport(OneSided):
+class ShmTransport(Transport):
     """One worker's end. Contract: ``transfer.base.Transport``. ``copy``: for tests that stop in the middle."""
 
     name = "shm"
     has_bar = True
 
     def __init__(self, memory: SharedPoolMemory, worker_id: str, copy: CopyPieces | None = None) -> None:
+        super().__init__(worker_id)
         self._memory = memory
-        self._worker_id = worker_id
-        self._copy = copy
+        self.copy = copy
         self._host = this_host()
-        self._region: MemoryRegion | None = None
         self._mailbox: Mailbox | None = None
         self._peers: dict[str, _Peer] = {}
-        self._ended: list[Completion] = []
-        self._next_handle = 0
 
-    def __repr__(self) -> str:
-        return f"<ShmTransport {self._worker_id}: {len(self._peers)} peers, {self.num_pending} posts in flight>"
-
-    def register(self, region: MemoryRegion) -> bytes:
-        """Open the mailbox, compile the copy. Raises FatalError if this host or this pool cannot be shared."""
-        if self._region is not None:
-            raise FatalError(f"worker {self._worker_id} has registered its KV pool already")
+    def _open(self, region: MemoryRegion) -> bytes:
+        """Open the mailbox, compile the copy."""
         if self._host is None:
             raise FatalError("transport shm: the kernel does not tell which host this is (/proc)")
         offset = self._memory.offset_of(region)
@@ -123,11 +114,10 @@ class ShmTransport(OneSided):
             self._mailbox = Mailbox(MAX_NOTIFY_BYTES)
         except OSError as exc:
             raise FatalError(f"transport shm: this kernel has no locks or pipes for us: {exc}") from exc
-        if self._copy is None:
+        if self.copy is None:
             from kvrelay.transfer.shm.copying import copy_pieces
 
-            self._copy = copy_pieces
-        self._region = region
+            self.copy = copy_pieces
         return msgspec.msgpack.encode(
             ShmAgent(
                 worker_id=self._worker_id,
@@ -143,59 +133,37 @@ class ShmTransport(OneSided):
             )
         )
 
-    def add_peer(self, metadata: KvMetadata) -> None:
-        check_pool(metadata)
+    def _connect(self, metadata: KvMetadata) -> _Peer:
         worker_id = metadata.worker_id
-        self.remove_peer(worker_id)
         agent = decode_agent(metadata.agent)
         if agent is None or agent.worker_id != worker_id or agent.num_bytes != metadata.num_bytes:
             raise TransferError(f"the metadata of worker {worker_id} is damaged", peer=worker_id)
         if agent.host != self._host:
             raise TransferError(f"worker {worker_id} is on another host ({agent.host})", peer=worker_id)
         try:
-            self._peers[worker_id] = _Peer(agent, self._worker_id)
+            return _Peer(agent, self._worker_id)
         except (OSError, ValueError) as exc:
             raise TransferError(f"cannot map the memory of worker {worker_id}: {exc}", peer=worker_id) from exc
 
-    def remove_peer(self, worker_id: str) -> None:
-        peer = self._peers.pop(worker_id, None)
-        if peer is not None:
-            self._fail(peer.close(), f"worker {worker_id} was disconnected")
+    def _disconnect(self, worker_id: str, peer: _Peer) -> None:
+        self._fail(peer.close(), f"worker {worker_id} was disconnected")
 
-    def has_peer(self, worker_id: str) -> bool:
-        return worker_id in self._peers
-
-    def post(
-        self,
-        op: TransferOp,
-        worker_id: str,
-        plan: TransferPlan,
-        notify: bytes | None = None,
-        grant: GrantRef | None = None,
-    ) -> int:
-        peer, region = self._peers.get(worker_id), self._region
-        if peer is None or region is None:
-            raise TransferError(f"worker {worker_id} is not connected", peer=worker_id)
-        check_post(plan, region.num_bytes, peer.num_bytes, worker_id, notify)
-        handle = self._next_handle
-        self._next_handle += 1
-        error = self._move(op, peer, region, plan)
+    def _begin(self, post: Post, peer: _Peer) -> None:
+        error = self._move(post, peer)
         if error is not None:
-            self._fail([handle], f"worker {worker_id} {error}")
-        elif notify is None:
-            self._ended.append(Completion(handle, None))
+            self._fail([post.handle], f"worker {post.worker_id} {error}")
+        elif post.notify is None:
+            self._ended.append(PostEnd(post.handle, None))
         else:
-            peer.sender.send(handle, notify)
-            self._flush(worker_id, peer)
-        return handle
+            peer.sender.send(post.handle, post.notify)
+            self._flush(post.worker_id, peer)
 
-    def poll(self) -> tuple[list[Completion], list[Notification]]:
+    def poll(self) -> tuple[list[PostEnd], list[Notification]]:
         for worker_id, peer in self._peers.items():
             if peer.sender.num_pending:
                 self._flush(worker_id, peer)
-        completions, self._ended = self._ended, []
         received = self._mailbox.receive() if self._mailbox is not None else []
-        return completions, [Notification(payload) for payload in received]
+        return self._take_ended(), [Notification(payload) for payload in received]
 
     @property
     def num_pending(self) -> int:
@@ -210,37 +178,35 @@ class ShmTransport(OneSided):
 
     def close(self) -> None:
         """Unmap the peers' pools, close the mailbox. The own pool stays: its memory has other owners. Idempotent."""
-        for worker_id in list(self._peers):
-            self.remove_peer(worker_id)
+        super().close()
         if self._mailbox is not None:
             self._mailbox.close()
         self._mailbox = self._region = None
 
-    def _move(self, op: TransferOp, peer: _Peer, region: MemoryRegion, plan: TransferPlan) -> str | None:
+    def _move(self, post: Post, peer: _Peer) -> str | None:
         """Copy all pieces under the lock; why not, if not."""
-        assert self._copy is not None
+        region, pieces = self._region, post.pieces
+        assert self.copy is not None
+        assert region is not None
         if not peer.sender.has_reader:
             return "is gone"
         if not peer.lock.share():
             return "keeps its memory from us: our lease has ended, as far as it knows"
         try:
-            if op is TransferOp.WRITE:
-                pieces = (peer.address, plan.remote_offsets, region.address, plan.local_offsets)
+            if post.op is TransferOp.WRITE:
+                sides = (peer.address, pieces.remote_offsets, region.address, pieces.local_offsets)
             else:
-                pieces = (region.address, plan.local_offsets, peer.address, plan.remote_offsets)
-            self._copy(*pieces, plan.lengths)
+                sides = (region.address, pieces.local_offsets, peer.address, pieces.remote_offsets)
+            self.copy(*sides, pieces.lengths)
         finally:
             peer.lock.release()
         return None
 
     def _flush(self, worker_id: str, peer: _Peer) -> None:
         try:
-            self._ended += [Completion(handle, None) for handle in peer.sender.flush()]
+            self._ended += [PostEnd(handle, None) for handle in peer.sender.flush()]
         except OSError as exc:
             self._fail(peer.sender.drop(), f"worker {worker_id} is gone: {exc}")
-
-    def _fail(self, handles: list[int], error: str) -> None:
-        self._ended += [Completion(handle, error) for handle in handles]
 
 
 def decode_agent(blob: bytes) -> ShmAgent | None:

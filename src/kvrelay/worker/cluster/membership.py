@@ -22,16 +22,17 @@ from collections.abc import Awaitable, Callable
 
 import msgspec
 
-from kvrelay.config import WorkerConfig
+from kvrelay.config import WorkerConfig, WorkerRole
 from kvrelay.control.base import Discovery, Keys, Lease, WatchEvent, WatchKind
 from kvrelay.control.following import follow
 from kvrelay.core.hashing import HASH_SEED
 from kvrelay.core.layout import Compatibility
 from kvrelay.core.messages import PROTOCOL_VERSION
 from kvrelay.core.tasks import end_tasks
-from kvrelay.core.workers import KvMetadata, WorkerInfo, WorkerRole
+from kvrelay.core.workers import KvMetadata, WorkerInfo
 from kvrelay.engine.contract import EngineHost
 from kvrelay.errors import ControlUnavailableError, LeaseLostError
+from kvrelay.version import __version__
 from kvrelay.worker.identity import WorkerIdentity
 from kvrelay.worker.inspection import LeaseView
 
@@ -250,6 +251,7 @@ class Membership:
             dp_rank=settings.group.rank,
             dp_size=settings.group.dp,
             dp_parent_pid=os.getppid() if settings.group.dp > 1 else 0,
+            release=__version__,
         )
 
     def _metadata(self, lease_ttl_s: float) -> KvMetadata:

@@ -12,10 +12,10 @@ from collections.abc import Awaitable, Callable
 from kvrelay.core.layout import BlockRun, KVLayout
 from kvrelay.core.workers import KvMetadata
 from kvrelay.errors import TransferError
-from kvrelay.transfer.compat import planner_for
-from kvrelay.transfer.planner import TransferPlanner
+from kvrelay.transfer.compat import mapping_for
+from kvrelay.transfer.layout_mapping import LayoutMapping
 from kvrelay.transfer.thread import TransferThread
-from kvrelay.transfer.values import TransferOp, TransferPlan
+from kvrelay.transfer.values import Pieces, TransferOp
 from kvrelay.worker.locks import KeyedLocks
 
 _log = logging.getLogger(__name__)
@@ -23,7 +23,7 @@ _log = logging.getLogger(__name__)
 
 class PeerMemory:
     """Of all peers. ``load(worker_id)`` reads a peer's metadata from discovery; it raises KvrelayError. ``connect`` and
-    ``forget`` run on the event loop, ``plan`` on any thread."""
+    ``forget`` run on the event loop, ``pieces`` on any thread."""
 
     def __init__(
         self, layout: KVLayout, transfer: TransferThread, load: Callable[[str], Awaitable[KvMetadata]]
@@ -31,7 +31,7 @@ class PeerMemory:
         self._layout = layout
         self._transfer = transfer
         self._load = load
-        self._planners: dict[str, TransferPlanner] = {}
+        self._mappings: dict[str, LayoutMapping] = {}
         self._connecting = KeyedLocks()
 
     async def connect(self, worker_id: str) -> None:
@@ -39,26 +39,24 @@ class PeerMemory:
         async with self._connecting.hold(worker_id):
             if not self._transfer.has_peer(worker_id):
                 metadata = await self._load(worker_id)
-                self._planners[worker_id] = planner_for(self._layout, metadata)
+                self._mappings[worker_id] = mapping_for(self._layout, metadata)
                 await asyncio.wrap_future(self._transfer.add_peer(metadata))
 
     def forget(self, worker_id: str) -> None:
         """The connection to a peer's memory is closed; the next hand-off with it loads it again."""
-        self._planners.pop(worker_id, None)
+        self._mappings.pop(worker_id, None)
 
-    def plan(
-        self, op: TransferOp, worker_id: str, here: BlockRun, there: BlockRun, block_size: int
-    ) -> TransferPlan | None:
+    def pieces(self, op: TransferOp, worker_id: str, here: BlockRun, there: BlockRun, block_size: int) -> Pieces | None:
         """None if ``there``, in blocks of ``block_size`` tokens, does not fit the memory that the peer has
         registered, or if that is gone."""
-        planner = self._planners.get(worker_id)
-        if planner is None:
+        mapping = self._mappings.get(worker_id)
+        if mapping is None:
             return None  # its connection is gone
-        if block_size != planner.remote.block_size:
-            _log.error("%s named blocks of %d tokens, and %r has others", worker_id, block_size, planner)
+        if block_size != mapping.remote.block_size:
+            _log.error("%s named blocks of %d tokens, and %r has others", worker_id, block_size, mapping)
             return None
         try:
-            return planner.plan(op, here, there)
+            return mapping.pieces(op, here, there)
         except TransferError as exc:
             _log.error("a %s of %s's memory cannot be planned: %s", op.value, worker_id, exc)
             return None

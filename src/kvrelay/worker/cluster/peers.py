@@ -22,11 +22,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from kvrelay.config import WorkerRole
 from kvrelay.control.base import Discovery, Keys, WatchEvent, WatchKind
 from kvrelay.control.following import follow
 from kvrelay.core.control_codec import decode_kv_metadata, decode_worker
 from kvrelay.core.tasks import TaskSet
-from kvrelay.core.workers import KvMetadata, WorkerInfo, WorkerRole
+from kvrelay.core.workers import KvMetadata, WorkerInfo
 from kvrelay.transfer.thread import TransferThread
 from kvrelay.worker.cluster.fencing import LeaseEnds
 from kvrelay.worker.inspection import PeersView

@@ -32,6 +32,7 @@ from kvrelay.handoff.conduct import MAX_FAILURES
 from kvrelay.handoff.decode_ledger import DecodeLedger
 from kvrelay.handoff.decode_state import DecodeRules, DecodeState
 from kvrelay.handoff.messages import HandoffDone
+from kvrelay.marks.phases import Phase
 from kvrelay.rpc.wire import decode_message
 from kvrelay.transfer.values import GrantRef, Int64Array, TransferOp
 from kvrelay.worker.driver import LedgerDriver
@@ -67,6 +68,7 @@ class IncomingHandoffs(LedgerDriver[de.DecodeEvent]):
         )
         self.ledger = DecodeLedger(rules)
         self._around = around
+        self._marks = around.marks
         self._engine = around.engine
         self._transfer = around.transfer
         self._checksums = around.checksums
@@ -112,6 +114,10 @@ class IncomingHandoffs(LedgerDriver[de.DecodeEvent]):
         for _ in range(num_grants, self._num_polled_for):
             self._transfer.close_handoff()
         self._num_polled_for = num_grants
+        if isinstance(event, de.Claimed):
+            self._marks.add(str(event.claim.handoff_id), Phase.CLAIM_HEARD)
+        elif isinstance(event, de.Done):
+            self._marks.add(str(event.message.handoff_id), Phase.TRANSFER_ENDED)
 
     async def close(self) -> None:
         """Read nothing more."""
@@ -162,6 +168,7 @@ class IncomingHandoffs(LedgerDriver[de.DecodeEvent]):
 
     def _resume(self, action: de.Resume, core: Engine) -> None:
         message = action.message
+        self._marks.arrived(action.request_id, message)
         self._on_arrived(action.request_id, message.prefill_s)
         if message.token_id is None:
             self._stats.num_remote_done += 1  # the engine got the KV, and has continued
@@ -219,6 +226,7 @@ class IncomingHandoffs(LedgerDriver[de.DecodeEvent]):
         """Pull by blocks: P keeps the blocks of its grant until it hears that this has ended."""
 
         def ended(error: str | None) -> None:
+            self._marks.add(str(action.handoff_id), Phase.TRANSFER_ENDED)
             if error is not None:
                 _log.warning("hand-off %s cannot be read from %s: %s", action.handoff_id, action.worker_id, error)
             self.handle(de.FetchEnded(action.handoff_id, action.generation, error is None))
@@ -234,13 +242,14 @@ class IncomingHandoffs(LedgerDriver[de.DecodeEvent]):
             return
         here = BlockRun(action.first_block, action.block_ids)
         there = BlockRun(action.remote_first_block, action.remote_block_ids)
-        plan = self._around.memory.plan(TransferOp.READ, action.worker_id, here, there, action.remote_block_size)
-        if plan is None:
+        pieces = self._around.memory.pieces(TransferOp.READ, action.worker_id, here, there, action.remote_block_size)
+        if pieces is None:
             ended("its blocks do not fit the memory that it has registered")
             return
-        self._stats.num_received_bytes += plan.num_bytes
+        self._stats.num_received_bytes += pieces.num_bytes
+        self._marks.posted(str(action.handoff_id), pieces.num_bytes, pieces.num_pieces)
         grant = GrantRef(str(action.handoff_id), action.generation)
-        self._transfer.submit(TransferOp.READ, action.worker_id, plan, on_done=ended, grant=grant)
+        self._transfer.submit(TransferOp.READ, action.worker_id, pieces, on_done=ended, grant=grant)
 
     def _discard(self, action: de.Discard) -> None:
         def discard(core: Engine) -> None:
@@ -310,6 +319,7 @@ class IncomingHandoffs(LedgerDriver[de.DecodeEvent]):
 
     def _send_grant(self, action: de.SendGrant) -> None:
         message = action.message
+        self._marks.add(str(message.handoff_id), Phase.GRANTED)
         try:
             is_sent = self._server.send(action.connection, message)  # type: ignore[arg-type]
         except PayloadTooLargeError as exc:

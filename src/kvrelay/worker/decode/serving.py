@@ -44,6 +44,7 @@ from kvrelay.errors import (
     WorkerUnavailableError,
 )
 from kvrelay.handoff import decode_events as de
+from kvrelay.marks.phases import Phase
 from kvrelay.placement.base import Decision, PrefillPlace
 from kvrelay.placement.cost import CostPlacement, PlacementState
 from kvrelay.placement.threshold import DisaggPolicy
@@ -92,6 +93,7 @@ class DecodeSide:
         self._admission = AdmissionControl(around.engine)
         self._server = around.server
         self._refusals = around.refusals
+        self._marks = around.marks
         self._policy = policy
         self._num_prefill_workers = num_prefill_workers
         self._num_serving = num_serving
@@ -111,7 +113,7 @@ class DecodeSide:
         self.handoffs = IncomingHandoffs(
             around, self.stats, push=self._queued.push, on_arrived=self.placement.prefill_took
         )
-        self._arrivals: ShortestFirst[_Served] = ShortestFirst()
+        self.arrivals: ShortestFirst[_Served] = ShortestFirst()
         """Those that the engine has not taken in."""
         self._numbers = itertools.count(1)
         self._served: dict[str, _Served] = {}
@@ -174,6 +176,7 @@ class DecodeSide:
         except (InvalidInputError, OverloadedError) as exc:
             self._refuse_error(peer, message.request_id, exc)
             return
+        self._marks.received(message.request_id)
         served = _Served(next(self._numbers), peer, message, handoff_id)
         self._served[message.request_id] = served
         self._requests_of[peer].add(message.request_id)
@@ -181,7 +184,7 @@ class DecodeSide:
             self.handoffs.handle(de.Expected(handoff_id, message.pair.prefill_worker_id))
         self._queued.watch()
         num_tokens = len(message.prompt_token_ids) + len(message.output_token_ids)
-        self._arrivals.add(served.number, num_tokens, served)
+        self.arrivals.add(served.number, num_tokens, served)
         self._engine.post(self._admit_next)
 
     def _paired_handoff(self, message: GenerateRequest) -> HandoffId | None:
@@ -226,7 +229,7 @@ class DecodeSide:
 
     def _abort_now(self, core: Engine, served: _Served) -> None:
         """On the engine thread; the engine may not have seen the request yet."""
-        if self._arrivals.remove(served.number) is None:
+        if self.arrivals.remove(served.number) is None:
             core.abort(served.message.request_id)
             return
         self._admission.received(served.message)
@@ -234,7 +237,7 @@ class DecodeSide:
 
     def _admit_next(self, core: Engine) -> None:
         """On the engine thread: take in the next request, not necessarily the one that was posted."""
-        served = self._arrivals.take()
+        served = self.arrivals.take()
         if served is not None:
             self._admit(core, served.peer, served.message, served.handoff_id)
 
@@ -263,6 +266,7 @@ class DecodeSide:
 
     def _enqueue(self, core: Engine, message: GenerateRequest, handoff_id: HandoffId | None) -> PrefillPlace | None:
         """Where the prefill runs; None: that is decided when the request is admitted."""
+        self._marks.add(message.request_id, Phase.ADMITTED)
         placement = PlacementState(explain=message.explain)
         request = Request(
             message.request_id,
@@ -271,8 +275,10 @@ class DecodeSide:
             output_token_ids=message.output_token_ids,
             priority=message.priority,
             tenant=message.tenant,
+            traceparent=message.traceparent,
             handoff_number=0 if handoff_id is None else handoff_id.number,
             placement=placement,
+            listener=self._marks.listener,
         )
         if self._policy.is_by_cost:
             placement.objectives = self.placement.objectives(message.slo_ttft_ms, message.slo_itl_ms)
@@ -336,8 +342,10 @@ class DecodeSide:
             served = self._served.get(output.request_id)
             if served is None:
                 continue
-            by_peer[served.peer].append(output)
-            if output.finish_reason is not None:
+            is_last = output.finish_reason is not None
+            has_marks = is_last or output.num_cached_tokens is not None
+            by_peer[served.peer].append(self._marks.told(output) if has_marks else output)
+            if is_last:
                 self._forget(output.request_id)
         for peer, batch in by_peer.items():
             for output in send_outputs(self._server, peer, batch):

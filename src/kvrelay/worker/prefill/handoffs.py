@@ -32,11 +32,12 @@ from kvrelay.engine.step import HandoffChunk, KvLoad, StepOutput
 from kvrelay.errors import KvrelayError, WorkerUnavailableError
 from kvrelay.handoff import prefill_events as pe
 from kvrelay.handoff.base import EndReason, RefusalReason
-from kvrelay.handoff.messages import HandoffAbandon, HandoffFetched, HandoffGrant, HandoffRefused
+from kvrelay.handoff.messages import HandoffAbandon, HandoffFetched, HandoffGrant, HandoffReady, HandoffRefused
 from kvrelay.handoff.prefill_ledger import PrefillLedger
 from kvrelay.handoff.prefill_state import PrefillRules
+from kvrelay.marks.phases import Phase
 from kvrelay.rpc.wire import Message, encode_message
-from kvrelay.transfer.values import GrantRef, TransferOp, TransferPlan
+from kvrelay.transfer.values import GrantRef, Pieces, TransferOp
 from kvrelay.worker.driver import LedgerDriver
 from kvrelay.worker.prefill.connections import DecodePeer
 from kvrelay.worker.prefill.releases import Releases
@@ -79,6 +80,7 @@ class Job:
     request: RemotePrefillRequest
     origin: Origin
     num_bytes: int = 0
+    num_pieces: int = 0
 
     @property
     def name(self) -> str:
@@ -99,6 +101,7 @@ class OutgoingHandoffs(LedgerDriver[pe.PrefillEvent]):
         self._transfer = around.transfer
         self._checksums = around.checksums
         self._peers = around.peers
+        self._marks = around.marks
         self._tasks = TaskSet()
         self._telling: set[HandoffId] = set()
         self._releases = Releases(around.peers, lambda handoff_id: self.handle(pe.ReleaseAcknowledged(handoff_id)))
@@ -136,6 +139,8 @@ class OutgoingHandoffs(LedgerDriver[pe.PrefillEvent]):
         self._peers.remember(request.decode_worker_id, request.decode_address)
         self.jobs[request.handoff_id] = job
         self._by_name[job.name] = request.handoff_id
+        is_pulled = job.origin.order is HandoffOrder.DECODE_FIRST
+        self._marks.received(job.name, Phase.PULLED if is_pulled else Phase.RECEIVED)
         num_blocks = -(-len(request.token_ids) // self._block_size)
         num_cached_tokens = request.num_cached_tokens
         self.handle(
@@ -168,6 +173,7 @@ class OutgoingHandoffs(LedgerDriver[pe.PrefillEvent]):
                 "%s sent a message about hand-off %s of another worker; dropped it", worker_id, message.handoff_id
             )
         elif isinstance(message, HandoffGrant):
+            self._marks.add(str(message.handoff_id), Phase.GRANT_HEARD)
             self.handle(pe.Granted(worker_id, message))
         elif isinstance(message, HandoffRefused):
             if message.reason != RefusalReason.UNKNOWN:
@@ -189,6 +195,7 @@ class OutgoingHandoffs(LedgerDriver[pe.PrefillEvent]):
             if not self._engine.facts.moves_kv:
                 await self._memory.connect(action.worker_id)
             is_sent = True  # even if sending fails it may have arrived
+            self._marks.add(str(handoff_id), Phase.CLAIMED)
             peer.client.send(action.message)
         except KvrelayError as exc:
             _log.warning("hand-off %s cannot be claimed: %s", handoff_id, exc)
@@ -208,24 +215,28 @@ class OutgoingHandoffs(LedgerDriver[pe.PrefillEvent]):
     async def _send(self, action: pe.SendToDecode) -> None:
         try:
             peer = await self._peers.get(action.worker_id)
-            peer.client.send(action.message)
+            message = action.message
+            peer.client.send(self._marks.of_prefill(message) if isinstance(message, HandoffReady) else message)
         except KvrelayError as exc:
             _log.debug("%s does not hear of hand-off %s: %s", action.worker_id, action.message.handoff_id, exc)
         finally:
             self._telling.discard(action.message.handoff_id)
 
     def _settle(self, action: pe.Settle) -> None:
-        job = self.jobs.pop(action.handoff_id)
-        self._by_name.pop(job.name, None)
+        job = self._pop(action.handoff_id)
         if action.reason is not None:
             level = logging.INFO if action.reason in _CANCELLED else logging.WARNING
             _log.log(level, "hand-off %s: %s", action.handoff_id, action.reason)
         job.origin.settled()
 
     def _return(self, action: pe.Return) -> None:
-        job = self.jobs.pop(action.handoff_id)
+        self._pop(action.handoff_id).origin.returned()
+
+    def _pop(self, handoff_id: HandoffId) -> Job:
+        job = self.jobs.pop(handoff_id)
         self._by_name.pop(job.name, None)
-        job.origin.returned()
+        self._marks.forget(job.name)
+        return job
 
     # -- engine thread ------------------------------------------------------------------------------------------------
 
@@ -281,6 +292,8 @@ class OutgoingHandoffs(LedgerDriver[pe.PrefillEvent]):
                     num_load_tokens=request.num_cached_tokens // size * size,
                     priority=request.priority,
                     tenant=request.tenant,
+                    traceparent=request.traceparent,
+                    listener=self._marks.listener,
                 )
             )
         except KvrelayError as exc:
@@ -309,13 +322,13 @@ class OutgoingHandoffs(LedgerDriver[pe.PrefillEvent]):
         def ended(error: str | None) -> None:
             self.handle(pe.HitsRead(action.handoff_id, error is None))
 
-        plan = self._plan(TransferOp.READ, job, action)
-        if plan is None:
-            self._loop.call_soon_threadsafe(ended, "no plan")
+        pieces = self._pieces(TransferOp.READ, job, action)
+        if pieces is None:
+            self._loop.call_soon_threadsafe(ended, "no pieces")
             return
-        self._count(job, plan.num_bytes)
+        self._count(job, pieces.num_bytes)
         worker_id, grant = job.request.decode_worker_id, self._grant_of(action.handoff_id)
-        self._transfer.submit(TransferOp.READ, worker_id, plan, on_done=ended, grant=grant)
+        self._transfer.submit(TransferOp.READ, worker_id, pieces, on_done=ended, grant=grant)
 
     def _grant_of(self, handoff_id: HandoffId) -> GrantRef | None:
         """The grant that we name; under the ledger's lock."""
@@ -328,25 +341,33 @@ class OutgoingHandoffs(LedgerDriver[pe.PrefillEvent]):
         def ended(error: str | None) -> None:
             if error is not None:
                 _log.warning("a write of hand-off %s failed: %s", action.handoff_id, error)
+            elif is_first and action.done is None:
+                self._marks.add(job.name, Phase.FIRST_BYTES)
             self.handle(pe.Written(action.handoff_id, error is None))
 
-        plan = self._plan(TransferOp.WRITE, job, action)
-        if plan is None:
-            self._loop.call_soon_threadsafe(ended, "no plan")
+        pieces = self._pieces(TransferOp.WRITE, job, action)
+        if pieces is None:
+            self._loop.call_soon_threadsafe(ended, "no pieces")
             return
-        self._count(job, plan.num_bytes)
+        self._count(job, pieces.num_bytes)
+        is_first = job.num_pieces == 0
+        job.num_pieces += pieces.num_pieces
         notify = None
-        if action.done is not None:
-            notify = encode_message(msgspec.structs.replace(action.done, num_transferred_bytes=job.num_bytes))
+        if is_first and action.done is None:
+            self._marks.posted(job.name)
+        elif action.done is not None:
+            self._marks.posted(job.name, job.num_bytes, job.num_pieces)
+            done = msgspec.structs.replace(action.done, num_transferred_bytes=job.num_bytes)
+            notify = encode_message(self._marks.of_prefill(done))
         worker_id, group = job.request.decode_worker_id, job.name
         grant = GrantRef(group, action.generation)
-        self._transfer.submit(TransferOp.WRITE, worker_id, plan, notify, on_done=ended, group=group, grant=grant)
+        self._transfer.submit(TransferOp.WRITE, worker_id, pieces, notify, on_done=ended, group=group, grant=grant)
 
-    def _plan(self, op: TransferOp, job: Job, action: pe.ReadHits | pe.Write) -> TransferPlan | None:
+    def _pieces(self, op: TransferOp, job: Job, action: pe.ReadHits | pe.Write) -> Pieces | None:
         here = BlockRun(action.blocks.first_block, action.blocks.block_ids)
         there = BlockRun(action.remote_first_block, action.remote_block_ids)
         theirs = self.ledger.handoffs[action.handoff_id].decode_block_size(self.ledger.rules)
-        return self._memory.plan(op, job.request.decode_worker_id, here, there, theirs)
+        return self._memory.pieces(op, job.request.decode_worker_id, here, there, theirs)
 
     def _count(self, job: Job, num_bytes: int) -> None:
         job.num_bytes += num_bytes

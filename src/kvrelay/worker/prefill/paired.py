@@ -102,6 +102,7 @@ class PairedPrefills:
             kv_compatibility=self._around.kv_compatibility,
             priority=message.priority,
             tenant=message.tenant,
+            traceparent=message.traceparent,
         )
         return Job(request, _Half(self, message))
 

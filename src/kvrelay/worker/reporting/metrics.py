@@ -22,10 +22,11 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
+from kvrelay.config import WorkerRole
 from kvrelay.core.histogram import Histogram
 from kvrelay.core.status import RefusalKind
 from kvrelay.core.step_cost import StepCost
-from kvrelay.core.workers import WorkerRole
+from kvrelay.core.vllm_metrics import OF_WORKERS, WithVllmNames
 from kvrelay.engine.stats import EngineStats
 from kvrelay.handoff.base import EndReason, RefusalReason
 from kvrelay.handoff.decode_state import DecodeCounters
@@ -71,10 +72,10 @@ class WorkerStats:
 class WorkerMetrics(Collector):
     """Renders the current result of ``stats``, and Prometheus's standard metrics of the process."""
 
-    def __init__(self, stats: Callable[[], WorkerStats]) -> None:
+    def __init__(self, stats: Callable[[], WorkerStats], *, vllm_names: bool = False) -> None:
         self._stats = stats
         self._registry = CollectorRegistry()
-        self._registry.register(self)
+        self._registry.register(WithVllmNames(self, OF_WORKERS) if vllm_names else self)
         ProcessCollector(registry=self._registry)
 
     def render(self) -> bytes:

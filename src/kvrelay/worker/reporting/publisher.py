@@ -18,7 +18,7 @@ import msgspec
 from kvrelay.control.base import EventBus, Keys, Subscription
 from kvrelay.core.event_codec import encode_events, encode_load
 from kvrelay.core.event_log import KvEventLog
-from kvrelay.core.events import BlockRemoved, BlockStored, KvEvent, LoadMetrics, TransferCost
+from kvrelay.core.events import BlockRemoved, BlockStored, Flow, KvEvent, LoadMetrics, TokenCounts, TransferCost
 from kvrelay.core.sealing import seal
 from kvrelay.core.tasks import end_tasks
 from kvrelay.errors import KvrelayError
@@ -34,7 +34,7 @@ MAX_BATCH_BLOCKS = 20_000
 
 class Publisher:
     """One worker's events and load on the bus, sealed with ``secret``. All methods run on the event loop.
-    ``step_age_s`` and ``transfer_costs`` go into every sample, see ``LoadMetrics``."""
+    ``step_age_s``, ``transfer_costs``, ``flows`` and ``tokens`` go into every sample, see ``LoadMetrics``."""
 
     def __init__(
         self,
@@ -46,6 +46,8 @@ class Publisher:
         step_age_s: Callable[[], float] = lambda: 0.0,
         secret: bytes = b"",
         transfer_costs: Callable[[], tuple[TransferCost, ...]] = tuple,
+        flows: Callable[[], tuple[Flow, ...]] = tuple,
+        tokens: Callable[[], TokenCounts | None] = lambda: None,
     ) -> None:
         self._worker_id = worker_id
         self._epoch = epoch
@@ -55,6 +57,8 @@ class Publisher:
         self._step_age_s = step_age_s
         self._secret = secret
         self._transfer_costs = transfer_costs
+        self._flows = flows
+        self._tokens = tokens
         self._pending: list[KvEvent] = []
         self._load: LoadMetrics | None = None
         self._sent_load: LoadMetrics | None = None
@@ -127,7 +131,12 @@ class Publisher:
         try:
             # The current age: while a step hangs there is no new sample, and this one is sent repeatedly.
             sample = msgspec.structs.replace(
-                load, seq=self._seq, step_age_s=self._step_age_s(), transfer_costs=self._transfer_costs()
+                load,
+                seq=self._seq,
+                step_age_s=self._step_age_s(),
+                transfer_costs=self._transfer_costs(),
+                flows=self._flows(),
+                tokens=self._tokens(),
             )
             await self._publish(self._keys.worker_load(self._worker_id), encode_load(sample))
         except KvrelayError as exc:

@@ -8,11 +8,11 @@ import pytest
 
 from kvrelay.errors import CheckpointError, EngineDeadError, InvalidInputError, KvrelayError, PeerLostError
 from kvrelay.executors.torch.parallel.causes import error_of, first_cause
-from kvrelay.executors.torch.parallel.messages import Failed
+from kvrelay.executors.torch.parallel.messages import RankFailed
 from kvrelay.executors.torch.parallel.rank import ParallelRank
 
 RANKS = [ParallelRank.numbered(index, 2, 1) for index in range(2)]
-OWN, LOST = Failed("RuntimeError", "out of memory", False), Failed("PeerLostError", "a peer is gone", True)
+OWN, LOST = RankFailed("RuntimeError", "out of memory", False), RankFailed("PeerLostError", "a peer is gone", True)
 
 
 @dataclass
@@ -40,7 +40,7 @@ class Process:
         "silent",
     ],
 )
-def test_the_first_cause_is_named(endings: tuple[str | None, ...], failed: dict[int, Failed], text: str) -> None:
+def test_the_first_cause_is_named(endings: tuple[str | None, ...], failed: dict[int, RankFailed], text: str) -> None:
     processes = [Process(10 + index, ending) for index, ending in enumerate(endings)]
     error = first_cause(RANKS, processes, failed)  # type: ignore[arg-type]
     assert isinstance(error, EngineDeadError)
@@ -50,12 +50,12 @@ def test_the_first_cause_is_named(endings: tuple[str | None, ...], failed: dict[
 @pytest.mark.parametrize(
     ("failed", "kind"),
     [
-        (Failed("InvalidInputError", "no", False), InvalidInputError),
-        (Failed("CheckpointError", "no", False), CheckpointError),
-        (Failed("KvrelayError", "no", False), EngineDeadError),
-        (Failed("ZeroDivisionError", "no", False), EngineDeadError),
+        (RankFailed("InvalidInputError", "no", False), InvalidInputError),
+        (RankFailed("CheckpointError", "no", False), CheckpointError),
+        (RankFailed("KvrelayError", "no", False), EngineDeadError),
+        (RankFailed("ZeroDivisionError", "no", False), EngineDeadError),
         (LOST, PeerLostError),
     ],
 )
-def test_only_a_rank_s_own_bad_input_keeps_its_type(failed: Failed, kind: type[KvrelayError]) -> None:
+def test_only_a_rank_s_own_bad_input_keeps_its_type(failed: RankFailed, kind: type[KvrelayError]) -> None:
     assert type(error_of(failed, "told")) is kind

@@ -29,9 +29,9 @@ from kvrelay.engine.thread import EngineThread
 from kvrelay.errors import AddressInUseError, ConfigError, EngineDeadError
 from kvrelay.executors.torch import build_executor
 from kvrelay.executors.torch.config import load_model_config
+from kvrelay.executors.torch.parallel.collectives import tcp_store
 from kvrelay.executors.torch.parallel.executor import ParallelExecutor
 from kvrelay.executors.torch.parallel.experts import ExpertSeat
-from kvrelay.executors.torch.parallel.groups import tcp_store
 from kvrelay.executors.torch.parallel.rank import ParallelRank, check_sizes
 
 ENGINE = EngineConfig(num_blocks=256, max_model_len=512, max_num_seqs=8, max_num_batched_tokens=64)
@@ -130,7 +130,7 @@ def test_tokens_equal_one_process(arch: str, carrier: str, checkpoint_of: Any, t
         ranks[1].send("c", prompts[5:])
         assert ranks[0].answers("b", 5) + ranks[1].answers("c", 7) == expected
         until(lambda: not any(rank.core.has_work() for rank in ranks))
-        assert ranks[0].group._participant.local_step == ranks[1].group._participant.local_step
+        assert ranks[0].group.participant.local_step == ranks[1].group.participant.local_step
         assert ranks[0].group.num_dummy_steps > 0
 
 

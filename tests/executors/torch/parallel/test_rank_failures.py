@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -20,8 +21,9 @@ from tests.patience import PATIENCE_S, stop
 from kvrelay.config.settings import EngineConfig, RunnerConfig
 from kvrelay.core.layout import KVLayout
 from kvrelay.errors import CheckpointError, ConfigError, EngineDeadError, FatalError
+from kvrelay.executors.torch.config import ModelFacts
 from kvrelay.executors.torch.parallel.executor import ParallelExecutor, require_agreement
-from kvrelay.executors.torch.parallel.messages import Loaded
+from kvrelay.executors.torch.parallel.messages import WeightsLoaded
 from kvrelay.executors.torch.parallel.rank import ParallelRank
 from kvrelay.transfer.shm.memory import SharedPoolMemory
 
@@ -149,12 +151,17 @@ def test_what_a_rank_cannot_do_is_refused_at_start(start_ranks: Start, checkpoin
         start_ranks(model, 2, 1, max_model_len=10**6)
 
 
-LOADED = Loaded(KVLayout(2, 1, 16, 64, "float32"), 100, "cpu", 512, 1024, (1,), "weights")
+FACTS = ModelFacts(512, 1024, (1,), "weights", 128)
+LOADED = WeightsLoaded(KVLayout(2, 1, 16, 64, "float32"), 100, "cpu", FACTS)
 
 
 @pytest.mark.parametrize(
     "changes",
-    [{"weights_fingerprint": "others"}, {"layout": KVLayout(2, 1, 32, 64, "float32")}, {"vocab_size": 513}],
+    [
+        {"facts": replace(FACTS, weights_fingerprint="others")},
+        {"layout": KVLayout(2, 1, 32, 64, "float32")},
+        {"facts": replace(FACTS, vocab_size=513)},
+    ],
     ids=["weights", "layout", "vocabulary"],
 )
 def test_ranks_that_disagree_are_refused_at_start(changes: dict[str, object]) -> None:

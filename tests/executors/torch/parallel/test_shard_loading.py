@@ -28,7 +28,7 @@ def alone(rank: ParallelRank) -> Any:
 def read_by(model: Path, rank: ParallelRank, monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     """Elements that loading as ``rank`` reads, by tensor."""
     read: dict[str, int] = {}
-    tensor = Checkpoint._tensor
+    tensor = Checkpoint.tensor
 
     def counted(self: Checkpoint, name: str, shape: tuple[int, ...], cut: Cut) -> torch.Tensor:
         found = tensor(self, name, shape, cut)
@@ -36,7 +36,7 @@ def read_by(model: Path, rank: ParallelRank, monkeypatch: pytest.MonkeyPatch) ->
         return found
 
     with monkeypatch.context() as patch:
-        patch.setattr(Checkpoint, "_tensor", counted)
+        patch.setattr(Checkpoint, "tensor", counted)
         with Checkpoint(model, torch.float32) as checkpoint:
             load_model(load_model_config(model), checkpoint, TorchKernels(torch.float32), CPU, rank, alone(rank))
     return read

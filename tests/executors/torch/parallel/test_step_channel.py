@@ -14,9 +14,9 @@ from kvrelay.core.logprobs import PositionLogprobs, TokenLogprob
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.engine.step import ModelOutput, NewSequence, SchedulerOutput
 from kvrelay.executors.torch.parallel.channel import FIRST_CAPACITY, Channel, ChannelClosedError, StepMemory
-from kvrelay.executors.torch.parallel.messages import Answer, Failed, StepDone, decode_step, drawn, encode_step
+from kvrelay.executors.torch.parallel.messages import Answer, RankFailed, StepDone, decode_step, drawn, encode_step
 from kvrelay.executors.torch.parallel.micro_batches import merge, split
-from kvrelay.executors.torch.parallel.progress import HangDetector, RankProgress
+from kvrelay.executors.torch.parallel.rank_progress import RankHangDetector, RankProgress
 
 NO_INTS = np.zeros(0, dtype=np.int32)
 
@@ -92,9 +92,9 @@ def test_answers_of_any_size_arrive_and_an_end_is_noticed() -> None:
     entry = PositionLogprobs(TokenLogprob(5, -0.25, 1), (TokenLogprob(6, -1.5, 2),))
     done = StepDone([5, 6], {0: entry}, {1: [entry] * 100}, {1: "why"})
     rank.send(done)
-    rank.send(Failed("ConfigError", "wrong"))
+    rank.send(RankFailed("ConfigError", "wrong"))
     assert driver.receive() == done
-    assert driver.receive() == Failed("ConfigError", "wrong")
+    assert driver.receive() == RankFailed("ConfigError", "wrong")
     rank.close()
     with pytest.raises(ChannelClosedError):
         driver.receive()
@@ -151,7 +151,7 @@ def test_outputs_are_put_together_by_row() -> None:
 
 def test_a_hang_is_told_from_a_long_step_and_named() -> None:
     table = np.zeros((3, 2), dtype=np.int64)
-    detector = HangDetector(table, 3)
+    detector = RankHangDetector(table, 3)
     moving, waiting = RankProgress(table[0]), RankProgress(table[1])
     for _ in range(10):
         moving.move()

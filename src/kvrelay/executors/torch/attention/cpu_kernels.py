@@ -8,9 +8,9 @@
 Both keep a running maximum (online softmax, Milakov and Gimelshein 2018). Chunks of keys begin at multiples of
 ``KEYS`` in a prefill, so a token's result does not depend on how its prompt was cut.
 
-The head size and the number of query heads per KV head arrive as the types of ``Step.head`` and ``Step.group`` (see
-``constant_marker``), so that LLVM unrolls the loops. All memory is passed in; bfloat16 is uint16; arithmetic is
-float32.
+The head size and the number of query heads per KV head arrive as the types of ``AttentionStep.head`` and
+``AttentionStep.group`` (see ``constant_marker``), so that LLVM unrolls the loops. All memory is
+passed in; bfloat16 is uint16; arithmetic is float32.
 
 The entry at the end is cached on disk: touch this file after a change of those that it imports.
 """
@@ -44,7 +44,7 @@ _ZERO, _ONE = np.float32(0.0), np.float32(1.0)
 _MINUS_INFINITY = np.float32(-np.inf)
 
 
-class Step(NamedTuple):
+class AttentionStep(NamedTuple):
     """One layer of a step of T tokens. G query heads share a KV head; D is the head size.
 
     ``head``, ``group``: constant markers of D and G; ``qkv`` [T, (q, k and v heads) * D]; ``slots``, ``positions`` [T];
@@ -353,9 +353,10 @@ def attend(
     """The first ``num_decodes`` tokens as decode rows, the others in tiles: runs of tokens of one row, each with its
     first token and the number of its tokens.
 
-    The fields of ``Step`` come one by one: Numba takes 3 us more to look at a tuple of arrays than at the arrays.
+    The fields of ``AttentionStep`` come one by one: Numba takes 3 us more to look at a tuple of arrays than at the
+    arrays.
     """
-    step = Step(
+    step = AttentionStep(
         head, group, qkv, pool, layer, slots, positions, table, rope,
         q_norm, k_norm, eps, scale, window, out, scratch, state,
     )

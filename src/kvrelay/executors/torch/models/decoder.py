@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 
@@ -21,12 +21,9 @@ from kvrelay.executors.torch.kernels.base import Kernels, Linear
 class DenseFeedForward:
     """down(silu(gate(x)) * up(x)), gate and up fused."""
 
+    is_collective: ClassVar = False
     gate_up: Linear
     down: Linear
-
-    @property
-    def is_collective(self) -> bool:
-        return False
 
     def forward(self, x: torch.Tensor, kernels: Kernels) -> torch.Tensor:
         return self.down(kernels.silu_mul(self.gate_up(x)))
@@ -36,19 +33,19 @@ class DenseFeedForward:
 class SparseFeedForward:
     """Mixture of experts: each token's ``top_k`` experts by router probability, weighted by it."""
 
+    is_collective: ClassVar = False
     router: Linear
     experts: tuple[DenseFeedForward, ...]
     top_k: int
     normalize: bool
 
-    @property
-    def is_collective(self) -> bool:
-        return False
+    def route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The weights and the numbers of each token's experts, [T, top_k]."""
+        weights, chosen = torch.softmax(self.router(x).float(), dim=-1).topk(self.top_k, dim=-1)
+        return weights / weights.sum(dim=-1, keepdim=True) if self.normalize else weights, chosen
 
     def forward(self, x: torch.Tensor, kernels: Kernels) -> torch.Tensor:
-        weights, chosen = torch.softmax(self.router(x).float(), dim=-1).topk(self.top_k, dim=-1)
-        if self.normalize:
-            weights = weights / weights.sum(dim=-1, keepdim=True)
+        weights, chosen = self.route(x)
         # Rows sorted by expert, so that each expert computes its rows at once.
         order = chosen.flatten().argsort(stable=True)
         counts = torch.bincount(chosen.flatten(), minlength=len(self.experts)).tolist()
@@ -71,12 +68,9 @@ class SparseFeedForward:
 class ReducedFeedForward:
     """The sum of the results of every rank's part of ``inner``."""
 
+    is_collective: ClassVar = False
     inner: SparseFeedForward
     all_reduce: Callable[[torch.Tensor], torch.Tensor]
-
-    @property
-    def is_collective(self) -> bool:
-        return False
 
     def forward(self, x: torch.Tensor, kernels: Kernels) -> torch.Tensor:
         return self.all_reduce(self.inner.forward(x, kernels))
@@ -99,24 +93,16 @@ class DecoderLayer:
     feed_forward: FeedForward
 
 
+@dataclass(frozen=True, eq=False)
 class Decoder:
     """Layers with their weights. ``forward`` returns hidden states, ``logits`` the scores of the vocabulary."""
 
-    def __init__(
-        self,
-        kernels: Kernels,
-        embedding: torch.Tensor,
-        layers: tuple[DecoderLayer, ...],
-        final_norm: torch.Tensor,
-        head: Linear,
-        norm_eps: float,
-    ) -> None:
-        self._kernels = kernels
-        self._embedding = embedding
-        self._layers = layers
-        self._final_norm = final_norm
-        self._head = head
-        self._eps = norm_eps
+    _kernels: Kernels
+    _embedding: torch.Tensor
+    _layers: tuple[DecoderLayer, ...]
+    _final_norm: torch.Tensor
+    _head: Linear
+    _eps: float
 
     def forward(self, token_ids: torch.Tensor, attention: Attention, rows: torch.Tensor | None) -> torch.Tensor:
         """Normalised hidden states [R, hidden] of the tokens ``rows`` (None: of all) of a step of T tokens.

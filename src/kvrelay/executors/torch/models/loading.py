@@ -26,8 +26,8 @@ from kvrelay.executors.torch.parallel.rank import ParallelRank
 from kvrelay.executors.torch.weights import Checkpoint, Cut
 
 if TYPE_CHECKING:
+    from kvrelay.executors.torch.parallel.collectives import Groups
     from kvrelay.executors.torch.parallel.experts import ExpertGroup
-    from kvrelay.executors.torch.parallel.groups import Groups
 
 _LM_HEAD = "lm_head.weight"
 _EMBEDDING = "model.embed_tokens.weight"
@@ -59,24 +59,15 @@ def load_model(
     return _Loader(config, checkpoint, kernels, device, rank or ParallelRank(), groups, experts).load()
 
 
+@dataclass(frozen=True, slots=True)
 class _Loader:
-    def __init__(
-        self,
-        config: ModelConfig,
-        checkpoint: Checkpoint,
-        kernels: Kernels,
-        device: torch.device,
-        rank: ParallelRank,
-        groups: Groups | None,
-        experts: ExpertGroup | None,
-    ) -> None:
-        self._config = config
-        self._checkpoint = checkpoint
-        self._kernels = kernels
-        self._device = device
-        self._rank = rank
-        self._groups = groups
-        self._expert_group = experts
+    _config: ModelConfig
+    _checkpoint: Checkpoint
+    _kernels: Kernels
+    _device: torch.device
+    _rank: ParallelRank
+    _groups: Groups | None
+    _expert_group: ExpertGroup | None
 
     def load(self) -> LoadedModel:
         config, own = self._config, self._rank.layers(self._config.num_layers)
@@ -87,30 +78,16 @@ class _Loader:
         layers = tuple(self._layer(i) for i in own)
         norms = [self._qk_norms(i) for i in own]
         final_norm = self._norm("model.norm.weight", config.hidden)
-        decoder = self._decoder(embedding, layers, final_norm, self._kernels.linear(head_weight))
+        parts = (self._kernels, embedding, layers, final_norm, self._kernels.linear(head_weight), config.norm_eps)
+        if self._groups is None:
+            decoder = Decoder(*parts)
+        else:
+            from kvrelay.executors.torch.parallel.stage import StageDecoder
+
+            first_token = self._rank.vocabulary(config.vocab_size).start
+            decoder = StageDecoder(*parts, self._groups, config.hidden, config.vocab_size, first_token)
         self._checkpoint.finish()
         return LoadedModel(decoder, tuple(q for q, _ in norms), tuple(k for _, k in norms))
-
-    def _decoder(
-        self, embedding: torch.Tensor, layers: tuple[DecoderLayer, ...], final_norm: torch.Tensor, head: Linear
-    ) -> Decoder:
-        config = self._config
-        if self._groups is None:
-            return Decoder(self._kernels, embedding, layers, final_norm, head, config.norm_eps)
-        from kvrelay.executors.torch.parallel.stage import StageDecoder
-
-        return StageDecoder(
-            self._kernels,
-            embedding,
-            layers,
-            final_norm,
-            head,
-            config.norm_eps,
-            groups=self._groups,
-            hidden=config.hidden,
-            vocab_size=config.vocab_size,
-            first_token=self._rank.vocabulary(config.vocab_size).start,
-        )
 
     def _vocabulary(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Embedding and head, both for this rank's tokens; a tensor without rows on stages that do not need one."""
@@ -162,21 +139,12 @@ class _Loader:
             place, names = prefix + "mlp.", ("gate_proj", "up_proj", "down_proj")
         if self._groups is not None and self._expert_group is not None:
             return self._spread_experts(place, names, config.moe, self._groups, self._expert_group)
-        sparse = self._experts(place, names, config.moe)
+        moe = config.moe
+        prefixes = [f"{place}experts.{i}." for i in range(moe.num_experts)]
+        experts = tuple(self._dense(prefix, names, moe.intermediate, bias=False) for prefix in prefixes)
+        sparse = SparseFeedForward(self._router(place, moe), experts, moe.top_k, moe.normalize)
         # Each rank has a share of every expert, so one sum over the ranks is enough.
         return sparse if self._groups is None else ReducedFeedForward(sparse, self._groups.all_reduce)
-
-    def _experts(self, prefix: str, names: tuple[str, str, str], moe: MoeConfig) -> SparseFeedForward:
-        router = ("gate", moe.num_experts, slice(0, moe.num_experts))
-        return SparseFeedForward(
-            self._fused(prefix, [router], self._config.hidden, bias=False),
-            tuple(
-                self._dense(f"{prefix}experts.{i}.", names, moe.intermediate, bias=False)
-                for i in range(moe.num_experts)
-            ),
-            moe.top_k,
-            moe.normalize,
-        )
 
     def _spread_experts(
         self, prefix: str, names: tuple[str, str, str], moe: MoeConfig, groups: Groups, exchange: ExpertGroup
@@ -188,15 +156,11 @@ class _Loader:
         for i in range(moe.num_experts):
             if i not in own:
                 self._checkpoint.ignore_under(f"{prefix}experts.{i}.")
-        router = ("gate", moe.num_experts, slice(0, moe.num_experts))
-        return SpreadFeedForward(
-            self._fused(prefix, [router], self._config.hidden, bias=False),
-            tuple(self._whole_expert(f"{prefix}experts.{i}.", names, moe.intermediate) for i in own),
-            moe.top_k,
-            moe.normalize,
-            groups,
-            exchange,
-        )
+        experts = tuple(self._whole_expert(f"{prefix}experts.{i}.", names, moe.intermediate) for i in own)
+        return SpreadFeedForward(self._router(prefix, moe), experts, moe.top_k, moe.normalize, groups, exchange)
+
+    def _router(self, prefix: str, moe: MoeConfig) -> Linear:
+        return self._fused(prefix, [("gate", moe.num_experts, slice(0, moe.num_experts))], self._config.hidden, False)
 
     def _whole_expert(self, prefix: str, names: tuple[str, str, str], intermediate: int) -> DenseFeedForward:
         gate, up, down = names

@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 
 from kvrelay import errors
 from kvrelay.errors import EngineDeadError, KvrelayError, PeerLostError
-from kvrelay.executors.torch.parallel.messages import Failed
+from kvrelay.executors.torch.parallel.messages import RankFailed
 from kvrelay.executors.torch.parallel.processes import RankProcess
 from kvrelay.executors.torch.parallel.rank import ParallelRank
 
 
 def first_cause(
-    ranks: Sequence[ParallelRank], processes: Sequence[RankProcess], failed: Mapping[int, Failed]
+    ranks: Sequence[ParallelRank], processes: Sequence[RankProcess], failed: Mapping[int, RankFailed]
 ) -> KvrelayError:
     """A rank that ended without a message, else one with a reason of its own, else one that lost a peer. ``failed``:
     the messages heard, by rank."""
@@ -27,7 +27,7 @@ def first_cause(
     return error_of(answer, f"{ranks[index]}, pid {processes[index].pid}, failed: {answer.message}")
 
 
-def error_of(failed: Failed, message: str) -> KvrelayError:
+def error_of(failed: RankFailed, message: str) -> KvrelayError:
     """The rank's own error if it is an InvalidInputError, a CheckpointError or a PeerLostError, else an
     EngineDeadError."""
     if failed.is_peer_lost:

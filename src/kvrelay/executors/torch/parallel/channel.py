@@ -17,8 +17,8 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from kvrelay.executors.torch.parallel.messages import Step
-from kvrelay.executors.torch.parallel.progress import Int64Array, progress_bytes, progress_table
+from kvrelay.executors.torch.parallel.messages import RunStep
+from kvrelay.executors.torch.parallel.rank_progress import Int64Array, progress_bytes, progress_table
 
 T = TypeVar("T")
 
@@ -94,16 +94,16 @@ class StepMemory:
         os.ftruncate(fd, HEADER_BYTES + FIRST_CAPACITY)
         return cls(fd, num_ranks)
 
-    def write(self, frame: bytes) -> Step:
+    def write(self, frame: bytes) -> RunStep:
         """Write a description; returns the command for the ranks."""
         if len(frame) > len(self._body):
             capacity = 1 << len(frame).bit_length()
             os.ftruncate(self.fd, HEADER_BYTES + capacity)
             self._map(capacity)
         self._body[: len(frame)] = frame
-        return Step(len(frame), len(self._body))
+        return RunStep(len(frame), len(self._body))
 
-    def read(self, step: Step) -> bytes:
+    def read(self, step: RunStep) -> bytes:
         """A copy of the description."""
         if step.capacity != len(self._body):
             self._map(step.capacity)

@@ -24,7 +24,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -41,22 +41,22 @@ from kvrelay.executors.torch.config import load_model_config
 from kvrelay.executors.torch.parallel.causes import error_of, first_cause
 from kvrelay.executors.torch.parallel.channel import ChannelClosedError, StepMemory
 from kvrelay.executors.torch.parallel.messages import (
-    Allocate,
+    AllocatePool,
     Answer,
     Command,
     DummyStep,
-    Failed,
-    Loaded,
-    Ping,
+    RankFailed,
+    RankPing,
     Start,
     StepDone,
     Stop,
     WarmUp,
+    WeightsLoaded,
     encode_step,
 )
 from kvrelay.executors.torch.parallel.processes import RankProcesses
-from kvrelay.executors.torch.parallel.progress import HangDetector
 from kvrelay.executors.torch.parallel.rank import ParallelRank, check_sizes
+from kvrelay.executors.torch.parallel.rank_progress import RankHangDetector
 
 _log = logging.getLogger(__name__)
 
@@ -70,17 +70,6 @@ KILL_WAIT_S = 10.0
 PREPARE_TIMEOUT_S = 60.0
 
 _NO_INTS = np.zeros(0, dtype=np.int32)
-
-
-@dataclass(frozen=True, slots=True)
-class RankMemory:
-    """Where a rank's KV lies, for a transfer that moves each rank's own part: its block b is ``layout.block_bytes``
-    long and begins at ``offset + b * stride_bytes`` of the executor's ``kv_region``."""
-
-    rank: ParallelRank
-    layout: KVLayout
-    offset: int
-    stride_bytes: int
 
 
 class ParallelExecutor:
@@ -104,7 +93,6 @@ class ParallelExecutor:
         config = load_model_config(model_dir)
         self._group = group or GroupConfig()
         check_sizes(config, runner.tp, runner.pp, self._group)
-        self._num_model_heads = config.num_kv_heads
         self._ranks = [ParallelRank.numbered(i, runner.tp, runner.pp) for i in range(runner.tp * runner.pp)]
         self._sampler = next(rank.index for rank in self._ranks if rank.samples)
         self._failure: KvrelayError | None = None
@@ -118,7 +106,7 @@ class ParallelExecutor:
         self._pool_fd = os.memfd_create("kvrelay-kv-pool") if reserve is None else os.dup(reserve())
         self._store_fd = os.memfd_create("kvrelay-ranks")
         """Where the ranks find each other. Open as long as they live: they look at it once more when they end."""
-        self._detector = HangDetector(self._memory.progress, LOOKS_PER_TIMEOUT)
+        self._detector = RankHangDetector(self._memory.progress, LOOKS_PER_TIMEOUT)
         self._look_ms = max(1, int(runner.rank_timeout_s * 1000 / LOOKS_PER_TIMEOUT))
         self._timeout_s = runner.rank_timeout_s
         self._poller = select.poll()
@@ -126,50 +114,25 @@ class ParallelExecutor:
         self._processes = RankProcesses(len(self._ranks), (self._memory.fd, self._pool_fd))
         try:
             self._connect()
-            facts, self._num_blocks = self._load(model_dir, runner, engine)
+            loaded, self.num_blocks = self._load(model_dir, runner, engine)
         except BaseException:
             self.shutdown()
             raise
-        self._part, self._device = facts.layout, facts.device
+        facts, self._device = loaded.facts, loaded.device
+        self.kv_layout = self._layout(loaded.layout, config.num_kv_heads)
         self.max_model_len, self.vocab_size = facts.max_model_len, facts.vocab_size
         self.eos_token_ids, self.weights_fingerprint = facts.eos_token_ids, facts.weights_fingerprint
 
     def __repr__(self) -> str:
         pids = ", ".join(str(rank.pid) for rank in self._processes.ranks)
-        return f"ParallelExecutor({len(self._ranks)} ranks (pids {pids}), {self._num_blocks} blocks)"
+        return f"ParallelExecutor({len(self._ranks)} ranks (pids {pids}), {self.num_blocks} blocks)"
 
     # -- what it says of itself ---------------------------------------------------------------------------------------
-
-    @property
-    def kv_layout(self) -> KVLayout:
-        """The layout of the whole worker: all stages' layers and all ranks' KV heads, including repeated ones."""
-        part, rank = self._part, self._ranks[0]
-        num_kv_heads = part.num_kv_heads * rank.tp_size
-        return KVLayout(
-            num_layers=part.num_layers * rank.pp_size,
-            num_kv_heads=num_kv_heads,
-            block_size=part.block_size,
-            head_dim=part.head_dim,
-            dtype=part.dtype,
-            tp_size=rank.tp_size,
-            pp_size=rank.pp_size,
-            head_replicas=max(1, num_kv_heads // self._num_model_heads),
-        )
-
-    @property
-    def num_blocks(self) -> int:
-        return self._num_blocks
 
     @property
     def kv_region(self) -> MemoryRegion:
         """On CUDA each rank's pool is on its own device, and this memory is never touched."""
         return MemoryRegion(self._bytes.ctypes.data, self._bytes.size, is_pool=self._device == "cpu")
-
-    @property
-    def rank_memory(self) -> tuple[RankMemory, ...]:
-        layout = self._part
-        stride = self.kv_layout.block_bytes
-        return tuple(RankMemory(rank, layout, rank.index * layout.block_bytes, stride) for rank in self._ranks)
 
     @property
     def rank_pids(self) -> tuple[int, ...]:
@@ -208,7 +171,7 @@ class ParallelExecutor:
         if any(rank.ending is not None for rank in self._processes.ranks):
             self._fail({})
         if self._is_warm and time.monotonic() - self._last_contact_s > PING_INTERVAL_S:
-            self._tell_all(Ping())
+            self._tell_all(RankPing())
             self._collect()
 
     def prepare(self, sampling: SamplingParams) -> None:
@@ -222,12 +185,12 @@ class ParallelExecutor:
                 answer = side.receive()
         except ChannelClosedError as exc:
             raise EngineDeadError(f"{self._ranks[self._sampler]} does not answer: {exc}") from exc
-        if isinstance(answer, Failed):
+        if isinstance(answer, RankFailed):
             raise error_of(answer, answer.message)
 
     def checksum_blocks(self, block_ids: Sequence[int]) -> tuple[int, ...]:
-        layout = self.kv_layout
-        return tuple(checksum for block_id in block_ids for checksum in unit_checksums(self._bytes[block_id], layout))
+        blocks = (self._bytes[block_id] for block_id in block_ids)
+        return tuple(checksum for block in blocks for checksum in unit_checksums(block, self.kv_layout))
 
     def shutdown(self) -> None:
         """End the ranks. Idempotent. The pool's memory is freed with its last reference, because a transport may still
@@ -258,19 +221,19 @@ class ParallelExecutor:
             self._by_fd[rank.commands.fileno()] = number
             self._poller.register(rank.commands.fileno(), select.POLLIN)
 
-    def _load(self, model_dir: Path, runner: RunnerConfig, engine: EngineConfig) -> tuple[Loaded, int]:
+    def _load(self, model_dir: Path, runner: RunnerConfig, engine: EngineConfig) -> tuple[WeightsLoaded, int]:
         own = replace(runner, num_threads=_threads_per_rank(runner.num_threads, len(self._ranks)))
         # A file without a name: nothing is left if this process is killed.
         store = f"/proc/{os.getpid()}/fd/{self._store_fd}"
         for rank in self._ranks:
             self._tell(rank.index, Start(str(model_dir.absolute()), own, engine, rank.index, store, self._group))
         answers = self._collect()
-        loaded = [answer for rank in self._ranks if isinstance(answer := answers[rank.index], Loaded)]
+        loaded = [answer for rank in self._ranks if isinstance(answer := answers[rank.index], WeightsLoaded)]
         facts, num_blocks = loaded[0], min(each.max_blocks for each in loaded)
         require_agreement(self._ranks, loaded)
         self._pool = self._map_pool(num_blocks * len(self._ranks) * facts.layout.block_bytes)
         self._bytes = np.frombuffer(self._pool, dtype=np.uint8).reshape(num_blocks, -1)
-        self._tell_all(Allocate(num_blocks))
+        self._tell_all(AllocatePool(num_blocks))
         self._collect()
         return facts, num_blocks
 
@@ -289,6 +252,19 @@ class ParallelExecutor:
                 f"cannot allocate {num_bytes} bytes of shared memory for the ranks' KV pools ({exc})",
                 param="kv_cache_memory",
             ) from exc
+
+    def _layout(self, part: KVLayout, num_model_heads: int) -> KVLayout:
+        """The layout of the whole worker: all stages' layers and all ranks' KV heads, including repeated ones."""
+        rank = self._ranks[0]
+        num_kv_heads = part.num_kv_heads * rank.tp_size
+        return replace_struct(
+            part,
+            num_layers=part.num_layers * rank.pp_size,
+            num_kv_heads=num_kv_heads,
+            tp_size=rank.tp_size,
+            pp_size=rank.pp_size,
+            head_replicas=max(1, num_kv_heads // num_model_heads),
+        )
 
     # -- talking to the ranks -----------------------------------------------------------------------------------------
 
@@ -317,7 +293,7 @@ class ParallelExecutor:
                     answer = self._processes.ranks[index].commands.receive()
                 except ChannelClosedError:
                     self._fail({})
-                if isinstance(answer, Failed):
+                if isinstance(answer, RankFailed):
                     self._fail({index: answer})
                 answers[index] = answer
         self._last_contact_s = time.monotonic()
@@ -325,7 +301,7 @@ class ParallelExecutor:
 
     # -- failure ------------------------------------------------------------------------------------------------------
 
-    def _fail(self, failed: dict[int, Failed], hung: Sequence[int] = ()) -> NoReturn:
+    def _fail(self, failed: dict[int, RankFailed], hung: Sequence[int] = ()) -> NoReturn:
         """End all ranks and raise the reason, now and on each later call."""
         if hung and self._group.ep and all(self._detector.is_waiting(rank.index) for rank in self._ranks):
             error: KvrelayError = PeerLostError(
@@ -337,16 +313,13 @@ class ParallelExecutor:
                 f"{names} has finished no layer for {self._timeout_s:g} s (--rank-timeout-s): it hangs"
             )
         else:
-            error = self._reason(failed)
+            self._listen(failed)
+            error = first_cause(self._ranks, self._processes.ranks, failed)
         self._failure = error
         self._processes.kill()
         raise error
 
-    def _reason(self, failed: dict[int, Failed]) -> KvrelayError:
-        self._listen(failed)
-        return first_cause(self._ranks, self._processes.ranks, failed)
-
-    def _listen(self, failed: dict[int, Failed]) -> None:
+    def _listen(self, failed: dict[int, RankFailed]) -> None:
         """Collect the last messages of other ranks for a moment, into ``failed``."""
         deadline_s = time.monotonic() + BLAME_WAIT_S
         open_fds = {fd for fd, i in self._by_fd.items() if i not in failed}
@@ -359,7 +332,7 @@ class ParallelExecutor:
                     self._poller.unregister(fd)
                     open_fds.discard(fd)
                     continue
-                if isinstance(answer, Failed):
+                if isinstance(answer, RankFailed):
                     failed[index] = answer
                     open_fds.discard(fd)
         # A process's socket closes before the process has ended.
@@ -367,7 +340,7 @@ class ParallelExecutor:
             time.sleep(0.01)
 
 
-def require_agreement(ranks: Sequence[ParallelRank], loaded: Sequence[Loaded]) -> None:
+def require_agreement(ranks: Sequence[ParallelRank], loaded: Sequence[WeightsLoaded]) -> None:
     """Raise CheckpointError if the ranks do not hold parts of one model: files may change while they load."""
     for rank, facts in zip(ranks, loaded, strict=True):
         if replace_struct(facts, max_blocks=loaded[0].max_blocks) != loaded[0]:

@@ -15,14 +15,14 @@ combined by a sum with zeros.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from kvrelay.config.settings import GroupConfig
-from kvrelay.executors.torch.kernels.base import Kernels, Linear
-from kvrelay.executors.torch.models.decoder import DenseFeedForward
-from kvrelay.executors.torch.parallel.groups import Groups, process_group
+from kvrelay.executors.torch.kernels.base import Kernels
+from kvrelay.executors.torch.models.decoder import SparseFeedForward
+from kvrelay.executors.torch.parallel.collectives import Groups, process_group
 from kvrelay.executors.torch.parallel.rank import ParallelRank
 
 
@@ -74,19 +74,12 @@ class ExpertGroup:
 
 
 @dataclass(frozen=True, slots=True)
-class SpreadFeedForward:
+class SpreadFeedForward(SparseFeedForward):
     """Like ``SparseFeedForward``, with other experts on other ranks. ``experts`` are this rank's."""
 
-    router: Linear
-    experts: tuple[DenseFeedForward, ...]
-    top_k: int
-    normalize: bool
+    is_collective: ClassVar = True
     groups: Groups
     exchange: ExpertGroup
-
-    @property
-    def is_collective(self) -> bool:
-        return True
 
     def forward(self, x: torch.Tensor, kernels: Kernels) -> torch.Tensor:
         rank = self.groups.rank
@@ -101,9 +94,7 @@ class SpreadFeedForward:
         """The result for ``x``, whose experts may be on any rank. All seats call it, possibly with no rows."""
         num_experts = len(self.experts) * self.exchange.seat.size
         if len(x):
-            weights, chosen = torch.softmax(self.router(x).float(), dim=-1).topk(self.top_k, dim=-1)
-            if self.normalize:
-                weights = weights / weights.sum(dim=-1, keepdim=True)
+            weights, chosen = self.route(x)
         else:
             weights = x.new_zeros((0, self.top_k), dtype=torch.float32)
             chosen = x.new_zeros((0, self.top_k), dtype=torch.int64)

@@ -1,12 +1,12 @@
 """The messages between driver and ranks: typed msgpack, arrays as their bytes. Nothing is pickled.
 
-driver ──Start──> rank      which model, which part          rank ──Loaded──> driver   how much memory a block takes
-driver ──Allocate──> rank   how many blocks                  rank ──Ready──> driver
-driver ──WarmUp──> rank                                      rank ──Ready──> driver
-driver ──Step──> rank       a step lies in shared memory     rank ──StepDone──> driver   the sampling rank's has tokens
-driver ──DummyStep──> rank  a step without a batch           rank ──StepDone──> driver
-    driver ──Ping──> rank       between two steps                rank ──Ready──> driver
-driver ──Stop──> rank                                        rank ──Failed──> driver     in place of any answer
+driver ──Start──> rank         which model, which part         rank ──WeightsLoaded──> driver   a block's memory
+driver ──AllocatePool──> rank  how many blocks                 rank ──RankReady──> driver
+driver ──WarmUp──> rank                                        rank ──RankReady──> driver
+driver ──RunStep──> rank       a step lies in shared memory    rank ──StepDone──> driver        tokens from one of them
+driver ──DummyStep──> rank     a step without a batch          rank ──StepDone──> driver
+driver ──RankPing──> rank      between two steps               rank ──RankReady──> driver
+driver ──Stop──> rank                                          rank ──RankFailed──> driver      in place of any answer
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from kvrelay.core.layout import KVLayout
 from kvrelay.core.logprobs import PositionLogprobs
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.engine.step import Int32Array, ModelOutput, NewSequence, SchedulerOutput
+from kvrelay.executors.torch.config import ModelFacts
 
 # -- commands ---------------------------------------------------------------------------------------------------------
 
@@ -36,7 +37,7 @@ class Start(msgspec.Struct, frozen=True, tag=True):
     group: GroupConfig
 
 
-class Allocate(msgspec.Struct, frozen=True, tag=True):
+class AllocatePool(msgspec.Struct, frozen=True, tag=True):
     num_blocks: int
 
 
@@ -44,7 +45,7 @@ class WarmUp(msgspec.Struct, frozen=True, tag=True):
     pass
 
 
-class Step(msgspec.Struct, frozen=True, tag=True):
+class RunStep(msgspec.Struct, frozen=True, tag=True):
     """``num_bytes`` of a StepMessage are in the step memory, which is ``capacity`` bytes long."""
 
     num_bytes: int
@@ -55,7 +56,7 @@ class DummyStep(msgspec.Struct, frozen=True, tag=True):
     pass
 
 
-class Ping(msgspec.Struct, frozen=True, tag=True):
+class RankPing(msgspec.Struct, frozen=True, tag=True):
     pass
 
 
@@ -63,24 +64,21 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
     pass
 
 
-Command = Start | Allocate | WarmUp | Step | DummyStep | Ping | Stop
+Command = Start | AllocatePool | WarmUp | RunStep | DummyStep | RankPing | Stop
 
 # -- answers ----------------------------------------------------------------------------------------------------------
 
 
-class Loaded(msgspec.Struct, frozen=True, tag=True):
+class WeightsLoaded(msgspec.Struct, frozen=True, tag=True):
     """The weights are loaded. ``max_blocks``: the number of blocks that fit into this rank's memory."""
 
     layout: KVLayout
     max_blocks: int
     device: str
-    vocab_size: int
-    max_model_len: int
-    eos_token_ids: tuple[int, ...]
-    weights_fingerprint: str
+    facts: ModelFacts
 
 
-class Ready(msgspec.Struct, frozen=True, tag=True):
+class RankReady(msgspec.Struct, frozen=True, tag=True):
     pass
 
 
@@ -96,7 +94,7 @@ class StepDone(msgspec.Struct, frozen=True, tag=True):
         return ModelOutput(self.token_ids, self.logprobs, self.prompt_logprobs, self.failures)
 
 
-class Failed(msgspec.Struct, frozen=True, tag=True):
+class RankFailed(msgspec.Struct, frozen=True, tag=True):
     """``kind`` is a class of ``kvrelay.errors``, or empty. ``is_peer_lost``: another rank had failed before."""
 
     kind: str
@@ -104,7 +102,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     is_peer_lost: bool = False
 
 
-Answer = Loaded | Ready | StepDone | Failed
+Answer = WeightsLoaded | RankReady | StepDone | RankFailed
 
 # -- the step ---------------------------------------------------------------------------------------------------------
 
@@ -130,14 +128,13 @@ class StepMessage(msgspec.Struct, frozen=True, array_like=True):
     drawn_tokens: bytes
     new_seqs: tuple[SequenceMessage, ...]
     released_slots: tuple[int, ...]
-    slots: bytes
-    num_tokens: bytes
     samples: bytes
-    block_slots: bytes
-    block_indices: bytes
     block_ids: bytes
+    others: tuple[bytes, ...]
+    """The arrays that _OTHERS names."""
 
 
+_OTHERS = ("slots", "num_tokens", "block_slots", "block_indices")
 _encoder = msgspec.msgpack.Encoder()
 _step_decoder = msgspec.msgpack.Decoder(StepMessage)
 
@@ -150,12 +147,9 @@ def encode_step(work: SchedulerOutput, drawn_slots: Int32Array, drawn_tokens: Se
             _ints(drawn_tokens).tobytes(),
             tuple(_sequence_message(sequence) for sequence in work.new_seqs),
             tuple(int(slot) for slot in work.released_slots),
-            work.slots.tobytes(),
-            work.num_tokens.tobytes(),
             work.samples.tobytes(),
-            work.block_slots.tobytes(),
-            work.block_indices.tobytes(),
             work.block_ids.tobytes(),
+            tuple(getattr(work, name).tobytes() for name in _OTHERS),
         )
     )
 
@@ -183,12 +177,9 @@ def decode_step(frame: bytes | memoryview, block_factor: int, block_offset: int)
             for each in message.new_seqs
         ),
         released_slots=message.released_slots,
-        slots=_array(message.slots),
-        num_tokens=_array(message.num_tokens),
         samples=np.frombuffer(message.samples, dtype=np.bool_).copy(),
-        block_slots=_array(message.block_slots),
-        block_indices=_array(message.block_indices),
         block_ids=blocks(message.block_ids),
+        **dict(zip(_OTHERS, map(_array, message.others), strict=True)),
     )
     return work, message
 

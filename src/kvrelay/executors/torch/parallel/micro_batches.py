@@ -10,6 +10,7 @@ computes them in order. Every rank cuts the same step in the same way. Pure: no 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +21,8 @@ MIN_TOKENS = 64
 """A smaller micro-batch would take as long, because reading the weights dominates its time."""
 
 _NO_INTS = np.zeros(0, dtype=np.int32)
+_NOTHING_NEW: dict[str, Any] = {"new_seqs": (), "released_slots": ()}
+_NOTHING_NEW |= dict.fromkeys(("block_slots", "block_indices", "block_ids"), _NO_INTS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,21 +49,9 @@ def split(work: SchedulerOutput, num_parts: int, min_tokens: int = MIN_TOKENS) -
         low, high = total * number // num_parts, total * (number + 1) // num_parts
         rows = np.flatnonzero((ends > low) & (starts < high))
         counts = np.minimum(ends[rows], high) - np.maximum(starts[rows], low)
-        part = replace(
-            work,
-            slots=work.slots[rows],
-            num_tokens=counts.astype(np.int32),
-            samples=work.samples[rows] & (ends[rows] <= high),
-        )
-        if number:
-            part = replace(
-                part,
-                new_seqs=(),
-                released_slots=(),
-                block_slots=_NO_INTS,
-                block_indices=_NO_INTS,
-                block_ids=_NO_INTS,
-            )
+        base = work if number == 0 else replace(work, **_NOTHING_NEW)
+        samples = work.samples[rows] & (ends[rows] <= high)
+        part = replace(base, slots=work.slots[rows], num_tokens=counts.astype(np.int32), samples=samples)
         parts.append(MicroBatch(part, rows))
     return parts
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from kvrelay.errors import FatalError
 from kvrelay.executors.torch.parallel.channel import Channel
-from kvrelay.executors.torch.parallel.messages import Answer, Failed, Ready
+from kvrelay.executors.torch.parallel.messages import Answer, RankFailed, RankReady
 
 MODULE = "kvrelay.executors.torch.parallel.rank_process"
 
@@ -30,7 +30,7 @@ class RankProcess:
 
     process: subprocess.Popen[bytes]
     commands: Channel[Answer]
-    side: Channel[Ready | Failed]
+    side: Channel[RankReady | RankFailed]
 
     @property
     def pid(self) -> int:
@@ -94,7 +94,7 @@ class RankProcesses:
             inherited = (theirs.fileno(), their_side.fileno(), *self._fds)
             command = [sys.executable, "-m", MODULE, str(os.getpid()), *(str(fd) for fd in inherited)]
             process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=inherited)
-        return RankProcess(process, Channel(ours, Answer), Channel(our_side, Ready | Failed))
+        return RankProcess(process, Channel(ours, Answer), Channel(our_side, RankReady | RankFailed))
 
     def _reap(self) -> None:
         poller = select.poll()

@@ -28,32 +28,33 @@ from kvrelay.dp.addresses import GroupAddress
 from kvrelay.errors import ConfigError, KvrelayError, PeerLostError
 from kvrelay.executors.byte_sizes import parse_bytes
 from kvrelay.executors.torch.build import build_model_runner
+from kvrelay.executors.torch.config import ModelFacts
 from kvrelay.executors.torch.kv_pool import KvPool, auto_pool_bytes, decide_num_blocks
-from kvrelay.executors.torch.model_runner import ModelFacts, ModelRunner
+from kvrelay.executors.torch.model_runner import ModelRunner
 from kvrelay.executors.torch.parallel.channel import Channel, ChannelClosedError, StepMemory
+from kvrelay.executors.torch.parallel.collectives import Groups, file_store, tcp_store
 from kvrelay.executors.torch.parallel.experts import ExpertGroup, ExpertSeat
 from kvrelay.executors.torch.parallel.following import FollowingRunner
-from kvrelay.executors.torch.parallel.groups import Groups, file_store, tcp_store
 from kvrelay.executors.torch.parallel.messages import (
-    Allocate,
+    AllocatePool,
     Command,
     DummyStep,
-    Failed,
-    Loaded,
-    Ping,
-    Ready,
+    RankFailed,
+    RankPing,
+    RankReady,
+    RunStep,
     Start,
-    Step,
     StepDone,
     Stop,
     WarmUp,
+    WeightsLoaded,
     decode_step,
     drawn,
 )
 from kvrelay.executors.torch.parallel.micro_batches import merge, split
 from kvrelay.executors.torch.parallel.processes import end_with_parent
-from kvrelay.executors.torch.parallel.progress import RankProgress
 from kvrelay.executors.torch.parallel.rank import ParallelRank
+from kvrelay.executors.torch.parallel.rank_progress import RankProgress
 
 _log = logging.getLogger(__name__)
 
@@ -64,7 +65,7 @@ _DONE = StepDone()
 
 
 class RankShard:
-    """Implements ``build.Shard``: connects this rank to the others and gets its memory."""
+    """Connects this rank to the others and gets its memory: turns a runner into one rank of several."""
 
     def __init__(self, start: Start, commands: Channel[Command], memory: StepMemory, pool_fd: int) -> None:
         self.rank = ParallelRank.numbered(start.index, start.runner.tp, start.runner.pp)
@@ -79,6 +80,7 @@ class RankShard:
         self._pool_fd = pool_fd
 
     def join(self, device: torch.device) -> tuple[Groups, ExpertGroup | None]:
+        """The rank's collectives, and those of experts that are spread over more ranks. Raises PeerLostError."""
         store = file_store(self._start.store, self.rank.num_ranks)
         timeout_s = self._start.engine.step_timeout_s or DEFAULT_COLLECTIVE_TIMEOUT_S
         self.groups = Groups(self.rank, store, device, timeout_s, self.progress)
@@ -103,19 +105,10 @@ class RankShard:
         return experts
 
     def allocate(self, facts: ModelFacts, layout: KVLayout, device: torch.device, dtype: torch.dtype) -> KvPool:
-        self._commands.send(
-            Loaded(
-                layout,
-                self._max_blocks(layout, device),
-                device.type,
-                facts.vocab_size,
-                facts.max_model_len,
-                facts.eos_token_ids,
-                facts.weights_fingerprint,
-            )
-        )
+        """The rank's pool, with as many blocks as fit into the memory of every rank. Raises ConfigError."""
+        self._commands.send(WeightsLoaded(layout, self._max_blocks(layout, device), device.type, facts))
         command = self._commands.receive()
-        if not isinstance(command, Allocate):
+        if not isinstance(command, AllocatePool):
             raise ChannelClosedError("stopped while loading")
         if device.type != "cpu":
             return KvPool(layout, command.num_blocks, device, dtype)
@@ -149,11 +142,11 @@ class Rank:
 
     def serve(self) -> None:
         """Raises ChannelClosedError if the driver is gone, and whatever a step raises."""
-        self._commands.send(Ready())
+        self._commands.send(RankReady())
         while True:
             command = self._commands.receive()
             match command:
-                case Step():
+                case RunStep():
                     self._commands.send(self._step(command))
                 case DummyStep():
                     self._shard.progress.move()
@@ -161,15 +154,15 @@ class Rank:
                     self._commands.send(_DONE)
                 case WarmUp():
                     self._warm_up()
-                    self._commands.send(Ready())
-                case Ping():
-                    self._commands.send(Ready())
+                    self._commands.send(RankReady())
+                case RankPing():
+                    self._commands.send(RankReady())
                 case Stop():
                     return
                 case _:
                     raise ChannelClosedError(f"{type(command).__name__} is out of order")
 
-    def _step(self, command: Step) -> StepDone:
+    def _step(self, command: RunStep) -> StepDone:
         shard, runner = self._shard, self.runner
         shard.progress.move()
         work, message = decode_step(self._memory.read(command), shard.block_factor, shard.block_offset)
@@ -211,12 +204,12 @@ def _prepare(side: Channel[SamplingParams], runner: ModelRunner) -> None:
             except KvrelayError as exc:
                 side.send(_failed(exc))
             else:
-                side.send(Ready())
+                side.send(RankReady())
 
 
-def _failed(exc: BaseException) -> Failed:
+def _failed(exc: BaseException) -> RankFailed:
     message = exc.message if isinstance(exc, KvrelayError) else repr(exc)
-    return Failed(type(exc).__name__, message, isinstance(exc, PeerLostError))
+    return RankFailed(type(exc).__name__, message, isinstance(exc, PeerLostError))
 
 
 def run(parent_pid: int, commands_fd: int, side_fd: int, step_fd: int, pool_fd: int) -> int:

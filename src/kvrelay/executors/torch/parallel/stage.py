@@ -7,37 +7,24 @@ last stage     residual ──layers, final norm──> hidden ──head──>
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from kvrelay.executors.torch.attention.base import Attention
-from kvrelay.executors.torch.kernels.base import Kernels, Linear
-from kvrelay.executors.torch.models.decoder import Decoder, DecoderLayer
-from kvrelay.executors.torch.parallel.groups import Groups
+from kvrelay.executors.torch.models.decoder import Decoder
+from kvrelay.executors.torch.parallel.collectives import Groups
 
 
+@dataclass(frozen=True, eq=False)
 class StageDecoder(Decoder):
-    """``embedding`` (first stage) and ``head`` (last stage) cover the rank's tokens, from ``first_token`` on. Only the
-    last stage uses ``final_norm``."""
+    """Embedding (first stage) and head (last stage) cover the rank's tokens, from the first of them on. Only the
+    last stage uses the final norm."""
 
-    def __init__(
-        self,
-        kernels: Kernels,
-        embedding: torch.Tensor,
-        layers: tuple[DecoderLayer, ...],
-        final_norm: torch.Tensor,
-        head: Linear,
-        norm_eps: float,
-        *,
-        groups: Groups,
-        hidden: int,
-        vocab_size: int,
-        first_token: int,
-    ) -> None:
-        super().__init__(kernels, embedding, layers, final_norm, head, norm_eps)
-        self._groups = groups
-        self._hidden = hidden
-        self._vocab_size = vocab_size
-        self._first_token = first_token
+    _groups: Groups
+    _hidden: int
+    _vocab_size: int
+    _first_token: int
 
     def forward(self, token_ids: torch.Tensor, attention: Attention, rows: torch.Tensor | None) -> torch.Tensor:
         """Like ``Decoder.forward`` on the last stage. Other stages send the residual to the next one and return an

@@ -52,8 +52,8 @@ class Sampler:
         numbers = uniform(table.seeds[slots], num_outputs.astype(np.int64))
         for chosen, draw in (
             (random & ~filters, _draw_plain),
-            (random & filters & small, _draw_small),
-            (random & filters & ~small, _draw_sorted),
+            (random & filters & small, _draw_filtered),
+            (random & filters & ~small, _draw_filtered),
         ):
             rows = np.flatnonzero(chosen)
             if len(rows):
@@ -93,29 +93,15 @@ def _draw_plain(
     return _invert(probabilities, numbers).cpu().numpy()
 
 
-def _draw_small(
+def _draw_filtered(
     scores: torch.Tensor, states: SlotStates, slots: Int32Array, numbers: npt.NDArray[np.float64]
 ) -> npt.NDArray[np.int64]:
-    best = scores.topk(min(_SMALL_TOP_K, scores.shape[-1]), dim=-1)
-    return _draw_descending(best.values, best.indices, states, slots, numbers)
-
-
-def _draw_sorted(
-    scores: torch.Tensor, states: SlotStates, slots: Int32Array, numbers: npt.NDArray[np.float64]
-) -> npt.NDArray[np.int64]:
-    values, indices = torch.sort(scores, dim=-1, descending=True, stable=True)
-    return _draw_descending(values, indices, states, slots, numbers)
-
-
-def _draw_descending(
-    values: torch.Tensor,
-    indices: torch.Tensor,
-    states: SlotStates,
-    slots: Int32Array,
-    numbers: npt.NDArray[np.float64],
-) -> npt.NDArray[np.int64]:
-    """min-p, then top-k, then top-p of the remaining tokens, in vLLM's order; ``values`` are best first."""
-    table, device = states.sampling, values.device
+    """min-p, then top-k, then top-p of the remaining tokens, in vLLM's order."""
+    table, device = states.sampling, scores.device
+    if ((table.top_k[slots] > 0) & (table.top_k[slots] <= _SMALL_TOP_K)).all():
+        values, indices = scores.topk(min(_SMALL_TOP_K, scores.shape[-1]), dim=-1)
+    else:
+        values, indices = torch.sort(scores, dim=-1, descending=True, stable=True)
     values = values / _column(table.temperature[slots], device)
     top_k = np.where(table.top_k[slots] > 0, table.top_k[slots], values.shape[-1])
     ranks = torch.arange(values.shape[-1], device=device)

@@ -1,0 +1,42 @@
+"""``kvrelay waterfall``: where the time of one request went."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+
+from kvrelay.cli.cluster import cluster_options, found_cluster
+from kvrelay.cli.help import GroupedCommand
+from kvrelay.cli.options import json_option
+from kvrelay.cli.processes import run_async
+
+
+@click.command(cls=GroupedCommand)
+@click.argument("request_id", metavar="ID")
+@json_option
+@click.option("--url", help="Any frontend; default: that of the cluster that you run on this machine.")
+@click.option("--api-key", help="API key of the request, or an operator's; default: none.")
+@cluster_options
+def waterfall(
+    request_id: str,
+    as_json: bool,
+    url: str | None,
+    api_key: str | None,
+    cluster: str | None,
+    config_file: Path | None,
+    **flags: object,
+) -> None:
+    """Show where the time of request ID went. Answers and the header x-request-id have the id.
+
+    Example: kvrelay waterfall cmpl-0123456789abcdef0123456789abcdef
+    """
+    import msgspec
+
+    from kvrelay.launch.frontend_calls import request_waterfall
+    from kvrelay.marks.text import text_of
+    from kvrelay.marks.waterfall import Waterfall
+
+    found = run_async(request_waterfall(url or found_cluster(cluster, flags).url, request_id, api_key))
+    click.echo(json.dumps(found) if as_json else text_of(msgspec.convert(found, Waterfall)))

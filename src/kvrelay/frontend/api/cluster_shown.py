@@ -1,0 +1,134 @@
+"""``GET /debug/cluster``: the cluster at this moment as one JSON object, which the page and ``kvrelay top`` read every
+second. Looks that come together share one round of questions to the other frontends and the prefill queue.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from urllib.parse import parse_qs
+
+import msgspec
+
+from kvrelay.errors import InvalidInputError
+from kvrelay.frontend.api.requests_shown import ShownRequests
+from kvrelay.frontend.cluster.figures import HISTORY_S
+from kvrelay.frontend.cluster.frontends import Frontends, KnownFrontend
+from kvrelay.frontend.cluster.snapshot import (
+    FlowView,
+    FrontendView,
+    History,
+    Totals,
+    WorkerView,
+    all_rows,
+    flow_views,
+    frontend_view,
+    history,
+    totals,
+    worker_views,
+)
+from kvrelay.frontend.cluster.view import ClusterView
+from kvrelay.frontend.cluster.wrong_now import Wrong, wrong_now
+from kvrelay.http import Exchange, HttpRequest, Response
+from kvrelay.version import __version__
+
+CLUSTER_PATH = "/debug/cluster"
+FRESH_S = 0.5
+
+
+class NotPermittedError(InvalidInputError):
+    """The key is valid and does not open this."""
+
+    status = 403
+
+
+class ClusterSnapshot(msgspec.Struct, frozen=True):
+    """``frontend`` is the id of the one that answers."""
+
+    now_unix: float
+    frontend: str
+    release: str
+    wrong_now: list[Wrong]
+    total: Totals
+    workers: list[WorkerView]
+    flows: list[FlowView]
+    frontends: list[FrontendView]
+    history: History
+
+
+class ShownCluster:
+    """The handler that ``FrontendApp`` expects."""
+
+    def __init__(
+        self,
+        cluster: ClusterView,
+        frontends: Frontends,
+        shown: ShownRequests,
+        now_unix_s: Callable[[], float] = time.time,
+    ) -> None:
+        self._cluster = cluster
+        self._frontends = frontends
+        self._shown = shown
+        self._now_unix_s = now_unix_s
+        self._looking = asyncio.Lock()
+        self._looked_s = -FRESH_S
+        self._known: Sequence[KnownFrontend] = ()
+        self._queue: int | None = None
+        self._queued_since_s: float | None = None
+
+    async def show(self, exchange: Exchange, request_id: str) -> None:
+        """``?since=N``: the history after second N (default: five minutes). Raises InvalidInputError.
+
+        A client's key sees the sums, as it does at ``/metrics``, unless there are keys of operators."""
+        if exchange.request.client and self._shown.has_operators:
+            raise NotPermittedError("this key sees its own requests; the cluster is for keys of --metrics-keys-file")
+        since = _since(exchange.request)
+        await self._look()
+        exchange.respond(Response(200, msgspec.json.encode(self._snapshot(since)), headers=[NO_STORE]))
+
+    async def _look(self) -> None:
+        async with self._looking:
+            if time.monotonic() - self._looked_s < FRESH_S:
+                return
+            self._known, self._queue = await asyncio.gather(
+                self._frontends.gather(), self._cluster.prefill_queue_size()
+            )
+            self._looked_s = time.monotonic()
+            if not self._queue:
+                self._queued_since_s = None
+            elif self._queued_since_s is None:
+                self._queued_since_s = self._looked_s
+
+    def _snapshot(self, since: int) -> ClusterSnapshot:
+        now_s, now_unix_s = time.monotonic(), self._now_unix_s()
+        second = int(now_unix_s)
+        members = self._cluster.members()
+        workers = worker_views(members, now_s)
+        own = self._frontends.frontend_id
+        frontends = [frontend_view(known, known.frontend_id == own, now_s, second) for known in self._known]
+        rows = all_rows(self._known, second)
+        queued_s = 0.0 if self._queued_since_s is None else now_s - self._queued_since_s
+        whole = totals(rows, second, workers, frontends, self._queue, queued_s)
+        return ClusterSnapshot(
+            now_unix=now_unix_s,
+            frontend=own,
+            release=__version__,
+            wrong_now=wrong_now(workers, frontends, whole, has_control=self._cluster.has_control),
+            total=whole,
+            workers=workers,
+            flows=flow_views(members),
+            frontends=frontends,
+            history=history(rows, max(since, second - HISTORY_S)),
+        )
+
+
+NO_STORE = (b"cache-control", b"no-store")
+
+
+def _since(request: HttpRequest) -> int:
+    """Raises InvalidInputError."""
+    values = parse_qs(request.query, keep_blank_values=True).get("since", ["0"])
+    if len(values) != 1 or not values[0].isascii() or not values[0].isdigit() or len(values[0]) > 12:
+        raise InvalidInputError("since must be a whole number of seconds since 1970", param="since")
+    return int(values[0])

@@ -1,0 +1,193 @@
+"""All frontends' figures in one place: a frontend answers for its own on the bus, and asks the others when someone
+looks.
+
+    GET /debug/cluster ──> this frontend ──request, "since second n"──> each frontend in discovery ──> its rows
+
+Nothing is sent while no one looks. What was answered is kept, so each look asks for the new seconds only, and a
+frontend that was just started has the others' five minutes at once. Any holder of the control plane's credentials could
+answer for a frontend: the figures are shown and decide nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Annotated
+
+import msgspec
+
+from kvrelay.control.base import ControlPlane, Keys
+from kvrelay.core.control_codec import decode_caller
+from kvrelay.core.decoding import UNREADABLE
+from kvrelay.core.tasks import end_tasks
+from kvrelay.core.workers import CallerInfo
+from kvrelay.errors import ControlUnavailableError, ProtocolError, RetryElsewhereError
+from kvrelay.frontend.cluster.figures import HISTORY_S, Count, Figures, Second
+from kvrelay.version import __version__
+
+_log = logging.getLogger(__name__)
+
+ASK_TIMEOUT_S = 0.7
+TICK_S = 1.01
+"""A second is counted when it has surely ended: timers may be a millisecond early."""
+GONE_AFTER_S = 30.0
+"""A frontend that has left discovery keeps its part of the history, and is no longer shown after this."""
+
+
+class FiguresRequest(msgspec.Struct, frozen=True):
+    """Answer with the rows after second ``since``."""
+
+    since: int
+
+
+class FiguresReply(msgspec.Struct, frozen=True):
+    """``host``, ``pid``, ``release``: the process. ``num_in_flight``: sequences that are being generated."""
+
+    frontend_id: str
+    num_in_flight: Count
+    rows: Annotated[tuple[Second, ...], msgspec.Meta(max_length=HISTORY_S)]
+    host: Annotated[str, msgspec.Meta(max_length=1024)] = ""
+    pid: Count = 0
+    release: Annotated[str, msgspec.Meta(max_length=64)] = ""
+
+
+_request_decoder = msgspec.msgpack.Decoder(FiguresRequest)
+_reply_decoder = msgspec.msgpack.Decoder(FiguresReply)
+
+
+@dataclass(slots=True)
+class KnownFrontend:
+    """A frontend as it was heard last. ``heard_s``: monotonic; None: it has never answered."""
+
+    frontend_id: str
+    host: str = ""
+    pid: int = 0
+    release: str = ""
+    num_in_flight: int = 0
+    rows: deque[Second] = field(default_factory=lambda: deque(maxlen=HISTORY_S))
+    heard_s: float | None = None
+    is_silent: bool = False
+    """It is in discovery, and did not answer the last question."""
+
+    def heard(self, reply: FiguresReply, now_s: float) -> None:
+        """Take in an answer."""
+        self.host, self.pid, self.release = reply.host, reply.pid, reply.release
+        self.num_in_flight, self.heard_s, self.is_silent = reply.num_in_flight, now_s, False
+        first = min((row.unix_s for row in reply.rows), default=0)
+        while reply.rows and self.rows and self.rows[-1].unix_s >= first:
+            self.rows.pop()
+        self.rows.extend(sorted(reply.rows, key=lambda row: row.unix_s))
+
+    def since(self, now_unix_s: float) -> int:
+        """The last known second. Rows of the future are dropped: a clock went back."""
+        while self.rows and self.rows[-1].unix_s > now_unix_s:
+            self.rows.pop()
+        return self.rows[-1].unix_s if self.rows else 0
+
+
+class Frontends:
+    """``frontend_id``: ours, as in discovery."""
+
+    def __init__(
+        self,
+        control: ControlPlane,
+        keys: Keys,
+        frontend_id: str,
+        figures: Figures,
+        now_unix_s: Callable[[], float] = time.time,
+    ) -> None:
+        self.frontend_id = frontend_id
+        self._control = control
+        self._keys = keys
+        self._figures = figures
+        self._now_unix_s = now_unix_s
+        self._known: dict[str, KnownFrontend] = {}
+
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator[None]:
+        """Seconds are counted and other frontends answered while this context is open. Raises
+        ControlUnavailableError."""
+        service = await self._control.events.serve(self._keys.frontend_figures(self.frontend_id), self._answer)
+        counting = asyncio.create_task(self._count())
+        try:
+            yield
+        finally:
+            await end_tasks([counting])
+            try:
+                await service.unsubscribe()
+            except ControlUnavailableError as exc:
+                _log.debug("the service of figures ends with the connection: %s", exc)
+
+    async def gather(self) -> Sequence[KnownFrontend]:
+        """Every frontend, this one first. Others that do not answer in time are marked, with what they said last. One
+        call at a time."""
+        await asyncio.gather(*map(self._ask, await self._others()))
+        own = self._known.setdefault(self.frontend_id, KnownFrontend(self.frontend_id))
+        own.heard(self._reply(own.since(self._now_unix_s())), time.monotonic())
+        others = sorted(set(self._known) - {self.frontend_id})
+        return [self._known[name] for name in (self.frontend_id, *others)]
+
+    async def _others(self) -> list[KnownFrontend]:
+        """Those in discovery; without a control plane, those that were there before."""
+        try:
+            entries = await self._control.discovery.list(self._keys.frontends)
+        except ControlUnavailableError as exc:
+            _log.debug("cannot list the frontends: %s", exc)
+            return [known for name, known in self._known.items() if name != self.frontend_id]
+        listed = dict(filter(None, (self._entry(key, value) for key, value in entries.items())))
+        listed.pop(self.frontend_id, None)
+        limit_s = time.monotonic() - GONE_AFTER_S
+        self._known = {
+            name: known
+            for name, known in self._known.items()
+            if name in listed or name == self.frontend_id or (known.heard_s is not None and known.heard_s > limit_s)
+        }
+        for name, known in self._known.items():
+            known.is_silent = known.is_silent and name in listed
+        for name, info in listed.items():
+            self._known.setdefault(name, KnownFrontend(name, info.host, info.pid))
+        return [self._known[name] for name in listed]
+
+    def _entry(self, key: str, value: bytes) -> tuple[str, CallerInfo] | None:
+        name = key.removeprefix(self._keys.frontends)
+        try:
+            return name, decode_caller(name, value)
+        except ProtocolError as exc:
+            _log.debug("ignored the discovery entry %s: %s", key, exc)
+            return None
+
+    async def _ask(self, known: KnownFrontend) -> None:
+        try:
+            question = msgspec.msgpack.encode(FiguresRequest(known.since(self._now_unix_s())))
+            subject = self._keys.frontend_figures(known.frontend_id)
+            data = await self._control.events.request(subject, question, ASK_TIMEOUT_S)
+            reply = _reply_decoder.decode(data)
+        except (RetryElsewhereError, *UNREADABLE) as exc:
+            _log.debug("frontend %s tells no figures: %s", known.frontend_id, exc)
+            known.is_silent = True
+            return
+        known.heard(reply, time.monotonic())
+
+    async def _answer(self, data: bytes) -> bytes:
+        try:
+            request = _request_decoder.decode(data)
+        except UNREADABLE as exc:
+            raise ProtocolError(f"malformed question for figures: {exc}") from exc
+        return msgspec.msgpack.encode(self._reply(request.since))
+
+    def _reply(self, since: int) -> FiguresReply:
+        rows, host = self._figures.since(since), socket.gethostname()
+        return FiguresReply(self.frontend_id, self._figures.num_in_flight, rows, host, os.getpid(), __version__)
+
+    async def _count(self) -> None:
+        while True:
+            now = self._now_unix_s()
+            await asyncio.sleep(TICK_S - now % 1.0)
+            self._figures.take(int(now))

@@ -1,0 +1,409 @@
+"""The cluster as one frontend sees it: discovery in, models and connections out.
+
+    discovery ──watch──> worker entries ──> a task per worker: tokenizer, connection, reconnection ──> Model
+    events, load samples ──> the model's router (``published.py``)
+    run-time settings ──watch──> every model's router
+
+It owns the connections to workers and one Model per model name. While the control plane is away it uses the workers
+that it knows; each connection notices its own loss. A worker that leaves discovery gets no new requests, and keeps
+those that it has.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from kvrelay.config import DisaggConfig
+from kvrelay.control.base import ControlPlane, Keys, WatchEvent, WatchKind
+from kvrelay.control.following import follow
+from kvrelay.core.control_codec import decode_setting, decode_worker
+from kvrelay.core.events import LoadMetrics
+from kvrelay.core.tasks import TaskSet, end_tasks
+from kvrelay.core.workers import WorkerInfo
+from kvrelay.data.tokenizer_files import tokenizer_fingerprint
+from kvrelay.errors import (
+    CheckpointError,
+    ControlUnavailableError,
+    KvrelayError,
+    ModelNotFoundError,
+    WorkerUnavailableError,
+)
+from kvrelay.frontend.cluster.models import Model
+from kvrelay.frontend.cluster.published import Published, Served
+from kvrelay.frontend.cluster.worker_link import WorkerLink
+from kvrelay.frontend.tokens.tokenizer import Tokenizer, load_tokenizer
+from kvrelay.placement.threshold import DisaggPolicy
+from kvrelay.router import PairRouter, Router, RouterStage, RuntimeSettings
+from kvrelay.router.base import ReplayRequester
+from kvrelay.rpc.base import RpcClient
+
+_log = logging.getLogger(__name__)
+
+RpcClientFactory = Callable[[WorkerInfo], RpcClient]
+"""Makes a client of a worker, not started yet."""
+RouterFactory = Callable[[int, ReplayRequester, RouterStage], Router]
+"""Makes a router from the block size in tokens, a function that requests missed events, and the half that it is for."""
+
+RECONNECT_BACKOFF_S = (0.05, 0.1, 0.2, 0.5)
+INTRODUCTION_TIMEOUT_S = 5.0
+CONNECTOR_RETRY_S = 1.0
+QUEUE_TIMEOUT_S = 0.7
+ROUTER_SECTION = "router."
+DISAGG_SECTION = "disagg."
+
+
+class Member(NamedTuple):
+    """A worker: its entry, or its last one if it has left discovery, and the connection, if there is one."""
+
+    info: WorkerInfo
+    link: WorkerLink | None
+    is_listed: bool
+
+
+class ClusterView:
+    """Models by name, kept up to date from ``start`` to ``close``."""
+
+    def __init__(
+        self,
+        control: ControlPlane,
+        keys: Keys,
+        connect: RpcClientFactory,
+        build_router: RouterFactory,
+        tokenizer_of: Callable[[Path], Tokenizer] = load_tokenizer,
+        disagg: DisaggConfig | None = None,
+    ) -> None:
+        self._control = control
+        self._keys = keys
+        self._connect = connect
+        self._build_router = build_router
+        self.tokenizer_of = tokenizer_of
+        self._infos: dict[str, WorkerInfo] = {}
+        self._models: dict[str, Model] = {}
+        self._served: dict[str, Served] = {}
+        self._loading: dict[str, asyncio.Lock] = {}
+        self._connectors: dict[str, asyncio.Task[None]] = {}
+        self._pending: set[str] = set()
+        """Workers whose first connection attempt has not ended."""
+        self._none_pending = asyncio.Event()
+        self._none_pending.set()
+        self._tasks = TaskSet()
+        self._published = Published(control.events, keys, self._served_by)
+        self._settings = RuntimeSettings()
+        self._disagg = DisaggPolicy(disagg or DisaggConfig())
+        """Prefill-first: whether a request gets a prefill worker."""
+        self._workers_listed = asyncio.Event()
+        self._settings_listed = asyncio.Event()
+
+    def __repr__(self) -> str:
+        return f"Cluster(models={list(self._models.values())}, served={list(self._served.values())})"
+
+    @property
+    def models(self) -> list[Model]:
+        """Models that a worker serves now."""
+        return [model for model in self._models.values() if model.is_available]
+
+    def listed_models(self) -> list[Model]:
+        """The same. Raises WorkerUnavailableError before discovery has listed the workers: none would be wrong."""
+        if not self._workers_listed.is_set():
+            raise WorkerUnavailableError("discovery has not listed the workers yet")
+        return self.models
+
+    def model(self, name: str | None) -> Model:
+        """The model of that name; without a name the first one.
+
+        Raises ModelNotFoundError, and WorkerUnavailableError for a model whose workers are all gone, or may yet come.
+        """
+        if name is None or name == "":
+            available = self.models
+            if not available:
+                raise WorkerUnavailableError("no worker serves a model")
+            return available[0]
+        model = self._models.get(name)
+        if model is None and self._may_come(name):
+            raise WorkerUnavailableError(f"this frontend has reached no worker of the model `{name[:200]}` yet")
+        if model is None:
+            raise ModelNotFoundError(f"The model `{name[:200]}` does not exist.", param="model", code="model_not_found")
+        if not model.is_available:
+            raise WorkerUnavailableError(f"no worker serves the model `{name}` at the moment")
+        return model
+
+    def _may_come(self, name: str) -> bool:
+        """Whether a model that is unknown here may have workers."""
+        is_known = self._workers_listed.is_set() and bool(self._models)
+        return not is_known or any(info.model == name for info in self._infos.values())
+
+    def count_workers(self) -> dict[str, int]:
+        return {name: len(model.worker_ids) for name, model in self._models.items()}
+
+    def count_fallbacks(self) -> dict[str, int]:
+        """Per model, the requests that were placed without the workers' costs."""
+        return {name: model.router.num_fallbacks for name, model in self._models.items()}
+
+    def count_places(self) -> dict[tuple[str, ...], int]:
+        """Prefill-first requests by model and place of the prefill."""
+        models = self._models.items()
+        return {(name, place.value): count for name, model in models for place, count in model.pairs.places.items()}
+
+    def loads(self) -> list[tuple[str, LoadMetrics]]:
+        """The last sample of its load of each connected worker that takes requests, with its model's name."""
+        return [
+            (model.name, link.load)
+            for model, link in self._served.values()
+            if link.load is not None and link.info.role.takes_requests
+        ]
+
+    def links(self) -> list[WorkerLink]:
+        """The connections to workers that serve."""
+        return [served.link for served in self._served.values()]
+
+    @property
+    def has_control(self) -> bool:
+        """Whether the control plane is connected."""
+        return self._control.is_connected
+
+    async def prefill_queue_size(self) -> int | None:
+        """Prefills that no worker has pulled yet; None if the control server does not tell, or not in time."""
+        try:
+            async with asyncio.timeout(QUEUE_TIMEOUT_S):
+                return await self._control.prefill_queue.size()
+        except (ControlUnavailableError, TimeoutError) as exc:
+            _log.debug("the size of the prefill queue is unknown: %s", exc)
+            return None
+
+    def members(self) -> list[Member]:
+        """All workers in discovery, and those that have left it and still serve requests here; by id."""
+        links = {worker_id: served.link for worker_id, served in self._served.items()}
+        left = {worker_id: link.info for worker_id, link in links.items() if worker_id not in self._infos}
+        return [
+            Member(info, links.get(worker_id), worker_id in self._infos)
+            for worker_id, info in sorted((self._infos | left).items())
+        ]
+
+    async def start(self) -> None:
+        """Subscribe and watch. Raises ControlUnavailableError."""
+        await self._published.start()
+        discovery, settings = self._control.discovery, self._keys.config_value(ROUTER_SECTION)
+        self._tasks.spawn(follow(discovery, self._keys.workers, self._on_worker, self._workers_listed.set))
+        self._tasks.spawn(follow(discovery, settings, self._on_setting, self._settings_listed.set))
+        self._tasks.spawn(follow(discovery, self._keys.config_value(DISAGG_SECTION), self._on_threshold))
+
+    def _served_by(self, worker_id: str) -> Served | None:
+        return self._served.get(worker_id)
+
+    async def wait_synced(self, timeout_s: float) -> bool:
+        """Wait until the initial listing of workers and settings is known."""
+        return await _happen(timeout_s, self._workers_listed, self._settings_listed)
+
+    async def wait_connected(self, timeout_s: float) -> bool:
+        """Wait until every known worker is connected, or its first connection attempt has failed."""
+        return await _happen(timeout_s, self._none_pending)
+
+    async def close(self) -> None:
+        await end_tasks([*self._tasks, *self._connectors.values()])
+        await self._published.close()
+
+    # -- discovery ----------------------------------------------------------------------------------------------------
+
+    def _on_setting(self, event: WatchEvent) -> None:
+        """Apply ``kvrelay config set router.NAME VALUE`` to every model at once."""
+        name = event.key.removeprefix(self._keys.config_value(ROUTER_SECTION))
+        if event.kind is WatchKind.DELETE:
+            self._settings.remove(name)
+        else:
+            self._settings.put(name, decode_setting(name, event.value))
+        for model in self._models.values():
+            model.tune(self._settings)
+
+    def _on_threshold(self, event: WatchEvent) -> None:
+        """Apply ``kvrelay config set disagg.NAME VALUE``, as workers do for decode-first."""
+        name = event.key.removeprefix(self._keys.config_value(DISAGG_SECTION))
+        if event.kind is WatchKind.DELETE:
+            self._disagg.unset(name)
+        else:
+            self._disagg.set(name, decode_setting(name, event.value))
+
+    def _on_worker(self, event: WatchEvent) -> None:
+        worker_id = event.key.removeprefix(self._keys.workers)
+        if event.kind is WatchKind.DELETE:
+            self._forget(worker_id)
+        else:
+            self._learn(decode_worker(worker_id, event.value))
+
+    def _learn(self, info: WorkerInfo) -> None:
+        """A worker has registered, or its entry has changed."""
+        self._infos[info.worker_id] = info
+        served = self._served.get(info.worker_id)
+        if served is not None and self._is_for(served.model, info):
+            served.link.revive(info)
+            served.model.add_worker(info, served.link)
+        elif served is not None:
+            served.model.remove_worker(info.worker_id)
+            served.link.retire()
+        if self._is_wanted(info) and info.worker_id not in self._connectors:
+            self._pending.add(info.worker_id)
+            self._none_pending.clear()
+            connector = asyncio.get_running_loop().create_task(self._stay_connected(info.worker_id))
+            self._connectors[info.worker_id] = connector
+            connector.add_done_callback(lambda task: self._connector_done(info.worker_id, task))
+
+    def _forget(self, worker_id: str) -> None:
+        """A worker left discovery, drained or dead. Its connection tells which."""
+        info = self._infos.pop(worker_id, None)
+        served = self._served.get(worker_id)
+        if info is not None and served is not None:
+            served.model.remove_worker(worker_id)
+            served.link.retire()
+
+    def _wanted(self, worker_id: str) -> WorkerInfo | None:
+        """The worker's entry, if it takes requests, or prefills (halves of pairs) of a model that is served."""
+        info = self._infos.get(worker_id)
+        return info if info is not None and self._is_wanted(info) else None
+
+    def _is_wanted(self, info: WorkerInfo) -> bool:
+        return info.role.takes_requests or info.model in self._models
+
+    def _is_for(self, model: Model, info: WorkerInfo) -> bool:
+        """Whether the worker's current entry is for this model."""
+        return self._models.get(info.model) is model and model.is_of(info)
+
+    def _attempt_ended(self, worker_id: str) -> None:
+        """The first connection attempt to the worker has ended, with or without success."""
+        self._pending.discard(worker_id)
+        if not self._pending:
+            self._none_pending.set()
+
+    def _connector_done(self, worker_id: str, task: asyncio.Task[None]) -> None:
+        self._connectors.pop(worker_id, None)
+        self._attempt_ended(worker_id)
+        if task.cancelled():
+            return
+        if (error := task.exception()) is not None:
+            _log.error("the connection to %s failed", worker_id, exc_info=error)
+            self._tasks.spawn(self._reconnect_later(worker_id))
+            return
+        # The worker may have come back while its connection was being closed.
+        self._connect_if_wanted(worker_id)
+
+    async def _reconnect_later(self, worker_id: str) -> None:
+        """Retry after an internal error or a temporary shortage on this machine; the worker may be healthy."""
+        await asyncio.sleep(CONNECTOR_RETRY_S)
+        self._connect_if_wanted(worker_id)
+
+    def _connect_if_wanted(self, worker_id: str) -> None:
+        info = self._wanted(worker_id)
+        if info is not None:
+            self._learn(info)
+
+    async def _stay_connected(self, worker_id: str) -> None:
+        """Connect to one worker, and reconnect when the connection breaks, while the worker is in discovery."""
+        num_failures = 0
+        while (info := self._wanted(worker_id)) is not None:
+            try:
+                served = await self._connect_to(info)
+            except KvrelayError as exc:
+                level = logging.WARNING if num_failures == 0 else logging.DEBUG
+                _log.log(level, "connecting to worker %s failed (%s); retrying", worker_id, exc)
+                self._attempt_ended(worker_id)
+                await asyncio.sleep(RECONNECT_BACKOFF_S[min(num_failures, len(RECONNECT_BACKOFF_S) - 1)])
+                num_failures += 1
+                continue
+            num_failures = 0
+            await self._serve(served, worker_id)
+
+    async def _serve(self, served: Served, worker_id: str) -> None:
+        """Let the worker serve requests while the connection lives."""
+        model, link = served
+        self._served[worker_id] = served
+        try:
+            info = self._wanted(worker_id)
+            if info is None or not self._is_for(model, info):
+                return  # the worker left, or changed during the connect: connect again with its current entry
+            link.revive(info)
+            model.add_worker(info, link)
+            _log.info("worker %s serves %s", worker_id, model.name)
+            self._attempt_ended(worker_id)
+            await link.wait_ended()
+        finally:
+            del self._served[worker_id]
+            model.remove_worker(worker_id)
+            await link.close()
+
+    async def _connect_to(self, info: WorkerInfo) -> Served:
+        """Connect first, then find the model, so that the model cannot be replaced before the worker is added to it."""
+        client = self._connect(info)
+        await client.start()
+        link = WorkerLink(info, client)
+        try:
+            if info.public_key:
+                await link.introduce(INTRODUCTION_TIMEOUT_S)
+            return Served(await self._model_of(info), link)
+        except BaseException:
+            await link.close()
+            raise
+
+    async def _model_of(self, info: WorkerInfo) -> Model:
+        """The model that the worker serves; its tokenizer is loaded once.
+
+        Other weights under the same name replace the model after its last worker has gone: another model must not
+        continue a request or tokenize its prompt. Until then this raises WorkerUnavailableError. Raises
+        CheckpointError, too.
+        """
+        async with self._loading.setdefault(info.model, asyncio.Lock()):
+            model = self._models.get(info.model)
+            if model is not None and model.is_of(info):
+                return model
+            # Check before loading: a waiting worker retries again and again. Check after: an old worker may have come
+            # back meanwhile.
+            _check_is_free(model)
+            tokenizer = await asyncio.to_thread(self._load_tokenizer, info)
+            _check_is_free(model)
+            decodes, prefills = (
+                self._build_router(info.block_size, self._published.request_replay, stage)
+                for stage in (RouterStage.REQUEST, RouterStage.PREFILL)
+            )
+            pairs = PairRouter(decodes, prefills, self._disagg)
+            model = self._models[info.model] = Model(info, tokenizer, pairs)
+            model.tune(self._settings)
+        for other in list(self._infos.values()):
+            if other.model == info.model and not other.role.takes_requests:
+                self._learn(other)
+        return model
+
+    def _load_tokenizer(self, info: WorkerInfo) -> Tokenizer:
+        """This machine's copy. Raises CheckpointError, also if it differs from the worker's copy: the worker's tokens
+        would become other text here."""
+        path = Path(info.model_path)
+        tokenizer = self.tokenizer_of(path)
+        if info.tokenizer_fingerprint:
+            try:
+                found = tokenizer_fingerprint(path)
+            except OSError as exc:
+                raise CheckpointError(f"cannot read the tokenizer's files in {path}: {exc}") from exc
+            if found != info.tokenizer_fingerprint:
+                raise CheckpointError(
+                    f"the tokenizer, chat template or generation config in {path} differs from the copy that "
+                    f"{info.worker_id} has on {info.host or 'its machine'}: bring the same checkpoint to both, then "
+                    f"restart the changed side"
+                )
+        return tokenizer
+
+
+def _check_is_free(old: Model | None) -> None:
+    """Raises WorkerUnavailableError while workers still serve the model that holds the name."""
+    if old is not None and old.is_available:
+        raise WorkerUnavailableError(f"workers with other weights or another tokenizer serve the name {old.name}")
+
+
+async def _happen(timeout_s: float, *events: asyncio.Event) -> bool:
+    """Whether all events are set within ``timeout_s``."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            for event in events:
+                await event.wait()
+    except TimeoutError:
+        return False
+    return True

@@ -1,0 +1,204 @@
+"""Turns ``tools`` and ``tool_choice`` into the functions to render, a parser for the answer, and its grammar. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from kvrelay.core.grammar import Grammar, GrammarKind
+from kvrelay.errors import InvalidInputError
+from kvrelay.frontend.openai.answer import OutputParser
+from kvrelay.frontend.openai.bounds import MAX_JSON_SIZE
+from kvrelay.frontend.openai.requests import ChatCompletionRequest, Tool, ToolChoice
+from kvrelay.frontend.openai.structured import Constraint, checked, constraint_of, lark_string, schema_source
+from kvrelay.frontend.tokens.chat_template import ChatTemplate
+from kvrelay.frontend.tools.dialects import DIALECTS, LLAMA3_JSON, Dialect, guessed_dialect
+from kvrelay.frontend.tools.parsing import ToolParser
+from kvrelay.frontend.tools.reasoning import ReasoningParser, reasons_at_once
+
+MAX_CALLS = 16
+"""The limit of calls of an answer that must have calls: a model must not call until its tokens are spent."""
+CONTENT_FORM = "response_format"
+"""The field that says what content must look like; an answer that calls functions has none."""
+_NAME = re.compile(r"[A-Za-z0-9_.\-]{1,64}")
+_COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_ANY_ARGUMENTS: dict[str, object] = {"type": "object", "properties": {}, "additionalProperties": False}
+_COMBINING = frozenset({"allOf", "anyOf", "oneOf", "$ref", "patternProperties", "additionalProperties"})
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCalling:
+    """How the calls of one answer are enforced and parsed."""
+
+    tools: tuple[dict[str, object], ...]
+    """The definitions as chat templates take them."""
+    names: frozenset[str]
+    dialect: Dialect
+    single: bool
+
+    def parser(self) -> ToolParser:
+        """A new parser, for one choice."""
+        return ToolParser(self.dialect, self.names, self.single)
+
+
+@dataclass(frozen=True, slots=True)
+class ChatForm:
+    """The form of an answer: with or without calls, free or bound by a grammar."""
+
+    tools: ToolCalling | None = None
+    constraint: Constraint | None = None
+
+
+def chat_form(request: ChatCompletionRequest, dialect: Dialect | None) -> ChatForm:
+    """``dialect`` is the model's dialect of function calls, None if unknown.
+
+    Raises InvalidInputError.
+    """
+    wanted = constraint_of(request)
+    chosen = _choice(request)
+    tools = request.tools or []
+    _check_tools(tools)
+    if not tools:
+        if chosen not in ("auto", "none"):
+            raise InvalidInputError("tool_choice needs tools", param="tool_choice")
+        return ChatForm(None, wanted)
+    if chosen == "none":
+        return ChatForm(None, wanted)
+    calling = ToolCalling(
+        tools=tuple(msgspec.to_builtins(tool) for tool in tools),
+        names=frozenset(tool.function.name for tool in tools),
+        dialect=dialect or LLAMA3_JSON,
+        single=request.parallel_tool_calls is False or chosen not in ("auto", "required"),
+    )
+    if wanted is not None and wanted.param != CONTENT_FORM:
+        message = f"{wanted.param} and tools exclude each other, unless tool_choice is none: an answer has one form"
+        raise InvalidInputError(message, param=wanted.param)
+    if chosen == "auto":
+        if dialect is None:
+            message = (
+                "how this model writes calls is not known: start the frontend with --tool-call-parser, or ask for a "
+                "call with tool_choice required or a function's name"
+            )
+            raise InvalidInputError(message, param="tool_choice")
+        if wanted is None:
+            return ChatForm(calling, None)
+        grammar = calls_grammar(tools, calling.dialect, calling.single, wanted.grammar)
+        return ChatForm(calling, checked(Constraint(wanted.param, grammar)))
+    called = (
+        tools if chosen == "required" else [tool for tool in tools if tool.function.name == chosen.partition(":")[2]]
+    )
+    if not called:
+        raise InvalidInputError("tool_choice names a function that is not in tools", param="tool_choice")
+    return ChatForm(calling, checked(Constraint("tools", calls_grammar(called, calling.dialect, calling.single))))
+
+
+def calls_grammar(tools: Sequence[Tool], dialect: Dialect, single: bool, content: Grammar | None = None) -> Grammar:
+    """One call of one of the functions, or several, as ``dialect`` writes them; or ``content``, a JSON schema, if there
+    is one. Raises InvalidInputError."""
+    several = "" if single else f" ({lark_string(dialect.between)} call){{0,{MAX_CALLS - 1}}}"
+    behind = " " + lark_string(dialect.behind) if dialect.behind else ""
+    lines = [
+        "start: calls" + (" | content" if content is not None else ""),
+        "calls: " + _literal(dialect.before) + "call" + several + behind,
+        "call: " + " | ".join(f"call_{number}" for number in range(len(tools))),
+    ]
+    if content is not None:
+        schema = msgspec.json.decode(content.source, type=dict[str, object])
+        lines.append(f"content: %json {msgspec.json.encode({**schema, 'x-guidance': _COMPACT}).decode()}")
+    for number, tool in enumerate(tools):
+        # Word by word, as JSON is read: a longer literal would hide documents that begin like a call.
+        head = ("{", '"name"', ": ", f'"{tool.function.name}"', ", ", f'"{dialect.key}"', ": ")
+        lines.append(f'call_{number}: {" ".join(map(lark_string, head))} args_{number} "}}"')
+        lines.append(f"args_{number}: %json {arguments_schema(tool)}")
+    return Grammar(GrammarKind.LARK, "\n".join(lines))
+
+
+def arguments_schema(tool: Tool) -> str:
+    """The schema of a function's arguments as text. An object that lists its properties may have no others: schemas
+    rarely state this but mean it."""
+    parameters = tool.function.parameters
+    schema = dict(parameters) if parameters else dict(_ANY_ARGUMENTS)
+    schema_source(schema, "tools")
+    schema.setdefault("type", "object")
+    if schema["type"] != "object":
+        raise InvalidInputError(f"the parameters of {tool.function.name} must be of type object", param="tools")
+    closed = _closed(schema)
+    assert isinstance(closed, dict)
+    return msgspec.json.encode({**closed, "x-guidance": _COMPACT}).decode()
+
+
+def _closed(schema: object) -> object:
+    if not isinstance(schema, dict):
+        return schema
+    properties, items = schema.get("properties"), schema.get("items")
+    changed = dict(schema)
+    if isinstance(properties, dict):
+        changed["properties"] = {name: _closed(value) for name, value in properties.items()}
+        if _COMBINING.isdisjoint(schema):
+            changed["additionalProperties"] = False
+    if items is not None:
+        changed["items"] = _closed(items)
+    return changed
+
+
+def _literal(text: str) -> str:
+    return lark_string(text) + " " if text else ""
+
+
+def _choice(request: ChatCompletionRequest) -> str:
+    """``auto``, ``none``, ``required``, or ``function:`` and a name."""
+    choice = request.tool_choice
+    if choice is None:
+        return "auto"
+    if isinstance(choice, ToolChoice):
+        if choice.type != "function" or choice.function is None:
+            raise InvalidInputError("tool_choice must be auto, none, required or a function", param="tool_choice")
+        return "function:" + choice.function.name
+    if choice not in ("auto", "none", "required"):
+        raise InvalidInputError("tool_choice must be auto, none, required or a function", param="tool_choice")
+    return choice
+
+
+def _check_tools(tools: Sequence[Tool]) -> None:
+    names: set[str] = set()
+    for tool in tools:
+        name = tool.function.name
+        if tool.type != "function":
+            raise InvalidInputError(f"tools of type {tool.type} are not supported, only function", param="tools")
+        if not _NAME.fullmatch(name):
+            raise InvalidInputError("a function's name has letters, digits, '_', '-' and '.'", param="tools")
+        if name in names:
+            raise InvalidInputError(f"two tools have the name {name}", param="tools")
+        names.add(name)
+        if tool.function.parameters:
+            schema_source(tool.function.parameters, "tools")
+    if tools and len(msgspec.json.encode(tools)) > MAX_JSON_SIZE:
+        raise InvalidInputError(f"tools are above {MAX_JSON_SIZE} characters", param="tools")
+
+
+class OutputParsers:
+    """``tool_call_parser`` is a dialect's name or ``auto``; ``reasoning_parser`` a parser's name or ``none``."""
+
+    def __init__(self, tool_call_parser: str, reasoning_parser: str) -> None:
+        self._tool_call_parser = tool_call_parser
+        self._reasoning_parser = reasoning_parser
+
+    def dialect(self, template: ChatTemplate | None) -> Dialect | None:
+        """The dialect of a model with this template; None if unknown."""
+        if self._tool_call_parser != "auto":
+            return DIALECTS[self._tool_call_parser]
+        return guessed_dialect(template.source if template is not None else "")
+
+    def parser(self, form: ChatForm, prompt: str) -> Callable[[], OutputParser] | None:
+        """A factory of parsers, one per choice; None if the text is the content.
+
+        An answer that is bound by a grammar has no reasoning: the grammar begins with its first token.
+        """
+        tools = form.tools
+        if self._reasoning_parser == "none" or form.constraint is not None:
+            return tools.parser if tools is not None else None
+        is_inside = reasons_at_once(self._reasoning_parser, prompt)
+        return lambda: ReasoningParser(is_inside, tools.parser() if tools is not None else None)

@@ -1,0 +1,203 @@
+"""``kvrelay top``: what the page at ``/ui`` shows, as text in a terminal. It reads the same JSON of a frontend."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from kvrelay.errors import WorkerUnavailableError
+from kvrelay.launch.frontend_calls import cluster_snapshot, slowest_requests
+
+INTERVAL_S = 1.0
+NUM_SLOWEST = 8
+LEAST_SLOWEST = 4
+"""Lines of them on a screen that has no room for all."""
+MAX_WRONG = 3
+MAX_FLOWS = 6
+KV_CELLS = 10
+WORKER_COLUMNS = "{:<28} {:<8} {:<10} {:>5} {:>5}  {:<16} {:>10} {:>9} {:>9} {:>7}"
+REQUEST_COLUMNS = "{:<52} {:<9} {:<7} {:>11} {:>11} {:>8} {:>7}"
+# Terminal: other screen without a cursor, and back; home; erase to the end of line, and of screen.
+BEGIN, END, HOME, REST_OF_LINE, REST = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l", "\x1b[H", "\x1b[K", "\x1b[J"
+BOLD, RED, YELLOW, PLAIN = "\x1b[1m", "\x1b[31m", "\x1b[33m", "\x1b[0m"
+COLOURS = {"error": RED, "warning": YELLOW}
+
+Report = Mapping[str, Any]
+
+
+async def watch(url: str, api_key: str | None, *, as_json: bool, once: bool) -> None:
+    """Show the cluster of the frontend at ``url``, every second unless ``once``. In a terminal the screen is redrawn,
+    and a frontend that is away is asked again; elsewhere reports follow each other.
+
+    Raises WorkerUnavailableError, KvrelayError.
+    """
+    if once or as_json or not sys.stdout.isatty():
+        while True:
+            report = await _look(url, api_key)
+            print(json.dumps(report) if as_json else "\n".join(text_of(report, 200, 1000)), flush=True)
+            if once:
+                return
+            await asyncio.sleep(INTERVAL_S)
+    await _look(url, api_key)  # a wrong address or key is an error, not a reason to wait
+    sys.stdout.write(BEGIN)
+    try:
+        await _redraw(url, api_key)
+    finally:
+        sys.stdout.write(END)
+        sys.stdout.flush()
+
+
+async def _redraw(url: str, api_key: str | None) -> None:
+    lines: list[str] = []
+    while True:
+        size = shutil.get_terminal_size()
+        try:
+            lines = coloured(list(text_of(await _look(url, api_key), size.columns, size.lines - 1)))
+            note = ""
+        except WorkerUnavailableError as exc:
+            note = f"{RED}reconnecting: {_printable(str(exc))[: size.columns - 14]}{PLAIN}"
+        body = "".join(f"{line}{REST_OF_LINE}\r\n" for line in lines[: size.lines - 1])
+        sys.stdout.write(f"{HOME}{body}{note}{REST}")
+        sys.stdout.flush()
+        await asyncio.sleep(INTERVAL_S)
+
+
+async def _look(url: str, api_key: str | None) -> dict[str, Any]:
+    cluster, slowest = await asyncio.gather(cluster_snapshot(url, api_key), slowest_requests(url, NUM_SLOWEST, api_key))
+    return {**cluster, "slowest": slowest}
+
+
+def text_of(report: Report, width: int, height: int) -> list[str]:
+    """At most ``height`` lines of at most ``width`` characters. Workers with the most waiting requests come first;
+    those for which there is no room are counted. Control characters in ids and errors are escaped."""
+    head = [*_head(report), *_wrong(report), *_sums(report), ""]
+    foot = [*_flows(report), *_slowest(report)]
+    if len(head) + len(report["workers"]) + len(foot) + 3 > height:
+        foot = list(_slowest(report))[:LEAST_SLOWEST]
+    room = max(height - len(head) - len(foot) - 3, 3)
+    lines = [*head, *_workers(report, room), *foot]
+    return [_printable(line)[:width].rstrip() for line in lines[:height]]
+
+
+def coloured(lines: list[str]) -> list[str]:
+    """For a terminal: headings bold, what is wrong in its colour."""
+    return [_coloured(line) for line in lines]
+
+
+def _coloured(line: str) -> str:
+    severity, _, _ = line.partition(":")
+    if severity in COLOURS:
+        return f"{COLOURS[severity]}{line}{PLAIN}"
+    return f"{BOLD}{line}{PLAIN}" if line[:1].isupper() or line.startswith("kvrelay ") else line
+
+
+def _head(report: Report) -> Iterator[str]:
+    at = time.strftime("%H:%M:%S", time.localtime(report["now_unix"]))
+    workers, frontends = len(report["workers"]), len(report["frontends"])
+    yield f"kvrelay {report['release']}, {at}: {workers} workers, {frontends} frontends"
+
+
+def _wrong(report: Report) -> Iterator[str]:
+    found = report["wrong_now"]
+    yield from (f"{wrong['severity']}: {wrong['text']}" for wrong in found[:MAX_WRONG])
+    if len(found) > MAX_WRONG:
+        yield f"and {len(found) - MAX_WRONG} more"
+    if not found:
+        yield "nothing is wrong now"
+
+
+def _sums(report: Report) -> Iterator[str]:
+    total = report["total"]
+    queue = "?" if total["prefill_queue"] is None else total["prefill_queue"]
+    yield (
+        f"{_rate(total['requests_per_s'])} requests/s  {_rate(total['tokens_per_s'])} tokens/s  "
+        f"{total['failed_last_minute']} of {total['requests_last_minute']} failed in the last minute"
+    )
+    yield (
+        f"{total['in_flight']} in flight  {total['running']} running  {total['waiting']} waiting  "
+        f"{queue} in the prefill queue"
+    )
+    yield (
+        f"first token {_quantiles(total['ttft_ms'])}  between tokens {_quantiles(total['itl_ms'])}  "
+        f"KV {_share(total['kv_used'], total['kv_total']):.0%} of {total['kv_total']:,} blocks"
+    )
+
+
+def _workers(report: Report, room: int) -> Iterator[str]:
+    workers = sorted(report["workers"], key=lambda worker: (-(worker["waiting"] or 0), worker["role"], worker["id"]))
+    names = ("WORKER", "ROLE", "STATE", "RUN", "WAIT", "KV", "PROMPT/S", "TOKENS/S", "QUEUED", "AGE")
+    yield WORKER_COLUMNS.format(*names)
+    for worker in workers[:room]:
+        share = _share(worker["kv_used"] or 0, worker["kv_total"] or 0)
+        cells = "#" * round(share * KV_CELLS)
+        queued_s, age_s = worker["prefill_s_queued"], worker["age_s"]
+        yield WORKER_COLUMNS.format(
+            worker["id"],
+            worker["role"],
+            worker["state"],
+            _or_dash(worker["running"]),
+            _or_dash(worker["waiting"]),
+            f"{cells:.<{KV_CELLS}} {share:.0%}",
+            _rate(worker["prefill_tokens_per_s"]),
+            _rate(worker["tokens_per_s"]),
+            "-" if queued_s is None else f"{queued_s:.2f} s",
+            "-" if age_s is None else f"{age_s:.1f} s",
+        )
+    if len(workers) > room:
+        yield f"and {len(workers) - room} more"
+    yield ""
+
+
+def _flows(report: Report) -> Iterator[str]:
+    flows = report["flows"][:MAX_FLOWS]
+    if flows:
+        yield "KV BETWEEN WORKERS"
+        for flow in flows:
+            amount = f"{flow['bytes'] / 2**20:,.1f} MiB in {flow['transfers']:,}, {flow['mean_ms']:.2f} ms each"
+            yield f"{flow['source']:<28} > {flow['target']:<28} {amount}"
+        yield ""
+
+
+def _slowest(report: Report) -> Iterator[str]:
+    if report["slowest"]:
+        names = ("SLOWEST REQUESTS", "STATUS", "PLACE", "LATENCY", "FIRST TOKEN", "PROMPT", "ANSWER")
+        yield REQUEST_COLUMNS.format(*names)
+        for request in report["slowest"]:
+            yield REQUEST_COLUMNS.format(
+                request["id"][:52],
+                request["status"],
+                request["place"] or "-",
+                _milliseconds(request["latency_ms"]),
+                _milliseconds(request["ttft_ms"]),
+                request["prompt_tokens"],
+                request["output_tokens"],
+            )
+
+
+def _quantiles(found: Mapping[str, float | None]) -> str:
+    return f"p50 {_milliseconds(found['p50'])} p95 {_milliseconds(found['p95'])}"
+
+
+def _milliseconds(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.1f} ms"
+
+
+def _rate(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.1f}"
+
+
+def _or_dash(value: int | None) -> str:
+    return "-" if value is None else str(value)
+
+
+def _share(part: int, whole: int) -> float:
+    return part / whole if whole else 0.0
+
+
+def _printable(text: str) -> str:
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)

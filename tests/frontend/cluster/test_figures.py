@@ -1,0 +1,112 @@
+"""What a frontend counts per second, what follows from a worker's samples, and the sums over frontends."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from tests.frontend.doubles import FakeWorker, Script
+
+from kvrelay.core.events import LoadMetrics, TokenCounts
+from kvrelay.core.histogram import Histogram, quantile_s
+from kvrelay.frontend.cluster.figures import HISTORY_S, Figures, Second, added_up, total_of
+from kvrelay.frontend.cluster.frontends import FiguresReply, KnownFrontend
+from kvrelay.frontend.cluster.metrics import FrontendMetrics
+from kvrelay.frontend.cluster.worker_link import WorkerLink
+from kvrelay.frontend.cluster.worker_report import WorkerReport
+from kvrelay.rpc.loopback import LoopbackNetwork
+
+
+def load(**changes: object) -> LoadMetrics:
+    return msgspec.structs.replace(LoadMetrics("w", 3, 8, 40, 100, 2, 0.4, 0.0), **changes)
+
+
+async def link(tmp_path) -> WorkerLink:
+    network = LoopbackNetwork()
+    worker = FakeWorker(network, Script(), "w")
+    return WorkerLink(worker.info(tmp_path), network.client(worker.server.address))
+
+
+async def test_a_second_has_what_was_counted_since_the_one_before(tmp_path) -> None:
+    metrics, connection = FrontendMetrics(), await link(tmp_path)
+    metrics.answered("/v1/completions", "200", "m")
+    figures = Figures(metrics, lambda: [connection])
+    for status in ("200", "400", "429", "disconnected", "500", "503", "broken"):
+        metrics.answered("/v1/completions", status, "m")
+    metrics.answered("/debug/cluster", "500")
+    metrics.of("m").first_token(0.003, 10, 0)
+    metrics.of("other").first_token(0.003, 5, 0)
+    connection.tally.generated_tokens = 7
+    connection.report.heard(load(), 1.0)
+    figures.take(100)
+    connection.tally.generated_tokens = 9
+    figures.take(101)
+    first, second = figures.since(0)
+    assert (first.unix_s, first.num_requests, first.num_failed) == (100, 7, 3)
+    assert (first.num_prompt_tokens, first.num_output_tokens, sum(first.ttft), first.itl) == (15, 7, 2, ())
+    assert (first.num_running, first.num_waiting, first.kv_used, first.kv_total) == (3, 2, 40, 100)
+    assert (second.num_requests, second.num_output_tokens, second.ttft) == (0, 2, ())
+    assert figures.since(100) == (second,)
+
+
+async def test_rows_are_bounded_and_a_clock_may_go_back(tmp_path) -> None:
+    connections = [await link(tmp_path)]
+    figures = Figures(FrontendMetrics(), lambda: connections)
+    for second in range(1000, 1000 + 2 * HISTORY_S):
+        figures.take(second)
+    assert len(figures.since(0)) == HISTORY_S
+    figures.take(1500)
+    assert figures.since(0)[-1].unix_s == 1500
+    # A connection that was replaced counts from 0.
+    connections[0].tally.generated_tokens = 50
+    figures.take(1501)
+    connections[:] = [await link(tmp_path)]
+    connections[0].tally.generated_tokens = 4
+    figures.take(1502)
+    assert [row.num_output_tokens for row in figures.since(1500)] == [50, 4]
+
+
+def test_frontends_are_added_up_by_second() -> None:
+    one = [Second(10, 1, 0, 5, 7, (1, 0), (), 4, 0, 50, 100), Second(11, 2)]
+    other = [Second(9, 4), Second(10, 2, 1, 5, 3, (1, 2), (1,), 3, 1, 40, 100), Second(12, 9)]
+    nine, ten, eleven = added_up([one, other], 9, 11)
+    assert (nine.num_requests, eleven.num_requests) == (4, 2)
+    assert ten == Second(10, 3, 1, 10, 10, (2, 2), (1,), 4, 1, 50, 100)
+    assert total_of([nine, ten, eleven]).num_requests == 9
+
+
+def test_what_another_frontend_says_replaces_what_it_said_of_the_same_seconds() -> None:
+    known = KnownFrontend("f")
+    known.heard(FiguresReply("f", 2, (Second(10, 1), Second(11, 1))), 5.0)
+    known.heard(FiguresReply("f", 3, (Second(12, 4), Second(11, 2))), 6.0)
+    assert [(row.unix_s, row.num_requests) for row in known.rows] == [(10, 1), (11, 2), (12, 4)]
+    assert (known.num_in_flight, known.since(20.0)) == (3, 12)
+    assert known.since(11.5) == 11
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.msgpack.decode(msgspec.msgpack.encode(FiguresReply("f", -1, ())), type=FiguresReply)
+
+
+def test_quantiles_lie_within_their_bucket() -> None:
+    histogram = Histogram((1.0, 2.0, 4.0))
+    assert quantile_s((1.0, 2.0, 4.0), histogram.counts, 0.5) is None
+    for value in (0.5, 1.5, 1.6, 3.0):
+        histogram.observe(value)
+    assert quantile_s((1.0, 2.0, 4.0), histogram.counts, 0.5) == 1.5
+    assert quantile_s((1.0, 2.0, 4.0), histogram.counts, 1.0) == 4.0
+    histogram.observe(100.0)
+    assert quantile_s((1.0, 2.0, 4.0), histogram.counts, 0.99) == 4.0
+    assert quantile_s((1.0, 2.0, 4.0), (), 0.5) is None
+
+
+def test_rates_come_from_counts_and_waiting_from_its_begin() -> None:
+    report = WorkerReport()
+    report.heard(load(tokens=TokenCounts(100, 10)), 10.0)
+    assert (report.generated_per_s, report.waiting_since_s) == (None, 10.0)
+    report.heard(load(tokens=TokenCounts(110, 12)), 10.1)
+    assert report.generated_per_s is None
+    report.heard(load(tokens=TokenCounts(300, 30)), 12.0)
+    assert (report.prefilled_per_s, report.generated_per_s, report.waiting_since_s) == (100.0, 10.0, 10.0)
+    report.heard(load(num_requests_waiting=0, tokens=TokenCounts(0, 0)), 14.0)
+    assert (report.prefilled_per_s, report.generated_per_s, report.waiting_since_s) == (0.0, 0.0, None)
+    # A worker of an earlier release tells no counts.
+    report.heard(load(), 15.0)
+    assert report.waiting_since_s == 15.0

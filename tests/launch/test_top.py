@@ -1,0 +1,137 @@
+"""``kvrelay top``: the text of a snapshot, and the command against a frontend."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.frontend.doubles import Script, running, write_model_dir
+from tests.frontend.raw_http import send
+
+from kvrelay.cli.main import run
+from kvrelay.errors import KvrelayError, WorkerUnavailableError
+from kvrelay.launch.top import coloured, text_of, watch
+
+QUANTILES = {"p50": 10.0, "p95": 20.0, "p99": None}
+WORKER: dict[str, Any] = {
+    "id": "d0",
+    "role": "decode",
+    "state": "ready",
+    "running": 3,
+    "waiting": 0,
+    "kv_used": 50,
+    "kv_total": 100,
+    "prefill_tokens_per_s": 0.0,
+    "tokens_per_s": 12.34,
+    "prefill_s_queued": 1.5,
+    "age_s": 0.5,
+}
+UNHEARD = dict.fromkeys(WORKER) | {"id": "d9", "role": "decode", "state": "unreached"}
+REQUEST: dict[str, Any] = {
+    "id": "cmpl-\x1b[31mred\n",
+    "status": "finished",
+    "place": "remote",
+    "latency_ms": 1234.5,
+    "ttft_ms": None,
+    "prompt_tokens": 7,
+    "output_tokens": 8,
+}
+REPORT: dict[str, Any] = {
+    "now_unix": 0.0,
+    "release": "1.0",
+    "frontends": [{}],
+    "wrong_now": [],
+    "workers": [WORKER],
+    "flows": [{"source": "p0", "target": "d0", "bytes": 2**20, "transfers": 2, "mean_ms": 1.0}],
+    "slowest": [REQUEST],
+    "total": {
+        "requests_per_s": 1.5,
+        "tokens_per_s": 30.0,
+        "failed_last_minute": 1,
+        "requests_last_minute": 9,
+        "in_flight": 4,
+        "running": 3,
+        "waiting": 0,
+        "prefill_queue": None,
+        "ttft_ms": QUANTILES,
+        "itl_ms": QUANTILES,
+        "kv_used": 50,
+        "kv_total": 100,
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model_dir(tmp_path_factory.mktemp("tiny"))
+
+
+def text(report: dict[str, Any], width: int = 200, height: int = 100) -> str:
+    lines = text_of(report, width, height)
+    assert len(lines) <= height
+    assert all(len(line) <= width for line in lines)
+    return "\n".join(lines)
+
+
+def test_everything_is_there() -> None:
+    shown = text(REPORT)
+    for part in (
+        "nothing is wrong now",
+        "1 of 9 failed",
+        "? in the prefill queue",
+        "p50 10.0 ms p95 20.0 ms",
+        "KV 50%",
+    ):
+        assert part in shown
+    assert "d0                           decode   ready          3     0  #####..... 50%" in shown
+    assert "1.0 MiB in 2, 1.00 ms each" in shown
+    assert "1,234.5 ms" in shown
+
+
+def test_ids_of_clients_cannot_write_to_the_terminal() -> None:
+    shown = text(REPORT)
+    assert "\x1b" not in shown
+    assert "cmpl-\\x1b[31mred\\n" in shown
+
+
+def test_what_is_wrong_comes_first_and_coloured() -> None:
+    wrong = [{"severity": severity, "text": f"t{at}"} for at, severity in enumerate(("error", *["warning"] * 5))]
+    lines = text_of(REPORT | {"wrong_now": wrong}, 200, 100)
+    assert lines[1:5] == ["error: t0", "warning: t1", "warning: t2", "and 3 more"]
+    assert [line[:5] for line in coloured(lines)[1:3]] == ["\x1b[31m", "\x1b[33m"]
+
+
+def test_a_fleet_on_a_small_screen() -> None:
+    busy = WORKER | {"id": "busy", "waiting": 9}
+    workers = [*(WORKER | {"id": f"d{number}"} for number in range(239)), UNHEARD, busy]
+    shown = text(REPORT | {"workers": workers}, 80, 24)
+    assert "busy" in shown.splitlines()[7]
+    assert "SLOWEST" in shown
+    assert "unreached" in text(REPORT | {"workers": [UNHEARD]})
+    assert f"and {241 - shown.count('ready')} more" in shown
+
+
+async def test_the_command_asks_a_frontend(model_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    async with running(model_dir, Script((10,))) as cluster:
+        body = {"prompt": [5, 6], "max_tokens": 2}
+        request_id = (await send(cluster.frontend.port, "POST", "/v1/completions", body)).headers["x-request-id"]
+        for url in (cluster.url, f"{cluster.url}/v1"):
+            assert await asyncio.to_thread(run, ["top", "--once", "--json", "--url", url]) == 0
+            report = json.loads(capsys.readouterr().out)
+            assert [worker["id"] for worker in report["workers"]] == ["w0"]
+            assert [request["id"] for request in report["slowest"]] == [request_id]
+            assert report["history"]["unix_s"] == []
+        assert await asyncio.to_thread(run, ["top", "--once", "--url", cluster.url]) == 0
+        assert request_id in capsys.readouterr().out
+    with pytest.raises(WorkerUnavailableError):
+        await watch(cluster.url, None, as_json=False, once=True)
+
+
+async def test_with_keys_on_a_key_is_needed(model_dir: Path) -> None:
+    async with running(model_dir, Script((10,)), api_key="secret") as cluster:
+        with pytest.raises(KvrelayError, match="401"):
+            await watch(cluster.url, None, as_json=True, once=True)
+        await watch(cluster.url, "secret", as_json=True, once=True)
