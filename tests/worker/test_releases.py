@@ -134,7 +134,8 @@ async def test_an_entry_whose_claim_may_have_arrived_does_not_go_back():
 async def test_the_owner_of_an_expired_entry_hears_at_once_and_computes_it(monkeypatch):
     async with cluster(remote_prefill_timeout_s=PATIENCE_S) as shared:
         prefill, decode, client = await shared.pair()
-        monkeypatch.setattr(NatsPrefillDelivery, "is_expired", True)
+        expired = property(lambda delivery: True, lambda delivery, value: None)
+        monkeypatch.setattr(NatsPrefillDelivery, "is_expired", expired, raising=False)
         client.send("r", prompt(600))
         assert await client.answer("r") == expected(prompt(600), 8)
         assert decode.worker.stats().decode.num_remote_done == 0
@@ -238,11 +239,10 @@ async def test_a_worker_of_another_kind_leaves_our_entries_alone():
     async with cluster() as shared:
         prefill, _, client = await shared.pair()
 
-        class OtherWeights(MockExecutor):
-            weights_fingerprint = "another"
-
         def build(config):
-            return OtherWeights(config, shared.mock, vocab_size=VOCAB_SIZE, max_model_len=4096)
+            executor = MockExecutor(config, shared.mock, vocab_size=VOCAB_SIZE, max_model_len=4096)
+            executor.weights_fingerprint = "another"
+            return executor
 
         other = await shared.join(WorkerRole.PREFILL, build)
         assert other.worker.inspect().kv_compatibility != prefill.worker.inspect().kv_compatibility
