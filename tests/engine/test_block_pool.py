@@ -185,7 +185,7 @@ def test_misuse_is_refused() -> None:
 def test_integrity_check_sees_a_lost_block() -> None:
     pool = BlockPool(4, SIZE)
     (block,) = take(pool, 1)
-    pool._num_refs[block] = 0
+    pool._num_refs[block] = 0  # damage that no public call does
     with pytest.raises(IntegrityError, match=f"block {block} has 0 homes"):
         pool.check_integrity()
 
@@ -193,7 +193,7 @@ def test_integrity_check_sees_a_lost_block() -> None:
 def test_integrity_check_sees_a_block_owned_twice() -> None:
     pool = BlockPool(4, SIZE)
     (block,) = take(pool, 1)
-    pool._plain.add(block)
+    pool._plain.add(block)  # as above
     with pytest.raises(IntegrityError, match=f"block {block} has 2 homes"):
         pool.check_integrity()
 

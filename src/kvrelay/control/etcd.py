@@ -48,11 +48,10 @@ class EtcdDiscovery:
         channel = EtcdChannel(EtcdAddress.parse(url), connect_timeout_s)
         try:
             await channel.connect(connect_timeout_s)
-        except ControlUnavailableError as exc:
+        except BaseException as exc:
             await channel.close()
-            raise ControlUnavailableError(f"discovery of namespace {namespace}: {exc}") from exc
-        except BaseException:
-            await channel.close()
+            if isinstance(exc, ControlUnavailableError):
+                raise ControlUnavailableError(f"discovery of namespace {namespace}: {exc}") from exc
             raise
         return cls(channel)
 

@@ -63,35 +63,22 @@ class EtcdLease(HeldLease):
         async with self._lock:
             if self.is_given_back:
                 raise LeaseLostError("the lease was revoked")
-            before = self._values.get(key)
-            self._values[key] = value
+            if not self._is_registered:
+                await self._register_again()
             try:
-                await self._put_or_register(key, value)
-            except KvrelayError:
-                self._restore(key, before)
-                raise
-
-    async def _put_or_register(self, key: str, value: bytes) -> None:
-        if self._is_registered:
-            try:
-                return await self._put(key, value)
+                await self._put(key, value)
             except LeaseLostError:
-                await self._refresh()
-                if not self.holds(key):
+                if await self._is_revoked_now():
                     self.wake()
                     raise
-        await self._register_again()
-
-    def _restore(self, key: str, before: bytes | None) -> None:
-        """A put that failed must not take effect later, when the keys are put again."""
-        if before is None:
-            self._values.pop(key, None)
-        elif key in self._values:
-            self._values[key] = before
+                await self._register_again()
+                await self._put(key, value)
+            # Only now: a put that failed must not take effect later, when the keys are put again.
+            self._values[key] = value
 
     async def _refresh_or_register(self) -> None:
         if self._is_registered:
-            await self._refresh()
+            await self._is_revoked_now()
         if not self._is_registered:
             await self._register_again()
 
@@ -99,26 +86,27 @@ class EtcdLease(HeldLease):
         self._is_registered = False
         super()._tell_lost()
 
-    async def _refresh(self) -> None:
-        """Refresh the lease, or learn that it has ended. Raises ControlUnavailableError."""
+    async def _is_revoked_now(self) -> bool:
+        """Refresh the lease, or learn that it was lost, or revoked. Raises ControlUnavailableError."""
         sent_s = time.monotonic()
         answer = await self._ask_to_live()
         revision = int(answer.header.revision)
         if answer.TTL > 0:
             self._revision = revision
             self._confirmed(sent_s)
-            return
-        if time.monotonic() < self._alive_until_s and revision >= self._revision:
+            return False
+        if time.monotonic() < self.alive_until_s and revision >= self._revision:
             self._values.clear()
             self._tell_revoked()
-        else:
-            self._tell_lost()
+            return True
+        self._tell_lost()
+        return False
 
     async def _ask_to_live(self) -> Any:
         """The server's answer to a refresh; its TTL is 0 if there is no such lease."""
         channel = self._channel
         call = channel.leases.LeaseKeepAlive(
-            timeout=min(channel.timeout_s, max(self._ttl_s / 3, RETRY_S)), metadata=channel.metadata
+            timeout=min(channel.timeout_s, max(self.ttl_s / 3, RETRY_S)), metadata=channel.metadata
         )
         async with channel.streaming(call):
             await channel.begin(call, channel.rpc.LeaseKeepAliveRequest(ID=self._id))
@@ -144,8 +132,8 @@ class EtcdLease(HeldLease):
         sent_s = time.monotonic()
         request = self._channel.rpc.LeaseGrantRequest(TTL=max(1, math.ceil(self._wanted_ttl_s)))
         answer = await self._channel.call(self._channel.leases.LeaseGrant, request)
-        self._id, self._ttl_s = int(answer.ID), float(answer.TTL)
-        self._lease_id = f"{self._id:x}"
+        self._id, self.ttl_s = int(answer.ID), float(answer.TTL)
+        self.lease_id = f"{self._id:x}"
         self._revision = int(answer.header.revision)
         self._confirmed(sent_s)
 

@@ -27,9 +27,9 @@ class HeldLease:
     """Contract: ``control.base.Lease``. The subclass implements ``revoke`` and what ``_keep_alive`` runs."""
 
     def __init__(self, ttl_s: float) -> None:
-        self._lease_id = ""
-        self._ttl_s = ttl_s
-        self._alive_until_s = -math.inf
+        self.lease_id = ""
+        self.ttl_s = ttl_s
+        self.alive_until_s = -math.inf
         self._on_lost: list[Callable[[], None]] = []
         self._on_revoked: list[Callable[[], None]] = []
         self._is_lost = False
@@ -41,18 +41,6 @@ class HeldLease:
         self._timer: asyncio.TimerHandle | None = None
         self.is_given_back = False
         """Whether ``revoke`` was called."""
-
-    @property
-    def lease_id(self) -> str:
-        return self._lease_id
-
-    @property
-    def ttl_s(self) -> float:
-        return self._ttl_s
-
-    @property
-    def alive_until_s(self) -> float:
-        return self._alive_until_s
 
     def on_lost(self, callback: Callable[[], None]) -> None:
         self._on_lost.append(callback)
@@ -78,14 +66,14 @@ class HeldLease:
 
     def _keep_alive(self, refresh: Callable[[], Awaitable[None]]) -> None:
         """From now on ``refresh`` the lease at a third of its time to live, sooner after a failure."""
-        self._task = asyncio.get_running_loop().create_task(self._run(refresh), name=f"lease {self._lease_id}")
+        self._task = asyncio.get_running_loop().create_task(self._run(refresh), name=f"lease {self.lease_id}")
 
     async def _run(self, refresh: Callable[[], Awaitable[None]]) -> None:
         is_answered = True
         # Cancellation alone is not enough: asyncio.wait_for in 3.11 swallows one that arrives with the result.
         while asyncio.current_task() is self._task:
             try:
-                async with asyncio.timeout(self._ttl_s / 3 if is_answered else min(self._ttl_s / 6, MAX_RETRY_S)):
+                async with asyncio.timeout(self.ttl_s / 3 if is_answered else min(self.ttl_s / 6, MAX_RETRY_S)):
                     await self._woken.wait()
             except TimeoutError:
                 pass
@@ -96,22 +84,22 @@ class HeldLease:
                 is_answered = True
             except KvrelayError as exc:
                 if is_answered:
-                    _log.warning("refreshing lease %s failed (%s); retrying", self._lease_id, exc)
+                    _log.warning("refreshing lease %s failed (%s); retrying", self.lease_id, exc)
                 is_answered = False
 
     def _confirmed(self, sent_s: float) -> None:
         """The server has granted or refreshed the lease. A refresh counts from the time it was sent; others time it
         from its arrival, which is later."""
-        if sent_s + self._ttl_s <= time.monotonic():
+        if sent_s + self.ttl_s <= time.monotonic():
             return  # answered too late to count
-        self._alive_until_s = sent_s + self._ttl_s
+        self.alive_until_s = sent_s + self.ttl_s
         self._is_lost = False
         if self._timer is None:
             self._time_out()
 
     def _time_out(self) -> None:
         """The lease is lost once it was not refreshed for its time to live, whatever the server says later."""
-        left_s = self._alive_until_s - time.monotonic()
+        left_s = self.alive_until_s - time.monotonic()
         if left_s > 0:
             self._timer = asyncio.get_running_loop().call_later(left_s, self._time_out)
             return
@@ -121,10 +109,10 @@ class HeldLease:
 
     def _tell_lost(self) -> None:
         """Others may count this process as gone: the server says so, or the server was silent for too long."""
-        self._alive_until_s = -math.inf
+        self.alive_until_s = -math.inf
         if not self._is_lost:
             self._is_lost = True
-            _log.warning("lease %s is lost; registering again under a new one", self._lease_id)
+            _log.warning("lease %s is lost; registering again under a new one", self.lease_id)
             _run(self._on_lost)
 
     def _tell_revoked(self) -> None:
@@ -136,7 +124,7 @@ class HeldLease:
     def _give_back(self) -> None:
         """This process ends the lease itself, so no callback runs."""
         self.is_given_back = True
-        self._alive_until_s = -math.inf
+        self.alive_until_s = -math.inf
 
 
 def _run(callbacks: Sequence[Callable[[], None]]) -> None:

@@ -143,7 +143,7 @@ class MemoryLease(HeldLease):
             return
         self._give_back()
         self._plane.check_connected()
-        self._plane.broker.end_lease(self._lease_id)
+        self._plane.broker.end_lease(self.lease_id)
 
     def hold(self, key: str, value: bytes) -> None:
         """The key hangs on this lease from now on."""
@@ -155,23 +155,23 @@ class MemoryLease(HeldLease):
         broker = self._plane.broker
         if self.is_given_back:
             return
-        if broker.leases.get(self._lease_id) is self:
+        if broker.leases.get(self.lease_id) is self:
             self._renewed()
             return
-        if self._lease_id in broker.revoked:
+        if self.lease_id in broker.revoked:
             self._values.clear()
             self._tell_revoked()
         else:
             self._tell_lost()
         self._grant()
         for key, value in self._values.items():
-            broker.entries[key] = (value, self._lease_id)
+            broker.entries[key] = (value, self.lease_id)
         broker.notify()
 
     def _grant(self) -> None:
         broker = self._plane.broker
-        self._lease_id = broker.new_id()
-        broker.leases[self._lease_id] = self
+        self.lease_id = broker.new_id()
+        broker.leases[self.lease_id] = self
         self._renewed()
 
     def _renewed(self) -> None:

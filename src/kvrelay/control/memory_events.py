@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from kvrelay.control.base import Subscription
 from kvrelay.errors import KvrelayError, RetryElsewhereError
@@ -23,26 +23,21 @@ class Connected(Protocol):
         """Raises ControlUnavailableError."""
 
 
-@dataclass(slots=True)
-class _Subscriber:
-    plane: Connected
-    pattern: str
-    handler: Callable[[str, bytes], None]
+@dataclass(slots=True, eq=False)
+class _Listener(Generic[T]):
+    """``handler`` hears what is sent to ``subject``, which a subscriber's may match by a pattern."""
 
-
-@dataclass(slots=True)
-class _Service:
     plane: Connected
     subject: str
-    handler: Callable[[bytes], Awaitable[bytes]]
+    handler: T
 
 
 class MemoryExchange:
     """The server's side: the subscriptions."""
 
     def __init__(self) -> None:
-        self.subscribers: list[_Subscriber] = []
-        self.services: list[_Service] = []
+        self.subscribers: list[_Listener[Callable[[str, bytes], None]]] = []
+        self.services: list[_Listener[Callable[[bytes], Awaitable[bytes]]]] = []
 
     def forget(self, plane: Connected) -> None:
         """A process has left."""
@@ -70,12 +65,12 @@ class MemoryEventBus:
     async def publish(self, subject: str, data: bytes) -> None:
         self._plane.check_connected()
         for subscriber in self._exchange.subscribers:
-            if subscriber.plane.is_connected and subject_matches(subscriber.pattern, subject):
+            if subscriber.plane.is_connected and subject_matches(subscriber.subject, subject):
                 asyncio.get_running_loop().call_soon(self._deliver, subscriber, subject, data)
 
     async def subscribe(self, subject: str, handler: Callable[[str, bytes], None]) -> Subscription:
         self._plane.check_connected()
-        subscriber = _Subscriber(self._plane, subject, handler)
+        subscriber = _Listener(self._plane, subject, handler)
         self._exchange.subscribers.append(subscriber)
         return MemorySubscription(lambda: _remove(self._exchange.subscribers, subscriber))
 
@@ -96,11 +91,11 @@ class MemoryEventBus:
 
     async def serve(self, subject: str, handler: Callable[[bytes], Awaitable[bytes]]) -> Subscription:
         self._plane.check_connected()
-        service = _Service(self._plane, subject, handler)
+        service = _Listener(self._plane, subject, handler)
         self._exchange.services.append(service)
         return MemorySubscription(lambda: _remove(self._exchange.services, service))
 
-    def _deliver(self, subscriber: _Subscriber, subject: str, data: bytes) -> None:
+    def _deliver(self, subscriber: _Listener[Callable[[str, bytes], None]], subject: str, data: bytes) -> None:
         if subscriber in self._exchange.subscribers:
             subscriber.handler(subject, data)
 

@@ -25,6 +25,7 @@ from kvrelay.core.child_process import start_child_process
 from kvrelay.errors import AddressInUseError, ConfigError, ControlUnavailableError
 
 BINARY = "nats-server"
+HOST = "127.0.0.1"
 SCRATCH_PREFIX = "kvrelay-nats-"
 READY_TIMEOUT_S = 30.0
 STOP_TIMEOUT_S = 5.0
@@ -53,13 +54,11 @@ class NatsServerProcess:
         store_dir: Path | None = None,
         port: int = 0,
         *,
-        host: str = "127.0.0.1",
         token: str = "",
         binary: Path | None = None,
     ) -> None:
         self._dir = store_dir
         self._scratch: ScratchDirectory | None = None
-        self._host = host
         self._port = port
         self._token = token
         self._binary = binary
@@ -72,7 +71,7 @@ class NatsServerProcess:
     @property
     def address(self) -> str:
         """``nats://HOST:PORT``, without credentials. Valid after the first start."""
-        return f"nats://{self._host}:{self._port}"
+        return f"nats://{HOST}:{self._port}"
 
     @property
     def url(self) -> str:
@@ -167,7 +166,7 @@ class NatsServerProcess:
         # seconds.
         sync = ', sync_interval: "24h"' if self._scratch is not None else ""
         lines = [
-            f"host: {json.dumps(self._host)}",
+            f"host: {json.dumps(HOST)}",
             f"port: {self._port or -1}",
             'http: "127.0.0.1:-1"',
             f"http_base_path: {json.dumps('/' + self._monitoring_path)}",
@@ -187,12 +186,12 @@ class NatsServerProcess:
         return path
 
     def _check_port_is_free(self) -> None:
-        with socket.socket(socket.AF_INET6 if ":" in self._host else socket.AF_INET) as probe:
+        with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
-                probe.bind((self._host, self._port))
+                probe.bind((HOST, self._port))
             except OSError as exc:
-                raise AddressInUseError(f"port {self._port} of {self._host} is in use") from exc
+                raise AddressInUseError(f"port {self._port} of {HOST} is in use") from exc
 
     @staticmethod
     def _forget_ports(directory: Path) -> None:
@@ -210,7 +209,7 @@ class NatsServerProcess:
                 )
             if not self._port:
                 self._port = _read_port(ports)
-            if self._port and _answers(self._host, self._port):
+            if self._port and _answers(HOST, self._port):
                 return
             time.sleep(POLL_INTERVAL_S)
         raise ControlUnavailableError(f"nats-server was not ready in {READY_TIMEOUT_S:g} s, see {directory / LOG_NAME}")

@@ -76,10 +76,11 @@ class Kept:
     def begin(self, request_id: str, client: str, traceparent: str = "") -> None:
         """A request has come, with this header."""
         trace = self.running[request_id] = Trace(self._run_queue, request_id, client)
-        trace.traceparent = followed(traceparent)
         if self.exporter is not None:
-            trace.context = TraceContext.of(trace.traceparent)
+            trace.context = TraceContext.of(traceparent)
             trace.traceparent = trace.context.traceparent
+        elif traceparent:
+            trace.traceparent = followed(traceparent)
 
     def end(self, request_id: str, error: str | None) -> None:
         """It is over; ``error``: why it failed."""

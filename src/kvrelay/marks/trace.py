@@ -32,51 +32,28 @@ class Attempt:
 
 
 class Trace:
-    """On the event loop. What happens once is an attribute, so that it costs no mark."""
+    """On the event loop. What happens once is an attribute, which costs no mark; the class has its value before."""
 
-    __slots__ = (
-        "_run_queue",
-        "attempts",
-        "client",
-        "context",
-        "ended_s",
-        "error",
-        "first_s",
-        "model",
-        "num_bytes",
-        "num_late",
-        "num_migrations",
-        "others",
-        "output_tokens",
-        "prompt_tokens",
-        "received_s",
-        "received_unix",
-        "request_id",
-        "status",
-        "tokenised_s",
-        "traceparent",
-        "waits",
-    )
+    model = ""
+    status = "running"
+    error: str | None = None
+    prompt_tokens = output_tokens = num_migrations = num_late = num_bytes = 0
+    tokenised_s = first_s = ended_s = 0.0
+    context: TraceContext | None = None
+    """The request's place in a tracing system; None if no traces are sent."""
+    traceparent = ""
+    """For those who compute the request: ours, or without a collector the client's."""
 
     def __init__(self, run_queue: RunQueue, request_id: str, client: str) -> None:
         self._run_queue = run_queue
         self.request_id = request_id
         self.client = client
         """The API key's name."""
-        self.model = ""
-        self.status = "running"
-        self.error: str | None = None
-        self.prompt_tokens = self.output_tokens = self.num_migrations = self.num_late = self.num_bytes = 0
         self.attempts: list[Attempt] = []
-        self.context: TraceContext | None = None
-        """The request's place in a tracing system; None if no traces are sent."""
-        self.traceparent = ""
-        """For those who compute the request: ours, or without a collector the client's."""
         self.others: list[Mark] = []
         """Late tokens and migrations."""
         self.received_unix = time.time()
         self.received_s = now_s = time.monotonic()
-        self.tokenised_s = self.first_s = self.ended_s = 0.0
         self.waits = [now_s, run_queue.waited_s(now_s)]
         """Times, each with the run queue's count."""
 
@@ -94,12 +71,12 @@ class Trace:
 
     def heard(self, number: int, marks: bytes) -> None:
         """A worker's marks have come."""
-        if not marks or number >= len(self.attempts) or len(marks) > MAX_BYTES or self.num_bytes > MAX_TRACE_BYTES:
-            return
-        fields = self.attempts[number].fields
-        if len(fields) < MAX_FIELDS and (not fields or fields[-1][1] != marks):
-            fields.append((time.monotonic(), marks))
-            self.num_bytes += len(marks)
+        if marks and number < len(self.attempts):
+            size, fields = len(marks), self.attempts[number].fields
+            is_new = not fields or (len(fields) < MAX_FIELDS and fields[-1][1] != marks)
+            if is_new and size <= MAX_BYTES and self.num_bytes <= MAX_TRACE_BYTES:
+                fields.append((time.monotonic(), marks))
+                self.num_bytes += size
 
     def first_token(self, now_s: float) -> None:
         """A choice has its first token."""

@@ -95,6 +95,6 @@ def test_integrity_notices_lost_and_doubled_memory() -> None:
         allocator.allocate(2 * MIN_BLOCK)
         allocator.allocate(MIN_BLOCK)
         allocator.check_integrity()
-        allocator._taken = damage
+        allocator._taken = damage  # no public call does it
         with pytest.raises(IntegrityError):
             allocator.check_integrity()

@@ -85,7 +85,9 @@ class NatsConnection:
         """Subjects on which the server refused our messages, in lower case."""
         self._asking: dict[str, set[asyncio.Timeout]] = {}
         """Requests in flight, by subject: the server answers a refused request with an error of the connection."""
-        self.num_errors = 0
+        self._last_error: Exception | None = None
+        self._refused = asyncio.Event()
+        """A refused login ends the attempts to connect at once."""
 
     @classmethod
     async def connect(cls, url: str, connect_timeout_s: float) -> NatsConnection:
@@ -98,11 +100,10 @@ class NatsConnection:
         shown = ",".join(f"{part.scheme}://{part.netloc.rpartition('@')[2]}" for part in servers)
         client = NatsClient()
         connection = cls(client, shown)
-        attempts = _Attempts(connection)
         connecting = asyncio.create_task(
             client.connect(
                 servers=[f"{part.scheme}://{part.netloc}" for part in servers],
-                error_cb=attempts.on_error,
+                error_cb=connection._on_error,
                 reconnected_cb=connection._reconnected,
                 disconnected_cb=connection._disconnected,
                 max_reconnect_attempts=-1,
@@ -113,7 +114,7 @@ class NatsConnection:
                 **client_options(servers),
             )
         )
-        refused = asyncio.create_task(attempts.refused.wait())
+        refused = asyncio.create_task(connection._refused.wait())
         await asyncio.wait({connecting, refused}, timeout=connect_timeout_s, return_when=asyncio.FIRST_COMPLETED)
         refused.cancel()
         if connecting.done() and connecting.exception() is None:
@@ -123,8 +124,8 @@ class NatsConnection:
         await asyncio.wait({connecting, refused})
         await leave(client)
         failure = None if connecting.cancelled() else connecting.exception()
-        reason = one_line(failure or attempts.last_error) or f"no answer in {connect_timeout_s:g} s"
-        if isinstance(failure or attempts.last_error, ConnectionResetError | BrokenPipeError):
+        reason = one_line(failure or connection._last_error) or f"no answer in {connect_timeout_s:g} s"
+        if isinstance(failure or connection._last_error, ConnectionResetError | BrokenPipeError):
             # The server closes the connection after its refusal, which is lost if the reset is read first.
             reason += " (this may also be a failed authorization)"
         raise ControlUnavailableError(f"cannot connect to the control server {shown}: {reason}")
@@ -259,28 +260,18 @@ class NatsConnection:
         if not self._is_closing:
             _log.warning("lost the connection to the control server %s; reconnecting", self._url)
 
+    async def _on_error(self, error: Exception) -> None:
+        self._last_error = error
+        self.report(error)
+        text = str(error).lower()
+        if isinstance(error, ssl.SSLError) or "authorization" in text or "authentication" in text:
+            self._refused.set()
+
     def report(self, error: Exception) -> None:
         """An error that the library met in the background."""
-        self.num_errors += 1
         denied = DENIED_PUBLISH.search(str(error).lower())
         if denied is not None:
             self.denied.add(denied[1])
             for scope in self._asking.get(denied[1], ()):
                 scope.reschedule(asyncio.get_running_loop().time())
         _log.debug("control server %s: %s", self._url, one_line(error))
-
-
-class _Attempts:
-    """Collects the errors of connecting; a refused login ends the attempts at once."""
-
-    def __init__(self, connection: NatsConnection) -> None:
-        self._connection = connection
-        self.last_error: Exception | None = None
-        self.refused = asyncio.Event()
-
-    async def on_error(self, error: Exception) -> None:
-        self.last_error = error
-        self._connection.report(error)
-        text = str(error).lower()
-        if isinstance(error, ssl.SSLError) or "authorization" in text or "authentication" in text:
-            self.refused.set()

@@ -7,7 +7,6 @@ messages mean. It needs nats-server 2.11 or later (per-message time to live).
 from __future__ import annotations
 
 import asyncio
-import base64
 import datetime
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
@@ -105,25 +104,17 @@ class _ConsumerPage(msgspec.Struct):
     consumers: list[ConsumerInfo] | None = None
 
 
-class _RawMessage(msgspec.Struct):
-    seq: int
-    subject: str
-    hdrs: str = ""
-    data: str = ""
-
-
-class _RawMessageReply(msgspec.Struct):
-    message: _RawMessage
-
-
-@dataclass(frozen=True, slots=True)
-class StoredMessage:
+class StoredMessage(msgspec.Struct):
     """A message of a stream. ``headers`` is the raw header block."""
 
     seq: int
     subject: str
-    data: bytes
-    headers: bytes
+    headers: bytes = msgspec.field(name="hdrs", default=b"")
+    data: bytes = b""
+
+
+class _StoredMessageReply(msgspec.Struct):
+    message: StoredMessage
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,13 +236,12 @@ class JetStream:
     async def last_message(self, stream: str, subject: str) -> StoredMessage | None:
         """The last message on ``subject``, from the stream's leader, so it is never stale."""
         try:
-            reply = await self._api(f"STREAM.MSG.GET.{stream}", {"last_by_subj": subject}, _RawMessageReply)
+            reply = await self._api(f"STREAM.MSG.GET.{stream}", {"last_by_subj": subject}, _StoredMessageReply)
         except JetStreamError as exc:
             if exc.err_code == MESSAGE_NOT_FOUND:
                 return None
             raise
-        raw = reply.message
-        return StoredMessage(raw.seq, raw.subject, base64.b64decode(raw.data), base64.b64decode(raw.hdrs))
+        return reply.message
 
     async def _api(self, path: str, body: Mapping[str, Any] | None, reply_type: type[T]) -> T:
         data = msgspec.json.encode(body) if body is not None else b""

@@ -34,7 +34,7 @@ class NatsLease(HeldLease):
 
     def __repr__(self) -> str:
         return (
-            f"NatsLease({self._lease_id}, ttl_s={self._ttl_s:g}, keys={len(self._values)}, "
+            f"NatsLease({self.lease_id}, ttl_s={self.ttl_s:g}, keys={len(self._values)}, "
             f"keepalives={self.num_keepalives})"
         )
 
@@ -51,10 +51,10 @@ class NatsLease(HeldLease):
         """Put under this lease. Raises LeaseLostError after ``revoke``."""
         async with self._lock:
             if self.is_given_back:
-                raise LeaseLostError(f"lease {self._lease_id} was revoked")
-            if not self._lease_id:
+                raise LeaseLostError(f"lease {self.lease_id} was revoked")
+            if not self.lease_id:
                 raise ControlUnavailableError("the lease was lost and is not granted again yet")
-            await self._bucket.put(key, value, self._lease_id)
+            await self._bucket.put(key, value, self.lease_id)
             self._values[key] = value
 
     async def revoke(self) -> None:
@@ -63,26 +63,26 @@ class NatsLease(HeldLease):
         self._give_back()
         await self.stop()
         # The lease first: all its keys then end at once for every watcher.
-        await self._bucket.end_lease(self._lease_id)
+        await self._bucket.end_lease(self.lease_id)
         for key in self._values:
             await self._bucket.delete(key)
         self._values.clear()
 
     async def _refresh_or_register(self) -> None:
-        if self._lease_id and not await self._refresh():
+        if self.lease_id and not await self._refresh():
             await self._end()
-        if not self._lease_id:
+        if not self.lease_id:
             await self._grant()
         if not self._is_registered:
             for key, value in list(self._values.items()):
-                await self._bucket.put(key, value, self._lease_id)
+                await self._bucket.put(key, value, self.lease_id)
             self._is_registered = True
 
     async def _end(self) -> None:
         """The server no longer has the lease: run the callbacks, find out why, and prepare for a new lease."""
         self._tell_lost()
-        is_revoked = await self._bucket.was_revoked(self._lease_id)
-        self._lease_id = ""
+        is_revoked = await self._bucket.was_revoked(self.lease_id)
+        self.lease_id = ""
         self._is_registered = False
         if is_revoked:
             keys = list(self._values)
@@ -94,34 +94,34 @@ class NatsLease(HeldLease):
     async def _refresh(self) -> bool:
         """Send a keepalive. False if the lease was ended or the server has lost it."""
         if self._is_suspect or not self._is_watched():
-            if not await self._bucket.has_lease(self._lease_id):
+            if not await self._bucket.has_lease(self.lease_id):
                 return False
             self._is_suspect = False
         try:
-            await self._send_keepalive(self._lease_id)
+            await self._send_keepalive(self.lease_id)
             return True
         except WrongSequenceError:
             pass
-        if not await self._bucket.has_lease(self._lease_id):
+        if not await self._bucket.has_lease(self.lease_id):
             return False
-        last = await self._bucket.last_keepalive(self._lease_id)
+        last = await self._bucket.last_keepalive(self.lease_id)
         if last is not None and last.is_end:
             # The keeper that expired the lease may have died before it deleted the key.
-            await self._bucket.finish_expiry(self._lease_id)
+            await self._bucket.finish_expiry(self.lease_id)
             return False
         # Only we write these keepalives: the server has lost the last one, or stored one whose answer got lost.
         self._seq = 0 if last is None else last.seq
-        await self._send_keepalive(self._lease_id)
+        await self._send_keepalive(self.lease_id)
         return True
 
     async def _grant(self) -> None:
         lease_id = uuid4().hex[:16]
         sent_s = time.monotonic()
-        self._seq = await self._bucket.grant_lease(lease_id, LeaseValue(self._ttl_s, self._holder))
+        self._seq = await self._bucket.grant_lease(lease_id, LeaseValue(self.ttl_s, self._holder))
         self.num_keepalives = 1
         self._is_suspect = False
         self._confirmed(sent_s)
-        self._lease_id = lease_id
+        self.lease_id = lease_id
 
     async def _send_keepalive(self, lease_id: str) -> None:
         sent_s = time.monotonic()

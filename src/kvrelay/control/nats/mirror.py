@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
 from collections.abc import Awaitable, Callable
 from uuid import uuid4
@@ -242,7 +243,7 @@ class Mirror:
             async with asyncio.timeout(wait_s):
                 item = await self._inbox.get()
         except TimeoutError:
-            if self._is_silent() or not self._connection.is_connected:
+            if self._clock.now() >= self._silent_s() or not self._connection.is_connected:
                 return False
             for lease_id in self.table.due(only_missing=self.keepalives is None):
                 await self._look_after(lease_id)
@@ -254,14 +255,11 @@ class Mirror:
 
     def _next_due_s(self) -> float:
         lease_s = self.table.next_due_s(only_missing=self.keepalives is None)
-        feeds = [self.entries] if self.keepalives is None else [self.entries, self.keepalives]
-        silent_s = min(feed.heard_s for feed in feeds) + MAX_SILENCE_S
-        return min(self.election.due_s(), silent_s, *([] if lease_s is None else [lease_s]))
+        return min(self.election.due_s(), self._silent_s(), math.inf if lease_s is None else lease_s)
 
-    def _is_silent(self) -> bool:
-        """Whether the server's heartbeats are missing on one of the feeds."""
-        now = self._clock.now()
-        return any(now - feed.heard_s >= MAX_SILENCE_S for feed in (self.entries, self.keepalives) if feed is not None)
+    def _silent_s(self) -> float:
+        """When the server's heartbeats will have been missing for too long on one of the feeds."""
+        return min(feed.heard_s for feed in (self.entries, self.keepalives) if feed is not None) + MAX_SILENCE_S
 
     async def _keep_or_rest(self) -> None:
         """As the lease keeper: announce it and consume the keepalives. Otherwise leave both to the keeper."""

@@ -164,7 +164,8 @@ class BlockFormat(ABC):
     def closing(self, usage: Usage, extra: bytes = b"") -> bytes:
         """The last events."""
         assert self._finish is not None
-        return with_extra(self._end_of(self._finish, usage), extra)
+        end = self._end_of(self._finish, usage)
+        return with_extra(end, extra) if extra else end
 
     def whole(self, choices: Sequence[Choice], usage: Usage) -> bytes:
         """The body of an answer that is not streamed."""

@@ -229,18 +229,19 @@ class Pipeline:
             if self._access_log.is_on:
                 self._access_log.note(request_id, answer.generated())
             if trace is not None:
-                trace.output_tokens = sum(len(sequence.output_token_ids) for sequence in answer.sequences)
-        shown = self._waterfall(exchange, trace)
+                trace.output_tokens = sum([len(sequence.output_token_ids) for sequence in answer.sequences])
+        shown = self._waterfall(exchange, trace) if WATERFALL_HEADER in exchange.request.headers else b""
         if isinstance(answer, StreamedAnswer):
             answer.finish(shown)
         else:
             headers += origin_headers(answer.sequences[0])
             whole = await self._threads.call(answer.size, form.whole, answer.choices, answer.usage())
-            exchange.respond(Response(200, with_extra(whole, shown), headers=headers))
+            exchange.respond(Response(200, with_extra(whole, shown) if shown else whole, headers=headers))
 
     def _waterfall(self, exchange: Exchange, trace: Trace | None) -> bytes:
         """The answer's extra field, if the client has asked for it."""
-        if self._kept is None or trace is None or exchange.request.headers.get(WATERFALL_HEADER, "") in ("", "0"):
+        is_asked = exchange.request.headers[WATERFALL_HEADER] not in ("", "0")
+        if self._kept is None or trace is None or not is_asked:
             return b""
         return b',"kvrelay_waterfall":' + encode_json(waterfall(trace, self._kept.frontend))
 

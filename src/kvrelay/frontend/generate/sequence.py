@@ -323,7 +323,8 @@ class Sequence:
         piece = self._text.push(output, len(known))
         known += piece.token_ids
         if piece.finish is not None:
-            self._heard(output)
+            if output.marks:
+                self._heard(output)
             # A decode worker whose prefill worker has brought the end knows nothing of it.
             is_told = output.finish_reason is not None and link is self._link
             self._end(abort=not is_told, duration_s=now_s - self._started_s)
@@ -332,7 +333,8 @@ class Sequence:
     def _on_prefilled(self, output: TokenOutput, now_s: float, link: WorkerLink | None) -> None:
         """Handle the first output of an attempt. On the first attempt it also carries the prompt's cached tokens."""
         if self._trace is not None:
-            self._heard(output)
+            if output.marks:
+                self._heard(output)
             self._trace.first_token(now_s)
         self._is_prefilled = True
         self._model.router.first_token(self._placement_id)

@@ -168,8 +168,6 @@ class AnswerFormat(Protocol):
 
 def with_extra(encoded: bytes, extra: bytes) -> bytes:
     """A JSON object with a member more (``,"name":value``); what follows the object stays."""
-    if not extra:
-        return encoded
     head, brace, tail = encoded.rpartition(b"}")
     return head + extra + brace + tail
 
