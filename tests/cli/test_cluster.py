@@ -55,7 +55,7 @@ async def test_set_and_unset_say_what_they_changed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     broker = MemoryBroker()
-    monkeypatch.setattr("kvrelay.launch.admin.connect_control", AsyncMock(side_effect=lambda _: broker.plane()))
+    monkeypatch.setattr("kvrelay.launch.request_plane.connect_control", AsyncMock(side_effect=lambda _: broker.plane()))
     here = ControlConfig(namespace="lab")
     await config_set(here, KEY, "4")
     await config_set(here, KEY, "5")
@@ -80,7 +80,7 @@ async def test_set_says_if_a_setting_has_no_effect(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     broker = MemoryBroker()
-    monkeypatch.setattr("kvrelay.launch.admin.connect_control", AsyncMock(side_effect=lambda _: broker.plane()))
+    monkeypatch.setattr("kvrelay.launch.request_plane.connect_control", AsyncMock(side_effect=lambda _: broker.plane()))
     plane, policy = broker.plane(), DisaggPolicy(DisaggConfig())
     lease = await plane.discovery.grant(600.0)
     for worker_id, role in (("d-1", WorkerRole.DECODE), ("d-2", WorkerRole.BOTH), ("p-1", WorkerRole.PREFILL)):

@@ -99,7 +99,7 @@ def after(scenario: Scenario, state: State, move: Move) -> State:
         if "again" not in kind:
             state = state._replace(notices=_without(state.notices, (rank, step)))
         participant = _participant(each)
-        participant.heard(step)
+        participant.notified(step)
         return _put(state, rank, each._replace(coord_step=participant.coord_step, phase=_awake(each)))
     if kind == "leave step":
         return _put(state, rank, each._replace(phase=LOOP))

@@ -182,7 +182,7 @@ def test_an_idle_group_beats(carrier: str, tmp_path: Path, monkeypatch: pytest.M
     for module in (server_module, member_module):
         monkeypatch.setattr(module, "BEAT_S", 0.01)
     beats: Counter[SilenceDetector] = Counter()
-    monkeypatch.setattr(SilenceDetector, "heard", lambda detector: beats.update([detector]))
+    monkeypatch.setattr(SilenceDetector, "received", lambda detector: beats.update([detector]))
     monkeypatch.setattr(SilenceDetector, "tick", lambda _: False)
     with formed(carrier, tmp_path, num_ranks=3) as members:
         for member in members:
@@ -195,7 +195,7 @@ def test_an_idle_group_beats(carrier: str, tmp_path: Path, monkeypatch: pytest.M
 def test_silence_is_counted_in_ticks():
     detector = SilenceDetector(2.0)
     assert [detector.tick() for _ in range(5)] == [False] * 4 + [True]
-    detector.heard()
+    detector.received()
     assert not detector.tick()
 
 

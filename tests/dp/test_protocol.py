@@ -25,8 +25,8 @@ def test_a_rank_asks_only_for_steps_that_it_was_not_told():
     rank = Participant()
     assert rank.begin_round(has_batch=False) == (Round.NO_STEP, None)
     assert rank.begin_round(has_batch=True) == (Round.REAL, StartStep(1))
-    rank.heard(3)
-    rank.heard(2)
+    rank.notified(3)
+    rank.notified(2)
     assert rank.begin_round(has_batch=True) == (Round.REAL, None)
     assert rank.begin_round(has_batch=False) == (Round.DUMMY, None)
     assert not rank.owes_step
@@ -119,7 +119,7 @@ def looks_twice_as_far(self: Coordinator, step: int) -> StepsUntil | None:
 
 MUTANTS: dict[str, tuple[type, str, Callable[..., object], int]] = {
     "a rank goes on after its last step (<= for <)": (Participant, "owes_step", property(sleeps_never), 1),  # type: ignore[dict-item]
-    "a late notification lowers coord_step": (Participant, "heard", heard_lowers, 1),
+    "a late notification lowers coord_step": (Participant, "notified", heard_lowers, 1),
     "a step is compared before it is counted": (Participant, "_new_step", told_one_step_late, 1),
     "a round that cleans up takes a step": (Participant, "begin_round", cleaning_steps, 1),
     "dummy batches are not counted": (Participant, "begin_round", dummies_are_not_counted, 1),

@@ -121,15 +121,12 @@ def test_stop_tokens_wait_for_min_tokens(make_engine: MakeEngine) -> None:
 def test_the_models_end_of_sequence(ignore_eos: bool, length: int) -> None:
     answer = reference(PROMPT, 10)
 
-    class Ending(MockExecutor):
-        @property
-        def eos_token_ids(self) -> tuple[int, ...]:
-            return (answer[2],)
-
     config = EngineConfig(num_blocks=64, block_size=4)
-    executor = Ending(config, MockConfig(speedup_ratio=0), vocab_size=VOCAB_SIZE, eos_token_ids=EOS)
+    executor = MockExecutor(config, MockConfig(speedup_ratio=0), vocab_size=VOCAB_SIZE, eos_token_ids=EOS)
     engine = EngineCore(executor, config, ManualClock(), worker_id="w")
+    executor.eos_token_ids = (answer[2],)
     engine.add_request(Request("a", PROMPT, SamplingParams(max_tokens=10, ignore_eos=ignore_eos)))
+    executor.eos_token_ids = EOS  # the mock never samples its own
     outputs = drain(engine)
     assert tokens_of(outputs) == answer[:length]
     assert outputs[-1].finish_reason is (FinishReason.LENGTH if ignore_eos else FinishReason.STOP)

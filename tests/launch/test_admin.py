@@ -103,6 +103,6 @@ async def test_a_queue_that_pauses_is_asked_again(monkeypatch: pytest.MonkeyPatc
         return plane
 
     monkeypatch.setattr(plane.prefill_queue, "size", size)
-    monkeypatch.setattr(admin, "connect_control", connect)
+    monkeypatch.setattr("kvrelay.launch.request_plane.connect_control", connect)
     report = await admin.cluster_status(ControlConfig(control="nats://127.0.0.1:1"))
     assert report == {"prefill_queue_size": 3, "workers": []}

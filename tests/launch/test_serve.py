@@ -50,7 +50,7 @@ async def test_ready_means_every_frontend(monkeypatch: pytest.MonkeyPatch) -> No
     cluster = LocalCluster(serve_config(Path()))
     cluster.frontends = [Mock(pid=7, exit_code=None), Mock(pid=8, exit_code=None)]
     monkeypatch.setattr("kvrelay.launch.serve.http_call", call)
-    monkeypatch.setattr("kvrelay.launch.serve.connect_control", AsyncMock())
+    monkeypatch.setattr("kvrelay.launch.request_plane.connect_control", AsyncMock())
     monkeypatch.setattr("kvrelay.launch.admin.list_workers", AsyncMock(return_value=["a worker", "another"]))
     assert await cluster.until_ready()
     assert next(told, None) is None, "9 is no frontend of ours"

@@ -467,7 +467,7 @@ async def test_what_may_happen_while_a_grammar_is_compiled(monkeypatch, caplog, 
         if ending != "aborted":
             assert await client.answer("bound") == expected(prompt(300), 8)
         await shared.until(lambda: side.num_handoffs == 0)
-        assert side.stats.num_prefills == (ending == "drained")
+        assert prefill.worker.stats().prefill.num_prefills == (ending == "drained")
     ended = {
         "aborted": [(logging.INFO, EndReason.REFUSED)],
         "lease lost": [(logging.WARNING, EndReason.LEASE_LOST)],

@@ -60,7 +60,7 @@ async def test_each_name_of_vllm_is_told_by_a_frontend_or_by_a_worker_and_not_by
         client.send("short", prompt(20, 3), max_tokens=4)
         assert await client.answer("short") == expected(prompt(20, 3), 4)
         frontend = FrontendMetrics(vllm_names=True)
-        frontend.watch_workers(lambda: {"m": 1})
+        frontend.workers_of = lambda: {"m": 1}
         texts = (frontend.render().decode(), WorkerMetrics(decode.worker.stats, vllm_names=True).render().decode())
         of_frontend, of_worker = (
             {family.name: family for family in text_string_to_metric_families(text)} for text in texts

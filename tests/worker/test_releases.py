@@ -50,11 +50,11 @@ async def test_a_release_waits_until_the_decode_worker_can_be_reached():
         shared.network.unlisten(decode.server)
         decode.server.disconnect(decode.ledger.connections[prefill.id])
         assert await client.answer("r") == expected(prompt(600), 8)
-        await shared.until(lambda: prefill.outgoing.num_unheard == 1)
+        await shared.until(lambda: prefill.outgoing.num_unacknowledged == 1)
         assert decode.ledger.num_grants == 1
         shared.network.listen(decode.server)
         await shared.until(lambda: decode.ledger.num_grants == 0)
-        await shared.until(lambda: prefill.outgoing.num_unheard == 0)
+        await shared.until(lambda: prefill.outgoing.num_unacknowledged == 0)
 
 
 async def cannot_connect(address, public_key):
@@ -74,7 +74,7 @@ async def test_an_entry_goes_to_a_prefill_worker_that_can_reach_the_decode_worke
         other.worker.prefill.start()
         assert await client.answer("r") == expected(prompt(600), 8)
         assert decode.worker.stats().decode.num_remote_done == 1
-        assert astray.outgoing.num_unheard == 0
+        assert astray.outgoing.num_unacknowledged == 0
 
 
 @pytest.mark.parametrize("missing_after", [0, 1], ids=["its key", "its memory"])
@@ -103,7 +103,7 @@ async def test_a_decode_worker_that_no_one_can_reach_computes_by_itself(monkeypa
         await shared.until(lambda: prefill.worker.stats().prefill.num_failed == 1)
         assert prefill.worker.stats().prefill.num_returned == 2
         del shared.connectors[prefill.id]
-        await shared.until(lambda: prefill.outgoing.num_unheard == 0)
+        await shared.until(lambda: prefill.outgoing.num_unacknowledged == 0)
 
 
 async def test_an_entry_whose_claim_may_have_arrived_does_not_go_back():
@@ -134,11 +134,12 @@ async def test_an_entry_whose_claim_may_have_arrived_does_not_go_back():
 async def test_the_owner_of_an_expired_entry_hears_at_once_and_computes_it(monkeypatch):
     async with cluster(remote_prefill_timeout_s=PATIENCE_S) as shared:
         prefill, decode, client = await shared.pair()
-        monkeypatch.setattr(NatsPrefillDelivery, "is_expired", True)
+        expired = property(lambda delivery: True, lambda delivery, value: None)
+        monkeypatch.setattr(NatsPrefillDelivery, "is_expired", expired, raising=False)
         client.send("r", prompt(600))
         assert await client.answer("r") == expected(prompt(600), 8)
         assert decode.worker.stats().decode.num_remote_done == 0
-        await shared.until(lambda: prefill.outgoing.num_unheard == 0)
+        await shared.until(lambda: prefill.outgoing.num_unacknowledged == 0)
 
 
 async def test_a_grant_that_cannot_be_sent_is_taken_back_at_once(monkeypatch):
@@ -238,11 +239,10 @@ async def test_a_worker_of_another_kind_leaves_our_entries_alone():
     async with cluster() as shared:
         prefill, _, client = await shared.pair()
 
-        class OtherWeights(MockExecutor):
-            weights_fingerprint = "another"
-
         def build(config):
-            return OtherWeights(config, shared.mock, vocab_size=VOCAB_SIZE, max_model_len=4096)
+            executor = MockExecutor(config, shared.mock, vocab_size=VOCAB_SIZE, max_model_len=4096)
+            executor.weights_fingerprint = "another"
+            return executor
 
         other = await shared.join(WorkerRole.PREFILL, build)
         assert other.worker.inspect().kv_compatibility != prefill.worker.inspect().kv_compatibility

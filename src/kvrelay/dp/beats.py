@@ -20,7 +20,7 @@ class SilenceDetector:
         self._max_ticks = max(2, math.ceil(timeout_s / BEAT_S))
         self._num_ticks = 0
 
-    def heard(self) -> None:
+    def received(self) -> None:
         """Something has arrived."""
         self._num_ticks = 0
 

@@ -194,6 +194,6 @@ class StepGroup:
     def _take(self, notice: Notice) -> None:
         """On the engine's thread."""
         if isinstance(notice, StepsUntil):
-            self.participant.heard(notice.step)
+            self.participant.notified(notice.step)
         elif isinstance(notice, AllLeft):
             self._have_all_left = True

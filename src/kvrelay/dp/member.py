@@ -198,14 +198,14 @@ class GroupMember:
             if self._stop in events:
                 return
             if self._shared is not None and self._shared.bell in events:
-                deliver(self._shared.heard())
+                deliver(self._shared.take())
             if self._socket.fileno() in events:
                 try:
                     is_there = self._receive()
                 except (OSError, ProtocolError) as exc:
                     is_there = False
                     _log.error("the connection to the coordinator has failed: %s", exc)
-                self.silence.heard()
+                self.silence.received()
                 if not is_there:
                     self._waiting.append(messages.Ended(f"{COORDINATOR}, has ended"))
             # After reading: what has arrived while this process was stopped counts.

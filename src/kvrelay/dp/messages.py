@@ -49,7 +49,7 @@ class RegPart(msgspec.Struct, frozen=True, tag=True):
 
 
 class RankReady(msgspec.Struct, frozen=True, tag=True):
-    pass
+    """This rank is loaded, and can step."""
 
 
 class RankFailed(msgspec.Struct, frozen=True, tag=True):
@@ -57,15 +57,15 @@ class RankFailed(msgspec.Struct, frozen=True, tag=True):
 
 
 class Leave(msgspec.Struct, frozen=True, tag=True):
-    pass
+    """This rank has no requests left and gets none."""
 
 
 class Beat(msgspec.Struct, frozen=True, tag=True):
-    pass
+    """The sender lives."""
 
 
 class CoordinatorHello(msgspec.Struct, frozen=True, tag=True):
-    pass
+    """The port belongs to a coordinator."""
 
 
 class Formed(msgspec.Struct, frozen=True, tag=True):
@@ -81,11 +81,11 @@ class GroupRefused(msgspec.Struct, frozen=True, tag=True):
 
 
 class AllReady(msgspec.Struct, frozen=True, tag=True):
-    pass
+    """Requests are allowed."""
 
 
 class AllLeft(msgspec.Struct, frozen=True, tag=True):
-    pass
+    """Run the remaining steps, then end."""
 
 
 class Ended(msgspec.Struct, frozen=True, tag=True):

@@ -4,7 +4,7 @@ A forward pass of a model with experts spread over the ranks contains collective
 work, all ranks must step, the others with a dummy batch. Steps are numbered from 1, and every rank runs every number.
 
     rank a, busy      new_step: 7 > coord_step 6 ──StartStep(7)──> coordinator: step = 7 + lookahead
-    rank b, asleep    heard(31) <──────────────StepsUntil(31)──────────┘ to every rank
+    rank b, asleep    notified(31) <───────────StepsUntil(31)──────────┘ to every rank
                       runs 7, 8, ... 31 with dummy batches, or with requests that arrive meanwhile; then sleeps
 
 The caller of ``StartStep`` does not wait for an answer: it computes, and waits in the first collective. No rank waits
@@ -92,7 +92,7 @@ class Participant:
             return Round.DUMMY, self._new_step()
         return Round.NO_STEP, None
 
-    def heard(self, step: Step) -> None:
+    def notified(self, step: Step) -> None:
         """``StepsUntil(step)`` has arrived, maybe late or again."""
         self.coord_step = max(self.coord_step, step)
 

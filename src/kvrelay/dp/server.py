@@ -128,7 +128,7 @@ class GroupServer:
             if not data:
                 self._lost.append((part, "has ended"))
                 return
-            connection.silence.heard()
+            connection.silence.received()
             for message in connection.reader.feed(data):
                 self._take(part, message)
         except (OSError, ProtocolError) as exc:

@@ -52,7 +52,7 @@ class SharedSteps:
             os.eventfd_write(bell, 1)
         return len(self._bells)
 
-    def heard(self) -> StepsUntil:
+    def take(self) -> StepsUntil:
         """The bell has rung."""
         try:
             os.eventfd_read(self.bell)

@@ -430,7 +430,7 @@ class EngineCore:
         self._dead = EngineDeadError(f"the executor failed: {reason}")
         self._dead.__cause__ = cause
         for request in list(self.scheduler.requests.values()):
-            if request.ending is None:
+            if request.abort_reason is None:
                 self._end(request, FinishReason.ERROR)
                 self.scheduler.output.outputs.append(
                     TokenOutput(request.request_id, (), finish_reason=FinishReason.ERROR, error=self._dead.message)

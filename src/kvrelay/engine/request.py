@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Sequence
+from dataclasses import InitVar, dataclass, field
 
 from kvrelay.core.handoff import HandoffId
 from kvrelay.core.hashing import compute_block_hashes
@@ -38,6 +39,7 @@ MoveListener = Callable[["Request", RequestStatus], None]
 """Gets a request that moves to a state, while it is still in the one before."""
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Request:
     """One sequence.
 
@@ -47,107 +49,63 @@ class Request:
     size.
     """
 
-    __slots__ = (
-        "arrival",
-        "block_ids",
-        "ending",
-        "first_output_sent",
-        "handoff_id",
-        "handoff_number",
-        "is_resumed",
-        "length_limit",
-        "listener",
-        "local_hashes",
-        "mode",
-        "num_cached_blocks",
-        "num_cached_tokens",
-        "num_computed_tokens",
-        "num_load_tokens",
-        "num_prompt_tokens",
-        "num_queued_tokens",
-        "num_sent_blocks",
-        "placement",
-        "priority",
-        "prompt_logprobs",
-        "request_id",
-        "sampling",
-        "seed",
-        "sequence_hashes",
-        "slot",
-        "status",
-        "stop_ids",
-        "tenant",
-        "times",
-        "token_ids",
-        "traceparent",
-    )
+    request_id: str
+    prompt_token_ids: InitVar[Sequence[int]]
+    sampling: SamplingParams
+    output_token_ids: InitVar[Sequence[int]] = field(default=(), kw_only=True)
+    mode: PrefillMode = field(default=PrefillMode.LOCAL, kw_only=True)
+    num_load_tokens: int = field(default=0, kw_only=True)
+    priority: int = field(default=0, kw_only=True)
+    handoff_number: int = field(default=0, kw_only=True)
+    """REMOTE: the number of its hand-off if others know it already (prefill-first); 0: the engine counts."""
+    tenant: str = field(default="", kw_only=True)
+    """The API key, or another name among which service is shared fairly; empty: none."""
+    traceparent: str = field(default="", kw_only=True)
+    """The request's trace, for an engine that sends spans of its own."""
+    placement: PlacementState | None = field(default=None, kw_only=True)
+    """Where the prefill runs, if that is still to be decided or to be explained; None: ``mode`` alone says it."""
+    listener: MoveListener | None = field(default=None, kw_only=True)
+    """Told of each move, on the engine's thread."""
+    token_ids: list[int] = field(init=False)
+    num_prompt_tokens: int = field(init=False)
+    is_resumed: bool = field(init=False)
+    """Whether another worker began it: its stream stands still until this engine serves it."""
+    status: RequestStatus = field(default=RequestStatus.WAITING, init=False)
+    times: list[tuple[RequestStatus, float]] = field(default_factory=list, init=False)
+    """The request's waterfall: each state with the clock's time of entering it."""
 
-    def __init__(
-        self,
-        request_id: str,
-        prompt_token_ids: Sequence[int],
-        sampling: SamplingParams,
-        *,
-        output_token_ids: Sequence[int] = (),
-        mode: PrefillMode = PrefillMode.LOCAL,
-        num_load_tokens: int = 0,
-        priority: int = 0,
-        handoff_number: int = 0,
-        tenant: str = "",
-        traceparent: str = "",
-        placement: PlacementState | None = None,
-        listener: MoveListener | None = None,
-    ) -> None:
-        self.request_id = request_id
-        self.sampling = sampling
-        self.mode = mode
-        self.num_load_tokens = num_load_tokens
-        self.handoff_number = handoff_number
-        """REMOTE: the number of its hand-off if others know it already (prefill-first); 0: the engine counts."""
-        self.priority = priority
-        self.tenant = tenant
-        """The API key, or another name among which service is shared fairly; empty: none."""
-        self.traceparent = traceparent
-        """The request's trace, for an engine that sends spans of its own."""
-        self.placement = placement
-        """Where the prefill runs, if that is still to be decided or to be explained; None: ``mode`` alone says it."""
-        self.listener = listener
-        """Told of each move, on the engine's thread."""
-        self.token_ids: list[int] = [*prompt_token_ids, *output_token_ids]
+    # Set by the engine at arrival.
+    arrival: int = field(default=0, init=False)
+    seed: int = field(default=0, init=False)
+    stop_ids: frozenset[int] = field(default=frozenset(), init=False)
+    length_limit: int = field(default=0, init=False)
+    """Length in tokens at which the answer ends."""
+
+    # The scheduler's.
+    num_queued_tokens: int = field(default=0, init=False)
+    """Tokens to compute, as estimated when it began to wait; 1 or more while it waits."""
+    slot: int = field(default=-1, init=False)
+    block_ids: list[int] = field(default_factory=list, init=False)
+    num_computed_tokens: int = field(default=0, init=False)
+    num_cached_blocks: int = field(default=0, init=False)
+    """Leading blocks that are hits of the prefix cache or were offered to it."""
+    sequence_hashes: list[int] = field(default_factory=list, init=False)
+    local_hashes: list[int] = field(default_factory=list, init=False)
+    num_cached_tokens: int | None = field(default=None, init=False)
+    """Prefix hit at first admission, as reported to clients."""
+    first_output_sent: bool = field(default=False, init=False)
+    prompt_logprobs: list[PositionLogprobs | None] = field(default_factory=list, init=False)
+    handoff_id: HandoffId | None = field(default=None, init=False)
+    num_sent_blocks: int = field(default=0, init=False)
+    """HANDOFF: leading blocks that the decode worker has or that were given to the sender."""
+    abort_reason: FinishReason | None = field(default=None, init=False)
+    """HANDOFF: the request was aborted while a transfer touches its blocks. This is its finish reason once the
+    transfer has completed."""
+
+    def __post_init__(self, prompt_token_ids: Sequence[int], output_token_ids: Sequence[int]) -> None:
+        self.token_ids = [*prompt_token_ids, *output_token_ids]
         self.num_prompt_tokens = len(prompt_token_ids)
         self.is_resumed = len(output_token_ids) > 0
-        """Whether another worker began it: its stream stands still until this engine serves it."""
-        self.status = RequestStatus.WAITING
-        self.times: list[tuple[RequestStatus, float]] = []
-        """The request's waterfall: each state with the clock's time of entering it."""
-
-        # Set by the engine at arrival.
-        self.arrival = 0
-        self.seed = 0
-        self.stop_ids: frozenset[int] = frozenset()
-        self.length_limit = 0
-        """Length in tokens at which the answer ends."""
-
-        # The scheduler's.
-        self.num_queued_tokens = 0
-        """Tokens to compute, as estimated when it began to wait; 1 or more while it waits."""
-        self.slot = -1
-        self.block_ids: list[int] = []
-        self.num_computed_tokens = 0
-        self.num_cached_blocks = 0
-        """Leading blocks that are hits of the prefix cache or were offered to it."""
-        self.sequence_hashes: list[int] = []
-        self.local_hashes: list[int] = []
-        self.num_cached_tokens: int | None = None
-        """Prefix hit at first admission, as reported to clients."""
-        self.first_output_sent = False
-        self.prompt_logprobs: list[PositionLogprobs | None] = []
-        self.handoff_id: HandoffId | None = None
-        self.num_sent_blocks = 0
-        """HANDOFF: leading blocks that the decode worker has or that were given to the sender."""
-        self.ending: FinishReason | None = None
-        """HANDOFF: the request was aborted while a transfer touches its blocks. This is its finish reason once the
-        transfer has completed."""
 
     def __repr__(self) -> str:
         return (

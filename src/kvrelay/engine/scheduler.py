@@ -183,10 +183,10 @@ class Scheduler:
 
     def abort(self, request: Request, reason: FinishReason = FinishReason.ABORT) -> None:
         """End ``request`` now. If a transfer may touch its blocks, they are freed once the transfer has ended."""
-        if request.ending is not None:
+        if request.abort_reason is not None:
             return
         if transfer_may_run(request, self.pool.block_size):
-            request.ending = reason
+            request.abort_reason = reason
             if request.status is RequestStatus.RUNNING:
                 self._batch.leave(request)
                 request.move(RequestStatus.PREFILL_SENDING, self._clock.now())
@@ -238,8 +238,8 @@ class Scheduler:
 
     def kv_loaded(self, request: Request, ok: bool) -> None:
         """The KvLoad of a HANDOFF request has ended. If it failed, everything after our own prefix hit is computed."""
-        if request.ending is not None:
-            self.finish(request, FINISH_STATUS[request.ending])
+        if request.abort_reason is not None:
+            self.finish(request, FINISH_STATUS[request.abort_reason])
             return
         self._num_outside -= 1
         if ok:
@@ -249,8 +249,8 @@ class Scheduler:
 
     def sending_finished(self, request: Request) -> None:
         """No transfer touches the blocks of a HANDOFF request any more, and none will."""
-        if request.ending is not None:
-            self.finish(request, FINISH_STATUS[request.ending])
+        if request.abort_reason is not None:
+            self.finish(request, FINISH_STATUS[request.abort_reason])
         elif request.status is RequestStatus.PREFILL_SENDING:
             self.finish(request, RequestStatus.FINISHED_STOPPED)
         else:

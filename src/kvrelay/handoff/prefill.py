@@ -4,7 +4,7 @@
        │                     │    └─pull: all computed──> HOLDING ──Fetched──> ENDED
        └── refused ──────────┴── lost, abandoned, failed ────┴──> STOPPING
 
-    STOPPING ──nothing in flight──> RELEASING ──heard──> ENDED     (ENDED at once if the claim was refused or not sent)
+    STOPPING ──nothing in flight──> RELEASING ──acknowledged──> ENDED   (at once if the claim was refused or not sent)
 
 In CLAIMING the engine already computes. Its reads and its computed blocks wait for the grant: before it no block of D
 is touched. In STOPPING nothing is submitted; blocks stay in use until submitted transfers have ended.

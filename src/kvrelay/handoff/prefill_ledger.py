@@ -42,7 +42,7 @@ class PrefillLedger:
         return sum(handoff.has_blocks for handoff in list(self.handoffs.values()))
 
     @property
-    def num_unheard(self) -> int:
+    def num_unacknowledged(self) -> int:
         """Hand-offs that ended and whose decode worker does not know it yet."""
         return sum(handoff.state is PrefillState.RELEASING for handoff in list(self.handoffs.values()))
 

@@ -8,8 +8,6 @@ import json
 import logging
 import sys
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
 from rich import box
@@ -18,13 +16,12 @@ from rich.table import Table
 
 from kvrelay.config import ControlConfig, DisaggConfig
 from kvrelay.config.loading import nearest
-from kvrelay.control import connect_control
 from kvrelay.control.base import ControlPlane, Keys
 from kvrelay.core.control_codec import decode_setting, decode_worker
 from kvrelay.core.messages import AdminReply, AdminRequest
 from kvrelay.core.workers import WorkerInfo
 from kvrelay.errors import ConfigError, ControlUnavailableError, KvrelayError, ProtocolError, WorkerUnavailableError
-from kvrelay.launch.request_plane import client_of, operator_keys
+from kvrelay.launch.request_plane import client_of, connected, operator_keys
 from kvrelay.placement import threshold as disagg
 from kvrelay.router import runtime as router_settings
 from kvrelay.rpc import CurveKeys
@@ -75,16 +72,6 @@ async def send_command(
     if reply.error is not None:
         raise KvrelayError(f"{info.worker_id}: {reply.error}")
     return json.loads(reply.payload)
-
-
-@asynccontextmanager
-async def connected(config: ControlConfig) -> AsyncIterator[ControlPlane]:
-    """The control plane, until the context ends. Raises ControlUnavailableError."""
-    control = await connect_control(config)
-    try:
-        yield control
-    finally:
-        await control.close()
 
 
 async def list_workers(control: ControlPlane, keys: Keys) -> list[WorkerInfo]:

@@ -10,14 +10,13 @@ from functools import partial
 from urllib.parse import urlsplit
 
 from kvrelay.config import ControlConfig, DisaggConfig, FrontendConfig, MetricsConfig, RouterConfig
-from kvrelay.control import connect_control
 from kvrelay.control.base import Keys
 from kvrelay.core.clock import MonotonicClock
 from kvrelay.errors import ConfigError
 from kvrelay.frontend import Frontend, run_frontend
 from kvrelay.http import raise_descriptor_limit
 from kvrelay.launch.process import SWITCH_INTERVAL_S, on_terminate, spare_what_stays
-from kvrelay.launch.request_plane import client_of, frontend_keys, new_caller_id, require_api_key
+from kvrelay.launch.request_plane import client_of, connected, frontend_keys, new_caller_id, require_api_key
 from kvrelay.router import ReplayRequester, Router, RouterStage
 
 _log = logging.getLogger(__name__)
@@ -64,23 +63,19 @@ async def run_frontend_process(
                 file=sys.stderr,
             )
 
-    plane = await connect_control(control)
-    try:
-        name = new_caller_id()
-        async with frontend_keys(plane, control, stop.set, name) as ours:
-            await run_frontend(
-                frontend,
-                plane,
-                Keys(control.namespace),
-                partial(client_of, keys=ours),
-                router_of,
-                cluster=cluster_name(control),
-                disagg=disagg,
-                monitoring=monitoring,
-                name=name,
-                stop=stop,
-                on_ready=ready,
-                on_stopping=stopping,
-            )
-    finally:
-        await plane.close()
+    name = new_caller_id()
+    async with connected(control) as plane, frontend_keys(plane, control, stop.set, name) as ours:
+        await run_frontend(
+            frontend,
+            plane,
+            Keys(control.namespace),
+            partial(client_of, keys=ours),
+            router_of,
+            cluster=cluster_name(control),
+            disagg=disagg,
+            monitoring=monitoring,
+            name=name,
+            stop=stop,
+            on_ready=ready,
+            on_stopping=stopping,
+        )

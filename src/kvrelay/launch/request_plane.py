@@ -20,6 +20,7 @@ from dataclasses import replace
 import msgspec
 
 from kvrelay.config import ControlConfig, FrontendConfig, MetricsConfig, TransferConfig
+from kvrelay.control import connect_control
 from kvrelay.control.base import ControlPlane, Keys, Lease
 from kvrelay.core.addresses import is_loopback
 from kvrelay.core.workers import CallerInfo, WorkerInfo
@@ -29,6 +30,16 @@ from kvrelay.rpc import CurveKeys, Heartbeat, RpcClient, ZmqRpcClient, new_curve
 _log = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 5.0
+
+
+@asynccontextmanager
+async def connected(config: ControlConfig) -> AsyncIterator[ControlPlane]:
+    """The control plane, until the context ends. Raises ControlUnavailableError."""
+    control = await connect_control(config)
+    try:
+        yield control
+    finally:
+        await control.close()
 
 
 def client_of(info: WorkerInfo, keys: CurveKeys, connect_timeout_s: float = CONNECT_TIMEOUT_S) -> ZmqRpcClient:

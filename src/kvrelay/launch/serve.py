@@ -22,7 +22,6 @@ from pathlib import Path
 
 from kvrelay.config import FrontendConfig, RouterConfig, WorkerConfig, WorkerRole
 from kvrelay.config.loading import settings_to_flags
-from kvrelay.control import connect_control
 from kvrelay.control.base import Keys
 from kvrelay.control.credentials import require_credentials
 from kvrelay.control.nats_process import NatsServerProcess
@@ -53,7 +52,7 @@ from kvrelay.launch.clusters import RunningCluster, announced, this_process
 from kvrelay.launch.frontend_calls import http_call
 from kvrelay.launch.nats_supervisor import NatsSupervisor
 from kvrelay.launch.process import leave_closed_terminals, on_terminate, terminal_outputs
-from kvrelay.launch.request_plane import require_api_key, require_metrics_key
+from kvrelay.launch.request_plane import connected, require_api_key, require_metrics_key
 
 _log = logging.getLogger(__name__)
 
@@ -175,10 +174,9 @@ class LocalCluster:
         from kvrelay.launch.admin import list_workers
 
         deadline = time.monotonic() + self._config.start_timeout_s
-        control = await connect_control(self._control)
         keys = Keys(self._control.namespace)
         ready: set[int] = set()
-        try:
+        async with connected(self._control) as control:
             while not self._stop.is_set():
                 self._check_starting()
                 workers = await list_workers(control, keys)
@@ -196,8 +194,6 @@ class LocalCluster:
                         f"{len(ready)} of {len(self.frontends)} frontends serve the model"
                     )
                 await asyncio.sleep(POLL_INTERVAL_S)
-        finally:
-            await control.close()
         return False
 
     async def _healthy_pid(self) -> int:
@@ -297,11 +293,8 @@ class LocalCluster:
             return
         self._next_check_s = now_s + LOOK_INTERVAL_S
         try:
-            control = await connect_control(replace(self._control, connect_timeout_s=LOOK_INTERVAL_S))
-            try:
+            async with connected(replace(self._control, connect_timeout_s=LOOK_INTERVAL_S)) as control:
                 workers = await list_workers(control, Keys(self._control.namespace))
-            finally:
-                await control.close()
         except ControlUnavailableError as exc:
             _log.debug("cannot ask discovery which workers take requests: %s", exc)
             return

@@ -15,7 +15,7 @@ FAILED_JOIN_S = 4.0
 from ending."""
 
 
-class Ending:
+class Shutdown:
     """Begins once. Made on the event loop; ``fail`` and ``transfer_failed`` may be called from any thread."""
 
     def __init__(self) -> None:

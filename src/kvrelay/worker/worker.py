@@ -53,7 +53,7 @@ from kvrelay.worker.reporting.publisher import Publisher
 from kvrelay.worker.reporting.stats import by_reason, copied
 from kvrelay.worker.roles import FIRST_EPOCH, Roles
 from kvrelay.worker.runtime import follow_settings, warn_of_settings_in_vain
-from kvrelay.worker.shutdown import Ending
+from kvrelay.worker.shutdown import Shutdown
 from kvrelay.worker.surroundings import Surroundings
 from kvrelay.worker.watchdog import Watchdog
 
@@ -87,20 +87,20 @@ class Worker:
         self._server = server
         self._keys = Keys(settings.control.namespace)
         self._loop = asyncio.get_running_loop()
-        self._ending = Ending()
+        self._shutdown = Shutdown()
         self._tasks = TaskSet()
         self._callers = Callers(control.discovery, self._keys, is_open=not self.identity.public_key)
         self._peer_events = PeerEvents(engine, self._callers)
         self._membership = self._build_membership(transport.name)
         self.transfer = TransferThread(
-            transport, settings.transfer, fence=self._membership.fence_s, on_failed=self._ending.transfer_failed
+            transport, settings.transfer, fence=self._membership.fence_s, on_failed=self._shutdown.transfer_failed
         )
         self._checksums = BlockChecksums(engine, required=settings.transfer.kv_checksums)
         self._secret = new_secret() if self.identity.public_key else b""
         self._transfer_rates = TransferRates(max(self._engine.facts.kv_layout.bytes_per_token, 1))
         self._publisher = self._build_publisher()
         self._watchdog = Watchdog(
-            self._engine.progress, settings.engine.step_timeout_s, self._ending.fail, MonotonicClock()
+            self._engine.progress, settings.engine.step_timeout_s, self._shutdown.fail, MonotonicClock()
         )
         facts = engine.facts
         self._policy = DisaggPolicy(settings.disagg, knows_costs=facts.places_prefills and not facts.moves_kv)
@@ -157,7 +157,7 @@ class Worker:
             self.prefill,
             self._paired,
             self.decode,
-            is_leaving=self._ending.has_begun,
+            is_leaving=self._shutdown.has_begun,
             tasks=self._tasks,
         )
         self._inbox = Inbox(
@@ -215,7 +215,7 @@ class Worker:
             kv_compatibility=self._membership.kv_compatibility,
         )
         agent = await asyncio.wrap_future(registered)
-        self._engine.start(self._on_step, self._ending.fail)
+        self._engine.start(self._on_step, self._shutdown.fail)
         self._marks.watch()
         self._engine.post(lambda _: self._marks.watch())
         self._watchdog.start()
@@ -233,23 +233,23 @@ class Worker:
     async def run(self) -> None:
         """Serve until ``request_drain``; then drain and leave. Raises FatalError, for example EngineDeadError, after a
         fatal failure, before or during the drain."""
-        await self._ending.begun()
+        await self._shutdown.begun()
         try:
-            await self._ending.run_unless_failed(self._roles.drain())
+            await self._shutdown.run_unless_failed(self._roles.drain())
         finally:
             await self.close()
-        if self._ending.failure is not None:
-            raise self._ending.failure
+        if self._shutdown.failure is not None:
+            raise self._shutdown.failure
 
     def request_drain(self) -> None:
         """Begin to leave; ``run`` returns when everything in flight has ended."""
-        self._ending.begin()
+        self._shutdown.begin()
 
     async def close(self) -> None:
         """Leave discovery and free everything, also with work in flight."""
         await self._tasks.close()
         self.decode.accepting = self._paired.accepting = False
-        if self._ending.failure is not None:
+        if self._shutdown.failure is not None:
             # Nothing finishes any more: let waiting clients migrate now.
             await self._server.close()
         self.transfer.fail_all("the worker leaves")
@@ -263,7 +263,7 @@ class Worker:
         await self._peers.close()
         await self._server.close()
         await asyncio.to_thread(self._checksums.close)
-        if await asyncio.to_thread(self._engine.close, self._ending.engine_join_s):
+        if await asyncio.to_thread(self._engine.close, self._shutdown.engine_join_s):
             self._watchdog.stop()
         self._marks.close()
 
@@ -395,7 +395,7 @@ class Worker:
     @property
     def is_ready(self) -> bool:
         """Whether this worker is in discovery (by local knowledge), is not leaving, and makes progress."""
-        return self._membership.is_listed and not self._ending.has_begun() and not self.is_stalled
+        return self._membership.is_listed and not self._shutdown.has_begun() and not self.is_stalled
 
     @property
     def is_stalled(self) -> bool:

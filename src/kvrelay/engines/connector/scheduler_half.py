@@ -22,17 +22,10 @@ _log = logging.getLogger(__name__)
 class VllmRequest(Protocol):
     """The part of vLLM's Request that is read."""
 
-    @property
-    def request_id(self) -> str: ...
-
-    @property
-    def num_computed_tokens(self) -> int: ...
-
-    @property
-    def num_tokens(self) -> int: ...
-
-    @property
-    def kv_transfer_params(self) -> Mapping[str, Any] | None: ...
+    request_id: str
+    num_computed_tokens: int
+    num_tokens: int
+    kv_transfer_params: Mapping[str, Any] | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,23 +40,21 @@ class KvrelayConnector(KVConnectorBase_V1):  # type: ignore[misc]  # see above
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         place = decode_place(vllm_config.kv_transfer_config.kv_connector_extra_config)
-        is_scheduler = role == KVConnectorRole.SCHEDULER
-        self._scheduler = SchedulerHalf(place) if is_scheduler else None
-        self._worker = None if is_scheduler else WorkerHalf(place)
+        if role == KVConnectorRole.SCHEDULER:
+            self._scheduler = SchedulerHalf(place)
+        else:
+            self._worker = WorkerHalf(place)
 
     # -- scheduler half -----------------------------------------------------------------------------------------------
 
     def get_num_new_matched_tokens(self, request: VllmRequest, num_computed_tokens: int) -> tuple[int, bool]:
-        assert self._scheduler is not None
         num_tokens = self._scheduler.num_to_load(request, num_computed_tokens)
         return num_tokens, num_tokens > 0
 
     def update_state_after_alloc(self, request: VllmRequest, blocks: Any, num_external_tokens: int) -> None:
-        assert self._scheduler is not None
         self._scheduler.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KvrelayMetadata:
-        assert self._scheduler is not None
         state = scheduler_output.kv_connector_block_state
         return KvrelayMetadata(
             self._scheduler.plan(
@@ -65,14 +63,12 @@ class KvrelayConnector(KVConnectorBase_V1):  # type: ignore[misc]  # see above
         )
 
     def request_finished(self, request: VllmRequest, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        assert self._scheduler is not None
         self._scheduler.finished(request.request_id)
         return False, None
 
     # -- worker half --------------------------------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        assert self._worker is not None
         self._worker.register(kv_caches)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
@@ -85,11 +81,9 @@ class KvrelayConnector(KVConnectorBase_V1):  # type: ignore[misc]  # see above
         """Saved at the step's end."""
 
     def wait_for_save(self) -> None:
-        assert self._worker is not None
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, KvrelayMetadata)
         self._worker.copy(metadata.copies)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        assert self._worker is not None
         return None, self._worker.take_loaded() or None

@@ -25,7 +25,7 @@ class BackendCalls:
         self._loop = loop
         self._on_change = on_change
         self._answers: dict[str, asyncio.Task[None]] = {}
-        self._ending: set[asyncio.Task[None]] = set()
+        self._background: set[asyncio.Task[None]] = set()
         """Those that are cancelled, and those that no request waits for."""
 
     def start(
@@ -46,7 +46,7 @@ class BackendCalls:
         """Closes the answer, by which the backend notices that it is not needed."""
         task = self._answers.pop(request_id, None)
         if task is not None and task is not asyncio.current_task(self._loop):
-            self._ending.add(task)
+            self._background.add(task)
             task.cancel()
 
     def ask(self, question: Callable[[], Coroutine[Any, Any, None]], purpose: str) -> None:
@@ -59,11 +59,11 @@ class BackendCalls:
                 _log.warning("%s did not %s: %r", self._name, purpose, exc)
 
         task = self._loop.create_task(asking())
-        self._ending.add(task)
-        task.add_done_callback(self._ending.discard)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
 
     def tasks(self) -> list[asyncio.Task[None]]:
-        return [*self._answers.values(), *self._ending]
+        return [*self._answers.values(), *self._background]
 
     async def _follow(
         self, request_id: str, answer: AsyncGenerator[T, None], receive: Callable[[str, T], None], failed: Failed
@@ -96,7 +96,7 @@ class BackendCalls:
             fail(AnswerError(f"asking {self._name} failed"))
 
     def _ended(self, request_id: str, task: asyncio.Task[None], at_rest: Callable[[], None] | None) -> None:
-        self._ending.discard(task)
+        self._background.discard(task)
         if self._answers.get(request_id) is task:
             del self._answers[request_id]
         if not task.cancelled() and isinstance(task.exception(), UnconfirmedError):

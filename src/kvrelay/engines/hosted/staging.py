@@ -28,14 +28,12 @@ class StagingMemory:
     num_blocks: int
 
 
+@dataclass(slots=True, eq=False)
 class StagedBlocks:
     """The blocks of one request, in order, and how many uses hold them. Made by ``StagingBlocks.take``."""
 
-    __slots__ = ("block_ids", "num_uses")
-
-    def __init__(self, block_ids: tuple[int, ...]) -> None:
-        self.block_ids = block_ids
-        self.num_uses = 1
+    block_ids: tuple[int, ...]
+    num_uses: int = 1
 
 
 class StagingBlocks:

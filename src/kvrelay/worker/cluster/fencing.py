@@ -59,7 +59,7 @@ class LeaseEnds:
     async def _work_off(self, worker_id: str) -> None:
         held = self._held[worker_id]
         while held:
-            if held[0].kind is WatchKind.DELETE and not await self._barred(worker_id):
+            if held[0].kind is WatchKind.DELETE and not await self._bar_until_idle(worker_id):
                 return
             event = held.popleft()
             try:
@@ -70,7 +70,7 @@ class LeaseEnds:
                 _log.exception("discovery entry %s failed", event.key)
         del self._held[worker_id]
 
-    async def _barred(self, worker_id: str) -> bool:
+    async def _bar_until_idle(self, worker_id: str) -> bool:
         """False if this worker is leaving."""
         num_attempts = 0
         try:

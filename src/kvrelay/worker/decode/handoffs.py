@@ -1,12 +1,12 @@
 """The decode side's driver of hand-offs, over a ``DecodeLedger``.
 
-    engine thread     remote prefills, closed hand-offs ──> Opened, Closed          Allocate, EndLoan, Resume,
-                                                            Allocated          <──  ComputeHere
-                      pull, by an engine that moves KV  ──> ReadEnded          <──  Read
-    event loop        claims, releases, connections, leases ──> Claimed, ...   <──  Push, SendGrant, Send
+    engine thread     remote prefills, closed hand-offs ──> Opened, Closed       <──  AllocateLoan, EndLoan, Resume,
+                                                            LoanAllocated             ComputeHere
+                      pull, by an engine that moves KV  ──> FetchEnded           <──  Fetch
+    event loop        claims, releases, connections, leases ──> Claimed, ...     <──  Push, SendGrant, SendToPrefill
     transfer thread   push: notification after the last write ──> Done
-                      pull by blocks                        ReadEnded          <──  Read (by way of the event loop)
-    checksum thread                                 HitsChecksummed, Verified  <──  ChecksumHits, Verify
+                      pull by blocks                        FetchEnded           <──  Fetch (by way of the event loop)
+    checksum thread                                 HitsChecksummed, Verified    <──  ChecksumHits, Verify
 
 The rules of the protocol are in ``kvrelay/handoff``. This module does not know frontends.
 """

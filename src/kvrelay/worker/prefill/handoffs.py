@@ -1,10 +1,10 @@
 """The prefill side's driver of hand-offs, over a ``PrefillLedger``.
 
-    event loop        entries, answers, connections, leases ──> Pulled, Granted, ...  <──  SendClaim, SayReleased,
-                                                                                           Computed, Settle
-    engine thread     loads and chunks of a step ──> LoadWanted, ChunkComputed        <──  Compute, TellLoaded,
+    event loop        entries, answers, connections, leases ──> Pulled, Granted, ...  <──  SendClaim, SendRelease,
+                                                                                           SendToDecode, Settle
+    engine thread     loads and chunks of a step ──> LoadRequested, ChunkComputed     <──  Compute, ReportLoaded,
                                                                                            StopComputing, FreeBlocks
-    transfer thread                                  ReadEnded, Written               <──  Read, Write
+    transfer thread                                  HitsRead, Written                <──  ReadHits, Write
     checksum thread                                  HitsVerified, ChunkChecksummed   <──  VerifyHits, ChecksumChunk
 
 The rules of the protocol are in ``kvrelay/handoff``. The transfer thread keeps a peer's transfers in order. It sends
