@@ -3,10 +3,10 @@
 ``HttpServer`` listens; each request becomes an ``Exchange`` that the application answers.
 """
 
+from kvrelay.http.connection import HttpServer
 from kvrelay.http.exchange import Exchange, HttpApplication, HttpRequest, Response
 from kvrelay.http.limits import HttpLimits
 from kvrelay.http.listening import open_listener, raise_descriptor_limit, server_tls
-from kvrelay.http.server import HttpServer
 
 __all__ = [
     "Exchange",

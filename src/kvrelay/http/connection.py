@@ -1,21 +1,26 @@
-"""One client connection: bytes in, exchanges out, and the limits that keep a hostile client cheap.
+"""The server: the set of open connections over a listening socket, their common limits, and an orderly end. And one
+client connection: bytes in, exchanges out, and the limits that keep a hostile client cheap.
 
     data_received ──> RequestReader ──> Exchange ──> application (one at a time)
 
-It owns keep-alive, pipelining (requests wait in order, unread beyond a few kB), deadlines for slow senders, the end of
-slow readers, and half-closed connections. It does not know routes, or how requests are parsed.
+A connection owns keep-alive, pipelining (requests wait in order, unread beyond a few kB), deadlines for slow senders,
+the end of slow readers, and half-closed connections. It does not know routes, or how requests are parsed.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
+import ssl
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol, cast
+from typing import cast
 
+from kvrelay.core.tasks import TaskSet
 from kvrelay.http.exchange import Exchange, HttpApplication, HttpRequest, Response, encode_response
 from kvrelay.http.limits import ByteBudget, HttpLimits
+from kvrelay.http.listening import SocketAcceptor, connections_within_limit
 from kvrelay.http.reading import CONTINUE, RequestReader
 
 PIECE_BYTES = 8192
@@ -23,35 +28,10 @@ PIECE_BYTES = 8192
 PROBE_REPLY_S = 0.1
 
 
-class ConnectionOwner(Protocol):
-    """What a connection needs from its server."""
-
-    @property
-    def limits(self) -> HttpLimits: ...
-
-    @property
-    def is_closing(self) -> bool: ...
-
-    @property
-    def buffered(self) -> ByteBudget[HttpConnection]:
-        """Budget of request bytes, over all connections."""
-
-    @property
-    def unsent(self) -> ByteBudget[HttpConnection]:
-        """Budget of unsent answer bytes, over all connections."""
-
-    @property
-    def application(self) -> HttpApplication: ...
-
-    def connected(self, connection: HttpConnection) -> None: ...
-
-    def disconnected(self, connection: HttpConnection) -> None: ...
-
-
 class HttpConnection(asyncio.Protocol):
     """An accepted connection. Implements ``RequestListener`` and ``Outlet``."""
 
-    def __init__(self, owner: ConnectionOwner, now: Callable[[], float]) -> None:
+    def __init__(self, owner: HttpServer, now: Callable[[], float]) -> None:
         self._owner = owner
         self._now = now
         self._limits = owner.limits
@@ -363,3 +343,128 @@ class HttpConnection(asyncio.Protocol):
         """Close the connection once the client has read its answer; ``check_deadline`` bounds the wait."""
         self._deadline_s = None
         transport.close()
+
+
+_log = logging.getLogger(__name__)
+
+
+SWEEP_INTERVAL_S = 1.0
+
+
+MAX_TURNED_AWAY = 64
+"""This many connections above the limit are told why they end; further ones are cut off."""
+
+
+TLS_HANDSHAKE_TIMEOUT_S = 10.0
+
+
+class HttpServer:
+    """Serves an application on a listening socket, which it then owns."""
+
+    def __init__(
+        self,
+        application: HttpApplication,
+        listener: socket.socket,
+        limits: HttpLimits,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        self.limits = limits
+        self.is_closing = False
+        self.buffered = ByteBudget[HttpConnection](
+            limits.max_buffered_bytes,
+            lambda connection: connection.num_buffered_bytes,
+            lambda connection: connection.num_sheddable_bytes,
+            HttpConnection.shed,
+        )
+        self.unsent = ByteBudget[HttpConnection](
+            limits.max_total_unsent_bytes,
+            lambda connection: connection.num_unsent_bytes,
+            lambda connection: connection.num_unsent_bytes,
+            HttpConnection.abort,
+        )
+        self.application = application
+        self._tls = tls
+        self.port = int(listener.getsockname()[1])
+        self._max_connections = connections_within_limit(limits.max_connections)
+        self._connections: set[HttpConnection] = set()
+        self._accepting = TaskSet()
+        refusal = Response(503, headers=[(b"retry-after", b"1")])
+        self._acceptor = SocketAcceptor(listener, self._accepted, encode_response(refusal, keep_alive=False))
+        self._sweep: asyncio.TimerHandle | None = None
+
+    def __repr__(self) -> str:
+        return f"HttpServer(port={self.port}, connections={len(self._connections)}, buffered={self.buffered!r})"
+
+    @property
+    def num_connections(self) -> int:
+        return len(self._connections)
+
+    @property
+    def num_busy(self) -> int:
+        """Number of connections with a request that is being answered."""
+        return sum(not connection.is_idle for connection in self._connections)
+
+    async def start(self) -> None:
+        self._acceptor.start()
+        self._sweep = asyncio.get_running_loop().call_later(SWEEP_INTERVAL_S, self._check_deadlines)
+
+    async def drain(self, timeout_s: float) -> None:
+        """Accept no new connections, and wait up to ``timeout_s`` for open exchanges to end."""
+        self.is_closing = True
+        self._acceptor.close()
+        self._accepting.cancel()
+        for connection in list(self._connections):
+            connection.close_if_idle()
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        while self._connections and asyncio.get_running_loop().time() < deadline:
+            await asyncio.sleep(0.02)
+
+    async def close(self, timeout_s: float) -> None:
+        """Drain, then cut off the remaining connections."""
+        await self.drain(timeout_s)
+        if self._sweep is not None:
+            self._sweep.cancel()
+        for connection in list(self._connections):
+            connection.abort()
+        # Aborted connections report their loss on the next turns of the loop.
+        while self._connections:
+            await asyncio.sleep(0)
+
+    # -- its connections ----------------------------------------------------------------------------------------------
+
+    def connected(self, connection: HttpConnection) -> None:
+        self._connections.add(connection)
+        excess = len(self._connections) - self._max_connections
+        if excess > 0:
+            _log.warning("refused a connection: %d are open (max_connections)", self._max_connections)
+            if excess > MAX_TURNED_AWAY:
+                connection.abort()
+            else:
+                connection.turn_away()
+
+    def disconnected(self, connection: HttpConnection) -> None:
+        self._connections.discard(connection)
+        self.buffered.forget(connection)
+        self.unsent.forget(connection)
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _accepted(self, accepted: socket.socket) -> None:
+        self._accepting.spawn(self._connect(accepted))
+
+    async def _connect(self, accepted: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        timeout_s = TLS_HANDSHAKE_TIMEOUT_S if self._tls else None
+        try:
+            await loop.connect_accepted_socket(
+                lambda: HttpConnection(self, loop.time), accepted, ssl=self._tls, ssl_handshake_timeout=timeout_s
+            )
+        except (OSError, TimeoutError) as exc:
+            _log.debug("a client's TLS handshake failed: %s", exc)
+
+    def _check_deadlines(self) -> None:
+        loop = asyncio.get_running_loop()
+        now = loop.time()
+        for connection in list(self._connections):
+            connection.check_deadline(now)
+        self._sweep = loop.call_later(SWEEP_INTERVAL_S, self._check_deadlines)
