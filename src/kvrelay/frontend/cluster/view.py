@@ -393,8 +393,8 @@ class Served(NamedTuple):
 
 
 class Published:
-    """What workers publish, as one frontend hears it, from ``start`` to ``close``: cache events and load samples, and the
-    events that it has missed. ``served_by`` returns the connected worker of that id, if there is one.
+    """What workers publish, as one frontend hears it, from ``start`` to ``close``: cache events and load samples, and
+    the events that it has missed. ``served_by`` returns the connected worker of that id, if there is one.
 
         subject, sealed frame ──> the connected worker that owns the subject ──> its model's router
 
