@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import os
 import select
-import socket
 import statistics
 import subprocess
 import sys
@@ -16,6 +15,7 @@ import time
 
 import click
 
+from kvrelay.bench.cases import free_port
 from kvrelay.bench.report.files import print_result
 from kvrelay.bench.report.table import table
 from kvrelay.cli.options import json_option
@@ -46,7 +46,7 @@ def dp_wake(wakes: int, pause_ms: float, as_json: bool) -> None:
 def measure_wakes(carrier: str, num_wakes: int, pause_s: float) -> dict[str, float]:
     """p50 and p99 in milliseconds of ``num_wakes`` wake-ups of a sleeping process, ``pause_s`` apart."""
     with tempfile.TemporaryDirectory(prefix="kvrelay-dp-") as directory:
-        address = directory if carrier == "shm" else f"127.0.0.1:{_free_port()}"
+        address = directory if carrier == "shm" else f"127.0.0.1:{free_port()}"
         command = [sys.executable, "-m", MODULE, address]
         with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE) as other:
             try:
@@ -79,12 +79,6 @@ def _wake(member: GroupMember, other: subprocess.Popen[bytes], num_wakes: int, p
 
 def _info(rank: int) -> RankInfo:
     return RankInfo(rank, 2, f"pid {os.getpid()}", {})
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _other_rank(address: str) -> None:

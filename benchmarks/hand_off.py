@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import random
 import statistics
-import subprocess
 import sys
 import threading
 import time
@@ -30,8 +29,8 @@ from tests.chaos.cluster import ClusterUnderTest
 
 from benchmarks.loads import describe_machine
 from kvrelay.bench.report.files import print_result
-from kvrelay.bench.report.table import table
-from kvrelay.bench.transfer import COMPATIBILITY, START_TIMEOUT_S, pool_metadata, pool_thread
+from kvrelay.bench.report.table import Row, results_table
+from kvrelay.bench.transfer import COMPATIBILITY, START_TIMEOUT_S, peer_process, pool_metadata, pool_thread
 from kvrelay.cli.options import SettingsSource, field_options, json_option
 from kvrelay.cli.processes import run_async
 from kvrelay.config import EngineConfig, RunnerConfig, TransferConfig
@@ -56,28 +55,16 @@ PIECE_BYTES = 1 << 20
 POST_BYTES = 8 << 20
 
 
-class Beside(msgspec.Struct, frozen=True):
-    """Medians over the turns in seconds, and their ratio. ``ratio_min`` and ``ratio_max`` are those of single turns.
-    ``target``: the ratio should not be above it."""
-
-    name: str
-    alone_s: float
-    beside_s: float
-    ratio: float
-    ratio_min: float
-    ratio_max: float
-    target: float
-    num_turns: int
-
-
-class BesideCompute(msgspec.Struct, frozen=True):
-    """``streamed_bytes_per_s``: what the other process wrote while decode steps were timed."""
-
-    machine: str
-    transport: str
-    first_token: Beside
-    decode_step: Beside
-    streamed_bytes_per_s: float
+_COLUMNS = {
+    "of": "name",
+    "alone, ms": "alone_s:ms.2f",
+    "beside, ms": "beside_s:ms.2f",
+    "ratio": "ratio:.3f",
+    "lowest": "ratio_min:.3f",
+    "highest": "ratio_max:.3f",
+    "target": "target",
+    "turns": "num_turns",
+}
 
 
 @click.command()
@@ -96,43 +83,44 @@ def hand_off(rounds: int, stream_mib_s: int, as_json: bool, **flags: Any) -> Non
     print_result(report, beside_text(report), as_json)
 
 
-def run_beside_compute(model: Path, config: TransferConfig, num_turns: int, mib_per_s: int) -> BesideCompute:
-    """Both parts, with one thread per worker. ``mib_per_s``: the rate at which KV streams in. Raises FatalError,
+def run_beside_compute(model: Path, config: TransferConfig, num_turns: int, mib_per_s: int) -> Row:
+    """Both parts, with one thread per worker. ``mib_per_s``: the rate at which KV streams in;
+    ``streamed_bytes_per_s``: what the other process wrote while decode steps were timed. Raises FatalError,
     TransferError."""
     first = run_async(_first_tokens(model, config.transport, num_turns))
     step, rate = _decode_steps(model, config, num_turns, mib_per_s)
-    return BesideCompute(describe_machine(), config.transport, first, step, rate)
+    about = {"machine": describe_machine(), "transport": config.transport}
+    return {**about, "first_token": first, "decode_step": step, "streamed_bytes_per_s": rate}
 
 
-def beside_text(report: BesideCompute) -> str:
+def beside_text(report: Row) -> str:
     """The figures as a table."""
-    heads = ("transport " + report.transport, "alone, ms", "beside, ms", "ratio", "of turns", "target", "turns")
-    rows = (
-        (
-            row.name,
-            f"{row.alone_s * 1e3:.2f}",
-            f"{row.beside_s * 1e3:.2f}",
-            f"{row.ratio:.3f}",
-            f"{row.ratio_min:.3f} to {row.ratio_max:.3f}",
-            f"{row.target:g}",
-            str(row.num_turns),
-        )
-        for row in (report.first_token, report.decode_step)
-    )
-    return f"{table(heads, rows)}\n\nKV streamed in at {report.streamed_bytes_per_s / 2**20:.0f} MiB/s"
+    rows = results_table([report["first_token"], report["decode_step"]], _COLUMNS)
+    rate = report["streamed_bytes_per_s"] / 2**20
+    return f"transport {report['transport']}\n\n{rows}\n\nKV streamed in at {rate:.0f} MiB/s"
 
 
-def _beside(name: str, turns: Sequence[tuple[float, float]], target: float) -> Beside:
-    """``turns``: seconds alone and beside."""
+def _beside(name: str, turns: Sequence[tuple[float, float]], target: float) -> Row:
+    """``turns``: seconds alone and beside. Medians over the turns and their ratio; ``ratio_min`` and ``ratio_max`` are
+    those of single turns. ``target``: the ratio should not be above it."""
     alone_s, beside_s = (statistics.median(turn[at] for turn in turns) for at in (0, 1))
     ratios = [beside / alone for alone, beside in turns]
-    return Beside(name, alone_s, beside_s, beside_s / alone_s, min(ratios), max(ratios), target, len(turns))
+    return {
+        "name": name,
+        "alone_s": alone_s,
+        "beside_s": beside_s,
+        "ratio": beside_s / alone_s,
+        "ratio_min": min(ratios),
+        "ratio_max": max(ratios),
+        "target": target,
+        "num_turns": len(turns),
+    }
 
 
 # -- first token ------------------------------------------------------------------------------------------------------
 
 
-async def _first_tokens(model: Path, transport: str, num_turns: int) -> Beside:
+async def _first_tokens(model: Path, transport: str, num_turns: int) -> Row:
     flags = [str(model), "--num-threads", "1", "--num-blocks", str(NUM_BLOCKS), "--transport", transport]
     apart = [*flags, "--disagg-policy", "threshold", "--max-local-prefill-length", "64"]
     draw = random.Random(0)
@@ -159,7 +147,7 @@ async def _first_token_s(client: ChaosClient, prompt: KnownPrompt) -> float:
 # -- decode steps -----------------------------------------------------------------------------------------------------
 
 
-def _decode_steps(model: Path, config: TransferConfig, num_turns: int, mib_per_s: int) -> tuple[Beside, float]:
+def _decode_steps(model: Path, config: TransferConfig, num_turns: int, mib_per_s: int) -> tuple[Row, float]:
     from kvrelay.executors.torch import build_executor
 
     memory = shared_memory(config)
@@ -180,8 +168,9 @@ def _decode_steps(model: Path, config: TransferConfig, num_turns: int, mib_per_s
         target = _Target(
             pool_metadata("benchmark-parent", config, agent, region), half, region.num_bytes - half, mib_per_s
         )
-        with _writer(config, target) as writer:
-            turns = []
+        encoded = (msgspec.json.encode(each).decode() for each in (config, target))
+        with peer_process("benchmarks.hand_off", *encoded) as (_, orders, answers):
+            writer, turns = _Writer(orders, answers), []
             for number in range(num_turns + 1):
                 alone_s = decoding.step_s()
                 with writer.writing():
@@ -259,25 +248,6 @@ class _Writer:
         if not answer:
             raise TransferError("the writing process has ended", peer="benchmark-parent")
         return answer
-
-
-@contextmanager
-def _writer(config: TransferConfig, target: _Target) -> Iterator[_Writer]:
-    command = [sys.executable, "-m", "benchmarks.hand_off"]
-    command += [msgspec.json.encode(each).decode() for each in (config, target)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        try:
-            if not process.stdout.readline():
-                raise TransferError("the writing process did not start", peer="benchmark-parent")
-            yield _Writer(process.stdin, process.stdout)
-        finally:
-            process.stdin.close()
-            try:
-                process.wait(START_TIMEOUT_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
 
 
 def _write_main(config: TransferConfig, target: _Target) -> None:

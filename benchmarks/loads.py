@@ -13,7 +13,8 @@ from typing import Any
 import psutil
 
 from kvrelay.bench.client.connection import ConnectionPool, Target
-from kvrelay.bench.load.mix import ClassSpec, Dataset, DatasetKind
+from kvrelay.bench.load.datasets import Dataset, DatasetKind
+from kvrelay.bench.load.mix import ClassSpec
 from kvrelay.bench.load.request import Length
 from kvrelay.bench.progress import ProgressBar
 from kvrelay.bench.report.metrics import LoadReport, figure

@@ -7,7 +7,6 @@ once, over a communicator, and stays connected.
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -18,6 +17,7 @@ import numpy as np
 
 from kvrelay.bench.report.files import print_result
 from kvrelay.bench.report.table import Row, results_table
+from kvrelay.bench.transfer import peer_process
 from kvrelay.cli.options import json_option
 from kvrelay.config import TransferConfig
 from kvrelay.core.layout import MemoryRegion
@@ -56,20 +56,9 @@ def run_peers_benchmark(counts: Sequence[int] = (0, 1, 16, 64)) -> list[Row]:
     config = TransferConfig(transport="p2p", p2p_max_connections=max(*counts, 1))
     end = _End("hub", config)
     try:
-        with subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.p2p_peers", str(max(counts))],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-        ) as process:
-            assert process.stdin is not None
-            assert process.stdout is not None
-            try:
-                peers = msgspec.json.decode(process.stdout.readline() or b"[]", type=list[KvMetadata])
-                if len(peers) < max(counts):
-                    raise TransferError("the benchmark's peer process did not start", peer="peers")
-                return [_measure(end, peers, count) for count in counts]
-            finally:
-                process.stdin.close()
+        with peer_process("benchmarks.p2p_peers", str(max(counts))) as (line, _, _):
+            peers = msgspec.json.decode(line, type=list[KvMetadata])
+            return [_measure(end, peers, count) for count in counts]
     finally:
         end.transport.close()
 

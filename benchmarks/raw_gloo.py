@@ -6,7 +6,6 @@ stdout, one JSON object a line; the same lines then tell the peer what to receiv
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import threading
 import time
@@ -16,6 +15,7 @@ from typing import IO
 
 import msgspec
 
+from kvrelay.bench.transfer import peer_process
 from kvrelay.errors import TransferError
 from kvrelay.transfer.p2p.pool_view import empty_bytes
 from kvrelay.transfer.p2p.process_group import PairGroup, PairStore
@@ -45,12 +45,10 @@ def _say(pipe: IO[bytes], line: _Key | _Receive) -> None:
 class RawGloo:
     """The sending end."""
 
-    def __init__(self, process: subprocess.Popen[bytes], max_size: int) -> None:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        self._stdin, stdout = process.stdin, process.stdout
+    def __init__(self, orders: IO[bytes], answers: IO[bytes], max_size: int) -> None:
+        self._stdin = orders
         store = PairStore(lambda key, value: _say(self._stdin, _Key(key, value)), _TIMEOUT_S)
-        reading = threading.Thread(target=_store_keys, args=(stdout, store), daemon=True)
+        reading = threading.Thread(target=_store_keys, args=(answers, store), daemon=True)
         reading.start()
         self._group = PairGroup(store, 0, "cpu", _TIMEOUT_S)
         self._data = empty_bytes(max_size, "cpu", is_host=True).fill_(1)
@@ -72,22 +70,8 @@ class RawGloo:
 @contextmanager
 def raw_gloo(max_size: int) -> Iterator[RawGloo]:
     """Raises TransferError if the peer does not start."""
-    command = [sys.executable, "-m", "benchmarks.raw_gloo", str(max_size)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        guard = threading.Timer(_TIMEOUT_S, process.kill)
-        guard.start()
-        try:
-            sender = RawGloo(process, max_size)
-            guard.cancel()
-            yield sender
-        finally:
-            guard.cancel()
-            assert process.stdin is not None
-            process.stdin.close()
-            try:
-                process.wait(_TIMEOUT_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
+    with peer_process("benchmarks.raw_gloo", str(max_size)) as (_, orders, answers):
+        yield RawGloo(orders, answers, max_size)
 
 
 def _store_keys(pipe: IO[bytes], store: PairStore, then: Callable[[_Receive], None] | None = None) -> None:
@@ -101,6 +85,8 @@ def _store_keys(pipe: IO[bytes], store: PairStore, then: Callable[[_Receive], No
 
 
 def _peer_main(max_size: int) -> None:
+    sys.stdout.buffer.write(b"ready\n")
+    sys.stdout.buffer.flush()
     data = empty_bytes(max_size, "cpu", is_host=True).fill_(1)
     one = empty_bytes(1, "cpu", is_host=True).fill_(1)
     store = PairStore(lambda key, value: _say(sys.stdout.buffer, _Key(key, value)), _TIMEOUT_S)

@@ -15,7 +15,7 @@ from click.testing import CliRunner, Result
 from kvrelay.bench.commands import MOVED, bench_group
 from kvrelay.bench.commands.options import DATASETS, command_line
 from kvrelay.bench.formats import FileFormat
-from kvrelay.bench.load.mix import DatasetKind
+from kvrelay.bench.load.datasets import DatasetKind
 from kvrelay.errors import InvalidInputError, KvrelayError
 
 Scripted = Callable[..., Any]

@@ -12,7 +12,8 @@ import pytest
 from benchmarks.goodput import at_rate, goodput, goodput_figures, goodput_markdown, policies, summarise_points
 from click.testing import CliRunner, Result
 
-from kvrelay.bench.load.mix import Dataset, parse_mix
+from kvrelay.bench.load.datasets import Dataset
+from kvrelay.bench.load.mix import parse_mix
 from kvrelay.bench.report.metrics import ClientLoad, Outcome, RequestRecord, RunResult, Slo
 from kvrelay.bench.report.table import Row
 from kvrelay.errors import InvalidInputError

@@ -86,7 +86,7 @@ async def running(case: Case, log_dir: Path, times: CaseTimes, api_key: str | No
         yield parse_target(case.url or "", api_key)
         return
     log_path = log_dir / f"{case.name.replace(' ', '-')}.log"
-    target = Target("127.0.0.1", _free_port(), api_key=api_key)
+    target = Target("127.0.0.1", free_port(), api_key=api_key)
     process = _start(case, case.command.replace(PORT_PLACE, str(target.port)), log_path)
     try:
         await _healthy(case, process, target, log_path, times.start_s)
@@ -147,7 +147,7 @@ def _signal_group(process: subprocess.Popen[bytes], number: int) -> bool:
     return True
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

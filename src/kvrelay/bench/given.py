@@ -11,7 +11,8 @@ from kvrelay.bench.client.connection import Target
 from kvrelay.bench.client.driver import RunLimits
 from kvrelay.bench.client.stream import BodyOptions, StreamEndpoint, parse_extra
 from kvrelay.bench.commands.options import command_line
-from kvrelay.bench.load.mix import ClassSpec, Dataset, DatasetKind, parse_mix
+from kvrelay.bench.load.datasets import Dataset, DatasetKind
+from kvrelay.bench.load.mix import ClassSpec, parse_mix
 from kvrelay.bench.load.request import parse_length
 from kvrelay.bench.report.metrics import parse_slo
 from kvrelay.bench.serving import RunOptions

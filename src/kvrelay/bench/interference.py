@@ -14,7 +14,8 @@ from kvrelay.bench.cases import Case, CaseTimes, parse_case
 from kvrelay.bench.client.connection import Target
 from kvrelay.bench.compare import FAILED, Reduce, finish, serve_case, summarise, take_turns
 from kvrelay.bench.given import ANY_TARGET, run_options
-from kvrelay.bench.load.mix import ClassSpec, Dataset, parse_mix
+from kvrelay.bench.load.datasets import Dataset
+from kvrelay.bench.load.mix import ClassSpec, parse_mix
 from kvrelay.bench.progress import progress_bar
 from kvrelay.bench.report.files import write_result
 from kvrelay.bench.report.metrics import INTERRUPTED, ServeReport, figure

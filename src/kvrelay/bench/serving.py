@@ -15,7 +15,8 @@ from kvrelay.bench.client.driver import LoadDriver, RunLimits, warm_up
 from kvrelay.bench.client.service import count_tokens, detokenize, first_model
 from kvrelay.bench.client.stream import BodyOptions, StreamEndpoint
 from kvrelay.bench.errors import BadResponseError, BenchError
-from kvrelay.bench.load.mix import ClassSpec, DatasetKind, build_class
+from kvrelay.bench.load.datasets import DatasetKind
+from kvrelay.bench.load.mix import ClassSpec, build_class
 from kvrelay.bench.load.request import LoadClass, LoadRequest, LocalTokenizer
 from kvrelay.bench.progress import ProgressBar
 from kvrelay.bench.report.metrics import (

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import IO
 
 import msgspec
 import numpy as np
@@ -98,7 +99,9 @@ def run_transfer_benchmark(
 @contextmanager
 def moving(config: TransferConfig, name: str, num_bytes: int) -> Iterator[tuple[Transport, TransferThread]]:
     """A pool here and one of the same size in a peer process, connected."""
-    with pool_thread(config, name, num_bytes) as (transport, thread, region), _peer_process(config, num_bytes) as peer:
+    arguments = "kvrelay.bench.transfer", str(num_bytes), msgspec.json.encode(config).decode()
+    with pool_thread(config, name, num_bytes) as (transport, thread, region), peer_process(*arguments) as (line, _, _):
+        peer = msgspec.json.decode(line, type=KvMetadata)
         thread.register(region, kv_compatibility=COMPATIBILITY).result(START_TIMEOUT_S)
         thread.add_peer(peer).result(START_TIMEOUT_S)
         thread.open_handoff()
@@ -210,9 +213,10 @@ def _time_pieces() -> float:
 
 
 @contextmanager
-def _peer_process(config: TransferConfig, num_bytes: int) -> Iterator[KvMetadata]:
-    encoded = msgspec.json.encode(config).decode()
-    command = [sys.executable, "-m", "kvrelay.bench.transfer", str(num_bytes), encoded]
+def peer_process(module: str, *arguments: str) -> Iterator[tuple[bytes, IO[bytes], IO[bytes]]]:
+    """``python -m module`` with these arguments: the first line that it prints, its input and its output. It ends with
+    its input. Raises TransferError if it prints nothing."""
+    command = [sys.executable, "-m", module, *arguments]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdin is not None
         assert process.stdout is not None
@@ -223,8 +227,8 @@ def _peer_process(config: TransferConfig, num_bytes: int) -> Iterator[KvMetadata
             line = process.stdout.readline()
             guard.cancel()
             if not line:
-                raise TransferError("the benchmark's peer process did not start", peer="benchmark-peer")
-            yield msgspec.json.decode(line, type=KvMetadata)
+                raise TransferError("the benchmark's peer process did not start", peer=module)
+            yield line, process.stdin, process.stdout
         finally:
             guard.cancel()
             process.stdin.close()

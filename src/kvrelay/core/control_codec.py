@@ -27,6 +27,7 @@ VERSION = 1
 Setting = int | float | str | bool
 """Bytes of a run-time setting's value, which is a scalar."""
 
+_T = TypeVar("_T")
 _Struct = TypeVar("_Struct", WorkerInfo, KvMetadata)
 
 _worker_decoder = msgspec.json.Decoder(WorkerInfo)
@@ -52,12 +53,7 @@ def decode_kv_metadata(place: str, value: bytes) -> KvMetadata:
 
 def decode_caller(caller_id: str, value: bytes) -> CallerInfo:
     """The frontend or operator with the id in the key. Raises ProtocolError."""
-    if len(value) > MAX_ENTRY_BYTES:
-        raise ProtocolError(f"entry of caller {caller_id} has {len(value)} bytes")
-    try:
-        caller = _caller_decoder.decode(value)
-    except UNREADABLE as exc:
-        raise ProtocolError(f"entry of caller {caller_id} is malformed: {exc}") from exc
+    caller = _decoded(_caller_decoder, f"entry of caller {caller_id}", value)
     if caller.caller_id != caller_id or caller.version != VERSION:
         raise ProtocolError(f"entry of caller {caller_id} names caller {caller.caller_id}, version {caller.version}")
     return caller
@@ -65,12 +61,7 @@ def decode_caller(caller_id: str, value: bytes) -> CallerInfo:
 
 def decode_setting(name: str, value: bytes) -> Setting:
     """A run-time setting: one JSON scalar, never nested. Raises ProtocolError."""
-    if len(value) > MAX_SETTING_BYTES:
-        raise ProtocolError(f"setting {name} has {len(value)} bytes")
-    try:
-        setting = _setting_decoder.decode(value)
-    except UNREADABLE as exc:
-        raise ProtocolError(f"setting {name} is malformed: {exc}") from exc
+    setting = _decoded(_setting_decoder, f"setting {name}", value, MAX_SETTING_BYTES)
     if isinstance(setting, float) and not math.isfinite(setting):
         raise ProtocolError(f"setting {name} is not a finite number")
     return setting
@@ -104,13 +95,17 @@ def decode_prefill(data: bytes) -> RemotePrefillRequest:
     return request
 
 
-def _registration(decoder: msgspec.json.Decoder[_Struct], what: str, worker_id: str, value: bytes) -> _Struct:
-    if len(value) > MAX_ENTRY_BYTES:
-        raise ProtocolError(f"{what} of {worker_id} has {len(value)} bytes")
+def _decoded(decoder: msgspec.json.Decoder[_T], what: str, value: bytes, max_bytes: int = MAX_ENTRY_BYTES) -> _T:
+    if len(value) > max_bytes:
+        raise ProtocolError(f"{what} has {len(value)} bytes")
     try:
-        found = decoder.decode(value)
+        return decoder.decode(value)
     except UNREADABLE as exc:
-        raise ProtocolError(f"{what} of {worker_id} is malformed: {exc}") from exc
+        raise ProtocolError(f"{what} is malformed: {exc}") from exc
+
+
+def _registration(decoder: msgspec.json.Decoder[_Struct], what: str, worker_id: str, value: bytes) -> _Struct:
+    found = _decoded(decoder, f"{what} of {worker_id}", value)
     if found.worker_id != worker_id:
         raise ProtocolError(f"{what} of {worker_id} names another worker, {found.worker_id}")
     if found.version != VERSION:

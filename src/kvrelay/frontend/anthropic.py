@@ -41,6 +41,8 @@ from kvrelay.frontend.openai.requests import (
     ChatMessage,
     FieldsCheck,
     FunctionName,
+    JsonSchemaFormat,
+    ResponseFormat,
     Tool,
     ToolCall,
     ToolChoice,
@@ -50,7 +52,6 @@ from kvrelay.frontend.openai.requests import (
     function_tool,
     parse_body,
 )
-from kvrelay.frontend.openai.structured import JsonSchemaFormat, ResponseFormat
 
 MESSAGES_PATH = "/v1/messages"
 COUNT_TOKENS_PATH = "/v1/messages/count_tokens"

@@ -52,6 +52,8 @@ from kvrelay.frontend.openai.requests import (
     ChatMessage,
     FieldsCheck,
     FunctionName,
+    JsonSchemaFormat,
+    ResponseFormat,
     Tool,
     ToolCall,
     ToolChoice,
@@ -61,7 +63,6 @@ from kvrelay.frontend.openai.requests import (
     function_tool,
     parse_body,
 )
-from kvrelay.frontend.openai.structured import JsonSchemaFormat, ResponseFormat
 
 # -- requests ---------------------------------------------------------------------------------------------------------
 

@@ -14,7 +14,8 @@ from kvrelay.bench.client.driver import LoadDriver, RunLimits
 from kvrelay.bench.client.service import count_tokens, first_model, wait_until_healthy
 from kvrelay.bench.client.stream import BodyOptions, StreamEndpoint
 from kvrelay.bench.errors import BenchError, ServerDownError
-from kvrelay.bench.load.mix import ClassSpec, Dataset, build_class
+from kvrelay.bench.load.datasets import Dataset
+from kvrelay.bench.load.mix import ClassSpec, build_class
 from kvrelay.bench.load.request import Length
 from kvrelay.bench.progress import ProgressBar
 from kvrelay.bench.report.metrics import Outcome, RunResult, TokenSource

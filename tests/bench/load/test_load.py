@@ -12,14 +12,15 @@ import pytest
 
 from kvrelay.bench.formats import TraceRecord
 from kvrelay.bench.load.datasets import (
-    SharedPrefix,
+    Dataset,
+    DatasetKind,
     TokenRange,
     mooncake_requests,
     random_requests,
     readable_prefix_requests,
     shared_prefix_requests,
 )
-from kvrelay.bench.load.mix import ClassSpec, Dataset, DatasetKind, build_class, parse_mix
+from kvrelay.bench.load.mix import ClassSpec, build_class, parse_mix
 from kvrelay.bench.load.request import (
     EstimatedTokens,
     Length,
@@ -73,8 +74,8 @@ def test_random_requests_repeat_with_their_seed() -> None:
 
 
 def test_shared_prefix_groups() -> None:
-    spec = SharedPrefix(3, 5, fixed(20), fixed(6), fixed(4))
-    requests = list(shared_prefix_requests(rng(), spec, TokenRange()))
+    spec = Dataset(groups=3, per_group=5, system=fixed(20), prompt=fixed(6))
+    requests = list(shared_prefix_requests(rng(), spec, fixed(4), TokenRange()))
     heads = [ids(request)[:20] for request in requests]
     assert len(requests) == 15
     assert sorted(heads.count(head) for head in set(heads)) == [5, 5, 5]
@@ -83,9 +84,9 @@ def test_shared_prefix_groups() -> None:
 
 
 def test_readable_prefixes_have_the_asked_length() -> None:
-    spec = SharedPrefix(2, 4, fixed(60), fixed(25), fixed(4))
+    spec = Dataset(groups=2, per_group=4, system=fixed(60), prompt=fixed(25))
     counter = EstimatedTokens()
-    requests = list(readable_prefix_requests(rng(), spec, counter))
+    requests = list(readable_prefix_requests(rng(), spec, fixed(4), counter))
     systems = {request.messages[0].content for request in requests}
     assert (len(requests), len(systems)) == (8, 2)
     for request in requests:

@@ -13,14 +13,8 @@ from kvrelay.core.grammar import ANY_JSON_OBJECT, MAX_GRAMMAR_CHARS, MAX_GRAMMAR
 from kvrelay.core.messages import GenerateRequest, OutputBatch, RequestRefused, TokenOutput
 from kvrelay.core.status import FinishReason
 from kvrelay.errors import InvalidInputError
-from kvrelay.frontend.openai.requests import ChatCompletionRequest, CompletionRequest, parse_body
-from kvrelay.frontend.openai.structured import (
-    MAX_CHOICES,
-    MAX_OBJECT_KEYS,
-    MAX_SCHEMA_DEPTH,
-    MAX_SCHEMA_KEYS,
-    constraint_of,
-)
+from kvrelay.frontend.openai.requests import MAX_CHOICES, ChatCompletionRequest, CompletionRequest, parse_body
+from kvrelay.frontend.openai.structured import MAX_OBJECT_KEYS, MAX_SCHEMA_DEPTH, MAX_SCHEMA_KEYS, constraint_of
 from kvrelay.rpc.base import Peer
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from enum import StrEnum
 from functools import lru_cache
 from pathlib import Path
 
@@ -40,21 +41,6 @@ class TokenRange:
         return tuple(rng.integers(self.first, self.stop, count).tolist())
 
 
-@dataclass(frozen=True, slots=True)
-class SharedPrefix:
-    """``groups`` system prompts, ``per_group`` questions to each; all lengths in tokens."""
-
-    groups: int
-    per_group: int
-    system: Length
-    question: Length
-    output: Length
-
-    def __post_init__(self) -> None:
-        if self.groups < 1 or self.per_group < 1:
-            raise InvalidInputError("shared prefixes need at least one group and one prompt per group")
-
-
 def random_requests(
     rng: np.random.Generator, prompt: Length, output: Length, tokens: TokenRange
 ) -> Iterator[LoadRequest]:
@@ -64,14 +50,24 @@ def random_requests(
         yield LoadRequest(tokens.draw(rng, count), output.sample(rng), prompt_len=count)
 
 
-def shared_prefix_requests(rng: np.random.Generator, spec: SharedPrefix, tokens: TokenRange) -> Iterator[LoadRequest]:
+def shared_prefix_requests(
+    rng: np.random.Generator, dataset: Dataset, output: Length, tokens: TokenRange
+) -> Iterator[LoadRequest]:
     """``groups * per_group`` prompts, system prompt then question, in shuffled order; finite."""
-    systems = [tokens.draw(rng, spec.system.sample(rng)) for _ in range(spec.groups)]
-    order = np.repeat(np.arange(spec.groups), spec.per_group)
+    systems = [tokens.draw(rng, dataset.system.sample(rng)) for _ in range(dataset.groups)]
+    for group in _shuffled_groups(rng, dataset):
+        prompt = systems[group] + tokens.draw(rng, dataset.prompt.sample(rng))
+        yield LoadRequest(prompt, output.sample(rng), prompt_len=len(prompt))
+
+
+def _shuffled_groups(rng: np.random.Generator, dataset: Dataset) -> list[int]:
+    """The group of each prompt."""
+    if dataset.groups < 1 or dataset.per_group < 1:
+        raise InvalidInputError("shared prefixes need at least one group and one prompt per group")
+    order = np.repeat(np.arange(dataset.groups), dataset.per_group)
     rng.shuffle(order)
-    for group in order.tolist():
-        prompt = systems[group] + tokens.draw(rng, spec.question.sample(rng))
-        yield LoadRequest(prompt, spec.output.sample(rng), prompt_len=len(prompt))
+    found: list[int] = order.tolist()
+    return found
 
 
 _TRADES = (
@@ -105,18 +101,16 @@ _QUESTIONS = (
 
 
 def readable_prefix_requests(
-    rng: np.random.Generator, spec: SharedPrefix, counter: TokenCounter
+    rng: np.random.Generator, dataset: Dataset, output: Length, counter: TokenCounter
 ) -> Iterator[LoadRequest]:
     """``groups * per_group`` conversations of a system prompt and a question, in shuffled order; finite."""
-    systems = [_system_prompt(rng, group, spec.system.sample(rng), counter) for group in range(spec.groups)]
-    order = np.repeat(np.arange(spec.groups), spec.per_group)
-    rng.shuffle(order)
-    for number, group in enumerate(order.tolist()):
-        question = _grow(f"Question {number + 1}.", lambda: _fill(rng, _QUESTIONS), spec.question.sample(rng), counter)
+    systems = [_system_prompt(rng, group, dataset.system.sample(rng), counter) for group in range(dataset.groups)]
+    for number, group in enumerate(_shuffled_groups(rng, dataset)):
+        question = _grow(f"Question {number + 1}.", lambda: _fill(rng, _QUESTIONS), dataset.prompt.sample(rng), counter)
         text = f"{systems[group]}\n\n{question}"
         yield LoadRequest(
             text,
-            spec.output.sample(rng),
+            output.sample(rng),
             prompt_len=counter.count(text),
             messages=(ChatTurn("system", systems[group]), ChatTurn("user", question)),
         )
@@ -237,3 +231,41 @@ def trace_requests(
     for record in records:
         prompt = tokens.draw(rng, record.input_len)
         yield LoadRequest(prompt, record.output_len, record.input_len, arrival_s=record.timestamp_s)
+
+
+class DatasetKind(StrEnum):
+    """The data sets; those of files need a path."""
+
+    RANDOM = "random"
+    SHARED_PREFIX = "shared-prefix"
+    READABLE_PREFIX = "readable-prefix"
+    SHAREGPT = "sharegpt"
+    JSONL = "jsonl"
+    MOONCAKE = "mooncake"
+    TRACE = "trace"
+
+    @property
+    def needs_file(self) -> bool:
+        return self not in (DatasetKind.RANDOM, DatasetKind.SHARED_PREFIX, DatasetKind.READABLE_PREFIX)
+
+
+_DEFAULT_LENGTH = Length("fixed", 256)
+
+
+@dataclass(frozen=True, slots=True)
+class Dataset:
+    """A data set and its parameters, lengths in tokens. ``output`` None: the file's length (generated sets: 64)."""
+
+    kind: DatasetKind = DatasetKind.RANDOM
+    path: Path | None = None
+    prompt: Length = _DEFAULT_LENGTH
+    output: Length | None = None
+    groups: int = 8
+    per_group: int = 16
+    system: Length = _DEFAULT_LENGTH
+    vocab_size: int | None = None
+    tokenizer: Path | None = None
+    block_tokens: int = MOONCAKE_BLOCK
+
+
+ANY_DATASET = Dataset()

@@ -10,16 +10,15 @@ import math
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from enum import StrEnum
-from pathlib import Path
 
 import numpy as np
 
 from kvrelay.bench.formats import read_azure, read_mooncake
 from kvrelay.bench.load.datasets import (
+    ANY_DATASET,
     DEFAULT_VOCAB_SIZE,
-    MOONCAKE_BLOCK,
-    SharedPrefix,
+    Dataset,
+    DatasetKind,
     TokenRange,
     json_requests,
     mooncake_requests,
@@ -43,41 +42,7 @@ from kvrelay.bench.load.request import (
 )
 from kvrelay.errors import InvalidInputError
 
-
-class DatasetKind(StrEnum):
-    """The data sets; those of files need a path."""
-
-    RANDOM = "random"
-    SHARED_PREFIX = "shared-prefix"
-    READABLE_PREFIX = "readable-prefix"
-    SHAREGPT = "sharegpt"
-    JSONL = "jsonl"
-    MOONCAKE = "mooncake"
-    TRACE = "trace"
-
-    @property
-    def needs_file(self) -> bool:
-        return self not in (DatasetKind.RANDOM, DatasetKind.SHARED_PREFIX, DatasetKind.READABLE_PREFIX)
-
-
-_DEFAULT_LENGTH = Length("fixed", 256)
 _TIMED = {DatasetKind.MOONCAKE, DatasetKind.TRACE}
-
-
-@dataclass(frozen=True, slots=True)
-class Dataset:
-    """A data set and its parameters, lengths in tokens. ``output`` None: the file's length (generated sets: 64)."""
-
-    kind: DatasetKind = DatasetKind.RANDOM
-    path: Path | None = None
-    prompt: Length = _DEFAULT_LENGTH
-    output: Length | None = None
-    groups: int = 8
-    per_group: int = 16
-    system: Length = _DEFAULT_LENGTH
-    vocab_size: int | None = None
-    tokenizer: Path | None = None
-    block_tokens: int = MOONCAKE_BLOCK
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +52,7 @@ class ClassSpec:
     0 is not sent, because not every server knows it."""
 
     name: str = "requests"
-    dataset: Dataset = Dataset()
+    dataset: Dataset = ANY_DATASET
     rate: float | None = None
     burstiness: float = 1.0
     max_concurrency: int | None = None
@@ -151,10 +116,9 @@ def _requests(dataset: Dataset, rng: np.random.Generator, seed: int) -> Iterator
 def _generated(dataset: Dataset, rng: np.random.Generator, output: Length) -> Iterator[LoadRequest]:
     if dataset.kind is DatasetKind.RANDOM:
         return random_requests(rng, dataset.prompt, output, _tokens(dataset))
-    spec = SharedPrefix(dataset.groups, dataset.per_group, dataset.system, dataset.prompt, output)
     if dataset.kind is DatasetKind.SHARED_PREFIX:
-        return shared_prefix_requests(rng, spec, _tokens(dataset))
-    return readable_prefix_requests(rng, spec, _counter(dataset))
+        return shared_prefix_requests(rng, dataset, output, _tokens(dataset))
+    return readable_prefix_requests(rng, dataset, output, _counter(dataset))
 
 
 def _tokens(dataset: Dataset) -> TokenRange:

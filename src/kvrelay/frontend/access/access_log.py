@@ -34,23 +34,6 @@ class Generated:
 NOTHING = Generated()
 
 
-class AccessLine(msgspec.Struct, frozen=True):
-    """``time``: when the request ended. ``status`` is an HTTP status, ``disconnected`` or ``broken``. ``id`` is ``-``
-    for a request that was refused by its head; ``method`` and ``path`` are empty if not even those were readable."""
-
-    time: datetime
-    id: str
-    key: str
-    method: str
-    path: str
-    status: str
-    duration_s: float
-    prompt_tokens: int | None
-    output_tokens: int | None
-    ttft_s: float | None
-    worker: str | None
-
-
 class AccessLog:
     """``mode``: ``off``, ``text`` or ``json``. ``path``: the file, empty for stdout. The file is opened again after it
     was renamed or removed, as ``logrotate`` does. Processes may share one: each line is one write at its end."""
@@ -77,23 +60,25 @@ class AccessLog:
             self._generated[request_id] = generated
 
     def write(self, request_id: str, key: str, method: str, path: str, status: str, duration_s: float) -> None:
-        """The request has ended."""
+        """The request has ended now. ``status`` is an HTTP status, ``disconnected`` or ``broken``. ``request_id`` is
+        ``-`` for a request that was refused by its head; ``method`` and ``path`` are empty if not even those were
+        readable."""
         if not self.is_on:
             return
         found = self._generated.pop(request_id, NOTHING)
-        line = AccessLine(
-            datetime.now(UTC),
-            request_id,
-            key,
-            method,
-            path[:200],
-            status,
-            round(duration_s, 6),
-            found.prompt_tokens,
-            found.output_tokens,
-            None if found.ttft_s is None else round(found.ttft_s, 6),
-            found.worker,
-        )
+        line = {
+            "time": datetime.now(UTC),
+            "id": request_id,
+            "key": key,
+            "method": method,
+            "path": path[:200],
+            "status": status,
+            "duration_s": round(duration_s, 6),
+            "prompt_tokens": found.prompt_tokens,
+            "output_tokens": found.output_tokens,
+            "ttft_s": None if found.ttft_s is None else round(found.ttft_s, 6),
+            "worker": found.worker,
+        }
         data = msgspec.json.encode(line) if self._mode == "json" else _text(line).encode()
         try:
             self._follow()
@@ -127,11 +112,11 @@ class AccessLog:
             self._open()
 
 
-def _text(line: AccessLine) -> str:
+def _text(line: dict[str, object]) -> str:
     """``name=value`` for what is known; values have no spaces of their own."""
-    shown = msgspec.structs.asdict(line) | {"time": line.time.isoformat()}
-    return " ".join(f"{name}={_word(value)}" for name, value in shown.items() if value not in (None, ""))
+    return " ".join(f"{name}={_word(value)}" for name, value in line.items() if value not in (None, ""))
 
 
 def _word(value: object) -> str:
-    return str(value).encode("unicode_escape").decode().replace(" ", "\\x20")
+    text = value.isoformat() if isinstance(value, datetime) else str(value)
+    return text.encode("unicode_escape").decode().replace(" ", "\\x20")

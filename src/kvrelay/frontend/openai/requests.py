@@ -16,6 +16,7 @@ import msgspec
 from msgspec import Meta
 
 from kvrelay.core.decoding import UNREADABLE
+from kvrelay.core.grammar import MAX_GRAMMAR_CHARS
 from kvrelay.errors import InvalidInputError
 from kvrelay.frontend.openai.bounds import (
     AllowedTokenIds,
@@ -34,7 +35,6 @@ from kvrelay.frontend.openai.bounds import (
     check_free_json,
     free_json_fields,
 )
-from kvrelay.frontend.openai.structured import Choices, GrammarText, ResponseFormat, SchemaText, StructuredOutputs
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
@@ -286,3 +286,41 @@ Tools = Annotated[list[Tool], Meta(max_length=MAX_TOOLS)]
 
 
 ToolCalls = Annotated[list[ToolCall], Meta(max_length=1024)]
+
+
+MAX_CHOICES = 1024
+
+
+SchemaText = Annotated[str, Meta(max_length=MAX_GRAMMAR_CHARS)]
+
+
+GrammarText = Annotated[str, Meta(max_length=MAX_GRAMMAR_CHARS)]
+
+
+Choices = Annotated[list[Annotated[str, Meta(max_length=4096)]], Meta(max_length=MAX_CHOICES)]
+
+
+class JsonSchemaFormat(msgspec.Struct, frozen=True):
+    """``strict`` is accepted and has no effect: every schema is always enforced."""
+
+    name: Name
+    schema: JsonMap | None = None
+    description: Annotated[str, Meta(max_length=2**16)] | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(msgspec.Struct, frozen=True):
+    """OpenAI's: ``type`` is text, json_object or json_schema."""
+
+    type: Word
+    json_schema: JsonSchemaFormat | None = None
+
+
+class StructuredOutputs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """vLLM's; exactly one of the fields is set."""
+
+    json: SchemaText | JsonMap | None = None
+    regex: GrammarText | None = None
+    choice: Choices | None = None
+    grammar: GrammarText | None = None
+    json_object: bool | None = None

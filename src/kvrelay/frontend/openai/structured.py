@@ -10,22 +10,19 @@ import json
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Protocol
 
 import msgspec
-from msgspec import Meta
 
 from kvrelay.core.decoding import UNREADABLE
 from kvrelay.core.grammar import ANY_JSON_OBJECT, MAX_GRAMMAR_CHARS, Grammar, GrammarKind
 from kvrelay.errors import InvalidInputError
-from kvrelay.frontend.openai.bounds import JsonMap, Name, Word
+from kvrelay.frontend.openai.requests import GenerationFields, ResponseFormat
 
 MAX_SCHEMA_DEPTH = 100
 """Levels of nested lists and objects."""
 MAX_SCHEMA_KEYS = 4096
 MAX_OBJECT_KEYS = 512
 """Keys of one object. The time to compile an object grows with the square of its properties: 512 take 0.3 s."""
-MAX_CHOICES = 1024
 MAX_BAD_CHARS = 1024
 MAX_CONVERTED_CHARS = 2**15
 """Limit for a grammar in another dialect than Lark: the conversion takes 20 microseconds per character."""
@@ -33,63 +30,6 @@ MAX_CONVERSION_COST = 2**22
 """Characters times rules: the conversion visits a chain of rules once for each of its rules."""
 _REFUSED_KEYS = frozenset({"x-guidance"})
 """Settings of the library that compiles schemas, not of JSON Schema."""
-
-SchemaText = Annotated[str, Meta(max_length=MAX_GRAMMAR_CHARS)]
-GrammarText = Annotated[str, Meta(max_length=MAX_GRAMMAR_CHARS)]
-Choices = Annotated[list[Annotated[str, Meta(max_length=4096)]], Meta(max_length=MAX_CHOICES)]
-
-
-class JsonSchemaFormat(msgspec.Struct, frozen=True):
-    """``strict`` is accepted and has no effect: every schema is always enforced."""
-
-    name: Name
-    schema: JsonMap | None = None
-    description: Annotated[str, Meta(max_length=2**16)] | None = None
-    strict: bool | None = None
-
-
-class ResponseFormat(msgspec.Struct, frozen=True):
-    """OpenAI's: ``type`` is text, json_object or json_schema."""
-
-    type: Word
-    json_schema: JsonSchemaFormat | None = None
-
-
-class StructuredOutputs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """vLLM's; exactly one of the fields is set."""
-
-    json: SchemaText | JsonMap | None = None
-    regex: GrammarText | None = None
-    choice: Choices | None = None
-    grammar: GrammarText | None = None
-    json_object: bool | None = None
-
-
-class StructuredFields(Protocol):
-    """The fields of a request for structured outputs."""
-
-    @property
-    def response_format(self) -> ResponseFormat | None: ...
-    @property
-    def structured_outputs(self) -> StructuredOutputs | None: ...
-    @property
-    def guided_json(self) -> str | dict[str, object] | None: ...
-    @property
-    def guided_regex(self) -> str | None: ...
-    @property
-    def guided_choice(self) -> list[str] | None: ...
-    @property
-    def guided_grammar(self) -> str | None: ...
-    @property
-    def json_schema(self) -> str | None: ...
-    @property
-    def regex(self) -> str | None: ...
-    @property
-    def ebnf(self) -> str | None: ...
-    @property
-    def bad_words(self) -> list[str] | None: ...
-    @property
-    def allowed_token_ids(self) -> list[int] | None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +40,7 @@ class Constraint:
     grammar: Grammar
 
 
-def constraint_of(request: StructuredFields) -> Constraint | None:
+def constraint_of(request: GenerationFields) -> Constraint | None:
     """Raises InvalidInputError for more than one field, and for a value that cannot be a grammar."""
     given = _given(request)
     if len(given) > 1:
@@ -144,7 +84,7 @@ def lark_string(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def _given(request: StructuredFields) -> list[tuple[str, object, Callable[..., Grammar]]]:
+def _given(request: GenerationFields) -> list[tuple[str, object, Callable[..., Grammar]]]:
     """The fields that are set, each with the function that makes its grammar of value and name."""
     found: list[tuple[str, object, Callable[..., Grammar]]] = []
     form = request.response_format
