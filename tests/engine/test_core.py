@@ -121,13 +121,9 @@ def test_stop_tokens_wait_for_min_tokens(make_engine: MakeEngine) -> None:
 def test_the_models_end_of_sequence(ignore_eos: bool, length: int) -> None:
     answer = reference(PROMPT, 10)
 
-    class Ending(MockExecutor):
-        @property
-        def eos_token_ids(self) -> tuple[int, ...]:
-            return (answer[2],)
-
     config = EngineConfig(num_blocks=64, block_size=4)
-    executor = Ending(config, MockConfig(speedup_ratio=0), vocab_size=VOCAB_SIZE, eos_token_ids=EOS)
+    executor = MockExecutor(config, MockConfig(speedup_ratio=0), vocab_size=VOCAB_SIZE, eos_token_ids=EOS)
+    executor.eos_token_ids = (answer[2],)
     engine = EngineCore(executor, config, ManualClock(), worker_id="w")
     engine.add_request(Request("a", PROMPT, SamplingParams(max_tokens=10, ignore_eos=ignore_eos)))
     outputs = drain(engine)
