@@ -1,51 +1,66 @@
-"""CPU time of every process of an idle ``kvrelay serve``, and of the threads that take most of it.
+"""What kvrelay costs while it has nothing to do: CPU time of every process, and messages through the NATS server.
 
     python tools/idle_cpu.py [--seconds 20] [--requests 8] -- --engine vllm --prefill 1 --decode 1
+    python tools/idle_cpu.py --workers 8 24 [--seconds 30] [--frontend]
 
-It starts the server, sends some requests, so that everything that starts with the first one runs, lets the server
-settle, and then reads the kernel's counters twice.
+The first starts ``kvrelay serve``, sends some requests, so that everything that starts with the first one runs, lets
+the server settle, and then reads the kernel's counters twice; it also tells of the threads that take most.
+
+The second starts a NATS server, mock workers (half of them prefill) and, if asked for, a frontend; waits until all are
+registered and have settled; then counts. The figures are those of the server's own counters and of the kernel. On a
+busy machine CPU times are higher, message counts are not.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import psutil
 
+from kvrelay.config import ControlConfig
+from kvrelay.control import connect_control
+from kvrelay.control.base import Keys
+from kvrelay.control.nats_process import find_binary
+
 START_TIMEOUT_S = 600.0
-SETTLE_S = 10.0
+SETTLE_S = 15.0
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 SHOWN_PERCENT = 0.04
 
 
 @contextmanager
-def serving(words: Sequence[str], log: Path) -> Iterator[tuple[int, str]]:
-    """The server's process id and address. Raises RuntimeError if it does not become ready."""
-    command = [sys.executable, "-m", "kvrelay", "serve", "--port", "0", *words]
+def running(command: Sequence[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output)
     try:
+        yield process
+    finally:
+        process.terminate()
+        process.wait()
+
+
+@contextmanager
+def serving(words: Sequence[str], log: Path) -> Iterator[tuple[int, str]]:
+    """The server's process id and address. Raises RuntimeError if it does not become ready."""
+    with running([sys.executable, "-m", "kvrelay", "serve", "--port", "0", *words], log) as process:
         deadline = time.monotonic() + START_TIMEOUT_S
         while (found := re.search(r"ready: \S+ .* at (\S+)/v1", log.read_text())) is None:
             if process.poll() is not None or time.monotonic() > deadline:
                 raise RuntimeError(f"the server did not become ready:\n{log.read_text()[-3000:]}")
             time.sleep(0.2)
         yield process.pid, found.group(1)
-    finally:
-        process.send_signal(signal.SIGTERM)
-        process.wait()
 
 
 def send(url: str, number: int) -> None:
@@ -90,12 +105,84 @@ def report(before: dict[tuple[int, int], float], after: dict[tuple[int, int], fl
     yield f"{sum(share for (_, thread), share in shares.items() if not thread):6.2f} %  of a core in all"
 
 
+def wait_for_ports(directory: Path, pid: int) -> tuple[str, str]:
+    """The server's addresses for clients and for monitoring."""
+    path = directory / f"nats-server_{pid}.ports"
+    while not path.exists():
+        time.sleep(0.05)
+    ports = json.loads(path.read_text())
+    return ports["nats"][0], ports["monitoring"][0]
+
+
+async def wait_for_workers(control: str, count: int) -> None:
+    """Raises TimeoutError if they are not all registered in time."""
+    plane = await connect_control(ControlConfig(control=control))
+    try:
+        async with asyncio.timeout(START_TIMEOUT_S):
+            while len(await plane.discovery.list(Keys(ControlConfig().namespace).workers)) < count:
+                await asyncio.sleep(0.5)
+    finally:
+        await plane.close()
+
+
+def traffic(monitoring: str, pids: Sequence[int]) -> tuple[int, int, list[float]]:
+    """Messages into and out of the server, and CPU seconds of each process."""
+    with urllib.request.urlopen(f"{monitoring}/varz") as answer:
+        server = json.load(answer)
+    return server["in_msgs"], server["out_msgs"], [cpu_s(Path(f"/proc/{pid}/stat")) for pid in pids]
+
+
+def measure_traffic(num_workers: int, seconds: float, *, with_frontend: bool) -> str:
+    """One line of figures."""
+    with ExitStack() as stack:
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        command = [str(find_binary()), "-a", "127.0.0.1", "-p", "-1", "-m", "-1", "-js"]
+        command += ["-sd", str(directory / "js"), "--ports_file_dir", str(directory)]
+        nats = stack.enter_context(running(command, directory / "nats.log"))
+        control, monitoring = wait_for_ports(directory, nats.pid)
+        ours = [sys.executable, "-m", "kvrelay"]
+        workers = []
+        for number in range(num_workers):
+            role = "prefill" if number % 2 == 0 else "decode"
+            command = [*ours, "worker", "--control", control, "--engine", "mock", "--num-blocks", "256", "--role", role]
+            workers.append(stack.enter_context(running(command, directory / f"worker-{number}.log")))
+        frontends = []
+        if with_frontend:
+            command = [*ours, "frontend", "--control", control, "--port", "0"]
+            frontends.append(stack.enter_context(running(command, directory / "frontend.log")))
+        asyncio.run(wait_for_workers(control, num_workers))
+        time.sleep(SETTLE_S)
+        pids = [process.pid for process in (nats, *frontends, *workers)]
+        before, start_s = traffic(monitoring, pids), time.monotonic()
+        time.sleep(seconds)
+        after, took_s = traffic(monitoring, pids), time.monotonic() - start_s
+        into, out = ((after[index] - before[index]) / took_s for index in (0, 1))
+        shares = [100 * (now - then) / took_s for now, then in zip(after[2], before[2], strict=True)]
+        of_workers = shares[1 + len(frontends) :]
+        prefill, decode = of_workers[::2], of_workers[1::2]
+        server, frontend = shares[0], sum(shares[1 : 1 + len(frontends)])
+        return (
+            f"{num_workers} workers: {into:.1f} messages/s in, {out:.1f} out; "
+            f"CPU in % of a core: server {server:.2f}, frontend {frontend:.2f}, workers {sum(of_workers):.2f} "
+            f"(a prefill worker {sum(prefill) / max(len(prefill), 1):.3f}, a decode worker "
+            f"{sum(decode) / max(len(decode), 1):.3f})"
+        )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument("--requests", type=int, default=8)
+    parser.add_argument(
+        "--workers", type=int, nargs="+", default=[], metavar="N", help="count the traffic of N workers"
+    )
+    parser.add_argument("--frontend", action="store_true", help="also run a frontend, which hears every load sample")
     parser.add_argument("words", nargs="*", help="arguments of kvrelay serve")
     given = parser.parse_args()
+    for num_workers in given.workers:
+        print(measure_traffic(num_workers, given.seconds, with_frontend=given.frontend), flush=True)
+    if given.workers:
+        return
     with tempfile.TemporaryDirectory() as directory, serving(given.words, Path(directory) / "log") as (pid, url):
         for number in range(given.requests):
             send(url, number)

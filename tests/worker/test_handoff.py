@@ -16,7 +16,6 @@ from tests.worker.test_fencing import expire_lease
 from kvrelay.config import EngineConfig, MockConfig, WorkerRole
 from kvrelay.core.grammar import Grammar, GrammarKind
 from kvrelay.core.handoff import HandoffId
-from kvrelay.core.layout import MemoryRegion
 from kvrelay.engine.step import ModelOutput, SchedulerOutput
 from kvrelay.errors import ConfigError, InvalidInputError
 from kvrelay.executors.grammars import GrammarMasks
@@ -306,9 +305,9 @@ async def test_roles_change_without_a_restart():
 class Apart(MockExecutor):
     """Its KV is where no transport reaches it."""
 
-    @property
-    def kv_region(self) -> MemoryRegion:
-        return msgspec.structs.replace(super().kv_region, is_pool=False)
+    def __init__(self, *arguments: object, **settings: object) -> None:
+        super().__init__(*arguments, **settings)
+        self.kv_region = msgspec.structs.replace(self.kv_region, is_pool=False)
 
 
 async def test_a_worker_whose_kv_no_hand_off_reaches_prefills_itself_and_keeps_its_role():

@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kvrelay.executors.torch.checkpoints.architectures import ConfigValue, config_of
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -29,11 +31,9 @@ class Shape:
     max_position: int = 8192
 
 
-def hf_config(shape: Shape, bos_id: int, eos_id: int) -> dict[str, object]:
+def hf_config(shape: Shape) -> dict[str, ConfigValue]:
     """``config.json`` of the checkpoint."""
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+    return config_of("llama", "tiny", "bfloat16") | {
         "vocab_size": shape.vocab,
         "hidden_size": shape.hidden,
         "intermediate_size": shape.intermediate,
@@ -41,21 +41,10 @@ def hf_config(shape: Shape, bos_id: int, eos_id: int) -> dict[str, object]:
         "num_attention_heads": shape.num_heads,
         "num_key_value_heads": shape.num_kv_heads,
         "head_dim": shape.head_dim,
-        "hidden_act": "silu",
         "rms_norm_eps": shape.norm_eps,
         "rope_theta": shape.rope_theta,
-        "rope_scaling": None,
         "max_position_embeddings": shape.max_position,
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "mlp_bias": False,
         "tie_word_embeddings": True,
-        "initializer_range": 0.02,
-        "use_cache": True,
-        "bos_token_id": bos_id,
-        "eos_token_id": eos_id,
-        "pad_token_id": eos_id,
-        "torch_dtype": "bfloat16",
     }
 
 

@@ -77,7 +77,7 @@ def save(model: TrainedLlama, shape: Shape, directory: Path) -> None:
     save_file(tensors, directory / "model.safetensors.part", metadata={"format": "pt"})
     (directory / "model.safetensors.part").chmod(0o644)
     os.replace(directory / "model.safetensors.part", directory / "model.safetensors")
-    config = hf_config(shape, BOS_ID, EOS_ID)
+    config = hf_config(shape)
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     generation = {"bos_token_id": BOS_ID, "eos_token_id": EOS_ID, "pad_token_id": EOS_ID, "do_sample": False}
     (directory / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n", encoding="utf-8")

@@ -28,6 +28,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.numpy import fill_next_token_bitmask
 
 from kvrelay.core.grammar import Grammar, GrammarKind
+from kvrelay.core.latest import Latest
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.engine.step import NO_TOKEN
 from kvrelay.errors import CheckpointError, InvalidInputError, KvrelayError
@@ -107,7 +108,7 @@ class GrammarCompiler:
         self._lock = threading.Lock()
         self._tokenizer: LLTokenizer | None = None
         self._compiled: OrderedDict[Grammar, _Compiled] = OrderedDict()
-        self._refused: OrderedDict[bytes, str] = OrderedDict()
+        self._refused: Latest[bytes, str] = Latest(MAX_REFUSED)
 
     def __repr__(self) -> str:
         return f"GrammarCompiler({len(self._compiled)} compiled)"
@@ -129,7 +130,7 @@ class GrammarCompiler:
                 return found.matcher.deep_copy()
             key = hashlib.blake2b(f"{grammar.kind} {grammar.source}".encode(errors="surrogatepass")).digest()
             if key in self._refused:
-                self._refused.move_to_end(key)
+                self._refused[key] = self._refused[key]  # the latest again
                 raise InvalidInputError(self._refused[key])
             tokenizer = self._vocabulary()
         try:
@@ -139,8 +140,6 @@ class GrammarCompiler:
             reason = f"{grammar.kind} cannot be used: {_one_line(exc.message)}"
             with self._lock:
                 self._refused[key] = reason
-                if len(self._refused) > MAX_REFUSED:
-                    self._refused.popitem(last=False)
             raise InvalidInputError(reason) from exc
         matcher = LLMatcher(tokenizer, source, log_level=0, limits=self._limits)
         matcher.compute_bitmask()

@@ -71,6 +71,7 @@ class MockExecutor:
         self._mock = mock
         self._sleep = sleep
         self.vocab_size, self.eos_token_ids, self.weights_fingerprint = vocab_size, eos_token_ids, f"mock-{vocab_size}"
+        self._never_generated = eos_token_ids
         self.max_model_len = min(max_model_len, config.max_model_len or max_model_len)
         self._block_size = config.block_size
         self.num_blocks = config.num_blocks or DEFAULT_NUM_BLOCKS
@@ -191,7 +192,7 @@ class MockExecutor:
         self._num_computed[slots] += work.num_tokens
         sampled = np.flatnonzero(work.samples)
         chosen = slots[sampled]
-        token_ids = next_tokens(last_hashes[sampled], self.vocab_size, self.eos_token_ids, self._damaged[chosen])
+        token_ids = next_tokens(last_hashes[sampled], self.vocab_size, self._never_generated, self._damaged[chosen])
         outputs = token_ids.tolist()
         failures = self._obey_grammars(chosen, sampled, outputs) if self._grammars else {}
         if self._grammars:

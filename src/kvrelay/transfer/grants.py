@@ -36,7 +36,7 @@ class GrantTable:
 
     def __init__(self, *, is_enforced: bool = True) -> None:
         self.is_enforced = is_enforced
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._open: dict[str, _Open] = {}
         self._barred: set[str] = set()
         self.num_refused = 0
@@ -80,7 +80,7 @@ class GrantTable:
     ) -> Iterator[str | None]:
         """While the context lasts, the bytes may be touched if it gives None; else it gives the reason why not."""
         with self._lock:
-            refusal = self._refusal(op, worker_id, grant, offsets, lengths)
+            refusal = self.refusal(op, worker_id, grant, offsets, lengths)
             self.num_refused += refusal is not None
             yield refusal
 
@@ -89,16 +89,11 @@ class GrantTable:
     ) -> str | None:
         """Why a copy would be refused now; None: it would not. Nothing is counted."""
         with self._lock:
-            return self._refusal(op, worker_id, grant, offsets, lengths)
-
-    def _refusal(
-        self, op: TransferOp, worker_id: str, grant: GrantRef | None, offsets: Int64Array, lengths: Int64Array
-    ) -> str | None:
-        if worker_id in self._barred:
-            return "its lease has ended"
+            if worker_id in self._barred:
+                return "its lease has ended"
+            known = None if grant is None else self._open.get(grant.handoff)
         if not self.is_enforced:
             return None
-        known = None if grant is None else self._open.get(grant.handoff)
         if grant is None or known is None or known.worker_id != worker_id or known.generation != grant.generation:
             return "no such grant is open"
         index = np.searchsorted(known.starts[op], offsets, side="right") - 1

@@ -19,7 +19,6 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 
@@ -27,16 +26,6 @@ from kvrelay.core.layout import BlockRun, KVLayout
 from kvrelay.errors import IncompatiblePeerError, TransferError
 from kvrelay.transfer.pieces import NO_PIECES, checked_block_ids, merge_pieces
 from kvrelay.transfer.values import Int64Array, Pieces, TransferOp
-
-
-@dataclass(frozen=True, slots=True)
-class _Cells:
-    """Cell i of ``local`` pairs with cell i of ``remote``: byte offsets within a block.
-    ``lengths``: bytes of whole cells; with equal block sizes adjacent cells are merged already."""
-
-    local: Int64Array
-    remote: Int64Array
-    lengths: Int64Array
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +57,8 @@ class LayoutMapping:
                 raise IncompatiblePeerError(f"the KV layouts cannot be joined: {name}: {theirs} there, {ours} here")
         self.local = local
         self.remote = remote
+        self._has_equal_blocks = local.block_size == remote.block_size
+        self._known_cells: dict[TransferOp, Pieces] = {}
         self.unit_tokens = math.gcd(local.block_size, remote.block_size)
 
     def __repr__(self) -> str:
@@ -76,7 +67,7 @@ class LayoutMapping:
     @property
     def is_plain(self) -> bool:
         """Whether a block is one piece on both sides, with its bytes in the same order."""
-        return self.local.block_size == self.remote.block_size and len(self._write_cells.local) == 1
+        return self._has_equal_blocks and self._cells(TransferOp.WRITE).num_pieces == 1
 
     def pieces(
         self, op: TransferOp, local: BlockRun, remote: BlockRun, first_token: int = 0, end_token: int | None = None
@@ -122,36 +113,27 @@ class LayoutMapping:
 
     # -- pieces -------------------------------------------------------------------------------------------------------
 
-    def _of_span(self, op: TransferOp, cells: _Cells, span: _Span) -> Pieces:
+    def _of_span(self, op: TransferOp, cells: Pieces, span: _Span) -> Pieces:
         token_bytes = self.local.token_head_bytes
-        local = (span.local_ids * self.local.block_bytes + span.local_tokens * token_bytes)[:, None] + cells.local
-        remote = (span.remote_ids * self.remote.block_bytes + span.remote_tokens * token_bytes)[:, None] + cells.remote
+        local = (span.local_ids * self.local.block_bytes + span.local_tokens * token_bytes)[
+            :, None
+        ] + cells.local_offsets
+        remote = (span.remote_ids * self.remote.block_bytes + span.remote_tokens * token_bytes)[
+            :, None
+        ] + cells.remote_offsets
         # With equal block sizes every run is a whole block, with others it lies within one cell.
         lengths = cells.lengths if self._has_equal_blocks else (span.num_tokens * token_bytes)[:, None]
         return _merged(op, local.ravel(), remote.ravel(), np.broadcast_to(lengths, local.shape).ravel())
 
-    @property
-    def _has_equal_blocks(self) -> bool:
-        return self.local.block_size == self.remote.block_size
-
-    def _cells(self, op: TransferOp) -> _Cells:
-        return self._write_cells if op is TransferOp.WRITE else self._read_cells
-
-    @cached_property
-    def _write_cells(self) -> _Cells:
-        return self._worker_cells(TransferOp.WRITE)
-
-    @cached_property
-    def _read_cells(self) -> _Cells:
-        return self._worker_cells(TransferOp.READ)
-
-    def _worker_cells(self, op: TransferOp) -> _Cells:
-        local, remote = self._pairs(op)
-        lengths = np.full(len(local), self.local.block_size * self.local.token_head_bytes, dtype=np.int64)
-        if self._has_equal_blocks:
-            merged = _merged(op, local, remote, lengths)
-            local, remote, lengths = merged.local_offsets, merged.remote_offsets, merged.lengths
-        return _Cells(local, remote, lengths)
+    def _cells(self, op: TransferOp) -> Pieces:
+        """Whole cells here and there: offsets within a worker's block. With equal block sizes adjacent cells are merged
+        already."""
+        if op not in self._known_cells:
+            local, remote = self._pairs(op)
+            lengths = np.full(len(local), self.local.block_size * self.local.token_head_bytes, dtype=np.int64)
+            cells = _merged(op, local, remote, lengths) if self._has_equal_blocks else Pieces(local, remote, lengths)
+            self._known_cells[op] = cells
+        return self._known_cells[op]
 
     def _pairs(self, op: TransferOp) -> tuple[Int64Array, Int64Array]:
         """Offsets of cells here and there within a worker's block, pair by pair."""

@@ -61,7 +61,8 @@ class NixlTransport(Transport):
         self._lost_a_peer = False
         self.rule = NIXL_RULE
         """When small pieces go by way of a buffer; changed by measurements only."""
-        self._staging: PackingBuffer | None = None
+        self.staging: PackingBuffer | None = None
+        """For memory of the host, once the pool is registered."""
 
     def _open(self, region: MemoryRegion) -> bytes:
         """Make the agent and pin the pool; returns the blob with which peers connect."""
@@ -79,7 +80,7 @@ class NixlTransport(Transport):
             self._agent.registerMem(self._registered, self._backend)
             blob = seal(bytes(self._agent.getLocalMD()))
             if region.device == "cpu":
-                self._staging = PackingBuffer(self._register_buffer)
+                self.staging = PackingBuffer(self._register_buffer)
             return blob
         except self._errors as exc:
             raise FatalError(
@@ -118,8 +119,8 @@ class NixlTransport(Transport):
                 self._ended.append(PostEnd(post.handle, None))
         except self._errors as exc:
             self._lost_a_peer = True
-            if self._staging is not None:
-                self._staging.give_back(post.handle, is_complete=False)
+            if self.staging is not None:
+                self.staging.give_back(post.handle, is_complete=False)
             self._ended.append(PostEnd(post.handle, f"worker {post.worker_id}: {exc}"))
 
     def poll(self) -> tuple[list[PostEnd], list[Notification]]:
@@ -143,11 +144,6 @@ class NixlTransport(Transport):
     def num_pending(self) -> int:
         return len(self._in_flight) + len(self._ended)
 
-    @property
-    def staging(self) -> PackingBuffer | None:
-        """For memory of the host, once the pool is registered."""
-        return self._staging
-
     def close(self) -> None:
         """Disconnect, unpin the pool, end the agent. Idempotent."""
         if self._agent is None:
@@ -165,8 +161,8 @@ class NixlTransport(Transport):
                 self._lost_a_peer = True
         if self._lost_a_peer:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._agent))
-        if self._staging is not None:
-            self._staging.close()
+        if self.staging is not None:
+            self.staging.close()
         self._agent = None
         self._region = None
 
@@ -205,7 +201,7 @@ class NixlTransport(Transport):
         region, pieces = self._region, post.pieces
         assert region is not None
         address = region.address
-        staged = None if self._staging is None else self._staging.take(post.handle, post.op, address, pieces, self.rule)
+        staged = None if self.staging is None else self.staging.take(post.handle, post.op, address, pieces, self.rule)
         if staged is not None:
             pieces, address = staged
         request = self._agent.createXferReq(
@@ -237,8 +233,8 @@ class NixlTransport(Transport):
     def _end(self, handle: int, request: int, error: str | None) -> None:
         self._in_flight.pop(handle, None)
         self._release(request)
-        if self._staging is not None:
-            self._staging.give_back(handle, is_complete=error is None)
+        if self.staging is not None:
+            self.staging.give_back(handle, is_complete=error is None)
         self._ended.append(PostEnd(handle, error))
 
     def _release(self, request: int) -> None:

@@ -11,8 +11,8 @@ import torch
 from kvrelay.errors import ConfigError
 from kvrelay.executors.torch.attention.base import AttentionSpec
 from kvrelay.executors.torch.attention.cpu import CpuAttention
-from kvrelay.executors.torch.attention.factory import choose_backend
 from kvrelay.executors.torch.attention.torch_ref import TorchAttention
+from kvrelay.executors.torch.build import choose_backend
 from kvrelay.executors.torch.config import RopeConfig
 from kvrelay.executors.torch.kernels.numba_kernels import usable_threads
 from kvrelay.executors.torch.rope import rope_table

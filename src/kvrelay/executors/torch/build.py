@@ -9,8 +9,9 @@ import mmap
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -18,8 +19,7 @@ from kvrelay.config.settings import EngineConfig, RunnerConfig
 from kvrelay.core.layout import KVLayout
 from kvrelay.errors import ConfigError
 from kvrelay.executors.grammars import GrammarCompiler, GrammarMasks
-from kvrelay.executors.torch.attention.base import AttentionSpec
-from kvrelay.executors.torch.attention.factory import build_attention, choose_backend
+from kvrelay.executors.torch.attention.base import Attention, AttentionSpec
 from kvrelay.executors.torch.config import ModelConfig, ModelFacts, load_model_config
 from kvrelay.executors.torch.kernels.base import Kernels
 from kvrelay.executors.torch.kv_pool import KvPool, auto_pool_bytes, decide_num_blocks
@@ -57,11 +57,9 @@ def build_model_runner(
     dtype = _DTYPES[dtype_name]
     max_model_len = _max_model_len(engine.max_model_len, config.max_position)
     num_threads = runner.num_threads or len(os.sched_getaffinity(0))
-    backend = choose_backend(runner.attention_backend, device)
     if device.type == "cpu":
         torch.set_num_threads(num_threads)
-    if backend == "cpu":
-        num_threads = _numba_threads(num_threads)
+    backend = _backend(choose_backend(runner.attention_backend, device), dtype, num_threads)
     facts = ModelFacts(
         vocab_size=config.vocab_size,
         max_model_len=max_model_len,
@@ -72,7 +70,7 @@ def build_model_runner(
     layout = _layout(config, rank, engine.block_size, dtype_name)
     groups, experts = (None, None) if shard is None else shard.join(device)
     with Checkpoint(model_dir, dtype) as checkpoint, torch.inference_mode():
-        model = load_model(config, checkpoint, _kernels(backend, dtype, num_threads), device, rank, groups, experts)
+        model = load_model(config, checkpoint, backend.kernels, device, rank, groups, experts)
     if shard is None:
         num_blocks = decide_num_blocks(
             layout, engine.num_blocks, engine.kv_cache_memory, lambda: auto_pool_bytes(device)
@@ -86,14 +84,12 @@ def build_model_runner(
         )
     else:
         pool = shard.allocate(facts, layout, device, dtype)
-    attention = build_attention(
-        backend, _attention_spec(config, rank, model, max_model_len, device), pool.tensor, dtype, num_threads
-    )
+    attention = backend.attention(_attention_spec(config, rank, model, max_model_len, device), pool.tensor)
     states = SlotStates(engine.max_num_seqs, max_model_len, engine.block_size)
     compiler = GrammarCompiler(model_dir / "tokenizer.json", config.vocab_size, config.eos_token_ids)
     grammars = GrammarMasks(compiler, config.vocab_size)
     kind = ModelRunner if rank.samples else FollowingRunner
-    return kind(facts, model.decoder, attention, pool, states, _compiling(backend), grammars=grammars)
+    return kind(facts, model.decoder, attention, pool, states, backend.compiling, grammars=grammars)
 
 
 def _layout(config: ModelConfig, rank: ParallelRank, block_size: int, dtype: str) -> KVLayout:
@@ -108,30 +104,37 @@ def _layout(config: ModelConfig, rank: ParallelRank, block_size: int, dtype: str
     )
 
 
-def _numba_threads(num_threads: int) -> int:
-    from kvrelay.executors.torch.kernels.numba_kernels import usable_threads
+class _Backend(NamedTuple):
+    """``compiling``: the context of the runner's first steps."""
 
-    return usable_threads(num_threads)
+    kernels: Kernels
+    attention: Callable[[AttentionSpec, torch.Tensor], Attention]
+    compiling: Callable[[], AbstractContextManager[None]]
 
 
-def _kernels(backend: str, dtype: torch.dtype, num_threads: int) -> Kernels:
-    if backend == "cpu":
-        from kvrelay.executors.torch.kernels.numba_kernels import NumbaKernels
+def choose_backend(requested: str, device: torch.device) -> str:
+    """ "auto" resolved: Numba on the CPU, else torch. Raises ConfigError."""
+    if requested == "auto":
+        return "cpu" if device.type == "cpu" else "torch"
+    if requested == "cpu" and device.type != "cpu":
+        raise ConfigError(f"attention_backend {requested} does not run on {device.type}", param="attention_backend")
+    return requested
 
-        return NumbaKernels(dtype, num_threads)
+
+def _backend(name: str, dtype: torch.dtype, num_threads: int) -> _Backend:
+    """Numba's kernels, compiled in the first steps, or torch's. Heavy packages are imported only for the chosen one."""
+    if name == "cpu":
+        from kvrelay.executors.torch.attention.cpu import CpuAttention, kernel_cache
+        from kvrelay.executors.torch.kernels.compile_once import compile_once
+        from kvrelay.executors.torch.kernels.numba_kernels import NumbaKernels, usable_threads
+
+        threads = usable_threads(num_threads)
+        attention = partial(CpuAttention, dtype=dtype, num_threads=threads)
+        return _Backend(NumbaKernels(dtype, threads), attention, lambda: compile_once(kernel_cache()))
+    from kvrelay.executors.torch.attention.torch_ref import TorchAttention
     from kvrelay.executors.torch.kernels.torch_kernels import TorchKernels
 
-    return TorchKernels(dtype)
-
-
-def _compiling(backend: str) -> Callable[[], AbstractContextManager[None]]:
-    """The context of the runner's first steps, in which only Numba's kernels are compiled."""
-    if backend != "cpu":
-        return nullcontext
-    from kvrelay.executors.torch.attention.cpu import kernel_cache
-    from kvrelay.executors.torch.kernels.compile_once import compile_once
-
-    return lambda: compile_once(kernel_cache())
+    return _Backend(TorchKernels(dtype), TorchAttention, nullcontext)
 
 
 def _attention_spec(

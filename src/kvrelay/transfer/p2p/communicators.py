@@ -7,7 +7,7 @@ The first task that moves data makes the group, which blocks until the peer's fi
 its own thread, begun at its first task: a send waits for the peer's receive, so one thread for both could wait in a
 circle. The first failure ends a pair: its tasks fail, its threads end, its descriptors are given back.
 
-``Communicators`` bounds the number of pairs. What is idle gives way to what is new, the longest idle first.
+``Communicators`` bounds their number. What is idle gives way to what is new, the longest idle first.
 """
 
 from __future__ import annotations

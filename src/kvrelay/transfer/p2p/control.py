@@ -20,9 +20,10 @@ import socket as sockets
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 import zmq
@@ -264,10 +265,10 @@ class ControlThread:
         if self._zap is not None and self._zap in ready:
             self._guarded(self._admit_one)
         if self._router in ready:
-            self._guarded(self._read_requests)
+            self._guarded(self._read, self._router, self._request)
         for worker_id, dialled in list(self._dialled.items()):
             if dialled.socket in ready:
-                self._guarded(self._read_replies, worker_id, dialled)
+                self._guarded(self._read, dialled.socket, partial(self._reply, worker_id))
             if dialled.monitor in ready:
                 self._guarded(self._read_events, worker_id, dialled)
         if due_s is not None and time.monotonic() >= due_s:
@@ -287,23 +288,21 @@ class ControlThread:
         except Exception:  # noqa: BLE001 - the outermost loop of this thread: one peer must not make us deaf to others
             _log.exception("a control message failed")
 
-    def _read_requests(self) -> None:
+    def _read(self, socket: zmq.Socket[bytes], handle: Callable[[list[zmq.Frame]], object]) -> None:
         for _ in range(READ_BUDGET):
             try:
-                frames = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
+                frames = socket.recv_multipart(zmq.NOBLOCK, copy=False)
+                handle(frames)
             except zmq.Again:
                 return
-            try:
-                worker_id, message, payload = self._request(frames)
             except ProtocolError as exc:
                 self.num_dropped += 1
                 _log.debug("dropped a control frame: %s (%d so far)", exc, self.num_dropped)
-                continue
-            if not isinstance(message, PeerHello):
-                self._guarded(self._on_request, worker_id, message, payload)
+            if socket.closed:
+                return
 
-    def _request(self, frames: Sequence[zmq.Frame]) -> tuple[str, Message, memoryview]:
-        """Who says what. Raises ProtocolError."""
+    def _request(self, frames: list[zmq.Frame]) -> None:
+        """What a peer says on the connection that it opened. Raises ProtocolError."""
         if len(frames) not in (2, 3):
             raise ProtocolError(f"{len(frames)} frames")
         message = decode(frames[1].buffer)
@@ -315,7 +314,8 @@ class ControlThread:
             # Perhaps one of too many, and forgotten: it has to begin anew.
             _send(self._router, [route, encode(Unknown())], None)
             raise ProtocolError(f"{type(message).__name__} from a connection that has not said Hello")
-        return worker_id, message, frames[2].buffer if len(frames) == 3 else memoryview(b"")
+        if not isinstance(message, PeerHello):
+            self._guarded(self._on_request, worker_id, message, _payload(frames[2:]))
 
     def _greeted(self, route: bytes, hello: PeerHello, identity: str) -> None:
         if hello.sender != identity:
@@ -331,24 +331,13 @@ class ControlThread:
             _, gone = self._callers.popitem(last=False)
             self._routes.pop(gone, None)
 
-    def _read_replies(self, worker_id: str, dialled: _Dialled) -> None:
-        for _ in range(READ_BUDGET):
-            if self._dialled.get(worker_id) is not dialled:
-                return
-            try:
-                frames = dialled.socket.recv_multipart(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
-                return
-            try:
-                message = decode(frames[0].buffer)
-            except ProtocolError as exc:
-                self.num_dropped += 1
-                _log.debug("dropped an answer of %s: %s", worker_id, exc)
-                continue
-            if isinstance(message, Unknown):
-                self._ended(worker_id)
-                return
-            self._guarded(self._on_reply, worker_id, message, frames[1].buffer if len(frames) > 1 else memoryview(b""))
+    def _reply(self, worker_id: str, frames: list[zmq.Frame]) -> None:
+        """What a peer says on the connection that we opened. Raises ProtocolError."""
+        message = decode(frames[0].buffer)
+        if isinstance(message, Unknown):
+            self._ended(worker_id)
+        else:
+            self._guarded(self._on_reply, worker_id, message, _payload(frames[1:]))
 
     def _read_events(self, worker_id: str, dialled: _Dialled) -> None:
         while self._dialled.get(worker_id) is dialled:
@@ -385,6 +374,10 @@ class ControlThread:
         self._context.term()
         os.close(self._wake_read)
         os.close(self._wake_write)
+
+
+def _payload(frames: list[zmq.Frame]) -> memoryview:
+    return frames[0].buffer if frames else memoryview(b"")
 
 
 def _send(socket: zmq.Socket[bytes], frames: list[bytes], payload: Any) -> bool:

@@ -3,7 +3,8 @@
     Put ──checked, granted?──> room, or wait for room ──Accept──> [receive] ──still granted?──> scatter ──> Landed
     Get ──checked, granted?──> Sending ──still granted?──> gather ──> [send] ──> Landed
 
-Handlers run on the control thread. Tasks run on a lane's thread (``pairs``); they copy under the grant table's lock.
+Handlers run on the control thread. Tasks run on a lane's thread (``communicators``); they copy under the
+grant table's lock.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The peer-to-peer transport: one worker's end. Control over ZMQ, data over process groups made at first contact.
 
-    transfer thread ── post, poll ──> P2pTransport ── call ──> control thread: Initiator, Responder, Room, pairs
+    transfer thread ── post, poll ──> P2pTransport ── call ──> control thread: Initiator, Responder, Room, Communicators
                                             ^ completions, notifications       │ tasks
                                             └───────── queues ────────── lane threads: receive, send, copy
 

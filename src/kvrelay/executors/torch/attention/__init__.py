@@ -1,1 +1,1 @@
-"""Attention over the paged KV pool: ``base`` is the contract, ``build_attention`` chooses the implementation."""
+"""Attention over the paged KV pool: ``base`` is the contract, ``torch.build`` chooses the implementation."""

@@ -18,7 +18,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from kvrelay.executors.torch.parallel.messages import RunStep
-from kvrelay.executors.torch.parallel.rank_progress import Int64Array, progress_bytes, progress_table
+from kvrelay.executors.torch.parallel.rank_progress import Int64Array, progress_table
 
 T = TypeVar("T")
 
@@ -82,7 +82,6 @@ class StepMemory:
     """The step memory as the driver or a rank has mapped it."""
 
     def __init__(self, fd: int, num_ranks: int) -> None:
-        assert progress_bytes(num_ranks) <= HEADER_BYTES
         self.fd = fd
         self._header = mmap.mmap(fd, HEADER_BYTES)
         self.progress: Int64Array = progress_table(memoryview(self._header), num_ranks)

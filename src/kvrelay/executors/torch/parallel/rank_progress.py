@@ -17,12 +17,8 @@ import numpy.typing as npt
 Int64Array = npt.NDArray[np.int64]
 
 
-def progress_bytes(num_ranks: int) -> int:
-    return num_ranks * 2 * 8
-
-
 def progress_table(memory: memoryview, num_ranks: int) -> Int64Array:
-    """The table at the beginning of ``memory``."""
+    """The table at the beginning of ``memory``. Raises ValueError if it does not fit."""
     return np.frombuffer(memory, dtype=np.int64, count=num_ranks * 2).reshape(num_ranks, 2)
 
 
