@@ -53,8 +53,12 @@ def _trust_one_authority(config: pytest.Config) -> None:
     file = Path(directory.name) / "authority.pem"
     file.write_text(Path(certifi.where()).read_text(encoding="utf-8").partition(_END)[0] + _END, encoding="utf-8")
     os.environ[ROOTS] = str(file)
-    config.add_cleanup(lambda: os.environ.pop(ROOTS))
-    config.add_cleanup(directory.cleanup)
+
+    def forget() -> None:
+        del os.environ[ROOTS]
+        directory.cleanup()
+
+    config.add_cleanup(forget)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

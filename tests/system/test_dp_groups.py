@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -54,9 +55,9 @@ def pids_of_workers(server: Serve) -> dict[int, list[int]]:
     """The pids of ranks by the pid of the process that started them."""
     found: dict[int, list[int]] = {}
     for child in psutil.Process(server.process.pid).children():
-        words = child.cmdline()
-        if "worker" in words:
-            found[child.pid] = [rank.pid for rank in child.children()]
+        with contextlib.suppress(psutil.NoSuchProcess):  # it ends just now
+            if "worker" in child.cmdline():
+                found[child.pid] = [rank.pid for rank in child.children()]
     return found
 
 

@@ -58,7 +58,7 @@ def entry_of(process: subprocess.Popen[bytes], server: Serve, role: str) -> dict
     return entry
 
 
-@pytest.mark.parametrize("role", ["decode", "prefill"])
+@pytest.mark.parametrize("role", ["decode", pytest.param("prefill", marks=pytest.mark.matrix)])
 def test_a_worker_whose_lease_is_revoked_finishes_and_exits(server, role, request):
     with extra_worker(server, role) as process:
         lease_id = entry_of(process, server, role)["lease_id"]

@@ -50,8 +50,15 @@ def test_a_stopped_prefill_worker_is_fenced_and_comes_back(server):
         streams.check()
 
 
-@pytest.mark.parametrize("role", ["decode", "prefill"])
-@pytest.mark.parametrize("how", ["SIGTERM", "drain"])
+@pytest.mark.parametrize(
+    ("how", "role"),
+    [
+        ("SIGTERM", "decode"),
+        ("drain", "prefill"),
+        pytest.param("SIGTERM", "prefill", marks=pytest.mark.matrix),
+        pytest.param("drain", "decode", marks=pytest.mark.matrix),
+    ],
+)
 def test_a_drained_worker_finishes_and_exits(server, role, how):
     wait_until_whole(server)
     with extra_worker(server, role) as process:

@@ -11,7 +11,7 @@ import os
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import aiohttp
 import httpx
@@ -54,8 +54,12 @@ def frozen(*pids: int) -> Iterator[None]:
 
 def child_of(server: Serve, word: str) -> psutil.Process:
     """The one child of ``serve`` that has ``word`` in its command line."""
-    (child,) = [c for c in psutil.Process(server.process.pid).children() if word in c.cmdline() or word in c.name()]
-    return child
+    found = []
+    for child in psutil.Process(server.process.pid).children():
+        with suppress(psutil.NoSuchProcess):  # another one that ends just now
+            found += [child] if word in (*child.cmdline(), child.name()) else []
+    (only,) = found
+    return only
 
 
 _salts = itertools.count(100)

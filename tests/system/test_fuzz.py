@@ -41,7 +41,7 @@ from kvrelay.launch.admin import list_workers
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 
 NUM_FRAMES, NUM_FRAMES_OF_MATRIX = 6_000, 20_000
-NUM_BODIES = 40
+NUM_BODIES = 24
 MAX_GROWTH_BYTES = 48 << 20
 MAX_NEW_DESCRIPTORS = 40
 MAX_LOG_BYTES = 100_000

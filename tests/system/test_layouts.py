@@ -17,7 +17,7 @@ from tests.system.serving import Serve, by_threshold
 from kvrelay import LLM, SamplingParams
 from kvrelay.data import bundled_checkpoint_path
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.system, pytest.mark.slow, pytest.mark.timeout(900)]
 
 MAX_LOCAL = 64
 NUM_OUTPUT = 8
