@@ -60,7 +60,7 @@ test-busy: env system-packages  ## the same RUNS=3 times with a busy loop on eac
 check: env  ## ruff, mypy, import-linter and the budgets of size
 	@$(BIN)/ruff format --check src tests tools benchmarks
 	@$(BIN)/ruff check src tests tools benchmarks
-	@$(BIN)/python tools/private_access.py --max 300 > /dev/null
+	@$(BIN)/python tools/private_access.py --max 8 > /dev/null
 	@$(BIN)/lint-imports
 	@$(BIN)/python tools/budgets.py
 	@$(BIN)/python tools/flag_table.py --check
