@@ -1,4 +1,5 @@
 """The policy of a step: scheduler, block pool, prefix cache, loans to hand-offs. No torch, no sockets, no asyncio.
 
-``base`` is the contract with whatever computes a step and with the worker; ``core.EngineCore`` is the door.
+``contract`` is what a worker needs of any engine, ``step`` what this one needs of an executor; ``core.EngineCore`` is
+the door.
 """

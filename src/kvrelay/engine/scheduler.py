@@ -321,7 +321,7 @@ class Scheduler:
         )
 
     def step_work(self) -> StepWork:
-        """What the scheduled batch computes, for ``token_budget.costs``. To be called before ``update``."""
+        """What the scheduled batch computes, for ``token_budget``. To be called before ``update``."""
         return self.token_budget.work_of(self._scheduled)
 
     def _place(self, request: Request) -> None:

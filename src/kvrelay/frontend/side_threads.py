@@ -1,7 +1,7 @@
 """Work on clients' input: in place, on the event loop in a later turn, or on threads beside it.
 
 Work on small bodies is done in place: a thread would cost more than the work. Completions up to LOOP_SIZE are parsed on
-the loop too, a few per turn (``loop_turns.py``): a thread would hold the interpreter's lock for as long, and the loop
+the loop too, a few per turn (``LoopTurns``): a thread would hold the interpreter's lock for as long, and the loop
 would wait for the lock several times. Everything else runs on the threads, in pieces: parsing of larger bodies, chat
 templates, tokenization. A piece is a few milliseconds of work, or a call that releases the lock. Requests take turns
 piece by piece, shorter ones first, so a large request does not block the threads for others.

@@ -5,10 +5,16 @@ It owns one consumer on the server, which it creates again after every gap, and 
 Messages come in; WatchEvents go out. LeaseTable decides about visibility, and KeeperElection decides which mirror is
 the lease keeper. The keeper has a second consumer, of the leases' keepalives.
 
-The server does not announce that a key has expired, so the keeper times the leases by its own clock. It asks the server
-to end an overdue lease, by compare-and-swap on the last keepalive that it has heard. If the holder has not sent one
-since, the lease has ended for every process, its holder included. If it has, the keeper was merely slow. Nothing
-expires without a connection.
+The keeper times the leases by its own clock. It asks the server to end an overdue lease, by compare-and-swap on the
+last keepalive that it has heard. If the holder has not sent one since, the lease has ended for every process, its
+holder included. If it has, the keeper was merely slow. Nothing expires without a connection.
+
+nats-server could time the leases instead: it announces expired keys (``Nats-TTL``, deletion markers). Tried on 2.15.1
+with 200 leases of 2 s: each of 50 ends was announced once, 0.0 to 0.3 s late; a keepalive never raced its marker (720
+of 720); 72 keepalives/s cost 2 % of a core with or without TTL. But time goes on while the server does not: after a
+pause of two leases (SIGSTOP) it announced all 120 living holders as dead, after 3 s without it 130 of 130. A stream in
+memory, which a full disk does not stop, lost its timers with the server: 0 of 10 ends were announced. Times are whole
+seconds. Consumers filter by subject only, so to hear the markers, all watchers must hear all keepalives.
 """
 
 from __future__ import annotations

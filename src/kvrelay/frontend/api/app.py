@@ -332,7 +332,7 @@ class FrontendApp:
         self._access_log.write(request_id, request.client, request.method, path, status, duration_s)
 
     async def _decode_body(self, exchange: Exchange) -> None:
-        """Raises RefusedError, PayloadTooLargeError, InvalidInputError."""
+        """Raises RequestRefusedError, PayloadTooLargeError, InvalidInputError."""
         request = exchange.request
         if is_coded(request.headers.get("content-encoding", "")):
             own = request.max_body_bytes

@@ -5,8 +5,8 @@
       v │         v │
      WAITING <── (worker lost or gave up; placed again with prompt + tokens so far, at most migration_limit times)
 
-Prefill-first, an attempt may run on a pair: the first token comes from the prefill worker (``pairs.py``), and again, in
-case that one fails, from the decode worker, which goes on from it.
+Prefill-first, an attempt may run on a pair: the first token comes from the prefill worker, and again, in case that one
+fails, from the decode worker, which goes on from it.
 
 A worker needs only the tokens to continue a sequence, and every delivered token is kept here. So no token is repeated
 or missing. Text, stop strings and logprobs continue in this object, whichever worker samples. It does not know how

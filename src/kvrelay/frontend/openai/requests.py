@@ -1,5 +1,5 @@
-"""Request bodies of OpenAI's API, with vLLM's additional fields. Null means absent; ``fields.py`` decides about
-fields that are not here.
+"""Request bodies of OpenAI's API, with vLLM's additional fields. Null means absent; ``frontend.api.fields``
+decides about fields that are not here.
 
 Every string, list and map has a type of ``bounds``, which limits its length.
 """

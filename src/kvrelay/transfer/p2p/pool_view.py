@@ -1,6 +1,6 @@
 """The bytes that the peer-to-peer transport moves, as torch tensors: pools, gathers and scatters.
 
-Torch lives here and in ``groups``.
+Torch lives here and in ``process_group``.
 
 One code path for host and device: a pool is a uint8 tensor over memory that somebody else owns. On the host a gather or
 scatter is one call without the interpreter's lock; on a device it is one copy per piece on the current stream.
