@@ -171,7 +171,7 @@ async def test_lookers_share_the_questions(model_dir: Path, monkeypatch: pytest.
             return await size(queue, *arguments)
 
         monkeypatch.setattr(type(cluster.control.prefill_queue), "size", counted)
-        monkeypatch.setattr("kvrelay.frontend.api.cluster_view.FRESH_S", 3600.0)
+        monkeypatch.setattr("kvrelay.frontend.api.cluster_shown.FRESH_S", 3600.0)
         await asyncio.gather(*(snapshot(cluster.frontend.port) for _ in range(10)))
         assert len(asked) <= 1
 
