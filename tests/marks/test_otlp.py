@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -26,10 +27,12 @@ from kvrelay.errors import ConfigError
 from kvrelay.marks import otlp
 from kvrelay.marks.otlp import EXPORT, TraceExporter, open_exporter
 from kvrelay.marks.otlp_spans import resource_spans, span_attributes
+from kvrelay.marks.phases import Phase, Role
 from kvrelay.marks.run_queue import RunQueue
 from kvrelay.marks.trace import Trace
-from kvrelay.marks.trace_context import TraceContext
-from kvrelay.marks.waterfall import Estimates, Moved, Process, Span, Waterfall
+from kvrelay.marks.trace_context import TraceContext, followed
+from kvrelay.marks.travel import ProcessMarks, encode
+from kvrelay.marks.waterfall import Estimates, Moved, Process, Span, Waterfall, waterfall
 
 TRACE_ID, PARENT_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 TRACEPARENT = f"00-{TRACE_ID}-{PARENT_ID}-01"
@@ -229,6 +232,24 @@ def test_what_is_not_known_is_left_out() -> None:
     assert (root.status.code, root.status.message) == (Status.STATUS_CODE_ERROR, "bad")
 
 
+def test_a_span_before_1970_begins_then() -> None:
+    """Of a worker whose clock cannot be right: a time below 0 would cost the whole batch."""
+    shown = msgspec.structs.replace(SHOWN, spans=[Span("d", "wait", -3e12, 13.0)])
+    wait = spans_by_service(resource_spans(shown, TraceContext.of("")))["kvrelay-decode"][0]
+    assert wait.start_time_unix_nano == 0
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf, 1e300, 1e9 - 1])
+def test_marks_that_are_no_times_cost_no_other_request_of_the_batch(number: float) -> None:
+    trace = ended_trace()
+    trace.routed("w")
+    numbers = [each for phase in Phase for each in (phase, number, 1.0, phase, 5.0, number)]
+    trace.heard(0, encode(ProcessMarks("w", Role.DECODE, numbers)))
+    assert trace.context is not None
+    spans = resource_spans(waterfall(trace, "f"), trace.context)
+    assert all(each.SerializeToString() for each in spans)
+
+
 @pytest.mark.parametrize(
     "header",
     [
@@ -248,6 +269,11 @@ def test_a_header_that_is_none_begins_a_new_trace(header: str) -> None:
     assert one.trace_id not in (TRACE_ID, other.trace_id)
     assert (one.parent_id, one.is_sampled) == ("", True)
     assert TraceContext.of(one.traceparent).trace_id == one.trace_id
+
+
+def test_a_header_that_is_too_long_for_others_goes_no_further() -> None:
+    assert followed("01" + TRACEPARENT[2:] + "-more") != ""
+    assert followed("01" + TRACEPARENT[2:] + "-" + "x" * 1000) == ""
 
 
 def test_a_header_is_followed_and_handed_on_with_a_span_of_our_own() -> None:
