@@ -25,7 +25,7 @@ from kvrelay.config import FrontendConfig, MetricsConfig
 from kvrelay.config.otlp import OtlpEndpoint, collector_of
 from kvrelay.errors import ConfigError
 from kvrelay.marks import otlp
-from kvrelay.marks.otlp import EXPORT, TraceExporter, open_exporter
+from kvrelay.marks.otlp import EXPORT, HttpSender, TraceExporter, open_exporter
 from kvrelay.marks.otlp_spans import resource_spans, span_attributes
 from kvrelay.marks.phases import Phase, Role
 from kvrelay.marks.run_queue import RunQueue
@@ -94,6 +94,7 @@ class Collector:
         self.requests: list[ExportTraceServiceRequest] = []
         self.headers: list[dict[str, str]] = []
         self.answer = 200
+        self.cookie = ""
 
     def take(self, data: bytes, headers: dict[str, str]) -> None:
         self.requests.append(ExportTraceServiceRequest.FromString(data))
@@ -111,7 +112,7 @@ async def http_collector() -> AsyncIterator[Collector]:
 
     async def post(request: web.Request) -> web.Response:
         collector.take(await request.read(), dict(request.headers))
-        return web.Response(status=collector.answer)
+        return web.Response(status=collector.answer, headers={"set-cookie": collector.cookie})
 
     app = web.Application()
     app.router.add_post("/v1/traces", post)
@@ -331,6 +332,22 @@ def test_an_endpoint_that_is_none_is_refused(url: str) -> None:
         FrontendConfig(otlp_endpoint=url)
 
 
+def test_a_password_in_the_url_is_not_shown(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    for url in ("grpc://user:s3cret@h:1", "tcp://user:s3cret@h:1"):
+        with pytest.raises(ConfigError) as refused:
+            collector_of(url, {})
+        assert "s3cret" not in str(refused.value)
+    found = collector_of("http://user:s3cret@h:1", {})
+    assert found is not None
+    assert found.url.startswith("http://user:s3cret@h")
+    assert "s3cret" not in repr(found)
+    monkeypatch.setitem(sys.modules, "opentelemetry.proto.collector.trace.v1.trace_service_pb2", None)
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://user:s3cret@h:1")
+    assert open_exporter("", "f") is None
+    assert "h:1" in caplog.text
+    assert "s3cret" not in caplog.text
+
+
 def test_without_the_extra_the_flag_is_refused_and_the_environment_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "grpc", None)
     with pytest.raises(ConfigError, match=r"kvrelay\[otel\]"):
@@ -431,6 +448,17 @@ async def test_a_collector_that_refuses_costs_traces_until_it_takes_them_again(m
                 collector.answer = answer
                 exporter.add(ended_trace())
                 await eventually(lambda expected=expected: (exporter.num_sent, exporter.num_dropped) == expected)
+
+
+async def test_a_collectors_cookies_are_not_kept() -> None:
+    """One that sets another with each answer would fill the memory."""
+    async with http_collector() as collector:
+        collector.cookie = "session=1"
+        sender = HttpSender(OtlpEndpoint(collector.url.replace("127.0.0.1", "localhost") + "/v1/traces", True))
+        await sender.send(b"")
+        await sender.send(b"")
+        await sender.close()
+        assert [headers.get("Cookie") for headers in collector.headers] == [None, None]
 
 
 class SilentSender:
