@@ -379,6 +379,16 @@ async def test_a_request_of_a_traced_client_arrives(opened: Callable[[], Any], m
         assert b'outcome="dropped"} 0.0' in cluster.frontend.metrics.render()
 
 
+async def test_the_requests_that_a_shutdown_cuts_short_are_sent(model_dir: Path) -> None:
+    async with http_collector() as collector:
+        settings = {"otlp_endpoint": collector.url, "shutdown_timeout_s": 0.01}
+        async with running(model_dir, Script((10,), hang=True), **settings) as cluster:
+            asking = asyncio.create_task(send(cluster.frontend.port, "POST", "/v1/completions", BODY))
+            await cluster.until(lambda: bool(cluster.workers["w0"].requests))
+        assert (await asking).status == 503
+        assert [root.status.message for root in collector.roots] == ["the frontend is shutting down"]
+
+
 async def test_a_trace_that_its_client_does_not_sample_is_not_sent(model_dir: Path) -> None:
     async with http_collector() as collector:
         async with running(model_dir, Script((10,)), otlp_endpoint=collector.url) as cluster:
