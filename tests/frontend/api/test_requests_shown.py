@@ -187,6 +187,16 @@ async def test_the_answer_carries_its_waterfall_if_asked(model_dir: Path, path: 
             assert b"kvrelay_waterfall" not in plain.body
 
 
+async def test_what_a_template_quotes_of_a_prompt_is_not_kept(model_dir: Path) -> None:
+    async with running(model_dir, Script((10,))) as cluster:
+        port = cluster.frontend.port
+        body = {"messages": [{"role": "s3cret", "content": "hidden"}]}
+        refused = await send(port, "POST", "/v1/chat/completions", body)
+        assert "unknown role s3cret" in refused.error["message"]
+        (line,) = await listed(port)
+        assert line["error"] == "the chat template refuses these messages"
+
+
 async def test_without_marks_nothing_is_kept(model_dir: Path) -> None:
     async with running(model_dir, Script((10,)), monitoring=MetricsConfig(request_marks=False)) as cluster:
         port = cluster.frontend.port
