@@ -36,10 +36,10 @@ async def test_a_second_has_what_was_counted_since_the_one_before(tmp_path) -> N
     metrics.answered("/debug/cluster", "500")
     metrics.of("m").first_token(0.003, 10, 0)
     metrics.of("other").first_token(0.003, 5, 0)
-    connection.tally.generated_tokens = 7
+    connection.counts.generated_tokens = 7
     connection.report.heard(load(), 1.0)
     figures.take(100)
-    connection.tally.generated_tokens = 9
+    connection.counts.generated_tokens = 9
     figures.take(101)
     first, second = figures.since(0)
     assert (first.unix_s, first.num_requests, first.num_failed) == (100, 7, 3)
@@ -58,10 +58,10 @@ async def test_rows_are_bounded_and_a_clock_may_go_back(tmp_path) -> None:
     figures.take(1500)
     assert figures.since(0)[-1].unix_s == 1500
     # A connection that was replaced counts from 0.
-    connections[0].tally.generated_tokens = 50
+    connections[0].counts.generated_tokens = 50
     figures.take(1501)
     connections[:] = [await link(tmp_path)]
-    connections[0].tally.generated_tokens = 4
+    connections[0].counts.generated_tokens = 4
     figures.take(1502)
     assert [row.num_output_tokens for row in figures.since(1500)] == [50, 4]
 
