@@ -19,12 +19,12 @@ ROOT = Path(kvrelay.__file__).parent
 ROOMS = ("control", "core", "engine", "engines", "executors", "frontend", "router", "rpc", "transfer", "worker")
 OURS = {
     "control/nats_process.py": "the child's own file",
-    "engines/openai/wire.py": "a grammar that the frontend has encoded",
+    "engines/hosted/backend.py": "a grammar that the frontend has encoded",
     "executors/grammar_trial.py": "what the worker and its trial process write to each other",
     "executors/torch/checkpoints/tokenizer.py": "the tokenizer that it has just trained",
     "executors/torch/parallel/channel.py": "the worker's own ranks",
     "executors/torch/parallel/messages.py": "the worker's own ranks",
-    "engines/vllm/translation.py": "the worker's own parameters, and a grammar that the frontend has encoded",
+    "engines/vllm/translation.py": "the worker's own parameters",
     "frontend/tokens/detokenizer.py": "UTF-8 with replacement",
     "frontend/api/fields.py": "called by parse_body",
     "frontend/tokens/text_pieces.py": "the tokenizer's own state",

@@ -589,14 +589,11 @@ def test_a_read_that_ends_behind_the_fence_does_not_count() -> None:
     """This process may have been stopped in the middle of it, and the peer have reused what it read."""
     cluster = Cluster()
     try:
-        perform = cluster.prefill.transport.perform
 
-        def late(post: object) -> str | None:
-            error = perform(post)
+        def stop(post: object) -> None:
             cluster.fence_s = cluster.clock.now()
-            return error
 
-        cluster.prefill.transport.perform = late
+        cluster.prefill.transport.before.append(stop)
         errors: list[str | None] = []
         cluster.prefill.thread.submit(
             TransferOp.READ, "d", block_pieces(LAYOUT, [1], [2]), on_done=errors.append, timeout_s=20.0

@@ -53,7 +53,7 @@ async def test_blocks_under_a_copy_that_is_stopped_stay_quarantined_beyond_every
         await shared.until(lambda: len(decode.worker.inspect().peers.held_ends) == 1)
         # A stopped process is silent, which ends its connections; the request is computed here.
         for peer in [peer for peer in decode.server.peers if prefill.id in decode.server.identity(peer)]:
-            decode.server.drop(peer)
+            decode.server.disconnect(peer)
         assert await client.answer("r") == expected(prompt(900), 8)
         # Three times as long as the time after which a worker that cannot be asked is fenced.
         await asyncio.sleep(3 * lease_ttl_s)

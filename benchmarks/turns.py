@@ -1,0 +1,123 @@
+"""CPU time per request of two servers that run side by side, asked in short turns: what a change or a flag costs.
+
+Both machines drift and neighbours come and go, so only ratios of neighbouring turns are told, with the 95 % interval of
+their mean by resampling.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import statistics
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import click
+import psutil
+
+from benchmarks.loads import describe_machine, fixed_load, measure_load
+from benchmarks.options import parsed
+from kvrelay.bench.cases import Case, CaseTimes, check_names, running
+from kvrelay.bench.client.connection import Target
+from kvrelay.bench.client.stream import BodyOptions
+from kvrelay.bench.compare import serve_case
+from kvrelay.bench.report.files import print_result
+from kvrelay.bench.report.table import Row, results_table
+from kvrelay.cli.options import json_option, model_argument
+from kvrelay.errors import InvalidInputError
+
+LOADS = {
+    # name: prompt tokens, output tokens, requests at once, requests per turn
+    "8 tokens": (32, 8, 8, 400),
+    "64 tokens": (32, 64, 8, 160),
+    "long prompts": (2460, 8, 4, 80),
+}
+PROCESSES = ("frontend", "worker")
+_COLUMNS = {
+    "load": "load",
+    "process": "process",
+    "first us": "first_us:.0f",
+    "second us": "second_us:.0f",
+    "second/first": "ratio:.3f",
+    "from": "low:.3f",
+    "to": "high:.3f",
+}
+
+
+@click.command()
+@model_argument
+@click.option("--case", "others", multiple=True, metavar="NAME=COMMAND", help="Two servers; default: marks off and on.")
+@click.option("--rounds", default=20, type=click.IntRange(2, 1000), help="Turns of each server and load.")
+@json_option
+def turns(model: str | None, others: tuple[str, ...], rounds: int, as_json: bool) -> None:
+    """CPU time per request of frontends and workers: two servers, in turn.
+
+    Example: python -m benchmarks turns --case 'before=../before/.venv/bin/kvrelay serve --engine mock --port {port}'
+    --case 'after=kvrelay serve --engine mock --port {port}'
+    """
+    mock = "--engine mock --prefill 0 --speedup-ratio 0"
+    cases = parsed(others) or [
+        serve_case("without marks", model, mock, "--no-request-marks"),
+        serve_case("with marks", model, mock, ""),
+    ]
+    if len(cases) != 2 or any(case.command is None for case in cases):
+        raise InvalidInputError("two servers that are started here are compared", param="case")
+    check_names(tuple(cases))
+    rows = asyncio.run(_measure(cases, rounds))
+    title = f"{cases[0].name} (first) and {cases[1].name} (second), CPU time per request; {describe_machine()}"
+    print_result(
+        {"machine": describe_machine(), "rows": rows}, f"{title}\n\n{results_table(rows, _COLUMNS, left=2)}", as_json
+    )
+
+
+async def _measure(cases: Sequence[Case], num_rounds: int) -> list[Row]:
+    async with AsyncExitStack() as stack:
+        logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        targets = [await stack.enter_async_context(running(case, logs, CaseTimes())) for case in cases]
+        rows: list[Row] = []
+        for load in LOADS:
+            for target in targets:
+                await _turn(target, load, 0)
+            found: list[list[Mapping[str, float]]] = [[], []]
+            for number in range(num_rounds):
+                # The order is turned round each time, so that drift favours nobody.
+                for which in (0, 1) if number % 2 else (1, 0):
+                    found[which].append(await _turn(targets[which], load, number))
+            rows += [_row(load, name, [[turn[name] for turn in each] for each in found]) for name in PROCESSES]
+        return rows
+
+
+async def _turn(target: Target, load: str, seed: int) -> dict[str, float]:
+    """Microseconds of CPU time per request, by kind of process."""
+    prompt, output, at_once, count = LOADS[load]
+    name = load.replace(" ", "_")
+    spec = fixed_load(name, prompt, output, vocab_size=400, max_concurrency=at_once, num_requests=count)
+    before = _cpu_ns(target.port)
+    report = await measure_load(target, spec, body=BodyOptions(model="", plain=True), seed=seed, warm_up=0)
+    after = _cpu_ns(target.port)
+    return {kind: (after[kind] - before[kind]) / report.successful / 1e3 for kind in PROCESSES}
+
+
+def _cpu_ns(port: int) -> dict[str, int]:
+    """CPU time so far of the server with this port, by kind of process."""
+    used = dict.fromkeys(PROCESSES, 0)
+    servers = [child for child in psutil.Process().children() if str(port) in child.cmdline()]
+    for process in (each for server in servers for each in server.children(recursive=True)):
+        kind = next((kind for kind in PROCESSES if kind in process.cmdline()), None)
+        if kind is not None:
+            # The kernel's own nanoseconds: psutil's times are ticks of 10 ms.
+            tasks = Path(f"/proc/{process.pid}/task").glob("*/schedstat")
+            used[kind] += sum(int(task.read_text().split()[0]) for task in tasks)
+    return used
+
+
+def _row(load: str, process: str, used: list[list[float]]) -> Row:
+    ratios = [second / first for first, second in zip(*used, strict=True) if first]
+    draw = random.Random(0)
+    means = sorted(statistics.fmean(draw.choices(ratios, k=len(ratios))) for _ in range(2000)) or [float("nan")] * 2000
+    figures: dict[str, Any] = {"first_us": statistics.median(used[0]), "second_us": statistics.median(used[1])}
+    ratio = statistics.fmean(ratios) if ratios else float("nan")
+    return {"load": load, "process": process, **figures, "ratio": ratio, "low": means[50], "high": means[1949]}
