@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -24,12 +25,14 @@ from kvrelay.config import FrontendConfig, MetricsConfig
 from kvrelay.config.otlp import OtlpEndpoint, collector_of
 from kvrelay.errors import ConfigError
 from kvrelay.marks import otlp
-from kvrelay.marks.otlp import EXPORT, TraceExporter, open_exporter
+from kvrelay.marks.otlp import EXPORT, HttpSender, TraceExporter, open_exporter
 from kvrelay.marks.otlp_spans import resource_spans, span_attributes
+from kvrelay.marks.phases import Phase, Role
 from kvrelay.marks.run_queue import RunQueue
 from kvrelay.marks.trace import Trace
-from kvrelay.marks.trace_context import TraceContext
-from kvrelay.marks.waterfall import Estimates, Moved, Process, Span, Waterfall
+from kvrelay.marks.trace_context import TraceContext, followed
+from kvrelay.marks.travel import ProcessMarks, encode
+from kvrelay.marks.waterfall import Estimates, Moved, Process, Span, Waterfall, waterfall
 
 TRACE_ID, PARENT_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 TRACEPARENT = f"00-{TRACE_ID}-{PARENT_ID}-01"
@@ -91,6 +94,7 @@ class Collector:
         self.requests: list[ExportTraceServiceRequest] = []
         self.headers: list[dict[str, str]] = []
         self.answer = 200
+        self.cookie = ""
 
     def take(self, data: bytes, headers: dict[str, str]) -> None:
         self.requests.append(ExportTraceServiceRequest.FromString(data))
@@ -108,7 +112,7 @@ async def http_collector() -> AsyncIterator[Collector]:
 
     async def post(request: web.Request) -> web.Response:
         collector.take(await request.read(), dict(request.headers))
-        return web.Response(status=collector.answer)
+        return web.Response(status=collector.answer, headers={"set-cookie": collector.cookie})
 
     app = web.Application()
     app.router.add_post("/v1/traces", post)
@@ -229,6 +233,24 @@ def test_what_is_not_known_is_left_out() -> None:
     assert (root.status.code, root.status.message) == (Status.STATUS_CODE_ERROR, "bad")
 
 
+def test_a_span_before_1970_begins_then() -> None:
+    """Of a worker whose clock cannot be right: a time below 0 would cost the whole batch."""
+    shown = msgspec.structs.replace(SHOWN, spans=[Span("d", "wait", -3e12, 13.0)])
+    wait = spans_by_service(resource_spans(shown, TraceContext.of("")))["kvrelay-decode"][0]
+    assert wait.start_time_unix_nano == 0
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf, 1e300, 1e9 - 1])
+def test_marks_that_are_no_times_cost_no_other_request_of_the_batch(number: float) -> None:
+    trace = ended_trace()
+    trace.routed("w")
+    numbers = [each for phase in Phase for each in (phase, number, 1.0, phase, 5.0, number)]
+    trace.heard(0, encode(ProcessMarks("w", Role.DECODE, numbers)))
+    assert trace.context is not None
+    spans = resource_spans(waterfall(trace, "f"), trace.context)
+    assert all(each.SerializeToString() for each in spans)
+
+
 @pytest.mark.parametrize(
     "header",
     [
@@ -248,6 +270,11 @@ def test_a_header_that_is_none_begins_a_new_trace(header: str) -> None:
     assert one.trace_id not in (TRACE_ID, other.trace_id)
     assert (one.parent_id, one.is_sampled) == ("", True)
     assert TraceContext.of(one.traceparent).trace_id == one.trace_id
+
+
+def test_a_header_that_is_too_long_for_others_goes_no_further() -> None:
+    assert followed("01" + TRACEPARENT[2:] + "-more") != ""
+    assert followed("01" + TRACEPARENT[2:] + "-" + "x" * 1000) == ""
 
 
 def test_a_header_is_followed_and_handed_on_with_a_span_of_our_own() -> None:
@@ -305,6 +332,22 @@ def test_an_endpoint_that_is_none_is_refused(url: str) -> None:
         FrontendConfig(otlp_endpoint=url)
 
 
+def test_a_password_in_the_url_is_not_shown(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    for url in ("grpc://user:s3cret@h:1", "tcp://user:s3cret@h:1"):
+        with pytest.raises(ConfigError) as refused:
+            collector_of(url, {})
+        assert "s3cret" not in str(refused.value)
+    found = collector_of("http://user:s3cret@h:1", {})
+    assert found is not None
+    assert found.url.startswith("http://user:s3cret@h")
+    assert "s3cret" not in repr(found)
+    monkeypatch.setitem(sys.modules, "opentelemetry.proto.collector.trace.v1.trace_service_pb2", None)
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://user:s3cret@h:1")
+    assert open_exporter("", "f") is None
+    assert "h:1" in caplog.text
+    assert "s3cret" not in caplog.text
+
+
 def test_without_the_extra_the_flag_is_refused_and_the_environment_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "grpc", None)
     with pytest.raises(ConfigError, match=r"kvrelay\[otel\]"):
@@ -334,6 +377,16 @@ async def test_a_request_of_a_traced_client_arrives(opened: Callable[[], Any], m
             assert refused.status == 404
             await eventually(lambda: b'otlp_traces_total{outcome="sent"} 2.0' in cluster.frontend.metrics.render())
         assert b'outcome="dropped"} 0.0' in cluster.frontend.metrics.render()
+
+
+async def test_the_requests_that_a_shutdown_cuts_short_are_sent(model_dir: Path) -> None:
+    async with http_collector() as collector:
+        settings = {"otlp_endpoint": collector.url, "shutdown_timeout_s": 0.01}
+        async with running(model_dir, Script((10,), hang=True), **settings) as cluster:
+            asking = asyncio.create_task(send(cluster.frontend.port, "POST", "/v1/completions", BODY))
+            await cluster.until(lambda: bool(cluster.workers["w0"].requests))
+        assert (await asking).status == 503
+        assert [root.status.message for root in collector.roots] == ["the frontend is shutting down"]
 
 
 async def test_a_trace_that_its_client_does_not_sample_is_not_sent(model_dir: Path) -> None:
@@ -405,6 +458,17 @@ async def test_a_collector_that_refuses_costs_traces_until_it_takes_them_again(m
                 collector.answer = answer
                 exporter.add(ended_trace())
                 await eventually(lambda expected=expected: (exporter.num_sent, exporter.num_dropped) == expected)
+
+
+async def test_a_collectors_cookies_are_not_kept() -> None:
+    """One that sets another with each answer would fill the memory."""
+    async with http_collector() as collector:
+        collector.cookie = "session=1"
+        sender = HttpSender(OtlpEndpoint(collector.url.replace("127.0.0.1", "localhost") + "/v1/traces", True))
+        await sender.send(b"")
+        await sender.send(b"")
+        await sender.close()
+        assert [headers.get("Cookie") for headers in collector.headers] == [None, None]
 
 
 class SilentSender:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -186,6 +188,29 @@ def test_malformed_marks_cost_one_waterfall_and_nothing_else(field: bytes) -> No
     scene.frontend((0, P.RECEIVED), (10, P.FINISHED))
     scene.trace.heard(0, field)
     assert scene.end(10).latency_ms == pytest.approx(10)
+
+
+NO_NUMBERS = (math.nan, math.inf, -math.inf, 1e300, -1e300)
+
+
+@pytest.mark.parametrize("role", [Role.DECODE, Role.PREFILL])
+@pytest.mark.parametrize("number", NO_NUMBERS)
+def test_numbers_that_are_no_times_and_no_amounts_are_left_out(number: float, role: Role) -> None:
+    """The answer of a client that asked for its waterfall must not fail by them, nor a list."""
+    scene = Scene()
+    scene.frontend((0, P.RECEIVED), (1, P.ROUTED), (9, P.HEARD), (10, P.FINISHED))
+    numbers = [each for phase in Phase for each in (phase, number, 1.0, phase, 1e6, number, number, 1e6, 1.0)]
+    scene.trace.heard(0, encode(ProcessMarks("w", role, numbers)))
+    shown = scene.end(10)
+    assert all(math.isfinite(span.start_ms) and math.isfinite(span.end_ms) for span in shown.spans)
+    assert msgspec.json.decode(msgspec.json.encode(shown), type=Waterfall) == shown
+
+
+def test_marks_within_marks_within_marks() -> None:
+    field = b""
+    while len(field) < MAX_BYTES - 10:
+        field = msgspec.msgpack.encode((b"", field))
+    assert list(decode(field)) == []
 
 
 def test_marks_that_are_too_large_or_too_many_are_dropped() -> None:

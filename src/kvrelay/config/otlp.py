@@ -20,10 +20,10 @@ SCHEMES = (*GRPC_SCHEMES, "http", "https")
 
 @dataclass(frozen=True, slots=True)
 class OtlpEndpoint:
-    """A collector. ``url``: ``grpc[s]://HOST:PORT``, or the URL that traces are posted to. ``headers`` may hold a
-    collector's key. ``is_required``: it was given to kvrelay, not found in the environment."""
+    """A collector. ``url``: ``grpc[s]://HOST:PORT``, or the URL that traces are posted to. It may hold a password, and
+    ``headers`` a collector's key. ``is_required``: it was given to kvrelay, not found in the environment."""
 
-    url: str
+    url: str = field(repr=False)
     is_required: bool
     headers: Mapping[str, str] = field(default_factory=dict, repr=False)
 
@@ -43,14 +43,19 @@ def collector_of(configured: str, environ: Mapping[str, str] | None = None) -> O
         is_valid = parts.scheme in SCHEMES and bool(parts.hostname) and (parts.port or 1) > 0
     except ValueError:
         is_valid = False
-    if not is_valid or (parts.scheme in GRPC_SCHEMES and parts.path.strip("/")):
+    if not is_valid or (parts.scheme in GRPC_SCHEMES and (parts.path.strip("/") or parts.username is not None)):
         raise ConfigError(
-            f"{url!r} is not an OTLP endpoint: expected grpc://HOST:4317 or http://HOST:4318{TRACES_PATH}",
+            f"{without_password(url)!r} is not an OTLP endpoint: expected grpc://HOST:4317 or http://HOST:4318{TRACES_PATH}",
             param="otlp_endpoint",
         )
     url = url.rstrip("/")
     has_path = parts.scheme in GRPC_SCHEMES or parts.path.strip("/")
     return OtlpEndpoint(url if has_path else url + TRACES_PATH, bool(configured), _headers(env))
+
+
+def without_password(url: str) -> str:
+    """To be shown."""
+    return url.rpartition("@")[2]
 
 
 def _of_variables(env: Mapping[str, str]) -> str:

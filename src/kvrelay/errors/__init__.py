@@ -28,6 +28,11 @@ class KvrelayError(Exception):
         super().__init__(message)
         self.message = message
 
+    @property
+    def noted(self) -> str:
+        """The message without what it quotes of a prompt, to be kept and shown to others."""
+        return self.message
+
 
 # -- fix the input ----------------------------------------------------------------------------------------------------
 

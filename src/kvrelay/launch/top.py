@@ -12,6 +12,7 @@ from typing import Any
 
 from kvrelay.errors import WorkerUnavailableError
 from kvrelay.launch.frontend_calls import cluster_snapshot, slowest_requests
+from kvrelay.marks.text import printable
 
 INTERVAL_S = 1.0
 NUM_SLOWEST = 8
@@ -60,7 +61,7 @@ async def _redraw(url: str, api_key: str | None) -> None:
             lines = coloured(list(text_of(await _look(url, api_key), size.columns, size.lines - 1)))
             note = ""
         except WorkerUnavailableError as exc:
-            note = f"{RED}reconnecting: {_printable(str(exc))[: size.columns - 14]}{PLAIN}"
+            note = f"{RED}reconnecting: {printable(str(exc))[: size.columns - 14]}{PLAIN}"
         body = "".join(f"{line}{REST_OF_LINE}\r\n" for line in lines[: size.lines - 1])
         sys.stdout.write(f"{HOME}{body}{note}{REST}")
         sys.stdout.flush()
@@ -81,7 +82,7 @@ def text_of(report: Report, width: int, height: int) -> list[str]:
         foot = list(_slowest(report))[:LEAST_SLOWEST]
     room = max(height - len(head) - len(foot) - 3, 3)
     lines = [*head, *_workers(report, room), *foot]
-    return [_printable(line)[:width].rstrip() for line in lines[:height]]
+    return [printable(line)[:width].rstrip() for line in lines[:height]]
 
 
 def coloured(lines: list[str]) -> list[str]:
@@ -197,7 +198,3 @@ def _or_dash(value: int | None) -> str:
 
 def _share(part: int, whole: int) -> float:
     return part / whole if whole else 0.0
-
-
-def _printable(text: str) -> str:
-    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)

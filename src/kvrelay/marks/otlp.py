@@ -17,7 +17,7 @@ from contextlib import asynccontextmanager, suppress
 from typing import Protocol
 from urllib.parse import urlsplit
 
-from kvrelay.config.otlp import OtlpEndpoint, collector_of
+from kvrelay.config.otlp import OtlpEndpoint, collector_of, without_password
 from kvrelay.core.tasks import end_tasks
 from kvrelay.errors import ConfigError
 from kvrelay.marks.trace import Trace
@@ -52,7 +52,9 @@ class HttpSender:
 
         self._url = endpoint.url
         self._client = aiohttp.ClientSession(
-            headers={**endpoint.headers, **PROTOBUF}, timeout=aiohttp.ClientTimeout(SEND_TIMEOUT_S)
+            headers={**endpoint.headers, **PROTOBUF},
+            timeout=aiohttp.ClientTimeout(SEND_TIMEOUT_S),
+            cookie_jar=aiohttp.DummyCookieJar(),
         )
 
     async def send(self, data: bytes) -> None:
@@ -99,7 +101,8 @@ def open_exporter(configured: str, frontend: str) -> TraceExporter | None:
     except ImportError as exc:
         if endpoint.is_required:
             raise ConfigError(f"--otlp-endpoint needs the extra kvrelay[otel]: {exc}", param="otlp_endpoint") from exc
-        _log.warning("no traces are sent to %s: that needs the extra kvrelay[otel] (%s)", endpoint.url, exc)
+        shown = without_password(endpoint.url)
+        _log.warning("no traces are sent to %s: that needs the extra kvrelay[otel] (%s)", shown, exc)
         return None
     return TraceExporter(frontend, lambda: GrpcSender(endpoint) if endpoint.is_grpc else HttpSender(endpoint))
 

@@ -78,7 +78,7 @@ def resource_spans(shown: Waterfall, context: TraceContext) -> list[ResourceSpan
     trace_id, own_id = bytes.fromhex(context.trace_id), bytes.fromhex(context.span_id)
 
     def at(ms: float) -> int:
-        return origin_ns + int(ms * 1e6)
+        return max(origin_ns + int(ms * 1e6), 0)
 
     root = OtlpSpan(
         trace_id=trace_id,

@@ -19,6 +19,11 @@ MAX_REQUESTS = 8192
 MAX_NUMBERS = 3 * 200
 """Of one request; later marks are dropped."""
 
+MAX_AT_S = 1e9
+"""No machine has run for so long."""
+MAX_VALUE = 2.0**48
+"""Bytes of one transfer, for example."""
+
 
 class Mark(NamedTuple):
     """``at_s`` is by the monotonic clock of the process that made it."""
@@ -62,9 +67,12 @@ class Recorder:
 
 
 def marks_of(numbers: Sequence[float]) -> list[Mark]:
-    """In order of time. What another version has made is left out."""
-    found = zip(numbers[::3], numbers[1::3], numbers[2::3])
-    marks = [Mark(_PHASES[phase], at_s, value) for phase, at_s, value in found if phase in _PHASES]
+    """In order of time. What another version has made is left out, and what is no time or no amount."""
+    marks = [
+        Mark(_PHASES[phase], at_s, value)
+        for phase, at_s, value in zip(numbers[::3], numbers[1::3], numbers[2::3])
+        if phase in _PHASES and 0.0 <= at_s < MAX_AT_S and 0.0 <= value < MAX_VALUE
+    ]
     return sorted(marks, key=lambda mark: mark.at_s)
 
 

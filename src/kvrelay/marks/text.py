@@ -12,7 +12,7 @@ NAME_CHARS = 20
 
 def text_of(shown: Waterfall) -> str:
     """Lines that end with the time that no span accounts for."""
-    return "\n".join(_printable(line) for line in (*_head(shown), "", *_bars(shown), "", *_sums(shown)))
+    return "\n".join(printable(line) for line in (*_head(shown), "", *_bars(shown), "", *_sums(shown)))
 
 
 def _head(shown: Waterfall) -> Iterator[str]:
@@ -64,6 +64,6 @@ def _range(spans: Sequence[Span], latency_ms: float) -> tuple[float, float]:
     return min(times), max(times)
 
 
-def _printable(line: str) -> str:
+def printable(line: str) -> str:
     """Names and errors may hold what a client has sent: a terminal must not obey it."""
-    return "".join(char if char.isprintable() else "?" for char in line)
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in line)

@@ -111,9 +111,9 @@ class Trace:
             self.status = "migrated" if self.num_migrations else "finished"
 
     @property
-    def latency_s(self) -> float:
+    def latency_ms(self) -> float:
         """Until its end, or until now."""
-        return (self.ended_s or time.monotonic()) - self.received_s
+        return 1e3 * ((self.ended_s or time.monotonic()) - self.received_s)
 
     def marks(self) -> list[Mark]:
         """What this frontend has marked until now, in order."""

@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 
 HEADER = "traceparent"
-_FORM = re.compile(r"(?P<version>[0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(?P<more>-.*)?")
+_FORM = re.compile(r"(?P<version>[0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(?P<more>-.{0,200})?")
 _SAMPLED = 0x01
 
 

@@ -141,7 +141,7 @@ def summary(trace: Trace, frontend: str) -> Summary:
         id=trace.request_id,
         model=trace.model,
         received_unix=trace.received_unix,
-        latency_ms=trace.latency_s * MS,
+        latency_ms=trace.latency_ms,
         ttft_ms=(trace.first_s - trace.received_s) * MS if trace.first_s else None,
         status=trace.status,
         place=_place(trace),

@@ -17,6 +17,8 @@ from kvrelay.core.messages import RequestRefused
 from kvrelay.core.workers import CallerInfo
 from kvrelay.frontend.access.api_keys import new_api_key
 from kvrelay.frontend.api.requests_shown import as_bearer
+from kvrelay.marks.trace import Trace
+from kvrelay.marks.waterfall import Summary, summary
 
 LIST = "/debug/requests"
 BODY = {"prompt": "Once upon a time", "max_tokens": 4}
@@ -75,8 +77,28 @@ async def test_orders_limits_and_what_is_wrong_with_a_query(model_dir: Path) -> 
         assert "other" in line["error"]
         slowest = [line["latency_ms"] for line in await listed(port, "?order=slowest")]
         assert slowest == sorted(slowest, reverse=True)
-        for query in ("?order=best", "?limit=0", "?limit=-1", "?limit=1e3", "?limit=1001", "?limit=%00", "?limit=²"):
+        long = f"?limit=000000001{'9' * 5000}"
+        wrong = ("?order=best", "?limit=0", "?limit=-1", "?limit=1e3", "?limit=1001", "?limit=%00", "?limit=²", long)
+        for query in wrong:
             assert (await send(port, "GET", LIST + query)).status == 400, query
+
+
+async def test_only_the_lines_that_are_asked_for_are_made(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line costs 30 us of the event loop, and a page asks every second."""
+    made: list[str] = []
+
+    def counted(trace: Trace, frontend: str) -> Summary:
+        made.append(trace.request_id)
+        return summary(trace, frontend)
+
+    monkeypatch.setattr("kvrelay.frontend.api.requests_shown.summary", counted)
+    async with running(model_dir, Script((10,))) as cluster:
+        for _ in range(5):
+            await send(cluster.frontend.port, "POST", "/v1/completions", BODY)
+        for order in ("recent", "slowest"):
+            shown_ids = [line["id"] for line in await listed(cluster.frontend.port, f"?limit=2&order={order}")]
+            assert shown_ids == made[-2:]
+    assert len(made) == 4
 
 
 @pytest.mark.parametrize("query", ["?order=", "?limit=", "?order=recent&order="])
@@ -106,6 +128,14 @@ async def test_a_running_request_is_shown_as_it_is_now(model_dir: Path) -> None:
         await cluster.until(lambda: bool(cluster.workers["w0"].aborted))
         (line,) = await listed(port, "?order=failed")
         assert line["status"] == "failed"
+
+
+async def test_without_a_control_plane_a_frontend_lists_its_own(model_dir: Path) -> None:
+    async with running(model_dir, Script((10,))) as cluster:
+        port = cluster.frontend.port
+        request_id = (await send(port, "POST", "/v1/completions", BODY)).headers["x-request-id"]
+        cluster.broker.go_offline()
+        assert [line["id"] for line in await listed(port)] == [request_id]
 
 
 async def test_a_request_that_moves_shows_both_workers(model_dir: Path) -> None:
@@ -155,6 +185,16 @@ async def test_the_answer_carries_its_waterfall_if_asked(model_dir: Path, path: 
         for silent in ({}, {"x-kvrelay-waterfall": "0"}):
             plain = await send(cluster.frontend.port, "POST", path, body, silent)
             assert b"kvrelay_waterfall" not in plain.body
+
+
+async def test_what_a_template_quotes_of_a_prompt_is_not_kept(model_dir: Path) -> None:
+    async with running(model_dir, Script((10,))) as cluster:
+        port = cluster.frontend.port
+        body = {"messages": [{"role": "s3cret", "content": "hidden"}]}
+        refused = await send(port, "POST", "/v1/chat/completions", body)
+        assert "unknown role s3cret" in refused.error["message"]
+        (line,) = await listed(port)
+        assert line["error"] == "the chat template refuses these messages"
 
 
 async def test_without_marks_nothing_is_kept(model_dir: Path) -> None:

@@ -315,7 +315,7 @@ class FrontendApp:
             _log.warning("%s: the stream ended with an error: %s", request_id, exc)
         except KvrelayError as exc:
             response = _with_request_id(error_response(exc, _errors_of(path)), request_id)
-            status, error = str(response.status), exc.message
+            status, error = str(response.status), exc.noted
             exchange.respond(response)
         except asyncio.CancelledError:
             # Only close() cancels, and nothing waits for this task's result.

@@ -24,13 +24,15 @@ import msgspec
 from kvrelay.config import MetricsConfig
 from kvrelay.control.base import ControlPlane, Keys
 from kvrelay.core.decoding import UNREADABLE
-from kvrelay.errors import InvalidInputError, KvrelayError
+from kvrelay.errors import ControlUnavailableError, InvalidInputError, KvrelayError
 from kvrelay.frontend.access.api_keys import ApiKeys, following
 from kvrelay.http import Exchange, Response
 from kvrelay.marks.kept import Kept
+from kvrelay.marks.trace import Trace
 from kvrelay.marks.waterfall import Summary, Waterfall, summary, waterfall
 
 T = TypeVar("T", bound=msgspec.Struct)
+Line = TypeVar("Line", Summary, Trace)
 
 REQUESTS_PATH = "/debug/requests"
 CHALLENGE = [(b"www-authenticate", b'Basic realm="kvrelay", charset="UTF-8"'), (b"www-authenticate", b"Bearer")]
@@ -108,14 +110,11 @@ class ShownRequests:
         order, limit = query.get("order", ["recent"])[-1], query.get("limit", ["100"])[-1]
         if order not in ORDERS:
             raise InvalidInputError(f"order must be one of {', '.join(ORDERS)}", param="order")
-        if not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:9]) <= MAX_LISTED):
+        if not (limit.isascii() and limit.isdigit() and len(limit) < 10 and 1 <= int(limit) <= MAX_LISTED):
             raise InvalidInputError(f"limit must be 1 to {MAX_LISTED}", param="limit")
         question = Question(exchange.request.client or None, limit=int(limit), order=order)
         found = self._listed(question)
-        entries = await self._control.discovery.list(self._names.frontends)
-        names = [key.removeprefix(self._names.frontends) for key in entries]
-        others = [name for name in names if name != self.name][:MAX_ASKED]
-        for answer in await asyncio.gather(*(self._ask(name, question, RequestList) for name in others)):
+        for answer in await asyncio.gather(*(self._ask(name, question, RequestList) for name in await self._others())):
             found += answer.requests if answer is not None else []
         exchange.respond(Response(200, msgspec.json.encode(RequestList(_ordered(found, question)))))
 
@@ -140,7 +139,7 @@ class ShownRequests:
     def _listed(self, question: Question) -> list[Summary]:
         kept = self.kept.all() if self.kept is not None else []
         mine = [trace for trace in kept if question.client in (None, trace.client)]
-        return _ordered([summary(trace, self.name) for trace in mine], question)
+        return [summary(trace, self.name) for trace in _ordered(mine, question)]
 
     def _shown(self, question: Question) -> Waterfall | None:
         trace = self.kept.find(question.request_id) if self.kept is not None else None
@@ -149,6 +148,15 @@ class ShownRequests:
         return waterfall(trace, self.name)
 
     # -- other frontends ----------------------------------------------------------------------------------------------
+
+    async def _others(self) -> list[str]:
+        """Names from discovery; none without a control plane."""
+        try:
+            entries = await self._control.discovery.list(self._names.frontends)
+        except ControlUnavailableError:
+            return []
+        names = (key.removeprefix(self._names.frontends) for key in entries)
+        return [name for name in names if name != self.name][:MAX_ASKED]
 
     async def _answer(self, data: bytes) -> bytes:
         """Another frontend's question. It has checked the key."""
@@ -170,7 +178,7 @@ class ShownRequests:
             return None
 
 
-def _ordered(found: Sequence[Summary], question: Question) -> list[Summary]:
+def _ordered(found: Sequence[Line], question: Question) -> list[Line]:
     """As asked, the first of them."""
     chosen = [one for one in found if question.order != "failed" or one.status == "failed"]
     if question.order == "slowest":

@@ -108,8 +108,8 @@ class Frontend:
     async def close(self) -> None:
         """Refuse new requests, let open ones finish within ``shutdown_timeout_s``, and end the rest with an error."""
         await self.server.drain(self._config.shutdown_timeout_s)
-        await self._background.aclose()
         await self._app.close()
+        await self._background.aclose()
         await self.server.close(FLUSH_TIMEOUT_S)
         await self.cluster.close()
 

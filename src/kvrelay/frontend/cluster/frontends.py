@@ -122,10 +122,7 @@ class Frontends:
             yield
         finally:
             await end_tasks([counting])
-            try:
-                await service.unsubscribe()
-            except ControlUnavailableError as exc:
-                _log.debug("the service of figures ends with the connection: %s", exc)
+            await service.unsubscribe()
 
     async def gather(self) -> Sequence[KnownFrontend]:
         """Every frontend, this one first. Others that do not answer in time are marked, with what they said last. One

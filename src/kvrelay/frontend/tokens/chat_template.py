@@ -155,6 +155,17 @@ def _cost(name: str, values: Sequence[Any]) -> int:
 _NUMBER = re.compile(r"[0-9]{1,18}")
 
 
+REFUSED = "the chat template refuses these messages"
+
+
+class RefusedMessagesError(InvalidInputError):
+    """The template's own words, which may quote the messages."""
+
+    @property
+    def noted(self) -> str:
+        return REFUSED
+
+
 def _raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)
 
@@ -257,4 +268,4 @@ class ChatTemplate:
             MemoryError,
             RecursionError,
         ) as exc:
-            raise InvalidInputError(f"the chat template refuses these messages: {exc}", param="messages") from exc
+            raise RefusedMessagesError(f"{REFUSED}: {exc}", param="messages") from exc
