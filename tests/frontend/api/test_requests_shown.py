@@ -6,6 +6,7 @@ import asyncio
 import base64
 import json
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -241,6 +242,19 @@ async def test_a_key_sees_its_own_requests_and_an_operator_all(model_dir: Path, 
         # The operators' keys open nothing else.
         assert (await send(port, "POST", "/v1/completions", BODY, {"authorization": chief})).status == 401
         assert (await send(port, "POST", "/v1/completions", BODY, {"authorization": basic(keys[0])})).status == 401
+
+
+@pytest.mark.parametrize(("settings", "status"), [({"api_key": "kvr-own"}, 200), ({}, 403)])
+async def test_the_cluster_is_for_the_only_key_or_an_operators(
+    model_dir: Path, tmp_path: Path, settings: dict[str, Any], status: int
+) -> None:
+    key, line = new_api_key("alice")
+    (tmp_path / "keys").write_text(line)
+    async with running(model_dir, Script((10,)), **(settings or {"api_keys_file": str(tmp_path / "keys")})) as cluster:
+        held = settings.get("api_key", key)
+        for authorization, expected in ((f"Bearer {held}", status), (basic(held), status), ("Bearer wrong", 401)):
+            answer = await send(cluster.frontend.port, "GET", "/debug/cluster", b"", {"authorization": authorization})
+            assert answer.status == expected
 
 
 def test_basic_is_a_bearer_whose_key_is_the_password() -> None:

@@ -106,6 +106,10 @@ class KeyRevokedError(InvalidInputError):
     status = 401
 
 
+OWN_KEY = "default"
+"""The name of the key of ``--api-key``."""
+
+
 class ApiKeys:
     """The admitted keys, by name. Without any key, every request is admitted.
 
@@ -125,7 +129,7 @@ class ApiKeys:
     @classmethod
     def load(cls, api_key: str, keys_file: str, common: KeyLimits = NO_LIMITS) -> ApiKeys:
         """The key of the settings (named ``default``) and the keys of the file. Raises ConfigError."""
-        own = {"default": ApiKey(hashlib.sha256(api_key.encode()).digest())} if api_key else {}
+        own = {OWN_KEY: ApiKey(hashlib.sha256(api_key.encode()).digest())} if api_key else {}
         return cls(own, read_keys_file(Path(keys_file)) if keys_file else {}, common)
 
     def __repr__(self) -> str:

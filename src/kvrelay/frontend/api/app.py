@@ -192,7 +192,7 @@ class FrontendApp:
             "/tokenizer_info": Route("GET", self._tokenizer_info),
             "/docs": Route("GET", self._docs),
             REQUESTS_PATH: Route("GET", shown.show_list, shows_requests=True),
-            CLUSTER_PATH: Route("GET", ShownCluster(cluster, frontends, shown).show, shows_requests=True),
+            CLUSTER_PATH: Route("GET", ShownCluster(cluster, frontends).show, shows_requests=True),
             "/": Route("GET", page.redirect),
             PAGE.rstrip("/"): Route("GET", page.redirect, shows_requests=True),
             **dict.fromkeys(page.paths, Route("GET", page.show, shows_requests=True)),

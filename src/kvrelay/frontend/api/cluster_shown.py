@@ -12,7 +12,6 @@ from urllib.parse import parse_qs
 import msgspec
 
 from kvrelay.errors import InvalidInputError
-from kvrelay.frontend.api.requests_shown import ShownRequests
 from kvrelay.frontend.cluster.figures import HISTORY_S
 from kvrelay.frontend.cluster.frontends import Frontends, KnownFrontend
 from kvrelay.frontend.cluster.snapshot import (
@@ -61,16 +60,9 @@ class ClusterSnapshot(msgspec.Struct, frozen=True):
 class ShownCluster:
     """The handler that ``FrontendApp`` expects."""
 
-    def __init__(
-        self,
-        cluster: ClusterView,
-        frontends: Frontends,
-        shown: ShownRequests,
-        now_unix_s: Callable[[], float] = time.time,
-    ) -> None:
+    def __init__(self, cluster: ClusterView, frontends: Frontends, now_unix_s: Callable[[], float] = time.time) -> None:
         self._cluster = cluster
         self._frontends = frontends
-        self._shown = shown
         self._now_unix_s = now_unix_s
         self._looking = asyncio.Lock()
         self._looked_s = -FRESH_S
@@ -81,8 +73,8 @@ class ShownCluster:
     async def show(self, exchange: Exchange, request_id: str) -> None:
         """``?since=N``: the history after second N (default: five minutes). Raises InvalidInputError.
 
-        A client's key sees the sums, as it does at ``/metrics``, unless there are keys of operators."""
-        if exchange.request.client and self._shown.has_operators:
+        Not for one of several clients: it names workers and shows everyone's load."""
+        if exchange.request.client:
             raise NotPermittedError("this key sees its own requests; the cluster is for keys of --metrics-keys-file")
         since = _since(exchange.request)
         await self._look()

@@ -25,7 +25,7 @@ from kvrelay.config import MetricsConfig
 from kvrelay.control.base import ControlPlane, Keys
 from kvrelay.core.decoding import UNREADABLE
 from kvrelay.errors import ControlUnavailableError, InvalidInputError, KvrelayError
-from kvrelay.frontend.access.api_keys import ApiKeys, following
+from kvrelay.frontend.access.api_keys import OWN_KEY, ApiKeys, following
 from kvrelay.http import Exchange, Response
 from kvrelay.marks.kept import Kept
 from kvrelay.marks.trace import Trace
@@ -89,18 +89,15 @@ class ShownRequests:
         if self.kept is not None:
             self.kept.close()
 
-    @property
-    def has_operators(self) -> bool:
-        """Whether there are keys that see everything."""
-        return bool(self._operators)
-
     def viewer(self, authorization: str, clients: ApiKeys) -> str | None:
         """Whose requests the holder of this key may see: ``""`` for all, None if no key matches. Without any key
-        everyone sees all."""
+        everyone sees all, and so does the holder of ``--api-key`` if that is the only one."""
         bearer = as_bearer(authorization)
         if not (clients or self._operators) or (self._operators and self._operators.name_of(bearer) is not None):
             return ""
-        return clients.name_of(bearer) if clients else None
+        name = clients.name_of(bearer) if clients else None
+        is_only = not self._operators and clients.names == {OWN_KEY}
+        return "" if name is not None and is_only else name
 
     # -- handlers -----------------------------------------------------------------------------------------------------
 
