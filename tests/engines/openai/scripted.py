@@ -118,8 +118,8 @@ class ScriptedServer:
             script.num_ended += 1
             return web.json_response({**self._whole(body), **fields})
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await response.prepare(request)
         try:
+            await response.prepare(request)
             for number, event in enumerate(self._events(body)):
                 await asyncio.sleep(script.delay_s)
                 while script.is_paused and number:
@@ -132,9 +132,12 @@ class ScriptedServer:
                 data = edited if isinstance(edited, bytes) else json.dumps(edited).encode()
                 await response.write(b"data: " + data + b"\n\n")
             await response.write(b"data: [DONE]\n\n")
-        except (asyncio.CancelledError, ConnectionResetError):
+        except asyncio.CancelledError:
             script.num_cut += 1
             raise
+        except ConnectionResetError:  # the client has left, perhaps before the answer began
+            script.num_cut += 1
+            return response
         script.num_ended += 1
         return response
 
