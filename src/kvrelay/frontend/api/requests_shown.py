@@ -26,6 +26,7 @@ from kvrelay.control.base import ControlPlane, Keys
 from kvrelay.core.decoding import UNREADABLE
 from kvrelay.errors import ControlUnavailableError, InvalidInputError, KvrelayError
 from kvrelay.frontend.access.api_keys import OWN_KEY, ApiKeys, following
+from kvrelay.frontend.cluster.frontends import other_frontends
 from kvrelay.http import Exchange, Response
 from kvrelay.marks.kept import Kept
 from kvrelay.marks.trace import Trace
@@ -40,7 +41,6 @@ NAME_CHARS = 10
 OWNER = re.compile(r"[A-Za-z]+[-_](?:[A-Za-z0-9_-]{1,128}-)?([0-9a-f]{10})(?:[0-9a-f]{8}|[0-9a-f]{22})")
 ASK_TIMEOUT_S = 1.0
 MAX_LISTED = 1000
-MAX_ASKED = 256
 ORDERS = ("recent", "slowest", "failed")
 
 
@@ -147,13 +147,11 @@ class ShownRequests:
     # -- other frontends ----------------------------------------------------------------------------------------------
 
     async def _others(self) -> list[str]:
-        """Names from discovery; none without a control plane."""
+        """None without a control plane."""
         try:
-            entries = await self._control.discovery.list(self._names.frontends)
+            return list(await other_frontends(self._control, self._names, self.name))
         except ControlUnavailableError:
             return []
-        names = (key.removeprefix(self._names.frontends) for key in entries)
-        return [name for name in names if name != self.name][:MAX_ASKED]
 
     async def _answer(self, data: bytes) -> bytes:
         """Another frontend's question. It has checked the key."""

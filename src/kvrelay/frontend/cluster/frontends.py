@@ -11,7 +11,6 @@ answer for a frontend: the figures are shown and decide nothing.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import os
 import socket
@@ -62,6 +61,21 @@ class FiguresReply(msgspec.Struct, frozen=True):
 
 _request_decoder = msgspec.msgpack.Decoder(FiguresRequest)
 _reply_decoder = msgspec.msgpack.Decoder(FiguresReply)
+
+
+async def other_frontends(control: ControlPlane, keys: Keys, own_id: str) -> dict[str, CallerInfo]:
+    """The frontends in discovery but this one, by id, at most ``MAX_ASKED``; without entries that cannot be a
+    frontend's, since an id becomes part of a subject. Raises ControlUnavailableError."""
+    found: dict[str, CallerInfo] = {}
+    for key, value in sorted((await control.discovery.list(keys.frontends)).items()):
+        name = key.removeprefix(keys.frontends)
+        if name == own_id or not (name.isascii() and name.isalnum()) or len(found) == MAX_ASKED:
+            continue
+        try:
+            found[name] = decode_caller(name, value)
+        except ProtocolError as exc:
+            _log.debug("ignored the discovery entry %s: %s", key, exc)
+    return found
 
 
 @dataclass(slots=True)
@@ -136,12 +150,10 @@ class Frontends:
     async def _others(self) -> list[KnownFrontend]:
         """Those in discovery; without a control plane, those that were there before."""
         try:
-            entries = await self._control.discovery.list(self._keys.frontends)
+            listed = await other_frontends(self._control, self._keys, self.frontend_id)
         except ControlUnavailableError as exc:
             _log.debug("cannot list the frontends: %s", exc)
             return [known for name, known in self._known.items() if name != self.frontend_id]
-        found = filter(None, (self._entry(key, value) for key, value in sorted(entries.items())))
-        listed = dict(itertools.islice(found, MAX_ASKED))
         limit_s = time.monotonic() - GONE_AFTER_S
         self._known = {
             name: known
@@ -153,17 +165,6 @@ class Frontends:
         for name, info in listed.items():
             self._known.setdefault(name, KnownFrontend(name, info.host, info.pid))
         return [self._known[name] for name in listed]
-
-    def _entry(self, key: str, value: bytes) -> tuple[str, CallerInfo] | None:
-        """None for our own entry, and for one that cannot be a frontend's: its name becomes part of a subject."""
-        name = key.removeprefix(self._keys.frontends)
-        if name == self.frontend_id or not (name.isascii() and name.isalnum()):
-            return None
-        try:
-            return name, decode_caller(name, value)
-        except ProtocolError as exc:
-            _log.debug("ignored the discovery entry %s: %s", key, exc)
-            return None
 
     async def _ask(self, known: KnownFrontend) -> None:
         try:
