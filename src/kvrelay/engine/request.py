@@ -72,7 +72,7 @@ class Request:
     """Whether another worker began it: its stream stands still until this engine serves it."""
     status: RequestStatus = field(default=RequestStatus.WAITING, init=False)
     times: list[tuple[RequestStatus, float]] = field(default_factory=list, init=False)
-    """The request's waterfall: each state with the clock's time of entering it."""
+    """Each state with the clock's time of entering it."""
 
     # Set by the engine at arrival.
     arrival: int = field(default=0, init=False)

@@ -128,14 +128,12 @@ def _phase_attributes(span: Span) -> dict[str, Value]:
 
 
 def _of_process(name: str, role: str, spans: Sequence[OtlpSpan]) -> ResourceSpans:
-
     named = {"service.name": f"kvrelay-{role}", "service.namespace": "kvrelay", "service.instance.id": name}
     scope = ScopeSpans(scope=InstrumentationScope(name="kvrelay"), spans=spans)
     return ResourceSpans(resource=Resource(attributes=_key_values(named)), scope_spans=[scope])
 
 
 def _key_values(attributes: Mapping[str, Value]) -> list[KeyValue]:
-
     def value_of(value: Value) -> AnyValue:
         if isinstance(value, str):
             return AnyValue(string_value=value)

@@ -2,7 +2,7 @@
 
     request ──> [phase, seconds, value,  phase, seconds, value,  ...]
 
-A mark is one tuple copied into a list: no object of its own, no lock, about a tenth of what a preallocated ring with
+A mark is one tuple copied into a list: no object of its own, no lock, about a third of what a preallocated ring with
 links costs in Python. Both the number of requests and the marks of each are bounded. Every operation is one step for
 the interpreter, so any thread may call.
 """

@@ -137,6 +137,10 @@ class _Worker(msgspec.Struct):
 
 def summary(trace: Trace, frontend: str) -> Summary:
     """A request in a line."""
+    return _line(trace, frontend, map(_workers, trace.attempts))
+
+
+def _line(trace: Trace, frontend: str, attempts: Iterable[Sequence[_Worker]]) -> Summary:
     return Summary(
         id=trace.request_id,
         model=trace.model,
@@ -144,7 +148,7 @@ def summary(trace: Trace, frontend: str) -> Summary:
         latency_ms=trace.latency_ms,
         ttft_ms=(trace.first_s - trace.received_s) * MS if trace.first_s else None,
         status=trace.status,
-        place=_place(trace),
+        place=_place(attempts),
         prompt_tokens=trace.prompt_tokens,
         output_tokens=trace.output_tokens,
         frontend=frontend,
@@ -154,14 +158,14 @@ def summary(trace: Trace, frontend: str) -> Summary:
 
 def waterfall(trace: Trace, frontend: str) -> Waterfall:
     """The request's phases until its end, or until now."""
-    line = summary(trace, frontend)
+    attempts = [_workers(attempt) for attempt in trace.attempts]
+    line = _line(trace, frontend, attempts)
     own = trace.marks()
     found = _Spans(trace.received_s)
     processes = [Process(frontend, Role.FRONTEND, has_marks=True, clock_uncertainty_ms=0.0)]
     found.process(_Worker(frontend, Role.FRONTEND, own), AT_FRONTEND)
     marks: list[Mark] = []
-    for number, attempt in enumerate(trace.attempts):
-        workers = _workers(attempt)
+    for number, workers in enumerate(attempts):
         ours = [mark for mark in own if mark.phase not in (_P.ROUTED, _P.HEARD) or mark.value == number]
         found.attempt(ours, workers)
         marks += (mark for worker in workers for mark in worker.marks)
@@ -197,7 +201,7 @@ def _processes(workers: Sequence[_Worker]) -> list[Process]:
 
 
 class _Spans:
-    """The spans found so far. ``origin_ns``: the frontend's clock when the request came."""
+    """The spans found so far. ``origin_s``: the frontend's clock when the request came."""
 
     def __init__(self, origin_s: float) -> None:
         self._origin_s = origin_s
@@ -303,10 +307,10 @@ def _uncovered(spans: Iterable[Span], latency_ms: float) -> float:
     return max(latency_ms - covered_ms, 0.0)
 
 
-def _place(trace: Trace) -> str | None:
+def _place(attempts: Iterable[Sequence[_Worker]]) -> str | None:
     """Of the last prefill that began."""
     place = None
-    for worker in (worker for attempt in trace.attempts for worker in _workers(attempt)):
+    for worker in (worker for workers in attempts for worker in workers):
         phases = {mark.phase for mark in worker.marks} if worker.role is Role.DECODE else ()
         if _P.ATTACHED in phases:
             place = "remote"
