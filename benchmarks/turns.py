@@ -1,7 +1,7 @@
 """CPU time per request of two servers that run side by side, asked in short turns: what a change or a flag costs.
 
-A machine drifts and its neighbours come and go: what counts is the ratio of neighbouring turns, with the 95 % interval of
-its mean by resampling.
+A machine drifts and its neighbours come and go: what counts is the ratio of neighbouring turns, with the 95 % interval
+of its mean by resampling.
 """
 
 from __future__ import annotations
