@@ -111,4 +111,5 @@ class WorkerView(msgspec.Struct, frozen=True):
 
 
 Controller = Callable[[float, Sequence[WorkerView]], Sequence[ClusterEvent]]
-"""``controller(now_s, view) -> actions``, called at intervals. An action's ``time_s`` counts if it is later than now."""
+"""``controller(now_s, view) -> actions``, called at intervals. An action happens at its ``time_s``, or now if that
+has passed."""
