@@ -209,10 +209,22 @@ class Frontend:
                 router.apply_events(delivery.events)
             if delivery.load is not None and worker_id in self._network.listed:
                 router.apply_metrics(delivery.load)
+        token_s, flights = self._network.costs.frontend_token_s, self._flights
+        free_at_s = self._busy_until(0.0) if delivery.outputs else 0.0
         for output in delivery.outputs:
-            flight = self._flights.get(output.request_id)
-            if flight is not None:
-                self._take(flight, output)
+            flight = flights.get(output.request_id)
+            if flight is None:
+                continue
+            tokens_s = flight.result.tokens_s
+            if tokens_s and output.finish_reason is None and output.position == len(tokens_s):
+                # Most tokens are neither the first nor the last of an answer: half of the loop's time goes here.
+                free_at_s += token_s
+                tokens_s.append(free_at_s)
+                continue
+            self._free_at_s = free_at_s
+            self._take(flight, output)
+            free_at_s = self._free_at_s
+        self._free_at_s = max(self._free_at_s, free_at_s)
 
     def _take(self, flight: _Flight, output: TokenOutput) -> None:
         """Note new tokens; a pair's first token comes from both workers, and counts once."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import msgspec
@@ -232,11 +233,9 @@ class PrefillHandoffs(_Driver):
 
     def lose_entries(self) -> None:
         """The worker is dead: the queue delivers its entries again after the ack deadline."""
-        for job in self.jobs.values():
-            if job.delivery is not None:
-                self._network.loop.after(
-                    self._network.queue.ack_wait_s, lambda delivery=job.delivery: self._network.give_back(delivery)
-                )
+        network = self._network
+        for delivery in [job.delivery for job in self.jobs.values() if job.delivery is not None]:
+            network.loop.after(network.queue.ack_wait_s, partial(network.give_back, delivery))
 
     def _take(self, delivery: MemoryPrefillDelivery) -> None:
         self._num_free -= 1
