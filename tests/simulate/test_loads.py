@@ -77,7 +77,8 @@ def test_a_long_trace_is_read_no_further_than_its_limit(tmp_path: Path) -> None:
 def test_a_bad_trace_is_refused_in_one_line(tmp_path: Path, text: str, said: str) -> None:
     with pytest.raises(InvalidInputError) as caught:
         trace_arrivals(written(tmp_path / "bad", text))
-    assert said in caught.value.message and "\n" not in caught.value.message
+    assert said in caught.value.message
+    assert "\n" not in caught.value.message
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -110,7 +111,8 @@ def test_the_mix_shifts_from_prompts_to_answers() -> None:
     found = generated_arrivals("shift:num=2000,rate=10,period=200")
     halves = [[a for a in found if (a.time_s % 200 < 100) is first] for first in (True, False)]
     prompts, answers = ([np.mean([getattr(a, name) for a in half]) for half in halves] for name in NAMES)
-    assert prompts[0] > 2 * prompts[1] and answers[1] > 2 * answers[0]
+    assert prompts[0] > 2 * prompts[1]
+    assert answers[1] > 2 * answers[0]
 
 
 NAMES = ("prompt_tokens", "answer_tokens")

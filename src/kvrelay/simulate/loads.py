@@ -210,3 +210,14 @@ def _growth(num_calls: int, first: float, cached: float) -> float:
             param="load",
         )
     return growth
+
+
+def load_of(
+    trace: Path | None, spec: str | None, *, limit: int | None, time_scale: float = 1.0, seed: int = 0
+) -> list[Arrival]:
+    """What a command's --trace or --load names; exactly one. Raises InvalidInputError."""
+    if trace is not None and spec is None:
+        return trace_arrivals(trace, limit=limit, time_scale=time_scale)
+    if spec is not None and trace is None:
+        return generated_arrivals(spec, seed)
+    raise InvalidInputError("give a load: either --trace FILE or --load SPEC", param="load")
