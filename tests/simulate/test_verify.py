@@ -59,7 +59,8 @@ def recording(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if number in (5, 11):
             thread.post(lambda core, number=number: core.abort(str(number)))
     thread.post(lambda core: core.clear_cache())
-    assert is_over.wait(30.0) and not left
+    assert is_over.wait(30.0)
+    assert not left
     assert thread.close(10.0)
     return path
 
