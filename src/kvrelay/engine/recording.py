@@ -120,6 +120,8 @@ class Recorder:
             raise ConfigError(f"--record-steps {path}: {exc.strerror}", param="record_steps") from exc
         self.clock = HeldClock(clock)
         self.answers: list[float | bool | Decision] = []
+        self.is_noting = False
+        """Whether the engine is in a call or a step: ``has_work`` asks the placement as well, and changes nothing."""
         self.rows: tuple[tuple[str, int], ...] = ()
         self.token_ids: tuple[int, ...] = ()
         self._encoder = msgspec.json.Encoder()
@@ -133,8 +135,8 @@ class Recorder:
             self._file.flush()
 
     def take_answers(self) -> tuple[float | bool | Decision, ...]:
-        """The placement's answers since the last record."""
-        answers, self.answers = tuple(self.answers), []
+        """The placement's answers in this call or step, which ends."""
+        answers, self.answers, self.is_noting = tuple(self.answers), [], False
         return answers
 
     def close(self) -> None:
@@ -171,13 +173,14 @@ class _RecordedPlacement:
     """A placement whose answers are noted."""
 
     def __init__(self, policy: CostPlacement, recorder: Recorder) -> None:
-        self._policy, self._answers = policy, recorder
+        self._policy, self._recorder = policy, recorder
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._policy, name)
 
     def _note(self, answer: R) -> R:
-        self._answers.answers.append(answer)  # type: ignore[arg-type]
+        if self._recorder.is_noting:
+            self._recorder.answers.append(answer)  # type: ignore[arg-type]
         return answer
 
     @property
@@ -222,7 +225,7 @@ class RecordedCore(EngineCore):
         begin_s = recorder.clock.refresh()
         if not self.scheduler.has_work:
             return super().step(announce)
-        recorder.rows, recorder.token_ids = (), ()
+        recorder.rows, recorder.token_ids, recorder.is_noting = (), (), True
         output = super().step(announce)
         record = Step(begin_s, recorder.clock.now(), recorder.rows, recorder.token_ids, recorder.take_answers())
         recorder.write(record)
@@ -237,6 +240,7 @@ class RecordedCore(EngineCore):
         handoff_id: HandoffId | None = None,
     ) -> R:
         at_s, is_refused = self._recorder.clock.refresh(), True
+        self._recorder.is_noting = True
         try:
             result = call()
             is_refused = False

@@ -62,12 +62,14 @@ def parse_event(text: str) -> ClusterEvent:
 
 @dataclass(frozen=True, slots=True)
 class ClusterSpec:
-    """``prefill``, ``decode`` and ``both`` count the first workers by role. ``vocab_size`` and ``max_model_len`` are
+    """``prefill``, ``decode`` and ``both`` count the first workers by role. ``frontends`` share the frontend's work
+    evenly. ``vocab_size`` and ``max_model_len`` are
     the model's."""
 
     prefill: int = 0
     decode: int = 0
     both: int = 0
+    frontends: int = 1
     engine: EngineConfig = field(default_factory=EngineConfig)
     disagg: DisaggConfig = field(default_factory=DisaggConfig)
     router: RouterConfig = field(default_factory=RouterConfig)
@@ -88,8 +90,8 @@ class ClusterSpec:
 
     def check(self) -> None:
         """Raise ConfigError if no worker takes requests at the start, or a count is negative."""
-        if min(self.prefill, self.decode, self.both) < 0:
-            raise ConfigError("counts of workers cannot be negative", param="prefill")
+        if min(self.prefill, self.decode, self.both, self.frontends - 1) < 0:
+            raise ConfigError("counts of workers cannot be negative, and one frontend is needed", param="prefill")
         if self.decode + self.both < 1:
             raise ConfigError("no worker takes requests; give --decode or --both at least 1", param="decode")
 

@@ -25,7 +25,13 @@ _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 @click.option("--prefill", type=click.IntRange(0), default=1, help="Prefill workers at the start.")
 @click.option("--decode", type=click.IntRange(0), default=1, help="Decode workers at the start.")
 @click.option("--both", type=click.IntRange(0), default=0, help="Aggregated workers at the start.")
-@click.option("--order", type=click.Choice([order.value for order in HandoffOrder]), default="decode-first")
+@click.option("--frontends", type=click.IntRange(1), default=1, help="Frontends.")
+@click.option(
+    "--order",
+    type=click.Choice([order.value for order in HandoffOrder]),
+    default="decode-first",
+    help="Who gets a request first.",
+)
 @click.option("--costs", "costs_file", type=_FILE, help="JSON file of costs; default: a GPU of the middle class.")
 @click.option("--event", "events", multiple=True, metavar="EVENT", help="E.g. 30s:kill:d1, 30s:role:d1:prefill.")
 @click.option("--seed", default=0, help="Seed of all draws: the same one gives the same output.")
@@ -39,6 +45,7 @@ def simulate_command(
     prefill: int,
     decode: int,
     both: int,
+    frontends: int,
     order: str,
     costs_file: Path | None,
     events: tuple[str, ...],
@@ -73,6 +80,7 @@ def simulate_command(
         prefill=prefill,
         decode=decode,
         both=both,
+        frontends=frontends,
         engine=source.build(EngineConfig),
         disagg=source.build(DisaggConfig),
         router=source.build(RouterConfig),

@@ -1,7 +1,7 @@
 """The simulated frontend and its clients: arrivals, the real router, tokens, and requests that move to another worker.
 
 The frontend is one server: it takes ``frontend_request_s`` for a request and ``frontend_token_s`` for a token, first
-come, first served.
+come, first served. N frontends are one server that is N times as fast.
 """
 
 from __future__ import annotations
@@ -49,6 +49,8 @@ class Frontend:
     def __init__(self, network: Network, arrivals: Sequence[Arrival], on_over: Callable[[], None]) -> None:
         spec, clock = network.spec, network.loop.clock
         self._network, self._loop, self._arrivals = network, network.loop, arrivals
+        self._request_s = network.costs.frontend_request_s / spec.frontends
+        self._token_s = network.costs.frontend_token_s / spec.frontends
         self._on_over = on_over
         self.port = FrontendPort(self._deliver, self._refused)
         self._router = Router(spec.router, spec.engine.block_size, clock)
@@ -110,7 +112,7 @@ class Frontend:
         arrival, result = self._arrivals[index], self.results[index]
         result.sent_s = self._loop.clock.now()
         flight = _Flight(arrival, result, arrival.prompt(index, self._network.spec.vocab_size))
-        self._loop.at(self._busy_until(self._network.costs.frontend_request_s), lambda: self._route(flight))
+        self._loop.at(self._busy_until(self._request_s), lambda: self._route(flight))
 
     def _route(self, flight: _Flight) -> None:
         """Choose a worker or a pair, and send the request there."""
@@ -209,7 +211,7 @@ class Frontend:
                 router.apply_events(delivery.events)
             if delivery.load is not None and worker_id in self._network.listed:
                 router.apply_metrics(delivery.load)
-        token_s, flights = self._network.costs.frontend_token_s, self._flights
+        token_s, flights = self._token_s, self._flights
         free_at_s = self._busy_until(0.0) if delivery.outputs else 0.0
         for output in delivery.outputs:
             flight = flights.get(output.request_id)
@@ -234,7 +236,7 @@ class Frontend:
             if not tokens_s:
                 self._router.first_token(flight.request_id)
                 flight.result.num_cached_tokens = output.num_cached_tokens or 0
-            at_s = self._busy_until(self._network.costs.frontend_token_s * num_new)
+            at_s = self._busy_until(self._token_s * num_new)
             tokens_s.extend([at_s] * num_new)
         if output.finish_reason is FinishReason.ERROR:
             self._move(flight, flight.worker_id)

@@ -196,7 +196,7 @@ class PrefillHandoffs(_Driver):
         self.ledger = PrefillLedger(rules)
         self.jobs: dict[HandoffId, _Job] = {}
         self._by_name: dict[str, HandoffId] = {}
-        self._is_pulling = False
+        self._is_pulling = self._is_waiting = False
         self._num_free = MAX_COMPUTING
         super().__init__(
             network,
@@ -223,13 +223,18 @@ class PrefillHandoffs(_Driver):
     def start(self) -> None:
         """Pull entries: one computes while the next one waits."""
         self._is_pulling = True
-        for _ in range(self._num_free):
-            self._network.pull(self._host, self._take)  # type: ignore[arg-type]
+        self._pull()
 
     def stop(self) -> None:
         """Pull nothing more."""
-        self._is_pulling = False
+        self._is_pulling = self._is_waiting = False
         self._network.stop_pulling(self._host)  # type: ignore[arg-type]
+
+    def _pull(self) -> None:
+        """Wait for one entry, if another prefill may be taken; never for two at a time."""
+        if self._is_pulling and self._num_free and not self._is_waiting and self._host.is_alive:
+            self._is_waiting = True
+            self._network.pull(self._host, self._take)  # type: ignore[arg-type]
 
     def lose_entries(self) -> None:
         """The worker is dead: the queue delivers its entries again after the ack deadline."""
@@ -239,6 +244,8 @@ class PrefillHandoffs(_Driver):
 
     def _take(self, delivery: MemoryPrefillDelivery) -> None:
         self._num_free -= 1
+        self._is_waiting = False
+        self._network.loop.after(0.0, self._pull)
         request = delivery.request
         job = _Job(request, delivery)
         if request.handoff_id in self.ledger.seen:
@@ -277,8 +284,7 @@ class PrefillHandoffs(_Driver):
 
     def _free_place(self) -> None:
         self._num_free += 1
-        if self._is_pulling and self._host.is_alive:
-            self._network.pull(self._host, self._take)  # type: ignore[arg-type]
+        self._pull()
 
     def _settle(self, action: pe.Settle) -> None:
         job = self._pop(action.handoff_id)

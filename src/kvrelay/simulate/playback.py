@@ -209,7 +209,7 @@ class _Player:
         self.result.num_steps += 1
         if self._ended_s is not None and step.begin_s >= self._ended_s:
             self.result.gaps_s.append(step.begin_s - self._ended_s)
-        self._ended_s = step.end_s if self.core.scheduler.has_work else None
+        self._ended_s = step.end_s if self.core.scheduler.num_admitted else None
         self._note(output.outputs, step.end_s)
         return True
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from kvrelay.config import WorkerRole
 from kvrelay.errors import ConfigError
@@ -22,6 +22,7 @@ from kvrelay.simulate.cluster import ROLE_PREFIX, Change, ClusterEvent, ClusterS
 from kvrelay.simulate.costs import Costs
 from kvrelay.simulate.frontend import Frontend
 from kvrelay.simulate.loop import EventLoop
+from kvrelay.simulate.machine import FittedStepTime, StepTime
 from kvrelay.simulate.network import Network
 from kvrelay.simulate.result import SimulationResult
 from kvrelay.simulate.worker import SimulatedWorker
@@ -50,7 +51,8 @@ def simulate(
 
 
 class Simulation:
-    """One run; ``simulate`` is the door. Tests look at ``workers``."""
+    """One run; ``simulate`` is the door. Tests look at ``workers``. ``step_times``: by worker id, instead of the fitted
+    ones."""
 
     def __init__(
         self,
@@ -60,11 +62,13 @@ class Simulation:
         seed: int = 0,
         controller: Controller | None = None,
         controller_interval_s: float = 1.0,
+        step_times: Callable[[str], StepTime] | None = None,
     ) -> None:
         self.loop = EventLoop()
         self.network = Network(spec, costs, self.loop, seed)
         self.frontend = Frontend(self.network, arrivals, self.loop.stop)
         self.workers: dict[str, SimulatedWorker] = {}
+        self._step_times = step_times or (lambda worker_id: FittedStepTime(costs, f"{seed} {worker_id}"))
         self._controller, self._interval_s = controller, controller_interval_s
         self._numbers = {role: itertools.count() for role in ROLE_PREFIX.values()}
         counts = zip(ROLE_PREFIX.values(), (spec.prefill, spec.decode, spec.both))
@@ -96,7 +100,7 @@ class Simulation:
 
     def _register(self, worker_id: str, role: WorkerRole) -> None:
         """A new worker is ready: all know it, and it knows all."""
-        worker = SimulatedWorker(worker_id, role, self.network, self.frontend.port)
+        worker = SimulatedWorker(worker_id, role, self.network, self.frontend.port, self._step_times(worker_id))
         ttl_s = self.network.spec.lease_ttl_s
         own = Registered(worker_id, ttl_s, TERM)
         for other in self.workers.values():

@@ -36,7 +36,7 @@ from kvrelay.placement.threshold import DisaggPolicy
 from kvrelay.simulate.cluster import WorkerView
 from kvrelay.simulate.handoffs import DecodeHandoffs, PrefillHandoffs
 from kvrelay.simulate.loop import StepClock
-from kvrelay.simulate.machine import FittedStepTime, SimulatedExecutor, StepTime
+from kvrelay.simulate.machine import SimulatedExecutor, StepTime
 from kvrelay.simulate.network import MODEL, Network
 from kvrelay.simulate.result import WorkerResult
 from kvrelay.worker.decode.queue import SIZE_INTERVAL_S
@@ -88,14 +88,14 @@ class SimulatedWorker:
         role: WorkerRole,
         network: Network,
         frontend: FrontendPort,
-        step_time: StepTime | None = None,
+        step_time: StepTime,
     ) -> None:
-        spec, costs, seed = network.spec, network.costs, f"{network.seed} {worker_id}"
+        spec, seed = network.spec, f"{network.seed} {worker_id}"
         self.worker_id, self.role, self.epoch = worker_id, role, 0
         self.is_alive, self.is_accepting = True, False
         self._network, self._loop, self._frontend = network, network.loop, frontend
         self._clock = StepClock(network.loop.clock)
-        self.executor = SimulatedExecutor(spec, self._clock, step_time or FittedStepTime(costs, seed))
+        self.executor = SimulatedExecutor(spec, self._clock, step_time)
         self.core = EngineCore(self.executor, spec.engine, self._clock, worker_id=worker_id)
         self.executor.step_work = self.core.scheduler.step_work
         self._sampler = LoadSampler(self.core, LOAD_INTERVAL_S, self._clock)
