@@ -50,6 +50,7 @@ class SimulateGroup(GroupedCommand, LazyGroup):
 @click.pass_context
 def simulate_command(
     ctx: click.Context,
+    /,
     trace: Path | None,
     load: str | None,
     limit: int | None,

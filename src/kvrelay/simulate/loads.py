@@ -171,7 +171,7 @@ def _agents(rng: np.random.Generator, options: dict[str, float]) -> list[Arrival
     found: list[Arrival] = []
     begun: list[list[tuple[float, int, int, tuple[int, ...]]]] = []
     for _ in range(int(options["sessions"])):
-        at, ids, calls = next(starts), [], []
+        at, ids, calls = next(starts), list[int](), []
         for call in range(num_calls):
             length = max(BLOCK, round((first + call * growth) / BLOCK) * BLOCK)
             ids += [next(fresh) for _ in range(length // BLOCK - len(ids))]
