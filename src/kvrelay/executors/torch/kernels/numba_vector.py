@@ -255,7 +255,8 @@ def tile_product(
     width, rows = _size(width_marker), _size(rows_marker)
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        lanes = _lanes(width)
+        # A register's width each: LLVM would split wider vectors into more registers than there are.
+        lanes = 16 if width >= 64 else 8
         emit = _Emitter(context, builder, lanes)
         source = emit.pointer(signature.args[2], arguments[2], arguments[3])
         weights = emit.pointer(signature.args[5], arguments[5], arguments[6])
