@@ -19,7 +19,7 @@ _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 
 
 @click.command("simulate", cls=GroupedCommand)
-@click.option("--trace", type=_FILE, help="Load: a trace in Mooncake's (.jsonl) or Azure's (.csv) format.")
+@click.option("--trace", type=_FILE, help="Load: a trace of Mooncake (.jsonl) or Azure (.csv); default: none.")
 @click.option("--limit", type=click.IntRange(1), help="Requests of the trace; default: all.")
 @click.option("--time-scale", type=click.FloatRange(0.0, min_open=True), default=1.0, help="2: twice as fast.")
 @click.option("--prefill", type=click.IntRange(0), default=1, help="Prefill workers at the start.")
@@ -33,9 +33,9 @@ _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
     help="Who gets a request first.",
 )
 @click.option("--costs", "costs_file", type=_FILE, help="JSON file of costs; default: a GPU of the middle class.")
-@click.option("--event", "events", multiple=True, metavar="EVENT", help="E.g. 30s:kill:d1, 30s:role:d1:prefill.")
+@click.option("--event", "events", multiple=True, metavar="EVENT", help="E.g. 30s:kill:d1; default: none.")
 @click.option("--seed", default=0, help="Seed of all draws: the same one gives the same output.")
-@click.option("--verify", "recording", type=_FILE, help="Recording of a worker (--record-steps) to compare with.")
+@click.option("--verify", "recording", type=_FILE, help="Recording (--record-steps) to compare with; default: none.")
 @json_option
 @settings_options(*SETTINGS)
 def simulate_command(
