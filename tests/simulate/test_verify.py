@@ -42,7 +42,8 @@ def a_request(name: str, rng: random.Random, **fields: object) -> Request:
 
 @pytest.fixture(scope="module")
 def recording(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A worker's mock engine on its thread (``--record-steps``), with cancelled requests, a prefix that is shared, and more work than fits."""
+    """A worker's mock engine on its thread (``--record-steps``), with cancelled requests, a prefix that is shared, and
+    more work than fits."""
     path = tmp_path_factory.mktemp("recordings") / "steps.jsonl"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(worker_process, "build_executor", lambda *_: MockExecutor(CONFIG, TIMES, vocab_size=512))
@@ -160,5 +161,5 @@ def test_a_file_that_is_no_recording_is_refused_in_one_line(tmp_path: Path, cont
 
 
 def test_a_file_that_cannot_be_written_ends_the_start_in_one_line(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="--record-steps .*: No such file or directory"):
+    with pytest.raises(ConfigError, match=r"--record-steps .*: No such file or directory"):
         recorded(tmp_path / "missing" / "steps.jsonl")
