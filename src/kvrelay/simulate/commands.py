@@ -42,9 +42,9 @@ class SimulateGroup(GroupedCommand, LazyGroup):
     help="Who gets a request first.",
 )
 @click.option("--costs", "costs_file", type=_FILE, help="JSON file of costs; default: a GPU of the middle class.")
-@click.option("--event", "events", multiple=True, metavar="EVENT", help="E.g. 30s:kill:d1, 30s:role:d1:prefill.")
+@click.option("--event", "events", multiple=True, metavar="EVENT", help="E.g. 30s:kill:d1; default: none.")
 @click.option("--seed", default=0, help="Seed of all draws: the same one gives the same output.")
-@click.option("--verify", "recording", type=_FILE, help="Recording of a worker (--record-steps) to compare with.")
+@click.option("--verify", "recording", type=_FILE, help="Recording (--record-steps) to compare with; default: none.")
 @json_option
 @settings_options(*SETTINGS)
 @click.pass_context
