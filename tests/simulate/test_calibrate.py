@@ -72,6 +72,14 @@ def test_what_the_load_did_not_show_is_named_and_keeps_its_default() -> None:
     assert {"token_bytes", "link_bytes_per_s", "transfer_overhead_s"} <= set(found.not_measured)
 
 
+def test_transfers_too_small_to_tell_a_bandwidth_are_overhead() -> None:
+    phases = [Phase(synthetic(length).streams, Counters(4, 4 * length, 0.012, 4)) for length in (64, 1024)]
+    found = fit(workers(), phases, "")
+    assert found.costs.transfer_overhead_s == pytest.approx(0.003)
+    assert found.costs.link_bytes_per_s == Costs().link_bytes_per_s
+    assert "link_bytes_per_s" in found.not_measured
+
+
 def test_counters_are_summed_over_workers() -> None:
     assert counters_of(read_status(STATUS)) == Counters(3, 300, 0.5, 2)
 

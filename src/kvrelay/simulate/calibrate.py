@@ -171,7 +171,8 @@ def _client_costs(step: StepCost, phases: Sequence[Phase]) -> dict[str, float | 
 
 
 def _transfer_costs(phases: Sequence[Phase]) -> dict[str, float | int]:
-    """A line through (bytes, seconds) of a mean transfer of each phase; from one phase only its ratio."""
+    """A line through (bytes, seconds) of a mean transfer of each phase; from one phase only its ratio. If the line does
+    not rise, the transfers were too small to tell a bandwidth."""
     used = [phase for phase in phases if phase.counted.num_transfers > 0 and phase.counted.num_bytes > 0]
     found: dict[str, float | int] = {}
     remote_tokens = sum(phase.counted.num_remote * phase.streams[0].prompt_tokens for phase in used if phase.streams)
@@ -185,6 +186,9 @@ def _transfer_costs(phases: Sequence[Phase]) -> dict[str, float | int]:
         (few, short_s), (many, long_s) = points[0], points[-1]
         found["link_bytes_per_s"] = (many - few) / (long_s - short_s)
         found["transfer_overhead_s"] = max(short_s - few / found["link_bytes_per_s"], 0.0)
+    elif len(points) >= 2:
+        # Larger transfers take no longer, so they are all overhead.
+        found["transfer_overhead_s"] = min(seconds for _, seconds in points)
     elif points and points[-1][1] > 0.0:
         found["link_bytes_per_s"] = points[-1][0] / points[-1][1]
     return found

@@ -17,7 +17,7 @@ from kvrelay.cli.processes import run_async
 @click.option("--url", help="Frontend; default: that of the cluster that you run on this machine.")
 @click.option("--api-key", help="API key of the frontend; default: none.")
 @click.option("--machine", default=platform.node, show_default="this host's name", help="Name of the machine.")
-@click.option("--streams", type=click.IntRange(2, 1000), default=8, help="Requests for each length.")
+@click.option("--streams", type=click.IntRange(2, 1000), default=32, help="Requests for each length.")
 @click.option("--short", type=click.IntRange(1), default=64, help="Tokens of the short prompts.")
 @click.option("--long", "long_length", type=click.IntRange(2), default=1024, help="Tokens of the long prompts.")
 @click.option("--seed", type=click.IntRange(0), default=0, help="Seed of the prompts.")
