@@ -34,6 +34,7 @@ COMMANDS = {
     "role": ("kvrelay.cli.cluster:role", "Change a worker's role."),
     "config": ("kvrelay.cli.cluster:config", "Read or change a setting of a running cluster."),
     "api-key": ("kvrelay.cli.small:api_key", "Make an API key for a client."),
+    "simulate": ("kvrelay.simulate.commands:simulate_command", "Run a cluster in virtual time: what would it do?"),
     "bench": ("kvrelay.bench.commands:bench_group", "Measure servers, the engine, transfers and data sets."),
     "completion": ("kvrelay.cli.small:completion", "Print the completion script of a shell."),
     "make-model": ("kvrelay.cli.small:make_model_command", "Write a checkpoint with random weights."),

@@ -22,6 +22,7 @@ from kvrelay.cli.options import (
 )
 from kvrelay.config import ControlConfig, DisaggConfig, FrontendConfig, MetricsConfig, RouterConfig, WorkerRole
 from kvrelay.config.worker import WORKER_SECTIONS
+from kvrelay.errors import ConfigError
 
 T = TypeVar("T")
 
@@ -58,6 +59,13 @@ EVERYDAY_FRONTEND = (
 @served_name_option
 @click.option("--worker-host", default="127.0.0.1", help="Address that frontends and peers connect to.")
 @click.option("--worker-port", default=0, type=click.IntRange(0, 65535), help="Request-plane port; 0: ephemeral.")
+@click.option(
+    "--record-steps",
+    default="",
+    metavar="FILE",
+    help="File for the engine's steps and what they are made of, prompts included; see kvrelay simulate --verify. "
+    "Default: none.",
+)
 @kv_transfer_option(is_serve=False)
 @settings_options(*WORKER_SETTINGS)
 def worker(
@@ -67,6 +75,7 @@ def worker(
     served_model_name: str | None,
     worker_host: str,
     worker_port: int,
+    record_steps: str,
     config_file: Path | None,
     **flags: object,
 ) -> None:
@@ -82,7 +91,10 @@ def worker(
         role=WorkerRole(role),
         host=worker_host,
         port=worker_port,
+        record_steps=record_steps,
     )
+    if config.record_steps and config.group.dp > 1:
+        raise ConfigError("--record-steps records one engine; leave out --dp", param="record_steps")
     if config.group.is_whole:
         sys.exit(run_async(run_group(config)))
     run_async(run_worker(config))

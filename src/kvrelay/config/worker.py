@@ -65,6 +65,8 @@ class WorkerConfig:
     mock: MockConfig = field(default_factory=MockConfig)
     upstream: UpstreamConfig = field(default_factory=UpstreamConfig)
     vllm: VllmConfig = field(default_factory=VllmConfig)
+    record_steps: str = ""
+    """File for everything that the engine is told and schedules; empty: none (``engine.recording``)."""
 
     @property
     def exchanges_kv(self) -> bool:

@@ -30,3 +30,7 @@ class ManualClock:
 
     def advance(self, seconds: float) -> None:
         self._now_s += seconds
+
+    def move_to(self, now_s: float) -> None:
+        """Show exactly ``now_s``; a sum of small steps would round."""
+        self._now_s = now_s

@@ -19,8 +19,9 @@ from kvrelay.data.tokenizer_files import tokenizer_fingerprint
 from kvrelay.dp.group import StepGroup
 from kvrelay.engine.contract import EngineHost
 from kvrelay.engine.core import EngineCore
+from kvrelay.engine.recording import RecordedCore
 from kvrelay.engine.thread import EngineThread
-from kvrelay.engines.registry import build_executor, build_host
+from kvrelay.engines.registry import HOSTS, build_executor, build_host
 from kvrelay.errors import CheckpointError, ConfigError, EngineHungError, KvrelayError
 from kvrelay.executors.host_memory import ANYWHERE, HostMemory
 from kvrelay.launch.dp_group import join_group, together
@@ -60,6 +61,10 @@ async def _run_worker(config: WorkerConfig) -> None:
     if not config.control.control:
         raise ConfigError("a worker needs --control, e.g. --control nats://127.0.0.1:4222", param="control")
     _require_possible_role(config)
+    if config.record_steps and config.engine_kind in HOSTS:
+        raise ConfigError(
+            f"--record-steps: engine {config.engine_kind} schedules elsewhere; use torch or mock", param="record_steps"
+        )
     curve_keys = request_plane_keys(config.host, config.control)
     require_metrics_key(config.metrics, config.control)
     config = replace(config, transfer=transfer_settings(config.host, config.transfer))
@@ -141,7 +146,11 @@ def load_engine(
         engine = replace(config.engine, num_blocks=executor.num_blocks, max_model_len=executor.max_model_len)
         if group is not None:
             group.ready(together(config.group.ep, config.engine_kind, executor))
-        return EngineCore(executor, engine, MonotonicClock(), worker_id=worker_id, seed=config.runner.seed, group=group)
+        seed = config.runner.seed
+        if config.record_steps:
+            path = Path(config.record_steps)
+            return RecordedCore(executor, engine, path, worker_id=worker_id, model=config.model, seed=seed)
+        return EngineCore(executor, engine, MonotonicClock(), worker_id=worker_id, seed=seed, group=group)
 
     idle_wait_s = RANKS_CHECK_INTERVAL_S if config.computes_in_ranks else IDLE_CHECK_INTERVAL_S
     return EngineThread(build(), idle_wait_s) if loads_here else EngineThread.load(build, idle_wait_s)

@@ -1,0 +1,1 @@
+"""The simulator: the real policies on a virtual clock. ``simulate`` is the door; ``docs/simulator.md`` describes it."""

@@ -1,0 +1,62 @@
+"""One request of a simulated load: when it comes, how long it is, and which blocks of its prompt others share."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+
+from kvrelay.errors import InvalidInputError
+
+OWN_SEED = 1 << 40
+"""Prompts without hash ids draw their tokens from here on: no hash id of a trace is so large."""
+
+
+class Arrival(msgspec.Struct, frozen=True, kw_only=True):
+    """``time_s`` from the begin of the load, of at least 0. With ``after`` the request is sent ``time_s`` after the
+    arrival of that index has got its last token: sessions and closed loops.
+
+    ``hash_ids``: one for each ``hash_tokens`` tokens of the prompt; equal leading ids are an equal prefix. None: the
+    prompt shares nothing. ``session`` names the conversation, for reports.
+    """
+
+    time_s: float
+    prompt_tokens: int
+    answer_tokens: int
+    hash_ids: tuple[int, ...] | None = None
+    hash_tokens: int = 512
+    session: str | None = None
+    after: int | None = None
+    priority: int = 0
+
+    def prompt(self, index: int, vocab_size: int) -> list[int]:
+        """Token ids of the arrival number ``index``: a function of the hash ids, or of ``index`` without them."""
+        if self.hash_ids is None:
+            return _tokens(OWN_SEED + index, self.prompt_tokens, vocab_size)
+        token_ids: list[int] = []
+        for hash_id in self.hash_ids:
+            token_ids += _tokens(hash_id, self.hash_tokens, vocab_size)
+        missing = self.prompt_tokens - len(token_ids)
+        return token_ids[: self.prompt_tokens] + _tokens(OWN_SEED + index, max(missing, 0), vocab_size)
+
+
+def check_arrivals(arrivals: Sequence[Arrival]) -> None:
+    """Raise InvalidInputError for the first arrival that cannot be sent, by its number from 0."""
+    for index, arrival in enumerate(arrivals):
+        if not 0.0 <= arrival.time_s < math.inf:
+            raise InvalidInputError(f"arrival {index}: its time must be 0 s or more, got {arrival.time_s}")
+        if arrival.prompt_tokens < 1 or arrival.answer_tokens < 1:
+            raise InvalidInputError(f"arrival {index}: prompt and answer need at least one token each")
+        if arrival.after is not None and not 0 <= arrival.after < index:
+            raise InvalidInputError(f"arrival {index}: it can only come after an earlier one, not {arrival.after}")
+
+
+def _tokens(seed: int, count: int, vocab_size: int) -> list[int]:
+    """A multiplicative hash of (seed, position): no generator to set up for each block."""
+    mixed = np.arange(count, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    mixed += np.uint64(seed * 0xC2B2AE3D27D4EB4F & (1 << 64) - 1)
+    mixed = (mixed ^ (mixed >> np.uint64(29))) * np.uint64(0xBF58476D1CE4E5B9)
+    tokens: list[int] = ((mixed >> np.uint64(32)) % np.uint64(vocab_size)).tolist()
+    return tokens

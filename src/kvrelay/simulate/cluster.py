@@ -1,0 +1,117 @@
+"""What is simulated: how many workers of which role, their settings, and what happens to them at which time."""
+
+from __future__ import annotations
+
+import enum
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from kvrelay.config import DisaggConfig, EngineConfig, RouterConfig, WorkerRole
+from kvrelay.core.handoff import HandoffOrder
+from kvrelay.core.step_cost import StepCost
+from kvrelay.errors import ConfigError
+
+ROLE_PREFIX = {"p": WorkerRole.PREFILL, "d": WorkerRole.DECODE, "b": WorkerRole.BOTH}
+
+
+class Change(enum.StrEnum):
+    """What can happen to a worker."""
+
+    START = "start"
+    """A new worker is launched in ``role``; it takes requests after ``Costs.start_s``."""
+    KILL = "kill"
+    """Its process dies; its peers learn of that by silence."""
+    DRAIN = "drain"
+    """It finishes its work and leaves."""
+    ROLE = "role"
+    """It finishes its work and continues in ``role``."""
+
+
+class ClusterEvent(msgspec.Struct, frozen=True):
+    """A change at a virtual time. ``worker_id``: of KILL, DRAIN and ROLE; the first workers are p0, p1, ..., d0, ...
+    and b0, ...; started ones count on."""
+
+    time_s: float
+    change: Change
+    worker_id: str = ""
+    role: WorkerRole | None = None
+
+
+_EVENT = re.compile(r"(\d+(?:\.\d+)?)s:(?:(kill|drain):(\w+)|(role):(\w+):(\w+)|(start):(\w+))")
+
+
+def parse_event(text: str) -> ClusterEvent:
+    """``30s:kill:d1``, ``30s:drain:p0``, ``30s:role:d1:prefill`` or ``30s:start:decode``. Raises ConfigError."""
+    match = _EVENT.fullmatch(text)
+    if match is None:
+        raise ConfigError(
+            f"event {text!r} is none of 30s:kill:d1, 30s:drain:p0, 30s:role:d1:prefill, 30s:start:decode", param="event"
+        )
+    time_s, ending, ended, _, moved, new_role, start, start_role = match.groups()
+    if ending:
+        return ClusterEvent(float(time_s), Change(ending), ended)
+    try:
+        role = WorkerRole(new_role or start_role)
+    except ValueError as exc:
+        raise ConfigError(f"event {text!r}: the role must be prefill, decode or both", param="event") from exc
+    return ClusterEvent(float(time_s), Change.START if start else Change.ROLE, moved or "", role)
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterSpec:
+    """``prefill``, ``decode`` and ``both`` count the first workers by role. ``frontends`` share the frontend's work
+    evenly. ``vocab_size`` and ``max_model_len`` are
+    the model's."""
+
+    prefill: int = 0
+    decode: int = 0
+    both: int = 0
+    frontends: int = 1
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    disagg: DisaggConfig = field(default_factory=DisaggConfig)
+    router: RouterConfig = field(default_factory=RouterConfig)
+    order: HandoffOrder = HandoffOrder.DECODE_FIRST
+    events: tuple[ClusterEvent, ...] = ()
+    lease_ttl_s: float = 10.0
+    migration_limit: int = 3
+    vocab_size: int = 32000
+    max_model_len: int = 32768
+
+    @property
+    def num_workers(self) -> int:
+        return self.prefill + self.decode + self.both
+
+    def __str__(self) -> str:
+        parts = ((self.prefill, "P"), (self.decode, "D"), (self.both, "B"))
+        return "".join(f"{count}{name}" for count, name in parts if count)
+
+    def check(self) -> None:
+        """Raise ConfigError if no worker takes requests at the start, or a count is negative."""
+        if min(self.prefill, self.decode, self.both, self.frontends - 1) < 0:
+            raise ConfigError("counts of workers cannot be negative, and one frontend is needed", param="prefill")
+        if self.decode + self.both < 1:
+            raise ConfigError("no worker takes requests; give --decode or --both at least 1", param="decode")
+
+
+class WorkerView(msgspec.Struct, frozen=True):
+    """One worker as a controller sees it. ``queue_s``: the estimated time of the prefill tokens that wait here.
+    ``uncached_tokens_per_s``: prefill tokens computed since the last view. ``is_ready`` is False while the worker
+    starts, drains or changes its role."""
+
+    worker_id: str
+    role: WorkerRole
+    is_ready: bool
+    queue_s: float
+    num_running: int
+    num_waiting: int
+    kv_usage: float
+    uncached_tokens_per_s: float
+    step_cost: StepCost
+
+
+Controller = Callable[[float, Sequence[WorkerView]], Sequence[ClusterEvent]]
+"""``controller(now_s, view) -> actions``, called at intervals. An action happens at its ``time_s``, or now if that
+has passed."""

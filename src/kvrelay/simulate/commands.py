@@ -1,0 +1,114 @@
+"""``kvrelay simulate``: a load on a cluster that need not exist, in virtual time."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+from kvrelay.cli.help import GroupedCommand
+from kvrelay.cli.options import SettingsSource, json_option, settings_options
+from kvrelay.config import DisaggConfig, EngineConfig, RouterConfig
+from kvrelay.core.handoff import HandoffOrder
+from kvrelay.errors import InvalidInputError
+
+SETTINGS = (EngineConfig, DisaggConfig, RouterConfig)
+_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+
+
+@click.command("simulate", cls=GroupedCommand)
+@click.option("--trace", type=_FILE, help="Load: a trace in Mooncake's (.jsonl) or Azure's (.csv) format.")
+@click.option("--limit", type=click.IntRange(1), help="Requests of the trace; default: all.")
+@click.option("--time-scale", type=click.FloatRange(0.0, min_open=True), default=1.0, help="2: twice as fast.")
+@click.option("--prefill", type=click.IntRange(0), default=1, help="Prefill workers at the start.")
+@click.option("--decode", type=click.IntRange(0), default=1, help="Decode workers at the start.")
+@click.option("--both", type=click.IntRange(0), default=0, help="Aggregated workers at the start.")
+@click.option("--frontends", type=click.IntRange(1), default=1, help="Frontends.")
+@click.option(
+    "--order",
+    type=click.Choice([order.value for order in HandoffOrder]),
+    default="decode-first",
+    help="Who gets a request first.",
+)
+@click.option("--costs", "costs_file", type=_FILE, help="JSON file of costs; default: a GPU of the middle class.")
+@click.option("--event", "events", multiple=True, metavar="EVENT", help="E.g. 30s:kill:d1, 30s:role:d1:prefill.")
+@click.option("--seed", default=0, help="Seed of all draws: the same one gives the same output.")
+@click.option("--verify", "recording", type=_FILE, help="Recording of a worker (--record-steps) to compare with.")
+@json_option
+@settings_options(*SETTINGS)
+def simulate_command(
+    trace: Path | None,
+    limit: int | None,
+    time_scale: float,
+    prefill: int,
+    decode: int,
+    both: int,
+    frontends: int,
+    order: str,
+    costs_file: Path | None,
+    events: tuple[str, ...],
+    seed: int,
+    recording: Path | None,
+    as_json: bool,
+    config_file: Path | None,
+    **flags: object,
+) -> None:
+    """Say what a cluster would do with a load: the real router, scheduler, placement and hand-offs, in virtual time.
+
+    Example: kvrelay simulate --trace conversation.jsonl --prefill 2 --decode 3 --costs costs.json
+    """
+    from kvrelay.placement.cost import objectives_of
+    from kvrelay.simulate import verify
+    from kvrelay.simulate.cluster import ClusterSpec, parse_event
+    from kvrelay.simulate.costs import Costs, read_costs
+    from kvrelay.simulate.simulation import simulate
+    from kvrelay.simulate.traces import read_trace
+
+    costs = None if costs_file is None else read_costs(costs_file)
+    if recording is not None:
+        compared = verify.verify(recording, costs, seed=seed)
+        click.echo(json.dumps(compared) if as_json else verify.text_of(compared))
+        if compared["scheduler"]["difference"]:
+            raise InvalidInputError("the recorded schedule and the one played back differ")
+        return
+    if trace is None:
+        raise click.UsageError("give a load (--trace FILE) or a recording (--verify FILE)")
+    source = SettingsSource(SETTINGS, config_file, flags)
+    spec = ClusterSpec(
+        prefill=prefill,
+        decode=decode,
+        both=both,
+        frontends=frontends,
+        engine=source.build(EngineConfig),
+        disagg=source.build(DisaggConfig),
+        router=source.build(RouterConfig),
+        order=HandoffOrder(order),
+        events=tuple(map(parse_event, events)),
+    )
+    result = simulate(spec, read_trace(trace, limit, time_scale), costs or Costs(), seed=seed)
+    objectives = objectives_of(spec.disagg)
+    report = {"cluster": str(spec), "seed": seed, **result.report(objectives)}
+    click.echo(json.dumps(report) if as_json else _text(report, objectives.ttft_s, objectives.itl_s))
+
+
+def _text(report: dict[str, Any], ttft_s: float, itl_s: float) -> str:
+    """The report for people."""
+    lines = [
+        f"{report['cluster']}: {report['num_done']} of {report['num_requests']} requests answered in "
+        f"{report['end_s']:.2f} s of virtual time, {report['num_failed']} failed, {report['num_migrations']} moved",
+        f"goodput {report['goodput']:.1%} (TTFT {ttft_s * 1e3:g} ms, ITL {itl_s * 1e3:g} ms at P99 of an answer), "
+        f"{report['output_tokens_per_s']:.1f} tokens/s",
+    ]
+    for latency, figures in report["latencies"].items():
+        values = ", ".join(f"{name} {seconds * 1e3:.2f}" for name, seconds in figures.items())
+        lines.append(f"{latency[:-2].upper():4} ms: {values}")
+    lines.append("prefills: " + (", ".join(f"{name} {count}" for name, count in report["places"].items()) or "none"))
+    for worker in report["workers"]:
+        share = worker["busy_s"] / report["end_s"] if report["end_s"] else 0.0
+        lines.append(
+            f"{worker['worker_id']:>5} {worker['role']:7} {worker['num_steps']:8} steps, busy {share:6.1%}, "
+            f"{worker['num_prefill_tokens']} prefilled, {worker['num_generated_tokens']} generated"
+        )
+    return "\n".join(lines)

@@ -1,0 +1,287 @@
+"""The simulated frontend and its clients: arrivals, the real router, tokens, and requests that move to another worker.
+
+The frontend is one server: it takes ``frontend_request_s`` for a request and ``frontend_token_s`` for a token, first
+come, first served. N frontends are one server that is N times as fast.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from kvrelay.core.handoff import HandoffId, HandoffOrder, RemotePrefillRequest
+from kvrelay.core.messages import TokenOutput
+from kvrelay.core.pair_id import FIRST_NUMBER
+from kvrelay.core.status import FinishReason
+from kvrelay.core.workers import WorkerInfo
+from kvrelay.errors import KvrelayError, WorkerUnavailableError
+from kvrelay.handoff import decode_events as de
+from kvrelay.placement.base import PrefillPlace
+from kvrelay.placement.threshold import DisaggPolicy
+from kvrelay.router import PairRouter, Router, RouterStage, RoutingRequest
+from kvrelay.simulate.arrival import Arrival
+from kvrelay.simulate.machine import TOKEN
+from kvrelay.simulate.network import Network
+from kvrelay.simulate.result import RequestResult
+from kvrelay.simulate.worker import Delivery, FrontendPort, Generate, SimulatedWorker, is_final
+
+
+@dataclass(slots=True, eq=False)
+class _Flight:
+    """A request on a worker. ``request_id`` is new for each attempt."""
+
+    arrival: Arrival
+    result: RequestResult
+    prompt: list[int]
+    request_id: str = ""
+    worker_id: str = ""
+    pair: tuple[str, HandoffId] | None = None
+    """The prefill worker that has not given the first token yet, and the hand-off."""
+    excluded: set[str] = field(default_factory=set)
+    num_attempts: int = 0
+
+
+class Frontend:
+    """Sends ``arrivals`` to the workers of ``network``, and notes when each token comes. ``on_over``: all requests have
+    ended."""
+
+    def __init__(self, network: Network, arrivals: Sequence[Arrival], on_over: Callable[[], None]) -> None:
+        spec, clock = network.spec, network.loop.clock
+        self._network, self._loop, self._arrivals = network, network.loop, arrivals
+        self._request_s = network.costs.frontend_request_s / spec.frontends
+        self._token_s = network.costs.frontend_token_s / spec.frontends
+        self._on_over = on_over
+        self.port = FrontendPort(self._deliver, self._refused)
+        self._router = Router(spec.router, spec.engine.block_size, clock)
+        self._pairs: PairRouter | None = None
+        if spec.order is HandoffOrder.PREFILL_FIRST:
+            prefills = Router(spec.router, spec.engine.block_size, clock, RouterStage.PREFILL)
+            self._pairs = PairRouter(self._router, prefills, DisaggPolicy(spec.disagg))
+        self._routers = [self._router] if self._pairs is None else [self._router, self._pairs.prefills]
+        self._free_at_s = 0.0
+        self._flights: dict[str, _Flight] = {}
+        self._gone: set[str] = set()
+        """Workers to which no connection can be made, though their leases may not have ended."""
+        self._num_open = len(arrivals)
+        self._next: defaultdict[int, list[int]] = defaultdict(list)
+        """Arrivals that wait for the end of another one."""
+        self.results: list[RequestResult] = []
+
+    def start(self) -> None:
+        """Plan all arrivals that wait for none."""
+        for index, arrival in enumerate(self._arrivals):
+            self.results.append(RequestResult(index, 0.0, arrival.prompt_tokens))
+            if arrival.after is None:
+                self._loop.at(arrival.time_s, lambda index=index: self._send(index))  # type: ignore[misc]
+            else:
+                self._next[arrival.after].append(index)
+        if not self._arrivals:
+            self._on_over()
+
+    # -- discovery ----------------------------------------------------------------------------------------------------
+
+    def listed(self, info: WorkerInfo) -> None:
+        """A worker has registered."""
+        for router in self._routers:
+            router.add_worker(info)
+
+    def unlisted(self, worker_id: str) -> None:
+        """A worker has left discovery; its requests go on."""
+        for router in self._routers:
+            router.remove_worker(worker_id)
+
+    def lost(self, worker_id: str) -> None:
+        """The connection to a worker has ended: its requests move to others."""
+        self._gone.add(worker_id)
+        for flight in list(self._flights.values()):
+            if flight.worker_id == worker_id:
+                self._move(flight, worker_id)
+            elif flight.pair is not None and flight.pair[0] == worker_id:
+                self._network.to_decode(flight.worker_id, de.ClaimantGone(flight.pair[1]))
+                self._prefilled(flight)
+
+    # -- requests -----------------------------------------------------------------------------------------------------
+
+    def _busy_until(self, seconds: float) -> float:
+        """When the frontend has done ``seconds`` of work that comes now."""
+        self._free_at_s = max(self._free_at_s, self._loop.clock.now()) + seconds
+        return self._free_at_s
+
+    def _send(self, index: int) -> None:
+        arrival, result = self._arrivals[index], self.results[index]
+        result.sent_s = self._loop.clock.now()
+        flight = _Flight(arrival, result, arrival.prompt(index, self._network.spec.vocab_size))
+        self._loop.at(self._busy_until(self._request_s), lambda: self._route(flight))
+
+    def _route(self, flight: _Flight) -> None:
+        """Choose a worker or a pair, and send the request there."""
+        flight.num_attempts += 1
+        flight.request_id = f"{flight.result.index}-{flight.num_attempts}"
+        tokens = flight.prompt + [TOKEN] * len(flight.result.tokens_s)
+        request = RoutingRequest(
+            flight.request_id,
+            tokens,
+            flight.arrival.answer_tokens,
+            flight.arrival.priority,
+            flight.excluded | self._gone,
+        )
+        flight.pair = None
+        prefill_id = ""
+        try:
+            if self._pairs is None:
+                flight.worker_id = self._router.choose(request).worker_id
+            else:
+                decision = self._pairs.choose(request, must_be_local=False)
+                flight.worker_id = decision.decode.worker_id
+                if decision.prefill is not None:
+                    prefill_id = decision.prefill.worker_id
+        except WorkerUnavailableError as exc:
+            self._end(flight, str(exc))
+            return
+        if prefill_id:
+            number = FIRST_NUMBER | (flight.result.index << 8) | flight.num_attempts & 255
+            flight.pair = (prefill_id, HandoffId(flight.worker_id, number))
+        flight.result.worker_id = flight.worker_id
+        self._flights[flight.request_id] = flight
+        self._dispatch(flight, tokens)
+
+    def _dispatch(self, flight: _Flight, tokens: list[int]) -> None:
+        num_output = len(flight.result.tokens_s)
+        message = Generate(
+            flight.request_id,
+            flight.prompt,
+            tokens[len(flight.prompt) :],
+            flight.arrival.answer_tokens,
+            flight.arrival.priority,
+            self._network.spec.order,
+            flight.pair,
+        )
+        hop_s, pair = self._network.costs.hop_s, flight.pair
+        decode = self._worker(flight.worker_id)
+        self._loop.after(hop_s, lambda: decode.generate(message))
+        if pair is None:
+            return
+        half = RemotePrefillRequest(
+            handoff_id=pair[1],
+            decode_worker_id=flight.worker_id,
+            request_id=flight.request_id,
+            token_ids=tuple(tokens),
+            num_output_tokens=num_output,
+            sampling=message.sampling,
+            block_ids=(),
+            num_cached_tokens=0,
+            priority=flight.arrival.priority,
+        )
+        prefill, request_id = self._worker(pair[0]), flight.request_id
+
+        def take_half() -> None:
+            if prefill.is_accepting:
+                prefill.prefills.take_half(half, lambda output: self._first(request_id, output))
+            else:
+                self._network.to_decode(half.decode_worker_id, de.ClaimantGone(half.handoff_id))
+
+        self._loop.after(hop_s, take_half)
+
+    def _worker(self, worker_id: str) -> SimulatedWorker:
+        node = self._network.nodes[worker_id]
+        assert isinstance(node, SimulatedWorker)
+        return node
+
+    def _first(self, request_id: str, output: TokenOutput) -> None:
+        """The first token of a prefill worker (prefill-first), before the KV has arrived."""
+
+        def arrive() -> None:
+            flight = self._flights.get(request_id)
+            if flight is not None:
+                self._prefilled(flight)
+                self._take(flight, output)
+
+        self._loop.after(self._network.costs.hop_s, arrive)
+
+    def _prefilled(self, flight: _Flight) -> None:
+        if flight.pair is not None and self._pairs is not None:
+            self._pairs.prefilled(flight.request_id)
+            flight.pair = None
+
+    def _deliver(self, worker_id: str, delivery: Delivery) -> None:
+        """What a worker's step has put out has arrived."""
+        for router in self._routers:
+            if delivery.events is not None:
+                router.apply_events(delivery.events)
+            if delivery.load is not None and worker_id in self._network.listed:
+                router.apply_metrics(delivery.load)
+        token_s, flights = self._token_s, self._flights
+        free_at_s = self._busy_until(0.0) if delivery.outputs else 0.0
+        for output in delivery.outputs:
+            flight = flights.get(output.request_id)
+            if flight is None:
+                continue
+            tokens_s = flight.result.tokens_s
+            if tokens_s and output.finish_reason is None and output.position == len(tokens_s):
+                # Most tokens are neither the first nor the last of an answer: half of the loop's time goes here.
+                free_at_s += token_s
+                tokens_s.append(free_at_s)
+                continue
+            self._free_at_s = free_at_s
+            self._take(flight, output)
+            free_at_s = self._free_at_s
+        self._free_at_s = max(self._free_at_s, free_at_s)
+
+    def _take(self, flight: _Flight, output: TokenOutput) -> None:
+        """Note new tokens; a pair's first token comes from both workers, and counts once."""
+        tokens_s = flight.result.tokens_s
+        num_new = output.position + len(output.token_ids) - len(tokens_s)
+        if num_new > 0:
+            if not tokens_s:
+                self._router.first_token(flight.request_id)
+                flight.result.num_cached_tokens = output.num_cached_tokens or 0
+            at_s = self._busy_until(self._token_s * num_new)
+            tokens_s.extend([at_s] * num_new)
+        if output.finish_reason is FinishReason.ERROR:
+            self._move(flight, flight.worker_id)
+        elif output.finish_reason is not None:
+            flight.result.is_done = True
+            self._end(flight)
+
+    def _refused(self, worker_id: str, request_id: str, error: KvrelayError) -> None:
+        flight = self._flights.get(request_id)
+        if flight is None:
+            return
+        self._leave(flight)
+        if is_final(error):
+            self._end(flight, str(error))
+        else:
+            flight.excluded.add(worker_id)
+            self._loop.after(0.0, lambda: self._route(flight))
+
+    def _move(self, flight: _Flight, worker_id: str) -> None:
+        """Continue on another worker, which gets the tokens so far."""
+        self._leave(flight)
+        if flight.result.num_migrations >= self._network.spec.migration_limit:
+            self._end(flight, f"worker {worker_id} is lost, and the request has moved too often")
+            return
+        flight.result.num_migrations += 1
+        flight.excluded.add(worker_id)
+        self._loop.after(0.0, lambda: self._route(flight))
+
+    def _leave(self, flight: _Flight) -> None:
+        """The request is no longer on its worker."""
+        self._flights.pop(flight.request_id, None)
+        self._prefilled(flight)
+        self._router.finished(flight.request_id, len(flight.result.tokens_s))
+
+    def _end(self, flight: _Flight, error: str = "") -> None:
+        self._leave(flight)
+        flight.result.error = error
+        self._num_open -= 1
+        ended_s = self._free_at_s if flight.result.is_done else self._loop.clock.now()
+        for index in self._next.pop(flight.result.index, ()):
+            pause_s = self._arrivals[index].time_s
+            self._loop.at(ended_s + pause_s, lambda index=index: self._send(index))  # type: ignore[misc]
+        if not self._num_open:
+            self._on_over()
+
+    def places(self) -> dict[PrefillPlace, int]:
+        """Where the frontend has placed prefills (prefill-first)."""
+        return {} if self._pairs is None else dict(self._pairs.places)

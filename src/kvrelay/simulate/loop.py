@@ -1,0 +1,63 @@
+"""Virtual time: a heap of callbacks, and the clock that shows when the present one is due.
+
+    at(time, callback) ──> heap ──run──> clock.move_to(time); callback()
+
+Nothing here reads the host's time. Callbacks due at the same time run in the order in which they were added.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable
+
+from kvrelay.core.clock import ManualClock
+
+Callback = Callable[[], None]
+
+
+class EventLoop:
+    """The only loop of a simulation."""
+
+    def __init__(self) -> None:
+        self.clock = ManualClock()
+        self.num_events = 0
+        """Callbacks that were added."""
+        self._heap: list[tuple[float, int, Callback]] = []
+        self._is_stopped = False
+
+    def at(self, time_s: float, callback: Callback) -> None:
+        """Call back at ``time_s``, or now if that has passed."""
+        self.num_events += 1
+        heapq.heappush(self._heap, (max(time_s, self.clock.now()), self.num_events, callback))
+
+    def after(self, delay_s: float, callback: Callback) -> None:
+        """Call back ``delay_s`` from now."""
+        self.at(self.clock.now() + delay_s, callback)
+
+    def stop(self) -> None:
+        """Let ``run`` return after the present callback."""
+        self._is_stopped = True
+
+    def run(self, until_s: float = math.inf) -> None:
+        """Until nothing is due by ``until_s``, or until ``stop``."""
+        heap, clock = self._heap, self.clock
+        while heap and heap[0][0] <= until_s and not self._is_stopped:
+            time_s, _, callback = heapq.heappop(heap)
+            clock.move_to(time_s)
+            callback()
+
+
+class StepClock:
+    """An engine's clock: the loop's, and ahead of it by the step's time once the executor has run.
+
+    ``EngineCore.step`` schedules, executes and updates in one call, so the simulator makes the call when the step
+    begins, and shows its update the time at which the step will end. What the step has put out is delivered then.
+    """
+
+    def __init__(self, clock: ManualClock) -> None:
+        self._clock = clock
+        self.ahead_s = 0.0
+
+    def now(self) -> float:
+        return self._clock.now() + self.ahead_s

@@ -1,0 +1,100 @@
+"""The models of what the simulator does not run: an executor that only takes time, and the links between workers."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from kvrelay.core.layout import KVLayout, MemoryRegion
+from kvrelay.core.sampling import SamplingParams
+from kvrelay.core.step_cost import StepWork
+from kvrelay.engine.step import ModelOutput, SchedulerOutput
+from kvrelay.simulate.cluster import ClusterSpec
+from kvrelay.simulate.costs import Costs
+from kvrelay.simulate.loop import StepClock
+
+TOKEN = 1
+"""Every token of every answer."""
+DEFAULT_NUM_BLOCKS = 16384
+
+StepTime = Callable[[StepWork, float], float]
+"""``step_time(work, now_s)``: the seconds of a step that begins now."""
+
+
+class FittedStepTime:
+    """The fitted cost of the step's work, times a draw from a log-normal distribution whose mean is 1."""
+
+    def __init__(self, costs: Costs, seed: str) -> None:
+        self._step, self._spread = costs.step, costs.spread
+        self._rng = random.Random(seed)
+
+    def __call__(self, work: StepWork, now_s: float) -> float:
+        seconds = self._step.step_seconds(work)
+        if self._spread:
+            seconds *= self._rng.lognormvariate(-(self._spread**2) / 2, self._spread)
+        return seconds
+
+
+class SimulatedExecutor:
+    """Computes nothing: moves its worker's clock ahead by ``step_time``. It has no memory, so blocks hold no KV."""
+
+    def __init__(self, spec: ClusterSpec, clock: StepClock, step_time: StepTime) -> None:
+        self.num_blocks = spec.engine.num_blocks or DEFAULT_NUM_BLOCKS
+        self.kv_layout = KVLayout(1, 1, spec.engine.block_size, 1, "int32")
+        self.kv_region = MemoryRegion(0, 0, is_pool=False)
+        self.max_model_len = spec.max_model_len
+        self.vocab_size = spec.vocab_size
+        self.eos_token_ids: tuple[int, ...] = ()
+        self.weights_fingerprint = "simulated"
+        self.step_work: Callable[[], StepWork] = StepWork
+        """The scheduler's account of the scheduled batch; set once there is a scheduler."""
+        self.busy_s = 0.0
+        self._clock = clock
+        self._step_time = step_time
+
+    def execute(self, work: SchedulerOutput) -> ModelOutput:
+        if not work.num_seqs:
+            return ModelOutput([])
+        seconds = self._step_time(self.step_work(), self._clock.now())
+        self._clock.ahead_s = seconds
+        self.busy_s += seconds
+        return ModelOutput([TOKEN] * int(np.count_nonzero(work.samples)))
+
+    def warm_up(self) -> None:
+        """Nothing to touch."""
+
+    def prepare(self, sampling: SamplingParams) -> None:
+        """Nothing to compile."""
+
+    def check(self) -> None:
+        """Nothing can end by itself."""
+
+    def checksum_blocks(self, block_ids: Sequence[int]) -> tuple[int, ...]:
+        """There is no KV: hand-offs go without checksums."""
+        raise NotImplementedError
+
+    def shutdown(self) -> None:
+        """Nothing to free."""
+
+
+class Links:
+    """When transfers end. Each worker has one link, full duplex is not assumed: a transfer needs the links of both ends
+    for its bytes, first come, first served. The overhead of a transfer occupies no link."""
+
+    def __init__(self, costs: Costs) -> None:
+        self._costs = costs
+        self._free_at_s: dict[str, float] = {}
+        self.num_bytes: dict[str, int] = {}
+        """Moved, by worker."""
+
+    def transfer(self, one: str, other: str, num_tokens: int, now_s: float) -> tuple[float, int]:
+        """The end of a transfer that is submitted now, and its bytes."""
+        num_bytes = num_tokens * self._costs.token_bytes
+        begin_s = max(now_s, self._free_at_s.get(one, 0.0), self._free_at_s.get(other, 0.0))
+        free_s = begin_s + num_bytes / self._costs.link_bytes_per_s
+        for worker_id in (one, other):
+            self._free_at_s[worker_id] = free_s
+            self.num_bytes[worker_id] = self.num_bytes.get(worker_id, 0) + num_bytes
+        return free_s + self._costs.transfer_overhead_s, num_bytes

@@ -1,0 +1,144 @@
+"""What every part of a simulated cluster reaches the others through: messages, transfers, discovery, the prefill queue.
+
+worker ──send──> worker       after one hop, if the receiver still lives
+worker ──move──> worker       over the links of both
+push ──queue hop──> MemoryQueue ──> the consumer that has waited longest
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable
+from typing import Protocol
+
+import msgspec
+
+from kvrelay.config import WorkerRole
+from kvrelay.control.memory_queue import MemoryPrefillDelivery, MemoryQueue
+from kvrelay.control.redelivery import MAX_DELIVERIES, ack_wait_for_lease, return_delay_s
+from kvrelay.core.handoff import RemotePrefillRequest
+from kvrelay.handoff.decode_events import DecodeEvent
+from kvrelay.handoff.prefill_events import PrefillEvent
+from kvrelay.rpc.heartbeat import Heartbeat
+from kvrelay.simulate.cluster import ClusterSpec
+from kvrelay.simulate.costs import Costs
+from kvrelay.simulate.loop import EventLoop
+from kvrelay.simulate.machine import Links
+
+MODEL = "simulated"
+"""All workers have this model and can exchange KV."""
+
+
+class Node(Protocol):
+    """A worker as its peers reach it."""
+
+    worker_id: str
+    is_alive: bool
+
+    def on_decode(self, event: DecodeEvent) -> None: ...
+
+    def on_prefill(self, event: PrefillEvent) -> None: ...
+
+
+class _AlwaysConnected:
+    """The queue server is never away."""
+
+    is_connected = True
+
+    def check_connected(self) -> None:
+        """It is."""
+
+
+class Network:
+    """``nodes``: all workers that were started, by id. ``listed``: the roles of those in discovery."""
+
+    def __init__(self, spec: ClusterSpec, costs: Costs, loop: EventLoop, seed: int) -> None:
+        self.spec, self.costs, self.loop, self.seed = spec, costs, loop, seed
+        self.links = Links(costs)
+        self.nodes: dict[str, Node] = {}
+        self.listed: dict[str, WorkerRole] = {}
+        self.num_prefill_workers = 0
+        self.detection_s = Heartbeat.for_lease(spec.lease_ttl_s).detection_s
+        self.places: Counter[str] = Counter()
+        self.queue = MemoryQueue(loop.clock, ack_wait_for_lease(spec.lease_ttl_s), MAX_DELIVERIES)
+        self._consumers: deque[tuple[Node, Callable[[MemoryPrefillDelivery], None]]] = deque()
+        self._plane = _AlwaysConnected()
+
+    def list(self, worker_id: str, role: WorkerRole | None) -> None:
+        """A worker enters discovery in ``role``, or leaves it (None)."""
+        if role is None:
+            self.listed.pop(worker_id, None)
+        else:
+            self.listed[worker_id] = role
+        self.num_prefill_workers = sum(role.pulls_prefills for role in self.listed.values())
+
+    # -- messages -----------------------------------------------------------------------------------------------------
+
+    def to_decode(self, worker_id: str, event: DecodeEvent) -> None:
+        """A message of a prefill worker."""
+        node = self.nodes[worker_id]
+        self.loop.after(self.costs.hop_s, lambda: node.on_decode(event) if node.is_alive else None)
+
+    def to_prefill(self, worker_id: str, event: PrefillEvent) -> None:
+        """A message of a decode worker."""
+        node = self.nodes[worker_id]
+        self.loop.after(self.costs.hop_s, lambda: node.on_prefill(event) if node.is_alive else None)
+
+    def move(self, one: str, other: str, num_tokens: int, ended: Callable[[int, bool], None]) -> None:
+        """Move KV between two workers; ``ended(num_bytes, ok)`` follows. A dead end is noticed by its silence."""
+        now_s = self.loop.clock.now()
+        end_s, num_bytes = self.links.transfer(one, other, num_tokens, now_s)
+
+        def arrive() -> None:
+            if self.nodes[one].is_alive and self.nodes[other].is_alive:
+                ended(num_bytes, True)
+            else:
+                self.loop.after(self.detection_s, lambda: ended(num_bytes, False))
+
+        self.loop.at(end_s, arrive)
+
+    # -- the prefill queue --------------------------------------------------------------------------------------------
+
+    def push(self, request: RemotePrefillRequest) -> None:
+        """Queue an entry; a waiting consumer gets it."""
+        data = msgspec.msgpack.encode(request)
+
+        def arrive() -> None:
+            self.queue.push_raw(request.kv_compatibility, data, request.queue_class)
+            self._serve()
+
+        self.loop.after(self.costs.queue_hop_s, arrive)
+
+    def pull(self, consumer: Node, take: Callable[[MemoryPrefillDelivery], None]) -> None:
+        """Wait for one entry."""
+        self._consumers.append((consumer, take))
+        self._serve()
+
+    def stop_pulling(self, consumer: Node) -> None:
+        """``consumer`` waits for nothing any more."""
+        self._consumers = deque(waiting for waiting in self._consumers if waiting[0] is not consumer)
+
+    def ack(self, delivery: MemoryPrefillDelivery) -> None:
+        """Nothing of the entry is left to do."""
+        self.queue.pulled.discard(delivery)
+
+    def nak(self, delivery: MemoryPrefillDelivery) -> None:
+        """Another consumer should have the entry, after the queue's delay."""
+        delay_s = return_delay_s(delivery.num_deliveries) or 0.0
+        self.give_back(delivery, delay_s)
+
+    def give_back(self, delivery: MemoryPrefillDelivery, delay_s: float = 0.0) -> None:
+        """The entry is delivered again, if it was not acknowledged."""
+        self.queue.give_back(delivery, delay_s)
+        self.loop.after(delay_s, self._serve)
+
+    def _serve(self) -> None:
+        while self._consumers:
+            delivery = self.queue.pop(MODEL, self._plane)
+            if delivery is None:
+                return
+            consumer, take = self._consumers.popleft()
+            if consumer.is_alive:
+                take(delivery)
+            else:
+                self.give_back(delivery)

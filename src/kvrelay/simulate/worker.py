@@ -1,0 +1,357 @@
+"""A simulated worker: a real engine, its placement and its hand-offs, stepped in virtual time.
+
+    posted callbacks ──> [inbox] ──turn──> EngineCore.step ──step's time later──> deliver ──between steps──> turn
+
+An idle worker has nothing in the heap and costs nothing. It differs from the real worker (``worker/worker.py``) only in
+what carries things: virtual time and direct calls instead of threads, sockets and memory.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvrelay.config import WorkerRole
+from kvrelay.core.event_log import KvEventLog
+from kvrelay.core.events import KvEventBatch, LoadMetrics
+from kvrelay.core.handoff import HandoffId, HandoffOrder
+from kvrelay.core.messages import TokenOutput
+from kvrelay.core.sampling import SamplingParams
+from kvrelay.core.shortest_first import ShortestFirst
+from kvrelay.core.step_cost import StepCost
+from kvrelay.core.workers import WorkerInfo
+from kvrelay.engine.core import EngineCore
+from kvrelay.engine.request import PrefillMode, Request
+from kvrelay.engine.stats import LoadSampler
+from kvrelay.engine.step import StepOutput
+from kvrelay.engine.thread import LOAD_INTERVAL_S
+from kvrelay.errors import KvrelayError, OverloadedError, WorkerUnavailableError
+from kvrelay.handoff import decode_events as de
+from kvrelay.handoff import prefill_events as pe
+from kvrelay.placement.base import Decision, PrefillLoad, PrefillPlace
+from kvrelay.placement.cost import CostPlacement, PlacementState
+from kvrelay.placement.threshold import DisaggPolicy
+from kvrelay.simulate.cluster import WorkerView
+from kvrelay.simulate.handoffs import DecodeHandoffs, PrefillHandoffs
+from kvrelay.simulate.loop import StepClock
+from kvrelay.simulate.machine import SimulatedExecutor, StepTime
+from kvrelay.simulate.network import MODEL, Network
+from kvrelay.simulate.result import WorkerResult
+from kvrelay.worker.decode.queue import SIZE_INTERVAL_S
+
+BUSY_WAIT_S = 0.001
+"""An engine that has work and computes nothing looks again after this time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Generate:
+    """A request as a frontend sends it. ``pair``: the prefill worker and the hand-off (prefill-first)."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    output_token_ids: list[int]
+    max_tokens: int
+    priority: int
+    order: HandoffOrder
+    pair: tuple[str, HandoffId] | None = None
+
+    @property
+    def sampling(self) -> SamplingParams:
+        return SamplingParams(max_tokens=self.max_tokens, temperature=0.0, seed=0, ignore_eos=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """What a step gives to the frontend and its router."""
+
+    outputs: list[TokenOutput]
+    events: KvEventBatch | None
+    load: LoadMetrics | None
+
+
+@dataclass(frozen=True, slots=True)
+class FrontendPort:
+    """Where a worker's messages to the frontend go, after a hop."""
+
+    deliver: Callable[[str, Delivery], None]
+    refused: Callable[[str, str, KvrelayError], None]
+
+
+class SimulatedWorker:
+    """One worker, from its registration to its end."""
+
+    def __init__(
+        self,
+        worker_id: str,
+        role: WorkerRole,
+        network: Network,
+        frontend: FrontendPort,
+        step_time: StepTime,
+    ) -> None:
+        spec, seed = network.spec, f"{network.seed} {worker_id}"
+        self.worker_id, self.role, self.epoch = worker_id, role, 0
+        self.is_alive, self.is_accepting = True, False
+        self._network, self._loop, self._frontend = network, network.loop, frontend
+        self._clock = StepClock(network.loop.clock)
+        self.executor = SimulatedExecutor(spec, self._clock, step_time)
+        self.core = EngineCore(self.executor, spec.engine, self._clock, worker_id=worker_id)
+        self.executor.step_work = self.core.scheduler.step_work
+        self._sampler = LoadSampler(self.core, LOAD_INTERVAL_S, self._clock)
+        self._log = KvEventLog(worker_id, 0)
+        self._policy = DisaggPolicy(spec.disagg)
+        self._placement = CostPlacement(self._policy, self._prefill_load, self._count, self._clock)
+        secrets = random.Random(f"{seed} secrets")
+        self.decodes = DecodeHandoffs(network, self, lambda: secrets.getrandbits(63), self._placement.prefill_took)
+        self.prefills = PrefillHandoffs(network, self)
+        self._arrivals: ShortestFirst[Generate] = ShortestFirst()
+        self._numbers = itertools.count(1)
+        self._inbox: list[Callable[[EngineCore], None]] = []
+        self._is_busy = False
+        self._on_drained: Callable[[], None] | None = None
+        self._queue_size, self._queue_read_s = 0, -SIZE_INTERVAL_S
+        self._viewed = (network.loop.clock.now(), 0)
+
+    def __repr__(self) -> str:
+        return f"SimulatedWorker({self.worker_id}, {self.role}, {self.core!r})"
+
+    @property
+    def info(self) -> WorkerInfo:
+        """Its entry in discovery."""
+        spec = self._network.spec
+        return WorkerInfo(
+            worker_id=self.worker_id,
+            epoch=self.epoch,
+            role=self.role,
+            model=MODEL,
+            model_path="",
+            address="",
+            max_model_len=self.core.max_model_len,
+            block_size=spec.engine.block_size,
+            num_blocks=self.executor.num_blocks,
+            vocab_size=spec.vocab_size,
+            kv_compatibility=MODEL,
+            host=self.worker_id,
+        )
+
+    # -- roles --------------------------------------------------------------------------------------------------------
+
+    def enter(self, role: WorkerRole) -> None:
+        """Begin to work in ``role``. The caller lists the worker in discovery."""
+        self.role = role
+        self.is_accepting = True
+        self.post(lambda core: core.set_exclusive_prefill(role is WorkerRole.PREFILL))
+        if role.pulls_prefills:
+            self.prefills.start()
+
+    def drain(self, then: Callable[[], None]) -> None:
+        """Begin no new work; ``then`` once all work in flight has ended."""
+        self.is_accepting = False
+        self.prefills.stop()
+        self._on_drained = then
+        self.check_drained()
+
+    def check_drained(self) -> None:
+        """Something has ended: perhaps it was the last."""
+        is_over = not (
+            self._inbox
+            or len(self._arrivals)
+            or self.core.has_unfinished()
+            or self.prefills.jobs
+            or self.decodes.ledger.handoffs
+        )
+        if self._on_drained is not None and is_over and self.is_alive:
+            then, self._on_drained = self._on_drained, None
+            self._loop.after(self._network.costs.drain_s, then)
+
+    def kill(self) -> None:
+        """The process is gone. Its queue entries come back after their ack deadline."""
+        self.is_alive = self.is_accepting = False
+        self.prefills.stop()
+        self.prefills.lose_entries()
+
+    # -- the engine's loop --------------------------------------------------------------------------------------------
+
+    def post(self, callback: Callable[[EngineCore], None]) -> None:
+        """Run it between two steps."""
+        self._inbox.append(callback)
+        if not self._is_busy:
+            self._is_busy = True
+            self._loop.after(0.0, self._turn)
+
+    def _turn(self) -> None:
+        if not self.is_alive:
+            return
+        while self._inbox:
+            callbacks, self._inbox = self._inbox, []
+            for callback in callbacks:
+                callback(self.core)
+        if not self.core.has_work():
+            self._is_busy = False
+            self.check_drained()
+            return
+        output = self.core.step(self._deliver)
+        seconds, self._clock.ahead_s = self._clock.ahead_s, 0.0
+        if seconds:
+            self._loop.after(seconds, lambda: self._end_step(output))
+        else:
+            self._deliver(output)
+            self._loop.after(BUSY_WAIT_S if self.core.has_work() else 0.0, self._turn)
+
+    def _end_step(self, output: StepOutput) -> None:
+        if self.is_alive:
+            self._deliver(output)
+            self._loop.after(self._network.costs.between_steps_s, self._turn)
+
+    def _deliver(self, step: StepOutput) -> None:
+        """Carry out what the engine has put out: at a step's begin what need not wait for it, else at its end."""
+        self.decodes.on_step(step)
+        if step.kv_loads or step.handoff_chunks:
+            self.prefills.on_step(step)
+        events = self._log.append(step.kv_events) if step.kv_events else None
+        load = self._sampler.sample()
+        if step.outputs or events is not None or load is not None:
+            self._tell(Delivery(step.outputs, events, load))
+
+    def _tell(self, delivery: Delivery) -> None:
+        self._loop.after(self._network.costs.hop_s, lambda: self._frontend.deliver(self.worker_id, delivery))
+
+    # -- requests -----------------------------------------------------------------------------------------------------
+
+    def generate(self, message: Generate) -> None:
+        """A frontend's request: for a pair's prefill half, or for this worker to answer."""
+        if not self.is_alive:
+            return
+        if not self.is_accepting:
+            self._refuse(message.request_id, WorkerUnavailableError("the worker is draining"))
+            return
+        if message.pair is not None:
+            self.decodes.handle(de.Expected(message.pair[1], message.pair[0]))
+        size = len(message.prompt_token_ids) + len(message.output_token_ids)
+        self._arrivals.add(next(self._numbers), size, message)
+        self.post(self._admit_next)
+
+    def _admit_next(self, core: EngineCore) -> None:
+        message = self._arrivals.take()
+        if message is None:
+            return
+        try:
+            self._enqueue(core, message)
+        except KvrelayError as exc:
+            self._not_paired(message)
+            self._refuse(message.request_id, exc)
+
+    def _enqueue(self, core: EngineCore, message: Generate) -> None:
+        placement = PlacementState()
+        request = Request(
+            message.request_id,
+            message.prompt_token_ids,
+            message.sampling,
+            output_token_ids=message.output_token_ids,
+            priority=message.priority,
+            handoff_number=0 if message.pair is None else message.pair[1].number,
+            placement=placement,
+        )
+        if self._policy.is_by_cost:
+            placement.objectives = self._placement.objectives()
+            placement.refuses_late = self._policy.config.early_reject
+            if message.order is HandoffOrder.DECODE_FIRST:
+                placement.policy = self._placement
+                core.add_request(request)
+                return
+        place = self._place_of(core, request, message)
+        placement.decision = Decision(place)
+        if place is PrefillPlace.REMOTE:
+            request.mode = PrefillMode.REMOTE
+        else:
+            self._not_paired(message)
+        core.add_request(request)
+        self._count(place)
+
+    def _place_of(self, core: EngineCore, request: Request, message: Generate) -> PrefillPlace:
+        if message.order is HandoffOrder.PREFILL_FIRST:
+            return PrefillPlace.LOCAL_UNPAIRED if message.pair is None else PrefillPlace.REMOTE
+        return self._policy.decide(
+            prompt_length=len(request.token_ids),
+            num_cached_tokens=core.num_cached_tokens(request),
+            prefill_load=self._prefill_load(),
+        )
+
+    def _not_paired(self, message: Generate) -> None:
+        """The prefill half of a pair is not needed."""
+        if message.pair is not None:
+            closed = de.Closed(message.pair[1])
+            self._loop.after(0.0, lambda: self.decodes.handle(closed))
+
+    def _refuse(self, request_id: str, error: KvrelayError) -> None:
+        self._loop.after(self._network.costs.hop_s, lambda: self._frontend.refused(self.worker_id, request_id, error))
+
+    def _prefill_load(self) -> PrefillLoad:
+        """The queue's size is asked for at intervals, by the real worker, too."""
+        now_s = self._loop.clock.now()
+        if now_s - self._queue_read_s >= SIZE_INTERVAL_S:
+            self._queue_size, self._queue_read_s = self._network.queue.num_waiting(MODEL), now_s
+        return PrefillLoad(self._network.num_prefill_workers, self._queue_size)
+
+    def _count(self, place: PrefillPlace) -> None:
+        self._network.places[place.value] += 1
+
+    # -- peers --------------------------------------------------------------------------------------------------------
+
+    def on_decode(self, event: de.DecodeEvent) -> None:
+        """A prefill worker's message, or news of one."""
+        self.decodes.handle(event)
+        if self._on_drained is not None:
+            self._loop.after(0.0, self.check_drained)
+
+    def on_prefill(self, event: pe.PrefillEvent) -> None:
+        """A decode worker's message, or news of one."""
+        self.prefills.handle(event)
+
+    def no_prefill_worker(self) -> None:
+        """The last prefill worker has left discovery."""
+        self.post(lambda core: core.keep_prefills_here())
+        self.decodes.handle(de.NoPrefillWorker())
+
+    # -- what can be seen ---------------------------------------------------------------------------------------------
+
+    def view(self, now_s: float, *, is_ready: bool) -> WorkerView:
+        """For a controller. The rate counts from the last call."""
+        metrics, before = self.core.metrics(), self._viewed
+        num_prefilled = self.core.scheduler.num_prefill_tokens
+        self._viewed = (now_s, num_prefilled)
+        cost = metrics.step_cost or StepCost()
+        seconds = max(now_s - before[0], 1e-9)
+        return WorkerView(
+            worker_id=self.worker_id,
+            role=self.role,
+            is_ready=is_ready,
+            queue_s=cost.prefill_seconds(
+                metrics.num_prefill_tokens, chunk=self._network.spec.engine.max_num_batched_tokens
+            ),
+            num_running=metrics.request_active_slots,
+            num_waiting=metrics.num_requests_waiting,
+            kv_usage=metrics.gpu_cache_usage_perc,
+            uncached_tokens_per_s=(num_prefilled - before[1]) / seconds,
+            step_cost=cost,
+        )
+
+    def result(self) -> WorkerResult:
+        """What it has done until now."""
+        scheduler = self.core.scheduler
+        return WorkerResult(
+            self.worker_id,
+            self.role.value,
+            scheduler.num_steps,
+            self.executor.busy_s,
+            scheduler.num_prefill_tokens,
+            scheduler.num_generated_tokens,
+            self._network.links.num_bytes.get(self.worker_id, 0),
+            scheduler.num_preemptions,
+        )
+
+
+def is_final(error: KvrelayError) -> bool:
+    """Whether another worker would refuse the request as well."""
+    return not isinstance(error, OverloadedError | WorkerUnavailableError)

@@ -1,0 +1,155 @@
+"""A recorded engine is played back step by step; the model's error is told apart from it."""
+
+from __future__ import annotations
+
+import random
+import threading
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from kvrelay.config import DisaggConfig, EngineConfig, MockConfig
+from kvrelay.core.clock import MonotonicClock
+from kvrelay.core.handoff import HandoffId
+from kvrelay.core.sampling import SamplingParams
+from kvrelay.engine.recording import Call, RecordedCore, Step
+from kvrelay.engine.request import PrefillMode, Request
+from kvrelay.engine.step import StepOutput
+from kvrelay.engine.thread import EngineThread
+from kvrelay.errors import InvalidInputError
+from kvrelay.executors.mock import MockExecutor
+from kvrelay.placement.base import PrefillLoad
+from kvrelay.placement.cost import CostPlacement, PlacementState
+from kvrelay.placement.threshold import DisaggPolicy
+from kvrelay.simulate.playback import play_back, read_recording
+from kvrelay.simulate.verify import text_of, verify
+
+CONFIG = EngineConfig(block_size=4, num_blocks=96, max_num_seqs=4, max_num_batched_tokens=32)
+TIMES = MockConfig(decode_base_s=0.0005, decode_seq_s=0.0001, prefill_base_s=0.001, prefill_token_s=0.00001)
+
+
+def recorded(path: Path, mock: MockConfig = TIMES) -> RecordedCore:
+    executor = MockExecutor(CONFIG, mock, vocab_size=512)
+    return RecordedCore(executor, CONFIG, path, worker_id="w", model="m", seed=3)
+
+
+def a_request(name: str, rng: random.Random, **fields: object) -> Request:
+    prompt = [7] * 8 + [rng.randrange(512) for _ in range(rng.randrange(2, 60))]
+    sampling = SamplingParams(max_tokens=rng.randrange(1, 30))
+    return Request(name, prompt, sampling, **fields)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def recording(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A mock engine on its thread, with cancelled requests, a prefix that is shared, and more work than fits."""
+    path = tmp_path_factory.mktemp("recordings") / "steps.jsonl"
+    thread, rng = EngineThread(recorded(path)), random.Random(1)
+    left, is_over = set(map(str, range(40))) - {"5", "11"}, threading.Event()
+
+    def on_step(step: StepOutput) -> None:
+        left.difference_update(output.request_id for output in step.outputs if output.finish_reason)
+        if not left:
+            is_over.set()
+
+    thread.start(on_step, lambda error: is_over.set())
+    for number in range(40):
+        request = a_request(str(number), rng)
+        thread.post(lambda core, request=request: core.add_request(request))
+        if number in (5, 11):
+            thread.post(lambda core, number=number: core.abort(str(number)))
+    thread.post(lambda core: core.clear_cache())
+    assert is_over.wait(30.0)
+    assert not left
+    assert thread.close(10.0)
+    return path
+
+
+def test_the_recorded_schedule_is_played_back_batch_by_batch(recording: Path) -> None:
+    playback = play_back(recording)
+    assert playback.difference == ""
+    steps = [record for record in read_recording(recording) if isinstance(record, Step)]
+    assert playback.num_steps == len(steps) > 40
+    assert sum(request.is_done for request in playback.requests.values()) == 38
+    assert {len(step.batch) for step in steps} >= {1, 2, 4}
+
+
+def test_another_scheduler_is_found_out(recording: Path, tmp_path: Path) -> None:
+    """One request that is shorter by a token: the playback says which step is the first to differ."""
+    lines = recording.read_bytes().splitlines(keepends=True)
+    for at, line in enumerate(lines):
+        if b'"add_request"' in line:
+            call = msgspec.json.decode(line, type=Call)
+            assert call.request is not None
+            shorter = msgspec.structs.replace(call.request, prompt_token_ids=call.request.prompt_token_ids[:-1])
+            lines[at] = msgspec.json.encode(msgspec.structs.replace(call, request=shorter)) + b"\n"
+            break
+    changed = tmp_path / "changed.jsonl"
+    changed.write_bytes(b"".join(lines))
+    found = verify(changed)
+    assert "played back" in found["scheduler"]["difference"]
+    assert found["model"] is None
+    assert "DIFFERENT: step" in text_of(found)
+
+
+def test_the_models_error_is_reported_for_each_latency(recording: Path) -> None:
+    found = verify(recording)
+    assert found["scheduler"]["difference"] == ""
+    latencies = found["model"]["latencies"]
+    assert set(latencies) == {"ttft_s", "itl_s", "e2e_s"}
+    assert all(set(figures) == {"mean", "p50", "p90", "p99"} for figures in latencies.values())
+    # The mock's steps follow the formula of the fit, but its sleeps stretch on a busy machine.
+    assert abs(latencies["e2e_s"]["mean"]["error"]) < 0.5
+    assert found["model"]["costs"]["step"]["step_s"] > 0.0
+    assert "identical" in text_of(found)
+
+
+def test_placement_by_cost_and_hand_offs_are_played_back(tmp_path: Path) -> None:
+    """The placement's answers and the peers' calls are inputs of the engine: both are in the file."""
+    path = tmp_path / "handoffs.jsonl"
+    core, rng = recorded(path, MockConfig(speedup_ratio=0)), random.Random(2)
+    placement = CostPlacement(DisaggPolicy(DisaggConfig()), lambda: PrefillLoad(1, 0), lambda _: None, MonotonicClock())
+    for number in range(30):
+        state = PlacementState(placement, placement.objectives())
+        core.add_request(a_request(f"cost-{number}", rng, placement=state))
+    core.add_request(a_request("remote", rng, mode=PrefillMode.REMOTE))
+    core.add_request(a_request("half", rng, mode=PrefillMode.HANDOFF))
+    while core.has_unfinished():
+        output = core.step(lambda early: early.outputs.clear())
+        for prefill in output.remote_prefills:
+            core.resume_handoff(prefill.handoff_id, 1, 9, None)
+            core.end_loan(prefill.handoff_id, 1)
+        for handoff_id in list(core._remote):
+            core.resume_handoff(handoff_id, 1, 9, None)
+            core.end_loan(handoff_id, 1)
+        if any(chunk.last for chunk in output.handoff_chunks):
+            core.sending_finished("half")
+    core.executor.shutdown()
+    playback = play_back(path)
+    assert playback.difference == ""
+    assert playback.has_handoffs
+    calls = [record for record in read_recording(path) if isinstance(record, Call)]
+    assert any(call.handoff_id == HandoffId("w", 1) for call in calls)
+    assert "hand-offs" in verify(path)["model_reason"]
+
+
+def test_a_recording_that_is_cut_off_counts_up_to_there(recording: Path, tmp_path: Path) -> None:
+    cut = tmp_path / "cut.jsonl"
+    cut.write_bytes(recording.read_bytes()[:-20])
+    assert play_back(cut).num_steps == play_back(recording).num_steps - 1
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "is empty"),
+        (b'{"type":"step","begin_s":0.0,"end_s":0.0}\n', "the header"),
+        (b"nonsense\n", "line 1"),
+    ],
+)
+def test_a_file_that_is_no_recording_is_refused_in_one_line(tmp_path: Path, content: bytes, message: str) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(InvalidInputError, match=message) as caught:
+        verify(path)
+    assert "\n" not in caught.value.message
