@@ -4,12 +4,17 @@ Clients of HTTP read the authorities that they trust when they are made, which t
 system, and the suite makes thousands of clients. But for the real model's, no test speaks to a server of the internet,
 so all clients trust one authority, unless the environment says whom.
 
+The suite starts hundreds of Python processes. Each would compile our sources anew, a third of its start, if the
+environment forbade to keep the bytecode: here it may not. What collection has made lives to the end, so the garbage
+collector need not look at it again and again.
+
 Several processes may run the suite side by side (pytest-xdist), each whole files. Long ones are handed out first, so
 that nobody begins one when the others are done.
 """
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import tempfile
@@ -35,6 +40,9 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("suite")
 
+
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 ROOTS = "SSL_CERT_FILE"
 """The environment variable by which OpenSSL and httpx find authorities."""
@@ -67,6 +75,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         marks.setdefault(item.path, set()).update(mark.name for mark in item.iter_markers())
     items.sort(key=lambda item: ("slow" not in marks[item.path], "system" not in marks[item.path]))
+
+
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True)
