@@ -1,8 +1,8 @@
 """What tests cost: seconds of CPU, with those of all processes that they start, and of the wall, by file and by test.
 
-``python tools/test_cost.py [--top 30] [-- pytest's arguments]`` runs the tests in one process and prints two tables.
-Seconds of CPU hardly change when the machine is busy with something else. A file waits if it takes many more of the
-wall. What files share (imports, fixtures of a session) is counted at the first of them.
+``python tools/test_cost.py [--wall] [--top 30] [-- pytest's arguments]`` runs the tests in one process and prints two
+tables. Seconds of CPU hardly change when the machine is busy with something else. A file waits if it takes many more of
+the wall. What files share (imports, fixtures of a session) is counted at the first of them.
 """
 
 from __future__ import annotations
@@ -55,23 +55,24 @@ class Costs:
             self._file_began = end
         return result
 
-    def print(self, top: int) -> None:
+    def print(self, top: int, column: int) -> None:
         for title, costs in (("all, and files", self.files), ("tests", self.tests)):
             print(f"\n  CPU s   wall s  {title}")
             everything = {"all": since(self._began, now(living=True))} if costs is self.files else {}
-            dearest = sorted(costs.items(), key=lambda each: -each[1][0])[:top]
+            dearest = sorted(costs.items(), key=lambda each: -each[1][column])[:top]
             for name, (cpu_s, wall_s) in [*everything.items(), *dearest]:
                 print(f"{cpu_s:7.1f}  {wall_s:7.1f}  {name}")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--wall", action="store_true", help="sort by seconds of the wall")
     parser.add_argument("--top", type=int, default=30, help="rows of each table")
     parser.add_argument("arguments", nargs="*", help="pytest's, after --")
     options = parser.parse_args()
     costs = Costs()
     code = pytest.main(options.arguments, plugins=[costs])
-    costs.print(options.top)
+    costs.print(options.top, int(options.wall))
     return code
 
 
