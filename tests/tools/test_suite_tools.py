@@ -3,6 +3,7 @@ tests cost is counted with their processes."""
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -83,7 +84,7 @@ def test_what_a_test_costs_is_counted_with_its_processes(tmp_path: Path) -> None
     ]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    rows = [line.split() for line in done.stdout.splitlines()]
-    cpu_s = {row[2].rpartition("::")[2]: float(row[0]) for row in rows if len(row) == 3 and row[0].count(".") == 1}
+    rows = re.findall(r"^ +([0-9.]+) +[0-9.]+  (\S+)$", done.stdout, re.MULTILINE)
+    cpu_s = {name.rpartition("::")[2]: float(seconds) for seconds, name in rows}
     assert cpu_s["all"] >= cpu_s["test_burning.py"] >= cpu_s["test_burns"] >= 0.3
     assert cpu_s["test_does_nothing"] < 0.3
