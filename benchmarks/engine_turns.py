@@ -1,10 +1,13 @@
-"""The engine's batch on two sides in turns: free beside bound by a grammar, several ranks beside one process."""
+"""The engine's batch on two sides in turns: free beside bound by a grammar, several ranks beside one process, ``LLM``
+beside the engine core that it drives."""
 
 from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,10 +15,15 @@ from typing import Any
 import click
 
 from kvrelay.bench.commands.parts import batch_options, run_batch
-from kvrelay.bench.engine import BatchLoad, EngineRun, conditions, run_once, warm_up_load
+from kvrelay.bench.engine import BatchLoad, EngineRun, conditions, prompts_of, run_once, warm_up_load
 from kvrelay.config import EngineConfig, RunnerConfig
+from kvrelay.core.clock import MonotonicClock
 from kvrelay.core.grammar import Grammar, GrammarKind
+from kvrelay.core.sampling import SamplingParams
+from kvrelay.engine.core import EngineCore
+from kvrelay.engine.request import Request
 from kvrelay.errors import ConfigError
+from kvrelay.executors.torch import build_executor
 from kvrelay.llm import LLM
 
 ENDLESS = Grammar(
@@ -32,13 +40,15 @@ Run = Callable[[BatchLoad], EngineRun]
 @click.command()
 @click.option("--structured", "measure", flag_value="structured", help="Free, and bound by a grammar.")
 @click.option("--beside-one-process", "measure", flag_value="ranks", help="Ranks, and one process.")
+@click.option("--beside-core", "measure", flag_value="core", help="LLM, and the engine core alone.")
 @batch_options
 def engine_turns(measure: str | None, **given: Any) -> None:
-    """What a grammar costs the engine (default), or several ranks beside one process.
+    """What a grammar costs the engine (default), several ranks beside one process, or LLM beside the engine core.
 
     Example: python -m benchmarks engine-turns --beside-one-process --tp 2 --num-threads 2
     """
-    run_batch(run_ranks_benchmark if measure == "ranks" else run_structured_benchmark, "engine in turns", given)
+    measures = {"ranks": run_ranks_benchmark, "core": run_core_benchmark}
+    run_batch(measures.get(measure or "", run_structured_benchmark), "engine in turns", given)
 
 
 def run_structured_benchmark(
@@ -71,6 +81,53 @@ def run_ranks_benchmark(
         pairs = _in_turns(partial(run_once, ranks_llm), partial(run_once, one_llm), load, num_runs)
     ratios = [single.duration_s / spread.duration_s for spread, single in pairs]
     return {**_compared(pairs, ("ranks", "one_process"), "ratio", ratios, load), "num_ranks": runner.num_ranks}
+
+
+def run_core_benchmark(
+    model_path: Path, runner: RunnerConfig, engine: EngineConfig, load: BatchLoad, num_runs: int
+) -> dict[str, float]:
+    """The batch in turns: through ``LLM``, and through the engine core, which the caller steps; ``num_runs`` passes of
+    each. Returns the medians, and of each pair of passes LLM's throughput over that of the core."""
+    with (
+        LLM(model_path, **dataclasses.asdict(runner), **dataclasses.asdict(engine)) as llm,
+        _core(model_path, runner, engine) as core,
+    ):
+        pairs = _in_turns(partial(run_once, llm), partial(_step_through, core), load, num_runs)
+    ratios = [alone.duration_s / through.duration_s for through, alone in pairs]
+    return _compared(pairs, ("llm", "core"), "ratio", ratios, load)
+
+
+@contextmanager
+def _core(model_path: Path, runner: RunnerConfig, engine: EngineConfig) -> Iterator[EngineCore]:
+    executor = build_executor(model_path, runner, engine)
+    executor.warm_up()
+    try:
+        yield EngineCore(executor, engine, MonotonicClock(), worker_id="core")
+    finally:
+        executor.shutdown()
+
+
+def _step_through(core: EngineCore, load: BatchLoad) -> EngineRun:
+    """One pass of the batch, without anything around the core."""
+    core.clear_cache()
+    prompts = prompts_of(load, core.executor.vocab_size)
+    sampling = SamplingParams(max_tokens=load.output_len, temperature=0.0, ignore_eos=True)
+    num_steps = core.scheduler.num_steps
+    first_s: dict[str, float] = {}
+    finish_s: list[float] = []
+    start_s = time.perf_counter()
+    for number, prompt in enumerate(prompts):
+        core.add_request(Request(f"r{number}", prompt, sampling))
+    while len(finish_s) < len(prompts):
+        outputs = core.step().outputs
+        now_s = time.perf_counter() - start_s
+        for output in outputs:
+            first_s.setdefault(output.request_id, now_s)
+            if output.finish_reason is not None:
+                finish_s.append(now_s)
+    duration_s = time.perf_counter() - start_s
+    num_tokens = load.num_prompts * load.output_len
+    return EngineRun(duration_s, list(first_s.values()), finish_s, num_tokens, core.scheduler.num_steps - num_steps)
 
 
 def _in_turns(one: Run, other: Run, load: BatchLoad, num_runs: int) -> list[tuple[EngineRun, EngineRun]]:

@@ -33,6 +33,7 @@ LOADS = {
     # name: prompt tokens, output tokens, requests at once, requests per turn
     "8 tokens": (32, 8, 8, 400),
     "64 tokens": (32, 64, 8, 160),
+    "64 at once": (32, 64, 64, 256),
     "long prompts": (2460, 8, 4, 80),
 }
 PROCESSES = ("frontend", "worker")

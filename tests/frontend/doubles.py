@@ -165,7 +165,8 @@ class FakeWorker:
                 )
                 return
             is_half = request.pair is not None and request.pair.prefill_worker_id == self.worker_id
-            count = min(1 if is_half else script.per_output, end - position)
+            at_once = request.report_interval if sent else 1
+            count = min(1 if is_half else max(script.per_output, at_once), end - position)
             tokens = tuple(script.tokens[at % len(script.tokens)] for at in range(position, position + count))
             first, position, sent = position, position + count, sent + count
             reason = None

@@ -20,7 +20,7 @@ from kvrelay.http import HttpLimits, HttpServer, Response, open_listener, raise_
 from kvrelay.http import listening as accepting_module
 from kvrelay.http.limits import ByteBudget
 from kvrelay.http.listening import SocketAcceptor, connections_within_limit
-from kvrelay.http.server import HttpConnection
+from kvrelay.http.server import MAX_PIECES, HttpConnection
 
 LOOPS = pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
 UPLOAD = b"POST /a HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n"
@@ -140,6 +140,7 @@ class FakeTransport(asyncio.Transport):
     def __init__(self) -> None:
         super().__init__()
         self.unsent = 0
+        self.writes: list[bytes] = []
         self.is_aborted = self.is_closed = False
 
     def get_extra_info(self, name: str, default: object = None) -> None:
@@ -147,6 +148,7 @@ class FakeTransport(asyncio.Transport):
 
     def write(self, data: Any) -> None:
         self.unsent += len(data)
+        self.writes.append(bytes(data))
 
     def get_write_buffer_size(self) -> int:
         return self.unsent
@@ -187,6 +189,38 @@ async def test_a_large_answer_is_sent_for_as_long_as_the_client_takes_it() -> No
     assert not later(1)
     assert not later(9)
     assert later(41)
+    connection.connection_lost(None)
+    await server.close(0)
+
+
+async def test_what_one_turn_of_the_loop_answers_is_written_at_once() -> None:
+    """Head, pieces and end of a stream; with an answer before it, and before the connection closes."""
+    server = HttpServer(EchoApp(), open_listener("127.0.0.1", 0), HttpLimits())
+    connection, transport = HttpConnection(server, lambda: 0.0), FakeTransport()
+    connection.connection_made(transport)
+    connection.data_received(request_bytes("GET", "/stream"))
+    assert not transport.writes
+    await asyncio.sleep(0)
+    assert [data.count(b"\r\n\r\n") for data in transport.writes] == [2]
+    assert transport.writes[0].endswith(b"4\r\none,\r\n3\r\ntwo\r\n0\r\n\r\n")
+    connection.data_received(request_bytes("GET", "/stream", headers={"connection": "close"}))
+    assert transport.is_closed
+    assert transport.writes[1].endswith(b"0\r\n\r\n")
+    await asyncio.sleep(0)
+    assert len(transport.writes) == 2
+    connection.connection_lost(None)
+    await server.close(0)
+
+
+async def test_many_pieces_do_not_wait_for_the_end_of_the_turn() -> None:
+    server = HttpServer(EchoApp(), open_listener("127.0.0.1", 0), HttpLimits())
+    connection, transport = HttpConnection(server, lambda: 0.0), FakeTransport()
+    connection.connection_made(transport)
+    for _ in range(2 * MAX_PIECES + 1):
+        connection.send(b"x")
+    assert [len(data) for data in transport.writes] == [MAX_PIECES] * 2
+    await asyncio.sleep(0)
+    assert transport.unsent == 2 * MAX_PIECES + 1
     connection.connection_lost(None)
     await server.close(0)
 

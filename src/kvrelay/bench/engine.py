@@ -55,12 +55,17 @@ def warm_up_load(load: BatchLoad) -> BatchLoad:
     return BatchLoad(min(8, load.num_prompts), min(32, load.input_len), 4)
 
 
+def prompts_of(load: BatchLoad, vocab_size: int) -> list[list[int]]:
+    """Random tokens, without the first few of the vocabulary, which often have a meaning of their own."""
+    draw = random.Random(load.seed)
+    low = min(16, vocab_size - 1)
+    return [[draw.randrange(low, vocab_size) for _ in range(load.input_len)] for _ in range(load.num_prompts)]
+
+
 def run_once(llm: LLM, load: BatchLoad, grammar: Grammar | None = None) -> EngineRun:
     """One pass. No pass sees another one's prefix cache."""
     llm.clear_prefix_cache()
-    draw = random.Random(load.seed)
-    low = min(16, llm.vocab_size - 1)
-    prompts = [[draw.randrange(low, llm.vocab_size) for _ in range(load.input_len)] for _ in range(load.num_prompts)]
+    prompts = prompts_of(load, llm.vocab_size)
     sampling = SamplingParams(
         max_tokens=load.output_len, temperature=0.0, ignore_eos=grammar is None, detokenize=False, grammar=grammar
     )

@@ -26,9 +26,10 @@ class Histogram:
     def __repr__(self) -> str:
         return f"Histogram({self.count} in {self.total_s:.3f} s)"
 
-    def observe(self, value_s: float) -> None:
-        self.counts[bisect_left(self._bounds, value_s)] += 1
-        self.total_s += value_s
+    def observe(self, value_s: float, count: int = 1) -> None:
+        """``count`` equal observations."""
+        self.counts[bisect_left(self._bounds, value_s)] += count
+        self.total_s += value_s * count
 
     @property
     def count(self) -> int:

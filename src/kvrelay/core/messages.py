@@ -29,6 +29,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, tag=True, omit_defaults=True)
     ``tenant`` names who asks (an API key's name), for fair waiting between them. ``slo_ttft_ms`` and ``slo_itl_ms`` are
     the request's own objectives, in milliseconds; 0: the worker's. ``explain``: the answer says where the prefill ran.
     ``traceparent``: W3C's header of the request's trace, for an engine that sends spans of its own; empty: none.
+    ``report_interval``: how many tokens the frontend wants at once, when nobody reads them one by one. The first token
+    and the end are told at once in any case.
     """
 
     request_id: str
@@ -44,6 +46,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, tag=True, omit_defaults=True)
     slo_itl_ms: float = 0.0
     explain: bool = False
     traceparent: str = ""
+    report_interval: int = 1
 
 
 class PrefillLost(msgspec.Struct, frozen=True, tag=True):

@@ -20,20 +20,24 @@ def report_token(
     logprobs: PositionLogprobs | None,
     reason: FinishReason | None,
 ) -> None:
-    """Report one token, with the extras of a first token and the finish reason of a last one. The request has the token
-    already. ``token_id`` None: there is no token, only an end."""
+    """Report one token, and those held back before it, with the extras of a first token and the finish reason of a last
+    one. The request has the token already. ``token_id`` None: there is no new token, only an end."""
     first = not request.first_output_sent
+    new: tuple[int, ...] = () if token_id is None else (token_id,)
+    if request.report_interval > 1:
+        new = tuple(request.token_ids[request.num_prompt_tokens + request.num_reported :])
+        request.num_reported = request.num_output_tokens
     with_prompt = first and request.sampling.prompt_logprobs is not None
     output.outputs.append(
         TokenOutput(
             request.request_id,
-            () if token_id is None else (token_id,),
+            new,
             finish_reason=reason,
             logprobs=None if logprobs is None else (logprobs,),
             num_cached_tokens=request.num_cached_tokens if first else None,
             prompt_logprobs=(None, *request.prompt_logprobs) if with_prompt else None,
             stop_token=reported_stop_token(request, token_id) if reason is FinishReason.STOP else None,
-            position=request.num_output_tokens - (token_id is not None),
+            position=request.num_output_tokens - len(new),
             decision=_explanation(request) if first else "",
         )
     )

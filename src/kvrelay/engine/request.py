@@ -64,6 +64,8 @@ class Request:
     """The request's trace, for an engine that sends spans of its own."""
     placement: PlacementState | None = field(default=None, kw_only=True)
     """Where the prefill runs, if that is still to be decided or to be explained; None: ``mode`` alone says it."""
+    report_interval: int = field(default=1, kw_only=True)
+    """Tokens to report at once; those with log-probabilities are reported one by one."""
     listener: MoveListener | None = field(default=None, kw_only=True)
     """Told of each move, on the engine's thread."""
     token_ids: list[int] = field(init=False)
@@ -94,6 +96,8 @@ class Request:
     num_cached_tokens: int | None = field(default=None, init=False)
     """Prefix hit at first admission, as reported to clients."""
     first_output_sent: bool = field(default=False, init=False)
+    num_reported: int = field(default=0, init=False)
+    """Answer tokens that the frontend knows; counted only if ``report_interval`` is above 1."""
     prompt_logprobs: list[PositionLogprobs | None] = field(default_factory=list, init=False)
     handoff_id: HandoffId | None = field(default=None, init=False)
     num_sent_blocks: int = field(default=0, init=False)
@@ -106,6 +110,9 @@ class Request:
         self.token_ids = [*prompt_token_ids, *output_token_ids]
         self.num_prompt_tokens = len(prompt_token_ids)
         self.is_resumed = len(output_token_ids) > 0
+        self.num_reported = len(output_token_ids)
+        if self.sampling.logprobs is not None:
+            self.report_interval = 1
 
     def __repr__(self) -> str:
         return (

@@ -390,11 +390,11 @@ class Scheduler:
                     ended.append((request, FINISH_STATUS[reason]))
                     continue
             position = computed - request.num_prompt_tokens
-            if logprobs and row in logprobs:
-                logprob = (logprobs[row],)
+            if request.report_interval == 1:
+                logprob = (logprobs[row],) if logprobs and row in logprobs else None
                 outputs.append(TokenOutput(request.request_id, (token_id,), logprobs=logprob, position=position))
-            else:
-                outputs.append(TokenOutput(request.request_id, (token_id,), position=position))
+            elif position + 1 - request.num_reported >= request.report_interval:
+                report_token(self.output, request, token_id, None, None)
         for request, status in ended:
             self.finish(request, RequestStatus(status))
         for request, reason_text in failed:

@@ -26,6 +26,10 @@ from kvrelay.http.reading import CONTINUE, RequestReader
 PIECE_BYTES = 8192
 """Bytes parsed at once: the most that is read ahead of a request that is being answered."""
 PROBE_REPLY_S = 0.1
+MAX_UNWRITTEN = 64
+"""Connections whose bytes wait for the end of the loop's turn."""
+MAX_PIECES = 8
+"""Of one connection. Both bounds keep what has been computed from waiting for more than a few ms."""
 
 
 class HttpConnection(asyncio.Protocol):
@@ -45,6 +49,7 @@ class HttpConnection(asyncio.Protocol):
         self._is_half_closed = False
         self._is_paused = False
         self._deadline_s: float | None = None
+        self._unwritten: list[bytes] = []
         self._num_sent_bytes = 0
         self._num_taken_bytes = 0
         self._taken_at_s = now()
@@ -125,6 +130,7 @@ class HttpConnection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         exchange, self._exchange = self._exchange, None
         self.transport = self._refusal = None
+        self._unwritten.clear()
         self._waiting.clear()
         self._held.clear()
         self._reader.close()
@@ -149,7 +155,7 @@ class HttpConnection(asyncio.Protocol):
         self._is_half_closed = True
         if exchange is not None and not exchange.is_started and exchange.request.http_minor >= 1:
             # Any client must accept an interim response (RFC 9110, 15.2); a closed socket answers with a reset.
-            transport.write(CONTINUE)
+            self._write(CONTINUE)
             asyncio.get_running_loop().call_later(PROBE_REPLY_S, self._check_peer)
         return True
 
@@ -163,7 +169,22 @@ class HttpConnection(asyncio.Protocol):
     # -- Outlet -------------------------------------------------------------------------------------------------------
 
     def send(self, data: bytes) -> None:
-        """Queue bytes for the client."""
+        """Queue bytes for the client. All of one turn of the loop are written at its end, in one system call:
+        the chunks of a stream that is behind, or a stream's last chunk and its end."""
+        pieces = self._unwritten
+        pieces.append(data)
+        if len(pieces) == 1:
+            self._owner.write_soon(self)
+        elif len(pieces) == MAX_PIECES:
+            self.write_queued()
+
+    def write_queued(self) -> None:
+        """The turn of the loop ends."""
+        pieces = self._unwritten
+        if not pieces:
+            return
+        data = pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        pieces.clear()
         transport = self.transport
         if transport is None:
             return
@@ -215,8 +236,8 @@ class HttpConnection(asyncio.Protocol):
         if expects_continue and self._is_busy:
             # Not in the middle of the answer before it.
             self._owes_continue = True
-        elif expects_continue and self.transport is not None:
-            self.transport.write(CONTINUE)
+        elif expects_continue:
+            self._write(CONTINUE)
 
     def on_request(self, request: HttpRequest, keep_alive: bool) -> None:
         self._owes_continue = False
@@ -278,7 +299,7 @@ class HttpConnection(asyncio.Protocol):
             return
         if self._owes_continue:
             self._owes_continue = False
-            transport.write(CONTINUE)
+            self._write(CONTINUE)
         self._await_client()
         data = bytes(self._held)
         self._held.clear()
@@ -330,7 +351,7 @@ class HttpConnection(asyncio.Protocol):
         if transport is None:
             return
         self._deadline_s = self._now() + self._limits.linger_s
-        transport.write(encode_response(response, keep_alive=False))
+        self._write(encode_response(response, keep_alive=False))
         if self._held:
             self._held.clear()
             transport.resume_reading()
@@ -339,9 +360,16 @@ class HttpConnection(asyncio.Protocol):
         elif self._is_half_closed:
             self._close(transport)
 
+    def _write(self, data: bytes) -> None:
+        """What is no part of an answer goes out at once, after what is queued."""
+        self.write_queued()
+        if self.transport is not None:
+            self.transport.write(data)
+
     def _close(self, transport: asyncio.Transport) -> None:
         """Close the connection once the client has read its answer; ``check_deadline`` bounds the wait."""
         self._deadline_s = None
+        self.write_queued()
         transport.close()
 
 
@@ -391,6 +419,7 @@ class HttpServer:
         refusal = Response(503, headers=[(b"retry-after", b"1")])
         self._acceptor = SocketAcceptor(listener, self._accepted, encode_response(refusal, keep_alive=False))
         self._sweep: asyncio.TimerHandle | None = None
+        self._unwritten: list[HttpConnection] = []
 
     def __repr__(self) -> str:
         return f"HttpServer(port={self.port}, connections={len(self.connections)}, buffered={self.buffered!r})"
@@ -432,6 +461,16 @@ class HttpServer:
 
     # -- its connections ----------------------------------------------------------------------------------------------
 
+    def write_soon(self, connection: HttpConnection) -> None:
+        """The connection has begun to queue: its bytes go out at the end of this turn of the loop, or with those of
+        others when many wait."""
+        unwritten = self._unwritten
+        unwritten.append(connection)
+        if len(unwritten) == 1:
+            asyncio.get_running_loop().call_soon(self._write_queued)
+        elif len(unwritten) == MAX_UNWRITTEN:
+            self._write_queued()
+
     def connected(self, connection: HttpConnection) -> None:
         self.connections.add(connection)
         excess = len(self.connections) - self._max_connections
@@ -448,6 +487,11 @@ class HttpServer:
         self.unsent.forget(connection)
 
     # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _write_queued(self) -> None:
+        connections, self._unwritten = self._unwritten, []
+        for connection in connections:
+            connection.write_queued()
 
     def _accepted(self, accepted: socket.socket) -> None:
         self._accepting.spawn(self._connect(accepted))

@@ -142,7 +142,7 @@ async def test_without_a_control_plane_a_frontend_lists_its_own(model_dir: Path)
 async def test_a_request_that_moves_shows_both_workers(model_dir: Path) -> None:
     async with running(model_dir, Script((10, 11, 12), die_after=2), Script((10, 11, 12))) as cluster:
         port = cluster.frontend.port
-        request_id = (await send(port, "POST", "/v1/completions", BODY)).headers["x-request-id"]
+        request_id = (await send(port, "POST", "/v1/completions", {**BODY, "stream": True})).headers["x-request-id"]
         one = (await shown(port, request_id)).json
         assert one["status"] == "migrated"
         assert [each["name"] for each in one["processes"]][1:] == ["w0", "w1"]

@@ -54,6 +54,29 @@ async def test_a_lost_worker_is_replaced_token_by_token(model_dir: Path, die_aft
         assert cluster.frontend.metrics.of("tiny").num_migrations == 1
 
 
+@pytest.mark.parametrize(
+    ("changes", "interval"),
+    [
+        ({"stream": False, "stream_options": None}, 16),
+        ({"stream": False, "stream_options": None, "stop": "never"}, 1),
+        ({}, 1),
+    ],
+)
+async def test_tokens_that_nobody_reads_one_by_one_come_several_at_once(
+    model_dir: Path, changes: dict[str, object], interval: int
+) -> None:
+    """Also when the worker dies in between; the gaps between tokens are counted for each of them."""
+    async with running(model_dir, Script(TOKENS, die_after=17), Script(TOKENS)) as cluster:
+        answer = await ask(cluster, max_tokens=2 * len(TOKENS), **changes)
+        text = streamed(answer)[0] if not changes else json.loads(answer.body)["choices"][0]["text"]
+        assert text == 2 * ANSWER
+        first, second = cluster.workers["w0"].requests[0], cluster.workers["w1"].requests[0]
+        assert first.report_interval == second.report_interval == interval
+        assert second.output_token_ids == (2 * TOKENS)[:17]
+        assert cluster.frontend is not None
+        assert cluster.frontend.metrics.of("tiny").itl.count == 2 * len(TOKENS) - 1
+
+
 @pytest.mark.parametrize("lost", range(len(TOKENS) - 1))
 async def test_a_gap_is_a_lost_worker(model_dir: Path, lost: int) -> None:
     """Whatever output is lost: the connection ends for both sides, and another worker goes on before the gap."""

@@ -27,6 +27,8 @@ EVENT_STREAM = b"text/event-stream; charset=utf-8"
 class Answer:
     """Base of both: the sequences, and the moment when all have ended."""
 
+    tokens_at_once = 1
+
     def __init__(self, spec: AnswerSpec) -> None:
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._spec = spec
@@ -165,6 +167,9 @@ class StreamedAnswer(Answer):
 
 class CollectedAnswer(Answer):
     """All choices, complete when all sequences have finished."""
+
+    tokens_at_once = 16
+    """More save little; a sequence whose worker dies computes those again that were not told."""
 
     def __init__(self, spec: AnswerSpec) -> None:
         super().__init__(spec)

@@ -49,7 +49,12 @@ REPLACEMENT_WAIT_S = 10.0
 
 
 class SequenceListener(Protocol):
-    """The object that sends the answer. No call follows ``failed`` or a ``deliver`` with a finish."""
+    """The object that sends the answer. No call follows ``failed`` or a ``deliver`` with a finish.
+
+    ``tokens_at_once``: the tokens of a piece, where nobody waits for each of them.
+    """
+
+    tokens_at_once: int
 
     def deliver(self, sequence: Sequence, piece: ChoicePiece) -> None: ...
 
@@ -97,6 +102,7 @@ class Sequence:
         self._counts = metrics.of(model.name)
         self._migration_limit = migration_limit
         self._order = order
+        self._tokens_at_once = 1 if spec.stops else listener.tokens_at_once
         self._trace = trace
         self._traced = 0
         """The attempt's number in the trace."""
@@ -273,6 +279,7 @@ class Sequence:
             slo_itl_ms=self._spec.slo_itl_ms,
             explain=self._spec.explain,
             traceparent="" if self._trace is None else self._trace.traceparent,
+            report_interval=self._tokens_at_once,
         )
 
     def _leave_router(self) -> None:
@@ -315,8 +322,9 @@ class Sequence:
         if not self._is_prefilled:
             self._on_prefilled(output, now_s, link)
         elif output.token_ids:
-            gap_s = now_s - self._last_s
-            self._counts.itl.observe(gap_s)
+            num_new = len(output.token_ids)
+            gap_s = (now_s - self._last_s) / num_new
+            self._counts.itl.observe(gap_s, num_new)
             if gap_s > LATE_S and self._trace is not None:
                 self._trace.late_token(now_s, gap_s)
         self._last_s = now_s

@@ -278,6 +278,7 @@ class DecodeSide:
             traceparent=message.traceparent,
             handoff_number=0 if handoff_id is None else handoff_id.number,
             placement=placement,
+            report_interval=message.report_interval,
             listener=self._marks.listener,
         )
         if self._policy.is_by_cost:

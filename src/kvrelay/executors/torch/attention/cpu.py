@@ -64,7 +64,7 @@ class CpuAttention:
     def forward(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
         batch = self._batch
         assert batch is not None, "begin comes first"
-        out = self._out.take(len(qkv), self._spec.num_heads * self._spec.head_dim)
+        out = self._out.take(qkv.shape[0], self._spec.num_heads * self._spec.head_dim)
         arguments = (
             self._head, self._group, as_numpy(qkv), self._pool, layer, self._slots, batch.positions, batch.block_table,
             self._rope, self._q_norms[layer], self._k_norms[layer], self._eps, self._scale, self._spec.windows[layer],

@@ -1,12 +1,15 @@
-"""The contract on the CPU: Numba on torch's memory, with reused buffers, and oneDNN for the matrix products.
+"""The contract on the CPU: Numba on torch's memory, with reused buffers; for bfloat16, oneDNN's matrix products.
 
-oneDNN's packed products run at full speed for bfloat16 and, unlike others, compute a row with the same bits
-independently of the other rows. So a request's tokens do not depend on its neighbours. Owns the buffers and the choice
-between one thread and several.
+Both kinds of products compute a row with the same bits independently of the other rows, unlike others. So a request's
+tokens do not depend on its neighbours. In float32 ours are faster (a call of oneDNN's takes 13 us before it computes),
+and they read weights that are bfloat16 in the checkpoint as such: half the bytes. For bfloat16 oneDNN has instructions
+that Numba does not. Owns the buffers and the choice between one thread and several.
 """
 
 from __future__ import annotations
 
+import threading
+from functools import lru_cache
 from importlib import import_module
 from typing import Any
 
@@ -17,10 +20,13 @@ import torch
 import torch.nn.functional as F
 
 from kvrelay.executors.torch.kernels import numba_elementwise as kernels
+from kvrelay.executors.torch.kernels import numba_products as products
 from kvrelay.executors.torch.kernels.base import Linear
 
 # Below this number of elements a kernel takes less time than waking another thread.
 _PARALLEL_FROM = 24_576
+# The same for a product, in multiply-adds.
+_PARALLEL_PRODUCT_FROM = 150_000
 # The batch size for which packed weights are laid out; other sizes work too.
 _PACK_ROWS = 64
 
@@ -31,9 +37,19 @@ def multiplies_bfloat16() -> bool:
 
 
 def as_numpy(tensor: torch.Tensor) -> npt.NDArray[Any]:
-    """The tensor's memory as an array; bfloat16 as uint16, because Numba has no bfloat16."""
-    array: npt.NDArray[Any] = (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
+    """The tensor's memory as an array; bfloat16 as uint16, because Numba has no bfloat16. A buffer's tensor carries its
+    array: a step asks for some hundred of them."""
+    try:
+        array: npt.NDArray[Any] = tensor.array  # type: ignore[attr-defined]
+    except AttributeError:
+        array = (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
     return array
+
+
+@lru_cache(maxsize=8)
+def single(value: float) -> np.float32:
+    """Numba computes in the precision of what it gets."""
+    return np.float32(value)
 
 
 class Buffer:
@@ -51,6 +67,7 @@ class Buffer:
         if self._flat.numel() < needed:
             self._flat = torch.empty(needed, dtype=self._dtype)
         self._last = self._flat[:needed].view(rows, width)
+        self._last.array = as_numpy(self._last)  # type: ignore[attr-defined]
         return self._last
 
 
@@ -67,9 +84,14 @@ def usable_threads(num_threads: int) -> int:
     return min(num_threads, int(numba.config.NUMBA_NUM_THREADS))
 
 
+_of_thread = threading.local()
+
+
 def use_threads(num_threads: int) -> int:
     """Numba's next kernel, called from this thread, runs on this many threads; with 1 no other thread is woken."""
-    numba.set_num_threads(num_threads)
+    if getattr(_of_thread, "num_threads", 0) != num_threads:
+        numba.set_num_threads(num_threads)
+        _of_thread.num_threads = num_threads
     return num_threads
 
 
@@ -80,8 +102,13 @@ class NumbaKernels:
         self._num_threads = num_threads
         self._normed, self._activated = Buffer(dtype), Buffer(dtype)
         self._residual = Buffer(torch.float32)
+        self._products: dict[int, Buffer] = {}
+        """By number of columns."""
+        self._rooms: dict[int, npt.NDArray[np.float32]] = {}
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
+        if weight.dtype == torch.float32:
+            return self._own_linear(weight, bias)
         if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
             return lambda x: F.linear(x, weight, bias)
         packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _PACK_ROWS)
@@ -94,17 +121,37 @@ class NumbaKernels:
 
         return apply
 
+    def _own_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+        num_outputs, num_inputs = weight.shape
+        panels = products.pack(weight)
+        packed, size = as_numpy(panels), num_outputs * num_inputs
+        added = np.zeros(0, dtype=np.float32) if bias is None else bias.numpy()
+        num_widened = num_inputs if panels.dtype == torch.bfloat16 else 0
+        room = self._rooms.setdefault(num_widened, products.scratch(self._num_threads, num_widened))
+        buffer = self._products.setdefault(num_outputs, Buffer(torch.float32))
+
+        def apply(x: torch.Tensor) -> torch.Tensor:
+            rows = x.shape[0]
+            out = buffer.take(rows, num_outputs)
+            threads = use_threads(self._num_threads if rows * size >= _PARALLEL_PRODUCT_FROM else 1)
+            products.product(as_numpy(x), packed, added, as_numpy(out), room, threads)
+            return out
+
+        return apply
+
     def norm_weight(self, weight: torch.Tensor) -> torch.Tensor:
-        return weight.float()
+        weight = weight.float()
+        weight.array = weight.numpy()  # type: ignore[attr-defined]
+        return weight
 
     def embed(self, table: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
         out = self._residual.take(len(token_ids), table.shape[1])
-        kernels.embed(as_numpy(table), token_ids.numpy(), out.numpy())
+        kernels.embed(as_numpy(table), as_numpy(token_ids), as_numpy(out))
         return out
 
     def rms_norm(self, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         out = self._normed.take(*residual.shape)
-        arguments = (residual.numpy(), weight.numpy(), np.float32(eps), as_numpy(out))
+        arguments = (as_numpy(residual), as_numpy(weight), single(eps), as_numpy(out))
         kernels.norm(*arguments, self._threads(out))
         return out
 
@@ -112,7 +159,7 @@ class NumbaKernels:
         self, residual: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> torch.Tensor:
         out = self._normed.take(*residual.shape)
-        arguments = (residual.numpy(), as_numpy(delta), weight.numpy(), np.float32(eps), as_numpy(out))
+        arguments = (as_numpy(residual), as_numpy(delta), as_numpy(weight), single(eps), as_numpy(out))
         kernels.add_norm(*arguments, self._threads(out))
         return out
 

