@@ -65,6 +65,17 @@ def test_each_role_tells_of_its_own_steps() -> None:
     assert (step.prefill_s, step.step_s) == (0.02, 0.01)
 
 
+def test_a_worker_that_has_no_such_steps_does_not_count() -> None:
+    """By cost, the decode worker may have prefilled everything: the prefill worker still has its prior."""
+    status = copy.deepcopy(STATUS)
+    status["workers"][0]["load"] = {"step_cost": {}}
+    found = fit(read_status(status), [], "")
+    assert found.costs.step.prefill_s == 9.0
+    assert "step.prefill_s" not in found.not_measured
+    status["workers"][1]["load"] = {"step_cost": {}}
+    assert {"step.prefill_s", "step.step_s"} <= set(fit(read_status(status), [], "").not_measured)
+
+
 def test_what_the_load_did_not_show_is_named_and_keeps_its_default() -> None:
     phases = [Phase(synthetic(64).streams[:1], Counters())]
     found = fit(workers(), phases, "")

@@ -119,7 +119,7 @@ def fit(workers: Sequence[_Worker], phases: Sequence[Phase], machine: str) -> Ca
         raise InvalidInputError(
             "no worker publishes step costs; calibrate with --engine torch or mock, or write costs.json by hand"
         )
-    step = _median_step(fitted)
+    step, missing = _median_step(fitted)
     found: dict[str, float | int] = _client_costs(step, phases) | _transfer_costs(phases)
     measurable = (
         *("between_steps_s", "spread", "frontend_request_s"),
@@ -128,17 +128,25 @@ def fit(workers: Sequence[_Worker], phases: Sequence[Phase], machine: str) -> Ca
     )
     costs = msgspec.structs.replace(Costs(), step=step, machine=machine, model=workers[0].model, **found)
     check_costs(costs, "measured")
-    return Calibration(costs, tuple(name for name in measurable if name not in found))
+    return Calibration(costs, (*missing, *(name for name in measurable if name not in found)))
 
 
-def _median_step(fitted: Sequence[tuple[str, StepCost]]) -> StepCost:
-    """Per coefficient the median of the workers whose role has such steps, or of all if none has. A worker that never
-    prefills publishes its prior."""
+def _median_step(fitted: Sequence[tuple[str, StepCost]]) -> tuple[StepCost, tuple[str, ...]]:
+    """Per coefficient the median of the workers that have measured such steps, and the names of what none has.
+
+    A worker that has not publishes its prior. Those count whose role is for such steps; else the others, because by
+    cost a decode worker may prefill all short prompts itself.
+    """
     values: dict[str, float] = {}
+    missing: list[str] = []
+    prior = StepCost()
     for names, other in ((DECODE_FIELDS, "prefill"), (PREFILL_FIELDS, "decode")):
-        costs = [cost for role, cost in fitted if role != other] or [cost for _, cost in fitted]
+        moved = [(role, cost) for role, cost in fitted if any(getattr(cost, n) != getattr(prior, n) for n in names)]
+        costs = [cost for role, cost in moved if role != other] or [cost for _, cost in moved] or [prior]
         values |= {name: statistics.median(getattr(cost, name) for cost in costs) for name in names}
-    return StepCost(**values)
+        if not moved:
+            missing += [f"step.{name}" for name in names]
+    return StepCost(**values), tuple(missing)
 
 
 def _client_costs(step: StepCost, phases: Sequence[Phase]) -> dict[str, float | int]:
