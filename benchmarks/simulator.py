@@ -180,7 +180,7 @@ def ranking(rows: Sequence[Row]) -> list[Row]:
         )
         if real.size > 1:
             ranks = [np.argsort(np.argsort(values)) for values in (real, simulated)]
-            correlation = float(np.corrcoef(*ranks)[0, 1])
+            correlation = float(np.corrcoef(ranks[0], ranks[1])[0, 1])
             regret = float(real[np.argmin(simulated)] / real.min() - 1)
             found.append({"load": kind, "correlation": correlation, "regret": regret})
     return found
