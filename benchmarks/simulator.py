@@ -96,10 +96,10 @@ async def measure(name: str, shares: Sequence[float], given: dict[str, Any]) -> 
     case = serve_case(name, given["model"], f"--engine {given['engine']} {given['serve_args']}", flags)
     async with running(case, folder / "logs", CaseTimes()) as target:
         costs = await asyncio.to_thread(calibrated, target, folder / f"costs-{name.replace(' ', '-')}.json")
-        closed = await load(target, given, max_concurrency=given["concurrency"])
+        closed = await load(target, given, 0, max_concurrency=given["concurrency"])
         rows = [{"setting": name, "load": "closed", **compared(spec, costs, closed, closed_loop(closed, given))}]
-        for share in shares:
-            records = await load(target, given, rate=share * rows[0]["real_requests_per_s"])
+        for at, share in enumerate(shares, 1):
+            records = await load(target, given, at, rate=share * rows[0]["real_requests_per_s"])
             rows.append({"setting": name, "load": f"{share:.0%}", **compared(spec, costs, records, open_loop(records))})
     return rows
 
@@ -113,12 +113,13 @@ def calibrated(target: Target, path: Path) -> Costs:
     return read_costs(path)
 
 
-async def load(target: Target, given: dict[str, Any], **how: Any) -> list[RequestRecord]:
-    """The records of all answered requests, by time of sending."""
+async def load(target: Target, given: dict[str, Any], at: int, **how: Any) -> list[RequestRecord]:
+    """The records of all answered requests, by time of sending. Each load ``at`` a setting has prompts of its own, or
+    the prefix cache would hold those of the load before, and the simulated one would not."""
     lengths = Dataset(prompt=parse_length(given["prompt"]), output=parse_length(given["answer"]))
     spec = ClassSpec(dataset=lengths, num_requests=given["requests"], **how)
     with progress_bar() as bar:
-        run = await run_serve(RunOptions(target, (spec,), seed=given["seed"], retokenize=False), bar)
+        run = await run_serve(RunOptions(target, (spec,), seed=given["seed"] + 1000 * at, retokenize=False), bar)
     good = [record for record in run.result.records if record.outcome is Outcome.OK]
     if len(good) < 0.99 * given["requests"]:
         raise BenchError(f"{given['requests'] - len(good)} of {given['requests']} requests failed")
