@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from kvrelay.bench.traces import TraceFormat, detect_trace
+from kvrelay.cli.main import run
 from kvrelay.errors import InvalidInputError
 from kvrelay.simulate.arrival import check_arrivals
 from kvrelay.simulate.loads import generated_arrivals, trace_arrivals
@@ -134,3 +135,21 @@ NAMES = ("prompt_tokens", "answer_tokens")
 def test_a_bad_spec_is_refused(spec: str, said: str) -> None:
     with pytest.raises(InvalidInputError, match=said):
         generated_arrivals(spec)
+
+
+def test_a_longer_model_takes_longer_prompts(capsys: pytest.CaptureFixture[str]) -> None:
+    given = [
+        "simulate",
+        "--load",
+        "poisson:num=3,prompt=40000,answer=2",
+        "--prefill",
+        "0",
+        "--decode",
+        "0",
+        "--both",
+        "1",
+    ]
+    assert run([*given, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["num_failed"] > 0
+    assert run([*given, "--json", "--max-model-len", "400000"]) == 0
+    assert json.loads(capsys.readouterr().out)["num_done"] == 3

@@ -91,12 +91,14 @@ def simulate_command(
     if trace is None and load is None:
         raise click.UsageError("give a load (--trace FILE or --load SPEC) or a recording (--verify FILE)")
     source = SettingsSource(SETTINGS, config_file, flags)
+    engine = source.build(EngineConfig)
     spec = ClusterSpec(
         prefill=prefill,
         decode=decode,
         both=both,
         frontends=frontends,
-        engine=source.build(EngineConfig),
+        engine=engine,
+        max_model_len=engine.max_model_len or ClusterSpec().max_model_len,
         disagg=source.build(DisaggConfig),
         router=source.build(RouterConfig),
         order=HandoffOrder(order),
