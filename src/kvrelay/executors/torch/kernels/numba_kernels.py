@@ -139,6 +139,8 @@ class NumbaKernels:
             if key not in self._compiled:
                 self._compile(key, products.part, *arguments, room[0], 0, rows, 0, num_panels)
                 self._compile(key, products.product, *arguments, room, 1)
+                # Without rows, only to start the threads now.
+                products.product(arguments[0][:0], packed, added, arguments[3][:0], room, use_threads(self._num_threads))
             if self._num_threads == 1 or rows * size < _PARALLEL_PRODUCT_FROM:
                 products.part(*arguments, room[0], 0, rows, 0, num_panels)
             else:
