@@ -92,7 +92,7 @@ def completed(*words: str) -> set[str]:
 
 
 def test_commands_options_and_choices_are_completed() -> None:
-    assert completed("s") == {"serve", "status"}
+    assert completed("s") == {"serve", "simulate", "status"}
     assert completed("config", "") == {"get", "set", "unset"}
     assert completed("serve", "--max-num-s") == {"--max-num-seqs"}
     assert completed("worker", "--role", "p") == {"prefill"}

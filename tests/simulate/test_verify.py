@@ -9,16 +9,16 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kvrelay.config import DisaggConfig, EngineConfig, MockConfig
+from kvrelay.config import DisaggConfig, EngineConfig, MockConfig, WorkerConfig
 from kvrelay.core.clock import MonotonicClock
 from kvrelay.core.handoff import HandoffId
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.engine.recording import Call, RecordedCore, Step
 from kvrelay.engine.request import PrefillMode, Request
 from kvrelay.engine.step import StepOutput
-from kvrelay.engine.thread import EngineThread
-from kvrelay.errors import InvalidInputError
+from kvrelay.errors import ConfigError, InvalidInputError
 from kvrelay.executors.mock import MockExecutor
+from kvrelay.launch import worker_process
 from kvrelay.placement.base import PrefillLoad
 from kvrelay.placement.cost import CostPlacement, PlacementState
 from kvrelay.placement.threshold import DisaggPolicy
@@ -42,9 +42,14 @@ def a_request(name: str, rng: random.Random, **fields: object) -> Request:
 
 @pytest.fixture(scope="module")
 def recording(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A mock engine on its thread, with cancelled requests, a prefix that is shared, and more work than fits."""
+    """A worker's mock engine on its thread (``--record-steps``), with cancelled requests, a prefix that is shared, and
+    more work than fits."""
     path = tmp_path_factory.mktemp("recordings") / "steps.jsonl"
-    thread, rng = EngineThread(recorded(path)), random.Random(1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(worker_process, "build_executor", lambda *_: MockExecutor(CONFIG, TIMES, vocab_size=512))
+        settings = WorkerConfig(model_path=Path("none"), engine_kind="mock", engine=CONFIG, record_steps=str(path))
+        thread = worker_process.load_engine(settings, "w")
+    rng = random.Random(1)
     left, is_over = set(map(str, range(40))) - {"5", "11"}, threading.Event()
 
     def on_step(step: StepOutput) -> None:
@@ -153,3 +158,8 @@ def test_a_file_that_is_no_recording_is_refused_in_one_line(tmp_path: Path, cont
     with pytest.raises(InvalidInputError, match=message) as caught:
         verify(path)
     assert "\n" not in caught.value.message
+
+
+def test_a_file_that_cannot_be_written_ends_the_start_in_one_line(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--record-steps .*: No such file or directory"):
+        recorded(tmp_path / "missing" / "steps.jsonl")

@@ -63,12 +63,19 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True)
 class TraceRecord:
-    """One request of a trace: seconds since the trace's epoch, lengths in tokens, ids of its blocks where known."""
+    """One request of a trace: seconds since the trace's epoch, lengths in tokens, ids of its blocks where known.
+
+    A hash id stands for ``hash_tokens`` tokens. ``chat`` names the request for its successors in the session, and
+    ``parent`` is the chat whose answer it continues.
+    """
 
     timestamp_s: float
     input_len: int
     output_len: int
     hash_ids: tuple[int, ...] = ()
+    hash_tokens: int = 512
+    chat: str | None = None
+    parent: str | None = None
 
 
 class _ShareTurn(msgspec.Struct):
@@ -125,7 +132,7 @@ def detect_format(path: Path) -> FileFormat:
     """Detect the format by the name and the first record. Raises InvalidInputError if the file cannot be read."""
     if path.suffix == ".parquet":
         return FileFormat.LMSYS
-    with _opened(path) as lines:
+    with opened(path) as lines:
         first = next((line for line in lines if line.strip()), b"")
     if first.lstrip().startswith(b"["):
         return FileFormat.SHAREGPT
@@ -154,23 +161,23 @@ def read_conversations(path: Path, fmt: FileFormat = FileFormat.AUTO) -> Iterato
     }
     if fmt not in readers:
         raise InvalidInputError(f"{path} is a {fmt.value} file: it holds no text")
-    return _not_empty(path, (Conversation(tuple(turns)) for turns in readers[fmt](path) if turns))
+    return not_empty(path, (Conversation(tuple(turns)) for turns in readers[fmt](path) if turns))
 
 
 def read_mooncake(path: Path) -> Iterator[TraceRecord]:
     """A Mooncake trace: milliseconds become seconds, ids of blocks are kept."""
-    return _not_empty(path, _read_mooncake(path))
+    return not_empty(path, _read_mooncake(path))
 
 
 def read_azure(path: Path) -> Iterator[TraceRecord]:
     """An Azure LLM trace: CSV with TIMESTAMP, ContextTokens, GeneratedTokens; times are relative to its first row."""
-    return _not_empty(path, _read_azure(path))
+    return not_empty(path, _read_azure(path))
 
 
 def json_lines(path: Path, item: type[_T]) -> Iterator[_T]:
     """Decode every line that is not blank as ``item``; the error names the line."""
     decoder = msgspec.json.Decoder(item)
-    with _opened(path) as lines:
+    with opened(path) as lines:
         for number, line in enumerate(lines, 1):
             if line.strip():
                 try:
@@ -180,7 +187,7 @@ def json_lines(path: Path, item: type[_T]) -> Iterator[_T]:
 
 
 def _read_sharegpt(path: Path) -> Iterator[list[ChatTurn]]:
-    with _opened(path) as lines:
+    with opened(path) as lines:
         is_array = next((line for line in lines if line.strip()), b"").lstrip().startswith(b"[")
     if not is_array:
         return (item.turns() for item in json_lines(path, _ShareItem))
@@ -208,7 +215,7 @@ def _read_lmsys(path: Path) -> Iterator[list[ChatTurn]]:
 
 
 def _read_text(path: Path) -> Iterator[list[ChatTurn]]:
-    with _opened(path) as lines:
+    with opened(path) as lines:
         for number, line in enumerate(lines, 1):
             try:
                 text = line.decode().rstrip("\r\n")
@@ -226,7 +233,7 @@ def _read_mooncake(path: Path) -> Iterator[TraceRecord]:
 
 def _read_azure(path: Path) -> Iterator[TraceRecord]:
     epoch: datetime | None = None
-    with _opened(path) as lines:
+    with opened(path) as lines:
         rows = csv.DictReader(line.decode(errors="replace") for line in lines)
         for row in rows:
             try:
@@ -240,7 +247,7 @@ def _read_azure(path: Path) -> Iterator[TraceRecord]:
             yield TraceRecord((moment - epoch).total_seconds(), max(1, input_len), max(1, output_len))
 
 
-def _not_empty(path: Path, records: Iterator[_T]) -> Iterator[_T]:
+def not_empty(path: Path, records: Iterator[_T]) -> Iterator[_T]:
     """Pull the first record now, so that a wrong file is reported before anything is started."""
     first = next(records, None)
     if first is None:
@@ -249,7 +256,7 @@ def _not_empty(path: Path, records: Iterator[_T]) -> Iterator[_T]:
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[Iterator[bytes]]:
+def opened(path: Path) -> Iterator[Iterator[bytes]]:
     try:
         file = path.open("rb")
     except OSError as exc:

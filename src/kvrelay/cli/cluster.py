@@ -31,7 +31,7 @@ def cluster_options(command: Command) -> Command:
     return settings_options(ControlConfig)(click.option("--cluster", help=about)(command))
 
 
-def _settings(cluster: str | None, config_file: Path | None, flags: dict[str, object]) -> ControlConfig:
+def cluster_settings(cluster: str | None, config_file: Path | None, flags: dict[str, object]) -> ControlConfig:
     """Raises ConfigError."""
     given = SettingsSource((ControlConfig,), config_file, flags).build(ControlConfig)
     if given.control and cluster is None:
@@ -85,7 +85,7 @@ def status(
         raise click.UsageError("--explain, --explain-tokens and --check exclude each other")
     # The frontend answers --explain by itself.
     frontend = (url or found_cluster(cluster, flags).url) if asked is not None else ""
-    control = _settings(cluster, config_file, flags) if asked is None else ControlConfig()
+    control = cluster_settings(cluster, config_file, flags) if asked is None else ControlConfig()
 
     async def show() -> None:
         if asked is not None:
@@ -142,7 +142,7 @@ def drain(worker_id: str, cluster: str | None, config_file: Path | None, **flags
     """
     from kvrelay.launch.admin import print_reply
 
-    run_async(print_reply(_settings(cluster, config_file, flags), worker_id, "drain"))
+    run_async(print_reply(cluster_settings(cluster, config_file, flags), worker_id, "drain"))
 
 
 @click.command(cls=GroupedCommand)
@@ -156,7 +156,7 @@ def role(worker_id: str, new_role: str, cluster: str | None, config_file: Path |
     """
     from kvrelay.launch.admin import print_reply
 
-    run_async(print_reply(_settings(cluster, config_file, flags), worker_id, "role", new_role))
+    run_async(print_reply(cluster_settings(cluster, config_file, flags), worker_id, "role", new_role))
 
 
 @click.group()
@@ -180,7 +180,7 @@ def config_get(key: str | None, cluster: str | None, config_file: Path | None, *
 
     if key is not None:
         require_settable(key)
-    run_async(get(_settings(cluster, config_file, flags), key))
+    run_async(get(cluster_settings(cluster, config_file, flags), key))
 
 
 class TakesNegativeNumbers(GroupedCommand):
@@ -204,7 +204,7 @@ def config_set(key: str, value: str, cluster: str | None, config_file: Path | No
     from kvrelay.launch.admin import config_set as put
 
     checked(key, value)  # before a cluster is looked for
-    run_async(put(_settings(cluster, config_file, flags), key, value))
+    run_async(put(cluster_settings(cluster, config_file, flags), key, value))
 
 
 @config.command("unset", cls=GroupedCommand)
@@ -219,4 +219,4 @@ def config_unset(key: str, cluster: str | None, config_file: Path | None, **flag
     from kvrelay.launch.admin import require_settable
 
     require_settable(key)
-    run_async(unset(_settings(cluster, config_file, flags), key))
+    run_async(unset(cluster_settings(cluster, config_file, flags), key))

@@ -35,6 +35,7 @@ COMMANDS = {
     "config": ("kvrelay.cli.cluster:config", "Read or change a setting of a running cluster."),
     "api-key": ("kvrelay.cli.small:api_key", "Make an API key for a client."),
     "simulate": ("kvrelay.simulate.commands:simulate_command", "Run a cluster in virtual time: what would it do?"),
+    "advise": ("kvrelay.simulate.advise_command:advise_command", "Search the best cluster for a load."),
     "bench": ("kvrelay.bench.commands:bench_group", "Measure servers, the engine, transfers and data sets."),
     "completion": ("kvrelay.cli.small:completion", "Print the completion script of a shell."),
     "make-model": ("kvrelay.cli.small:make_model_command", "Write a checkpoint with random weights."),

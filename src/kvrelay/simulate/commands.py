@@ -9,17 +9,26 @@ from typing import Any
 import click
 
 from kvrelay.cli.help import GroupedCommand
+from kvrelay.cli.main import LazyGroup
 from kvrelay.cli.options import SettingsSource, json_option, settings_options
 from kvrelay.config import DisaggConfig, EngineConfig, RouterConfig
 from kvrelay.core.handoff import HandoffOrder
 from kvrelay.errors import InvalidInputError
 
 SETTINGS = (EngineConfig, DisaggConfig, RouterConfig)
+COMMANDS = {
+    "calibrate": ("kvrelay.simulate.calibrate_command:calibrate_command", "Fit costs from a running cluster."),
+}
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 
 
-@click.command("simulate", cls=GroupedCommand)
-@click.option("--trace", type=_FILE, help="Load: a trace in Mooncake's (.jsonl) or Azure's (.csv) format.")
+class SimulateGroup(GroupedCommand, LazyGroup):
+    """Simulates by itself, and has further commands."""
+
+
+@click.group("simulate", cls=SimulateGroup, entries=COMMANDS, invoke_without_command=True)
+@click.option("--trace", type=_FILE, help="Load: a trace of Mooncake, Qwen-Bailian, Azure or BurstGPT; default: none.")
+@click.option("--load", help="Load: a generated one, e.g. agents:sessions=50; default: none. See docs/simulator.md.")
 @click.option("--limit", type=click.IntRange(1), help="Requests of the trace; default: all.")
 @click.option("--time-scale", type=click.FloatRange(0.0, min_open=True), default=1.0, help="2: twice as fast.")
 @click.option("--prefill", type=click.IntRange(0), default=1, help="Prefill workers at the start.")
@@ -33,13 +42,17 @@ _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
     help="Who gets a request first.",
 )
 @click.option("--costs", "costs_file", type=_FILE, help="JSON file of costs; default: a GPU of the middle class.")
-@click.option("--event", "events", multiple=True, metavar="EVENT", help="E.g. 30s:kill:d1, 30s:role:d1:prefill.")
+@click.option("--event", "events", multiple=True, metavar="EVENT", help="E.g. 30s:kill:d1; default: none.")
 @click.option("--seed", default=0, help="Seed of all draws: the same one gives the same output.")
-@click.option("--verify", "recording", type=_FILE, help="Recording of a worker (--record-steps) to compare with.")
+@click.option("--verify", "recording", type=_FILE, help="Recording (--record-steps) to compare with; default: none.")
 @json_option
 @settings_options(*SETTINGS)
+@click.pass_context
 def simulate_command(
+    ctx: click.Context,
+    /,
     trace: Path | None,
+    load: str | None,
     limit: int | None,
     time_scale: float,
     prefill: int,
@@ -59,12 +72,14 @@ def simulate_command(
 
     Example: kvrelay simulate --trace conversation.jsonl --prefill 2 --decode 3 --costs costs.json
     """
+    if ctx.invoked_subcommand is not None:
+        return
     from kvrelay.placement.cost import objectives_of
     from kvrelay.simulate import verify
     from kvrelay.simulate.cluster import ClusterSpec, parse_event
     from kvrelay.simulate.costs import Costs, read_costs
+    from kvrelay.simulate.loads import load_of
     from kvrelay.simulate.simulation import simulate
-    from kvrelay.simulate.traces import read_trace
 
     costs = None if costs_file is None else read_costs(costs_file)
     if recording is not None:
@@ -73,8 +88,8 @@ def simulate_command(
         if compared["scheduler"]["difference"]:
             raise InvalidInputError("the recorded schedule and the one played back differ")
         return
-    if trace is None:
-        raise click.UsageError("give a load (--trace FILE) or a recording (--verify FILE)")
+    if trace is None and load is None:
+        raise click.UsageError("give a load (--trace FILE or --load SPEC) or a recording (--verify FILE)")
     source = SettingsSource(SETTINGS, config_file, flags)
     spec = ClusterSpec(
         prefill=prefill,
@@ -87,7 +102,9 @@ def simulate_command(
         order=HandoffOrder(order),
         events=tuple(map(parse_event, events)),
     )
-    result = simulate(spec, read_trace(trace, limit, time_scale), costs or Costs(), seed=seed)
+    result = simulate(
+        spec, load_of(trace, load, limit=limit, time_scale=time_scale, seed=seed), costs or Costs(), seed=seed
+    )
     objectives = objectives_of(spec.disagg)
     report = {"cluster": str(spec), "seed": seed, **result.report(objectives)}
     click.echo(json.dumps(report) if as_json else _text(report, objectives.ttft_s, objectives.itl_s))

@@ -1,0 +1,200 @@
+"""The simulator beside the cluster that it simulates: saturated throughput, TTFT and E2E at parts of the capacity.
+
+Each setting is started, calibrated with ``kvrelay simulate calibrate``, and loaded: first a closed loop, whose rate is
+the capacity, then open loops at shares of it. The simulator gets the requests at the times at which the client
+sent them. Over all settings: does the simulator rank them as the machine does, and what would its choice cost?
+"""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+import msgspec
+import numpy as np
+
+from benchmarks.options import MOCK, serve_args_option
+from kvrelay.bench.cases import CaseTimes, running
+from kvrelay.bench.client.connection import Target
+from kvrelay.bench.compare import serve_case
+from kvrelay.bench.errors import BenchError
+from kvrelay.bench.given import numbers
+from kvrelay.bench.load.datasets import Dataset
+from kvrelay.bench.load.mix import ClassSpec
+from kvrelay.bench.load.request import parse_length
+from kvrelay.bench.progress import progress_bar
+from kvrelay.bench.report.files import print_result, write_result
+from kvrelay.bench.report.metrics import Outcome, RequestRecord
+from kvrelay.bench.report.table import Row, number, table
+from kvrelay.bench.serving import RunOptions, run_serve
+from kvrelay.cli.options import json_option, model_argument
+from kvrelay.config import DisaggConfig, EngineConfig
+from kvrelay.core.handoff import HandoffOrder
+from kvrelay.errors import InvalidInputError
+from kvrelay.simulate.arrival import Arrival
+from kvrelay.simulate.cluster import ClusterSpec
+from kvrelay.simulate.costs import Costs, read_costs
+from kvrelay.simulate.simulation import simulate
+
+ALWAYS = DisaggConfig(disagg_policy="always")
+SMALL_CHUNKS = EngineConfig(max_num_batched_tokens=256)
+SETTINGS: dict[str, tuple[str, ClusterSpec]] = {
+    "1P1D": ("--prefill 1 --decode 1", ClusterSpec(1, 1)),
+    "1P1D always": ("--prefill 1 --decode 1 --disagg-policy always", ClusterSpec(1, 1, disagg=ALWAYS)),
+    "1P1D prefill-first": (
+        "--prefill 1 --decode 1 --order prefill-first",
+        ClusterSpec(1, 1, order=HandoffOrder.PREFILL_FIRST),
+    ),
+    "1P1D chunks 256": ("--prefill 1 --decode 1 --max-num-batched-tokens 256", ClusterSpec(1, 1, engine=SMALL_CHUNKS)),
+    "aggregated x2": ("--prefill 0 --decode 2", ClusterSpec(both=2)),
+    "aggregated x2 chunks 256": (
+        "--prefill 0 --decode 2 --max-num-batched-tokens 256",
+        ClusterSpec(both=2, engine=SMALL_CHUNKS),
+    ),
+    "2P2D": ("--prefill 2 --decode 2", ClusterSpec(2, 2)),
+}
+DEFAULT_SETTINGS = ",".join(list(SETTINGS)[:6])
+
+
+@click.command()
+@model_argument
+@click.option("--engine", default=MOCK, type=click.Choice([MOCK, "torch"]), help="Engine of the workers.")
+@click.option("--settings", default=DEFAULT_SETTINGS, help=f"Of {', '.join(SETTINGS)}.")
+@click.option("--shares", default="0.5,0.8", help="Open loops, as shares of the capacity.")
+@click.option("--requests", default=200, type=click.IntRange(10), help="Requests of each load.")
+@click.option("--concurrency", default=16, type=click.IntRange(1), help="Of the closed loop.")
+@click.option("--prompt", default="uniform~200~1200", help="Lengths of prompts in tokens.")
+@click.option("--answer", default="uniform~20~120", help="Lengths of answers in tokens.")
+@click.option("--seed", default=0, type=click.IntRange(0), help="Seed of the load.")
+@click.option("--output-dir", default="bench-results", type=click.Path(path_type=Path), help="Folder of the results.")
+@serve_args_option
+@json_option
+def simulator(**given: Any) -> None:
+    """Errors of the simulator against running clusters. Needs an idle machine. Writes simulator.json and simulator.md.
+
+    Example: python -m benchmarks simulator --engine torch --settings "1P1D,aggregated x2"
+    """
+    names = [name.strip() for name in given["settings"].split(",")]
+    if unknown := [name for name in names if name not in SETTINGS]:
+        raise InvalidInputError(f"--settings: {unknown[0]!r} is none of {', '.join(SETTINGS)}", param="settings")
+    shares = numbers(given["shares"], "--shares")
+    rows = [row for name in names for row in asyncio.run(measure(name, shares, given))]
+    report = {"kind": "kvrelay-bench-simulator/1", "rows": rows, "ranking": ranking(rows)}
+    write_result(given["output_dir"], "simulator", report, markdown(report))
+    print_result(report, markdown(report), given["as_json"])
+
+
+async def measure(name: str, shares: Sequence[float], given: dict[str, Any]) -> list[Row]:
+    """One setting: a row for the closed loop, then one for each share."""
+    flags, spec = SETTINGS[name]
+    folder: Path = given["output_dir"]
+    case = serve_case(name, given["model"], f"--engine {given['engine']} {given['serve_args']}", flags)
+    async with running(case, folder / "logs", CaseTimes()) as target:
+        costs = await asyncio.to_thread(calibrated, target, folder / f"costs-{name.replace(' ', '-')}.json")
+        closed = await load(target, given, 0, max_concurrency=given["concurrency"])
+        rows = [{"setting": name, "load": "closed", **compared(spec, costs, closed, closed_loop(closed, given))}]
+        for at, share in enumerate(shares, 1):
+            records = await load(target, given, at, rate=share * rows[0]["real_requests_per_s"])
+            rows.append({"setting": name, "load": f"{share:.0%}", **compared(spec, costs, records, open_loop(records))})
+    return rows
+
+
+def calibrated(target: Target, path: Path) -> Costs:
+    """Raises BenchError with the command's own words."""
+    command = ["-m", "kvrelay", "simulate", "calibrate", "--output", str(path), "--cluster", str(target.port)]
+    ended = subprocess.run([sys.executable, *command], capture_output=True, text=True, check=False)
+    if ended.returncode:
+        raise BenchError(f"calibration failed: {ended.stderr.strip()}")
+    return read_costs(path)
+
+
+async def load(target: Target, given: dict[str, Any], at: int, **how: Any) -> list[RequestRecord]:
+    """The records of all answered requests, by time of sending. Each load ``at`` a setting has prompts of its own, or
+    the prefix cache would hold those of the load before, and the simulated one would not."""
+    lengths = Dataset(prompt=parse_length(given["prompt"]), output=parse_length(given["answer"]))
+    spec = ClassSpec(dataset=lengths, num_requests=given["requests"], **how)
+    with progress_bar() as bar:
+        run = await run_serve(RunOptions(target, (spec,), seed=given["seed"] + 1000 * at, retokenize=False), bar)
+    good = [record for record in run.result.records if record.outcome is Outcome.OK]
+    if len(good) < 0.99 * given["requests"]:
+        raise BenchError(f"{given['requests'] - len(good)} of {given['requests']} requests failed")
+    return sorted(good, key=lambda record: record.sent_ns)
+
+
+def open_loop(records: Sequence[RequestRecord]) -> list[Arrival]:
+    """The same requests at the same times."""
+    first_ns = records[0].sent_ns
+    return [
+        Arrival(
+            time_s=(record.sent_ns - first_ns) / 1e9,
+            prompt_tokens=record.prompt_tokens,
+            answer_tokens=record.output_tokens,
+        )
+        for record in records
+    ]
+
+
+def closed_loop(records: Sequence[RequestRecord], given: dict[str, Any]) -> list[Arrival]:
+    """Each of ``concurrency`` clients sends its next request after its answer; requests go round."""
+    clients = given["concurrency"]
+    return [
+        msgspec.structs.replace(one, time_s=0.0, after=at - clients if at >= clients else None)
+        for at, one in enumerate(open_loop(records))
+    ]
+
+
+def compared(spec: ClusterSpec, costs: Costs, records: Sequence[RequestRecord], arrivals: list[Arrival]) -> Row:
+    """Real and simulated figures; errors are simulated / real - 1."""
+    simulated = simulate(spec, arrivals, costs)
+    latencies = simulated.latencies()
+    last_ns = max(record.end_ns for record in records)
+    e2e_s = [(record.end_ns - record.sent_ns) / 1e9 for record in records]
+    real = {
+        "requests_per_s": len(records) / ((last_ns - records[0].sent_ns) / 1e9),
+        "ttft_mean_s": float(np.mean([record.ttft_s for record in records if record.ttft_s is not None])),
+        "e2e_p50_s": float(np.median(e2e_s)),
+    }
+    found = {
+        "requests_per_s": len(simulated.done) / simulated.end_s,
+        "ttft_mean_s": latencies["ttft_s"]["mean"],
+        "e2e_p50_s": latencies["e2e_s"]["p50"],
+    }
+    row: Row = {}
+    for name, value in real.items():
+        row |= {f"real_{name}": value, f"simulated_{name}": found[name], f"error_{name}": found[name] / value - 1}
+    return row
+
+
+def ranking(rows: Sequence[Row]) -> list[Row]:
+    """By load: Spearman's correlation of the settings' median E2E, and the regret: how much slower than the best
+    setting the simulator's choice is on the machine."""
+    found = []
+    for kind in dict.fromkeys(row["load"] for row in rows):
+        real, simulated = (
+            np.array([row[f"{side}_e2e_p50_s"] for row in rows if row["load"] == kind])
+            for side in ("real", "simulated")
+        )
+        if real.size > 1:
+            ranks = [np.argsort(np.argsort(values)) for values in (real, simulated)]
+            correlation = float(np.corrcoef(ranks[0], ranks[1])[0, 1])
+            regret = float(real[np.argmin(simulated)] / real.min() - 1)
+            found.append({"load": kind, "correlation": correlation, "regret": regret})
+    return found
+
+
+def markdown(report: Row) -> str:
+    """Both tables."""
+    errors = ["error_requests_per_s", "error_ttft_mean_s", "error_e2e_p50_s"]
+    head = ["setting", "load", "requests/s", "throughput error", "mean TTFT error", "median E2E error"]
+    body = [
+        [row["setting"], row["load"], number(row["real_requests_per_s"]), *(f"{row[name]:+.1%}" for name in errors)]
+        for row in report["rows"]
+    ]
+    ranks = [[row["load"], f"{row['correlation']:.2f}", f"{row['regret']:.1%}"] for row in report["ranking"]]
+    second = table(["load", "rank correlation", "regret"], ranks, markdown=True)
+    return f"{table(head, body, left=2, markdown=True)}\n\n{second}"

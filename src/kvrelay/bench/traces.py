@@ -1,0 +1,108 @@
+"""Traces of requests by format: Mooncake, Azure, Qwen-Bailian and BurstGPT. Lengths and times only, no text.
+
+Every reader is a stream: a million rows take the memory of one. Columns and fields that are not listed here are
+ignored, because every publisher adds some; a missing one is an error that names file, line and field.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable, Iterator
+from enum import StrEnum
+from pathlib import Path
+
+import msgspec
+
+from kvrelay.bench.formats import TraceRecord, json_lines, not_empty, opened, read_azure, read_mooncake
+from kvrelay.errors import InvalidInputError
+
+BAILIAN_TOKENS = 16
+NO_PARENT = "-1"
+
+
+class TraceFormat(StrEnum):
+    """The formats; each by the first field that only it has."""
+
+    MOONCAKE = "mooncake"
+    BAILIAN = "bailian"
+    AZURE = "azure"
+    BURST_GPT = "burstgpt"
+
+
+class _BailianItem(msgspec.Struct):
+    chat_id: int | str
+    timestamp: float
+    input_length: int
+    output_length: int
+    hash_ids: list[int]
+    parent_chat_id: int | str = NO_PARENT
+
+
+def read_trace(path: Path) -> Iterator[TraceRecord]:
+    """The trace's requests in the file's order; the format is found by the first line. Raises InvalidInputError."""
+    readers: dict[TraceFormat, Callable[[Path], Iterator[TraceRecord]]] = {
+        TraceFormat.MOONCAKE: read_mooncake,
+        TraceFormat.BAILIAN: read_bailian,
+        TraceFormat.AZURE: read_azure,
+        TraceFormat.BURST_GPT: read_burst_gpt,
+    }
+    return readers[detect_trace(path)](path)
+
+
+def detect_trace(path: Path) -> TraceFormat:
+    """Raises InvalidInputError for a file of another kind."""
+    with opened(path) as lines:
+        first = next((line for line in lines if line.strip()), b"")
+    if not first:
+        raise InvalidInputError(f"{path} is empty: no record in it")
+    if first.lstrip().startswith(b"{"):
+        if b'"chat_id"' in first:
+            return TraceFormat.BAILIAN
+        if b'"timestamp"' in first and b'"input_length"' in first:
+            return TraceFormat.MOONCAKE
+    if b"ContextTokens" in first:
+        return TraceFormat.AZURE
+    if b"Request tokens" in first:
+        return TraceFormat.BURST_GPT
+    raise InvalidInputError(
+        f"{path}: the first line is of no known trace; give JSON lines of Mooncake or Qwen-Bailian, or CSV of Azure "
+        "(TIMESTAMP,ContextTokens,GeneratedTokens) or BurstGPT (Timestamp,Request tokens,Response tokens)"
+    )
+
+
+def read_bailian(path: Path) -> Iterator[TraceRecord]:
+    """A Qwen-Bailian trace: seconds, ids of 16-token blocks, and the chat that each request continues."""
+    return not_empty(path, _read_bailian(path))
+
+
+def read_burst_gpt(path: Path) -> Iterator[TraceRecord]:
+    """A BurstGPT trace: seconds and lengths. Rows without an answer are failed requests and left out."""
+    return not_empty(path, _read_burst_gpt(path))
+
+
+def _read_bailian(path: Path) -> Iterator[TraceRecord]:
+    for item in json_lines(path, _BailianItem):
+        parent = str(item.parent_chat_id)
+        yield TraceRecord(
+            item.timestamp,
+            item.input_length,
+            item.output_length,
+            tuple(item.hash_ids),
+            BAILIAN_TOKENS,
+            str(item.chat_id),
+            None if parent == NO_PARENT else parent,
+        )
+
+
+def _read_burst_gpt(path: Path) -> Iterator[TraceRecord]:
+    with opened(path) as lines:
+        rows = csv.DictReader(line.decode(errors="replace") for line in lines)
+        for row in rows:
+            try:
+                time_s = float(row["Timestamp"])
+                input_len, output_len = int(row["Request tokens"]), int(row["Response tokens"])
+            except (KeyError, ValueError, TypeError) as exc:
+                message = f"{path}:{rows.line_num}: not a row of Timestamp,Request tokens,Response tokens"
+                raise InvalidInputError(message) from exc
+            if output_len > 0:
+                yield TraceRecord(time_s, input_len, output_len)

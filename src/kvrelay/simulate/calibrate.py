@@ -1,0 +1,206 @@
+"""Costs from a live cluster: what its workers publish, and what a small load shows. Pure; ``probe`` asks the cluster.
+
+    published by workers   step costs                        their medians over the workers that do such steps
+    two lengths of prompts KV bytes and transfer times       token_bytes, link_bytes_per_s, transfer_overhead_s
+    one stream at a time   gaps between tokens, first token  between_steps_s, spread, frontend_request_s
+
+What the load did not show keeps its default and is named in ``Calibration.not_measured``.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from kvrelay.core.decoding import UNREADABLE
+from kvrelay.core.step_cost import StepCost, StepWork
+from kvrelay.errors import InvalidInputError
+from kvrelay.simulate.costs import Costs, check_costs
+
+MAX_SPREAD = 1.0
+DECODE_FIELDS = ("step_s", "decode_s", "context_s")
+PREFILL_FIELDS = ("prefill_s", "prefill_token_s", "pair_s")
+
+
+class Stream(msgspec.Struct, frozen=True):
+    """One request of the probe, alone in the cluster. ``tokens_s``: arrival of each token after the sending."""
+
+    prompt_tokens: int
+    tokens_s: tuple[float, ...]
+
+
+class Counters(msgspec.Struct, frozen=True):
+    """Summed over all workers since their start: transfers that ended, their bytes and seconds, and remote prefills."""
+
+    num_transfers: int = 0
+    num_bytes: int = 0
+    seconds: float = 0.0
+    num_remote: int = 0
+
+    def since(self, earlier: Counters) -> Counters:
+        return Counters(*(now - then for now, then in zip(_tuple(self), _tuple(earlier))))
+
+
+class Phase(msgspec.Struct, frozen=True):
+    """Streams with prompts of one length, and what the workers counted meanwhile."""
+
+    streams: tuple[Stream, ...]
+    counted: Counters
+
+
+class Calibration(msgspec.Struct, frozen=True):
+    costs: Costs
+    not_measured: tuple[str, ...]
+
+
+class _Load(msgspec.Struct):
+    step_cost: StepCost | None = None
+
+
+class _Peer(msgspec.Struct):
+    num_transfers: int = 0
+    num_bytes: int = 0
+    seconds: float = 0.0
+
+
+class _Transfer(msgspec.Struct):
+    peers: list[_Peer] = []
+
+
+class _Decode(msgspec.Struct):
+    num_remote_done: int = 0
+
+
+class _Worker(msgspec.Struct):
+    """The part of a worker's status that calibration reads."""
+
+    worker_id: str
+    role: str = ""
+    model: str = ""
+    load: _Load = msgspec.field(default_factory=_Load)
+    transfer: _Transfer = msgspec.field(default_factory=_Transfer)
+    decode: _Decode = msgspec.field(default_factory=_Decode)
+
+
+def read_status(status: dict[str, Any]) -> list[_Worker]:
+    """The workers of ``kvrelay status --json``. Raises InvalidInputError without a worker or with one unreadable."""
+    try:
+        workers = msgspec.convert(status["workers"], list[_Worker])
+    except (*UNREADABLE, KeyError) as exc:
+        raise InvalidInputError(f"the status of the cluster is not readable: {exc}") from exc
+    if not workers:
+        raise InvalidInputError("the cluster has no worker; start one, then calibrate again")
+    models = sorted({worker.model for worker in workers})
+    if len(models) > 1:
+        raise InvalidInputError(f"the cluster serves {', '.join(models)}; calibrate with the workers of one model only")
+    return workers
+
+
+def counters_of(workers: Sequence[_Worker]) -> Counters:
+    peers = [peer for worker in workers for peer in worker.transfer.peers]
+    return Counters(
+        sum(peer.num_transfers for peer in peers),
+        sum(peer.num_bytes for peer in peers),
+        sum(peer.seconds for peer in peers),
+        sum(worker.decode.num_remote_done for worker in workers),
+    )
+
+
+def fit(workers: Sequence[_Worker], phases: Sequence[Phase], machine: str) -> Calibration:
+    """Costs of the workers' model. ``workers``: their status after the probe. Raises InvalidInputError if no worker
+    publishes step costs, which engines of others do not."""
+    given = [(worker.role, worker.load.step_cost) for worker in workers]
+    fitted = [(role, cost) for role, cost in given if cost is not None]
+    if not fitted:
+        raise InvalidInputError(
+            "no worker publishes step costs; calibrate with --engine torch or mock, or write costs.json by hand"
+        )
+    step, missing = _median_step(fitted)
+    found: dict[str, float | int] = _client_costs(step, phases) | _transfer_costs(phases)
+    measurable = (
+        *("between_steps_s", "spread", "frontend_request_s"),
+        *("token_bytes", "link_bytes_per_s", "transfer_overhead_s"),
+        *("hop_s", "queue_hop_s", "frontend_token_s", "start_s", "drain_s"),
+    )
+    costs = msgspec.structs.replace(Costs(), step=step, machine=machine, model=workers[0].model, **found)
+    check_costs(costs, "measured")
+    return Calibration(costs, (*missing, *(name for name in measurable if name not in found)))
+
+
+def _median_step(fitted: Sequence[tuple[str, StepCost]]) -> tuple[StepCost, tuple[str, ...]]:
+    """Per coefficient the median of the workers that have measured such steps, and the names of what none has.
+
+    A worker that has not publishes its prior. Those count whose role is for such steps; else the others, because by
+    cost a decode worker may prefill all short prompts itself.
+    """
+    values: dict[str, float] = {}
+    missing: list[str] = []
+    prior = StepCost()
+    for names, other in ((DECODE_FIELDS, "prefill"), (PREFILL_FIELDS, "decode")):
+        moved = [(role, cost) for role, cost in fitted if any(getattr(cost, n) != getattr(prior, n) for n in names)]
+        costs = [cost for role, cost in moved if role != other] or [cost for _, cost in moved] or [prior]
+        values |= {name: statistics.median(getattr(cost, name) for cost in costs) for name in names}
+        if not moved:
+            missing += [f"step.{name}" for name in names]
+    return StepCost(**values), tuple(missing)
+
+
+def _client_costs(step: StepCost, phases: Sequence[Phase]) -> dict[str, float | int]:
+    """From streams that were alone: a gap is a decode step and the time between steps. The first token of the shortest
+    prompts has the frontend's time on top of the prefill and both hops."""
+    gaps: list[float] = []
+    estimates: list[float] = []
+    rest: list[float] = []
+    shortest = min((stream.prompt_tokens for phase in phases for stream in phase.streams), default=0)
+    for stream in (stream for phase in phases for stream in phase.streams):
+        if stream.prompt_tokens == shortest and stream.tokens_s:
+            prefill_s = step.prefill_seconds(stream.prompt_tokens)
+            rest.append(stream.tokens_s[0] - prefill_s - 2 * Costs().hop_s)
+        # The second token may wait for the hand-off.
+        for number, gap_s in enumerate(np.diff(stream.tokens_s)[1:], 2):
+            work = StepWork(num_decodes=1, num_context_tokens=stream.prompt_tokens + number)
+            gaps.append(float(gap_s))
+            estimates.append(step.step_seconds(work))
+    found: dict[str, float | int] = {}
+    if rest:
+        found["frontend_request_s"] = max(statistics.median(rest), 0.0)
+    # Tokens that were read together have gaps of 0, which say nothing of steps.
+    pairs = [(gap, estimate) for gap, estimate in zip(gaps, estimates) if gap > 0.0]
+    if len(pairs) >= 8:
+        found["between_steps_s"] = max(statistics.median(gap - estimate for gap, estimate in pairs), 0.0)
+        logs = np.log([gap for gap, _ in pairs])
+        # The quartiles' distance of a normal distribution is 1.349 deviations; single pauses do not count.
+        found["spread"] = min(float(np.subtract(*np.percentile(logs, (75, 25)))) / 1.349, MAX_SPREAD)
+    return found
+
+
+def _transfer_costs(phases: Sequence[Phase]) -> dict[str, float | int]:
+    """A line through (bytes, seconds) of a mean transfer of each phase; from one phase only its ratio. If the line does
+    not rise, the transfers were too small to tell a bandwidth."""
+    used = [phase for phase in phases if phase.counted.num_transfers > 0 and phase.counted.num_bytes > 0]
+    found: dict[str, float | int] = {}
+    remote_tokens = sum(phase.counted.num_remote * phase.streams[0].prompt_tokens for phase in used if phase.streams)
+    if remote_tokens:
+        found["token_bytes"] = max(round(sum(phase.counted.num_bytes for phase in used) / remote_tokens), 1)
+    points = sorted(
+        (counted.num_bytes / counted.num_transfers, counted.seconds / counted.num_transfers)
+        for counted in (phase.counted for phase in used)
+    )
+    if len(points) >= 2 and points[-1][0] > 1.5 * points[0][0] and points[-1][1] > points[0][1]:
+        (few, short_s), (many, long_s) = points[0], points[-1]
+        found["link_bytes_per_s"] = (many - few) / (long_s - short_s)
+        found["transfer_overhead_s"] = max(short_s - few / found["link_bytes_per_s"], 0.0)
+    elif len(points) >= 2:
+        # Larger transfers take no longer, so they are all overhead.
+        found["transfer_overhead_s"] = min(seconds for _, seconds in points)
+    elif points and points[-1][1] > 0.0:
+        found["link_bytes_per_s"] = points[-1][0] / points[-1][1]
+    return found
+
+
+def _tuple(counters: Counters) -> tuple[Any, ...]:
+    return msgspec.structs.astuple(counters)

@@ -1,0 +1,67 @@
+"""``kvrelay simulate calibrate``: costs.json from a running cluster."""
+
+from __future__ import annotations
+
+import platform
+from pathlib import Path
+
+import click
+
+from kvrelay.cli.cluster import cluster_options, cluster_settings, found_cluster
+from kvrelay.cli.help import GroupedCommand
+from kvrelay.cli.processes import run_async
+
+
+@click.command("calibrate", cls=GroupedCommand)
+@click.option("--output", type=click.Path(dir_okay=False, path_type=Path), default="costs.json", help="File to write.")
+@click.option("--url", help="Frontend; default: that of the cluster that you run on this machine.")
+@click.option("--api-key", help="API key of the frontend; default: none.")
+@click.option("--machine", default=platform.node, show_default="this host's name", help="Name of the machine.")
+@click.option("--streams", type=click.IntRange(2, 1000), default=32, help="Requests for each length.")
+@click.option("--short", type=click.IntRange(1), default=64, help="Tokens of the short prompts.")
+@click.option("--long", "long_length", type=click.IntRange(2), default=1024, help="Tokens of the long prompts.")
+@click.option("--seed", type=click.IntRange(0), default=0, help="Seed of the prompts.")
+@cluster_options
+def calibrate_command(
+    output: Path,
+    url: str | None,
+    api_key: str | None,
+    machine: str,
+    streams: int,
+    short: int,
+    long_length: int,
+    seed: int,
+    cluster: str | None,
+    config_file: Path | None,
+    **flags: object,
+) -> None:
+    """Fit costs from live workers and a small load, which needs an otherwise idle cluster.
+
+    Example: kvrelay simulate calibrate --output costs.json --machine "8 x H100"
+    """
+    from kvrelay.bench.report.files import write_text
+    from kvrelay.launch.admin import cluster_status
+    from kvrelay.simulate.calibrate import Counters, counters_of, fit, read_status
+    from kvrelay.simulate.costs import encode_costs
+    from kvrelay.simulate.probe import http_sender, probe
+
+    if long_length <= short:
+        raise click.UsageError("--long must be above --short: the difference tells bandwidth and overhead apart")
+    frontend = url or found_cluster(cluster, flags).url
+    control = cluster_settings(cluster, config_file, flags)
+
+    async def measure() -> None:
+        workers = read_status(await cluster_status(control))
+
+        async def count() -> Counters:
+            return counters_of(read_status(await cluster_status(control)))
+
+        send = http_sender(frontend, workers[0].model, api_key)
+        phases = await probe(send, count, (short, long_length), streams, seed)
+        found = fit(read_status(await cluster_status(control)), phases, machine)
+        write_text(output, encode_costs(found.costs).decode())
+        click.echo(f"wrote {output}: {found.costs.model} on {machine}")
+        if found.not_measured:
+            click.echo(f"not measured, so the defaults are in it: {', '.join(found.not_measured)}")
+
+    run_async(measure())

@@ -1,0 +1,223 @@
+"""Loads of the simulator: a trace's requests, or generated ones, as arrivals.
+
+Traces are read by ``bench.traces``, which the bench room shares. A generator is a pure function of its spec and seed:
+
+    kind:option=value,...        agents:sessions=50,rate=2        shift:rate=4,num=2000
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from kvrelay.bench.formats import TraceRecord
+from kvrelay.bench.load.request import random_arrivals
+from kvrelay.bench.traces import read_trace
+from kvrelay.config.loading import nearest
+from kvrelay.errors import InvalidInputError
+from kvrelay.simulate.arrival import Arrival
+
+MAX_GAP_S = 3600.0
+DEFAULT_LIMIT = 10_000
+"""The simulator keeps a result for each request, so a long trace is cut unless the caller says otherwise."""
+BLOCK = 16
+
+
+def trace_arrivals(path: Path, *, limit: int | None = DEFAULT_LIMIT, time_scale: float = 1.0) -> list[Arrival]:
+    """The first ``limit`` requests, ``time_scale`` times as fast. Reads no further. Raises InvalidInputError.
+
+    Sessions are open loops: a request that continues a chat is sent at its published time, even if the simulated
+    answer before it is late. ``agents:`` generates closed loops.
+    """
+    if not 0.0 < time_scale < math.inf:
+        raise InvalidInputError(f"--time-scale must be above 0, got {time_scale:g}", param="time_scale")
+    return list(itertools.islice(_arrivals(path, read_trace(path), time_scale), limit))
+
+
+def _arrivals(path: Path, records: Iterator[TraceRecord], time_scale: float) -> Iterator[Arrival]:
+    start_s = last_s = None
+    sessions: dict[str, str] = {}
+    for number, record in enumerate(records, 1):
+        start_s = record.timestamp_s if start_s is None else start_s
+        last_s = start_s if last_s is None else last_s
+        _check(path, number, record, last_s)
+        last_s = record.timestamp_s
+        session = record.chat
+        if record.chat is not None and record.parent is not None:
+            session = sessions.get(record.parent, record.parent)
+        if record.chat is not None and session is not None:
+            sessions[record.chat] = session
+        yield Arrival(
+            time_s=(record.timestamp_s - start_s) / time_scale,
+            prompt_tokens=record.input_len,
+            answer_tokens=max(record.output_len, 1),
+            hash_ids=record.hash_ids or None,
+            hash_tokens=record.hash_tokens,
+            session=session,
+        )
+
+
+def _check(path: Path, number: int, record: TraceRecord, last_s: float) -> None:
+    """Equal times are fine: requests that come together."""
+    where = f"{path}: request {number}"
+    if not 0.0 <= record.timestamp_s < math.inf:
+        raise InvalidInputError(f"{where} has the time {record.timestamp_s:g} s; remove it, or shift all times")
+    if record.timestamp_s < last_s:
+        raise InvalidInputError(f"{where} is {last_s - record.timestamp_s:g} s before the one above; sort by time")
+    if record.timestamp_s - last_s > MAX_GAP_S:
+        raise InvalidInputError(
+            f"{where} comes {record.timestamp_s - last_s:g} s after the one above; cut the trace at gaps above an hour"
+        )
+    if record.input_len < 1:
+        raise InvalidInputError(f"{where} has a prompt of {record.input_len} tokens; remove it")
+    # A prompt longer than its ids has an end of its own; the reverse is a wrong block size.
+    if (len(record.hash_ids) - 1) * record.hash_tokens >= record.input_len:
+        raise InvalidInputError(
+            f"{where} has {len(record.hash_ids)} hash ids of {record.hash_tokens} tokens for {record.input_len} tokens"
+        )
+
+
+# -- generators -------------------------------------------------------------------------------------------------------
+
+_OPTIONS: dict[str, dict[str, float]] = {
+    "poisson": {"rate": 1, "num": 500, "prompt": 1000, "answer": 200},
+    "bursts": {"rate": 1, "num": 500, "prompt": 1000, "answer": 200, "burstiness": 0.1},
+    "diurnal": {"rate": 1, "num": 500, "prompt": 1000, "answer": 200, "period": 300, "swing": 0.8},
+    "shift": {"rate": 1, "num": 500, "prompt": 4000, "answer": 400, "period": 300, "swing": 0.8},
+    "agents": {"rate": 1, "sessions": 50, "calls": 8, "prompt": 4000, "answer": 200, "cached": 0.86, "pause": 1},
+}
+_COUNTS = ("num", "prompt", "answer", "sessions", "calls")
+
+
+def parse_load(spec: str) -> tuple[str, dict[str, float]]:
+    """The kind, and all its options with the given values. Raises InvalidInputError, which says what is possible."""
+    kind, _, rest = spec.partition(":")
+    if kind not in _OPTIONS:
+        raise InvalidInputError(f"--load {kind!r} is none of {', '.join(_OPTIONS)}", param="load")
+    options = dict(_OPTIONS[kind])
+    for part in rest.split(",") if rest else ():
+        name, _, text = part.partition("=")
+        if name not in options:
+            hint = nearest(name, options) or ""
+            raise InvalidInputError(f"--load {kind}: no option {name!r}; {hint} it has {', '.join(options)}")
+        try:
+            value = float(text)
+        except ValueError as exc:
+            raise InvalidInputError(f"--load {kind}: {name} must be a number, got {text!r}", param="load") from exc
+        options[name] = value
+    for name, value in options.items():
+        top = 1.0 if name in ("swing", "cached") else 1e9
+        low_is_fine = value >= 0.0 if name in ("pause", "swing", "cached") else value > 0.0
+        if not low_is_fine or not value <= top or (name in _COUNTS and value != int(value)):
+            what = "a whole number above 0" if name in _COUNTS else f"above 0 and at most {top:g}"
+            raise InvalidInputError(f"--load {kind}: {name} must be {what}, got {value:g}", param="load")
+    if kind == "agents" and options["cached"] == 1.0:
+        raise InvalidInputError("--load agents: cached must be below 1: each call adds a new token", param="load")
+    return kind, options
+
+
+def generated_arrivals(spec: str, seed: int = 0) -> list[Arrival]:
+    """A function of its arguments. Raises InvalidInputError."""
+    kind, options = parse_load(spec)
+    rng = np.random.default_rng([seed, sorted(_OPTIONS).index(kind)])
+    if kind == "agents":
+        return _agents(rng, options)
+    if kind in ("poisson", "bursts"):
+        times = random_arrivals(rng, options["rate"], options.get("burstiness", 1.0))
+    else:
+        times = _waves(rng, options["rate"], options["period"], options["swing"] if kind == "diurnal" else 0.0)
+    arrivals = []
+    for time_s in itertools.islice(times, int(options["num"])):
+        # The mix moves between long prompts with short answers and the reverse; the mean work stays.
+        wave = options["swing"] * math.sin(2 * math.pi * time_s / options["period"]) if kind == "shift" else 0.0
+        arrivals.append(
+            Arrival(
+                time_s=time_s,
+                prompt_tokens=_scattered(rng, options["prompt"] * (1 + wave)),
+                answer_tokens=_scattered(rng, options["answer"] * (1 - wave)),
+            )
+        )
+    return arrivals
+
+
+def _waves(rng: np.random.Generator, rate: float, period_s: float, swing: float) -> Iterator[float]:
+    """A Poisson process whose rate is a sine around ``rate``, by thinning (Lewis and Shedler, 1979)."""
+    for time_s in random_arrivals(rng, rate * (1 + swing)):
+        if rng.random() * (1 + swing) <= 1 + swing * math.sin(2 * math.pi * time_s / period_s):
+            yield time_s
+
+
+def _scattered(rng: np.random.Generator, mean: float) -> int:
+    """Lognormal lengths, sigma 0.5, with that mean; at least one token."""
+    return max(1, round(float(rng.lognormal(math.log(max(mean, 1.0)) - 0.125, 0.5))))
+
+
+def _agents(rng: np.random.Generator, options: dict[str, float]) -> list[Arrival]:
+    """Sessions that begin as a Poisson process. Each call repeats the conversation and adds to it, so that over all
+    calls the share ``cached`` of the prompt tokens has been in the prompt before. The first prompt has
+    ``prompt`` tokens; a call is sent ``pause`` seconds (exponential) after the answer before it.
+
+    With ``calls`` n and growth g per call the shared tokens are the sum of all prompts but the last:
+    cached = (sum of the first n - 1) / (sum of all), which is solved for g.
+    """
+    num_calls, first = int(options["calls"]), options["prompt"]
+    growth = _growth(num_calls, first, options["cached"])
+    fresh = itertools.count(1)
+    starts = random_arrivals(rng, options["rate"])
+    found: list[Arrival] = []
+    begun: list[list[tuple[float, int, int, tuple[int, ...]]]] = []
+    for _ in range(int(options["sessions"])):
+        at, ids, calls = next(starts), list[int](), []
+        for call in range(num_calls):
+            length = max(BLOCK, round((first + call * growth) / BLOCK) * BLOCK)
+            ids += [next(fresh) for _ in range(length // BLOCK - len(ids))]
+            pause_s = float(rng.exponential(options["pause"])) if call else at
+            calls.append((pause_s, length, _scattered(rng, options["answer"]), tuple(ids)))
+        begun.append(calls)
+    for number, calls in enumerate(begun):
+        for call, (time_s, length, answer, hash_ids) in enumerate(calls):
+            after = len(found) - 1 if call else None
+            found.append(
+                Arrival(
+                    time_s=time_s,
+                    prompt_tokens=length,
+                    answer_tokens=answer,
+                    hash_ids=hash_ids,
+                    hash_tokens=BLOCK,
+                    session=f"s{number}",
+                    after=after,
+                )
+            )
+    return found
+
+
+def _growth(num_calls: int, first: float, cached: float) -> float:
+    """Tokens that each call adds. Prompts are ``first + i * growth``, i below n = ``num_calls``."""
+    n = num_calls
+    # cached * (n * first + g * n(n-1)/2) = (n-1) * first + g * (n-1)(n-2)/2, solved for g.
+    slope = cached * n * (n - 1) / 2 - (n - 1) * (n - 2) / 2
+    rest = (n - 1 - cached * n) * first
+    growth = rest / slope if slope else math.inf
+    if n < 2 or not 0.0 <= growth < math.inf:
+        low, high = ((n - 2) / n if n > 1 else 0.0), ((n - 1) / n if n > 1 else 0.0)
+        raise InvalidInputError(
+            f"--load agents: {n} calls can share {low:.2f} to {high:.2f} of their prompts, not {cached:g}; "
+            "change calls or cached",
+            param="load",
+        )
+    return growth
+
+
+def load_of(
+    trace: Path | None, spec: str | None, *, limit: int | None, time_scale: float = 1.0, seed: int = 0
+) -> list[Arrival]:
+    """What a command's --trace or --load names; exactly one. Raises InvalidInputError."""
+    if trace is not None and spec is None:
+        return trace_arrivals(trace, limit=limit, time_scale=time_scale)
+    if spec is not None and trace is None:
+        return generated_arrivals(spec, seed)
+    raise InvalidInputError("give a load: either --trace FILE or --load SPEC", param="load")

@@ -1,0 +1,145 @@
+"""The fit recovers known costs from a synthetic cluster; the command measures a real one with mock engines."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.system.serving import Serve, by_threshold, kvrelay
+
+from kvrelay.core.step_cost import StepCost, StepWork
+from kvrelay.errors import InvalidInputError
+from kvrelay.simulate.calibrate import Counters, Phase, Stream, counters_of, fit, read_status
+from kvrelay.simulate.costs import Costs, read_costs
+from kvrelay.simulate.probe import probe
+
+STEP = StepCost(step_s=0.01, prefill_s=0.02, prefill_token_s=1e-4)
+STATUS: dict[str, Any] = {
+    "prefill_queue_size": 0,
+    "workers": [
+        {"worker_id": "p", "role": "prefill", "model": "m", "load": {"step_cost": {"prefill_s": 0.02, "step_s": 9.0}}}
+        | {"transfer": {"peers": [{"num_transfers": 3, "num_bytes": 300, "seconds": 0.5, "op": "write"}]}},
+        {"worker_id": "d", "role": "decode", "model": "m", "load": {"step_cost": {"prefill_s": 9.0, "step_s": 0.01}}}
+        | {"decode": {"num_remote_done": 2, "places": {}}},
+    ],
+}
+TRUE_OVERHEAD_S, TRUE_BYTES_PER_S, TRUE_TOKEN_BYTES = 0.001, 1e9, 4096
+
+
+def synthetic(length: int, between_s: float = 0.002, frontend_s: float = 0.005, num: int = 4) -> Phase:
+    """Streams alone on STEP's worker, each with one transfer."""
+    first_s = STEP.prefill_seconds(length) + 2 * Costs().hop_s + frontend_s
+    times = [first_s]
+    for number in range(1, 20):
+        work = StepWork(num_decodes=1, num_context_tokens=length + number)
+        times.append(times[-1] + STEP.step_seconds(work) + between_s)
+    size = length * TRUE_TOKEN_BYTES
+    counted = Counters(num, num * size, num * (TRUE_OVERHEAD_S + size / TRUE_BYTES_PER_S), num)
+    return Phase((Stream(length, tuple(times)),) * num, counted)
+
+
+def workers(**changes: Any) -> list[Any]:
+    status = copy.deepcopy(STATUS)
+    for worker in status["workers"]:
+        worker["load"] = {"step_cost": {name: getattr(STEP, name) for name in STEP.__struct_fields__}}
+        worker |= changes
+    return read_status(status)
+
+
+def test_known_costs_are_recovered() -> None:
+    found = fit(workers(), [synthetic(64), synthetic(1024)], "here")
+    costs = found.costs
+    assert (costs.step, costs.machine, costs.model, costs.token_bytes) == (STEP, "here", "m", TRUE_TOKEN_BYTES)
+    assert costs.between_steps_s == pytest.approx(0.002)
+    assert costs.frontend_request_s == pytest.approx(0.005)
+    assert costs.transfer_overhead_s == pytest.approx(TRUE_OVERHEAD_S)
+    assert costs.link_bytes_per_s == pytest.approx(TRUE_BYTES_PER_S)
+    assert costs.spread < 1e-3
+    assert found.not_measured == ("hop_s", "queue_hop_s", "frontend_token_s", "start_s", "drain_s")
+
+
+def test_each_role_tells_of_its_own_steps() -> None:
+    step = fit(read_status(STATUS), [], "").costs.step
+    assert (step.prefill_s, step.step_s) == (0.02, 0.01)
+
+
+def test_a_worker_that_has_no_such_steps_does_not_count() -> None:
+    """By cost, the decode worker may have prefilled everything: the prefill worker still has its prior."""
+    status = copy.deepcopy(STATUS)
+    status["workers"][0]["load"] = {"step_cost": {}}
+    found = fit(read_status(status), [], "")
+    assert found.costs.step.prefill_s == 9.0
+    assert "step.prefill_s" not in found.not_measured
+    status["workers"][1]["load"] = {"step_cost": {}}
+    assert {"step.prefill_s", "step.step_s"} <= set(fit(read_status(status), [], "").not_measured)
+
+
+def test_what_the_load_did_not_show_is_named_and_keeps_its_default() -> None:
+    phases = [Phase(synthetic(64).streams[:1], Counters())]
+    found = fit(workers(), phases, "")
+    assert found.costs.link_bytes_per_s == Costs().link_bytes_per_s
+    assert {"token_bytes", "link_bytes_per_s", "transfer_overhead_s"} <= set(found.not_measured)
+
+
+def test_transfers_too_small_to_tell_a_bandwidth_are_overhead() -> None:
+    phases = [Phase(synthetic(length).streams, Counters(4, 4 * length, 0.012, 4)) for length in (64, 1024)]
+    found = fit(workers(), phases, "")
+    assert found.costs.transfer_overhead_s == pytest.approx(0.003)
+    assert found.costs.link_bytes_per_s == Costs().link_bytes_per_s
+    assert "link_bytes_per_s" in found.not_measured
+
+
+def test_counters_are_summed_over_workers() -> None:
+    assert counters_of(read_status(STATUS)) == Counters(3, 300, 0.5, 2)
+
+
+@pytest.mark.parametrize(
+    ("status", "said"),
+    [
+        ({"workers": []}, "no worker; start one"),
+        ({}, "not readable"),
+        ({"workers": [{"worker_id": "a", "model": "x"}, {"worker_id": "b", "model": "y"}]}, "serves x, y; calibrate"),
+        ({"workers": [{"worker_id": "a", "model": "x"}]}, "no worker publishes step costs"),
+    ],
+)
+def test_a_cluster_that_cannot_be_calibrated_is_refused(status: dict[str, Any], said: str) -> None:
+    with pytest.raises(InvalidInputError, match=said):
+        fit(read_status(status), [], "")
+
+
+async def test_the_probe_leaves_its_first_request_of_each_length_out() -> None:
+    sent: list[list[int]] = []
+
+    async def send(prompt: list[int]) -> tuple[float, ...]:
+        sent.append(prompt)
+        return (0.1, 0.2)
+
+    async def count() -> Counters:
+        return Counters(num_transfers=len(sent))
+
+    phases = await probe(send, count, (4, 9), 3, seed=1)
+    assert [len(prompt) for prompt in sent] == [4] * 4 + [9] * 4
+    assert [phase.counted.num_transfers for phase in phases] == [3, 3]
+    assert {stream.prompt_tokens for stream in phases[1].streams} == {9}
+
+
+@pytest.mark.system
+def test_a_running_cluster_is_calibrated(tmp_path: Path) -> None:
+    path = tmp_path / "costs.json"
+    with Serve(("--engine", "mock", "--prefill", "1", "--decode", "1", *by_threshold(16))) as server:
+        port = server.url.rpartition(":")[2].split("/")[0]
+        ended = kvrelay(
+            *("simulate", "calibrate", "--output", str(path), "--machine", "test", "--streams", "3"),
+            *("--long", "512", "--cluster", port),
+        )
+        assert ended.returncode == 0, ended.stderr
+        model = server.model
+    assert "token_bytes" not in ended.stdout
+    costs = read_costs(path)
+    assert (costs.machine, costs.model) == ("test", model)
+    assert costs.step.is_sound
+    assert costs.token_bytes != Costs().token_bytes
+    simulated = kvrelay("simulate", "--load", "poisson:num=3", "--costs", str(path))
+    assert "3 of 3 requests answered" in simulated.stdout, simulated.stderr
