@@ -88,6 +88,19 @@ def test_products_of_a_row_do_not_depend_on_the_batch(product_dtype: torch.dtype
         assert torch.equal(product(x[:rows].clone()), whole[:rows])
 
 
+def test_one_thread_and_all_give_the_same_bits(dtype: torch.dtype) -> None:
+    """Fewer rows than threads are worth, and more."""
+    torch.manual_seed(0)
+    residual, weight = torch.randn(300, 256), torch.rand(256)
+    delta, gate_up = torch.randn(300, 256).to(dtype), torch.randn(300, 512).to(dtype)
+    all_threads, alone = NumbaKernels(dtype, usable_threads(2)), NumbaKernels(dtype, 1)
+    many = all_threads.add_rms_norm(residual.clone(), delta, weight, 1e-6)
+    assert torch.equal(many, alone.add_rms_norm(residual.clone(), delta, weight, 1e-6))
+    few = alone.add_rms_norm(residual[:3].clone(), delta[:3], weight, 1e-6)
+    assert torch.equal(few, many[:3])
+    assert torch.equal(all_threads.silu_mul(gate_up)[:3], alone.silu_mul(gate_up[:3]))
+
+
 def test_bfloat16_rounds_to_nearest_even_and_keeps_nan() -> None:
     values = torch.tensor([1.00390625, 1.01171875, -1.0, float("inf"), float("-inf"), float("nan"), 1e-40, 3.0e38])
     table = values[:, None].contiguous()

@@ -1,7 +1,7 @@
 """Numba kernels for norms, SiLU and embedding, on contiguous rows; bfloat16 as uint16.
 
-Each comes as a body over a run of rows, and an entry that gives each of ``num_threads`` threads a run. A row's result
-does not depend on the other rows.
+Each comes as a body over a run of rows, which is quicker to call where one thread is enough, and as one that gives each
+of ``num_threads`` threads a run. A row's result does not depend on the other rows.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from kvrelay.executors.torch.kernels.numba_math import OPTIONS, exp_negative, na
 _ZERO, _ONE = np.float32(0.0), np.float32(1.0)
 
 
-@njit(**OPTIONS)  # type: ignore[untyped-decorator]
-def _norm_rows(residual: Any, weight: Any, eps: Any, out: Any, first: int, last: int) -> None:
+@njit(cache=True, **OPTIONS)  # type: ignore[untyped-decorator]
+def norm_rows(residual: Any, weight: Any, eps: Any, out: Any, first: int, last: int) -> None:
     width = residual.shape[1]
     for row in range(first, last):
         source, target = residual[row], out[row]
@@ -29,8 +29,8 @@ def _norm_rows(residual: Any, weight: Any, eps: Any, out: Any, first: int, last:
             target[i] = narrow(source[i] * scale * weight[i], out)
 
 
-@njit(**OPTIONS)  # type: ignore[untyped-decorator]
-def _add_norm_rows(residual: Any, delta: Any, weight: Any, eps: Any, out: Any, first: int, last: int) -> None:
+@njit(cache=True, **OPTIONS)  # type: ignore[untyped-decorator]
+def add_norm_rows(residual: Any, delta: Any, weight: Any, eps: Any, out: Any, first: int, last: int) -> None:
     width = residual.shape[1]
     for row in range(first, last):
         source, change, target = residual[row], delta[row], out[row]
@@ -44,8 +44,8 @@ def _add_norm_rows(residual: Any, delta: Any, weight: Any, eps: Any, out: Any, f
             target[i] = narrow(source[i] * scale * weight[i], out)
 
 
-@njit(**OPTIONS)  # type: ignore[untyped-decorator]
-def _silu_mul_rows(gate_up: Any, out: Any, first: int, last: int) -> None:
+@njit(cache=True, **OPTIONS)  # type: ignore[untyped-decorator]
+def silu_mul_rows(gate_up: Any, out: Any, first: int, last: int) -> None:
     width = out.shape[1]
     for row in range(first, last):
         gates, ups, target = gate_up[row, :width], gate_up[row, width:], out[row]
@@ -70,7 +70,7 @@ def norm(residual: Any, weight: Any, eps: Any, out: Any, num_threads: int) -> No
     rows = residual.shape[0]
     for index in prange(num_threads):
         t = np.int64(index)  # the index is unsigned: mixed with signed ones it would make floats
-        _norm_rows(residual, weight, eps, out, rows * t // num_threads, rows * (t + 1) // num_threads)
+        norm_rows(residual, weight, eps, out, rows * t // num_threads, rows * (t + 1) // num_threads)
 
 
 @njit(cache=True, parallel=True, **OPTIONS)  # type: ignore[untyped-decorator]
@@ -78,7 +78,7 @@ def add_norm(residual: Any, delta: Any, weight: Any, eps: Any, out: Any, num_thr
     rows = residual.shape[0]
     for index in prange(num_threads):
         t = np.int64(index)  # the index is unsigned: mixed with signed ones it would make floats
-        _add_norm_rows(residual, delta, weight, eps, out, rows * t // num_threads, rows * (t + 1) // num_threads)
+        add_norm_rows(residual, delta, weight, eps, out, rows * t // num_threads, rows * (t + 1) // num_threads)
 
 
 @njit(cache=True, parallel=True, **OPTIONS)  # type: ignore[untyped-decorator]
@@ -86,4 +86,4 @@ def silu_mul(gate_up: Any, out: Any, num_threads: int) -> None:
     rows = out.shape[0]
     for index in prange(num_threads):
         t = np.int64(index)  # the index is unsigned: mixed with signed ones it would make floats
-        _silu_mul_rows(gate_up, out, rows * t // num_threads, rows * (t + 1) // num_threads)
+        silu_mul_rows(gate_up, out, rows * t // num_threads, rows * (t + 1) // num_threads)

@@ -105,6 +105,7 @@ class NumbaKernels:
         self._products: dict[int, Buffer] = {}
         """By number of columns."""
         self._rooms: dict[int, npt.NDArray[np.float32]] = {}
+        self._compiled: set[object] = set()
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
         if weight.dtype == torch.float32:
@@ -124,17 +125,26 @@ class NumbaKernels:
     def _own_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
         num_outputs, num_inputs = weight.shape
         panels = products.pack(weight)
-        packed, size = as_numpy(panels), num_outputs * num_inputs
+        packed, size, num_panels = as_numpy(panels), num_outputs * num_inputs, len(panels)
         added = np.zeros(0, dtype=np.float32) if bias is None else bias.numpy()
         num_widened = num_inputs if panels.dtype == torch.bfloat16 else 0
         room = self._rooms.setdefault(num_widened, products.scratch(self._num_threads, num_widened))
         buffer = self._products.setdefault(num_outputs, Buffer(torch.float32))
+        key = (products.product, panels.dtype)
 
         def apply(x: torch.Tensor) -> torch.Tensor:
             rows = x.shape[0]
             out = buffer.take(rows, num_outputs)
-            threads = use_threads(self._num_threads if rows * size >= _PARALLEL_PRODUCT_FROM else 1)
-            products.product(as_numpy(x), packed, added, as_numpy(out), room, threads)
+            arguments = (as_numpy(x), packed, added, as_numpy(out))
+            if key not in self._compiled:
+                self._compile(key, products.part, *arguments, room[0], 0, rows, 0, num_panels)
+                self._compile(key, products.product, *arguments, room, 1)
+                # Without rows, only to start the threads now.
+                products.product(arguments[0][:0], packed, added, arguments[3][:0], room, use_threads(self._num_threads))
+            if self._num_threads == 1 or rows * size < _PARALLEL_PRODUCT_FROM:
+                products.part(*arguments, room[0], 0, rows, 0, num_panels)
+            else:
+                products.product(*arguments, room, use_threads(self._num_threads))
             return out
 
         return apply
@@ -152,7 +162,7 @@ class NumbaKernels:
     def rms_norm(self, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         out = self._normed.take(*residual.shape)
         arguments = (as_numpy(residual), as_numpy(weight), single(eps), as_numpy(out))
-        kernels.norm(*arguments, self._threads(out))
+        self._over_rows(kernels.norm_rows, kernels.norm, arguments, out)
         return out
 
     def add_rms_norm(
@@ -160,13 +170,26 @@ class NumbaKernels:
     ) -> torch.Tensor:
         out = self._normed.take(*residual.shape)
         arguments = (as_numpy(residual), as_numpy(delta), as_numpy(weight), single(eps), as_numpy(out))
-        kernels.add_norm(*arguments, self._threads(out))
+        self._over_rows(kernels.add_norm_rows, kernels.add_norm, arguments, out)
         return out
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         out = self._activated.take(gate_up.shape[0], gate_up.shape[1] // 2)
-        kernels.silu_mul(as_numpy(gate_up), as_numpy(out), self._threads(out))
+        self._over_rows(kernels.silu_mul_rows, kernels.silu_mul, (as_numpy(gate_up), as_numpy(out)), out)
         return out
 
-    def _threads(self, out: torch.Tensor) -> int:
-        return use_threads(self._num_threads if out.numel() >= _PARALLEL_FROM else 1)
+    def _over_rows(self, alone: Any, together: Any, arguments: tuple[Any, ...], out: torch.Tensor) -> None:
+        """On this thread, or on all if ``out`` is large."""
+        if together not in self._compiled:
+            self._compile(together, alone, *arguments, 0, 1)
+            self._compile(together, together, *arguments, 1)
+        if self._num_threads == 1 or out.numel() < _PARALLEL_FROM:
+            alone(*arguments, 0, out.shape[0])
+        else:
+            together(*arguments, use_threads(self._num_threads))
+
+    def _compile(self, key: object, kernel: Any, *arguments: Any) -> None:
+        """Compile, or load from the cache, for arguments of these types. The first step does it with the kernel for one
+        thread and that for all, and notes ``key``: no later step is to wait for a compiler."""
+        kernel.compile(tuple(numba.typeof(argument) for argument in arguments))
+        self._compiled.add(key)

@@ -64,11 +64,12 @@ def _tile(x: Any, row: int, rows: int, panels: Any, start: int, out: Any, offset
         tile_product(_WIDTH, _6, x, at, K, panels, start, K, out, offset, stride)
 
 
-@njit(**OPTIONS)  # type: ignore[untyped-decorator]
-def _part(
+@njit(cache=True, **OPTIONS)  # type: ignore[untyped-decorator]
+def part(
     x: Any, panels: Any, bias: Any, out: Any, room: Any, first_row: int, end_row: int, first_panel: int, end_panel: int
 ) -> None:
-    """Rows by panels. A panel stays in the cache while all rows use it."""
+    """Some rows by some panels of ``product``, on this thread; ``room`` is one of ``scratch``. A panel stays in the
+    cache while all rows use it."""
     W, K, N = constant(_WIDTH), x.shape[1], out.shape[1]  # noqa: N806
     flat, tile, wide = panels.ravel(), room[: ROWS * W], room[ROWS * W :]
     widens = len(wide) > 0 and end_row - first_row >= WIDEN_FROM
@@ -105,7 +106,7 @@ def product(x: Any, panels: Any, bias: Any, out: Any, rooms: Any, num_threads: i
         t = np.int64(index)  # the index is unsigned: mixed with signed ones it would make floats
         if by_rows:
             first, end = num_tiles * t // num_threads * ROWS, num_tiles * (t + 1) // num_threads * ROWS
-            _part(x, panels, bias, out, rooms[t], first, min(end, num_rows), 0, num_panels)
+            part(x, panels, bias, out, rooms[t], first, min(end, num_rows), 0, num_panels)
         else:
             first, end = num_panels * t // num_threads, num_panels * (t + 1) // num_threads
-            _part(x, panels, bias, out, rooms[t], 0, num_rows, first, end)
+            part(x, panels, bias, out, rooms[t], 0, num_rows, first, end)

@@ -66,6 +66,13 @@ def _forbid(scores: torch.Tensor, masks: StepMasks) -> None:
 
     If no token is left, because ``min_tokens`` forbids the end that the grammar demands, the grammar wins.
     """
+    if scores.device.type == "cpu":
+        array, excluded = scores.numpy(), masks.forbidden()
+        allowed = np.where(excluded, -np.inf, array[masks.rows])
+        array[masks.rows] = allowed
+        for number in np.flatnonzero(np.isneginf(allowed.max(axis=-1))):
+            array[masks.rows[number]] = np.where(excluded[number], -np.inf, 0.0)
+        return
     rows = torch.tensor(masks.rows, dtype=torch.int64, device=scores.device)
     forbidden = torch.from_numpy(masks.forbidden()).to(scores.device)
     masked = scores[rows].masked_fill_(forbidden, float("-inf"))
