@@ -1,8 +1,12 @@
 """For the whole suite: assertions in shared modules are explained, the longest files come first, nothing is left over.
 
 Clients of HTTP read the authorities that they trust when they are made, which takes 45 ms of CPU for the hundreds of a
-system, and the suite makes thousands of clients. But for the real model's, no test speaks to a server of the internet,
-so all clients trust one authority, unless the environment says whom.
+system, and the suite makes thousands of clients. None of its tests speaks to a server of the internet, so all clients
+trust one authority. Tests of the matrix may install packages: there the environment may say whom to trust.
+
+The suite starts hundreds of Python processes. Each would compile our sources anew, a third of its start, if the
+environment forbade to keep the bytecode: here it may not. What collection has made lives to the end, so the garbage
+collector need not look at it again and again.
 
 Several processes may run the suite side by side (pytest-xdist), each whole files. Long ones are handed out first, so
 that nobody begins one when the others are done.
@@ -10,6 +14,7 @@ that nobody begins one when the others are done.
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import tempfile
@@ -36,6 +41,9 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("suite")
 
 
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+
 ROOTS = "SSL_CERT_FILE"
 """The environment variable by which OpenSSL and httpx find authorities."""
 _END = "-----END CERTIFICATE-----\n"
@@ -44,18 +52,22 @@ _END = "-----END CERTIFICATE-----\n"
 def pytest_configure(config: pytest.Config) -> None:
     if not _is_helper(config):
         os.environ[leftovers.MARK] = f"{os.getpid()}-{time.time_ns()}"
-        if ROOTS not in os.environ and config.option.markexpr != "real_model":
+        marks = config.option.markexpr
+        if "not matrix" in marks or (marks != "real_model" and ROOTS not in os.environ):
             _trust_one_authority(config)
 
 
 def _trust_one_authority(config: pytest.Config) -> None:
     directory = tempfile.TemporaryDirectory(prefix="kvrelay-tests-")
+    before = os.environ.get(ROOTS)
     file = Path(directory.name) / "authority.pem"
     file.write_text(Path(certifi.where()).read_text(encoding="utf-8").partition(_END)[0] + _END, encoding="utf-8")
     os.environ[ROOTS] = str(file)
 
     def forget() -> None:
         del os.environ[ROOTS]
+        if before is not None:
+            os.environ[ROOTS] = before
         directory.cleanup()
 
     config.add_cleanup(forget)
@@ -67,6 +79,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         marks.setdefault(item.path, set()).update(mark.name for mark in item.iter_markers())
     items.sort(key=lambda item: ("slow" not in marks[item.path], "system" not in marks[item.path]))
+
+
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -35,9 +35,10 @@ TIMEOUT_S = 300.0
 
 
 def foreign_files(wheel: Path) -> list[str]:
-    """Files of the wheel that are neither the package's nor its metadata."""
+    """Files of the wheel that are neither the package's nor its metadata, and bytecode."""
+    ours = re.compile(r"kvrelay(-[^/]*\.dist-info)?/(?!.*__pycache__)")
     with zipfile.ZipFile(wheel) as archive:
-        return [name for name in archive.namelist() if not re.match(r"kvrelay(-[^/]*\.dist-info)?/", name)]
+        return [name for name in archive.namelist() if not ours.match(name)]
 
 
 def missing_files(wheel: Path) -> list[str]:

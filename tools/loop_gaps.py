@@ -36,7 +36,7 @@ from kvrelay.core.messages import GenerateRequest, OutputBatch, TokenOutput
 from kvrelay.core.status import FinishReason
 from kvrelay.core.workers import WorkerInfo
 from kvrelay.data import bundled_checkpoint_path
-from kvrelay.frontend import Frontend
+from kvrelay.frontend.api.server import Frontend
 from kvrelay.launch.process import spare_what_stays
 from kvrelay.router import Router
 from kvrelay.rpc.base import Peer

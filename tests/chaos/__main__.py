@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from tests.chaos.plan import MIN_DURATION_S
 from tests.chaos.report import chaos_text, is_clean
 from tests.chaos.run import ChaosOptions, run_chaos
 
@@ -26,13 +27,14 @@ from kvrelay.config import TransferConfig
 from kvrelay.config.loading import settings_to_flags
 from kvrelay.launch.models import resolve_model
 
+DURATION = click.FloatRange(MIN_DURATION_S, 86400.0)
 UNUSED = ("kv_port", "ucx_tls", "ucx_net_devices", "poll_interval_s")
 """Settings of the data plane that decide nothing here."""
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
 @model_argument
-@click.option("--duration", "duration_s", default=300.0, type=click.FloatRange(10.0, 86400.0), help="Seconds of load.")
+@click.option("--duration", "duration_s", default=300.0, type=DURATION, help="Seconds of load.")
 @click.option("--seed", default=0, type=click.IntRange(0), help="Of prompts, load and faults.")
 @engine_option
 @click.option("--prefill", "num_prefill", default=2, type=click.IntRange(2, 16), help="Prefill workers.")

@@ -84,20 +84,20 @@ class Fault:
 def make_plan(
     duration_s: float, seed: int, *, interval_s: float = 3.0, quiet_end_s: float = 8.0, with_ranks: bool = False
 ) -> tuple[Fault, ...]:
-    """Faults about every ``interval_s``, none in the first two seconds nor in the last ``quiet_end_s``. With
+    """Faults about every ``interval_s``, the first after two seconds, none in the last ``quiet_end_s``. With
     ``with_ranks`` (workers of several ranks) ranks are killed too.
 
-    Raises ConfigError if that leaves no time for a fault.
+    Raises ConfigError if that leaves no time for the first one.
     """
     end_s = duration_s - quiet_end_s
-    if duration_s < MIN_DURATION_S or end_s <= START_QUIET_S:
-        least = max(MIN_DURATION_S, quiet_end_s + START_QUIET_S + 1)
+    if duration_s < MIN_DURATION_S or end_s < START_QUIET_S:
+        least = max(MIN_DURATION_S, quiet_end_s + START_QUIET_S)
         raise ConfigError(f"duration must be at least {least:g} s, got {duration_s:g}", param="duration")
     rng = random.Random(seed)
     faults: list[Fault] = []
     pending: list[tuple[FaultKind, str]] = []
     at_s = START_QUIET_S
-    while at_s < end_s:
+    while at_s <= end_s:
         pending = pending or _round(rng, with_ranks)
         number = next((i for i, (kind, role) in enumerate(pending) if _is_allowed(faults, kind, role, at_s)), None)
         if number is None:

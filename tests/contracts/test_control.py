@@ -20,6 +20,8 @@ from tests.contracts.prefill_queue_contract import PrefillQueueContract
 
 from kvrelay.control.nats_process import NatsServerProcess
 
+pytestmark = pytest.mark.slow  # It waits for a minute, so it should begin early.
+
 
 @pytest.fixture(scope="module")
 def nats() -> Iterator[NatsServerProcess]:

@@ -28,7 +28,7 @@ from kvrelay.core.messages import (
 )
 from kvrelay.core.status import FinishReason
 from kvrelay.core.workers import WorkerInfo
-from kvrelay.frontend import Frontend
+from kvrelay.frontend.api.server import Frontend
 from kvrelay.router import Router
 from kvrelay.rpc.base import Peer
 from kvrelay.rpc.loopback import LoopbackNetwork

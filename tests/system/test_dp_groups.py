@@ -77,9 +77,12 @@ def alone(model: Path, prompts: list[list[int]]) -> list[list[int]]:
     return [tokens[str(number)] for number in range(len(prompts))]
 
 
-@pytest.mark.parametrize("count", [8, pytest.param(200, marks=pytest.mark.matrix)])
-def test_a_group_answers_as_one_engine(count: int, record_property: Callable[[str, object], None]) -> None:
-    """Requests on both ranks, in bursts with sleep between them, and on one rank while the other only steps along."""
+@pytest.mark.matrix
+def test_a_group_answers_as_one_engine(record_property: Callable[[str, object], None]) -> None:
+    """Requests on both ranks, in bursts with sleep between them, and on one rank while the other only steps along.
+
+    The suite has the same with engines alone: ``test_expert_parallel``."""
+    count = 200
     flags = ("--requests", str(count), "--idle", "1", "--json")
     done = kvrelay("dp-group", *flags, module="benchmarks", timeout_s=550)
     assert done.returncode == 0, f"{done.stderr}\n{done.stdout}"

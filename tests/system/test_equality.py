@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import openai
 import pytest
-from tests.system.serving import Serve, by_threshold, kvrelay
+from tests.system.serving import Serve, by_threshold, kvrelay_here
 
 from kvrelay.config import EngineConfig, RunnerConfig
 from kvrelay.core.clock import MonotonicClock
@@ -111,7 +111,7 @@ def check_against_transformers(prompts: list[tuple[int, ...]], outputs: list[tup
 
 def check_idle(server: Serve) -> None:
     """No block in use, every pool whole."""
-    done = kvrelay("status", "--json", "--check", "--control", server.control)
+    done = kvrelay_here("status", "--json", "--check", "--control", server.control)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

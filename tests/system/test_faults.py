@@ -11,7 +11,7 @@ import httpx
 import psutil
 import pytest
 from tests.patience import PATIENCE_S, stop, until
-from tests.system.serving import Serve, by_threshold, kvrelay, kvrelay_here
+from tests.system.serving import Serve, by_threshold, kvrelay_here
 from tests.system.streams import NUM_STREAMS, Streams, extra_worker, prompt, wait_until_whole
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
@@ -130,7 +130,7 @@ def test_a_role_changes_under_load(server):
     with Streams(server) as streams:
         streams.wait_for_tokens(NUM_STREAMS)
         for role in ("decode", "prefill"):
-            done = kvrelay("role", worker_id, role, "--control", server.control)
+            done = kvrelay_here("role", worker_id, role, "--control", server.control)
             assert done.returncode == 0, done.stderr
         streams.check()
     wait_until_whole(server)

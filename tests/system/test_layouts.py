@@ -66,7 +66,8 @@ CASES = {
 }
 PULL = ("nixl GET", "shm GET")
 P2P = ("p2p PUT", "p2p PUT_ASYNC", "p2p GET")
-THIN = (("TP1-TP2", "nixl GET"), ("TP2-TP1", "shm"), ("TP1-TP1", "p2p PUT_ASYNC"))
+THIN = (("TP1-TP2", "nixl GET"), ("TP2-TP1", "shm"))
+"""Of p2p, ``test_prefill_first`` runs in the suite."""
 MATRIX = [
     pytest.param(
         case,

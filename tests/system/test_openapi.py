@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import httpx
 import hypothesis
 import pytest
+import requests
 import schemathesis
 from tests.patience import PATIENCE_S
 from tests.system.serving import Serve
@@ -28,12 +29,19 @@ CHECKS = {
     # The one error of a server that is the client's own wish: a deadline that has passed.
     "not_a_server_error": {"expected-statuses": ["2xx", "3xx", "4xx", "504"]},
 }
-MAX_EXAMPLES = 40
+DRAWN = {"derandomize": True, "deadline": None, "database": None}
+MAX_EXAMPLES, MAX_EXAMPLES_OF_MATRIX = 20, 40
+"""Drawn for each operation. In the matrix beside some 150 that schemathesis derives from each schema."""
 
-schema = schemathesis.openapi.from_dict(
-    openapi_document(),
-    config=schemathesis.Config.from_dict({"seed": 1, "request-timeout": PATIENCE_S, "checks": CHECKS}),
-)
+
+def load_schema(*, derives: bool) -> schemathesis.BaseSchema:
+    config = {
+        "seed": 1, "request-timeout": PATIENCE_S, "checks": CHECKS, "phases": {"coverage": {"enabled": derives}},
+    }  # fmt: skip
+    return schemathesis.openapi.from_dict(openapi_document(), config=schemathesis.Config.from_dict(config))
+
+
+schema, schema_of_matrix = load_schema(derives=False), load_schema(derives=True)
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +56,21 @@ def test_the_document_is_the_servers_own(server: Serve) -> None:
     assert httpx.get(f"{server.url}/openapi.json", timeout=PATIENCE_S).json() == openapi_document()
 
 
+@pytest.fixture(scope="module")
+def session() -> Iterator[requests.Session]:
+    """One for all requests: making it takes as long as a request."""
+    with requests.Session() as one:
+        yield one
+
+
 @schema.parametrize()
-@hypothesis.settings(max_examples=MAX_EXAMPLES, derandomize=True, deadline=None, database=None)
-def test_answers_are_as_documented(server: Serve, case: schemathesis.Case) -> None:
-    case.call_and_validate(base_url=server.url)
+@hypothesis.settings(max_examples=MAX_EXAMPLES, **DRAWN)
+def test_answers_are_as_documented(server: Serve, session: requests.Session, case: schemathesis.Case) -> None:
+    case.call_and_validate(base_url=server.url, session=session)
+
+
+@pytest.mark.matrix
+@schema_of_matrix.parametrize()
+@hypothesis.settings(max_examples=MAX_EXAMPLES_OF_MATRIX, **DRAWN)
+def test_more_answers_are_as_documented(server: Serve, session: requests.Session, case: schemathesis.Case) -> None:
+    case.call_and_validate(base_url=server.url, session=session)

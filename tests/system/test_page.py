@@ -14,7 +14,8 @@ from typing import Any
 
 import httpx
 import pytest
-from playwright.async_api import Browser, Page
+import pytest_asyncio
+from playwright.async_api import Browser, Page, expect
 from tests.browser import opened, running_browser
 from tests.frontend.doubles import FakeCluster, Script, running, write_model_dir
 from tests.frontend.raw_http import send
@@ -26,7 +27,7 @@ from kvrelay.core.event_codec import encode_load
 from kvrelay.core.events import Flow, LoadMetrics
 from kvrelay.frontend.access.api_keys import new_api_key
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.system, pytest.mark.timeout(600), pytest.mark.asyncio(loop_scope="module")]
 
 WIDE, NARROW = {"width": 1280, "height": 900}, {"width": 375, "height": 800}
 LOOKS = {
@@ -39,7 +40,7 @@ MAX_UNATTRIBUTED = 0.05
 PROMPT = "Once upon a time there was a small town by the sea. " * 40
 
 
-@pytest.fixture
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def browser() -> AsyncIterator[Browser]:
     async with running_browser() as found:
         yield found
@@ -90,7 +91,7 @@ async def test_a_real_remote_request_is_explained(browser: Browser, server: Serv
         for role in ("prefill", "decode"):
             await page.wait_for_selector(f".role.{role} .worker.ready")
         await page.wait_for_selector(".flow")
-        await page.wait_for_function("[...document.querySelectorAll('.u-over')].length === 6")
+        await expect(page.locator(".u-over")).to_have_count(6, timeout=1000 * PATIENCE_S)
         await page.click(f"tr[data-id='{request_id}']")
         await page.wait_for_selector(".waterfall .span")
         assert request_id in await page.inner_text(".waterfall h3")
@@ -171,7 +172,7 @@ async def test_240_workers_and_a_hostile_request(browser: Browser, model_dir: Pa
         complaints: list[str] = []
         for look in ("light", "narrow-dark"):
             async with opened(browser, f"{cluster.url}/ui/", complaints, **LOOKS[look]) as page:
-                await page.wait_for_function(f"document.querySelectorAll('.worker').length === {len(names)}")
+                await expect(page.locator(".worker")).to_have_count(len(names), timeout=1000 * PATIENCE_S)
                 await page.click(".worker[data-id='decode-007']")
                 assert "decode-007: " in await page.inner_text(".detail")
                 await page.click(f"tr[data-id='{refused.headers['x-request-id']}']")

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from tests.system.serving import Serve, by_threshold, kvrelay
+from tests.system.serving import Serve, by_threshold, kvrelay_here
 
 from kvrelay.config import EngineConfig, RunnerConfig
 from kvrelay.core.clock import MonotonicClock
@@ -82,12 +82,12 @@ def plain_tokens(prompts: list[list[int]]) -> list[list[int]]:
 
 
 def check_idle(server: Serve) -> None:
-    done = kvrelay("status", "--json", "--check", "--control", server.control)
+    done = kvrelay_here("status", "--json", "--check", "--control", server.control)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize(
-    "transport", ["nixl", *(pytest.param(name, marks=pytest.mark.matrix) for name in ("shm", "p2p"))]
+    "transport", ["p2p", *(pytest.param(name, marks=pytest.mark.matrix) for name in ("shm", "nixl"))]
 )
 def test_both_orders_give_the_tokens_of_the_plain_engine(transport: str) -> None:
     prompts = make_prompts(24)
@@ -100,7 +100,7 @@ def test_both_orders_give_the_tokens_of_the_plain_engine(transport: str) -> None
             prompt = random.Random(str(fields)).choices(range(16, 500), k=200)
             given = [complete(server, order, prompt, **fields) for order in reversed(ORDERS)]
             assert given[0] == given[1], fields
-        explained = kvrelay("status", "--url", server.url, "--explain-tokens", "500")
+        explained = kvrelay_here("status", "--url", server.url, "--explain-tokens", "500")
         assert explained.returncode == 0, explained.stderr
         check_idle(server)
     num_long = sum(len(prompt) > 64 for prompt in prompts)

@@ -1,5 +1,5 @@
-"""Agents' libraries against real processes with a prefill worker: each gets valid calls and objects, though the bundled
-checkpoint has never seen a function, because grammars enforce them."""
+"""Agents' libraries against real processes with a prefill worker: each gets valid calls and objects, though the mock
+engine draws its tokens, because grammars enforce them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.system.serving import Serve, by_threshold, ending_cleanly, openai_cli
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 
-SERVE = ("--prefill", "1", "--decode", "1", *by_threshold(32))
+SERVE = ("--engine", "mock", "--speedup-ratio", "0", "--prefill", "1", "--decode", "1", *by_threshold(32))
 QUESTION = "What is the weather by the sea, and how are the people who live there?"
 INSTRUCTOR = Path(sys.prefix) / "instructor"
 """An environment of its own: it wants other versions of openai's dependencies than openai does."""

@@ -60,10 +60,12 @@ def test_a_wheel_has_the_package_and_nothing_else(check_dist: ModuleType, tmp_pa
             "kvrelay/bench/compare.py",
             "kvrelay-0.1.0.dist-info/METADATA",
             "benchmarks/burst.py",
+            "kvrelay/data/__pycache__/prose.cpython-311.pyc",
             "tests/x.py",
         ):
             archive.writestr(name, "")
-    assert check_dist.foreign_files(wheel) == ["benchmarks/burst.py", "tests/x.py"]
+    found = ["benchmarks/burst.py", "kvrelay/data/__pycache__/prose.cpython-311.pyc", "tests/x.py"]
+    assert check_dist.foreign_files(wheel) == found
 
 
 def imported(file: Path) -> set[str]:

@@ -1,7 +1,9 @@
-"""What keeps the suite honest: processes that outlive it are found and ended; busy loops are there, and then gone."""
+"""What keeps the suite honest: processes that outlive it are found and ended; busy loops are there, and then gone; what
+tests cost is counted with their processes."""
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +13,7 @@ import pytest
 from tests import leftovers
 from tests.patience import until
 
-TOOL = Path(__file__).parents[2] / "tools" / "busy_suite.py"
+TOOLS = Path(__file__).parents[2] / "tools"
 SLEEP = "import time; print('up', flush=True); time.sleep(3600)"
 ORPHAN = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {SLEEP!r}], stdout=sys.stdout)"
 
@@ -34,10 +36,55 @@ def test_busy_loops_run_beside_the_command_and_end_with_it(code: int) -> None:
     program = (
         f"import os, psutil, sys; print([p.pid for p in psutil.Process(os.getppid()).children()]); sys.exit({code})"
     )
-    tool = [sys.executable, str(TOOL), "--runs", "2", "--loops", "1", "--", sys.executable, "-c", program]
+    tool = [
+        sys.executable,
+        str(TOOLS / "busy_suite.py"),
+        "--runs",
+        "2",
+        "--loops",
+        "1",
+        "--",
+        sys.executable,
+        "-c",
+        program,
+    ]
     done = subprocess.run(tool, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == (1 if code else 0), done.stderr
     (loop,) = [int(line.partition(": ")[2]) for line in done.stdout.splitlines() if line.startswith("busy loops: ")]
     assert done.stdout.count(f"[{loop}, ") == 2
     assert done.stdout.count(f"exit code {code} after") == 2
     assert not psutil.pid_exists(loop)
+
+
+BURNING = """
+import subprocess, sys
+
+BURN = "import time\\nwhile time.process_time() < 0.3: pass"
+
+def test_burns():
+    subprocess.run([sys.executable, "-c", BURN], check=True)
+
+def test_does_nothing():
+    pass
+"""
+
+
+def test_what_a_test_costs_is_counted_with_its_processes(tmp_path: Path) -> None:
+    file = tmp_path / "test_burning.py"
+    file.write_text(BURNING)
+    command = [
+        sys.executable,
+        str(TOOLS / "test_cost.py"),
+        "--",
+        "-c",
+        "/dev/null",
+        "--rootdir",
+        str(tmp_path),
+        str(file),
+    ]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = re.findall(r"^ +([0-9.]+) +[0-9.]+  (\S+)$", done.stdout, re.MULTILINE)
+    cpu_s = {name.rpartition("::")[2]: float(seconds) for seconds, name in rows}
+    assert cpu_s["all"] >= cpu_s["test_burning.py"] >= cpu_s["test_burns"] >= 0.3
+    assert cpu_s["test_does_nothing"] < 0.3

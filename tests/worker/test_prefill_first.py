@@ -383,8 +383,10 @@ async def test_an_overloaded_prefill_worker_refuses_at_once():
                     request_id in pair.to_prefill.refused or request_id in pair.to_prefill.tokens
                 )
             )
+        # On a busy machine one that was taken may be given up later, which is another refusal.
+        assert next(iter(pair.to_prefill.refused.values())).status == 429
         for request_id, refusal in pair.to_prefill.refused.items():
-            assert refusal.status == 429
+            assert refusal.retryable
             pair.to_decode.connection.send(PrefillLost(request_id))
         for number, request_id in enumerate(ids):
             assert await pair.answer(request_id) == expected(prompt(300, number), 8)

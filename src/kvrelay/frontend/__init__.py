@@ -1,10 +1,6 @@
 """The HTTP service: OpenAI's API in front of the workers.
 
 A request is validated, tokenized, routed, sent to a worker and answered token by token. If its worker is lost, another
-worker continues it. ``pipeline`` shows this path on one page; ``server`` puts the parts together.
+worker continues it. ``pipeline`` shows this path on one page; the door, ``api.server``, puts the parts together.
+This file imports nothing: ``serve`` and workers need parts of the room, such as the tokenizer, without the server.
 """
-
-from kvrelay.frontend.api.server import Frontend, run_frontend
-from kvrelay.frontend.cluster.view import RouterFactory, RpcClientFactory
-
-__all__ = ["Frontend", "RouterFactory", "RpcClientFactory", "run_frontend"]

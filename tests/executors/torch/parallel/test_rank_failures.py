@@ -148,7 +148,7 @@ def test_what_a_rank_cannot_do_is_refused_at_start(start_ranks: Start, checkpoin
     with pytest.raises(ConfigError, match="pp 3 does not divide num_hidden_layers 4"):
         start_ranks(model, 1, 3)
     with pytest.raises(ConfigError, match="max_model_len"):
-        start_ranks(model, 2, 1, max_model_len=10**6)
+        start_ranks(model, 1, 1, max_model_len=10**6)
 
 
 FACTS = ModelFacts(512, 1024, (1,), "weights", 128)

@@ -19,8 +19,11 @@ from kvrelay.executors.torch.slots import StepBatch
 
 # With fewer multiply-adds one thread has finished before another has woken up.
 _PARALLEL_FROM = 150_000
-# Query rows (tokens times heads of a group) that share a chunk of widened keys and values.
-_TILE_ROWS = 64
+# Query rows (tokens times heads of a group) that share a chunk of widened keys and values: the more, the less widening;
+# but short prompts are to keep all threads busy.
+_TILE_ROWS, _SHORT_TILE_ROWS = 256, 64
+# New tokens of a step for which a tile is large.
+_LARGE_FROM = 512
 
 
 _NO_TILES = (np.zeros(0, dtype=np.int32), np.zeros(0, dtype=np.int32))
@@ -38,8 +41,8 @@ class CpuAttention:
         self._head, self._group = constant_marker(spec.head_dim), constant_marker(spec.group_size)
         self._eps, self._scale = np.float32(spec.norm_eps), np.float32(spec.scale)
         self._num_threads = num_threads
-        self._tile_size = max(_TILE_ROWS // spec.group_size, 1)
-        tile_rows = self._tile_size * spec.group_size
+        self._tile_sizes = [max(rows // spec.group_size, 1) for rows in (_SHORT_TILE_ROWS, _TILE_ROWS)]
+        tile_rows = self._tile_sizes[1] * spec.group_size
         floats = cpu_kernels.scratch_size(spec.group_size, spec.head_dim, tile_rows)
         self._scratch = np.zeros((num_threads, floats), dtype=np.float32)
         self._state = np.zeros((num_threads, tile_rows, 2), dtype=np.float32)
@@ -57,7 +60,8 @@ class CpuAttention:
         )
         self._threads = self._num_threads if work >= _PARALLEL_FROM else 1
         if batch.num_decodes < batch.num_rows:
-            self._slots, self._tiles = np.repeat(batch.slots, batch.num_tokens), _tile(batch, self._tile_size)
+            size = self._tile_sizes[len(batch.token_ids) - batch.num_decodes >= _LARGE_FROM]
+            self._slots, self._tiles = np.repeat(batch.slots, batch.num_tokens), _tile(batch, size)
         else:
             self._slots, self._tiles = batch.slots, _NO_TILES
 

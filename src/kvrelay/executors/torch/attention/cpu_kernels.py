@@ -36,7 +36,7 @@ from kvrelay.executors.torch.kernels.numba_vector import add_weighted, block_sco
 KEYS = 64
 """Scores are softened so many at a time, so that the loops over them have a fixed length."""
 CHUNK = 256
-ROWS = 4
+ROWS = 6
 # Blocks of keys that are asked for before they are read: enough to cover a cache miss.
 _AHEAD = 4
 _KEYS, _ROWS, _ONE_ROW = constant_marker(KEYS), constant_marker(ROWS), constant_marker(1)
@@ -329,7 +329,8 @@ def _prefill_tasks(step: Any, tile_tokens: Any, tile_counts: Any, thread: int, n
         for start in range(lowest - lowest % KEYS, position + count, KEYS):
             num_keys = min(KEYS, position + count - start)
             _widen_chunk(step, h, blocks, start, num_keys, keys, values)
-            before, at = position - start, 0
+            before = position - start
+            at = max(0, -before) * G  # earlier queries do not see these keys
             while at + ROWS <= num_rows:
                 _attend_chunk(step, _ROWS, at, q, keys, values, num_keys, before, scores, state, sums)
                 at += ROWS

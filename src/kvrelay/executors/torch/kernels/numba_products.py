@@ -15,14 +15,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from llvmlite.binding import get_host_cpu_features  # type: ignore[import-untyped]
 from numba import njit, prange
 
 from kvrelay.executors.torch.kernels.numba_math import OPTIONS, constant, constant_marker
-from kvrelay.executors.torch.kernels.numba_vector import tile_product, widen_run
+from kvrelay.executors.torch.kernels.numba_vector import HAS_AVX512, tile_product, widen_run
 
 # Sums of a tile take 24 of AVX-512's 32 registers, or 12 of AVX2's 16.
-WIDTH, ROWS = (64, 6) if get_host_cpu_features().get("avx512f") else (16, 6)
+WIDTH, ROWS = (64, 6) if HAS_AVX512 else (16, 6)
 # From so many rows on, a panel of bfloat16 is widened once for all of them.
 WIDEN_FROM = 24
 _WIDTH = constant_marker(WIDTH)

@@ -12,13 +12,15 @@ from math import gcd
 from typing import Any
 
 from llvmlite import ir  # type: ignore[import-untyped]
+from llvmlite.binding import get_host_cpu_features  # type: ignore[import-untyped]
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
 _LANES = 16
-# Registers that accumulators may take, of AVX-512's 32.
-_ACCUMULATORS = 24
+HAS_AVX512 = bool(get_host_cpu_features().get("avx512f"))
+# Vectors of 16 that accumulators may take: of AVX-512's 32 registers, or of AVX2's 16, each half as wide.
+_ACCUMULATORS = 24 if HAS_AVX512 else 6
 _LINE_BYTES = 64
 # Inputs that one turn of a product's loop adds up.
 _UNROLLED = 4
