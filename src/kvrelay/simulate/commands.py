@@ -12,7 +12,7 @@ from kvrelay.cli.help import GroupedCommand
 from kvrelay.cli.options import SettingsSource, json_option, settings_options
 from kvrelay.config import DisaggConfig, EngineConfig, RouterConfig
 from kvrelay.core.handoff import HandoffOrder
-from kvrelay.errors import InvalidInputError
+from kvrelay.errors import IntegrityError
 
 SETTINGS = (EngineConfig, DisaggConfig, RouterConfig)
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
@@ -71,7 +71,7 @@ def simulate_command(
         compared = verify.verify(recording, costs, seed=seed)
         click.echo(json.dumps(compared) if as_json else verify.text_of(compared))
         if compared["scheduler"]["difference"]:
-            raise InvalidInputError("the recorded schedule and the one played back differ")
+            raise IntegrityError("the recorded schedule and the one played back differ")
         return
     if trace is None:
         raise click.UsageError("give a load (--trace FILE) or a recording (--verify FILE)")
