@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from kvrelay.cli.main import run
 from kvrelay.config import DisaggConfig, EngineConfig, MockConfig, WorkerConfig
 from kvrelay.core.clock import MonotonicClock
 from kvrelay.core.handoff import HandoffId
@@ -163,3 +164,23 @@ def test_a_file_that_is_no_recording_is_refused_in_one_line(tmp_path: Path, cont
 def test_a_file_that_cannot_be_written_ends_the_start_in_one_line(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--record-steps .*: No such file or directory"):
         recorded(tmp_path / "missing" / "steps.jsonl")
+
+
+def test_the_command_prints_both_errors_and_fails_on_a_difference(
+    recording: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["simulate", "--verify", str(recording)]) == 0
+    printed = capsys.readouterr().out
+    assert "steps, identical" in printed
+    assert "TTFT" in printed
+    changed = tmp_path / "changed.jsonl"
+    changed.write_bytes(recording.read_bytes().replace(b'"max_num_seqs":4', b'"max_num_seqs":3'))
+    assert run(["simulate", "--verify", str(changed)]) == 1
+    captured = capsys.readouterr()
+    assert "DIFFERENT" in captured.out
+    assert captured.err.count("\n") == 1
+
+
+def test_the_command_needs_a_load_or_a_recording(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["simulate"]) == 2
+    assert "--trace FILE" in capsys.readouterr().err

@@ -13,7 +13,7 @@ from kvrelay.cli.main import LazyGroup
 from kvrelay.cli.options import SettingsSource, json_option, settings_options
 from kvrelay.config import DisaggConfig, EngineConfig, RouterConfig
 from kvrelay.core.handoff import HandoffOrder
-from kvrelay.errors import InvalidInputError
+from kvrelay.errors import IntegrityError
 
 SETTINGS = (EngineConfig, DisaggConfig, RouterConfig)
 COMMANDS = {
@@ -86,7 +86,7 @@ def simulate_command(
         compared = verify.verify(recording, costs, seed=seed)
         click.echo(json.dumps(compared) if as_json else verify.text_of(compared))
         if compared["scheduler"]["difference"]:
-            raise InvalidInputError("the recorded schedule and the one played back differ")
+            raise IntegrityError("the recorded schedule and the one played back differ")
         return
     if trace is None and load is None:
         raise click.UsageError("give a load (--trace FILE or --load SPEC) or a recording (--verify FILE)")
