@@ -56,11 +56,7 @@ def test_nothing_is_left_when_it_is_ended_while_ranks_load(tmp_path: Path) -> No
     code = "from kvrelay import LLM; LLM(tp=2, num_threads=2, device='cpu', num_blocks=64)"
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     with subprocess.Popen([sys.executable, "-c", code], env=environment, stderr=subprocess.DEVNULL) as process:
-        until(
-            lambda: (
-                sum("rank_process" in " ".join(each.cmdline()) for each in psutil.Process(process.pid).children()) == 2
-            )
-        )
+        until(lambda: sum(processes.MODULE in each.cmdline() for each in psutil.Process(process.pid).children()) == 2)
         process.terminate()
     assert process.returncode == -signal.SIGTERM
     assert not list(tmp_path.glob("kvrelay-ranks*"))

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import mmap
 import os
+import sys
 from collections.abc import Callable
+from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 
 from kvrelay.config import WorkerConfig
@@ -22,6 +25,18 @@ __all__ = ["build_executor", "from_settings"]
 # (a fifth more tokens with two threads). Torch's and Numba's libraries read this setting once, when they are loaded.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("GOMP_SPINCOUNT", "3000")
+
+
+def share_openmp() -> None:
+    """Load the OpenMP library of Numba's kernels, before torch, which then uses the same.
+
+    After torch, which brings one of its own, there would be two: two teams of threads on the same cores, and a step of
+    one sequence takes 1.7 times as long. Too late in a program that has imported torch already.
+    """
+    if "torch" not in sys.modules:
+        with suppress(ImportError):
+            import_module("numba.np.ufunc.omppool")
+
 
 # oneDNN generates the code of a matrix product anew for every number of rows, 0.4 MB each, and keeps 1024 of them: in
 # its own cache and, counted apart, in torch's. 256 are the numbers of rows of about 50 batches. Generating one again
@@ -44,6 +59,7 @@ def build_executor(
 
     Raises CheckpointError, UnsupportedModelError or ConfigError, each with one line that names the cause.
     """
+    share_openmp()
     if runner.num_ranks > 1 or (group is not None and group.ep):
         from kvrelay.executors.torch.parallel.executor import ParallelExecutor
 

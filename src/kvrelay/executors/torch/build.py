@@ -57,9 +57,10 @@ def build_model_runner(
     dtype = _DTYPES[dtype_name]
     max_model_len = _max_model_len(engine.max_model_len, config.max_position)
     num_threads = runner.num_threads or len(os.sched_getaffinity(0))
-    if device.type == "cpu":
-        torch.set_num_threads(num_threads)
     backend = _backend(choose_backend(runner.attention_backend, device), dtype, num_threads)
+    if device.type == "cpu":
+        # After Numba's threads were set up, which sets the number for all users of OpenMP on this thread.
+        torch.set_num_threads(num_threads)
     facts = ModelFacts(
         vocab_size=config.vocab_size,
         max_model_len=max_model_len,

@@ -81,6 +81,7 @@ def usable_threads(num_threads: int) -> int:
     except ImportError:
         return 1
     numba.config.THREADING_LAYER = "omp"
+    numba.get_num_threads()  # sets up the threads
     return min(num_threads, int(numba.config.NUMBA_NUM_THREADS))
 
 
@@ -140,7 +141,9 @@ class NumbaKernels:
                 self._compile(key, products.part, *arguments, room[0], 0, rows, 0, num_panels)
                 self._compile(key, products.product, *arguments, room, 1)
                 # Without rows, only to start the threads now.
-                products.product(arguments[0][:0], packed, added, arguments[3][:0], room, use_threads(self._num_threads))
+                products.product(
+                    arguments[0][:0], packed, added, arguments[3][:0], room, use_threads(self._num_threads)
+                )
             if self._num_threads == 1 or rows * size < _PARALLEL_PRODUCT_FROM:
                 products.part(*arguments, room[0], 0, rows, 0, num_panels)
             else:

@@ -21,7 +21,7 @@ from kvrelay.errors import FatalError
 from kvrelay.executors.torch.parallel.channel import Channel
 from kvrelay.executors.torch.parallel.messages import Answer, RankFailed, RankReady
 
-MODULE = "kvrelay.executors.torch.parallel.rank_process"
+MODULE = "kvrelay.executors.torch.parallel"
 
 
 @dataclass(frozen=True, slots=True)

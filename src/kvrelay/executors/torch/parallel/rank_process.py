@@ -1,19 +1,15 @@
 """One rank: a process that holds its share of the model and runs the driver's commands until either ends.
 
-    python -m kvrelay.executors.torch.parallel.rank_process PARENT_PID COMMANDS_FD SIDE_FD STEP_FD POOL_FD
-
-It waits for commands in ``recv``. A side thread of the sampling rank compiles grammars meanwhile. After an error the
-process sends one message to the driver and ends.
+``__main__`` runs it. It waits for commands in ``recv``. A side thread of the sampling rank compiles grammars meanwhile.
+After an error the process sends one message to the driver and ends.
 """
 
 from __future__ import annotations
 
 import logging
 import mmap
-import os
 import signal
 import socket
-import sys
 import threading
 from contextlib import suppress
 from pathlib import Path
@@ -21,7 +17,6 @@ from typing import Any
 
 import torch
 
-import kvrelay.executors.torch  # noqa: F401  settings of OpenMP, before its library is loaded
 from kvrelay.core.layout import KVLayout
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.dp.addresses import GroupAddress
@@ -239,10 +234,3 @@ def run(parent_pid: int, commands_fd: int, side_fd: int, step_fd: int, pool_fd: 
             commands.send(_failed(exc))
         return 1
     return 0
-
-
-if __name__ == "__main__":
-    code = run(*(int(word) for word in sys.argv[1:]))
-    logging.shutdown()
-    # Exit without the interpreter's cleanup: threads of the process groups may wait for a rank that is gone.
-    os._exit(code)
