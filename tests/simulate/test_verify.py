@@ -121,15 +121,14 @@ def test_placement_by_cost_and_hand_offs_are_played_back(tmp_path: Path) -> None
     core.add_request(a_request("remote", rng, mode=PrefillMode.REMOTE))
     core.add_request(a_request("half", rng, mode=PrefillMode.HANDOFF))
     while core.has_unfinished():
-        output = core.step(lambda early: early.outputs.clear())
-        for prefill in output.remote_prefills:
-            core.resume_handoff(prefill.handoff_id, 1, 9, None)
-            core.end_loan(prefill.handoff_id, 1)
-        for handoff_id in list(core._remote):
-            core.resume_handoff(handoff_id, 1, 9, None)
-            core.end_loan(handoff_id, 1)
-        if any(chunk.last for chunk in output.handoff_chunks):
-            core.sending_finished("half")
+        outputs: list[StepOutput] = []
+        outputs.append(core.step(outputs.append))
+        for output in outputs:
+            for prefill in output.remote_prefills:
+                core.resume_handoff(prefill.handoff_id, 1, 9, None)
+                core.end_loan(prefill.handoff_id, 1)
+            if any(chunk.last for chunk in output.handoff_chunks):
+                core.sending_finished("half")
     core.executor.shutdown()
     playback = play_back(path)
     assert playback.difference == ""
