@@ -44,3 +44,10 @@ def test_weights_keep_every_bit() -> None:
     weight[-1, -1] = 1 + 2**-12
     assert pack(weight).dtype == torch.float32
     assert NumbaKernels(torch.float32, 1).linear(weight)(torch.ones(1, 4))[0, -1] == 4 + 2**-12
+
+
+def test_onednn_multiplies_where_numba_has_no_threads() -> None:
+    torch.manual_seed(0)
+    weight, bias, x = torch.randn(96, 64), torch.randn(96), torch.randn(3, 64)
+    ours, theirs = (NumbaKernels(torch.float32, 1, own_products=own).linear(weight, bias)(x) for own in (True, False))
+    torch.testing.assert_close(ours, theirs)

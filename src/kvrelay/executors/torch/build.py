@@ -131,7 +131,9 @@ def _backend(name: str, dtype: torch.dtype, num_threads: int) -> _Backend:
 
         threads = usable_threads(num_threads)
         attention = partial(CpuAttention, dtype=dtype, num_threads=threads)
-        return _Backend(NumbaKernels(dtype, threads), attention, lambda: compile_once(kernel_cache()))
+        # Where Numba finds no OpenMP, torch's threads multiply.
+        kernels = NumbaKernels(dtype, threads, own_products=threads > 1 or num_threads == 1)
+        return _Backend(kernels, attention, lambda: compile_once(kernel_cache()))
     from kvrelay.executors.torch.attention.torch_ref import TorchAttention
     from kvrelay.executors.torch.kernels.torch_kernels import TorchKernels
 

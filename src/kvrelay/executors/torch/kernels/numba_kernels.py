@@ -97,10 +97,11 @@ def use_threads(num_threads: int) -> int:
 
 
 class NumbaKernels:
-    """``num_threads`` as returned by ``usable_threads``."""
+    """``num_threads`` as returned by ``usable_threads``. ``own_products``: False, if float32 is oneDNN's to multiply."""
 
-    def __init__(self, dtype: torch.dtype, num_threads: int) -> None:
+    def __init__(self, dtype: torch.dtype, num_threads: int, *, own_products: bool = True) -> None:
         self._num_threads = num_threads
+        self._own_products = own_products
         self._normed, self._activated = Buffer(dtype), Buffer(dtype)
         self._residual = Buffer(torch.float32)
         self._products: dict[int, Buffer] = {}
@@ -109,7 +110,7 @@ class NumbaKernels:
         self._compiled: set[object] = set()
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
-        if weight.dtype == torch.float32:
+        if weight.dtype == torch.float32 and self._own_products:
             return self._own_linear(weight, bias)
         if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
             return lambda x: F.linear(x, weight, bias)
