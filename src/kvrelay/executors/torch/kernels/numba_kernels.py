@@ -97,7 +97,7 @@ def use_threads(num_threads: int) -> int:
 
 
 class NumbaKernels:
-    """``num_threads`` as returned by ``usable_threads``. ``own_products``: False, if float32 is oneDNN's to multiply."""
+    """``num_threads`` as returned by ``usable_threads``. ``own_products`` False: oneDNN multiplies float32, too."""
 
     def __init__(self, dtype: torch.dtype, num_threads: int, *, own_products: bool = True) -> None:
         self._num_threads = num_threads
