@@ -135,13 +135,17 @@ def advise(
     slot_hour_price: float | None = None,
     num_blocks: int = 0,
     seed: int = 0,
+    on_run: Callable[[Candidate], None] = lambda candidate: None,
 ) -> Advice:
-    """Search. Raises InvalidInputError for objectives that no cluster can meet, ConfigError for impossible settings."""
+    """Search; ``on_run`` is told of each simulation that begins.
+
+    Raises InvalidInputError for objectives that no cluster can meet, ConfigError for impossible settings.
+    """
     check_objectives(arrivals, costs_by_tp, objectives)
     found = candidates_for(num_slots, sorted(costs_by_tp))
     if not found:
         raise InvalidInputError(f"--slots {num_slots} are too few for tp {min(costs_by_tp)}; give more", param="slots")
-    trial = Trial(arrivals, costs_by_tp, objectives, num_blocks, seed)
+    trial = Trial(arrivals, costs_by_tp, objectives, num_blocks, seed, on_run)
     ranked = successive_halving(found, trial.score, trial.budgets, kind=lambda candidate: candidate.is_split)
     table = tuple(trial.measure(candidate, num_slots, slot_hour_price) for candidate, _ in ranked)
     if not table[0].goodput:
@@ -213,9 +217,11 @@ class Trial:
         objectives: Objectives,
         num_blocks: int,
         seed: int,
+        on_run: Callable[[Candidate], None],
     ) -> None:
         self._arrivals, self._costs, self._objectives = arrivals, costs_by_tp, objectives
         self._num_blocks, self._seed = num_blocks, seed
+        self._on_run = on_run
         self._max_len = max(one.prompt_tokens + one.answer_tokens for one in arrivals) + 1
         self.budgets = sorted(
             {max(min(MIN_BUDGET, len(arrivals)), int(len(arrivals) * part)) for part in BUDGET_SHARES}
@@ -227,6 +233,7 @@ class Trial:
             one if one.after is not None else msgspec.structs.replace(one, time_s=one.time_s / factor)
             for one in self._arrivals[:num_requests]
         ]
+        self._on_run(candidate)
         local = candidate.max_local_prefill_length
         spec = ClusterSpec(
             prefill=candidate.prefill,

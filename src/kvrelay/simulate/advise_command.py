@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -54,21 +55,27 @@ def advise_command(
 
     Example: kvrelay advise --trace conversation.jsonl --costs costs.json --slots 8 --slo-ttft-ms 500 --slo-itl-ms 25
     """
+    from kvrelay.bench.progress import progress_bar
     from kvrelay.placement.base import Objectives
     from kvrelay.simulate.advice_shown import text_of, write_page
     from kvrelay.simulate.advise import advise
     from kvrelay.simulate.loads import load_of
 
     costs_by_tp = read_costs_by_tp(costs_files, model)
-    advice = advise(
-        load_of(trace, load, limit=limit, time_scale=time_scale, seed=seed),
-        costs_by_tp,
-        slots,
-        Objectives(slo_ttft_ms / 1e3, slo_itl_ms / 1e3),
-        slot_hour_price=gpu_hour_price,
-        num_blocks=num_blocks,
-        seed=seed,
-    )
+    arrivals = load_of(trace, load, limit=limit, time_scale=time_scale, seed=seed)
+    numbers = itertools.count(1)
+    with progress_bar() as bar:
+        bar.stage("simulations")
+        advice = advise(
+            arrivals,
+            costs_by_tp,
+            slots,
+            Objectives(slo_ttft_ms / 1e3, slo_itl_ms / 1e3),
+            slot_hour_price=gpu_hour_price,
+            num_blocks=num_blocks,
+            seed=seed,
+            on_run=lambda candidate: bar.update(0, f"{next(numbers)}: {candidate}"),
+        )
     if html is not None:
         costs = next(iter(costs_by_tp.values()))
         write_page(
