@@ -33,7 +33,7 @@ class PrivateMemory:
 
 def host_bytes(num_blocks: int, shape: Shape = SHAPE) -> int:
     """Memory for about so many blocks."""
-    return num_blocks * (slot_bytes(shape) + 64)
+    return 64 + num_blocks * (slot_bytes(shape) + 16)
 
 
 def name_of(number: int, parent: int | None = None) -> BlockName:

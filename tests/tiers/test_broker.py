@@ -112,6 +112,20 @@ def holds_an_arena(directory: Path) -> bool:
     return False
 
 
+def test_another_size_is_given_once_nobody_uses_the_old_one(directory: Path) -> None:
+    first, second = (HostMemory(directory, "model", size, 60.0) for size in (NUM_BYTES, 2 * NUM_BYTES))
+    assert len(second.memory) == NUM_BYTES, "shared with the first"
+    first.close()
+    second.close()
+
+    def size_of_next() -> int:
+        memory = HostMemory(directory, "model", 2 * NUM_BYTES, 60.0)
+        memory.close()
+        return len(memory.memory)
+
+    until(lambda: size_of_next() == 2 * NUM_BYTES, "the old size")
+
+
 def test_more_memory_than_the_host_has_is_refused(directory: Path) -> None:
     with pytest.raises(ConfigError, match="bytes of memory left"):
         HostMemory(directory, "model", 1 << 60, 0.0)

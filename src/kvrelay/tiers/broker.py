@@ -114,6 +114,9 @@ class Broker:
     def _give(self, connection: socket.socket, wanted: dict[str, object], fds: list[int]) -> None:
         name, num_bytes = str(wanted["name"]), int(str(wanted["bytes"]))
         arena = self._arenas.get(name)
+        if arena is not None and not arena.holders and arena.num_bytes != num_bytes:
+            os.close(self._arenas.pop(name).fd)
+            arena = None
         if arena is None:
             fd = os.dup(fds[0]) if fds else _new_memory(name, num_bytes)
             arena = self._arenas[name] = Arena(fd, os.fstat(fd).st_size)
@@ -172,6 +175,8 @@ class HostMemory:
         try:
             self._connection, self._fd, self.num_bytes = self._claim(num_bytes, ())
             self.memory = mmap.mmap(self._fd, self.num_bytes)
+            if self.num_bytes != num_bytes:
+                _log.warning("host_kv_cache has %d bytes: other workers of this model began with that", self.num_bytes)
         except (OSError, ValueError, subprocess.SubprocessError) as exc:
             raise ConfigError(f"no host memory for host_kv_cache: {exc}", param="host_kv_cache") from exc
         threading.Thread(target=self._keep, name="kv-memory", daemon=True).start()
