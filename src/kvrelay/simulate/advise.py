@@ -213,7 +213,9 @@ def is_doubtful(first: Capacity, second: Capacity) -> str:
     """Why the difference of two capacities, the greater first, says nothing; empty: it does."""
     if first.requests_per_s < second.requests_per_s * (1 + NOISE):
         return "within the search's precision"
-    return f"within the spread of {len(first.by_seed)} seeds" if min(first.by_seed) <= max(second.by_seed) else ""
+    # Seed by seed, because both had the same load: loads differ more than clusters.
+    is_mixed = any(one <= other for one, other in zip(first.by_seed, second.by_seed))
+    return f"within the spread of {len(first.by_seed)} seeds" if is_mixed else ""
 
 
 def ordered(capacities: Sequence[Capacity]) -> list[Capacity]:
