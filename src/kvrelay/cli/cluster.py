@@ -160,6 +160,33 @@ def role(worker_id: str, new_role: str, cluster: str | None, config_file: Path |
 
 
 @click.group()
+def cache() -> None:
+    """Forget the prompts whose KV is cached.
+
+    Example: kvrelay cache clear
+    """
+
+
+@cache.command("clear", cls=GroupedCommand)
+@click.argument("directory", required=False, type=click.Path(exists=True, file_okay=False, path_type=Path))
+@cluster_options
+def cache_clear(directory: Path | None, cluster: str | None, config_file: Path | None, **flags: object) -> None:
+    """Clear the prefix caches of a running cluster, with what its host memory and disks keep. With DIRECTORY, of
+    --disk-kv-cache, remove the KV there instead, of all models; no worker need run.
+
+    Example: kvrelay cache clear /var/cache/kv
+    """
+    if directory is not None:
+        from kvrelay.tiers.disk import clear_directory
+
+        click.echo(f"removed {clear_directory(directory)} blocks")
+        return
+    from kvrelay.launch.admin import clear_caches
+
+    run_async(clear_caches(cluster_settings(cluster, config_file, flags)))
+
+
+@click.group()
 def config() -> None:
     """Read or change a setting of a running cluster.
 

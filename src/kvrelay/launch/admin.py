@@ -180,6 +180,16 @@ async def print_reply(config: ControlConfig, worker_id: str, command: str, argum
             print(json.dumps(await send_command(workers[worker_id], keys, command, argument)))
 
 
+async def clear_caches(config: ControlConfig) -> None:
+    """Each worker forgets its prefixes, and what host memory and disks have of its model."""
+    async with connected(config) as control:
+        workers = await list_workers(control, Keys(config.namespace))
+        async with operator_keys(control, config) as keys:
+            for info in workers:
+                await send_command(info, keys, "clear_cache")
+                print(f"{info.worker_id}: cleared")
+
+
 async def config_set(config: ControlConfig, key: str, value: str) -> None:
     """Put a run-time setting into discovery, where workers and frontends watch it, and print what was changed.
 

@@ -39,6 +39,9 @@ class Situation(msgspec.Struct, frozen=True):
     objectives: Objectives
     num_line: int = 0
     spread: float = 0.0
+    num_stored: int = 0
+    """Tokens besides ``num_tokens`` that a tier here has: to load them takes ``load_s``, to compute them longer."""
+    load_s: float = 0.0
 
 
 class Decision(msgspec.Struct, frozen=True):

@@ -76,7 +76,8 @@ def stay_here(is_here_open: bool) -> Decision:
 
 def _remote(situation: Situation, remote: RemoteCost, ahead: float, spread: float) -> tuple[float, float]:
     """Seconds to the first token, and the cost, of a prefill at a prefill worker with ``ahead`` tokens before it."""
-    seconds = remote.seconds(situation.num_tokens, ahead)
+    # What a tier here has, the prefill worker computes.
+    seconds = remote.seconds(situation.num_tokens + situation.num_stored, ahead)
     return seconds, seconds + LATE * _late(situation, seconds, spread)
 
 
@@ -84,8 +85,13 @@ def _local(situation: Situation, num_before: int) -> tuple[float, float]:
     """Seconds to the first token, and the cost, of a prefill here with ``num_before`` tokens before it."""
     cost, chunk = situation.cost, max(situation.chunk, 1)
     decodes, context = situation.num_decodes, situation.num_context
-    seconds = cost.prefill_seconds(
-        situation.num_tokens, num_ahead=num_before, chunk=chunk, num_decodes=decodes, num_context=context
+    seconds = situation.load_s + cost.prefill_seconds(
+        situation.num_tokens,
+        num_before=situation.num_stored,
+        num_ahead=num_before,
+        chunk=chunk,
+        num_decodes=decodes,
+        num_context=context,
     )
     delay_s = cost.added_seconds(situation.num_tokens, chunk=chunk)
     # An objective of the 99th percentile bears one late token in a hundred: a lone step may be late by chance.

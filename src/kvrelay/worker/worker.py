@@ -385,6 +385,7 @@ class Worker:
             "prefill_queue_error": now.queue.push_error,
             "prefill": prefill,
             "transfer": msgspec.to_builtins(stats.transfer),
+            "kv_tiers": None if stats.engine.tiers is None else msgspec.to_builtins(stats.engine.tiers),
             "disagg": asdict(now.disagg) | {"unused": self._policy.unused},
         }
 
