@@ -57,14 +57,13 @@ class FleetView(msgspec.Struct, frozen=True, kw_only=True):
 class Demand(msgspec.Struct, frozen=True, kw_only=True):
     """What has come and ended in the ``duration_s`` seconds before the view. ``num_prompt_tokens`` and
     ``num_uncached_tokens`` are those of the arrived requests, ``sum_squares`` the squares of their uncached tokens
-    (0: unknown). ``num_generated`` tokens of all answers; ``num_ended`` answers with ``num_ended_tokens`` in all."""
+    (0: unknown). ``num_ended`` answers, with ``num_ended_tokens`` in all."""
 
     duration_s: float
     num_requests: int = 0
     num_prompt_tokens: int = 0
     num_uncached_tokens: int = 0
     sum_squares: float = 0.0
-    num_generated: int = 0
     num_ended: int = 0
     num_ended_tokens: int = 0
 
@@ -77,7 +76,7 @@ class Objectives(msgspec.Struct, frozen=True, kw_only=True):
     itl_s: float = 0.025
     min_workers: int = 1
     horizon_s: float = 60.0
-    window_s: float = 10.0
+    window_s: float = 5.0
 
 
 class Numbers(msgspec.Struct, frozen=True, kw_only=True):
@@ -144,11 +143,37 @@ Plan = tuple[Action, ...]
 """One action at a time: a plan has one entry."""
 
 
+class Pending(msgspec.Struct, frozen=True, kw_only=True):
+    """The change that is under way. ``role``: what the view will show; None: the worker leaves. ``worker_id`` is empty
+    for a start, which shows as more than ``num_workers`` ready ones. Given up at ``until_s``."""
+
+    worker_id: str
+    role: WorkerRole | None
+    num_workers: int
+    until_s: float
+
+
 class PlannerState(msgspec.Struct, frozen=True, kw_only=True):
     """What the planner remembers between two calls; the first call gets ``PlannerState()``."""
 
     samples: tuple[Demand, ...] = ()
-    """The last windows of demand, the oldest first."""
+    """The demand since it changed last, the oldest first."""
+    answer_tokens: float = 0.0
+    """Mean length of the answers that have ended; 0: unknown."""
+    roles: dict[str, WorkerRole] = {}
+    """As seen last, and as ordered since. A worker that shows another one was changed by hand."""
+    held: tuple[str, ...] = ()
+    """Workers whose role was set by hand."""
+    pending: Pending | None = None
+    wanted: str = ""
+    """The kind of change that has been the best one since ``wanted_since_s``."""
+    wanted_since_s: float = 0.0
+    direction: str = ""
+    """Of the last change, at ``changed_s``; ``num_reversals`` counts recent ones against the one before."""
+    changed_s: float = -1e9
+    num_reversals: int = 0
+    told: str = ""
+    """The objective that cannot be met, as told; it is told once."""
 
 
 class Actuator(Protocol):
