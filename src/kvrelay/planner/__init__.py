@@ -22,5 +22,6 @@ from kvrelay.planner.base import Stop as Stop
 from kvrelay.planner.base import Widen as Widen
 from kvrelay.planner.base import WorkerView as WorkerView
 from kvrelay.planner.demand import Traffic as Traffic
+from kvrelay.planner.plan import not_begun as not_begun
 from kvrelay.planner.plan import plan as plan
 from kvrelay.planner.plan import released as released

@@ -15,12 +15,13 @@ over the horizon. Lateness is in seconds of requests per second, and finite and 
 from __future__ import annotations
 
 import math
+from collections import Counter
 
 import msgspec
 
 from kvrelay.config import WorkerRole
 from kvrelay.core.step_cost import MIN_STEP_FACTOR, StepCost, StepWork, step_limit_s
-from kvrelay.planner.base import Objectives
+from kvrelay.planner.base import FleetView, Objectives
 
 SATURATED = 0.95
 SHARES = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
@@ -62,6 +63,11 @@ class Shape(msgspec.Struct, frozen=True):
     def __str__(self) -> str:
         parts = ((self.prefill, "P"), (self.decode, "D"), (self.both, "B"))
         return "".join(f"{count}{name}" for count, name in parts if count) or "none"
+
+
+def shape_of(fleet: FleetView) -> Shape:
+    """Of the workers that are ready."""
+    return Shape(**Counter(worker.role.value for worker in fleet.workers if worker.is_ready))
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True):

@@ -61,6 +61,10 @@ class Traffic(msgspec.Struct, kw_only=True):
         names = self.__struct_fields__
         return Traffic(**{name: max(getattr(self, name) - getattr(before, name), 0) for name in names})
 
+    def plus(self, other: Traffic) -> Traffic:
+        """Of both."""
+        return Traffic(**{name: getattr(self, name) + getattr(other, name) for name in self.__struct_fields__})
+
     def demand(self, duration_s: float) -> Demand:
         """Of ``duration_s`` seconds. The cached share of arrived prompts is taken from those that were prefilled."""
         uncached = 1.0 - self.num_cached_tokens / max(self.num_prefilled_tokens, 1)

@@ -12,7 +12,6 @@ evidence. *Narrowing* drains half of a worker and needs three, like stopping. On
 from __future__ import annotations
 
 import math
-from collections import Counter
 
 import msgspec
 
@@ -34,15 +33,15 @@ from kvrelay.planner.base import (
     Widen,
     WorkerView,
 )
-from kvrelay.planner.capacity import Assessment, Load, Shape, Worker, assess
+from kvrelay.planner.capacity import Assessment, Load, Shape, Worker, assess, shape_of
 from kvrelay.planner.demand import heard, load_of, total, trend
 
 WARM_STEPS = 32
 """The costs of a worker that has taken fewer are those of its start."""
 WINDOWS_UP, WINDOWS_DOWN = 1, 3
-DEAD_BAND = 0.02
+DEAD_BAND = 0.05
 """Lateness per request that is no reason to change anything, as a share of the objective for the first token."""
-MIN_SHARE = 0.1
+MIN_SHARE = 0.25
 """Of the lateness: a change that saves less is within the error of the model."""
 HEADROOM = 1.25
 """A worker is stopped only if the others would carry so many times the demand."""
@@ -54,6 +53,7 @@ FORGIVE_HORIZONS = 2.0
 WIDEN_S = 1.0
 """Until routers and queue use a second door. To be narrowed later costs a prefill more, so that a change that was begun
 is rather ended than a second one begun."""
+MAX_GONE = 64
 PATIENCE_S = 30.0
 """A role change that has not ended by then, beyond the time of its drain, is given up."""
 
@@ -105,13 +105,28 @@ def _by_hand(fleet: FleetView, state: PlannerState) -> PlannerState:
     changed = {name for name, role in roles.items() if state.roles.get(name, role) is not role}
     if state.pending is not None:
         changed.discard(state.pending.worker_id)
-    held = tuple(sorted((changed | set(state.held)) & set(roles)))
-    return msgspec.structs.replace(state, roles=roles, held=held)
+    # A worker may be unlisted while it changes, so those that have gone are remembered, too.
+    gone = [(name, role) for name, role in state.roles.items() if name not in roles][-MAX_GONE:]
+    return msgspec.structs.replace(state, roles=dict(gone) | roles, held=tuple(sorted(changed | set(state.held))))
 
 
 def released(state: PlannerState, worker_id: str) -> PlannerState:
     """The worker is the planner's again."""
     return msgspec.structs.replace(state, held=tuple(name for name in state.held if name != worker_id))
+
+
+def not_begun(fleet: FleetView, before: PlannerState, after: PlannerState) -> PlannerState:
+    """``after``, if the planned action was not carried out: it was only a suggestion, or failed."""
+    return msgspec.structs.replace(
+        after,
+        roles=after.roles | {worker.worker_id: worker.role for worker in fleet.workers},
+        pending=before.pending and after.pending,
+        wanted=after.wanted or before.wanted,
+        wanted_since_s=after.wanted_since_s,
+        direction=before.direction,
+        changed_s=before.changed_s,
+        num_reversals=before.num_reversals,
+    )
 
 
 def _settle(fleet: FleetView, state: PlannerState) -> PlannerState:
@@ -242,7 +257,7 @@ def _options(fleet: FleetView, state: PlannerState, now: Assessment, shape: Shap
     elif (worker := _least_busy(fleet, state, decode)) is not None:
         widen = Widen(worker.worker_id, "", Numbers())
         then = shape.plus(decode, -1).plus(prefill)
-        found.append(_Option("decode -> both", widen, then, "to prefill", WINDOWS_UP, cost_s))
+        found.append(_Option("decode -> both", widen, then, "to prefill", 2 * WINDOWS_UP, cost_s))
     if len(fleet.workers) < fleet.max_workers:
         for role in (prefill, both if shape.both else decode):
             start = Start(role, "", Numbers())
@@ -269,8 +284,7 @@ def _stops(fleet: FleetView, state: PlannerState, objectives: Objectives, shape:
 def _choose(
     fleet: FleetView, load: Load, worker: Worker, objectives: Objectives, state: PlannerState
 ) -> tuple[Plan, PlannerState]:
-    counts = Counter(w.role.value for w in fleet.workers if w.is_ready)
-    shape = Shape(**counts)
+    shape = shape_of(fleet)
     now = assess(shape, load, worker, objectives)
     hits = sum(w.prefix_hit_rate for w in fleet.workers) / len(fleet.workers)
     lost_prefix_s = hits * worker.kv_tokens * worker.cost.prefill_token_s

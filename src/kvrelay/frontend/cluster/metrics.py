@@ -20,6 +20,7 @@ from kvrelay.core.status import RefusalKind
 from kvrelay.core.vllm_metrics import OF_FRONTENDS, WithVllmNames
 from kvrelay.marks.otlp import TraceExporter
 from kvrelay.placement.base import PrefillPlace
+from kvrelay.planner import Traffic
 
 UNKNOWN = "unknown"
 """The reason of a refusal by a worker that tells none."""
@@ -35,10 +36,20 @@ class ModelMetrics:
         self.ttft = Histogram(LATENCY_BUCKETS_S)
         self.itl = Histogram(TOKEN_BUCKETS_S)
         self.duration = Histogram(LATENCY_BUCKETS_S)
+        self.num_arrived = 0
+        self.num_arrived_tokens = 0
+        self.sum_squares = 0
+        """Of the lengths of the arrived prompts."""
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
         self.num_output_tokens = 0
         self.num_migrations = 0
+
+    def arrived(self, num_prompt_tokens: int) -> None:
+        """A sequence has come; whether it is refused, and when it is prefilled, counts elsewhere."""
+        self.num_arrived += 1
+        self.num_arrived_tokens += num_prompt_tokens
+        self.sum_squares += num_prompt_tokens * num_prompt_tokens
 
     def first_token(self, seconds: float, num_prompt_tokens: int, num_cached_tokens: int) -> None:
         self.ttft.observe(seconds)
@@ -118,6 +129,19 @@ class FrontendMetrics(Collector):
             sum(model.num_prompt_tokens for model in models),
             tuple(map(sum, zip(Histogram(LATENCY_BUCKETS_S).counts, *(model.ttft.counts for model in models)))),
             tuple(map(sum, zip(Histogram(TOKEN_BUCKETS_S).counts, *(model.itl.counts for model in models)))),
+        )
+
+    def traffic(self) -> Traffic:
+        """What the planner asks for, over all models."""
+        models = self._models.values()
+        return Traffic(
+            num_arrived=sum(model.num_arrived for model in models),
+            num_arrived_tokens=sum(model.num_arrived_tokens for model in models),
+            sum_squares=sum(model.sum_squares for model in models),
+            num_prefilled_tokens=sum(model.num_prompt_tokens for model in models),
+            num_cached_tokens=sum(model.num_cached_tokens for model in models),
+            num_ended=sum(model.duration.count for model in models),
+            num_ended_tokens=sum(model.num_output_tokens for model in models),
         )
 
     # -- rendering ----------------------------------------------------------------------------------------------------
