@@ -36,9 +36,8 @@ def _lines(report: dict[str, Any]) -> list[str]:
     mode = "paused" if report["is_paused"] else report["mode"]
     state = f"{mode}, {report['num_changes']} changes" if report["is_leader"] else "stands by"
     age_s = max(time.time() - report["unix_s"], 0.0)
-    lines = [
-        f"planner {report['planner_id']} at {report['host']}:{report['pid']}: {state}, fleet {report['shape'] or '-'}"
-    ]
+    where = f"{report['host']}:{report['pid']}"
+    lines = [f"planner {report['planner_id']} at {where}: {state}, fleet {report['shape'] or '-'}"]
     if report["problem"]:
         lines.append(f"  {report['problem']}")
     for action in report["actions"]:

@@ -20,7 +20,8 @@ from kvrelay.core.status import RefusalKind
 from kvrelay.core.vllm_metrics import OF_FRONTENDS, WithVllmNames
 from kvrelay.marks.otlp import TraceExporter
 from kvrelay.placement.base import PrefillPlace
-from kvrelay.planner import Traffic
+from kvrelay.planner import Hold, Narrow, Start, Stop, Traffic, Widen
+from kvrelay.planner.report import PlannerReport
 
 UNKNOWN = "unknown"
 """The reason of a refusal by a worker that tells none."""
@@ -96,6 +97,8 @@ class FrontendMetrics(Collector):
         """Number of prefill-first requests by model and place of the prefill."""
         self.loads_of: Callable[[], Sequence[tuple[str, LoadMetrics]]] = tuple
         """The workers' last samples, each with its model's name."""
+        self.planners_of: Callable[[], Sequence[PlannerReport]] = tuple
+        """What the planners have said last, the one that decides first."""
         self._registry = CollectorRegistry()
         self._registry.register(WithVllmNames(self, OF_FRONTENDS) if vllm_names else self)
         ProcessCollector(registry=self._registry)
@@ -175,6 +178,7 @@ class FrontendMetrics(Collector):
             workers.add_metric((model,), count)
         yield workers
         yield from _load_gauges(self.loads_of())
+        yield from _planner_metrics(self.planners_of())
         yield GaugeMetricFamily(
             "kvrelay_requests_in_flight", "Sequences being generated.", value=self.num_in_flight_of()
         )
@@ -221,6 +225,23 @@ def _load_gauges(loads: Sequence[tuple[str, LoadMetrics]]) -> Iterator[Metric]:
             for model, load in loads:
                 family.add_metric((model, load.worker_id), value(load))
             yield family
+
+
+def _planner_metrics(reports: Sequence[PlannerReport]) -> Iterator[Metric]:
+    """Of the planner that decides."""
+    yield GaugeMetricFamily("kvrelay_planners", "Planners in discovery; one decides.", value=len(reports))
+    leader = reports[0] if reports else None
+    action = leader.actions[0] if leader is not None and leader.actions else None
+    wanted = GaugeMetricFamily("kvrelay_planner_wants", "1: the action that the planner wants now.", labels=["action"])
+    for kind in (Widen, Narrow, Start, Stop, Hold):
+        wanted.add_metric([kind.__name__.lower()], float(isinstance(action, kind)))
+    yield wanted
+    lateness = action.numbers.lateness if action is not None else 0.0
+    yield GaugeMetricFamily(
+        "kvrelay_planner_lateness_ratio", "Expected seconds beyond the objectives, per second.", value=lateness
+    )
+    changes = leader.num_changes if leader is not None else 0
+    yield CounterMetricFamily("kvrelay_planner_changes", "Actions that the planner has carried out.", value=changes)
 
 
 def _by_model(name: str, text: str, counts: Mapping[str, int]) -> CounterMetricFamily:
