@@ -33,6 +33,8 @@ COMMANDS = {
     "drain": ("kvrelay.cli.cluster:drain", "Let a worker finish its work and leave."),
     "role": ("kvrelay.cli.cluster:role", "Change a worker's role."),
     "cache": ("kvrelay.cli.cluster:cache", "Forget the prompts whose KV is cached."),
+    "planner": ("kvrelay.cli.planner:planner", "Run a planner: how many workers, which role, when."),
+    "plan": ("kvrelay.cli.planner:plan_group", "Show what the planner would do, and why; pause it."),
     "config": ("kvrelay.cli.cluster:config", "Read or change a setting of a running cluster."),
     "api-key": ("kvrelay.cli.small:api_key", "Make an API key for a client."),
     "simulate": ("kvrelay.simulate.commands:simulate_command", "Run a cluster in virtual time: what would it do?"),

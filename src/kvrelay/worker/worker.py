@@ -379,6 +379,7 @@ class Worker:
             "dp_group": self.identity.dp_group,
             "dp_rank": self.settings.group.rank,
             "load": msgspec.to_builtins(metrics),
+            "num_steps": stats.engine.num_steps,
             "step_age_s": now.step_age_s,
             "requests": now.num_requests,
             "handoffs_in": now.num_grants,
