@@ -26,6 +26,7 @@ COMMANDS = {
     "serve": ("kvrelay.cli.serve:serve", "Serve a model on this machine, prefill and decode apart."),
     "frontend": ("kvrelay.cli.processes:frontend", "Run a frontend of a cluster."),
     "worker": ("kvrelay.cli.processes:worker", "Run a worker of a cluster."),
+    "agent": ("kvrelay.cli.processes:agent", "Offer slots for workers on this host to a planner."),
     "chat": ("kvrelay.cli.chat:chat", "Talk to a model in the terminal."),
     "status": ("kvrelay.cli.cluster:status", "Show a running cluster."),
     "top": ("kvrelay.cli.cluster:top", "Watch a running cluster: workers, queues, KV, rates, slowest requests."),
