@@ -282,7 +282,7 @@ def test_no_objective_and_no_cost_breaks_a_decision(
 
 
 def test_stored_kv_makes_the_local_way_cheaper_by_what_its_load_does_not_take() -> None:
-    """Load, recompute and remote prefill are compared in the same seconds; the remote way computes what is stored here."""
+    """All ways are compared in the same seconds; the remote one computes what is stored here."""
     alone = replace(IDLE, num_decodes=0)
     stored = replace(alone, num_tokens=80, num_stored=7920, load_s=0.004)
     slow = replace(stored, load_s=0.5)
