@@ -117,6 +117,29 @@ def test_a_cleared_cache_has_nothing_left(server: Serve, home: Path) -> None:
     assert num_cached(ask(server, 1)[0]) == 0
 
 
+@pytest.mark.matrix
+@pytest.mark.parametrize("ranks", [("--tp", "2"), ("--pp", "2")], ids=["tp", "pp"])
+def test_kv_of_several_ranks_comes_back_whole(ranks: tuple[str, ...]) -> None:
+    """A block in a tier is that of all ranks: they share the pool."""
+    flags = ("--engine", "torch", "--dtype", "float32", "--prefill", "0", "--decode", "1", "--num-blocks", "40")
+    with own_state_directory(), Serve((*flags, *ranks, "--max-model-len", "256", "--host-kv-cache", "64MiB")) as server:
+
+        def answer(number: int) -> dict[str, Any]:
+            body = {"prompt": prompt(number)[:200], "max_tokens": 16, "temperature": 0, "return_token_ids": True}
+            request = urllib.request.Request(
+                f"{server.url}/v1/completions", json.dumps(body).encode(), {"content-type": "application/json"}
+            )
+            with urllib.request.urlopen(request, timeout=120) as told:
+                shown: dict[str, Any] = json.loads(told.read())
+            return shown
+
+        computed, loaded = ([answer(number) for number in PROMPTS] for _ in range(2))
+        for before, after in zip(computed, loaded):
+            assert after["choices"][0]["token_ids"] == before["choices"][0]["token_ids"]
+            assert (num_cached(before), num_cached(after)) == (0, 192)
+        until(server.is_idle)
+
+
 def test_a_tier_that_no_request_could_use_is_refused() -> None:
     worker = ("worker", "--engine", "mock", "--control", "nats://127.0.0.1:1")
     done = kvrelay_here(*worker, "--host-kv-cache", "1GiB", "--no-enable-prefix-caching")
