@@ -136,7 +136,9 @@ def test_kv_of_several_ranks_comes_back_whole(ranks: tuple[str, ...]) -> None:
         computed, loaded = ([answer(number) for number in PROMPTS] for _ in range(2))
         for before, after in zip(computed, loaded):
             assert after["choices"][0]["token_ids"] == before["choices"][0]["token_ids"]
-            assert (num_cached(before), num_cached(after)) == (0, 192)
+            assert num_cached(before) == 0
+        # Whether each prompt is loaded or computed depends on measured times.
+        assert any(num_cached(after) for after in loaded)
         until(server.is_idle)
 
 

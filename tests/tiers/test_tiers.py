@@ -21,6 +21,7 @@ from kvrelay.tiers.block import BlockName, Shape
 from kvrelay.tiers.disk import DiskStore
 from kvrelay.tiers.host import HostStore
 from kvrelay.tiers.store import BlockStore
+from kvrelay.tiers.tiers import PRIOR_BYTES_PER_S
 
 MakeTiered = Callable[..., TieredEngine]
 PROMPTS = [prompt_of(number) for number in range(8)]
@@ -327,3 +328,16 @@ def test_each_tier_that_nothing_has_used_says_so(
     assert [record.getMessage() for record in caplog.records] == [
         "the KV cache tier disk is not used yet: it gets what is evicted a second time, and host has the rest"
     ]
+
+
+def test_a_tier_that_seemed_slow_is_tried_again(make: MakeTiered, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is not loaded is not measured: without another try, a bad start or a few slow loads would end its use."""
+    monkeypatch.setitem(PRIOR_BYTES_PER_S, "host", 1.0)
+    engine = make("host")
+    num_hits: list[int] = []
+    for _ in range(10):
+        engine.ask(*PROMPTS)
+        settle(engine)
+        num_hits.append(engine.tiers.counts.num_hits)
+    assert num_hits[1] == 0, "it seems to take 32 s a block, and computing one 4 s"
+    assert num_hits[-1] - num_hits[-2] >= 4, "it has been measured since, and is used"

@@ -131,6 +131,8 @@ class KvTiers:
             # Admission asks before the request has blocks, and may ask again; the request is counted as it is placed.
             if request.block_ids:
                 self.counts.num_not_worth += 1
+                for medium in {store.medium for store in stores}:
+                    self._times[medium].refused()
             return None
         return Hit(len(stores), seconds)
 
