@@ -150,7 +150,8 @@ def drain(worker_id: str, cluster: str | None, config_file: Path | None, **flags
 @click.argument("new_role", type=click.Choice(["prefill", "decode", "both"]))
 @cluster_options
 def role(worker_id: str, new_role: str, cluster: str | None, config_file: Path | None, **flags: object) -> None:
-    """Drain WORKER_ID and let it continue as NEW_ROLE, without reloading weights.
+    """Let WORKER_ID continue as NEW_ROLE, without reloading weights. It does the new work at once; what it has begun of
+    the old ends in its own time.
 
     Example: kvrelay role decode-0a1b2c3d4e prefill
     """

@@ -17,13 +17,11 @@ import msgspec
 import numpy as np
 
 from kvrelay.core.decoding import UNREADABLE
-from kvrelay.core.step_cost import StepCost, StepWork
+from kvrelay.core.step_cost import StepCost, StepWork, median_cost
 from kvrelay.errors import InvalidInputError
 from kvrelay.simulate.costs import Costs, check_costs
 
 MAX_SPREAD = 1.0
-DECODE_FIELDS = ("step_s", "decode_s", "context_s")
-PREFILL_FIELDS = ("prefill_s", "prefill_token_s", "pair_s")
 
 
 class Stream(msgspec.Struct, frozen=True):
@@ -119,7 +117,7 @@ def fit(workers: Sequence[_Worker], phases: Sequence[Phase], machine: str) -> Ca
         raise InvalidInputError(
             "no worker publishes step costs; calibrate with --engine torch or mock, or write costs.json by hand"
         )
-    step, missing = _median_step(fitted)
+    step, missing = median_cost(fitted)
     found: dict[str, float | int] = _client_costs(step, phases) | _transfer_costs(phases)
     measurable = (
         *("between_steps_s", "spread", "frontend_request_s"),
@@ -128,25 +126,9 @@ def fit(workers: Sequence[_Worker], phases: Sequence[Phase], machine: str) -> Ca
     )
     costs = msgspec.structs.replace(Costs(), step=step, machine=machine, model=workers[0].model, **found)
     check_costs(costs, "measured")
-    return Calibration(costs, (*missing, *(name for name in measurable if name not in found)))
-
-
-def _median_step(fitted: Sequence[tuple[str, StepCost]]) -> tuple[StepCost, tuple[str, ...]]:
-    """Per coefficient the median of the workers that have measured such steps, and the names of what none has.
-
-    A worker that has not publishes its prior. Those count whose role is for such steps; else the others, because by
-    cost a decode worker may prefill all short prompts itself.
-    """
-    values: dict[str, float] = {}
-    missing: list[str] = []
-    prior = StepCost()
-    for names, other in ((DECODE_FIELDS, "prefill"), (PREFILL_FIELDS, "decode")):
-        moved = [(role, cost) for role, cost in fitted if any(getattr(cost, n) != getattr(prior, n) for n in names)]
-        costs = [cost for role, cost in moved if role != other] or [cost for _, cost in moved] or [prior]
-        values |= {name: statistics.median(getattr(cost, name) for cost in costs) for name in names}
-        if not moved:
-            missing += [f"step.{name}" for name in names]
-    return StepCost(**values), tuple(missing)
+    return Calibration(
+        costs, (*(f"step.{name}" for name in missing), *(name for name in measurable if name not in found))
+    )
 
 
 def _client_costs(step: StepCost, phases: Sequence[Phase]) -> dict[str, float | int]:

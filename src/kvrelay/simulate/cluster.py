@@ -11,8 +11,8 @@ import msgspec
 
 from kvrelay.config import DisaggConfig, EngineConfig, RouterConfig, WorkerRole
 from kvrelay.core.handoff import HandoffOrder
-from kvrelay.core.step_cost import StepCost
 from kvrelay.errors import ConfigError
+from kvrelay.planner import WorkerView
 
 MAX_WORKERS = 10_000
 ROLE_PREFIX = {"p": WorkerRole.PREFILL, "d": WorkerRole.DECODE, "b": WorkerRole.BOTH}
@@ -28,7 +28,8 @@ class Change(enum.StrEnum):
     DRAIN = "drain"
     """It finishes its work and leaves."""
     ROLE = "role"
-    """It finishes its work and continues in ``role``."""
+    """It continues in ``role``. Widened to ``both`` it serves on; narrowed from ``both`` it finishes the other half's
+    work first; else it finishes all its work first."""
 
 
 class ClusterEvent(msgspec.Struct, frozen=True):
@@ -111,22 +112,6 @@ class ClusterSpec:
 
     def _num_first(self, role: WorkerRole) -> int:
         return {WorkerRole.PREFILL: self.prefill, WorkerRole.DECODE: self.decode, WorkerRole.BOTH: self.both}[role]
-
-
-class WorkerView(msgspec.Struct, frozen=True):
-    """One worker as a controller sees it. ``queue_s``: the estimated time of the prefill tokens that wait here.
-    ``uncached_tokens_per_s``: prefill tokens computed since the last view. ``is_ready`` is False while the worker
-    starts, drains or changes its role."""
-
-    worker_id: str
-    role: WorkerRole
-    is_ready: bool
-    queue_s: float
-    num_running: int
-    num_waiting: int
-    kv_usage: float
-    uncached_tokens_per_s: float
-    step_cost: StepCost
 
 
 Controller = Callable[[float, Sequence[WorkerView]], Sequence[ClusterEvent]]

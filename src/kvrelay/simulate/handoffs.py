@@ -208,6 +208,11 @@ class PrefillHandoffs(_Driver):
 
     # -- the queue ----------------------------------------------------------------------------------------------------
 
+    @property
+    def is_pulling(self) -> bool:
+        """Whether it takes entries of the queue."""
+        return self._is_pulling
+
     def start(self) -> None:
         """Pull entries: one computes while the next one waits."""
         self._is_pulling = True

@@ -20,7 +20,6 @@ from kvrelay.core.handoff import HandoffId, HandoffOrder
 from kvrelay.core.messages import TokenOutput
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.shortest_first import ShortestFirst
-from kvrelay.core.step_cost import StepCost
 from kvrelay.core.workers import WorkerInfo
 from kvrelay.engine.core import EngineCore
 from kvrelay.engine.request import Request
@@ -33,7 +32,7 @@ from kvrelay.handoff import prefill_events as pe
 from kvrelay.placement.base import PrefillLoad, PrefillPlace
 from kvrelay.placement.cost import CostPlacement, PlacementState
 from kvrelay.placement.threshold import DisaggPolicy
-from kvrelay.simulate.cluster import WorkerView
+from kvrelay.planner import WorkerView
 from kvrelay.simulate.handoffs import DecodeHandoffs, PrefillHandoffs
 from kvrelay.simulate.loop import StepClock
 from kvrelay.simulate.machine import SimulatedExecutor, StepTime
@@ -112,8 +111,8 @@ class SimulatedWorker:
         self._inbox: list[Callable[[EngineCore], None]] = []
         self._is_busy = False
         self._on_drained: Callable[[], None] | None = None
+        self._narrowing: WorkerRole | None = None
         self._queue_size, self._queue_read_s = 0, -SIZE_INTERVAL_S
-        self._viewed = (network.loop.clock.now(), 0)
 
     def __repr__(self) -> str:
         return f"SimulatedWorker({self.worker_id}, {self.role}, {self.core!r})"
@@ -141,11 +140,31 @@ class SimulatedWorker:
 
     def enter(self, role: WorkerRole) -> None:
         """Begin to work in ``role``. The caller lists the worker in discovery."""
-        self.role = role
+        self.role, self._narrowing = role, None
         self.is_accepting = True
         self.post(lambda core: core.set_exclusive_prefill(role is WorkerRole.PREFILL))
         if role.pulls_prefills:
             self.prefills.start()
+
+    def widen(self) -> None:
+        """Do both from now on, with all work in flight. Unlike a worker that began as ``both`` it pulls prefills."""
+        is_pulling, self.epoch = self.pulls_prefills, self.epoch + 1
+        self.enter(WorkerRole.BOTH)
+        if not is_pulling:
+            self.prefills.start()
+
+    def narrow(self, role: WorkerRole, then: Callable[[], None]) -> None:
+        """Begin no new work of the half that ``role`` lacks; ``then`` once what has begun of it has ended."""
+        self._narrowing, self._on_drained = role, then
+        if role is WorkerRole.PREFILL:
+            self.is_accepting = False
+        else:
+            self.prefills.stop()
+        self.check_drained()
+
+    @property
+    def pulls_prefills(self) -> bool:
+        return self.prefills.is_pulling
 
     def drain(self, then: Callable[[], None]) -> None:
         """Begin no new work; ``then`` once all work in flight has ended."""
@@ -156,16 +175,20 @@ class SimulatedWorker:
 
     def check_drained(self) -> None:
         """Something has ended: perhaps it was the last."""
-        is_over = not (
-            self._inbox
-            or len(self._arrivals)
-            or self.core.has_unfinished()
-            or self.prefills.jobs
-            or self.decodes.ledger.handoffs
-        )
-        if self._on_drained is not None and is_over and self.is_alive:
+        is_over = self._on_drained is not None and self.is_alive and not self._has_work()
+        if self._on_drained is not None and is_over:
             then, self._on_drained = self._on_drained, None
             self._loop.after(self._network.costs.drain_s, then)
+
+    def _has_work(self) -> bool:
+        """Of the half that ends, or any."""
+        if self._narrowing is WorkerRole.DECODE:
+            return bool(self.prefills.jobs)
+        own = bool(self._inbox or len(self._arrivals) or self.decodes.ledger.handoffs)
+        if self._narrowing is WorkerRole.PREFILL:
+            metrics = self.core.metrics()
+            return own or metrics.request_active_slots + metrics.num_requests_waiting > len(self.prefills.jobs)
+        return own or self.core.has_unfinished() or bool(self.prefills.jobs)
 
     def kill(self) -> None:
         """The process is gone. Its queue entries come back after their ack deadline."""
@@ -299,25 +322,22 @@ class SimulatedWorker:
 
     # -- what can be seen ---------------------------------------------------------------------------------------------
 
-    def view(self, now_s: float, *, is_ready: bool) -> WorkerView:
-        """For a controller. The rate counts from the last call."""
-        metrics, before = self.core.metrics(), self._viewed
-        num_prefilled = self.core.scheduler.num_prefill_tokens
-        self._viewed = (now_s, num_prefilled)
-        cost = metrics.step_cost or StepCost()
-        seconds = max(now_s - before[0], 1e-9)
+    def view(self, *, is_ready: bool) -> WorkerView:
+        """For a controller."""
+        metrics, size = self.core.metrics(), self._network.spec.engine.block_size
         return WorkerView(
             worker_id=self.worker_id,
             role=self.role,
             is_ready=is_ready,
-            queue_s=cost.prefill_seconds(
-                metrics.num_prefill_tokens, chunk=self._network.spec.engine.max_num_batched_tokens
-            ),
+            num_steps=self.core.scheduler.num_steps,
             num_running=metrics.request_active_slots,
             num_waiting=metrics.num_requests_waiting,
-            kv_usage=metrics.gpu_cache_usage_perc,
-            uncached_tokens_per_s=(num_prefilled - before[1]) / seconds,
-            step_cost=cost,
+            num_slots=metrics.request_total_slots,
+            num_prefill_tokens=metrics.num_prefill_tokens,
+            kv_tokens=metrics.kv_total_blocks * size,
+            kv_used_tokens=metrics.kv_active_blocks * size,
+            prefix_hit_rate=metrics.gpu_prefix_cache_hit_rate,
+            step_cost=metrics.step_cost,
         )
 
     def result(self) -> WorkerResult:
