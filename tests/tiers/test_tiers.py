@@ -15,11 +15,13 @@ from kvrelay.core.hashing import compute_block_hashes
 from kvrelay.core.status import RequestStatus
 from kvrelay.core.step_cost import StepCost
 from kvrelay.core.tier_stats import StoreStats
+from kvrelay.engine.block_pool import CachedBlock
 from kvrelay.engine.request import PrefillMode
 from kvrelay.tiers.block import BlockName, Shape
 from kvrelay.tiers.disk import DiskStore
 from kvrelay.tiers.host import HostStore
 from kvrelay.tiers.store import BlockStore
+from kvrelay.tiers.tiers import PRIOR_BYTES_PER_S
 
 MakeTiered = Callable[..., TieredEngine]
 PROMPTS = [prompt_of(number) for number in range(8)]
@@ -125,7 +127,7 @@ def test_what_is_computed_as_fast_is_not_loaded(make: MakeTiered) -> None:
         assert engine.ask(prompt) == [expected(prompt)]
         settle(engine)
     assert engine.tiers.counts.num_hits == 0
-    assert engine.tiers.counts.num_not_worth > 0
+    assert engine.tiers.counts.num_not_worth == len(PROMPTS), "each of the second round once, however often it asks"
 
 
 def test_a_hit_counts_as_cached_tokens(make: MakeTiered) -> None:
@@ -251,3 +253,91 @@ def test_a_full_queue_drops_ends_of_prompts(make: MakeTiered, monkeypatch: pytes
     settle(engine)
     assert store.stats.drops["queue"] > 0
     assert sum(name.parent_hash is None for name in store.stored) > 0
+
+
+def test_blocks_that_are_evicted_one_by_one_are_dropped_in_proportion(
+    make: MakeTiered, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As decodes evict them. Above half of the queue a share of them is still written, until it is full."""
+    monkeypatch.setattr("kvrelay.tiers.tiers.MAX_QUEUED_BYTES", 4096)
+    store = Held()
+    engine = make(store)
+    num_queued: list[int] = []
+    evicted = engine.tiers.evicted
+
+    def one_by_one(blocks: Sequence[tuple[int, CachedBlock]]) -> None:
+        for block in blocks:
+            evicted([block])
+            num_queued.append(engine.tiers.stats().num_queued)
+
+    engine.core.pool.on_evicted = one_by_one
+    for number in range(30):
+        engine.ask(prompt_of(number))
+    store.may_store.set()
+    capacity = 4096 // engine.shape.block_bytes
+    assert 0.75 * capacity < max(num_queued) <= capacity
+    assert store.stats.drops["queue"] > 0
+
+
+class Paused(HostStore):
+    """Stores a block once it may."""
+
+    def __init__(self, memory: PrivateMemory, shape: Shape) -> None:
+        super().__init__(memory, shape)
+        self.has_begun, self.may_store = threading.Event(), threading.Event()
+
+    def store(self, name: BlockName, payload: memoryview, worth_s: float) -> None:
+        self.has_begun.set()
+        self.may_store.wait()
+        super().store(name, payload, worth_s)
+
+
+def test_a_clear_leaves_nothing_of_a_write_that_runs(memory: PrivateMemory) -> None:
+    stores: list[Paused] = []
+
+    def paused(shape: Shape) -> Sequence[BlockStore]:
+        stores.append(Paused(memory, shape))
+        return stores
+
+    engine = TieredEngine(paused)
+    engine.ask(*PROMPTS)
+    assert stores[0].has_begun.wait(60.0)
+    engine.core.clear_cache()
+    stores[0].may_store.set()
+    assert engine.tiers.settle(60.0)
+    assert stores[0].count() == 0
+    engine.ask(*PROMPTS)
+    assert engine.tiers.settle(60.0)
+    assert stores[0].count() > 0, "it is cleared, not closed"
+    engine.close()
+
+
+def test_each_tier_that_nothing_has_used_says_so(
+    make: MakeTiered, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A disk behind host memory gets nothing until a block is evicted twice."""
+    caplog.set_level("INFO", "kvrelay.tiers")
+    engine = make("host", "disk")
+    engine.ask(*PROMPTS)
+    settle(engine)
+    assert not caplog.text
+    monkeypatch.setattr("kvrelay.tiers.tiers.UNUSED_S", 0.0)
+    for number in (20, 30):
+        engine.ask(*[prompt_of(number + more) for more in range(8)])
+        settle(engine)
+    assert [record.getMessage() for record in caplog.records] == [
+        "the KV cache tier disk is not used yet: it gets what is evicted a second time, and host has the rest"
+    ]
+
+
+def test_a_tier_that_seemed_slow_is_tried_again(make: MakeTiered, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is not loaded is not measured: without another try, a bad start or a few slow loads would end its use."""
+    monkeypatch.setitem(PRIOR_BYTES_PER_S, "host", 1.0)
+    engine = make("host")
+    num_hits: list[int] = []
+    for _ in range(10):
+        engine.ask(*PROMPTS)
+        settle(engine)
+        num_hits.append(engine.tiers.counts.num_hits)
+    assert num_hits[1] == 0, "it seems to take 32 s a block, and computing one 4 s"
+    assert num_hits[-1] - num_hits[-2] >= 4, "it has been measured since, and is used"

@@ -164,10 +164,26 @@ def status_table(report: dict[str, Any]) -> None:
         )
     Console(width=TABLE_WIDTH).print(table)
     for status in report["workers"]:
+        if status.get("kv_tiers"):
+            print(f"{status['worker_id']} {_tiers_line(status['kv_tiers'])}")
         if status.get("prefill_queue_error"):
             print(
                 f"{status['worker_id']} cannot queue prefills and computes them itself: {status['prefill_queue_error']}"
             )
+
+
+def _tiers_line(tiers: dict[str, Any]) -> str:
+    """What KV beyond the pool has brought, and what each store holds back. A message of a worker, as it came."""
+    counts = tiers["counts"]
+    stores = (
+        f"{medium}: {store['num_loaded']} blocks loaded, {store['num_stored']} stored, "
+        f"{sum(store['misses'].values())} missed, {sum(store['drops'].values())} dropped"
+        for medium, store in tiers["stores"].items()
+    )
+    return (
+        f"KV tiers: {counts['num_hits']} prompts loaded, {counts['num_not_worth']} not worth it, "
+        f"{counts['num_failed_loads']} failed, {counts['saved_s']:.1f} s saved; {'; '.join(stores)}"
+    )
 
 
 async def print_reply(config: ControlConfig, worker_id: str, command: str, argument: str = "") -> None:

@@ -46,7 +46,7 @@ def decide(
 ) -> Decision:
     """Place one prefill. ``mean_tokens``: of a prefill that another decode worker has queued."""
     if prefill_load.num_workers <= 0:
-        return stay_here(situation.is_here_open)
+        return stay_here(situation.is_here_open, situation.load_s)
     others = max(0, prefill_load.queue_size - situation.num_remote_prefills) * mean_tokens
     ahead = (situation.num_remote_tokens + others) / prefill_load.num_workers
     local_s, local_cost = _local(situation, situation.num_here)
@@ -66,12 +66,12 @@ def decide(
         place = PrefillPlace.LOCAL_CHEAPER if situation.is_here_open else None
     elif is_window_open:
         place = PrefillPlace.REMOTE
-    return Decision(place, local_s, remote_s, local_cost, remote_cost)
+    return Decision(place, local_s, remote_s, local_cost, remote_cost, load_s=situation.load_s)
 
 
-def stay_here(is_here_open: bool) -> Decision:
+def stay_here(is_here_open: bool, load_s: float = 0.0) -> Decision:
     """The decision without a prefill worker: the prefill runs here, once the step's budget has room."""
-    return Decision(PrefillPlace.LOCAL_NO_PREFILL_WORKER if is_here_open else None)
+    return Decision(PrefillPlace.LOCAL_NO_PREFILL_WORKER if is_here_open else None, load_s=load_s)
 
 
 def _remote(situation: Situation, remote: RemoteCost, ahead: float, spread: float) -> tuple[float, float]:

@@ -9,6 +9,10 @@ from kvrelay.core.step_cost import StepCost
 QUEUE_SOFT = 0.5
 """Below this fill of the write queue everything is written."""
 NEW_WEIGHT = 0.2
+MAX_SAMPLE = 4.0
+"""A load counts as at most this many times the mean: a pause of the process says nothing of the store."""
+FORGOTTEN = 0.05
+"""Of the mean, with each prompt that it keeps from loading."""
 LOAD_OVERHEAD_S = 0.0005
 """A load costs a way to another thread and back, and a step more until the request begins."""
 
@@ -54,4 +58,9 @@ class LoadTime:
     def took(self, num_blocks: int, seconds: float) -> None:
         """A load of some blocks has ended."""
         if num_blocks > 0:
-            self.block_s += NEW_WEIGHT * (seconds / num_blocks - self.block_s)
+            self.block_s += NEW_WEIGHT * (min(seconds / num_blocks, MAX_SAMPLE * self.block_s) - self.block_s)
+
+    def refused(self) -> None:
+        """A prompt was computed because a load would take longer. What is not loaded is not measured, so without this
+        some slow loads would close the store for good; now it is tried again after a while."""
+        self.block_s *= 1.0 - FORGOTTEN

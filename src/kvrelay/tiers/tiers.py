@@ -56,20 +56,27 @@ class _Write:
     stores: list[BlockStore]
 
 
+class _Clear:
+    """Forget what the stores have."""
+
+
 @dataclass(slots=True)
 class _Queues:
-    """Guarded by the condition."""
+    """Guarded by the condition. A clear goes before reads and writes, and after the job that runs."""
 
     reads: deque[_Read] = field(default_factory=deque)
     writes: deque[_Write] = field(default_factory=deque)
+    clears: deque[_Clear] = field(default_factory=deque)
     num_reading: int = 0
     """Blocks of reads that have not ended."""
+    num_clearing: int = 0
+    """Clears that have not ended: until then nothing is found."""
     is_busy: bool = False
     is_closed: bool = False
 
     @property
     def is_idle(self) -> bool:
-        return not (self.reads or self.writes or self.is_busy)
+        return not (self.reads or self.writes or self.clears or self.is_busy)
 
 
 class KvTiers:
@@ -88,6 +95,7 @@ class KvTiers:
         self._changed = threading.Condition()
         self._loaded: Callable[[str, bool, int], None] = lambda _, __, ___: None
         self._thread = threading.Thread(target=self._run, name="kv-tiers", daemon=True)
+        self._kept_share = 0.0
         self._is_unused_told = False
         self._began_s = time.monotonic()
         self.counts = TierCounts()
@@ -112,13 +120,19 @@ class KvTiers:
     # -- on the engine's thread ---------------------------------------------------------------------------------------
 
     def find(self, request: Request, first_block: int) -> Hit | None:
+        if self._queues.num_clearing:
+            return None
         hashes = request.sequence_hashes[first_block : (len(request.token_ids) - 1) // self._shape.block_size]
         stores = leading(self._stores, hashes)
         if not stores:
             return None
         seconds = self._load_seconds(stores)
         if self._recompute_seconds(len(stores), first_block) <= seconds:
-            self.counts.num_not_worth += 1
+            # Admission asks before the request has blocks, and may ask again; the request is counted as it is placed.
+            if request.block_ids:
+                self.counts.num_not_worth += 1
+                for medium in {store.medium for store in stores}:
+                    self._times[medium].refused()
             return None
         return Hit(len(stores), seconds)
 
@@ -139,7 +153,7 @@ class KvTiers:
 
     def evicted(self, blocks: Sequence[tuple[int, CachedBlock]]) -> None:
         queued_bytes = len(self._queues.writes) * self._shape.block_bytes
-        num_kept = int(len(blocks) * share_to_write(queued_bytes / MAX_QUEUED_BYTES))
+        num_kept = self._num_to_write(len(blocks), queued_bytes / MAX_QUEUED_BYTES)
         if num_kept < len(blocks):
             # The starts of prompts are found more often than their ends, and without them the ends are not found.
             blocks = sorted(blocks, key=lambda block: block[1].index)
@@ -152,10 +166,12 @@ class KvTiers:
                 self._changed.notify()
 
     def clear(self) -> None:
+        # On the tiers' thread: a write that runs now would leave its block behind a clear from here.
         with self._changed:
             self._queues.writes.clear()
-        for store in self._stores:
-            store.clear()
+            self._queues.clears.append(_Clear())
+            self._queues.num_clearing += 1
+            self._changed.notify()
 
     def flush(self, pool: BlockPool) -> None:
         """Offer what the pool has cached, before it goes. Waits, for ``FLUSH_S`` at most."""
@@ -174,6 +190,14 @@ class KvTiers:
 
     def stats(self) -> TierStats:
         return TierStats(self.counts, {s.medium: s.stats for s in self._stores}, len(self._queues.writes))
+
+    def _num_to_write(self, num_blocks: int, fill: float) -> int:
+        """Of this many. Decodes evict block by block: what a share leaves of a block is kept for the next ones."""
+        share = share_to_write(fill)
+        self._kept_share = self._kept_share + num_blocks * share if share > 0.0 else 0.0
+        num_kept = min(int(self._kept_share), num_blocks)
+        self._kept_share -= num_kept
+        return num_kept
 
     def _write_of(self, block_id: int, entry: CachedBlock) -> _Write | None:
         """The block's copy with the stores that take it; None if none needs to."""
@@ -204,6 +228,8 @@ class KvTiers:
             try:
                 if isinstance(job, _Read):
                     self._read(job)
+                elif isinstance(job, _Clear):
+                    self._clear()
                 else:
                     memory = memoryview(job.payload)
                     for store in job.stores:
@@ -211,18 +237,28 @@ class KvTiers:
             except Exception:  # noqa: BLE001 - a store must not end the thread that requests wait for
                 _log.exception("a KV tier failed")
 
-    def _next(self) -> _Read | _Write | None:
-        """The next job, reads first. None: closed."""
+    def _next(self) -> _Clear | _Read | _Write | None:
+        """The next job: clears, then reads. None: closed."""
         with self._changed:
             self._queues.is_busy = False
             self._changed.notify_all()
-            while not (self._queues.reads or self._queues.writes):
+            while not (self._queues.clears or self._queues.reads or self._queues.writes):
                 if self._queues.is_closed:
                     return None
                 self._changed.wait(None if self._is_unused_told else UNUSED_S)
                 self._tell_if_unused()
             self._queues.is_busy = True
+            if self._queues.clears:
+                return self._queues.clears.popleft()
             return self._queues.reads.popleft() if self._queues.reads else self._queues.writes.popleft()
+
+    def _clear(self) -> None:
+        try:
+            for store in self._stores:
+                store.clear()
+        finally:
+            with self._changed:
+                self._queues.num_clearing -= 1
 
     def _read(self, read: _Read) -> None:
         began_s = time.perf_counter()
@@ -251,6 +287,13 @@ class KvTiers:
         if self._is_unused_told or time.monotonic() - self._began_s < UNUSED_S:
             return
         self._is_unused_told = True
-        if not any(store.stats.num_stored or store.stats.num_loaded for store in self._stores):
-            names = " and ".join(store.medium for store in self._stores)
-            _log.info("the KV cache tier %s is not used yet: the pool has room for all prompts so far", names)
+        for store in self._stores:
+            if not (store.stats.num_stored or store.stats.num_loaded):
+                _log.info("the KV cache tier %s is not used yet: %s", store.medium, self._why_unused(store))
+
+    def _why_unused(self, store: BlockStore) -> str:
+        if store.stats.drops:
+            return f"its blocks were dropped ({', '.join(sorted(store.stats.drops))})"
+        if store is not self._stores[0] and self._stores[0].stats.num_stored:
+            return f"it gets what is evicted a second time, and {self._stores[0].medium} has the rest"
+        return "the pool has room for all prompts so far"

@@ -203,7 +203,7 @@ class AdmissionQueue:
             return None
         is_here_open = not self._is_over_budget(candidate, load)
         if not placement.policy.has_choice:
-            return stay_here(is_here_open)
+            return stay_here(is_here_open, request.load_s)
         situation = Situation(
             num_tokens=request.num_queued_tokens,
             num_stored=request.num_stored_tokens,
