@@ -24,10 +24,10 @@ from kvrelay.core.step_cost import MIN_STEP_FACTOR, StepCost, StepWork, step_lim
 from kvrelay.planner.base import FleetView, Objectives
 
 SATURATED = 0.95
-SHARES = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
+SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 TAIL = 2.33
 """Standard deviations to the 99th percentile: the objective between tokens is for that of an answer's gaps."""
-ROUNDS = 6
+ROUNDS = 4
 """Of the fixed point; each shortens the error by the utilisation."""
 SLOWEST = 0.01
 """The share of an answer's gaps that may be late."""

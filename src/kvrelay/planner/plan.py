@@ -39,10 +39,10 @@ from kvrelay.planner.demand import heard, load_of, total, trend
 WARM_STEPS = 32
 """The costs of a worker that has taken fewer are those of its start."""
 WINDOWS_UP, WINDOWS_DOWN = 1, 3
-DEAD_BAND = 0.05
+DEAD_BAND = 0.02
 """Lateness per request that is no reason to change anything, as a share of the objective for the first token."""
-MIN_SHARE = 0.25
-"""Of the lateness: a change that saves less is within the error of the model."""
+MIN_SHARE = 0.5
+"""Of the lateness, over the number of workers: a change of role that saves less is within the error of the model."""
 HEADROOM = 1.25
 """A worker is stopped only if the others would carry so many times the demand."""
 ATTAINABLE = 1.25
@@ -301,7 +301,8 @@ def _choose(
         saved = before.lateness - max(after.lateness, quiet)
         seconds = max(objectives.horizon_s, 3.0 * option.delay_s) - option.delay_s
         cost_s = option.cost_s * 2.0**state.num_reversals
-        if saved > max(quiet, MIN_SHARE * before.lateness) and saved * seconds > cost_s:
+        least = 0.0 if isinstance(option.action, Start) else MIN_SHARE * before.lateness / shape.total
+        if saved > max(quiet, least) and saved * seconds > cost_s:
             numbers = _numbers(load, before, after, saved * seconds, cost_s)
             if best is None or saved * seconds - cost_s > best[0]:
                 best = (saved * seconds - cost_s, option, numbers)
