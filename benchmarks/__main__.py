@@ -25,6 +25,7 @@ SCRIPTS = {
     "marks": ("marks:marks", "What the marks of requests' phases cost."),
     "planner": ("planner:planner", "The planner beside static clusters, in virtual time."),
     "simulator": ("simulator:simulator", "The simulator beside the clusters that it simulates: its errors."),
+    "tiers": ("tiers:tiers", "KV tiers on and off: prompts that return, and those that do not."),
     "turns": ("turns:turns", "CPU time per request of two servers, in turn: what a change or a flag costs."),
     "dp-group": ("dp_group:dp_group", "A data-parallel group under load: answers, silences, idle CPU time."),
     "dp-faults": ("dp_faults:dp_faults", "How soon a group has ended after a fault."),

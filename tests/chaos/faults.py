@@ -15,6 +15,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 
 from tests.chaos.answers import KnownPrompt
+from tests.chaos.brokers import brokers_here
 from tests.chaos.client import ChaosClient
 from tests.chaos.cluster import ClusterUnderTest, Member
 from tests.chaos.plan import ROLES, Fault, FaultKind
@@ -75,6 +76,7 @@ class FaultInjector:
             FaultKind.DISCONNECT: self._leave,
             FaultKind.CANCEL: self._leave,
             FaultKind.BURST: self._burst,
+            FaultKind.KILL_BROKER: self._kill_broker,
         }
         try:
             await injections[fault.kind](fault)
@@ -247,6 +249,15 @@ class FaultInjector:
             await asyncio.sleep(NATS_GONE_S)
             # Another fault may have taken one worker of a role just now; the rest must be back in discovery.
             await self._heal(fault, at_s, ROLES, num_away=1)
+
+    async def _kill_broker(self, fault: Fault) -> None:
+        at_s = time.monotonic()
+        for pid in brokers_here():
+            os.kill(pid, signal.SIGKILL)
+        deadline_s = at_s + self._cluster.heal_timeout_s
+        while not brokers_here() and time.monotonic() < deadline_s:
+            await asyncio.sleep(0.1)
+        self._record_healed(fault, at_s, time.monotonic() - at_s if brokers_here() else None)
 
     # -- by clients ---------------------------------------------------------------------------------------------------
 

@@ -170,6 +170,8 @@ def test_the_answer_of_an_overloaded_pool_is_a_refusal_everywhere() -> None:
     [
         (ClusterSpec(prefill=1), steady(1, 1.0), ConfigError, "no worker takes requests"),
         (ClusterSpec(both=1, events=(parse_event("0s:kill:d7"),)), steady(1, 1.0), ConfigError, "no worker is called"),
+        (ClusterSpec(both=1, events=(parse_event("90s:drain:b1"),)), [], ConfigError, "called 'b1'"),
+        (ClusterSpec(both=1, prefill=10**8), steady(1, 1.0), ConfigError, "are too many; at most 10,000"),
         (ClusterSpec(both=1), [Arrival(time_s=-1.0, prompt_tokens=1, answer_tokens=1)], InvalidInputError, "0 s or"),
         (ClusterSpec(both=1), [Arrival(time_s=1.0, prompt_tokens=0, answer_tokens=1)], InvalidInputError, "one token"),
         (

@@ -23,14 +23,26 @@ _DEFAULTS = DisaggConfig()
     "--mode",
     type=click.Choice(["suggest", "act"]),
     default="suggest",
-    help="suggest: say what should change; act: change roles, too.",
+    help="suggest: say what should change; act: change roles, and numbers where there are hosts of workers.",
 )
 @click.option("--slo-ttft-ms", type=click.FloatRange(1.0), default=_DEFAULTS.slo_ttft_ms, help="First token, ms.")
 @click.option("--slo-itl-ms", type=click.FloatRange(1.0), default=_DEFAULTS.slo_itl_ms, help="Between tokens, ms.")
 @click.option("--interval", type=click.FloatRange(0.1), default=2.0, help="Seconds between two decisions.")
 @click.option("--log-file", type=_PATH, help="Log of decisions; default: planner-NAMESPACE.jsonl of your state.")
+@click.option(
+    "--hook",
+    default="",
+    metavar="COMMAND",
+    help="Sees to the number of workers, e.g. for Slurm or Kubernetes: gets the wanted counts as JSON on its standard "
+    "input. Default: hosts of workers do (serve --max-workers, kvrelay agent).",
+)
+@click.option(
+    "--max-workers", type=click.IntRange(0, 4096), default=0, help="--hook: workers that may run at once; 0: no change."
+)
 @settings_options(ControlConfig)
 def planner(
+    hook: str,
+    max_workers: int,
     mode: str,
     slo_ttft_ms: float,
     slo_itl_ms: float,
@@ -50,7 +62,8 @@ def planner(
     control = SettingsSource((ControlConfig,), config_file, flags).build(ControlConfig)
     objectives = Objectives(ttft_s=slo_ttft_ms / 1e3, itl_s=slo_itl_ms / 1e3)
     log = log_file or state_directories()[-1] / f"planner-{control.namespace}.jsonl"
-    run_async(run_planner(PlannerConfig(mode, objectives, interval, log_file=log), control))
+    config = PlannerConfig(mode, objectives, interval, log_file=log, hook=hook, max_workers=max_workers)
+    run_async(run_planner(config, control))
 
 
 @click.group(name="plan", invoke_without_command=True)

@@ -77,6 +77,12 @@ EVERYDAY = (
     help="suggest: kvrelay plan shows which roles should change; act: they do.",
 )
 @click.option(
+    "--max-workers",
+    default=0,
+    type=click.IntRange(0, 4096),
+    help="Workers that the planner in mode act may have here at once; 0: it starts and stops none.",
+)
+@click.option(
     "--nats-dir",
     type=click.Path(file_okay=False, path_type=Path),
     help="Data directory of the NATS server; default: temporary.",
@@ -95,6 +101,7 @@ def serve(
     num_decode: int,
     num_frontends: int,
     planner: str,
+    max_workers: int,
     engine_kind: str,
     served_model_name: str | None,
     nats_dir: Path | None,
@@ -131,6 +138,7 @@ def serve(
                 router=source.build(RouterConfig),
                 num_frontends=num_frontends,
                 planner=planner,
+                max_workers=max_workers,
                 nats_dir=nats_dir,
                 start_timeout_s=start_timeout,
                 drain_timeout_s=drain_timeout,

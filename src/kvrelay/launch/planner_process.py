@@ -14,31 +14,29 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 import msgspec
 
-from kvrelay.config import ControlConfig, WorkerRole
+from kvrelay.config import ControlConfig
 from kvrelay.control.base import ControlPlane, Keys, Lease
-from kvrelay.core.tasks import TaskSet
 from kvrelay.errors import ConfigError, ControlUnavailableError, KvrelayError
+from kvrelay.launch.actuators import ClusterActuator, HookActuator
 from kvrelay.launch.fleet_observer import FleetObserver
 from kvrelay.launch.process import on_terminate, spare_what_stays
 from kvrelay.launch.request_plane import connected, new_caller_id, operator_keys
 from kvrelay.launch.worker_calls import WorkerCalls
+from kvrelay.launch.worker_host import Hosts
 from kvrelay.planner import (
-    Action,
     Actuator,
     Demand,
     FleetView,
     Hold,
-    Narrow,
     Objectives,
+    Plan,
     PlannerState,
-    Widen,
     not_begun,
     plan,
 )
@@ -48,8 +46,6 @@ from kvrelay.planner.report import COUNT, HELD, PAUSED, PlannerReport, read_repo
 
 _log = logging.getLogger(__name__)
 
-ROLE_TIMEOUT_S = 600.0
-"""A drain lasts as long as the longest answer."""
 REPORT_INTERVAL_S = 20.0
 """A report that says the same is repeated so often."""
 
@@ -57,54 +53,21 @@ REPORT_INTERVAL_S = 20.0
 @dataclass(frozen=True, slots=True)
 class PlannerConfig:
     """``mode``: suggest or act. ``start_s``: how long a worker takes to start. ``log_file`` None: no log of
-    decisions."""
+    decisions. ``hook``: a command that sees to the number of workers, of which there may be ``max_workers``."""
 
     mode: str
     objectives: Objectives
     interval_s: float = 2.0
     start_s: float = 30.0
     log_file: Path | None = None
+    hook: str = ""
+    max_workers: int = 0
 
 
 class Observer(Protocol):
     """Where the inputs come from."""
 
     async def look(self) -> tuple[FleetView, Demand]: ...
-
-
-class RoleActuator:
-    """Changes roles and nothing else. A role command is answered when the change has ended, so it runs on."""
-
-    def __init__(self, calls: WorkerCalls) -> None:
-        self._calls = calls
-        self._tasks = TaskSet()
-
-    async def apply(self, action: Action) -> None:
-        """Raises KvrelayError."""
-        match action:
-            case Widen(worker_id):
-                self._tasks.spawn(self._change(worker_id, WorkerRole.BOTH))
-            case Narrow(worker_id, role):
-                self._tasks.spawn(self._change(worker_id, role))
-            case Hold():
-                pass
-            case _:
-                raise KvrelayError("this planner starts and stops no workers")
-
-    async def max_workers(self) -> int:
-        return 0
-
-    async def num_starting(self) -> int:
-        return 0
-
-    async def close(self) -> None:
-        await self._tasks.close()
-
-    async def _change(self, worker_id: str, role: WorkerRole) -> None:
-        try:
-            await self._calls.ask(worker_id, "role", role.value, timeout_s=ROLE_TIMEOUT_S)
-        except KvrelayError as exc:
-            _log.warning("%s does not become %s: %s", worker_id, role, exc)
 
 
 class PlannerProcess:
@@ -211,7 +174,7 @@ class PlannerProcess:
             num_changes=self.report.num_changes + num_done,
         )
 
-    async def _carry_out(self, actions: tuple[Action, ...]) -> tuple[str, int]:
+    async def _carry_out(self, actions: Plan) -> tuple[str, int]:
         """What went wrong, and the number of changes."""
         num_done = 0
         for action in actions:
@@ -247,9 +210,7 @@ class PlannerProcess:
             await self.register()
 
 
-async def run_planner(
-    config: PlannerConfig, control: ControlConfig, actuator_of: Callable[[WorkerCalls], Actuator] = RoleActuator
-) -> None:
+async def run_planner(config: PlannerConfig, control: ControlConfig) -> None:
     """Run until SIGTERM. Raises ConfigError, ControlUnavailableError."""
     if not control.control:
         raise ConfigError("a planner needs --control, e.g. --control nats://127.0.0.1:4222", param="control")
@@ -260,13 +221,19 @@ async def run_planner(
         lease = await plane.discovery.grant(control.lease_ttl_s)
         lease.on_revoked(stop.set)
         calls = WorkerCalls(curve_keys)
-        actuator = actuator_of(calls)
+        hosts = Hosts(plane, keys, lease)
+        actuator: ClusterActuator = (
+            HookActuator(calls, hosts, config.hook, config.max_workers)
+            if config.hook
+            else ClusterActuator(calls, hosts)
+        )
         process = PlannerProcess(config, plane, keys, lease, FleetObserver(plane, keys, calls), actuator)
         try:
             await process.register()
             spare_what_stays()
             await process.run(stop)
         finally:
+            await actuator.close()
             await calls.close()
             try:
                 await lease.revoke()

@@ -53,6 +53,7 @@ from kvrelay.launch.frontend_calls import http_call
 from kvrelay.launch.nats_supervisor import NatsSupervisor
 from kvrelay.launch.process import leave_closed_terminals, on_terminate, terminal_outputs
 from kvrelay.launch.request_plane import connected, require_api_key, require_metrics_key
+from kvrelay.launch.worker_host import WorkerHost
 
 _log = logging.getLogger(__name__)
 
@@ -69,7 +70,7 @@ CUT_TIMEOUT_S = 5.0
 @dataclass(frozen=True, slots=True)
 class ServeConfig:
     """What ``serve`` is started with. ``workers``: prefill workers first, all with one model and control plane.
-    ``planner``: off, suggest or act."""
+    ``planner``: off, suggest or act. It may have ``max_workers`` workers here at once; 0: it starts and stops none."""
 
     workers: tuple[WorkerConfig, ...]
     frontend: FrontendConfig
@@ -77,6 +78,7 @@ class ServeConfig:
     num_frontends: int = 1
     nats_dir: Path | None = None
     planner: str = "suggest"
+    max_workers: int = 0
     start_timeout_s: float = 300.0
     drain_timeout_s: float = 30.0
 
@@ -104,6 +106,9 @@ class LocalCluster:
         self._workers: list[Child] = []
         self.frontends: list[Child] = []
         self._planner: Child | None = None
+        self._orders: asyncio.Task[None] | None = None
+        """Listens to a planner, if it may start workers here."""
+        self._num_ordered = 0
         self._port = config.frontend.port
         self._stop = asyncio.Event()
         self._errors = ChildErrors(_write_error)
@@ -166,6 +171,20 @@ class LocalCluster:
         command = kvrelay_command("planner", "--mode", self._config.planner, *objectives, *flags)
         environment = control_environment(self._control)
         self._planner = start_child("planner", command, environment=environment, errors=self._errors)
+        if self._config.max_workers:
+            slots = max(self._config.max_workers, len(self._config.workers))
+            control, model = self._control, self._common.model
+            host = WorkerHost(control, model, slots, lambda: self._workers, self._start_ordered)
+            self._orders = asyncio.create_task(host.run_forever())
+
+    def _start_ordered(self, role: WorkerRole) -> None:
+        """A planner wants one more worker."""
+        self._num_ordered += 1
+        command = worker_command(replace(self._common, role=role, port=0))
+        environment = control_environment(self._control)
+        child = start_child(f"extra worker {self._num_ordered}", command, environment=environment, errors=self._errors)
+        child.restart_flags, child.is_extra = RESTART_FLAGS, True
+        self._workers.append(child)
 
     def _watch_planner(self, now_s: float) -> None:
         """Restart it like a worker; without it the cluster serves on, and nothing changes."""
@@ -298,6 +317,10 @@ class LocalCluster:
             self._let_go(child)
             return
         delay = restart_delay_s(child, now_s)
+        if delay is None and child.is_extra:
+            print(f"kvrelay: {child.name} crashes in a loop; its slot is free", file=sys.stderr)
+            self._workers = [other for other in self._workers if other is not child]
+            return
         if delay is None:
             raise FatalError(f"{child.name} crashes in a loop (exit code {child.exit_code})")
         print(
@@ -341,6 +364,9 @@ class LocalCluster:
     async def shut_down(self) -> None:
         """Stop the frontends, so that no new requests come; then drain the workers; then stop the control plane."""
         timeout_s = self._config.drain_timeout_s
+        if self._orders is not None:
+            self._orders.cancel()
+            await asyncio.gather(self._orders, return_exceptions=True)
         if self._planner is not None:
             await stop_children([self._planner], timeout_s, self._say_waiting)
         await stop_children(self.frontends, timeout_s + CUT_TIMEOUT_S, self._say_waiting)

@@ -22,14 +22,14 @@ from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.shortest_first import ShortestFirst
 from kvrelay.core.workers import WorkerInfo
 from kvrelay.engine.core import EngineCore
-from kvrelay.engine.request import PrefillMode, Request
+from kvrelay.engine.request import Request
 from kvrelay.engine.stats import LoadSampler
 from kvrelay.engine.step import StepOutput
 from kvrelay.engine.thread import LOAD_INTERVAL_S
 from kvrelay.errors import KvrelayError, OverloadedError, WorkerUnavailableError
 from kvrelay.handoff import decode_events as de
 from kvrelay.handoff import prefill_events as pe
-from kvrelay.placement.base import Decision, PrefillLoad, PrefillPlace
+from kvrelay.placement.base import PrefillLoad, PrefillPlace
 from kvrelay.placement.cost import CostPlacement, PlacementState
 from kvrelay.placement.threshold import DisaggPolicy
 from kvrelay.planner import WorkerView
@@ -38,6 +38,7 @@ from kvrelay.simulate.loop import StepClock
 from kvrelay.simulate.machine import SimulatedExecutor, StepTime
 from kvrelay.simulate.network import MODEL, Network
 from kvrelay.simulate.result import WorkerResult
+from kvrelay.worker.decode.placing import Placing
 from kvrelay.worker.decode.queue import SIZE_INTERVAL_S
 
 BUSY_WAIT_S = 0.001
@@ -99,8 +100,9 @@ class SimulatedWorker:
         self.executor.step_work = self.core.scheduler.step_work
         self._sampler = LoadSampler(self.core, LOAD_INTERVAL_S, self._clock)
         self._log = KvEventLog(worker_id, 0)
-        self._policy = DisaggPolicy(spec.disagg)
-        self._placement = CostPlacement(self._policy, self._prefill_load, self._count, self._clock)
+        policy = DisaggPolicy(spec.disagg)
+        self._placement = CostPlacement(policy, self._prefill_load, self._count, self._clock)
+        self._placing = Placing(policy, self._placement, self._prefill_load)
         secrets = random.Random(f"{seed} secrets")
         self.decodes = DecodeHandoffs(network, self, lambda: secrets.getrandbits(63), self._placement.prefill_took)
         self.prefills = PrefillHandoffs(network, self)
@@ -266,7 +268,6 @@ class SimulatedWorker:
             self._refuse(message.request_id, exc)
 
     def _enqueue(self, core: EngineCore, message: Generate) -> None:
-        placement = PlacementState()
         request = Request(
             message.request_id,
             message.prompt_token_ids,
@@ -274,32 +275,14 @@ class SimulatedWorker:
             output_token_ids=message.output_token_ids,
             priority=message.priority,
             handoff_number=0 if message.pair is None else message.pair[1].number,
-            placement=placement,
+            placement=PlacementState(),
         )
-        if self._policy.is_by_cost:
-            placement.objectives = self._placement.objectives()
-            placement.refuses_late = self._policy.config.early_reject
-            if message.order is HandoffOrder.DECODE_FIRST:
-                placement.policy = self._placement
-                core.add_request(request)
-                return
-        place = self._place_of(core, request, message)
-        placement.decision = Decision(place)
-        if place is PrefillPlace.REMOTE:
-            request.mode = PrefillMode.REMOTE
-        else:
-            self._not_paired(message)
-        core.add_request(request)
-        self._count(place)
-
-    def _place_of(self, core: EngineCore, request: Request, message: Generate) -> PrefillPlace:
-        if message.order is HandoffOrder.PREFILL_FIRST:
-            return PrefillPlace.LOCAL_UNPAIRED if message.pair is None else PrefillPlace.REMOTE
-        return self._policy.decide(
-            prompt_length=len(request.token_ids),
-            num_cached_tokens=core.num_cached_tokens(request),
-            prefill_load=self._prefill_load(),
-        )
+        objectives, is_paired = self._placement.objectives(), message.pair is not None
+        place = self._placing.add_request(core, request, message.order, objectives, is_paired=is_paired)
+        if place is not None:
+            self._count(place)
+            if place is not PrefillPlace.REMOTE:
+                self._not_paired(message)
 
     def _not_paired(self, message: Generate) -> None:
         """The prefill half of a pair is not needed."""
