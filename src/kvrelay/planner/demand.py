@@ -86,7 +86,9 @@ def heard(state: PlannerState, demand: Demand, objectives: Objectives) -> Planne
     samples = list(state.samples)
     if samples and samples[-1].duration_s < objectives.window_s / BUCKETS_PER_WINDOW:
         demand = total((samples.pop(), demand))
-    samples = [*samples, demand][-BUCKETS_PER_WINDOW * MAX_WINDOWS :]
+    samples.append(demand)
+    while sum(sample.duration_s for sample in samples[1:]) >= MAX_WINDOWS * objectives.window_s:
+        samples.pop(0)
     samples = samples[last_change(samples) :]
     whole = total(samples)
     answer_tokens = whole.num_ended_tokens / whole.num_ended if whole.num_ended >= MIN_ENDED else state.answer_tokens
