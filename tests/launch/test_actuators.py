@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+from tests.patience import PATIENCE_S
 
-from kvrelay.config import WorkerRole
+from kvrelay.config import ControlConfig, WorkerRole
 from kvrelay.control.base import Keys
 from kvrelay.control.memory import MemoryBroker
 from kvrelay.core.workers import WorkerInfo
 from kvrelay.errors import KvrelayError
 from kvrelay.launch.actuators import ClusterActuator, HookActuator
-from kvrelay.launch.worker_host import HostReport, Hosts, read_hosts
+from kvrelay.launch.children import Child
+from kvrelay.launch.worker_host import READY_LIMIT_S, HostReport, Hosts, WorkerHost, keep, read_hosts
 from kvrelay.planner import Narrow, Numbers, Start, Stop, Widen
 
 KEYS = Keys("default")
@@ -155,3 +158,24 @@ async def test_a_hook_gets_the_wanted_counts_and_its_failure_holds(tmp_path: Pat
     missing = HookActuator(calls, hosts, "/no/such/command", 5)  # type: ignore[arg-type]
     with pytest.raises(KvrelayError, match="cannot be run"):
         await missing.apply(Start(WorkerRole.DECODE, "", NO))
+
+
+async def test_a_worker_that_never_becomes_ready_gives_its_slot_back() -> None:
+    """Those that registered, and those that serve began with, are left alone."""
+    children = []
+    for name, is_extra in (("stuck", True), ("registered", True), ("first", False)):
+        process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+        children.append(Child(name, [], process, is_extra=is_extra))
+    host = WorkerHost(ControlConfig(), "m", 3, lambda: children, lambda _: None)
+    try:
+        host.end_stuck({children[1].pid}, 0.0)
+        host.end_stuck({children[1].pid}, READY_LIMIT_S - 1)
+        assert [child.exit_code for child in children] == [None, None, None]
+        host.end_stuck({children[1].pid}, READY_LIMIT_S)
+        children[0].process.wait(PATIENCE_S)
+        assert [child.exit_code for child in children[1:]] == [None, None]
+        assert not keep(children[0], READY_LIMIT_S), "its slot is free"
+    finally:
+        for child in children:
+            child.process.kill()
+            child.process.communicate()

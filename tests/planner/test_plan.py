@@ -228,7 +228,7 @@ def test_a_planner_that_reaches_few_workers_holds() -> None:
 def test_a_worker_that_never_becomes_ready_is_waited_for_once_and_costs_patience() -> None:
     fleet = ToyFleet(workers(1, 1), max_workers=3)
     fleet.start_s = 5.0
-    fleet._apply = lambda action: None  # type: ignore[method-assign]
+    fleet.apply = lambda action: None  # type: ignore[method-assign]
     run(fleet, steady(6), 600)
     gaps = [after - before for (before, _), (after, _) in zip(fleet.actions, fleet.actions[1:])]
     assert gaps

@@ -75,7 +75,7 @@ class ToyFleet:
         for due_s, action in list(self.due):
             if due_s <= self.now_s:
                 self.due.remove((due_s, action))
-                self._apply(action)
+                self.apply(action)
         self._run(demand, objectives)
         (action,), self.state = plan(self.view(), demand, objectives, self.state)
         if not isinstance(action, Hold):
@@ -100,7 +100,7 @@ class ToyFleet:
             num_running = min(running, 256) if worker.role.takes_requests else 0
             self.fleet[name] = msgspec.structs.replace(worker, num_running=num_running)
 
-    def _apply(self, action: Action) -> None:
+    def apply(self, action: Action) -> None:
         match action:
             case Widen(worker_id):
                 self.fleet[worker_id] = msgspec.structs.replace(self.fleet[worker_id], role=WorkerRole.BOTH)

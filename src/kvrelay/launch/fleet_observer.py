@@ -122,6 +122,6 @@ class FleetObserver:
         try:
             subject = self._keys.frontend_figures(name)
             return traffic_of(await self._control.events.request(subject, traffic_question(), ASK_TIMEOUT_S))
-        except (RetryElsewhereError, *UNREADABLE) as exc:
+        except RetryElsewhereError as exc:
             _log.debug("frontend %s tells no counts: %s", name, exc)
             return None

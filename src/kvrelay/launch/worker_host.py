@@ -15,7 +15,8 @@ import logging
 import secrets
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Annotated
 
@@ -24,10 +25,12 @@ import msgspec
 from kvrelay.config import ControlConfig, WorkerConfig, WorkerRole
 from kvrelay.control.base import ControlPlane, Keys, Lease, WatchEvent, WatchKind
 from kvrelay.control.following import follow
+from kvrelay.core.control_codec import decode_worker
 from kvrelay.core.decoding import UNREADABLE
 from kvrelay.core.tasks import TaskSet
 from kvrelay.errors import ConfigError, ControlUnavailableError, KvrelayError, ProtocolError
 from kvrelay.launch.children import (
+    CRASH_LOOP_LIMIT,
     Child,
     control_environment,
     restart,
@@ -43,6 +46,9 @@ _log = logging.getLogger(__name__)
 
 MAX_SLOTS = 4096
 REPORT_INTERVAL_S = 0.5
+LOOK_INTERVAL_S = 5.0
+READY_LIMIT_S = 300.0
+"""As long as ``serve`` waits for its first workers."""
 RECONNECT_S = 2.0
 CHECK_INTERVAL_S = 0.2
 _ROLES = {role.value for role in WorkerRole}
@@ -76,6 +82,17 @@ def read_hosts(entries: dict[str, bytes]) -> list[HostReport]:
     return found
 
 
+def pids_of(entries: dict[str, bytes]) -> set[int]:
+    """The processes of this host's workers in discovery."""
+    found = set()
+    for key, value in entries.items():
+        with suppress(ProtocolError):
+            info = decode_worker(key.rpartition("/")[2], value)
+            if info.host == socket.gethostname():
+                found.add(info.pid)
+    return found
+
+
 class WorkerHost:
     """Reports ``children`` and starts a worker by ``start(role)`` for each order, while a slot is free."""
 
@@ -92,6 +109,8 @@ class WorkerHost:
         self._keys = Keys(control.namespace)
         self.host_id = f"{socket.gethostname()}-{secrets.token_hex(5)}"
         self._seen: set[str] = set()
+        self._since_s: dict[int, float] = {}
+        """By process: since when an ordered worker has not been in discovery."""
         self._tasks = TaskSet()
 
     async def run_forever(self) -> None:
@@ -116,13 +135,30 @@ class WorkerHost:
 
     async def _report_forever(self, plane: ControlPlane, lease: Lease) -> None:
         told: HostReport | None = None
+        look_s = time.monotonic()
         while True:
             pids = tuple(sorted(child.pid for child in self._children() if child.exit_code is None))
             report = HostReport(self.host_id, socket.gethostname(), self._model, self._slots, pids)
             if report != told:
                 await plane.discovery.put(self._keys.host(self.host_id), msgspec.json.encode(report), lease)
                 told = report
+            if time.monotonic() >= look_s:
+                look_s = time.monotonic() + LOOK_INTERVAL_S
+                self.end_stuck(pids_of(await plane.discovery.list(self._keys.workers)), time.monotonic())
             await asyncio.sleep(REPORT_INTERVAL_S)
+
+    def end_stuck(self, listed: Collection[int], now_s: float) -> None:
+        """A worker that was ordered and has not registered in time gives its slot back. ``listed``: process ids of the
+        workers of this host that are in discovery."""
+        starting = {child.pid: child for child in self._children() if child.is_extra and child.pid not in listed}
+        self._since_s = {pid: self._since_s.get(pid, now_s) for pid in starting}
+        for pid, since_s in self._since_s.items():
+            child = starting[pid]
+            if now_s - since_s < READY_LIMIT_S or child.exit_code is not None:
+                continue
+            _log.warning("%s (pid %d) is not ready after %.0f s; it is ended", child.name, pid, now_s - since_s)
+            child.crashes_s = [now_s] * CRASH_LOOP_LIMIT
+            child.process.kill()
 
     def _ordered(self, plane: ControlPlane, event: WatchEvent) -> None:
         if event.kind is not WatchKind.PUT or event.key in self._seen:
@@ -172,7 +208,9 @@ class Agent:
         self._num_started += 1
         command = worker_command(replace(self._config, role=role))
         environment = control_environment(self._config.control)
-        self._children.append(start_child(f"{role} worker {self._num_started}", command, environment=environment))
+        child = start_child(f"{role} worker {self._num_started}", command, environment=environment)
+        child.is_extra = True
+        self._children.append(child)
 
 
 def keep(child: Child, now_s: float) -> bool:

@@ -48,7 +48,7 @@ async def keep_busy(send: Send, lengths: Sequence[int], num_workers: int, num_st
     """``AT_ONCE`` clients for each worker, with ``num_streams`` prompts each: long ones run beside answers."""
     rng = random.Random(seed + 1)
     prompts = [
-        [rng.choices(range(FIRST_TOKEN, FIRST_TOKEN + NUM_TOKENS), k=length) for length in lengths * num_streams]
+        [rng.choices(range(FIRST_TOKEN, FIRST_TOKEN + NUM_TOKENS), k=length) for length in tuple(lengths) * num_streams]
         for _ in range(AT_ONCE * num_workers)
     ]
 

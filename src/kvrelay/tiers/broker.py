@@ -103,7 +103,7 @@ class Broker:
             if message:
                 self._give(connection, json.loads(message), fds)
                 return
-        except (OSError, ValueError, KeyError, TypeError) as exc:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as exc:
             with suppress(OSError):
                 connection.sendall(json.dumps({"error": str(exc) or type(exc).__name__}).encode())
         finally:

@@ -73,8 +73,12 @@ def traffic_question() -> bytes:
 
 
 def traffic_of(reply: bytes) -> Traffic | None:
-    """Of a frontend's answer. Raises one of UNREADABLE."""
-    return _reply_decoder.decode(reply).traffic
+    """Of a frontend's answer; None if it tells none."""
+    try:
+        return _reply_decoder.decode(reply).traffic
+    except UNREADABLE as exc:
+        _log.debug("an answer of a frontend is not readable: %s", exc)
+        return None
 
 
 async def other_frontends(control: ControlPlane, keys: Keys, own_id: str) -> dict[str, CallerInfo]:
