@@ -70,6 +70,7 @@ class FaultInjector:
             FaultKind.REVOKE: self._replace,
             FaultKind.FREEZE: self._freeze,
             FaultKind.SWITCH_ROLE: self._switch_role,
+            FaultKind.WIDEN: self._switch_role,
             FaultKind.KILL_FRONTEND: self._kill_frontend,
             FaultKind.KILL_NATS: self._kill_nats,
             FaultKind.FREEZE_NATS: self._freeze_nats,
@@ -210,7 +211,8 @@ class FaultInjector:
                 await self._heal(fault, at_s, [fault.role], since_s=time.monotonic())
 
     async def _switch_role(self, fault: Fault) -> None:
-        (other,) = (role for role in ROLES if role != fault.role)
+        """To the other role, or to both; and back."""
+        (other,) = ("both",) if fault.kind is FaultKind.WIDEN else (role for role in ROLES if role != fault.role)
         async with self._alone(*ROLES):
             victim = await self._victim(fault)
             at_s = time.monotonic()

@@ -35,6 +35,8 @@ class FaultKind(enum.StrEnum):
     """SIGSTOP of a worker for longer than its lease, then SIGCONT."""
     SWITCH_ROLE = "switch_role"
     """A worker changes its role, and later changes back."""
+    WIDEN = "widen"
+    """A worker takes the other half of the work, too, and later gives it up."""
     KILL_FRONTEND = "kill_frontend"
     """SIGKILL of a frontend, which its supervisor starts again; its clients send their requests again."""
     KILL_NATS = "kill_nats"
@@ -60,6 +62,7 @@ AGAINST_WORKERS = (
     FaultKind.REVOKE,
     FaultKind.FREEZE,
     FaultKind.SWITCH_ROLE,
+    FaultKind.WIDEN,
 )
 """These strike one role; the others have none."""
 CRASHES = (FaultKind.KILL, FaultKind.KILL_RANK, FaultKind.KILL_FRONTEND)

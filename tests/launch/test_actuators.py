@@ -68,6 +68,14 @@ async def test_a_start_is_ordered_from_the_host_with_the_most_free_slots() -> No
     assert await orders(plane) == {"most": "decode"}
 
 
+async def test_a_host_that_lies_about_its_slots_delays_the_others_by_one_turn() -> None:
+    plane = await report({"liar": (4096, ()), "honest": (2, ())})
+    actuator = await actuator_of(plane, Calls())
+    for expected in ({"liar"}, {"liar", "honest"}):
+        await actuator.apply(Start(WorkerRole.DECODE, "", NO))
+        assert set(await orders(plane)) == expected
+
+
 async def test_without_a_free_slot_nothing_is_started() -> None:
     for hosts in ({}, {"full": (1, (1,))}):
         plane = await report(hosts)

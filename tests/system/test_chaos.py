@@ -12,7 +12,7 @@ from tests.system.serving import kvrelay
 
 pytestmark = [pytest.mark.system, pytest.mark.slow, pytest.mark.matrix, pytest.mark.timeout(1300)]
 
-SEED = 14
+SEED = 2
 DURATION_S = 45
 INTERVAL_S = 2.0
 """With this seed every kind of fault comes once."""
@@ -74,7 +74,7 @@ def test_nothing_is_lost_when_ranks_of_workers_are_killed():
     report = chaos(
         *("--engine", "torch", "--tp", "2", "--questions", "12", "--clients", "4"),
         duration_s=20,
-        seed=216,
+        seed=8859,
         timeout_s=1200,
     )
     assert {"kill_rank prefill", "kill_rank decode"} <= report["faults"].keys()
@@ -88,7 +88,7 @@ def test_nothing_is_lost_when_p2p_has_room_for_a_few_blocks():
         *("--engine", "torch", "--questions", "40"),
         *("--transport", "p2p", "--kv-buffer-size", "65536", "--p2p-pool-bytes", "262144", "--p2p-room-wait-s", "0.02"),
         duration_s=20,
-        seed=90,
+        seed=1482,
         timeout_s=1200,
     )
     assert {"kill prefill", "kill decode"} <= report["faults"].keys()

@@ -341,3 +341,19 @@ def test_a_tier_that_seemed_slow_is_tried_again(make: MakeTiered, monkeypatch: p
         num_hits.append(engine.tiers.counts.num_hits)
     assert num_hits[1] == 0, "it seems to take 32 s a block, and computing one 4 s"
     assert num_hits[-1] - num_hits[-2] >= 4, "it has been measured since, and is used"
+
+
+def test_one_large_eviction_stays_within_the_queue(make: MakeTiered, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long prompt may evict the whole pool at once: what is copied for it is bounded, too."""
+    monkeypatch.setattr("kvrelay.tiers.tiers.MAX_QUEUED_BYTES", 1024)
+    store = Held()
+    engine = make(store, num_blocks=200)
+    engine.ask(*PROMPTS)
+    engine.ask(prompt_of(20, length=760))
+    num_queued = engine.tiers.stats().num_queued
+    store.may_store.set()
+    settle(engine)
+    capacity = 1024 // engine.shape.block_bytes
+    assert 0 < num_queued <= capacity
+    assert store.stats.drops["queue"] > 0
+    assert any(name.parent_hash is None for name in store.stored), "of prompts the starts are kept"

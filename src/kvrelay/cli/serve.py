@@ -80,7 +80,7 @@ EVERYDAY = (
     "--max-workers",
     default=0,
     type=click.IntRange(0, 4096),
-    help="Workers that the planner in mode act may have here at once; 0: it starts and stops none.",
+    help="Workers that a planner in mode act, this one or another, may have here at once; 0: it starts and stops none.",
 )
 @click.option(
     "--nats-dir",

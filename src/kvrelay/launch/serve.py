@@ -136,6 +136,7 @@ class LocalCluster:
                 with announced(self._description()):
                     self.announce()
                     self._start_planner()
+                    self._listen_for_orders()
                     await self._supervise()
         finally:
             await self.shut_down()
@@ -171,6 +172,9 @@ class LocalCluster:
         command = kvrelay_command("planner", "--mode", self._config.planner, *objectives, *flags)
         environment = control_environment(self._control)
         self._planner = start_child("planner", command, environment=environment, errors=self._errors)
+
+    def _listen_for_orders(self) -> None:
+        """Of our own planner, or of one elsewhere."""
         if self._config.max_workers:
             slots = max(self._config.max_workers, len(self._config.workers))
             control, model = self._control, self._common.model

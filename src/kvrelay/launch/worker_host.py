@@ -209,15 +209,22 @@ class Hosts:
 
     def __init__(self, plane: ControlPlane, keys: Keys, lease: Lease) -> None:
         self._plane, self._keys, self._lease = plane, keys, lease
+        self._last_order: dict[str, int] = {}
+        """By host: the number of its latest order."""
 
     async def list(self) -> list[HostReport]:
         """Raises ControlUnavailableError."""
         return read_hosts(await self._plane.discovery.list(self._keys.hosts))
 
     async def order(self, role: WorkerRole) -> None:
-        """Let the host with the most free slots start a worker. Raises KvrelayError if none is free."""
-        host = max(await self.list(), key=lambda host: host.num_free, default=None)
-        if host is None or not host.num_free:
+        """Let a host with a free slot start a worker. Raises KvrelayError if no slot is free.
+
+        Hosts take turns, those with more free slots first: one that reports slots it lacks delays the others by a turn.
+        """
+        free = [host for host in await self.list() if host.num_free]
+        if not free:
             raise ControlUnavailableError("no host has a free slot")
+        host = max(free, key=lambda host: (-self._last_order.get(host.host_id, 0), host.num_free))
+        self._last_order[host.host_id] = max(self._last_order.values(), default=0) + 1
         key = self._keys.orders(host.host_id) + secrets.token_hex(5)
         await self._plane.discovery.put(key, role.value.encode(), self._lease)

@@ -108,17 +108,15 @@ def counters_of(workers: Sequence[_Worker]) -> Counters:
     )
 
 
-def fit(workers: Sequence[_Worker], phases: Sequence[Phase], machine: str) -> Calibration:
-    """Costs of the workers' model. ``workers``: their status after the probe. Raises InvalidInputError if no worker
-    publishes step costs, which engines of others do not."""
-    given = [(worker.role, worker.load.step_cost) for worker in workers]
-    fitted = [(role, cost) for role, cost in given if cost is not None]
-    if not fitted:
-        raise InvalidInputError(
-            "no worker publishes step costs; calibrate with --engine torch or mock, or write costs.json by hand"
-        )
-    step, missing = median_cost(fitted)
-    found: dict[str, float | int] = _client_costs(step, phases) | _transfer_costs(phases)
+def fit(
+    workers: Sequence[_Worker], phases: Sequence[Phase], machine: str, busy: Sequence[_Worker] | None = None
+) -> Calibration:
+    """Costs of the workers' model. ``workers``: their status after the probe's streams one by one; ``busy``: after
+    those that came at once, whose steps are what a load meets (None: there were none). Raises InvalidInputError if no
+    worker publishes step costs, which engines of others do not."""
+    alone, _ = _step_of(workers)
+    step, missing = _step_of(busy or workers)
+    found: dict[str, float | int] = _client_costs(alone, phases) | _transfer_costs(phases)
     measurable = (
         *("between_steps_s", "spread", "frontend_request_s"),
         *("token_bytes", "link_bytes_per_s", "transfer_overhead_s"),
@@ -129,6 +127,17 @@ def fit(workers: Sequence[_Worker], phases: Sequence[Phase], machine: str) -> Ca
     return Calibration(
         costs, (*(f"step.{name}" for name in missing), *(name for name in measurable if name not in found))
     )
+
+
+def _step_of(workers: Sequence[_Worker]) -> tuple[StepCost, tuple[str, ...]]:
+    """What these workers publish, and the names of what none has measured."""
+    given = [(worker.role, worker.load.step_cost) for worker in workers]
+    fitted = [(role, cost) for role, cost in given if cost is not None]
+    if not fitted:
+        raise InvalidInputError(
+            "no worker publishes step costs; calibrate with --engine torch or mock, or write costs.json by hand"
+        )
+    return median_cost(fitted)
 
 
 def _client_costs(step: StepCost, phases: Sequence[Phase]) -> dict[str, float | int]:

@@ -248,6 +248,8 @@ class DiskStore:
                 self._path(sequence_hash).unlink()
 
     def _touch(self, sequence_hash: int) -> None:
+        if sequence_hash not in self._known:
+            return  # cleared, or found damaged, since it was used
         self._known[sequence_hash] = time.time()
         self._known.move_to_end(sequence_hash)
         with suppress(OSError):

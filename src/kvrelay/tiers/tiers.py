@@ -152,8 +152,7 @@ class KvTiers:
             self._changed.notify()
 
     def evicted(self, blocks: Sequence[tuple[int, CachedBlock]]) -> None:
-        queued_bytes = len(self._queues.writes) * self._shape.block_bytes
-        num_kept = self._num_to_write(len(blocks), queued_bytes / MAX_QUEUED_BYTES)
+        num_kept = self._num_to_write(len(blocks))
         if num_kept < len(blocks):
             # The starts of prompts are found more often than their ends, and without them the ends are not found.
             blocks = sorted(blocks, key=lambda block: block[1].index)
@@ -191,12 +190,15 @@ class KvTiers:
     def stats(self) -> TierStats:
         return TierStats(self.counts, {s.medium: s.stats for s in self._stores}, len(self._queues.writes))
 
-    def _num_to_write(self, num_blocks: int, fill: float) -> int:
-        """Of this many. Decodes evict block by block: what a share leaves of a block is kept for the next ones."""
-        share = share_to_write(fill)
+    def _num_to_write(self, num_blocks: int) -> int:
+        """Of this many. Decodes evict block by block: what a share leaves of a block is kept for the next ones. A long
+        prompt may evict thousands at once: never more than the queue has room for."""
+        capacity = max(MAX_QUEUED_BYTES // self._shape.block_bytes, 1)
+        num_queued = len(self._queues.writes)
+        share = share_to_write(num_queued / capacity)
         self._kept_share = self._kept_share + num_blocks * share if share > 0.0 else 0.0
-        num_kept = min(int(self._kept_share), num_blocks)
-        self._kept_share -= num_kept
+        num_kept = max(min(int(self._kept_share), num_blocks, capacity - num_queued), 0)
+        self._kept_share %= 1.0
         return num_kept
 
     def _write_of(self, block_id: int, entry: CachedBlock) -> _Write | None:
