@@ -50,6 +50,8 @@ ATTAINABLE = 1.25
 MAX_REVERSALS = 5
 FORGIVE_HORIZONS = 2.0
 """A reversal is forgotten after so many horizons without a change."""
+DRAIN_MARGIN = 2.0
+"""A drain must gain so many times what it costs: the fleet should not follow every fluctuation."""
 WIDEN_S = 1.0
 """Until routers and queue use a second door. To be narrowed later costs a prefill more, so that a change that was begun
 is rather ended than a second one begun."""
@@ -288,7 +290,7 @@ def _choose(
     now = assess(shape, load, worker, objectives)
     hits = sum(w.prefix_hit_rate for w in fleet.workers) / len(fleet.workers)
     lost_prefix_s = hits * worker.kv_tokens * worker.cost.prefill_token_s
-    options = _options(fleet, state, now, shape, now.drain_s + lost_prefix_s)
+    options = _options(fleet, state, now, shape, DRAIN_MARGIN * (now.drain_s + lost_prefix_s))
     quiet = DEAD_BAND * objectives.ttft_s * load.requests_per_s
     growing = max(trend(state.samples), 0.0) * fleet.start_s
     best: tuple[float, _Option, Numbers] | None = None
