@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,7 @@ from kvrelay.simulate.cluster import ClusterSpec
 from kvrelay.simulate.costs import Costs, read_costs
 from kvrelay.simulate.simulation import simulate
 
+ANNOUNCED_S = 20.0
 ALWAYS = DisaggConfig(disagg_policy="always")
 SMALL_CHUNKS = EngineConfig(max_num_batched_tokens=256)
 SETTINGS: dict[str, tuple[str, ClusterSpec]] = {
@@ -107,7 +109,12 @@ async def measure(name: str, shares: Sequence[float], given: dict[str, Any]) -> 
 def calibrated(target: Target, path: Path) -> Costs:
     """Raises BenchError with the command's own words."""
     command = ["-m", "kvrelay", "simulate", "calibrate", "--output", str(path), "--cluster", str(target.port)]
-    ended = subprocess.run([sys.executable, *command], capture_output=True, text=True, check=False)
+    deadline_s = time.monotonic() + ANNOUNCED_S
+    while True:
+        ended = subprocess.run([sys.executable, *command], capture_output=True, text=True, check=False)
+        # The frontend is healthy a little before serve announces the cluster.
+        if "no cluster of yours" not in ended.stderr or time.monotonic() > deadline_s:
+            break
     if ended.returncode:
         raise BenchError(f"calibration failed: {ended.stderr.strip()}")
     return read_costs(path)

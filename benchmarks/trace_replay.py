@@ -4,6 +4,9 @@ It owns a simulated worker (an LRU prefix cache, one prefill at a time, decodes 
 not know HTTP, engines or real time: a replay of one hour takes seconds, and the same trace always gives the same
 figures.
 
+``kvrelay simulate`` runs engines as well: fifteen times the CPU, and the scheduler's changes move its figures. Here
+only the router is under test.
+
 The router works in blocks here: a block of the trace is one token to the router, so a prompt is its list of hash ids.
 """
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from tests.chaos.brokers import own_state_directory
 from tests.chaos.plan import MIN_DURATION_S
 from tests.chaos.report import chaos_text, is_clean
 from tests.chaos.run import ChaosOptions, run_chaos
@@ -23,7 +24,7 @@ from kvrelay.cli.options import (
     model_argument,
 )
 from kvrelay.cli.processes import run_async
-from kvrelay.config import TransferConfig
+from kvrelay.config import TiersConfig, TransferConfig
 from kvrelay.config.loading import settings_to_flags
 from kvrelay.launch.models import resolve_model
 
@@ -51,23 +52,28 @@ UNUSED = ("kv_port", "ucx_tls", "ucx_net_devices", "poll_interval_s")
     "--log", "log_path", type=click.Path(dir_okay=False, path_type=Path), help="Keep the cluster's log there."
 )
 @field_options(TransferConfig, exclude=UNUSED)
+@field_options(TiersConfig)
 @json_option
 def chaos(model: str | None, as_json: bool, **given: Any) -> None:
     """Kill, stop, drain and switch workers, kill their ranks, kill frontends, kill and stop NATS, let clients leave,
     all at random, and compare every answer.
 
-    Options of the KV data plane, e.g. --transport, are passed to every worker.
+    Options of the KV data plane and its tiers, e.g. --transport, are passed to every worker. With tiers the
+    broker of host memory is killed too.
     Ends with 1 if any answer was wrong, any request failed or hung, or any block leaked.
 
     Example: python -m tests.chaos --duration 60 --seed 7 --engine mock
     """
-    names = {item.name for item in fields(TransferConfig)}
-    source = SettingsSource((TransferConfig,), None, {name: given.pop(name) for name in names & given.keys()})
-    transfer = source.build(TransferConfig)
+    sections = (TransferConfig, TiersConfig)
+    names = {item.name for section in sections for item in fields(section)}
+    source = SettingsSource(sections, None, {name: given.pop(name) for name in names & given.keys()})
+    transfer, tiers = source.build(TransferConfig), source.build(TiersConfig)
+    flags = (*settings_to_flags(transfer), *settings_to_flags(tiers))
     options = ChaosOptions(
-        resolve_model(model), **given, transport=transfer.transport, transfer_flags=tuple(settings_to_flags(transfer))
+        resolve_model(model), **given, transport=transfer.transport, data_flags=flags, has_tiers=tiers.is_on
     )
-    report = run_async(run_chaos(options, lambda text: click.echo(text, err=True)))
+    with own_state_directory():
+        report = run_async(run_chaos(options, lambda text: click.echo(text, err=True)))
     print_result(report, chaos_text(report), as_json)
     if not is_clean(report):
         sys.exit(1)

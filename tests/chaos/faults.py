@@ -15,6 +15,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 
 from tests.chaos.answers import KnownPrompt
+from tests.chaos.brokers import brokers_here
 from tests.chaos.client import ChaosClient
 from tests.chaos.cluster import ClusterUnderTest, Member
 from tests.chaos.plan import ROLES, Fault, FaultKind
@@ -69,12 +70,14 @@ class FaultInjector:
             FaultKind.REVOKE: self._replace,
             FaultKind.FREEZE: self._freeze,
             FaultKind.SWITCH_ROLE: self._switch_role,
+            FaultKind.WIDEN: self._switch_role,
             FaultKind.KILL_FRONTEND: self._kill_frontend,
             FaultKind.KILL_NATS: self._kill_nats,
             FaultKind.FREEZE_NATS: self._freeze_nats,
             FaultKind.DISCONNECT: self._leave,
             FaultKind.CANCEL: self._leave,
             FaultKind.BURST: self._burst,
+            FaultKind.KILL_BROKER: self._kill_broker,
         }
         try:
             await injections[fault.kind](fault)
@@ -208,7 +211,8 @@ class FaultInjector:
                 await self._heal(fault, at_s, [fault.role], since_s=time.monotonic())
 
     async def _switch_role(self, fault: Fault) -> None:
-        (other,) = (role for role in ROLES if role != fault.role)
+        """To the other role, or to both; and back."""
+        (other,) = ("both",) if fault.kind is FaultKind.WIDEN else (role for role in ROLES if role != fault.role)
         async with self._alone(*ROLES):
             victim = await self._victim(fault)
             at_s = time.monotonic()
@@ -247,6 +251,15 @@ class FaultInjector:
             await asyncio.sleep(NATS_GONE_S)
             # Another fault may have taken one worker of a role just now; the rest must be back in discovery.
             await self._heal(fault, at_s, ROLES, num_away=1)
+
+    async def _kill_broker(self, fault: Fault) -> None:
+        at_s = time.monotonic()
+        for pid in brokers_here():
+            os.kill(pid, signal.SIGKILL)
+        deadline_s = at_s + self._cluster.heal_timeout_s
+        while not brokers_here() and time.monotonic() < deadline_s:
+            await asyncio.sleep(0.1)
+        self._record_healed(fault, at_s, time.monotonic() - at_s if brokers_here() else None)
 
     # -- by clients ---------------------------------------------------------------------------------------------------
 

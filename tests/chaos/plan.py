@@ -35,6 +35,8 @@ class FaultKind(enum.StrEnum):
     """SIGSTOP of a worker for longer than its lease, then SIGCONT."""
     SWITCH_ROLE = "switch_role"
     """A worker changes its role, and later changes back."""
+    WIDEN = "widen"
+    """A worker takes the other half of the work, too, and later gives it up."""
     KILL_FRONTEND = "kill_frontend"
     """SIGKILL of a frontend, which its supervisor starts again; its clients send their requests again."""
     KILL_NATS = "kill_nats"
@@ -47,6 +49,8 @@ class FaultKind(enum.StrEnum):
     """Clients that leave before their first token."""
     BURST = "burst"
     """More requests at once than the frontend admits."""
+    KILL_BROKER = "kill_broker"
+    """SIGKILL of the process that owns the host's KV memory; a worker starts another."""
 
 
 ROLES = ("prefill", "decode")
@@ -58,6 +62,7 @@ AGAINST_WORKERS = (
     FaultKind.REVOKE,
     FaultKind.FREEZE,
     FaultKind.SWITCH_ROLE,
+    FaultKind.WIDEN,
 )
 """These strike one role; the others have none."""
 CRASHES = (FaultKind.KILL, FaultKind.KILL_RANK, FaultKind.KILL_FRONTEND)
@@ -82,10 +87,16 @@ class Fault:
 
 
 def make_plan(
-    duration_s: float, seed: int, *, interval_s: float = 3.0, quiet_end_s: float = 8.0, with_ranks: bool = False
+    duration_s: float,
+    seed: int,
+    *,
+    interval_s: float = 3.0,
+    quiet_end_s: float = 8.0,
+    with_ranks: bool = False,
+    with_broker: bool = False,
 ) -> tuple[Fault, ...]:
     """Faults about every ``interval_s``, the first after two seconds, none in the last ``quiet_end_s``. With
-    ``with_ranks`` (workers of several ranks) ranks are killed too.
+    ``with_ranks`` (workers of several ranks) ranks are killed too, ``with_broker`` (KV tiers) the broker.
 
     Raises ConfigError if that leaves no time for the first one.
     """
@@ -94,11 +105,13 @@ def make_plan(
         least = max(MIN_DURATION_S, quiet_end_s + START_QUIET_S)
         raise ConfigError(f"duration must be at least {least:g} s, got {duration_s:g}", param="duration")
     rng = random.Random(seed)
+    possible = {FaultKind.KILL_RANK: with_ranks, FaultKind.KILL_BROKER: with_broker}
+    absent = {kind for kind, is_possible in possible.items() if not is_possible}
     faults: list[Fault] = []
     pending: list[tuple[FaultKind, str]] = []
     at_s = START_QUIET_S
     while at_s <= end_s:
-        pending = pending or _round(rng, with_ranks)
+        pending = pending or _round(rng, absent)
         number = next((i for i, (kind, role) in enumerate(pending) if _is_allowed(faults, kind, role, at_s)), None)
         if number is None:
             pending = []
@@ -109,8 +122,8 @@ def make_plan(
     return tuple(faults)
 
 
-def _round(rng: random.Random, with_ranks: bool) -> list[tuple[FaultKind, str]]:
-    kinds = [kind for kind in FaultKind if with_ranks or kind is not FaultKind.KILL_RANK]
+def _round(rng: random.Random, absent: set[FaultKind]) -> list[tuple[FaultKind, str]]:
+    kinds = [kind for kind in FaultKind if kind not in absent]
     entries = [(kind, role) for kind in kinds for role in (ROLES if kind in AGAINST_WORKERS else ("",))]
     rng.shuffle(entries)
     return entries

@@ -81,8 +81,9 @@ class ChaosOptions:
     """Prompts with known answers; None: as many as fit into a minute or two on two cores."""
     order: HandoffOrder = HandoffOrder.DECODE_FIRST
     transport: str = "nixl"
-    transfer_flags: tuple[str, ...] = ()
-    """The flags of a worker's data plane, ``transport`` included."""
+    data_flags: tuple[str, ...] = ()
+    """The flags of a worker's data plane and tiers, ``transport`` included."""
+    has_tiers: bool = False
 
     @property
     def num_ranks(self) -> int:
@@ -98,7 +99,7 @@ class ChaosOptions:
         """Model and flags of a worker; ``serve`` takes the same."""
         flags = [str(self.model_path), "--engine", self.engine_kind, "--lease-ttl-s", f"{self.lease_ttl_s:g}"]
         flags += ["--disagg-policy", "threshold", "--max-local-prefill-length", "64"]
-        flags += ["--num-blocks", str(NUM_BLOCKS), *self.transfer_flags]
+        flags += ["--num-blocks", str(NUM_BLOCKS), *self.data_flags]
         # The deadline must not rescue a lost prefill before its client counts it as hung.
         flags += ["--remote-prefill-timeout-s", f"{4 * SILENCE_LIMIT_S:g}"]
         if self.engine_kind == "mock":
@@ -113,7 +114,11 @@ async def run_chaos(options: ChaosOptions, progress: Progress) -> ChaosReport:
     if options.engine_kind != "torch" and options.num_ranks > 1:
         raise ConfigError(f"--tp {options.tp} --pp {options.pp} need --engine torch", param="tp")
     plan = make_plan(
-        options.duration_s, options.seed, interval_s=options.fault_interval_s, with_ranks=options.num_ranks > 1
+        options.duration_s,
+        options.seed,
+        interval_s=options.fault_interval_s,
+        with_ranks=options.num_ranks > 1,
+        with_broker=options.has_tiers,
     )
     cluster = ClusterUnderTest(
         [*options.worker_flags, "--max-waiting-requests", str(MAX_WAITING_REQUESTS), "--order", options.order],

@@ -26,6 +26,7 @@ def status(p2p: P2pCounters | None) -> dict[str, Any]:
     return {
         "decode": asdict(DecodeStats(num_recomputed=2)),
         "prefill": asdict(PrefillCounters(num_prefills=5)),
+        "kv_tiers": None,
         "transfer": msgspec.to_builtins(TransferStats((), 0, 0, 0, p2p)),
     }
 

@@ -42,12 +42,14 @@ def test_the_same_seed_gives_the_same_plan_and_another_seed_another():
 @pytest.mark.parametrize("with_ranks", [False, True])
 @pytest.mark.parametrize("seed", range(20))
 def test_a_plan_has_every_kind_in_order_of_time_and_ends_early_enough(seed, with_ranks):
-    plan = make_plan(120, seed, quiet_end_s=10, with_ranks=with_ranks)
+    plan = make_plan(120, seed, quiet_end_s=10, with_ranks=with_ranks, with_broker=with_ranks)
     times = [fault.at_s for fault in plan]
     assert times == sorted(times)
     assert times[0] >= START_QUIET_S
     assert times[-1] < 110
-    assert {fault.kind for fault in plan} == set(FaultKind) - (set() if with_ranks else {FaultKind.KILL_RANK})
+    assert {fault.kind for fault in plan} == set(FaultKind) - (
+        set() if with_ranks else {FaultKind.KILL_RANK, FaultKind.KILL_BROKER}
+    )
     assert all((fault.role in ROLES) == (fault.kind in AGAINST_WORKERS) for fault in plan)
     assert all(0 <= fault.choice < 1 and 0 <= fault.severity < 1 for fault in plan)
 

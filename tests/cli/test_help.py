@@ -50,7 +50,7 @@ def test_the_whole_help_has_a_group_for_each_room() -> None:
     headings = [line.rstrip(":") for line in shown.splitlines() if line and not line.startswith(" ")]
     assert headings[1] == "Options"
     assert [line.split("[section ")[1].rstrip("]") for line in headings[2:]] == [
-        *("frontend", "router", "control", "disagg", "metrics", "engine", "runner", "group", "transfer"),
+        *("frontend", "router", "control", "disagg", "metrics", "engine", "runner", "group", "transfer", "tiers"),
         *("mock", "upstream", "vllm"),
     ]
     own, http = shown.split("The HTTP service")

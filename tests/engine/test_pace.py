@@ -13,10 +13,10 @@ from kvrelay.config import DisaggConfig
 from kvrelay.core.clock import ManualClock
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.status import RequestStatus
-from kvrelay.core.step_cost import MIN_CHUNK_TOKENS, StepCost, StepWork
+from kvrelay.core.step_cost import MARGIN, MIN_CHUNK_TOKENS, STEP_SHARE, StepCost, StepWork
 from kvrelay.engine.core import EngineCore
 from kvrelay.engine.request import Request
-from kvrelay.engine.scheduled_batch import MARGIN, STEP_SHARE, TokenBudget
+from kvrelay.engine.scheduled_batch import TokenBudget
 from kvrelay.placement.base import Objectives, PrefillLoad, PrefillPlace
 from kvrelay.placement.cost import MIN_WINDOW, CostPlacement, PlacementState
 from kvrelay.placement.cost_model import StepCostModel

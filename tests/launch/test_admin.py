@@ -10,6 +10,7 @@ import pytest
 from kvrelay.config import ControlConfig, WorkerRole
 from kvrelay.control.base import ControlPlane, Keys
 from kvrelay.control.memory import MemoryBroker
+from kvrelay.core.tier_stats import StoreStats, TierCounts, TierStats
 from kvrelay.core.workers import WorkerInfo
 from kvrelay.errors import ConfigError, ControlUnavailableError
 from kvrelay.launch import admin
@@ -55,6 +56,18 @@ def test_a_worker_that_cannot_queue_prefills_says_why(capsys: pytest.CaptureFixt
     assert f"d-1 cannot queue prefills and computes them itself: {reason}" in capsys.readouterr().out
     status_table({"prefill_queue_size": 0, "workers": [status_of("d-1") | {"prefill_queue_error": None}]})
     assert "cannot queue" not in capsys.readouterr().out
+
+
+def test_kv_tiers_are_summed_up(capsys: pytest.CaptureFixture[str]) -> None:
+    stats = TierStats(TierCounts(num_hits=9, num_not_worth=2, saved_s=2.56), {"host": StoreStats(162, 152)}, 0)
+    stats.stores["host"].misses["checksum"] += 3
+    stats.stores["host"].drops["queue"] += 4
+    status_table({"prefill_queue_size": 0, "workers": [status_of("d-1") | {"kv_tiers": msgspec.to_builtins(stats)}]})
+    shown = capsys.readouterr().out
+    assert "d-1 KV tiers: 9 prompts loaded, 2 not worth it, 0 failed, 2.6 s saved; " in shown
+    assert "host: 162 blocks loaded, 152 stored, 3 missed, 4 dropped" in shown
+    status_table({"prefill_queue_size": 0, "workers": [status_of("d-1") | {"kv_tiers": None}]})
+    assert "KV tiers" not in capsys.readouterr().out
 
 
 async def test_an_unknown_setting_is_refused_with_a_hint() -> None:

@@ -279,3 +279,24 @@ def test_no_objective_and_no_cost_breaks_a_decision(
     assert decision.place is not None, "both ways are open"
     estimates = (decision.local_s, decision.remote_s, decision.local_cost, decision.remote_cost)
     assert all(math.isfinite(each) and each >= 0.0 for each in estimates)
+
+
+def test_stored_kv_makes_the_local_way_cheaper_by_what_its_load_does_not_take() -> None:
+    """All ways are compared in the same seconds; the remote one computes what is stored here."""
+    alone = replace(IDLE, num_decodes=0)
+    stored = replace(alone, num_tokens=80, num_stored=7920, load_s=0.004)
+    slow = replace(stored, load_s=0.5)
+    decisions = [decide(situation, REMOTE, ONE, 1000.0) for situation in (alone, stored, slow)]
+    computed, loaded, loaded_slowly = decisions
+    assert computed.remote_s == loaded.remote_s == loaded_slowly.remote_s
+    assert loaded.local_s == pytest.approx(0.004 + COST.prefill_seconds(80, num_before=7920))
+    assert loaded.local_s < computed.local_s
+    assert loaded.place is PrefillPlace.LOCAL_CHEAPER
+    assert loaded_slowly.place is PrefillPlace.REMOTE
+
+
+def test_a_decision_tells_of_a_load() -> None:
+    stored = replace(IDLE, num_tokens=80, num_stored=7920, load_s=0.004)
+    assert str(decide(stored, REMOTE, ONE, 1000.0)).endswith("s;load=0.0040s")
+    assert "load" not in str(decide(IDLE, REMOTE, ONE, 1000.0))
+    assert str(stay_here(True, 0.004)) == "local_no_prefill_worker;load=0.0040s"

@@ -126,6 +126,7 @@ async def test_the_probe_leaves_its_first_request_of_each_length_out() -> None:
 
 
 @pytest.mark.system
+@pytest.mark.matrix
 def test_a_running_cluster_is_calibrated(tmp_path: Path) -> None:
     path = tmp_path / "costs.json"
     with Serve(("--engine", "mock", "--prefill", "1", "--decode", "1", *by_threshold(16))) as server:

@@ -31,10 +31,14 @@ def test_costs_survive_their_file(tmp_path: Path) -> None:
         ('{"spread": 3}', "at most 2"),
         ('{"version": 2}', "version 2 is unknown"),
         ('{"start_s": "soon"}', "start_s"),
+        ('{"step": {"step_s": 1e300}}', "together at most an hour"),
+        ('{"spread": NaN}', "malformed"),
+        ('{"model": "\xff"}', "utf-8"),
+        ("[" * 100_000, "costs costs.json"),
     ],
 )
 def test_wrong_costs_are_refused_in_one_line(text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
-        decode_costs(text.encode(), "costs.json")
+        decode_costs(text.encode("latin-1"), "costs.json")
     assert caught.value.message.startswith("costs costs.json: ")
     assert "\n" not in caught.value.message

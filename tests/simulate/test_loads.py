@@ -11,11 +11,16 @@ import pytest
 from kvrelay.bench.traces import TraceFormat, detect_trace
 from kvrelay.cli.main import run
 from kvrelay.errors import InvalidInputError
+from kvrelay.simulate import loads
 from kvrelay.simulate.arrival import check_arrivals
 from kvrelay.simulate.loads import generated_arrivals, trace_arrivals
 
 MOONCAKE = '{"timestamp": %s, "input_length": 600, "output_length": 5, "hash_ids": [0, 1], "new": 1}\n'
 AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+HEADER = (
+    '{"type":"header","worker_id":"w","model":"m","config":{},"num_blocks":8,"block_size":4,"max_model_len":99,'
+    '"vocab_size":9,"eos_token_ids":[],"seed":0}\n'
+)
 KINDS = ("poisson", "bursts", "diurnal", "shift", "agents")
 
 
@@ -61,6 +66,20 @@ def test_a_long_trace_is_read_no_further_than_its_limit(tmp_path: Path) -> None:
         trace_arrivals(path, limit=51)
 
 
+def test_a_million_rows_need_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loads, "MAX_REQUESTS", 50)
+    path = written(tmp_path / "m.jsonl", (MOONCAKE % 0) * 51)
+    assert len(trace_arrivals(path, limit=51)) == 51
+    with pytest.raises(InvalidInputError, match=r"more than 50 requests.*choose with --limit N"):
+        trace_arrivals(path)
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-300, float("nan"), float("inf")])
+def test_a_time_scale_has_bounds(tmp_path: Path, scale: float) -> None:
+    with pytest.raises(InvalidInputError, match=r"--time-scale must be 0\.001 to"):
+        trace_arrivals(written(tmp_path / "m.jsonl", MOONCAKE % 0), time_scale=scale)
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -72,6 +91,13 @@ def test_a_long_trace_is_read_no_further_than_its_limit(tmp_path: Path) -> None:
         ('{"timestamp": 0, "input_length": 600}\n', "output_length"),
         ((MOONCAKE % 0).replace("600", "500"), "2 hash ids of 512 tokens for 500 tokens"),
         (AZURE + "2023-11-16 18:15:46,x,44\n", ":2: not a row"),
+        (AZURE + "2023-11-16 18:15:46,-5,44\n", ":2: a request of -5 and 44 tokens is none; remove it"),
+        (AZURE + "2023-11-16 18:15:46+00:00,5,44\n2023-11-16 18:15:47,5,44\n", ":3: not a row"),
+        (AZURE + '2023-11-16 18:15:46,"' + "5" * 200_000 + '",44\n', ":2: field larger than"),
+        ((MOONCAKE % 0).replace("600", "1" + "0" * 12), "possible are 1 to 10,000,000"),
+        (HEADER.replace('"m"', "5"), "line 1: Expected `str`"),
+        (HEADER.replace("{}", "{}, 1"), "line 1: JSON is malformed"),
+        (HEADER, "is empty: no request in it"),
         (AZURE.replace("Gen", "gen") + "2023-11-16 18:15:46,1,44\n", "GeneratedTokens"),
     ],
 )
@@ -128,6 +154,9 @@ NAMES = ("prompt_tokens", "answer_tokens")
         ("poisson:rate=0", "rate must be above 0"),
         ("poisson:num=1.5", "num must be a whole number"),
         ("poisson:rate=nan", "rate must be above 0"),
+        ("poisson:rate=1e-300", "rate must be above 0"),
+        ("poisson:num=1e9", "num must be a whole number above 0 and at most 100,000"),
+        ("agents:sessions=20000", "sessions times calls can be at most 100,000"),
         ("agents:cached=0.99", "8 calls can share 0.75 to 0.88"),
         ("agents:calls=1", "change calls or cached"),
     ],

@@ -23,6 +23,7 @@ from kvrelay.launch import worker_process
 from kvrelay.placement.base import PrefillLoad
 from kvrelay.placement.cost import CostPlacement, PlacementState
 from kvrelay.placement.threshold import DisaggPolicy
+from kvrelay.simulate.loads import trace_arrivals
 from kvrelay.simulate.playback import play_back, read_recording
 from kvrelay.simulate.verify import text_of, verify
 
@@ -69,6 +70,21 @@ def recording(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert not left
     assert thread.close(10.0)
     return path
+
+
+def test_a_recording_is_a_load(recording: Path) -> None:
+    """Times, prompts and answers are the recorded ones; cancelled answers are as long as they had become."""
+    calls = [record for record in read_recording(recording) if isinstance(record, Call) and record.request is not None]
+    found = trace_arrivals(recording, time_scale=2.0)
+    assert len(found) == len(calls) == 40
+    for number, (arrival, call) in enumerate(zip(found, calls)):
+        assert call.request is not None
+        assert arrival.time_s == (call.at_s - calls[0].at_s) / 2.0
+        assert arrival.prompt(number, 512) == call.request.prompt_token_ids
+        if number not in (5, 11):
+            assert arrival.answer_tokens == call.request.sampling.max_tokens
+    assert trace_arrivals(recording, limit=3, time_scale=2.0) == found[:3]
+    assert run(["simulate", "--trace", str(recording), "--both", "1", "--prefill", "0", "--decode", "0"]) == 0
 
 
 def test_the_recorded_schedule_is_played_back_batch_by_batch(recording: Path) -> None:

@@ -375,7 +375,7 @@ async def test_a_change_of_role_gives_up_on_a_claimant_that_lives_and_says_nothi
         client.abort("r")
         await shared.until(lambda: any(isinstance(message, HandoffAbandon) for message in rogue.heard))
         async with asyncio.timeout(WAIT_S):
-            await decode.worker.set_role(WorkerRole.BOTH)
+            await decode.worker.set_role(WorkerRole.PREFILL)
         assert f"{rogue.grants[0].handoff_id} (rogue)" in caplog.text
         assert (ledger.num_grants, decode.core.pool.num_quarantined) == (1, len(rogue.grants[0].block_ids))
         await rogue.lease.revoke()

@@ -303,7 +303,8 @@ async def test_a_role_change_that_cannot_be_told_leaves_everything_as_it_was():
         mend = decode.cut_from_nats()
         with pytest.raises(ControlUnavailableError):
             await decode.worker.set_role(WorkerRole.BOTH)
-        assert (decode.worker.role, decode.worker.epoch) == (WorkerRole.DECODE, 0)
+        assert decode.worker.role is WorkerRole.DECODE
+        assert not decode.worker.inspect().queue.is_pulling
         client.send("still here", prompt(20))
         assert await client.answer("still here") == expected(prompt(20), 8)
         mend()

@@ -227,24 +227,37 @@ def _read_text(path: Path) -> Iterator[list[ChatTurn]]:
 def _read_mooncake(path: Path) -> Iterator[TraceRecord]:
     for item in json_lines(path, _MooncakeItem):
         if item.input_length < 1 or item.output_length < 0:
-            raise InvalidInputError(f"{path}: a request of {item.input_length} input tokens is not a request")
+            raise InvalidInputError(
+                f"{path}: a request of {item.input_length} and {item.output_length} tokens is none; remove it"
+            )
         yield TraceRecord(item.timestamp / 1000, item.input_length, item.output_length, tuple(item.hash_ids))
 
 
 def _read_azure(path: Path) -> Iterator[TraceRecord]:
     epoch: datetime | None = None
     with opened(path) as lines:
-        rows = csv.DictReader(line.decode(errors="replace") for line in lines)
-        for row in rows:
+        for where, row in csv_rows(path, lines):
             try:
                 # Seven decimals are written; datetime reads six.
                 moment = datetime.fromisoformat(row["TIMESTAMP"].strip()[:26])
+                epoch = moment if epoch is None else epoch
+                time_s = (moment - epoch).total_seconds()
                 input_len, output_len = int(row["ContextTokens"]), int(row["GeneratedTokens"])
             except (KeyError, ValueError, TypeError, AttributeError) as exc:
-                message = f"{path}:{rows.line_num}: not a row of TIMESTAMP,ContextTokens,GeneratedTokens"
-                raise InvalidInputError(message) from exc
-            epoch = moment if epoch is None else epoch
-            yield TraceRecord((moment - epoch).total_seconds(), max(1, input_len), max(1, output_len))
+                raise InvalidInputError(f"{where}: not a row of TIMESTAMP,ContextTokens,GeneratedTokens") from exc
+            if min(input_len, output_len) < 0:
+                raise InvalidInputError(f"{where}: a request of {input_len} and {output_len} tokens is none; remove it")
+            yield TraceRecord(time_s, max(1, input_len), max(1, output_len))
+
+
+def csv_rows(path: Path, lines: Iterator[bytes]) -> Iterator[tuple[str, dict[str, str]]]:
+    """Each row by the names of the first line, with its place for errors. Raises InvalidInputError."""
+    rows = csv.DictReader(line.decode(errors="replace") for line in lines)
+    try:
+        for row in rows:
+            yield f"{path}:{rows.line_num}", row
+    except csv.Error as exc:
+        raise InvalidInputError(f"{path}:{rows.line_num + 1}: {exc}") from exc
 
 
 def not_empty(path: Path, records: Iterator[_T]) -> Iterator[_T]:

@@ -6,14 +6,13 @@ ignored, because every publisher adds some; a missing one is an error that names
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Callable, Iterator
 from enum import StrEnum
 from pathlib import Path
 
 import msgspec
 
-from kvrelay.bench.formats import TraceRecord, json_lines, not_empty, opened, read_azure, read_mooncake
+from kvrelay.bench.formats import TraceRecord, csv_rows, json_lines, not_empty, opened, read_azure, read_mooncake
 from kvrelay.errors import InvalidInputError
 
 BAILIAN_TOKENS = 16
@@ -65,8 +64,9 @@ def detect_trace(path: Path) -> TraceFormat:
     if b"Request tokens" in first:
         return TraceFormat.BURST_GPT
     raise InvalidInputError(
-        f"{path}: the first line is of no known trace; give JSON lines of Mooncake or Qwen-Bailian, or CSV of Azure "
-        "(TIMESTAMP,ContextTokens,GeneratedTokens) or BurstGPT (Timestamp,Request tokens,Response tokens)"
+        f"{path}: the first line is of no known trace; give JSON lines of Mooncake or Qwen-Bailian, CSV of Azure "
+        "(TIMESTAMP,ContextTokens,GeneratedTokens) or BurstGPT (Timestamp,Request tokens,Response tokens), or a "
+        "recording of kvrelay worker --record-steps"
     )
 
 
@@ -96,13 +96,11 @@ def _read_bailian(path: Path) -> Iterator[TraceRecord]:
 
 def _read_burst_gpt(path: Path) -> Iterator[TraceRecord]:
     with opened(path) as lines:
-        rows = csv.DictReader(line.decode(errors="replace") for line in lines)
-        for row in rows:
+        for where, row in csv_rows(path, lines):
             try:
                 time_s = float(row["Timestamp"])
                 input_len, output_len = int(row["Request tokens"]), int(row["Response tokens"])
             except (KeyError, ValueError, TypeError) as exc:
-                message = f"{path}:{rows.line_num}: not a row of Timestamp,Request tokens,Response tokens"
-                raise InvalidInputError(message) from exc
+                raise InvalidInputError(f"{where}: not a row of Timestamp,Request tokens,Response tokens") from exc
             if output_len > 0:
                 yield TraceRecord(time_s, input_len, output_len)

@@ -150,13 +150,41 @@ def drain(worker_id: str, cluster: str | None, config_file: Path | None, **flags
 @click.argument("new_role", type=click.Choice(["prefill", "decode", "both"]))
 @cluster_options
 def role(worker_id: str, new_role: str, cluster: str | None, config_file: Path | None, **flags: object) -> None:
-    """Drain WORKER_ID and let it continue as NEW_ROLE, without reloading weights.
+    """Let WORKER_ID continue as NEW_ROLE, without reloading weights. It does the new work at once; what it has begun of
+    the old ends in its own time.
 
     Example: kvrelay role decode-0a1b2c3d4e prefill
     """
     from kvrelay.launch.admin import print_reply
 
     run_async(print_reply(cluster_settings(cluster, config_file, flags), worker_id, "role", new_role))
+
+
+@click.group()
+def cache() -> None:
+    """Forget the prompts whose KV is cached.
+
+    Example: kvrelay cache clear
+    """
+
+
+@cache.command("clear", cls=GroupedCommand)
+@click.argument("directory", required=False, type=click.Path(exists=True, file_okay=False, path_type=Path))
+@cluster_options
+def cache_clear(directory: Path | None, cluster: str | None, config_file: Path | None, **flags: object) -> None:
+    """Clear the prefix caches of a running cluster, with what its host memory and disks keep. With DIRECTORY, of
+    --disk-kv-cache, remove the KV there instead, of all models; no worker need run.
+
+    Example: kvrelay cache clear /var/cache/kv
+    """
+    if directory is not None:
+        from kvrelay.tiers.disk import clear_directory
+
+        click.echo(f"removed {clear_directory(directory)} blocks")
+        return
+    from kvrelay.launch.admin import clear_caches
+
+    run_async(clear_caches(cluster_settings(cluster, config_file, flags)))
 
 
 @click.group()

@@ -100,6 +100,39 @@ def worker(
     run_async(run_worker(config))
 
 
+@click.command(cls=GroupedCommand, everyday=("slots", "drain_timeout", *EVERYDAY_WORKER))
+@model_argument
+@click.option("--slots", default=1, type=click.IntRange(1, 4096), help="Workers that may run here at once.")
+@click.option(
+    "--drain-timeout", default=30.0, type=click.FloatRange(0.0), help="Seconds that workers get to end, when this ends."
+)
+@engine_option
+@served_name_option
+@click.option("--worker-host", default="127.0.0.1", help="Address that frontends and peers connect to.")
+@settings_options(*WORKER_SETTINGS)
+def agent(
+    model: str | None,
+    slots: int,
+    drain_timeout: float,
+    engine_kind: str,
+    served_model_name: str | None,
+    worker_host: str,
+    config_file: Path | None,
+    **flags: object,
+) -> None:
+    """Offer slots for workers on this host: a planner in mode act fills them. Model, flags and slots are fixed here;
+    the network names only roles.
+
+    Example: kvrelay agent ./model --slots 4 --control nats://10.0.0.1:4222 --worker-host 10.0.0.7
+    """
+    from kvrelay.launch.worker_host import run_agent
+
+    config = SettingsSource(WORKER_SETTINGS, config_file, flags).worker(model, served_model_name, engine_kind)
+    if config.group.dp > 1:
+        raise ConfigError("an agent starts single workers; leave out --dp", param="dp")
+    run_async(run_agent(replace(config, host=worker_host), slots, drain_timeout))
+
+
 @click.command(cls=GroupedCommand, everyday=EVERYDAY_FRONTEND)
 @settings_options(*FRONTEND_SETTINGS, exclude=WORKER_PORT)
 def frontend(config_file: Path | None, **flags: object) -> None:

@@ -71,6 +71,18 @@ EVERYDAY = (
 @engine_option
 @served_name_option
 @click.option(
+    "--planner",
+    type=click.Choice(["off", "suggest", "act"]),
+    default="suggest",
+    help="suggest: kvrelay plan shows which roles should change; act: they do.",
+)
+@click.option(
+    "--max-workers",
+    default=0,
+    type=click.IntRange(0, 4096),
+    help="Workers that a planner in mode act, this one or another, may have here at once; 0: it starts and stops none.",
+)
+@click.option(
     "--nats-dir",
     type=click.Path(file_okay=False, path_type=Path),
     help="Data directory of the NATS server; default: temporary.",
@@ -88,6 +100,8 @@ def serve(
     num_prefill: int,
     num_decode: int,
     num_frontends: int,
+    planner: str,
+    max_workers: int,
     engine_kind: str,
     served_model_name: str | None,
     nats_dir: Path | None,
@@ -123,6 +137,8 @@ def serve(
                 frontend=replace(frontend, shutdown_timeout_s=min(frontend.shutdown_timeout_s, drain_timeout)),
                 router=source.build(RouterConfig),
                 num_frontends=num_frontends,
+                planner=planner,
+                max_workers=max_workers,
                 nats_dir=nats_dir,
                 start_timeout_s=start_timeout,
                 drain_timeout_s=drain_timeout,

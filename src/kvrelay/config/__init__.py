@@ -12,6 +12,7 @@ from kvrelay.config.settings import MetricsConfig as MetricsConfig
 from kvrelay.config.settings import MockConfig as MockConfig
 from kvrelay.config.settings import RouterConfig as RouterConfig
 from kvrelay.config.settings import RunnerConfig as RunnerConfig
+from kvrelay.config.settings import TiersConfig as TiersConfig
 from kvrelay.config.settings import TransferConfig as TransferConfig
 from kvrelay.config.settings import UpstreamConfig as UpstreamConfig
 from kvrelay.config.settings import VllmConfig as VllmConfig

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from kvrelay.config.byte_sizes import parse_bytes
 from kvrelay.config.otlp import collector_of
 from kvrelay.errors import ConfigError
 
@@ -189,6 +191,45 @@ class TransferConfig(Settings):
     def is_pull(self) -> bool:
         """Whether a decode worker reads the KV. With p2p the prefill worker offers it and is asked: a write, for us."""
         return self.send_type == "GET" and self.transport != "p2p"
+
+
+@dataclass(frozen=True, slots=True)
+class TiersConfig(Settings):
+    """KV beyond the pool: what the pool evicts is kept, and read back on a hit."""
+
+    section: ClassVar[str] = "tiers"
+
+    host_kv_cache: str = setting(
+        "0", "Host memory for evicted KV, shared by all workers of this model on the host, e.g. 4GiB; 0: none."
+    )
+    host_kv_linger_s: float = setting(60.0, "Seconds that this memory outlives the last worker.", low=0, high=86400)
+    disk_kv_cache: str = setting("", "Directory and size for evicted KV, e.g. /var/cache/kv,100GiB; empty: none.")
+    disk_kv_max_age_s: float = setting(7 * 86400.0, "Seconds after which unused KV on disk is removed.", low=1)
+
+    def __post_init__(self) -> None:
+        Settings.__post_init__(self)
+        _ = self.host_bytes, self.disk
+
+    @property
+    def host_bytes(self) -> int:
+        return parse_bytes(self.host_kv_cache, "host_kv_cache")
+
+    @property
+    def disk(self) -> tuple[Path, int] | None:
+        """Directory and bytes. None: no disk tier."""
+        if not self.disk_kv_cache:
+            return None
+        directory, comma, size = self.disk_kv_cache.rpartition(",")
+        if not comma or not directory:
+            raise ConfigError(
+                f"disk_kv_cache must be DIRECTORY,SIZE, e.g. /var/cache/kv,100GiB, got {self.disk_kv_cache}",
+                param="disk_kv_cache",
+            )
+        return Path(directory).expanduser().absolute(), parse_bytes(size, "disk_kv_cache")
+
+    @property
+    def is_on(self) -> bool:
+        return self.host_bytes > 0 or self.disk is not None
 
 
 @dataclass(frozen=True, slots=True)

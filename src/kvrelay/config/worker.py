@@ -16,6 +16,7 @@ from kvrelay.config.settings import (
     MockConfig,
     RunnerConfig,
     Settings,
+    TiersConfig,
     TransferConfig,
     UpstreamConfig,
     VllmConfig,
@@ -59,6 +60,7 @@ class WorkerConfig:
     runner: RunnerConfig = field(default_factory=RunnerConfig)
     group: GroupConfig = field(default_factory=GroupConfig)
     transfer: TransferConfig = field(default_factory=TransferConfig)
+    tiers: TiersConfig = field(default_factory=TiersConfig)
     control: ControlConfig = field(default_factory=ControlConfig)
     disagg: DisaggConfig = field(default_factory=DisaggConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)

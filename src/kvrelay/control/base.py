@@ -200,6 +200,8 @@ class Keys:
         self.kv_metadata = f"{self.root}kv_metadata/"
         self.frontends = f"{self.root}frontends/"
         self.operators = f"{self.root}operators/"
+        self.planners = f"{self.root}planners/"
+        self.hosts = f"{self.root}hosts/"
         self.config = f"{self.root}config/"
         self.subject_root = f"kvrelay.{namespace}."
         self.kv_events = f"{self.subject_root}kv_events.*"
@@ -234,6 +236,17 @@ class Keys:
 
     def operator(self, caller_id: str) -> str:
         return self.operators + caller_id
+
+    def planner(self, planner_id: str) -> str:
+        return self.planners + planner_id
+
+    def host(self, host_id: str) -> str:
+        """A host of workers, with free slots for a planner."""
+        return self.hosts + host_id
+
+    def orders(self, host_id: str) -> str:
+        """Prefix of a planner's orders to this host."""
+        return f"{self.root}orders/{host_id}/"
 
     def config_value(self, name: str) -> str:
         return self.config + name

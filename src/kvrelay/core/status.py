@@ -8,8 +8,9 @@
        ├──> REMOTE_PREFILLING ──> RUNNING                 decode side: a prefill worker writes our blocks
        │            └──> WAITING                          the KV was lost: prefill locally
        │
-       └──> LOADING_KV ──> RUNNING ──> PREFILL_SENDING    prefill side: hit blocks are read first; after the forward
-                                              │           pass the blocks stay ours until the last write is done
+       └──> LOADING_KV ──> RUNNING ──> PREFILL_SENDING    KV that is elsewhere is read first, after preemption too;
+                                              │           prefill side: after the forward pass the blocks stay ours
+                                              │           until the last write is done
                                               └──> FINISHED_*
 
 Both REMOTE_PREFILLING and PREFILL_SENDING count as unfinished work: an engine with such requests is not idle.
@@ -49,7 +50,7 @@ TRANSITIONS: dict[RequestStatus, frozenset[RequestStatus]] = {
     _S.LOADING_KV: frozenset({_S.WAITING, _S.RUNNING, _S.FINISHED_ABORTED, _S.FINISHED_ERROR}),
     _S.REMOTE_PREFILLING: frozenset({_S.RUNNING, _S.WAITING}) | _FINISHED,
     _S.RUNNING: frozenset({_S.PREEMPTED, _S.PREFILL_SENDING}) | _FINISHED,
-    _S.PREEMPTED: frozenset({_S.RUNNING, _S.FINISHED_ABORTED, _S.FINISHED_ERROR}),
+    _S.PREEMPTED: frozenset({_S.RUNNING, _S.LOADING_KV, _S.FINISHED_ABORTED, _S.FINISHED_ERROR}),
     _S.PREFILL_SENDING: _FINISHED,
     **{status: frozenset() for status in _FINISHED},
 }

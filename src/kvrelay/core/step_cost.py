@@ -12,6 +12,8 @@ token and a token that an earlier step has computed for the same prompt:
 from __future__ import annotations
 
 import math
+import statistics
+from collections.abc import Sequence
 
 import msgspec
 
@@ -20,6 +22,14 @@ MAX_COST_S = 3600.0
 MIN_CHUNK_TOKENS = 16
 """A prefill always gets on, whatever the running answers' objective: by a block."""
 MAX_CHUNK_TOKENS = 1 << 30
+STEP_SHARE = 0.7
+"""Share of the objective between tokens that a step may take; the rest is for the way to the client."""
+MARGIN = 2.0
+"""Standard deviations of a step's time below the objective: of a normal distribution 98 % lie below it."""
+MIN_STEP_FACTOR = 2.0
+"""If an objective is below the decode step itself, prefills may at most double the step."""
+DECODE_FIELDS = ("step_s", "decode_s", "context_s")
+PREFILL_FIELDS = ("prefill_s", "prefill_token_s", "pair_s")
 
 
 class StepWork(msgspec.Struct, frozen=True):
@@ -95,6 +105,12 @@ class StepCost(msgspec.Struct, frozen=True):
         return self.decode_s * num_decodes + self.context_s * num_context
 
 
+def step_limit_s(itl_s: float, spread: float) -> float:
+    """How long a step with prefills may take beside answers with that objective. The objective is one of the slowest
+    tokens, so the step has to keep it although its time scatters."""
+    return min(STEP_SHARE, math.exp(-MARGIN * spread)) * itl_s
+
+
 def are_times(coefficients: tuple[float, ...]) -> bool:
     """Whether they are zero or above, and at most MAX_COST_S together. A sum with a NaN compares false."""
     return sum(coefficients) <= MAX_COST_S and min(coefficients) >= 0.0
@@ -103,3 +119,22 @@ def are_times(coefficients: tuple[float, ...]) -> bool:
 def bounded_s(seconds: float) -> float:
     """A finite time, zero or above; NaN counts as never."""
     return min(max(seconds, 0.0), MAX_COST_S) if seconds == seconds else MAX_COST_S  # noqa: PLR0124
+
+
+def median_cost(fitted: Sequence[tuple[str, StepCost]]) -> tuple[StepCost, tuple[str, ...]]:
+    """Of workers of one model, by role: per coefficient the median of those that have measured such steps, and the
+    names of what none has.
+
+    A worker that has not publishes its prior. Those count whose role is for such steps; else the others, because by
+    cost a decode worker may prefill all short prompts itself.
+    """
+    values: dict[str, float] = {}
+    missing: list[str] = []
+    prior = StepCost()
+    for names, other in ((DECODE_FIELDS, "prefill"), (PREFILL_FIELDS, "decode")):
+        moved = [(role, cost) for role, cost in fitted if any(getattr(cost, n) != getattr(prior, n) for n in names)]
+        costs = [cost for role, cost in moved if role != other] or [cost for _, cost in moved] or [prior]
+        values |= {name: statistics.median(getattr(cost, name) for cost in costs) for name in names}
+        if not moved:
+            missing += names
+    return StepCost(**values), tuple(missing)

@@ -33,6 +33,7 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     ``lease_ttl_s``: silent for so long, it is gone; who connects to it chooses heartbeats by that.
     A rank of a data-parallel group is a worker of its own: rank ``dp_rank`` of the ``dp_size`` ranks of ``dp_group``
     (empty: no group). ``dp_parent_pid`` is the process that started the group's ranks.
+    ``pulls_prefills``: it takes prefills from the queue, also if it does ``both``.
     ``release`` is kvrelay's version (empty: one that does not tell); ``version`` is that of this struct.
     """
 
@@ -61,6 +62,7 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     dp_size: PositiveCount = 1
     dp_parent_pid: Count = 0
     release: Name = ""
+    pulls_prefills: bool = False
     version: int = 1
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import enum
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from kvrelay.core.events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
@@ -39,6 +39,8 @@ class CachedBlock:
     parent_hash: int | None
     local_hash: int
     token_ids: tuple[int, ...]
+    index: int
+    """Of the block in its sequence, from 0."""
 
 
 class BlockPool:
@@ -56,6 +58,8 @@ class BlockPool:
         self._cached: dict[int, CachedBlock] = {}
         self._block_of_hash: dict[int, int] = {}
         self._events: list[KvEvent] = []
+        self.on_evicted: Callable[[Sequence[tuple[int, CachedBlock]]], None] | None = None
+        """Gets blocks that leave the cache, with their ids, while they still hold what they held."""
 
     def __repr__(self) -> str:
         return (
@@ -178,6 +182,11 @@ class BlockPool:
         """Sequence hashes of all blocks in the prefix cache, those in use included."""
         return list(self._block_of_hash)
 
+    def cached_blocks(self) -> Iterator[tuple[int, CachedBlock]]:
+        """All blocks in the prefix cache with their ids: those in use, then the most recently used."""
+        yield from ((block_id, entry) for block_id, entry in self._cached.items() if block_id not in self._cached_free)
+        yield from ((block_id, self._cached[block_id]) for block_id in reversed(self._cached_free))
+
     def num_free_among(self, block_ids: Iterable[int]) -> int:
         """How many of these cached blocks are free now. Acquiring the blocks lowers ``num_free`` by this number."""
         return sum(block_id in self._cached_free for block_id in block_ids)
@@ -206,7 +215,8 @@ class BlockPool:
                 stored = []
             elif parent_hash is None or parent_hash in self._block_of_hash:
                 tokens = tuple(token_ids[index * size : (index + 1) * size])
-                entry = CachedBlock(sequence_hash, parent_hash, local_hashes[index], tokens)
+                before = -1 if parent_hash is None else self._cached[self._block_of_hash[parent_hash]].index
+                entry = CachedBlock(sequence_hash, parent_hash, local_hashes[index], tokens, before + 1)
                 self._cached[block_id] = entry
                 self._block_of_hash[sequence_hash] = block_id
                 stored.append(entry)
@@ -244,14 +254,16 @@ class BlockPool:
             )
 
     def _evict(self, count: int) -> None:
-        removed = []
+        removed: list[tuple[int, CachedBlock]] = []
         for _ in range(count):
             block_id, _ = self._cached_free.popitem(last=False)
             entry = self._cached.pop(block_id)
             del self._block_of_hash[entry.sequence_hash]
-            removed.append(entry.sequence_hash)
+            removed.append((block_id, entry))
             self._plain.add(block_id)
-        self._events.append(BlockRemoved(tuple(removed)))
+        if self.on_evicted is not None:
+            self.on_evicted(removed)
+        self._events.append(BlockRemoved(tuple(entry.sequence_hash for _, entry in removed)))
 
     # -- checks -------------------------------------------------------------------------------------------------------
 

@@ -155,7 +155,7 @@ class Schedules(Protocol):
     def set_exclusive_prefill(self, exclusive: bool) -> None:
         """Whether hand-off prefills run in steps of their own."""
 
-    def kv_loaded(self, request_id: str, ok: bool) -> None:
+    def kv_loaded(self, request_id: str, ok: bool, num_blocks: int = 0) -> None:
         """The read that a KvLoad asked for has ended. Unknown ids are ignored."""
 
 

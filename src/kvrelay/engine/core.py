@@ -27,6 +27,7 @@ from kvrelay.core.status import FinishReason, RequestStatus
 from kvrelay.dp.group import Alone, Group
 from kvrelay.dp.protocol import Round
 from kvrelay.engine.block_pool import BlockPool
+from kvrelay.engine.kv_source import KvStorage
 from kvrelay.engine.limits import NONE_PENDING, AdmissionLimits, PendingArrivals
 from kvrelay.engine.loans import HandoffIds, Loans, remote_prefill
 from kvrelay.engine.reports import stop_token_ids
@@ -88,6 +89,13 @@ class EngineCore:
             limits.append(config.max_model_len)
         self.max_model_len = min(limits)
         """Longest prompt plus answer, in tokens: the model's limit, the configured one, and the whole pool."""
+        self.storage: KvStorage | None = None
+        """KV beyond the pool."""
+
+    def attach(self, storage: KvStorage) -> None:
+        """Keep what the pool evicts there. Before the first request."""
+        self.storage = storage
+        self.scheduler.attach(storage)
 
     def __repr__(self) -> str:
         return f"EngineCore({self.worker_id}, {self.scheduler!r}, {len(self.loans)} loans)"
@@ -228,8 +236,9 @@ class EngineCore:
         self.limits.check(num_tokens, is_new=is_new, tenant=tenant, ahead=ahead)
 
     def num_cached_tokens(self, request: Request) -> int:
-        """Tokens of the request that the prefix cache holds now. Its hashes are kept for admission."""
-        return len(self.scheduler.admission.find_hit(request)) * self.pool.block_size
+        """Tokens of the request that need not be computed now: the prefix cache or a tier has them. Its hashes are kept
+        for admission."""
+        return self.scheduler.admission.num_held_tokens(request)
 
     def _validate(self, request: Request) -> None:
         request.sampling.validate(self.executor.vocab_size)
@@ -325,11 +334,11 @@ class EngineCore:
         """Whether hand-off prefills run in steps of their own; may change between steps."""
         self.scheduler.set_exclusive_prefill(exclusive)
 
-    def kv_loaded(self, request_id: str, ok: bool) -> None:
-        """The read that a KvLoad asked for has ended."""
+    def kv_loaded(self, request_id: str, ok: bool, num_blocks: int = 0) -> None:
+        """The read that a KvLoad asked for has ended: with all blocks, or with the leading ``num_blocks``."""
         request = self.scheduler.requests.get(request_id)
         if request is not None and request.status is RequestStatus.LOADING_KV:
-            self.scheduler.kv_loaded(request, ok)
+            self.scheduler.kv_loaded(request, ok, num_blocks)
 
     def sending_finished(self, request_id: str) -> None:
         """No transfer touches the blocks of this hand-off any more, and none will: free them."""
@@ -383,6 +392,7 @@ class EngineCore:
             num_step_samples=costs.num_samples,
             num_step_samples_rejected=costs.num_rejected,
             times=scheduler.times,
+            tiers=None if self.storage is None else self.storage.stats(),
         )
 
     def drain_events(self) -> list[KvEvent]:
@@ -394,8 +404,10 @@ class EngineCore:
         return self.pool.cached_hashes()
 
     def clear_cache(self) -> None:
-        """Forget every cached prefix; running requests continue."""
+        """Forget every cached prefix, those beyond the pool too; running requests continue."""
         self.pool.clear_cache()
+        if self.storage is not None:
+            self.storage.clear()
 
     def check_integrity(self) -> None:
         """Raise IntegrityError unless the requests and loans account for every block and all counts are true."""

@@ -293,7 +293,8 @@ class RecordedCore(EngineCore):
 
         self._recorded(EngineCore.set_exclusive_prefill, call, exclusive)
 
-    def kv_loaded(self, request_id: str, ok: bool) -> None:
+    def kv_loaded(self, request_id: str, ok: bool, num_blocks: int = 0) -> None:
+        # A recorded engine has no tiers (``launch``), so loads arrive whole or not at all.
         self._recorded(EngineCore.kv_loaded, lambda: EngineCore.kv_loaded(self, request_id, ok), request_id, ok)
 
     def sending_finished(self, request_id: str) -> None:

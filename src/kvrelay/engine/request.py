@@ -86,6 +86,9 @@ class Request:
     # The scheduler's.
     num_queued_tokens: int = field(default=0, init=False)
     """Tokens to compute, as estimated when it began to wait; 1 or more while it waits."""
+    num_stored_tokens: int = field(default=0, init=False)
+    """Of those that need not be computed: what a tier has, and its load takes ``load_s``. Estimates of that moment."""
+    load_s: float = field(default=0.0, init=False)
     slot: int = field(default=-1, init=False)
     block_ids: list[int] = field(default_factory=list, init=False)
     num_computed_tokens: int = field(default=0, init=False)

@@ -6,23 +6,15 @@ blocks, nor who set the objectives.
 
 from __future__ import annotations
 
-import math
-
-from kvrelay.core.step_cost import MIN_CHUNK_TOKENS, StepWork
+from kvrelay.core.step_cost import MIN_CHUNK_TOKENS, MIN_STEP_FACTOR, StepWork, step_limit_s
 from kvrelay.engine.batch import Batch
 from kvrelay.engine.request import PrefillMode, Request, service_order
 from kvrelay.placement.cost_model import StepCostModel
 
 OLDEST_SHARE = 4
 """A quarter of a step's prefill tokens is for the oldest prompt, so that shorter ones cannot stop it."""
-STEP_SHARE = 0.7
-"""Share of the objective between tokens that a step may take; the rest is for the way to the client."""
-MARGIN = 2.0
-"""Standard deviations of a step's time below the objective: of a normal distribution 98 % lie below it."""
 ARRIVAL_SHARE = 0.25
 """Share of the objective for the first token: a request that arrives waits for the step that runs."""
-MIN_STEP_FACTOR = 2.0
-"""If an objective is below the decode step itself, prefills may at most double the step."""
 
 
 class ScheduledBatch:
@@ -83,8 +75,7 @@ class TokenBudget:
     def _limit_s(self, prefilling: list[Request]) -> float:
         """Seconds that the step may take; 0: any time."""
         if self._itl_s:
-            # The objective is one of the slowest tokens, so the step has to keep it although its time scatters.
-            return min(STEP_SHARE, math.exp(-MARGIN * self.costs.spread)) * self._itl_s
+            return step_limit_s(self._itl_s, self.costs.spread)
         limits = [request.objectives.ttft_s for request in prefilling if request.objectives is not None]
         return ARRIVAL_SHARE * min(limits, default=0.0)
 

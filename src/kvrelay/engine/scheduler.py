@@ -5,9 +5,9 @@ worker (tokens, remote prefills, KV loads, hand-off chunks) are collected in ``o
 
 A step:  grow      blocks for decodes that fill their last one; if the pool is empty, preempt (``allocation.py``)
          admit     waiting requests get all blocks of their known tokens; where they go depends on their mode:
-                       LOCAL    slot, prefilled chunk by chunk
+                       LOCAL    slot, perhaps after a KvLoad; prefilled chunk by chunk
                        REMOTE   no slot yet; RemotePrefillRequest, joins with its first token (``remote_done``)
-                       HANDOFF  slot, perhaps after a KvLoad; each chunk goes to the sender, the last with the token
+                       HANDOFF  as LOCAL; each chunk goes to the sender, the last with the token
          plan      every decode, then prefill chunks under the token budget (``scheduled_batch.py``)
          update    (after execution) tokens, ends, blocks that became full
 """
@@ -26,6 +26,7 @@ from kvrelay.engine.admission.queue import AdmissionQueue, Backlog, EngineLoad
 from kvrelay.engine.allocation import DecodeAllocator, Holdings, cache_full_blocks, free_blocks, transfer_may_run
 from kvrelay.engine.batch import Batch
 from kvrelay.engine.block_pool import BlockPool
+from kvrelay.engine.kv_source import HeldByPeer, KvSource, KvStorage
 from kvrelay.engine.reports import finish_reason, report_blocks, report_last_blocks, report_token
 from kvrelay.engine.request import PrefillMode, Request
 from kvrelay.engine.scheduled_batch import BatchPlanner, ScheduledBatch, TokenBudget
@@ -121,6 +122,15 @@ class Scheduler:
             self._batch, max_num_batched_tokens, exclusive_prefill=exclusive_prefill, token_budget=self.token_budget
         )
         self._scheduled = ScheduledBatch([], [])
+        self._sources: list[KvSource] = [HeldByPeer(pool.block_size)]
+        self._loads: dict[Request, KvLoad] = {}
+        """Of requests that are LOADING_KV."""
+
+    def attach(self, storage: KvStorage) -> None:
+        """From now on prompts may begin with what this has kept of the pool's blocks."""
+        self._sources.append(storage)
+        self.admission.storage = storage
+        self.pool.on_evicted = storage.evicted
 
     def __repr__(self) -> str:
         return (
@@ -234,18 +244,44 @@ class Scheduler:
         free_blocks(self.pool, request)
         self.admission.push(request)
 
-    # -- hand-offs (prefill side) -------------------------------------------------------------------------------------
+    # -- loads of KV --------------------------------------------------------------------------------------------------
 
-    def kv_loaded(self, request: Request, ok: bool) -> None:
-        """The KvLoad of a HANDOFF request has ended. If it failed, everything after our own prefix hit is computed."""
+    def kv_loaded(self, request: Request, ok: bool, num_blocks: int = 0) -> None:
+        """The request's KvLoad has ended: with all its blocks, or with ``num_blocks``; what did not come is
+        computed."""
+        load = self._loads.pop(request)
         if request.abort_reason is not None:
             self.finish(request, FINISH_STATUS[request.abort_reason])
             return
-        self._num_outside -= 1
-        if ok:
-            request.num_computed_tokens = request.num_load_tokens
+        num_arrived = len(load.block_ids) if ok else num_blocks
+        if num_arrived:
+            request.num_computed_tokens = (load.first_block + num_arrived) * self.pool.block_size
+            if request.mode is PrefillMode.LOCAL and not request.first_output_sent:
+                request.num_cached_tokens = request.num_computed_tokens
             cache_full_blocks(self.pool, request)
-        self._start_prefill(request)
+        if not (ok and self._load_more(request)):
+            self._num_outside -= 1
+            self._start_prefill(request)
+
+    def _load_more(self, request: Request) -> bool:
+        """Whether a source has what follows the KV that is here; the load has begun then."""
+        if request.wants_prompt_logprobs:
+            return False
+        first = request.num_computed_tokens // self.pool.block_size
+        for source in self._sources:
+            hit = source.find(request, first)
+            if hit is None:
+                continue
+            if request.status is not RequestStatus.LOADING_KV:
+                self._num_outside += 1
+                request.move(RequestStatus.LOADING_KV, self._clock.now())
+            load = KvLoad(request.request_id, first, tuple(request.block_ids[first : first + hit.num_blocks]))
+            self._loads[request] = load
+            source.load(request, load, self.output)
+            return True
+        return False
+
+    # -- hand-offs (prefill side) -------------------------------------------------------------------------------------
 
     def sending_finished(self, request: Request) -> None:
         """No transfer touches the blocks of a HANDOFF request any more, and none will."""
@@ -335,16 +371,9 @@ class Scheduler:
             self._start_remote(request)
             return
         if request.mode is PrefillMode.HANDOFF:
-            held = request.num_load_tokens // self.pool.block_size
-            first = request.num_cached_blocks
-            request.num_sent_blocks = held
-            if held > first:
-                self._num_outside += 1
-                request.move(RequestStatus.LOADING_KV, self._clock.now())
-                load = KvLoad(request.request_id, first, tuple(request.block_ids[first:held]))
-                self.output.kv_loads.append(load)
-                return
-        self._start_prefill(request)
+            request.num_sent_blocks = request.num_load_tokens // self.pool.block_size
+        if not self._load_more(request):
+            self._start_prefill(request)
 
     def _start_prefill(self, request: Request) -> None:
         request.move(RequestStatus.RUNNING, self._clock.now())

@@ -15,6 +15,7 @@ from kvrelay.core.clock import Clock
 from kvrelay.core.events import LoadMetrics, TokenCounts
 from kvrelay.core.histogram import TOKEN_BUCKETS_S, Histogram
 from kvrelay.core.step_cost import StepCost
+from kvrelay.core.tier_stats import TierStats
 
 
 def _of_steps() -> Histogram:
@@ -64,6 +65,8 @@ class EngineStats:
     num_step_samples_rejected: int = 0
     times: EngineTimes = field(default_factory=EngineTimes)
     """Not copied: they go on."""
+    tiers: TierStats | None = None
+    """Of KV beyond the pool, if there is any. Not copied."""
 
     @property
     def token_counts(self) -> TokenCounts:

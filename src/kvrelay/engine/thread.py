@@ -106,6 +106,8 @@ class EngineThread:
     def start(self, on_step: Callable[[StepOutput], None], on_dead: Callable[[EngineDeadError], None]) -> None:
         self._on_step, self._on_dead = on_step, on_dead
         self._core.group.listen(lambda change: self.post(lambda _: change()))
+        if self._core.storage is not None:
+            self._core.storage.start(self._loaded)
         self._may_run.put(True)
         if not self._thread.is_alive():
             self._thread.start()
@@ -118,6 +120,8 @@ class EngineThread:
         has_ended = not self._thread.is_alive()
         if has_ended and not self._is_shut_down:
             self._is_shut_down = True
+            if self._core.storage is not None:
+                self._core.storage.close()
             self._core.executor.shutdown()
             self._core.group.close()
         return has_ended
@@ -150,6 +154,8 @@ class EngineThread:
                 # A step may end with outputs even when no forward pass ran: aborts, remote prefills, events.
                 self.deliver(self._core.step(announce=self.deliver))
             self._see_group_off()
+            if self._core.storage is not None:
+                self._core.storage.flush(self._core.pool)
         except EngineDeadError as exc:
             self._die(exc)
         except Exception as exc:  # noqa: BLE001 - the thread's outermost loop
@@ -166,6 +172,9 @@ class EngineThread:
         """Hand on what a step has put out, with a sample of the load."""
         step.load = self._load.sample()
         self._on_step(step)
+
+    def _loaded(self, request_id: str, is_whole: bool, num_blocks: int) -> None:
+        self.post(lambda _: self._core.kv_loaded(request_id, is_whole, num_blocks))
 
     def _die(self, error: EngineDeadError) -> None:
         self._inbox.end(error)

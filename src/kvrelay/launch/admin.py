@@ -164,10 +164,26 @@ def status_table(report: dict[str, Any]) -> None:
         )
     Console(width=TABLE_WIDTH).print(table)
     for status in report["workers"]:
+        if status.get("kv_tiers"):
+            print(f"{status['worker_id']} {_tiers_line(status['kv_tiers'])}")
         if status.get("prefill_queue_error"):
             print(
                 f"{status['worker_id']} cannot queue prefills and computes them itself: {status['prefill_queue_error']}"
             )
+
+
+def _tiers_line(tiers: dict[str, Any]) -> str:
+    """What KV beyond the pool has brought, and what each store holds back. A message of a worker, as it came."""
+    counts = tiers["counts"]
+    stores = (
+        f"{medium}: {store['num_loaded']} blocks loaded, {store['num_stored']} stored, "
+        f"{sum(store['misses'].values())} missed, {sum(store['drops'].values())} dropped"
+        for medium, store in tiers["stores"].items()
+    )
+    return (
+        f"KV tiers: {counts['num_hits']} prompts loaded, {counts['num_not_worth']} not worth it, "
+        f"{counts['num_failed_loads']} failed, {counts['saved_s']:.1f} s saved; {'; '.join(stores)}"
+    )
 
 
 async def print_reply(config: ControlConfig, worker_id: str, command: str, argument: str = "") -> None:
@@ -178,6 +194,16 @@ async def print_reply(config: ControlConfig, worker_id: str, command: str, argum
             raise WorkerUnavailableError(f"no worker {worker_id} in discovery{nearest(worker_id, workers)}")
         async with operator_keys(control, config) as keys:
             print(json.dumps(await send_command(workers[worker_id], keys, command, argument)))
+
+
+async def clear_caches(config: ControlConfig) -> None:
+    """Each worker forgets its prefixes, and what host memory and disks have of its model."""
+    async with connected(config) as control:
+        workers = await list_workers(control, Keys(config.namespace))
+        async with operator_keys(control, config) as keys:
+            for info in workers:
+                await send_command(info, keys, "clear_cache")
+                print(f"{info.worker_id}: cleared")
 
 
 async def config_set(config: ControlConfig, key: str, value: str) -> None:

@@ -50,6 +50,8 @@ class Child:
     """Consecutive exits because the control plane was unreachable; these do not count as crashes."""
     restart_s: float | None = None
     """The time of the next restart; None: not decided, or the child runs."""
+    is_extra: bool = False
+    """A planner wanted it: the cluster began without it, and may go on without it."""
 
     @property
     def pid(self) -> int:

@@ -53,6 +53,7 @@ from kvrelay.launch.frontend_calls import http_call
 from kvrelay.launch.nats_supervisor import NatsSupervisor
 from kvrelay.launch.process import leave_closed_terminals, on_terminate, terminal_outputs
 from kvrelay.launch.request_plane import connected, require_api_key, require_metrics_key
+from kvrelay.launch.worker_host import WorkerHost
 
 _log = logging.getLogger(__name__)
 
@@ -68,13 +69,16 @@ CUT_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class ServeConfig:
-    """What ``serve`` is started with. ``workers``: prefill workers first, all with one model and control plane."""
+    """What ``serve`` is started with. ``workers``: prefill workers first, all with one model and control plane.
+    ``planner``: off, suggest or act. It may have ``max_workers`` workers here at once; 0: it starts and stops none."""
 
     workers: tuple[WorkerConfig, ...]
     frontend: FrontendConfig
     router: RouterConfig
     num_frontends: int = 1
     nats_dir: Path | None = None
+    planner: str = "suggest"
+    max_workers: int = 0
     start_timeout_s: float = 300.0
     drain_timeout_s: float = 30.0
 
@@ -101,6 +105,10 @@ class LocalCluster:
         self._control = self._common.control
         self._workers: list[Child] = []
         self.frontends: list[Child] = []
+        self._planner: Child | None = None
+        self._orders: asyncio.Task[None] | None = None
+        """Listens to a planner, if it may start workers here."""
+        self._num_ordered = 0
         self._port = config.frontend.port
         self._stop = asyncio.Event()
         self._errors = ChildErrors(_write_error)
@@ -127,6 +135,8 @@ class LocalCluster:
             if await self.until_ready():
                 with announced(self._description()):
                     self.announce()
+                    self._start_planner()
+                    self._listen_for_orders()
                     await self._supervise()
         finally:
             await self.shut_down()
@@ -151,6 +161,48 @@ class LocalCluster:
         for number in range(self._config.num_frontends):
             name = f"frontend {number}"
             self.frontends.append(start_child(name, command, environment=environment, errors=self._errors))
+
+    def _start_planner(self) -> None:
+        """Once all is ready: no request waits for it."""
+        if self._config.planner == "off":
+            return
+        disagg = self._common.disagg
+        objectives = ("--slo-ttft-ms", str(disagg.slo_ttft_ms), "--slo-itl-ms", str(disagg.slo_itl_ms))
+        flags = settings_flags(self._common.control)
+        command = kvrelay_command("planner", "--mode", self._config.planner, *objectives, *flags)
+        environment = control_environment(self._control)
+        self._planner = start_child("planner", command, environment=environment, errors=self._errors)
+
+    def _listen_for_orders(self) -> None:
+        """Of our own planner, or of one elsewhere."""
+        if self._config.max_workers:
+            slots = max(self._config.max_workers, len(self._config.workers))
+            control, model = self._control, self._common.model
+            host = WorkerHost(control, model, slots, lambda: self._workers, self._start_ordered)
+            self._orders = asyncio.create_task(host.run_forever())
+
+    def _start_ordered(self, role: WorkerRole) -> None:
+        """A planner wants one more worker."""
+        self._num_ordered += 1
+        command = worker_command(replace(self._common, role=role, port=0))
+        environment = control_environment(self._control)
+        child = start_child(f"extra worker {self._num_ordered}", command, environment=environment, errors=self._errors)
+        child.restart_flags, child.is_extra = RESTART_FLAGS, True
+        self._workers.append(child)
+
+    def _watch_planner(self, now_s: float) -> None:
+        """Restart it like a worker; without it the cluster serves on, and nothing changes."""
+        child = self._planner
+        if child is None or child.exit_code is None:
+            return
+        if child.exit_code == 0:
+            self._planner = None
+            return
+        try:
+            self.revive(child, now_s)
+        except FatalError as exc:
+            print(f"kvrelay: {exc.message}; it is left, and workers and roles stay as they are", file=sys.stderr)
+            self._planner = None
 
     def _names(self) -> Iterator[str]:
         """``prefill worker 0``, and so on; each role counts from 0."""
@@ -249,6 +301,7 @@ class LocalCluster:
             for child in self._workers + self.frontends:
                 if child.exit_code is not None:
                     self.revive(child, time.monotonic())
+            self._watch_planner(time.monotonic())
             if supervisor is not None:
                 await supervisor.check()
             await self._check_serving_workers(time.monotonic())
@@ -268,6 +321,10 @@ class LocalCluster:
             self._let_go(child)
             return
         delay = restart_delay_s(child, now_s)
+        if delay is None and child.is_extra:
+            print(f"kvrelay: {child.name} crashes in a loop; its slot is free", file=sys.stderr)
+            self._workers = [other for other in self._workers if other is not child]
+            return
         if delay is None:
             raise FatalError(f"{child.name} crashes in a loop (exit code {child.exit_code})")
         print(
@@ -311,6 +368,11 @@ class LocalCluster:
     async def shut_down(self) -> None:
         """Stop the frontends, so that no new requests come; then drain the workers; then stop the control plane."""
         timeout_s = self._config.drain_timeout_s
+        if self._orders is not None:
+            self._orders.cancel()
+            await asyncio.gather(self._orders, return_exceptions=True)
+        if self._planner is not None:
+            await stop_children([self._planner], timeout_s, self._say_waiting)
         await stop_children(self.frontends, timeout_s + CUT_TIMEOUT_S, self._say_waiting)
         await stop_children(self._workers, timeout_s, self._say_waiting)
         if self._nats is not None:

@@ -28,6 +28,7 @@ from kvrelay.launch.dp_group import join_group, together
 from kvrelay.launch.process import SWITCH_INTERVAL_S, at_low_priority, ended_when_stuck, on_terminate, spare_what_stays
 from kvrelay.launch.request_plane import connector, request_plane_keys, require_metrics_key, transfer_settings
 from kvrelay.rpc import Heartbeat, ZmqRpcServer
+from kvrelay.tiers.build import open_tiers
 from kvrelay.transfer import build_transport, pool_allocator, shared_memory
 from kvrelay.transfer.p2p.control import ControlKeys, P2pAddress
 from kvrelay.worker.identity import WorkerIdentity, new_worker_id
@@ -65,6 +66,8 @@ async def _run_worker(config: WorkerConfig) -> None:
         raise ConfigError(
             f"--record-steps: engine {config.engine_kind} schedules elsewhere; use torch or mock", param="record_steps"
         )
+    if config.tiers.is_on:
+        _require_possible_tiers(config)
     curve_keys = request_plane_keys(config.host, config.control)
     require_metrics_key(config.metrics, config.control)
     config = replace(config, transfer=transfer_settings(config.host, config.transfer))
@@ -150,7 +153,11 @@ def load_engine(
         if config.record_steps:
             path = Path(config.record_steps)
             return RecordedCore(executor, engine, path, worker_id=worker_id, model=config.model, seed=seed)
-        return EngineCore(executor, engine, MonotonicClock(), worker_id=worker_id, seed=seed, group=group)
+        core = EngineCore(executor, engine, MonotonicClock(), worker_id=worker_id, seed=seed, group=group)
+        tiers = open_tiers(config.tiers, executor, config.model, lambda: core.scheduler.token_budget.costs.cost)
+        if tiers is not None:
+            core.attach(tiers)
+        return core
 
     idle_wait_s = RANKS_CHECK_INTERVAL_S if config.computes_in_ranks else IDLE_CHECK_INTERVAL_S
     return EngineThread(build(), idle_wait_s) if loads_here else EngineThread.load(build, idle_wait_s)
@@ -164,6 +171,19 @@ def _require_possible_role(config: WorkerConfig) -> None:
             "--upstream-kv-transfer if servers exchange KV",
             param="role",
         )
+
+
+def _require_possible_tiers(config: WorkerConfig) -> None:
+    """Raises ConfigError for tiers that no request could use."""
+    if config.engine_kind in HOSTS:
+        reason = f"engine {config.engine_kind} keeps its KV itself; use torch or mock"
+    elif not config.engine.enable_prefix_caching:
+        reason = "they keep prefixes, and --no-enable-prefix-caching reuses none"
+    elif config.record_steps:
+        reason = "--record-steps does not record what they answer"
+    else:
+        return
+    raise ConfigError(f"--host-kv-cache, --disk-kv-cache: {reason}", param="host_kv_cache")
 
 
 def _load(

@@ -68,7 +68,7 @@ class Phase(enum.IntEnum):
     GRANT_HEARD = 34
     """P: the grant is here."""
     LOADING = 35
-    """P: begins to read blocks that D has."""
+    """P or D: begins to read KV: P blocks that D has, either blocks of a tier."""
     PREFILL_STARTED = 36
     """P or D: in the batch. D: placed locally."""
     PREFILL_ENDED = 37

@@ -38,14 +38,18 @@ AT_DECODE: Table = (
     (_P.RECEIVED, _P.ADMITTED, "admit"),
     (_P.ADMITTED, _P.PREFILL_STARTED, "wait"),
     (_P.ADMITTED, _P.PREFILL_QUEUED, "wait"),
+    (_P.ADMITTED, _P.LOADING, "wait"),
+    (_P.LOADING, _P.PREFILL_STARTED, "load"),
     (_P.CLAIM_HEARD, _P.GRANTED, "grant"),
     (_P.TRANSFER_POSTED, _P.TRANSFER_ENDED, "transfer"),
     (_P.TRANSFER_ENDED, _P.ATTACHED, "attach"),
     (_P.ATTACHED, _P.SENT, "report"),
     (_P.PREFILL_STARTED, _P.SENT, "prefill"),
     (_P.PREEMPTED, _P.PREFILL_STARTED, "preempted"),
+    (_P.PREEMPTED, _P.LOADING, "preempted"),
     (_P.PREFILL_QUEUED, _P.RECOMPUTED, "lost"),
     (_P.RECOMPUTED, _P.PREFILL_STARTED, "wait"),
+    (_P.RECOMPUTED, _P.LOADING, "wait"),
     (_P.SENT, _P.SENT, "decode"),
 )
 AT_PREFILL: Table = (
@@ -53,12 +57,13 @@ AT_PREFILL: Table = (
     (_P.PULLED, _P.PREFILL_STARTED, "prepare"),
     (_P.RECEIVED, _P.LOADING, "prepare"),
     (_P.RECEIVED, _P.PREFILL_STARTED, "prepare"),
-    (_P.LOADING, _P.PREFILL_STARTED, "read_hits"),
+    (_P.LOADING, _P.PREFILL_STARTED, "load"),
     (_P.CLAIMED, _P.GRANT_HEARD, "claim"),
     (_P.PREFILL_STARTED, _P.PREFILL_ENDED, "prefill"),
     (_P.PREFILL_ENDED, _P.TRANSFER_POSTED, "hand_over"),
 )
-"""Within one process: from the last mark of the first phase to the next one of the second."""
+"""Within one process: from the last mark of the first phase to the next one of the second. Of several that may follow
+a phase, the first one counts."""
 POINTS = {_P.RECEIVED, _P.LATE_TOKEN, _P.MIGRATED, _P.REFUSED, _P.FIRST_TOKEN, _P.FINISHED, _P.FAILED, _P.FIRST_BYTES}
 """Shown as points, too."""
 SENT_BY_FRONTEND: tuple[Message, ...] = ((_P.ROUTED, _P.RECEIVED),)
@@ -240,9 +245,13 @@ class _Spans:
             self.between("deliver", worker, _P.PREFILL_ENDED, frontend, _P.FIRST_TOKEN)
 
     def process(self, worker: _Worker, table: Table) -> None:
-        """Those within one process."""
+        """Those within one process: from a phase to the first of those that the table has after it."""
         for begin, end, name in table:
+            others = {phase for first, phase, _ in table if first is begin} - {end}
+            sooner_s = [mark.at_s for mark in worker.marks if mark.phase in others]
             for start_s, end_s in _next_pairs(worker.marks, begin, end):
+                if any(start_s <= at_s < end_s for at_s in sooner_s):
+                    continue
                 self._add(worker, name, start_s + worker.offset.seconds, end_s + worker.offset.seconds)
         waited: Mark | None = None
         for mark in worker.marks:

@@ -39,6 +39,9 @@ class Situation(msgspec.Struct, frozen=True):
     objectives: Objectives
     num_line: int = 0
     spread: float = 0.0
+    num_stored: int = 0
+    """Tokens besides ``num_tokens`` that a tier here has: to load them takes ``load_s``, to compute them longer."""
+    load_s: float = 0.0
 
 
 class Decision(msgspec.Struct, frozen=True):
@@ -51,12 +54,15 @@ class Decision(msgspec.Struct, frozen=True):
     remote_cost: float = 0.0
     is_trial: bool = False
     """Against the costs, so that they are measured."""
+    load_s: float = 0.0
+    """Of ``local_s``: until a tier's blocks are here. 0: none has any that are worth it."""
 
     def __str__(self) -> str:
         place = "waiting" if self.place is None else self.place.value
+        load = f";load={self.load_s:.4f}s" if self.load_s else ""
         if not (self.local_s or self.remote_s):
-            return place
-        return f"{place};local={self.local_s:.4f}s;remote={self.remote_s:.4f}s"
+            return place + load
+        return f"{place};local={self.local_s:.4f}s;remote={self.remote_s:.4f}s{load}"
 
 
 class PrefillPlace(enum.StrEnum):

@@ -46,7 +46,7 @@ def decide(
 ) -> Decision:
     """Place one prefill. ``mean_tokens``: of a prefill that another decode worker has queued."""
     if prefill_load.num_workers <= 0:
-        return stay_here(situation.is_here_open)
+        return stay_here(situation.is_here_open, situation.load_s)
     others = max(0, prefill_load.queue_size - situation.num_remote_prefills) * mean_tokens
     ahead = (situation.num_remote_tokens + others) / prefill_load.num_workers
     local_s, local_cost = _local(situation, situation.num_here)
@@ -66,17 +66,18 @@ def decide(
         place = PrefillPlace.LOCAL_CHEAPER if situation.is_here_open else None
     elif is_window_open:
         place = PrefillPlace.REMOTE
-    return Decision(place, local_s, remote_s, local_cost, remote_cost)
+    return Decision(place, local_s, remote_s, local_cost, remote_cost, load_s=situation.load_s)
 
 
-def stay_here(is_here_open: bool) -> Decision:
+def stay_here(is_here_open: bool, load_s: float = 0.0) -> Decision:
     """The decision without a prefill worker: the prefill runs here, once the step's budget has room."""
-    return Decision(PrefillPlace.LOCAL_NO_PREFILL_WORKER if is_here_open else None)
+    return Decision(PrefillPlace.LOCAL_NO_PREFILL_WORKER if is_here_open else None, load_s=load_s)
 
 
 def _remote(situation: Situation, remote: RemoteCost, ahead: float, spread: float) -> tuple[float, float]:
     """Seconds to the first token, and the cost, of a prefill at a prefill worker with ``ahead`` tokens before it."""
-    seconds = remote.seconds(situation.num_tokens, ahead)
+    # What a tier here has, the prefill worker computes.
+    seconds = remote.seconds(situation.num_tokens + situation.num_stored, ahead)
     return seconds, seconds + LATE * _late(situation, seconds, spread)
 
 
@@ -84,8 +85,13 @@ def _local(situation: Situation, num_before: int) -> tuple[float, float]:
     """Seconds to the first token, and the cost, of a prefill here with ``num_before`` tokens before it."""
     cost, chunk = situation.cost, max(situation.chunk, 1)
     decodes, context = situation.num_decodes, situation.num_context
-    seconds = cost.prefill_seconds(
-        situation.num_tokens, num_ahead=num_before, chunk=chunk, num_decodes=decodes, num_context=context
+    seconds = situation.load_s + cost.prefill_seconds(
+        situation.num_tokens,
+        num_before=situation.num_stored,
+        num_ahead=num_before,
+        chunk=chunk,
+        num_decodes=decodes,
+        num_context=context,
     )
     delay_s = cost.added_seconds(situation.num_tokens, chunk=chunk)
     # An objective of the 99th percentile bears one late token in a hundred: a lone step may be late by chance.

@@ -22,7 +22,8 @@ def text_of(advice: Advice) -> str:
         for row in rows
     ]
     for found in advice.capacities:
-        lines.append(f"capacity of {found.candidate}: {found.requests_per_s:.3g} requests/s")
+        spread = f"{min(found.by_seed):.3g} to {max(found.by_seed):.3g} over {len(found.by_seed)} seeds"
+        lines.append(f"capacity of {found.candidate}: {found.requests_per_s:.3g} requests/s ({spread})")
     return "\n".join([*lines, advice.verdict, advice.command])
 
 

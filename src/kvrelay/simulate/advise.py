@@ -35,6 +35,8 @@ MAX_FACTOR = 64.0
 NUM_BISECTIONS = 4
 NOISE = 0.05
 """Bisection finds a capacity within some 4 %; smaller differences say nothing."""
+NUM_SEEDS = 3
+"""Capacities are found with so many seeds."""
 NUM_COMPARED_LATENCIES = 200
 
 
@@ -89,12 +91,17 @@ class Measured(msgspec.Struct, frozen=True):
 
 
 class Capacity(msgspec.Struct, frozen=True):
-    """``requests_per_s``: the highest rate at which ATTAINMENT of the requests meet both objectives. ``points``: what
-    was tried, as (requests/s, goodput), by rate."""
+    """``by_seed``: the highest rate, in requests/s, at which ATTAINMENT of the requests meet both objectives, with each
+    seed. ``points``: what was tried with the first one, as (requests/s, goodput), by rate."""
 
     candidate: Candidate
-    requests_per_s: float
+    by_seed: tuple[float, ...]
     points: tuple[tuple[float, float], ...]
+
+    @property
+    def requests_per_s(self) -> float:
+        """The mean over the seeds."""
+        return sum(self.by_seed) / len(self.by_seed)
 
 
 class Advice(msgspec.Struct, frozen=True):
@@ -135,19 +142,36 @@ def advise(
     slot_hour_price: float | None = None,
     num_blocks: int = 0,
     seed: int = 0,
+    load_of_seed: Callable[[int], Sequence[Arrival]] | None = None,
     on_run: Callable[[Candidate], None] = lambda candidate: None,
 ) -> Advice:
-    """Search; ``on_run`` is told of each simulation that begins.
+    """Search; ``on_run`` is told of each simulation that begins. ``load_of_seed``: the load with another seed, to
+    confirm the winner with; None: ``arrivals`` again, so that only the draws of the steps' times differ.
 
     Raises InvalidInputError for objectives that no cluster can meet, ConfigError for impossible settings.
     """
     check_objectives(arrivals, costs_by_tp, objectives)
+    if slot_hour_price is not None and not 0.0 < slot_hour_price < math.inf:
+        raise InvalidInputError(f"--gpu-hour-price must be above 0, got {slot_hour_price}", param="gpu_hour_price")
     found = candidates_for(num_slots, sorted(costs_by_tp))
     if not found:
         raise InvalidInputError(f"--slots {num_slots} are too few for tp {min(costs_by_tp)}; give more", param="slots")
-    trial = Trial(arrivals, costs_by_tp, objectives, num_blocks, seed, on_run)
+    trials = [
+        Trial(
+            arrivals if number == seed or load_of_seed is None else load_of_seed(number),
+            costs_by_tp,
+            objectives,
+            num_blocks,
+            number,
+            on_run,
+        )
+        for number in range(seed, seed + NUM_SEEDS)
+    ]
+    trial = trials[0]
     ranked = successive_halving(found, trial.score, trial.budgets, kind=lambda candidate: candidate.is_split)
     table = tuple(trial.measure(candidate, num_slots, slot_hour_price) for candidate, _ in ranked)
+    if error := trial.why_nothing(table[0].candidate):
+        raise InvalidInputError(f"{table[0].candidate} answers no request: {error}")
     if not table[0].goodput:
         raise InvalidInputError(
             f"no cluster of {num_slots} slots meets the objectives for any request: {table[0].candidate} has "
@@ -155,7 +179,7 @@ def advise(
             "give more slots or looser objectives"
         )
     firsts = [next((row.candidate for row in table if row.candidate.is_split is kind), None) for kind in (True, False)]
-    capacities = ordered([trial.capacity(one) for one in firsts if one is not None])
+    capacities = ordered([capacity_of(one, trials) for one in firsts if one is not None])
     return Advice(capacities[0].candidate, verdict_of(capacities), table, tuple(capacities), objectives, num_blocks)
 
 
@@ -175,14 +199,29 @@ def check_objectives(arrivals: Sequence[Arrival], costs_by_tp: Mapping[int, Cost
             )
 
 
+def capacity_of(candidate: Candidate, trials: Sequence[Trial]) -> Capacity:
+    """The whole search with the first trial; the others look around what it has found."""
+    points: dict[float, float] = {}
+    first = trials[0].capacity(candidate, points)
+    rates = [trials[0].base_rate * first]
+    rates += [trial.base_rate * trial.capacity(candidate, {}, around=first) for trial in trials[1:]]
+    tried = tuple((trials[0].base_rate * factor, points[factor]) for factor in sorted(points))
+    return Capacity(candidate, tuple(rates), tried)
+
+
+def is_doubtful(first: Capacity, second: Capacity) -> str:
+    """Why the difference of two capacities, the greater first, says nothing; empty: it does."""
+    if first.requests_per_s < second.requests_per_s * (1 + NOISE):
+        return "within the search's precision"
+    # Seed by seed, because both had the same load: loads differ more than clusters.
+    is_mixed = any(one <= other for one, other in zip(first.by_seed, second.by_seed))
+    return f"within the spread of {len(first.by_seed)} seeds" if is_mixed else ""
+
+
 def ordered(capacities: Sequence[Capacity]) -> list[Capacity]:
-    """The winner first. Of two that differ by less than NOISE it is the aggregated one, which is simpler."""
+    """The winner first. Of two whose difference is doubtful it is the aggregated one, which is simpler."""
     found = sorted(capacities, key=lambda one: -one.requests_per_s)
-    if (
-        len(found) == 2
-        and found[0].candidate.is_split
-        and found[0].requests_per_s < found[1].requests_per_s * (1 + NOISE)
-    ):
+    if len(found) == 2 and found[0].candidate.is_split and is_doubtful(*found):
         found.reverse()
     return found
 
@@ -200,9 +239,10 @@ def verdict_of(capacities: Sequence[Capacity]) -> str:
         )
     if not second.requests_per_s:
         return f"{what}: {other} holds the objectives at no rate that was tried"
-    gain = first.requests_per_s / second.requests_per_s - 1
-    if gain < NOISE:
-        return f"do not split: split and aggregated differ by {abs(gain) * 100:.1f} %, and aggregated is simpler"
+    greater, less = sorted((first, second), key=lambda one: -one.requests_per_s)
+    gain = greater.requests_per_s / less.requests_per_s - 1
+    if why := is_doubtful(greater, less):
+        return f"do not split: split and aggregated differ by {gain * 100:.1f} %, {why}, and aggregated is simpler"
     winner = "split" if first.candidate.is_split else "aggregated"
     return f"{what}: {winner} wins by {gain * 100:.0f} % of requests per second"
 
@@ -282,19 +322,26 @@ class Trial:
             tuple(times[::step]),
         )
 
-    def capacity(self, candidate: Candidate) -> Capacity:
-        """By doubling or halving the trace's rate, then by bisection. Assumes that more load is never better."""
-        points: dict[float, float] = {}
-        base = self._base_rate()
+    def why_nothing(self, candidate: Candidate) -> str:
+        """The first error, if no request of the load's shortest part gets an answer; else empty."""
+        result = self.run(candidate, self.budgets[0])
+        return "" if result.done else result.first_error
+
+    def capacity(self, candidate: Candidate, points: dict[float, float], around: float = 0.0) -> float:
+        """The highest speed of the load, 1 as given, that the cluster holds; ``points`` takes what was tried.
+
+        By doubling or halving the speed, then by bisection; near ``around``, if that is given, in smaller steps to the
+        same precision. Assumes that more load is never better.
+        """
 
         def holds(factor: float) -> bool:
             points[factor] = self.run(candidate, len(self._arrivals), factor).goodput(self._objectives)
             return points[factor] >= ATTAINMENT
 
-        low = highest_that_holds(holds)
-        return Capacity(candidate, base * low, tuple((base * factor, points[factor]) for factor in sorted(points)))
+        return highest_that_holds(holds, around, 2**0.25, NUM_BISECTIONS - 2) if around else highest_that_holds(holds)
 
-    def _base_rate(self) -> float:
+    @property
+    def base_rate(self) -> float:
         """Requests per second of the load; calls of a session count with the session's first."""
         last_s = max(one.time_s for one in self._arrivals if one.after is None)
         return len(self._arrivals) / last_s if last_s > 0.0 else float(len(self._arrivals))
@@ -304,20 +351,22 @@ BOTH = ("ttft_s", "itl_s")
 NOTHING = {"p50": 0.0, "p90": 0.0, "p99": 0.0}
 
 
-def highest_that_holds(holds: Callable[[float], bool]) -> float:
-    """The highest factor that holds, within some percent; 0 if none holds from 1 / MAX_FACTOR on. At most
-    MAX_FACTOR."""
-    low, high = 0.0, 1.0
+def highest_that_holds(
+    holds: Callable[[float], bool], start: float = 1.0, step: float = 2.0, num_bisections: int = NUM_BISECTIONS
+) -> float:
+    """The highest factor that holds, within ``step ** (1 / 2 ** num_bisections)``; 0 if none holds from 1 / MAX_FACTOR
+    on. At most MAX_FACTOR."""
+    low, high = 0.0, start
     while holds(high):
-        low, high = high, high * 2
+        low, high = high, high * step
         if high > MAX_FACTOR:
             return low
     while not low:
-        factor = high / 2
+        factor = high / step
         if factor < 1 / MAX_FACTOR:
             return 0.0
         low, high = (factor, high) if holds(factor) else (0.0, factor)
-    for _ in range(NUM_BISECTIONS):
+    for _ in range(num_bisections):
         middle = math.sqrt(low * high)
         low, high = (middle, high) if holds(middle) else (low, middle)
     return low

@@ -19,7 +19,9 @@ _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 
 
 @click.command("advise")
-@click.option("--trace", type=_FILE, help="Load: a trace of Mooncake, Qwen-Bailian, Azure or BurstGPT; default: none.")
+@click.option(
+    "--trace", type=_FILE, help="Load: a trace (Mooncake, Qwen-Bailian, Azure, BurstGPT) or recording; default: none."
+)
 @click.option("--load", help="Generated load, e.g. agents:sessions=50; default: none. See docs/simulator.md.")
 @click.option("--limit", type=click.IntRange(1), default=500, help="Requests of the trace that are simulated.")
 @click.option("--time-scale", type=click.FloatRange(0.0, min_open=True), default=1.0, help="2: twice as fast.")
@@ -74,6 +76,7 @@ def advise_command(
             slot_hour_price=gpu_hour_price,
             num_blocks=num_blocks,
             seed=seed,
+            load_of_seed=None if load is None else lambda number: load_of(None, load, limit=limit, seed=number),
             on_run=lambda candidate: bar.update(0, f"{next(numbers)}: {candidate}"),
         )
     if html is not None:

@@ -42,6 +42,15 @@ class Arrival(msgspec.Struct, frozen=True, kw_only=True):
         return token_ids[: self.prompt_tokens] + _tokens(OWN_SEED + index, max(missing, 0), vocab_size)
 
 
+class RecordedArrival(Arrival, frozen=True):
+    """An arrival with the very tokens of its prompt, in memory."""
+
+    token_ids: tuple[int, ...] = ()
+
+    def prompt(self, index: int, vocab_size: int) -> list[int]:
+        return list(self.token_ids)
+
+
 def check_arrivals(arrivals: Sequence[Arrival]) -> None:
     """Raise InvalidInputError for the first arrival that cannot be sent, by its number from 0."""
     for index, arrival in enumerate(arrivals):

@@ -17,13 +17,11 @@ import msgspec
 import numpy as np
 
 from kvrelay.core.decoding import UNREADABLE
-from kvrelay.core.step_cost import StepCost, StepWork
+from kvrelay.core.step_cost import StepCost, StepWork, median_cost
 from kvrelay.errors import InvalidInputError
 from kvrelay.simulate.costs import Costs, check_costs
 
 MAX_SPREAD = 1.0
-DECODE_FIELDS = ("step_s", "decode_s", "context_s")
-PREFILL_FIELDS = ("prefill_s", "prefill_token_s", "pair_s")
 
 
 class Stream(msgspec.Struct, frozen=True):
@@ -110,17 +108,15 @@ def counters_of(workers: Sequence[_Worker]) -> Counters:
     )
 
 
-def fit(workers: Sequence[_Worker], phases: Sequence[Phase], machine: str) -> Calibration:
-    """Costs of the workers' model. ``workers``: their status after the probe. Raises InvalidInputError if no worker
-    publishes step costs, which engines of others do not."""
-    given = [(worker.role, worker.load.step_cost) for worker in workers]
-    fitted = [(role, cost) for role, cost in given if cost is not None]
-    if not fitted:
-        raise InvalidInputError(
-            "no worker publishes step costs; calibrate with --engine torch or mock, or write costs.json by hand"
-        )
-    step, missing = _median_step(fitted)
-    found: dict[str, float | int] = _client_costs(step, phases) | _transfer_costs(phases)
+def fit(
+    workers: Sequence[_Worker], phases: Sequence[Phase], machine: str, busy: Sequence[_Worker] | None = None
+) -> Calibration:
+    """Costs of the workers' model. ``workers``: their status after the probe's streams one by one; ``busy``: after
+    those that came at once, whose steps are what a load meets (None: there were none). Raises InvalidInputError if no
+    worker publishes step costs, which engines of others do not."""
+    alone, _ = _step_of(workers)
+    step, missing = _step_of(busy or workers)
+    found: dict[str, float | int] = _client_costs(alone, phases) | _transfer_costs(phases)
     measurable = (
         *("between_steps_s", "spread", "frontend_request_s"),
         *("token_bytes", "link_bytes_per_s", "transfer_overhead_s"),
@@ -128,25 +124,20 @@ def fit(workers: Sequence[_Worker], phases: Sequence[Phase], machine: str) -> Ca
     )
     costs = msgspec.structs.replace(Costs(), step=step, machine=machine, model=workers[0].model, **found)
     check_costs(costs, "measured")
-    return Calibration(costs, (*missing, *(name for name in measurable if name not in found)))
+    return Calibration(
+        costs, (*(f"step.{name}" for name in missing), *(name for name in measurable if name not in found))
+    )
 
 
-def _median_step(fitted: Sequence[tuple[str, StepCost]]) -> tuple[StepCost, tuple[str, ...]]:
-    """Per coefficient the median of the workers that have measured such steps, and the names of what none has.
-
-    A worker that has not publishes its prior. Those count whose role is for such steps; else the others, because by
-    cost a decode worker may prefill all short prompts itself.
-    """
-    values: dict[str, float] = {}
-    missing: list[str] = []
-    prior = StepCost()
-    for names, other in ((DECODE_FIELDS, "prefill"), (PREFILL_FIELDS, "decode")):
-        moved = [(role, cost) for role, cost in fitted if any(getattr(cost, n) != getattr(prior, n) for n in names)]
-        costs = [cost for role, cost in moved if role != other] or [cost for _, cost in moved] or [prior]
-        values |= {name: statistics.median(getattr(cost, name) for cost in costs) for name in names}
-        if not moved:
-            missing += [f"step.{name}" for name in names]
-    return StepCost(**values), tuple(missing)
+def _step_of(workers: Sequence[_Worker]) -> tuple[StepCost, tuple[str, ...]]:
+    """What these workers publish, and the names of what none has measured."""
+    given = [(worker.role, worker.load.step_cost) for worker in workers]
+    fitted = [(role, cost) for role, cost in given if cost is not None]
+    if not fitted:
+        raise InvalidInputError(
+            "no worker publishes step costs; calibrate with --engine torch or mock, or write costs.json by hand"
+        )
+    return median_cost(fitted)
 
 
 def _client_costs(step: StepCost, phases: Sequence[Phase]) -> dict[str, float | int]:

@@ -43,7 +43,7 @@ def calibrate_command(
     from kvrelay.launch.admin import cluster_status
     from kvrelay.simulate.calibrate import Counters, counters_of, fit, read_status
     from kvrelay.simulate.costs import encode_costs
-    from kvrelay.simulate.probe import http_sender, probe
+    from kvrelay.simulate.probe import http_sender, keep_busy, probe
 
     if long_length <= short:
         raise click.UsageError("--long must be above --short: the difference tells bandwidth and overhead apart")
@@ -58,7 +58,9 @@ def calibrate_command(
 
         send = http_sender(frontend, workers[0].model, api_key)
         phases = await probe(send, count, (short, long_length), streams, seed)
-        found = fit(read_status(await cluster_status(control)), phases, machine)
+        alone = read_status(await cluster_status(control))
+        await keep_busy(send, (short, long_length), len(alone), streams, seed)
+        found = fit(alone, phases, machine, read_status(await cluster_status(control)))
         write_text(output, encode_costs(found.costs).decode())
         click.echo(f"wrote {output}: {found.costs.model} on {machine}")
         if found.not_measured:

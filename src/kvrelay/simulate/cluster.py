@@ -11,9 +11,10 @@ import msgspec
 
 from kvrelay.config import DisaggConfig, EngineConfig, RouterConfig, WorkerRole
 from kvrelay.core.handoff import HandoffOrder
-from kvrelay.core.step_cost import StepCost
 from kvrelay.errors import ConfigError
+from kvrelay.planner import WorkerView
 
+MAX_WORKERS = 10_000
 ROLE_PREFIX = {"p": WorkerRole.PREFILL, "d": WorkerRole.DECODE, "b": WorkerRole.BOTH}
 
 
@@ -27,7 +28,8 @@ class Change(enum.StrEnum):
     DRAIN = "drain"
     """It finishes its work and leaves."""
     ROLE = "role"
-    """It finishes its work and continues in ``role``."""
+    """It continues in ``role``. Widened to ``both`` it serves on; narrowed from ``both`` it finishes the other half's
+    work first; else it finishes all its work first."""
 
 
 class ClusterEvent(msgspec.Struct, frozen=True):
@@ -94,22 +96,22 @@ class ClusterSpec:
             raise ConfigError("counts of workers cannot be negative, and one frontend is needed", param="prefill")
         if self.decode + self.both < 1:
             raise ConfigError("no worker takes requests; give --decode or --both at least 1", param="decode")
+        if self.num_workers > MAX_WORKERS:
+            raise ConfigError(f"{self.num_workers:,} workers are too many; at most {MAX_WORKERS:,}", param="prefill")
+        started = [event.role for event in self.events if event.change is Change.START]
+        for event in self.events:
+            role, number = ROLE_PREFIX.get(event.worker_id[:1]), event.worker_id[1:]
+            if event.change is Change.START:
+                continue
+            if role is None or not number.isdecimal() or int(number) >= self._num_first(role) + started.count(role):
+                raise ConfigError(
+                    f"event at {event.time_s:g} s: no worker is called {event.worker_id!r}; the first ones are p0, d0 "
+                    "and b0, as far as the counts go",
+                    param="event",
+                )
 
-
-class WorkerView(msgspec.Struct, frozen=True):
-    """One worker as a controller sees it. ``queue_s``: the estimated time of the prefill tokens that wait here.
-    ``uncached_tokens_per_s``: prefill tokens computed since the last view. ``is_ready`` is False while the worker
-    starts, drains or changes its role."""
-
-    worker_id: str
-    role: WorkerRole
-    is_ready: bool
-    queue_s: float
-    num_running: int
-    num_waiting: int
-    kv_usage: float
-    uncached_tokens_per_s: float
-    step_cost: StepCost
+    def _num_first(self, role: WorkerRole) -> int:
+        return {WorkerRole.PREFILL: self.prefill, WorkerRole.DECODE: self.decode, WorkerRole.BOTH: self.both}[role]
 
 
 Controller = Callable[[float, Sequence[WorkerView]], Sequence[ClusterEvent]]

@@ -27,7 +27,9 @@ class SimulateGroup(GroupedCommand, LazyGroup):
 
 
 @click.group("simulate", cls=SimulateGroup, entries=COMMANDS, invoke_without_command=True)
-@click.option("--trace", type=_FILE, help="Load: a trace of Mooncake, Qwen-Bailian, Azure or BurstGPT; default: none.")
+@click.option(
+    "--trace", type=_FILE, help="Load: a trace (Mooncake, Qwen-Bailian, Azure, BurstGPT) or recording; default: none."
+)
 @click.option("--load", help="Load: a generated one, e.g. agents:sessions=50; default: none. See docs/simulator.md.")
 @click.option("--limit", type=click.IntRange(1), help="Requests of the trace; default: all.")
 @click.option("--time-scale", type=click.FloatRange(0.0, min_open=True), default=1.0, help="2: twice as fast.")
@@ -43,7 +45,9 @@ class SimulateGroup(GroupedCommand, LazyGroup):
 )
 @click.option("--costs", "costs_file", type=_FILE, help="JSON file of costs; default: a GPU of the middle class.")
 @click.option("--event", "events", multiple=True, metavar="EVENT", help="E.g. 30s:kill:d1; default: none.")
-@click.option("--seed", default=0, help="Seed of all draws: the same one gives the same output.")
+@click.option(
+    "--seed", type=click.IntRange(0), default=0, help="Seed of all draws: the same one gives the same output."
+)
 @click.option("--verify", "recording", type=_FILE, help="Recording (--record-steps) to compare with; default: none.")
 @json_option
 @settings_options(*SETTINGS)
@@ -120,6 +124,8 @@ def _text(report: dict[str, Any], ttft_s: float, itl_s: float) -> str:
         f"goodput {report['goodput']:.1%} (TTFT {ttft_s * 1e3:g} ms, ITL {itl_s * 1e3:g} ms at P99 of an answer), "
         f"{report['output_tokens_per_s']:.1f} tokens/s",
     ]
+    if report["first_error"]:
+        lines.append(f"first failure: {report['first_error']}")
     for latency, figures in report["latencies"].items():
         values = ", ".join(f"{name} {seconds * 1e3:.2f}" for name, seconds in figures.items())
         lines.append(f"{latency[:-2].upper():4} ms: {values}")

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 
+from kvrelay.core.decoding import UNREADABLE
 from kvrelay.core.step_cost import StepCost
 from kvrelay.errors import ConfigError
 
@@ -49,7 +50,7 @@ def decode_costs(data: bytes, source: str) -> Costs:
         costs = msgspec.json.decode(data, type=Costs)
         given = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
         step = msgspec.json.decode(given.get("step", msgspec.Raw(b"{}")), type=dict[str, float])
-    except msgspec.DecodeError as exc:
+    except UNREADABLE as exc:
         raise ConfigError(f"costs {source}: {exc}", param="costs") from exc
     if unknown := sorted(set(step) - set(StepCost.__struct_fields__)):
         raise ConfigError(f"costs {source}: `$.step` has the unknown field `{unknown[0]}`", param="costs")
@@ -75,7 +76,10 @@ def encode_costs(costs: Costs) -> bytes:
 def check_costs(costs: Costs, source: str) -> None:
     """Raise ConfigError for a figure that cannot be a time, a rate or a size."""
     if not costs.step.is_sound:
-        raise ConfigError(f"costs {source}: `$.step` must hold times of 0 s or more, not all 0", param="costs")
+        raise ConfigError(
+            f"costs {source}: `$.step` must hold times of 0 s or more, together at most an hour, and not all 0",
+            param="costs",
+        )
     for name in costs.__struct_fields__:
         value = getattr(costs, name)
         if isinstance(value, int | float) and not 0.0 <= value < math.inf:

@@ -19,6 +19,7 @@ from kvrelay.errors import KvrelayError, WorkerUnavailableError
 from kvrelay.handoff import decode_events as de
 from kvrelay.placement.base import PrefillPlace
 from kvrelay.placement.threshold import DisaggPolicy
+from kvrelay.planner import Traffic
 from kvrelay.router import PairRouter, Router, RouterStage, RoutingRequest
 from kvrelay.simulate.arrival import Arrival
 from kvrelay.simulate.machine import TOKEN
@@ -67,6 +68,7 @@ class Frontend:
         self._next: defaultdict[int, list[int]] = defaultdict(list)
         """Arrivals that wait for the end of another one."""
         self.results: list[RequestResult] = []
+        self.traffic = Traffic()
 
     def start(self) -> None:
         """Plan all arrivals that wait for none."""
@@ -111,6 +113,7 @@ class Frontend:
     def _send(self, index: int) -> None:
         arrival, result = self._arrivals[index], self.results[index]
         result.sent_s = self._loop.clock.now()
+        self.traffic.arrived(arrival.prompt_tokens)
         flight = _Flight(arrival, result, arrival.prompt(index, self._network.spec.vocab_size))
         self._loop.at(self._busy_until(self._request_s), lambda: self._route(flight))
 
@@ -236,6 +239,7 @@ class Frontend:
             if not tokens_s:
                 self._router.first_token(flight.request_id)
                 flight.result.num_cached_tokens = output.num_cached_tokens or 0
+                self.traffic.prefilled(len(flight.prompt), flight.result.num_cached_tokens)
             at_s = self._busy_until(self._token_s * num_new)
             tokens_s.extend([at_s] * num_new)
         if output.finish_reason is FinishReason.ERROR:
@@ -274,6 +278,8 @@ class Frontend:
     def _end(self, flight: _Flight, error: str = "") -> None:
         self._leave(flight)
         flight.result.error = error
+        if not error:
+            self.traffic.ended(len(flight.result.tokens_s))
         self._num_open -= 1
         ended_s = self._free_at_s if flight.result.is_done else self._loop.clock.now()
         for index in self._next.pop(flight.result.index, ()):

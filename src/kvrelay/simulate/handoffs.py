@@ -15,10 +15,9 @@ import msgspec
 
 from kvrelay.control.memory_queue import MemoryPrefillDelivery
 from kvrelay.control.redelivery import return_delay_s
-from kvrelay.core.handoff import HandoffId, HandoffOrder, RemotePrefillRequest
+from kvrelay.core.handoff import HandoffId, HandoffOrder, KvDirection, RemotePrefillRequest
 from kvrelay.core.messages import TokenOutput
 from kvrelay.engine.core import EngineCore
-from kvrelay.engine.request import PrefillMode, Request
 from kvrelay.engine.step import StepOutput
 from kvrelay.errors import KvrelayError
 from kvrelay.handoff import decode_events as de
@@ -32,6 +31,7 @@ from kvrelay.handoff.prefill_state import PrefillRules
 from kvrelay.simulate.network import MODEL, Network
 from kvrelay.worker.driver import TICK_INTERVAL_S, Ledger
 from kvrelay.worker.prefill.pulling import CLAIM_TIMEOUT_S, MAX_COMPUTING
+from kvrelay.worker.translation import chunk_computed, engine_request, opened, pulled
 
 
 class Host(Protocol):
@@ -117,21 +117,9 @@ class DecodeHandoffs(_Driver):
     def on_step(self, step: StepOutput) -> None:
         """Report the hand-offs that a step has opened and closed."""
         for prefill in step.remote_prefills:
-            handoff_id = prefill.handoff_id
-            claimant = self.ledger.expected.get(handoff_id)
-            self._prefills[handoff_id] = prefill
-            self.handle(
-                de.Opened(
-                    handoff_id,
-                    prefill.request_id,
-                    prefill.block_ids,
-                    prefill.num_cached_tokens // self.ledger.rules.block_size,
-                    order=HandoffOrder.DECODE_FIRST if claimant is None else HandoffOrder.PREFILL_FIRST,
-                    claimant=claimant,
-                    num_tokens=len(prefill.token_ids),
-                )
-            )
-            self._prefills.pop(handoff_id, None)
+            self._prefills[prefill.handoff_id] = prefill
+            self.handle(opened(prefill, self.ledger, KvDirection.PUSH, term=0))
+            self._prefills.pop(prefill.handoff_id, None)
         for handoff_id in step.closed_handoffs:
             self.handle(de.Closed(handoff_id))
 
@@ -220,6 +208,11 @@ class PrefillHandoffs(_Driver):
 
     # -- the queue ----------------------------------------------------------------------------------------------------
 
+    @property
+    def is_pulling(self) -> bool:
+        """Whether it takes entries of the queue."""
+        return self._is_pulling
+
     def start(self) -> None:
         """Pull entries: one computes while the next one waits."""
         self._is_pulling = True
@@ -262,21 +255,10 @@ class PrefillHandoffs(_Driver):
         self._begin(_Job(request, first=first), HandoffOrder.PREFILL_FIRST, may_return=False)
 
     def _begin(self, job: _Job, order: HandoffOrder, *, may_return: bool) -> None:
-        request, size = job.request, self.ledger.rules.block_size
-        self.jobs[request.handoff_id] = job
-        self._by_name[str(request.handoff_id)] = request.handoff_id
-        self.handle(
-            pe.Pulled(
-                request.handoff_id,
-                request.decode_worker_id,
-                -(-len(request.token_ids) // size),
-                request.num_cached_tokens,
-                0,
-                order,
-                num_tokens=len(request.token_ids),
-                may_return=may_return,
-            )
-        )
+        handoff_id = job.request.handoff_id
+        self.jobs[handoff_id] = job
+        self._by_name[str(handoff_id)] = handoff_id
+        self.handle(pulled(job.request, self.ledger.rules.block_size, 0, order, may_return=may_return))
 
     def _computed(self, action: pe.Computed) -> None:
         if self.jobs[action.handoff_id].delivery is not None:
@@ -315,27 +297,14 @@ class PrefillHandoffs(_Driver):
             job = self.jobs[handoff_id]
             if chunk.first_output is not None and job.first is not None:
                 job.first(chunk.first_output)
-            token = None if chunk.token_id is None else pe.FirstToken(chunk.token_id, chunk.logprobs)
-            self.handle(pe.ChunkComputed(handoff_id, pe.RequestBlocks(chunk.first_block, chunk.block_ids), token))
+            self.handle(chunk_computed(handoff_id, chunk))
 
     def _add_request(self, core: EngineCore, handoff_id: HandoffId) -> None:
         job = self.jobs.get(handoff_id)
         if job is None:
             return
-        request, size = job.request, self.ledger.rules.block_size
-        num_prompt = len(request.token_ids) - request.num_output_tokens
         try:
-            core.add_request(
-                Request(
-                    str(handoff_id),
-                    request.token_ids[:num_prompt],
-                    request.sampling,
-                    output_token_ids=request.token_ids[num_prompt:],
-                    mode=PrefillMode.HANDOFF,
-                    num_load_tokens=request.num_cached_tokens // size * size,
-                    priority=request.priority,
-                )
-            )
+            core.add_request(engine_request(job.request, self.ledger.rules.block_size))
         except KvrelayError:
             self.handle(pe.EngineRefused(handoff_id))
 

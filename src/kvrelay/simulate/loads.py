@@ -12,30 +12,67 @@ import math
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import numpy as np
 
-from kvrelay.bench.formats import TraceRecord
+from kvrelay.bench.formats import TraceRecord, opened
 from kvrelay.bench.load.request import random_arrivals
 from kvrelay.bench.traces import read_trace
 from kvrelay.config.loading import nearest
+from kvrelay.engine.request import PrefillMode
 from kvrelay.errors import InvalidInputError
-from kvrelay.simulate.arrival import Arrival
+from kvrelay.simulate.arrival import Arrival, RecordedArrival
+from kvrelay.simulate.playback import play_back
 
 MAX_GAP_S = 3600.0
-DEFAULT_LIMIT = 10_000
-"""The simulator keeps a result for each request, so a long trace is cut unless the caller says otherwise."""
+MAX_REQUESTS = 100_000
+"""The simulator keeps a result for each request, so a longer trace needs a limit from the caller."""
+MAX_TOKENS = 10_000_000
+"""A longer prompt or answer is a wrong column."""
 BLOCK = 16
 
 
-def trace_arrivals(path: Path, *, limit: int | None = DEFAULT_LIMIT, time_scale: float = 1.0) -> list[Arrival]:
-    """The first ``limit`` requests, ``time_scale`` times as fast. Reads no further. Raises InvalidInputError.
+def trace_arrivals(path: Path, *, limit: int | None = None, time_scale: float = 1.0) -> list[Arrival]:
+    """The first ``limit`` requests, ``time_scale`` times as fast. Reads no further. None: all, of a trace of at most
+    MAX_REQUESTS. Raises InvalidInputError.
 
     Sessions are open loops: a request that continues a chat is sent at its published time, even if the simulated
     answer before it is late. ``agents:`` generates closed loops.
     """
-    if not 0.0 < time_scale < math.inf:
-        raise InvalidInputError(f"--time-scale must be above 0, got {time_scale:g}", param="time_scale")
-    return list(itertools.islice(_arrivals(path, read_trace(path), time_scale), limit))
+    if not 1e-3 <= time_scale <= 1e6:
+        raise InvalidInputError(f"--time-scale must be 0.001 to 1,000,000, got {time_scale:g}", param="time_scale")
+    if is_recording(path):
+        recorded = recorded_arrivals(path)[:limit]
+        return [msgspec.structs.replace(one, time_s=one.time_s / time_scale) for one in recorded]
+    arrivals = _arrivals(path, read_trace(path), time_scale)
+    found = list(itertools.islice(arrivals, MAX_REQUESTS if limit is None else limit))
+    if limit is None and next(arrivals, None) is not None:
+        raise InvalidInputError(
+            f"{path} has more than {MAX_REQUESTS:,} requests, and each is kept in memory; choose with --limit N",
+            param="limit",
+        )
+    return found
+
+
+def is_recording(path: Path) -> bool:
+    """Whether the file is of ``kvrelay worker --record-steps``. Raises InvalidInputError if it cannot be read."""
+    with opened(path) as lines:
+        return next(lines, b"").startswith(b'{"type":"header"')
+
+
+def recorded_arrivals(path: Path) -> list[RecordedArrival]:
+    """The requests of a recording, with the very tokens of their prompts. How long an answer was comes out when the
+    recording is played back. Raises InvalidInputError."""
+    playback = play_back(path)
+    if playback.difference:
+        raise InvalidInputError(
+            f"{path}: this release schedules other batches than the recorded ones; record anew ({playback.difference})"
+        )
+    if any(request.mode is PrefillMode.HANDOFF for _, request in playback.arrivals):
+        raise InvalidInputError(f"{path} is of a prefill worker, which sees no whole answer; record the decode workers")
+    if not playback.arrivals:
+        raise InvalidInputError(f"{path} is empty: no request in it")
+    return playback.load()
 
 
 def _arrivals(path: Path, records: Iterator[TraceRecord], time_scale: float) -> Iterator[Arrival]:
@@ -72,8 +109,11 @@ def _check(path: Path, number: int, record: TraceRecord, last_s: float) -> None:
         raise InvalidInputError(
             f"{where} comes {record.timestamp_s - last_s:g} s after the one above; cut the trace at gaps above an hour"
         )
-    if record.input_len < 1:
-        raise InvalidInputError(f"{where} has a prompt of {record.input_len} tokens; remove it")
+    if not 1 <= record.input_len <= MAX_TOKENS or not 0 <= record.output_len <= MAX_TOKENS:
+        raise InvalidInputError(
+            f"{where} has a prompt of {record.input_len:g} tokens and an answer of {record.output_len:g}; "
+            f"remove it (possible are 1 to {MAX_TOKENS:,}, and answers of 0)"
+        )
     # A prompt longer than its ids has an end of its own; the reverse is a wrong block size.
     if (len(record.hash_ids) - 1) * record.hash_tokens >= record.input_len:
         raise InvalidInputError(
@@ -90,6 +130,9 @@ _OPTIONS: dict[str, dict[str, float]] = {
     "shift": {"rate": 1, "num": 500, "prompt": 4000, "answer": 400, "period": 300, "swing": 0.8},
     "agents": {"rate": 1, "sessions": 50, "calls": 8, "prompt": 4000, "answer": 200, "cached": 0.86, "pause": 1},
 }
+_TOPS = {"swing": 1, "cached": 1, "prompt": MAX_TOKENS, "answer": MAX_TOKENS} | dict.fromkeys(
+    ("num", "sessions", "calls"), MAX_REQUESTS
+)
 _COUNTS = ("num", "prompt", "answer", "sessions", "calls")
 
 
@@ -110,13 +153,15 @@ def parse_load(spec: str) -> tuple[str, dict[str, float]]:
             raise InvalidInputError(f"--load {kind}: {name} must be a number, got {text!r}", param="load") from exc
         options[name] = value
     for name, value in options.items():
-        top = 1.0 if name in ("swing", "cached") else 1e9
-        low_is_fine = value >= 0.0 if name in ("pause", "swing", "cached") else value > 0.0
+        top = _TOPS.get(name, 1e9)
+        low_is_fine = value >= 0.0 if name in ("pause", "swing", "cached") else value >= 1 / MAX_GAP_S
         if not low_is_fine or not value <= top or (name in _COUNTS and value != int(value)):
-            what = "a whole number above 0" if name in _COUNTS else f"above 0 and at most {top:g}"
+            what = f"{'a whole number ' if name in _COUNTS else ''}above 0 and at most {top:,.0f}"
             raise InvalidInputError(f"--load {kind}: {name} must be {what}, got {value:g}", param="load")
     if kind == "agents" and options["cached"] == 1.0:
         raise InvalidInputError("--load agents: cached must be below 1: each call adds a new token", param="load")
+    if kind == "agents" and options["sessions"] * options["calls"] > MAX_REQUESTS:
+        raise InvalidInputError(f"--load agents: sessions times calls can be at most {MAX_REQUESTS:,}", param="load")
     return kind, options
 
 

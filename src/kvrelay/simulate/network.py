@@ -58,19 +58,22 @@ class Network:
         self.nodes: dict[str, Node] = {}
         self.listed: dict[str, WorkerRole] = {}
         self.num_prefill_workers = 0
+        self._pulling: set[str] = set()
         self.detection_s = Heartbeat.for_lease(spec.lease_ttl_s).detection_s
         self.places: Counter[str] = Counter()
         self.queue = MemoryQueue(loop.clock, ack_wait_for_lease(spec.lease_ttl_s), MAX_DELIVERIES)
         self._consumers: deque[tuple[Node, Callable[[MemoryPrefillDelivery], None]]] = deque()
         self._plane = _AlwaysConnected()
 
-    def list(self, worker_id: str, role: WorkerRole | None) -> None:
+    def list(self, worker_id: str, role: WorkerRole | None, *, pulls_prefills: bool = False) -> None:
         """A worker enters discovery in ``role``, or leaves it (None)."""
         if role is None:
             self.listed.pop(worker_id, None)
+            self._pulling.discard(worker_id)
         else:
             self.listed[worker_id] = role
-        self.num_prefill_workers = sum(role.pulls_prefills for role in self.listed.values())
+            (self._pulling.add if pulls_prefills else self._pulling.discard)(worker_id)
+        self.num_prefill_workers = len(self._pulling)
 
     # -- messages -----------------------------------------------------------------------------------------------------
 

@@ -15,7 +15,9 @@ from typing import Any, cast
 
 import msgspec
 
+from kvrelay.bench.formats import opened
 from kvrelay.core.clock import ManualClock
+from kvrelay.core.decoding import UNREADABLE
 from kvrelay.core.layout import KVLayout
 from kvrelay.core.step_cost import StepWork
 from kvrelay.engine.core import EngineCore
@@ -25,6 +27,7 @@ from kvrelay.engine.step import Executor, ModelOutput, SchedulerOutput, StepOutp
 from kvrelay.errors import InvalidInputError, KvrelayError
 from kvrelay.placement.base import Decision
 from kvrelay.placement.cost import CostPlacement, PlacementState
+from kvrelay.simulate.arrival import RecordedArrival
 from kvrelay.simulate.result import RequestResult
 
 
@@ -46,6 +49,21 @@ class Playback:
     has_handoffs: bool = False
     works: list[tuple[StepWork, float]] = field(default_factory=list)
     gaps_s: list[float] = field(default_factory=list)
+
+    def load(self) -> list[RecordedArrival]:
+        """The requests that arrived here, the first at 0 s. An answer is as long as it was when it ended, was
+        cancelled, or the recording ended."""
+        first_s = self.arrivals[0][0] if self.arrivals else 0.0
+        return [
+            RecordedArrival(
+                time_s=at_s - first_s,
+                prompt_tokens=len(request.prompt_token_ids) + len(request.output_token_ids),
+                answer_tokens=max(len(self.requests[request.request_id].tokens_s), 1),
+                priority=request.priority,
+                token_ids=tuple(request.prompt_token_ids + request.output_token_ids),
+            )
+            for at_s, request in self.arrivals
+        ]
 
 
 class _PlaybackExecutor:
@@ -107,20 +125,19 @@ class _PlaybackPlacement:
 def read_recording(path: Path) -> Iterator[Record]:
     """The records, the header first. A last line that was cut off is left out. Raises InvalidInputError."""
     decoder = msgspec.json.Decoder(Record)
-    try:
-        lines = path.read_bytes().split(b"\n")
-    except OSError as exc:
-        raise InvalidInputError(f"recording {path}: {exc.strerror}") from exc
-    for number, line in enumerate(lines[:-1], 1):
-        try:
-            record = decoder.decode(line)
-        except msgspec.DecodeError as exc:
-            raise InvalidInputError(f"recording {path}, line {number}: {exc}") from exc
-        if (number == 1) is not isinstance(record, Header):
-            raise InvalidInputError(f"recording {path}, line {number}: the first line, and no other, is the header")
-        if isinstance(record, Header) and record.version != VERSION:
-            raise InvalidInputError(f"recording {path}: version {record.version} is unknown; this release reads 1")
-        yield record
+    with opened(path) as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.endswith(b"\n"):
+                return
+            try:
+                record = decoder.decode(line)
+            except UNREADABLE as exc:
+                raise InvalidInputError(f"recording {path}, line {number}: {exc}") from exc
+            if (number == 1) is not isinstance(record, Header):
+                raise InvalidInputError(f"recording {path}, line {number}: the first line, and no other, is the header")
+            if isinstance(record, Header) and record.version != VERSION:
+                raise InvalidInputError(f"recording {path}: version {record.version} is unknown; this release reads 1")
+            yield record
 
 
 def play_back(path: Path) -> Playback:

@@ -1,4 +1,6 @@
-"""The small load of ``kvrelay simulate calibrate``: streams one after another, in phases by length of the prompt."""
+"""The small load of ``kvrelay simulate calibrate``: streams one after another, in phases by length of the prompt, and
+then many at once, since cores, caches and memory that workers share are slower when all of them work.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +17,7 @@ from kvrelay.simulate.calibrate import Counters, Phase, Stream
 
 ANSWER_TOKENS = 32
 TIMEOUT_S = 120.0
+AT_ONCE = 6
 FIRST_TOKEN, NUM_TOKENS = 32, 200
 """Ids that every vocabulary has."""
 
@@ -39,6 +42,21 @@ async def probe(
         streams = [await stream(length) for _ in range(num_streams)]
         phases.append(Phase(tuple(streams), (await count()).since(before)))
     return phases
+
+
+async def keep_busy(send: Send, lengths: Sequence[int], num_workers: int, num_streams: int, seed: int) -> None:
+    """``AT_ONCE`` clients for each worker, with ``num_streams`` prompts each: long ones run beside answers."""
+    rng = random.Random(seed + 1)
+    prompts = [
+        [rng.choices(range(FIRST_TOKEN, FIRST_TOKEN + NUM_TOKENS), k=length) for length in lengths * num_streams]
+        for _ in range(AT_ONCE * num_workers)
+    ]
+
+    async def client(own: list[list[int]]) -> None:
+        for prompt in own[:num_streams]:
+            await send(prompt)
+
+    await asyncio.gather(*(client(own[number % len(lengths) :]) for number, own in enumerate(prompts)))
 
 
 def http_sender(url: str, model: str, api_key: str | None) -> Send:

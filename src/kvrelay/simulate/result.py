@@ -77,6 +77,11 @@ class SimulationResult:
         """Requests with a whole answer."""
         return [request for request in self.requests if request.is_done]
 
+    @property
+    def first_error(self) -> str:
+        """Why the first failed request has no answer; empty: none has failed."""
+        return next((request.error for request in self.requests if request.error), "")
+
     def goodput(self, objectives: Objectives) -> float:
         """The share of all ended requests, failed ones included, that meet both objectives."""
         ended = [request for request in self.requests if request.is_done or request.error]
@@ -103,6 +108,7 @@ class SimulationResult:
             "num_requests": len(self.requests),
             "num_done": len(done),
             "num_failed": sum(bool(request.error) for request in self.requests),
+            "first_error": self.first_error,
             "end_s": self.end_s,
             "output_tokens_per_s": num_tokens / self.end_s if self.end_s else 0.0,
             "goodput": self.goodput(objectives),

@@ -114,7 +114,10 @@ class Simulation:
 
     def _enter(self, worker: SimulatedWorker, role: WorkerRole) -> None:
         worker.enter(role)
-        self.network.list(worker.worker_id, role)
+        self._list(worker)
+
+    def _list(self, worker: SimulatedWorker) -> None:
+        self.network.list(worker.worker_id, worker.role, pulls_prefills=worker.pulls_prefills)
         self.frontend.listed(worker.info)
 
     def _unlist(self, worker_id: str) -> None:
@@ -152,6 +155,11 @@ class Simulation:
             return
         if event.change is Change.KILL:
             self._kill(worker)
+        elif worker.is_accepting and event.role is WorkerRole.BOTH is not worker.role:
+            worker.widen()
+            self._list(worker)
+        elif worker.is_accepting and worker.role is WorkerRole.BOTH and event.role not in (None, WorkerRole.BOTH):
+            self._narrow(worker, event.role)
         elif worker.is_accepting and (event.change is Change.DRAIN or event.role is not worker.role):
             self._unlist(worker.worker_id)
             role_or_none = event.role
@@ -159,6 +167,11 @@ class Simulation:
                 worker.drain(lambda: self._leave(worker))
             else:
                 worker.drain(lambda: self._reenter(worker, role_or_none))
+
+    def _narrow(self, worker: SimulatedWorker, role: WorkerRole) -> None:
+        if role is WorkerRole.PREFILL:
+            self.frontend.unlisted(worker.worker_id)
+        worker.narrow(role, lambda: self._reenter(worker, role))
 
     def _reenter(self, worker: SimulatedWorker, role: WorkerRole) -> None:
         worker.epoch += 1
@@ -192,7 +205,7 @@ class Simulation:
     def _control(self) -> None:
         assert self._controller is not None
         now_s = self.loop.clock.now()
-        views = [worker.view(now_s, is_ready=worker.is_accepting) for worker in self._alive()]
+        views = [worker.view(is_ready=worker.is_accepting) for worker in self._alive()]
         for action in self._controller(now_s, views):
             self._check(action)
             self.loop.at(action.time_s, lambda action=action: self._change(action))  # type: ignore[misc]

@@ -17,24 +17,13 @@ import msgspec
 
 from kvrelay.config import DisaggConfig
 from kvrelay.core.step_cost import StepCost, StepWork
-from kvrelay.engine.recording import RecordedRequest
 from kvrelay.errors import InvalidInputError
 from kvrelay.placement.cost_model import StepCostModel
-from kvrelay.simulate.arrival import Arrival
 from kvrelay.simulate.cluster import ClusterSpec
 from kvrelay.simulate.costs import Costs
 from kvrelay.simulate.playback import Playback, play_back
 from kvrelay.simulate.result import RequestResult, SimulationResult
 from kvrelay.simulate.simulation import simulate
-
-
-class RecordedArrival(Arrival, frozen=True):
-    """An arrival with the very tokens of its prompt."""
-
-    token_ids: tuple[int, ...] = ()
-
-    def prompt(self, index: int, vocab_size: int) -> list[int]:
-        return list(self.token_ids)
 
 
 def verify(path: Path, costs: Costs | None = None, *, seed: int = 0) -> dict[str, Any]:
@@ -93,8 +82,7 @@ def _spread(cost: StepCost, works: Sequence[tuple[StepWork, float]]) -> float:
 def _compare(playback: Playback, costs: Costs, seed: int) -> dict[str, Any]:
     """One worker that gets the recorded requests when the engine got them, with nothing between it and the client."""
     header = playback.header
-    first_s = min(at_s for at_s, _ in playback.arrivals)
-    arrivals = [_arrival(at_s - first_s, request) for at_s, request in playback.arrivals]
+    arrivals = playback.load()
     spec = ClusterSpec(
         both=1,
         engine=replace(header.config, num_blocks=header.num_blocks),
@@ -119,17 +107,6 @@ def _compare(playback: Playback, costs: Costs, seed: int) -> dict[str, Any]:
         if ours
     }
     return {"costs": msgspec.to_builtins(costs), "num_requests": len(arrivals), "latencies": table}
-
-
-def _arrival(time_s: float, request: RecordedRequest) -> RecordedArrival:
-    tokens = tuple(request.prompt_token_ids + request.output_token_ids)
-    return RecordedArrival(
-        time_s=time_s,
-        prompt_tokens=len(tokens),
-        answer_tokens=max(request.sampling.max_tokens - len(request.output_token_ids), 1),
-        priority=request.priority,
-        token_ids=tokens,
-    )
 
 
 def _result(requests: list[RequestResult]) -> SimulationResult:

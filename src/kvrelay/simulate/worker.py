@@ -20,25 +20,25 @@ from kvrelay.core.handoff import HandoffId, HandoffOrder
 from kvrelay.core.messages import TokenOutput
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.shortest_first import ShortestFirst
-from kvrelay.core.step_cost import StepCost
 from kvrelay.core.workers import WorkerInfo
 from kvrelay.engine.core import EngineCore
-from kvrelay.engine.request import PrefillMode, Request
+from kvrelay.engine.request import Request
 from kvrelay.engine.stats import LoadSampler
 from kvrelay.engine.step import StepOutput
 from kvrelay.engine.thread import LOAD_INTERVAL_S
 from kvrelay.errors import KvrelayError, OverloadedError, WorkerUnavailableError
 from kvrelay.handoff import decode_events as de
 from kvrelay.handoff import prefill_events as pe
-from kvrelay.placement.base import Decision, PrefillLoad, PrefillPlace
+from kvrelay.placement.base import PrefillLoad, PrefillPlace
 from kvrelay.placement.cost import CostPlacement, PlacementState
 from kvrelay.placement.threshold import DisaggPolicy
-from kvrelay.simulate.cluster import WorkerView
+from kvrelay.planner import WorkerView
 from kvrelay.simulate.handoffs import DecodeHandoffs, PrefillHandoffs
 from kvrelay.simulate.loop import StepClock
 from kvrelay.simulate.machine import SimulatedExecutor, StepTime
 from kvrelay.simulate.network import MODEL, Network
 from kvrelay.simulate.result import WorkerResult
+from kvrelay.worker.decode.placing import Placing
 from kvrelay.worker.decode.queue import SIZE_INTERVAL_S
 
 BUSY_WAIT_S = 0.001
@@ -100,8 +100,9 @@ class SimulatedWorker:
         self.executor.step_work = self.core.scheduler.step_work
         self._sampler = LoadSampler(self.core, LOAD_INTERVAL_S, self._clock)
         self._log = KvEventLog(worker_id, 0)
-        self._policy = DisaggPolicy(spec.disagg)
-        self._placement = CostPlacement(self._policy, self._prefill_load, self._count, self._clock)
+        policy = DisaggPolicy(spec.disagg)
+        self._placement = CostPlacement(policy, self._prefill_load, self._count, self._clock)
+        self._placing = Placing(policy, self._placement, self._prefill_load)
         secrets = random.Random(f"{seed} secrets")
         self.decodes = DecodeHandoffs(network, self, lambda: secrets.getrandbits(63), self._placement.prefill_took)
         self.prefills = PrefillHandoffs(network, self)
@@ -110,8 +111,8 @@ class SimulatedWorker:
         self._inbox: list[Callable[[EngineCore], None]] = []
         self._is_busy = False
         self._on_drained: Callable[[], None] | None = None
+        self._narrowing: WorkerRole | None = None
         self._queue_size, self._queue_read_s = 0, -SIZE_INTERVAL_S
-        self._viewed = (network.loop.clock.now(), 0)
 
     def __repr__(self) -> str:
         return f"SimulatedWorker({self.worker_id}, {self.role}, {self.core!r})"
@@ -139,11 +140,31 @@ class SimulatedWorker:
 
     def enter(self, role: WorkerRole) -> None:
         """Begin to work in ``role``. The caller lists the worker in discovery."""
-        self.role = role
+        self.role, self._narrowing = role, None
         self.is_accepting = True
         self.post(lambda core: core.set_exclusive_prefill(role is WorkerRole.PREFILL))
         if role.pulls_prefills:
             self.prefills.start()
+
+    def widen(self) -> None:
+        """Do both from now on, with all work in flight. Unlike a worker that began as ``both`` it pulls prefills."""
+        is_pulling, self.epoch = self.pulls_prefills, self.epoch + 1
+        self.enter(WorkerRole.BOTH)
+        if not is_pulling:
+            self.prefills.start()
+
+    def narrow(self, role: WorkerRole, then: Callable[[], None]) -> None:
+        """Begin no new work of the half that ``role`` lacks; ``then`` once what has begun of it has ended."""
+        self._narrowing, self._on_drained = role, then
+        if role is WorkerRole.PREFILL:
+            self.is_accepting = False
+        else:
+            self.prefills.stop()
+        self.check_drained()
+
+    @property
+    def pulls_prefills(self) -> bool:
+        return self.prefills.is_pulling
 
     def drain(self, then: Callable[[], None]) -> None:
         """Begin no new work; ``then`` once all work in flight has ended."""
@@ -154,16 +175,20 @@ class SimulatedWorker:
 
     def check_drained(self) -> None:
         """Something has ended: perhaps it was the last."""
-        is_over = not (
-            self._inbox
-            or len(self._arrivals)
-            or self.core.has_unfinished()
-            or self.prefills.jobs
-            or self.decodes.ledger.handoffs
-        )
-        if self._on_drained is not None and is_over and self.is_alive:
+        is_over = self._on_drained is not None and self.is_alive and not self._has_work()
+        if self._on_drained is not None and is_over:
             then, self._on_drained = self._on_drained, None
             self._loop.after(self._network.costs.drain_s, then)
+
+    def _has_work(self) -> bool:
+        """Of the half that ends, or any."""
+        if self._narrowing is WorkerRole.DECODE:
+            return bool(self.prefills.jobs)
+        own = bool(self._inbox or len(self._arrivals) or self.decodes.ledger.handoffs)
+        if self._narrowing is WorkerRole.PREFILL:
+            metrics = self.core.metrics()
+            return own or metrics.request_active_slots + metrics.num_requests_waiting > len(self.prefills.jobs)
+        return own or self.core.has_unfinished() or bool(self.prefills.jobs)
 
     def kill(self) -> None:
         """The process is gone. Its queue entries come back after their ack deadline."""
@@ -243,7 +268,6 @@ class SimulatedWorker:
             self._refuse(message.request_id, exc)
 
     def _enqueue(self, core: EngineCore, message: Generate) -> None:
-        placement = PlacementState()
         request = Request(
             message.request_id,
             message.prompt_token_ids,
@@ -251,32 +275,14 @@ class SimulatedWorker:
             output_token_ids=message.output_token_ids,
             priority=message.priority,
             handoff_number=0 if message.pair is None else message.pair[1].number,
-            placement=placement,
+            placement=PlacementState(),
         )
-        if self._policy.is_by_cost:
-            placement.objectives = self._placement.objectives()
-            placement.refuses_late = self._policy.config.early_reject
-            if message.order is HandoffOrder.DECODE_FIRST:
-                placement.policy = self._placement
-                core.add_request(request)
-                return
-        place = self._place_of(core, request, message)
-        placement.decision = Decision(place)
-        if place is PrefillPlace.REMOTE:
-            request.mode = PrefillMode.REMOTE
-        else:
-            self._not_paired(message)
-        core.add_request(request)
-        self._count(place)
-
-    def _place_of(self, core: EngineCore, request: Request, message: Generate) -> PrefillPlace:
-        if message.order is HandoffOrder.PREFILL_FIRST:
-            return PrefillPlace.LOCAL_UNPAIRED if message.pair is None else PrefillPlace.REMOTE
-        return self._policy.decide(
-            prompt_length=len(request.token_ids),
-            num_cached_tokens=core.num_cached_tokens(request),
-            prefill_load=self._prefill_load(),
-        )
+        objectives, is_paired = self._placement.objectives(), message.pair is not None
+        place = self._placing.add_request(core, request, message.order, objectives, is_paired=is_paired)
+        if place is not None:
+            self._count(place)
+            if place is not PrefillPlace.REMOTE:
+                self._not_paired(message)
 
     def _not_paired(self, message: Generate) -> None:
         """The prefill half of a pair is not needed."""
@@ -316,25 +322,22 @@ class SimulatedWorker:
 
     # -- what can be seen ---------------------------------------------------------------------------------------------
 
-    def view(self, now_s: float, *, is_ready: bool) -> WorkerView:
-        """For a controller. The rate counts from the last call."""
-        metrics, before = self.core.metrics(), self._viewed
-        num_prefilled = self.core.scheduler.num_prefill_tokens
-        self._viewed = (now_s, num_prefilled)
-        cost = metrics.step_cost or StepCost()
-        seconds = max(now_s - before[0], 1e-9)
+    def view(self, *, is_ready: bool) -> WorkerView:
+        """For a controller."""
+        metrics, size = self.core.metrics(), self._network.spec.engine.block_size
         return WorkerView(
             worker_id=self.worker_id,
             role=self.role,
             is_ready=is_ready,
-            queue_s=cost.prefill_seconds(
-                metrics.num_prefill_tokens, chunk=self._network.spec.engine.max_num_batched_tokens
-            ),
+            num_steps=self.core.scheduler.num_steps,
             num_running=metrics.request_active_slots,
             num_waiting=metrics.num_requests_waiting,
-            kv_usage=metrics.gpu_cache_usage_perc,
-            uncached_tokens_per_s=(num_prefilled - before[1]) / seconds,
-            step_cost=cost,
+            num_slots=metrics.request_total_slots,
+            num_prefill_tokens=metrics.num_prefill_tokens,
+            kv_tokens=metrics.kv_total_blocks * size,
+            kv_used_tokens=metrics.kv_active_blocks * size,
+            prefix_hit_rate=metrics.gpu_prefix_cache_hit_rate,
+            step_cost=metrics.step_cost,
         )
 
     def result(self) -> WorkerResult:

@@ -1,6 +1,11 @@
-"""A worker's role: which work it begins, how it changes, and how work in flight ends before that.
+"""A worker's role: which work it begins, and how that changes while it works.
 
-The role is state. A change drains the worker, registers it under a new epoch and continues; weights and KV pool stay.
+The role is state; weights and KV pool stay. A worker has two doors: requests of frontends, and prefills for others.
+
+    widen     a door opens, the entry in discovery changes in place: relief is there at once, and nothing waits
+    narrow    the entry changes, the other door closes, and what came through it ends in its own time
+
+A change from one half to the other is both, in this order. The worker never leaves discovery for it.
 """
 
 from __future__ import annotations
@@ -52,6 +57,8 @@ class Roles:
         tasks: TaskSet,
     ) -> None:
         self.role = around.settings.role
+        self.pulls_prefills = self.role.pulls_prefills
+        """Whether prefills come here by the queue: for a prefill worker, and one that was widened."""
         self.epoch = FIRST_EPOCH
         self._engine = around.engine
         self._membership = around.membership
@@ -64,10 +71,12 @@ class Roles:
 
     async def begin(self) -> None:
         """Enter the first role. Raises ControlUnavailableError or LeaseLostError."""
-        await self._enter(self.role)
+        self._assume()
+        await self._register()
 
     async def change(self, role: WorkerRole) -> None:
-        """Drain, register again under a new epoch, continue. The weights and the KV pool stay.
+        """Open the doors of ``role``, register under a new epoch, close the others; return when the work behind those
+        has ended. A prefill or decode worker that is to do both goes on with its half.
 
         Raises ConfigError for a role that this worker cannot have; ControlUnavailableError if discovery is away: then
         the worker keeps its role, and is listed again once that is possible; WorkerUnavailableError if it is leaving.
@@ -76,18 +85,25 @@ class Roles:
         async with self._lock:
             if role is self.role:
                 return
-            before = self.role
+            if self._is_leaving():
+                raise WorkerUnavailableError("the worker is leaving")
+            before = self.role, self.pulls_prefills
+            self.epoch += 1
+            self.role = role
+            # A worker that began with both halves prefills for itself; one that was widened has a queue to serve.
+            self.pulls_prefills = role is not WorkerRole.DECODE and self._engine.facts.hands_over_kv
+            self._open()
             try:
-                await self._membership.unlist()
-                await self._finish()
-                if self._is_leaving():
-                    raise WorkerUnavailableError("the worker is leaving")
-                self.epoch += 1
-                await self._enter(role)
+                await self._register()
             except ControlUnavailableError:
-                self._assume(before)
+                self.role, self.pulls_prefills = before
+                self._assume()
                 self._tasks.spawn(self._register_again())
                 raise
+            await self._close_others()
+            if self._is_leaving():
+                raise WorkerUnavailableError("the worker is leaving")
+            self._set_exclusive()
 
     async def drain(self) -> None:
         """Leave discovery; return when all work in flight has ended."""
@@ -98,20 +114,39 @@ class Roles:
                 _log.warning("cannot leave discovery: %s", exc)
             await self._finish()
 
-    async def _enter(self, role: WorkerRole) -> None:
-        self._assume(role)
-        await self._membership.register(role, self.epoch)
+    async def _register(self) -> None:
+        await self._membership.register(self.role, self.epoch, pulls_prefills=self.pulls_prefills)
 
-    def _assume(self, role: WorkerRole) -> None:
-        """Work in ``role``, before or without its registration."""
-        self.role = role
-        self._engine.post(lambda core: _set_exclusive_prefill(core, role is WorkerRole.PREFILL))
-        self._decode.accepting = role.takes_requests
-        self._paired.accepting = role.pulls_prefills
-        if role.pulls_prefills:
-            self._prefill.start()
-        else:
+    def _assume(self) -> None:
+        """Work in the role, before or without its registration."""
+        self._open()
+        if not self.role.takes_requests:
+            self._decode.accepting = False
+        if not self.pulls_prefills:
+            self._paired.accepting = False
             self._prefill.stop()
+        self._set_exclusive()
+
+    def _open(self) -> None:
+        """The doors of the role. Prefills share steps with answers until it is certain that there are none."""
+        if self.role.takes_requests:
+            self._engine.post(lambda core: _set_exclusive_prefill(core, False))
+            self._decode.accepting = True
+        if self.pulls_prefills:
+            self._paired.accepting = True
+            self._prefill.start()
+
+    async def _close_others(self) -> None:
+        """The doors that the role lacks; return when the work behind them has ended."""
+        if not self.role.takes_requests:
+            await self._decode.drain()
+        if not self.pulls_prefills:
+            self._paired.accepting = False
+            await self._prefill.drain()
+
+    def _set_exclusive(self) -> None:
+        is_exclusive = self.role is WorkerRole.PREFILL
+        self._engine.post(lambda core: _set_exclusive_prefill(core, is_exclusive))
 
     async def _finish(self) -> None:
         """Begin no new work; return when all work in flight has ended."""
@@ -127,7 +162,7 @@ class Roles:
                 if self._is_leaving() or (self.epoch, self.role) != (epoch, role):
                     return
                 try:
-                    return await self._membership.register(role, epoch)
+                    return await self._register()
                 except (ControlUnavailableError, LeaseLostError) as exc:
                     _log.debug("cannot register: %s", exc)
             await asyncio.sleep(RETRY_INTERVAL_S)

@@ -1,8 +1,7 @@
 """A worker: an engine that joined the cluster.
 
 Life: build the engine -> bind the request plane -> register KV memory -> register in discovery under a lease -> serve
--> drain -> leave. The role is state: ``set_role`` drains, registers again under a new epoch and continues without
-reloading weights.
+-> drain -> leave. The role is state: ``set_role`` opens one door and closes another (``roles.py``).
 
 When a worker leaves or loses its lease, it first stops all its transfers. Only then may others count it as gone,
 because from then on they reuse the blocks that it was allowed to write.
@@ -22,12 +21,14 @@ from kvrelay.config import WorkerConfig, WorkerRole
 from kvrelay.control.base import ControlPlane, Keys
 from kvrelay.core.clock import MonotonicClock
 from kvrelay.core.event_log import KvEventLog
+from kvrelay.core.handoff import HandoffId
 from kvrelay.core.messages import AdminReply, AdminRequest
 from kvrelay.core.sealing import new_secret
 from kvrelay.core.tasks import TaskSet
 from kvrelay.engine.contract import Engine, EngineHost
 from kvrelay.engine.step import StepOutput
 from kvrelay.errors import ConfigError, KvrelayError
+from kvrelay.handoff.decode_events import PushFailed
 from kvrelay.placement.threshold import DisaggPolicy
 from kvrelay.rpc.base import RpcServer
 from kvrelay.transfer.base import Transport
@@ -142,7 +143,7 @@ class Worker:
             self._refusals,
             self._marks,
         )
-        self.prefill = PrefillSide(around)
+        self.prefill = PrefillSide(around, self._compute_here)
         self._paired = PairedPrefills(around, self.prefill.handoffs, self._peer_table.address_of)
         self.decode = DecodeSide(
             around,
@@ -279,13 +280,17 @@ class Worker:
         return self._roles.epoch
 
     async def set_role(self, role: WorkerRole) -> None:
-        """Drain, then continue in another role (``Roles.change``)."""
+        """Continue in another role (``Roles.change``)."""
         await self._roles.change(role)
+
+    def _compute_here(self, handoff_id: HandoffId) -> None:
+        self.decode.handoffs.handle(PushFailed(handoff_id))
 
     def _num_prefill_workers(self) -> int:
         """The number of workers that may take over a prefill of this worker."""
         is_alone = self.role is WorkerRole.PREFILL or not self._engine.facts.hands_over_kv
-        return 0 if is_alone else self._peer_table.num_prefill_workers
+        # A widened worker is in the table, too.
+        return 0 if is_alone else max(self._peer_table.num_prefill_workers - self._roles.pulls_prefills, 0)
 
     # -- what arrives -------------------------------------------------------------------------------------------------
 
@@ -374,6 +379,7 @@ class Worker:
             "dp_group": self.identity.dp_group,
             "dp_rank": self.settings.group.rank,
             "load": msgspec.to_builtins(metrics),
+            "num_steps": stats.engine.num_steps,
             "step_age_s": now.step_age_s,
             "requests": now.num_requests,
             "handoffs_in": now.num_grants,
@@ -385,6 +391,7 @@ class Worker:
             "prefill_queue_error": now.queue.push_error,
             "prefill": prefill,
             "transfer": msgspec.to_builtins(stats.transfer),
+            "kv_tiers": None if stats.engine.tiers is None else msgspec.to_builtins(stats.engine.tiers),
             "disagg": asdict(now.disagg) | {"unused": self._policy.unused},
         }
 

@@ -10,10 +10,10 @@ import psutil
 import pytest
 import torch
 
+from kvrelay.config.byte_sizes import parse_bytes
 from kvrelay.core.checksums import block_checksum
 from kvrelay.core.layout import KVLayout
 from kvrelay.errors import ConfigError
-from kvrelay.executors.byte_sizes import parse_bytes
 from kvrelay.executors.torch.kv_pool import KvPool, auto_pool_bytes, decide_num_blocks
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=4, block_size=16, head_dim=32, dtype="bfloat16")

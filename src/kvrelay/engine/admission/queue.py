@@ -23,6 +23,7 @@ from kvrelay.core.clock import Clock
 from kvrelay.core.status import RequestStatus
 from kvrelay.engine.admission.fair import Candidate, FairQueue, Shares
 from kvrelay.engine.block_pool import BlockPool
+from kvrelay.engine.kv_source import KvSource
 from kvrelay.engine.request import PrefillMode, Request
 from kvrelay.engine.scheduled_batch import TokenBudget
 from kvrelay.placement.base import Decision, PrefillPlace, Situation
@@ -103,6 +104,8 @@ class AdmissionQueue:
         self._here = FairQueue(ageing_s, self.shares)
         self._elsewhere = FairQueue(ageing_s, self.shares)
         self._short: _Shortage | None = None
+        self.storage: KvSource | None = None
+        """KV beyond the pool."""
 
     def __repr__(self) -> str:
         num_here, num_elsewhere = len(self._here), len(self._elsewhere)
@@ -116,7 +119,7 @@ class AdmissionQueue:
         return self._short is not None
 
     def push(self, request: Request) -> None:
-        num_held = max(len(self.find_hit(request)) * self._pool.block_size, request.num_load_tokens)
+        num_held = max(self.num_held_tokens(request), request.num_load_tokens)
         request.num_queued_tokens = max(len(request.token_ids) - num_held, 1)
         self._queue_of(request).push(request)
         self.num_waiting_tokens += request.num_queued_tokens
@@ -200,9 +203,11 @@ class AdmissionQueue:
             return None
         is_here_open = not self._is_over_budget(candidate, load)
         if not placement.policy.has_choice:
-            return stay_here(is_here_open)
+            return stay_here(is_here_open, request.load_s)
         situation = Situation(
             num_tokens=request.num_queued_tokens,
+            num_stored=request.num_stored_tokens,
+            load_s=request.load_s,
             waited_s=max(self._clock.now() - request.waiting_since_s, 0.0),
             num_here=load.num_tokens_before(candidate),
             num_remote_tokens=load.num_remote_tokens,
@@ -254,6 +259,15 @@ class AdmissionQueue:
             return []
         request.hash_blocks((len(request.token_ids) - 1) // self._pool.block_size, self._pool.block_size)
         return self._pool.find_prefix(request.token_ids, request.sequence_hashes)
+
+    def num_held_tokens(self, request: Request) -> int:
+        """Tokens that the request need not compute: its prefix hit, and what is worth loading after that."""
+        first = len(self.find_hit(request))
+        hit = None if self.storage is None or request.wants_prompt_logprobs else self.storage.find(request, first)
+        num_stored = hit.num_blocks if hit is not None else 0
+        request.num_stored_tokens = num_stored * self._pool.block_size
+        request.load_s = hit.seconds if hit is not None else 0.0
+        return (first + num_stored) * self._pool.block_size
 
     def _reserve_for(self, request: Request, load: EngineLoad) -> int:
         """Blocks to leave free, against thrashing. A preempted request returns only if every running sequence could

@@ -12,11 +12,11 @@ import os
 from dataclasses import dataclass
 
 from kvrelay.config import VllmConfig
+from kvrelay.config.byte_sizes import parse_bytes
 from kvrelay.core.layout import KVLayout
 from kvrelay.engine.free_extents import FreeExtents
 from kvrelay.engines.connector.terms import StagingPlace
 from kvrelay.errors import ConfigError, IntegrityError
-from kvrelay.executors.byte_sizes import parse_bytes
 from kvrelay.executors.host_memory import HostMemory
 
 

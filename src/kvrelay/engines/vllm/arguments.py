@@ -8,9 +8,9 @@ from collections.abc import Collection
 from typing import Any
 
 from kvrelay.config import WorkerConfig
+from kvrelay.config.byte_sizes import parse_bytes
 from kvrelay.engines.hosted.host import CacheEvents
 from kvrelay.errors import ConfigError
-from kvrelay.executors.byte_sizes import parse_bytes
 
 OURS = {
     "model": "the model is the command's argument",

@@ -14,10 +14,10 @@ from collections.abc import Callable, Sequence
 import psutil
 import torch
 
+from kvrelay.config.byte_sizes import parse_bytes
 from kvrelay.core.checksums import unit_checksums
 from kvrelay.core.layout import KVLayout, MemoryRegion
 from kvrelay.errors import ConfigError
-from kvrelay.executors.byte_sizes import parse_bytes
 
 _AUTO_CPU_SHARE, _AUTO_CPU_LIMIT_BYTES = 0.25, 2**30
 _AUTO_CUDA_SHARE = 0.8

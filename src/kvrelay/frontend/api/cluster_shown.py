@@ -31,6 +31,7 @@ from kvrelay.frontend.cluster.snapshot import (
 from kvrelay.frontend.cluster.view import ClusterView
 from kvrelay.frontend.cluster.wrong_now import Wrong, wrong_now
 from kvrelay.http import Exchange, HttpRequest, Response
+from kvrelay.planner.report import PlannerReport
 from kvrelay.version import __version__
 
 CLUSTER_PATH = "/debug/cluster"
@@ -44,7 +45,7 @@ class NotPermittedError(InvalidInputError):
 
 
 class ClusterSnapshot(msgspec.Struct, frozen=True):
-    """``frontend`` is the id of the one that answers."""
+    """``frontend`` is the id of the one that answers. Of the planners the first one decides."""
 
     now_unix: float
     frontend: str
@@ -54,6 +55,7 @@ class ClusterSnapshot(msgspec.Struct, frozen=True):
     workers: list[WorkerView]
     flows: list[FlowView]
     frontends: list[FrontendView]
+    planners: list[PlannerReport]
     history: History
 
 
@@ -112,6 +114,7 @@ class ShownCluster:
             workers=workers,
             flows=flow_views(flows),
             frontends=frontends,
+            planners=self._cluster.planners(),
             history=history(rows, max(since, second - HISTORY_S)),
         )
 

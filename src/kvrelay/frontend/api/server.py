@@ -53,6 +53,7 @@ class Frontend:
         self.cluster = ClusterView(control, keys, connect, build_router, disagg=disagg)
         self.metrics.workers_of = self.cluster.count_workers
         self.metrics.loads_of = self.cluster.loads
+        self.metrics.planners_of = self.cluster.planners
         self.metrics.fallbacks_of = self.cluster.count_fallbacks
         self.metrics.places_of = self.cluster.count_places
         self._config = config

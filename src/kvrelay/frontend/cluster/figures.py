@@ -17,6 +17,7 @@ import msgspec
 from kvrelay.core.histogram import LATENCY_BUCKETS_S, TOKEN_BUCKETS_S
 from kvrelay.frontend.cluster.metrics import FrontendMetrics
 from kvrelay.frontend.cluster.worker_link import WorkerLink
+from kvrelay.planner import Traffic
 
 HISTORY_S = 300
 Count = Annotated[int, msgspec.Meta(ge=0)]
@@ -55,6 +56,11 @@ class Figures:
     def num_in_flight(self) -> int:
         """Sequences that are being generated."""
         return self._metrics.num_in_flight_of()
+
+    @property
+    def traffic(self) -> Traffic:
+        """Counts since the start."""
+        return self._metrics.traffic()
 
     def take(self, unix_s: int) -> None:
         """The second ``unix_s`` has ended. After a clock that went back, rows of its future are dropped."""

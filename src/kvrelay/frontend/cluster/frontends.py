@@ -5,7 +5,7 @@ looks.
 
 Nothing is sent while no one looks. What was answered is kept, so each look asks for the new seconds only, and a
 frontend that was just started has the others' five minutes at once. Any holder of the control plane's credentials could
-answer for a frontend: the figures are shown and decide nothing.
+answer for a frontend: the figures are shown, and a planner takes the demand from them; no request depends on them.
 """
 
 from __future__ import annotations
@@ -30,12 +30,14 @@ from kvrelay.core.tasks import end_tasks
 from kvrelay.core.workers import CallerInfo
 from kvrelay.errors import ControlUnavailableError, ProtocolError, RetryElsewhereError
 from kvrelay.frontend.cluster.figures import HISTORY_S, Count, Figures, Second
+from kvrelay.planner import Traffic
 from kvrelay.version import __version__
 
 _log = logging.getLogger(__name__)
 
 ASK_TIMEOUT_S = 0.7
 MAX_ASKED = 256
+FAR_FUTURE_S = 10**11
 TICK_S = 1.01
 """A second is counted when it has surely ended: timers may be a millisecond early."""
 GONE_AFTER_S = 30.0
@@ -49,7 +51,8 @@ class FiguresRequest(msgspec.Struct, frozen=True):
 
 
 class FiguresReply(msgspec.Struct, frozen=True):
-    """``host``, ``pid``, ``release``: the process. ``num_in_flight``: sequences that are being generated."""
+    """``host``, ``pid``, ``release``: the process. ``num_in_flight``: sequences that are being generated. ``traffic``:
+    for planners; None: the frontend is of an earlier release."""
 
     frontend_id: str
     num_in_flight: Count
@@ -57,10 +60,21 @@ class FiguresReply(msgspec.Struct, frozen=True):
     host: Annotated[str, msgspec.Meta(max_length=1024)] = ""
     pid: Count = 0
     release: Annotated[str, msgspec.Meta(max_length=64)] = ""
+    traffic: Traffic | None = None
 
 
 _request_decoder = msgspec.msgpack.Decoder(FiguresRequest)
 _reply_decoder = msgspec.msgpack.Decoder(FiguresReply)
+
+
+def traffic_question() -> bytes:
+    """What a planner asks a frontend: no rows, only the counts."""
+    return msgspec.msgpack.encode(FiguresRequest(FAR_FUTURE_S))
+
+
+def traffic_of(reply: bytes) -> Traffic | None:
+    """Of a frontend's answer. Raises one of UNREADABLE."""
+    return _reply_decoder.decode(reply).traffic
 
 
 async def other_frontends(control: ControlPlane, keys: Keys, own_id: str) -> dict[str, CallerInfo]:
@@ -187,7 +201,9 @@ class Frontends:
 
     def _reply(self, since: int) -> FiguresReply:
         rows, host = self._figures.since(since), socket.gethostname()
-        return FiguresReply(self.frontend_id, self._figures.num_in_flight, rows, host, os.getpid(), __version__)
+        return FiguresReply(
+            self.frontend_id, self._figures.num_in_flight, rows, host, os.getpid(), __version__, self._figures.traffic
+        )
 
     async def _count(self) -> None:
         while True:

@@ -20,6 +20,8 @@ from kvrelay.core.status import RefusalKind
 from kvrelay.core.vllm_metrics import OF_FRONTENDS, WithVllmNames
 from kvrelay.marks.otlp import TraceExporter
 from kvrelay.placement.base import PrefillPlace
+from kvrelay.planner import Hold, Narrow, Start, Stop, Traffic, Widen
+from kvrelay.planner.report import PlannerReport
 
 UNKNOWN = "unknown"
 """The reason of a refusal by a worker that tells none."""
@@ -35,10 +37,20 @@ class ModelMetrics:
         self.ttft = Histogram(LATENCY_BUCKETS_S)
         self.itl = Histogram(TOKEN_BUCKETS_S)
         self.duration = Histogram(LATENCY_BUCKETS_S)
+        self.num_arrived = 0
+        self.num_arrived_tokens = 0
+        self.sum_squares = 0
+        """Of the lengths of the arrived prompts."""
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
         self.num_output_tokens = 0
         self.num_migrations = 0
+
+    def arrived(self, num_prompt_tokens: int) -> None:
+        """A sequence has come; whether it is refused, and when it is prefilled, counts elsewhere."""
+        self.num_arrived += 1
+        self.num_arrived_tokens += num_prompt_tokens
+        self.sum_squares += num_prompt_tokens * num_prompt_tokens
 
     def first_token(self, seconds: float, num_prompt_tokens: int, num_cached_tokens: int) -> None:
         self.ttft.observe(seconds)
@@ -85,6 +97,8 @@ class FrontendMetrics(Collector):
         """Number of prefill-first requests by model and place of the prefill."""
         self.loads_of: Callable[[], Sequence[tuple[str, LoadMetrics]]] = tuple
         """The workers' last samples, each with its model's name."""
+        self.planners_of: Callable[[], Sequence[PlannerReport]] = tuple
+        """What the planners have said last, the one that decides first."""
         self._registry = CollectorRegistry()
         self._registry.register(WithVllmNames(self, OF_FRONTENDS) if vllm_names else self)
         ProcessCollector(registry=self._registry)
@@ -120,6 +134,19 @@ class FrontendMetrics(Collector):
             tuple(map(sum, zip(Histogram(TOKEN_BUCKETS_S).counts, *(model.itl.counts for model in models)))),
         )
 
+    def traffic(self) -> Traffic:
+        """What the planner asks for, over all models."""
+        models = self._models.values()
+        return Traffic(
+            num_arrived=sum(model.num_arrived for model in models),
+            num_arrived_tokens=sum(model.num_arrived_tokens for model in models),
+            sum_squares=sum(model.sum_squares for model in models),
+            num_prefilled_tokens=sum(model.num_prompt_tokens for model in models),
+            num_cached_tokens=sum(model.num_cached_tokens for model in models),
+            num_ended=sum(model.duration.count for model in models),
+            num_ended_tokens=sum(model.num_output_tokens for model in models),
+        )
+
     # -- rendering ----------------------------------------------------------------------------------------------------
 
     def render(self) -> bytes:
@@ -151,6 +178,7 @@ class FrontendMetrics(Collector):
             workers.add_metric((model,), count)
         yield workers
         yield from _load_gauges(self.loads_of())
+        yield from _planner_metrics(self.planners_of())
         yield GaugeMetricFamily(
             "kvrelay_requests_in_flight", "Sequences being generated.", value=self.num_in_flight_of()
         )
@@ -197,6 +225,23 @@ def _load_gauges(loads: Sequence[tuple[str, LoadMetrics]]) -> Iterator[Metric]:
             for model, load in loads:
                 family.add_metric((model, load.worker_id), value(load))
             yield family
+
+
+def _planner_metrics(reports: Sequence[PlannerReport]) -> Iterator[Metric]:
+    """Of the planner that decides."""
+    yield GaugeMetricFamily("kvrelay_planners", "Planners in discovery; one decides.", value=len(reports))
+    leader = reports[0] if reports else None
+    action = leader.actions[0] if leader is not None and leader.actions else None
+    wanted = GaugeMetricFamily("kvrelay_planner_wants", "1: the action that the planner wants now.", labels=["action"])
+    for kind in (Widen, Narrow, Start, Stop, Hold):
+        wanted.add_metric([kind.__name__.lower()], float(isinstance(action, kind)))
+    yield wanted
+    lateness = action.numbers.lateness if action is not None else 0.0
+    yield GaugeMetricFamily(
+        "kvrelay_planner_lateness_ratio", "Expected seconds beyond the objectives, per second.", value=lateness
+    )
+    changes = leader.num_changes if leader is not None else 0
+    yield CounterMetricFamily("kvrelay_planner_changes", "Actions that the planner has carried out.", value=changes)
 
 
 def _by_model(name: str, text: str, counts: Mapping[str, int]) -> CounterMetricFamily:

@@ -41,6 +41,7 @@ from kvrelay.frontend.cluster.models import Model
 from kvrelay.frontend.cluster.worker_link import WorkerLink
 from kvrelay.frontend.tokens.tokenizer import Tokenizer, load_tokenizer
 from kvrelay.placement.threshold import DisaggPolicy
+from kvrelay.planner.report import PlannerReport, read_reports
 from kvrelay.router import PairRouter, Router, RouterStage, RuntimeSettings
 from kvrelay.router.base import ReplayRequester
 from kvrelay.rpc.base import RpcClient
@@ -58,6 +59,8 @@ CONNECTOR_RETRY_S = 1.0
 QUEUE_TIMEOUT_S = 0.7
 ROUTER_SECTION = "router."
 DISAGG_SECTION = "disagg."
+MAX_PLANNERS = 16
+"""One decides; the others stand by."""
 
 
 class Member(NamedTuple):
@@ -101,6 +104,7 @@ class ClusterView:
         """Prefill-first: whether a request gets a prefill worker."""
         self._workers_listed = asyncio.Event()
         self._settings_listed = asyncio.Event()
+        self._planners: dict[str, bytes] = {}
 
     def __repr__(self) -> str:
         return f"Cluster(models={list(self._models.values())}, served={list(self._served.values())})"
@@ -194,6 +198,7 @@ class ClusterView:
         self._tasks.spawn(follow(discovery, self._keys.workers, self._on_worker, self._workers_listed.set))
         self._tasks.spawn(follow(discovery, settings, self._on_setting, self._settings_listed.set))
         self._tasks.spawn(follow(discovery, self._keys.config_value(DISAGG_SECTION), self._on_threshold))
+        self._tasks.spawn(follow(discovery, self._keys.planners, self._on_planner))
 
     def _served_by(self, worker_id: str) -> Served | None:
         return self._served.get(worker_id)
@@ -229,6 +234,17 @@ class ClusterView:
             self._disagg.unset(name)
         else:
             self._disagg.set(name, decode_setting(name, event.value))
+
+    def _on_planner(self, event: WatchEvent) -> None:
+        """A planner has said something, or is gone."""
+        if event.kind is WatchKind.DELETE:
+            self._planners.pop(event.key, None)
+        elif event.key in self._planners or len(self._planners) < MAX_PLANNERS:
+            self._planners[event.key] = event.value
+
+    def planners(self) -> list[PlannerReport]:
+        """What the planners have said last, the one that decides first."""
+        return read_reports(self._planners)
 
     def _on_worker(self, event: WatchEvent) -> None:
         worker_id = event.key.removeprefix(self._keys.workers)

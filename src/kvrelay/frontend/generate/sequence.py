@@ -100,6 +100,7 @@ class Sequence:
         self._listener = listener
         self._metrics = metrics
         self._counts = metrics.of(model.name)
+        self._counts.arrived(len(prompt.token_ids))
         self._migration_limit = migration_limit
         self._order = order
         self._tokens_at_once = 1 if spec.stops else listener.tokens_at_once

@@ -4,6 +4,7 @@
 import { charts } from "./charts.js";
 import { h, milliseconds, number, percent, rate, setText } from "./dom.js";
 import { fleet, flows, frontends } from "./fleet.js";
+import { planner } from "./planner.js";
 import { requests } from "./requests.js";
 
 const INTERVAL_MS = 1000;
@@ -13,13 +14,14 @@ const OVERLAP_S = 5;
 const DEBUG = new URL("../debug/", document.baseURI);
 
 /** A view has a title and build(section) -> update(state), which returns whether there is anything to show.
- * Tiers and the planner become views of their own here. */
+ * Tiers become a view of their own here. */
 const VIEWS = [
   { title: "Now", build: summary },
   { title: "Workers", build: fleet },
   { title: "KV between workers", build: flows },
   { title: "Last five minutes", build: charts },
   { title: "Requests", build: requests },
+  { title: "Planner", build: planner },
   { title: "Frontends", build: frontends },
 ];
 

@@ -150,10 +150,10 @@ class Membership:
                     _log.debug("cannot publish the KV metadata: %s", exc)
                 await asyncio.sleep(TERM_RETRY_INTERVAL_S)
 
-    async def register(self, role: WorkerRole, epoch: int) -> None:
+    async def register(self, role: WorkerRole, epoch: int, *, pulls_prefills: bool) -> None:
         """Enter the list of workers, or change the entry."""
         key = self._keys.worker(self._identity.worker_id)
-        await self._put(key, msgspec.json.encode(self._info(role, epoch)))
+        await self._put(key, msgspec.json.encode(self._info(role, epoch, pulls_prefills=pulls_prefills)))
         self._is_listed = True
 
     async def unlist(self) -> None:
@@ -224,12 +224,13 @@ class Membership:
     def _is_alive(self) -> bool:
         return self._lease is not None and self._lease.alive_until_s > time.monotonic()
 
-    def _info(self, role: WorkerRole, epoch: int) -> WorkerInfo:
+    def _info(self, role: WorkerRole, epoch: int, *, pulls_prefills: bool) -> WorkerInfo:
         settings, facts = self._settings, self._engine.facts
         return WorkerInfo(
             worker_id=self._identity.worker_id,
             epoch=epoch,
             role=role,
+            pulls_prefills=pulls_prefills,
             model=settings.model,
             model_path=str(settings.model_path),
             address=self._address(),

@@ -22,7 +22,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kvrelay.config import WorkerRole
 from kvrelay.control.base import Discovery, Keys, WatchEvent, WatchKind
 from kvrelay.control.following import follow
 from kvrelay.core.control_codec import decode_kv_metadata, decode_worker
@@ -103,7 +102,7 @@ class PeerTable:
 
     def _pulls(self, info: WorkerInfo) -> bool:
         is_ours = (info.model, info.kv_compatibility) == (self._model, self._kv_compatibility)
-        return is_ours and info.role is WorkerRole.PREFILL
+        return is_ours and (info.pulls_prefills or info.role.pulls_prefills)
 
     def start(self) -> None:
         self._tasks.spawn(follow(self._discovery, self._keys.workers, self._apply))

@@ -20,7 +20,7 @@ from functools import partial
 import numpy as np
 
 from kvrelay.core.clock import MonotonicClock
-from kvrelay.core.handoff import HandoffId, HandoffOrder, RemotePrefillRequest
+from kvrelay.core.handoff import HandoffId, RemotePrefillRequest
 from kvrelay.core.latest import Latest
 from kvrelay.core.layout import BlockRun
 from kvrelay.core.tasks import TaskSet
@@ -38,6 +38,7 @@ from kvrelay.transfer.values import GrantRef, Int64Array, TransferOp
 from kvrelay.worker.driver import LedgerDriver
 from kvrelay.worker.reporting.stats import DecodeStats
 from kvrelay.worker.surroundings import Surroundings
+from kvrelay.worker.translation import opened
 
 _log = logging.getLogger(__name__)
 
@@ -132,24 +133,9 @@ class IncomingHandoffs(LedgerDriver[de.DecodeEvent]):
     def on_step(self, step: StepOutput) -> None:
         """Report the hand-offs that a step has opened and closed."""
         for prefill in step.remote_prefills:
-            handoff_id = prefill.handoff_id
-            num_hit_blocks = prefill.num_cached_tokens // self.ledger.rules.block_size
-            claimant = self.ledger.expected.get(handoff_id)
-            order = HandoffOrder.DECODE_FIRST if claimant is None else HandoffOrder.PREFILL_FIRST
-            self._prefills[handoff_id] = prefill
-            opened = de.Opened(
-                handoff_id,
-                prefill.request_id,
-                prefill.block_ids,
-                num_hit_blocks,
-                order=order,
-                direction=self._direction,
-                claimant=claimant,
-                term=self._around.term,
-                num_tokens=len(prefill.token_ids),
-            )
-            self.handle(opened)
-            self._prefills.pop(handoff_id, None)  # not pushed
+            self._prefills[prefill.handoff_id] = prefill
+            self.handle(opened(prefill, self.ledger, self._direction, self._around.term))
+            self._prefills.pop(prefill.handoff_id, None)  # not pushed
         for handoff_id in step.closed_handoffs:
             self.handle(de.Closed(handoff_id))
         for handoff_id, ok in step.fetched_handoffs:

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvrelay.core.clock import MonotonicClock
-from kvrelay.core.handoff import HandoffId, HandoffOrder
+from kvrelay.core.handoff import HandoffId
 from kvrelay.core.messages import (
     AbortRequest,
     GenerateRequest,
@@ -33,7 +33,7 @@ from kvrelay.core.shortest_first import ShortestFirst
 from kvrelay.core.status import RefusalKind
 from kvrelay.core.tasks import TaskSet
 from kvrelay.engine.contract import Engine
-from kvrelay.engine.request import PrefillMode, Request
+from kvrelay.engine.request import Request
 from kvrelay.errors import (
     InvalidInputError,
     KvrelayError,
@@ -45,13 +45,14 @@ from kvrelay.errors import (
 )
 from kvrelay.handoff import decode_events as de
 from kvrelay.marks.phases import Phase
-from kvrelay.placement.base import Decision, PrefillPlace
+from kvrelay.placement.base import PrefillPlace
 from kvrelay.placement.cost import CostPlacement, PlacementState
 from kvrelay.placement.threshold import DisaggPolicy
 from kvrelay.rpc.base import Peer
 from kvrelay.worker.decode.admission import AdmissionControl
 from kvrelay.worker.decode.handoffs import IncomingHandoffs
 from kvrelay.worker.decode.outputs import send_outputs
+from kvrelay.worker.decode.placing import Placing
 from kvrelay.worker.decode.queue import QueuedPrefills
 from kvrelay.worker.decode.refusals import refusal_of
 from kvrelay.worker.reporting.stats import DecodeStats, RemoteCostStats, copied
@@ -94,8 +95,6 @@ class DecodeSide:
         self._server = around.server
         self._refusals = around.refusals
         self._marks = around.marks
-        self._policy = policy
-        self._num_prefill_workers = num_prefill_workers
         self._num_serving = num_serving
         self._returns = ReturnTimes(MonotonicClock())
         self._give_up_after_s = give_up_after_s
@@ -109,6 +108,12 @@ class DecodeSide:
             handle=self._handle,
         )
         self.placement = CostPlacement(policy, self._queued.prefill_side, self._count_place, MonotonicClock())
+        self._placing = Placing(
+            policy,
+            self.placement,
+            self._queued.prefill_side,
+            must_be_remote=lambda: not around.engine.facts.prefills_here and num_prefill_workers() > 0,
+        )
         self._loop = asyncio.get_running_loop()
         self.handoffs = IncomingHandoffs(
             around, self.stats, push=self._queued.push, on_arrived=self.placement.prefill_took
@@ -267,7 +272,6 @@ class DecodeSide:
     def _enqueue(self, core: Engine, message: GenerateRequest, handoff_id: HandoffId | None) -> PrefillPlace | None:
         """Where the prefill runs; None: that is decided when the request is admitted."""
         self._marks.add(message.request_id, Phase.ADMITTED)
-        placement = PlacementState(explain=message.explain)
         request = Request(
             message.request_id,
             message.prompt_token_ids,
@@ -277,38 +281,15 @@ class DecodeSide:
             tenant=message.tenant,
             traceparent=message.traceparent,
             handoff_number=0 if handoff_id is None else handoff_id.number,
-            placement=placement,
+            placement=PlacementState(explain=message.explain),
             report_interval=message.report_interval,
             listener=self._marks.listener,
         )
-        if self._policy.is_by_cost:
-            placement.objectives = self.placement.objectives(message.slo_ttft_ms, message.slo_itl_ms)
-            placement.refuses_late = self._policy.config.early_reject
-            if message.order is HandoffOrder.DECODE_FIRST and not request.must_prefill_here:
-                placement.policy = self.placement
-                core.add_request(request)
-                return None
-        place = self._place_of(core, request, message)
-        placement.decision = Decision(place)
-        if place is PrefillPlace.REMOTE:
-            request.mode = PrefillMode.REMOTE
-        else:
+        objectives = self.placement.objectives(message.slo_ttft_ms, message.slo_itl_ms)
+        place = self._placing.add_request(core, request, message.order, objectives, is_paired=message.pair is not None)
+        if place is not PrefillPlace.REMOTE and place is not None:
             self._not_enqueued(handoff_id)
-        core.add_request(request)
         return place
-
-    def _place_of(self, core: Engine, request: Request, message: GenerateRequest) -> PrefillPlace:
-        """Where the prefill runs: decided here (decode-first) or by the frontend (prefill-first)."""
-        if not self._engine.facts.prefills_here and self._num_prefill_workers():
-            return PrefillPlace.REMOTE
-        if message.order is HandoffOrder.PREFILL_FIRST and not request.must_prefill_here:
-            return PrefillPlace.LOCAL_UNPAIRED if message.pair is None else PrefillPlace.REMOTE
-        return self._policy.decide(
-            prompt_length=len(request.token_ids),
-            num_cached_tokens=core.num_cached_tokens(request),
-            prefill_load=self._queued.prefill_side(),
-            must_be_local=request.must_prefill_here,
-        )
 
     def _count_place(self, place: PrefillPlace) -> None:
         self.stats.places[place] = self.stats.places.get(place, 0) + 1

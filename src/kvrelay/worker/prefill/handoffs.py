@@ -27,7 +27,6 @@ from kvrelay.core.messages import TokenOutput
 from kvrelay.core.status import FinishReason
 from kvrelay.core.tasks import TaskSet
 from kvrelay.engine.contract import Engine, require
-from kvrelay.engine.request import PrefillMode, Request
 from kvrelay.engine.step import HandoffChunk, KvLoad, StepOutput
 from kvrelay.errors import KvrelayError, WorkerUnavailableError
 from kvrelay.handoff import prefill_events as pe
@@ -42,6 +41,7 @@ from kvrelay.worker.driver import LedgerDriver
 from kvrelay.worker.prefill.connections import DecodePeer
 from kvrelay.worker.prefill.releases import Releases
 from kvrelay.worker.surroundings import Surroundings
+from kvrelay.worker.translation import chunk_computed, engine_request, pulled
 
 _log = logging.getLogger(__name__)
 
@@ -141,20 +141,8 @@ class OutgoingHandoffs(LedgerDriver[pe.PrefillEvent]):
         self._by_name[job.name] = request.handoff_id
         is_pulled = job.origin.order is HandoffOrder.DECODE_FIRST
         self._marks.received(job.name, Phase.PULLED if is_pulled else Phase.RECEIVED)
-        num_blocks = -(-len(request.token_ids) // self._block_size)
-        num_cached_tokens = request.num_cached_tokens
-        self.handle(
-            pe.Pulled(
-                request.handoff_id,
-                request.decode_worker_id,
-                num_blocks,
-                num_cached_tokens,
-                term,
-                job.origin.order,
-                num_tokens=len(request.token_ids),
-                may_return=job.origin.may_return,
-            )
-        )
+        origin = job.origin
+        self.handle(pulled(request, self._block_size, term, origin.order, may_return=origin.may_return))
 
     def decline(self, job: Job, reason: EndReason) -> None:
         """Do not compute it, and tell its owner."""
@@ -264,11 +252,7 @@ class OutgoingHandoffs(LedgerDriver[pe.PrefillEvent]):
         if chunk.first_output is not None and job is not None and job.origin.order is HandoffOrder.PREFILL_FIRST:
             # Before the ledger handles it, because a hand-off may settle at once.
             self.on_loop(job.origin.first, chunk.first_output)
-        token, params = None, chunk.kv_transfer_params
-        if chunk.token_id is not None and params is None:
-            # An engine that gets the KV by itself also samples the first token.
-            token = pe.FirstToken(chunk.token_id, chunk.logprobs)
-        self.handle(pe.ChunkComputed(handoff_id, pe.RequestBlocks(chunk.first_block, chunk.block_ids), token, params))
+        self.handle(chunk_computed(handoff_id, chunk))
 
     def _compute(self, action: pe.Compute) -> None:
         job = self.jobs[action.handoff_id]
@@ -279,23 +263,8 @@ class OutgoingHandoffs(LedgerDriver[pe.PrefillEvent]):
     def _add_request(self, job: Job, core: Engine) -> None:
         request = job.request
         job.origin.received()
-        num_prompt, size = len(request.token_ids) - request.num_output_tokens, self._block_size
         try:
-            core.add_request(
-                Request(
-                    request_id=job.name,
-                    prompt_token_ids=request.token_ids[:num_prompt],
-                    output_token_ids=request.token_ids[num_prompt:],
-                    sampling=request.sampling,
-                    mode=PrefillMode.HANDOFF,
-                    # A block of ours that D holds only in part is computed.
-                    num_load_tokens=request.num_cached_tokens // size * size,
-                    priority=request.priority,
-                    tenant=request.tenant,
-                    traceparent=request.traceparent,
-                    listener=self._marks.listener,
-                )
-            )
+            core.add_request(engine_request(request, self._block_size, self._marks.listener))
         except KvrelayError as exc:
             _log.warning("hand-off %s is not computed: %s", request.handoff_id, exc)
             self.handle(pe.EngineRefused(request.handoff_id))

@@ -12,11 +12,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 
 from kvrelay.control.base import PrefillDelivery
 from kvrelay.control.redelivery import KEEPALIVE_INTERVAL_S, return_delay_s
-from kvrelay.core.handoff import HandoffOrder
+from kvrelay.core.handoff import HandoffId, HandoffOrder
 from kvrelay.core.messages import TokenOutput
 from kvrelay.core.tasks import TaskSet, end_tasks
 from kvrelay.errors import KvrelayError
@@ -45,9 +45,11 @@ because frontends use the decode worker's lease, which may be longer than ours."
 
 
 class PrefillSide:
-    """Serves the prefill queue between ``start`` and ``stop``."""
+    """Serves the prefill queue between ``start`` and ``stop``. ``computes_here`` gets hand-offs of this worker itself:
+    its decode side shall compute them without one."""
 
-    def __init__(self, around: Surroundings) -> None:
+    def __init__(self, around: Surroundings, computes_here: Callable[[HandoffId], None]) -> None:
+        self._computes_here = computes_here
         detection_s = Heartbeat.for_lease(around.settings.control.lease_ttl_s).detection_s
         rules = PrefillRules(
             worker_id=around.worker_id,
@@ -151,6 +153,10 @@ class PrefillSide:
         if request.handoff_id.decode_worker_id != request.decode_worker_id:
             _log.warning("an entry of %s for hand-off %s was dropped", request.decode_worker_id, request.handoff_id)
             entry.settled()
+        elif request.decode_worker_id == self._around.worker_id:
+            # We do both: our own engine computes it without a hand-off.
+            entry.settled()
+            self._computes_here(request.handoff_id)
         elif request.handoff_id in self.handoffs.ledger.seen:
             _log.warning("hand-off %s was delivered again; it was handled here before", request.handoff_id)
             entry.settled()

@@ -26,6 +26,7 @@ from kvrelay.config import WorkerRole
 from kvrelay.core.histogram import Histogram
 from kvrelay.core.status import RefusalKind
 from kvrelay.core.step_cost import StepCost
+from kvrelay.core.tier_stats import TierStats
 from kvrelay.core.vllm_metrics import OF_WORKERS, WithVllmNames
 from kvrelay.engine.stats import EngineStats
 from kvrelay.handoff.base import EndReason, RefusalReason
@@ -105,6 +106,8 @@ def _families(stats: WorkerStats) -> Iterator[Metric]:
     yield from _transfers(stats.transfer)
     if stats.transfer.p2p is not None:
         yield from _p2p(stats.transfer.p2p)
+    if stats.engine.tiers is not None:
+        yield from _tiers(stats.engine.tiers)
     yield _by_label("placements", "Where prefills ran, and why.", "place", _PLACES | stats.decode.places)
     yield _by_label(
         "refusals",
@@ -239,6 +242,35 @@ def _p2p(counters: P2pCounters) -> Iterator[Metric]:
         if field.name.startswith("num_"):
             name = field.name.removeprefix("num_")
             yield _counter(f"p2p_{name}", f"Transport p2p: {name.replace('_', ' ')}.", getattr(counters, field.name))
+
+
+def _tiers(tiers: TierStats) -> Iterator[Metric]:
+    """KV in host memory and on disk: decisions, then each store by its medium."""
+    counts = tiers.counts
+    yield _counter("kv_tier_hits", "Prompts whose stored KV was loaded.", counts.num_hits)
+    yield _counter("kv_tier_hit_blocks", "Blocks that were loaded and have proved themselves.", counts.num_hit_blocks)
+    yield _counter("kv_tier_not_worth", "Prompts whose stored KV is computed as fast.", counts.num_not_worth)
+    yield _counter("kv_tier_failed_loads", "Loads after which the rest was computed.", counts.num_failed_loads)
+    yield _counter("kv_tier_saved_seconds", "Computing that loads have saved, by estimate.", max(counts.saved_s, 0.0))
+    yield _counter("kv_tier_lost_seconds", "Time of failed loads.", counts.lost_s)
+    yield _gauge("kv_tier_queued_blocks", "Evicted blocks that wait to be written.", tiers.num_queued)
+    numbers = {
+        "loaded_blocks": ("num_loaded", "Blocks read."),
+        "loaded_bytes": ("loaded_bytes", "Bytes read."),
+        "load_seconds": ("load_s", "Time of reads."),
+        "stored_blocks": ("num_stored", "Blocks written."),
+    }
+    for name, (field, text) in numbers.items():
+        family = CounterMetricFamily(f"{PREFIX}kv_tier_{name}", text, labels=("medium",))
+        for medium, store in tiers.stores.items():
+            family.add_metric((medium,), getattr(store, field))
+        yield family
+    for name, text in (("misses", "Reads that failed."), ("drops", "Evicted blocks that were not written.")):
+        family = CounterMetricFamily(f"{PREFIX}kv_tier_{name}", text, labels=("medium", "reason"))
+        for medium, store in tiers.stores.items():
+            for reason, count in dict(getattr(store, name)).items():
+                family.add_metric((medium, reason), count)
+        yield family
 
 
 def _counts(group: str, title: str, counts: DecodeStats | PrefillCounters | DecodeCounters) -> Iterator[Metric]:

@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 
+from kvrelay.config.byte_sizes import parse_bytes
 from kvrelay.core.layout import KVLayout
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.dp.addresses import GroupAddress
 from kvrelay.errors import ConfigError, KvrelayError, PeerLostError
-from kvrelay.executors.byte_sizes import parse_bytes
 from kvrelay.executors.torch.build import build_model_runner
 from kvrelay.executors.torch.config import ModelFacts
 from kvrelay.executors.torch.kv_pool import KvPool, auto_pool_bytes, decide_num_blocks

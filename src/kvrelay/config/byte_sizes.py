@@ -10,9 +10,9 @@ _UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 _UNITS |= {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 
 
-def parse_bytes(text: str) -> int:
-    """Bytes in "512MiB", "4GiB", "1.5GB" or "1048576". Raises ConfigError."""
+def parse_bytes(text: str, param: str = "kv_cache_memory") -> int:
+    """Bytes in "512MiB", "4GiB", "1.5GB" or "1048576". Raises ConfigError, which names the setting ``param``."""
     match = re.fullmatch(r"\s*+(\d++(?:\.\d++)?)\s*+([A-Za-z]*+)\s*+", text)
     if match is None or match[2].lower() not in _UNITS:
-        raise ConfigError(f"not an amount of memory: {text!r} (e.g. 512MiB, 4GiB)", param="kv_cache_memory")
+        raise ConfigError(f"not an amount of memory: {text!r} (e.g. 512MiB, 4GiB)", param=param)
     return int(float(match[1]) * _UNITS[match[2].lower()])

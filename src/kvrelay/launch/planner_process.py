@@ -1,0 +1,241 @@
+"""One planner process: it looks at the fleet, plans, and lets an actuator carry that out.
+
+    discovery ─ workers ──> status of each, over the request plane ──┐
+             └─ frontends ──> what has come, over the bus ───────────┴─> plan ──> log, report, actuator (mode act)
+
+Of several planners the one decides that has been in discovery longest; the others stand by. What the planner cannot
+reach it leaves as it is: without the control plane, or when this process ends, nothing changes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from kvrelay.config import ControlConfig
+from kvrelay.control.base import ControlPlane, Keys, Lease
+from kvrelay.errors import ConfigError, ControlUnavailableError, KvrelayError
+from kvrelay.launch.actuators import ClusterActuator, HookActuator
+from kvrelay.launch.fleet_observer import FleetObserver
+from kvrelay.launch.process import on_terminate, spare_what_stays
+from kvrelay.launch.request_plane import connected, new_caller_id, operator_keys
+from kvrelay.launch.worker_calls import WorkerCalls
+from kvrelay.launch.worker_host import Hosts
+from kvrelay.planner import (
+    Actuator,
+    Demand,
+    FleetView,
+    Hold,
+    Objectives,
+    Plan,
+    PlannerState,
+    not_begun,
+    plan,
+)
+from kvrelay.planner.capacity import shape_of
+from kvrelay.planner.log import Decision, DecisionLog
+from kvrelay.planner.report import COUNT, HELD, PAUSED, PlannerReport, read_reports
+
+_log = logging.getLogger(__name__)
+
+REPORT_INTERVAL_S = 20.0
+"""A report that says the same is repeated so often."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlannerConfig:
+    """``mode``: suggest or act. ``start_s``: how long a worker takes to start. ``log_file`` None: no log of
+    decisions. ``hook``: a command that sees to the number of workers, of which there may be ``max_workers``."""
+
+    mode: str
+    objectives: Objectives
+    interval_s: float = 2.0
+    start_s: float = 30.0
+    log_file: Path | None = None
+    hook: str = ""
+    max_workers: int = 0
+
+
+class Observer(Protocol):
+    """Where the inputs come from."""
+
+    async def look(self) -> tuple[FleetView, Demand]: ...
+
+
+class PlannerProcess:
+    """Decides every ``interval_s`` while it is the leader. ``lease``: of its entry in discovery."""
+
+    def __init__(
+        self,
+        config: PlannerConfig,
+        control: ControlPlane,
+        keys: Keys,
+        lease: Lease,
+        observer: Observer,
+        actuator: Actuator,
+    ) -> None:
+        self._config, self._control, self._keys, self._lease = config, control, keys, lease
+        self._observer, self._actuator = observer, actuator
+        self._log = DecisionLog(config.log_file)
+        self._state = PlannerState()
+        self._held: frozenset[str] = frozenset()
+        self._reported_s = -REPORT_INTERVAL_S
+        self.report = PlannerReport(
+            planner_id=new_caller_id(),
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            started_unix=time.time(),
+            mode=config.mode,
+        )
+
+    async def register(self) -> None:
+        """Enter discovery. Raises ControlUnavailableError."""
+        key = self._keys.planner(self.report.planner_id)
+        await self._control.discovery.put(key, msgspec.json.encode(self.report), self._lease)
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Until ``stop``."""
+        while not stop.is_set():
+            await self.tick()
+            try:
+                async with asyncio.timeout(self._config.interval_s):
+                    await stop.wait()
+            except TimeoutError:
+                pass
+
+    async def tick(self) -> None:
+        """Look and decide once. A control plane that is away is reported, and nothing changes."""
+        before = self.report
+        try:
+            settings = await self._control.discovery.list(self._keys.config_value("planner."))
+            leader = await self._leader()
+            if leader == before.planner_id:
+                await self._decide(settings)
+            else:
+                self._state = PlannerState()
+                self._say(is_leader=False, actions=(), problem=f"planner {leader} decides")
+            await self._publish(before)
+        except ControlUnavailableError as exc:
+            self._say(problem=f"the control plane is away ({exc}): nothing changes")
+        if self.report.problem != before.problem and self.report.problem:
+            _log.warning("%s", self.report.problem)
+
+    async def _leader(self) -> str:
+        """The planner that decides: the first by its start. A silent one is gone from discovery with its lease."""
+        reports = read_reports(await self._control.discovery.list(self._keys.planners))
+        return reports[0].planner_id if reports else self.report.planner_id
+
+    async def _decide(self, settings: dict[str, bytes]) -> None:
+        paused = settings.get(self._keys.config_value(PAUSED)) == b"true"
+        held = await self._hold(settings)
+        fleet, demand = await self._observer.look()
+        room = 0 if COUNT in held else await self._actuator.max_workers() - await self._actuator.num_starting()
+        fleet = msgspec.structs.replace(
+            fleet,
+            max_workers=max(room, 0),
+            start_s=self._config.start_s,
+            workers=tuple(
+                msgspec.structs.replace(worker, is_held=worker.is_held or worker.worker_id in held)
+                for worker in fleet.workers
+            ),
+        )
+        state = self._state
+        actions, after = plan(fleet, demand, self._config.objectives, state)
+        acts = self._config.mode == "act" and not paused and self._lease.alive_until_s > time.monotonic()
+        problem, num_done = await self._carry_out(actions) if acts else ("", 0)
+        is_begun = acts and not problem
+        self._state = after if is_begun else not_begun(fleet, state, after)
+        self._log.add(
+            Decision(
+                unix_s=time.time(),
+                fleet=fleet,
+                demand=demand,
+                objectives=self._config.objectives,
+                state=state,
+                actions=actions,
+                is_carried_out=is_begun,
+            )
+        )
+        self._say(
+            is_leader=True,
+            is_paused=paused,
+            shape=str(shape_of(fleet)),
+            actions=actions,
+            held=tuple(sorted(held & ({worker.worker_id for worker in fleet.workers} | {COUNT}))),
+            problem=problem or self._log.error,
+            num_changes=self.report.num_changes + num_done,
+        )
+
+    async def _carry_out(self, actions: Plan) -> tuple[str, int]:
+        """What went wrong, and the number of changes."""
+        num_done = 0
+        for action in actions:
+            try:
+                await self._actuator.apply(action)
+                num_done += not isinstance(action, Hold)
+            except KvrelayError as exc:
+                return f"{type(action).__name__.lower()} failed: {exc}", num_done
+        return "", num_done
+
+    async def _hold(self, settings: dict[str, bytes]) -> frozenset[str]:
+        """What is held by hand. Roles that were changed by hand are noted in discovery, so that the next leader knows;
+        an entry that someone removed releases its worker."""
+        prefix = self._keys.config_value(HELD)
+        noted = frozenset(key.removeprefix(prefix) for key in settings if key.startswith(prefix))
+        released = self._held - noted
+        self._state = msgspec.structs.replace(
+            self._state, held=tuple(name for name in self._state.held if name not in released)
+        )
+        for name in set(self._state.held) - noted:
+            await self._control.discovery.put(prefix + name, b"true")
+        self._held = noted | set(self._state.held)
+        return self._held
+
+    def _say(self, **changes: object) -> None:
+        self.report = msgspec.structs.replace(self.report, unix_s=time.time(), **changes)
+
+    async def _publish(self, before: PlannerReport) -> None:
+        """If it says something new, or now and then."""
+        is_new = msgspec.structs.replace(self.report, unix_s=0.0) != msgspec.structs.replace(before, unix_s=0.0)
+        if is_new or time.monotonic() - self._reported_s >= REPORT_INTERVAL_S:
+            self._reported_s = time.monotonic()
+            await self.register()
+
+
+async def run_planner(config: PlannerConfig, control: ControlConfig) -> None:
+    """Run until SIGTERM. Raises ConfigError, ControlUnavailableError."""
+    if not control.control:
+        raise ConfigError("a planner needs --control, e.g. --control nats://127.0.0.1:4222", param="control")
+    stop = asyncio.Event()
+    on_terminate(stop.set)
+    keys = Keys(control.namespace)
+    async with connected(control) as plane, operator_keys(plane, control) as curve_keys:
+        lease = await plane.discovery.grant(control.lease_ttl_s)
+        lease.on_revoked(stop.set)
+        calls = WorkerCalls(curve_keys)
+        hosts = Hosts(plane, keys, lease)
+        actuator: ClusterActuator = (
+            HookActuator(calls, hosts, config.hook, config.max_workers)
+            if config.hook
+            else ClusterActuator(calls, hosts)
+        )
+        process = PlannerProcess(config, plane, keys, lease, FleetObserver(plane, keys, calls), actuator)
+        try:
+            await process.register()
+            spare_what_stays()
+            await process.run(stop)
+        finally:
+            await actuator.close()
+            await calls.close()
+            try:
+                await lease.revoke()
+            except KvrelayError as exc:
+                _log.debug("revoking the planner's lease failed, it will expire: %s", exc)

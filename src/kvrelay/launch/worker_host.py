@@ -1,0 +1,230 @@
+"""Slots for workers on one machine, which a planner fills: of ``kvrelay serve``, and of ``kvrelay agent`` elsewhere.
+
+    planner ── order: a role ──> discovery ──> host: has it a free slot? ──> a worker, started as configured here
+            <── report: slots, process ids ──<
+
+The host's own command line fixes model, flags and slots; an order names nothing but a role. A worker is stopped by
+draining it, which needs no host. What a host reports is believed only as far as it does no harm: it can lose its own
+slots, or get orders that it does not carry out. Without control plane or planner nothing changes here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import socket
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Annotated
+
+import msgspec
+
+from kvrelay.config import ControlConfig, WorkerConfig, WorkerRole
+from kvrelay.control.base import ControlPlane, Keys, Lease, WatchEvent, WatchKind
+from kvrelay.control.following import follow
+from kvrelay.core.decoding import UNREADABLE
+from kvrelay.core.tasks import TaskSet
+from kvrelay.errors import ConfigError, ControlUnavailableError, KvrelayError, ProtocolError
+from kvrelay.launch.children import (
+    Child,
+    control_environment,
+    restart,
+    restart_delay_s,
+    start_child,
+    stop_children,
+    worker_command,
+)
+from kvrelay.launch.process import on_terminate
+from kvrelay.launch.request_plane import connected
+
+_log = logging.getLogger(__name__)
+
+MAX_SLOTS = 4096
+REPORT_INTERVAL_S = 0.5
+RECONNECT_S = 2.0
+CHECK_INTERVAL_S = 0.2
+_ROLES = {role.value for role in WorkerRole}
+
+
+class HostReport(msgspec.Struct, frozen=True):
+    """A host's entry in discovery. ``pids``: its workers, those that start included."""
+
+    host_id: Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
+    host: Annotated[str, msgspec.Meta(max_length=256)]
+    model: Annotated[str, msgspec.Meta(max_length=1024)]
+    slots: Annotated[int, msgspec.Meta(ge=0, le=MAX_SLOTS)]
+    pids: Annotated[tuple[int, ...], msgspec.Meta(max_length=MAX_SLOTS)] = ()
+
+    @property
+    def num_free(self) -> int:
+        return max(self.slots - len(self.pids), 0)
+
+
+_decode = msgspec.json.Decoder(HostReport).decode
+
+
+def read_hosts(entries: dict[str, bytes]) -> list[HostReport]:
+    """The reports of all hosts, by id; unreadable ones are left out."""
+    found = []
+    for _, value in sorted(entries.items()):
+        try:
+            found.append(_decode(value))
+        except UNREADABLE as exc:
+            _log.debug("ignored a host of workers: %s", exc)
+    return found
+
+
+class WorkerHost:
+    """Reports ``children`` and starts a worker by ``start(role)`` for each order, while a slot is free."""
+
+    def __init__(
+        self,
+        control: ControlConfig,
+        model: str,
+        slots: int,
+        children: Callable[[], Sequence[Child]],
+        start: Callable[[WorkerRole], None],
+    ) -> None:
+        self._control, self._model, self._slots = control, model, slots
+        self._children, self._start = children, start
+        self._keys = Keys(control.namespace)
+        self.host_id = f"{socket.gethostname()}-{secrets.token_hex(5)}"
+        self._seen: set[str] = set()
+        self._tasks = TaskSet()
+
+    async def run_forever(self) -> None:
+        """Connect, report, and carry out orders. Without the control plane nothing changes."""
+        while True:
+            try:
+                async with connected(self._control) as plane:
+                    lease = await plane.discovery.grant(self._control.lease_ttl_s)
+                    try:
+                        async with asyncio.TaskGroup() as group:
+                            group.create_task(self._report_forever(plane, lease))
+                            prefix = self._keys.orders(self.host_id)
+                            group.create_task(
+                                follow(plane.discovery, prefix, lambda event: self._ordered(plane, event))
+                            )
+                    finally:
+                        await self._tasks.close()
+                        await lease.revoke()
+            except* KvrelayError as failed:
+                _log.warning("no orders of a planner reach this host (%s); its workers stay", failed.exceptions[0])
+            await asyncio.sleep(RECONNECT_S)
+
+    async def _report_forever(self, plane: ControlPlane, lease: Lease) -> None:
+        told: HostReport | None = None
+        while True:
+            pids = tuple(sorted(child.pid for child in self._children() if child.exit_code is None))
+            report = HostReport(self.host_id, socket.gethostname(), self._model, self._slots, pids)
+            if report != told:
+                await plane.discovery.put(self._keys.host(self.host_id), msgspec.json.encode(report), lease)
+                told = report
+            await asyncio.sleep(REPORT_INTERVAL_S)
+
+    def _ordered(self, plane: ControlPlane, event: WatchEvent) -> None:
+        if event.kind is not WatchKind.PUT or event.key in self._seen:
+            return
+        self._seen.add(event.key)
+        self._tasks.spawn(plane.discovery.delete(event.key))
+        role = event.value.decode(errors="replace")
+        if role not in _ROLES:
+            raise ProtocolError(f"an order names the role {role[:40]!r}")
+        if len(self._children()) >= self._slots:
+            _log.warning("an order for a %s worker was not carried out: all %d slots are taken", role, self._slots)
+            return
+        self._start(WorkerRole(role))
+
+
+class Agent:
+    """``kvrelay agent``: a host of workers without a frontend."""
+
+    def __init__(self, config: WorkerConfig, slots: int, drain_timeout_s: float) -> None:
+        self._config, self._slots, self._drain_timeout_s = config, slots, drain_timeout_s
+        self._children: list[Child] = []
+        self._num_started = 0
+        self._stop = asyncio.Event()
+
+    async def run(self) -> None:
+        """Until SIGTERM or SIGINT; then its workers drain and end."""
+        on_terminate(self._stop.set)
+        host = WorkerHost(
+            self._config.control, self._config.model, self._slots, lambda: self._children, self._start_worker
+        )
+        orders = asyncio.create_task(host.run_forever())
+        print(f"kvrelay agent {host.host_id} has {self._slots} slots for workers of {self._config.model}", flush=True)
+        try:
+            while not self._stop.is_set():
+                self._children = [child for child in self._children if keep(child, time.monotonic())]
+                try:
+                    async with asyncio.timeout(CHECK_INTERVAL_S):
+                        await self._stop.wait()
+                except TimeoutError:
+                    pass
+        finally:
+            orders.cancel()
+            await asyncio.gather(orders, return_exceptions=True)
+            await stop_children(self._children, self._drain_timeout_s)
+
+    def _start_worker(self, role: WorkerRole) -> None:
+        self._num_started += 1
+        command = worker_command(replace(self._config, role=role))
+        environment = control_environment(self._config.control)
+        self._children.append(start_child(f"{role} worker {self._num_started}", command, environment=environment))
+
+
+def keep(child: Child, now_s: float) -> bool:
+    """Restart a child that has crashed, when that is due. False: it was told to leave, or crashes in a loop."""
+    if child.exit_code is None:
+        return True
+    if child.restart_s is not None:
+        if now_s >= child.restart_s:
+            restart(child)
+        return True
+    delay_s = None if child.exit_code == 0 else restart_delay_s(child, now_s)
+    if delay_s is None:
+        outcome = "has left" if child.exit_code == 0 else f"crashes in a loop (exit code {child.exit_code})"
+        _log.warning("%s (pid %d) %s; its slot is free", child.name, child.pid, outcome)
+        return False
+    child.restart_s = now_s + delay_s
+    return True
+
+
+async def run_agent(config: WorkerConfig, slots: int, drain_timeout_s: float) -> None:
+    """Raises ConfigError, ControlUnavailableError."""
+    if not config.control.control:
+        raise ConfigError("an agent needs --control, e.g. --control nats://127.0.0.1:4222", param="control")
+    async with connected(config.control):
+        """Fail now if the address is wrong."""
+    await Agent(config, slots, drain_timeout_s).run()
+
+
+# -- the planner's side -----------------------------------------------------------------------------------------------
+
+
+class Hosts:
+    """All hosts, as a planner sees them. Its orders go with its lease."""
+
+    def __init__(self, plane: ControlPlane, keys: Keys, lease: Lease) -> None:
+        self._plane, self._keys, self._lease = plane, keys, lease
+        self._last_order: dict[str, int] = {}
+        """By host: the number of its latest order."""
+
+    async def list(self) -> list[HostReport]:
+        """Raises ControlUnavailableError."""
+        return read_hosts(await self._plane.discovery.list(self._keys.hosts))
+
+    async def order(self, role: WorkerRole) -> None:
+        """Let a host with a free slot start a worker. Raises KvrelayError if no slot is free.
+
+        Hosts take turns, those with more free slots first: one that reports slots it lacks delays the others by a turn.
+        """
+        free = [host for host in await self.list() if host.num_free]
+        if not free:
+            raise ControlUnavailableError("no host has a free slot")
+        host = max(free, key=lambda host: (-self._last_order.get(host.host_id, 0), host.num_free))
+        self._last_order[host.host_id] = max(self._last_order.values(), default=0) + 1
+        key = self._keys.orders(host.host_id) + secrets.token_hex(5)
+        await self._plane.discovery.put(key, role.value.encode(), self._lease)

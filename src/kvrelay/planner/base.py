@@ -1,0 +1,192 @@
+"""What the planner knows, what it decides, and who carries that out. Values and one contract.
+
+Everything here is JSON: decisions are logged with their inputs, and a log can be planned again.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import msgspec
+
+from kvrelay.config import WorkerRole
+from kvrelay.core.step_cost import StepCost
+
+
+class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
+    """One worker. Token counts unless the name says otherwise.
+
+    ``is_ready``: it is listed, answers, and its engine has taken a step; False while it starts, drains, narrows or is
+    silent. ``is_starting``: it was launched and is not ready yet. ``is_held``: its role was set by hand, so the planner
+    leaves it alone. ``num_steps``: engine steps since its start, as far as known.
+    ``num_prefill_tokens``: prompt tokens that wait or are being computed here. ``kv_tokens`` and ``kv_used_tokens``:
+    size of the KV pool and the part that requests hold. ``prefix_hit_rate``: 0 to 1.
+    """
+
+    worker_id: str
+    role: WorkerRole
+    is_ready: bool = True
+    is_starting: bool = False
+    is_held: bool = False
+    num_steps: int = 1 << 30
+    num_running: int = 0
+    num_waiting: int = 0
+    num_slots: int = 0
+    num_prefill_tokens: int = 0
+    kv_tokens: int = 0
+    kv_used_tokens: int = 0
+    prefix_hit_rate: float = 0.0
+    step_cost: StepCost | None = None
+
+
+class FleetView(msgspec.Struct, frozen=True, kw_only=True):
+    """All workers at ``now_s``, in the order of their ids. ``max_workers``: how many may run at once; 0: the planner
+    starts and stops none. ``num_queued_prefill_tokens``: tokens of the global prefill queue, in no worker's count.
+    ``start_s``: from the launch of a worker until it is ready. ``spread``: standard deviation of the logarithm of a
+    step's time. ``chunk``: the most prefill tokens of a step."""
+
+    now_s: float
+    workers: tuple[WorkerView, ...]
+    max_workers: int = 0
+    num_queued_prefill_tokens: int = 0
+    start_s: float = 30.0
+    spread: float = 0.1
+    chunk: int = 2048
+
+
+class Demand(msgspec.Struct, frozen=True, kw_only=True):
+    """What has come and ended in the ``duration_s`` seconds before the view. ``num_prompt_tokens`` and
+    ``num_uncached_tokens`` are those of the arrived requests, ``sum_squares`` the squares of their uncached tokens
+    (0: unknown). ``num_ended`` answers, with ``num_ended_tokens`` in all."""
+
+    duration_s: float
+    num_requests: int = 0
+    num_prompt_tokens: int = 0
+    num_uncached_tokens: int = 0
+    sum_squares: float = 0.0
+    num_ended: int = 0
+    num_ended_tokens: int = 0
+
+
+class Objectives(msgspec.Struct, frozen=True, kw_only=True):
+    """What the planner aims at. ``horizon_s``: a change must pay for itself within it. ``window_s``: the demand is
+    measured over windows of that length. ``min_workers``: 0 allows an idle cluster to have none."""
+
+    ttft_s: float = 0.5
+    itl_s: float = 0.025
+    min_workers: int = 1
+    horizon_s: float = 60.0
+    window_s: float = 5.0
+
+
+class Numbers(msgspec.Struct, frozen=True, kw_only=True):
+    """Why. ``lateness``: expected seconds beyond the objectives, of all requests that come in a second, as the fleet is
+    and as it would be. ``gain_s`` is their difference over the horizon, ``cost_s`` what the change costs on the way.
+    ``utilisation``: of the prefill side and of the decode side, as the fleet is. ``ttft_s`` and ``itl_s`` are estimates
+    of the 95th percentile and the mean."""
+
+    lateness: float = 0.0
+    lateness_then: float = 0.0
+    gain_s: float = 0.0
+    cost_s: float = 0.0
+    requests_per_s: float = 0.0
+    uncached_tokens: float = 0.0
+    answer_tokens: float = 0.0
+    prefill_utilisation: float = 0.0
+    decode_utilisation: float = 0.0
+    ttft_s: float = 0.0
+    itl_s: float = 0.0
+
+
+class Widen(msgspec.Struct, frozen=True, tag="widen"):
+    """``worker_id`` also takes the other half of the work: prefill -> both, or decode -> both. It drains nothing."""
+
+    worker_id: str
+    reason: str
+    numbers: Numbers
+
+
+class Narrow(msgspec.Struct, frozen=True, tag="narrow"):
+    """``worker_id``, which does both, ends one half of its work and continues as ``role``."""
+
+    worker_id: str
+    role: WorkerRole
+    reason: str
+    numbers: Numbers
+
+
+class Start(msgspec.Struct, frozen=True, tag="start"):
+    """Launch a worker in ``role``."""
+
+    role: WorkerRole
+    reason: str
+    numbers: Numbers
+
+
+class Stop(msgspec.Struct, frozen=True, tag="stop"):
+    """``worker_id`` drains and ends."""
+
+    worker_id: str
+    reason: str
+    numbers: Numbers
+
+
+class Hold(msgspec.Struct, frozen=True, tag="hold"):
+    """Change nothing, and why."""
+
+    reason: str
+    numbers: Numbers
+
+
+Action = Widen | Narrow | Start | Stop | Hold
+Plan = tuple[Action, ...]
+"""One action at a time: a plan has one entry."""
+
+
+class Pending(msgspec.Struct, frozen=True, kw_only=True):
+    """The change that is under way. ``role``: what the view will show; None: the worker leaves. ``worker_id`` is empty
+    for a start, which shows as more than ``num_workers`` ready ones. Given up at ``until_s``."""
+
+    worker_id: str
+    role: WorkerRole | None
+    num_workers: int
+    until_s: float
+
+
+class PlannerState(msgspec.Struct, frozen=True, kw_only=True):
+    """What the planner remembers between two calls; the first call gets ``PlannerState()``."""
+
+    samples: tuple[Demand, ...] = ()
+    """The demand since it changed last, the oldest first."""
+    answer_tokens: float = 0.0
+    """Mean length of the answers that have ended; 0: unknown."""
+    roles: dict[str, WorkerRole] = {}
+    """As seen last, and as ordered since. A worker that shows another one was changed by hand."""
+    held: tuple[str, ...] = ()
+    """Workers whose role was set by hand."""
+    pending: Pending | None = None
+    wanted: str = ""
+    """The kind of change that has been the best one since ``wanted_since_s``."""
+    wanted_since_s: float = 0.0
+    direction: str = ""
+    """Of the last change, at ``changed_s``; ``num_reversals`` counts recent ones against the one before."""
+    changed_s: float = -1e9
+    num_reversals: int = 0
+    told: str = ""
+    """The objective that cannot be met, as told; it is told once."""
+
+
+class Actuator(Protocol):
+    """Carries out actions, one at a time. It does not decide."""
+
+    async def apply(self, action: Action) -> None:
+        """Begin the change; return when it has begun and may be seen in the next view. ``Hold`` does nothing.
+
+        Raises KvrelayError if the change is not possible now: the fleet is as it was, and the planner holds.
+        """
+
+    async def max_workers(self) -> int:
+        """How many workers may run at once, those that run included; 0: this actuator starts and stops none."""
+
+    async def num_starting(self) -> int:
+        """Workers that were launched and are not in discovery yet."""

@@ -1,0 +1,192 @@
+"""What the demand is now: samples since it changed last, and the load that follows from them. Pure.
+
+Two errors are possible. A mean over a short time takes noise for a change; a mean over a long time hides a change. So
+the samples are cut where they stop being alike: at the instant at which the work before and after differs by more than
+CHANGED standard deviations of a compound Poisson process. Steady demand is averaged over a minute, and a burst is seen
+in its first seconds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from functools import reduce
+
+import msgspec
+
+from kvrelay.core.step_cost import StepCost
+from kvrelay.planner.base import Demand, FleetView, Objectives, PlannerState
+from kvrelay.planner.capacity import Load
+
+CHANGED = 4.0
+"""Standard deviations. Many splits are tried at each call, and steady demand must pass them all for hours."""
+BUCKETS_PER_WINDOW = 2
+MAX_WINDOWS = 12
+"""Older samples are forgotten, however alike."""
+SCATTER = 1.3
+"""Mean of the squares over the square of the mean, of lengths that tell no squares (lognormal, sigma 0.5)."""
+MIN_ENDED = 8
+"""Answers whose mean length counts."""
+PRIOR_ANSWER_TOKENS = 200.0
+FULL = 0.9
+
+
+class Traffic(msgspec.Struct, kw_only=True):
+    """What frontends count, since their start. Prompts are counted when they arrive, with the sum of their squares, and
+    again with their cached part when they are prefilled; answers when they end."""
+
+    num_arrived: int = 0
+    num_arrived_tokens: int = 0
+    sum_squares: int = 0
+    num_prefilled_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_ended: int = 0
+    num_ended_tokens: int = 0
+
+    def arrived(self, num_prompt_tokens: int) -> None:
+        self.num_arrived += 1
+        self.num_arrived_tokens += num_prompt_tokens
+        self.sum_squares += num_prompt_tokens * num_prompt_tokens
+
+    def prefilled(self, num_prompt_tokens: int, num_cached_tokens: int) -> None:
+        self.num_prefilled_tokens += num_prompt_tokens
+        self.num_cached_tokens += num_cached_tokens
+
+    def ended(self, num_tokens: int) -> None:
+        self.num_ended += 1
+        self.num_ended_tokens += num_tokens
+
+    def since(self, before: Traffic) -> Traffic:
+        """What has been counted since ``before``. Counts that went back are those of a frontend that left: 0."""
+        names = self.__struct_fields__
+        return Traffic(**{name: max(getattr(self, name) - getattr(before, name), 0) for name in names})
+
+    def plus(self, other: Traffic) -> Traffic:
+        """Of both."""
+        return Traffic(**{name: getattr(self, name) + getattr(other, name) for name in self.__struct_fields__})
+
+    def demand(self, duration_s: float) -> Demand:
+        """Of ``duration_s`` seconds. The cached share of arrived prompts is taken from those that were prefilled."""
+        uncached = 1.0 - self.num_cached_tokens / max(self.num_prefilled_tokens, 1)
+        return Demand(
+            duration_s=duration_s,
+            num_requests=self.num_arrived,
+            num_prompt_tokens=self.num_arrived_tokens,
+            num_uncached_tokens=round(self.num_arrived_tokens * uncached),
+            sum_squares=self.sum_squares * uncached**2,
+            num_ended=self.num_ended,
+            num_ended_tokens=self.num_ended_tokens,
+        )
+
+
+def heard(state: PlannerState, demand: Demand, objectives: Objectives) -> PlannerState:
+    """With one more sample; without those from before the last change."""
+    if not 0.0 < demand.duration_s < math.inf:
+        return state
+    samples = list(state.samples)
+    if samples and samples[-1].duration_s < objectives.window_s / BUCKETS_PER_WINDOW:
+        demand = total((samples.pop(), demand))
+    samples.append(demand)
+    while sum(sample.duration_s for sample in samples[1:]) >= MAX_WINDOWS * objectives.window_s:
+        samples.pop(0)
+    samples = samples[last_change(samples) :]
+    whole = total(samples)
+    answer_tokens = whole.num_ended_tokens / whole.num_ended if whole.num_ended >= MIN_ENDED else state.answer_tokens
+    return msgspec.structs.replace(state, samples=tuple(samples), answer_tokens=answer_tokens)
+
+
+def total(samples: Iterable[Demand]) -> Demand:
+    """All of them as one."""
+    return reduce(_sum, samples, Demand(duration_s=0.0))
+
+
+def _sum(one: Demand, other: Demand) -> Demand:
+    return Demand(**{name: getattr(one, name) + getattr(other, name) for name in Demand.__struct_fields__})
+
+
+def last_change(samples: Sequence[Demand]) -> int:
+    """The first sample of those that belong together; 0: all do."""
+    best, found = CHANGED, 0
+    after = Demand(duration_s=0.0)
+    whole = total(samples)
+    for index in range(len(samples) - 1, 0, -1):
+        after = _sum(after, samples[index])
+        deviations = max(
+            _deviations(after.duration_s, after_work, whole.duration_s, work, squares)
+            for after_work, (work, squares) in zip(_work(after), zip(_work(whole), _squares(whole)))
+        )
+        if deviations > best:
+            best, found = deviations, index
+    return found
+
+
+def _work(demand: Demand) -> tuple[float, float]:
+    """Tokens to prefill and tokens of ended answers."""
+    return float(demand.num_uncached_tokens), float(demand.num_ended_tokens)
+
+
+def _squares(demand: Demand) -> tuple[float, float]:
+    """Sums of the squares of both."""
+    known = demand.sum_squares or SCATTER * demand.num_uncached_tokens**2 / max(demand.num_requests, 1)
+    return known, SCATTER * demand.num_ended_tokens**2 / max(demand.num_ended, 1)
+
+
+def _deviations(after_s: float, after: float, whole_s: float, whole: float, squares: float) -> float:
+    """By how many standard deviations the rates before and after differ, if all of it is one process."""
+    before_s = whole_s - after_s
+    if before_s <= 0.0 or squares <= 0.0:
+        return 0.0
+    variance = squares / whole_s * (1.0 / after_s + 1.0 / before_s)
+    return abs(after / after_s - (whole - after) / before_s) / math.sqrt(variance)
+
+
+def trend(samples: Sequence[Demand], alpha: float = 0.3, beta: float = 0.1) -> float:
+    """By how much the request rate grows, in requests per second per second: the slope of a local linear trend (Holt
+    1957, the steady state of a Kalman filter for it). 0 with few samples."""
+    if len(samples) < 4:
+        return 0.0
+    level, slope = samples[0].num_requests / samples[0].duration_s, 0.0
+    for sample in samples[1:]:
+        expected = level + slope * sample.duration_s
+        level_now = expected + alpha * (sample.num_requests / sample.duration_s - expected)
+        slope += beta * ((level_now - level) / sample.duration_s - slope)
+        level = level_now
+    return slope
+
+
+def _running_tokens_per_s(fleet: FleetView, cost: StepCost, context: float) -> float:
+    """The tokens that the running answers get, by the time of the steps that they share."""
+    running = [w.num_running for w in fleet.workers if w.is_ready and w.role.takes_requests]
+    return sum(count / (cost.step_s + count * (cost.decode_s + cost.context_s * context)) for count in running)
+
+
+def load_of(fleet: FleetView, state: PlannerState, cost: StepCost) -> Load:
+    """The load of the whole fleet, whose steps take ``cost``."""
+    seen = total(state.samples)
+    num_requests, seconds = max(seen.num_requests, 1), max(seen.duration_s, 1e-9)
+    uncached = seen.num_uncached_tokens / num_requests
+    mean_square = seen.sum_squares / num_requests
+    rate = seen.num_requests / seconds
+    answers = state.answer_tokens or PRIOR_ANSWER_TOKENS
+    prompt = seen.num_prompt_tokens / num_requests
+    if rate > 0.0:
+        # Long answers end late. While they run, they count by what the workers must generate for them now.
+        answers = max(answers, _running_tokens_per_s(fleet, cost, prompt + answers / 2) / rate)
+    ready = [worker for worker in fleet.workers if worker.is_ready]
+    waiting_tokens = sum(worker.num_prefill_tokens for worker in ready) + fleet.num_queued_prefill_tokens
+    full = [
+        worker.num_waiting
+        for worker in ready
+        if worker.role.takes_requests
+        and (worker.kv_used_tokens > FULL * worker.kv_tokens > 0 or worker.num_running >= worker.num_slots > 0)
+    ]
+    return Load(
+        requests_per_s=rate,
+        uncached_tokens=uncached,
+        prompt_tokens=prompt,
+        answer_tokens=answers,
+        variation=math.sqrt(max(mean_square / uncached**2 - 1.0, 0.0)) if mean_square and uncached else 0.5,
+        # Each worker is at a prompt in the best of times.
+        waiting_tokens=max(waiting_tokens - uncached * len(ready), 0.0),
+        waiting_answers=float(sum(full)),
+    )

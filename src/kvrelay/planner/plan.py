@@ -1,0 +1,423 @@
+"""``plan``: what to change in the fleet now, if anything. Pure: no clock, no I/O, equal inputs give equal plans.
+
+    demand ──heard──> load ──assess──> lateness of the fleet as it is, and of each fleet that one change would make
+                                            │
+                       gain over the horizon > cost of the change, for long enough ──> Widen, Narrow, Start or Stop
+                                            └── else ──> Hold, with the reason
+
+A change of role is two halves. *Widening* opens a second door at once and drains nothing, so it needs one window of
+evidence. *Narrowing* drains half of a worker and needs three, like stopping. One change is under way at a time.
+"""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+from kvrelay.config import WorkerRole
+from kvrelay.core.step_cost import median_cost
+from kvrelay.planner.base import (
+    Action,
+    Demand,
+    FleetView,
+    Hold,
+    Narrow,
+    Numbers,
+    Objectives,
+    Pending,
+    Plan,
+    PlannerState,
+    Start,
+    Stop,
+    Widen,
+    WorkerView,
+)
+from kvrelay.planner.capacity import Assessment, Load, Shape, Worker, assess, shape_of
+from kvrelay.planner.demand import heard, load_of, total, trend
+
+WARM_STEPS = 32
+"""The costs of a worker that has taken fewer are those of its start."""
+WINDOWS_UP, WINDOWS_DOWN = 1, 3
+DEAD_BAND = 0.02
+"""Lateness per request that is no reason to change anything, as a share of the objective for the first token."""
+MIN_SHARE = 0.5
+"""Of the lateness, over the number of workers: a change of role that saves less is within the error of the model."""
+HEADROOM = 1.25
+"""A worker is stopped only if the others would carry so many times the demand."""
+ATTAINABLE = 1.25
+"""An objective that one request alone misses is replaced by so many times what it takes alone."""
+MAX_REVERSALS = 5
+FORGIVE_HORIZONS = 2.0
+"""A reversal is forgotten after so many horizons without a change."""
+WIDEN_S = 1.0
+"""Until routers and queue use a second door. To be narrowed later costs a prefill more, so that a change that was begun
+is rather ended than a second one begun."""
+MAX_GONE = 64
+PATIENCE_S = 30.0
+"""A role change that has not ended by then, beyond the time of its drain, is given up."""
+
+
+class _Option(msgspec.Struct, frozen=True):
+    """A change that is possible. ``kind`` names it over time, whichever worker it takes. ``then``: the fleet that it is
+    meant to lead to. ``direction``: a change in the opposite one later is a reversal."""
+
+    kind: str
+    action: Action
+    then: Shape
+    direction: str
+    num_windows: int
+    cost_s: float
+    delay_s: float = 0.0
+
+
+_OPPOSITE = {"to prefill": "to decode", "to decode": "to prefill", "more": "less", "less": "more"}
+
+
+def plan(fleet: FleetView, demand: Demand, objectives: Objectives, state: PlannerState) -> tuple[Plan, PlannerState]:
+    """One action, and the state for the next call. ``demand``: since the last call, while which the fleet was watched.
+
+    Nothing raises: costs that cannot be are ignored, workers that do not answer carry nothing and are not touched.
+    """
+    state = _settle(fleet, heard(_by_hand(fleet, state), demand, objectives))
+    if state.pending is not None:
+        return (Hold(f"waiting for {state.pending.worker_id or 'a worker'} to be ready", Numbers()),), state
+    if not fleet.workers:
+        return _from_zero(fleet, demand, objectives, state)
+    if reason := _blind(fleet):
+        return (Hold(reason, Numbers()),), _unwanted(state)
+    worker = _worker(fleet)
+    load = load_of(fleet, state, worker.cost)
+    objectives, unmet = _attainable(load, worker, objectives)
+    if unmet and unmet.partition(":")[0] != state.told:
+        return (Hold(unmet, Numbers()),), msgspec.structs.replace(_unwanted(state), told=unmet.partition(":")[0])
+    if not unmet:
+        state = msgspec.structs.replace(state, told="")
+    return _choose(fleet, load, worker, objectives, state)
+
+
+# -- what is known ----------------------------------------------------------------------------------------------------
+
+
+def _by_hand(fleet: FleetView, state: PlannerState) -> PlannerState:
+    """Workers whose role is not the one seen before or ordered since are held until they are released."""
+    roles = {worker.worker_id: worker.role for worker in fleet.workers}
+    changed = {name for name, role in roles.items() if state.roles.get(name, role) is not role}
+    if state.pending is not None:
+        changed.discard(state.pending.worker_id)
+    # A worker may be unlisted while it changes, so those that have gone are remembered, too.
+    gone = [(name, role) for name, role in state.roles.items() if name not in roles][-MAX_GONE:]
+    return msgspec.structs.replace(state, roles=dict(gone) | roles, held=tuple(sorted(changed | set(state.held))))
+
+
+def released(state: PlannerState, worker_id: str) -> PlannerState:
+    """The worker is the planner's again."""
+    return msgspec.structs.replace(state, held=tuple(name for name in state.held if name != worker_id))
+
+
+def not_begun(fleet: FleetView, before: PlannerState, after: PlannerState) -> PlannerState:
+    """``after``, if the planned action was not carried out: it was only a suggestion, or failed."""
+    return msgspec.structs.replace(
+        after,
+        roles=after.roles | {worker.worker_id: worker.role for worker in fleet.workers},
+        pending=before.pending and after.pending,
+        wanted=after.wanted or before.wanted,
+        wanted_since_s=after.wanted_since_s,
+        direction=before.direction,
+        changed_s=before.changed_s,
+        num_reversals=before.num_reversals,
+    )
+
+
+def _settle(fleet: FleetView, state: PlannerState) -> PlannerState:
+    """The change under way is over if the fleet shows it, or if it has taken too long."""
+    pending = state.pending
+    if pending is None:
+        return state
+    found = {worker.worker_id: worker for worker in fleet.workers}
+    if not pending.worker_id:
+        is_over = sum(worker.is_ready for worker in fleet.workers) > pending.num_workers
+    elif pending.role is None:
+        is_over = pending.worker_id not in found
+    else:
+        worker = found.get(pending.worker_id)
+        is_over = worker is not None and worker.is_ready and worker.role is pending.role
+    if is_over:
+        return msgspec.structs.replace(state, pending=None)
+    if fleet.now_s < pending.until_s:
+        return state
+    # It counts as reversed, so that the next attempt must be worth more.
+    reversals = min(state.num_reversals + 1, MAX_REVERSALS)
+    return msgspec.structs.replace(state, pending=None, num_reversals=reversals, changed_s=fleet.now_s)
+
+
+def _unwanted(state: PlannerState) -> PlannerState:
+    return msgspec.structs.replace(state, wanted="")
+
+
+def _blind(fleet: FleetView) -> str:
+    """Why nothing can be decided; empty: it can be."""
+    num_ready = sum(worker.is_ready for worker in fleet.workers)
+    num_starting = sum(worker.is_starting for worker in fleet.workers)
+    num_silent = len(fleet.workers) - num_ready - num_starting
+    if not num_ready:
+        return f"none of {len(fleet.workers)} workers is ready"
+    if num_silent > num_ready:
+        return f"{num_silent} of {len(fleet.workers)} workers do not answer: perhaps this planner is cut off"
+    if not _costs(fleet):
+        return "no worker has published costs of its steps yet"
+    return ""
+
+
+def _costs(fleet: FleetView) -> list[WorkerView]:
+    """Those whose costs count."""
+    return [
+        worker
+        for worker in fleet.workers
+        if worker.step_cost is not None and worker.step_cost.is_sound and worker.num_steps >= WARM_STEPS
+    ]
+
+
+def _worker(fleet: FleetView) -> Worker:
+    cost, _ = median_cost([(w.role.value, w.step_cost) for w in _costs(fleet) if w.step_cost is not None])
+    ready = [worker for worker in fleet.workers if worker.is_ready]
+    return Worker(
+        cost=cost,
+        kv_tokens=min(worker.kv_tokens for worker in ready),
+        num_slots=min((worker.num_slots for worker in ready if worker.num_slots), default=256),
+        chunk=fleet.chunk,
+        spread=min(max(fleet.spread, 0.0), 1.0) if math.isfinite(fleet.spread) else 0.1,
+    )
+
+
+def _attainable(load: Load, worker: Worker, objectives: Objectives) -> tuple[Objectives, str]:
+    """Objectives that some fleet can meet, and which of those given none can: more workers do not shorten one prefill,
+    nor the step of one answer."""
+    alone_s = worker.cost.prefill_seconds(round(load.uncached_tokens), chunk=worker.chunk)
+    step_s = worker.cost.step_s + worker.cost.decode_s + worker.cost.context_s * load.prompt_tokens
+    unmet = ""
+    if alone_s > objectives.ttft_s:
+        unmet = (
+            f"TTFT objective: {load.uncached_tokens:.0f} tokens take {alone_s:.3g} s on an idle worker, the objective "
+            f"is {objectives.ttft_s:g} s; more workers do not shorten one prefill"
+        )
+        objectives = msgspec.structs.replace(objectives, ttft_s=ATTAINABLE * alone_s)
+    if step_s > objectives.itl_s:
+        unmet = (
+            f"ITL objective: a step with one answer takes {step_s:.3g} s, the objective is {objectives.itl_s:g} s; "
+            "more workers do not shorten it"
+        )
+        objectives = msgspec.structs.replace(objectives, itl_s=ATTAINABLE * step_s)
+    return objectives, unmet
+
+
+# -- what is possible -------------------------------------------------------------------------------------------------
+
+
+def _from_zero(
+    fleet: FleetView, demand: Demand, objectives: Objectives, state: PlannerState
+) -> tuple[Plan, PlannerState]:
+    """No worker: the first one does both."""
+    if fleet.max_workers and (objectives.min_workers or demand.num_requests):
+        start = Start(WorkerRole.BOTH, "no worker, and requests or --min-workers ask for one", Numbers())
+        return (start,), _begun(fleet, state, _Option("start", start, Shape(both=1), "more", 0, 0.0))
+    return (Hold("no worker", Numbers()),), state
+
+
+def _least_busy(fleet: FleetView, state: PlannerState, role: WorkerRole) -> WorkerView | None:
+    """The worker of that role whose change hurts least; None: none may be changed."""
+    free = [
+        w for w in fleet.workers if w.role is role and w.is_ready and not w.is_held and w.worker_id not in state.held
+    ]
+    return min(free, key=lambda w: (w.num_running + w.num_waiting, w.num_prefill_tokens, w.worker_id), default=None)
+
+
+def _options(fleet: FleetView, state: PlannerState, now: Assessment, shape: Shape, cost_s: float) -> list[_Option]:
+    """Every change of one worker. ``cost_s``: of a drain with its lost prefixes."""
+    prefill, decode, both = WorkerRole.PREFILL, WorkerRole.DECODE, WorkerRole.BOTH
+    found = []
+    if (worker := _least_busy(fleet, state, prefill)) is not None:
+        widen = Widen(worker.worker_id, "", Numbers())
+        found.append(
+            _Option(
+                "prefill -> both",
+                widen,
+                shape.plus(prefill, -1).plus(both),
+                "to decode",
+                WINDOWS_UP,
+                WIDEN_S + now.ttft_s,
+            )
+        )
+    if (worker := _least_busy(fleet, state, both)) is not None:
+        then = shape.plus(both, -1)
+        narrow = Narrow(worker.worker_id, prefill, "", Numbers())
+        found.append(_Option("both -> prefill", narrow, then.plus(prefill), "to prefill", WINDOWS_DOWN, cost_s))
+        narrow = Narrow(worker.worker_id, decode, "", Numbers())
+        found.append(_Option("both -> decode", narrow, then.plus(decode), "to decode", WINDOWS_UP, now.ttft_s))
+    elif (worker := _least_busy(fleet, state, decode)) is not None:
+        widen = Widen(worker.worker_id, "", Numbers())
+        then = shape.plus(decode, -1).plus(prefill)
+        found.append(_Option("decode -> both", widen, then, "to prefill", 2 * WINDOWS_UP, cost_s))
+    if len(fleet.workers) < fleet.max_workers:
+        for role in (prefill, both if shape.both else decode):
+            start = Start(role, "", Numbers())
+            found.append(
+                _Option(f"start {role}", start, shape.plus(role), "more", WINDOWS_UP, fleet.start_s, fleet.start_s)
+            )
+    return [option for option in found if option.then.is_allowed]
+
+
+def _stops(fleet: FleetView, state: PlannerState, objectives: Objectives, shape: Shape) -> list[_Option]:
+    if not fleet.max_workers or len(fleet.workers) <= max(objectives.min_workers, 1):
+        return []
+    found = []
+    for role in WorkerRole:
+        if (worker := _least_busy(fleet, state, role)) is not None:
+            stop = Stop(worker.worker_id, "", Numbers())
+            found.append(_Option(f"stop {role}", stop, shape.plus(role, -1), "less", WINDOWS_DOWN, 0.0))
+    return [option for option in found if option.then.is_allowed]
+
+
+# -- the decision -----------------------------------------------------------------------------------------------------
+
+
+def _choose(
+    fleet: FleetView, load: Load, worker: Worker, objectives: Objectives, state: PlannerState
+) -> tuple[Plan, PlannerState]:
+    shape = shape_of(fleet)
+    now = assess(shape, load, worker, objectives)
+    hits = sum(w.prefix_hit_rate for w in fleet.workers) / len(fleet.workers)
+    lost_prefix_s = hits * worker.kv_tokens * worker.cost.prefill_token_s
+    options = _options(fleet, state, now, shape, now.drain_s + lost_prefix_s)
+    quiet = DEAD_BAND * objectives.ttft_s * load.requests_per_s
+    growing = max(trend(state.samples), 0.0) * fleet.start_s
+    best: tuple[float, _Option, Numbers] | None = None
+    for option in options:
+        grown = load
+        if isinstance(option.action, Start):
+            grown = msgspec.structs.replace(load, requests_per_s=load.requests_per_s + growing)
+        before = now if grown is load else assess(shape, grown, worker, objectives)
+        after = assess(option.then, grown, worker, objectives)
+        saved = before.lateness - max(after.lateness, quiet)
+        seconds = max(objectives.horizon_s, 3.0 * option.delay_s) - option.delay_s
+        cost_s = option.cost_s * 2.0**state.num_reversals
+        least = 0.0 if isinstance(option.action, Start) else MIN_SHARE * before.lateness / shape.total
+        if saved > max(quiet, least) and saved * seconds > cost_s:
+            numbers = _numbers(load, before, after, saved * seconds, cost_s)
+            if best is None or saved * seconds - cost_s > best[0]:
+                best = (saved * seconds - cost_s, option, numbers)
+    if best is None:
+        best = _stop(fleet, load, worker, objectives, state, shape, now)
+    if best is None:
+        return (Hold(_fine(now, quiet), _numbers(load, now, now, 0.0, 0.0)),), _forgiving(
+            fleet, objectives, _unwanted(state)
+        )
+    return _confirm(fleet, objectives, state, best[1], best[2])
+
+
+def _stop(
+    fleet: FleetView,
+    load: Load,
+    worker: Worker,
+    objectives: Objectives,
+    state: PlannerState,
+    shape: Shape,
+    now: Assessment,
+) -> tuple[float, _Option, Numbers] | None:
+    """The stop after which the rest is latest least, if it is within the dead band even with more demand."""
+    if objectives.min_workers == 0 and shape.total == 1 and fleet.max_workers:
+        return _stop_last(fleet, load, state, now)
+    rate = (load.requests_per_s + max(trend(state.samples), 0.0) * fleet.start_s) * HEADROOM
+    more = msgspec.structs.replace(load, requests_per_s=rate)
+    found = [
+        (assess(option.then, more, worker, objectives), option)
+        for option in _stops(fleet, state, objectives, shape)
+    ]  # fmt: skip
+    if not found:
+        return None
+    after, option = min(found, key=lambda pair: pair[0].lateness)
+    if after.lateness > DEAD_BAND * objectives.ttft_s * rate / 2:
+        return None
+    return 0.0, option, _numbers(load, now, after, 0.0, 0.0)
+
+
+def _stop_last(
+    fleet: FleetView, load: Load, state: PlannerState, now: Assessment
+) -> tuple[float, _Option, Numbers] | None:
+    """Scale to zero: nothing has come for as long as the planner remembers, and nothing runs."""
+    last = fleet.workers[0]
+    is_idle = not (total(state.samples).num_requests or last.num_running or last.num_waiting)
+    if not is_idle or last.is_held or last.worker_id in state.held or not last.is_ready:
+        return None
+    stop = Stop(last.worker_id, "", Numbers())
+    return 0.0, _Option("stop the last", stop, Shape(), "less", WINDOWS_DOWN, 0.0), _numbers(load, now, now, 0.0, 0.0)
+
+
+def _confirm(
+    fleet: FleetView, objectives: Objectives, state: PlannerState, option: _Option, numbers: Numbers
+) -> tuple[Plan, PlannerState]:
+    """The change, once it has been the best one for as many windows as its kind needs."""
+    if state.wanted != option.kind:
+        state = msgspec.structs.replace(state, wanted=option.kind, wanted_since_s=fleet.now_s)
+    wait_s = option.num_windows * objectives.window_s * 2.0**state.num_reversals
+    since_s = fleet.now_s - state.wanted_since_s
+    if since_s < wait_s:
+        reason = f"{option.kind} is the best change since {since_s:.0f} s; it needs {wait_s:.0f} s"
+        return (Hold(reason, numbers),), state
+    reason = (
+        f"{option.kind}: {option.then} is late by {numbers.lateness_then:.3g} s/s instead of {numbers.lateness:.3g}"
+    )
+    action = msgspec.structs.replace(option.action, reason=reason, numbers=numbers)
+    return (action,), _begun(fleet, state, msgspec.structs.replace(option, action=action))
+
+
+def _begun(fleet: FleetView, state: PlannerState, option: _Option) -> PlannerState:
+    """The state after the action was given out."""
+    action, roles = option.action, dict(state.roles)
+    worker_id = "" if isinstance(action, Start | Hold) else action.worker_id
+    role: WorkerRole | None = None
+    limit_s = PATIENCE_S + 2.0 * fleet.start_s if isinstance(action, Start) else PATIENCE_S + 4.0 * option.cost_s
+    if isinstance(action, Widen):
+        role = WorkerRole.BOTH
+    elif isinstance(action, Narrow):
+        role = action.role
+    if role is not None:
+        roles[worker_id] = role
+    num_ready = sum(worker.is_ready for worker in fleet.workers)
+    is_reversal = state.direction == _OPPOSITE[option.direction]
+    return msgspec.structs.replace(
+        state,
+        roles=roles,
+        pending=Pending(worker_id=worker_id, role=role, num_workers=num_ready, until_s=fleet.now_s + limit_s),
+        wanted="",
+        direction=option.direction,
+        changed_s=fleet.now_s,
+        num_reversals=min(state.num_reversals + is_reversal, MAX_REVERSALS),
+    )
+
+
+def _forgiving(fleet: FleetView, objectives: Objectives, state: PlannerState) -> PlannerState:
+    """A quiet time halves the patience that reversals have cost."""
+    if state.num_reversals and fleet.now_s - state.changed_s > FORGIVE_HORIZONS * objectives.horizon_s:
+        return msgspec.structs.replace(state, num_reversals=state.num_reversals - 1, changed_s=fleet.now_s)
+    return state
+
+
+def _fine(now: Assessment, quiet: float) -> str:
+    return "the objectives are met" if now.lateness <= quiet else "no single change is worth its cost"
+
+
+def _numbers(load: Load, before: Assessment, after: Assessment, gain_s: float, cost_s: float) -> Numbers:
+    return Numbers(
+        lateness=before.lateness,
+        lateness_then=after.lateness,
+        gain_s=gain_s,
+        cost_s=cost_s,
+        requests_per_s=load.requests_per_s,
+        uncached_tokens=load.uncached_tokens,
+        answer_tokens=load.answer_tokens,
+        prefill_utilisation=before.prefill_utilisation,
+        decode_utilisation=before.decode_utilisation,
+        ttft_s=before.ttft_s,
+        itl_s=before.itl_s,
+    )

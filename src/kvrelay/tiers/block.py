@@ -1,0 +1,108 @@
+"""A stored block, and its proof: a header that says what it is, and a checksum of what it holds.
+
+    [ format, fingerprint, hash, parent, sizes, checksum of the payload, checksum of the header ][ tokens ][ payload ]
+
+The *fingerprint* stands for everything that must agree before KV may be used at all: model, weights, the pool's layout,
+and the region of the KV. The hash is the block's sequence hash, which covers the whole prefix and the client's salt.
+The tokens make colliding hashes harmless.
+
+``refusal`` reads the payload where it will be used, after the copy: what was damaged on the way is found too.
+"""
+
+from __future__ import annotations
+
+import struct
+import sys
+from array import array
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import msgspec
+import xxhash
+
+from kvrelay.core.layout import KVLayout
+
+FORMAT = b"kvblock1"
+_HEAD = struct.Struct("<8s16sQQIIQ")
+_CHECK = struct.Struct("<Q")
+HEADER_BYTES = _HEAD.size + _CHECK.size
+TOKEN_BYTES = 4
+ROOT = 2**64 - 1
+"""In place of a parent's hash: the block begins the sequence."""
+WHOLE = "kv"
+"""The region of a model whose KV has one."""
+
+
+class BlockName(NamedTuple):
+    """Which block it is. ``parent_hash`` None: the first of its sequence."""
+
+    sequence_hash: int
+    parent_hash: int | None
+    token_ids: Sequence[int]
+
+
+class Shape(msgspec.Struct, frozen=True):
+    """What all blocks of a store have in common. ``fingerprint``: 16 bytes."""
+
+    fingerprint: bytes
+    block_size: int
+    block_bytes: int
+
+    @property
+    def header_bytes(self) -> int:
+        """Of the header with the tokens."""
+        return HEADER_BYTES + TOKEN_BYTES * self.block_size
+
+    @property
+    def stored_bytes(self) -> int:
+        """Of a whole stored block."""
+        return self.header_bytes + self.block_bytes
+
+    @property
+    def name(self) -> str:
+        """The fingerprint as 32 hex digits."""
+        return self.fingerprint.hex()
+
+
+def shape_of(kv_compatibility: str, layout: KVLayout, region: str = WHOLE) -> Shape:
+    """Of the blocks of a pool. ``kv_compatibility``: the worker's digest of model and weights."""
+    described = msgspec.json.encode([FORMAT.decode(), kv_compatibility, region, layout])
+    return Shape(xxhash.xxh3_128_digest(described), layout.block_size, layout.block_bytes)
+
+
+def header_of(name: BlockName, shape: Shape, payload: memoryview) -> bytes:
+    """The header of this block with its tokens, [shape.header_bytes]."""
+    parent = ROOT if name.parent_hash is None else name.parent_hash
+    checksum = xxhash.xxh3_64_intdigest(payload)
+    head = _HEAD.pack(
+        FORMAT, shape.fingerprint, name.sequence_hash, parent, len(name.token_ids), len(payload), checksum
+    )
+    tokens = _token_bytes(name.token_ids)
+    return b"".join((head, _CHECK.pack(xxhash.xxh3_64_intdigest(head + tokens)), tokens))
+
+
+def refusal(header: bytes | memoryview, name: BlockName, shape: Shape, payload: memoryview) -> str | None:
+    """Why this is not the block ``name``; None if it is. A value of a small set, for counters."""
+    if len(header) < shape.header_bytes or len(payload) != shape.block_bytes:
+        return "short"
+    head, tokens = header[: _HEAD.size], header[HEADER_BYTES : shape.header_bytes]
+    mark, fingerprint, sequence_hash, parent, num_tokens, num_bytes, checksum = _HEAD.unpack(head)
+    if mark != FORMAT:
+        return "format"
+    if _CHECK.unpack(header[_HEAD.size : HEADER_BYTES])[0] != xxhash.xxh3_64_intdigest(bytes(head) + bytes(tokens)):
+        return "header"
+    if fingerprint != shape.fingerprint:
+        return "fingerprint"
+    is_it = sequence_hash == name.sequence_hash and parent == (ROOT if name.parent_hash is None else name.parent_hash)
+    if not is_it or num_tokens != shape.block_size or num_bytes != shape.block_bytes:
+        return "other"
+    if bytes(tokens) != _token_bytes(name.token_ids):
+        return "tokens"
+    return None if xxhash.xxh3_64_intdigest(payload) == checksum else "checksum"
+
+
+def _token_bytes(token_ids: Sequence[int]) -> bytes:
+    words = array("I", token_ids)
+    if sys.byteorder == "big":
+        words.byteswap()
+    return words.tobytes()

@@ -1,0 +1,301 @@
+"""The engine's source of KV from host memory and disk, with the thread that copies.
+
+    engine's thread     find      what the stores hold of a prompt, and whether to load it is faster than to compute it
+                        evicted   copy what is worth it ──> writes (bounded)
+                        load      ──> reads
+    tiers' thread       reads before writes; each block is verified where it lies in the pool ──> ``kv_loaded``
+
+Nothing here may fail a request: whatever goes wrong with a block, it and those after it are computed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from kvrelay.core.layout import MemoryRegion
+from kvrelay.core.step_cost import StepCost
+from kvrelay.core.tier_stats import TierCounts, TierStats
+from kvrelay.engine.block_pool import BlockPool, CachedBlock
+from kvrelay.engine.kv_source import Hit
+from kvrelay.engine.request import Request
+from kvrelay.engine.step import KvLoad, StepOutput
+from kvrelay.tiers.block import BlockName, Shape
+from kvrelay.tiers.policy import LOAD_OVERHEAD_S, QUEUE_SOFT, LoadTime, SecondOffer, recompute_seconds, share_to_write
+from kvrelay.tiers.store import BlockStore, leading
+
+_log = logging.getLogger(__name__)
+
+MAX_QUEUED_BYTES = 64 * 1024 * 1024
+"""Of evicted blocks that wait to be written."""
+PRIOR_BYTES_PER_S = {"host": 2e9, "disk": 5e8}
+FLUSH_S = 2.0
+"""A worker that leaves stores what its pool has for at most this long."""
+UNUSED_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    load: KvLoad
+    names: list[BlockName]
+    stores: list[BlockStore]
+    saves_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Write:
+    name: BlockName
+    payload: bytes
+    worth_s: float
+    stores: list[BlockStore]
+
+
+class _Clear:
+    """Forget what the stores have."""
+
+
+@dataclass(slots=True)
+class _Queues:
+    """Guarded by the condition. A clear goes before reads and writes, and after the job that runs."""
+
+    reads: deque[_Read] = field(default_factory=deque)
+    writes: deque[_Write] = field(default_factory=deque)
+    clears: deque[_Clear] = field(default_factory=deque)
+    num_reading: int = 0
+    """Blocks of reads that have not ended."""
+    num_clearing: int = 0
+    """Clears that have not ended: until then nothing is found."""
+    is_busy: bool = False
+    is_closed: bool = False
+
+    @property
+    def is_idle(self) -> bool:
+        return not (self.reads or self.writes or self.clears or self.is_busy)
+
+
+class KvTiers:
+    """A ``KvSource`` over ``stores``, the fastest first. ``region`` is the pool's memory; ``cost`` returns the engine's
+    costs of computing."""
+
+    def __init__(self, region: MemoryRegion, shape: Shape, stores: Sequence[BlockStore], cost: Callable[[], StepCost]):
+        owner = (ctypes.c_ubyte * region.num_bytes).from_address(region.address)
+        self._pool = memoryview(owner).cast("B")
+        self._shape = shape
+        self._stores = list(stores)
+        self._cost = cost
+        self._second_offer = SecondOffer()
+        self._times = {s.medium: LoadTime(shape.block_bytes / PRIOR_BYTES_PER_S.get(s.medium, 5e8)) for s in stores}
+        self._queues = _Queues()
+        self._changed = threading.Condition()
+        self._loaded: Callable[[str, bool, int], None] = lambda _, __, ___: None
+        self._thread = threading.Thread(target=self._run, name="kv-tiers", daemon=True)
+        self._kept_share = 0.0
+        self._is_unused_told = False
+        self._began_s = time.monotonic()
+        self.counts = TierCounts()
+
+    def __repr__(self) -> str:
+        return f"KvTiers({self._stores!r})"
+
+    def start(self, loaded: Callable[[str, bool, int], None]) -> None:
+        self._loaded = loaded
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread after its present block, and close the stores. Idempotent."""
+        with self._changed:
+            self._queues.is_closed = True
+            self._changed.notify()
+        if self._thread.is_alive():
+            self._thread.join()
+        for store in self._stores:
+            store.close()
+
+    # -- on the engine's thread ---------------------------------------------------------------------------------------
+
+    def find(self, request: Request, first_block: int) -> Hit | None:
+        if self._queues.num_clearing:
+            return None
+        hashes = request.sequence_hashes[first_block : (len(request.token_ids) - 1) // self._shape.block_size]
+        stores = leading(self._stores, hashes)
+        if not stores:
+            return None
+        seconds = self._load_seconds(stores)
+        if self._recompute_seconds(len(stores), first_block) <= seconds:
+            # Admission asks before the request has blocks, and may ask again; the request is counted as it is placed.
+            if request.block_ids:
+                self.counts.num_not_worth += 1
+                for medium in {store.medium for store in stores}:
+                    self._times[medium].refused()
+            return None
+        return Hit(len(stores), seconds)
+
+    def load(self, request: Request, load: KvLoad, output: StepOutput) -> None:
+        size, first = self._shape.block_size, load.first_block
+        names = []
+        for index in range(first, first + len(load.block_ids)):
+            parent = request.sequence_hashes[index - 1] if index else None
+            tokens = request.token_ids[index * size : (index + 1) * size]
+            names.append(BlockName(request.sequence_hashes[index], parent, tokens))
+        stores = leading(self._stores, [name.sequence_hash for name in names])
+        read = _Read(load, names, stores, self._recompute_seconds(len(stores), first))
+        self.counts.num_hits += 1
+        with self._changed:
+            self._queues.reads.append(read)
+            self._queues.num_reading += len(names)
+            self._changed.notify()
+
+    def evicted(self, blocks: Sequence[tuple[int, CachedBlock]]) -> None:
+        num_kept = self._num_to_write(len(blocks))
+        if num_kept < len(blocks):
+            # The starts of prompts are found more often than their ends, and without them the ends are not found.
+            blocks = sorted(blocks, key=lambda block: block[1].index)
+            for store in self._stores:
+                store.stats.drops["queue"] += len(blocks) - num_kept
+        writes = [write for block_id, entry in blocks[:num_kept] if (write := self._write_of(block_id, entry))]
+        if writes:
+            with self._changed:
+                self._queues.writes.extend(writes)
+                self._changed.notify()
+
+    def clear(self) -> None:
+        # On the tiers' thread: a write that runs now would leave its block behind a clear from here.
+        with self._changed:
+            self._queues.writes.clear()
+            self._queues.clears.append(_Clear())
+            self._queues.num_clearing += 1
+            self._changed.notify()
+
+    def flush(self, pool: BlockPool) -> None:
+        """Offer what the pool has cached, before it goes. Waits, for ``FLUSH_S`` at most."""
+        until_s = time.monotonic() + FLUSH_S
+        num_at_once = max(int(MAX_QUEUED_BYTES * QUEUE_SOFT) // self._shape.block_bytes, 1)
+        blocks = pool.cached_blocks()
+        while (few := list(itertools.islice(blocks, num_at_once))) and time.monotonic() < until_s:
+            self.evicted(few)
+            if not self.settle(max(until_s - time.monotonic(), 0.0)):
+                return
+
+    def settle(self, timeout_s: float) -> bool:
+        """Wait until all that was given is done. False: it is not."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._queues.is_idle, timeout_s)
+
+    def stats(self) -> TierStats:
+        return TierStats(self.counts, {s.medium: s.stats for s in self._stores}, len(self._queues.writes))
+
+    def _num_to_write(self, num_blocks: int) -> int:
+        """Of this many. Decodes evict block by block: what a share leaves of a block is kept for the next ones. A long
+        prompt may evict thousands at once: never more than the queue has room for."""
+        capacity = max(MAX_QUEUED_BYTES // self._shape.block_bytes, 1)
+        num_queued = len(self._queues.writes)
+        share = share_to_write(num_queued / capacity)
+        self._kept_share = self._kept_share + num_blocks * share if share > 0.0 else 0.0
+        num_kept = max(min(int(self._kept_share), num_blocks, capacity - num_queued), 0)
+        self._kept_share %= 1.0
+        return num_kept
+
+    def _write_of(self, block_id: int, entry: CachedBlock) -> _Write | None:
+        """The block's copy with the stores that take it; None if none needs to."""
+        worth_s = recompute_seconds(self._cost(), self._shape.block_size, entry.index * self._shape.block_size)
+        wanting = [store for store in self._stores if not store.worth_again(entry.sequence_hash, worth_s)]
+        if len(self._stores) > 1 and wanting:
+            is_again = self._second_offer.admit(entry.sequence_hash)
+            wanting = [store for store in wanting if is_again or store is self._stores[0]]
+        if not wanting:
+            return None
+        start = block_id * self._shape.block_bytes
+        payload = bytes(self._pool[start : start + self._shape.block_bytes])
+        return _Write(BlockName(entry.sequence_hash, entry.parent_hash, entry.token_ids), payload, worth_s, wanting)
+
+    def _load_seconds(self, stores: Sequence[BlockStore]) -> float:
+        """Until all of these blocks are here, with the reads before them."""
+        own_s = sum(self._times[store.medium].block_s for store in stores)
+        return LOAD_OVERHEAD_S + own_s + self._queues.num_reading * own_s / len(stores)
+
+    def _recompute_seconds(self, num_blocks: int, first_block: int) -> float:
+        size = self._shape.block_size
+        return recompute_seconds(self._cost(), num_blocks * size, first_block * size)
+
+    # -- on the tiers' thread -----------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while (job := self._next()) is not None:
+            try:
+                if isinstance(job, _Read):
+                    self._read(job)
+                elif isinstance(job, _Clear):
+                    self._clear()
+                else:
+                    memory = memoryview(job.payload)
+                    for store in job.stores:
+                        store.store(job.name, memory, job.worth_s)
+            except Exception:  # noqa: BLE001 - a store must not end the thread that requests wait for
+                _log.exception("a KV tier failed")
+
+    def _next(self) -> _Clear | _Read | _Write | None:
+        """The next job: clears, then reads. None: closed."""
+        with self._changed:
+            self._queues.is_busy = False
+            self._changed.notify_all()
+            while not (self._queues.clears or self._queues.reads or self._queues.writes):
+                if self._queues.is_closed:
+                    return None
+                self._changed.wait(None if self._is_unused_told else UNUSED_S)
+                self._tell_if_unused()
+            self._queues.is_busy = True
+            if self._queues.clears:
+                return self._queues.clears.popleft()
+            return self._queues.reads.popleft() if self._queues.reads else self._queues.writes.popleft()
+
+    def _clear(self) -> None:
+        try:
+            for store in self._stores:
+                store.clear()
+        finally:
+            with self._changed:
+                self._queues.num_clearing -= 1
+
+    def _read(self, read: _Read) -> None:
+        began_s = time.perf_counter()
+        num_loaded = 0
+        try:
+            for name, store, block_id in zip(read.names, read.stores, read.load.block_ids):
+                block_began_s = time.perf_counter()
+                start = block_id * self._shape.block_bytes
+                if self._queues.is_closed or not store.load(name, self._pool[start : start + self._shape.block_bytes]):
+                    break
+                self._times[store.medium].took(1, time.perf_counter() - block_began_s)
+                num_loaded += 1
+        finally:
+            seconds = time.perf_counter() - began_s
+            self.counts.num_hit_blocks += num_loaded
+            if num_loaded == len(read.names):
+                self.counts.saved_s += read.saves_s - seconds
+            else:
+                self.counts.num_failed_loads += 1
+                self.counts.lost_s += seconds
+            with self._changed:
+                self._queues.num_reading -= len(read.names)
+            self._loaded(read.load.request_id, num_loaded == len(read.names), num_loaded)
+
+    def _tell_if_unused(self) -> None:
+        if self._is_unused_told or time.monotonic() - self._began_s < UNUSED_S:
+            return
+        self._is_unused_told = True
+        for store in self._stores:
+            if not (store.stats.num_stored or store.stats.num_loaded):
+                _log.info("the KV cache tier %s is not used yet: %s", store.medium, self._why_unused(store))
+
+    def _why_unused(self, store: BlockStore) -> str:
+        if store.stats.drops:
+            return f"its blocks were dropped ({', '.join(sorted(store.stats.drops))})"
+        if store is not self._stores[0] and self._stores[0].stats.num_stored:
+            return f"it gets what is evicted a second time, and {self._stores[0].medium} has the rest"
+        return "the pool has room for all prompts so far"

@@ -1,0 +1,84 @@
+"""The capacity model: finite and monotone in the load, and right about which side is short."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.planner.toy import COST, OBJECTIVES
+
+from kvrelay.core.step_cost import StepCost
+from kvrelay.planner.capacity import Load, Shape, Worker, assess
+
+WORKER = Worker(cost=COST, kv_tokens=262_144, spread=0.03)
+loads = st.builds(
+    Load,
+    requests_per_s=st.floats(0.01, 100.0),
+    uncached_tokens=st.floats(1.0, 16_000.0),
+    prompt_tokens=st.floats(16_000.0, 20_000.0),
+    answer_tokens=st.floats(1.0, 2000.0),
+    variation=st.floats(0.0, 2.0),
+    waiting_tokens=st.floats(0.0, 1e6),
+    waiting_answers=st.floats(0.0, 100.0),
+)
+shapes = st.builds(Shape, prefill=st.integers(0, 8), decode=st.integers(0, 8), both=st.integers(0, 8)).filter(
+    lambda shape: shape.is_allowed
+)
+costs = st.builds(
+    StepCost,
+    step_s=st.floats(1e-4, 0.1),
+    prefill_s=st.floats(0.0, 0.1),
+    prefill_token_s=st.floats(0.0, 1e-3),
+    pair_s=st.floats(0.0, 1e-7),
+    decode_s=st.floats(0.0, 1e-2),
+    context_s=st.floats(0.0, 1e-6),
+)
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(shapes, loads, costs, st.floats(1.0, 4.0))
+def test_lateness_is_finite_and_rises_with_the_rate(shape: Shape, load: Load, cost: StepCost, times: float) -> None:
+    worker = msgspec.structs.replace(WORKER, cost=cost)
+    more = msgspec.structs.replace(load, requests_per_s=load.requests_per_s * times)
+    before, after = (assess(shape, some, worker, OBJECTIVES) for some in (load, more))
+    assert math.isfinite(after.lateness)
+    assert 0.0 <= before.lateness <= after.lateness * (1.0 + 1e-9)
+
+
+def late(shape: Shape, rate: float, prompt: int, answer: int) -> float:
+    load = Load(requests_per_s=rate, uncached_tokens=prompt, prompt_tokens=prompt, answer_tokens=answer)
+    return assess(shape, load, WORKER, OBJECTIVES).lateness
+
+
+@pytest.mark.parametrize(("prompt", "answer", "best"), [(3600, 40, Shape(3, 1)), (400, 360, Shape(1, 3))])
+def test_the_longer_half_gets_more_workers(prompt: int, answer: int, best: Shape) -> None:
+    shapes = [Shape(prefill, 4 - prefill) for prefill in (1, 2, 3)]
+    assert min(shapes, key=lambda shape: late(shape, 5.0, prompt, answer)) == best
+
+
+def test_a_queue_counts_before_the_workers_are_saturated() -> None:
+    alone = COST.prefill_seconds(2000)
+    quiet, busy = (late(Shape(2, 6), share * 2 / alone, 2000, 10) for share in (0.3, 0.9))
+    assert busy > 100 * quiet  # at 90 % utilisation first tokens are late, which a count at 100 % does not see
+
+
+def test_a_backlog_counts() -> None:
+    load = Load(requests_per_s=1.0, uncached_tokens=2000, prompt_tokens=2000, answer_tokens=50)
+    behind = msgspec.structs.replace(load, waiting_tokens=100_000)
+    full = msgspec.structs.replace(load, waiting_answers=500)
+    for worse in (behind, full):
+        assert (
+            assess(Shape(1, 1), worse, WORKER, OBJECTIVES).lateness
+            > assess(Shape(1, 1), load, WORKER, OBJECTIVES).lateness
+        )
+
+
+def test_a_worker_that_does_both_pulls_prefills_into_its_answers() -> None:
+    assert late(Shape(2, 1, 1), 3.0, 800, 360) > late(Shape(2, 2), 3.0, 800, 360)
+
+
+def test_nothing_takes_requests_without_a_decode_worker() -> None:
+    assert late(Shape(3, 0), 1.0, 100, 10) == OBJECTIVES.horizon_s

@@ -1,0 +1,264 @@
+"""``plan`` on a fleet of fluid: properties that hold for any demand, and the faults of the issue one by one."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.planner.toy import COST, OBJECTIVES, TICK_S, ToyFleet, steady, workers
+
+from kvrelay.config import WorkerRole
+from kvrelay.core.step_cost import StepCost
+from kvrelay.planner import (
+    Demand,
+    FleetView,
+    Hold,
+    Narrow,
+    PlannerState,
+    Start,
+    Stop,
+    Widen,
+    WorkerView,
+    not_begun,
+    plan,
+    released,
+)
+from kvrelay.planner.capacity import shape_of
+
+shapes = st.tuples(st.integers(1, 4), st.integers(1, 4), st.integers(0, 3))
+demands = st.tuples(st.integers(0, 12), st.integers(100, 8000), st.integers(10, 800))
+
+
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(shapes, demands, st.integers(0, 6))
+def test_constant_demand_is_not_answered_by_oscillation(
+    shape: tuple[int, int, int], demand: tuple[int, int, int], extra: int
+) -> None:
+    fleet = ToyFleet(workers(*shape), max_workers=extra and sum(shape) + extra)
+    for _ in range(350):
+        fleet.tick(steady(*demand))
+    assert [action for at_s, action in fleet.actions if at_s > 500.0] == []
+
+
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(shapes, st.lists(demands, min_size=1, max_size=3), st.integers(0, 10), st.integers(1, 3))
+def test_changes_are_bounded_whatever_comes(
+    shape: tuple[int, int, int], phases: list[tuple[int, int, int]], extra: int, min_workers: int
+) -> None:
+    objectives = msgspec.structs.replace(OBJECTIVES, min_workers=min_workers)
+    fleet = ToyFleet(workers(*shape), max_workers=extra and sum(shape) + extra)
+    fewest = min(min_workers, sum(shape))
+    for phase in phases:
+        for _ in range(20):
+            action = fleet.tick(steady(*phase), objectives)
+            if isinstance(action, Hold):
+                continue
+            assert len(fleet.due) == 1  # no other change is under way
+            if isinstance(action, Start):
+                assert len(fleet.fleet) < fleet.max_workers
+            else:
+                assert action.worker_id in fleet.fleet
+            assert math.isfinite(action.numbers.gain_s)
+            assert math.isfinite(action.numbers.cost_s)
+        assert shape_of(fleet.view()).is_allowed
+        assert len(fleet.fleet) >= fewest
+
+
+def states() -> st.SearchStrategy[ToyFleet]:
+    def run(given: tuple[tuple[int, int, int], tuple[int, int, int], int]) -> ToyFleet:
+        fleet = ToyFleet(workers(*given[0]), max_workers=8)
+        for _ in range(given[2]):
+            fleet.tick(steady(*given[1]))
+        return fleet
+
+    return st.tuples(shapes, demands, st.integers(1, 40)).map(run)
+
+
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(states(), demands)
+def test_equal_inputs_give_equal_plans_also_after_a_journey_through_json(
+    fleet: ToyFleet, demand: tuple[int, int, int]
+) -> None:
+    given = (fleet.view(), steady(*demand), OBJECTIVES, fleet.state)
+    again = tuple(msgspec.json.decode(msgspec.json.encode(value), type=type(value)) for value in given)
+    assert plan(*given) == plan(*given) == plan(*again)  # type: ignore[arg-type]
+
+
+@settings(max_examples=4, deadline=None, derandomize=True)
+@given(st.integers(1, 3), st.integers(500, 6000), st.integers(20, 400))
+def test_more_demand_never_wants_fewer_workers(rate: int, prompt: int, answer: int) -> None:
+    sizes = []
+    for times in (1, 2, 4):
+        fleet = ToyFleet(workers(1, 1), max_workers=12)
+        for _ in range(400):
+            fleet.tick(steady(rate * times, prompt, answer))
+        sizes.append(len(fleet.fleet))
+    assert sizes == sorted(sizes)
+
+
+# -- what it does -----------------------------------------------------------------------------------------------------
+
+
+def run(fleet: ToyFleet, demand: Demand, seconds: int) -> list[type]:
+    start = len(fleet.actions)
+    for _ in range(round(seconds / TICK_S)):
+        fleet.tick(demand)
+    return [type(action) for _, action in fleet.actions[start:]]
+
+
+def test_long_answers_open_a_second_door_within_one_window_and_then_close_the_first() -> None:
+    fleet = ToyFleet(workers(3, 1))
+    assert run(fleet, steady(3, 400, 360), 60)[:2] == [Widen, Narrow]
+    assert fleet.actions[0][0] <= OBJECTIVES.window_s + 2 * TICK_S
+    assert shape_of(fleet.view()).prefill == 2
+    assert shape_of(fleet.view()).decode == 2
+
+
+def test_long_prompts_widen_first_and_narrow_after_three_windows() -> None:
+    fleet = ToyFleet(workers(1, 3))
+    assert run(fleet, steady(3, 3600, 40), 90)[:2] == [Widen, Narrow]
+    (widened_s, _), (narrowed_s, narrow) = fleet.actions[:2]
+    assert isinstance(narrow, Narrow)
+    assert narrow.role is WorkerRole.PREFILL
+    assert narrowed_s - widened_s >= 3 * OBJECTIVES.window_s
+
+
+def test_workers_are_started_while_they_help_and_stopped_after_three_quiet_windows() -> None:
+    fleet = ToyFleet(workers(1, 1), max_workers=6)
+    run(fleet, steady(6), 300)
+    grown = len(fleet.fleet)
+    assert 4 <= grown <= 6
+    run(fleet, steady(0), 300)
+    assert len(fleet.fleet) == 2  # one of each role
+    first_stop_s = next(at_s for at_s, action in fleet.actions if isinstance(action, Stop))
+    assert first_stop_s >= 300 + 3 * OBJECTIVES.window_s
+
+
+def test_scale_to_zero_and_back() -> None:
+    objectives = msgspec.structs.replace(OBJECTIVES, min_workers=0)
+    fleet = ToyFleet(workers(both=1), max_workers=2)
+    for _ in range(120):
+        fleet.tick(steady(0), objectives)
+    assert not fleet.fleet
+    action = fleet.tick(steady(1), objectives)
+    assert isinstance(action, Start)
+    assert action.role is WorkerRole.BOTH
+
+
+def test_a_worker_set_by_hand_is_left_alone_until_it_is_released() -> None:
+    fleet = ToyFleet(workers(3, 1))
+    run(fleet, steady(1), 5)
+    for name in ("p0", "p1", "p2"):
+        fleet.fleet[name] = msgspec.structs.replace(fleet.fleet[name], role=WorkerRole.DECODE)
+        fleet.tick(steady(1))
+        fleet.fleet[name] = msgspec.structs.replace(fleet.fleet[name], role=WorkerRole.PREFILL)
+        fleet.tick(steady(1))
+    assert fleet.state.held == ("p0", "p1", "p2")
+    assert run(fleet, steady(3, 400, 360), 60) == []
+    fleet.state = released(fleet.state, "p1")
+    run(fleet, steady(3, 400, 360), 60)
+    assert {action.worker_id for _, action in fleet.actions if isinstance(action, Widen | Narrow)} == {"p1"}
+
+
+def test_a_suggestion_that_is_not_carried_out_stays_the_same() -> None:
+    demand, view, state = steady(3, 400, 360), ToyFleet(workers(3, 1)).view(), PlannerState()
+    wanted = set()
+    for second in range(60):
+        view = msgspec.structs.replace(view, now_s=float(second))
+        (action,), after = plan(view, demand, OBJECTIVES, state)
+        state = not_begun(view, state, after)
+        if second >= 10:
+            wanted.add((type(action), getattr(action, "worker_id", "")))
+    assert wanted == {(Widen, "p0")}
+
+
+# -- bad input and faults ---------------------------------------------------------------------------------------------
+
+
+def only(view: FleetView, demand: Demand) -> Hold:
+    """What a planner that has watched this for two minutes does."""
+    state = PlannerState()
+    for second in range(120):
+        (action,), state = plan(msgspec.structs.replace(view, now_s=float(second)), demand, OBJECTIVES, state)
+        assert isinstance(action, Hold), action
+    return action
+
+
+def view_of(*fleet: WorkerView, max_workers: int = 0) -> FleetView:
+    return FleetView(now_s=0.0, workers=fleet, max_workers=max_workers, spread=0.03)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -1.0])
+def test_costs_that_cannot_be_are_ignored(value: float) -> None:
+    broken = StepCost(value, value, value, value, value, value)
+    fleet = workers(3, 1)
+    assert (
+        "published" in only(view_of(*(msgspec.structs.replace(w, step_cost=broken) for w in fleet)), steady(3)).reason
+    )
+    mixed = ToyFleet((msgspec.structs.replace(fleet[0], step_cost=broken), *fleet[1:]))
+    assert run(mixed, steady(3, 400, 360), 30)[0] is Widen
+
+
+def test_the_first_steps_of_a_worker_do_not_count() -> None:
+    cold = StepCost(2.0, 2.0, 1.0, 1.0, 1.0, 1.0)
+    fleet = [msgspec.structs.replace(w, step_cost=cold, num_steps=5) for w in workers(1, 1)]
+    assert "published" in only(view_of(*fleet), steady(1)).reason
+    warm = workers(2, 2)
+    assert only(view_of(*warm), steady(1)) == only(
+        view_of(*warm[:3], msgspec.structs.replace(warm[3], step_cost=cold, num_steps=5)), steady(1)
+    )
+
+
+def test_frozen_workers_carry_nothing_and_are_not_touched() -> None:
+    fleet = ToyFleet(tuple(msgspec.structs.replace(w, is_ready=w.worker_id != "p0") for w in workers(3, 1)))
+    assert run(fleet, steady(3, 400, 360), 30)[0] is Widen
+    assert "p0" not in {getattr(action, "worker_id", "") for _, action in fleet.actions}
+
+
+def test_a_planner_that_reaches_few_workers_holds() -> None:
+    fleet = [msgspec.structs.replace(w, is_ready=w.worker_id == "d0") for w in workers(3, 1)]
+    assert "cut off" in only(view_of(*fleet, max_workers=8), steady(9)).reason
+    none = [msgspec.structs.replace(w, is_ready=False) for w in workers(1, 1)]
+    assert "none of 2 workers" in only(view_of(*none, max_workers=8), steady(9)).reason
+
+
+def test_a_worker_that_never_becomes_ready_is_waited_for_once_and_costs_patience() -> None:
+    fleet = ToyFleet(workers(1, 1), max_workers=3)
+    fleet.start_s = 5.0
+    fleet._apply = lambda action: None  # type: ignore[method-assign]
+    run(fleet, steady(6), 600)
+    gaps = [after - before for (before, _), (after, _) in zip(fleet.actions, fleet.actions[1:])]
+    assert gaps
+    assert min(gaps) >= 2.0 * fleet.start_s
+    assert gaps == sorted(gaps)  # each attempt waits longer
+    assert gaps[-1] > 1.5 * gaps[0]
+
+
+def test_an_objective_that_no_fleet_meets_is_told_once_and_buys_no_workers() -> None:
+    fleet = ToyFleet(workers(1, 1), max_workers=9)
+    prompt = 30_000  # takes 6 s alone, the objective is 2 s
+    told = [action.reason for action in (fleet.tick(steady(0.0)) for _ in range(3)) if isinstance(action, Hold)]
+    assert not any("objective:" in reason for reason in told)
+    slow = Demand(duration_s=30.0, num_requests=1, num_prompt_tokens=prompt, num_uncached_tokens=prompt)
+    reasons = [fleet.tick(slow).reason for _ in range(100)]
+    assert sum("more workers do not shorten" in reason for reason in reasons) == 1
+    assert fleet.actions == []
+
+
+def test_one_slot_is_left_alone() -> None:
+    assert isinstance(only(view_of(*workers(both=1), max_workers=1), steady(5)), Hold)
+    assert isinstance(only(view_of(*workers(both=1)), steady(0)), Hold)
+
+
+def test_a_sample_without_a_duration_changes_nothing() -> None:
+    view = view_of(*workers(1, 1))
+    for duration_s in (0.0, -1.0, math.nan, math.inf):
+        _, state = plan(view, Demand(duration_s=duration_s, num_requests=9), OBJECTIVES, PlannerState())
+        assert state.samples == ()
+
+
+def test_costs_of_the_toy_are_sound() -> None:
+    assert COST.is_sound

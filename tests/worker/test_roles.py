@@ -1,0 +1,94 @@
+"""Changes of role while the worker works: a door opens at once, the other closes, and nothing is lost or late."""
+
+from __future__ import annotations
+
+import asyncio
+
+from tests.worker.cluster import cluster, expected, prompt
+
+from kvrelay.config import WorkerRole
+
+
+async def test_a_widened_prefill_worker_serves_at_once_and_goes_on_prefilling():
+    async with cluster() as shared:
+        prefill, decode, client = await shared.pair()
+        prefill.slow_down(0.05)
+        client.send("remote", prompt(1500))
+        await shared.until(lambda: prefill.worker.inspect().queue.num_held == 1)
+        async with asyncio.timeout(10):
+            await prefill.worker.set_role(WorkerRole.BOTH)
+        assert prefill.worker.inspect().queue.num_held == 1, "nothing was drained"
+        own = await shared.client(prefill)
+        own.send("direct", prompt(20, 3))
+        assert await own.answer("direct") == expected(prompt(20, 3), 8)
+        assert await client.answer("remote") == expected(prompt(1500), 8)
+        assert decode.worker.stats().decode.num_recomputed == 0
+        client.send("again", prompt(600, 4))
+        assert await client.answer("again") == expected(prompt(600, 4), 8)
+        assert prefill.worker.stats().prefill.num_prefills == 2, "it still pulls"
+
+
+async def test_a_widened_decode_worker_helps_to_prefill_and_goes_on_decoding():
+    async with cluster() as shared:
+        _, decode, client = await shared.pair()
+        second = await shared.join(WorkerRole.DECODE)
+        to_second = await shared.client(second)
+        to_second.send("running", prompt(20), max_tokens=300)
+        await to_second.until(lambda: "running" in to_second.tokens)
+        await second.worker.set_role(WorkerRole.BOTH)
+        assert second.worker.inspect().queue.is_pulling
+        for number in range(12):
+            client.send(f"r{number}", prompt(600, number))
+        for number in range(12):
+            assert await client.answer(f"r{number}") == expected(prompt(600, number), 8)
+        assert await to_second.answer("running") == expected(prompt(20), 300)
+        assert decode.worker.stats().decode.num_recomputed == 0
+
+
+async def test_it_computes_its_own_queue_entries_without_a_hand_off():
+    """The only worker that pulls is the one that has asked."""
+    async with cluster() as shared:
+        prefill, decode, client = await shared.pair()
+        prefill.worker.request_drain()
+        client.send("r", prompt(600))
+        assert await shared.gone(prefill) is None
+        await decode.worker.set_role(WorkerRole.BOTH)
+        client.send("s", prompt(600, 2))
+        assert await client.answer("r") == expected(prompt(600), 8)
+        assert await client.answer("s") == expected(prompt(600, 2), 8)
+        assert decode.worker.stats().prefill.num_prefills == 0
+
+
+async def test_narrowing_ends_what_has_begun_and_begins_nothing_more():
+    async with cluster() as shared:
+        prefill, decode, client = await shared.pair()
+        await decode.worker.set_role(WorkerRole.BOTH)
+        client.send("long", prompt(20), max_tokens=200)
+        await client.until(lambda: "long" in client.tokens)
+        changing = asyncio.create_task(decode.worker.set_role(WorkerRole.PREFILL))
+        await shared.until(lambda: not decode.worker.inspect().is_accepting)
+        client.send("late", prompt(20))
+        await client.until(lambda: "late" in client.refused)
+        assert client.refused["late"].retryable
+        assert await client.answer("long") == expected(prompt(20), 200)
+        await changing
+        assert decode.worker.role is WorkerRole.PREFILL
+        await shared.until(lambda: decode.id in prefill.worker.inspect().peers.prefill)
+        for node in (prefill, decode):
+            node.core.check_integrity()
+
+
+async def test_many_changes_under_load_lose_nothing():
+    roles = (WorkerRole.BOTH, WorkerRole.PREFILL, WorkerRole.BOTH, WorkerRole.DECODE)
+    async with cluster() as shared:
+        _, decode, client = await shared.pair()
+        other = await shared.join(WorkerRole.DECODE)
+        await shared.until(lambda: other.id in decode.worker.inspect().peers.serving)
+        for number in range(24):
+            client.send(f"r{number}", prompt(100 + 40 * number, number))
+            await other.worker.set_role(roles[number % 4])
+        for number in range(24):
+            assert await client.answer(f"r{number}") == expected(prompt(100 + 40 * number, number), 8)
+        await shared.until(lambda: not decode.ledger.handoffs)
+        for node in (decode, other):
+            node.core.check_integrity()
