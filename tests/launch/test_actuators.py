@@ -160,7 +160,7 @@ async def test_a_hook_gets_the_wanted_counts_and_its_failure_holds(tmp_path: Pat
         await missing.apply(Start(WorkerRole.DECODE, "", NO))
 
 
-async def test_a_worker_that_never_becomes_ready_gives_its_slot_back() -> None:
+def test_a_worker_that_never_becomes_ready_gives_its_slot_back() -> None:
     """Those that registered, and those that serve began with, are left alone."""
     children = []
     for name, is_extra in (("stuck", True), ("registered", True), ("first", False)):

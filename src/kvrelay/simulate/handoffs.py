@@ -241,7 +241,13 @@ class PrefillHandoffs(_Driver):
         self._network.loop.after(0.0, self._pull)
         request = delivery.request
         job = _Job(request, delivery)
-        if request.handoff_id in self.ledger.seen:
+        if request.decode_worker_id == self._host.worker_id:
+            # It does both: its own engine computes it without a hand-off.
+            self._network.ack(delivery)
+            self._free_place()
+            own = self._network.nodes[self._host.worker_id]
+            self._network.loop.after(0.0, lambda: own.on_decode(de.PushFailed(request.handoff_id)))
+        elif request.handoff_id in self.ledger.seen:
             self._network.ack(delivery)
             self._free_place()
         elif delivery.is_expired:

@@ -298,7 +298,7 @@ class SimulatedWorker:
         now_s = self._loop.clock.now()
         if now_s - self._queue_read_s >= SIZE_INTERVAL_S:
             self._queue_size, self._queue_read_s = self._network.queue.num_waiting(MODEL), now_s
-        return PrefillLoad(self._network.num_prefill_workers, self._queue_size)
+        return PrefillLoad(max(self._network.num_prefill_workers - self.pulls_prefills, 0), self._queue_size)
 
     def _count(self, place: PrefillPlace) -> None:
         self._network.places[place.value] += 1
