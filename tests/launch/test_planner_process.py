@@ -13,6 +13,7 @@ from tests.planner.toy import OBJECTIVES, steady, workers
 from kvrelay.control.base import Keys
 from kvrelay.control.memory import MemoryBroker, MemoryControlPlane
 from kvrelay.errors import IntegrityError, InvalidInputError, WorkerUnavailableError
+from kvrelay.launch import planner_process
 from kvrelay.launch.planner_admin import replay_log, reports_text
 from kvrelay.launch.planner_process import PlannerConfig, PlannerProcess
 from kvrelay.planner import Action, Demand, FleetView, Hold, Widen, WorkerView
@@ -72,6 +73,25 @@ class Running:
         process.report = msgspec.structs.replace(process.report, started_unix=started_unix)
         await process.register()
         return process
+
+
+async def test_a_defect_is_told_and_ends_neither_the_planner_nor_the_cluster(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """``serve`` gives up after five crashes of a child."""
+    running = Running(MemoryBroker(), "act")
+    process = await running.start()
+    with monkeypatch.context() as patch:
+        patch.setattr(planner_process, "plan", lambda *_: 1 / 0)
+        await process.tick()
+        await process.tick()
+    assert process.report.is_leader
+    assert "ZeroDivisionError" in process.report.problem
+    assert caplog.text.count("Traceback") == 1
+    listed = read_reports(await running.plane.discovery.list(KEYS.planners))
+    assert "ZeroDivisionError" in listed[0].problem
+    await process.tick()
+    assert process.report.problem == ""
 
 
 async def test_a_planner_suggests_and_changes_nothing() -> None:

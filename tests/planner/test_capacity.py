@@ -48,6 +48,16 @@ def test_lateness_is_finite_and_rises_with_the_rate(shape: Shape, load: Load, co
     assert 0.0 <= before.lateness <= after.lateness * (1.0 + 1e-9)
 
 
+@settings(max_examples=50, deadline=None, derandomize=True)
+@given(shapes, loads, costs)
+def test_steps_that_cost_nothing_by_themselves_are_no_defect(shape: Shape, load: Load, cost: StepCost) -> None:
+    """A fit over steps that were never empty may say so."""
+    free = msgspec.structs.replace(cost, step_s=0.0, prefill_s=0.0, context_s=max(cost.context_s, 1e-9))
+    assert free.is_sound
+    for sent in (load, msgspec.structs.replace(load, uncached_tokens=0.0, answer_tokens=0.0)):
+        assert math.isfinite(assess(shape, sent, msgspec.structs.replace(WORKER, cost=free), OBJECTIVES).lateness)
+
+
 def late(shape: Shape, rate: float, prompt: int, answer: int) -> float:
     load = Load(requests_per_s=rate, uncached_tokens=prompt, prompt_tokens=prompt, answer_tokens=answer)
     return assess(shape, load, WORKER, OBJECTIVES).lateness

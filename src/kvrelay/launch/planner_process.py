@@ -112,13 +112,14 @@ class PlannerProcess:
                 pass
 
     async def tick(self) -> None:
-        """Look and decide once. A control plane that is away is reported, and nothing changes."""
+        """Look and decide once. A control plane that is away is reported, and nothing changes; nor does it after a
+        defect, which must not end ``serve`` with this process."""
         before = self.report
         try:
             settings = await self._control.discovery.list(self._keys.config_value("planner."))
             leader = await self._leader()
             if leader == before.planner_id:
-                await self._decide(settings)
+                await self._try_to_decide(settings)
             else:
                 self._state = PlannerState()
                 self._say(is_leader=False, actions=(), problem=f"planner {leader} decides")
@@ -132,6 +133,18 @@ class PlannerProcess:
         """The planner that decides: the first by its start. A silent one is gone from discovery with its lease."""
         reports = read_reports(await self._control.discovery.list(self._keys.planners))
         return reports[0].planner_id if reports else self.report.planner_id
+
+    async def _try_to_decide(self, settings: dict[str, bytes]) -> None:
+        """Raises ControlUnavailableError."""
+        try:
+            await self._decide(settings)
+        except ControlUnavailableError:
+            raise
+        except Exception as exc:
+            problem = f"a defect of the planner ({exc!r}): nothing changes"
+            if problem != self.report.problem:
+                _log.exception("the planner could not decide")
+            self._say(is_leader=True, actions=(), problem=problem)
 
     async def _decide(self, settings: dict[str, bytes]) -> None:
         paused = settings.get(self._keys.config_value(PAUSED)) == b"true"

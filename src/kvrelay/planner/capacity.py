@@ -31,6 +31,8 @@ ROUNDS = 4
 """Of the fixed point; each shortens the error by the utilisation."""
 SLOWEST = 0.01
 """The share of an answer's gaps that may be late."""
+MIN_STEP_S = 1e-6
+"""A fit may say that a step without running answers costs nothing."""
 LONG = 1.65
 """Standard deviations to a long prompt, the 95th percentile."""
 
@@ -194,7 +196,8 @@ def _step(running: float, load: Load, worker: Worker, objectives: Objectives, pr
     """The engine cuts chunks so that a step with one is within the objective, or twice a step without."""
     cost = worker.cost
     context = _whole(running * (load.prompt_tokens + load.answer_tokens / 2))
-    decode_s = cost.step_seconds(StepWork(num_decodes=_whole(running), num_context_tokens=context))
+    work = StepWork(num_decodes=_whole(running), num_context_tokens=context)
+    decode_s = max(cost.step_seconds(work), MIN_STEP_S)
     limit_s = max(step_limit_s(objectives.itl_s, worker.spread), MIN_STEP_FACTOR * decode_s)
     paced = cost.chunk_within(limit_s, num_decodes=_whole(running), num_context=context)
     chunk = min(paced, worker.chunk)

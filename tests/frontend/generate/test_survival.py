@@ -13,6 +13,7 @@ from tests.frontend.raw_http import Answer, RawClient, events, request_bytes, se
 from kvrelay.config import WorkerRole
 from kvrelay.core.messages import RequestRefused
 from kvrelay.errors import WorkerUnavailableError
+from kvrelay.frontend.generate import sequence
 from kvrelay.frontend.side_threads import START_COST, TURN_COST
 from kvrelay.rpc.loopback import LoopbackRpcClient
 
@@ -183,6 +184,51 @@ async def test_migration_is_bounded_and_ends_with_an_error(model_dir: Path) -> N
 async def test_requests_leave_a_worker_with_a_failed_engine(model_dir: Path) -> None:
     async with running(model_dir, Script(TOKENS, fail_after=2), Script(TOKENS)) as cluster:
         assert streamed(await ask(cluster)) == (ANSWER, list(TOKENS))
+
+
+async def test_an_answer_that_has_begun_waits_for_the_heir_of_a_failed_engine(model_dir: Path) -> None:
+    """As for that of a lost worker: an engine whose rank was killed says so before its worker ends."""
+    async with running(model_dir, Script(TOKENS, fail_after=3)) as cluster:
+        client = await RawClient.connect(cluster.frontend.port)
+        client.writer.write(request_bytes("POST", "/v1/completions", json.dumps(BODY).encode()))
+        await cluster.until(lambda: cluster.frontend.metrics.of("tiny").num_migrations == 1)
+        await cluster.deregister("w0")
+        await cluster.add_worker("w9", Script(TOKENS))
+        assert streamed(await client.read_answer()) == (ANSWER, list(TOKENS))
+        await client.close()
+
+
+async def test_a_worker_that_was_lost_and_is_back_takes_what_the_next_one_loses(model_dir: Path) -> None:
+    """No worker comes after the second loss: the first one, which only froze, has come back before it."""
+    async with running(model_dir, Script(TOKENS, lose_at=3), Script(TOKENS, hang=True)) as cluster:
+        first, second = cluster.workers["w0"], cluster.workers["w1"]
+        asking = asyncio.create_task(ask(cluster))
+        await cluster.until(lambda: len(second.requests) == 1)
+        await cluster.until(lambda: len(first.server.peers) == 1)
+        first.script.lose_at = None
+        await second.die()
+        assert streamed(await asking) == (ANSWER, list(TOKENS))
+        assert cluster.frontend.metrics.of("tiny").num_migrations == 2
+
+
+async def test_an_answer_that_has_begun_asks_a_full_worker_again(model_dir: Path) -> None:
+    full = RequestRefused("", "full", 429, True)
+    async with running(model_dir, Script(TOKENS, die_after=3), Script(TOKENS, refuse=full)) as cluster:
+        asking = asyncio.create_task(ask(cluster))
+        await cluster.until(lambda: len(cluster.workers["w1"].requests) == 2)
+        cluster.workers["w1"].script.refuse = None
+        assert streamed(await asking) == (ANSWER, list(TOKENS))
+
+
+async def test_an_answer_that_every_worker_refuses_ends_in_time(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sequence, "REPLACEMENT_WAIT_S", 1.2)
+    full = RequestRefused("", "full", 429, True)
+    async with running(model_dir, Script(TOKENS, die_after=3), Script(TOKENS, refuse=full)) as cluster:
+        answer = await ask(cluster)
+        assert "full" in events(answer.body)[-1]["error"]["message"]
+        assert 2 <= len(cluster.workers["w1"].requests) <= 4
 
 
 async def test_a_failure_without_another_worker_is_told(model_dir: Path) -> None:

@@ -21,6 +21,7 @@ import math
 import time
 from collections.abc import Iterator
 from collections.abc import Sequence as Items
+from contextlib import suppress
 from functools import partial
 from typing import Protocol
 
@@ -45,7 +46,9 @@ from kvrelay.router import RoutingRequest
 _log = logging.getLogger(__name__)
 
 REPLACEMENT_WAIT_S = 10.0
-"""How long a request without a worker waits for another one to appear."""
+"""How long a request without a worker waits for one. A refusal does not begin the wait anew, the loss of a worker does."""
+RETRY_INTERVAL_S = 0.5
+"""While it waits, workers that failed it are asked again: one that froze, or was full, may be well."""
 
 
 class SequenceListener(Protocol):
@@ -122,6 +125,8 @@ class Sequence:
         self._failed_workers: set[str] = set()
         self._retry_after_s = math.inf
         self._waiting: asyncio.Task[None] | None = None
+        self._waiting_until_s: float | None = None
+        """The loop's time until which it may be without a worker; None if it has not waited since the last loss."""
 
     # -- where it runs ------------------------------------------------------------------------------------------------
 
@@ -216,6 +221,7 @@ class Sequence:
             self._fail(error)
             return
         self.num_migrations += 1
+        self._waiting_until_s = None
         if self._trace is not None:
             self._trace.migrated(len(self.output_token_ids))
         self._counts.num_migrations += 1
@@ -234,11 +240,15 @@ class Sequence:
                 self._fail(error)
 
     async def _wait_and_start(self, error: KvrelayError, change: asyncio.Event) -> None:
-        """No worker is left: wait for one. The lost worker may also come back."""
+        """No worker is left: wait for one."""
+        if self._waiting_until_s is None:
+            self._waiting_until_s = asyncio.get_running_loop().time() + REPLACEMENT_WAIT_S
         try:
-            async with asyncio.timeout(REPLACEMENT_WAIT_S):
+            async with asyncio.timeout_at(self._waiting_until_s):
                 while True:
-                    await change.wait()
+                    with suppress(TimeoutError):
+                        async with asyncio.timeout(RETRY_INTERVAL_S):
+                            await change.wait()
                     await self._model.turns.take(START_COST + len(self.prompt_token_ids) + len(self.output_token_ids))
                     self._failed_workers.clear()
                     change = self._model.next_change()
@@ -387,7 +397,8 @@ class Sequence:
             self._leave_router()
             self._fail(RequestRefusedError(output.error or "the request failed", 400, param=self._spec.grammar_param))
             return
-        self._migrate(output.error or f"worker {self.worker_id} gave it up", may_wait=False)
+        reason = output.error or f"worker {self.worker_id} gave it up"
+        self._migrate(reason, may_wait=bool(self.output_token_ids))
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
