@@ -21,7 +21,7 @@ from kvrelay.errors import KvrelayError
 from kvrelay.launch.actuators import ClusterActuator, HookActuator
 from kvrelay.launch.children import Child
 from kvrelay.launch.worker_host import READY_LIMIT_S, HostReport, Hosts, WorkerHost, keep, read_hosts
-from kvrelay.planner import Narrow, Numbers, Start, Stop, Widen
+from kvrelay.planner import Narrow, Numbers, Room, Start, Stop, Widen
 
 KEYS = Keys("default")
 NO = Numbers()
@@ -91,10 +91,9 @@ async def test_without_a_free_slot_nothing_is_started() -> None:
 async def test_slots_of_hosts_and_workers_elsewhere_may_run_at_once() -> None:
     calls = Calls(worker("a", WorkerRole.DECODE, 1), worker("by-hand", WorkerRole.PREFILL, 77))
     actuator = await actuator_of(await report({"h": (3, (1, 2))}), calls)
-    assert await actuator.max_workers() == 4
-    assert await actuator.num_starting() == 1, "process 2 is not in discovery yet"
+    assert await actuator.room() == Room(4, 1, frozenset({"a"})), "process 2 is not in discovery yet"
     without_hosts = await actuator_of(await report({}), calls)
-    assert await without_hosts.max_workers() == 0
+    assert await without_hosts.room() == Room()
 
 
 async def test_only_workers_of_hosts_are_stopped() -> None:

@@ -137,15 +137,63 @@ def test_workers_are_started_while_they_help_and_stopped_after_three_quiet_windo
     assert first_stop_s >= 300 + 3 * OBJECTIVES.window_s
 
 
-def test_scale_to_zero_and_back() -> None:
-    objectives = msgspec.structs.replace(OBJECTIVES, min_workers=0)
-    fleet = ToyFleet(workers(both=1), max_workers=2)
-    for _ in range(120):
-        fleet.tick(steady(0), objectives)
+ZERO = msgspec.structs.replace(OBJECTIVES, min_workers=0, quiet_s=100.0)
+
+
+def quiet(fleet: ToyFleet, seconds: float) -> None:
+    for _ in range(round(seconds / TICK_S)):
+        fleet.tick(steady(0), ZERO)
+
+
+@pytest.mark.parametrize("shape", [(0, 0, 1), (1, 1, 0), (2, 3, 1)])
+def test_after_a_quiet_time_all_workers_stop_and_those_that_take_requests_last(shape: tuple[int, int, int]) -> None:
+    fleet = ToyFleet(workers(*shape), max_workers=9)
+    fleet.tick(steady(1), ZERO)
+    last_s = fleet.now_s
+    quiet(fleet, 400)
     assert not fleet.fleet
-    action = fleet.tick(steady(1), objectives)
+    last = [(at_s, action) for at_s, action in fleet.actions if isinstance(action, Stop)]
+    assert last[-1][0] >= last_s + ZERO.quiet_s
+    assert last[-1][1].worker_id[0] in "db"
+
+
+def test_from_zero_a_request_starts_one_worker_and_is_waited_for_no_evidence() -> None:
+    fleet = ToyFleet(workers(both=1), max_workers=2)
+    quiet(fleet, 200)
+    assert not fleet.fleet
+    assert isinstance(fleet.tick(steady(0), ZERO), Hold)
+    action = fleet.tick(steady(1), ZERO)
     assert isinstance(action, Start)
     assert action.role is WorkerRole.BOTH
+    assert fleet.state.num_reversals == 0, "it must not cost later changes their evidence"
+    quiet(fleet, fleet.start_s + ZERO.quiet_s / 2)
+    assert len(fleet.fleet) == 1
+
+
+def test_a_request_that_waits_for_a_first_worker_is_demand_until_one_is_there() -> None:
+    """However often the start fails: it came once, and waits."""
+    empty, state, starts = view_of(max_workers=2), PlannerState(), 0
+    for second in range(0, 600, 2):
+        view = msgspec.structs.replace(empty, now_s=float(second), num_unplaced=1)
+        (action,), state = plan(view, steady(0), ZERO, state)
+        starts += isinstance(action, Start)
+    assert starts >= 4
+    (action,), _ = plan(empty, steady(0), ZERO, PlannerState())
+    assert isinstance(action, Hold)
+
+
+@pytest.mark.parametrize(
+    "stays", [{"may_stop": False}, {"is_held": True}, {"is_ready": False}, {"num_running": 1}, {"num_waiting": 1}]
+)
+def test_a_worker_that_has_to_stay_keeps_those_that_it_needs(stays: dict[str, object]) -> None:
+    """A prefill worker alone would leave requests without an answer, and no worker would be started for them."""
+    fleet = ToyFleet(
+        tuple(msgspec.structs.replace(w, **stays) if w.worker_id == "p0" else w for w in workers(1, 1)), max_workers=4
+    )
+    state, view = PlannerState(), fleet.view()
+    for second in range(0, 600, 2):
+        (action,), state = plan(msgspec.structs.replace(view, now_s=float(second)), steady(0), ZERO, state)
+        assert isinstance(action, Hold)
 
 
 def test_a_worker_set_by_hand_is_left_alone_until_it_is_released() -> None:

@@ -12,8 +12,8 @@ from kvrelay.config import WorkerRole
 from kvrelay.core.tasks import TaskSet
 from kvrelay.errors import KvrelayError
 from kvrelay.launch.worker_calls import WorkerCalls
-from kvrelay.launch.worker_host import HostReport, Hosts
-from kvrelay.planner import Action, Hold, Narrow, Start, Stop, Widen
+from kvrelay.launch.worker_host import Hosts
+from kvrelay.planner import Action, Hold, Narrow, Room, Start, Stop, Widen
 
 _log = logging.getLogger(__name__)
 
@@ -57,25 +57,20 @@ class ClusterActuator:
             raise KvrelayError(f"{worker_id} was not started by a host of workers")
         await self._calls.ask(worker_id, "drain", timeout_s=DRAIN_TIMEOUT_S)
 
-    async def max_workers(self) -> int:
+    async def room(self) -> Room:
         """Slots of all hosts, and workers that run elsewhere."""
         hosts = await self._hosts.list()
         if not hosts:
-            return 0
+            return Room()
         own = {(host.host, pid) for host in hosts for pid in host.pids}
-        others = sum((info.host, info.pid) not in own for info in self._calls.known.values())
-        return sum(max(host.slots, len(host.pids)) for host in hosts) + others
-
-    async def num_starting(self) -> int:
-        return len(self._not_listed(await self._hosts.list()))
+        known = {info.worker_id: (info.host, info.pid) for info in self._calls.known.values()}
+        may_stop = frozenset(worker_id for worker_id, process in known.items() if process in own)
+        num_slots = sum(max(host.slots, len(host.pids)) for host in hosts)
+        return Room(num_slots + len(known) - len(may_stop), len(own - set(known.values())), may_stop)
 
     async def close(self) -> None:
         """Changes that run are left to themselves."""
         await self._tasks.close()
-
-    def _not_listed(self, hosts: list[HostReport]) -> set[tuple[str, int]]:
-        listed = {(info.host, info.pid) for info in self._calls.known.values()}
-        return {(host.host, pid) for host in hosts for pid in host.pids} - listed
 
     async def _change(self, worker_id: str, role: WorkerRole) -> None:
         try:
@@ -103,11 +98,8 @@ class HookActuator(ClusterActuator):
         counts[self._calls.known[worker_id].role.value] -= 1
         await self._run(counts, worker_id)
 
-    async def max_workers(self) -> int:
-        return self._max_workers
-
-    async def num_starting(self) -> int:
-        return 0
+    async def room(self) -> Room:
+        return Room(self._max_workers, 0, frozenset(self._calls.known))
 
     def _counts(self) -> Counter[str]:
         return Counter(info.role.value for info in self._calls.known.values())
