@@ -112,7 +112,7 @@ async def test_roles_are_commands() -> None:
     await actuator.apply(Widen("a", "", NO))
     await actuator.apply(Narrow("a", WorkerRole.PREFILL, "", NO))
     await asyncio.sleep(0)
-    assert calls.asked == [("a", "role", "both"), ("a", "role", "prefill")]
+    assert calls.asked == [("a", "role", "both from decode"), ("a", "role", "prefill from decode")]
     await actuator.close()
 
 

@@ -211,6 +211,19 @@ def test_a_worker_set_by_hand_is_left_alone_until_it_is_released() -> None:
     assert {action.worker_id for _, action in fleet.actions if isinstance(action, Widen | Narrow)} == {"p1"}
 
 
+def test_a_role_set_by_hand_while_the_planner_changes_it_is_held_too() -> None:
+    fleet = ToyFleet(workers(3, 1), delay_s=60.0)
+    run(fleet, steady(3, 400, 360), 20)
+    assert fleet.state.pending is not None
+    name = fleet.state.pending.worker_id
+    assert fleet.state.held == (), "it still has the role that it had"
+    fleet.due.clear()
+    fleet.fleet[name] = msgspec.structs.replace(fleet.fleet[name], role=WorkerRole.DECODE)
+    fleet.tick(steady(3, 400, 360))
+    assert fleet.state.held == (name,)
+    assert fleet.state.pending is None
+
+
 def test_a_suggestion_that_is_not_carried_out_stays_the_same() -> None:
     demand, view, state = steady(3, 400, 360), ToyFleet(workers(3, 1)).view(), PlannerState()
     wanted = set()

@@ -7,6 +7,7 @@ import asyncio
 from tests.worker.cluster import cluster, expected, prompt
 
 from kvrelay.config import WorkerRole
+from kvrelay.core.messages import AdminRequest
 
 
 async def test_a_widened_prefill_worker_serves_at_once_and_goes_on_prefilling():
@@ -92,3 +93,22 @@ async def test_many_changes_under_load_lose_nothing():
         await shared.until(lambda: not decode.ledger.handoffs)
         for node in (decode, other):
             node.core.check_integrity()
+
+
+async def test_a_planner_does_not_undo_what_was_done_by_hand_meanwhile():
+    """Its command names the role that it saw, and waits behind the change by hand."""
+    async with cluster() as shared:
+        _, decode, client = await shared.pair()
+        await decode.worker.set_role(WorkerRole.BOTH)
+        client.send("long", prompt(20), max_tokens=200)
+        await client.until(lambda: "long" in client.tokens)
+        by_hand = asyncio.create_task(decode.worker.set_role(WorkerRole.PREFILL))
+        await shared.until(lambda: not decode.worker.inspect().is_accepting)
+        by_planner = AdminRequest(1, "role", "decode from both")
+        reply = await decode.worker.run_admin_command(by_planner)
+        assert by_hand.done(), "one change at a time"
+        assert "changed meanwhile" in (reply.error or "")
+        assert decode.worker.role is WorkerRole.PREFILL
+        again = await decode.worker.run_admin_command(AdminRequest(2, "role", "both from prefill"))
+        assert again.error is None
+        assert decode.worker.role is WorkerRole.BOTH

@@ -24,8 +24,8 @@ HOOK_TIMEOUT_S = 60.0
 
 
 class ClusterActuator:
-    """Changes roles; starts workers on ``hosts``, and stops those that run there. A role command is answered when the
-    change has ended, so it runs on."""
+    """Changes roles of workers that still have the one that the planner saw; starts workers on ``hosts``, and stops
+    those that run there. A role command is answered when the change has ended, so it runs on."""
 
     def __init__(self, calls: WorkerCalls, hosts: Hosts) -> None:
         self._calls, self._hosts = calls, hosts
@@ -73,8 +73,10 @@ class ClusterActuator:
         await self._tasks.close()
 
     async def _change(self, worker_id: str, role: WorkerRole) -> None:
+        info = self._calls.known.get(worker_id)
+        wanted = role.value if info is None else f"{role} from {info.role}"
         try:
-            await self._calls.ask(worker_id, "role", role.value, timeout_s=ROLE_TIMEOUT_S)
+            await self._calls.ask(worker_id, "role", wanted, timeout_s=ROLE_TIMEOUT_S)
         except KvrelayError as exc:
             _log.warning("%s does not become %s: %s", worker_id, role, exc)
 

@@ -108,11 +108,17 @@ def _by_hand(fleet: FleetView, state: PlannerState) -> PlannerState:
     """Workers whose role is not the one seen before or ordered since are held until they are released."""
     roles = {worker.worker_id: worker.role for worker in fleet.workers}
     changed = {name for name, role in roles.items() if state.roles.get(name, role) is not role}
-    if state.pending is not None:
-        changed.discard(state.pending.worker_id)
+    pending = state.pending
+    if pending is not None and pending.worker_id in changed:
+        if roles[pending.worker_id] in (pending.was, pending.role):
+            changed.discard(pending.worker_id)
+        else:
+            pending = None
     # A worker may be unlisted while it changes, so those that have gone are remembered, too.
     gone = [(name, role) for name, role in state.roles.items() if name not in roles][-MAX_GONE:]
-    return msgspec.structs.replace(state, roles=dict(gone) | roles, held=tuple(sorted(changed | set(state.held))))
+    return msgspec.structs.replace(
+        state, pending=pending, roles=dict(gone) | roles, held=tuple(sorted(changed | set(state.held)))
+    )
 
 
 def released(state: PlannerState, worker_id: str) -> PlannerState:
@@ -405,7 +411,13 @@ def _begun(fleet: FleetView, state: PlannerState, option: _Option) -> PlannerSta
     return msgspec.structs.replace(
         state,
         roles=roles,
-        pending=Pending(worker_id=worker_id, role=role, num_workers=num_ready, until_s=fleet.now_s + limit_s),
+        pending=Pending(
+            worker_id=worker_id,
+            role=role,
+            was=state.roles.get(worker_id),
+            num_workers=num_ready,
+            until_s=fleet.now_s + limit_s,
+        ),
         wanted="",
         direction=option.direction,
         changed_s=fleet.now_s,
