@@ -15,7 +15,8 @@ START_QUIET_S = 2.0
 MIN_DURATION_S = 10.0
 KILL_WINDOW_S = 60.0
 MAX_KILLS_PER_WINDOW = 3
-"""Of one role, or of frontends and planner. A supervisor that sees one child crash five times within a minute rightly gives up."""
+"""Of one role, or of frontends and planners. A supervisor that sees one child crash five times within a minute rightly
+gives up."""
 
 
 class FaultKind(enum.StrEnum):
@@ -99,8 +100,8 @@ def make_plan(
     with_planner: bool = False,
 ) -> tuple[Fault, ...]:
     """Faults about every ``interval_s``, the first after two seconds, none in the last ``quiet_end_s``. With
-    ``with_ranks`` (workers of several ranks) ranks are killed too, ``with_broker`` (KV tiers) the broker, ``with_planner`` (one that
-    acts) the planner.
+    ``with_ranks`` (workers of several ranks) ranks are killed too, ``with_broker`` (KV tiers) the broker,
+    ``with_planner`` (one that acts) the planner.
 
     Raises ConfigError if that leaves no time for the first one.
     """
