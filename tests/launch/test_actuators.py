@@ -106,6 +106,22 @@ async def test_only_workers_of_hosts_are_stopped() -> None:
             await actuator.apply(Stop(other, "", NO))
 
 
+async def test_a_host_that_reports_another_s_processes_stops_none_of_them() -> None:
+    calls = Calls(worker("a", WorkerRole.DECODE, 1), worker("b", WorkerRole.DECODE, 2))
+    actuator = await actuator_of(await report({"honest": (2, (1, 2)), "liar": (1, (2, 3, 3, 99))}), calls)
+    assert (await actuator.room()).may_stop == {"a"}
+    with pytest.raises(KvrelayError, match="was not started by a host"):
+        await actuator.apply(Stop("b", "", NO))
+    assert calls.asked == []
+
+
+async def test_processes_that_a_host_makes_up_leave_no_room_for_more_workers() -> None:
+    calls = Calls(worker("a", WorkerRole.DECODE, 1))
+    actuator = await actuator_of(await report({"honest": (2, (1,)), "liar": (0, tuple(range(100, 200)))}), calls)
+    room = await actuator.room()
+    assert room.max_workers - room.num_starting == 2
+
+
 async def test_roles_are_commands() -> None:
     calls = Calls(worker("a", WorkerRole.DECODE, 1))
     actuator = await actuator_of(await report({}), calls)

@@ -32,39 +32,50 @@ shapes = st.tuples(st.integers(1, 4), st.integers(1, 4), st.integers(0, 3))
 demands = st.tuples(st.integers(0, 12), st.integers(100, 8000), st.integers(10, 800))
 
 
-@settings(max_examples=30, deadline=None, derandomize=True)
-@given(shapes, demands, st.integers(0, 6))
-def test_constant_demand_is_not_answered_by_oscillation(
-    shape: tuple[int, int, int], demand: tuple[int, int, int], extra: int
-) -> None:
-    fleet = ToyFleet(workers(*shape), max_workers=extra and sum(shape) + extra)
-    for _ in range(350):
-        fleet.tick(steady(*demand))
-    assert [action for at_s, action in fleet.actions if at_s > 500.0] == []
+def test_constant_demand_is_not_answered_by_oscillation() -> None:
+    num_acting = 0
+
+    @settings(max_examples=30, deadline=None, derandomize=True)
+    @given(shapes, demands, st.integers(0, 6))
+    def check(shape: tuple[int, int, int], demand: tuple[int, int, int], extra: int) -> None:
+        nonlocal num_acting
+        fleet = ToyFleet(workers(*shape), max_workers=extra and sum(shape) + extra)
+        for _ in range(350):
+            fleet.tick(steady(*demand))
+        num_acting += bool(fleet.actions)
+        assert [action for at_s, action in fleet.actions if at_s > 500.0] == []
+
+    check()
+    assert num_acting >= 10, "a planner that never acts does not oscillate either"
 
 
-@settings(max_examples=30, deadline=None, derandomize=True)
-@given(shapes, st.lists(demands, min_size=1, max_size=3), st.integers(0, 10), st.integers(1, 3))
-def test_changes_are_bounded_whatever_comes(
-    shape: tuple[int, int, int], phases: list[tuple[int, int, int]], extra: int, min_workers: int
-) -> None:
-    objectives = msgspec.structs.replace(OBJECTIVES, min_workers=min_workers)
-    fleet = ToyFleet(workers(*shape), max_workers=extra and sum(shape) + extra)
-    fewest = min(min_workers, sum(shape))
-    for phase in phases:
-        for _ in range(20):
-            action = fleet.tick(steady(*phase), objectives)
-            if isinstance(action, Hold):
-                continue
-            assert len(fleet.due) == 1  # no other change is under way
-            if isinstance(action, Start):
-                assert len(fleet.fleet) < fleet.max_workers
-            else:
-                assert action.worker_id in fleet.fleet
-            assert math.isfinite(action.numbers.gain_s)
-            assert math.isfinite(action.numbers.cost_s)
-        assert shape_of(fleet.view()).is_allowed
-        assert len(fleet.fleet) >= fewest
+def test_changes_are_bounded_whatever_comes() -> None:
+    kinds: set[type] = set()
+
+    @settings(max_examples=30, deadline=None, derandomize=True)
+    @given(shapes, st.lists(demands, min_size=1, max_size=3), st.integers(0, 10), st.integers(1, 3))
+    def check(shape: tuple[int, int, int], phases: list[tuple[int, int, int]], extra: int, min_workers: int) -> None:
+        objectives = msgspec.structs.replace(OBJECTIVES, min_workers=min_workers)
+        fleet = ToyFleet(workers(*shape), max_workers=extra and sum(shape) + extra)
+        fewest = min(min_workers, sum(shape))
+        for phase in phases:
+            for _ in range(20):
+                action = fleet.tick(steady(*phase), objectives)
+                if isinstance(action, Hold):
+                    continue
+                kinds.add(type(action))
+                assert len(fleet.due) == 1  # no other change is under way
+                if isinstance(action, Start):
+                    assert len(fleet.fleet) < fleet.max_workers
+                else:
+                    assert action.worker_id in fleet.fleet
+                assert math.isfinite(action.numbers.gain_s)
+                assert math.isfinite(action.numbers.cost_s)
+            assert shape_of(fleet.view()).is_allowed
+            assert len(fleet.fleet) >= fewest
+
+    check()
+    assert kinds == {Widen, Narrow, Start, Stop}
 
 
 def states() -> st.SearchStrategy[ToyFleet]:
@@ -77,26 +88,40 @@ def states() -> st.SearchStrategy[ToyFleet]:
     return st.tuples(shapes, demands, st.integers(1, 40)).map(run)
 
 
-@settings(max_examples=30, deadline=None, derandomize=True)
-@given(states(), demands)
-def test_equal_inputs_give_equal_plans_also_after_a_journey_through_json(
-    fleet: ToyFleet, demand: tuple[int, int, int]
-) -> None:
-    given = (fleet.view(), steady(*demand), OBJECTIVES, fleet.state)
-    again = tuple(msgspec.json.decode(msgspec.json.encode(value), type=type(value)) for value in given)
-    assert plan(*given) == plan(*given) == plan(*again)  # type: ignore[arg-type]
+def test_equal_inputs_give_equal_plans_also_after_a_journey_through_json() -> None:
+    kinds: set[type] = set()
+
+    @settings(max_examples=60, deadline=None, derandomize=True)
+    @given(states(), demands, st.booleans())
+    def check(fleet: ToyFleet, demand: tuple[int, int, int], is_later: bool) -> None:
+        # Later the evidence of the last looks has become enough.
+        view = msgspec.structs.replace(fleet.view(), now_s=fleet.now_s + 60.0 * is_later)
+        given = (view, steady(*demand), OBJECTIVES, fleet.state)
+        again = tuple(msgspec.json.decode(msgspec.json.encode(value), type=type(value)) for value in given)
+        assert plan(*given) == plan(*given) == plan(*again)  # type: ignore[arg-type]
+        kinds.add(type(plan(*given)[0][0]))
+
+    check()
+    assert len(kinds) >= 3, kinds
 
 
-@settings(max_examples=4, deadline=None, derandomize=True)
-@given(st.integers(1, 3), st.integers(500, 6000), st.integers(20, 400))
-def test_more_demand_never_wants_fewer_workers(rate: int, prompt: int, answer: int) -> None:
-    sizes = []
-    for times in (1, 2, 4):
-        fleet = ToyFleet(workers(1, 1), max_workers=12)
-        for _ in range(400):
-            fleet.tick(steady(rate * times, prompt, answer))
-        sizes.append(len(fleet.fleet))
-    assert sizes == sorted(sizes)
+def test_more_demand_never_wants_fewer_workers() -> None:
+    growth = []
+
+    @settings(max_examples=4, deadline=None, derandomize=True)
+    @given(st.integers(1, 3), st.integers(500, 6000), st.integers(20, 400))
+    def check(rate: int, prompt: int, answer: int) -> None:
+        sizes = []
+        for times in (1, 2, 4):
+            fleet = ToyFleet(workers(1, 1), max_workers=12)
+            for _ in range(400):
+                fleet.tick(steady(rate * times, prompt, answer))
+            sizes.append(len(fleet.fleet))
+        assert sizes == sorted(sizes)
+        growth.append(sizes[-1] - sizes[0])
+
+    check()
+    assert max(growth) >= 2, growth
 
 
 # -- what it does -----------------------------------------------------------------------------------------------------

@@ -7,12 +7,13 @@ import json
 import logging
 import shlex
 from collections import Counter
+from collections.abc import Sequence
 
 from kvrelay.config import WorkerRole
 from kvrelay.core.tasks import TaskSet
 from kvrelay.errors import KvrelayError
 from kvrelay.launch.worker_calls import WorkerCalls
-from kvrelay.launch.worker_host import Hosts
+from kvrelay.launch.worker_host import HostReport, Hosts
 from kvrelay.planner import Action, Hold, Narrow, Room, Start, Stop, Widen
 
 _log = logging.getLogger(__name__)
@@ -52,7 +53,7 @@ class ClusterActuator:
     async def stop(self, worker_id: str) -> None:
         """Let a worker drain and end. Raises KvrelayError if no host has started it: whoever did counts on it."""
         info = self._calls.known.get(worker_id)
-        own = {(host.host, pid) for host in await self._hosts.list() for pid in host.pids}
+        own = _owned(await self._hosts.list())
         if info is None or (info.host, info.pid) not in own:
             raise KvrelayError(f"{worker_id} was not started by a host of workers")
         await self._calls.ask(worker_id, "drain", timeout_s=DRAIN_TIMEOUT_S)
@@ -62,7 +63,7 @@ class ClusterActuator:
         hosts = await self._hosts.list()
         if not hosts:
             return Room()
-        own = {(host.host, pid) for host in hosts for pid in host.pids}
+        own = _owned(hosts)
         known = {info.worker_id: (info.host, info.pid) for info in self._calls.known.values()}
         may_stop = frozenset(worker_id for worker_id, process in known.items() if process in own)
         num_slots = sum(max(host.slots, len(host.pids)) for host in hosts)
@@ -79,6 +80,13 @@ class ClusterActuator:
             await self._calls.ask(worker_id, "role", wanted, timeout_s=ROLE_TIMEOUT_S)
         except KvrelayError as exc:
             _log.warning("%s does not become %s: %s", worker_id, role, exc)
+
+
+def _owned(hosts: Sequence[HostReport]) -> set[tuple[str, int]]:
+    """The processes that hosts have started, as machine and process id. One that two hosts report is neither's: a host
+    cannot have another's workers stopped."""
+    reported = Counter((host.host, pid) for host in hosts for pid in set(host.pids))
+    return {process for process, count in reported.items() if count == 1}
 
 
 class HookActuator(ClusterActuator):
