@@ -11,7 +11,6 @@ from tests.frontend.doubles import FakeCluster, Script, running
 from tests.frontend.raw_http import send
 
 from kvrelay.core.clock import ManualClock
-from kvrelay.core.messages import RequestRefused
 from kvrelay.frontend.api.server import Frontend
 from kvrelay.frontend.cluster.cold_start import ASKED_FOR_S, ColdStart
 from kvrelay.frontend.cluster.frontends import traffic_of, traffic_question
@@ -96,22 +95,16 @@ async def test_at_most_so_many_wait_as_may_be_in_flight(model_dir: Path) -> None
         assert [answer.status for answer in await asyncio.gather(*asking)] == [200, 200]
 
 
-async def test_a_request_that_its_last_worker_refuses_while_it_leaves_waits_too(model_dir: Path) -> None:
+async def test_a_request_that_its_last_worker_gives_up_while_it_leaves_waits_too(model_dir: Path) -> None:
     """The planner stops the last worker while the request is on its way."""
-    async with running(
-        model_dir, Script(refuse=RequestRefused("", reason="it leaves", status=503, retryable=True))
-    ) as cluster:
+    async with running(model_dir, Script(waits_for_prefill_lost=True, fail_after=0)) as cluster:
         frontend = await tell(cluster, REPORT)
         worker = cluster.workers["w0"]
-        generate = worker._generate
-
-        async def leave_first(*args: object) -> None:
-            await cluster.deregister("w0")
-            await cluster.until(lambda: not frontend.cluster.model(None).is_available)
-            await generate(*args)  # type: ignore[arg-type]
-
-        worker._generate = leave_first  # type: ignore[method-assign]
         asking = asyncio.create_task(send(frontend.port, "POST", "/v1/completions", BODY))
+        await cluster.until(lambda: len(worker.requests) == 1)
+        await cluster.deregister("w0")
+        await cluster.until(lambda: not frontend.cluster.model(None).is_available)
+        worker.prefills_lost.append(worker.requests[0].request_id)
         await cluster.until(lambda: frontend.cluster.cold_start.num_unplaced == 1)
         await cluster.add_worker("w1", Script(tokens=(20,)))
         assert (await asking).status == 200
