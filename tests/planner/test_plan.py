@@ -142,13 +142,14 @@ def test_long_answers_open_a_second_door_within_one_window_and_then_close_the_fi
     assert shape_of(fleet.view()).decode == 2
 
 
-def test_long_prompts_widen_first_and_narrow_after_three_windows() -> None:
+def test_long_prompts_widen_first_and_narrow_when_they_have_lasted() -> None:
     fleet = ToyFleet(workers(1, 3))
-    assert run(fleet, steady(3, 3600, 40), 90)[:2] == [Widen, Narrow]
+    assert run(fleet, steady(3, 3600, 40), 250) == [Widen]
+    assert run(fleet, steady(3, 3600, 40), 150)[0] is Narrow
     (widened_s, _), (narrowed_s, narrow) = fleet.actions[:2]
     assert isinstance(narrow, Narrow)
     assert narrow.role is WorkerRole.PREFILL
-    assert narrowed_s - widened_s >= 3 * OBJECTIVES.window_s
+    assert narrowed_s - widened_s >= 60 * OBJECTIVES.window_s
 
 
 def test_workers_are_started_while_they_help_and_stopped_after_three_quiet_windows() -> None:

@@ -6,7 +6,8 @@
                                             └── else ──> Hold, with the reason
 
 A change of role is two halves. *Widening* opens a second door at once and drains nothing, so it needs one window of
-evidence. *Narrowing* drains half of a worker and needs three, like stopping. One change is under way at a time.
+evidence. *Stopping* needs three, and *narrowing* to prefill, which drains half of a worker, minutes. One change is under
+way at a time.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ from kvrelay.planner.demand import heard, load_of, trend
 
 WARM_STEPS = 32
 """The costs of a worker that has taken fewer are those of its start."""
-WINDOWS_UP, WINDOWS_DOWN = 1, 3
+WINDOWS_UP, WINDOWS_DOWN, WINDOWS_APART = 1, 3, 60
+"""``APART``: for a worker that does both and shall only prefill. To undo that costs more than it gains if answers come
+back within minutes, since their length is known only when they have ended."""
 DEAD_BAND = 0.02
 """Lateness per request that is no reason to change anything, as a share of the objective for the first token."""
 MIN_SHARE = 0.5
@@ -287,7 +290,7 @@ def _options(fleet: FleetView, state: PlannerState, now: Assessment, shape: Shap
     if (worker := _least_busy(fleet.workers, state, both)) is not None:
         then = shape.plus(both, -1)
         narrow = Narrow(worker.worker_id, prefill, "", Numbers())
-        found.append(_Option("both -> prefill", narrow, then.plus(prefill), "to prefill", WINDOWS_DOWN, cost_s))
+        found.append(_Option("both -> prefill", narrow, then.plus(prefill), "to prefill", WINDOWS_APART, cost_s))
         narrow = Narrow(worker.worker_id, decode, "", Numbers())
         found.append(_Option("both -> decode", narrow, then.plus(decode), "to decode", WINDOWS_UP, now.ttft_s))
     elif (worker := _least_busy(fleet.workers, state, decode)) is not None:
