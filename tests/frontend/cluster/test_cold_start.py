@@ -11,6 +11,8 @@ from tests.frontend.doubles import FakeCluster, Script, running
 from tests.frontend.raw_http import send
 
 from kvrelay.core.clock import ManualClock
+from kvrelay.core.messages import RequestRefused
+from kvrelay.core.status import RefusalKind
 from kvrelay.frontend.api.server import Frontend
 from kvrelay.frontend.cluster.cold_start import ASKED_FOR_S, ColdStart
 from kvrelay.frontend.cluster.frontends import traffic_of, traffic_question
@@ -108,6 +110,26 @@ async def test_a_request_that_its_last_worker_gives_up_while_it_leaves_waits_too
         await cluster.until(lambda: frontend.cluster.cold_start.num_unplaced == 1)
         await cluster.add_worker("w1", Script(tokens=(20,)))
         assert (await asking).status == 200
+
+
+async def test_a_request_that_the_last_worker_refuses_because_it_leaves_waits_too(model_dir: Path) -> None:
+    """The frontend hears the refusal before it hears that the worker has left."""
+    leaves = RequestRefused("", "draining", 503, retryable=True, kind=RefusalKind.DRAINING)
+    async with running(model_dir, Script(refuse=leaves)) as cluster:
+        frontend = await tell(cluster, REPORT)
+        asking = asyncio.create_task(send(frontend.port, "POST", "/v1/completions", BODY))
+        await cluster.until(lambda: frontend.cluster.cold_start.num_unplaced == 1)
+        await cluster.deregister("w0")
+        await cluster.add_worker("w1", Script(tokens=(20,)))
+        assert (await asking).status == 200
+
+
+@pytest.mark.parametrize("kind", [RefusalKind.QUEUE_FULL, RefusalKind.UNAVAILABLE])
+async def test_a_worker_that_is_there_and_refuses_is_not_waited_for(model_dir: Path, kind: RefusalKind) -> None:
+    refusal = RequestRefused("", "no", 503, retryable=True, kind=kind)
+    async with running(model_dir, Script(refuse=refusal)) as cluster:
+        frontend = await tell(cluster, REPORT)
+        assert (await send(frontend.port, "POST", "/v1/completions", BODY)).status == 503
 
 
 async def test_a_frontend_that_knows_no_model_says_503_and_counts_as_demand(model_dir: Path) -> None:

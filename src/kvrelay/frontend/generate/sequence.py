@@ -28,7 +28,7 @@ from typing import Protocol
 from kvrelay.core.handoff import HandoffOrder
 from kvrelay.core.messages import GenerateRequest, RequestRefused, TokenOutput
 from kvrelay.core.sampling import SamplingParams
-from kvrelay.core.status import FinishReason
+from kvrelay.core.status import FinishReason, RefusalKind
 from kvrelay.errors import KvrelayError, OverloadedError, ProtocolError, RetryElsewhereError, WorkerUnavailableError
 from kvrelay.frontend.cluster.cold_start import RETRY_AFTER_S
 from kvrelay.frontend.cluster.metrics import FrontendMetrics
@@ -206,7 +206,9 @@ class Sequence:
             self._fail(error)
             return
         self._failed_workers.add(self.worker_id)
-        self._place_again(error, may_wait=bool(self.output_token_ids))
+        is_leaving = refusal.kind is RefusalKind.DRAINING or refusal.kind is RefusalKind.GONE
+        may_wait = bool(self.output_token_ids) or (is_leaving and self._model.cold_start.wait_s > 0.0)
+        self._place_again(error, may_wait)
 
     def worker_lost(self, worker_id: str) -> None:
         """The connection to the worker is lost."""
@@ -257,7 +259,7 @@ class Sequence:
     async def _wait_and_start(self, error: KvrelayError, change: asyncio.Event) -> None:
         """No worker is left: wait for one."""
         if self._waiting_until_s is None:
-            wait_s = max(self._model.cold_start_wait_s, REPLACEMENT_WAIT_S)
+            wait_s = max(self._model.cold_start.wait_s, REPLACEMENT_WAIT_S)
             self._waiting_until_s = asyncio.get_running_loop().time() + wait_s
         try:
             async with asyncio.timeout_at(self._waiting_until_s):
