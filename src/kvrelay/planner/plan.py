@@ -6,8 +6,8 @@
                                             └── else ──> Hold, with the reason
 
 A change of role is two halves. *Widening* opens a second door at once and drains nothing, so it needs one window of
-evidence. *Stopping* needs three, and *narrowing* to prefill, which drains half of a worker, minutes. One change is under
-way at a time.
+evidence. *Stopping* needs three, and *narrowing* to prefill, which drains half of a worker, minutes. One change is
+under way at a time.
 """
 
 from __future__ import annotations
