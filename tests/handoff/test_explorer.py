@@ -82,7 +82,7 @@ for kind, settings in KINDS.items():
 THREE_FAULTS["push, two prefill workers, roles change"] = scenario(*ROLES, "redeliver", num_faults=2, num_prefill=2)
 LONG = {
     "push, two faults": scenario(*EVERYTHING, num_faults=2),
-    "push, roles change beside leases": scenario(*ROLES, *PREFILL, *DECODE, num_faults=3, num_prefill=2),
+    "push, roles change beside leases": scenario(*ROLES, *PREFILL, *DECODE, num_faults=2),
     "push, two faults, hits and checksums": scenario(
         *NETWORK, *LOCAL, *PREFILL, "damage", num_faults=2, num_hit_blocks=1, checksums=True
     ),
