@@ -17,7 +17,7 @@ import torch
 from tests.patience import until
 from tests.system.random_models import write_model
 from tests.system.real_vllm import NUM_TOKENS, Asked, Asking, ask_plain_vllm, draw_prompts
-from tests.system.serving import Serve
+from tests.system.serving import Serve, kvrelay, kvrelay_here
 
 pytestmark = [pytest.mark.vllm, pytest.mark.system, pytest.mark.timeout(1200)]
 matrix = pytest.mark.matrix
@@ -116,3 +116,30 @@ def test_kinds_of_kv(
     flags = ("--dtype", "float32", "--engine-args", arguments, *(ranks or EAGER))
     block_size = ("--block-size", str(KINDS[kind]["block_size"])) if way == "kvrelay" else ()
     _ask(path, (*flags, *block_size, *WAYS[way]), expected, at_once=False)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("way", WAYS)
+def test_workers_of_both_roles_narrow_and_widen(asked: list[Asked], way: str) -> None:
+    """They start with the connector that is named: vLLM cannot get one later."""
+    some = Asked(asked[0].prompts[:NUM_ASKED], asked[0].answers[:NUM_ASKED])
+    others = Asked(asked[1].prompts[:NUM_ASKED], asked[1].answers[:NUM_ASKED])
+    flags = ("--dtype", "float32", "--engine-args", '{"block_size": 32}', *EAGER, "--block-size", "32")
+    named = WAYS[way] or ("--vllm-connector", "nixl")
+    with Serve((*SPLIT, *flags, "--prefill", "0", "--decode", "2", *named)) as server, Asking(server) as asking:
+        first, second = (worker["worker_id"] for worker in server.workers("both"))
+        for worker_id, role in ((first, "prefill"), (second, "decode")):
+            done = kvrelay_here("role", worker_id, role, "--control", server.control)
+            assert done.returncode == 0, done.stderr
+        assert asking.ask(some.prompts) == some.answers
+        (decode,) = server.workers("decode")
+        assert decode["decode"]["num_remote_done"] >= NUM_ASKED - 2, decode
+        assert kvrelay_here("role", first, "both", "--control", server.control).returncode == 0
+        assert asking.ask(others.prompts) == others.answers
+        until(server.is_idle)
+
+
+def test_stages_that_are_not_compiled_are_refused(vllm_files: None) -> None:
+    done = kvrelay("worker", "--engine", "vllm", "--pp", "2", "--enforce-eager", "--control", "nats://127.0.0.1:1")
+    assert done.returncode == 2 or done.returncode == 1, done
+    assert "must be compiled on a CPU: leave out --enforce-eager" in done.stderr

@@ -469,8 +469,10 @@ class VllmConfig(Settings):
     engine_args: str = setting(
         "", 'Further engine arguments of vLLM, a JSON object by field name, e.g. \'{"quantization": "fp8"}\'.'
     )
-    vllm_connector: Literal["nixl", "kvrelay"] = setting(
-        "nixl", "What moves KV between prefill and decode workers: vLLM's NIXL connector, or kvrelay's transports."
+    vllm_connector: Literal["auto", "nixl", "kvrelay"] = setting(
+        "auto",
+        "What moves KV between prefill and decode workers: vLLM's NIXL connector, or kvrelay's transports; auto: nixl, "
+        "and none with --role both, which then stays.",
     )
     vllm_staging: str = setting(
         "1GiB", "Host memory through which KV passes by kvrelay's connector in vLLM, e.g. 512MiB or 4GiB."

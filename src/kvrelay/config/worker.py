@@ -72,8 +72,8 @@ class WorkerConfig:
 
     @property
     def exchanges_kv(self) -> bool:
-        """Whether prefill and decode are apart."""
-        return self.role is not WorkerRole.BOTH
+        """Whether prefill and decode are apart, or may be later."""
+        return self.role is not WorkerRole.BOTH or self.vllm.vllm_connector != "auto"
 
     @property
     def computes_in_ranks(self) -> bool:

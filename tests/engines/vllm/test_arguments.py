@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from importlib import metadata
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -48,6 +48,16 @@ def test_workers_of_a_pair_exchange_kv_by_vllms_connector() -> None:
     assert (config["kv_connector"], config["kv_load_failure_policy"]) == ("NixlConnector", "recompute")
     assert arguments["worker_extension_cls"].startswith("kvrelay.engines.vllm.nixl_child."), "NIXL must not spin"
     assert "kv_transfer_config" not in _arguments()
+
+
+@pytest.mark.parametrize(("connector", "name"), [("nixl", "NixlConnector"), ("kvrelay", "KvrelayConnector")])
+def test_a_worker_of_both_roles_has_a_connector_if_one_is_named(
+    connector: Literal["nixl", "kvrelay"], name: str
+) -> None:
+    """Its role may change later; vLLM's connector cannot."""
+    settings = WorkerConfig(model_path=bundled_checkpoint_path(), vllm=VllmConfig(vllm_connector=connector))
+    assert settings.role is WorkerRole.BOTH
+    assert engine_arguments(settings, None)["kv_transfer_config"]["kv_connector"] == name
 
 
 def test_kvrelays_connector_takes_kvrelays_blocks() -> None:

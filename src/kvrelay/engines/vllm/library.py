@@ -95,6 +95,8 @@ def start_vllm(arguments: Mapping[str, Any], settings: WorkerConfig, memory: Hos
         raise ConfigError(f"vLLM cannot be imported: {exc}; {INSTALL}", param="engine") from exc
     require_known(arguments, {field.name for field in dataclasses.fields(AsyncEngineArgs)})
     is_cpu = current_platform.is_cpu()
+    if is_cpu and settings.runner.pp > 1 and settings.runner.enforce_eager:
+        raise ConfigError("vLLM's pipeline stages must be compiled on a CPU: leave out --enforce-eager", param="pp")
     environment = {WORKER_PID: str(os.getpid()), **(_cpu_environment(settings) if is_cpu else {})}
     try:
         # Already here: vLLM preloads another OpenMP if it sees none, and ranks refuse to start with two.
