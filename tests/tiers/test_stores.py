@@ -17,7 +17,7 @@ from kvrelay.errors import ConfigError
 from kvrelay.tiers import disk
 from kvrelay.tiers.block import BlockName, header_of, refusal, shape_of
 from kvrelay.tiers.disk import DiskStore, clear_directory
-from kvrelay.tiers.host import NUM_WAYS, HostStore
+from kvrelay.tiers.host import CLOCK_BYTES, NUM_WAYS, HostStore
 from kvrelay.tiers.store import BlockStore
 
 
@@ -145,6 +145,18 @@ def test_memory_that_others_write_may_hold_anything() -> None:
     for number in range(50):
         put(store, number, worth_s=1e15)
     assert sum(get(store, name_of(number)) == payload_of(number) for number in range(50)) > 0
+
+
+def test_a_tag_over_another_block_is_taken_away() -> None:
+    """Two writers of one slot may leave it: the block that the tag names can be stored again."""
+    memory = PrivateMemory(host_bytes(NUM_WAYS))
+    store = HostStore(memory, SHAPE)
+    put(store, 1)
+    struct.pack_into("<Q", memory.memory, CLOCK_BYTES, name_of(2).sequence_hash)
+    assert get(store, name_of(2)) is None
+    assert store.stats.misses["hash"] == 1
+    put(store, 2)
+    assert get(store, name_of(2)) == payload_of(2)
 
 
 def test_two_writers_of_one_slot_never_mix() -> None:
@@ -299,7 +311,8 @@ def test_reasons_of_refusal() -> None:
     assert refusal(header[:-1], name, SHAPE, memoryview(payload)) == "short"
     assert refusal(b"x" + header[1:], name, SHAPE, memoryview(payload)) == "format"
     assert refusal(header[:9] + b"x" + header[10:], name, SHAPE, memoryview(payload)) == "header"
-    assert refusal(header, name._replace(sequence_hash=3), SHAPE, memoryview(payload)) == "other"
+    assert refusal(header, name._replace(sequence_hash=3), SHAPE, memoryview(payload)) == "hash"
+    assert refusal(header, name._replace(parent_hash=3), SHAPE, memoryview(payload)) == "other"
     assert refusal(header, name._replace(token_ids=(1, 2, 3, 4)), SHAPE, memoryview(payload)) == "tokens"
     assert refusal(header, name, SHAPE, memoryview(b"x" + payload[1:])) == "checksum"
     other = shape_of("another", LAYOUT)

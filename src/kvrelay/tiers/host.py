@@ -8,7 +8,7 @@ block of each prompt. Worth is seconds saved plus the clock, which rises to the 
 used again grows old (GDSF; Cherkasova, HPL-98-69).
 
 A writer takes the tag away, writes the slot, and then sets the tag. If two write the same slot, or one dies half-way,
-the block does not prove itself and is a miss. So nobody's end leaves anything to repair.
+the block does not prove itself and is a miss; a tag over another block goes with the first read of it. So nobody's end leaves anything to repair.
 
 A block that was loaded is on a device again: it is the first to give way, until it is evicted there once more
 ("boundary", not in both).
@@ -106,7 +106,7 @@ class HostStore:
         if reason is not None:
             self.stats.misses[reason] += 1
             if reason not in ("other", "tokens"):
-                self._set_tag(place, EMPTY)
+                self._forget(place, name.sequence_hash)
             return False
         self._set_worth(place, 0.0)
         self.stats.num_loaded += 1
@@ -186,6 +186,11 @@ class HostStore:
 
     def _set_tag(self, place: Place, tag: int) -> None:
         _TAG.pack_into(self._memory, CLOCK_BYTES + place.set * SET_BYTES + place.way * _TAG.size, tag)
+
+    def _forget(self, place: Place, sequence_hash: int) -> None:
+        """Take the tag away, unless another block has come to the place meanwhile."""
+        if self._tags(place.set)[place.way] == sequence_hash:
+            self._set_tag(place, EMPTY)
 
     def _set_worth(self, place: Place, worth_s: float) -> None:
         at = CLOCK_BYTES + place.set * SET_BYTES + _TAGS.size + place.way * _DOUBLE.size
