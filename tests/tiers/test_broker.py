@@ -155,3 +155,17 @@ def test_a_stale_socket_is_no_broker(directory: Path) -> None:
     memory = HostMemory(directory, "model", NUM_BYTES, 0.0)
     assert len(memory.memory) == NUM_BYTES
     memory.close()
+
+
+@pytest.mark.parametrize("wanted", ["0", "-1", str(-(10**30)), str(10**30)])
+def test_no_wanted_size_ends_the_broker(wanted: str, directory: Path) -> None:
+    kept = HostMemory(directory, "model", NUM_BYTES, 60.0)
+    (running,) = brokers_of(directory)
+    connection = connect(directory, 60.0)
+    connection.settimeout(PATIENCE_S)
+    with connection:
+        connection.sendall(json.dumps({"name": "another", "bytes": wanted}).encode())
+        assert "error" in json.loads(connection.recv(512))
+    assert brokers_of(directory) == [running]
+    kept.memory[:1] = b"x"
+    assert HostMemory(directory, "model", NUM_BYTES, 60.0).memory[:1] == b"x"

@@ -103,7 +103,7 @@ class Broker:
             if message:
                 self._give(connection, json.loads(message), fds)
                 return
-        except (OSError, ValueError, KeyError, TypeError, RecursionError) as exc:
+        except Exception as exc:  # noqa: BLE001 - no message of one worker may end the memory of the others
             with suppress(OSError):
                 connection.sendall(json.dumps({"error": str(exc) or type(exc).__name__}).encode())
         finally:
@@ -113,6 +113,8 @@ class Broker:
 
     def _give(self, connection: socket.socket, wanted: dict[str, object], fds: list[int]) -> None:
         name, num_bytes = str(wanted["name"]), int(str(wanted["bytes"]))
+        if num_bytes <= 0:
+            raise ValueError(f"memory of {num_bytes} bytes")
         arena = self._arenas.get(name)
         if arena is not None and not arena.holders and arena.num_bytes != num_bytes:
             os.close(self._arenas.pop(name).fd)
