@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
@@ -169,3 +170,28 @@ def test_no_wanted_size_ends_the_broker(wanted: str, directory: Path) -> None:
     assert brokers_of(directory) == [running]
     kept.memory[:1] = b"x"
     assert HostMemory(directory, "model", NUM_BYTES, 60.0).memory[:1] == b"x"
+
+
+def test_memory_cannot_be_cut_off_under_its_readers(directory: Path) -> None:
+    memory = HostMemory(directory, "model", NUM_BYTES, 60.0)
+    for size in (0, 2 * NUM_BYTES):
+        with pytest.raises(PermissionError):
+            os.ftruncate(memory._fd, size)
+    memory.memory[-1:] = b"x"
+
+
+@pytest.mark.parametrize(("is_sealed", "size"), [(False, NUM_BYTES), (True, NUM_BYTES - 1)])
+def test_memory_that_may_shrink_or_is_short_is_refused(is_sealed: bool, size: int) -> None:
+    fd = os.memfd_create("offered", os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, size)
+        if is_sealed:
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, broker.SEALS)
+        mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with mine, theirs, pytest.MonkeyPatch.context() as patch:
+            patch.setattr(broker, "connect", lambda *_: mine)
+            socket.send_fds(theirs, [json.dumps({"bytes": NUM_BYTES}).encode()], [fd])
+            with pytest.raises(ConfigError, match="no host memory"):
+                HostMemory(Path("anywhere"), "model", NUM_BYTES, 60.0)
+    finally:
+        os.close(fd)

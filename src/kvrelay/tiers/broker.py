@@ -42,6 +42,10 @@ SOCKET_NAME = "kv-memory.sock"
 _CREDENTIALS = struct.Struct("3i")
 
 
+# Of a size that cannot change: memory that is cut off under a mapping ends the process that reads it (SIGBUS).
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL if hasattr(fcntl, "F_SEAL_SEAL") else 0
+
+
 class Arena:
     """One piece of memory, and the connections that hold it."""
 
@@ -120,6 +124,8 @@ class Broker:
             os.close(self._arenas.pop(name).fd)
             arena = None
         if arena is None:
+            if fds:
+                _check_memory(fds[0], num_bytes)
             fd = os.dup(fds[0]) if fds else _new_memory(name, num_bytes)
             arena = self._arenas[name] = Arena(fd, os.fstat(fd).st_size)
         arena.holders.add(connection)
@@ -140,13 +146,22 @@ def _new_memory(name: str, num_bytes: int) -> int:
     available = _available_bytes()
     if num_bytes > available:
         raise OSError(f"the host has {available} bytes of memory left")
-    fd = os.memfd_create(f"kvrelay-{name}", os.MFD_CLOEXEC)
+    fd = os.memfd_create(f"kvrelay-{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, num_bytes)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
     except OSError:
         os.close(fd)
         raise
     return fd
+
+
+def _check_memory(fd: int, num_bytes: int) -> None:
+    """Raises OSError unless it is sealed memory of at least this size."""
+    if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & SEALS != SEALS:
+        raise OSError("memory whose size may change")
+    if os.fstat(fd).st_size < num_bytes:
+        raise OSError(f"memory of {os.fstat(fd).st_size} bytes instead of {num_bytes}")
 
 
 def _available_bytes() -> int:
@@ -202,6 +217,11 @@ class HostMemory:
             answer, fds, _, _ = socket.recv_fds(connection, MAX_MESSAGE, 1)
             if not fds:
                 raise OSError(json.loads(answer or b"{}").get("error", "the broker has ended"))
+            try:
+                _check_memory(fds[0], int(json.loads(answer)["bytes"]))
+            except BaseException:
+                os.close(fds[0])
+                raise
             connection.settimeout(None)
             return connection, fds[0], os.fstat(fds[0]).st_size
         except BaseException:
