@@ -8,13 +8,14 @@ import stat
 import struct
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.tiers.conftest import KINDS, LAYOUT, SHAPE, MakeStore, PrivateMemory, host_bytes, name_of, payload_of
 from tests.tiers.waiting import settled
 
 from kvrelay.errors import ConfigError
-from kvrelay.tiers import disk
+from kvrelay.tiers import disk, host
 from kvrelay.tiers.block import BlockName, header_of, refusal, shape_of
 from kvrelay.tiers.disk import DiskStore, clear_directory
 from kvrelay.tiers.host import CLOCK_BYTES, NUM_WAYS, HostStore
@@ -157,6 +158,23 @@ def test_a_tag_over_another_block_is_taken_away() -> None:
     assert store.stats.misses["hash"] == 1
     put(store, 2)
     assert get(store, name_of(2)) == payload_of(2)
+
+
+def test_clear_forgets_what_another_worker_is_writing(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = PrivateMemory(host_bytes(64))
+    writer, other = HostStore(memory, SHAPE), HostStore(memory, SHAPE)
+
+    def cleared_meanwhile(*given: Any) -> bytes:
+        other.clear()
+        return header_of(*given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(host, "header_of", cleared_meanwhile)
+        put(writer, 1)
+    assert not other.holds(name_of(1).sequence_hash)
+    assert writer.stats.drops["cleared"] == 1
+    put(writer, 1)
+    assert get(other, name_of(1)) == payload_of(1)
 
 
 def test_two_writers_of_one_slot_never_mix() -> None:
