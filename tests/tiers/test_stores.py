@@ -249,6 +249,24 @@ def test_a_disk_that_takes_nothing_drops(
     assert store.stats.drops == {errno.errorcode[error]: 1, "full": 1} if is_full else {errno.errorcode[error]: 2}
 
 
+def test_an_unforeseen_failure_is_counted_and_told_once(
+    make_store: MakeStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = settled(make_store("disk"))
+
+    def fail(*_: object) -> int:
+        raise RuntimeError("a defect")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(disk.os, "writev", fail)
+        put(store, 1)
+        put(store, 2)
+    assert store.stats.drops == {"error": 2}
+    assert caplog.text.count("RuntimeError: a defect") == 1
+    put(store, 1)
+    assert get(store, name_of(1)) == payload_of(1)
+
+
 def test_a_part_of_a_block_is_not_kept(make_store: MakeStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = settled(make_store("disk"))
     write = os.write

@@ -164,11 +164,35 @@ def _check_memory(fd: int, num_bytes: int) -> None:
         raise OSError(f"memory of {os.fstat(fd).st_size} bytes instead of {num_bytes}")
 
 
-def _available_bytes() -> int:
-    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+def _available_bytes(root: Path = Path("/")) -> int:
+    """Of the machine and of every control group that holds this process, the least."""
+    left = [sys.maxsize]
+    for line in (root / "proc/meminfo").read_text(encoding="ascii").splitlines():
         if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return sys.maxsize
+            left.append(int(line.split()[1]) * 1024)
+    groups = root / "sys/fs/cgroup"
+    with suppress(OSError):
+        for line in (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines():
+            _, controllers, path = line.split(":", 2)
+            if not controllers:
+                left += _left_in(groups, path, "memory.max", "memory.current")
+            elif "memory" in controllers.split(","):
+                left += _left_in(groups / "memory", path, "memory.limit_in_bytes", "memory.usage_in_bytes")
+    return min(left)
+
+
+def _left_in(mount: Path, path: str, limit: str, used: str) -> list[int]:
+    """Bytes that the group and those around it may still take. In a container the path may be the host's, which is not
+    there: the mount itself is the container's group then."""
+    group = mount / path.strip("/")
+    left = []
+    for place in (group, *group.parents):
+        # No limit: the file is absent, or says "max".
+        with suppress(OSError, ValueError):
+            left.append(max(int((place / limit).read_text()) - int((place / used).read_text()), 0))
+        if place == mount:
+            break
+    return left
 
 
 def _is_ours(connection: socket.socket) -> bool:
