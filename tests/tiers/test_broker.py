@@ -205,6 +205,7 @@ def test_memory_that_may_shrink_or_is_short_is_refused(is_sealed: bool, size: in
         ("4:cpu:/x\n3:memory:/x", {"memory/x/memory.limit_in_bytes": 90, "memory/x/memory.usage_in_bytes": 100}, 0),
         ("3:memory:/", {"memory/memory.limit_in_bytes": 2**63 - 4096, "memory/memory.usage_in_bytes": 1}, 2048),
         ("0::/", {}, 2048),
+        ("0::/", {"memory.max": 900, "memory.current": 900, "memory.stat": "anon 1\ninactive_file 800"}, 800),
     ],
 )
 def test_memory_left_is_that_of_the_container(own: str, files: dict[str, object], left: int, tmp_path: Path) -> None:

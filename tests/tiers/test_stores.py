@@ -327,6 +327,31 @@ def test_old_and_foreign_files(make_store: MakeStore, tmp_path: Path) -> None:
     assert files(tmp_path) == [foreign]
 
 
+def test_a_scan_asks_nothing_of_files_that_are_known(make_store: MakeStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    read = disk._entries
+
+    class Entry:
+        def __init__(self, number: int, entry: os.DirEntry[str]) -> None:
+            self.number, self.entry = number, entry
+
+        def stat(self) -> os.stat_result:
+            asked.append(self.number)
+            return self.entry.stat()
+
+    monkeypatch.setattr(disk, "RESCAN_S", 0.0)
+    monkeypatch.setattr(disk, "_entries", lambda folder: [(number, Entry(number, at)) for number, at in read(folder)])
+    store, other = make_store("disk"), make_store("disk")
+    for number in range(10):
+        put(store, number)
+    assert asked == []
+    put(other, 100)
+    put(store, 10)
+    assert name_of(100).sequence_hash in asked
+    assert store.holds(name_of(100).sequence_hash)
+    assert len(asked) == 11, "ten of the other store, and one of this"
+
+
 def test_clear_directory_removes_blocks_of_all_models_and_nothing_else(make_store: MakeStore, tmp_path: Path) -> None:
     put(make_store("disk"), 1)
     put(make_store("disk", shape=shape_of("another", LAYOUT)), 2)

@@ -189,10 +189,20 @@ def _left_in(mount: Path, path: str, limit: str, used: str) -> list[int]:
     for place in (group, *group.parents):
         # No limit: the file is absent, or says "max".
         with suppress(OSError, ValueError):
-            left.append(max(int((place / limit).read_text()) - int((place / used).read_text()), 0))
+            most, taken = int((place / limit).read_text()), int((place / used).read_text())
+            left.append(max(most - taken + _old_file_pages(place), 0))
         if place == mount:
             break
     return left
+
+
+def _old_file_pages(group: Path) -> int:
+    """Bytes of files that the kernel gives up before it refuses memory; they count as used."""
+    with suppress(OSError):
+        for line in (group / "memory.stat").read_text(encoding="ascii").splitlines():
+            if line.startswith(("inactive_file ", "total_inactive_file ")):
+                return int(line.split()[1])
+    return 0
 
 
 def _is_ours(connection: socket.socket) -> bool:

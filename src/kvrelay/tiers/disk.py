@@ -240,8 +240,10 @@ class DiskStore:
     def _read_folder(self, number: int, folder: Path) -> None:
         found: dict[int, float] = {}
         for sequence_hash, entry in _entries(folder):
+            # Each of our own writes changes its folder: only files that are new to us are asked for their times.
+            known_s = self._known.get(sequence_hash)
             with suppress(OSError):
-                found[sequence_hash] = entry.stat().st_mtime
+                found[sequence_hash] = entry.stat().st_mtime if known_s is None else known_s
         for sequence_hash in [known for known in list(self._known) if known >> 56 == number and known not in found]:
             self._known.pop(sequence_hash, None)
         new = sorted(
