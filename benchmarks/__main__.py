@@ -24,6 +24,7 @@ SCRIPTS = {
     "p2p-peers": ("p2p_peers:p2p_peers", "What each peer of transport p2p costs."),
     "marks": ("marks:marks", "What the marks of requests' phases cost."),
     "planner": ("planner:planner", "The planner beside static clusters, in virtual time."),
+    "relief": ("relief:relief", "From a planner's decision to relief: a worker widened beside one that drains."),
     "simulator": ("simulator:simulator", "The simulator beside the clusters that it simulates: its errors."),
     "tiers": ("tiers:tiers", "KV tiers on and off: prompts that return, and those that do not."),
     "turns": ("turns:turns", "CPU time per request of two servers, in turn: what a change or a flag costs."),

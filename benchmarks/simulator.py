@@ -1,4 +1,5 @@
-"""The simulator beside the cluster that it simulates: saturated throughput, TTFT and E2E at parts of the capacity.
+"""The simulator beside the cluster that it simulates: saturated throughput, TTFT and E2E at parts of the capacity, and
+the rate at which an objective breaks.
 
 Each setting is started, calibrated with ``kvrelay simulate calibrate``, and loaded: first a closed loop, whose rate is
 the capacity, then open loops at shares of it. The simulator gets the requests at the times at which the client
@@ -8,6 +9,7 @@ sent them. Over all settings: does the simulator rank them as the machine does, 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import subprocess
 import sys
 import time
@@ -40,9 +42,13 @@ from kvrelay.errors import InvalidInputError
 from kvrelay.simulate.arrival import Arrival
 from kvrelay.simulate.cluster import ClusterSpec
 from kvrelay.simulate.costs import Costs, read_costs
+from kvrelay.simulate.result import SimulationResult
 from kvrelay.simulate.simulation import simulate
 
 ANNOUNCED_S = 20.0
+ATTAINED = 0.9
+"""An objective is broken when fewer requests meet it."""
+SLACK = 3.0
 ALWAYS = DisaggConfig(disagg_policy="always")
 SMALL_CHUNKS = EngineConfig(max_num_batched_tokens=256)
 SETTINGS: dict[str, tuple[str, ClusterSpec]] = {
@@ -67,7 +73,10 @@ DEFAULT_SETTINGS = ",".join(list(SETTINGS)[:6])
 @model_argument
 @click.option("--engine", default=MOCK, type=click.Choice([MOCK, "torch"]), help="Engine of the workers.")
 @click.option("--settings", default=DEFAULT_SETTINGS, help=f"Of {', '.join(SETTINGS)}.")
-@click.option("--shares", default="0.5,0.8", help="Open loops, as shares of the capacity.")
+@click.option("--shares", default="0.5,0.8,0.95,1.1", help="Open loops, as shares of the capacity.")
+@click.option(
+    "--slo-ttft-ms", default=0.0, help="The objective that breaks; 0: three times the mean TTFT of the first share."
+)
 @click.option("--requests", default=200, type=click.IntRange(10), help="Requests of each load.")
 @click.option("--concurrency", default=16, type=click.IntRange(1), help="Of the closed loop.")
 @click.option("--prompt", default="uniform~200~1200", help="Lengths of prompts in tokens.")
@@ -85,25 +94,35 @@ def simulator(**given: Any) -> None:
     if unknown := [name for name in names if name not in SETTINGS]:
         raise InvalidInputError(f"--settings: {unknown[0]!r} is none of {', '.join(SETTINGS)}", param="settings")
     shares = numbers(given["shares"], "--shares")
-    rows = [row for name in names for row in asyncio.run(measure(name, shares, given))]
-    report = {"kind": "kvrelay-bench-simulator/1", "rows": rows, "ranking": ranking(rows)}
+    measured = [asyncio.run(measure(name, shares, given)) for name in names]
+    rows = [row for setting, _ in measured for row in setting]
+    report = {
+        "kind": "kvrelay-bench-simulator/2",
+        "rows": rows,
+        "ranking": ranking(rows),
+        "breaking": [broken for _, broken in measured],
+    }
     write_result(given["output_dir"], "simulator", report, markdown(report))
     print_result(report, markdown(report), given["as_json"])
 
 
-async def measure(name: str, shares: Sequence[float], given: dict[str, Any]) -> list[Row]:
-    """One setting: a row for the closed loop, then one for each share."""
+async def measure(name: str, shares: Sequence[float], given: dict[str, Any]) -> tuple[list[Row], Row]:
+    """One setting: a row for the closed loop, then one for each share; and the rates at which the objective breaks."""
     flags, spec = SETTINGS[name]
     folder: Path = given["output_dir"]
     case = serve_case(name, given["model"], f"--engine {given['engine']} {given['serve_args']}", flags)
     async with running(case, folder / "logs", CaseTimes()) as target:
         costs = await asyncio.to_thread(calibrated, target, folder / f"costs-{name.replace(' ', '-')}.json")
         closed = await load(target, given, 0, max_concurrency=given["concurrency"])
-        rows = [{"setting": name, "load": "closed", **compared(spec, costs, closed, closed_loop(closed, given))}]
+        rows = [{"setting": name, "load": "closed", **compared(spec, costs, closed, closed_loop(closed, given))[0]}]
+        open_loops: list[tuple[float, list[RequestRecord], SimulationResult]] = []
         for at, share in enumerate(shares, 1):
-            records = await load(target, given, at, rate=share * rows[0]["real_requests_per_s"])
-            rows.append({"setting": name, "load": f"{share:.0%}", **compared(spec, costs, records, open_loop(records))})
-    return rows
+            rate = share * rows[0]["real_requests_per_s"]
+            records = await load(target, given, at, rate=rate)
+            row, simulated = compared(spec, costs, records, open_loop(records))
+            rows.append({"setting": name, "load": f"{share:.0%}", **row})
+            open_loops.append((rate, records, simulated))
+    return rows, {"setting": name, **breaking(open_loops, given["slo_ttft_ms"] / 1000)}
 
 
 def calibrated(target: Target, path: Path) -> Costs:
@@ -155,8 +174,10 @@ def closed_loop(records: Sequence[RequestRecord], given: dict[str, Any]) -> list
     ]
 
 
-def compared(spec: ClusterSpec, costs: Costs, records: Sequence[RequestRecord], arrivals: list[Arrival]) -> Row:
-    """Real and simulated figures; errors are simulated / real - 1."""
+def compared(
+    spec: ClusterSpec, costs: Costs, records: Sequence[RequestRecord], arrivals: list[Arrival]
+) -> tuple[Row, SimulationResult]:
+    """Real and simulated figures; errors are simulated / real - 1. And the whole simulated result."""
     simulated = simulate(spec, arrivals, costs)
     latencies = simulated.latencies()
     last_ns = max(record.end_ns for record in records)
@@ -174,7 +195,29 @@ def compared(spec: ClusterSpec, costs: Costs, records: Sequence[RequestRecord], 
     row: Row = {}
     for name, value in real.items():
         row |= {f"real_{name}": value, f"simulated_{name}": found[name], f"error_{name}": found[name] / value - 1}
-    return row
+    return row, simulated
+
+
+def breaking(open_loops: Sequence[tuple[float, list[RequestRecord], SimulationResult]], limit_s: float) -> Row:
+    """The rate, real and simulated, from which on fewer than ATTAINED of the requests have their first token within
+    ``limit_s``, and the error; None if not between the measured rates. ``open_loops``: rate, real, simulated."""
+    real = [np.array([one.ttft_s for one in records if one.ttft_s is not None]) for _, records, _ in open_loops]
+    simulated = [np.array([one.ttft_s for one in result.done]) for _, _, result in open_loops]
+    limit_s = limit_s or SLACK * float(real[0].mean())
+    rates = [
+        crossing([(rate, float((ttfts_s <= limit_s).mean())) for (rate, _, _), ttfts_s in zip(open_loops, side)])
+        for side in (real, simulated)
+    ]
+    error = rates[1] / rates[0] - 1 if rates[0] and rates[1] else None
+    return {"limit_ms": 1000 * limit_s, "real_per_s": rates[0], "simulated_per_s": rates[1], "error": error}
+
+
+def crossing(attained: Sequence[tuple[float, float]]) -> float | None:
+    """Where the share, given by rate, first falls below ATTAINED; linear between the rates."""
+    for (low, before), (high, after) in itertools.pairwise(attained):
+        if before >= ATTAINED > after:
+            return low + (high - low) * (before - ATTAINED) / (before - after)
+    return None
 
 
 def ranking(rows: Sequence[Row]) -> list[Row]:
@@ -195,7 +238,7 @@ def ranking(rows: Sequence[Row]) -> list[Row]:
 
 
 def markdown(report: Row) -> str:
-    """Both tables."""
+    """The three tables."""
     errors = ["error_requests_per_s", "error_ttft_mean_s", "error_e2e_p50_s"]
     head = ["setting", "load", "requests/s", "throughput error", "mean TTFT error", "median E2E error"]
     body = [
@@ -204,4 +247,17 @@ def markdown(report: Row) -> str:
     ]
     ranks = [[row["load"], f"{row['correlation']:.2f}", f"{row['regret']:.1%}"] for row in report["ranking"]]
     second = table(["load", "rank correlation", "regret"], ranks, markdown=True)
-    return f"{table(head, body, left=2, markdown=True)}\n\n{second}"
+    third = table(
+        ["setting", "TTFT objective, ms", "breaks at, requests/s", "simulated", "error"],
+        [
+            [
+                row["setting"],
+                f"{row['limit_ms']:.0f}",
+                *("-" if row[side] is None else number(row[side]) for side in ("real_per_s", "simulated_per_s")),
+                "-" if row["error"] is None else f"{row['error']:+.1%}",
+            ]
+            for row in report["breaking"]
+        ],
+        markdown=True,
+    )
+    return f"{table(head, body, left=2, markdown=True)}\n\n{second}\n\n{third}"

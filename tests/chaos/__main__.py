@@ -49,6 +49,9 @@ UNUSED = ("kv_port", "ucx_tls", "ucx_net_devices", "poll_interval_s")
 @click.option("--fault-interval", "fault_interval_s", default=3.0, type=click.FloatRange(0.2), help="Mean, in seconds.")
 @click.option("--lease-ttl", "lease_ttl_s", default=2.0, type=click.FloatRange(0.5, 60.0), help="Lease time, seconds.")
 @click.option(
+    "--planner", type=click.Choice(["suggest", "act"]), default="suggest", help="act: it changes roles, and is killed."
+)
+@click.option(
     "--log", "log_path", type=click.Path(dir_okay=False, path_type=Path), help="Keep the cluster's log there."
 )
 @field_options(TransferConfig, exclude=UNUSED)

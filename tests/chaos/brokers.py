@@ -11,13 +11,15 @@ import psutil
 
 from kvrelay.config.loading import state_directories
 
+PLACES = ("XDG_RUNTIME_DIR", "XDG_STATE_HOME")
+
 
 @contextmanager
 def own_state_directory() -> Iterator[None]:
     """Processes that start meanwhile share nothing with the user's other clusters. At the end its broker ends."""
-    before = os.environ.get("XDG_RUNTIME_DIR")
+    before = {name: os.environ.get(name) for name in PLACES}
     with tempfile.TemporaryDirectory(prefix="kvrelay-chaos-") as directory:
-        os.environ["XDG_RUNTIME_DIR"] = directory
+        os.environ |= dict.fromkeys(PLACES, directory)
         try:
             yield
         finally:
@@ -26,9 +28,10 @@ def own_state_directory() -> Iterator[None]:
                     process = psutil.Process(pid)
                     process.kill()
                     process.wait(10.0)
-            os.environ.pop("XDG_RUNTIME_DIR")
-            if before is not None:
-                os.environ["XDG_RUNTIME_DIR"] = before
+            for name, value in before.items():
+                os.environ.pop(name)
+                if value is not None:
+                    os.environ[name] = value
 
 
 def brokers_here() -> list[int]:

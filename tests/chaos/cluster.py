@@ -28,12 +28,14 @@ from kvrelay.executors.torch.parallel.processes import MODULE as RANK_MODULE
 from kvrelay.launch.admin import cluster_status, list_workers, send_command
 from kvrelay.launch.children import Child, kvrelay_command, start_child, stop_children
 from kvrelay.launch.frontend_calls import routing_state
+from kvrelay.launch.planner_admin import planner_reports, release
 from kvrelay.launch.request_plane import operator_keys
 
 READY = re.compile(r"ready: (\S+) .* at (\S+)/v1 \(control (\S+)\)")
 CHILD_ENDED = re.compile(r"kvrelay: (.+) \(pid (\d+)\) ended with exit code (-?\d+)")
 FRONTEND_COMMAND = kvrelay_command("frontend")
 WORKER_COMMAND = kvrelay_command("worker")
+PLANNER_COMMAND = kvrelay_command("planner")
 START_TIMEOUT_S = 300.0
 POLL_INTERVAL_S = 0.1
 LOOK_CONNECT_TIMEOUT_S = 1.0
@@ -60,7 +62,7 @@ class Member:
 
 class ClusterUnderTest:
     """A running cluster with ``num_workers[role]`` workers of each role, and frontends that share a port. An async
-    context manager."""
+    context manager. ``is_planned``: a planner changes roles, so only the number of all workers is known."""
 
     def __init__(
         self,
@@ -69,7 +71,10 @@ class ClusterUnderTest:
         num_workers: dict[str, int],
         num_frontends: int,
         log_path: Path | None = None,
+        *,
+        is_planned: bool = False,
     ) -> None:
+        self.is_planned = is_planned
         self._serve_flags = serve_flags
         self._worker_flags = worker_flags
         self.num_workers = num_workers
@@ -168,7 +173,9 @@ class ClusterUnderTest:
         return None
 
     def _missing(self, members: Sequence[Member], roles: Sequence[str], num_away: int = 0) -> list[str]:
-        """The roles that miss more than ``num_away`` workers."""
+        """The roles that miss more than ``num_away`` workers; "any" for all together if a planner changes them."""
+        if self.is_planned:
+            return ["any"] if len(members) < sum(self.num_workers.values()) - num_away else []
         counts = {role: sum(member.role == role for member in members) for role in roles}
         return [role for role, count in counts.items() if count < self.num_workers[role] - num_away]
 
@@ -267,12 +274,34 @@ class ClusterUnderTest:
 
     def frontend_pids(self) -> list[int]:
         """The running frontends, in order of their pids."""
+        return self._pids_of(FRONTEND_COMMAND)
+
+    def planner_pids(self) -> list[int]:
+        """The running planner, if there is one."""
+        return self._pids_of(PLANNER_COMMAND)
+
+    def _pids_of(self, command: list[str]) -> list[int]:
         pids = []
         for child in psutil.Process(self._serve.pid).children():
             with suppress(psutil.NoSuchProcess):  # a zombie, too
-                if child.cmdline()[: len(FRONTEND_COMMAND)] == FRONTEND_COMMAND:
+                if child.cmdline()[: len(command)] == command:
                     pids.append(child.pid)
         return sorted(pids)
+
+    async def until_planned(self) -> float | None:
+        """Wait until the planner that runs decides. Returns the seconds that it took, or None."""
+        start_s = time.monotonic()
+        while time.monotonic() - start_s < self.heal_timeout_s:
+            with suppress(KvrelayError):
+                leaders = {report["pid"] for report in await planner_reports(self.control) if report["is_leader"]}
+                if leaders and leaders == set(self.planner_pids()):
+                    return time.monotonic() - start_s
+            await asyncio.sleep(POLL_INTERVAL_S)
+        return None
+
+    async def release(self, worker_id: str) -> None:
+        """Give a worker whose role was set by hand back to the planner. Raises KvrelayError."""
+        await release(replace(self.control, connect_timeout_s=ORDER_CONNECT_TIMEOUT_S), worker_id)
 
     def worker_processes(self) -> list[psutil.Process]:
         """All processes of the workers that ``serve`` has started, ranks included."""

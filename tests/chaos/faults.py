@@ -25,9 +25,12 @@ from kvrelay.errors import FatalError, KvrelayError
 from kvrelay.launch.children import Child
 
 SWITCHED_S = 2.0
+HELD_S = 6.0
+"""So much longer under a planner: it decides every two seconds."""
 """How long a worker keeps its other role."""
+OTHER = {"prefill": "decode", "decode": "prefill", "both": "decode"}
 NUM_LEAVERS = 8
-NATS, FRONTEND = "nats", "frontend"
+NATS, FRONTEND, PLANNER = "nats", "frontend", "planner"
 """Other targets that get only one fault at a time."""
 NATS_GONE_S = 0.3
 """By then its supervisor has noticed, and the old connections are closed."""
@@ -54,7 +57,7 @@ class FaultInjector:
         self._burst_size = burst_size
         self._short = [prompt for prompt in prompts if prompt.max_tokens <= 8]
         self._longest = max(prompts, key=lambda prompt: len(prompt.token_ids))
-        self._locks = {role: asyncio.Lock() for role in (*ROLES, NATS, FRONTEND)}
+        self._locks = {role: asyncio.Lock() for role in (*ROLES, NATS, FRONTEND, PLANNER)}
         self.records: list[FaultRecord] = []
         self.rank_death_s: list[float] = []
         """How long each worker outlived its killed rank."""
@@ -78,6 +81,7 @@ class FaultInjector:
             FaultKind.CANCEL: self._leave,
             FaultKind.BURST: self._burst,
             FaultKind.KILL_BROKER: self._kill_broker,
+            FaultKind.KILL_PLANNER: self._kill_planner,
         }
         try:
             await injections[fault.kind](fault)
@@ -105,10 +109,10 @@ class FaultInjector:
 
     @asynccontextmanager
     async def _alone(self, *names: str) -> AsyncIterator[None]:
-        """No other fault strikes these roles meanwhile, and all their workers are present at the beginning. Raises
-        FatalError."""
+        """No other fault strikes these roles meanwhile, and all their workers are present at the beginning. Under a
+        planner a worker of one role may be one of the other soon, so the roles are one. Raises FatalError."""
         async with AsyncExitStack() as stack:
-            for name in sorted(names):
+            for name in sorted({*names, *ROLES} if self._cluster.is_planned and set(names) & set(ROLES) else names):
                 await stack.enter_async_context(self._locks[name])
             if await self._cluster.until_whole([name for name in names if name in ROLES]) is None:
                 raise FatalError(
@@ -131,11 +135,18 @@ class FaultInjector:
     async def _victim(self, fault: Fault) -> Member:
         """A victim among at least two workers. Raises FatalError."""
         for _ in range(20):
-            own = [member for member in await self._cluster.members() if member.role == fault.role]
+            own = self._of_role(fault, await self._cluster.members())
             if len(own) > 1:
                 return own[int(fault.choice * len(own))]
             await asyncio.sleep(0.2)
         raise FatalError(f"there was no {fault.role} worker to spare")
+
+    def _of_role(self, fault: Fault, members: Sequence[Member]) -> list[Member]:
+        """Those that the fault may strike. Under a planner: any but the only one that takes requests."""
+        if not self._cluster.is_planned:
+            return [member for member in members if member.role == fault.role]
+        takers = [member for member in members if member.role != "prefill"]
+        return [member for member in members if len(takers) > 1 or member not in takers]
 
     async def _kill(self, fault: Fault) -> None:
         async with self._alone(fault.role):
@@ -193,8 +204,11 @@ class FaultInjector:
         deadline = time.monotonic() + self._cluster.heal_timeout_s
         while time.monotonic() < deadline:
             self._cluster.start_failed_again()
-            members = [member for member in await self._cluster.members() if member.role == fault.role]
-            if len(members) > self._cluster.num_workers[fault.role]:
+            everyone = await self._cluster.members()
+            members = self._of_role(fault, everyone)
+            is_planned, counts = self._cluster.is_planned, self._cluster.num_workers
+            present, wanted = (everyone, sum(counts.values())) if is_planned else (members, counts[fault.role])
+            if len(present) > wanted:
                 old = [member for member in members if member.pid != new.pid]
                 is_last_child = sum(not member.is_extra for member in old) < 2
                 choice = [member for member in old if member.is_extra or not is_last_child]
@@ -212,17 +226,30 @@ class FaultInjector:
 
     async def _switch_role(self, fault: Fault) -> None:
         """To the other role, or to both; and back."""
-        (other,) = ("both",) if fault.kind is FaultKind.WIDEN else (role for role in ROLES if role != fault.role)
         async with self._alone(*ROLES):
             victim = await self._victim(fault)
+            other = "both" if fault.kind is FaultKind.WIDEN else OTHER[victim.role]
+            if other == victim.role:
+                other = fault.role
             at_s = time.monotonic()
             try:
                 await self._order(self._cluster.tell, victim.worker_id, "role", other)
                 await asyncio.sleep(SWITCHED_S)
+                if self._cluster.is_planned:
+                    await self._require_role(victim, other)
             finally:
                 back_s = time.monotonic()
-                await self._order(self._cluster.tell, victim.worker_id, "role", fault.role)
+                await self._order(self._cluster.tell, victim.worker_id, "role", victim.role)
+                if self._cluster.is_planned:
+                    await self._order(self._cluster.release, victim.worker_id)
             await self._heal(fault, at_s, ROLES, since_s=back_s)
+
+    async def _require_role(self, victim: Member, role: str) -> None:
+        """What was set by hand stays, whatever the planner does. Raises FatalError."""
+        await asyncio.sleep(HELD_S)
+        roles = {member.worker_id: member.role for member in await self._cluster.members()}
+        if roles.get(victim.worker_id, role) != role:
+            raise FatalError(f"{victim.worker_id} was made {role} by hand, and is {roles[victim.worker_id]}")
 
     # -- against frontends and the control server ---------------------------------------------------------------------
 
@@ -260,6 +287,14 @@ class FaultInjector:
         while not brokers_here() and time.monotonic() < deadline_s:
             await asyncio.sleep(0.1)
         self._record_healed(fault, at_s, time.monotonic() - at_s if brokers_here() else None)
+
+    async def _kill_planner(self, fault: Fault) -> None:
+        async with self._alone(PLANNER):
+            at_s = time.monotonic()
+            for pid in self._cluster.planner_pids():
+                os.kill(pid, signal.SIGKILL)
+            waited_s = await self._cluster.until_planned()
+            self._record_healed(fault, at_s, None if waited_s is None else time.monotonic() - at_s)
 
     # -- by clients ---------------------------------------------------------------------------------------------------
 

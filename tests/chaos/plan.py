@@ -15,7 +15,8 @@ START_QUIET_S = 2.0
 MIN_DURATION_S = 10.0
 KILL_WINDOW_S = 60.0
 MAX_KILLS_PER_WINDOW = 3
-"""Of one role, or of frontends. A supervisor that sees one child crash five times within a minute rightly gives up."""
+"""Of one role, or of frontends and planners. A supervisor that sees one child crash five times within a minute rightly
+gives up."""
 
 
 class FaultKind(enum.StrEnum):
@@ -51,6 +52,8 @@ class FaultKind(enum.StrEnum):
     """More requests at once than the frontend admits."""
     KILL_BROKER = "kill_broker"
     """SIGKILL of the process that owns the host's KV memory; a worker starts another."""
+    KILL_PLANNER = "kill_planner"
+    """SIGKILL of the planner, which its supervisor starts again."""
 
 
 ROLES = ("prefill", "decode")
@@ -65,7 +68,7 @@ AGAINST_WORKERS = (
     FaultKind.WIDEN,
 )
 """These strike one role; the others have none."""
-CRASHES = (FaultKind.KILL, FaultKind.KILL_RANK, FaultKind.KILL_FRONTEND)
+CRASHES = (FaultKind.KILL, FaultKind.KILL_RANK, FaultKind.KILL_FRONTEND, FaultKind.KILL_PLANNER)
 """Kills that a supervisor counts as crashes."""
 
 
@@ -94,9 +97,11 @@ def make_plan(
     quiet_end_s: float = 8.0,
     with_ranks: bool = False,
     with_broker: bool = False,
+    with_planner: bool = False,
 ) -> tuple[Fault, ...]:
     """Faults about every ``interval_s``, the first after two seconds, none in the last ``quiet_end_s``. With
-    ``with_ranks`` (workers of several ranks) ranks are killed too, ``with_broker`` (KV tiers) the broker.
+    ``with_ranks`` (workers of several ranks) ranks are killed too, ``with_broker`` (KV tiers) the broker,
+    ``with_planner`` (one that acts) the planner.
 
     Raises ConfigError if that leaves no time for the first one.
     """
@@ -105,7 +110,11 @@ def make_plan(
         least = max(MIN_DURATION_S, quiet_end_s + START_QUIET_S)
         raise ConfigError(f"duration must be at least {least:g} s, got {duration_s:g}", param="duration")
     rng = random.Random(seed)
-    possible = {FaultKind.KILL_RANK: with_ranks, FaultKind.KILL_BROKER: with_broker}
+    possible = {
+        FaultKind.KILL_RANK: with_ranks,
+        FaultKind.KILL_BROKER: with_broker,
+        FaultKind.KILL_PLANNER: with_planner,
+    }
     absent = {kind for kind, is_possible in possible.items() if not is_possible}
     faults: list[Fault] = []
     pending: list[tuple[FaultKind, str]] = []

@@ -34,9 +34,12 @@ from tests.chaos.report import (
 )
 
 from kvrelay.bench.errors import BenchError
+from kvrelay.config.loading import state_directories
 from kvrelay.core.handoff import HandoffOrder
 from kvrelay.errors import ConfigError, FatalError
 from kvrelay.executors.mock import mock_generate
+from kvrelay.planner import Hold
+from kvrelay.planner.log import read_log
 
 MAX_PROMPT_LEN = 600
 NUM_PROMPTS = 120
@@ -55,6 +58,9 @@ WAITS_OF_A_FAULT = 3
 """A fault waits for a whole cluster, for its victim's end and for the healing, each for at most ``heal_timeout_s``."""
 IDLE_TIMEOUT_S = 20.0
 MIN_STABLE_SHARE = 0.5
+SLOW_PREFILL_TOKEN_S = 0.002
+"""Of the mock engine under a planner that acts: its prefill workers are too slow for the load, so it has to act."""
+TIGHT = ("--slo-ttft-ms", "300", "--slo-itl-ms", "40")
 
 Progress = Callable[[str], None]
 
@@ -84,6 +90,8 @@ class ChaosOptions:
     data_flags: tuple[str, ...] = ()
     """The flags of a worker's data plane and tiers, ``transport`` included."""
     has_tiers: bool = False
+    planner: str = "suggest"
+    """Its mode: suggest, or act."""
 
     @property
     def num_ranks(self) -> int:
@@ -103,6 +111,8 @@ class ChaosOptions:
         # The deadline must not rescue a lost prefill before its client counts it as hung.
         flags += ["--remote-prefill-timeout-s", f"{4 * SILENCE_LIMIT_S:g}"]
         if self.engine_kind == "mock":
+            if self.planner == "act":
+                flags += ["--prefill-token-s", f"{SLOW_PREFILL_TOKEN_S:g}"]
             return [*flags, "--decode-base-s", f"{DECODE_STEP_S:g}"]
         flags += ["--dtype", "float32", "--num-threads", "1", "--tp", str(self.tp), "--pp", str(self.pp)]
         return [*flags, "--rank-timeout-s", f"{RANK_TIMEOUT_S:g}"]
@@ -119,13 +129,18 @@ async def run_chaos(options: ChaosOptions, progress: Progress) -> ChaosReport:
         interval_s=options.fault_interval_s,
         with_ranks=options.num_ranks > 1,
         with_broker=options.has_tiers,
+        with_planner=options.planner == "act",
     )
+    serve_flags = ["--max-waiting-requests", str(MAX_WAITING_REQUESTS), "--order", options.order]
+    if options.planner == "act":
+        serve_flags += ["--planner", "act", *TIGHT]
     cluster = ClusterUnderTest(
-        [*options.worker_flags, "--max-waiting-requests", str(MAX_WAITING_REQUESTS), "--order", options.order],
+        [*options.worker_flags, *serve_flags],
         options.worker_flags,
         {"prefill": options.num_prefill, "decode": options.num_decode},
         options.num_frontends,
         options.log_path,
+        is_planned=options.planner == "act",
     )
     questions = _Questions(options)
     progress("starting the cluster")
@@ -157,6 +172,8 @@ async def run_chaos(options: ChaosOptions, progress: Progress) -> ChaosReport:
         "cancelled": client.num_cancelled,
         **asdict(cluster.counts),
         "leaked_blocks": leaked,
+        "planner": options.planner,
+        "planned_changes": _planned_changes(),
         "skipped_faults": skipped,
         "undisturbed_pause": _pauses(calm),
         "longest_pause": _pauses(client.records),
@@ -165,6 +182,16 @@ async def run_chaos(options: ChaosOptions, progress: Progress) -> ChaosReport:
         "targets": targets_of(verdicts, leaked, faults, options.lease_ttl_s, injector.rank_death_s),
         "problems": (*problems, *problems_of(client.records, injector.records)),
     }
+
+
+def _planned_changes() -> int:
+    """Changes that the planner has carried out, of all its incarnations."""
+    log = state_directories()[-1] / "planner-default.jsonl"
+    decisions = read_log(log) if log.exists() else ()
+    return sum(
+        decision.is_carried_out and not isinstance(decision.actions[0], Hold)
+        for decision in decisions
+    )  # fmt: skip
 
 
 def _pauses(records: Iterable[AskedPrompt]) -> Spread | None:

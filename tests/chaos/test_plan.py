@@ -48,7 +48,7 @@ def test_a_plan_has_every_kind_in_order_of_time_and_ends_early_enough(seed, with
     assert times[0] >= START_QUIET_S
     assert times[-1] < 110
     assert {fault.kind for fault in plan} == set(FaultKind) - (
-        set() if with_ranks else {FaultKind.KILL_RANK, FaultKind.KILL_BROKER}
+        {FaultKind.KILL_PLANNER} if with_ranks else {FaultKind.KILL_RANK, FaultKind.KILL_BROKER, FaultKind.KILL_PLANNER}
     )
     assert all((fault.role in ROLES) == (fault.kind in AGAINST_WORKERS) for fault in plan)
     assert all(0 <= fault.choice < 1 and 0 <= fault.severity < 1 for fault in plan)

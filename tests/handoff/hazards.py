@@ -16,7 +16,7 @@ class Hazards:
     FAULTS = frozenset(
         {
             *("lose", "duplicate", "late", "break", "redeliver", "cancel", "damage", "fail", "no blocks"),
-            *("crash", "stop", "revoke", "cut", "gone", "stray"),
+            *("crash", "stop", "revoke", "cut", "gone", "stray", "narrow", "widen"),
         }
     )
 
@@ -55,6 +55,8 @@ class Hazards:
         if "stray" in kinds and number != D and not node.conn and not node.is_astray:
             yield ("stray", number)
         side = "decode" if number == D else "prefill"
+        if (change := "narrow" if node.is_open else "widen") in kinds and not node.is_stopped:
+            yield (change, number)
         if f"crash {side}" in kinds:
             yield ("crash", number)
         if f"stop {side}" in kinds and not node.is_stopped:
@@ -149,6 +151,27 @@ class Hazards:
         conn, p.conn = p.conn, 0
         self.net = frozenset(item for item in self.net if item[2] != conn)
         self.net |= {(number, D, conn, "lost"), (D, number, conn, "lost")}
+
+    def do_narrow(self, number: int) -> None:
+        """The door is closed: a prefill worker pulls no more, the decode worker takes no more requests. What came
+        through it goes on. The others hear of it as of any change of an entry."""
+        self.node(number).is_open = False
+        self._tell_role(number)
+        if number != D and not any(p.is_open for p in self.ps):
+            self.d.watch = (*self.d.watch, (number, "none pulls"))
+
+    def do_widen(self, number: int) -> None:
+        """The door is open again."""
+        self.node(number).is_open = True
+        self._tell_role(number)
+
+    def _tell_role(self, number: int) -> None:
+        """The entry changes in place, in the same term; unless the lease has taken it away."""
+        lease = self.node(number).lease
+        if lease.has_ended:
+            return
+        for other in [self.d] if number != D else self.ps if self.scenario.knows_decode else []:
+            other.watch = (*other.watch, (number, lease.term))
 
     def do_stray(self, number: int) -> None:
         """It cannot connect to the decode worker, which lives: discovery lacks it, or the network between them."""

@@ -137,6 +137,8 @@ class Node:
     lease: Lease = field(default_factory=Lease)
     is_stopped: bool = False
     is_dead: bool = False
+    is_open: bool = True
+    """Its role has the door of this side: a prefill worker pulls, the decode worker takes requests."""
     watch: tuple[tuple[int, str], ...] = ()
     """What happened to other workers' leases and is not known here yet, in order."""
     ops: tuple[Any, ...] = ()
@@ -159,7 +161,7 @@ class Node:
     def key(self, frame: Frame) -> tuple[Any, ...]:
         watch = tuple((who, what if isinstance(what, str) else frame.term(name(who), what)) for who, what in self.watch)
         lease = self.lease.key(frame.now)
-        state = (self.is_stopped, self.is_dead, self.is_copying)
+        state = (self.is_stopped, self.is_dead, self.is_copying, self.is_open)
         return (lease, state, watch, self.ops, self.ended_ops, self.todo)
 
 
@@ -167,7 +169,7 @@ class Node:
 class DecodeNode(Node):
     ledger: DecodeLedger = None  # type: ignore[assignment]
     status: dict[str, str] = field(default_factory=dict)
-    """By hand-off: new, expected, waiting, running, local, aborted."""
+    """By hand-off: new, expected, waiting, running, local, aborted, refused."""
     blocks: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """The request's own references."""
     loans: dict[tuple[str, int], tuple[int, ...]] = field(default_factory=dict)

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 from tests.handoff.explorer import explore, wander
 from tests.handoff.mutants import MUTANTS, Mutant, scenario
-from tests.handoff.nodes import Scenario
+from tests.handoff.nodes import D, Scenario
+from tests.handoff.world import World
 
 from kvrelay.core.handoff import HandoffOrder, KvDirection
 
@@ -20,6 +21,7 @@ NETWORK = ("lose", "duplicate", "late", "break")
 LOCAL = ("cancel", "fail", "no blocks")
 PREFILL = ("crash prefill", "stop prefill", "revoke prefill", "cut prefill")
 DECODE = ("crash decode", "stop decode", "revoke decode", "cut decode")
+ROLES = ("narrow", "widen")
 EVERYTHING = (*NETWORK, *LOCAL, *PREFILL, *DECODE, "redeliver", "stray")
 PULL, PREFILL_FIRST = KvDirection.PULL, HandoffOrder.PREFILL_FIRST
 
@@ -73,8 +75,14 @@ THREE_FAULTS = {
 THREE_FAULTS["push, a claimant that cannot reach the decode worker, three faults"] = scenario(
     "stray", "late", "crash decode", num_faults=3, num_prefill=2
 )
+# A worker's role changes between any two steps: it closes a door, and opens it again.
+for kind, settings in KINDS.items():
+    SCENARIOS[f"{kind}, roles change"] = scenario(*ROLES, num_faults=2, **settings)
+    THREE_FAULTS[f"{kind}, roles change beside a fault"] = scenario(*ROLES, *NETWORK, *LOCAL, num_faults=2, **settings)
+THREE_FAULTS["push, two prefill workers, roles change"] = scenario(*ROLES, "redeliver", num_faults=2, num_prefill=2)
 LONG = {
     "push, two faults": scenario(*EVERYTHING, num_faults=2),
+    "push, roles change beside leases": scenario(*ROLES, *PREFILL, *DECODE, num_faults=2),
     "push, two faults, hits and checksums": scenario(
         *NETWORK, *LOCAL, *PREFILL, "damage", num_faults=2, num_hit_blocks=1, checksums=True
     ),
@@ -134,6 +142,20 @@ def test_each_rule_has_a_mutant() -> None:
     assert len(MUTANTS) >= 10
 
 
+def test_a_change_of_role_that_ends_what_came_through_the_door_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    narrow = World.do_narrow
+
+    def narrow_at_once(self: World, number: int) -> None:
+        narrow(self, number)
+        if number != D:
+            self.ps[number].held = frozenset()
+
+    monkeypatch.setattr(World, "do_narrow", narrow_at_once)
+    report = explore(SCENARIOS["push, roles change"])
+    assert report.violation is not None
+    assert ("narrow", 0) in report.trace
+
+
 MANY = Scenario(
     num_prefill=3,
     num_requests=4,
@@ -142,7 +164,7 @@ MANY = Scenario(
     max_computing=2,
     checksums=True,
     slow=True,
-    faults=frozenset({*EVERYTHING, "damage"}),
+    faults=frozenset({*EVERYTHING, *ROLES, "damage"}),
     max_faults=12,
 )
 

@@ -133,7 +133,7 @@ class World(Hazards, Memory):
                 return {move[1]}
             case "land":
                 return {move[1], D}
-            case "expect" | "arrive" | "cancel" | "gone" | "no blocks":
+            case "refuse" | "refuse half" | "expect" | "arrive" | "cancel" | "gone" | "no blocks":
                 return {D}
             case "lose" | "redeliver":
                 return set()
@@ -179,7 +179,9 @@ class World(Hazards, Memory):
             yield from self._node_moves(number, self.node(number))
         if not self.d.is_dead and not self.d.is_stopped:
             for handoff_id, status in self.d.status.items():
-                if status == "new" and self.scenario.is_paired:
+                if status == "new" and not self.d.is_open:
+                    yield ("refuse", handoff_id)
+                elif status == "new" and self.scenario.is_paired:
                     yield ("expect", handoff_id)
                 elif status in ("new", "expected"):
                     yield ("arrive", handoff_id)
@@ -191,12 +193,22 @@ class World(Hazards, Memory):
         for handoff_id, steps in p.engine.items():
             if steps and steps[0] != "loading":
                 yield ("compute", number, handoff_id)
+        if not p.is_open:
+            if self.scenario.is_paired:
+                yield from self._halves_to_refuse()
+            return
         if p.lease.is_lost or p.ledger.num_active >= self.scenario.max_computing:
             return
         for handoff_id, holder in self.queue.items():
             if (holder is None or self.ps[holder].is_dead) and (number == 0 or not self.scenario.is_paired):
                 yield ("pull", number, handoff_id)
                 break
+
+    def _halves_to_refuse(self) -> Iterator[Move]:
+        """Paired: the claimant takes no more halves, and the decode worker has the other one."""
+        for handoff_id, holder in self.queue.items():
+            if holder is None and self.d.status[handoff_id] != "new":
+                yield ("refuse half", handoff_id)
 
     def _node_moves(self, number: int, node: Node) -> Iterator[Move]:
         if self.scenario.copies and number != D:
@@ -269,8 +281,13 @@ class World(Hazards, Memory):
         node = self.node(number)
         (who, what), node.watch = node.watch[0], node.watch[1:]
         if number == D:
-            self.d.barred = self.d.barred | {who} if what == "ended" else self.d.barred - {who}
+            if what == "ended":
+                self.d.barred |= {who}
+            elif what != "none pulls":
+                self.d.barred -= {who}
             event: Any = LeaseEnded(name(who)) if what == "ended" else Registered(name(who), TTL, what)
+            if what == "none pulls":
+                event = de.NoPrefillWorker()
         else:
             event = LeaseEnded("d") if what == "ended" else Registered("d", TTL, what)
         self._handle(number, event)
@@ -296,6 +313,16 @@ class World(Hazards, Memory):
         """A request comes to the decode worker and waits for blocks."""
         self.d.status[handoff_id] = "expected"
         self._handle(D, de.Expected(handoff_id, name(0)))
+
+    def do_refuse(self, handoff_id: str) -> None:
+        """The frontend takes the request elsewhere."""
+        self.d.status[handoff_id] = "refused"
+
+    def do_refuse_half(self, handoff_id: str) -> None:
+        """The frontend tells the decode worker, if it still waits."""
+        del self.queue[handoff_id]
+        if self.d.status[handoff_id] in ("expected", "waiting"):
+            self.do_gone(handoff_id)
 
     def do_arrive(self, handoff_id: str) -> None:
         """A request comes to the decode worker, whose engine lends its blocks."""
@@ -576,7 +603,7 @@ class World(Hazards, Memory):
         alive = [p for p in self.ps if not p.is_dead]
         if any(p.ledger.handoffs or p.held or p.engine or p.ops or p.ended_ops for p in alive):
             return False
-        return not self.queue or not alive
+        return not self.queue or not any(p.is_open for p in alive)
 
     def complain(self) -> str:
         """What is not over, for a message."""

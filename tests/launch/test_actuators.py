@@ -21,7 +21,7 @@ from kvrelay.errors import KvrelayError
 from kvrelay.launch.actuators import ClusterActuator, HookActuator
 from kvrelay.launch.children import Child
 from kvrelay.launch.worker_host import READY_LIMIT_S, HostReport, Hosts, WorkerHost, keep, read_hosts
-from kvrelay.planner import Narrow, Numbers, Start, Stop, Widen
+from kvrelay.planner import Narrow, Numbers, Room, Start, Stop, Widen
 
 KEYS = Keys("default")
 NO = Numbers()
@@ -91,10 +91,9 @@ async def test_without_a_free_slot_nothing_is_started() -> None:
 async def test_slots_of_hosts_and_workers_elsewhere_may_run_at_once() -> None:
     calls = Calls(worker("a", WorkerRole.DECODE, 1), worker("by-hand", WorkerRole.PREFILL, 77))
     actuator = await actuator_of(await report({"h": (3, (1, 2))}), calls)
-    assert await actuator.max_workers() == 4
-    assert await actuator.num_starting() == 1, "process 2 is not in discovery yet"
+    assert await actuator.room() == Room(4, 1, frozenset({"a"})), "process 2 is not in discovery yet"
     without_hosts = await actuator_of(await report({}), calls)
-    assert await without_hosts.max_workers() == 0
+    assert await without_hosts.room() == Room()
 
 
 async def test_only_workers_of_hosts_are_stopped() -> None:
@@ -107,13 +106,29 @@ async def test_only_workers_of_hosts_are_stopped() -> None:
             await actuator.apply(Stop(other, "", NO))
 
 
+async def test_a_host_that_reports_another_s_processes_stops_none_of_them() -> None:
+    calls = Calls(worker("a", WorkerRole.DECODE, 1), worker("b", WorkerRole.DECODE, 2))
+    actuator = await actuator_of(await report({"honest": (2, (1, 2)), "liar": (1, (2, 3, 3, 99))}), calls)
+    assert (await actuator.room()).may_stop == {"a"}
+    with pytest.raises(KvrelayError, match="was not started by a host"):
+        await actuator.apply(Stop("b", "", NO))
+    assert calls.asked == []
+
+
+async def test_processes_that_a_host_makes_up_leave_no_room_for_more_workers() -> None:
+    calls = Calls(worker("a", WorkerRole.DECODE, 1))
+    actuator = await actuator_of(await report({"honest": (2, (1,)), "liar": (0, tuple(range(100, 200)))}), calls)
+    room = await actuator.room()
+    assert room.max_workers - room.num_starting == 2
+
+
 async def test_roles_are_commands() -> None:
     calls = Calls(worker("a", WorkerRole.DECODE, 1))
     actuator = await actuator_of(await report({}), calls)
     await actuator.apply(Widen("a", "", NO))
     await actuator.apply(Narrow("a", WorkerRole.PREFILL, "", NO))
     await asyncio.sleep(0)
-    assert calls.asked == [("a", "role", "both"), ("a", "role", "prefill")]
+    assert calls.asked == [("a", "role", "both from decode"), ("a", "role", "prefill from decode")]
     await actuator.close()
 
 

@@ -16,7 +16,7 @@ from kvrelay.errors import IntegrityError, InvalidInputError, WorkerUnavailableE
 from kvrelay.launch import planner_process
 from kvrelay.launch.planner_admin import replay_log, reports_text
 from kvrelay.launch.planner_process import PlannerConfig, PlannerProcess
-from kvrelay.planner import Action, Demand, FleetView, Hold, Widen, WorkerView
+from kvrelay.planner import Action, Demand, FleetView, Hold, Room, Stop, Widen, WorkerView
 from kvrelay.planner.log import MAX_BYTES, DecisionLog, read_log
 from kvrelay.planner.report import PAUSED, PlannerReport, read_reports
 
@@ -29,11 +29,11 @@ class Given:
     """An observer whose clock moves by a window at each look."""
 
     def __init__(self, *fleet: WorkerView) -> None:
-        self.fleet, self.now_s = fleet, 0.0
+        self.fleet, self.now_s, self.demand = fleet, 0.0, ANSWERS
 
     async def look(self) -> tuple[FleetView, Demand]:
         self.now_s += OBJECTIVES.window_s
-        return FleetView(now_s=self.now_s, workers=self.fleet, spread=0.03), ANSWERS
+        return FleetView(now_s=self.now_s, workers=self.fleet, spread=0.03), self.demand
 
 
 class Notes:
@@ -42,17 +42,15 @@ class Notes:
     def __init__(self) -> None:
         self.actions: list[Action] = []
         self.error: WorkerUnavailableError | None = None
+        self.given_room = Room()
 
     async def apply(self, action: Action) -> None:
         if self.error is not None:
             raise self.error
         self.actions.append(action)
 
-    async def max_workers(self) -> int:
-        return 0
-
-    async def num_starting(self) -> int:
-        return 0
+    async def room(self) -> Room:
+        return self.given_room
 
     @property
     def widened(self) -> list[str]:
@@ -142,6 +140,24 @@ async def test_an_action_that_fails_is_told_and_planned_again() -> None:
     await process.tick()
     assert running.notes.widened == ["p0"]
     assert process.report.problem == ""
+    await running.plane.close()
+
+
+async def test_frontends_learn_whether_it_starts_workers_and_unstoppable_ones_are_left() -> None:
+    running = Running(MemoryBroker(), "act")
+    process = await running.start()
+    await process.tick()
+    assert not process.report.can_start, "there is no host"
+    running.notes.given_room = Room(9, 0, frozenset({"p1"}))
+    running.given.demand = steady(0)
+    for _ in range(30):
+        await process.tick()
+    assert process.report.can_start
+    stops = [action.worker_id for action in running.notes.actions if isinstance(action, Stop)]
+    assert set(stops) == {"p1"}
+    await running.plane.discovery.put(KEYS.config_value(PAUSED), b"true")
+    await process.tick()
+    assert not process.report.can_start
     await running.plane.close()
 
 

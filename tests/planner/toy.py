@@ -87,6 +87,7 @@ class ToyFleet:
         """The answers that run, as the model has them."""
         shape = shape_of(self.view())
         if not demand.num_requests or not shape.mixed:
+            self.fleet = {name: msgspec.structs.replace(w, num_running=0) for name, w in self.fleet.items()}
             return
         load = Load(
             requests_per_s=demand.num_requests / demand.duration_s,

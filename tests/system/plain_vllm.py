@@ -1,6 +1,6 @@
 """Greedy answers of vLLM by itself, for comparison: prompts come as JSON on stdin, answers leave on stdout.
 
-Usage: python plain_vllm.py MODEL MAX_TOKENS < prompts.json
+Usage: python plain_vllm.py MODEL MAX_TOKENS '{"ENGINE_ARGUMENT": ...}' < prompts.json
 """
 
 from __future__ import annotations
@@ -15,17 +15,18 @@ def main() -> None:
     from vllm import LLM, SamplingParams
 
     prompts = json.load(sys.stdin)
+    arguments = {"dtype": "float32", "block_size": 32} | json.loads(sys.argv[3])
     llm = LLM(
         sys.argv[1],
-        dtype="float32",
         enforce_eager=True,
-        block_size=32,
         kv_cache_memory_bytes=512 * 2**20,
         skip_tokenizer_init=True,
         distributed_executor_backend="uni",
+        **arguments,
     )
     sampling = SamplingParams(max_tokens=int(sys.argv[2]), temperature=0.0, ignore_eos=True, detokenize=False)
-    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
+    # One at a time: batches may differ in their rounding, which a model with random weights does not forgive.
+    outputs = [llm.generate([{"prompt_token_ids": prompt}], sampling, use_tqdm=False)[0] for prompt in prompts]
     print("answers " + json.dumps([list(output.outputs[0].token_ids) for output in outputs]))
 
 

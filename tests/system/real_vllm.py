@@ -59,12 +59,12 @@ def draw_prompts(seed: int) -> list[list[int]]:
     return prompts
 
 
-def ask_plain_vllm(*sets: list[list[int]]) -> list[Asked]:
+def ask_plain_vllm(*sets: list[list[int]], model: Path | None = None, **arguments: object) -> list[Asked]:
     """One vLLM answers all sets, in a process of its own."""
     script = Path(__file__).with_name("plain_vllm.py")
     prompts = [prompt for each in sets for prompt in each]
     done = subprocess.run(
-        [sys.executable, str(script), str(bundled_checkpoint_path()), str(NUM_TOKENS)],
+        [sys.executable, str(script), str(model or bundled_checkpoint_path()), str(NUM_TOKENS), json.dumps(arguments)],
         input=json.dumps(prompts),
         capture_output=True,
         text=True,

@@ -43,6 +43,7 @@ def line_of(done: subprocess.CompletedProcess[str], code: int = 2) -> str:
         (["serve", "--log-level", "debug"], "kvrelay --log-level debug serve"),
         (["serve", "--port", "99999"], "99999"),
         (["serve", "--dtype", "int4"], "int4"),
+        (["serve", "--min-workers", "0"], "give --max-workers, too"),
         (["serve", "--block-size", "0"], "block_size must be between 1 and 1024"),
         (["serve", "/does/not/exist"], "/does/not/exist does not exist"),
         (["serve", "--config", "/does/not/exist.yaml"], "exist.yaml"),

@@ -43,6 +43,7 @@ def chaos(*arguments: str, duration_s: int, seed: int, timeout_s: float = 500) -
             interval_s=INTERVAL_S,
             with_ranks=report["num_ranks"] > 1,
             with_broker="--host-kv-cache" in arguments,
+            with_planner=report["planner"] == "act",
         )
     ]
     assert {name: summary["count"] for name, summary in report["faults"].items()} == {
@@ -60,7 +61,17 @@ def test_nothing_is_lost_in_a_minute_of_chaos():
     assert {name.split()[0] for name in report["faults"]} == {str(kind) for kind in FaultKind} - {
         FaultKind.KILL_RANK,
         FaultKind.KILL_BROKER,
+        FaultKind.KILL_PLANNER,
     }
+
+
+def test_nothing_is_lost_while_a_planner_acts_and_is_killed_too():
+    """Roles that faults set by hand stay as long as they are held, which ``problems`` would tell."""
+    report = chaos("--engine", "mock", "--planner", "act", duration_s=75, seed=SEED)
+    assert report["planned_changes"] > 0
+    assert {"kill_planner", "switch_role prefill", "widen decode", "kill decode"} <= report["faults"].keys()
+    assert report["right"] > 50
+    assert report["remote_prefills"] > 20
 
 
 def test_nothing_is_lost_in_a_minute_of_chaos_with_prefill_first():

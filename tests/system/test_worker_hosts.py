@@ -12,9 +12,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import openai
 import psutil
 import pytest
-from tests.patience import until
+from tests.patience import PATIENCE_S, until
 from tests.system.serving import Serve, kvrelay_here
 
 from kvrelay.config import ControlConfig, WorkerRole
@@ -107,3 +108,25 @@ def test_an_agent_offers_slots_and_its_workers_end_with_it(tmp_path: Path) -> No
         finally:
             agent.kill()
             agent.wait()
+
+
+def test_scale_to_zero_and_back_with_an_answer_for_the_request_that_waited(tmp_path: Path) -> None:
+    """The planner stops all workers of ``serve``; the next request starts one and waits for it."""
+    flags = (*MOCK, "--planner", "off", "--max-workers", "2", "--min-workers", "0", "--lease-ttl-s", "2")
+    with Serve(flags) as server:
+        command = [sys.executable, "-m", "kvrelay", "planner", "--mode", "act", "--control", server.control]
+        command += ["--min-workers", "0", "--quiet-s", "1", "--interval", "0.2", "--log-file", str(tmp_path / "log")]
+        planner = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        try:
+            for _ in range(2):
+                until(lambda: roles(server) == [] and not hosts(server)[0].pids)
+                assert server.process.poll() is None
+                with openai.OpenAI(base_url=f"{server.url}/v1", api_key="-", max_retries=0) as client:
+                    assert [model.id for model in client.models.list()] == [server.model]
+                    answer = client.completions.create(
+                        model=server.model, prompt="Hi", max_tokens=4, timeout=PATIENCE_S
+                    )
+                    assert answer.choices[0].finish_reason in ("length", "stop")
+        finally:
+            planner.terminate()
+            planner.wait()

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
+import pytest
 from tests.worker.cluster import cluster, expected, prompt
 
 from kvrelay.config import WorkerRole
+from kvrelay.core.messages import AdminRequest
+from kvrelay.errors import ControlUnavailableError
 
 
 async def test_a_widened_prefill_worker_serves_at_once_and_goes_on_prefilling():
@@ -92,3 +96,62 @@ async def test_many_changes_under_load_lose_nothing():
         await shared.until(lambda: not decode.ledger.handoffs)
         for node in (decode, other):
             node.core.check_integrity()
+
+
+async def test_a_planner_does_not_undo_what_was_done_by_hand_meanwhile():
+    """Its command names the role that it saw, and waits behind the change by hand."""
+    async with cluster() as shared:
+        _, decode, client = await shared.pair()
+        await decode.worker.set_role(WorkerRole.BOTH)
+        client.send("long", prompt(20), max_tokens=200)
+        await client.until(lambda: "long" in client.tokens)
+        by_hand = asyncio.create_task(decode.worker.set_role(WorkerRole.PREFILL))
+        await shared.until(lambda: not decode.worker.inspect().is_accepting)
+        by_planner = AdminRequest(1, "role", "decode from both")
+        reply = await decode.worker.run_admin_command(by_planner)
+        assert by_hand.done(), "one change at a time"
+        assert "changed meanwhile" in (reply.error or "")
+        assert decode.worker.role is WorkerRole.PREFILL
+        again = await decode.worker.run_admin_command(AdminRequest(2, "role", "both from prefill"))
+        assert again.error is None
+        assert decode.worker.role is WorkerRole.BOTH
+
+
+async def test_a_narrowing_that_cannot_be_told_is_not_begun():
+    async with cluster(lease_ttl_s=10.0) as shared:
+        prefill, decode, client = await shared.pair()
+        await decode.worker.set_role(WorkerRole.BOTH)
+        mend = decode.cut_from_nats()
+        with pytest.raises(ControlUnavailableError):
+            await decode.worker.set_role(WorkerRole.PREFILL)
+        assert decode.worker.role is WorkerRole.BOTH
+        client.send("still here", prompt(20))
+        assert await client.answer("still here") == expected(prompt(20), 8)
+        mend()
+        await listed_as(WorkerRole.BOTH, decode.id, prefill)
+        client.send("and now", prompt(600))
+        assert await client.answer("and now") == expected(prompt(600), 8)
+
+
+async def test_a_control_plane_that_goes_away_while_a_worker_narrows_finds_it_in_the_role_it_was_told():
+    async with cluster(lease_ttl_s=10.0) as shared:
+        prefill, decode, client = await shared.pair()
+        await decode.worker.set_role(WorkerRole.BOTH)
+        client.send("long", prompt(20), max_tokens=200)
+        await client.until(lambda: "long" in client.tokens)
+        changing = asyncio.create_task(decode.worker.set_role(WorkerRole.PREFILL))
+        await shared.until(lambda: not decode.worker.inspect().is_accepting)
+        mend = decode.cut_from_nats()
+        assert await client.answer("long") == expected(prompt(20), 200)
+        await changing
+        assert decode.worker.role is WorkerRole.PREFILL
+        mend()
+        await listed_as(WorkerRole.PREFILL, decode.id, prefill)
+
+
+async def listed_as(role: WorkerRole, worker_id: str, looking: Any) -> None:
+    """Once discovery says so."""
+    key = f"kvrelay/default/workers/{worker_id}"
+    async with asyncio.timeout(60):
+        while f'"role":"{role}"'.encode() not in (await looking.control.discovery.get(key) or b""):
+            await asyncio.sleep(0.01)

@@ -27,6 +27,10 @@ _DEFAULTS = DisaggConfig()
 )
 @click.option("--slo-ttft-ms", type=click.FloatRange(1.0), default=_DEFAULTS.slo_ttft_ms, help="First token, ms.")
 @click.option("--slo-itl-ms", type=click.FloatRange(1.0), default=_DEFAULTS.slo_itl_ms, help="Between tokens, ms.")
+@click.option(
+    "--min-workers", type=click.IntRange(0, 4096), default=1, help="Fewest workers; 0: an idle cluster has none."
+)
+@click.option("--quiet-s", type=click.FloatRange(1.0), default=300.0, help="--min-workers 0: idle s until all stop.")
 @click.option("--interval", type=click.FloatRange(0.1), default=2.0, help="Seconds between two decisions.")
 @click.option("--log-file", type=_PATH, help="Log of decisions; default: planner-NAMESPACE.jsonl of your state.")
 @click.option(
@@ -46,6 +50,8 @@ def planner(
     mode: str,
     slo_ttft_ms: float,
     slo_itl_ms: float,
+    min_workers: int,
+    quiet_s: float,
     interval: float,
     log_file: Path | None,
     config_file: Path | None,
@@ -60,7 +66,7 @@ def planner(
     from kvrelay.planner import Objectives
 
     control = SettingsSource((ControlConfig,), config_file, flags).build(ControlConfig)
-    objectives = Objectives(ttft_s=slo_ttft_ms / 1e3, itl_s=slo_itl_ms / 1e3)
+    objectives = Objectives(ttft_s=slo_ttft_ms / 1e3, itl_s=slo_itl_ms / 1e3, min_workers=min_workers, quiet_s=quiet_s)
     log = log_file or state_directories()[-1] / f"planner-{control.namespace}.jsonl"
     config = PlannerConfig(mode, objectives, interval, log_file=log, hook=hook, max_workers=max_workers)
     run_async(run_planner(config, control))

@@ -83,6 +83,12 @@ EVERYDAY = (
     help="Workers that a planner in mode act, this one or another, may have here at once; 0: it starts and stops none.",
 )
 @click.option(
+    "--min-workers",
+    default=1,
+    type=click.IntRange(0, 4096),
+    help="Fewest workers that --planner act leaves; 0: all stop when idle, and the next request starts one.",
+)
+@click.option(
     "--nats-dir",
     type=click.Path(file_okay=False, path_type=Path),
     help="Data directory of the NATS server; default: temporary.",
@@ -102,6 +108,7 @@ def serve(
     num_frontends: int,
     planner: str,
     max_workers: int,
+    min_workers: int,
     engine_kind: str,
     served_model_name: str | None,
     nats_dir: Path | None,
@@ -122,6 +129,8 @@ def serve(
     """
     from kvrelay.launch.serve import ServeConfig, run_serve
 
+    if min_workers != 1 and not max_workers:
+        raise click.UsageError("--min-workers says how many workers a planner leaves; give --max-workers, too")
     source = SettingsSource(SERVE_SETTINGS, config_file, flags)
     common, frontend = source.worker(model, served_model_name, engine_kind), source.build(FrontendConfig)
     upstreams = _upstreams(engine_kind, common.upstream)
@@ -139,6 +148,7 @@ def serve(
                 num_frontends=num_frontends,
                 planner=planner,
                 max_workers=max_workers,
+                min_workers=min_workers,
                 nats_dir=nats_dir,
                 start_timeout_s=start_timeout,
                 drain_timeout_s=drain_timeout,

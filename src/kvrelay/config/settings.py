@@ -333,6 +333,9 @@ class FrontendConfig(Settings):
     max_n: int = setting(128, "Largest n of a request.", low=1)
     max_prompts: int = setting(1024, "Maximum prompts in one completions request.", low=1)
     request_timeout_s: float = setting(0.0, "Default deadline of a request in seconds; 0: none.", low=0)
+    cold_start_wait_s: float = setting(
+        60.0, "Seconds that a request waits for a first worker, if a planner can start one (else 503); 0: none.", low=0
+    )
     migration_limit: int = setting(3, "Maximum number of times that a request moves to another worker.", low=0)
     on_unknown_field: Literal["refuse", "warn", "ignore"] = setting(
         "warn", "Treatment of unknown request fields; warn: logged once each."

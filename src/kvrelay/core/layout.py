@@ -22,7 +22,7 @@ from typing import Annotated
 import msgspec
 import xxhash
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int32": 4}
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int32": 4, "uint8": 1}
 
 _Size = Annotated[int, msgspec.Meta(ge=1, le=2**20)]
 """Bounds for layouts that come from discovery: products of all sizes stay far below 2**127."""

@@ -125,7 +125,7 @@ class Pong(msgspec.Struct, frozen=True, tag=True):
 
 class AdminRequest(msgspec.Struct, frozen=True, tag=True):
     """An operator's command to a worker: ``drain``, ``status``, ``check_integrity``, ``clear_cache`` or ``role`` (with
-    ``argument``)."""
+    ``argument`` e.g. "both", or "both from prefill": only if that is its role)."""
 
     nonce: int
     command: str

@@ -7,13 +7,14 @@ import json
 import logging
 import shlex
 from collections import Counter
+from collections.abc import Sequence
 
 from kvrelay.config import WorkerRole
 from kvrelay.core.tasks import TaskSet
 from kvrelay.errors import KvrelayError
 from kvrelay.launch.worker_calls import WorkerCalls
 from kvrelay.launch.worker_host import HostReport, Hosts
-from kvrelay.planner import Action, Hold, Narrow, Start, Stop, Widen
+from kvrelay.planner import Action, Hold, Narrow, Room, Start, Stop, Widen
 
 _log = logging.getLogger(__name__)
 
@@ -24,8 +25,8 @@ HOOK_TIMEOUT_S = 60.0
 
 
 class ClusterActuator:
-    """Changes roles; starts workers on ``hosts``, and stops those that run there. A role command is answered when the
-    change has ended, so it runs on."""
+    """Changes roles of workers that still have the one that the planner saw; starts workers on ``hosts``, and stops
+    those that run there. A role command is answered when the change has ended, so it runs on."""
 
     def __init__(self, calls: WorkerCalls, hosts: Hosts) -> None:
         self._calls, self._hosts = calls, hosts
@@ -52,36 +53,40 @@ class ClusterActuator:
     async def stop(self, worker_id: str) -> None:
         """Let a worker drain and end. Raises KvrelayError if no host has started it: whoever did counts on it."""
         info = self._calls.known.get(worker_id)
-        own = {(host.host, pid) for host in await self._hosts.list() for pid in host.pids}
+        own = _owned(await self._hosts.list())
         if info is None or (info.host, info.pid) not in own:
             raise KvrelayError(f"{worker_id} was not started by a host of workers")
         await self._calls.ask(worker_id, "drain", timeout_s=DRAIN_TIMEOUT_S)
 
-    async def max_workers(self) -> int:
+    async def room(self) -> Room:
         """Slots of all hosts, and workers that run elsewhere."""
         hosts = await self._hosts.list()
         if not hosts:
-            return 0
-        own = {(host.host, pid) for host in hosts for pid in host.pids}
-        others = sum((info.host, info.pid) not in own for info in self._calls.known.values())
-        return sum(max(host.slots, len(host.pids)) for host in hosts) + others
-
-    async def num_starting(self) -> int:
-        return len(self._not_listed(await self._hosts.list()))
+            return Room()
+        own = _owned(hosts)
+        known = {info.worker_id: (info.host, info.pid) for info in self._calls.known.values()}
+        may_stop = frozenset(worker_id for worker_id, process in known.items() if process in own)
+        num_slots = sum(max(host.slots, len(host.pids)) for host in hosts)
+        return Room(num_slots + len(known) - len(may_stop), len(own - set(known.values())), may_stop)
 
     async def close(self) -> None:
         """Changes that run are left to themselves."""
         await self._tasks.close()
 
-    def _not_listed(self, hosts: list[HostReport]) -> set[tuple[str, int]]:
-        listed = {(info.host, info.pid) for info in self._calls.known.values()}
-        return {(host.host, pid) for host in hosts for pid in host.pids} - listed
-
     async def _change(self, worker_id: str, role: WorkerRole) -> None:
+        info = self._calls.known.get(worker_id)
+        wanted = role.value if info is None else f"{role} from {info.role}"
         try:
-            await self._calls.ask(worker_id, "role", role.value, timeout_s=ROLE_TIMEOUT_S)
+            await self._calls.ask(worker_id, "role", wanted, timeout_s=ROLE_TIMEOUT_S)
         except KvrelayError as exc:
             _log.warning("%s does not become %s: %s", worker_id, role, exc)
+
+
+def _owned(hosts: Sequence[HostReport]) -> set[tuple[str, int]]:
+    """The processes that hosts have started, as machine and process id. One that two hosts report is neither's: a host
+    cannot have another's workers stopped."""
+    reported = Counter((host.host, pid) for host in hosts for pid in set(host.pids))
+    return {process for process, count in reported.items() if count == 1}
 
 
 class HookActuator(ClusterActuator):
@@ -103,11 +108,8 @@ class HookActuator(ClusterActuator):
         counts[self._calls.known[worker_id].role.value] -= 1
         await self._run(counts, worker_id)
 
-    async def max_workers(self) -> int:
-        return self._max_workers
-
-    async def num_starting(self) -> int:
-        return 0
+    async def room(self) -> Room:
+        return Room(self._max_workers, 0, frozenset(self._calls.known))
 
     def _counts(self) -> Counter[str]:
         return Counter(info.role.value for info in self._calls.known.values())

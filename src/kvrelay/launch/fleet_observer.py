@@ -53,7 +53,7 @@ class FleetObserver:
     async def look(self) -> tuple[FleetView, Demand]:
         """The fleet now, and the demand since the last look. Raises ControlUnavailableError."""
         infos = await self._workers()
-        views, traffic = await asyncio.gather(asyncio.gather(*map(self._view, infos)), self._traffic())
+        views, (traffic, num_unplaced) = await asyncio.gather(asyncio.gather(*map(self._view, infos)), self._traffic())
         num_queued = await self._control.prefill_queue.size()
         now_s = time.monotonic()
         demand = traffic.demand(now_s - self._looked_s)
@@ -61,7 +61,10 @@ class FleetObserver:
         if demand.num_requests:
             self._prompt_tokens = demand.num_prompt_tokens / demand.num_requests
         fleet = FleetView(
-            now_s=now_s, workers=tuple(views), num_queued_prefill_tokens=round(num_queued * self._prompt_tokens)
+            now_s=now_s,
+            workers=tuple(views),
+            num_queued_prefill_tokens=round(num_queued * self._prompt_tokens),
+            num_unplaced=num_unplaced,
         )
         return fleet, demand
 
@@ -106,22 +109,22 @@ class FleetObserver:
             step_cost=load.step_cost,
         )
 
-    async def _traffic(self) -> Traffic:
-        """What has come to all frontends since the last look."""
+    async def _traffic(self) -> tuple[Traffic, int]:
+        """What has come to all frontends since the last look, and the requests that wait there for a first worker."""
         frontends = sorted(await other_frontends(self._control, self._keys, ""))
         answers = dict(zip(frontends, await asyncio.gather(*map(self._ask, frontends))))
         new = Traffic()
-        for name, traffic in answers.items():
+        for name, (traffic, _) in answers.items():
             if traffic is not None and (before := self._counted.get(name)) is not None:
                 new = new.plus(traffic.since(before))
         known = {name: self._counted[name] for name in frontends if name in self._counted}
-        self._counted = known | {name: traffic for name, traffic in answers.items() if traffic is not None}
-        return new
+        self._counted = known | {name: traffic for name, (traffic, _) in answers.items() if traffic is not None}
+        return new, sum(num_unplaced for _, num_unplaced in answers.values())
 
-    async def _ask(self, name: str) -> Traffic | None:
+    async def _ask(self, name: str) -> tuple[Traffic | None, int]:
         try:
             subject = self._keys.frontend_figures(name)
             return traffic_of(await self._control.events.request(subject, traffic_question(), ASK_TIMEOUT_S))
         except RetryElsewhereError as exc:
             _log.debug("frontend %s tells no counts: %s", name, exc)
-            return None
+            return None, 0

@@ -37,6 +37,7 @@ from kvrelay.planner import (
     Objectives,
     Plan,
     PlannerState,
+    Room,
     not_begun,
     plan,
 )
@@ -122,7 +123,7 @@ class PlannerProcess:
                 await self._try_to_decide(settings)
             else:
                 self._state = PlannerState()
-                self._say(is_leader=False, actions=(), problem=f"planner {leader} decides")
+                self._say(is_leader=False, can_start=False, actions=(), problem=f"planner {leader} decides")
             await self._publish(before)
         except ControlUnavailableError as exc:
             self._say(problem=f"the control plane is away ({exc}): nothing changes")
@@ -140,23 +141,27 @@ class PlannerProcess:
             await self._decide(settings)
         except ControlUnavailableError:
             raise
-        except Exception as exc:
+        except Exception as exc:  # noqa: BLE001 - a defect must not end the cluster
             problem = f"a defect of the planner ({exc!r}): nothing changes"
             if problem != self.report.problem:
                 _log.exception("the planner could not decide")
-            self._say(is_leader=True, actions=(), problem=problem)
+            self._say(is_leader=True, can_start=False, actions=(), problem=problem)
 
     async def _decide(self, settings: dict[str, bytes]) -> None:
         paused = settings.get(self._keys.config_value(PAUSED)) == b"true"
         held = await self._hold(settings)
         fleet, demand = await self._observer.look()
-        room = 0 if COUNT in held else await self._actuator.max_workers() - await self._actuator.num_starting()
+        room = Room() if COUNT in held else await self._actuator.room()
         fleet = msgspec.structs.replace(
             fleet,
-            max_workers=max(room, 0),
+            max_workers=max(room.max_workers - room.num_starting, 0),
             start_s=self._config.start_s,
             workers=tuple(
-                msgspec.structs.replace(worker, is_held=worker.is_held or worker.worker_id in held)
+                msgspec.structs.replace(
+                    worker,
+                    is_held=worker.is_held or worker.worker_id in held,
+                    may_stop=worker.worker_id in room.may_stop,
+                )
                 for worker in fleet.workers
             ),
         )
@@ -184,6 +189,7 @@ class PlannerProcess:
             actions=actions,
             held=tuple(sorted(held & ({worker.worker_id for worker in fleet.workers} | {COUNT}))),
             problem=problem or self._log.error,
+            can_start=acts and room.max_workers > 0,
             num_changes=self.report.num_changes + num_done,
         )
 

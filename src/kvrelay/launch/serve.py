@@ -70,7 +70,8 @@ CUT_TIMEOUT_S = 5.0
 @dataclass(frozen=True, slots=True)
 class ServeConfig:
     """What ``serve`` is started with. ``workers``: prefill workers first, all with one model and control plane.
-    ``planner``: off, suggest or act. It may have ``max_workers`` workers here at once; 0: it starts and stops none."""
+    ``planner``: off, suggest or act. It may have ``max_workers`` workers here at once (0: it starts and stops none),
+    and leaves at least ``min_workers``."""
 
     workers: tuple[WorkerConfig, ...]
     frontend: FrontendConfig
@@ -79,6 +80,7 @@ class ServeConfig:
     nats_dir: Path | None = None
     planner: str = "suggest"
     max_workers: int = 0
+    min_workers: int = 1
     start_timeout_s: float = 300.0
     drain_timeout_s: float = 30.0
 
@@ -169,7 +171,8 @@ class LocalCluster:
         disagg = self._common.disagg
         objectives = ("--slo-ttft-ms", str(disagg.slo_ttft_ms), "--slo-itl-ms", str(disagg.slo_itl_ms))
         flags = settings_flags(self._common.control)
-        command = kvrelay_command("planner", "--mode", self._config.planner, *objectives, *flags)
+        fewest = ("--min-workers", str(self._config.min_workers))
+        command = kvrelay_command("planner", "--mode", self._config.planner, *objectives, *fewest, *flags)
         environment = control_environment(self._control)
         self._planner = start_child("planner", command, environment=environment, errors=self._errors)
 
@@ -340,7 +343,8 @@ class LocalCluster:
         self.frontends = [other for other in self.frontends if other is not child]
         if not self.frontends:
             raise FatalError("the last frontend was told to leave: no client can reach the workers any more")
-        self._next_check_s = 0.0
+        if self._config.min_workers:
+            self._next_check_s = 0.0
         self._left_pids.add(child.pid)
 
     async def _check_serving_workers(self, now_s: float) -> None:

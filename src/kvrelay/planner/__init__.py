@@ -17,6 +17,7 @@ from kvrelay.planner.base import Numbers as Numbers
 from kvrelay.planner.base import Objectives as Objectives
 from kvrelay.planner.base import Plan as Plan
 from kvrelay.planner.base import PlannerState as PlannerState
+from kvrelay.planner.base import Room as Room
 from kvrelay.planner.base import Start as Start
 from kvrelay.planner.base import Stop as Stop
 from kvrelay.planner.base import Widen as Widen

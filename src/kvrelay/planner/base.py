@@ -18,7 +18,7 @@ class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
 
     ``is_ready``: it is listed, answers, and its engine has taken a step; False while it starts, drains, narrows or is
     silent. ``is_starting``: it was launched and is not ready yet. ``is_held``: its role was set by hand, so the planner
-    leaves it alone. ``num_steps``: engine steps since its start, as far as known.
+    leaves it alone. ``may_stop``: the actuator can stop it. ``num_steps``: engine steps since its start, if known.
     ``num_prefill_tokens``: prompt tokens that wait or are being computed here. ``kv_tokens`` and ``kv_used_tokens``:
     size of the KV pool and the part that requests hold. ``prefix_hit_rate``: 0 to 1.
     """
@@ -28,6 +28,7 @@ class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
     is_ready: bool = True
     is_starting: bool = False
     is_held: bool = False
+    may_stop: bool = True
     num_steps: int = 1 << 30
     num_running: int = 0
     num_waiting: int = 0
@@ -42,6 +43,7 @@ class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
 class FleetView(msgspec.Struct, frozen=True, kw_only=True):
     """All workers at ``now_s``, in the order of their ids. ``max_workers``: how many may run at once; 0: the planner
     starts and stops none. ``num_queued_prefill_tokens``: tokens of the global prefill queue, in no worker's count.
+    ``num_unplaced``: requests that wait at frontends because no worker takes requests.
     ``start_s``: from the launch of a worker until it is ready. ``spread``: standard deviation of the logarithm of a
     step's time. ``chunk``: the most prefill tokens of a step."""
 
@@ -49,6 +51,7 @@ class FleetView(msgspec.Struct, frozen=True, kw_only=True):
     workers: tuple[WorkerView, ...]
     max_workers: int = 0
     num_queued_prefill_tokens: int = 0
+    num_unplaced: int = 0
     start_s: float = 30.0
     spread: float = 0.1
     chunk: int = 2048
@@ -70,11 +73,13 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True):
 
 class Objectives(msgspec.Struct, frozen=True, kw_only=True):
     """What the planner aims at. ``horizon_s``: a change must pay for itself within it. ``window_s``: the demand is
-    measured over windows of that length. ``min_workers``: 0 allows an idle cluster to have none."""
+    measured over windows of that length. ``min_workers``: with 0, all workers are stopped once nothing has come or run
+    for ``quiet_s``, and the next request starts one."""
 
     ttft_s: float = 0.5
     itl_s: float = 0.025
     min_workers: int = 1
+    quiet_s: float = 300.0
     horizon_s: float = 60.0
     window_s: float = 5.0
 
@@ -144,11 +149,12 @@ Plan = tuple[Action, ...]
 
 
 class Pending(msgspec.Struct, frozen=True, kw_only=True):
-    """The change that is under way. ``role``: what the view will show; None: the worker leaves. ``worker_id`` is empty
-    for a start, which shows as more than ``num_workers`` ready ones. Given up at ``until_s``."""
+    """The change that is under way. ``role``: what the view will show instead of ``was``; None: the worker leaves.
+    ``worker_id`` is empty for a start, which shows as more than ``num_workers`` ready ones. Given up at ``until_s``."""
 
     worker_id: str
     role: WorkerRole | None
+    was: WorkerRole | None = None
     num_workers: int
     until_s: float
 
@@ -172,8 +178,19 @@ class PlannerState(msgspec.Struct, frozen=True, kw_only=True):
     """Of the last change, at ``changed_s``; ``num_reversals`` counts recent ones against the one before."""
     changed_s: float = -1e9
     num_reversals: int = 0
+    active_s: float | None = None
+    """When a request came or ran last, as far as this planner has seen; None: it has not looked yet."""
     told: str = ""
     """The objective that cannot be met, as told; it is told once."""
+
+
+class Room(msgspec.Struct, frozen=True):
+    """``max_workers``: how many may run at once, those that run included; 0: none is started or stopped.
+    ``num_starting`` were launched and are not in discovery yet. ``may_stop``: ids of those that can be stopped."""
+
+    max_workers: int = 0
+    num_starting: int = 0
+    may_stop: frozenset[str] = frozenset()
 
 
 class Actuator(Protocol):
@@ -185,8 +202,5 @@ class Actuator(Protocol):
         Raises KvrelayError if the change is not possible now: the fleet is as it was, and the planner holds.
         """
 
-    async def max_workers(self) -> int:
-        """How many workers may run at once, those that run included; 0: this actuator starts and stops none."""
-
-    async def num_starting(self) -> int:
-        """Workers that were launched and are not in discovery yet."""
+    async def room(self) -> Room:
+        """What can be started and stopped now. Raises KvrelayError."""

@@ -6,12 +6,14 @@
                                             └── else ──> Hold, with the reason
 
 A change of role is two halves. *Widening* opens a second door at once and drains nothing, so it needs one window of
-evidence. *Narrowing* drains half of a worker and needs three, like stopping. One change is under way at a time.
+evidence. *Stopping* needs three, and *narrowing* to prefill, which drains half of a worker, minutes. One change is
+under way at a time.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import msgspec
 
@@ -34,11 +36,13 @@ from kvrelay.planner.base import (
     WorkerView,
 )
 from kvrelay.planner.capacity import Assessment, Load, Shape, Worker, assess, shape_of
-from kvrelay.planner.demand import heard, load_of, total, trend
+from kvrelay.planner.demand import heard, load_of, trend
 
 WARM_STEPS = 32
 """The costs of a worker that has taken fewer are those of its start."""
-WINDOWS_UP, WINDOWS_DOWN = 1, 3
+WINDOWS_UP, WINDOWS_DOWN, WINDOWS_APART = 1, 3, 60
+"""``APART``: for a worker that does both and shall only prefill. To undo that costs more than it gains if answers come
+back within minutes, since their length is known only when they have ended."""
 DEAD_BAND = 0.02
 """Lateness per request that is no reason to change anything, as a share of the objective for the first token."""
 MIN_SHARE = 0.5
@@ -73,7 +77,7 @@ class _Option(msgspec.Struct, frozen=True):
     delay_s: float = 0.0
 
 
-_OPPOSITE = {"to prefill": "to decode", "to decode": "to prefill", "more": "less", "less": "more"}
+_OPPOSITE = {"": None, "to prefill": "to decode", "to decode": "to prefill", "more": "less", "less": "more"}
 
 
 def plan(fleet: FleetView, demand: Demand, objectives: Objectives, state: PlannerState) -> tuple[Plan, PlannerState]:
@@ -81,11 +85,13 @@ def plan(fleet: FleetView, demand: Demand, objectives: Objectives, state: Planne
 
     Nothing raises: costs that cannot be are ignored, workers that do not answer carry nothing and are not touched.
     """
-    state = _settle(fleet, heard(_by_hand(fleet, state), demand, objectives))
+    state = _settle(fleet, _seen_active(fleet, demand, heard(_by_hand(fleet, state), demand, objectives)))
     if state.pending is not None:
         return (Hold(f"waiting for {state.pending.worker_id or 'a worker'} to be ready", Numbers()),), state
     if not fleet.workers:
         return _from_zero(fleet, demand, objectives, state)
+    if (option := _to_zero(fleet, objectives, state)) is not None:
+        return _confirm(fleet, objectives, state, option, Numbers())
     if reason := _blind(fleet):
         return (Hold(reason, Numbers()),), _unwanted(state)
     worker = _worker(fleet)
@@ -105,11 +111,17 @@ def _by_hand(fleet: FleetView, state: PlannerState) -> PlannerState:
     """Workers whose role is not the one seen before or ordered since are held until they are released."""
     roles = {worker.worker_id: worker.role for worker in fleet.workers}
     changed = {name for name, role in roles.items() if state.roles.get(name, role) is not role}
-    if state.pending is not None:
-        changed.discard(state.pending.worker_id)
+    pending = state.pending
+    if pending is not None and pending.worker_id in changed:
+        if roles[pending.worker_id] in (pending.was, pending.role):
+            changed.discard(pending.worker_id)
+        else:
+            pending = None
     # A worker may be unlisted while it changes, so those that have gone are remembered, too.
     gone = [(name, role) for name, role in state.roles.items() if name not in roles][-MAX_GONE:]
-    return msgspec.structs.replace(state, roles=dict(gone) | roles, held=tuple(sorted(changed | set(state.held))))
+    return msgspec.structs.replace(
+        state, pending=pending, roles=dict(gone) | roles, held=tuple(sorted(changed | set(state.held)))
+    )
 
 
 def released(state: PlannerState, worker_id: str) -> PlannerState:
@@ -129,6 +141,13 @@ def not_begun(fleet: FleetView, before: PlannerState, after: PlannerState) -> Pl
         changed_s=before.changed_s,
         num_reversals=before.num_reversals,
     )
+
+
+def _seen_active(fleet: FleetView, demand: Demand, state: PlannerState) -> PlannerState:
+    running = any(worker.num_running or worker.num_waiting or worker.num_prefill_tokens for worker in fleet.workers)
+    if state.active_s is None or running or demand.num_requests or fleet.num_unplaced:
+        return msgspec.structs.replace(state, active_s=fleet.now_s)
+    return state
 
 
 def _settle(fleet: FleetView, state: PlannerState) -> PlannerState:
@@ -220,17 +239,35 @@ def _from_zero(
     fleet: FleetView, demand: Demand, objectives: Objectives, state: PlannerState
 ) -> tuple[Plan, PlannerState]:
     """No worker: the first one does both."""
-    if fleet.max_workers and (objectives.min_workers or demand.num_requests):
+    if fleet.max_workers and (objectives.min_workers or demand.num_requests or fleet.num_unplaced):
         start = Start(WorkerRole.BOTH, "no worker, and requests or --min-workers ask for one", Numbers())
-        return (start,), _begun(fleet, state, _Option("start", start, Shape(both=1), "more", 0, 0.0))
-    return (Hold("no worker", Numbers()),), state
+        return (start,), _begun(fleet, state, _Option("start", start, Shape(both=1), "", 0, 0.0))
+    reason = "no worker, and no request" if fleet.max_workers else "no worker, and no room to start one"
+    return (Hold(reason, Numbers()),), state
 
 
-def _least_busy(fleet: FleetView, state: PlannerState, role: WorkerRole) -> WorkerView | None:
+def _to_zero(fleet: FleetView, objectives: Objectives, state: PlannerState) -> _Option | None:
+    """After a quiet time all workers go, one after another; unless one has to stay, which then serves alone. Prefill
+    workers go first: no request needs them."""
+    if objectives.min_workers or not fleet.max_workers or state.active_s is None:
+        return None
+    may_go = [worker for worker in fleet.workers if worker.may_stop and _is_free(worker, state)]
+    quiet_s = fleet.now_s - state.active_s
+    if len(may_go) < len(fleet.workers) or quiet_s < objectives.quiet_s:
+        return None
+    first = min(may_go, key=lambda worker: (worker.role.takes_requests, worker.worker_id))
+    stop = Stop(first.worker_id, "", Numbers())
+    return _Option(f"no request for {quiet_s:.0f} s", stop, shape_of(fleet).plus(first.role, -1), "", 0, 0.0)
+
+
+def _is_free(worker: WorkerView, state: PlannerState) -> bool:
+    """Whether the planner may change it now."""
+    return worker.is_ready and not worker.is_held and worker.worker_id not in state.held
+
+
+def _least_busy(workers: Iterable[WorkerView], state: PlannerState, role: WorkerRole) -> WorkerView | None:
     """The worker of that role whose change hurts least; None: none may be changed."""
-    free = [
-        w for w in fleet.workers if w.role is role and w.is_ready and not w.is_held and w.worker_id not in state.held
-    ]
+    free = [worker for worker in workers if worker.role is role and _is_free(worker, state)]
     return min(free, key=lambda w: (w.num_running + w.num_waiting, w.num_prefill_tokens, w.worker_id), default=None)
 
 
@@ -238,7 +275,7 @@ def _options(fleet: FleetView, state: PlannerState, now: Assessment, shape: Shap
     """Every change of one worker. ``cost_s``: of a drain with its lost prefixes."""
     prefill, decode, both = WorkerRole.PREFILL, WorkerRole.DECODE, WorkerRole.BOTH
     found = []
-    if (worker := _least_busy(fleet, state, prefill)) is not None:
+    if (worker := _least_busy(fleet.workers, state, prefill)) is not None:
         widen = Widen(worker.worker_id, "", Numbers())
         found.append(
             _Option(
@@ -250,13 +287,13 @@ def _options(fleet: FleetView, state: PlannerState, now: Assessment, shape: Shap
                 WIDEN_S + now.ttft_s,
             )
         )
-    if (worker := _least_busy(fleet, state, both)) is not None:
+    if (worker := _least_busy(fleet.workers, state, both)) is not None:
         then = shape.plus(both, -1)
         narrow = Narrow(worker.worker_id, prefill, "", Numbers())
-        found.append(_Option("both -> prefill", narrow, then.plus(prefill), "to prefill", WINDOWS_DOWN, cost_s))
+        found.append(_Option("both -> prefill", narrow, then.plus(prefill), "to prefill", WINDOWS_APART, cost_s))
         narrow = Narrow(worker.worker_id, decode, "", Numbers())
         found.append(_Option("both -> decode", narrow, then.plus(decode), "to decode", WINDOWS_UP, now.ttft_s))
-    elif (worker := _least_busy(fleet, state, decode)) is not None:
+    elif (worker := _least_busy(fleet.workers, state, decode)) is not None:
         widen = Widen(worker.worker_id, "", Numbers())
         then = shape.plus(decode, -1).plus(prefill)
         found.append(_Option("decode -> both", widen, then, "to prefill", 2 * WINDOWS_UP, cost_s))
@@ -273,8 +310,9 @@ def _stops(fleet: FleetView, state: PlannerState, objectives: Objectives, shape:
     if not fleet.max_workers or len(fleet.workers) <= max(objectives.min_workers, 1):
         return []
     found = []
+    stoppable = [worker for worker in fleet.workers if worker.may_stop]
     for role in WorkerRole:
-        if (worker := _least_busy(fleet, state, role)) is not None:
+        if (worker := _least_busy(stoppable, state, role)) is not None:
             stop = Stop(worker.worker_id, "", Numbers())
             found.append(_Option(f"stop {role}", stop, shape.plus(role, -1), "less", WINDOWS_DOWN, 0.0))
     return [option for option in found if option.then.is_allowed]
@@ -327,8 +365,6 @@ def _stop(
     now: Assessment,
 ) -> tuple[float, _Option, Numbers] | None:
     """The stop after which the rest is latest least, if it is within the dead band even with more demand."""
-    if objectives.min_workers == 0 and shape.total == 1 and fleet.max_workers:
-        return _stop_last(fleet, load, state, now)
     rate = (load.requests_per_s + max(trend(state.samples), 0.0) * fleet.start_s) * HEADROOM
     more = msgspec.structs.replace(load, requests_per_s=rate)
     found = [
@@ -341,18 +377,6 @@ def _stop(
     if after.lateness > DEAD_BAND * objectives.ttft_s * rate / 2:
         return None
     return 0.0, option, _numbers(load, now, after, 0.0, 0.0)
-
-
-def _stop_last(
-    fleet: FleetView, load: Load, state: PlannerState, now: Assessment
-) -> tuple[float, _Option, Numbers] | None:
-    """Scale to zero: nothing has come for as long as the planner remembers, and nothing runs."""
-    last = fleet.workers[0]
-    is_idle = not (total(state.samples).num_requests or last.num_running or last.num_waiting)
-    if not is_idle or last.is_held or last.worker_id in state.held or not last.is_ready:
-        return None
-    stop = Stop(last.worker_id, "", Numbers())
-    return 0.0, _Option("stop the last", stop, Shape(), "less", WINDOWS_DOWN, 0.0), _numbers(load, now, now, 0.0, 0.0)
 
 
 def _confirm(
@@ -390,7 +414,13 @@ def _begun(fleet: FleetView, state: PlannerState, option: _Option) -> PlannerSta
     return msgspec.structs.replace(
         state,
         roles=roles,
-        pending=Pending(worker_id=worker_id, role=role, num_workers=num_ready, until_s=fleet.now_s + limit_s),
+        pending=Pending(
+            worker_id=worker_id,
+            role=role,
+            was=state.roles.get(worker_id),
+            num_workers=num_ready,
+            until_s=fleet.now_s + limit_s,
+        ),
         wanted="",
         direction=option.direction,
         changed_s=fleet.now_s,

@@ -21,7 +21,8 @@ COUNT = "count"
 class PlannerReport(msgspec.Struct, frozen=True, kw_only=True):
     """``is_leader``: this one decides. ``actions``: its last plan, of ``unix_s``. ``held``: workers (or ``count``) that
     are left alone. ``shape``: of the fleet, e.g. 2P2D. ``problem``: why it decides nothing; empty: it does.
-    ``num_changes``: actions that it has carried out since its start."""
+    ``can_start``: it starts a worker if requests wait for one. ``num_changes``: actions that it
+    has carried out since its start."""
 
     planner_id: str
     host: str
@@ -35,6 +36,7 @@ class PlannerReport(msgspec.Struct, frozen=True, kw_only=True):
     actions: tuple[Action, ...] = ()
     held: tuple[str, ...] = ()
     problem: str = ""
+    can_start: bool = False
     num_changes: int = 0
 
 

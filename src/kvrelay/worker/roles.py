@@ -74,15 +74,23 @@ class Roles:
         self._assume()
         await self._register()
 
-    async def change(self, role: WorkerRole) -> None:
+    async def change(self, role: WorkerRole, was: WorkerRole | None = None) -> None:
         """Open the doors of ``role``, register under a new epoch, close the others; return when the work behind those
         has ended. A prefill or decode worker that is to do both goes on with its half.
 
-        Raises ConfigError for a role that this worker cannot have; ControlUnavailableError if discovery is away: then
-        the worker keeps its role, and is listed again once that is possible; WorkerUnavailableError if it is leaving.
+        ``was``: only if that is its role, once changes before this one have ended: a planner must not undo what was
+        done by hand meanwhile.
+
+        Raises ConfigError for a role that this worker cannot have, or if its role is not ``was``;
+        ControlUnavailableError if discovery is away: then the worker keeps its role, and is listed again once that is
+        possible; WorkerUnavailableError if it is leaving.
         """
         require_possible_role(role, self._engine.facts)
         async with self._lock:
+            if was not in (None, self.role):
+                raise ConfigError(
+                    f"this worker is {self.role}, not {was}: its role was changed meanwhile", param="role"
+                )
             if role is self.role:
                 return
             if self._is_leaving():

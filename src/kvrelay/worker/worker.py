@@ -279,9 +279,9 @@ class Worker:
         """How often the role has changed."""
         return self._roles.epoch
 
-    async def set_role(self, role: WorkerRole) -> None:
+    async def set_role(self, role: WorkerRole, was: WorkerRole | None = None) -> None:
         """Continue in another role (``Roles.change``)."""
-        await self._roles.change(role)
+        await self._roles.change(role, was)
 
     def _compute_here(self, handoff_id: HandoffId) -> None:
         self.decode.handoffs.handle(PushFailed(handoff_id))
@@ -310,7 +310,8 @@ class Worker:
                 self.request_drain()
                 return {"draining": True}
             case "role":
-                await self.set_role(WorkerRole(message.argument))
+                role, _, was = message.argument.partition(" from ")
+                await self.set_role(WorkerRole(role), was=WorkerRole(was) if was else None)
                 return {"role": self.role, "epoch": self.epoch}
             case "check_integrity":
                 self.check_integrity()

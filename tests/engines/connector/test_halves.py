@@ -3,28 +3,38 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 
+import msgspec
 import pytest
 import torch
 from tests.engines.vllm.staged import LAYOUT, Paged, VllmRequest
 
 from kvrelay.config import UpstreamConfig, load_settings
-from kvrelay.engines.connector.scheduler_half import SchedulerHalf
+from kvrelay.core.layout import KVLayout
+from kvrelay.engines.connector.scheduler_half import Copies, Copy, SchedulerHalf
 from kvrelay.engines.connector.terms import PARAMS_KEY, StagingPlace, decode_place, encode_place
-from kvrelay.engines.connector.worker_half import WorkerHalf
+from kvrelay.engines.connector.worker_half import RankPart, WorkerHalf
 from kvrelay.errors import ConfigError, InvalidInputError
 
 NUM_STAGED = 12
 
 
+@contextmanager
+def memfd_place(layout: KVLayout, num_blocks: int) -> Iterator[StagingPlace]:
+    fd = os.memfd_create("staging")
+    os.ftruncate(fd, num_blocks * layout.block_bytes)
+    yield decode_place(encode_place(StagingPlace(f"/proc/{os.getpid()}/fd/{fd}", num_blocks, layout)))
+    os.close(fd)
+
+
 @pytest.fixture
 def place() -> Iterator[StagingPlace]:
-    fd = os.memfd_create("staging")
-    os.ftruncate(fd, NUM_STAGED * LAYOUT.block_bytes)
-    yield decode_place(encode_place(StagingPlace(f"/proc/{os.getpid()}/fd/{fd}", NUM_STAGED, LAYOUT)))
-    os.close(fd)
+    with memfd_place(LAYOUT, NUM_STAGED) as made:
+        yield made
 
 
 def _scheduler(place: StagingPlace) -> SchedulerHalf:
@@ -135,25 +145,95 @@ def test_the_settings_of_the_removed_connector_name_the_ways_to_take(removed: di
         load_settings(UpstreamConfig, file_values={"upstream": "http://127.0.0.1:9", **removed})
 
 
+WHOLE = RankPart.of(LAYOUT, LAYOUT.num_layers, 0, 1)
+
+
 def test_another_shape_of_kv_is_refused_by_name(place: StagingPlace) -> None:
-    half = WorkerHalf(place)
     good = torch.zeros(4, 1, 16, 8)
     with pytest.raises(ConfigError, match="1 layers, not of 2"):
-        half.register({"model.layers.0": good})
+        WorkerHalf(place, WHOLE).register({"model.layers.0": good})
     for bad in (torch.zeros(4, 2, 16, 8), torch.zeros(2, 4, 1, 16, 8), good.to(torch.bfloat16)):
         with pytest.raises(ConfigError, match=r"model\.layers\.1 is "):
-            half.register({"model.layers.0": good, "model.layers.1": bad})
+            WorkerHalf(place, WHOLE).register({"model.layers.0": good, "model.layers.1": bad})
+    for name in ("model.layers.2", "model.layers.0.more", "model.norm"):
+        with pytest.raises(ConfigError, match=f"KV of {name}: a layer twice, or none of 2"):
+            WorkerHalf(place, WHOLE).register({"model.layers.0": good, name: good})
 
 
 def test_a_pool_that_is_not_there_or_too_small_is_refused(place: StagingPlace) -> None:
     with pytest.raises(ConfigError, match="cannot be mapped"):
-        WorkerHalf(StagingPlace("/nonexistent", 1, LAYOUT))
+        WorkerHalf(StagingPlace("/nonexistent", 1, LAYOUT), WHOLE)
     with pytest.raises(ConfigError, match="smaller than"):
-        WorkerHalf(StagingPlace(place.path, NUM_STAGED + 1, LAYOUT))
+        WorkerHalf(StagingPlace(place.path, NUM_STAGED + 1, LAYOUT), WHOLE)
 
 
-def test_layers_are_in_order_of_their_numbers(place: StagingPlace) -> None:
-    half = WorkerHalf(place)
-    caches = {f"model.layers.{layer}.attn": torch.full((4, 1, 16, 8), float(layer)) for layer in (10, 9)}
-    half.register(caches)
-    assert [float(cache[0, 0, 0, 0]) for cache in half.caches] == [9.0, 10.0]
+class Ranks:
+    """The worker halves of a vLLM with ``tp`` by ``pp`` ranks. ``kv``: all of it, [layer, block, head]."""
+
+    def __init__(self, place: StagingPlace, tp: int, pp: int, kv: torch.Tensor) -> None:
+        layout = place.layout
+        per_stage = layout.num_layers // pp
+        self.halves, self.parts = [], []
+        for number in range(tp * pp):
+            stage, tp_rank = divmod(number, tp)
+            part = RankPart.of(layout, per_stage, tp_rank, tp)
+            layers = range(stage * per_stage, (stage + 1) * per_stage)
+            heads = slice(part.first_head, part.first_head + part.num_heads)
+            caches = {layer: kv[layer][:, heads].clone() for layer in layers}
+            half = WorkerHalf(place, part)
+            half.register({f"model.layers.{layer}.self_attn.attn": cache for layer, cache in caches.items()})
+            self.halves.append(half)
+            self.parts.append((caches, heads))
+
+    def copy(self, copies: Copies) -> None:
+        for half in self.halves:
+            half.copy(copies)
+
+    def differ(self, blocks: list[int], kv: torch.Tensor) -> bool:
+        """Whether any rank's ``blocks`` are not those of ``kv``, in this order."""
+        return any(
+            not torch.equal(cache[blocks], kv[layer][:, heads])
+            for caches, heads in self.parts
+            for layer, cache in caches.items()
+        )
+
+
+@pytest.mark.parametrize("num_heads", [1, 2, 4])
+@pytest.mark.parametrize(("theirs", "ours"), [*itertools.product([(1, 1), (2, 1), (1, 2), (2, 2), (4, 1)], repeat=2)])
+def test_ranks_of_any_number_hand_over_to_ranks_of_any_other(
+    num_heads: int, theirs: tuple[int, int], ours: tuple[int, int]
+) -> None:
+    """One pool stands for both workers': kvrelay copies one to the other whole."""
+    layout = KVLayout(num_layers=4, num_kv_heads=num_heads, block_size=4, head_dim=3, dtype="float32")
+    with memfd_place(layout, 6) as place:
+        kv = torch.rand(4, 8, num_heads, 4, 6)
+        prefill, decode = Ranks(place, *theirs, kv), Ranks(place, *ours, torch.zeros_like(kv))
+        prefill.copy(Copies(saves=(Copy("p", (5, 0, 3), (1, 7, 2)),)))
+        decode.copy(Copies(loads=(Copy("d", (5, 0, 3), (6, 4, 0)),)))
+        assert not decode.differ([6, 4, 0], kv[:, [1, 7, 2]])
+        assert [half.take_loaded() for half in decode.halves] == [{"d"}] * len(decode.halves)
+        assert prefill.differ([6, 4, 0], kv[:, [1, 7, 2]])
+
+
+def test_one_rank_saves_what_several_hold(place: StagingPlace) -> None:
+    """With one KV head, or a latent: two ranks that wrote the same bytes at once would tear nothing, but twice."""
+    assert [RankPart.of(LAYOUT, 2, rank, 4).saves for rank in range(4)] == [True, False, False, False]
+    two = msgspec.structs.replace(LAYOUT, num_kv_heads=2)
+    assert [RankPart.of(two, 2, rank, 4) for rank in range(4)] == [
+        RankPart(2, 0, 1, True),
+        RankPart(2, 0, 1, False),
+        RankPart(2, 1, 1, True),
+        RankPart(2, 1, 1, False),
+    ]
+
+
+def test_a_latent_is_a_head(place: StagingPlace) -> None:
+    layout = KVLayout(num_layers=2, num_kv_heads=1, block_size=16, head_dim=288, dtype="bfloat16")
+    with memfd_place(layout, 3) as place:
+        latents = [torch.rand(4, 16, 576).to(torch.bfloat16) for _ in range(4)]
+        prefill, decode = WorkerHalf(place, WHOLE), WorkerHalf(place, WHOLE)
+        prefill.register({f"model.layers.{layer}.attn": latents[layer] for layer in (0, 1)})
+        decode.register({f"model.layers.{layer}.attn": latents[2 + layer] for layer in (0, 1)})
+        prefill.copy(Copies(saves=(Copy("p", (2,), (3,)),)))
+        decode.copy(Copies(loads=(Copy("d", (2,), (0,)),)))
+        assert all(torch.equal(latents[2 + layer][0], latents[layer][3]) for layer in (0, 1))

@@ -15,7 +15,7 @@ from kvrelay.config import WorkerConfig
 from kvrelay.core.layout import KVLayout
 from kvrelay.engines.connector.scheduler_half import SchedulerHalf
 from kvrelay.engines.connector.terms import StagingPlace, decode_place, encode_place
-from kvrelay.engines.connector.worker_half import WorkerHalf
+from kvrelay.engines.connector.worker_half import RankPart, WorkerHalf
 from kvrelay.engines.hosted.staging import allocate_staging
 from kvrelay.engines.vllm.library import Started
 from kvrelay.executors.host_memory import HostMemory
@@ -48,7 +48,8 @@ class Paged:
         layout = self.layout = place.layout
         shape = (num_blocks, layout.num_kv_heads, layout.block_size, 2 * layout.head_dim)
         self.caches = {f"model.layers.{layer}.attn": torch.zeros(shape) for layer in range(layout.num_layers)}
-        self.scheduler, self.worker = SchedulerHalf(place), WorkerHalf(place)
+        part = RankPart.of(layout, layout.num_layers, 0, 1)
+        self.scheduler, self.worker = SchedulerHalf(place), WorkerHalf(place, part)
         self.worker.register(dict(reversed(self.caches.items())))
         self.free = list(range(num_blocks))
 

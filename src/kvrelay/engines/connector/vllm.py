@@ -18,10 +18,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorRole,
 )
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
 from kvrelay.engines.connector.scheduler_half import Copies, SchedulerHalf, VllmRequest
 from kvrelay.engines.connector.terms import decode_place
-from kvrelay.engines.connector.worker_half import WorkerHalf
+from kvrelay.engines.connector.worker_half import RankPart, WorkerHalf
 
 if TYPE_CHECKING:
     import torch
@@ -35,7 +36,8 @@ class KvrelayMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not
 
 
 class KvrelayConnector(KVConnectorBase_V1):  # type: ignore[misc]  # see above
-    """One instance is the scheduler half, one per vLLM worker a worker half."""
+    """One instance is the scheduler half, one per vLLM worker (rank) a worker half. vLLM waits for the report of every
+    rank before a request counts as loaded, and before it gives out a token, which says that the KV is saved."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -43,7 +45,9 @@ class KvrelayConnector(KVConnectorBase_V1):  # type: ignore[misc]  # see above
         if role == KVConnectorRole.SCHEDULER:
             self._scheduler = SchedulerHalf(place)
         else:
-            self._worker = WorkerHalf(place)
+            ranks, model = vllm_config.parallel_config, vllm_config.model_config
+            tp = get_tensor_model_parallel_rank(), ranks.tensor_parallel_size
+            self._worker = WorkerHalf(place, RankPart.of(place.layout, model.get_num_layers(ranks), *tp))
 
     # -- scheduler half -----------------------------------------------------------------------------------------------
 

@@ -94,15 +94,17 @@ def start_vllm(arguments: Mapping[str, Any], settings: WorkerConfig, memory: Hos
     except ImportError as exc:
         raise ConfigError(f"vLLM cannot be imported: {exc}; {INSTALL}", param="engine") from exc
     require_known(arguments, {field.name for field in dataclasses.fields(AsyncEngineArgs)})
+    is_cpu = current_platform.is_cpu()
+    environment = {WORKER_PID: str(os.getpid()), **(_cpu_environment(settings) if is_cpu else {})}
     try:
-        is_cpu = current_platform.is_cpu()
-        config = AsyncEngineArgs(**_typed(_with_memory(arguments) if is_cpu else arguments)).create_engine_config()
+        # Already here: vLLM preloads another OpenMP if it sees none, and ranks refuse to start with two.
+        with _environment(environment):
+            config = AsyncEngineArgs(**_typed(_with_memory(arguments) if is_cpu else arguments)).create_engine_config()
     except Exception as exc:  # it raises what its parts raise
         raise UnsupportedModelError(f"vLLM refuses this model or its arguments: {_reason(exc)}") from exc
     if settings.engine.num_blocks:
         tokens = settings.engine.num_blocks * settings.engine.block_size
         config.cache_config.num_gpu_blocks_override = max(2, tokens // config.cache_config.block_size)
-    environment = {WORKER_PID: str(os.getpid()), **(_cpu_environment(settings) if is_cpu else {})}
     staging = None
     if settings.exchanges_kv and settings.vllm.vllm_connector == "kvrelay":
         _require_our_blocks(config, settings)
@@ -132,23 +134,29 @@ def start_vllm(arguments: Mapping[str, Any], settings: WorkerConfig, memory: Hos
 
 
 def kv_layout(config: Any) -> KVLayout:
-    """The model's KV in vLLM's blocks. Raises ConfigError for KV that the connector does not copy."""
+    """The whole model's KV in vLLM's blocks, over all ranks. A latent (MLA), one per token and layer, counts as one
+    head whose key and value are its halves; fp8 as bytes.
+
+    Raises ConfigError for KV that the connector does not copy.
+    """
     model, cache, parallel = config.model_config, config.cache_config, config.parallel_config
-    if parallel.world_size * parallel.data_parallel_size > 1:
+    if parallel.data_parallel_size > 1:
+        raise ConfigError("kvrelay's connector has no data parallelism: start more workers", param="vllm_connector")
+    if model.is_hybrid:
+        raise ConfigError("kvrelay's connector copies no recurrent states: use nixl", param="vllm_connector")
+    own = str(model.dtype).removeprefix("torch.")
+    if cache.cache_dtype not in ("auto", own) and not cache.cache_dtype.startswith("fp8"):
         raise ConfigError(
-            "kvrelay's connector has no tensor, pipeline and data parallelism yet: use nixl", param="vllm_connector"
-        )
-    if model.use_mla or cache.cache_dtype not in ("auto", str(model.dtype).removeprefix("torch.")):
-        raise ConfigError(
-            "kvrelay's connector copies keys and values of the model's own type, not compressed ones: use nixl",
+            f"kvrelay's connector copies KV of the model's own type and fp8, not {cache.cache_dtype}: use nixl",
             param="vllm_connector",
         )
+    size = model.get_head_size()
     return KVLayout(
-        model.get_num_layers(parallel),
-        model.get_num_kv_heads(parallel),
+        model.get_total_num_hidden_layers(),
+        1 if model.use_mla else model.get_total_num_kv_heads(),
         cache.block_size,
-        model.get_head_size(),
-        str(model.dtype).removeprefix("torch."),
+        size // 2 if model.use_mla else size,
+        "uint8" if cache.cache_dtype.startswith("fp8") else own,
     )
 
 
@@ -163,7 +171,8 @@ def block_kind(config: Any) -> str:
         device = " ".join((platform.machine(), *units))
     else:
         device = f"{current_platform.get_device_name()} {config.attention_config.backend}"
-    return f"{vllm_version()}, {device}, blocks of {config.cache_config.block_size}"
+    cache = config.cache_config
+    return f"{vllm_version()}, {device}, blocks of {cache.block_size}, KV {cache.cache_dtype}"
 
 
 def fingerprint(model_path: str | Path, kind: str = "") -> str:

@@ -50,7 +50,9 @@ class Frontend:
         Raises AddressInUseError, ConfigError."""
         monitoring = monitoring or MetricsConfig()
         self.metrics = FrontendMetrics(vllm_names=monitoring.vllm_metric_names)
-        self.cluster = ClusterView(control, keys, connect, build_router, disagg=disagg)
+        self.cluster = ClusterView(
+            control, keys, connect, build_router, disagg=disagg, cold_start_wait_s=config.cold_start_wait_s
+        )
         self.metrics.workers_of = self.cluster.count_workers
         self.metrics.loads_of = self.cluster.loads
         self.metrics.planners_of = self.cluster.planners
@@ -64,7 +66,7 @@ class Frontend:
             shown.kept.exporter = self._exporter
         elif config.otlp_endpoint:
             raise ConfigError("traces are made of request_marks, which are off", param="otlp_endpoint")
-        figures = Figures(self.metrics, self.cluster.links)
+        figures = Figures(self.metrics, self.cluster.links, self.cluster.cold_start)
         self._frontends = Frontends(control, keys, shown.name, figures)
         self._app = FrontendApp(config, self.cluster, self.metrics, shown, self._frontends)
         limits = HttpLimits(

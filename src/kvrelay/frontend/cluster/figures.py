@@ -15,6 +15,7 @@ from typing import Annotated
 import msgspec
 
 from kvrelay.core.histogram import LATENCY_BUCKETS_S, TOKEN_BUCKETS_S
+from kvrelay.frontend.cluster.cold_start import ColdStart
 from kvrelay.frontend.cluster.metrics import FrontendMetrics
 from kvrelay.frontend.cluster.worker_link import WorkerLink
 from kvrelay.planner import Traffic
@@ -43,11 +44,17 @@ class Second(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Figures:
-    """One frontend's rows. ``links``: its connections to workers."""
+    """One frontend's rows. ``links``: its connections to workers. ``cold_start``: knows which requests have none."""
 
-    def __init__(self, metrics: FrontendMetrics, links: Callable[[], Iterable[WorkerLink]]) -> None:
+    def __init__(
+        self,
+        metrics: FrontendMetrics,
+        links: Callable[[], Iterable[WorkerLink]],
+        cold_start: ColdStart | None = None,
+    ) -> None:
         self._metrics = metrics
         self._links = links
+        self._cold_start = cold_start or ColdStart(0.0)
         self._counted = metrics.counts()
         self._generated: dict[WorkerLink, int] = {}
         self._rows: deque[Second] = deque(maxlen=HISTORY_S)
@@ -61,6 +68,11 @@ class Figures:
     def traffic(self) -> Traffic:
         """Counts since the start."""
         return self._metrics.traffic()
+
+    @property
+    def num_unplaced(self) -> int:
+        """Requests that wait because no worker takes requests."""
+        return self._cold_start.num_unplaced
 
     def take(self, unix_s: int) -> None:
         """The second ``unix_s`` has ended. After a clock that went back, rows of its future are dropped."""

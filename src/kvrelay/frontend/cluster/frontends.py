@@ -51,8 +51,9 @@ class FiguresRequest(msgspec.Struct, frozen=True):
 
 
 class FiguresReply(msgspec.Struct, frozen=True):
-    """``host``, ``pid``, ``release``: the process. ``num_in_flight``: sequences that are being generated. ``traffic``:
-    for planners; None: the frontend is of an earlier release."""
+    """``host``, ``pid``, ``release``: the process. ``num_in_flight``: sequences that are being generated. ``traffic``
+    and ``num_unplaced`` (requests that wait for a first worker): for planners; None: the frontend is of an earlier
+    release."""
 
     frontend_id: str
     num_in_flight: Count
@@ -61,6 +62,7 @@ class FiguresReply(msgspec.Struct, frozen=True):
     pid: Count = 0
     release: Annotated[str, msgspec.Meta(max_length=64)] = ""
     traffic: Traffic | None = None
+    num_unplaced: Count = 0
 
 
 _request_decoder = msgspec.msgpack.Decoder(FiguresRequest)
@@ -72,13 +74,14 @@ def traffic_question() -> bytes:
     return msgspec.msgpack.encode(FiguresRequest(FAR_FUTURE_S))
 
 
-def traffic_of(reply: bytes) -> Traffic | None:
-    """Of a frontend's answer; None if it tells none."""
+def traffic_of(reply: bytes) -> tuple[Traffic | None, int]:
+    """Of a frontend's answer: its traffic, None if it tells none, and its requests that wait for a first worker."""
     try:
-        return _reply_decoder.decode(reply).traffic
+        figures = _reply_decoder.decode(reply)
     except UNREADABLE as exc:
         _log.debug("an answer of a frontend is not readable: %s", exc)
-        return None
+        return None, 0
+    return figures.traffic, figures.num_unplaced
 
 
 async def other_frontends(control: ControlPlane, keys: Keys, own_id: str) -> dict[str, CallerInfo]:
@@ -206,7 +209,14 @@ class Frontends:
     def _reply(self, since: int) -> FiguresReply:
         rows, host = self._figures.since(since), socket.gethostname()
         return FiguresReply(
-            self.frontend_id, self._figures.num_in_flight, rows, host, os.getpid(), __version__, self._figures.traffic
+            self.frontend_id,
+            self._figures.num_in_flight,
+            rows,
+            host,
+            os.getpid(),
+            __version__,
+            self._figures.traffic,
+            self._figures.num_unplaced,
         )
 
     async def _count(self) -> None:

@@ -11,6 +11,7 @@ import msgspec
 from kvrelay.core.handoff import HandoffOrder
 from kvrelay.core.workers import WorkerInfo
 from kvrelay.errors import WorkerUnavailableError
+from kvrelay.frontend.cluster.cold_start import ColdStart
 from kvrelay.frontend.cluster.worker_link import WorkerLink
 from kvrelay.frontend.side_threads import LoopTurns
 from kvrelay.frontend.tokens.tokenizer import Tokenizer
@@ -43,13 +44,16 @@ class Model:
     request.
     """
 
-    def __init__(self, first: WorkerInfo, tokenizer: Tokenizer, pairs: PairRouter) -> None:
+    def __init__(
+        self, first: WorkerInfo, tokenizer: Tokenizer, pairs: PairRouter, cold_start: ColdStart | None = None
+    ) -> None:
         self.name = first.model
         self.root = first.model_path
         self.weights_fingerprint = first.weights_fingerprint
         self.tokenizer_fingerprint = first.tokenizer_fingerprint
         self.created_unix_s = int(time.time())
         self.tokenizer = tokenizer
+        self.cold_start = cold_start or ColdStart(0.0)
         self.pairs = pairs
         self.router = pairs.decodes
         self._router_config = self.router.config
@@ -76,6 +80,11 @@ class Model:
     def is_available(self) -> bool:
         """Whether a worker takes requests now."""
         return bool(self._links)
+
+    @property
+    def cold_start_wait_s(self) -> float:
+        """How long a request may wait now for a first worker; 0: there are workers, or none would come."""
+        return 0.0 if self.is_available else self.cold_start.wait_s
 
     @property
     def worker_ids(self) -> list[str]:

@@ -37,6 +37,7 @@ from kvrelay.errors import (
     RetryElsewhereError,
     WorkerUnavailableError,
 )
+from kvrelay.frontend.cluster.cold_start import ColdStart
 from kvrelay.frontend.cluster.models import Model
 from kvrelay.frontend.cluster.worker_link import WorkerLink
 from kvrelay.frontend.tokens.tokenizer import Tokenizer, load_tokenizer
@@ -82,6 +83,7 @@ class ClusterView:
         build_router: RouterFactory,
         tokenizer_of: Callable[[Path], Tokenizer] = load_tokenizer,
         disagg: DisaggConfig | None = None,
+        cold_start_wait_s: float = 0.0,
     ) -> None:
         self._control = control
         self._keys = keys
@@ -105,14 +107,16 @@ class ClusterView:
         self._workers_listed = asyncio.Event()
         self._settings_listed = asyncio.Event()
         self._planners: dict[str, bytes] = {}
+        self.cold_start = ColdStart(cold_start_wait_s)
 
     def __repr__(self) -> str:
         return f"Cluster(models={list(self._models.values())}, served={list(self._served.values())})"
 
     @property
     def models(self) -> list[Model]:
-        """Models that a worker serves now."""
-        return [model for model in self._models.values() if model.is_available]
+        """Models that a worker serves now. While there is none, and a planner can start a worker: all known models."""
+        served = [model for model in self._models.values() if model.is_available]
+        return served or (list(self._models.values()) if self.cold_start.wait_s else [])
 
     def listed_models(self) -> list[Model]:
         """The same. Raises WorkerUnavailableError before discovery has listed the workers: none would be wrong."""
@@ -125,6 +129,8 @@ class ClusterView:
 
         Raises ModelNotFoundError, and WorkerUnavailableError for a model whose workers are all gone, or may yet come.
         """
+        if not self._models:
+            self.cold_start.asked()
         if name is None or name == "":
             available = self.models
             if not available:
@@ -135,7 +141,7 @@ class ClusterView:
             raise WorkerUnavailableError(f"this frontend has reached no worker of the model `{name[:200]}` yet")
         if model is None:
             raise ModelNotFoundError(f"The model `{name[:200]}` does not exist.", param="model", code="model_not_found")
-        if not model.is_available:
+        if model not in self.models:
             raise WorkerUnavailableError(f"no worker serves the model `{name}` at the moment")
         return model
 
@@ -241,6 +247,7 @@ class ClusterView:
             self._planners.pop(event.key, None)
         elif event.key in self._planners or len(self._planners) < MAX_PLANNERS:
             self._planners[event.key] = event.value
+        self.cold_start.can_start = any(report.is_leader and report.can_start for report in self.planners())
 
     def planners(self) -> list[PlannerReport]:
         """What the planners have said last, the one that decides first."""
@@ -386,7 +393,7 @@ class ClusterView:
                 for stage in (RouterStage.REQUEST, RouterStage.PREFILL)
             )
             pairs = PairRouter(decodes, prefills, self._disagg)
-            model = self._models[info.model] = Model(info, tokenizer, pairs)
+            model = self._models[info.model] = Model(info, tokenizer, pairs, self.cold_start)
             model.tune(self._settings)
         for other in list(self._infos.values()):
             if other.model == info.model and not other.role.takes_requests:

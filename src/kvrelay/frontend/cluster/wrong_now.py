@@ -19,6 +19,7 @@ KV_FULL = 0.95
 CONNECTED = (WorkerCondition.READY, WorkerCondition.SILENT)
 """Such a worker gets requests."""
 MAX_NAMES = 4
+NO_WORKER = "no-worker"
 
 
 class Severity(StrEnum):
@@ -36,10 +37,18 @@ class Wrong(msgspec.Struct, frozen=True):
 
 
 def wrong_now(
-    workers: Sequence[WorkerView], frontends: Sequence[FrontendView], whole: Totals, *, has_control: bool
+    workers: Sequence[WorkerView],
+    frontends: Sequence[FrontendView],
+    whole: Totals,
+    *,
+    has_control: bool,
+    is_started_on_demand: bool = False,
 ) -> list[Wrong]:
-    """``has_control``: this frontend is connected to the control plane."""
+    """``has_control``: this frontend is connected to the control plane. ``is_started_on_demand``: requests without a
+    worker wait for one that a planner starts."""
     found = [*_of_cluster(workers, frontends, whole, has_control), *_of_models(workers), *_of_workers(workers)]
+    if is_started_on_demand:
+        found = [wrong for wrong in found if wrong.kind != NO_WORKER]
     return sorted(found, key=lambda wrong: wrong.severity is not Severity.ERROR)
 
 
@@ -51,7 +60,7 @@ def _of_cluster(
             "no-control-plane", "this frontend has lost the control plane: it serves with the workers it knows"
         )
     if not workers:
-        yield _error("no-worker", "no worker is in discovery: every request gets 503")
+        yield _error(NO_WORKER, "no worker is in discovery: every request gets 503")
     if whole.failed_last_minute:
         share = f"{whole.failed_last_minute} of {whole.requests_last_minute} requests"
         yield _error("failed-requests", f"{share} failed in the last minute: 5xx or a stream that broke")

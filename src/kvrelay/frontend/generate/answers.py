@@ -51,7 +51,7 @@ class Answer:
                     if self.done.done():
                         return
                 self.sequences.append(sequence)
-                sequence.start()
+                sequence.start_or_wait()
         except BaseException:
             self.cancel()
             raise

@@ -28,8 +28,9 @@ from typing import Protocol
 from kvrelay.core.handoff import HandoffOrder
 from kvrelay.core.messages import GenerateRequest, RequestRefused, TokenOutput
 from kvrelay.core.sampling import SamplingParams
-from kvrelay.core.status import FinishReason
+from kvrelay.core.status import FinishReason, RefusalKind
 from kvrelay.errors import KvrelayError, OverloadedError, ProtocolError, RetryElsewhereError, WorkerUnavailableError
+from kvrelay.frontend.cluster.cold_start import RETRY_AFTER_S
 from kvrelay.frontend.cluster.metrics import FrontendMetrics
 from kvrelay.frontend.cluster.models import Model
 from kvrelay.frontend.cluster.worker_link import PrefillHalf, WorkerLink, contradicts, paired_request, unseen_part
@@ -46,7 +47,7 @@ from kvrelay.router import RoutingRequest
 _log = logging.getLogger(__name__)
 
 REPLACEMENT_WAIT_S = 10.0
-"""How long a request without a worker waits for one. A refusal does not begin the wait anew, the loss of a worker does."""
+"""How long a request that has lost its worker waits for one. A refusal does not begin the wait anew, a loss does."""
 RETRY_INTERVAL_S = 0.5
 """While it waits, workers that failed it are asked again: one that froze, or was full, may be well."""
 
@@ -130,6 +131,16 @@ class Sequence:
 
     # -- where it runs ------------------------------------------------------------------------------------------------
 
+    def start_or_wait(self) -> None:
+        """Place it; without any worker, wait for one that a planner starts. Raises WorkerUnavailableError,
+        OverloadedError."""
+        try:
+            self.start()
+        except WorkerUnavailableError:
+            if not (wait_s := self._model.cold_start_wait_s):
+                raise
+            self._wait(_none_came(self._model.name, wait_s))
+
     def start(self) -> None:
         """Place it on a worker. Raises WorkerUnavailableError, OverloadedError."""
         while True:
@@ -195,7 +206,9 @@ class Sequence:
             self._fail(error)
             return
         self._failed_workers.add(self.worker_id)
-        self._place_again(error, may_wait=bool(self.output_token_ids))
+        is_leaving = refusal.kind is RefusalKind.DRAINING or refusal.kind is RefusalKind.GONE
+        may_wait = bool(self.output_token_ids) or (is_leaving and self._model.cold_start.wait_s > 0.0)
+        self._place_again(error, may_wait)
 
     def worker_lost(self, worker_id: str) -> None:
         """The connection to the worker is lost."""
@@ -233,21 +246,26 @@ class Sequence:
         try:
             self.start()
         except RetryElsewhereError:
-            if may_wait:
-                waiting = self._wait_and_start(error, self._model.next_change())
-                self._waiting = asyncio.get_running_loop().create_task(waiting)
+            if may_wait or self._model.cold_start_wait_s:
+                self._wait(error)
             else:
                 self._fail(error)
+
+    def _wait(self, error: KvrelayError) -> None:
+        """For a worker; fail with ``error`` if none comes."""
+        waiting = self._wait_and_start(error, self._model.next_change())
+        self._waiting = asyncio.get_running_loop().create_task(waiting)
 
     async def _wait_and_start(self, error: KvrelayError, change: asyncio.Event) -> None:
         """No worker is left: wait for one."""
         if self._waiting_until_s is None:
-            self._waiting_until_s = asyncio.get_running_loop().time() + REPLACEMENT_WAIT_S
+            wait_s = max(self._model.cold_start.wait_s, REPLACEMENT_WAIT_S)
+            self._waiting_until_s = asyncio.get_running_loop().time() + wait_s
         try:
             async with asyncio.timeout_at(self._waiting_until_s):
                 while True:
-                    with suppress(TimeoutError):
-                        async with asyncio.timeout(RETRY_INTERVAL_S):
+                    with suppress(TimeoutError), self._model.cold_start.waiting():
+                        async with asyncio.timeout(RETRY_INTERVAL_S if self._model.is_available else None):
                             await change.wait()
                     await self._model.turns.take(START_COST + len(self.prompt_token_ids) + len(self.output_token_ids))
                     self._failed_workers.clear()
@@ -420,6 +438,11 @@ class Sequence:
     def _fail(self, error: KvrelayError) -> None:
         self._end(abort=True)
         self._listener.failed(self, error)
+
+
+def _none_came(model: str, wait_s: float) -> WorkerUnavailableError:
+    message = f"no worker serves the model `{model}`, and none was started within {wait_s:g} s"
+    return WorkerUnavailableError(message, retry_after_s=RETRY_AFTER_S)
 
 
 def sequences_of(

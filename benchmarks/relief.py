@@ -1,0 +1,176 @@
+"""Relief after a shift: how soon a decode worker that is widened begins its first prefill, beside one that would first
+drain. Real processes, mock engines, in turn.
+
+    answers run on the decode workers, then prompts pile up in the prefill queue
+         └─> decision ──widen──────────────────> the worker pulls its first prefill          "widened"
+         └─> decision ──change to prefill──────> its answers have ended                      "drained"
+
+A worker that drains before it opens its other door could pull its first prefill only when its answers have ended. So
+the second figure is the least that drain-then-flip takes: registration and first pull come on top.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import click
+
+from benchmarks.loads import describe_machine, fixed_load, send
+from kvrelay.bench.cases import CaseTimes, running
+from kvrelay.bench.client.connection import Target
+from kvrelay.bench.compare import serve_case
+from kvrelay.bench.report.files import print_result
+from kvrelay.bench.report.table import Row, results_table
+from kvrelay.cli.options import json_option, model_argument
+from kvrelay.cli.processes import run_async
+from kvrelay.config import ControlConfig, WorkerRole
+from kvrelay.control.base import Keys
+from kvrelay.errors import FatalError
+from kvrelay.launch.actuators import ROLE_TIMEOUT_S, ClusterActuator
+from kvrelay.launch.admin import list_workers
+from kvrelay.launch.clusters import running_clusters
+from kvrelay.launch.request_plane import connected, operator_keys
+from kvrelay.launch.worker_calls import WorkerCalls
+from kvrelay.launch.worker_host import Hosts
+from kvrelay.planner import Numbers, Widen
+
+FLAGS = (
+    "--engine mock --prefill 1 --decode 2 --planner off --disagg-policy threshold --max-local-prefill-length 64 "
+    "--max-prefill-queue-size 1000 --decode-base-s 0.01 --prefill-token-s 0.0005"
+)
+PROMPT_TOKENS = 700
+"""0.35 s of a prefill worker."""
+LOOK_S = 0.01
+CALL_TIMEOUT_S = 10.0
+WAIT_S = 60.0
+TARGET_S, TARGET_SHARE = 1.0, 0.1
+_COLUMNS = {"relief": "relief", "median s": "median_s:.3f", "max s": "max_s:.3f"}
+
+
+@click.command()
+@model_argument
+@click.option("--rounds", default=5, type=click.IntRange(1, 1000), help="Turns of both.")
+@click.option("--answer", default=800, type=click.IntRange(16), help="Tokens of an answer that runs at the decision.")
+@json_option
+def relief(model: str | None, rounds: int, answer: int, as_json: bool) -> None:
+    """Seconds from a planner's decision to relief: widened beside drained.
+
+    Example: python -m benchmarks relief --rounds 10
+    """
+    report = run_async(measure(model, rounds, answer))
+    text = f"{describe_machine()}\n\n{results_table(report['rows'], _COLUMNS, left=1)}\n"
+    for name, (value, limit) in report["targets"].items():
+        text += f"target {'met' if value <= limit else 'missed'}: {name} {value:.3f} (at most {limit:g})\n"
+    print_result(report, text, as_json)
+
+
+async def measure(model: str | None, num_rounds: int, answer_tokens: int) -> dict[str, Any]:
+    """Both figures of each round, their medians, and the targets. Raises FatalError, BenchError."""
+    found: dict[str, list[float]] = {"widened": [], "drained": []}
+    seed = 0  # a new one each turn: prompts that are cached need no prefill worker
+    async with AsyncExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        target = await stack.enter_async_context(running(serve_case("relief", model, FLAGS, ""), folder, CaseTimes()))
+        cluster = await stack.enter_async_context(_opened(target))
+        for number in range(num_rounds):
+            for name in found if number % 2 else reversed(found):
+                found[name].append(await cluster.turn(name, answer_tokens, seed))
+                seed += 1
+    rows: list[Row] = [
+        {"relief": name, "median_s": median(values), "max_s": max(values)} for name, values in found.items()
+    ]
+    share = median(found["widened"]) / median(found["drained"])
+    return {
+        "machine": describe_machine(),
+        "rows": rows,
+        "seconds": found,
+        "targets": {
+            "widened, the longest, s": (max(found["widened"]), TARGET_S),
+            "widened over drained, medians": (share, TARGET_SHARE),
+        },
+    }
+
+
+class _Cluster:
+    """The running servers, with a planner's way to its workers."""
+
+    def __init__(self, target: Target, calls: WorkerCalls, actuator: ClusterActuator) -> None:
+        self._target, self._calls, self._actuator = target, calls, actuator
+
+    async def turn(self, name: str, answer_tokens: int, seed: int) -> float:
+        """Load the cluster, decide, and return the seconds until relief. Leaves an idle cluster as it was."""
+        answers = fixed_load("answers", 16, answer_tokens, max_concurrency=8, num_requests=8)
+        prompts = fixed_load("prompts", PROMPT_TOKENS, 2, max_concurrency=32, num_requests=32)
+        async with asyncio.TaskGroup() as group:
+            group.create_task(send(self._target, answers, seed=seed, warm_up=0))
+            worker_id = await self._running()
+            group.create_task(send(self._target, prompts, seed=seed, warm_up=0))
+            await self._until_prefills_wait()
+            seconds = await (self._widened(worker_id) if name == "widened" else self._drained(worker_id))
+            await self._calls.ask(worker_id, "role", WorkerRole.DECODE.value, timeout_s=ROLE_TIMEOUT_S)
+        return seconds
+
+    async def _widened(self, worker_id: str) -> float:
+        before = _num_pulled(await self._status(worker_id))
+        start_s = time.monotonic()
+        await self._actuator.apply(Widen(worker_id, "the benchmark decides", Numbers()))
+        while _num_pulled(await self._status(worker_id)) == before:
+            await asyncio.sleep(LOOK_S)
+        return time.monotonic() - start_s
+
+    async def _drained(self, worker_id: str) -> float:
+        start_s = time.monotonic()
+        await self._calls.ask(worker_id, "role", WorkerRole.PREFILL.value, timeout_s=ROLE_TIMEOUT_S)
+        return time.monotonic() - start_s
+
+    async def _running(self) -> str:
+        """A decode worker, once both run answers."""
+        decodes = [info.worker_id for info in self._calls.known.values() if info.role is WorkerRole.DECODE]
+        async with asyncio.timeout(WAIT_S):
+            while not all([(await self._status(name))["load"]["request_active_slots"] for name in decodes]):
+                await asyncio.sleep(LOOK_S)
+        return decodes[0]
+
+    async def _until_prefills_wait(self) -> None:
+        (prefill,) = [info.worker_id for info in self._calls.known.values() if info.role is WorkerRole.PREFILL]
+        async with asyncio.timeout(WAIT_S):
+            while not (await self._status(prefill))["handoffs_out"]:
+                await asyncio.sleep(LOOK_S)
+
+    async def _status(self, worker_id: str) -> dict[str, Any]:
+        status: dict[str, Any] = await self._calls.ask(worker_id, "status", timeout_s=CALL_TIMEOUT_S)
+        return status
+
+
+@asynccontextmanager
+async def _opened(target: Target) -> AsyncIterator[_Cluster]:
+    """Once all of the cluster is ready, which then announces itself. Raises FatalError."""
+    deadline_s = time.monotonic() + WAIT_S
+    while not (found := [cluster for cluster in running_clusters() if cluster.port == target.port]):
+        if time.monotonic() > deadline_s:
+            raise FatalError(f"no cluster at port {target.port} is announced")
+        await asyncio.sleep(LOOK_S)
+    config = ControlConfig(control=found[0].control, namespace=found[0].namespace)
+    keys = Keys(config.namespace)
+    async with connected(config) as plane, operator_keys(plane, config) as curve_keys:
+        calls = WorkerCalls(curve_keys)
+        calls.known = {info.worker_id: info for info in await list_workers(plane, keys)}
+        actuator = ClusterActuator(calls, Hosts(plane, keys, await plane.discovery.grant(config.lease_ttl_s)))
+        try:
+            yield _Cluster(target, calls, actuator)
+        finally:
+            await actuator.close()
+            await calls.close()
+
+
+def _num_pulled(status: dict[str, Any]) -> int:
+    """Prefills that were begun here for others."""
+    num_ended: int = status["prefill"]["num_prefills"]
+    return num_ended + int(status["handoffs_out"])

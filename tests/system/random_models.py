@@ -1,0 +1,72 @@
+"""Small models with random weights, of kinds that the bundled one is not: for tests with real vLLM.
+
+Usage: python random_models.py KIND DIRECTORY
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+from kvrelay.data import bundled_checkpoint_path
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 1024,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 4096,
+    "initializer_range": 0.2,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 1,
+}
+"""With wide weights, so that two tokens are seldom nearly as likely."""
+
+
+def _config(kind: str) -> Any:
+    from transformers import DeepseekV2Config, MistralConfig, MixtralConfig
+
+    if kind == "moe":
+        return MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2, sliding_window=None)
+    if kind == "sliding-window":
+        return MistralConfig(**SIZES, head_dim=32, sliding_window=128)
+    assert kind == "mla", kind
+    return DeepseekV2Config(
+        **SIZES | {"num_key_value_heads": 4},
+        kv_lora_rank=512,
+        qk_rope_head_dim=64,
+        qk_nope_head_dim=128,
+        v_head_dim=128,
+        q_lora_rank=None,
+        n_routed_experts=4,
+        n_shared_experts=1,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+        first_k_dense_replace=1,
+        moe_layer_freq=1,
+        topk_method="greedy",
+        n_group=1,
+        topk_group=1,
+        routed_scaling_factor=1.0,
+    )
+
+
+def write_model(kind: str, directory: Path) -> Path:
+    """``kind``: moe, sliding-window or mla (a latent of 512 + 64 values, the only size that vLLM's CPU build knows)."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(7)
+    AutoModelForCausalLM.from_config(_config(kind), dtype=torch.float32).save_pretrained(directory)
+    for file in bundled_checkpoint_path().glob("*token*"):
+        shutil.copy(file, directory)
+    return directory
+
+
+if __name__ == "__main__":
+    write_model(sys.argv[1], Path(sys.argv[2]))

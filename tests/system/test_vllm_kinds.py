@@ -1,0 +1,118 @@
+"""Real vLLM (``make test-vllm``): kinds of KV and numbers of ranks, from prefill to decode worker, by both ways.
+
+Each answer must be the one of plain vLLM with one rank. One cell of each kind runs in ``.ci/vllm``; the others are in
+the matrix.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.patience import until
+from tests.system.random_models import write_model
+from tests.system.real_vllm import NUM_TOKENS, Asked, Asking, ask_plain_vllm, draw_prompts
+from tests.system.serving import Serve
+
+pytestmark = [pytest.mark.vllm, pytest.mark.system, pytest.mark.timeout(1200)]
+matrix = pytest.mark.matrix
+
+SPLIT = (
+    *("--engine", "vllm", "--kv-cache-memory", "256MiB", "--prefill", "1", "--decode", "1"),
+    *("--disagg-policy", "always", "--remote-prefill-timeout-s", "200"),
+)
+"""More ranks than cores take their time, and what comes late is computed by the decode worker."""
+OURS = ("--vllm-connector", "kvrelay", "--transport", "shm", "--kv-checksums")
+WAYS = {"nixl": (), "kvrelay": OURS}
+ORDERS = ("decode-first", "prefill-first")
+NUM_ASKED = 12
+PIPELINE = ("--pp", "2")
+EAGER = ("--enforce-eager",)
+RANKS = {
+    "tp 1 to 2": ("--tp-decode", "2", *EAGER),
+    "tp 2 to 1": ("--tp-prefill", "2", *EAGER),
+    "tp 2 to 2": ("--tp", "2", *EAGER),
+    "pp 2 to 2": PIPELINE,
+}
+CPU_MLA = {"attention_backend": "CPU_MLA", "block_size": 16}
+"""Its kernels compute in float32, unlike those for AMX; they need blocks of 16."""
+HAS_FP8 = torch.backends.cpu.get_cpu_capability() == "AVX512"
+
+
+def _ask(model: Path | None, flags: tuple[str, ...], expected: Asked, *, at_once: bool) -> None:
+    chosen = () if model is None else (str(model),)
+    with Serve((*chosen, *SPLIT, *flags)) as server:
+        for number, order in enumerate(ORDERS, 1):
+            with Asking(server, order) as asking:
+                prompts = [expected.prompts] if at_once else [[prompt] for prompt in expected.prompts]
+                answers = [answer for some in prompts for answer in asking.ask(some)]
+            assert answers == expected.answers, order
+            (decode,) = server.workers("decode")
+            # One may be overtaken by blocks that the decode worker has by then.
+            assert decode["decode"]["num_remote_done"] >= number * NUM_ASKED - 2, decode
+        until(server.is_idle)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "way"),
+    [
+        pytest.param(ranks, way, marks=() if (ranks, way) == ("tp 1 to 2", "kvrelay") else matrix)
+        for ranks in RANKS
+        for way in WAYS
+    ],
+)
+def test_ranks(asked: list[Asked], ranks: str, way: str) -> None:
+    """vLLM calls pipeline stages at the decode worker unsupported with NIXL, and does not refuse them."""
+    some = Asked(asked[0].prompts[:NUM_ASKED], asked[0].answers[:NUM_ASKED])
+    block = ("--dtype", "float32", "--engine-args", '{"block_size": 32}')
+    block_size = ("--block-size", "32") if way == "kvrelay" else ()
+    _ask(None, (*block, *block_size, *RANKS[ranks], *WAYS[way]), some, at_once=True)
+
+
+@pytest.fixture(scope="module")
+def answers_of(tmp_path_factory: pytest.TempPathFactory, vllm_files: None) -> Callable[..., tuple[Path | None, Asked]]:
+    """By kind of model: where it is, and plain vLLM's answers."""
+
+    @cache
+    def computed(kind: str, arguments: str) -> tuple[Path | None, Asked]:
+        path = None if kind == "fp8" else write_model(kind, tmp_path_factory.mktemp(kind))
+        (answers,) = ask_plain_vllm(draw_prompts(1)[:NUM_ASKED], model=path, **json.loads(arguments))
+        assert len({token for answer in answers.answers for token in answer}) > NUM_TOKENS
+        return path, answers
+
+    return computed
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "moe": {"block_size": 32},
+    "sliding-window": {"block_size": 32},
+    "mla": CPU_MLA,
+    "fp8": {"block_size": 32, "kv_cache_dtype": "fp8"},
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "way", "ranks"),
+    [pytest.param(kind, "kvrelay", (), id=f"{kind}-kvrelay") for kind in KINDS]
+    + [pytest.param(kind, "nixl", (), marks=matrix, id=f"{kind}-nixl") for kind in KINDS]
+    + [
+        pytest.param(kind, "kvrelay", RANKS[ranks], marks=matrix, id=f"{kind}-kvrelay-{ranks}")
+        for kind in ("mla", "fp8")
+        for ranks in ("tp 1 to 2", "tp 2 to 1")
+    ],
+)
+def test_kinds_of_kv(
+    answers_of: Callable[..., tuple[Path | None, Asked]], kind: str, way: str, ranks: tuple[str, ...]
+) -> None:
+    if kind == "fp8" and not HAS_FP8:
+        pytest.skip("vLLM's fp8 KV on a CPU needs AVX-512")
+    arguments = json.dumps(KINDS[kind])
+    path, expected = answers_of(kind, arguments)
+    flags = ("--dtype", "float32", "--engine-args", arguments, *(ranks or EAGER))
+    block_size = ("--block-size", str(KINDS[kind]["block_size"])) if way == "kvrelay" else ()
+    _ask(path, (*flags, *block_size, *WAYS[way]), expected, at_once=False)
