@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
@@ -155,3 +156,62 @@ def test_a_stale_socket_is_no_broker(directory: Path) -> None:
     memory = HostMemory(directory, "model", NUM_BYTES, 0.0)
     assert len(memory.memory) == NUM_BYTES
     memory.close()
+
+
+@pytest.mark.parametrize("wanted", ["0", "-1", str(-(10**30)), str(10**30)])
+def test_no_wanted_size_ends_the_broker(wanted: str, directory: Path) -> None:
+    kept = HostMemory(directory, "model", NUM_BYTES, 60.0)
+    (running,) = brokers_of(directory)
+    connection = connect(directory, 60.0)
+    connection.settimeout(PATIENCE_S)
+    with connection:
+        connection.sendall(json.dumps({"name": "another", "bytes": wanted}).encode())
+        assert "error" in json.loads(connection.recv(512))
+    assert brokers_of(directory) == [running]
+    kept.memory[:1] = b"x"
+    assert HostMemory(directory, "model", NUM_BYTES, 60.0).memory[:1] == b"x"
+
+
+def test_memory_cannot_be_cut_off_under_its_readers(directory: Path) -> None:
+    memory = HostMemory(directory, "model", NUM_BYTES, 60.0)
+    for size in (0, 2 * NUM_BYTES):
+        with pytest.raises(PermissionError):
+            os.ftruncate(memory._fd, size)
+    memory.memory[-1:] = b"x"
+
+
+@pytest.mark.parametrize(("is_sealed", "size"), [(False, NUM_BYTES), (True, NUM_BYTES - 1)])
+def test_memory_that_may_shrink_or_is_short_is_refused(is_sealed: bool, size: int) -> None:
+    fd = os.memfd_create("offered", os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, size)
+        if is_sealed:
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, broker.SEALS)
+        mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with mine, theirs, pytest.MonkeyPatch.context() as patch:
+            patch.setattr(broker, "connect", lambda *_: mine)
+            socket.send_fds(theirs, [json.dumps({"bytes": NUM_BYTES}).encode()], [fd])
+            with pytest.raises(ConfigError, match="no host memory"):
+                HostMemory(Path("anywhere"), "model", NUM_BYTES, 60.0)
+    finally:
+        os.close(fd)
+
+
+@pytest.mark.parametrize(
+    ("own", "files", "left"),
+    [
+        ("0::/a/b", {"a/memory.max": 700, "a/memory.current": 100, "a/b/memory.max": "max"}, 600),
+        ("0::/gone", {"memory.max": 500, "memory.current": 450}, 50),
+        ("4:cpu:/x\n3:memory:/x", {"memory/x/memory.limit_in_bytes": 90, "memory/x/memory.usage_in_bytes": 100}, 0),
+        ("3:memory:/", {"memory/memory.limit_in_bytes": 2**63 - 4096, "memory/memory.usage_in_bytes": 1}, 2048),
+        ("0::/", {}, 2048),
+        ("0::/", {"memory.max": 900, "memory.current": 900, "memory.stat": "anon 1\ninactive_file 800"}, 800),
+    ],
+)
+def test_memory_left_is_that_of_the_container(own: str, files: dict[str, object], left: int, tmp_path: Path) -> None:
+    told = {"proc/meminfo": "MemTotal: 9 kB\nMemAvailable: 2 kB", "proc/self/cgroup": own}
+    told |= {f"sys/fs/cgroup/{name}": str(value) for name, value in files.items()}
+    for name, text in told.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert broker._available_bytes(tmp_path) == left

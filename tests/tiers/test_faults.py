@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import random
+import signal
 from collections import Counter
 from pathlib import Path
 
@@ -13,9 +14,10 @@ from tests.tiers.conftest import SHAPE, MakeStore, PrivateMemory, host_bytes, na
 from tests.tiers.engines import TieredEngine, expected, prompt_of
 from tests.tiers.waiting import settled
 
-from kvrelay.tiers import disk
+from kvrelay.tiers import disk, host
+from kvrelay.tiers.block import BlockName, Shape, header_of
 from kvrelay.tiers.disk import DiskStore
-from kvrelay.tiers.host import HostStore
+from kvrelay.tiers.host import NUM_WAYS, HostStore
 from kvrelay.tiers.store import BlockStore
 
 NUM_BLOCKS = 24
@@ -161,3 +163,38 @@ def test_an_engine_over_faulty_memory_answers_right() -> None:
         assert engine.tiers.counts.num_hits > 50
     finally:
         engine.close()
+
+
+def test_a_writer_that_is_stopped_half_way_is_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process is stopped in the middle of a slot that held another block: readers go on, and miss both."""
+    memory = PrivateMemory(host_bytes(NUM_WAYS))
+    store = HostStore(memory, SHAPE)
+    for number in range(NUM_WAYS):
+        store.store(name_of(number), memoryview(payload_of(number)), 1.0)
+    child = os.fork()
+    if not child:
+        try:
+            monkeypatch.setattr(host, "header_of", stopped_header_of)
+            store.store(name_of(100), memoryview(payload_of(100)), 1.0)
+        finally:
+            os._exit(0)
+    try:
+        assert os.WIFSTOPPED(os.waitpid(child, os.WUNTRACED)[1])
+        into = bytearray(SHAPE.block_bytes)
+        hits = [number for number in [*range(NUM_WAYS), 100] if store.load(name_of(number), memoryview(into))]
+        assert len(hits) == NUM_WAYS - 1
+        assert 100 not in hits
+        os.kill(child, signal.SIGCONT)
+        assert os.WEXITSTATUS(os.waitpid(child, 0)[1]) == 0
+        child = 0
+        assert store.load(name_of(100), memoryview(into))
+        assert bytes(into) == payload_of(100)
+    finally:
+        if child:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+
+
+def stopped_header_of(name: BlockName, shape: Shape, payload: memoryview) -> bytes:
+    os.kill(os.getpid(), signal.SIGSTOP)
+    return header_of(name, shape, payload)

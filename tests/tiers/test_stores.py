@@ -8,16 +8,17 @@ import stat
 import struct
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.tiers.conftest import KINDS, LAYOUT, SHAPE, MakeStore, PrivateMemory, host_bytes, name_of, payload_of
 from tests.tiers.waiting import settled
 
 from kvrelay.errors import ConfigError
-from kvrelay.tiers import disk
+from kvrelay.tiers import disk, host
 from kvrelay.tiers.block import BlockName, header_of, refusal, shape_of
 from kvrelay.tiers.disk import DiskStore, clear_directory
-from kvrelay.tiers.host import NUM_WAYS, HostStore
+from kvrelay.tiers.host import CLOCK_BYTES, NUM_WAYS, HostStore
 from kvrelay.tiers.store import BlockStore
 
 
@@ -147,6 +148,35 @@ def test_memory_that_others_write_may_hold_anything() -> None:
     assert sum(get(store, name_of(number)) == payload_of(number) for number in range(50)) > 0
 
 
+def test_a_tag_over_another_block_is_taken_away() -> None:
+    """Two writers of one slot may leave it: the block that the tag names can be stored again."""
+    memory = PrivateMemory(host_bytes(NUM_WAYS))
+    store = HostStore(memory, SHAPE)
+    put(store, 1)
+    struct.pack_into("<Q", memory.memory, CLOCK_BYTES, name_of(2).sequence_hash)
+    assert get(store, name_of(2)) is None
+    assert store.stats.misses["hash"] == 1
+    put(store, 2)
+    assert get(store, name_of(2)) == payload_of(2)
+
+
+def test_clear_forgets_what_another_worker_is_writing(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = PrivateMemory(host_bytes(64))
+    writer, other = HostStore(memory, SHAPE), HostStore(memory, SHAPE)
+
+    def cleared_meanwhile(*given: Any) -> bytes:
+        other.clear()
+        return header_of(*given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(host, "header_of", cleared_meanwhile)
+        put(writer, 1)
+    assert not other.holds(name_of(1).sequence_hash)
+    assert writer.stats.drops["cleared"] == 1
+    put(writer, 1)
+    assert get(other, name_of(1)) == payload_of(1)
+
+
 def test_two_writers_of_one_slot_never_mix() -> None:
     """Both write different payloads of one block, over and over: what is read is whole, or a miss."""
     memory = PrivateMemory(host_bytes(NUM_WAYS))
@@ -219,6 +249,24 @@ def test_a_disk_that_takes_nothing_drops(
     assert store.stats.drops == {errno.errorcode[error]: 1, "full": 1} if is_full else {errno.errorcode[error]: 2}
 
 
+def test_an_unforeseen_failure_is_counted_and_told_once(
+    make_store: MakeStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = settled(make_store("disk"))
+
+    def fail(*_: object) -> int:
+        raise RuntimeError("a defect")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(disk.os, "writev", fail)
+        put(store, 1)
+        put(store, 2)
+    assert store.stats.drops == {"error": 2}
+    assert caplog.text.count("RuntimeError: a defect") == 1
+    put(store, 1)
+    assert get(store, name_of(1)) == payload_of(1)
+
+
 def test_a_part_of_a_block_is_not_kept(make_store: MakeStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = settled(make_store("disk"))
     write = os.write
@@ -279,6 +327,31 @@ def test_old_and_foreign_files(make_store: MakeStore, tmp_path: Path) -> None:
     assert files(tmp_path) == [foreign]
 
 
+def test_a_scan_asks_nothing_of_files_that_are_known(make_store: MakeStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    read = disk._entries
+
+    class Entry:
+        def __init__(self, number: int, entry: os.DirEntry[str]) -> None:
+            self.number, self.entry = number, entry
+
+        def stat(self) -> os.stat_result:
+            asked.append(self.number)
+            return self.entry.stat()
+
+    monkeypatch.setattr(disk, "RESCAN_S", 0.0)
+    monkeypatch.setattr(disk, "_entries", lambda folder: [(number, Entry(number, at)) for number, at in read(folder)])
+    store, other = make_store("disk"), make_store("disk")
+    for number in range(10):
+        put(store, number)
+    assert asked == []
+    put(other, 100)
+    put(store, 10)
+    assert name_of(100).sequence_hash in asked
+    assert store.holds(name_of(100).sequence_hash)
+    assert len(asked) == 11, "ten of the other store, and one of this"
+
+
 def test_clear_directory_removes_blocks_of_all_models_and_nothing_else(make_store: MakeStore, tmp_path: Path) -> None:
     put(make_store("disk"), 1)
     put(make_store("disk", shape=shape_of("another", LAYOUT)), 2)
@@ -299,7 +372,8 @@ def test_reasons_of_refusal() -> None:
     assert refusal(header[:-1], name, SHAPE, memoryview(payload)) == "short"
     assert refusal(b"x" + header[1:], name, SHAPE, memoryview(payload)) == "format"
     assert refusal(header[:9] + b"x" + header[10:], name, SHAPE, memoryview(payload)) == "header"
-    assert refusal(header, name._replace(sequence_hash=3), SHAPE, memoryview(payload)) == "other"
+    assert refusal(header, name._replace(sequence_hash=3), SHAPE, memoryview(payload)) == "hash"
+    assert refusal(header, name._replace(parent_hash=3), SHAPE, memoryview(payload)) == "other"
     assert refusal(header, name._replace(token_ids=(1, 2, 3, 4)), SHAPE, memoryview(payload)) == "tokens"
     assert refusal(header, name, SHAPE, memoryview(b"x" + payload[1:])) == "checksum"
     other = shape_of("another", LAYOUT)

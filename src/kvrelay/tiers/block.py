@@ -93,8 +93,11 @@ def refusal(header: bytes | memoryview, name: BlockName, shape: Shape, payload: 
         return "header"
     if fingerprint != shape.fingerprint:
         return "fingerprint"
-    is_it = sequence_hash == name.sequence_hash and parent == (ROOT if name.parent_hash is None else name.parent_hash)
-    if not is_it or num_tokens != shape.block_size or num_bytes != shape.block_bytes:
+    if sequence_hash != name.sequence_hash:
+        return "hash"
+    if num_tokens != shape.block_size or num_bytes != shape.block_bytes:
+        return "short"
+    if parent != (ROOT if name.parent_hash is None else name.parent_hash):
         return "other"
     if bytes(tokens) != _token_bytes(name.token_ids):
         return "tokens"

@@ -42,6 +42,10 @@ SOCKET_NAME = "kv-memory.sock"
 _CREDENTIALS = struct.Struct("3i")
 
 
+# Of a size that cannot change: memory that is cut off under a mapping ends the process that reads it (SIGBUS).
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL if hasattr(fcntl, "F_SEAL_SEAL") else 0
+
+
 class Arena:
     """One piece of memory, and the connections that hold it."""
 
@@ -103,7 +107,7 @@ class Broker:
             if message:
                 self._give(connection, json.loads(message), fds)
                 return
-        except (OSError, ValueError, KeyError, TypeError, RecursionError) as exc:
+        except Exception as exc:  # noqa: BLE001 - no message of one worker may end the memory of the others
             with suppress(OSError):
                 connection.sendall(json.dumps({"error": str(exc) or type(exc).__name__}).encode())
         finally:
@@ -113,11 +117,15 @@ class Broker:
 
     def _give(self, connection: socket.socket, wanted: dict[str, object], fds: list[int]) -> None:
         name, num_bytes = str(wanted["name"]), int(str(wanted["bytes"]))
+        if num_bytes <= 0:
+            raise ValueError(f"memory of {num_bytes} bytes")
         arena = self._arenas.get(name)
         if arena is not None and not arena.holders and arena.num_bytes != num_bytes:
             os.close(self._arenas.pop(name).fd)
             arena = None
         if arena is None:
+            if fds:
+                _check_memory(fds[0], num_bytes)
             fd = os.dup(fds[0]) if fds else _new_memory(name, num_bytes)
             arena = self._arenas[name] = Arena(fd, os.fstat(fd).st_size)
         arena.holders.add(connection)
@@ -138,20 +146,63 @@ def _new_memory(name: str, num_bytes: int) -> int:
     available = _available_bytes()
     if num_bytes > available:
         raise OSError(f"the host has {available} bytes of memory left")
-    fd = os.memfd_create(f"kvrelay-{name}", os.MFD_CLOEXEC)
+    fd = os.memfd_create(f"kvrelay-{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, num_bytes)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
     except OSError:
         os.close(fd)
         raise
     return fd
 
 
-def _available_bytes() -> int:
-    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+def _check_memory(fd: int, num_bytes: int) -> None:
+    """Raises OSError unless it is sealed memory of at least this size."""
+    if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & SEALS != SEALS:
+        raise OSError("memory whose size may change")
+    if os.fstat(fd).st_size < num_bytes:
+        raise OSError(f"memory of {os.fstat(fd).st_size} bytes instead of {num_bytes}")
+
+
+def _available_bytes(root: Path = Path("/")) -> int:
+    """Of the machine and of every control group that holds this process, the least."""
+    left = [sys.maxsize]
+    for line in (root / "proc/meminfo").read_text(encoding="ascii").splitlines():
         if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return sys.maxsize
+            left.append(int(line.split()[1]) * 1024)
+    groups = root / "sys/fs/cgroup"
+    with suppress(OSError):
+        for line in (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines():
+            _, controllers, path = line.split(":", 2)
+            if not controllers:
+                left += _left_in(groups, path, "memory.max", "memory.current")
+            elif "memory" in controllers.split(","):
+                left += _left_in(groups / "memory", path, "memory.limit_in_bytes", "memory.usage_in_bytes")
+    return min(left)
+
+
+def _left_in(mount: Path, path: str, limit: str, used: str) -> list[int]:
+    """Bytes that the group and those around it may still take. In a container the path may be the host's, which is not
+    there: the mount itself is the container's group then."""
+    group = mount / path.strip("/")
+    left = []
+    for place in (group, *group.parents):
+        # No limit: the file is absent, or says "max".
+        with suppress(OSError, ValueError):
+            most, taken = int((place / limit).read_text()), int((place / used).read_text())
+            left.append(max(most - taken + _old_file_pages(place), 0))
+        if place == mount:
+            break
+    return left
+
+
+def _old_file_pages(group: Path) -> int:
+    """Bytes of files that the kernel gives up before it refuses memory; they count as used."""
+    with suppress(OSError):
+        for line in (group / "memory.stat").read_text(encoding="ascii").splitlines():
+            if line.startswith(("inactive_file ", "total_inactive_file ")):
+                return int(line.split()[1])
+    return 0
 
 
 def _is_ours(connection: socket.socket) -> bool:
@@ -200,6 +251,11 @@ class HostMemory:
             answer, fds, _, _ = socket.recv_fds(connection, MAX_MESSAGE, 1)
             if not fds:
                 raise OSError(json.loads(answer or b"{}").get("error", "the broker has ended"))
+            try:
+                _check_memory(fds[0], int(json.loads(answer)["bytes"]))
+            except BaseException:
+                os.close(fds[0])
+                raise
             connection.settimeout(None)
             return connection, fds[0], os.fstat(fds[0]).st_size
         except BaseException:

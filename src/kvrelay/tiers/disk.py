@@ -105,7 +105,7 @@ class DiskStore:
         except OSError as exc:
             raise ConfigError(f"disk_kv_cache: {exc}", param="disk_kv_cache") from exc
         self._reader, self._writer = Lane("kv-disk-read"), Lane("kv-disk-write")
-        self._writer.submit(self.refresh)
+        self._later(self.refresh)
 
     def __repr__(self) -> str:
         return f"DiskStore({self._root}, {len(self._known)} of {self._max_blocks} blocks)"
@@ -136,9 +136,9 @@ class DiskStore:
             reason = refusal(content[: self._shape.header_bytes], name, self._shape, into)
         if reason is not None:
             if reason not in ("other", "tokens"):
-                self._writer.submit(lambda: path.unlink(missing_ok=True))
+                self._later(lambda: path.unlink(missing_ok=True))
             return self._missed(name.sequence_hash, reason)
-        self._writer.submit(lambda: self._touch(name.sequence_hash))
+        self._later(lambda: self._touch(name.sequence_hash))
         self.stats.num_loaded += 1
         self.stats.loaded_bytes += len(into)
         self.stats.load_s += time.perf_counter() - began_s
@@ -148,7 +148,22 @@ class DiskStore:
         if self._writer.num_waiting >= MAX_WAITING:
             self.stats.drops["busy"] += 1
         else:
-            self._writer.submit(lambda: self._write(name, payload))
+            self._later(lambda: self._write(name, payload))
+
+    def _later(self, job: Callable[[], Any]) -> None:
+        """On the writer's thread. Nobody waits for it, so what it raises is counted, and told the first time."""
+
+        def run() -> None:
+            try:
+                job()
+            except Exception as exc:  # noqa: BLE001 - a block less, never an answer less
+                if not self.stats.drops["error"]:
+                    _log.warning(
+                        "the KV cache on disk failed; from now on such failures are only counted", exc_info=exc
+                    )
+                self.stats.drops["error"] += 1
+
+        self._writer.submit(run)
 
     def _write(self, name: BlockName, payload: memoryview) -> None:
         self.refresh()
@@ -185,7 +200,7 @@ class DiskStore:
     def clear(self) -> int:
         num_blocks = len(self._known)
         self._known.clear()
-        self._writer.submit(self._remove_all)
+        self._later(self._remove_all)
         return num_blocks
 
     def settle(self, timeout_s: float) -> None:
@@ -225,8 +240,10 @@ class DiskStore:
     def _read_folder(self, number: int, folder: Path) -> None:
         found: dict[int, float] = {}
         for sequence_hash, entry in _entries(folder):
+            # Each of our own writes changes its folder: only files that are new to us are asked for their times.
+            known_s = self._known.get(sequence_hash)
             with suppress(OSError):
-                found[sequence_hash] = entry.stat().st_mtime
+                found[sequence_hash] = entry.stat().st_mtime if known_s is None else known_s
         for sequence_hash in [known for known in list(self._known) if known >> 56 == number and known not in found]:
             self._known.pop(sequence_hash, None)
         new = sorted(

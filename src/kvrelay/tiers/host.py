@@ -1,6 +1,6 @@
 """Blocks in memory that all workers of a host share, laid out so that it needs no lock and no one's care.
 
-    [ clock ]   [ sets: tags of 8 ways | worths of 8 ways ]   [ slots: header, tokens, payload ]
+    [ clock, clears ]   [ sets: tags of 8 ways | worths of 8 ways ]   [ slots: header, tokens, payload ]
 
 A block may lie in the 16 slots of the two sets that its hash names; of these an empty one takes it, or the one that is
 worth least gives way. With 16 to choose from that is nearly the least of all, so old prompts go as a whole instead of a
@@ -8,7 +8,11 @@ block of each prompt. Worth is seconds saved plus the clock, which rises to the 
 used again grows old (GDSF; Cherkasova, HPL-98-69).
 
 A writer takes the tag away, writes the slot, and then sets the tag. If two write the same slot, or one dies half-way,
-the block does not prove itself and is a miss. So nobody's end leaves anything to repair.
+the block does not prove itself and is a miss; a tag over another block goes with the first read of it. So nobody's end
+leaves anything to repair.
+
+A clear counts itself before it takes the tags away. A writer that finds another count than it began with takes its own
+tag away: what it wrote is from before the clear.
 
 A block that was loaded is on a device again: it is the first to give way, until it is evicted there once more
 ("boundary", not in both).
@@ -34,6 +38,7 @@ _TAG = struct.Struct("<Q")
 _DOUBLE = struct.Struct("<d")
 SET_BYTES = _TAGS.size + _WORTHS.size
 CLOCK_BYTES = ALIGN
+CLEARS_AT = _DOUBLE.size
 MAX_CLOCK_S = 1e12
 EMPTY = 0
 """A tag. A block whose hash is 0 is never stored."""
@@ -106,7 +111,7 @@ class HostStore:
         if reason is not None:
             self.stats.misses[reason] += 1
             if reason not in ("other", "tokens"):
-                self._set_tag(place, EMPTY)
+                self._forget(place, name.sequence_hash)
             return False
         self._set_worth(place, 0.0)
         self.stats.num_loaded += 1
@@ -117,6 +122,7 @@ class HostStore:
     def store(self, name: BlockName, payload: memoryview, worth_s: float) -> None:
         if name.sequence_hash == EMPTY or self.worth_again(name.sequence_hash, worth_s):
             return
+        num_clears = self._num_clears
         place, gives_way_at = self._victim(name.sequence_hash)
         clock = self._clock
         if gives_way_at > clock + worth_s:
@@ -131,11 +137,17 @@ class HostStore:
         if gives_way_at > clock:
             _DOUBLE.pack_into(self._memory, 0, gives_way_at)
         self._set_tag(place, name.sequence_hash)
+        if self._num_clears != num_clears:
+            self._forget(place, name.sequence_hash)
+            self.stats.drops["cleared"] += 1
+            return
         self.stats.num_stored += 1
 
     def clear(self) -> int:
         num_blocks = self.count()
-        self._memory[: self._slots_at] = bytes(self._slots_at)
+        _TAG.pack_into(self._memory, CLEARS_AT, (self._num_clears + 1) % 2**64)
+        self._memory[CLOCK_BYTES : self._slots_at] = bytes(self._slots_at - CLOCK_BYTES)
+        _DOUBLE.pack_into(self._memory, 0, 0.0)
         return num_blocks
 
     def count(self) -> int:
@@ -152,6 +164,11 @@ class HostStore:
         """Memory that others write may hold anything."""
         clock: float = _DOUBLE.unpack_from(self._memory, 0)[0]
         return clock if 0.0 <= clock < MAX_CLOCK_S else 0.0
+
+    @property
+    def _num_clears(self) -> int:
+        number: int = _TAG.unpack_from(self._memory, CLEARS_AT)[0]
+        return number
 
     def _sets_of(self, sequence_hash: int) -> tuple[int, int]:
         return sequence_hash % self._num_sets, (sequence_hash >> 32) % self._num_sets
@@ -186,6 +203,11 @@ class HostStore:
 
     def _set_tag(self, place: Place, tag: int) -> None:
         _TAG.pack_into(self._memory, CLOCK_BYTES + place.set * SET_BYTES + place.way * _TAG.size, tag)
+
+    def _forget(self, place: Place, sequence_hash: int) -> None:
+        """Take the tag away, unless another block has come to the place meanwhile."""
+        if self._tags(place.set)[place.way] == sequence_hash:
+            self._set_tag(place, EMPTY)
 
     def _set_worth(self, place: Place, worth_s: float) -> None:
         at = CLOCK_BYTES + place.set * SET_BYTES + _TAGS.size + place.way * _DOUBLE.size
