@@ -16,8 +16,8 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-NOT_PRIVATE = frozenset({"_replace", "_asdict", "_fields", "_make", "_field_defaults"})
-"""Of named tuples."""
+NOT_PRIVATE = frozenset({"_replace", "_asdict", "_fields", "_make", "_field_defaults", "_exit"})
+"""Of named tuples, and ``os._exit``."""
 OWNERS = frozenset({"self", "cls"})
 
 

@@ -176,7 +176,7 @@ def test_memory_cannot_be_cut_off_under_its_readers(directory: Path) -> None:
     memory = HostMemory(directory, "model", NUM_BYTES, 60.0)
     for size in (0, 2 * NUM_BYTES):
         with pytest.raises(PermissionError):
-            os.ftruncate(memory._fd, size)
+            os.ftruncate(memory.fd, size)
     memory.memory[-1:] = b"x"
 
 
@@ -214,4 +214,4 @@ def test_memory_left_is_that_of_the_container(own: str, files: dict[str, object]
     for name, text in told.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    assert broker._available_bytes(tmp_path) == left
+    assert broker.available_bytes(tmp_path) == left

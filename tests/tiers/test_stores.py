@@ -329,7 +329,7 @@ def test_old_and_foreign_files(make_store: MakeStore, tmp_path: Path) -> None:
 
 def test_a_scan_asks_nothing_of_files_that_are_known(make_store: MakeStore, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
-    read = disk._entries
+    read = disk.entries
 
     class Entry:
         def __init__(self, number: int, entry: os.DirEntry[str]) -> None:
@@ -340,7 +340,7 @@ def test_a_scan_asks_nothing_of_files_that_are_known(make_store: MakeStore, monk
             return self.entry.stat()
 
     monkeypatch.setattr(disk, "RESCAN_S", 0.0)
-    monkeypatch.setattr(disk, "_entries", lambda folder: [(number, Entry(number, at)) for number, at in read(folder)])
+    monkeypatch.setattr(disk, "entries", lambda folder: [(number, Entry(number, at)) for number, at in read(folder)])
     store, other = make_store("disk"), make_store("disk")
     for number in range(10):
         put(store, number)

@@ -143,7 +143,7 @@ class Broker:
 
 def _new_memory(name: str, num_bytes: int) -> int:
     """Raises OSError if the machine has not so much left: pages are taken as they are first used, which is too late."""
-    available = _available_bytes()
+    available = available_bytes()
     if num_bytes > available:
         raise OSError(f"the host has {available} bytes of memory left")
     fd = os.memfd_create(f"kvrelay-{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -164,7 +164,7 @@ def _check_memory(fd: int, num_bytes: int) -> None:
         raise OSError(f"memory of {os.fstat(fd).st_size} bytes instead of {num_bytes}")
 
 
-def _available_bytes(root: Path = Path("/")) -> int:
+def available_bytes(root: Path = Path("/")) -> int:
     """Of the machine and of every control group that holds this process, the least."""
     left = [sys.maxsize]
     for line in (root / "proc/meminfo").read_text(encoding="ascii").splitlines():
@@ -224,8 +224,8 @@ class HostMemory:
         if not hasattr(os, "memfd_create"):
             raise ConfigError("host_kv_cache needs Linux", param="host_kv_cache")
         try:
-            self._connection, self._fd, self.num_bytes = self._claim(num_bytes, ())
-            self.memory = mmap.mmap(self._fd, self.num_bytes)
+            self._connection, self.fd, self.num_bytes = self._claim(num_bytes, ())
+            self.memory = mmap.mmap(self.fd, self.num_bytes)
             if self.num_bytes != num_bytes:
                 _log.warning("host_kv_cache has %d bytes: other workers of this model began with that", self.num_bytes)
         except (OSError, ValueError, subprocess.SubprocessError) as exc:
@@ -239,7 +239,7 @@ class HostMemory:
             with suppress(OSError):
                 self._connection.shutdown(socket.SHUT_RDWR)
             self._connection.close()
-            os.close(self._fd)
+            os.close(self.fd)
 
     def _claim(self, num_bytes: int, offered: tuple[int, ...]) -> tuple[socket.socket, int, int]:
         """The connection, the arena's file descriptor, and its size."""
@@ -270,13 +270,13 @@ class HostMemory:
             if self._closed.wait(wait_s):
                 return
             try:
-                connection, fd, _ = self._claim(self.num_bytes, (self._fd,))
+                connection, fd, _ = self._claim(self.num_bytes, (self.fd,))
             except (OSError, ValueError, subprocess.SubprocessError) as exc:
                 _log.warning("the broker of host KV memory has ended, and none starts: %s", exc)
                 wait_s = min(2 * wait_s, MAX_RETRY_S)
                 continue
             wait_s = RETRY_S
-            is_same = os.path.sameopenfile(fd, self._fd)
+            is_same = os.path.sameopenfile(fd, self.fd)
             os.close(fd)
             _log.warning(
                 "the broker of host KV memory was replaced; %s",

@@ -239,7 +239,7 @@ class DiskStore:
 
     def _read_folder(self, number: int, folder: Path) -> None:
         found: dict[int, float] = {}
-        for sequence_hash, entry in _entries(folder):
+        for sequence_hash, entry in entries(folder):
             # Each of our own writes changes its folder: only files that are new to us are asked for their times.
             known_s = self._known.get(sequence_hash)
             with suppress(OSError):
@@ -282,13 +282,13 @@ class DiskStore:
         return self._root / name[:2] / name
 
 
-def _entries(folder: Path) -> Iterator[tuple[int, os.DirEntry[str]]]:
+def entries(folder: Path) -> Iterator[tuple[int, os.DirEntry[str]]]:
     """The blocks of a folder. Files whose writer has died are removed; foreign ones stay."""
     try:
-        entries = list(os.scandir(folder))
+        found = list(os.scandir(folder))
     except OSError:
         return
-    for entry in entries:
+    for entry in found:
         if TEMPORARY in entry.name:
             with suppress(OSError):
                 if time.time() - entry.stat().st_mtime > STALE_S:
@@ -307,7 +307,7 @@ def clear_directory(directory: Path) -> int:
             continue
         for number in range(NUM_FOLDERS):
             folder = root / f"{number:02x}"
-            num_blocks += sum(1 for _ in _entries(folder))
+            num_blocks += sum(1 for _ in entries(folder))
             shutil.rmtree(folder, ignore_errors=True)
         with suppress(OSError):
             root.rmdir()
