@@ -40,7 +40,8 @@ RANKS = {
     "pp 2 to 2": PIPELINE,
 }
 CPU_MLA = {"attention_backend": "CPU_MLA", "block_size": 16}
-"""Its kernels compute in float32, unlike those for AMX; they need blocks of 16."""
+"""Its kernels compute in float32, unlike those for AMX; they need blocks of 16. vLLM's own answers of this model differ
+between one rank and two, without any hand-off, and with its NIXL connector, so neither has a cell."""
 HAS_FP8 = torch.backends.cpu.get_cpu_capability() == "AVX512"
 
 
@@ -99,10 +100,9 @@ KINDS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     ("kind", "way", "ranks"),
     [pytest.param(kind, "kvrelay", (), id=f"{kind}-kvrelay") for kind in KINDS]
-    + [pytest.param(kind, "nixl", (), marks=matrix, id=f"{kind}-nixl") for kind in KINDS]
+    + [pytest.param(kind, "nixl", (), marks=matrix, id=f"{kind}-nixl") for kind in KINDS if kind != "mla"]
     + [
-        pytest.param(kind, "kvrelay", RANKS[ranks], marks=matrix, id=f"{kind}-kvrelay-{ranks}")
-        for kind in ("mla", "fp8")
+        pytest.param("fp8", "kvrelay", RANKS[ranks], marks=matrix, id=f"fp8-kvrelay-{ranks}")
         for ranks in ("tp 1 to 2", "tp 2 to 1")
     ],
 )
