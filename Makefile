@@ -52,7 +52,7 @@ $(VLLM_VENV)/.installed: pyproject.toml constraints.txt
 	@touch $@
 
 test-matrix: env system-packages  ## long matrices: layouts by transports by orders, chaos, deep exploration
-	@$(PYTEST) -m matrix $(ARGS)
+	@$(PYTEST) -m "matrix and not vllm" $(ARGS)
 
 test-busy: env system-packages  ## the same RUNS=3 times with a busy loop on each core
 	@$(BIN)/python tools/busy_suite.py --runs $(RUNS) -- $(PYTEST) $(ARGS)
