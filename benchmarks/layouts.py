@@ -18,7 +18,7 @@ from kvrelay.bench.report.table import Row, results_table
 from kvrelay.bench.transfer import move, moving
 from kvrelay.cli.options import SettingsSource, field_options, json_option
 from kvrelay.config import TransferConfig
-from kvrelay.core.layout import BlockRun, KVLayout
+from kvrelay.core.layout import BlockRun, KVLayout, paged_kv
 from kvrelay.transfer.base import Transport
 from kvrelay.transfer.layout_mapping import LayoutMapping
 from kvrelay.transfer.nixl import NixlTransport
@@ -78,7 +78,7 @@ def _cases(
     shape: tuple[int, int, int], op: TransferOp, pool_bytes: int, total_bytes: int
 ) -> Iterator[tuple[str, Pieces]]:
     def layout(tp: int = 1, pp: int = 1, block: int = 16) -> KVLayout:
-        return KVLayout(shape[0], shape[1], block, shape[2], "bfloat16", tp, pp)
+        return paged_kv(shape[0], shape[1], block, shape[2], "bfloat16", tp, pp)
 
     pairs = {
         "contiguous": (layout(), layout()),

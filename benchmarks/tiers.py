@@ -30,7 +30,7 @@ from kvrelay.bench.report.files import print_result
 from kvrelay.bench.report.metrics import LoadReport, figure
 from kvrelay.bench.report.table import Row, results_table
 from kvrelay.cli.options import json_option, model_argument
-from kvrelay.core.layout import KVLayout
+from kvrelay.core.layout import paged_kv
 from kvrelay.tiers.block import BlockName, shape_of
 from kvrelay.tiers.host import HostStore, slot_bytes
 
@@ -119,7 +119,7 @@ def _row(load: str, found: Sequence[Sequence[LoadReport]]) -> Row:
 
 # -- where evicted blocks go ------------------------------------------------------------------------------------------
 
-LAYOUT = KVLayout(1, 1, 16, 2, "float32")
+LAYOUT = paged_kv(1, 1, 16, 2, "float32")
 SHAPE = shape_of("policies", LAYOUT)
 
 

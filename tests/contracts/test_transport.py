@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from kvrelay.config import TransferConfig
-from kvrelay.core.layout import KVLayout, MemoryRegion
+from kvrelay.core.layout import MemoryRegion, paged_kv
 from kvrelay.core.workers import KvMetadata
 from kvrelay.errors import IncompatiblePeerError, TransferError
 from kvrelay.transfer.base import Transport
@@ -23,7 +23,7 @@ from kvrelay.transfer.pieces import MAX_NOTIFY_BYTES, NO_PIECES, block_pieces
 from kvrelay.transfer.shm.memory import SharedPoolMemory
 from kvrelay.transfer.values import Pieces, TransferOp
 
-LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, block_size=4, head_dim=16, dtype="float32")
+LAYOUT = paged_kv(num_layers=2, num_kv_heads=2, block_size=4, head_dim=16, dtype="float32")
 NUM_BLOCKS = 64
 WAIT_S = 60.0
 

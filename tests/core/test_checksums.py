@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvrelay.core.checksums import block_checksum, find_damage, unit_checksums, unit_tokens
-from kvrelay.core.layout import KVLayout
+from kvrelay.core.layout import KVLayout, KVRegion, RegionCut, paged_kv
 
 
 def test_every_bit_of_a_block_counts() -> None:
@@ -48,14 +48,14 @@ DENSE = np.arange(32 * 4 * 2 * 2 * 3, dtype=np.int32).reshape(32, 4, 2, 2, 3)
 def block_of(tp: int, pp: int, first_token: int, size: int) -> tuple[np.ndarray, KVLayout]:
     """The block that holds these tokens, over all ranks."""
     copies = max(1, tp // 2)
-    layout = KVLayout(4, 2 * copies, size, 3, "int32", tp, pp, copies)
-    part = layout.of_rank
-    block = np.empty((pp, tp, *part.block_shape), dtype=np.int32)
+    layout = paged_kv(4, 2 * copies, size, 3, "int32", tp, pp, copies)
+    num_layers, _, num_heads, _ = next(layout.parts(0)).shape
+    block = np.empty((pp, tp, num_layers, 2, num_heads, size, 3), dtype=np.int32)
     tokens = DENSE[first_token : first_token + size]
     for stage in range(pp):
         for rank in range(tp):
-            heads = [rank // copies] if copies > 1 else range(rank * part.num_kv_heads, (rank + 1) * part.num_kv_heads)
-            layers = slice(stage * part.num_layers, (stage + 1) * part.num_layers)
+            heads = [rank // copies] if copies > 1 else range(rank * num_heads, (rank + 1) * num_heads)
+            layers = slice(stage * num_layers, (stage + 1) * num_layers)
             block[stage, rank] = tokens[:, layers][:, :, :, list(heads)].transpose(1, 2, 3, 0, 4)
     return block.reshape(-1).view(np.uint8), layout
 
@@ -82,3 +82,21 @@ def test_every_byte_of_every_copy_counts(tp: int) -> None:
 
 def test_units_divide_the_blocks_of_most_workers() -> None:
     assert [unit_tokens(size) for size in (1, 8, 16, 24, 32, 48, 128)] == [1, 8, 16, 8, 16, 16, 16]
+    assert [unit_tokens(size, 128) for size in (128, 256)] == [128, 128]
+
+
+def test_a_state_counts_in_the_last_unit_and_every_region_counts() -> None:
+    latent = KVRegion("latent", 2, 1, 4, "int32", num_vectors=1)
+    state = KVRegion("state", 1, 2, 4, "int32", num_vectors=1, entry_tokens=0)
+    layout = KVLayout(32, (RegionCut(latent, (2,), 2), RegionCut(state, (1,))), tp_size=2)
+    sizes = [part.num_bytes for part in layout.parts(0)]
+    block = np.zeros(layout.block_bytes, dtype=np.uint8)
+    sound = unit_checksums(block, layout)
+    assert len(sound) == 2
+    for byte in range(len(block)):
+        block[byte] ^= 1
+        damaged = [before != after for before, after in zip(sound, unit_checksums(block, layout), strict=True)]
+        block[byte] ^= 1
+        within = byte % (layout.block_bytes // 2)
+        is_state = within >= sizes[0]
+        assert damaged == ([False, True] if is_state or within % (32 * 16) >= 16 * 16 else [True, False])

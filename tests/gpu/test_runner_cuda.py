@@ -11,7 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from kvrelay.config.settings import EngineConfig, RunnerConfig  # noqa: E402
-from kvrelay.core.layout import KVLayout  # noqa: E402
+from kvrelay.core.layout import paged_kv  # noqa: E402
 from kvrelay.core.sampling import SamplingParams  # noqa: E402
 from kvrelay.engine.step import Executor, NewSequence, SchedulerOutput  # noqa: E402
 from kvrelay.executors.torch import build_executor  # noqa: E402
@@ -81,7 +81,7 @@ def test_float32_equals_the_cpu(model: Path) -> None:
 
 
 def test_checksums_are_those_of_the_same_bytes_on_the_host() -> None:
-    layout = KVLayout(num_layers=2, num_kv_heads=2, block_size=16, head_dim=64, dtype="bfloat16")
+    layout = paged_kv(num_layers=2, num_kv_heads=2, block_size=16, head_dim=64, dtype="bfloat16")
     device, host = (KvPool(layout, 8, torch.device(kind), torch.bfloat16) for kind in ("cuda", "cpu"))
     device.tensor.normal_()
     host.tensor.copy_(device.tensor)

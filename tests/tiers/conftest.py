@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from kvrelay.core.layout import KVLayout
+from kvrelay.core.layout import paged_kv
 from kvrelay.tiers.block import BlockName, Shape, shape_of
 from kvrelay.tiers.disk import DiskStore
 from kvrelay.tiers.host import HostStore, slot_bytes
 from kvrelay.tiers.store import BlockStore
 
-LAYOUT = KVLayout(1, 1, 4, 2, "float32")
+LAYOUT = paged_kv(1, 1, 4, 2, "float32")
 SHAPE = shape_of("model", LAYOUT)
 KINDS = ("host", "disk")
 MakeStore = Callable[..., BlockStore]

@@ -341,7 +341,7 @@ def test_a_scan_asks_nothing_of_files_that_are_known(make_store: MakeStore, monk
 
     monkeypatch.setattr(disk, "RESCAN_S", 0.0)
     monkeypatch.setattr(disk, "entries", lambda folder: [(number, Entry(number, at)) for number, at in read(folder)])
-    store, other = make_store("disk"), make_store("disk")
+    store, other = settled(make_store("disk")), settled(make_store("disk"))
     for number in range(10):
         put(store, number)
     assert asked == []

@@ -17,11 +17,11 @@ import numpy as np
 import xxhash
 
 from kvrelay.config import TransferConfig
-from kvrelay.core.layout import KVLayout, MemoryRegion
+from kvrelay.core.layout import MemoryRegion, paged_kv
 from kvrelay.core.workers import KvMetadata
 from kvrelay.transfer import TransferOp, TransferThread, block_pieces, build_transport
 
-LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, block_size=16, head_dim=32, dtype="bfloat16")
+LAYOUT = paged_kv(num_layers=2, num_kv_heads=2, block_size=16, head_dim=32, dtype="bfloat16")
 NUM_BLOCKS = 256
 
 

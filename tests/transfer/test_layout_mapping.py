@@ -1,4 +1,4 @@
-"""Plans between unequal layouts, against a dense reference copy: tokens x layers x K/V x heads x values."""
+"""Plans between unequal layouts of all kinds of regions, against a dense reference copy, value by value."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrelay.core.layout import BlockRun, KVLayout
+from kvrelay.core.layout import BlockRun, KVLayout, KVRegion, RegionCut, paged_kv
 from kvrelay.errors import IncompatiblePeerError, TransferError
 from kvrelay.transfer.layout_mapping import LayoutMapping
 from kvrelay.transfer.pieces import block_pieces, check_bounds
@@ -26,58 +26,81 @@ Values = npt.NDArray[np.int32]
 def layout(*, tp: int = 1, pp: int = 1, block: int = 4, layers: int = 4, heads: int = 2, head_dim: int = 2) -> KVLayout:
     """A worker of a model with so many layers and KV heads."""
     replicas = max(1, tp // heads)
-    return KVLayout(
-        num_layers=layers,
-        num_kv_heads=heads * replicas,
-        block_size=block,
-        head_dim=head_dim,
-        dtype="int32",
-        tp_size=tp,
-        pp_size=pp,
-        head_replicas=replicas,
-    )
+    return paged_kv(layers, heads * replicas, block, head_dim, "int32", tp, pp, replicas)
+
+
+def cut(model: tuple[KVRegion, ...], *, tp: int, stages: list[list[int]], block: int) -> KVLayout:
+    """A worker of any model. ``stages``: of each region, its layers on each stage."""
+    regions = [
+        RegionCut(region, tuple(layers), max(1, tp // region.num_heads))
+        for region, layers in zip(model, stages, strict=True)
+    ]
+    return KVLayout(block, tuple(regions), tp)
 
 
 class Pool:
-    """A worker's pool, written and read one value at a time, rank by rank, as the ranks themselves address it."""
+    """A worker's pool, written one value at a time, rank by rank, as the ranks themselves address it."""
 
     def __init__(self, shape: KVLayout) -> None:
         self.shape = shape
-        part = shape.of_rank
-        self.memory = np.full((NUM_BLOCKS, shape.pp_size, shape.tp_size, *part.block_shape), UNTOUCHED, np.int32)
+        self.ranks = {
+            (stage, rank, number): np.full(
+                (
+                    NUM_BLOCKS,
+                    each.stage_layers[stage],
+                    each.region.num_vectors,
+                    each.num_slots // shape.tp_size,
+                    shape.block_size // each.region.entry_tokens if each.region.entry_tokens else 1,
+                    each.region.entry_values,
+                ),
+                UNTOUCHED,
+                np.int32,
+            )
+            for stage, rank in itertools.product(range(shape.pp_size), range(shape.tp_size))
+            for number, each in enumerate(shape.regions)
+        }
 
-    @property
-    def flat(self) -> npt.NDArray[np.uint8]:
-        return self.memory.reshape(-1).view(np.uint8)
+    def bytes(self) -> npt.NDArray[np.uint8]:
+        """A copy of the whole memory."""
+        blocks = np.concatenate([part.reshape(NUM_BLOCKS, -1) for part in self.ranks.values()], axis=1)
+        return blocks.reshape(-1).view(np.uint8)
 
-    def heads_of(self, tp_rank: int) -> list[int]:
+    def heads_of(self, region: KVRegion, tp_rank: int) -> list[int]:
         """The model's heads that a rank holds (the executor's rule)."""
-        num_model_heads, tp = self.shape.num_model_heads, self.shape.tp_size
-        if tp > num_model_heads:
-            return [tp_rank * num_model_heads // tp]
-        share = num_model_heads // tp
+        tp = self.shape.tp_size
+        if tp > region.num_heads:
+            return [tp_rank * region.num_heads // tp]
+        share = region.num_heads // tp
         return list(range(tp_rank * share, (tp_rank + 1) * share))
 
-    def put(self, dense: Values, table: list[int], tokens: range) -> None:
-        part = self.shape.of_rank
-        for token, stage, rank in itertools.product(tokens, range(self.shape.pp_size), range(self.shape.tp_size)):
-            layers = slice(stage * part.num_layers, (stage + 1) * part.num_layers)
-            block, at = table[token // part.block_size], token % part.block_size
-            self.memory[block, stage, rank, :, :, :, at] = dense[token, layers][:, :, self.heads_of(rank)]
+    def put(self, dense: list[Values], table: list[int], tokens: range) -> None:
+        for (stage, rank, number), memory in self.ranks.items():
+            region, layers = self.shape.regions[number].region, self.shape.regions[number].stage_layers
+            first = sum(layers[:stage])
+            own = dense[number][:, first : first + layers[stage]][:, :, :, self.heads_of(region, rank)]
+            size = self.shape.block_size
+            for token in tokens:
+                entry_tokens = region.entry_tokens or size
+                memory[table[token // size], :, :, :, token % size // entry_tokens] = own[token // entry_tokens]
 
 
-def dense_kv(shape: KVLayout, num_tokens: int) -> Values:
-    size = (num_tokens, shape.num_layers, 2, shape.num_model_heads, shape.head_dim)
-    return np.arange(math.prod(size), dtype=np.int32).reshape(size)
+def dense_kv(shape: KVLayout, num_tokens: int) -> list[Values]:
+    """Of each region, [entry, layer, vector, head, value], no value twice."""
+    found: list[Values] = []
+    for number, region in enumerate(shape.model):
+        num_entries = -(-num_tokens // (region.entry_tokens or shape.block_size))
+        size = (num_entries, region.num_layers, region.num_vectors, region.num_heads, region.entry_values)
+        found.append((np.arange(math.prod(size)) + 10**8 * number).astype(np.int32).reshape(size))
+    return found
 
 
-def carry_out(op: TransferOp, pieces: Pieces, local: Pool, remote: Pool) -> None:
-    check_bounds(pieces, local.flat.size, remote.flat.size, "peer")
+def carry_out(op: TransferOp, pieces: Pieces, local: npt.NDArray[np.uint8], remote: npt.NDArray[np.uint8]) -> None:
+    check_bounds(pieces, local.size, remote.size, "peer")
     for here, there, length in zip(pieces.local_offsets, pieces.remote_offsets, pieces.lengths, strict=True):
         if op is TransferOp.WRITE:
-            remote.flat[there : there + length] = local.flat[here : here + length]
+            remote[there : there + length] = local[here : here + length]
         else:
-            local.flat[here : here + length] = remote.flat[there : there + length]
+            local[here : here + length] = remote[there : there + length]
 
 
 def is_merged(op: TransferOp, pieces: Pieces) -> bool:
@@ -106,10 +129,12 @@ def check(op: TransferOp, local: KVLayout, remote: KVLayout, begin: int, end: in
     expected.put(dense, target_table, moved)
     runs = [run_of(table, shape.block_size, begin, end) for table, shape in zip(tables, (local, remote), strict=True)]
     pieces = mapping.pieces(op, runs[0], runs[1], begin, moved.stop)
-    carry_out(op, pieces, here, there)
-    np.testing.assert_array_equal(target.memory, expected.memory)
+    memories = here.bytes(), there.bytes()
+    carry_out(op, pieces, *memories)
+    np.testing.assert_array_equal(memories[op is TransferOp.WRITE], expected.bytes())
     assert is_merged(op, pieces)
-    assert pieces.num_bytes == len(moved) * target.shape.bytes_per_token
+    if not local.has_states:
+        assert pieces.num_bytes == len(moved) * target.shape.block_bytes // target.shape.block_size
 
 
 DEGREES = (1, 2, 4)
@@ -154,6 +179,54 @@ def test_plans_of_random_layouts_equal_the_dense_copy(data: st.DataObject) -> No
     check(data.draw(st.sampled_from(TransferOp)), local, remote, begin, end, tables)
 
 
+KINDS = (
+    KVRegion("kv", 4, 4, 2, "int32"),
+    KVRegion("window", 2, 2, 3, "int32", window=128),
+    KVRegion("latent", 3, 1, 5, "int32", num_vectors=1),
+    KVRegion("compressed", 2, 1, 3, "int32", num_vectors=1, entry_tokens=2),
+    KVRegion("packed", 2, 2, 7, "int32", num_vectors=1, entry_tokens=4),
+    KVRegion("state", 2, 4, 6, "int32", num_vectors=1, entry_tokens=0),
+    KVRegion("tail", 1, 1, 3, "int32", num_vectors=1, entry_tokens=0),
+    KVRegion("draft", 1, 2, 2, "int32"),
+)
+
+
+@st.composite
+def mixtures(draw: st.DrawFn) -> tuple[KVLayout, KVLayout]:
+    """Two workers of a model with some kinds of regions, whose layers lie on their stages in any numbers."""
+    model = tuple(draw(st.lists(st.sampled_from(KINDS), min_size=1, max_size=4, unique=True)))
+    has_states = any(not region.entry_tokens for region in model)
+    sizes = draw(st.lists(st.sampled_from([4, 8, 12]), min_size=2, max_size=2))
+
+    def one(block: int) -> KVLayout:
+        pp = draw(st.integers(1, 3))
+        cuts = [sorted(draw(st.integers(0, region.num_layers)) for _ in range(pp - 1)) for region in model]
+        ends = [[0, *each, region.num_layers] for each, region in zip(cuts, model, strict=True)]
+        stages = [[after - before for before, after in itertools.pairwise(each)] for each in ends]
+        return cut(model, tp=draw(st.sampled_from([1, 2, 4])), stages=stages, block=block)
+
+    return one(sizes[0]), one(sizes[0] if has_states else sizes[1])
+
+
+@given(st.data())
+@settings(max_examples=150, deadline=None)
+def test_mixtures_of_regions_equal_the_dense_copy(data: st.DataObject) -> None:
+    local, remote = data.draw(mixtures())
+    assert local.flaw is remote.flaw is None
+    unit = math.gcd(local.block_size, remote.block_size)
+    limit = NUM_BLOCKS * min(local.block_size, remote.block_size)
+    begin = data.draw(st.integers(0, limit // unit - 1)) * unit
+    end = data.draw(st.integers(begin + 1, limit))
+    tables = [data.draw(st.permutations(range(NUM_BLOCKS))) for _ in range(2)]
+    check(data.draw(st.sampled_from(TransferOp)), local, remote, begin, end, tables)
+
+
+def test_states_do_not_move_between_blocks_of_unlike_sizes() -> None:
+    here, there = (cut(KINDS[5:6], tp=1, stages=[[2]], block=block) for block in (4, 8))
+    with pytest.raises(IncompatiblePeerError, match="states lie at the ends of blocks: block_size is 8 there, 4 here"):
+        LayoutMapping(here, there)
+
+
 @pytest.mark.parametrize("heads", [1, 2, 4])
 @pytest.mark.parametrize("op", list(TransferOp))
 def test_equal_ranks_alone_talk_when_tp_is_equal(op: TransferOp, heads: int) -> None:
@@ -190,16 +263,17 @@ def test_no_choice_among_repeated_heads_leaves_fewer_pieces(tp: int, pp: int) ->
     source, target = layout(tp=8, heads=heads, layers=layers), layout(tp=tp, pp=pp, heads=heads, layers=layers)
     mapping = LayoutMapping(source, target)
     found = mapping.pieces(TransferOp.WRITE, BlockRun(0, [0]), BlockRun(0, [0])).num_pieces
-    part, cell_bytes = source.of_rank, source.block_size * source.token_head_bytes
+    cell_bytes = source.regions[0].cell_bytes(source.block_size)
+    part_bytes, replicas = next(source.parts(0)).num_bytes, target.regions[0].head_replicas
     fewest = math.inf
-    slots = [slot // target.head_replicas for slot in range(target.num_kv_heads)]
+    slots = [slot // replicas for slot in range(target.regions[0].num_slots)]
     for choice in itertools.product(range(4), repeat=len(slots)):
         pieces, end = 0, -1
         for stage, rank in itertools.product(range(pp), range(tp)):
             own = range(rank * len(slots) // tp, (rank + 1) * len(slots) // tp)
             for layer, kv, slot in itertools.product(range(layers // pp), range(2), own):
                 copy = slots[slot] * 4 + choice[slot]
-                start = copy * part.block_bytes + ((stage * layers // pp + layer) * 2 + kv) * cell_bytes
+                start = copy * part_bytes + ((stage * layers // pp + layer) * 2 + kv) * cell_bytes
                 pieces += start != end
                 end = start + cell_bytes
         fewest = min(fewest, pieces)
@@ -239,12 +313,13 @@ def test_tokens_that_are_not_whole_units_are_refused() -> None:
         layout(layers=6),
         layout(heads=4),
         layout(head_dim=4),
-        KVLayout(4, 2, 4, 2, "float32"),
-        KVLayout(4, 2, 4, 2, "text"),
-        KVLayout(4, 2, 4, 2, "int32", pp_size=3),
-        KVLayout(4, 2, 4, 2, "int32", tp_size=4),
-        KVLayout(4, 4, 4, 2, "int32", tp_size=2, head_replicas=2),
-        KVLayout(4, 3, 4, 2, "int32", tp_size=3, head_replicas=2),
+        paged_kv(4, 2, 4, 2, "float32"),
+        paged_kv(4, 2, 4, 2, "text"),
+        KVLayout(4, (RegionCut(KVRegion("kv", 4, 2, 2, "int32"), (2, 1)),)),
+        KVLayout(4, (RegionCut(KVRegion("latent", 4, 2, 2, "int32"), (4,)),)),
+        paged_kv(4, 2, 4, 2, "int32", tp_size=4),
+        paged_kv(4, 4, 4, 2, "int32", tp_size=2, head_replicas=2),
+        paged_kv(4, 3, 4, 2, "int32", tp_size=3, head_replicas=2),
     ],
 )
 def test_what_no_plan_covers_is_refused(other: KVLayout) -> None:

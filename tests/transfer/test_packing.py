@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.contracts.test_transport import Pair, make_end
 
 from kvrelay.config import TransferConfig
-from kvrelay.core.layout import BlockRun, KVLayout
+from kvrelay.core.layout import BlockRun, KVLayout, paged_kv
 from kvrelay.errors import FatalError
 from kvrelay.transfer.layout_mapping import LayoutMapping
 from kvrelay.transfer.nixl import NixlTransport
@@ -58,7 +58,7 @@ def test_by_way_of_the_buffer_the_same_bytes_move(pieces: Pieces) -> None:
 
 
 def layout(tp: int = 1, block: int = 16) -> KVLayout:
-    return KVLayout(8, 8, block, 128, "bfloat16", tp)
+    return paged_kv(8, 8, block, 128, "bfloat16", tp)
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def test_nixl_moves_the_same_bytes_either_way(op: TransferOp) -> None:
     ends = [make_end(transport, names[seed], seed, None) for seed, transport in enumerate(transports)]
     pair, prefill, decode = Pair(*ends), ends[0].pool, ends[1].pool
     try:
-        here, there = KVLayout(2, 2, 4, 16, "float32", tp_size=2), KVLayout(2, 2, 8, 16, "float32")
+        here, there = paged_kv(2, 2, 4, 16, "float32", tp_size=2), paged_kv(2, 2, 8, 16, "float32")
         pieces = LayoutMapping(here, there).pieces(op, BlockRun(0, [5, 9, 7, 8]), BlockRun(0, [20, 3]))
         before = prefill.copy(), decode.copy()
         results = []

@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrelay.core.layout import KVLayout
+from kvrelay.core.layout import paged_kv
 from kvrelay.errors import TransferError
 from kvrelay.transfer.pieces import block_pieces, split_pieces
 from kvrelay.transfer.values import Pieces
 
-LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, block_size=4, head_dim=2, dtype="bfloat16")
+LAYOUT = paged_kv(num_layers=2, num_kv_heads=2, block_size=4, head_dim=2, dtype="bfloat16")
 
 
 def apply(pieces: Pieces, local: np.ndarray, remote: np.ndarray) -> None:

@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from kvrelay.config import WorkerRole
-from kvrelay.core.layout import KVLayout
+from kvrelay.core.layout import paged_kv
 from kvrelay.errors import ConfigError
 from kvrelay.transfer.layout_mapping import LayoutMapping
 from kvrelay.transfer.rank_map import InstanceSizes, KvRank, place_rank
@@ -81,7 +81,7 @@ def test_numbers_are_unique_and_without_gaps(ps: int, ds: int) -> None:
 def test_a_group_holds_exactly_the_ranks_that_exchange_kv() -> None:
     for ptp, ppp, dtp, dpp in SIZES:
         prefill, decode = InstanceSizes(1, ptp, ppp), InstanceSizes(1, dtp, dpp)
-        layouts = [KVLayout(4, 4, 16, 1, "bfloat16", tp, pp) for tp, pp in ((ptp, ppp), (dtp, dpp))]
+        layouts = [paged_kv(4, 4, 16, 1, "bfloat16", tp, pp) for tp, pp in ((ptp, ppp), (dtp, dpp))]
         pairs = LayoutMapping(*layouts).rank_pairs(TransferOp.WRITE)
         same_group = {
             (here, there)

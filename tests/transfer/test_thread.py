@@ -17,7 +17,7 @@ from tests.transfer.faulty_loopback import FaultyFabric
 
 from kvrelay.config import TransferConfig
 from kvrelay.core.clock import ManualClock
-from kvrelay.core.layout import KVLayout, MemoryRegion
+from kvrelay.core.layout import MemoryRegion, paged_kv
 from kvrelay.core.workers import KvMetadata
 from kvrelay.errors import IncompatiblePeerError, TransferError
 from kvrelay.transfer import thread as thread_module
@@ -28,7 +28,7 @@ from kvrelay.transfer.queues import MAX_POSTS_PER_PEER
 from kvrelay.transfer.thread import TransferThread
 from kvrelay.transfer.values import TransferOp
 
-LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, block_size=4, head_dim=8, dtype="float32")
+LAYOUT = paged_kv(num_layers=1, num_kv_heads=1, block_size=4, head_dim=8, dtype="float32")
 NUM_BLOCKS = 32
 CONFIG = TransferConfig(transport="loopback", transfer_timeout_s=30.0)
 

@@ -11,7 +11,7 @@ from tests.worker.test_prefill_first import PairedClient
 
 from kvrelay.config import TransferConfig, WorkerRole
 from kvrelay.control.base import Keys
-from kvrelay.core.layout import KVLayout
+from kvrelay.core.layout import KVLayout, paged_kv
 from kvrelay.core.workers import KvMetadata
 
 CALM_LEASE_S = 20.0
@@ -106,10 +106,10 @@ async def test_a_flipped_bit_between_blocks_of_two_sizes_is_found():
 
 UNJOINED = [
     None,
-    KVLayout(2, 1, 16, 1, "int32"),
-    KVLayout(1, 2, 16, 1, "int32"),
-    KVLayout(1, 1, 32, 1, "int32"),
-    KVLayout(1, 1, 16, 1, "int32", pp_size=2),
+    paged_kv(2, 1, 16, 1, "int32"),
+    paged_kv(1, 2, 16, 1, "int32"),
+    paged_kv(1, 1, 32, 1, "int32"),
+    paged_kv(1, 1, 16, 1, "int32", tp_size=2),
 ]
 
 

@@ -71,7 +71,7 @@ async def test_lost_writes_of_one_rank_are_found_and_computed_again(expected: li
     async with cluster(transfer=CHECKED) as shared:
         prefill, decode, client = await pair_of(shared, 1, 2)
         layout = decode.core.executor.kv_layout
-        part = layout.of_rank.block_bytes
+        part = next(layout.parts(0)).num_bytes
 
         def of_first_rank(plan: Pieces) -> Pieces:
             kept = plan.remote_offsets // part % layout.num_ranks == 0

@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from kvrelay.bench.report.table import Row, results_table
 from kvrelay.config import TransferConfig
-from kvrelay.core.layout import KVLayout, MemoryRegion
+from kvrelay.core.layout import MemoryRegion, paged_kv
 from kvrelay.core.workers import KvMetadata
 from kvrelay.errors import TransferError
 from kvrelay.transfer.base import Transport
@@ -207,7 +207,7 @@ def _median_s(rounds: int, call: Callable[..., object], *arguments: object) -> f
 
 
 def _time_pieces() -> float:
-    layout = KVLayout(num_layers=1, num_kv_heads=1, block_size=16, head_dim=64, dtype="bfloat16")
+    layout = paged_kv(num_layers=1, num_kv_heads=1, block_size=16, head_dim=64, dtype="bfloat16")
     rng = np.random.default_rng(0)
     return _median_s(20, block_pieces, layout, *(rng.permutation(4000)[:1000].tolist() for _ in range(2)))
 

@@ -1,8 +1,8 @@
 """Checksums of KV blocks: does a block hold, after its transfer, the values that were sent?
 
 Two workers may cut their KV differently: by TP, PP and block size. So a checksum covers a *unit* of tokens in the one
-order that all share: ``[layer, K or V, head of the model, token, head_dim]``. A block of 16 tokens on one rank is that
-already; others are copied into it first.
+order that all share: region by region, ``[layer, vector, head of the model, entry, value]``. A block of 16 tokens on
+one rank is that already; others are copied into it first.
 
 Pure functions. The worker decides when to compute them and what to do about a difference. xxh3-64 finds accidents (a
 bad cable, a bad driver, a write to the wrong place), not forgeries.
@@ -29,31 +29,43 @@ MAX_UNIT_TOKENS = 16
 _ALL_BITS = 2**64 - 1
 
 
-def unit_tokens(block_size: int) -> int:
-    """Tokens that one checksum covers. Equal for all block sizes that 16 divides, so that these can be compared."""
-    return math.gcd(block_size, MAX_UNIT_TOKENS)
+def unit_tokens(block_size: int, entry_tokens: int = 1) -> int:
+    """Tokens that one checksum covers. Equal for all block sizes that 16 divides, so that these can be compared; whole
+    entries, of ``entry_tokens`` each (``KVLayout.entry_tokens``)."""
+    return math.gcd(block_size, math.lcm(MAX_UNIT_TOKENS, entry_tokens))
 
 
 def unit_checksums(block: npt.NDArray[np.uint8], layout: KVLayout) -> tuple[int, ...]:
-    """Of each unit of tokens, in order; ``block`` is contiguous, [block_bytes] uint8.
+    """Of each unit of tokens, in order; ``block`` is contiguous, [block_bytes] uint8. A state counts in the last one.
 
     If ranks hold copies of a head and the copies differ, the checksum is one that no sound block has.
     """
-    unit = unit_tokens(layout.block_size)
-    if layout.is_whole and unit == layout.block_size:
+    num_units = layout.block_size // unit_tokens(layout.block_size, layout.entry_tokens)
+    if layout.is_whole and num_units == 1:
         return (block_checksum(block),)
-    part, num_units, run_bytes = layout.of_rank, layout.block_size // unit, unit * layout.token_head_bytes
-    cells = block.reshape(layout.pp_size, layout.tp_size, part.num_layers, 2, part.num_kv_heads, num_units, run_bytes)
-    # Stages next to layers, ranks next to heads, copies of a head last.
-    shape = layout.num_layers, 2, layout.num_model_heads, layout.head_replicas, run_bytes
-    ordered = cells.transpose(5, 0, 2, 3, 1, 4, 6).reshape(num_units, *shape)
-    return tuple(_checksum_of_copies(each) for each in ordered)
+    regions = [_by_unit(block, layout, number, num_units) for number in range(len(layout.regions))]
+    return tuple(
+        _checksum_of_copies([units[at - num_units] for units in regions if at >= num_units - len(units)])
+        for at in range(num_units)
+    )
 
 
-def _checksum_of_copies(unit: npt.NDArray[np.uint8]) -> int:
-    first = unit[:, :, :, 0]
-    checksum = block_checksum(np.ascontiguousarray(first).reshape(-1))
-    return checksum if (unit == first[:, :, :, None]).all() else checksum ^ _ALL_BITS
+def _by_unit(block: npt.NDArray[np.uint8], layout: KVLayout, number: int, num_units: int) -> npt.NDArray[np.uint8]:
+    """A region as [unit, layer, vector, head of the model, copy, bytes]; a state has one unit, the last."""
+    cut = layout.regions[number]
+    cells = layout.cells(block, number)
+    num_units = num_units if cut.region.entry_tokens else 1
+    shape = (*cells.shape[:2], cut.region.num_heads, cut.head_replicas, num_units, -1)
+    return cells.reshape(shape).transpose(4, 0, 1, 2, 3, 5)
+
+
+def _checksum_of_copies(regions: Sequence[npt.NDArray[np.uint8]]) -> int:
+    """Of one unit's part of each region, [layer, vector, head, copy, bytes]."""
+    digest = xxhash.xxh3_64(seed=0)
+    for unit in regions:
+        digest.update(np.ascontiguousarray(unit[:, :, :, 0]).reshape(-1).data)
+    is_sound = all((unit == unit[:, :, :, :1]).all() for unit in regions)
+    return digest.intdigest() if is_sound else digest.intdigest() ^ _ALL_BITS
 
 
 def find_damage(block_ids: Sequence[int], sent: Sequence[int] | None, found: Sequence[int]) -> str | None:

@@ -10,7 +10,7 @@ from typing import Annotated
 import msgspec
 
 from kvrelay.config import WorkerRole
-from kvrelay.core.layout import KVLayout
+from kvrelay.core.layout import Compatibility, KVLayout
 
 WorkerId = Annotated[str, msgspec.Meta(pattern="^[A-Za-z0-9_-]{1,128}$")]
 """Part of keys and subjects."""
@@ -74,7 +74,8 @@ class KvMetadata(msgspec.Struct, frozen=True):
     worker's memory; block b lies at ``address + b * block_bytes``. ``public_key`` is the one of ``WorkerInfo``: a
     worker that drains has left the list of workers, but its hand-offs go on. The worker calls others with the same key,
     and is known by it. ``layout``: how its ranks and blocks hold the model's KV (``address`` and
-    ``num_bytes`` span all ranks). ``lease_ttl_s``: it may write for so long after its last sign of life.
+    ``num_bytes`` span all ranks). ``terms``: what ``kv_compatibility`` is the digest of, so that a difference has a
+    name. ``lease_ttl_s``: it may write for so long after its last sign of life.
     ``term`` rises when it has withdrawn everything that it had begun (``handoff/leases.py``).
     """
 
@@ -92,6 +93,7 @@ class KvMetadata(msgspec.Struct, frozen=True):
     lease_ttl_s: LeaseTime = 10.0
     term: Count = 0
     layout: KVLayout | None = None
+    terms: Compatibility | None = None
     version: int = 1
 
 

@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from kvrelay.config import EngineConfig, MockConfig, WorkerConfig
 from kvrelay.core.checksums import unit_checksums
-from kvrelay.core.layout import KVLayout, MemoryRegion
+from kvrelay.core.layout import MemoryRegion, paged_kv
 from kvrelay.core.logprobs import PositionLogprobs, TokenLogprob
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.engine.step import NO_TOKEN, ModelOutput, NewSequence, SchedulerOutput
@@ -75,7 +75,7 @@ class MockExecutor:
         self.max_model_len = min(max_model_len, config.max_model_len or max_model_len)
         self._block_size = config.block_size
         self.num_blocks = config.num_blocks or DEFAULT_NUM_BLOCKS
-        self.kv_layout = KVLayout(1, 1, config.block_size, 1, "int32")
+        self.kv_layout = paged_kv(1, 1, config.block_size, 1, "int32")
         num_bytes = self.num_blocks * self.kv_layout.block_bytes
         self._memory = allocate(num_bytes) if allocate is not None else mmap.mmap(-1, num_bytes)
         pool = np.frombuffer(self._memory, dtype=np.uint32)

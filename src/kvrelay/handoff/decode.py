@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from kvrelay.core.checksums import unit_tokens
 from kvrelay.core.handoff import HandoffId, KvDirection
 from kvrelay.errors import IllegalTransitionError
 from kvrelay.handoff import decode_events as de
@@ -176,6 +175,7 @@ class DecodeHandoff:
             term=self.term,
             block_size=context.rules.block_size,
             secret=grant.secret,
+            regions=context.rules.regions,
         )
         context.out.append(de.SendGrant(grant.worker_id, grant.connection, message))
 
@@ -320,7 +320,7 @@ class DecodeHandoff:
             return
         self.is_touched = True
         blocks, size = self.block_ids[self.num_hit_blocks :], context.rules.block_size
-        unit = unit_tokens(size)
+        unit = context.rules.unit_tokens
         num_units = -(-(self.num_tokens or len(self.block_ids) * size) // unit) - self.num_hit_blocks * size // unit
         verify = de.Verify(self.handoff_id, message.generation, worker_id, blocks, message.checksums, num_units)
         context.out.append(verify)

@@ -180,7 +180,7 @@ class DecodeLedger:
         """A refused claimant has taken the hand-off from the queue: unless another one computes it, the request is
         computed here."""
         claim = event.claim
-        if claim.kv_compatibility != self.rules.kv_compatibility:
+        if (claim.kv_compatibility, claim.regions) != (self.rules.kv_compatibility, self.rules.regions):
             refuse(event, RefusalReason.INCOMPATIBLE, context)
             handoff.declined(claim.prefill_worker_id, EndReason.CLAIMANT_REFUSED, context)
         elif self.leases.is_over(claim.prefill_worker_id, claim.term):

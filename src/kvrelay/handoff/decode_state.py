@@ -10,6 +10,8 @@ import enum
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from kvrelay.core.checksums import unit_tokens
+from kvrelay.core.layout import KV
 from kvrelay.handoff.base import Connection, EndReason, RefusalReason, Value
 from kvrelay.handoff.conduct import Conduct
 from kvrelay.handoff.decode_events import Claimed, SendToPrefill
@@ -106,6 +108,15 @@ class DecodeRules:
     """Whether the engine can give a waiting request other blocks. If not, a later claimant is refused, and the request
     is computed here only when no peer can write to its blocks any more."""
     checksums: bool = False
+    regions: tuple[str, ...] = (KV,)
+    """Those of this worker's pool, by name."""
+    entry_tokens: int = 1
+    """Of the pool (``KVLayout.entry_tokens``)."""
+
+    @property
+    def unit_tokens(self) -> int:
+        """Tokens that one checksum covers."""
+        return unit_tokens(self.block_size, self.entry_tokens)
 
 
 @dataclass(slots=True)

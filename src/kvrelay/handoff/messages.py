@@ -14,6 +14,7 @@ from __future__ import annotations
 import msgspec
 
 from kvrelay.core.handoff import HandoffId, HandoffOrder, KvDirection
+from kvrelay.core.layout import KV
 from kvrelay.core.logprobs import PositionLogprobs
 
 
@@ -21,7 +22,7 @@ class HandoffClaim(msgspec.Struct, frozen=True, tag=True):
     """P to D: I have the request and compute it; may I touch your blocks?
 
     ``wants_checksums``: P accepts no hit blocks without checksums. ``term`` is P's (``KvMetadata.term``).
-    ``block_size``: tokens per block of P; 0: as many as D's.
+    ``block_size``: tokens per block of P; 0: as many as D's. ``regions``: what it moves (``core.layout``), by name.
     """
 
     handoff_id: HandoffId
@@ -31,6 +32,7 @@ class HandoffClaim(msgspec.Struct, frozen=True, tag=True):
     order: HandoffOrder = HandoffOrder.DECODE_FIRST
     term: int = 0
     block_size: int = 0
+    regions: tuple[str, ...] = (KV,)
 
 
 class HandoffGrant(msgspec.Struct, frozen=True, tag=True):
@@ -38,7 +40,7 @@ class HandoffGrant(msgspec.Struct, frozen=True, tag=True):
 
     The ids override those of the queue entry: a second claimant gets fresh blocks. ``checksums``: those of the hits
     (the first ``num_cached_tokens``), in order. If not None (even empty), P must checksum what it writes. ``term`` is
-    D's. ``block_size``: tokens per block of D; 0: as many as P's.
+    D's. ``block_size``: tokens per block of D; 0: as many as P's. ``regions``: those of D's blocks, by name.
     """
 
     handoff_id: HandoffId
@@ -51,6 +53,7 @@ class HandoffGrant(msgspec.Struct, frozen=True, tag=True):
     block_size: int = 0
     secret: int = 0
     """A random number that only this claimant gets. Its messages about this grant carry it."""
+    regions: tuple[str, ...] = (KV,)
 
 
 class HandoffRefused(msgspec.Struct, frozen=True, tag=True):

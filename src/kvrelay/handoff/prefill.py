@@ -20,7 +20,6 @@ from dataclasses import dataclass, field
 
 from msgspec import structs
 
-from kvrelay.core.checksums import unit_tokens
 from kvrelay.core.handoff import HandoffId, HandoffOrder, KvDirection
 from kvrelay.errors import IllegalTransitionError
 from kvrelay.handoff import messages as hm
@@ -91,6 +90,7 @@ class PrefillHandoff:
             event.order,
             event.term,
             rules.block_size,
+            rules.regions,
         )
         context.out += [pe.Compute(self.handoff_id), pe.SendClaim(self.decode_worker_id, claim)]
 
@@ -145,7 +145,8 @@ class PrefillHandoff:
         num_held = num_tokens if grant.direction is KvDirection.PUSH else grant.num_cached_tokens
         num_granted = -(-num_held // size)
         return (
-            grant.num_cached_tokens % size == 0
+            grant.regions == rules.regions
+            and grant.num_cached_tokens % size == 0
             and self._fits_hits(grant.num_cached_tokens, num_tokens)
             and len(grant.block_ids) == num_granted
             and len(set(grant.block_ids)) == num_granted
@@ -319,7 +320,7 @@ class PrefillHandoff:
 
     def _needed(self, blocks: pe.RequestBlocks, checksums: tuple[int, ...], rules: PrefillRules) -> tuple[int, ...]:
         """Our blocks of tokens that D lacks."""
-        unit, first = unit_tokens(rules.block_size), _units(blocks, rules).start
+        unit, first = rules.unit_tokens, _units(blocks, rules).start
         num_tokens = self.num_tokens or self.num_blocks * rules.block_size
         return checksums[max(0, self.num_cached_tokens // unit - first) : max(0, -(-num_tokens // unit) - first)]
 
@@ -487,5 +488,5 @@ class PrefillHandoff:
 
 def _units(blocks: pe.RequestBlocks, rules: PrefillRules) -> slice:
     """Which checksums of the whole request are those of these blocks of ours."""
-    per_block = rules.block_size // unit_tokens(rules.block_size)
+    per_block = rules.block_size // rules.unit_tokens
     return slice(blocks.first_block * per_block, (blocks.first_block + len(blocks.block_ids)) * per_block)

@@ -8,7 +8,9 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
+from kvrelay.core.checksums import unit_tokens
 from kvrelay.core.handoff import HandoffOrder
+from kvrelay.core.layout import KV
 from kvrelay.handoff.base import EndReason, Value
 
 
@@ -64,6 +66,15 @@ class PrefillRules:
     time if discovery does not list it. A worker that was stopped comes back under its old id, and would wait for
     hand-offs that no worker computes. Later it is told when it asks (HandoffAbandon)."""
     checksums: bool = False
+    regions: tuple[str, ...] = (KV,)
+    """Those of this worker's pool, by name."""
+    entry_tokens: int = 1
+    """Of the pool (``KVLayout.entry_tokens``)."""
+
+    @property
+    def unit_tokens(self) -> int:
+        """Tokens that one checksum covers."""
+        return unit_tokens(self.block_size, self.entry_tokens)
 
     def claim_timeout_of(self, order: HandoffOrder) -> float:
         return self.paired_claim_timeout_s if order is HandoffOrder.PREFILL_FIRST else self.claim_timeout_s

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from kvrelay.core.layout import KVLayout, MemoryRegion
+from kvrelay.core.layout import MemoryRegion, paged_kv
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.step_cost import StepWork
 from kvrelay.engine.step import ModelOutput, SchedulerOutput
@@ -42,7 +42,7 @@ class SimulatedExecutor:
 
     def __init__(self, spec: ClusterSpec, clock: StepClock, step_time: StepTime) -> None:
         self.num_blocks = spec.engine.num_blocks or DEFAULT_NUM_BLOCKS
-        self.kv_layout = KVLayout(1, 1, spec.engine.block_size, 1, "int32")
+        self.kv_layout = paged_kv(1, 1, spec.engine.block_size, 1, "int32")
         self.kv_region = MemoryRegion(0, 0, is_pool=False)
         self.max_model_len = spec.max_model_len
         self.vocab_size = spec.vocab_size

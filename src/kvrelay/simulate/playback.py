@@ -18,7 +18,7 @@ import msgspec
 from kvrelay.bench.formats import opened
 from kvrelay.core.clock import ManualClock
 from kvrelay.core.decoding import UNREADABLE
-from kvrelay.core.layout import KVLayout
+from kvrelay.core.layout import paged_kv
 from kvrelay.core.step_cost import StepWork
 from kvrelay.engine.core import EngineCore
 from kvrelay.engine.recording import VERSION, Call, Header, Record, RecordedRequest, Step
@@ -71,7 +71,7 @@ class _PlaybackExecutor:
 
     def __init__(self, header: Header, clock: ManualClock) -> None:
         self.num_blocks, self.vocab_size = header.num_blocks, header.vocab_size
-        self.kv_layout = KVLayout(1, 1, header.block_size, 1, "int32")
+        self.kv_layout = paged_kv(1, 1, header.block_size, 1, "int32")
         self.max_model_len, self.eos_token_ids = header.max_model_len, header.eos_token_ids
         self.rows: tuple[tuple[str, int], ...] = ()
         self.step = Step(0.0, 0.0)

@@ -2,9 +2,9 @@
 
     [ format, fingerprint, hash, parent, sizes, checksum of the payload, checksum of the header ][ tokens ][ payload ]
 
-The *fingerprint* stands for everything that must agree before KV may be used at all: model, weights, the pool's layout,
-and the region of the KV. The hash is the block's sequence hash, which covers the whole prefix and the client's salt.
-The tokens make colliding hashes harmless.
+The *fingerprint* stands for everything that must agree before KV may be used at all: model, weights, and the pool's
+layout with its regions by name. The hash is the block's sequence hash, which covers the whole prefix and the client's
+salt. The tokens make colliding hashes harmless.
 
 ``refusal`` reads the payload where it will be used, after the copy: what was damaged on the way is found too.
 """
@@ -29,8 +29,6 @@ HEADER_BYTES = _HEAD.size + _CHECK.size
 TOKEN_BYTES = 4
 ROOT = 2**64 - 1
 """In place of a parent's hash: the block begins the sequence."""
-WHOLE = "kv"
-"""The region of a model whose KV has one."""
 
 
 class BlockName(NamedTuple):
@@ -64,9 +62,9 @@ class Shape(msgspec.Struct, frozen=True):
         return self.fingerprint.hex()
 
 
-def shape_of(kv_compatibility: str, layout: KVLayout, region: str = WHOLE) -> Shape:
+def shape_of(kv_compatibility: str, layout: KVLayout) -> Shape:
     """Of the blocks of a pool. ``kv_compatibility``: the worker's digest of model and weights."""
-    described = msgspec.json.encode([FORMAT.decode(), kv_compatibility, region, layout])
+    described = msgspec.json.encode([FORMAT.decode(), kv_compatibility, layout])
     return Shape(xxhash.xxh3_128_digest(described), layout.block_size, layout.block_bytes)
 
 

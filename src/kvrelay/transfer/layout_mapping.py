@@ -1,17 +1,15 @@
 """Joins the layouts of two pools: which bytes of one become which bytes of the other. Pure arithmetic on integers.
 
-A *cell* is K or V of one layer and one head in one rank's part of a block; a block is the same cells on every block:
+A *cell* is one vector (K or V) of one layer and one head of one region in one rank's part of a block: its entries, one
+after the other. A block is the same cells on every block (``core.layout``). Each cell of the target gets its bytes from
+one cell of the source with the same region, layer, vector and head. So every rank that holds a repeated head gets its
+own copy, and reads come from one rank of several. If the block sizes differ, a cell is cut into runs of tokens that lie
+within one block on each side. Pieces are sorted by target and merged, so no two of them could be one; where a head is
+repeated in the source, the copy is taken that leaves the fewest pieces.
 
-    block of tp 2, pp 2 =  [ stage 0: rank 0 | rank 1 ][ stage 1: rank 0 | rank 1 ]
-    rank's part         =  [ layer ][ K | V ][ head ][ token ][ head_dim ]            a cell is the last two
-
-Each cell of the target gets its bytes from one cell of the source with the same layer and head. So every rank that
-holds a repeated head gets its own copy, and reads come from one rank of several. If the block sizes differ, a cell is
-cut into runs of tokens that lie within one block on each side. Pieces are sorted by target and merged, so no two of
-them could be one; where a head is repeated in the source, the copy is taken that leaves the fewest pieces.
-
-The module knows neither memory addresses nor requests. Tokens move in whole units of ``unit_tokens``: the last block of
-a sequence may be partly filled, and its rest moves with it.
+The module knows neither memory addresses nor requests. Tokens move in whole units of ``unit_tokens``: the last block
+of a sequence may be partly filled, and its rest moves with it. A state belongs to the end of a block, so blocks with
+states need equal sizes.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvrelay.core.layout import BlockRun, KVLayout
+from kvrelay.core.layout import BlockRun, KVLayout, region_difference
 from kvrelay.errors import IncompatiblePeerError, TransferError
 from kvrelay.transfer.pieces import NO_PIECES, checked_block_ids, merge_pieces
 from kvrelay.transfer.values import Int64Array, Pieces, TransferOp
@@ -39,6 +37,16 @@ class _Span:
     num_tokens: Int64Array
 
 
+@dataclass(frozen=True, slots=True)
+class _Cells:
+    """Cells here and there: offsets within a worker's block. With equal block sizes ``pieces`` are adjacent cells
+    merged, else single ones, whose entries of ``entry_bytes`` stand for ``entry_tokens`` each."""
+
+    pieces: Pieces
+    entry_tokens: Int64Array
+    entry_bytes: Int64Array
+
+
 class LayoutMapping:
     """Between one pair of pools: which pieces of one are which of the other. Immutable; safe from any thread."""
 
@@ -47,18 +55,17 @@ class LayoutMapping:
         for side, layout in (("our", local), ("the peer's", remote)):
             if layout.flaw is not None:
                 raise IncompatiblePeerError(f"{side} KV layout is impossible: {layout.flaw}")
-        for name, ours, theirs in (
-            ("layers", local.num_layers, remote.num_layers),
-            ("KV heads", local.num_model_heads, remote.num_model_heads),
-            ("values per head", local.head_dim, remote.head_dim),
-            ("dtype", local.dtype, remote.dtype),
-        ):
-            if ours != theirs:
-                raise IncompatiblePeerError(f"the KV layouts cannot be joined: {name}: {theirs} there, {ours} here")
+        difference = region_difference(local.model, remote.model)
+        if difference is None and local.has_states and local.block_size != remote.block_size:
+            difference = (
+                f"states lie at the ends of blocks: block_size is {remote.block_size} there, {local.block_size} here"
+            )
+        if difference is not None:
+            raise IncompatiblePeerError(f"the KV layouts cannot be joined: {difference}")
         self.local = local
         self.remote = remote
         self._has_equal_blocks = local.block_size == remote.block_size
-        self._known_cells: dict[TransferOp, Pieces] = {}
+        self._known_cells: dict[TransferOp, _Cells] = {}
         self.unit_tokens = math.gcd(local.block_size, remote.block_size)
 
     def __repr__(self) -> str:
@@ -67,7 +74,7 @@ class LayoutMapping:
     @property
     def is_plain(self) -> bool:
         """Whether a block is one piece on both sides, with its bytes in the same order."""
-        return self._has_equal_blocks and self._cells(TransferOp.WRITE).num_pieces == 1
+        return self._has_equal_blocks and self._cells(TransferOp.WRITE).pieces.num_pieces == 1
 
     def pieces(
         self, op: TransferOp, local: BlockRun, remote: BlockRun, first_token: int = 0, end_token: int | None = None
@@ -82,9 +89,11 @@ class LayoutMapping:
 
     def rank_pairs(self, op: TransferOp) -> tuple[tuple[int, int], ...]:
         """(local rank, remote rank) of those that exchange anything. Equal ranks alone if TP and PP are equal."""
-        local, remote = self._pairs(op)
-        pairs = np.stack([local // self.local.of_rank.block_bytes, remote // self.remote.of_rank.block_bytes], axis=-1)
-        return tuple((a, b) for a, b in np.unique(pairs, axis=0).tolist())
+        ranks = [
+            np.searchsorted(layout.rank_offsets, offsets, side="right") - 1
+            for layout, offsets in zip((self.local, self.remote), self._pairs(op)[:2], strict=True)
+        ]
+        return tuple((a, b) for a, b in np.unique(np.stack(ranks, axis=-1), axis=0).tolist())
 
     # -- tokens -------------------------------------------------------------------------------------------------------
 
@@ -113,60 +122,63 @@ class LayoutMapping:
 
     # -- pieces -------------------------------------------------------------------------------------------------------
 
-    def _of_span(self, op: TransferOp, cells: Pieces, span: _Span) -> Pieces:
-        token_bytes = self.local.token_head_bytes
-        local = (span.local_ids * self.local.block_bytes + span.local_tokens * token_bytes)[
-            :, None
-        ] + cells.local_offsets
-        remote = (span.remote_ids * self.remote.block_bytes + span.remote_tokens * token_bytes)[
-            :, None
-        ] + cells.remote_offsets
-        # With equal block sizes every run is a whole block, with others it lies within one cell.
-        lengths = cells.lengths if self._has_equal_blocks else (span.num_tokens * token_bytes)[:, None]
-        return _merged(op, local.ravel(), remote.ravel(), np.broadcast_to(lengths, local.shape).ravel())
+    def _of_span(self, op: TransferOp, cells: _Cells, span: _Span) -> Pieces:
+        local = (span.local_ids * self.local.block_bytes)[:, None] + cells.pieces.local_offsets
+        remote = (span.remote_ids * self.remote.block_bytes)[:, None] + cells.pieces.remote_offsets
+        if self._has_equal_blocks:  # every run is a whole block
+            lengths = np.broadcast_to(cells.pieces.lengths, local.shape)
+        else:
+            local += span.local_tokens[:, None] // cells.entry_tokens * cells.entry_bytes
+            remote += span.remote_tokens[:, None] // cells.entry_tokens * cells.entry_bytes
+            lengths = span.num_tokens[:, None] // cells.entry_tokens * cells.entry_bytes
+        return _merged(op, local.ravel(), remote.ravel(), lengths.ravel())
 
-    def _cells(self, op: TransferOp) -> Pieces:
-        """Whole cells here and there: offsets within a worker's block. With equal block sizes adjacent cells are merged
-        already."""
+    def _cells(self, op: TransferOp) -> _Cells:
         if op not in self._known_cells:
-            local, remote = self._pairs(op)
-            lengths = np.full(len(local), self.local.block_size * self.local.token_head_bytes, dtype=np.int64)
-            cells = _merged(op, local, remote, lengths) if self._has_equal_blocks else Pieces(local, remote, lengths)
-            self._known_cells[op] = cells
+            local, remote, regions = self._pairs(op)
+            size, cuts = self.local.block_size, self.local.regions
+            lengths = np.array([cut.cell_bytes(size) for cut in cuts], dtype=np.int64)[regions]
+            pieces = _merged(op, local, remote, lengths) if self._has_equal_blocks else Pieces(local, remote, lengths)
+            entries = np.array([(cut.region.entry_tokens, cut.region.entry_bytes) for cut in cuts], dtype=np.int64)
+            self._known_cells[op] = _Cells(pieces, entries[regions, 0], entries[regions, 1])
         return self._known_cells[op]
 
-    def _pairs(self, op: TransferOp) -> tuple[Int64Array, Int64Array]:
-        """Offsets of cells here and there within a worker's block, pair by pair."""
-        if op is TransferOp.WRITE:
-            return _paired(self.local, self.remote)
-        there, here = _paired(self.remote, self.local)
-        return here, there
+    def _pairs(self, op: TransferOp) -> tuple[Int64Array, Int64Array, Int64Array]:
+        """Offsets of cells here and there within a worker's block, and their regions' numbers, pair by pair."""
+        is_write = op is TransferOp.WRITE
+        source, target = (self.local, self.remote) if is_write else (self.remote, self.local)
+        paired = [_paired(source, target, number) for number in range(len(source.regions))]
+        sources, targets = (np.concatenate([pair[side] for pair in paired]) for side in range(2))
+        regions = np.repeat(np.arange(len(paired)), [len(pair[0]) for pair in paired])
+        return (sources, targets, regions) if is_write else (targets, sources, regions)
 
 
-def _cell_offsets(layout: KVLayout) -> Int64Array:
-    """Byte offset of each cell in a worker's block, [layer, K or V, slot]."""
-    part = layout.of_rank
-    cell_bytes = layout.block_size * layout.token_head_bytes
-    layer, kv, slot = np.ogrid[: layout.num_layers, :2, : layout.num_kv_heads]
-    rank = layer // part.num_layers * layout.tp_size + slot // part.num_kv_heads
-    within = (layer % part.num_layers * 2 + kv) * part.num_kv_heads + slot % part.num_kv_heads
-    return np.asarray(rank * part.block_bytes + within * cell_bytes, dtype=np.int64)
+def _cell_offsets(layout: KVLayout, number: int) -> Int64Array:
+    """Byte offset of each cell of region ``number`` in a worker's block, [layer, vector, slot]."""
+    cut = layout.regions[number]
+    cell_bytes = cut.cell_bytes(layout.block_size)
+    offsets = np.empty((cut.region.num_layers, cut.region.num_vectors, cut.num_slots), dtype=np.int64)
+    for part in layout.parts(number):
+        shape = part.shape[:3]
+        offsets[part.layers, :, part.slots] = part.offset + cell_bytes * np.arange(math.prod(shape)).reshape(shape)
+    return offsets
 
 
-def _paired(source: KVLayout, target: KVLayout) -> tuple[Int64Array, Int64Array]:
+def _paired(source: KVLayout, target: KVLayout, number: int) -> tuple[Int64Array, Int64Array]:
     """For each cell of the target, in the order of its memory, the cell of the source that fills it: their offsets.
 
     Only a head that the source holds repeatedly leaves a choice.
     """
-    slots = np.arange(target.num_kv_heads)
-    if source.tp_size == target.tp_size:
+    ours, theirs = source.regions[number], target.regions[number]
+    slots = np.arange(theirs.num_slots)
+    if ours.head_replicas == theirs.head_replicas and source.tp_size == target.tp_size:
         candidates = slots[:, None]
     else:
-        candidates = (slots // target.head_replicas * source.head_replicas)[:, None] + np.arange(source.head_replicas)
-    targets = _cell_offsets(target).ravel()
+        candidates = (slots // theirs.head_replicas * ours.head_replicas)[:, None] + np.arange(ours.head_replicas)
+    targets = _cell_offsets(target, number).ravel()
     order = np.argsort(targets)
-    sources = _cell_offsets(source)[:, :, candidates].reshape(len(targets), -1)[order]
-    return _fewest_breaks(sources, source.block_size * source.token_head_bytes), targets[order]
+    sources = _cell_offsets(source, number)[:, :, candidates].reshape(len(targets), -1)[order]
+    return _fewest_breaks(sources, ours.cell_bytes(source.block_size)), targets[order]
 
 
 def _fewest_breaks(candidates: Int64Array, cell_bytes: int) -> Int64Array:

@@ -125,7 +125,7 @@ class Worker:
         self._memory = PeerMemory(
             engine.facts.kv_layout,
             self.transfer,
-            lambda worker_id: self._peers.kv_metadata(worker_id, self._membership.kv_compatibility),
+            lambda worker_id: self._peers.kv_metadata(worker_id, self._membership.kv_terms),
         )
         self._refusals = Refusals(server)
         self._marks = WorkerMarks(identity.worker_id, is_on=settings.metrics.request_marks)

@@ -8,7 +8,6 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import msgspec
 import pytest
 import torch
 from tests.engines.vllm.staged import LAYOUT, Paged, VllmRequest
@@ -16,7 +15,14 @@ from tests.engines.vllm.staged import LAYOUT, Paged, VllmRequest
 from kvrelay.config import UpstreamConfig, load_settings
 from kvrelay.core.layout import KVLayout
 from kvrelay.engines.connector.scheduler_half import Copies, Copy, SchedulerHalf
-from kvrelay.engines.connector.terms import PARAMS_KEY, StagingPlace, decode_place, encode_place
+from kvrelay.engines.connector.terms import (
+    PARAMS_KEY,
+    StagingPlace,
+    decode_place,
+    encode_place,
+    latent_layout,
+    packed_layout,
+)
 from kvrelay.engines.connector.worker_half import RankPart, WorkerHalf
 from kvrelay.errors import ConfigError, InvalidInputError
 
@@ -145,7 +151,7 @@ def test_the_settings_of_the_removed_connector_name_the_ways_to_take(removed: di
         load_settings(UpstreamConfig, file_values={"upstream": "http://127.0.0.1:9", **removed})
 
 
-WHOLE = RankPart.of(LAYOUT, LAYOUT.num_layers, 0, 1)
+WHOLE = RankPart.of(LAYOUT, LAYOUT.model[0].num_layers, 0, 1)
 
 
 def test_another_shape_of_kv_is_refused_by_name(place: StagingPlace) -> None:
@@ -172,7 +178,7 @@ class Ranks:
 
     def __init__(self, place: StagingPlace, tp: int, pp: int, kv: torch.Tensor) -> None:
         layout = place.layout
-        per_stage = layout.num_layers // pp
+        per_stage = layout.model[0].num_layers // pp
         self.halves, self.parts = [], []
         for number in range(tp * pp):
             stage, tp_rank = divmod(number, tp)
@@ -204,7 +210,7 @@ def test_ranks_of_any_number_hand_over_to_ranks_of_any_other(
     num_heads: int, theirs: tuple[int, int], ours: tuple[int, int]
 ) -> None:
     """One pool stands for both workers': kvrelay copies one to the other whole."""
-    layout = KVLayout(num_layers=4, num_kv_heads=num_heads, block_size=4, head_dim=3, dtype="float32")
+    layout = packed_layout(num_layers=4, num_heads=num_heads, block_size=4, head_dim=3, dtype="float32")
     with memfd_place(layout, 6) as place:
         kv = torch.rand(4, 8, num_heads, 4, 6)
         prefill, decode = Ranks(place, *theirs, kv), Ranks(place, *ours, torch.zeros_like(kv))
@@ -218,7 +224,7 @@ def test_ranks_of_any_number_hand_over_to_ranks_of_any_other(
 def test_one_rank_saves_what_several_hold(place: StagingPlace) -> None:
     """With one KV head, or a latent: two ranks that wrote the same bytes at once would tear nothing, but twice."""
     assert [RankPart.of(LAYOUT, 2, rank, 4).saves for rank in range(4)] == [True, False, False, False]
-    two = msgspec.structs.replace(LAYOUT, num_kv_heads=2)
+    two = packed_layout(2, 2, 16, 4, "float32")
     assert [RankPart.of(two, 2, rank, 4) for rank in range(4)] == [
         RankPart(2, 0, 1, True),
         RankPart(2, 0, 1, False),
@@ -227,8 +233,8 @@ def test_one_rank_saves_what_several_hold(place: StagingPlace) -> None:
     ]
 
 
-def test_a_latent_is_a_head(place: StagingPlace) -> None:
-    layout = KVLayout(num_layers=2, num_kv_heads=1, block_size=16, head_dim=288, dtype="bfloat16")
+def test_a_latent_is_a_region_of_its_own(place: StagingPlace) -> None:
+    layout = latent_layout(num_layers=2, block_size=16, values=576, dtype="bfloat16")
     with memfd_place(layout, 3) as place:
         latents = [torch.rand(4, 16, 576).to(torch.bfloat16) for _ in range(4)]
         prefill, decode = WorkerHalf(place, WHOLE), WorkerHalf(place, WHOLE)

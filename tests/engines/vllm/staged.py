@@ -12,16 +12,15 @@ import torch
 from tests.engines.vllm.scripted import TERMS, Publisher, ScriptedVllm
 
 from kvrelay.config import WorkerConfig
-from kvrelay.core.layout import KVLayout
 from kvrelay.engines.connector.scheduler_half import SchedulerHalf
-from kvrelay.engines.connector.terms import StagingPlace, decode_place, encode_place
+from kvrelay.engines.connector.terms import StagingPlace, decode_place, encode_place, packed_layout
 from kvrelay.engines.connector.worker_half import RankPart, WorkerHalf
 from kvrelay.engines.hosted.staging import allocate_staging
 from kvrelay.engines.vllm.library import Started
 from kvrelay.executors.host_memory import HostMemory
 
 NUM_BLOCKS = 64
-LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, block_size=16, head_dim=4, dtype="float32")
+LAYOUT = packed_layout(num_layers=2, num_heads=1, block_size=16, head_dim=4, dtype="float32")
 STAGED_BLOCK_BYTES = LAYOUT.block_bytes
 STEP_TOKENS = 24
 """Of a prefill: no multiple of a block."""
@@ -46,9 +45,10 @@ class Paged:
 
     def __init__(self, place: StagingPlace, num_blocks: int = NUM_BLOCKS) -> None:
         layout = self.layout = place.layout
-        shape = (num_blocks, layout.num_kv_heads, layout.block_size, 2 * layout.head_dim)
-        self.caches = {f"model.layers.{layer}.attn": torch.zeros(shape) for layer in range(layout.num_layers)}
-        part = RankPart.of(layout, layout.num_layers, 0, 1)
+        (region,) = layout.model
+        shape = (num_blocks, region.num_heads, layout.block_size, region.entry_values // layout.block_size)
+        self.caches = {f"model.layers.{layer}.attn": torch.zeros(shape) for layer in range(region.num_layers)}
+        part = RankPart.of(layout, region.num_layers, 0, 1)
         self.scheduler, self.worker = SchedulerHalf(place), WorkerHalf(place, part)
         self.worker.register(dict(reversed(self.caches.items())))
         self.free = list(range(num_blocks))

@@ -12,16 +12,16 @@ import torch
 
 from kvrelay.config.byte_sizes import parse_bytes
 from kvrelay.core.checksums import block_checksum
-from kvrelay.core.layout import KVLayout
+from kvrelay.core.layout import paged_kv
 from kvrelay.errors import ConfigError
 from kvrelay.executors.torch.kv_pool import KvPool, auto_pool_bytes, decide_num_blocks
 
-LAYOUT = KVLayout(num_layers=2, num_kv_heads=4, block_size=16, head_dim=32, dtype="bfloat16")
+LAYOUT = paged_kv(num_layers=2, num_kv_heads=4, block_size=16, head_dim=32, dtype="bfloat16")
 
 
 def test_region_is_the_tensor() -> None:
     pool = KvPool(LAYOUT, 10, torch.device("cpu"), torch.bfloat16)
-    assert pool.tensor.shape == (10, *LAYOUT.block_shape)
+    assert pool.tensor.shape == (10, 2, 2, 4, 16, 32)
     assert pool.tensor.is_contiguous()
     assert pool.region.address == pool.tensor.data_ptr()
     assert pool.region.address % mmap.PAGESIZE == 0
@@ -39,7 +39,7 @@ def test_an_unused_pool_costs_no_resident_memory() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_checksums_cover_all_layers_of_a_block(dtype: torch.dtype) -> None:
-    layout = KVLayout(num_layers=3, num_kv_heads=2, block_size=4, head_dim=8, dtype=str(dtype).removeprefix("torch."))
+    layout = paged_kv(num_layers=3, num_kv_heads=2, block_size=4, head_dim=8, dtype=str(dtype).removeprefix("torch."))
     pool = KvPool(layout, 5, torch.device("cpu"), dtype)
     pool.tensor.copy_(torch.randn(pool.tensor.shape, generator=torch.Generator().manual_seed(1)))
     memory = (ctypes.c_ubyte * pool.region.num_bytes).from_address(pool.region.address)

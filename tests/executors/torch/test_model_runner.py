@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from kvrelay.core.layout import KVRegion
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.engine.step import Executor, SchedulerOutput
 from kvrelay.executors.torch.kernels.numba_kernels import multiplies_bfloat16
@@ -24,7 +25,7 @@ def executor(executor_of: Any) -> Executor:
 
 def test_the_executor_reports_its_layout_pool_and_limits(executor: Executor) -> None:
     layout = executor.kv_layout
-    assert (layout.num_layers, layout.num_kv_heads, layout.head_dim, layout.dtype) == (4, 4, 32, "float32")
+    assert layout.model == (KVRegion("kv", 4, 4, 32, "float32"),)
     assert executor.num_blocks == 256
     assert executor.kv_region.num_bytes == 256 * layout.block_bytes
     assert (executor.max_model_len, executor.vocab_size) == (512, 1024)

@@ -105,4 +105,4 @@ def test_bfloat16_needs_a_cpu_that_multiplies_it(model: Path, build: Any, monkey
     monkeypatch.setattr(numba_kernels, "multiplies_bfloat16", lambda: False)
     with pytest.raises(ConfigError, match="AVX-512"):
         build(model, dtype="bfloat16")
-    assert build(model, dtype="auto").kv_layout.dtype == "float32"
+    assert build(model, dtype="auto").kv_layout.model[0].dtype == "float32"

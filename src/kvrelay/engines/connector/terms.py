@@ -9,14 +9,14 @@ from typing import Any, Literal
 import msgspec
 
 from kvrelay.config import NO_STOCK_STAGING
-from kvrelay.core.layout import KVLayout
+from kvrelay.core.layout import KV, KVLayout, KVRegion, RegionCut
 from kvrelay.errors import ConfigError, InvalidInputError
 
 CONFIG_KEY = "kvrelay_staging"
 """The StagingPlace in vLLM's ``kv_connector_extra_config``."""
 PARAMS_KEY = "kvrelay"
 """A request's StagedKv in its ``kv_transfer_params``."""
-VERSION = 3
+VERSION = 4
 
 
 class StagingPlace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -26,6 +26,22 @@ class StagingPlace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     num_blocks: int
     layout: KVLayout
     version: int = VERSION
+
+
+def packed_layout(
+    num_layers: int, num_heads: int, block_size: int, head_dim: int, dtype: str, window: int = 0
+) -> KVLayout:
+    """Of K and V in the order of vLLM's attention, which may pack the keys of all tokens of a block: a block is one
+    entry per head."""
+    values = 2 * head_dim * block_size
+    region = KVRegion(KV, num_layers, num_heads, values, dtype, num_vectors=1, entry_tokens=block_size, window=window)
+    return KVLayout(block_size, (RegionCut(region, (num_layers,)),))
+
+
+def latent_layout(num_layers: int, block_size: int, values: int, dtype: str) -> KVLayout:
+    """Of latents (MLA): one of so many ``values`` per layer and token."""
+    region = KVRegion("latent", num_layers, 1, values, dtype, num_vectors=1)
+    return KVLayout(block_size, (RegionCut(region, (num_layers,)),))
 
 
 class StagedKv(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

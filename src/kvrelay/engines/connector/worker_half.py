@@ -41,7 +41,7 @@ class RankPart(NamedTuple):
     @staticmethod
     def of(layout: KVLayout, num_layers: int, tp_rank: int, tp_size: int) -> RankPart:
         """``layout``: of the whole model. As vLLM shares it out: if ranks outnumber heads, neighbours hold the same."""
-        heads = layout.num_kv_heads
+        heads = layout.regions[0].num_slots
         first = tp_rank * heads // tp_size
         is_first = tp_rank == 0 or (tp_rank - 1) * heads // tp_size < first
         return RankPart(num_layers, first, max(1, heads // tp_size), is_first)
@@ -54,10 +54,11 @@ class WorkerHalf:
     def __init__(self, place: StagingPlace, part: RankPart) -> None:
         layout = place.layout
         self._part = part
-        self._num_layers = layout.num_layers
-        self._interior = (part.num_heads, layout.block_size, 2 * layout.head_dim)
-        self._dtype = getattr(torch, layout.dtype)
-        pool = _map(place).view(place.num_blocks, layout.num_layers, layout.num_kv_heads, *self._interior[1:])
+        region, size = layout.regions[0].region, layout.block_size
+        self._num_layers = region.num_layers
+        self._interior = (part.num_heads, size, region.num_entries(size) * region.entry_values // size)
+        self._dtype = getattr(torch, region.dtype)
+        pool = _map(place).view(place.num_blocks, region.num_layers, region.num_heads, *self._interior[1:])
         self._blocks = pool[:, :, part.first_head : part.first_head + part.num_heads]
         self.caches: dict[int, torch.Tensor] = {}
         """vLLM's, by the numbers of their layers in the model."""
@@ -117,4 +118,4 @@ def _map(place: StagingPlace) -> torch.Tensor:
             os.close(fd)
     except OSError as exc:
         raise ConfigError(f"the staging pool at {place.path} cannot be mapped: {exc.strerror}") from exc
-    return torch.frombuffer(memory, dtype=getattr(torch, place.layout.dtype))
+    return torch.frombuffer(memory, dtype=getattr(torch, place.layout.regions[0].region.dtype))

@@ -16,7 +16,7 @@ import asyncio
 from typing import Any
 
 from kvrelay.config import WorkerConfig
-from kvrelay.core.layout import KVLayout
+from kvrelay.core.layout import paged_kv
 from kvrelay.engine.contract import EngineFacts
 from kvrelay.engines.hosted.host import BackendHost, CacheEvents
 from kvrelay.engines.openai.backend import ServerBackend
@@ -45,7 +45,7 @@ def from_settings(settings: WorkerConfig, worker_id: str, memory: HostMemory = A
     server = asyncio.run(_describe(settings, {} if kv_transfer is None else kv_transfer.probe_fields()))
     facts = EngineFacts(
         # Only the block size is meaningful: it cuts the prefixes.
-        kv_layout=KVLayout(1, 1, config.block_size, 1, "int32"),
+        kv_layout=paged_kv(1, 1, config.block_size, 1, "int32"),
         num_blocks=config.num_blocks or DEFAULT_NUM_BLOCKS,
         max_model_len=min(filter(None, (model.max_model_len, config.max_model_len, server.max_model_len))),
         vocab_size=model.vocab_size,

@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 
 from kvrelay.config import WorkerConfig
-from kvrelay.core.layout import KVLayout
+from kvrelay.core.layout import paged_kv
 from kvrelay.engine.contract import EngineFacts
 from kvrelay.engines.hosted.host import BackendHost, CacheEvents
 from kvrelay.engines.vllm.arguments import engine_arguments
@@ -80,7 +80,7 @@ def _facts(settings: WorkerConfig, started: Started, vocab_size: int) -> EngineF
     staging = started.staging
     return EngineFacts(
         # Without staging only the block size is meaningful: it cuts the prefixes.
-        kv_layout=KVLayout(1, 1, block_size, 1, "int32") if staging is None else staging.place.layout,
+        kv_layout=paged_kv(1, 1, block_size, 1, "int32") if staging is None else staging.place.layout,
         num_blocks=started.num_blocks * (started.block_size // block_size),
         max_model_len=started.max_model_len,
         vocab_size=vocab_size,

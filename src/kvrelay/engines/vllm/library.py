@@ -23,7 +23,7 @@ import psutil
 
 from kvrelay.config import WorkerConfig
 from kvrelay.core.layout import KVLayout
-from kvrelay.engines.connector.terms import encode_place
+from kvrelay.engines.connector.terms import encode_place, latent_layout, packed_layout
 from kvrelay.engines.hosted.staging import Staging, allocate_staging
 from kvrelay.engines.vllm.arguments import require_known
 from kvrelay.engines.vllm.backend import AsyncEngine, Terms
@@ -136,8 +136,8 @@ def start_vllm(arguments: Mapping[str, Any], settings: WorkerConfig, memory: Hos
 
 
 def kv_layout(config: Any) -> KVLayout:
-    """The whole model's KV in vLLM's blocks, over all ranks. A latent (MLA), one per token and layer, counts as one
-    head whose key and value are its halves; fp8 as bytes.
+    """The whole model's KV in vLLM's blocks, over all ranks: latents by token, K and V packed as vLLM's attention packs
+    them, so that a block is one entry per head; fp8 as bytes.
 
     Raises ConfigError for KV that the connector does not copy.
     """
@@ -152,14 +152,12 @@ def kv_layout(config: Any) -> KVLayout:
             f"kvrelay's connector copies KV of the model's own type and fp8, not {cache.cache_dtype}: use nixl",
             param="vllm_connector",
         )
-    size = model.get_head_size()
-    return KVLayout(
-        model.get_total_num_hidden_layers(),
-        1 if model.use_mla else model.get_total_num_kv_heads(),
-        cache.block_size,
-        size // 2 if model.use_mla else size,
-        "uint8" if cache.cache_dtype.startswith("fp8") else own,
-    )
+    size, num_layers = model.get_head_size(), model.get_total_num_hidden_layers()
+    dtype = "uint8" if cache.cache_dtype.startswith("fp8") else own
+    if model.use_mla:
+        return latent_layout(num_layers, cache.block_size, size, dtype)
+    heads, window = model.get_total_num_kv_heads(), model.get_sliding_window() or 0
+    return packed_layout(num_layers, heads, cache.block_size, size, dtype, window)
 
 
 def block_kind(config: Any) -> str:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from kvrelay.config.settings import EngineConfig, RunnerConfig
-from kvrelay.core.layout import KVLayout
+from kvrelay.core.layout import KVLayout, paged_kv
 from kvrelay.errors import ConfigError
 from kvrelay.executors.grammars import GrammarCompiler, GrammarMasks
 from kvrelay.executors.torch.attention.base import Attention, AttentionSpec
@@ -96,7 +96,7 @@ def build_model_runner(
 def _layout(config: ModelConfig, rank: ParallelRank, block_size: int, dtype: str) -> KVLayout:
     """Of this rank's part only."""
     heads = rank.kv_heads(config.num_kv_heads)
-    return KVLayout(
+    return paged_kv(
         num_layers=len(rank.layers(config.num_layers)),
         num_kv_heads=heads.stop - heads.start,
         block_size=block_size,

@@ -44,7 +44,9 @@ class KvPool:
             flat = torch.frombuffer(memory, dtype=dtype, count=num_bytes // dtype.itemsize)
         else:
             flat = torch.zeros(num_bytes // dtype.itemsize, dtype=dtype, device=device)
-        self.tensor = flat.view(-1, *layout.block_shape)
+        region = layout.regions[0].region
+        shape = (region.num_layers, region.num_vectors, region.num_heads, layout.block_size, region.entry_values)
+        self.tensor = flat.view(-1, *shape)
         self._bytes = flat.view(torch.uint8).view(-1, layout.block_bytes)
         self.region = MemoryRegion(flat.data_ptr(), num_blocks * layout.block_bytes, device.type, device.index or 0)
 

@@ -84,13 +84,14 @@ class Membership:
         """Incremented when everything begun before is withdrawn: peers may then reuse blocks that they had granted
         us."""
         self._term_raised = asyncio.Event()
-        self.kv_compatibility = Compatibility(
+        self.kv_terms = Compatibility(
             model=settings.model,
             weights_fingerprint=engine.facts.weights_fingerprint,
-            shape=engine.facts.kv_layout.shape,
+            regions=engine.facts.kv_layout.model,
             hash_seed=HASH_SEED,
             protocol=PROTOCOL_VERSION,
-        ).digest()
+        )
+        self.kv_compatibility = self.kv_terms.digest()
         """The digest that two workers must share to exchange KV."""
         self._lease: Lease | None = None
         self._agent = b""
@@ -269,6 +270,7 @@ class Membership:
             device_id=region.device_id,
             kv_compatibility=self.kv_compatibility,
             layout=self._engine.facts.kv_layout,
+            terms=self.kv_terms,
             public_key=self._identity.public_key,
             lease_ttl_s=lease_ttl_s,
             term=self.term,

@@ -63,6 +63,8 @@ class IncomingHandoffs(LedgerDriver[de.DecodeEvent]):
         rules = DecodeRules(
             block_size=layout.block_size,
             kv_compatibility=around.kv_compatibility,
+            regions=layout.region_names,
+            entry_tokens=layout.entry_tokens,
             remote_prefill_timeout_s=settings.disagg.remote_prefill_timeout_s,
             max_attempts=settings.disagg.max_handoff_attempts,
             checksums=settings.transfer.kv_checksums,

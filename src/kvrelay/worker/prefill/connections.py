@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from kvrelay.control.base import Discovery, Keys
 from kvrelay.core.control_codec import decode_kv_metadata
 from kvrelay.core.latest import Latest
+from kvrelay.core.layout import Compatibility
 from kvrelay.core.messages import Ping, Pong
 from kvrelay.core.tasks import TaskSet
 from kvrelay.core.workers import KvMetadata
@@ -121,13 +122,12 @@ class DecodePeers:
             self._peers[worker_id] = peer
             return peer
 
-    async def kv_metadata(self, worker_id: str, compatibility: str) -> KvMetadata:
+    async def kv_metadata(self, worker_id: str, terms: Compatibility) -> KvMetadata:
         """The worker's memory, from discovery. Raises WorkerUnavailableError or IncompatiblePeerError."""
         metadata = await self._load(worker_id)
-        if metadata.kv_compatibility != compatibility:
-            raise IncompatiblePeerError(
-                f"{worker_id} has KV of another kind ({metadata.kv_compatibility}, ours is {compatibility})"
-            )
+        if metadata.kv_compatibility != terms.digest():
+            difference = None if metadata.terms is None else terms.difference(metadata.terms)
+            raise IncompatiblePeerError(f"{worker_id} has KV of another kind: {difference or 'it does not say which'}")
         return metadata
 
     async def _load(self, worker_id: str) -> KvMetadata:

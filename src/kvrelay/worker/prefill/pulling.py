@@ -51,10 +51,13 @@ class PrefillSide:
     def __init__(self, around: Surroundings, computes_here: Callable[[HandoffId], None]) -> None:
         self._computes_here = computes_here
         detection_s = Heartbeat.for_lease(around.settings.control.lease_ttl_s).detection_s
+        layout = around.engine.facts.kv_layout
         rules = PrefillRules(
             worker_id=around.worker_id,
-            block_size=around.engine.facts.kv_layout.block_size,
+            block_size=layout.block_size,
             kv_compatibility=around.kv_compatibility,
+            regions=layout.region_names,
+            entry_tokens=layout.entry_tokens,
             claim_timeout_s=CLAIM_TIMEOUT_S,
             gone_for_s=max(GONE_FOR_DETECTIONS * detection_s, MIN_GONE_FOR_S),
             checksums=around.checksums.required,

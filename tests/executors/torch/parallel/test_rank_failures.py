@@ -19,7 +19,7 @@ from tests.executors.harness import Harness
 from tests.patience import PATIENCE_S, stop
 
 from kvrelay.config.settings import EngineConfig, RunnerConfig
-from kvrelay.core.layout import KVLayout
+from kvrelay.core.layout import paged_kv
 from kvrelay.errors import CheckpointError, ConfigError, EngineDeadError, FatalError
 from kvrelay.executors.torch.config import ModelFacts
 from kvrelay.executors.torch.parallel.executor import ParallelExecutor, require_agreement
@@ -152,14 +152,14 @@ def test_what_a_rank_cannot_do_is_refused_at_start(start_ranks: Start, checkpoin
 
 
 FACTS = ModelFacts(512, 1024, (1,), "weights", 128)
-LOADED = WeightsLoaded(KVLayout(2, 1, 16, 64, "float32"), 100, "cpu", FACTS)
+LOADED = WeightsLoaded(paged_kv(2, 1, 16, 64, "float32"), 100, "cpu", FACTS)
 
 
 @pytest.mark.parametrize(
     "changes",
     [
         {"facts": replace(FACTS, weights_fingerprint="others")},
-        {"layout": KVLayout(2, 1, 32, 64, "float32")},
+        {"layout": paged_kv(2, 1, 32, 64, "float32")},
         {"facts": replace(FACTS, vocab_size=513)},
     ],
     ids=["weights", "layout", "vocabulary"],

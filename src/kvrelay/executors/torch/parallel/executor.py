@@ -33,7 +33,7 @@ from msgspec.structs import replace as replace_struct
 
 from kvrelay.config.settings import EngineConfig, GroupConfig, RunnerConfig
 from kvrelay.core.checksums import unit_checksums
-from kvrelay.core.layout import KVLayout, MemoryRegion
+from kvrelay.core.layout import KVLayout, MemoryRegion, paged_kv
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.engine.step import ModelOutput, SchedulerOutput
 from kvrelay.errors import CheckpointError, ConfigError, EngineDeadError, KvrelayError, PeerLostError
@@ -256,11 +256,14 @@ class ParallelExecutor:
     def _layout(self, part: KVLayout, num_model_heads: int) -> KVLayout:
         """The layout of the whole worker: all stages' layers and all ranks' KV heads, including repeated ones."""
         rank = self._ranks[0]
-        num_kv_heads = part.num_kv_heads * rank.tp_size
-        return replace_struct(
-            part,
-            num_layers=part.num_layers * rank.pp_size,
+        region = part.regions[0].region
+        num_kv_heads = region.num_heads * rank.tp_size
+        return paged_kv(
+            num_layers=region.num_layers * rank.pp_size,
             num_kv_heads=num_kv_heads,
+            block_size=part.block_size,
+            head_dim=region.entry_values,
+            dtype=region.dtype,
             tp_size=rank.tp_size,
             pp_size=rank.pp_size,
             head_replicas=max(1, num_kv_heads // num_model_heads),
