@@ -7,17 +7,21 @@ import os
 import stat
 import struct
 import threading
+import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.patience import until
 from tests.tiers.conftest import KINDS, LAYOUT, SHAPE, MakeStore, PrivateMemory, host_bytes, name_of, payload_of
 from tests.tiers.waiting import settled
 
 from kvrelay.errors import ConfigError
-from kvrelay.tiers import disk, host
+from kvrelay.tiers import disk, disk_index, host
 from kvrelay.tiers.block import BlockName, header_of, refusal, shape_of
-from kvrelay.tiers.disk import DiskStore, clear_directory
+from kvrelay.tiers.disk import DiskStore
+from kvrelay.tiers.disk_index import clear_directory
 from kvrelay.tiers.host import CLOCK_BYTES, NUM_WAYS, HostStore
 from kvrelay.tiers.store import BlockStore
 
@@ -329,7 +333,7 @@ def test_old_and_foreign_files(make_store: MakeStore, tmp_path: Path) -> None:
 
 def test_a_scan_asks_nothing_of_files_that_are_known(make_store: MakeStore, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
-    read = disk.entries
+    read = disk_index.entries
 
     class Entry:
         def __init__(self, number: int, entry: os.DirEntry[str]) -> None:
@@ -340,7 +344,9 @@ def test_a_scan_asks_nothing_of_files_that_are_known(make_store: MakeStore, monk
             return self.entry.stat()
 
     monkeypatch.setattr(disk, "RESCAN_S", 0.0)
-    monkeypatch.setattr(disk, "entries", lambda folder: [(number, Entry(number, at)) for number, at in read(folder)])
+    monkeypatch.setattr(
+        disk_index, "entries", lambda folder: [(number, Entry(number, at)) for number, at in read(folder)]
+    )
     store, other = settled(make_store("disk")), settled(make_store("disk"))
     for number in range(10):
         put(store, number)
@@ -350,6 +356,133 @@ def test_a_scan_asks_nothing_of_files_that_are_known(make_store: MakeStore, monk
     assert name_of(100).sequence_hash in asked
     assert store.holds(name_of(100).sequence_hash)
     assert len(asked) == 11, "ten of the other store, and one of this"
+
+
+def dated(store: BlockStore, tmp_path: Path, ages_s: dict[int, float]) -> None:
+    """Put these blocks, and date each file so many seconds back."""
+    now_s = time.time()
+    for number, age_s in ages_s.items():
+        put(store, number)
+        (path,) = [path for path in files(tmp_path) if path.name == f"{name_of(number).sequence_hash:016x}"]
+        os.utime(path, (now_s - age_s, now_s - age_s))
+
+
+def kept(tmp_path: Path, numbers: Iterable[int]) -> set[int]:
+    names = {path.name for path in files(tmp_path)}
+    return {number for number in numbers if f"{name_of(number).sequence_hash:016x}" in names}
+
+
+def test_the_limit_is_that_of_the_directory_not_of_a_model(make_store: MakeStore, tmp_path: Path) -> None:
+    """Blocks of a model that is no longer served would stay for ever, and each further model add its own limit."""
+    dated(make_store("disk", 8, shape=shape_of("another", LAYOUT)), tmp_path, {number: 600.0 for number in range(6)})
+    store = settled(make_store("disk", 8))
+    for number in range(10, 16):
+        put(store, number)
+    assert kept(tmp_path, range(10, 16)) == set(range(10, 16))
+    assert len(files(tmp_path)) <= 8
+
+
+def test_the_oldest_goes_first_whatever_its_folder(make_store: MakeStore, tmp_path: Path) -> None:
+    """A worker that starts finds files in the order of their names."""
+    dated(make_store("disk", 64), tmp_path, {number: 1000.0 - number for number in range(64)})
+    settled(make_store("disk", 16))
+    left = kept(tmp_path, range(64))
+    assert 12 <= len(left) <= 16
+    assert left == set(range(64 - len(left), 64))
+
+
+def test_what_another_worker_has_used_is_not_the_oldest(make_store: MakeStore, tmp_path: Path) -> None:
+    dated(make_store("disk", 8), tmp_path, {number: 1000.0 - number for number in range(8)})
+    store, other = settled(make_store("disk", 8)), settled(make_store("disk", 8))
+    assert get(other, name_of(0)) == payload_of(0)
+    settled(other)
+    put(store, 100)
+    assert 0 in kept(tmp_path, range(8))
+    assert 1 not in kept(tmp_path, range(8))
+
+
+def test_a_file_of_the_future_is_removed_as_any_other(make_store: MakeStore, tmp_path: Path) -> None:
+    """The clock was set back: such a file must not stay for ever, nor hold up the others."""
+    dated(make_store("disk", 8), tmp_path, {number: -86400.0 for number in range(8)})
+    store = settled(make_store("disk", 8))
+    for number in range(10, 18):
+        put(store, number)
+    assert kept(tmp_path, range(8)) == set()
+
+
+def test_no_more_files_are_remembered_than_the_bound(
+    make_store: MakeStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dated(make_store("disk", 64), tmp_path, {number: 1000.0 - number for number in range(64)})
+    monkeypatch.setattr(disk_index, "MAX_FILES", 16)
+    settled(make_store("disk", 64))
+    assert 12 <= len(files(tmp_path)) <= 16
+
+
+def test_files_that_others_have_removed_are_no_failure(make_store: MakeStore, tmp_path: Path) -> None:
+    dated(make_store("disk", 64), tmp_path, {number: 1000.0 - number for number in range(64)})
+    store = settled(make_store("disk", 64))
+    for path in files(tmp_path)[:32]:
+        path.unlink()
+    put(store, 100)
+    assert 100 in kept(tmp_path, (100,))
+    assert not store.stats.drops
+
+
+def test_what_cannot_be_removed_counts_on_and_is_not_tried_at_each_write(
+    make_store: MakeStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dated(make_store("disk", 64), tmp_path, {number: 1000.0 - number for number in range(64)})
+    store = settled(make_store("disk", 64))
+    tried: list[Path] = []
+
+    def refuse(path: Path, missing_ok: bool = False) -> None:
+        tried.append(path)
+        raise PermissionError(errno.EACCES, "read only")
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    for number in range(200, 264):
+        put(store, number)
+    assert len(tried) == 65, "one pass over all"
+    assert not store.stats.drops
+
+
+def test_one_large_file_of_another_model_does_not_count_for_all(make_store: MakeStore, tmp_path: Path) -> None:
+    shape = shape_of("another", LAYOUT)
+    dated(make_store("disk", 64, shape=shape), tmp_path, {number: 10.0 for number in range(8)})
+    with files(tmp_path)[0].open("ab") as file:
+        file.truncate(8 * SHAPE.stored_bytes)
+    settled(make_store("disk", 64))
+    assert len(files(tmp_path)) == 8
+
+
+def test_age_holds_for_all_models(make_store: MakeStore, tmp_path: Path) -> None:
+    dated(make_store("disk", shape=shape_of("another", LAYOUT)), tmp_path, {1: 1e7, 2: 10.0})
+    settled(make_store("disk"))
+    assert kept(tmp_path, (1, 2)) == {2}
+
+
+def test_writes_and_reads_go_on_during_a_scan(make_store: MakeStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A directory with millions of files delays neither."""
+    first = make_store("disk")
+    for number in range(40):
+        put(first, number)
+    left_to_read = threading.Semaphore(0)
+    read = disk_index.entries
+
+    def slowly(folder: Path) -> Iterator[tuple[int, os.DirEntry[str]]]:
+        assert left_to_read.acquire(timeout=60)
+        return read(folder)
+
+    monkeypatch.setattr(disk_index, "entries", slowly)
+    store = make_store("disk")
+    store.store(name_of(100), memoryview(payload_of(100)), 1.0)
+    left_to_read.release(2)
+    until(lambda: get(store, name_of(100)) == payload_of(100))
+    assert sum(store.holds(name_of(number).sequence_hash) for number in range(40)) < 40
+    left_to_read.release(1000)
+    settled(store)
+    assert all(store.holds(name_of(number).sequence_hash) for number in range(40))
 
 
 def test_clear_directory_removes_blocks_of_all_models_and_nothing_else(make_store: MakeStore, tmp_path: Path) -> None:

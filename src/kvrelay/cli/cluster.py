@@ -178,7 +178,7 @@ def cache_clear(directory: Path | None, cluster: str | None, config_file: Path |
     Example: kvrelay cache clear /var/cache/kv
     """
     if directory is not None:
-        from kvrelay.tiers.disk import clear_directory
+        from kvrelay.tiers.disk_index import clear_directory
 
         click.echo(f"removed {clear_directory(directory)} blocks")
         return

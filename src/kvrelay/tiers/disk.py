@@ -1,12 +1,11 @@
-"""Blocks as files, one per block, that several workers and their restarts share.
-
-    DIR/<fingerprint, 32 hex digits>/<2 hex digits>/<sequence hash, 16 hex digits>     mode 0600: they are users' text
+"""Blocks as files, one per block, that several workers and their restarts share (``disk_index.py``: where they lie).
 
     reads and writes    each on a thread of its own: a disk that hangs makes its blocks misses, and holds up nothing
+    scans               folder by folder between the writes; a block that is not found yet is a miss
 
-A file is written under another name and then renamed, so a name has a whole file or none; that it is whole it proves
-itself (``block.py``), so nothing is flushed. What lies there is known from a scan: at the start, and again for folders
-that have changed, since other workers write as well. A file that does not prove itself is removed.
+Files have mode 0600: they are users' text. A file is written under another name and then renamed, so a name has a whole
+file or none; that it is whole it proves itself (``block.py``), so nothing is flushed. A file that does not prove itself
+is removed.
 """
 
 from __future__ import annotations
@@ -15,10 +14,8 @@ import errno
 import logging
 import os
 import queue
-import shutil
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import suppress
@@ -28,11 +25,11 @@ from typing import Any, TypeVar
 from kvrelay.core.tier_stats import StoreStats
 from kvrelay.errors import ConfigError
 from kvrelay.tiers.block import BlockName, Shape, header_of, refusal
+from kvrelay.tiers.disk_index import TEMPORARY, DirectoryIndex
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-NUM_FOLDERS = 256
 RESCAN_S = 10.0
 PAUSE_S = 30.0
 """After a full disk nothing is written for this long, and after a read that hangs nothing is read."""
@@ -40,9 +37,6 @@ LOAD_TIMEOUT_S = 2.0
 """For a block. Within it a disk that is merely busy answers."""
 MAX_WAITING = 256
 """Blocks that wait to be written."""
-TEMPORARY = ".writing"
-STALE_S = 3600.0
-"""A file under its temporary name for this long has no writer."""
 
 
 class Lane:
@@ -78,47 +72,43 @@ class Lane:
 
 
 class DiskStore:
-    """Blocks of one shape below ``directory``. At most ``max_bytes``, none older than ``max_age_s``: the least recently
-    used go first. Raises ConfigError if the directory cannot be used."""
+    """Blocks of one shape below ``directory``. All models there have at most ``max_bytes``, and no block is unused for
+    ``max_age_s``: the least recently used go first. Raises ConfigError if the directory cannot be used."""
 
     medium = "disk"
 
     def __init__(self, directory: Path, shape: Shape, max_bytes: int, max_age_s: float) -> None:
         self.stats = StoreStats()
-        self._root = directory / shape.name
         self._shape = shape
-        self._max_blocks = max_bytes // shape.stored_bytes
-        self._max_age_s = max_age_s
-        self._known: OrderedDict[int, float] = OrderedDict()
-        """When each block was written or used, by the files' clock; the least recently used first."""
-        self._scanned: dict[int, float] = {}
-        """By folder: its time of change when it was read."""
+        self._scan: Iterator[None] | None = None
         self._scan_due_s = self._full_until_s = self._slow_until_s = 0.0
-        if not self._max_blocks:
+        if max_bytes < shape.stored_bytes:
             raise ConfigError(f"disk_kv_cache is below {shape.stored_bytes} bytes, one block of this model")
+        root = directory / shape.name
         try:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._root.mkdir(mode=0o700, exist_ok=True)
-            probe = self._root / f"probe{TEMPORARY}.{os.getpid()}"
+            root.mkdir(mode=0o700, exist_ok=True)
+            probe = root / f"probe{TEMPORARY}.{os.getpid()}"
             probe.touch(mode=0o600)
             probe.unlink()
         except OSError as exc:
             raise ConfigError(f"disk_kv_cache: {exc}", param="disk_kv_cache") from exc
+        self._index = DirectoryIndex(directory, shape.name, shape.stored_bytes, max_bytes, max_age_s)
         self._reader, self._writer = Lane("kv-disk-read"), Lane("kv-disk-write")
         self._later(self.refresh)
 
     def __repr__(self) -> str:
-        return f"DiskStore({self._root}, {len(self._known)} of {self._max_blocks} blocks)"
+        return f"DiskStore({self._index!r})"
 
     def holds(self, sequence_hash: int) -> bool:
-        return sequence_hash in self._known and time.monotonic() >= self._slow_until_s
+        return sequence_hash in self._index and time.monotonic() >= self._slow_until_s
 
     def worth_again(self, sequence_hash: int, worth_s: float) -> bool:
-        return sequence_hash in self._known
+        return sequence_hash in self._index
 
     def load(self, name: BlockName, into: memoryview) -> bool:
         began_s = time.perf_counter()
-        path = self._path(name.sequence_hash)
+        path = self._index.path(name.sequence_hash)
         try:
             content = memoryview(self._reader.submit(path.read_bytes).result(LOAD_TIMEOUT_S))
         except TimeoutError:
@@ -138,7 +128,7 @@ class DiskStore:
             if reason not in ("other", "tokens"):
                 self._later(lambda: path.unlink(missing_ok=True))
             return self._missed(name.sequence_hash, reason)
-        self._later(lambda: self._touch(name.sequence_hash))
+        self._later(lambda: self._index.touch(name.sequence_hash))
         self.stats.num_loaded += 1
         self.stats.loaded_bytes += len(into)
         self.stats.load_s += time.perf_counter() - began_s
@@ -167,13 +157,13 @@ class DiskStore:
 
     def _write(self, name: BlockName, payload: memoryview) -> None:
         self.refresh()
-        if name.sequence_hash in self._known:
-            self._touch(name.sequence_hash)
+        if name.sequence_hash in self._index:
+            self._index.touch(name.sequence_hash)
             return
         if time.monotonic() < self._full_until_s:
             self.stats.drops["full"] += 1
             return
-        path = self._path(name.sequence_hash)
+        path = self._index.path(name.sequence_hash)
         temporary = path.with_name(f"{path.name}{TEMPORARY}.{os.getpid()}")
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -193,122 +183,47 @@ class DiskStore:
                 _log.warning("the disk of the KV cache is full; nothing is written for %.0f s", PAUSE_S)
                 self._full_until_s = time.monotonic() + PAUSE_S
             return
-        self._known[name.sequence_hash] = time.time()
         self.stats.num_stored += 1
-        self._shrink()
+        self._index.add(name.sequence_hash)
 
     def clear(self) -> int:
-        num_blocks = len(self._known)
-        self._known.clear()
-        self._later(self._remove_all)
+        num_blocks = self._index.clear()
+        self._later(self._index.remove_all)
         return num_blocks
 
     def settle(self, timeout_s: float) -> None:
-        """Wait until everything that was given is done. Raises TimeoutError."""
-        for lane in (self._reader, self._writer):
-            lane.submit(lambda: None).result(timeout_s)
+        """Wait until everything that was given is done, and a scan that has begun. Raises TimeoutError."""
+        self._reader.submit(lambda: None).result(timeout_s)
+        while self._writer.submit(lambda: self._scan is not None).result(timeout_s):
+            pass
 
     def close(self) -> None:
         self._reader.close()
         self._writer.close()
 
-    def _remove_all(self) -> None:
-        for number in range(NUM_FOLDERS):
-            shutil.rmtree(self._root / f"{number:02x}", ignore_errors=True)
-        self._known.clear()
-        self._scanned.clear()
-
-    # -- what is known ------------------------------------------------------------------------------------------------
-
     def refresh(self) -> None:
-        """Read the folders that have changed, at most every ``RESCAN_S``."""
+        """Begin a scan, at most every ``RESCAN_S``."""
         now_s = time.monotonic()
-        if now_s < self._scan_due_s:
+        if self._scan is None and now_s >= self._scan_due_s:
+            self._scan_due_s = now_s + RESCAN_S
+            self._scan = self._index.scan()
+            self._scan_on()
+
+    def _scan_on(self) -> None:
+        """One folder, then what waits to be written, then the next."""
+        if self._scan is None:
             return
-        self._scan_due_s = now_s + RESCAN_S
-        for number in range(NUM_FOLDERS):
-            folder = self._root / f"{number:02x}"
-            try:
-                changed_s = folder.stat().st_mtime
-            except OSError:
-                continue
-            if self._scanned.get(number) != changed_s:
-                self._scanned[number] = changed_s
-                self._read_folder(number, folder)
-        self._shrink()
-
-    def _read_folder(self, number: int, folder: Path) -> None:
-        found: dict[int, float] = {}
-        for sequence_hash, entry in entries(folder):
-            # Each of our own writes changes its folder: only files that are new to us are asked for their times.
-            known_s = self._known.get(sequence_hash)
-            with suppress(OSError):
-                found[sequence_hash] = entry.stat().st_mtime if known_s is None else known_s
-        for sequence_hash in [known for known in list(self._known) if known >> 56 == number and known not in found]:
-            self._known.pop(sequence_hash, None)
-        new = sorted(
-            (used_s, sequence_hash) for sequence_hash, used_s in found.items() if sequence_hash not in self._known
-        )
-        for used_s, sequence_hash in new:
-            self._known[sequence_hash] = used_s
-
-    def _shrink(self) -> None:
-        """Remove what is too much, and what is too old."""
-        oldest_s = time.time() - self._max_age_s
-        while self._known:
-            sequence_hash, used_s = self._known.popitem(last=False)
-            if len(self._known) < self._max_blocks and used_s >= oldest_s:
-                self._known[sequence_hash] = used_s
-                self._known.move_to_end(sequence_hash, last=False)
-                break
-            with suppress(OSError):
-                self._path(sequence_hash).unlink()
-
-    def _touch(self, sequence_hash: int) -> None:
-        if sequence_hash not in self._known:
-            return  # cleared, or found damaged, since it was used
-        self._known[sequence_hash] = time.time()
-        self._known.move_to_end(sequence_hash)
-        with suppress(OSError):
-            os.utime(self._path(sequence_hash))
+        try:
+            next(self._scan)
+        except StopIteration:
+            self._scan = None
+        except BaseException:
+            self._scan = None
+            raise
+        else:
+            self._later(self._scan_on)
 
     def _missed(self, sequence_hash: int, reason: str) -> bool:
-        self._known.pop(sequence_hash, None)
+        self._index.forget(sequence_hash)
         self.stats.misses[reason] += 1
         return False
-
-    def _path(self, sequence_hash: int) -> Path:
-        name = f"{sequence_hash:016x}"
-        return self._root / name[:2] / name
-
-
-def entries(folder: Path) -> Iterator[tuple[int, os.DirEntry[str]]]:
-    """The blocks of a folder. Files whose writer has died are removed; foreign ones stay."""
-    try:
-        found = list(os.scandir(folder))
-    except OSError:
-        return
-    for entry in found:
-        if TEMPORARY in entry.name:
-            with suppress(OSError):
-                if time.time() - entry.stat().st_mtime > STALE_S:
-                    os.unlink(entry.path)
-            continue
-        with suppress(ValueError):
-            if len(entry.name) == 16:
-                yield int(entry.name, 16), entry
-
-
-def clear_directory(directory: Path) -> int:
-    """Remove the blocks of all models below ``directory``, and nothing else. Returns their number."""
-    num_blocks = 0
-    for root in directory.iterdir() if directory.is_dir() else ():
-        if not (root.is_dir() and len(root.name) == 32 and set(root.name) <= set("0123456789abcdef")):
-            continue
-        for number in range(NUM_FOLDERS):
-            folder = root / f"{number:02x}"
-            num_blocks += sum(1 for _ in entries(folder))
-            shutil.rmtree(folder, ignore_errors=True)
-        with suppress(OSError):
-            root.rmdir()
-    return num_blocks
