@@ -11,7 +11,7 @@ import pytest
 from kvrelay.config import ControlConfig
 from kvrelay.errors import AddressInUseError
 from kvrelay.http import listening as listening_module
-from kvrelay.http import open_listener
+from kvrelay.http import open_listener, reserve_port
 from kvrelay.launch.frontend_process import cluster_name
 
 
@@ -51,6 +51,20 @@ def test_other_listeners_on_the_port_are_refused(
         assert caught.value.exit_code == 1
         assert "\n" not in caught.value.message
         assert ("another cluster" in caught.value.message) == (bool(theirs) and bool(ours))
+
+
+def test_a_reserved_port_is_free_for_listeners_only(opened: ExitStack) -> None:
+    """Else a connection or another server may get the port between its choice and the start of a frontend."""
+    reserved = opened.enter_context(reserve_port("127.0.0.1", 0))
+    port = reserved.getsockname()[1]
+    with socket.socket() as other, pytest.raises(OSError, match="in use"):
+        other.bind(("127.0.0.1", port))
+    first = opened.enter_context(open_listener("127.0.0.1", port, "a"))
+    opened.enter_context(open_listener("127.0.0.1", port, "a"))
+    opened.enter_context(socket.create_connection(("127.0.0.1", port)))
+    with pytest.raises(AddressInUseError, match=str(port)):
+        reserve_port("127.0.0.1", port)
+    first.close()
 
 
 def test_a_port_can_be_taken_over_when_its_cluster_has_left(opened: ExitStack) -> None:

@@ -5,7 +5,7 @@
 
 from kvrelay.http.exchange import Exchange, HttpApplication, HttpRequest, Response
 from kvrelay.http.limits import HttpLimits
-from kvrelay.http.listening import open_listener, raise_descriptor_limit, server_tls
+from kvrelay.http.listening import open_listener, raise_descriptor_limit, reserve_port, server_tls
 from kvrelay.http.server import HttpServer
 
 __all__ = [
@@ -17,5 +17,6 @@ __all__ = [
     "Response",
     "open_listener",
     "raise_descriptor_limit",
+    "reserve_port",
     "server_tls",
 ]

@@ -78,6 +78,22 @@ def open_listener(host: str, port: int, cluster: str = "") -> socket.socket:
         return _join(family, kind, address, digest, AddressInUseError.at(host, port, exc))
 
 
+def reserve_port(host: str, port: int) -> socket.socket:
+    """A socket that keeps a port, 0 for any free one, for ``open_listener`` in other processes while it is open.
+
+    It is bound and does not listen: the kernel gives the port to no connection and to no other bind, but to one with
+    SO_REUSEADDR. A port that is only looked at could be gone before a frontend has started. Raises AddressInUseError.
+    """
+    reserved = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        reserved.bind((host, port))
+    except OSError as exc:
+        reserved.close()
+        raise AddressInUseError.at(host, port, exc) from exc
+    return reserved
+
+
 def _join(
     family: socket.AddressFamily, kind: socket.SocketKind, address: tuple[object, ...], digest: str, taken: Exception
 ) -> Listener:

@@ -28,13 +28,13 @@ from kvrelay.control.nats_process import NatsServerProcess
 from kvrelay.core.clock import MonotonicClock
 from kvrelay.core.workers import WorkerInfo
 from kvrelay.errors import (
-    AddressInUseError,
     CheckpointError,
     ControlUnavailableError,
     FatalError,
     KvrelayError,
     WorkerUnavailableError,
 )
+from kvrelay.http import reserve_port
 from kvrelay.launch.admin import list_workers
 from kvrelay.launch.children import (
     Child,
@@ -130,18 +130,19 @@ class LocalCluster:
         require_metrics_key(self._common.metrics, self._control)
         require_credentials(self._control)
         on_terminate(self._stop.set)
-        self._port = _check_port(self._config.frontend)
-        try:
-            await self.start()
-            await self._check_tokenizer()
-            if await self.until_ready():
-                with announced(self._description()):
-                    self.announce()
-                    self._start_planner()
-                    self._listen_for_orders()
-                    await self._supervise()
-        finally:
-            await self.shut_down()
+        with reserve_port(self._config.frontend.host, self._config.frontend.port) as reserved:
+            self._port = int(reserved.getsockname()[1])
+            try:
+                await self.start()
+                await self._check_tokenizer()
+                if await self.until_ready():
+                    with announced(self._description()):
+                        self.announce()
+                        self._start_planner()
+                        self._listen_for_orders()
+                        await self._supervise()
+            finally:
+                await self.shut_down()
 
     # -- start --------------------------------------------------------------------------------------------------------
 
@@ -395,18 +396,6 @@ class LocalCluster:
 def _write_error(line: bytes) -> None:
     sys.stderr.buffer.write(line)
     sys.stderr.buffer.flush()
-
-
-def _check_port(config: FrontendConfig) -> int:
-    """The port to serve on: the requested one if it is free, or any free one for 0. Raises AddressInUseError."""
-    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((config.host, config.port))
-        except OSError as exc:
-            raise AddressInUseError.at(config.host, config.port, exc) from exc
-        return int(probe.getsockname()[1])
 
 
 async def run_serve(config: ServeConfig) -> None:
