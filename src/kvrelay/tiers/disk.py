@@ -128,7 +128,7 @@ class DiskStore:
             if reason not in ("other", "tokens"):
                 self._later(lambda: path.unlink(missing_ok=True))
             return self._missed(name.sequence_hash, reason)
-        self._later(lambda: self._index.touch(name.sequence_hash))
+        self.touch(name.sequence_hash)
         self.stats.num_loaded += 1
         self.stats.loaded_bytes += len(into)
         self.stats.load_s += time.perf_counter() - began_s
@@ -139,6 +139,14 @@ class DiskStore:
             self.stats.drops["busy"] += 1
         else:
             self._later(lambda: self._write(name, payload))
+
+    def write(self, name: BlockName, payload: memoryview) -> Future[None]:
+        """As ``store``, however many wait; ``payload`` is read until the future is done."""
+        return self._writer.submit(lambda: self._write(name, payload))
+
+    def touch(self, sequence_hash: int) -> None:
+        """The block was used elsewhere, so it is not the least recently used."""
+        self._later(lambda: self._index.touch(sequence_hash))
 
     def _later(self, job: Callable[[], Any]) -> None:
         """On the writer's thread. Nobody waits for it, so what it raises is counted, and told the first time."""
