@@ -40,18 +40,20 @@ async def test_a_broken_tokenizer_ends_the_start(tmp_path: Path, monkeypatch: py
 
 
 async def test_ready_means_every_frontend(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They share a port, and each learns of the workers by itself."""
-    answers = [(200, b'{"pid":7}'), (503, b"{}"), (200, b'{"pid":7}'), (200, b'{"pid":9}'), (200, b'{"pid":8}')]
+    """They share a port, and each learns of the workers by itself, of one long before the other perhaps."""
+    pids = [(7, 2), (8, 1), None, (7, 2), (9, 2), (8, 2)]
+    answers = [(200, b'{"pid":%d,"workers":%d}' % pid) if pid else (503, b"{}") for pid in pids]
     told = iter(answers)
 
     async def call(*_: object, **__: object) -> tuple[int, bytes]:
         return next(told)
 
-    cluster = LocalCluster(serve_config(Path()))
+    config = serve_config(Path())
+    cluster = LocalCluster(replace(config, workers=(*config.workers, config.workers[1])))
     cluster.frontends = [Mock(pid=7, exit_code=None), Mock(pid=8, exit_code=None)]
     monkeypatch.setattr("kvrelay.launch.serve.http_call", call)
     monkeypatch.setattr("kvrelay.launch.request_plane.connect_control", AsyncMock())
-    monkeypatch.setattr("kvrelay.launch.admin.list_workers", AsyncMock(return_value=["a worker", "another"]))
+    monkeypatch.setattr("kvrelay.launch.admin.list_workers", AsyncMock(return_value=["a worker", "another", "a third"]))
     assert await cluster.until_ready()
     assert next(told, None) is None, "9 is no frontend of ours"
 

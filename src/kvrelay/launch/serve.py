@@ -90,6 +90,11 @@ class ServeConfig:
         return sum(worker.group.dp for worker in self.workers)
 
     @property
+    def num_takers(self) -> int:
+        """Those of them that take requests of frontends."""
+        return sum(worker.group.dp for worker in self.workers if worker.role.takes_requests)
+
+    @property
     def shape(self) -> str:
         """``1P2D``, or ``2 aggregated``."""
         num_prefill = sum(worker.role is WorkerRole.PREFILL for worker in self.workers)
@@ -226,7 +231,8 @@ class LocalCluster:
             raise FatalError(exc.message) from exc
 
     async def until_ready(self) -> bool:
-        """Wait until all workers are in discovery and all frontends serve the model. False: told to stop meanwhile."""
+        """Wait until all workers are in discovery, and each frontend serves with all of them. False: told to stop
+        meanwhile."""
         from kvrelay.launch.admin import list_workers
 
         deadline = time.monotonic() + self._config.start_timeout_s
@@ -247,19 +253,24 @@ class LocalCluster:
                     raise FatalError(
                         f"not ready after {self._config.start_timeout_s:g} s: "
                         f"{len(workers)} of {self._config.num_engines} workers are in discovery, "
-                        f"{len(ready)} of {len(self.frontends)} frontends serve the model"
+                        f"{len(ready)} of {len(self.frontends)} frontends serve the model with all of them"
                     )
                 await asyncio.sleep(POLL_INTERVAL_S)
         return False
 
     async def _healthy_pid(self) -> int:
-        """The process of a frontend that serves the model; 0 if the one that was reached does not, or none was."""
+        """The process of a frontend that serves with all workers; 0 if the one that was reached does not, or none was.
+
+        On a busy machine a frontend may know one worker long before the others, which would get none of the first
+        requests.
+        """
         try:
             # The exchange holds no secret, and the certificate may name another host.
             status, body = await http_call(self.url, "GET", "/health", timeout_s=2.0, verify=False)
         except WorkerUnavailableError:
             return 0
-        return int(json.loads(body).get("pid", 0)) if status == 200 else 0
+        told = json.loads(body) if status == 200 else {}
+        return int(told.get("pid", 0)) if told.get("workers", 0) >= self._config.num_takers else 0
 
     def _check_starting(self) -> None:
         """Raise FatalError if a child ended while starting; it has written the reason to stderr."""

@@ -324,7 +324,8 @@ async def test_requests_follow_workers_that_come_and_go(model_dir: Path) -> None
         frontend = cluster.frontend
         worker = await cluster.add_worker("w0", Script(TOKENS))
         await cluster.until(lambda: bool(frontend.cluster.models))
-        assert (await send(frontend.port, "GET", "/health")).status == 200
+        answer = await send(frontend.port, "GET", "/health")
+        assert (answer.status, answer.json["workers"]) == (200, 1)
         await cluster.deregister("w0")
         await cluster.until(lambda: not frontend.cluster.models)
         assert (await ask(cluster, model="tiny")).status == 503

@@ -384,9 +384,12 @@ class FrontendApp:
         raise InvalidInputError(f"{path} is not served: kvrelay does not do {NOT_SERVED[path]}")
 
     async def _health(self, exchange: Exchange, request_id: str) -> None:
-        """Ready if at least one model can be served. The ``pid`` tells frontends apart that share a port."""
+        """Ready if at least one model can be served. The ``pid`` tells frontends apart that share a port, ``workers``
+        how many workers get this one's requests."""
         if self._cluster.models:
-            exchange.respond(Response(200, msgspec.json.encode({"status": "ok", "pid": os.getpid()})))
+            num_workers = sum(self._cluster.count_workers().values())
+            told = {"status": "ok", "pid": os.getpid(), "workers": num_workers}
+            exchange.respond(Response(200, msgspec.json.encode(told)))
         else:
             body = error_body(503, "no worker serves a model")
             exchange.respond(Response(503, body, headers=[(b"retry-after", b"1")]))
