@@ -93,7 +93,10 @@ def test_the_recorded_schedule_is_played_back_batch_by_batch(recording: Path) ->
     steps = [record for record in read_recording(recording) if isinstance(record, Step)]
     assert playback.num_steps == len(steps) > 40
     assert sum(request.is_done for request in playback.requests.values()) == 38
-    assert {len(step.batch) for step in steps} >= {1, 2, 4}
+    sizes = {len(step.batch) for step in steps}
+    # Which others there are depends on when the thread took the requests.
+    assert len(sizes) > 1
+    assert max(sizes) == CONFIG.max_num_seqs
 
 
 def test_another_scheduler_is_found_out(recording: Path, tmp_path: Path) -> None:
