@@ -6,8 +6,8 @@ It owns a real memory pool, so transports move its blocks like those of any exec
 
 and the token after p is a function of h[p], read from the pool through the block table. So the answer depends on every
 token before it, and ``mock_generate`` computes it without a pool. When a sequence enters, all its computed blocks
-(prefix hits, transferred blocks) are verified; each decode verifies one more block, in turn. After a damaged block a
-sequence's answer has wrong tokens.
+(prefix hits, transferred blocks) are verified; each decode verifies one more block, in turn, against a copy of what was
+written. After a damaged block a sequence's answer has wrong tokens.
 
 The process needs no torch.
 """
@@ -85,7 +85,9 @@ class MockExecutor:
         self.kv_region = MemoryRegion(pool.ctypes.data, num_bytes)
         max_blocks = -(-self.max_model_len // self._block_size) + 1
         # The system provides memory when it is first touched, so long contexts cost nothing until they are used.
-        self._tokens = np.zeros((config.max_num_seqs, self.max_model_len + 1), dtype=np.uint32)
+        self._tokens = np.zeros((config.max_num_seqs, max_blocks * self._block_size), dtype=np.uint32)
+        self._written = np.zeros((config.max_num_seqs, max_blocks, 2, self._block_size), dtype=np.uint32)
+        """What the pool must have, as [slots, index in the block table, K or V, block_size]."""
         self._block_table = np.zeros((config.max_num_seqs, max_blocks), dtype=np.int32)
         self._num_computed = np.zeros(config.max_num_seqs, dtype=np.int64)
         self._damaged = np.zeros(config.max_num_seqs, dtype=np.uint32)
@@ -169,15 +171,15 @@ class MockExecutor:
         outputs = sequence.token_ids[sequence.num_prompt_tokens :]
         self._grammars.enter(slot, sequence.sampling, outputs)
         if num_computed:
-            keys, hashes = self._read(slot, num_computed)
-            tokens = self._tokens[slot, :num_computed]
-            intact = np.array_equal(keys, tokens) and np.array_equal(hashes, _hash_chain(tokens, _SEED))
-            self._damaged[slot] = not intact
-
-    def _read(self, slot: int, count: int) -> tuple[Uint32Array, Uint32Array]:
-        """K and V of the slot's first ``count`` positions."""
-        blocks = self.pool[self._block_table[slot, : -(-count // self._block_size)]]
-        return blocks[:, 0].reshape(-1)[:count], blocks[:, 1].reshape(-1)[:count]
+            num_blocks = -(-num_computed // self._block_size)
+            written = self._written[slot, :num_blocks]
+            tokens = self._tokens[slot, : num_blocks * self._block_size]
+            written[:, 0] = tokens.reshape(num_blocks, -1)
+            written[:, 1] = _hash_chain(tokens, _SEED).reshape(num_blocks, -1)
+            intact = self.pool[self._block_table[slot, :num_blocks]] == written
+            # The tokens of the last block beyond the computed ones are not written yet.
+            intact[-1, :, (num_computed - 1) % self._block_size + 1 :] = True
+            self._damaged[slot] = not intact.all()
 
     def _compute(self, work: SchedulerOutput, num_decodes: int) -> ModelOutput:
         slots = work.slots
@@ -226,33 +228,34 @@ class MockExecutor:
 
     def _decode(self, slots: npt.NDArray[np.int32]) -> Uint32Array:
         """One position for each slot; returns its hash."""
-        size = self._block_size
         positions = self._num_computed[slots]
-        before = np.maximum(positions - 1, 0)
-        previous = self.pool[self._block_table[slots, before // size], 1, before % size]
-        previous = np.where(positions > 0, previous, _SEED)
+        index, offset = np.divmod(np.maximum(positions - 1, 0), self._block_size)
+        previous = self.pool[self._block_table[slots, index], 1, offset]
+        if not positions.all():
+            previous[positions == 0] = _SEED
         tokens = self._tokens[slots, positions]
         hashes = previous * _A + tokens * _SPREAD
-        blocks = self._block_table[slots, positions // size]
-        self.pool[blocks, 0, positions % size] = tokens
-        self.pool[blocks, 1, positions % size] = hashes
-        self._verify_one_block(slots, positions)
+        self._verify_one_block(slots, positions, self._write(slots, positions, tokens, hashes))
         return hashes
 
-    def _verify_one_block(self, slots: npt.NDArray[np.int32], positions: Int64Array) -> None:
-        """Check one full block of each slot, a different one at each position: its tokens and its chain of hashes."""
-        size = self._block_size
-        num_full = positions // size
+    def _write(
+        self, slots: npt.NDArray[np.int32] | int, positions: Int64Array, tokens: Uint32Array, hashes: Uint32Array
+    ) -> Int64Array:
+        """One K and one V for each position; returns how many blocks there are before each."""
+        index, offset = np.divmod(positions, self._block_size)
+        cells = np.empty((len(positions), 2), dtype=np.uint32)
+        cells[:, 0] = tokens
+        cells[:, 1] = hashes
+        self._written[slots, index, :, offset] = cells
+        self.pool[self._block_table[slots, index], :, offset] = cells
+        return index
+
+    def _verify_one_block(self, slots: npt.NDArray[np.int32], positions: Int64Array, num_full: Int64Array) -> None:
+        """Check one of each slot's full blocks, a different one at each position."""
         index = positions % np.maximum(num_full, 1)
-        blocks = self.pool[self._block_table[slots, index]]
-        expected = self._tokens[slots[:, None], (index * size)[:, None] + np.arange(size)]
-        keys, hashes = blocks[:, 0], blocks[:, 1]
-        before_block = self.pool[self._block_table[slots, np.maximum(index - 1, 0)], 1, size - 1]
-        previous = np.empty_like(hashes)
-        previous[:, 0] = np.where(index > 0, before_block, _SEED)
-        previous[:, 1:] = hashes[:, :-1]
-        wrong = ((keys != expected) | (hashes != previous * _A + expected * _SPREAD)).any(axis=1)
-        self._damaged[slots] |= (wrong & (num_full > 0)).astype(np.uint32)
+        differs = self.pool[self._block_table[slots, index]] != self._written[slots, index]
+        if differs.any():
+            self._damaged[slots] |= differs.any(axis=(1, 2)) & (num_full > 0)
 
     def _prefill(self, slot: int, count: int) -> np.uint32:
         """``count`` positions of one slot; returns the last one's hash."""
@@ -263,10 +266,7 @@ class MockExecutor:
             previous = self.pool[self._block_table[slot, (first - 1) // size], 1, (first - 1) % size]
         tokens = self._tokens[slot, first : first + count]
         hashes = _hash_chain(tokens, previous)
-        positions = np.arange(first, first + count)
-        blocks = self._block_table[slot, positions // size]
-        self.pool[blocks, 0, positions % size] = tokens
-        self.pool[blocks, 1, positions % size] = hashes
+        self._write(slot, np.arange(first, first + count), tokens, hashes)
         return np.uint32(hashes[-1])
 
     # -- invented logprobs ---------------------------------------------------------------------------------------------
