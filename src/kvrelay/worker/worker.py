@@ -327,7 +327,7 @@ class Worker:
     def _on_step(self, step: StepOutput) -> None:
         """On the engine thread, after every step."""
         if step.outputs:
-            self._loop.call_soon_threadsafe(self.decode.deliver, step.outputs)
+            self.decode.hand_on(step.outputs)
         self.decode.handoffs.on_step(step)
         self.prefill.handoffs.on_step(step)
         if step.kv_events or step.load is not None:
