@@ -200,6 +200,8 @@ class Client:
     last: dict[str, TokenOutput] = field(default_factory=dict)
     refused: dict[str, RequestRefused] = field(default_factory=dict)
     decisions: dict[str, str] = field(default_factory=dict)
+    cached: dict[str, int] = field(default_factory=dict)
+    """Tokens of each prompt that were not computed."""
     pongs: list[Pong] = field(default_factory=list)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -207,6 +209,8 @@ class Client:
         if isinstance(message, OutputBatch):
             for output in message.outputs:
                 self.tokens.setdefault(output.request_id, []).extend(output.token_ids)
+                if output.num_cached_tokens is not None:
+                    self.cached[output.request_id] = output.num_cached_tokens
                 if output.decision:
                     self.decisions[output.request_id] = output.decision
                 if output.finish_reason is not None:

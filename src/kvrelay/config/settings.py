@@ -171,6 +171,9 @@ class TransferConfig(Settings):
         "PUT, PUT_ASYNC: the prefill worker writes, with p2p PUT waits until it has landed; GET: the prefill worker "
         "keeps the KV until the decode worker has read it.",
     )
+    fetch_prefixes: bool = setting(
+        True, "Read prefixes from other workers' caches where that is faster than computing them, and lend ours."
+    )
     kv_buffer_size: int = setting(64 * 1024 * 1024, "p2p: bytes of the buffer for KV under way.", low=0)
     p2p_pool_bytes: int = setting(
         256 * 1024 * 1024, "p2p: bytes of the host memory pool, which takes what does not fit into the buffer.", low=0

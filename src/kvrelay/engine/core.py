@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
@@ -21,13 +21,14 @@ from kvrelay.config import EngineConfig
 from kvrelay.core.clock import Clock
 from kvrelay.core.events import KvEvent, LoadMetrics
 from kvrelay.core.handoff import HandoffId
+from kvrelay.core.hashing import compute_block_hashes
 from kvrelay.core.logprobs import PositionLogprobs
 from kvrelay.core.messages import TokenOutput
 from kvrelay.core.status import FinishReason, RequestStatus
 from kvrelay.dp.group import Alone, Group
 from kvrelay.dp.protocol import Round
 from kvrelay.engine.block_pool import BlockPool
-from kvrelay.engine.kv_source import KvStorage
+from kvrelay.engine.kv_source import KvSource, KvStorage
 from kvrelay.engine.limits import NONE_PENDING, AdmissionLimits, PendingArrivals
 from kvrelay.engine.loans import HandoffIds, Loans, remote_prefill
 from kvrelay.engine.reports import stop_token_ids
@@ -36,6 +37,10 @@ from kvrelay.engine.scheduler import Scheduler
 from kvrelay.engine.stats import EngineStats
 from kvrelay.engine.step import Executor, StepOutput
 from kvrelay.errors import EngineDeadError, IntegrityError, InvalidInputError, KvrelayError
+
+
+MAX_LENT_SHARE = 0.25
+"""Of the pool: no more is bound by peers that read prefixes."""
 
 
 class EngineCore:
@@ -96,6 +101,10 @@ class EngineCore:
         """Keep what the pool evicts there. Before the first request."""
         self.storage = storage
         self.scheduler.attach(storage)
+
+    def add_source(self, source: KvSource) -> None:
+        """Prompts may also begin with what this has."""
+        self.scheduler.add_source(source)
 
     def __repr__(self) -> str:
         return f"EngineCore({self.worker_id}, {self.scheduler!r}, {len(self.loans)} loans)"
@@ -310,6 +319,24 @@ class EngineCore:
     def end_loan(self, handoff_id: HandoffId, loan: int) -> None:
         """No peer touches the blocks of this loan any more."""
         self.loans.end(handoff_id, loan)
+
+    def lend_prefix(
+        self, handoff_id: HandoffId, token_ids: Sequence[int], cache_salt: str | None
+    ) -> tuple[int, ...] | None:
+        """The cached blocks with which this prompt begins, lent as loan 1 to a peer that only reads; None if there are
+        none, or if requests here need the room that such loans bind."""
+        size = self.pool.block_size
+        hashes = compute_block_hashes(token_ids, size, salt=cache_salt).sequence
+        # ``find_prefix`` leaves the last token to compute.
+        block_ids = self.pool.find_prefix((*token_ids, 0), hashes)
+        num_lent = self.loans.num_only_read + self.pool.num_free_among(block_ids)
+        if (
+            not block_ids
+            or self.scheduler.admission.is_short_of_blocks
+            or num_lent > self.pool.num_blocks * MAX_LENT_SHARE
+        ):
+            return None
+        return self.loans.lend(handoff_id, block_ids, len(block_ids)).block_ids
 
     def writable_blocks(self) -> Mapping[tuple[HandoffId, int], tuple[int, ...]]:
         """The lent blocks that a peer may write to, by hand-off and loan. From any thread."""

@@ -2,19 +2,30 @@
 
     device prefix cache   a hit is there at once: the request begins with its blocks        ``BlockPool.find_prefix``
     decode worker         P reads the blocks that D has; the hand-off says which            ``HeldByPeer``
+    another request       the same blocks are on their way into the pool                    ``Arriving``
     tiers                 host memory and disks                                             ``kvrelay.tiers``
+    another worker        its prefix cache has what this one lacks                          ``worker/prefixes.py``
     remote prefill        the whole prompt, written by P                                    ``PrefillMode.REMOTE``
 
-A source is asked in the step that places a request, and answers at once. The request is then LOADING_KV, without a
-slot, and steps go on. What has arrived, the engine hears by ``kv_loaded``; the next source is asked for what is left,
-and the rest is computed.
+A source is asked in the step that places a request, and answers at once:
+
+    None        nothing that is worth loading: it is computed as fast
+    Hit         ``load`` would have so many blocks here in so many seconds
+    pending     so many blocks can be had in so many seconds, but not yet: waiting for them is cheaper than computing
+
+The request of a hit is then LOADING_KV, without a slot, and steps go on. What has arrived, the engine hears by
+``kv_loaded``; the next source is asked for what is left, and the rest is computed. A request whose next blocks are
+pending stays in the queue, without blocks, and others pass it (``AdmissionQueue``).
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
+from kvrelay.core.clock import Clock
+from kvrelay.core.step_cost import StepCost
 from kvrelay.core.tier_stats import TierStats
 from kvrelay.engine.block_pool import BlockPool, CachedBlock
 from kvrelay.engine.request import Request
@@ -22,21 +33,66 @@ from kvrelay.engine.step import KvLoad, StepOutput
 
 
 class Hit(NamedTuple):
-    """The KV of so many blocks can be here in so many seconds, by what has been measured."""
+    """The KV of so many blocks can be here in so many seconds, by what has been measured. ``is_pending``: not by
+    ``load``; ask again later."""
 
     num_blocks: int
     seconds: float
+    is_pending: bool = False
 
 
 class KvSource(Protocol):
     """All methods on the engine's thread; none may wait."""
 
+    @property
+    def has_pending(self) -> bool:
+        """Whether ``find`` may answer with something pending now. Cheap."""
+
     def find(self, request: Request, first_block: int) -> Hit | None:
         """What it has of the request's blocks from ``first_block`` on. None: nothing that is worth loading, because to
-        compute it takes no longer."""
+        compute it takes no longer. What is pending ends by itself, and the engine takes a turn then."""
 
     def load(self, request: Request, load: KvLoad, output: StepOutput) -> None:
-        """Begin. ``kv_loaded`` follows exactly once, and until then the blocks are the load's."""
+        """Begin. ``kv_loaded`` follows exactly once, and until then the blocks are the load's. Never after a pending
+        answer."""
+
+
+class Sources:
+    """The sources of an engine, in the order in which they are asked."""
+
+    def __init__(self, *first: KvSource) -> None:
+        self._all: list[KvSource] = list(first)
+        self.has_beyond = False
+        """Whether there are other sources than those that every engine has."""
+
+    def add(self, source: KvSource) -> None:
+        """Asked after those that there are."""
+        self._all.append(source)
+        self.has_beyond = True
+
+    @property
+    def has_pending(self) -> bool:
+        return any([source.has_pending for source in self._all])
+
+    def find(self, request: Request, first_block: int) -> tuple[KvSource, Hit] | None:
+        """The first that has the block ``first_block``."""
+        for source in self._all:
+            hit = source.find(request, first_block)
+            if hit is not None:
+                return source, hit
+        return None
+
+    def reach(self, request: Request, first_block: int) -> Hit:
+        """What all of them, one after the other, have from ``first_block`` on. Pending if that is the first."""
+        hits: list[Hit] = []
+        at = first_block
+        while (found := self.find(request, at)) is not None and not (hits and found[1].is_pending):
+            hits.append(found[1])
+            at += found[1].num_blocks
+            if found[1].is_pending:
+                break
+        is_pending = bool(hits) and hits[0].is_pending
+        return Hit(at - first_block, sum(hit.seconds for hit in hits), is_pending)
 
 
 class KvStorage(KvSource, Protocol):
@@ -62,8 +118,57 @@ class KvStorage(KvSource, Protocol):
         """After it the pool's memory is not touched. Idempotent."""
 
 
+class Arriving:
+    """Blocks that another request of this engine is loading. Two prompts that begin alike and come together load their
+    beginning once: the second finds it in the prefix cache, or computes if that is sooner."""
+
+    def __init__(self, block_size: int, clock: Clock, cost: Callable[[], StepCost]) -> None:
+        self._block_size = block_size
+        self._clock = clock
+        self._cost = cost
+        self._loads: dict[str, tuple[tuple[int, ...], float]] = {}
+        """By request: the blocks' hashes, and when they should be here."""
+        self._of_hash: dict[int, str] = {}
+
+    @property
+    def has_pending(self) -> bool:
+        return bool(self._loads)
+
+    def begun(self, request: Request, load: KvLoad, seconds: float) -> None:
+        """``seconds``: by estimate."""
+        hashes = tuple(request.sequence_hashes[load.first_block : load.first_block + len(load.block_ids)])
+        self._loads[request.request_id] = hashes, self._clock.now() + seconds
+        self._of_hash.update(dict.fromkeys(hashes, request.request_id))
+
+    def ended(self, request: Request) -> None:
+        hashes, _ = self._loads.pop(request.request_id, ((), 0.0))
+        for block in hashes:
+            if self._of_hash.get(block) == request.request_id:
+                del self._of_hash[block]
+
+    def find(self, request: Request, first_block: int) -> Hit | None:
+        wanted = request.sequence_hashes[first_block : (len(request.token_ids) - 1) // self._block_size]
+        loader = self._of_hash.get(wanted[0]) if wanted else None
+        if loader is None:
+            return None
+        hashes, due_s = self._loads[loader]
+        coming = hashes[hashes.index(wanted[0]) :]
+        num_blocks = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(wanted, coming)))
+        size, left_s = self._block_size, due_s - self._clock.now()
+        if left_s < 0.0:
+            return None  # later than it should be: no one knows when
+        if self._cost().extra_seconds(num_blocks * size, first_block * size) <= left_s:
+            return None
+        return Hit(num_blocks, left_s, is_pending=True)
+
+    def load(self, request: Request, load: KvLoad, output: StepOutput) -> None:
+        raise AssertionError("what is pending is not loaded")
+
+
 class HeldByPeer:
     """Blocks that the decode worker of a hand-off has: the worker reads them."""
+
+    has_pending = False
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size

@@ -48,6 +48,11 @@ class Loans:
         """Of each loan, those that a peer may write to. From any thread."""
         return {key: loan.quarantined for key, loan in self._loans.copy().items()}
 
+    @property
+    def num_only_read(self) -> int:
+        """Blocks of loans that no peer may write to: prefixes."""
+        return sum(len(loan.pinned) for loan in self._loans.values() if not loan.quarantined)
+
     def lend(self, handoff_id: HandoffId, block_ids: list[int], num_hit_blocks: int) -> Loan:
         """The first loan: the blocks of a waiting request, which also keeps its references."""
         loan = Loan(tuple(block_ids[:num_hit_blocks]), tuple(block_ids[num_hit_blocks:]))

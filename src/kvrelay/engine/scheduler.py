@@ -26,7 +26,7 @@ from kvrelay.engine.admission.queue import AdmissionQueue, Backlog, EngineLoad
 from kvrelay.engine.allocation import DecodeAllocator, Holdings, cache_full_blocks, free_blocks, transfer_may_run
 from kvrelay.engine.batch import Batch
 from kvrelay.engine.block_pool import BlockPool
-from kvrelay.engine.kv_source import HeldByPeer, KvSource, KvStorage
+from kvrelay.engine.kv_source import Arriving, HeldByPeer, KvSource, KvStorage, Sources
 from kvrelay.engine.reports import finish_reason, report_blocks, report_last_blocks, report_token
 from kvrelay.engine.request import PrefillMode, Request
 from kvrelay.engine.scheduled_batch import BatchPlanner, ScheduledBatch, TokenBudget
@@ -109,12 +109,14 @@ class Scheduler:
         self.max_num_running = min(max_num_seqs, max_num_batched_tokens)
         self._clock = clock
         self._start_remote = start_remote
-        self.admission = AdmissionQueue(pool, max_num_batched_tokens, clock, priority_ageing_s)
+        self.token_budget = TokenBudget()
+        self._arriving = Arriving(pool.block_size, clock, lambda: self.token_budget.costs.cost)
+        self._sources = Sources(HeldByPeer(pool.block_size), self._arriving)
+        self.admission = AdmissionQueue(pool, max_num_batched_tokens, clock, priority_ageing_s, self._sources)
         self._batch = Batch(self.max_num_running)
         self._num_outside = 0
         """Requests admitted without a slot (REMOTE_PREFILLING, LOADING_KV); a slot is reserved for each."""
         self._decode_allocator = DecodeAllocator(pool, self._batch, clock, self.admission.push)
-        self.token_budget = TokenBudget()
         self.times = EngineTimes()
         self._max_num_batched_tokens = max_num_batched_tokens
         self._remote_prefills = RemotePrefills(clock)
@@ -122,15 +124,17 @@ class Scheduler:
             self._batch, max_num_batched_tokens, exclusive_prefill=exclusive_prefill, token_budget=self.token_budget
         )
         self._scheduled = ScheduledBatch([], [])
-        self._sources: list[KvSource] = [HeldByPeer(pool.block_size)]
         self._loads: dict[Request, KvLoad] = {}
         """Of requests that are LOADING_KV."""
 
     def attach(self, storage: KvStorage) -> None:
         """From now on prompts may begin with what this has kept of the pool's blocks."""
-        self._sources.append(storage)
-        self.admission.storage = storage
+        self.add_source(storage)
         self.pool.on_evicted = storage.evicted
+
+    def add_source(self, source: KvSource) -> None:
+        """From now on prompts may also begin with what this has."""
+        self._sources.add(source)
 
     def __repr__(self) -> str:
         return (
@@ -250,6 +254,7 @@ class Scheduler:
         """The request's KvLoad has ended: with all its blocks, or with ``num_blocks``; what did not come is
         computed."""
         load = self._loads.pop(request)
+        self._arriving.ended(request)
         if request.abort_reason is not None:
             self.finish(request, FINISH_STATUS[request.abort_reason])
             return
@@ -268,18 +273,18 @@ class Scheduler:
         if request.wants_prompt_logprobs:
             return False
         first = request.num_computed_tokens // self.pool.block_size
-        for source in self._sources:
-            hit = source.find(request, first)
-            if hit is None:
-                continue
-            if request.status is not RequestStatus.LOADING_KV:
-                self._num_outside += 1
-                request.move(RequestStatus.LOADING_KV, self._clock.now())
-            load = KvLoad(request.request_id, first, tuple(request.block_ids[first : first + hit.num_blocks]))
-            self._loads[request] = load
-            source.load(request, load, self.output)
-            return True
-        return False
+        found = self._sources.find(request, first)
+        if found is None or found[1].is_pending:
+            return False
+        source, hit = found
+        if request.status is not RequestStatus.LOADING_KV:
+            self._num_outside += 1
+            request.move(RequestStatus.LOADING_KV, self._clock.now())
+        load = KvLoad(request.request_id, first, tuple(request.block_ids[first : first + hit.num_blocks]))
+        self._loads[request] = load
+        self._arriving.begun(request, load, hit.seconds)
+        source.load(request, load, self.output)
+        return True
 
     # -- hand-offs (prefill side) -------------------------------------------------------------------------------------
 

@@ -48,6 +48,16 @@ class Pulled(OfHandoff, frozen=True):
     may_return: bool = False
 
 
+class PrefixWanted(OfHandoff, frozen=True):
+    """Our engine wants ``blocks`` from the prefix cache of the worker that ``handoff_id`` names. ReportLoaded follows
+    exactly once: after at most ``timeout_s`` if there is no grant by then. ``term`` is our own."""
+
+    blocks: RequestBlocks
+    prefix: hm.Prefix
+    term: int
+    timeout_s: float
+
+
 class Declined(OfHandoff, frozen=True):
     """An entry that is not computed here. Its owner gets a release and computes it."""
 
@@ -140,6 +150,7 @@ class DecodeConnectionLost(Value, frozen=True):
 
 PrefillEvent = (
     Pulled
+    | PrefixWanted
     | Declined
     | Cancelled
     | ClaimFailed
@@ -197,9 +208,12 @@ class VerifyHits(OfHandoff, frozen=True):
 
 
 class ReportLoaded(OfHandoff, frozen=True):
-    """The engine's load has ended; if it failed, the engine computes those blocks."""
+    """The engine's load has ended: with its first ``num_blocks``. If it failed, the engine computes them. ``reason``:
+    why a prefix has not come."""
 
     ok: bool
+    num_blocks: int = 0
+    reason: EndReason | None = None
 
 
 class ChecksumChunk(OfHandoff, frozen=True):

@@ -27,7 +27,7 @@ from kvrelay.engine.kv_source import Hit
 from kvrelay.engine.request import Request
 from kvrelay.engine.step import KvLoad, StepOutput
 from kvrelay.tiers.block import BlockName, Shape
-from kvrelay.tiers.policy import LOAD_OVERHEAD_S, QUEUE_SOFT, LoadTime, SecondOffer, recompute_seconds, share_to_write
+from kvrelay.tiers.policy import LOAD_OVERHEAD_S, QUEUE_SOFT, LoadTime, SecondOffer, share_to_write
 from kvrelay.tiers.store import BlockStore, leading
 
 _log = logging.getLogger(__name__)
@@ -119,6 +119,8 @@ class KvTiers:
 
     # -- on the engine's thread ---------------------------------------------------------------------------------------
 
+    has_pending = False
+
     def find(self, request: Request, first_block: int) -> Hit | None:
         if self._queues.num_clearing:
             return None
@@ -203,7 +205,7 @@ class KvTiers:
 
     def _write_of(self, block_id: int, entry: CachedBlock) -> _Write | None:
         """The block's copy with the stores that take it; None if none needs to."""
-        worth_s = recompute_seconds(self._cost(), self._shape.block_size, entry.index * self._shape.block_size)
+        worth_s = self._cost().extra_seconds(self._shape.block_size, entry.index * self._shape.block_size)
         wanting = [store for store in self._stores if not store.worth_again(entry.sequence_hash, worth_s)]
         if len(self._stores) > 1 and wanting:
             is_again = self._second_offer.admit(entry.sequence_hash)
@@ -221,7 +223,7 @@ class KvTiers:
 
     def _recompute_seconds(self, num_blocks: int, first_block: int) -> float:
         size = self._shape.block_size
-        return recompute_seconds(self._cost(), num_blocks * size, first_block * size)
+        return self._cost().extra_seconds(num_blocks * size, first_block * size)
 
     # -- on the tiers' thread -----------------------------------------------------------------------------------------
 

@@ -4,7 +4,8 @@ It owns the two queues and their rule: a request gets blocks for all its known t
 after its prefix hit), or it waits. ``fair.py`` has the order. It does not know slots or steps.
 
 There is one queue per kind of need. Requests that are computed here also wait for their share of the token budget:
-admitting them earlier would bind blocks early, and would miss prefix hits on prompts that are being computed. Only what
+admitting them earlier would bind blocks early, and would miss prefix hits on prompts that are being computed. (A prompt
+whose KV another request is loading waits for it, if that is cheaper than computing.) Only what
 is computed before them counts, so a long prompt does not keep short ones out. Requests whose next step is a transfer (a
 remote prefill, a KV load) do not wait for the budget.
 
@@ -23,7 +24,7 @@ from kvrelay.core.clock import Clock
 from kvrelay.core.status import RequestStatus
 from kvrelay.engine.admission.fair import Candidate, FairQueue, Shares
 from kvrelay.engine.block_pool import BlockPool
-from kvrelay.engine.kv_source import KvSource
+from kvrelay.engine.kv_source import Sources
 from kvrelay.engine.request import PrefillMode, Request
 from kvrelay.engine.scheduled_batch import TokenBudget
 from kvrelay.placement.base import Decision, PrefillPlace, Situation
@@ -89,7 +90,14 @@ class AdmissionQueue:
     admitted. ``ageing_s``: seconds of waiting that count as much as one priority.
     """
 
-    def __init__(self, pool: BlockPool, max_backlog_tokens: int, clock: Clock, ageing_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        pool: BlockPool,
+        max_backlog_tokens: int,
+        clock: Clock,
+        ageing_s: float = 0.0,
+        sources: Sources | None = None,
+    ) -> None:
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
         self.num_waiting_blocks = 0
@@ -104,7 +112,7 @@ class AdmissionQueue:
         self._here = FairQueue(ageing_s, self.shares)
         self._elsewhere = FairQueue(ageing_s, self.shares)
         self._short: _Shortage | None = None
-        self.storage: KvSource | None = None
+        self._sources = Sources() if sources is None else sources
         """KV beyond the pool."""
 
     def __repr__(self) -> str:
@@ -186,11 +194,20 @@ class AdmissionQueue:
         now_s = self._clock.now()
         queues = [queue.candidates(now_s, MAX_CANDIDATES, tenant) for queue in (self._here, self._elsewhere) if queue]
         for candidate in heapq.merge(*queues, key=lambda candidate: candidate.urgency):
+            if self._sources.has_pending and self._awaits_kv(candidate.request):
+                continue
             decision = self._decide(candidate, load)
             if decision is None and self._is_over_budget(candidate, load):
                 continue
             if decision is None or decision.place is not None:
                 yield candidate.request, decision
+
+    def _awaits_kv(self, request: Request) -> bool:
+        """Whether what follows its prefix hit is on its way, and waiting for that is cheaper than computing it."""
+        if request.wants_prompt_logprobs:
+            return False
+        found = self._sources.find(request, len(self.find_hit(request)))
+        return found is not None and found[1].is_pending
 
     def _is_over_budget(self, candidate: Candidate, load: EngineLoad) -> bool:
         is_computed_here = candidate.request in self._here
@@ -263,10 +280,10 @@ class AdmissionQueue:
     def num_held_tokens(self, request: Request) -> int:
         """Tokens that the request need not compute: its prefix hit, and what is worth loading after that."""
         first = len(self.find_hit(request))
-        hit = None if self.storage is None or request.wants_prompt_logprobs else self.storage.find(request, first)
-        num_stored = hit.num_blocks if hit is not None else 0
+        if not self._sources.has_beyond or request.wants_prompt_logprobs:
+            return first * self._pool.block_size
+        num_stored, request.load_s, _ = self._sources.reach(request, first)
         request.num_stored_tokens = num_stored * self._pool.block_size
-        request.load_s = hit.seconds if hit is not None else 0.0
         return (first + num_stored) * self._pool.block_size
 
     def _reserve_for(self, request: Request, load: EngineLoad) -> int:

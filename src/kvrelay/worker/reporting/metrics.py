@@ -68,6 +68,8 @@ class WorkerStats:
     transfer_cost_error: float = 0.0
     """Mean relative error of the published transfer costs."""
     transfer_durations: Mapping[TransferOp, Histogram] = dataclasses.field(default_factory=dict)
+    prefixes: TierStats | None = None
+    """Of other workers' prefixes, if they are read."""
 
 
 class WorkerMetrics(Collector):
@@ -107,7 +109,9 @@ def _families(stats: WorkerStats) -> Iterator[Metric]:
     if stats.transfer.p2p is not None:
         yield from _p2p(stats.transfer.p2p)
     if stats.engine.tiers is not None:
-        yield from _tiers(stats.engine.tiers)
+        yield from _tiers(stats.engine.tiers, "kv_tier")
+    if stats.prefixes is not None:
+        yield from _tiers(stats.prefixes, "kv_fetch")
     yield _by_label("placements", "Where prefills ran, and why.", "place", _PLACES | stats.decode.places)
     yield _by_label(
         "refusals",
@@ -244,16 +248,16 @@ def _p2p(counters: P2pCounters) -> Iterator[Metric]:
             yield _counter(f"p2p_{name}", f"Transport p2p: {name.replace('_', ' ')}.", getattr(counters, field.name))
 
 
-def _tiers(tiers: TierStats) -> Iterator[Metric]:
-    """KV in host memory and on disk: decisions, then each store by its medium."""
+def _tiers(tiers: TierStats, group: str) -> Iterator[Metric]:
+    """KV beyond the pool: decisions, then each store by its medium (``host``, ``disk``; ``peer``)."""
     counts = tiers.counts
-    yield _counter("kv_tier_hits", "Prompts whose stored KV was loaded.", counts.num_hits)
-    yield _counter("kv_tier_hit_blocks", "Blocks that were loaded and have proved themselves.", counts.num_hit_blocks)
-    yield _counter("kv_tier_not_worth", "Prompts whose stored KV is computed as fast.", counts.num_not_worth)
-    yield _counter("kv_tier_failed_loads", "Loads after which the rest was computed.", counts.num_failed_loads)
-    yield _counter("kv_tier_saved_seconds", "Computing that loads have saved, by estimate.", max(counts.saved_s, 0.0))
-    yield _counter("kv_tier_lost_seconds", "Time of failed loads.", counts.lost_s)
-    yield _gauge("kv_tier_queued_blocks", "Evicted blocks that wait to be written.", tiers.num_queued)
+    yield _counter(f"{group}_hits", "Prompts whose stored KV was loaded.", counts.num_hits)
+    yield _counter(f"{group}_hit_blocks", "Blocks that were loaded and have proved themselves.", counts.num_hit_blocks)
+    yield _counter(f"{group}_not_worth", "Prompts whose stored KV is computed as fast.", counts.num_not_worth)
+    yield _counter(f"{group}_failed_loads", "Loads after which the rest was computed.", counts.num_failed_loads)
+    yield _counter(f"{group}_saved_seconds", "Computing that loads have saved, by estimate.", max(counts.saved_s, 0.0))
+    yield _counter(f"{group}_lost_seconds", "Time of failed loads.", counts.lost_s)
+    yield _gauge(f"{group}_queued_blocks", "Evicted blocks that wait to be written.", tiers.num_queued)
     numbers = {
         "loaded_blocks": ("num_loaded", "Blocks read."),
         "loaded_bytes": ("loaded_bytes", "Bytes read."),
@@ -261,12 +265,12 @@ def _tiers(tiers: TierStats) -> Iterator[Metric]:
         "stored_blocks": ("num_stored", "Blocks written."),
     }
     for name, (field, text) in numbers.items():
-        family = CounterMetricFamily(f"{PREFIX}kv_tier_{name}", text, labels=("medium",))
+        family = CounterMetricFamily(f"{PREFIX}{group}_{name}", text, labels=("medium",))
         for medium, store in tiers.stores.items():
             family.add_metric((medium,), getattr(store, field))
         yield family
     for name, text in (("misses", "Reads that failed."), ("drops", "Evicted blocks that were not written.")):
-        family = CounterMetricFamily(f"{PREFIX}kv_tier_{name}", text, labels=("medium", "reason"))
+        family = CounterMetricFamily(f"{PREFIX}{group}_{name}", text, labels=("medium", "reason"))
         for medium, store in tiers.stores.items():
             for reason, count in dict(getattr(store, name)).items():
                 family.add_metric((medium, reason), count)

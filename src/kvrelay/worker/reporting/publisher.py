@@ -18,7 +18,16 @@ import msgspec
 from kvrelay.control.base import EventBus, Keys, Subscription
 from kvrelay.core.event_codec import encode_events, encode_load
 from kvrelay.core.event_log import KvEventLog
-from kvrelay.core.events import BlockRemoved, BlockStored, Flow, KvEvent, LoadMetrics, TokenCounts, TransferCost
+from kvrelay.core.events import (
+    BlockRemoved,
+    BlockStored,
+    Flow,
+    KvEvent,
+    LoadCost,
+    LoadMetrics,
+    TokenCounts,
+    TransferCost,
+)
 from kvrelay.core.sealing import seal
 from kvrelay.core.tasks import end_tasks
 from kvrelay.errors import KvrelayError
@@ -34,7 +43,7 @@ MAX_BATCH_BLOCKS = 20_000
 
 class Publisher:
     """One worker's events and load on the bus, sealed with ``secret``. All methods run on the event loop.
-    ``step_age_s``, ``transfer_costs``, ``flows`` and ``tokens`` go into every sample, see ``LoadMetrics``."""
+    ``step_age_s``, ``transfer_costs``, ``flows``, ``load_costs`` and ``tokens`` go into every sample, see ``LoadMetrics``."""
 
     def __init__(
         self,
@@ -47,6 +56,7 @@ class Publisher:
         secret: bytes = b"",
         transfer_costs: Callable[[], tuple[TransferCost, ...]] = tuple,
         flows: Callable[[], tuple[Flow, ...]] = tuple,
+        load_costs: Callable[[], tuple[LoadCost, ...]] = tuple,
         tokens: Callable[[], TokenCounts | None] = lambda: None,
     ) -> None:
         self._worker_id = worker_id
@@ -58,6 +68,7 @@ class Publisher:
         self._secret = secret
         self._transfer_costs = transfer_costs
         self._flows = flows
+        self._load_costs = load_costs
         self._tokens = tokens
         self._pending: list[KvEvent] = []
         self._load: LoadMetrics | None = None
@@ -136,6 +147,7 @@ class Publisher:
                 step_age_s=self._step_age_s(),
                 transfer_costs=self._transfer_costs(),
                 flows=self._flows(),
+                load_costs=self._load_costs(),
                 tokens=self._tokens(),
             )
             await self._publish(self._keys.worker_load(self._worker_id), encode_load(sample))
