@@ -225,9 +225,11 @@ class Client:
         sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, **settings)
         self.connection.send(GenerateRequest(request_id, self.worker_id, tokens, sampling))
 
-    def send_message(self, request_id: str, tokens: tuple[int, ...], **fields: object) -> None:
+    def send_message(
+        self, request_id: str, tokens: tuple[int, ...], salt: str | None = None, **fields: object
+    ) -> None:
         """With other fields of the message set."""
-        sampling = SamplingParams(max_tokens=8, temperature=0.0)
+        sampling = SamplingParams(max_tokens=8, temperature=0.0, cache_salt=salt)
         self.connection.send(GenerateRequest(request_id, self.worker_id, tokens, sampling, **fields))
 
     async def loads(self, node: Node) -> list[LoadMetrics]:

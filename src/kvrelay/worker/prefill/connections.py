@@ -112,6 +112,8 @@ class DecodePeers:
         address = self._addresses.get(worker_id) or self._address_of(worker_id)
         if address is None:
             raise WorkerUnavailableError(f"where {worker_id} listens is not known")
+        # What was begun is also ended with a worker that discovery lists no more.
+        self._addresses[worker_id] = address
         async with self._connecting.hold(worker_id):
             old = self._peers.get(worker_id)
             if old is not None:
