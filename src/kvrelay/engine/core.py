@@ -178,7 +178,7 @@ class EngineCore:
 
     def _take_output(self) -> StepOutput:
         output = self.scheduler.take_output()
-        output.kv_events = self.pool.drain_events()
+        output.kv_events = self.drain_events()
         return output
 
     def _has_news(self) -> bool:
@@ -190,6 +190,7 @@ class EngineCore:
             or output.kv_loads
             or output.handoff_chunks
             or self.pool.has_events
+            or (self.storage is not None and self.storage.has_events)
         )
 
     # -- requests -----------------------------------------------------------------------------------------------------
@@ -423,8 +424,9 @@ class EngineCore:
         )
 
     def drain_events(self) -> list[KvEvent]:
-        """Prefix-cache events that no step has delivered yet."""
-        return self.pool.drain_events()
+        """Events of the prefix cache and the tiers that no step has delivered yet."""
+        events = self.pool.drain_events()
+        return events if self.storage is None else events + self.storage.drain_events()
 
     def cached_hashes(self) -> list[int]:
         """Sequence hashes of every cached block."""

@@ -25,6 +25,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from kvrelay.core.clock import Clock
+from kvrelay.core.events import KvEvent
 from kvrelay.core.step_cost import StepCost
 from kvrelay.core.tier_stats import TierStats
 from kvrelay.engine.block_pool import BlockPool, CachedBlock
@@ -98,9 +99,17 @@ class Sources:
 class KvStorage(KvSource, Protocol):
     """A source that keeps what the pool evicts. Its life is that of the engine's thread."""
 
-    def start(self, loaded: Callable[[str, bool, int], None]) -> None:
-        """``loaded(request_id, is_whole, num_blocks)``, on another thread: a load has ended, and so many leading blocks
-        have arrived."""
+    def start(
+        self, loaded: Callable[[str, bool, int], None], changed: Callable[[], None] = lambda: None
+    ) -> None:
+        """On other threads: ``loaded(request_id, is_whole, num_blocks)``: a load has ended, and so many leading blocks
+        have arrived. ``changed()``: there are events, or something is pending no more."""
+
+    @property
+    def has_events(self) -> bool: ...
+
+    def drain_events(self) -> list[KvEvent]:
+        """Blocks that it has or has lost since the last call, with their medium. A clear is told by the pool."""
 
     def evicted(self, blocks: Sequence[tuple[int, CachedBlock]]) -> None:
         """These blocks leave the prefix cache now. They may be read during this call only."""
