@@ -129,9 +129,12 @@ def peer_loads(
     block_size: int,
     costs: Mapping[str, Mapping[str, LoadCost]],
 ) -> Loads:
-    """What each worker could read from the one that holds ``depths`` blocks, beyond the ``reached`` tokens that it has."""
+    """What each worker could read from the one that holds ``depths`` blocks, beyond the ``reached`` tokens that it has.
+    One whose costs are not known counts as the slowest of the others."""
     tokens = np.maximum(depths * block_size - reached, 0.0)
-    known = [costs.get(worker_id, {}).get(PEER) for worker_id in worker_ids]
+    published = [of_worker[PEER] for of_worker in costs.values() if PEER in of_worker]
+    slowest = max(published, key=lambda cost: cost.token_s, default=None)
+    known = [costs.get(worker_id, {}).get(PEER, slowest) for worker_id in worker_ids]
     token_s = np.array([np.inf if cost is None else cost.token_s for cost in known])
     overhead_s = np.array([0.0 if cost is None else cost.overhead_s for cost in known])
     with np.errstate(invalid="ignore"):

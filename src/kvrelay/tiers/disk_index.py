@@ -138,7 +138,8 @@ class DirectoryIndex:
     def remove_all(self) -> None:
         for number in range(NUM_FOLDERS):
             shutil.rmtree(self._own.root / f"{number:02x}", ignore_errors=True)
-        self._own.known.clear()
+        for sequence_hash in list(self._own.known):
+            self.forget(sequence_hash)  # what was written after the clear, and told
         self._own.scanned.clear()
 
     # -- scans --------------------------------------------------------------------------------------------------------
