@@ -63,6 +63,8 @@ class Memory:
 
     def _land_load(self, number: int, op: Any) -> None:
         _, handoff_id, _, remote, _ = op
+        if self.scenario.is_prefix and handoff_id not in self.ps[number].held and not self.ps[number].is_dead:
+            raise Violation(f"p{number} reads into blocks that it has given back")
         lent = {block for (owner, _), blocks in self.d.loans.items() if owner == handoff_id for block in blocks}
         if not lent.issuperset(remote):
             raise Violation(f"p{number} reads blocks that nobody keeps for it")
@@ -95,6 +97,11 @@ class Memory:
         kind, handoff_id = task[0], task[1]
         if kind == "allocate":
             self._allocate(handoff_id, task[2], possible=self.scenario.can_replace_blocks)
+        elif kind == "lend":
+            blocks = None if self.d.has_evicted else tuple(range(self.scenario.num_hit_blocks))
+            if blocks is not None:
+                self.d.loans[handoff_id, 1] = blocks
+            self._handle(D, de.LoanAllocated(handoff_id, 1, blocks))
         elif kind == "hits":
             self._expect_lent(handoff_id, task[3])
             self._handle(D, de.HitsChecksummed(handoff_id, task[2], tuple(0 for _ in task[3])))

@@ -57,6 +57,14 @@ SCENARIOS = {
         *NETWORK, *LOCAL, "crash prefill", direction=PULL, with_blocks=False, by_engine=True
     ),
     "pull, prefill-first": scenario(*NETWORK, *LOCAL, direction=PULL, order=PREFILL_FIRST),
+    "prefix": scenario(*NETWORK, "fail", "stray", num_faults=2, num_hit_blocks=1, is_prefix=True),
+    "prefix, leases": scenario(*PREFILL, *DECODE, num_hit_blocks=1, is_prefix=True),
+    "prefix, with checksums, copies that a stopped process continues": scenario(
+        *PREFILL, "damage", "break", num_hit_blocks=1, is_prefix=True, checksums=True, copies=True
+    ),
+    "prefix, two readers": scenario(
+        *NETWORK, "crash prefill", num_prefill=2, num_requests=2, num_hit_blocks=1, is_prefix=True
+    ),
 }
 KINDS: dict[str, dict[str, Any]] = {
     "push": {},
@@ -81,6 +89,9 @@ for kind, settings in KINDS.items():
     THREE_FAULTS[f"{kind}, roles change beside a fault"] = scenario(*ROLES, *NETWORK, *LOCAL, num_faults=2, **settings)
 THREE_FAULTS["push, two prefill workers, roles change"] = scenario(*ROLES, "redeliver", num_faults=2, num_prefill=2)
 LONG = {
+    "prefix, three faults": scenario(
+        *NETWORK, *PREFILL, *DECODE, "fail", num_faults=3, num_hit_blocks=1, is_prefix=True
+    ),
     "push, two faults": scenario(*EVERYTHING, num_faults=2),
     "push, roles change beside leases": scenario(*ROLES, *PREFILL, *DECODE, num_faults=2),
     "push, two faults, hits and checksums": scenario(

@@ -285,6 +285,9 @@ class DecodeLedger:
             # Its request may still come, and its claim, which the release has overtaken on another connection.
             self._decline(message.handoff_id, message.prefill_worker_id)
         handoff = self.handoffs.get(message.handoff_id)
+        if handoff is not None and handoff.is_prefix:
+            # A copy of its claim that comes later would be granted, and no one would release that.
+            self._decline(message.handoff_id, message.prefill_worker_id)
         if message.kv_transfer_params is not None and not (handoff is not None and handoff.is_touched):
             context.out.append(de.Discard(message.handoff_id, message.kv_transfer_params))
         return self._one(

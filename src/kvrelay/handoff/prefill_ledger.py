@@ -81,7 +81,7 @@ class PrefillLedger:
         num_tokens = len(event.prefix.token_ids)
         handoff = self.handoffs[event.handoff_id] = PrefillHandoff(
             handoff_id=event.handoff_id,
-            decode_worker_id=event.handoff_id.decode_worker_id,
+            decode_worker_id=event.decode_worker_id,
             num_blocks=num_tokens // self.rules.block_size,
             num_cached_tokens=0,
             num_tokens=num_tokens,

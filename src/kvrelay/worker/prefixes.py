@@ -114,6 +114,7 @@ class PeerPrefixes:
             read = _Read(self, holder.worker_id, load, saves_s)
         wanted = pe.PrefixWanted(
             new_prefix_id(holder.worker_id),
+            holder.worker_id,
             pe.RequestBlocks(load.first_block, load.block_ids),
             Prefix(tuple(request.token_ids[:num_tokens]), request.sampling.cache_salt),
             self._around.term,
