@@ -11,9 +11,14 @@ from tests.patience import until
 from tests.tiers.conftest import PrivateMemory, host_bytes
 from tests.tiers.engines import DEAR, PATIENCE_S, TieredEngine, expected, prompt_of
 
+from kvrelay.core.clock import ManualClock
 from kvrelay.core.events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
+from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.status import RequestStatus
 from kvrelay.core.step_cost import StepCost
+from kvrelay.engine.kv_source import Arriving, Hit
+from kvrelay.engine.request import Request
+from kvrelay.engine.step import KvLoad
 from kvrelay.tiers.block import BlockName, Shape
 from kvrelay.tiers.disk import DiskStore
 from kvrelay.tiers.host import HostStore
@@ -202,3 +207,24 @@ def test_what_workers_before_have_left_is_told(tmp_path: Path) -> None:
         until(all_told)
     finally:
         after.close()
+
+
+def test_a_load_that_is_late_is_waited_for_as_long_again_as_it_has_lasted() -> None:
+    """An estimate may be wrong by far, and computing what arrives a moment later is the dearer mistake."""
+    clock = ManualClock()
+    arriving = Arriving(4, clock, lambda: StepCost(prefill_token_s=0.1, pair_s=0.0))
+    first, second = (Request(name, prompt_of(1), SamplingParams(max_tokens=1)) for name in ("first", "second"))
+    for request in (first, second):
+        request.hash_blocks(12, 4)
+    load = KvLoad("first", 2, tuple(range(5)))
+    arriving.begun(first, load, 0.5)
+    assert arriving.find(second, 2) == Hit(5, 0.5, is_pending=True)
+    assert arriving.find(second, 4) == Hit(3, 0.5, is_pending=True), "from there on"
+    assert arriving.find(second, 1) is None, "the block before is not among them"
+    clock.advance(1.5)
+    assert arriving.find(second, 2) == Hit(5, 1.5, is_pending=True), "computing 20 tokens takes 2 s"
+    clock.advance(0.6)
+    assert arriving.find(second, 2) is None
+    arriving.ended(first)
+    assert not arriving.has_pending
+    assert arriving.find(second, 2) is None

@@ -135,8 +135,8 @@ class Arriving:
         self._block_size = block_size
         self._clock = clock
         self._cost = cost
-        self._loads: dict[str, tuple[tuple[int, ...], float]] = {}
-        """By request: the blocks' hashes, and when they should be here."""
+        self._loads: dict[str, tuple[tuple[int, ...], float, float]] = {}
+        """By request: the blocks' hashes, when the load began, and when it should have ended."""
         self._of_hash: dict[int, str] = {}
 
     @property
@@ -146,11 +146,12 @@ class Arriving:
     def begun(self, request: Request, load: KvLoad, seconds: float) -> None:
         """``seconds``: by estimate."""
         hashes = tuple(request.sequence_hashes[load.first_block : load.first_block + len(load.block_ids)])
-        self._loads[request.request_id] = hashes, self._clock.now() + seconds
+        now_s = self._clock.now()
+        self._loads[request.request_id] = hashes, now_s, now_s + seconds
         self._of_hash.update(dict.fromkeys(hashes, request.request_id))
 
     def ended(self, request: Request) -> None:
-        hashes, _ = self._loads.pop(request.request_id, ((), 0.0))
+        hashes, *_ = self._loads.pop(request.request_id, ((),))
         for block in hashes:
             if self._of_hash.get(block) == request.request_id:
                 del self._of_hash[block]
@@ -160,12 +161,12 @@ class Arriving:
         loader = self._of_hash.get(wanted[0]) if wanted else None
         if loader is None:
             return None
-        hashes, due_s = self._loads[loader]
+        hashes, began_s, due_s = self._loads[loader]
         coming = hashes[hashes.index(wanted[0]) :]
         num_blocks = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(wanted, coming)))
-        size, left_s = self._block_size, due_s - self._clock.now()
-        if left_s < 0.0:
-            return None  # later than it should be: no one knows when
+        size, now_s = self._block_size, self._clock.now()
+        # One that is late may last as long again as it has lasted.
+        left_s = due_s - now_s if due_s > now_s else now_s - began_s
         if self._cost().extra_seconds(num_blocks * size, first_block * size) <= left_s:
             return None
         return Hit(num_blocks, left_s, is_pending=True)
