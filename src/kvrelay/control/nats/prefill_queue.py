@@ -3,7 +3,7 @@
 It owns the stream, the durable consumers, and the dead-letter stream. Each partition has a subject and a consumer for
 each class of requests, which all prefill workers of the partition share; ``control/queue_order.py`` has the order in
 which a pull looks at them. Most entries are of one class, so a pull first asks the stream which classes have entries at
-all, and looks at these. An idle worker waits for the normal class and looks at all of them every second. Delivery is
+all, and looks at these. An idle worker waits for the normal class and looks at all of them now and then. Delivery is
 at least once: an entry whose consumer is silent for ``ack_wait_s`` goes to the next consumer, so consumers extend the
 ack deadline while they compute. This module does not know what a prefill is, beyond its partition and the time limit in
 its envelope. The limit is compared with the server's time stamps, so that no two machines' clocks are compared.
@@ -44,7 +44,8 @@ DEAD_MAX_ENTRIES = 1_000
 DEAD_MAX_AGE_S = 86_400
 STOCK_CACHE_S = 0.02
 LOOK_INTERVAL_S = 1.0
-"""An idle worker looks at all classes again after so long."""
+"""An idle worker looks at all classes again after so long if others than the normal one had entries at its last look.
+Else it looks once per ack deadline: an entry whose consumer died is seen in the stream before it is due again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,10 +139,8 @@ class NatsPrefillQueue:
     async def push(self, request: RemotePrefillRequest) -> None:
         data = msgspec.msgpack.encode(request)
         partition = await self._ready_partition(request.kv_compatibility)
-        # Idle workers wait for the normal class only: if they waited for several, a pull might get several entries. In
-        # an empty queue there is no order to keep.
         queue_class = request.queue_class
-        if queue_class is not QueueClass.NORMAL and await self.size(request.kv_compatibility) == 0:
+        if queue_class is not QueueClass.NORMAL and await self._is_next(partition):
             queue_class = QueueClass.NORMAL
         try:
             await self._jetstream.publish_again(
@@ -162,7 +161,8 @@ class NatsPrefillQueue:
                 left_s = deadline_s - loop.time()
                 if left_s <= 0:
                     return None
-                message = await self._next(partition, QueueClass.NORMAL, min(left_s, LOOK_INTERVAL_S))
+                look_s = LOOK_INTERVAL_S if partition.stock.keys() - {QueueClass.NORMAL} else self._ack_wait_s
+                message = await self._next(partition, QueueClass.NORMAL, min(left_s, look_s))
             if message is None:
                 continue
             delivery = await self._accept(partition, message)
@@ -174,7 +174,9 @@ class NatsPrefillQueue:
         if kv_compatibility is None:
             info = await self._jetstream.stream_info(self._stream)
             return _num_waiting(info.state.messages, await self._jetstream.consumers(self._stream))
-        partition = await self._ready_partition(kv_compatibility)
+        return await self._size(await self._ready_partition(kv_compatibility))
+
+    async def _size(self, partition: _Partition) -> int:
         try:
             stock = await self._ask_stock(partition)
             infos = await asyncio.gather(
@@ -184,6 +186,16 @@ class NatsPrefillQueue:
             partition.is_ready = False
             raise
         return _num_waiting(sum(stock.values()), infos)
+
+    async def _is_next(self, partition: _Partition) -> bool:
+        """Whether an entry that is pushed now is delivered at once, so that there is no order to keep: the queue is
+        empty, or more workers wait than entries. Idle workers wait for the normal class only: if they waited for
+        several, a pull might get several entries."""
+        num_entries = await self._size(partition)
+        if not num_entries:
+            return True
+        normal = await self._jetstream.consumer_info(self._stream, partition.tracks[QueueClass.NORMAL].consumer)
+        return num_entries < normal.num_waiting
 
     async def _ask_stock(self, partition: _Partition) -> dict[QueueClass, int]:
         """The stock now, by one request."""
