@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from kvrelay.config import RouterConfig
 from kvrelay.core.clock import Clock
-from kvrelay.core.events import AllBlocksCleared, BlockRemoved, KvEventBatch, LoadMetrics
+from kvrelay.core.events import STALE_AFTER_S, AllBlocksCleared, BlockRemoved, KvEventBatch, LoadMetrics
 from kvrelay.core.hashing import compute_sequence_hashes
 from kvrelay.core.workers import WorkerInfo
 from kvrelay.errors import ConfigError, WorkerUnavailableError
@@ -37,7 +37,7 @@ from kvrelay.router.base import (
 )
 from kvrelay.router.costs import TransferTimes, WorkerCosts
 from kvrelay.router.indexer import KvIndexer, StreamState
-from kvrelay.router.load import STALE_AFTER_S, LoadTable, Stalls
+from kvrelay.router.load import LoadTable, Stalls
 from kvrelay.router.overlap import WorkerGroup
 from kvrelay.router.policies import KvPolicy, Policy, build_policy
 
