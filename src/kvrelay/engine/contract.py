@@ -24,6 +24,7 @@ Hand-offs, prefill side. Where may KV be read from, when may the blocks be freed
 
     add_request(HANDOFF) ... StepOutput.kv_loads          read these blocks first; ``kv_loaded`` reports the result
     StepOutput.handoff_chunks                             these blocks are computed; the last chunk carries the token
+    keep_blocks ... StepOutput.kept_blocks                pull: where the computed KV lies from now on
     sending_finished                                      no transfer touches the blocks any more: free them
 
 An engine that ``MovesKv`` moves the KV itself, as two vLLM servers do with its NIXL connector. It lends no
@@ -132,6 +133,10 @@ class HandsOver(Protocol):
 
     def end_loan(self, handoff_id: HandoffId, loan: int) -> None:
         """No peer touches the blocks of this loan any more. Raises KeyError: a loan ends once."""
+
+    def keep_blocks(self, request_id: str, block_ids: Sequence[int]) -> None:
+        """Prefill side: the hand-off is computed, its KV lies in ``block_ids``, and nothing touches them. Keep it
+        elsewhere, and free the pool's blocks, if that is possible. ``StepOutput.kept_blocks`` answers, exactly once."""
 
     def writable_blocks(self) -> Mapping[tuple[HandoffId, int], tuple[int, ...]]:
         """The lent blocks that a peer may write to, by hand-off and loan. From any thread."""
