@@ -1,9 +1,9 @@
 """The holding area: KV blocks after those of the pool, for KV that has come before the pool has room for it.
 
-    decode side     no room in the pool ──> blocks of the area, lent to the hand-off                  REMOTE_PREFILLING
-                    the KV has come     ──> its first token goes out; it waits for the pool's blocks  KV_HELD
-                    the pool has room   ──> copied there, and goes on                                 LOADING_KV, RUNNING
-    prefill side    computed, and D is to read it (pull)  ──> copied from the pool, whose blocks are free at once
+    decode side    no room in the pool ──> blocks of the area, lent to the hand-off               REMOTE_PREFILLING
+                   the KV has come ──> its first token goes out; it waits for the pool's blocks   KV_HELD
+                   the pool has room ──> copied there, and goes on                                LOADING_KV, RUNNING
+    prefill side   computed, and D is to read it (pull) ──> copied from the pool, whose blocks are free at once
 
 The blocks lie in the memory that peers write to, and no step reads or writes them: a peer, a checksum and a transport
 see ids like any others. Lent ones are quarantined as in the pool. A held request takes no block of the pool, not even a

@@ -11,8 +11,8 @@ remote prefill, a KV load) do not wait for the budget.
 A request that does not fit into the pool lets smaller ones pass until they have taken as many blocks as it needs. From
 then on no request passes it, and the blocks that become free are kept for it.
 
-A remote prefill that finds no room in the pool, or no slot, begins at once if the holding area has room. When its KV has
-come, it waits here again, among those that have begun, until the pool has room.
+A remote prefill that finds no room in the pool, or no slot, begins at once if the holding area has room. When its KV
+has come, it waits here again, among those that have begun, until the pool has room.
 """
 
 from __future__ import annotations
