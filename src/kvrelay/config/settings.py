@@ -171,9 +171,16 @@ class TransferConfig(Settings):
         "PUT, PUT_ASYNC: the prefill worker writes, with p2p PUT waits until it has landed; GET: the prefill worker "
         "keeps the KV until the decode worker has read it.",
     )
-    kv_buffer_size: int = setting(64 * 1024 * 1024, "p2p: bytes of the buffer for KV under way.", low=0)
+    kv_buffer_size: int = setting(
+        64 * 1024 * 1024,
+        "Bytes after the KV pool for KV that comes before the pool has room, at most as many as the pool's; p2p: also "
+        "of the buffer for messages.",
+        low=0,
+    )
     p2p_pool_bytes: int = setting(
-        256 * 1024 * 1024, "p2p: bytes of the host memory pool, which takes what does not fit into the buffer.", low=0
+        256 * 1024 * 1024,
+        "p2p: bytes of the host memory pool, which takes messages that do not fit into the buffer.",
+        low=0,
     )
     p2p_room_wait_s: float = setting(
         2.0, "p2p: seconds that a PUT waits for room before its KV counts as lost and is recomputed.", low=0

@@ -76,6 +76,11 @@ class WorkerConfig:
         return self.role is not WorkerRole.BOTH or self.vllm.vllm_connector != "auto"
 
     @property
+    def holding_bytes(self) -> int:
+        """Of the engine's holding area, if the engine is one of ours. A recording does not tell what is held."""
+        return 0 if self.record_steps else self.transfer.kv_buffer_size
+
+    @property
     def computes_in_ranks(self) -> bool:
         """Whether processes of its own compute the model, instead of the worker's."""
         return self.runner.num_ranks > 1 or self.group.ep

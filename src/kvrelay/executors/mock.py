@@ -30,6 +30,7 @@ from kvrelay.core.checksums import unit_checksums
 from kvrelay.core.layout import MemoryRegion, paged_kv
 from kvrelay.core.logprobs import PositionLogprobs, TokenLogprob
 from kvrelay.core.sampling import SamplingParams
+from kvrelay.engine.holding import num_holding_blocks
 from kvrelay.engine.step import NO_TOKEN, ModelOutput, NewSequence, SchedulerOutput
 from kvrelay.errors import ConfigError
 from kvrelay.executors.checkpoint_facts import checkpoint_facts
@@ -82,6 +83,7 @@ class MockExecutor:
         tokenizer_file: Path = Path("tokenizer.json"),
         sleep: Callable[[float], None] = time.sleep,
         allocate: Callable[[int], mmap.mmap] | None = None,
+        holding_bytes: int = 0,
     ) -> None:
         if vocab_size <= len(eos_token_ids):
             raise ConfigError("the vocabulary has no token besides the end of sequence", param="vocab_size")
@@ -94,12 +96,14 @@ class MockExecutor:
         self._block_size = config.block_size
         self.num_blocks = config.num_blocks or DEFAULT_NUM_BLOCKS
         self.kv_layout = paged_kv(1, 1, config.block_size, 1, "int32")
-        num_bytes = self.num_blocks * self.kv_layout.block_bytes
+        self.num_holding_blocks = num_holding_blocks(holding_bytes, self.kv_layout.block_bytes, self.num_blocks)
+        num_all_blocks = self.num_blocks + self.num_holding_blocks
+        num_bytes = num_all_blocks * self.kv_layout.block_bytes
         self._memory = allocate(num_bytes) if allocate is not None else mmap.mmap(-1, num_bytes)
         pool = np.frombuffer(self._memory, dtype=np.uint32)
-        self.pool: Uint32Array = pool.reshape(self.num_blocks, 2, self._block_size)
-        """As [num_blocks, K or V, block_size]."""
-        self._bytes = pool.view(np.uint8).reshape(self.num_blocks, self.kv_layout.block_bytes)
+        self.pool: Uint32Array = pool.reshape(num_all_blocks, 2, self._block_size)
+        """As [block of pool or holding area, K or V, block_size]."""
+        self._bytes = pool.view(np.uint8).reshape(num_all_blocks, self.kv_layout.block_bytes)
         self.kv_region = MemoryRegion(pool.ctypes.data, num_bytes)
         self._cells = memoryview(self._memory).cast("I")
         self._block_cells = 2 * self._block_size
@@ -112,7 +116,7 @@ class MockExecutor:
 
     def warm_up(self) -> None:
         """Touch the pool's pages, so that the first requests need not. Nothing is compiled."""
-        self.pool.fill(0)
+        self.pool[: self.num_blocks].fill(0)
 
     def shutdown(self) -> None:
         """The pool's memory is freed with its last reference, because a transport may still use it."""
@@ -144,6 +148,9 @@ class MockExecutor:
         return tuple(
             checksum for block_id in block_ids for checksum in unit_checksums(self._bytes[block_id], self.kv_layout)
         )
+
+    def copy_blocks(self, source_ids: Sequence[int], target_ids: Sequence[int]) -> None:
+        self._bytes[list(target_ids)] = self._bytes[list(source_ids)]
 
     # -- the timing model ---------------------------------------------------------------------------------------------
 
@@ -297,6 +304,7 @@ def from_settings(settings: WorkerConfig, memory: HostMemory) -> MockExecutor:
         max_model_len=engine.max_model_len or facts.max_model_len,
         tokenizer_file=settings.model_path / "tokenizer.json",
         allocate=memory.allocate,
+        holding_bytes=settings.holding_bytes,
     )
 
 

@@ -52,6 +52,7 @@ def build_executor(
     allocate: Callable[[int], mmap.mmap] | None = None,
     reserve: Callable[[], int] | None = None,
     group: GroupConfig | None = None,
+    holding_bytes: int = 0,
 ) -> Executor:
     """Load the checkpoint in ``model_dir`` and allocate its KV pool: in this process, or in rank processes if
     ``runner.tp`` or ``runner.pp`` is above 1, or with ``group.ep``. ``allocate`` and ``reserve`` are those of
@@ -63,10 +64,10 @@ def build_executor(
     if runner.num_ranks > 1 or (group is not None and group.ep):
         from kvrelay.executors.torch.parallel.executor import ParallelExecutor
 
-        return ParallelExecutor(model_dir, runner, engine, allocate, reserve, group)
+        return ParallelExecutor(model_dir, runner, engine, allocate, reserve, group, holding_bytes)
     from kvrelay.executors.torch.build import build_model_runner
 
-    return build_model_runner(model_dir, runner, engine, allocate=allocate)
+    return build_model_runner(model_dir, runner, engine, allocate=allocate, holding_bytes=holding_bytes)
 
 
 def from_settings(settings: WorkerConfig, memory: HostMemory) -> Executor:
@@ -78,4 +79,5 @@ def from_settings(settings: WorkerConfig, memory: HostMemory) -> Executor:
         memory.allocate,
         memory.reserve,
         settings.group,
+        settings.holding_bytes,
     )

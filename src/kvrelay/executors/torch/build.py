@@ -17,6 +17,7 @@ import torch
 
 from kvrelay.config.settings import EngineConfig, RunnerConfig
 from kvrelay.core.layout import KVLayout, paged_kv
+from kvrelay.engine.holding import num_holding_blocks
 from kvrelay.errors import ConfigError
 from kvrelay.executors.grammars import GrammarCompiler, GrammarMasks
 from kvrelay.executors.torch.attention.base import Attention, AttentionSpec
@@ -44,6 +45,7 @@ def build_model_runner(
     engine: EngineConfig,
     shard: RankShard | None = None,
     allocate: Callable[[int], mmap.mmap] | None = None,
+    holding_bytes: int = 0,
 ) -> ModelRunner:
     """Load the checkpoint and allocate the pool; with ``shard`` only the part of one rank.
 
@@ -76,13 +78,10 @@ def build_model_runner(
         num_blocks = decide_num_blocks(
             layout, engine.num_blocks, engine.kv_cache_memory, lambda: auto_pool_bytes(device)
         )
-        pool = KvPool(
-            layout,
-            num_blocks,
-            device,
-            dtype,
-            memory=None if allocate is None or device.type != "cpu" else allocate(num_blocks * layout.block_bytes),
-        )
+        num_held = num_holding_blocks(holding_bytes, layout.block_bytes, num_blocks)
+        num_bytes = (num_blocks + num_held) * layout.block_bytes
+        memory = None if allocate is None or device.type != "cpu" else allocate(num_bytes)
+        pool = KvPool(layout, num_blocks, device, dtype, memory, num_held)
     else:
         pool = shard.allocate(facts, layout, device, dtype)
     attention = backend.attention(_attention_spec(config, rank, model, max_model_len, device), pool.tensor)

@@ -24,7 +24,8 @@ _AUTO_CUDA_SHARE = 0.8
 
 
 class KvPool:
-    """``tensor`` is the pool in its logical shape and dtype, ``region`` the same memory by address."""
+    """``tensor`` is the pool in its logical shape and dtype, ``region`` the same memory by address. After the blocks of
+    the pool come those of the holding area (``engine.holding``), which no step uses."""
 
     def __init__(
         self,
@@ -33,11 +34,12 @@ class KvPool:
         device: torch.device,
         dtype: torch.dtype,
         memory: mmap.mmap | None = None,
+        num_holding_blocks: int = 0,
     ) -> None:
-        """``memory``: the memory for the blocks of a CPU pool; None: the pool allocates its own."""
+        """``memory``: the memory for all blocks of a CPU pool; None: the pool allocates its own."""
         self.layout = layout
-        self.num_blocks = num_blocks
-        num_bytes = num_blocks * layout.block_bytes
+        self.num_blocks, self.num_holding_blocks = num_blocks, num_holding_blocks
+        num_bytes = (num_blocks + num_holding_blocks) * layout.block_bytes
         if device.type == "cpu":
             if memory is None:
                 memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -48,13 +50,20 @@ class KvPool:
         shape = (region.num_layers, region.num_vectors, region.num_heads, layout.block_size, region.entry_values)
         self.tensor = flat.view(-1, *shape)
         self._bytes = flat.view(torch.uint8).view(-1, layout.block_bytes)
-        self.region = MemoryRegion(flat.data_ptr(), num_blocks * layout.block_bytes, device.type, device.index or 0)
+        self.region = MemoryRegion(flat.data_ptr(), num_bytes, device.type, device.index or 0)
 
     def checksums(self, block_ids: Sequence[int]) -> tuple[int, ...]:
         """Those of ``core.checksums``, block by block. A GPU's blocks are copied to the host one by one, behind what
         the device has been given to do; a CPU's are read in place."""
         blocks = (self._bytes[block_id].cpu().numpy() for block_id in block_ids)
         return tuple(checksum for block in blocks for checksum in unit_checksums(block, self.layout))
+
+    def copy(self, source_ids: Sequence[int], target_ids: Sequence[int]) -> None:
+        """On a GPU behind what the device has been given to do; waits for the end."""
+        sources, targets = (torch.tensor(ids, device=self._bytes.device) for ids in (source_ids, target_ids))
+        self._bytes.index_copy_(0, targets, self._bytes.index_select(0, sources))
+        if self._bytes.is_cuda:
+            torch.cuda.current_stream(self._bytes.device).synchronize()
 
     def __repr__(self) -> str:
         return f"KvPool({self.num_blocks} blocks x {self.layout.block_bytes} bytes on {self.region.device})"

@@ -35,6 +35,7 @@ from kvrelay.config.settings import EngineConfig, GroupConfig, RunnerConfig
 from kvrelay.core.checksums import unit_checksums
 from kvrelay.core.layout import KVLayout, MemoryRegion, paged_kv
 from kvrelay.core.sampling import SamplingParams
+from kvrelay.engine.holding import num_holding_blocks
 from kvrelay.engine.step import ModelOutput, SchedulerOutput
 from kvrelay.errors import CheckpointError, ConfigError, EngineDeadError, KvrelayError, PeerLostError
 from kvrelay.executors.torch.config import load_model_config
@@ -83,8 +84,10 @@ class ParallelExecutor:
         allocate: Callable[[int], mmap.mmap] | None = None,
         reserve: Callable[[], int] | None = None,
         group: GroupConfig | None = None,
+        holding_bytes: int = 0,
     ) -> None:
-        """Start the ranks and load the model. ``allocate`` and ``reserve``: as in ``HostMemory``.
+        """Start the ranks and load the model. ``allocate`` and ``reserve``: as in ``HostMemory``. The holding area lies
+        behind the ranks' pools, and they do not map it; on CUDA there is none.
 
         Raises CheckpointError, UnsupportedModelError or ConfigError.
         """
@@ -114,7 +117,7 @@ class ParallelExecutor:
         self._processes = RankProcesses(len(self._ranks), (self._memory.fd, self._pool_fd))
         try:
             self._connect()
-            loaded, self.num_blocks = self._load(model_dir, runner, engine)
+            loaded, self.num_blocks = self._load(model_dir, runner, engine, holding_bytes)
         except BaseException:
             self.shutdown()
             raise
@@ -192,6 +195,10 @@ class ParallelExecutor:
         blocks = (self._bytes[block_id] for block_id in block_ids)
         return tuple(checksum for block in blocks for checksum in unit_checksums(block, self.kv_layout))
 
+    def copy_blocks(self, source_ids: Sequence[int], target_ids: Sequence[int]) -> None:
+        for source_id, target_id in zip(source_ids, target_ids, strict=True):
+            self._bytes[target_id] = self._bytes[source_id]
+
     def shutdown(self) -> None:
         """End the ranks. Idempotent. The pool's memory is freed with its last reference, because a transport may still
         hold it."""
@@ -221,7 +228,9 @@ class ParallelExecutor:
             self._by_fd[rank.commands.fileno()] = number
             self._poller.register(rank.commands.fileno(), select.POLLIN)
 
-    def _load(self, model_dir: Path, runner: RunnerConfig, engine: EngineConfig) -> tuple[WeightsLoaded, int]:
+    def _load(
+        self, model_dir: Path, runner: RunnerConfig, engine: EngineConfig, holding_bytes: int
+    ) -> tuple[WeightsLoaded, int]:
         own = replace(runner, num_threads=_threads_per_rank(runner.num_threads, len(self._ranks)))
         # A file without a name: nothing is left if this process is killed.
         store = f"/proc/{os.getpid()}/fd/{self._store_fd}"
@@ -231,8 +240,12 @@ class ParallelExecutor:
         loaded = [answer for rank in self._ranks if isinstance(answer := answers[rank.index], WeightsLoaded)]
         facts, num_blocks = loaded[0], min(each.max_blocks for each in loaded)
         require_agreement(self._ranks, loaded)
-        self._pool = self._map_pool(num_blocks * len(self._ranks) * facts.layout.block_bytes)
-        self._bytes = np.frombuffer(self._pool, dtype=np.uint8).reshape(num_blocks, -1)
+        block_bytes = len(self._ranks) * facts.layout.block_bytes
+        area_bytes = holding_bytes if facts.device == "cpu" else 0
+        self.num_holding_blocks = num_holding_blocks(area_bytes, block_bytes, num_blocks)
+        num_all_blocks = num_blocks + self.num_holding_blocks
+        self._pool = self._map_pool(num_all_blocks * block_bytes)
+        self._bytes = np.frombuffer(self._pool, dtype=np.uint8).reshape(num_all_blocks, -1)
         self._tell_all(AllocatePool(num_blocks))
         self._collect()
         return facts, num_blocks
