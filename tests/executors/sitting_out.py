@@ -21,11 +21,12 @@ def sit_out(monkeypatch: pytest.MonkeyPatch, seed: int, probability: float = 0.4
         for number, row in enumerate(np.flatnonzero(work.samples).tolist()):
             slot = int(work.slots[row])
             if rng.random() < probability:
-                self._num_computed[slot] -= 1
+                sequence = self._sequences[slot]
+                sequence.num_computed -= 1
+                sequence.keys.pop()
                 output.token_ids[number] = NO_TOKEN
                 output.logprobs.pop(row, None)
-                is_first = self._num_computed[slot] < self._sequences[slot].num_prompt_tokens
-                sat_out.append("chunk" if is_first else "decode")
+                sat_out.append("chunk" if sequence.num_computed < sequence.num_prompt else "decode")
         return output
 
     monkeypatch.setattr(MockExecutor, "execute", late_execute)
