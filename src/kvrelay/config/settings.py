@@ -173,7 +173,7 @@ class TransferConfig(Settings):
     )
     kv_buffer_size: int = setting(
         64 * 1024 * 1024,
-        "Bytes after the KV pool for KV that comes before the pool has room, at most as many as the pool's; p2p: also "
+        "Bytes after the KV pool for KV that comes before the pool has room, four times the pool at most; p2p: also "
         "of the buffer for messages.",
         low=0,
     )

@@ -25,6 +25,8 @@ from kvrelay.engine.kv_source import Hit
 from kvrelay.engine.request import Request
 from kvrelay.engine.step import KvLoad, StepOutput
 
+MAX_POOLS = 4
+"""An area larger than so many pools would hold what waits for as many turns of the pool."""
 COPY_S = 0.001
 """Of one step. A step in which copies are due takes that much longer, and one piece at most."""
 PIECE_BYTES = 1024 * 1024
@@ -34,8 +36,8 @@ CopyBlocks = Callable[[Sequence[int], Sequence[int]], None]
 
 
 def num_holding_blocks(num_bytes: int, block_bytes: int, num_pool_blocks: int) -> int:
-    """Blocks of an area of ``num_bytes``: more than the pool has would hold what cannot be served for long."""
-    return min(num_bytes // block_bytes, num_pool_blocks)
+    """Blocks of an area of ``num_bytes``, MAX_POOLS at most."""
+    return min(num_bytes // block_bytes, MAX_POOLS * num_pool_blocks)
 
 
 @dataclass(slots=True, eq=False)
@@ -68,7 +70,7 @@ class Holding:
         """Requests that have been held since start, on either side."""
         self.num_full = 0
         """Times that KV found no room here: its request waited, or its blocks stayed in the pool."""
-        self._copy = copy
+        self.copy = copy
         self._clock = clock
         self._piece = max(PIECE_BYTES // block_bytes, 1)
         self._copies: deque[_Copy] = deque()
@@ -133,7 +135,7 @@ class Holding:
         while self._copies:
             copy = self._copies[0]
             first, end = copy.num_copied, copy.num_copied + self._piece
-            self._copy(copy.source_ids[first:end], copy.target_ids[first:end])
+            self.copy(copy.source_ids[first:end], copy.target_ids[first:end])
             copy.num_copied = end
             if end >= len(copy.source_ids):
                 self._copies.popleft()
