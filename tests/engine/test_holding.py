@@ -233,7 +233,55 @@ def test_held_and_expected_requests_count_as_waiting(make_engine: MakeEngine) ->
     decode.arrive("r")
     decode.step()
     assert engine.metrics().num_requests_waiting == 1
-    assert engine.stats().holding == (4 * NUM_BLOCKS, 5, 0, 1, 0)
+    stats = engine.stats().holding
+    assert stats is not None
+    assert (stats.num_blocks_in_use, stats.num_arriving, stats.num_held) == (5, 0, 1)
+
+
+def test_what_came_last_is_spilled_when_the_area_is_full(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(holding, "PIECE_BYTES", 1)
+    decode = Decode(make_engine, num_holding_blocks=12, num_spill_blocks=24, clock=TickingClock())
+    decode.local("filling", prompt(8 * SIZE, 9), 15)
+    decode.step()
+    requests = [decode.hold(f"r{number}", prompt(4 * SIZE, 100 + number)) for number in range(3)]
+    decode.remote("late", prompt(5 * SIZE, 103))
+    while "late" not in decode.sent:
+        decode.step()
+    spilled = [name for name, each in zip("abc", requests, strict=True) if min(each.held_block_ids) >= NUM_BLOCKS + 12]
+    assert spilled == ["b", "c"], "the first one goes on soonest"
+    decode.arrive("late")
+    stats = decode.engine.stats().holding
+    assert stats is not None
+    assert (stats.num_spilled, stats.num_blocks_spilled) == (2, 8)
+    decode.step(100)
+    for name, number, length in (("r0", 100, 4), ("r1", 101, 4), ("r2", 102, 4), ("late", 103, 5)):
+        assert decode.tokens[name] == reference(prompt(length * SIZE, number), 6)
+    assert decode.num_taken == 0
+    assert decode.engine.holding.spilled.num_free == 24
+
+
+def test_a_request_that_ends_while_it_is_spilled_leaves_nothing(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(holding, "PIECE_BYTES", 1)
+    decode = Decode(make_engine, num_holding_blocks=8, num_spill_blocks=8, clock=TickingClock())
+    decode.fill()
+    decode.hold("r", prompt(8 * SIZE, 100))
+    decode.remote("late", prompt(5 * SIZE, 103))
+    decode.step()
+    area = decode.engine.holding
+    assert area.spilling
+    decode.engine.abort("r")
+    decode.engine.check_integrity()
+    assert area.spilled.num_free == 8
+    while "late" not in decode.sent:
+        decode.step()
+    decode.arrive("late")
+    decode.step(20)
+    assert decode.tokens["late"] == reference(prompt(5 * SIZE, 103), 6)
+    assert (area.blocks.num_free, area.spilled.num_free) == (8, 8)
 
 
 @pytest.mark.parametrize("phase", ["arriving", "held", "loading", "running"])

@@ -179,7 +179,7 @@ class TransferConfig(Settings):
     )
     p2p_pool_bytes: int = setting(
         256 * 1024 * 1024,
-        "p2p: bytes of the host memory pool, which takes messages that do not fit into the buffer.",
+        "Bytes of host memory for what does not fit into kv_buffer_size: p2p: messages; pools on a GPU: KV that waits.",
         low=0,
     )
     p2p_room_wait_s: float = setting(

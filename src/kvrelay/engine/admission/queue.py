@@ -153,6 +153,10 @@ class AdmissionQueue:
                 self._here.push(request)
         self._short = None
 
+    def held(self) -> list[Request]:
+        """Those whose KV is in the holding area, in the order in which it came."""
+        return self._held.members()
+
     def num_tokens_before(self, num_tokens: int) -> int:
         """Tokens of waiting requests that are not longer than ``num_tokens``."""
         members = (request for queue in self._queues for request in queue.members())
