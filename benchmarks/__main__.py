@@ -13,6 +13,7 @@ SCRIPTS = {
     "all": ("suite:all_benchmarks", "All of these and of kvrelay bench, with results in one folder."),
     "burst": ("burst:burst", "Chats while many long prompts arrive at once."),
     "warm-burst": ("warm_burst:warm_burst", "Streams at once whose prefix one of two workers holds."),
+    "full-burst": ("full_burst:full_burst", "Many prompts at once for a decode worker without room."),
     "goodput": ("goodput:goodput", "The share of requests within their objectives, by policy and rate."),
     "routing": ("routing:routing", "Routing policies on a running cluster."),
     "frontend": ("frontend:frontend", "What the frontend alone can carry."),

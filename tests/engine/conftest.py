@@ -29,6 +29,7 @@ def build_engine(
     worker_id: str = "d",
     clock: ManualClock | None = None,
     num_holding_blocks: int = 0,
+    num_spill_blocks: int = 0,
 ) -> EngineCore:
     config = EngineConfig(
         num_blocks=num_blocks,
@@ -47,6 +48,7 @@ def build_engine(
         eos_token_ids=EOS,
         max_model_len=4096,
         holding_bytes=num_holding_blocks * 8 * block_size,
+        spill_bytes=num_spill_blocks * 8 * block_size,
     )
     return EngineCore(
         executor,

@@ -173,13 +173,13 @@ class TransferConfig(Settings):
     )
     kv_buffer_size: int = setting(
         64 * 1024 * 1024,
-        "Bytes after the KV pool for KV that comes before the pool has room, at most as many as the pool's; p2p: also "
+        "Bytes after the KV pool for KV that comes before the pool has room, four times the pool at most; p2p: also "
         "of the buffer for messages.",
         low=0,
     )
     p2p_pool_bytes: int = setting(
         256 * 1024 * 1024,
-        "p2p: bytes of the host memory pool, which takes messages that do not fit into the buffer.",
+        "Bytes of host memory for what does not fit into kv_buffer_size: p2p: messages; pools on a GPU: KV that waits.",
         low=0,
     )
     p2p_room_wait_s: float = setting(

@@ -81,6 +81,11 @@ class WorkerConfig:
         return 0 if self.record_steps else self.transfer.kv_buffer_size
 
     @property
+    def spill_bytes(self) -> int:
+        """Of host memory for what a holding area on another device has no room for."""
+        return self.transfer.p2p_pool_bytes if self.holding_bytes else 0
+
+    @property
     def computes_in_ranks(self) -> bool:
         """Whether processes of its own compute the model, instead of the worker's."""
         return self.runner.num_ranks > 1 or self.group.ep

@@ -27,7 +27,7 @@ from kvrelay.core.status import FinishReason, RequestStatus
 from kvrelay.dp.group import Alone, Group
 from kvrelay.dp.protocol import Round
 from kvrelay.engine.block_pool import BlockPool
-from kvrelay.engine.holding import Holding
+from kvrelay.engine.holding import holding_of
 from kvrelay.engine.kv_source import KvStorage
 from kvrelay.engine.limits import NONE_PENDING, AdmissionLimits, PendingArrivals
 from kvrelay.engine.loans import HandoffIds, Loans, remote_prefill
@@ -71,13 +71,7 @@ class EngineCore:
             executor.kv_layout.block_size,
             enable_prefix_caching=config.enable_prefix_caching,
         )
-        area = BlockPool(
-            executor.num_holding_blocks,
-            executor.kv_layout.block_size,
-            enable_prefix_caching=False,
-            first_block=executor.num_blocks,
-        )
-        self.holding = Holding(area, executor.kv_layout.block_bytes, executor.copy_blocks, clock)
+        self.holding = holding_of(executor, clock)
         self.loans = Loans()
         self._remote: dict[HandoffId, Request] = {}
         """Requests that wait for a hand-off."""
@@ -428,7 +422,16 @@ class EngineCore:
         if not area.num_blocks:
             return None
         num_in_use = area.num_blocks - area.num_free
-        return HoldingStats(area.num_blocks, num_in_use, holding.num_arriving, holding.num_held, holding.num_full)
+        num_spilled = holding.spilled.num_blocks - holding.spilled.num_free
+        return HoldingStats(
+            num_blocks=area.num_blocks,
+            num_blocks_in_use=num_in_use,
+            num_blocks_spilled=num_spilled,
+            num_arriving=holding.num_arriving,
+            num_held=holding.num_held,
+            num_spilled=holding.num_spilled,
+            num_full=holding.num_full,
+        )
 
     def drain_events(self) -> list[KvEvent]:
         """Prefix-cache events that no step has delivered yet."""
@@ -446,11 +449,13 @@ class EngineCore:
 
     def check_integrity(self) -> None:
         """Raise IntegrityError unless the requests and loans account for every block and all counts are true."""
-        scheduler, pools = self.scheduler, (self.pool, self.holding.blocks)
+        scheduler, pools = self.scheduler, (self.pool, self.holding.blocks, self.holding.spilled)
         owners: Counter[int] = Counter()
         for request in scheduler.requests.values():
             owners.update(request.block_ids)
             owners.update(request.held_block_ids)
+        for block_ids in self.holding.spilling.values():
+            owners.update(block_ids)
         quarantined: Counter[int] = Counter()
         for loan in self.loans:
             owners.update(loan.block_ids)

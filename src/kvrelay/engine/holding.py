@@ -3,6 +3,7 @@
     decode side    no room in the pool ──> blocks of the area, lent to the hand-off               REMOTE_PREFILLING
                    the KV has come ──> its first token goes out; it waits for the pool's blocks   KV_HELD
                    the pool has room ──> copied there, and goes on                                LOADING_KV, RUNNING
+                   the area is full, and more is to come ──> the latest of these are spilled to host memory
     prefill side   computed, and D is to read it (pull) ──> copied from the pool, whose blocks are free at once
 
 The blocks lie in the memory that peers write to, and no step reads or writes them: a peer, a checksum and a transport
@@ -23,8 +24,10 @@ from kvrelay.core.clock import Clock
 from kvrelay.engine.block_pool import BlockPool
 from kvrelay.engine.kv_source import Hit
 from kvrelay.engine.request import Request
-from kvrelay.engine.step import KvLoad, StepOutput
+from kvrelay.engine.step import Executor, KvLoad, StepOutput
 
+MAX_POOLS = 4
+"""An area larger than so many pools would hold what waits for as many turns of the pool."""
 COPY_S = 0.001
 """Of one step. A step in which copies are due takes that much longer, and one piece at most."""
 PIECE_BYTES = 1024 * 1024
@@ -34,13 +37,14 @@ CopyBlocks = Callable[[Sequence[int], Sequence[int]], None]
 
 
 def num_holding_blocks(num_bytes: int, block_bytes: int, num_pool_blocks: int) -> int:
-    """Blocks of an area of ``num_bytes``: more than the pool has would hold what cannot be served for long."""
-    return min(num_bytes // block_bytes, num_pool_blocks)
+    """Blocks of an area of ``num_bytes``, MAX_POOLS at most."""
+    return min(num_bytes // block_bytes, MAX_POOLS * num_pool_blocks)
 
 
 @dataclass(slots=True, eq=False)
 class _Copy:
-    """``on_end`` runs when all blocks are copied."""
+    """``on_end`` runs when all blocks are copied. Copies run in the order of the queue: what one writes, a later one
+    may read."""
 
     source_ids: Sequence[int]
     target_ids: Sequence[int]
@@ -49,29 +53,30 @@ class _Copy:
 
 
 class Holding:
-    """A ``KvSource`` of what it holds. ``blocks``: those of the area. ``on_loaded`` gets a request whose KV is now in
-    its blocks of the pool."""
+    """A ``KvSource`` of what it holds. ``blocks``: those of the area; ``spilled``: those in host memory, of a pool that
+    is elsewhere. ``on_loaded`` gets a request whose KV is now in its blocks of the pool."""
 
-    def __init__(
-        self,
-        blocks: BlockPool,
-        block_bytes: int,
-        copy: CopyBlocks,
-        clock: Clock,
-    ) -> None:
+    def __init__(self, blocks: BlockPool, spilled: BlockPool, block_bytes: int, copy: CopyBlocks, clock: Clock) -> None:
         self.blocks = blocks
+        self.spilled = spilled
         self.on_loaded: Callable[[Request], None] = lambda _: None
         self.num_arriving = 0
         """Requests whose KV is still to come."""
         self.num_arriving_blocks = 0
         self.num_held = 0
         """Requests that have been held since start, on either side."""
+        self.num_spilled = 0
+        """Requests whose KV went to host memory."""
         self.num_full = 0
         """Times that KV found no room here: its request waited, or its blocks stayed in the pool."""
-        self._copy = copy
+        self.copy = copy
         self._clock = clock
         self._piece = max(PIECE_BYTES // block_bytes, 1)
         self._copies: deque[_Copy] = deque()
+        self._num_wanted = 0
+        """Blocks of the area for a prefill that waits for them."""
+        self.spilling: dict[Request, list[int]] = {}
+        """Blocks of the area from which KV is being spilled."""
 
     def __repr__(self) -> str:
         return f"Holding({self.blocks!r}, {self.num_arriving} to come, {len(self._copies)} copies)"
@@ -79,7 +84,38 @@ class Holding:
     # -- decode side --------------------------------------------------------------------------------------------------
 
     def has_room(self, num_blocks: int) -> bool:
-        return num_blocks <= self.blocks.num_free
+        """For a remote prefill. If not, ``make_room`` may help."""
+        has_room = num_blocks <= self.blocks.num_free
+        if not has_room and num_blocks <= self.blocks.num_blocks:
+            self._num_wanted = max(self._num_wanted, num_blocks)
+        return has_room
+
+    @property
+    def is_short(self) -> bool:
+        """Whether a prefill would begin if some of what is held were spilled."""
+        return self._num_wanted > 0 and self.spilled.num_free > 0
+
+    def make_room(self, held: Sequence[Request]) -> None:
+        """Spill some of these, the last ones first: the first ones go on soonest."""
+        wanted, self._num_wanted = self._num_wanted, 0
+        num_free = self.blocks.num_free + sum(map(len, self.spilling.values()))
+        for request in reversed(held):
+            if num_free >= wanted:
+                return
+            taken = None if self._is_spilled(request) else self.spilled.allocate(len(request.held_block_ids))
+            if taken is not None:
+                num_free += len(taken)
+                self._spill(request, taken)
+
+    def _is_spilled(self, request: Request) -> bool:
+        return request.held_block_ids[0] in self.spilled.block_ids
+
+    def _spill(self, request: Request, block_ids: list[int]) -> None:
+        """From now on its KV counts as there: whatever reads it is copied later."""
+        source_ids, request.held_block_ids = request.held_block_ids, block_ids
+        self.spilling[request] = source_ids
+        self.num_spilled += 1
+        self._copies.append(_Copy(source_ids, block_ids, lambda: self.blocks.release(self.spilling.pop(request))))
 
     def expect(self, request: Request) -> None:
         """Blocks for all known tokens of ``request``, whose KV will come. There is room."""
@@ -96,8 +132,9 @@ class Holding:
 
     def release(self, request: Request) -> None:
         """The request needs its blocks of the area no longer. Lent ones stay quarantined."""
-        self.blocks.release(request.held_block_ids)
-        request.held_block_ids = []
+        if request.held_block_ids:
+            (self.spilled if self._is_spilled(request) else self.blocks).release(request.held_block_ids)
+            request.held_block_ids = []
 
     def find(self, request: Request, first_block: int) -> Hit | None:
         num_blocks = len(request.held_block_ids) - first_block
@@ -133,10 +170,20 @@ class Holding:
         while self._copies:
             copy = self._copies[0]
             first, end = copy.num_copied, copy.num_copied + self._piece
-            self._copy(copy.source_ids[first:end], copy.target_ids[first:end])
+            self.copy(copy.source_ids[first:end], copy.target_ids[first:end])
             copy.num_copied = end
             if end >= len(copy.source_ids):
                 self._copies.popleft()
                 copy.on_end()
             if self._clock.now() >= until_s:
                 return
+
+
+def holding_of(executor: Executor, clock: Clock) -> Holding:
+    """Over the executor's blocks beside its pool; perhaps there are none."""
+    layout, end = executor.kv_layout, executor.num_blocks + executor.num_holding_blocks
+    area = BlockPool(
+        executor.num_holding_blocks, layout.block_size, enable_prefix_caching=False, first_block=executor.num_blocks
+    )
+    spilled = BlockPool(executor.num_spill_blocks, layout.block_size, enable_prefix_caching=False, first_block=end)
+    return Holding(area, spilled, layout.block_bytes, executor.copy_blocks, clock)

@@ -357,6 +357,8 @@ class Scheduler:
         preempted = self._decode_allocator.grow()
         if not preempted:
             self._admit()
+        if self.holding.is_short:
+            self.holding.make_room(self.admission.held())
         if self.holding.has_copies:
             self.holding.copy_some()
         scheduled = self._scheduled = self._planner.plan()

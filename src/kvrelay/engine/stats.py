@@ -45,10 +45,14 @@ class HoldingStats(NamedTuple):
 
     num_blocks: int
     num_blocks_in_use: int
+    num_blocks_spilled: int
+    """Blocks of host memory with what the area had."""
     num_arriving: int
     """Requests whose KV is still to come."""
     num_held: int
     """Requests that were held, on either side."""
+    num_spilled: int
+    """Of these, requests whose KV went to host memory."""
     num_full: int
     """Computed prefills that stayed in the pool because there was no room."""
 

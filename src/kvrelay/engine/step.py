@@ -113,6 +113,10 @@ class Executor(Protocol):
         """Blocks after those of the pool, in the same memory. No step reads or writes them (``engine.holding``)."""
 
     @property
+    def num_spill_blocks(self) -> int:
+        """Blocks after those of the holding area, in host memory of a pool on another device. No peer reaches them."""
+
+    @property
     def kv_region(self) -> MemoryRegion:
         """The KV pool's memory with the holding area, valid until ``shutdown``; block b lies at
         ``address + b * block_bytes``."""

@@ -69,7 +69,8 @@ class _Sequence:
 class MockExecutor:
     """Answers with ``mock_generate``'s tokens, in the time that ``MockConfig`` gives. See the module's docstring.
 
-    ``sleep`` waits. End-of-sequence tokens are never generated, so answers have ``max_tokens`` tokens.
+    ``sleep`` waits. End-of-sequence tokens are never generated, so answers have ``max_tokens`` tokens. ``spill_bytes``:
+    as if the pool were on a device.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class MockExecutor:
         sleep: Callable[[float], None] = time.sleep,
         allocate: Callable[[int], mmap.mmap] | None = None,
         holding_bytes: int = 0,
+        spill_bytes: int = 0,
     ) -> None:
         if vocab_size <= len(eos_token_ids):
             raise ConfigError("the vocabulary has no token besides the end of sequence", param="vocab_size")
@@ -97,14 +99,16 @@ class MockExecutor:
         self.num_blocks = config.num_blocks or DEFAULT_NUM_BLOCKS
         self.kv_layout = paged_kv(1, 1, config.block_size, 1, "int32")
         self.num_holding_blocks = num_holding_blocks(holding_bytes, self.kv_layout.block_bytes, self.num_blocks)
-        num_all_blocks = self.num_blocks + self.num_holding_blocks
+        self.num_spill_blocks = num_holding_blocks(spill_bytes, self.kv_layout.block_bytes, self.num_blocks)
+        num_all_blocks = self.num_blocks + self.num_holding_blocks + self.num_spill_blocks
         num_bytes = num_all_blocks * self.kv_layout.block_bytes
         self._memory = allocate(num_bytes) if allocate is not None else mmap.mmap(-1, num_bytes)
         pool = np.frombuffer(self._memory, dtype=np.uint32)
         self.pool: Uint32Array = pool.reshape(num_all_blocks, 2, self._block_size)
         """As [block of pool or holding area, K or V, block_size]."""
         self._bytes = pool.view(np.uint8).reshape(num_all_blocks, self.kv_layout.block_bytes)
-        self.kv_region = MemoryRegion(pool.ctypes.data, num_bytes)
+        num_registered = (self.num_blocks + self.num_holding_blocks) * self.kv_layout.block_bytes
+        self.kv_region = MemoryRegion(pool.ctypes.data, num_registered)
         self._cells = memoryview(self._memory).cast("I")
         self._block_cells = 2 * self._block_size
         self._sequences: dict[int, _Sequence] = {}

@@ -69,7 +69,7 @@ class Playback:
 class _PlaybackExecutor:
     """Takes the recorded time and samples the recorded tokens. A recorded engine has no holding area."""
 
-    num_holding_blocks = 0
+    num_holding_blocks = num_spill_blocks = 0
 
     def __init__(self, header: Header, clock: ManualClock) -> None:
         self.num_blocks, self.vocab_size = header.num_blocks, header.vocab_size

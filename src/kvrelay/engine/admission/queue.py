@@ -12,7 +12,8 @@ A request that does not fit into the pool lets smaller ones pass until they have
 then on no request passes it, and the blocks that become free are kept for it.
 
 A remote prefill that finds no room in the pool, or no slot, begins at once if the holding area has room. When its KV
-has come, it waits here again, among those that have begun, until the pool has room.
+has come, it waits here again until the pool has room, in a third queue: else those whose KV is here, which go before
+others, would be all that is tried, and no other prefill would begin.
 """
 
 from __future__ import annotations
@@ -110,17 +111,23 @@ class AdmissionQueue:
         self.shares = Shares()
         self._here = FairQueue(ageing_s, self.shares)
         self._elsewhere = FairQueue(ageing_s, self.shares)
+        self._held = FairQueue(ageing_s, self.shares)
         self._short: _Shortage | None = None
         self.storage: KvSource | None = None
         """KV beyond the pool."""
         self.holding: Holding | None = None
 
     def __repr__(self) -> str:
-        num_here, num_elsewhere = len(self._here), len(self._elsewhere)
-        return f"AdmissionQueue({num_here} to compute, {num_elsewhere} others, {self.num_waiting_blocks} blocks)"
+        here, elsewhere, held = map(len, self._queues)
+        others = f"{elsewhere} others, {held} with their KV held"
+        return f"AdmissionQueue({here} to compute, {others}, {self.num_waiting_blocks} blocks)"
 
     def __len__(self) -> int:
-        return len(self._here) + len(self._elsewhere)
+        return len(self._here) + len(self._elsewhere) + len(self._held)
+
+    @property
+    def _queues(self) -> tuple[FairQueue, ...]:
+        return self._here, self._elsewhere, self._held
 
     @property
     def is_short_of_blocks(self) -> bool:
@@ -146,9 +153,13 @@ class AdmissionQueue:
                 self._here.push(request)
         self._short = None
 
+    def held(self) -> list[Request]:
+        """Those whose KV is in the holding area, in the order in which it came."""
+        return self._held.members()
+
     def num_tokens_before(self, num_tokens: int) -> int:
         """Tokens of waiting requests that are not longer than ``num_tokens``."""
-        members = [*self._here.members(), *self._elsewhere.members()]
+        members = (request for queue in self._queues for request in queue.members())
         return sum(request.num_queued_tokens for request in members if request.num_queued_tokens <= num_tokens)
 
     def may_admit(self, load: EngineLoad) -> bool:
@@ -215,7 +226,7 @@ class AdmissionQueue:
     def _placeable(self, load: EngineLoad, tenant: str | None) -> Iterator[tuple[Request, Decision | None]]:
         """The first waiting requests in order of service, without those that wait for their turn to be computed."""
         now_s = self._clock.now()
-        queues = [queue.candidates(now_s, MAX_CANDIDATES, tenant) for queue in (self._here, self._elsewhere) if queue]
+        queues = [queue.candidates(now_s, MAX_CANDIDATES, tenant) for queue in self._queues if queue]
         for candidate in heapq.merge(*queues, key=lambda candidate: candidate.urgency):
             decision = self._decide(candidate, load)
             if decision is None and self._is_over_budget(candidate, load):
@@ -281,8 +292,9 @@ class AdmissionQueue:
             self._short = None
 
     def _queue_of(self, request: Request) -> FairQueue:
-        is_held = request.status is RequestStatus.KV_HELD
-        by_transfer = request.mode is PrefillMode.REMOTE or request.num_load_tokens > 0 or is_held
+        if request.status is RequestStatus.KV_HELD:
+            return self._held
+        by_transfer = request.mode is PrefillMode.REMOTE or request.num_load_tokens > 0
         return self._elsewhere if by_transfer else self._here
 
     def find_hit(self, request: Request) -> list[int]:

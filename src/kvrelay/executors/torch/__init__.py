@@ -53,6 +53,7 @@ def build_executor(
     reserve: Callable[[], int] | None = None,
     group: GroupConfig | None = None,
     holding_bytes: int = 0,
+    spill_bytes: int = 0,
 ) -> Executor:
     """Load the checkpoint in ``model_dir`` and allocate its KV pool: in this process, or in rank processes if
     ``runner.tp`` or ``runner.pp`` is above 1, or with ``group.ep``. ``allocate`` and ``reserve`` are those of
@@ -67,7 +68,9 @@ def build_executor(
         return ParallelExecutor(model_dir, runner, engine, allocate, reserve, group, holding_bytes)
     from kvrelay.executors.torch.build import build_model_runner
 
-    return build_model_runner(model_dir, runner, engine, allocate=allocate, holding_bytes=holding_bytes)
+    return build_model_runner(
+        model_dir, runner, engine, allocate=allocate, holding_bytes=holding_bytes, spill_bytes=spill_bytes
+    )
 
 
 def from_settings(settings: WorkerConfig, memory: HostMemory) -> Executor:
@@ -80,4 +83,5 @@ def from_settings(settings: WorkerConfig, memory: HostMemory) -> Executor:
         memory.reserve,
         settings.group,
         settings.holding_bytes,
+        settings.spill_bytes,
     )

@@ -35,10 +35,15 @@ class KvPool:
         dtype: torch.dtype,
         memory: mmap.mmap | None = None,
         num_holding_blocks: int = 0,
+        num_spill_blocks: int = 0,
     ) -> None:
         """``memory``: the memory for all blocks of a CPU pool; None: the pool allocates its own."""
         self.layout = layout
-        self.num_blocks, self.num_holding_blocks = num_blocks, num_holding_blocks
+        self.num_blocks, self.num_holding_blocks, self.num_spill_blocks = (
+            num_blocks,
+            num_holding_blocks,
+            num_spill_blocks,
+        )
         num_bytes = (num_blocks + num_holding_blocks) * layout.block_bytes
         if device.type == "cpu":
             if memory is None:
@@ -50,6 +55,10 @@ class KvPool:
         shape = (region.num_layers, region.num_vectors, region.num_heads, layout.block_size, region.entry_values)
         self.tensor = flat.view(-1, *shape)
         self._bytes = flat.view(torch.uint8).view(-1, layout.block_bytes)
+        spilled = torch.empty(
+            num_spill_blocks * layout.block_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda"
+        )
+        self._spilled = spilled.view(-1, layout.block_bytes)
         self.region = MemoryRegion(flat.data_ptr(), num_bytes, device.type, device.index or 0)
 
     def checksums(self, block_ids: Sequence[int]) -> tuple[int, ...]:
@@ -60,10 +69,15 @@ class KvPool:
 
     def copy(self, source_ids: Sequence[int], target_ids: Sequence[int]) -> None:
         """On a GPU behind what the device has been given to do; waits for the end."""
-        sources, targets = (torch.tensor(ids, device=self._bytes.device) for ids in (source_ids, target_ids))
-        self._bytes.index_copy_(0, targets, self._bytes.index_select(0, sources))
+        for source_id, target_id in zip(source_ids, target_ids, strict=True):
+            self._block(target_id).copy_(self._block(source_id), non_blocking=True)
         if self._bytes.is_cuda:
             torch.cuda.current_stream(self._bytes.device).synchronize()
+
+    def _block(self, block_id: int) -> torch.Tensor:
+        """The bytes of a block of the pool, of the holding area, or of what was spilled from there."""
+        num_here = len(self._bytes)
+        return self._bytes[block_id] if block_id < num_here else self._spilled[block_id - num_here]
 
     def __repr__(self) -> str:
         return f"KvPool({self.num_blocks} blocks x {self.layout.block_bytes} bytes on {self.region.device})"

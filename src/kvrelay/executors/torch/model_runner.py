@@ -54,7 +54,7 @@ class ModelRunner:
         self._attention = attention
         self._pool = pool
         self.kv_layout, self.num_blocks, self.kv_region = pool.layout, pool.num_blocks, pool.region
-        self.num_holding_blocks = pool.num_holding_blocks
+        self.num_holding_blocks, self.num_spill_blocks = pool.num_holding_blocks, pool.num_spill_blocks
         self._states = states
         self._compiling = compiling
         self._device = pool.tensor.device

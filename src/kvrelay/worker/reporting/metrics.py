@@ -253,8 +253,12 @@ def _p2p(counters: P2pCounters) -> Iterator[Metric]:
 def _holding(holding: HoldingStats) -> Iterator[Metric]:
     yield _gauge("kv_holding_blocks", "Blocks of the holding area.", holding.num_blocks)
     yield _gauge("kv_holding_blocks_in_use", "Of these, held or quarantined.", holding.num_blocks_in_use)
+    yield _gauge(
+        "kv_holding_blocks_spilled", "Blocks of host memory with KV that was there.", holding.num_blocks_spilled
+    )
     yield _gauge("kv_holding_arriving", "Requests whose KV will come to the holding area.", holding.num_arriving)
     yield _counter("kv_held", "Prefills whose KV was in the holding area.", holding.num_held)
+    yield _counter("kv_holding_spilled", "Of these, prefills whose KV went to host memory.", holding.num_spilled)
     yield _counter("kv_holding_full", "Computed prefills that kept blocks of the pool: no room.", holding.num_full)
 
 

@@ -101,6 +101,7 @@ class ParallelExecutor:
         self._failure: KvrelayError | None = None
         self._is_warm = False
         self._is_closed = False
+        self.num_spill_blocks = 0
         self._last_contact_s = 0.0
         self._drawn_slots, self._drawn_tokens = _NO_INTS, list[int]()
         self._side_lock = threading.Lock()
