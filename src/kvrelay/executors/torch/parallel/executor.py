@@ -37,9 +37,10 @@ from kvrelay.core.layout import KVLayout, MemoryRegion, paged_kv
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.engine.step import ModelOutput, SchedulerOutput
 from kvrelay.errors import CheckpointError, ConfigError, EngineDeadError, KvrelayError, PeerLostError
+from kvrelay.executors.host_memory import OfferRanks
 from kvrelay.executors.torch.config import load_model_config
 from kvrelay.executors.torch.parallel.causes import error_of, first_cause
-from kvrelay.executors.torch.parallel.channel import ChannelClosedError, StepMemory
+from kvrelay.executors.torch.parallel.channel import StepMemory
 from kvrelay.executors.torch.parallel.messages import (
     AllocatePool,
     Answer,
@@ -57,6 +58,8 @@ from kvrelay.executors.torch.parallel.messages import (
 from kvrelay.executors.torch.parallel.processes import RankProcesses
 from kvrelay.executors.torch.parallel.rank import ParallelRank, check_sizes
 from kvrelay.executors.torch.parallel.rank_progress import RankHangDetector
+from kvrelay.transfer.ranks.channel import ChannelClosedError
+from kvrelay.transfer.ranks.link import RankLink
 
 _log = logging.getLogger(__name__)
 
@@ -83,8 +86,9 @@ class ParallelExecutor:
         allocate: Callable[[int], mmap.mmap] | None = None,
         reserve: Callable[[], int] | None = None,
         group: GroupConfig | None = None,
+        offer_ranks: OfferRanks | None = None,
     ) -> None:
-        """Start the ranks and load the model. ``allocate`` and ``reserve``: as in ``HostMemory``.
+        """Start the ranks and load the model. ``allocate``, ``reserve``, ``offer_ranks``: as in ``HostMemory``.
 
         Raises CheckpointError, UnsupportedModelError or ConfigError.
         """
@@ -122,6 +126,15 @@ class ParallelExecutor:
         self.kv_layout = self._layout(loaded.layout, config.num_kv_heads)
         self.max_model_len, self.vocab_size = facts.max_model_len, facts.vocab_size
         self.eos_token_ids, self.weights_fingerprint = facts.eos_token_ids, facts.weights_fingerprint
+        self._is_reached = self._device == "cpu" or offer_ranks is not None
+        if offer_ranks is not None:
+            offer_ranks(
+                [
+                    RankLink(str(rank), self._processes.ranks[rank.index].moves, self._kill(rank))
+                    for rank in self._ranks
+                ],
+                self._memory.fence,
+            )
 
     def __repr__(self) -> str:
         pids = ", ".join(str(rank.pid) for rank in self._processes.ranks)
@@ -131,8 +144,8 @@ class ParallelExecutor:
 
     @property
     def kv_region(self) -> MemoryRegion:
-        """On CUDA each rank's pool is on its own device, and this memory is never touched."""
-        return MemoryRegion(self._bytes.ctypes.data, self._bytes.size, is_pool=self._device == "cpu")
+        """On CUDA each rank's pool is on its own device: this memory has only blocks under ``checksum_blocks``."""
+        return MemoryRegion(self._bytes.ctypes.data, self._bytes.size, self._device, is_pool=self._is_reached)
 
     @property
     def rank_pids(self) -> tuple[int, ...]:
@@ -301,6 +314,9 @@ class ParallelExecutor:
                 answers[index] = answer
         self._last_contact_s = time.monotonic()
         return answers
+
+    def _kill(self, rank: ParallelRank) -> Callable[[], None]:
+        return lambda: self._processes.kill_one(rank.index, KILL_WAIT_S)
 
     # -- failure ------------------------------------------------------------------------------------------------------
 

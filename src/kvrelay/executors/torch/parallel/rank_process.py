@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from kvrelay.config import WorkerRole
 from kvrelay.config.byte_sizes import parse_bytes
 from kvrelay.core.layout import KVLayout
 from kvrelay.core.sampling import SamplingParams
@@ -26,7 +27,7 @@ from kvrelay.executors.torch.build import build_model_runner
 from kvrelay.executors.torch.config import ModelFacts
 from kvrelay.executors.torch.kv_pool import KvPool, auto_pool_bytes, decide_num_blocks
 from kvrelay.executors.torch.model_runner import ModelRunner
-from kvrelay.executors.torch.parallel.channel import Channel, ChannelClosedError, StepMemory
+from kvrelay.executors.torch.parallel.channel import StepMemory
 from kvrelay.executors.torch.parallel.collectives import Groups, file_store, tcp_store
 from kvrelay.executors.torch.parallel.experts import ExpertGroup, ExpertSeat
 from kvrelay.executors.torch.parallel.following import FollowingRunner
@@ -50,6 +51,10 @@ from kvrelay.executors.torch.parallel.micro_batches import merge, split
 from kvrelay.executors.torch.parallel.processes import end_with_parent
 from kvrelay.executors.torch.parallel.rank import ParallelRank
 from kvrelay.executors.torch.parallel.rank_progress import RankProgress
+from kvrelay.transfer.rank_map import InstanceSizes, place_rank
+from kvrelay.transfer.ranks.channel import Channel, ChannelClosedError
+from kvrelay.transfer.ranks.messages import ToRank
+from kvrelay.transfer.ranks.mover import RankMover
 
 _log = logging.getLogger(__name__)
 
@@ -135,6 +140,21 @@ class Rank:
     def samples(self) -> bool:
         return self._shard.rank.samples
 
+    def mover(self, channel: Channel[ToRank], pool_fd: int) -> RankMover:
+        """What moves this rank's KV. On the CPU its memory is the worker's whole pool."""
+        shard, runner = self._shard, self.runner
+        own = InstanceSizes(1, shard.rank.tp_size, shard.rank.pp_size)
+        part_bytes = runner.kv_layout.block_bytes
+        return RankMover(
+            channel,
+            self._memory.fence,
+            runner.kv_region,
+            begin=shard.block_offset * part_bytes,
+            stride=shard.block_factor * part_bytes,
+            pool_fd=pool_fd,
+            port_offset=place_rank(own, own, WorkerRole.PREFILL, 0, shard.rank.index).port_offset,
+        )
+
     def serve(self) -> None:
         """Raises ChannelClosedError if the driver is gone, and whatever a step raises."""
         self._commands.send(RankReady())
@@ -207,7 +227,7 @@ def _failed(exc: BaseException) -> RankFailed:
     return RankFailed(type(exc).__name__, message, isinstance(exc, PeerLostError))
 
 
-def run(parent_pid: int, commands_fd: int, side_fd: int, step_fd: int, pool_fd: int) -> int:
+def run(parent_pid: int, commands_fd: int, side_fd: int, moves_fd: int, step_fd: int, pool_fd: int) -> int:
     """Returns the exit code: 0 if the driver has sent Stop or is gone."""
     end_with_parent(parent_pid)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -222,6 +242,7 @@ def run(parent_pid: int, commands_fd: int, side_fd: int, step_fd: int, pool_fd: 
         if not isinstance(start, Start):
             return 0
         rank = Rank(start, commands, StepMemory(step_fd, start.runner.tp * start.runner.pp), pool_fd)
+        rank.mover(Channel(socket.socket(fileno=moves_fd), ToRank), pool_fd).start()
         if rank.samples:
             threading.Thread(target=_prepare, args=(side, rank.runner), name="prepare", daemon=True).start()
         rank.serve()
