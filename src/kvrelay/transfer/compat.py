@@ -12,8 +12,8 @@ from kvrelay.core.workers import KvMetadata
 from kvrelay.errors import IncompatiblePeerError
 from kvrelay.transfer.layout_mapping import LayoutMapping
 
-VERSION = 1
-"""The version of KvMetadata."""
+VERSION = 2
+"""The version of KvMetadata: since 2 ``agent`` lists the ranks that move their own KV."""
 
 
 def check_compatible(peer: KvMetadata, *, transport: str, kv_compatibility: str = "") -> None:

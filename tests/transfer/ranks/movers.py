@@ -34,20 +34,28 @@ def ranks_of(
     worker_id: str,
     layout: KVLayout,
     region: MemoryRegion,
-    memory: SharedPoolMemory,
+    memory: SharedPoolMemory | None = None,
+    *,
+    is_guarded: bool = False,
 ) -> RankedTransport:
-    """The data plane of a worker whose ranks share the joined pool ``region``, which lies in ``memory``. Its end in
+    """The data plane of a worker whose ranks share the joined pool ``region``, perhaps in ``memory``. Its end in
     ``stack`` ends the movers."""
     links, fence = RankLinks(), np.zeros(1)
 
-    def mover(offset: int) -> Callable[[Channel[ToRank]], RankMover]:
+    def mover(rank: int, offset: int) -> Callable[[Channel[ToRank]], RankMover]:
         return lambda channel: RankMover(
-            channel, fence, region, begin=offset, stride=layout.block_bytes, pool_fd=memory.fd
+            channel,
+            fence,
+            region,
+            begin=offset,
+            stride=layout.block_bytes,
+            port_offset=1 + 2 * rank,
+            pool_fd=-1 if memory is None else memory.fd,
         )
 
     if layout.num_ranks > 1:
-        ranks = [start_rank(mover(offset), f"rank {rank}") for rank, offset in enumerate(layout.rank_offsets)]
+        ranks = [start_rank(mover(rank, offset), f"rank {rank}") for rank, offset in enumerate(layout.rank_offsets)]
         links.offer(ranks, fence)
         for rank in ranks:
             stack.callback(rank.channel.close)
-    return build_ranked_transport(config, worker_id, layout, links, memory, is_guarded=False)
+    return build_ranked_transport(config, worker_id, layout, links, memory, is_guarded=is_guarded)

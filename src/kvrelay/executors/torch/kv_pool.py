@@ -11,6 +11,8 @@ from __future__ import annotations
 import mmap
 from collections.abc import Callable, Sequence
 
+import numpy as np
+import numpy.typing as npt
 import psutil
 import torch
 
@@ -53,8 +55,13 @@ class KvPool:
     def checksums(self, block_ids: Sequence[int]) -> tuple[int, ...]:
         """Those of ``core.checksums``, block by block. A GPU's blocks are copied to the host one by one, behind what
         the device has been given to do; a CPU's are read in place."""
-        blocks = (self._bytes[block_id].cpu().numpy() for block_id in block_ids)
+        blocks = (self.block(block_id) for block_id in block_ids)
         return tuple(checksum for block in blocks for checksum in unit_checksums(block, self.layout))
+
+    def block(self, block_id: int) -> npt.NDArray[np.uint8]:
+        """Its bytes, in place or copied to the host."""
+        found: npt.NDArray[np.uint8] = self._bytes[block_id].cpu().numpy()
+        return found
 
     def __repr__(self) -> str:
         return f"KvPool({self.num_blocks} blocks x {self.layout.block_bytes} bytes on {self.region.device})"

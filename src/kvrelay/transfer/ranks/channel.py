@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import struct
 from typing import Any, Generic, TypeVar
@@ -45,9 +46,10 @@ class Channel(Generic[T]):
             raise ChannelClosedError(str(exc)) from exc
 
     def send_some(self, data: memoryview) -> int:
-        """As much of a frame as fits now, without waiting. Raises ChannelClosedError."""
+        """As much of a frame as fits now, without waiting: with a timeout the descriptor does not block. Raises
+        ChannelClosedError."""
         try:
-            return self._socket.send(data, socket.MSG_DONTWAIT)
+            return os.write(self.fileno(), data)
         except BlockingIOError:
             return 0
         except OSError as exc:

@@ -212,6 +212,10 @@ class RankTransport(Transport):
             self._watched_s = time.monotonic()
             self._send(PostPart(post.handle, post.op, post.worker_id, packed(post.pieces), post.notify, post.grant))
 
+    @property
+    def _silence(self) -> str:
+        return f"has not answered for {self._timeout_s:g} s (--transfer-timeout-s)"
+
     # -- the socket, under the lock -----------------------------------------------------------------------------------
 
     def _watch(self) -> None:
@@ -243,7 +247,7 @@ class RankTransport(Transport):
                 if self._poller.poll(max(0.0, until_s - time.monotonic()) * 1000):
                     self._receive()
                 else:
-                    self._kill()
+                    self._lose(self._silence)
             raise TransferError(self._end)
 
     def _send(self, message: ToRank) -> None:
@@ -256,13 +260,13 @@ class RankTransport(Transport):
             try:
                 rest = rest[self._link.channel.send_some(rest) :]
             except ChannelClosedError as exc:
-                self._lose(f"has ended ({exc})")
+                self._lose(f"is gone ({exc})")
                 return
             if not rest:
                 return
             events = both.poll(max(0.0, until_s - time.monotonic()) * 1000)
             if not events:
-                self._kill()
+                self._lose(self._silence)
             elif events[0][1] & ~select.POLLOUT:
                 self._receive()
 
@@ -270,22 +274,18 @@ class RankTransport(Transport):
         try:
             message = self._link.channel.receive()
         except ChannelClosedError as exc:
-            self._lose(f"has ended ({exc})")
+            self._lose(f"is gone ({exc})")
             return
         if isinstance(message, Counted):
             self._counters = message.counters
         else:
             self._received.append(message)
 
-    def _kill(self) -> None:
-        reason = f"has not answered for {self._timeout_s:g} s (--transfer-timeout-s)"
-        _log.error("%s %s while it moved KV: it is killed", self._link.name, reason)
-        self._link.kill()
-        self._lose(reason)
-
     def _lose(self, reason: str) -> None:
-        """The rank moves nothing any more: its posts have failed."""
+        """End the rank, if it has not ended: then it moves nothing any more, and its posts have failed."""
         self._end = f"{self._link.name} {reason}"
+        _log.error("%s, and so it is killed, since it may be moving KV", self._end)
+        self._link.kill()
         gone = list(self._in_flight)
         self._in_flight.clear()
         self._fail(gone, self._end)

@@ -36,7 +36,8 @@ class RankMemory(msgspec.Struct, frozen=True):
 
 class OpenMemory(msgspec.Struct, frozen=True, tag=True):
     """Build the transport as ``rank_id`` and register the pool. ``pool_name``: of the shared memory in which a pool of
-    the host lies, empty: it cannot be shared. The last four are where transport p2p listens, its keys, and whether it asks for grants."""
+    the host lies, empty: it cannot be shared. The last four are
+    where transport p2p listens, its keys, and whether it asks for grants."""
 
     rank_id: str
     config: TransferConfig

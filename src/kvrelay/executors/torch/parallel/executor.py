@@ -46,8 +46,11 @@ from kvrelay.executors.torch.parallel.messages import (
     Answer,
     Command,
     DummyStep,
+    Prepare,
+    Question,
     RankFailed,
     RankPing,
+    ShowBlocks,
     Start,
     StepDone,
     Stop,
@@ -87,8 +90,11 @@ class ParallelExecutor:
         reserve: Callable[[], int] | None = None,
         group: GroupConfig | None = None,
         offer_ranks: OfferRanks | None = None,
+        *,
+        joins_pools: bool = True,
     ) -> None:
         """Start the ranks and load the model. ``allocate``, ``reserve``, ``offer_ranks``: as in ``HostMemory``.
+        ``joins_pools`` False: each rank's pool is memory of its own, as on CUDA.
 
         Raises CheckpointError, UnsupportedModelError or ConfigError.
         """
@@ -118,7 +124,7 @@ class ParallelExecutor:
         self._processes = RankProcesses(len(self._ranks), (self._memory.fd, self._pool_fd))
         try:
             self._connect()
-            loaded, self.num_blocks = self._load(model_dir, runner, engine)
+            loaded, self.num_blocks = self._load(model_dir, runner, engine, joins_pools=joins_pools)
         except BaseException:
             self.shutdown()
             raise
@@ -126,7 +132,7 @@ class ParallelExecutor:
         self.kv_layout = self._layout(loaded.layout, config.num_kv_heads)
         self.max_model_len, self.vocab_size = facts.max_model_len, facts.vocab_size
         self.eos_token_ids, self.weights_fingerprint = facts.eos_token_ids, facts.weights_fingerprint
-        self._is_reached = self._device == "cpu" or offer_ranks is not None
+        self._offers_ranks = offer_ranks is not None
         if offer_ranks is not None:
             offer_ranks(
                 [
@@ -144,8 +150,9 @@ class ParallelExecutor:
 
     @property
     def kv_region(self) -> MemoryRegion:
-        """On CUDA each rank's pool is on its own device: this memory has only blocks under ``checksum_blocks``."""
-        return MemoryRegion(self._bytes.ctypes.data, self._bytes.size, self._device, is_pool=self._is_reached)
+        """The joined pool. If ranks have pools of their own, peers reach those through the ranks only."""
+        is_reached = self._is_joined or self._offers_ranks
+        return MemoryRegion(self._bytes.ctypes.data, self._bytes.size, self._device, is_pool=is_reached)
 
     @property
     def rank_pids(self) -> tuple[int, ...]:
@@ -191,19 +198,33 @@ class ParallelExecutor:
         """Compile the grammar on the sampling rank. Raises InvalidInputError, EngineDeadError."""
         if sampling.grammar is None:
             return
-        side = self._processes.ranks[self._sampler].side
-        try:
-            with self._side_lock:
-                side.send(sampling)
-                answer = side.receive()
-        except ChannelClosedError as exc:
-            raise EngineDeadError(f"{self._ranks[self._sampler]} does not answer: {exc}") from exc
-        if isinstance(answer, RankFailed):
-            raise error_of(answer, answer.message)
+        with self._side_lock:
+            self._ask_aside(Prepare(sampling), self._ranks[self._sampler])
 
     def checksum_blocks(self, block_ids: Sequence[int]) -> tuple[int, ...]:
+        if self._is_joined:
+            return self._checksums(block_ids)
+        with self._side_lock:
+            for rank in self._ranks:
+                self._ask_aside(ShowBlocks(list(block_ids)), rank)
+            checksums = self._checksums(block_ids)
+            self._pool.madvise(mmap.MADV_REMOVE)
+        return checksums
+
+    def _checksums(self, block_ids: Sequence[int]) -> tuple[int, ...]:
         blocks = (self._bytes[block_id] for block_id in block_ids)
         return tuple(checksum for block in blocks for checksum in unit_checksums(block, self.kv_layout))
+
+    def _ask_aside(self, question: Question, rank: ParallelRank) -> None:
+        """While a step may run. Under the lock. Raises what the rank raises, EngineDeadError."""
+        side = self._processes.ranks[rank.index].side
+        try:
+            side.send(question)
+            answer = side.receive()
+        except ChannelClosedError as exc:
+            raise EngineDeadError(f"{rank} does not answer: {exc}") from exc
+        if isinstance(answer, RankFailed):
+            raise error_of(answer, answer.message)
 
     def shutdown(self) -> None:
         """End the ranks. Idempotent. The pool's memory is freed with its last reference, because a transport may still
@@ -234,7 +255,9 @@ class ParallelExecutor:
             self._by_fd[rank.commands.fileno()] = number
             self._poller.register(rank.commands.fileno(), select.POLLIN)
 
-    def _load(self, model_dir: Path, runner: RunnerConfig, engine: EngineConfig) -> tuple[WeightsLoaded, int]:
+    def _load(
+        self, model_dir: Path, runner: RunnerConfig, engine: EngineConfig, *, joins_pools: bool
+    ) -> tuple[WeightsLoaded, int]:
         own = replace(runner, num_threads=_threads_per_rank(runner.num_threads, len(self._ranks)))
         # A file without a name: nothing is left if this process is killed.
         store = f"/proc/{os.getpid()}/fd/{self._store_fd}"
@@ -246,7 +269,8 @@ class ParallelExecutor:
         require_agreement(self._ranks, loaded)
         self._pool = self._map_pool(num_blocks * len(self._ranks) * facts.layout.block_bytes)
         self._bytes = np.frombuffer(self._pool, dtype=np.uint8).reshape(num_blocks, -1)
-        self._tell_all(AllocatePool(num_blocks))
+        self._is_joined = joins_pools and facts.device == "cpu"
+        self._tell_all(AllocatePool(num_blocks, self._is_joined))
         self._collect()
         return facts, num_blocks
 
