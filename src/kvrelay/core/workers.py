@@ -95,7 +95,7 @@ class KvMetadata(msgspec.Struct, frozen=True):
     term: Count = 0
     layout: KVLayout | None = None
     terms: Compatibility | None = None
-    version: int = 2
+    version: int = 1
 
 
 class CallerInfo(msgspec.Struct, frozen=True):

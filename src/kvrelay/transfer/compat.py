@@ -12,8 +12,8 @@ from kvrelay.core.workers import KvMetadata
 from kvrelay.errors import IncompatiblePeerError
 from kvrelay.transfer.layout_mapping import LayoutMapping
 
-VERSION = 2
-"""The version of KvMetadata: since 2 ``agent`` lists the ranks that move their own KV."""
+VERSION = 1
+"""The version of KvMetadata."""
 
 
 def check_compatible(peer: KvMetadata, *, transport: str, kv_compatibility: str = "") -> None:

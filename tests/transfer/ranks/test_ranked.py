@@ -18,7 +18,6 @@ from kvrelay.core.layout import MemoryRegion, paged_kv
 from kvrelay.core.workers import KvMetadata
 from kvrelay.errors import FatalError, IncompatiblePeerError, TransferError
 from kvrelay.transfer.base import Notification, Post, PostEnd, Transport
-from kvrelay.transfer.compat import check_compatible
 from kvrelay.transfer.pieces import NO_PIECES, block_pieces
 from kvrelay.transfer.ranks.channel import Channel
 from kvrelay.transfer.ranks.link import RankLink, RankTransport
@@ -219,7 +218,7 @@ def test_a_rank_that_does_not_answer_is_killed_after_the_transfer_timeout(caplog
     transport = RankTransport(link, "w/1", TransferConfig(transfer_timeout_s=0.1))
     with contextlib.closing(link.channel), theirs:
         with pytest.raises(TransferError, match=r"rank 1 has not answered for 0\.1 s \(--transfer-timeout-s\)"):
-            transport.register(MemoryRegion(4096, SIZE))
+            transport.add_peer(metadata_of("peer", b""))
         assert killed == ["rank 1"]
         assert "rank 1 has not answered for 0.1 s (--transfer-timeout-s), and so it is killed" in caplog.text
         # From here on it touches nothing, and no one waits for it.
@@ -319,9 +318,10 @@ def test_a_rank_without_memory_is_refused(held: Held) -> None:
         held.transport.add_peer(metadata_of("peer", msgspec.msgpack.encode(memories)))
 
 
-def test_a_peer_of_the_release_before_is_no_pair_and_the_version_is_named() -> None:
-    with pytest.raises(IncompatiblePeerError, match="its protocol version is 1, ours is 2"):
-        check_compatible(metadata_of("old", b"", version=1), transport="nixl")
+def test_the_blob_of_a_worker_before_per_rank_transfers_is_refused(held: Held) -> None:
+    """``Compatibility.protocol`` keeps such workers apart before."""
+    with pytest.raises(TransferError, match="the metadata of worker old is damaged"):
+        held.transport.add_peer(metadata_of("old", b"kvrelay-nixl-1:blob"))
 
 
 # -- grants at each rank ----------------------------------------------------------------------------------------------

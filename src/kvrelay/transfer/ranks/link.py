@@ -52,6 +52,8 @@ from kvrelay.transfer.values import GrantRef, Int64Array, worker_of
 
 WATCH_S = 0.2
 """A rank polls its transport for so long after a post or a Watch."""
+OPEN_TIMEOUT_S = 60.0
+"""A rank loads libraries when it registers its memory."""
 _WATCH_AGAIN_S = WATCH_S / 4
 
 _log = logging.getLogger(__name__)
@@ -140,7 +142,8 @@ class RankTransport(Transport):
                 public,
                 secret,
                 self._is_guarded,
-            )
+            ),
+            OPEN_TIMEOUT_S,
         )
         assert answer.memory is not None
         self.memory = memory = answer.memory
@@ -232,11 +235,12 @@ class RankTransport(Transport):
                 raise
             return Answer()
 
-    def _ask(self, message: ToRank) -> Answer:
-        """Raises what the rank has raised, or TransferError if it has ended."""
+    def _ask(self, message: ToRank, least_s: float = 0.0) -> Answer:
+        """Waits for the timeout, at least ``least_s``. Raises what the rank has raised, or TransferError if it has
+        ended."""
         with self._lock:
             self._send(message)
-            until_s = time.monotonic() + self._timeout_s
+            until_s = time.monotonic() + max(self._timeout_s, least_s)
             while self._end is None:
                 answer = self._received[-1] if self._received else None
                 if isinstance(answer, Answer):
