@@ -19,14 +19,14 @@ def sit_out(monkeypatch: pytest.MonkeyPatch, seed: int, probability: float = 0.4
     def late_execute(self: MockExecutor, work: SchedulerOutput) -> ModelOutput:
         output = execute(self, work)
         for number, row in enumerate(np.flatnonzero(work.samples).tolist()):
-            slot = int(work.slots[row])
+            sequence = self._sequences[int(work.slots[row])]
             if rng.random() < probability:
-                sequence = self._sequences[slot]
                 sequence.num_computed -= 1
                 sequence.keys.pop()
                 output.token_ids[number] = NO_TOKEN
                 output.logprobs.pop(row, None)
-                sat_out.append("chunk" if sequence.num_computed < sequence.num_prompt else "decode")
+                is_first = sequence.num_computed < sequence.num_prompt
+                sat_out.append("chunk" if is_first else "decode")
         return output
 
     monkeypatch.setattr(MockExecutor, "execute", late_execute)
