@@ -44,7 +44,7 @@ class CpuAttention:
         self._tile_sizes = [max(rows // spec.group_size, 1) for rows in (_SHORT_TILE_ROWS, _TILE_ROWS)]
         tile_rows = self._tile_sizes[1] * spec.group_size
         floats = cpu_kernels.scratch_size(spec.group_size, spec.head_dim, tile_rows)
-        self._scratch = np.zeros((num_threads, floats), dtype=np.float32)
+        self._scratch = torch.zeros(num_threads, -(-floats // 16) * 16).numpy()
         self._state = np.zeros((num_threads, tile_rows, 2), dtype=np.float32)
         self._batch: StepBatch | None = None
         self._slots = np.zeros(0, dtype=np.int32)
