@@ -322,7 +322,7 @@ def attend(
     num_decodes: int, tile_tokens: Any, tile_counts: Any, num_threads: int,
 ) -> None:
     """The first ``num_decodes`` tokens as decode rows, the others in tiles: runs of tokens of one row, each with its
-    first token and the number of its tokens.
+    first token and the number of its tokens. Tokens in no tile only get their keys and values written.
 
     The fields of ``AttentionStep`` come one by one: Numba takes 3 us more to look at a tuple of arrays than at the
     arrays.
@@ -335,8 +335,9 @@ def attend(
     if num_decodes > 0:
         for index in prange(num_threads):
             _decode_tasks(step, num_decodes, np.int64(index), num_threads)
-    if len(tile_tokens) > 0:
+    if len(positions) > num_decodes:
         for index in prange(num_threads):
             _write_tasks(step, num_decodes, np.int64(index), num_threads)
+    if len(tile_tokens) > 0:
         for index in prange(num_threads):
             _prefill_tasks(step, tile_tokens, tile_counts, np.int64(index), num_threads)
