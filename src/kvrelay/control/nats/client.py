@@ -33,11 +33,12 @@ class _Transport(TcpTransport):  # type: ignore[misc]  # the library is not type
     It also tells asyncio that the stream has become TLS; otherwise asyncio warns when the server ends the connection.
     """
 
-    def __init__(self, *, needs_tls: bool) -> None:
+    def __init__(self, *, needs_tls: bool, silence_s: float) -> None:
         super().__init__()
         self._is_open = not needs_tls
-        self.heard_s = asyncio.get_running_loop().time()
-        """When the server's last bytes were read."""
+        self._silence_s = silence_s
+        self._silent = asyncio.Event()
+        self._timer: asyncio.TimerHandle | None = None
 
     def __bool__(self) -> bool:
         # True also before it is connected: the library replaces a transport that is false.
@@ -50,8 +51,19 @@ class _Transport(TcpTransport):  # type: ignore[misc]  # the library is not type
 
     async def read(self, buffer_size: int) -> bytes:
         data: bytes = await super().read(buffer_size)
-        self.heard_s = asyncio.get_running_loop().time()
+        self._time_silence()
         return data
+
+    async def silent(self) -> None:
+        """Return once the server has sent nothing for ``silence_s`` from now. While it sends, no timer wakes us."""
+        self._silent.clear()
+        self._time_silence()
+        await self._silent.wait()
+
+    def _time_silence(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = asyncio.get_running_loop().call_later(self._silence_s, self._silent.set)
 
     def write(self, payload: bytes) -> None:
         self._check()
@@ -82,7 +94,9 @@ class NatsClient(Client):  # type: ignore[misc]
         """Closes the socket of a failed attempt, which the library leaves open."""
         if self._transport:
             self._transport.abort()
-        self._transport = _Transport(needs_tls=self.options.get("tls") is not None)
+        self._transport = _Transport(
+            needs_tls=self.options.get("tls") is not None, silence_s=self.options["ping_interval"]
+        )
         await super()._connect_to_server(server)
 
     async def _send_ping(self, future: asyncio.Future[Any] | None = None) -> None:
@@ -96,20 +110,14 @@ class NatsClient(Client):  # type: ignore[misc]
 
     async def _ping_interval(self) -> None:
         """Ping a server that is silent; the library pings at every interval, also while data arrives. An idle process
-        hears something more often than that: the answers to its keepalives, the lease keeper, heartbeats."""
-        interval_s = self.options["ping_interval"]
+        hears from the server anyway: answers to keepalives, the lease keeper."""
         while True:
-            quiet_s = asyncio.get_running_loop().time() - self._transport.heard_s
-            if quiet_s < interval_s:
-                self._pings_outstanding = 0
-                await asyncio.sleep(interval_s - quiet_s)
-            elif self._pings_outstanding >= self.options["max_outstanding_pings"]:
-                await self._process_op_err(nats_errors.StaleConnectionError())
-                return
-            else:
-                self._pings_outstanding += 1
-                await self._send_ping()
-                await asyncio.sleep(interval_s)
+            await self._transport.silent()
+            self._pings_outstanding += 1
+            if self._pings_outstanding > self.options["max_outstanding_pings"]:
+                break
+            await self._send_ping()
+        await self._process_op_err(nats_errors.StaleConnectionError())
 
 
 async def leave(client: Any) -> None:
