@@ -22,8 +22,10 @@ from kvrelay.router.beyond import Lenders, TierTable
 
 HOT = tuple(range(1600))
 HASHES = compute_block_hashes(HOT, BLOCK)
-DEAR = dataclasses.replace(COST, prefill_token_s=1e-3) if dataclasses.is_dataclass(COST) else msgspec.structs.replace(
-    COST, prefill_token_s=1e-3
+DEAR = (
+    dataclasses.replace(COST, prefill_token_s=1e-3)
+    if dataclasses.is_dataclass(COST)
+    else msgspec.structs.replace(COST, prefill_token_s=1e-3)
 )
 FAST = (LoadCost("host", 1e-5), LoadCost("disk", 1e-4), LoadCost("peer", 2e-5, 0.005))
 

@@ -122,6 +122,8 @@ def test_holders_that_are_killed_while_others_read_cost_the_reading_only(server:
             os.kill(holder["pid"], signal.SIGKILL)
     until(lambda: name not in counts(server))
     after = counts(server)
-    failed = sum(after[name]["num_failed_loads"] - before[name]["num_failed_loads"] for name in set(before) & set(after))
+    failed = sum(
+        after[name]["num_failed_loads"] - before[name]["num_failed_loads"] for name in set(before) & set(after)
+    )
     assert failed >= 1
     until(server.is_idle)

@@ -225,9 +225,7 @@ class Client:
         sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, **settings)
         self.connection.send(GenerateRequest(request_id, self.worker_id, tokens, sampling))
 
-    def send_message(
-        self, request_id: str, tokens: tuple[int, ...], salt: str | None = None, **fields: object
-    ) -> None:
+    def send_message(self, request_id: str, tokens: tuple[int, ...], salt: str | None = None, **fields: object) -> None:
         """With other fields of the message set."""
         sampling = SamplingParams(max_tokens=8, temperature=0.0, cache_salt=salt)
         self.connection.send(GenerateRequest(request_id, self.worker_id, tokens, sampling, **fields))
@@ -289,7 +287,12 @@ class Cluster:
         allocate = pool_allocator(self.transfer, memory)
         if build is None:
             executor: Executor = MockExecutor(
-                config, self.mock, vocab_size=VOCAB_SIZE, max_model_len=4096, allocate=allocate
+                config,
+                self.mock,
+                vocab_size=VOCAB_SIZE,
+                max_model_len=4096,
+                allocate=allocate,
+                holding_bytes=self.transfer.kv_buffer_size,
             )
         else:
             executor = await asyncio.to_thread(build, config)
@@ -388,7 +391,8 @@ class Cluster:
             # Entries that nobody waits for any more may still be pulled: those are computed until they are refused.
             await self.until(
                 lambda node=node: (
-                    not node.core.has_unfinished() and node.core.pool.num_free == node.core.pool.num_blocks
+                    not node.core.has_unfinished()
+                    and all(pool.num_free == pool.num_blocks for pool in (node.core.pool, node.core.holding.blocks))
                 )
             )
             # Its transfer thread sleeps again.

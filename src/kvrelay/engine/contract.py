@@ -24,6 +24,7 @@ Hand-offs, prefill side. Where may KV be read from, when may the blocks be freed
 
     add_request(HANDOFF) ... StepOutput.kv_loads          read these blocks first; ``kv_loaded`` reports the result
     StepOutput.handoff_chunks                             these blocks are computed; the last chunk carries the token
+    keep_blocks ... StepOutput.kept_blocks                pull: where the computed KV lies from now on
     sending_finished                                      no transfer touches the blocks any more: free them
 
 An engine that ``MovesKv`` moves the KV itself, as two vLLM servers do with its NIXL connector. It lends no
@@ -151,7 +152,8 @@ class MovesKv(Protocol):
 
 
 class Schedules(Protocol):
-    """The steps of an engine that schedules them itself, with reads of KV before them; its prefix cache is ours."""
+    """The steps of an engine that schedules them itself, with reads of KV before them, and what becomes of it; its prefix
+    cache is ours."""
 
     def set_exclusive_prefill(self, exclusive: bool) -> None:
         """Whether hand-off prefills run in steps of their own."""
@@ -168,6 +170,11 @@ class Schedules(Protocol):
         """The cached blocks with which this prompt begins, lent as loan 1 to a peer that only reads. None: there are
         none, or none can be spared. ``HandsOver.end_loan`` ends the loan."""
 
+    def keep_blocks(self, request_id: str, block_ids: Sequence[int]) -> None:
+        """The hand-off is computed, what a peer lacks lies in ``block_ids``, and no transfer touches them. If there is
+        room, keep it in the holding area and free the pool's blocks. ``StepOutput.kept_blocks`` answers, exactly
+        once."""
+
 
 def require(capability: T | None) -> T:
     """A capability that the engine has, since it has produced what the caller now answers."""
@@ -182,7 +189,7 @@ class EngineFacts:
     the KV from this engine without kvrelay. Without ``prefills_here`` the engine computes prompts for others
     or continues from KV that it gets, never both. Without ``places_prefills`` it does not ask a request's ``placement``
     where to prefill. With ``has_open_cache`` its prefix cache lies in blocks that workers can lend and fill
-    (``Schedules``)."""
+    (``Schedules``). ``num_holding_blocks`` come after ``num_blocks`` in the engine's memory."""
 
     kv_layout: KVLayout
     num_blocks: int
@@ -194,6 +201,7 @@ class EngineFacts:
     prefills_here: bool = True
     places_prefills: bool = True
     has_open_cache: bool = False
+    num_holding_blocks: int = 0
 
 
 class EngineHost(Protocol):

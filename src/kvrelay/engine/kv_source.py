@@ -99,9 +99,7 @@ class Sources:
 class KvStorage(KvSource, Protocol):
     """A source that keeps what the pool evicts. Its life is that of the engine's thread."""
 
-    def start(
-        self, loaded: Callable[[str, bool, int], None], changed: Callable[[], None] = lambda: None
-    ) -> None:
+    def start(self, loaded: Callable[[str, bool, int], None], changed: Callable[[], None] = lambda: None) -> None:
         """On other threads: ``loaded(request_id, is_whole, num_blocks)``: a load has ended, and so many leading blocks
         have arrived. ``changed()``: there are events, or something is pending no more."""
 

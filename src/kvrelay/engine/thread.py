@@ -93,6 +93,7 @@ class EngineThread:
             weights_fingerprint=executor.weights_fingerprint,
             hands_over_kv=executor.kv_region.is_pool,
             has_open_cache=executor.kv_region.is_pool,
+            num_holding_blocks=executor.num_holding_blocks,
         )
 
     @property

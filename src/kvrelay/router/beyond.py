@@ -54,7 +54,9 @@ class TierTable:
     def num_blocks(self, worker_id: str) -> int:
         return len(self._held.get(worker_id, ()))
 
-    def following(self, worker_id: str, sequence: Sequence[int], start: int, costs: Mapping[str, LoadCost]) -> Counter[str]:
+    def following(
+        self, worker_id: str, sequence: Sequence[int], start: int, costs: Mapping[str, LoadCost]
+    ) -> Counter[str]:
         """How many of the blocks from ``start`` on its tiers have, without a gap, by the medium that is the fastest by
         ``costs``. Media without a cost do not count."""
         held, found = self._held.get(worker_id, {}), Counter[str]()

@@ -110,9 +110,7 @@ class KvTiers:
     def __repr__(self) -> str:
         return f"KvTiers({self._stores!r})"
 
-    def start(
-        self, loaded: Callable[[str, bool, int], None], changed: Callable[[], None] = lambda: None
-    ) -> None:
+    def start(self, loaded: Callable[[str, bool, int], None], changed: Callable[[], None] = lambda: None) -> None:
         self._loaded, self._told = loaded, changed
         for store in self._stores:
             store.changes.on_first = changed

@@ -418,6 +418,7 @@ class Worker:
             "prefill": prefill,
             "transfer": msgspec.to_builtins(stats.transfer),
             "prefixes": None if stats.prefixes is None else msgspec.to_builtins(stats.prefixes),
+            "kv_holding": None if stats.engine.holding is None else stats.engine.holding._asdict(),
             "kv_tiers": None if stats.engine.tiers is None else msgspec.to_builtins(stats.engine.tiers),
             "disagg": asdict(now.disagg) | {"unused": self._policy.unused},
         }
