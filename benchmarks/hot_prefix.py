@@ -1,7 +1,7 @@
 """A hot prefix: requests come at once that share it, one of four workers has it, and reading it is on or off.
 
-Without reading, the requests wait for the one worker, or others compute the prefix again. Each turn starts a cold server,
-lets all workers measure their steps, has one prompt computed, and then sends the requests.
+Without reading, the requests wait for the one worker, or others compute the prefix again. Each turn starts a cold
+server, lets all workers measure their steps, has one prompt computed, and then sends the requests.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ def hot_prefix(as_json: bool, rounds: int, requests: int, prefix: int, own: int,
     turns = take_turns(cases, rounds, measure, say=lambda row: f"first token after {row['first_token_mean_s']:.3f} s")
     results = summarise(turns)
     title = (
-        f"{requests} requests at once with a prefix of {prefix} tokens that one of four workers has, and {own} of their "
-        f"own; seconds, medians of {rounds} rounds"
+        f"{requests} requests at once with a prefix of {prefix} tokens that one of four workers has, and {own} of "
+        f"their own; seconds, medians of {rounds} rounds"
     )
     load = {"requests": requests, "prefix": prefix, "own": own}
     report = {"kind": HOT_KIND, "machine": describe_machine(), "load": load, "results": results, "turns": turns}
@@ -66,7 +66,7 @@ def hot_prefix(as_json: bool, rounds: int, requests: int, prefix: int, own: int,
 def loads(requests: int, prefix: int, own: int) -> list[ClassSpec]:
     """Prompts from which all workers learn their steps; one prompt with the prefix; all of them."""
     learn = [fixed_load("learn", length, 24, max_concurrency=8, num_requests=48) for length in (30, 200)]
-    shared = {"prefix": (1, requests, prefix)}
+    shared: Row = {"prefix": (1, requests, prefix)}
     warm = fixed_load("hot", own, 1, max_concurrency=1, num_requests=1, **shared)
     return [*learn, warm, fixed_load("hot", own, 8, num_requests=requests, **shared)]
 

@@ -104,10 +104,7 @@ class Memory:
         if kind == "allocate":
             self._allocate(handoff_id, task[2], possible=self.scenario.can_replace_blocks)
         elif kind == "lend":
-            blocks = None if self.d.has_evicted else tuple(range(self.scenario.num_hit_blocks))
-            if blocks is not None:
-                self.d.loans[handoff_id, 1] = blocks
-            self._handle(D, de.LoanAllocated(handoff_id, 1, blocks))
+            self._lend(handoff_id)
         elif kind == "hits":
             self._expect_lent(handoff_id, task[3])
             self._handle(D, de.HitsChecksummed(handoff_id, task[2], tuple(0 for _ in task[3])))
@@ -138,6 +135,13 @@ class Memory:
         if possible:
             p.kept |= {handoff_id}
         self._handle(number, pe.Kept(handoff_id, tuple(block + KEPT for block in blocks) if possible else None))
+
+    def _lend(self, handoff_id: str) -> None:
+        """The prefix, if the cache still has it."""
+        blocks = None if self.d.has_evicted else tuple(range(self.scenario.num_hit_blocks))
+        if blocks is not None:
+            self.d.loans[handoff_id, 1] = blocks
+        self._handle(D, de.LoanAllocated(handoff_id, 1, blocks))
 
     def _allocate(self, handoff_id: str, loan: int, *, possible: bool) -> None:
         blocks: tuple[int, ...] | None = None

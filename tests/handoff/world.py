@@ -436,10 +436,10 @@ class World(Hazards, Memory):
         match action:
             case de.Push():
                 self.queue[action.handoff_id] = None
-            case de.AllocateLoan():
-                d.todo += (("allocate", action.handoff_id, action.loan),)
-            case de.LendPrefix():
-                d.todo += (("lend", action.handoff_id),)
+            case de.AllocateLoan() | de.LendPrefix():
+                is_prefix = isinstance(action, de.LendPrefix)
+                task = ("lend", action.handoff_id) if is_prefix else ("allocate", action.handoff_id, action.loan)
+                d.todo += (task,)
             case de.ChecksumHits():
                 d.todo += (("hits", action.handoff_id, action.generation, action.block_ids),)
             case de.SendGrant():

@@ -1,4 +1,4 @@
-"""What a worker could load instead of computing: from its tiers, from another worker. It moves the choice, and is told."""
+"""What a worker could load instead of computing, from its tiers or another worker: it moves the choice, and is told."""
 
 from __future__ import annotations
 

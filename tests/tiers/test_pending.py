@@ -78,7 +78,7 @@ def steps(engine: HeldEngine) -> None:
 def test_the_second_of_two_waits_for_the_load_of_the_first(engine: HeldEngine) -> None:
     fill(engine)
     engine.store.may_go.clear()
-    first, second = engine.add(prompt_of(1)), engine.add(prompt_of(1) + [7, 8, 9])
+    first, second = engine.add(prompt_of(1)), engine.add([*prompt_of(1), 7, 8, 9])
     steps(engine)
     states = {name: request.status for name, request in engine.core.scheduler.requests.items()}
     assert states == {first: RequestStatus.LOADING_KV, second: RequestStatus.WAITING}
@@ -88,7 +88,7 @@ def test_the_second_of_two_waits_for_the_load_of_the_first(engine: HeldEngine) -
     engine.store.may_go.set()
     answers = engine.run()
     assert answers[first] == expected(prompt_of(1))
-    assert answers[second] == expected(prompt_of(1) + [7, 8, 9])
+    assert answers[second] == expected([*prompt_of(1), 7, 8, 9])
     assert engine.store.num_begun == 12, "each block once"
     assert engine.tiers.counts.num_hits == 1
 

@@ -76,15 +76,15 @@ class KvEventLog:
         return self._ring_batches(from_seq)
 
     def dump(self) -> list[KvEventBatch]:
-        """The blocks held now as stored events, parents first, then those of tiers, in batches of a bounded size numbered
-        ``next_seq``.
+        """The blocks held now as stored events, parents first, then those of tiers, in batches of a bounded size
+        numbered ``next_seq``.
 
         A block whose parent has been evicted keeps its parent's hash. Local hashes and tokens are left out.
         """
         batches: list[KvEventBatch] = []
         events: list[KvEvent] = []
         room = self._max_reply_blocks
-        chains = [(None, chain) for chain in self._chains()]
+        chains: list[tuple[str | None, list[int]]] = [(None, chain) for chain in self._chains()]
         chains += [(medium, list(held)) for medium, held in self._in_tiers.items() if held]
         for medium, chain in chains:
             for at in range(0, len(chain), self._max_reply_blocks):

@@ -50,7 +50,7 @@ class Pair(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PrefixHolder(msgspec.Struct, frozen=True, array_like=True):
-    """A worker whose prefix cache has the first ``num_tokens`` tokens of a prompt, as the router knows by its events."""
+    """A worker whose prefix cache has the first ``num_tokens`` tokens of a prompt, as the router knows by events."""
 
     worker_id: str
     num_tokens: int
@@ -60,8 +60,8 @@ class HandoffId(msgspec.Struct, frozen=True, order=True, array_like=True):
     """One hand-off of one incarnation of a decode worker, whose id is new at every start.
 
     Decode-first, ``number`` counts from 1. Prefill-first, both workers derive it from the request id
-    (``core/pair_id.py``), because P names the hand-off before D knows of it. The reader of a prefix draws it. Valid only in messages of the worker
-    ``decode_worker_id``.
+    (``core/pair_id.py``), because P names the hand-off before D knows of it. The reader of a prefix draws it. Valid
+    only in messages of the worker ``decode_worker_id``.
     """
 
     decode_worker_id: str

@@ -152,8 +152,8 @@ class MovesKv(Protocol):
 
 
 class Schedules(Protocol):
-    """The steps of an engine that schedules them itself, with reads of KV before them, and what becomes of it; its prefix
-    cache is ours."""
+    """The steps of an engine that schedules them itself, with reads of KV before them, and what becomes of it; its
+    prefix cache is ours."""
 
     def set_exclusive_prefill(self, exclusive: bool) -> None:
         """Whether hand-off prefills run in steps of their own."""

@@ -39,7 +39,6 @@ from kvrelay.engine.stats import EngineStats, HoldingStats
 from kvrelay.engine.step import Executor, KeptBlocks, StepOutput
 from kvrelay.errors import EngineDeadError, IntegrityError, InvalidInputError, KvrelayError
 
-
 MAX_LENT_SHARE = 0.25
 """Of the pool: no more is bound by peers that read prefixes."""
 

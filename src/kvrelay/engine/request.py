@@ -91,8 +91,8 @@ class Request:
     num_queued_tokens: int = field(default=0, init=False)
     """Tokens to compute, as estimated when it began to wait; 1 or more while it waits."""
     num_stored_tokens: int = field(default=0, init=False)
-    """Of those that need not be computed: what sources beyond the pool have, and their loads take ``load_s``. Estimates of
-    that moment."""
+    """Of those that need not be computed: what sources beyond the pool have, and their loads take ``load_s``.
+    Estimates of that moment."""
     load_s: float = field(default=0.0, init=False)
     slot: int = field(default=-1, init=False)
     block_ids: list[int] = field(default_factory=list, init=False)

@@ -12,8 +12,8 @@ Without checksums VERIFYING ends at once. OFFERED waits for blocks to read into.
 
 A *grant* outlives its hand-off: it keeps its loan until its holder is known to have stopped.
 
-A prefix that another worker reads is lent without a request: such a hand-off is CLOSED from the start, and lasts as long
-as its grant.
+A prefix that another worker reads is lent without a request: such a hand-off is CLOSED from the start, and lasts as
+long as its grant.
 
     PREPARING ──hits checksummed──> OUT ──hand-off closed, another claimant──> ABANDONED ──Done, Released, fenced──> end
         └──no longer wanted──> WITHDRAWN ──hits checksummed──> end      (OUT ends in the same ways)

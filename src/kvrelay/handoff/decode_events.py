@@ -1,7 +1,7 @@
 """The events and actions of the decode side's ledger. Values only.
 
-Actions are carried out in the order given. Those with an answer (AllocateLoan, LendPrefix, ChecksumHits, Verify, Fetch) are
-answered by the event named in their docstring, exactly once, after any time.
+Actions are carried out in the order given. Those with an answer (AllocateLoan, LendPrefix, ChecksumHits, Verify, Fetch)
+are answered by the event named in their docstring, exactly once, after any time.
 """
 
 from __future__ import annotations

@@ -232,7 +232,7 @@ class PrefillHandoff:
         self._loaded(ok, context)
 
     def hits_verified(self, ok: bool, context: PrefillContext) -> None:
-        """The read blocks were compared with D's checksums. They lie in our pool: what ends now does not change them."""
+        """The read blocks were compared with D's checksums. They are ours: what ends now does not change them."""
         num_blocks = 0 if self.load is None else len(self.load.block_ids)
         context.counters.num_verified_blocks += num_blocks if ok else 0
         context.counters.num_kv_checksum_mismatches += not ok

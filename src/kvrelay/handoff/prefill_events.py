@@ -49,8 +49,8 @@ class Pulled(OfHandoff, frozen=True):
 
 
 class PrefixWanted(OfHandoff, frozen=True):
-    """Our engine wants ``blocks`` from the prefix cache of this worker. ReportLoaded follows exactly once: after at most
-    ``timeout_s`` if there is no grant by then. ``term`` is our own."""
+    """Our engine wants ``blocks`` from the prefix cache of this worker. ReportLoaded follows exactly once: after at
+    most ``timeout_s`` if there is no grant by then. ``term`` is our own."""
 
     decode_worker_id: str
     blocks: RequestBlocks

@@ -6,10 +6,10 @@
     lost prefix = (prefill_token * own + load) * (LOST_PREFIX + BALANCE * recent)
     decode      = L * B * (decode + context * (prompt + L / 2))
 
-``own`` are the prompt's tokens beyond the overlap and the load, ``B`` the requests at the worker, ``L`` the expected tokens of the
-answer. *decode* is what the request's answer adds to the steps of the ``B`` others. Its own steps do not count: on
-equal workers they differ by errors of the fit only, which must not outweigh a prefix. *lost prefix* is the later cost
-of a prefix that is computed and stored a second time: it takes the place of another one. Recomputing a
+``own`` are the prompt's tokens beyond the overlap and the load, ``B`` the requests at the worker, ``L`` the expected
+tokens of the answer. *decode* is what the request's answer adds to the steps of the ``B`` others. Its own steps do not
+count: on equal workers they differ by errors of the fit only, which must not outweigh a prefix. *lost prefix* is the
+later cost of a prefix that is computed and stored a second time: it takes the place of another one. Recomputing a
 cached token costs LOST_PREFIX times its prefill on top; the factor was found by replaying traces.
 ``docs/routing.md`` explains the terms.
 """

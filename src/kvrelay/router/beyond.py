@@ -1,7 +1,7 @@
 """What a worker could get without computing, besides its own pool: from its tiers, and from another worker's pool.
 
-``TierTable`` holds which blocks each worker's tiers have, by their events. ``best_loads`` compares, for each candidate, what
-it could load with what that takes. Pure, but for the table's own state.
+``TierTable`` holds which blocks each worker's tiers have, by their events. ``tier_loads`` and ``peer_loads`` say, for
+each candidate, what it could load and what that takes. Pure, but for the table's own state.
 """
 
 from __future__ import annotations
@@ -88,18 +88,13 @@ class Lenders:
         ``held``: by the workers' events, not by what was placed: it must be there already."""
         rows, depths = [-1] * len(held), np.zeros(len(held))
         for group in set(self.groups.tolist()) - {-1.0}:
-            members = np.flatnonzero(self.groups == group)
-            first, second = _two_highest(members, held)
-            for row in members.tolist():
+            members = np.flatnonzero(self.groups == group).tolist()
+            first, second, *_ = *sorted(members, key=lambda row: -held[row])[:2], -1, -1
+            for row in members:
                 best = second if row == first else first
                 if best >= 0 and held[best] > 0:
                     rows[row], depths[row] = best, held[best]
         return rows, depths
-
-
-def _two_highest(members: FloatColumn, held: FloatColumn) -> tuple[int, int]:
-    ordered = members[np.argsort(-held[members], kind="stable")[:2]].tolist()
-    return (*[int(row) for row in ordered], -1, -1)[:2]
 
 
 def tier_loads(

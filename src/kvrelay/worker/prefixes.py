@@ -3,12 +3,12 @@
     router ── GenerateRequest.holder ──> Request.holder ── find: read or compute? ── load ──> the prefill side's ledger
     the ledger: claim, grant, read, verify, release ── ended ──> ``kv_loaded``
 
-The frontend's router names the holder, by its events. What it says is a hint: the holder may have evicted the blocks, and
-then the request computes. Who may read which blocks for how long is the ledgers' (``handoff/base.py``): a prefix is a
-hand-off without a request. A holder is asked once for each request.
+The frontend's router names the holder, by its events. What it says is a hint: the holder may have evicted the blocks,
+and then the request computes. Who may read which blocks for how long is the ledgers' (``handoff/base.py``): a prefix is
+a hand-off without a request. A holder is asked once for each request.
 
-Reading is measured for each holder: from the claim to the grant, which waits for the end of a step there, and the read of a
-block. What costs more than computing is computed.
+Reading is measured for each holder: from the claim to the grant, which waits for the end of a step there, and the read
+of a block. What costs more than computing is computed.
 """
 
 from __future__ import annotations

@@ -79,8 +79,8 @@ OnMessage = Callable[[DecodePeer, Message], None]
 
 
 class DecodePeers:
-    """All of them. ``on_lost(worker_id)`` runs when a connection ends. ``address_of``: by discovery, of a worker that no
-    queue entry has named."""
+    """All of them. ``on_lost(worker_id)`` runs when a connection ends. ``address_of``: by discovery, of a worker that
+    no queue entry has named."""
 
     def __init__(
         self,

@@ -43,7 +43,8 @@ MAX_BATCH_BLOCKS = 20_000
 
 class Publisher:
     """One worker's events and load on the bus, sealed with ``secret``. All methods run on the event loop.
-    ``step_age_s``, ``transfer_costs``, ``flows``, ``load_costs`` and ``tokens`` go into every sample, see ``LoadMetrics``."""
+    ``step_age_s``, ``transfer_costs``, ``flows``, ``load_costs`` and ``tokens`` go into every sample, see
+    ``LoadMetrics``."""
 
     def __init__(
         self,
