@@ -230,5 +230,5 @@ def test_a_load_that_is_late_is_waited_for_as_long_again_as_it_has_lasted() -> N
     clock.advance(0.6)
     assert arriving.find(second, 2) is None
     arriving.ended(first)
-    assert not arriving.has_pending
+    assert not arriving.pending
     assert arriving.find(second, 2) is None

@@ -17,7 +17,7 @@ so a step never sees a block half copied, and none waits for long. Which request
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Sized
 from dataclasses import dataclass
 
 from kvrelay.core.clock import Clock
@@ -136,7 +136,7 @@ class Holding:
             (self.spilled if self._is_spilled(request) else self.blocks).release(request.held_block_ids)
             request.held_block_ids = []
 
-    has_pending = False
+    pending: Sized = ()
 
     def find(self, request: Request, first_block: int) -> Hit | None:
         num_blocks = len(request.held_block_ids) - first_block

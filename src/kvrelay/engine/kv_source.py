@@ -21,7 +21,7 @@ pending stays in the queue, without blocks, and others pass it (``AdmissionQueue
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Sized
 from typing import NamedTuple, Protocol
 
 from kvrelay.core.clock import Clock
@@ -46,8 +46,8 @@ class KvSource(Protocol):
     """All methods on the engine's thread; none may wait."""
 
     @property
-    def has_pending(self) -> bool:
-        """Whether ``find`` may answer with something pending now. Cheap."""
+    def pending(self) -> Sized:
+        """Not empty while ``find`` may answer with something pending; the same object always."""
 
     def find(self, request: Request, first_block: int) -> Hit | None:
         """What it has of the request's blocks from ``first_block`` on. None: nothing that is worth loading, because to
@@ -59,21 +59,24 @@ class KvSource(Protocol):
 
 
 class Sources:
-    """The sources of an engine, in the order in which they are asked."""
+    """The sources of an engine, in the order in which they are asked. ``own``: those that every engine has."""
 
-    def __init__(self, *first: KvSource) -> None:
-        self._all: list[KvSource] = list(first)
-        self.has_beyond = False
-        """Whether there are other sources than those that every engine has."""
+    def __init__(self, *own: KvSource) -> None:
+        self._all = list(own)
+        self.beyond: list[KvSource] = []
+        """Those that were added."""
+        self._pending = [source.pending for source in own]
 
     def add(self, source: KvSource) -> None:
         """Asked after those that there are."""
         self._all.append(source)
-        self.has_beyond = True
+        self.beyond.append(source)
+        self._pending.append(source.pending)
 
     @property
     def has_pending(self) -> bool:
-        return any([source.has_pending for source in self._all])
+        """Whether ``find`` may give something that is pending now. Cheap: every step asks."""
+        return any(self._pending)
 
     def find(self, request: Request, first_block: int) -> tuple[KvSource, Hit] | None:
         """The first that has the block ``first_block``."""
@@ -84,16 +87,14 @@ class Sources:
         return None
 
     def reach(self, request: Request, first_block: int) -> Hit:
-        """What all of them, one after the other, have from ``first_block`` on. Pending if that is the first."""
-        hits: list[Hit] = []
-        at = first_block
-        while (found := self.find(request, at)) is not None and not (hits and found[1].is_pending):
-            hits.append(found[1])
-            at += found[1].num_blocks
-            if found[1].is_pending:
-                break
-        is_pending = bool(hits) and hits[0].is_pending
-        return Hit(at - first_block, sum(hit.seconds for hit in hits), is_pending)
+        """What those beyond have, one after the other, from ``first_block`` on."""
+        num_blocks, seconds = 0, 0.0
+        for source in self.beyond:
+            hit = source.find(request, first_block + num_blocks)
+            if hit is not None:
+                num_blocks += hit.num_blocks
+                seconds += hit.seconds
+        return Hit(num_blocks, seconds)
 
 
 class KvStorage(KvSource, Protocol):
@@ -138,8 +139,8 @@ class Arriving:
         self._of_hash: dict[int, str] = {}
 
     @property
-    def has_pending(self) -> bool:
-        return bool(self._loads)
+    def pending(self) -> Sized:
+        return self._loads
 
     def begun(self, request: Request, load: KvLoad, seconds: float) -> None:
         """``seconds``: by estimate."""
@@ -176,7 +177,7 @@ class Arriving:
 class HeldByPeer:
     """Blocks that the decode worker of a hand-off has: the worker reads them."""
 
-    has_pending = False
+    pending: Sized = ()
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size

@@ -22,25 +22,20 @@ class TierTable:
     """Of each worker: by block, the media that have it. About 100 bytes a block."""
 
     def __init__(self) -> None:
-        self._held: dict[str, dict[int, tuple[str, ...]]] = {}
+        self.held: dict[str, dict[int, tuple[str, ...]]] = {}
 
     def __repr__(self) -> str:
-        return f"TierTable({ {worker: len(held) for worker, held in self._held.items()} })"
-
-    @property
-    def worker_ids(self) -> list[str]:
-        """Workers with blocks in tiers."""
-        return list(self._held)
+        return f"TierTable({ {worker: len(held) for worker, held in self.held.items()} })"
 
     def store(self, worker_id: str, medium: str, block_hashes: Sequence[int]) -> None:
-        held = self._held.setdefault(worker_id, {})
+        held = self.held.setdefault(worker_id, {})
         for block in block_hashes:
             media = held.get(block, ())
             if medium not in media:
                 held[block] = (*media, medium)
 
     def remove(self, worker_id: str, medium: str, block_hashes: Sequence[int]) -> None:
-        held = self._held.get(worker_id, {})
+        held = self.held.get(worker_id, {})
         for block in block_hashes:
             rest = tuple(other for other in held.get(block, ()) if other != medium)
             if rest:
@@ -49,17 +44,17 @@ class TierTable:
                 held.pop(block, None)
 
     def remove_worker(self, worker_id: str) -> None:
-        self._held.pop(worker_id, None)
+        self.held.pop(worker_id, None)
 
     def num_blocks(self, worker_id: str) -> int:
-        return len(self._held.get(worker_id, ()))
+        return len(self.held.get(worker_id, ()))
 
     def following(
         self, worker_id: str, sequence: Sequence[int], start: int, costs: Mapping[str, LoadCost]
     ) -> Counter[str]:
         """How many of the blocks from ``start`` on its tiers have, without a gap, by the medium that is the fastest by
         ``costs``. Media without a cost do not count."""
-        held, found = self._held.get(worker_id, {}), Counter[str]()
+        held, found = self.held.get(worker_id, {}), Counter[str]()
         for at in range(start, len(sequence)):
             known = [costs[medium] for medium in held.get(sequence[at], ()) if medium in costs]
             if not known:
@@ -74,6 +69,10 @@ class Lenders:
 
     groups: FloatColumn
     """By row: the number of its kind of KV; -1: it does not exchange prefixes."""
+
+    @property
+    def are_any(self) -> bool:
+        return bool((self.groups >= 0.0).sum() > 1)
 
     @classmethod
     def of(cls, infos: Sequence[WorkerInfo]) -> Lenders:
@@ -107,9 +106,8 @@ def tier_loads(
 ) -> Loads:
     """What each worker's own tiers would add to its overlap, and in how many seconds."""
     tokens, seconds = np.zeros(len(worker_ids)), np.zeros(len(worker_ids))
-    holding = set(tiers.worker_ids)
     for row, worker_id in enumerate(worker_ids):
-        if worker_id not in holding:
+        if worker_id not in tiers.held:
             continue
         known = costs.get(worker_id, {})
         for medium, count in tiers.following(worker_id, sequence, int(overlaps[row]), known).items():

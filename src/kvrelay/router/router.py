@@ -82,6 +82,8 @@ class Router:
         self._anticipated: ApproximateIndexer | None = None
         self._rows_of: dict[WorkerGroup, _RowIndices] = {}
         self._lenders: Lenders | None = None
+        self._can_read = False
+        """Whether any worker may read from another one."""
         self._load_costs: dict[str, dict[str, LoadCost]] = {}
         """By worker and medium."""
         self._workers: dict[str, WorkerInfo] = {}
@@ -232,17 +234,16 @@ class Router:
     ) -> tuple[Loads | None, Sequence[PrefixHolder | None]]:
         """What each worker would load rather than compute, and from which other worker. By seconds if the steps' costs
         are known; else the worker decides alone whether it reads what another one has."""
-        tiers = self.indexer.tiers if isinstance(self.indexer, KvIndexer) else None
-        if tiers is None or not sequence:
+        if not sequence or not isinstance(self.indexer, KvIndexer):
             return None, ()
-        ids, size = self._load.worker_ids, self.block_size
-        loads = None
-        if tiers.worker_ids and costs is not None:
+        ids, size, tiers, loads = self._load.worker_ids, self.block_size, self.indexer.tiers, None
+        if tiers.held and costs is not None:
             loads = tier_loads(ids, sequence, overlaps, size, tiers, self._load_costs).worth(costs)
-        if not held.any():
-            return loads, ()
         if self._lenders is None:
             self._lenders = Lenders.of([self._workers[worker_id] for worker_id in ids])
+            self._can_read = self._lenders.are_any
+        if not self._can_read or not held.any():
+            return loads, ()
         rows, depths = self._lenders.holders(held)
         if not depths.any():
             return loads, ()

@@ -16,7 +16,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Sized
 from dataclasses import dataclass, field
 
 from kvrelay.core.events import BlockRemoved, BlockStored, KvEvent, LoadCost
@@ -131,8 +131,8 @@ class KvTiers:
     # -- on the engine's thread ---------------------------------------------------------------------------------------
 
     @property
-    def has_pending(self) -> bool:
-        return bool(self._writing)
+    def pending(self) -> Sized:
+        return self._writing
 
     def find(self, request: Request, first_block: int) -> Hit | None:
         if self._queues.num_clearing:

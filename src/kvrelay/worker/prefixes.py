@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Sized
 from dataclasses import dataclass, field
 
 from kvrelay.core.events import LoadCost
@@ -56,7 +57,7 @@ class _Holder:
 class PeerPrefixes:
     """A ``KvSource``. ``find`` and ``load`` run on the engine's thread."""
 
-    has_pending = False
+    pending: Sized = ()
 
     def __init__(self, around: Surroundings, handoffs: OutgoingHandoffs) -> None:
         self._around = around

@@ -219,7 +219,7 @@ class Worker:
         )
 
     def _load_costs(self) -> tuple[LoadCost, ...]:
-        tiers = self._engine.stats().tiers
+        tiers = self._engine.stats().tiers if self.settings.tiers.is_on else None
         of_tiers = () if tiers is None else tiers.load_costs
         return of_tiers if self._prefixes is None else (*of_tiers, self._prefixes.load_cost())
 

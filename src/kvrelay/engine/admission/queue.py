@@ -327,7 +327,7 @@ class AdmissionQueue:
         if request.status is RequestStatus.KV_HELD:
             return len(request.token_ids) - 1
         first = len(self.find_hit(request))
-        if not self._sources.has_beyond or request.wants_prompt_logprobs:
+        if not self._sources.beyond or request.wants_prompt_logprobs:
             return first * self._pool.block_size
         num_stored, request.load_s, _ = self._sources.reach(request, first)
         request.num_stored_tokens = num_stored * self._pool.block_size
