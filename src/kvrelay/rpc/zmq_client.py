@@ -93,7 +93,9 @@ class ZmqRpcClient:
 
     async def start(self) -> None:
         """Connect. Raises WorkerUnavailableError: refused at once, or no answer within the connect timeout."""
-        self.endpoint = Endpoint(zmq.DEALER, self._heartbeat, self._receive_one, _EVENTS, self._on_event, self._context)
+        self.endpoint = Endpoint(
+            zmq.DEALER, self._heartbeat, self._receive_one, _EVENTS, self._on_event, self._context
+        )
         self._state = _State.CONNECTING
         self._handshake = asyncio.get_running_loop().create_future()
         try:
@@ -175,7 +177,7 @@ class ZmqRpcClient:
         if frame == FAREWELL_FRAME and self._state is _State.CONNECTED:
             _log.warning("%s has ended the connection", self.address)
             self._lose()
-        return frame in (FAREWELL_FRAME, PROBE_FRAME)
+        return frame == FAREWELL_FRAME or frame == PROBE_FRAME
 
     def _on_event(self, event: zmq.Event) -> None:
         if event is zmq.Event.HANDSHAKE_SUCCEEDED:
