@@ -28,6 +28,7 @@ SCRIPTS = {
     "relief": ("relief:relief", "From a planner's decision to relief: a worker widened beside one that drains."),
     "simulator": ("simulator:simulator", "The simulator beside the clusters that it simulates: its errors."),
     "tiers": ("tiers:tiers", "KV tiers on and off: prompts that return, and those that do not."),
+    "warm-restart": ("warm_restart:warm_restart", "The hit rate of a worker's first seconds after its restart."),
     "turns": ("turns:turns", "CPU time per request of two servers, in turn: what a change or a flag costs."),
     "dp-group": ("dp_group:dp_group", "A data-parallel group under load: answers, silences, idle CPU time."),
     "dp-faults": ("dp_faults:dp_faults", "How soon a group has ended after a fault."),

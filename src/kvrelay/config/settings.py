@@ -7,9 +7,9 @@ the dataclass's ``section`` names. Values are checked at construction: an invali
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 from kvrelay.config.byte_sizes import parse_bytes
 from kvrelay.config.otlp import collector_of
@@ -171,6 +171,11 @@ class TransferConfig(Settings):
         "PUT, PUT_ASYNC: the prefill worker writes, with p2p PUT waits until it has landed; GET: the prefill worker "
         "keeps the KV until the decode worker has read it.",
     )
+    kv_transfer_per_rank: bool = setting(
+        False,
+        "With --tp or --pp on CPUs each rank moves its own KV, instead of the worker's process for all of them; on "
+        "CUDA they always do.",
+    )
     kv_buffer_size: int = setting(
         64 * 1024 * 1024,
         "Bytes after the KV pool for KV that comes before the pool has room, four times the pool at most; p2p: also "
@@ -193,6 +198,10 @@ class TransferConfig(Settings):
         low=0,
         high=65535,
     )
+
+    def at_port(self, offset: int) -> Self:
+        """For another process of the same worker: ports count up from the worker's own."""
+        return replace(self, kv_port=self.kv_port and self.kv_port + offset)
 
     @property
     def is_pull(self) -> bool:

@@ -77,8 +77,10 @@ class WorkerConfig:
 
     @property
     def holding_bytes(self) -> int:
-        """Of the engine's holding area, if the engine is one of ours. A recording does not tell what is held."""
-        return 0 if self.record_steps else self.transfer.kv_buffer_size
+        """Of the engine's holding area, if the engine is one of ours. A recording does not tell what is held, and ranks
+        that move their own KV reach their own blocks only."""
+        is_reached = not (self.computes_in_ranks and self.transfer.kv_transfer_per_rank)
+        return self.transfer.kv_buffer_size if is_reached and not self.record_steps else 0
 
     @property
     def spill_bytes(self) -> int:

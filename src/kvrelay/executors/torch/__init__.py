@@ -16,7 +16,7 @@ from pathlib import Path
 from kvrelay.config import WorkerConfig
 from kvrelay.config.settings import EngineConfig, GroupConfig, RunnerConfig
 from kvrelay.engine.step import Executor
-from kvrelay.executors.host_memory import HostMemory
+from kvrelay.executors.host_memory import HostMemory, OfferRanks
 
 __all__ = ["build_executor", "from_settings"]
 
@@ -54,10 +54,11 @@ def build_executor(
     group: GroupConfig | None = None,
     holding_bytes: int = 0,
     spill_bytes: int = 0,
+    offer_ranks: OfferRanks | None = None,
 ) -> Executor:
     """Load the checkpoint in ``model_dir`` and allocate its KV pool: in this process, or in rank processes if
-    ``runner.tp`` or ``runner.pp`` is above 1, or with ``group.ep``. ``allocate`` and ``reserve`` are those of
-    ``HostMemory``.
+    ``runner.tp`` or ``runner.pp`` is above 1, or with ``group.ep``. ``allocate``, ``reserve`` and
+    ``offer_ranks`` are those of ``HostMemory``.
 
     Raises CheckpointError, UnsupportedModelError or ConfigError, each with one line that names the cause.
     """
@@ -65,7 +66,7 @@ def build_executor(
     if runner.num_ranks > 1 or (group is not None and group.ep):
         from kvrelay.executors.torch.parallel.executor import ParallelExecutor
 
-        return ParallelExecutor(model_dir, runner, engine, allocate, reserve, group, holding_bytes)
+        return ParallelExecutor(model_dir, runner, engine, allocate, reserve, group, holding_bytes, offer_ranks)
     from kvrelay.executors.torch.build import build_model_runner
 
     return build_model_runner(
@@ -84,4 +85,5 @@ def from_settings(settings: WorkerConfig, memory: HostMemory) -> Executor:
         settings.group,
         settings.holding_bytes,
         settings.spill_bytes,
+        memory.offer_ranks,
     )

@@ -11,6 +11,8 @@ from __future__ import annotations
 import mmap
 from collections.abc import Callable, Sequence
 
+import numpy as np
+import numpy.typing as npt
 import psutil
 import torch
 
@@ -64,20 +66,25 @@ class KvPool:
     def checksums(self, block_ids: Sequence[int]) -> tuple[int, ...]:
         """Those of ``core.checksums``, block by block. A GPU's blocks are copied to the host one by one, behind what
         the device has been given to do; a CPU's are read in place."""
-        blocks = (self._bytes[block_id].cpu().numpy() for block_id in block_ids)
+        blocks = (self.block(block_id) for block_id in block_ids)
         return tuple(checksum for block in blocks for checksum in unit_checksums(block, self.layout))
 
     def copy(self, source_ids: Sequence[int], target_ids: Sequence[int]) -> None:
         """On a GPU behind what the device has been given to do; waits for the end."""
         for source_id, target_id in zip(source_ids, target_ids, strict=True):
-            self._block(target_id).copy_(self._block(source_id), non_blocking=True)
+            self.bytes_of(target_id).copy_(self.bytes_of(source_id), non_blocking=True)
         if self._bytes.is_cuda:
             torch.cuda.current_stream(self._bytes.device).synchronize()
 
-    def _block(self, block_id: int) -> torch.Tensor:
+    def bytes_of(self, block_id: int) -> torch.Tensor:
         """The bytes of a block of the pool, of the holding area, or of what was spilled from there."""
         num_here = len(self._bytes)
         return self._bytes[block_id] if block_id < num_here else self._spilled[block_id - num_here]
+
+    def block(self, block_id: int) -> npt.NDArray[np.uint8]:
+        """Its bytes, in place or copied to the host."""
+        found: npt.NDArray[np.uint8] = self.bytes_of(block_id).cpu().numpy()
+        return found
 
     def __repr__(self) -> str:
         return f"KvPool({self.num_blocks} blocks x {self.layout.block_bytes} bytes on {self.region.device})"
