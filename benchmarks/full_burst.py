@@ -53,7 +53,7 @@ _COLUMNS = {
 @click.option("--output", default=4, type=click.IntRange(1), help="Answer tokens of each.")
 @click.option("--order", default="prefill-first", type=click.Choice(["decode-first", "prefill-first"]), help="Order.")
 @click.option("--transport", default="shm", help="Transport.")
-@click.option("--holding", default="64MiB", help="The holding area, as text for the report; bytes by --serve-args.")
+@click.option("--holding", default=64 * 2**20, type=click.IntRange(1), help="Bytes of the holding area.")
 @click.option("--monitoring-port", default=9470, type=click.IntRange(1024, 65534), help="The prefill worker's.")
 def full_burst(as_json: bool, rounds: int, monitoring_port: int, **given: Any) -> None:
     """A burst for a full decode worker: first tokens, and how long the prefill worker's blocks are held.
@@ -79,7 +79,7 @@ def full_burst(as_json: bool, rounds: int, monitoring_port: int, **given: Any) -
         f"--prefill 1 --decode 1 --order {given['order']} --transport {given['transport']} --disagg-policy threshold "
         f"--max-local-prefill-length 64 --max-prefill-queue-size 1000 --metrics-port {monitoring_port}"
     )
-    flags = {"no holding area": f"{common} --kv-buffer-size 0", f"{given['holding']} held": common}
+    flags = {"no holding area": f"{common} --kv-buffer-size 0", "held": f"{common} --kv-buffer-size {given['holding']}"}
     cases = all_cases(given, MOCK_TIMES, flags)
     turns = take_turns(cases, rounds, measure, say=lambda row: f"last first token {row['first_token_max_s']:.3f} s")
     results = summarise(turns, {"held_max_s": max})
@@ -88,7 +88,7 @@ def full_burst(as_json: bool, rounds: int, monitoring_port: int, **given: Any) -
         f"{NUM_BLOCKS} blocks is full, {given['order']}, {given['transport']}; seconds, medians of {rounds} rounds. "
         "P's blocks: from the end of a prefill until its blocks are the pool's again; the maximum is a bucket's bound"
     )
-    load = {name: given[name] for name in ("num_prompts", "prompt", "output", "order", "transport")}
+    load = {name: given[name] for name in ("num_prompts", "prompt", "output", "order", "transport", "holding")}
     report = {"kind": FULL_KIND, "machine": describe_machine(), "load": load, "results": results, "turns": turns}
     finish(report, f"{title}\n\n{results_table(results, _COLUMNS)}", turns, as_json)
 

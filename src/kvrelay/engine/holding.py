@@ -38,7 +38,7 @@ CopyBlocks = Callable[[Sequence[int], Sequence[int]], None]
 
 def num_holding_blocks(num_bytes: int, block_bytes: int, num_pool_blocks: int) -> int:
     """Blocks of an area of ``num_bytes``, MAX_POOLS at most."""
-    return min(num_bytes // block_bytes, MAX_POOLS * num_pool_blocks)
+    return min(num_bytes // max(block_bytes, 1), MAX_POOLS * num_pool_blocks)
 
 
 @dataclass(slots=True, eq=False)

@@ -93,9 +93,7 @@ class ZmqRpcClient:
 
     async def start(self) -> None:
         """Connect. Raises WorkerUnavailableError: refused at once, or no answer within the connect timeout."""
-        self.endpoint = Endpoint(
-            zmq.DEALER, self._heartbeat, self._receive_one, _EVENTS, self._on_event, self._context
-        )
+        self.endpoint = Endpoint(zmq.DEALER, self._heartbeat, self._receive_one, _EVENTS, self._on_event, self._context)
         self._state = _State.CONNECTING
         self._handshake = asyncio.get_running_loop().create_future()
         try:
