@@ -108,7 +108,9 @@ def report(before: dict[tuple[int, int], float], after: dict[tuple[int, int], fl
 def wake_ups(pids: Sequence[int]) -> int:
     """How often threads of these processes have waited so far: the same on a busy machine as on an idle one."""
     tasks = [task for pid in pids for task in Path(f"/proc/{pid}/task").iterdir()]
-    return sum(int((task / "status").read_text().partition("\nvoluntary_ctxt_switches:")[2].split()[0]) for task in tasks)
+    return sum(
+        int((task / "status").read_text().partition("\nvoluntary_ctxt_switches:")[2].split()[0]) for task in tasks
+    )
 
 
 def wait_for_ports(directory: Path, pid: int) -> tuple[str, str]:
@@ -150,7 +152,18 @@ def measure_traffic(num_workers: int, seconds: float, *, with_frontend: bool) ->
         workers = []
         for number in range(num_workers):
             role = "prefill" if number % 2 == 0 else "decode"
-            command = [*kvrelay, "worker", "--control", control, "--engine", "mock", "--num-blocks", "256", "--role", role]
+            command = [
+                *kvrelay,
+                "worker",
+                "--control",
+                control,
+                "--engine",
+                "mock",
+                "--num-blocks",
+                "256",
+                "--role",
+                role,
+            ]
             workers.append(stack.enter_context(running(command, directory / f"worker-{number}.log")))
         frontends = []
         if with_frontend:
