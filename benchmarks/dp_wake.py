@@ -1,5 +1,6 @@
 """How fast an idle data-parallel group wakes: from the call that begins a step in one process to the delivery in the
-other one, over each carrier, and beside them a bare eventfd, between two processes of this machine. The ways take turns.
+other one, over each carrier and beside them by a bare eventfd, between two processes of this machine. The ways take
+turns.
 """
 
 from __future__ import annotations

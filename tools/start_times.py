@@ -1,11 +1,11 @@
-"""What ``kvrelay serve`` takes until it is ready, over the least that its processes need: their imports and the start of
-the control plane's server. All in one run, in turn.
+"""What ``kvrelay serve`` takes until it is ready, over the least that its processes need: their imports, and the start
+of the control plane's server. All in one run, in turn.
 
     python tools/start_times.py [--rounds 3] -- --engine mock --prefill 1 --decode 1
 
-The least is what serve cannot avoid, in the order in which it must happen: its own imports, the start of the NATS server,
-then the imports of all its children at once. Children only import here: the modules that they also import in ``serve``.
-Model, kernels and sockets come on top in ``serve``. Both use the same cores, so the ratio holds on a busy machine, too.
+The least is what serve cannot avoid, in the order in which it must happen: its own imports, the start of the NATS
+server, then the imports of all its children at once. Children import here what they also import in ``serve``; model,
+kernels and sockets come on top there. On a busy machine only the ratio of the CPU times means anything.
 """
 
 from __future__ import annotations
@@ -114,8 +114,8 @@ def main() -> None:
         ready = start_serve(given.words)
         ratios.append(ready.wall_s / (own.wall_s + server_s + imports.wall_s))
         print(
-            f"round {number}: imports {own.wall_s:.2f} s of serve + {imports.wall_s:.2f} s of {len(children)} children at "
-            f"once, server {server_s:.2f} s; ready after {ready.wall_s:.2f} s: {ratios[-1]:.2f} of these; CPU "
+            f"round {number}: imports {own.wall_s:.2f} s of serve + {imports.wall_s:.2f} s of {len(children)} children "
+            f"at once, server {server_s:.2f} s; ready after {ready.wall_s:.2f} s: {ratios[-1]:.2f} of these; CPU "
             f"{ready.cpu_s:.2f} s: {ready.cpu_s / (own.cpu_s + imports.cpu_s):.2f} of the imports'",
             flush=True,
         )

@@ -18,7 +18,6 @@ from collections.abc import Sequence
 
 from kvrelay.dp.protocol import Coordinator, StartStep, Step, StepsUntil
 
-
 _LOCK, _UNLOCK = (struct.pack("hhqqi", kind, 0, 0, 1, 0) for kind in (fcntl.F_WRLCK, fcntl.F_UNLCK))
 
 
@@ -42,7 +41,7 @@ class SharedSteps:
         self._lookahead = lookahead
         self.bell = self._bells[rank]
         self._in_order = [*self._bells[rank + 1 :], *self._bells[: rank + 1]]
-        """The others' bells first: this process's own thread, once awake, would take the interpreter from the ringer."""
+        """The others' bells first: our own thread, once awake, would take the interpreter from the ringer."""
 
     def start_step(self, message: StartStep) -> int:
         """Raise the shared step if this one is not covered, and wake every rank. Returns the number of ranks woken."""
