@@ -167,10 +167,13 @@ class LoadTable:
     def _shift(self, worker_id: str, prefill: int, context: int, requests: int) -> None:
         at = self._row.get(worker_id)
         if at is not None:
-            self._shown.prefill_tokens[at] += prefill
-            self._shown.context_tokens[at] += context
-            self._shown.num_requests[at] += requests
-            self._kept.num_placed[at] += requests
+            shown = self._shown
+            if prefill:
+                shown.prefill_tokens[at] += prefill
+            if requests:
+                shown.context_tokens[at] += context
+                shown.num_requests[at] += requests
+                self._kept.num_placed[at] += requests
             return
         parked = self._parked.get(worker_id, OwnLoad()).shifted(prefill, context, requests)
         if parked.num_requests > 0:
@@ -190,12 +193,13 @@ class LoadTable:
             self._recent_top = max(self._recent_top / growth, 1.0)
             self._recent_since, growth = self._clock.now(), 1.0
             self._share_recent()
-        recent[at] += num_tokens * growth
-        if recent[at] > self._recent_top:
-            self._recent_top = float(recent[at])
+        own = float(recent[at]) + num_tokens * growth
+        recent[at] = own
+        if own > self._recent_top:
+            self._recent_top = own
             self._share_recent()
         else:
-            self._shown.recent_share[at] = recent[at] / self._recent_top
+            self._shown.recent_share[at] = own / self._recent_top
 
     def _share_recent(self) -> None:
         np.divide(self._kept.recent, self._recent_top, out=self._shown.recent_share)
