@@ -80,7 +80,10 @@ class RunnerConfig(Settings):
     device: Literal["auto", "cpu", "cuda"] = setting("auto", "Where the model runs.")
     attention_backend: Literal["auto", "cpu", "torch"] = setting("auto", "Attention implementation.")
     num_threads: int = setting(
-        0, "Compute threads of a worker, all its ranks together; 0: one per core that it may use.", low=0, high=1024
+        0,
+        "Compute threads of a worker, all its ranks together; 0: one per core that it may use (affinity, CPU quota).",
+        low=0,
+        high=1024,
     )
     tp: int = setting(1, "Tensor-parallel ranks, which share each layer.", low=1, high=64)
     pp: int = setting(1, "Pipeline stages, each with a run of layers.", low=1, high=64)

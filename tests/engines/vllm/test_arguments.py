@@ -124,7 +124,7 @@ def test_nothing_of_vllm_is_imported_without_it() -> None:
 
 def test_cores_are_chosen_and_shared() -> None:
     assert compute_cores("", [2, 3, 4, 5], 2) == [2, 3]
-    assert compute_cores("", [2, 3], 0) == [2, 3]
+    assert compute_cores("", [2, 3], 4) == [2, 3]
     assert compute_cores("4-5,2,5", [2, 3, 4, 5], 1) == [4, 5, 2]
     with pytest.raises(ConfigError, match="core 9"):
         compute_cores("9", [2, 3], 0)

@@ -19,12 +19,12 @@ processes which deliver the step's tokens need."""
 
 
 def compute_cores(given: str, allowed: Sequence[int], num_threads: int) -> list[int]:
-    """The cores named by ``given``, e.g. "0-3,8"; empty: the first ``num_threads`` of the ``allowed`` ones (0: all).
+    """The cores named by ``given``, e.g. "0-3,8"; empty: the first ``num_threads`` of the ``allowed`` ones.
 
     Raises ConfigError for a list that cannot be read or that names other cores.
     """
     if not given:
-        return list(allowed[: num_threads or len(allowed)])
+        return list(allowed[:num_threads])
     cores = parse_cores(given)
     if wrong := [core for core in cores if core not in allowed]:
         raise ConfigError(f"engine_cores names core {wrong[0]}, which this process may not use", param="engine_cores")

@@ -5,8 +5,8 @@ Owns the choice of dtype, device and threads, and refuses settings that it canno
 
 from __future__ import annotations
 
+import logging
 import mmap
-import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from kvrelay.config.settings import EngineConfig, RunnerConfig
+from kvrelay.core.cores import describe_cores, usable_cores
 from kvrelay.core.layout import KVLayout, paged_kv
 from kvrelay.engine.holding import num_holding_blocks
 from kvrelay.errors import ConfigError
@@ -35,6 +36,8 @@ from kvrelay.executors.torch.weights import Checkpoint
 
 if TYPE_CHECKING:
     from kvrelay.executors.torch.parallel.rank_process import RankShard
+
+_log = logging.getLogger(__name__)
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -59,7 +62,9 @@ def build_model_runner(
     dtype_name = _dtype(runner.dtype, config.dtype, device)
     dtype = _DTYPES[dtype_name]
     max_model_len = _max_model_len(engine.max_model_len, config.max_position)
-    num_threads = runner.num_threads or len(os.sched_getaffinity(0))
+    num_threads = runner.num_threads or len(usable_cores())
+    if device.type == "cpu":
+        _tell_threads(num_threads)
     backend = _backend(choose_backend(runner.attention_backend, device), dtype, num_threads)
     if device.type == "cpu":
         # After Numba's threads were set up, which sets the number for all users of OpenMP on this thread.
@@ -93,6 +98,13 @@ def build_model_runner(
     grammars = GrammarMasks(compiler, config.vocab_size)
     kind = ModelRunner if rank.samples else FollowingRunner
     return kind(facts, model.decoder, attention, pool, states, backend.compiling, grammars=grammars)
+
+
+def _tell_threads(num_threads: int) -> None:
+    if num_threads > len(usable_cores()):
+        _log.warning("computing with %d threads, which wait for each other: %s", num_threads, describe_cores())
+    else:
+        _log.info("computing with %d threads: %s", num_threads, describe_cores())
 
 
 def _layout(config: ModelConfig, rank: ParallelRank, block_size: int, dtype: str) -> KVLayout:
@@ -130,7 +142,9 @@ def _backend(name: str, dtype: torch.dtype, num_threads: int) -> _Backend:
         from kvrelay.executors.torch.attention.cpu import CpuAttention, kernel_cache
         from kvrelay.executors.torch.kernels.compile_once import compile_once
         from kvrelay.executors.torch.kernels.numba_kernels import NumbaKernels, usable_threads
+        from kvrelay.executors.torch.kernels.numba_vector import INSTRUCTIONS
 
+        _log.info("kernels for %s", INSTRUCTIONS)
         threads = usable_threads(num_threads)
         attention = partial(CpuAttention, dtype=dtype, num_threads=threads)
         # Where Numba finds no OpenMP, torch's threads multiply.

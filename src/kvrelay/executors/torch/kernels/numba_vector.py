@@ -21,7 +21,11 @@ from numba.extending import intrinsic
 from kvrelay.executors.torch.kernels.numba_math import EXP_LOWEST, EXP_TERMS, LN_2, LOG2_E
 
 _LANES = 16
-HAS_AVX512 = bool(get_host_cpu_features().get("avx512f"))
+_FEATURES = get_host_cpu_features()
+HAS_AVX512 = bool(_FEATURES.get("avx512f"))
+_LESSER = "AVX2" if _FEATURES.get("avx2") else "a CPU without AVX2, several times slower"
+INSTRUCTIONS = "AVX-512" if HAS_AVX512 else _LESSER
+"""For the log."""
 # Vectors of 16 that accumulators may take: of AVX-512's 32 registers, or of AVX2's 16, each half as wide.
 _ACCUMULATORS = 24 if HAS_AVX512 else 6
 _LINE_BYTES = 64

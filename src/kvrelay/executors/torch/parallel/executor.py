@@ -33,6 +33,7 @@ from msgspec.structs import replace as replace_struct
 
 from kvrelay.config.settings import EngineConfig, GroupConfig, RunnerConfig
 from kvrelay.core.checksums import unit_checksums
+from kvrelay.core.cores import usable_cores
 from kvrelay.core.layout import KVLayout, MemoryRegion, paged_kv
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.engine.holding import num_holding_blocks
@@ -266,7 +267,7 @@ class ParallelExecutor:
     def _load(
         self, model_dir: Path, runner: RunnerConfig, engine: EngineConfig, holding_bytes: int, *, joins_pools: bool
     ) -> tuple[WeightsLoaded, int]:
-        own = replace(runner, num_threads=_threads_per_rank(runner.num_threads, len(self._ranks)))
+        own = replace(runner, num_threads=threads_per_rank(runner.num_threads, len(self._ranks)))
         # A file without a name: nothing is left if this process is killed.
         store = f"/proc/{os.getpid()}/fd/{self._store_fd}"
         for rank in self._ranks:
@@ -401,8 +402,8 @@ def require_agreement(ranks: Sequence[ParallelRank], loaded: Sequence[WeightsLoa
             raise CheckpointError(f"{rank} has loaded another model than {ranks[0]}: {facts}, not {loaded[0]}")
 
 
-def _threads_per_rank(requested: int, num_ranks: int) -> int:
+def threads_per_rank(requested: int, num_ranks: int) -> int:
     """The ranks share the worker's threads, of which there are at most as many as cores. Each rank gets at least
     one."""
-    cores = len(os.sched_getaffinity(0))
+    cores = len(usable_cores())
     return max(1, min(requested or cores, cores) // num_ranks)
