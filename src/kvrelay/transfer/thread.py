@@ -23,7 +23,6 @@ Promises:
 from __future__ import annotations
 
 import logging
-import math
 import queue
 import threading
 from collections import deque
@@ -38,7 +37,7 @@ from kvrelay.core.layout import MemoryRegion
 from kvrelay.core.workers import KvMetadata
 from kvrelay.errors import TransferError
 from kvrelay.transfer.base import Notification, Transport
-from kvrelay.transfer.grants import GrantTable
+from kvrelay.transfer.grants import Grants
 from kvrelay.transfer.pieces import split_pieces
 from kvrelay.transfer.queues import OnDone, Transfer, TransferQueues
 from kvrelay.transfer.stats import StatsCounter, TransferStats
@@ -73,7 +72,8 @@ class TransferThread:
         self._transport = transport
         self._config = config
         self._clock = clock or MonotonicClock()
-        self._queues = TransferQueues(transport, self._clock, fence or _never, self._finish)
+        transport.fence = fence or transport.fence
+        self._queues = TransferQueues(transport, self._clock, transport.fence, self._finish)
         self._on_failed = on_failed
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="transfer", daemon=True)
@@ -124,7 +124,7 @@ class TransferThread:
         self._transport.learn(worker_id, public_key)
 
     @property
-    def grants(self) -> GrantTable | None:
+    def grants(self) -> Grants | None:
         """``Transport.grants``."""
         return self._transport.grants
 
@@ -334,10 +334,6 @@ class TransferThread:
                 command()
         self._queues.disconnect_all("the transfer thread is closed")
         self._transport.close()
-
-
-def _never() -> float:
-    return math.inf
 
 
 def _wake() -> None:

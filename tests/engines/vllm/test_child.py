@@ -9,6 +9,7 @@ import sys
 from tests.patience import PATIENCE_S
 
 from kvrelay.engines.vllm.child import WORKER_PID
+from kvrelay.engines.vllm.cores import CORES
 
 CHILD = [sys.executable, "-c", "import time, kvrelay.engines.vllm.child; print('.', flush=True); time.sleep(600)"]
 """vLLM's processes import this module before they load the model."""
@@ -31,3 +32,15 @@ def test_a_process_ends_with_the_worker_that_its_environment_names() -> None:
     # One whose worker has ended before ends at once.
     late = subprocess.run(CHILD, capture_output=True, env=env, check=False, timeout=PATIENCE_S)
     assert (late.returncode, late.stdout) == (-9, b"")
+
+
+def test_all_threads_of_a_process_stay_on_the_cores_that_its_environment_names() -> None:
+    code = (
+        "import os, threading, kvrelay.engines.vllm.child\n"
+        "thread = threading.Thread(target=lambda: print(os.sched_getaffinity(0)))\n"
+        "print(os.sched_getaffinity(0)); thread.start(); thread.join()"
+    )
+    core = max(os.sched_getaffinity(0))
+    env = {**os.environ, WORKER_PID: str(os.getpid()), CORES: str(core)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, env=env, check=False, timeout=PATIENCE_S)
+    assert done.stdout.decode() == f"{{{core}}}\n" * 2, done.stderr

@@ -1,4 +1,4 @@
-"""Code that runs in vLLM's processes: they must not outlive the worker, however it ends.
+"""Code that runs in vLLM's processes: they must not outlive the worker, however it ends, and stay on its cores.
 
 vLLM's engine process waits for requests from a socket, so it would wait for ever, and keep the device's memory, after
 its parent was killed. That holds while the model is loaded, too: an operator may interrupt a start that takes long.
@@ -10,6 +10,8 @@ import os
 import select
 import signal
 import threading
+
+from kvrelay.engines.vllm.cores import CORES, parse_cores
 
 WORKER_PID = "KVRELAY_WORKER_PID"
 """The environment variable by which vLLM's processes know the worker that has started them."""
@@ -26,6 +28,12 @@ class WorkerExtension:
 
     def kvrelay_at_rest(self) -> None:
         """Answered between two steps, so those that were given to this worker before are over."""
+
+
+def stay_on_cores() -> None:
+    """This thread, and those that it starts, run on the worker's cores only, if it has named some."""
+    if cores := os.environ.get(CORES):
+        os.sched_setaffinity(0, parse_cores(cores))
 
 
 def end_with(pid: int) -> None:
@@ -49,6 +57,8 @@ def _watch_worker() -> None:
         end_with(int(pid))
     except ProcessLookupError:
         os.kill(os.getpid(), signal.SIGKILL)
+    # Before vLLM has computing threads.
+    stay_on_cores()
 
 
 _watch_worker()

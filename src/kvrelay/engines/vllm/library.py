@@ -238,7 +238,8 @@ def _terms() -> Terms:
 
 def _cpu_environment(settings: WorkerConfig) -> dict[str, str]:
     cores = compute_cores(settings.vllm.engine_cores, sorted(os.sched_getaffinity(0)), settings.runner.num_threads)
-    environment = thread_environment(cores, settings.runner.num_ranks)
+    own = {name: value for name, value in os.environ.items() if name.startswith("KMP_")}
+    environment = {**thread_environment(cores, settings.runner.num_ranks), **own}
     if platform.machine() == "x86_64":
         before = os.environ.get("LD_PRELOAD", "")
         environment["LD_PRELOAD"] = ":".join([*preloaded_libraries(), *([before] if before else [])])
