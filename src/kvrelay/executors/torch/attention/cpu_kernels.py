@@ -2,15 +2,16 @@
 
     decode     one task per (row, KV head): rotates the new query and key, writes key and value, and attends to CHUNK
                keys at a time
-    prefill    first all keys and values are written; then one task per (tile of queries, KV head) widens KEYS keys and
+    prefill    first all keys and values are written; then one task per (tile of queries, KV head) widens CHUNK keys and
                values at once and uses them for all of the tile's queries, ROWS at a time
 
 Both keep a running maximum (online softmax, Milakov and Gimelshein 2018). Chunks of keys begin at multiples of
-``KEYS`` in a prefill, so a token's result does not depend on how its prompt was cut.
+``CHUNK`` in a prefill, so a token's result does not depend on how its prompt was cut.
 
 The head size and the number of query heads per KV head arrive as the types of ``AttentionStep.head`` and
-``AttentionStep.group`` (see ``constant_marker``), so that LLVM unrolls the loops. All memory is
-passed in; bfloat16 is uint16; arithmetic is float32.
+``AttentionStep.group`` (see ``constant_marker``). Whatever runs over a head's values or a chunk's scores is vector code
+(``numba_vector``): LLVM unrolls such loops into scalar code. All memory is passed in; bfloat16 is uint16; arithmetic is
+float32.
 
 The entry at the end is cached on disk: touch this file after a change of those that it imports.
 """
@@ -35,13 +36,12 @@ from kvrelay.executors.torch.kernels.numba_vector import (
     transpose,
 )
 
-KEYS = 64
-"""Scores are softened so many at a time, so that the loops over them have a fixed length."""
 CHUNK = 256
-ROWS = 6
-PANEL = 64 if HAS_AVX512 else 16
-# Blocks of keys that are asked for before they are read: enough to cover a cache miss.
-_AHEAD = 4
+"""Scores are softened so many at a time."""
+# Queries by keys that a product sums at once, in registers: see ``numba_products``.
+ROWS, PANEL = 6, 64 if HAS_AVX512 else 16
+_RUN = 16
+"""Keys that are transposed at once; and scores are softened in multiples of it."""
 _PANEL, _ROWS, _ONE_ROW = constant_marker(PANEL), constant_marker(ROWS), constant_marker(1)
 _ZERO, _ONE = np.float32(0.0), np.float32(1.0)
 _MINUS_INFINITY = np.float32(-np.inf)
@@ -78,7 +78,7 @@ class AttentionStep(NamedTuple):
 def scratch_size(group: int, head: int, tile_rows: int) -> int:
     """Floats of one thread's scratch memory: the larger of the needs of decode and prefill."""
     decode = 2 * group * head + group * CHUNK
-    prefill = 2 * tile_rows * head + 2 * CHUNK * head + ROWS * CHUNK + 16 * head
+    prefill = 2 * tile_rows * head + 2 * CHUNK * head + ROWS * CHUNK + _RUN * head
     return max(decode, prefill)
 
 
@@ -224,7 +224,7 @@ def _decode_tasks(step: Any, num_rows: int, thread: int, num_threads: int) -> No
             end = min(start + CHUNK, position + 1)
             _score(step, h, blocks, start, end, q, scores)
             count = end - start
-            padded = (count + 15) // 16 * 16
+            padded = (count + _RUN - 1) // _RUN * _RUN
             for g in range(G):
                 for i in range(g * CHUNK + count, g * CHUNK + padded):
                     scores[i] = _MINUS_INFINITY
@@ -259,11 +259,11 @@ def _decode_tasks(step: Any, num_rows: int, thread: int, num_threads: int) -> No
 @njit(forceinline=True, **OPTIONS)  # type: ignore[untyped-decorator]
 def _widen_chunk(step: Any, h: int, blocks: Any, start: int, count: int, keys: Any, values: Any, rows: Any) -> None:
     """keys [CHUNK / PANEL, D, PANEL], each panel transposed, and values [CHUNK, D], both flat; keys past ``count`` up
-    to the end of their panel are what was there. ``rows`` [16, D] is room for keys."""
+    to the end of their panel are what was there. ``rows`` [_RUN, D] is room for keys."""
     D = constant(step.head)  # noqa: N806
     block_size = step.pool.shape[4]
-    for first in range(0, count, 16):
-        for i in range(first, min(first + 16, count)):
+    for first in range(0, count, _RUN):
+        for i in range(first, min(first + _RUN, count)):
             block, offset = blocks[(start + i) // block_size], (start + i) % block_size
             key = _place_of(step.pool, step.layer, 0, h, block, offset)
             value = _place_of(step.pool, step.layer, 1, h, block, offset)
