@@ -12,6 +12,7 @@ from collections.abc import Callable
 from math import gcd
 from typing import Any
 
+import numpy as np
 from llvmlite import ir  # type: ignore[import-untyped]
 from llvmlite.binding import get_host_cpu_features  # type: ignore[import-untyped]
 from numba import types
@@ -105,7 +106,7 @@ class _Emitter:
     def fused(self, a: Any, b: Any, c: Any) -> Any:
         return self.builder.call(self._fused, [a, b, c])
 
-    def constant(self, value: float) -> Any:
+    def constant(self, value: float | np.float32) -> Any:
         return ir.Constant(self._vector, [float(value)] * self._lanes)
 
     def add_pairs(self, a: Any, b: Any, c: Any) -> Any:
