@@ -3,13 +3,15 @@
     pool[block, layer, 0 = K | 1 = V, kv_head, position in block, head_dim]
 
 Owns the memory, which is not touched before its blocks are used: on the CPU it is an anonymous mapping, so an empty
-pool costs no resident memory. The engine knows which request holds which block.
+pool costs no resident memory, and it comes in huge pages if the kernel has them. The engine knows which request holds
+which block.
 """
 
 from __future__ import annotations
 
 import mmap
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import numpy as np
 import numpy.typing as npt
@@ -50,6 +52,9 @@ class KvPool:
         if device.type == "cpu":
             if memory is None:
                 memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+                # A head's part of a block is about a page, so a step of decodes would miss the TLB at each.
+                with suppress(OSError):  # a kernel without huge pages
+                    memory.madvise(mmap.MADV_HUGEPAGE)
             flat = torch.frombuffer(memory, dtype=dtype, count=num_bytes // dtype.itemsize)
         else:
             flat = torch.zeros(num_bytes // dtype.itemsize, dtype=dtype, device=device)

@@ -2,15 +2,16 @@
 
     decode     one task per (row, KV head): rotates the new query and key, writes key and value, and attends to CHUNK
                keys at a time
-    prefill    first all keys and values are written; then one task per (tile of queries, KV head) widens KEYS keys and
+    prefill    first all keys and values are written; then one task per (tile of queries, KV head) widens CHUNK keys and
                values at once and uses them for all of the tile's queries, ROWS at a time
 
 Both keep a running maximum (online softmax, Milakov and Gimelshein 2018). Chunks of keys begin at multiples of
-``KEYS`` in a prefill, so a token's result does not depend on how its prompt was cut.
+``CHUNK`` in a prefill, so a token's result does not depend on how its prompt was cut.
 
 The head size and the number of query heads per KV head arrive as the types of ``AttentionStep.head`` and
-``AttentionStep.group`` (see ``constant_marker``), so that LLVM unrolls the loops. All memory is
-passed in; bfloat16 is uint16; arithmetic is float32.
+``AttentionStep.group`` (see ``constant_marker``). Whatever runs over a head's values or a chunk's scores is vector code
+(``numba_vector``): LLVM unrolls such loops into scalar code. All memory is passed in; bfloat16 is uint16; arithmetic is
+float32.
 
 The entry at the end is cached on disk: touch this file after a change of those that it imports.
 """
@@ -35,13 +36,12 @@ from kvrelay.executors.torch.kernels.numba_vector import (
     transpose,
 )
 
-KEYS = 64
-"""Scores are softened so many at a time, so that the loops over them have a fixed length."""
 CHUNK = 256
-ROWS = 6
-PANEL = 64 if HAS_AVX512 else 16
-# Blocks of keys that are asked for before they are read: enough to cover a cache miss.
-_AHEAD = 4
+"""Scores are softened so many at a time."""
+# Queries by keys that a product sums at once, in registers: see ``numba_products``.
+ROWS, PANEL = 6, 64 if HAS_AVX512 else 16
+_RUN = 16
+"""Keys that are transposed at once; and scores are softened in multiples of it."""
 _PANEL, _ROWS, _ONE_ROW = constant_marker(PANEL), constant_marker(ROWS), constant_marker(1)
 _ZERO, _ONE = np.float32(0.0), np.float32(1.0)
 _MINUS_INFINITY = np.float32(-np.inf)
@@ -78,7 +78,7 @@ class AttentionStep(NamedTuple):
 def scratch_size(group: int, head: int, tile_rows: int) -> int:
     """Floats of one thread's scratch memory: the larger of the needs of decode and prefill."""
     decode = 2 * group * head + group * CHUNK
-    prefill = 2 * tile_rows * head + 2 * CHUNK * head + ROWS * CHUNK + 16 * head
+    prefill = 2 * tile_rows * head + 2 * CHUNK * head + ROWS * CHUNK + _RUN * head
     return max(decode, prefill)
 
 
@@ -146,34 +146,60 @@ def _close_query(step: Any, token: int, q_head: int, i: int, sums: Any, state: A
 
 
 @njit(forceinline=True, **OPTIONS)  # type: ignore[untyped-decorator]
+def _ask(step: Any, kind: int, h: int, blocks: Any, at: int) -> None:
+    """Prefetch the keys (kind 0) or values (1) of the block that holds position ``at``."""
+    block_size, width = step.pool.shape[4], step.pool.shape[5]
+    place = _place_of(step.pool, step.layer, kind, h, blocks[at // block_size], 0)
+    prefetch(step.pool, place, block_size * width)
+
+
+@njit(forceinline=True, **OPTIONS)  # type: ignore[untyped-decorator]
 def _score(step: Any, h: int, blocks: Any, start: int, end: int, q: Any, scores: Any) -> None:
     """scores [G, CHUNK] of the keys start..end against q [G, D]; both flat."""
-    pool, layer = step.pool, step.layer
-    flat, block_size, width = pool.reshape(-1), pool.shape[4], pool.shape[5]
+    block_size = step.pool.shape[4]
     at = start
     while at < end:
         first = at % block_size
         count = min(block_size - first, end - at)
-        place = _place_of(pool, layer, 0, h, blocks[at // block_size], first)
-        # Blocks lie anywhere, so the hardware does not foresee the next ones, nor the values of this one.
-        for ahead in range(at + _AHEAD * block_size, min(end, at + (_AHEAD + 1) * block_size), block_size):
-            prefetch(flat, _place_of(pool, layer, 0, h, blocks[ahead // block_size], 0), block_size * width)
-        prefetch(flat, place + pool.shape[3] * block_size * width, count * width)
-        block_scores(step.head, step.group, q, flat, place, count, scores, at - start, CHUNK)
+        place = _place_of(step.pool, step.layer, 0, h, blocks[at // block_size], first)
+        # Blocks lie anywhere, so the hardware foresees none.
+        _ask(step, 1, h, blocks, at)
+        block_scores(step.head, step.group, q, step.pool, place, count, scores, at - start, CHUNK)
         at += count
 
 
 @njit(forceinline=True, **OPTIONS)  # type: ignore[untyped-decorator]
-def _gather(step: Any, h: int, blocks: Any, start: int, end: int, weights: Any, sums: Any) -> None:
-    """sums [G, D] += weights [G, CHUNK] @ values start..end; both flat."""
-    flat, block_size = step.pool.reshape(-1), step.pool.shape[4]
+def _gather(
+    step: Any,
+    h: int,
+    blocks: Any,
+    start: int,
+    end: int,
+    weights: Any,
+    sums: Any,
+    next_h: int,
+    next_blocks: Any,
+    next_at: int,
+    next_end: int,
+) -> None:
+    """sums [G, D] += weights [G, CHUNK] @ values start..end; both flat. Meanwhile the keys next_at..next_end of another
+    head or row, which come next, are asked for."""
+    block_size = step.pool.shape[4]
     at = start
     while at < end:
         first = at % block_size
         count = min(block_size - first, end - at)
         place = _place_of(step.pool, step.layer, 1, h, blocks[at // block_size], first)
-        add_weighted(step.head, step.group, weights, at - start, CHUNK, flat, place, count, sums, 0)
+        if next_at < next_end:
+            _ask(step, 0, next_h, next_blocks, next_at)
+            next_at += block_size
+        add_weighted(step.head, step.group, weights, at - start, CHUNK, step.pool, place, count, sums, 0)
         at += count
+
+
+@njit(forceinline=True, **OPTIONS)  # type: ignore[untyped-decorator]
+def _first_seen(step: Any, row: int) -> int:
+    return max(0, step.positions[row] + 1 - step.window) if step.window > 0 else 0
 
 
 @njit(forceinline=True, **OPTIONS)  # type: ignore[untyped-decorator]
@@ -183,24 +209,45 @@ def _decode_tasks(step: Any, num_rows: int, thread: int, num_threads: int) -> No
     G = constant(step.group)  # noqa: N806
     num_kv_heads, scratch, state = step.pool.shape[3], step.scratch[thread], step.state[thread]
     q, sums, scores = scratch[: G * D], scratch[G * D : 2 * G * D], scratch[2 * G * D : 2 * G * D + G * CHUNK]
-    for task in range(thread, num_rows * num_kv_heads, num_threads):
+    num_tasks = num_rows * num_kv_heads
+    for task in range(thread, num_tasks, num_threads):
         row, h = task // num_kv_heads, task % num_kv_heads
         position, blocks = step.positions[row], step.table[step.slots[row]]
-        _write_token(step, row, h, sums[:D])
+        following = min(task + num_threads, num_tasks - 1)
+        next_row, next_h = following // num_kv_heads, following % num_kv_heads
+        next_blocks = step.table[step.slots[next_row]]
+        _write_token(step, row, h, sums)
         for g in range(G):
             _open_query(step, row, h * G + g, g, q, sums, state)
-        start = max(0, position + 1 - step.window) if step.window > 0 else 0
+        start = _first_seen(step, row)
         while start <= position:
             end = min(start + CHUNK, position + 1)
             _score(step, h, blocks, start, end, q, scores)
             count = end - start
-            padded = (count + KEYS - 1) // KEYS * KEYS
+            padded = (count + _RUN - 1) // _RUN * _RUN
             for g in range(G):
                 for i in range(g * CHUNK + count, g * CHUNK + padded):
                     scores[i] = _MINUS_INFINITY
                 factor = soften(scores, g * CHUNK, padded, state, g)
-                copy_scaled(step.head, sums, g * D, factor, sums, g * D)
-            _gather(step, h, blocks, start, end, scores, sums)
+                if start > 0:
+                    copy_scaled(step.head, sums, g * D, factor, sums, g * D)
+            if end <= position:
+                _gather(step, h, blocks, start, end, scores, sums, h, blocks, end, min(end + CHUNK, position + 1))
+            else:
+                at = _first_seen(step, next_row)
+                _gather(
+                    step,
+                    h,
+                    blocks,
+                    start,
+                    end,
+                    scores,
+                    sums,
+                    next_h,
+                    next_blocks,
+                    at,
+                    min(at + CHUNK, step.positions[next_row]),
+                )
             start = end
         for g in range(G):
             _close_query(step, row, h * G + g, g, sums, state)
@@ -212,11 +259,11 @@ def _decode_tasks(step: Any, num_rows: int, thread: int, num_threads: int) -> No
 @njit(forceinline=True, **OPTIONS)  # type: ignore[untyped-decorator]
 def _widen_chunk(step: Any, h: int, blocks: Any, start: int, count: int, keys: Any, values: Any, rows: Any) -> None:
     """keys [CHUNK / PANEL, D, PANEL], each panel transposed, and values [CHUNK, D], both flat; keys past ``count`` up
-    to the end of their panel are what was there. ``rows`` [16, D] is room for keys."""
+    to the end of their panel are what was there. ``rows`` [_RUN, D] is room for keys."""
     D = constant(step.head)  # noqa: N806
     block_size = step.pool.shape[4]
-    for first in range(0, count, 16):
-        for i in range(first, min(first + 16, count)):
+    for first in range(0, count, _RUN):
+        for i in range(first, min(first + _RUN, count)):
             block, offset = blocks[(start + i) // block_size], (start + i) % block_size
             key = _place_of(step.pool, step.layer, 0, h, block, offset)
             value = _place_of(step.pool, step.layer, 1, h, block, offset)

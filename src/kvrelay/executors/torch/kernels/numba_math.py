@@ -13,6 +13,7 @@ from numba import njit, types
 from numba.extending import intrinsic, overload
 
 FAST = {"reassoc", "contract", "arcp", "nsz"}
+# The kernels allocate nothing. ``_nrt``: so they need not count references, atomically, at each slice of an array.
 OPTIONS: dict[str, Any] = {"_nrt": False, "nogil": True, "fastmath": FAST, "error_model": "numpy", "boundscheck": False}
 
 EXP_LOWEST = np.float32(-87.3)
