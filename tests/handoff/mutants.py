@@ -157,6 +157,23 @@ def freed_with_ready(hold: Any) -> Any:
     return mutated
 
 
+def ready_before_it_is_kept(keep: Any) -> Any:
+    def mutated(self: PrefillHandoff, chunk: Any, turn: Any) -> None:
+        keep(self, chunk, turn)
+        self.chunks = ()
+        self._hold(chunk, turn)
+
+    return mutated
+
+
+def stopped_while_it_is_kept(keep: Any) -> Any:
+    def mutated(self: PrefillHandoff, chunk: Any, turn: Any) -> None:
+        keep(self, chunk, turn)
+        self.num_in_flight -= 1
+
+    return mutated
+
+
 def abandoned_while_read(ready: Any) -> Any:
     def mutated(self: DecodeHandoff, message: Any, turn: Any) -> bool:
         return bool(self.state is not DecodeState.CLOSED and ready(self, message, turn))
@@ -305,6 +322,18 @@ MUTANTS = [
         4,
         scenario(direction=KvDirection.PULL),
         replacing(PrefillHandoff, "_hold", freed_with_ready),
+    ),
+    Mutant(
+        "pull: D is told of blocks that the engine still empties",
+        4,
+        scenario(direction=KvDirection.PULL, keeps=True),
+        replacing(PrefillHandoff, "_keep", ready_before_it_is_kept),
+    ),
+    Mutant(
+        "pull: blocks are free while the engine still moves their KV",
+        4,
+        scenario("cancel", direction=KvDirection.PULL, keeps=True),
+        replacing(PrefillHandoff, "_keep", stopped_while_it_is_kept),
     ),
     Mutant(
         "pull: D abandons what it still reads",

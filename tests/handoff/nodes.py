@@ -49,6 +49,8 @@ class Scenario:
     with_blocks: bool = True
     by_engine: bool = False
     """Pull: the engines move the KV themselves, so there are no blocks."""
+    keeps: bool = False
+    """Pull: P's engine moves what is computed out of its pool."""
     checksums: bool = False
     incompatible: bool = False
     can_replace_blocks: bool = True
@@ -104,6 +106,7 @@ class Scenario:
             release_repeat_s=1,
             max_release_repeat_s=1,
             gone_for_s=TTL + 1,
+            can_keep=self.keeps,
             checksums=self.checksums,
         )
 
@@ -209,6 +212,8 @@ class PrefillNode(Node):
     """What is left to compute, by hand-off."""
     held: frozenset[str] = frozenset()
     """Hand-offs whose blocks are in use."""
+    kept: frozenset[str] = frozenset()
+    """Those whose KV is not in the pool any more, but in as many other blocks."""
     conn: int = 0
     """0: none."""
     num_conns: int = 0
@@ -231,6 +236,7 @@ class PrefillNode(Node):
             prefill_ledger_key(self.ledger, frame),
             engine,
             self.held,
+            self.kept,
             conn,
             self.is_astray,
         )

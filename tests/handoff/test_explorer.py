@@ -51,6 +51,12 @@ SCENARIOS = {
         "crash decode", "stop decode", "cancel", knows_decode=False
     ),
     "pull": scenario(*NETWORK, *LOCAL, "damage", num_hit_blocks=1, checksums=True, direction=PULL),
+    "pull, kept beside the pool": scenario(
+        *NETWORK, *LOCAL, "no room", "damage", num_hit_blocks=1, checksums=True, direction=PULL, keeps=True
+    ),
+    "pull, kept beside the pool, leases": scenario(
+        *PREFILL, "cut decode", "revoke decode", "cancel", direction=PULL, keeps=True
+    ),
     "pull, leases": scenario(*PREFILL, "cut decode", "revoke decode", direction=PULL),
     "pull, without room at first": scenario(*NETWORK, *LOCAL, direction=PULL, with_blocks=False),
     "pull, by the engines": scenario(
@@ -96,6 +102,9 @@ LONG = {
     ),
     "pull, two faults": scenario(*EVERYTHING, num_faults=2, direction=PULL),
     "pull, two claimants": scenario(*EVERYTHING, num_prefill=2, direction=PULL),
+    "pull, kept beside the pool, two faults": scenario(
+        *EVERYTHING, "no room", num_faults=2, direction=PULL, keeps=True
+    ),
     "pull, by the engines, two faults": scenario(
         *EVERYTHING, num_faults=2, direction=PULL, with_blocks=False, by_engine=True
     ),

@@ -129,6 +129,7 @@ class World(Hazards, Memory):
                 | "fail"
                 | "stop"
                 | "stray"
+                | "no room"
             ):
                 return {move[1]}
             case "land":
@@ -508,6 +509,8 @@ class World(Hazards, Memory):
                 p.todo += (("verify hits", action.handoff_id),)
             case pe.ChecksumChunk():
                 p.todo += (("chunk", action.handoff_id),)
+            case pe.Keep():
+                p.todo += (("keep", action.handoff_id, action.block_ids),)
             case pe.Settle() | pe.Return():
                 self._end_delivery(number, action)
             case pe.Computed():
@@ -551,6 +554,7 @@ class World(Hazards, Memory):
                 if handoff_id not in p.held:
                     raise Violation(f"p{number} frees blocks twice")
                 p.held -= {handoff_id}
+                p.kept -= {handoff_id}
                 p.engine.pop(handoff_id, None)
             case _:
                 raise TypeError(action)

@@ -283,7 +283,12 @@ class Cluster:
         allocate = pool_allocator(self.transfer, memory)
         if build is None:
             executor: Executor = MockExecutor(
-                config, self.mock, vocab_size=VOCAB_SIZE, max_model_len=4096, allocate=allocate
+                config,
+                self.mock,
+                vocab_size=VOCAB_SIZE,
+                max_model_len=4096,
+                allocate=allocate,
+                holding_bytes=self.transfer.kv_buffer_size,
             )
         else:
             executor = await asyncio.to_thread(build, config)
@@ -382,7 +387,8 @@ class Cluster:
             # Entries that nobody waits for any more may still be pulled: those are computed until they are refused.
             await self.until(
                 lambda node=node: (
-                    not node.core.has_unfinished() and node.core.pool.num_free == node.core.pool.num_blocks
+                    not node.core.has_unfinished()
+                    and all(pool.num_free == pool.num_blocks for pool in (node.core.pool, node.core.holding.blocks))
                 )
             )
             # Its transfer thread sleeps again.

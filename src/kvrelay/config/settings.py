@@ -7,9 +7,9 @@ the dataclass's ``section`` names. Values are checked at construction: an invali
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 from kvrelay.config.byte_sizes import parse_bytes
 from kvrelay.config.otlp import collector_of
@@ -171,9 +171,21 @@ class TransferConfig(Settings):
         "PUT, PUT_ASYNC: the prefill worker writes, with p2p PUT waits until it has landed; GET: the prefill worker "
         "keeps the KV until the decode worker has read it.",
     )
-    kv_buffer_size: int = setting(64 * 1024 * 1024, "p2p: bytes of the buffer for KV under way.", low=0)
+    kv_transfer_per_rank: bool = setting(
+        False,
+        "With --tp or --pp on CPUs each rank moves its own KV, instead of the worker's process for all of them; on "
+        "CUDA they always do.",
+    )
+    kv_buffer_size: int = setting(
+        64 * 1024 * 1024,
+        "Bytes after the KV pool for KV that comes before the pool has room, four times the pool at most; p2p: also "
+        "of the buffer for messages.",
+        low=0,
+    )
     p2p_pool_bytes: int = setting(
-        256 * 1024 * 1024, "p2p: bytes of the host memory pool, which takes what does not fit into the buffer.", low=0
+        256 * 1024 * 1024,
+        "Bytes of host memory for what does not fit into kv_buffer_size: p2p: messages; pools on a GPU: KV that waits.",
+        low=0,
     )
     p2p_room_wait_s: float = setting(
         2.0, "p2p: seconds that a PUT waits for room before its KV counts as lost and is recomputed.", low=0
@@ -186,6 +198,10 @@ class TransferConfig(Settings):
         low=0,
         high=65535,
     )
+
+    def at_port(self, offset: int) -> Self:
+        """For another process of the same worker: ports count up from the worker's own."""
+        return replace(self, kv_port=self.kv_port and self.kv_port + offset)
 
     @property
     def is_pull(self) -> bool:

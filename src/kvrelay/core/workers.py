@@ -70,7 +70,8 @@ class KvMetadata(msgspec.Struct, frozen=True):
     """A worker's KV memory in discovery, under ``kvrelay/NAMESPACE/kv_metadata/WORKER_ID/RANK``: put once, after
     the pool is allocated; loaded and cached by a peer at first use.
 
-    ``agent`` is the transport's own opaque connection blob; ``address`` and ``num_bytes`` bound the pool in the
+    ``agent`` is the transport's own opaque connection blob, for a worker with ranks one of each that moves its own KV
+    (``transfer.ranks``); ``address`` and ``num_bytes`` bound the pool in the
     worker's memory; block b lies at ``address + b * block_bytes``. ``public_key`` is the one of ``WorkerInfo``: a
     worker that drains has left the list of workers, but its hand-offs go on. The worker calls others with the same key,
     and is known by it. ``layout``: how its ranks and blocks hold the model's KV (``address`` and

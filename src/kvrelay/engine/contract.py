@@ -24,6 +24,7 @@ Hand-offs, prefill side. Where may KV be read from, when may the blocks be freed
 
     add_request(HANDOFF) ... StepOutput.kv_loads          read these blocks first; ``kv_loaded`` reports the result
     StepOutput.handoff_chunks                             these blocks are computed; the last chunk carries the token
+    keep_blocks ... StepOutput.kept_blocks                pull: where the computed KV lies from now on
     sending_finished                                      no transfer touches the blocks any more: free them
 
 An engine that ``MovesKv`` moves the KV itself, as two vLLM servers do with its NIXL connector. It lends no
@@ -150,13 +151,18 @@ class MovesKv(Protocol):
 
 
 class Schedules(Protocol):
-    """The steps of an engine that schedules them itself, with reads of KV before them."""
+    """The steps of an engine that schedules them itself, with reads of KV before them, and what becomes of it."""
 
     def set_exclusive_prefill(self, exclusive: bool) -> None:
         """Whether hand-off prefills run in steps of their own."""
 
     def kv_loaded(self, request_id: str, ok: bool, num_blocks: int = 0) -> None:
         """The read that a KvLoad asked for has ended. Unknown ids are ignored."""
+
+    def keep_blocks(self, request_id: str, block_ids: Sequence[int]) -> None:
+        """The hand-off is computed, what a peer lacks lies in ``block_ids``, and no transfer touches them. If there is
+        room, keep it in the holding area and free the pool's blocks. ``StepOutput.kept_blocks`` answers, exactly
+        once."""
 
 
 def require(capability: T | None) -> T:
@@ -171,7 +177,7 @@ class EngineFacts:
     is a hand-off, and peers never use its memory. With ``moves_kv`` hand-offs carry no blocks, and peers' engines get
     the KV from this engine without kvrelay. Without ``prefills_here`` the engine computes prompts for others
     or continues from KV that it gets, never both. Without ``places_prefills`` it does not ask a request's ``placement``
-    where to prefill."""
+    where to prefill. ``num_holding_blocks`` come after ``num_blocks`` in the engine's memory."""
 
     kv_layout: KVLayout
     num_blocks: int
@@ -182,6 +188,7 @@ class EngineFacts:
     moves_kv: bool = False
     prefills_here: bool = True
     places_prefills: bool = True
+    num_holding_blocks: int = 0
 
 
 class EngineHost(Protocol):

@@ -35,6 +35,8 @@ class PrefillMode(enum.Enum):
     """
 
 
+_WAITING = frozenset({RequestStatus.WAITING, RequestStatus.PREEMPTED, RequestStatus.KV_HELD})
+
 MoveListener = Callable[["Request", RequestStatus], None]
 """Gets a request that moves to a state, while it is still in the one before."""
 
@@ -91,6 +93,8 @@ class Request:
     load_s: float = field(default=0.0, init=False)
     slot: int = field(default=-1, init=False)
     block_ids: list[int] = field(default_factory=list, init=False)
+    held_block_ids: list[int] = field(default_factory=list, init=False)
+    """Blocks of the holding area that have its KV, or will have it."""
     num_computed_tokens: int = field(default=0, init=False)
     num_cached_blocks: int = field(default=0, init=False)
     """Leading blocks that are hits of the prefix cache or were offered to it."""
@@ -134,8 +138,8 @@ class Request:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether it waits for admission and so holds no blocks."""
-        return self.status is RequestStatus.WAITING or self.status is RequestStatus.PREEMPTED
+        """Whether it waits for admission and so holds no blocks of the pool."""
+        return self.status in _WAITING
 
     @property
     def is_begun(self) -> bool:

@@ -92,6 +92,7 @@ class EngineThread:
             vocab_size=executor.vocab_size,
             weights_fingerprint=executor.weights_fingerprint,
             hands_over_kv=executor.kv_region.is_pool,
+            num_holding_blocks=executor.num_holding_blocks,
         )
 
     @property

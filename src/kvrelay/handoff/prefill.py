@@ -1,13 +1,14 @@
 """One hand-off at the prefill worker: compute; after the grant read, write or keep; then report the end.
 
     CLAIMING ──Granted──> SENDING ──push: last write done──> CONFIRMING ──Fetched──> ENDED
-       │                     │    └─pull: all computed──> HOLDING ──Fetched──> ENDED
+       │                     │    └─pull: all computed──> [KEEPING ──>] HOLDING ──Fetched──> ENDED
        └── refused ──────────┴── lost, abandoned, failed ────┴──> STOPPING
 
     STOPPING ──nothing in flight──> RELEASING ──acknowledged──> ENDED   (at once if the claim was refused or not sent)
 
 In CLAIMING the engine already computes. Its reads and its computed blocks wait for the grant: before it no block of D
-is touched. In STOPPING nothing is submitted; blocks stay in use until submitted transfers have ended.
+is touched. In KEEPING the engine moves the KV out of its pool, so that D may read it for as long as it likes: only
+then is D told where it is. In STOPPING nothing is submitted; blocks stay in use until submitted transfers have ended.
 
 CONFIRMING and RELEASING hold no blocks. They repeat HandoffDone, or the release, until D acknowledges it or has been
 gone for long: the last write's notification may be lost, and only P can connect to D. An abandon turns CONFIRMING into
@@ -30,6 +31,7 @@ from kvrelay.handoff.prefill_state import TRANSITIONS, PrefillContext, PrefillRu
 MAX_BLOCK_ID = 2**31 - 1
 MAX_BLOCK_SIZE = 2**20
 MAX_DOUBLINGS = 16
+_STOPPABLE = (PrefillState.CLAIMING, PrefillState.SENDING, PrefillState.KEEPING, PrefillState.HOLDING)
 
 
 @dataclass(slots=True)
@@ -251,7 +253,9 @@ class PrefillHandoff:
         assert self.grant is not None, "nothing is written before the grant"
         if self.grant.direction is KvDirection.PULL:
             self.held += chunk.blocks.block_ids
-            if chunk.is_last:
+            if chunk.is_last and context.rules.can_keep and chunk.kv_transfer_params is None:
+                self._keep(chunk, context)
+            elif chunk.is_last:
                 self._hold(chunk, context)
             return
         if chunk.kv_transfer_params is not None:
@@ -289,6 +293,22 @@ class PrefillHandoff:
             self.stop(EndReason.TRANSFER_FAILED, context)
         else:
             self.settle(context)
+
+    def _keep(self, chunk: pe.ChunkComputed, context: PrefillContext) -> None:
+        self._move(PrefillState.KEEPING)
+        self.chunks = (chunk,)
+        self.num_in_flight += 1
+        context.out.append(pe.Keep(self.handoff_id, self.held))
+
+    def kept(self, block_ids: tuple[int, ...] | None, context: PrefillContext) -> None:
+        """The engine has moved the KV, or has not."""
+        self.num_in_flight -= 1
+        if block_ids is not None:
+            self.held = block_ids
+        if self.state is PrefillState.KEEPING:
+            (chunk,), self.chunks = self.chunks, ()
+            self._hold(chunk, context)
+        self.settle(context)
 
     def _hold(self, chunk: pe.ChunkComputed, context: PrefillContext) -> None:
         assert self.grant is not None
@@ -331,7 +351,7 @@ class PrefillHandoff:
 
     def stop(self, reason: EndReason, context: PrefillContext) -> None:
         """Compute, read and write nothing more."""
-        if self.state not in (PrefillState.CLAIMING, PrefillState.SENDING, PrefillState.HOLDING):
+        if self.state not in _STOPPABLE:
             return
         self._move(PrefillState.STOPPING)
         self.reason = reason
@@ -358,7 +378,7 @@ class PrefillHandoff:
     def lost(self, reason: EndReason, context: PrefillContext) -> None:
         """Stop: D does not need it, or it is no longer allowed. Blocks that D may be reading are kept until D says so
         or is fenced."""
-        if self.state in (PrefillState.CLAIMING, PrefillState.SENDING):
+        if self.state in _STOPPABLE and self.state is not PrefillState.HOLDING:
             self.stop(reason, context)
 
     def fenced(self, context: PrefillContext) -> None:
@@ -437,7 +457,7 @@ class PrefillHandoff:
             return
         if self.state is PrefillState.CLAIMING:
             self.stop(EndReason.CLAIM_TIMEOUT, context)
-        elif self.state is PrefillState.SENDING:
+        elif self.state in (PrefillState.SENDING, PrefillState.KEEPING):
             self._say_progress(context)
         elif self.state is PrefillState.HOLDING:
             self._say_ready(context)

@@ -1,6 +1,6 @@
 """The events and actions of the prefill side's ledger. Values only.
 
-Actions are carried out in the order given. Those with an answer (ReadHits, VerifyHits, ChecksumChunk, Write) are
+Actions are carried out in the order given. Those with an answer (ReadHits, VerifyHits, ChecksumChunk, Write, Keep) are
 answered by the event named in their docstring, exactly once, after any time.
 """
 
@@ -121,6 +121,12 @@ class Written(OfHandoff, frozen=True):
     ok: bool
 
 
+class Kept(OfHandoff, frozen=True):
+    """The answer to Keep: the blocks in which the KV is now; None if it could not be moved."""
+
+    block_ids: tuple[int, ...] | None
+
+
 class Abandoned(Value, frozen=True):
     """The decode worker ``worker_id`` neither waits nor reads any more. It gets a release in any case."""
 
@@ -153,6 +159,7 @@ PrefillEvent = (
     | HitsVerified
     | ChunkChecksummed
     | Written
+    | Kept
     | Abandoned
     | hm.HandoffFetched
     | ReleaseAcknowledged
@@ -221,6 +228,13 @@ class Write(OfHandoff, frozen=True):
     remote_block_ids: tuple[int, ...]
     done: hm.HandoffDone | None
     remote_first_block: int
+
+
+class Keep(OfHandoff, frozen=True):
+    """Pull: move the KV of these blocks out of the engine's pool, if there is room for it elsewhere. Answered by Kept.
+    FreeBlocks frees it wherever it is."""
+
+    block_ids: tuple[int, ...]
 
 
 class SendToDecode(Value, frozen=True):

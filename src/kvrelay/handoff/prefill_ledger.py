@@ -200,6 +200,7 @@ _HANDLERS: dict[type, _Handler] = dict(
         _by_one(
             pe.ChunkChecksummed, lambda handoff, event, context: handoff.chunk_checksummed(event.checksums, context)
         ),
+        _by_one(pe.Kept, lambda handoff, event, context: handoff.kept(event.block_ids, context)),
         _by_one(pe.Written, lambda handoff, event, context: handoff.written(event.ok, context)),
         _by_all(pe.Abandoned, PrefillLedger._abandoned),
         _by_one(HandoffFetched, lambda handoff, event, context: handoff.fetched(event.generation, context)),

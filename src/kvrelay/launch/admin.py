@@ -164,6 +164,11 @@ def status_table(report: dict[str, Any]) -> None:
         )
     Console(width=TABLE_WIDTH).print(table)
     for status in report["workers"]:
+        if (holding := status.get("kv_holding")) and holding["num_blocks_in_use"]:
+            print(
+                f"{status['worker_id']} KV holding area: {holding['num_blocks_in_use']}/{holding['num_blocks']} blocks "
+                f"in use, {holding['num_arriving']} prefills to come"
+            )
         if status.get("kv_tiers"):
             print(f"{status['worker_id']} {_tiers_line(status['kv_tiers'])}")
         if status.get("prefill_queue_error"):

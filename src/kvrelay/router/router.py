@@ -11,7 +11,7 @@ import copy
 import logging
 import math
 import random
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 
 import msgspec
 import numpy as np
@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from kvrelay.config import RouterConfig
 from kvrelay.core.clock import Clock
-from kvrelay.core.events import AllBlocksCleared, BlockRemoved, KvEventBatch, LoadMetrics
+from kvrelay.core.events import STALE_AFTER_S, AllBlocksCleared, BlockRemoved, KvEventBatch, LoadMetrics
 from kvrelay.core.hashing import compute_sequence_hashes
 from kvrelay.core.workers import WorkerInfo
 from kvrelay.errors import ConfigError, WorkerUnavailableError
@@ -37,7 +37,7 @@ from kvrelay.router.base import (
 )
 from kvrelay.router.costs import TransferTimes, WorkerCosts
 from kvrelay.router.indexer import KvIndexer, StreamState
-from kvrelay.router.load import STALE_AFTER_S, LoadTable, Stalls
+from kvrelay.router.load import LoadTable, Stalls
 from kvrelay.router.overlap import WorkerGroup
 from kvrelay.router.policies import KvPolicy, Policy, build_policy
 
@@ -223,7 +223,7 @@ class Router:
         if len(excluded) >= len(candidates):
             raise WorkerUnavailableError("no worker can take the request")
         scores = policy.scores(candidates)
-        if not np.isfinite(scores).all():
+        if not math.isfinite(np.add.reduce(scores)):
             # Numbers that workers publish may overflow in a product. Such a worker is the last choice, but it is one.
             np.nan_to_num(scores, copy=False, nan=-WORST_COST, posinf=-WORST_COST, neginf=-WORST_COST)
         excluded += self._stalls.avoidable(self.config.stall_after_s, self._load.row, excluded, len(candidates))
@@ -296,17 +296,14 @@ class Router:
         """Per worker the leading blocks that it holds or is about to hold, in the load table's row order."""
         overlaps = np.zeros(len(self._load.worker_ids))
         if sequence and self.indexer is not None:
-            self._enter(self.indexer.find_holders(sequence), overlaps)
+            # Depths grow, so a worker's last depth is the one that stays.
+            for depth, group in self.indexer.find_holders(sequence):
+                overlaps[self._rows(group)] = depth
         if sequence and self._anticipated is not None:
-            expected = np.zeros(len(overlaps))
-            self._enter(self._anticipated.find_holders(sequence), expected)
-            np.maximum(overlaps, expected, out=overlaps)
+            for depth, group in self._anticipated.find_holders(sequence):
+                rows = self._rows(group)
+                overlaps[rows] = np.maximum(overlaps[rows], depth)
         return overlaps
-
-    def _enter(self, holders: Iterable[tuple[int, WorkerGroup]], column: FloatColumn) -> None:
-        """Write each worker's depth to its row. Depths grow, so a worker's last depth is the one that stays."""
-        for depth, group in holders:
-            column[self._rows(group)] = depth
 
     def _rows(self, group: WorkerGroup) -> _RowIndices:
         """The rows of the competing workers among them in the load table."""

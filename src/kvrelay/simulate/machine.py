@@ -42,6 +42,7 @@ class SimulatedExecutor:
 
     def __init__(self, spec: ClusterSpec, clock: StepClock, step_time: StepTime) -> None:
         self.num_blocks = spec.engine.num_blocks or DEFAULT_NUM_BLOCKS
+        self.num_holding_blocks = self.num_spill_blocks = 0
         self.kv_layout = paged_kv(1, 1, spec.engine.block_size, 1, "int32")
         self.kv_region = MemoryRegion(0, 0, is_pool=False)
         self.max_model_len = spec.max_model_len
@@ -74,6 +75,9 @@ class SimulatedExecutor:
     def checksum_blocks(self, block_ids: Sequence[int]) -> tuple[int, ...]:
         """There is no KV: hand-offs go without checksums."""
         raise NotImplementedError
+
+    def copy_blocks(self, source_ids: Sequence[int], target_ids: Sequence[int]) -> None:
+        """There is no KV."""
 
     def shutdown(self) -> None:
         """Nothing to free."""

@@ -24,7 +24,6 @@ Promises:
 from __future__ import annotations
 
 import logging
-import math
 import queue
 import threading
 from collections import deque
@@ -39,7 +38,7 @@ from kvrelay.core.layout import MemoryRegion
 from kvrelay.core.workers import KvMetadata
 from kvrelay.errors import TransferError
 from kvrelay.transfer.base import Notification, Transport
-from kvrelay.transfer.grants import GrantTable
+from kvrelay.transfer.grants import Grants
 from kvrelay.transfer.inbox import Inbox
 from kvrelay.transfer.pieces import split_pieces
 from kvrelay.transfer.queues import OnDone, Transfer, TransferQueues
@@ -75,7 +74,8 @@ class TransferThread:
         self._transport = transport
         self._config = config
         self._clock = clock or MonotonicClock()
-        self._queues = TransferQueues(transport, self._clock, fence or _never, self._finish)
+        transport.fence = fence or transport.fence
+        self._queues = TransferQueues(transport, self._clock, transport.fence, self._finish)
         self._on_failed = on_failed
         self._inbox = Inbox()
         self._thread = threading.Thread(target=self._run, name="transfer", daemon=True)
@@ -126,7 +126,7 @@ class TransferThread:
         self._transport.learn(worker_id, public_key)
 
     @property
-    def grants(self) -> GrantTable | None:
+    def grants(self) -> Grants | None:
         """``Transport.grants``."""
         return self._transport.grants
 
@@ -343,10 +343,6 @@ class TransferThread:
         self._inbox.close()
         self._queues.disconnect_all("the transfer thread is closed")
         self._transport.close()
-
-
-def _never() -> float:
-    return math.inf
 
 
 def _wake() -> None:

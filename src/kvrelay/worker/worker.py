@@ -392,6 +392,7 @@ class Worker:
             "prefill_queue_error": now.queue.push_error,
             "prefill": prefill,
             "transfer": msgspec.to_builtins(stats.transfer),
+            "kv_holding": None if stats.engine.holding is None else stats.engine.holding._asdict(),
             "kv_tiers": None if stats.engine.tiers is None else msgspec.to_builtins(stats.engine.tiers),
             "disagg": asdict(now.disagg) | {"unused": self._policy.unused},
         }

@@ -6,7 +6,6 @@ import asyncio
 import logging
 import os
 import time
-import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -463,7 +462,7 @@ def _stem(path: str) -> str:
 def _request_id(request: HttpRequest, prefix: str, frontend: str) -> str:
     """The prefix, the client's own id if it is valid, this frontend's name, and a random part."""
     given = request.headers.get("x-request-id", "")
-    unique = frontend + uuid.uuid4().hex[len(frontend) :]
+    unique = frontend + os.urandom(16).hex()[len(frontend) :]
     if (
         given
         and len(given) <= MAX_REQUEST_ID_CHARS

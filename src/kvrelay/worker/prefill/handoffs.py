@@ -2,8 +2,8 @@
 
     event loop        entries, answers, connections, leases ──> Pulled, Granted, ...  <──  SendClaim, SendRelease,
                                                                                            SendToDecode, Settle
-    engine thread     loads and chunks of a step ──> LoadRequested, ChunkComputed     <──  Compute, ReportLoaded,
-                                                                                           StopComputing, FreeBlocks
+    engine thread     loads and chunks of a step ──> LoadRequested, ChunkComputed,    <──  Compute, ReportLoaded, Keep,
+                                                     Kept                                  StopComputing, FreeBlocks
     transfer thread                                  HitsRead, Written                <──  ReadHits, Write
     checksum thread                                  HitsVerified, ChunkChecksummed   <──  VerifyHits, ChecksumChunk
 
@@ -116,6 +116,7 @@ class OutgoingHandoffs(LedgerDriver[pe.PrefillEvent]):
                 pe.ReportLoaded: self._tell_loaded,
                 pe.ChecksumChunk: self._checksum_chunk,
                 pe.Write: self._write,
+                pe.Keep: self._keep,
                 pe.StopComputing: self._stop_computing,
                 pe.FreeBlocks: self._free_blocks,
                 pe.Computed: lambda action: self.on_loop(self.jobs[action.handoff_id].origin.computed),
@@ -234,6 +235,8 @@ class OutgoingHandoffs(LedgerDriver[pe.PrefillEvent]):
             self._load(load)
         for chunk in step.handoff_chunks:
             self._chunk(chunk)
+        for kept in step.kept_blocks:
+            self.handle(pe.Kept(self._by_name[kept.request_id], kept.block_ids))
         for output in step.outputs:
             if output.finish_reason is FinishReason.ERROR and output.request_id in self._by_name:
                 _log.warning("hand-off %s is not computed: %s", output.request_id, output.error)
@@ -276,6 +279,10 @@ class OutgoingHandoffs(LedgerDriver[pe.PrefillEvent]):
     def _stop_computing(self, action: pe.StopComputing) -> None:
         name = str(action.handoff_id)
         self._engine.post(lambda core: core.abort(name))
+
+    def _keep(self, action: pe.Keep) -> None:
+        name = str(action.handoff_id)
+        self._engine.post(lambda core: require(core.schedules).keep_blocks(name, action.block_ids))
 
     def _free_blocks(self, action: pe.FreeBlocks) -> None:
         name = str(action.handoff_id)

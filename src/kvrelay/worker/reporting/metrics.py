@@ -28,7 +28,7 @@ from kvrelay.core.status import RefusalKind
 from kvrelay.core.step_cost import StepCost
 from kvrelay.core.tier_stats import TierStats
 from kvrelay.core.vllm_metrics import OF_WORKERS, WithVllmNames
-from kvrelay.engine.stats import EngineStats
+from kvrelay.engine.stats import EngineStats, HoldingStats
 from kvrelay.handoff.base import EndReason, RefusalReason
 from kvrelay.handoff.decode_state import DecodeCounters
 from kvrelay.handoff.prefill_state import PrefillCounters
@@ -106,6 +106,8 @@ def _families(stats: WorkerStats) -> Iterator[Metric]:
     yield from _transfers(stats.transfer)
     if stats.transfer.p2p is not None:
         yield from _p2p(stats.transfer.p2p)
+    if stats.engine.holding is not None:
+        yield from _holding(stats.engine.holding)
     if stats.engine.tiers is not None:
         yield from _tiers(stats.engine.tiers)
     yield _by_label("placements", "Where prefills ran, and why.", "place", _PLACES | stats.decode.places)
@@ -170,6 +172,10 @@ def _times(stats: WorkerStats) -> Iterator[Metric]:
     yield _histogram("queue_seconds", "Each wait for admission.", times.queue)
     yield _histogram("prefill_seconds", "From admission to the first token of a prefill here.", times.prefill)
     yield _histogram("handoff_seconds", "Decode side: from sending a prefill away to its KV.", times.handoff)
+    yield _histogram("held_seconds", "Decode side: how long KV that has come waits for the pool.", times.held)
+    yield _histogram(
+        "sending_seconds", "Prefill side: how long a computed prefill keeps the pool's blocks.", times.sending
+    )
     yield _histogram("step_seconds", "Steps with a forward pass.", times.step)
     family = HistogramMetricFamily(
         PREFIX + "transfer_duration_seconds", "Reads and writes of peers' KV, from submission to end.", labels=("op",)
@@ -242,6 +248,18 @@ def _p2p(counters: P2pCounters) -> Iterator[Metric]:
         if field.name.startswith("num_"):
             name = field.name.removeprefix("num_")
             yield _counter(f"p2p_{name}", f"Transport p2p: {name.replace('_', ' ')}.", getattr(counters, field.name))
+
+
+def _holding(holding: HoldingStats) -> Iterator[Metric]:
+    yield _gauge("kv_holding_blocks", "Blocks of the holding area.", holding.num_blocks)
+    yield _gauge("kv_holding_blocks_in_use", "Of these, held or quarantined.", holding.num_blocks_in_use)
+    yield _gauge(
+        "kv_holding_blocks_spilled", "Blocks of host memory with KV that was there.", holding.num_blocks_spilled
+    )
+    yield _gauge("kv_holding_arriving", "Requests whose KV will come to the holding area.", holding.num_arriving)
+    yield _counter("kv_held", "Prefills whose KV was in the holding area.", holding.num_held)
+    yield _counter("kv_holding_spilled", "Of these, prefills whose KV went to host memory.", holding.num_spilled)
+    yield _counter("kv_holding_full", "Computed prefills that kept blocks of the pool: no room.", holding.num_full)
 
 
 def _tiers(tiers: TierStats) -> Iterator[Metric]:

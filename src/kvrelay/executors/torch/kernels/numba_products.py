@@ -71,7 +71,7 @@ def part(
     """Some rows by some panels of ``product``, on this thread; ``room`` is one of ``scratch``. A panel stays in the
     cache while all rows use it."""
     W, K, N = constant(_WIDTH), x.shape[1], out.shape[1]  # noqa: N806
-    flat, tile, wide = panels.ravel(), room[: ROWS * W], room[ROWS * W :]
+    flat, tile, wide = panels.reshape(-1), room[: ROWS * W], room[ROWS * W :]
     widens = len(wide) > 0 and end_row - first_row >= WIDEN_FROM
     for panel in range(first_panel, end_panel):
         start, column = panel * K * W, panel * W
@@ -81,7 +81,7 @@ def part(
         for row in range(first_row, end_row, ROWS):
             rows = min(ROWS, end_row - row)
             is_inside = width == W
-            target, offset, stride = (out.ravel(), row * N + column, N) if is_inside else (tile, 0, W)
+            target, offset, stride = (out.reshape(-1), row * N + column, N) if is_inside else (tile, 0, W)
             if widens:
                 _tile(x, row, rows, wide, 0, target, offset, stride)
             else:
