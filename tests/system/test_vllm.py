@@ -94,18 +94,16 @@ def test_kvrelays_connector_moves_kv_from_peer_to_peer(asked: list[Asked]) -> No
 def test_a_rank_of_the_prefill_worker_is_lost(asked: list[Asked], way: str, rank: int, fault: signal.Signals) -> None:
     """Killed, or stopped so that it never reports: the worker ends with all its ranks, and no answer with it."""
     prompts, expected = asked[0].prompts[:NUM_RANKS], asked[0].answers[:NUM_RANKS]
-    flags = ("--tp-prefill", "2", "--step-timeout-s", "20")
+    flags = ("--tp-prefill", "2", "--step-timeout-s", "20", "--remote-prefill-timeout-s", "200")
     with Serve((*SPLIT, *CONNECTORS[way], *flags)) as server, Asking(server) as asking:
         (worker,) = server.workers("prefill")
         processes = psutil.Process(int(worker["pid"])).children(recursive=True)
         (victim,) = (process for process in processes if f"TP{rank}" in process.name())
         answers = asking.begin(prompts)
-        until(lambda: asking.num_tokens > NUM_TOKENS)
+        until(lambda: _num_remote(server) > 0)
         victim.send_signal(fault)
         assert [answer.result() for answer in answers] == expected
         until(lambda: not any(process.is_running() for process in processes))
-        (decode,) = server.workers("decode")
-        assert 0 < decode["decode"]["num_remote_done"] <= NUM_RANKS
 
 
 def _num_remote(server: Serve) -> int:
