@@ -167,7 +167,9 @@ class TransferConfig(Settings):
         "auto", "Network devices of UCX, e.g. eth0 or mlx5_0:1; auto: all, or only loopback for a worker on loopback."
     )
     transfer_timeout_s: float = setting(30.0, "Seconds until a read or write fails.", low=0.01)
-    poll_interval_s: float = setting(0.0005, "Seconds between polls while a hand-off is open.", low=0.00005, high=0.1)
+    poll_interval_s: float = setting(
+        0.0005, "Seconds between polls while a hand-off is open; shm alone needs none.", low=0.00005, high=0.1
+    )
     kv_checksums: bool = setting(False, "Checksums of all handed-off blocks; damaged ones are recomputed.")
     send_type: Literal["PUT", "PUT_ASYNC", "GET"] = setting(
         "PUT_ASYNC",

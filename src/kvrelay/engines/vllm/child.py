@@ -6,11 +6,13 @@ its parent was killed. That holds while the model is loaded, too: an operator ma
 
 from __future__ import annotations
 
+import ctypes
 import os
 import select
 import signal
 import threading
 
+from kvrelay.core.child_process import PR_SET_PDEATHSIG
 from kvrelay.engines.vllm.cores import CORES, parse_cores
 
 WORKER_PID = "KVRELAY_WORKER_PID"
@@ -57,6 +59,10 @@ def _watch_worker() -> None:
         end_with(int(pid))
     except ProcessLookupError:
         os.kill(os.getpid(), signal.SIGKILL)
+    if os.getppid() != int(pid):
+        # A rank, which is also to end with vLLM's engine process. The kernel's signal reaches one that is stopped, too.
+        # (The engine process has been started by a thread of the worker that does not stay.)
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     # Before vLLM has computing threads.
     stay_on_cores()
 

@@ -59,9 +59,5 @@ def thread_environment(cores: Sequence[int], num_ranks: int) -> dict[str, str]:
     if num_ranks > 1:
         parts = [format_cores(share_of(cores, rank, num_ranks)) for rank in range(num_ranks)]
         return {"VLLM_CPU_OMP_THREADS_BIND": "|".join(parts)}
-    return {
-        CORES: format_cores(cores),
-        "OMP_NUM_THREADS": str(len(cores)),
-        "KMP_BLOCKTIME": BLOCKTIME,
-        "KMP_TPAUSE": "0",
-    }
+    openmp = {"OMP_NUM_THREADS": str(len(cores)), "KMP_BLOCKTIME": BLOCKTIME, "KMP_TPAUSE": "0"}
+    return {CORES: format_cores(cores), **openmp}
