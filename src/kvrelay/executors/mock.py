@@ -50,10 +50,10 @@ _MIX = 0xC2B2AE35
 
 
 class _Sequence:
-    """A sequence in a slot. ``keys``: its known tokens; ``hashes``: those of the computed ones, as they were written;
-    ``blocks``: where its blocks begin in the pool, in cells."""
+    """A sequence in a slot. ``keys``: its known tokens; ``hashes``: those of the computed ones; ``blocks``: where its
+    blocks begin in the pool, in cells; ``copies``: its full blocks as they were written."""
 
-    __slots__ = ("blocks", "hashes", "is_damaged", "keys", "num_computed", "num_prompt", "sampling")
+    __slots__ = ("blocks", "copies", "hashes", "is_damaged", "keys", "num_computed", "num_prompt", "sampling")
 
     def __init__(self, entered: NewSequence, block_cells: int) -> None:
         self.sampling = entered.sampling
@@ -63,7 +63,18 @@ class _Sequence:
         self.keys.fromlist(list(entered.token_ids))
         self.hashes = array("I", _hash_chain(_numbers(self.keys)[: self.num_computed], _SEED).tobytes())
         self.blocks = [block_id * block_cells for block_id in entered.block_ids]
+        self.copies: list[bytes] = []
         self.is_damaged = False
+        self.copy_blocks(block_cells // 2)
+
+    def copy_blocks(self, size: int) -> None:
+        """Of full blocks of ``size`` positions that have no copy yet."""
+        known, count = len(self.copies), len(self.hashes) // size
+        if count > known:
+            rows = slice(known * size, count * size)
+            keys, hashes = _numbers(self.keys)[rows], _numbers(self.hashes)[rows]
+            copies = np.stack((keys.reshape(-1, size), hashes.reshape(-1, size)), axis=1)
+            self.copies += [copy.tobytes() for copy in copies]
 
 
 class MockExecutor:
@@ -93,7 +104,8 @@ class MockExecutor:
             raise ConfigError("the mock engine's pool is given by num_blocks", param="kv_cache_memory")
         self._mock = mock
         self._sleep = sleep
-        self.vocab_size, self.eos_token_ids, self.weights_fingerprint = vocab_size, eos_token_ids, f"mock-{vocab_size}"
+        self.vocab_size, self.weights_fingerprint = vocab_size, f"mock-{vocab_size}"
+        self.eos_token_ids = tuple(sorted(eos_token_ids))
         self.max_model_len = min(max_model_len, config.max_model_len or max_model_len)
         self._block_size = config.block_size
         self.num_blocks = config.num_blocks or DEFAULT_NUM_BLOCKS
@@ -195,16 +207,13 @@ class MockExecutor:
         slots = work.slots.tolist()
         sequences = [self._sequences[slot] for slot in slots]
         prompt_logprobs = self._prompt_logprobs(work, sequences)
-        outputs: list[int] = []
-        rows: list[int] = []
-        for row, (sequence, count, is_sampled) in enumerate(
-            zip(sequences, work.num_tokens.tolist(), work.samples.tolist())
-        ):
-            last = self._decode(sequence) if row < num_decodes else self._prefill(sequence, count)
-            sequence.num_computed += count
-            if is_sampled:
-                rows.append(row)
-                outputs.append(next_token(last, self.vocab_size, self.eos_token_ids, sequence.is_damaged))
+        last_hashes = [self._decode(sequence) for sequence in sequences[:num_decodes]]
+        for sequence, count in zip(sequences[num_decodes:], work.num_tokens[num_decodes:].tolist()):
+            last_hashes.append(self._prefill(sequence, count))
+        rows: list[int] = work.samples.nonzero()[0].tolist()
+        outputs = [
+            next_token(last_hashes[row], self.vocab_size, self.eos_token_ids, sequences[row].is_damaged) for row in rows
+        ]
         failures = self._obey_grammars([slots[row] for row in rows], rows, outputs) if self._grammars else {}
         result = ModelOutput(outputs, prompt_logprobs=prompt_logprobs, failures=failures)
         for row, token in zip(rows, outputs):
@@ -235,44 +244,45 @@ class MockExecutor:
 
     def _decode(self, sequence: _Sequence) -> int:
         """One position; returns its hash."""
-        size, position, cells = self._block_size, sequence.num_computed, self._cells
-        previous = _SEED if not position else self._value_at(sequence, position - 1)
+        size, cells = self._block_size, self._cells
+        position, blocks, hashes = sequence.num_computed, sequence.blocks, sequence.hashes
+        index, offset = divmod(position, size)
+        cell = blocks[index] + offset
+        if offset:
+            previous = cells[cell + size - 1]
+        else:
+            previous = cells[blocks[index - 1] + 2 * size - 1] if index else _SEED
         token = sequence.keys[position]
         last = (previous * _A + token * _SPREAD) & _MASK
-        index, offset = divmod(position, size)
-        cell = sequence.blocks[index] + offset
-        cells[cell], cells[cell + size] = token, last
-        del sequence.hashes[position:]
-        sequence.hashes.append(last)
+        cells[cell] = token
+        cells[cell + size] = last
+        if position == len(hashes):
+            hashes.append(last)  # else it has sat out the step before: the same again
+        sequence.num_computed = position + 1
         if index:
-            self._verify_block(sequence, position % index)
+            # One of the full blocks, a different one at each position.
+            checked = position % index
+            start = 4 * blocks[checked]
+            if self._memory[start : start + 8 * size] != sequence.copies[checked]:
+                sequence.is_damaged = True
+        if offset == size - 1:
+            sequence.copy_blocks(size)
         return last
-
-    def _value_at(self, sequence: _Sequence, position: int) -> int:
-        """V of a position, from the pool."""
-        index, offset = divmod(position, self._block_size)
-        return self._cells[sequence.blocks[index] + self._block_size + offset]
-
-    def _verify_block(self, sequence: _Sequence, index: int) -> None:
-        """Check a full block."""
-        first, size = index * self._block_size, self._block_size
-        written = sequence.keys[first : first + size].tobytes() + sequence.hashes[first : first + size].tobytes()
-        start = 4 * sequence.blocks[index]
-        if self._memory[start : start + len(written)] != written:
-            sequence.is_damaged = True
 
     def _prefill(self, sequence: _Sequence, count: int) -> int:
         """``count`` positions; returns the last one's hash."""
         size, first = self._block_size, sequence.num_computed
-        previous = self._value_at(sequence, first - 1) if first else _SEED
+        before = sequence.blocks[(first - 1) // size] + size + (first - 1) % size if first else -1
         tokens = _numbers(sequence.keys)[first : first + count].copy()
-        hashes = _hash_chain(tokens, previous)
+        hashes = _hash_chain(tokens, self._cells[before] if first else _SEED)
         index, offset = np.divmod(np.arange(first, first + count), size)
         blocks = np.array(sequence.blocks)[index] // self._block_cells
         self.pool[blocks, 0, offset] = tokens
         self.pool[blocks, 1, offset] = hashes
         del sequence.hashes[first:]
         sequence.hashes.frombytes(hashes.tobytes())
+        sequence.num_computed += count
+        sequence.copy_blocks(size)
         return int(hashes[-1])
 
     # -- invented logprobs ---------------------------------------------------------------------------------------------
@@ -317,6 +327,7 @@ def mock_generate(
 ) -> list[int]:
     """The tokens of a mock engine's answer to ``prompt``, computed without a pool."""
     last = int(_hash_chain(np.asarray(prompt, dtype=np.uint32), _SEED)[-1])
+    eos_token_ids = tuple(sorted(eos_token_ids))
     answer = []
     for _ in range(num_tokens):
         token = next_token(last, vocab_size, eos_token_ids)
@@ -326,10 +337,10 @@ def mock_generate(
 
 
 def next_token(last_hash: int, vocab_size: int, eos_token_ids: tuple[int, ...], is_damaged: bool = False) -> int:
-    """The token after that hash: a wrong one if it ``is_damaged``, and never one of ``eos_token_ids``."""
+    """The token after that hash: a wrong one if it ``is_damaged``, and never one of ``eos_token_ids``, which are in order."""
     mixed = (last_hash ^ last_hash >> 15 ^ is_damaged) * _MIX & _MASK
     token = (mixed ^ mixed >> 13) % (vocab_size - len(eos_token_ids))
-    for eos in sorted(eos_token_ids):
+    for eos in eos_token_ids:
         token += token >= eos
     return token
 
