@@ -130,7 +130,8 @@ async def _hit_rate(target: Target, prompts: _Prompts, num: int = 10**6, until_s
             body = {"prompt": prompts.next(), "max_tokens": 2, "ignore_eos": True}
             usage = (await asyncio.wait_for(ask(pool, "/v1/completions", _Usage, body), ANSWER_S)).usage
             num_tokens += usage.prompt_tokens
-            num_cached += usage.prompt_tokens_details.cached_tokens if usage.prompt_tokens_details else 0
+            details = usage.prompt_tokens_details
+            num_cached += (details.cached_tokens or 0) if details else 0
     finally:
         await pool.close()
     return num_cached / max(num_tokens, 1)
