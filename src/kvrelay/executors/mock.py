@@ -248,10 +248,8 @@ class MockExecutor:
         position, blocks, hashes = sequence.num_computed, sequence.blocks, sequence.hashes
         index, offset = divmod(position, size)
         cell = blocks[index] + offset
-        if offset:
-            previous = cells[cell + size - 1]
-        else:
-            previous = cells[blocks[index - 1] + 2 * size - 1] if index else _SEED
+        before = cell + size - 1 if offset else blocks[index - 1] + 2 * size - 1
+        previous = cells[before] if position else _SEED
         token = sequence.keys[position]
         last = (previous * _A + token * _SPREAD) & _MASK
         cells[cell] = token
@@ -337,7 +335,7 @@ def mock_generate(
 
 
 def next_token(last_hash: int, vocab_size: int, eos_token_ids: tuple[int, ...], is_damaged: bool = False) -> int:
-    """The token after that hash: a wrong one if it ``is_damaged``, and never one of ``eos_token_ids``, which are in order."""
+    """The token after that hash: a wrong one if it ``is_damaged``, and never one of ``eos_token_ids`` (in order)."""
     mixed = (last_hash ^ last_hash >> 15 ^ is_damaged) * _MIX & _MASK
     token = (mixed ^ mixed >> 13) % (vocab_size - len(eos_token_ids))
     for eos in eos_token_ids:
