@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -10,9 +12,10 @@ from dataclasses import dataclass, field
 import msgspec
 import numpy as np
 import pytest
+from tests.transfer.ranks.movers import ranks_of
 
 from kvrelay.config import TransferConfig
-from kvrelay.core.layout import MemoryRegion, paged_kv
+from kvrelay.core.layout import KVLayout, MemoryRegion, paged_kv
 from kvrelay.core.workers import KvMetadata
 from kvrelay.errors import IncompatiblePeerError, TransferError
 from kvrelay.transfer.base import Transport
@@ -67,10 +70,16 @@ class Pair:
         return self.prefill.completed[handle]
 
 
-def make_end(transport: Transport, worker_id: str, seed: int, memory: SharedPoolMemory | None) -> End:
+def allocated(memory: SharedPoolMemory) -> np.ndarray:
+    num_bytes = NUM_BLOCKS * LAYOUT.block_bytes
+    return np.frombuffer(memory.allocate(num_bytes), dtype=np.uint8).reshape(NUM_BLOCKS, -1)
+
+
+def make_end(
+    transport: Transport, worker_id: str, seed: int, shared: np.ndarray | None, layout: KVLayout | None = None
+) -> End:
     pool = np.random.default_rng(seed).integers(0, 256, (NUM_BLOCKS, LAYOUT.block_bytes), dtype=np.uint8)
-    if memory is not None:
-        shared = np.frombuffer(memory.allocate(pool.nbytes), dtype=np.uint8).reshape(pool.shape)
+    if shared is not None:
         shared[:] = pool
         pool = shared
     region = MemoryRegion(pool.ctypes.data, pool.nbytes)
@@ -86,14 +95,22 @@ def make_end(transport: Transport, worker_id: str, seed: int, memory: SharedPool
         device="cpu",
         device_id=0,
         kv_compatibility="same",
+        layout=layout,
     )
     return End(worker_id, transport, pool, metadata)
 
 
-@pytest.fixture(params=["loopback", "nixl", "shm", "auto", "p2p-PUT", "p2p-PUT_ASYNC", "p2p-GET"])
+RANKED = ["nixl 2 2", "nixl 1 2", "shm 2 1", "shm 2 2", "p2p 2 2", "p2p 1 2"]
+"""Transport, and ranks of P and of D that each move their own part."""
+
+
+@pytest.fixture(params=["loopback", "nixl", "shm", "auto", "p2p-PUT", "p2p-PUT_ASYNC", "p2p-GET", *RANKED])
 def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
-    if request.param == "nixl" and importlib.util.find_spec("nixl_cu13") is None:
+    if request.param.startswith("nixl") and importlib.util.find_spec("nixl_cu13") is None:
         pytest.skip("NIXL is not installed")
+    if request.param in RANKED:
+        yield from ranked_pair(request.param.split(), re.sub(r"\W", "-", request.node.name)[:100])
+        return
     transport, _, send_type = request.param.partition("-")
     config = TransferConfig(transport=transport, **({"send_type": send_type} if send_type else {}))
     fabric = LoopbackFabric()
@@ -101,7 +118,10 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
     memories = [shared_memory(config), shared_memory(config)]
     ends = [
         make_end(
-            build_transport(config, f"{name}-{role}", fabric, memory, is_guarded=False), f"{name}-{role}", seed, memory
+            build_transport(config, f"{name}-{role}", fabric, memory, is_guarded=False),
+            f"{name}-{role}",
+            seed,
+            None if memory is None else allocated(memory),
         )
         for seed, (role, memory) in enumerate(zip(("p", "d"), memories, strict=True))
     ]
@@ -112,6 +132,23 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
         end.transport.close()
     for memory in filter(None, memories):
         memory.close()
+
+
+def ranked_pair(words: list[str], name: str) -> Iterator[Pair]:
+    config = TransferConfig(transport=words[0])  # type: ignore[arg-type]
+    with contextlib.ExitStack() as stack:
+        ends = []
+        for seed, (role, tp) in enumerate(zip(("p", "d"), words[1:], strict=True)):
+            memory = SharedPoolMemory()
+            stack.callback(memory.close)
+            pool = allocated(memory)
+            worker_id, layout = f"{name}-{role}", msgspec.structs.replace(LAYOUT, tp_size=int(tp))
+            transport = ranks_of(stack, config, worker_id, layout, MemoryRegion(pool.ctypes.data, pool.nbytes), memory)
+            stack.callback(transport.close)
+            ends.append(make_end(transport, worker_id, seed, pool, layout))
+        yield Pair(*ends)
+        for end in ends:
+            end.transport.check_integrity()
 
 
 def test_writes_land_where_the_plan_says_and_nowhere_else(pair: Pair) -> None:

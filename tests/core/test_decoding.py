@@ -22,7 +22,7 @@ OURS = {
     "engines/hosted/backend.py": "a grammar that the frontend has encoded",
     "executors/grammar_trial.py": "what the worker and its trial process write to each other",
     "executors/torch/checkpoints/tokenizer.py": "the tokenizer that it has just trained",
-    "executors/torch/parallel/channel.py": "the worker's own ranks",
+    "transfer/ranks/channel.py": "the worker's own ranks",
     "executors/torch/parallel/messages.py": "the worker's own ranks",
     "engines/vllm/translation.py": "the worker's own parameters",
     "frontend/tokens/detokenizer.py": "UTF-8 with replacement",

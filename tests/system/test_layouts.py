@@ -10,8 +10,9 @@ import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+import psutil
 import pytest
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, stop
 from tests.system.serving import Serve, by_threshold
 
 from kvrelay import LLM, SamplingParams
@@ -61,6 +62,8 @@ CASES = {
     "PP2-TP1": (Side(pp=2), Side()),
     "TP1-PP2": (Side(), Side(pp=2)),
     "TP2xPP2-TP1": (Side(tp=2, pp=2), Side()),
+    "PP2-PP2": (Side(pp=2), Side(pp=2)),
+    "PP2-TP2": (Side(pp=2), Side(tp=2)),
     "block16-32": (Side(), Side(block=32)),
     "block32-16": (Side(block=32), Side()),
 }
@@ -68,6 +71,16 @@ PULL = ("nixl GET", "shm GET")
 P2P = ("p2p PUT", "p2p PUT_ASYNC", "p2p GET")
 THIN = (("TP1-TP2", "nixl GET"), ("TP2-TP1", "shm"))
 """Of p2p, ``test_prefill_first`` runs in the suite."""
+RANKED = {
+    "TP1-TP2": ("nixl", "shm GET", "p2p PUT_ASYNC"),
+    "TP2-TP1": ("nixl GET", "shm", "p2p GET"),
+    "TP2-TP2": ("nixl", "shm", "p2p PUT_ASYNC"),
+    "PP2-PP2": ("nixl", "shm"),
+    "PP2-TP2": ("nixl", "shm GET", "p2p PUT_ASYNC"),
+    "TP2xPP2-TP1": ("nixl",),
+}
+THIN_RANKED = (("TP1-TP2", "nixl"), ("PP2-TP2", "shm GET"))
+"""Each rank moves its own part."""
 MATRIX = [
     pytest.param(
         case,
@@ -77,6 +90,17 @@ MATRIX = [
     )
     for case in CASES
     for transport in ("nixl", "shm", *PULL, *(P2P if case in ("TP1-TP1", "TP1-TP2", "TP2-TP1") else ()))
+    if case not in ("PP2-PP2", "PP2-TP2")
+]
+MATRIX += [
+    pytest.param(
+        case,
+        f"{transport} per-rank" if " " in transport else f"{transport}  per-rank",
+        id=f"{case}-{transport.replace(' ', '-')}-per-rank",
+        marks=() if (case, transport) in THIN_RANKED else pytest.mark.matrix,
+    )
+    for case, transports in RANKED.items()
+    for transport in transports
 ]
 
 
@@ -154,10 +178,12 @@ def test_any_two_layouts_give_the_plain_engines_tokens(
     case: str, transport: str, expected: dict[tuple[int, ...], list[int]]
 ) -> None:
     prefill, decode = CASES[case]
-    transport, _, send_type = transport.partition(" ")
+    transport, send_type, how = (*transport.split(" "), "", "")[:3]
     flags = (*FLAGS, *prefill.flags("prefill"), *decode.flags("decode"), "--transport", transport)
     if send_type:
         flags = (*flags, "--send-type", send_type)
+    if how:
+        flags = (*flags, "--kv-transfer-per-rank")
     prompts = make_prompts()
     with Serve(flags) as server, ThreadPoolExecutor(4) as threads:
         assert complete(server, prompts.base) == expected[tuple(prompts.base)]
@@ -195,3 +221,26 @@ def test_a_full_dev_shm_changes_nothing(transport: str, expected: dict[tuple[int
         (taker,) = server.workers("decode")
         assert taker["decode"]["num_remote_done"] == 3
         assert server.is_idle()
+
+
+@pytest.mark.parametrize("number", [pytest.param(0, marks=pytest.mark.matrix), 1])
+def test_a_rank_that_stops_while_it_moves_kv_costs_a_prefill(
+    number: int, expected: dict[tuple[int, ...], list[int]]
+) -> None:
+    """Of the prefill worker, whose other rank has moved its part. The worker ends, the answer is the plain engine's."""
+    flags = (
+        *FLAGS[:-2],
+        *("--rank-timeout-s", "2", *Side(tp=2).flags("prefill"), *Side().flags("decode")),
+        *("--transport", "shm", "--kv-transfer-per-rank"),
+    )
+    prompts = make_prompts()
+    with Serve(flags) as server, ThreadPoolExecutor(1) as threads:
+        assert complete(server, prompts.apart[0]) == expected[tuple(prompts.apart[0])]
+        (giver,) = server.workers("prefill")
+        ranks = psutil.Process(giver["pid"]).children()
+        assert len(ranks) == 2
+        stop(ranks[number].pid)
+        answer = threads.submit(complete, server, prompts.apart[-1])
+        assert answer.result() == expected[tuple(prompts.apart[-1])]
+        gone = psutil.wait_procs(ranks, timeout=PATIENCE_S)[0]
+        assert len(gone) == 2

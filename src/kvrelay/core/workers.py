@@ -34,6 +34,7 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     A rank of a data-parallel group is a worker of its own: rank ``dp_rank`` of the ``dp_size`` ranks of ``dp_group``
     (empty: no group). ``dp_parent_pid`` is the process that started the group's ranks.
     ``pulls_prefills``: it takes prefills from the queue, also if it does ``both``.
+    ``reads_prefixes``: it reads prefixes from other workers' caches, and lends its own (``worker/prefixes.py``).
     ``release`` is kvrelay's version (empty: one that does not tell); ``version`` is that of this struct.
     """
 
@@ -63,6 +64,7 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     dp_parent_pid: Count = 0
     release: Name = ""
     pulls_prefills: bool = False
+    reads_prefixes: bool = False
     version: int = 1
 
 
@@ -70,7 +72,8 @@ class KvMetadata(msgspec.Struct, frozen=True):
     """A worker's KV memory in discovery, under ``kvrelay/NAMESPACE/kv_metadata/WORKER_ID/RANK``: put once, after
     the pool is allocated; loaded and cached by a peer at first use.
 
-    ``agent`` is the transport's own opaque connection blob; ``address`` and ``num_bytes`` bound the pool in the
+    ``agent`` is the transport's own opaque connection blob, for a worker with ranks one of each that moves its own KV
+    (``transfer.ranks``); ``address`` and ``num_bytes`` bound the pool in the
     worker's memory; block b lies at ``address + b * block_bytes``. ``public_key`` is the one of ``WorkerInfo``: a
     worker that drains has left the list of workers, but its hand-offs go on. The worker calls others with the same key,
     and is known by it. ``layout``: how its ranks and blocks hold the model's KV (``address`` and

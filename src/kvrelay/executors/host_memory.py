@@ -1,19 +1,27 @@
-"""Host memory of a KV pool that other processes must map: what the builder of an engine gets beside the settings."""
+"""What the builder of an engine gets beside the settings: host memory of a KV pool that other processes must map, and
+where processes are offered that move their own KV."""
 
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
+from kvrelay.transfer.ranks.link import RankLink
+from kvrelay.transfer.ranks.messages import Fence
+
+OfferRanks = Callable[[Sequence[RankLink], Fence], None]
 
 
 @dataclass(frozen=True, slots=True)
 class HostMemory:
     """``allocate(num_bytes)`` returns zeroed memory, ``reserve()`` the open file of that memory in advance, for an
-    engine of several processes. None: any memory is suitable."""
+    engine of several processes. None: any memory is suitable. ``offer_ranks`` (``RankLinks.offer``) takes those
+    processes, if each can move its own KV."""
 
     allocate: Callable[[int], mmap.mmap] | None = None
     reserve: Callable[[], int] | None = None
+    offer_ranks: OfferRanks | None = None
 
 
 ANYWHERE = HostMemory()

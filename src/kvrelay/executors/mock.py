@@ -30,6 +30,7 @@ from kvrelay.core.checksums import unit_checksums
 from kvrelay.core.layout import MemoryRegion, paged_kv
 from kvrelay.core.logprobs import PositionLogprobs, TokenLogprob
 from kvrelay.core.sampling import SamplingParams
+from kvrelay.engine.holding import num_holding_blocks
 from kvrelay.engine.step import NO_TOKEN, ModelOutput, NewSequence, SchedulerOutput
 from kvrelay.errors import ConfigError
 from kvrelay.executors.checkpoint_facts import checkpoint_facts
@@ -79,7 +80,8 @@ class _Sequence:
 class MockExecutor:
     """Answers with ``mock_generate``'s tokens, in the time that ``MockConfig`` gives. See the module's docstring.
 
-    ``sleep`` waits. End-of-sequence tokens are never generated, so answers have ``max_tokens`` tokens.
+    ``sleep`` waits. End-of-sequence tokens are never generated, so answers have ``max_tokens`` tokens. ``spill_bytes``:
+    as if the pool were on a device.
     """
 
     def __init__(
@@ -93,6 +95,8 @@ class MockExecutor:
         tokenizer_file: Path = Path("tokenizer.json"),
         sleep: Callable[[float], None] = time.sleep,
         allocate: Callable[[int], mmap.mmap] | None = None,
+        holding_bytes: int = 0,
+        spill_bytes: int = 0,
     ) -> None:
         if vocab_size <= len(eos_token_ids):
             raise ConfigError("the vocabulary has no token besides the end of sequence", param="vocab_size")
@@ -106,13 +110,17 @@ class MockExecutor:
         self._block_size = config.block_size
         self.num_blocks = config.num_blocks or DEFAULT_NUM_BLOCKS
         self.kv_layout = paged_kv(1, 1, config.block_size, 1, "int32")
-        num_bytes = self.num_blocks * self.kv_layout.block_bytes
+        self.num_holding_blocks = num_holding_blocks(holding_bytes, self.kv_layout.block_bytes, self.num_blocks)
+        self.num_spill_blocks = num_holding_blocks(spill_bytes, self.kv_layout.block_bytes, self.num_blocks)
+        num_all_blocks = self.num_blocks + self.num_holding_blocks + self.num_spill_blocks
+        num_bytes = num_all_blocks * self.kv_layout.block_bytes
         self._memory = allocate(num_bytes) if allocate is not None else mmap.mmap(-1, num_bytes)
         pool = np.frombuffer(self._memory, dtype=np.uint32)
-        self.pool: Uint32Array = pool.reshape(self.num_blocks, 2, self._block_size)
-        """As [num_blocks, K or V, block_size]."""
-        self._bytes = pool.view(np.uint8).reshape(self.num_blocks, self.kv_layout.block_bytes)
-        self.kv_region = MemoryRegion(pool.ctypes.data, num_bytes)
+        self.pool: Uint32Array = pool.reshape(num_all_blocks, 2, self._block_size)
+        """As [block of pool or holding area, K or V, block_size]."""
+        self._bytes = pool.view(np.uint8).reshape(num_all_blocks, self.kv_layout.block_bytes)
+        num_registered = (self.num_blocks + self.num_holding_blocks) * self.kv_layout.block_bytes
+        self.kv_region = MemoryRegion(pool.ctypes.data, num_registered)
         self._cells = memoryview(self._memory).cast("I")
         self._block_cells = 2 * self._block_size
         self._sequences: dict[int, _Sequence] = {}
@@ -124,7 +132,7 @@ class MockExecutor:
 
     def warm_up(self) -> None:
         """Touch the pool's pages, so that the first requests need not. Nothing is compiled."""
-        self.pool.fill(0)
+        self.pool[: self.num_blocks].fill(0)
 
     def shutdown(self) -> None:
         """The pool's memory is freed with its last reference, because a transport may still use it."""
@@ -156,6 +164,9 @@ class MockExecutor:
         return tuple(
             checksum for block_id in block_ids for checksum in unit_checksums(self._bytes[block_id], self.kv_layout)
         )
+
+    def copy_blocks(self, source_ids: Sequence[int], target_ids: Sequence[int]) -> None:
+        self._bytes[list(target_ids)] = self._bytes[list(source_ids)]
 
     # -- the timing model ---------------------------------------------------------------------------------------------
 
@@ -237,10 +248,8 @@ class MockExecutor:
         position, blocks, hashes = sequence.num_computed, sequence.blocks, sequence.hashes
         index, offset = divmod(position, size)
         cell = blocks[index] + offset
-        if offset:
-            previous = cells[cell + size - 1]
-        else:
-            previous = cells[blocks[index - 1] + 2 * size - 1] if index else _SEED
+        before = cell + size - 1 if offset else blocks[index - 1] + 2 * size - 1
+        previous = cells[before] if position else _SEED
         token = sequence.keys[position]
         last = (previous * _A + token * _SPREAD) & _MASK
         cells[cell] = token
@@ -307,6 +316,7 @@ def from_settings(settings: WorkerConfig, memory: HostMemory) -> MockExecutor:
         max_model_len=engine.max_model_len or facts.max_model_len,
         tokenizer_file=settings.model_path / "tokenizer.json",
         allocate=memory.allocate,
+        holding_bytes=settings.holding_bytes,
     )
 
 
@@ -325,7 +335,7 @@ def mock_generate(
 
 
 def next_token(last_hash: int, vocab_size: int, eos_token_ids: tuple[int, ...], is_damaged: bool = False) -> int:
-    """The token after that hash: a wrong one if it ``is_damaged``, and never one of ``eos_token_ids``, which are in order."""
+    """The token after that hash: a wrong one if it ``is_damaged``, and never one of ``eos_token_ids`` (in order)."""
     mixed = (last_hash ^ last_hash >> 15 ^ is_damaged) * _MIX & _MASK
     token = (mixed ^ mixed >> 13) % (vocab_size - len(eos_token_ids))
     for eos in eos_token_ids:

@@ -29,8 +29,10 @@ from kvrelay.launch.process import SWITCH_INTERVAL_S, at_low_priority, ended_whe
 from kvrelay.launch.request_plane import connector, request_plane_keys, require_metrics_key, transfer_settings
 from kvrelay.rpc import Heartbeat, ZmqRpcServer
 from kvrelay.tiers.build import open_tiers
-from kvrelay.transfer import build_transport, pool_allocator, shared_memory
+from kvrelay.transfer import pool_allocator, shared_memory
 from kvrelay.transfer.p2p.control import ControlKeys, P2pAddress
+from kvrelay.transfer.ranks.build import build_ranked_transport
+from kvrelay.transfer.ranks.link import RankLinks
 from kvrelay.worker.identity import WorkerIdentity, new_worker_id
 from kvrelay.worker.roles import require_possible_role
 from kvrelay.worker.worker import Worker
@@ -83,7 +85,10 @@ async def _run_worker(config: WorkerConfig) -> None:
         # Ranks are processes: they would keep the low priority of the thread that starts them.
         yields = config.runner.yield_while_starting and not config.computes_in_ranks
         shared = shared_memory(config.transfer)
-        memory = HostMemory(pool_allocator(config.transfer, shared), None if shared is None else shared.reserve)
+        links = RankLinks()
+        memory = HostMemory(
+            pool_allocator(config.transfer, shared), None if shared is None else shared.reserve, links.offer
+        )
         worker_id = new_worker_id(config.role)
         loading = at_low_priority if yields else asyncio.to_thread
         engine = await loading(partial(_load, config, memory, worker_id, group, loads_here=yields))
@@ -98,13 +103,15 @@ async def _run_worker(config: WorkerConfig) -> None:
             tokenizer_fingerprint=_tokenizer_fingerprint(config.model_path),
             dp_group=group.group_id if group is not None else "",
         )
+        if engine.kv_region.device == "cpu" and not config.transfer.kv_transfer_per_rank:
+            links = RankLinks()  # this process has mapped all ranks' pools
         # Transport p2p listens where the request plane does, with the same keys.
         address = P2pAddress(config.host, ControlKeys(curve_keys.public, curve_keys.secret) if curve_keys else None)
         worker = Worker(
             config,
             identity,
             engine,
-            build_transport(config.transfer, worker_id, memory=shared, address=address),
+            build_ranked_transport(config.transfer, worker_id, engine.facts.kv_layout, links, shared, address),
             control,
             ZmqRpcServer(config.host, config.port, heartbeat=heartbeat, curve_keys=curve_keys),
             connector(heartbeat, curve_keys),

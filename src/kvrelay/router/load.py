@@ -22,10 +22,9 @@ from typing import NamedTuple
 import numpy as np
 
 from kvrelay.core.clock import Clock
-from kvrelay.core.events import LoadMetrics
+from kvrelay.core.events import STALE_AFTER_S, LoadMetrics
 from kvrelay.placement.seconds import FloatColumn, LoadColumns
 
-STALE_AFTER_S = 5.0
 RECENT_S = 60.0
 """Time constant of a worker's recent tokens: a token placed this long ago counts 1/e."""
 MAX_RECENT_GROWTH = 1e9

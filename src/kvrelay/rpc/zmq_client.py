@@ -175,7 +175,7 @@ class ZmqRpcClient:
         if frame == FAREWELL_FRAME and self._state is _State.CONNECTED:
             _log.warning("%s has ended the connection", self.address)
             self._lose()
-        return frame == FAREWELL_FRAME or frame == PROBE_FRAME
+        return frame in (FAREWELL_FRAME, PROBE_FRAME)
 
     def _on_event(self, event: zmq.Event) -> None:
         if event is zmq.Event.HANDSHAKE_SUCCEEDED:

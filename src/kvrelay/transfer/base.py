@@ -19,8 +19,9 @@ blocks that thread for the whole copy.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +29,7 @@ from kvrelay.core.layout import MemoryRegion
 from kvrelay.core.workers import KvMetadata
 from kvrelay.errors import FatalError, TransferError
 from kvrelay.transfer.compat import check_pool
-from kvrelay.transfer.grants import GrantTable
+from kvrelay.transfer.grants import Grants
 from kvrelay.transfer.pieces import check_post
 from kvrelay.transfer.stats import P2pCounters
 from kvrelay.transfer.values import GrantRef, Pieces, TransferOp
@@ -73,7 +74,10 @@ class Transport(ABC):
     name: str
     has_bar = False
     """Whether ``bar`` knows more than True. Then the end of a lease must wait for it."""
-    grants: GrantTable | None = None
+    wake_fd: int | None = None
+    """Once registered: a file descriptor that is readable when ``poll`` has a notification. None: one must ask. Valid
+    until ``close``."""
+    grants: Grants | None = None
     """For transports that put peers' bytes into place in this process: what peers may touch. None: peers reach our
     memory without us."""
 
@@ -84,6 +88,9 @@ class Transport(ABC):
         self._ended: list[PostEnd] = []
         """Posts that have ended and that ``poll`` has not told of."""
         self._last_handle = 0
+        self.fence: Callable[[], float] = _never
+        """Until when posts are allowed, by the monotonic clock. Its user checks it before each post; a transport whose
+        other processes post passes it on to them."""
 
     def __repr__(self) -> str:
         peers, posts = len(self._peers), self.num_pending
@@ -185,3 +192,7 @@ class Transport(ABC):
     def _take_ended(self) -> list[PostEnd]:
         ended, self._ended = self._ended, []
         return ended
+
+
+def _never() -> float:
+    return math.inf

@@ -14,10 +14,21 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
-from kvrelay.transfer.values import GrantRef, Int64Array, TransferOp
+from kvrelay.transfer.values import GrantRef, Int64Array, TransferOp, worker_of
+
+
+class Grants(Protocol):
+    """What the decode side's driver sees of a table, or of those of all ranks."""
+
+    def open(self, grant: GrantRef, loan: int, worker_id: str, readable: Int64Array, writable: Int64Array) -> None:
+        """``worker_id`` may read and write these bytes: rows of (offset, length). Ends an earlier generation."""
+
+    def close(self, handoff: str, loan: int) -> None:
+        """The blocks of ``loan`` go back. Waits for a copy that is under way: milliseconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +61,6 @@ class GrantTable:
         return len(self._open)
 
     def open(self, grant: GrantRef, loan: int, worker_id: str, readable: Int64Array, writable: Int64Array) -> None:
-        """``worker_id`` may read and write these bytes: rows of (offset, length). Ends an earlier generation."""
         starts, ends = {}, {}
         for op, rows in ((TransferOp.READ, readable), (TransferOp.WRITE, writable)):
             ordered = rows.reshape(-1, 2)[np.argsort(rows.reshape(-1, 2)[:, 0])]
@@ -59,7 +69,6 @@ class GrantTable:
             self._open[grant.handoff] = _Open(worker_id, grant.generation, loan, starts, ends)
 
     def close(self, handoff: str, loan: int) -> None:
-        """The blocks of ``loan`` go back. Waits for a copy that is under way: milliseconds."""
         with self._lock:
             known = self._open.get(handoff)
             if known is not None and known.loan == loan:
@@ -87,7 +96,8 @@ class GrantTable:
     def refusal(
         self, op: TransferOp, worker_id: str, grant: GrantRef | None, offsets: Int64Array, lengths: Int64Array
     ) -> str | None:
-        """Why a copy would be refused now; None: it would not. Nothing is counted."""
+        """Why a copy would be refused now; None: it would not. Nothing is counted. ``worker_id`` may be a rank's."""
+        worker_id = worker_of(worker_id)
         with self._lock:
             if worker_id in self._barred:
                 return "its lease has ended"

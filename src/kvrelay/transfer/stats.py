@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from kvrelay.core.events import MAX_FLOWS, Flow
@@ -107,3 +108,8 @@ class P2pCounters:
     """Communicators that exist now; the next two are of this moment too."""
     buffer_used_bytes: int = 0
     pool_used_bytes: int = 0
+
+    @classmethod
+    def sum(cls, counters: Sequence[P2pCounters]) -> P2pCounters:
+        """Over the ranks of a worker."""
+        return cls(**{name: sum(getattr(each, name) for each in counters) for name in cls.__slots__})

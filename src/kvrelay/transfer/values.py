@@ -19,6 +19,16 @@ class GrantRef(msgspec.Struct, frozen=True, array_like=True):
     generation: int
 
 
+def rank_id(worker_id: str, rank: int, num_ranks: int) -> str:
+    """By which a transport knows a rank that moves its own part of a worker's KV; the worker's id if it is alone."""
+    return worker_id if num_ranks == 1 else f"{worker_id}/{rank}"
+
+
+def worker_of(rank_id: str) -> str:
+    """The worker of a rank: leases, keys and grants are the worker's. No worker id has a slash."""
+    return rank_id.partition("/")[0]
+
+
 class TransferOp(enum.Enum):
     """The direction of a post, as seen from the side that posts."""
 

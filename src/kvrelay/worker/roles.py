@@ -37,8 +37,8 @@ def require_possible_role(role: WorkerRole, facts: EngineFacts) -> None:
         )
     if role is not WorkerRole.BOTH and not facts.hands_over_kv:
         raise ConfigError(
-            f"this worker cannot be a {role} worker: its engine hands no KV over (it computes elsewhere, or its ranks "
-            "hold their KV on several CUDA devices); use --role both",
+            f"this worker cannot be a {role} worker: its engine hands no KV over (it computes elsewhere); use "
+            "--role both",
             param="role",
         )
 
@@ -158,7 +158,7 @@ class Roles:
 
     async def _finish(self) -> None:
         """Begin no new work; return when all work in flight has ended."""
-        self._paired.accepting = False
+        self._paired.accepting = self._decode.handoffs.lends_prefixes = False
         await self._prefill.drain()
         await self._decode.drain()
 

@@ -23,6 +23,7 @@ from typing import Any
 
 from kvrelay.errors import TransferError
 from kvrelay.transfer.p2p.process_group import PairGroup, PairStore
+from kvrelay.transfer.values import worker_of
 
 DEPTH = 2
 """Sends or receives that a lane has begun: the next one moves while the last one is copied into its blocks."""
@@ -243,7 +244,7 @@ class Communicators:
         return pair if pair is not None and pair.peer_id == peer_id else None
 
     def of_peer(self, peer_id: str) -> list[Communicator]:
-        return [pair for pair in self.pairs.values() if pair.peer_id == peer_id]
+        return [pair for pair in self.pairs.values() if peer_id in (pair.peer_id, worker_of(pair.peer_id))]
 
     def idle_since(self, before_s: float) -> list[Communicator]:
         """Pairs that nothing has used since."""

@@ -32,6 +32,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from kvrelay.errors import FatalError, ProtocolError, TransferError
 from kvrelay.transfer.p2p.messages import MAX_FRAME_BYTES, Message, PeerHello, Unknown, decode, encode
+from kvrelay.transfer.values import worker_of
 
 T = TypeVar("T")
 
@@ -318,7 +319,7 @@ class ControlThread:
             self._guarded(self._on_request, worker_id, message, _payload(frames[2:]))
 
     def _greeted(self, route: bytes, hello: PeerHello, identity: str) -> None:
-        if hello.sender != identity:
+        if worker_of(hello.sender) != worker_of(identity):
             raise ProtocolError(f"{identity} calls itself {hello.sender}")
         if hello.target != self._worker_id:
             raise ProtocolError(f"{hello.sender} means {hello.target}, not us")

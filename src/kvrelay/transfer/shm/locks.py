@@ -19,15 +19,18 @@ import struct
 
 import xxhash
 
+from kvrelay.transfer.values import worker_of
+
 _BUSY = (errno.EAGAIN, errno.EACCES)
 
 
 class WorkerLock:
-    """The byte of ``worker_id``, through the open file ``fd``. Never blocks. Raises OSError for what is no answer."""
+    """The byte of ``worker_id``, of a rank its worker's, through the open file ``fd``. Never blocks. Raises OSError for
+    what is no answer."""
 
     def __init__(self, fd: int, worker_id: str) -> None:
         self._fd = fd
-        self._byte = xxhash.xxh3_64_intdigest(worker_id.encode()) >> 2
+        self._byte = xxhash.xxh3_64_intdigest(worker_of(worker_id).encode()) >> 2
 
     def share(self) -> bool:
         """For the copier. False: the owner has barred it."""

@@ -60,6 +60,11 @@ class SharedPoolMemory:
         self.num_bytes, self._address = num_bytes, address_of(memory)
         return memory
 
+    def adopt(self, name: str, fd: int, region: MemoryRegion) -> None:
+        """Be the memory ``name`` that another process of this engine has allocated: ``region`` is this process's
+        mapping of it all, ``fd`` the file."""
+        self.name, self.fd, self.num_bytes, self._address = name, fd, region.num_bytes, region.address
+
     def offset_of(self, region: MemoryRegion) -> int:
         """Where ``region`` begins in the file. Raises FatalError if it does not lie within."""
         offset = region.address - self._address

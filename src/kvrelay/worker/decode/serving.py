@@ -285,6 +285,7 @@ class DecodeSide:
             handoff_number=0 if handoff_id is None else handoff_id.number,
             placement=PlacementState(explain=message.explain),
             report_interval=message.report_interval,
+            holder=message.holder,
             listener=self._marks.listener,
         )
         objectives = self.placement.objectives(message.slo_ttft_ms, message.slo_itl_ms)

@@ -13,10 +13,11 @@ from kvrelay.core.grammar import Grammar, GrammarKind
 from kvrelay.core.logprobs import PositionLogprobs, TokenLogprob
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.engine.step import ModelOutput, NewSequence, SchedulerOutput
-from kvrelay.executors.torch.parallel.channel import FIRST_CAPACITY, Channel, ChannelClosedError, StepMemory
+from kvrelay.executors.torch.parallel.channel import FIRST_CAPACITY, StepMemory
 from kvrelay.executors.torch.parallel.messages import Answer, RankFailed, StepDone, decode_step, drawn, encode_step
 from kvrelay.executors.torch.parallel.micro_batches import merge, split
 from kvrelay.executors.torch.parallel.rank_progress import RankHangDetector, RankProgress
+from kvrelay.transfer.ranks.channel import Channel, ChannelClosedError
 
 NO_INTS = np.zeros(0, dtype=np.int32)
 

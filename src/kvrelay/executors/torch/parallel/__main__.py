@@ -1,6 +1,6 @@
 """A rank's process:
 
-python -m kvrelay.executors.torch.parallel PARENT_PID COMMANDS_FD SIDE_FD STEP_FD POOL_FD
+python -m kvrelay.executors.torch.parallel PARENT_PID COMMANDS_FD SIDE_FD MOVES_FD STEP_FD POOL_FD
 """
 
 import logging

@@ -1,6 +1,6 @@
-"""Between the driver and one rank: short messages over a socket, and the step's description in shared memory.
+"""The step's description, in memory that the driver and all ranks share.
 
-    step memory (memfd)      [ progress table | StepMessage ......... free ]
+    step memory (memfd)      [ progress table | fence | StepMessage ......... free ]
     one socket per rank      "step 17: 412 bytes are there"  ->        <-  "done"
 
 The description is written once for all ranks. A rank waits in ``recv`` and copies the description before it computes.
@@ -11,71 +11,16 @@ from __future__ import annotations
 
 import mmap
 import os
-import socket
-import struct
-from typing import Any, Generic, TypeVar
 
-import msgspec
+import numpy as np
 
 from kvrelay.executors.torch.parallel.messages import RunStep
 from kvrelay.executors.torch.parallel.rank_progress import Int64Array, progress_table
-
-T = TypeVar("T")
+from kvrelay.transfer.ranks.messages import Fence
 
 HEADER_BYTES = mmap.PAGESIZE
 FIRST_CAPACITY = 1 << 20
-
-_LENGTH = struct.Struct("<I")
-
-
-class ChannelClosedError(Exception):
-    """The other end is gone, or does not read its messages."""
-
-
-class Channel(Generic[T]):
-    """Messages with a length prefix over a connected socket. ``kind`` is the type of received messages."""
-
-    def __init__(self, connection: socket.socket, kind: Any) -> None:
-        self._socket = connection
-        self._decoder = msgspec.msgpack.Decoder(kind)
-        self._encoder = msgspec.msgpack.Encoder()
-
-    def fileno(self) -> int:
-        return self._socket.fileno()
-
-    def set_timeout(self, timeout_s: float | None) -> None:
-        """The timeout for each piece of a message; None: wait for ever."""
-        self._socket.settimeout(timeout_s)
-
-    def send(self, message: object) -> None:
-        """Raises ChannelClosedError."""
-        body = self._encoder.encode(message)
-        try:
-            self._socket.sendall(_LENGTH.pack(len(body)) + body)
-        except OSError as exc:
-            raise ChannelClosedError(str(exc)) from exc
-
-    def receive(self) -> T:
-        """Raises ChannelClosedError."""
-        (length,) = _LENGTH.unpack(self._read(_LENGTH.size))
-        message: T = self._decoder.decode(self._read(length))
-        return message
-
-    def close(self) -> None:
-        self._socket.close()
-
-    def _read(self, length: int) -> bytearray:
-        data = bytearray(length)
-        view, at = memoryview(data), 0
-        while at < length:
-            try:
-                count = self._socket.recv_into(view[at:])
-            except OSError as exc:
-                raise ChannelClosedError(str(exc)) from exc
-            if not count:
-                raise ChannelClosedError("closed")
-            at += count
-        return data
+_FENCE_AT = HEADER_BYTES - 8
 
 
 class StepMemory:
@@ -85,6 +30,7 @@ class StepMemory:
         self.fd = fd
         self._header = mmap.mmap(fd, HEADER_BYTES)
         self.progress: Int64Array = progress_table(memoryview(self._header), num_ranks)
+        self.fence: Fence = np.frombuffer(self._header, dtype=np.float64, count=1, offset=_FENCE_AT)
         self._body = mmap.mmap(fd, os.fstat(fd).st_size - HEADER_BYTES, offset=HEADER_BYTES)
 
     @classmethod
@@ -109,7 +55,7 @@ class StepMemory:
         return self._body[: step.num_bytes]
 
     def close(self) -> None:
-        """Close the driver's mapping. The progress table is freed with its last reference."""
+        """Close the driver's mapping. Progress table and fence are freed with their last references."""
         self._body.close()
         os.close(self.fd)
 

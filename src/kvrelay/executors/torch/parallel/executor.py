@@ -33,20 +33,26 @@ from msgspec.structs import replace as replace_struct
 
 from kvrelay.config.settings import EngineConfig, GroupConfig, RunnerConfig
 from kvrelay.core.checksums import unit_checksums
+from kvrelay.core.cores import usable_cores
 from kvrelay.core.layout import KVLayout, MemoryRegion, paged_kv
 from kvrelay.core.sampling import SamplingParams
+from kvrelay.engine.holding import num_holding_blocks
 from kvrelay.engine.step import ModelOutput, SchedulerOutput
 from kvrelay.errors import CheckpointError, ConfigError, EngineDeadError, KvrelayError, PeerLostError
+from kvrelay.executors.host_memory import OfferRanks
 from kvrelay.executors.torch.config import load_model_config
 from kvrelay.executors.torch.parallel.causes import error_of, first_cause
-from kvrelay.executors.torch.parallel.channel import ChannelClosedError, StepMemory
+from kvrelay.executors.torch.parallel.channel import StepMemory
 from kvrelay.executors.torch.parallel.messages import (
     AllocatePool,
     Answer,
     Command,
     DummyStep,
+    Prepare,
+    Question,
     RankFailed,
     RankPing,
+    ShowBlocks,
     Start,
     StepDone,
     Stop,
@@ -57,6 +63,8 @@ from kvrelay.executors.torch.parallel.messages import (
 from kvrelay.executors.torch.parallel.processes import RankProcesses
 from kvrelay.executors.torch.parallel.rank import ParallelRank, check_sizes
 from kvrelay.executors.torch.parallel.rank_progress import RankHangDetector
+from kvrelay.transfer.ranks.channel import ChannelClosedError
+from kvrelay.transfer.ranks.link import RankLink
 
 _log = logging.getLogger(__name__)
 
@@ -83,8 +91,14 @@ class ParallelExecutor:
         allocate: Callable[[int], mmap.mmap] | None = None,
         reserve: Callable[[], int] | None = None,
         group: GroupConfig | None = None,
+        holding_bytes: int = 0,
+        offer_ranks: OfferRanks | None = None,
+        *,
+        joins_pools: bool = True,
     ) -> None:
-        """Start the ranks and load the model. ``allocate`` and ``reserve``: as in ``HostMemory``.
+        """Start the ranks and load the model. ``allocate``, ``reserve``, ``offer_ranks``: as in ``HostMemory``.
+        ``joins_pools`` False: each rank's pool is memory of its own, as on CUDA. The holding area lies behind the
+        joined pools, and the ranks do not map it.
 
         Raises CheckpointError, UnsupportedModelError or ConfigError.
         """
@@ -98,6 +112,7 @@ class ParallelExecutor:
         self._failure: KvrelayError | None = None
         self._is_warm = False
         self._is_closed = False
+        self.num_spill_blocks = 0
         self._last_contact_s = 0.0
         self._drawn_slots, self._drawn_tokens = _NO_INTS, list[int]()
         self._side_lock = threading.Lock()
@@ -114,7 +129,7 @@ class ParallelExecutor:
         self._processes = RankProcesses(len(self._ranks), (self._memory.fd, self._pool_fd))
         try:
             self._connect()
-            loaded, self.num_blocks = self._load(model_dir, runner, engine)
+            loaded, self.num_blocks = self._load(model_dir, runner, engine, holding_bytes, joins_pools=joins_pools)
         except BaseException:
             self.shutdown()
             raise
@@ -122,6 +137,15 @@ class ParallelExecutor:
         self.kv_layout = self._layout(loaded.layout, config.num_kv_heads)
         self.max_model_len, self.vocab_size = facts.max_model_len, facts.vocab_size
         self.eos_token_ids, self.weights_fingerprint = facts.eos_token_ids, facts.weights_fingerprint
+        self._offers_ranks = offer_ranks is not None
+        if offer_ranks is not None:
+            offer_ranks(
+                [
+                    RankLink(str(rank), self._processes.ranks[rank.index].moves, self._kill(rank))
+                    for rank in self._ranks
+                ],
+                self._memory.fence,
+            )
 
     def __repr__(self) -> str:
         pids = ", ".join(str(rank.pid) for rank in self._processes.ranks)
@@ -131,8 +155,9 @@ class ParallelExecutor:
 
     @property
     def kv_region(self) -> MemoryRegion:
-        """On CUDA each rank's pool is on its own device, and this memory is never touched."""
-        return MemoryRegion(self._bytes.ctypes.data, self._bytes.size, is_pool=self._device == "cpu")
+        """The joined pool. If ranks have pools of their own, peers reach those through the ranks only."""
+        is_reached = self._is_joined or self._offers_ranks
+        return MemoryRegion(self._bytes.ctypes.data, self._bytes.size, self._device, is_pool=is_reached)
 
     @property
     def rank_pids(self) -> tuple[int, ...]:
@@ -178,19 +203,37 @@ class ParallelExecutor:
         """Compile the grammar on the sampling rank. Raises InvalidInputError, EngineDeadError."""
         if sampling.grammar is None:
             return
-        side = self._processes.ranks[self._sampler].side
-        try:
-            with self._side_lock:
-                side.send(sampling)
-                answer = side.receive()
-        except ChannelClosedError as exc:
-            raise EngineDeadError(f"{self._ranks[self._sampler]} does not answer: {exc}") from exc
-        if isinstance(answer, RankFailed):
-            raise error_of(answer, answer.message)
+        with self._side_lock:
+            self._ask_aside(Prepare(sampling), self._ranks[self._sampler])
 
     def checksum_blocks(self, block_ids: Sequence[int]) -> tuple[int, ...]:
+        if self._is_joined:
+            return self._checksums(block_ids)
+        with self._side_lock:
+            for rank in self._ranks:
+                self._ask_aside(ShowBlocks(list(block_ids)), rank)
+            checksums = self._checksums(block_ids)
+            self._pool.madvise(mmap.MADV_REMOVE)
+        return checksums
+
+    def _checksums(self, block_ids: Sequence[int]) -> tuple[int, ...]:
         blocks = (self._bytes[block_id] for block_id in block_ids)
         return tuple(checksum for block in blocks for checksum in unit_checksums(block, self.kv_layout))
+
+    def copy_blocks(self, source_ids: Sequence[int], target_ids: Sequence[int]) -> None:
+        for source_id, target_id in zip(source_ids, target_ids, strict=True):
+            self._bytes[target_id] = self._bytes[source_id]
+
+    def _ask_aside(self, question: Question, rank: ParallelRank) -> None:
+        """While a step may run. Under the lock. Raises what the rank raises, EngineDeadError."""
+        side = self._processes.ranks[rank.index].side
+        try:
+            side.send(question)
+            answer = side.receive()
+        except ChannelClosedError as exc:
+            raise EngineDeadError(f"{rank} does not answer: {exc}") from exc
+        if isinstance(answer, RankFailed):
+            raise error_of(answer, answer.message)
 
     def shutdown(self) -> None:
         """End the ranks. Idempotent. The pool's memory is freed with its last reference, because a transport may still
@@ -221,8 +264,10 @@ class ParallelExecutor:
             self._by_fd[rank.commands.fileno()] = number
             self._poller.register(rank.commands.fileno(), select.POLLIN)
 
-    def _load(self, model_dir: Path, runner: RunnerConfig, engine: EngineConfig) -> tuple[WeightsLoaded, int]:
-        own = replace(runner, num_threads=_threads_per_rank(runner.num_threads, len(self._ranks)))
+    def _load(
+        self, model_dir: Path, runner: RunnerConfig, engine: EngineConfig, holding_bytes: int, *, joins_pools: bool
+    ) -> tuple[WeightsLoaded, int]:
+        own = replace(runner, num_threads=threads_per_rank(runner.num_threads, len(self._ranks)))
         # A file without a name: nothing is left if this process is killed.
         store = f"/proc/{os.getpid()}/fd/{self._store_fd}"
         for rank in self._ranks:
@@ -231,9 +276,13 @@ class ParallelExecutor:
         loaded = [answer for rank in self._ranks if isinstance(answer := answers[rank.index], WeightsLoaded)]
         facts, num_blocks = loaded[0], min(each.max_blocks for each in loaded)
         require_agreement(self._ranks, loaded)
-        self._pool = self._map_pool(num_blocks * len(self._ranks) * facts.layout.block_bytes)
-        self._bytes = np.frombuffer(self._pool, dtype=np.uint8).reshape(num_blocks, -1)
-        self._tell_all(AllocatePool(num_blocks))
+        self._is_joined = joins_pools and facts.device == "cpu"
+        block_bytes = len(self._ranks) * facts.layout.block_bytes
+        self.num_holding_blocks = num_holding_blocks(holding_bytes if self._is_joined else 0, block_bytes, num_blocks)
+        num_all_blocks = num_blocks + self.num_holding_blocks
+        self._pool = self._map_pool(num_all_blocks * block_bytes)
+        self._bytes = np.frombuffer(self._pool, dtype=np.uint8).reshape(num_all_blocks, -1)
+        self._tell_all(AllocatePool(num_blocks, self._is_joined))
         self._collect()
         return facts, num_blocks
 
@@ -302,6 +351,9 @@ class ParallelExecutor:
         self._last_contact_s = time.monotonic()
         return answers
 
+    def _kill(self, rank: ParallelRank) -> Callable[[], None]:
+        return lambda: self._processes.kill_one(rank.index, KILL_WAIT_S)
+
     # -- failure ------------------------------------------------------------------------------------------------------
 
     def _fail(self, failed: dict[int, RankFailed], hung: Sequence[int] = ()) -> NoReturn:
@@ -350,8 +402,8 @@ def require_agreement(ranks: Sequence[ParallelRank], loaded: Sequence[WeightsLoa
             raise CheckpointError(f"{rank} has loaded another model than {ranks[0]}: {facts}, not {loaded[0]}")
 
 
-def _threads_per_rank(requested: int, num_ranks: int) -> int:
+def threads_per_rank(requested: int, num_ranks: int) -> int:
     """The ranks share the worker's threads, of which there are at most as many as cores. Each rank gets at least
     one."""
-    cores = len(os.sched_getaffinity(0))
+    cores = len(usable_cores())
     return max(1, min(requested or cores, cores) // num_ranks)

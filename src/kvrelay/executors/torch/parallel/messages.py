@@ -7,6 +7,11 @@ driver ──RunStep──> rank       a step lies in shared memory    rank ─�
 driver ──DummyStep──> rank     a step without a batch          rank ──StepDone──> driver
 driver ──RankPing──> rank      between two steps               rank ──RankReady──> driver
 driver ──Stop──> rank                                          rank ──RankFailed──> driver      in place of any answer
+
+On the side, while a step runs:
+driver ──Prepare──> rank       compile a grammar               rank ──RankReady──> driver
+driver ──ShowBlocks──> rank    copy blocks where they can be   rank ──RankReady──> driver
+                               read, from a pool that is not
 """
 
 from __future__ import annotations
@@ -38,7 +43,10 @@ class Start(msgspec.Struct, frozen=True, tag=True):
 
 
 class AllocatePool(msgspec.Struct, frozen=True, tag=True):
+    """``is_joined``: in the memory that the driver has mapped, beside the other ranks' pools."""
+
     num_blocks: int
+    is_joined: bool
 
 
 class WarmUp(msgspec.Struct, frozen=True, tag=True):
@@ -63,6 +71,18 @@ class RankPing(msgspec.Struct, frozen=True, tag=True):
 class Stop(msgspec.Struct, frozen=True, tag=True):
     pass
 
+
+class Prepare(msgspec.Struct, frozen=True, tag=True):
+    sampling: SamplingParams
+
+
+class ShowBlocks(msgspec.Struct, frozen=True, tag=True):
+    """Into the joined pool's memory, at their place there."""
+
+    block_ids: list[int]
+
+
+Question = Prepare | ShowBlocks
 
 Command = Start | AllocatePool | WarmUp | RunStep | DummyStep | RankPing | Stop
 

@@ -14,23 +14,28 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvrelay.errors import FatalError
-from kvrelay.executors.torch.parallel.channel import Channel
 from kvrelay.executors.torch.parallel.messages import Answer, RankFailed, RankReady
+from kvrelay.transfer.ranks.channel import Channel
+from kvrelay.transfer.ranks.messages import FromRank
 
 MODULE = "kvrelay.executors.torch.parallel"
+_REAP_PAUSE_S = 0.005
 
 
 @dataclass(frozen=True, slots=True)
 class RankProcess:
-    """``commands``: commands and their answers. ``side``: questions that are answered while a step runs."""
+    """``commands``: commands and their answers. ``side``: questions that are answered while a step runs. ``moves``:
+    orders to move KV."""
 
     process: subprocess.Popen[bytes]
     commands: Channel[Answer]
     side: Channel[RankReady | RankFailed]
+    moves: Channel[FromRank]
 
     @property
     def pid(self) -> int:
@@ -67,6 +72,16 @@ class RankProcesses:
                 if rank.process.returncode is None:
                     rank.process.kill()
 
+    def kill_one(self, index: int, timeout_s: float) -> None:
+        """Kill one rank, and wait until it has ended. From any thread."""
+        rank = self.ranks[index]
+        with self._lock:
+            if rank.process.returncode is None:
+                rank.process.kill()
+        deadline_s = time.monotonic() + timeout_s
+        while rank.ending is None and time.monotonic() < deadline_s:
+            time.sleep(_REAP_PAUSE_S)
+
     def wait(self, timeout_s: float) -> bool:
         """Wait until all have ended. False if they have not ended in time."""
         self._thread.join(timeout_s)
@@ -76,6 +91,7 @@ class RankProcesses:
         for rank in self.ranks:
             rank.commands.close()
             rank.side.close()
+            rank.moves.close()
 
     def _run(self, count: int) -> None:
         try:
@@ -90,11 +106,14 @@ class RankProcesses:
     def _start(self) -> RankProcess:
         ours, theirs = socket.socketpair()
         our_side, their_side = socket.socketpair()
-        with theirs, their_side:
-            inherited = (theirs.fileno(), their_side.fileno(), *self._fds)
+        our_moves, their_moves = socket.socketpair()
+        with theirs, their_side, their_moves:
+            inherited = (theirs.fileno(), their_side.fileno(), their_moves.fileno(), *self._fds)
             command = [sys.executable, "-m", MODULE, str(os.getpid()), *(str(fd) for fd in inherited)]
             process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=inherited)
-        return RankProcess(process, Channel(ours, Answer), Channel(our_side, RankReady | RankFailed))
+        return RankProcess(
+            process, Channel(ours, Answer), Channel(our_side, RankReady | RankFailed), Channel(our_moves, FromRank)
+        )
 
     def _reap(self) -> None:
         poller = select.poll()

@@ -1,7 +1,7 @@
 """One rank: a process that holds its share of the model and runs the driver's commands until either ends.
 
-``__main__`` runs it. It waits for commands in ``recv``. A side thread of the sampling rank compiles grammars meanwhile.
-After an error the process sends one message to the driver and ends.
+``__main__`` runs it. It waits for commands in ``recv``. Meanwhile one thread answers the driver's questions,
+and one moves KV. After an error the process sends one message to the driver and ends.
 """
 
 from __future__ import annotations
@@ -11,22 +11,24 @@ import mmap
 import signal
 import socket
 import threading
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
+from kvrelay.config import WorkerRole
 from kvrelay.config.byte_sizes import parse_bytes
 from kvrelay.core.layout import KVLayout
-from kvrelay.core.sampling import SamplingParams
 from kvrelay.dp.addresses import GroupAddress
 from kvrelay.errors import ConfigError, KvrelayError, PeerLostError
 from kvrelay.executors.torch.build import build_model_runner
 from kvrelay.executors.torch.config import ModelFacts
 from kvrelay.executors.torch.kv_pool import KvPool, auto_pool_bytes, decide_num_blocks
 from kvrelay.executors.torch.model_runner import ModelRunner
-from kvrelay.executors.torch.parallel.channel import Channel, ChannelClosedError, StepMemory
+from kvrelay.executors.torch.parallel.channel import StepMemory
 from kvrelay.executors.torch.parallel.collectives import Groups, file_store, tcp_store
 from kvrelay.executors.torch.parallel.experts import ExpertGroup, ExpertSeat
 from kvrelay.executors.torch.parallel.following import FollowingRunner
@@ -34,6 +36,8 @@ from kvrelay.executors.torch.parallel.messages import (
     AllocatePool,
     Command,
     DummyStep,
+    Prepare,
+    Question,
     RankFailed,
     RankPing,
     RankReady,
@@ -50,6 +54,10 @@ from kvrelay.executors.torch.parallel.micro_batches import merge, split
 from kvrelay.executors.torch.parallel.processes import end_with_parent
 from kvrelay.executors.torch.parallel.rank import ParallelRank
 from kvrelay.executors.torch.parallel.rank_progress import RankProgress
+from kvrelay.transfer.rank_map import InstanceSizes, place_rank
+from kvrelay.transfer.ranks.channel import Channel, ChannelClosedError
+from kvrelay.transfer.ranks.messages import ToRank
+from kvrelay.transfer.ranks.mover import RankMover
 
 _log = logging.getLogger(__name__)
 
@@ -73,6 +81,9 @@ class RankShard:
         self._start = start
         self._commands = commands
         self._pool_fd = pool_fd
+        self._own_pool: KvPool | None = None
+        self._shown = np.zeros((0, self.rank.num_ranks, 0), dtype=np.uint8)
+        """The joined pool's memory, which has nothing but blocks that the driver asks for if pools are not joined."""
 
     def join(self, device: torch.device) -> tuple[Groups, ExpertGroup | None]:
         """The rank's collectives, and those of experts that are spread over more ranks. Raises PeerLostError."""
@@ -105,13 +116,21 @@ class RankShard:
         command = self._commands.receive()
         if not isinstance(command, AllocatePool):
             raise ChannelClosedError("stopped while loading")
-        if device.type != "cpu":
-            return KvPool(layout, command.num_blocks, device, dtype)
         num_ranks = self.rank.num_ranks
-        self.block_factor, self.block_offset = num_ranks, self.rank.index
         num_blocks = command.num_blocks * num_ranks
-        memory = mmap.mmap(self._pool_fd, num_blocks * layout.block_bytes)
-        return KvPool(layout, num_blocks, device, dtype, memory=memory)
+        joined = mmap.mmap(self._pool_fd, num_blocks * layout.block_bytes)
+        if not command.is_joined:
+            self._shown = np.frombuffer(joined, dtype=np.uint8).reshape(command.num_blocks, num_ranks, -1)
+            self._own_pool = KvPool(layout, command.num_blocks, device, dtype)
+            return self._own_pool
+        self.block_factor, self.block_offset = num_ranks, self.rank.index
+        return KvPool(layout, num_blocks, device, dtype, memory=joined)
+
+    def show(self, block_ids: Sequence[int]) -> None:
+        """Copy this rank's parts of blocks from its own pool to where the driver can read them."""
+        assert self._own_pool is not None
+        for block_id in block_ids:
+            self._shown[block_id, self.rank.index] = self._own_pool.block(block_id)
 
     def _max_blocks(self, layout: KVLayout, device: torch.device) -> int:
         engine, num_ranks = self._start.engine, self.rank.num_ranks
@@ -131,9 +150,20 @@ class Rank:
         _choose_device(start, self._shard.rank)
         self.runner: ModelRunner = build_model_runner(Path(start.model_dir), start.runner, start.engine, self._shard)
 
-    @property
-    def samples(self) -> bool:
-        return self._shard.rank.samples
+    def mover(self, channel: Channel[ToRank], pool_fd: int) -> RankMover:
+        """What moves this rank's KV. On the CPU its memory is the worker's whole pool."""
+        shard, runner = self._shard, self.runner
+        own = InstanceSizes(1, shard.rank.tp_size, shard.rank.pp_size)
+        part_bytes = runner.kv_layout.block_bytes
+        return RankMover(
+            channel,
+            self._memory.fence,
+            runner.kv_region,
+            begin=shard.block_offset * part_bytes,
+            stride=shard.block_factor * part_bytes,
+            pool_fd=pool_fd,
+            port_offset=place_rank(own, own, WorkerRole.PREFILL, 0, shard.rank.index).port_offset,
+        )
 
     def serve(self) -> None:
         """Raises ChannelClosedError if the driver is gone, and whatever a step raises."""
@@ -156,6 +186,21 @@ class Rank:
                     return
                 case _:
                     raise ChannelClosedError(f"{type(command).__name__} is out of order")
+
+    def answer(self, side: Channel[Question]) -> None:
+        """The driver's questions, on a separate thread."""
+        with suppress(ChannelClosedError):
+            while True:
+                question = side.receive()
+                try:
+                    if isinstance(question, Prepare):
+                        self.runner.prepare(question.sampling)
+                    else:
+                        self._shard.show(question.block_ids)
+                except KvrelayError as exc:
+                    side.send(_failed(exc))
+                else:
+                    side.send(RankReady())
 
     def _step(self, command: RunStep) -> StepDone:
         shard, runner = self._shard, self.runner
@@ -189,25 +234,12 @@ def _choose_device(start: Start, rank: ParallelRank) -> None:
     torch.cuda.set_device(rank.index)
 
 
-def _prepare(side: Channel[SamplingParams], runner: ModelRunner) -> None:
-    """Compile grammars for the driver, in a separate thread."""
-    with suppress(ChannelClosedError):
-        while True:
-            sampling = side.receive()
-            try:
-                runner.prepare(sampling)
-            except KvrelayError as exc:
-                side.send(_failed(exc))
-            else:
-                side.send(RankReady())
-
-
 def _failed(exc: BaseException) -> RankFailed:
     message = exc.message if isinstance(exc, KvrelayError) else repr(exc)
     return RankFailed(type(exc).__name__, message, isinstance(exc, PeerLostError))
 
 
-def run(parent_pid: int, commands_fd: int, side_fd: int, step_fd: int, pool_fd: int) -> int:
+def run(parent_pid: int, commands_fd: int, side_fd: int, moves_fd: int, step_fd: int, pool_fd: int) -> int:
     """Returns the exit code: 0 if the driver has sent Stop or is gone."""
     end_with_parent(parent_pid)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -216,14 +248,14 @@ def run(parent_pid: int, commands_fd: int, side_fd: int, step_fd: int, pool_fd: 
         signal.signal(number, signal.SIG_IGN)
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     commands: Channel[Command] = Channel(socket.socket(fileno=commands_fd), Command)
-    side: Channel[SamplingParams] = Channel(socket.socket(fileno=side_fd), SamplingParams)
+    side: Channel[Question] = Channel(socket.socket(fileno=side_fd), Question)
     try:
         start = commands.receive()
         if not isinstance(start, Start):
             return 0
         rank = Rank(start, commands, StepMemory(step_fd, start.runner.tp * start.runner.pp), pool_fd)
-        if rank.samples:
-            threading.Thread(target=_prepare, args=(side, rank.runner), name="prepare", daemon=True).start()
+        rank.mover(Channel(socket.socket(fileno=moves_fd), ToRank), pool_fd).start()
+        threading.Thread(target=rank.answer, args=(side,), name="side", daemon=True).start()
         rank.serve()
     except ChannelClosedError:
         return 0
