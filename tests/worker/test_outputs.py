@@ -104,7 +104,7 @@ async def test_steps_that_the_loop_is_behind_with_are_sent_together() -> None:
         begin = threading.Event()
         node.engine.post(lambda _: begin.wait(60.0))
         client.send("a", prompt(20), max_tokens=8)
-        await client.until(lambda: node.worker.inspect().num_requests == 1)
+        await c.until(lambda: node.worker.inspect().num_requests == 1)
         for position in range(3):
             node.worker.decode.hand_on([TokenOutput("a", (position,), position=position)])
         await client.until(lambda: client.tokens.get("a") == [0, 1, 2])
