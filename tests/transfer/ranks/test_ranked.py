@@ -22,7 +22,7 @@ from kvrelay.transfer.base import Notification, Post, PostEnd, Transport
 from kvrelay.transfer.pieces import NO_PIECES, block_pieces
 from kvrelay.transfer.ranks.build import build_ranked_transport
 from kvrelay.transfer.ranks.channel import Channel
-from kvrelay.transfer.ranks.link import RankLink, RankLinks
+from kvrelay.transfer.ranks.link import RankLink, RankLinks, RankTransport
 from kvrelay.transfer.ranks.messages import FromRank, RankMemory
 from kvrelay.transfer.ranks.transport import RankedTransport
 from kvrelay.transfer.shm.memory import SharedPoolMemory
