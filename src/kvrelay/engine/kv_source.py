@@ -156,6 +156,8 @@ class Arriving:
                 del self._of_hash[block]
 
     def find(self, request: Request, first_block: int) -> Hit | None:
+        if not self._loads:
+            return None
         wanted = request.sequence_hashes[first_block : (len(request.token_ids) - 1) // self._block_size]
         loader = self._of_hash.get(wanted[0]) if wanted else None
         if loader is None:
