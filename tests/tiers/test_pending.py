@@ -174,14 +174,14 @@ def test_blocks_are_told_when_they_are_written_and_when_they_are_gone(kind: str,
         assert engine.tiers.settle(PATIENCE_S)
         engine.core.drain_events()
         told = known.held.get(kind, set())
-        return bool(told) and all(store.holds(block) for block in told)
+        # A disk's own thread removes what gives way.
+        return 0 < len(told) <= 16 and all(store.holds(block) for block in told)
 
     try:
         for number in range(1, 8):
             engine.ask(prompt_of(number))
         until(is_true)
         assert known.held[None] == set(engine.core.cached_hashes())
-        assert 0 < len(known.held[kind]) <= 16, "those that gave way were told"
         engine.core.clear_cache()
 
         def is_forgotten() -> bool:
