@@ -19,6 +19,7 @@ SCRIPTS = {
     "router": ("router:router", "The router's parts, a peer's index, and policies over traces."),
     "hand-off": ("hand_off:hand_off", "What hand-offs cost first tokens and decode steps."),
     "layouts": ("layouts:layouts", "What unlike layouts cost a transport: strided beside staged."),
+    "ranks": ("ranks:ranks", "KV that each rank moves beside KV that one process moves for all."),
     "engine-turns": ("engine_turns:engine_turns", "What grammars cost an engine, and ranks beside threads."),
     "p2p": ("p2p:p2p", "Transport p2p beside nixl, shm and raw gloo."),
     "p2p-peers": ("p2p_peers:p2p_peers", "What each peer of transport p2p costs."),
