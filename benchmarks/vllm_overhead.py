@@ -1,10 +1,12 @@
-"""What kvrelay costs in front of a vLLM server: the same server with and without it, in turn, in one run.
+"""What kvrelay costs over vLLM: vLLM's own server, with and without kvrelay in front of it, and vLLM in a kvrelay
+worker, in turn, in one run.
 
     .venv-vllm/bin/python -m benchmarks.vllm_overhead MODEL [--rounds 3] [--at-once 1 16] [--output-tokens 64]
 
-One vLLM server runs all the time; ``kvrelay serve --engine openai`` stands in front of it. Each turn sends prompts of
-its own, so that none is in a cache. The last two columns are kvrelay's ratio of throughput, and its additional time to
-the first token, by the medians of the rounds.
+One vLLM server runs all the time; ``kvrelay serve --engine openai`` stands in front of it. ``kvrelay serve --engine
+vllm`` has a vLLM of its own, which computes on the same cores while the other one is idle. Each turn sends prompts of
+its own, so that none is in a cache. The last two columns are the ratio of throughput to vLLM's own server, and the
+additional time to the first token, by the medians of the rounds.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import shlex
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 from benchmarks.loads import figures, fixed_load, measure_load
@@ -31,22 +34,33 @@ FIGURES = {
     "failed": "failed",
 }
 WARM_UP = 8
+BLOCK_SIZE = 32
+PLAIN, FRONT, WITHIN = "vLLM", "kvrelay in front of it", "vLLM in kvrelay"
 
 
 async def measure(given: argparse.Namespace, log_dir: Path) -> list[dict[str, str]]:
     python, model = shlex.quote(sys.executable), shlex.quote(given.model)
     tool = shlex.quote(str(Path(__file__).parents[1] / "tools/vllm_servers.py"))
-    cores = f"--cores {shlex.quote(given.cores)}" if given.cores else ""
-    plain = Case(
-        "vLLM", command=f"{python} {tool} {model} --port {{port}} {cores} -- --dtype {given.dtype} {given.vllm_args}"
+    cores = shlex.quote(given.cores)
+    limits = f"--dtype {given.dtype} --max-model-len {given.max_model_len}"
+    here = f"{tool} {model} --port {{port}} {f'--cores {cores}' if given.cores else ''}"
+    plain = Case(PLAIN, command=f"{python} {here} -- {limits} --block-size {BLOCK_SIZE} {given.vllm_args}")
+    serve = f"{python} -m kvrelay serve {model} --port {{port}}"
+    within = (
+        f"{serve} --engine vllm --prefill 0 --decode 1 --enforce-eager {limits} --block-size {BLOCK_SIZE} "
+        f"--kv-cache-memory 1GiB --engine-args '{{\"block_size\": {BLOCK_SIZE}}}' "
+        f"{f'--engine-cores {cores}' if given.cores else ''}"
     )
     rows: list[dict[str, str]] = []
-    async with running(plain, log_dir, TIMES) as vllm:
-        front = f"{python} -m kvrelay serve {model} --engine openai --upstream http://127.0.0.1:{vllm.port}"
-        async with running(Case("kvrelay", command=f"{front} --port {{port}}"), log_dir, TIMES) as kvrelay:
-            for at_once in given.at_once:
-                found = await _turns({"vLLM": vllm, "kvrelay": kvrelay}, at_once, given)
-                rows.append({"at once": str(at_once), **_compared(found["vLLM"], found["kvrelay"])})
+    async with AsyncExitStack() as stack:
+        vllm = await stack.enter_async_context(running(plain, log_dir, TIMES))
+        front = Case(FRONT, command=f"{serve} --engine openai --upstream http://127.0.0.1:{vllm.port}")
+        targets = {PLAIN: vllm}
+        for case in (front, Case(WITHIN, command=within)):
+            targets[case.name] = await stack.enter_async_context(running(case, log_dir, TIMES))
+        for at_once in given.at_once:
+            found = await _turns(targets, at_once, given)
+            rows += [_compared(at_once, name, row, found[PLAIN]) for name, row in found.items()]
     return rows
 
 
@@ -65,15 +79,16 @@ async def _turns(targets: dict[str, Target], at_once: int, given: argparse.Names
     return {row["case"]: row for row in summarise(turns, {"failed": sum})}
 
 
-def _compared(plain: Row, ours: Row) -> dict[str, str]:
+def _compared(at_once: int, name: str, row: Row, plain: Row) -> dict[str, str]:
     return {
-        "vLLM tok/s": f"{plain['tokens_per_s']:.0f}",
-        "kvrelay tok/s": f"{ours['tokens_per_s']:.0f}",
-        "vLLM TTFT P50 ms": f"{plain['ttft_s'] * 1e3:.1f}",
-        "kvrelay TTFT P50 ms": f"{ours['ttft_s'] * 1e3:.1f}",
-        "failed": f"{plain['failed'] + ours['failed']:.0f}",
-        "throughput": f"{ours['tokens_per_s'] / plain['tokens_per_s']:.3f}",
-        "first token ms": f"{(ours['ttft_s'] - plain['ttft_s']) * 1e3:+.1f}",
+        "at once": str(at_once),
+        "case": name,
+        "tok/s": f"{row['tokens_per_s']:.0f}",
+        "TTFT P50 ms": f"{row['ttft_s'] * 1e3:.1f}",
+        "ITL P50 ms": f"{row['itl_s'] * 1e3:.1f}",
+        "failed": f"{row['failed']:.0f}",
+        "throughput": f"{row['tokens_per_s'] / plain['tokens_per_s']:.3f}",
+        "first token ms": f"{(row['ttft_s'] - plain['ttft_s']) * 1e3:+.1f}",
     }
 
 
@@ -86,8 +101,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--input-tokens", type=int, default=128)
     parser.add_argument("--output-tokens", type=int, default=64)
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--cores", help="those that vLLM computes on; default: all, also beside kvrelay's processes")
-    parser.add_argument("--vllm-args", default="--max-model-len 2048", help="further arguments of vLLM")
+    parser.add_argument("--max-model-len", type=int, default=2048)
+    parser.add_argument("--cores", default="", help="those that vLLM computes on; default: all")
+    parser.add_argument("--vllm-args", default="", help="further arguments of vLLM's own server")
     given = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as logs:
         rows = asyncio.run(measure(given, Path(logs)))

@@ -8,7 +8,7 @@ the server settle, and then reads the kernel's counters twice; it also tells of 
 
 The second starts a NATS server, mock workers (half of them prefill) and, if asked for, a frontend; waits until all are
 registered and have settled; then counts. The figures are those of the server's own counters and of the kernel. On a
-busy machine CPU times are higher, message counts are not.
+busy machine CPU times are higher; messages and wake-ups (threads that had waited) are not.
 """
 
 from __future__ import annotations
@@ -105,6 +105,14 @@ def report(before: dict[tuple[int, int], float], after: dict[tuple[int, int], fl
     yield f"{sum(share for (_, thread), share in shares.items() if not thread):6.2f} %  of a core in all"
 
 
+def wake_ups(pids: Sequence[int]) -> int:
+    """How often threads of these processes have waited so far: the same on a busy machine as on an idle one."""
+    tasks = [task for pid in pids for task in Path(f"/proc/{pid}/task").iterdir()]
+    return sum(
+        int((task / "status").read_text().partition("\nvoluntary_ctxt_switches:")[2].split()[0]) for task in tasks
+    )
+
+
 def wait_for_ports(directory: Path, pid: int) -> tuple[str, str]:
     """The server's addresses for clients and for monitoring."""
     path = directory / f"nats-server_{pid}.ports"
@@ -140,32 +148,47 @@ def measure_traffic(num_workers: int, seconds: float, *, with_frontend: bool) ->
         command += ["-sd", str(directory / "js"), "--ports_file_dir", str(directory)]
         nats = stack.enter_context(running(command, directory / "nats.log"))
         control, monitoring = wait_for_ports(directory, nats.pid)
-        ours = [sys.executable, "-m", "kvrelay"]
+        kvrelay = [sys.executable, "-m", "kvrelay"]
         workers = []
         for number in range(num_workers):
             role = "prefill" if number % 2 == 0 else "decode"
-            command = [*ours, "worker", "--control", control, "--engine", "mock", "--num-blocks", "256", "--role", role]
+            command = [
+                *kvrelay,
+                "worker",
+                "--control",
+                control,
+                "--engine",
+                "mock",
+                "--num-blocks",
+                "256",
+                "--role",
+                role,
+            ]
             workers.append(stack.enter_context(running(command, directory / f"worker-{number}.log")))
         frontends = []
         if with_frontend:
-            command = [*ours, "frontend", "--control", control, "--port", "0"]
+            command = [*kvrelay, "frontend", "--control", control, "--port", "0"]
             frontends.append(stack.enter_context(running(command, directory / "frontend.log")))
         asyncio.run(wait_for_workers(control, num_workers))
         time.sleep(SETTLE_S)
         pids = [process.pid for process in (nats, *frontends, *workers)]
+        of_workers = [process.pid for process in workers]
+        woken = [-wake_ups(some) for some in (pids[:1], of_workers)]
         before, start_s = traffic(monitoring, pids), time.monotonic()
         time.sleep(seconds)
         after, took_s = traffic(monitoring, pids), time.monotonic() - start_s
+        woken = [(count + wake_ups(some)) / took_s for count, some in zip(woken, (pids[:1], of_workers), strict=True)]
         into, out = ((after[index] - before[index]) / took_s for index in (0, 1))
         shares = [100 * (now - then) / took_s for now, then in zip(after[2], before[2], strict=True)]
-        of_workers = shares[1 + len(frontends) :]
-        prefill, decode = of_workers[::2], of_workers[1::2]
+        ours = shares[1 + len(frontends) :]
+        prefill, decode = ours[::2], ours[1::2]
         server, frontend = shares[0], sum(shares[1 : 1 + len(frontends)])
         return (
             f"{num_workers} workers: {into:.1f} messages/s in, {out:.1f} out; "
-            f"CPU in % of a core: server {server:.2f}, frontend {frontend:.2f}, workers {sum(of_workers):.2f} "
+            f"CPU in % of a core: server {server:.2f}, frontend {frontend:.2f}, workers {sum(ours):.2f} "
             f"(a prefill worker {sum(prefill) / max(len(prefill), 1):.3f}, a decode worker "
-            f"{sum(decode) / max(len(decode), 1):.3f})"
+            f"{sum(decode) / max(len(decode), 1):.3f}), server and workers {server + sum(ours):.2f}; "
+            f"wake-ups/s: server {woken[0]:.0f}, workers {woken[1]:.0f}"
         )
 
 

@@ -4,8 +4,9 @@
     python tools/vllm_servers.py MODEL --port 8001 --pair [-- vLLM arguments]
 
 The pair is two servers on a core each, with vLLM's NIXL connector, behind a proxy that asks one after the other, as in
-vLLM's own examples. Tuned by hand means: a progress thread in NIXL that sleeps, computing threads bound to their cores
-again after vLLM's connector has moved them, and the libraries preloaded that vLLM's build for CPUs wants.
+vLLM's own examples. Tuned by hand means: a progress thread in NIXL that sleeps, computing threads on their cores again
+after vLLM's connector has moved them, and the libraries preloaded that vLLM's build for CPUs wants. The number of
+computing threads, and how long they spin, are those of a kvrelay worker.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import aiohttp
 import psutil
 from aiohttp import web
 
+from kvrelay.engines.vllm.cores import parse_cores, thread_environment
 from kvrelay.engines.vllm.library import preloaded_libraries
 
 TRANSFER = {
@@ -51,7 +53,8 @@ POLL_S = 0.2
 
 def server_command(model: str, port: int, cores: str, more: Sequence[str], side_port: int | None = None) -> list[str]:
     """The command line of one server, with its environment. With ``side_port`` it exchanges KV."""
-    values = {**ENVIRONMENT, "VLLM_CPU_OMP_THREADS_BIND": cores, "LD_PRELOAD": ":".join(preloaded_libraries())}
+    threads = thread_environment(parse_cores(cores), 1)
+    values = {**ENVIRONMENT, **threads, "LD_PRELOAD": ":".join(preloaded_libraries())}
     words = ["--model", model, "--host", "127.0.0.1", "--port", str(port), "--served-model-name", "m"]
     if side_port is not None:
         values["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(side_port)

@@ -214,6 +214,24 @@ class PrefillQueueContract:
 
         run(open_server, scenario)
 
+    def test_an_urgent_entry_goes_to_an_idle_consumer_at_once(self, open_server: OpenServer) -> None:
+        """Also if the one before it has not yet reached another idle consumer."""
+
+        async def scenario(server: QueueServer) -> None:
+            decode, one, two = await server.connect(), await server.connect(), await server.connect()
+            waiting = [asyncio.create_task(queue.pull(PARTITION, PATIENCE_S)) for queue in (one, two)]
+            await asyncio.sleep(0.2)
+            await decode.push(prefill("normal"))
+            await decode.push(prefill("urgent", priority=-1))
+            async with asyncio.timeout(server.ack_wait_s / 2):
+                deliveries = await asyncio.gather(*waiting)
+            assert {item.request.request_id for item in deliveries if item is not None} == {"normal", "urgent"}
+            for delivery in deliveries:
+                assert delivery is not None
+                await delivery.ack()
+
+        run(open_server, scenario)
+
     def test_size_counts_entries_not_yet_pulled(self, open_server: OpenServer) -> None:
         async def scenario(server: QueueServer) -> None:
             decode, one = await server.connect(), await server.connect()

@@ -70,10 +70,10 @@ def answers(executor: Executor, seed: int, chunk: int) -> list[list[int]]:
 
 
 def memory(executor: Executor) -> np.ndarray:
-    """The pool's bytes, [num_blocks, block_bytes], as a transport sees them."""
+    """The bytes of pool and holding area, [block, block_bytes], as a transport sees them."""
     region = executor.kv_region
     raw = (ctypes.c_uint8 * region.num_bytes).from_address(region.address)
-    return np.frombuffer(raw, dtype=np.uint8).reshape(executor.num_blocks, -1)
+    return np.frombuffer(raw, dtype=np.uint8).reshape(executor.num_blocks + executor.num_holding_blocks, -1)
 
 
 def test_the_pool_is_what_the_layout_says(executor: Executor) -> None:
@@ -128,6 +128,22 @@ def test_kv_that_was_copied_block_by_block_goes_on_elsewhere(pair: tuple[Executo
     assert decode.checksum_blocks(blocks[: length // 16]) == prefill.checksum_blocks(first.blocks[: length // 16])
     second = there.add(0, [*prompt, expected[0]], computed=length, blocks=blocks, num_prompt=length)
     assert there.run_to_end([second], 5)[0] == expected[1:]
+
+
+@pytest.mark.parametrize("length", [16, 40])
+def test_kv_that_was_in_the_holding_area_goes_on(executor: Executor, length: int) -> None:
+    (prompt,) = random_prompts((length,), executor.vocab_size - 8, length)
+    harness = Harness(executor, 6)
+    first = harness.add(0, prompt)
+    expected = harness.run_to_end([first], 6)[0]
+    num_blocks = -(-length // 16)
+    held, blocks = [96 + number for number in range(num_blocks)], list(range(50, 50 + num_blocks))
+    executor.copy_blocks(first.blocks[:num_blocks], held)
+    assert executor.checksum_blocks(held) == executor.checksum_blocks(first.blocks[:num_blocks])
+    memory(executor)[:96] = 0
+    executor.copy_blocks(held, blocks)
+    second = harness.add(0, [*prompt, expected[0]], computed=length, blocks=blocks, num_prompt=length)
+    assert harness.run_to_end([second], 5)[0] == expected[1:]
 
 
 def test_a_checksum_sees_every_byte_of_its_block(executor: Executor) -> None:

@@ -18,7 +18,7 @@ from kvrelay.control.base import Keys
 from kvrelay.control.nats.bucket import Bucket
 from kvrelay.control.nats.connection import NatsConnection, NatsMessage
 from kvrelay.control.nats.discovery import NatsDiscovery
-from kvrelay.control.nats.jetstream import JetStream
+from kvrelay.control.nats.jetstream import JetStream, JetStreamError
 from kvrelay.control.nats.keeper_election import KeeperState
 from kvrelay.control.nats.lease import NatsLease
 from kvrelay.control.nats.prefill_queue import NatsPrefillQueue
@@ -202,6 +202,38 @@ def test_entries_of_one_class_are_pulled_and_counted_without_a_look_at_the_other
             await urgent.ack()
 
     asyncio.run(scenario())
+
+
+def test_an_urgent_entry_goes_where_idle_workers_wait_whatever_else_waits(nats: NatsServerProcess) -> None:
+    """An entry of another class that no worker has seen yet is one of fewer entries than workers."""
+
+    async def scenario() -> None:
+        async with AsyncExitStack() as stack:
+            connection = await NatsConnection.connect(nats.url, 10.0)
+            stack.push_async_callback(connection.close)
+            queue, stream = NatsPrefillQueue(connection, "rush", ack_wait_s=2 * PATIENCE_S), JetStream(connection)
+            waiting = [asyncio.create_task(queue.pull(PARTITION, 2 * PATIENCE_S)) for _ in range(2)]
+            consumer = "kvrelay_rush_prefill", f"prefill_{PARTITION}"
+            while await num_waiting(stream, *consumer) < 2:
+                await asyncio.sleep(0.02)
+            await stream.publish(f"kvrelay.rush.prefill.queue.{PARTITION}=high", b"not seen yet")
+            await queue.push(prefill("urgent", priority=-1))
+            done, left = await asyncio.wait(waiting, timeout=PATIENCE_S, return_when=asyncio.FIRST_COMPLETED)
+            delivery = done.pop().result()
+            assert delivery is not None
+            assert delivery.request.request_id == "urgent"
+            await delivery.ack()
+            left.pop().cancel()
+            await queue.close()
+
+    asyncio.run(scenario())
+
+
+async def num_waiting(stream: JetStream, name: str, consumer: str) -> int:
+    try:
+        return (await stream.consumer_info(name, consumer)).num_waiting
+    except JetStreamError:
+        return 0
 
 
 def test_what_is_stored_does_not_grow_while_nothing_changes(nats: NatsServerProcess) -> None:

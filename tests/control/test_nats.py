@@ -194,6 +194,43 @@ def test_leaving_while_the_server_is_away(tmp_path: Path, answers: bytes) -> Non
     asyncio.run(scenario())
 
 
+async def test_only_a_silent_server_is_pinged_and_one_that_does_not_answer_is_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvrelay.control.nats.connection.PING_INTERVAL_S", 1.0)
+    pings, talks, answers = 0, True, True
+    is_left = asyncio.Event()
+
+    async def talk(writer: asyncio.StreamWriter) -> None:
+        while talks:
+            writer.write(b"PING\r\n")
+            await asyncio.sleep(0.05)
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal pings
+        writer.write(b'INFO {"server_id":"x","version":"2.11.0","max_payload":1000,"proto":1,"headers":true}\r\n')
+        talking = None
+        while line := await reader.readline():
+            pings += line == b"PING\r\n"
+            if line == b"PING\r\n" and answers:
+                writer.write(b"PONG\r\n")
+                talking = talking or asyncio.create_task(talk(writer))
+        is_left.set()
+        writer.close()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        connection = await NatsConnection.connect(f"nats://127.0.0.1:{port}", PATIENCE_S)
+        await asyncio.sleep(2.5)
+        assert pings == 1, "of the login"
+        talks = False
+        await eventually(lambda: pings >= 4)
+        assert connection.is_connected
+        answers = False
+        await asyncio.wait_for(is_left.wait(), PATIENCE_S)
+        await connection.close()
+
+
 @pytest.mark.parametrize("error", [asyncio.CancelledError(), AttributeError("writelines"), ConnectionResetError()])
 def test_errors_of_the_library_on_closing_are_swallowed(nats: NatsServerProcess, error: BaseException) -> None:
     async def scenario() -> None:

@@ -28,6 +28,8 @@ def build_engine(
     exclusive_prefill: bool = False,
     worker_id: str = "d",
     clock: ManualClock | None = None,
+    num_holding_blocks: int = 0,
+    num_spill_blocks: int = 0,
 ) -> EngineCore:
     config = EngineConfig(
         num_blocks=num_blocks,
@@ -40,7 +42,13 @@ def build_engine(
         enable_prefix_caching=enable_prefix_caching,
     )
     executor = MockExecutor(
-        config, MockConfig(speedup_ratio=0), vocab_size=VOCAB_SIZE, eos_token_ids=EOS, max_model_len=4096
+        config,
+        MockConfig(speedup_ratio=0),
+        vocab_size=VOCAB_SIZE,
+        eos_token_ids=EOS,
+        max_model_len=4096,
+        holding_bytes=num_holding_blocks * 8 * block_size,
+        spill_bytes=num_spill_blocks * 8 * block_size,
     )
     return EngineCore(
         executor,

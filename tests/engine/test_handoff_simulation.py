@@ -20,6 +20,7 @@ from kvrelay.core.clock import ManualClock
 from kvrelay.core.handoff import HandoffId, RemotePrefillRequest
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.status import FinishReason
+from kvrelay.engine import holding
 from kvrelay.engine.core import EngineCore
 from kvrelay.engine.request import PrefillMode, Request
 from kvrelay.errors import OverloadedError
@@ -280,9 +281,11 @@ class World:
             engine.check_integrity()
 
 
-def make_world(make_engine: MakeEngine, rng: random.Random, num_prefill: int) -> World:
+def make_world(
+    make_engine: MakeEngine, rng: random.Random, num_prefill: int, num_blocks: int = 72, **holding: int
+) -> World:
     clock = ManualClock()
-    decode = make_engine(worker_id="d", clock=clock, num_blocks=72, max_num_seqs=8)
+    decode = make_engine(worker_id="d", clock=clock, num_blocks=num_blocks, max_num_seqs=8, **holding)
     block_size = decode.pool.block_size
     ledger = DecodeLedger(DecodeRules(block_size, "same", max_attempts=3))
     prefill = {}
@@ -312,8 +315,35 @@ def settle(world: World) -> None:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_hand_offs_survive_disorder(make_engine: MakeEngine, seed: int) -> None:
-    rng = random.Random(seed)
-    world = make_world(make_engine, rng, num_prefill=3)
+    survive(make_world(make_engine, random.Random(seed), num_prefill=3))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_held_hand_offs_survive_disorder(make_engine: MakeEngine, seed: int) -> None:
+    """The pool has room for two or three prompts, so most KV comes to the holding area."""
+    world = make_world(make_engine, random.Random(seed), num_prefill=3, num_blocks=40, num_holding_blocks=40)
+    survive(world)
+    assert world.decode.holding.num_held > 0
+    assert world.decode.holding.blocks.num_free == 40
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_spilled_hand_offs_survive_disorder(
+    make_engine: MakeEngine, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The area has room for two prompts; each copy takes several steps."""
+    monkeypatch.setattr(holding, "PIECE_BYTES", 1)
+    monkeypatch.setattr(holding, "COPY_S", -1.0)
+    area = {"num_holding_blocks": 20, "num_spill_blocks": 60}
+    world = make_world(make_engine, random.Random(seed), num_prefill=3, num_blocks=40, **area)
+    survive(world)
+    assert world.decode.holding.num_spilled > 0
+    assert world.decode.holding.blocks.num_free == 20
+    assert world.decode.holding.spilled.num_free == 60
+
+
+def survive(world: World) -> None:
+    rng = world.rng
     stems = [[rng.randrange(VOCAB_SIZE) for _ in range(40)] for _ in range(2)]
     prompts: dict[str, list[int]] = {}
     wanted: dict[str, int] = {}

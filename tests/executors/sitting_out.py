@@ -19,12 +19,13 @@ def sit_out(monkeypatch: pytest.MonkeyPatch, seed: int, probability: float = 0.4
     def late_execute(self: MockExecutor, work: SchedulerOutput) -> ModelOutput:
         output = execute(self, work)
         for number, row in enumerate(np.flatnonzero(work.samples).tolist()):
-            slot = int(work.slots[row])
+            sequence = self._sequences[int(work.slots[row])]
             if rng.random() < probability:
-                self._num_computed[slot] -= 1
+                sequence.num_computed -= 1
+                sequence.keys.pop()
                 output.token_ids[number] = NO_TOKEN
                 output.logprobs.pop(row, None)
-                is_first = self._num_computed[slot] < self._sequences[slot].num_prompt_tokens
+                is_first = sequence.num_computed < sequence.num_prompt
                 sat_out.append("chunk" if is_first else "decode")
         return output
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from random import Random
 from typing import Any
 
 import hypothesis
 import hypothesis.strategies as st
 import jsonschema_rs
+import numpy as np
 import pytest
+from llguidance import LLExecutor
 from tests.executors.constrained import COMPILER, EOS, TOKENIZER, VOCAB_SIZE, random_answer
 from tests.patience import PATIENCE_S
 
@@ -269,6 +271,79 @@ def test_masks_that_grow_slower_end_their_request_and_leave_the_quick_ones(masks
         assert num_tokens < 2000
     assert walk.is_slow
     assert "ambiguous" in failures[0]
+
+
+PAIRS = Grammar(GrammarKind.REGEX, "([ab][cd])*")
+
+
+def walk_on(masks: GrammarMasks, slots: list[int], num_tokens: int) -> list[bytes]:
+    """Greedy by the lowest allowed token; the masks on the way."""
+    seen = []
+    for _ in range(num_tokens):
+        step = begin(masks, slots)
+        assert not step.late
+        seen.append(step.words.tobytes())
+        masks.advance(slots, [int(np.flatnonzero(~row)[-1 - slot]) for slot, row in zip(slots, step.forbidden())])
+    return seen
+
+
+@pytest.mark.parametrize("inline_s", [0.0, 1e9])
+def test_masks_that_are_computed_together_are_those_of_each_alone(
+    masks: GrammarMasks, monkeypatch: pytest.MonkeyPatch, inline_s: float
+) -> None:
+    together: list[int] = []
+    compute_together = Walk.compute_together
+
+    def noted(walks: Sequence[Walk], num_words: int, executor: Any) -> None:
+        together.append(len(walks))
+        compute_together(walks, num_words, executor)
+
+    monkeypatch.setattr(Walk, "compute_together", staticmethod(noted))
+    monkeypatch.setattr(grammars, "SLOW_S", 1e9)  # whatever the machine does
+    monkeypatch.setattr(grammars, "PATIENCE_S", PATIENCE_S)
+    monkeypatch.setattr(grammars, "INLINE_S", inline_s)
+    slots = [0, 1, 2]
+    for slot in slots:
+        masks.enter(slot, SamplingParams(grammar=PAIRS), [])
+    seen = walk_on(masks, slots, 20)
+    monkeypatch.setattr(Walk, "is_steady", False)
+    for slot in slots:
+        masks.enter(slot, SamplingParams(grammar=PAIRS), [])
+    assert walk_on(masks, slots, 20) == seen
+    assert set(together) == (set() if inline_s else {3})
+
+
+def test_walks_whose_masks_took_long_together_are_measured_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_words = -(-VOCAB_SIZE // 32)
+    monkeypatch.setattr(grammars, "SLOW_S", 1e9)
+    letters = [TOKENIZER.encode(letter)[-1] for letter in "ac"]
+    walks = [Walk(COMPILER.compile(PAIRS), letters * 5, is_awaited=False) for _ in range(2)]
+    for walk in walks:
+        walk.compute(num_words)
+        walk.advance(letters[0])
+        assert walk.is_steady
+    for patience_s, is_steady in ((1e9, True), (0.0, False)):
+        monkeypatch.setattr(grammars, "PATIENCE_S", patience_s)
+        Walk.compute_together(walks, num_words, LLExecutor(1))
+        for walk in walks:
+            walk.advance(letters[1] if is_steady else letters[0])
+            assert (walk.failure, walk.is_steady) == ("", is_steady)
+
+
+def test_a_panic_of_the_library_ends_its_sequence_alone(masks: GrammarMasks, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Panic(BaseException):
+        pass
+
+    def panic(*_: object) -> None:
+        raise Panic("index out of bounds")
+
+    masks.enter(0, SamplingParams(grammar=PAIRS), [])
+    with monkeypatch.context() as patch:
+        patch.setattr(grammars, "fill_next_token_bitmask", panic)
+        step = begin(masks, [0])
+    assert step.failures == {0: "the grammar failed: index out of bounds"}
+    masks.enter(1, SamplingParams(grammar=PAIRS), [])
+    assert begin(masks, [1]).failures == {}
 
 
 TAGGED = [{"type": "object", "properties": {"k": {"const": name}}, "required": ["k"]} for name in "ab"]

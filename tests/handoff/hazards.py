@@ -15,7 +15,7 @@ class Hazards:
 
     FAULTS = frozenset(
         {
-            *("lose", "duplicate", "late", "break", "redeliver", "cancel", "damage", "fail", "no blocks"),
+            *("lose", "duplicate", "late", "break", "redeliver", "cancel", "damage", "fail", "no blocks", "no room"),
             *("crash", "stop", "revoke", "cut", "gone", "stray", "narrow", "widen"),
         }
     )
@@ -52,6 +52,8 @@ class Hazards:
             yield ("damage", number)
         if "break" in kinds and number != D and node.conn and not self.d.is_dead:
             yield ("break", number)
+        if "no room" in kinds and any(task[0] == "keep" for task in node.todo):
+            yield ("no room", number)
         if "stray" in kinds and number != D and not node.conn and not node.is_astray:
             yield ("stray", number)
         side = "decode" if number == D else "prefill"
@@ -91,6 +93,13 @@ class Hazards:
         task = next(task for task in self.d.todo if task[0] == "allocate")
         self.d.todo = tuple(other for other in self.d.todo if other is not task)
         self._allocate(task[1], task[2], possible=False)
+
+    def do_no_room(self, number: int) -> None:
+        """In the holding area of a prefill worker."""
+        p = self.ps[number]
+        task = next(task for task in p.todo if task[0] == "keep")
+        p.todo = tuple(other for other in p.todo if other is not task)
+        self._keep(number, task[1], task[2], possible=False)
 
     # -- faults -------------------------------------------------------------------------------------------------------
 

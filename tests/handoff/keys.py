@@ -102,7 +102,7 @@ def decode_ledger_key(ledger: DecodeLedger, frame: Frame) -> tuple[Any, ...]:
     now = frame.now
     handoffs = []
     for handoff in ledger.handoffs.values():
-        waits = handoff.state in WAITING_FOR_CLAIMANT
+        waits = handoff.state in WAITING_FOR_CLAIMANT or (handoff.is_prefix and handoff.holder is not None)
         is_closed = handoff.state is DecodeState.CLOSED
         grants = tuple(
             (
@@ -120,7 +120,7 @@ def decode_ledger_key(ledger: DecodeLedger, frame: Frame) -> tuple[Any, ...]:
         term = 0 if is_closed else frame.term("d", handoff.term)
         held = max(handoff.granted_s + ledger.rules.held_s - now, -1) if handoff.holder is not None else 0
         special = (deadline, silent, held, grants, _claimed_key(handoff.waiting, frame), handoff.owed is None, term)
-        names = _CLOSED_FIELDS if is_closed else _DECODE_FIELDS
+        names = _CLOSED_FIELDS if is_closed and not handoff.is_prefix else _DECODE_FIELDS
         handoffs.append((*special, *(getattr(handoff, name) for name in names)))
     early = tuple(
         (handoff_id, _claimed_key(e.event, frame), max(e.until_s - now, 0)) for handoff_id, e in ledger.early.items()

@@ -9,6 +9,9 @@ from tests.handoff.nodes import D, Violation
 from kvrelay.handoff import decode_events as de
 from kvrelay.handoff import prefill_events as pe
 
+KEPT = 1000
+"""What a block of the holding area is numbered above the block of the pool whose KV it has."""
+
 
 class Memory:
     """Transfers, engines and checksum threads of a ``World``."""
@@ -63,6 +66,8 @@ class Memory:
 
     def _land_load(self, number: int, op: Any) -> None:
         _, handoff_id, _, remote, _ = op
+        if self.scenario.is_prefix and handoff_id not in self.ps[number].held and not self.ps[number].is_dead:
+            raise Violation(f"p{number} reads into blocks that it has given back")
         lent = {block for (owner, _), blocks in self.d.loans.items() if owner == handoff_id for block in blocks}
         if not lent.issuperset(remote):
             raise Violation(f"p{number} reads blocks that nobody keeps for it")
@@ -74,8 +79,11 @@ class Memory:
         lent = {block for (owner, _), blocks in self.d.loans.items() if owner == handoff_id for block in blocks}
         if not lent.issuperset(local):
             raise Violation("d reads into blocks that are not lent")
+        moved = KEPT if handoff_id in self.ps[source].kept else 0
         for block, theirs in zip(local, remote, strict=True):
-            self.d.content[block] = ("damaged",) if damaged else ("kv", handoff_id, theirs)
+            if (theirs >= KEPT) != bool(moved):
+                raise Violation(f"d reads block {theirs} of p{source}, where its KV is not")
+            self.d.content[block] = ("damaged",) if damaged else ("kv", handoff_id, theirs - moved)
 
     def do_complete(self, number: int) -> None:
         node = self.node(number)
@@ -95,6 +103,8 @@ class Memory:
         kind, handoff_id = task[0], task[1]
         if kind == "allocate":
             self._allocate(handoff_id, task[2], possible=self.scenario.can_replace_blocks)
+        elif kind == "lend":
+            self._lend(handoff_id)
         elif kind == "hits":
             self._expect_lent(handoff_id, task[3])
             self._handle(D, de.HitsChecksummed(handoff_id, task[2], tuple(0 for _ in task[3])))
@@ -112,11 +122,26 @@ class Memory:
             self._handle(number, pe.Unreachable(handoff_id))
         else:
             if handoff_id not in node.held:
-                raise Violation(f"p{number} checksums blocks that it has freed")
-            if kind == "chunk":
+                raise Violation(f"p{number} reads blocks that it has freed")
+            if kind == "keep":
+                self._keep(number, handoff_id, task[2], possible=True)
+            elif kind == "chunk":
                 self._handle(number, pe.ChunkChecksummed(handoff_id, (0,)))
             else:
                 self._handle(number, pe.HitsVerified(handoff_id, True))
+
+    def _keep(self, number: int, handoff_id: str, blocks: tuple[int, ...], *, possible: bool) -> None:
+        p = self.ps[number]
+        if possible:
+            p.kept |= {handoff_id}
+        self._handle(number, pe.Kept(handoff_id, tuple(block + KEPT for block in blocks) if possible else None))
+
+    def _lend(self, handoff_id: str) -> None:
+        """The prefix, if the cache still has it."""
+        blocks = None if self.d.has_evicted else tuple(range(self.scenario.num_hit_blocks))
+        if blocks is not None:
+            self.d.loans[handoff_id, 1] = blocks
+        self._handle(D, de.LoanAllocated(handoff_id, 1, blocks))
 
     def _allocate(self, handoff_id: str, loan: int, *, possible: bool) -> None:
         blocks: tuple[int, ...] | None = None

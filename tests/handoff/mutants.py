@@ -52,6 +52,18 @@ def replacing(owner: type, name: str, wrap: Callable[[Any], Any]) -> Patch:
     return lambda patch: patch.setattr(owner, name, wrap(getattr(owner, name)))
 
 
+def the_end_of_a_connection_ends_grants(connection_lost: Any) -> Any:
+    def mutated(self: DecodeHandoff, connection: Any, context: Any) -> None:
+        connection_lost(self, connection, context)
+        self.grants = tuple(grant for grant in self.grants if grant.connection != connection)
+
+    return mutated
+
+
+def nothing_is_lost(_: Any) -> Any:
+    return lambda self, reason, context: None
+
+
 def any_generation_is_current(done: Any) -> Any:
     def mutated(self: DecodeHandoff, message: Any, connection: Any, turn: Any) -> None:
         done(self, msgspec.structs.replace(message, generation=self.generation), connection, turn)
@@ -157,6 +169,23 @@ def freed_with_ready(hold: Any) -> Any:
     return mutated
 
 
+def ready_before_it_is_kept(keep: Any) -> Any:
+    def mutated(self: PrefillHandoff, chunk: Any, turn: Any) -> None:
+        keep(self, chunk, turn)
+        self.chunks = ()
+        self._hold(chunk, turn)
+
+    return mutated
+
+
+def stopped_while_it_is_kept(keep: Any) -> Any:
+    def mutated(self: PrefillHandoff, chunk: Any, turn: Any) -> None:
+        keep(self, chunk, turn)
+        self.num_in_flight -= 1
+
+    return mutated
+
+
 def abandoned_while_read(ready: Any) -> Any:
     def mutated(self: DecodeHandoff, message: Any, turn: Any) -> bool:
         return bool(self.state is not DecodeState.CLOSED and ready(self, message, turn))
@@ -179,6 +208,18 @@ def nothing(original: Any) -> Any:
 
 
 MUTANTS = [
+    Mutant(
+        "a prefix is free as soon as its reader's connection ends",
+        2,
+        scenario("break", num_hit_blocks=1, is_prefix=True),
+        replacing(DecodeHandoff, "connection_lost", the_end_of_a_connection_ends_grants),
+    ),
+    Mutant(
+        "a reader whose lease was lost goes on",
+        3,
+        scenario("revoke prefill", num_hit_blocks=1, is_prefix=True),
+        replacing(PrefillHandoff, "lost", nothing_is_lost),
+    ),
     Mutant(
         "any generation is the current one",
         1,
@@ -305,6 +346,18 @@ MUTANTS = [
         4,
         scenario(direction=KvDirection.PULL),
         replacing(PrefillHandoff, "_hold", freed_with_ready),
+    ),
+    Mutant(
+        "pull: D is told of blocks that the engine still empties",
+        4,
+        scenario(direction=KvDirection.PULL, keeps=True),
+        replacing(PrefillHandoff, "_keep", ready_before_it_is_kept),
+    ),
+    Mutant(
+        "pull: blocks are free while the engine still moves their KV",
+        4,
+        scenario("cancel", direction=KvDirection.PULL, keeps=True),
+        replacing(PrefillHandoff, "_keep", stopped_while_it_is_kept),
     ),
     Mutant(
         "pull: D abandons what it still reads",

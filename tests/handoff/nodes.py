@@ -45,10 +45,14 @@ class Scenario:
     is_paired: bool = False
     """Prefill-first as workers do it: the first prefill worker is the only claimant, the request waits for blocks
     before its hand-off opens, and P does not know D's hits before the grant."""
+    is_prefix: bool = False
+    """P reads a prefix of D's cache: no request waits at D."""
     direction: KvDirection = KvDirection.PUSH
     with_blocks: bool = True
     by_engine: bool = False
     """Pull: the engines move the KV themselves, so there are no blocks."""
+    keeps: bool = False
+    """Pull: P's engine moves what is computed out of its pool."""
     checksums: bool = False
     incompatible: bool = False
     can_replace_blocks: bool = True
@@ -85,6 +89,7 @@ class Scenario:
             max_attempts=2,
             early_claim_timeout_s=3 if self.slow else 1,
             abandon_repeat_s=1,
+            prefix_timeout_s=2,
             held_s=1,
             avoid_s=2,
             overtaken_s=1,
@@ -104,6 +109,7 @@ class Scenario:
             release_repeat_s=1,
             max_release_repeat_s=1,
             gone_for_s=TTL + 1,
+            can_keep=self.keeps,
             checksums=self.checksums,
         )
 
@@ -176,6 +182,8 @@ class DecodeNode(Node):
     writer: dict[int, tuple[str, int]] = field(default_factory=dict)
     """Which generation may write a block."""
     content: dict[int, Any] = field(default_factory=dict)
+    has_evicted: bool = False
+    """The prefix is not in its cache any more."""
     barred: frozenset[int] = frozenset()
     """Prefill workers that may begin no copy."""
 
@@ -191,7 +199,7 @@ class DecodeNode(Node):
     def key(self, frame: Frame) -> tuple[Any, ...]:
         ledger = decode_ledger_key(self.ledger, frame)
         loans, writer = tuple(sorted(self.loans.items())), tuple(sorted(self.writer.items()))
-        held = (Node.key(self, frame), ledger, loans, writer, self.barred)
+        held = (Node.key(self, frame), ledger, loans, writer, self.barred, self.has_evicted)
         if not self.ledger.handoffs and not {"new", "expected", "waiting"} & set(self.status.values()):
             return held  # nothing is left that reads or takes blocks
         return (
@@ -209,6 +217,8 @@ class PrefillNode(Node):
     """What is left to compute, by hand-off."""
     held: frozenset[str] = frozenset()
     """Hand-offs whose blocks are in use."""
+    kept: frozenset[str] = frozenset()
+    """Those whose KV is not in the pool any more, but in as many other blocks."""
     conn: int = 0
     """0: none."""
     num_conns: int = 0
@@ -231,6 +241,7 @@ class PrefillNode(Node):
             prefill_ledger_key(self.ledger, frame),
             engine,
             self.held,
+            self.kept,
             conn,
             self.is_astray,
         )

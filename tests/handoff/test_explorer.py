@@ -51,12 +51,26 @@ SCENARIOS = {
         "crash decode", "stop decode", "cancel", knows_decode=False
     ),
     "pull": scenario(*NETWORK, *LOCAL, "damage", num_hit_blocks=1, checksums=True, direction=PULL),
+    "pull, kept beside the pool": scenario(
+        *NETWORK, *LOCAL, "no room", "damage", num_hit_blocks=1, checksums=True, direction=PULL, keeps=True
+    ),
+    "pull, kept beside the pool, leases": scenario(
+        *PREFILL, "cut decode", "revoke decode", "cancel", direction=PULL, keeps=True
+    ),
     "pull, leases": scenario(*PREFILL, "cut decode", "revoke decode", direction=PULL),
     "pull, without room at first": scenario(*NETWORK, *LOCAL, direction=PULL, with_blocks=False),
     "pull, by the engines": scenario(
         *NETWORK, *LOCAL, "crash prefill", direction=PULL, with_blocks=False, by_engine=True
     ),
     "pull, prefill-first": scenario(*NETWORK, *LOCAL, direction=PULL, order=PREFILL_FIRST),
+    "prefix": scenario(*NETWORK, "fail", "stray", num_faults=2, num_hit_blocks=1, is_prefix=True),
+    "prefix, leases": scenario(*PREFILL, *DECODE, num_hit_blocks=1, is_prefix=True),
+    "prefix, with checksums, copies that a stopped process continues": scenario(
+        *PREFILL, "damage", "break", num_hit_blocks=1, is_prefix=True, checksums=True, copies=True
+    ),
+    "prefix, two readers": scenario(
+        *NETWORK, "crash prefill", num_prefill=2, num_requests=2, num_hit_blocks=1, is_prefix=True
+    ),
 }
 KINDS: dict[str, dict[str, Any]] = {
     "push": {},
@@ -81,6 +95,9 @@ for kind, settings in KINDS.items():
     THREE_FAULTS[f"{kind}, roles change beside a fault"] = scenario(*ROLES, *NETWORK, *LOCAL, num_faults=2, **settings)
 THREE_FAULTS["push, two prefill workers, roles change"] = scenario(*ROLES, "redeliver", num_faults=2, num_prefill=2)
 LONG = {
+    "prefix, three faults": scenario(
+        *NETWORK, *PREFILL, *DECODE, "fail", num_faults=3, num_hit_blocks=1, is_prefix=True
+    ),
     "push, two faults": scenario(*EVERYTHING, num_faults=2),
     "push, roles change beside leases": scenario(*ROLES, *PREFILL, *DECODE, num_faults=2),
     "push, two faults, hits and checksums": scenario(
@@ -96,6 +113,9 @@ LONG = {
     ),
     "pull, two faults": scenario(*EVERYTHING, num_faults=2, direction=PULL),
     "pull, two claimants": scenario(*EVERYTHING, num_prefill=2, direction=PULL),
+    "pull, kept beside the pool, two faults": scenario(
+        *EVERYTHING, "no room", num_faults=2, direction=PULL, keeps=True
+    ),
     "pull, by the engines, two faults": scenario(
         *EVERYTHING, num_faults=2, direction=PULL, with_blocks=False, by_engine=True
     ),

@@ -49,6 +49,7 @@ from kvrelay.handoff.messages import (
     HandoffReady,
     HandoffRefused,
     HandoffReleased,
+    Prefix,
 )
 from kvrelay.handoff.prefill_ledger import PrefillLedger
 
@@ -87,6 +88,9 @@ class World(Hazards, Memory):
                 node.ledger.handle(Registered("d", TTL, 1), 0)
         for number in range(scenario.num_requests):
             handoff_id = f"h{number}"
+            if scenario.is_prefix:
+                prefill[number % scenario.num_prefill].engine[handoff_id] = ("want",)
+                continue
             world.entries[handoff_id] = pe.Pulled(
                 handoff_id,
                 "d",
@@ -129,6 +133,7 @@ class World(Hazards, Memory):
                 | "fail"
                 | "stop"
                 | "stray"
+                | "no room"
             ):
                 return {move[1]}
             case "land":
@@ -185,6 +190,8 @@ class World(Hazards, Memory):
                     yield ("expect", handoff_id)
                 elif status in ("new", "expected"):
                     yield ("arrive", handoff_id)
+        if self.scenario.is_prefix and not self.d.is_dead and not self.d.has_evicted:
+            yield ("evict",)
         for number, p in enumerate(self.ps):
             if not p.is_dead and not p.is_stopped:
                 yield from self._prefill_moves(number, p)
@@ -372,6 +379,13 @@ class World(Hazards, Memory):
     def do_compute(self, number: int, handoff_id: str) -> None:
         p, scenario = self.ps[number], self.scenario
         step, rest = p.engine[handoff_id][0], p.engine[handoff_id][1:]
+        if step == "want":
+            p.engine[handoff_id] = ("loading",)
+            p.held |= {handoff_id}
+            blocks = pe.RequestBlocks(0, tuple(range(100, 100 + scenario.num_hit_blocks)))
+            prefix = Prefix(tuple(range(scenario.num_hit_blocks)))
+            self._handle(number, pe.PrefixWanted(handoff_id, "d", blocks, prefix, p.lease.term, 1))
+            return
         if step == "load":
             p.engine[handoff_id] = ("loading", *rest)
             blocks = pe.RequestBlocks(0, tuple(range(100, 100 + scenario.num_hit_blocks)))
@@ -385,6 +399,10 @@ class World(Hazards, Memory):
         token = pe.FirstToken(7) if not rest else None
         self._handle(number, pe.ChunkComputed(handoff_id, pe.RequestBlocks(index, (100 + index,)), token))
 
+    def do_evict(self) -> None:
+        """The decode worker's cache forgets the prefix, and reuses its blocks unless they are lent."""
+        self.d.has_evicted = True
+
     def do_deliver(self, item: Any) -> None:
         self.net -= {item}
         self._receive(*item)
@@ -393,7 +411,7 @@ class World(Hazards, Memory):
         if self.node(target).is_dead:
             return
         if target == D:
-            self._handle(D, decode_event(source, conn, message), conn, source)
+            self._handle(D, decode_event(source, conn, message, self.d.lease.term), conn, source)
         else:
             if message == "lost" and self.ps[target].conn == conn:
                 self.ps[target].conn = 0
@@ -418,8 +436,10 @@ class World(Hazards, Memory):
         match action:
             case de.Push():
                 self.queue[action.handoff_id] = None
-            case de.AllocateLoan():
-                d.todo += (("allocate", action.handoff_id, action.loan),)
+            case de.AllocateLoan() | de.LendPrefix():
+                is_prefix = isinstance(action, de.LendPrefix)
+                task = ("lend", action.handoff_id) if is_prefix else ("allocate", action.handoff_id, action.loan)
+                d.todo += (task,)
             case de.ChecksumHits():
                 d.todo += (("hits", action.handoff_id, action.generation, action.block_ids),)
             case de.SendGrant():
@@ -508,6 +528,8 @@ class World(Hazards, Memory):
                 p.todo += (("verify hits", action.handoff_id),)
             case pe.ChecksumChunk():
                 p.todo += (("chunk", action.handoff_id),)
+            case pe.Keep():
+                p.todo += (("keep", action.handoff_id, action.block_ids),)
             case pe.Settle() | pe.Return():
                 self._end_delivery(number, action)
             case pe.Computed():
@@ -542,6 +564,10 @@ class World(Hazards, Memory):
                 steps = tuple(str(chunk) for chunk in range(num_chunks))
                 p.engine[handoff_id] = ("load", *steps) if scenario.num_known_hits else steps
                 p.held |= {handoff_id}
+            case pe.ReportLoaded() if self.scenario.is_prefix:
+                if p.engine.pop(handoff_id, ()) != ("loading",):
+                    raise Violation(f"the load of {handoff_id} ends twice")
+                p.held -= {handoff_id}
             case pe.ReportLoaded():
                 if p.engine.get(handoff_id, ("",))[:1] == ("loading",):
                     p.engine[handoff_id] = p.engine[handoff_id][1:]
@@ -551,6 +577,7 @@ class World(Hazards, Memory):
                 if handoff_id not in p.held:
                     raise Violation(f"p{number} frees blocks twice")
                 p.held -= {handoff_id}
+                p.kept -= {handoff_id}
                 p.engine.pop(handoff_id, None)
             case _:
                 raise TypeError(action)
@@ -616,10 +643,10 @@ class World(Hazards, Memory):
 # -- messages to events -----------------------------------------------------------------------------------------------
 
 
-def decode_event(source: int, conn: int, message: Any) -> Any:
+def decode_event(source: int, conn: int, message: Any, term: int) -> Any:
     match message:
         case HandoffClaim():
-            return de.Claimed(message, conn)
+            return de.Claimed(message, conn, term)
         case HandoffDone():
             return de.Done(message, conn or None)
         case HandoffReady():

@@ -12,7 +12,7 @@ import pytest
 from kvrelay.config import RouterConfig, WorkerRole
 from kvrelay.core.clock import ManualClock
 from kvrelay.core.event_log import KvEventLog
-from kvrelay.core.events import BlockStored, LoadMetrics
+from kvrelay.core.events import STALE_AFTER_S, BlockStored, LoadMetrics
 from kvrelay.core.hashing import compute_block_hashes
 from kvrelay.core.step_cost import StepCost
 from kvrelay.core.workers import WorkerInfo
@@ -181,7 +181,7 @@ def test_stale_load_falls_back_to_the_weights_and_is_counted() -> None:
         assert found.lost_prefix_s is not None
         assert found.decode_s is not None
         assert found.score == pytest.approx(-(found.first_token_s + found.lost_prefix_s + found.decode_s))
-    clock.advance(6.0)
+    clock.advance(STALE_AFTER_S + 1.0)
     by_weights = router.explain(RoutingRequest("r3", tuple(range(320))))
     assert all(found.first_token_s is None for found in by_weights.candidates)
     router.choose(RoutingRequest("r3", tuple(range(320))))
@@ -196,7 +196,7 @@ def test_published_requests_of_other_frontends_count() -> None:
     for number in range(5):
         chosen = router.choose(RoutingRequest(f"r{number}", tuple(range(number, number + 64)), max_tokens=400))
         assert chosen.worker_id == "w1"
-    clock.advance(6.0)
+    clock.advance(STALE_AFTER_S + 1.0)
     survey = router.survey(RoutingRequest("next", tuple(range(64))))
     assert survey.candidates.load.num_requests.tolist() == [0, 5]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import random
 import signal
 import socket
@@ -20,7 +21,17 @@ from kvrelay.cli.log_limit import LogLimit
 from kvrelay.core.clock import MonotonicClock
 from kvrelay.core.messages import AbortRequest, AdminReply, Ping, Pong
 from kvrelay.errors import ConfigError, WorkerUnavailableError
-from kvrelay.rpc import CurveKeys, Heartbeat, Peer, ZmqRpcClient, ZmqRpcServer, new_curve_keys, zmq_server, zmq_socket
+from kvrelay.rpc import (
+    CurveKeys,
+    Heartbeat,
+    Peer,
+    ZmqRpcClient,
+    ZmqRpcServer,
+    new_curve_keys,
+    shared_context,
+    zmq_server,
+    zmq_socket,
+)
 from kvrelay.rpc.wire import Message
 from kvrelay.rpc.zmq_socket import HIGH_WATER_MARK, READ_BYTES, Endpoint, SocketReader
 
@@ -186,6 +197,32 @@ def test_a_send_that_fails_ends_the_connection_for_both(
                 client.send(Ping(4))
             await client.close()
             await eventually(lambda: "parting=0" in repr(server))
+
+    asyncio.run(scenario())
+
+
+def test_clients_that_share_a_context_end_one_by_one_and_share_its_thread() -> None:
+    async def scenario() -> None:
+        async with started(ZmqRpcServer()) as server, shared_context() as context:
+
+            def echo(peer: Peer, message: Message) -> None:
+                server.send(peer, message)
+
+            server.on_message(echo)
+            clients = [ZmqRpcClient(server.address, context=context) for _ in range(8)]
+            await clients[0].start()
+            num_threads = len(os.listdir("/proc/self/task"))
+            for client in clients[1:]:
+                await client.start()
+            assert len(os.listdir("/proc/self/task")) == num_threads
+            received: list[Message] = []
+            clients[-1].on_message(received.append)
+            for client in clients[:-1]:
+                await client.close()
+            clients[-1].send(Ping(7))
+            await eventually(lambda: received == [Ping(7)])
+            await clients[-1].close()
+        assert context.closed
 
     asyncio.run(scenario())
 

@@ -90,6 +90,24 @@ def test_every_request_is_answered_in_both_orders(order: HandoffOrder, disagg: D
 
 
 @pytest.mark.parametrize("order", list(HandoffOrder))
+def test_a_full_decode_worker_holds_kv_and_first_tokens_come_sooner(order: HandoffOrder) -> None:
+    """Four answers take the decode worker's pool; then a burst."""
+    engine = EngineConfig(block_size=16, num_blocks=128, max_num_seqs=32, max_num_batched_tokens=512)
+    filling = [Arrival(time_s=0.0, prompt_tokens=400, answer_tokens=100) for _ in range(4)]
+    burst = [Arrival(time_s=0.7, prompt_tokens=200, answer_tokens=4) for _ in range(16)]
+    firsts = {}
+    for size in (0, 64 * 2**20):
+        spec = ClusterSpec(1, 1, engine=engine, disagg=ALWAYS, order=order, kv_buffer_size=size)
+        simulation = Simulation(spec, [*filling, *burst], EXACT)
+        result = simulation.run()
+        assert all(request.is_done for request in result.requests)
+        check(simulation)
+        firsts[size] = max(request.ttft_s for request in result.requests[4:])
+        assert (simulation.workers["d0"].core.holding.num_held > 0) == bool(size)
+    assert firsts[64 * 2**20] < firsts[0] - 0.2
+
+
+@pytest.mark.parametrize("order", list(HandoffOrder))
 def test_workers_die_drain_start_and_change_roles_and_no_answer_is_lost(order: HandoffOrder) -> None:
     events = ("1s:kill:p0", "1.3s:kill:d1", "0.5s:start:prefill", "2s:role:p1:both", "4s:drain:p1", "3s:start:decode")
     spec = ClusterSpec(

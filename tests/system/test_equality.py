@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import json
 import random
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import openai
 import pytest
+from tests.chaos.brokers import own_state_directory
 from tests.system.serving import Serve, by_threshold, kvrelay_here
 
 from kvrelay.config import EngineConfig, RunnerConfig
@@ -49,6 +52,12 @@ def make_prompts(vocab_size: int, num_prompts: int) -> list[tuple[int, ...]]:
 def serve_arguments(num_prefill: int) -> tuple[str, ...]:
     flags = ("--dtype", "float32", *by_threshold(64), "--kv-cache-memory", "512MiB")
     return ("--prefill", str(num_prefill), "--decode", "1", *flags)
+
+
+def with_tiers(disk: Path) -> tuple[str, ...]:
+    """Pools for 5,000 tokens, host memory for another 3,000, and a disk for the rest."""
+    tiers = ("--host-kv-cache", "12MiB", "--host-kv-linger-s", "0", "--disk-kv-cache", f"{disk},1GiB")
+    return (*serve_arguments(1), "--kv-cache-memory", "20MiB", "--max-model-len", "4096", *tiers)
 
 
 def complete_all(server: Serve, prompts: list[tuple[int, ...]], *, stream: bool) -> list[tuple[int, ...]]:
@@ -141,3 +150,20 @@ def test_disaggregated_equals_aggregated_equals_offline_equals_transformers(num_
     assert aggregated == streamed
     assert offline(prompts) == streamed
     assert check_against_transformers(prompts, streamed) < num_prompts * 0.1
+
+
+def test_kv_of_every_tier_equals_transformers(tmp_path: Path) -> None:
+    """Prompts of three times the pools, asked again and again: most of their KV comes from host memory and disk."""
+    config = json.loads((bundled_checkpoint_path() / "config.json").read_text(encoding="utf-8"))
+    prompts = make_prompts(config["vocab_size"], NUM_PROMPTS)
+    with own_state_directory(), Serve(with_tiers(tmp_path / "kv")) as server:
+        first = complete_all(server, prompts, stream=False)
+        loaded: Counter[str] = Counter()
+        for _ in range(2):  # a disk gets what is evicted for the second time
+            assert complete_all(server, prompts, stream=True) == first
+        for worker in (*server.workers("prefill"), *server.workers("decode")):
+            loaded.update({medium: store["num_loaded"] for medium, store in worker["kv_tiers"]["stores"].items()})
+        check_idle(server)
+    assert loaded["host"] > 0
+    assert loaded["disk"] > 0
+    assert check_against_transformers(prompts, first) < NUM_PROMPTS * 0.1

@@ -10,7 +10,7 @@ from typing import Any
 
 import psutil
 import pytest
-from tests.patience import until
+from tests.patience import PATIENCE_S, until
 from tests.system.real_vllm import NUM_PROMPTS, NUM_TOKENS, Asked, Asking
 from tests.system.serving import Serve
 
@@ -23,6 +23,8 @@ VLLM = (
 SPLIT = (*VLLM, "--prefill", "1", "--decode", "1", "--disagg-policy", "always")
 STAGED = ("--vllm-connector", "kvrelay", "--block-size", "32", "--kv-checksums")
 NUM_P2P = 20
+NUM_RANKS = 20
+"""Prompts to a worker of two ranks, which take their time on two cores."""
 CONNECTORS = {
     "nixl": (),
     "kvrelay": (*STAGED, "--transport", "shm"),
@@ -77,6 +79,33 @@ def test_kvrelays_connector_moves_kv_from_peer_to_peer(asked: list[Asked]) -> No
         assert decode["decode"]["num_remote_done"] >= NUM_P2P // 2, _whereabouts(server)
         assert decode["decode"]["num_received_bytes"] > 0
         until(server.is_idle)
+
+
+@pytest.mark.parametrize(
+    ("way", "rank", "fault"),
+    [
+        ("kvrelay", 1, signal.SIGKILL),
+        pytest.param("kvrelay", 0, signal.SIGKILL, marks=pytest.mark.matrix),
+        pytest.param("kvrelay", 1, signal.SIGSTOP, marks=pytest.mark.matrix),
+        pytest.param("nixl", 1, signal.SIGKILL, marks=pytest.mark.matrix),
+        pytest.param("nixl", 0, signal.SIGSTOP, marks=pytest.mark.matrix),
+    ],
+)
+def test_a_rank_of_the_prefill_worker_is_lost(asked: list[Asked], way: str, rank: int, fault: signal.Signals) -> None:
+    """Killed, or stopped so that it never reports: the worker ends with all its ranks, and no answer with it."""
+    prompts, expected = asked[0].prompts[:NUM_RANKS], asked[0].answers[:NUM_RANKS]
+    # On a busy machine the first step of two ranks on two cores has taken 20 s.
+    hang = ("--step-timeout-s", "60") if fault is signal.SIGSTOP else ()
+    flags = ("--tp-prefill", "2", "--remote-prefill-timeout-s", "200", *hang)
+    with Serve((*SPLIT, *CONNECTORS[way], *flags)) as server, Asking(server) as asking:
+        (worker,) = server.workers("prefill")
+        processes = psutil.Process(int(worker["pid"])).children(recursive=True)
+        (victim,) = (process for process in processes if f"TP{rank}" in process.name())
+        answers = asking.begin(prompts)
+        until(lambda: _num_remote(server) > 0, timeout_s=3 * PATIENCE_S)
+        victim.send_signal(fault)
+        assert [answer.result() for answer in answers] == expected
+        until(lambda: not any(process.is_running() for process in processes))
 
 
 def _num_remote(server: Serve) -> int:

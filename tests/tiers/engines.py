@@ -41,8 +41,9 @@ class TieredEngine:
         self.stores = open_stores(self.shape)
         self.tiers = KvTiers(executor.kv_region, self.shape, self.stores, lambda: cost)
         self.core.attach(self.tiers)
-        self._ended: queue.Queue[tuple[str, bool, int]] = queue.Queue()
-        self.tiers.start(lambda *ended: self._ended.put(ended))
+        self._ended: queue.Queue[tuple[str, bool, int] | None] = queue.Queue()
+        """Ends of loads; None: something has changed that requests may wait for."""
+        self.tiers.start(lambda *ended: self._ended.put(ended), lambda: self._ended.put(None))
         self._number = 0
 
     def ask(
@@ -67,12 +68,20 @@ class TieredEngine:
                 for output in self.core.step().outputs:
                     answers[output.request_id] += output.token_ids
             if self.core.has_unfinished():
-                self.loaded()
+                self._told()
         return answers
 
     def loaded(self) -> None:
         """Wait for the end of one load, and tell the engine."""
-        self.core.kv_loaded(*self._ended.get(timeout=PATIENCE_S))
+        while not self._told():
+            pass
+
+    def _told(self) -> bool:
+        """Whether it was the end of a load."""
+        ended = self._ended.get(timeout=PATIENCE_S)
+        if ended is not None:
+            self.core.kv_loaded(*ended)
+        return ended is not None
 
     def close(self) -> None:
         self.core.check_integrity()

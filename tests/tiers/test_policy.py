@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 
 from kvrelay.core.step_cost import StepCost
-from kvrelay.tiers.policy import LoadTime, SecondOffer, recompute_seconds, share_to_write
+from kvrelay.tiers.policy import LoadTime, SecondOffer, share_to_write
 
 
 def test_later_blocks_of_a_prompt_are_dearer_to_compute() -> None:
     cost = StepCost(prefill_token_s=1e-3, pair_s=1e-6)
-    assert recompute_seconds(cost, 16, 0) == pytest.approx(16 * 1e-3 + 16 * 8 * 1e-6)
-    assert recompute_seconds(cost, 16, 1000) == pytest.approx(16 * 1e-3 + 16 * 1008 * 1e-6)
-    whole = recompute_seconds(cost, 64, 0)
-    assert sum(recompute_seconds(cost, 16, at) for at in range(0, 64, 16)) == pytest.approx(whole)
+    assert cost.extra_seconds(16, 0) == pytest.approx(16 * 1e-3 + 16 * 8 * 1e-6)
+    assert cost.extra_seconds(16, 1000) == pytest.approx(16 * 1e-3 + 16 * 1008 * 1e-6)
+    whole = cost.extra_seconds(64, 0)
+    assert sum(cost.extra_seconds(16, at) for at in range(0, 64, 16)) == pytest.approx(whole)
 
 
 def test_a_queue_takes_all_and_then_less_and_less() -> None:

@@ -20,7 +20,7 @@ from kvrelay.engine.request import PrefillMode
 from kvrelay.tiers.block import BlockName, Shape
 from kvrelay.tiers.disk import DiskStore
 from kvrelay.tiers.host import HostStore
-from kvrelay.tiers.store import BlockStore
+from kvrelay.tiers.store import BlockChanges, BlockStore
 from kvrelay.tiers.tiers import PRIOR_BYTES_PER_S
 
 MakeTiered = Callable[..., TieredEngine]
@@ -66,7 +66,7 @@ class Unsound:
     medium = "unsound"
 
     def __init__(self, fill: Callable[[memoryview], bool]) -> None:
-        self.stats = StoreStats()
+        self.stats, self.changes = StoreStats(), BlockChanges()
         self._fill = fill
 
     def holds(self, sequence_hash: int) -> bool:

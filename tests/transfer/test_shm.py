@@ -5,11 +5,13 @@ from __future__ import annotations
 import gc
 import json
 import os
+import queue
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -32,6 +34,7 @@ from kvrelay.transfer.shm.host import this_host
 from kvrelay.transfer.shm.mailbox import PIPE_BYTES, Mailbox, Sender
 from kvrelay.transfer.shm.memory import SharedPoolMemory
 from kvrelay.transfer.shm.transport import ShmTransport, decode_agent
+from kvrelay.transfer.thread import TransferThread
 from kvrelay.transfer.values import TransferOp
 
 WAIT_S = 60.0
@@ -371,3 +374,44 @@ def test_pieces_of_any_length_and_alignment_are_copied_exactly(total_bytes: int)
         expected[to : to + length] = source[of : of + length]
     copy_pieces(target.ctypes.data, write_offsets, source.ctypes.data, read_offsets, lengths)
     np.testing.assert_array_equal(target, expected)
+
+
+class CountedTransport(ShmTransport):
+    num_polls = 0
+
+    def poll(self) -> tuple[list[PostEnd], list[Notification]]:
+        self.num_polls += 1
+        return super().poll()
+
+
+@contextmanager
+def running(worker_id: str) -> Iterator[tuple[TransferThread, CountedTransport, KvMetadata]]:
+    """A transfer thread with a shared pool."""
+    memory = SharedPoolMemory()
+    pool = np.frombuffer(memory.allocate(PAGE), dtype=np.uint8)
+    transport = CountedTransport(memory, worker_id)
+    thread = TransferThread(transport, TransferConfig(transport="shm"))
+    thread.start()
+    try:
+        agent = thread.register(MemoryRegion(pool.ctypes.data, pool.nbytes)).result(WAIT_S)
+        yield thread, transport, KvMetadata(worker_id, 0, "shm", agent, pool.ctypes.data, PAGE, PAGE, "cpu", 0, "same")
+    finally:
+        thread.close()
+        memory.close()
+
+
+def test_an_open_hand_off_is_not_polled_for_and_a_notification_wakes_its_thread_up() -> None:
+    with running("reader") as (reader, transport, metadata), running("writer") as (writer, _, _):
+        notified: queue.Queue[bytes] = queue.Queue()
+        reader.on_notification(lambda notification: notified.put(notification.payload))
+        reader.open_handoff()
+        writer.add_peer(metadata).result(WAIT_S)
+        for number in range(3):
+            time.sleep(0.05)  # a hundred poll intervals
+            done: Future[str | None] = Future()
+            payload = b"n%d" % number
+            writer.submit(TransferOp.WRITE, "reader", NO_PIECES, payload, on_done=done.set_result)
+            assert done.result(WAIT_S) is None
+            assert notified.get(timeout=WAIT_S) == payload
+        reader.add_peer(metadata).result(WAIT_S)  # commands still come through
+        assert transport.num_polls < 15

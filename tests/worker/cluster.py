@@ -200,6 +200,8 @@ class Client:
     last: dict[str, TokenOutput] = field(default_factory=dict)
     refused: dict[str, RequestRefused] = field(default_factory=dict)
     decisions: dict[str, str] = field(default_factory=dict)
+    cached: dict[str, int] = field(default_factory=dict)
+    """Tokens of each prompt that were not computed."""
     pongs: list[Pong] = field(default_factory=list)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -207,6 +209,8 @@ class Client:
         if isinstance(message, OutputBatch):
             for output in message.outputs:
                 self.tokens.setdefault(output.request_id, []).extend(output.token_ids)
+                if output.num_cached_tokens is not None:
+                    self.cached[output.request_id] = output.num_cached_tokens
                 if output.decision:
                     self.decisions[output.request_id] = output.decision
                 if output.finish_reason is not None:
@@ -221,9 +225,9 @@ class Client:
         sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, **settings)
         self.connection.send(GenerateRequest(request_id, self.worker_id, tokens, sampling))
 
-    def send_message(self, request_id: str, tokens: tuple[int, ...], **fields: object) -> None:
+    def send_message(self, request_id: str, tokens: tuple[int, ...], salt: str | None = None, **fields: object) -> None:
         """With other fields of the message set."""
-        sampling = SamplingParams(max_tokens=8, temperature=0.0)
+        sampling = SamplingParams(max_tokens=8, temperature=0.0, cache_salt=salt)
         self.connection.send(GenerateRequest(request_id, self.worker_id, tokens, sampling, **fields))
 
     async def loads(self, node: Node) -> list[LoadMetrics]:
@@ -283,7 +287,12 @@ class Cluster:
         allocate = pool_allocator(self.transfer, memory)
         if build is None:
             executor: Executor = MockExecutor(
-                config, self.mock, vocab_size=VOCAB_SIZE, max_model_len=4096, allocate=allocate
+                config,
+                self.mock,
+                vocab_size=VOCAB_SIZE,
+                max_model_len=4096,
+                allocate=allocate,
+                holding_bytes=self.transfer.kv_buffer_size,
             )
         else:
             executor = await asyncio.to_thread(build, config)
@@ -382,7 +391,8 @@ class Cluster:
             # Entries that nobody waits for any more may still be pulled: those are computed until they are refused.
             await self.until(
                 lambda node=node: (
-                    not node.core.has_unfinished() and node.core.pool.num_free == node.core.pool.num_blocks
+                    not node.core.has_unfinished()
+                    and all(pool.num_free == pool.num_blocks for pool in (node.core.pool, node.core.holding.blocks))
                 )
             )
             # Its transfer thread sleeps again.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 from tests.worker.cluster import cluster, expected, prompt
 
@@ -85,3 +87,26 @@ async def test_an_output_that_fits_into_no_message_is_refused(monkeypatch: pytes
         assert (refusal.status, refusal.retryable) == (413, False)
         assert await client.answer("small") == expected(prompt(30), 20)
         await c.until(lambda: node.worker.inspect().num_requests == 0)
+
+
+async def test_steps_that_the_loop_is_behind_with_are_sent_together() -> None:
+    async with cluster() as c:
+        node = await c.join(WorkerRole.BOTH)
+        client = await c.client(node)
+        batches: list[int] = []
+
+        def receive(message: Message) -> None:
+            if isinstance(message, OutputBatch):
+                batches.append(len(message.outputs))
+            client.receive(message)
+
+        client.connection.on_message(receive)
+        begin = threading.Event()
+        node.engine.post(lambda _: begin.wait(60.0))
+        client.send("a", prompt(20), max_tokens=8)
+        await c.until(lambda: node.worker.inspect().num_requests == 1)
+        for position in range(3):
+            node.worker.decode.hand_on([TokenOutput("a", (position,), position=position)])
+        await client.until(lambda: client.tokens.get("a") == [0, 1, 2])
+        assert batches == [3]
+        begin.set()

@@ -12,9 +12,8 @@ from kvrelay.control.base import Keys
 from kvrelay.control.memory import MemoryBroker
 from kvrelay.core.event_codec import decode_events, decode_load
 from kvrelay.core.event_log import KvEventLog
-from kvrelay.core.events import AllBlocksCleared, BlockRemoved, KvEvent, LoadMetrics
+from kvrelay.core.events import STALE_AFTER_S, AllBlocksCleared, BlockRemoved, KvEvent, LoadMetrics
 from kvrelay.errors import KvrelayError, PayloadTooLargeError
-from kvrelay.router.load import STALE_AFTER_S
 from kvrelay.worker.reporting.publisher import (
     IDLE_INTERVAL_S,
     MAX_BATCH_BLOCKS,

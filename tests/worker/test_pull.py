@@ -102,7 +102,8 @@ async def test_blocks_stay_in_use_at_the_prefill_worker_until_they_are_read():
         assert await asyncio.to_thread(begun.wait, PATIENCE_S)
         client.abort("r")
         await shared.until(lambda: decode.worker.inspect().num_requests == 0)
-        assert prefill.core.pool.num_free < prefill.core.pool.num_blocks
+        held = (prefill.core.pool, prefill.core.holding.blocks)
+        assert [pool.num_blocks - pool.num_free for pool in held] == [0, 19]
         assert decode.core.pool.num_free < decode.core.pool.num_blocks
         may_read.set()
 

@@ -22,6 +22,7 @@ from kvrelay.cli.options import (
 )
 from kvrelay.cli.processes import FRONTEND_SETTINGS, WORKER_SETTINGS, run_async
 from kvrelay.config import FrontendConfig, RouterConfig, UpstreamConfig, VllmConfig, WorkerConfig, WorkerRole
+from kvrelay.core.cores import allowed_cores, threads_each, usable_cores
 from kvrelay.errors import ConfigError
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -184,8 +185,6 @@ def _workers(
 ) -> tuple[WorkerConfig, ...]:
     """Kind by kind. Ports count up by the engines, of which a group has one for each rank; processors are shared out.
     Raises ConfigError."""
-    from kvrelay.launch.process import threads_each
-
     workers = [kind.of(common) for kind in kinds for _ in range(kind.num_workers)]
     num_engines = sum(worker.group.dp for worker in workers)
     num_threads = common.runner.num_threads or threads_each(num_engines)
@@ -245,9 +244,8 @@ def _split_servers(upstreams: list[UpstreamConfig], num_prefill: int, num_decode
 def _vllms(settings: VllmConfig, num_workers: int) -> list[VllmConfig]:
     """One for each worker, with cores of its own. Raises ConfigError."""
     from kvrelay.engines.vllm.cores import compute_cores, format_cores, share_of
-    from kvrelay.launch.process import allowed_cores
 
-    cores = compute_cores(settings.engine_cores, allowed_cores(), 0)
+    cores = compute_cores(settings.engine_cores, allowed_cores(), len(usable_cores()))
     return [
         replace(settings, engine_cores=format_cores(share_of(cores, number, num_workers)))
         for number in range(num_workers)

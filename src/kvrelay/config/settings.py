@@ -80,7 +80,10 @@ class RunnerConfig(Settings):
     device: Literal["auto", "cpu", "cuda"] = setting("auto", "Where the model runs.")
     attention_backend: Literal["auto", "cpu", "torch"] = setting("auto", "Attention implementation.")
     num_threads: int = setting(
-        0, "Compute threads of a worker, all its ranks together; 0: one per core that it may use.", low=0, high=1024
+        0,
+        "Compute threads of a worker, all its ranks together; 0: one per core that it may use (affinity, CPU quota).",
+        low=0,
+        high=1024,
     )
     tp: int = setting(1, "Tensor-parallel ranks, which share each layer.", low=1, high=64)
     pp: int = setting(1, "Pipeline stages, each with a run of layers.", low=1, high=64)
@@ -164,21 +167,33 @@ class TransferConfig(Settings):
         "auto", "Network devices of UCX, e.g. eth0 or mlx5_0:1; auto: all, or only loopback for a worker on loopback."
     )
     transfer_timeout_s: float = setting(30.0, "Seconds until a read or write fails.", low=0.01)
-    poll_interval_s: float = setting(0.0005, "Seconds between polls while a hand-off is open.", low=0.00005, high=0.1)
+    poll_interval_s: float = setting(
+        0.0005, "Seconds between polls while a hand-off is open; shm alone needs none.", low=0.00005, high=0.1
+    )
     kv_checksums: bool = setting(False, "Checksums of all handed-off blocks; damaged ones are recomputed.")
     send_type: Literal["PUT", "PUT_ASYNC", "GET"] = setting(
         "PUT_ASYNC",
         "PUT, PUT_ASYNC: the prefill worker writes, with p2p PUT waits until it has landed; GET: the prefill worker "
         "keeps the KV until the decode worker has read it.",
     )
+    fetch_prefixes: bool = setting(
+        True, "Read prefixes from other workers' caches where that is faster than computing them, and lend ours."
+    )
     kv_transfer_per_rank: bool = setting(
         False,
         "With --tp or --pp on CPUs each rank moves its own KV, instead of the worker's process for all of them; on "
         "CUDA they always do.",
     )
-    kv_buffer_size: int = setting(64 * 1024 * 1024, "p2p: bytes of the buffer for KV under way.", low=0)
+    kv_buffer_size: int = setting(
+        64 * 1024 * 1024,
+        "Bytes after the KV pool for KV that comes before the pool has room, four times the pool at most; p2p: also "
+        "of the buffer for messages.",
+        low=0,
+    )
     p2p_pool_bytes: int = setting(
-        256 * 1024 * 1024, "p2p: bytes of the host memory pool, which takes what does not fit into the buffer.", low=0
+        256 * 1024 * 1024,
+        "Bytes of host memory for what does not fit into kv_buffer_size: p2p: messages; pools on a GPU: KV that waits.",
+        low=0,
     )
     p2p_room_wait_s: float = setting(
         2.0, "p2p: seconds that a PUT waits for room before its KV counts as lost and is recomputed.", low=0

@@ -76,6 +76,18 @@ class WorkerConfig:
         return self.role is not WorkerRole.BOTH or self.vllm.vllm_connector != "auto"
 
     @property
+    def holding_bytes(self) -> int:
+        """Of the engine's holding area, if the engine is one of ours. A recording does not tell what is held, and ranks
+        that move their own KV reach their own blocks only."""
+        is_reached = not (self.computes_in_ranks and self.transfer.kv_transfer_per_rank)
+        return self.transfer.kv_buffer_size if is_reached and not self.record_steps else 0
+
+    @property
+    def spill_bytes(self) -> int:
+        """Of host memory for what a holding area on another device has no room for."""
+        return self.transfer.p2p_pool_bytes if self.holding_bytes else 0
+
+    @property
     def computes_in_ranks(self) -> bool:
         """Whether processes of its own compute the model, instead of the worker's."""
         return self.runner.num_ranks > 1 or self.group.ep

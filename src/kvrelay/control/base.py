@@ -147,7 +147,8 @@ class PrefillQueue(Protocol):
         """
 
     async def size(self, kv_compatibility: str | None = None) -> int:
-        """Number of entries that no consumer has pulled yet, in one partition or in all."""
+        """Number of entries that no consumer has pulled yet, in one partition or in all. An entry counts from when its
+        push has returned until its pull has."""
 
 
 class Subscription(Protocol):

@@ -12,7 +12,14 @@ from typing import TypeVar
 import msgspec
 
 from kvrelay.core.decoding import UNREADABLE
-from kvrelay.core.events import MAX_FLOWS, MAX_TRANSFER_PEERS, BlockStored, KvEventBatch, LoadMetrics
+from kvrelay.core.events import (
+    MAX_FLOWS,
+    MAX_LOAD_COSTS,
+    MAX_TRANSFER_PEERS,
+    BlockStored,
+    KvEventBatch,
+    LoadMetrics,
+)
 from kvrelay.errors import ProtocolError
 
 EVENT_PROTOCOL_VERSION = 1
@@ -101,6 +108,9 @@ def decode_load(frame: bytes) -> LoadMetrics:
     if metrics.transfer_costs:
         sound = tuple(cost for cost in metrics.transfer_costs[:MAX_TRANSFER_PEERS] if cost.is_sound)
         metrics = msgspec.structs.replace(metrics, transfer_costs=sound)
+    if metrics.load_costs:
+        known = tuple(cost for cost in metrics.load_costs[:MAX_LOAD_COSTS] if cost.is_sound)
+        metrics = msgspec.structs.replace(metrics, load_costs=known)
     if metrics.flows:
         flows = tuple(flow for flow in metrics.flows[:MAX_FLOWS] if flow.is_sound)
         metrics = msgspec.structs.replace(metrics, flows=flows)

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 
 from kvrelay.core.event_codec import ReplayReply, decode_replay_request, encode_replay_reply, without_tokens
-from kvrelay.core.events import BlockRemoved, BlockStored, KvEvent, KvEventBatch
+from kvrelay.core.events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent, KvEventBatch
 
 DEFAULT_CAPACITY = 8192
 MAX_REPLY_BLOCKS = 25_000
@@ -40,6 +40,9 @@ class KvEventLog:
         self._ring: deque[KvEvent] = deque(maxlen=capacity)
         self._next_seq = 0
         self._parents: dict[int, int | None] = {}
+        """Of the blocks in the pool."""
+        self._in_tiers: dict[str, dict[int, None]] = {}
+        """Blocks in each other medium."""
         self._block_size = 1
         self._dumps: dict[int, list[KvEventBatch]] = {}
 
@@ -73,20 +76,24 @@ class KvEventLog:
         return self._ring_batches(from_seq)
 
     def dump(self) -> list[KvEventBatch]:
-        """The blocks held now as stored events, parents first, in batches of a bounded size numbered ``next_seq``.
+        """The blocks held now as stored events, parents first, then those of tiers, in batches of a bounded size
+        numbered ``next_seq``.
 
         A block whose parent has been evicted keeps its parent's hash. Local hashes and tokens are left out.
         """
         batches: list[KvEventBatch] = []
         events: list[KvEvent] = []
         room = self._max_reply_blocks
-        for chain in self._chains():
+        chains: list[tuple[str | None, list[int]]] = [(None, chain) for chain in self._chains()]
+        chains += [(medium, list(held)) for medium, held in self._in_tiers.items() if held]
+        for medium, chain in chains:
             for at in range(0, len(chain), self._max_reply_blocks):
                 part = chain[at : at + self._max_reply_blocks]
                 if len(part) > room:
                     batches.append(self._batch(self._next_seq, events))
                     events, room = [], self._max_reply_blocks
-                events.append(BlockStored(self._parents[part[0]], tuple(part), (), (), self._block_size))
+                parent = self._parents[part[0]] if medium is None else None
+                events.append(BlockStored(parent, tuple(part), (), (), self._block_size, medium=medium))
                 room -= len(part)
         batches.append(self._batch(self._next_seq, events))
         return batches
@@ -139,7 +146,10 @@ class KvEventLog:
         return KvEventBatch(self._worker_id, self._epoch, first_seq, tuple(events))
 
     def _track(self, event: KvEvent) -> None:
-        if isinstance(event, BlockStored):
+        medium = None if isinstance(event, AllBlocksCleared) else event.medium
+        if medium is not None:
+            self._track_tier(event, self._in_tiers.setdefault(medium, {}))
+        elif isinstance(event, BlockStored):
             self._block_size = event.block_size
             parent = event.parent_hash
             for block in event.block_hashes:
@@ -150,6 +160,15 @@ class KvEventLog:
                 self._parents.pop(block, None)
         else:
             self._parents.clear()
+            self._in_tiers.clear()
+
+    def _track_tier(self, event: KvEvent, held: dict[int, None]) -> None:
+        if isinstance(event, BlockStored):
+            self._block_size = event.block_size
+            held.update(dict.fromkeys(event.block_hashes))
+        elif isinstance(event, BlockRemoved):
+            for block in event.block_hashes:
+                held.pop(block, None)
 
     def _chains(self) -> Iterator[list[int]]:
         """The held blocks as chains of parent and child. A chain comes after the one with its first block's parent."""

@@ -6,13 +6,15 @@ import math
 
 import msgspec
 
-from kvrelay.core.step_cost import StepCost
+from kvrelay.core.step_cost import MAX_COST_S, StepCost
 
 
-class BlockStored(msgspec.Struct, frozen=True, tag=True):
+class BlockStored(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """Consecutive blocks became full and immutable, under ``parent_hash`` (None: at the root).
 
     ``block_hashes`` are sequence hashes, ``local_hashes`` and ``token_ids`` (flat, block after block) belong to them.
+    ``medium``: of a KV tier that holds a copy (``host``, ``disk``), whose parent may lie elsewhere; None: the device's
+    pool, as always before there were tiers.
     """
 
     parent_hash: int | None
@@ -21,16 +23,18 @@ class BlockStored(msgspec.Struct, frozen=True, tag=True):
     token_ids: tuple[int, ...]
     block_size: int
     lora: str | None = None
+    medium: str | None = None
 
 
-class BlockRemoved(msgspec.Struct, frozen=True, tag=True):
-    """Blocks (by sequence hash) were evicted and can no longer be found."""
+class BlockRemoved(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+    """Blocks (by sequence hash) were evicted from ``medium`` and can no longer be found there."""
 
     block_hashes: tuple[int, ...]
+    medium: str | None = None
 
 
 class AllBlocksCleared(msgspec.Struct, frozen=True, tag=True):
-    """The prefix cache is empty."""
+    """The prefix cache is empty, and so is every tier."""
 
 
 KvEvent = BlockStored | BlockRemoved | AllBlocksCleared
@@ -63,6 +67,24 @@ class TransferCost(msgspec.Struct, frozen=True):
         return 0.0 < self.token_s <= MAX_TRANSFER_TOKEN_S
 
 
+MAX_LOAD_COSTS = 8
+"""A load sample has the load costs of so many media at most."""
+
+
+class LoadCost(msgspec.Struct, frozen=True, array_like=True):
+    """What getting KV into the publisher's pool from ``medium`` takes, as measured: ``overhead_s`` for each prompt, and
+    ``token_s`` for each token."""
+
+    medium: str
+    token_s: float
+    overhead_s: float = 0.0
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether these can be times: a worker may publish anything."""
+        return 0.0 < self.token_s <= MAX_TRANSFER_TOKEN_S and 0.0 <= self.overhead_s <= MAX_COST_S
+
+
 MAX_FLOWS = 32
 """A load sample has so many flows at most."""
 
@@ -90,6 +112,11 @@ class TokenCounts(msgspec.Struct, frozen=True, array_like=True):
     num_generated: int = 0
 
 
+STALE_AFTER_S = 12.0
+"""A worker whose last load sample is older than this has fallen silent: an idle one repeats its sample every 5 s
+(``worker/reporting/publisher.py``), so two samples in a row are missing."""
+
+
 class LoadMetrics(msgspec.Struct, frozen=True):
     """A worker's load; published at start, before any forward pass, and then regularly.
 
@@ -97,6 +124,7 @@ class LoadMetrics(msgspec.Struct, frozen=True):
     ``kv_demand_perc``: blocks that requests hold or wait for, as a share of the pool; above 1 if not all fit at once.
     ``num_prefill_tokens``: prompt tokens still to compute, of waiting requests and of those that are being computed.
     ``step_cost``: what a step of this worker costs, as fitted so far. ``transfer_costs``: of the peers used last.
+    ``load_costs``: of the tiers that it has, and of other workers' prefixes if it reads those.
     ``flows`` and ``tokens`` are for people who watch; a worker of an earlier release publishes neither.
     """
 
@@ -116,5 +144,6 @@ class LoadMetrics(msgspec.Struct, frozen=True):
     num_prefill_tokens: int = 0
     step_cost: StepCost | None = None
     transfer_costs: tuple[TransferCost, ...] = ()
+    load_costs: tuple[LoadCost, ...] = ()
     flows: tuple[Flow, ...] = ()
     tokens: TokenCounts | None = None

@@ -6,6 +6,7 @@ The messages between its two workers are in ``handoff.messages``, the protocol i
 from __future__ import annotations
 
 import enum
+import secrets
 
 import msgspec
 
@@ -48,12 +49,19 @@ class Pair(msgspec.Struct, frozen=True, array_like=True):
     decode_worker_id: str
 
 
+class PrefixHolder(msgspec.Struct, frozen=True, array_like=True):
+    """A worker whose prefix cache has the first ``num_tokens`` tokens of a prompt, as the router knows by events."""
+
+    worker_id: str
+    num_tokens: int
+
+
 class HandoffId(msgspec.Struct, frozen=True, order=True, array_like=True):
     """One hand-off of one incarnation of a decode worker, whose id is new at every start.
 
     Decode-first, ``number`` counts from 1. Prefill-first, both workers derive it from the request id
-    (``core/pair_id.py``), because P names the hand-off before D knows of it. Valid only in messages of the worker
-    ``decode_worker_id``.
+    (``core/pair_id.py``), because P names the hand-off before D knows of it. The reader of a prefix draws it. Valid
+    only in messages of the worker ``decode_worker_id``.
     """
 
     decode_worker_id: str
@@ -61,6 +69,11 @@ class HandoffId(msgspec.Struct, frozen=True, order=True, array_like=True):
 
     def __str__(self) -> str:
         return f"{self.decode_worker_id}#{self.number}"
+
+
+def new_prefix_id(holder_id: str) -> HandoffId:
+    """For the reading of a prefix: beside the numbers that workers count, below those of pairs."""
+    return HandoffId(holder_id, 2**61 | secrets.randbits(61))
 
 
 class RemotePrefillRequest(msgspec.Struct, frozen=True):

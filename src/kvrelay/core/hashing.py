@@ -14,7 +14,6 @@ array avoids it.
 
 from __future__ import annotations
 
-import struct
 import sys
 from array import array
 from collections.abc import Sequence
@@ -106,10 +105,8 @@ def _token_bytes(tokens: Sequence[int] | TokenArray) -> bytes | array[int]:
     try:
         if isinstance(tokens, np.ndarray):
             return _array_bytes(tokens)
-        if isinstance(tokens, list):
-            return _list_bytes(tokens)
-        return struct.Struct(f"<{len(tokens)}I").pack(*tokens)  # struct.pack would copy the arguments once more
-    except (struct.error, OverflowError, TypeError) as exc:
+        return _list_bytes(tokens if isinstance(tokens, list) else list(tokens))
+    except (OverflowError, TypeError) as exc:
         raise InvalidInputError(f"token ids must be unsigned 32-bit integers: {exc}", param="tokens") from exc
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
-from kvrelay.core.handoff import HandoffOrder, Pair
+from kvrelay.core.handoff import HandoffOrder, Pair, PrefixHolder
 from kvrelay.core.logprobs import PositionLogprobs
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.status import FinishReason, RefusalKind
@@ -30,7 +30,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, tag=True, omit_defaults=True)
     the request's own objectives, in milliseconds; 0: the worker's. ``explain``: the answer says where the prefill ran.
     ``traceparent``: W3C's header of the request's trace, for an engine that sends spans of its own; empty: none.
     ``report_interval``: how many tokens the frontend wants at once, when nobody reads them one by one. The first token
-    and the end are told at once in any case.
+    and the end are told at once in any case. ``holder``: another worker that has more of the prompt's KV; a hint.
     """
 
     request_id: str
@@ -47,6 +47,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, tag=True, omit_defaults=True)
     explain: bool = False
     traceparent: str = ""
     report_interval: int = 1
+    holder: PrefixHolder | None = None
 
 
 class PrefillLost(msgspec.Struct, frozen=True, tag=True):

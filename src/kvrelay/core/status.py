@@ -6,14 +6,15 @@
        │  └── PREEMPTED                                   its blocks were taken; it is prefilled again
        │
        ├──> REMOTE_PREFILLING ──> RUNNING                 decode side: a prefill worker writes our blocks
-       │            └──> WAITING                          the KV was lost: prefill locally
+       │            ├──> WAITING                          the KV was lost: prefill locally
+       │            └──> KV_HELD ──> LOADING_KV, RUNNING  the KV came while the pool had no room: it is held until then
        │
        └──> LOADING_KV ──> RUNNING ──> PREFILL_SENDING    KV that is elsewhere is read first, after preemption too;
                                               │           prefill side: after the forward pass the blocks stay ours
                                               │           until the last write is done
                                               └──> FINISHED_*
 
-Both REMOTE_PREFILLING and PREFILL_SENDING count as unfinished work: an engine with such requests is not idle.
+REMOTE_PREFILLING and PREFILL_SENDING count as unfinished work: an engine with such requests is not idle.
 """
 
 from __future__ import annotations
@@ -29,13 +30,14 @@ class RequestStatus(enum.IntEnum):
     WAITING = 0
     LOADING_KV = 1
     REMOTE_PREFILLING = 2
-    RUNNING = 3
-    PREEMPTED = 4
-    PREFILL_SENDING = 5
-    FINISHED_STOPPED = 6
-    FINISHED_LENGTH = 7
-    FINISHED_ABORTED = 8
-    FINISHED_ERROR = 9
+    KV_HELD = 3
+    RUNNING = 4
+    PREEMPTED = 5
+    PREFILL_SENDING = 6
+    FINISHED_STOPPED = 7
+    FINISHED_LENGTH = 8
+    FINISHED_ABORTED = 9
+    FINISHED_ERROR = 10
 
     @property
     def is_finished(self) -> bool:
@@ -48,7 +50,8 @@ _FINISHED = frozenset({_S.FINISHED_STOPPED, _S.FINISHED_LENGTH, _S.FINISHED_ABOR
 TRANSITIONS: dict[RequestStatus, frozenset[RequestStatus]] = {
     _S.WAITING: frozenset({_S.RUNNING, _S.REMOTE_PREFILLING, _S.LOADING_KV, _S.FINISHED_ABORTED, _S.FINISHED_ERROR}),
     _S.LOADING_KV: frozenset({_S.WAITING, _S.RUNNING, _S.FINISHED_ABORTED, _S.FINISHED_ERROR}),
-    _S.REMOTE_PREFILLING: frozenset({_S.RUNNING, _S.WAITING}) | _FINISHED,
+    _S.REMOTE_PREFILLING: frozenset({_S.RUNNING, _S.KV_HELD, _S.WAITING}) | _FINISHED,
+    _S.KV_HELD: frozenset({_S.LOADING_KV, _S.RUNNING}) | _FINISHED,
     _S.RUNNING: frozenset({_S.PREEMPTED, _S.PREFILL_SENDING}) | _FINISHED,
     _S.PREEMPTED: frozenset({_S.RUNNING, _S.LOADING_KV, _S.FINISHED_ABORTED, _S.FINISHED_ERROR}),
     _S.PREFILL_SENDING: _FINISHED,

@@ -87,6 +87,10 @@ class StepCost(msgspec.Struct, frozen=True):
         alone = self.prefill_seconds(num_tokens, num_before=num_before, chunk=chunk)
         return max(alone - num_steps * min(self.step_s, self.prefill_s), 0.0)
 
+    def extra_seconds(self, num_tokens: int, num_before: int) -> float:
+        """What these tokens of a prompt add to its prefill, after ``num_before`` others that are computed or loaded."""
+        return num_tokens * (self.prefill_token_s + self.pair_s * (num_before + num_tokens / 2))
+
     def chunk_within(self, step_s: float, *, num_before: int = 0, num_decodes: int = 0, num_context: int = 0) -> int:
         """The most prefill tokens with which a step takes at most ``step_s``; at least MIN_CHUNK_TOKENS."""
         base = self.prefill_s + self._decode_seconds(num_decodes, num_context)

@@ -5,6 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
+from kvrelay.core.events import LoadCost
+
+PEER = "peer"
+"""The medium of prefixes in other workers' pools."""
+
 
 @dataclass(slots=True)
 class StoreStats:
@@ -39,3 +44,5 @@ class TierStats:
     counts: TierCounts
     stores: dict[str, StoreStats]
     num_queued: int
+    load_costs: tuple[LoadCost, ...] = ()
+    """What loads take, by medium."""

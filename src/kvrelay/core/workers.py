@@ -34,6 +34,7 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     A rank of a data-parallel group is a worker of its own: rank ``dp_rank`` of the ``dp_size`` ranks of ``dp_group``
     (empty: no group). ``dp_parent_pid`` is the process that started the group's ranks.
     ``pulls_prefills``: it takes prefills from the queue, also if it does ``both``.
+    ``reads_prefixes``: it reads prefixes from other workers' caches, and lends its own (``worker/prefixes.py``).
     ``release`` is kvrelay's version (empty: one that does not tell); ``version`` is that of this struct.
     """
 
@@ -63,6 +64,7 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     dp_parent_pid: Count = 0
     release: Name = ""
     pulls_prefills: bool = False
+    reads_prefixes: bool = False
     version: int = 1
 
 

@@ -194,11 +194,12 @@ class GroupMember:
         while True:
             if self._hand_on(deliver):
                 return
-            events = {fd for fd, _ in poller.poll(self._wait_ms())}
+            ready = poller.poll(self._wait_ms())
+            if self._shared is not None and (self._shared.bell, select.POLLIN) in ready:
+                deliver(self._shared.take())  # before anything else: the other ranks wait in their step
+            events = {fd for fd, _ in ready}
             if self._stop in events:
                 return
-            if self._shared is not None and self._shared.bell in events:
-                deliver(self._shared.take())
             if self._socket.fileno() in events:
                 try:
                     is_there = self._receive()

@@ -44,16 +44,21 @@ class CachedBlock:
 
 
 class BlockPool:
-    """Reference counts, free blocks and prefix cache of ``num_blocks`` blocks of ``block_size`` tokens."""
+    """Reference counts, free blocks and prefix cache of ``num_blocks`` blocks of ``block_size`` tokens, whose ids begin
+    with ``first_block``."""
 
-    def __init__(self, num_blocks: int, block_size: int, *, enable_prefix_caching: bool = True) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, *, enable_prefix_caching: bool = True, first_block: int = 0
+    ) -> None:
         self.num_blocks = num_blocks
+        self.block_ids = range(first_block, first_block + num_blocks)
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
-        self._num_refs = [0] * num_blocks
+        self._num_refs = [0] * self.block_ids.stop
         self._quarantined: set[int] = set()
         self._plain = FreeExtents()
-        self._plain.add(0, num_blocks)
+        if num_blocks:
+            self._plain.add(first_block, num_blocks)
         self._cached_free: OrderedDict[int, None] = OrderedDict()
         self._cached: dict[int, CachedBlock] = {}
         self._block_of_hash: dict[int, int] = {}
@@ -276,7 +281,7 @@ class BlockPool:
         plain = {start + offset for start, length in self._plain.extents().items() for offset in range(length)}
         if len(plain) != len(self._plain) or sum(self._plain.extents().values()) != len(plain):
             raise IntegrityError("extents of free blocks overlap")
-        for block_id in range(self.num_blocks):
+        for block_id in self.block_ids:
             held = self._num_refs[block_id] > 0 or block_id in self._quarantined
             homes = (block_id in plain) + (block_id in self._cached_free) + held
             if homes != 1:

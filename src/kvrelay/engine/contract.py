@@ -24,6 +24,7 @@ Hand-offs, prefill side. Where may KV be read from, when may the blocks be freed
 
     add_request(HANDOFF) ... StepOutput.kv_loads          read these blocks first; ``kv_loaded`` reports the result
     StepOutput.handoff_chunks                             these blocks are computed; the last chunk carries the token
+    keep_blocks ... StepOutput.kept_blocks                pull: where the computed KV lies from now on
     sending_finished                                      no transfer touches the blocks any more: free them
 
 An engine that ``MovesKv`` moves the KV itself, as two vLLM servers do with its NIXL connector. It lends no
@@ -51,6 +52,7 @@ from kvrelay.core.handoff import HandoffId
 from kvrelay.core.layout import KVLayout, MemoryRegion
 from kvrelay.core.logprobs import PositionLogprobs
 from kvrelay.core.sampling import SamplingParams
+from kvrelay.engine.kv_source import KvSource
 from kvrelay.engine.limits import PendingArrivals
 from kvrelay.engine.progress import Progress
 from kvrelay.engine.request import Request
@@ -150,13 +152,28 @@ class MovesKv(Protocol):
 
 
 class Schedules(Protocol):
-    """The steps of an engine that schedules them itself, with reads of KV before them."""
+    """The steps of an engine that schedules them itself, with reads of KV before them, and what becomes of it; its
+    prefix cache is ours."""
 
     def set_exclusive_prefill(self, exclusive: bool) -> None:
         """Whether hand-off prefills run in steps of their own."""
 
     def kv_loaded(self, request_id: str, ok: bool, num_blocks: int = 0) -> None:
         """The read that a KvLoad asked for has ended. Unknown ids are ignored."""
+
+    def add_source(self, source: KvSource) -> None:
+        """Prompts may also begin with what this has."""
+
+    def lend_prefix(
+        self, handoff_id: HandoffId, token_ids: Sequence[int], cache_salt: str | None
+    ) -> tuple[int, ...] | None:
+        """The cached blocks with which this prompt begins, lent as loan 1 to a peer that only reads. None: there are
+        none, or none can be spared. ``HandsOver.end_loan`` ends the loan."""
+
+    def keep_blocks(self, request_id: str, block_ids: Sequence[int]) -> None:
+        """The hand-off is computed, what a peer lacks lies in ``block_ids``, and no transfer touches them. If there is
+        room, keep it in the holding area and free the pool's blocks. ``StepOutput.kept_blocks`` answers, exactly
+        once."""
 
 
 def require(capability: T | None) -> T:
@@ -171,7 +188,8 @@ class EngineFacts:
     is a hand-off, and peers never use its memory. With ``moves_kv`` hand-offs carry no blocks, and peers' engines get
     the KV from this engine without kvrelay. Without ``prefills_here`` the engine computes prompts for others
     or continues from KV that it gets, never both. Without ``places_prefills`` it does not ask a request's ``placement``
-    where to prefill."""
+    where to prefill. With ``has_open_cache`` its prefix cache lies in blocks that workers can lend and fill
+    (``Schedules``). ``num_holding_blocks`` come after ``num_blocks`` in the engine's memory."""
 
     kv_layout: KVLayout
     num_blocks: int
@@ -182,6 +200,8 @@ class EngineFacts:
     moves_kv: bool = False
     prefills_here: bool = True
     places_prefills: bool = True
+    has_open_cache: bool = False
+    num_holding_blocks: int = 0
 
 
 class EngineHost(Protocol):

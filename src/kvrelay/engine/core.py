@@ -6,14 +6,14 @@ Answers of peers come back through the methods below, between steps.
 
 Who frees what. Blocks of a finished request are free at once, with two exceptions: blocks lent to a hand-off
 (``loans.py``; the hand-off ledger decides when a loan ends), and blocks of a HANDOFF request that are being sent (until
-``sending_finished``).
+``sending_finished``). Either may be of the pool or of the holding area (``holding.py``).
 """
 
 from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
@@ -21,21 +21,26 @@ from kvrelay.config import EngineConfig
 from kvrelay.core.clock import Clock
 from kvrelay.core.events import KvEvent, LoadMetrics
 from kvrelay.core.handoff import HandoffId
+from kvrelay.core.hashing import compute_block_hashes
 from kvrelay.core.logprobs import PositionLogprobs
 from kvrelay.core.messages import TokenOutput
 from kvrelay.core.status import FinishReason, RequestStatus
 from kvrelay.dp.group import Alone, Group
 from kvrelay.dp.protocol import Round
 from kvrelay.engine.block_pool import BlockPool
-from kvrelay.engine.kv_source import KvStorage
+from kvrelay.engine.holding import holding_of
+from kvrelay.engine.kv_source import KvSource, KvStorage
 from kvrelay.engine.limits import NONE_PENDING, AdmissionLimits, PendingArrivals
 from kvrelay.engine.loans import HandoffIds, Loans, remote_prefill
 from kvrelay.engine.reports import stop_token_ids
 from kvrelay.engine.request import UINT64_MASK, PrefillMode, Request, check_tokens
 from kvrelay.engine.scheduler import Scheduler
-from kvrelay.engine.stats import EngineStats
-from kvrelay.engine.step import Executor, StepOutput
+from kvrelay.engine.stats import EngineStats, HoldingStats
+from kvrelay.engine.step import Executor, KeptBlocks, StepOutput
 from kvrelay.errors import EngineDeadError, IntegrityError, InvalidInputError, KvrelayError
+
+MAX_LENT_SHARE = 0.25
+"""Of the pool: no more is bound by peers that read prefixes."""
 
 
 class EngineCore:
@@ -70,7 +75,8 @@ class EngineCore:
             executor.kv_layout.block_size,
             enable_prefix_caching=config.enable_prefix_caching,
         )
-        self.loans = Loans(self.pool)
+        self.holding = holding_of(executor, clock)
+        self.loans = Loans()
         self._remote: dict[HandoffId, Request] = {}
         """Requests that wait for a hand-off."""
         self._handoff_ids = HandoffIds(worker_id)
@@ -78,6 +84,7 @@ class EngineCore:
             self.pool,
             clock,
             self._start_remote,
+            holding=self.holding,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             exclusive_prefill=exclusive_prefill,
@@ -96,6 +103,10 @@ class EngineCore:
         """Keep what the pool evicts there. Before the first request."""
         self.storage = storage
         self.scheduler.attach(storage)
+
+    def add_source(self, source: KvSource) -> None:
+        """Prompts may also begin with what this has."""
+        self.scheduler.add_source(source)
 
     def __repr__(self) -> str:
         return f"EngineCore({self.worker_id}, {self.scheduler!r}, {len(self.loans)} loans)"
@@ -127,7 +138,7 @@ class EngineCore:
         began_s = self._clock.now()
         work = self.scheduler.schedule()
         news = self.scheduler.output
-        is_news = news.outputs or news.remote_prefills or news.closed_handoffs or news.kv_loads
+        is_news = news.outputs or news.remote_prefills or news.closed_handoffs or news.kv_loads or news.kept_blocks
         if work is not None and announce is not None and is_news:
             announce(self._take_output())
         try:
@@ -169,7 +180,7 @@ class EngineCore:
 
     def _take_output(self) -> StepOutput:
         output = self.scheduler.take_output()
-        output.kv_events = self.pool.drain_events()
+        output.kv_events = self.drain_events()
         return output
 
     def _has_news(self) -> bool:
@@ -180,7 +191,9 @@ class EngineCore:
             or output.closed_handoffs
             or output.kv_loads
             or output.handoff_chunks
+            or output.kept_blocks
             or self.pool.has_events
+            or (self.storage is not None and self.storage.has_events)
         )
 
     # -- requests -----------------------------------------------------------------------------------------------------
@@ -285,12 +298,17 @@ class EngineCore:
         if not 0 <= token_id < self.executor.vocab_size:
             self.scheduler.remote_lost(request)
             return False
-        if tuple(request.block_ids) != lent.block_ids:
-            self.pool.acquire(lent.block_ids)
-            self.pool.release(request.block_ids)
-            request.block_ids = list(lent.block_ids)
+        is_held = lent.pool is self.holding.blocks
+        block_ids = request.held_block_ids if is_held else request.block_ids
+        if tuple(block_ids) != lent.block_ids:
+            lent.pool.acquire(lent.block_ids)
+            lent.pool.release(block_ids)
+            block_ids[:] = lent.block_ids
         request.handoff_id = None
-        self.scheduler.remote_done(request, token_id, logprobs)
+        if is_held:
+            self.scheduler.remote_held(request, token_id, logprobs)
+        else:
+            self.scheduler.remote_done(request, token_id, logprobs)
         return True
 
     def compute_handoff_here(self, handoff_id: HandoffId) -> None:
@@ -311,6 +329,24 @@ class EngineCore:
         """No peer touches the blocks of this loan any more."""
         self.loans.end(handoff_id, loan)
 
+    def lend_prefix(
+        self, handoff_id: HandoffId, token_ids: Sequence[int], cache_salt: str | None
+    ) -> tuple[int, ...] | None:
+        """The cached blocks with which this prompt begins, lent as loan 1 to a peer that only reads; None if there are
+        none, or if requests here need the room that such loans bind."""
+        size = self.pool.block_size
+        hashes = compute_block_hashes(token_ids, size, salt=cache_salt).sequence
+        # ``find_prefix`` leaves the last token to compute.
+        block_ids = self.pool.find_prefix((*token_ids, 0), hashes)
+        num_lent = self.loans.num_only_read + self.pool.num_free_among(block_ids)
+        if (
+            not block_ids
+            or self.scheduler.admission.is_short_of_blocks
+            or num_lent > self.pool.num_blocks * MAX_LENT_SHARE
+        ):
+            return None
+        return self.loans.lend(handoff_id, self.pool, block_ids, len(block_ids)).block_ids
+
     def writable_blocks(self) -> Mapping[tuple[HandoffId, int], tuple[int, ...]]:
         """The lent blocks that a peer may write to, by hand-off and loan. From any thread."""
         return self.loans.writable_blocks()
@@ -322,7 +358,10 @@ class EngineCore:
     def _start_remote(self, request: Request) -> None:
         request.handoff_id = handoff_id = self._handoff_ids.of(request)
         self._remote[handoff_id] = request
-        lent = self.loans.lend(handoff_id, request.block_ids, request.num_cached_blocks)
+        if request.held_block_ids:
+            lent = self.loans.lend(handoff_id, self.holding.blocks, request.held_block_ids, 0)
+        else:
+            lent = self.loans.lend(handoff_id, self.pool, request.block_ids, request.num_cached_blocks)
         sampling = msgspec.structs.replace(request.sampling, seed=request.seed)
         self.scheduler.output.remote_prefills.append(
             remote_prefill(request, handoff_id, sampling, lent.block_ids, request.num_computed_tokens)
@@ -339,6 +378,15 @@ class EngineCore:
         request = self.scheduler.requests.get(request_id)
         if request is not None and request.status is RequestStatus.LOADING_KV:
             self.scheduler.kv_loaded(request, ok, num_blocks)
+
+    def keep_blocks(self, request_id: str, block_ids: Sequence[int]) -> None:
+        """The hand-off is computed, and no transfer touches its blocks until ``StepOutput.kept_blocks`` answers: if
+        there is room, move the KV of ``block_ids`` out of the pool."""
+        request = self.scheduler.requests.get(request_id)
+        if request is None or request.status is not RequestStatus.PREFILL_SENDING:
+            self.scheduler.output.kept_blocks.append(KeptBlocks(request_id, None))
+        else:
+            self.scheduler.keep_blocks(request, block_ids)
 
     def sending_finished(self, request_id: str) -> None:
         """No transfer touches the blocks of this hand-off any more, and none will: free them."""
@@ -392,12 +440,30 @@ class EngineCore:
             num_step_samples=costs.num_samples,
             num_step_samples_rejected=costs.num_rejected,
             times=scheduler.times,
+            holding=self._holding_stats(),
             tiers=None if self.storage is None else self.storage.stats(),
         )
 
+    def _holding_stats(self) -> HoldingStats | None:
+        holding, area = self.holding, self.holding.blocks
+        if not area.num_blocks:
+            return None
+        num_in_use = area.num_blocks - area.num_free
+        num_spilled = holding.spilled.num_blocks - holding.spilled.num_free
+        return HoldingStats(
+            num_blocks=area.num_blocks,
+            num_blocks_in_use=num_in_use,
+            num_blocks_spilled=num_spilled,
+            num_arriving=holding.num_arriving,
+            num_held=holding.num_held,
+            num_spilled=holding.num_spilled,
+            num_full=holding.num_full,
+        )
+
     def drain_events(self) -> list[KvEvent]:
-        """Prefix-cache events that no step has delivered yet."""
-        return self.pool.drain_events()
+        """Events of the prefix cache and the tiers that no step has delivered yet."""
+        events = self.pool.drain_events()
+        return events if self.storage is None else events + self.storage.drain_events()
 
     def cached_hashes(self) -> list[int]:
         """Sequence hashes of every cached block."""
@@ -411,24 +477,33 @@ class EngineCore:
 
     def check_integrity(self) -> None:
         """Raise IntegrityError unless the requests and loans account for every block and all counts are true."""
-        pool, scheduler = self.pool, self.scheduler
-        pool.check_integrity()
+        scheduler, pools = self.scheduler, (self.pool, self.holding.blocks, self.holding.spilled)
         owners: Counter[int] = Counter()
         for request in scheduler.requests.values():
             owners.update(request.block_ids)
+            owners.update(request.held_block_ids)
+        for block_ids in self.holding.spilling.values():
+            owners.update(block_ids)
         quarantined: Counter[int] = Counter()
         for loan in self.loans:
             owners.update(loan.block_ids)
             quarantined.update(loan.quarantined)
-        for block_id in range(pool.num_blocks):
-            if pool.num_refs(block_id) != owners[block_id]:
-                raise IntegrityError(f"block {block_id} has {owners[block_id]} owners: {pool.describe(block_id)}")
+        for pool in pools:
+            pool.check_integrity()
+            for block_id in pool.block_ids:
+                if pool.num_refs(block_id) != owners[block_id]:
+                    raise IntegrityError(f"block {block_id} has {owners[block_id]} owners: {pool.describe(block_id)}")
         waiting = (request for request in scheduler.requests.values() if request.is_waiting)
-        num_waiting_blocks = sum(pool.blocks_for(len(request.token_ids)) for request in waiting)
+        num_waiting_blocks = sum(self.pool.blocks_for(len(request.token_ids)) for request in waiting)
         if num_waiting_blocks != scheduler.admission.num_waiting_blocks:
             raise IntegrityError(f"requests wait for {num_waiting_blocks} blocks: {scheduler.admission!r}")
-        if quarantined.total() != pool.num_quarantined or set(quarantined.values()) - {1}:
-            raise IntegrityError(f"loans cover {quarantined.total()} blocks, {pool.num_quarantined} quarantined")
+        num_quarantined = sum(pool.num_quarantined for pool in pools)
+        if quarantined.total() != num_quarantined or set(quarantined.values()) - {1}:
+            raise IntegrityError(f"loans cover {quarantined.total()} blocks, {num_quarantined} quarantined")
+        arriving = [r for r in self._remote.values() if r.held_block_ids]
+        num_arriving_blocks = sum(len(request.held_block_ids) for request in arriving)
+        if (len(arriving), num_arriving_blocks) != (self.holding.num_arriving, self.holding.num_arriving_blocks):
+            raise IntegrityError(f"KV of {len(arriving)} requests is to come: {self.holding!r}")
 
     # -- the end ------------------------------------------------------------------------------------------------------
 

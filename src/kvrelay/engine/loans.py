@@ -8,7 +8,7 @@ of its blocks, so they outlive the request. Blocks that a peer may write are qua
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvrelay.core.handoff import HandoffId, RemotePrefillRequest
 from kvrelay.core.sampling import SamplingParams
@@ -18,10 +18,12 @@ from kvrelay.engine.request import Request
 
 @dataclass(frozen=True, slots=True)
 class Loan:
-    """Blocks for a whole request: its prefix hits (``pinned``) and blocks that a peer may write (``quarantined``)."""
+    """Blocks for a whole request: its prefix hits (``pinned``) and blocks that a peer may write (``quarantined``).
+    ``pool``: whose blocks they are."""
 
     pinned: tuple[int, ...]
     quarantined: tuple[int, ...]
+    pool: BlockPool = field(repr=False, compare=False)
 
     @property
     def block_ids(self) -> tuple[int, ...]:
@@ -29,10 +31,10 @@ class Loan:
 
 
 class Loans:
-    """All loans of one engine. A hand-off may have several: each later claimant gets other blocks."""
+    """All loans of one engine, of its pool's blocks and its holding area's. A hand-off may have several: each later
+    claimant gets other blocks."""
 
-    def __init__(self, pool: BlockPool) -> None:
-        self._pool = pool
+    def __init__(self) -> None:
         self._loans: dict[tuple[HandoffId, int], Loan] = {}
 
     def __len__(self) -> int:
@@ -48,31 +50,36 @@ class Loans:
         """Of each loan, those that a peer may write to. From any thread."""
         return {key: loan.quarantined for key, loan in self._loans.copy().items()}
 
-    def lend(self, handoff_id: HandoffId, block_ids: list[int], num_hit_blocks: int) -> Loan:
+    @property
+    def num_only_read(self) -> int:
+        """Blocks of loans that no peer may write to: prefixes."""
+        return sum(len(loan.pinned) for loan in self._loans.values() if not loan.quarantined)
+
+    def lend(self, handoff_id: HandoffId, pool: BlockPool, block_ids: list[int], num_hit_blocks: int) -> Loan:
         """The first loan: the blocks of a waiting request, which also keeps its references."""
-        loan = Loan(tuple(block_ids[:num_hit_blocks]), tuple(block_ids[num_hit_blocks:]))
-        self._pool.acquire(loan.block_ids)
-        self._pool.quarantine(loan.quarantined)
+        loan = Loan(tuple(block_ids[:num_hit_blocks]), tuple(block_ids[num_hit_blocks:]), pool)
+        pool.acquire(loan.block_ids)
+        pool.quarantine(loan.quarantined)
         self._loans[handoff_id, 1] = loan
         return loan
 
     def lend_fresh(self, handoff_id: HandoffId, number: int, before: Loan) -> Loan | None:
         """A later loan: the hits of the loan before, and fresh blocks for the rest. None if too few blocks are free."""
-        pinned = before.pinned
-        fresh = self._pool.allocate(len(before.quarantined), after=pinned[-1] if pinned else None)
+        pinned, pool = before.pinned, before.pool
+        fresh = pool.allocate(len(before.quarantined), after=pinned[-1] if pinned else None)
         if fresh is None:
             return None
-        loan = Loan(pinned, tuple(fresh))
-        self._pool.acquire(pinned)
-        self._pool.quarantine(loan.quarantined)
+        loan = Loan(pinned, tuple(fresh), pool)
+        pool.acquire(pinned)
+        pool.quarantine(loan.quarantined)
         self._loans[handoff_id, number] = loan
         return loan
 
     def end(self, handoff_id: HandoffId, number: int) -> None:
         """End a loan: no peer touches its blocks any more. Raises KeyError if it has ended already."""
         loan = self._loans.pop((handoff_id, number))
-        self._pool.lift_quarantine(loan.quarantined)
-        self._pool.release(loan.block_ids)
+        loan.pool.lift_quarantine(loan.quarantined)
+        loan.pool.release(loan.block_ids)
 
 
 class HandoffIds:

@@ -10,7 +10,7 @@ import enum
 from collections.abc import Callable, Sequence
 from dataclasses import InitVar, dataclass, field
 
-from kvrelay.core.handoff import HandoffId
+from kvrelay.core.handoff import HandoffId, PrefixHolder
 from kvrelay.core.hashing import compute_block_hashes
 from kvrelay.core.logprobs import PositionLogprobs
 from kvrelay.core.sampling import SamplingParams
@@ -34,6 +34,8 @@ class PrefillMode(enum.Enum):
     """Prefill side: here, for a decode worker. The engine samples one token, then holds the blocks until they are sent.
     """
 
+
+_WAITING = frozenset({RequestStatus.WAITING, RequestStatus.PREEMPTED, RequestStatus.KV_HELD})
 
 MoveListener = Callable[["Request", RequestStatus], None]
 """Gets a request that moves to a state, while it is still in the one before."""
@@ -66,6 +68,8 @@ class Request:
     """Where the prefill runs, if that is still to be decided or to be explained; None: ``mode`` alone says it."""
     report_interval: int = field(default=1, kw_only=True)
     """Tokens to report at once; those with log-probabilities are reported one by one."""
+    holder: PrefixHolder | None = field(default=None, kw_only=True)
+    """Another worker that has more of the prompt's KV, until that was tried."""
     listener: MoveListener | None = field(default=None, kw_only=True)
     """Told of each move, on the engine's thread."""
     token_ids: list[int] = field(init=False)
@@ -87,10 +91,13 @@ class Request:
     num_queued_tokens: int = field(default=0, init=False)
     """Tokens to compute, as estimated when it began to wait; 1 or more while it waits."""
     num_stored_tokens: int = field(default=0, init=False)
-    """Of those that need not be computed: what a tier has, and its load takes ``load_s``. Estimates of that moment."""
+    """Of those that need not be computed: what sources beyond the pool have, and their loads take ``load_s``.
+    Estimates of that moment."""
     load_s: float = field(default=0.0, init=False)
     slot: int = field(default=-1, init=False)
     block_ids: list[int] = field(default_factory=list, init=False)
+    held_block_ids: list[int] = field(default_factory=list, init=False)
+    """Blocks of the holding area that have its KV, or will have it."""
     num_computed_tokens: int = field(default=0, init=False)
     num_cached_blocks: int = field(default=0, init=False)
     """Leading blocks that are hits of the prefix cache or were offered to it."""
@@ -134,8 +141,8 @@ class Request:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether it waits for admission and so holds no blocks."""
-        return self.status is RequestStatus.WAITING or self.status is RequestStatus.PREEMPTED
+        """Whether it waits for admission and so holds no blocks of the pool."""
+        return self.status in _WAITING
 
     @property
     def is_begun(self) -> bool:

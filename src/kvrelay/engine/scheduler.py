@@ -6,7 +6,8 @@ worker (tokens, remote prefills, KV loads, hand-off chunks) are collected in ``o
 A step:  grow      blocks for decodes that fill their last one; if the pool is empty, preempt (``allocation.py``)
          admit     waiting requests get all blocks of their known tokens; where they go depends on their mode:
                        LOCAL    slot, perhaps after a KvLoad; prefilled chunk by chunk
-                       REMOTE   no slot yet; RemotePrefillRequest, joins with its first token (``remote_done``)
+                       REMOTE   no slot yet; RemotePrefillRequest, joins with its first token (``remote_done``), or
+                                waits again with its KV held (``remote_held``)
                        HANDOFF  as LOCAL; each chunk goes to the sender, the last with the token
          plan      every decode, then prefill chunks under the token budget (``scheduled_batch.py``)
          update    (after execution) tokens, ends, blocks that became full
@@ -14,7 +15,7 @@ A step:  grow      blocks for decodes that fill their last one; if the pool is e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from kvrelay.core.clock import Clock
@@ -26,12 +27,13 @@ from kvrelay.engine.admission.queue import AdmissionQueue, Backlog, EngineLoad
 from kvrelay.engine.allocation import DecodeAllocator, Holdings, cache_full_blocks, free_blocks, transfer_may_run
 from kvrelay.engine.batch import Batch
 from kvrelay.engine.block_pool import BlockPool
-from kvrelay.engine.kv_source import HeldByPeer, KvSource, KvStorage
+from kvrelay.engine.holding import Holding
+from kvrelay.engine.kv_source import Arriving, HeldByPeer, KvSource, KvStorage, Sources
 from kvrelay.engine.reports import finish_reason, report_blocks, report_last_blocks, report_token
 from kvrelay.engine.request import PrefillMode, Request
 from kvrelay.engine.scheduled_batch import BatchPlanner, ScheduledBatch, TokenBudget
 from kvrelay.engine.stats import EngineTimes
-from kvrelay.engine.step import NO_TOKEN, KvLoad, ModelOutput, SchedulerOutput, StepOutput
+from kvrelay.engine.step import NO_TOKEN, KeptBlocks, KvLoad, ModelOutput, SchedulerOutput, StepOutput
 
 StartRemote = Callable[[Request], None]
 """Called with a REMOTE request whose blocks are allocated. Opens the hand-off."""
@@ -82,6 +84,7 @@ class Scheduler:
     """Continuous batching with chunked prefill over one block pool.
 
     ``exclusive_prefill``: a HANDOFF prefill runs in steps of its own, so that its first token comes early.
+    ``holding``: where KV may be beside the pool.
     """
 
     def __init__(
@@ -90,6 +93,7 @@ class Scheduler:
         clock: Clock,
         start_remote: StartRemote,
         *,
+        holding: Holding,
         max_num_seqs: int,
         max_num_batched_tokens: int,
         exclusive_prefill: bool = False,
@@ -109,12 +113,19 @@ class Scheduler:
         self.max_num_running = min(max_num_seqs, max_num_batched_tokens)
         self._clock = clock
         self._start_remote = start_remote
-        self.admission = AdmissionQueue(pool, max_num_batched_tokens, clock, priority_ageing_s)
+        self.token_budget = TokenBudget()
+        self._arriving = Arriving(pool.block_size, clock, lambda: self.token_budget.costs.cost)
+        self._sources = Sources(HeldByPeer(pool.block_size), holding, self._arriving)
+        self.admission = AdmissionQueue(pool, max_num_batched_tokens, clock, priority_ageing_s, self._sources)
+        self.holding = holding
+        holding.on_loaded = lambda request: self.kv_loaded(request, ok=True)
+        if holding.blocks.num_blocks:
+            self.admission.holding = holding
         self._batch = Batch(self.max_num_running)
         self._num_outside = 0
-        """Requests admitted without a slot (REMOTE_PREFILLING, LOADING_KV); a slot is reserved for each."""
+        """Requests admitted without a slot (REMOTE_PREFILLING, LOADING_KV); a slot is reserved for each, unless its KV
+        comes to the holding area."""
         self._decode_allocator = DecodeAllocator(pool, self._batch, clock, self.admission.push)
-        self.token_budget = TokenBudget()
         self.times = EngineTimes()
         self._max_num_batched_tokens = max_num_batched_tokens
         self._remote_prefills = RemotePrefills(clock)
@@ -122,15 +133,17 @@ class Scheduler:
             self._batch, max_num_batched_tokens, exclusive_prefill=exclusive_prefill, token_budget=self.token_budget
         )
         self._scheduled = ScheduledBatch([], [])
-        self._sources: list[KvSource] = [HeldByPeer(pool.block_size)]
         self._loads: dict[Request, KvLoad] = {}
         """Of requests that are LOADING_KV."""
 
     def attach(self, storage: KvStorage) -> None:
         """From now on prompts may begin with what this has kept of the pool's blocks."""
-        self._sources.append(storage)
-        self.admission.storage = storage
+        self.add_source(storage)
         self.pool.on_evicted = storage.evicted
+
+    def add_source(self, source: KvSource) -> None:
+        """From now on prompts may also begin with what this has."""
+        self._sources.add(source)
 
     def __repr__(self) -> str:
         return (
@@ -142,7 +155,8 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self.admission)
+        """Those whose KV comes to the holding area included."""
+        return len(self.admission) + self.holding.num_arriving
 
     @property
     def num_preemptions(self) -> int:
@@ -151,7 +165,8 @@ class Scheduler:
     @property
     def num_demanded_blocks(self) -> int:
         """Blocks that are held (or quarantined), and those that waiting requests will need."""
-        return self.pool.num_blocks - self.pool.num_free + self.admission.num_waiting_blocks
+        num_held = self.pool.num_blocks - self.pool.num_free
+        return num_held + self.admission.num_waiting_blocks + self.holding.num_arriving_blocks
 
     @property
     def num_prefilling_tokens(self) -> int:
@@ -174,8 +189,8 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether a step would compute tokens or admit a request."""
-        if len(self._batch) > 0:
+        """Whether a step would compute tokens, copy blocks or admit a request."""
+        if len(self._batch) > 0 or self.holding.has_copies:
             return True
         return self._may_try_to_admit and self.admission.may_admit(self._load())
 
@@ -207,14 +222,17 @@ class Scheduler:
         """Finish the request and take back its slot and blocks."""
         if request.slot >= 0:
             self._batch.leave(request)
-        elif request.status in (RequestStatus.REMOTE_PREFILLING, RequestStatus.LOADING_KV):
-            self._num_outside -= 1
+        elif request.status is RequestStatus.REMOTE_PREFILLING:
+            self._no_longer_remote(request)
             self._remote_prefills.forget(request)
+        elif request.status is RequestStatus.LOADING_KV:
+            self._num_outside -= 1
         else:
             self.admission.discard(request)
         self.admission.shares.charge(request.tenant, request.num_output_tokens)
         request.move(status, self._clock.now())
         free_blocks(self.pool, request)
+        self.holding.release(request)
         self.num_ended_requests += 1
         self.num_ended_blocks += self.pool.blocks_for(len(request.token_ids))
         del self.requests[request.request_id]
@@ -224,7 +242,7 @@ class Scheduler:
     def remote_done(self, request: Request, token_id: int, logprobs: PositionLogprobs | None) -> None:
         """The KV of all tokens of a REMOTE request is in its blocks, and ``token_id`` is its next token: it joins the
         batch."""
-        self._num_outside -= 1
+        self._no_longer_remote(request)
         self._remote_prefills.came_back(request)
         request.num_computed_tokens = len(request.token_ids)
         now_s = self._clock.now()
@@ -234,14 +252,34 @@ class Scheduler:
         cache_full_blocks(self.pool, request)
         self._accept_first(request, token_id, logprobs)
 
+    def remote_held(self, request: Request, token_id: int, logprobs: PositionLogprobs | None) -> None:
+        """The KV of all tokens of a REMOTE request is in its blocks of the holding area: it waits for the pool's, and
+        its client gets the first token."""
+        self._no_longer_remote(request)
+        self._remote_prefills.came_back(request)
+        now_s = self._clock.now()
+        self.times.handoff.observe(now_s - request.entered_s)
+        request.stay_here()
+        request.move(RequestStatus.KV_HELD, now_s)
+        self.holding.num_held += 1
+        if not self._report_first(request, token_id, logprobs):
+            self.admission.push(request)
+
+    def _no_longer_remote(self, request: Request) -> None:
+        if request.held_block_ids:
+            self.holding.arrived(request)
+        else:
+            self._num_outside -= 1
+
     def remote_lost(self, request: Request) -> None:
         """No KV will arrive for a REMOTE request: it waits again, to be computed here."""
-        self._num_outside -= 1
+        self._no_longer_remote(request)
         self._remote_prefills.forget(request)
         request.stay_here()
         request.handoff_id = None
         request.move(RequestStatus.WAITING, self._clock.now())
         free_blocks(self.pool, request)
+        self.holding.release(request)
         self.admission.push(request)
 
     # -- loads of KV --------------------------------------------------------------------------------------------------
@@ -250,12 +288,15 @@ class Scheduler:
         """The request's KvLoad has ended: with all its blocks, or with ``num_blocks``; what did not come is
         computed."""
         load = self._loads.pop(request)
+        self._arriving.ended(request)
         if request.abort_reason is not None:
             self.finish(request, FINISH_STATUS[request.abort_reason])
             return
         num_arrived = len(load.block_ids) if ok else num_blocks
         if num_arrived:
-            request.num_computed_tokens = (load.first_block + num_arrived) * self.pool.block_size
+            num_loaded = (load.first_block + num_arrived) * self.pool.block_size
+            # The last block of held KV may be partly filled.
+            request.num_computed_tokens = min(num_loaded, len(request.token_ids) - 1)
             if request.mode is PrefillMode.LOCAL and not request.first_output_sent:
                 request.num_cached_tokens = request.num_computed_tokens
             cache_full_blocks(self.pool, request)
@@ -268,23 +309,41 @@ class Scheduler:
         if request.wants_prompt_logprobs:
             return False
         first = request.num_computed_tokens // self.pool.block_size
-        for source in self._sources:
-            hit = source.find(request, first)
-            if hit is None:
-                continue
-            if request.status is not RequestStatus.LOADING_KV:
-                self._num_outside += 1
-                request.move(RequestStatus.LOADING_KV, self._clock.now())
-            load = KvLoad(request.request_id, first, tuple(request.block_ids[first : first + hit.num_blocks]))
-            self._loads[request] = load
-            source.load(request, load, self.output)
-            return True
-        return False
+        found = self._sources.find(request, first)
+        if found is None or found[1].is_pending:
+            return False
+        source, hit = found
+        if request.status is not RequestStatus.LOADING_KV:
+            self._num_outside += 1
+            request.move(RequestStatus.LOADING_KV, self._clock.now())
+        load = KvLoad(request.request_id, first, tuple(request.block_ids[first : first + hit.num_blocks]))
+        self._loads[request] = load
+        self._arriving.begun(request, load, hit.seconds)
+        source.load(request, load, self.output)
+        return True
 
     # -- hand-offs (prefill side) -------------------------------------------------------------------------------------
 
+    def keep_blocks(self, request: Request, block_ids: Sequence[int]) -> None:
+        """A HANDOFF request is computed, and no transfer touches its blocks: if there is room, move the KV of these to
+        the holding area, and free the pool's blocks. ``kept_blocks`` tells."""
+
+        def kept() -> None:
+            self._observe_sending(request)
+            free_blocks(self.pool, request)
+            self.output.kept_blocks.append(KeptBlocks(request.request_id, tuple(request.held_block_ids)))
+
+        if not self.holding.keep(request, block_ids, kept):
+            self.output.kept_blocks.append(KeptBlocks(request.request_id, None))
+
+    def _observe_sending(self, request: Request) -> None:
+        """Its blocks are the pool's again."""
+        if request.status is RequestStatus.PREFILL_SENDING and request.block_ids:
+            self.times.sending.observe(self._clock.now() - request.entered_s)
+
     def sending_finished(self, request: Request) -> None:
         """No transfer touches the blocks of a HANDOFF request any more, and none will."""
+        self._observe_sending(request)
         if request.abort_reason is not None:
             self.finish(request, FINISH_STATUS[request.abort_reason])
         elif request.status is RequestStatus.PREFILL_SENDING:
@@ -303,6 +362,10 @@ class Scheduler:
         preempted = self._decode_allocator.grow()
         if not preempted:
             self._admit()
+        if self.holding.is_short:
+            self.holding.make_room(self.admission.held())
+        if self.holding.has_copies:
+            self.holding.copy_some()
         scheduled = self._scheduled = self._planner.plan()
         if not scheduled.num_tokens:
             return None
@@ -334,13 +397,22 @@ class Scheduler:
 
     def _holdings(self) -> Holdings:
         outside = (RequestStatus.REMOTE_PREFILLING, RequestStatus.LOADING_KV)
-        admitted = [request for request in self.requests.values() if request.slot >= 0 or request.status in outside]
+        admitted = [
+            request
+            for request in self.requests.values()
+            if request.slot >= 0 or (request.status in outside and request.block_ids)
+        ]
         return Holdings(admitted, self.admission.shares.waiting, self.max_num_running, self.pool.num_blocks)
 
     @property
     def _may_try_to_admit(self) -> bool:
-        """Whether a request waits and a slot is free. Most steps admit nothing: they must not pay for ``_load``."""
-        return len(self.admission) > 0 and self.num_admitted < self.max_num_running
+        """Whether a request waits and a slot is free, or perhaps none is needed. Most steps admit nothing: they must
+        not pay for ``_load``."""
+        return len(self.admission) > 0 and (self._has_slot or self.admission.may_hold)
+
+    @property
+    def _has_slot(self) -> bool:
+        return self.num_admitted < self.max_num_running
 
     def _load(self) -> EngineLoad:
         prefilling = list(self._batch.prefilling)
@@ -354,6 +426,7 @@ class Scheduler:
             ),
             num_remote_tokens=self._remote_prefills.num_tokens,
             num_remote_prefills=len(self._remote_prefills),
+            has_slot=self._has_slot,
         )
 
     def step_work(self) -> StepWork:
@@ -362,9 +435,12 @@ class Scheduler:
 
     def _place(self, request: Request) -> None:
         """Start an admitted request according to its mode."""
-        self.times.queue.observe(self._clock.now() - request.entered_s)
+        is_held = request.status is RequestStatus.KV_HELD
+        waits = self.times.held if is_held else self.times.queue
+        waits.observe(self._clock.now() - request.entered_s)
         if request.mode is PrefillMode.REMOTE:
-            self._num_outside += 1
+            if not request.held_block_ids:
+                self._num_outside += 1
             if not request.handoff_number:
                 self._remote_prefills.send(request)
             request.move(RequestStatus.REMOTE_PREFILLING, self._clock.now())
@@ -377,7 +453,10 @@ class Scheduler:
 
     def _start_prefill(self, request: Request) -> None:
         request.move(RequestStatus.RUNNING, self._clock.now())
-        self._batch.enter(request, decoding=False)
+        is_held = bool(request.held_block_ids)
+        self.holding.release(request)
+        # Held KV lacks that of the last token only: what follows is a decode.
+        self._batch.enter(request, decoding=is_held)
         if request.mode is PrefillMode.HANDOFF:
             report_blocks(self.output, request, self.pool.block_size)
 
@@ -469,10 +548,15 @@ class Scheduler:
 
     def _accept_first(self, request: Request, token_id: int, logprobs: PositionLogprobs | None) -> None:
         """Add the first token after a completed prefill."""
+        is_last = self._report_first(request, token_id, logprobs)
+        if not is_last and request.num_computed_tokens == self.pool.block_size * len(request.block_ids):
+            self._decode_allocator.needing.append(request)
+
+    def _report_first(self, request: Request, token_id: int, logprobs: PositionLogprobs | None) -> bool:
+        """Whether it was the last, too; the request has ended then."""
         request.token_ids.append(token_id)
         reason = finish_reason(request, token_id)
         report_token(self.output, request, token_id, logprobs, reason)
         if reason is not None:
             self.finish(request, FINISH_STATUS[reason])
-        elif request.num_computed_tokens == self.pool.block_size * len(request.block_ids):
-            self._decode_allocator.needing.append(request)
+        return reason is not None

@@ -7,7 +7,7 @@ a true value, but not all of them are from the same moment. Nothing here knows r
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -25,7 +25,9 @@ def _of_steps() -> Histogram:
 @dataclass(frozen=True, slots=True)
 class EngineTimes:
     """``queue``: each wait for admission. ``prefill``: from a slot to the first token, or to the end of a hand-off's
-    prefill. ``handoff``: decode side, from sending a prefill away to its KV. ``step``: with a forward pass.
+    prefill. ``handoff``: decode side, from sending a prefill away to its KV. ``step``: with a forward pass. ``held``:
+    decode side, how long KV that has come waits for the pool. ``sending``: prefill side, how long a computed prefill
+    keeps the pool's blocks.
 
     A HostedEngine sees neither queue nor steps: there ``prefill`` and ``handoff`` begin at arrival.
     """
@@ -34,6 +36,25 @@ class EngineTimes:
     prefill: Histogram = field(default_factory=Histogram)
     handoff: Histogram = field(default_factory=Histogram)
     step: Histogram = field(default_factory=_of_steps)
+    held: Histogram = field(default_factory=Histogram)
+    sending: Histogram = field(default_factory=Histogram)
+
+
+class HoldingStats(NamedTuple):
+    """Of the holding area: gauges, then counts since start."""
+
+    num_blocks: int
+    num_blocks_in_use: int
+    num_blocks_spilled: int
+    """Blocks of host memory with what the area had."""
+    num_arriving: int
+    """Requests whose KV is still to come."""
+    num_held: int
+    """Requests that were held, on either side."""
+    num_spilled: int
+    """Of these, requests whose KV went to host memory."""
+    num_full: int
+    """Computed prefills that stayed in the pool because there was no room."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +86,8 @@ class EngineStats:
     num_step_samples_rejected: int = 0
     times: EngineTimes = field(default_factory=EngineTimes)
     """Not copied: they go on."""
+    holding: HoldingStats | None = None
+    """None: there is no holding area."""
     tiers: TierStats | None = None
     """Of KV beyond the pool, if there is any. Not copied."""
 

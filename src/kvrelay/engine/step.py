@@ -109,8 +109,17 @@ class Executor(Protocol):
     def num_blocks(self) -> int: ...
 
     @property
+    def num_holding_blocks(self) -> int:
+        """Blocks after those of the pool, in the same memory. No step reads or writes them (``engine.holding``)."""
+
+    @property
+    def num_spill_blocks(self) -> int:
+        """Blocks after those of the holding area, in host memory of a pool on another device. No peer reaches them."""
+
+    @property
     def kv_region(self) -> MemoryRegion:
-        """The KV pool's memory, valid until ``shutdown``; block b lies at ``address + b * block_bytes``."""
+        """The KV pool's memory with the holding area, valid until ``shutdown``; block b lies at
+        ``address + b * block_bytes``."""
 
     @property
     def max_model_len(self) -> int: ...
@@ -147,6 +156,9 @@ class Executor(Protocol):
 
         From any thread, also during ``execute``, for blocks that are not written meanwhile.
         """
+
+    def copy_blocks(self, source_ids: Sequence[int], target_ids: Sequence[int]) -> None:
+        """Copy each block to another one, between two steps. When it returns the bytes are there."""
 
     def shutdown(self) -> None: ...
 
@@ -194,6 +206,15 @@ class HandoffChunk:
         return logprobs[0] if logprobs else None
 
 
+@dataclass(frozen=True, slots=True)
+class KeptBlocks:
+    """Prefill side: the KV of a computed hand-off now lies in ``block_ids`` of the holding area; None: it stays where
+    it is."""
+
+    request_id: str
+    block_ids: tuple[int, ...] | None
+
+
 @dataclass(slots=True)
 class StepOutput:
     """Everything that one step produced."""
@@ -206,6 +227,8 @@ class StepOutput:
     """Decode side: hand-offs whose requests have ended by themselves."""
     kv_loads: list[KvLoad] = field(default_factory=list)
     handoff_chunks: list[HandoffChunk] = field(default_factory=list)
+    kept_blocks: list[KeptBlocks] = field(default_factory=list)
+    """Prefill side: the answers to ``keep_blocks``."""
     fetched_handoffs: list[tuple[HandoffId, bool]] = field(default_factory=list)
     """Decode side, of an engine that moves KV itself: the fetches that have ended, and whether the KV has arrived."""
     kv_events: list[KvEvent] = field(default_factory=list)

@@ -92,6 +92,8 @@ class EngineThread:
             vocab_size=executor.vocab_size,
             weights_fingerprint=executor.weights_fingerprint,
             hands_over_kv=executor.kv_region.is_pool,
+            has_open_cache=executor.kv_region.is_pool,
+            num_holding_blocks=executor.num_holding_blocks,
         )
 
     @property
@@ -107,7 +109,7 @@ class EngineThread:
         self._on_step, self._on_dead = on_step, on_dead
         self._core.group.listen(lambda change: self.post(lambda _: change()))
         if self._core.storage is not None:
-            self._core.storage.start(self._loaded)
+            self._core.storage.start(self._loaded, lambda: self.post(lambda _: None))
         self._may_run.put(True)
         if not self._thread.is_alive():
             self._thread.start()

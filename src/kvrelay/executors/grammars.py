@@ -2,7 +2,8 @@
 
 Grammars are compiled and walked by llguidance (Rust): a derivative-based lexer and an Earley parser over the
 vocabulary's trie. Its state is a function of the output tokens alone, so preemption, hand-off and migration need only
-those tokens. Masks are computed beside the forward pass, in a thread that holds no interpreter lock.
+those tokens. Masks are computed beside the forward pass, those of a step together: each call into the library takes the
+interpreter's lock from the engine's thread, which needs it between any two kernels.
 
 Compilation is bounded by a trial in another process (``grammar_trial.py``). A walk's lexer is bounded by fuel: one that
 grows too large fails with a reason, at the same token on any machine. Its parser is bounded by CPU time. This module
@@ -12,20 +13,20 @@ knows no logits and no torch.
 from __future__ import annotations
 
 import hashlib
+import queue
 import threading
 import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
-from llguidance.numpy import fill_next_token_bitmask
+from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
+from llguidance.numpy import consume_token_par, fill_next_token_bitmask, fill_next_token_bitmask_par
 
 from kvrelay.core.grammar import Grammar, GrammarKind
 from kvrelay.core.latest import Latest
@@ -50,12 +51,19 @@ INITIAL_LEXER_FUEL, STEP_LEXER_FUEL, MAX_LEXER_STATES = 500_000, 20_000, 20_000
 SLOW_S = 0.001
 """Mean CPU time of a token in a sequence whose masks others do not wait for. A mask takes 0.05 ms in general."""
 PATIENCE_S = 0.02
+INLINE_S = 0.0002
+"""If the latest masks of steady sequences took at most this long, all together, the engine's thread computes the next
+ones itself: to hand them over costs it more. One mask may always take some ms, which PATIENCE_S allows as well."""
 BUDGET_S, BUDGET_TOKEN_S = 1.0, 0.005
 """CPU time of one sequence's masks: altogether, and more for each token."""
 
 _NUM_FIRST = 8
 _TOKENS_AT_ONCE = 64
 _BITS = 32
+_PENALTIES = np.where(
+    np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"), 0.0, -np.inf
+).astype(np.float32)
+"""Of the eight tokens of a mask's byte."""
 _JSON_OPTIONS: JsonCompileOptions = {"whitespace_flexible": True, "whitespace_pattern": r"(\n[ \t]{0,16}|[ ])?"}
 """Enough for indented documents, but not for a model that writes spaces without end."""
 
@@ -179,14 +187,16 @@ class GrammarCompiler:
 class Walk:
     """One sequence's way through its grammar: the mask at its present position, once it is computed.
 
-    ``compute`` runs on a thread of GrammarMasks, all else between two computations. Reading a token may take as long as
-    a mask, so it happens there too.
+    ``compute`` and ``compute_together`` may run on a thread of GrammarMasks, all else between two computations. Reading
+    a token may take as long as a mask, so it happens there too.
     """
 
     def __init__(self, matcher: LLMatcher, output_token_ids: Sequence[int], *, is_awaited: bool) -> None:
         self._matcher = matcher
         self._unread = list(output_token_ids)
-        self._num_tokens, self.spent_s = 0, 0.0
+        self._num_tokens, self.spent_s, self.latest_s = 0, 0.0, 0.0
+        self._is_watched = False
+        """It was among masks that took long together, so its own time must be known."""
         self.words: Int32Array | None = None
         self.failure = ""
         """Why the sequence cannot continue."""
@@ -203,6 +213,11 @@ class Walk:
     def is_slow(self) -> bool:
         return self.mean_s > SLOW_S
 
+    @property
+    def is_steady(self) -> bool:
+        """Its masks were quick so far, each by itself: the next may be computed with others, or while a step waits."""
+        return len(self._unread) == 1 and self._num_tokens >= _NUM_FIRST and not self._is_watched and not self.is_slow
+
     def advance(self, token_id: int) -> None:
         self._unread.append(token_id)
         self.words = None
@@ -211,41 +226,77 @@ class Walk:
     def compute(self, num_words: int) -> None:
         """Read the tokens and compute the mask after them. Tokens that do not match are an error of the mask."""
         began_s = time.thread_time()
-        for first in range(0, len(self._unread), _TOKENS_AT_ONCE):  # each call holds the interpreter's lock
-            self._matcher.consume_tokens(self._unread[first : first + _TOKENS_AT_ONCE])
-        words = np.zeros((1, num_words), dtype=np.int32)
-        fill_next_token_bitmask(self._matcher, words)
+        words = np.empty((1, num_words), dtype=np.int32)
+        try:
+            for first in range(0, len(self._unread), _TOKENS_AT_ONCE):  # each call holds the interpreter's lock
+                self._matcher.consume_tokens(self._unread[first : first + _TOKENS_AT_ONCE])
+            fill_next_token_bitmask(self._matcher, words)
+        except BaseException as exc:  # noqa: BLE001 - a panic of the library is no Exception; it ends this sequence alone
+            self._fail(str(exc))
+        self._finish(words[0], time.thread_time() - began_s)
+
+    @staticmethod
+    def compute_together(walks: Sequence[Walk], num_words: int, executor: LLExecutor) -> None:
+        """``compute`` of steady walks in two calls, both without the interpreter's lock.
+
+        Of the time only the sum is known, and that of the clock. Each walk is charged its share, but never so much that
+        it becomes slow or ends. If that does not cover it, each is measured by itself from now on.
+        """
+        began_s = time.perf_counter()
+        words = np.empty((len(walks), num_words), dtype=np.int32)
+        try:
+            consume_token_par(executor, [(walk._matcher, walk._unread[0]) for walk in walks])
+            fill_next_token_bitmask_par(executor, [(walk._matcher, row) for row, walk in enumerate(walks)], words)
+        except BaseException as exc:  # noqa: BLE001 - as above; which of them it was, is unknown
+            for walk in walks:
+                walk._fail(str(exc))
+        elapsed_s = time.perf_counter() - began_s
+        is_suspect = elapsed_s > min(SLOW_S * len(walks), PATIENCE_S)
+        share_s = min(elapsed_s / len(walks), SLOW_S)
+        for walk, row in zip(walks, words):
+            walk._is_watched = is_suspect
+            walk._finish(row, share_s)
+
+    def _finish(self, words: Int32Array, seconds: float) -> None:
         self._num_tokens += len(self._unread)
-        self._unread = []
-        self.spent_s += time.thread_time() - began_s
-        if self._matcher.is_error():
-            self.failure = f"the grammar failed: {_one_line(self._matcher.get_error())}"
+        self._unread.clear()
+        self.spent_s += seconds
+        self.latest_s = seconds
+        if not self.failure and self._matcher.is_error():
+            self._fail(self._matcher.get_error())
         elif self.spent_s > BUDGET_S + BUDGET_TOKEN_S * self._num_tokens:
             self.failure = (
                 f"the grammar failed: its masks took {self.spent_s:.1f} s of CPU time for {self._num_tokens} tokens; "
                 "use a grammar with fewer ambiguous rules"
             )
-        self.words = words[0]
+        if self.failure:
+            words.fill(-1)
+        self.words = words
+        self.is_ready = True
+
+    def _fail(self, reason: str) -> None:
+        self.failure = f"the grammar failed: {_one_line(reason)}"
 
 
 class GrammarMasks:
     """The matchers of the running sequences, by slot. Used from the engine's thread.
 
     Masks are computed on two threads: one for sequences whose masks take long on average, so that no others wait for
-    those. A step waits for the masks of the other ones, for PATIENCE_S at most. A sequence whose mask is late sits out
+    those. If the others' take next to no time, the engine's thread computes them itself. A step waits for the masks of
+    the other ones, for PATIENCE_S at most. A sequence whose mask is late sits out
     this step. What that changes is when its next token comes, never which one.
     """
 
     def __init__(self, compiler: GrammarCompiler, vocab_size: int) -> None:
         self.compiler = compiler
-        self._vocab_size = vocab_size
+        self._vocab_size, self._num_words = vocab_size, -(-vocab_size // _BITS)
         self.walks: dict[int, Walk] = {}
         self._broken: dict[int, str] = {}
         """Slots whose grammar did not compile, with the reason: the step that samples for them reports it."""
-        self._threads: tuple[ThreadPoolExecutor, ThreadPoolExecutor] | None = None
-        """For quick and for slow masks."""
         self._changed = threading.Condition()
-        """Guards ``is_ready``."""
+        """Notified when masks are ready that were not."""
+        self._threads: tuple[_MaskThread, ...] | None = None
+        """For quick and for slow masks."""
 
     def __bool__(self) -> bool:
         """Whether any sequence is constrained."""
@@ -277,16 +328,24 @@ class GrammarMasks:
         broken = {row: self._broken[slot] for row, slot in enumerate(slots) if slot in self._broken}
         if not walks and not broken:
             return None
-        if self._threads is None:
-            self._threads = ThreadPoolExecutor(1, "grammar-masks"), ThreadPoolExecutor(1, "slow-grammar-masks")
-        asked = sorted((walk for walk in walks.values() if not walk.is_asked), key=lambda walk: walk.mean_s)
-        for is_slow, thread in enumerate(self._threads):
-            if chosen := [walk for walk in asked if walk.is_slow == is_slow]:
-                thread.submit(self._compute, chosen)
-        for walk in asked:
-            walk.is_asked = True
+        self._ask([walk for walk in walks.values() if not walk.is_asked])
         is_alone = len(walks) + len(broken) == len(slots)
         return ComputingMasks(walks, broken, self._vocab_size, self._changed, is_alone)
+
+    def _ask(self, walks: Sequence[Walk]) -> None:
+        for walk in walks:
+            walk.is_asked = True
+        if sum([walk.latest_s for walk in walks]) <= INLINE_S and all([walk.is_steady for walk in walks]):
+            for walk in walks:
+                walk.compute(self._num_words)
+            return
+        if self._threads is None:
+            self._threads = tuple(
+                _MaskThread(name, self._num_words, self._changed) for name in ("grammar-masks", "slow-grammar-masks")
+            )
+        for is_slow, thread in enumerate(self._threads):
+            if chosen := [walk for walk in walks if walk.is_slow == is_slow]:
+                thread.ask(chosen)
 
     def advance(self, slots: Sequence[int], token_ids: Sequence[int]) -> None:
         """Advance each slot's walk by its next token; NO_TOKEN: the row sat out."""
@@ -299,16 +358,42 @@ class GrammarMasks:
         for slot in tuple(self.walks):
             self.release(slot)
         for thread in self._threads or ():
-            thread.shutdown(cancel_futures=True)
+            thread.close()
+        self._threads = None
 
-    def _compute(self, walks: list[Walk]) -> None:
-        """On one of the threads."""
-        for walk in walks:
-            if not walk.is_dropped:
-                walk.compute(-(-self._vocab_size // _BITS))
-                with self._changed:
-                    walk.is_ready = True
-                    self._changed.notify()
+
+class _MaskThread:
+    """Computes masks in the order in which they are asked for. ``changed`` is notified whenever some are ready."""
+
+    def __init__(self, name: str, num_words: int, changed: threading.Condition) -> None:
+        self._num_words, self._changed = num_words, changed
+        self._asked: queue.SimpleQueue[list[Walk] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def ask(self, walks: list[Walk]) -> None:
+        self._asked.put(walks)
+
+    def close(self) -> None:
+        """Return when no mask is computed any more. Walks that wait are dropped."""
+        self._asked.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        executor = LLExecutor(1)
+        while (walks := self._asked.get()) is not None:
+            steady = [walk for walk in walks if walk.is_steady and not walk.is_dropped]
+            if len(steady) > 1:
+                Walk.compute_together(steady, self._num_words, executor)
+                self._tell()
+            for walk in sorted(walks, key=lambda walk: walk.mean_s):
+                if not walk.is_ready and not walk.is_dropped:
+                    walk.compute(self._num_words)
+                    self._tell()
+
+    def _tell(self) -> None:
+        with self._changed:
+            self._changed.notify()
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,6 +408,19 @@ class ComputingMasks:
 
     def result(self) -> StepMasks:
         """The masks that are ready in time. If nothing else is sampled, wait for one at least."""
+        if all([walk.is_ready for walk in self.walks.values()]):
+            ready = self.walks
+        else:
+            self._wait()
+            ready = {row: walk for row, walk in self.walks.items() if walk.is_ready}
+        failures = {row: walk.failure for row, walk in ready.items() if walk.failure}
+        late = [row for row in self.walks if row not in ready]
+        words = {row: walk.words for row, walk in ready.items() if walk.words is not None}
+        num_words = -(-self._vocab_size // _BITS)
+        stacked = np.concatenate(tuple(words.values())) if words else np.zeros(0, dtype=np.int32)
+        return StepMasks(list(words), stacked.reshape(-1, num_words), self._vocab_size, self._broken | failures, late)
+
+    def _wait(self) -> None:
         walks = self.walks.values()
         quick = [walk for walk in walks if not walk.is_slow]
         awaited = [walk for walk in walks if walk.is_awaited]
@@ -331,20 +429,14 @@ class ComputingMasks:
             self._changed.wait_for(lambda: all(walk.is_ready for walk in awaited))
             if self._is_alone and not self._broken:
                 self._changed.wait_for(lambda: any(walk.is_ready for walk in walks))
-            ready = {row: walk for row, walk in self.walks.items() if walk.is_ready}
-        words = [walk.words for walk in ready.values() if walk.words is not None]
-        failures = {row: walk.failure for row, walk in ready.items() if walk.failure}
-        late = [row for row in self.walks if row not in ready]
-        stacked = np.stack(words) if words else np.zeros((0, -(-self._vocab_size // _BITS)), dtype=np.int32)
-        return StepMasks(list(ready), stacked, self._vocab_size, self._broken | failures, late)
 
 
 @dataclass(frozen=True, slots=True)
 class StepMasks:
-    """The masks of one step: the constrained rows (``rows`` [R]) and the tokens that each may take.
+    """The masks of one step: the constrained rows (``rows`` [R]) and the tokens that each may take (``words``).
 
-    ``failures``: rows whose grammar cannot continue, with the reason; such a row may be in ``rows`` or not. ``late``:
-    other rows, which sit out this step.
+    ``failures``: rows whose grammar cannot continue, with the reason; such a row may be in ``rows``, and then may take
+    any token. ``late``: other rows, which sit out this step.
     """
 
     rows: list[int]
@@ -354,13 +446,14 @@ class StepMasks:
     late: list[int]
 
     def forbidden(self) -> npt.NDArray[np.bool_]:
-        """[R, vocab_size]: forbidden tokens. Rows that failed forbid nothing."""
-        bits = np.unpackbits(self.words.view(np.uint8), axis=1, bitorder="little", count=self.vocab_size)
-        result: npt.NDArray[np.bool_] = bits == 0
-        for number, row in enumerate(self.rows):
-            if row in self.failures:
-                result[number] = False
-        return result
+        """[R, vocab_size]: forbidden tokens."""
+        bits = np.unpackbits(~self.words.view(np.uint8), axis=1, bitorder="little", count=self.vocab_size)
+        return bits.view(np.bool_)
+
+    def penalties(self) -> npt.NDArray[np.float32]:
+        """[R, vocab_size]: what to add to a token's score, 0 or -inf. The caller may change the array."""
+        scores = _PENALTIES.take(self.words.view(np.uint8), axis=0)
+        return scores.reshape(len(self.rows), -1)[:, : self.vocab_size]
 
 
 def _source(grammar: Grammar) -> str:

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import os
 import time
 from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -25,6 +24,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Generic, ParamSpec, TypeVar
 
+from kvrelay.core.cores import usable_cores
 from kvrelay.core.shortest_first import ShortestFirst
 
 INLINE_SIZE = 4096
@@ -33,7 +33,7 @@ LOOP_SIZE = 2**16
 """Bytes of a body that is parsed on the loop. 10,000 token ids take 0.3 ms, the worst body 4 ms."""
 BYTES_PER_COST = 8
 """Bytes that are parsed in the time of one unit of a turn's cost."""
-NUM_THREADS = max(2, min(4, os.cpu_count() or 2))
+NUM_THREADS = max(2, min(4, len(usable_cores())))
 """Most pieces hold the interpreter's lock: threads beyond the cores would only keep it from the event loop."""
 
 T = TypeVar("T")

@@ -32,6 +32,15 @@ The way of a hand-off (push; pull differs from "computed" on):
       read them into our own blocks, verify, Resume
                 ─────────────── HandoffFetched ──────────> its blocks are free
 
+A prefix that only another worker has comes by the same way, without a request at D and without a computation at P. P is
+the worker that lacks it; it claims a hand-off that it names itself, and reads D's cached blocks as any hit blocks:
+
+    reader P                                             holder D
+      Wanted   ──── HandoffClaim, with the prefix ───────> the engine lends what its prefix cache has
+               <─────────── HandoffGrant ───────────────── closed from the start: only the loan and its grant exist
+      read, verify; count it only if nothing has ended meanwhile: lease, grant, connection
+               ──────────── HandoffReleased ─────────────> the loan ends (or when P is fenced)
+
 A refused claim costs P a prefill, which stays in P's prefix cache. If P cannot connect to D, no claim is sent and P has
 nothing to release: the entry goes back to the queue, for a P that can. That is bounded (``Pulled.may_return``), because
 D waits meanwhile.
@@ -177,6 +186,7 @@ class RefusalReason(enum.StrEnum):
     NO_BLOCKS = "no free blocks for another claimant"
     BUSY = "another claimant is being served"
     AVOIDED = "the claimant has failed other hand-offs"
+    NO_PREFIX = "the prefix is not in the cache, or no blocks can be spared"
 
 
 def count_end(ends: dict[EndReason, int], reason: EndReason) -> None:

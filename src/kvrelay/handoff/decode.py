@@ -12,6 +12,9 @@ Without checksums VERIFYING ends at once. OFFERED waits for blocks to read into.
 
 A *grant* outlives its hand-off: it keeps its loan until its holder is known to have stopped.
 
+A prefix that another worker reads is lent without a request: such a hand-off is CLOSED from the start, and lasts as
+long as its grant.
+
     PREPARING ──hits checksummed──> OUT ──hand-off closed, another claimant──> ABANDONED ──Done, Released, fenced──> end
         └──no longer wanted──> WITHDRAWN ──hits checksummed──> end      (OUT ends in the same ways)
 """
@@ -76,6 +79,8 @@ class DecodeHandoff:
     is_queued: bool = False
     """Decode-first, and pushed to the queue."""
     is_overtaken: bool = False
+    is_prefix: bool = False
+    """No request waits: a peer reads blocks of the prefix cache."""
     owed: EndReason | None = None
     """Why the request will be computed here, until the engine has been told."""
 
@@ -91,6 +96,9 @@ class DecodeHandoff:
             refuse(event, RefusalReason.ANOTHER_CLAIMANT, context)
         elif self._is_served(worker_id):
             return  # a duplicate of a claim that is being answered
+        elif self.is_prefix and event.claim.prefix is not None and not self.generation:
+            self.waiting, self.allocating = event, 1
+            context.out.append(de.LendPrefix(self.handoff_id, event.claim.prefix))
         elif self.state is DecodeState.CLOSED:
             refuse(event, RefusalReason.UNKNOWN, context)
         elif self.state not in (DecodeState.OPEN, DecodeState.GRANTED):
@@ -137,7 +145,7 @@ class DecodeHandoff:
         self.generation += 1
         self.deadline_s = context.now_s + context.rules.grant_timeout_s
         self.granted_s, self.is_overtaken = context.now_s, False
-        if self.state is not DecodeState.GRANTED:
+        if self.state not in (DecodeState.GRANTED, DecodeState.CLOSED):
             self._move(DecodeState.GRANTED)
         context.counters.num_granted += 1
         with_checksums = event.claim.wants_checksums or context.rules.checksums
@@ -208,8 +216,18 @@ class DecodeHandoff:
             self._read(event, context)
         elif self.state is DecodeState.RENEWING and waiting is not None:
             self._renewed(event, waiting, context)
+        elif self.is_prefix and waiting is not None:
+            self._lent(event, waiting, context)
         elif waiting is not None:
             refuse(waiting, RefusalReason.UNKNOWN, context)
+
+    def _lent(self, event: de.LoanAllocated, waiting: de.Claimed, context: DecodeContext) -> None:
+        if event.block_ids is None:
+            refuse(waiting, RefusalReason.NO_PREFIX, context)
+            return
+        self.loan, self.block_ids, self.num_hit_blocks = event.loan, event.block_ids, len(event.block_ids)
+        self._grant(waiting, context)
+        self.deadline_s = context.now_s + context.rules.prefix_timeout_s
 
     # -- push ---------------------------------------------------------------------------------------------------------
 
@@ -427,7 +445,8 @@ class DecodeHandoff:
         """Forget the claim that waits for blocks."""
         if is_lost:
             self.waiting = None
-            self._move(DecodeState.GRANTED)
+            if self.state is DecodeState.RENEWING:
+                self._move(DecodeState.GRANTED)
 
     def _compute_unless_held(self, reason: EndReason, context: DecodeContext) -> None:
         if self.state in WAITING_FOR_CLAIMANT and self.holder is None and self.waiting is None:
@@ -441,6 +460,8 @@ class DecodeHandoff:
             self._expire(EndReason.OVERTAKEN if self.is_overtaken else EndReason.DEADLINE, context)
         elif self.is_awaited and self.last_heard_s + context.rules.silence_timeout_s <= context.now_s:
             self._expire(EndReason.CLAIMANT_SILENT, context)
+        elif self.is_prefix and self.holder is not None and self.deadline_s <= context.now_s:
+            self._abandon(self.holder, context)
         for grant in self.grants:
             if (
                 grant.state is GrantState.ABANDONED
@@ -478,7 +499,7 @@ class DecodeHandoff:
     def next_s(self, rules: DecodeRules) -> float | None:
         """When ``tick`` is due next."""
         times = [g.abandoned_s + rules.abandon_repeat_s for g in self.grants if g.state is GrantState.ABANDONED]
-        if self.state in WAITING_FOR_CLAIMANT:
+        if self.state in WAITING_FOR_CLAIMANT or (self.is_prefix and self.holder is not None):
             times.append(self.deadline_s)
         if self.is_awaited:
             times.append(self.last_heard_s + rules.silence_timeout_s)

@@ -1,7 +1,7 @@
 """The events and actions of the decode side's ledger. Values only.
 
-Actions are carried out in the order given. Those with an answer (AllocateLoan, ChecksumHits, Verify, Fetch) are
-answered by the event named in their docstring, exactly once, after any time.
+Actions are carried out in the order given. Those with an answer (AllocateLoan, LendPrefix, ChecksumHits, Verify, Fetch)
+are answered by the event named in their docstring, exactly once, after any time.
 """
 
 from __future__ import annotations
@@ -53,15 +53,16 @@ class PushFailed(OfHandoff, frozen=True):
 
 
 class Claimed(Value, frozen=True):
-    """A claim has arrived over ``connection``."""
+    """A claim has arrived over ``connection``. ``term`` is our own; a claim of a prefix needs it."""
 
     claim: hm.HandoffClaim
     connection: Connection
+    term: int = 0
 
 
 class LoanAllocated(OfHandoff, frozen=True):
     """The engine's answer to AllocateLoan: blocks for the whole request, fresh after its hits; None if no blocks are
-    free."""
+    free. To LendPrefix: the cached blocks."""
 
     loan: int
     block_ids: tuple[int, ...] | None
@@ -157,6 +158,12 @@ class AllocateLoan(OfHandoff, frozen=True):
     """
 
     loan: int
+
+
+class LendPrefix(OfHandoff, frozen=True):
+    """Lend what the prefix cache has of ``prefix`` as loan 1. Answered by LoanAllocated: None, if there is nothing."""
+
+    prefix: hm.Prefix
 
 
 class ChecksumHits(OfHandoff, frozen=True):

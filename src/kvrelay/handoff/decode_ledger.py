@@ -6,6 +6,7 @@ lease, claims that arrive before their request (prefill-first) wait, stale messa
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -170,11 +171,33 @@ class DecodeLedger:
             return (handoff,)
         if claim.prefill_worker_id in self.declined.get(claim.handoff_id, ()):
             refuse(event, RefusalReason.GIVEN_UP, context)
+        elif claim.prefix is not None:
+            return self._lend(event, context)
         elif claim.order is HandoffOrder.PREFILL_FIRST:
             self._park(event, context)
         else:
             refuse(event, RefusalReason.UNKNOWN, context)
         return ()
+
+    def _lend(self, event: de.Claimed, context: DecodeContext) -> Iterable[DecodeHandoff]:
+        """A peer wants a prefix of our cache: a hand-off that no request waits for. A claim that waits for its
+        claimant's term leaves no hand-off meanwhile: it is over at once."""
+        claim = event.claim
+        handoff = DecodeHandoff(
+            handoff_id=claim.handoff_id,
+            request_id="",
+            direction=KvDirection.PULL,
+            claimant=claim.prefill_worker_id,
+            block_ids=(),
+            num_hit_blocks=0,
+            deadline_s=math.inf,
+            term=event.term,
+            state=DecodeState.CLOSED,
+            is_prefix=True,
+        )
+        self.handoffs[claim.handoff_id] = handoff
+        self._claim(handoff, event, context)
+        return (handoff,)
 
     def _claim(self, handoff: DecodeHandoff, event: de.Claimed, context: DecodeContext) -> None:
         """A refused claimant has taken the hand-off from the queue: unless another one computes it, the request is
@@ -262,6 +285,9 @@ class DecodeLedger:
             # Its request may still come, and its claim, which the release has overtaken on another connection.
             self._decline(message.handoff_id, message.prefill_worker_id)
         handoff = self.handoffs.get(message.handoff_id)
+        if handoff is not None and handoff.is_prefix:
+            # A copy of its claim that comes later would be granted, and no one would release that.
+            self._decline(message.handoff_id, message.prefill_worker_id)
         if message.kv_transfer_params is not None and not (handoff is not None and handoff.is_touched):
             context.out.append(de.Discard(message.handoff_id, message.kv_transfer_params))
         return self._one(
@@ -288,11 +314,7 @@ class DecodeLedger:
             for handoff in self.handoffs.values():
                 handoff.fenced(event.worker_id, context)
         for claimed in self._take_early(lambda claim: claim.prefill_worker_id == event.worker_id):
-            handoff_or_none = self.handoffs.get(claimed.claim.handoff_id)
-            if handoff_or_none is None:
-                self._park(claimed, context)
-            else:
-                self._claim(handoff_or_none, claimed, context)
+            self._claimed(claimed, context)
         return list(self.handoffs.values())
 
     def _lease_ended(self, event: LeaseEnded, context: DecodeContext) -> Iterable[DecodeHandoff]:

@@ -97,6 +97,8 @@ class DecodeRules:
     early_claim_timeout_s: float = 1.0
     """How long a claim waits for its request (prefill-first), or for its claimant's term to be known."""
     abandon_repeat_s: float = 2.0
+    prefix_timeout_s: float = 20.0
+    """A reader of a prefix that has not released it by then is told to."""
     held_s: float = 1.0
     """A claimant that holds a grant for longer and does not finish has failed. A quick release costs its request
     nothing, so it does not count: else a client whose requests no engine takes could have an honest worker avoided."""

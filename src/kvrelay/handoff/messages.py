@@ -18,8 +18,19 @@ from kvrelay.core.layout import KV
 from kvrelay.core.logprobs import PositionLogprobs
 
 
+class Prefix(msgspec.Struct, frozen=True, array_like=True):
+    """The leading blocks of a prompt that a worker wants from the prefix cache of another. Tokens, not hashes: the
+    holder compares them, so a collision gives no one KV of another text. ``cache_salt``: the request's."""
+
+    token_ids: tuple[int, ...]
+    cache_salt: str | None = None
+
+
 class HandoffClaim(msgspec.Struct, frozen=True, tag=True):
     """P to D: I have the request and compute it; may I touch your blocks?
+
+    With ``prefix`` no request waits at D: P reads as much of this as D's prefix cache has, under a grant as any other,
+    and releases it.
 
     ``wants_checksums``: P accepts no hit blocks without checksums. ``term`` is P's (``KvMetadata.term``).
     ``block_size``: tokens per block of P; 0: as many as D's. ``regions``: what it moves (``core.layout``), by name.
@@ -33,6 +44,7 @@ class HandoffClaim(msgspec.Struct, frozen=True, tag=True):
     term: int = 0
     block_size: int = 0
     regions: tuple[str, ...] = (KV,)
+    prefix: Prefix | None = None
 
 
 class HandoffGrant(msgspec.Struct, frozen=True, tag=True):

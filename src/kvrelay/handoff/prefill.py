@@ -1,13 +1,14 @@
 """One hand-off at the prefill worker: compute; after the grant read, write or keep; then report the end.
 
     CLAIMING ──Granted──> SENDING ──push: last write done──> CONFIRMING ──Fetched──> ENDED
-       │                     │    └─pull: all computed──> HOLDING ──Fetched──> ENDED
+       │                     │    └─pull: all computed──> [KEEPING ──>] HOLDING ──Fetched──> ENDED
        └── refused ──────────┴── lost, abandoned, failed ────┴──> STOPPING
 
     STOPPING ──nothing in flight──> RELEASING ──acknowledged──> ENDED   (at once if the claim was refused or not sent)
 
 In CLAIMING the engine already computes. Its reads and its computed blocks wait for the grant: before it no block of D
-is touched. In STOPPING nothing is submitted; blocks stay in use until submitted transfers have ended.
+is touched. In KEEPING the engine moves the KV out of its pool, so that D may read it for as long as it likes: only
+then is D told where it is. In STOPPING nothing is submitted; blocks stay in use until submitted transfers have ended.
 
 CONFIRMING and RELEASING hold no blocks. They repeat HandoffDone, or the release, until D acknowledges it or has been
 gone for long: the last write's notification may be lost, and only P can connect to D. An abandon turns CONFIRMING into
@@ -30,6 +31,7 @@ from kvrelay.handoff.prefill_state import TRANSITIONS, PrefillContext, PrefillRu
 MAX_BLOCK_ID = 2**31 - 1
 MAX_BLOCK_SIZE = 2**20
 MAX_DOUBLINGS = 16
+_STOPPABLE = (PrefillState.CLAIMING, PrefillState.SENDING, PrefillState.KEEPING, PrefillState.HOLDING)
 
 
 @dataclass(slots=True)
@@ -76,6 +78,8 @@ class PrefillHandoff:
     order: HandoffOrder = HandoffOrder.DECODE_FIRST
     may_return: bool = False
     """Its entry may go back to the queue if D cannot be reached."""
+    is_prefix: bool = False
+    """We compute nothing: D's cached blocks are all that is wanted. Our blocks are the engine's load."""
 
     # -- the claim ----------------------------------------------------------------------------------------------------
 
@@ -93,6 +97,21 @@ class PrefillHandoff:
             rules.regions,
         )
         context.out += [pe.Compute(self.handoff_id), pe.SendClaim(self.decode_worker_id, claim)]
+
+    def begin_prefix(self, event: pe.PrefixWanted, context: PrefillContext) -> None:
+        """Claim only."""
+        rules = context.rules
+        claim = hm.HandoffClaim(
+            self.handoff_id,
+            rules.worker_id,
+            rules.kv_compatibility,
+            rules.checksums,
+            term=event.term,
+            block_size=rules.block_size,
+            regions=rules.regions,
+            prefix=event.prefix,
+        )
+        context.out.append(pe.SendClaim(self.decode_worker_id, claim))
 
     def decline(self, reason: EndReason, context: PrefillContext) -> None:
         """Compute nothing; only tell its owner."""
@@ -120,7 +139,7 @@ class PrefillHandoff:
         self._move(PrefillState.SENDING)
         load, self.load = self.load, None
         if load is not None:
-            self._read(load, context)
+            self._read(self._covered(load, context.rules), context)
         chunks, self.chunks = self.chunks, ()
         for chunk in chunks:
             self._send(chunk, context)
@@ -128,7 +147,7 @@ class PrefillHandoff:
     def unreachable(self, is_gone: bool, context: PrefillContext) -> None:
         """The claim was not sent. ``is_gone``: D's lease has ended, so no other worker will reach it either."""
         if self.state is PrefillState.CLAIMING:
-            is_returned = self.may_return and not is_gone
+            is_returned = self.is_prefix or (self.may_return and not is_gone)
             self.stop(EndReason.UNREACHABLE if is_returned else EndReason.CLAIM_FAILED, context)
 
     def refused(self, context: PrefillContext) -> None:
@@ -147,15 +166,19 @@ class PrefillHandoff:
         return (
             grant.regions == rules.regions
             and grant.num_cached_tokens % size == 0
-            and self._fits_hits(grant.num_cached_tokens, num_tokens)
+            and self._fits_hits(grant.num_cached_tokens, num_tokens, rules)
             and len(grant.block_ids) == num_granted
             and len(set(grant.block_ids)) == num_granted
             and min(grant.block_ids, default=0) >= 0
             and max(grant.block_ids, default=0) <= MAX_BLOCK_ID
         )
 
-    def _fits_hits(self, num_cached_tokens: int, num_tokens: int) -> bool:
-        """With decode-first the entry has this number. With prefill-first D may hold more than was known."""
+    def _fits_hits(self, num_cached_tokens: int, num_tokens: int, rules: PrefillRules) -> bool:
+        """With decode-first the entry has this number. With prefill-first D may hold more than was known; of a prefix
+        less, but more than we have."""
+        if self.is_prefix:
+            first = 0 if self.load is None else self.load.first_block
+            return first * rules.block_size + rules.block_size <= num_cached_tokens <= num_tokens
         if self.order is HandoffOrder.DECODE_FIRST:
             return num_cached_tokens == self.num_cached_tokens
         return self.num_cached_tokens <= num_cached_tokens < num_tokens
@@ -193,8 +216,15 @@ class PrefillHandoff:
         self.load = load
         context.out.append(pe.ReadHits(self.handoff_id, load, self.grant.block_ids[first:end], first))
 
+    def _covered(self, load: pe.RequestBlocks, rules: PrefillRules) -> pe.RequestBlocks:
+        """Those of the blocks that D has whole: of a prefix it may have less by now."""
+        num_held = self.num_cached_tokens // rules.block_size - load.first_block
+        return pe.RequestBlocks(load.first_block, load.block_ids[:num_held]) if self.is_prefix else load
+
     def read_ended(self, ok: bool, context: PrefillContext) -> None:
-        """After a failed read the engine computes those blocks: that is no reason to give up."""
+        """After a failed read the engine computes those blocks: that is no reason to give up. What was read after we
+        have stopped is not trusted: D may have reused its blocks before the read has ended."""
+        ok = ok and self.state is PrefillState.SENDING
         if ok and self._with_checksums(context.rules) and self.load is not None and self.grant is not None:
             sent = None if self.grant.checksums is None else self.grant.checksums[_units(self.load, context.rules)]
             context.out.append(pe.VerifyHits(self.handoff_id, self.load, sent))
@@ -202,17 +232,23 @@ class PrefillHandoff:
         self._loaded(ok, context)
 
     def hits_verified(self, ok: bool, context: PrefillContext) -> None:
-        """The read blocks were compared with D's checksums."""
+        """The read blocks were compared with D's checksums. They are ours: what ends now does not change them."""
         num_blocks = 0 if self.load is None else len(self.load.block_ids)
         context.counters.num_verified_blocks += num_blocks if ok else 0
         context.counters.num_kv_checksum_mismatches += not ok
         self._loaded(ok, context)
 
     def _loaded(self, ok: bool, context: PrefillContext) -> None:
-        self.load = None
         self.num_in_flight -= 1
-        context.out.append(pe.ReportLoaded(self.handoff_id, ok))
+        self._report_loaded(ok, None if ok else self.reason or EndReason.READ_FAILED, context)
+        if self.is_prefix and self.state is PrefillState.SENDING:
+            self._move(PrefillState.STOPPING)
         self.settle(context)
+
+    def _report_loaded(self, ok: bool, reason: EndReason | None, context: PrefillContext) -> None:
+        num_blocks = len(self.load.block_ids) if ok and self.load is not None else 0
+        self.load = None
+        context.out.append(pe.ReportLoaded(self.handoff_id, ok, num_blocks, reason if self.is_prefix else None))
 
     # -- chunks are sent, or kept -------------------------------------------------------------------------------------
 
@@ -251,7 +287,9 @@ class PrefillHandoff:
         assert self.grant is not None, "nothing is written before the grant"
         if self.grant.direction is KvDirection.PULL:
             self.held += chunk.blocks.block_ids
-            if chunk.is_last:
+            if chunk.is_last and context.rules.can_keep and chunk.kv_transfer_params is None:
+                self._keep(chunk, context)
+            elif chunk.is_last:
                 self._hold(chunk, context)
             return
         if chunk.kv_transfer_params is not None:
@@ -289,6 +327,22 @@ class PrefillHandoff:
             self.stop(EndReason.TRANSFER_FAILED, context)
         else:
             self.settle(context)
+
+    def _keep(self, chunk: pe.ChunkComputed, context: PrefillContext) -> None:
+        self._move(PrefillState.KEEPING)
+        self.chunks = (chunk,)
+        self.num_in_flight += 1
+        context.out.append(pe.Keep(self.handoff_id, self.held))
+
+    def kept(self, block_ids: tuple[int, ...] | None, context: PrefillContext) -> None:
+        """The engine has moved the KV, or has not."""
+        self.num_in_flight -= 1
+        if block_ids is not None:
+            self.held = block_ids
+        if self.state is PrefillState.KEEPING:
+            (chunk,), self.chunks = self.chunks, ()
+            self._hold(chunk, context)
+        self.settle(context)
 
     def _hold(self, chunk: pe.ChunkComputed, context: PrefillContext) -> None:
         assert self.grant is not None
@@ -331,16 +385,16 @@ class PrefillHandoff:
 
     def stop(self, reason: EndReason, context: PrefillContext) -> None:
         """Compute, read and write nothing more."""
-        if self.state not in (PrefillState.CLAIMING, PrefillState.SENDING, PrefillState.HOLDING):
+        if self.state not in _STOPPABLE:
             return
         self._move(PrefillState.STOPPING)
         self.reason = reason
-        self._count(reason, context)
-        context.out.append(pe.StopComputing(self.handoff_id))
+        if not self.is_prefix:
+            self._count(reason, context)
+            context.out.append(pe.StopComputing(self.handoff_id))
         if self.load is not None and self.num_in_flight == 0:
             # The engine waits for this load; without an answer its request would not end.
-            self.load = None
-            context.out.append(pe.ReportLoaded(self.handoff_id, False))
+            self._report_loaded(False, reason, context)
         self._computed(context)
         self.settle(context)
 
@@ -358,7 +412,7 @@ class PrefillHandoff:
     def lost(self, reason: EndReason, context: PrefillContext) -> None:
         """Stop: D does not need it, or it is no longer allowed. Blocks that D may be reading are kept until D says so
         or is fenced."""
-        if self.state in (PrefillState.CLAIMING, PrefillState.SENDING):
+        if self.state in _STOPPABLE and self.state is not PrefillState.HOLDING:
             self.stop(reason, context)
 
     def fenced(self, context: PrefillContext) -> None:
@@ -437,7 +491,7 @@ class PrefillHandoff:
             return
         if self.state is PrefillState.CLAIMING:
             self.stop(EndReason.CLAIM_TIMEOUT, context)
-        elif self.state is PrefillState.SENDING:
+        elif self.state in (PrefillState.SENDING, PrefillState.KEEPING):
             self._say_progress(context)
         elif self.state is PrefillState.HOLDING:
             self._say_ready(context)
@@ -459,6 +513,8 @@ class PrefillHandoff:
     def _say_progress(self, context: PrefillContext) -> None:
         assert self.grant is not None
         self.due_s = context.now_s + context.rules.progress_s
+        if self.is_prefix:
+            return  # no request waits at D
         progress = hm.HandoffProgress(self.handoff_id, self.grant.generation, self.grant.secret)
         context.out.append(pe.SendToDecode(self.decode_worker_id, progress))
 

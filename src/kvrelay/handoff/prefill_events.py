@@ -1,6 +1,6 @@
 """The events and actions of the prefill side's ledger. Values only.
 
-Actions are carried out in the order given. Those with an answer (ReadHits, VerifyHits, ChecksumChunk, Write) are
+Actions are carried out in the order given. Those with an answer (ReadHits, VerifyHits, ChecksumChunk, Write, Keep) are
 answered by the event named in their docstring, exactly once, after any time.
 """
 
@@ -46,6 +46,17 @@ class Pulled(OfHandoff, frozen=True):
     order: HandoffOrder = HandoffOrder.DECODE_FIRST
     num_tokens: int = 0
     may_return: bool = False
+
+
+class PrefixWanted(OfHandoff, frozen=True):
+    """Our engine wants ``blocks`` from the prefix cache of this worker. ReportLoaded follows exactly once: after at
+    most ``timeout_s`` if there is no grant by then. ``term`` is our own."""
+
+    decode_worker_id: str
+    blocks: RequestBlocks
+    prefix: hm.Prefix
+    term: int
+    timeout_s: float
 
 
 class Declined(OfHandoff, frozen=True):
@@ -121,6 +132,12 @@ class Written(OfHandoff, frozen=True):
     ok: bool
 
 
+class Kept(OfHandoff, frozen=True):
+    """The answer to Keep: the blocks in which the KV is now; None if it could not be moved."""
+
+    block_ids: tuple[int, ...] | None
+
+
 class Abandoned(Value, frozen=True):
     """The decode worker ``worker_id`` neither waits nor reads any more. It gets a release in any case."""
 
@@ -140,6 +157,7 @@ class DecodeConnectionLost(Value, frozen=True):
 
 PrefillEvent = (
     Pulled
+    | PrefixWanted
     | Declined
     | Cancelled
     | ClaimFailed
@@ -153,6 +171,7 @@ PrefillEvent = (
     | HitsVerified
     | ChunkChecksummed
     | Written
+    | Kept
     | Abandoned
     | hm.HandoffFetched
     | ReleaseAcknowledged
@@ -197,9 +216,12 @@ class VerifyHits(OfHandoff, frozen=True):
 
 
 class ReportLoaded(OfHandoff, frozen=True):
-    """The engine's load has ended; if it failed, the engine computes those blocks."""
+    """The engine's load has ended: with its first ``num_blocks``. If it failed, the engine computes them. ``reason``:
+    why a prefix has not come."""
 
     ok: bool
+    num_blocks: int = 0
+    reason: EndReason | None = None
 
 
 class ChecksumChunk(OfHandoff, frozen=True):
@@ -221,6 +243,13 @@ class Write(OfHandoff, frozen=True):
     remote_block_ids: tuple[int, ...]
     done: hm.HandoffDone | None
     remote_first_block: int
+
+
+class Keep(OfHandoff, frozen=True):
+    """Pull: move the KV of these blocks out of the engine's pool, if there is room for it elsewhere. Answered by Kept.
+    FreeBlocks frees it wherever it is."""
+
+    block_ids: tuple[int, ...]
 
 
 class SendToDecode(Value, frozen=True):

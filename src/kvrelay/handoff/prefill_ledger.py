@@ -77,6 +77,23 @@ class PrefillLedger:
             )
             handoff.begin(event, context)
 
+    def _prefix_wanted(self, event: pe.PrefixWanted, context: PrefillContext) -> None:
+        num_tokens = len(event.prefix.token_ids)
+        handoff = self.handoffs[event.handoff_id] = PrefillHandoff(
+            handoff_id=event.handoff_id,
+            decode_worker_id=event.decode_worker_id,
+            num_blocks=num_tokens // self.rules.block_size,
+            num_cached_tokens=0,
+            num_tokens=num_tokens,
+            started_s=context.now_s,
+            due_s=context.now_s + min(event.timeout_s, self.rules.claim_timeout_s),
+            load=event.blocks,
+            is_computed=True,
+            has_blocks=False,
+            is_prefix=True,
+        )
+        handoff.begin_prefix(event, context)
+
     def _declined(self, event: pe.Declined, context: PrefillContext) -> None:
         if self._is_new(event.handoff_id, context):
             handoff = PrefillHandoff(event.handoff_id, event.decode_worker_id, 0, 0, context.now_s, context.now_s)
@@ -186,6 +203,7 @@ def _by_one(kind: type[E], apply: Callable[[PrefillHandoff, E, PrefillContext], 
 _HANDLERS: dict[type, _Handler] = dict(
     (
         _by_all(pe.Pulled, PrefillLedger._pulled),
+        _by_all(pe.PrefixWanted, PrefillLedger._prefix_wanted),
         _by_all(pe.Declined, PrefillLedger._declined),
         _by_one(pe.Cancelled, lambda handoff, event, context: handoff.stop(EndReason.REQUEST_ENDED, context)),
         _by_one(pe.ClaimFailed, lambda handoff, event, context: handoff.stop(EndReason.CLAIM_FAILED, context)),
@@ -200,6 +218,7 @@ _HANDLERS: dict[type, _Handler] = dict(
         _by_one(
             pe.ChunkChecksummed, lambda handoff, event, context: handoff.chunk_checksummed(event.checksums, context)
         ),
+        _by_one(pe.Kept, lambda handoff, event, context: handoff.kept(event.block_ids, context)),
         _by_one(pe.Written, lambda handoff, event, context: handoff.written(event.ok, context)),
         _by_all(pe.Abandoned, PrefillLedger._abandoned),
         _by_one(HandoffFetched, lambda handoff, event, context: handoff.fetched(event.generation, context)),

@@ -21,6 +21,8 @@ class PrefillState(enum.Enum):
     """The engine computes; the claim is in flight."""
     SENDING = "sending"
     """Granted: D's hit blocks may be read, computed blocks may be written."""
+    KEEPING = "keeping"
+    """Pull: everything is computed; our engine moves it out of its pool."""
     HOLDING = "holding"
     """Pull: everything is computed and D may read it."""
     CONFIRMING = "confirming"
@@ -35,7 +37,8 @@ class PrefillState(enum.Enum):
 _S = PrefillState
 TRANSITIONS: dict[PrefillState, frozenset[PrefillState]] = {
     _S.CLAIMING: frozenset({_S.SENDING, _S.STOPPING}),
-    _S.SENDING: frozenset({_S.HOLDING, _S.CONFIRMING, _S.STOPPING, _S.ENDED}),
+    _S.SENDING: frozenset({_S.KEEPING, _S.HOLDING, _S.CONFIRMING, _S.STOPPING, _S.ENDED}),
+    _S.KEEPING: frozenset({_S.HOLDING, _S.STOPPING}),
     _S.CONFIRMING: frozenset({_S.RELEASING, _S.ENDED}),
     _S.HOLDING: frozenset({_S.STOPPING, _S.ENDED}),
     _S.STOPPING: frozenset({_S.RELEASING, _S.ENDED}),
@@ -65,6 +68,8 @@ class PrefillRules:
     """How long a decode worker without a lease is told of an end, counted from the end of its lease, or from the first
     time if discovery does not list it. A worker that was stopped comes back under its old id, and would wait for
     hand-offs that no worker computes. Later it is told when it asks (HandoffAbandon)."""
+    can_keep: bool = False
+    """Pull: whether the engine may have room for computed KV beside its pool."""
     checksums: bool = False
     regions: tuple[str, ...] = (KV,)
     """Those of this worker's pool, by name."""

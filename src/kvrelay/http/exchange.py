@@ -173,7 +173,7 @@ class Exchange:
 
     def _end(self, keep_alive: bool) -> None:
         self.is_done = True
-        self._on_gone = None
+        self._on_gone = self.last_words = None
         self._outlet.exchange_done(keep_alive)
 
 

@@ -164,8 +164,15 @@ def status_table(report: dict[str, Any]) -> None:
         )
     Console(width=TABLE_WIDTH).print(table)
     for status in report["workers"]:
+        if (holding := status.get("kv_holding")) and holding["num_blocks_in_use"]:
+            print(
+                f"{status['worker_id']} KV holding area: {holding['num_blocks_in_use']}/{holding['num_blocks']} blocks "
+                f"in use, {holding['num_arriving']} prefills to come"
+            )
         if status.get("kv_tiers"):
-            print(f"{status['worker_id']} {_tiers_line(status['kv_tiers'])}")
+            print(f"{status['worker_id']} KV tiers: {_tiers_line(status['kv_tiers'])}")
+        if status.get("prefixes") and any(status["prefixes"]["counts"].values()):
+            print(f"{status['worker_id']} prefixes of other workers: {_tiers_line(status['prefixes'])}")
         if status.get("prefill_queue_error"):
             print(
                 f"{status['worker_id']} cannot queue prefills and computes them itself: {status['prefill_queue_error']}"
@@ -181,7 +188,7 @@ def _tiers_line(tiers: dict[str, Any]) -> str:
         for medium, store in tiers["stores"].items()
     )
     return (
-        f"KV tiers: {counts['num_hits']} prompts loaded, {counts['num_not_worth']} not worth it, "
+        f"{counts['num_hits']} prompts loaded, {counts['num_not_worth']} not worth it, "
         f"{counts['num_failed_loads']} failed, {counts['saved_s']:.1f} s saved; {'; '.join(stores)}"
     )
 

@@ -22,6 +22,7 @@ import psutil
 
 from kvrelay.config import WorkerConfig
 from kvrelay.core.addresses import is_loopback
+from kvrelay.core.cores import threads_each
 from kvrelay.dp.addresses import GroupAddress
 from kvrelay.dp.group import StepGroup, StepsTogether
 from kvrelay.dp.member import GroupMember
@@ -30,7 +31,7 @@ from kvrelay.engine.step import Executor
 from kvrelay.engines.registry import HOSTS
 from kvrelay.errors import ConfigError, EngineDeadError
 from kvrelay.launch.children import Child, control_environment, start_child, worker_command
-from kvrelay.launch.process import on_terminate, threads_each
+from kvrelay.launch.process import on_terminate
 from kvrelay.version import __version__
 
 GROUP_END_S = 5.0

@@ -18,6 +18,7 @@ from kvrelay.http import raise_descriptor_limit
 from kvrelay.launch.process import SWITCH_INTERVAL_S, on_terminate, spare_what_stays
 from kvrelay.launch.request_plane import client_of, connected, frontend_keys, new_caller_id, require_api_key
 from kvrelay.router import ReplayRequester, Router, RouterStage
+from kvrelay.rpc import shared_context
 
 _log = logging.getLogger(__name__)
 
@@ -64,12 +65,16 @@ async def run_frontend_process(
             )
 
     name = new_caller_id()
-    async with connected(control) as plane, frontend_keys(plane, control, stop.set, name) as ours:
+    async with (
+        connected(control) as plane,
+        frontend_keys(plane, control, stop.set, name) as ours,
+        shared_context() as context,
+    ):
         await run_frontend(
             frontend,
             plane,
             Keys(control.namespace),
-            partial(client_of, keys=ours),
+            partial(client_of, keys=ours, context=context),
             router_of,
             cluster=cluster_name(control),
             disagg=disagg,

@@ -149,13 +149,3 @@ def _be_nice() -> None:
         os.setpriority(os.PRIO_PROCESS, thread_id, max(current, LOW_NICE))
     except OSError as exc:
         _log.debug("loading at normal priority: %s", exc)
-
-
-def allowed_cores() -> list[int]:
-    """The cores that this process may use."""
-    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
-
-
-def threads_each(num_workers: int) -> int:
-    """Compute threads of each of ``num_workers`` that share this machine's cores."""
-    return max(1, len(allowed_cores()) // num_workers)

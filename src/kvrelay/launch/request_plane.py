@@ -25,7 +25,7 @@ from kvrelay.control.base import ControlPlane, Keys, Lease
 from kvrelay.core.addresses import is_loopback
 from kvrelay.core.workers import CallerInfo, WorkerInfo
 from kvrelay.errors import ConfigError, KvrelayError
-from kvrelay.rpc import CurveKeys, Heartbeat, RpcClient, ZmqRpcClient, new_curve_keys
+from kvrelay.rpc import Context, CurveKeys, Heartbeat, RpcClient, ZmqRpcClient, new_curve_keys
 
 _log = logging.getLogger(__name__)
 
@@ -42,7 +42,9 @@ async def connected(config: ControlConfig) -> AsyncIterator[ControlPlane]:
         await control.close()
 
 
-def client_of(info: WorkerInfo, keys: CurveKeys, connect_timeout_s: float = CONNECT_TIMEOUT_S) -> ZmqRpcClient:
+def client_of(
+    info: WorkerInfo, keys: CurveKeys, connect_timeout_s: float = CONNECT_TIMEOUT_S, context: Context | None = None
+) -> ZmqRpcClient:
     """A client of that worker, not started yet. The worker's lease, not ours, decides when its silence is too long."""
     return ZmqRpcClient(
         info.address,
@@ -50,6 +52,7 @@ def client_of(info: WorkerInfo, keys: CurveKeys, connect_timeout_s: float = CONN
         heartbeat=Heartbeat.for_lease(info.lease_ttl_s),
         server_key=info.public_key.encode() or None,
         curve_keys=keys,
+        context=context,
     )
 
 

@@ -20,13 +20,13 @@ from kvrelay.config.worker import WORKER_SECTIONS
 from kvrelay.control.base import Keys
 from kvrelay.control.memory import MemoryBroker
 from kvrelay.core.clock import MonotonicClock
+from kvrelay.core.cores import threads_each
 from kvrelay.core.workers import WorkerInfo
 from kvrelay.errors import ConfigError, EngineDeadError, WorkerUnavailableError
 from kvrelay.frontend.cluster.models import Model
 from kvrelay.frontend.cluster.view import ClusterView
 from kvrelay.frontend.tokens.tokenizer import Tokenizer, load_tokenizer
 from kvrelay.launch.models import resolve_model
-from kvrelay.launch.process import threads_each
 from kvrelay.launch.worker_process import load_engine
 from kvrelay.router import ReplayRequester, Router, RouterStage
 from kvrelay.rpc.base import RpcClient

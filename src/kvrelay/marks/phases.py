@@ -61,6 +61,11 @@ class Phase(enum.IntEnum):
     RECOMPUTED = 27
     """D: no KV will come; the request waits again. P: reading hit blocks has ended."""
 
+    HELD = 28
+    """D: the KV that has come waits in the holding area until the pool has room."""
+    RESUMED = 29
+    """D: the request goes on with it."""
+
     PULLED = 32
     """P: the entry has come from the queue."""
     CLAIMED = 33

@@ -11,7 +11,8 @@ from contextlib import suppress
 
 NS_PER_S = 1e9
 MAX_BYTES = 96
-INTERVAL_S = 0.005
+INTERVAL_S = 0.02
+"""A reading takes the kernel some microseconds, as much as all other marks of a short request."""
 
 
 class RunQueue:

@@ -43,7 +43,14 @@ AT_DECODE: Table = (
     (_P.CLAIM_HEARD, _P.GRANTED, "grant"),
     (_P.TRANSFER_POSTED, _P.TRANSFER_ENDED, "transfer"),
     (_P.TRANSFER_ENDED, _P.ATTACHED, "attach"),
+    (_P.TRANSFER_ENDED, _P.HELD, "attach"),
     (_P.ATTACHED, _P.SENT, "report"),
+    (_P.HELD, _P.SENT, "report"),
+    (_P.SENT, _P.PREEMPTED, "decode"),
+    (_P.SENT, _P.LOADING, "held"),
+    (_P.SENT, _P.RESUMED, "held"),
+    (_P.LOADING, _P.RESUMED, "load"),
+    (_P.RESUMED, _P.SENT, "decode"),
     (_P.PREFILL_STARTED, _P.SENT, "prefill"),
     (_P.PREEMPTED, _P.PREFILL_STARTED, "preempted"),
     (_P.PREEMPTED, _P.LOADING, "preempted"),
@@ -321,7 +328,7 @@ def _place(attempts: Iterable[Sequence[_Worker]]) -> str | None:
     place = None
     for worker in (worker for workers in attempts for worker in workers):
         phases = {mark.phase for mark in worker.marks} if worker.role is Role.DECODE else ()
-        if _P.ATTACHED in phases:
+        if _P.ATTACHED in phases or _P.HELD in phases:
             place = "remote"
         elif _P.PREFILL_STARTED in phases:
             place = "local"

@@ -1,14 +1,15 @@
 """The cost of a request at each worker, in seconds; pure functions of the candidates' columns.
 
-    cost        = first token + lost prefix + decode
+    cost        = first token + load + lost prefix + decode
     first token = prefill_token * (pending + own)
-    lost prefix = prefill_token * own * (LOST_PREFIX + BALANCE * recent)
+    load        = what is got from a tier or another worker instead, if that is faster than computing it
+    lost prefix = (prefill_token * own + load) * (LOST_PREFIX + BALANCE * recent)
     decode      = L * B * (decode + context * (prompt + L / 2))
 
-``own`` are the prompt's tokens beyond the overlap, ``B`` the requests at the worker, ``L`` the expected tokens of the
-answer. *decode* is what the request's answer adds to the steps of the ``B`` others. Its own steps do not count: on
-equal workers they differ by errors of the fit only, which must not outweigh a prefix. *lost prefix* is the later cost
-of a prefix that is computed and stored a second time: it takes the place of another one. Recomputing a
+``own`` are the prompt's tokens beyond the overlap and the load, ``B`` the requests at the worker, ``L`` the expected
+tokens of the answer. *decode* is what the request's answer adds to the steps of the ``B`` others. Its own steps do not
+count: on equal workers they differ by errors of the fit only, which must not outweigh a prefix. *lost prefix* is the
+later cost of a prefix that is computed and stored a second time: it takes the place of another one. Recomputing a
 cached token costs LOST_PREFIX times its prefill on top; the factor was found by replaying traces.
 ``docs/routing.md`` explains the terms.
 """
@@ -67,10 +68,27 @@ class CostColumns:
         return StepCost(*(float(column[row]) for column in columns))
 
 
+@dataclass(frozen=True, slots=True)
+class Loads:
+    """One entry a worker: so many tokens beyond its overlap could be loaded, in so many seconds."""
+
+    tokens: FloatColumn
+    seconds: FloatColumn
+
+    def worth(self, costs: CostColumns) -> Loads:
+        """Only those that take less time than computing."""
+        is_worth = self.seconds < costs.prefill_token_s * self.tokens
+        return Loads(np.where(is_worth, self.tokens, 0.0), np.where(is_worth, self.seconds, 0.0))
+
+    def then(self, later: Loads) -> Loads:
+        return Loads(self.tokens + later.tokens, self.seconds + later.seconds)
+
+
 class Candidates(msgspec.Struct, frozen=True):
     """The columns of one decision. ``overlap_blocks`` are leading blocks of this prompt that the worker holds.
 
     ``costs``: of the workers' steps; None while none are known. ``num_output``: the expected tokens of the answer.
+    ``loads``: what is worth loading, from tiers and from other workers; None: nothing anywhere.
     """
 
     prompt_tokens: int
@@ -79,6 +97,7 @@ class Candidates(msgspec.Struct, frozen=True):
     load: LoadColumns
     costs: CostColumns | None = None
     num_output: float = 0.0
+    loads: Loads | None = None
 
     def __len__(self) -> int:
         return len(self.overlap_blocks)
@@ -91,11 +110,12 @@ class Seconds:
     first_token: FloatColumn
     lost_prefix: FloatColumn
     decode: FloatColumn
+    load: FloatColumn | None = None
 
     @property
     def total(self) -> FloatColumn:
         total: FloatColumn = self.first_token + self.lost_prefix + self.decode
-        return total
+        return total if self.load is None else total + self.load
 
 
 def own_tokens(prompt_tokens: int, overlap_tokens: FloatColumn) -> FloatColumn:
@@ -104,10 +124,15 @@ def own_tokens(prompt_tokens: int, overlap_tokens: FloatColumn) -> FloatColumn:
     return own
 
 
-def prefill_seconds(own: FloatColumn, load: LoadColumns, costs: CostColumns) -> tuple[FloatColumn, FloatColumn]:
-    """The time to the first token, and the later cost of the lost prefix."""
-    first_token = costs.prefill_token_s * (load.prefill_tokens + own)
-    lost_prefix = costs.prefill_token_s * own * (LOST_PREFIX + BALANCE * load.recent_share)
+def prefill_seconds(
+    own: FloatColumn, load: LoadColumns, costs: CostColumns, loads: Loads | None = None
+) -> tuple[FloatColumn, FloatColumn]:
+    """The time to the first token but for the loading, and the later cost of the lost prefix. What is loaded takes the
+    place of another prefix too, which can be loaded again in its turn."""
+    own_s = costs.prefill_token_s * (own if loads is None else np.maximum(own - loads.tokens, 0.0))
+    first_token = costs.prefill_token_s * load.prefill_tokens + own_s
+    stored_s = own_s if loads is None else own_s + loads.seconds
+    lost_prefix = stored_s * (LOST_PREFIX + BALANCE * load.recent_share)
     return first_token, lost_prefix
 
 

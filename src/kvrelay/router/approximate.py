@@ -86,6 +86,8 @@ class ApproximateIndexer:
     def remove(self, worker_id: str, block_hashes: Sequence[int]) -> None:
         """The worker reports that these blocks are gone. Blocks that it computes again are missing until it reports
         them."""
+        if self._index.knows_none(block_hashes):
+            return  # as a rule: a worker evicts what has not been placed for long
         for window in self._windows:
             holder = window.holders.get(worker_id)
             if holder is not None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import msgspec
 
 from kvrelay.config import WorkerRole
+from kvrelay.core.handoff import PrefixHolder
 from kvrelay.core.workers import WorkerInfo
 from kvrelay.placement.seconds import Candidates, FloatColumn
 
@@ -45,22 +46,26 @@ class CandidateScore(msgspec.Struct, frozen=True):
     first_token_s: float | None = None
     lost_prefix_s: float | None = None
     decode_s: float | None = None
+    load_s: float | None = None
 
 
 class RoutingDecision(msgspec.Struct, frozen=True):
     """The chosen worker. ``hit_rate`` is the estimated share of the prompt in its cache (0 to 1), ``overlap_blocks``
-    the same in blocks."""
+    the same in blocks. ``load_blocks``: further blocks that it would load rather than compute; ``holder``: from this
+    worker, or from its own tiers."""
 
     worker_id: str
     policy: str
     hit_rate: float
     overlap_blocks: int
+    load_blocks: int = 0
+    holder: PrefixHolder | None = None
 
 
 class RoutingExplanation(RoutingDecision, frozen=True):
     """A decision and its reasons: the numbers of every candidate."""
 
-    candidates: tuple[CandidateScore, ...]
+    candidates: tuple[CandidateScore, ...] = ()
 
 
 class IndexState(enum.StrEnum):
@@ -95,6 +100,8 @@ class Survey:
     scores: FloatColumn
     sequence: tuple[int, ...]
     """The prompt's sequence hashes."""
+    holders: Sequence[PrefixHolder | None] = ()
+    """Of which worker each could read; empty: none of any."""
 
     @property
     def infos(self) -> list[WorkerInfo]:

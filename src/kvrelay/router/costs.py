@@ -72,10 +72,17 @@ class WorkerCosts:
         if not fresh:
             return None
         known = np.array([msgspec.structs.astuple(cost) for _, cost in fresh], dtype=np.float64)
-        median = np.median(known, axis=0)
+        median = _median(known)
         values = np.tile(median, (len(ids), 1))
-        values[[at for at, _ in fresh]] = np.clip(known, median / MAX_RATIO, median * MAX_RATIO)
+        values[[at for at, _ in fresh]] = known.clip(median / MAX_RATIO, median * MAX_RATIO)
         return CostColumns(*np.ascontiguousarray(values.T))
+
+
+def _median(rows: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """Of each column. For a few rows np.median takes ten times as long."""
+    ordered = np.sort(rows, axis=0)
+    middle: npt.NDArray[np.float64] = (ordered[(len(rows) - 1) // 2] + ordered[len(rows) // 2]) / 2
+    return middle
 
 
 class TransferTimes:

@@ -24,9 +24,10 @@ import msgspec
 
 from kvrelay.core.clock import Clock
 from kvrelay.core.event_codec import FULL_DUMP, ReplayReply, ReplayRequest, decode_replay_reply, encode_replay_request
-from kvrelay.core.events import BlockStored, KvEvent, KvEventBatch
+from kvrelay.core.events import AllBlocksCleared, BlockStored, KvEvent, KvEventBatch
 from kvrelay.errors import ProtocolError
 from kvrelay.router.base import ReplayRequester
+from kvrelay.router.beyond import TierTable
 from kvrelay.router.overlap import (
     IndexerOfflineError,
     OverlapScores,
@@ -98,6 +99,8 @@ class KvIndexer:
         self._clock = clock
         self._request_replay = request_replay
         self._index = index if index is not None else PrefixIndex()
+        self.tiers = TierTable()
+        """Blocks beyond the workers' pools, which ``index`` does not know."""
         self._streams: dict[str, _Stream] = {}
         self._logged: set[str] = set()
         self._closed = False
@@ -123,7 +126,11 @@ class KvIndexer:
     def remove_worker(self, worker_id: str) -> None:
         """Forget the worker; ignore its events from now on."""
         if self._streams.pop(worker_id, None) is not None:
-            self._index.remove_worker(worker_id)
+            self._forget_blocks(worker_id)
+
+    def _forget_blocks(self, worker_id: str) -> None:
+        self._index.clear_worker(worker_id)
+        self.tiers.remove_worker(worker_id)
 
     def heard(self, worker_id: str) -> None:
         """The worker is alive: repeat a request without an answer, or ask whether its last batch was lost."""
@@ -220,15 +227,19 @@ class KvIndexer:
         if reply.page == 0:
             if reply.dump_seq < stream.expected and not stream.wants_dump:
                 return  # an outdated answer: the events have arrived meanwhile
-            self._index.clear_worker(worker_id)
+            self._forget_blocks(worker_id)
             stream.state, stream.dump_seq, stream.next_page = StreamState.DUMPING, reply.dump_seq, 0
         place = (stream.state, stream.dump_seq, stream.next_page)
         if place != (StreamState.DUMPING, reply.dump_seq, reply.page):
             return
         for batch in reply.batches:
             for event in batch.events:
-                if isinstance(event, BlockStored) and self._fits(worker_id, event):
+                if not isinstance(event, BlockStored) or not self._fits(worker_id, event):
+                    continue
+                if event.medium is None:
                     self._index.store(worker_id, event.parent_hash, event.block_hashes, detached=True)
+                else:
+                    self.tiers.store(worker_id, event.medium, event.block_hashes)
         stream.next_page += 1
         if stream.next_page < reply.num_pages:
             self._ask(worker_id, stream, ReplayRequest(FULL_DUMP, stream.dump_seq, stream.next_page))
@@ -253,7 +264,14 @@ class KvIndexer:
         if isinstance(event, BlockStored) and not self._fits(worker_id, event):
             return
         try:
-            self._index.apply_event(worker_id, event)
+            if isinstance(event, AllBlocksCleared):
+                self._forget_blocks(worker_id)
+            elif event.medium is None:
+                self._index.apply_event(worker_id, event)
+            elif isinstance(event, BlockStored):
+                self.tiers.store(worker_id, event.medium, event.block_hashes)
+            else:
+                self.tiers.remove(worker_id, event.medium, event.block_hashes)
             self.stats.applied += 1
         except ParentNotFoundError as exc:
             self.stats.parent_not_found += 1
@@ -274,7 +292,7 @@ class KvIndexer:
 
     def _begin_epoch(self, worker_id: str, stream: _Stream, epoch: int) -> None:
         if stream.epoch >= 0:
-            self._index.clear_worker(worker_id)
+            self._forget_blocks(worker_id)
             stream.asked_at = float("-inf")
         stream.epoch, stream.expected, stream.wants_dump = epoch, 0, False
         stream.state = StreamState.CATCHING_UP
@@ -283,7 +301,7 @@ class KvIndexer:
     def _hold_back(self, batch: KvEventBatch, stream: _Stream) -> None:
         """The batch follows a gap: keep it until the gap is closed."""
         if self._request_replay is None:
-            self._index.clear_worker(batch.worker_id)
+            self._forget_blocks(batch.worker_id)
             self.stats.gaps += 1
             stream.expected, stream.state = batch.first_seq, StreamState.SYNCED
             self._apply_in_order(batch, stream)

@@ -22,10 +22,9 @@ from typing import NamedTuple
 import numpy as np
 
 from kvrelay.core.clock import Clock
-from kvrelay.core.events import LoadMetrics
+from kvrelay.core.events import STALE_AFTER_S, LoadMetrics
 from kvrelay.placement.seconds import FloatColumn, LoadColumns
 
-STALE_AFTER_S = 5.0
 RECENT_S = 60.0
 """Time constant of a worker's recent tokens: a token placed this long ago counts 1/e."""
 MAX_RECENT_GROWTH = 1e9
@@ -168,10 +167,13 @@ class LoadTable:
     def _shift(self, worker_id: str, prefill: int, context: int, requests: int) -> None:
         at = self._row.get(worker_id)
         if at is not None:
-            self._shown.prefill_tokens[at] += prefill
-            self._shown.context_tokens[at] += context
-            self._shown.num_requests[at] += requests
-            self._kept.num_placed[at] += requests
+            shown = self._shown
+            if prefill:
+                shown.prefill_tokens[at] += prefill
+            if requests:
+                shown.context_tokens[at] += context
+                shown.num_requests[at] += requests
+                self._kept.num_placed[at] += requests
             return
         parked = self._parked.get(worker_id, OwnLoad()).shifted(prefill, context, requests)
         if parked.num_requests > 0:
@@ -191,12 +193,13 @@ class LoadTable:
             self._recent_top = max(self._recent_top / growth, 1.0)
             self._recent_since, growth = self._clock.now(), 1.0
             self._share_recent()
-        recent[at] += num_tokens * growth
-        if recent[at] > self._recent_top:
-            self._recent_top = float(recent[at])
+        own = float(recent[at]) + num_tokens * growth
+        recent[at] = own
+        if own > self._recent_top:
+            self._recent_top = own
             self._share_recent()
         else:
-            self._shown.recent_share[at] = recent[at] / self._recent_top
+            self._shown.recent_share[at] = own / self._recent_top
 
     def _share_recent(self) -> None:
         np.divide(self._kept.recent, self._recent_top, out=self._shown.recent_share)

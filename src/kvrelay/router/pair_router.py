@@ -176,7 +176,8 @@ class PairRouter:
 
 def _plain(decision: RoutingDecision) -> RoutingDecision:
     """Without an explanation."""
-    return RoutingDecision(decision.worker_id, decision.policy, decision.hit_rate, decision.overlap_blocks)
+    fields = {name: getattr(decision, name) for name in RoutingDecision.__struct_fields__}
+    return RoutingDecision(**fields)
 
 
 def _can_exchange(prefill: WorkerInfo, decode: WorkerInfo) -> bool:

@@ -124,9 +124,10 @@ class KvPolicy(KvWeightsPolicy):
         if costs is None:
             return None
         overlap = (self._overlap_weight * candidates.block_size) * candidates.overlap_blocks
-        first_token, lost_prefix = prefill_seconds(own_tokens(candidates.prompt_tokens, overlap), load, costs)
+        own, loads = own_tokens(candidates.prompt_tokens, overlap), candidates.loads
+        first_token, lost_prefix = prefill_seconds(own, load, costs, loads)
         decode = decode_seconds(candidates.prompt_tokens, candidates.num_output, load, costs)
-        return Seconds(first_token, lost_prefix, decode)
+        return Seconds(first_token, lost_prefix, decode, None if loads is None else loads.seconds)
 
 
 class DynamoV0Policy(Policy):

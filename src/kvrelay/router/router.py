@@ -11,7 +11,7 @@ import copy
 import logging
 import math
 import random
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Sequence
 
 import msgspec
 import numpy as np
@@ -19,11 +19,12 @@ import numpy.typing as npt
 
 from kvrelay.config import RouterConfig
 from kvrelay.core.clock import Clock
-from kvrelay.core.events import AllBlocksCleared, BlockRemoved, KvEventBatch, LoadMetrics
+from kvrelay.core.events import STALE_AFTER_S, AllBlocksCleared, BlockRemoved, KvEventBatch, LoadCost, LoadMetrics
+from kvrelay.core.handoff import PrefixHolder
 from kvrelay.core.hashing import compute_sequence_hashes
 from kvrelay.core.workers import WorkerInfo
 from kvrelay.errors import ConfigError, WorkerUnavailableError
-from kvrelay.placement.seconds import Candidates, FloatColumn
+from kvrelay.placement.seconds import Candidates, CostColumns, FloatColumn, Loads
 from kvrelay.router.approximate import ApproximateIndexer
 from kvrelay.router.base import (
     CandidateScore,
@@ -35,9 +36,10 @@ from kvrelay.router.base import (
     RoutingRequest,
     Survey,
 )
+from kvrelay.router.beyond import Lenders, peer_loads, tier_loads
 from kvrelay.router.costs import TransferTimes, WorkerCosts
 from kvrelay.router.indexer import KvIndexer, StreamState
-from kvrelay.router.load import STALE_AFTER_S, LoadTable, Stalls
+from kvrelay.router.load import LoadTable, Stalls
 from kvrelay.router.overlap import WorkerGroup
 from kvrelay.router.policies import KvPolicy, Policy, build_policy
 
@@ -79,6 +81,11 @@ class Router:
         """What the router knows of each worker's prefixes; None under a policy that does not look at them."""
         self._anticipated: ApproximateIndexer | None = None
         self._rows_of: dict[WorkerGroup, _RowIndices] = {}
+        self._lenders: Lenders | None = None
+        self._can_read = False
+        """Whether any worker may read from another one."""
+        self._load_costs: dict[str, dict[str, LoadCost]] = {}
+        """By worker and medium."""
         self._workers: dict[str, WorkerInfo] = {}
         self._load = LoadTable(block_size, clock)
         self._costs = WorkerCosts(clock, STALE_AFTER_S)
@@ -127,6 +134,7 @@ class Router:
             return
         self._workers[info.worker_id] = info
         self._rows_of.clear()
+        self._lenders = None
         self._costs.changed()
         if self._stage.admits(info):
             self._load.add_worker(info.worker_id)
@@ -142,7 +150,9 @@ class Router:
         self._costs.forget(worker_id)
         self.transfer_times.forget(worker_id)
         self._stalls.forget(worker_id)
+        self._load_costs.pop(worker_id, None)
         self._rows_of.clear()
+        self._lenders = None
         self._forget_prefixes(worker_id)
 
     def _forget_prefixes(self, worker_id: str) -> None:
@@ -179,9 +189,9 @@ class Router:
         """What a decision is made of, under the router's policy or another one. Valid until the next call of any
         method. Raises WorkerUnavailableError."""
         sequence = self._sequence(request)
-        candidates = self._candidates(request, sequence)
+        candidates, holders = self._candidates(request, sequence)
         scores = self._scores(policy or self._policy, candidates, request.exclude)
-        return Survey(self._load.worker_ids, self._workers, candidates, scores, sequence)
+        return Survey(self._load.worker_ids, self._workers, candidates, scores, sequence, holders)
 
     def pick(self, survey: Survey) -> RoutingDecision:
         """The policy's choice; nothing is placed."""
@@ -208,11 +218,46 @@ class Router:
             return ()
         return compute_sequence_hashes(request.token_ids, self.block_size, salt=request.cache_salt)
 
-    def _candidates(self, request: RoutingRequest, sequence: tuple[int, ...]) -> Candidates:
+    def _candidates(
+        self, request: RoutingRequest, sequence: tuple[int, ...]
+    ) -> tuple[Candidates, Sequence[PrefixHolder | None]]:
         num_output = min(request.max_tokens or math.inf, self._mean_output)
         costs = self._costs.columns(self._load.worker_ids) if self._policy.uses_costs else None
-        num_tokens, overlaps = len(request.token_ids), self._overlaps(sequence)
-        return Candidates(num_tokens, self.block_size, overlaps, self._load.columns(), costs, num_output)
+        num_tokens, held = len(request.token_ids), self._held(sequence)
+        overlaps = self._overlaps(sequence, held)
+        loads, holders = self._loads(sequence, held, overlaps, costs)
+        columns = self._load.columns()
+        return Candidates(num_tokens, self.block_size, overlaps, columns, costs, num_output, loads), holders
+
+    def _loads(
+        self, sequence: tuple[int, ...], held: FloatColumn, overlaps: FloatColumn, costs: CostColumns | None
+    ) -> tuple[Loads | None, Sequence[PrefixHolder | None]]:
+        """What each worker would load rather than compute, and from which other worker. By seconds if the steps' costs
+        are known; else the worker decides alone whether it reads what another one has."""
+        if not sequence or not isinstance(self.indexer, KvIndexer):
+            return None, ()
+        ids, size, tiers, loads = self._load.worker_ids, self.block_size, self.indexer.tiers, None
+        if tiers.held and costs is not None:
+            loads = tier_loads(ids, sequence, overlaps, size, tiers, self._load_costs).worth(costs)
+        if self._lenders is None:
+            self._lenders = Lenders.of([self._workers[worker_id] for worker_id in ids])
+            self._can_read = self._lenders.are_any
+        if not self._can_read or not held.any():
+            return loads, ()
+        rows, depths = self._lenders.holders(held)
+        if not depths.any():
+            return loads, ()
+        # The prompt's last token is computed in any case.
+        reached = overlaps * size if loads is None else overlaps * size + loads.tokens
+        read = peer_loads(ids, reached, depths, size, self._load_costs)
+        if costs is not None:
+            read = read.worth(costs)
+            loads = read if loads is None else loads.then(read)
+        holders = [
+            PrefixHolder(ids[row], int(depth) * size) if row >= 0 and tokens > 0 else None
+            for row, depth, tokens in zip(rows, depths, read.tokens.tolist())
+        ]
+        return loads, holders
 
     def _scores(self, policy: Policy, candidates: Candidates, exclude: Collection[str]) -> FloatColumn:
         """The policy's scores, ``-inf`` for excluded and avoided workers.
@@ -223,7 +268,7 @@ class Router:
         if len(excluded) >= len(candidates):
             raise WorkerUnavailableError("no worker can take the request")
         scores = policy.scores(candidates)
-        if not np.isfinite(scores).all():
+        if not math.isfinite(np.add.reduce(scores)):
             # Numbers that workers publish may overflow in a product. Such a worker is the last choice, but it is one.
             np.nan_to_num(scores, copy=False, nan=-WORST_COST, posinf=-WORST_COST, neginf=-WORST_COST)
         excluded += self._stalls.avoidable(self.config.stall_after_s, self._load.row, excluded, len(candidates))
@@ -233,12 +278,14 @@ class Router:
 
     def decision(self, survey: Survey, row: int) -> RoutingDecision:
         """The decision for the worker in that row of the survey."""
-        overlap = int(survey.candidates.overlap_blocks[row])
+        overlap, loads = int(survey.candidates.overlap_blocks[row]), survey.candidates.loads
         return RoutingDecision(
             worker_id=survey.worker_ids[row],
             policy=self.config.router,
             hit_rate=overlap * self.block_size / survey.candidates.prompt_tokens if overlap else 0.0,
             overlap_blocks=overlap,
+            load_blocks=0 if loads is None else int(loads.tokens[row]) // self.block_size,
+            holder=survey.holders[row] if survey.holders else None,
         )
 
     def _explanation(self, decision: RoutingDecision, survey: Survey) -> RoutingExplanation:
@@ -264,7 +311,8 @@ class Router:
         seconds = self._policy.seconds(candidates) if isinstance(self._policy, KvPolicy) else None
         if seconds is None:
             return []
-        return [column.tolist() for column in (seconds.first_token, seconds.lost_prefix, seconds.decode)]
+        columns = [seconds.first_token, seconds.lost_prefix, seconds.decode]
+        return [column.tolist() for column in (columns if seconds.load is None else [*columns, seconds.load])]
 
     def place(
         self, request: RoutingRequest, decision: RoutingDecision, survey: Survey, *, prefills: bool = True
@@ -273,7 +321,8 @@ class Router:
         the worker computes the prompt, too."""
         num_tokens = len(request.token_ids)
         self.num_fallbacks += self._policy.uses_costs and survey.candidates.costs is None
-        cached = min(decision.overlap_blocks * self.block_size, num_tokens) if prefills else num_tokens
+        num_held = (decision.overlap_blocks + decision.load_blocks) * self.block_size
+        cached = min(num_held, num_tokens) if prefills else num_tokens
         sequence = survey.sequence
         self._load.place(request.request_id, decision.worker_id, num_tokens - cached, num_tokens)
         if self._workers[decision.worker_id].block_size != self.block_size:
@@ -292,21 +341,24 @@ class Router:
         if self._load.finish(request_id) is not None and num_output_tokens > 0:
             self._mean_output += OUTPUT_SHARE * (num_output_tokens - self._mean_output)
 
-    def _overlaps(self, sequence: tuple[int, ...]) -> FloatColumn:
-        """Per worker the leading blocks that it holds or is about to hold, in the load table's row order."""
-        overlaps = np.zeros(len(self._load.worker_ids))
+    def _held(self, sequence: tuple[int, ...]) -> FloatColumn:
+        """Per worker the leading blocks that it holds, in the load table's row order."""
+        held = np.zeros(len(self._load.worker_ids))
         if sequence and self.indexer is not None:
-            self._enter(self.indexer.find_holders(sequence), overlaps)
-        if sequence and self._anticipated is not None:
-            expected = np.zeros(len(overlaps))
-            self._enter(self._anticipated.find_holders(sequence), expected)
-            np.maximum(overlaps, expected, out=overlaps)
-        return overlaps
+            # Depths grow, so a worker's last depth is the one that stays.
+            for depth, group in self.indexer.find_holders(sequence):
+                held[self._rows(group)] = depth
+        return held
 
-    def _enter(self, holders: Iterable[tuple[int, WorkerGroup]], column: FloatColumn) -> None:
-        """Write each worker's depth to its row. Depths grow, so a worker's last depth is the one that stays."""
-        for depth, group in holders:
-            column[self._rows(group)] = depth
+    def _overlaps(self, sequence: tuple[int, ...], held: FloatColumn) -> FloatColumn:
+        """With those that it is about to hold."""
+        if not sequence or self._anticipated is None:
+            return held
+        overlaps = held.copy()
+        for depth, group in self._anticipated.find_holders(sequence):
+            rows = self._rows(group)
+            overlaps[rows] = np.maximum(overlaps[rows], depth)
+        return overlaps
 
     def _rows(self, group: WorkerGroup) -> _RowIndices:
         """The rows of the competing workers among them in the load table."""
@@ -326,7 +378,7 @@ class Router:
             self.indexer.apply(batch)
         if self._anticipated is not None:
             for event in batch.events:
-                if isinstance(event, BlockRemoved):
+                if isinstance(event, BlockRemoved) and event.medium is None:
                     self._anticipated.remove(batch.worker_id, event.block_hashes)
                 elif isinstance(event, AllBlocksCleared):
                     self._anticipated.remove_worker(batch.worker_id)
@@ -341,6 +393,7 @@ class Router:
             self._stalls.heard(metrics.worker_id, metrics.step_age_s)
             self._costs.heard(metrics.worker_id, metrics.step_cost)
             self.transfer_times.heard(metrics.worker_id, metrics.transfer_costs)
+            self._load_costs[metrics.worker_id] = {cost.medium: cost for cost in metrics.load_costs}
         if isinstance(self.indexer, KvIndexer):
             self.indexer.heard(metrics.worker_id)
 

@@ -16,7 +16,7 @@ import zmq
 from kvrelay.errors import ConfigError, ProtocolError, WorkerUnavailableError
 from kvrelay.rpc.heartbeat import DEFAULT_HEARTBEAT, Heartbeat
 from kvrelay.rpc.wire import Message, decode_message, encode_message
-from kvrelay.rpc.zmq_socket import FAREWELL_FRAME, PROBE_FRAME, CurveKeys, Endpoint, new_curve_keys
+from kvrelay.rpc.zmq_socket import FAREWELL_FRAME, NOBLOCK, PROBE_FRAME, Context, CurveKeys, Endpoint, new_curve_keys
 
 _log = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ class _State(enum.Enum):
 
 class ZmqRpcClient:
     """RpcClient over ZMQ. ``server_key`` is the server's public CURVE key. Without ``curve_keys`` the client generates
-    its own pair."""
+    its own pair. Clients with the same ``context`` share its I/O thread."""
 
     def __init__(
         self,
@@ -54,12 +54,14 @@ class ZmqRpcClient:
         heartbeat: Heartbeat = DEFAULT_HEARTBEAT,
         server_key: bytes | None = None,
         curve_keys: CurveKeys | None = None,
+        context: Context | None = None,
     ) -> None:
         self.address = address
         self._connect_timeout_s = connect_timeout_s
         self._heartbeat = heartbeat
         self._server_key = server_key
         self._curve_keys = curve_keys
+        self._context = context
         self._state = _State.NEW
         self.endpoint: Endpoint | None = None
         """From ``start`` to ``close``."""
@@ -91,7 +93,7 @@ class ZmqRpcClient:
 
     async def start(self) -> None:
         """Connect. Raises WorkerUnavailableError: refused at once, or no answer within the connect timeout."""
-        self.endpoint = Endpoint(zmq.DEALER, self._heartbeat, self._receive_one, _EVENTS, self._on_event)
+        self.endpoint = Endpoint(zmq.DEALER, self._heartbeat, self._receive_one, _EVENTS, self._on_event, self._context)
         self._state = _State.CONNECTING
         self._handshake = asyncio.get_running_loop().create_future()
         try:
@@ -120,7 +122,7 @@ class ZmqRpcClient:
         frame = encode_message(message)
         endpoint.reader.wake()
         try:
-            endpoint.socket.send(frame, zmq.NOBLOCK)
+            endpoint.socket.send(frame, NOBLOCK)
         except zmq.Again as exc:
             raise WorkerUnavailableError(f"the queue of messages to {self.address} is full") from exc
         except zmq.ZMQError as exc:
@@ -153,24 +155,27 @@ class ZmqRpcClient:
         frames = endpoint.receive()
         if frames is None:
             return None
-        size = sum(map(len, frames))
-        if frames == [PROBE_FRAME]:
-            return size
-        if frames == [FAREWELL_FRAME]:
-            if self._state is _State.CONNECTED:
-                _log.warning("%s has ended the connection", self.address)
-                self._lose()
+        frame = frames[0].buffer
+        size = sum([len(frame) for frame in frames])
+        if size <= len(FAREWELL_FRAME) and self._is_signal(frame):
             return size
         try:
             if len(frames) != 1:
                 raise ProtocolError(f"a message of {len(frames)} frames instead of one")
-            message = decode_message(frames[0])
+            message = decode_message(frame)
         except ProtocolError as exc:
             self.num_malformed += 1
             _log.warning("dropped a frame from %s: %s (%d so far)", self.address, exc, self.num_malformed)
             return size
         self._on_message(message)
         return size
+
+    def _is_signal(self, frame: memoryview) -> bool:
+        """Take one of the frames that are no messages."""
+        if frame == FAREWELL_FRAME and self._state is _State.CONNECTED:
+            _log.warning("%s has ended the connection", self.address)
+            self._lose()
+        return frame in (FAREWELL_FRAME, PROBE_FRAME)
 
     def _on_event(self, event: zmq.Event) -> None:
         if event is zmq.Event.HANDSHAKE_SUCCEEDED:

@@ -24,7 +24,7 @@ from kvrelay.rpc.base import Admit, Peer
 from kvrelay.rpc.heartbeat import DEFAULT_HEARTBEAT, Heartbeat
 from kvrelay.rpc.wire import Message, decode_message, encode_message
 from kvrelay.rpc.zap import IDENTITY, ZapHandler
-from kvrelay.rpc.zmq_socket import FAREWELL_FRAME, PROBE_FRAME, CurveKeys, Endpoint
+from kvrelay.rpc.zmq_socket import FAREWELL_FRAME, NOBLOCK, PROBE_FRAME, SNDMORE, CurveKeys, Endpoint
 
 _log = logging.getLogger(__name__)
 
@@ -176,7 +176,7 @@ class ZmqRpcServer:
         self._address = f"tcp://{host}:{port}"
 
     def _receive_one(self) -> int | None:
-        frames = self.endpoint.receive_frames() if self.endpoint is not None else None
+        frames = self.endpoint.receive() if self.endpoint is not None else None
         if frames is None:
             return None
         size = sum([len(frame) for frame in frames])
@@ -263,8 +263,8 @@ def _can_reach(socket: zmq.Socket[bytes], peer: Peer) -> bool:
 def _send_frame(socket: zmq.Socket[bytes], peer: Peer, frame: bytes) -> int:
     """0, or the error: EAGAIN if the peer's queue is full, EHOSTUNREACH if the peer is gone."""
     try:
-        socket.send(peer, zmq.NOBLOCK | zmq.SNDMORE)
-        socket.send(frame, zmq.NOBLOCK)
+        socket.send(peer, NOBLOCK | SNDMORE)
+        socket.send(frame, NOBLOCK)
     except zmq.ZMQError as exc:
         return exc.errno or errno.EIO
     return 0

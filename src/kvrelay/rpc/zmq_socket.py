@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 import zmq
@@ -20,6 +21,8 @@ from zmq.utils.monitor import parse_monitor_message
 from kvrelay.rpc.heartbeat import Heartbeat
 from kvrelay.rpc.wire import MAX_FRAME_BYTES
 
+NOBLOCK, SNDMORE = int(zmq.NOBLOCK), int(zmq.SNDMORE)
+"""Numbers: combining zmq's flags costs as much as a small send."""
 HIGH_WATER_MARK = 10_000
 LINGER_MS = 250
 READ_BUDGET = 256
@@ -31,6 +34,20 @@ PROBE_FRAME = b"\x00"
 """Sent by a server to find out whether a peer is still there; clients ignore it."""
 FAREWELL_FRAME = b"\x00\x00"
 """The farewell: the last frame of a server that ends the connection. ROUTER cannot close it, so the client does."""
+
+
+Context = zmq.Context[zmq.Socket[bytes]]
+
+
+@asynccontextmanager
+async def shared_context() -> AsyncIterator[Context]:
+    """One I/O thread for all clients that are made with this context; they are closed before it ends."""
+    context: Context = zmq.Context()
+    try:
+        yield context
+    finally:
+        # Not term: it would wait for ever for a socket that a failure has left open.
+        await asyncio.to_thread(context.destroy, LINGER_MS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +148,8 @@ class ConnectionMonitor:
 
 
 class Endpoint:
-    """A socket in a context (with an I/O thread) of its own; not bound or connected yet. Ends with ``close``.
+    """A socket in ``context``, or in a context (with an I/O thread) of its own; not bound or connected yet. Ends with
+    ``close``.
 
     ``receive_one`` is called whenever there may be a message, until it returns None (nothing left) instead of the
     message's size. ``on_event`` is called for each event that is in ``events``.
@@ -144,8 +162,10 @@ class Endpoint:
         receive_one: Callable[[], int | None],
         events: int,
         on_event: Callable[[zmq.Event], None],
+        context: Context | None = None,
     ) -> None:
-        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._is_shared = context is not None
+        self.context: Context = context if context is not None else zmq.Context()
         self.socket = self.context.socket(socket_type)
         _configure(self.socket, heartbeat)
         self._monitor = ConnectionMonitor(self.socket, events, on_event)
@@ -160,24 +180,26 @@ class Endpoint:
         self.socket.curve_publickey = keys.public
         self.socket.curve_secretkey = keys.secret
 
-    def receive(self) -> list[bytes] | None:
-        """The frames of the next message, None if there is none."""
+    def receive(self) -> list[zmq.Frame] | None:
+        """The frames of the next message, with libzmq's metadata; None if there is none."""
+        # Not recv_multipart: it asks the socket after every frame whether there are more, which the frame knows.
+        receive = self.socket.recv
         try:
-            return self.socket.recv_multipart(zmq.NOBLOCK)
+            frame = receive(NOBLOCK, copy=False)
         except zmq.Again:
             return None
-
-    def receive_frames(self) -> list[zmq.Frame] | None:
-        """As ``receive``, but as frame objects with libzmq's metadata."""
-        try:
-            return self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
-        except zmq.Again:
-            return None
+        frames = [frame]
+        while frame.more:
+            frame = receive(NOBLOCK, copy=False)
+            frames.append(frame)
+        return frames
 
     async def close(self, *, drop_queued: bool = False) -> None:
-        """Close and free the address. Queued messages have LINGER_MS, or no time, to leave. No callback follows."""
+        """Close; in a context of its own, also free the address. Queued messages have LINGER_MS, or no time, to leave.
+        No callback follows."""
         self.reader.close()
         self._monitor.close()
         # Do not unbind first: that would drop connections together with their queued messages.
         self.socket.close(linger=0 if drop_queued else None)
-        await asyncio.to_thread(self.context.term)
+        if not self._is_shared:
+            await asyncio.to_thread(self.context.term)

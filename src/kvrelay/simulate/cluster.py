@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from kvrelay.config import DisaggConfig, EngineConfig, RouterConfig, WorkerRole
+from kvrelay.config import DisaggConfig, EngineConfig, RouterConfig, TransferConfig, WorkerRole
 from kvrelay.core.handoff import HandoffOrder
 from kvrelay.errors import ConfigError
 from kvrelay.planner import WorkerView
@@ -65,8 +65,8 @@ def parse_event(text: str) -> ClusterEvent:
 @dataclass(frozen=True, slots=True)
 class ClusterSpec:
     """``prefill``, ``decode`` and ``both`` count the first workers by role. ``frontends`` share the frontend's work
-    evenly. ``vocab_size`` and ``max_model_len`` are
-    the model's."""
+    evenly. ``vocab_size`` and ``max_model_len`` are the model's. ``kv_buffer_size``: bytes of each worker's holding
+    area."""
 
     prefill: int = 0
     decode: int = 0
@@ -81,6 +81,7 @@ class ClusterSpec:
     migration_limit: int = 3
     vocab_size: int = 32000
     max_model_len: int = 32768
+    kv_buffer_size: int = TransferConfig().kv_buffer_size
 
     @property
     def num_workers(self) -> int:

@@ -44,6 +44,7 @@ class SimulateGroup(GroupedCommand, LazyGroup):
     help="Who gets a request first.",
 )
 @click.option("--costs", "costs_file", type=_FILE, help="JSON file of costs; default: a GPU of the middle class.")
+@click.option("--kv-buffer-size", type=click.IntRange(0), default=64 * 2**20, help="Bytes of a worker's holding area.")
 @click.option("--event", "events", multiple=True, metavar="EVENT", help="E.g. 30s:kill:d1; default: none.")
 @click.option(
     "--seed", type=click.IntRange(0), default=0, help="Seed of all draws: the same one gives the same output."
@@ -65,6 +66,7 @@ def simulate_command(
     frontends: int,
     order: str,
     costs_file: Path | None,
+    kv_buffer_size: int,
     events: tuple[str, ...],
     seed: int,
     recording: Path | None,
@@ -107,6 +109,7 @@ def simulate_command(
         router=source.build(RouterConfig),
         order=HandoffOrder(order),
         events=tuple(map(parse_event, events)),
+        kv_buffer_size=kv_buffer_size,
     )
     result = simulate(
         spec, load_of(trace, load, limit=limit, time_scale=time_scale, seed=seed), costs or Costs(), seed=seed

@@ -10,6 +10,7 @@ import numpy as np
 from kvrelay.core.layout import MemoryRegion, paged_kv
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.step_cost import StepWork
+from kvrelay.engine.holding import num_holding_blocks
 from kvrelay.engine.step import ModelOutput, SchedulerOutput
 from kvrelay.simulate.cluster import ClusterSpec
 from kvrelay.simulate.costs import Costs
@@ -38,10 +39,14 @@ class FittedStepTime:
 
 
 class SimulatedExecutor:
-    """Computes nothing: moves its worker's clock ahead by ``step_time``. It has no memory, so blocks hold no KV."""
+    """Computes nothing: moves its worker's clock ahead by ``step_time``. It has no memory, so blocks hold no KV, and
+    are copied in no time. ``token_bytes``: KV of a token."""
 
-    def __init__(self, spec: ClusterSpec, clock: StepClock, step_time: StepTime) -> None:
+    def __init__(self, spec: ClusterSpec, token_bytes: int, clock: StepClock, step_time: StepTime) -> None:
         self.num_blocks = spec.engine.num_blocks or DEFAULT_NUM_BLOCKS
+        block_bytes = token_bytes * spec.engine.block_size
+        self.num_holding_blocks = num_holding_blocks(spec.kv_buffer_size, block_bytes, self.num_blocks)
+        self.num_spill_blocks = 0
         self.kv_layout = paged_kv(1, 1, spec.engine.block_size, 1, "int32")
         self.kv_region = MemoryRegion(0, 0, is_pool=False)
         self.max_model_len = spec.max_model_len
@@ -74,6 +79,9 @@ class SimulatedExecutor:
     def checksum_blocks(self, block_ids: Sequence[int]) -> tuple[int, ...]:
         """There is no KV: hand-offs go without checksums."""
         raise NotImplementedError
+
+    def copy_blocks(self, source_ids: Sequence[int], target_ids: Sequence[int]) -> None:
+        """There is no KV."""
 
     def shutdown(self) -> None:
         """Nothing to free."""

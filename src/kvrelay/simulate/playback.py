@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -67,7 +67,9 @@ class Playback:
 
 
 class _PlaybackExecutor:
-    """Takes the recorded time and samples the recorded tokens."""
+    """Takes the recorded time and samples the recorded tokens. A recorded engine has no holding area."""
+
+    num_holding_blocks = num_spill_blocks = 0
 
     def __init__(self, header: Header, clock: ManualClock) -> None:
         self.num_blocks, self.vocab_size = header.num_blocks, header.vocab_size
@@ -82,6 +84,9 @@ class _PlaybackExecutor:
 
     def check(self) -> None:
         """It always runs."""
+
+    def copy_blocks(self, source_ids: Sequence[int], target_ids: Sequence[int]) -> None:
+        """There is no KV."""
 
     def execute(self, work: SchedulerOutput) -> ModelOutput:
         self._names.update((sequence.slot, sequence.request_id) for sequence in work.new_seqs)

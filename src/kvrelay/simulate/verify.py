@@ -89,6 +89,7 @@ def _compare(playback: Playback, costs: Costs, seed: int) -> dict[str, Any]:
         disagg=DisaggConfig(disagg_policy="threshold"),
         vocab_size=header.vocab_size,
         max_model_len=header.max_model_len,
+        kv_buffer_size=0,
     )
     alone = msgspec.structs.replace(costs, hop_s=0.0, frontend_request_s=0.0, frontend_token_s=0.0)
     simulated = simulate(spec, arrivals, alone, seed=seed)

@@ -95,7 +95,7 @@ class SimulatedWorker:
         self.is_alive, self.is_accepting = True, False
         self._network, self._loop, self._frontend = network, network.loop, frontend
         self._clock = StepClock(network.loop.clock)
-        self.executor = SimulatedExecutor(spec, self._clock, step_time)
+        self.executor = SimulatedExecutor(spec, network.costs.token_bytes, self._clock, step_time)
         self.core = EngineCore(self.executor, spec.engine, self._clock, worker_id=worker_id)
         self.executor.step_work = self.core.scheduler.step_work
         self._sampler = LoadSampler(self.core, LOAD_INTERVAL_S, self._clock)

@@ -30,6 +30,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from kvrelay.core.control_groups import group_directories
 from kvrelay.errors import ConfigError
 
 _log = logging.getLogger(__name__)
@@ -170,30 +171,13 @@ def available_bytes(root: Path = Path("/")) -> int:
     for line in (root / "proc/meminfo").read_text(encoding="ascii").splitlines():
         if line.startswith("MemAvailable:"):
             left.append(int(line.split()[1]) * 1024)
-    groups = root / "sys/fs/cgroup"
-    with suppress(OSError):
-        for line in (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines():
-            _, controllers, path = line.split(":", 2)
-            if not controllers:
-                left += _left_in(groups, path, "memory.max", "memory.current")
-            elif "memory" in controllers.split(","):
-                left += _left_in(groups / "memory", path, "memory.limit_in_bytes", "memory.usage_in_bytes")
-    return min(left)
-
-
-def _left_in(mount: Path, path: str, limit: str, used: str) -> list[int]:
-    """Bytes that the group and those around it may still take. In a container the path may be the host's, which is not
-    there: the mount itself is the container's group then."""
-    group = mount / path.strip("/")
-    left = []
-    for place in (group, *group.parents):
+    for place, is_v1 in group_directories("memory", root):
+        limit, used = ("limit_in_bytes", "usage_in_bytes") if is_v1 else ("max", "current")
         # No limit: the file is absent, or says "max".
         with suppress(OSError, ValueError):
-            most, taken = int((place / limit).read_text()), int((place / used).read_text())
+            most, taken = (int((place / f"memory.{name}").read_text()) for name in (limit, used))
             left.append(max(most - taken + _old_file_pages(place), 0))
-        if place == mount:
-            break
-    return left
+    return min(left)
 
 
 def _old_file_pages(group: Path) -> int:

@@ -29,7 +29,9 @@ def open_tiers(config: TiersConfig, executor: Executor, model: str, cost: Callab
     stores: list[BlockStore] = []
     if config.host_bytes:
         memory = HostMemory(state_directories()[0], shape.name, config.host_bytes, config.host_kv_linger_s)
-        stores.append(HostStore(memory, shape))
+        host = HostStore(memory, shape)
+        host.note_all()
+        stores.append(host)
     if config.disk is not None:
         directory, max_bytes = config.disk
         stores.append(DiskStore(directory, shape, max_bytes, config.disk_kv_max_age_s))

@@ -26,6 +26,7 @@ from kvrelay.core.tier_stats import StoreStats
 from kvrelay.errors import ConfigError
 from kvrelay.tiers.block import BlockName, Shape, header_of, refusal
 from kvrelay.tiers.disk_index import TEMPORARY, DirectoryIndex
+from kvrelay.tiers.store import BlockChanges
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -78,7 +79,7 @@ class DiskStore:
     medium = "disk"
 
     def __init__(self, directory: Path, shape: Shape, max_bytes: int, max_age_s: float) -> None:
-        self.stats = StoreStats()
+        self.stats, self.changes = StoreStats(), BlockChanges()
         self._shape = shape
         self._scan: Iterator[None] | None = None
         self._scan_due_s = self._full_until_s = self._slow_until_s = 0.0
@@ -93,7 +94,7 @@ class DiskStore:
             probe.unlink()
         except OSError as exc:
             raise ConfigError(f"disk_kv_cache: {exc}", param="disk_kv_cache") from exc
-        self._index = DirectoryIndex(directory, shape.name, shape.stored_bytes, max_bytes, max_age_s)
+        self._index = DirectoryIndex(directory, shape.name, shape.stored_bytes, max_bytes, max_age_s, self.changes)
         self._reader, self._writer = Lane("kv-disk-read"), Lane("kv-disk-write")
         self._later(self.refresh)
 

@@ -17,6 +17,9 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+
+from kvrelay.tiers.store import BlockChanges
 
 NUM_FOLDERS = 256
 MAX_FILES = 1 << 20
@@ -28,6 +31,24 @@ RETRY_S = 10.0
 TEMPORARY = ".writing"
 STALE_S = 3600.0
 """A file under its temporary name for this long has no writer."""
+
+
+class _Told(dict[int, float]):
+    """The blocks of a model; each that comes or goes is told."""
+
+    def __init__(self, changes: BlockChanges) -> None:
+        super().__init__()
+        self._changes = changes
+
+    def __setitem__(self, sequence_hash: int, used_s: float) -> None:
+        if sequence_hash not in self:
+            self._changes.added(sequence_hash)
+        super().__setitem__(sequence_hash, used_s)
+
+    def pop(self, sequence_hash: int, default: Any = None) -> Any:
+        if sequence_hash in self:
+            self._changes.removed(sequence_hash)
+        return super().pop(sequence_hash, default)
 
 
 @dataclass(slots=True)
@@ -57,11 +78,13 @@ class _Model:
 
 class DirectoryIndex:
     """Of ``directory``, for a worker whose blocks lie in its folder ``own``, ``block_bytes`` each. It belongs to one
-    thread; ``in`` and ``forget`` may be called by any."""
+    thread; ``in`` and ``forget`` may be called by any. ``changes`` hears of the blocks of ``own``, but for a clear."""
 
-    def __init__(self, directory: Path, own: str, block_bytes: int, max_bytes: int, max_age_s: float) -> None:
+    def __init__(
+        self, directory: Path, own: str, block_bytes: int, max_bytes: int, max_age_s: float, changes: BlockChanges
+    ) -> None:
         self._directory = directory
-        self._own = _Model(directory / own, block_bytes, is_own=True)
+        self._own = _Model(directory / own, block_bytes, is_own=True, known=_Told(changes))
         self._models = {own: self._own}
         self._max_bytes = max_bytes
         self._max_age_s = max_age_s
@@ -115,7 +138,8 @@ class DirectoryIndex:
     def remove_all(self) -> None:
         for number in range(NUM_FOLDERS):
             shutil.rmtree(self._own.root / f"{number:02x}", ignore_errors=True)
-        self._own.known.clear()
+        for sequence_hash in list(self._own.known):
+            self.forget(sequence_hash)  # what was written after the clear, and told
         self._own.scanned.clear()
 
     # -- scans --------------------------------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ from typing import NamedTuple, Protocol
 from kvrelay.core.tier_stats import StoreStats
 from kvrelay.errors import ConfigError
 from kvrelay.tiers.block import BlockName, Shape, header_of, refusal
+from kvrelay.tiers.store import BlockChanges
 
 NUM_WAYS = 8
 ALIGN = 64
@@ -75,7 +76,7 @@ class HostStore:
     medium = "host"
 
     def __init__(self, memory: Memory, shape: Shape) -> None:
-        self.stats = StoreStats()
+        self.stats, self.changes = StoreStats(), BlockChanges()
         self._shape = shape
         self._claim = memory
         self._memory = memoryview(memory.memory)
@@ -102,6 +103,7 @@ class HostStore:
         place = self._find(name.sequence_hash)
         if place is None:
             self.stats.misses["gone"] += 1
+            self.changes.removed(name.sequence_hash)
             return False
         began_s = time.perf_counter()
         slot = self._slot(place)
@@ -128,7 +130,10 @@ class HostStore:
         if gives_way_at > clock + worth_s:
             self.stats.drops["worth_less"] += 1
             return
+        gone = self._tags(place.set)[place.way]
         self._set_tag(place, EMPTY)
+        if gone != EMPTY:
+            self.changes.removed(gone)
         slot = self._slot(place)
         header = header_of(name, self._shape, payload)
         slot[: len(header)] = header
@@ -142,6 +147,14 @@ class HostStore:
             self.stats.drops["cleared"] += 1
             return
         self.stats.num_stored += 1
+        self.changes.added(name.sequence_hash)
+
+    def note_all(self) -> None:
+        """What is there already counts as added: workers before this one have left it. Reads every tag."""
+        for number in range(self._num_sets):
+            for tag in self._tags(number):
+                if tag != EMPTY:
+                    self.changes.added(tag)
 
     def clear(self) -> int:
         num_blocks = self.count()
@@ -208,6 +221,7 @@ class HostStore:
         """Take the tag away, unless another block has come to the place meanwhile."""
         if self._tags(place.set)[place.way] == sequence_hash:
             self._set_tag(place, EMPTY)
+        self.changes.removed(sequence_hash)
 
     def _set_worth(self, place: Place, worth_s: float) -> None:
         at = CLOCK_BYTES + place.set * SET_BYTES + _TAGS.size + place.way * _DOUBLE.size

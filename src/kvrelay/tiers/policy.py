@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-from kvrelay.core.step_cost import StepCost
-
 QUEUE_SOFT = 0.5
 """Below this fill of the write queue everything is written."""
 NEW_WEIGHT = 0.2
@@ -15,11 +13,6 @@ FORGOTTEN = 0.05
 """Of the mean, with each prompt that it keeps from loading."""
 LOAD_OVERHEAD_S = 0.0005
 """A load costs a way to another thread and back, and a step more until the request begins."""
-
-
-def recompute_seconds(cost: StepCost, num_tokens: int, num_before: int) -> float:
-    """What these tokens of a prompt add to its prefill, ``num_before`` others computed or loaded before them."""
-    return num_tokens * (cost.prefill_token_s + cost.pair_s * (num_before + num_tokens / 2))
 
 
 def share_to_write(fill: float) -> float:

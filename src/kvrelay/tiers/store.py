@@ -6,11 +6,53 @@ raises, and a block that ``load`` has accepted has proved itself on the copy.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from kvrelay.core.tier_stats import StoreStats
 from kvrelay.tiers.block import BlockName
+
+
+class BlockChanges:
+    """What a store has gained and lost since ``take``, for the workers' events. From any thread. ``on_first`` is called
+    with the first change after a ``take``."""
+
+    def __init__(self) -> None:
+        self.on_first: Callable[[], None] = lambda: None
+        self._lock = threading.Lock()
+        self._is_held: dict[int, bool] = {}
+        self._is_ignored = False
+
+    def __bool__(self) -> bool:
+        return bool(self._is_held)
+
+    def ignore(self) -> None:
+        """No one will ever take them: keep none."""
+        self._is_ignored = True
+        self.take()
+
+    def added(self, sequence_hash: int) -> None:
+        self._note(sequence_hash, True)
+
+    def removed(self, sequence_hash: int) -> None:
+        self._note(sequence_hash, False)
+
+    def _note(self, sequence_hash: int, is_held: bool) -> None:
+        if self._is_ignored:
+            return
+        with self._lock:
+            is_first = not self._is_held
+            self._is_held[sequence_hash] = is_held
+        if is_first:
+            self.on_first()
+
+    def take(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Blocks that are there, and those that are gone."""
+        with self._lock:
+            noted, self._is_held = self._is_held, {}
+        held = tuple(block for block, is_held in noted.items() if is_held)
+        return held, tuple(block for block, is_held in noted.items() if not is_held)
 
 
 class BlockStore(Protocol):
@@ -19,6 +61,8 @@ class BlockStore(Protocol):
 
     medium: str
     stats: StoreStats
+    changes: BlockChanges
+    """A block is added when its write is complete. One that another process takes away is noticed when it is missed."""
 
     def holds(self, sequence_hash: int) -> bool:
         """Whether a block of this hash seems to be here. Cheap, without input or output."""

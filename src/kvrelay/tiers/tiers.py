@@ -16,9 +16,10 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Sized
 from dataclasses import dataclass, field
 
+from kvrelay.core.events import BlockRemoved, BlockStored, KvEvent, LoadCost
 from kvrelay.core.layout import MemoryRegion
 from kvrelay.core.step_cost import StepCost
 from kvrelay.core.tier_stats import TierCounts, TierStats
@@ -27,7 +28,7 @@ from kvrelay.engine.kv_source import Hit
 from kvrelay.engine.request import Request
 from kvrelay.engine.step import KvLoad, StepOutput
 from kvrelay.tiers.block import BlockName, Shape
-from kvrelay.tiers.policy import LOAD_OVERHEAD_S, QUEUE_SOFT, LoadTime, SecondOffer, recompute_seconds, share_to_write
+from kvrelay.tiers.policy import LOAD_OVERHEAD_S, QUEUE_SOFT, LoadTime, SecondOffer, share_to_write
 from kvrelay.tiers.store import BlockStore, leading
 
 _log = logging.getLogger(__name__)
@@ -95,6 +96,12 @@ class KvTiers:
         self._changed = threading.Condition()
         self._loaded: Callable[[str, bool, int], None] = lambda _, __, ___: None
         self._thread = threading.Thread(target=self._run, name="kv-tiers", daemon=True)
+        self._write_time = LoadTime(shape.block_bytes / PRIOR_BYTES_PER_S["host"])
+        self._writing: dict[int, int] = {}
+        """Blocks that wait to be written, and how often. Changed under the condition."""
+        self._is_awaited = False
+        """Whether a request waits for one of them."""
+        self._told: Callable[[], None] = lambda: None
         self._kept_share = 0.0
         self._is_unused_told = False
         self._began_s = time.monotonic()
@@ -103,8 +110,12 @@ class KvTiers:
     def __repr__(self) -> str:
         return f"KvTiers({self._stores!r})"
 
-    def start(self, loaded: Callable[[str, bool, int], None]) -> None:
-        self._loaded = loaded
+    def start(self, loaded: Callable[[str, bool, int], None], changed: Callable[[], None] = lambda: None) -> None:
+        self._loaded, self._told = loaded, changed
+        for store in self._stores:
+            store.changes.on_first = changed
+            if store.changes:
+                changed()
         self._thread.start()
 
     def close(self) -> None:
@@ -119,13 +130,17 @@ class KvTiers:
 
     # -- on the engine's thread ---------------------------------------------------------------------------------------
 
+    @property
+    def pending(self) -> Sized:
+        return self._writing
+
     def find(self, request: Request, first_block: int) -> Hit | None:
         if self._queues.num_clearing:
             return None
         hashes = request.sequence_hashes[first_block : (len(request.token_ids) - 1) // self._shape.block_size]
         stores = leading(self._stores, hashes)
         if not stores:
-            return None
+            return self._find_pending(hashes, first_block)
         seconds = self._load_seconds(stores)
         if self._recompute_seconds(len(stores), first_block) <= seconds:
             # Admission asks before the request has blocks, and may ask again; the request is counted as it is placed.
@@ -135,6 +150,33 @@ class KvTiers:
                     self._times[medium].refused()
             return None
         return Hit(len(stores), seconds)
+
+    def _find_pending(self, hashes: Sequence[int], first_block: int) -> Hit | None:
+        """What was just evicted and is not written yet. It can be loaded then."""
+        num_blocks = sum(1 for _ in itertools.takewhile(self._writing.__contains__, hashes)) if self._writing else 0
+        if not num_blocks:
+            return None
+        write_s = len(self._queues.writes) * self._write_time.block_s
+        seconds = write_s + self._load_seconds([self._stores[0]] * num_blocks)
+        if self._recompute_seconds(num_blocks, first_block) <= seconds:
+            return None
+        self._is_awaited = True
+        return Hit(num_blocks, seconds, is_pending=True)
+
+    @property
+    def has_events(self) -> bool:
+        return not self._queues.num_clearing and any([bool(store.changes) for store in self._stores])
+
+    def drain_events(self) -> list[KvEvent]:
+        events: list[KvEvent] = []
+        if not self._queues.num_clearing:
+            for store in self._stores:
+                held, gone = store.changes.take()
+                if held:
+                    events.append(BlockStored(None, held, (), (), self._shape.block_size, medium=store.medium))
+                if gone:
+                    events.append(BlockRemoved(gone, store.medium))
+        return events
 
     def load(self, request: Request, load: KvLoad, output: StepOutput) -> None:
         size, first = self._shape.block_size, load.first_block
@@ -161,6 +203,8 @@ class KvTiers:
         writes = [write for block_id, entry in blocks[:num_kept] if (write := self._write_of(block_id, entry))]
         if writes:
             with self._changed:
+                for write in writes:
+                    self._writing[write.name.sequence_hash] = self._writing.get(write.name.sequence_hash, 0) + 1
                 self._queues.writes.extend(writes)
                 self._changed.notify()
 
@@ -168,6 +212,7 @@ class KvTiers:
         # On the tiers' thread: a write that runs now would leave its block behind a clear from here.
         with self._changed:
             self._queues.writes.clear()
+            self._writing.clear()
             self._queues.clears.append(_Clear())
             self._queues.num_clearing += 1
             self._changed.notify()
@@ -188,7 +233,13 @@ class KvTiers:
             return self._changed.wait_for(lambda: self._queues.is_idle, timeout_s)
 
     def stats(self) -> TierStats:
-        return TierStats(self.counts, {s.medium: s.stats for s in self._stores}, len(self._queues.writes))
+        costs = [(medium, time.block_s / self._shape.block_size) for medium, time in self._times.items()]
+        return TierStats(
+            self.counts,
+            {s.medium: s.stats for s in self._stores},
+            len(self._queues.writes),
+            tuple(LoadCost(medium, token_s, LOAD_OVERHEAD_S) for medium, token_s in costs),
+        )
 
     def _num_to_write(self, num_blocks: int) -> int:
         """Of this many. Decodes evict block by block: what a share leaves of a block is kept for the next ones. A long
@@ -203,7 +254,7 @@ class KvTiers:
 
     def _write_of(self, block_id: int, entry: CachedBlock) -> _Write | None:
         """The block's copy with the stores that take it; None if none needs to."""
-        worth_s = recompute_seconds(self._cost(), self._shape.block_size, entry.index * self._shape.block_size)
+        worth_s = self._cost().extra_seconds(self._shape.block_size, entry.index * self._shape.block_size)
         wanting = [store for store in self._stores if not store.worth_again(entry.sequence_hash, worth_s)]
         if len(self._stores) > 1 and wanting:
             is_again = self._second_offer.admit(entry.sequence_hash)
@@ -221,7 +272,7 @@ class KvTiers:
 
     def _recompute_seconds(self, num_blocks: int, first_block: int) -> float:
         size = self._shape.block_size
-        return recompute_seconds(self._cost(), num_blocks * size, first_block * size)
+        return self._cost().extra_seconds(num_blocks * size, first_block * size)
 
     # -- on the tiers' thread -----------------------------------------------------------------------------------------
 
@@ -233,11 +284,27 @@ class KvTiers:
                 elif isinstance(job, _Clear):
                     self._clear()
                 else:
-                    memory = memoryview(job.payload)
-                    for store in job.stores:
-                        store.store(job.name, memory, job.worth_s)
+                    self._write(job)
             except Exception:  # noqa: BLE001 - a store must not end the thread that requests wait for
                 _log.exception("a KV tier failed")
+
+    def _write(self, job: _Write) -> None:
+        began_s = time.perf_counter()
+        memory = memoryview(job.payload)
+        try:
+            for store in job.stores:
+                store.store(job.name, memory, job.worth_s)
+        finally:
+            self._write_time.took(1, time.perf_counter() - began_s)
+            with self._changed:
+                num_left = self._writing.get(job.name.sequence_hash, 1) - 1
+                if num_left:
+                    self._writing[job.name.sequence_hash] = num_left
+                else:
+                    self._writing.pop(job.name.sequence_hash, None)
+                is_awaited, self._is_awaited = self._is_awaited, False
+            if is_awaited:
+                self._told()
 
     def _next(self) -> _Clear | _Read | _Write | None:
         """The next job: clears, then reads. None: closed."""
@@ -258,6 +325,7 @@ class KvTiers:
         try:
             for store in self._stores:
                 store.clear()
+                store.changes.take()  # the pool tells of the clear
         finally:
             with self._changed:
                 self._queues.num_clearing -= 1

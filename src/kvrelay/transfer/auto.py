@@ -86,6 +86,8 @@ class AutoTransport(Transport):
                 self._usable[name] = transport
         if not agents:
             raise FatalError(f"no transport can be used: {'; '.join(refusals)}")
+        if len(self._usable) == 1:
+            (self.wake_fd,) = (transport.wake_fd for transport in self._usable.values())
         return msgspec.msgpack.encode(agents)
 
     def _connect(self, metadata: KvMetadata) -> _Route:

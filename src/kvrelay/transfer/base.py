@@ -74,6 +74,9 @@ class Transport(ABC):
     name: str
     has_bar = False
     """Whether ``bar`` knows more than True. Then the end of a lease must wait for it."""
+    wake_fd: int | None = None
+    """Once registered: a file descriptor that is readable when ``poll`` has a notification. None: one must ask. Valid
+    until ``close``."""
     grants: Grants | None = None
     """For transports that put peers' bytes into place in this process: what peers may touch. None: peers reach our
     memory without us."""

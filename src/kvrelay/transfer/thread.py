@@ -17,7 +17,8 @@ Promises:
     fence passes, the connections with posted transfers are torn down. The fence is the time until which no peer counts
     this worker as dead: after it, peers reuse the blocks that we were allowed to write.
   - After ``fail_all`` returns, no earlier submission is posted any more.
-  - The thread sleeps unless a transfer is unfinished or a hand-off is open.
+  - The thread sleeps unless a transfer is unfinished. While a hand-off is open it polls, or sleeps until the transport
+    wakes it up (``Transport.wake_fd``).
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from kvrelay.core.workers import KvMetadata
 from kvrelay.errors import TransferError
 from kvrelay.transfer.base import Notification, Transport
 from kvrelay.transfer.grants import Grants
+from kvrelay.transfer.inbox import Inbox
 from kvrelay.transfer.pieces import split_pieces
 from kvrelay.transfer.queues import OnDone, Transfer, TransferQueues
 from kvrelay.transfer.stats import StatsCounter, TransferStats
@@ -75,7 +77,7 @@ class TransferThread:
         transport.fence = fence or transport.fence
         self._queues = TransferQueues(transport, self._clock, transport.fence, self._finish)
         self._on_failed = on_failed
-        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._inbox = Inbox()
         self._thread = threading.Thread(target=self._run, name="transfer", daemon=True)
         self._lock = threading.Lock()
         self._closed = False
@@ -96,7 +98,7 @@ class TransferThread:
 
         ``kv_compatibility``, if given, must be the same at every peer.
         """
-        return self._post_call(lambda: self._queues.register(region, kv_compatibility))
+        return self._post_call(lambda: self._register(region, kv_compatibility))
 
     def on_notification(self, handler: Callable[[Notification], None]) -> None:
         """``handler`` runs on the transfer thread, must not block, and must not trust the payload."""
@@ -277,7 +279,7 @@ class TransferThread:
         """Run the commands in the inbox, after a pause that depends on the open work. False: closed."""
         wait_s = self._wait_s()
         try:
-            command = self._inbox.get_nowait() if wait_s == 0 else self._inbox.get(timeout=wait_s)
+            command = self._inbox.get_nowait() if wait_s == 0 else self._inbox.get(wait_s)
             while command is not None:
                 command()
                 command = self._inbox.get_nowait()
@@ -292,7 +294,13 @@ class TransferThread:
                 return 0
             eager = self._polls_since_progress < _EAGER_POLLS
             return self._config.poll_interval_s / (_EAGER_POLLS_PER_INTERVAL if eager else 1)
-        return self._config.poll_interval_s if self._num_handoffs else None
+        return self._config.poll_interval_s if self._num_handoffs and not self._inbox.watches else None
+
+    def _register(self, region: MemoryRegion, kv_compatibility: str) -> bytes:
+        agent = self._queues.register(region, kv_compatibility)
+        if self._transport.wake_fd is not None:
+            self._inbox.watch(self._transport.wake_fd)
+        return agent
 
     def _accept(self, transfer: Transfer) -> None:
         self._queues.accept(transfer)
@@ -332,6 +340,7 @@ class TransferThread:
             command = self._inbox.get_nowait()
             if command is not None:
                 command()
+        self._inbox.close()
         self._queues.disconnect_all("the transfer thread is closed")
         self._transport.close()
 

@@ -54,6 +54,7 @@ class Inbox:
         publish_secret: bytes,
         tasks: TaskSet,
     ) -> None:
+        self._around = around
         self._worker_id = around.worker_id
         self._server = around.server
         self._callers = callers
@@ -82,7 +83,7 @@ class Inbox:
             case PrefillLost():
                 self._decode.prefill_lost(peer, message)
             case HandoffClaim() | HandoffProgress() | HandoffDone() | HandoffReady() | HandoffReleased():
-                self._decode.handoffs.handle(_event(peer, message))
+                self._decode.handoffs.handle(self._event(peer, message))
             case Ping():
                 secret = self._publish_secret if self._callers.is_frontend(self._server.identity(peer)) else b""
                 self._server.send(peer, Pong(message.nonce, self._worker_id, secret))
@@ -111,14 +112,13 @@ class Inbox:
         except PayloadTooLargeError as exc:
             self._server.send(peer, AdminReply(message.nonce, error=exc.message))
 
-
-def _event(peer: Peer, message: _FromPrefillSide) -> de.DecodeEvent:
-    match message:
-        case HandoffClaim():
-            return de.Claimed(message, peer)
-        case HandoffDone():
-            return de.Done(message, peer)
-        case HandoffReady():
-            return de.Offered(message, peer)
-        case HandoffProgress() | HandoffReleased():
-            return message
+    def _event(self, peer: Peer, message: _FromPrefillSide) -> de.DecodeEvent:
+        match message:
+            case HandoffClaim():
+                return de.Claimed(message, peer, self._around.term)
+            case HandoffDone():
+                return de.Done(message, peer)
+            case HandoffReady():
+                return de.Offered(message, peer)
+            case HandoffProgress() | HandoffReleased():
+                return message

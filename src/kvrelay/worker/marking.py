@@ -28,6 +28,7 @@ from kvrelay.marks.travel import MAX_BYTES, ProcessMarks, encode
 _PHASE_OF = {
     RequestStatus.WAITING: Phase.RECOMPUTED,
     RequestStatus.REMOTE_PREFILLING: Phase.PREFILL_QUEUED,
+    RequestStatus.KV_HELD: Phase.HELD,
     RequestStatus.LOADING_KV: Phase.LOADING,
     RequestStatus.RUNNING: Phase.PREFILL_STARTED,
     RequestStatus.PREEMPTED: Phase.PREEMPTED,
@@ -90,6 +91,8 @@ class WorkerMarks:
         now_s, before = time.monotonic(), request.status
         if before is RequestStatus.REMOTE_PREFILLING and status is RequestStatus.RUNNING:
             phase = Phase.ATTACHED
+        elif request.held_block_ids and status is RequestStatus.RUNNING:
+            phase = Phase.RESUMED
         self._recorder.add(request.request_id, phase, now_s, 0.0)
         if before is RequestStatus.WAITING and request.placement is not None:
             placed = request.placement.decision

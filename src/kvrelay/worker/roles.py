@@ -158,7 +158,7 @@ class Roles:
 
     async def _finish(self) -> None:
         """Begin no new work; return when all work in flight has ended."""
-        self._paired.accepting = False
+        self._paired.accepting = self._decode.handoffs.lends_prefixes = False
         await self._prefill.drain()
         await self._decode.drain()
 

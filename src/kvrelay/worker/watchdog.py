@@ -24,7 +24,7 @@ from kvrelay.errors import EngineHungError
 
 _log = logging.getLogger(__name__)
 
-MAX_TICK_S = 1.0
+MAX_TICK_S = 3.0
 TICKS_PER_TIMEOUT = 10
 GRACE_S = 15.0
 

@@ -21,11 +21,12 @@ from kvrelay.config import WorkerConfig, WorkerRole
 from kvrelay.control.base import ControlPlane, Keys
 from kvrelay.core.clock import MonotonicClock
 from kvrelay.core.event_log import KvEventLog
+from kvrelay.core.events import LoadCost
 from kvrelay.core.handoff import HandoffId
 from kvrelay.core.messages import AdminReply, AdminRequest
 from kvrelay.core.sealing import new_secret
 from kvrelay.core.tasks import TaskSet
-from kvrelay.engine.contract import Engine, EngineHost
+from kvrelay.engine.contract import Engine, EngineHost, require
 from kvrelay.engine.step import StepOutput
 from kvrelay.errors import ConfigError, KvrelayError
 from kvrelay.handoff.decode_events import PushFailed
@@ -49,6 +50,7 @@ from kvrelay.worker.marking import WorkerMarks
 from kvrelay.worker.prefill.connections import Connect, DecodePeers
 from kvrelay.worker.prefill.paired import PairedPrefills
 from kvrelay.worker.prefill.pulling import PrefillSide
+from kvrelay.worker.prefixes import PeerPrefixes
 from kvrelay.worker.reporting.metrics import WorkerStats
 from kvrelay.worker.reporting.publisher import Publisher
 from kvrelay.worker.reporting.stats import by_reason, copied
@@ -121,6 +123,7 @@ class Worker:
             self._keys,
             on_message=self._peer_events.message,
             on_lost=self._peer_events.connection_lost,
+            address_of=self._peer_table.address_of,
         )
         self._memory = PeerMemory(
             engine.facts.kv_layout,
@@ -152,6 +155,7 @@ class Worker:
             num_serving=lambda: self._peer_table.num_serving,
             give_up_after_s=GIVE_UP_LEASES * settings.control.lease_ttl_s,
         )
+        self._prefixes = self._build_prefixes(around)
         self._peer_events.attach(self.transfer, self._memory, self.decode, self.prefill)
         self._roles = Roles(
             around,
@@ -186,6 +190,18 @@ class Worker:
             withdraw=self._peer_events.withdraw,
         )
 
+    def _build_prefixes(self, around: Surroundings) -> PeerPrefixes | None:
+        """None if this worker neither reads nor lends prefixes."""
+        if not self._engine.facts.has_open_cache:
+            _log.info("other workers' prefixes are not read: engine %s keeps its own cache", self.settings.engine_kind)
+        elif self.settings.record_steps:
+            _log.info("other workers' prefixes are not read: what comes from elsewhere cannot be recorded")
+            return None
+        elif self.settings.transfer.fetch_prefixes:
+            return PeerPrefixes(around, self.prefill.handoffs)
+        self.decode.handoffs.lends_prefixes = False
+        return None
+
     def _build_publisher(self) -> Publisher:
         events = KvEventLog(self.identity.worker_id, FIRST_EPOCH)
         return Publisher(
@@ -198,8 +214,14 @@ class Worker:
             secret=self._secret,
             transfer_costs=lambda: self._transfer_rates.update(self.transfer.stats().peers),
             flows=lambda: self.transfer.stats().flows(),
+            load_costs=self._load_costs,
             tokens=lambda: self._engine.stats().token_counts,
         )
+
+    def _load_costs(self) -> tuple[LoadCost, ...]:
+        tiers = self._engine.stats().tiers if self.settings.tiers.is_on else None
+        of_tiers = () if tiers is None else tiers.load_costs
+        return of_tiers if self._prefixes is None else (*of_tiers, self._prefixes.load_cost())
 
     # -- life ---------------------------------------------------------------------------------------------------------
 
@@ -217,6 +239,9 @@ class Worker:
         )
         agent = await asyncio.wrap_future(registered)
         self._engine.start(self._on_step, self._shutdown.fail)
+        if self._prefixes is not None:
+            prefixes = self._prefixes
+            self._engine.post(lambda core: require(core.schedules).add_source(prefixes))
         self._marks.watch()
         self._engine.post(lambda _: self._marks.watch())
         self._watchdog.start()
@@ -327,7 +352,7 @@ class Worker:
     def _on_step(self, step: StepOutput) -> None:
         """On the engine thread, after every step."""
         if step.outputs:
-            self._loop.call_soon_threadsafe(self.decode.deliver, step.outputs)
+            self.decode.hand_on(step.outputs)
         self.decode.handoffs.on_step(step)
         self.prefill.handoffs.on_step(step)
         if step.kv_events or step.load is not None:
@@ -392,6 +417,8 @@ class Worker:
             "prefill_queue_error": now.queue.push_error,
             "prefill": prefill,
             "transfer": msgspec.to_builtins(stats.transfer),
+            "prefixes": None if stats.prefixes is None else msgspec.to_builtins(stats.prefixes),
+            "kv_holding": None if stats.engine.holding is None else stats.engine.holding._asdict(),
             "kv_tiers": None if stats.engine.tiers is None else msgspec.to_builtins(stats.engine.tiers),
             "disagg": asdict(now.disagg) | {"unused": self._policy.unused},
         }
@@ -432,6 +459,7 @@ class Worker:
             num_unleased_entries=self._control.discovery.num_unleased,
             transfer_cost_error=self._transfer_rates.relative_error,
             transfer_durations=self.transfer.durations,
+            prefixes=None if self._prefixes is None else self._prefixes.stats(),
         )
 
 

@@ -14,7 +14,7 @@ from kvrelay.data import bundled_checkpoint_path
 from kvrelay.engines.hosted.host import CacheEvents
 from kvrelay.engines.vllm import library
 from kvrelay.engines.vllm.arguments import OURS, engine_arguments, require_known
-from kvrelay.engines.vllm.cores import compute_cores, parse_cores, share_of, thread_environment
+from kvrelay.engines.vllm.cores import CORES, compute_cores, parse_cores, share_of, thread_environment
 from kvrelay.errors import ConfigError
 
 
@@ -124,7 +124,7 @@ def test_nothing_of_vllm_is_imported_without_it() -> None:
 
 def test_cores_are_chosen_and_shared() -> None:
     assert compute_cores("", [2, 3, 4, 5], 2) == [2, 3]
-    assert compute_cores("", [2, 3], 0) == [2, 3]
+    assert compute_cores("", [2, 3], 4) == [2, 3]
     assert compute_cores("4-5,2,5", [2, 3, 4, 5], 1) == [4, 5, 2]
     with pytest.raises(ConfigError, match="core 9"):
         compute_cores("9", [2, 3], 0)
@@ -137,5 +137,5 @@ def test_cores_are_chosen_and_shared() -> None:
 
 def test_ranks_get_cores_of_their_own() -> None:
     assert thread_environment([4, 5], 1)["OMP_NUM_THREADS"] == "2"
-    assert "proclist=[4,5]" in thread_environment([4, 5], 1)["KMP_AFFINITY"]
+    assert thread_environment([4, 5], 1)[CORES] == "4,5"
     assert thread_environment([4, 5, 6, 7], 2) == {"VLLM_CPU_OMP_THREADS_BIND": "4,5|6,7"}

@@ -6,9 +6,11 @@ import os
 import subprocess
 import sys
 
-from tests.patience import PATIENCE_S
+import psutil
+from tests.patience import PATIENCE_S, until
 
 from kvrelay.engines.vllm.child import WORKER_PID
+from kvrelay.engines.vllm.cores import CORES
 
 CHILD = [sys.executable, "-c", "import time, kvrelay.engines.vllm.child; print('.', flush=True); time.sleep(600)"]
 """vLLM's processes import this module before they load the model."""
@@ -31,3 +33,30 @@ def test_a_process_ends_with_the_worker_that_its_environment_names() -> None:
     # One whose worker has ended before ends at once.
     late = subprocess.run(CHILD, capture_output=True, env=env, check=False, timeout=PATIENCE_S)
     assert (late.returncode, late.stdout) == (-9, b"")
+
+
+def test_all_threads_of_a_process_stay_on_the_cores_that_its_environment_names() -> None:
+    code = (
+        "import os, threading, kvrelay.engines.vllm.child\n"
+        "thread = threading.Thread(target=lambda: print(os.sched_getaffinity(0)))\n"
+        "print(os.sched_getaffinity(0)); thread.start(); thread.join()"
+    )
+    core = max(os.sched_getaffinity(0))
+    env = {**os.environ, WORKER_PID: str(os.getpid()), CORES: str(core)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, env=env, check=False, timeout=PATIENCE_S)
+    assert done.stdout.decode() == f"{{{core}}}\n" * 2, done.stderr
+
+
+def test_a_stopped_rank_ends_with_the_engine_process() -> None:
+    rank = (
+        "import os, signal, kvrelay.engines.vllm.child\n"
+        "print(os.getpid(), flush=True); os.kill(os.getpid(), signal.SIGSTOP)"
+    )
+    engine = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {rank!r}])"
+    env = {**os.environ, WORKER_PID: str(os.getpid())}
+    with subprocess.Popen([sys.executable, "-c", engine], stdout=subprocess.PIPE, env=env) as process:
+        assert process.stdout is not None
+        stopped = psutil.Process(int(process.stdout.readline()))
+        until(lambda: stopped.status() == psutil.STATUS_STOPPED)
+        process.kill()
+    until(lambda: not stopped.is_running() or stopped.status() == psutil.STATUS_ZOMBIE)

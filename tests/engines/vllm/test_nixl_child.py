@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 from kvrelay.engines.vllm import nixl_child
-from kvrelay.engines.vllm.cores import thread_environment
-from kvrelay.engines.vllm.nixl_child import POLL_TIMEOUT_US, first_core, let_progress_thread_sleep
+from kvrelay.engines.vllm.cores import CORES, thread_environment
+from kvrelay.engines.vllm.nixl_child import POLL_TIMEOUT_US, let_progress_thread_sleep
 
 
 def test_a_poll_timeout_of_zero_becomes_one_that_lets_the_thread_sleep() -> None:
@@ -29,7 +29,7 @@ def test_a_poll_timeout_of_zero_becomes_one_that_lets_the_thread_sleep() -> None
 
 def test_the_computing_thread_returns_to_its_own_core(monkeypatch: pytest.MonkeyPatch) -> None:
     allowed = sorted(os.sched_getaffinity(0))
-    monkeypatch.setenv("KMP_AFFINITY", thread_environment(allowed[:1], 1)["KMP_AFFINITY"])
+    monkeypatch.setenv(CORES, thread_environment(allowed[:1], 1)[CORES])
     found = []
 
     def compute() -> None:
@@ -41,8 +41,3 @@ def test_the_computing_thread_returns_to_its_own_core(monkeypatch: pytest.Monkey
     thread.start()
     thread.join()
     assert found == [{allowed[0]}]
-
-
-def test_without_cores_of_ours_the_thread_stays_where_it_is() -> None:
-    assert first_core("") is None
-    assert first_core(thread_environment([4, 5], 1)["KMP_AFFINITY"]) == 4

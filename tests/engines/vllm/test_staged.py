@@ -26,6 +26,7 @@ from kvrelay.engines import vllm
 from kvrelay.engines.hosted.engine import HostedEngine
 from kvrelay.engines.hosted.host import BackendHost
 from kvrelay.engines.hosted.staging import StagingBlocks
+from kvrelay.engines.vllm import backend
 from kvrelay.errors import ConfigError
 from kvrelay.executors.mock import mock_generate
 
@@ -120,6 +121,29 @@ async def test_without_a_confirmation_blocks_are_never_used_again(caplog: pytest
         await engine.host.call(lambda inner: inner.sending_finished("a"))
         await engine.until(lambda: "are not used again" in caplog.text)
         assert await engine.num_free() == 61
+
+
+async def test_a_vllm_that_hangs_ends_the_worker_though_it_confirms_no_end() -> None:
+    """One whose rank never reports: a request is under way, and another that is cancelled waits for its word."""
+    async with _engine(holds=True, confirms=False) as (engine, library):
+        for name in ("a", "b"):
+            await engine.add(name, mode=PrefillMode.HANDOFF)
+        await engine.num_free()
+        await engine.host.call(lambda inner: inner.abort("a"))
+        library.health = RuntimeError("it has hung")
+        await engine.until(lambda: engine.dead)
+        assert library.is_shut_down
+
+
+async def test_the_word_of_a_vllm_that_hangs_is_not_waited_for_for_ever(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(backend, "CONFIRM_TIMEOUT_S", 0.05)
+    async with _engine(holds=True, confirms=False) as (engine, _):
+        await engine.add("a", mode=PrefillMode.HANDOFF)
+        await engine.num_free()
+        await engine.host.call(lambda inner: inner.abort("a"))
+        await engine.until(lambda: "are not used again" in caplog.text)
 
 
 async def test_a_request_waits_for_staging_blocks_and_gets_them_in_order() -> None:

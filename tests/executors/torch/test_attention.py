@@ -160,6 +160,25 @@ def test_chunks_give_the_bits_of_the_whole() -> None:
     assert torch.equal(torch.cat(parts), whole)
 
 
+@pytest.mark.parametrize(
+    "rows", [[0, 1, 141, 181], [181, 0, 150, 20, 21, 149], [1, 0]], ids=["last", "some", "no prefill"]
+)
+def test_only_the_rows_asked_for(rows: list[int]) -> None:
+    """They have the bits that they have among all, and all keys and values are in the pool."""
+    torch.manual_seed(0)
+    shape, batch = Shape(), make_batch([1, 1, 140, 40], [9, 257, 0, 70], 16)
+    qkv = torch.randn(len(batch.token_ids), (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim)
+    pool = torch.randn(batch.block_table.size, NUM_LAYERS, 2, shape.num_kv_heads, 16, shape.head_dim)
+    pools = pool.clone(), pool.clone()
+    results = []
+    for each, wanted in zip(pools, (None, torch.tensor(rows))):
+        attention = CpuAttention(make_spec(shape, 0, norm=False), each, torch.float32, usable_threads(2))
+        attention.begin(batch)
+        results.append(attention.forward(0, qkv, wanted)[rows].clone())
+    assert torch.equal(*results)
+    assert torch.equal(*pools)
+
+
 def test_the_backend_follows_the_device() -> None:
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
     assert (choose_backend("auto", cpu), choose_backend("auto", cuda)) == ("cpu", "torch")

@@ -37,6 +37,21 @@ def test_an_unused_pool_costs_no_resident_memory() -> None:
     assert float(pool.tensor[5].sum()) == 0.0
 
 
+def test_blocks_are_copied_within_the_region_and_to_what_is_not_registered() -> None:
+    """As on a GPU, whose spilled blocks lie in host memory."""
+    pool = KvPool(LAYOUT, 4, torch.device("cpu"), torch.bfloat16, num_holding_blocks=3, num_spill_blocks=2)
+    assert pool.region.num_bytes == 7 * LAYOUT.block_bytes
+    assert len(pool.tensor) == 7
+    pool.tensor.copy_(torch.randn(pool.tensor.shape, generator=torch.Generator().manual_seed(1)))
+    first, second = pool.tensor[1].clone(), pool.tensor[3].clone()
+    pool.copy([1, 3], [6, 4])
+    pool.copy([6, 4], [8, 7])
+    pool.tensor.zero_()
+    pool.copy([8, 7], [0, 2])
+    assert torch.equal(pool.tensor[0], first)
+    assert torch.equal(pool.tensor[2], second)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_checksums_cover_all_layers_of_a_block(dtype: torch.dtype) -> None:
     layout = paged_kv(num_layers=3, num_kv_heads=2, block_size=4, head_dim=8, dtype=str(dtype).removeprefix("torch."))

@@ -1,4 +1,4 @@
-"""The float32 products: right for every size, and the same bits whatever surrounds a row."""
+"""Our products: right for every size, and the same bits whatever surrounds a row."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from kvrelay.executors.torch.kernels.numba_kernels import NumbaKernels, usable_threads
-from kvrelay.executors.torch.kernels.numba_products import ROWS, WIDEN_FROM, WIDTH, pack
+from kvrelay.executors.torch.kernels.numba_products import ROWS, WIDEN_FROM, WIDTH, multiplies, pack
+from kvrelay.executors.torch.kernels.numba_vector import MULTIPLIES_BFLOAT16
 
 SIZES = [(1, 1), (7, 5), (WIDTH, 3), (WIDTH + 1, 64), (3 * WIDTH - 16, 33), (20 * WIDTH, 96)]
 """Outputs and inputs: panels full and not, inputs that the unrolled loop divides and not."""
@@ -44,6 +45,34 @@ def test_weights_keep_every_bit() -> None:
     weight[-1, -1] = 1 + 2**-12
     assert pack(weight).dtype == torch.float32
     assert NumbaKernels(torch.float32, 1).linear(weight)(torch.ones(1, 4))[0, -1] == 4 + 2**-12
+
+
+@pytest.mark.skipif(not MULTIPLIES_BFLOAT16, reason="this CPU's bfloat16 products are oneDNN's")
+@pytest.mark.parametrize(
+    "size", [(1, 2), (7, 6), (WIDTH + 1, 64), (3 * WIDTH, 34)], ids=lambda size: f"{size[0]}x{size[1]}"
+)
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_bfloat16_rows_are_right_and_independent(size: tuple[int, int], with_bias: bool) -> None:
+    """One rounding to bfloat16, at the end; the same bits alone and among others, on one thread and on two."""
+    torch.manual_seed(0)
+    weight, x = torch.randn(size).bfloat16(), torch.randn(2 * ROWS + 5, size[1]).bfloat16()
+    bias = torch.randn(size[0]).bfloat16() if with_bias else None
+    expected = x.double() @ weight.double().T + (0 if bias is None else bias.double())
+    one, two = (NumbaKernels(torch.bfloat16, usable_threads(n)).linear(weight, bias) for n in (1, 2))
+    all_rows = one(x).clone()
+    torch.testing.assert_close(all_rows.double(), expected, rtol=2**-8, atol=1e-4)
+    assert torch.equal(two(x), all_rows)
+    for row in range(len(x)):
+        assert torch.equal(one(x[row : row + 1].clone()), all_rows[row : row + 1])
+
+
+@pytest.mark.skipif(not MULTIPLIES_BFLOAT16, reason="this CPU's bfloat16 products are oneDNN's")
+def test_a_pair_needs_two_inputs() -> None:
+    """With an odd number of inputs oneDNN multiplies."""
+    weight, x = torch.randn(5, 3).bfloat16(), torch.randn(2, 3).bfloat16()
+    assert not multiplies(weight)
+    expected = (x.float() @ weight.float().T).bfloat16()
+    torch.testing.assert_close(NumbaKernels(torch.bfloat16, 1).linear(weight)(x), expected, rtol=2**-7, atol=1e-3)
 
 
 def test_onednn_multiplies_where_numba_has_no_threads() -> None:

@@ -10,6 +10,7 @@ import torch
 
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.engine.step import NewSequence, SchedulerOutput
+from kvrelay.executors.grammars import StepMasks
 from kvrelay.executors.torch.sampling.logprobs import logprobs_of
 from kvrelay.executors.torch.sampling.sampler import Sampler
 from kvrelay.executors.torch.sampling.uniform import uniform
@@ -180,3 +181,42 @@ def test_logprobs() -> None:
     assert entry.chosen.logprob == pytest.approx(float(wanted[2]))
     assert [(item.token_id, item.rank) for item in entry.top] == [(0, 1), (1, 2)]
     assert logprobs_of(logits, torch.tensor([0]), 0)[0].top == ()
+
+
+KINDS = [
+    SamplingParams(temperature=0.0),
+    SamplingParams(),
+    SamplingParams(top_k=20, top_p=0.9),
+    SamplingParams(temperature=0.0, repetition_penalty=1.7, presence_penalty=0.5),
+    SamplingParams(frequency_penalty=0.5, min_p=0.01),
+]
+
+
+@pytest.mark.parametrize("which", ["all", "some", "greedy"])
+def test_masks_forbid_tokens_to_their_rows_and_change_no_other_row(which: str) -> None:
+    """Each row as if a logit bias of -inf had been in its place, alone."""
+    vocab_size, rng = 70, np.random.default_rng(3)
+    params = KINDS[:1] * 8 if which == "greedy" else KINDS * 8
+    logits = torch.from_numpy(rng.normal(size=(len(params), vocab_size)).astype(np.float32))
+    rows = [row for row in range(len(params)) if which != "some" or row % 3 == 0]
+    allowed = rng.random((len(rows), 96)) < 0.1
+    allowed[:, 7] = True
+    words = np.packbits(allowed, axis=1, bitorder="little").view(np.int32)
+    states = make_states(params, range(len(params)), tokens=(5, 6, 7, 7), num_prompt=1)
+    before, slots = logits.clone(), np.arange(len(params), dtype=np.int32)
+    chosen = Sampler((EOS,)).sample(logits, slots, states, StepMasks(rows, words, vocab_size, {}, []))
+    assert torch.equal(logits, before)
+    reference = logits.clone()
+    for number, row in enumerate(rows):
+        reference[row, torch.from_numpy(~allowed[number, :vocab_size])] = float("-inf")
+        assert allowed[number, chosen[row]]
+    alone = [Sampler((EOS,)).sample(reference[row : row + 1], slots[row : row + 1], states)[0] for row in slots]
+    assert chosen.tolist() == alone
+
+
+def test_a_grammar_that_demands_the_end_wins_over_min_tokens() -> None:
+    states = make_states([SamplingParams(temperature=0.0, min_tokens=9), SamplingParams(min_tokens=9)], [1, 2])
+    words = np.full((2, 1), 1 << EOS, dtype=np.int32)
+    masks = StepMasks([0, 1], words, len(LOGITS), {}, [])
+    tokens = Sampler((EOS,)).sample(LOGITS.expand(2, -1), np.arange(2, dtype=np.int32), states, masks)
+    assert tokens.tolist() == [EOS, EOS]

@@ -14,7 +14,7 @@ from kvrelay.core.sampling import MAX_STOP_TOKEN_IDS, SamplingParams
 from kvrelay.errors import InvalidInputError
 from kvrelay.frontend.api.openapi import BODIES, openapi_document
 from kvrelay.frontend.openai import bounds
-from kvrelay.frontend.openai.requests import CompletionRequest, parse_body
+from kvrelay.frontend.openai.requests import ChatCompletionRequest, CompletionRequest, parse_body
 
 DOCUMENT = openapi_document()
 SCHEMAS = DOCUMENT["components"]["schemas"]
@@ -202,3 +202,14 @@ def test_a_worker_bounds_what_a_frontend_sends() -> None:
     with pytest.raises(InvalidInputError) as caught:
         SamplingParams(stop_token_ids=(1,) * (MAX_STOP_TOKEN_IDS + 1)).validate(4096)
     assert caught.value.param == "stop_token_ids"
+
+
+def test_a_body_with_other_fields_is_read_as_one_without() -> None:
+    for kind, fields in (
+        (CompletionRequest, {"prompt": [1, 2, 3], "stop": ["a"], "logit_bias": {"5": 1.0}}),
+        (ChatCompletionRequest, {"messages": [{"role": "user", "content": "a", "more": 1}], "tools": []}),
+    ):
+        alone = parse_body(json.dumps(fields).encode(), kind)
+        beside = parse_body(json.dumps({**fields, "nobody_knows": [{}]}).encode(), kind)
+        assert isinstance(alone, kind)
+        assert msgspec.structs.asdict(alone) == msgspec.structs.asdict(beside)

@@ -35,12 +35,13 @@ def ranks_of(
     layout: KVLayout,
     region: MemoryRegion,
     memory: SharedPoolMemory | None = None,
+    links: RankLinks | None = None,
     *,
     is_guarded: bool = False,
 ) -> RankedTransport:
     """The data plane of a worker whose ranks share the joined pool ``region``, perhaps in ``memory``. Its end in
-    ``stack`` ends the movers."""
-    links, fence = RankLinks(), np.zeros(1)
+    ``stack`` ends the movers. They are offered to ``links``."""
+    links, fence = links or RankLinks(), np.zeros(1)
 
     def mover(rank: int, offset: int) -> Callable[[Channel[ToRank]], RankMover]:
         return lambda channel: RankMover(

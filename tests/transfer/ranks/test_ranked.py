@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -19,10 +20,12 @@ from kvrelay.core.workers import KvMetadata
 from kvrelay.errors import FatalError, IncompatiblePeerError, TransferError
 from kvrelay.transfer.base import Notification, Post, PostEnd, Transport
 from kvrelay.transfer.pieces import NO_PIECES, block_pieces
+from kvrelay.transfer.ranks.build import build_ranked_transport
 from kvrelay.transfer.ranks.channel import Channel
-from kvrelay.transfer.ranks.link import RankLink, RankTransport
+from kvrelay.transfer.ranks.link import RankLink, RankLinks, RankTransport
 from kvrelay.transfer.ranks.messages import FromRank, RankMemory
 from kvrelay.transfer.ranks.transport import RankedTransport
+from kvrelay.transfer.shm.memory import SharedPoolMemory
 from kvrelay.transfer.values import GrantRef, Pieces, TransferOp
 
 LAYOUT = paged_kv(num_layers=2, num_kv_heads=2, block_size=4, head_dim=16, dtype="float32", tp_size=2)
@@ -78,7 +81,8 @@ class Held:
             return self.made[-1]
 
         monkeypatch.setattr("kvrelay.transfer.ranks.mover.build_transport", build)
-        self.transport = ranks_of(stack, TransferConfig(), "w", LAYOUT, MemoryRegion(4096, SIZE))
+        self.links = RankLinks()
+        self.transport = ranks_of(stack, TransferConfig(), "w", LAYOUT, MemoryRegion(4096, SIZE), None, self.links)
         self.agent = self.transport.register(MemoryRegion(4096, SIZE))
         self.transport.add_peer(metadata_of("peer", self.agent))
 
@@ -243,9 +247,8 @@ def test_posts_fail_when_their_rank_ends(stack: contextlib.ExitStack, monkeypatc
     held = Held(stack, monkeypatch)
     handle = held.post(b"never")
     held.until(lambda: all(transport.begun for transport in held.made))
-    end = held.transport._ends[1]
-    assert isinstance(end, RankTransport)
-    end._link.channel._socket.shutdown(socket.SHUT_RDWR)
+    with socket.socket(fileno=os.dup(held.links.links[1].channel.fileno())) as same:
+        same.shutdown(socket.SHUT_RDWR)
     held.until(lambda: held.ended)
     assert held.ended[0].handle == handle
     assert "rank 1 is gone" in str(held.ended[0].error)
@@ -365,3 +368,14 @@ def test_every_rank_enforces_the_grant(stack: contextlib.ExitStack) -> None:
     taker.admit("p")
     grants.close("d#1", 7)
     assert "no such grant is open" in str(write([3, 4]).error)
+
+
+def test_a_worker_that_moves_all_by_itself_is_woken_by_its_transport(stack: contextlib.ExitStack) -> None:
+    """Else its transfer thread would poll while a hand-off is open. Ranks tell by a socket, which is asked."""
+    memory = stack.enter_context(contextlib.closing(SharedPoolMemory()))
+    config, pool = TransferConfig(transport="shm"), memory.allocate(SIZE)
+    region = MemoryRegion(np.frombuffer(pool, dtype=np.uint8).ctypes.data, SIZE)
+    alone = stack.enter_context(contextlib.closing(build_ranked_transport(config, "w", LAYOUT, RankLinks(), memory)))
+    assert alone.wake_fd is None
+    alone.register(region)
+    assert alone.wake_fd is not None

@@ -37,7 +37,7 @@ class _Text(msgspec.Struct):
 
 async def first_model(pool: ConnectionPool) -> str:
     """The id of the first model at ``/v1/models``. Raises ServerDownError, BadResponseError."""
-    models = await _ask(pool, "/v1/models", _Models)
+    models = await ask(pool, "/v1/models", _Models)
     if not models.data:
         raise BadResponseError(f"{pool.target.url} serves no model")
     return models.data[0].id
@@ -75,7 +75,7 @@ async def count_tokens(pool: ConnectionPool, model: str, texts: Sequence[str]) -
     async def one(text: str) -> int:
         async with slots:
             body = {"model": model, "prompt": text, "add_special_tokens": False}
-            found = await _ask(pool, "/tokenize", _TokenCount, body)
+            found = await ask(pool, "/tokenize", _TokenCount, body)
         return found.count if found.count is not None else len(found.tokens or ())
 
     # Wait for all, also if one has failed: none may stay in flight.
@@ -93,10 +93,10 @@ async def count_tokens(pool: ConnectionPool, model: str, texts: Sequence[str]) -
 async def detokenize(pool: ConnectionPool, model: str, tokens: Sequence[int]) -> str:
     """The text of token ids by the server's ``/detokenize``. Raises BadResponseError if the server has no such
     endpoint."""
-    return (await _ask(pool, "/detokenize", _Text, {"model": model, "tokens": list(tokens)})).prompt
+    return (await ask(pool, "/detokenize", _Text, {"model": model, "tokens": list(tokens)})).prompt
 
 
-async def _ask(pool: ConnectionPool, path: str, kind: type[_T], body: object = None) -> _T:
+async def ask(pool: ConnectionPool, path: str, kind: type[_T], body: object = None) -> _T:
     """GET, or POST of ``body``. Raises BadResponseError for a status other than 200 and an answer of another kind."""
     content = b"" if body is None else msgspec.json.encode(body)
     answer = await pool.send(pool.target.head("GET" if body is None else "POST", path, len(content)) + content)

@@ -33,9 +33,12 @@ class _Transport(TcpTransport):  # type: ignore[misc]  # the library is not type
     It also tells asyncio that the stream has become TLS; otherwise asyncio warns when the server ends the connection.
     """
 
-    def __init__(self, *, needs_tls: bool) -> None:
+    def __init__(self, *, needs_tls: bool, silence_s: float) -> None:
         super().__init__()
         self._is_open = not needs_tls
+        self._silence_s = silence_s
+        self._silent = asyncio.Event()
+        self._timer: asyncio.TimerHandle | None = None
 
     def __bool__(self) -> bool:
         # True also before it is connected: the library replaces a transport that is false.
@@ -45,6 +48,22 @@ class _Transport(TcpTransport):  # type: ignore[misc]  # the library is not type
         await super().connect_tls(*arguments, **settings)
         self._io_writer._protocol._over_ssl = True
         self._is_open = True
+
+    async def read(self, buffer_size: int) -> bytes:
+        data: bytes = await super().read(buffer_size)
+        self._time_silence()
+        return data
+
+    async def silent(self) -> None:
+        """Return once the server has sent nothing for ``silence_s`` from now. While it sends, no timer wakes us."""
+        self._silent.clear()
+        self._time_silence()
+        await self._silent.wait()
+
+    def _time_silence(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = asyncio.get_running_loop().call_later(self._silence_s, self._silent.set)
 
     def write(self, payload: bytes) -> None:
         self._check()
@@ -67,7 +86,7 @@ class _Transport(TcpTransport):  # type: ignore[misc]  # the library is not type
 
 
 class NatsClient(Client):  # type: ignore[misc]
-    """The library's client, with three faults fixed."""
+    """The library's client, with four faults fixed."""
 
     _transport: Any
 
@@ -75,7 +94,9 @@ class NatsClient(Client):  # type: ignore[misc]
         """Closes the socket of a failed attempt, which the library leaves open."""
         if self._transport:
             self._transport.abort()
-        self._transport = _Transport(needs_tls=self.options.get("tls") is not None)
+        self._transport = _Transport(
+            needs_tls=self.options.get("tls") is not None, silence_s=self.options["ping_interval"]
+        )
         await super()._connect_to_server(server)
 
     async def _send_ping(self, future: asyncio.Future[Any] | None = None) -> None:
@@ -86,6 +107,17 @@ class NatsClient(Client):  # type: ignore[misc]
             self._pending.clear()
             self._pending_data_size = 0
         await super()._send_ping(future)
+
+    async def _ping_interval(self) -> None:
+        """Ping a server that is silent; the library pings at every interval, also while data arrives. An idle process
+        hears from the server anyway: answers to keepalives, the lease keeper."""
+        while True:
+            await self._transport.silent()
+            self._pings_outstanding += 1
+            if self._pings_outstanding > self.options["max_outstanding_pings"]:
+                break
+            await self._send_ping()
+        await self._process_op_err(nats_errors.StaleConnectionError())
 
 
 async def leave(client: Any) -> None:

@@ -22,8 +22,10 @@ _log = logging.getLogger(__name__)
 
 REQUEST_TIMEOUT_S = 2.0
 RECONNECT_INTERVAL_S = 0.25
-PING_INTERVAL_S = 2.0
-MAX_SILENT_PINGS = 2
+PING_INTERVAL_S = 3.5
+"""The client pings a server that was silent for so long, and connects anew if that goes on for as long again. It is
+longer than a third of the default lease: keepalives take the place of pings."""
+MAX_SILENT_PINGS = 1
 DENIED_PUBLISH = re.compile(r'permissions violation for publish to "([^"]+)"')
 
 

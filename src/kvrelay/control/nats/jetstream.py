@@ -88,13 +88,14 @@ class _Delivered(msgspec.Struct):
 
 class ConsumerInfo(msgspec.Struct):
     """``created`` is a time of the server, close to now in the answer to a creation; ``ts`` is the time of the
-    answer."""
+    answer. ``num_waiting`` counts the pulls that wait."""
 
     name: str
     created: datetime.datetime
     num_pending: int
     num_ack_pending: int
     delivered: _Delivered
+    num_waiting: int = 0
     ts: datetime.datetime | None = None
 
 

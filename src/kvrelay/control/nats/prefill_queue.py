@@ -3,7 +3,7 @@
 It owns the stream, the durable consumers, and the dead-letter stream. Each partition has a subject and a consumer for
 each class of requests, which all prefill workers of the partition share; ``control/queue_order.py`` has the order in
 which a pull looks at them. Most entries are of one class, so a pull first asks the stream which classes have entries at
-all, and looks at these. An idle worker waits for the normal class and looks at all of them every second. Delivery is
+all, and looks at these. An idle worker waits for the normal class and looks at all of them now and then. Delivery is
 at least once: an entry whose consumer is silent for ``ack_wait_s`` goes to the next consumer, so consumers extend the
 ack deadline while they compute. This module does not know what a prefill is, beyond its partition and the time limit in
 its envelope. The limit is compared with the server's time stamps, so that no two machines' clocks are compared.
@@ -19,8 +19,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import msgspec
@@ -42,9 +42,10 @@ MAX_ENTRIES = 100_000
 MAX_AGE_S = 3600
 DEAD_MAX_ENTRIES = 1_000
 DEAD_MAX_AGE_S = 86_400
-SIZE_CACHE_S = 0.02
+STOCK_CACHE_S = 0.02
 LOOK_INTERVAL_S = 1.0
-"""An idle worker looks at all classes again after so long."""
+"""An idle worker looks at all classes again after so long if others than the normal one had entries at its last look.
+Else it looks once per ack deadline: an entry whose consumer died is seen in the stream before it is due again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,17 +78,13 @@ class _Track(NamedTuple):
 
 @dataclass(slots=True)
 class _Partition:
-    """One ``kv_compatibility``, with a track per class. ``size`` counts all of them and is valid until
-    ``size_until_s``; ``stock`` is valid until ``stock_until_s``."""
+    """One ``kv_compatibility``, with a track per class. ``stock`` is valid until ``stock_until_s``."""
 
     tracks: dict[QueueClass, _Track]
     is_ready: bool = False
-    stock: frozenset[QueueClass] = frozenset()
-    """The classes that have entries: waiting ones, or delivered ones that are not yet acknowledged."""
+    stock: dict[QueueClass, int] = field(default_factory=dict)
+    """How many entries the classes have that have any: waiting ones, and delivered ones not yet acknowledged."""
     stock_until_s: float = 0.0
-    size: int = 0
-    size_until_s: float = 0.0
-    size_task: asyncio.Task[int] | None = None
 
 
 class NatsPrefillQueue:
@@ -137,18 +134,13 @@ class NatsPrefillQueue:
         )
 
     async def close(self) -> None:
-        for partition in self._partitions.values():
-            if partition.size_task is not None:
-                partition.size_task.cancel()
         await self._pulls.close()
 
     async def push(self, request: RemotePrefillRequest) -> None:
         data = msgspec.msgpack.encode(request)
         partition = await self._ready_partition(request.kv_compatibility)
-        # Idle workers wait for the normal class only: if they waited for several, a pull might get several entries. In
-        # an empty queue there is no order to keep.
         queue_class = request.queue_class
-        if queue_class is not QueueClass.NORMAL and await self._ask_size(request.kv_compatibility) == 0:
+        if queue_class is not QueueClass.NORMAL and await self._is_next(partition):
             queue_class = QueueClass.NORMAL
         try:
             await self._jetstream.publish_again(
@@ -157,7 +149,7 @@ class NatsPrefillQueue:
         except PayloadTooLargeError as exc:
             # Not the client's fault: this prefill is for the decode worker itself.
             raise ControlUnavailableError(f"prefill {request.handoff_id} does not fit into the queue: {exc}") from exc
-        partition.size_until_s = partition.stock_until_s = 0.0
+        partition.stock_until_s = 0.0
 
     async def pull(self, kv_compatibility: str, timeout_s: float) -> PrefillDelivery | None:
         loop = asyncio.get_running_loop()
@@ -169,28 +161,22 @@ class NatsPrefillQueue:
                 left_s = deadline_s - loop.time()
                 if left_s <= 0:
                     return None
-                message = await self._next(partition, QueueClass.NORMAL, min(left_s, LOOK_INTERVAL_S))
+                look_s = LOOK_INTERVAL_S if partition.stock.keys() - {QueueClass.NORMAL} else self._ack_wait_s
+                message = await self._next(partition, QueueClass.NORMAL, min(left_s, look_s))
             if message is None:
                 continue
             delivery = await self._accept(partition, message)
             if delivery is not None:
-                partition.size_until_s = 0.0
                 return delivery
 
     async def size(self, kv_compatibility: str | None = None) -> int:
         self._connection.check_connected()
         if kv_compatibility is None:
-            return sum(consumer.num_pending for consumer in await self._jetstream.consumers(self._stream))
-        loop = asyncio.get_running_loop()
-        partition = self._partition(kv_compatibility)
-        if loop.time() < partition.size_until_s:
-            return partition.size
-        if partition.size_task is None or partition.size_task.done():
-            partition.size_task = loop.create_task(self._ask_size(kv_compatibility))
-        return await asyncio.shield(partition.size_task)
+            info = await self._jetstream.stream_info(self._stream)
+            return _num_waiting(info.state.messages, await self._jetstream.consumers(self._stream))
+        return await self._size(await self._ready_partition(kv_compatibility))
 
-    async def _ask_size(self, kv_compatibility: str) -> int:
-        partition = await self._ready_partition(kv_compatibility)
+    async def _size(self, partition: _Partition) -> int:
         try:
             stock = await self._ask_stock(partition)
             infos = await asyncio.gather(
@@ -199,17 +185,27 @@ class NatsPrefillQueue:
         except ControlUnavailableError:
             partition.is_ready = False
             raise
-        partition.size = sum(info.num_pending for info in infos)
-        partition.size_until_s = asyncio.get_running_loop().time() + SIZE_CACHE_S
-        return partition.size
+        return _num_waiting(sum(stock.values()), infos)
 
-    async def _ask_stock(self, partition: _Partition) -> frozenset[QueueClass]:
-        """The classes that have entries now, by one request."""
+    async def _is_next(self, partition: _Partition) -> bool:
+        """Whether an entry that is pushed now is delivered at once, so that there is no order to keep: the queue is
+        empty, or more workers wait than entries. Idle workers wait for the normal class only: if they waited for
+        several, a pull might get several entries."""
+        num_entries = await self._size(partition)
+        if not num_entries:
+            return True
+        normal = await self._jetstream.consumer_info(self._stream, partition.tracks[QueueClass.NORMAL].consumer)
+        return num_entries < normal.num_waiting
+
+    async def _ask_stock(self, partition: _Partition) -> dict[QueueClass, int]:
+        """The stock now, by one request."""
         info = await self._jetstream.stream_info(self._stream, f"{self._subject}*")
         self._set_clock(info)
         subjects = info.state.subjects or {}
-        partition.stock = frozenset(item for item, track in partition.tracks.items() if track.subject in subjects)
-        partition.stock_until_s = asyncio.get_running_loop().time() + SIZE_CACHE_S
+        partition.stock = {
+            item: subjects[track.subject] for item, track in partition.tracks.items() if track.subject in subjects
+        }
+        partition.stock_until_s = asyncio.get_running_loop().time() + STOCK_CACHE_S
         return partition.stock
 
     def _partition(self, kv_compatibility: str) -> _Partition:
@@ -276,7 +272,7 @@ class NatsPrefillQueue:
         return await self._first_of(partition, order, await self._fresh_stock(partition))
 
     async def _first_of(
-        self, partition: _Partition, order: Sequence[QueueClass], stock: frozenset[QueueClass]
+        self, partition: _Partition, order: Sequence[QueueClass], stock: Collection[QueueClass]
     ) -> NatsMessage | None:
         for queue_class in order:
             if queue_class in stock:
@@ -285,14 +281,14 @@ class NatsPrefillQueue:
                     return message
         return None
 
-    async def _fresh_stock(self, partition: _Partition) -> frozenset[QueueClass]:
-        """None of the classes if the stream is gone."""
+    async def _fresh_stock(self, partition: _Partition) -> dict[QueueClass, int]:
+        """Empty if the stream is gone."""
         try:
             return await self._ask_stock(partition)
         except JetStreamError as exc:
             _log.debug("cannot look at the prefill queue: %s", exc)
             partition.is_ready = False
-            return frozenset()
+            return {}
 
     async def _next(self, partition: _Partition, queue_class: QueueClass, timeout_s: float) -> NatsMessage | None:
         message, is_sound = await self._pulls.next(partition.tracks[queue_class].consumer, timeout_s)
@@ -330,6 +326,12 @@ def _token(kv_compatibility: str) -> str:
     """The partition's part of a subject and of a consumer's name. Digests stay as they are."""
     encoded = encode_key(kv_compatibility).replace(".", "=2F")
     return encoded or "="
+
+
+def _num_waiting(num_stored: int, consumers: Iterable[ConsumerInfo]) -> int:
+    """How many of the stored entries no consumer has pulled. The consumers' own ``num_pending`` is not it: the server
+    tells its consumers of a new entry only after it has confirmed it, so the count may lack what was just pushed."""
+    return max(0, num_stored - sum(consumer.num_ack_pending for consumer in consumers))
 
 
 def _nak(delay_s: float) -> bytes:

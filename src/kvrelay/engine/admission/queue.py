@@ -4,12 +4,17 @@ It owns the two queues and their rule: a request gets blocks for all its known t
 after its prefix hit), or it waits. ``fair.py`` has the order. It does not know slots or steps.
 
 There is one queue per kind of need. Requests that are computed here also wait for their share of the token budget:
-admitting them earlier would bind blocks early, and would miss prefix hits on prompts that are being computed. Only what
+admitting them earlier would bind blocks early, and would miss prefix hits on prompts that are being computed. (A prompt
+whose KV another request is loading waits for it, if that is cheaper than computing.) Only what
 is computed before them counts, so a long prompt does not keep short ones out. Requests whose next step is a transfer (a
 remote prefill, a KV load) do not wait for the budget.
 
 A request that does not fit into the pool lets smaller ones pass until they have taken as many blocks as it needs. From
 then on no request passes it, and the blocks that become free are kept for it.
+
+A remote prefill that finds no room in the pool, or no slot, begins at once if the holding area has room. When its KV
+has come, it waits here again until the pool has room, in a third queue: else those whose KV is here, which go before
+others, would be all that is tried, and no other prefill would begin.
 """
 
 from __future__ import annotations
@@ -23,7 +28,8 @@ from kvrelay.core.clock import Clock
 from kvrelay.core.status import RequestStatus
 from kvrelay.engine.admission.fair import Candidate, FairQueue, Shares
 from kvrelay.engine.block_pool import BlockPool
-from kvrelay.engine.kv_source import KvSource
+from kvrelay.engine.holding import Holding
+from kvrelay.engine.kv_source import Sources
 from kvrelay.engine.request import PrefillMode, Request
 from kvrelay.engine.scheduled_batch import TokenBudget
 from kvrelay.placement.base import Decision, PrefillPlace, Situation
@@ -56,6 +62,7 @@ class EngineLoad(NamedTuple):
     num_remote_tokens: int = 0
     num_remote_prefills: int = 0
     """Prompt tokens of remote prefills that have not come back, and the number of these prefills."""
+    has_slot: bool = True
 
     def num_tokens_before(self, candidate: Candidate) -> int:
         """Prompt tokens that will be computed before the candidate's: of shorter prompts, or of older ones if due."""
@@ -74,12 +81,14 @@ class _Shortage:
 
 
 class _Admissible(NamedTuple):
-    """A request that fits, with its prefix hit and the fresh blocks that it needs. ``decision``: its placement."""
+    """A request that fits, with its prefix hit and the fresh blocks that it needs. ``decision``: its placement.
+    ``is_held``: it fits into the holding area only."""
 
     request: Request
     hit: list[int]
     num_needed: int
     decision: Decision | None
+    is_held: bool = False
 
 
 class AdmissionQueue:
@@ -89,7 +98,14 @@ class AdmissionQueue:
     admitted. ``ageing_s``: seconds of waiting that count as much as one priority.
     """
 
-    def __init__(self, pool: BlockPool, max_backlog_tokens: int, clock: Clock, ageing_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        pool: BlockPool,
+        max_backlog_tokens: int,
+        clock: Clock,
+        ageing_s: float = 0.0,
+        sources: Sources | None = None,
+    ) -> None:
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
         self.num_waiting_blocks = 0
@@ -103,16 +119,23 @@ class AdmissionQueue:
         self.shares = Shares()
         self._here = FairQueue(ageing_s, self.shares)
         self._elsewhere = FairQueue(ageing_s, self.shares)
+        self._held = FairQueue(ageing_s, self.shares)
         self._short: _Shortage | None = None
-        self.storage: KvSource | None = None
+        self._sources = Sources() if sources is None else sources
         """KV beyond the pool."""
+        self.holding: Holding | None = None
 
     def __repr__(self) -> str:
-        num_here, num_elsewhere = len(self._here), len(self._elsewhere)
-        return f"AdmissionQueue({num_here} to compute, {num_elsewhere} others, {self.num_waiting_blocks} blocks)"
+        here, elsewhere, held = map(len, self._queues)
+        others = f"{elsewhere} others, {held} with their KV held"
+        return f"AdmissionQueue({here} to compute, {others}, {self.num_waiting_blocks} blocks)"
 
     def __len__(self) -> int:
-        return len(self._here) + len(self._elsewhere)
+        return len(self._here) + len(self._elsewhere) + len(self._held)
+
+    @property
+    def _queues(self) -> tuple[FairQueue, ...]:
+        return self._here, self._elsewhere, self._held
 
     @property
     def is_short_of_blocks(self) -> bool:
@@ -138,9 +161,13 @@ class AdmissionQueue:
                 self._here.push(request)
         self._short = None
 
+    def held(self) -> list[Request]:
+        """Those whose KV is in the holding area, in the order in which it came."""
+        return self._held.members()
+
     def num_tokens_before(self, num_tokens: int) -> int:
         """Tokens of waiting requests that are not longer than ``num_tokens``."""
-        members = [*self._here.members(), *self._elsewhere.members()]
+        members = (request for queue in self._queues for request in queue.members())
         return sum(request.num_queued_tokens for request in members if request.num_queued_tokens <= num_tokens)
 
     def may_admit(self, load: EngineLoad) -> bool:
@@ -155,9 +182,13 @@ class AdmissionQueue:
             return None
         request = found.request
         self._remove(request, is_admitted=True)
-        if self._short is not None:
-            self._short.num_passed_blocks += len(found.hit) + found.num_needed
-        self._give_blocks(request, found.hit, found.num_needed)
+        if found.is_held and self.holding is not None:
+            self.holding.expect(request)
+        else:
+            if self._short is not None:
+                self._short.num_passed_blocks += len(found.hit) + found.num_needed
+            self._give_blocks(request, found.hit, found.num_needed)
+        self._count_hit(request)
         placement = request.placement
         if found.decision is not None and placement is not None and placement.policy is not None:
             placement.decision = found.decision
@@ -173,24 +204,52 @@ class AdmissionQueue:
         return None
 
     def _next(self, load: EngineLoad, tenant: str | None = None) -> _Admissible | None:
+        is_open = load.has_slot
         for request, decision in self._placeable(load, tenant):
-            fitting = self._fit(request, load, decision)
+            fitting = self._fit(request, load, decision) if is_open else None
+            if fitting is None and tenant is None:
+                fitting = self._fit_held(request, decision)
             if fitting is not None:
                 return fitting
-            if tenant is not None or not self._may_be_passed(request):
+            is_open = is_open and tenant is None and self._may_be_passed(request)
+            if not is_open and not self.may_hold:
                 return None
         return None
+
+    @property
+    def may_hold(self) -> bool:
+        """Whether a remote prefill might begin without blocks of the pool."""
+        return self.holding is not None and self.holding.blocks.num_free > 0
+
+    def _fit_held(self, request: Request, decision: Decision | None) -> _Admissible | None:
+        """A remote prefill may begin without a slot and without blocks of the pool."""
+        is_remote = request.mode is PrefillMode.REMOTE or (
+            decision is not None and decision.place is PrefillPlace.REMOTE
+        )
+        if not is_remote or self.holding is None:
+            return None
+        num_needed = self._pool.blocks_for(len(request.token_ids))
+        return _Admissible(request, [], num_needed, decision, True) if self.holding.has_room(num_needed) else None
 
     def _placeable(self, load: EngineLoad, tenant: str | None) -> Iterator[tuple[Request, Decision | None]]:
         """The first waiting requests in order of service, without those that wait for their turn to be computed."""
         now_s = self._clock.now()
-        queues = [queue.candidates(now_s, MAX_CANDIDATES, tenant) for queue in (self._here, self._elsewhere) if queue]
+        queues = [queue.candidates(now_s, MAX_CANDIDATES, tenant) for queue in self._queues if queue]
         for candidate in heapq.merge(*queues, key=lambda candidate: candidate.urgency):
+            if self._sources.has_pending and self._awaits_kv(candidate.request):
+                continue
             decision = self._decide(candidate, load)
             if decision is None and self._is_over_budget(candidate, load):
                 continue
             if decision is None or decision.place is not None:
                 yield candidate.request, decision
+
+    def _awaits_kv(self, request: Request) -> bool:
+        """Whether what follows its prefix hit is on its way, and waiting for that is cheaper than computing it."""
+        if request.wants_prompt_logprobs or request.held_block_ids:
+            return False
+        found = self._sources.find(request, len(self.find_hit(request)))
+        return found is not None and found[1].is_pending
 
     def _is_over_budget(self, candidate: Candidate, load: EngineLoad) -> bool:
         is_computed_here = candidate.request in self._here
@@ -250,6 +309,8 @@ class AdmissionQueue:
             self._short = None
 
     def _queue_of(self, request: Request) -> FairQueue:
+        if request.status is RequestStatus.KV_HELD:
+            return self._held
         by_transfer = request.mode is PrefillMode.REMOTE or request.num_load_tokens > 0
         return self._elsewhere if by_transfer else self._here
 
@@ -261,12 +322,15 @@ class AdmissionQueue:
         return self._pool.find_prefix(request.token_ids, request.sequence_hashes)
 
     def num_held_tokens(self, request: Request) -> int:
-        """Tokens that the request need not compute: its prefix hit, and what is worth loading after that."""
+        """Tokens that the request need not compute: all with held KV; else its prefix hit, and what is worth loading
+        after that."""
+        if request.status is RequestStatus.KV_HELD:
+            return len(request.token_ids) - 1
         first = len(self.find_hit(request))
-        hit = None if self.storage is None or request.wants_prompt_logprobs else self.storage.find(request, first)
-        num_stored = hit.num_blocks if hit is not None else 0
+        if not self._sources.beyond or request.wants_prompt_logprobs:
+            return first * self._pool.block_size
+        num_stored, request.load_s, _ = self._sources.reach(request, first)
         request.num_stored_tokens = num_stored * self._pool.block_size
-        request.load_s = hit.seconds if hit is not None else 0.0
         return (first + num_stored) * self._pool.block_size
 
     def _reserve_for(self, request: Request, load: EngineLoad) -> int:
@@ -283,6 +347,8 @@ class AdmissionQueue:
         request.block_ids = hit + fresh
         request.num_cached_blocks = len(hit)
         request.num_computed_tokens = len(hit) * self._pool.block_size
+
+    def _count_hit(self, request: Request) -> None:
         if request.num_cached_tokens is None:
             request.num_cached_tokens = request.num_computed_tokens
             self.num_queried_tokens += len(request.token_ids)

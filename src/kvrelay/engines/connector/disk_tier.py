@@ -56,6 +56,7 @@ class KvrelayDiskTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is no
         self._view = primary_kv_view.cast("B")
         shape = Shape(_fingerprint(offloading_spec, self.block_size_bytes), _WORDS.size // 4, self.block_size_bytes)
         self._store = DiskStore(Path(directory), shape, parse_bytes(max_bytes, "max_bytes"), max_age_s)
+        self._store.changes.ignore()  # vLLM has events of its own
         self._lanes = {each: ThreadPoolExecutor(1, thread_name_prefix=f"kvrelay-{each}") for each in ("load", "store")}
         self._running: set[int] = set()
         self._ended: queue.SimpleQueue[JobResult] = queue.SimpleQueue()

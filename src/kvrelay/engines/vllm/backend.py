@@ -108,6 +108,8 @@ class VllmBackend:
         self._on_close = on_close
         self._is_staged = is_staged
         self._num_begun = 0
+        self._is_gone = False
+        """It will answer nothing any more."""
         self._question: asyncio.Task[bool] | None = None
         self._asked_s = 0.0
 
@@ -183,10 +185,14 @@ class VllmBackend:
     async def _confirm_end(self, request_id: str) -> None:
         """Return when no step of vLLM copies KV of this request any more: aborts and questions arrive in order, and
         vLLM's workers answer between two steps. Raises UnconfirmedError if they do not."""
+        if self._is_gone:
+            raise UnconfirmedError(ENDED)
         try:
-            # Again: vLLM cannot abort a request that was cancelled while it was being added.
-            await self._engine.abort(request_id)
-            await self._engine.collective_rpc("kvrelay_at_rest", CONFIRM_TIMEOUT_S)
+            # vLLM's own timeout counts from when its engine process has read the question.
+            async with asyncio.timeout(CONFIRM_TIMEOUT_S):
+                # Again: vLLM cannot abort a request that was cancelled while it was being added.
+                await self._engine.abort(request_id)
+                await self._engine.collective_rpc("kvrelay_at_rest", CONFIRM_TIMEOUT_S)
         except self._terms.dead as exc:
             raise UnconfirmedError(ENDED) from exc
         except Exception as exc:  # whatever it is, the engine does not answer
@@ -200,13 +206,18 @@ class VllmBackend:
             raise BackendRefusedError(f"vLLM refuses the request: {_one_line(exc)}", 400) from exc
 
     async def failure(self) -> str | None:
+        failure = await self._ended() or self._silence()
+        self._is_gone = failure is not None
+        return failure
+
+    async def _ended(self) -> str | None:
         try:
             await self._engine.check_health()
         except self._terms.dead:
             return f"{ENDED}; its own messages are above, unless it was killed"
         except Exception as exc:  # noqa: BLE001 - whatever it is, the engine is gone
             return f"{ENDED}: {_one_line(exc)}"
-        return self._silence()
+        return None
 
     def _silence(self) -> str | None:
         """Ask the engine process something, and look whether an earlier question is answered."""

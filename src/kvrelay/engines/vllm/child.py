@@ -1,4 +1,4 @@
-"""Code that runs in vLLM's processes: they must not outlive the worker, however it ends.
+"""Code that runs in vLLM's processes: they must not outlive the worker, however it ends, and stay on its cores.
 
 vLLM's engine process waits for requests from a socket, so it would wait for ever, and keep the device's memory, after
 its parent was killed. That holds while the model is loaded, too: an operator may interrupt a start that takes long.
@@ -6,10 +6,14 @@ its parent was killed. That holds while the model is loaded, too: an operator ma
 
 from __future__ import annotations
 
+import ctypes
 import os
 import select
 import signal
 import threading
+
+from kvrelay.core.child_process import PR_SET_PDEATHSIG
+from kvrelay.engines.vllm.cores import CORES, parse_cores
 
 WORKER_PID = "KVRELAY_WORKER_PID"
 """The environment variable by which vLLM's processes know the worker that has started them."""
@@ -26,6 +30,12 @@ class WorkerExtension:
 
     def kvrelay_at_rest(self) -> None:
         """Answered between two steps, so those that were given to this worker before are over."""
+
+
+def stay_on_cores() -> None:
+    """This thread, and those that it starts, run on the worker's cores only, if it has named some."""
+    if cores := os.environ.get(CORES):
+        os.sched_setaffinity(0, parse_cores(cores))
 
 
 def end_with(pid: int) -> None:
@@ -49,6 +59,12 @@ def _watch_worker() -> None:
         end_with(int(pid))
     except ProcessLookupError:
         os.kill(os.getpid(), signal.SIGKILL)
+    if os.getppid() != int(pid):
+        # A rank, which is also to end with vLLM's engine process. The kernel's signal reaches one that is stopped, too.
+        # (The engine process has been started by a thread of the worker that does not stay.)
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    # Before vLLM has computing threads.
+    stay_on_cores()
 
 
 _watch_worker()

@@ -1,7 +1,8 @@
 """Which cores vLLM's compute threads get on a machine without a GPU. Pure.
 
 Two instances whose threads share cores wait for each other in every layer, so each worker has cores of its own, and its
-threads stay on them.
+threads stay there. None is bound to one core: the processes of kvrelay run on these, too, and all threads of a layer
+would wait for the one whose core is taken.
 """
 
 from __future__ import annotations
@@ -10,17 +11,20 @@ from collections.abc import Sequence
 
 from kvrelay.errors import ConfigError
 
-BLOCKTIME_MS = "5"
-"""How long an idle OpenMP thread spins before it sleeps: longer than the gaps within a step."""
+CORES = "KVRELAY_CORES"
+"""The environment variable with the cores on which the threads of vLLM's engine process stay."""
+BLOCKTIME = "20us"
+"""How long an idle OpenMP thread spins before it sleeps. With vLLM's 5 ms it spins from step to step, on cores that the
+processes which deliver the step's tokens need."""
 
 
 def compute_cores(given: str, allowed: Sequence[int], num_threads: int) -> list[int]:
-    """The cores named by ``given``, e.g. "0-3,8"; empty: the first ``num_threads`` of the ``allowed`` ones (0: all).
+    """The cores named by ``given``, e.g. "0-3,8"; empty: the first ``num_threads`` of the ``allowed`` ones.
 
     Raises ConfigError for a list that cannot be read or that names other cores.
     """
     if not given:
-        return list(allowed[: num_threads or len(allowed)])
+        return list(allowed[:num_threads])
     cores = parse_cores(given)
     if wrong := [core for core in cores if core not in allowed]:
         raise ConfigError(f"engine_cores names core {wrong[0]}, which this process may not use", param="engine_cores")
@@ -50,14 +54,10 @@ def share_of(cores: Sequence[int], number: int, num_workers: int) -> list[int]:
 
 
 def thread_environment(cores: Sequence[int], num_ranks: int) -> dict[str, str]:
-    """Environment variables for vLLM's engine process. With several ranks each gets an equal part of the cores."""
-    environment = {
-        "OMP_NUM_THREADS": str(len(cores)),
-        "KMP_AFFINITY": f"granularity=fine,explicit,proclist=[{format_cores(cores)}]",
-        "KMP_BLOCKTIME": BLOCKTIME_MS,
-        "KMP_TPAUSE": "0",
-    }
+    """Environment variables for vLLM's engine process. With several ranks each gets an equal part of the cores, and
+    vLLM binds their threads."""
     if num_ranks > 1:
         parts = [format_cores(share_of(cores, rank, num_ranks)) for rank in range(num_ranks)]
-        environment = {"VLLM_CPU_OMP_THREADS_BIND": "|".join(parts)}
-    return environment
+        return {"VLLM_CPU_OMP_THREADS_BIND": "|".join(parts)}
+    openmp = {"OMP_NUM_THREADS": str(len(cores)), "KMP_BLOCKTIME": BLOCKTIME, "KMP_TPAUSE": "0"}
+    return {CORES: format_cores(cores), **openmp}

@@ -22,6 +22,7 @@ from typing import Any
 import psutil
 
 from kvrelay.config import WorkerConfig
+from kvrelay.core.cores import allowed_cores, usable_cores
 from kvrelay.core.layout import KVLayout
 from kvrelay.engines.connector.terms import encode_place, latent_layout, packed_layout
 from kvrelay.engines.hosted.staging import Staging, allocate_staging
@@ -237,8 +238,10 @@ def _terms() -> Terms:
 
 
 def _cpu_environment(settings: WorkerConfig) -> dict[str, str]:
-    cores = compute_cores(settings.vllm.engine_cores, sorted(os.sched_getaffinity(0)), settings.runner.num_threads)
-    environment = thread_environment(cores, settings.runner.num_ranks)
+    num_threads = settings.runner.num_threads or len(usable_cores())
+    cores = compute_cores(settings.vllm.engine_cores, allowed_cores(), num_threads)
+    own = {name: value for name, value in os.environ.items() if name.startswith("KMP_")}
+    environment = {**thread_environment(cores, settings.runner.num_ranks), **own}
     if platform.machine() == "x86_64":
         before = os.environ.get("LD_PRELOAD", "")
         environment["LD_PRELOAD"] = ":".join([*preloaded_libraries(), *([before] if before else [])])

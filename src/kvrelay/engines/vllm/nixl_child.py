@@ -8,25 +8,17 @@ from __future__ import annotations
 
 import importlib
 import os
-import re
 from typing import Any
 
-from kvrelay.engines.vllm import quiet_child
+from kvrelay.engines.vllm import child, quiet_child
 
 POLL_TIMEOUT_US = 100_000
 
 
 class NixlWorkerExtension(quiet_child.WorkerExtension):
     def kvrelay_started(self) -> None:
-        core = first_core(os.environ.get("KMP_AFFINITY", ""))
-        if core is not None:
-            os.sched_setaffinity(0, {core})
-
-
-def first_core(kmp_affinity: str) -> int | None:
-    """Where OpenMP binds the first thread of the cores that ``cores.thread_environment`` has listed."""
-    found = re.search(r"proclist=\[(\d+)", kmp_affinity)
-    return int(found[1]) if found else None
+        # vLLM's connector has moved this thread to the machine's last core.
+        child.stay_on_cores()
 
 
 def let_progress_thread_sleep(bindings: Any) -> None:

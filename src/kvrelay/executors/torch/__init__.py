@@ -52,6 +52,8 @@ def build_executor(
     allocate: Callable[[int], mmap.mmap] | None = None,
     reserve: Callable[[], int] | None = None,
     group: GroupConfig | None = None,
+    holding_bytes: int = 0,
+    spill_bytes: int = 0,
     offer_ranks: OfferRanks | None = None,
 ) -> Executor:
     """Load the checkpoint in ``model_dir`` and allocate its KV pool: in this process, or in rank processes if
@@ -64,10 +66,12 @@ def build_executor(
     if runner.num_ranks > 1 or (group is not None and group.ep):
         from kvrelay.executors.torch.parallel.executor import ParallelExecutor
 
-        return ParallelExecutor(model_dir, runner, engine, allocate, reserve, group, offer_ranks)
+        return ParallelExecutor(model_dir, runner, engine, allocate, reserve, group, holding_bytes, offer_ranks)
     from kvrelay.executors.torch.build import build_model_runner
 
-    return build_model_runner(model_dir, runner, engine, allocate=allocate)
+    return build_model_runner(
+        model_dir, runner, engine, allocate=allocate, holding_bytes=holding_bytes, spill_bytes=spill_bytes
+    )
 
 
 def from_settings(settings: WorkerConfig, memory: HostMemory) -> Executor:
@@ -79,5 +83,7 @@ def from_settings(settings: WorkerConfig, memory: HostMemory) -> Executor:
         memory.allocate,
         memory.reserve,
         settings.group,
+        settings.holding_bytes,
+        settings.spill_bytes,
         memory.offer_ranks,
     )

@@ -5,8 +5,8 @@ Owns the choice of dtype, device and threads, and refuses settings that it canno
 
 from __future__ import annotations
 
+import logging
 import mmap
-import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from kvrelay.config.settings import EngineConfig, RunnerConfig
+from kvrelay.core.cores import describe_cores, usable_cores
 from kvrelay.core.layout import KVLayout, paged_kv
+from kvrelay.engine.holding import num_holding_blocks
 from kvrelay.errors import ConfigError
 from kvrelay.executors.grammars import GrammarCompiler, GrammarMasks
 from kvrelay.executors.torch.attention.base import Attention, AttentionSpec
@@ -35,6 +37,8 @@ from kvrelay.executors.torch.weights import Checkpoint
 if TYPE_CHECKING:
     from kvrelay.executors.torch.parallel.rank_process import RankShard
 
+_log = logging.getLogger(__name__)
+
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -44,6 +48,8 @@ def build_model_runner(
     engine: EngineConfig,
     shard: RankShard | None = None,
     allocate: Callable[[int], mmap.mmap] | None = None,
+    holding_bytes: int = 0,
+    spill_bytes: int = 0,
 ) -> ModelRunner:
     """Load the checkpoint and allocate the pool; with ``shard`` only the part of one rank.
 
@@ -56,7 +62,9 @@ def build_model_runner(
     dtype_name = _dtype(runner.dtype, config.dtype, device)
     dtype = _DTYPES[dtype_name]
     max_model_len = _max_model_len(engine.max_model_len, config.max_position)
-    num_threads = runner.num_threads or len(os.sched_getaffinity(0))
+    num_threads = runner.num_threads or len(usable_cores())
+    if device.type == "cpu":
+        _tell_threads(num_threads)
     backend = _backend(choose_backend(runner.attention_backend, device), dtype, num_threads)
     if device.type == "cpu":
         # After Numba's threads were set up, which sets the number for all users of OpenMP on this thread.
@@ -76,13 +84,12 @@ def build_model_runner(
         num_blocks = decide_num_blocks(
             layout, engine.num_blocks, engine.kv_cache_memory, lambda: auto_pool_bytes(device)
         )
-        pool = KvPool(
-            layout,
-            num_blocks,
-            device,
-            dtype,
-            memory=None if allocate is None or device.type != "cpu" else allocate(num_blocks * layout.block_bytes),
-        )
+        # A pool on the CPU spills nothing: its holding area is host memory already.
+        sizes = (holding_bytes, 0 if device.type == "cpu" else spill_bytes)
+        num_held, num_spilled = (num_holding_blocks(size, layout.block_bytes, num_blocks) for size in sizes)
+        num_bytes = (num_blocks + num_held) * layout.block_bytes
+        memory = None if allocate is None or device.type != "cpu" else allocate(num_bytes)
+        pool = KvPool(layout, num_blocks, device, dtype, memory, num_held, num_spilled)
     else:
         pool = shard.allocate(facts, layout, device, dtype)
     attention = backend.attention(_attention_spec(config, rank, model, max_model_len, device), pool.tensor)
@@ -91,6 +98,13 @@ def build_model_runner(
     grammars = GrammarMasks(compiler, config.vocab_size)
     kind = ModelRunner if rank.samples else FollowingRunner
     return kind(facts, model.decoder, attention, pool, states, backend.compiling, grammars=grammars)
+
+
+def _tell_threads(num_threads: int) -> None:
+    if num_threads > len(usable_cores()):
+        _log.warning("computing with %d threads, which wait for each other: %s", num_threads, describe_cores())
+    else:
+        _log.info("computing with %d threads: %s", num_threads, describe_cores())
 
 
 def _layout(config: ModelConfig, rank: ParallelRank, block_size: int, dtype: str) -> KVLayout:
@@ -128,7 +142,9 @@ def _backend(name: str, dtype: torch.dtype, num_threads: int) -> _Backend:
         from kvrelay.executors.torch.attention.cpu import CpuAttention, kernel_cache
         from kvrelay.executors.torch.kernels.compile_once import compile_once
         from kvrelay.executors.torch.kernels.numba_kernels import NumbaKernels, usable_threads
+        from kvrelay.executors.torch.kernels.numba_vector import INSTRUCTIONS
 
+        _log.info("kernels for %s", INSTRUCTIONS)
         threads = usable_threads(num_threads)
         attention = partial(CpuAttention, dtype=dtype, num_threads=threads)
         # Where Numba finds no OpenMP, torch's threads multiply.

@@ -3,13 +3,15 @@
     pool[block, layer, 0 = K | 1 = V, kv_head, position in block, head_dim]
 
 Owns the memory, which is not touched before its blocks are used: on the CPU it is an anonymous mapping, so an empty
-pool costs no resident memory. The engine knows which request holds which block.
+pool costs no resident memory, and it comes in huge pages if the kernel has them. The engine knows which request holds
+which block.
 """
 
 from __future__ import annotations
 
 import mmap
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +28,8 @@ _AUTO_CUDA_SHARE = 0.8
 
 
 class KvPool:
-    """``tensor`` is the pool in its logical shape and dtype, ``region`` the same memory by address."""
+    """``tensor`` is the pool in its logical shape and dtype, ``region`` the same memory by address. After the blocks of
+    the pool come those of the holding area (``engine.holding``), which no step uses."""
 
     def __init__(
         self,
@@ -35,14 +38,23 @@ class KvPool:
         device: torch.device,
         dtype: torch.dtype,
         memory: mmap.mmap | None = None,
+        num_holding_blocks: int = 0,
+        num_spill_blocks: int = 0,
     ) -> None:
-        """``memory``: the memory for the blocks of a CPU pool; None: the pool allocates its own."""
+        """``memory``: the memory for all blocks of a CPU pool; None: the pool allocates its own."""
         self.layout = layout
-        self.num_blocks = num_blocks
-        num_bytes = num_blocks * layout.block_bytes
+        self.num_blocks, self.num_holding_blocks, self.num_spill_blocks = (
+            num_blocks,
+            num_holding_blocks,
+            num_spill_blocks,
+        )
+        num_bytes = (num_blocks + num_holding_blocks) * layout.block_bytes
         if device.type == "cpu":
             if memory is None:
                 memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+                # A head's part of a block is about a page, so a step of decodes would miss the TLB at each.
+                with suppress(OSError):  # a kernel without huge pages
+                    memory.madvise(mmap.MADV_HUGEPAGE)
             flat = torch.frombuffer(memory, dtype=dtype, count=num_bytes // dtype.itemsize)
         else:
             flat = torch.zeros(num_bytes // dtype.itemsize, dtype=dtype, device=device)
@@ -50,7 +62,11 @@ class KvPool:
         shape = (region.num_layers, region.num_vectors, region.num_heads, layout.block_size, region.entry_values)
         self.tensor = flat.view(-1, *shape)
         self._bytes = flat.view(torch.uint8).view(-1, layout.block_bytes)
-        self.region = MemoryRegion(flat.data_ptr(), num_blocks * layout.block_bytes, device.type, device.index or 0)
+        spilled = torch.empty(
+            num_spill_blocks * layout.block_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda"
+        )
+        self._spilled = spilled.view(-1, layout.block_bytes)
+        self.region = MemoryRegion(flat.data_ptr(), num_bytes, device.type, device.index or 0)
 
     def checksums(self, block_ids: Sequence[int]) -> tuple[int, ...]:
         """Those of ``core.checksums``, block by block. A GPU's blocks are copied to the host one by one, behind what
@@ -58,9 +74,21 @@ class KvPool:
         blocks = (self.block(block_id) for block_id in block_ids)
         return tuple(checksum for block in blocks for checksum in unit_checksums(block, self.layout))
 
+    def copy(self, source_ids: Sequence[int], target_ids: Sequence[int]) -> None:
+        """On a GPU behind what the device has been given to do; waits for the end."""
+        for source_id, target_id in zip(source_ids, target_ids, strict=True):
+            self.bytes_of(target_id).copy_(self.bytes_of(source_id), non_blocking=True)
+        if self._bytes.is_cuda:
+            torch.cuda.current_stream(self._bytes.device).synchronize()
+
+    def bytes_of(self, block_id: int) -> torch.Tensor:
+        """The bytes of a block of the pool, of the holding area, or of what was spilled from there."""
+        num_here = len(self._bytes)
+        return self._bytes[block_id] if block_id < num_here else self._spilled[block_id - num_here]
+
     def block(self, block_id: int) -> npt.NDArray[np.uint8]:
         """Its bytes, in place or copied to the host."""
-        found: npt.NDArray[np.uint8] = self._bytes[block_id].cpu().numpy()
+        found: npt.NDArray[np.uint8] = self.bytes_of(block_id).cpu().numpy()
         return found
 
     def __repr__(self) -> str:

@@ -54,6 +54,7 @@ class ModelRunner:
         self._attention = attention
         self._pool = pool
         self.kv_layout, self.num_blocks, self.kv_region = pool.layout, pool.num_blocks, pool.region
+        self.num_holding_blocks, self.num_spill_blocks = pool.num_holding_blocks, pool.num_spill_blocks
         self._states = states
         self._compiling = compiling
         self._device = pool.tensor.device
@@ -101,6 +102,9 @@ class ModelRunner:
 
     def checksum_blocks(self, block_ids: Sequence[int]) -> tuple[int, ...]:
         return self._pool.checksums(block_ids)
+
+    def copy_blocks(self, source_ids: Sequence[int], target_ids: Sequence[int]) -> None:
+        self._pool.copy(source_ids, target_ids)
 
     def _forward(self, batch: StepBatch, prompt_tokens: npt.NDArray[np.int64]) -> tuple[torch.Tensor, int]:
         """Hidden states of the tokens whose rows sample, then of ``prompt_tokens``; and the number of the former."""

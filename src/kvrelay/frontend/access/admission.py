@@ -7,8 +7,8 @@ requests per minute, and tokens per minute. Each frontend process counts for its
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Set
-from contextlib import contextmanager
+from collections.abc import Set
+from dataclasses import dataclass
 
 from kvrelay.config import KeyLimits
 from kvrelay.core.clock import Clock
@@ -19,6 +19,21 @@ from kvrelay.errors import InvalidInputError, OverloadedError
 MINUTE_S = 60.0
 IN_FLIGHT, RATE, TOKENS, AT_ONCE = "in_flight", "requests_per_minute", "tokens_per_minute", "requests_at_once"
 NO_LIMITS = KeyLimits()
+
+
+@dataclass(slots=True)
+class Admitted:
+    """Sequences in flight, until the end of the ``with`` block."""
+
+    admission: Admission
+    num_sequences: int
+    key: str
+
+    def __enter__(self) -> None:
+        """They are counted already."""
+
+    def __exit__(self, *_: object) -> None:
+        self.admission.leave(self.num_sequences, self.key)
 
 
 class Admission:
@@ -38,8 +53,7 @@ class Admission:
     def __repr__(self) -> str:
         return f"Admission({self.num_in_flight} of {self._max_in_flight} in flight, {self._requests!r})"
 
-    @contextmanager
-    def admitted(self, num_sequences: int, key: str = "", limits: KeyLimits = NO_LIMITS) -> Iterator[None]:
+    def admitted(self, num_sequences: int, key: str = "", limits: KeyLimits = NO_LIMITS) -> Admitted:
         """Count the sequences of this API key as in flight while the block runs.
 
         No key keeps another one out: above the bound a key may have its equal share.
@@ -72,14 +86,15 @@ class Admission:
             self._returns.restart()
         self.num_in_flight += num_sequences
         self._at_once[key] += num_sequences
-        try:
-            yield
-        finally:
-            self.num_in_flight -= num_sequences
-            self._at_once[key] -= num_sequences
-            if not self._at_once[key]:
-                del self._at_once[key]
-            self._ended.add(num_sequences)
+        return Admitted(self, num_sequences, key)
+
+    def leave(self, num_sequences: int, key: str) -> None:
+        """Admitted sequences have ended."""
+        self.num_in_flight -= num_sequences
+        self._at_once[key] -= num_sequences
+        if not self._at_once[key]:
+            del self._at_once[key]
+        self._ended.add(num_sequences)
 
     def _is_below_share(self, key: str, num_sequences: int) -> bool:
         """Whether other keys fill the frontend, and this one stays within an equal share of it. So at most twice the

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import secrets
 import time
-import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -463,7 +463,7 @@ def _stem(path: str) -> str:
 def _request_id(request: HttpRequest, prefix: str, frontend: str) -> str:
     """The prefix, the client's own id if it is valid, this frontend's name, and a random part."""
     given = request.headers.get("x-request-id", "")
-    unique = frontend + uuid.uuid4().hex[len(frontend) :]
+    unique = frontend + secrets.token_hex(16)[len(frontend) :]
     if (
         given
         and len(given) <= MAX_REQUEST_ID_CHARS

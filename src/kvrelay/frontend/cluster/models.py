@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from kvrelay.core.handoff import HandoffOrder
+from kvrelay.core.handoff import HandoffOrder, PrefixHolder
 from kvrelay.core.workers import WorkerInfo
 from kvrelay.errors import WorkerUnavailableError
 from kvrelay.frontend.cluster.cold_start import ColdStart
@@ -35,6 +35,8 @@ class WorkerLinks:
 
     decode: WorkerLink
     prefill: WorkerLink | None = None
+    holder: PrefixHolder | None = None
+    """Another worker whose prefix ``decode`` may read."""
 
 
 class Model:
@@ -133,16 +135,19 @@ class Model:
         Raises WorkerUnavailableError.
         """
         if order is HandoffOrder.DECODE_FIRST:
-            worker_id, prefill_id = self.router.choose(request).worker_id, None
+            chosen, prefill_id = self.router.choose(request), None
         else:
             decision = self.pairs.choose(request, must_be_local=must_be_local)
-            worker_id = decision.decode.worker_id
+            chosen = decision.decode
             prefill_id = None if decision.prefill is None else decision.prefill.worker_id
+        worker_id = chosen.worker_id
         link = self._links.get(worker_id)
         if link is None:
             self.leave(request.request_id)
             raise WorkerUnavailableError(f"worker {worker_id} is not connected")
-        return WorkerLinks(link, None if prefill_id is None else self._prefill_links.get(prefill_id))
+        if prefill_id is None:
+            return WorkerLinks(link, holder=chosen.holder)
+        return WorkerLinks(link, self._prefill_links.get(prefill_id))
 
     def leave(self, request_id: str, num_output_tokens: int = 0) -> None:
         """A placed request has left its worker, or both of its pair."""

@@ -14,7 +14,7 @@ from operator import sub
 import msgspec
 
 from kvrelay.config import WorkerRole
-from kvrelay.core.events import Flow
+from kvrelay.core.events import STALE_AFTER_S, Flow
 from kvrelay.core.histogram import LATENCY_BUCKETS_S, TOKEN_BUCKETS_S, quantile_s
 from kvrelay.core.workers import WorkerInfo
 from kvrelay.frontend.cluster.figures import HISTORY_S, Second, added, added_up, total_of
@@ -28,8 +28,6 @@ SETTLED_S = 2
 """A second is shown when every frontend has surely counted it."""
 MAX_FLOWS = 256
 """Of 240 workers there may be thousands, which no one reads."""
-SILENT_AFTER_S = 5.0
-"""An idle worker reports every two seconds."""
 
 
 class WorkerCondition(StrEnum):
@@ -163,7 +161,7 @@ def _worker_view(member: Member, now_s: float) -> WorkerView:
     elif link is None:
         state = WorkerCondition.UNREACHED
     else:
-        state = WorkerCondition.SILENT if (age_s or 0.0) > SILENT_AFTER_S else WorkerCondition.READY
+        state = WorkerCondition.SILENT if (age_s or 0.0) > STALE_AFTER_S else WorkerCondition.READY
     view = WorkerView(
         info.worker_id, info.role, info.model, state, info.host, info.engine, info.release, info.lease_ttl_s
     )

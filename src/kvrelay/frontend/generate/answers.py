@@ -64,6 +64,11 @@ class Answer:
             # Starting the sequences may have failed first; asyncio complains of exceptions that are never retrieved.
             self.done.exception()
 
+    def close(self) -> None:
+        """The request is over. Its sequences refer to this object: cut the cycle, so that all of it is freed now, and
+        not by the garbage collector."""
+        self.sequences.clear()
+
     def gone(self) -> None:
         """The client went away."""
         self.cancel()
@@ -156,7 +161,8 @@ class StreamedAnswer(Answer):
         self._opened.add(sequence.index)
         if not self._exchange.is_started:
             self._exchange.start_stream(EVENT_STREAM, [*self._headers, *origin_headers(sequence)])
-            self._exchange.last_words = lambda status, message: self._form.broken(Failure(status, message))
+            broken = self._form.broken
+            self._exchange.last_words = lambda status, message: broken(Failure(status, message))
         prompt = AnsweredPrompt(sequence.prompt_token_ids, sequence.prompt_logprobs, sequence.num_cached_tokens)
         return self._form.opening(sequence.index, prompt)
 

@@ -14,6 +14,7 @@ import math
 import time
 from collections.abc import Iterator
 from collections.abc import Sequence as Items
+from contextlib import closing
 from functools import partial
 
 from msgspec.structs import replace
@@ -214,29 +215,30 @@ class Pipeline:
         )
         tokens_per_minute = limits.tokens_per_minute or 0
         self._admission.count_tokens(client, tokens_per_minute, sum(lengths))
-        try:
-            await self._run(answer, exchange, sequences, spec.n * len(prompts), timeout_s)
-        except ClientGoneError:
-            raise
-        except KvrelayError as exc:
-            if not exchange.is_started or not isinstance(answer, StreamedAnswer):
+        with closing(answer):
+            try:
+                await self._run(answer, exchange, sequences, spec.n * len(prompts), timeout_s)
+            except ClientGoneError:
                 raise
-            answer.finish_broken(failure_of(exc))
-            raise BrokenStreamError(exc.message) from exc
-        finally:
-            if tokens_per_minute:
-                self._admission.count_tokens(client, tokens_per_minute, answer.generated().output_tokens or 0)
-            if self._access_log.is_on:
-                self._access_log.note(request_id, answer.generated())
-            if trace is not None:
-                trace.output_tokens = sum([len(sequence.output_token_ids) for sequence in answer.sequences])
-        shown = self._waterfall(exchange, trace) if WATERFALL_HEADER in exchange.request.headers else b""
-        if isinstance(answer, StreamedAnswer):
-            answer.finish(shown)
-        else:
-            headers += origin_headers(answer.sequences[0])
-            whole = await self._threads.call(answer.size, form.whole, answer.choices, answer.usage())
-            exchange.respond(Response(200, with_extra(whole, shown) if shown else whole, headers=headers))
+            except KvrelayError as exc:
+                if not exchange.is_started or not isinstance(answer, StreamedAnswer):
+                    raise
+                answer.finish_broken(failure_of(exc))
+                raise BrokenStreamError(exc.message) from exc
+            finally:
+                if tokens_per_minute:
+                    self._admission.count_tokens(client, tokens_per_minute, answer.generated().output_tokens or 0)
+                if self._access_log.is_on:
+                    self._access_log.note(request_id, answer.generated())
+                if trace is not None:
+                    trace.output_tokens = sum([len(sequence.output_token_ids) for sequence in answer.sequences])
+            shown = self._waterfall(exchange, trace) if WATERFALL_HEADER in exchange.request.headers else b""
+            if isinstance(answer, StreamedAnswer):
+                answer.finish(shown)
+            else:
+                headers += origin_headers(answer.sequences[0])
+                whole = await self._threads.call(answer.size, form.whole, answer.choices, answer.usage())
+                exchange.respond(Response(200, with_extra(whole, shown) if shown else whole, headers=headers))
 
     def _waterfall(self, exchange: Exchange, trace: Trace | None) -> bytes:
         """The answer's extra field, if the client has asked for it."""

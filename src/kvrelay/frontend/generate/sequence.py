@@ -25,7 +25,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Protocol
 
-from kvrelay.core.handoff import HandoffOrder
+from kvrelay.core.handoff import HandoffOrder, PrefixHolder
 from kvrelay.core.messages import GenerateRequest, RequestRefused, TokenOutput
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.status import FinishReason, RefusalKind
@@ -146,7 +146,7 @@ class Sequence:
         while True:
             placement = self._model.place(self._routing_request(), self._order, must_be_local=self._must_be_local)
             link = placement.decode
-            request = self._generate_request(link)
+            request = self._generate_request(link, placement.holder)
             if self._trace is not None:
                 half = placement.prefill
                 self._traced = self._trace.routed(link.info.worker_id, half.info.worker_id if half is not None else "")
@@ -294,7 +294,7 @@ class Sequence:
             cache_salt=self.sampling.cache_salt,
         )
 
-    def _generate_request(self, link: WorkerLink) -> GenerateRequest:
+    def _generate_request(self, link: WorkerLink, holder: PrefixHolder | None) -> GenerateRequest:
         return GenerateRequest(
             request_id=self._attempt_id,
             worker_id=link.info.worker_id,
@@ -309,6 +309,7 @@ class Sequence:
             explain=self._spec.explain,
             traceparent="" if self._trace is None else self._trace.traceparent,
             report_interval=self._tokens_at_once,
+            holder=holder,
         )
 
     def _leave_router(self) -> None:

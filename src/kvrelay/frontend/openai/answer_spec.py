@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import TypeVar
 
 import msgspec
@@ -12,7 +13,12 @@ from kvrelay.config import KeyLimits
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.errors import InvalidInputError, PayloadTooLargeError, PromptTooLongError
 from kvrelay.frontend.openai.bounds import MAX_STOP_CHARS
-from kvrelay.frontend.openai.requests import ChatCompletionRequest, CompletionRequest, GenerationFields
+from kvrelay.frontend.openai.requests import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    GenerationFields,
+    has_short_fields,
+)
 from kvrelay.frontend.openai.structured import Constraint, constraint_of
 from kvrelay.frontend.tokens.tokenizer import DefaultSampling
 
@@ -150,8 +156,18 @@ def choice_sampling(sampling: SamplingParams, index: int) -> SamplingParams:
     return msgspec.structs.replace(sampling, seed=(sampling.seed + index) % 2**63)
 
 
+MAX_REMEMBERED = 256
+"""Specs of requests with short fields. Most clients send the same fields with every prompt."""
+
+
 def completion_spec(request: CompletionRequest, defaults: DefaultSampling, max_n: int) -> AnswerSpec:
     """Raises InvalidInputError."""
+    if has_short_fields(request):
+        return _remembered_completion(msgspec.structs.replace(request, prompt=""), defaults, max_n)
+    return _completion_spec(request, defaults, max_n)
+
+
+def _completion_spec(request: CompletionRequest, defaults: DefaultSampling, max_n: int) -> AnswerSpec:
     is_echo = bool(request.echo)
     prompt_logprobs = request.prompt_logprobs
     if is_echo and prompt_logprobs is None:
@@ -165,6 +181,14 @@ def chat_spec(
     request: ChatCompletionRequest, defaults: DefaultSampling, max_n: int, constraint: Constraint | None
 ) -> AnswerSpec:
     """``constraint`` is the required form of the answer. Raises InvalidInputError."""
+    if constraint is None and has_short_fields(request):
+        return _remembered_chat(msgspec.structs.replace(request, messages=()), defaults, max_n, None)
+    return _chat_spec(request, defaults, max_n, constraint)
+
+
+def _chat_spec(
+    request: ChatCompletionRequest, defaults: DefaultSampling, max_n: int, constraint: Constraint | None
+) -> AnswerSpec:
     _refuse_contradictions(request)
     logprobs = _or(request.top_logprobs, 0) if request.logprobs else None
     if request.top_logprobs and not request.logprobs:
@@ -172,6 +196,10 @@ def chat_spec(
     max_tokens = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
     sampling = _sampling(request, defaults, logprobs, request.prompt_logprobs, constraint)
     return _spec(request, sampling, max_tokens, max_n, constraint)
+
+
+_remembered_completion = lru_cache(MAX_REMEMBERED)(_completion_spec)
+_remembered_chat = lru_cache(MAX_REMEMBERED)(_chat_spec)
 
 
 def _spec(

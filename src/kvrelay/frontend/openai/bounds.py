@@ -54,6 +54,8 @@ _NO_BACKSLASH = re.compile(rb"[^\\]")
 
 def check_body(body: bytes) -> None:
     """Raise InvalidInputError if parsing ``body`` would take long. It need not be valid JSON."""
+    if len(body) <= MAX_JSON_CONTAINERS:
+        return  # too short to exceed any of the bounds
     if body.count(b"\\") > MAX_JSON_ESCAPES:
         raise InvalidInputError(f"the body has more than {MAX_JSON_ESCAPES} escapes")
     # Characters in strings count here, so the count may be too high, but never too low.

@@ -158,11 +158,14 @@ def _first_line(exc: RuntimeError) -> str:
 
 
 def _port(blob: bytes) -> int:
-    """The port in gloo's address of a rank: a rank and a sequence number, 8 bytes each, then a sockaddr. 0: unknown."""
-    if len(blob) < 20:
-        return 0
-    family, port = struct.unpack_from("=H", blob, 16)[0], struct.unpack_from("!H", blob, 18)[0]
-    return port if family in _FAMILIES else 0
+    """The port in gloo's address of a rank. 0: unknown.
+
+    A rank and a sequence number, 8 bytes each, then a sockaddr; later versions of torch have 2 bytes before it.
+    """
+    for at in (16, 18):
+        if len(blob) >= at + 4 and struct.unpack_from("=H", blob, at)[0] in _FAMILIES:
+            return int(struct.unpack_from("!H", blob, at + 2)[0])
+    return 0
 
 
 def _shut_down(own_port: int, peer_port: int) -> None:

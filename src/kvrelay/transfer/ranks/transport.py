@@ -74,6 +74,10 @@ class RankedTransport(Transport):
         """By end and its own handle."""
 
     @property
+    def wake_fd(self) -> int | None:  # type: ignore[override]
+        return self._ends[0].wake_fd if len(self._ends) == 1 else None
+
+    @property
     def grants(self) -> Grants | None:  # type: ignore[override]
         if len(self._ends) == 1 or self._ends[0].grants is None:
             return self._ends[0].grants

@@ -37,10 +37,10 @@ class Mailbox:
 
     def __init__(self, max_message_bytes: int) -> None:
         self._max_bytes = max_message_bytes
-        self._read_fd, self.write_fd = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self.read_fd, self.write_fd = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         # Smaller is slower, not wrong: the user's share of pipe memory may be used up.
         with contextlib.suppress(OSError):
-            fcntl.fcntl(self._read_fd, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
+            fcntl.fcntl(self.read_fd, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
         self.inode = os.fstat(self.write_fd).st_ino
         self._rest = b""
         self._partial: Latest[int, tuple[int, bytearray]] = Latest(MAX_SENDERS)
@@ -48,10 +48,10 @@ class Mailbox:
 
     def receive(self) -> list[bytes]:
         """Messages that are complete, in the order of their last frames."""
-        if self._read_fd < 0:
+        if self.read_fd < 0:
             return []
         try:
-            data = self._rest + os.read(self._read_fd, PIPE_BYTES)
+            data = self._rest + os.read(self.read_fd, PIPE_BYTES)
         except BlockingIOError:
             return []
         return list(self._messages(data))
@@ -87,10 +87,10 @@ class Mailbox:
 
     def close(self) -> None:
         """Senders are told that we are gone. Idempotent."""
-        if self._read_fd >= 0:
-            os.close(self._read_fd)
+        if self.read_fd >= 0:
+            os.close(self.read_fd)
             os.close(self.write_fd)
-            self._read_fd = self.write_fd = -1
+            self.read_fd = self.write_fd = -1
 
 
 class Sender:

@@ -254,6 +254,7 @@ class Membership:
             dp_size=settings.group.dp,
             dp_parent_pid=os.getppid() if settings.group.dp > 1 else 0,
             release=__version__,
+            reads_prefixes=facts.has_open_cache and settings.transfer.fetch_prefixes,
         )
 
     def _metadata(self, lease_ttl_s: float) -> KvMetadata:

@@ -70,6 +70,8 @@ class IncomingHandoffs(LedgerDriver[de.DecodeEvent]):
             checksums=settings.transfer.kv_checksums,
         )
         self.ledger = DecodeLedger(rules)
+        self.lends_prefixes = True
+        """Other workers may read prefixes of our cache; not of a worker that leaves."""
         self._around = around
         self._marks = around.marks
         self._engine = around.engine
@@ -96,6 +98,7 @@ class IncomingHandoffs(LedgerDriver[de.DecodeEvent]):
             {
                 de.Push: self._queue,
                 de.AllocateLoan: self._allocate,
+                de.LendPrefix: self._lend_prefix,
                 de.ChecksumHits: self._checksum_hits,
                 de.SendGrant: self._grant,
                 de.SendToPrefill: lambda action: self.on_loop(self._send, action),
@@ -192,6 +195,16 @@ class IncomingHandoffs(LedgerDriver[de.DecodeEvent]):
             self.handle(de.LoanAllocated(action.handoff_id, action.loan, block_ids))
 
         self._engine.post(allocate)
+
+    def _lend_prefix(self, action: de.LendPrefix) -> None:
+        def lend(core: Engine) -> None:
+            block_ids, prefix = None, action.prefix
+            is_ours = action.handoff_id.decode_worker_id == self._around.worker_id
+            if is_ours and self.lends_prefixes and core.schedules is not None:
+                block_ids = core.schedules.lend_prefix(action.handoff_id, prefix.token_ids, prefix.cache_salt)
+            self.handle(de.LoanAllocated(action.handoff_id, 1, block_ids))
+
+        self._engine.post(lend)
 
     def _read(self, action: de.Fetch) -> None:
         """By blocks, or by an engine that moves the KV itself."""

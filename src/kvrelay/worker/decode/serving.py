@@ -14,7 +14,7 @@ import asyncio
 import itertools
 import logging
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -123,6 +123,8 @@ class DecodeSide:
         self._numbers = itertools.count(1)
         self._served: dict[str, _Served] = {}
         """By request id."""
+        self._undelivered: deque[TokenOutput] = deque()
+        self._is_delivery_due = False
         self._requests_of: defaultdict[Peer, set[str]] = defaultdict(set)
         self._tasks = TaskSet()
         self._tasks.spawn(self.handoffs.tick_forever())
@@ -283,6 +285,7 @@ class DecodeSide:
             handoff_number=0 if handoff_id is None else handoff_id.number,
             placement=PlacementState(explain=message.explain),
             report_interval=message.report_interval,
+            holder=message.holder,
             listener=self._marks.listener,
         )
         objectives = self.placement.objectives(message.slo_ttft_ms, message.slo_itl_ms)
@@ -317,8 +320,19 @@ class DecodeSide:
 
     # -- what a step produced -----------------------------------------------------------------------------------------
 
-    def deliver(self, outputs: list[TokenOutput]) -> None:
-        """On the event loop, once per step: tokens to frontends."""
+    def hand_on(self, outputs: list[TokenOutput]) -> None:
+        """On the engine thread, once per step. Steps that the event loop is behind with are delivered together: a
+        frontend then gets one message instead of several."""
+        self._undelivered.extend(outputs)
+        if not self._is_delivery_due:
+            self._is_delivery_due = True
+            self._loop.call_soon_threadsafe(self._deliver)
+
+    def _deliver(self) -> None:
+        """On the event loop: tokens to frontends."""
+        self._is_delivery_due = False  # first: what the engine adds from now on makes another delivery due
+        undelivered = self._undelivered
+        outputs = [undelivered.popleft() for _ in range(len(undelivered))]
         by_peer: defaultdict[Peer, list[TokenOutput]] = defaultdict(list)
         for output in outputs:
             served = self._served.get(output.request_id)

@@ -79,7 +79,8 @@ OnMessage = Callable[[DecodePeer, Message], None]
 
 
 class DecodePeers:
-    """All of them. ``on_lost(worker_id)`` runs when a connection ends."""
+    """All of them. ``on_lost(worker_id)`` runs when a connection ends. ``address_of``: by discovery, of a worker that
+    no queue entry has named."""
 
     def __init__(
         self,
@@ -89,12 +90,14 @@ class DecodePeers:
         *,
         on_message: OnMessage,
         on_lost: Callable[[str], None],
+        address_of: Callable[[str], str | None] = lambda _: None,
     ) -> None:
         self._connect = connect
         self._discovery = discovery
         self._keys = keys
         self._on_message = on_message
         self._on_lost = on_lost
+        self._address_of = address_of
         self._peers: dict[str, DecodePeer] = {}
         self._addresses: Latest[str, str] = Latest(MAX_REMEMBERED)
         self._connecting = KeyedLocks()
@@ -106,9 +109,11 @@ class DecodePeers:
 
     async def get(self, worker_id: str) -> DecodePeer:
         """The connection to ``worker_id``. Raises WorkerUnavailableError or IncompatiblePeerError."""
-        address = self._addresses.get(worker_id)
+        address = self._addresses.get(worker_id) or self._address_of(worker_id)
         if address is None:
             raise WorkerUnavailableError(f"where {worker_id} listens is not known")
+        # What was begun is also ended with a worker that discovery lists no more.
+        self._addresses[worker_id] = address
         async with self._connecting.hold(worker_id):
             old = self._peers.get(worker_id)
             if old is not None:

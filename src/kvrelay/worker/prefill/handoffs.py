@@ -2,8 +2,8 @@
 
     event loop        entries, answers, connections, leases ──> Pulled, Granted, ...  <──  SendClaim, SendRelease,
                                                                                            SendToDecode, Settle
-    engine thread     loads and chunks of a step ──> LoadRequested, ChunkComputed     <──  Compute, ReportLoaded,
-                                                                                           StopComputing, FreeBlocks
+    engine thread     loads and chunks of a step ──> LoadRequested, ChunkComputed,    <──  Compute, ReportLoaded, Keep,
+                                                     Kept                                  StopComputing, FreeBlocks
     transfer thread                                  HitsRead, Written                <──  ReadHits, Write
     checksum thread                                  HitsVerified, ChunkChecksummed   <──  VerifyHits, ChecksumChunk
 
@@ -45,6 +45,8 @@ from kvrelay.worker.translation import chunk_computed, engine_request, pulled
 
 _log = logging.getLogger(__name__)
 
+PREFIX_READ_TIMEOUT_S = 5.0
+"""A prefix that takes longer is computed. The connection to its holder ends then, because the read may still run."""
 _CANCELLED = (EndReason.REQUEST_ENDED, EndReason.ABANDONED, EndReason.REFUSED)
 """How hand-offs end when a client cancels its request: not a fault of either worker. A refusal with another cause is
 logged when it arrives."""
@@ -88,11 +90,23 @@ class Job:
         return str(self.request.handoff_id)
 
 
+class PrefixRead(Protocol):
+    """Who wants a prefix from another worker. Under the ledger's lock."""
+
+    def begins(self, num_bytes: int) -> None:
+        """It is granted; the read begins."""
+
+    def ended(self, ok: bool, num_blocks: int, reason: EndReason | None) -> None:
+        """So many of the blocks are here; once."""
+
+
 class OutgoingHandoffs(LedgerDriver[pe.PrefillEvent]):
     """All prefills that this worker computes for decode workers."""
 
     def __init__(self, around: Surroundings, rules: PrefillRules) -> None:
         self.ledger = PrefillLedger(rules)
+        self.prefixes: dict[HandoffId, PrefixRead] = {}
+        """Reads of other workers' prefixes that have not ended."""
         self.jobs: dict[HandoffId, Job] = {}
         self._by_name: dict[str, HandoffId] = {}
         self._block_size = rules.block_size
@@ -116,6 +130,7 @@ class OutgoingHandoffs(LedgerDriver[pe.PrefillEvent]):
                 pe.ReportLoaded: self._tell_loaded,
                 pe.ChecksumChunk: self._checksum_chunk,
                 pe.Write: self._write,
+                pe.Keep: self._keep,
                 pe.StopComputing: self._stop_computing,
                 pe.FreeBlocks: self._free_blocks,
                 pe.Computed: lambda action: self.on_loop(self.jobs[action.handoff_id].origin.computed),
@@ -144,6 +159,11 @@ class OutgoingHandoffs(LedgerDriver[pe.PrefillEvent]):
         origin = job.origin
         self.handle(pulled(request, self._block_size, term, origin.order, may_return=origin.may_return))
 
+    def read_prefix(self, read: PrefixRead, event: pe.PrefixWanted) -> None:
+        """From any thread."""
+        self.prefixes[event.handoff_id] = read
+        self.handle(event)
+
     def decline(self, job: Job, reason: EndReason) -> None:
         """Do not compute it, and tell its owner."""
         request = job.request
@@ -164,7 +184,7 @@ class OutgoingHandoffs(LedgerDriver[pe.PrefillEvent]):
             self._marks.add(str(message.handoff_id), Phase.GRANT_HEARD)
             self.handle(pe.Granted(worker_id, message))
         elif isinstance(message, HandoffRefused):
-            if message.reason != RefusalReason.UNKNOWN:
+            if message.reason not in (RefusalReason.UNKNOWN, RefusalReason.NO_PREFIX):
                 _log.warning("hand-off %s: %s refused the claim: %.100r", message.handoff_id, worker_id, message.reason)
             self.handle(message)
         elif isinstance(message, HandoffAbandon):
@@ -234,6 +254,8 @@ class OutgoingHandoffs(LedgerDriver[pe.PrefillEvent]):
             self._load(load)
         for chunk in step.handoff_chunks:
             self._chunk(chunk)
+        for kept in step.kept_blocks:
+            self.handle(pe.Kept(self._by_name[kept.request_id], kept.block_ids))
         for output in step.outputs:
             if output.finish_reason is FinishReason.ERROR and output.request_id in self._by_name:
                 _log.warning("hand-off %s is not computed: %s", output.request_id, output.error)
@@ -270,12 +292,20 @@ class OutgoingHandoffs(LedgerDriver[pe.PrefillEvent]):
             self.handle(pe.EngineRefused(request.handoff_id))
 
     def _tell_loaded(self, action: pe.ReportLoaded) -> None:
+        read = self.prefixes.pop(action.handoff_id, None)
+        if read is not None:
+            read.ended(action.ok, action.num_blocks, action.reason)
+            return
         name = str(action.handoff_id)
         self._engine.post(lambda core: require(core.schedules).kv_loaded(name, action.ok))
 
     def _stop_computing(self, action: pe.StopComputing) -> None:
         name = str(action.handoff_id)
         self._engine.post(lambda core: core.abort(name))
+
+    def _keep(self, action: pe.Keep) -> None:
+        name = str(action.handoff_id)
+        self._engine.post(lambda core: require(core.schedules).keep_blocks(name, action.block_ids))
 
     def _free_blocks(self, action: pe.FreeBlocks) -> None:
         name = str(action.handoff_id)
@@ -286,18 +316,24 @@ class OutgoingHandoffs(LedgerDriver[pe.PrefillEvent]):
     # -- transfers and checksums --------------------------------------------------------------------------------------
 
     def _read(self, action: pe.ReadHits) -> None:
-        job = self.jobs[action.handoff_id]
+        prefix = self.prefixes.get(action.handoff_id)
 
         def ended(error: str | None) -> None:
+            if error is not None and prefix is not None:
+                _log.warning("a prefix of %s is computed instead: %s", action.handoff_id.decode_worker_id, error)
             self.handle(pe.HitsRead(action.handoff_id, error is None))
 
-        pieces = self._pieces(TransferOp.READ, job, action)
+        pieces = self._pieces(TransferOp.READ, action)
         if pieces is None:
             self._loop.call_soon_threadsafe(ended, "no pieces")
             return
-        self._count(job, pieces.num_bytes)
-        worker_id, grant = job.request.decode_worker_id, self._grant_of(action.handoff_id)
-        self._transfer.submit(TransferOp.READ, worker_id, pieces, on_done=ended, grant=grant)
+        if prefix is not None:
+            prefix.begins(pieces.num_bytes)
+        else:
+            self._count(self.jobs[action.handoff_id], pieces.num_bytes)
+        worker_id, grant = action.handoff_id.decode_worker_id, self._grant_of(action.handoff_id)
+        limit_s = None if prefix is None else PREFIX_READ_TIMEOUT_S
+        self._transfer.submit(TransferOp.READ, worker_id, pieces, on_done=ended, grant=grant, timeout_s=limit_s)
 
     def _grant_of(self, handoff_id: HandoffId) -> GrantRef | None:
         """The grant that we name; under the ledger's lock."""
@@ -314,7 +350,7 @@ class OutgoingHandoffs(LedgerDriver[pe.PrefillEvent]):
                 self._marks.add(job.name, Phase.FIRST_BYTES)
             self.handle(pe.Written(action.handoff_id, error is None))
 
-        pieces = self._pieces(TransferOp.WRITE, job, action)
+        pieces = self._pieces(TransferOp.WRITE, action)
         if pieces is None:
             self._loop.call_soon_threadsafe(ended, "no pieces")
             return
@@ -332,18 +368,18 @@ class OutgoingHandoffs(LedgerDriver[pe.PrefillEvent]):
         grant = GrantRef(group, action.generation)
         self._transfer.submit(TransferOp.WRITE, worker_id, pieces, notify, on_done=ended, group=group, grant=grant)
 
-    def _pieces(self, op: TransferOp, job: Job, action: pe.ReadHits | pe.Write) -> Pieces | None:
+    def _pieces(self, op: TransferOp, action: pe.ReadHits | pe.Write) -> Pieces | None:
         here = BlockRun(action.blocks.first_block, action.blocks.block_ids)
         there = BlockRun(action.remote_first_block, action.remote_block_ids)
         theirs = self.ledger.handoffs[action.handoff_id].decode_block_size(self.ledger.rules)
-        return self._memory.pieces(op, job.request.decode_worker_id, here, there, theirs)
+        return self._memory.pieces(op, action.handoff_id.decode_worker_id, here, there, theirs)
 
     def _count(self, job: Job, num_bytes: int) -> None:
         job.num_bytes += num_bytes
         self.ledger.counters.num_sent_bytes += num_bytes
 
     def _verify_hits(self, action: pe.VerifyHits) -> None:
-        worker_id = self.jobs[action.handoff_id].request.decode_worker_id
+        worker_id = action.handoff_id.decode_worker_id
 
         def verified(damage: str | None) -> None:
             if damage is not None:

@@ -61,6 +61,7 @@ class PrefillSide:
             claim_timeout_s=CLAIM_TIMEOUT_S,
             gone_for_s=max(GONE_FOR_DETECTIONS * detection_s, MIN_GONE_FOR_S),
             checksums=around.checksums.required,
+            can_keep=around.engine.facts.num_holding_blocks > 0,
         )
         self.handoffs = OutgoingHandoffs(around, rules)
         self._around = around

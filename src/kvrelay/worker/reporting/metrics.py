@@ -28,7 +28,7 @@ from kvrelay.core.status import RefusalKind
 from kvrelay.core.step_cost import StepCost
 from kvrelay.core.tier_stats import TierStats
 from kvrelay.core.vllm_metrics import OF_WORKERS, WithVllmNames
-from kvrelay.engine.stats import EngineStats
+from kvrelay.engine.stats import EngineStats, HoldingStats
 from kvrelay.handoff.base import EndReason, RefusalReason
 from kvrelay.handoff.decode_state import DecodeCounters
 from kvrelay.handoff.prefill_state import PrefillCounters
@@ -68,6 +68,8 @@ class WorkerStats:
     transfer_cost_error: float = 0.0
     """Mean relative error of the published transfer costs."""
     transfer_durations: Mapping[TransferOp, Histogram] = dataclasses.field(default_factory=dict)
+    prefixes: TierStats | None = None
+    """Of other workers' prefixes, if they are read."""
 
 
 class WorkerMetrics(Collector):
@@ -106,8 +108,12 @@ def _families(stats: WorkerStats) -> Iterator[Metric]:
     yield from _transfers(stats.transfer)
     if stats.transfer.p2p is not None:
         yield from _p2p(stats.transfer.p2p)
+    if stats.engine.holding is not None:
+        yield from _holding(stats.engine.holding)
     if stats.engine.tiers is not None:
-        yield from _tiers(stats.engine.tiers)
+        yield from _tiers(stats.engine.tiers, "kv_tier")
+    if stats.prefixes is not None:
+        yield from _tiers(stats.prefixes, "kv_fetch")
     yield _by_label("placements", "Where prefills ran, and why.", "place", _PLACES | stats.decode.places)
     yield _by_label(
         "refusals",
@@ -170,6 +176,10 @@ def _times(stats: WorkerStats) -> Iterator[Metric]:
     yield _histogram("queue_seconds", "Each wait for admission.", times.queue)
     yield _histogram("prefill_seconds", "From admission to the first token of a prefill here.", times.prefill)
     yield _histogram("handoff_seconds", "Decode side: from sending a prefill away to its KV.", times.handoff)
+    yield _histogram("held_seconds", "Decode side: how long KV that has come waits for the pool.", times.held)
+    yield _histogram(
+        "sending_seconds", "Prefill side: how long a computed prefill keeps the pool's blocks.", times.sending
+    )
     yield _histogram("step_seconds", "Steps with a forward pass.", times.step)
     family = HistogramMetricFamily(
         PREFIX + "transfer_duration_seconds", "Reads and writes of peers' KV, from submission to end.", labels=("op",)
@@ -244,16 +254,28 @@ def _p2p(counters: P2pCounters) -> Iterator[Metric]:
             yield _counter(f"p2p_{name}", f"Transport p2p: {name.replace('_', ' ')}.", getattr(counters, field.name))
 
 
-def _tiers(tiers: TierStats) -> Iterator[Metric]:
-    """KV in host memory and on disk: decisions, then each store by its medium."""
+def _holding(holding: HoldingStats) -> Iterator[Metric]:
+    yield _gauge("kv_holding_blocks", "Blocks of the holding area.", holding.num_blocks)
+    yield _gauge("kv_holding_blocks_in_use", "Of these, held or quarantined.", holding.num_blocks_in_use)
+    yield _gauge(
+        "kv_holding_blocks_spilled", "Blocks of host memory with KV that was there.", holding.num_blocks_spilled
+    )
+    yield _gauge("kv_holding_arriving", "Requests whose KV will come to the holding area.", holding.num_arriving)
+    yield _counter("kv_held", "Prefills whose KV was in the holding area.", holding.num_held)
+    yield _counter("kv_holding_spilled", "Of these, prefills whose KV went to host memory.", holding.num_spilled)
+    yield _counter("kv_holding_full", "Computed prefills that kept blocks of the pool: no room.", holding.num_full)
+
+
+def _tiers(tiers: TierStats, group: str) -> Iterator[Metric]:
+    """KV beyond the pool: decisions, then each store by its medium (``host``, ``disk``; ``peer``)."""
     counts = tiers.counts
-    yield _counter("kv_tier_hits", "Prompts whose stored KV was loaded.", counts.num_hits)
-    yield _counter("kv_tier_hit_blocks", "Blocks that were loaded and have proved themselves.", counts.num_hit_blocks)
-    yield _counter("kv_tier_not_worth", "Prompts whose stored KV is computed as fast.", counts.num_not_worth)
-    yield _counter("kv_tier_failed_loads", "Loads after which the rest was computed.", counts.num_failed_loads)
-    yield _counter("kv_tier_saved_seconds", "Computing that loads have saved, by estimate.", max(counts.saved_s, 0.0))
-    yield _counter("kv_tier_lost_seconds", "Time of failed loads.", counts.lost_s)
-    yield _gauge("kv_tier_queued_blocks", "Evicted blocks that wait to be written.", tiers.num_queued)
+    yield _counter(f"{group}_hits", "Prompts whose stored KV was loaded.", counts.num_hits)
+    yield _counter(f"{group}_hit_blocks", "Blocks that were loaded and have proved themselves.", counts.num_hit_blocks)
+    yield _counter(f"{group}_not_worth", "Prompts whose stored KV is computed as fast.", counts.num_not_worth)
+    yield _counter(f"{group}_failed_loads", "Loads after which the rest was computed.", counts.num_failed_loads)
+    yield _counter(f"{group}_saved_seconds", "Computing that loads have saved, by estimate.", max(counts.saved_s, 0.0))
+    yield _counter(f"{group}_lost_seconds", "Time of failed loads.", counts.lost_s)
+    yield _gauge(f"{group}_queued_blocks", "Evicted blocks that wait to be written.", tiers.num_queued)
     numbers = {
         "loaded_blocks": ("num_loaded", "Blocks read."),
         "loaded_bytes": ("loaded_bytes", "Bytes read."),
@@ -261,12 +283,12 @@ def _tiers(tiers: TierStats) -> Iterator[Metric]:
         "stored_blocks": ("num_stored", "Blocks written."),
     }
     for name, (field, text) in numbers.items():
-        family = CounterMetricFamily(f"{PREFIX}kv_tier_{name}", text, labels=("medium",))
+        family = CounterMetricFamily(f"{PREFIX}{group}_{name}", text, labels=("medium",))
         for medium, store in tiers.stores.items():
             family.add_metric((medium,), getattr(store, field))
         yield family
     for name, text in (("misses", "Reads that failed."), ("drops", "Evicted blocks that were not written.")):
-        family = CounterMetricFamily(f"{PREFIX}kv_tier_{name}", text, labels=("medium", "reason"))
+        family = CounterMetricFamily(f"{PREFIX}{group}_{name}", text, labels=("medium", "reason"))
         for medium, store in tiers.stores.items():
             for reason, count in dict(getattr(store, name)).items():
                 family.add_metric((medium, reason), count)

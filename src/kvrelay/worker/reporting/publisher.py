@@ -1,8 +1,8 @@
 """Publishes a worker's state for routers: the prefix cache's events, numbered and replayable, and the load.
 
 A first load sample goes out at start, before any forward pass; then one on change, at most 20 a second, and at least
-one a second while the worker has requests or is at a step. An idle worker repeats its sample every two seconds: routers
-count a sample as stale after five (``router/load.py``). Events carry the epoch of the worker's start: a change of role
+one a second while the worker has requests or is at a step. An idle worker repeats its sample every five seconds, see
+STALE_AFTER_S in ``core/events.py``. Events carry the epoch of the worker's start: a change of role
 keeps the prefix cache, so indexes stay valid.
 """
 
@@ -18,7 +18,16 @@ import msgspec
 from kvrelay.control.base import EventBus, Keys, Subscription
 from kvrelay.core.event_codec import encode_events, encode_load
 from kvrelay.core.event_log import KvEventLog
-from kvrelay.core.events import BlockRemoved, BlockStored, Flow, KvEvent, LoadMetrics, TokenCounts, TransferCost
+from kvrelay.core.events import (
+    BlockRemoved,
+    BlockStored,
+    Flow,
+    KvEvent,
+    LoadCost,
+    LoadMetrics,
+    TokenCounts,
+    TransferCost,
+)
 from kvrelay.core.sealing import seal
 from kvrelay.core.tasks import end_tasks
 from kvrelay.errors import KvrelayError
@@ -27,14 +36,15 @@ _log = logging.getLogger(__name__)
 
 MIN_INTERVAL_S = 0.05
 MAX_INTERVAL_S = 1.0
-IDLE_INTERVAL_S = 2.0
+IDLE_INTERVAL_S = 5.0
 MAX_BATCH_BLOCKS = 20_000
 """At about 19 bytes per block this is well within the bus's limit of 1 MB per message."""
 
 
 class Publisher:
     """One worker's events and load on the bus, sealed with ``secret``. All methods run on the event loop.
-    ``step_age_s``, ``transfer_costs``, ``flows`` and ``tokens`` go into every sample, see ``LoadMetrics``."""
+    ``step_age_s``, ``transfer_costs``, ``flows``, ``load_costs`` and ``tokens`` go into every sample, see
+    ``LoadMetrics``."""
 
     def __init__(
         self,
@@ -47,6 +57,7 @@ class Publisher:
         secret: bytes = b"",
         transfer_costs: Callable[[], tuple[TransferCost, ...]] = tuple,
         flows: Callable[[], tuple[Flow, ...]] = tuple,
+        load_costs: Callable[[], tuple[LoadCost, ...]] = tuple,
         tokens: Callable[[], TokenCounts | None] = lambda: None,
     ) -> None:
         self._worker_id = worker_id
@@ -58,6 +69,7 @@ class Publisher:
         self._secret = secret
         self._transfer_costs = transfer_costs
         self._flows = flows
+        self._load_costs = load_costs
         self._tokens = tokens
         self._pending: list[KvEvent] = []
         self._load: LoadMetrics | None = None
@@ -136,6 +148,7 @@ class Publisher:
                 step_age_s=self._step_age_s(),
                 transfer_costs=self._transfer_costs(),
                 flows=self._flows(),
+                load_costs=self._load_costs(),
                 tokens=self._tokens(),
             )
             await self._publish(self._keys.worker_load(self._worker_id), encode_load(sample))

@@ -3,8 +3,8 @@
 Per step: ``begin(batch)`` once, then ``forward(layer, qkv)`` for each layer in order. ``forward`` takes the fused
 projection [T, (num_heads + 2 * num_kv_heads) * head_dim] (q heads, k heads, v heads), normalises q and k where the
 model does, rotates them by their positions, writes k and v into the pool at the tokens' places, attends causally over
-the blocks of the sequence's block table, and returns [T, num_heads * head_dim]. The result may be in a buffer that the
-next call reuses.
+the blocks of the sequence's block table, and returns [T, num_heads * head_dim]. With ``rows``, int64 numbers of tokens,
+only their results are defined. The result may be in a buffer that the next call reuses.
 """
 
 from __future__ import annotations
@@ -43,4 +43,4 @@ class AttentionSpec:
 class Attention(Protocol):
     def begin(self, batch: StepBatch) -> None: ...
 
-    def forward(self, layer: int, qkv: torch.Tensor) -> torch.Tensor: ...
+    def forward(self, layer: int, qkv: torch.Tensor, rows: torch.Tensor | None = None) -> torch.Tensor: ...

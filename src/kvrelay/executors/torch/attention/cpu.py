@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from kvrelay.engine.step import Int32Array
@@ -44,7 +45,7 @@ class CpuAttention:
         self._tile_sizes = [max(rows // spec.group_size, 1) for rows in (_SHORT_TILE_ROWS, _TILE_ROWS)]
         tile_rows = self._tile_sizes[1] * spec.group_size
         floats = cpu_kernels.scratch_size(spec.group_size, spec.head_dim, tile_rows)
-        self._scratch = np.zeros((num_threads, floats), dtype=np.float32)
+        self._scratch = torch.zeros(num_threads, -(-floats // 16) * 16).numpy()
         self._state = np.zeros((num_threads, tile_rows, 2), dtype=np.float32)
         self._batch: StepBatch | None = None
         self._slots = np.zeros(0, dtype=np.int32)
@@ -65,14 +66,15 @@ class CpuAttention:
         else:
             self._slots, self._tiles = batch.slots, _NO_TILES
 
-    def forward(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
+    def forward(self, layer: int, qkv: torch.Tensor, rows: torch.Tensor | None = None) -> torch.Tensor:
         batch = self._batch
         assert batch is not None, "begin comes first"
         out = self._out.take(qkv.shape[0], self._spec.num_heads * self._spec.head_dim)
+        tiles = self._tiles if rows is None else _cut(self._tiles, rows.numpy())
         arguments = (
             self._head, self._group, as_numpy(qkv), self._pool, layer, self._slots, batch.positions, batch.block_table,
             self._rope, self._q_norms[layer], self._k_norms[layer], self._eps, self._scale, self._spec.windows[layer],
-            as_numpy(out), self._scratch, self._state, batch.num_decodes, *self._tiles,
+            as_numpy(out), self._scratch, self._state, batch.num_decodes, *tiles,
         )  # fmt: skip
         cpu_kernels.attend(*arguments, use_threads(self._threads))
         return out
@@ -92,3 +94,13 @@ def _tile(batch: StepBatch, size: int) -> tuple[Int32Array, Int32Array]:
     within = np.arange(len(rows)) - np.repeat(np.cumsum(per_row) - per_row, per_row)
     offsets = (within * size).astype(np.int32)
     return batch.row_offsets[first:-1][rows] + offsets, np.minimum(size, counts[rows] - offsets).astype(np.int32)
+
+
+def _cut(tiles: tuple[Int32Array, Int32Array], rows: npt.NDArray[np.int64]) -> tuple[Int32Array, Int32Array]:
+    """Of each tile only the run of tokens that holds all its ``rows``; tiles without any are left out."""
+    if not len(tiles[0]):
+        return tiles
+    tokens = np.sort(rows[rows >= tiles[0][0]]).astype(np.int32)
+    _, begins = np.unique(np.searchsorted(tiles[0], tokens, side="right"), return_index=True)
+    first = tokens[begins]
+    return first, tokens[np.append(begins, len(tokens))[1:] - 1] - first + 1

@@ -2,15 +2,16 @@
 
     decode     one task per (row, KV head): rotates the new query and key, writes key and value, and attends to CHUNK
                keys at a time
-    prefill    first all keys and values are written; then one task per (tile of queries, KV head) widens KEYS keys and
+    prefill    first all keys and values are written; then one task per (tile of queries, KV head) widens CHUNK keys and
                values at once and uses them for all of the tile's queries, ROWS at a time
 
 Both keep a running maximum (online softmax, Milakov and Gimelshein 2018). Chunks of keys begin at multiples of
-``KEYS`` in a prefill, so a token's result does not depend on how its prompt was cut.
+``CHUNK`` in a prefill, so a token's result does not depend on how its prompt was cut.
 
 The head size and the number of query heads per KV head arrive as the types of ``AttentionStep.head`` and
-``AttentionStep.group`` (see ``constant_marker``), so that LLVM unrolls the loops. All memory is
-passed in; bfloat16 is uint16; arithmetic is float32.
+``AttentionStep.group`` (see ``constant_marker``). Whatever runs over a head's values or a chunk's scores is vector code
+(``numba_vector``): LLVM unrolls such loops into scalar code. All memory is passed in; bfloat16 is uint16; arithmetic is
+float32.
 
 The entry at the end is cached on disk: touch this file after a change of those that it imports.
 """
@@ -22,24 +23,26 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import njit, prange
 
-from kvrelay.executors.torch.kernels.numba_math import (
-    OPTIONS,
-    constant,
-    constant_marker,
-    exp_negative,
-    largest,
-    narrow,
-    widen,
+from kvrelay.executors.torch.kernels.numba_math import OPTIONS, constant, constant_marker
+from kvrelay.executors.torch.kernels.numba_vector import (
+    HAS_AVX512,
+    add_weighted,
+    block_scores,
+    copy_scaled,
+    prefetch,
+    rotate,
+    soften,
+    tile_product,
+    transpose,
 )
-from kvrelay.executors.torch.kernels.numba_vector import add_weighted, block_scores, prefetch
 
-KEYS = 64
-"""Scores are softened so many at a time, so that the loops over them have a fixed length."""
 CHUNK = 256
-ROWS = 6
-# Blocks of keys that are asked for before they are read: enough to cover a cache miss.
-_AHEAD = 4
-_KEYS, _ROWS, _ONE_ROW = constant_marker(KEYS), constant_marker(ROWS), constant_marker(1)
+"""Scores are softened so many at a time."""
+# Queries by keys that a product sums at once, in registers: see ``numba_products``.
+ROWS, PANEL = 6, 64 if HAS_AVX512 else 16
+_RUN = 16
+"""Keys that are transposed at once; and scores are softened in multiples of it."""
+_PANEL, _ROWS, _ONE_ROW = constant_marker(PANEL), constant_marker(ROWS), constant_marker(1)
 _ZERO, _ONE = np.float32(0.0), np.float32(1.0)
 _MINUS_INFINITY = np.float32(-np.inf)
 
@@ -75,51 +78,29 @@ class AttentionStep(NamedTuple):
 def scratch_size(group: int, head: int, tile_rows: int) -> int:
     """Floats of one thread's scratch memory: the larger of the needs of decode and prefill."""
     decode = 2 * group * head + group * CHUNK
-    prefill = 2 * tile_rows * head + 2 * KEYS * head + ROWS * KEYS
+    prefill = 2 * tile_rows * head + 2 * CHUNK * head + ROWS * CHUNK + _RUN * head
     return max(decode, prefill)
 
 
 # -- shared -----------------------------------------------------------------------------------------------------------
 
 
-@njit(**OPTIONS)  # type: ignore[untyped-decorator]
-def _soften(scores: Any, count: int, state: Any, i: int) -> Any:
-    """scores[:count] become weights relative to the running maximum state[i, 0]; state[i, 1] is their sum.
-
-    Returns the factor for what was accumulated under the old maximum. A score of minus infinity gets a weight of 1e-38.
-    """
-    old = state[i, 0]
-    new = max(old, largest(scores, count))
+@njit(forceinline=True, **OPTIONS)  # type: ignore[untyped-decorator]
+def _rotate(step: Any, token: int, start: int, norm: Any, scale: Any, out: Any, at: int) -> None:
+    """out[at : at + D] = rope(norm(the token's qkv[start : start + D])) * scale."""
+    D = constant(step.head)  # noqa: N806
+    place, angle = token * step.qkv.shape[1] + start, step.positions[token] * D
+    if len(norm) == 0:
+        rotate(step.head, step.qkv, place, step.rope, angle, scale, out, at)
+        return
+    copy_scaled(step.head, step.qkv, place, _ONE, out, at)
     total = _ZERO
-    for j in range(count):
-        weight = exp_negative(scores[j] - new)
-        scores[j] = weight
-        total += weight
-    factor = exp_negative(old - new)
-    state[i, 0] = new
-    state[i, 1] = state[i, 1] * factor + total
-    return factor
-
-
-@njit(**OPTIONS)  # type: ignore[untyped-decorator]
-def _rotate(head: Any, source: Any, start: int, norm: Any, eps: Any, angles: Any, scale: Any, out: Any) -> None:
-    """out = rope(norm(source[start : start + D])) * scale."""
-    D = constant(head)  # noqa: N806
-    HALF = D // 2  # noqa: N806
+    for d in range(at, at + D):
+        total += out[d] * out[d]
+    inverse = _ONE / np.sqrt(total / np.float32(D) + step.eps)
     for d in range(D):
-        out[d] = widen(source[start + d])
-    if len(norm) > 0:
-        total = _ZERO
-        for d in range(D):
-            total += out[d] * out[d]
-        inverse = _ONE / np.sqrt(total / np.float32(D) + eps)
-        for d in range(D):
-            out[d] = out[d] * inverse * norm[d]
-    for d in range(HALF):
-        cos, sin = angles[0, d], angles[1, d]
-        a, b = out[d], out[d + HALF]
-        out[d] = (a * cos - b * sin) * scale
-        out[d + HALF] = (b * cos + a * sin) * scale
+        out[at + d] = out[at + d] * inverse * norm[d]
+    rotate(step.head, out, at, step.rope, angle, scale, out, at)
 
 
 @njit(**OPTIONS)  # type: ignore[untyped-decorator]
@@ -135,72 +116,90 @@ def _write_token(step: Any, token: int, h: int, scratch: Any) -> None:
     """The token's key and value of KV head ``h`` go to their place in the pool."""
     D = constant(step.head)  # noqa: N806
     G = constant(step.group)  # noqa: N806
-    pool, source, position = step.pool, step.qkv[token], step.positions[token]
-    num_kv_heads, block_size = pool.shape[3], pool.shape[4]
-    k_start = (num_kv_heads * G + h) * D
-    v_start = k_start + num_kv_heads * D
-    _rotate(step.head, source, k_start, step.k_norm, step.eps, step.rope[position], _ONE, scratch)
+    num_kv_heads, block_size = step.pool.shape[3], step.pool.shape[4]
+    position, start = step.positions[token], (num_kv_heads * G + h) * D
     block, offset = step.table[step.slots[token], position // block_size], position % block_size
-    key, value = pool[block, step.layer, 0, h, offset], pool[block, step.layer, 1, h, offset]
-    for d in range(D):
-        key[d] = narrow(scratch[d], pool)
-    for d in range(D):
-        value[d] = source[v_start + d]
+    _rotate(step, token, start, step.k_norm, _ONE, scratch, 0)
+    copy_scaled(step.head, scratch, 0, _ONE, step.pool, _place_of(step.pool, step.layer, 0, h, block, offset))
+    value = token * step.qkv.shape[1] + start + num_kv_heads * D
+    copy_scaled(step.head, step.qkv, value, _ONE, step.pool, _place_of(step.pool, step.layer, 1, h, block, offset))
 
 
 @njit(forceinline=True, **OPTIONS)  # type: ignore[untyped-decorator]
 def _open_query(step: Any, token: int, q_head: int, i: int, q: Any, sums: Any, state: Any) -> None:
     """Row ``i`` of q, sums (both flat) and state begins with the token's query of a head."""
     D = constant(step.head)  # noqa: N806
-    angles, row = step.rope[step.positions[token]], q[i * D : (i + 1) * D]
-    _rotate(step.head, step.qkv[token], q_head * D, step.q_norm, step.eps, angles, step.scale, row)
+    _rotate(step, token, q_head * D, step.q_norm, step.scale, q, i * D)
     state[i, 0] = _MINUS_INFINITY
     state[i, 1] = _ZERO
-    sums[i * D : (i + 1) * D] = _ZERO
+    copy_scaled(step.head, q, i * D, _ZERO, sums, i * D)
 
 
 @njit(forceinline=True, **OPTIONS)  # type: ignore[untyped-decorator]
 def _close_query(step: Any, token: int, q_head: int, i: int, sums: Any, state: Any) -> None:
     """The weighted sums of row ``i`` become the token's result."""
     D = constant(step.head)  # noqa: N806
-    inverse = _ONE / state[i, 1]
-    target = step.out[token, q_head * D : (q_head + 1) * D]
-    for d in range(D):
-        target[d] = narrow(sums[i * D + d] * inverse, step.out)
+    copy_scaled(step.head, sums, i * D, _ONE / state[i, 1], step.out, token * step.out.shape[1] + q_head * D)
 
 
 # -- decode -----------------------------------------------------------------------------------------------------------
 
 
 @njit(forceinline=True, **OPTIONS)  # type: ignore[untyped-decorator]
+def _ask(step: Any, kind: int, h: int, blocks: Any, at: int) -> None:
+    """Prefetch the keys (kind 0) or values (1) of the block that holds position ``at``."""
+    block_size, width = step.pool.shape[4], step.pool.shape[5]
+    place = _place_of(step.pool, step.layer, kind, h, blocks[at // block_size], 0)
+    prefetch(step.pool, place, block_size * width)
+
+
+@njit(forceinline=True, **OPTIONS)  # type: ignore[untyped-decorator]
 def _score(step: Any, h: int, blocks: Any, start: int, end: int, q: Any, scores: Any) -> None:
     """scores [G, CHUNK] of the keys start..end against q [G, D]; both flat."""
-    pool, layer = step.pool, step.layer
-    flat, block_size, width = pool.reshape(-1), pool.shape[4], pool.shape[5]
+    block_size = step.pool.shape[4]
     at = start
     while at < end:
         first = at % block_size
         count = min(block_size - first, end - at)
-        place = _place_of(pool, layer, 0, h, blocks[at // block_size], first)
-        # Blocks lie anywhere, so the hardware does not foresee the next ones, nor the values of this one.
-        for ahead in range(at + _AHEAD * block_size, min(end, at + (_AHEAD + 1) * block_size), block_size):
-            prefetch(flat, _place_of(pool, layer, 0, h, blocks[ahead // block_size], 0), block_size * width)
-        prefetch(flat, place + pool.shape[3] * block_size * width, count * width)
-        block_scores(step.head, step.group, q, flat, place, count, scores, at - start, CHUNK)
+        place = _place_of(step.pool, step.layer, 0, h, blocks[at // block_size], first)
+        # Blocks lie anywhere, so the hardware foresees none.
+        _ask(step, 1, h, blocks, at)
+        block_scores(step.head, step.group, q, step.pool, place, count, scores, at - start, CHUNK)
         at += count
 
 
 @njit(forceinline=True, **OPTIONS)  # type: ignore[untyped-decorator]
-def _gather(step: Any, h: int, blocks: Any, start: int, end: int, weights: Any, sums: Any) -> None:
-    """sums [G, D] += weights [G, CHUNK] @ values start..end; both flat."""
-    flat, block_size = step.pool.reshape(-1), step.pool.shape[4]
+def _gather(
+    step: Any,
+    h: int,
+    blocks: Any,
+    start: int,
+    end: int,
+    weights: Any,
+    sums: Any,
+    next_h: int,
+    next_blocks: Any,
+    next_at: int,
+    next_end: int,
+) -> None:
+    """sums [G, D] += weights [G, CHUNK] @ values start..end; both flat. Meanwhile the keys next_at..next_end of another
+    head or row, which come next, are asked for."""
+    block_size = step.pool.shape[4]
     at = start
     while at < end:
         first = at % block_size
         count = min(block_size - first, end - at)
         place = _place_of(step.pool, step.layer, 1, h, blocks[at // block_size], first)
-        add_weighted(step.head, step.group, weights, at - start, CHUNK, flat, place, count, sums, 0)
+        if next_at < next_end:
+            _ask(step, 0, next_h, next_blocks, next_at)
+            next_at += block_size
+        add_weighted(step.head, step.group, weights, at - start, CHUNK, step.pool, place, count, sums, 0)
         at += count
+
+
+@njit(forceinline=True, **OPTIONS)  # type: ignore[untyped-decorator]
+def _first_seen(step: Any, row: int) -> int:
+    return max(0, step.positions[row] + 1 - step.window) if step.window > 0 else 0
 
 
 @njit(forceinline=True, **OPTIONS)  # type: ignore[untyped-decorator]
@@ -209,26 +208,46 @@ def _decode_tasks(step: Any, num_rows: int, thread: int, num_threads: int) -> No
     D = constant(step.head)  # noqa: N806
     G = constant(step.group)  # noqa: N806
     num_kv_heads, scratch, state = step.pool.shape[3], step.scratch[thread], step.state[thread]
-    q, sums, flat_scores = scratch[: G * D], scratch[G * D : 2 * G * D], scratch[2 * G * D : 2 * G * D + G * CHUNK]
-    scores = flat_scores.reshape((G, CHUNK))
-    for task in range(thread, num_rows * num_kv_heads, num_threads):
+    q, sums, scores = scratch[: G * D], scratch[G * D : 2 * G * D], scratch[2 * G * D : 2 * G * D + G * CHUNK]
+    num_tasks = num_rows * num_kv_heads
+    for task in range(thread, num_tasks, num_threads):
         row, h = task // num_kv_heads, task % num_kv_heads
         position, blocks = step.positions[row], step.table[step.slots[row]]
-        _write_token(step, row, h, sums[:D])
+        following = min(task + num_threads, num_tasks - 1)
+        next_row, next_h = following // num_kv_heads, following % num_kv_heads
+        next_blocks = step.table[step.slots[next_row]]
+        _write_token(step, row, h, sums)
         for g in range(G):
             _open_query(step, row, h * G + g, g, q, sums, state)
-        start = max(0, position + 1 - step.window) if step.window > 0 else 0
+        start = _first_seen(step, row)
         while start <= position:
             end = min(start + CHUNK, position + 1)
-            _score(step, h, blocks, start, end, q, flat_scores)
+            _score(step, h, blocks, start, end, q, scores)
             count = end - start
-            padded = (count + KEYS - 1) // KEYS * KEYS
+            padded = (count + _RUN - 1) // _RUN * _RUN
             for g in range(G):
-                scores[g, count:padded] = _MINUS_INFINITY
-                factor = _soften(scores[g], padded, state, g)
-                for d in range(g * D, (g + 1) * D):
-                    sums[d] *= factor
-            _gather(step, h, blocks, start, end, flat_scores, sums)
+                for i in range(g * CHUNK + count, g * CHUNK + padded):
+                    scores[i] = _MINUS_INFINITY
+                factor = soften(scores, g * CHUNK, padded, state, g)
+                if start > 0:
+                    copy_scaled(step.head, sums, g * D, factor, sums, g * D)
+            if end <= position:
+                _gather(step, h, blocks, start, end, scores, sums, h, blocks, end, min(end + CHUNK, position + 1))
+            else:
+                at = _first_seen(step, next_row)
+                _gather(
+                    step,
+                    h,
+                    blocks,
+                    start,
+                    end,
+                    scores,
+                    sums,
+                    next_h,
+                    next_blocks,
+                    at,
+                    min(at + CHUNK, step.positions[next_row]),
+                )
             start = end
         for g in range(G):
             _close_query(step, row, h * G + g, g, sums, state)
@@ -238,21 +257,19 @@ def _decode_tasks(step: Any, num_rows: int, thread: int, num_threads: int) -> No
 
 
 @njit(forceinline=True, **OPTIONS)  # type: ignore[untyped-decorator]
-def _widen_chunk(step: Any, h: int, blocks: Any, start: int, count: int, keys: Any, values: Any) -> None:
-    """keys [D, KEYS] transposed, values [KEYS, D], both flat; keys past ``count`` are 0."""
+def _widen_chunk(step: Any, h: int, blocks: Any, start: int, count: int, keys: Any, values: Any, rows: Any) -> None:
+    """keys [CHUNK / PANEL, D, PANEL], each panel transposed, and values [CHUNK, D], both flat; keys past ``count`` up
+    to the end of their panel are what was there. ``rows`` [_RUN, D] is room for keys."""
     D = constant(step.head)  # noqa: N806
-    flat, block_size = step.pool.reshape(-1), step.pool.shape[4]
-    for i in range(count):
-        block, offset = blocks[(start + i) // block_size], (start + i) % block_size
-        key = _place_of(step.pool, step.layer, 0, h, block, offset)
-        value = _place_of(step.pool, step.layer, 1, h, block, offset)
-        for d in range(D):
-            keys[d * KEYS + i] = widen(flat[key + d])
-        for d in range(D):
-            values[i * D + d] = widen(flat[value + d])
-    for d in range(D):
-        for i in range(count, KEYS):
-            keys[d * KEYS + i] = _ZERO
+    block_size = step.pool.shape[4]
+    for first in range(0, count, _RUN):
+        for i in range(first, min(first + _RUN, count)):
+            block, offset = blocks[(start + i) // block_size], (start + i) % block_size
+            key = _place_of(step.pool, step.layer, 0, h, block, offset)
+            value = _place_of(step.pool, step.layer, 1, h, block, offset)
+            copy_scaled(step.head, step.pool, key, _ONE, rows, (i - first) * D)
+            copy_scaled(step.head, step.pool, value, _ONE, values, i * D)
+        transpose(step.head, _PANEL, rows, keys, first // PANEL * PANEL * D + first % PANEL)
 
 
 @njit(forceinline=True, **OPTIONS)  # type: ignore[untyped-decorator]
@@ -263,13 +280,12 @@ def _attend_chunk(
     q: Any,
     keys: Any,
     values: Any,
-    num_keys: int,
     before: Any,
     scores: Any,
     state: Any,
     sums: Any,
 ) -> None:
-    """The chunk's keys [D, KEYS] and values [KEYS, D] for as many queries, from ``first_row`` on, as ``rows`` says.
+    """The chunk's keys and values (see ``_widen_chunk``) for as many queries, from ``first_row`` on, as ``rows`` says.
 
     Row r is of query r // G, which has ``before + r // G`` tokens before it from the chunk's first key on. All flat.
     """
@@ -277,26 +293,26 @@ def _attend_chunk(
     G = constant(step.group)  # noqa: N806
     R = constant(rows)  # noqa: N806
     window = step.window
-    for i in range(R * KEYS):
-        scores[i] = _ZERO
-    add_weighted(_KEYS, rows, q, first_row * D, D, keys, 0, D, scores, 0)
+    seen = min(CHUNK, before + (first_row + R - 1) // G + 1)  # by the last of the rows, and by it the most
+    padded = (seen + PANEL - 1) // PANEL * PANEL
+    for at in range(0, padded, PANEL):
+        tile_product(_PANEL, rows, q, first_row * D, D, keys, at * D, D, scores, at, CHUNK)
     for r in range(R):
-        row = first_row + r
-        high = min(num_keys, before + row // G + 1)
+        row, start = first_row + r, r * CHUNK
+        high = min(seen, before + row // G + 1)
         low = max(0, before + row // G + 1 - window) if window > 0 else 0
-        weights = scores[r * KEYS : (r + 1) * KEYS]
         if low < high:
-            if low > 0 or high < KEYS:
-                for i in range(KEYS):
-                    weights[i] = weights[i] if low <= i < high else _MINUS_INFINITY
-            factor = _soften(weights, KEYS, state, row)
+            for i in range(start, start + low):
+                scores[i] = _MINUS_INFINITY
+            for i in range(start + high, start + padded):
+                scores[i] = _MINUS_INFINITY
+            factor = soften(scores, start, padded, state, row)
             if factor != _ONE:
-                for d in range(row * D, (row + 1) * D):
-                    sums[d] *= factor
+                copy_scaled(step.head, sums, row * D, factor, sums, row * D)
         else:
-            for i in range(KEYS):
-                weights[i] = _ZERO
-    add_weighted(step.head, rows, scores, 0, KEYS, values, 0, num_keys, sums, first_row * D)
+            for i in range(start, start + padded):
+                scores[i] = _ZERO
+    add_weighted(step.head, rows, scores, 0, CHUNK, values, 0, seen, sums, first_row * D)
 
 
 @njit(forceinline=True, **OPTIONS)  # type: ignore[untyped-decorator]
@@ -310,15 +326,17 @@ def _write_tasks(step: Any, first_token: int, thread: int, num_threads: int) -> 
 
 @njit(forceinline=True, **OPTIONS)  # type: ignore[untyped-decorator]
 def _prefill_tasks(step: Any, tile_tokens: Any, tile_counts: Any, thread: int, num_threads: int) -> None:
-    """Scratch memory [2 * tile rows * D + 2 * KEYS * D + ROWS * KEYS]: queries, sums, keys, values, scores."""
+    """Scratch memory [2 * tile rows * D + 2 * CHUNK * D + ROWS * CHUNK]: queries, sums, keys, values, scores."""
     D = constant(step.head)  # noqa: N806
     G = constant(step.group)  # noqa: N806
     num_kv_heads, scratch, state = step.pool.shape[3], step.scratch[thread], step.state[thread]
-    size = state.shape[0] * D
+    size, chunk = state.shape[0] * D, CHUNK * D
     q, sums = scratch[:size], scratch[size : 2 * size]
-    keys = scratch[2 * size : 2 * size + KEYS * D]
-    values = scratch[2 * size + KEYS * D : 2 * size + 2 * KEYS * D]
-    scores = scratch[2 * size + 2 * KEYS * D : 2 * size + 2 * KEYS * D + ROWS * KEYS]
+    keys, values = scratch[2 * size : 2 * size + chunk], scratch[2 * size + chunk : 2 * size + 2 * chunk]
+    scores, rows = (
+        scratch[2 * size + 2 * chunk : 2 * size + 2 * chunk + ROWS * CHUNK],
+        scratch[2 * size + 2 * chunk + ROWS * CHUNK :],
+    )
     for task in range(thread, len(tile_tokens) * num_kv_heads, num_threads):
         tile, h = task // num_kv_heads, task % num_kv_heads
         first, count = tile_tokens[tile], tile_counts[tile]
@@ -326,16 +344,15 @@ def _prefill_tasks(step: Any, tile_tokens: Any, tile_counts: Any, thread: int, n
         for i in range(num_rows):
             _open_query(step, first + i // G, h * G + i % G, i, q, sums, state)
         lowest = max(0, position + 1 - step.window) if step.window > 0 else 0
-        for start in range(lowest - lowest % KEYS, position + count, KEYS):
-            num_keys = min(KEYS, position + count - start)
-            _widen_chunk(step, h, blocks, start, num_keys, keys, values)
+        for start in range(lowest - lowest % CHUNK, position + count, CHUNK):
+            _widen_chunk(step, h, blocks, start, min(CHUNK, position + count - start), keys, values, rows)
             before = position - start
             at = max(0, -before) * G  # earlier queries do not see these keys
             while at + ROWS <= num_rows:
-                _attend_chunk(step, _ROWS, at, q, keys, values, num_keys, before, scores, state, sums)
+                _attend_chunk(step, _ROWS, at, q, keys, values, before, scores, state, sums)
                 at += ROWS
             while at < num_rows:
-                _attend_chunk(step, _ONE_ROW, at, q, keys, values, num_keys, before, scores, state, sums)
+                _attend_chunk(step, _ONE_ROW, at, q, keys, values, before, scores, state, sums)
                 at += 1
         for i in range(num_rows):
             _close_query(step, first + i // G, h * G + i % G, i, sums, state)
@@ -352,7 +369,7 @@ def attend(
     num_decodes: int, tile_tokens: Any, tile_counts: Any, num_threads: int,
 ) -> None:
     """The first ``num_decodes`` tokens as decode rows, the others in tiles: runs of tokens of one row, each with its
-    first token and the number of its tokens.
+    first token and the number of its tokens. Tokens in no tile only get their keys and values written.
 
     The fields of ``AttentionStep`` come one by one: Numba takes 3 us more to look at a tuple of arrays than at the
     arrays.
@@ -365,8 +382,9 @@ def attend(
     if num_decodes > 0:
         for index in prange(num_threads):
             _decode_tasks(step, num_decodes, np.int64(index), num_threads)
-    if len(tile_tokens) > 0:
+    if len(positions) > num_decodes:
         for index in prange(num_threads):
             _write_tasks(step, num_decodes, np.int64(index), num_threads)
+    if len(tile_tokens) > 0:
         for index in prange(num_threads):
             _prefill_tasks(step, tile_tokens, tile_counts, np.int64(index), num_threads)

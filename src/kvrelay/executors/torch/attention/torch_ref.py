@@ -32,7 +32,7 @@ class TorchAttention:
         rows = torch.repeat_interleave(torch.from_numpy(batch.num_tokens).long()).to(device)
         self._places = self._tables[rows, self._positions // self.block_size]
 
-    def forward(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
+    def forward(self, layer: int, qkv: torch.Tensor, rows: torch.Tensor | None = None) -> torch.Tensor:
         spec, decodes = self._spec, self._num_decodes
         q, k, v = split_heads(spec, layer, qkv, self._positions)
         store(self._pool, layer, self._places, self._positions % self.block_size, k, v)

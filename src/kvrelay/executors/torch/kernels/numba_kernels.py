@@ -1,9 +1,10 @@
-"""The contract on the CPU: Numba on torch's memory, with reused buffers; for bfloat16, oneDNN's matrix products.
+"""The contract on the CPU: Numba on torch's memory, with reused buffers; some CPUs' bfloat16 products are oneDNN's.
 
 Both kinds of products compute a row with the same bits independently of the other rows, unlike others. So a request's
-tokens do not depend on its neighbours. In float32 ours are faster (a call of oneDNN's takes 13 us before it computes),
-and they read weights that are bfloat16 in the checkpoint as such: half the bytes. For bfloat16 oneDNN has instructions
-that Numba does not. Owns the buffers and the choice between one thread and several.
+tokens do not depend on its neighbours. Ours are faster: a call of oneDNN's takes 13 us before it computes. In float32
+they read weights that are bfloat16 in the checkpoint as such: half the bytes. In bfloat16 they need AVX512-BF16. With
+AMX, which Numba does not reach, oneDNN is many times faster. Owns the buffers and the choice between one thread and
+several.
 """
 
 from __future__ import annotations
@@ -97,20 +98,20 @@ def use_threads(num_threads: int) -> int:
 
 
 class NumbaKernels:
-    """``num_threads`` as returned by ``usable_threads``. ``own_products`` False: oneDNN multiplies float32, too."""
+    """``num_threads`` as returned by ``usable_threads``. ``own_products`` False: oneDNN multiplies everything."""
 
     def __init__(self, dtype: torch.dtype, num_threads: int, *, own_products: bool = True) -> None:
         self._num_threads = num_threads
         self._own_products = own_products
         self._normed, self._activated = Buffer(dtype), Buffer(dtype)
         self._residual = Buffer(torch.float32)
-        self._products: dict[int, Buffer] = {}
+        self._products: dict[tuple[int, torch.dtype], Buffer] = {}
         """By number of columns."""
         self._rooms: dict[int, npt.NDArray[np.float32]] = {}
         self._compiled: set[object] = set()
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
-        if weight.dtype == torch.float32 and self._own_products:
+        if self._own_products and products.multiplies(weight):
             return self._own_linear(weight, bias)
         if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
             return lambda x: F.linear(x, weight, bias)
@@ -126,18 +127,20 @@ class NumbaKernels:
 
     def _own_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
         num_outputs, num_inputs = weight.shape
-        panels = products.pack(weight)
-        packed, size, num_panels = as_numpy(panels), num_outputs * num_inputs, len(panels)
-        added = np.zeros(0, dtype=np.float32) if bias is None else bias.numpy()
-        num_widened = num_inputs if panels.dtype == torch.bfloat16 else 0
+        pairs = weight.dtype == torch.bfloat16
+        packed = products.pack_pairs(weight) if pairs else as_numpy(products.pack(weight))
+        size, num_panels = num_outputs * num_inputs, len(packed)
+        added = np.zeros(0, dtype=np.float32) if bias is None else bias.float().numpy()
+        num_widened = num_inputs if packed.dtype == np.uint16 else 0
         room = self._rooms.setdefault(num_widened, products.scratch(self._num_threads, num_widened))
-        buffer = self._products.setdefault(num_outputs, Buffer(torch.float32))
-        key = (products.product, panels.dtype)
+        buffer = self._products.setdefault((num_outputs, weight.dtype), Buffer(weight.dtype))
+        key = (products.product, packed.dtype)
 
         def apply(x: torch.Tensor) -> torch.Tensor:
             rows = x.shape[0]
             out = buffer.take(rows, num_outputs)
-            arguments = (as_numpy(x), packed, added, as_numpy(out))
+            source = as_numpy(x)
+            arguments = (source.view(np.uint32) if pairs else source, packed, added, as_numpy(out))
             if key not in self._compiled:
                 self._compile(key, products.part, *arguments, room[0], 0, rows, 0, num_panels)
                 self._compile(key, products.product, *arguments, room, 1)

@@ -13,16 +13,19 @@ from numba import njit, types
 from numba.extending import intrinsic, overload
 
 FAST = {"reassoc", "contract", "arcp", "nsz"}
-OPTIONS: dict[str, Any] = {"nogil": True, "fastmath": FAST, "error_model": "numpy", "boundscheck": False}
+# The kernels allocate nothing. ``_nrt``: so they need not count references, atomically, at each slice of an array.
+OPTIONS: dict[str, Any] = {"_nrt": False, "nogil": True, "fastmath": FAST, "error_model": "numpy", "boundscheck": False}
 
-_LOWEST = np.float32(-87.3)
-_LOG2_E = np.float32(1.44269504)
-_LN_2 = np.float32(0.69314718056)
+EXP_LOWEST = np.float32(-87.3)
+LOG2_E = np.float32(1.44269504)
+LN_2 = np.float32(0.69314718056)
 _HALF = np.float32(0.5)
 _ONE = np.float32(1.0)
 # Minimax coefficients of e^x on [-ln2/2, ln2/2] (Cephes' expf).
-_C0, _C1, _C2 = np.float32(1.9875691500e-4), np.float32(1.3981999507e-3), np.float32(8.3334519073e-3)
-_C3, _C4, _C5 = np.float32(4.1665795894e-2), np.float32(1.6666665459e-1), np.float32(5.0000001201e-1)
+EXP_TERMS = _C0, _C1, _C2, _C3, _C4, _C5 = tuple(
+    np.float32(c)
+    for c in (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
+)
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -87,20 +90,11 @@ def _narrow(value: Any, like: Any) -> Any:
 @njit(inline="always", **OPTIONS)  # type: ignore[untyped-decorator]
 def exp_negative(x: Any) -> Any:
     """e**x for float32 x <= 0, to about 2 ulp; below -87.3 the smallest normal number rather than 0."""
-    y = max(x, _LOWEST)
-    n = np.int32(y * _LOG2_E - _HALF)
-    f = y - np.float32(n) * _LN_2
+    y = max(x, EXP_LOWEST)
+    n = np.int32(y * LOG2_E - _HALF)
+    f = y - np.float32(n) * LN_2
     p = ((((_C0 * f + _C1) * f + _C2) * f + _C3) * f + _C4) * f + _C5
     return (p * f * f + f + _ONE) * _from_bits(np.uint32(n + np.int32(127)) << np.uint32(23))
-
-
-@njit(fastmath=True, nogil=True, error_model="numpy")  # type: ignore[untyped-decorator]
-def largest(values: Any, count: int) -> Any:
-    """Maximum of values[:count], which is not empty; vectorised, hence blind to NaN."""
-    result = values[0]
-    for i in range(count):
-        result = max(result, values[i])
-    return result
 
 
 def constant_marker(value: int) -> Any:

@@ -1,9 +1,10 @@
-"""Products of float32 activations with packed weights, in Numba.
+"""Products of activations with packed weights, in Numba: in float32, and in bfloat16 where the CPU multiplies it.
 
 Weights lie in panels of WIDTH columns, [panels, inputs, WIDTH], the last one filled up with zeros. A tile of up to
 ROWS rows by a panel is summed in registers, input by input in order. So a row's result has the same bits whatever other
 rows, tiles and threads there are, and whether the weights are stored as float32 or, where that loses nothing, as
-bfloat16.
+bfloat16. Activations in bfloat16 come as pairs, and panels hold pairs, [panels, inputs / 2, WIDTH] of uint32: the same
+loops sum pair by pair.
 
 The entry is cached on disk: touch this file after a change of those that it imports.
 """
@@ -17,15 +18,22 @@ import numpy.typing as npt
 import torch
 from numba import njit, prange
 
-from kvrelay.executors.torch.kernels.numba_math import OPTIONS, constant, constant_marker
-from kvrelay.executors.torch.kernels.numba_vector import HAS_AVX512, tile_product, widen_run
+from kvrelay.executors.torch.kernels.numba_math import OPTIONS, constant, constant_marker, narrow
+from kvrelay.executors.torch.kernels.numba_vector import HAS_AVX512, MULTIPLIES_BFLOAT16, tile_product, widen_run
 
 # Sums of a tile take 24 of AVX-512's 32 registers, or 12 of AVX2's 16.
 WIDTH, ROWS = (64, 6) if HAS_AVX512 else (16, 6)
 # From so many rows on, a panel of bfloat16 is widened once for all of them.
 WIDEN_FROM = 24
-_WIDTH = constant_marker(WIDTH)
+_WIDTH, _ZERO = constant_marker(WIDTH), np.float32(0.0)
 _1, _2, _3, _4, _5, _6 = (constant_marker(rows) for rows in range(1, 7))
+
+
+def multiplies(weight: torch.Tensor) -> bool:
+    """Whether there are products with such weights on this CPU."""
+    return weight.dtype == torch.float32 or (
+        MULTIPLIES_BFLOAT16 and weight.dtype == torch.bfloat16 and weight.shape[1] % 2 == 0
+    )
 
 
 def pack(weight: torch.Tensor) -> torch.Tensor:
@@ -37,6 +45,17 @@ def pack(weight: torch.Tensor) -> torch.Tensor:
     padded = torch.zeros(num_panels * WIDTH, num_inputs, dtype=stored.dtype)
     padded[:num_outputs] = stored
     return padded.view(num_panels, WIDTH, num_inputs).transpose(1, 2).contiguous()
+
+
+def pack_pairs(weight: torch.Tensor) -> npt.NDArray[np.uint32]:
+    """[outputs, inputs] of bfloat16, an even number of inputs, as panels of pairs."""
+    num_outputs, num_inputs = weight.shape
+    num_panels = -(-num_outputs // WIDTH)
+    padded = torch.zeros(num_panels * WIDTH, num_inputs, dtype=weight.dtype)
+    padded[:num_outputs] = weight
+    panels = padded.view(num_panels, WIDTH, num_inputs // 2, 2).transpose(1, 2).contiguous()
+    pairs: npt.NDArray[np.uint32] = panels.view(torch.uint16).numpy().view(np.uint32)[..., 0]
+    return pairs
 
 
 def scratch(num_threads: int, num_inputs: int) -> npt.NDArray[np.float32]:
@@ -71,7 +90,7 @@ def part(
     """Some rows by some panels of ``product``, on this thread; ``room`` is one of ``scratch``. A panel stays in the
     cache while all rows use it."""
     W, K, N = constant(_WIDTH), x.shape[1], out.shape[1]  # noqa: N806
-    flat, tile, wide = panels.ravel(), room[: ROWS * W], room[ROWS * W :]
+    flat, tile, wide = panels.reshape(-1), room[: ROWS * W], room[ROWS * W :]
     widens = len(wide) > 0 and end_row - first_row >= WIDEN_FROM
     for panel in range(first_panel, end_panel):
         start, column = panel * K * W, panel * W
@@ -80,20 +99,20 @@ def part(
         width = min(W, N - column)
         for row in range(first_row, end_row, ROWS):
             rows = min(ROWS, end_row - row)
-            is_inside = width == W
-            target, offset, stride = (out.ravel(), row * N + column, N) if is_inside else (tile, 0, W)
+            if width == W and len(bias) == 0:
+                if widens:
+                    _tile(x, row, rows, wide, 0, out, row * N + column, N)
+                else:
+                    _tile(x, row, rows, flat, start, out, row * N + column, N)
+                continue
             if widens:
-                _tile(x, row, rows, wide, 0, target, offset, stride)
+                _tile(x, row, rows, wide, 0, tile, 0, W)
             else:
-                _tile(x, row, rows, flat, start, target, offset, stride)
-            if not is_inside:
-                for r in range(rows):
-                    for c in range(width):
-                        out[row + r, column + c] = tile[r * W + c]
-            if len(bias) > 0:
-                for r in range(rows):
-                    for c in range(width):
-                        out[row + r, column + c] += bias[column + c]
+                _tile(x, row, rows, flat, start, tile, 0, W)
+            for r in range(rows):
+                for c in range(width):
+                    added = bias[column + c] if len(bias) > 0 else _ZERO
+                    out[row + r, column + c] = narrow(tile[r * W + c] + added, out)
 
 
 @njit(cache=True, parallel=True, **OPTIONS)  # type: ignore[untyped-decorator]

@@ -8,23 +8,45 @@ on machines with narrower registers. Sums run in a fixed order, so equal inputs 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import gcd
 from typing import Any
 
+import numpy as np
 from llvmlite import ir  # type: ignore[import-untyped]
 from llvmlite.binding import get_host_cpu_features  # type: ignore[import-untyped]
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from kvrelay.executors.torch.kernels.numba_math import EXP_LOWEST, EXP_TERMS, LN_2, LOG2_E
+
 _LANES = 16
-HAS_AVX512 = bool(get_host_cpu_features().get("avx512f"))
+_FEATURES = get_host_cpu_features()
+HAS_AVX512 = bool(_FEATURES.get("avx512f"))
+_LESSER = "AVX2" if _FEATURES.get("avx2") else "a CPU without AVX2, several times slower"
+INSTRUCTIONS = "AVX-512" if HAS_AVX512 else _LESSER
+"""For the log."""
+# Where there is AMX, which Numba does not reach, oneDNN's bfloat16 products are many times faster.
+MULTIPLIES_BFLOAT16 = HAS_AVX512 and bool(_FEATURES.get("avx512bf16")) and not _FEATURES.get("amx-bf16")
 # Vectors of 16 that accumulators may take: of AVX-512's 32 registers, or of AVX2's 16, each half as wide.
 _ACCUMULATORS = 24 if HAS_AVX512 else 6
 _LINE_BYTES = 64
 # Inputs that one turn of a product's loop adds up.
 _UNROLLED = 4
 _FLOAT, _HALF, _WORD = ir.FloatType(), ir.IntType(16), ir.IntType(32)
+
+
+class _Bfloat16(ir.types._BaseFloatType):  # type: ignore[misc]
+    """LLVM's type, which llvmlite lacks."""
+
+    null, intrinsic_name = "0.0", "bf16"
+
+    def __str__(self) -> str:
+        return "bfloat"
+
+
+_Bfloat16._create_instance()
 
 
 class _Emitter:
@@ -57,22 +79,92 @@ class _Emitter:
         shift = ir.Constant(words, [16] * self._lanes)
         return builder.bitcast(builder.shl(builder.zext(halves, words), shift), self._vector)
 
-    def store(self, value: Any, pointer: Any) -> None:
-        self.builder.store(value, self.builder.bitcast(pointer, self._vector.as_pointer()), align=4)
+    def store(self, value: Any, pointer: Any, is_half: bool = False) -> None:
+        """``value``, or its nearest bfloat16 (ties to even, NaN stays NaN)."""
+        builder = self.builder
+        if not is_half:
+            builder.store(value, builder.bitcast(pointer, self._vector.as_pointer()), align=4)
+            return
+        words = ir.VectorType(_WORD, self._lanes)
+
+        def number(constant: int) -> Any:
+            return ir.Constant(words, [constant] * self._lanes)
+
+        bits = builder.bitcast(value, words)
+        odd = builder.and_(builder.lshr(bits, number(16)), number(1))
+        rounded = builder.lshr(builder.add(bits, builder.add(odd, number(0x7FFF))), number(16))
+        rounded = builder.select(builder.fcmp_unordered("uno", value, value), number(0x7FC0), rounded)
+        halves = ir.VectorType(_HALF, self._lanes)
+        builder.store(builder.trunc(rounded, halves), builder.bitcast(pointer, halves.as_pointer()), align=2)
 
     def broadcast(self, pointer: Any) -> Any:
+        return self.spread(self.builder.load(pointer))
+
+    def spread(self, value: Any) -> Any:
         builder = self.builder
-        single = builder.insert_element(
-            ir.Constant(self._vector, ir.Undefined), builder.load(pointer), ir.Constant(_WORD, 0)
-        )
+        single = builder.insert_element(ir.Constant(self._vector, ir.Undefined), value, ir.Constant(_WORD, 0))
         mask = ir.Constant(ir.VectorType(_WORD, self._lanes), [0] * self._lanes)
         return builder.shuffle_vector(single, single, mask)
 
     def fused(self, a: Any, b: Any, c: Any) -> Any:
         return self.builder.call(self._fused, [a, b, c])
 
+    def constant(self, value: float | np.float32) -> Any:
+        return ir.Constant(self._vector, [float(value)] * self._lanes)
+
+    def add_pairs(self, a: Any, b: Any, c: Any) -> Any:
+        """c plus, in each lane, the products of the two bfloat16 in it of ``a`` and ``b``."""
+        pairs = ir.VectorType(_Bfloat16(), 2 * self._lanes)
+        function = ir.FunctionType(self._vector, [self._vector, pairs, pairs])
+        add = cgutils.get_or_insert_function(self.builder.module, function, "llvm.x86.avx512bf16.dpbf16ps.512")
+        return self.builder.call(add, [c, self.builder.bitcast(a, pairs), self.builder.bitcast(b, pairs)])
+
     def zero(self) -> Any:
-        return ir.Constant(self._vector, [0.0] * self._lanes)
+        return self.constant(0.0)
+
+    def larger(self, a: Any, b: Any) -> Any:
+        """The larger of each lane; b's if one is NaN."""
+        return self.builder.select(self.builder.fcmp_ordered(">", a, b), a, b)
+
+    def fold(self, vector: Any, combine: Callable[[Any, Any], Any]) -> Any:
+        """Every lane of the result is the combination of all lanes, in a fixed order."""
+        width = self._lanes // 2
+        while width:
+            order = ir.Constant(ir.VectorType(_WORD, self._lanes), [i ^ width for i in range(self._lanes)])
+            vector = combine(vector, self.builder.shuffle_vector(vector, vector, order))
+            width //= 2
+        return vector
+
+    def transposed(self, square: list[Any]) -> list[Any]:
+        """The columns of as many vectors as they have lanes."""
+        size = len(square)
+        step = 1
+        while step < size:
+            for i in (row for row in range(size) if not row & step):
+                a, b = square[i], square[i + step]
+                upper = [lane if not lane & step else lane - step + size for lane in range(size)]
+                lower = [lane + step if not lane & step else lane + size for lane in range(size)]
+                square[i], square[i + step] = (
+                    self.builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(_WORD, size), lanes))
+                    for lanes in (upper, lower)
+                )
+            step *= 2
+        return square
+
+    def exp_negative(self, x: Any) -> Any:
+        """e**x of lanes up to 0, as ``numba_math.exp_negative`` computes it."""
+        builder, words = self.builder, ir.VectorType(_WORD, self._lanes)
+        y = self.larger(self.constant(EXP_LOWEST), x)
+        n = builder.fptosi(self.fused(y, self.constant(LOG2_E), self.constant(-0.5)), words)
+        f = self.fused(builder.sitofp(n, self._vector), self.constant(-LN_2), y)
+        p = self.constant(EXP_TERMS[0])
+        for term in EXP_TERMS[1:]:
+            p = self.fused(p, f, self.constant(term))
+        p = self.fused(builder.fmul(p, f), f, builder.fadd(f, self.constant(1.0)))
+        exponent = builder.shl(
+            builder.add(n, ir.Constant(words, [127] * self._lanes)), ir.Constant(words, [23] * self._lanes)
+        )
+        return builder.fmul(p, builder.bitcast(exponent, self._vector))
 
     def variable(self, value: Any) -> Any:
         """A variable that LLVM keeps in a register."""
@@ -252,9 +344,11 @@ def tile_product(
     """out[r, :] = sum over k of x[r, k] * panel[k, :], for a constant number of rows and of columns (``width_marker``).
 
     Rows of ``x`` and ``out`` lie their strides apart, those of ``panel`` its width. Each sum runs over k in order, one
-    fused multiply-add after the other, however many rows there are.
+    fused multiply-add after the other, however many rows there are. Elements of uint32 are pairs of bfloat16, whose
+    products are added one after the other.
     """
     width, rows = _size(width_marker), _size(rows_marker)
+    holds_pairs = bool(x.dtype == types.uint32)
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         # A register's width each: LLVM would split wider vectors into more registers than there are.
@@ -265,15 +359,17 @@ def tile_product(
         target = emit.pointer(signature.args[8], arguments[8], arguments[9])
         columns = range(0, width, lanes)
         starts = [emit.at(source, builder.mul(arguments[4], _number(r))) for r in range(rows)]
+        fused = emit.add_pairs if holds_pairs else emit.fused
         sums = {(r, c): emit.variable(emit.zero()) for r in range(rows) for c in columns}
 
         def add(k: Any) -> None:
             row = emit.at(weights, builder.mul(k, _number(width)))
             parts = {c: emit.load(emit.at(row, c), _is_half(signature.args[5])) for c in columns}
             for r in range(rows):
-                factor = emit.broadcast(emit.at(starts[r], k))
+                place = emit.at(starts[r], k)
+                factor = emit.broadcast(builder.bitcast(place, _FLOAT.as_pointer()) if holds_pairs else place)
                 for c in columns:
-                    builder.store(emit.fused(factor, parts[c], builder.load(sums[r, c])), sums[r, c])
+                    builder.store(fused(factor, parts[c], builder.load(sums[r, c])), sums[r, c])
 
         full = builder.udiv(arguments[7], _number(_UNROLLED))
         with cgutils.for_range(builder, full) as loop:
@@ -286,12 +382,47 @@ def tile_product(
         for r in range(rows):
             place = emit.at(target, builder.mul(arguments[10], _number(r)))
             for c in columns:
-                emit.store(builder.load(sums[r, c]), emit.at(place, c))
+                emit.store(builder.load(sums[r, c]), emit.at(place, c), _is_half(signature.args[8]))
         return context.get_dummy_value()
 
     integer = types.int64
     places = (x, integer, integer, panel, integer, integer, out, integer, integer)
     return types.void(width_marker, rows_marker, *places), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def soften(typing_context: Any, scores: Any, offset: Any, count: Any, state: Any, row: Any) -> Any:
+    """``count`` scores from ``offset`` on (a multiple of 16) become weights relative to the running maximum.
+
+    state[row] is that maximum and the sum of weights. Returns the factor for what was accumulated under the old
+    maximum. A score of minus infinity gets a weight of 1e-38.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        emit = _Emitter(context, builder, _LANES)
+        first = emit.pointer(signature.args[0], arguments[0], arguments[1])
+        places = emit.pointer(signature.args[3], arguments[3], builder.mul(arguments[4], _number(2)))
+        turns = builder.udiv(arguments[2], _number(_LANES))
+        old = emit.broadcast(places)
+        top = emit.variable(old)
+        with cgutils.for_range(builder, turns) as loop:
+            place = emit.at(first, builder.mul(loop.index, _number(_LANES)))
+            builder.store(emit.larger(builder.load(top), emit.load(place, False)), top)
+        new = emit.fold(builder.load(top), emit.larger)
+        total = emit.variable(emit.zero())
+        with cgutils.for_range(builder, turns) as loop:
+            place = emit.at(first, builder.mul(loop.index, _number(_LANES)))
+            weight = emit.exp_negative(builder.fsub(emit.load(place, False), new))
+            emit.store(weight, place)
+            builder.store(builder.fadd(builder.load(total), weight), total)
+        factor = builder.extract_element(emit.exp_negative(builder.fsub(old, new)), ir.Constant(_WORD, 0))
+        lanes = builder.extract_element(emit.fold(builder.load(total), builder.fadd), ir.Constant(_WORD, 0))
+        builder.store(builder.extract_element(new, ir.Constant(_WORD, 0)), places)
+        place = emit.at(places, 1)
+        builder.store(builder.fadd(builder.fmul(builder.load(place), factor), lanes), place)
+        return factor
+
+    return types.float32(scores, types.int64, types.int64, state, types.int64), generate
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -308,6 +439,79 @@ def widen_run(typing_context: Any, source: Any, source_offset: Any, count: Any, 
         return context.get_dummy_value()
 
     return types.void(source, types.int64, types.int64, out), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def copy_scaled(
+    typing_context: Any, width_marker: Any, source: Any, source_offset: Any, factor: Any, out: Any, out_offset: Any
+) -> Any:
+    """out[offset : offset + width] = source[offset : offset + width] * factor, each in its array's type."""
+    width = _size(width_marker)
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        emit = _Emitter(context, builder, _lanes(width))
+        first = emit.pointer(signature.args[1], arguments[1], arguments[2])
+        target = emit.pointer(signature.args[4], arguments[4], arguments[5])
+        factors = emit.spread(arguments[3])
+        for c in range(0, width, _lanes(width)):
+            value = builder.fmul(emit.load(emit.at(first, c), _is_half(signature.args[1])), factors)
+            emit.store(value, emit.at(target, c), _is_half(signature.args[4]))
+        return context.get_dummy_value()
+
+    return types.void(width_marker, source, types.int64, types.float32, out, types.int64), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def rotate(
+    typing_context: Any,
+    head: Any,
+    source: Any,
+    source_offset: Any,
+    angles: Any,
+    angle_offset: Any,
+    scale: Any,
+    out: Any,
+    out_offset: Any,
+) -> Any:
+    """out[offset : offset + D] = source[offset : offset + D], rotated by the angles (D / 2 cosines, then sines), times
+    ``scale``. ``out`` is float32 and may be ``source``."""
+    half = _size(head) // 2
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        emit = _Emitter(context, builder, _lanes(half))
+        first = emit.pointer(signature.args[1], arguments[1], arguments[2])
+        turns = emit.pointer(signature.args[3], arguments[3], arguments[4])
+        target = emit.pointer(signature.args[6], arguments[6], arguments[7])
+        scales, is_half = emit.spread(arguments[5]), _is_half(signature.args[1])
+        for c in range(0, half, _lanes(half)):
+            a, b = (emit.load(emit.at(first, at), is_half) for at in (c, c + half))
+            cos, sin = (builder.fmul(emit.load(emit.at(turns, at), False), scales) for at in (c, c + half))
+            emit.store(emit.fused(a, cos, builder.fneg(builder.fmul(b, sin))), emit.at(target, c))
+            emit.store(emit.fused(b, cos, builder.fmul(a, sin)), emit.at(target, c + half))
+        return context.get_dummy_value()
+
+    integer = types.int64
+    return types.void(head, source, integer, angles, integer, types.float32, out, integer), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def transpose(typing_context: Any, head: Any, stride: Any, source: Any, out: Any, out_offset: Any) -> Any:
+    """out[offset + d * stride + i] = source[i * D + d], for 16 rows of ``source`` and each of its D columns."""
+    width, columns = _size(head), _size(stride)
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        lanes = _lanes(width)
+        emit = _Emitter(context, builder, lanes)
+        first = emit.pointer(signature.args[2], arguments[2], _number(0))
+        target = emit.pointer(signature.args[3], arguments[3], arguments[4])
+        for i in range(0, _LANES, lanes):
+            for d in range(0, width, lanes):
+                square = [emit.load(emit.at(first, (i + row) * width + d), False) for row in range(lanes)]
+                for row, vector in enumerate(emit.transposed(square)):
+                    emit.store(vector, emit.at(target, (d + row) * columns + i))
+        return context.get_dummy_value()
+
+    return types.void(head, stride, source, out, types.int64), generate
 
 
 @intrinsic  # type: ignore[untyped-decorator]

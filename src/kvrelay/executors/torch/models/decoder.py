@@ -107,7 +107,7 @@ class Decoder:
     def forward(self, token_ids: torch.Tensor, attention: Attention, rows: torch.Tensor | None) -> torch.Tensor:
         """Normalised hidden states [R, hidden] of the tokens ``rows`` (None: of all) of a step of T tokens.
 
-        After its attention the last layer computes only ``rows``: no caller uses the other results.
+        The last layer attends and goes on only for ``rows``: no caller uses the other results.
         """
         return self._through_layers(self._kernels.embed(self._embedding, token_ids), attention, rows)
 
@@ -125,7 +125,7 @@ class Decoder:
         x = kernels.rms_norm(residual, self._layers[0].input_norm, eps)
         last = len(self._layers) - 1
         for i, layer in enumerate(self._layers):
-            attended = attention.forward(i, layer.qkv(x))
+            attended = attention.forward(i, layer.qkv(x), rows if i == last else None)
             if i == last and rows is not None:
                 attended, residual = attended[rows], residual[rows]
             x = kernels.add_rms_norm(residual, layer.output(attended), layer.post_norm, eps)

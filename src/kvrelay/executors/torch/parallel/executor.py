@@ -33,8 +33,10 @@ from msgspec.structs import replace as replace_struct
 
 from kvrelay.config.settings import EngineConfig, GroupConfig, RunnerConfig
 from kvrelay.core.checksums import unit_checksums
+from kvrelay.core.cores import usable_cores
 from kvrelay.core.layout import KVLayout, MemoryRegion, paged_kv
 from kvrelay.core.sampling import SamplingParams
+from kvrelay.engine.holding import num_holding_blocks
 from kvrelay.engine.step import ModelOutput, SchedulerOutput
 from kvrelay.errors import CheckpointError, ConfigError, EngineDeadError, KvrelayError, PeerLostError
 from kvrelay.executors.host_memory import OfferRanks
@@ -89,12 +91,14 @@ class ParallelExecutor:
         allocate: Callable[[int], mmap.mmap] | None = None,
         reserve: Callable[[], int] | None = None,
         group: GroupConfig | None = None,
+        holding_bytes: int = 0,
         offer_ranks: OfferRanks | None = None,
         *,
         joins_pools: bool = True,
     ) -> None:
         """Start the ranks and load the model. ``allocate``, ``reserve``, ``offer_ranks``: as in ``HostMemory``.
-        ``joins_pools`` False: each rank's pool is memory of its own, as on CUDA.
+        ``joins_pools`` False: each rank's pool is memory of its own, as on CUDA. The holding area lies behind the
+        joined pools, and the ranks do not map it.
 
         Raises CheckpointError, UnsupportedModelError or ConfigError.
         """
@@ -108,6 +112,7 @@ class ParallelExecutor:
         self._failure: KvrelayError | None = None
         self._is_warm = False
         self._is_closed = False
+        self.num_spill_blocks = 0
         self._last_contact_s = 0.0
         self._drawn_slots, self._drawn_tokens = _NO_INTS, list[int]()
         self._side_lock = threading.Lock()
@@ -124,7 +129,7 @@ class ParallelExecutor:
         self._processes = RankProcesses(len(self._ranks), (self._memory.fd, self._pool_fd))
         try:
             self._connect()
-            loaded, self.num_blocks = self._load(model_dir, runner, engine, joins_pools=joins_pools)
+            loaded, self.num_blocks = self._load(model_dir, runner, engine, holding_bytes, joins_pools=joins_pools)
         except BaseException:
             self.shutdown()
             raise
@@ -215,6 +220,10 @@ class ParallelExecutor:
         blocks = (self._bytes[block_id] for block_id in block_ids)
         return tuple(checksum for block in blocks for checksum in unit_checksums(block, self.kv_layout))
 
+    def copy_blocks(self, source_ids: Sequence[int], target_ids: Sequence[int]) -> None:
+        for source_id, target_id in zip(source_ids, target_ids, strict=True):
+            self._bytes[target_id] = self._bytes[source_id]
+
     def _ask_aside(self, question: Question, rank: ParallelRank) -> None:
         """While a step may run. Under the lock. Raises what the rank raises, EngineDeadError."""
         side = self._processes.ranks[rank.index].side
@@ -256,9 +265,9 @@ class ParallelExecutor:
             self._poller.register(rank.commands.fileno(), select.POLLIN)
 
     def _load(
-        self, model_dir: Path, runner: RunnerConfig, engine: EngineConfig, *, joins_pools: bool
+        self, model_dir: Path, runner: RunnerConfig, engine: EngineConfig, holding_bytes: int, *, joins_pools: bool
     ) -> tuple[WeightsLoaded, int]:
-        own = replace(runner, num_threads=_threads_per_rank(runner.num_threads, len(self._ranks)))
+        own = replace(runner, num_threads=threads_per_rank(runner.num_threads, len(self._ranks)))
         # A file without a name: nothing is left if this process is killed.
         store = f"/proc/{os.getpid()}/fd/{self._store_fd}"
         for rank in self._ranks:
@@ -267,9 +276,12 @@ class ParallelExecutor:
         loaded = [answer for rank in self._ranks if isinstance(answer := answers[rank.index], WeightsLoaded)]
         facts, num_blocks = loaded[0], min(each.max_blocks for each in loaded)
         require_agreement(self._ranks, loaded)
-        self._pool = self._map_pool(num_blocks * len(self._ranks) * facts.layout.block_bytes)
-        self._bytes = np.frombuffer(self._pool, dtype=np.uint8).reshape(num_blocks, -1)
         self._is_joined = joins_pools and facts.device == "cpu"
+        block_bytes = len(self._ranks) * facts.layout.block_bytes
+        self.num_holding_blocks = num_holding_blocks(holding_bytes if self._is_joined else 0, block_bytes, num_blocks)
+        num_all_blocks = num_blocks + self.num_holding_blocks
+        self._pool = self._map_pool(num_all_blocks * block_bytes)
+        self._bytes = np.frombuffer(self._pool, dtype=np.uint8).reshape(num_all_blocks, -1)
         self._tell_all(AllocatePool(num_blocks, self._is_joined))
         self._collect()
         return facts, num_blocks
@@ -390,8 +402,8 @@ def require_agreement(ranks: Sequence[ParallelRank], loaded: Sequence[WeightsLoa
             raise CheckpointError(f"{rank} has loaded another model than {ranks[0]}: {facts}, not {loaded[0]}")
 
 
-def _threads_per_rank(requested: int, num_ranks: int) -> int:
+def threads_per_rank(requested: int, num_ranks: int) -> int:
     """The ranks share the worker's threads, of which there are at most as many as cores. Each rank gets at least
     one."""
-    cores = len(os.sched_getaffinity(0))
+    cores = len(usable_cores())
     return max(1, min(requested or cores, cores) // num_ranks)

@@ -32,52 +32,93 @@ class Sampler:
 
         ``masks`` name rows of ``logits`` and their forbidden tokens.
         """
-        table = states.sampling
-        num_outputs = states.known[slots] - states.num_prompt[slots]
-        adjusts = table.adjusts[slots] | (num_outputs < table.min_tokens[slots])
-        random = table.is_random[slots]
-        if not adjusts.any() and not random.any() and masks is None:
-            return _argmax(logits)
+        adjusts = states.sampling.adjusts[slots] | (_num_outputs(slots, states) < states.sampling.min_tokens[slots])
+        if masks is None and not adjusts.any():
+            return _choose(logits, slots, states)
+        if masks is not None and len(masks.rows) == len(slots):
+            return _choose(self._changed(logits, slots, states, adjusts, masks), slots, states)
+        changes = adjusts.copy()
+        if masks is not None:
+            changes[masks.rows] = True
+        token_ids = np.zeros(len(slots), dtype=np.int64)
+        rows, others = np.flatnonzero(changes), np.flatnonzero(~changes)
+        if len(others):
+            token_ids[others] = _choose(_take(logits, others), slots[others], states)
+        if len(rows):
+            masked = None if masks is None else np.searchsorted(rows, masks.rows)
+            scores = self._changed(_take(logits, rows), slots[rows], states, adjusts[rows], masks, masked)
+            token_ids[rows] = _choose(scores, slots[rows], states)
+        return token_ids
+
+    def _changed(
+        self,
+        logits: torch.Tensor,
+        slots: Int32Array,
+        states: SlotStates,
+        adjusts: npt.NDArray[np.bool_],
+        masks: StepMasks | None,
+        masked: npt.NDArray[np.intp] | None = None,
+    ) -> torch.Tensor:
+        """Scores of rows that are adjusted or masked, in a new tensor. ``masked``: the rows of the masks; None: all."""
         scores = logits.float()
-        if adjusts.any() or masks is not None:
+        may_be_stuck = bool(adjusts.any())
+        if may_be_stuck:
             scores = scores.clone() if scores is logits else scores
             for row in np.flatnonzero(adjusts):
                 slot = int(slots[row])
                 tokens = states.tokens[slot, : states.known[slot]]
-                adjust_row(scores[row], table.params[slot], tokens, int(states.num_prompt[slot]), self._eos_token_ids)
-        if masks is not None:
-            _forbid(scores, masks)
-        token_ids = _argmax(scores) if not random.all() else np.zeros(len(slots), dtype=np.int64)
-        filters, small = table.filters[slots], (table.top_k[slots] > 0) & (table.top_k[slots] <= _SMALL_TOP_K)
-        numbers = uniform(table.seeds[slots], num_outputs.astype(np.int64))
-        for chosen, draw in (
-            (random & ~filters, _draw_plain),
-            (random & filters & small, _draw_filtered),
-            (random & filters & ~small, _draw_filtered),
-        ):
-            rows = np.flatnonzero(chosen)
-            if len(rows):
-                token_ids[rows] = draw(_take(scores, rows), states, slots[rows], numbers[rows])
+                params, num_prompt = states.sampling.params[slot], int(states.num_prompt[slot])
+                adjust_row(scores[row], params, tokens, num_prompt, self._eos_token_ids)
+        if masks is None:
+            return scores
+        if masked is None or len(masked) == len(slots):
+            return _masked(scores, masks, may_be_stuck)
+        rows = torch.from_numpy(masked).to(scores.device)
+        scores = scores.clone() if scores is logits else scores
+        scores[rows] = _masked(scores[rows], masks, may_be_stuck)
+        return scores
+
+
+def _num_outputs(slots: Int32Array, states: SlotStates) -> Int32Array:
+    return states.known[slots] - states.num_prompt[slots]
+
+
+def _choose(scores: torch.Tensor, slots: Int32Array, states: SlotStates) -> npt.NDArray[np.int64]:
+    """The best token of greedy rows, a drawn one of random rows."""
+    table = states.sampling
+    random = table.is_random[slots]
+    token_ids = _argmax(scores) if not random.all() else np.zeros(len(slots), dtype=np.int64)
+    if not random.any():
         return token_ids
+    scores = scores.float()
+    filters, small = table.filters[slots], (table.top_k[slots] > 0) & (table.top_k[slots] <= _SMALL_TOP_K)
+    numbers = uniform(table.seeds[slots], _num_outputs(slots, states).astype(np.int64))
+    for chosen, draw in (
+        (random & ~filters, _draw_plain),
+        (random & filters & small, _draw_filtered),
+        (random & filters & ~small, _draw_filtered),
+    ):
+        rows = np.flatnonzero(chosen)
+        if len(rows):
+            token_ids[rows] = draw(_take(scores, rows), states, slots[rows], numbers[rows])
+    return token_ids
 
 
-def _forbid(scores: torch.Tensor, masks: StepMasks) -> None:
-    """Exclude the tokens that the masks forbid, in place.
+def _masked(scores: torch.Tensor, masks: StepMasks, may_be_stuck: bool) -> torch.Tensor:
+    """``scores`` without the tokens that the masks forbid, in a new tensor.
 
-    If no token is left, because ``min_tokens`` forbids the end that the grammar demands, the grammar wins.
+    If no token is left, because ``min_tokens`` forbids the end that the grammar demands, the grammar wins. Only rows
+    that were adjusted can be stuck so.
     """
     if scores.device.type == "cpu":
-        array, excluded = scores.numpy(), masks.forbidden()
-        allowed = np.where(excluded, -np.inf, array[masks.rows])
-        array[masks.rows] = allowed
-        for number in np.flatnonzero(np.isneginf(allowed.max(axis=-1))):
-            array[masks.rows[number]] = np.where(excluded[number], -np.inf, 0.0)
-        return
-    rows = torch.tensor(masks.rows, dtype=torch.int64, device=scores.device)
-    forbidden = torch.from_numpy(masks.forbidden()).to(scores.device)
-    masked = scores[rows].masked_fill_(forbidden, float("-inf"))
-    stuck = torch.isneginf(masked).all(dim=-1, keepdim=True)
-    scores[rows] = torch.where(stuck, torch.zeros_like(masked).masked_fill_(forbidden, float("-inf")), masked)
+        penalties = torch.from_numpy(masks.penalties())
+    else:
+        forbidden = torch.from_numpy(masks.forbidden()).to(scores.device)
+        penalties = torch.zeros(forbidden.shape, device=scores.device).masked_fill_(forbidden, float("-inf"))
+    masked = scores + penalties
+    if not may_be_stuck:
+        return masked
+    return torch.where(torch.isneginf(masked.amax(dim=-1, keepdim=True)), penalties, masked)
 
 
 def _argmax(logits: torch.Tensor) -> npt.NDArray[np.int64]:

@@ -1,0 +1,52 @@
+"""The cores that this process may use: its affinity, and the CPU quota of its control groups.
+
+More threads than the quota pays for are worse than fewer: all of them stand still for the rest of each period of 100 ms
+once the quota is spent.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from contextlib import suppress
+from pathlib import Path
+
+from kvrelay.core.control_groups import group_directories
+
+
+def allowed_cores() -> list[int]:
+    """By affinity: what ``taskset``, a cpuset or a container manager has left."""
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+
+
+def cpu_quota(root: Path = Path("/")) -> float:
+    """The least quota, in cores, of the control groups that hold this process; infinite without one."""
+    quotas = [math.inf]
+    for place, is_v1 in group_directories("cpu", root):
+        # No quota: the file is absent, or says "max", or -1 in version 1.
+        with suppress(OSError, ValueError, ZeroDivisionError):
+            if is_v1:
+                quota, period = ((place / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+            else:
+                quota, period = (place / "cpu.max").read_text().split()
+            if int(quota) > 0:
+                quotas.append(int(quota) / int(period))
+    return min(quotas)
+
+
+def usable_cores(root: Path = Path("/")) -> list[int]:
+    """As many of the allowed cores as the quota pays for in full, and at least one."""
+    cores = allowed_cores()
+    return cores[: max(1, math.floor(min(len(cores), cpu_quota(root))))]
+
+
+def threads_each(num_workers: int) -> int:
+    """Compute threads of each of ``num_workers`` that share the usable cores."""
+    return max(1, len(usable_cores()) // num_workers)
+
+
+def describe_cores(root: Path = Path("/")) -> str:
+    """Where the number of usable cores comes from, for the log."""
+    quota = cpu_quota(root)
+    limit = "" if math.isinf(quota) else f", a CPU quota of {quota:g}"
+    return f"{len(usable_cores(root))} usable cores ({os.cpu_count()} here, {len(allowed_cores())} by affinity{limit})"
