@@ -44,6 +44,10 @@ from kvrelay.transfer.values import TransferOp
 WAYS = ("gathered", "per rank")
 NUM_BLOCKS = 512
 BLOCKS_PER_POST = 128
+PASSES = 16
+"""How often a turn moves all blocks: a process's CPU time counts in steps of 10 ms."""
+POLL_S = 6e-5
+"""Of a transfer thread that expects something."""
 PROMPT_LEN = 2000
 TOKENS = range(16, 512)
 _COLUMNS = {
@@ -151,7 +155,7 @@ def _move_in_turns(transport: str, tp: tuple[int, int], num_turns: int) -> list[
                 if number:  # the first one warms up
                     seconds.append((found[WAYS[0]][0], found[WAYS[1]][0]))
                     cpu.append((found[WAYS[0]][1], found[WAYS[1]][1]))
-            mib = NUM_BLOCKS * taker.executor.kv_layout.block_bytes / 2**20
+            mib = PASSES * NUM_BLOCKS * taker.executor.kv_layout.block_bytes / 2**20
             rows += [_compared(f"{name}, {mib:.0f} MiB", seconds), _compared(f"{name}, CPU time", cpu)]
         return rows
 
@@ -159,7 +163,7 @@ def _move_in_turns(transport: str, tp: tuple[int, int], num_turns: int) -> list[
 def _moved(giver: _End, taker: _End, mapping: LayoutMapping, ids: list[int]) -> tuple[float, float]:
     """Seconds, and seconds of CPU time, of all posts, one after the other."""
     cpu_s, begin_s = _cpu_s(), time.perf_counter()
-    for at in range(0, len(ids), BLOCKS_PER_POST):
+    for at in [*range(0, len(ids), BLOCKS_PER_POST)] * PASSES:
         run = BlockRun(0, ids[at : at + BLOCKS_PER_POST])
         pieces = mapping.pieces(TransferOp.WRITE, run, run)
         handle = giver.transport.post(TransferOp.WRITE, taker.metadata.worker_id, pieces, b"done")
@@ -170,6 +174,8 @@ def _moved(giver: _End, taker: _End, mapping: LayoutMapping, ids: list[int]) -> 
                     raise click.ClickException(end.error)
                 waiting.discard(end.handle)
             arrived += len(taker.transport.poll()[1])
+            if waiting or not arrived:
+                time.sleep(POLL_S)
     return time.perf_counter() - begin_s, _cpu_s() - cpu_s
 
 
