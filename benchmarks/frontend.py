@@ -69,7 +69,8 @@ def frontend(
         used_s = await cpu_seconds(target) - cpu_before_s
         return {**figures(load, _FIGURES), "cpu_per_request_s": used_s / load.successful}
 
-    arguments = f"--engine mock --speedup-ratio 0 {given['serve_args']}"
+    # As large a pool as the peer's mock workers have: else long prompts evict, and each eviction is an event more.
+    arguments = f"--engine mock --speedup-ratio 0 --num-blocks 65536 {given['serve_args']}"
     cases = [serve_case("kvrelay", model, arguments, f"--prefill 0 --decode {workers}"), *parsed(given["urls"])]
     turns = take_turns(cases, rounds, measure, points=[{"load": name} for name in LOADS])
     results = summarise(turns, {"failed": sum}, labels=("case", "load"))

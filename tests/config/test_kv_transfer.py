@@ -153,3 +153,6 @@ def test_workers_of_serve_get_a_port_each(monkeypatch: pytest.MonkeyPatch, invok
     assert served.shape == "2P1D"
     assert [worker.transfer.kv_port for worker in served.workers] == [21001, 21002, 21003]
     assert {(worker.transfer.send_type, worker.transfer.transport) for worker in served.workers} == {("GET", "p2p")}
+    invoke("serve", "--kv-port", "21001", "--prefill", "2", "--tp-prefill", "2", "--decode", "2")
+    ports = [worker.transfer.kv_port for worker in options[1].workers]
+    assert ports == [21001, 21005, 21009, 21010], "each rank may listen beside its worker"

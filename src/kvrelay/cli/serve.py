@@ -195,11 +195,12 @@ def _workers(
     made: list[WorkerConfig] = []
     for number, worker in enumerate(workers):
         first = sum(other.group.dp for other in made)
+        first_kv = sum(other.group.dp * other.num_kv_ports for other in made)
         made.append(
             replace(
                 worker,
                 runner=replace(worker.runner, num_threads=num_threads),
-                transfer=replace(worker.transfer, kv_port=kv_port and kv_port + first),
+                transfer=replace(worker.transfer, kv_port=kv_port and kv_port + first_kv),
                 metrics=replace(worker.metrics, metrics_port=metrics_port and metrics_port + first),
                 upstream=upstreams[number] if upstreams else worker.upstream,
                 vllm=vllms[number],

@@ -202,7 +202,8 @@ class TransferConfig(Settings):
     p2p_idle_s: float = setting(60.0, "p2p: seconds after which an idle communicator is closed.", low=0.1)
     kv_port: int = setting(
         0,
-        "p2p: port of the control connections; 0: a free one. serve: port of the first worker, others count up.",
+        "p2p: port of the control connections, with --tp or --pp the first of two for each rank; 0: free ones. serve: "
+        "port of the first worker, others count up.",
         low=0,
         high=65535,
     )

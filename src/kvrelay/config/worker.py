@@ -92,6 +92,12 @@ class WorkerConfig:
         """Whether processes of its own compute the model, instead of the worker's."""
         return self.runner.num_ranks > 1 or self.group.ep
 
+    @property
+    def num_kv_ports(self) -> int:
+        """Of one engine with transport p2p, from ``kv_port`` on: ranks that move their own KV listen, too
+        (``transfer/rank_map.py``)."""
+        return 2 * self.runner.num_ranks if self.computes_in_ranks else 1
+
 
 WORKER_SECTIONS: dict[str, type[Settings]] = {
     name: hint for name, hint in get_type_hints(WorkerConfig).items() if issubclass(hint, Settings)

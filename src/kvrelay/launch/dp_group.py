@@ -57,8 +57,8 @@ async def run_group(config: WorkerConfig) -> int:
 def start_rank(config: WorkerConfig, rank: int, directory: str) -> Child:
     """Ports are those of rank 0; the other ranks' count up from them; 0: none, or any."""
 
-    def port(first: int) -> int:
-        return first and first + rank
+    def port(first: int, num_each: int = 1) -> int:
+        return first and first + rank * num_each
 
     runner, dp = config.runner, config.group.dp
     own = replace(
@@ -66,7 +66,7 @@ def start_rank(config: WorkerConfig, rank: int, directory: str) -> Child:
         port=port(config.port),
         runner=replace(runner, num_threads=runner.num_threads or threads_each(dp)),
         group=replace(config.group, dp_rank=rank, dp_address=directory),
-        transfer=replace(config.transfer, kv_port=port(config.transfer.kv_port)),
+        transfer=replace(config.transfer, kv_port=port(config.transfer.kv_port, config.num_kv_ports)),
         metrics=replace(config.metrics, metrics_port=port(config.metrics.metrics_port)),
     )
     environment = control_environment(config.control)
