@@ -95,9 +95,7 @@ for kind, settings in KINDS.items():
     THREE_FAULTS[f"{kind}, roles change beside a fault"] = scenario(*ROLES, *NETWORK, *LOCAL, num_faults=2, **settings)
 THREE_FAULTS["push, two prefill workers, roles change"] = scenario(*ROLES, "redeliver", num_faults=2, num_prefill=2)
 LONG = {
-    "prefix, three faults": scenario(
-        *NETWORK, *PREFILL, *DECODE, "fail", num_faults=3, num_hit_blocks=1, is_prefix=True
-    ),
+    "prefix, two faults": scenario(*NETWORK, *PREFILL, *DECODE, "fail", num_faults=2, num_hit_blocks=1, is_prefix=True),
     "push, two faults": scenario(*EVERYTHING, num_faults=2),
     "push, roles change beside leases": scenario(*ROLES, *PREFILL, *DECODE, num_faults=2),
     "push, two faults, hits and checksums": scenario(
