@@ -153,10 +153,10 @@ class Running:
 
     @property
     def blocks(self) -> np.ndarray:
-        """The pool's bytes, [num_blocks, block_bytes], as a transport sees them."""
+        """The bytes of pool and holding area, [blocks, block_bytes], as a transport sees them."""
         region = self.host.kv_region
         raw = (ctypes.c_uint8 * region.num_bytes).from_address(region.address)
-        return np.frombuffer(raw, dtype=np.uint8).reshape(self.host.facts.num_blocks, -1)
+        return np.frombuffer(raw, dtype=np.uint8).reshape(-1, self.host.facts.kv_layout.block_bytes)
 
 
 @pytest.fixture(params=ENGINES)
