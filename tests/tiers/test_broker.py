@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -42,8 +43,9 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     for memory in claims:
         memory.close()
     for process in brokers_of(place):
-        process.kill()
-        process.wait(PATIENCE_S)
+        with contextlib.suppress(psutil.NoSuchProcess):  # its last claim was just given back
+            process.kill()
+            process.wait(PATIENCE_S)
 
 
 def brokers_of(directory: Path) -> list[psutil.Process]:
