@@ -85,33 +85,33 @@ class PrefillHandoff:
 
     def begin(self, event: pe.Pulled, context: PrefillContext) -> None:
         """Compute and claim at once."""
-        rules = context.rules
-        claim = hm.HandoffClaim(
-            self.handoff_id,
-            rules.worker_id,
-            rules.kv_compatibility,
-            rules.checksums,
-            event.order,
-            event.term,
-            rules.block_size,
-            rules.regions,
-        )
-        context.out += [pe.Compute(self.handoff_id), pe.SendClaim(self.decode_worker_id, claim)]
+        context.out += [pe.Compute(self.handoff_id), self._claim(event.term, context, order=event.order)]
 
     def begin_prefix(self, event: pe.PrefixWanted, context: PrefillContext) -> None:
         """Claim only."""
+        context.out.append(self._claim(event.term, context, prefix=event.prefix))
+
+    def _claim(
+        self,
+        term: int,
+        context: PrefillContext,
+        *,
+        order: HandoffOrder = HandoffOrder.DECODE_FIRST,
+        prefix: hm.Prefix | None = None,
+    ) -> pe.SendClaim:
         rules = context.rules
         claim = hm.HandoffClaim(
             self.handoff_id,
             rules.worker_id,
             rules.kv_compatibility,
             rules.checksums,
-            term=event.term,
-            block_size=rules.block_size,
-            regions=rules.regions,
-            prefix=event.prefix,
+            order,
+            term,
+            rules.block_size,
+            rules.regions,
+            prefix,
         )
-        context.out.append(pe.SendClaim(self.decode_worker_id, claim))
+        return pe.SendClaim(self.decode_worker_id, claim)
 
     def decline(self, reason: EndReason, context: PrefillContext) -> None:
         """Compute nothing; only tell its owner."""

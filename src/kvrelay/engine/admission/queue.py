@@ -1,13 +1,13 @@
 """Which waiting request gets blocks next.
 
-It owns the two queues and their rule: a request gets blocks for all its known tokens at once (adjacent where possible,
-after its prefix hit), or it waits. ``fair.py`` has the order. It does not know slots or steps.
+It owns the three queues and their rule: a request gets blocks for all its known tokens at once (adjacent where
+possible, after its prefix hit), or it waits. ``fair.py`` has the order. It does not know slots or steps.
 
 There is one queue per kind of need. Requests that are computed here also wait for their share of the token budget:
-admitting them earlier would bind blocks early, and would miss prefix hits on prompts that are being computed. (A prompt
-whose KV another request is loading waits for it, if that is cheaper than computing.) Only what
+admitting them earlier would bind blocks early, and would miss prefix hits on prompts that are being computed. Only what
 is computed before them counts, so a long prompt does not keep short ones out. Requests whose next step is a transfer (a
-remote prefill, a KV load) do not wait for the budget.
+remote prefill, a KV load) do not wait for the budget. A prompt whose KV another request is loading waits for it, if
+that is cheaper than computing.
 
 A request that does not fit into the pool lets smaller ones pass until they have taken as many blocks as it needs. From
 then on no request passes it, and the blocks that become free are kept for it.
