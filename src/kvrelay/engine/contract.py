@@ -122,9 +122,10 @@ class HandsOver(Protocol):
     """The blocks of an engine whose hand-offs have blocks: workers move the KV."""
 
     def resume_handoff(
-        self, handoff_id: HandoffId, loan: int, token_id: int, logprobs: PositionLogprobs | None
+        self, handoff_id: HandoffId, loan: int, token_id: int | None, logprobs: PositionLogprobs | None
     ) -> bool:
-        """The blocks of ``loan`` hold the KV of the waiting request, and ``token_id`` is its first token.
+        """The blocks of ``loan`` hold the KV of the waiting request, and ``token_id`` is its first token. None: the
+        tail of its prompt is missing (``KVLayout.tail_tokens``), and the first token with it.
 
         False: no request waits for it, or the token cannot be one; then the request is computed here.
         """

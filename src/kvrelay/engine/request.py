@@ -86,6 +86,8 @@ class Request:
     stop_ids: frozenset[int] = field(default=frozenset(), init=False)
     length_limit: int = field(default=0, init=False)
     """Length in tokens at which the answer ends."""
+    tail_tokens: int = field(default=0, init=False)
+    """``KVLayout.tail_tokens``."""
 
     # The scheduler's.
     num_queued_tokens: int = field(default=0, init=False)
@@ -138,6 +140,16 @@ class Request:
     def num_missing_tokens(self) -> int:
         """Known tokens whose KV is still to be computed."""
         return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def num_handoff_tokens(self) -> int:
+        """Known tokens whose KV another worker may compute; 0 or less: none."""
+        return len(self.token_ids) - self.tail_tokens
+
+    @property
+    def num_held_tokens(self) -> int:
+        """KV_HELD: known tokens whose KV is held. The first token has come with it, unless a tail is to be computed."""
+        return len(self.token_ids) - max(self.tail_tokens, 1)
 
     @property
     def is_waiting(self) -> bool:

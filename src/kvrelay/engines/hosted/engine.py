@@ -406,12 +406,12 @@ class HostedEngine:
         self._serve_waiting()
 
     def resume_handoff(
-        self, handoff_id: HandoffId, loan: int, token_id: int, logprobs: PositionLogprobs | None
+        self, handoff_id: HandoffId, loan: int, token_id: int | None, logprobs: PositionLogprobs | None
     ) -> bool:
         blocks = None if self.staging is None else self.staging.lent(handoff_id, loan)
         if self.staging is None or blocks is None or self._remote.request_of(handoff_id) is None:
             return False
-        if not 0 <= token_id < self._facts.vocab_size:
+        if token_id is None or not 0 <= token_id < self._facts.vocab_size:
             self.compute_handoff_here(handoff_id)
             return False
         request_id = self._remote.take(handoff_id, self.output)
