@@ -260,6 +260,7 @@ class MemoryRegion(msgspec.Struct, frozen=True):
 class Compatibility(msgspec.Struct, frozen=True):
     """Everything that must agree before two workers may exchange KV. A difference in any field means other values.
 
+    ``adapter``: the adapter (LoRA) that it is computed with, by name (empty: none).
     TP, PP and block size are not in it: ``transfer.layout_mapping`` joins any two of them.
     """
 
@@ -268,6 +269,7 @@ class Compatibility(msgspec.Struct, frozen=True):
     regions: tuple[KVRegion, ...]
     hash_seed: int
     protocol: int
+    adapter: str = ""
 
     def digest(self) -> str:
         """16 hex digits; equal digests mean exchangeable KV."""
@@ -275,7 +277,7 @@ class Compatibility(msgspec.Struct, frozen=True):
 
     def difference(self, theirs: Compatibility) -> str | None:
         """The first field that differs, of a region by its name; None if all are equal."""
-        for name in ("protocol", "model", "weights_fingerprint", "hash_seed"):
+        for name in ("protocol", "model", "adapter", "weights_fingerprint", "hash_seed"):
             if getattr(self, name) != getattr(theirs, name):
                 return f"{name} is {getattr(theirs, name)!r} there, {getattr(self, name)!r} here"
         return region_difference(self.regions, theirs.regions)

@@ -190,7 +190,8 @@ class EngineFacts:
     the KV from this engine without kvrelay. Without ``prefills_here`` the engine computes prompts for others
     or continues from KV that it gets, never both. Without ``places_prefills`` it does not ask a request's ``placement``
     where to prefill. With ``has_open_cache`` its prefix cache lies in blocks that workers can lend and fill
-    (``Schedules``). ``num_holding_blocks`` come after ``num_blocks`` in the engine's memory."""
+    (``Schedules``). ``num_holding_blocks`` come after ``num_blocks`` in the engine's memory. ``adapter``: the adapter
+    (LoRA) that every answer is computed with, by name (empty: none)."""
 
     kv_layout: KVLayout
     num_blocks: int
@@ -203,6 +204,7 @@ class EngineFacts:
     places_prefills: bool = True
     has_open_cache: bool = False
     num_holding_blocks: int = 0
+    adapter: str = ""
 
 
 class EngineHost(Protocol):

@@ -215,14 +215,17 @@ class Request:
         self.status = status
         self.times.append((status, now_s))
 
-    def hash_blocks(self, num_blocks: int, block_size: int) -> None:
-        """Compute the missing hashes of the first ``num_blocks`` complete blocks."""
+    def hash_blocks(self, num_blocks: int, block_size: int, adapter: str = "") -> None:
+        """Compute the missing hashes of the first ``num_blocks`` complete blocks. ``adapter``: the engine's, always the
+        same."""
         known = len(self.sequence_hashes)
         if num_blocks <= known:
             return
         tokens = self.token_ids[known * block_size : num_blocks * block_size]
         parent = self.sequence_hashes[-1] if known else None
-        hashes = compute_block_hashes(tokens, block_size, parent=parent, salt=self.sampling.cache_salt)
+        hashes = compute_block_hashes(
+            tokens, block_size, lora=adapter or None, parent=parent, salt=self.sampling.cache_salt
+        )
         self.local_hashes.extend(hashes.local)
         self.sequence_hashes.extend(hashes.sequence)
 

@@ -333,7 +333,7 @@ class HostedEngine:
         """The backend has computed, or got, the KV of the first ``num_tokens``."""
         if self._config.enable_prefix_caching:
             num_blocks = num_tokens // self._facts.kv_layout.block_size
-            request.hash_blocks(num_blocks, self._facts.kv_layout.block_size)
+            request.hash_blocks(num_blocks, self._facts.kv_layout.block_size, self._facts.adapter)
             self.output.kv_events += self._cache.place(
                 request.sequence_hashes[:num_blocks], request.local_hashes[:num_blocks], request.token_ids
             )
@@ -341,7 +341,7 @@ class HostedEngine:
     def _num_placed_blocks(self, request: Request) -> int:
         # The last token is computed in any case: something must be sampled from.
         num_blocks = (len(request.token_ids) - 1) // self._facts.kv_layout.block_size
-        request.hash_blocks(num_blocks, self._facts.kv_layout.block_size)
+        request.hash_blocks(num_blocks, self._facts.kv_layout.block_size, self._facts.adapter)
         return self._cache.num_leading(request.sequence_hashes[:num_blocks])
 
     # -- hand-offs, decode side ---------------------------------------------------------------------------------------
