@@ -81,11 +81,11 @@ class RemotePrefillRequest(msgspec.Struct, frozen=True):
 
     The engine leaves out the last fields, from ``decode_address`` on: the worker sets them when it pushes the request.
     ``token_ids`` is everything to be prefilled: the prompt, and for a continued request the ``num_output_tokens``
-    tokens that were already generated, less the tail of the model's KV (``KVLayout.tail_tokens``). ``block_ids`` are D's blocks for them, the first ``num_cached_tokens`` tokens of
-    which are already computed there (a multiple of the block size). Block ids only: memory is described in discovery.
-    ``timeout_s`` after it was pushed, by the queue server's clock, the entry is void: D has prefilled locally by then
-    (0: never). A duration, because no two machines' clocks are ever compared. ``tenant`` is the API key's name, and
-    ``traceparent`` the trace's header, as in ``GenerateRequest``.
+    tokens that were already generated, less the tail (``KVLayout.tail_tokens``). ``block_ids`` are D's blocks for them,
+    the first ``num_cached_tokens`` tokens of which are already computed there (a multiple of the block size). Block ids
+    only: memory is described in discovery. ``timeout_s`` after it was pushed, by the queue server's clock, the entry is
+    void: D has prefilled locally by then (0: never). A duration, because no two machines' clocks are ever compared.
+    ``tenant`` is the API key's name, and ``traceparent`` the trace's header, as in ``GenerateRequest``.
     """
 
     handoff_id: HandoffId
