@@ -28,6 +28,8 @@ class VllmExchange:
     """The prefill server was started without a connector."""
     loses_kv: bool = False
     """The decode server cannot get the KV."""
+    tail: int = 0
+    """The prefill server drops so many tokens at the prompt's end, as vLLM does for recurrent layers."""
 
     async def take(self, body: Body) -> Body | None:
         params = body.get("kv_transfer_params")
@@ -51,6 +53,7 @@ class VllmExchange:
         self.num_prefilled += 1
         name = f"cmpl-{self.num_prefilled}"
         self.kept[name] = body["prompt"]
+        body["prompt"] = body["prompt"][: len(body["prompt"]) - self.tail]
         return {
             "kv_transfer_params": {
                 "do_remote_prefill": True,
@@ -61,6 +64,7 @@ class VllmExchange:
                 "remote_host": "127.0.0.1",
                 "remote_port": 5600,
                 "tp_size": 1,
+                "remote_num_tokens": len(body["prompt"]),
             }
         }
 

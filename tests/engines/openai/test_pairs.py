@@ -13,6 +13,7 @@ from tests.engines.openai.exchange import SglangExchange, VllmExchange
 from tests.engines.openai.scripted import Exchange, Script, ScriptedServer, scripted_server
 from tests.patience import PATIENCE_S
 from tests.worker.cluster import VOCAB_SIZE, Client, Cluster, Node, cluster, expected, prompt
+from tests.worker.test_prefill_first import PairedClient
 
 from kvrelay.config import EngineConfig, UpstreamConfig, WorkerConfig, WorkerRole
 from kvrelay.core.handoff import HandoffId
@@ -146,6 +147,23 @@ async def test_a_cancelled_request_stops_its_prefill() -> None:
         await pair.settled()
         assert exchange.kept == {}
         assert pair.servers[1].script.bodies == []
+
+
+@pytest.mark.parametrize("tail", [0, 1, 3])
+async def test_the_first_token_of_a_prefill_that_stops_short_is_not_told(tail: int) -> None:
+    """Prefill first. It stands for a token of the prompt."""
+    exchange = VllmExchange(tail=tail)
+    async with _pair(exchange, VLLM) as pair:
+        await pair.cluster.until(lambda: pair.decode.id in pair.prefill.worker.inspect().peers.addresses)
+        to_prefill = await pair.cluster.client(pair.prefill)
+        both = PairedClient(pair.cluster, pair.prefill, pair.decode, to_prefill, pair.client)
+        tokens = prompt(100)
+        request_id = both.send(tokens, 8)
+        assert await both.answer(request_id) == expected(tokens, 8)
+        assert to_prefill.tokens.get(request_id, []) == ([] if tail else expected(tokens, 1))
+        assert not to_prefill.refused
+        await pair.settled()
+        assert (exchange.num_prefilled, exchange.num_fetched, exchange.errors) == (1, 1, [])
 
 
 async def test_kv_that_no_request_needs_any_more_is_freed_through_the_decode_server() -> None:

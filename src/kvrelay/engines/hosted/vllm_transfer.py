@@ -60,6 +60,13 @@ class _Prefilled(msgspec.Struct):
     kv_transfer_params: dict[str, Any] | None = None
 
 
+def stops_short(kv_transfer_params: bytes, num_tokens: int) -> bool:
+    """Whether the prefilling vLLM has left the end of a prompt of ``num_tokens`` to the other one, as it does for
+    recurrent layers and drafters that read ahead. Then its first token stands for one of the prompt's."""
+    num_computed = msgspec.json.decode(kv_transfer_params).get("remote_num_tokens")
+    return isinstance(num_computed, int) and 0 < num_computed < num_tokens
+
+
 def one_answer(body: Body) -> Body:
     """The same request, answered in one piece."""
     asked = {**body, "stream": False}

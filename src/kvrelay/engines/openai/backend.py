@@ -8,7 +8,7 @@ from kvrelay.config import UpstreamConfig
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.engine.request import Request
 from kvrelay.engines.hosted.backend import AnswerChunk, AnswerError, Prefilled
-from kvrelay.engines.hosted.vllm_transfer import Body
+from kvrelay.engines.hosted.vllm_transfer import Body, stops_short
 from kvrelay.engines.openai.kv_transfer import KvTransfer
 from kvrelay.engines.openai.server import Description, UpstreamServer
 from kvrelay.engines.openai.text_tokens import TextTokenizer, TextTokens
@@ -82,8 +82,10 @@ class ServerBackend:
         answer = await self._server.complete(body, request.traceparent)
         piece = parse_event(answer)  # it may be an error
         if params is None:
-            first = None if piece.token_ids is None else AnswerChunk(piece.token_ids, piece.logprobs)
-            yield Prefilled(self._kv_transfer.params_of(answer), first)
+            params = self._kv_transfer.params_of(answer)
+            has_first = piece.token_ids is not None and not stops_short(params, len(request.token_ids))
+            first = AnswerChunk(piece.token_ids or (), piece.logprobs) if has_first else None
+            yield Prefilled(params, first)
 
     async def discard(self, kv_transfer_params: bytes) -> None:
         assert self._kv_transfer is not None, "only asked of a server that exchanges KV"

@@ -22,7 +22,7 @@ from kvrelay.engines.hosted.backend import (
     UnconfirmedError,
     structured_values,
 )
-from kvrelay.engines.hosted.vllm_transfer import VllmTransfer
+from kvrelay.engines.hosted.vllm_transfer import VllmTransfer, stops_short
 from kvrelay.engines.vllm.translation import (
     RequestOutput,
     piece_of,
@@ -145,7 +145,8 @@ class VllmBackend:
                 piece = piece_of(output, num_logprobs=request.sampling.logprobs)
                 first = AnswerChunk(piece.token_ids, piece.logprobs, num_cached_tokens=piece.num_cached_tokens)
                 params = None if self._is_staged else msgspec.json.encode(output.kv_transfer_params)
-                yield Prefilled(params, first)
+                is_short = params is not None and stops_short(params, len(request.token_ids))
+                yield Prefilled(params, None if is_short else first)
 
     async def discard(self, kv_transfer_params: bytes) -> None:
         params = _kv_transfer.decode_body({}, kv_transfer_params)["kv_transfer_params"]
