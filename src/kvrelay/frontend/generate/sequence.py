@@ -292,6 +292,7 @@ class Sequence:
             priority=self._spec.priority,
             exclude=tuple(self._failed_workers),
             cache_salt=self.sampling.cache_salt,
+            adapter=self._model.adapter,
         )
 
     def _generate_request(self, link: WorkerLink, holder: PrefixHolder | None) -> GenerateRequest:
