@@ -81,8 +81,8 @@ class _Queues:
 
 
 class KvTiers:
-    """A ``KvStorage`` over ``stores``, the fastest first. ``region`` is the pool's memory; ``cost`` returns the engine's
-    costs of computing."""
+    """A ``KvStorage`` over ``stores``, the fastest first. ``region`` is the pool's memory; ``cost`` returns the costs
+    of computing."""
 
     def __init__(self, region: MemoryRegion, shape: Shape, stores: Sequence[BlockStore], cost: Callable[[], StepCost]):
         owner = (ctypes.c_ubyte * region.num_bytes).from_address(region.address)

@@ -53,8 +53,8 @@ class _Holder:
 
 
 class PeerPrefixes:
-    """A ``SourceBeyond``. ``layout``: of this worker's pool; ``term``: this worker's, now; ``cost`` returns the engine's
-    costs of computing."""
+    """A ``SourceBeyond``. ``layout``: of this worker's pool; ``term``: this worker's, now; ``cost`` returns the costs of
+    computing."""
 
     pending: Sized = ()
 
