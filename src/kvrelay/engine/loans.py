@@ -117,4 +117,5 @@ def remote_prefill(
         priority=request.priority,
         tenant=request.tenant,
         traceparent=request.traceparent,
+        holder=request.holder,
     )

@@ -53,7 +53,7 @@ class _Holder:
 
 
 class PeerPrefixes:
-    """A ``SourceBeyond``. ``layout``: of this worker's pool; ``term``: this worker's, now; ``cost`` returns the costs of
+    """A ``SourceBeyond``. ``layout``: of this worker's pool; ``term``: its own, now; ``cost`` returns the costs of
     computing."""
 
     pending: Sized = ()

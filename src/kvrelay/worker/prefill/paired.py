@@ -103,6 +103,7 @@ class PairedPrefills:
             priority=message.priority,
             tenant=message.tenant,
             traceparent=message.traceparent,
+            holder=message.holder,
         )
         return Job(request, _Half(self, message))
 
