@@ -85,7 +85,8 @@ class RemotePrefillRequest(msgspec.Struct, frozen=True):
     the first ``num_cached_tokens`` tokens of which are already computed there (a multiple of the block size). Block ids
     only: memory is described in discovery. ``timeout_s`` after it was pushed, by the queue server's clock, the entry is
     void: D has prefilled locally by then (0: never). A duration, because no two machines' clocks are ever compared.
-    ``tenant`` is the API key's name, and ``traceparent`` the trace's header, as in ``GenerateRequest``.
+    ``tenant`` is the API key's name, and ``traceparent`` the trace's header, as in ``GenerateRequest``. ``holder``:
+    whose prefix the prefill worker may read.
     """
 
     handoff_id: HandoffId
@@ -104,6 +105,7 @@ class RemotePrefillRequest(msgspec.Struct, frozen=True):
     version: int = 1
     tenant: str = ""
     traceparent: str = ""
+    holder: PrefixHolder | None = None
 
     @property
     def queue_class(self) -> QueueClass:

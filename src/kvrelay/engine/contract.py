@@ -52,7 +52,7 @@ from kvrelay.core.handoff import HandoffId
 from kvrelay.core.layout import KVLayout, MemoryRegion
 from kvrelay.core.logprobs import PositionLogprobs
 from kvrelay.core.sampling import SamplingParams
-from kvrelay.engine.kv_source import KvSource
+from kvrelay.engine.kv_source import SourceBeyond
 from kvrelay.engine.limits import PendingArrivals
 from kvrelay.engine.progress import Progress
 from kvrelay.engine.request import Request
@@ -162,7 +162,7 @@ class Schedules(Protocol):
     def kv_loaded(self, request_id: str, ok: bool, num_blocks: int = 0) -> None:
         """The read that a KvLoad asked for has ended. Unknown ids are ignored."""
 
-    def add_source(self, source: KvSource) -> None:
+    def add_source(self, source: SourceBeyond) -> None:
         """Prompts may also begin with what this has."""
 
     def lend_prefix(

@@ -29,7 +29,7 @@ from kvrelay.dp.group import Alone, Group
 from kvrelay.dp.protocol import Round
 from kvrelay.engine.block_pool import BlockPool
 from kvrelay.engine.holding import holding_of
-from kvrelay.engine.kv_source import KvSource, KvStorage
+from kvrelay.engine.kv_source import KvStorage, SourceBeyond
 from kvrelay.engine.limits import NONE_PENDING, AdmissionLimits, PendingArrivals
 from kvrelay.engine.loans import HandoffIds, Loans, remote_prefill
 from kvrelay.engine.reports import stop_token_ids
@@ -104,7 +104,7 @@ class EngineCore:
         self.storage = storage
         self.scheduler.attach(storage)
 
-    def add_source(self, source: KvSource) -> None:
+    def add_source(self, source: SourceBeyond) -> None:
         """Prompts may also begin with what this has."""
         self.scheduler.add_source(source)
 

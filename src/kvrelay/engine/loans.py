@@ -117,5 +117,6 @@ def remote_prefill(
         priority=request.priority,
         tenant=request.tenant,
         traceparent=request.traceparent,
+        holder=request.holder,
     )
     return without_tail(prefill, request.tail_tokens)

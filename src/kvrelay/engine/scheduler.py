@@ -28,7 +28,7 @@ from kvrelay.engine.allocation import DecodeAllocator, Holdings, cache_full_bloc
 from kvrelay.engine.batch import Batch
 from kvrelay.engine.block_pool import BlockPool
 from kvrelay.engine.holding import Holding
-from kvrelay.engine.kv_source import Arriving, HeldByPeer, KvSource, KvStorage, Sources
+from kvrelay.engine.kv_source import Arriving, HeldByPeer, KvStorage, SourceBeyond, Sources
 from kvrelay.engine.reports import finish_reason, report_blocks, report_last_blocks, report_token
 from kvrelay.engine.request import PrefillMode, Request
 from kvrelay.engine.scheduled_batch import BatchPlanner, ScheduledBatch, TokenBudget
@@ -142,7 +142,7 @@ class Scheduler:
         self.add_source(storage)
         self.pool.on_evicted = storage.evicted
 
-    def add_source(self, source: KvSource) -> None:
+    def add_source(self, source: SourceBeyond) -> None:
         """From now on prompts may also begin with what this has."""
         self._sources.add(source)
 

@@ -81,6 +81,11 @@ class PrefillHandoff:
     is_prefix: bool = False
     """We compute nothing: D's cached blocks are all that is wanted. Our blocks are the engine's load."""
 
+    @property
+    def may_be_read(self) -> bool:
+        """Pull: D may read our blocks."""
+        return self.has_blocks and self.grant is not None and self.grant.direction is KvDirection.PULL
+
     # -- the claim ----------------------------------------------------------------------------------------------------
 
     def begin(self, event: pe.Pulled, context: PrefillContext) -> None:

@@ -58,6 +58,7 @@ def engine_request(prefill: RemotePrefillRequest, block_size: int, listener: Mov
         priority=prefill.priority,
         tenant=prefill.tenant,
         traceparent=prefill.traceparent,
+        holder=prefill.holder,
         listener=listener,
     )
 

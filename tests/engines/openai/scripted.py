@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import uvloop
 from aiohttp import web
 from tests.patience import PATIENCE_S
 
@@ -61,7 +62,7 @@ class ScriptedServer:
     def __init__(self, script: Script) -> None:
         self.script = script
         self.url = ""
-        self._loop = asyncio.new_event_loop()
+        self._loop = uvloop.new_event_loop()  # asyncio 3.11 leaves a connection that is accepted during the close
         self._ready = threading.Event()
         self._over = asyncio.Event()
         self._thread = threading.Thread(target=self._run)

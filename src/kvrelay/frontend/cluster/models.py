@@ -36,7 +36,7 @@ class WorkerLinks:
     decode: WorkerLink
     prefill: WorkerLink | None = None
     holder: PrefixHolder | None = None
-    """Another worker whose prefix ``decode`` may read."""
+    """Another worker whose prefix may be read by the one of these that prefills."""
 
 
 class Model:
@@ -135,19 +135,18 @@ class Model:
         Raises WorkerUnavailableError.
         """
         if order is HandoffOrder.DECODE_FIRST:
-            chosen, prefill_id = self.router.choose(request), None
+            chosen, prefill = self.router.choose(request), None
         else:
             decision = self.pairs.choose(request, must_be_local=must_be_local)
-            chosen = decision.decode
-            prefill_id = None if decision.prefill is None else decision.prefill.worker_id
+            chosen, prefill = decision.decode, decision.prefill
         worker_id = chosen.worker_id
         link = self._links.get(worker_id)
         if link is None:
             self.leave(request.request_id)
             raise WorkerUnavailableError(f"worker {worker_id} is not connected")
-        if prefill_id is None:
+        if prefill is None:
             return WorkerLinks(link, holder=chosen.holder)
-        return WorkerLinks(link, self._prefill_links.get(prefill_id))
+        return WorkerLinks(link, self._prefill_links.get(prefill.worker_id), holder=prefill.holder)
 
     def leave(self, request_id: str, num_output_tokens: int = 0) -> None:
         """A placed request has left its worker, or both of its pair."""

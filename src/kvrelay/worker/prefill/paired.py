@@ -107,6 +107,7 @@ class PairedPrefills:
             priority=message.priority,
             tenant=message.tenant,
             traceparent=message.traceparent,
+            holder=message.holder,
         )
         return Job(without_tail(request, num_tail), _Half(self, message))
 
