@@ -129,22 +129,26 @@ def test_the_models_error_is_reported_for_each_latency(recording: Path) -> None:
     assert "identical" in text_of(found)
 
 
-def test_placement_by_cost_and_hand_offs_are_played_back(tmp_path: Path) -> None:
+@pytest.mark.parametrize("tail_tokens", [0, 3])
+def test_placement_by_cost_and_hand_offs_are_played_back(tmp_path: Path, tail_tokens: int) -> None:
     """The placement's answers and the peers' calls are inputs of the engine: both are in the file."""
     path = tmp_path / "handoffs.jsonl"
-    core, rng = recorded(path, MockConfig(speedup_ratio=0)), random.Random(2)
+    core, rng = recorded(path, MockConfig(speedup_ratio=0, tail_tokens=tail_tokens)), random.Random(2)
     placement = CostPlacement(DisaggPolicy(DisaggConfig()), lambda: PrefillLoad(1, 0), lambda _: None, MonotonicClock())
     for number in range(30):
         state = PlacementState(placement, placement.objectives())
         core.add_request(a_request(f"cost-{number}", rng, placement=state))
     core.add_request(a_request("remote", rng, mode=PrefillMode.REMOTE))
-    core.add_request(a_request("half", rng, mode=PrefillMode.HANDOFF))
+    half = a_request("half", rng, mode=PrefillMode.HANDOFF)
+    if tail_tokens:
+        half.sampling = SamplingParams(max_tokens=0)
+    core.add_request(half)
     while core.has_unfinished():
         outputs: list[StepOutput] = []
         outputs.append(core.step(outputs.append))
         for output in outputs:
             for prefill in output.remote_prefills:
-                core.resume_handoff(prefill.handoff_id, 1, 9, None)
+                core.resume_handoff(prefill.handoff_id, 1, None if tail_tokens else 9, None)
                 core.end_loan(prefill.handoff_id, 1)
             if any(chunk.last for chunk in output.handoff_chunks):
                 core.sending_finished("half")

@@ -297,8 +297,8 @@ class EngineCore:
         lent = self.loans.find(handoff_id, loan)
         if request is None or lent is None:
             return False
-        is_missing = token_id is None
-        if is_missing != bool(request.tail_tokens) or not (is_missing or 0 <= token_id < self.executor.vocab_size):
+        is_token = token_id is not None and 0 <= token_id < self.executor.vocab_size
+        if not (token_id is None if request.tail_tokens else is_token):
             self.scheduler.remote_lost(request)
             return False
         is_held = lent.pool is self.holding.blocks

@@ -47,6 +47,7 @@ class Header(msgspec.Struct, frozen=True, tag="header", kw_only=True):
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     seed: int
+    tail_tokens: int = 0
     version: int = VERSION
 
 
@@ -75,7 +76,7 @@ class Call(msgspec.Struct, frozen=True, tag="call"):
     method: str
     request: RecordedRequest | None = None
     handoff_id: HandoffId | None = None
-    arguments: tuple[str | int | bool, ...] = ()
+    arguments: tuple[str | int | bool | None, ...] = ()
     answers: tuple[float | bool | Decision, ...] = ()
     is_refused: bool = False
 
@@ -217,6 +218,7 @@ class RecordedCore(EngineCore):
                 vocab_size=executor.vocab_size,
                 eos_token_ids=tuple(executor.eos_token_ids),
                 seed=seed,
+                tail_tokens=executor.kv_layout.tail_tokens,
             )
         )
 
@@ -235,7 +237,7 @@ class RecordedCore(EngineCore):
         self,
         method: Callable[P, R],
         call: Callable[[], R],
-        *arguments: str | int | bool,
+        *arguments: str | int | bool | None,
         request: RecordedRequest | None = None,
         handoff_id: HandoffId | None = None,
     ) -> R:

@@ -73,7 +73,7 @@ class _PlaybackExecutor:
 
     def __init__(self, header: Header, clock: ManualClock) -> None:
         self.num_blocks, self.vocab_size = header.num_blocks, header.vocab_size
-        self.kv_layout = paged_kv(1, 1, header.block_size, 1, "int32")
+        self.kv_layout = paged_kv(1, 1, header.block_size, 1, "int32", tail_tokens=header.tail_tokens)
         self.max_model_len, self.eos_token_ids = header.max_model_len, header.eos_token_ids
         self.rows: tuple[tuple[str, int], ...] = ()
         self.step = Step(0.0, 0.0)
