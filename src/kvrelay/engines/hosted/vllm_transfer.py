@@ -56,6 +56,10 @@ class VllmTransfer:
         return self.decode_body({"model": model, "prompt": [1], "max_tokens": 1, "stream": False}, kv_transfer_params)
 
 
+class _Computed(msgspec.Struct):
+    remote_num_tokens: int = 0
+
+
 class _Prefilled(msgspec.Struct):
     kv_transfer_params: dict[str, Any] | None = None
 
@@ -63,8 +67,11 @@ class _Prefilled(msgspec.Struct):
 def stops_short(kv_transfer_params: bytes, num_tokens: int) -> bool:
     """Whether the prefilling vLLM has left the end of a prompt of ``num_tokens`` to the other one, as it does for
     recurrent layers and drafters that read ahead. Then its first token stands for one of the prompt's."""
-    num_computed = msgspec.json.decode(kv_transfer_params).get("remote_num_tokens")
-    return isinstance(num_computed, int) and 0 < num_computed < num_tokens
+    try:
+        num_computed = msgspec.json.decode(kv_transfer_params, type=_Computed).remote_num_tokens
+    except UNREADABLE:
+        return False
+    return 0 < num_computed < num_tokens
 
 
 def one_answer(body: Body) -> Body:
