@@ -216,7 +216,9 @@ class Router:
         """The prompt's sequence hashes; empty if the policy does not use them."""
         if self.indexer is None:
             return ()
-        return compute_sequence_hashes(request.token_ids, self.block_size, salt=request.cache_salt)
+        return compute_sequence_hashes(
+            request.token_ids, self.block_size, lora=request.adapter or None, salt=request.cache_salt
+        )
 
     def _candidates(
         self, request: RoutingRequest, sequence: tuple[int, ...]
