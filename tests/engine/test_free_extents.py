@@ -51,8 +51,12 @@ def test_random_use_keeps_exactly_the_free_ids() -> None:
     held: list[list[int]] = []
     for _ in range(3000):
         if held and (rng.random() < 0.5 or len(extents) < 20):
-            for block in held.pop(rng.randrange(len(held))):
-                extents.add(block)
+            freed = held.pop(rng.randrange(len(held)))
+            if rng.random() < 0.5:
+                extents.add_all(freed[::-1])
+            else:
+                for block in freed:
+                    extents.add(block)
         else:
             after = held[-1][-1] if held and rng.random() < 0.5 else None
             held.append(extents.take(rng.randrange(1, 20), after))

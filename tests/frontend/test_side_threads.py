@@ -160,7 +160,7 @@ async def test_nothing_of_a_large_body_is_worked_on_in_the_loop(
 
     spy(requests, "check_body")
     spy(prompts, "_split")
-    spy(prompts, "_check_ids")
+    spy(prompts, "_packed")
     spy(prompts, "template_messages")
     spy(chat_template, "_joined")
     for name in ("encode_batch", "decode", "token_string"):

@@ -1,5 +1,5 @@
-"""Token ids as a packed array: checked, and ready to be hashed. One C call looks at all of them; Python's min and max take
-four times as long."""
+"""Token ids as a packed array: checked, and ready to be hashed. One C call looks at all of them; Python's min and max
+take four times as long."""
 
 from __future__ import annotations
 
@@ -13,14 +13,11 @@ FEW = 128
 
 
 def packed_below(token_ids: list[int], vocab_size: int) -> array[int] | None:
-    """The ids as unsigned 32-bit integers; None unless every id is from 0 to ``vocab_size - 1``.
-
-    Raises TypeError for an item that is no int.
-    """
+    """The ids as unsigned 32-bit integers; None unless every item is an int from 0 to ``vocab_size - 1``."""
     words = array("I")
     try:
         words.fromlist(token_ids)
-    except OverflowError:
+    except (OverflowError, TypeError):
         return None
     if len(words) <= FEW:
         highest = max(words, default=-1)

@@ -38,15 +38,11 @@ class FreeExtents:
 
     def add_all(self, ids: Iterable[int]) -> None:
         """Free these ids, adjacent ones together."""
-        start = end = -1
-        for number in sorted(ids):
-            if number != end:
-                if end > start:
-                    self.add(start, end - start)
-                start = number
-            end = number + 1
-        if end > start:
-            self.add(start, end - start)
+        ordered, start = sorted(ids), 0
+        for end, number in enumerate(ordered, 1):
+            if end == len(ordered) or ordered[end] != number + 1:
+                self.add(ordered[start], end - start)
+                start = end
 
     def take(self, count: int, after: int | None = None) -> list[int]:
         """``count`` free ids, in few extents, preferably directly after block ``after``.

@@ -16,9 +16,10 @@ from __future__ import annotations
 import itertools
 import math
 from bisect import bisect_left
-from collections import deque
-from collections.abc import Sequence, Set
+from collections import defaultdict, deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import NamedTuple
 
 from kvrelay.core.clock import Clock
@@ -57,7 +58,7 @@ class _Placement(NamedTuple):
 class ApproximateIndexer:
     """A placement lives for ``ttl_s``, which may be changed at any time.
 
-    ``max_blocks`` bounds the memory. A block counts once per placement; above the bound the oldest placements end early.
+    ``max_blocks`` bounds the memory. A block counts once per placement; above it the oldest placements end early.
     """
 
     def __init__(self, ttl_s: float, clock: Clock, max_blocks: int = MAX_TRACKED_BLOCKS) -> None:
@@ -69,34 +70,26 @@ class ApproximateIndexer:
         """Every stretch, by its last block."""
         self._placements: deque[_Placement] = deque()
         self._num_blocks = 0
-        self._numbers = itertools.count()
-        self._number_of: dict[str, int] = {}
+        self._number_of: defaultdict[str, int] = defaultdict(itertools.count().__next__)
         """A worker that comes back gets a new number, so what it had is forgotten at once."""
         self._name_of: dict[int, str] = {}
-        self._groups: dict[frozenset[int], WorkerGroup] = {}
+        self._group = lru_cache(MAX_CACHED_GROUPS)(self._new_group)
 
     def find_holders(self, sequence: Sequence[int]) -> list[tuple[int, WorkerGroup]]:
         """As ``KvIndexer.find_holders``; a worker may appear more than once, the last time with the most blocks."""
         self._expire(self._clock.now())
         found: list[tuple[int, WorkerGroup]] = []
-        at, stretch, workers = 0, self._root, self._name_of.keys()
+        at, stretch, workers = 0, self._root, set(self._name_of)
         while at == stretch.end and at < len(sequence):
             following = stretch.after.get(sequence[at])
             if following is None or not (workers := workers & following.used_s.keys()):
                 break
             at, stretch = following.common_end(sequence), following
-            found.append((at, self._group(workers)))
+            found.append((at, self._group(frozenset(workers))))
         return found
 
-    def _group(self, workers: Set[int]) -> WorkerGroup:
-        """The same object for the same workers, where possible."""
-        key = frozenset(workers)
-        found = self._groups.get(key)
-        if found is None:
-            if len(self._groups) >= MAX_CACHED_GROUPS:
-                self._groups.clear()
-            found = self._groups[key] = WorkerGroup(tuple(map(self._name_of.__getitem__, key)))
-        return found
+    def _new_group(self, workers: frozenset[int]) -> WorkerGroup:
+        return WorkerGroup(tuple(map(self._name_of.__getitem__, workers)))
 
     def place(self, worker_id: str, sequence: tuple[int, ...]) -> None:
         """A prompt with these sequence hashes was sent to the worker."""
@@ -104,10 +97,8 @@ class ApproximateIndexer:
             return
         now = self._clock.now()
         self._expire(now)
-        worker = self._number_of.get(worker_id)
-        if worker is None:
-            worker = self._number_of[worker_id] = next(self._numbers)
-            self._name_of[worker] = worker_id
+        worker = self._number_of[worker_id]
+        self._name_of[worker] = worker_id
         stretch = self._root
         while stretch.end < len(sequence):
             stretch = self._following(stretch, sequence)
@@ -131,8 +122,8 @@ class ApproximateIndexer:
         return made
 
     def remove(self, worker_id: str, block_hashes: Sequence[int]) -> None:
-        """The worker reports that these blocks are gone. Those whose stretch ends with one of them are forgotten here: a
-        cache evicts the last block first, and what the worker still holds of them it has reported. Blocks that it
+        """The worker reports that these blocks are gone. A stretch that ends with one of them is forgotten: a cache
+        evicts the last block first, and what the worker still holds of the stretch it has reported. Blocks that it
         computes again are missing until it reports them."""
         worker = self._number_of.get(worker_id)
         if worker is not None:

@@ -58,10 +58,6 @@ class PrefixIndex:
         segment = self.table.segment_of.get(block_hash)
         return segment is not None and bool(segment.mask & self._bits.bit(worker_id))
 
-    def knows_none(self, block_hashes: Sequence[int]) -> bool:
-        """Whether no worker holds any of these blocks. One C call."""
-        return self.table.segment_of.keys().isdisjoint(block_hashes)
-
     def find_steps(self, sequence: Sequence[int], early_exit: bool = False) -> list[tuple[int, int]]:
         """Where workers drop out along ``sequence`` (sequence hashes): (depth, mask of the workers that end there)."""
         segment_of, length = self.table.segment_of, len(sequence)
@@ -152,7 +148,7 @@ class PrefixIndex:
     def _end_of_new(self, block_hashes: Sequence[int], start: int) -> int:
         """The end of the unknown blocks that begin at ``start``; usually the end of ``block_hashes``."""
         segment_of, length = self.table.segment_of, len(block_hashes)
-        if self.knows_none(block_hashes[start:] if start else block_hashes):
+        if segment_of.keys().isdisjoint(block_hashes[start:] if start else block_hashes):  # one C call
             return length
         return next(at for at in range(start, length) if block_hashes[at] in segment_of)
 

@@ -197,7 +197,7 @@ class KvTiers:
         num_kept = self._num_to_write(len(blocks))
         if num_kept < len(blocks):
             # The starts of prompts are found more often than their ends, and without them the ends are not found.
-            blocks = sorted(blocks, key=lambda block: block[1].index)
+            blocks = sorted(blocks, key=lambda block: block[1].depth)
             for store in self._stores:
                 store.stats.drops["queue"] += len(blocks) - num_kept
         writes = [write for block_id, entry in blocks[:num_kept] if (write := self._write_of(block_id, entry))]
@@ -254,7 +254,7 @@ class KvTiers:
 
     def _write_of(self, block_id: int, entry: CachedBlock) -> _Write | None:
         """The block's copy with the stores that take it; None if none needs to."""
-        worth_s = self._cost().extra_seconds(self._shape.block_size, entry.index * self._shape.block_size)
+        worth_s = self._cost().extra_seconds(self._shape.block_size, entry.depth * self._shape.block_size)
         wanting = [store for store in self._stores if not store.worth_again(entry.sequence_hash, worth_s)]
         if len(self._stores) > 1 and wanting:
             is_again = self._second_offer.admit(entry.sequence_hash)

@@ -21,7 +21,7 @@ from kvrelay.config import WorkerConfig, WorkerRole
 from kvrelay.control.base import ControlPlane, Keys
 from kvrelay.core.clock import MonotonicClock
 from kvrelay.core.event_log import KvEventLog
-from kvrelay.core.events import LoadCost
+from kvrelay.core.events import LoadMetrics
 from kvrelay.core.handoff import HandoffId
 from kvrelay.core.messages import AdminReply, AdminRequest
 from kvrelay.core.sealing import new_secret
@@ -220,16 +220,20 @@ class Worker:
             events,
             step_age_s=lambda: self._engine.progress.age_s,
             secret=self._secret,
-            transfer_costs=lambda: self._transfer_rates.update(self.transfer.stats().peers),
-            flows=lambda: self.transfer.stats().flows(),
-            load_costs=self._load_costs,
-            tokens=lambda: self._engine.stats().token_counts,
+            complete=self._complete,
         )
 
-    def _load_costs(self) -> tuple[LoadCost, ...]:
-        tiers = self._engine.stats().tiers if self.settings.tiers.is_on else None
-        of_tiers = () if tiers is None else tiers.load_costs
-        return of_tiers if self._prefixes is None else (*of_tiers, self._prefixes.load_cost())
+    def _complete(self, load: LoadMetrics) -> LoadMetrics:
+        """The sample with what was moved, what moving costs, and what was computed."""
+        engine, transfer = self._engine.stats(), self.transfer.stats()
+        of_tiers = () if engine.tiers is None else engine.tiers.load_costs
+        return msgspec.structs.replace(
+            load,
+            transfer_costs=self._transfer_rates.update(transfer.peers),
+            flows=transfer.flows(),
+            load_costs=of_tiers if self._prefixes is None else (*of_tiers, self._prefixes.load_cost()),
+            tokens=engine.token_counts,
+        )
 
     # -- life ---------------------------------------------------------------------------------------------------------
 

@@ -175,17 +175,13 @@ def render_chat(
 def _split(prompt: str | list[str | int | list[int]]) -> list[PromptItem]:
     if isinstance(prompt, str):
         return [prompt]
-    if not prompt:
-        raise InvalidInputError("prompt must not be empty", param="prompt")
-    if isinstance(prompt[0], int):
+    if prompt and isinstance(prompt[0], int):
         return [prompt]  # type: ignore[list-item]  # packing them finds other items
-    if len(set(map(type, prompt))) != 1:
-        raise _mixed("prompt")
+    kinds = set(map(type, prompt))
+    if len(kinds) != 1:
+        what = "must not be empty" if not kinds else "must be all texts, all token ids or all lists of token ids"
+        raise InvalidInputError(f"prompt {what}", param="prompt")
     return prompt  # type: ignore[return-value]
-
-
-def _mixed(param: str) -> InvalidInputError:
-    return InvalidInputError(f"{param} must be all texts, all token ids or all lists of token ids", param=param)
 
 
 def _max_chars(model: Model) -> int:
@@ -222,12 +218,9 @@ def _prompt(token_ids: list[int], model: Model, text: str | None = None) -> Prom
 
 
 def _packed(token_ids: list[int], model: Model, param: str) -> array[int]:
-    try:
-        packed = packed_below(token_ids, model.vocab_size)
-    except TypeError:
-        raise _mixed(param) from None
+    packed = packed_below(token_ids, model.vocab_size)
     if packed is None:
-        raise InvalidInputError(f"token ids must be between 0 and {model.vocab_size - 1}", param=param)
+        raise InvalidInputError(f"token ids must be integers between 0 and {model.vocab_size - 1}", param=param)
     return packed
 
 

@@ -18,16 +18,7 @@ import msgspec
 from kvrelay.control.base import EventBus, Keys, Subscription
 from kvrelay.core.event_codec import encode_events, encode_load
 from kvrelay.core.event_log import KvEventLog
-from kvrelay.core.events import (
-    BlockRemoved,
-    BlockStored,
-    Flow,
-    KvEvent,
-    LoadCost,
-    LoadMetrics,
-    TokenCounts,
-    TransferCost,
-)
+from kvrelay.core.events import BlockRemoved, BlockStored, KvEvent, LoadMetrics
 from kvrelay.core.sealing import seal
 from kvrelay.core.tasks import end_tasks
 from kvrelay.errors import KvrelayError
@@ -43,8 +34,7 @@ MAX_BATCH_BLOCKS = 20_000
 
 class Publisher:
     """One worker's events and load on the bus, sealed with ``secret``. All methods run on the event loop.
-    ``step_age_s``, ``transfer_costs``, ``flows``, ``load_costs`` and ``tokens`` go into every sample, see
-    ``LoadMetrics``."""
+    ``complete`` adds to a sample, when it is sent, what the engine's own numbers do not have."""
 
     def __init__(
         self,
@@ -55,10 +45,7 @@ class Publisher:
         log: KvEventLog,
         step_age_s: Callable[[], float] = lambda: 0.0,
         secret: bytes = b"",
-        transfer_costs: Callable[[], tuple[TransferCost, ...]] = tuple,
-        flows: Callable[[], tuple[Flow, ...]] = tuple,
-        load_costs: Callable[[], tuple[LoadCost, ...]] = tuple,
-        tokens: Callable[[], TokenCounts | None] = lambda: None,
+        complete: Callable[[LoadMetrics], LoadMetrics] = lambda load: load,
     ) -> None:
         self._worker_id = worker_id
         self._epoch = epoch
@@ -67,10 +54,7 @@ class Publisher:
         self._log = log
         self._step_age_s = step_age_s
         self._secret = secret
-        self._transfer_costs = transfer_costs
-        self._flows = flows
-        self._load_costs = load_costs
-        self._tokens = tokens
+        self._complete = complete
         self._pending: list[KvEvent] = []
         self._load: LoadMetrics | None = None
         self._sent_load: LoadMetrics | None = None
@@ -142,16 +126,8 @@ class Publisher:
         self._seq += 1
         try:
             # The current age: while a step hangs there is no new sample, and this one is sent repeatedly.
-            sample = msgspec.structs.replace(
-                load,
-                seq=self._seq,
-                step_age_s=self._step_age_s(),
-                transfer_costs=self._transfer_costs(),
-                flows=self._flows(),
-                load_costs=self._load_costs(),
-                tokens=self._tokens(),
-            )
-            await self._publish(self._keys.worker_load(self._worker_id), encode_load(sample))
+            sample = msgspec.structs.replace(load, seq=self._seq, step_age_s=self._step_age_s())
+            await self._publish(self._keys.worker_load(self._worker_id), encode_load(self._complete(sample)))
         except KvrelayError as exc:
             _log.debug("load not published: %s", exc)
 
