@@ -8,7 +8,8 @@
 
 In CLAIMING the engine already computes. Its reads and its computed blocks wait for the grant: before it no block of D
 is touched. In KEEPING the engine moves the KV out of its pool, so that D may read it for as long as it likes: only
-then is D told where it is. What is computed before the grant it moves too: its pool does not wait for D's room. In STOPPING nothing is submitted; blocks stay in use until submitted transfers have ended.
+then is D told where it is. What is computed and not granted yet it moves too: its pool does not wait for D's room. In
+STOPPING nothing is submitted; blocks stay in use until submitted transfers have ended.
 
 CONFIRMING and RELEASING hold no blocks. They repeat HandoffDone, or the release, until D acknowledges it or has been
 gone for long: the last write's notification may be lost, and only P can connect to D. An abandon turns CONFIRMING into
