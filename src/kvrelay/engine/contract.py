@@ -122,9 +122,10 @@ class HandsOver(Protocol):
     """The blocks of an engine whose hand-offs have blocks: workers move the KV."""
 
     def resume_handoff(
-        self, handoff_id: HandoffId, loan: int, token_id: int, logprobs: PositionLogprobs | None
+        self, handoff_id: HandoffId, loan: int, token_id: int | None, logprobs: PositionLogprobs | None
     ) -> bool:
-        """The blocks of ``loan`` hold the KV of the waiting request, and ``token_id`` is its first token.
+        """The blocks of ``loan`` hold the KV of the waiting request, and ``token_id`` is its first token. None: the
+        tail of its prompt is missing (``KVLayout.tail_tokens``), and the first token with it.
 
         False: no request waits for it, or the token cannot be one; then the request is computed here.
         """
@@ -189,7 +190,8 @@ class EngineFacts:
     the KV from this engine without kvrelay. Without ``prefills_here`` the engine computes prompts for others
     or continues from KV that it gets, never both. Without ``places_prefills`` it does not ask a request's ``placement``
     where to prefill. With ``has_open_cache`` its prefix cache lies in blocks that workers can lend and fill
-    (``Schedules``). ``num_holding_blocks`` come after ``num_blocks`` in the engine's memory."""
+    (``Schedules``). ``num_holding_blocks`` come after ``num_blocks`` in the engine's memory. ``adapter``: the adapter
+    (LoRA) that every answer is computed with, by name (empty: none)."""
 
     kv_layout: KVLayout
     num_blocks: int
@@ -202,6 +204,7 @@ class EngineFacts:
     places_prefills: bool = True
     has_open_cache: bool = False
     num_holding_blocks: int = 0
+    adapter: str = ""
 
 
 class EngineHost(Protocol):

@@ -113,7 +113,7 @@ class Worker:
             control.discovery,
             self._keys,
             settings.model,
-            self._membership.kv_compatibility,
+            self._membership.kv_terms,
             on_registered=self._peer_events.registered,
             on_ended=self._peer_events.lease_ended,
             on_no_prefill=self._peer_events.no_prefill_worker,

@@ -53,6 +53,7 @@ class Model:
         self.root = first.model_path
         self.weights_fingerprint = first.weights_fingerprint
         self.tokenizer_fingerprint = first.tokenizer_fingerprint
+        self.adapter = first.adapter
         self.created_unix_s = int(time.time())
         self.tokenizer = tokenizer
         self.cold_start = cold_start or ColdStart(0.0)
@@ -72,11 +73,10 @@ class Model:
         return f"Model({self.name}, workers={sorted(self._links)}, router={self.router!r})"
 
     def is_of(self, info: WorkerInfo) -> bool:
-        """Whether the worker has this model's weights and tokenizer, so that it may continue the model's requests."""
-        return (self.weights_fingerprint, self.tokenizer_fingerprint) == (
-            info.weights_fingerprint,
-            info.tokenizer_fingerprint,
-        )
+        """Whether the worker has this model's weights, adapter and tokenizer, so that it may continue the model's
+        requests."""
+        ours = (self.weights_fingerprint, self.adapter, self.tokenizer_fingerprint)
+        return ours == (info.weights_fingerprint, info.adapter, info.tokenizer_fingerprint)
 
     @property
     def is_available(self) -> bool:

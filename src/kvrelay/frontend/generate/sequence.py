@@ -89,6 +89,7 @@ class Sequence:
     ) -> None:
         self.index = index
         self.prompt_token_ids = prompt.token_ids
+        self._packed_prompt = prompt.packed
         self.sampling = sampling
         self.output_token_ids: list[int] = []
         self.num_cached_tokens = 0
@@ -286,16 +287,15 @@ class Sequence:
     def _routing_request(self) -> RoutingRequest:
         self._placement_id = f"{self._request_id}-{self.index}" + (f"~{self._attempt}" if self._attempt else "")
         self._attempt_id = self._placement_id
-        token_ids = self.prompt_token_ids
-        if self.output_token_ids:
-            token_ids = (*token_ids, *self.output_token_ids)
+        known = self.output_token_ids
         return RoutingRequest(
             request_id=self._placement_id,
-            token_ids=token_ids,
+            token_ids=(*self.prompt_token_ids, *known) if known else self._packed_prompt,
             max_tokens=self.sampling.max_tokens,
             priority=self._spec.priority,
             exclude=tuple(self._failed_workers),
             cache_salt=self.sampling.cache_salt,
+            adapter=self._model.adapter,
         )
 
     def _generate_request(self, link: WorkerLink, holder: PrefixHolder | None) -> GenerateRequest:
