@@ -55,12 +55,15 @@ class Memory:
         p = self.ps[number]
         if handoff_id not in p.held and not p.is_dead:
             raise Violation(f"p{number} writes from blocks that it has freed")
+        moved = KEPT if handoff_id in p.kept else 0
+        if any((block >= KEPT) != bool(moved) for block in local) and not p.is_dead:
+            raise Violation(f"p{number} writes from blocks {local}, where the KV is not")
         for block in remote:
             if self.d.writer.get(block) != (handoff_id, generation):
                 raise Violation(f"a write of {handoff_id}/{generation} lands in block {block}: {self.d.writer}")
         for block, source in zip(remote, local, strict=True):
             good = not self.scenario.incompatible
-            self.d.content[block] = ("damaged",) if damaged or not good else ("kv", handoff_id, source)
+            self.d.content[block] = ("damaged",) if damaged or not good else ("kv", handoff_id, source % KEPT)
         if done is not None:
             self._send(number, D, 0, done)
 

@@ -178,6 +178,14 @@ def ready_before_it_is_kept(keep: Any) -> Any:
     return mutated
 
 
+def written_while_it_is_moved(move_out: Any) -> Any:
+    def mutated(self: PrefillHandoff, turn: Any) -> None:
+        move_out(self, turn)
+        self.is_moving = False
+
+    return mutated
+
+
 def stopped_while_it_is_kept(keep: Any) -> Any:
     def mutated(self: PrefillHandoff, chunk: Any, turn: Any) -> None:
         keep(self, chunk, turn)
@@ -358,6 +366,12 @@ MUTANTS = [
         4,
         scenario("cancel", direction=KvDirection.PULL, keeps=True),
         replacing(PrefillHandoff, "_keep", stopped_while_it_is_kept),
+    ),
+    Mutant(
+        "prefill-first: what the engine still moves is written",
+        4,
+        scenario(order=HandoffOrder.PREFILL_FIRST, is_paired=True, keeps=True),
+        replacing(PrefillHandoff, "_move_out", written_while_it_is_moved),
     ),
     Mutant(
         "pull: D abandons what it still reads",

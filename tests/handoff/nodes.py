@@ -110,6 +110,7 @@ class Scenario:
             max_release_repeat_s=1,
             gone_for_s=TTL + 1,
             can_keep=self.keeps,
+            keep_after_s=0,
             checksums=self.checksums,
         )
 

@@ -51,6 +51,12 @@ SCENARIOS = {
         "crash decode", "stop decode", "cancel", knows_decode=False
     ),
     "pull": scenario(*NETWORK, *LOCAL, "damage", num_hit_blocks=1, checksums=True, direction=PULL),
+    "push, kept beside the pool": scenario(
+        *NETWORK, *LOCAL, "no room", num_hit_blocks=1, order=PREFILL_FIRST, is_paired=True, keeps=True
+    ),
+    "push, kept beside the pool, with checksums": scenario(
+        *PREFILL, "damage", "cancel", checksums=True, order=PREFILL_FIRST, is_paired=True, keeps=True
+    ),
     "pull, kept beside the pool": scenario(
         *NETWORK, *LOCAL, "no room", "damage", num_hit_blocks=1, checksums=True, direction=PULL, keeps=True
     ),

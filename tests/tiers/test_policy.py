@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvrelay.core.step_cost import StepCost
-from kvrelay.tiers.policy import LoadTime, SecondOffer, share_to_write
+from kvrelay.tiers.policy import RETURNS_WINDOW, LoadTime, Returns, share_to_write
 
 
 def test_later_blocks_of_a_prompt_are_dearer_to_compute() -> None:
@@ -21,13 +21,32 @@ def test_a_queue_takes_all_and_then_less_and_less() -> None:
     assert [share_to_write(fill) for fill in fills] == pytest.approx([1.0, 1.0, 0.8, 0.5, 0.0, 0.0])
 
 
-def test_the_second_offer_is_admitted_and_the_oldest_are_forgotten() -> None:
-    offers = SecondOffer(capacity=2)
-    assert [offers.admit(number) for number in (1, 1, 1)] == [False, True, False], "the third begins anew"
-    offers.admit(2)
-    offers.admit(3)
-    assert not offers.admit(1)
-    assert offers.admit(3)
+def test_what_is_evicted_again_has_returned_and_the_oldest_are_forgotten() -> None:
+    returns = Returns(num_slots=4)
+    assert [returns.evicted(number, 0) for number in (1, 1, 2, 1, 5, 1)] == [False, True, False, True, False, False]
+
+
+def test_the_share_that_returns_is_learned_for_each_depth() -> None:
+    """Prompts with a common beginning of 8 blocks and an end of their own."""
+    returns = Returns()
+    for number in range(400):
+        for index in range(32):
+            returns.evicted(index + 1 if index < 8 else 1000 * number + 100 + index, index)
+    assert returns.share(0) > 0.99
+    assert returns.share(7) > 0.99
+    assert returns.share(8) < 0.01
+    assert returns.share(31) < 0.01
+    assert returns.share(10**9) == 1.0, "nothing is known yet"
+
+
+def test_a_share_that_falls_rises_again() -> None:
+    returns, hashes = Returns(), iter(range(1, 10**6))
+    for _ in range(4 * RETURNS_WINDOW):
+        returns.evicted(next(hashes), 0)
+    assert returns.share(0) < 0.02
+    for _ in range(RETURNS_WINDOW):
+        returns.evicted(1, 0)
+    assert returns.share(0) > 0.6
 
 
 def test_a_load_time_follows_its_loads() -> None:

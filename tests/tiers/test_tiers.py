@@ -123,11 +123,54 @@ def test_a_restarted_worker_begins_with_what_its_predecessor_had(make: MakeTiere
 
 def test_what_is_computed_as_fast_is_not_loaded(make: MakeTiered) -> None:
     engine = make("host", cost=StepCost(prefill_token_s=1e-9, pair_s=0.0))
-    for prompt in [*PROMPTS, *PROMPTS]:
+    for prompt in PROMPTS * 3:
         assert engine.ask(prompt) == [expected(prompt)]
         settle(engine)
     assert engine.tiers.counts.num_hits == 0
-    assert engine.tiers.counts.num_not_worth == len(PROMPTS), "each of the second round once, however often it asks"
+    # In the second round nothing was there: to keep it was not worth it.
+    assert engine.tiers.counts.num_not_worth == len(PROMPTS), "each of the third round once, however often it asks"
+
+
+def test_what_never_returns_is_written_no_more_and_what_returns_is(
+    make: MakeTiered, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvrelay.tiers.policy.RETURNS_WINDOW", 8)
+    engine = make("host", cost=StepCost(prefill_token_s=1e-3))
+    (store,) = engine.stores
+
+    def ask(*numbers: int) -> None:
+        for number in numbers:
+            assert engine.ask(prompt_of(number)) == [expected(prompt_of(number))]
+            settle(engine)
+
+    ask(*range(100, 250))
+    assert store.stats.num_stored > 0, "until it was known that none of them returns"
+    num_stored = store.stats.num_stored
+    ask(*range(250, 270))
+    assert store.stats.num_stored == num_stored
+    assert store.stats.drops["seldom"] > 0
+    ask(1, *range(270, 275))
+    assert store.stats.num_stored == num_stored
+    ask(1, *range(275, 280))
+    assert store.stats.num_stored > num_stored, "evicted twice: a prompt has asked for it"
+    assert engine.tiers.counts.num_hits == 0
+    ask(1)
+    assert engine.tiers.counts.num_hits == 1
+
+
+def test_a_worker_that_leaves_keeps_what_it_has_whatever_returned(
+    make: MakeTiered, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvrelay.tiers.policy.RETURNS_WINDOW", 8)
+    engine = make("host", cost=StepCost(prefill_token_s=1e-3))
+    for number in range(100, 250):
+        engine.ask(prompt_of(number))
+        settle(engine)
+    (store,) = engine.stores
+    cached = engine.core.pool.cached_hashes()
+    assert not all(map(store.holds, cached))
+    engine.tiers.flush(engine.core.pool)
+    assert all(map(store.holds, cached))
 
 
 def test_a_hit_counts_as_cached_tokens(make: MakeTiered) -> None:
@@ -335,7 +378,7 @@ def test_a_tier_that_seemed_slow_is_tried_again(make: MakeTiered, monkeypatch: p
     monkeypatch.setitem(PRIOR_BYTES_PER_S, "host", 1.0)
     engine = make("host")
     num_hits: list[int] = []
-    for _ in range(10):
+    for _ in range(15):
         engine.ask(*PROMPTS)
         settle(engine)
         num_hits.append(engine.tiers.counts.num_hits)

@@ -61,7 +61,8 @@ async def test_prefill_workers_have_their_blocks_back_while_the_decode_worker_is
             assert await pair.answer(request_id) == expected(tokens, 8)
         assert pair.num_remote == NUM_PROMPTS
         assert pair.decode.core.scheduler.num_prefill_tokens == 0
-        assert pair.prefill.core.holding.num_held == (NUM_PROMPTS if "pull" in transport else 0)
+        if "pull" in transport:
+            assert pair.prefill.core.holding.num_held == NUM_PROMPTS
 
 
 async def test_without_a_holding_area_prefill_workers_keep_their_blocks() -> None:
@@ -100,6 +101,38 @@ async def test_what_the_area_has_no_room_for_waits_as_without_it() -> None:
         await make_room(pair.decode)
         for request_id, tokens in zip(sent, prompts, strict=True):
             assert await pair.answer(request_id) == expected(tokens, 8)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_when_the_area_is_full_too_computed_kv_waits_beside_the_prefill_workers_pool(transport: str) -> None:
+    async with full(TRANSPORTS[transport]) as pair:
+        area, kept = pair.decode.core.holding.blocks, pair.prefill.core.holding
+        taken = await pair.decode.engine.call(lambda core: area.allocate(area.num_blocks))
+        prompts = [prompt(200 + 7 * number, number) for number in range(NUM_PROMPTS)]
+        sent = [pair.send(tokens) for tokens in prompts]
+        for request_id, tokens in zip(sent, prompts, strict=True):
+            assert await pair.first(request_id) == expected(tokens, 1)
+        await pair.shared.until(lambda: is_free(pair.prefill))
+        assert kept.num_held == NUM_PROMPTS
+        assert pair.prefill.worker.stats().prefill.num_prefills == 0, "none is granted"
+        await pair.decode.engine.call(lambda core: area.release(taken))
+        await make_room(pair.decode)
+        for request_id, tokens in zip(sent, prompts, strict=True):
+            assert await pair.answer(request_id) == expected(tokens, 8)
+        assert pair.num_remote == NUM_PROMPTS
+        assert pair.decode.core.scheduler.num_prefill_tokens == 0
+
+
+async def test_kv_that_waits_beside_the_pool_is_freed_with_its_request() -> None:
+    async with full() as pair:
+        area, kept = pair.decode.core.holding.blocks, pair.prefill.core.holding
+        taken = await pair.decode.engine.call(lambda core: area.allocate(area.num_blocks))
+        request_id = pair.send(prompt(300))
+        await pair.shared.until(lambda: kept.num_held == 1 and is_free(pair.prefill))
+        pair.abort(request_id)
+        await pair.shared.until(lambda: kept.blocks.num_free == kept.blocks.num_blocks)
+        await pair.decode.engine.call(lambda core: area.release(taken))
+        await make_room(pair.decode)
 
 
 async def test_a_cancelled_request_leaves_the_area() -> None:

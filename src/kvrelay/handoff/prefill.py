@@ -8,7 +8,8 @@
 
 In CLAIMING the engine already computes. Its reads and its computed blocks wait for the grant: before it no block of D
 is touched. In KEEPING the engine moves the KV out of its pool, so that D may read it for as long as it likes: only
-then is D told where it is. In STOPPING nothing is submitted; blocks stay in use until submitted transfers have ended.
+then is D told where it is. What is computed and not granted yet it moves too: its pool does not wait for D's room. In
+STOPPING nothing is submitted; blocks stay in use until submitted transfers have ended.
 
 CONFIRMING and RELEASING hold no blocks. They repeat HandoffDone, or the release, until D acknowledges it or has been
 gone for long: the last write's notification may be lost, and only P can connect to D. An abandon turns CONFIRMING into
@@ -17,7 +18,9 @@ RELEASING.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 
 from msgspec import structs
 
@@ -65,6 +68,12 @@ class PrefillHandoff:
     """Push: the message after the last write."""
     is_acknowledged: bool = False
     """Push: D has acknowledged it."""
+    keep_s: float | None = None
+    """CLAIMING: all is computed; when the engine is asked to move it out of its pool."""
+    is_moving: bool = False
+    """The engine moves ``chunks`` since before the grant: they are not sent meanwhile."""
+    is_kept: bool = False
+    """They have left the pool."""
     held: tuple[int, ...] = ()
     """Pull: our blocks that D lacks, in the order of the request."""
     ready: hm.HandoffReady | None = field(default=None, repr=False)
@@ -146,6 +155,10 @@ class PrefillHandoff:
         load, self.load = self.load, None
         if load is not None:
             self._read(self._covered(load, context.rules), context)
+        if not self.is_moving:
+            self._send_waiting(context)
+
+    def _send_waiting(self, context: PrefillContext) -> None:
         chunks, self.chunks = self.chunks, ()
         for chunk in chunks:
             self._send(chunk, context)
@@ -207,6 +220,8 @@ class PrefillHandoff:
             self._computed(context)
         if self.state is PrefillState.CLAIMING:
             self.chunks = (*self.chunks, chunk)
+            if chunk.is_last and context.rules.can_keep and chunk.kv_transfer_params is None:
+                self.keep_s = context.now_s + context.rules.keep_after_s
         elif self.state is PrefillState.SENDING:
             self._send(chunk, context)
         elif self.state is PrefillState.RELEASING and chunk.kv_transfer_params is not None:
@@ -293,7 +308,7 @@ class PrefillHandoff:
         assert self.grant is not None, "nothing is written before the grant"
         if self.grant.direction is KvDirection.PULL:
             self.held += chunk.blocks.block_ids
-            if chunk.is_last and context.rules.can_keep and chunk.kv_transfer_params is None:
+            if chunk.is_last and context.rules.can_keep and not self.is_kept and chunk.kv_transfer_params is None:
                 self._keep(chunk, context)
             elif chunk.is_last:
                 self._hold(chunk, context)
@@ -343,12 +358,30 @@ class PrefillHandoff:
     def kept(self, block_ids: tuple[int, ...] | None, context: PrefillContext) -> None:
         """The engine has moved the KV, or has not."""
         self.num_in_flight -= 1
-        if block_ids is not None:
+        if self.is_moving:
+            self._moved(block_ids, context)
+        elif block_ids is not None:
             self.held = block_ids
         if self.state is PrefillState.KEEPING:
             (chunk,), self.chunks = self.chunks, ()
             self._hold(chunk, context)
         self.settle(context)
+
+    def _move_out(self, context: PrefillContext) -> None:
+        """D has no room for what is computed: our pool need not wait for it."""
+        self.keep_s, self.is_moving = None, True
+        self.num_in_flight += 1
+        block_ids = tuple(block for chunk in self.chunks for block in chunk.blocks.block_ids)
+        context.out.append(pe.Keep(self.handoff_id, block_ids))
+
+    def _moved(self, block_ids: tuple[int, ...] | None, context: PrefillContext) -> None:
+        """None: there was no room there either; it stays in the pool."""
+        self.is_moving, self.is_kept = False, block_ids is not None
+        if block_ids is not None:
+            left = iter(block_ids)
+            self.chunks = tuple(structs.replace(chunk, blocks=_moved_to(chunk.blocks, left)) for chunk in self.chunks)
+        if self.state is PrefillState.SENDING:
+            self._send_waiting(context)
 
     def _hold(self, chunk: pe.ChunkComputed, context: PrefillContext) -> None:
         assert self.grant is not None
@@ -493,6 +526,8 @@ class PrefillHandoff:
 
     def tick(self, gone_s: float | None, context: PrefillContext) -> None:
         """``gone_s``: since when D has had no lease; None if it has one."""
+        if self.state is PrefillState.CLAIMING and self.keep_s is not None and context.now_s >= self.keep_s:
+            self._move_out(context)
         if context.now_s < self.due_s:
             return
         if self.state is PrefillState.CLAIMING:
@@ -512,6 +547,8 @@ class PrefillHandoff:
     @property
     def next_s(self) -> float | None:
         """When ``tick`` acts next."""
+        if self.state is PrefillState.CLAIMING and self.keep_s is not None:
+            return min(self.keep_s, self.due_s)
         return None if self.state in (PrefillState.STOPPING, PrefillState.ENDED) else self.due_s
 
     # -- what is said, and repeated -----------------------------------------------------------------------------------
@@ -546,6 +583,11 @@ class PrefillHandoff:
         if state not in TRANSITIONS[self.state]:
             raise IllegalTransitionError(f"hand-off {self.handoff_id} cannot go from {self.state} to {state}")
         self.state = state
+
+
+def _moved_to(blocks: pe.RequestBlocks, left: Iterator[int]) -> pe.RequestBlocks:
+    """The same blocks of the request in the next ones of ours."""
+    return pe.RequestBlocks(blocks.first_block, tuple(islice(left, len(blocks.block_ids))))
 
 
 def _units(blocks: pe.RequestBlocks, rules: PrefillRules) -> slice:

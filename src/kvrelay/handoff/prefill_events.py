@@ -246,7 +246,7 @@ class Write(OfHandoff, frozen=True):
 
 
 class Keep(OfHandoff, frozen=True):
-    """Pull: move the KV of these blocks out of the engine's pool, if there is room for it elsewhere. Answered by Kept.
+    """Move the KV of these blocks out of the engine's pool, if there is room for it elsewhere. Answered by Kept.
     FreeBlocks frees it wherever it is."""
 
     block_ids: tuple[int, ...]

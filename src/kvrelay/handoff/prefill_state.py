@@ -69,7 +69,9 @@ class PrefillRules:
     time if discovery does not list it. A worker that was stopped comes back under its old id, and would wait for
     hand-offs that no worker computes. Later it is told when it asks (HandoffAbandon)."""
     can_keep: bool = False
-    """Pull: whether the engine may have room for computed KV beside its pool."""
+    """Whether the engine may have room for computed KV beside its pool."""
+    keep_after_s: float = 0.05
+    """Computed KV that D does not want yet goes there after so long."""
     checksums: bool = False
     regions: tuple[str, ...] = (KV,)
     """Those of this worker's pool, by name."""

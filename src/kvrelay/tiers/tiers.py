@@ -28,7 +28,7 @@ from kvrelay.engine.kv_source import Hit, Loaded
 from kvrelay.engine.request import Request
 from kvrelay.engine.step import KvLoad, StepOutput
 from kvrelay.tiers.block import BlockName, Shape
-from kvrelay.tiers.policy import LOAD_OVERHEAD_S, QUEUE_SOFT, LoadTime, SecondOffer, share_to_write
+from kvrelay.tiers.policy import LOAD_OVERHEAD_S, QUEUE_SOFT, LoadTime, Returns, share_to_write
 from kvrelay.tiers.store import BlockStore, leading
 
 _log = logging.getLogger(__name__)
@@ -47,6 +47,16 @@ class _Read:
     names: list[BlockName]
     stores: list[BlockStore]
     saves_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Offer:
+    """A block that leaves the pool, and those that should take it."""
+
+    block_id: int
+    entry: CachedBlock
+    worth_s: float
+    stores: list[BlockStore]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,13 +100,15 @@ class KvTiers:
         self._shape = shape
         self._stores = list(stores)
         self._cost = cost
-        self._second_offer = SecondOffer()
+        self._returns = Returns()
         self._times = {s.medium: LoadTime(shape.block_bytes / PRIOR_BYTES_PER_S.get(s.medium, 5e8)) for s in stores}
         self._queues = _Queues()
         self._changed = threading.Condition()
         self._loaded: Loaded = lambda _, __, ___: None
         self._thread = threading.Thread(target=self._run, name="kv-tiers", daemon=True)
-        self._write_time = LoadTime(shape.block_bytes / PRIOR_BYTES_PER_S["host"])
+        prior_s = shape.block_bytes / PRIOR_BYTES_PER_S["host"]
+        self._copy_time, self._write_time = LoadTime(prior_s), LoadTime(prior_s)
+        """Of a block that is evicted, on the engine's thread, and on the tiers'."""
         self._writing: dict[int, int] = {}
         """Blocks that wait to be written, and how often. Changed under the condition."""
         self._is_awaited = False
@@ -194,14 +206,22 @@ class KvTiers:
             self._changed.notify()
 
     def evicted(self, blocks: Sequence[tuple[int, CachedBlock]]) -> None:
-        num_kept = self._num_to_write(len(blocks))
-        if num_kept < len(blocks):
+        self._offer(blocks, keeps_all=False)
+
+    def _offer(self, blocks: Sequence[tuple[int, CachedBlock]], *, keeps_all: bool) -> None:
+        """``keeps_all``: also those that, by experience, no one will ask for again."""
+        cost = self._cost()
+        offers = [offer for block_id, entry in blocks if (offer := self._offer_of(block_id, entry, cost, keeps_all))]
+        num_kept = self._num_to_write(len(offers))
+        if num_kept < len(offers):
             # The starts of prompts are found more often than their ends, and without them the ends are not found.
-            blocks = sorted(blocks, key=lambda block: block[1].depth)
+            offers.sort(key=lambda offer: offer.entry.depth)
             for store in self._stores:
-                store.stats.drops["queue"] += len(blocks) - num_kept
-        writes = [write for block_id, entry in blocks[:num_kept] if (write := self._write_of(block_id, entry))]
+                store.stats.drops["queue"] += len(offers) - num_kept
+        began_s = time.perf_counter()
+        writes = [self._write_of(offer) for offer in offers[:num_kept]]
         if writes:
+            self._copy_time.took(len(writes), time.perf_counter() - began_s)
             with self._changed:
                 for write in writes:
                     self._writing[write.name.sequence_hash] = self._writing.get(write.name.sequence_hash, 0) + 1
@@ -223,7 +243,7 @@ class KvTiers:
         num_at_once = max(int(MAX_QUEUED_BYTES * QUEUE_SOFT) // self._shape.block_bytes, 1)
         blocks = pool.cached_blocks()
         while (few := list(itertools.islice(blocks, num_at_once))) and time.monotonic() < until_s:
-            self.evicted(few)
+            self._offer(few, keeps_all=True)
             if not self.settle(max(until_s - time.monotonic(), 0.0)):
                 return
 
@@ -252,18 +272,26 @@ class KvTiers:
         self._kept_share %= 1.0
         return num_kept
 
-    def _write_of(self, block_id: int, entry: CachedBlock) -> _Write | None:
-        """The block's copy with the stores that take it; None if none needs to."""
-        worth_s = self._cost().extra_seconds(self._shape.block_size, entry.depth * self._shape.block_size)
+    def _offer_of(self, block_id: int, entry: CachedBlock, cost: StepCost, keeps_all: bool) -> _Offer | None:
+        """To those stores that should take it; None if there are none."""
+        worth_s = cost.extra_seconds(self._shape.block_size, entry.depth * self._shape.block_size)
+        has_returned = self._returns.evicted(entry.sequence_hash, entry.depth)
         wanting = [store for store in self._stores if not store.worth_again(entry.sequence_hash, worth_s)]
-        if len(self._stores) > 1 and wanting:
-            is_again = self._second_offer.admit(entry.sequence_hash)
-            wanting = [store for store in wanting if is_again or store is self._stores[0]]
-        if not wanting:
-            return None
-        start = block_id * self._shape.block_bytes
+        if not has_returned:
+            # A disk below another store gets what has proved that it returns.
+            wanting = [store for store in wanting if store is self._stores[0]]
+            writing_s = self._copy_time.block_s + self._write_time.block_s
+            if wanting and not keeps_all and self._returns.share(entry.depth) * worth_s <= writing_s:
+                wanting[0].stats.drops["seldom"] += 1
+                return None
+        return _Offer(block_id, entry, worth_s, wanting) if wanting else None
+
+    def _write_of(self, offer: _Offer) -> _Write:
+        """With the block's copy."""
+        start, entry = offer.block_id * self._shape.block_bytes, offer.entry
         payload = bytes(self._pool[start : start + self._shape.block_bytes])
-        return _Write(BlockName(entry.sequence_hash, entry.parent_hash, entry.token_ids), payload, worth_s, wanting)
+        name = BlockName(entry.sequence_hash, entry.parent_hash, entry.token_ids)
+        return _Write(name, payload, offer.worth_s, offer.stores)
 
     def _load_seconds(self, stores: Sequence[BlockStore]) -> float:
         """Until all of these blocks are here, with the reads before them."""
