@@ -114,6 +114,7 @@ class PrefillHandoff:
             term,
             rules.block_size,
             rules.regions,
+            rules.tail_tokens,
             prefix,
         )
         return pe.SendClaim(self.decode_worker_id, claim)
@@ -169,7 +170,7 @@ class PrefillHandoff:
         num_held = num_tokens if grant.direction is KvDirection.PUSH else grant.num_cached_tokens
         num_granted = -(-num_held // size)
         return (
-            grant.regions == rules.regions
+            (grant.regions, grant.tail_tokens) == (rules.regions, rules.tail_tokens)
             and grant.num_cached_tokens % size == 0
             and self._fits_hits(grant.num_cached_tokens, num_tokens, rules)
             and len(grant.block_ids) == num_granted

@@ -65,6 +65,7 @@ class IncomingHandoffs(LedgerDriver[de.DecodeEvent]):
             kv_compatibility=around.kv_compatibility,
             regions=layout.region_names,
             entry_tokens=layout.entry_tokens,
+            tail_tokens=layout.tail_tokens,
             remote_prefill_timeout_s=settings.disagg.remote_prefill_timeout_s,
             max_attempts=settings.disagg.max_handoff_attempts,
             checksums=settings.transfer.kv_checksums,
@@ -155,9 +156,9 @@ class IncomingHandoffs(LedgerDriver[de.DecodeEvent]):
         message = action.message
         self._marks.arrived(action.request_id, message)
         self._on_arrived(action.request_id, message.prefill_s)
-        if message.token_id is None:
+        if core.lends is None:
             self._stats.num_remote_done += 1  # the engine got the KV, and has continued
-        elif require(core.lends).resume_handoff(action.handoff_id, action.loan, message.token_id, message.logprobs):
+        elif core.lends.resume_handoff(action.handoff_id, action.loan, message.token_id, message.logprobs):
             self._stats.num_remote_done += 1
             if isinstance(message, HandoffDone):
                 self._stats.num_received_bytes += message.num_transferred_bytes

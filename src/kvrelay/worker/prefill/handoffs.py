@@ -62,8 +62,8 @@ class Origin(Protocol):
     def received(self) -> None:
         """The engine receives it; on the engine's thread."""
 
-    def first(self, output: TokenOutput) -> None:
-        """The first token, before ``settled``."""
+    def first(self, output: TokenOutput | None) -> None:
+        """The first token, before ``settled``. None: the decode worker samples it."""
 
     def computed(self) -> None:
         """Nothing is left to compute; once."""
@@ -277,7 +277,7 @@ class OutgoingHandoffs(LedgerDriver[pe.PrefillEvent]):
         if handoff_id is None:
             return
         job = self.jobs.get(handoff_id)
-        if chunk.first_output is not None and job is not None and job.origin.order is HandoffOrder.PREFILL_FIRST:
+        if chunk.last and job is not None and job.origin.order is HandoffOrder.PREFILL_FIRST:
             # Before the ledger handles it, because a hand-off may settle at once.
             self.on_loop(job.origin.first, chunk.first_output)
         self.handle(chunk_computed(handoff_id, chunk))
