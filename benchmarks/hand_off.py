@@ -294,7 +294,10 @@ def _write_main(config: TransferConfig, target: _Target) -> None:
                 piece = own[at : at + PIECE_BYTES]
                 np.copyto(copy[start + at : start + at + len(piece)], piece)
 
-        ways = {COPY: copied, STREAM: lambda start: _write_once(thread, target, start, num_bytes)}
+        ways: dict[str, Callable[[int], None]] = {
+            COPY: copied,
+            STREAM: lambda start: _write_once(thread, target, start, num_bytes),
+        }
         ways[STREAM](0)
         _say(b"ready")
         for order in sys.stdin.buffer:
