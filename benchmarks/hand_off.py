@@ -12,7 +12,6 @@ All sides take turns, so a drift of the machine affects them alike.
 
 from __future__ import annotations
 
-import ctypes
 import random
 import statistics
 import sys
@@ -288,15 +287,17 @@ def _write_main(config: TransferConfig, target: _Target) -> None:
         thread.register(region, kv_compatibility=COMPATIBILITY).result(START_TIMEOUT_S)
         thread.add_peer(target.peer).result(START_TIMEOUT_S)
         thread.open_handoff()
-        own = np.ctypeslib.as_array((ctypes.c_uint8 * num_bytes).from_address(region.address))
-        copy = np.ones(target.num_bytes, np.uint8)
+        own, copy = np.ones(num_bytes, np.uint8), np.ones(target.num_bytes, np.uint8)
 
         def copied(start: int) -> None:
             for at in range(0, num_bytes, PIECE_BYTES):
                 piece = own[at : at + PIECE_BYTES]
                 np.copyto(copy[start + at : start + at + len(piece)], piece)
 
-        ways = {COPY: copied, STREAM: lambda start: _write_once(thread, target, start, num_bytes)}
+        ways: dict[str, Callable[[int], None]] = {
+            COPY: copied,
+            STREAM: lambda start: _write_once(thread, target, start, num_bytes),
+        }
         ways[STREAM](0)
         _say(b"ready")
         for order in sys.stdin.buffer:

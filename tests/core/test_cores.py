@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import math
 import os
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from kvrelay.core.cores import allowed_cores, cpu_quota, describe_cores, usable_cores
+from kvrelay.core.cores import (
+    allowed_cores,
+    cpu_quota,
+    describe_cores,
+    may_change_niceness,
+    set_niceness,
+    usable_cores,
+)
 
 MakeRoot = Callable[..., Path]
 
@@ -72,3 +81,30 @@ def test_one_core_by_affinity_is_one_core_and_the_log_says_why(make_root: MakeRo
     finally:
         os.sched_setaffinity(0, before)
     assert text == f"1 usable cores ({os.cpu_count()} here, 1 by affinity, a CPU quota of 2.5)"
+
+
+@pytest.mark.skipif(not may_change_niceness(), reason="this user may not undo niceness")
+def test_a_thread_yields_the_cores_alone_and_takes_that_back() -> None:
+    def own() -> int:
+        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    def changed(*added: int) -> list[int]:
+        found = []
+        for each in added:
+            set_niceness(each)
+            found.append(own())
+        return found
+
+    before = own()
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(changed, 3, 100, 0).result() == [min(19, before + 3), 19, before]
+    assert own() == before
+
+
+def test_a_user_who_may_not_undo_niceness_does_not_begin_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lowering_only(which: int, who: int, niceness: int) -> None:
+        if niceness <= os.getpriority(os.PRIO_PROCESS, os.getpid()):
+            raise PermissionError
+
+    monkeypatch.setattr(os, "setpriority", lowering_only)
+    assert not may_change_niceness()

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tests.worker.cluster import cluster, expected, prompt
+from tests.worker.cluster import Node, cluster, expected, prompt
 
-from kvrelay.config import WorkerRole
+from kvrelay.config import RunnerConfig, WorkerRole
+from kvrelay.core.cores import may_change_niceness
 from kvrelay.core.messages import AdminRequest
 from kvrelay.errors import ControlUnavailableError
+from kvrelay.worker import roles
 
 
 async def test_a_widened_prefill_worker_serves_at_once_and_goes_on_prefilling():
@@ -155,3 +160,43 @@ async def listed_as(role: WorkerRole, worker_id: str, looking: Any) -> None:
     async with asyncio.timeout(60):
         while f'"role":"{role}"'.encode() not in (await looking.control.discovery.get(key) or b""):
             await asyncio.sleep(0.01)
+
+
+@pytest.mark.skipif(not may_change_niceness(), reason="this user may not undo niceness")
+async def test_a_worker_yields_the_cores_to_decode_as_long_as_it_only_prefills(monkeypatch):
+    async def niceness(node: Node) -> int:
+        def own(_: object) -> int:
+            return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+        return await node.engine.call(own) - os.getpriority(os.PRIO_PROCESS, os.getpid())
+
+    monkeypatch.setattr(roles, "niceness_of_prefills", lambda settings, engine: 4)
+    async with cluster() as shared:
+        prefill, decode, client = await shared.pair()
+        assert (await niceness(prefill), await niceness(decode)) == (4, 0)
+        await prefill.worker.set_role(WorkerRole.BOTH)
+        assert await niceness(prefill) == 0
+        await prefill.worker.set_role(WorkerRole.PREFILL)
+        assert await niceness(prefill) == 4
+        client.send("r", prompt(300))
+        assert await client.answer("r") == expected(prompt(300), 8)
+
+
+@pytest.mark.parametrize(
+    ("engine_kind", "device", "num_threads", "in_ranks", "niceness"),
+    [
+        ("torch", "cpu", 1, False, 5),
+        ("torch", "cpu", 2, False, 0),  # a team is as slow as its last thread
+        ("torch", "cuda", 1, False, 0),
+        ("torch", "cpu", 1, True, 0),
+        ("vllm", "cpu", 1, False, 0),
+    ],
+)
+def test_only_a_thread_that_computes_alone_yields(
+    monkeypatch, engine_kind: str, device: str, num_threads: int, in_ranks: bool, niceness: int
+):
+    monkeypatch.setattr(roles, "may_change_niceness", lambda: True)
+    runner = RunnerConfig(num_threads=num_threads)
+    settings: Any = SimpleNamespace(engine_kind=engine_kind, computes_in_ranks=in_ranks, runner=runner)
+    engine: Any = SimpleNamespace(kv_region=SimpleNamespace(device=device))
+    assert roles.niceness_of_prefills(settings, engine) == niceness

@@ -95,6 +95,14 @@ class RunnerConfig(Settings):
     yield_while_starting: bool = setting(
         False, "Loading and compiling at lower CPU priority, beside workers that serve; restarts by serve do so."
     )
+    prefill_niceness: int = setting(
+        5,
+        "Added to the CPU niceness of the computing thread of a prefill worker, so that decode workers, frontends and "
+        "clients on the same cores go first; with one compute thread on CPUs, and if CAP_SYS_NICE or RLIMIT_NICE lets "
+        "a change of role undo it; 0: none.",
+        low=0,
+        high=19,
+    )
     enforce_eager: bool = setting(False, "Engine vllm: without compilation and CUDA graphs.")
     seed: int = setting(0, "Seed from which requests without a seed draw theirs.")
 

@@ -1,4 +1,5 @@
-"""The cores that this process may use: its affinity, and the CPU quota of its control groups.
+"""The cores that this process may use: its affinity, the CPU quota of its control groups, and how its threads share
+them with others.
 
 More threads than the quota pays for are worse than fewer: all of them stand still for the rest of each period of 100 ms
 once the quota is spent.
@@ -8,6 +9,9 @@ from __future__ import annotations
 
 import math
 import os
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
@@ -43,6 +47,31 @@ def usable_cores(root: Path = Path("/")) -> list[int]:
 def threads_each(num_workers: int) -> int:
     """Compute threads of each of ``num_workers`` that share the usable cores."""
     return max(1, len(usable_cores()) // num_workers)
+
+
+def set_niceness(added: int) -> None:
+    """Of the calling thread alone, ``added`` to that of the process; at most 19. On Linux, where
+    ``may_change_niceness``."""
+    of_process = os.getpriority(os.PRIO_PROCESS, os.getpid())
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), min(19, of_process + added))
+
+
+def may_change_niceness() -> bool:
+    """Whether a thread may become nice and also take that back, for which the system wants CAP_SYS_NICE or a limit
+    (RLIMIT_NICE) that allows it."""
+
+    def tried() -> bool:
+        try:
+            set_niceness(1)
+            set_niceness(0)
+        except OSError:
+            return False
+        return True
+
+    if sys.platform != "linux":
+        return False
+    with ThreadPoolExecutor(1) as pool:  # a thread that may stay nice
+        return pool.submit(tried).result()
 
 
 def describe_cores(root: Path = Path("/")) -> str:

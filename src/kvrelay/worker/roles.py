@@ -14,9 +14,10 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from kvrelay.config import WorkerRole
+from kvrelay.config import WorkerConfig, WorkerRole
+from kvrelay.core.cores import may_change_niceness, set_niceness, usable_cores
 from kvrelay.core.tasks import TaskSet
-from kvrelay.engine.contract import Engine, EngineFacts
+from kvrelay.engine.contract import Engine, EngineFacts, EngineHost
 from kvrelay.errors import ConfigError, ControlUnavailableError, LeaseLostError, WorkerUnavailableError
 from kvrelay.worker.cluster.membership import RETRY_INTERVAL_S
 from kvrelay.worker.decode.serving import DecodeSide
@@ -43,6 +44,18 @@ def require_possible_role(role: WorkerRole, facts: EngineFacts) -> None:
         )
 
 
+def niceness_of_prefills(settings: WorkerConfig, engine: EngineHost) -> int:
+    """Of the engine's thread while the worker only prefills: a token that is late is seen, a prompt that takes a little
+    longer is not. 0 if that thread does not compute alone, because a team is as slow as its last thread."""
+    computes_alone = (
+        settings.engine_kind == "torch"
+        and not settings.computes_in_ranks
+        and engine.kv_region.device == "cpu"
+        and (settings.runner.num_threads or len(usable_cores())) == 1
+    )
+    return settings.runner.prefill_niceness if computes_alone and may_change_niceness() else 0
+
+
 class Roles:
     """The current role and its changes, one at a time. ``is_leaving``: no role is entered any more."""
 
@@ -60,6 +73,7 @@ class Roles:
         self.pulls_prefills = self.role.pulls_prefills
         """Whether prefills come here by the queue: for a prefill worker, and one that was widened."""
         self.epoch = FIRST_EPOCH
+        self._niceness = niceness_of_prefills(around.settings, around.engine)
         self._engine = around.engine
         self._membership = around.membership
         self._prefill = prefill
@@ -138,7 +152,7 @@ class Roles:
     def _open(self) -> None:
         """The doors of the role. Prefills share steps with answers until it is certain that there are none."""
         if self.role.takes_requests:
-            self._engine.post(lambda core: _set_exclusive_prefill(core, False))
+            self._engine.post(lambda core: self._be_exclusive(core, False))
             self._decode.accepting = True
         if self.pulls_prefills:
             self._paired.accepting = True
@@ -154,7 +168,14 @@ class Roles:
 
     def _set_exclusive(self) -> None:
         is_exclusive = self.role is WorkerRole.PREFILL
-        self._engine.post(lambda core: _set_exclusive_prefill(core, is_exclusive))
+        self._engine.post(lambda core: self._be_exclusive(core, is_exclusive))
+
+    def _be_exclusive(self, core: Engine, is_exclusive: bool) -> None:
+        """On the engine's thread: whether it has nothing but prefills."""
+        if core.schedules is not None:
+            core.schedules.set_exclusive_prefill(is_exclusive)
+        if self._niceness:
+            set_niceness(self._niceness if is_exclusive else 0)
 
     async def _finish(self) -> None:
         """Begin no new work; return when all work in flight has ended."""
@@ -174,8 +195,3 @@ class Roles:
                 except (ControlUnavailableError, LeaseLostError) as exc:
                     _log.debug("cannot register: %s", exc)
             await asyncio.sleep(RETRY_INTERVAL_S)
-
-
-def _set_exclusive_prefill(core: Engine, exclusive: bool) -> None:
-    if core.schedules is not None:
-        core.schedules.set_exclusive_prefill(exclusive)
