@@ -77,7 +77,7 @@ class ModelRunner:
         if work.num_seqs == 0:
             return ModelOutput([])
         batch = states.batch(work)
-        masks = self._grammars.begin(batch.slots[batch.samples].tolist()) if self._grammars else None
+        masks = self._grammars.begin(batch.slots[batch.samples].tolist(), may_guess=True) if self._grammars else None
         with torch.inference_mode():
             prompt_tokens = self._prompt_logprobs.tokens(batch)
             hidden, num_samples = self._forward(batch, prompt_tokens)
@@ -134,17 +134,34 @@ class ModelRunner:
         rows = np.flatnonzero(batch.samples)
         slots = batch.slots[rows]
         logits = self._decoder.logits(hidden)
-        masks = None if computing is None else computing.result()
+        failures: dict[int, str] = {}
+        if computing is None:
+            token_ids = self._sampler.sample(logits, slots, self._states)
+        else:
+            token_ids, failed = self._obey(computing, logits, slots)
+            failures = {int(rows[row]): reason for row, reason in failed.items()}
+        self._states.append(slots, token_ids)
+        chosen = token_ids.tolist()
+        if computing is not None:
+            self._grammars.advance(slots.tolist(), chosen)
+        return ModelOutput(chosen, self._logprobs(logits, token_ids, rows, slots), prompt_logprobs, failures)
+
+    def _obey(
+        self, computing: ComputingMasks, logits: torch.Tensor, slots: Int32Array
+    ) -> tuple[npt.NDArray[np.int64], dict[int, str]]:
+        """The next token of each row, and why rows cannot continue. Rows whose guess is refused choose again."""
+        failures: dict[int, str] = {}
+        masks = computing.result()
         token_ids = self._sampler.sample(logits, slots, self._states, masks)
         if masks is not None:
             token_ids[masks.late] = NO_TOKEN
-        self._states.append(slots, token_ids)
-        chosen = token_ids.tolist()
-        failures: dict[int, str] = {}
-        if masks is not None:
-            self._grammars.advance(slots.tolist(), chosen)
-            failures = {int(rows[row]): reason for row, reason in masks.failures.items()}
-        return ModelOutput(chosen, self._logprobs(logits, token_ids, rows, slots), prompt_logprobs, failures)
+            failures |= masks.failures
+        refused = computing.refused(token_ids.tolist())
+        if refused is not None:
+            again = logits[torch.tensor(refused.rows, device=logits.device)]
+            token_ids[refused.rows] = self._sampler.sample(again, slots[refused.rows], self._states, refused)
+            failures |= refused.failures
+        return token_ids, failures
 
     def _logprobs(
         self,
