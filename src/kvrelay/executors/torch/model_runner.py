@@ -8,7 +8,6 @@ hand-offs.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 import numpy.typing as npt
@@ -41,11 +40,11 @@ class ModelRunner:
         attention: Attention,
         pool: KvPool,
         states: SlotStates,
-        compiling: Callable[[], AbstractContextManager[None]] = nullcontext,
+        compiling: Callable[[Callable[[], None]], None] | None = None,
         *,
         grammars: GrammarMasks,
     ) -> None:
-        """``warm_up`` compiles within ``compiling()``."""
+        """``compiling`` runs the first steps, perhaps twice."""
         self._grammars = grammars
         self.max_model_len, self.vocab_size = facts.max_model_len, facts.vocab_size
         self.eos_token_ids, self.weights_fingerprint = facts.eos_token_ids, facts.weights_fingerprint
@@ -184,11 +183,17 @@ class ModelRunner:
     def warm_up(self) -> None:
         """Compile and touch everything that the first request would wait for: small and large prefills and decodes."""
         largest = min(self._max_num_batched_tokens, self.max_model_len - 1)
-        with self._compiling():
+
+        def first_steps() -> None:
             for num_tokens in dict.fromkeys((min(2, largest), min(128, largest))):
                 self._warm_up_step([0], num_tokens, 0)
             for num_seqs in dict.fromkeys((1, min(64, len(self._states.known)))):
                 self._warm_up_step(list(range(num_seqs)), 1, min(self.max_model_len - 2, 255))
+
+        if self._compiling is None:
+            first_steps()
+        else:
+            self._compiling(first_steps)
 
     def _warm_up_step(self, slots: list[int], num_tokens: int, num_computed: int) -> None:
         self.execute(_warm_up_work(slots, num_tokens, num_computed))
