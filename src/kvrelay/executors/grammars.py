@@ -404,8 +404,10 @@ class GrammarMasks:
             self._threads = tuple(
                 _MaskThread(name, self._num_words, self._changed) for name in ("grammar-masks", "slow-grammar-masks")
             )
-        for is_slow, thread in enumerate(self._threads):
-            if chosen := [walk for walk in walks if walk.is_slow == is_slow]:
+        slow = [walk for walk in walks if walk.is_slow]
+        quick = [walk for walk in walks if walk not in slow] if slow else list(walks)
+        for thread, chosen in zip(self._threads, (quick, slow)):
+            if chosen:
                 thread.ask(chosen)
 
     def advance(self, slots: Sequence[int], token_ids: Sequence[int]) -> None:
@@ -447,8 +449,9 @@ class _MaskThread:
             if len(steady) > 1:
                 Walk.compute_together(steady, self._num_words, executor)
                 self._tell()
-            for walk in sorted(walks, key=lambda walk: walk.mean_s):
-                if not walk.is_ready and not walk.is_dropped:
+            left = [walk for walk in walks if not walk.is_ready]
+            for walk in sorted(left, key=lambda walk: walk.mean_s):
+                if not walk.is_dropped:
                     walk.compute(self._num_words)
                     self._tell()
 

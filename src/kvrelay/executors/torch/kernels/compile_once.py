@@ -41,7 +41,7 @@ def compile_once(
 
     If another process compiles, ``work`` is broken off at the first missing kernel and runs again, from its beginning,
     when the other has finished or has compiled nothing for ``max_silence_s``. Then nothing should be left to compile;
-    what is, is compiled in parallel with others that waited. The lock is the kernel's (flock): it ends with the process.
+    what is, is compiled in parallel with others that waited. The lock is the kernel's (flock): it ends with its holder.
     """
     with _lock_file(cache) as lock:
         turn = _Turn(lock, now)
