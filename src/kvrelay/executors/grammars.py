@@ -405,7 +405,7 @@ class GrammarMasks:
                 _MaskThread(name, self._num_words, self._changed) for name in ("grammar-masks", "slow-grammar-masks")
             )
         slow = [walk for walk in walks if walk.is_slow]
-        quick = [walk for walk in walks if walk not in slow] if slow else list(walks)
+        quick = [walk for walk in walks if not walk.is_slow] if slow else list(walks)
         for thread, chosen in zip(self._threads, (quick, slow)):
             if chosen:
                 thread.ask(chosen)
