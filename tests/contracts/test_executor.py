@@ -20,6 +20,7 @@ from kvrelay.data import bundled_checkpoint_path
 from kvrelay.engine.step import Executor, SchedulerOutput
 from kvrelay.engines.registry import build_executor
 from kvrelay.errors import InvalidInputError
+from kvrelay.executors.grammars import Walk
 from kvrelay.frontend.tokens.tokenizer import load_tokenizer
 
 ENGINE = EngineConfig(num_blocks=96, max_model_len=256, max_num_seqs=8, block_size=16)
@@ -227,6 +228,16 @@ def test_a_row_whose_mask_is_late_gets_the_same_tokens_later(
     assert constrained_answer(executor, sampling) == expected
     cut = len(expected) // 2
     assert constrained_answer(executor, sampling, expected[:cut])[: len(expected)] == expected
+
+
+@pytest.mark.parametrize("pattern", ["(.|\\n){40}", "[a-e ]{40}"])
+def test_a_greedy_answer_is_the_same_without_guesses(
+    executor: Executor, monkeypatch: pytest.MonkeyPatch, pattern: str
+) -> None:
+    sampling = SamplingParams(temperature=0.0, grammar=Grammar(GrammarKind.REGEX, pattern), logprobs=1)
+    guessed = constrained_answer(executor, sampling)
+    monkeypatch.setattr(Walk, "may_guess", False)
+    assert constrained_answer(executor, sampling) == guessed
 
 
 def test_min_tokens_cannot_keep_a_finished_grammar_open(executor: Executor) -> None:

@@ -30,6 +30,7 @@ def random_answer(grammar: Grammar, rng: Random, max_tokens: int = 2000, end_at:
         computing = masks.begin([0])
         assert computing is not None
         step = computing.result()
+        assert step is not None
         assert step.failures == {}
         (forbidden,) = step.forbidden()
         allowed = np.flatnonzero(~forbidden)
@@ -46,9 +47,11 @@ def be_late(monkeypatch: pytest.MonkeyPatch, seed: int, probability: float = 0.5
     rng, late_rows = Random(seed), list[int]()
     result = ComputingMasks.result
 
-    def late_result(self: ComputingMasks) -> StepMasks:
+    def late_result(self: ComputingMasks) -> StepMasks | None:
         awaited = [row for row, walk in self.walks.items() if walk.is_awaited]
         masks = result(self)
+        if masks is None:
+            return None
         late = [row for row in masks.rows if row not in awaited and rng.random() < probability]
         late_rows.extend(late)
         kept = [number for number, row in enumerate(masks.rows) if row not in late]

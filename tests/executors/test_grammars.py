@@ -211,7 +211,9 @@ def masks() -> Iterator[GrammarMasks]:
 def begin(masks: GrammarMasks, slots: list[int]) -> StepMasks:
     computing = masks.begin(slots)
     assert computing is not None
-    return computing.result()
+    step = computing.result()
+    assert step is not None
+    return step
 
 
 def test_a_slow_mask_makes_its_own_row_late_alone(masks: GrammarMasks, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -344,6 +346,67 @@ def test_a_panic_of_the_library_ends_its_sequence_alone(masks: GrammarMasks, mon
     assert step.failures == {0: "the grammar failed: index out of bounds"}
     masks.enter(1, SamplingParams(grammar=PAIRS), [])
     assert begin(masks, [1]).failures == {}
+
+
+FORCING = Grammar(GrammarKind.JSON_SCHEMA, json.dumps({"properties": {"a name": {"type": "integer"}, "b": {}}}))
+
+
+@pytest.mark.parametrize("grammar", [PAIRS, FORCING, AMBIGUOUS], ids=["pairs", "forcing", "ambiguous"])
+def test_a_guess_is_accepted_only_if_the_mask_allows_it(grammar: Grammar) -> None:
+    """All tokens at every position. Where bytes are forced the matcher would read tokens that the mask forbids."""
+    rng, num_words, num_accepted = Random(5), -(-VOCAB_SIZE // 32), 0
+    matcher = COMPILER.compile(grammar)
+    for _ in range(40):
+        walk = Walk(matcher.deep_copy(), [], is_awaited=False)
+        walk.compute(num_words)
+        assert walk.words is not None
+        assert not walk.failure
+        allowed = set(np.flatnonzero(np.unpackbits(walk.words.view(np.uint8), bitorder="little")).tolist())
+        if allowed == {EOS}:
+            return
+        for token_id in range(VOCAB_SIZE):
+            guessing = Walk(matcher.deep_copy(), [], is_awaited=False)
+            is_accepted = guessing.accepts(token_id)
+            assert not is_accepted or token_id in allowed
+            num_accepted += is_accepted
+            assert not guessing.failure
+            guessing.compute(num_words)  # a refused guess leaves the matcher where it was
+            assert guessing.words is not None
+            assert is_accepted or guessing.words.tobytes() == walk.words.tobytes()
+        matcher.consume_tokens([rng.choice(sorted(allowed - {EOS}))])
+    assert num_accepted
+
+
+@pytest.mark.parametrize("is_obedient", [True, False])
+def test_a_greedy_answer_is_the_same_with_guesses(
+    masks: GrammarMasks, monkeypatch: pytest.MonkeyPatch, is_obedient: bool
+) -> None:
+    """A model that obeys the grammar by itself needs next to no masks; one that does not is rarely asked in vain."""
+    monkeypatch.setattr(grammars, "SLOW_S", 1e9)  # whatever the machine does
+    monkeypatch.setattr(grammars, "PATIENCE_S", PATIENCE_S)
+    answers: list[list[int]] = []
+    for may_guess in (False, True):
+        masks.enter(0, SamplingParams(temperature=0.0, grammar=PAIRS), [])
+        answer: list[int] = []
+        num_guesses = num_refused = 0
+        for number in range(60):
+            best = answers[0][number] if answers and is_obedient else EOS + 1
+            computing = masks.begin([0], may_guess=may_guess)
+            assert computing is not None
+            step, token_id = computing.result(), best
+            if step is None:
+                num_guesses += 1
+                step = computing.refused([best])
+                num_refused += step is not None
+            if step is not None:
+                assert (step.rows, step.late, step.failures) == ([0], [], {})
+                (forbidden,) = step.forbidden()
+                token_id = int(np.flatnonzero(~forbidden)[-1]) if forbidden[best] else best
+            masks.advance([0], [token_id])
+            answer.append(token_id)
+        answers.append(answer)
+    assert answers[0] == answers[1]
+    assert (num_guesses, num_refused) == ((51, 0) if is_obedient else (7, 7))
 
 
 TAGGED = [{"type": "object", "properties": {"k": {"const": name}}, "required": ["k"]} for name in "ab"]

@@ -30,7 +30,9 @@ async def test_a_broken_tokenizer_ends_the_start(tmp_path: Path, monkeypatch: py
     steps = Mock()
     monkeypatch.setattr("kvrelay.launch.serve.on_terminate", lambda stop: None)
     monkeypatch.setattr(cluster, "start", AsyncMock(side_effect=steps.start))
-    monkeypatch.setattr(cluster, "until_ready", AsyncMock(side_effect=steps.wait))
+    monkeypatch.setattr("kvrelay.launch.serve.TOKENIZER_CHECK_AFTER_S", 0.0)
+    monkeypatch.setattr("kvrelay.launch.request_plane.connect_control", AsyncMock())
+    monkeypatch.setattr("kvrelay.launch.admin.list_workers", AsyncMock(return_value=[]))
     monkeypatch.setattr(cluster, "shut_down", AsyncMock(side_effect=steps.stop))
     with pytest.raises(FatalError) as caught:
         await cluster.run()

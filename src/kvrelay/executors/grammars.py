@@ -2,8 +2,9 @@
 
 Grammars are compiled and walked by llguidance (Rust): a derivative-based lexer and an Earley parser over the
 vocabulary's trie. Its state is a function of the output tokens alone, so preemption, hand-off and migration need only
-those tokens. Masks are computed beside the forward pass, those of a step together: each call into the library takes the
-interpreter's lock from the engine's thread, which needs it between any two kernels.
+those tokens. A greedy sequence needs no mask if the grammar allows the best token, so that is tried first. Masks are
+computed beside the forward pass, those of a step together: each call into the library takes the interpreter's lock from
+the engine's thread, which needs it between any two kernels.
 
 Compilation is bounded by a trial in another process (``grammar_trial.py``). A walk's lexer is bounded by fuel: one that
 grows too large fails with a reason, at the same token on any machine. Its parser is bounded by CPU time. This module
@@ -56,6 +57,9 @@ INLINE_S = 0.0002
 ones itself: to hand them over costs it more. One mask may always take some ms, which PATIENCE_S allows as well."""
 BUDGET_S, BUDGET_TOKEN_S = 1.0, 0.005
 """CPU time of one sequence's masks: altogether, and more for each token."""
+
+GUESS_EVERY = 8
+"""Tokens after which a sequence whose best token was refused tries without a mask again."""
 
 _NUM_FIRST = 8
 _TOKENS_AT_ONCE = 64
@@ -203,6 +207,10 @@ class Walk:
         self.is_asked, self.is_ready, self.is_dropped = False, False, False
         self.is_awaited = is_awaited
         """The step waits for the first mask."""
+        self.takes_best = False
+        """Its next token is the model's best one that the grammar allows: greedy, and no score is changed."""
+        self._is_obeyed, self._has_read = True, False
+        """The grammar allowed the latest guess; and has read it."""
 
     @property
     def mean_s(self) -> float:
@@ -216,12 +224,39 @@ class Walk:
     @property
     def is_steady(self) -> bool:
         """Its masks were quick so far, each by itself: the next may be computed with others, or while a step waits."""
-        return len(self._unread) == 1 and self._num_tokens >= _NUM_FIRST and not self._is_watched and not self.is_slow
+        return len(self._unread) <= 1 and self._num_tokens >= _NUM_FIRST and not self._is_watched and not self.is_slow
+
+    @property
+    def may_guess(self) -> bool:
+        """The model's best token is likely allowed, and to ask about one token takes less than a mask."""
+        is_due = self._is_obeyed or self._num_tokens % GUESS_EVERY == 0
+        return self.takes_best and is_due and not self.is_asked and self.is_steady
 
     def advance(self, token_id: int) -> None:
-        self._unread.append(token_id)
+        if not self._has_read:
+            self._unread.append(token_id)
+        self._has_read = False
         self.words = None
         self.is_asked = self.is_ready = self.is_awaited = False
+
+    def accepts(self, token_id: int) -> bool:
+        """Whether the mask allows this token, which is then read. False says nothing: it takes the mask to know.
+
+        Where the grammar forces the next bytes, the mask allows one way to write them, but the matcher would read any.
+        """
+        try:
+            if self._unread:
+                self._matcher.consume_tokens(self._unread)
+                self._num_tokens += len(self._unread)
+                self._unread.clear()
+            if self._matcher.compute_ff_bytes():
+                return False
+            self._is_obeyed = self._has_read = self._matcher.try_consume_tokens([token_id]) == 1
+        except BaseException as exc:  # noqa: BLE001 - as in compute
+            self._fail(str(exc))
+            return False
+        self._num_tokens += self._has_read
+        return self._has_read
 
     def compute(self, num_words: int) -> None:
         """Read the tokens and compute the mask after them. Tokens that do not match are an error of the mask."""
@@ -245,17 +280,33 @@ class Walk:
         began_s = time.perf_counter()
         words = np.empty((len(walks), num_words), dtype=np.int32)
         try:
-            consume_token_par(executor, [(walk._matcher, walk._unread[0]) for walk in walks])
+            consume_token_par(executor, [(walk._matcher, walk._unread[0]) for walk in walks if walk._unread])
             fill_next_token_bitmask_par(executor, [(walk._matcher, row) for row, walk in enumerate(walks)], words)
         except BaseException as exc:  # noqa: BLE001 - as above; which of them it was, is unknown
             for walk in walks:
                 walk._fail(str(exc))
-        elapsed_s = time.perf_counter() - began_s
-        is_suspect = elapsed_s > min(SLOW_S * len(walks), PATIENCE_S)
-        share_s = min(elapsed_s / len(walks), SLOW_S)
+        share_s = Walk._share(walks, time.perf_counter() - began_s)
         for walk, row in zip(walks, words):
-            walk._is_watched = is_suspect
             walk._finish(row, share_s)
+
+    @staticmethod
+    def guess(guesses: Sequence[tuple[Walk, int]]) -> list[bool]:
+        """Which walks accept their tokens. Their time is shared as in ``compute_together``."""
+        began_s = time.perf_counter()
+        accepted = [walk.accepts(token_id) for walk, token_id in guesses]
+        walks = [walk for walk, _ in guesses]
+        share_s = Walk._share(walks, time.perf_counter() - began_s)
+        for walk in walks:
+            walk.spent_s += share_s
+        return accepted
+
+    @staticmethod
+    def _share(walks: Sequence[Walk], elapsed_s: float) -> float:
+        """What each of the walks is charged."""
+        is_suspect = elapsed_s > min(SLOW_S * len(walks), PATIENCE_S)
+        for walk in walks:
+            walk._is_watched = is_suspect
+        return min(elapsed_s / len(walks), SLOW_S)
 
     def _finish(self, words: Int32Array, seconds: float) -> None:
         self._num_tokens += len(self._unread)
@@ -314,7 +365,9 @@ class GrammarMasks:
             return
         # The logprobs of the prompt's last token must not come twice.
         is_awaited = sampling.prompt_logprobs is not None and not output_token_ids
-        self.walks[slot] = Walk(matcher, output_token_ids, is_awaited=is_awaited)
+        walk = self.walks[slot] = Walk(matcher, output_token_ids, is_awaited=is_awaited)
+        is_changed = sampling.needs_penalties or bool(sampling.logit_bias) or sampling.min_tokens > 0
+        walk.takes_best = sampling.is_greedy and not is_changed
 
     def release(self, slot: int) -> None:
         walk = self.walks.pop(slot, None)
@@ -322,15 +375,23 @@ class GrammarMasks:
             walk.is_dropped = True
         self._broken.pop(slot, None)
 
-    def begin(self, slots: Sequence[int]) -> ComputingMasks | None:
-        """Start to compute the masks of the constrained rows of ``slots``; None if no row is constrained."""
-        walks = {row: self.walks[slot] for row, slot in enumerate(slots) if slot in self.walks}
+    def begin(self, slots: Sequence[int], *, may_guess: bool = False) -> ComputingMasks | None:
+        """Start to compute the masks of the constrained rows of ``slots``; None if no row is constrained.
+
+        ``may_guess``: the caller can choose a token without a mask first, and asks ``refused`` about it.
+        """
+        walks: dict[int, Walk] = {}
+        guessed: dict[int, Walk] = {}
+        for row, slot in enumerate(slots):
+            if (walk := self.walks.get(slot)) is not None:
+                (guessed if may_guess and walk.may_guess else walks)[row] = walk
         broken = {row: self._broken[slot] for row, slot in enumerate(slots) if slot in self._broken}
-        if not walks and not broken:
+        if not walks and not guessed and not broken:
             return None
-        self._ask([walk for walk in walks.values() if not walk.is_asked])
+        if walks:
+            self._ask([walk for walk in walks.values() if not walk.is_asked])
         is_alone = len(walks) + len(broken) == len(slots)
-        return ComputingMasks(walks, broken, self._vocab_size, self._changed, is_alone)
+        return ComputingMasks(walks, guessed, broken, self._vocab_size, self._changed, is_alone)
 
     def _ask(self, walks: Sequence[Walk]) -> None:
         for walk in walks:
@@ -343,8 +404,10 @@ class GrammarMasks:
             self._threads = tuple(
                 _MaskThread(name, self._num_words, self._changed) for name in ("grammar-masks", "slow-grammar-masks")
             )
-        for is_slow, thread in enumerate(self._threads):
-            if chosen := [walk for walk in walks if walk.is_slow == is_slow]:
+        slow = [walk for walk in walks if walk.is_slow]
+        quick = [walk for walk in walks if not walk.is_slow] if slow else list(walks)
+        for thread, chosen in zip(self._threads, (quick, slow)):
+            if chosen:
                 thread.ask(chosen)
 
     def advance(self, slots: Sequence[int], token_ids: Sequence[int]) -> None:
@@ -386,8 +449,9 @@ class _MaskThread:
             if len(steady) > 1:
                 Walk.compute_together(steady, self._num_words, executor)
                 self._tell()
-            for walk in sorted(walks, key=lambda walk: walk.mean_s):
-                if not walk.is_ready and not walk.is_dropped:
+            left = [walk for walk in walks if not walk.is_ready]
+            for walk in sorted(left, key=lambda walk: walk.mean_s):
+                if not walk.is_dropped:
                     walk.compute(self._num_words)
                     self._tell()
 
@@ -398,27 +462,50 @@ class _MaskThread:
 
 @dataclass(frozen=True, slots=True)
 class ComputingMasks:
-    """The masks of one step, by row, while they are being computed. ``is_alone``: no other row samples in this step."""
+    """The masks of one step, by row, while they are being computed. ``is_alone``: no other row samples in this step.
+    ``guessed``: rows whose tokens are chosen without masks."""
 
     walks: dict[int, Walk]
+    guessed: dict[int, Walk]
     _broken: dict[int, str]
     _vocab_size: int
     _changed: threading.Condition
     _is_alone: bool
 
-    def result(self) -> StepMasks:
-        """The masks that are ready in time. If nothing else is sampled, wait for one at least."""
+    def result(self) -> StepMasks | None:
+        """The masks that are ready in time; None if all rows guess. If nothing else is sampled, wait for one."""
+        if not self.walks and not self._broken:
+            return None
         if all([walk.is_ready for walk in self.walks.values()]):
             ready = self.walks
         else:
             self._wait()
             ready = {row: walk for row, walk in self.walks.items() if walk.is_ready}
-        failures = {row: walk.failure for row, walk in ready.items() if walk.failure}
         late = [row for row in self.walks if row not in ready]
+        return self._stacked(ready, self._broken, late)
+
+    def refused(self, token_ids: Sequence[int]) -> StepMasks | None:
+        """The masks of the guessed rows that may not, or not surely, take these tokens; None if there are none. The
+        others' walks have read theirs."""
+        if not self.guessed:
+            return None
+        accepted = Walk.guess([(walk, token_ids[row]) for row, walk in self.guessed.items()])
+        if all(accepted):
+            return None
+        refused = {row: walk for (row, walk), is_done in zip(self.guessed.items(), accepted) if not is_done}
+        for walk in refused.values():
+            walk.compute(self._num_words)
+        return self._stacked(refused, {}, [])
+
+    @property
+    def _num_words(self) -> int:
+        return -(-self._vocab_size // _BITS)
+
+    def _stacked(self, ready: dict[int, Walk], broken: dict[int, str], late: list[int]) -> StepMasks:
+        failures = {row: walk.failure for row, walk in ready.items() if walk.failure}
         words = {row: walk.words for row, walk in ready.items() if walk.words is not None}
-        num_words = -(-self._vocab_size // _BITS)
         stacked = np.concatenate(tuple(words.values())) if words else np.zeros(0, dtype=np.int32)
-        return StepMasks(list(words), stacked.reshape(-1, num_words), self._vocab_size, self._broken | failures, late)
+        return StepMasks(list(words), stacked.reshape(-1, self._num_words), self._vocab_size, broken | failures, late)
 
     def _wait(self) -> None:
         walks = self.walks.values()

@@ -233,6 +233,7 @@ class MockExecutor:
         if computing is None:
             return {}
         masks = computing.result()
+        assert masks is not None  # no row guesses
         for number, forbidden in zip(masks.rows, masks.forbidden()):
             allowed = np.flatnonzero(~forbidden)
             if forbidden[token_ids[number]]:

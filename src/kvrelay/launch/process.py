@@ -72,9 +72,9 @@ def leave_closed_terminals(terminals: list[int]) -> None:
             terminals.remove(number)
 
 
-MAX_PUT_OFF_INTERVAL_S = 10.0
+MAX_PUT_OFF_INTERVAL_S = 30.0
 PUT_OFFS_PER_TIMEOUT = 5
-"""Each starts a native thread, so they are rare."""
+"""Each starts a native thread and wakes three, so they are rare. The process may end sooner by an interval."""
 
 
 @asynccontextmanager

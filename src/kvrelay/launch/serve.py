@@ -59,6 +59,8 @@ _log = logging.getLogger(__name__)
 
 POLL_INTERVAL_S = 0.05
 LOOK_INTERVAL_S = 1.0
+TOKENIZER_CHECK_AFTER_S = 8.0
+"""If the cluster is not ready by then, ``serve`` looks whether the tokenizer is the reason."""
 RESTART_FLAGS = ("--yield-while-starting",)
 """When a crashed worker restarts, other workers prefill its streams, and new requests wait for them."""
 USAGE_EXIT_CODE = 2
@@ -139,7 +141,6 @@ class LocalCluster:
             self._port = int(reserved.getsockname()[1])
             try:
                 await self.start()
-                await self._check_tokenizer()
                 if await self.until_ready():
                     with announced(self._description()):
                         self.announce()
@@ -219,10 +220,7 @@ class LocalCluster:
             yield from (f"{role} worker {number}" for number, _ in enumerate(of_role))
 
     async def _check_tokenizer(self) -> None:
-        """Raise FatalError if the tokenizer cannot be loaded: frontends would retry for ever, since files may change.
-
-        The workers start meanwhile, so the check costs no time.
-        """
+        """Raise FatalError if the tokenizer cannot be loaded: frontends retry for ever, since files may change."""
         from kvrelay.frontend.tokens.tokenizer import load_tokenizer
 
         try:
@@ -235,12 +233,17 @@ class LocalCluster:
         meanwhile."""
         from kvrelay.launch.admin import list_workers
 
-        deadline = time.monotonic() + self._config.start_timeout_s
+        began_s = time.monotonic()
+        deadline, is_tokenizer_checked = began_s + self._config.start_timeout_s, False
         keys = Keys(self._control.namespace)
         ready: set[int] = set()
         async with connected(self._control) as control:
             while not self._stop.is_set():
                 self._check_starting()
+                # A frontend that serves has loaded it, and the check takes time from the children.
+                if not is_tokenizer_checked and time.monotonic() - began_s >= TOKENIZER_CHECK_AFTER_S:
+                    is_tokenizer_checked = True
+                    await self._check_tokenizer()
                 workers = await list_workers(control, keys)
                 if len(workers) >= self._config.num_engines:
                     # They share a port: each call reaches any of them.

@@ -20,10 +20,15 @@ from kvrelay.executors.torch.kernels.compile_once import LOCK_NAME, compile_once
 HOLD = """
 import sys, time
 from pathlib import Path
+from numba import njit
 from kvrelay.executors.torch.kernels.compile_once import compile_once
-with compile_once(Path(sys.argv[1])):
+
+def work():
+    njit(lambda x: x + 1)(1)
     print("held", flush=True)
     time.sleep(60)
+
+compile_once(work, Path(sys.argv[1]))
 """
 
 
@@ -47,14 +52,31 @@ def never(seconds: float) -> None:
     raise AssertionError("nobody is to be waited for")
 
 
+def compile_one() -> None:
+    """A function that no cache has."""
+    assert njit(lambda x: x + 1)(1) == 2
+
+
 def test_the_first_goes_ahead_and_holds_others_off(tmp_path: Path) -> None:
-    with compile_once(tmp_path, sleep=never):
+    def work() -> None:
+        assert is_free(tmp_path), "it has nothing to compile so far"
+        compile_one()
         assert not is_free(tmp_path)
+
+    compile_once(work, tmp_path, sleep=never)
     assert is_free(tmp_path)
 
 
-def test_the_second_waits_and_then_goes_on_beside_the_third(tmp_path: Path) -> None:
+def test_a_process_that_has_nothing_to_compile_waits_for_none(tmp_path: Path) -> None:
+    runs: list[int] = []
+    with another(tmp_path):
+        compile_once(lambda: runs.append(1), tmp_path, sleep=never)
+    assert runs == [1]
+
+
+def test_the_second_waits_and_then_starts_again_beside_the_third(tmp_path: Path) -> None:
     waits: list[float] = []
+    runs: list[int] = []
     with ExitStack() as first:
         first.enter_context(another(tmp_path))
 
@@ -63,16 +85,20 @@ def test_the_second_waits_and_then_goes_on_beside_the_third(tmp_path: Path) -> N
             if len(waits) == 3:
                 first.close()
 
-        with compile_once(tmp_path, sleep=sleep):
-            assert len(waits) == 3
-            with compile_once(tmp_path, sleep=never):
-                assert not is_free(tmp_path)
+        def work() -> None:
+            runs.append(len(waits))
+            compile_one()
+            compile_once(lambda: runs.append(-1), tmp_path, sleep=never)
+            assert not is_free(tmp_path)
+
+        compile_once(work, tmp_path, sleep=sleep)
+    assert runs == [0, 3, -1]
     assert is_free(tmp_path)
 
 
 def test_the_wait_is_bounded(tmp_path: Path) -> None:
-    with another(tmp_path), compile_once(tmp_path, max_silence_s=0.0, sleep=never):
-        pass
+    with another(tmp_path):
+        compile_once(compile_one, tmp_path, max_silence_s=0.0, sleep=never)
 
 
 def test_a_process_that_compiles_is_waited_for_as_long_as_it_makes_progress(
@@ -87,10 +113,10 @@ def test_a_process_that_compiles_is_waited_for_as_long_as_it_makes_progress(
         if num_waits <= 40:
             os.utime(tmp_path / LOCK_NAME, ns=(num_waits, num_waits))
 
-    waiting = compile_once(tmp_path, max_silence_s=90.0, sleep=sleep, now=lambda: time_s)
-    with another(tmp_path), caplog.at_level(logging.WARNING), waiting:
-        assert 360 + 90 <= time_s < 360 + 90 + 18
-    messages = [record.getMessage() for record in caplog.records]
+    with another(tmp_path), caplog.at_level(logging.WARNING):
+        compile_once(compile_one, tmp_path, max_silence_s=90.0, sleep=sleep, now=lambda: time_s)
+    assert 360 + 90 <= time_s < 360 + 90 + 18
+    messages = [record.getMessage() for record in caplog.records][:-2]
     assert messages[0] == "another process compiles kernels for this machine: waiting for 36 s"
     assert messages[-1] == "the process that compiles kernels makes no progress: compiling them here"
 
@@ -100,13 +126,15 @@ def test_every_compiled_function_is_progress(tmp_path: Path) -> None:
     def function(x: int) -> int:
         return x + 1
 
-    with compile_once(tmp_path, sleep=never):
+    def work() -> None:
         os.utime(tmp_path / LOCK_NAME, ns=(1, 1))
         assert function(1) == 2
         compiled_ns = (tmp_path / LOCK_NAME).stat().st_mtime_ns
         assert compiled_ns > 1
         assert function(2) == 3
         assert (tmp_path / LOCK_NAME).stat().st_mtime_ns == compiled_ns
+
+    compile_once(work, tmp_path, sleep=never)
 
 
 def test_a_lock_ends_with_its_process(tmp_path: Path) -> None:
@@ -115,19 +143,21 @@ def test_a_lock_ends_with_its_process(tmp_path: Path) -> None:
         assert holder.stdout.readline() == b"held\n"
         assert not is_free(tmp_path)
         holder.kill()
-    with compile_once(tmp_path, sleep=never):
-        assert not is_free(tmp_path)
+    compile_once(compile_one, tmp_path, sleep=never)
 
 
 def test_a_failure_gives_the_turn_away(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="kernel"), compile_once(tmp_path):
+    def work() -> None:
+        compile_one()
         raise ValueError("kernel")
+
+    with pytest.raises(ValueError, match="kernel"):
+        compile_once(work, tmp_path)
     assert is_free(tmp_path)
 
 
 def test_no_directory_no_turns(tmp_path: Path) -> None:
-    with compile_once(tmp_path / "none", sleep=never):
-        pass
+    compile_once(compile_one, tmp_path / "none", sleep=never)
 
 
 def test_a_file_system_without_locks_keeps_nobody_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,8 +165,7 @@ def test_a_file_system_without_locks_keeps_nobody_waiting(tmp_path: Path, monkey
         raise OSError(errno.ENOLCK, "no locks available")
 
     monkeypatch.setattr(fcntl, "flock", unsupported)
-    with compile_once(tmp_path, sleep=never):
-        pass
+    compile_once(compile_one, tmp_path, sleep=never)
 
 
 def test_it_says_once_why_it_takes_long(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -150,8 +179,7 @@ def test_it_says_once_why_it_takes_long(tmp_path: Path, caplog: pytest.LogCaptur
 
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
-            with compile_once(tmp_path, now=iter((5.0, 48.0)).__next__):
-                assert two(1) == 3
+            compile_once(lambda: two(1), tmp_path, now=iter((5.0, 48.0)).__next__)
     assert [record.getMessage() for record in caplog.records] == [
         "compiling kernels for this machine, once: about 15 s, longer on a busy machine",
         "compiled kernels in 43 s",

@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import mmap
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -120,11 +119,11 @@ def _layout(config: ModelConfig, rank: ParallelRank, block_size: int, dtype: str
 
 
 class _Backend(NamedTuple):
-    """``compiling``: the context of the runner's first steps."""
+    """``compiling``: what runs the runner's first steps."""
 
     kernels: Kernels
     attention: Callable[[AttentionSpec, torch.Tensor], Attention]
-    compiling: Callable[[], AbstractContextManager[None]]
+    compiling: Callable[[Callable[[], None]], None] | None
 
 
 def choose_backend(requested: str, device: torch.device) -> str:
@@ -149,11 +148,11 @@ def _backend(name: str, dtype: torch.dtype, num_threads: int) -> _Backend:
         attention = partial(CpuAttention, dtype=dtype, num_threads=threads)
         # Where Numba finds no OpenMP, torch's threads multiply.
         kernels = NumbaKernels(dtype, threads, own_products=threads > 1 or num_threads == 1)
-        return _Backend(kernels, attention, lambda: compile_once(kernel_cache()))
+        return _Backend(kernels, attention, partial(compile_once, cache=kernel_cache()))
     from kvrelay.executors.torch.attention.torch_ref import TorchAttention
     from kvrelay.executors.torch.kernels.torch_kernels import TorchKernels
 
-    return _Backend(TorchKernels(dtype), TorchAttention, nullcontext)
+    return _Backend(TorchKernels(dtype), TorchAttention, None)
 
 
 def _attention_spec(

@@ -8,7 +8,6 @@ hand-offs.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 import numpy.typing as npt
@@ -41,11 +40,11 @@ class ModelRunner:
         attention: Attention,
         pool: KvPool,
         states: SlotStates,
-        compiling: Callable[[], AbstractContextManager[None]] = nullcontext,
+        compiling: Callable[[Callable[[], None]], None] | None = None,
         *,
         grammars: GrammarMasks,
     ) -> None:
-        """``warm_up`` compiles within ``compiling()``."""
+        """``compiling`` runs the first steps, perhaps twice."""
         self._grammars = grammars
         self.max_model_len, self.vocab_size = facts.max_model_len, facts.vocab_size
         self.eos_token_ids, self.weights_fingerprint = facts.eos_token_ids, facts.weights_fingerprint
@@ -77,7 +76,7 @@ class ModelRunner:
         if work.num_seqs == 0:
             return ModelOutput([])
         batch = states.batch(work)
-        masks = self._grammars.begin(batch.slots[batch.samples].tolist()) if self._grammars else None
+        masks = self._grammars.begin(batch.slots[batch.samples].tolist(), may_guess=True) if self._grammars else None
         with torch.inference_mode():
             prompt_tokens = self._prompt_logprobs.tokens(batch)
             hidden, num_samples = self._forward(batch, prompt_tokens)
@@ -134,17 +133,34 @@ class ModelRunner:
         rows = np.flatnonzero(batch.samples)
         slots = batch.slots[rows]
         logits = self._decoder.logits(hidden)
-        masks = None if computing is None else computing.result()
+        failures: dict[int, str] = {}
+        if computing is None:
+            token_ids = self._sampler.sample(logits, slots, self._states)
+        else:
+            token_ids, failed = self._obey(computing, logits, slots)
+            failures = {int(rows[row]): reason for row, reason in failed.items()}
+        self._states.append(slots, token_ids)
+        chosen = token_ids.tolist()
+        if computing is not None:
+            self._grammars.advance(slots.tolist(), chosen)
+        return ModelOutput(chosen, self._logprobs(logits, token_ids, rows, slots), prompt_logprobs, failures)
+
+    def _obey(
+        self, computing: ComputingMasks, logits: torch.Tensor, slots: Int32Array
+    ) -> tuple[npt.NDArray[np.int64], dict[int, str]]:
+        """The next token of each row, and why rows cannot continue. Rows whose guess is refused choose again."""
+        failures: dict[int, str] = {}
+        masks = computing.result()
         token_ids = self._sampler.sample(logits, slots, self._states, masks)
         if masks is not None:
             token_ids[masks.late] = NO_TOKEN
-        self._states.append(slots, token_ids)
-        chosen = token_ids.tolist()
-        failures: dict[int, str] = {}
-        if masks is not None:
-            self._grammars.advance(slots.tolist(), chosen)
-            failures = {int(rows[row]): reason for row, reason in masks.failures.items()}
-        return ModelOutput(chosen, self._logprobs(logits, token_ids, rows, slots), prompt_logprobs, failures)
+            failures |= masks.failures
+        refused = computing.refused(token_ids.tolist())
+        if refused is not None:
+            again = logits[torch.tensor(refused.rows, device=logits.device)]
+            token_ids[refused.rows] = self._sampler.sample(again, slots[refused.rows], self._states, refused)
+            failures |= refused.failures
+        return token_ids, failures
 
     def _logprobs(
         self,
@@ -167,11 +183,17 @@ class ModelRunner:
     def warm_up(self) -> None:
         """Compile and touch everything that the first request would wait for: small and large prefills and decodes."""
         largest = min(self._max_num_batched_tokens, self.max_model_len - 1)
-        with self._compiling():
+
+        def first_steps() -> None:
             for num_tokens in dict.fromkeys((min(2, largest), min(128, largest))):
                 self._warm_up_step([0], num_tokens, 0)
             for num_seqs in dict.fromkeys((1, min(64, len(self._states.known)))):
                 self._warm_up_step(list(range(num_seqs)), 1, min(self.max_model_len - 2, 255))
+
+        if self._compiling is None:
+            first_steps()
+        else:
+            self._compiling(first_steps)
 
     def _warm_up_step(self, slots: list[int], num_tokens: int, num_computed: int) -> None:
         self.execute(_warm_up_work(slots, num_tokens, num_computed))

@@ -1,9 +1,10 @@
 """Compiles Numba's kernels once per machine, also if many workers start at the same time.
 
 Numba caches compiled kernels on disk, but does not prevent several processes from compiling the same kernels at once,
-which takes each of them many seconds. Here the first process compiles. The others wait, however long it takes, and then
-find everything in the cache: the first process touches the lock's file for every function that it compiles. This module
-knows nothing of the kernels: everything compiled within ``compile_once`` is compiled in turn.
+which takes each of them many seconds. Here the first process that misses a kernel in the cache compiles. Others that
+miss one wait, however long it takes, and then find everything in the cache: the first process touches the lock's file
+for every function that it compiles. If the cache has everything, no process waits for another. This module knows
+nothing of the kernels: everything compiled within ``compile_once`` is compiled in turn.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -28,25 +30,31 @@ POLL_INTERVAL_S = 0.05
 REPORT_INTERVAL_S = 30.0
 
 
-@contextmanager
 def compile_once(
+    work: Callable[[], None],
     cache: Path,
     max_silence_s: float = MAX_SILENCE_S,
     sleep: Callable[[float], None] = time.sleep,
     now: Callable[[], float] = time.monotonic,
-) -> Iterator[None]:
-    """Compile kernels that are cached in the directory ``cache`` while no other process does.
+) -> None:
+    """Run ``work``. Its kernels, cached in the directory ``cache``, are compiled while no other process compiles.
 
-    A later process waits until the first has finished, or has compiled nothing for ``max_silence_s``. Then it continues
-    in parallel with the others that waited: nothing should be left to compile. The lock is the kernel's (flock): it
-    ends with the process that holds it.
+    If another process compiles, ``work`` is broken off at the first missing kernel and runs again, from its beginning,
+    when the other has finished or has compiled nothing for ``max_silence_s``. Then nothing should be left to compile;
+    what is, is compiled in parallel with others that waited. The lock is the kernel's (flock): it ends with its holder.
     """
     with _lock_file(cache) as lock:
-        if lock is not None and not _try_lock(lock, fcntl.LOCK_EX):
+        turn = _Turn(lock, now)
+        try:
+            with install_listener("numba:compile", turn):
+                work()
+        except _TakenError:
+            assert lock is not None
             _wait_for_share(lock, max_silence_s, sleep, now)
-        with install_listener("numba:compile", announcement := _Announcement(lock, now)):
-            yield
-        announcement.end()
+            turn.is_ours = True
+            with install_listener("numba:compile", turn):
+                work()
+        turn.end()
 
 
 @contextmanager
@@ -91,15 +99,28 @@ def _wait_for_share(
         sleep(POLL_INTERVAL_S)
 
 
-class _Announcement(Listener):  # type: ignore[misc]
-    """Logs once why a start takes so long, and how long it took. Shows progress to waiting processes."""
+class _TakenError(Exception):
+    """Another process compiles. Raised through Numba, where a compilation would begin."""
+
+
+class _Turn(Listener):  # type: ignore[misc]
+    """Takes the lock when the first function is about to be compiled. Logs once why a start takes so long, and how long
+    it took. Shows progress to waiting processes."""
 
     def __init__(self, lock: IO[bytes] | None, now: Callable[[], float]) -> None:
         self._lock = lock
         self._now = now
         self._began_s: float | None = None
+        self.is_ours = lock is None
+        """We may compile."""
+        self._thread = threading.get_ident()
 
     def on_start(self, event: Any) -> None:
+        if threading.get_ident() != self._thread:
+            return  # Numba tells every listener of the process
+        if not self.is_ours and self._lock is not None and not _try_lock(self._lock, fcntl.LOCK_EX):
+            raise _TakenError
+        self.is_ours = True
         if self._began_s is None:
             self._began_s = self._now()
             _log.warning("compiling kernels for this machine, once: about 15 s, longer on a busy machine")
