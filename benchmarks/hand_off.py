@@ -2,21 +2,24 @@
 
     first token    a long prompt on a prefill and a decode worker, beside the same prompt on one worker that does both:
                    the difference is the part of the transfer that no computation hides
-    decode steps   steps of an engine while another process writes into its KV pool, beside steps without that
+    decode steps   steps of an engine while another process writes into its KV pool, with a notification after each
+                   prompt's KV; while that process copies as many bytes, as often, within itself; and undisturbed.
+                   The copy takes the memory's bandwidth and a core like the writes; what the writes cost beyond it is
+                   the receiver's work.
 
-Both sides take turns, so a drift of the machine affects both alike.
+All sides take turns, so a drift of the machine affects them alike.
 """
 
 from __future__ import annotations
 
+import ctypes
 import random
 import statistics
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -50,17 +53,20 @@ NUM_BLOCKS = 1024
 TOKENS = range(16, 512)
 NUM_SEQS = 8
 SEQ_LEN = 100
-STEPS_PER_TURN = 50
+STEPS_PER_TURN = 200
+"""A turn must last for several posts: steps that no copy met say nothing."""
 PIECE_BYTES = 1 << 20
 POST_BYTES = 8 << 20
-
+ALONE, COPY, STREAM = "alone", "copy", "stream"
 
 _COLUMNS = {
     "of": "name",
-    "alone, ms": "alone_s:ms.2f",
-    "beside, ms": "beside_s:ms.2f",
+    "without, ms": "without_s:ms.2f",
+    "with, ms": "with_s:ms.2f",
     "ratio": "ratio:.3f",
     "lowest": "ratio_min:.3f",
+    "quarter": "ratio_low:.3f",
+    "three quarters": "ratio_high:.3f",
     "highest": "ratio_max:.3f",
     "target": "target",
     "turns": "num_turns",
@@ -84,34 +90,36 @@ def hand_off(rounds: int, stream_mib_s: int, as_json: bool, **flags: Any) -> Non
 
 
 def run_beside_compute(model: Path, config: TransferConfig, num_turns: int, mib_per_s: int) -> Row:
-    """Both parts, with one thread per worker. ``mib_per_s``: the rate at which KV streams in;
-    ``streamed_bytes_per_s``: what the other process wrote while decode steps were timed. Raises FatalError,
-    TransferError."""
+    """Both parts, with one thread per worker. ``mib_per_s``: the rate at which KV streams in; ``bytes_per_s``: what the
+    other process copied and wrote while decode steps were timed. Raises FatalError, TransferError."""
     first = run_async(_first_tokens(model, config.transport, num_turns))
-    step, rate = _decode_steps(model, config, num_turns, mib_per_s)
+    steps, rates = _decode_steps(model, config, num_turns, mib_per_s)
     about = {"machine": describe_machine(), "transport": config.transport}
-    return {**about, "first_token": first, "decode_step": step, "streamed_bytes_per_s": rate}
+    return {**about, "first_token": first, "decode_steps": steps, "bytes_per_s": rates}
 
 
 def beside_text(report: Row) -> str:
     """The figures as a table."""
-    rows = results_table([report["first_token"], report["decode_step"]], _COLUMNS)
-    rate = report["streamed_bytes_per_s"] / 2**20
-    return f"transport {report['transport']}\n\n{rows}\n\nKV streamed in at {rate:.0f} MiB/s"
+    rows = results_table([report["first_token"], *report["decode_steps"]], _COLUMNS)
+    rates = ", ".join(f"{how} {rate / 2**20:.0f} MiB/s" for how, rate in report["bytes_per_s"].items())
+    return f"transport {report['transport']}\n\n{rows}\n\n{rates}"
 
 
-def _beside(name: str, turns: Sequence[tuple[float, float]], target: float) -> Row:
-    """``turns``: seconds alone and beside. Medians over the turns and their ratio; ``ratio_min`` and ``ratio_max`` are
-    those of single turns. ``target``: the ratio should not be above it."""
-    alone_s, beside_s = (statistics.median(turn[at] for turn in turns) for at in (0, 1))
-    ratios = [beside / alone for alone, beside in turns]
+def _beside(name: str, turns: Sequence[tuple[float, float]], target: float | str) -> Row:
+    """``turns``: seconds without and with. Medians over the turns, and of the turns' ratios, with the quartiles and the
+    ends of these. ``target``: the ratio should not be above it."""
+    without_s, with_s = (statistics.median(turn[at] for turn in turns) for at in (0, 1))
+    ratios = sorted(second / first for first, second in turns)
+    low, _, high = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
     return {
         "name": name,
-        "alone_s": alone_s,
-        "beside_s": beside_s,
-        "ratio": beside_s / alone_s,
-        "ratio_min": min(ratios),
-        "ratio_max": max(ratios),
+        "without_s": without_s,
+        "with_s": with_s,
+        "ratio": statistics.median(ratios),
+        "ratio_min": ratios[0],
+        "ratio_low": low,
+        "ratio_high": high,
+        "ratio_max": ratios[-1],
         "target": target,
         "num_turns": len(turns),
     }
@@ -147,7 +155,9 @@ async def _first_token_s(client: ChaosClient, prompt: KnownPrompt) -> float:
 # -- decode steps -----------------------------------------------------------------------------------------------------
 
 
-def _decode_steps(model: Path, config: TransferConfig, num_turns: int, mib_per_s: int) -> tuple[Row, float]:
+def _decode_steps(
+    model: Path, config: TransferConfig, num_turns: int, mib_per_s: int
+) -> tuple[list[Row], dict[str, float]]:
     from kvrelay.executors.torch import build_executor
 
     memory = shared_memory(config)
@@ -162,7 +172,6 @@ def _decode_steps(model: Path, config: TransferConfig, num_turns: int, mib_per_s
         decoding = _Decoding(EngineCore(executor, engine, MonotonicClock(), worker_id="bench"))
         region = executor.kv_region
         agent = thread.register(region, kv_compatibility=COMPATIBILITY).result(START_TIMEOUT_S)
-        thread.open_handoff()
         # The upper half of the pool, which no sequence uses.
         half = region.num_bytes // 2
         target = _Target(
@@ -170,19 +179,35 @@ def _decode_steps(model: Path, config: TransferConfig, num_turns: int, mib_per_s
         )
         encoded = (msgspec.json.encode(each).decode() for each in (config, target))
         with peer_process("benchmarks.hand_off", *encoded) as (_, orders, answers):
-            writer, turns = _Writer(orders, answers), []
+            writer = _Writer(thread, orders, answers)
+            ways, turns = [ALONE, COPY, STREAM], []
             for number in range(num_turns + 1):
-                alone_s = decoding.step_s()
-                with writer.writing():
-                    beside_s = decoding.step_s()
+                found = {}
+                for how in ways:
+                    with writer.busy(how):
+                        found[how] = decoding.step_s()
+                ways.append(ways.pop(0))  # each of them comes first, second and last
                 if number:  # the first one warms up
-                    turns.append((alone_s, beside_s))
-            return _beside(f"decode step of {NUM_SEQS}", turns, 1.05), writer.bytes_per_s
+                    turns.append(found)
+            return _step_rows(turns), writer.bytes_per_s
     finally:
         thread.close()
         executor.shutdown()
         if memory is not None:
             memory.close()
+
+
+def _step_rows(turns: Sequence[dict[str, float]]) -> list[Row]:
+    """``turns``: seconds of a step by what the other process did."""
+    pairs: tuple[tuple[str, str, str, float | str], ...] = (
+        ("KV streams in, over as large a copy", COPY, STREAM, 1.05),
+        ("KV streams in, over undisturbed", ALONE, STREAM, "-"),
+        ("as large a copy, over undisturbed", ALONE, COPY, "-"),
+    )
+    return [
+        _beside(f"decode step of {NUM_SEQS}: {name}", [(turn[first], turn[second]) for turn in turns], target)
+        for name, first, second, target in pairs
+    ]
 
 
 class _Decoding:
@@ -193,7 +218,7 @@ class _Decoding:
         self._count = 0
 
     def step_s(self) -> float:
-        """Median seconds of STEPS_PER_TURN decode steps."""
+        """Mean seconds of STEPS_PER_TURN decode steps: a median would hide the few that a copy met."""
         while self._core.has_unfinished():
             self._core.step()
         draw = random.Random(self._count)
@@ -202,12 +227,10 @@ class _Decoding:
             sampling = SamplingParams(max_tokens=STEPS_PER_TURN + 2, temperature=0.0, ignore_eos=True)
             self._core.add_request(Request(f"r{self._count}", draw.choices(TOKENS, k=SEQ_LEN), sampling))
         self._core.step()  # the prefill
-        seconds = []
+        begin_s = time.perf_counter()
         for _ in range(STEPS_PER_TURN):
-            begin_s = time.perf_counter()
             self._core.step()
-            seconds.append(time.perf_counter() - begin_s)
-        return statistics.median(seconds)
+        return (time.perf_counter() - begin_s) / STEPS_PER_TURN
 
 
 class _Target(msgspec.Struct, frozen=True):
@@ -219,75 +242,94 @@ class _Target(msgspec.Struct, frozen=True):
     mib_per_s: int
 
 
-@dataclass(slots=True)
 class _Writer:
-    orders: IO[bytes]
-    answers: IO[bytes]
-    num_bytes: int = 0
-    seconds: float = 0.0
+    """The other process. Between hand-offs the receiver's transfer thread sleeps, as a worker's does."""
+
+    def __init__(self, thread: TransferThread, orders: IO[bytes], answers: IO[bytes]) -> None:
+        self._thread, self._orders, self._answers = thread, orders, answers
+        self._done: dict[str, tuple[int, float]] = {}
 
     @property
-    def bytes_per_s(self) -> float:
-        return self.num_bytes / self.seconds if self.seconds else 0.0
+    def bytes_per_s(self) -> dict[str, float]:
+        return {how: num_bytes / seconds for how, (num_bytes, seconds) in self._done.items()}
 
     @contextmanager
-    def writing(self) -> Iterator[None]:
-        """The other process writes meanwhile."""
-        self._order(b"go\n")
+    def busy(self, how: str) -> Iterator[None]:
+        """The other process does this meanwhile."""
+        if how == ALONE:
+            yield
+            return
+        if how == STREAM:
+            self._thread.open_handoff()
+        self._order(how.encode() + b"\n")
         begin_s = time.perf_counter()
         try:
             yield
         finally:
-            self.num_bytes += int(self._order(b"stop\n"))
-            self.seconds += time.perf_counter() - begin_s
+            num_bytes, seconds = self._done.get(how, (0, 0.0))
+            num_bytes += int(self._order(b"stop\n"))
+            self._done[how] = num_bytes, seconds + time.perf_counter() - begin_s
+            if how == STREAM:
+                self._thread.close_handoff()
 
     def _order(self, word: bytes) -> bytes:
-        self.orders.write(word)
-        self.orders.flush()
-        answer = self.answers.readline()
+        self._orders.write(word)
+        self._orders.flush()
+        answer = self._answers.readline()
         if not answer:
             raise TransferError("the writing process has ended", peer="benchmark-parent")
         return answer
 
 
 def _write_main(config: TransferConfig, target: _Target) -> None:
-    """In the other process: write from "go" to "stop", then say how many bytes; until stdin ends."""
+    """In the other process: copy or write from the order to "stop", then say how many bytes; until stdin ends."""
     num_bytes = min(POST_BYTES, target.num_bytes)
     with pool_thread(config, "benchmark-writer", num_bytes) as (_, thread, region):
         thread.register(region, kv_compatibility=COMPATIBILITY).result(START_TIMEOUT_S)
         thread.add_peer(target.peer).result(START_TIMEOUT_S)
         thread.open_handoff()
-        _write_once(thread, target, 0, num_bytes)
+        own = np.ctypeslib.as_array((ctypes.c_uint8 * num_bytes).from_address(region.address))
+        copy = np.ones(target.num_bytes, np.uint8)
+
+        def copied(start: int) -> None:
+            for at in range(0, num_bytes, PIECE_BYTES):
+                piece = own[at : at + PIECE_BYTES]
+                np.copyto(copy[start + at : start + at + len(piece)], piece)
+
+        ways = {COPY: copied, STREAM: lambda start: _write_once(thread, target, start, num_bytes)}
+        ways[STREAM](0)
         _say(b"ready")
-        for _ in sys.stdin.buffer:  # "go"
+        for order in sys.stdin.buffer:
             _say(b"going")
             stop = threading.Event()
-            written = [0]
-            writing = threading.Thread(target=_write_on, args=(thread, target, num_bytes, stop, written))
-            writing.start()
+            moved = [0]
+            move = ways[order.decode().strip()]
+            moving = threading.Thread(target=_move_on, args=(move, target, num_bytes, stop, moved))
+            moving.start()
             sys.stdin.buffer.readline()
             stop.set()
-            writing.join()
-            _say(str(written[0]).encode())
+            moving.join()
+            _say(str(moved[0]).encode())
 
 
-def _write_on(
-    thread: TransferThread, target: _Target, num_bytes: int, stop: threading.Event, written: list[int]
+def _move_on(
+    move: Callable[[int], object], target: _Target, num_bytes: int, stop: threading.Event, moved: list[int]
 ) -> None:
-    """Write post after post at the target's rate."""
+    """Move after move at the target's rate."""
     begin_s = time.monotonic()
     while not stop.is_set():
-        _write_once(thread, target, written[0] % (target.num_bytes - num_bytes + 1), num_bytes)
-        written[0] += num_bytes
-        stop.wait(max(0.0, begin_s + written[0] / (target.mib_per_s * 2**20) - time.monotonic()))
+        move(moved[0] % (target.num_bytes - num_bytes + 1))
+        moved[0] += num_bytes
+        stop.wait(max(0.0, begin_s + moved[0] / (target.mib_per_s * 2**20) - time.monotonic()))
 
 
 def _write_once(thread: TransferThread, target: _Target, start: int, num_bytes: int) -> None:
+    """The KV of one prompt, and a notification."""
     ended = threading.Event()
     starts = np.arange(0, num_bytes, PIECE_BYTES, dtype=np.int64)
     lengths = np.minimum(PIECE_BYTES, num_bytes - starts)
     plan = Pieces(starts, starts + (target.offset + start), lengths)
-    thread.submit(TransferOp.WRITE, target.peer.worker_id, plan, None, on_done=lambda _: ended.set())
+    thread.submit(TransferOp.WRITE, target.peer.worker_id, plan, b"done", on_done=lambda _: ended.set())
     ended.wait()
 
 

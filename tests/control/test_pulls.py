@@ -27,11 +27,13 @@ class Connection:
 
     published: list[tuple[str, bytes]] = field(default_factory=list)
     handler: Callable[[Message], Awaitable[None]] | None = None
+    num_inboxes: int = 0
     num_unsubscribed: int = 0
     may_drain: asyncio.Event = field(default_factory=asyncio.Event)
 
     def new_inbox(self) -> str:
-        return "inbox"
+        self.num_inboxes += 1
+        return f"inbox {self.num_inboxes}"
 
     def check_connected(self) -> None:
         pass
@@ -98,6 +100,38 @@ async def test_what_arrives_for_a_cancelled_pull_goes_back() -> None:
     await connection.arrive(Message("late"))
     await ended(connection, pulls)
     assert connection.given_back == ["late"]
+
+
+async def test_an_inbox_serves_pull_after_pull() -> None:
+    """A server has one subscription less to make and to forget for each entry."""
+    connection, pulls, task = await waiting()
+    for number in range(3):
+        await connection.arrive(Message(f"m{number}"))
+        assert await task == (Message(f"m{number}"), True)
+        task = asyncio.create_task(pulls.next("a", WAIT_S))
+        await eventually(lambda number=number: len(connection.published) == number + 2)
+    await connection.arrive(status("408"))
+    assert await task == (None, True)
+    assert (connection.num_inboxes, connection.num_unsubscribed) == (1, 0)
+    await ended(connection, pulls)
+
+
+async def test_a_later_pull_never_gets_what_an_abandoned_one_asked_for() -> None:
+    connection, pulls, task = await waiting()
+    abandoned = connection.handler
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    task = asyncio.create_task(pulls.next("a", WAIT_S))
+    await eventually(lambda: len(connection.published) == 2)
+    assert abandoned is not None
+    await abandoned(Message("late"))
+    await connection.arrive(Message("next"))
+    assert await task == (Message("next"), True)
+    connection.may_drain.set()
+    await pulls.close()
+    assert connection.given_back == ["late"]
+    assert connection.num_unsubscribed == connection.num_inboxes == 2
 
 
 @pytest.mark.parametrize(("code", "is_sound"), [("404", True), ("408", True), ("409", False), ("503", False)])

@@ -81,6 +81,11 @@ BASE = Compatibility("m", "f", (*LAYOUT.model, STATE), 1337, 1)
         ({"weights_fingerprint": "g"}, "weights_fingerprint"),
         ({"hash_seed": 1}, "hash_seed is 1 there"),
         ({"protocol": 2}, "protocol is 2 there, 1 here"),
+        ({"adapter": "sql"}, "adapter is 'sql' there, '' here"),
+        (
+            {"regions": (*LAYOUT.model, msgspec.structs.replace(STATE, tail_tokens=1))},
+            "tail_tokens of region state is 1 there, 0 here",
+        ),
         ({"regions": LAYOUT.model}, "regions are kv there, kv, state here"),
         (
             {"regions": (*LAYOUT.model, msgspec.structs.replace(STATE, dtype="int32"))},

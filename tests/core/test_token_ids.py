@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from kvrelay.core.token_ids import FEW, are_below, are_token_ids
+from kvrelay.core.token_ids import FEW, are_below, packed_below
 
 LENGTHS = (1, 2, FEW, FEW + 1, 3000)
 
@@ -21,7 +21,10 @@ def test_one_bad_id_is_found_wherever_it_is(length: int, bad: int) -> None:
     for at in {0, length // 2, length - 1}:
         wrong = [*ids[:at], bad, *ids[at + 1 :]]
         assert not are_below(wrong, 400)
-        assert are_token_ids(wrong)
+        assert packed_below(wrong, 400) is None
+    packed = packed_below(ids, 400)
+    assert packed is not None
+    assert packed.tolist() == ids
 
 
 def test_none_are_below_anything_and_the_last_id_counts() -> None:
@@ -37,8 +40,5 @@ def test_other_items_are_no_token_ids(length: int, other: object) -> None:
     for at in {0, length // 2, length - 1}:
         items: list[object] = [7] * length
         items[at] = other
-        assert not are_token_ids(items)
-
-
-def test_an_id_too_large_for_a_word_beside_a_text() -> None:
-    assert not are_token_ids([2**70] + [1] * FEW + ["a"])
+        with pytest.raises(TypeError):
+            packed_below(items, 400)  # type: ignore[arg-type]

@@ -46,6 +46,18 @@ def test_two_ranks_answer_as_one_and_a_lost_rank_ends_the_idle_engine() -> None:
             time.sleep(0.05)
 
 
+@pytest.mark.slow
+def test_ranks_that_move_their_own_kv_hand_over() -> None:
+    """As on CUDA always. The loopback between workers of one process does not reach into its ranks."""
+    with LLM(**SETTINGS) as one:
+        expected = [output.token_ids for output in one.generate(PROMPTS, GREEDY)]
+    apart = {"prefill": 1, "decode": 1, "disagg_policy": "always", "rank_timeout_s": 60.0}
+    with LLM(tp=2, kv_transfer_per_rank=True, **apart, **SETTINGS) as two:
+        assert [output.token_ids for output in two.generate(PROMPTS, GREEDY)] == expected
+        (decode,) = (worker for worker in two.status() if worker["role"] == "decode")
+        assert decode["decode"]["num_remote_done"] == len(PROMPTS)
+
+
 def test_the_mock_engine_has_one_rank() -> None:
     with pytest.raises(ConfigError, match="the mock engine has one rank"):
         LLM(engine="mock", pp=2)

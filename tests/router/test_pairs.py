@@ -11,9 +11,11 @@ import pytest
 from kvrelay.config import DisaggConfig, RouterConfig, WorkerRole
 from kvrelay.core.clock import ManualClock
 from kvrelay.core.event_log import KvEventLog
-from kvrelay.core.events import BlockStored, LoadMetrics, TransferCost
+from kvrelay.core.events import BlockStored, LoadCost, LoadMetrics, TransferCost
+from kvrelay.core.handoff import PrefixHolder
 from kvrelay.core.hashing import compute_block_hashes
 from kvrelay.core.step_cost import StepCost
+from kvrelay.core.tier_stats import PEER
 from kvrelay.core.workers import WorkerInfo
 from kvrelay.errors import WorkerUnavailableError
 from kvrelay.placement.base import PrefillPlace
@@ -241,3 +243,29 @@ def test_an_explanation_places_nothing(router: str) -> None:
     chosen = pairs.choose(request(), must_be_local=False)
     assert chosen.prefill == first.prefill
     assert chosen.decode == first.decode
+
+
+def test_a_prefill_worker_that_can_read_the_prefix_costs_the_reading() -> None:
+    """The one that has it is busy: the other one reads it, and the request says from where."""
+    load_costs = (LoadCost(PEER, 1e-6, 0.001),)
+    found = []
+    for reads in (False, True):
+        pairs = pair_router(disagg_policy="threshold")
+        for name in ("p0", "p1"):
+            pairs.prefills.remove_worker(name)
+            pairs.prefills.add_worker(info(name, WorkerRole.PREFILL, reads_prefixes=reads))
+        for half, names in ((pairs.prefills, ("p0", "p1")), (pairs.decodes, ("d0", "d1"))):
+            for name in names:
+                sample = msgspec.structs.replace(metrics(name, 0), step_cost=StepCost(), load_costs=load_costs)
+                half.apply_metrics(sample)
+        hold(pairs.prefills, "p0", PROMPT)
+        pairs.prefills.choose(request("busy", tuple(range(5000, 8000)), exclude=("p1",)))
+        explained = pairs.explain(request())
+        found.append({pair.prefill_worker_id: pair.prefill_cost for pair in explained.candidates})
+        decision = pairs.choose(request(), must_be_local=False)
+        assert decision.prefill is not None
+        assert decision.prefill.worker_id == "p1"
+        assert decision.prefill.holder == (PrefixHolder("p0", 640) if reads else None)
+        assert decision.decode.holder is None
+    assert found[0]["p0"] == found[1]["p0"]
+    assert found[1]["p1"] < found[0]["p1"] / 2

@@ -49,9 +49,11 @@ def router(policy: str, *names: str) -> Router:
     return built
 
 
-def publish(built: Router, log: KvEventLog, token_ids: Sequence[int], block_size: int = 4) -> None:
+def publish(
+    built: Router, log: KvEventLog, token_ids: Sequence[int], block_size: int = 4, lora: str | None = None
+) -> None:
     """The worker has computed ``token_ids`` and says so."""
-    hashes = compute_block_hashes(token_ids, block_size)
+    hashes = compute_block_hashes(token_ids, block_size, lora=lora)
     built.apply_events(log.append([BlockStored(None, hashes.sequence, hashes.local, tuple(token_ids), block_size)]))
 
 
@@ -369,3 +371,11 @@ def test_a_score_that_overflowed_is_the_last_choice(bad: float, monkeypatch: pyt
     assert built.choose(request("last", exclude=("b",))).worker_id == "a"
     monkeypatch.setattr(KvPolicy, "scores", lambda policy, candidates: np.array([bad, bad]))
     assert built.choose(request("all")).worker_id in ("a", "b")
+
+
+def test_blocks_of_an_adapter_are_no_hit_for_the_model_or_another_adapter() -> None:
+    built = router("kv", "a", "b")
+    publish(built, KvEventLog("a", 0), range(40), lora="sql")
+    overlaps = {adapter: built.choose(request(f"r{adapter}", 40, adapter=adapter)) for adapter in ("", "sql", "chat")}
+    assert {adapter: decision.overlap_blocks for adapter, decision in overlaps.items()} == {"": 0, "sql": 10, "chat": 0}
+    assert overlaps["sql"].worker_id == "a"

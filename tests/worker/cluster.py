@@ -418,13 +418,13 @@ class Cluster:
 
 @asynccontextmanager
 async def cluster(
-    *, lease_ttl_s: float = 2.0, transfer: TransferConfig = LOOPBACK, **settings: float
+    *, lease_ttl_s: float = 2.0, transfer: TransferConfig = LOOPBACK, tail_tokens: int = 0, **settings: float
 ) -> AsyncIterator[Cluster]:
     """A cluster on a NATS server of its own; checked and taken down at the end."""
     nats = NatsServerProcess()
     disagg = replace(DisaggConfig(disagg_policy="threshold", max_local_prefill_length=64), **settings)
     control = ControlConfig(control=nats.start(), lease_ttl_s=lease_ttl_s)
-    shared = Cluster(control, disagg, MockConfig(speedup_ratio=0), transfer)
+    shared = Cluster(control, disagg, MockConfig(speedup_ratio=0, tail_tokens=tail_tokens), transfer)
     try:
         yield shared
         await shared.check_idle()

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from tests.executors.sitting_out import sit_out
 from tests.patience import PATIENCE_S, until
-from tests.worker.cluster import VOCAB_SIZE, cluster, expected, prompt
+from tests.worker.cluster import VOCAB_SIZE, Node, cluster, expected, prompt
 from tests.worker.test_fencing import expire_lease
 
 from kvrelay.config import EngineConfig, MockConfig, WorkerRole
@@ -45,6 +45,23 @@ async def test_long_prompts_are_prefilled_remotely_and_short_ones_locally():
         stats = decode.worker.stats().decode
         assert (stats.num_remote_done, stats.places["local_short"], stats.places["remote"]) == (4, 3, 4)
         assert stats.num_received_bytes >= (65 + 300 + 1000 + 3000) * 8
+
+
+async def test_the_transfer_thread_sleeps_while_a_prefill_that_is_pushed_is_computed():
+    """Only the decode worker polls: its memory is written. Polls at the other side would disturb the step."""
+    async with cluster() as shared:
+        prefill, decode, client = await shared.pair()
+        polled = []
+        prefill.transport.before.append(lambda _: polled.append((_polls(prefill), _polls(decode))))
+        client.send("r", prompt(300))
+        assert await client.answer("r") == expected(prompt(300), 8)
+        assert polled
+        assert set(polled) == {(0, 1)}
+
+
+def _polls(node: Node) -> int:
+    """The hand-offs for which its transfer thread polls."""
+    return node.worker.stats().transfer.num_open_handoffs
 
 
 async def test_many_at_once_with_shared_prefixes():

@@ -12,10 +12,12 @@ from tests.contracts.waiting import eventually
 from kvrelay.config import WorkerRole
 from kvrelay.control.base import Keys
 from kvrelay.control.memory import MemoryBroker
+from kvrelay.core.layout import Compatibility, KVRegion
 from kvrelay.core.workers import KvMetadata, WorkerInfo
 from kvrelay.worker.cluster.peers import PeerTable
 
 KEYS = Keys("test")
+TERMS = Compatibility("m", "w", (KVRegion("kv", 1, 1, 1, "int32"),), 1337, 9)
 
 
 def metadata(worker_id: str, ttl_s: float, rank: int = 0) -> bytes:
@@ -35,7 +37,7 @@ class Watched:
             self.discovery,
             KEYS,
             "m",
-            "x",
+            TERMS,
             self.ended.append,
             on_no_prefill=lambda: self.ended.append("no prefill"),
             on_registered=self.registered.append,
@@ -114,7 +116,11 @@ async def test_garbage_does_not_register_a_worker_again() -> None:
 async def test_prefill_workers_of_another_kind_of_kv_do_not_count() -> None:
     """They pull from another partition of the queue: what is sent away for them would wait for its deadline."""
     async with watched() as found:
-        for name, kind, role in (("p", "x", "prefill"), ("q", "y", "prefill"), ("d", "x", "decode")):
+        for name, kind, role in (
+            ("p", TERMS.digest(), "prefill"),
+            ("q", "y", "prefill"),
+            ("d", TERMS.digest(), "decode"),
+        ):
             info = WorkerInfo(name, 0, WorkerRole(role), "m", "m", "a", 1, 1, 1, 1, kind, "h", 1, "mock", "nixl")
             lease = await found.discovery.grant(60.0)
             await found.discovery.put(KEYS.worker(name), msgspec.json.encode(info), lease)
@@ -123,3 +129,32 @@ async def test_prefill_workers_of_another_kind_of_kv_do_not_count() -> None:
         await found.discovery.delete(KEYS.worker("p"))
         await eventually(lambda: found.ended == ["no prefill"])
         assert found.table.num_prefill_workers == 0
+
+
+@pytest.mark.parametrize(
+    ("other", "difference"),
+    [
+        ({"protocol": 8}, "protocol is 8 there, 9 here"),
+        ({"adapter": "sql"}, "adapter is 'sql' there, '' here"),
+        (
+            {"regions": (msgspec.structs.replace(TERMS.regions[0], tail_tokens=2),)},
+            "tail_tokens of region kv is 2 there, 0 here",
+        ),
+        ({"model": "another", "protocol": 8}, None),
+        ({}, None),
+    ],
+)
+async def test_the_log_says_why_a_worker_is_no_pair(
+    other: dict[str, object], difference: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once, however often the worker registers."""
+    theirs = msgspec.structs.replace(TERMS, **other)
+    entry = msgspec.json.decode(metadata("w", 100.0), type=KvMetadata)
+    async with watched() as one:
+        for term in (1, 2):
+            await one.put("w/0", msgspec.json.encode(msgspec.structs.replace(entry, terms=theirs, term=term)))
+            await eventually(
+                lambda term=term: any((each.worker_id, each.term) == ("w", term) for each in one.registered)
+            )
+    logged = [record.getMessage() for record in caplog.records if "no KV is exchanged" in record.getMessage()]
+    assert logged == ([] if difference is None else [f"no KV is exchanged with w: {difference}"])

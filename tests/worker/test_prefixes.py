@@ -6,9 +6,11 @@ import asyncio
 import threading
 from dataclasses import replace
 
+import msgspec
 import pytest
 from tests.patience import PATIENCE_S
 from tests.worker.cluster import LOOPBACK, Client, Cluster, Node, cluster, expected, prompt
+from tests.worker.test_prefill_first import PairedClient
 
 from kvrelay.config import WorkerRole
 from kvrelay.core.handoff import PrefixHolder
@@ -229,3 +231,68 @@ async def test_only_a_part_of_the_pool_is_lent() -> None:
         for name in ("r", "r1", "r2"):
             await client.answer(name)
         assert [client.cached[name] for name in ("r", "r1", "r2")] == [1600, 0, 0]
+
+
+# -- prefill workers ---------------------------------------------------------------------------------------------------
+
+
+async def three(shared: Cluster, other: WorkerRole) -> tuple[Node, Node, Node, Client]:
+    """A prefill worker, a decode worker that never had HOT, another worker that has it, and a client of the latter."""
+    prefill, decode, _ = await shared.pair()
+    holder = await shared.join(other)
+    await shared.until(lambda: all(len(node.worker.inspect().peers.leased) == 3 for node in shared.nodes))
+    prefill.core.scheduler.token_budget.costs.add = lambda *_: None
+    return prefill, decode, holder, await shared.client(holder)
+
+
+async def test_a_prefill_worker_reads_what_another_prefill_worker_has() -> None:
+    """Prefill-first: the router names it in P's half."""
+    async with cluster() as shared:
+        prefill, decode, holder, to_holder = await three(shared, WorkerRole.PREFILL)
+        to_decode = await shared.client(decode)
+        warm = PairedClient(shared, holder, decode, to_holder, to_decode)
+        assert await warm.answer(warm.send(HOT)) == expected(HOT, 8)
+        await decode.engine.call(lambda core: core.clear_cache())
+        pair = PairedClient(shared, prefill, decode, await shared.client(prefill), to_decode)
+        tokens = HOT + prompt(100, 3)
+        to_p, to_d = pair.halves(tokens)
+        pair.to_prefill.connection.send(msgspec.structs.replace(to_p, holder=PrefixHolder(holder.id, 1600)))
+        to_decode.connection.send(to_d)
+        assert await pair.answer(to_p.request_id) == expected(tokens, 8)
+        assert pair.num_remote == 2
+        assert fetched(prefill).stores[PEER].num_loaded == 100
+        assert fetched(decode).counts.num_hits == 0
+
+
+async def test_a_prefill_worker_reads_what_the_decode_workers_request_names() -> None:
+    """Decode-first, by the queue: what the decode worker has itself comes from there."""
+    async with cluster() as shared:
+        prefill, decode, holder, to_holder = await three(shared, WorkerRole.BOTH)
+        to_holder.send("warm", HOT)
+        assert await to_holder.answer("warm") == expected(HOT, 8)
+        await shared.until(lambda: prefill.core.pool.num_in_use == 0)
+        await prefill.engine.call(lambda core: core.clear_cache())
+        decode.worker.decode.handoffs.lends_prefixes = False
+        # Every long prompt goes to a prefill worker, whatever could be read.
+        decode.core.scheduler.admission.num_held_tokens = lambda request: 0
+        client = await shared.client(decode)
+        client.send("own", HOT[:48])
+        await client.answer("own")
+        assert await ask(client, "r", HOT + prompt(100, 3), holder.id) == 48
+        assert decode.worker.stats().decode.num_remote_done == 1
+        assert fetched(prefill).stores[PEER].num_loaded == 100 - 3
+        assert prefill.worker.stats().prefill.num_failed == 0
+
+
+async def test_what_no_one_lends_a_prefill_worker_computes() -> None:
+    async with cluster() as shared:
+        prefill, decode, holder, _ = await three(shared, WorkerRole.PREFILL)
+        client = await shared.client(decode)
+        tokens = HOT + prompt(100, 3)
+        pair = PairedClient(shared, prefill, decode, await shared.client(prefill), client)
+        to_p, to_d = pair.halves(tokens)
+        pair.to_prefill.connection.send(msgspec.structs.replace(to_p, holder=PrefixHolder(holder.id, 1600)))
+        client.connection.send(to_d)
+        assert await pair.answer(to_p.request_id) == expected(tokens, 8)
+        assert fetched(prefill).counts.num_failed_loads == 1
+        assert pair.num_remote == 1

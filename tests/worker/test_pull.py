@@ -100,6 +100,7 @@ async def test_blocks_stay_in_use_at_the_prefill_worker_until_they_are_read():
         decode.transport.before.append(held)
         client.send("r", prompt(300))
         assert await asyncio.to_thread(begun.wait, PATIENCE_S)
+        assert prefill.worker.stats().transfer.num_open_handoffs == 1  # it polls: the read may depend on it
         client.abort("r")
         await shared.until(lambda: decode.worker.inspect().num_requests == 0)
         held = (prefill.core.pool, prefill.core.holding.blocks)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from tests.contracts.waiting import eventually
 
 from kvrelay.config import DisaggConfig
 from kvrelay.control.base import PrefillDelivery
@@ -14,6 +15,7 @@ from kvrelay.core.sampling import SamplingParams
 from kvrelay.errors import ControlUnavailableError
 from kvrelay.handoff import decode_events as de
 from kvrelay.placement.threshold import DisaggPolicy
+from kvrelay.worker.decode import queue as decode_queue
 from kvrelay.worker.decode.queue import REST_S, STALL_S, QueuedPrefills
 
 
@@ -25,6 +27,8 @@ class SlowQueue:
         self.delay_s = 0.0
         self.is_broken = False
         self.pushed: list[int] = []
+        self.num_waiting = 0
+        self.num_looks = 0
 
     async def push(self, request: RemotePrefillRequest) -> None:
         self.pushed.append(request.handoff_id.number)
@@ -36,7 +40,8 @@ class SlowQueue:
         raise NotImplementedError
 
     async def size(self, kv_compatibility: str | None = None) -> int:
-        return 0
+        self.num_looks += 1
+        return self.num_waiting
 
 
 class Pushing:
@@ -120,3 +125,29 @@ async def test_operators_are_told_why_the_last_push_failed() -> None:
     one.queue.is_broken = False
     await one.push(2)
     assert one.queued.push_error is None
+
+
+async def test_an_empty_queue_is_looked_at_after_a_push_and_else_rarely(monkeypatch) -> None:
+    monkeypatch.setattr(decode_queue, "QUIET_INTERVAL_S", 3600.0)
+    monkeypatch.setattr(decode_queue, "WATCH_FOR_S", 3600.0)
+    one = Pushing()
+    one.queued.watch()
+    await eventually(lambda: one.queue.num_looks == 1)
+    await asyncio.sleep(5 * decode_queue.SIZE_INTERVAL_S)
+    assert one.queue.num_looks == 1
+    await one.push(1)
+    await eventually(lambda: one.queue.num_looks == 2)
+    await one.queued.close()
+
+
+async def test_a_queue_in_which_entries_wait_is_watched_closely(monkeypatch) -> None:
+    monkeypatch.setattr(decode_queue, "QUIET_INTERVAL_S", 3600.0)
+    monkeypatch.setattr(decode_queue, "WATCH_FOR_S", 3600.0)
+    one = Pushing()
+    one.queue.num_waiting = 3
+    one.queued.watch()
+    await eventually(lambda: one.queue.num_looks > 3)
+    assert one.queued.prefill_side().queue_size == 3
+    one.queue.num_waiting = 0
+    await eventually(lambda: one.queued.prefill_side().queue_size == 0)
+    await one.queued.close()

@@ -449,6 +449,9 @@ class MockConfig(Settings):
         "", "For tests: a step hangs while the file PATH.PID exists (this path, the worker's process id)."
     )
     speedup_ratio: float = setting(1.0, "Divisor of all times; 0: no waiting.", low=0)
+    tail_tokens: int = setting(
+        0, "Tokens before a prompt's end at which a prefill worker stops, as with a drafter that reads ahead.", low=0
+    )
 
 
 @dataclass(frozen=True, slots=True)

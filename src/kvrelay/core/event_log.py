@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from itertools import islice
+from itertools import islice, repeat
 
 from kvrelay.core.event_codec import ReplayReply, decode_replay_request, encode_replay_reply, without_tokens
 from kvrelay.core.events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent, KvEventBatch
@@ -151,13 +151,9 @@ class KvEventLog:
             self._track_tier(event, self._in_tiers.setdefault(medium, {}))
         elif isinstance(event, BlockStored):
             self._block_size = event.block_size
-            parent = event.parent_hash
-            for block in event.block_hashes:
-                self._parents[block] = parent
-                parent = block
+            self._parents.update(zip(event.block_hashes, (event.parent_hash, *event.block_hashes)))
         elif isinstance(event, BlockRemoved):
-            for block in event.block_hashes:
-                self._parents.pop(block, None)
+            deque(map(self._parents.pop, event.block_hashes, repeat(None)), maxlen=0)
         else:
             self._parents.clear()
             self._in_tiers.clear()
@@ -167,8 +163,7 @@ class KvEventLog:
             self._block_size = event.block_size
             held.update(dict.fromkeys(event.block_hashes))
         elif isinstance(event, BlockRemoved):
-            for block in event.block_hashes:
-                held.pop(block, None)
+            deque(map(held.pop, event.block_hashes, repeat(None)), maxlen=0)
 
     def _chains(self) -> Iterator[list[int]]:
         """The held blocks as chains of parent and child. A chain comes after the one with its first block's parent."""

@@ -22,7 +22,6 @@ class BlockStored(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     local_hashes: tuple[int, ...]
     token_ids: tuple[int, ...]
     block_size: int
-    lora: str | None = None
     medium: str | None = None
 
 

@@ -81,11 +81,12 @@ class RemotePrefillRequest(msgspec.Struct, frozen=True):
 
     The engine leaves out the last fields, from ``decode_address`` on: the worker sets them when it pushes the request.
     ``token_ids`` is everything to be prefilled: the prompt, and for a continued request the ``num_output_tokens``
-    tokens that were already generated. ``block_ids`` are D's blocks for them, the first ``num_cached_tokens`` tokens of
-    which are already computed there (a multiple of the block size). Block ids only: memory is described in discovery.
-    ``timeout_s`` after it was pushed, by the queue server's clock, the entry is void: D has prefilled locally by then
-    (0: never). A duration, because no two machines' clocks are ever compared. ``tenant`` is the API key's name, and
-    ``traceparent`` the trace's header, as in ``GenerateRequest``.
+    tokens that were already generated, less the tail (``KVLayout.tail_tokens``). ``block_ids`` are D's blocks for them,
+    the first ``num_cached_tokens`` tokens of which are already computed there (a multiple of the block size). Block ids
+    only: memory is described in discovery. ``timeout_s`` after it was pushed, by the queue server's clock, the entry is
+    void: D has prefilled locally by then (0: never). A duration, because no two machines' clocks are ever compared.
+    ``tenant`` is the API key's name, and ``traceparent`` the trace's header, as in ``GenerateRequest``. ``holder``:
+    whose prefix the prefill worker may read.
     """
 
     handoff_id: HandoffId
@@ -104,6 +105,7 @@ class RemotePrefillRequest(msgspec.Struct, frozen=True):
     version: int = 1
     tenant: str = ""
     traceparent: str = ""
+    holder: PrefixHolder | None = None
 
     @property
     def queue_class(self) -> QueueClass:
@@ -114,3 +116,16 @@ class RemotePrefillRequest(msgspec.Struct, frozen=True):
         if self.priority == 0 or self.tenant:
             return QueueClass.NORMAL
         return QueueClass.HIGH if self.priority < 0 else QueueClass.LOW
+
+
+def without_tail(prefill: RemotePrefillRequest, num_tokens: int) -> RemotePrefillRequest:
+    """Stop so many tokens short. The decode worker computes those and samples the first token; nothing is sampled
+    before."""
+    if not num_tokens:
+        return prefill
+    return msgspec.structs.replace(
+        prefill,
+        token_ids=prefill.token_ids[:-num_tokens],
+        num_output_tokens=max(prefill.num_output_tokens - num_tokens, 0),
+        sampling=SamplingParams(max_tokens=0, cache_salt=prefill.sampling.cache_salt),
+    )

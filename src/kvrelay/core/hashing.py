@@ -8,8 +8,8 @@ makes harmless).
     sequence[0] = xxh3_64(block 0, 1337)        sequence[i] = xxh3_64(block i, sequence[i - 1])
 
 Every prompt passes through here, so C calls do the work: one converts all tokens to bytes, one cuts the bytes into
-blocks, and one per block and hash computes the hash. For a list, most of the time goes into the first call; a numpy
-array avoids it.
+blocks, and one per block and hash computes the hash. For a list, most of the time goes into the first call; an array
+avoids it.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def compute_block_hashes(
     parent: int | None = None,
     salt: str | None = None,
 ) -> BlockHashes:
-    """Hash every complete block of ``tokens``; the incomplete last chunk is dropped.
+    """Hash every complete block of ``tokens``; the incomplete last chunk is dropped. An ``array`` has type code "I".
 
     ``lora`` names the adapter: its hash joins the seed, so equal tokens under different adapters never match. So does
     ``salt``: requests with different salts share no blocks. ``parent`` is the sequence hash of the block before the
@@ -105,6 +105,8 @@ def _token_bytes(tokens: Sequence[int] | TokenArray) -> bytes | array[int]:
     try:
         if isinstance(tokens, np.ndarray):
             return _array_bytes(tokens)
+        if isinstance(tokens, array) and sys.byteorder == "little":
+            return tokens
         return _list_bytes(tokens if isinstance(tokens, list) else list(tokens))
     except (OverflowError, TypeError) as exc:
         raise InvalidInputError(f"token ids must be unsigned 32-bit integers: {exc}", param="tokens") from exc

@@ -47,7 +47,9 @@ class KVRegion(msgspec.Struct, frozen=True):
 
     ``entry_tokens``: tokens that one entry stands for, 0: everything up to the end of the block (a state). ``window``:
     the attention sees so many tokens before it, 0: all. Blocks are moved and kept whole all the same, because a
-    shorter prompt may begin with them.
+    shorter prompt may begin with them. ``tail_tokens``: so many tokens at the end of a prompt cannot be computed by a
+    worker that does not go on from them, as with a drafter that reads ahead: a prefill stops short of them, and the
+    decode worker computes them.
     """
 
     name: _Name
@@ -58,6 +60,7 @@ class KVRegion(msgspec.Struct, frozen=True):
     num_vectors: _Size = 2
     entry_tokens: _Count = 1
     window: _Count = 0
+    tail_tokens: _Count = 0
 
     @property
     def entry_bytes(self) -> int:
@@ -133,6 +136,11 @@ class KVLayout(msgspec.Struct, frozen=True):
     def entry_tokens(self) -> int:
         """The fewest tokens that are whole entries of every region."""
         return math.lcm(*(region.entry_tokens or 1 for region in self.model))
+
+    @property
+    def tail_tokens(self) -> int:
+        """How many tokens before a prompt's end a prefill for another worker stops."""
+        return max(region.tail_tokens for region in self.model)
 
     @property
     def has_states(self) -> bool:
@@ -219,10 +227,11 @@ def paged_kv(
     tp_size: int = 1,
     pp_size: int = 1,
     head_replicas: int = 1,
+    tail_tokens: int = 0,
 ) -> KVLayout:
     """K and V per head and token, the one region of most models. ``num_kv_heads`` counts those in memory, repeated ones
     included; stages have equal shares of the layers."""
-    region = KVRegion(KV, num_layers, max(1, num_kv_heads // head_replicas), head_dim, dtype)
+    region = KVRegion(KV, num_layers, max(1, num_kv_heads // head_replicas), head_dim, dtype, tail_tokens=tail_tokens)
     stages = tuple(num_layers // pp_size + (stage < num_layers % pp_size) for stage in range(pp_size))
     return KVLayout(block_size, (RegionCut(region, stages, head_replicas),), tp_size)
 
@@ -251,6 +260,7 @@ class MemoryRegion(msgspec.Struct, frozen=True):
 class Compatibility(msgspec.Struct, frozen=True):
     """Everything that must agree before two workers may exchange KV. A difference in any field means other values.
 
+    ``adapter``: the adapter (LoRA) that it is computed with, by name (empty: none).
     TP, PP and block size are not in it: ``transfer.layout_mapping`` joins any two of them.
     """
 
@@ -259,6 +269,7 @@ class Compatibility(msgspec.Struct, frozen=True):
     regions: tuple[KVRegion, ...]
     hash_seed: int
     protocol: int
+    adapter: str = ""
 
     def digest(self) -> str:
         """16 hex digits; equal digests mean exchangeable KV."""
@@ -266,7 +277,7 @@ class Compatibility(msgspec.Struct, frozen=True):
 
     def difference(self, theirs: Compatibility) -> str | None:
         """The first field that differs, of a region by its name; None if all are equal."""
-        for name in ("protocol", "model", "weights_fingerprint", "hash_seed"):
+        for name in ("protocol", "model", "adapter", "weights_fingerprint", "hash_seed"):
             if getattr(self, name) != getattr(theirs, name):
                 return f"{name} is {getattr(theirs, name)!r} there, {getattr(self, name)!r} here"
         return region_difference(self.regions, theirs.regions)

@@ -12,7 +12,7 @@ from kvrelay.core.logprobs import PositionLogprobs
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.status import FinishReason, RefusalKind
 
-PROTOCOL_VERSION = 8
+PROTOCOL_VERSION = 9
 """Of all frames of the request plane: the first byte of each."""
 
 

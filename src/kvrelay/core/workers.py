@@ -35,6 +35,7 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     (empty: no group). ``dp_parent_pid`` is the process that started the group's ranks.
     ``pulls_prefills``: it takes prefills from the queue, also if it does ``both``.
     ``reads_prefixes``: it reads prefixes from other workers' caches, and lends its own (``worker/prefixes.py``).
+    ``adapter``: the adapter (LoRA) of the model that it serves (empty: none); block hashes depend on it.
     ``release`` is kvrelay's version (empty: one that does not tell); ``version`` is that of this struct.
     """
 
@@ -65,6 +66,7 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     release: Name = ""
     pulls_prefills: bool = False
     reads_prefixes: bool = False
+    adapter: Name = ""
     version: int = 1
 
 

@@ -18,7 +18,8 @@ from __future__ import annotations
 import enum
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from itertools import chain, repeat
+from typing import NamedTuple
 
 from kvrelay.core.events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
 from kvrelay.engine.free_extents import FreeExtents
@@ -31,8 +32,7 @@ class BlockState(enum.Enum):
     QUARANTINED = "quarantined"
 
 
-@dataclass(frozen=True, slots=True)
-class CachedBlock:
+class CachedBlock(NamedTuple):
     """The keys of a cached block. ``parent_hash`` is the sequence hash of the block before it (None: the root)."""
 
     sequence_hash: int
@@ -131,11 +131,14 @@ class BlockPool:
     def release(self, block_ids: Sequence[int]) -> None:
         """Drop one reference to each. Blocks without references become free, the last block first, so that the tail of
         a prefix is evicted before its head."""
+        num_refs = self._num_refs
         for block_id in reversed(block_ids):
-            if self._num_refs[block_id] <= 0:
+            left = num_refs[block_id] - 1
+            if left < 0:
                 raise IntegrityError(f"block {block_id} is released more often than it was taken")
-            self._num_refs[block_id] -= 1
-            self._free_if_unheld(block_id)
+            num_refs[block_id] = left
+            if not left:
+                self._free_if_unheld(block_id)
 
     def quarantine(self, block_ids: Sequence[int]) -> None:
         """A peer may write to these blocks from now on. They must be in use, not cached, and not quarantined yet."""
@@ -212,21 +215,27 @@ class BlockPool:
         if not self.enable_prefix_caching:
             return
         stored: list[CachedBlock] = []
-        size = self.block_size
-        for index, block_id in enumerate(block_ids):
-            sequence_hash = sequence_hashes[index]
-            if sequence_hash in self._block_of_hash:
+        block_of_hash, parent = self._block_of_hash, self._entry(parent_hash)
+        # Slices of ``block_size`` tokens.
+        tokens = zip(*repeat(iter(token_ids), self.block_size))
+        for block_id, sequence_hash, local_hash, own in zip(block_ids, sequence_hashes, local_hashes, tokens):
+            if sequence_hash in block_of_hash:
                 self._report_stored(stored)
-                stored = []
-            elif parent_hash is None or parent_hash in self._block_of_hash:
-                tokens = tuple(token_ids[index * size : (index + 1) * size])
-                before = -1 if parent_hash is None else self._cached[self._block_of_hash[parent_hash]].index
-                entry = CachedBlock(sequence_hash, parent_hash, local_hashes[index], tokens, before + 1)
-                self._cached[block_id] = entry
-                self._block_of_hash[sequence_hash] = block_id
-                stored.append(entry)
+                stored, parent = [], self._entry(sequence_hash)
+            elif parent_hash is None or parent is not None:
+                parent = CachedBlock(
+                    sequence_hash, parent_hash, local_hash, own, 0 if parent is None else parent.index + 1
+                )
+                self._cached[block_id] = parent
+                block_of_hash[sequence_hash] = block_id
+                stored.append(parent)
             parent_hash = sequence_hash
         self._report_stored(stored)
+
+    def _entry(self, sequence_hash: int | None) -> CachedBlock | None:
+        """The cached block of that hash."""
+        block_id = None if sequence_hash is None else self._block_of_hash.get(sequence_hash)
+        return None if block_id is None else self._cached[block_id]
 
     def clear_cache(self) -> None:
         """Forget every prefix; blocks in use stay in use."""
@@ -251,24 +260,23 @@ class BlockPool:
             self._events.append(
                 BlockStored(
                     parent_hash=stored[0].parent_hash,
-                    block_hashes=tuple(entry.sequence_hash for entry in stored),
-                    local_hashes=tuple(entry.local_hash for entry in stored),
-                    token_ids=tuple(token for entry in stored for token in entry.token_ids),
+                    block_hashes=tuple([entry.sequence_hash for entry in stored]),
+                    local_hashes=tuple([entry.local_hash for entry in stored]),
+                    token_ids=tuple(chain.from_iterable([entry.token_ids for entry in stored])),
                     block_size=self.block_size,
                 )
             )
 
     def _evict(self, count: int) -> None:
-        removed: list[tuple[int, CachedBlock]] = []
-        for _ in range(count):
-            block_id, _ = self._cached_free.popitem(last=False)
-            entry = self._cached.pop(block_id)
-            del self._block_of_hash[entry.sequence_hash]
-            removed.append((block_id, entry))
-            self._plain.add(block_id)
+        block_ids = [self._cached_free.popitem(last=False)[0] for _ in range(count)]
+        entries = list(map(self._cached.pop, block_ids))
+        hashes = tuple([entry.sequence_hash for entry in entries])
+        for sequence_hash in hashes:
+            del self._block_of_hash[sequence_hash]
+        self._plain.add_all(block_ids)
         if self.on_evicted is not None:
-            self.on_evicted(removed)
-        self._events.append(BlockRemoved(tuple(entry.sequence_hash for _, entry in removed)))
+            self.on_evicted(list(zip(block_ids, entries)))
+        self._events.append(BlockRemoved(hashes))
 
     # -- checks -------------------------------------------------------------------------------------------------------
 

@@ -52,7 +52,7 @@ from kvrelay.core.handoff import HandoffId
 from kvrelay.core.layout import KVLayout, MemoryRegion
 from kvrelay.core.logprobs import PositionLogprobs
 from kvrelay.core.sampling import SamplingParams
-from kvrelay.engine.kv_source import KvSource
+from kvrelay.engine.kv_source import SourceBeyond
 from kvrelay.engine.limits import PendingArrivals
 from kvrelay.engine.progress import Progress
 from kvrelay.engine.request import Request
@@ -122,9 +122,10 @@ class HandsOver(Protocol):
     """The blocks of an engine whose hand-offs have blocks: workers move the KV."""
 
     def resume_handoff(
-        self, handoff_id: HandoffId, loan: int, token_id: int, logprobs: PositionLogprobs | None
+        self, handoff_id: HandoffId, loan: int, token_id: int | None, logprobs: PositionLogprobs | None
     ) -> bool:
-        """The blocks of ``loan`` hold the KV of the waiting request, and ``token_id`` is its first token.
+        """The blocks of ``loan`` hold the KV of the waiting request, and ``token_id`` is its first token. None: the
+        tail of its prompt is missing (``KVLayout.tail_tokens``), and the first token with it.
 
         False: no request waits for it, or the token cannot be one; then the request is computed here.
         """
@@ -161,7 +162,7 @@ class Schedules(Protocol):
     def kv_loaded(self, request_id: str, ok: bool, num_blocks: int = 0) -> None:
         """The read that a KvLoad asked for has ended. Unknown ids are ignored."""
 
-    def add_source(self, source: KvSource) -> None:
+    def add_source(self, source: SourceBeyond) -> None:
         """Prompts may also begin with what this has."""
 
     def lend_prefix(
@@ -189,7 +190,8 @@ class EngineFacts:
     the KV from this engine without kvrelay. Without ``prefills_here`` the engine computes prompts for others
     or continues from KV that it gets, never both. Without ``places_prefills`` it does not ask a request's ``placement``
     where to prefill. With ``has_open_cache`` its prefix cache lies in blocks that workers can lend and fill
-    (``Schedules``). ``num_holding_blocks`` come after ``num_blocks`` in the engine's memory."""
+    (``Schedules``). ``num_holding_blocks`` come after ``num_blocks`` in the engine's memory. ``adapter``: the adapter
+    (LoRA) that every answer is computed with, by name (empty: none)."""
 
     kv_layout: KVLayout
     num_blocks: int
@@ -202,6 +204,7 @@ class EngineFacts:
     places_prefills: bool = True
     has_open_cache: bool = False
     num_holding_blocks: int = 0
+    adapter: str = ""
 
 
 class EngineHost(Protocol):

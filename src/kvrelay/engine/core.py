@@ -29,7 +29,7 @@ from kvrelay.dp.group import Alone, Group
 from kvrelay.dp.protocol import Round
 from kvrelay.engine.block_pool import BlockPool
 from kvrelay.engine.holding import holding_of
-from kvrelay.engine.kv_source import KvSource, KvStorage
+from kvrelay.engine.kv_source import KvStorage, SourceBeyond
 from kvrelay.engine.limits import NONE_PENDING, AdmissionLimits, PendingArrivals
 from kvrelay.engine.loans import HandoffIds, Loans, remote_prefill
 from kvrelay.engine.reports import stop_token_ids
@@ -104,7 +104,7 @@ class EngineCore:
         self.storage = storage
         self.scheduler.attach(storage)
 
-    def add_source(self, source: KvSource) -> None:
+    def add_source(self, source: SourceBeyond) -> None:
         """Prompts may also begin with what this has."""
         self.scheduler.add_source(source)
 
@@ -217,6 +217,7 @@ class EngineCore:
         request.arrival = self._num_arrived
         request.seed = self._random.getrandbits(64) if sampling.seed is None else sampling.seed & UINT64_MASK
         request.stop_ids = stop_token_ids(sampling, self.executor.eos_token_ids)
+        request.tail_tokens = self.executor.kv_layout.tail_tokens
         request.length_limit = min(request.num_prompt_tokens + sampling.max_tokens, self.max_model_len)
         request.times.append((RequestStatus.WAITING, self._clock.now()))
         if request.mode is PrefillMode.REMOTE and request.must_prefill_here:
@@ -262,8 +263,9 @@ class EngineCore:
             max_model_len=self.max_model_len,
         )
         held = request.num_load_tokens
+        has_tail = self.executor.kv_layout.tail_tokens > 0
         if request.mode is PrefillMode.HANDOFF and (
-            request.is_prefill_only or not 0 <= held < len(request.token_ids) or held % self.pool.block_size
+            request.is_prefill_only != has_tail or not 0 <= held < len(request.token_ids) or held % self.pool.block_size
         ):
             raise InvalidInputError(f"request {request.request_id} cannot be a hand-off", param="num_load_tokens")
 
@@ -284,10 +286,10 @@ class EngineCore:
     # -- remote prefills: this is the decode side ---------------------------------------------------------------------
 
     def resume_handoff(
-        self, handoff_id: HandoffId, loan: int, token_id: int, logprobs: PositionLogprobs | None
+        self, handoff_id: HandoffId, loan: int, token_id: int | None, logprobs: PositionLogprobs | None
     ) -> bool:
         """The blocks of ``loan`` hold the KV of the request that waits for this hand-off, and ``token_id`` is its first
-        token.
+        token; None if the tail of its prompt is to be computed here.
 
         False if no request waits any more, or if the token is invalid and the request is computed here.
         """
@@ -295,15 +297,17 @@ class EngineCore:
         lent = self.loans.find(handoff_id, loan)
         if request is None or lent is None:
             return False
-        if not 0 <= token_id < self.executor.vocab_size:
+        is_missing = token_id is None
+        if is_missing != bool(request.tail_tokens) or not (is_missing or 0 <= token_id < self.executor.vocab_size):
             self.scheduler.remote_lost(request)
             return False
         is_held = lent.pool is self.holding.blocks
         block_ids = request.held_block_ids if is_held else request.block_ids
-        if tuple(block_ids) != lent.block_ids:
+        num_lent = len(lent.block_ids)
+        if tuple(block_ids[:num_lent]) != lent.block_ids:
             lent.pool.acquire(lent.block_ids)
-            lent.pool.release(block_ids)
-            block_ids[:] = lent.block_ids
+            lent.pool.release(block_ids[:num_lent])
+            block_ids[:num_lent] = lent.block_ids
         request.handoff_id = None
         if is_held:
             self.scheduler.remote_held(request, token_id, logprobs)
@@ -355,17 +359,22 @@ class EngineCore:
         """No prefill worker is left: compute waiting remote prefills here."""
         self.scheduler.admission.cancel_remote_prefills()
 
-    def _start_remote(self, request: Request) -> None:
+    def _start_remote(self, request: Request) -> bool:
+        if request.num_computed_tokens >= request.num_handoff_tokens:
+            self._close_unopened(request)
+            return False
         request.handoff_id = handoff_id = self._handoff_ids.of(request)
         self._remote[handoff_id] = request
         if request.held_block_ids:
             lent = self.loans.lend(handoff_id, self.holding.blocks, request.held_block_ids, 0)
         else:
-            lent = self.loans.lend(handoff_id, self.pool, request.block_ids, request.num_cached_blocks)
+            block_ids = request.block_ids[: self.pool.blocks_for(request.num_handoff_tokens)]
+            lent = self.loans.lend(handoff_id, self.pool, block_ids, request.num_cached_blocks)
         sampling = msgspec.structs.replace(request.sampling, seed=request.seed)
         self.scheduler.output.remote_prefills.append(
             remote_prefill(request, handoff_id, sampling, lent.block_ids, request.num_computed_tokens)
         )
+        return True
 
     # -- hand-offs: this is the prefill side --------------------------------------------------------------------------
 

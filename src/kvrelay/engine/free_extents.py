@@ -1,13 +1,15 @@
 """Free block ids as extents of adjacent ids, so that a request's blocks are adjacent and a transfer has few pieces.
 
 It owns only the extents: the free ids, merged with their neighbours. It does not know requests, hashes or reference
-counts. Every operation is O(1) in the number of blocks (a request costs one step per extent that it gets).
+counts. Every operation is O(1) in the number of free blocks (a request costs one step per extent that it gets).
 
     ids     0 1 2 3 4 5 6 7 8 9         extents by length class (floor(log2 length)):
     free    . x x . . x x x x x         class 1: {1: 2}     class 2: {5: 5}
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 
 class FreeExtents:
@@ -33,6 +35,18 @@ class FreeExtents:
         if start + length in self._length:
             length += self._remove(start + length)
         self._insert(start, length)
+
+    def add_all(self, ids: Iterable[int]) -> None:
+        """Free these ids, adjacent ones together."""
+        start = end = -1
+        for number in sorted(ids):
+            if number != end:
+                if end > start:
+                    self.add(start, end - start)
+                start = number
+            end = number + 1
+        if end > start:
+            self.add(start, end - start)
 
     def take(self, count: int, after: int | None = None) -> list[int]:
         """``count`` free ids, in few extents, preferably directly after block ``after``.

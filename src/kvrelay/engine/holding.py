@@ -118,8 +118,8 @@ class Holding:
         self._copies.append(_Copy(source_ids, block_ids, lambda: self.blocks.release(self.spilling.pop(request))))
 
     def expect(self, request: Request) -> None:
-        """Blocks for all known tokens of ``request``, whose KV will come. There is room."""
-        block_ids = self.blocks.allocate(self.blocks.blocks_for(len(request.token_ids)))
+        """Blocks for the KV of ``request`` that will come. There is room."""
+        block_ids = self.blocks.allocate(self.blocks.blocks_for(request.num_handoff_tokens))
         assert block_ids is not None, "as many blocks were free a moment ago"
         request.held_block_ids = block_ids
         self.num_arriving += 1
@@ -140,7 +140,8 @@ class Holding:
 
     def find(self, request: Request, first_block: int) -> Hit | None:
         num_blocks = len(request.held_block_ids) - first_block
-        is_here = request.num_missing_tokens <= 1  # of the last, partly filled block all that there is
+        # Of the last, partly filled block all that there is.
+        is_here = request.num_computed_tokens >= request.num_held_tokens
         return Hit(num_blocks, 0.0) if num_blocks > 0 and not is_here else None
 
     def load(self, request: Request, load: KvLoad, output: StepOutput) -> None:

@@ -58,16 +58,33 @@ class KvSource(Protocol):
         answer."""
 
 
+Loaded = Callable[[str, bool, int], None]
+"""``loaded(request_id, is_whole, num_blocks)``: a load has ended, and so many leading blocks have arrived. From any
+thread."""
+
+
+class SourceBeyond(KvSource, Protocol):
+    """A source beyond the engine: its loads end on other threads. Nothing that goes wrong there is a fault of a
+    request: a load ends with what has arrived and proved itself, and the rest is computed."""
+
+    def start(self, loaded: Loaded, changed: Callable[[], None] = lambda: None) -> None:
+        """Before the first ``load``. ``changed()``, on any thread: there are events, or something is pending no
+        more."""
+
+    def stats(self) -> TierStats:
+        """From any thread."""
+
+
 class Sources:
     """The sources of an engine, in the order in which they are asked. ``own``: those that every engine has."""
 
     def __init__(self, *own: KvSource) -> None:
         self._all = list(own)
-        self.beyond: list[KvSource] = []
+        self.beyond: list[SourceBeyond] = []
         """Those that were added."""
         self._pending = [source.pending for source in own]
 
-    def add(self, source: KvSource) -> None:
+    def add(self, source: SourceBeyond) -> None:
         """Asked after those that there are."""
         self._all.append(source)
         self.beyond.append(source)
@@ -97,12 +114,8 @@ class Sources:
         return Hit(num_blocks, seconds)
 
 
-class KvStorage(KvSource, Protocol):
+class KvStorage(SourceBeyond, Protocol):
     """A source that keeps what the pool evicts. Its life is that of the engine's thread."""
-
-    def start(self, loaded: Callable[[str, bool, int], None], changed: Callable[[], None] = lambda: None) -> None:
-        """On other threads: ``loaded(request_id, is_whole, num_blocks)``: a load has ended, and so many leading blocks
-        have arrived. ``changed()``: there are events, or something is pending no more."""
 
     @property
     def has_events(self) -> bool: ...
@@ -118,9 +131,6 @@ class KvStorage(KvSource, Protocol):
 
     def flush(self, pool: BlockPool) -> None:
         """The worker leaves: keep what its pool has cached. Waits a little."""
-
-    def stats(self) -> TierStats:
-        """From any thread."""
 
     def close(self) -> None:
         """After it the pool's memory is not touched. Idempotent."""

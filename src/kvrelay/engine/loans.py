@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from kvrelay.core.handoff import HandoffId, RemotePrefillRequest
+from kvrelay.core.handoff import HandoffId, RemotePrefillRequest, without_tail
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.engine.block_pool import BlockPool
 from kvrelay.engine.request import Request
@@ -105,7 +105,7 @@ def remote_prefill(
     num_cached_tokens: int = 0,
 ) -> RemotePrefillRequest:
     """The prefill of ``request`` into ``block_ids``, whose first ``num_cached_tokens`` tokens are there already."""
-    return RemotePrefillRequest(
+    prefill = RemotePrefillRequest(
         handoff_id=handoff_id,
         decode_worker_id=handoff_id.decode_worker_id,
         request_id=request.request_id,
@@ -117,4 +117,6 @@ def remote_prefill(
         priority=request.priority,
         tenant=request.tenant,
         traceparent=request.traceparent,
+        holder=request.holder,
     )
+    return without_tail(prefill, request.tail_tokens)

@@ -259,7 +259,7 @@ class RecordedCore(EngineCore):
         self._recorded(EngineCore.abort, lambda: EngineCore.abort(self, request_id), request_id)
 
     def resume_handoff(
-        self, handoff_id: HandoffId, loan: int, token_id: int, logprobs: PositionLogprobs | None
+        self, handoff_id: HandoffId, loan: int, token_id: int | None, logprobs: PositionLogprobs | None
     ) -> bool:
         def call() -> bool:
             return EngineCore.resume_handoff(self, handoff_id, loan, token_id, logprobs)

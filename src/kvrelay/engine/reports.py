@@ -71,9 +71,12 @@ def report_blocks(output: StepOutput, request: Request, block_size: int) -> None
         _report_chunk(output, request, end, last=False)
 
 
-def report_last_blocks(output: StepOutput, request: Request, token_id: int, logprobs: PositionLogprobs | None) -> None:
-    """For the sender: all other blocks, the last of which may be partly filled, and the first token."""
-    first_output = handed_off_token(request, token_id, logprobs)
+def report_last_blocks(
+    output: StepOutput, request: Request, token_id: int | None, logprobs: PositionLogprobs | None
+) -> None:
+    """For the sender: all other blocks, the last of which may be partly filled, and the first token if it is sampled
+    here."""
+    first_output = None if token_id is None else handed_off_token(request, token_id, logprobs)
     _report_chunk(output, request, len(request.block_ids), last=True, first_output=first_output)
 
 

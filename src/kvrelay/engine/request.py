@@ -86,6 +86,8 @@ class Request:
     stop_ids: frozenset[int] = field(default=frozenset(), init=False)
     length_limit: int = field(default=0, init=False)
     """Length in tokens at which the answer ends."""
+    tail_tokens: int = field(default=0, init=False)
+    """``KVLayout.tail_tokens``."""
 
     # The scheduler's.
     num_queued_tokens: int = field(default=0, init=False)
@@ -138,6 +140,16 @@ class Request:
     def num_missing_tokens(self) -> int:
         """Known tokens whose KV is still to be computed."""
         return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def num_handoff_tokens(self) -> int:
+        """Known tokens whose KV another worker may compute; 0 or less: none."""
+        return len(self.token_ids) - self.tail_tokens
+
+    @property
+    def num_held_tokens(self) -> int:
+        """KV_HELD: known tokens whose KV is held. The first token has come with it, unless a tail is to be computed."""
+        return len(self.token_ids) - max(self.tail_tokens, 1)
 
     @property
     def is_waiting(self) -> bool:
@@ -203,14 +215,17 @@ class Request:
         self.status = status
         self.times.append((status, now_s))
 
-    def hash_blocks(self, num_blocks: int, block_size: int) -> None:
-        """Compute the missing hashes of the first ``num_blocks`` complete blocks."""
+    def hash_blocks(self, num_blocks: int, block_size: int, adapter: str = "") -> None:
+        """Compute the missing hashes of the first ``num_blocks`` complete blocks. ``adapter``: the engine's, always the
+        same."""
         known = len(self.sequence_hashes)
         if num_blocks <= known:
             return
         tokens = self.token_ids[known * block_size : num_blocks * block_size]
         parent = self.sequence_hashes[-1] if known else None
-        hashes = compute_block_hashes(tokens, block_size, parent=parent, salt=self.sampling.cache_salt)
+        hashes = compute_block_hashes(
+            tokens, block_size, lora=adapter or None, parent=parent, salt=self.sampling.cache_salt
+        )
         self.local_hashes.extend(hashes.local)
         self.sequence_hashes.extend(hashes.sequence)
 

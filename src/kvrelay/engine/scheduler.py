@@ -28,15 +28,16 @@ from kvrelay.engine.allocation import DecodeAllocator, Holdings, cache_full_bloc
 from kvrelay.engine.batch import Batch
 from kvrelay.engine.block_pool import BlockPool
 from kvrelay.engine.holding import Holding
-from kvrelay.engine.kv_source import Arriving, HeldByPeer, KvSource, KvStorage, Sources
+from kvrelay.engine.kv_source import Arriving, HeldByPeer, KvStorage, SourceBeyond, Sources
 from kvrelay.engine.reports import finish_reason, report_blocks, report_last_blocks, report_token
 from kvrelay.engine.request import PrefillMode, Request
 from kvrelay.engine.scheduled_batch import BatchPlanner, ScheduledBatch, TokenBudget
 from kvrelay.engine.stats import EngineTimes
 from kvrelay.engine.step import NO_TOKEN, KeptBlocks, KvLoad, ModelOutput, SchedulerOutput, StepOutput
 
-StartRemote = Callable[[Request], None]
-"""Called with a REMOTE request whose blocks are allocated. Opens the hand-off."""
+StartRemote = Callable[[Request], bool]
+"""Called with a REMOTE request whose blocks are allocated. Opens the hand-off; False: nothing is to be computed
+elsewhere."""
 
 
 class _Sent(NamedTuple):
@@ -141,7 +142,7 @@ class Scheduler:
         self.add_source(storage)
         self.pool.on_evicted = storage.evicted
 
-    def add_source(self, source: KvSource) -> None:
+    def add_source(self, source: SourceBeyond) -> None:
         """From now on prompts may also begin with what this has."""
         self._sources.add(source)
 
@@ -239,22 +240,25 @@ class Scheduler:
 
     # -- remote prefills (decode side) --------------------------------------------------------------------------------
 
-    def remote_done(self, request: Request, token_id: int, logprobs: PositionLogprobs | None) -> None:
-        """The KV of all tokens of a REMOTE request is in its blocks, and ``token_id`` is its next token: it joins the
-        batch."""
+    def remote_done(self, request: Request, token_id: int | None, logprobs: PositionLogprobs | None) -> None:
+        """The KV of a REMOTE request is in its blocks, and ``token_id`` is its next token: it joins the batch. None:
+        the tail of its prompt is computed first."""
         self._no_longer_remote(request)
         self._remote_prefills.came_back(request)
-        request.num_computed_tokens = len(request.token_ids)
+        request.num_computed_tokens = request.num_handoff_tokens
         now_s = self._clock.now()
         self.times.handoff.observe(now_s - request.entered_s)
         request.move(RequestStatus.RUNNING, now_s)
-        self._batch.enter(request, decoding=True)
+        self._batch.enter(request, decoding=token_id is not None)
         cache_full_blocks(self.pool, request)
-        self._accept_first(request, token_id, logprobs)
+        if token_id is None:
+            request.stay_here()
+        else:
+            self._accept_first(request, token_id, logprobs)
 
-    def remote_held(self, request: Request, token_id: int, logprobs: PositionLogprobs | None) -> None:
-        """The KV of all tokens of a REMOTE request is in its blocks of the holding area: it waits for the pool's, and
-        its client gets the first token."""
+    def remote_held(self, request: Request, token_id: int | None, logprobs: PositionLogprobs | None) -> None:
+        """The KV of a REMOTE request is in its blocks of the holding area: it waits for the pool's, and its client gets
+        the first token, if that has come."""
         self._no_longer_remote(request)
         self._remote_prefills.came_back(request)
         now_s = self._clock.now()
@@ -262,7 +266,7 @@ class Scheduler:
         request.stay_here()
         request.move(RequestStatus.KV_HELD, now_s)
         self.holding.num_held += 1
-        if not self._report_first(request, token_id, logprobs):
+        if token_id is None or not self._report_first(request, token_id, logprobs):
             self.admission.push(request)
 
     def _no_longer_remote(self, request: Request) -> None:
@@ -296,8 +300,9 @@ class Scheduler:
         if num_arrived:
             num_loaded = (load.first_block + num_arrived) * self.pool.block_size
             # The last block of held KV may be partly filled.
-            request.num_computed_tokens = min(num_loaded, len(request.token_ids) - 1)
-            if request.mode is PrefillMode.LOCAL and not request.first_output_sent:
+            most = request.num_held_tokens if request.held_block_ids else len(request.token_ids) - 1
+            request.num_computed_tokens = min(num_loaded, most)
+            if request.mode is PrefillMode.LOCAL and not (request.first_output_sent or request.held_block_ids):
                 request.num_cached_tokens = request.num_computed_tokens
             cache_full_blocks(self.pool, request)
         if not (ok and self._load_more(request)):
@@ -439,13 +444,14 @@ class Scheduler:
         waits = self.times.held if is_held else self.times.queue
         waits.observe(self._clock.now() - request.entered_s)
         if request.mode is PrefillMode.REMOTE:
-            if not request.held_block_ids:
-                self._num_outside += 1
-            if not request.handoff_number:
-                self._remote_prefills.send(request)
-            request.move(RequestStatus.REMOTE_PREFILLING, self._clock.now())
-            self._start_remote(request)
-            return
+            if self._start_remote(request):
+                if not request.held_block_ids:
+                    self._num_outside += 1
+                if not request.handoff_number:
+                    self._remote_prefills.send(request)
+                request.move(RequestStatus.REMOTE_PREFILLING, self._clock.now())
+                return
+            request.stay_here()
         if request.mode is PrefillMode.HANDOFF:
             request.num_sent_blocks = request.num_load_tokens // self.pool.block_size
         if not self._load_more(request):
@@ -455,8 +461,8 @@ class Scheduler:
         request.move(RequestStatus.RUNNING, self._clock.now())
         is_held = bool(request.held_block_ids)
         self.holding.release(request)
-        # Held KV lacks that of the last token only: what follows is a decode.
-        self._batch.enter(request, decoding=is_held)
+        # Without a tail held KV lacks that of the last token only: what follows is a decode.
+        self._batch.enter(request, decoding=is_held and not request.tail_tokens)
         if request.mode is PrefillMode.HANDOFF:
             report_blocks(self.output, request, self.pool.block_size)
 
@@ -518,16 +524,15 @@ class Scheduler:
         if request.num_computed_tokens < len(request.token_ids):
             if request.mode is PrefillMode.HANDOFF:
                 report_blocks(self.output, request, self.pool.block_size)
-        elif request.is_prefill_only:
-            report_token(self.output, request, None, None, FinishReason.LENGTH)
-            self.finish(request, RequestStatus.FINISHED_LENGTH)
         elif request.mode is PrefillMode.HANDOFF and row not in result.failures:
-            assert token_id is not None
             report_last_blocks(self.output, request, token_id, result.logprobs.get(row))
             self._batch.leave(request)
             now_s = self._clock.now()
             self.times.prefill.observe(now_s - request.entered_s)
             request.move(RequestStatus.PREFILL_SENDING, now_s)
+        elif request.is_prefill_only:
+            report_token(self.output, request, None, None, FinishReason.LENGTH)
+            self.finish(request, RequestStatus.FINISHED_LENGTH)
         elif row in result.failures:
             self._fail(request, result.failures[row])
         else:

@@ -182,8 +182,8 @@ class KvLoad:
 class HandoffChunk:
     """Prefill side: these blocks are computed; write them to the decode worker (skip those that it holds).
 
-    ``last`` comes with the first token (``first_output``); the request is then PREFILL_SENDING until
-    ``sending_finished``. The last block of the last chunk may be partly filled.
+    ``last`` comes with the first token (``first_output``), unless the prompt's tail is left out; the request is then
+    PREFILL_SENDING until ``sending_finished``. The last block of the last chunk may be partly filled.
     """
 
     request_id: str

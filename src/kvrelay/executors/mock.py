@@ -109,7 +109,7 @@ class MockExecutor:
         self.max_model_len = min(max_model_len, config.max_model_len or max_model_len)
         self._block_size = config.block_size
         self.num_blocks = config.num_blocks or DEFAULT_NUM_BLOCKS
-        self.kv_layout = paged_kv(1, 1, config.block_size, 1, "int32")
+        self.kv_layout = paged_kv(1, 1, config.block_size, 1, "int32", tail_tokens=mock.tail_tokens)
         self.num_holding_blocks = num_holding_blocks(holding_bytes, self.kv_layout.block_bytes, self.num_blocks)
         self.num_spill_blocks = num_holding_blocks(spill_bytes, self.kv_layout.block_bytes, self.num_blocks)
         num_all_blocks = self.num_blocks + self.num_holding_blocks + self.num_spill_blocks

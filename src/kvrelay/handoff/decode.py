@@ -184,6 +184,7 @@ class DecodeHandoff:
             block_size=context.rules.block_size,
             secret=grant.secret,
             regions=context.rules.regions,
+            tail_tokens=context.rules.tail_tokens,
         )
         context.out.append(de.SendGrant(grant.worker_id, grant.connection, message))
 

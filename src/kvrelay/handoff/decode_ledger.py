@@ -202,8 +202,9 @@ class DecodeLedger:
     def _claim(self, handoff: DecodeHandoff, event: de.Claimed, context: DecodeContext) -> None:
         """A refused claimant has taken the hand-off from the queue: unless another one computes it, the request is
         computed here."""
-        claim = event.claim
-        if (claim.kv_compatibility, claim.regions) != (self.rules.kv_compatibility, self.rules.regions):
+        claim, rules = event.claim, self.rules
+        theirs = (claim.kv_compatibility, claim.regions, claim.tail_tokens)
+        if theirs != (rules.kv_compatibility, rules.regions, rules.tail_tokens):
             refuse(event, RefusalReason.INCOMPATIBLE, context)
             handoff.declined(claim.prefill_worker_id, EndReason.CLAIMANT_REFUSED, context)
         elif self.leases.is_over(claim.prefill_worker_id, claim.term):

@@ -34,6 +34,7 @@ class HandoffClaim(msgspec.Struct, frozen=True, tag=True):
 
     ``wants_checksums``: P accepts no hit blocks without checksums. ``term`` is P's (``KvMetadata.term``).
     ``block_size``: tokens per block of P; 0: as many as D's. ``regions``: what it moves (``core.layout``), by name.
+    ``tail_tokens``: how many tokens before the prompt's end it stops; D computes those.
     """
 
     handoff_id: HandoffId
@@ -44,6 +45,7 @@ class HandoffClaim(msgspec.Struct, frozen=True, tag=True):
     term: int = 0
     block_size: int = 0
     regions: tuple[str, ...] = (KV,)
+    tail_tokens: int = 0
     prefix: Prefix | None = None
 
 
@@ -53,6 +55,7 @@ class HandoffGrant(msgspec.Struct, frozen=True, tag=True):
     The ids override those of the queue entry: a second claimant gets fresh blocks. ``checksums``: those of the hits
     (the first ``num_cached_tokens``), in order. If not None (even empty), P must checksum what it writes. ``term`` is
     D's. ``block_size``: tokens per block of D; 0: as many as P's. ``regions``: those of D's blocks, by name.
+    ``tail_tokens``: how many tokens before the prompt's end D takes over.
     """
 
     handoff_id: HandoffId
@@ -66,6 +69,7 @@ class HandoffGrant(msgspec.Struct, frozen=True, tag=True):
     secret: int = 0
     """A random number that only this claimant gets. Its messages about this grant carry it."""
     regions: tuple[str, ...] = (KV,)
+    tail_tokens: int = 0
 
 
 class HandoffRefused(msgspec.Struct, frozen=True, tag=True):
@@ -106,7 +110,8 @@ class HandoffProgress(msgspec.Struct, frozen=True, tag=True):
 
 
 class HandoffDone(msgspec.Struct, frozen=True, tag=True):
-    """P to D, after the last write: every block is in place; carries the first token (the "bonus" token).
+    """P to D, after the last write: every block is in place; carries the first token (the "bonus" token),
+    unless P has stopped short of the prompt's end.
 
     It comes as the notification of that write. P repeats it over the request plane until it gets HandoffFetched.
     ``num_transferred_bytes`` and ``prefill_s`` feed D's metrics. ``checksums``: of all tokens that D lacked, in order;
@@ -115,7 +120,7 @@ class HandoffDone(msgspec.Struct, frozen=True, tag=True):
 
     handoff_id: HandoffId
     generation: int
-    token_id: int
+    token_id: int | None
     logprobs: PositionLogprobs | None
     num_transferred_bytes: int
     prefill_s: float
@@ -131,8 +136,8 @@ class HandoffReady(msgspec.Struct, frozen=True, tag=True):
     P keeps them, and repeats this message, until it gets HandoffFetched or HandoffAbandon, or D is fenced.
 
     ``kv_transfer_params`` is set if the engines move the KV themselves: a JSON object that P's engine made for D's, and
-    that no one else reads. There are no block ids then, and D's engine samples the first token itself (``token_id``
-    None).
+    that no one else reads. There are no block ids then. ``token_id`` None: D's engine samples the first token itself,
+    for such an engine or because P has stopped short of the prompt's end.
     """
 
     handoff_id: HandoffId

@@ -81,6 +81,11 @@ class PrefillHandoff:
     is_prefix: bool = False
     """We compute nothing: D's cached blocks are all that is wanted. Our blocks are the engine's load."""
 
+    @property
+    def may_be_read(self) -> bool:
+        """Pull: D may read our blocks."""
+        return self.has_blocks and self.grant is not None and self.grant.direction is KvDirection.PULL
+
     # -- the claim ----------------------------------------------------------------------------------------------------
 
     def begin(self, event: pe.Pulled, context: PrefillContext) -> None:
@@ -109,6 +114,7 @@ class PrefillHandoff:
             term,
             rules.block_size,
             rules.regions,
+            rules.tail_tokens,
             prefix,
         )
         return pe.SendClaim(self.decode_worker_id, claim)
@@ -164,7 +170,7 @@ class PrefillHandoff:
         num_held = num_tokens if grant.direction is KvDirection.PUSH else grant.num_cached_tokens
         num_granted = -(-num_held // size)
         return (
-            grant.regions == rules.regions
+            (grant.regions, grant.tail_tokens) == (rules.regions, rules.tail_tokens)
             and grant.num_cached_tokens % size == 0
             and self._fits_hits(grant.num_cached_tokens, num_tokens, rules)
             and len(grant.block_ids) == num_granted

@@ -21,9 +21,9 @@ class RequestBlocks(Value, frozen=True):
 
 
 class FirstToken(Value, frozen=True):
-    """The token that comes with the last chunk."""
+    """The token that comes with the last chunk. None: the decode worker computes the prompt's tail, and samples it."""
 
-    token_id: int
+    token_id: int | None
     logprobs: PositionLogprobs | None = None
 
 

@@ -42,6 +42,11 @@ class PrefillLedger:
         return sum(handoff.has_blocks for handoff in list(self.handoffs.values()))
 
     @property
+    def num_read(self) -> int:
+        """Hand-offs whose blocks a decode worker may read."""
+        return sum(handoff.may_be_read for handoff in list(self.handoffs.values()))
+
+    @property
     def num_unacknowledged(self) -> int:
         """Hand-offs that ended and whose decode worker does not know it yet."""
         return sum(handoff.state is PrefillState.RELEASING for handoff in list(self.handoffs.values()))

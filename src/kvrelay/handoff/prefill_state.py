@@ -74,7 +74,8 @@ class PrefillRules:
     regions: tuple[str, ...] = (KV,)
     """Those of this worker's pool, by name."""
     entry_tokens: int = 1
-    """Of the pool (``KVLayout.entry_tokens``)."""
+    tail_tokens: int = 0
+    """Of the pool (``KVLayout``)."""
 
     @property
     def unit_tokens(self) -> int:

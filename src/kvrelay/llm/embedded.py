@@ -22,7 +22,9 @@ from kvrelay.control.memory import MemoryBroker
 from kvrelay.core.clock import MonotonicClock
 from kvrelay.core.cores import threads_each
 from kvrelay.core.workers import WorkerInfo
+from kvrelay.engine.thread import EngineThread
 from kvrelay.errors import ConfigError, EngineDeadError, WorkerUnavailableError
+from kvrelay.executors.host_memory import HostMemory
 from kvrelay.frontend.cluster.models import Model
 from kvrelay.frontend.cluster.view import ClusterView
 from kvrelay.frontend.tokens.tokenizer import Tokenizer, load_tokenizer
@@ -32,7 +34,10 @@ from kvrelay.router import ReplayRequester, Router, RouterStage
 from kvrelay.rpc.base import RpcClient
 from kvrelay.rpc.loopback import LoopbackNetwork
 from kvrelay.transfer import build_transport
+from kvrelay.transfer.base import Transport
 from kvrelay.transfer.loopback import LoopbackFabric
+from kvrelay.transfer.ranks.build import build_ranked_transport
+from kvrelay.transfer.ranks.link import RankLinks
 from kvrelay.worker.identity import WorkerIdentity, new_worker_id
 from kvrelay.worker.roles import require_possible_role
 from kvrelay.worker.worker import Worker
@@ -40,6 +45,8 @@ from kvrelay.worker.worker import Worker
 CONNECT_TIMEOUT_S = 60.0
 SECTIONS = {name: WORKER_SECTIONS[name] for name in ("engine", "runner", "disagg", "mock")}
 """Those that have a meaning in one process."""
+PER_RANK = "kv_transfer_per_rank"
+"""The one setting of transfers that has a meaning here."""
 UNBOUNDED = 2**31 - 1
 """The caller holds all requests in memory anyway, so an embedded worker queues them instead of refusing some."""
 
@@ -51,7 +58,7 @@ class EmbeddedCluster:
         """``prefill`` and ``decode`` are numbers of workers with this configuration; with ``prefill`` 0 each worker
         prefills its own requests."""
         engine = replace(config.engine, max_num_waiting=UNBOUNDED, kv_watermark=0.0)
-        self.config = replace(config, engine=engine, transfer=TransferConfig(transport="loopback"))
+        self.config = replace(config, engine=engine)
         self._router = router
         self._roles = [WorkerRole.PREFILL] * prefill
         self._roles += [WorkerRole.DECODE if prefill else WorkerRole.BOTH] * decode
@@ -103,7 +110,9 @@ class EmbeddedCluster:
 
     async def _start_worker(self, role: WorkerRole) -> None:
         config, worker_id = replace(self.config, role=role), new_worker_id(role)
-        engine = await asyncio.to_thread(load_engine, config, worker_id)
+        links = RankLinks()
+        memory = HostMemory(offer_ranks=links.offer)
+        engine = await asyncio.to_thread(load_engine, config, worker_id, memory)
         try:
             require_possible_role(role, engine.facts)
         except BaseException:
@@ -111,13 +120,21 @@ class EmbeddedCluster:
             raise
         plane = self._broker.plane()
         self._stack.push_async_callback(plane.close)
-        transport = build_transport(config.transfer, worker_id, self._fabric)
         identity = WorkerIdentity(worker_id)
+        transport = self._transport(worker_id, engine, links)
         worker = Worker(config, identity, engine, transport, plane, self._network.server(), self._connect)
         await worker.start()
         running = asyncio.get_running_loop().create_task(worker.run())
         self._workers[worker] = running
         running.add_done_callback(self._worker_ended)
+
+    def _transport(self, worker_id: str, engine: EngineThread, links: RankLinks) -> Transport:
+        """Of this process, or of the ranks that move their own KV: those are processes, and need a real one."""
+        transfer = self.config.transfer
+        if links.links and (engine.kv_region.device != "cpu" or transfer.kv_transfer_per_rank):
+            between = replace(transfer, transport="nixl")
+            return build_ranked_transport(between, worker_id, engine.facts.kv_layout, links, None)
+        return build_transport(transfer, worker_id, self._fabric)
 
     def _worker_ended(self, running: asyncio.Task[None]) -> None:
         if not running.cancelled() and (error := running.exception()) is not None:
@@ -160,7 +177,7 @@ def embedded_cluster(
         raise ConfigError(f"prefill must be at least 0, got {prefill}", param="prefill")
     if decode < 1:
         raise ConfigError(f"decode must be at least 1, got {decode}", param="decode")
-    known = {item.name for cls in (*SECTIONS.values(), RouterConfig) for item in fields(cls)}
+    known = {item.name for cls in (*SECTIONS.values(), RouterConfig) for item in fields(cls)} | {PER_RANK}
     for name in settings:
         if name not in known:
             raise ConfigError(f"unknown setting {name}{nearest(name, known)}", param=name)
@@ -169,6 +186,8 @@ def embedded_cluster(
     sections: dict[str, Any] = {name: load_settings(cls, flags=settings) for name, cls in SECTIONS.items()}
     runner = sections["runner"]
     sections["runner"] = replace(runner, num_threads=runner.num_threads or threads_each(prefill + decode))
+    transfer = {"transport": "loopback", PER_RANK: settings.get(PER_RANK, False)}
+    sections["transfer"] = load_settings(TransferConfig, environ={}, flags=transfer)
     path = resolve_model(str(model) if model is not None else None)
     config = WorkerConfig(model_path=path, model=path.name, engine_kind=engine_kind, **sections)
     return EmbeddedCluster(config, prefill, decode, load_settings(RouterConfig, flags=settings))

@@ -4,7 +4,7 @@
 
 In seconds, if the costs of both halves are known, with the terms of ``seconds.py``:
 
-    prefill(P)     first token + lost prefix at P
+    prefill(P)     first token + load + lost prefix at P
     decode(D)      decode at D + prefill_token at D * what the prompt needs beyond D's free blocks
     transfer(P, D) (prompt - overlap at D) * the measured time of a token between P and D; before it is known,
                    prefill_token at P * 0.02 within a host, * 0.1 between hosts
@@ -106,10 +106,11 @@ def pair_seconds(
     if transfer_token_s is not None:
         is_measured = np.isfinite(transfer_token_s)
         weight = np.where(is_measured, np.minimum(transfer_token_s, weight * MAX_TRANSFER_RATIO), weight)
-    first_token, lost_prefix = prefill_seconds(own, prefill.load, prefill.costs)
+    first_token, lost_prefix = prefill_seconds(own, prefill.load, prefill.costs, prefill.loads)
+    load_s = 0.0 if prefill.loads is None else prefill.loads.seconds
     waiting = decode.costs.prefill_token_s * np.maximum(missing - free_tokens, 0.0)
     return PairCosts(
-        prefill=first_token + lost_prefix,
+        prefill=first_token + load_s + lost_prefix,
         decode=decode_seconds(decode.prompt_tokens, decode.num_output, decode.load, decode.costs) + waiting,
         transfer=np.where(can_exchange, weight * missing[None, :], np.inf),
         unit="s",
@@ -128,7 +129,8 @@ def place_pair(
     here, there = decode.costs.of(alone), prefill.costs.of(row)
     num_decodes = int(decode.load.num_requests[alone])
     num_context = int(decode.load.context_tokens[alone]) if num_decodes else 0
-    num_tokens = max(int(_own_tokens(decode)[alone]), 1)
+    num_stored, load_s = _loaded(decode, alone)
+    num_tokens = max(int(_own_tokens(decode)[alone]) - num_stored, 1)
     within = here.chunk_within(
         objectives.itl_s, num_before=num_tokens // 2, num_decodes=num_decodes, num_context=num_context
     )
@@ -144,15 +146,23 @@ def place_pair(
         is_here_open=True,
         cost=here,
         objectives=objectives,
+        num_stored=num_stored,
+        load_s=load_s,
     )
+    num_there, load_there_s = _loaded(prefill, row)
     remote = RemoteCost(
         overhead_s=RemoteCost().overhead_s + float(costs.transfer[row, column]),
         wait_token_s=there.prefill_token_s,
         transfer_token_s=0.0,
-        prefill_s=there.prefill_seconds(max(int(_own_tokens(prefill)[row]), 1)),
+        prefill_s=load_there_s + there.prefill_seconds(max(int(_own_tokens(prefill)[row]) - num_there, 1)),
         prefill_token_s=0.0,
     )
     return decide(situation, remote, PrefillLoad(num_workers=1, queue_size=0), mean_tokens=0.0)
+
+
+def _loaded(half: Candidates, row: int) -> tuple[int, float]:
+    """Tokens that this worker would load, and their seconds."""
+    return (0, 0.0) if half.loads is None else (int(half.loads.tokens[row]), float(half.loads.seconds[row]))
 
 
 def _own_tokens(half: Candidates) -> FloatColumn:

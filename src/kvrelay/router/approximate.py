@@ -3,69 +3,99 @@
 Every prompt that this router sends to a worker counts as cached there for a time to live; a later use extends it. The
 index does not know what the worker really holds, nor what other frontends have sent to it.
 
-Time is cut into windows of a quarter of the time to live. The placements of one worker in one window are a holder of
-their own in a ``PrefixIndex``. When a window ends, its holders are removed. That costs next to nothing, and no block
-needs a counter.
+Placed prompts begin at the root, so they are a tree of stretches: a placement adds one stretch and splits one at most,
+however long the prompt is, and no block has an entry of its own. Sequence hashes are chained, so bisection finds where
+two prompts part.
+
+    h0 ... h9 ──┬── h10 ... h99      used by a, b
+                └── h10' ... h41'    used by a              the stretch h0 ... h9 is used by a, b
 """
 
 from __future__ import annotations
 
+import itertools
+import math
+from bisect import bisect_left
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from kvrelay.core.clock import Clock
 from kvrelay.router.overlap import WorkerGroup
-from kvrelay.router.prefix_index import PrefixIndex
-from kvrelay.router.segments import MAX_CACHED_MASKS
 
-WINDOWS_PER_TTL = 4
 MAX_TRACKED_BLOCKS = 1 << 20
+MAX_CACHED_GROUPS = 4096
 
 
-@dataclass(slots=True)
-class _Window:
-    """Placements from ``start_s`` on. ``holders``: a worker's name in the index, for this window."""
+@dataclass(slots=True, eq=False)
+class _Stretch:
+    """Blocks ``start`` to ``end`` (exclusive) of ``sequence``. ``after``: those that follow, by their first block.
+    ``used_s``: the last placement through here, by the worker's number."""
 
-    start_s: float
-    holders: dict[str, str] = field(default_factory=dict)
-    num_blocks: int = 0
+    sequence: tuple[int, ...]
+    start: int
+    end: int
+    before: _Stretch | None
+    after: dict[int, _Stretch] = field(default_factory=dict)
+    used_s: dict[int, float] = field(default_factory=dict)
+
+    def common_end(self, other: Sequence[int]) -> int:
+        """Where the stretch parts from ``other``, which has its first block."""
+        own, end = self.sequence, min(self.end, len(other))
+        if own[end - 1] == other[end - 1]:
+            return end
+        return bisect_left(range(end), True, self.start + 1, key=lambda at: own[at] != other[at])
+
+
+class _Placement(NamedTuple):
+    placed_s: float
+    worker: int
+    last: _Stretch
 
 
 class ApproximateIndexer:
-    """A placement lives for ``ttl_s`` to 1.25 ``ttl_s``; ``ttl_s`` may be changed at any time.
+    """A placement lives for ``ttl_s``, which may be changed at any time.
 
-    ``max_blocks`` bounds the memory. A block counts once per placement; above the bound the oldest windows end early.
+    ``max_blocks`` bounds the memory. A block counts once per placement; above the bound the oldest placements end early.
     """
 
     def __init__(self, ttl_s: float, clock: Clock, max_blocks: int = MAX_TRACKED_BLOCKS) -> None:
         self.ttl_s = ttl_s
         self._clock = clock
         self._max_blocks = max_blocks
-        self._index = PrefixIndex()
-        self._windows: deque[_Window] = deque()
-        self._worker_of: dict[str, str] = {}
-        self._group_of_mask: dict[int, WorkerGroup] = {}
-        self._num_windows = 0
+        self._root = _Stretch((), 0, 0, None)
+        self._ending_with: dict[int, _Stretch] = {}
+        """Every stretch, by its last block."""
+        self._placements: deque[_Placement] = deque()
         self._num_blocks = 0
-
-    @property
-    def index(self) -> PrefixIndex:
-        return self._index
+        self._numbers = itertools.count()
+        self._number_of: dict[str, int] = {}
+        """A worker that comes back gets a new number, so what it had is forgotten at once."""
+        self._name_of: dict[int, str] = {}
+        self._groups: dict[frozenset[int], WorkerGroup] = {}
 
     def find_holders(self, sequence: Sequence[int]) -> list[tuple[int, WorkerGroup]]:
         """As ``KvIndexer.find_holders``; a worker may appear more than once, the last time with the most blocks."""
         self._expire(self._clock.now())
-        return [(depth, self._group(mask)) for depth, mask in self._index.find_steps(sequence)]
+        found: list[tuple[int, WorkerGroup]] = []
+        at, stretch, workers = 0, self._root, self._name_of.keys()
+        while at == stretch.end and at < len(sequence):
+            following = stretch.after.get(sequence[at])
+            if following is None or not (workers := workers & following.used_s.keys()):
+                break
+            at, stretch = following.common_end(sequence), following
+            found.append((at, self._group(workers)))
+        return found
 
-    def _group(self, mask: int) -> WorkerGroup:
-        """The workers of a mask of holders; cached as in ``PrefixIndex.group``."""
-        found = self._group_of_mask.get(mask)
+    def _group(self, workers: Set[int]) -> WorkerGroup:
+        """The same object for the same workers, where possible."""
+        key = frozenset(workers)
+        found = self._groups.get(key)
         if found is None:
-            if len(self._group_of_mask) >= MAX_CACHED_MASKS:
-                self._group_of_mask.clear()
-            workers = dict.fromkeys(self._worker_of[holder] for holder in self._index.group(mask).names)
-            found = self._group_of_mask[mask] = WorkerGroup(tuple(workers))
+            if len(self._groups) >= MAX_CACHED_GROUPS:
+                self._groups.clear()
+            found = self._groups[key] = WorkerGroup(tuple(map(self._name_of.__getitem__, key)))
         return found
 
     def place(self, worker_id: str, sequence: tuple[int, ...]) -> None:
@@ -74,53 +104,64 @@ class ApproximateIndexer:
             return
         now = self._clock.now()
         self._expire(now)
-        window = self._current_window(now, len(sequence))
-        holder = window.holders.get(worker_id)
-        if holder is None:
-            holder = window.holders[worker_id] = f"{self._num_windows}/{worker_id}"
-            self._worker_of[holder] = worker_id
-        self._index.store(holder, None, sequence)
-        window.num_blocks += len(sequence)
+        worker = self._number_of.get(worker_id)
+        if worker is None:
+            worker = self._number_of[worker_id] = next(self._numbers)
+            self._name_of[worker] = worker_id
+        stretch = self._root
+        while stretch.end < len(sequence):
+            stretch = self._following(stretch, sequence)
+            stretch.used_s[worker] = now
+        self._placements.append(_Placement(now, worker, stretch))
         self._num_blocks += len(sequence)
 
+    def _following(self, stretch: _Stretch, sequence: tuple[int, ...]) -> _Stretch:
+        """The next stretch along ``sequence``, which has all blocks of it. A new one, or one split off, if need be."""
+        first, length = sequence[stretch.end], len(sequence)
+        following = stretch.after.get(first)
+        if following is None:
+            made = _Stretch(sequence, stretch.end, length, stretch)
+        elif (end := following.common_end(sequence)) == following.end:
+            return following
+        else:
+            after, used_s = {following.sequence[end]: following}, dict(following.used_s)
+            made = _Stretch(following.sequence, stretch.end, end, stretch, after, used_s)
+            following.start, following.before = end, made
+        stretch.after[first] = self._ending_with[made.sequence[made.end - 1]] = made
+        return made
+
     def remove(self, worker_id: str, block_hashes: Sequence[int]) -> None:
-        """The worker reports that these blocks are gone. Blocks that it computes again are missing until it reports
-        them."""
-        if self._index.knows_none(block_hashes):
-            return  # as a rule: a worker evicts what has not been placed for long
-        for window in self._windows:
-            holder = window.holders.get(worker_id)
-            if holder is not None:
-                self._index.remove(holder, block_hashes)
+        """The worker reports that these blocks are gone. Those whose stretch ends with one of them are forgotten here: a
+        cache evicts the last block first, and what the worker still holds of them it has reported. Blocks that it
+        computes again are missing until it reports them."""
+        worker = self._number_of.get(worker_id)
+        if worker is not None:
+            for block in self._ending_with.keys() & block_hashes:
+                self._ending_with[block].used_s.pop(worker, None)
 
     def remove_worker(self, worker_id: str) -> None:
         """Forget the worker and all its placements."""
-        for window in self._windows:
-            holder = window.holders.pop(worker_id, None)
-            if holder is not None:
-                self._drop(holder)
-
-    def _current_window(self, now: float, num_blocks: int) -> _Window:
-        if self._windows and now - self._windows[-1].start_s < self.ttl_s / WINDOWS_PER_TTL:
-            window = self._windows[-1]
-            if not window.num_blocks or window.num_blocks + num_blocks <= self._max_blocks // WINDOWS_PER_TTL:
-                return window
-        self._windows.append(_Window(now))
-        self._num_windows += 1
-        return self._windows[-1]
+        worker = self._number_of.pop(worker_id, None)
+        if worker is not None:
+            del self._name_of[worker]
 
     def _expire(self, now: float) -> None:
-        oldest = now - self.ttl_s * (1 + 1 / WINDOWS_PER_TTL)
-        while self._windows and (self._windows[0].start_s <= oldest or self._num_blocks > self._max_blocks):
-            window = self._windows.popleft()
-            self._num_blocks -= window.num_blocks
-            for holder in window.holders.values():
-                self._drop(holder)
+        oldest, placements = now - self.ttl_s, self._placements
+        while placements and (placements[0].placed_s < oldest or self._num_blocks > self._max_blocks):
+            self._end(*placements.popleft())
 
-    def _drop(self, holder: str) -> None:
-        self._index.remove_worker(holder)
-        self._group_of_mask.clear()
-        del self._worker_of[holder]
+    def _end(self, placed_s: float, worker: int, last: _Stretch) -> None:
+        """A placement has ended: its stretches are no longer used by the worker, unless a later one uses them."""
+        self._num_blocks -= last.end
+        stretch = last
+        while (before := stretch.before) is not None:
+            if stretch.used_s.get(worker, math.inf) <= placed_s:
+                del stretch.used_s[worker]
+            is_needed = stretch.used_s or stretch.after
+            if not is_needed and self._ending_with.get(stretch.sequence[stretch.end - 1]) is stretch:
+                del self._ending_with[stretch.sequence[stretch.end - 1]]
+                del before.after[stretch.sequence[stretch.start]]
+            stretch = before
 
     def __repr__(self) -> str:
-        return f"ApproximateIndexer(windows={len(self._windows)}, blocks={self._num_blocks}, {self._index!r})"
+        return f"ApproximateIndexer(placements={len(self._placements)}, stretches={len(self._ending_with)})"

@@ -28,6 +28,7 @@ class RoutingRequest(msgspec.Struct, frozen=True):
     priority: int = 0
     exclude: Collection[str] = ()
     cache_salt: str | None = None
+    adapter: str = ""
 
 
 class CandidateScore(msgspec.Struct, frozen=True):

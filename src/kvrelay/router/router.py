@@ -216,7 +216,9 @@ class Router:
         """The prompt's sequence hashes; empty if the policy does not use them."""
         if self.indexer is None:
             return ()
-        return compute_sequence_hashes(request.token_ids, self.block_size, salt=request.cache_salt)
+        return compute_sequence_hashes(
+            request.token_ids, self.block_size, lora=request.adapter or None, salt=request.cache_salt
+        )
 
     def _candidates(
         self, request: RoutingRequest, sequence: tuple[int, ...]
@@ -242,10 +244,10 @@ class Router:
         if self._lenders is None:
             self._lenders = Lenders.of([self._workers[worker_id] for worker_id in ids])
             self._can_read = self._lenders.are_any
-        if not self._can_read or not held.any():
+        if not self._can_read or not np.count_nonzero(held):
             return loads, ()
         rows, depths = self._lenders.holders(held)
-        if not depths.any():
+        if not np.count_nonzero(depths):
             return loads, ()
         # The prompt's last token is computed in any case.
         reached = overlaps * size if loads is None else overlaps * size + loads.tokens

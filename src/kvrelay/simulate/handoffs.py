@@ -157,8 +157,7 @@ class DecodeHandoffs(_Driver):
     def _resume(self, core: EngineCore, action: de.Resume) -> None:
         message = action.message
         self._on_arrived(action.request_id, message.prefill_s)
-        if message.token_id is not None:
-            core.resume_handoff(action.handoff_id, action.loan, message.token_id, message.logprobs)
+        core.resume_handoff(action.handoff_id, action.loan, message.token_id, message.logprobs)
 
 
 @dataclass(slots=True)

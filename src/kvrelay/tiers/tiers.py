@@ -24,7 +24,7 @@ from kvrelay.core.layout import MemoryRegion
 from kvrelay.core.step_cost import StepCost
 from kvrelay.core.tier_stats import TierCounts, TierStats
 from kvrelay.engine.block_pool import BlockPool, CachedBlock
-from kvrelay.engine.kv_source import Hit
+from kvrelay.engine.kv_source import Hit, Loaded
 from kvrelay.engine.request import Request
 from kvrelay.engine.step import KvLoad, StepOutput
 from kvrelay.tiers.block import BlockName, Shape
@@ -81,8 +81,8 @@ class _Queues:
 
 
 class KvTiers:
-    """A ``KvSource`` over ``stores``, the fastest first. ``region`` is the pool's memory; ``cost`` returns the engine's
-    costs of computing."""
+    """A ``KvStorage`` over ``stores``, the fastest first. ``region`` is the pool's memory; ``cost`` returns the costs
+    of computing."""
 
     def __init__(self, region: MemoryRegion, shape: Shape, stores: Sequence[BlockStore], cost: Callable[[], StepCost]):
         owner = (ctypes.c_ubyte * region.num_bytes).from_address(region.address)
@@ -94,7 +94,7 @@ class KvTiers:
         self._times = {s.medium: LoadTime(shape.block_bytes / PRIOR_BYTES_PER_S.get(s.medium, 5e8)) for s in stores}
         self._queues = _Queues()
         self._changed = threading.Condition()
-        self._loaded: Callable[[str, bool, int], None] = lambda _, __, ___: None
+        self._loaded: Loaded = lambda _, __, ___: None
         self._thread = threading.Thread(target=self._run, name="kv-tiers", daemon=True)
         self._write_time = LoadTime(shape.block_bytes / PRIOR_BYTES_PER_S["host"])
         self._writing: dict[int, int] = {}
@@ -110,7 +110,7 @@ class KvTiers:
     def __repr__(self) -> str:
         return f"KvTiers({self._stores!r})"
 
-    def start(self, loaded: Callable[[str, bool, int], None], changed: Callable[[], None] = lambda: None) -> None:
+    def start(self, loaded: Loaded, changed: Callable[[], None] = lambda: None) -> None:
         self._loaded, self._told = loaded, changed
         for store in self._stores:
             store.changes.on_first = changed

@@ -17,6 +17,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from kvrelay.core.clock import Clock
 from kvrelay.handoff.base import Tick
+from kvrelay.transfer.thread import TransferThread
 
 _log = logging.getLogger(__name__)
 
@@ -34,6 +35,22 @@ class Ledger(Protocol[E_contra]):
     def handle(self, event: E_contra | Tick, now_s: float) -> list[Any]: ...
 
     def next_tick_s(self) -> float | None: ...
+
+
+class PeersInMemory:
+    """Keeps the transfer thread polling while peers read or write our memory: they may depend on it."""
+
+    def __init__(self, transfer: TransferThread) -> None:
+        self._transfer = transfer
+        self._num_grants = 0
+
+    def may_use(self, num_grants: int) -> None:
+        """So many grants are out now."""
+        for _ in range(self._num_grants, num_grants):
+            self._transfer.open_handoff()
+        for _ in range(num_grants, self._num_grants):
+            self._transfer.close_handoff()
+        self._num_grants = num_grants
 
 
 class LedgerDriver(Generic[E]):

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sized
+from collections.abc import Callable, Sized
 from dataclasses import dataclass, field
 
 from kvrelay.core.events import LoadCost
@@ -24,8 +24,7 @@ from kvrelay.core.latest import Latest
 from kvrelay.core.layout import KVLayout
 from kvrelay.core.step_cost import StepCost
 from kvrelay.core.tier_stats import PEER, StoreStats, TierCounts, TierStats
-from kvrelay.engine.contract import EngineHost, require
-from kvrelay.engine.kv_source import Hit
+from kvrelay.engine.kv_source import Hit, Loaded
 from kvrelay.engine.request import Request
 from kvrelay.engine.step import KvLoad, StepOutput
 from kvrelay.handoff import prefill_events as pe
@@ -33,7 +32,6 @@ from kvrelay.handoff.base import EndReason
 from kvrelay.handoff.messages import Prefix
 from kvrelay.tiers.policy import LoadTime
 from kvrelay.worker.prefill.handoffs import OutgoingHandoffs
-from kvrelay.worker.surroundings import Surroundings
 
 PRIOR_WAIT_S = 0.005
 PRIOR_BYTES_PER_S = 1e9
@@ -55,15 +53,25 @@ class _Holder:
 
 
 class PeerPrefixes:
-    """A ``KvSource``. ``find`` and ``load`` run on the engine's thread."""
+    """A ``SourceBeyond``. ``layout``: of this worker's pool; ``term``: its own, now; ``cost`` returns the costs of
+    computing."""
 
     pending: Sized = ()
 
-    def __init__(self, around: Surroundings, handoffs: OutgoingHandoffs) -> None:
-        self._around = around
-        self._engine: EngineHost = around.engine
+    def __init__(
+        self,
+        worker_id: str,
+        layout: KVLayout,
+        handoffs: OutgoingHandoffs,
+        term: Callable[[], int],
+        cost: Callable[[], StepCost],
+    ) -> None:
+        self._worker_id = worker_id
+        self._layout = layout
         self._handoffs = handoffs
-        self._layout: KVLayout = around.engine.facts.kv_layout
+        self._term = term
+        self._cost = cost
+        self._loaded: Loaded = lambda _, __, ___: None
         self._holders: Latest[str, _Holder] = Latest(MAX_HOLDERS)
         self._all = self._new_holder()
         """The mean of all holders: what is expected of one that is not known, and published."""
@@ -74,6 +82,9 @@ class PeerPrefixes:
 
     def __repr__(self) -> str:
         return f"PeerPrefixes({self._num_reading} blocks being read, {self.counts})"
+
+    def start(self, loaded: Loaded, changed: Callable[[], None] = lambda: None) -> None:
+        self._loaded = loaded
 
     def stats(self) -> TierStats:
         """From any thread."""
@@ -91,7 +102,7 @@ class PeerPrefixes:
             return None
         size = self._layout.block_size
         num_blocks = min(holder.num_tokens, len(request.token_ids) - 1) // size - first_block
-        if num_blocks <= 0 or holder.worker_id == self._around.worker_id:
+        if num_blocks <= 0 or holder.worker_id == self._worker_id:
             return None
         known = self._holders.get(holder.worker_id) or self._all
         seconds = known.seconds(num_blocks, self._num_reading)
@@ -118,15 +129,14 @@ class PeerPrefixes:
             holder.worker_id,
             pe.RequestBlocks(load.first_block, load.block_ids),
             Prefix(tuple(request.token_ids[:num_tokens]), request.sampling.cache_salt),
-            self._around.term,
+            self._term(),
             max(saves_s, MIN_GRANT_S),
         )
         self._handoffs.read_prefix(read, wanted)
 
     def _recompute_seconds(self, num_blocks: int, first_block: int) -> float:
-        cost = self._engine.stats().step_cost or StepCost()
         size = self._layout.block_size
-        return cost.extra_seconds(num_blocks * size, first_block * size)
+        return self._cost().extra_seconds(num_blocks * size, first_block * size)
 
     # -- on any thread ------------------------------------------------------------------------------------------------
 
@@ -146,8 +156,7 @@ class PeerPrefixes:
                 self.counts.num_failed_loads += 1
                 self.counts.lost_s += now_s - read.began_s
                 self.store.misses[EndReason.READ_FAILED if reason is None else reason] += 1
-        name, is_whole = read.load.request_id, num_blocks == len(read.load.block_ids)
-        self._engine.post(lambda core: require(core.schedules).kv_loaded(name, is_whole, num_blocks))
+        self._loaded(read.load.request_id, num_blocks == len(read.load.block_ids), num_blocks)
 
     def _took(self, read: _Read, num_blocks: int, now_s: float) -> None:
         known = self._holders.get(read.worker_id)

@@ -58,6 +58,7 @@ def engine_request(prefill: RemotePrefillRequest, block_size: int, listener: Mov
         priority=prefill.priority,
         tenant=prefill.tenant,
         traceparent=prefill.traceparent,
+        holder=prefill.holder,
         listener=listener,
     )
 
@@ -65,7 +66,7 @@ def engine_request(prefill: RemotePrefillRequest, block_size: int, listener: Mov
 def chunk_computed(handoff_id: HandoffId, chunk: HandoffChunk) -> pe.ChunkComputed:
     """Prefill side: blocks that a step has filled, with the first token after the last ones."""
     token, params = None, chunk.kv_transfer_params
-    if chunk.token_id is not None and params is None:
+    if chunk.last and params is None:
         # An engine that gets the KV by itself also samples the first token.
         token = pe.FirstToken(chunk.token_id, chunk.logprobs)
     return pe.ChunkComputed(handoff_id, pe.RequestBlocks(chunk.first_block, chunk.block_ids), token, params)

@@ -25,8 +25,10 @@ from kvrelay.core.events import LoadCost
 from kvrelay.core.handoff import HandoffId
 from kvrelay.core.messages import AdminReply, AdminRequest
 from kvrelay.core.sealing import new_secret
+from kvrelay.core.step_cost import StepCost
 from kvrelay.core.tasks import TaskSet
 from kvrelay.engine.contract import Engine, EngineHost, require
+from kvrelay.engine.kv_source import SourceBeyond
 from kvrelay.engine.step import StepOutput
 from kvrelay.errors import ConfigError, KvrelayError
 from kvrelay.handoff.decode_events import PushFailed
@@ -111,7 +113,7 @@ class Worker:
             control.discovery,
             self._keys,
             settings.model,
-            self._membership.kv_compatibility,
+            self._membership.kv_terms,
             on_registered=self._peer_events.registered,
             on_ended=self._peer_events.lease_ended,
             on_no_prefill=self._peer_events.no_prefill_worker,
@@ -198,7 +200,13 @@ class Worker:
             _log.info("other workers' prefixes are not read: what comes from elsewhere cannot be recorded")
             return None
         elif self.settings.transfer.fetch_prefixes:
-            return PeerPrefixes(around, self.prefill.handoffs)
+            return PeerPrefixes(
+                self.identity.worker_id,
+                self._engine.facts.kv_layout,
+                self.prefill.handoffs,
+                term=lambda: around.term,
+                cost=lambda: self._engine.stats().step_cost or StepCost(),
+            )
         self.decode.handoffs.lends_prefixes = False
         return None
 
@@ -240,8 +248,7 @@ class Worker:
         agent = await asyncio.wrap_future(registered)
         self._engine.start(self._on_step, self._shutdown.fail)
         if self._prefixes is not None:
-            prefixes = self._prefixes
-            self._engine.post(lambda core: require(core.schedules).add_source(prefixes))
+            self._add_source(self._prefixes)
         self._marks.watch()
         self._engine.post(lambda _: self._marks.watch())
         self._watchdog.start()
@@ -255,6 +262,11 @@ class Worker:
         self._tasks.spawn(self._membership.keep_entries())
         self._tasks.spawn(self._membership.keep_term())
         await self._roles.begin()
+
+    def _add_source(self, source: SourceBeyond) -> None:
+        engine = self._engine
+        source.start(lambda *ended: engine.post(lambda core: require(core.schedules).kv_loaded(*ended)))
+        engine.post(lambda core: require(core.schedules).add_source(source))
 
     async def run(self) -> None:
         """Serve until ``request_drain``; then drain and leave. Raises FatalError, for example EngineDeadError, after a

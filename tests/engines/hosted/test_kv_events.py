@@ -134,6 +134,24 @@ def test_blocks_with_a_salt_have_the_hashes_of_its_requests() -> None:
         assert mirror.num_leading(compute_sequence_hashes(tokens, SIZE, salt=salt)) == num_hits
 
 
+@pytest.mark.parametrize("salt", [None, "alice"])
+def test_each_adapter_has_its_own_blocks(salt: str | None) -> None:
+    """A server tells of the same tokens under the model itself and two adapters."""
+    tokens, adapters = [5, 6, 7, 8], ("", "sql", "chat")
+    events = [
+        by_name(stored([number], None, tokens))
+        | {"lora_id": number or None, "lora_name": adapter or None}
+        | {"extra_keys": [[*filter(None, [adapter, salt])] or None]}
+        for number, adapter in enumerate(adapters)
+    ]
+    for own in adapters:
+        mirror = MirroredCache(SIZE, own)
+        assert len(mirror.apply(batch(*events))) == 1
+        for adapter in adapters:
+            hashes = compute_sequence_hashes(tokens, SIZE, lora=adapter or None, salt=salt)
+            assert mirror.num_leading(hashes) == (len(hashes) if adapter == own else 0)
+
+
 @pytest.mark.parametrize("more", [{"medium": "STORAGE"}, {"group_idx": 1}])
 def test_other_tiers_and_kinds_of_layers_do_not_count(more: dict[str, Any]) -> None:
     mirror = MirroredCache(SIZE)

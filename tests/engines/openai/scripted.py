@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import uvloop
 from aiohttp import web
 from tests.patience import PATIENCE_S
 
@@ -29,6 +30,8 @@ class Script:
     """How the server answers. ``edit`` changes each event before it is sent; None ends the connection there."""
 
     model: str = "served"
+    parent: str | None = None
+    """The model of which it is an adapter."""
     vocab_size: int = 512
     eos_token_ids: tuple[int, ...] = ()
     max_model_len: int = 256
@@ -59,7 +62,7 @@ class ScriptedServer:
     def __init__(self, script: Script) -> None:
         self.script = script
         self.url = ""
-        self._loop = asyncio.new_event_loop()
+        self._loop = uvloop.new_event_loop()  # asyncio 3.11 leaves a connection that is accepted during the close
         self._ready = threading.Event()
         self._over = asyncio.Event()
         self._thread = threading.Thread(target=self._run)
@@ -97,7 +100,8 @@ class ScriptedServer:
     async def _models(self, request: web.Request) -> web.Response:
         if self.script.needs_key and request.headers.get("Authorization") != f"Bearer {self.script.needs_key}":
             return web.json_response({"error": {"message": "no key"}}, status=401)
-        return web.json_response({"data": [{"id": self.script.model, "max_model_len": self.script.max_model_len}]})
+        model = {"id": self.script.model, "max_model_len": self.script.max_model_len, "parent": self.script.parent}
+        return web.json_response({"data": [model]})
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         script, body = self.script, await request.json()

@@ -362,6 +362,14 @@ def test_what_is_configured_wrongly_is_said_at_start(
         build_host("openai", _settings(**{"url": url, **_renamed(upstream)}), "worker")
 
 
+@pytest.mark.parametrize("parent", [None, "base"])
+def test_an_adapter_of_the_server_is_a_model_of_its_own(parent: str | None) -> None:
+    with _server(parent=parent) as (_, url):
+        host = build_host("openai", _settings(url=url), "worker")
+        assert host.facts.adapter == ("served" if parent else "")
+        host.close()
+
+
 def _renamed(upstream: dict[str, str]) -> dict[str, str]:
     return {("url" if name == "upstream" else name): value for name, value in upstream.items()}
 

@@ -159,10 +159,10 @@ class NatsPrefillQueue:
             message = await self._first(partition)
             if message is None:
                 left_s = deadline_s - loop.time()
-                if left_s <= 0:
-                    return None
                 look_s = LOOK_INTERVAL_S if partition.stock.keys() - {QueueClass.NORMAL} else self._ack_wait_s
-                message = await self._next(partition, QueueClass.NORMAL, min(left_s, look_s))
+                message = await self._next(partition, QueueClass.NORMAL, min(max(left_s, 0.0), look_s))
+                if message is None and left_s <= 0:
+                    return None
             if message is None:
                 continue
             delivery = await self._accept(partition, message)
@@ -262,14 +262,16 @@ class NatsPrefillQueue:
     # -- pulling ------------------------------------------------------------------------------------------------------
 
     async def _first(self, partition: _Partition) -> NatsMessage | None:
-        """The first message that waits. None only after a fresh look at the stream, or, with the partition no longer
-        ready, if the stream may be gone."""
+        """The first message that waits. None only after a fresh look at the stream: if there is no message but perhaps
+        those of the normal class, for which the caller waits then; or, with the partition no longer ready, if the
+        stream may be gone."""
         order = self._turns.next_order()
         if asyncio.get_running_loop().time() < partition.stock_until_s:
             message = await self._first_of(partition, order, partition.stock)
             if message is not None:
                 return message
-        return await self._first_of(partition, order, await self._fresh_stock(partition))
+        stock = await self._fresh_stock(partition)
+        return await self._first_of(partition, order, stock) if stock.keys() - {QueueClass.NORMAL} else None
 
     async def _first_of(
         self, partition: _Partition, order: Sequence[QueueClass], stock: Collection[QueueClass]

@@ -7,13 +7,17 @@
 A pull asks one consumer: of two messages that arrive together one would have to go back, and the server would count
 that as a failed delivery.
 
-It owns the inbox. It does not know what a message means, nor which consumers exist.
+An inbox serves pull after pull, each of which ends with its one answer. One whose pull ended without an answer is given
+up, so that the server forgets the pull and no later one gets its message.
+
+It owns the inboxes. It does not know what a message means, nor which consumers exist.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import dataclass
 
 import msgspec
 
@@ -28,6 +32,17 @@ NO_MESSAGES = ("404", "408")
 GIVE_BACK = b"-NAK"
 
 
+@dataclass(slots=True, eq=False)
+class _Inbox:
+    name: str
+    arrived: asyncio.Future[NatsMessage | None]
+    subscription: NatsSubscription | None = None
+
+    async def receive(self, message: NatsMessage) -> None:
+        if not self.arrived.done():
+            self.arrived.set_result(message)
+
+
 class Pulls:
     """The pulls from the consumers of one stream."""
 
@@ -35,11 +50,16 @@ class Pulls:
         self._connection = connection
         self._subject = f"$JS.API.CONSUMER.MSG.NEXT.{stream}."
         self._waiting: set[asyncio.Future[NatsMessage | None]] = set()
+        self._free: list[_Inbox] = []
         self._background = TaskSet()
 
     async def close(self) -> None:
         """Return what has arrived too late."""
         await self._background.wait()
+        for inbox in self._free:
+            if inbox.subscription is not None:
+                await self._connection.unsubscribe(inbox.subscription)
+        self._free.clear()
 
     def interrupt(self) -> None:
         """End every wait: the server may have forgotten who waits."""
@@ -53,18 +73,12 @@ class Pulls:
         ``timeout_s`` 0: only what is there already. Safe to cancel: a message that arrives too late is returned to the
         queue at once. Raises ControlUnavailableError.
         """
-        inbox = self._connection.new_inbox()
-        arrived: asyncio.Future[NatsMessage | None] = asyncio.get_running_loop().create_future()
-
-        async def receive(message: NatsMessage) -> None:
-            if not arrived.done():
-                arrived.set_result(message)
-
-        subscription = await self._connection.subscribe(inbox, receive)
+        inbox = await self._open()
+        arrived = inbox.arrived
         self._waiting.add(arrived)
         message = None
         try:
-            await self._connection.publish(self._subject + consumer, _next_request(timeout_s), reply=inbox)
+            await self._connection.publish(self._subject + consumer, _next_request(timeout_s), reply=inbox.name)
             async with asyncio.timeout(timeout_s + ANSWER_MARGIN_S):
                 # Shielded: a cancelled future could not receive the message on its way, to return it to the queue.
                 message = await asyncio.shield(arrived)
@@ -73,18 +87,30 @@ class Pulls:
         finally:
             self._waiting.discard(arrived)
             if message is None:
-                self._background.spawn(self._give_back(subscription, arrived))
+                self._background.spawn(self._give_up(inbox))
             else:
-                await self._connection.unsubscribe(subscription)
+                self._free.append(inbox)
         status = _status(message)
         # 503: no such consumer; 409: the consumer was deleted, or the server is leaving.
         return (message if status is None else None), status is None or status in NO_MESSAGES
 
-    async def _give_back(self, subscription: NatsSubscription, arrived: asyncio.Future[NatsMessage | None]) -> None:
+    async def _open(self) -> _Inbox:
+        """One on which nothing can arrive but the answer to the next pull."""
+        arrived: asyncio.Future[NatsMessage | None] = asyncio.get_running_loop().create_future()
+        if self._free:
+            inbox = self._free.pop()
+            inbox.arrived = arrived
+        else:
+            inbox = _Inbox(self._connection.new_inbox(), arrived)
+            inbox.subscription = await self._connection.subscribe(inbox.name, inbox.receive)
+        return inbox
+
+    async def _give_up(self, inbox: _Inbox) -> None:
+        assert inbox.subscription is not None
         try:
             # Unsubscribing ends with a round trip, after which nothing can arrive.
-            await self._connection.drain(subscription)
-            late = arrived.result() if arrived.done() else None
+            await self._connection.drain(inbox.subscription)
+            late = inbox.arrived.result() if inbox.arrived.done() else None
             if late is not None and _status(late) is None:
                 await self._connection.publish(late.reply, GIVE_BACK)
         except ControlUnavailableError as exc:

@@ -228,7 +228,9 @@ class AdmissionQueue:
         )
         if not is_remote or self.holding is None:
             return None
-        num_needed = self._pool.blocks_for(len(request.token_ids))
+        if request.num_handoff_tokens <= 0:
+            return None
+        num_needed = self._pool.blocks_for(request.num_handoff_tokens)
         return _Admissible(request, [], num_needed, decision, True) if self.holding.has_room(num_needed) else None
 
     def _placeable(self, load: EngineLoad, tenant: str | None) -> Iterator[tuple[Request, Decision | None]]:
@@ -325,7 +327,7 @@ class AdmissionQueue:
         """Tokens that the request need not compute: all with held KV; else its prefix hit, and what is worth loading
         after that."""
         if request.status is RequestStatus.KV_HELD:
-            return len(request.token_ids) - 1
+            return request.num_held_tokens
         first = len(self.find_hit(request))
         if not self._sources.beyond or request.wants_prompt_logprobs:
             return first * self._pool.block_size

@@ -109,10 +109,12 @@ class _Held:
 
 
 class MirroredCache:
-    """Not thread-safe. ``apply`` takes one batch as the server published it."""
+    """Not thread-safe. ``apply`` takes one batch as the server published it. Of a server with adapters (LoRA) only the
+    blocks of ``adapter`` count; empty: those of the model itself."""
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, block_size: int, adapter: str = "") -> None:
         self._block_size = block_size
+        self._adapter = adapter
         self._held: dict[ServerHash, _Held] = {}
         self._refs: dict[int, int] = {}
         """Our blocks, and how many of the server's blocks hold each: two images may lead to one hash."""
@@ -160,8 +162,9 @@ class MirroredCache:
                     "token_ids": list() as tokens,
                     "block_size": int() as size,
                 }:
-                    salt = _salt(event)
-                    if not _has_keys(event, salt):
+                    own = _without_adapter(event, self._adapter)
+                    salt = None if own is None else _salt(own)
+                    if own is not None and not _has_keys(own, salt):
                         events += self._stored(names, parent, tokens, size, salt)
                 case {"type": "BlockRemoved", "block_hashes": list() as names}:
                     events += self._removed(names)
@@ -187,7 +190,7 @@ class MirroredCache:
                 return []
             before, salt = held.blocks[-1], held.salt
         ids: list[int] = tokens  # type: ignore[assignment]  # each was looked at
-        hashes = compute_block_hashes(ids, self._block_size, parent=before, salt=salt)
+        hashes = compute_block_hashes(ids, self._block_size, lora=self._adapter or None, parent=before, salt=salt)
         per_block = size // self._block_size
         events = []
         for number, name in enumerate(names):
@@ -245,6 +248,17 @@ def _named(event: dict[str, object] | list[object]) -> dict[str, object]:
     return {"type": kind, **dict(zip(names, event[1:]))}
 
 
+def _without_adapter(event: dict[str, object], adapter: str) -> dict[str, object] | None:
+    """The event as if its blocks had none; None if they are of another adapter. vLLM's keys begin with its name."""
+    if (event.get("lora_name") or "") != adapter or (not adapter and event.get("lora_id") is not None):
+        return None
+    keys = event.get("extra_keys")
+    if not adapter or not isinstance(keys, list):
+        return event
+    bare = [key[1:] or None if isinstance(key, list) and key[:1] == [adapter] else key for key in keys]
+    return event | {"extra_keys": bare}
+
+
 def _salt(event: dict[str, object]) -> str | None:
     """The salt of blocks that begin a prompt: the only key of the first one, which those after it inherit."""
     match event:
@@ -254,10 +268,9 @@ def _salt(event: dict[str, object]) -> str | None:
 
 
 def _has_keys(event: dict[str, object], salt: str | None) -> bool:
-    """Whether the server's hashes depend on more than the tokens and this salt: an adapter, an image."""
+    """Whether the server's hashes depend on more than the tokens and this salt: an image."""
     keys = event.get("extra_keys")
-    has_adapter = event.get("lora_id") is not None or event.get("lora_name") is not None
-    return has_adapter or (isinstance(keys, list) and any(keys if salt is None else keys[1:]))
+    return isinstance(keys, list) and any(keys if salt is None else keys[1:])
 
 
 def _server_hash(name: object) -> ServerHash:

@@ -333,7 +333,7 @@ class HostedEngine:
         """The backend has computed, or got, the KV of the first ``num_tokens``."""
         if self._config.enable_prefix_caching:
             num_blocks = num_tokens // self._facts.kv_layout.block_size
-            request.hash_blocks(num_blocks, self._facts.kv_layout.block_size)
+            request.hash_blocks(num_blocks, self._facts.kv_layout.block_size, self._facts.adapter)
             self.output.kv_events += self._cache.place(
                 request.sequence_hashes[:num_blocks], request.local_hashes[:num_blocks], request.token_ids
             )
@@ -341,7 +341,7 @@ class HostedEngine:
     def _num_placed_blocks(self, request: Request) -> int:
         # The last token is computed in any case: something must be sampled from.
         num_blocks = (len(request.token_ids) - 1) // self._facts.kv_layout.block_size
-        request.hash_blocks(num_blocks, self._facts.kv_layout.block_size)
+        request.hash_blocks(num_blocks, self._facts.kv_layout.block_size, self._facts.adapter)
         return self._cache.num_leading(request.sequence_hashes[:num_blocks])
 
     # -- hand-offs, decode side ---------------------------------------------------------------------------------------
@@ -406,12 +406,12 @@ class HostedEngine:
         self._serve_waiting()
 
     def resume_handoff(
-        self, handoff_id: HandoffId, loan: int, token_id: int, logprobs: PositionLogprobs | None
+        self, handoff_id: HandoffId, loan: int, token_id: int | None, logprobs: PositionLogprobs | None
     ) -> bool:
         blocks = None if self.staging is None else self.staging.lent(handoff_id, loan)
         if self.staging is None or blocks is None or self._remote.request_of(handoff_id) is None:
             return False
-        if not 0 <= token_id < self._facts.vocab_size:
+        if token_id is None or not 0 <= token_id < self._facts.vocab_size:
             self.compute_handoff_here(handoff_id)
             return False
         request_id = self._remote.take(handoff_id, self.output)

@@ -53,6 +53,7 @@ def from_settings(settings: WorkerConfig, worker_id: str, memory: HostMemory = A
         hands_over_kv=kv_transfer is not None,
         moves_kv=kv_transfer is not None,
         prefills_here=kv_transfer is None or kv_transfer.prefills_here,
+        adapter=server.adapter,
     )
     events = CacheEvents(upstream.upstream_kv_events, upstream.upstream_kv_replay)
     tokenizer = None if server.tells_token_ids else TextTokenizer(settings.model_path)

@@ -53,16 +53,19 @@ FAILURES = (aiohttp.ClientError, OSError)
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """Facts reported by a server. ``max_model_len`` is 0 if it reports none."""
+    """Facts reported by a server. ``max_model_len`` is 0 if it reports none. ``adapter``: the model's name, if the
+    server has it as an adapter (LoRA) of another model."""
 
     model: str
     max_model_len: int
     tells_token_ids: bool
+    adapter: str = ""
 
 
 class _Model(msgspec.Struct):
     id: str
     max_model_len: int | None = None
+    parent: str | None = None
 
 
 class _Models(msgspec.Struct):
@@ -111,7 +114,9 @@ class UpstreamServer:
             try:
                 model = self._choose(await self._get_models())
                 tells_token_ids = await self._probe(model.id, probe_token_id, probe_fields or {})
-                return Description(model.id, model.max_model_len or 0, tells_token_ids)
+                return Description(
+                    model.id, model.max_model_len or 0, tells_token_ids, model.id if model.parent else ""
+                )
             except (*FAILURES, BackendRefusedError, AnswerError) as exc:
                 if isinstance(exc, BackendRefusedError) and exc.status in (400, 401, 403, 404, 422):
                     raise ConfigError(

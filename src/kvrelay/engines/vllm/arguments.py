@@ -28,6 +28,7 @@ OURS = {
     "tensor_parallel_size": "use --tp",
     "pipeline_parallel_size": "use --pp",
     "data_parallel_size": "start more workers instead",
+    "enable_lora": "a worker of a stock server serves an adapter: --engine openai --upstream-model ADAPTER",
     "distributed_executor_backend": "it follows from --tp and --pp",
     "kv_transfer_config": "the worker connects prefill and decode itself",
     "kv_events_config": "the worker publishes cache events itself",

@@ -154,7 +154,7 @@ REFUSED = _by_name(
     ("dry_multiplier no_repeat_ngram_size", Refusal("use repetition_penalty", harmless=0)),
     ("typical_p tfs", Refusal("use top_p or min_p", harmless=1)),
     ("top_a mirostat", Refusal("use top_p or min_p", harmless=0)),
-    ("lora_path lora_request", Refusal("a model is served as it is")),
+    ("lora_path lora_request", Refusal("an adapter is a model of its own; name it in model")),
     ("session_params container thread", Refusal("nothing is kept between requests")),
     ("previous_input_messages previous_response", Refusal(_WHOLE)),
     ("previous_response_id", Refusal("no response is kept; send the whole conversation as input")),

@@ -105,7 +105,9 @@ class RoutingEndpoints:
         (prompt,) = await self._threads.run(size, completion_prompts(items, model, add_special_tokens))
         order = read_order(exchange.request.headers.get(ORDER_HEADER), self._order)
         salt = cache_salt_of(exchange.request.client, request.cache_salt, is_shared=self._is_shared)
-        routed = RoutingRequest(request_id, prompt.token_ids, request.max_tokens or 0, cache_salt=salt)
+        routed = RoutingRequest(
+            request_id, prompt.packed, request.max_tokens or 0, cache_salt=salt, adapter=model.adapter
+        )
         decision = model.router.explain(routed)
         pair = model.pairs.explain(routed) if order is HandoffOrder.PREFILL_FIRST else None
         num_tokens, block_size = len(prompt.token_ids), model.router.block_size

@@ -36,7 +36,7 @@ class WorkerLinks:
     decode: WorkerLink
     prefill: WorkerLink | None = None
     holder: PrefixHolder | None = None
-    """Another worker whose prefix ``decode`` may read."""
+    """Another worker whose prefix may be read by the one of these that prefills."""
 
 
 class Model:
@@ -53,6 +53,7 @@ class Model:
         self.root = first.model_path
         self.weights_fingerprint = first.weights_fingerprint
         self.tokenizer_fingerprint = first.tokenizer_fingerprint
+        self.adapter = first.adapter
         self.created_unix_s = int(time.time())
         self.tokenizer = tokenizer
         self.cold_start = cold_start or ColdStart(0.0)
@@ -72,11 +73,10 @@ class Model:
         return f"Model({self.name}, workers={sorted(self._links)}, router={self.router!r})"
 
     def is_of(self, info: WorkerInfo) -> bool:
-        """Whether the worker has this model's weights and tokenizer, so that it may continue the model's requests."""
-        return (self.weights_fingerprint, self.tokenizer_fingerprint) == (
-            info.weights_fingerprint,
-            info.tokenizer_fingerprint,
-        )
+        """Whether the worker has this model's weights, adapter and tokenizer, so that it may continue the model's
+        requests."""
+        ours = (self.weights_fingerprint, self.adapter, self.tokenizer_fingerprint)
+        return ours == (info.weights_fingerprint, info.adapter, info.tokenizer_fingerprint)
 
     @property
     def is_available(self) -> bool:
@@ -135,19 +135,18 @@ class Model:
         Raises WorkerUnavailableError.
         """
         if order is HandoffOrder.DECODE_FIRST:
-            chosen, prefill_id = self.router.choose(request), None
+            chosen, prefill = self.router.choose(request), None
         else:
             decision = self.pairs.choose(request, must_be_local=must_be_local)
-            chosen = decision.decode
-            prefill_id = None if decision.prefill is None else decision.prefill.worker_id
+            chosen, prefill = decision.decode, decision.prefill
         worker_id = chosen.worker_id
         link = self._links.get(worker_id)
         if link is None:
             self.leave(request.request_id)
             raise WorkerUnavailableError(f"worker {worker_id} is not connected")
-        if prefill_id is None:
+        if prefill is None:
             return WorkerLinks(link, holder=chosen.holder)
-        return WorkerLinks(link, self._prefill_links.get(prefill_id))
+        return WorkerLinks(link, self._prefill_links.get(prefill.worker_id), holder=prefill.holder)
 
     def leave(self, request_id: str, num_output_tokens: int = 0) -> None:
         """A placed request has left its worker, or both of its pair."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
+from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 
-from kvrelay.core.token_ids import are_below, are_token_ids
+from kvrelay.core.token_ids import packed_below
 from kvrelay.errors import InvalidInputError, PromptTooLongError
 from kvrelay.frontend.cluster.models import Model
 from kvrelay.frontend.openai.bounds import MAX_TOKENIZED_CHARS
@@ -35,9 +36,10 @@ PromptItem = str | list[int]
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt's tokens, and its text if it was given or is needed."""
+    """A prompt's tokens, and its text if it was given or is needed. ``packed``: the same ids, for the hashes."""
 
     token_ids: tuple[int, ...]
+    packed: array[int]
     text: str | None = None
 
 
@@ -78,7 +80,7 @@ def completion_prompts(
             prompts.append(_prompt(_last(item, keep_last), model))
         if with_texts and not isinstance(item, str):
             yield
-            prompts[-1] = Prompt(prompts[-1].token_ids, model.tokenizer.decode(item))
+            prompts[-1] = replace(prompts[-1], text=model.tokenizer.decode(item))
         num_tokens += len(prompts[-1].token_ids)
         if num_tokens > PIECE_TOKENS:
             num_tokens = 0
@@ -143,7 +145,7 @@ def tokenized(request: TokenizeRequest, model: Model) -> Pieces[list[int]]:
 
 def detokenized(request: DetokenizeRequest, model: Model) -> str:
     """For ``/detokenize``. Raises InvalidInputError."""
-    _check_ids(request.tokens, model, "tokens")
+    _packed(request.tokens, model, "tokens")
     return model.tokenizer.decode(request.tokens)
 
 
@@ -173,13 +175,17 @@ def render_chat(
 def _split(prompt: str | list[str | int | list[int]]) -> list[PromptItem]:
     if isinstance(prompt, str):
         return [prompt]
-    if are_token_ids(prompt):
-        return [prompt]  # type: ignore[list-item]
-    kinds = set(map(type, prompt))
-    if len(kinds) != 1:
-        what = "must not be empty" if not kinds else "must be all texts, all token ids or all lists of token ids"
-        raise InvalidInputError(f"prompt {what}", param="prompt")
+    if not prompt:
+        raise InvalidInputError("prompt must not be empty", param="prompt")
+    if isinstance(prompt[0], int):
+        return [prompt]  # type: ignore[list-item]  # packing them finds other items
+    if len(set(map(type, prompt))) != 1:
+        raise _mixed("prompt")
     return prompt  # type: ignore[return-value]
+
+
+def _mixed(param: str) -> InvalidInputError:
+    return InvalidInputError(f"{param} must be all texts, all token ids or all lists of token ids", param=param)
 
 
 def _max_chars(model: Model) -> int:
@@ -209,15 +215,20 @@ def _prompt(token_ids: list[int], model: Model, text: str | None = None) -> Prom
     """``text``: of a prompt that was given as text."""
     if text is not None and len(token_ids) > model.max_model_len:
         raise _too_long("The prompt is longer than the model's maximum context length of", model)
-    _check_ids(token_ids, model, "prompt")
-    if not token_ids:
+    packed = _packed(token_ids, model, "prompt")
+    if not packed:
         raise InvalidInputError("the prompt is empty", param="prompt")
-    return Prompt(tuple(token_ids), text)
+    return Prompt(tuple(token_ids), packed, text)
 
 
-def _check_ids(token_ids: list[int], model: Model, param: str) -> None:
-    if not are_below(token_ids, model.vocab_size):
+def _packed(token_ids: list[int], model: Model, param: str) -> array[int]:
+    try:
+        packed = packed_below(token_ids, model.vocab_size)
+    except TypeError:
+        raise _mixed(param) from None
+    if packed is None:
         raise InvalidInputError(f"token ids must be between 0 and {model.vocab_size - 1}", param=param)
+    return packed
 
 
 def _too_long(what: str, model: Model) -> PromptTooLongError:

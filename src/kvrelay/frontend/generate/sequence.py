@@ -25,6 +25,8 @@ from contextlib import suppress
 from functools import partial
 from typing import Protocol
 
+import msgspec
+
 from kvrelay.core.handoff import HandoffOrder, PrefixHolder
 from kvrelay.core.messages import GenerateRequest, RequestRefused, TokenOutput
 from kvrelay.core.sampling import SamplingParams
@@ -87,6 +89,7 @@ class Sequence:
     ) -> None:
         self.index = index
         self.prompt_token_ids = prompt.token_ids
+        self._packed_prompt = prompt.packed
         self.sampling = sampling
         self.output_token_ids: list[int] = []
         self.num_cached_tokens = 0
@@ -146,12 +149,12 @@ class Sequence:
         while True:
             placement = self._model.place(self._routing_request(), self._order, must_be_local=self._must_be_local)
             link = placement.decode
-            request = self._generate_request(link, placement.holder)
+            request = self._generate_request(link, placement.holder if placement.prefill is None else None)
             if self._trace is not None:
                 half = placement.prefill
                 self._traced = self._trace.routed(link.info.worker_id, half.info.worker_id if half is not None else "")
             if placement.prefill is not None:
-                request = self._submit_prefill(placement.prefill, link, request)
+                request = self._submit_prefill(placement.prefill, link, request, placement.holder)
             try:
                 link.submit(request, self)
             except WorkerUnavailableError:
@@ -162,7 +165,9 @@ class Sequence:
             self.worker_id = link.info.worker_id
             return
 
-    def _submit_prefill(self, prefill: WorkerLink, decode: WorkerLink, request: GenerateRequest) -> GenerateRequest:
+    def _submit_prefill(
+        self, prefill: WorkerLink, decode: WorkerLink, request: GenerateRequest, holder: PrefixHolder | None
+    ) -> GenerateRequest:
         """Send the prefill worker its half, and return the decode worker's: the request as it was if there is no way
         to send the other half."""
         try:
@@ -175,7 +180,7 @@ class Sequence:
                 on_end=partial(self._model.pairs.prefilled, self._placement_id),
                 on_broken=self.broken,
             )
-            half.submit(paired)
+            half.submit(paired if holder is None else msgspec.structs.replace(paired, holder=holder))
         except (ProtocolError, WorkerUnavailableError) as exc:
             _log.warning("%s: no pair with %s: %s", self._placement_id, prefill.info.worker_id, exc)
             self._model.pairs.prefilled(self._placement_id)
@@ -282,16 +287,15 @@ class Sequence:
     def _routing_request(self) -> RoutingRequest:
         self._placement_id = f"{self._request_id}-{self.index}" + (f"~{self._attempt}" if self._attempt else "")
         self._attempt_id = self._placement_id
-        token_ids = self.prompt_token_ids
-        if self.output_token_ids:
-            token_ids = (*token_ids, *self.output_token_ids)
+        known = self.output_token_ids
         return RoutingRequest(
             request_id=self._placement_id,
-            token_ids=token_ids,
+            token_ids=(*self.prompt_token_ids, *known) if known else self._packed_prompt,
             max_tokens=self.sampling.max_tokens,
             priority=self._spec.priority,
             exclude=tuple(self._failed_workers),
             cache_salt=self.sampling.cache_salt,
+            adapter=self._model.adapter,
         )
 
     def _generate_request(self, link: WorkerLink, holder: PrefixHolder | None) -> GenerateRequest:

@@ -90,6 +90,7 @@ class Membership:
             regions=engine.facts.kv_layout.model,
             hash_seed=HASH_SEED,
             protocol=PROTOCOL_VERSION,
+            adapter=engine.facts.adapter,
         )
         self.kv_compatibility = self.kv_terms.digest()
         """The digest that two workers must share to exchange KV."""
@@ -255,6 +256,7 @@ class Membership:
             dp_parent_pid=os.getppid() if settings.group.dp > 1 else 0,
             release=__version__,
             reads_prefixes=facts.has_open_cache and settings.transfer.fetch_prefixes,
+            adapter=facts.adapter,
         )
 
     def _metadata(self, lease_ttl_s: float) -> KvMetadata:

@@ -19,17 +19,21 @@ an index of all keys, those of frontends included.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvrelay.control.base import Discovery, Keys, WatchEvent, WatchKind
 from kvrelay.control.following import follow
 from kvrelay.core.control_codec import decode_kv_metadata, decode_worker
+from kvrelay.core.layout import Compatibility
 from kvrelay.core.tasks import TaskSet
 from kvrelay.core.workers import KvMetadata, WorkerInfo
 from kvrelay.transfer.thread import TransferThread
 from kvrelay.worker.cluster.fencing import LeaseEnds
 from kvrelay.worker.inspection import PeersView
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -44,14 +48,15 @@ class _Peer:
 class PeerTable:
     """Watches the workers. ``on_registered(metadata)`` runs when a worker has a lease, ``on_ended(worker_id)`` when
     that has ended (perhaps again), ``on_no_prefill`` when the last prefill worker stops taking work. With ``transfer``,
-    the end of a lease is told once the worker is barred (``fencing.py``)."""
+    the end of a lease is told once the worker is barred (``fencing.py``). A worker of this model whose KV is of another
+    kind is no pair for ours, and the log says what differs."""
 
     def __init__(
         self,
         discovery: Discovery,
         keys: Keys,
         model: str,
-        kv_compatibility: str,
+        kv_terms: Compatibility,
         on_ended: Callable[[str], None],
         on_no_prefill: Callable[[], None],
         on_registered: Callable[[KvMetadata], None],
@@ -60,7 +65,8 @@ class PeerTable:
         self._discovery = discovery
         self._keys = keys
         self._model = model
-        self._kv_compatibility = kv_compatibility
+        self._kv_terms = kv_terms
+        self._kv_compatibility = kv_terms.digest()
         self._on_registered = on_registered
         self._on_ended = on_ended
         self._on_no_prefill = on_no_prefill
@@ -119,7 +125,10 @@ class PeerTable:
         worker_id, _, rank = place.partition("/")
         if event.kind is WatchKind.PUT:
             metadata = decode_kv_metadata(place, event.value)
-            self._peers.setdefault(worker_id, _Peer()).registered[rank] = metadata
+            peer = self._peers.setdefault(worker_id, _Peer())
+            if not peer.registered:
+                self._compare(metadata)
+            peer.registered[rank] = metadata
             self._on_registered(metadata)
             return
         peer = self._peers.get(worker_id, _Peer())
@@ -127,6 +136,12 @@ class PeerTable:
         if not peer.registered:  # no other entry shows that its lease lives
             self._forget_if_empty(worker_id)
             self._on_ended(worker_id)
+
+    def _compare(self, metadata: KvMetadata) -> None:
+        theirs = metadata.terms
+        difference = None if theirs is None or theirs.model != self._model else self._kv_terms.difference(theirs)
+        if difference is not None:
+            _log.warning("no KV is exchanged with %s: %s", metadata.worker_id, difference)
 
     def _apply(self, event: WatchEvent) -> None:
         worker_id = event.key.removeprefix(self._keys.workers)

@@ -35,7 +35,7 @@ from kvrelay.handoff.messages import HandoffDone
 from kvrelay.marks.phases import Phase
 from kvrelay.rpc.wire import decode_message
 from kvrelay.transfer.values import GrantRef, Int64Array, TransferOp
-from kvrelay.worker.driver import LedgerDriver
+from kvrelay.worker.driver import LedgerDriver, PeersInMemory
 from kvrelay.worker.reporting.stats import DecodeStats
 from kvrelay.worker.surroundings import Surroundings
 from kvrelay.worker.translation import opened
@@ -65,6 +65,7 @@ class IncomingHandoffs(LedgerDriver[de.DecodeEvent]):
             kv_compatibility=around.kv_compatibility,
             regions=layout.region_names,
             entry_tokens=layout.entry_tokens,
+            tail_tokens=layout.tail_tokens,
             remote_prefill_timeout_s=settings.disagg.remote_prefill_timeout_s,
             max_attempts=settings.disagg.max_handoff_attempts,
             checksums=settings.transfer.kv_checksums,
@@ -91,7 +92,7 @@ class IncomingHandoffs(LedgerDriver[de.DecodeEvent]):
         self._fetched_ids: Latest[HandoffId, None] = Latest(MAX_FETCHED)
         """Hand-offs whose KV was fetched or discarded, the latest of them: a release may be repeated. Of the engine
         thread."""
-        self._num_polled_for = 0
+        self._peers_in_memory = PeersInMemory(around.transfer)
         super().__init__(
             self.ledger,
             MonotonicClock(),
@@ -113,13 +114,7 @@ class IncomingHandoffs(LedgerDriver[de.DecodeEvent]):
         )
 
     def handled(self, event: de.DecodeEvent) -> None:
-        """Keep the transfer thread polling while grants are out and peers move KV: they depend on it."""
-        num_grants = 0 if self._engine.facts.moves_kv else self.ledger.num_grants
-        for _ in range(self._num_polled_for, num_grants):
-            self._transfer.open_handoff()
-        for _ in range(num_grants, self._num_polled_for):
-            self._transfer.close_handoff()
-        self._num_polled_for = num_grants
+        self._peers_in_memory.may_use(0 if self._engine.facts.moves_kv else self.ledger.num_grants)
         if isinstance(event, de.Claimed):
             self._marks.add(str(event.claim.handoff_id), Phase.CLAIM_HEARD)
         elif isinstance(event, de.Done):
@@ -161,9 +156,9 @@ class IncomingHandoffs(LedgerDriver[de.DecodeEvent]):
         message = action.message
         self._marks.arrived(action.request_id, message)
         self._on_arrived(action.request_id, message.prefill_s)
-        if message.token_id is None:
+        if core.lends is None:
             self._stats.num_remote_done += 1  # the engine got the KV, and has continued
-        elif require(core.lends).resume_handoff(action.handoff_id, action.loan, message.token_id, message.logprobs):
+        elif core.lends.resume_handoff(action.handoff_id, action.loan, message.token_id, message.logprobs):
             self._stats.num_remote_done += 1
             if isinstance(message, HandoffDone):
                 self._stats.num_received_bytes += message.num_transferred_bytes

@@ -11,6 +11,7 @@ import logging
 import math
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 import msgspec
 
@@ -26,6 +27,10 @@ from kvrelay.placement.threshold import DisaggPolicy
 _log = logging.getLogger(__name__)
 
 SIZE_INTERVAL_S = 0.02
+"""Between two looks at a queue in which entries wait, and from a push to the next look."""
+QUIET_INTERVAL_S = 0.2
+"""Between two looks at an empty one. A look takes the control server and this process about as much CPU time as a
+token, and what this worker has pushed it knows without one."""
 WATCH_FOR_S = 1.0
 STALL_S = 1.0
 """A push that fails after so long has kept its request waiting."""
@@ -64,6 +69,7 @@ class QueuedPrefills:
         self._size = 0
         self._last_request_s = 0.0
         self._watching: asyncio.Task[None] | None = None
+        self._pushed = asyncio.Event()
         self._tasks = TaskSet()
 
     async def close(self) -> None:
@@ -108,10 +114,11 @@ class QueuedPrefills:
             self._handle(de.PushFailed(prefill.handoff_id))
         else:
             self.push_error = None
+            self._pushed.set()
             self._is_stalled, self._resting_until_s = False, -math.inf
 
     def watch(self) -> None:
-        """A request has arrived: poll the queue's size, until a second after the last one."""
+        """A request has arrived: look at the queue's size now and then, until a second after the last one."""
         self._last_request_s = time.monotonic()
         if self._num_prefill_workers() and (self._watching is None or self._watching.done()):
             self._watching = self._tasks.spawn(self._refresh_size())
@@ -122,5 +129,10 @@ class QueuedPrefills:
                 self._size = await self._queue.size(self._kv_compatibility)
             except ControlUnavailableError:
                 self._size = self._policy.config.max_prefill_queue_size
+            if not self._size:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(QUIET_INTERVAL_S):
+                        await self._pushed.wait()
+            self._pushed.clear()
             await asyncio.sleep(SIZE_INTERVAL_S)
         self._size = 0

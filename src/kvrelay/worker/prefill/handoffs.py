@@ -30,14 +30,14 @@ from kvrelay.engine.contract import Engine, require
 from kvrelay.engine.step import HandoffChunk, KvLoad, StepOutput
 from kvrelay.errors import KvrelayError, WorkerUnavailableError
 from kvrelay.handoff import prefill_events as pe
-from kvrelay.handoff.base import EndReason, RefusalReason
+from kvrelay.handoff.base import EndReason, RefusalReason, Tick
 from kvrelay.handoff.messages import HandoffAbandon, HandoffFetched, HandoffGrant, HandoffReady, HandoffRefused
 from kvrelay.handoff.prefill_ledger import PrefillLedger
 from kvrelay.handoff.prefill_state import PrefillRules
 from kvrelay.marks.phases import Phase
 from kvrelay.rpc.wire import Message, encode_message
 from kvrelay.transfer.values import GrantRef, Pieces, TransferOp
-from kvrelay.worker.driver import LedgerDriver
+from kvrelay.worker.driver import LedgerDriver, PeersInMemory
 from kvrelay.worker.prefill.connections import DecodePeer
 from kvrelay.worker.prefill.releases import Releases
 from kvrelay.worker.surroundings import Surroundings
@@ -62,8 +62,8 @@ class Origin(Protocol):
     def received(self) -> None:
         """The engine receives it; on the engine's thread."""
 
-    def first(self, output: TokenOutput) -> None:
-        """The first token, before ``settled``."""
+    def first(self, output: TokenOutput | None) -> None:
+        """The first token, before ``settled``. None: the decode worker samples it."""
 
     def computed(self) -> None:
         """Nothing is left to compute; once."""
@@ -113,6 +113,7 @@ class OutgoingHandoffs(LedgerDriver[pe.PrefillEvent]):
         self._memory = around.memory
         self._engine = around.engine
         self._transfer = around.transfer
+        self._peers_in_memory = PeersInMemory(around.transfer)
         self._checksums = around.checksums
         self._peers = around.peers
         self._marks = around.marks
@@ -140,6 +141,11 @@ class OutgoingHandoffs(LedgerDriver[pe.PrefillEvent]):
                 pe.SendRelease: lambda action: self.on_loop(self._releases.say, action.worker_id, action.message),
             },
         )
+
+    def handled(self, event: pe.PrefillEvent | Tick) -> None:
+        """A prefill that is only pushed needs no polls before its first write: they would take the interpreter from
+        the step that computes it."""
+        self._peers_in_memory.may_use(0 if self._engine.facts.moves_kv else self.ledger.num_read)
 
     async def close(self) -> None:
         """Claim and release nothing more: the end of our lease has the same effect."""
@@ -271,16 +277,13 @@ class OutgoingHandoffs(LedgerDriver[pe.PrefillEvent]):
         if handoff_id is None:
             return
         job = self.jobs.get(handoff_id)
-        if chunk.first_output is not None and job is not None and job.origin.order is HandoffOrder.PREFILL_FIRST:
+        if chunk.last and job is not None and job.origin.order is HandoffOrder.PREFILL_FIRST:
             # Before the ledger handles it, because a hand-off may settle at once.
             self.on_loop(job.origin.first, chunk.first_output)
         self.handle(chunk_computed(handoff_id, chunk))
 
     def _compute(self, action: pe.Compute) -> None:
-        job = self.jobs[action.handoff_id]
-        if not self._engine.facts.moves_kv:
-            self._transfer.open_handoff()
-        self._engine.post(partial(self._add_request, job))
+        self._engine.post(partial(self._add_request, self.jobs[action.handoff_id]))
 
     def _add_request(self, job: Job, core: Engine) -> None:
         request = job.request
@@ -310,8 +313,6 @@ class OutgoingHandoffs(LedgerDriver[pe.PrefillEvent]):
     def _free_blocks(self, action: pe.FreeBlocks) -> None:
         name = str(action.handoff_id)
         self._engine.post(lambda core: core.sending_finished(name))
-        if not self._engine.facts.moves_kv:
-            self._transfer.close_handoff()
 
     # -- transfers and checksums --------------------------------------------------------------------------------------
 

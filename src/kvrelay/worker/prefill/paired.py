@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from kvrelay.core.handoff import HandoffId, HandoffOrder, RemotePrefillRequest
+from kvrelay.core.handoff import HandoffId, HandoffOrder, RemotePrefillRequest, without_tail
 from kvrelay.core.messages import GenerateRequest, OutputBatch, TokenOutput
 from kvrelay.core.pair_id import parse_pair_id
 from kvrelay.errors import (
@@ -88,13 +88,17 @@ class PairedPrefills:
         if not self.accepting:
             raise WorkerUnavailableError("the worker takes no prefills")
         handoff_id, decode_address = self._checked(message)
+        token_ids = message.prompt_token_ids + message.output_token_ids
+        num_tail = self._around.engine.facts.kv_layout.tail_tokens
+        if len(token_ids) <= num_tail:
+            raise WorkerUnavailableError(f"decode workers compute the last {num_tail} tokens of a prompt")
         request = RemotePrefillRequest(
             handoff_id=handoff_id,
             decode_worker_id=handoff_id.decode_worker_id,
             decode_address=decode_address,
             model=self._around.settings.model,
             request_id=message.request_id,
-            token_ids=message.prompt_token_ids + message.output_token_ids,
+            token_ids=token_ids,
             num_output_tokens=len(message.output_token_ids),
             sampling=message.sampling,
             block_ids=(),
@@ -103,8 +107,9 @@ class PairedPrefills:
             priority=message.priority,
             tenant=message.tenant,
             traceparent=message.traceparent,
+            holder=message.holder,
         )
-        return Job(request, _Half(self, message))
+        return Job(without_tail(request, num_tail), _Half(self, message))
 
     def _checked(self, message: GenerateRequest) -> tuple[HandoffId, str]:
         """The hand-off, and its decode worker's address. Raises WorkerUnavailableError, InvalidInputError."""
@@ -132,10 +137,10 @@ class PairedPrefills:
         """On the engine's thread."""
         self._admission.received(message)
 
-    def first(self, request_id: str, output: TokenOutput) -> None:
-        """The first token: to the frontend."""
+    def first(self, request_id: str, output: TokenOutput | None) -> None:
+        """The first token: to the frontend. None: that gets it from the decode worker."""
         waiting = self._waiting.pop(request_id, None)
-        if waiting is None:
+        if waiting is None or output is None:
             return
         try:
             self._around.server.send(waiting[0], OutputBatch((msgspec.structs.replace(output, request_id=request_id),)))
@@ -166,7 +171,7 @@ class _Half:
     def received(self) -> None:
         self._side.received(self._message)
 
-    def first(self, output: TokenOutput) -> None:
+    def first(self, output: TokenOutput | None) -> None:
         self._side.first(self._message.request_id, output)
 
     def computed(self) -> None:

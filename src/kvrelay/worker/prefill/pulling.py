@@ -58,6 +58,7 @@ class PrefillSide:
             kv_compatibility=around.kv_compatibility,
             regions=layout.region_names,
             entry_tokens=layout.entry_tokens,
+            tail_tokens=layout.tail_tokens,
             claim_timeout_s=CLAIM_TIMEOUT_S,
             gone_for_s=max(GONE_FOR_DETECTIONS * detection_s, MIN_GONE_FOR_S),
             checksums=around.checksums.required,
@@ -207,7 +208,7 @@ class _Entry:
     def received(self) -> None:
         """The queue's part in admission was before the pull."""
 
-    def first(self, output: TokenOutput) -> None:
+    def first(self, output: TokenOutput | None) -> None:
         """The decode worker gets the first token with the KV."""
 
     def computed(self) -> None:

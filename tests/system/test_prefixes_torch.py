@@ -1,0 +1,102 @@
+"""Prefixes read from other workers of a real model, whose pools are cut alike or not: the tokens are transformers'."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+from tests.patience import PATIENCE_S, until
+from tests.system.serving import Serve
+from tests.system.test_equality import check_against_transformers
+
+from kvrelay.data import bundled_checkpoint_path
+
+pytestmark = [pytest.mark.system, pytest.mark.slow, pytest.mark.timeout(900)]
+
+CONFIG = json.loads((bundled_checkpoint_path() / "config.json").read_text(encoding="utf-8"))
+LENGTH, NUM_OUTPUT, BLOCK_SIZE = 3000, 8, 16
+"""So long that reading a prefix is faster than computing it, whatever else the machine does."""
+MAX_PROMPTS = 60
+FLAGS = ("--dtype", "float32", "--num-blocks", "1024", "--lease-ttl-s", "5", "--rank-timeout-s", str(PATIENCE_S))
+CASES = {
+    "TP1-TP2": ((), ("--tp", "2")),
+    "TP2-PP2": (("--tp", "2"), ("--pp", "2")),
+    "TP1-TP1": ((), ()),
+    "TP2-TP1-per-rank": (("--tp", "2", "--kv-transfer-per-rank"), ("--kv-transfer-per-rank",)),
+}
+THIN = ("TP1-TP2", "nixl")
+MATRIX = [
+    pytest.param(
+        case, transport, id=f"{case}-{transport}", marks=() if (case, transport) == THIN else pytest.mark.matrix
+    )
+    for case, transport in (
+        THIN,
+        ("TP1-TP2", "shm"),
+        ("TP1-TP2", "p2p"),
+        ("TP2-PP2", "nixl"),
+        ("TP1-TP1", "shm"),
+        ("TP2-TP1-per-rank", "nixl"),
+        ("TP2-TP1-per-rank", "shm"),
+    )
+]
+
+
+@contextmanager
+def two_workers(first: tuple[str, ...], second: tuple[str, ...]) -> Iterator[Serve]:
+    """The frontend draws the worker of each request, whatever it has."""
+    serve = (*FLAGS, *first, "--prefill", "0", "--decode", "1", "--temperature", "1000", "--router-seed", "3")
+    with Serve(serve) as server:
+        command = [sys.executable, "-m", "kvrelay", "worker", "--role", "both", "--control", server.control]
+        process = subprocess.Popen([*command, *FLAGS, *second])
+        try:
+            until(lambda: len(server.workers("both")) == 2)
+            yield server
+        finally:
+            process.terminate()
+            process.wait(PATIENCE_S)
+
+
+def ask(server: Serve, prompt: tuple[int, ...]) -> tuple[int, ...]:
+    body = {"model": server.model, "prompt": list(prompt), "max_tokens": NUM_OUTPUT, "temperature": 0}
+    request = urllib.request.Request(
+        f"{server.url}/v1/completions",
+        data=json.dumps({**body, "ignore_eos": True, "return_token_ids": True}).encode(),
+        headers={"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=3 * PATIENCE_S) as answer:
+        return tuple(json.load(answer)["choices"][0]["token_ids"])
+
+
+def num_read(server: Serve) -> list[int]:
+    """Prefixes that each worker has read."""
+    return [worker["prefixes"]["counts"]["num_hits"] for worker in server.workers("both")]
+
+
+@pytest.mark.parametrize(("case", "transport"), MATRIX)
+def test_what_was_read_gives_the_tokens_of_transformers(case: str, transport: str) -> None:
+    draw = random.Random(11)
+
+    def tokens(count: int) -> tuple[int, ...]:
+        return tuple(draw.randrange(16, CONFIG["vocab_size"]) for _ in range(count))
+
+    first, second = CASES[case]
+    asked: dict[tuple[int, ...], tuple[int, ...]] = {}
+    with two_workers((*first, "--transport", transport), (*second, "--transport", transport)) as server:
+        while min(num_read(server)) == 0:
+            assert len(asked) < MAX_PROMPTS, "no worker reads from the other"
+            shared = tokens(LENGTH)
+            for _ in range(3):
+                prompt = shared + tokens(20)
+                asked[prompt] = ask(server, prompt)
+        counts = [worker["prefixes"]["counts"] for worker in server.workers("both")]
+        assert sum(count["num_failed_loads"] for count in counts) == 0
+        assert sum(count["num_hit_blocks"] for count in counts) == sum(num_read(server)) * (LENGTH // BLOCK_SIZE)
+        until(server.is_idle)
+    num_ties = check_against_transformers(list(asked), list(asked.values()))
+    assert num_ties < len(asked) / 4
