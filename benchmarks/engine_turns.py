@@ -142,7 +142,7 @@ def _read_s(memory: torch.Tensor) -> float:
 
 def _weight_bytes(model_path: Path) -> int:
     """The bytes, as the checkpoint stores them, of the weights that a step of one sequence reads."""
-    sizes = {}
+    sizes: dict[str, int] = {}
     for file in shard_files(model_path):
         with safe_open(str(file), framework="pt") as handle:
             sizes |= {name: handle.get_tensor(name).nbytes for name in handle.keys()}  # noqa: SIM118 - no mapping
