@@ -1,5 +1,5 @@
 """The engine's batch on two sides in turns: free beside bound by a grammar, several ranks beside one process, ``LLM``
-beside the engine core that it drives."""
+beside the engine core that it drives, decode steps of one sequence beside a plain read of the weights' bytes."""
 
 from __future__ import annotations
 
@@ -13,17 +13,21 @@ from pathlib import Path
 from typing import Any
 
 import click
+import torch
+from safetensors import safe_open
 
 from kvrelay.bench.commands.parts import batch_options, run_batch
 from kvrelay.bench.engine import BatchLoad, EngineRun, conditions, prompts_of, run_once, warm_up_load
 from kvrelay.config import EngineConfig, RunnerConfig
 from kvrelay.core.clock import MonotonicClock
+from kvrelay.core.cores import usable_cores
 from kvrelay.core.grammar import Grammar, GrammarKind
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.engine.core import EngineCore
 from kvrelay.engine.request import Request
 from kvrelay.errors import ConfigError
 from kvrelay.executors.torch import build_executor
+from kvrelay.executors.torch.shards import shard_files
 from kvrelay.llm import LLM
 
 ENDLESS = Grammar(
@@ -41,13 +45,15 @@ Run = Callable[[BatchLoad], EngineRun]
 @click.option("--structured", "measure", flag_value="structured", help="Free, and bound by a grammar.")
 @click.option("--beside-one-process", "measure", flag_value="ranks", help="Ranks, and one process.")
 @click.option("--beside-core", "measure", flag_value="core", help="LLM, and the engine core alone.")
+@click.option("--beside-read", "measure", flag_value="read", help="Steps of one sequence, and a read of the weights.")
 @batch_options
 def engine_turns(measure: str | None, **given: Any) -> None:
-    """What a grammar costs the engine (default), several ranks beside one process, or LLM beside the engine core.
+    """What a grammar costs the engine (default), several ranks beside one process, LLM beside the engine core, or
+    decode steps of one sequence beside a plain read of the weights.
 
     Example: python -m benchmarks engine-turns --beside-one-process --tp 2 --num-threads 2
     """
-    measures = {"ranks": run_ranks_benchmark, "core": run_core_benchmark}
+    measures = {"ranks": run_ranks_benchmark, "core": run_core_benchmark, "read": run_read_benchmark}
     run_batch(measures.get(measure or "", run_structured_benchmark), "engine in turns", given)
 
 
@@ -95,6 +101,56 @@ def run_core_benchmark(
         pairs = _in_turns(partial(run_once, llm), partial(_step_through, core), load, num_runs)
     ratios = [alone.duration_s / through.duration_s for through, alone in pairs]
     return _compared(pairs, ("llm", "core"), "ratio", ratios, load)
+
+
+def run_read_benchmark(
+    model_path: Path, runner: RunnerConfig, engine: EngineConfig, load: BatchLoad, num_runs: int
+) -> dict[str, float]:
+    """In turn: one sequence of ``load``, and reads of as many bytes as a step reads of weights, by as many threads.
+
+    Returns the medians in bytes per second, and of each pair the step's rate over that of the read. A step also reads
+    KV, so a short prompt shows what the weights alone take. Raises ConfigError for answers of one token, and for a
+    checkpoint of which a step does not read every weight.
+    """
+    if load.output_len < 2:
+        raise ConfigError("--beside-read times the steps after the first token", param="output_len")
+    num_bytes = _weight_bytes(model_path)
+    memory = torch.zeros(num_bytes // 4).fill_(1)
+    one = dataclasses.replace(load, num_prompts=1)
+    rates: list[tuple[float, float]] = []
+    with _core(model_path, runner, engine) as core:
+        torch.set_num_threads(runner.num_threads or len(usable_cores()))
+        _step_through(core, warm_up_load(one))
+        for _ in range(num_runs):
+            run = _step_through(core, one)
+            step_s = (run.finish_s[0] - run.first_token_s[0]) / (one.output_len - 1)
+            rates.append((num_bytes / step_s, num_bytes / min(_read_s(memory) for _ in range(3))))
+    ratios = [step / read for step, read in rates]
+    return {
+        "weights_bytes": num_bytes,
+        **{f"{name}_bytes_per_s": statistics.median(each) for name, each in zip(("step", "read"), zip(*rates))},
+        **{"ratio": statistics.median(ratios), "ratio_min": min(ratios), "ratio_max": max(ratios)},
+        **conditions(one, num_runs),
+    }
+
+
+def _read_s(memory: torch.Tensor) -> float:
+    start_s = time.perf_counter()
+    memory.sum()
+    return time.perf_counter() - start_s
+
+
+def _weight_bytes(model_path: Path) -> int:
+    """The bytes, as the checkpoint stores them, of the weights that a step of one sequence reads."""
+    sizes: dict[str, int] = {}
+    for file in shard_files(model_path):
+        with safe_open(str(file), framework="pt") as handle:
+            sizes |= {name: handle.get_tensor(name).nbytes for name in handle.keys()}  # noqa: SIM118 - no mapping
+    if any(".experts." in name for name in sizes):
+        raise ConfigError("--beside-read needs a model without experts: a step reads only some of them", param="model")
+    if "lm_head.weight" in sizes:  # else the embedding is the head, too
+        del sizes["model.embed_tokens.weight"]
+    return sum(sizes.values())
 
 
 @contextmanager

@@ -25,8 +25,9 @@ from kvrelay.bench.report.table import table
 from kvrelay.engines.vllm.library import preloaded_libraries
 
 SIDES = ("kvrelay", "vllm")
-PAUSE_S = 0.5
-"""Intel's OpenMP, which vLLM computes with, spins for 0.2 s after its last work."""
+PAUSE_S = 1.5
+"""vLLM's worker spins on its queue for 1 s after its last message, on a core that the other side's pass would need.
+(Intel's OpenMP, which vLLM computes with, spins for 0.2 s.)"""
 Pass = Callable[[list[list[int]], int], object]
 """Prompts and tokens per answer in; returns when all answers are complete."""
 

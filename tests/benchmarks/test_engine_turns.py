@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
-from benchmarks.engine_turns import run_ranks_benchmark, run_structured_benchmark
+from benchmarks.engine_turns import run_ranks_benchmark, run_read_benchmark, run_structured_benchmark
 
 from kvrelay.bench.engine import BatchLoad
 from kvrelay.config import EngineConfig, RunnerConfig
 from kvrelay.data import bundled_checkpoint_path
 from kvrelay.errors import ConfigError
+from kvrelay.executors.torch.checkpoints.architectures import size_of
+from kvrelay.executors.torch.checkpoints.make_model import make_model
 
 
 def test_free_and_bound_answers_have_the_same_length() -> None:
@@ -31,3 +35,39 @@ def test_ranks_beside_one_process() -> None:
 def test_one_rank_cannot_be_compared_with_itself() -> None:
     with pytest.raises(ConfigError, match="give --tp or --pp"):
         run_ranks_benchmark(bundled_checkpoint_path(), RunnerConfig(), EngineConfig(), BatchLoad(2, 8, 4), 1)
+
+
+ONE_THREAD, SMALL_POOL = RunnerConfig(num_threads=1), EngineConfig(num_blocks=16)
+
+
+def test_steps_beside_a_read_of_the_weights() -> None:
+    """The checkpoint's head is its embedding, so a step reads every tensor."""
+    path = bundled_checkpoint_path()
+    report = run_read_benchmark(path, ONE_THREAD, SMALL_POOL, BatchLoad(7, 8, 4), 1)
+    assert report["weights_bytes"] == tensor_bytes(path)
+    assert report["ratio_min"] == report["ratio"] == report["step_bytes_per_s"] / report["read_bytes_per_s"] > 0
+    assert report["num_prompts"] == 1
+
+
+def test_a_step_does_not_read_an_embedding_that_is_not_the_head(tmp_path: Path) -> None:
+    make_model(tmp_path, "llama", "tiny")
+    sizes = size_of("llama", "tiny")
+    report = run_read_benchmark(tmp_path, ONE_THREAD, SMALL_POOL, BatchLoad(1, 8, 2), 1)
+    assert report["weights_bytes"] == tensor_bytes(tmp_path) - sizes.vocab * sizes.hidden * 2
+
+
+def test_a_step_does_not_read_every_expert(tmp_path: Path) -> None:
+    make_model(tmp_path, "mixtral", "tiny")
+    with pytest.raises(ConfigError, match="without experts"):
+        run_read_benchmark(tmp_path, ONE_THREAD, SMALL_POOL, BatchLoad(1, 8, 2), 1)
+
+
+def tensor_bytes(path: Path) -> int:
+    """What the checkpoint's file holds after its header."""
+    file = path / "model.safetensors"
+    return file.stat().st_size - 8 - int.from_bytes(file.read_bytes()[:8], "little")
+
+
+def test_an_answer_of_one_token_has_no_steps_to_time() -> None:
+    with pytest.raises(ConfigError, match="after the first token"):
+        run_read_benchmark(bundled_checkpoint_path(), RunnerConfig(), EngineConfig(), BatchLoad(1, 8, 1), 1)
