@@ -1,131 +1,18 @@
-"""The protocol, model-checked: no reachable state is wrong, none hangs, and the explorer would have noticed.
+"""The protocol, model-checked: no reachable state is wrong, and none hangs.
 
-The scenarios here are explored whole in the suite. Those marked ``matrix`` explore more faults at once and more
-requests, for continuous integration only (``make test-matrix``).
+The scenarios here are explored whole in the suite. Those marked ``matrix`` explore more faults at once, for continuous
+integration only (``make test-matrix``). That the explorer would notice is in ``test_mutants``.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from tests.handoff.explorer import explore, wander
-from tests.handoff.mutants import MUTANTS, Mutant, scenario
-from tests.handoff.nodes import D, Scenario
-from tests.handoff.world import World
+from tests.handoff.scenarios import MANY, SCENARIOS, THREE_FAULTS
 
 from kvrelay.core.handoff import HandoffOrder, KvDirection
-
-NETWORK = ("lose", "duplicate", "late", "break")
-LOCAL = ("cancel", "fail", "no blocks")
-PREFILL = ("crash prefill", "stop prefill", "revoke prefill", "cut prefill")
-DECODE = ("crash decode", "stop decode", "revoke decode", "cut decode")
-ROLES = ("narrow", "widen")
-EVERYTHING = (*NETWORK, *LOCAL, *PREFILL, *DECODE, "redeliver", "stray")
-PULL, PREFILL_FIRST = KvDirection.PULL, HandoffOrder.PREFILL_FIRST
-
-SCENARIOS = {
-    "push, two claimants": scenario(*NETWORK, *LOCAL, "redeliver", num_prefill=2),
-    "push, a claimant that cannot reach the decode worker": scenario("stray", "late", "crash decode", num_prefill=2),
-    "push, the only prefill worker cannot reach the decode worker": scenario(
-        "stray", "cancel", "late", num_faults=3, num_hit_blocks=1, checksums=True
-    ),
-    "push, paired, the claimant cannot reach the decode worker": scenario(
-        "stray", *LOCAL, num_faults=2, order=PREFILL_FIRST, is_paired=True
-    ),
-    "push, a claimant dies": scenario("crash prefill", num_prefill=2),
-    "push, leases, with hits and checksums": scenario(*PREFILL, "damage", num_hit_blocks=1, checksums=True),
-    "push, the decode worker fails": scenario("crash decode", "cut decode", "revoke decode"),
-    "push, HandoffDone is lost, and the connection": scenario("lose", "break", num_faults=2, num_prefill=1),
-    "push, a claimant that falls silent": scenario("lose", "late", "cancel", progress=True, num_prefill=1),
-    "push, two chunks": scenario(*LOCAL, "break", "damage", num_chunks=2, checksums=True),
-    "push, blocks that cannot be replaced": scenario(*NETWORK, *LOCAL, "crash prefill", can_replace_blocks=False),
-    "push, prefill-first": scenario(*NETWORK, *LOCAL, "crash prefill", order=PREFILL_FIRST),
-    "push, paired": scenario(*NETWORK, *LOCAL, "crash prefill", "gone", order=PREFILL_FIRST, is_paired=True),
-    "push, paired, with hits and checksums": scenario(
-        *PREFILL, "damage", "gone", "cancel", num_hit_blocks=1, checksums=True, order=PREFILL_FIRST, is_paired=True
-    ),
-    "push, copies that a stopped process continues": scenario(*PREFILL, num_hit_blocks=1, copies=True),
-    "push, a decode worker that discovery never listed": scenario(
-        "crash decode", "stop decode", "cancel", knows_decode=False
-    ),
-    "pull": scenario(*NETWORK, *LOCAL, "damage", num_hit_blocks=1, checksums=True, direction=PULL),
-    "push, kept beside the pool": scenario(
-        *NETWORK, *LOCAL, "no room", num_hit_blocks=1, order=PREFILL_FIRST, is_paired=True, keeps=True
-    ),
-    "push, kept beside the pool, with checksums": scenario(
-        *PREFILL, "damage", "cancel", checksums=True, order=PREFILL_FIRST, is_paired=True, keeps=True
-    ),
-    "pull, kept beside the pool": scenario(
-        *NETWORK, *LOCAL, "no room", "damage", num_hit_blocks=1, checksums=True, direction=PULL, keeps=True
-    ),
-    "pull, kept beside the pool, leases": scenario(
-        *PREFILL, "cut decode", "revoke decode", "cancel", direction=PULL, keeps=True
-    ),
-    "pull, leases": scenario(*PREFILL, "cut decode", "revoke decode", direction=PULL),
-    "pull, without room at first": scenario(*NETWORK, *LOCAL, direction=PULL, with_blocks=False),
-    "pull, by the engines": scenario(
-        *NETWORK, *LOCAL, "crash prefill", direction=PULL, with_blocks=False, by_engine=True
-    ),
-    "pull, prefill-first": scenario(*NETWORK, *LOCAL, direction=PULL, order=PREFILL_FIRST),
-    "prefix": scenario(*NETWORK, "fail", "stray", num_faults=2, num_hit_blocks=1, is_prefix=True),
-    "prefix, leases": scenario(*PREFILL, *DECODE, num_hit_blocks=1, is_prefix=True),
-    "prefix, with checksums, copies that a stopped process continues": scenario(
-        *PREFILL, "damage", "break", num_hit_blocks=1, is_prefix=True, checksums=True, copies=True
-    ),
-    "prefix, two readers": scenario(
-        *NETWORK, "crash prefill", num_prefill=2, num_requests=2, num_hit_blocks=1, is_prefix=True
-    ),
-}
-KINDS: dict[str, dict[str, Any]] = {
-    "push": {},
-    "push, prefill-first": {"order": PREFILL_FIRST},
-    "push, paired": {"order": PREFILL_FIRST, "is_paired": True},
-    "pull": {"direction": PULL},
-    "pull, prefill-first": {"direction": PULL, "order": PREFILL_FIRST},
-}
-# Two faults of the other kinds are among their three.
-for kind in ("push", "pull"):
-    SCENARIOS[f"{kind}, two faults of network and engine"] = scenario(*NETWORK, *LOCAL, num_faults=2, **KINDS[kind])
-THREE_FAULTS = {
-    f"{kind}, three faults of network and engine": scenario(*NETWORK, *LOCAL, num_faults=3, **settings)
-    for kind, settings in KINDS.items()
-}
-THREE_FAULTS["push, a claimant that cannot reach the decode worker, three faults"] = scenario(
-    "stray", "late", "crash decode", num_faults=3, num_prefill=2
-)
-# A worker's role changes between any two steps: it closes a door, and opens it again.
-for kind, settings in KINDS.items():
-    SCENARIOS[f"{kind}, roles change"] = scenario(*ROLES, num_faults=2, **settings)
-    THREE_FAULTS[f"{kind}, roles change beside a fault"] = scenario(*ROLES, *NETWORK, *LOCAL, num_faults=2, **settings)
-THREE_FAULTS["push, two prefill workers, roles change"] = scenario(*ROLES, "redeliver", num_faults=2, num_prefill=2)
-LONG = {
-    "prefix, two faults": scenario(*NETWORK, *PREFILL, *DECODE, "fail", num_faults=2, num_hit_blocks=1, is_prefix=True),
-    "push, two faults": scenario(*EVERYTHING, num_faults=2),
-    "push, roles change beside leases": scenario(*ROLES, *PREFILL, *DECODE, num_faults=2),
-    "push, two faults, hits and checksums": scenario(
-        *NETWORK, *LOCAL, *PREFILL, "damage", num_faults=2, num_hit_blocks=1, checksums=True
-    ),
-    "push, two claimants, two faults": scenario(*NETWORK, *LOCAL, "redeliver", num_faults=2, num_prefill=2),
-    "push, two claimants, leases": scenario(*PREFILL, "redeliver", num_prefill=2),
-    "push, two claimants, the decode worker": scenario(*DECODE, num_prefill=2),
-    "push, prefill-first, two faults": scenario(*EVERYTHING, num_faults=2, order=PREFILL_FIRST),
-    "push, paired, two faults": scenario(*EVERYTHING, "gone", num_faults=2, order=PREFILL_FIRST, is_paired=True),
-    "push, copies that a stopped process continues, two faults": scenario(
-        *PREFILL, "cancel", "break", num_faults=2, copies=True
-    ),
-    "pull, two faults": scenario(*EVERYTHING, num_faults=2, direction=PULL),
-    "pull, two claimants": scenario(*EVERYTHING, num_prefill=2, direction=PULL),
-    "pull, kept beside the pool, two faults": scenario(
-        *EVERYTHING, "no room", num_faults=2, direction=PULL, keeps=True
-    ),
-    "pull, by the engines, two faults": scenario(
-        *EVERYTHING, num_faults=2, direction=PULL, with_blocks=False, by_engine=True
-    ),
-    "pull, prefill-first, two faults": scenario(*EVERYTHING, num_faults=2, direction=PULL, order=PREFILL_FIRST),
-}
-
 
 WHOLE = SCENARIOS | THREE_FAULTS
 
@@ -137,60 +24,6 @@ def test_no_reachable_state_is_wrong_and_none_hangs(name: str) -> None:
     print(f"{name}: {report}")
     assert report.violation is None, (report.violation, report.trace)
     assert report.is_complete
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize("name", LONG)
-def test_with_more_faults_at_once(name: str) -> None:
-    """Up to a bound, fewer faults first: the report says how far that was."""
-    report = explore(LONG[name], max_states=60_000)
-    print(f"{name}: {report}")
-    assert report.violation is None, (report.violation, report.trace)
-    assert report.num_faults >= LONG[name].max_faults - 1
-
-
-@pytest.mark.parametrize(
-    "mutant",
-    [pytest.param(mutant, id=mutant.name, marks=[pytest.mark.matrix] * mutant.is_long) for mutant in MUTANTS],
-)
-def test_a_protocol_without_the_rule_is_found_out(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
-    mutant.patch(monkeypatch)
-    report = explore(mutant.scenario)
-    print(f"rule {mutant.rule}, {mutant.name}: {report}")
-    assert report.violation is not None, "the explorer saw nothing wrong"
-
-
-def test_each_rule_has_a_mutant() -> None:
-    """Rule 6 needs two incarnations (``test_ledgers``), 10 is what the explorer always checks."""
-    assert {mutant.rule for mutant in MUTANTS} == {1, 2, 3, 4, 5, 7, 8, 9}
-    assert len(MUTANTS) >= 10
-
-
-def test_a_change_of_role_that_ends_what_came_through_the_door_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    narrow = World.do_narrow
-
-    def narrow_at_once(self: World, number: int) -> None:
-        narrow(self, number)
-        if number != D:
-            self.ps[number].held = frozenset()
-
-    monkeypatch.setattr(World, "do_narrow", narrow_at_once)
-    report = explore(SCENARIOS["push, roles change"])
-    assert report.violation is not None
-    assert ("narrow", 0) in report.trace
-
-
-MANY = Scenario(
-    num_prefill=3,
-    num_requests=4,
-    num_hit_blocks=1,
-    num_chunks=2,
-    max_computing=2,
-    checksums=True,
-    slow=True,
-    faults=frozenset({*EVERYTHING, *ROLES, "damage"}),
-    max_faults=12,
-)
 
 
 @pytest.mark.parametrize(

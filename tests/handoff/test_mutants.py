@@ -1,0 +1,41 @@
+"""Without any one rule of the protocol the explorer finds a wrong state."""
+
+from __future__ import annotations
+
+import pytest
+from tests.handoff.explorer import explore
+from tests.handoff.mutants import MUTANTS, Mutant
+from tests.handoff.nodes import D
+from tests.handoff.scenarios import SCENARIOS
+from tests.handoff.world import World
+
+
+@pytest.mark.parametrize(
+    "mutant",
+    [pytest.param(mutant, id=mutant.name, marks=[pytest.mark.matrix] * mutant.is_long) for mutant in MUTANTS],
+)
+def test_a_protocol_without_the_rule_is_found_out(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
+    mutant.patch(monkeypatch)
+    report = explore(mutant.scenario)
+    print(f"rule {mutant.rule}, {mutant.name}: {report}")
+    assert report.violation is not None, "the explorer saw nothing wrong"
+
+
+def test_each_rule_has_a_mutant() -> None:
+    """Rule 6 needs two incarnations (``test_ledgers``), 10 is what the explorer always checks."""
+    assert {mutant.rule for mutant in MUTANTS} == {1, 2, 3, 4, 5, 7, 8, 9}
+    assert len(MUTANTS) >= 10
+
+
+def test_a_change_of_role_that_ends_what_came_through_the_door_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    narrow = World.do_narrow
+
+    def narrow_at_once(self: World, number: int) -> None:
+        narrow(self, number)
+        if number != D:
+            self.ps[number].held = frozenset()
+
+    monkeypatch.setattr(World, "do_narrow", narrow_at_once)
+    report = explore(SCENARIOS["push, roles change"])
+    assert report.violation is not None
+    assert ("narrow", 0) in report.trace
