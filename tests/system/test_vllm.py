@@ -82,35 +82,42 @@ def test_kvrelays_connector_moves_kv_from_peer_to_peer(asked: list[Asked]) -> No
 
 
 @pytest.mark.parametrize(
-    ("way", "rank", "fault"),
+    ("role", "way", "rank", "fault"),
     [
-        ("kvrelay", 1, signal.SIGKILL),
-        pytest.param("kvrelay", 0, signal.SIGKILL, marks=pytest.mark.matrix),
-        pytest.param("kvrelay", 1, signal.SIGSTOP, marks=pytest.mark.matrix),
-        pytest.param("nixl", 1, signal.SIGKILL, marks=pytest.mark.matrix),
-        pytest.param("nixl", 0, signal.SIGSTOP, marks=pytest.mark.matrix),
+        ("prefill", "kvrelay", 1, signal.SIGKILL),
+        pytest.param("prefill", "kvrelay", 0, signal.SIGKILL, marks=pytest.mark.matrix),
+        pytest.param("prefill", "kvrelay", 1, signal.SIGSTOP, marks=pytest.mark.matrix),
+        pytest.param("prefill", "nixl", 1, signal.SIGKILL, marks=pytest.mark.matrix),
+        pytest.param("prefill", "nixl", 0, signal.SIGSTOP, marks=pytest.mark.matrix),
+        pytest.param("decode", "kvrelay", 1, signal.SIGKILL, marks=pytest.mark.matrix),
+        pytest.param("decode", "kvrelay", 0, signal.SIGSTOP, marks=pytest.mark.matrix),
+        pytest.param("decode", "nixl", 1, signal.SIGKILL, marks=pytest.mark.matrix),
     ],
 )
-def test_a_rank_of_the_prefill_worker_is_lost(asked: list[Asked], way: str, rank: int, fault: signal.Signals) -> None:
+def test_a_rank_of_a_worker_is_lost(asked: list[Asked], role: str, way: str, rank: int, fault: signal.Signals) -> None:
     """Killed, or stopped so that it never reports: the worker ends with all its ranks, and no answer with it."""
     prompts, expected = asked[0].prompts[:NUM_RANKS], asked[0].answers[:NUM_RANKS]
     # The first step of two ranks compiles, which has taken more than a minute on a busy machine.
     hang = ("--step-timeout-s", "150") if fault is signal.SIGSTOP else ()
-    flags = ("--tp-prefill", "2", "--remote-prefill-timeout-s", "200", *hang)
+    # What a decode worker has begun goes on at another one.
+    count = {"prefill": "1", "decode": "2"}[role]
+    flags = (f"--{role}", count, f"--tp-{role}", "2", "--remote-prefill-timeout-s", "200", *hang)
     with Serve((*SPLIT, *CONNECTORS[way], *flags)) as server, Asking(server) as asking:
-        (worker,) = server.workers("prefill")
+        worker = server.workers(role)[0]
         processes = psutil.Process(int(worker["pid"])).children(recursive=True)
         (victim,) = (process for process in processes if f"TP{rank}" in process.name())
         answers = asking.begin(prompts)
-        until(lambda: _num_remote(server) > 0, timeout_s=3 * PATIENCE_S)
+        at = worker["worker_id"] if role == "decode" else None
+        until(lambda: _num_remote(server, at) > 0, timeout_s=3 * PATIENCE_S)
         victim.send_signal(fault)
         assert [answer.result() for answer in answers] == expected
         until(lambda: not any(process.is_running() for process in processes))
 
 
-def _num_remote(server: Serve) -> int:
-    (worker,) = server.workers("decode")
-    return int(worker["decode"]["num_remote_done"])
+def _num_remote(server: Serve, worker_id: str | None = None) -> int:
+    """At all decode workers, or one."""
+    chosen = (each for each in server.workers("decode") if worker_id in (None, each["worker_id"]))
+    return sum(int(each["decode"]["num_remote_done"]) for each in chosen)
 
 
 def _whereabouts(server: Serve) -> list[dict[str, Any]]:
