@@ -123,6 +123,13 @@ class Asking:
         return tokens
 
 
+def count(url: str, metric: str) -> float:
+    """A server's value of a metric; 0 if it has none yet."""
+    text = httpx.get(f"{url}/metrics", timeout=PATIENCE_S).text
+    found = re.search(rf"^{re.escape(metric)}(?:{{[^}}]*}})? (\S+)$", text, re.MULTILINE)
+    return float(found.group(1)) if found else 0.0
+
+
 @dataclass
 class StockServer:
     """A running ``vllm serve``."""
@@ -132,10 +139,7 @@ class StockServer:
     log: Path
 
     def count(self, metric: str) -> float:
-        """A metric's value; 0 if it has none yet."""
-        text = httpx.get(f"{self.url}/metrics", timeout=PATIENCE_S).text
-        found = re.search(rf"^{re.escape(metric)}(?:{{[^}}]*}})? (\S+)$", text, re.MULTILINE)
-        return float(found.group(1)) if found else 0.0
+        return count(self.url, metric)
 
     def is_healthy(self) -> bool:
         assert self.process.poll() is None, f"vllm serve has ended:\n{self.log.read_text()[-3000:]}"

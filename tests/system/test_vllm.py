@@ -8,10 +8,11 @@ import signal
 from collections.abc import Iterator
 from typing import Any
 
+import openai
 import psutil
 import pytest
 from tests.patience import PATIENCE_S, until
-from tests.system.real_vllm import NUM_PROMPTS, NUM_TOKENS, Asked, Asking
+from tests.system.real_vllm import NUM_PROMPTS, NUM_TOKENS, Asked, Asking, count
 from tests.system.serving import Serve
 
 pytestmark = [pytest.mark.vllm, pytest.mark.system, pytest.mark.timeout(1200)]
@@ -100,18 +101,50 @@ def test_a_rank_of_a_worker_is_lost(asked: list[Asked], role: str, way: str, ran
     # The first step of two ranks compiles, which has taken more than a minute on a busy machine.
     hang = ("--step-timeout-s", "150") if fault is signal.SIGSTOP else ()
     # What a decode worker has begun goes on at another one.
-    count = {"prefill": "1", "decode": "2"}[role]
-    flags = (f"--{role}", count, f"--tp-{role}", "2", "--remote-prefill-timeout-s", "200", *hang)
+    num_workers = {"prefill": "1", "decode": "2"}[role]
+    flags = (f"--{role}", num_workers, f"--tp-{role}", "2", "--remote-prefill-timeout-s", "200", *hang)
     with Serve((*SPLIT, *CONNECTORS[way], *flags)) as server, Asking(server) as asking:
         worker = server.workers(role)[0]
-        processes = psutil.Process(int(worker["pid"])).children(recursive=True)
-        (victim,) = (process for process in processes if f"TP{rank}" in process.name())
+        victim, processes = _rank(worker, rank)
         answers = asking.begin(prompts)
         at = worker["worker_id"] if role == "decode" else None
         until(lambda: _num_remote(server, at) > 0, timeout_s=3 * PATIENCE_S)
         victim.send_signal(fault)
         assert [answer.result() for answer in answers] == expected
+        assert (count(server.url, "kvrelay_migrations_total") > 0) is (role == "decode")
         until(lambda: not any(process.is_running() for process in processes))
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("way", CONNECTORS)
+def test_a_rank_of_the_only_decode_worker_is_lost(asked: list[Asked], way: str) -> None:
+    """Each stream that it does not finish ends with an error that says why, soon; so do new requests."""
+    prompts, expected = asked[0].prompts[:NUM_RANKS], asked[0].answers[:NUM_RANKS]
+    flags = ("--tp-decode", "2", "--remote-prefill-timeout-s", "200")
+    with Serve((*SPLIT, *CONNECTORS[way], *flags)) as server, Asking(server) as asking:
+        (worker,) = server.workers("decode")
+        victim, processes = _rank(worker, 1)
+        answers = asking.begin(prompts)
+        until(lambda: asking.num_tokens > NUM_TOKENS, timeout_s=3 * PATIENCE_S)
+        victim.kill()
+        until(lambda: not any(process.is_running() for process in processes))
+        # ``serve`` starts another one, which is not there for a while.
+        until(lambda: all(answer.done() for answer in answers))
+        errors = [answer.exception() for answer in answers]
+        assert any(errors)
+        for answer, error, tokens in zip(answers, errors, expected, strict=True):
+            if error is None:
+                assert answer.result() == tokens
+            else:
+                assert isinstance(error, openai.APIError)
+                assert "could not be continued" in error.message or "no worker" in error.message
+
+
+def _rank(worker: dict[str, Any], rank: int) -> tuple[psutil.Process, list[psutil.Process]]:
+    """This rank of vLLM in the worker, and all processes of vLLM there."""
+    processes = psutil.Process(int(worker["pid"])).children(recursive=True)
+    (found,) = (process for process in processes if f"TP{rank}" in process.name())
+    return found, processes
 
 
 def _num_remote(server: Serve, worker_id: str | None = None) -> int:
