@@ -17,9 +17,15 @@ import click
 from click.shell_completion import CompletionItem
 
 from kvrelay.cli.log_limit import LineFormatter, LogLimit
+from kvrelay.core.child_process import WORKER_PID
 from kvrelay.core.clock import MonotonicClock
 from kvrelay.errors import KvrelayError
 from kvrelay.version import __version__
+
+if WORKER_PID in os.environ:
+    # In a process that vLLM has spawned for a worker, multiprocessing runs the worker's main module again before it
+    # imports anything else. vLLM's own imports take many seconds, in which the worker may end.
+    importlib.import_module("kvrelay.engines.vllm.child")
 
 LOG_LEVEL_VARIABLE = "KVRELAY_LOG_LEVEL"
 COMMANDS = {

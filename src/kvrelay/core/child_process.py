@@ -16,6 +16,8 @@ from functools import partial
 from typing import IO
 
 PR_SET_PDEATHSIG = 1
+WORKER_PID = "KVRELAY_WORKER_PID"
+"""The environment variable by which vLLM's processes know the worker that has started them."""
 
 
 def start_child_process(

@@ -7,31 +7,39 @@ import subprocess
 import sys
 
 import psutil
+import pytest
 from tests.patience import PATIENCE_S, until
 
-from kvrelay.engines.vllm.child import WORKER_PID
+from kvrelay.core.child_process import WORKER_PID
 from kvrelay.engines.vllm.cores import CORES
 
-CHILD = [sys.executable, "-c", "import time, kvrelay.engines.vllm.child; print('.', flush=True); time.sleep(600)"]
-"""vLLM's processes import this module before they load the model."""
+IMPORTED = "import kvrelay.engines.vllm.child"
+"""vLLM's processes import this module before they load the model,"""
+SPAWNED = "import runpy; runpy.run_module('kvrelay', run_name='__mp_main__')"
+"""and multiprocessing runs the worker's main module in them before it imports vLLM, which takes many seconds."""
 
 
-def test_a_process_ends_with_the_worker_that_its_environment_names() -> None:
+@pytest.mark.parametrize("start", [IMPORTED, SPAWNED])
+def test_a_process_ends_with_the_worker_that_its_environment_names(start: str) -> None:
+    child_command = [sys.executable, "-c", f"{start}; import time; print('.', flush=True); time.sleep(600)"]
     worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     env = {**os.environ, WORKER_PID: str(worker.pid)}
     try:
-        with subprocess.Popen(CHILD, stdout=subprocess.PIPE, env=env) as child:
+        with subprocess.Popen(child_command, stdout=subprocess.PIPE, env=env) as child:
             assert child.stdout is not None
             assert child.stdout.readline() == b".\n"
             assert child.poll() is None
             worker.kill()
             worker.wait()
-            assert child.wait(PATIENCE_S) == -9
+            try:
+                assert child.wait(PATIENCE_S) == -9
+            finally:
+                child.kill()
     finally:
         worker.kill()
         worker.wait()
     # One whose worker has ended before ends at once.
-    late = subprocess.run(CHILD, capture_output=True, env=env, check=False, timeout=PATIENCE_S)
+    late = subprocess.run(child_command, capture_output=True, env=env, check=False, timeout=PATIENCE_S)
     assert (late.returncode, late.stdout) == (-9, b"")
 
 

@@ -12,17 +12,15 @@ import select
 import signal
 import threading
 
-from kvrelay.core.child_process import PR_SET_PDEATHSIG
+from kvrelay.core.child_process import PR_SET_PDEATHSIG, WORKER_PID
 from kvrelay.engines.vllm.cores import CORES, parse_cores
-
-WORKER_PID = "KVRELAY_WORKER_PID"
-"""The environment variable by which vLLM's processes know the worker that has started them."""
 
 
 class WorkerExtension:
     """An extension of vLLM's workers, by ``worker_extension_cls``. vLLM refuses names that its workers have.
 
-    vLLM imports it before it loads the model. Until then its engine process ends by vLLM's own timeout, of 5 minutes.
+    vLLM imports it before it loads the model. By then ``cli/main.py`` has imported this module, as the first thing in a
+    process that multiprocessing spawns.
     """
 
     def kvrelay_started(self) -> None:

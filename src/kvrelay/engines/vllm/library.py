@@ -22,13 +22,13 @@ from typing import Any
 import psutil
 
 from kvrelay.config import WorkerConfig
+from kvrelay.core.child_process import WORKER_PID
 from kvrelay.core.cores import allowed_cores, usable_cores
 from kvrelay.core.layout import KVLayout
 from kvrelay.engines.connector.terms import encode_place, latent_layout, packed_layout
 from kvrelay.engines.hosted.staging import Staging, allocate_staging
 from kvrelay.engines.vllm.arguments import require_known
 from kvrelay.engines.vllm.backend import AsyncEngine, Terms
-from kvrelay.engines.vllm.child import WORKER_PID
 from kvrelay.engines.vllm.cores import compute_cores, thread_environment
 from kvrelay.errors import ConfigError, EngineDeadError, KvrelayError, UnsupportedModelError
 from kvrelay.executors.host_memory import HostMemory
