@@ -5,42 +5,60 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from contextlib import suppress
 
 import psutil
-import pytest
 from tests.patience import PATIENCE_S, until
 
 from kvrelay.core.child_process import WORKER_PID
 from kvrelay.engines.vllm.cores import CORES
 
-IMPORTED = "import kvrelay.engines.vllm.child"
-"""vLLM's processes import this module before they load the model,"""
-SPAWNED = "import runpy; runpy.run_module('kvrelay', run_name='__mp_main__')"
-"""and multiprocessing runs the worker's main module in them before it imports vLLM, which takes many seconds."""
+CHILD = [sys.executable, "-c", "import time, kvrelay.engines.vllm.child; print('.', flush=True); time.sleep(600)"]
+"""vLLM's processes import this module before they load the model."""
 
 
-@pytest.mark.parametrize("start", [IMPORTED, SPAWNED])
-def test_a_process_ends_with_the_worker_that_its_environment_names(start: str) -> None:
-    child_command = [sys.executable, "-c", f"{start}; import time; print('.', flush=True); time.sleep(600)"]
+def test_a_process_ends_with_the_worker_that_its_environment_names() -> None:
     worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     env = {**os.environ, WORKER_PID: str(worker.pid)}
     try:
-        with subprocess.Popen(child_command, stdout=subprocess.PIPE, env=env) as child:
+        with subprocess.Popen(CHILD, stdout=subprocess.PIPE, env=env) as child:
             assert child.stdout is not None
             assert child.stdout.readline() == b".\n"
             assert child.poll() is None
             worker.kill()
             worker.wait()
-            try:
-                assert child.wait(PATIENCE_S) == -9
-            finally:
-                child.kill()
+            assert child.wait(PATIENCE_S) == -9
     finally:
         worker.kill()
         worker.wait()
     # One whose worker has ended before ends at once.
-    late = subprocess.run(child_command, capture_output=True, env=env, check=False, timeout=PATIENCE_S)
+    late = subprocess.run(CHILD, capture_output=True, env=env, check=False, timeout=PATIENCE_S)
     assert (late.returncode, late.stdout) == (-9, b"")
+
+
+def test_a_process_that_multiprocessing_spawns_ends_with_the_worker_before_it_imports_anything_else() -> None:
+    """vLLM's own imports take many seconds."""
+    worker = f"""
+import multiprocessing, os, runpy, time
+import kvrelay.cli.main
+def main():
+    os.environ[{WORKER_PID!r}] = str(os.getpid())
+    child = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(600,))
+    child.start()
+    print(child.pid, flush=True)
+    time.sleep(600)
+kvrelay.cli.main.main = main
+runpy.run_module("kvrelay", run_name="__main__", alter_sys=True)
+"""
+    with subprocess.Popen([sys.executable, "-c", worker], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        child = psutil.Process(int(process.stdout.readline()))
+        process.kill()
+    try:
+        until(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE)
+    finally:
+        with suppress(psutil.NoSuchProcess):
+            child.kill()
 
 
 def test_all_threads_of_a_process_stay_on_the_cores_that_its_environment_names() -> None:
