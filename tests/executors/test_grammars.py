@@ -406,7 +406,7 @@ def test_a_greedy_answer_is_the_same_with_guesses(
             answer.append(token_id)
         answers.append(answer)
     assert answers[0] == answers[1]
-    assert (num_guesses, num_refused) == ((51, 0) if is_obedient else (7, 7))
+    assert (num_guesses, num_refused) == ((51, 0) if is_obedient else (5, 5))
 
 
 TAGGED = [{"type": "object", "properties": {"k": {"const": name}}, "required": ["k"]} for name in "ab"]
