@@ -52,7 +52,7 @@ INITIAL_LEXER_FUEL, STEP_LEXER_FUEL, MAX_LEXER_STATES = 500_000, 20_000, 20_000
 SLOW_S = 0.001
 """Mean CPU time of a token in a sequence whose masks others do not wait for. A mask takes 0.05 ms in general."""
 PATIENCE_S = 0.02
-INLINE_S = 0.0001
+INLINE_S = 0.0002
 """If the latest masks of steady sequences took at most this long, all together, the engine's thread computes the next
 ones itself: to hand them over costs it more. One mask may always take some ms, which PATIENCE_S allows as well."""
 BUDGET_S, BUDGET_TOKEN_S = 1.0, 0.005
@@ -384,11 +384,12 @@ class GrammarMasks:
 
         ``may_guess``: the caller can choose a token without a mask first, and asks ``refused`` about it.
         """
-        walks: dict[int, Walk] = {}
+        walks = {row: self.walks[slot] for row, slot in enumerate(slots) if slot in self.walks}
         guessed: dict[int, Walk] = {}
-        for row, slot in enumerate(slots):
-            if (walk := self.walks.get(slot)) is not None:
-                (guessed if may_guess and walk.may_guess else walks)[row] = walk
+        # Masks of refused guesses are computed on this thread: only if all together take next to no time.
+        if may_guess and sum([walk.latest_s for walk in walks.values()]) <= INLINE_S:
+            guessed = {row: walk for row, walk in walks.items() if walk.may_guess}
+            walks = {row: walk for row, walk in walks.items() if row not in guessed}
         broken = {row: self._broken[slot] for row, slot in enumerate(slots) if slot in self._broken}
         if not walks and not guessed and not broken:
             return None
