@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -178,7 +179,8 @@ async def clear(process: NatsServerProcess) -> None:
     """Delete all streams, without the cost of a restart."""
     connection = await NatsConnection.connect(process.url, PATIENCE_S)
     for stream in ("KV_kvrelay_test", "kvrelay_test_keepalives", "kvrelay_test_prefill", "kvrelay_test_prefill_dead"):
-        await connection.request(f"$JS.API.STREAM.DELETE.{stream}", b"")
+        reply = json.loads((await connection.request(f"$JS.API.STREAM.DELETE.{stream}", b"")).data)
+        assert reply.get("success") or reply["error"]["code"] == 404, reply
     await connection.close()
 
 

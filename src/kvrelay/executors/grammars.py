@@ -58,8 +58,8 @@ ones itself: to hand them over costs it more. One mask may always take some ms, 
 BUDGET_S, BUDGET_TOKEN_S = 1.0, 0.005
 """CPU time of one sequence's masks: altogether, and more for each token."""
 
-GUESS_EVERY = 8
-"""Tokens after which a sequence whose best token was refused tries without a mask again."""
+MAX_GUESS_PAUSE = 64
+"""Tokens after which a sequence whose best token was refused again and again tries without a mask once more."""
 
 _NUM_FIRST = 8
 _TOKENS_AT_ONCE = 64
@@ -209,8 +209,10 @@ class Walk:
         """The step waits for the first mask."""
         self.takes_best = False
         """Its next token is the model's best one that the grammar allows: greedy, and no score is changed."""
-        self._is_obeyed, self._has_read = True, False
-        """The grammar allowed the latest guess; and has read it."""
+        self._has_read = False
+        """The matcher has read the next token: it was guessed."""
+        self._guess_pause, self._guess_at = 1, 0
+        """Refused guesses in a row double the pause, in tokens."""
 
     @property
     def mean_s(self) -> float:
@@ -229,8 +231,8 @@ class Walk:
     @property
     def may_guess(self) -> bool:
         """The model's best token is likely allowed, and to ask about one token takes less than a mask."""
-        is_due = self._is_obeyed or self._num_tokens % GUESS_EVERY == 0
-        return self.takes_best and is_due and not self.is_asked and self.is_steady
+        is_due = self.takes_best and self._num_tokens >= self._guess_at
+        return is_due and not self.is_asked and self.is_steady
 
     def advance(self, token_id: int) -> None:
         if not self._has_read:
@@ -251,11 +253,13 @@ class Walk:
                 self._unread.clear()
             if self._matcher.compute_ff_bytes():
                 return False
-            self._is_obeyed = self._has_read = self._matcher.try_consume_tokens([token_id]) == 1
+            self._has_read = self._matcher.try_consume_tokens([token_id]) == 1
         except BaseException as exc:  # noqa: BLE001 - as in compute
             self._fail(str(exc))
             return False
         self._num_tokens += self._has_read
+        self._guess_pause = 1 if self._has_read else min(2 * self._guess_pause, MAX_GUESS_PAUSE)
+        self._guess_at = self._num_tokens + (0 if self._has_read else self._guess_pause)
         return self._has_read
 
     def compute(self, num_words: int) -> None:
@@ -292,10 +296,10 @@ class Walk:
     @staticmethod
     def guess(guesses: Sequence[tuple[Walk, int]]) -> list[bool]:
         """Which walks accept their tokens. Their time is shared as in ``compute_together``."""
-        began_s = time.perf_counter()
+        began_s = time.thread_time()
         accepted = [walk.accepts(token_id) for walk, token_id in guesses]
         walks = [walk for walk, _ in guesses]
-        share_s = Walk._share(walks, time.perf_counter() - began_s)
+        share_s = Walk._share(walks, time.thread_time() - began_s)
         for walk in walks:
             walk.spent_s += share_s
         return accepted
@@ -380,11 +384,12 @@ class GrammarMasks:
 
         ``may_guess``: the caller can choose a token without a mask first, and asks ``refused`` about it.
         """
-        walks: dict[int, Walk] = {}
+        walks = {row: self.walks[slot] for row, slot in enumerate(slots) if slot in self.walks}
         guessed: dict[int, Walk] = {}
-        for row, slot in enumerate(slots):
-            if (walk := self.walks.get(slot)) is not None:
-                (guessed if may_guess and walk.may_guess else walks)[row] = walk
+        # Masks of refused guesses are computed on this thread: only if all together take next to no time.
+        if may_guess and sum([walk.latest_s for walk in walks.values()]) <= INLINE_S:
+            guessed = {row: walk for row, walk in walks.items() if walk.may_guess}
+            walks = {row: walk for row, walk in walks.items() if row not in guessed}
         broken = {row: self._broken[slot] for row, slot in enumerate(slots) if slot in self._broken}
         if not walks and not guessed and not broken:
             return None
