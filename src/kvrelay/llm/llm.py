@@ -160,6 +160,7 @@ class _LoopThread:
     def stop(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
+        self._loop.run_until_complete(self._loop.shutdown_default_executor())
         self._loop.close()
         sys.setswitchinterval(self._switch_interval_s)
 

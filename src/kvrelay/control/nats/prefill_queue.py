@@ -159,6 +159,8 @@ class NatsPrefillQueue:
             message = await self._first(partition)
             if message is None:
                 left_s = deadline_s - loop.time()
+                if left_s <= 0 and QueueClass.NORMAL not in partition.stock:
+                    return None
                 look_s = LOOK_INTERVAL_S if partition.stock.keys() - {QueueClass.NORMAL} else self._ack_wait_s
                 message = await self._next(partition, QueueClass.NORMAL, min(max(left_s, 0.0), look_s))
                 if message is None and left_s <= 0:
