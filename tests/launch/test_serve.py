@@ -43,7 +43,7 @@ async def test_a_broken_tokenizer_ends_the_start(tmp_path: Path, monkeypatch: py
 
 async def test_ready_means_every_frontend(monkeypatch: pytest.MonkeyPatch) -> None:
     """They share a port, and each learns of the workers by itself, of one long before the other perhaps."""
-    pids = [(7, 2), (8, 1), None, (7, 2), (9, 2), (8, 2)]
+    pids = [(7, 3), (8, 2), None, (7, 3), (9, 3), (8, 3)]
     answers = [(200, b'{"pid":%d,"workers":%d}' % pid) if pid else (503, b"{}") for pid in pids]
     told = iter(answers)
 

@@ -92,11 +92,6 @@ class ServeConfig:
         return sum(worker.group.dp for worker in self.workers)
 
     @property
-    def num_takers(self) -> int:
-        """Those of them that take requests of frontends."""
-        return sum(worker.group.dp for worker in self.workers if worker.role.takes_requests)
-
-    @property
     def shape(self) -> str:
         """``1P2D``, or ``2 aggregated``."""
         num_prefill = sum(worker.role is WorkerRole.PREFILL for worker in self.workers)
@@ -265,7 +260,7 @@ class LocalCluster:
         """The process of a frontend that serves with all workers; 0 if the one that was reached does not, or none was.
 
         On a busy machine a frontend may know one worker long before the others, which would get none of the first
-        requests.
+        requests, or none of their prefills.
         """
         try:
             # The exchange holds no secret, and the certificate may name another host.
@@ -273,7 +268,7 @@ class LocalCluster:
         except WorkerUnavailableError:
             return 0
         told = json.loads(body) if status == 200 else {}
-        return int(told.get("pid", 0)) if told.get("workers", 0) >= self._config.num_takers else 0
+        return int(told.get("pid", 0)) if told.get("workers", 0) >= self._config.num_engines else 0
 
     def _check_starting(self) -> None:
         """Raise FatalError if a child ended while starting; it has written the reason to stderr."""

@@ -385,9 +385,9 @@ class FrontendApp:
 
     async def _health(self, exchange: Exchange, request_id: str) -> None:
         """Ready if at least one model can be served. The ``pid`` tells frontends apart that share a port, ``workers``
-        how many workers get this one's requests."""
+        how many workers get this one's requests or prefills."""
         if self._cluster.models:
-            num_workers = sum(self._cluster.count_workers().values())
+            num_workers = sum(model.num_workers for model in self._cluster.models)
             told = {"status": "ok", "pid": os.getpid(), "workers": num_workers}
             exchange.respond(Response(200, msgspec.json.encode(told)))
         else:

@@ -90,7 +90,13 @@ class Model:
 
     @property
     def worker_ids(self) -> list[str]:
+        """Those that take requests."""
         return list(self._links)
+
+    @property
+    def num_workers(self) -> int:
+        """With those that only prefill."""
+        return len(self._links) + len(self._prefill_links)
 
     def add_worker(self, info: WorkerInfo, link: WorkerLink) -> None:
         """The worker takes requests or prefills, or has changed. The model's limits are the smallest of all workers
