@@ -52,6 +52,7 @@ SCENARIOS = {
     "pull, kept beside the pool": scenario(
         *NETWORK, *LOCAL, "no room", "damage", num_hit_blocks=1, checksums=True, direction=PULL, keeps=True
     ),
+    "pull, kept beside the pool when there is room again": scenario("no room", direction=PULL, keeps=True),
     "pull, kept beside the pool, leases": scenario(
         *PREFILL, "cut decode", "revoke decode", "cancel", direction=PULL, keeps=True
     ),

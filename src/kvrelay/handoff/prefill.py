@@ -359,12 +359,12 @@ class PrefillHandoff:
         """The engine has moved the KV, or has not."""
         self.num_in_flight -= 1
         if self.is_moving:
-            self._moved(block_ids, context)
-        elif block_ids is not None:
-            self.held = block_ids
-        if self.state is PrefillState.KEEPING:
-            (chunk,), self.chunks = self.chunks, ()
-            self._hold(chunk, context)
+            self._moved(block_ids, context)  # it may ask the engine again, and wait in KEEPING
+        else:
+            self.held = self.held if block_ids is None else block_ids
+            if self.state is PrefillState.KEEPING:
+                (chunk,), self.chunks = self.chunks, ()
+                self._hold(chunk, context)
         self.settle(context)
 
     def _move_out(self, context: PrefillContext) -> None:
