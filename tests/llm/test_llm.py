@@ -148,6 +148,12 @@ def test_what_is_closed_stays_closed_and_leaves_no_thread() -> None:
     assert sys.getswitchinterval() == interval
 
 
+async def test_it_is_closed_in_a_thread_that_runs_a_loop() -> None:
+    """As a notebook's does."""
+    with LLM(**MOCK) as llm:
+        assert llm.generate("x", GREEDY)
+
+
 def test_an_engine_that_dies_is_an_error_not_a_hang(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(executor: MockExecutor, work: object) -> None:
         raise RuntimeError("the device is on fire")

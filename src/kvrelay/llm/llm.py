@@ -158,9 +158,10 @@ class _LoopThread:
             raise
 
     def stop(self) -> None:
+        # There, because the caller's thread may run a loop of its own.
+        self.run(self._loop.shutdown_default_executor())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
-        self._loop.run_until_complete(self._loop.shutdown_default_executor())
         self._loop.close()
         sys.setswitchinterval(self._switch_interval_s)
 
