@@ -226,9 +226,7 @@ class AdmissionQueue:
         is_remote = request.mode is PrefillMode.REMOTE or (
             decision is not None and decision.place is PrefillPlace.REMOTE
         )
-        if not is_remote or self.holding is None:
-            return None
-        if request.num_handoff_tokens <= 0:
+        if not is_remote or self.holding is None or request.num_handoff_tokens <= 0:
             return None
         num_needed = self._pool.blocks_for(request.num_handoff_tokens)
         return _Admissible(request, [], num_needed, decision, True) if self.holding.has_room(num_needed) else None
