@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
-import uuid
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from collections.abc import Sequence as Items
 from contextlib import contextmanager
@@ -32,6 +32,8 @@ TextOrTokens = str | Items[int]
 Message = Mapping[str, Any]
 
 MIGRATION_LIMIT = 3
+TOKENS_AT_ONCE = 64
+"""Of an answer that is returned as a whole; each piece wakes the event loop beside the engine's threads."""
 
 
 class AsyncLLM:
@@ -104,9 +106,12 @@ class AsyncLLM:
 
         Raises InvalidInputError, PromptTooLongError, EngineDeadError.
         """
+        return await self.answer(prompt, self.spec(sampling_params))
+
+    async def answer(self, prompt: TextOrTokens, spec: AnswerSpec) -> RequestOutput:
+        """``generate`` with settings that are checked already: one ``spec`` serves any number of prompts."""
         model = self._cluster.model
-        params = sampling_params or recommended(model.tokenizer.default_sampling)
-        return await self._collect(await self._prompt(model, prompt), model, params)
+        return await self._collect(await self._prompt(model, prompt), model, spec)
 
     async def chat(
         self, messages: Items[Message], sampling_params: SamplingParams | None = None, **template_arguments: object
@@ -115,17 +120,14 @@ class AsyncLLM:
 
         Raises InvalidInputError, also if the checkpoint has no chat template.
         """
-        model = self._cluster.model
-        params = sampling_params or recommended(model.tokenizer.default_sampling)
-        return await self._collect(await self._chat_prompt(model, messages, template_arguments), model, params)
+        model, spec = self._cluster.model, self.spec(sampling_params)
+        return await self._collect(await self._chat_prompt(model, messages, template_arguments), model, spec)
 
     async def stream(
         self, prompt: TextOrTokens, sampling_params: SamplingParams | None = None
     ) -> AsyncIterator[TextDelta]:
         """The answers to one prompt as they are generated. Leaving the loop early ends the work (``aclose``)."""
-        model = self._cluster.model
-        params = sampling_params or recommended(model.tokenizer.default_sampling)
-        spec = self._spec(model, params)
+        model, spec = self._cluster.model, self.spec(sampling_params)
         given = await self._prompt(model, prompt)
         answer = _StreamedAnswer(spec)
         try:
@@ -147,14 +149,15 @@ class AsyncLLM:
         for worker in self._cluster.workers:
             await worker.run_admin_command(AdminRequest(0, "clear_cache"))
 
-    def _spec(self, model: Model, params: SamplingParams) -> AnswerSpec:
-        spec = spec_of(params)
+    def spec(self, params: SamplingParams | None) -> AnswerSpec:
+        """The settings (None: the checkpoint's) as the engines get them. Raises InvalidInputError, EngineDeadError."""
+        model = self._cluster.model
+        spec = spec_of(params or recommended(model.tokenizer.default_sampling))
         spec.check(model.vocab_size)
         return spec
 
-    async def _collect(self, prompt: Prompt, model: Model, params: SamplingParams) -> RequestOutput:
-        spec = self._spec(model, params)
-        answer, start_s = CollectedAnswer(spec), time.monotonic()
+    async def _collect(self, prompt: Prompt, model: Model, spec: AnswerSpec) -> RequestOutput:
+        answer, start_s = CollectedAnswer(spec, TOKENS_AT_ONCE), time.monotonic()
         try:
             with _engines_lost():
                 await answer.start(self._sequences(prompt, model, spec, answer), spec.n, self._turns)
@@ -175,11 +178,11 @@ class AsyncLLM:
     def _sequences(
         self, prompt: Prompt, model: Model, spec: AnswerSpec, answer: SequenceListener
     ) -> Iterator[Sequence]:
-        request_id = uuid.uuid4().hex
+        request_id = secrets.token_hex(16)
         return sequences_of(request_id, [prompt], spec, model, answer, self._metrics, MIGRATION_LIMIT)
 
     async def _prompt(self, model: Model, prompt: TextOrTokens) -> Prompt:
-        given = prompt if isinstance(prompt, str) else [int(token) for token in prompt]
+        given = prompt if isinstance(prompt, str) else list(map(int, prompt))
         if not given:
             raise InvalidInputError("the prompt is empty", param="prompt")
         return await _aside(len(given), lambda: complete(completion_prompts([given], model, True))[0])

@@ -58,8 +58,11 @@ class EmbeddedCluster:
         """``prefill`` and ``decode`` are numbers of workers with this configuration; with ``prefill`` 0 each worker
         prefills its own requests."""
         engine = replace(config.engine, max_num_waiting=UNBOUNDED, kv_watermark=0.0)
-        self.config = replace(config, engine=engine)
-        self._router = router
+        # No server shows the marks.
+        self.config = replace(config, engine=engine, metrics=replace(config.metrics, request_marks=False))
+        # A choice of one needs no index of prefixes.
+        self._is_routed = decode > 1
+        self._router = router if self._is_routed else replace(router, router="round-robin")
         self._roles = [WorkerRole.PREFILL] * prefill
         self._roles += [WorkerRole.DECODE if prefill else WorkerRole.BOTH] * decode
         self._broker = MemoryBroker()
@@ -122,7 +125,16 @@ class EmbeddedCluster:
         self._stack.push_async_callback(plane.close)
         identity = WorkerIdentity(worker_id)
         transport = self._transport(worker_id, engine, links)
-        worker = Worker(config, identity, engine, transport, plane, self._network.server(), self._connect)
+        worker = Worker(
+            config,
+            identity,
+            engine,
+            transport,
+            plane,
+            self._network.server(),
+            self._connect,
+            tells_cache=self._is_routed,
+        )
         await worker.start()
         running = asyncio.get_running_loop().create_task(worker.run())
         self._workers[worker] = running

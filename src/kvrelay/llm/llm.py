@@ -119,7 +119,9 @@ class LLM:
             raise InvalidInputError(
                 f"{len(prompts)} prompts and {len(params)} sampling_params", param="sampling_params"
             )
-        return await _all([self._async.generate(prompt, each) for prompt, each in zip(prompts, params)])
+        distinct = {id(each): each for each in params}
+        specs = {key: self._async.spec(each) for key, each in distinct.items()}
+        return await _all([self._async.answer(prompt, specs[id(each)]) for prompt, each in zip(prompts, params)])
 
     async def _chat(
         self,
@@ -179,10 +181,11 @@ async def _all(calls: Sequence[Coroutine[Any, Any, RequestOutput]]) -> list[Requ
     tasks = [asyncio.ensure_future(call) for call in calls]
     try:
         return await asyncio.gather(*tasks)
-    finally:
+    except BaseException:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        raise
 
 
 def _prompt_list(prompts: TextOrTokens | Sequence[TextOrTokens]) -> list[TextOrTokens]:

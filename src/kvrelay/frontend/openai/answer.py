@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Protocol
 
 import msgspec
@@ -75,7 +76,7 @@ class Choice:
 
     @property
     def token_ids(self) -> list[int]:
-        return [token for piece in self.pieces for token in piece.token_ids]
+        return list(chain.from_iterable([piece.token_ids for piece in self.pieces]))
 
     @property
     def logprobs(self) -> list[PositionLogprobs]:
