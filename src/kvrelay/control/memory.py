@@ -1,7 +1,7 @@
 """The control plane inside one process, without a server: what ``kvrelay.LLM`` runs on, and simulations and tests.
 
 A MemoryBroker is the server; each ``plane()`` is one process's connection to it. A task of the broker renews the leases
-of its planes every TICK_S and ends overdue ones. ``is_online`` and ``revoked`` are for tests, which let the server go
+of its planes every ``tick_s`` and ends overdue ones. ``is_online`` and ``revoked`` are for tests, which let the server go
 away and operators revoke leases.
 """
 
@@ -36,9 +36,16 @@ class _Watcher:
 
 
 class MemoryBroker:
-    """The simulated server."""
+    """The simulated server. ``tick_s``: how often it looks whether a lease or an ack deadline is over."""
 
-    def __init__(self, *, ack_wait_s: float = MAX_ACK_WAIT_S, max_deliveries: int = MAX_DELIVERIES) -> None:
+    def __init__(
+        self,
+        *,
+        ack_wait_s: float = MAX_ACK_WAIT_S,
+        max_deliveries: int = MAX_DELIVERIES,
+        tick_s: float = TICK_S,
+    ) -> None:
+        self._tick_s = tick_s
         self.clock = MonotonicClock()
         self.is_online = True
         self.entries: dict[str, tuple[bytes, str | None]] = {}
@@ -93,7 +100,7 @@ class MemoryBroker:
 
     async def _tick_forever(self) -> None:
         while True:
-            await asyncio.sleep(TICK_S)
+            await asyncio.sleep(self._tick_s)
             self.tick()
 
     # -- keys ---------------------------------------------------------------------------------------------------------

@@ -43,6 +43,8 @@ from kvrelay.worker.roles import require_possible_role
 from kvrelay.worker.worker import Worker
 
 CONNECT_TIMEOUT_S = 60.0
+CONTROL_TICK_S = 0.5
+"""Each tick wakes the loop beside a step. Leases here last ten seconds, ack deadlines longer."""
 SECTIONS = {name: WORKER_SECTIONS[name] for name in ("engine", "runner", "disagg", "mock")}
 """Those that have a meaning in one process."""
 PER_RANK = "kv_transfer_per_rank"
@@ -65,7 +67,7 @@ class EmbeddedCluster:
         self._router = router if self._is_routed else replace(router, router="round-robin")
         self._roles = [WorkerRole.PREFILL] * prefill
         self._roles += [WorkerRole.DECODE if prefill else WorkerRole.BOTH] * decode
-        self._broker = MemoryBroker()
+        self._broker = MemoryBroker(tick_s=CONTROL_TICK_S)
         self._network = LoopbackNetwork()
         self._fabric = LoopbackFabric()
         self._stack = AsyncExitStack()
@@ -133,7 +135,7 @@ class EmbeddedCluster:
             plane,
             self._network.server(),
             self._connect,
-            tells_cache=self._is_routed,
+            is_routed=self._is_routed,
         )
         await worker.start()
         running = asyncio.get_running_loop().create_task(worker.run())

@@ -73,7 +73,7 @@ class Worker:
     """Connects an engine to the planes. All its parts come by constructor.
 
     ``decode``, ``prefill`` and ``transfer`` are its two sides and the thread that moves their KV. ``inspect`` shows all
-    of it at one moment. ``tells_cache``: some router follows the events of its prefix cache.
+    of it at one moment. ``is_routed`` False: it is the only choice, so it publishes neither cache events nor new loads.
     """
 
     def __init__(
@@ -86,11 +86,11 @@ class Worker:
         server: RpcServer,
         connect: Connect,
         *,
-        tells_cache: bool = True,
+        is_routed: bool = True,
     ) -> None:
         self.settings, self.identity = settings, identity
         self._engine = engine
-        self._tells_cache = tells_cache
+        self._is_routed = is_routed
         self._control = control
         self._server = server
         self._keys = Keys(settings.control.namespace)
@@ -374,9 +374,8 @@ class Worker:
             self.decode.hand_on(step.outputs)
         self.decode.handoffs.on_step(step)
         self.prefill.handoffs.on_step(step)
-        events = step.kv_events if self._tells_cache else []
-        if events or step.load is not None:
-            self._loop.call_soon_threadsafe(self._publisher.update, events, step.load)
+        if self._is_routed and (step.kv_events or step.load is not None):
+            self._loop.call_soon_threadsafe(self._publisher.update, step.kv_events, step.load)
 
     def _on_lease_revoked(self) -> None:
         """An operator wants this worker to leave. The effects of the lost lease have been handled."""
