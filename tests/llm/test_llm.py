@@ -12,10 +12,14 @@ from pathlib import Path
 import pytest
 
 from kvrelay import LLM, AsyncLLM, SamplingParams
+from kvrelay.control.base import Keys
+from kvrelay.control.memory import MemoryBroker
 from kvrelay.data import bundled_checkpoint_path
 from kvrelay.errors import CheckpointError, ConfigError, EngineDeadError, InvalidInputError, PromptTooLongError
 from kvrelay.executors.mock import MockExecutor, mock_generate
+from kvrelay.llm import embedded
 from kvrelay.llm.embedded import embedded_cluster
+from kvrelay.worker.reporting.publisher import MIN_INTERVAL_S
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0)
 MOCK = {"engine": "mock", "num_blocks": 256, "max_num_seqs": 8, "max_model_len": 4000, "speedup_ratio": 0.0}
@@ -79,6 +83,18 @@ def test_each_prompt_may_have_its_own_settings(llm: LLM) -> None:
     assert len(second.outputs[1].logprobs) == 3
     with pytest.raises(InvalidInputError, match="2 prompts and 1 sampling_params"):
         llm.generate(["one", "two"], [GREEDY])
+
+
+def test_settings_are_read_once_a_call_and_anew_with_the_next(llm: LLM) -> None:
+    """What an object of settings holds may change between two calls."""
+    stops: list[str] = []
+    params = SamplingParams(max_tokens=8, temperature=0.0, stop=stops)
+    whole, other = llm.generate([[5, 6, 7], [5, 6, 8]], params)
+    assert len(whole.token_ids) == len(other.token_ids) == 8
+    stops.append(whole.text[:2])
+    stopped, same = llm.generate([[5, 6, 7], [5, 6, 8]], [params, GREEDY])
+    assert stopped.finish_reason == "stop"
+    assert same.token_ids == other.token_ids
 
 
 def test_a_stop_string_ends_an_answer(llm: LLM) -> None:
@@ -193,6 +209,40 @@ async def test_leaving_a_stream_or_cancelling_a_call_frees_its_blocks() -> None:
             while any(status["load"]["kv_active_blocks"] for status in await llm.status()):
                 await asyncio.sleep(0.01)
         assert len((await llm.generate(LONG, GREEDY)).token_ids) == 8
+
+
+def indexed(llm: AsyncLLM) -> bool:
+    """Whether the router knows of a block that a worker holds."""
+    router = llm.cluster.model.router
+    return any(router.indexed_blocks(worker.identity.worker_id) for worker in llm.cluster.workers)
+
+
+@pytest.mark.parametrize(("decode", "has_choice"), [(1, False), (2, True)])
+async def test_workers_publish_only_if_there_is_a_choice_between_them(
+    decode: int, has_choice: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    brokers: list[MemoryBroker] = []
+
+    def made(tick_s: float) -> MemoryBroker:
+        brokers.append(MemoryBroker(tick_s=tick_s))
+        return brokers[0]
+
+    monkeypatch.setattr(embedded, "MemoryBroker", made)
+    heard: list[str] = []
+    async with AsyncLLM(decode=decode, **MOCK) as llm:
+        plane, keys = brokers[0].plane(), Keys(llm.cluster.config.control.namespace)
+        for subject in (keys.kv_events, keys.load_metrics):
+            await plane.events.subscribe(subject, lambda subject, _: heard.append(subject))
+        first = await llm.generate(LONG, GREEDY)
+        await asyncio.sleep(4 * MIN_INTERVAL_S)
+        async with asyncio.timeout(30):
+            while has_choice and not (heard and indexed(llm)):
+                await asyncio.sleep(0.01)
+        assert bool(heard) == indexed(llm) == has_choice
+        again = await llm.generate(LONG, GREEDY)
+        await plane.close()
+    assert again.num_cached_tokens == len(LONG) // 16 * 16
+    assert again.token_ids == first.token_ids == expected(LONG, 8)
 
 
 def test_a_batch_has_no_objective_between_tokens_unless_it_is_asked_for():

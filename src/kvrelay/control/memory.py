@@ -1,8 +1,8 @@
 """The control plane inside one process, without a server: what ``kvrelay.LLM`` runs on, and simulations and tests.
 
 A MemoryBroker is the server; each ``plane()`` is one process's connection to it. A task of the broker renews the leases
-of its planes every ``tick_s`` and ends overdue ones. ``is_online`` and ``revoked`` are for tests, which let the server go
-away and operators revoke leases.
+of its planes every ``tick_s`` and ends overdue ones. ``is_online`` and ``revoked`` are for tests, which let the server
+go away and operators revoke leases.
 """
 
 from __future__ import annotations
