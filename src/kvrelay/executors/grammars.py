@@ -545,7 +545,8 @@ class StepMasks:
     def penalties(self) -> npt.NDArray[np.float32]:
         """[R, vocab_size]: what to add to a token's score, 0 or -inf. The caller may change the array."""
         scores = _PENALTIES.take(self.words.view(np.uint8), axis=0)
-        return scores.reshape(len(self.rows), -1)[:, : self.vocab_size]
+        # The width is named, since no row tells it if all masks are late.
+        return scores.reshape(len(self.rows), _BITS * self.words.shape[1])[:, : self.vocab_size]
 
 
 def _source(grammar: Grammar) -> str:

@@ -192,13 +192,13 @@ KINDS = [
 ]
 
 
-@pytest.mark.parametrize("which", ["all", "some", "greedy"])
+@pytest.mark.parametrize("which", ["all", "some", "greedy", "none"])
 def test_masks_forbid_tokens_to_their_rows_and_change_no_other_row(which: str) -> None:
-    """Each row as if a logit bias of -inf had been in its place, alone."""
+    """Each row as if a logit bias of -inf had been in its place, alone. None: all masks are late."""
     vocab_size, rng = 70, np.random.default_rng(3)
     params = KINDS[:1] * 8 if which == "greedy" else KINDS * 8
     logits = torch.from_numpy(rng.normal(size=(len(params), vocab_size)).astype(np.float32))
-    rows = [row for row in range(len(params)) if which != "some" or row % 3 == 0]
+    rows = [row for row in range(len(params)) if which != "none" and (which != "some" or row % 3 == 0)]
     allowed = rng.random((len(rows), 96)) < 0.1
     allowed[:, 7] = True
     words = np.packbits(allowed, axis=1, bitorder="little").view(np.int32)
