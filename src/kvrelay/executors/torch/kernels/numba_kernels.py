@@ -26,7 +26,7 @@ from kvrelay.executors.torch.kernels.numba_threads import use_threads
 # Below this number of elements a kernel takes less time than waking another thread.
 _PARALLEL_FROM = 24_576
 # The same for a product, in multiply-adds.
-_PARALLEL_PRODUCT_FROM = 150_000
+_PARALLEL_PRODUCT_FROM = 300_000
 # The batch size for which packed weights are laid out; other sizes work too.
 _PACK_ROWS = 64
 
