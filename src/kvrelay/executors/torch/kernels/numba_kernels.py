@@ -94,6 +94,7 @@ class NumbaKernels:
         none: list[float] = []
 
         def apply(x: torch.Tensor) -> torch.Tensor:
+            use_threads(self._num_threads)  # oneDNN runs on the same team
             result: torch.Tensor = product(x, packed, bias, "none", none, "")
             return result
 

@@ -98,7 +98,7 @@ _team = _Team()
 
 
 def use_threads(num_threads: int) -> int:
-    """Numba's next kernel, called from this thread, runs on this many threads; with 1 no other thread is woken."""
+    """The next kernel, called from this thread, runs on this many threads; with 1 Numba's wakes no other thread."""
     _team.use(num_threads)
     return num_threads
 
