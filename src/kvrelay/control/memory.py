@@ -39,11 +39,7 @@ class MemoryBroker:
     """The simulated server. ``tick_s``: how often it looks whether a lease or an ack deadline is over."""
 
     def __init__(
-        self,
-        *,
-        ack_wait_s: float = MAX_ACK_WAIT_S,
-        max_deliveries: int = MAX_DELIVERIES,
-        tick_s: float = TICK_S,
+        self, *, ack_wait_s: float = MAX_ACK_WAIT_S, max_deliveries: int = MAX_DELIVERIES, tick_s: float = TICK_S
     ) -> None:
         self._tick_s = tick_s
         self.clock = MonotonicClock()

@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from collections.abc import Sequence as Items
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -157,7 +158,8 @@ class AsyncLLM:
         return spec
 
     async def _collect(self, prompt: Prompt, model: Model, spec: AnswerSpec) -> RequestOutput:
-        answer, start_s = CollectedAnswer(spec, TOKENS_AT_ONCE), time.monotonic()
+        answer, start_s = CollectedAnswer(spec), time.monotonic()
+        answer.tokens_at_once = TOKENS_AT_ONCE
         try:
             with _engines_lost():
                 await answer.start(self._sequences(prompt, model, spec, answer), spec.n, self._turns)
@@ -178,8 +180,7 @@ class AsyncLLM:
     def _sequences(
         self, prompt: Prompt, model: Model, spec: AnswerSpec, answer: SequenceListener
     ) -> Iterator[Sequence]:
-        request_id = secrets.token_hex(16)
-        return sequences_of(request_id, [prompt], spec, model, answer, self._metrics, MIGRATION_LIMIT)
+        return sequences_of(secrets.token_hex(16), [prompt], spec, model, answer, self._metrics, MIGRATION_LIMIT)
 
     async def _prompt(self, model: Model, prompt: TextOrTokens) -> Prompt:
         given = prompt if isinstance(prompt, str) else list(map(int, prompt))
@@ -245,7 +246,7 @@ def _completion(choice: Choice, spec: AnswerSpec) -> CompletionOutput:
     return CompletionOutput(
         index=choice.index,
         text=choice.text,
-        token_ids=tuple(choice.token_ids),
+        token_ids=tuple(chain.from_iterable([piece.token_ids for piece in choice.pieces])),
         finish_reason=choice.finish.reason.value,
         stop_reason=choice.finish.stop_reason,
         logprobs=tuple(choice.logprobs) if spec.sampling.logprobs is not None else None,

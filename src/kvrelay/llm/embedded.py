@@ -44,7 +44,7 @@ from kvrelay.worker.worker import Worker
 
 CONNECT_TIMEOUT_S = 60.0
 CONTROL_TICK_S = 0.5
-"""Each tick wakes the loop beside a step. Leases here last ten seconds, ack deadlines longer."""
+"""Each tick wakes the loop beside a step. Leases here last ten seconds, ack deadlines five."""
 SECTIONS = {name: WORKER_SECTIONS[name] for name in ("engine", "runner", "disagg", "mock")}
 """Those that have a meaning in one process."""
 PER_RANK = "kv_transfer_per_rank"
@@ -123,20 +123,11 @@ class EmbeddedCluster:
         except BaseException:
             engine.close()
             raise
-        plane = self._broker.plane()
+        plane, server = self._broker.plane(), self._network.server()
         self._stack.push_async_callback(plane.close)
         identity = WorkerIdentity(worker_id)
         transport = self._transport(worker_id, engine, links)
-        worker = Worker(
-            config,
-            identity,
-            engine,
-            transport,
-            plane,
-            self._network.server(),
-            self._connect,
-            is_routed=self._is_routed,
-        )
+        worker = Worker(config, identity, engine, transport, plane, server, self._connect, is_routed=self._is_routed)
         await worker.start()
         running = asyncio.get_running_loop().create_task(worker.run())
         self._workers[worker] = running

@@ -119,8 +119,7 @@ class LLM:
             raise InvalidInputError(
                 f"{len(prompts)} prompts and {len(params)} sampling_params", param="sampling_params"
             )
-        distinct = {id(each): each for each in params}
-        specs = {key: self._async.spec(each) for key, each in distinct.items()}
+        specs = {key: self._async.spec(each) for key, each in {id(each): each for each in params}.items()}
         return await _all([self._async.answer(prompt, specs[id(each)]) for prompt, each in zip(prompts, params)])
 
     async def _chat(

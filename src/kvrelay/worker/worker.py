@@ -85,14 +85,11 @@ class Worker:
         control: ControlPlane,
         server: RpcServer,
         connect: Connect,
-        *,
         is_routed: bool = True,
     ) -> None:
         self.settings, self.identity = settings, identity
-        self._engine = engine
-        self._is_routed = is_routed
-        self._control = control
-        self._server = server
+        self._engine, self._is_routed = engine, is_routed
+        self._control, self._server = control, server
         self._keys = Keys(settings.control.namespace)
         self._loop = asyncio.get_running_loop()
         self._shutdown = Shutdown()

@@ -21,8 +21,6 @@ from kvrelay.http import Exchange
 NUM_ALTERNATIVES = 20
 SHORT_COST = 2 * START_COST
 """A request of one sequence up to this cost waits for no turn of the loop."""
-TOKENS_AT_ONCE = 16
-"""Of a collected answer. More save little; a sequence whose worker dies computes those again that were not told."""
 EVENT_STREAM = b"text/event-stream; charset=utf-8"
 
 
@@ -176,9 +174,11 @@ class StreamedAnswer(Answer):
 class CollectedAnswer(Answer):
     """All choices, complete when all sequences have finished."""
 
-    def __init__(self, spec: AnswerSpec, tokens_at_once: int = TOKENS_AT_ONCE) -> None:
+    tokens_at_once = 16
+    """More save little; a sequence whose worker dies computes those again that were not told."""
+
+    def __init__(self, spec: AnswerSpec) -> None:
         super().__init__(spec)
-        self.tokens_at_once = tokens_at_once
         self._choices: dict[int, Choice] = {}
 
     def deliver(self, sequence: Sequence, piece: ChoicePiece) -> None:

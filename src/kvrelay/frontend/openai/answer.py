@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Protocol
 
 import msgspec
@@ -76,7 +75,7 @@ class Choice:
 
     @property
     def token_ids(self) -> list[int]:
-        return list(chain.from_iterable([piece.token_ids for piece in self.pieces]))
+        return [token for piece in self.pieces for token in piece.token_ids]
 
     @property
     def logprobs(self) -> list[PositionLogprobs]:
