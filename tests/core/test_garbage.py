@@ -1,4 +1,4 @@
-"""The collector in a process that serves: seldom while it starts; what exists when it is ready is not looked at again."""
+"""The collector: seldom while a process starts; what exists when it is ready is not looked at again."""
 
 from __future__ import annotations
 
