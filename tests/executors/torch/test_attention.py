@@ -14,7 +14,7 @@ from kvrelay.executors.torch.attention.cpu import CpuAttention
 from kvrelay.executors.torch.attention.torch_ref import TorchAttention
 from kvrelay.executors.torch.build import choose_backend
 from kvrelay.executors.torch.config import RopeConfig
-from kvrelay.executors.torch.kernels.numba_kernels import usable_threads
+from kvrelay.executors.torch.kernels.numba_threads import usable_threads
 from kvrelay.executors.torch.rope import rope_table
 from kvrelay.executors.torch.slots import StepBatch
 

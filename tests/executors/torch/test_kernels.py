@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from kvrelay.executors.torch.kernels.numba_kernels import NumbaKernels, as_numpy, multiplies_bfloat16, usable_threads
+from kvrelay.executors.torch.kernels.numba_kernels import NumbaKernels, as_numpy, multiplies_bfloat16
+from kvrelay.executors.torch.kernels.numba_threads import usable_threads
 from kvrelay.executors.torch.kernels.torch_kernels import TorchKernels
 
 CLOSE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}

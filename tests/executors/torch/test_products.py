@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from kvrelay.executors.torch.kernels.numba_kernels import NumbaKernels, usable_threads
+from kvrelay.executors.torch.kernels.numba_kernels import NumbaKernels
 from kvrelay.executors.torch.kernels.numba_products import ROWS, WIDEN_FROM, WIDTH, multiplies, pack
+from kvrelay.executors.torch.kernels.numba_threads import usable_threads
 from kvrelay.executors.torch.kernels.numba_vector import MULTIPLIES_BFLOAT16
 
 SIZES = [(1, 1), (7, 5), (WIDTH, 3), (WIDTH + 1, 64), (3 * WIDTH - 16, 33), (20 * WIDTH, 96)]

@@ -140,7 +140,8 @@ def _backend(name: str, dtype: torch.dtype, num_threads: int) -> _Backend:
     if name == "cpu":
         from kvrelay.executors.torch.attention.cpu import CpuAttention, kernel_cache
         from kvrelay.executors.torch.kernels.compile_once import compile_once
-        from kvrelay.executors.torch.kernels.numba_kernels import NumbaKernels, usable_threads
+        from kvrelay.executors.torch.kernels.numba_kernels import NumbaKernels
+        from kvrelay.executors.torch.kernels.numba_threads import usable_threads
         from kvrelay.executors.torch.kernels.numba_vector import INSTRUCTIONS
 
         _log.info("kernels for %s", INSTRUCTIONS)

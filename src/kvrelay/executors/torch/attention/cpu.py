@@ -14,8 +14,9 @@ import torch
 from kvrelay.engine.step import Int32Array
 from kvrelay.executors.torch.attention import cpu_kernels
 from kvrelay.executors.torch.attention.base import AttentionSpec
-from kvrelay.executors.torch.kernels.numba_kernels import Buffer, as_numpy, use_threads
+from kvrelay.executors.torch.kernels.numba_kernels import Buffer, as_numpy
 from kvrelay.executors.torch.kernels.numba_math import constant_marker
+from kvrelay.executors.torch.kernels.numba_threads import use_threads
 from kvrelay.executors.torch.slots import StepBatch
 
 # With fewer multiply-adds one thread has finished before another has woken up.

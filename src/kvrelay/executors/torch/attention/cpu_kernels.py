@@ -1,7 +1,7 @@
 """The Numba kernels of attention over the paged KV pool: decode rows, and prefill chunks.
 
-    decode     one task per (row, KV head): rotates the new query and key, writes key and value, and attends to CHUNK
-               keys at a time
+    decode     one task per (row, up to HEADS KV heads): rotates the new queries and keys, writes keys and values, and
+               attends to CHUNK keys at a time
     prefill    first all keys and values are written; then one task per (tile of queries, KV head) widens CHUNK keys and
                values at once and uses them for all of the tile's queries, ROWS at a time
 
@@ -40,6 +40,9 @@ CHUNK = 256
 """Scores are softened so many at a time."""
 # Queries by keys that a product sums at once, in registers: see ``numba_products``.
 ROWS, PANEL = 6, 64 if HAS_AVX512 else 16
+HEADS, _TURN = 2, 4
+"""A decode row's keys and values are read of so many KV heads by turns, a few tokens of each. A head's part of a block
+is about a page, and within pages the hardware reads ahead: two such streams at once are half as fast again as one."""
 _RUN = 16
 """Keys that are transposed at once; and scores are softened in multiples of it."""
 _PANEL, _ROWS, _ONE_ROW = constant_marker(PANEL), constant_marker(ROWS), constant_marker(1)
@@ -77,7 +80,7 @@ class AttentionStep(NamedTuple):
 
 def scratch_size(group: int, head: int, tile_rows: int) -> int:
     """Floats of one thread's scratch memory: the larger of the needs of decode and prefill."""
-    decode = 2 * group * head + group * CHUNK
+    decode = HEADS * (2 * group * head + group * CHUNK)
     prefill = 2 * tile_rows * head + 2 * CHUNK * head + ROWS * CHUNK + _RUN * head
     return max(decode, prefill)
 
@@ -146,54 +149,72 @@ def _close_query(step: Any, token: int, q_head: int, i: int, sums: Any, state: A
 
 
 @njit(forceinline=True, **OPTIONS)  # type: ignore[untyped-decorator]
-def _ask(step: Any, kind: int, h: int, blocks: Any, at: int) -> None:
-    """Prefetch the keys (kind 0) or values (1) of the block that holds position ``at``."""
+def _ask(step: Any, kind: int, h: int, num_heads: int, blocks: Any, at: int) -> None:
+    """Prefetch the first of some heads' keys (kind 0) or values (1) of the block that holds position ``at``. Blocks lie
+    anywhere, so the hardware foresees none; the rest of a block it does."""
     block_size, width = step.pool.shape[4], step.pool.shape[5]
-    place = _place_of(step.pool, step.layer, kind, h, blocks[at // block_size], 0)
-    prefetch(step.pool, place, block_size * width)
+    for j in range(h, h + num_heads):
+        prefetch(step.pool, _place_of(step.pool, step.layer, kind, j, blocks[at // block_size], 0), width)
 
 
 @njit(forceinline=True, **OPTIONS)  # type: ignore[untyped-decorator]
-def _score(step: Any, h: int, blocks: Any, start: int, end: int, q: Any, scores: Any) -> None:
-    """scores [G, CHUNK] of the keys start..end against q [G, D]; both flat."""
+def _score(step: Any, h: int, num_heads: int, blocks: Any, start: int, end: int, q: Any, scores: Any) -> None:
+    """scores [num_heads * G, CHUNK] of the keys start..end of heads h.. against q [num_heads * G, D]; both flat."""
+    D = constant(step.head)  # noqa: N806
+    G = constant(step.group)  # noqa: N806
     block_size = step.pool.shape[4]
     at = start
     while at < end:
         first = at % block_size
         count = min(block_size - first, end - at)
         place = _place_of(step.pool, step.layer, 0, h, blocks[at // block_size], first)
-        # Blocks lie anywhere, so the hardware foresees none.
-        _ask(step, 1, h, blocks, at)
-        block_scores(step.head, step.group, q, step.pool, place, count, scores, at - start, CHUNK)
+        if at + count < end:
+            _ask(step, 0, h, num_heads, blocks, at + count)
+        for i in range(0, count, _TURN):
+            for j in range(num_heads):
+                block_scores(
+                    step.head,
+                    step.group,
+                    q,
+                    j * G * D,
+                    step.pool,
+                    place + (j * block_size + i) * D,
+                    min(_TURN, count - i),
+                    scores,
+                    j * G * CHUNK + at - start + i,
+                    CHUNK,
+                )
         at += count
+    _ask(step, 1, h, num_heads, blocks, start)
 
 
 @njit(forceinline=True, **OPTIONS)  # type: ignore[untyped-decorator]
-def _gather(
-    step: Any,
-    h: int,
-    blocks: Any,
-    start: int,
-    end: int,
-    weights: Any,
-    sums: Any,
-    next_h: int,
-    next_blocks: Any,
-    next_at: int,
-    next_end: int,
-) -> None:
-    """sums [G, D] += weights [G, CHUNK] @ values start..end; both flat. Meanwhile the keys next_at..next_end of another
-    head or row, which come next, are asked for."""
+def _gather(step: Any, h: int, num_heads: int, blocks: Any, start: int, end: int, weights: Any, sums: Any) -> None:
+    """sums [num_heads * G, D] += weights [num_heads * G, CHUNK] @ values start..end of heads h..; both flat."""
+    D = constant(step.head)  # noqa: N806
+    G = constant(step.group)  # noqa: N806
     block_size = step.pool.shape[4]
     at = start
     while at < end:
         first = at % block_size
         count = min(block_size - first, end - at)
         place = _place_of(step.pool, step.layer, 1, h, blocks[at // block_size], first)
-        if next_at < next_end:
-            _ask(step, 0, next_h, next_blocks, next_at)
-            next_at += block_size
-        add_weighted(step.head, step.group, weights, at - start, CHUNK, step.pool, place, count, sums, 0)
+        if at + count < end:
+            _ask(step, 1, h, num_heads, blocks, at + count)
+        for i in range(0, count, _TURN):
+            for j in range(num_heads):
+                add_weighted(
+                    step.head,
+                    step.group,
+                    weights,
+                    j * G * CHUNK + at - start + i,
+                    CHUNK,
+                    step.pool,
+                    place + (j * block_size + i) * D,
+                    min(_TURN, count - i),
+                    sums,
+                    j * G * D,
+                )
         at += count
 
 
@@ -203,53 +224,43 @@ def _first_seen(step: Any, row: int) -> int:
 
 
 @njit(forceinline=True, **OPTIONS)  # type: ignore[untyped-decorator]
-def _decode_tasks(step: Any, num_rows: int, thread: int, num_threads: int) -> None:
-    """Scratch memory [2 * G * D + G * CHUNK]: queries, sums, scores."""
+def _decode_tasks(step: Any, num_rows: int, at_once: int, thread: int, num_threads: int) -> None:
+    """Each task is ``at_once`` KV heads of a row, the last of a row perhaps fewer.
+
+    Scratch memory [HEADS * (2 * G * D + G * CHUNK)]: queries, sums, scores.
+    """
     D = constant(step.head)  # noqa: N806
     G = constant(step.group)  # noqa: N806
     num_kv_heads, scratch, state = step.pool.shape[3], step.scratch[thread], step.state[thread]
-    q, sums, scores = scratch[: G * D], scratch[G * D : 2 * G * D], scratch[2 * G * D : 2 * G * D + G * CHUNK]
-    num_tasks = num_rows * num_kv_heads
-    for task in range(thread, num_tasks, num_threads):
-        row, h = task // num_kv_heads, task % num_kv_heads
+    size = HEADS * G * D
+    q, sums, scores = scratch[:size], scratch[size : 2 * size], scratch[2 * size : 2 * size + HEADS * G * CHUNK]
+    per_row = (num_kv_heads + at_once - 1) // at_once
+    for task in range(thread, num_rows * per_row, num_threads):
+        row, h = task // per_row, task % per_row * at_once
+        num_heads = min(at_once, num_kv_heads - h)
         position, blocks = step.positions[row], step.table[step.slots[row]]
-        following = min(task + num_threads, num_tasks - 1)
-        next_row, next_h = following // num_kv_heads, following % num_kv_heads
-        next_blocks = step.table[step.slots[next_row]]
-        _write_token(step, row, h, sums)
-        for g in range(G):
-            _open_query(step, row, h * G + g, g, q, sums, state)
         start = _first_seen(step, row)
+        _ask(step, 0, h, num_heads, blocks, start)
+        for j in range(num_heads):
+            _write_token(step, row, h + j, sums)
+        for g in range(num_heads * G):
+            _open_query(step, row, h * G + g, g, q, sums, state)
         while start <= position:
             end = min(start + CHUNK, position + 1)
-            _score(step, h, blocks, start, end, q, scores)
+            _score(step, h, num_heads, blocks, start, end, q, scores)
             count = end - start
             padded = (count + _RUN - 1) // _RUN * _RUN
-            for g in range(G):
+            for g in range(num_heads * G):
                 for i in range(g * CHUNK + count, g * CHUNK + padded):
                     scores[i] = _MINUS_INFINITY
                 factor = soften(scores, g * CHUNK, padded, state, g)
                 if start > 0:
                     copy_scaled(step.head, sums, g * D, factor, sums, g * D)
             if end <= position:
-                _gather(step, h, blocks, start, end, scores, sums, h, blocks, end, min(end + CHUNK, position + 1))
-            else:
-                at = _first_seen(step, next_row)
-                _gather(
-                    step,
-                    h,
-                    blocks,
-                    start,
-                    end,
-                    scores,
-                    sums,
-                    next_h,
-                    next_blocks,
-                    at,
-                    min(at + CHUNK, step.positions[next_row]),
-                )
+                _ask(step, 0, h, num_heads, blocks, end)
+            _gather(step, h, num_heads, blocks, start, end, scores, sums)
             start = end
-        for g in range(G):
+        for g in range(num_heads * G):
             _close_query(step, row, h * G + g, g, sums, state)
 
 
@@ -380,8 +391,9 @@ def attend(
     )
     # The indices are unsigned: mixed with signed numbers they would make floats.
     if num_decodes > 0:
+        at_once = HEADS if num_decodes >= 2 * num_threads or num_threads == 1 else 1
         for index in prange(num_threads):
-            _decode_tasks(step, num_decodes, np.int64(index), num_threads)
+            _decode_tasks(step, num_decodes, at_once, np.int64(index), num_threads)
     if len(positions) > num_decodes:
         for index in prange(num_threads):
             _write_tasks(step, num_decodes, np.int64(index), num_threads)

@@ -9,9 +9,7 @@ several.
 
 from __future__ import annotations
 
-import threading
 from functools import lru_cache
-from importlib import import_module
 from typing import Any
 
 import numba
@@ -23,11 +21,12 @@ import torch.nn.functional as F
 from kvrelay.executors.torch.kernels import numba_elementwise as kernels
 from kvrelay.executors.torch.kernels import numba_products as products
 from kvrelay.executors.torch.kernels.base import Linear
+from kvrelay.executors.torch.kernels.numba_threads import use_threads
 
 # Below this number of elements a kernel takes less time than waking another thread.
 _PARALLEL_FROM = 24_576
 # The same for a product, in multiply-adds.
-_PARALLEL_PRODUCT_FROM = 150_000
+_PARALLEL_PRODUCT_FROM = 300_000
 # The batch size for which packed weights are laid out; other sizes work too.
 _PACK_ROWS = 64
 
@@ -72,31 +71,6 @@ class Buffer:
         return self._last
 
 
-def usable_threads(num_threads: int) -> int:
-    """How many threads Numba's kernels may use: all of them on OpenMP, which several engines of one process can share.
-
-    Without OpenMP's library it is one: Numba's own pool aborts the process when two threads enter it.
-    """
-    try:
-        import_module("numba.np.ufunc.omppool")
-    except ImportError:
-        return 1
-    numba.config.THREADING_LAYER = "omp"
-    numba.get_num_threads()  # sets up the threads
-    return min(num_threads, int(numba.config.NUMBA_NUM_THREADS))
-
-
-_of_thread = threading.local()
-
-
-def use_threads(num_threads: int) -> int:
-    """Numba's next kernel, called from this thread, runs on this many threads; with 1 no other thread is woken."""
-    if getattr(_of_thread, "num_threads", 0) != num_threads:
-        numba.set_num_threads(num_threads)
-        _of_thread.num_threads = num_threads
-    return num_threads
-
-
 class NumbaKernels:
     """``num_threads`` as returned by ``usable_threads``. ``own_products`` False: oneDNN multiplies everything."""
 
@@ -120,6 +94,7 @@ class NumbaKernels:
         none: list[float] = []
 
         def apply(x: torch.Tensor) -> torch.Tensor:
+            use_threads(self._num_threads)  # oneDNN runs on the same team
             result: torch.Tensor = product(x, packed, bias, "none", none, "")
             return result
 

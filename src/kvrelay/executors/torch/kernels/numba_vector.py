@@ -232,6 +232,7 @@ def block_scores(
     head: Any,
     group: Any,
     queries: Any,
+    query_offset: Any,
     keys: Any,
     key_offset: Any,
     count: Any,
@@ -245,9 +246,9 @@ def block_scores(
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         emit = _Emitter(context, builder, _lanes(width))
         columns = range(0, width, _lanes(width))
-        q = emit.pointer(signature.args[2], arguments[2], _number(0))
-        k = emit.pointer(signature.args[3], arguments[3], arguments[4])
-        out = emit.pointer(signature.args[6], arguments[6], arguments[7])
+        q = emit.pointer(signature.args[2], arguments[2], arguments[3])
+        k = emit.pointer(signature.args[4], arguments[4], arguments[5])
+        out = emit.pointer(signature.args[7], arguments[7], arguments[8])
         held = [[emit.load(emit.at(q, g * width + c), False) for c in columns] for g in range(rows)]
 
         def dots(first: Any, at_once: int) -> None:
@@ -256,25 +257,25 @@ def block_scores(
             for i in range(at_once):
                 key = emit.at(k, builder.mul(builder.add(first, _number(i)), _number(width)))
                 for column, c in enumerate(columns):
-                    part = emit.load(emit.at(key, c), _is_half(signature.args[3]))
+                    part = emit.load(emit.at(key, c), _is_half(signature.args[4]))
                     for g in range(rows):
                         products[g][i] = emit.fused(held[g][column], part, products[g][i])
             for g in range(rows):
                 sums = emit.sums(products[g])
-                place = emit.at(out, builder.add(builder.mul(arguments[8], _number(g)), first))
+                place = emit.at(out, builder.add(builder.mul(arguments[9], _number(g)), first))
                 builder.store(sums, builder.bitcast(place, sums.type.as_pointer()), align=4)
 
         at_once = _keys_at_once(rows, _lanes(width))
-        full = builder.udiv(arguments[5], _number(at_once))
+        full = builder.udiv(arguments[6], _number(at_once))
         with cgutils.for_range(builder, full) as loop:
             dots(builder.mul(loop.index, _number(at_once)), at_once)
         done = builder.mul(full, _number(at_once))
-        with cgutils.for_range(builder, builder.sub(arguments[5], done)) as loop:
+        with cgutils.for_range(builder, builder.sub(arguments[6], done)) as loop:
             dots(builder.add(done, loop.index), 1)
         return context.get_dummy_value()
 
     integer = types.int64
-    return types.void(head, group, queries, keys, integer, integer, scores, integer, integer), generate
+    return types.void(head, group, queries, integer, keys, integer, integer, scores, integer, integer), generate
 
 
 @intrinsic  # type: ignore[untyped-decorator]
