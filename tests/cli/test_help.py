@@ -105,3 +105,12 @@ def test_completing_a_command_imports_no_command() -> None:
         "assert not {'kvrelay.cli.serve', 'kvrelay.bench.commands', 'numpy'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_serve_knows_our_own_engines_without_importing_what_they_need_or_searching_for_others() -> None:
+    program = (
+        "import importlib.metadata, sys; from kvrelay.cli.options import EngineName;"
+        "importlib.metadata.entry_points = None; EngineName().convert('torch', None, None);"
+        "assert not {'kvrelay.transfer', 'kvrelay.engine.contract', 'torch'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -94,6 +94,44 @@ def test_one_member_hears_the_refreshes_and_the_others_hear_nothing(nats: NatsSe
             assert [one.mirror.entries.consumer_seq for one in group] == entries
 
     asyncio.run(scenario())
+
+
+class TimedLoop(asyncio.SelectorEventLoop):
+    """Counts the timers that have fired, by what they call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fired: Counter[str] = Counter()
+
+    def call_at(self, when: float, callback: Callable[..., Any], *args: Any, **options: Any) -> asyncio.TimerHandle:
+        def fire(*given: Any) -> None:
+            self.fired[callback.__qualname__] += 1
+            callback(*given)
+
+        return super().call_at(when, fire, *args, **options)
+
+
+def test_no_timer_wakes_an_idle_member_but_those_of_keepalives_and_of_the_keeper(nats: NatsServerProcess) -> None:
+    async def scenario(loop: TimedLoop) -> None:
+        async with members(nats.url, "timers", 4) as group:
+            (keeper,) = [one for one in group if one.mirror.election.state is KeeperState.KEEPING]
+            announced: list[bytes] = []
+
+            async def hear(message: NatsMessage) -> None:
+                announced.append(message.data)
+
+            await keeper.connection.subscribe(Keys("timers").lease_keeper, hear)
+            sent = [one.lease.num_keepalives for one in group]
+            loop.fired.clear()
+            await eventually(lambda: all(one.lease.num_keepalives >= before + 8 for one, before in zip(group, sent)))
+            num_keepalives = sum(one.lease.num_keepalives - before for one, before in zip(group, sent))
+            assert loop.fired["HeldLease._time_out"] == 0
+            assert loop.fired["Timeout._on_timeout"] <= num_keepalives + len(announced) + len(group)
+
+    with asyncio.Runner(loop_factory=TimedLoop) as runner:
+        loop = runner.get_loop()
+        assert isinstance(loop, TimedLoop)
+        runner.run(scenario(loop))
 
 
 def test_another_keeper_ends_the_lease_of_one_that_died(nats: NatsServerProcess) -> None:

@@ -127,7 +127,8 @@ def check(scenario: Scenario, state: State) -> None:
 def _coordinate(scenario: Scenario, state: State, step: int, *, is_kept: bool) -> State:
     if not is_kept:
         state = state._replace(starts=_without(state.starts, step))
-    coordinator = Coordinator(scenario.lookahead, state.coordinator)
+    coordinator = Coordinator(scenario.lookahead)
+    coordinator.step = state.coordinator
     told = coordinator.start_step(step)
     if told is None:
         return state

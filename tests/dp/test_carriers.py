@@ -16,6 +16,7 @@ from tests.patience import PATIENCE_S, until
 
 from kvrelay.dp import member as member_module
 from kvrelay.dp import server as server_module
+from kvrelay.dp import shared_steps as shared_steps_module
 from kvrelay.dp.addresses import GroupAddress
 from kvrelay.dp.beats import SilenceDetector
 from kvrelay.dp.member import GroupMember
@@ -31,7 +32,7 @@ from kvrelay.dp.messages import (
     RegPart,
     encode,
 )
-from kvrelay.dp.protocol import StartStep, StepsUntil
+from kvrelay.dp.protocol import StartStep, StepsUntil, raised
 from kvrelay.dp.shared_steps import SharedSteps, create_descriptors
 from kvrelay.errors import AddressInUseError, ConfigError, FatalError, ProtocolError
 
@@ -123,6 +124,28 @@ def test_a_step_whose_bell_comes_after_the_last_message_is_told_before_it(tmp_pa
             member.close()
             other.close()
     assert notices == [AllReady(), StepsUntil(50), AllLeft()]
+
+
+def test_a_rank_that_decides_late_lowers_no_step_in_shared_memory(monkeypatch: pytest.MonkeyPatch):
+    """There is no lock: another rank may begin a later step between a rank's look at the steps and its own."""
+    descriptors = create_descriptors(2)
+    ranks = [SharedSteps([os.dup(fd) for fd in descriptors], rank, 24) for rank in range(2)]
+    heard: list[StepsUntil] = []
+
+    def late(step: int, told: int, lookahead: int) -> int | None:
+        monkeypatch.setattr(shared_steps_module, "raised", raised)
+        assert ranks[1].start_step(StartStep(50)) == 2
+        return raised(step, told, lookahead)
+
+    monkeypatch.setattr(shared_steps_module, "raised", late)
+    assert ranks[0].start_step(StartStep(1)) == 2
+    assert [rank.start_step(StartStep(60)) for rank in ranks] == [0, 0], "both were told until 74"
+    ranks[0].listen(heard.append)
+    for rank in ranks:
+        rank.close()
+    for fd in descriptors:
+        os.close(fd)
+    assert heard == [StepsUntil(74)]
 
 
 @each_carrier

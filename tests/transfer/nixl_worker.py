@@ -7,6 +7,7 @@ notifications are JSON lines on stdout. Ends when stdin does.
 from __future__ import annotations
 
 import base64
+import ctypes
 import json
 import queue
 import sys
@@ -28,6 +29,13 @@ NUM_BLOCKS = 256
 def say(answer: dict[str, object]) -> None:
     sys.stdout.write(json.dumps(answer) + "\n")
     sys.stdout.flush()
+
+
+def memory_functions() -> list[bytes]:
+    """The first instructions of the C library's functions that UCX would hook."""
+    library = ctypes.CDLL(None)
+    functions = (library.mmap, library.munmap, library.mremap, library.shmat, library.shmdt, library.madvise)
+    return [ctypes.string_at(ctypes.cast(function, ctypes.c_void_p).value or 0, 16) for function in functions]
 
 
 class Worker:
@@ -72,9 +80,11 @@ class Worker:
 
 
 def main() -> None:
+    before = memory_functions()
     worker = Worker(sys.argv[1], msgspec.json.decode(sys.argv[2], type=TransferConfig))
     blob = base64.b64encode(msgspec.msgpack.encode(worker.metadata)).decode()
-    say({"metadata": blob, "torch": "torch" in sys.modules, "threads": threading.active_count()})
+    is_hooked = memory_functions() != before
+    say({"metadata": blob, "torch": "torch" in sys.modules, "threads": threading.active_count(), "hooked": is_hooked})
     for line in sys.stdin:
         worker.perform(json.loads(line))
     worker.thread.close()

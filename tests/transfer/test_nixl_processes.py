@@ -36,12 +36,14 @@ class Child:
 
     def __init__(self, worker_id: str, config: TransferConfig) -> None:
         script = Path(__file__).with_name("nixl_worker.py")
+        # Without what a transport of this process has set for UCX.
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith("UCX_")}
         self.process = subprocess.Popen(
             [sys.executable, str(script), worker_id, msgspec.json.encode(config).decode()],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            env={**inherited, "OMP_NUM_THREADS": "1"},
         )
         self.hello = self.hear()
         self.metadata = msgspec.msgpack.decode(base64.b64decode(str(self.hello["metadata"])), type=KvMetadata)
@@ -136,6 +138,7 @@ def start() -> Iterator[Callable[..., tuple[Parent, Child]]]:
 def test_blocks_cross_in_both_directions(start: Callable[..., tuple[Parent, Child]], ucx_tls: str) -> None:
     parent, child = start(TransferConfig(transfer_timeout_s=60.0, ucx_tls=ucx_tls))
     assert child.hello["torch"] is False, "the transfer room must not import torch"
+    assert child.hello["hooked"] is (ucx_tls != "auto"), "our own transports need no memory hooks; others may"
     rng = np.random.default_rng(5)
     for round_ in range(8):
         count = int(rng.integers(1, NUM_BLOCKS))

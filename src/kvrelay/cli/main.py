@@ -19,6 +19,7 @@ from click.shell_completion import CompletionItem
 from kvrelay.cli.log_limit import LineFormatter, LogLimit
 from kvrelay.core.child_process import WORKER_PID
 from kvrelay.core.clock import MonotonicClock
+from kvrelay.core.garbage import collect_seldom
 from kvrelay.errors import KvrelayError
 from kvrelay.version import __version__
 
@@ -118,6 +119,7 @@ def cli(log_level: str) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line and exit."""
+    collect_seldom()
     sys.exit(run(sys.argv[1:] if arguments is None else arguments))
 
 

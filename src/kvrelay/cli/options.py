@@ -26,14 +26,14 @@ model_argument = click.argument("model", required=False)
 
 
 class EngineName(click.ParamType[str]):
-    """The name of an installed engine. Packages are searched for names only when the option is used."""
+    """The name of an installed engine. Packages are searched only for a name that is not our own."""
 
     name = "engine"
 
     def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        from kvrelay.engines.registry import engine_names
+        from kvrelay.engines.registry import OWN, engine_names
 
-        if value not in (names := engine_names()):
+        if value not in OWN and value not in (names := engine_names()):
             self.fail(f"{value!r} is not one of {', '.join(names)}", param, ctx)
         return value
 

@@ -94,11 +94,13 @@ class HeldLease:
             return  # answered too late to count
         self.alive_until_s = sent_s + self.ttl_s
         self._is_lost = False
-        if self._timer is None:
-            self._time_out()
+        self._time_out()
 
     def _time_out(self) -> None:
-        """The lease is lost once it was not refreshed for its time to live, whatever the server says later."""
+        """The lease is lost once it was not refreshed for its time to live, whatever the server says later. The timer
+        is put off with each refresh, so it wakes no process whose lease is alive."""
+        if self._timer is not None:
+            self._timer.cancel()
         left_s = self.alive_until_s - time.monotonic()
         if left_s > 0:
             self._timer = asyncio.get_running_loop().call_later(left_s, self._time_out)

@@ -89,7 +89,10 @@ class GroupMember:
         return "rpc" if self._shared is None else "shm"
 
     def listen(self, deliver: Callable[[Notice], None]) -> None:
-        """Call ``deliver`` with each message, on a separate thread, until ``close`` or the end of the group."""
+        """Call ``deliver`` with each message until ``close`` or the end of the group: steps in shared memory on one
+        thread, all else on another. The last message is ``AllLeft`` or ``Ended``."""
+        if self._shared is not None:
+            self._shared.listen(deliver)
         self._thread = threading.Thread(target=self._listen, args=(deliver,), name="dp-group", daemon=True)
         self._thread.start()
 
@@ -189,15 +192,12 @@ class GroupMember:
 
     def _listen(self, deliver: Callable[[Notice], None]) -> None:
         poller = select.poll()
-        for fd in (self._socket.fileno(), self._stop, *([self._shared.bell] if self._shared else [])):
+        for fd in (self._socket.fileno(), self._stop):
             poller.register(fd, select.POLLIN)
         while True:
             if self._hand_on(deliver):
                 return
-            ready = poller.poll(self._wait_ms())
-            if self._shared is not None and (self._shared.bell, select.POLLIN) in ready:
-                deliver(self._shared.take())  # before anything else: the other ranks wait in their step
-            events = {fd for fd, _ in ready}
+            events = {fd for fd, _ in poller.poll(self._wait_ms())}
             if self._stop in events:
                 return
             if self._socket.fileno() in events:
@@ -230,8 +230,8 @@ class GroupMember:
             message = self._waiting.pop(0)
             if isinstance(message, messages.AllReady):
                 self._next_beat_s = time.monotonic()
-            if isinstance(message, messages.AllLeft) and self._shared is not None:
-                deliver(StepsUntil(self._shared.step))
+            if isinstance(message, messages.AllLeft | messages.Ended) and self._shared is not None:
+                self._shared.stop()
             if isinstance(message, Notice):
                 deliver(message)
             if isinstance(message, messages.AllLeft | messages.Ended):

@@ -51,22 +51,28 @@ class Round(enum.Enum):
     """No forward pass: there is nothing to compute, or only finished requests are cleaned up."""
 
 
+def raised(step: Step, told: Step, lookahead: int) -> Step | None:
+    """Up to which step all ranks shall run once a rank begins ``step``. None: they were told already, by ``told``."""
+    return None if step <= told else step + lookahead
+
+
 class Coordinator:
     """Holds the step up to which the group runs. There is one per group."""
 
-    def __init__(self, lookahead: int = DEFAULT_LOOKAHEAD, step: Step = 0) -> None:
+    def __init__(self, lookahead: int = DEFAULT_LOOKAHEAD) -> None:
         self._lookahead = lookahead
-        self.step = step
+        self.step: Step = 0
 
     def __repr__(self) -> str:
         return f"Coordinator(until step {self.step}, lookahead {self._lookahead})"
 
     def start_step(self, step: Step) -> StepsUntil | None:
         """A rank begins ``step``. Returns the message for every rank; None if every rank was told already."""
-        if step <= self.step:
+        until = raised(step, self.step, self._lookahead)
+        if until is None:
             return None
-        self.step = step + self._lookahead
-        return StepsUntil(self.step)
+        self.step = until
+        return StepsUntil(until)
 
 
 class Participant:

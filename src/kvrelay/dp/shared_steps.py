@@ -1,77 +1,86 @@
 """The step protocol between processes of one host: the coordinator's state in shared memory, and a bell for each
 rank.
 
-    memory (memfd)     [ step: int64 ]           written under a lock, read by every rank
-    bells (eventfd)    one per rank              rung when the step has risen
+    memory (memfd)     [ step: int64 ] per rank  written by that rank alone, read by every rank; the greatest counts
+    bells (eventfd)    one per rank              rung when a step has risen
 
-There is no message to a coordinator: the rank that begins a step takes the lock, runs ``protocol.Coordinator`` on the
-shared state, and rings. A rank sleeps in ``poll`` on its bell. The kernel releases the lock if its holder dies.
+There is no message to a coordinator and no lock: the rank that begins a step decides by ``protocol.raised`` and the
+greatest of the steps, writes the result as its own, and rings. No step ever falls. If two ranks do so at once, each
+tells all. One thread of each rank does nothing but wait for its bell: nothing wakes a process sooner.
 """
 
 from __future__ import annotations
 
-import fcntl
 import mmap
 import os
-import struct
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 
-from kvrelay.dp.protocol import Coordinator, StartStep, Step, StepsUntil
+from kvrelay.dp.protocol import StartStep, StepsUntil, raised
 
-_LOCK, _UNLOCK = (struct.pack("hhqqi", kind, 0, 0, 1, 0) for kind in (fcntl.F_WRLCK, fcntl.F_UNLCK))
+_STEP_BYTES = 8
 
 
 def create_descriptors(num_ranks: int) -> list[int]:
     """The memory, then the bells. Each rank gets copies of all descriptors; the caller closes its own."""
     memory = os.memfd_create("kvrelay-dp-step")
-    os.ftruncate(memory, mmap.PAGESIZE)
-    return [memory, *(os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC) for _ in range(num_ranks))]
+    os.ftruncate(memory, num_ranks * _STEP_BYTES)
+    return [memory, *(os.eventfd(0, os.EFD_CLOEXEC) for _ in range(num_ranks))]
 
 
 class SharedSteps:
-    """One rank's end. Owns the given descriptors. One thread calls ``start_step``, one calls ``heard``."""
+    """One rank's end. Owns the given descriptors. One thread at a time calls ``start_step``."""
 
     def __init__(self, descriptors: Sequence[int], rank: int, lookahead: int) -> None:
         memory, *self._bells = descriptors
-        # Open the file again: locks belong to open files, and a passed descriptor shares its sender's open file.
-        self._lock_fd = os.open(f"/proc/self/fd/{memory}", os.O_RDWR | os.O_CLOEXEC)
-        self._map = mmap.mmap(memory, mmap.PAGESIZE)
+        self._map = mmap.mmap(memory, len(self._bells) * _STEP_BYTES)
         os.close(memory)
-        self._step = memoryview(self._map).cast("q")
+        self._steps = memoryview(self._map).cast("q")
+        self._rank = rank
         self._lookahead = lookahead
-        self.bell = self._bells[rank]
+        self._bell = self._bells[rank]
         self._in_order = [*self._bells[rank + 1 :], *self._bells[: rank + 1]]
         """The others' bells first: our own thread, once awake, would take the interpreter from the ringer."""
+        self._thread: threading.Thread | None = None
+        self._has_stopped = False
 
     def start_step(self, message: StartStep) -> int:
-        """Raise the shared step if this one is not covered, and wake every rank. Returns the number of ranks woken."""
-        fcntl.fcntl(self._lock_fd, fcntl.F_OFD_SETLKW, _LOCK)
-        try:
-            told = Coordinator(self._lookahead, self._step[0]).start_step(message.step)
-            if told is None:
-                return 0
-            self._step[0] = told.step
-            # Under the lock: a bell's reader does not take it, and a rank sleeps shorter by a system call.
-            for bell in self._in_order:
-                os.eventfd_write(bell, 1)
-        finally:
-            fcntl.fcntl(self._lock_fd, fcntl.F_OFD_SETLKW, _UNLOCK)
+        """Raise the step if this one is not covered, and wake every rank. Returns the number of ranks woken."""
+        step = raised(message.step, max(self._steps), self._lookahead)
+        if step is None:
+            return 0
+        self._steps[self._rank] = step
+        for bell in self._in_order:
+            os.eventfd_write(bell, 1)
         return len(self._bells)
 
-    def take(self) -> StepsUntil:
-        """The bell has rung."""
-        try:
-            os.eventfd_read(self.bell)
-        except BlockingIOError:
-            pass
-        return StepsUntil(self._step[0])
+    def listen(self, deliver: Callable[[StepsUntil], None]) -> None:
+        """Call ``deliver`` whenever the step has risen, on a separate thread, until ``stop``."""
+        self._thread = threading.Thread(target=self._listen, args=(deliver,), name="dp-steps", daemon=True)
+        self._thread.start()
 
-    @property
-    def step(self) -> Step:
-        return int(self._step[0])
+    def _listen(self, deliver: Callable[[StepsUntil], None]) -> None:
+        heard, is_last = 0, False
+        while not is_last:
+            os.eventfd_read(self._bell)
+            is_last = self._has_stopped  # first: what was begun before ``stop`` is delivered
+            step = max(self._steps)
+            if step > heard:
+                heard = step
+                deliver(StepsUntil(step))
+
+    def stop(self) -> None:
+        """Returns once all that was begun before is delivered; after that nothing is. Idempotent. Not from the thread
+        that delivers."""
+        self._has_stopped = True
+        if self._thread is not None:
+            os.eventfd_write(self._bell, 1)
+            self._thread.join()
+            self._thread = None
 
     def close(self) -> None:
-        self._step.release()
+        self.stop()
+        self._steps.release()
         self._map.close()
-        for fd in (self._lock_fd, *self._bells):
-            os.close(fd)
+        for bell in self._bells:
+            os.close(bell)

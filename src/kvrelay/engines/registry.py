@@ -9,12 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
+from typing import TYPE_CHECKING
 
 from kvrelay.config import WorkerConfig
-from kvrelay.engine.contract import EngineHost
-from kvrelay.engine.step import Executor
 from kvrelay.errors import ConfigError
 from kvrelay.executors.host_memory import ANYWHERE, HostMemory
+
+if TYPE_CHECKING:
+    from kvrelay.engine.contract import EngineHost
+    from kvrelay.engine.step import Executor
 
 ENTRY_POINT_GROUP = "kvrelay.engines"
 
@@ -23,15 +26,15 @@ BUILT_IN = ("torch", "mock")
 HOSTS = ("openai", "vllm")
 """Engines without an executor and without kvrelay's scheduler: they implement ``engine.contract`` themselves."""
 
+OWN = (*BUILT_IN, *HOSTS)
 
-Builder = Callable[[WorkerConfig, HostMemory], Executor]
+Builder = Callable[[WorkerConfig, HostMemory], "Executor"]
 """Loads the model and allocates the KV pool. Raises CheckpointError, UnsupportedModelError or ConfigError."""
 
 
 def engine_names() -> tuple[str, ...]:
     """Names of engines: the built-in ones first, then those of installed packages."""
-    own = (*BUILT_IN, *HOSTS)
-    return (*own, *sorted(_installed().keys() - set(own)))
+    return (*OWN, *sorted(_installed().keys() - set(OWN)))
 
 
 def build_host(name: str, settings: WorkerConfig, worker_id: str, memory: HostMemory = ANYWHERE) -> EngineHost | None:

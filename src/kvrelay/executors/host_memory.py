@@ -6,11 +6,13 @@ from __future__ import annotations
 import mmap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from kvrelay.transfer.ranks.link import RankLink
-from kvrelay.transfer.ranks.messages import Fence
+if TYPE_CHECKING:
+    from kvrelay.transfer.ranks.link import RankLink
+    from kvrelay.transfer.ranks.messages import Fence
 
-OfferRanks = Callable[[Sequence[RankLink], Fence], None]
+OfferRanks = Callable[[Sequence["RankLink"], "Fence"], None]
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,10 +12,11 @@ from urllib.parse import urlsplit
 from kvrelay.config import ControlConfig, DisaggConfig, FrontendConfig, MetricsConfig, RouterConfig
 from kvrelay.control.base import Keys
 from kvrelay.core.clock import MonotonicClock
+from kvrelay.core.garbage import spare_what_stays
 from kvrelay.errors import ConfigError
 from kvrelay.frontend.api.server import Frontend, run_frontend
 from kvrelay.http import raise_descriptor_limit
-from kvrelay.launch.process import SWITCH_INTERVAL_S, on_terminate, spare_what_stays
+from kvrelay.launch.process import SWITCH_INTERVAL_S, on_terminate
 from kvrelay.launch.request_plane import client_of, connected, frontend_keys, new_caller_id, require_api_key
 from kvrelay.router import ReplayRequester, Router, RouterStage
 from kvrelay.rpc import shared_context

@@ -22,10 +22,11 @@ import msgspec
 
 from kvrelay.config import ControlConfig
 from kvrelay.control.base import ControlPlane, Keys, Lease
+from kvrelay.core.garbage import spare_what_stays
 from kvrelay.errors import ConfigError, ControlUnavailableError, KvrelayError
 from kvrelay.launch.actuators import ClusterActuator, HookActuator
 from kvrelay.launch.fleet_observer import FleetObserver
-from kvrelay.launch.process import on_terminate, spare_what_stays
+from kvrelay.launch.process import on_terminate
 from kvrelay.launch.request_plane import connected, new_caller_id, operator_keys
 from kvrelay.launch.worker_calls import WorkerCalls
 from kvrelay.launch.worker_host import Hosts

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import asyncio
 import faulthandler
-import gc
 import logging
 import os
 import signal
@@ -102,17 +101,6 @@ async def _put_off_forever(timeout_s: float) -> None:
     while True:
         faulthandler.dump_traceback_later(timeout_s, exit=True)
         await asyncio.sleep(min(MAX_PUT_OFF_INTERVAL_S, timeout_s / PUT_OFFS_PER_TIMEOUT))
-
-
-YOUNG_OBJECTS = 5000
-"""New container objects between two collections."""
-
-
-def spare_what_stays() -> None:
-    """Call once the process is ready: later collections skip the objects that exist now (modules, weights, tables)."""
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(YOUNG_OBJECTS, *gc.get_threshold()[1:])
 
 
 T = TypeVar("T")

@@ -15,6 +15,7 @@ from pathlib import Path
 from kvrelay.config import MetricsConfig, WorkerConfig
 from kvrelay.control import connect_control
 from kvrelay.core.clock import MonotonicClock
+from kvrelay.core.garbage import spare_what_stays
 from kvrelay.data.tokenizer_files import tokenizer_fingerprint
 from kvrelay.dp.group import StepGroup
 from kvrelay.engine.contract import EngineHost
@@ -25,7 +26,7 @@ from kvrelay.engines.registry import HOSTS, build_executor, build_host
 from kvrelay.errors import CheckpointError, ConfigError, EngineHungError, KvrelayError
 from kvrelay.executors.host_memory import ANYWHERE, HostMemory
 from kvrelay.launch.dp_group import join_group, together
-from kvrelay.launch.process import SWITCH_INTERVAL_S, at_low_priority, ended_when_stuck, on_terminate, spare_what_stays
+from kvrelay.launch.process import SWITCH_INTERVAL_S, at_low_priority, ended_when_stuck, on_terminate
 from kvrelay.launch.request_plane import connector, request_plane_keys, require_metrics_key, transfer_settings
 from kvrelay.rpc import Heartbeat, ZmqRpcServer
 from kvrelay.tiers.build import open_tiers

@@ -9,6 +9,8 @@ Experience that this module encodes (measured on a 2-core machine):
   - On one host ``post`` copies within the call (10 GB/s, with the GIL released), so the post is complete on return.
   - UCX's default transports are 2 to 3 times slower for memory of the host than ``CPU_TRANSPORTS``. TCP stays in the
     list on one host too: only it notices that a peer died.
+  - To learn when memory is unmapped UCX rewrites the C library's functions while it starts, 5 ms each in which it and
+    every thread that calls one spin: 0.4 s in all. ``CPU_TRANSPORTS`` remember no memory, so they have it off.
   - Descriptors are address, length, device in an array of integers: 100 us per 1,000, so none are prepared in advance.
   - An agent that lost a peer may abort the process when it is destroyed. Such an agent stays until the process ends.
 A limit of one-sided transfers: ``remove_peer`` closes connections, but nothing on this side can stop a copy that the
@@ -181,6 +183,7 @@ class NixlTransport(Transport):
             os.environ["UCX_TLS"] = self._ucx_tls
         elif device == "cpu":
             os.environ["UCX_TLS"] = CPU_TRANSPORTS
+            os.environ.setdefault("UCX_MEM_EVENTS", "n")
         if self._ucx_net_devices != "auto":
             os.environ["UCX_NET_DEVICES"] = self._ucx_net_devices
         # Every failure reaches us as a status or an exception; the libraries' lines on stderr would repeat it.

@@ -107,6 +107,8 @@ class Mirror:
         """Of the lease keeper, and of a newcomer."""
         self._is_listing = False
         self._is_live = False
+        self._waiting: asyncio.Timeout | None = None
+        """For the next message, until something is due."""
         self._changed = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -179,6 +181,9 @@ class Mirror:
 
         async def hear_keeper(message: NatsMessage) -> None:
             self.election.heard(message.data[:MAX_ID_BYTES].decode("ascii", "replace"))
+            # The keeper lives, so there is less to wake up for.
+            if self._waiting is not None and not self._waiting.expired():
+                self._waiting.reschedule(self._wake_s())
 
         keeper = await self._connection.subscribe(self._keeper_subject, hear_keeper)
         try:
@@ -244,10 +249,8 @@ class Mirror:
     async def _step(self) -> bool:
         """Apply the next message, or handle the leases that are due. False after a gap."""
         await self._keep_or_rest()
-        wait_s = max(self._next_due_s() - self._clock.now(), 0.0)
         try:
-            async with asyncio.timeout(wait_s):
-                item = await self._inbox.get()
+            item = await self._next_item()
         except TimeoutError:
             if self._clock.now() >= self._silent_s() or not self._connection.is_connected:
                 return False
@@ -259,9 +262,19 @@ class Mirror:
         feed, message = item
         return feed not in (self.entries, self.keepalives) or self._apply(feed, message)
 
-    def _next_due_s(self) -> float:
+    async def _next_item(self) -> _Item:
+        """Raises TimeoutError when something is due."""
+        try:
+            async with asyncio.timeout_at(self._wake_s()) as self._waiting:
+                return await self._inbox.get()
+        finally:
+            self._waiting = None
+
+    def _wake_s(self) -> float:
+        """When something is due, by the event loop's clock."""
         lease_s = self.table.next_due_s(only_missing=self.keepalives is None)
-        return min(self.election.due_s(), self._silent_s(), math.inf if lease_s is None else lease_s)
+        due_s = min(self.election.due_s(), self._silent_s(), math.inf if lease_s is None else lease_s)
+        return asyncio.get_running_loop().time() + max(due_s - self._clock.now(), 0.0)
 
     def _silent_s(self) -> float:
         """When the server's heartbeats will have been missing for too long on one of the feeds."""
