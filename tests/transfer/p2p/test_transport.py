@@ -136,6 +136,14 @@ def test_both_directions_at_once(make: Callable[..., End]) -> None:
     np.testing.assert_array_equal(a.pool[16:32], expected)
 
 
+def test_more_messages_than_torch_has_tags(make: Callable[..., End]) -> None:
+    p, d = make("p"), make("d")
+    p.node.control.ask(lambda: setattr(p.node.initiator, "_next_number", 2**31 - 3))
+    for page in range(1, 5):
+        assert p.outcome(p.write(d, [page], [page])) is None
+    np.testing.assert_array_equal(d.pool[1:5], p.pool[1:5])
+
+
 def test_a_port_that_is_taken_is_refused_at_start(make: Callable[..., End]) -> None:
     first = make("first")
     port = int(first.node.control.address.rsplit(":", 1)[1])

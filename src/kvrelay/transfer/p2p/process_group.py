@@ -25,6 +25,8 @@ import torch.distributed as dist
 
 from kvrelay.errors import TransferError
 
+_MAX_TAG = 2**31 - 1
+"""Of torch: a C int."""
 _FAMILIES = (socket.AF_INET, socket.AF_INET6)
 
 
@@ -111,12 +113,13 @@ class PairGroup:
             raise TransferError(f"the communicator could not be made: {_first_line(exc)}") from exc
 
     def send(self, tensor: torch.Tensor, tag: int) -> Any:
-        """Begin; ``wait`` for what it returns. The peer's receive has the same tag. Raises TransferError."""
-        return _checked(lambda: self._group.send([tensor], self._other, tag))
+        """Begin; ``wait`` for what it returns. The peer's receive has the same tag, a number of any size. Raises
+        TransferError."""
+        return _checked(lambda: self._group.send([tensor], self._other, tag & _MAX_TAG))
 
     def receive(self, tensor: torch.Tensor, tag: int) -> Any:
         """Begin; ``wait`` for what it returns. Raises TransferError."""
-        return _checked(lambda: self._group.recv([tensor], self._other, tag))
+        return _checked(lambda: self._group.recv([tensor], self._other, tag & _MAX_TAG))
 
     def wait(self, work: Any) -> None:
         """Raises TransferError when the peer does not do its part within the deadline."""
