@@ -2,8 +2,8 @@
 
 Kernels run on the calling thread and on OpenMP's helpers of that thread, which sleep when it has been idle. Linux often
 wakes a helper on the core of the thread that wakes it and leaves both there for tens of milliseconds, though another
-core is free: a prefill of 55 instead of 31 ms. So the first kernel after a rest, if a core is free, begins with helpers
-that may use any core but the caller's; from the second kernel on, the scheduler may move them again.
+core is free: a prefill of 55 instead of 31 ms. So the first kernel after a rest, unless the machine is crowded, begins
+with helpers that may use any core but the caller's; from the second kernel on, the scheduler may move them again.
 """
 
 from __future__ import annotations
@@ -25,6 +25,9 @@ from kvrelay.executors.torch.kernels.numba_math import OPTIONS
 
 REST_S = 0.002
 """Without a kernel for so long, helpers may sleep."""
+_CROWD = 2
+"""With more running threads than so many for each core, a helper could wait long for the core that it is sent to. The
+first kernel meets the threads that have brought it its work: fewer than two for each core are no crowd."""
 _libc = ctypes.CDLL(None)
 _CAN_PLACE = all(hasattr(_libc, name) for name in ("gettid", "sched_getcpu")) and os.path.exists("/proc/loadavg")
 _gettid = types.ExternalFunction("gettid", types.int32())
@@ -73,7 +76,7 @@ class _Team(threading.local):
             _note_threads(numbers, num_threads)
             self._helpers = [int(number) for number in numbers if number != threading.get_native_id()]
         others = os.sched_getaffinity(0) - {_libc.sched_getcpu()}
-        if others and _num_running() < (os.cpu_count() or 1):
+        if others and _num_running() <= _CROWD * (os.cpu_count() or 1):
             self._allow(others)
             self._are_placed = True
 
