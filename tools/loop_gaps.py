@@ -32,12 +32,12 @@ from kvrelay.config import FrontendConfig, RouterConfig, WorkerRole
 from kvrelay.control.base import Keys
 from kvrelay.control.memory import MemoryBroker
 from kvrelay.core.clock import MonotonicClock
+from kvrelay.core.garbage import spare_what_stays
 from kvrelay.core.messages import GenerateRequest, OutputBatch, TokenOutput
 from kvrelay.core.status import FinishReason
 from kvrelay.core.workers import WorkerInfo
 from kvrelay.data import bundled_checkpoint_path
 from kvrelay.frontend.api.server import Frontend
-from kvrelay.launch.process import spare_what_stays
 from kvrelay.router import Router
 from kvrelay.rpc.base import Peer
 from kvrelay.rpc.loopback import LoopbackNetwork
