@@ -337,7 +337,7 @@ async def test_ids_that_do_not_fit_are_refused():
 
 async def test_a_prefill_worker_that_leaves_finishes_what_it_has_and_takes_nothing_new():
     async with paired() as pair:
-        pair.prefill.slow_down(0.02)
+        pair.prefill.slow_down(0.1)
         ids = [pair.send(prompt(600, number)) for number in range(4)]
         await pair.shared.until(lambda: len(pair.prefill.outgoing.handoffs) == 4)
         pair.prefill.worker.request_drain()
