@@ -1,77 +1,76 @@
-"""Where the helpers of Numba's kernels wake up."""
+"""How many threads a runner computes with, and that the log says so."""
 
 from __future__ import annotations
 
+import logging
 import os
-import threading
-from concurrent.futures import ThreadPoolExecutor
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 
-from kvrelay.executors.torch.kernels import numba_threads
-from kvrelay.executors.torch.kernels.numba_kernels import NumbaKernels
+from kvrelay.config.settings import EngineConfig, RunnerConfig
+from kvrelay.core import cores
+from kvrelay.executors.torch.build import build_model_runner
+from kvrelay.executors.torch.parallel.executor import threads_per_rank
 
-CORES = os.sched_getaffinity(0)
-pytestmark = pytest.mark.skipif(len(CORES) < 2, reason="one core: helpers have no other")
-
-
-def helpers_of_a_new_team(kernels: NumbaKernels) -> set[int]:
-    before = set(os.listdir("/proc/self/task"))
-    kernels.silu_mul(torch.zeros(512, 512))
-    return {int(thread) for thread in set(os.listdir("/proc/self/task")) - before}
+ENGINE = EngineConfig(num_blocks=8, max_num_seqs=1, max_model_len=64)
 
 
-@pytest.fixture(autouse=True)
-def idle_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(numba_threads, "_num_running", lambda: 1)
+@pytest.fixture
+def quota(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    return lambda value: monkeypatch.setattr(cores, "cpu_quota", lambda *_: value)
 
 
-def test_after_a_rest_helpers_keep_off_the_callers_core_for_one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    kernels = NumbaKernels(torch.float32, numba_threads.usable_threads(2))
-
-    def on_a_thread_of_its_own() -> None:
-        (helper,) = helpers_of_a_new_team(kernels)
-        for _ in range(3):
-            monkeypatch.setattr(numba_threads, "REST_S", -1.0)  # always rested
-            kernels.silu_mul(torch.zeros(512, 512))
-            assert len(CORES - os.sched_getaffinity(helper)) == 1
-            assert os.sched_getaffinity(threading.get_native_id()) == CORES
-
-            monkeypatch.setattr(numba_threads, "REST_S", float("inf"))  # never
-            kernels.silu_mul(torch.zeros(512, 512))
-            assert os.sched_getaffinity(helper) == CORES
-
-    with ThreadPoolExecutor(1) as pool:
-        pool.submit(on_a_thread_of_its_own).result()
-
-
-def test_on_a_crowded_machine_the_scheduler_decides(monkeypatch: pytest.MonkeyPatch) -> None:
-    kernels = NumbaKernels(torch.float32, numba_threads.usable_threads(2))
-    monkeypatch.setattr(numba_threads, "_num_running", lambda: 1 + 2 * (os.cpu_count() or 1))
-    monkeypatch.setattr(numba_threads, "REST_S", -1.0)
-
-    def on_a_thread_of_its_own() -> None:
-        (helper,) = helpers_of_a_new_team(kernels)
-        kernels.silu_mul(torch.zeros(512, 512))
-        assert os.sched_getaffinity(helper) == CORES
-
-    with ThreadPoolExecutor(1) as pool:
-        pool.submit(on_a_thread_of_its_own).result()
+@pytest.mark.parametrize(("num_threads", "level"), [(0, logging.INFO), (1, logging.INFO), (2, logging.WARNING)])
+def test_a_quota_of_one_core_means_one_thread(
+    checkpoint_of: Callable[[str], Path],
+    quota: Callable[[float], None],
+    caplog: pytest.LogCaptureFixture,
+    num_threads: int,
+    level: int,
+) -> None:
+    before = torch.get_num_threads()
+    quota(1.5)
+    try:
+        with caplog.at_level(logging.INFO):
+            build_model_runner(checkpoint_of("llama"), RunnerConfig(device="cpu", num_threads=num_threads), ENGINE)
+        assert torch.get_num_threads() == max(num_threads, 1)
+    finally:
+        torch.set_num_threads(before)
+    told = next(record for record in caplog.records if "computing with" in record.message)
+    assert told.levelno == level
+    assert "a CPU quota of 1.5" in told.message
 
 
-def test_helpers_stay_within_the_callers_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thread that may use one core keeps its helpers there."""
-    kernels = NumbaKernels(torch.float32, numba_threads.usable_threads(2))
-    core = {min(CORES)}
+@pytest.mark.parametrize(("requested", "num_ranks", "count"), [(0, 1, 1), (0, 2, 1), (8, 2, 1)])
+def test_ranks_share_what_the_quota_allows(
+    quota: Callable[[float], None], requested: int, num_ranks: int, count: int
+) -> None:
+    quota(1.0)
+    assert threads_per_rank(requested, num_ranks) == count
 
-    def on_one_core() -> None:
-        os.sched_setaffinity(threading.get_native_id(), core)
-        (helper,) = helpers_of_a_new_team(kernels)
-        for rest_s in (-1.0, float("inf")):
-            monkeypatch.setattr(numba_threads, "REST_S", rest_s)
-            kernels.silu_mul(torch.zeros(512, 512))
-            assert os.sched_getaffinity(helper) == core
 
-    with ThreadPoolExecutor(1) as pool:
-        pool.submit(on_one_core).result()
+COUNT_THREADS = """
+import os, sys
+os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+from pathlib import Path
+import torch
+from kvrelay.config.settings import EngineConfig, RunnerConfig
+from kvrelay.executors.torch.build import build_model_runner
+from kvrelay.frontend.side_threads import NUM_THREADS
+build_model_runner(Path(sys.argv[1]), RunnerConfig(device="cpu"), EngineConfig(num_blocks=8, max_model_len=64))
+import numba
+print(torch.get_num_threads(), numba.get_num_threads(), NUM_THREADS)
+"""
+
+
+def test_a_process_on_one_core_computes_with_one_thread(checkpoint_of: Callable[[str], Path]) -> None:
+    """Side threads are never less than two: a long piece of work must not keep others waiting."""
+    if len(os.sched_getaffinity(0)) < 2:
+        pytest.skip("this process has one core itself")
+    command = [sys.executable, "-c", COUNT_THREADS, str(checkpoint_of("llama"))]
+    assert subprocess.run(command, check=True, capture_output=True, text=True).stdout.split() == ["1", "1", "2"]

@@ -27,7 +27,7 @@ REST_S = 0.002
 """Without a kernel for so long, helpers may sleep."""
 _CROWD = 2
 """With more running threads than so many for each core, a helper could wait long for the core that it is sent to. The
-first kernel meets the threads that have brought it its work: fewer than two for each core are no crowd."""
+first kernel meets the threads that have brought it its work: up to two for each core are no crowd."""
 _libc = ctypes.CDLL(None)
 _CAN_PLACE = all(hasattr(_libc, name) for name in ("gettid", "sched_getcpu")) and os.path.exists("/proc/loadavg")
 _gettid = types.ExternalFunction("gettid", types.int32())
