@@ -11,17 +11,16 @@ import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import msgspec
 import psutil
 
 from kvrelay.config.loading import state_directories
 from kvrelay.errors import ConfigError
 
 
-@dataclass(frozen=True, slots=True)
-class RunningCluster:
+class RunningCluster(msgspec.Struct, frozen=True):
     """``started_s`` is the start of process ``pid``, so that another process of this number is not taken for it."""
 
     machine: str
@@ -55,7 +54,7 @@ def announced(cluster: RunningCluster) -> Iterator[None]:
         path = directory / f"{cluster.machine}-{cluster.pid}.json"
         path.unlink(missing_ok=True)
         with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
-            json.dump(asdict(cluster), file)
+            json.dump(msgspec.structs.asdict(cluster), file)
         written = path
     try:
         yield

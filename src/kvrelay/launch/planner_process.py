@@ -14,7 +14,6 @@ import logging
 import os
 import socket
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -52,8 +51,7 @@ REPORT_INTERVAL_S = 20.0
 """A report that says the same is repeated so often."""
 
 
-@dataclass(frozen=True, slots=True)
-class PlannerConfig:
+class PlannerConfig(msgspec.Struct, frozen=True):
     """``mode``: suggest or act. ``start_s``: how long a worker takes to start. ``log_file`` None: no log of
     decisions. ``hook``: a command that sees to the number of workers, of which there may be ``max_workers``."""
 

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -158,9 +157,9 @@ LOADED = WeightsLoaded(paged_kv(2, 1, 16, 64, "float32"), 100, "cpu", FACTS)
 @pytest.mark.parametrize(
     "changes",
     [
-        {"facts": replace(FACTS, weights_fingerprint="others")},
+        {"facts": msgspec.structs.replace(FACTS, weights_fingerprint="others")},
         {"layout": paged_kv(2, 1, 32, 64, "float32")},
-        {"facts": replace(FACTS, vocab_size=513)},
+        {"facts": msgspec.structs.replace(FACTS, vocab_size=513)},
     ],
     ids=["weights", "layout", "vocabulary"],
 )
