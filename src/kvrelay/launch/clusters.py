@@ -6,7 +6,6 @@ A file per ``serve``, which only its user can read. What a killed ``serve`` has 
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ import msgspec
 import psutil
 
 from kvrelay.config.loading import state_directories
+from kvrelay.core.decoding import UNREADABLE
 from kvrelay.errors import ConfigError
 
 
@@ -53,8 +53,8 @@ def announced(cluster: RunningCluster) -> Iterator[None]:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         path = directory / f"{cluster.machine}-{cluster.pid}.json"
         path.unlink(missing_ok=True)
-        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
-            json.dump(msgspec.structs.asdict(cluster), file)
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            file.write(msgspec.json.encode(cluster))
         written = path
     try:
         yield
@@ -69,10 +69,10 @@ def running_clusters() -> list[RunningCluster]:
     found: dict[int, RunningCluster] = {}
     for directory in state_directories():
         for path in (directory / "clusters").glob("*.json"):
-            with suppress(OSError, ValueError, TypeError):
+            with suppress(OSError, *UNREADABLE):
                 if path.stat().st_uid != os.getuid():
                     continue
-                cluster = RunningCluster(**json.loads(path.read_text(encoding="utf-8")))
+                cluster = msgspec.json.decode(path.read_bytes(), type=RunningCluster)
                 if cluster.machine != socket.gethostname():
                     continue
                 if _runs(cluster):

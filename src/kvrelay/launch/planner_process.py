@@ -15,7 +15,6 @@ import os
 import socket
 import time
 from pathlib import Path
-from typing import Protocol
 
 import msgspec
 
@@ -31,8 +30,6 @@ from kvrelay.launch.worker_calls import WorkerCalls
 from kvrelay.launch.worker_host import Hosts
 from kvrelay.planner import (
     Actuator,
-    Demand,
-    FleetView,
     Hold,
     Objectives,
     Plan,
@@ -64,12 +61,6 @@ class PlannerConfig(msgspec.Struct, frozen=True):
     max_workers: int = 0
 
 
-class Observer(Protocol):
-    """Where the inputs come from."""
-
-    async def look(self) -> tuple[FleetView, Demand]: ...
-
-
 class PlannerProcess:
     """Decides every ``interval_s`` while it is the leader. ``lease``: of its entry in discovery."""
 
@@ -79,7 +70,7 @@ class PlannerProcess:
         control: ControlPlane,
         keys: Keys,
         lease: Lease,
-        observer: Observer,
+        observer: FleetObserver,
         actuator: Actuator,
     ) -> None:
         self._config, self._control, self._keys, self._lease = config, control, keys, lease
