@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import msgspec
 import torch
 from safetensors import safe_open
 
@@ -116,7 +117,7 @@ def run_read_benchmark(
         raise ConfigError("--beside-read times the steps after the first token", param="output_len")
     num_bytes = _weight_bytes(model_path)
     memory = torch.zeros(num_bytes // 4).fill_(1)
-    one = dataclasses.replace(load, num_prompts=1)
+    one = msgspec.structs.replace(load, num_prompts=1)
     rates: list[tuple[float, float]] = []
     with _core(model_path, runner, engine) as core:
         torch.set_num_threads(runner.num_threads or len(usable_cores()))

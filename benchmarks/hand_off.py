@@ -157,12 +157,12 @@ async def _first_token_s(client: ChaosClient, prompt: KnownPrompt) -> float:
 def _decode_steps(
     model: Path, config: TransferConfig, num_turns: int, mib_per_s: int
 ) -> tuple[list[Row], dict[str, float]]:
-    from kvrelay.executors.torch import build_executor
+    from kvrelay.executors.torch import HostMemory, build_executor
 
     memory = shared_memory(config)
     runner = RunnerConfig(num_threads=1, device="cpu")
     engine = EngineConfig(num_blocks=NUM_BLOCKS, max_num_seqs=NUM_SEQS, kv_watermark=0)
-    executor = build_executor(model, runner, engine, pool_allocator(config, memory))
+    executor = build_executor(model, runner, engine, HostMemory(pool_allocator(config, memory)))
     thread = TransferThread(build_transport(config, "benchmark-parent", memory=memory, is_guarded=False), config)
     thread.on_notification(lambda _: None)
     thread.start()

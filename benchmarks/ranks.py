@@ -33,7 +33,7 @@ from kvrelay.config import EngineConfig, RunnerConfig, TransferConfig
 from kvrelay.core.layout import BlockRun
 from kvrelay.core.workers import KvMetadata
 from kvrelay.data import bundled_checkpoint_path
-from kvrelay.executors.torch import build_executor
+from kvrelay.executors.torch import HostMemory, build_executor
 from kvrelay.transfer.layout_mapping import LayoutMapping
 from kvrelay.transfer.ranks.build import build_ranked_transport
 from kvrelay.transfer.ranks.link import RankLinks
@@ -116,7 +116,7 @@ class _Worker:
         runner = RunnerConfig(device="cpu", tp=tp, num_threads=1, rank_timeout_s=60)
         engine = EngineConfig(num_blocks=NUM_BLOCKS)
         self.executor = build_executor(
-            bundled_checkpoint_path(), runner, engine, memory.allocate, memory.reserve, offer_ranks=links.offer
+            bundled_checkpoint_path(), runner, engine, HostMemory(memory.allocate, memory.reserve, links.offer)
         )
         stack.callback(self.executor.shutdown)
         config = TransferConfig(transport=transport)  # type: ignore[arg-type]

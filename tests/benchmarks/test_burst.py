@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
+import msgspec
 import pytest
 from benchmarks.burst import BurstLoad, arrangements, burst_figures
 
@@ -46,7 +45,7 @@ def test_failures_are_counted_and_a_turn_without_an_answer_is_an_error() -> None
 
 def test_what_the_client_sent_too_late_is_told_apart() -> None:
     """A chat that was due at 1 s, and written half a second later, had its first token 0.2 s after that."""
-    late = replace(record("chat", 1, 0.7), due_ns=10**9, written_ns=15 * 10**8)
+    late = msgspec.structs.replace(record("chat", 1, 0.7), due_ns=10**9, written_ns=15 * 10**8)
     turn = burst_figures(result(), result(record("long", 0, 3.0), late, record("chat", 2, 0.1)))
     assert turn["client_max_s"] == pytest.approx(0.5)
     assert turn["chat_max_s"] == pytest.approx(0.2)

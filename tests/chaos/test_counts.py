@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,8 @@ P2P_FLAGS = ("--transport", "p2p", "--kv-buffer-size", "65536", "--p2p-pool-byte
 def status(p2p: P2pCounters | None) -> dict[str, Any]:
     """The parts of a worker's status that are counted, as the operator gets them."""
     return {
-        "decode": asdict(DecodeStats(num_recomputed=2)),
-        "prefill": asdict(PrefillCounters(num_prefills=5)),
+        "decode": msgspec.structs.asdict(DecodeStats(num_recomputed=2)),
+        "prefill": msgspec.structs.asdict(PrefillCounters(num_prefills=5)),
         "kv_tiers": None,
         "transfer": msgspec.to_builtins(TransferStats((), 0, 0, 0, p2p)),
     }

@@ -6,7 +6,6 @@ dashboard asks only for metrics that exist.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 import shlex
@@ -18,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
@@ -297,8 +297,8 @@ def test_systemd_accepts_the_units(tmp_path: Path) -> None:
 
 def exported() -> set[str]:
     """The names of all samples that frontends and workers export."""
-    required = (field for field in dataclasses.fields(EngineStats) if field.name != "times")
-    counts = {field.name: 1 for field in required if field.default is dataclasses.MISSING}
+    required = (field for field in msgspec.structs.fields(EngineStats) if field.name != "times")
+    counts = {field.name: 1 for field in required if field.required}
     stats = WorkerStats(
         "w", "m", "mock", WorkerRole.BOTH, 0, True,
         EngineStats(**counts), DecodeStats(), PrefillCounters(),

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import stat
-from dataclasses import asdict, replace
 from pathlib import Path
 from unittest.mock import AsyncMock
 
+import msgspec
 import pytest
 
 from kvrelay.cli.main import run
@@ -54,11 +54,11 @@ def test_what_dead_processes_left_is_ignored_and_removed(state: Path) -> None:
     place.mkdir(parents=True)
     mine = cluster()
     for name, other in {
-        "ended": replace(mine, pid=2**22 + 1),
-        "reused": replace(mine, started_s=mine.started_s - 1000.0),
-        "elsewhere": replace(mine, machine="another-host", pid=2**22 + 1),
+        "ended": msgspec.structs.replace(mine, pid=2**22 + 1),
+        "reused": msgspec.structs.replace(mine, started_s=mine.started_s - 1000.0),
+        "elsewhere": msgspec.structs.replace(mine, machine="another-host", pid=2**22 + 1),
     }.items():
-        (place / f"{name}.json").write_text(json.dumps(asdict(other)))
+        (place / f"{name}.json").write_text(json.dumps(msgspec.structs.asdict(other)))
     (place / "torn.json").write_text("{")
     assert running_clusters() == []
     assert {file.stem for file in place.iterdir()} == {"elsewhere", "torn"}

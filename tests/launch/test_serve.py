@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from unittest.mock import AsyncMock, Mock
 
+import msgspec
 import pytest
 
 from kvrelay.config import FrontendConfig, RouterConfig, WorkerConfig, WorkerRole
@@ -51,7 +52,7 @@ async def test_ready_means_every_frontend(monkeypatch: pytest.MonkeyPatch) -> No
         return next(told)
 
     config = serve_config(Path())
-    cluster = LocalCluster(replace(config, workers=(*config.workers, config.workers[1])))
+    cluster = LocalCluster(msgspec.structs.replace(config, workers=(*config.workers, config.workers[1])))
     cluster.frontends = [Mock(pid=7, exit_code=None), Mock(pid=8, exit_code=None)]
     monkeypatch.setattr("kvrelay.launch.serve.http_call", call)
     monkeypatch.setattr("kvrelay.launch.request_plane.connect_control", AsyncMock())
@@ -65,6 +66,6 @@ def test_stdout_is_left_to_the_access_log(
     capsys: pytest.CaptureFixture[str], settings: dict[str, str], is_alone: bool
 ) -> None:
     frontend = FrontendConfig(access_log="json" if settings or is_alone else "off", **settings)
-    LocalCluster(replace(serve_config(Path()), frontend=frontend)).announce()
+    LocalCluster(msgspec.structs.replace(serve_config(Path()), frontend=frontend)).announce()
     out, err = capsys.readouterr()
     assert ("kvrelay is ready" in err, "kvrelay is ready" in out) == (is_alone, not is_alone)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import msgspec
 import numpy as np
 import pytest
@@ -22,11 +20,7 @@ from kvrelay.router.beyond import Lenders, TierTable
 
 HOT = tuple(range(1600))
 HASHES = compute_block_hashes(HOT, BLOCK)
-DEAR = (
-    dataclasses.replace(COST, prefill_token_s=1e-3)
-    if dataclasses.is_dataclass(COST)
-    else msgspec.structs.replace(COST, prefill_token_s=1e-3)
-)
+DEAR = msgspec.structs.replace(COST, prefill_token_s=1e-3)
 FAST = (LoadCost("host", 1e-5), LoadCost("disk", 1e-4), LoadCost("peer", 2e-5, 0.005))
 
 

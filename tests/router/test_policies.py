@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import random
 from collections import Counter
@@ -21,7 +20,7 @@ def candidates(**columns: list[float]) -> Candidates:
     def column(name: str) -> np.ndarray:
         return np.array(columns.get(name, [0.0] * size), dtype=np.float64)
 
-    load = LoadColumns(**{field.name: column(field.name) for field in dataclasses.fields(LoadColumns)})
+    load = LoadColumns(**{name: column(name) for name in LoadColumns.__struct_fields__})
     return Candidates(prompt_tokens=1600, block_size=16, overlap_blocks=column("overlap_blocks"), load=load)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import random
 
@@ -31,12 +30,12 @@ def column(*values: float) -> np.ndarray:
 
 
 def loads(size: int = 2, **columns: np.ndarray) -> LoadColumns:
-    names = [item.name for item in dataclasses.fields(LoadColumns)]
+    names = LoadColumns.__struct_fields__
     return LoadColumns(**{name: columns.get(name, np.zeros(size)) for name in names})
 
 
 def costs(*of: StepCost) -> CostColumns:
-    names = [item.name for item in dataclasses.fields(CostColumns)]
+    names = CostColumns.__struct_fields__
     return CostColumns(*(column(*(getattr(cost, name) for cost in of)) for name in names))
 
 

@@ -8,7 +8,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
@@ -260,7 +260,7 @@ def test_no_further_part_of_a_refused_transfer_is_posted(cluster: Cluster, monke
 
     def refusing() -> tuple[list[PostEnd], list[Notification]]:
         completions, notifications = poll()
-        return [replace(each, is_refused=each.error is not None) for each in completions], notifications
+        return [msgspec.structs.replace(each, is_refused=each.error is not None) for each in completions], notifications
 
     def counted(*arguments: object) -> int:
         next(num_posts)

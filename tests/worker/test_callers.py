@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import replace
 
 import msgspec
 import pytest
@@ -296,7 +295,7 @@ async def test_a_claimant_that_lives_and_says_nothing_does_not_keep_a_request() 
         prefill, decode, client = await shared.pair()
         hold_claims(prefill)
         ledger = decode.ledger
-        ledger.rules = replace(ledger.rules, silence_timeout_s=0.1)
+        ledger.rules = msgspec.structs.replace(ledger.rules, silence_timeout_s=0.1)
         rogue = Rogue(shared, decode)
         await rogue.register(prefill)
         await rogue.connect()

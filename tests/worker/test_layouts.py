@@ -153,7 +153,7 @@ async def test_a_worker_whose_memory_is_not_in_discovery_computes_by_itself(capl
 async def test_a_grant_in_other_blocks_than_the_registered_ones_is_computed_here():
     async with cluster() as shared:
         prefill, decode, client = await shared.pair()
-        decode.ledger.rules = replace(decode.ledger.rules, block_size=8)
+        decode.ledger.rules = msgspec.structs.replace(decode.ledger.rules, block_size=8)
         client.send("r", prompt(160))
         assert await client.answer("r") == expected(prompt(160), 8)
         await shared.until(lambda: prefill.worker.stats().prefill.num_failed == 1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import re
 import threading
 from pathlib import Path
@@ -172,7 +171,6 @@ async def test_it_stays_ready_while_it_finishes_for_another_role():
 
 
 async def test_a_new_count_becomes_a_metric_by_itself():
-    @dataclasses.dataclass
     class More(DecodeCounters):
         num_new_kind: int = 0
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 
 import msgspec
 import pytest
@@ -227,7 +226,7 @@ async def test_what_the_prefill_worker_cannot_do_is_computed_here_at_once(fault,
         elif fault == "model":
             decode.control.prefill_queue.push = lambda request: push(msgspec.structs.replace(request, model="another"))
         else:
-            decode.ledger.rules = replace(decode.ledger.rules, kv_compatibility="another")
+            decode.ledger.rules = msgspec.structs.replace(decode.ledger.rules, kv_compatibility="another")
         client.send("r", prompt(600))
         assert await client.answer("r") == expected(prompt(600), 8)
         stats = prefill.worker.stats().prefill

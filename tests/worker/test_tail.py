@@ -266,7 +266,7 @@ async def test_a_claim_of_another_tail_is_refused() -> None:
     """Whatever its digest says."""
     async with paired(1) as pair:
         ledger = pair.prefill.outgoing
-        ledger.rules = replace(ledger.rules, tail_tokens=2)
+        ledger.rules = msgspec.structs.replace(ledger.rules, tail_tokens=2)
         assert await ask(pair, HandoffOrder.DECODE_FIRST, prompt(300)) == expected(prompt(300), 8)
         assert pair.num_remote == 0
         assert pair.prefill.worker.stats().prefill.num_refused == 1

@@ -14,8 +14,9 @@ import subprocess
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
+
+import msgspec
 
 from kvrelay.bench.client.connection import ConnectionPool, Target, parse_target
 from kvrelay.bench.client.service import wait_until_healthy
@@ -29,8 +30,7 @@ _GROUP_GONE_S = 1.0
 _LOG_TAIL_BYTES = 4096
 
 
-@dataclass(frozen=True, slots=True)
-class Case:
+class Case(msgspec.Struct, frozen=True):
     """A named server: an address, or a command with ``{port}`` where its port belongs."""
 
     name: str
@@ -38,8 +38,7 @@ class Case:
     command: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class CaseTimes:
+class CaseTimes(msgspec.Struct, frozen=True):
     """Seconds within which a started server must become healthy, and must end after SIGTERM before it is killed."""
 
     start_s: float = 120.0

@@ -6,8 +6,9 @@ import dataclasses
 import random
 import statistics
 import time
-from dataclasses import dataclass
 from pathlib import Path
+
+import msgspec
 
 from kvrelay.bench.report.table import table
 from kvrelay.config import EngineConfig, RunnerConfig
@@ -16,8 +17,7 @@ from kvrelay.errors import FatalError
 from kvrelay.llm import LLM, SamplingParams
 
 
-@dataclass(frozen=True, slots=True)
-class BatchLoad:
+class BatchLoad(msgspec.Struct, frozen=True):
     """The batch: ``num_prompts`` random prompts of ``input_len`` tokens, ``output_len`` tokens each, EOS ignored."""
 
     num_prompts: int
@@ -26,8 +26,7 @@ class BatchLoad:
     seed: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class EngineRun:
+class EngineRun(msgspec.Struct, frozen=True):
     """One timed pass over the batch; latencies in seconds, one per request, from its submission."""
 
     duration_s: float

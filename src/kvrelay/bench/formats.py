@@ -10,7 +10,6 @@ import csv
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import datetime
 from enum import StrEnum
 from pathlib import Path
@@ -39,16 +38,14 @@ class FileFormat(StrEnum):
     MOONCAKE = "mooncake"
 
 
-@dataclass(frozen=True, slots=True)
-class ChatTurn:
+class ChatTurn(msgspec.Struct, frozen=True):
     """One message. ``role`` is user, assistant or system, or another value of the file."""
 
     role: str
     content: str
 
 
-@dataclass(frozen=True, slots=True)
-class Conversation:
+class Conversation(msgspec.Struct, frozen=True):
     """The turns of a conversation, in order."""
 
     turns: tuple[ChatTurn, ...]
@@ -61,8 +58,7 @@ class Conversation:
         return "\n".join(turn.content for turn in self.turns[: first + 1])
 
 
-@dataclass(frozen=True, slots=True)
-class TraceRecord:
+class TraceRecord(msgspec.Struct, frozen=True):
     """One request of a trace: seconds since the trace's epoch, lengths in tokens, ids of its blocks where known.
 
     A hash id stands for ``hash_tokens`` tokens. ``chat`` names the request for its successors in the session, and

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from kvrelay.bench.client.connection import Target
 from kvrelay.bench.client.driver import RunLimits
@@ -78,7 +79,7 @@ def run_options(
 ) -> RunOptions:
     """The options of a run. If no model is given, the server is asked for one."""
     return RunOptions(
-        target=replace(target, api_key=given["api_key"]),
+        target=msgspec.structs.replace(target, api_key=given["api_key"]),
         classes=classes,
         model=given["model"],
         body=BodyOptions(

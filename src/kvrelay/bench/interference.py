@@ -6,9 +6,10 @@ Within a round every case gets the same requests; every round has its own reques
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from kvrelay.bench.cases import Case, CaseTimes, parse_case
 from kvrelay.bench.client.connection import Target
@@ -84,7 +85,9 @@ def measure_interference(given: dict[str, Any]) -> None:
 
         async def measure(target: Target, row: Row) -> Row:
             seed = options.seed + row["round"] - 1
-            found = (await run_serve(replace(options, target=target, backend=row["case"], seed=seed), bar)).report
+            found = (
+                await run_serve(msgspec.structs.replace(options, target=target, backend=row["case"], seed=seed), bar)
+            ).report
             return figures_of(found, chat, long)
 
         times, key = CaseTimes(given["start_timeout"]), given["api_key"]

@@ -6,9 +6,10 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
+
+import msgspec
 
 from kvrelay.bench.client.connection import ConnectionPool, Target
 from kvrelay.bench.client.driver import LoadDriver, RunLimits, warm_up
@@ -38,8 +39,7 @@ _WARM_CONCURRENCY = 4
 _WARM_SEED_SHIFT = 7919
 
 
-@dataclass(frozen=True, slots=True)
-class RunOptions:
+class RunOptions(msgspec.Struct, frozen=True):
     """The run's options. ``model`` None: ask the server. ``warm_up`` is a number of requests of each class."""
 
     target: Target
@@ -65,8 +65,7 @@ class RunOptions:
             raise InvalidInputError("warm-up and seed must not be negative")
 
 
-@dataclass(frozen=True, slots=True)
-class ServeRun:
+class ServeRun(msgspec.Struct, frozen=True):
     """A finished run: the figures, and the records that plots need."""
 
     report: ServeReport
@@ -77,7 +76,7 @@ async def run_serve(options: RunOptions, bar: ProgressBar) -> ServeRun:
     """Check the server, warm it up, run the load, count tokens again. Raises BenchError if the load cannot run."""
     pool = ConnectionPool(options.target)
     try:
-        body = replace(options.body, model=options.model or await first_model(pool))
+        body = msgspec.structs.replace(options.body, model=options.model or await first_model(pool))
         classes = [build_class(spec, options.seed) for spec in options.classes]
         if body.endpoint is StreamEndpoint.CHAT:
             classes = [await _as_text(load, options, pool, body.model) for load in classes]
@@ -98,9 +97,9 @@ async def _warm(options: RunOptions, pool: ConnectionPool, body: BodyOptions) ->
     for spec in options.classes if options.warm_up else ():
         dataset = spec.dataset
         if dataset.path is not None:
-            dataset = replace(dataset, kind=DatasetKind.READABLE_PREFIX, path=None)
-        load = build_class(replace(spec, dataset=dataset), options.seed + _WARM_SEED_SHIFT)
-        load = replace(load, num_requests=options.warm_up)
+            dataset = msgspec.structs.replace(dataset, kind=DatasetKind.READABLE_PREFIX, path=None)
+        load = build_class(msgspec.structs.replace(spec, dataset=dataset), options.seed + _WARM_SEED_SHIFT)
+        load = msgspec.structs.replace(load, num_requests=options.warm_up)
         if body.endpoint is StreamEndpoint.CHAT:
             load = await _as_text(load, options, pool, body.model)
         records = await warm_up(pool, body, load, options.warm_up, _WARM_CONCURRENCY)
@@ -116,19 +115,19 @@ async def _as_text(load: LoadClass, options: RunOptions, pool: ConnectionPool, m
         return load
     requests = itertools.chain([first], load.requests)
     if first.messages or isinstance(first.prompt, str):
-        return replace(load, requests=requests)
+        return msgspec.structs.replace(load, requests=requests)
     if options.tokenizer:
         tokenizer = LocalTokenizer(options.tokenizer)
-        texts = (replace(request, prompt=_decoded(tokenizer, request)) for request in requests)
-        return replace(load, requests=texts)
+        texts = (msgspec.structs.replace(request, prompt=_decoded(tokenizer, request)) for request in requests)
+        return msgspec.structs.replace(load, requests=texts)
     if load.num_requests is None:
         raise InvalidInputError("chat prompts without an end need --tokenizer, or give a number of requests")
     found = [
-        replace(request, prompt=await detokenize(pool, model, request.prompt))
+        msgspec.structs.replace(request, prompt=await detokenize(pool, model, request.prompt))
         for request in itertools.islice(requests, load.num_requests)
         if isinstance(request.prompt, tuple)
     ]
-    return replace(load, requests=iter(found))
+    return msgspec.structs.replace(load, requests=iter(found))
 
 
 def _decoded(tokenizer: LocalTokenizer, request: LoadRequest) -> str:

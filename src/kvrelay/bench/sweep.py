@@ -6,9 +6,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Awaitable, Callable, Generator, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from kvrelay.bench.cases import Case, CaseTimes, check_names, parse_case, running
 from kvrelay.bench.errors import BenchError
@@ -31,8 +32,7 @@ _COLUMNS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class KneeOptions:
+class KneeOptions(msgspec.Struct, frozen=True):
     """The search: doubling from ``first_rate`` up to ``max_rate`` (req/s), then ``steps`` bisections.
 
     A rate is good if at least ``share`` of its requests meet the objectives.
@@ -50,8 +50,7 @@ class KneeOptions:
             raise InvalidInputError("the search needs steps of 0 or more and a share above 0, up to 1")
 
 
-@dataclass(frozen=True, slots=True)
-class RatePoint:
+class RatePoint(msgspec.Struct, frozen=True):
     """One measured rate of one case."""
 
     rate: float
@@ -59,8 +58,7 @@ class RatePoint:
     report: ServeReport
 
 
-@dataclass(frozen=True, slots=True)
-class CaseSweep:
+class CaseSweep(msgspec.Struct, frozen=True):
     """All points of a case by rising rate. ``knee`` None: the lowest rate was not good, or no search was requested."""
 
     name: str
@@ -69,8 +67,7 @@ class CaseSweep:
     error: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class SweepReport:
+class SweepReport(msgspec.Struct, frozen=True):
     """The whole sweep."""
 
     kind: str
@@ -179,8 +176,10 @@ async def _sweep_server(
                 (spec,) = options.classes
                 # Another seed at each rate: with the same prompts, later rates would find them in the prefix cache.
                 seed = options.seed + int(rate * 1000)
-                at_rate = replace(spec, rate=rate)
-                run = await run_serve(replace(options, target=target, classes=(at_rate,), seed=seed), bar)
+                at_rate = msgspec.structs.replace(spec, rate=rate)
+                run = await run_serve(
+                    msgspec.structs.replace(options, target=target, classes=(at_rate,), seed=seed), bar
+                )
                 if run.report.note is not None:
                     raise BenchError(run.report.note)
                 return run.report

@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import IO
 
 import msgspec
@@ -141,7 +140,9 @@ def _measure(
     many bytes, taken in turns with the rounds."""
     pieces = spaced_pieces(total_bytes, piece_bytes)
     if placement == "scattered":
-        pieces = replace(pieces, remote_offsets=np.random.default_rng(0).permutation(pieces.remote_offsets))
+        pieces = msgspec.structs.replace(
+            pieces, remote_offsets=np.random.default_rng(0).permutation(pieces.remote_offsets)
+        )
     moved, copied = [], []
     for _ in range(num_rounds):
         moved.append(move(thread, op, pieces, None))

@@ -9,11 +9,11 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
 import click
+import msgspec
 
 from kvrelay.errors import ConfigError, FatalError, InvalidInputError, WorkerUnavailableError
 
@@ -21,8 +21,7 @@ COMMANDS = "/reset forgets the conversation, /exit or Ctrl-D ends it, Ctrl-C sto
 TIMEOUT_S = 600.0
 
 
-@dataclass(frozen=True, slots=True)
-class ChatServer:
+class ChatServer(msgspec.Struct, frozen=True):
     """An OpenAI server, as the chat uses it."""
 
     url: str

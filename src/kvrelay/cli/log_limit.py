@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from dataclasses import dataclass
+
+import msgspec
 
 from kvrelay.core.clock import Clock
 
@@ -17,8 +18,7 @@ MAX_LINES = 20
 MAX_CHARS = 2000
 
 
-@dataclass(slots=True)
-class _Window:
+class _Window(msgspec.Struct):
     """Lines of one place in the source since ``began_s``."""
 
     began_s: float

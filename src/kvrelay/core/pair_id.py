@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import re
 import uuid
-from dataclasses import dataclass
+
+import msgspec
 
 from kvrelay.core.handoff import HandoffId
 from kvrelay.errors import ProtocolError
@@ -30,8 +31,7 @@ _FORM = re.compile(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class PairId:
+class PairId(msgspec.Struct, frozen=True):
     """A parsed id. Addresses are ``tcp://HOST:PORT``, as in discovery. ``prompt``: its number, if the id has one."""
 
     prefix: str

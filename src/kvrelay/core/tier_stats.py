@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+
+import msgspec
 
 from kvrelay.core.events import LoadCost
 
@@ -11,20 +12,18 @@ PEER = "peer"
 """The medium of prefixes in other workers' pools."""
 
 
-@dataclass(slots=True)
-class StoreStats:
+class StoreStats(msgspec.Struct):
     """Of one store. ``misses``: loads that failed, by reason; ``drops``: blocks that were not stored, by reason."""
 
     num_loaded: int = 0
     num_stored: int = 0
     loaded_bytes: int = 0
     load_s: float = 0.0
-    misses: Counter[str] = field(default_factory=Counter)
-    drops: Counter[str] = field(default_factory=Counter)
+    misses: Counter[str] = msgspec.field(default_factory=Counter)
+    drops: Counter[str] = msgspec.field(default_factory=Counter)
 
 
-@dataclass(slots=True)
-class TierCounts:
+class TierCounts(msgspec.Struct):
     """Decisions at admission. ``saved_s``: estimated time to compute what was loaded, less the time to load it;
     ``lost_s``: time of loads that ended in computing after all. ``num_not_worth``: prompts whose stored blocks are
     computed no slower than loaded."""
@@ -37,8 +36,7 @@ class TierCounts:
     lost_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class TierStats:
+class TierStats(msgspec.Struct, frozen=True):
     """``stores``: by medium. ``num_queued``: blocks that wait to be written."""
 
     counts: TierCounts

@@ -6,8 +6,9 @@ the same seed gives the same text. Knows nothing of tokens: the length of a text
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from random import Random
+
+import msgspec
 
 SHE_NAMES = (
     "Ann", "Amy", "Eva", "Ida", "Ivy", "Joy", "Kim", "Lea", "Lily", "Lucy", "Mary", "Mia", "Nora", "Olga", "Pam",
@@ -42,8 +43,7 @@ UNDER = ("under the table", "behind the door", "on the bridge", "near the river"
 ANIMALS = ("dog", "cat", "horse", "bird")
 
 
-@dataclass(frozen=True)
-class Person:
+class Person(msgspec.Struct, frozen=True):
     """A character: a name and the pronouns that go with it."""
 
     name: str

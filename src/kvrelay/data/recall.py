@@ -6,8 +6,9 @@ made of it. Knows nothing of tokens; a fact is 8 tokens of the bundled tokenizer
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from random import Random
+
+import msgspec
 
 from kvrelay.data.prose import NAMES, sentence
 
@@ -20,8 +21,7 @@ VALUE_WORDS = (
 VALUE_NUMBERS = range(10, 100)
 
 
-@dataclass(frozen=True)
-class RecallPrompt:
+class RecallPrompt(msgspec.Struct, frozen=True):
     """A prompt, the name it asks for, and that name's value with a space before it.
 
     The bundled checkpoint's greedy continuation of a completion prompt starts with ``answer``; its reply to a chat
@@ -72,7 +72,7 @@ def recall_prompt(rng: Random, num_pairs: int, num_fillers: int = 0, *, ask: int
     ``ask`` is the number of the pair asked for, counted from 0 in the order of the text; drawn if None.
     """
     asked = recall_chat(rng, num_pairs, num_fillers, ask=ask)
-    return replace(asked, prompt=f"{asked.prompt} {cue(asked.name)}")
+    return msgspec.structs.replace(asked, prompt=f"{asked.prompt} {cue(asked.name)}")
 
 
 def recall_chat(rng: Random, num_pairs: int, num_fillers: int = 0, *, ask: int | None = None) -> RecallPrompt:

@@ -10,8 +10,9 @@ from __future__ import annotations
 import errno
 import socket
 import time
-from dataclasses import dataclass
 from pathlib import Path
+
+import msgspec
 
 from kvrelay.errors import AddressInUseError, ConfigError, FatalError
 
@@ -19,8 +20,7 @@ CONNECT_INTERVAL_S = 0.02
 SOCKET_NAME = "coordinator"
 
 
-@dataclass(frozen=True, slots=True)
-class GroupAddress:
+class GroupAddress(msgspec.Struct, frozen=True):
     """Either ``directory`` or ``host`` and ``port``."""
 
     directory: Path | None = None

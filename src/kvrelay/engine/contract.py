@@ -44,8 +44,9 @@ ends.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Protocol, TypeVar
+
+import msgspec
 
 from kvrelay.core.events import LoadMetrics
 from kvrelay.core.handoff import HandoffId
@@ -183,8 +184,7 @@ def require(capability: T | None) -> T:
     return capability
 
 
-@dataclass(frozen=True, slots=True)
-class EngineFacts:
+class EngineFacts(msgspec.Struct, frozen=True):
     """What does not change while an engine lives. Lengths in tokens. Without ``hands_over_kv`` no request of the engine
     is a hand-off, and peers never use its memory. With ``moves_kv`` hand-offs carry no blocks, and peers' engines get
     the KV from this engine without kvrelay. Without ``prefills_here`` the engine computes prompts for others

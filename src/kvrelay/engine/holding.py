@@ -18,7 +18,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence, Sized
-from dataclasses import dataclass
+
+import msgspec
 
 from kvrelay.core.clock import Clock
 from kvrelay.engine.block_pool import BlockPool
@@ -41,8 +42,7 @@ def num_holding_blocks(num_bytes: int, block_bytes: int, num_pool_blocks: int) -
     return min(num_bytes // max(block_bytes, 1), MAX_POOLS * num_pool_blocks)
 
 
-@dataclass(slots=True, eq=False)
-class _Copy:
+class _Copy(msgspec.Struct, eq=False):
     """``on_end`` runs when all blocks are copied. Copies run in the order of the queue: what one writes, a later one
     may read."""
 

@@ -10,8 +10,9 @@ import asyncio
 import queue
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import TypeVar
+
+import msgspec
 
 from kvrelay.engine.contract import Engine
 from kvrelay.errors import EngineDeadError
@@ -28,8 +29,7 @@ def _stay() -> None:
     """The thread waits in ``take``."""
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(msgspec.Struct, frozen=True):
     """``fail`` is called instead of ``callback`` if the engine ends first."""
 
     callback: EngineCallback

@@ -8,7 +8,8 @@ module does not decide which waiting request gets blocks next (``admission/queue
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+
+import msgspec
 
 from kvrelay.config import EngineConfig
 from kvrelay.core.clock import Clock
@@ -22,8 +23,7 @@ EXPECTED_OUTPUT = 128
 """Tokens of an answer, before any has ended."""
 
 
-@dataclass(frozen=True, slots=True)
-class PendingArrivals:
+class PendingArrivals(msgspec.Struct, frozen=True):
     """Requests that were posted to the engine before the one in question and not yet received, and their tokens."""
 
     num_requests: int = 0

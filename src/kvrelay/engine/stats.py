@@ -6,7 +6,6 @@ a true value, but not all of them are from the same moment. Nothing here knows r
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -22,8 +21,7 @@ def _of_steps() -> Histogram:
     return Histogram(TOKEN_BUCKETS_S)
 
 
-@dataclass(frozen=True, slots=True)
-class EngineTimes:
+class EngineTimes(msgspec.Struct, frozen=True):
     """``queue``: each wait for admission. ``prefill``: from a slot to the first token, or to the end of a hand-off's
     prefill. ``handoff``: decode side, from sending a prefill away to its KV. ``step``: with a forward pass. ``held``:
     decode side, how long KV that has come waits for the pool. ``sending``: prefill side, how long a computed prefill
@@ -32,12 +30,12 @@ class EngineTimes:
     A HostedEngine sees neither queue nor steps: there ``prefill`` and ``handoff`` begin at arrival.
     """
 
-    queue: Histogram = field(default_factory=Histogram)
-    prefill: Histogram = field(default_factory=Histogram)
-    handoff: Histogram = field(default_factory=Histogram)
-    step: Histogram = field(default_factory=_of_steps)
-    held: Histogram = field(default_factory=Histogram)
-    sending: Histogram = field(default_factory=Histogram)
+    queue: Histogram = msgspec.field(default_factory=Histogram)
+    prefill: Histogram = msgspec.field(default_factory=Histogram)
+    handoff: Histogram = msgspec.field(default_factory=Histogram)
+    step: Histogram = msgspec.field(default_factory=_of_steps)
+    held: Histogram = msgspec.field(default_factory=Histogram)
+    sending: Histogram = msgspec.field(default_factory=Histogram)
 
 
 class HoldingStats(NamedTuple):
@@ -57,8 +55,7 @@ class HoldingStats(NamedTuple):
     """Computed prefills that stayed in the pool because there was no room."""
 
 
-@dataclass(frozen=True, slots=True)
-class EngineStats:
+class EngineStats(msgspec.Struct, frozen=True):
     """Gauges, then counts since start.
 
     ``num_prefill_tokens`` were computed and ``num_generated_tokens`` sampled here, in ``num_steps`` forward passes.
@@ -84,7 +81,7 @@ class EngineStats:
     """Mean of the last steps' |measured - predicted| / measured."""
     num_step_samples: int = 0
     num_step_samples_rejected: int = 0
-    times: EngineTimes = field(default_factory=EngineTimes)
+    times: EngineTimes = msgspec.field(default_factory=EngineTimes)
     """Not copied: they go on."""
     holding: HoldingStats | None = None
     """None: there is no holding area."""

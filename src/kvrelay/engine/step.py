@@ -13,9 +13,9 @@ less if the row sits out the step (NO_TOKEN).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Protocol
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -33,8 +33,7 @@ NO_TOKEN = -1
 """In ModelOutput, of a row that sits out a step."""
 
 
-@dataclass(frozen=True, slots=True)
-class NewSequence:
+class NewSequence(msgspec.Struct, frozen=True):
     """A sequence enters slot ``slot``: at its first step, after preemption, or when its remote prefill has arrived.
 
     ``token_ids`` are all known tokens, prompt first, then ``len(token_ids) - num_prompt_tokens`` generated ones.
@@ -52,8 +51,7 @@ class NewSequence:
     seed: int
 
 
-@dataclass(frozen=True, slots=True)
-class SchedulerOutput:
+class SchedulerOutput(msgspec.Struct, frozen=True):
     """One step's work. Applied in the order: release, enter, append blocks, compute.
 
     The batch's B rows are ordered decodes first (``num_tokens`` 1), then prefill chunks: ``slots`` [B] int32,
@@ -78,8 +76,7 @@ class SchedulerOutput:
         return len(self.slots)
 
 
-@dataclass(frozen=True, slots=True)
-class ModelOutput:
+class ModelOutput(msgspec.Struct, frozen=True):
     """``token_ids``: one per row with ``samples`` set, in row order. NO_TOKEN: the row sits out, because its grammar's
     mask is late. The last of its tokens does not count as computed, so its next step computes and samples it again.
 
@@ -93,9 +90,9 @@ class ModelOutput:
     """
 
     token_ids: list[int]
-    logprobs: dict[int, PositionLogprobs] = field(default_factory=dict)
-    prompt_logprobs: dict[int, list[PositionLogprobs]] = field(default_factory=dict)
-    failures: dict[int, str] = field(default_factory=dict)
+    logprobs: dict[int, PositionLogprobs] = {}
+    prompt_logprobs: dict[int, list[PositionLogprobs]] = {}
+    failures: dict[int, str] = {}
 
 
 class Executor(Protocol):
@@ -166,8 +163,7 @@ class Executor(Protocol):
 # -- what a step tells the worker ------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class KvLoad:
+class KvLoad(msgspec.Struct, frozen=True):
     """Prefill side: read these blocks from the decode worker before computing (its prefix hits beyond ours).
 
     ``block_ids[i]`` is our block for the request's block number ``first_block + i``.
@@ -178,8 +174,7 @@ class KvLoad:
     block_ids: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class HandoffChunk:
+class HandoffChunk(msgspec.Struct, frozen=True):
     """Prefill side: these blocks are computed; write them to the decode worker (skip those that it holds).
 
     ``last`` comes with the first token (``first_output``), unless the prompt's tail is left out; the request is then
@@ -206,8 +201,7 @@ class HandoffChunk:
         return logprobs[0] if logprobs else None
 
 
-@dataclass(frozen=True, slots=True)
-class KeptBlocks:
+class KeptBlocks(msgspec.Struct, frozen=True):
     """Prefill side: the KV of a computed hand-off now lies in ``block_ids`` of the holding area; None: it stays where
     it is."""
 
@@ -215,23 +209,22 @@ class KeptBlocks:
     block_ids: tuple[int, ...] | None
 
 
-@dataclass(slots=True)
-class StepOutput:
+class StepOutput(msgspec.Struct):
     """Everything that one step produced."""
 
-    outputs: list[TokenOutput] = field(default_factory=list)
-    remote_prefills: list[RemotePrefillRequest] = field(default_factory=list)
+    outputs: list[TokenOutput] = []
+    remote_prefills: list[RemotePrefillRequest] = []
     """Decode side: their requests are REMOTE_PREFILLING, and their blocks are lent to a hand-off as loan 1. The seed in
     ``sampling`` is the one in force."""
-    closed_handoffs: list[HandoffId] = field(default_factory=list)
+    closed_handoffs: list[HandoffId] = []
     """Decode side: hand-offs whose requests have ended by themselves."""
-    kv_loads: list[KvLoad] = field(default_factory=list)
-    handoff_chunks: list[HandoffChunk] = field(default_factory=list)
-    kept_blocks: list[KeptBlocks] = field(default_factory=list)
+    kv_loads: list[KvLoad] = []
+    handoff_chunks: list[HandoffChunk] = []
+    kept_blocks: list[KeptBlocks] = []
     """Prefill side: the answers to ``keep_blocks``."""
-    fetched_handoffs: list[tuple[HandoffId, bool]] = field(default_factory=list)
+    fetched_handoffs: list[tuple[HandoffId, bool]] = []
     """Decode side, of an engine that moves KV itself: the fetches that have ended, and whether the KV has arrived."""
-    kv_events: list[KvEvent] = field(default_factory=list)
+    kv_events: list[KvEvent] = []
     num_scheduled_tokens: int = 0
     load: LoadMetrics | None = None
     """The load, if a new sample is due."""

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
+
+import msgspec
 
 from kvrelay.errors import CheckpointError
 
 DEFAULT_MAX_MODEL_LEN = 8192
 
 
-@dataclass(frozen=True, slots=True)
-class CheckpointFacts:
+class CheckpointFacts(msgspec.Struct, frozen=True):
     """From ``config.json``. ``max_model_len`` in tokens."""
 
     vocab_size: int

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+import msgspec
 
 if TYPE_CHECKING:
     from kvrelay.transfer.ranks.link import RankLink
@@ -15,8 +16,7 @@ if TYPE_CHECKING:
 OfferRanks = Callable[[Sequence["RankLink"], "Fence"], None]
 
 
-@dataclass(frozen=True, slots=True)
-class HostMemory:
+class HostMemory(msgspec.Struct, frozen=True):
     """``allocate(num_bytes)`` returns zeroed memory, ``reserve()`` the open file of that memory in advance, for an
     engine of several processes. None: any memory is suitable. ``offer_ranks`` (``RankLinks.offer``) takes those
     processes, if each can move its own KV."""

@@ -20,9 +20,10 @@ import itertools
 import time
 from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Generic, ParamSpec, TypeVar
+
+import msgspec
 
 from kvrelay.core.cores import usable_cores
 from kvrelay.core.shortest_first import ShortestFirst
@@ -43,17 +44,15 @@ Pieces = Generator[None, None, T]
 """Work that can be interrupted at each yield; it returns its result."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Done(Generic[T]):
+class _Done(msgspec.Struct, Generic[T], frozen=True):
     result: T
 
 
-@dataclass(frozen=True, slots=True)
-class _Piece:
+class _Piece(msgspec.Struct, frozen=True):
     """A call that waits for a thread."""
 
     function: Callable[[], Any]
-    future: Future[Any] = field(default_factory=Future)
+    future: Future[Any] = msgspec.field(default_factory=Future)
 
     def run(self) -> None:
         if not self.future.set_running_or_notify_cancel():
@@ -148,8 +147,7 @@ START_COST = 1024
 """Starting a sequence costs as much as hashing, routing and sending so many tokens."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Waiter:
+class _Waiter(msgspec.Struct, frozen=True):
     cost: int
     future: asyncio.Future[None]
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 import math
 import secrets
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any, TypeVar
+
+import msgspec
 
 from kvrelay.core.handoff import HandoffId, HandoffOrder, KvDirection
 from kvrelay.core.latest import Latest
@@ -34,8 +35,7 @@ MAX_EARLY = 1024
 MAX_DECLINED = 4096
 
 
-@dataclass(frozen=True, slots=True)
-class EarlyClaim:
+class EarlyClaim(msgspec.Struct, frozen=True):
     """A claim whose request has not arrived yet (prefill-first), or whose claimant's term is not known yet."""
 
     event: de.Claimed

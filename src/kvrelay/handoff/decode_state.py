@@ -10,6 +10,8 @@ import enum
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import msgspec
+
 from kvrelay.core.checksums import unit_tokens
 from kvrelay.core.layout import KV
 from kvrelay.handoff.base import Connection, EndReason, RefusalReason, Value
@@ -80,8 +82,7 @@ class Grant:
     """Its holder's messages carry this number."""
 
 
-@dataclass(frozen=True, slots=True)
-class DecodeRules:
+class DecodeRules(msgspec.Struct, frozen=True):
     """Settings of a decode ledger. Seconds. ``checksums``: this worker accepts no KV without checksums."""
 
     block_size: int
@@ -122,8 +123,7 @@ class DecodeRules:
         return unit_tokens(self.block_size, self.entry_tokens)
 
 
-@dataclass(slots=True)
-class DecodeCounters:
+class DecodeCounters(msgspec.Struct):
     """Counts since start. Stale: messages of a hand-off or generation that is not current. Refused: refused claims, in
     ``refusals`` by reason. ``ends``: hand-offs whose requests were computed here, by reason."""
 
@@ -136,12 +136,11 @@ class DecodeCounters:
     num_abandoned: int = 0
     num_expired: int = 0
     num_fenced: int = 0
-    refusals: dict[RefusalReason, int] = field(default_factory=lambda: dict.fromkeys(RefusalReason, 0))
-    ends: dict[EndReason, int] = field(default_factory=dict)
+    refusals: dict[RefusalReason, int] = msgspec.field(default_factory=lambda: dict.fromkeys(RefusalReason, 0))
+    ends: dict[EndReason, int] = {}
 
 
-@dataclass(slots=True)
-class DecodeContext:
+class DecodeContext(msgspec.Struct):
     """The handling of one event: its time, the rules and counts, the resulting actions. ``connections``: by claimant.
     ``conduct``: of all claimants."""
 
@@ -151,7 +150,7 @@ class DecodeContext:
     connections: dict[str, Connection]
     new_secret: Callable[[], int]
     conduct: Conduct
-    out: list[Value] = field(default_factory=list)
+    out: list[Value] = []
 
 
 def refuse(event: Claimed, reason: RefusalReason, context: DecodeContext) -> None:

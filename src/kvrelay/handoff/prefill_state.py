@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, field
+
+import msgspec
 
 from kvrelay.core.checksums import unit_tokens
 from kvrelay.core.handoff import HandoffOrder
@@ -47,8 +48,7 @@ TRANSITIONS: dict[PrefillState, frozenset[PrefillState]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class PrefillRules:
+class PrefillRules(msgspec.Struct, frozen=True):
     """Settings of a prefill ledger. Seconds. ``checksums``: this worker accepts no KV without checksums."""
 
     worker_id: str
@@ -88,8 +88,7 @@ class PrefillRules:
         return self.paired_claim_timeout_s if order is HandoffOrder.PREFILL_FIRST else self.claim_timeout_s
 
 
-@dataclass(slots=True)
-class PrefillCounters:
+class PrefillCounters(msgspec.Struct):
     """Counts since start. Returned: entries given back to the queue, since the decode worker could not be reached."""
 
     num_prefills: int = 0
@@ -103,15 +102,14 @@ class PrefillCounters:
     """Hit blocks that were read, with correct checksums."""
     num_kv_checksum_mismatches: int = 0
     """Reads of hit blocks with a wrong block."""
-    ends: dict[EndReason, int] = field(default_factory=dict)
+    ends: dict[EndReason, int] = {}
     """Hand-offs that ended without success, by reason."""
 
 
-@dataclass(slots=True)
-class PrefillContext:
+class PrefillContext(msgspec.Struct):
     """The handling of one event: its time, the rules and counts, and the resulting actions."""
 
     now_s: float
     rules: PrefillRules
     counters: PrefillCounters
-    out: list[Value] = field(default_factory=list)
+    out: list[Value] = []

@@ -8,10 +8,11 @@ counts as gone. After the client has gone every call is a no-op.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from http import HTTPStatus
 from typing import Protocol
 from urllib.parse import unquote
+
+import msgspec
 
 REASONS = {int(status): status.phrase.encode() for status in HTTPStatus}
 JSON = b"application/json"
@@ -32,8 +33,7 @@ def parse_target(target: str) -> tuple[str, str]:
     return unquote(path), query
 
 
-@dataclass(slots=True)
-class HttpRequest:
+class HttpRequest(msgspec.Struct):
     """A request. Header names are lower case; of repeated headers the last one counts; some may not be
     repeated (``reading.SINGLE``). ``body`` comes last.
 
@@ -44,7 +44,7 @@ class HttpRequest:
     method: str
     path: str
     query: str = ""
-    headers: Mapping[str, str] = field(default_factory=dict)
+    headers: Mapping[str, str] = {}
     http_minor: int = 1
     body: bytes = b""
     client: str = ""
@@ -52,8 +52,7 @@ class HttpRequest:
     max_body_bytes: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Response:
+class Response(msgspec.Struct, frozen=True):
     """A whole answer. ``headers`` are added to content-type, content-length and connection."""
 
     status: int
@@ -140,7 +139,7 @@ class Exchange:
             raise RuntimeError("the exchange has been answered already")
         if not self.is_gone:
             if self.extra_headers:
-                response = replace(response, headers=(*response.headers, *self.extra_headers))
+                response = msgspec.structs.replace(response, headers=(*response.headers, *self.extra_headers))
             self._outlet.send(encode_response(response, self._keep_alive, self.request.method == "HEAD"))
         self._end(self._keep_alive)
 

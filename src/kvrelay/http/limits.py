@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Generic, TypeVar
+
+import msgspec
 
 Holder = TypeVar("Holder")
 
 
-@dataclass(frozen=True, slots=True)
-class HttpLimits:
+class HttpLimits(msgspec.Struct, frozen=True):
     """Sizes in bytes, times in seconds. ``max_buffered_bytes`` and ``max_total_unsent_bytes`` are for all connections
     together; the other limits are per connection.
 

@@ -14,8 +14,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import IO
+
+import msgspec
 
 from kvrelay.config import ControlConfig, WorkerConfig
 from kvrelay.config.loading import environment_with, settings_to_flags
@@ -34,8 +35,7 @@ SILENT_WAIT_S = 0.5
 """If a child takes longer to end, ``on_waiting`` tells the user."""
 
 
-@dataclass(slots=True)
-class Child:
+class Child(msgspec.Struct):
     """One child and its history of crashes."""
 
     name: str
@@ -45,7 +45,7 @@ class Child:
     errors: ChildErrors | None = None
     restart_flags: tuple[str, ...] = ()
     """Arguments added to the command at a restart."""
-    crashes_s: list[float] = field(default_factory=list)
+    crashes_s: list[float] = []
     num_without_control: int = 0
     """Consecutive exits because the control plane was unreachable; these do not count as crashes."""
     restart_s: float | None = None

@@ -6,22 +6,21 @@ A file per ``serve``, which only its user can read. What a killed ``serve`` has 
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import msgspec
 import psutil
 
 from kvrelay.config.loading import state_directories
+from kvrelay.core.decoding import UNREADABLE
 from kvrelay.errors import ConfigError
 
 
-@dataclass(frozen=True, slots=True)
-class RunningCluster:
+class RunningCluster(msgspec.Struct, frozen=True):
     """``started_s`` is the start of process ``pid``, so that another process of this number is not taken for it."""
 
     machine: str
@@ -54,8 +53,8 @@ def announced(cluster: RunningCluster) -> Iterator[None]:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         path = directory / f"{cluster.machine}-{cluster.pid}.json"
         path.unlink(missing_ok=True)
-        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
-            json.dump(asdict(cluster), file)
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            file.write(msgspec.json.encode(cluster))
         written = path
     try:
         yield
@@ -70,10 +69,10 @@ def running_clusters() -> list[RunningCluster]:
     found: dict[int, RunningCluster] = {}
     for directory in state_directories():
         for path in (directory / "clusters").glob("*.json"):
-            with suppress(OSError, ValueError, TypeError):
+            with suppress(OSError, *UNREADABLE):
                 if path.stat().st_uid != os.getuid():
                     continue
-                cluster = RunningCluster(**json.loads(path.read_text(encoding="utf-8")))
+                cluster = msgspec.json.decode(path.read_bytes(), type=RunningCluster)
                 if cluster.machine != socket.gethostname():
                     continue
                 if _runs(cluster):

@@ -14,7 +14,7 @@ from kvrelay.control.base import Keys
 from kvrelay.core.clock import MonotonicClock
 from kvrelay.core.garbage import spare_what_stays
 from kvrelay.errors import ConfigError
-from kvrelay.frontend.api.server import Frontend, run_frontend
+from kvrelay.frontend.api.server import Frontend
 from kvrelay.http import raise_descriptor_limit
 from kvrelay.launch.process import SWITCH_INTERVAL_S, on_terminate
 from kvrelay.launch.request_plane import client_of, connected, frontend_keys, new_caller_id, require_api_key
@@ -53,35 +53,33 @@ async def run_frontend_process(
     def router_of(block_size: int, request_replay: ReplayRequester, stage: RouterStage) -> Router:
         return Router(router, block_size, clock, stage, request_replay)
 
-    def ready(started: Frontend) -> None:
-        spare_what_stays()
-        _log.info("listening at %s", started.url)
-
-    def stopping(stopped: Frontend) -> None:
-        if stopped.num_open_requests:
-            print(
-                f"kvrelay: the frontend waits up to {frontend.shutdown_timeout_s:g} s for "
-                f"{stopped.num_open_requests} open request(s); a second Ctrl-C or SIGTERM ends them at once",
-                file=sys.stderr,
-            )
-
     name = new_caller_id()
     async with (
         connected(control) as plane,
         frontend_keys(plane, control, stop.set, name) as ours,
         shared_context() as context,
     ):
-        await run_frontend(
+        served = Frontend(
             frontend,
             plane,
             Keys(control.namespace),
             partial(client_of, keys=ours, context=context),
             router_of,
-            cluster=cluster_name(control),
-            disagg=disagg,
-            monitoring=monitoring,
-            name=name,
-            stop=stop,
-            on_ready=ready,
-            on_stopping=stopping,
+            cluster_name(control),
+            disagg,
+            monitoring,
+            name,
         )
+        try:
+            await served.start()
+            spare_what_stays()
+            _log.info("listening at %s", served.url)
+            await stop.wait()
+            if served.num_open_requests:
+                print(
+                    f"kvrelay: the frontend waits up to {frontend.shutdown_timeout_s:g} s for "
+                    f"{served.num_open_requests} open request(s); a second Ctrl-C or SIGTERM ends them at once",
+                    file=sys.stderr,
+                )
+        finally:
+            await served.close()

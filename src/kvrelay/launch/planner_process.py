@@ -14,9 +14,7 @@ import logging
 import os
 import socket
 import time
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import msgspec
 
@@ -32,8 +30,6 @@ from kvrelay.launch.worker_calls import WorkerCalls
 from kvrelay.launch.worker_host import Hosts
 from kvrelay.planner import (
     Actuator,
-    Demand,
-    FleetView,
     Hold,
     Objectives,
     Plan,
@@ -52,8 +48,7 @@ REPORT_INTERVAL_S = 20.0
 """A report that says the same is repeated so often."""
 
 
-@dataclass(frozen=True, slots=True)
-class PlannerConfig:
+class PlannerConfig(msgspec.Struct, frozen=True):
     """``mode``: suggest or act. ``start_s``: how long a worker takes to start. ``log_file`` None: no log of
     decisions. ``hook``: a command that sees to the number of workers, of which there may be ``max_workers``."""
 
@@ -66,12 +61,6 @@ class PlannerConfig:
     max_workers: int = 0
 
 
-class Observer(Protocol):
-    """Where the inputs come from."""
-
-    async def look(self) -> tuple[FleetView, Demand]: ...
-
-
 class PlannerProcess:
     """Decides every ``interval_s`` while it is the leader. ``lease``: of its entry in discovery."""
 
@@ -81,7 +70,7 @@ class PlannerProcess:
         control: ControlPlane,
         keys: Keys,
         lease: Lease,
-        observer: Observer,
+        observer: FleetObserver,
         actuator: Actuator,
     ) -> None:
         self._config, self._control, self._keys, self._lease = config, control, keys, lease

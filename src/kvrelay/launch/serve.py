@@ -17,8 +17,10 @@ import socket
 import sys
 import time
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
+
+import msgspec
 
 from kvrelay.config import FrontendConfig, RouterConfig, WorkerConfig, WorkerRole
 from kvrelay.config.loading import settings_to_flags
@@ -69,8 +71,7 @@ CUT_TIMEOUT_S = 5.0
 """Seconds that a frontend needs after the drain timeout to notify the clients whose streams it cuts off."""
 
 
-@dataclass(frozen=True, slots=True)
-class ServeConfig:
+class ServeConfig(msgspec.Struct, frozen=True):
     """What ``serve`` is started with. ``workers``: prefill workers first, all with one model and control plane.
     ``planner``: off, suggest or act. It may have ``max_workers`` workers here at once (0: it starts and stops none),
     and leaves at least ``min_workers``."""

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from kvrelay.core.logprobs import PositionLogprobs
 
 PromptLogprobs = Sequence[PositionLogprobs | None]
 
 
-@dataclass(frozen=True, slots=True)
-class CompletionOutput:
+class CompletionOutput(msgspec.Struct, frozen=True):
     """One answer. ``finish_reason`` is ``stop`` or ``length``; ``stop_reason`` is the stop string or stop token id that
     ended it. ``logprobs``: one per token, if requested."""
 
@@ -23,8 +23,7 @@ class CompletionOutput:
     logprobs: tuple[PositionLogprobs, ...] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class RequestOutput:
+class RequestOutput(msgspec.Struct, frozen=True):
     """All answers to one prompt. ``num_cached_tokens``: prompt tokens whose KV a prefix cache held. ``first_token_s``
     and ``duration_s`` are seconds since the prompt was submitted."""
 
@@ -52,8 +51,7 @@ class RequestOutput:
         return self.outputs[0].finish_reason
 
 
-@dataclass(frozen=True, slots=True)
-class TextDelta:
+class TextDelta(msgspec.Struct, frozen=True):
     """A piece of answer number ``index``. The last piece of an answer carries ``finish_reason``."""
 
     index: int

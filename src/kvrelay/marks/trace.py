@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+
+import msgspec
 
 from kvrelay.marks.phases import Phase
 from kvrelay.marks.recorder import Mark
@@ -21,14 +22,13 @@ MAX_ERROR_CHARS = 200
 MAX_TRACE_BYTES = 16 * 1024
 
 
-@dataclass(slots=True)
-class Attempt:
+class Attempt(msgspec.Struct):
     """One placement of one choice. ``fields``: what came of its marks, undecoded, and when."""
 
     worker_id: str
     prefill_id: str
     routed_s: float
-    fields: list[tuple[float, bytes]] = field(default_factory=list)
+    fields: list[tuple[float, bytes]] = []
 
 
 class Trace:

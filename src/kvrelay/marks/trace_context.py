@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
+
+import msgspec
 
 HEADER = "traceparent"
 _FORM = re.compile(r"(?P<version>[0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(?P<more>-.{0,200})?")
@@ -19,8 +20,7 @@ def followed(header: str) -> str:
     return header if _FORM.fullmatch(header) else ""
 
 
-@dataclass(frozen=True, slots=True)
-class TraceContext:
+class TraceContext(msgspec.Struct, frozen=True):
     """Ids in hexadecimal. ``parent_id`` is the caller's span, empty if the request begins the trace. ``span_id`` is the
     request's own. A caller that does not sample the trace wants no spans."""
 

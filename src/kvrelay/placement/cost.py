@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import msgspec
 
@@ -261,8 +260,7 @@ def _objective_s(own_ms: float, configured_ms: float) -> float:
     return min(max(objective_ms / 1e3, MIN_OBJECTIVE_S), MAX_OBJECTIVE_S)
 
 
-@dataclass(slots=True)
-class PlacementState:
+class PlacementState(msgspec.Struct):
     """Where one request's prefill runs: who decides, by what, and the decision."""
 
     policy: CostPlacement | None = None

@@ -16,8 +16,6 @@ cached token costs LOST_PREFIX times its prefill on top; the factor was found by
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import msgspec
 import numpy as np
 import numpy.typing as npt
@@ -33,8 +31,7 @@ PENDING_WEIGHT = np.asarray(0.7)
 BALANCE_WEIGHT = np.asarray(0.02)
 
 
-@dataclass(frozen=True, slots=True)
-class LoadColumns:
+class LoadColumns(msgspec.Struct, frozen=True):
     """One entry a worker, in row order. Counts are floats too (exact up to 2^53), so that formulas need no conversion.
 
     ``prefill_tokens``: placed by this router and not yet prefilled; ``context_tokens``: the router's effective load;
@@ -51,8 +48,7 @@ class LoadColumns:
     num_requests: FloatColumn
 
 
-@dataclass(frozen=True, slots=True)
-class CostColumns:
+class CostColumns(msgspec.Struct, frozen=True):
     """One entry a worker: the coefficients of StepCost."""
 
     step_s: FloatColumn
@@ -68,8 +64,7 @@ class CostColumns:
         return StepCost(*(float(column[row]) for column in columns))
 
 
-@dataclass(frozen=True, slots=True)
-class Loads:
+class Loads(msgspec.Struct, frozen=True):
     """One entry a worker: so many tokens beyond its overlap could be loaded, in so many seconds."""
 
     tokens: FloatColumn
@@ -103,8 +98,7 @@ class Candidates(msgspec.Struct, frozen=True):
         return len(self.overlap_blocks)
 
 
-@dataclass(frozen=True, slots=True)
-class Seconds:
+class Seconds(msgspec.Struct, frozen=True):
     """One entry a worker."""
 
     first_token: FloatColumn

@@ -18,9 +18,10 @@ import math
 from bisect import bisect_left
 from collections import defaultdict, deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
+
+import msgspec
 
 from kvrelay.core.clock import Clock
 from kvrelay.router.overlap import WorkerGroup
@@ -29,8 +30,7 @@ MAX_TRACKED_BLOCKS = 1 << 20
 MAX_CACHED_GROUPS = 4096
 
 
-@dataclass(slots=True, eq=False)
-class _Stretch:
+class _Stretch(msgspec.Struct, eq=False):
     """Blocks ``start`` to ``end`` (exclusive) of ``sequence``. ``after``: those that follow, by their first block.
     ``used_s``: the last placement through here, by the worker's number."""
 
@@ -38,8 +38,8 @@ class _Stretch:
     start: int
     end: int
     before: _Stretch | None
-    after: dict[int, _Stretch] = field(default_factory=dict)
-    used_s: dict[int, float] = field(default_factory=dict)
+    after: dict[int, _Stretch] = {}
+    used_s: dict[int, float] = {}
 
     def common_end(self, other: Sequence[int]) -> int:
         """Where the stretch parts from ``other``, which has its first block."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 
 import msgspec
 
@@ -91,8 +90,7 @@ class RouterStage(enum.Enum):
         return info.role.takes_requests
 
 
-@dataclass(frozen=True, slots=True)
-class Survey:
+class Survey(msgspec.Struct, frozen=True):
     """Everything that a decision looks at, in row order: the competing workers, their numbers, the policy's scores."""
 
     worker_ids: list[str]

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 
 from kvrelay.core.events import LoadCost
@@ -63,8 +63,7 @@ class TierTable:
         return found
 
 
-@dataclass(frozen=True, slots=True)
-class Lenders:
+class Lenders(msgspec.Struct, frozen=True):
     """Which rows exchange prefixes with which: those of equal KV. Made when the workers change."""
 
     groups: FloatColumn

@@ -18,7 +18,6 @@ from __future__ import annotations
 import enum
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import msgspec
 
@@ -68,8 +67,7 @@ class IndexerStats(msgspec.Struct):
     batches_dropped: int = 0
 
 
-@dataclass(slots=True)
-class _Stream:
+class _Stream(msgspec.Struct):
     """One worker's events. ``epoch`` -1: none heard yet. ``wants_dump``: the indexed blocks cannot be trusted."""
 
     epoch: int = -1
@@ -81,7 +79,7 @@ class _Stream:
     wants_dump: bool = False
     dump_seq: int = -1
     next_page: int = 0
-    buffered: dict[int, KvEventBatch] = field(default_factory=dict)
+    buffered: dict[int, KvEventBatch] = {}
 
 
 class KvIndexer:

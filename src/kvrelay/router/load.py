@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, fields
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
 from kvrelay.core.clock import Clock
@@ -31,8 +31,7 @@ MAX_RECENT_GROWTH = 1e9
 MAX_RECENT_EXPONENT = 500.0
 
 
-@dataclass(slots=True)
-class InFlightRequest:
+class InFlightRequest(msgspec.Struct):
     """A request in flight: ``prefill_tokens`` count until the first token, ``context_tokens`` until the end."""
 
     worker_id: str
@@ -40,8 +39,7 @@ class InFlightRequest:
     context_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
-class OwnLoad:
+class OwnLoad(msgspec.Struct, frozen=True):
     """Totals of the requests that this router has placed on one worker and not yet seen finished."""
 
     prefill_tokens: int = 0
@@ -65,7 +63,7 @@ class _Bookkeeping(NamedTuple):
     heard_at: FloatColumn
 
 
-_NUM_SHOWN = len(fields(LoadColumns))
+_NUM_SHOWN = len(LoadColumns.__struct_fields__)
 _NUM_KEPT = len(_Bookkeeping._fields)
 
 

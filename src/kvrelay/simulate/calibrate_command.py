@@ -39,15 +39,16 @@ def calibrate_command(
 
     Example: kvrelay simulate calibrate --output costs.json --machine "8 x H100"
     """
+    from kvrelay.bench.client.connection import ConnectionPool, parse_target
     from kvrelay.bench.report.files import write_text
     from kvrelay.launch.admin import cluster_status
     from kvrelay.simulate.calibrate import Counters, counters_of, fit, read_status
     from kvrelay.simulate.costs import encode_costs
-    from kvrelay.simulate.probe import http_sender, keep_busy, probe
+    from kvrelay.simulate.probe import frontend_sender, keep_busy, probe
 
     if long_length <= short:
         raise click.UsageError("--long must be above --short: the difference tells bandwidth and overhead apart")
-    frontend = url or found_cluster(cluster, flags).url
+    target = parse_target(url or found_cluster(cluster, flags).url, api_key)
     control = cluster_settings(cluster, config_file, flags)
 
     async def measure() -> None:
@@ -56,10 +57,14 @@ def calibrate_command(
         async def count() -> Counters:
             return counters_of(read_status(await cluster_status(control)))
 
-        send = http_sender(frontend, workers[0].model, api_key)
-        phases = await probe(send, count, (short, long_length), streams, seed)
-        alone = read_status(await cluster_status(control))
-        await keep_busy(send, (short, long_length), len(alone), streams, seed)
+        pool = ConnectionPool(target)
+        try:
+            send = frontend_sender(pool, workers[0].model)
+            phases = await probe(send, count, (short, long_length), streams, seed)
+            alone = read_status(await cluster_status(control))
+            await keep_busy(send, (short, long_length), len(alone), streams, seed)
+        finally:
+            await pool.close()
         found = fit(alone, phases, machine, read_status(await cluster_status(control)))
         write_text(output, encode_costs(found.costs).decode())
         click.echo(f"wrote {output}: {found.costs.model} on {machine}")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import enum
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 import msgspec
 
@@ -62,8 +61,7 @@ def parse_event(text: str) -> ClusterEvent:
     return ClusterEvent(float(time_s), Change.START if start else Change.ROLE, moved or "", role)
 
 
-@dataclass(frozen=True, slots=True)
-class ClusterSpec:
+class ClusterSpec(msgspec.Struct, frozen=True):
     """``prefill``, ``decode`` and ``both`` count the first workers by role. ``frontends`` share the frontend's work
     evenly. ``vocab_size`` and ``max_model_len`` are the model's. ``kv_buffer_size``: bytes of each worker's holding
     area."""
@@ -72,9 +70,9 @@ class ClusterSpec:
     decode: int = 0
     both: int = 0
     frontends: int = 1
-    engine: EngineConfig = field(default_factory=EngineConfig)
-    disagg: DisaggConfig = field(default_factory=DisaggConfig)
-    router: RouterConfig = field(default_factory=RouterConfig)
+    engine: EngineConfig = msgspec.field(default_factory=EngineConfig)
+    disagg: DisaggConfig = msgspec.field(default_factory=DisaggConfig)
+    router: RouterConfig = msgspec.field(default_factory=RouterConfig)
     order: HandoffOrder = HandoffOrder.DECODE_FIRST
     events: tuple[ClusterEvent, ...] = ()
     lease_ttl_s: float = 10.0

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+
+import msgspec
 
 from kvrelay.core.handoff import HandoffId, HandoffOrder, RemotePrefillRequest
 from kvrelay.core.messages import TokenOutput
@@ -28,8 +29,7 @@ from kvrelay.simulate.result import RequestResult
 from kvrelay.simulate.worker import Delivery, FrontendPort, Generate, SimulatedWorker, is_final
 
 
-@dataclass(slots=True, eq=False)
-class _Flight:
+class _Flight(msgspec.Struct, eq=False):
     """A request on a worker. ``request_id`` is new for each attempt."""
 
     arrival: Arrival
@@ -39,7 +39,7 @@ class _Flight:
     worker_id: str = ""
     pair: tuple[str, HandoffId] | None = None
     """The prefill worker that has not given the first token yet, and the hand-off."""
-    excluded: set[str] = field(default_factory=set)
+    excluded: set[str] = msgspec.field(default_factory=set)
     num_attempts: int = 0
 
 

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import TypeVar
 
 C = TypeVar("C")
 
 
-class Score(Protocol):
-    """Greater is better."""
-
-    def __lt__(self, other: Any, /) -> bool: ...
-
-
-S = TypeVar("S", bound=Score)
+S = TypeVar("S", bound=tuple[float, ...])
+"""A score; greater is better."""
 
 
 def successive_halving(

@@ -7,7 +7,6 @@ checksums are off, because there is no KV.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -160,8 +159,7 @@ class DecodeHandoffs(_Driver):
         core.resume_handoff(action.handoff_id, action.loan, message.token_id, message.logprobs)
 
 
-@dataclass(slots=True)
-class _Job:
+class _Job(msgspec.Struct):
     """A prefill, with its queue entry (decode-first) or the function that takes its first token (prefill-first)."""
 
     request: RemotePrefillRequest

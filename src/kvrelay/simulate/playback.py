@@ -9,7 +9,6 @@ from __future__ import annotations
 from array import array
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
@@ -35,8 +34,7 @@ class _DifferenceError(Exception):
     """The playback cannot go on: the engine asks for what the recording does not have."""
 
 
-@dataclass(slots=True)
-class Playback:
+class Playback(msgspec.Struct):
     """What came of one. ``requests``: those that arrived here, with the recorded times of their tokens at the engine.
     ``works``: each computed batch with its recorded time. ``gaps_s``: from one step's end to the next one's begin."""
 
@@ -44,11 +42,11 @@ class Playback:
     num_steps: int = 0
     difference: str = ""
     """The first batch that is not the recorded one; empty: all are."""
-    requests: dict[str, RequestResult] = field(default_factory=dict)
-    arrivals: list[tuple[float, RecordedRequest]] = field(default_factory=list)
+    requests: dict[str, RequestResult] = {}
+    arrivals: list[tuple[float, RecordedRequest]] = []
     has_handoffs: bool = False
-    works: list[tuple[StepWork, float]] = field(default_factory=list)
-    gaps_s: list[float] = field(default_factory=list)
+    works: list[tuple[StepWork, float]] = []
+    gaps_s: list[float] = []
 
     def load(self) -> list[RecordedArrival]:
         """The requests that arrived here, the first at 0 s. An answer is as long as it was when it ended, was

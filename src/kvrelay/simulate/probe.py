@@ -5,14 +5,16 @@ then many at once, since cores, caches and memory that workers share are slower 
 from __future__ import annotations
 
 import asyncio
-import http.client
-import json
 import random
-import time
 from collections.abc import Awaitable, Callable, Sequence
-from urllib.parse import urlsplit
 
-from kvrelay.errors import InvalidInputError, WorkerUnavailableError
+import numpy as np
+
+from kvrelay.bench.client.connection import ConnectionPool
+from kvrelay.bench.client.stream import BodyOptions, StreamEndpoint, StreamRecorder, encode_body, run_stream
+from kvrelay.bench.errors import BenchError
+from kvrelay.bench.load.request import LoadRequest
+from kvrelay.bench.report.metrics import Outcome
 from kvrelay.simulate.calibrate import Counters, Phase, Stream
 
 ANSWER_TOKENS = 32
@@ -59,38 +61,21 @@ async def keep_busy(send: Send, lengths: Sequence[int], num_workers: int, num_st
     await asyncio.gather(*(client(own[number % len(lengths) :]) for number, own in enumerate(prompts)))
 
 
-def http_sender(url: str, model: str, api_key: str | None) -> Send:
-    """Sends to a frontend's ``/v1/completions``. Raises InvalidInputError for a bad URL."""
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise InvalidInputError(f"{url!r} is not an http URL", param="url")
-    kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-    host, port = parts.hostname, parts.port
-    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
-
-    def call(prompt: list[int]) -> tuple[float, ...]:
-        body = {"model": model, "prompt": prompt, "max_tokens": ANSWER_TOKENS, "ignore_eos": True, "stream": True}
-        connection = kind(host, port, timeout=TIMEOUT_S)
-        try:
-            connection.connect()
-            sent_s = time.monotonic()
-            connection.request("POST", "/v1/completions", json.dumps(body), headers)
-            response = connection.getresponse()
-            if response.status != 200:
-                raise InvalidInputError(
-                    f"{url} answers {response.status}: {response.read(300).decode(errors='replace')}"
-                )
-            return tuple(
-                time.monotonic() - sent_s
-                for line in response
-                if line.startswith(b"data: {") and b'"choices":[{' in line
-            )
-        except (OSError, http.client.HTTPException) as exc:
-            raise WorkerUnavailableError(f"no frontend answers at {url}: {exc or type(exc).__name__}") from exc
-        finally:
-            connection.close()
+def frontend_sender(pool: ConnectionPool, model: str) -> Send:
+    """Sends to a frontend's ``/v1/completions``. What it returns raises BenchError for a request that fails."""
+    options = BodyOptions(model)
 
     async def send(prompt: list[int]) -> tuple[float, ...]:
-        return await asyncio.to_thread(call, prompt)
+        body = encode_body(LoadRequest(tuple(prompt), ANSWER_TOKENS), options)
+        recorder = StreamRecorder("probe", len(prompt))
+        try:
+            async with asyncio.timeout(TIMEOUT_S):
+                record = await run_stream(pool, StreamEndpoint.COMPLETIONS, body, recorder)
+        except TimeoutError as exc:
+            raise BenchError(f"{pool.target.url}: no answer within {TIMEOUT_S:g} s") from exc
+        if record.outcome is not Outcome.OK:
+            raise BenchError(f"{pool.target.url}: {record.error}")
+        seconds = (np.asarray(record.stamps_ns, np.int64) - record.written_ns) / 1e9
+        return tuple(np.repeat(seconds, record.tokens).tolist())
 
     return send

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from kvrelay.placement.base import Objectives
@@ -14,15 +14,14 @@ from kvrelay.placement.base import Objectives
 PERCENTILES = (50, 90, 99)
 
 
-@dataclass(slots=True, eq=False)
-class RequestResult:
+class RequestResult(msgspec.Struct, eq=False):
     """One request. Virtual times in seconds; ``tokens_s``: when the client got each token. ``error``: why there is no
     whole answer; empty: there is one, or the simulation ended before. ``worker_id`` had it last."""
 
     index: int
     sent_s: float
     prompt_tokens: int
-    tokens_s: array[float] = field(default_factory=lambda: array("d"))
+    tokens_s: array[float] = msgspec.field(default_factory=lambda: array("d"))
     is_done: bool = False
     error: str = ""
     worker_id: str = ""
@@ -49,8 +48,7 @@ class RequestResult:
         return not gaps.size or float(np.percentile(gaps, 99)) <= objectives.itl_s
 
 
-@dataclass(slots=True)
-class WorkerResult:
+class WorkerResult(msgspec.Struct):
     """What one worker did: steps, the seconds in them, tokens, and the bytes that its link has moved."""
 
     worker_id: str
@@ -63,8 +61,7 @@ class WorkerResult:
     num_preemptions: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class SimulationResult:
+class SimulationResult(msgspec.Struct, frozen=True):
     """``end_s``: the virtual time of the last event that counts. ``places``: prefills by place and reason."""
 
     requests: Sequence[RequestResult]
@@ -115,7 +112,7 @@ class SimulationResult:
             "latencies": self.latencies(),
             "places": dict(sorted(self.places.items())),
             "num_migrations": sum(request.num_migrations for request in self.requests),
-            "workers": [{name: getattr(worker, name) for name in worker.__slots__} for worker in self.workers],
+            "workers": [msgspec.structs.asdict(worker) for worker in self.workers],
         }
 
 

@@ -11,7 +11,8 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+
+import msgspec
 
 from kvrelay.config import WorkerRole
 from kvrelay.core.event_log import KvEventLog
@@ -45,8 +46,7 @@ BUSY_WAIT_S = 0.001
 """An engine that has work and computes nothing looks again after this time."""
 
 
-@dataclass(frozen=True, slots=True)
-class Generate:
+class Generate(msgspec.Struct, frozen=True):
     """A request as a frontend sends it. ``pair``: the prefill worker and the hand-off (prefill-first)."""
 
     request_id: str
@@ -62,8 +62,7 @@ class Generate:
         return SamplingParams(max_tokens=self.max_tokens, temperature=0.0, seed=0, ignore_eos=True)
 
 
-@dataclass(frozen=True, slots=True)
-class Delivery:
+class Delivery(msgspec.Struct, frozen=True):
     """What a step gives to the frontend and its router."""
 
     outputs: list[TokenOutput]
@@ -71,8 +70,7 @@ class Delivery:
     load: LoadMetrics | None
 
 
-@dataclass(frozen=True, slots=True)
-class FrontendPort:
+class FrontendPort(msgspec.Struct, frozen=True):
     """Where a worker's messages to the frontend go, after a hop."""
 
     deliver: Callable[[str, Delivery], None]

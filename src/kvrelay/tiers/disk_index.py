@@ -15,9 +15,10 @@ import shutil
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from kvrelay.tiers.store import BlockChanges
 
@@ -51,17 +52,16 @@ class _Told(dict[int, float]):
         return super().pop(sequence_hash, default)
 
 
-@dataclass(slots=True)
-class _Model:
+class _Model(msgspec.Struct):
     """Blocks of one fingerprint."""
 
     root: Path
     block_bytes: float = 0.0
     """Of another model: the mean of the files seen."""
     is_own: bool = False
-    known: dict[int, float] = field(default_factory=dict)
+    known: dict[int, float] = {}
     """When each block was written or used, by the files' clock."""
-    scanned: dict[int, float] = field(default_factory=dict)
+    scanned: dict[int, float] = {}
     """By folder: its time of change when it was read."""
 
     def path(self, sequence_hash: int) -> Path:

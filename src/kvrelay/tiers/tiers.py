@@ -17,7 +17,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence, Sized
-from dataclasses import dataclass, field
+
+import msgspec
 
 from kvrelay.core.events import BlockRemoved, BlockStored, KvEvent, LoadCost
 from kvrelay.core.layout import MemoryRegion
@@ -41,16 +42,14 @@ FLUSH_S = 2.0
 UNUSED_S = 60.0
 
 
-@dataclass(frozen=True, slots=True)
-class _Read:
+class _Read(msgspec.Struct, frozen=True):
     load: KvLoad
     names: list[BlockName]
     stores: list[BlockStore]
     saves_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class _Offer:
+class _Offer(msgspec.Struct, frozen=True):
     """A block that leaves the pool, and those that should take it."""
 
     block_id: int
@@ -59,8 +58,7 @@ class _Offer:
     stores: list[BlockStore]
 
 
-@dataclass(frozen=True, slots=True)
-class _Write:
+class _Write(msgspec.Struct, frozen=True):
     name: BlockName
     payload: bytes
     worth_s: float
@@ -71,13 +69,12 @@ class _Clear:
     """Forget what the stores have."""
 
 
-@dataclass(slots=True)
-class _Queues:
+class _Queues(msgspec.Struct):
     """Guarded by the condition. A clear goes before reads and writes, and after the job that runs."""
 
-    reads: deque[_Read] = field(default_factory=deque)
-    writes: deque[_Write] = field(default_factory=deque)
-    clears: deque[_Clear] = field(default_factory=deque)
+    reads: deque[_Read] = msgspec.field(default_factory=deque)
+    writes: deque[_Write] = msgspec.field(default_factory=deque)
+    clears: deque[_Clear] = msgspec.field(default_factory=deque)
     num_reading: int = 0
     """Blocks of reads that have not ended."""
     num_clearing: int = 0

@@ -7,7 +7,6 @@ only one says so in its log, and its peers use that one.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, replace
 
 import msgspec
 
@@ -20,8 +19,7 @@ from kvrelay.transfer.base import Notification, Post, PostEnd, Transport
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class _Route:
+class _Route(msgspec.Struct, frozen=True):
     """The transport that reaches a peer, and the peer's pool."""
 
     name: str
@@ -51,7 +49,10 @@ class AutoTransport(Transport):
         completions, notifications = [], []
         for name, transport in self._usable.items():
             ended, arrived = transport.poll()
-            completions += [replace(each, handle=self._handles.pop((name, each.handle), each.handle)) for each in ended]
+            completions += [
+                msgspec.structs.replace(each, handle=self._handles.pop((name, each.handle), each.handle))
+                for each in ended
+            ]
             notifications += arrived
         return completions, notifications
 

@@ -22,8 +22,9 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from kvrelay.core.layout import MemoryRegion
 from kvrelay.core.workers import KvMetadata
@@ -35,8 +36,7 @@ from kvrelay.transfer.stats import P2pCounters
 from kvrelay.transfer.values import GrantRef, Pieces, TransferOp
 
 
-@dataclass(frozen=True, slots=True)
-class PostEnd:
+class PostEnd(msgspec.Struct, frozen=True):
     """The end of a post. ``error`` is None if every byte arrived. ``is_refused``: the peer has refused it, for want of
     room or of a grant; the connection is good, and other posts go on."""
 
@@ -45,15 +45,13 @@ class PostEnd:
     is_refused: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Notification:
+class Notification(msgspec.Struct, frozen=True):
     """A peer's payload, delivered after the write to which it belongs. The payload is untrusted until decoded."""
 
     payload: bytes
 
 
-@dataclass(eq=False, slots=True)
-class Post:
+class Post(msgspec.Struct, eq=False):
     """One call of ``Transport.post``."""
 
     handle: int

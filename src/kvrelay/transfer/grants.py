@@ -13,9 +13,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
 import numpy as np
 
 from kvrelay.transfer.values import GrantRef, Int64Array, TransferOp, worker_of
@@ -31,8 +31,7 @@ class Grants(Protocol):
         """The blocks of ``loan`` go back. Waits for a copy that is under way: milliseconds."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Open:
+class _Open(msgspec.Struct, frozen=True):
     worker_id: str
     generation: int
     loan: int

@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 
 from kvrelay.core.layout import BlockRun, KVLayout, region_difference
@@ -26,8 +26,7 @@ from kvrelay.transfer.pieces import NO_PIECES, checked_block_ids, merge_pieces
 from kvrelay.transfer.values import Int64Array, Pieces, TransferOp
 
 
-@dataclass(frozen=True, slots=True)
-class _Span:
+class _Span(msgspec.Struct, frozen=True):
     """Runs of tokens, one entry each: the blocks that hold a run, its first token within them, its length."""
 
     local_ids: Int64Array
@@ -37,8 +36,7 @@ class _Span:
     num_tokens: Int64Array
 
 
-@dataclass(frozen=True, slots=True)
-class _Cells:
+class _Cells(msgspec.Struct, frozen=True):
     """Cells here and there: offsets within a worker's block. With equal block sizes ``pieces`` are adjacent cells
     merged, else single ones, whose entries of ``entry_bytes`` stand for ``entry_tokens`` each."""
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections import deque
-from dataclasses import dataclass, field
+
+import msgspec
 
 from kvrelay.core.layout import MemoryRegion
 from kvrelay.core.workers import KvMetadata
@@ -18,13 +19,12 @@ from kvrelay.transfer.base import Notification, Post, PostEnd, Transport
 from kvrelay.transfer.values import TransferOp
 
 
-@dataclass(slots=True)
-class _End:
+class _End(msgspec.Struct):
     """One worker's side of the fabric."""
 
     region: MemoryRegion
-    inbox: deque[bytes] = field(default_factory=deque)
-    connected: set[str] = field(default_factory=set)
+    inbox: deque[bytes] = msgspec.field(default_factory=deque)
+    connected: set[str] = msgspec.field(default_factory=set)
 
 
 class LoopbackFabric:

@@ -18,9 +18,9 @@ import logging
 import mmap
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 
 from kvrelay.errors import FatalError
@@ -31,8 +31,7 @@ if TYPE_CHECKING:
     from kvrelay.transfer.shm.transport import CopyPieces
 
 
-@dataclass(frozen=True, slots=True)
-class PackedPieces:
+class PackedPieces(msgspec.Struct, frozen=True):
     """``packed``: pieces between the pool (local) and the buffer (remote). ``wire``: pieces between the buffer (local)
     and the peer (remote)."""
 
@@ -51,8 +50,7 @@ def stage(pieces: Pieces) -> PackedPieces:
     return PackedPieces(Pieces(local, at, lengths), wire)
 
 
-@dataclass(frozen=True, slots=True)
-class PackingRule:
+class PackingRule(msgspec.Struct, frozen=True):
     """What a transport's descriptor, a copied piece and a copied byte cost, in seconds."""
 
     descriptor_s: float

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+
+import msgspec
 
 from kvrelay.core.clock import Clock
 from kvrelay.core.latest import Latest
@@ -29,8 +30,7 @@ MAX_POSTS_PER_PEER = 8
 MAX_FAILED_GROUPS = 4096
 
 
-@dataclass(eq=False, slots=True)
-class Transfer:
+class Transfer(msgspec.Struct, eq=False):
     """A submitted transfer. ``parts`` are not posted yet; ``in_flight`` posts have not ended."""
 
     op: TransferOp

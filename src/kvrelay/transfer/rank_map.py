@@ -22,14 +22,13 @@ layers and heads.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 from kvrelay.config import WorkerRole
 from kvrelay.errors import ConfigError
 
 
-@dataclass(frozen=True, slots=True)
-class InstanceSizes:
+class InstanceSizes(msgspec.Struct, frozen=True):
     """How many instances of a kind there are, and the tensor- and pipeline-parallel degrees of each."""
 
     num_instances: int
@@ -42,8 +41,7 @@ class InstanceSizes:
         return self.tp * self.pp
 
 
-@dataclass(frozen=True, slots=True)
-class KvRank:
+class KvRank(msgspec.Struct, frozen=True):
     """One rank's place. ``group`` numbers the groups, ``group_rank`` the ranks within a group of ``world_size``."""
 
     group: int

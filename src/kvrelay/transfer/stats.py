@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+
+import msgspec
 
 from kvrelay.core.events import MAX_FLOWS, Flow
 from kvrelay.core.histogram import Histogram
 from kvrelay.transfer.values import Pieces, TransferOp
 
 
-@dataclass(slots=True)
-class PeerTransferStats:
+class PeerTransferStats(msgspec.Struct):
     """All ended transfers of one kind with one peer. ``seconds`` sums submission to end, including waiting."""
 
     worker_id: str
@@ -23,8 +23,7 @@ class PeerTransferStats:
     seconds: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class TransferStats:
+class TransferStats(msgspec.Struct, frozen=True):
     """A snapshot of a transfer thread. Bytes and pieces count only completed transfers."""
 
     peers: tuple[PeerTransferStats, ...]
@@ -83,12 +82,11 @@ class StatsCounter:
         return self._peers.setdefault((worker_id, op), PeerTransferStats(worker_id, op))
 
     def snapshot(self, num_unfinished: int, num_open_handoffs: int, p2p: P2pCounters | None) -> TransferStats:
-        peers = tuple(replace(peer) for peer in self._peers.values())
+        peers = tuple(msgspec.structs.replace(peer) for peer in self._peers.values())
         return TransferStats(peers, self.num_notifications, num_unfinished, num_open_handoffs, p2p)
 
 
-@dataclass(frozen=True, slots=True)
-class P2pCounters:
+class P2pCounters(msgspec.Struct, frozen=True):
     """Since start. ``num_lost`` messages found no room in time: their hand-off is recomputed."""
 
     num_connections: int = 0
@@ -112,4 +110,4 @@ class P2pCounters:
     @classmethod
     def sum(cls, counters: Sequence[P2pCounters]) -> P2pCounters:
         """Over the ranks of a worker."""
-        return cls(**{name: sum(getattr(each, name) for each in counters) for name in cls.__slots__})
+        return cls(**{name: sum(getattr(each, name) for each in counters) for name in cls.__struct_fields__})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
 
 import msgspec
 import numpy as np
@@ -36,8 +35,7 @@ class TransferOp(enum.Enum):
     WRITE = "write"
 
 
-@dataclass(frozen=True, slots=True)
-class Pieces:
+class Pieces(msgspec.Struct, frozen=True):
     """Pieces to move: byte offsets from the start of each side's pool, and lengths; int64 arrays of equal length."""
 
     local_offsets: Int64Array

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import uuid
-from dataclasses import dataclass
+
+import msgspec
 
 from kvrelay.config import WorkerRole
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerIdentity:
+class WorkerIdentity(msgspec.Struct, frozen=True):
     """``worker_id`` is new at every start; ``public_key`` is the key of its request plane, empty if that is open;
     ``dp_group`` is the data-parallel group that its engine has joined."""
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import TypeVar
+
+import msgspec
 
 from kvrelay.config import DisaggConfig
 from kvrelay.core.handoff import HandoffId
@@ -21,8 +22,7 @@ from kvrelay.worker.reporting.metrics import WorkerStats
 H = TypeVar("H", DecodeHandoff, PrefillHandoff)
 
 
-@dataclass(frozen=True, slots=True)
-class LeaseView:
+class LeaseView(msgspec.Struct, frozen=True):
     """``term`` counts this worker's terms. Nothing is written past ``fence_s``, on the monotonic clock."""
 
     lease_id: str
@@ -31,8 +31,7 @@ class LeaseView:
     fence_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class PeersView:
+class PeersView(msgspec.Struct, frozen=True):
     """Worker ids: ``prefill`` pull from the queue, ``serving`` take requests, ``leased`` have a lease. ``held_ends``:
     their leases have ended, but they are in the middle of a copy. ``addresses`` are those of listed
     workers of our model."""
@@ -44,8 +43,7 @@ class PeersView:
     addresses: Mapping[str, str]
 
 
-@dataclass(frozen=True, slots=True)
-class QueueView:
+class QueueView(msgspec.Struct, frozen=True):
     """``num_held``: entries that were pulled and are not acknowledged, or whose prefills hold blocks. ``push_error``:
     why our last push failed."""
 
@@ -54,8 +52,7 @@ class QueueView:
     push_error: str | None
 
 
-@dataclass(frozen=True, slots=True)
-class Inspection:
+class Inspection(msgspec.Struct, frozen=True):
     """``stats`` are the counts, the engine's included.
 
     ``is_accepting``: requests of frontends. ``is_pairing``: prefills whose decode worker a frontend has chosen.

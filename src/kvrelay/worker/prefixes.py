@@ -16,7 +16,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sized
-from dataclasses import dataclass, field
+
+import msgspec
 
 from kvrelay.core.events import LoadCost
 from kvrelay.core.handoff import new_prefix_id
@@ -40,8 +41,7 @@ MIN_GRANT_S = 0.25
 MAX_HOLDERS = 256
 
 
-@dataclass(slots=True)
-class _Holder:
+class _Holder(msgspec.Struct):
     """What reading from one worker takes."""
 
     wait: LoadTime
@@ -170,15 +170,14 @@ class PeerPrefixes:
         return _Holder(LoadTime(PRIOR_WAIT_S), LoadTime(self._layout.block_bytes / PRIOR_BYTES_PER_S))
 
 
-@dataclass(slots=True)
-class _Read:
+class _Read(msgspec.Struct):
     """The reading of one prefix (``PrefixRead``)."""
 
     source: PeerPrefixes
     worker_id: str
     load: KvLoad
     saves_s: float
-    began_s: float = field(default_factory=time.monotonic)
+    began_s: float = msgspec.field(default_factory=time.monotonic)
     granted_s: float = 0.0
     num_bytes: int = 0
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 from kvrelay.config import WorkerConfig
 from kvrelay.control.base import ControlPlane
@@ -19,8 +19,7 @@ from kvrelay.worker.marking import WorkerMarks
 from kvrelay.worker.prefill.connections import DecodePeers
 
 
-@dataclass(frozen=True, slots=True)
-class Surroundings:
+class Surroundings(msgspec.Struct, frozen=True):
     """No part owns any of it; the worker starts and closes them."""
 
     settings: WorkerConfig

@@ -409,7 +409,7 @@ class Worker:
         metrics = await self._engine.call(lambda core: core.metrics())
         now = self.inspect()
         stats = now.stats
-        prefill = asdict(stats.prefill)
+        prefill = msgspec.structs.asdict(stats.prefill)
         del prefill["ends"]
         return {
             "worker_id": stats.worker_id,
@@ -429,7 +429,7 @@ class Worker:
             "refusals": stats.refusals,
             "recomputed": by_reason(stats.handoffs.ends),
             "prefills_ended": by_reason(stats.prefill.ends),
-            "decode": asdict(stats.decode),
+            "decode": msgspec.to_builtins(stats.decode),
             "prefill_queue_error": now.queue.push_error,
             "prefill": prefill,
             "transfer": msgspec.to_builtins(stats.transfer),

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 
 from kvrelay.bench.client.connection import ConnectionPool, parse_target
@@ -89,7 +89,9 @@ def test_closed_loop_reuses_its_connections(scripted: Scripted) -> None:
 def test_open_loop_sends_on_time_and_mixes_are_apart(scripted: Scripted) -> None:
     with scripted() as server:
         chat = spec(name="chat", num_requests=None)
-        late = replace(spec(name="late", output_len=2), rate=100.0, max_concurrency=None, num_requests=10)
+        late = msgspec.structs.replace(
+            spec(name="late", output_len=2), rate=100.0, max_concurrency=None, num_requests=10
+        )
         run = serve(server, chat, late, limits=RunLimits(time_limit_s=1.5))
     names = [part.name for part in run.report.classes]
     assert names == ["chat", "late"]

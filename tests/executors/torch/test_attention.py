@@ -153,7 +153,8 @@ def test_chunks_give_the_bits_of_the_whole() -> None:
         table = make_batch([150], [0], 16).block_table
         attention.begin(
             StepBatch(
-                **{name: getattr(batch, name) for name in batch.__slots__ if name != "block_table"}, block_table=table
+                **{name: getattr(batch, name) for name in batch.__struct_fields__ if name != "block_table"},
+                block_table=table,
             )
         )
         parts.append(attention.forward(0, qkv[start : start + count]).clone())

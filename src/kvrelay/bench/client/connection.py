@@ -12,18 +12,17 @@ import ssl
 import time
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import cast
 from urllib.parse import urlsplit
 
 import httptools
+import msgspec
 
 from kvrelay.bench.errors import BadResponseError, ServerDownError
 from kvrelay.errors import InvalidInputError
 
 
-@dataclass(frozen=True, slots=True)
-class Target:
+class Target(msgspec.Struct, frozen=True):
     """Host, port, prefix of all paths (without a slash at the end), key for the Authorization header; ``order`` for
     the header x-kvrelay-order."""
 
@@ -55,7 +54,7 @@ class Target:
         return "\r\n".join([*lines, "", ""]).encode("latin-1", "replace")
 
 
-def parse_target(url: str, api_key: str | None = None) -> Target:
+def parse_target(url: str, api_key: str | None = None, order: str | None = None) -> Target:
     """Read ``http://host:port[/prefix]``; an OpenAI-style ``/v1`` at the end is removed. Raises InvalidInputError."""
     try:
         parts = urlsplit(url if "://" in url else f"http://{url}")
@@ -68,7 +67,7 @@ def parse_target(url: str, api_key: str | None = None) -> Target:
         raise InvalidInputError("the API key has characters that no header may have", param="api_key")
     prefix = parts.path.rstrip("/").removesuffix("/v1")
     tls = parts.scheme == "https"
-    return Target(parts.hostname, port or (443 if tls else 80), prefix, tls, api_key)
+    return Target(parts.hostname, port or (443 if tls else 80), prefix, tls, api_key, order)
 
 
 Sink = Callable[[int, bytes], None]
@@ -76,8 +75,7 @@ MAX_ERROR_BODY = 64 * 1024
 _CLOSE_S = 2.0
 
 
-@dataclass(frozen=True, slots=True)
-class HttpAnswer:
+class HttpAnswer(msgspec.Struct, frozen=True):
     """A finished answer. ``body`` is kept only without a sink. ``done_ns`` is the timestamp of its last byte;
     ``retry_after`` is that header."""
 

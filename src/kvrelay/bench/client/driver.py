@@ -12,9 +12,10 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
+
+import msgspec
 
 from kvrelay.bench.client.connection import ConnectionPool
 from kvrelay.bench.client.stream import BodyOptions, StreamRecorder, encode_body, run_stream
@@ -27,8 +28,7 @@ _BACKOFF_S = 0.1
 _LAG_PROBE_S = 0.02
 
 
-@dataclass(frozen=True, slots=True)
-class RunLimits:
+class RunLimits(msgspec.Struct, frozen=True):
     """``time_limit_s`` ends the sending. Requests in flight then have ``drain_s`` to end, or else are cut off.
 
     After ``max_failures`` failures in a row the run ends: the server is down.

@@ -7,7 +7,6 @@ The recorder is pure, so its figures are tested with invented timestamps.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
 from enum import StrEnum
 
 import msgspec
@@ -21,8 +20,7 @@ from kvrelay.core.event_stream import EventParser, EventTooLongError
 from kvrelay.errors import InvalidInputError
 
 
-@dataclass(slots=True)
-class StreamRecorder:
+class StreamRecorder(msgspec.Struct):
     """Takes the body's bytes as they arrive. Call ``sent`` first, then ``feed`` per read, then ``record`` once."""
 
     class_name: str
@@ -30,11 +28,11 @@ class StreamRecorder:
     due_ns: int = 0
     _written_ns: int = 0
     _sent_ns: int = 0
-    _events: EventParser = field(default_factory=lambda: EventParser(MAX_EVENT_BYTES))
-    _stamps: list[int] = field(default_factory=list)
-    _tokens: list[int] = field(default_factory=list)
-    _lengths: list[int] = field(default_factory=list)
-    _texts: list[str] = field(default_factory=list)
+    _events: EventParser = msgspec.field(default_factory=lambda: EventParser(MAX_EVENT_BYTES))
+    _stamps: list[int] = []
+    _tokens: list[int] = []
+    _lengths: list[int] = []
+    _texts: list[str] = []
     _usage: ChunkUsage | None = None
     _source: TokenSource | None = None
     _finished: bool = False
@@ -160,8 +158,7 @@ class StreamEndpoint(StrEnum):
     CHAT = "/v1/chat/completions"
 
 
-@dataclass(frozen=True, slots=True)
-class BodyOptions:
+class BodyOptions(msgspec.Struct, frozen=True):
     """The fields of each request's body besides its prompt.
 
     ``plain`` leaves out fields that OpenAI's own API does not have (ignore_eos, return_token_ids, continuous usage).

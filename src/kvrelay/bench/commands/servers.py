@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -72,7 +71,7 @@ def serve_command(**given: Any) -> None:
     from kvrelay.bench.serving import require_success, run_serve
 
     others = [read_serve_report(path) for path in given["compare"]]
-    target = replace(parse_target(given["base_url"], given["api_key"]), order=given["order"])
+    target = parse_target(given["base_url"], given["api_key"], given["order"])
     retokenize = not given["no_retokenize"]
     options = run_options(given, target, classes(given), backend=given["backend"], retokenize=retokenize)
     with progress_bar() as bar:

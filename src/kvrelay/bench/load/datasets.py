@@ -10,7 +10,6 @@ their prompts are generated. For Mooncake, two prompts share exactly the blocks 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
 from pathlib import Path
@@ -26,8 +25,7 @@ FIRST_ORDINARY_TOKEN = 32
 DEFAULT_VOCAB_SIZE = 512
 
 
-@dataclass(frozen=True, slots=True)
-class TokenRange:
+class TokenRange(msgspec.Struct, frozen=True):
     """Ids ``first`` to ``stop - 1``: below ``first`` lie special tokens in most vocabularies."""
 
     first: int = FIRST_ORDINARY_TOKEN
@@ -252,8 +250,7 @@ class DatasetKind(StrEnum):
 _DEFAULT_LENGTH = Length("fixed", 256)
 
 
-@dataclass(frozen=True, slots=True)
-class Dataset:
+class Dataset(msgspec.Struct, frozen=True):
     """A data set and its parameters, lengths in tokens. ``output`` None: the file's length (generated sets: 64)."""
 
     kind: DatasetKind = DatasetKind.RANDOM

@@ -9,8 +9,8 @@ import itertools
 import math
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
 
+import msgspec
 import numpy as np
 
 from kvrelay.bench.formats import read_azure, read_mooncake
@@ -45,8 +45,7 @@ from kvrelay.errors import InvalidInputError
 _TIMED = {DatasetKind.MOONCAKE, DatasetKind.TRACE}
 
 
-@dataclass(frozen=True, slots=True)
-class ClassSpec:
+class ClassSpec(msgspec.Struct, frozen=True):
     """A class of requests. With ``max_concurrency`` and without ``rate`` it is a closed loop. With neither, it uses the
     trace's times if there are any, or else sends everything at once. ``priority`` is the requests' field of that name;
     0 is not sent, because not every server knows it."""
@@ -93,7 +92,7 @@ def build_class(spec: ClassSpec, seed: int) -> LoadClass:
     elif spec.max_concurrency is None:
         offsets = itertools.repeat(0.0)
     if spec.priority:
-        requests = (replace(request, priority=spec.priority) for request in requests)
+        requests = (msgspec.structs.replace(request, priority=spec.priority) for request in requests)
     return LoadClass(spec.name, requests, offsets, spec.max_concurrency, spec.num_requests)
 
 
@@ -146,7 +145,7 @@ def _parse_class(text: str, base: Dataset) -> ClassSpec:
     prompt, slash, output = lengths.partition("/")
     if not (name.isidentifier() and slash):
         raise InvalidInputError(f"{text!r} in the mix is not NAME=PROMPT/OUTPUT[:closed=N|:rate=R]...", param="mix")
-    dataset = replace(
+    dataset = msgspec.structs.replace(
         base,
         prompt=parse_length(prompt, f"prompt length of {name}"),
         output=parse_length(output, f"output length of {name}"),
@@ -164,22 +163,26 @@ def _with_option(spec: ClassSpec, option: str) -> ClassSpec:
     try:
         match key:
             case "closed" | "max":
-                return replace(spec, max_concurrency=int(value))
+                return msgspec.structs.replace(spec, max_concurrency=int(value))
             case "rate":
-                return replace(spec, rate=float(value))
+                return msgspec.structs.replace(spec, rate=float(value))
             case "n":
-                return replace(spec, num_requests=int(value))
+                return msgspec.structs.replace(spec, num_requests=int(value))
             case "priority":
-                return replace(spec, priority=int(value))
+                return msgspec.structs.replace(spec, priority=int(value))
             case "burstiness":
-                return replace(spec, burstiness=float(value))
+                return msgspec.structs.replace(spec, burstiness=float(value))
             case "groups":
-                dataset = replace(spec.dataset, kind=DatasetKind.SHARED_PREFIX, groups=int(value))
-                return replace(spec, dataset=dataset)
+                dataset = msgspec.structs.replace(spec.dataset, kind=DatasetKind.SHARED_PREFIX, groups=int(value))
+                return msgspec.structs.replace(spec, dataset=dataset)
             case "per-group":
-                return replace(spec, dataset=replace(spec.dataset, per_group=int(value)))
+                return msgspec.structs.replace(
+                    spec, dataset=msgspec.structs.replace(spec.dataset, per_group=int(value))
+                )
             case "system":
-                return replace(spec, dataset=replace(spec.dataset, system=parse_length(value, "system length")))
+                return msgspec.structs.replace(
+                    spec, dataset=msgspec.structs.replace(spec.dataset, system=parse_length(value, "system length"))
+                )
     except ValueError as exc:
         raise InvalidInputError(f"class {spec.name} of the mix: {option!r} has no number", param="mix") from exc
     known = "closed, max, rate, n, priority, burstiness, groups, per-group, system"

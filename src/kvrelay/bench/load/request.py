@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
+import msgspec
 import numpy as np
 
 from kvrelay.bench.errors import MissingPackageError
@@ -21,8 +21,7 @@ from kvrelay.errors import InvalidInputError
 Prompt = str | tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class LoadRequest:
+class LoadRequest(msgspec.Struct, frozen=True):
     """A request to send.
 
     ``prompt`` is text or token ids; if ``messages`` is not empty, the request is a conversation and ``prompt`` its
@@ -38,8 +37,7 @@ class LoadRequest:
     priority: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class LoadClass:
+class LoadClass(msgspec.Struct, frozen=True):
     """A named stream of requests with its own arrivals.
 
     ``offsets`` are send times in seconds since the start, one per request; without them the class is a closed loop of
@@ -58,8 +56,7 @@ class LoadClass:
 MAX_LENGTH = 10_000_000
 
 
-@dataclass(frozen=True, slots=True)
-class Length:
+class Length(msgspec.Struct, frozen=True):
     """A distribution of token counts.
 
     ``fixed`` (low), ``uniform`` (low to high, both included) or ``normal`` (mean low, deviation high, cut off at 1).

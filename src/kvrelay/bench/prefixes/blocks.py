@@ -9,15 +9,14 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Container, Iterable, Sequence
-from dataclasses import dataclass
 
+import msgspec
 import xxhash
 
 from kvrelay.errors import InvalidInputError
 
 
-@dataclass(frozen=True, slots=True)
-class CacheHits:
+class CacheHits(msgspec.Struct, frozen=True):
     """``num_blocks`` None means unlimited. ``hit_ratio`` is 0 to 1."""
 
     num_blocks: int | None

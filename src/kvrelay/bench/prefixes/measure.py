@@ -7,10 +7,10 @@ prefixes, which is the share that a cache can hit.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
+import msgspec
 import numpy as np
 
 from kvrelay.bench.formats import FileFormat, detect_format, read_conversations, read_mooncake
@@ -38,8 +38,7 @@ _DEFAULTS = {Unit.CHARS: (120, 128), Unit.TOKENS: (30, 32), Unit.BLOCKS: (0, 1)}
 _ITEM_BYTES = {Unit.CHARS: 0, Unit.TOKENS: 4, Unit.BLOCKS: 8}
 
 
-@dataclass(frozen=True, slots=True)
-class PrefixOptions:
+class PrefixOptions(msgspec.Struct, frozen=True):
     """The options. ``min_length`` and ``block_size`` are in units; None takes the unit's default."""
 
     min_count: int = 10
@@ -53,8 +52,7 @@ class PrefixOptions:
     fmt: FileFormat = FileFormat.AUTO
 
 
-@dataclass(frozen=True, slots=True)
-class TopPrefix:
+class TopPrefix(msgspec.Struct, frozen=True):
     """A shared prefix: uses, length in units, and its beginning as text (or as ids)."""
 
     count: int
@@ -62,8 +60,7 @@ class TopPrefix:
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class PrefixReport:
+class PrefixReport(msgspec.Struct, frozen=True):
     """The result. ``repetition`` is shared prefixes over conversations, ``covered`` conversations with one over all."""
 
     files: tuple[str, ...]
@@ -82,8 +79,7 @@ class PrefixReport:
     caches: tuple[CacheHits, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class PrefixMeasurement:
+class PrefixMeasurement(msgspec.Struct, frozen=True):
     """The report, and the lengths and uses of the shared prefixes for a plot."""
 
     report: PrefixReport

@@ -19,9 +19,9 @@ are the strict local maxima of the window minima.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from itertools import pairwise
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -33,8 +33,7 @@ _PROGRESS_EVERY = 1 << 14
 Progress = Callable[[float], None]
 
 
-@dataclass(frozen=True, slots=True)
-class SharedPrefixNode:
+class SharedPrefixNode(msgspec.Struct, frozen=True):
     """A prefix that ``count`` sequences share, ``length`` items long; ``content`` is its bytes."""
 
     length: int

@@ -14,10 +14,10 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -26,8 +26,7 @@ from kvrelay.errors import InvalidInputError
 REPORT_KIND = "kvrelay-bench-serve/1"
 
 
-@dataclass(frozen=True, slots=True)
-class OfferedLoad:
+class OfferedLoad(msgspec.Struct, frozen=True):
     """The load of a class. ``request_rate`` None: a closed loop, or everything at once."""
 
     name: str
@@ -35,8 +34,7 @@ class OfferedLoad:
     max_concurrency: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class LoadReport:
+class LoadReport(msgspec.Struct, frozen=True):
     """The figures of one class of requests, or of all together. ``gap`` is the time between arrivals, undivided."""
 
     name: str
@@ -62,16 +60,14 @@ class LoadReport:
     goodput: Goodput | None
 
 
-@dataclass(frozen=True, slots=True)
-class ErrorCount:
+class ErrorCount(msgspec.Struct, frozen=True):
     """An error and its number of occurrences."""
 
     message: str
     count: int
 
 
-@dataclass(frozen=True, slots=True)
-class RunInfo:
+class RunInfo(msgspec.Struct, frozen=True):
     """The conditions of a run. ``started_at`` is UTC, ISO 8601."""
 
     backend: str
@@ -82,8 +78,7 @@ class RunInfo:
     started_at: str
 
 
-@dataclass(frozen=True, slots=True)
-class ServeReport:
+class ServeReport(msgspec.Struct, frozen=True):
     """A whole run. ``complete`` is false if it ended early; ``note`` has the reason."""
 
     kind: str
@@ -173,8 +168,7 @@ def _load_report(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Served:
+class _Served(msgspec.Struct, frozen=True):
     requests: int
     input_tokens: int
     output_tokens: int
@@ -229,8 +223,7 @@ class TokenSource(StrEnum):
     ESTIMATED = "estimated"
 
 
-@dataclass(frozen=True, slots=True)
-class RequestRecord:
+class RequestRecord(msgspec.Struct, frozen=True):
     """One request. ``stamps_ns`` and ``tokens`` have one entry per arrival.
 
     ``due_ns``: when the load wanted it sent; ``written_ns``: when the client had a connection and wrote it; 0: unknown.
@@ -296,8 +289,7 @@ class RequestRecord:
         return np.repeat(shares, counts)
 
 
-@dataclass(frozen=True, slots=True)
-class ClientLoad:
+class ClientLoad(msgspec.Struct, frozen=True):
     """Whether the client was the bottleneck: its share of one core, and the largest delay of its event loop.
 
     ``reconnects`` counts requests sent a second time, because the server had closed their connection without an answer.
@@ -308,8 +300,7 @@ class ClientLoad:
     reconnects: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class RunResult:
+class RunResult(msgspec.Struct, frozen=True):
     """All records, and the run's start and end. Requests were sent from ``start_ns`` to ``stop_ns``; a run without a
     time limit stops with its last answer. ``note`` has the reason if a run ended early."""
 
@@ -332,8 +323,7 @@ def spread_tokens(text_lengths: tuple[int, ...], total: int) -> tuple[int, ...]:
     return tuple((np.diff(whole, prepend=0) + 1).tolist())
 
 
-@dataclass(frozen=True, slots=True)
-class Distribution:
+class Distribution(msgspec.Struct, frozen=True):
     """Count, mean, percentiles (linear between neighbours) and maximum, in the unit of the values."""
 
     count: int
@@ -357,8 +347,7 @@ def distribution(values: npt.ArrayLike) -> Distribution | None:
 _UNITS = {"ms": 1e-3, "s": 1.0}
 
 
-@dataclass(frozen=True, slots=True)
-class Slo:
+class Slo(msgspec.Struct, frozen=True):
     """Limits in seconds; None means no limit.
 
     ``itl_s`` bounds the 99th percentile of the request's waits between arrivals: a mean would hide the stalls that a
@@ -395,8 +384,7 @@ class Slo:
         return not self.missed_by(record)
 
 
-@dataclass(frozen=True, slots=True)
-class Goodput:
+class Goodput(msgspec.Struct, frozen=True):
     """``share`` of all requests that ended (0 to 1), and good requests per second."""
 
     share: float

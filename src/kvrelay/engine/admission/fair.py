@@ -21,10 +21,11 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from heapq import nsmallest
 from itertools import chain, islice
 from typing import NamedTuple
+
+import msgspec
 
 from kvrelay.engine.request import Request
 
@@ -104,14 +105,13 @@ class Shares:
             self._served[tenant] = self._served.get(tenant, 0) + num_tokens
 
 
-@dataclass(slots=True)
-class _Line:
+class _Line(msgspec.Struct):
     """Requests by size and by arrival."""
 
     overtaken: int = 0
     """Tokens that were admitted from this line before its oldest request since that became the oldest."""
-    by_size: list[tuple[int, int, Request]] = field(default_factory=list)
-    by_arrival: list[tuple[int, Request]] = field(default_factory=list)
+    by_size: list[tuple[int, int, Request]] = []
+    by_arrival: list[tuple[int, Request]] = []
 
     @property
     def oldest(self) -> Request:

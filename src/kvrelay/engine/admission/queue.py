@@ -21,8 +21,9 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import NamedTuple
+
+import msgspec
 
 from kvrelay.core.clock import Clock
 from kvrelay.core.status import RequestStatus
@@ -72,8 +73,7 @@ class EngineLoad(NamedTuple):
         return sum(prompt.num_tokens for prompt in self.backlog if prompt.num_tokens <= request.num_queued_tokens)
 
 
-@dataclass(slots=True)
-class _Shortage:
+class _Shortage(msgspec.Struct):
     """A request that did not fit, and the number of blocks that others have taken since."""
 
     request: Request

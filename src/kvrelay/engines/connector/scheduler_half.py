@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
+
+import msgspec
 
 from kvrelay.engines.connector.terms import StagedKv, StagingPlace, decode_request
 from kvrelay.errors import InvalidInputError
@@ -28,8 +29,7 @@ class VllmRequest(Protocol):
     kv_transfer_params: Mapping[str, Any] | None
 
 
-@dataclass(frozen=True, slots=True)
-class Copy:
+class Copy(msgspec.Struct, frozen=True):
     """``staged[i]`` and ``paged[i]``, in the staging pool and in vLLM, are the same block of a request."""
 
     request_id: str
@@ -37,16 +37,14 @@ class Copy:
     paged: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Copies:
+class Copies(msgspec.Struct, frozen=True):
     """Of one step."""
 
     loads: tuple[Copy, ...] = ()
     saves: tuple[Copy, ...] = ()
 
 
-@dataclass(slots=True)
-class _Saving:
+class _Saving(msgspec.Struct):
     request: VllmRequest
     staged: StagedKv
     num_blocks: int = 0

@@ -6,7 +6,6 @@ All methods but ``check`` are called in one event loop, that of the host's threa
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
@@ -60,8 +59,7 @@ class UnconfirmedError(KvrelayError):
     """The backend does not say whether it still uses staging blocks of a request that was cancelled."""
 
 
-@dataclass(frozen=True, slots=True)
-class AnswerChunk:
+class AnswerChunk(msgspec.Struct, frozen=True):
     """The next tokens of an answer, in order. ``logprobs``: one for each, if there are any. ``finish``: the answer ends
     with them. The counts are None if the backend tells none."""
 
@@ -72,8 +70,7 @@ class AnswerChunk:
     num_cached_tokens: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Prefilled:
+class Prefilled(msgspec.Struct, frozen=True):
     """What the decode worker's backend needs to get the KV of a prefill: a JSON object, or None if the KV is in the
     worker's staging pool. ``piece`` has the first token, if there is one by now."""
 

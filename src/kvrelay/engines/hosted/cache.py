@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import msgspec
 
@@ -98,8 +97,7 @@ class _Batch(msgspec.Struct, array_like=True):
     events: list[dict[str, object] | list[object]]
 
 
-@dataclass(slots=True)
-class _Held:
+class _Held(msgspec.Struct):
     """A block of the server: our blocks in it, in order. The server may hold it several times. ``salt`` is that of the
     requests that may use it."""
 

@@ -6,8 +6,9 @@ Everything runs on the host's thread, except for ``check_room`` and the numbers 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
+
+import msgspec
 
 from kvrelay.config import EngineConfig
 from kvrelay.core.clock import Clock
@@ -44,8 +45,7 @@ from kvrelay.errors import (
 TEXT_SLACK_TOKENS = 64
 
 
-@dataclass(slots=True)
-class _Running:
+class _Running(msgspec.Struct):
     """A request at the backend."""
 
     request: Request

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import mmap
 import os
-from dataclasses import dataclass
+
+import msgspec
 
 from kvrelay.config import VllmConfig
 from kvrelay.config.byte_sizes import parse_bytes
@@ -20,16 +21,14 @@ from kvrelay.errors import ConfigError, IntegrityError
 from kvrelay.executors.host_memory import HostMemory
 
 
-@dataclass(frozen=True, slots=True)
-class StagingMemory:
+class StagingMemory(msgspec.Struct, frozen=True):
     """``num_blocks`` blocks of the worker's layout, which the backend has mapped, too."""
 
     memory: mmap.mmap
     num_blocks: int
 
 
-@dataclass(slots=True, eq=False)
-class StagedBlocks:
+class StagedBlocks(msgspec.Struct, eq=False):
     """The blocks of one request, in order, and how many uses hold them. Made by ``StagingBlocks.take``."""
 
     block_ids: tuple[int, ...]
@@ -84,8 +83,7 @@ class StagingBlocks:
             raise IntegrityError(f"{self!r}: a staging block is lost, or in two places")
 
 
-@dataclass(frozen=True, slots=True)
-class Staging:
+class Staging(msgspec.Struct, frozen=True):
     """``place`` is for vLLM's processes, ``memory`` for this one. ``kind`` names vLLM's inner layout of a block, which
     kvrelay does not know: version, device, block size."""
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import base64
-from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 from yarl import URL
 
 from kvrelay.config import UpstreamConfig
@@ -13,8 +13,7 @@ from kvrelay.config.proxy import proxy_for
 from kvrelay.errors import ConfigError
 
 
-@dataclass(frozen=True, slots=True)
-class Address:
+class Address(msgspec.Struct, frozen=True):
     """``url`` has no credentials, so that messages may show it, and no ``/v1``. ``authorization`` is the header's value
     or empty. ``proxy``: an HTTP proxy's URL, perhaps with credentials, or None."""
 

@@ -14,7 +14,6 @@ import ssl
 import time
 from collections.abc import AsyncGenerator
 from contextlib import AbstractAsyncContextManager, aclosing, suppress
-from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
@@ -51,8 +50,7 @@ SHORT = aiohttp.ClientTimeout(total=HEALTH_TIMEOUT_S)
 FAILURES = (aiohttp.ClientError, OSError)
 
 
-@dataclass(frozen=True, slots=True)
-class Description:
+class Description(msgspec.Struct, frozen=True):
     """Facts reported by a server. ``max_model_len`` is 0 if it reports none. ``adapter``: the model's name, if the
     server has it as an adapter (LoRA) of another model."""
 

@@ -5,7 +5,6 @@ The names are those of the OpenAI API and of vLLM's extensions to it, which SGLa
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -101,8 +100,7 @@ class _Event(msgspec.Struct):
 _decoder = msgspec.json.Decoder(_Event)
 
 
-@dataclass(frozen=True, slots=True)
-class TextPiece:
+class TextPiece(msgspec.Struct, frozen=True):
     """The content of one event. ``token_ids`` is None if the server returns no ids: then there is only ``text``."""
 
     text: str

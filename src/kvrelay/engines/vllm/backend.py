@@ -6,7 +6,6 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -69,8 +68,7 @@ class AsyncEngine(Protocol):
     def shutdown(self, timeout: float | None = None) -> None: ...
 
 
-@dataclass(frozen=True)
-class Terms:
+class Terms(msgspec.Struct, frozen=True):
     """vLLM's types, so that this module needs no vLLM."""
 
     prompt: Callable[[Mapping[str, Any]], object]

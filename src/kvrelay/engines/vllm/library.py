@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 
 from kvrelay.config import WorkerConfig
@@ -44,8 +45,7 @@ CPU_MEMORY_SHARE, MAX_CPU_MEMORY_BYTES = 0.25, 4 * 2**30
 """Without a GPU: the KV pool, unless its size is given."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Started:
+class Started(msgspec.Struct, frozen=True):
     """vLLM, running. Sizes of its KV pool in its own blocks."""
 
     engine: AsyncEngine

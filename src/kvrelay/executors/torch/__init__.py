@@ -5,10 +5,8 @@ Torch is imported when an executor is built, not before.
 
 from __future__ import annotations
 
-import mmap
 import os
 import sys
-from collections.abc import Callable
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
@@ -16,9 +14,9 @@ from pathlib import Path
 from kvrelay.config import WorkerConfig
 from kvrelay.config.settings import EngineConfig, GroupConfig, RunnerConfig
 from kvrelay.engine.step import Executor
-from kvrelay.executors.host_memory import HostMemory, OfferRanks
+from kvrelay.executors.host_memory import ANYWHERE, HostMemory
 
-__all__ = ["build_executor", "from_settings"]
+__all__ = ["HostMemory", "build_executor", "from_settings"]
 
 # Waiting OpenMP threads must sleep, not spin: workers share cores with each other and with the frontend, and spinning
 # threads slow each other down thirtyfold. A few microseconds of spinning bridge the gap between two kernels of a step
@@ -49,16 +47,13 @@ def build_executor(
     model_dir: Path,
     runner: RunnerConfig,
     engine: EngineConfig,
-    allocate: Callable[[int], mmap.mmap] | None = None,
-    reserve: Callable[[], int] | None = None,
+    memory: HostMemory = ANYWHERE,
     group: GroupConfig | None = None,
     holding_bytes: int = 0,
     spill_bytes: int = 0,
-    offer_ranks: OfferRanks | None = None,
 ) -> Executor:
     """Load the checkpoint in ``model_dir`` and allocate its KV pool: in this process, or in rank processes if
-    ``runner.tp`` or ``runner.pp`` is above 1, or with ``group.ep``. ``allocate``, ``reserve`` and
-    ``offer_ranks`` are those of ``HostMemory``.
+    ``runner.tp`` or ``runner.pp`` is above 1, or with ``group.ep``.
 
     Raises CheckpointError, UnsupportedModelError or ConfigError, each with one line that names the cause.
     """
@@ -66,11 +61,11 @@ def build_executor(
     if runner.num_ranks > 1 or (group is not None and group.ep):
         from kvrelay.executors.torch.parallel.executor import ParallelExecutor
 
-        return ParallelExecutor(model_dir, runner, engine, allocate, reserve, group, holding_bytes, offer_ranks)
+        return ParallelExecutor(model_dir, runner, engine, memory, group, holding_bytes)
     from kvrelay.executors.torch.build import build_model_runner
 
     return build_model_runner(
-        model_dir, runner, engine, allocate=allocate, holding_bytes=holding_bytes, spill_bytes=spill_bytes
+        model_dir, runner, engine, allocate=memory.allocate, holding_bytes=holding_bytes, spill_bytes=spill_bytes
     )
 
 
@@ -80,10 +75,8 @@ def from_settings(settings: WorkerConfig, memory: HostMemory) -> Executor:
         settings.model_path,
         settings.runner,
         settings.engine,
-        memory.allocate,
-        memory.reserve,
+        memory,
         settings.group,
         settings.holding_bytes,
         settings.spill_bytes,
-        memory.offer_ranks,
     )

@@ -9,9 +9,10 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
+
+import msgspec
 
 from kvrelay.errors import CheckpointError, UnsupportedModelError
 
@@ -36,8 +37,7 @@ LARGEST_NUMBER, SMALLEST_POSITIVE = 1e38, 1e-38
 JsonObject = Mapping[str, object]
 
 
-@dataclass(frozen=True, slots=True)
-class RopeConfig:
+class RopeConfig(msgspec.Struct, frozen=True):
     """Rotary embedding.
 
     ``kind`` default and linear use ``theta`` and ``factor``. llama3 also uses the two frequency factors and
@@ -60,8 +60,7 @@ class RopeConfig:
     pair_factors: tuple[float, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class MoeConfig:
+class MoeConfig(msgspec.Struct, frozen=True):
     """Sparse feed-forward: ``top_k`` of ``num_experts`` per token; ``normalize`` rescales their weights to 1."""
 
     num_experts: int
@@ -70,8 +69,7 @@ class MoeConfig:
     normalize: bool
 
 
-@dataclass(frozen=True, slots=True)
-class ModelConfig:
+class ModelConfig(msgspec.Struct, frozen=True):
     """A decoder-only transformer. ``windows[i]`` is layer i's sliding window in tokens, 0 for full attention;
     ``sparse[i]`` says whether its feed-forward is the mixture of experts ``moe``."""
 
@@ -98,8 +96,7 @@ class ModelConfig:
     qk_norm: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class ModelFacts:
+class ModelFacts(msgspec.Struct, frozen=True):
     """What others want to know of a loaded model."""
 
     vocab_size: int
@@ -165,8 +162,7 @@ def parse_model_config(raw: JsonObject, eos_token_ids: tuple[int, ...] = ()) -> 
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Fields:
+class _Fields(msgspec.Struct, frozen=True):
     """Typed reading of ``config.json``; null counts as absent."""
 
     raw: JsonObject

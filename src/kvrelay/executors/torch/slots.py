@@ -9,8 +9,7 @@ the runner samples are appended here. Knows nothing of tensors or models.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -20,8 +19,7 @@ from kvrelay.executors.torch.sampling.table import SamplingTable
 Int64Array = npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True)
-class StepBatch:
+class StepBatch(msgspec.Struct, frozen=True):
     """One forward pass: B rows, T tokens; the first ``num_decodes`` rows have one token each.
 
     ``slots``, ``starts`` (tokens computed before), ``num_tokens`` [B]; ``row_offsets`` [B + 1] into the tokens;

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
 
@@ -23,8 +23,7 @@ from kvrelay.executors.torch.shards import shard_files
 _DERIVED = ("rotary_emb.inv_freq", "attn.masked_bias")
 
 
-@dataclass(frozen=True, slots=True)
-class Cut:
+class Cut(msgspec.Struct, frozen=True):
     """Indices ``part`` along ``axis`` of a tensor; None: the whole tensor."""
 
     axis: int = 0

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-from dataclasses import dataclass
 from datetime import UTC, datetime
 
 import msgspec
@@ -20,8 +19,7 @@ _log = logging.getLogger(__name__)
 STDOUT = 1
 
 
-@dataclass(frozen=True, slots=True)
-class Generated:
+class Generated(msgspec.Struct, frozen=True):
     """What is known of a request that generated an answer; None: of one that did not. ``ttft_s``: from arrival to the
     first token of its first sequence, None if there was none."""
 

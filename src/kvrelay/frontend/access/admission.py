@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Set
-from dataclasses import dataclass
+
+import msgspec
 
 from kvrelay.config import KeyLimits
 from kvrelay.core.clock import Clock
@@ -21,8 +22,7 @@ IN_FLIGHT, RATE, TOKENS, AT_ONCE = "in_flight", "requests_per_minute", "tokens_p
 NO_LIMITS = KeyLimits()
 
 
-@dataclass(slots=True)
-class Admitted:
+class Admitted(msgspec.Struct):
     """Sequences in flight, until the end of the ``with`` block."""
 
     admission: Admission

@@ -19,8 +19,10 @@ import re
 import secrets
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
+
+import msgspec
 
 from kvrelay.config import KeyLimits
 from kvrelay.errors import ConfigError, InvalidInputError
@@ -38,16 +40,14 @@ SALT_PREFIX = "kvrelay-key:"
 """How the salts of keys begin; no client may name one."""
 
 
-@dataclass(frozen=True, slots=True)
-class ApiKey:
+class ApiKey(msgspec.Struct, frozen=True):
     """The stored data of a key."""
 
     digest: bytes
     limits: KeyLimits = NO_LIMITS
 
 
-@dataclass(frozen=True, slots=True)
-class KeyChanges:
+class KeyChanges(msgspec.Struct, frozen=True):
     """The changes of a new keys file: names, in order. The keys in ``changed`` have another digest or other limits."""
 
     added: tuple[str, ...] = ()

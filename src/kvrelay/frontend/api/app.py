@@ -9,7 +9,6 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from functools import partial
 
 import msgspec
@@ -110,8 +109,7 @@ class TokenizerInfo(msgspec.Struct, frozen=True):
     chat_template: str | None
 
 
-@dataclass(frozen=True, slots=True)
-class Route:
+class Route(msgspec.Struct, frozen=True):
     """A path's method, handler, and the prefix of its request ids. ``takes_x_api_key``: the key may stand in that
     header. ``shows_requests``: the keys of operators are admitted too, and HTTP Basic.
     ``is_traced``: it generates, so its requests can be shown."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TypeVar
 
 import msgspec
@@ -36,8 +35,7 @@ _EMPTY = frozenset({_NULL, b"false", b"[]", b"{}", b'""'})
 """Values that ask for nothing."""
 
 
-@dataclass(frozen=True, slots=True)
-class Ours:
+class Ours(msgspec.Struct, frozen=True):
     """Our name for another server's field. An API that lacks our ``field`` refuses the other name without a hint.
     ``hint`` replaces the name in the message; without a field it holds for every API."""
 
@@ -48,8 +46,7 @@ class Ours:
         return self.hint or self.field
 
 
-@dataclass(frozen=True, slots=True)
-class Refusal:
+class Refusal(msgspec.Struct, frozen=True):
     """``reason`` completes "NAME is not supported"; empty: there is nothing more to say. ``harmless`` is a value that
     asks for nothing. Null and empty values never do, nor does false unless true is the harmless one."""
 
@@ -57,8 +54,7 @@ class Refusal:
     harmless: object = None
 
 
-@dataclass(frozen=True, slots=True)
-class FieldTable:
+class FieldTable(msgspec.Struct, frozen=True):
     """The fields of one API; each name is in one of the four at most. ``renamed`` are refused with our name."""
 
     done: frozenset[str]

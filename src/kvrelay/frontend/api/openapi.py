@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import html
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -26,8 +25,7 @@ from kvrelay.version import __version__
 _REF = "#/components/schemas/{name}"
 
 
-@dataclass(frozen=True, slots=True)
-class _Post:
+class _Post(msgspec.Struct, frozen=True):
     """A POST path. ``response``: None if the document does not describe it; else the answer is generated, and may be
     streamed."""
 
@@ -52,8 +50,7 @@ BODIES = tuple({post.request: None for post in _POSTS})
 """All kinds of bodies."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Get:
+class _Get(msgspec.Struct, frozen=True):
     """A GET path. ``errors`` are statuses, ``parameter`` is its parameter, if any."""
 
     path: str

@@ -5,9 +5,7 @@ Objects of other rooms come by constructor; ``launch`` chooses their implementat
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections.abc import Callable
 from contextlib import AsyncExitStack
 
 from kvrelay.config import DisaggConfig, FrontendConfig, MetricsConfig
@@ -115,29 +113,3 @@ class Frontend:
         await self._background.aclose()
         await self.server.close(FLUSH_TIMEOUT_S)
         await self.cluster.close()
-
-
-async def run_frontend(
-    config: FrontendConfig,
-    control: ControlPlane,
-    keys: Keys,
-    connect: RpcClientFactory,
-    build_router: RouterFactory,
-    *,
-    cluster: str,
-    disagg: DisaggConfig,
-    monitoring: MetricsConfig,
-    name: str,
-    stop: asyncio.Event,
-    on_ready: Callable[[Frontend], None],
-    on_stopping: Callable[[Frontend], None],
-) -> None:
-    """Serve until ``stop`` is set. Raises AddressInUseError, ConfigError, ControlUnavailableError."""
-    frontend = Frontend(config, control, keys, connect, build_router, cluster, disagg, monitoring, name)
-    try:
-        await frontend.start()
-        on_ready(frontend)
-        await stop.wait()
-        on_stopping(frontend)
-    finally:
-        await frontend.close()

@@ -18,7 +18,6 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 from typing import Annotated
 
 import msgspec
@@ -99,8 +98,7 @@ async def other_frontends(control: ControlPlane, keys: Keys, own_id: str) -> dic
     return found
 
 
-@dataclass(slots=True)
-class KnownFrontend:
+class KnownFrontend(msgspec.Struct):
     """A frontend as it was heard last. ``heard_s``: monotonic; None: it has never answered."""
 
     frontend_id: str
@@ -108,7 +106,7 @@ class KnownFrontend:
     pid: int = 0
     release: str = ""
     num_in_flight: int = 0
-    rows: deque[Second] = field(default_factory=lambda: deque(maxlen=HISTORY_S))
+    rows: deque[Second] = msgspec.field(default_factory=lambda: deque(maxlen=HISTORY_S))
     heard_s: float | None = None
     is_silent: bool = False
     """It is in discovery, and did not answer the last question."""

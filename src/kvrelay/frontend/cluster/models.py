@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import dataclass
 
 import msgspec
 
@@ -29,8 +28,7 @@ class WorkerState(msgspec.Struct, frozen=True):
     generated_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerLinks:
+class WorkerLinks(msgspec.Struct, frozen=True):
     """Where a request runs. ``prefill``: with prefill-first, the other half of the pair, if there is one."""
 
     decode: WorkerLink

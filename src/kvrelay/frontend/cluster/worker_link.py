@@ -21,7 +21,6 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
@@ -67,8 +66,7 @@ class OutputReceiver(Protocol):
         """``deliver`` has raised, which is a defect here. Only this sequence may fail."""
 
 
-@dataclass(slots=True)
-class LinkCounts:
+class LinkCounts(msgspec.Struct):
     """A worker's work over one connection: requests prefilled, their tokens, tokens generated."""
 
     requests: int = 0

@@ -10,7 +10,8 @@ import enum
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+
+import msgspec
 
 from kvrelay.frontend.openai.answer import (
     AnswerContext,
@@ -38,15 +39,14 @@ class BlockStep(enum.Enum):
     CLOSED = enum.auto()
 
 
-@dataclass(slots=True)
-class Block:
+class Block(msgspec.Struct):
     """``text`` is that of a text or of reasoning, or a call's arguments as JSON. ``name`` is the function's."""
 
     index: int
     kind: BlockKind
     name: str = ""
-    pieces: list[str] = field(default_factory=list)
-    unique: str = field(default_factory=lambda: uuid.uuid4().hex)
+    pieces: list[str] = []
+    unique: str = msgspec.field(default_factory=lambda: uuid.uuid4().hex)
     """For ids that must differ from block to block."""
 
     @property
@@ -54,8 +54,7 @@ class Block:
         return "".join(self.pieces)
 
 
-@dataclass(frozen=True, slots=True)
-class BlockEvent:
+class BlockEvent(msgspec.Struct, frozen=True):
     """``text`` is the new piece of a block that GREW."""
 
     step: BlockStep

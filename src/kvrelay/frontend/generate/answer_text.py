@@ -10,7 +10,8 @@ wins, and the longest of those that are complete at the same character.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from kvrelay.core.logprobs import PositionLogprobs
 from kvrelay.core.messages import TokenOutput
@@ -79,8 +80,7 @@ def _stopped(
     return ChoicePiece("".join((*shown, found.text)), token_ids, logprobs, Finish(FinishReason.STOP, found.stop))
 
 
-@dataclass(frozen=True, slots=True)
-class StopMatch:
+class StopMatch(msgspec.Struct, frozen=True):
     """The stop string that ended the text, and the text that may still be sent."""
 
     stop: str

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+
+import msgspec
 
 from kvrelay.errors import InvalidInputError
 from kvrelay.frontend.generate.prompts import echoed_message
@@ -18,21 +19,19 @@ from kvrelay.frontend.openai.errors import RequestRefusedError
 from kvrelay.frontend.openai.requests import ChatCompletionRequest, FieldsCheck, parse_body
 
 
-@dataclass(frozen=True, slots=True)
-class ChatTask:
+class ChatTask(msgspec.Struct, frozen=True):
     """A parsed request and the factory of its answer's format."""
 
     request: ChatCompletionRequest
     make_format: Callable[[AnswerContext], AnswerFormat]
 
 
-@dataclass(frozen=True, slots=True)
-class ChatApi:
+class ChatApi(msgspec.Struct, frozen=True):
     """``read`` and ``check_headers`` raise InvalidInputError. ``params`` maps names of a chat's fields to those of this
     API, for errors."""
 
     read: Callable[[bytes, FieldsCheck], ChatTask]
-    params: Mapping[str, str] = field(default_factory=dict)
+    params: Mapping[str, str] = {}
     check_headers: Callable[[Mapping[str, str]], None] = lambda headers: None
 
     @contextmanager

@@ -4,7 +4,6 @@ the parsers of a model's text. Pure."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Protocol
 
 import msgspec
@@ -20,8 +19,7 @@ encode_json = msgspec.json.Encoder().encode
 PromptLogprobs = Sequence[PositionLogprobs | None]
 
 
-@dataclass(frozen=True, slots=True)
-class Finish:
+class Finish(msgspec.Struct, frozen=True):
     """Why a choice ended; ``stop_reason`` is the stop string or stop token that ended it."""
 
     reason: FinishReason
@@ -60,14 +58,13 @@ class Usage(msgspec.Struct, frozen=True):
         return self.prompt_tokens_details.cached_tokens if self.prompt_tokens_details is not None else 0
 
 
-@dataclass(slots=True)
-class Choice:
+class Choice(msgspec.Struct):
     """One collected choice of an answer, in pieces as they arrived."""
 
     index: int
     prompt_token_ids: Sequence[int]
     prompt_logprobs: PromptLogprobs | None = None
-    pieces: list[ChoicePiece] = field(default_factory=list)
+    pieces: list[ChoicePiece] = []
 
     @property
     def text(self) -> str:
@@ -89,8 +86,7 @@ class Choice:
         return finish
 
 
-@dataclass(frozen=True, slots=True)
-class CallDelta:
+class CallDelta(msgspec.Struct, frozen=True):
     """More of call ``index``. The first delta of a call has its name; ``arguments`` is the next piece of JSON text."""
 
     index: int
@@ -98,8 +94,7 @@ class CallDelta:
     arguments: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class ParsedDelta:
+class ParsedDelta(msgspec.Struct, frozen=True):
     """The parsed parts of a piece of text."""
 
     content: str = ""
@@ -123,8 +118,7 @@ class OutputParser(Protocol):
         """End the answer, maybe in the middle of a call."""
 
 
-@dataclass(frozen=True, slots=True)
-class AnswerContext:
+class AnswerContext(msgspec.Struct, frozen=True):
     """Facts of an answer when its prompt is ready. ``make_parser`` returns a parser per choice; None: the text is the
     content. A call's id has ``call_id_chars``."""
 

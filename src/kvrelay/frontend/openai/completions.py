@@ -158,9 +158,6 @@ class CompletionFormat(ChunkFormat):
         return offsets.of(token_ids)
 
 
-_NO_LOGPROBS = b',"logprobs":null'
-
-
 class AssistantMessage(msgspec.Struct, frozen=True):
     """``content`` is null if there are only calls. The reasoning has two names: vLLM's, and the one before it."""
 

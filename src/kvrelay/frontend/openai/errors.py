@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import msgspec
 
@@ -71,8 +70,7 @@ def status_of(error: KvrelayError) -> int:
     return 500
 
 
-@dataclass(frozen=True, slots=True)
-class Failure:
+class Failure(msgspec.Struct, frozen=True):
     """An error for a client, independent of its API's format. ``status`` is the HTTP status."""
 
     status: int

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import cache
 from operator import attrgetter
 from typing import Annotated, Any, Generic, TypeVar
@@ -187,8 +186,7 @@ Body = TypeVar("Body", bound=msgspec.Struct)
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
-@dataclass(frozen=True, slots=True)
-class _Reader(Generic[Body]):
+class _Reader(msgspec.Struct, Generic[Body], frozen=True):
     """The decoder of bodies of one kind."""
 
     decoder: msgspec.json.Decoder[Body]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import msgspec
 
@@ -32,8 +31,7 @@ _REFUSED_KEYS = frozenset({"x-guidance"})
 """Settings of the library that compiles schemas, not of JSON Schema."""
 
 
-@dataclass(frozen=True, slots=True)
-class Constraint:
+class Constraint(msgspec.Struct, frozen=True):
     """A grammar and the field that requests it, for errors."""
 
     param: str

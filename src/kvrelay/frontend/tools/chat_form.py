@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import msgspec
 
@@ -29,8 +28,7 @@ _ANY_ARGUMENTS: dict[str, object] = {"type": "object", "properties": {}, "additi
 _COMBINING = frozenset({"allOf", "anyOf", "oneOf", "$ref", "patternProperties", "additionalProperties"})
 
 
-@dataclass(frozen=True, slots=True)
-class ToolCalling:
+class ToolCalling(msgspec.Struct, frozen=True):
     """How the calls of one answer are enforced and parsed."""
 
     tools: tuple[dict[str, object], ...]
@@ -44,8 +42,7 @@ class ToolCalling:
         return ToolParser(self.dialect, self.names, self.single)
 
 
-@dataclass(frozen=True, slots=True)
-class ChatForm:
+class ChatForm(msgspec.Struct, frozen=True):
     """The form of an answer: with or without calls, free or bound by a grammar."""
 
     tools: ToolCalling | None = None

@@ -8,11 +8,10 @@ mistral         [TOOL_CALLS][{"name": "f", "arguments": {...}}, ...]            
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 
-@dataclass(frozen=True, slots=True)
-class Dialect:
+class Dialect(msgspec.Struct, frozen=True):
     """``marker`` opens calls (empty: the answer's first character does), ``end`` closes them; ``skipped`` are
     characters between calls. ``optional`` is a marker that may precede a call. ``has_special_tokens``: markers are
     special tokens, which the detokenizer must not skip.

@@ -11,6 +11,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from kvrelay.transfer.base import Post
 from kvrelay.transfer.values import Pieces, TransferOp
 
@@ -19,8 +21,7 @@ if TYPE_CHECKING:
     from kvrelay.transfer.p2p.room import Reservation
 
 
-@dataclass(eq=False, slots=True)
-class SentPost(Post):
+class SentPost(Post, eq=False):
     """``is_over``: completed, or given up (under ``Initiator.post_lock``). ``is_refused``: all its errors are refusals
     of the peer, and the connection is good."""
 
@@ -29,7 +30,7 @@ class SentPost(Post):
     error: str | None = None
     is_refused: bool = True
     is_over: bool = False
-    ended: threading.Event = field(default_factory=threading.Event)
+    ended: threading.Event = msgspec.field(default_factory=threading.Event)
 
 
 class State(enum.Enum):

@@ -12,8 +12,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
+import msgspec
 from msgspec.structs import replace
 
 from kvrelay import errors
@@ -59,8 +59,7 @@ _WATCH_AGAIN_S = WATCH_S / 4
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class RankLink:
+class RankLink(msgspec.Struct, frozen=True):
     """One rank process, as its executor offers it. ``kill`` ends the process and returns when it has ended."""
 
     name: str

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 
 from kvrelay.config import WorkerRole
@@ -27,8 +27,7 @@ from kvrelay.transfer.ranks.messages import RankMemory
 from kvrelay.transfer.values import Int64Array, Pieces
 
 
-@dataclass(frozen=True, slots=True)
-class RankCut:
+class RankCut(msgspec.Struct, frozen=True):
     """One worker's joined pool and its ranks' memories."""
 
     block_bytes: int
@@ -77,8 +76,7 @@ class RankCut:
         return blocks * self.block_bytes + self.offsets[ranks]
 
 
-@dataclass(frozen=True, slots=True)
-class _Parts:
+class _Parts(msgspec.Struct, frozen=True):
     """What ``cut`` has made of some runs: of which run each part is and where it begins there, its length, its rank,
     and its offset in that rank's memory."""
 
@@ -89,8 +87,7 @@ class _Parts:
     own: Int64Array
 
 
-@dataclass(frozen=True, slots=True)
-class RankPieces:
+class RankPieces(msgspec.Struct, frozen=True):
     """What our rank ``local`` exchanges with the peer's rank ``remote``; offsets are in the memories of the two."""
 
     local: int

@@ -11,7 +11,6 @@ A worker whose own process moves its KV has one end, that process's transport: i
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import msgspec
 from msgspec.structs import replace
@@ -33,19 +32,17 @@ from kvrelay.transfer.values import GrantRef, Int64Array, rank_id
 _DECODER = msgspec.msgpack.Decoder(tuple[RankMemory, ...])
 
 
-@dataclass(eq=False, slots=True)
-class _Peer:
+class _Peer(msgspec.Struct, eq=False):
     """A peer's joined pool, and its ranks as workers of their own."""
 
     num_bytes: int
     cut: RankCut | None
     ranks: tuple[KvMetadata, ...]
-    connected: set[tuple[int, int]] = field(default_factory=set)
+    connected: set[tuple[int, int]] = msgspec.field(default_factory=set)
     """(our end, the peer's rank), the pairs that are."""
 
 
-@dataclass(eq=False, slots=True)
-class _Flight:
+class _Flight(msgspec.Struct, eq=False):
     """A post whose parts are under way. ``notify`` is still to be sent."""
 
     post: Post

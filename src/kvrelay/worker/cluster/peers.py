@@ -21,7 +21,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field
+
+import msgspec
 
 from kvrelay.control.base import Discovery, Keys, WatchEvent, WatchKind
 from kvrelay.control.following import follow
@@ -36,12 +37,11 @@ from kvrelay.worker.inspection import PeersView
 _log = logging.getLogger(__name__)
 
 
-@dataclass(slots=True)
-class _Peer:
+class _Peer(msgspec.Struct):
     """One worker. It is forgotten once it has no entry."""
 
     listed: WorkerInfo | None = None
-    registered: dict[str, KvMetadata] = field(default_factory=dict)
+    registered: dict[str, KvMetadata] = {}
     """By rank. It has a lease while there are any."""
 
 

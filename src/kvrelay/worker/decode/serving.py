@@ -16,7 +16,8 @@ import logging
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable
-from dataclasses import dataclass
+
+import msgspec
 
 from kvrelay.core.clock import MonotonicClock
 from kvrelay.core.handoff import HandoffId
@@ -64,8 +65,7 @@ DRAIN_INTERVAL_S = 0.02
 TOO_LARGE = "the logprobs of one output are too large"
 
 
-@dataclass(slots=True, eq=False)
-class _Served:
+class _Served(msgspec.Struct, eq=False):
     """One request, from its admission to its last token. ``number``: in order of arrival. ``handoff_id``: of one that
     is half of a pair."""
 

@@ -14,7 +14,6 @@ HandoffDone only after the writes before it, and never if one of them has failed
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
@@ -75,8 +74,7 @@ class Origin(Protocol):
         """Its queue entry goes back."""
 
 
-@dataclass(slots=True)
-class Job:
+class Job(msgspec.Struct):
     """A prefill that this worker computes."""
 
     request: RemotePrefillRequest

@@ -7,7 +7,6 @@ so that a new one appears by itself: ``num_granted`` of the hand-off ledger is
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import TypeVar
 
@@ -44,8 +43,7 @@ _PLACES = {place.value: 0 for place in PrefillPlace}
 _REFUSALS = {kind.value: 0 for kind in RefusalKind}
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class WorkerStats:
+class WorkerStats(msgspec.Struct, frozen=True):
     """A snapshot of a worker. ``is_ready``: in discovery, by local knowledge, and not leaving."""
 
     worker_id: str
@@ -60,14 +58,14 @@ class WorkerStats:
     transfer: TransferStats
     num_open_handoffs: int = 0
     num_grants: int = 0
-    handoffs: DecodeCounters = dataclasses.field(default_factory=DecodeCounters)
-    remote: RemoteCostStats = dataclasses.field(default_factory=RemoteCostStats)
-    refusals: Mapping[RefusalKind, int] = dataclasses.field(default_factory=dict)
+    handoffs: DecodeCounters = msgspec.field(default_factory=DecodeCounters)
+    remote: RemoteCostStats = msgspec.field(default_factory=RemoteCostStats)
+    refusals: Mapping[RefusalKind, int] = {}
     """Refused requests by reason."""
     num_unleased_entries: int = 0
     transfer_cost_error: float = 0.0
     """Mean relative error of the published transfer costs."""
-    transfer_durations: Mapping[TransferOp, Histogram] = dataclasses.field(default_factory=dict)
+    transfer_durations: Mapping[TransferOp, Histogram] = {}
     prefixes: TierStats | None = None
     """Of other workers' prefixes, if they are read."""
 
@@ -248,10 +246,10 @@ def _p2p(counters: P2pCounters) -> Iterator[Metric]:
     yield _gauge("p2p_communicators", "Communicators that exist.", counters.pairs)
     yield _gauge("p2p_buffer_used_bytes", "Buffer taken by KV under way.", counters.buffer_used_bytes)
     yield _gauge("p2p_pool_used_bytes", "Memory pool taken by KV under way.", counters.pool_used_bytes)
-    for field in dataclasses.fields(counters):
-        if field.name.startswith("num_"):
-            name = field.name.removeprefix("num_")
-            yield _counter(f"p2p_{name}", f"Transport p2p: {name.replace('_', ' ')}.", getattr(counters, field.name))
+    for field, value in msgspec.structs.asdict(counters).items():
+        if field.startswith("num_"):
+            name = field.removeprefix("num_")
+            yield _counter(f"p2p_{name}", f"Transport p2p: {name.replace('_', ' ')}.", value)
 
 
 def _holding(holding: HoldingStats) -> Iterator[Metric]:
@@ -296,11 +294,10 @@ def _tiers(tiers: TierStats, group: str) -> Iterator[Metric]:
 
 
 def _counts(group: str, title: str, counts: DecodeStats | PrefillCounters | DecodeCounters) -> Iterator[Metric]:
-    """A counter for each field of a dataclass of counts."""
-    for field in dataclasses.fields(counts):
-        value = getattr(counts, field.name)
+    """A counter for each field that is a number."""
+    for field, value in msgspec.structs.asdict(counts).items():
         if isinstance(value, int):
-            name = field.name.removeprefix("num_")
+            name = field.removeprefix("num_")
             yield _counter(f"{group}_{name}", f"{title}: {name.replace('_', ' ')}.", value)
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
-from typing import Any, TypeVar
+from typing import TypeVar
+
+import msgspec
 
 from kvrelay.handoff.base import EndReason, RefusalReason
 from kvrelay.placement.cost_model import RemoteCost
 
-C = TypeVar("C")
+C = TypeVar("C", bound=msgspec.Struct)
 
 
 def by_reason(counts: Mapping[EndReason, int] | Mapping[RefusalReason, int]) -> dict[str, int]:
@@ -18,15 +19,12 @@ def by_reason(counts: Mapping[EndReason, int] | Mapping[RefusalReason, int]) -> 
 
 
 def copied(counts: C) -> C:
-    """A copy of a dataclass that later counting does not change: its fields are numbers and mappings of numbers."""
-    given: Any = counts
-    mappings = {f.name: value.copy() for f in fields(given) if isinstance(value := getattr(given, f.name), dict)}
-    copy: C = replace(given, **mappings)
-    return copy
+    """A copy that later counting does not change: its fields are numbers and mappings of numbers."""
+    values = msgspec.structs.asdict(counts)
+    return type(counts)(**{name: value.copy() if isinstance(value, dict) else value for name, value in values.items()})
 
 
-@dataclass(slots=True)
-class DecodeStats:
+class DecodeStats(msgspec.Struct):
     """Counters of the decode side. ``num_early_rejected`` counts the refusals because of an objective,
     ``num_recomputed`` remote prefills whose KV did not arrive, so that
     they were computed here; ``places`` prefills by where they ran and why; ``num_verified_blocks`` blocks with correct
@@ -42,15 +40,14 @@ class DecodeStats:
     num_received_bytes: int = 0
     num_verified_blocks: int = 0
     num_kv_checksum_mismatches: int = 0
-    places: dict[str, int] = field(default_factory=dict)
+    places: dict[str, int] = {}
 
 
-@dataclass(frozen=True, slots=True)
-class RemoteCostStats:
+class RemoteCostStats(msgspec.Struct, frozen=True):
     """The fitted cost of remote prefills, how wrong it was lately (relative), decisions that had to do
     without, and decisions against it, so that it is measured."""
 
-    cost: RemoteCost = RemoteCost()  # noqa: RUF009 - immutable
+    cost: RemoteCost = RemoteCost()
     error: float = 0.0
     num_samples: int = 0
     num_rejected: int = 0

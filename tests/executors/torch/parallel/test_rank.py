@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
+import msgspec
 import pytest
 
 from kvrelay.errors import ConfigError
@@ -78,10 +77,12 @@ def test_kv_heads_are_shared_out_or_repeated_beside_their_queries(tp: int, heads
 )
 def test_sizes_that_do_not_divide_are_named(changes: dict[str, object], tp: int, pp: int, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        check_sizes(replace(CONFIG, **changes), tp, pp)
+        check_sizes(msgspec.structs.replace(CONFIG, **changes), tp, pp)
 
 
 def test_sizes_that_divide_pass() -> None:
     check_sizes(CONFIG, 8, 4)
     # No layer is dense, so nobody asks for the dense size.
-    check_sizes(replace(CONFIG, intermediate=3, moe=MoeConfig(4, 2, 64, True), sparse=(True,) * 12), 2, 1)
+    check_sizes(
+        msgspec.structs.replace(CONFIG, intermediate=3, moe=MoeConfig(4, 2, 64, True), sparse=(True,) * 12), 2, 1
+    )

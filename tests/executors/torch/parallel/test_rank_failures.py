@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -21,6 +20,7 @@ from tests.patience import PATIENCE_S, stop
 from kvrelay.config.settings import EngineConfig, RunnerConfig
 from kvrelay.core.layout import paged_kv
 from kvrelay.errors import CheckpointError, ConfigError, EngineDeadError, FatalError
+from kvrelay.executors.host_memory import HostMemory
 from kvrelay.executors.torch.config import ModelFacts
 from kvrelay.executors.torch.parallel.executor import ParallelExecutor, require_agreement
 from kvrelay.executors.torch.parallel.messages import WeightsLoaded
@@ -158,9 +158,9 @@ LOADED = WeightsLoaded(paged_kv(2, 1, 16, 64, "float32"), 100, "cpu", FACTS)
 @pytest.mark.parametrize(
     "changes",
     [
-        {"facts": replace(FACTS, weights_fingerprint="others")},
+        {"facts": msgspec.structs.replace(FACTS, weights_fingerprint="others")},
         {"layout": paged_kv(2, 1, 32, 64, "float32")},
-        {"facts": replace(FACTS, vocab_size=513)},
+        {"facts": msgspec.structs.replace(FACTS, vocab_size=513)},
     ],
     ids=["weights", "layout", "vocabulary"],
 )
@@ -180,7 +180,7 @@ def test_without_memory_to_share_with_peers_the_ranks_still_share_theirs(checkpo
     def anonymous(num_bytes: int) -> mmap.mmap:
         return mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
-    executor = ParallelExecutor(checkpoint_of("llama"), runner, engine, anonymous, memory.reserve)
+    executor = ParallelExecutor(checkpoint_of("llama"), runner, engine, HostMemory(anonymous, memory.reserve))
     try:
         harness = Harness(executor)
         sequence = harness.add(0, [1, 2, 3])

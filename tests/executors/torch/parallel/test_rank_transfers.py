@@ -20,6 +20,7 @@ from kvrelay.core.layout import BlockRun, MemoryRegion
 from kvrelay.core.workers import KvMetadata
 from kvrelay.engine.step import Executor
 from kvrelay.errors import EngineDeadError
+from kvrelay.executors.host_memory import HostMemory
 from kvrelay.executors.torch import build_executor
 from kvrelay.executors.torch.parallel.executor import ParallelExecutor
 from kvrelay.transfer.base import PostEnd
@@ -47,17 +48,12 @@ class Worker:
         stack.callback(memory.close)
         runner = RunnerConfig(dtype="float32", device="cpu", tp=tp, pp=pp, rank_timeout_s=TIMEOUT_S)
         if tp * pp > 1:
+            pool = (memory.allocate, memory.reserve) if joined else (None, None)
             self.executor: Executor = ParallelExecutor(
-                model,
-                runner,
-                ENGINE,
-                memory.allocate if joined else None,
-                memory.reserve if joined else None,
-                offer_ranks=links.offer,
-                joins_pools=joined,
+                model, runner, ENGINE, HostMemory(*pool, links.offer), joins_pools=joined
             )
         else:
-            self.executor = build_executor(model, runner, ENGINE, memory.allocate)
+            self.executor = build_executor(model, runner, ENGINE, HostMemory(memory.allocate))
         stack.callback(self.executor.shutdown)
         layout = self.executor.kv_layout
         self.transport: RankedTransport = build_ranked_transport(config, name, layout, links, memory, is_guarded=False)

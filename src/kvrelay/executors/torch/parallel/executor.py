@@ -39,7 +39,7 @@ from kvrelay.core.sampling import SamplingParams
 from kvrelay.engine.holding import num_holding_blocks
 from kvrelay.engine.step import ModelOutput, SchedulerOutput
 from kvrelay.errors import CheckpointError, ConfigError, EngineDeadError, KvrelayError, PeerLostError
-from kvrelay.executors.host_memory import OfferRanks
+from kvrelay.executors.host_memory import ANYWHERE, HostMemory
 from kvrelay.executors.torch.config import load_model_config
 from kvrelay.executors.torch.parallel.causes import error_of, first_cause
 from kvrelay.executors.torch.parallel.channel import StepMemory
@@ -88,17 +88,14 @@ class ParallelExecutor:
         model_dir: Path,
         runner: RunnerConfig,
         engine: EngineConfig,
-        allocate: Callable[[int], mmap.mmap] | None = None,
-        reserve: Callable[[], int] | None = None,
+        memory: HostMemory = ANYWHERE,
         group: GroupConfig | None = None,
         holding_bytes: int = 0,
-        offer_ranks: OfferRanks | None = None,
         *,
         joins_pools: bool = True,
     ) -> None:
-        """Start the ranks and load the model. ``allocate``, ``reserve``, ``offer_ranks``: as in ``HostMemory``.
-        ``joins_pools`` False: each rank's pool is memory of its own, as on CUDA. The holding area lies behind the
-        joined pools, and the ranks do not map it.
+        """Start the ranks and load the model. ``joins_pools`` False: each rank's pool is memory of its own, as on CUDA.
+        The holding area lies behind the joined pools, and the ranks do not map it.
 
         Raises CheckpointError, UnsupportedModelError or ConfigError.
         """
@@ -117,8 +114,8 @@ class ParallelExecutor:
         self._drawn_slots, self._drawn_tokens = _NO_INTS, list[int]()
         self._side_lock = threading.Lock()
         self._memory = StepMemory.create(len(self._ranks))
-        self._allocate = allocate
-        self._pool_fd = os.memfd_create("kvrelay-kv-pool") if reserve is None else os.dup(reserve())
+        self._allocate = memory.allocate
+        self._pool_fd = os.memfd_create("kvrelay-kv-pool") if memory.reserve is None else os.dup(memory.reserve())
         self._store_fd = os.memfd_create("kvrelay-ranks")
         """Where the ranks find each other. Open as long as they live: they look at it once more when they end."""
         self._detector = RankHangDetector(self._memory.progress, LOOKS_PER_TIMEOUT)
@@ -137,9 +134,9 @@ class ParallelExecutor:
         self.kv_layout = self._layout(loaded.layout, config.num_kv_heads)
         self.max_model_len, self.vocab_size = facts.max_model_len, facts.vocab_size
         self.eos_token_ids, self.weights_fingerprint = facts.eos_token_ids, facts.weights_fingerprint
-        self._offers_ranks = offer_ranks is not None
-        if offer_ranks is not None:
-            offer_ranks(
+        self._offers_ranks = memory.offer_ranks is not None
+        if memory.offer_ranks is not None:
+            memory.offer_ranks(
                 [
                     RankLink(str(rank), self._processes.ranks[rank.index].moves, self._kill(rank))
                     for rank in self._ranks

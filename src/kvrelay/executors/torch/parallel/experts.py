@@ -17,6 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import msgspec
 import torch
 
 from kvrelay.config.settings import GroupConfig
@@ -26,8 +27,7 @@ from kvrelay.executors.torch.parallel.collectives import Groups, process_group
 from kvrelay.executors.torch.parallel.rank import ParallelRank
 
 
-@dataclass(frozen=True, slots=True)
-class ExpertSeat:
+class ExpertSeat(msgspec.Struct, frozen=True):
     """Which experts a rank holds: seat ``index`` of ``size``."""
 
     index: int

@@ -9,9 +9,9 @@ computes them in order. Every rank cuts the same step in the same way. Pure: no 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -25,8 +25,7 @@ _NOTHING_NEW: dict[str, Any] = {"new_seqs": (), "released_slots": ()}
 _NOTHING_NEW |= dict.fromkeys(("block_slots", "block_indices", "block_ids"), _NO_INTS)
 
 
-@dataclass(frozen=True, slots=True)
-class MicroBatch:
+class MicroBatch(msgspec.Struct, frozen=True):
     """``work`` is a complete step; its row i belongs to row ``rows[i]`` of the whole step."""
 
     work: SchedulerOutput
@@ -49,9 +48,11 @@ def split(work: SchedulerOutput, num_parts: int, min_tokens: int = MIN_TOKENS) -
         low, high = total * number // num_parts, total * (number + 1) // num_parts
         rows = np.flatnonzero((ends > low) & (starts < high))
         counts = np.minimum(ends[rows], high) - np.maximum(starts[rows], low)
-        base = work if number == 0 else replace(work, **_NOTHING_NEW)
+        base = work if number == 0 else msgspec.structs.replace(work, **_NOTHING_NEW)
         samples = work.samples[rows] & (ends[rows] <= high)
-        part = replace(base, slots=work.slots[rows], num_tokens=counts.astype(np.int32), samples=samples)
+        part = msgspec.structs.replace(
+            base, slots=work.slots[rows], num_tokens=counts.astype(np.int32), samples=samples
+        )
         parts.append(MicroBatch(part, rows))
     return parts
 

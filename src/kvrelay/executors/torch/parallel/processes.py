@@ -16,7 +16,8 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from kvrelay.errors import FatalError
 from kvrelay.executors.torch.parallel.messages import Answer, RankFailed, RankReady
@@ -27,8 +28,7 @@ MODULE = "kvrelay.executors.torch.parallel"
 _REAP_PAUSE_S = 0.005
 
 
-@dataclass(frozen=True, slots=True)
-class RankProcess:
+class RankProcess(msgspec.Struct, frozen=True):
     """``commands``: commands and their answers. ``side``: questions that are answered while a step runs. ``moves``:
     orders to move KV."""
 

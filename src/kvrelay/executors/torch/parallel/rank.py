@@ -8,15 +8,14 @@ in one process.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 from kvrelay.config.settings import GroupConfig
 from kvrelay.errors import ConfigError
 from kvrelay.executors.torch.config import ModelConfig
 
 
-@dataclass(frozen=True, slots=True)
-class ParallelRank:
+class ParallelRank(msgspec.Struct, frozen=True):
     """Rank and size of the tensor- and pipeline-parallel groups, and the parts that follow from them."""
 
     tp_rank: int = 0
