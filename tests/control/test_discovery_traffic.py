@@ -23,6 +23,7 @@ from kvrelay.control.nats.keeper_election import KeeperState
 from kvrelay.control.nats.lease import NatsLease
 from kvrelay.control.nats.prefill_queue import NatsPrefillQueue
 from kvrelay.control.nats_process import NatsServerProcess
+from kvrelay.control.redelivery import MAX_ACK_WAIT_S
 
 TTL_S = 1.5
 NUM_MEMBERS = 12
@@ -172,10 +173,12 @@ def test_an_expiry_that_was_left_half_way_is_finished(nats: NatsServerProcess) -
 
 
 @asynccontextmanager
-async def counted_queue(url: str, namespace: str) -> AsyncIterator[tuple[NatsPrefillQueue, Counter[str]]]:
+async def counted_queue(
+    url: str, namespace: str, ack_wait_s: float = MAX_ACK_WAIT_S
+) -> AsyncIterator[tuple[NatsPrefillQueue, Counter[str]]]:
     """A queue whose partition is ready, and the kinds of the messages that it sends to JetStream from now on."""
     connection = await NatsConnection.connect(url, 10.0)
-    queue = NatsPrefillQueue(connection, namespace)
+    queue = NatsPrefillQueue(connection, namespace, ack_wait_s=ack_wait_s)
     assert await queue.pull(PARTITION, 0.0) is None
     sent: Counter[str] = Counter()
     publish, request = connection.publish, connection.request
@@ -212,6 +215,17 @@ def test_an_idle_prefill_worker_waits_at_the_server_between_two_looks(nats: Nats
         async with counted_queue(nats.url, "idle") as (queue, sent):
             assert await queue.pull(PARTITION, 0.5) is None
             assert sent == {"STREAM.INFO": 2, "CONSUMER.MSG.NEXT": 1}
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.usefixtures("patient_pulls")
+def test_it_looks_again_once_after_the_ack_deadline_and_then_rarely(nats: NatsServerProcess) -> None:
+    async def scenario() -> None:
+        async with counted_queue(nats.url, "rare", ack_wait_s=0.1) as (queue, sent):
+            assert await queue.pull(PARTITION, 1.0) is None
+            assert sent["STREAM.INFO"] <= 3
+            assert sent["CONSUMER.MSG.NEXT"] <= 2
 
     asyncio.run(scenario())
 

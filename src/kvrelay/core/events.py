@@ -111,8 +111,8 @@ class TokenCounts(msgspec.Struct, frozen=True, array_like=True):
     num_generated: int = 0
 
 
-STALE_AFTER_S = 12.0
-"""A worker whose last load sample is older than this has fallen silent: an idle one repeats its sample every 5 s
+STALE_AFTER_S = 35.0
+"""A worker whose last load sample is older than this has fallen silent: an idle one repeats its sample every 15 s
 (``worker/reporting/publisher.py``), so two samples in a row are missing."""
 
 

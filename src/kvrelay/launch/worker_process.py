@@ -43,7 +43,7 @@ _log = logging.getLogger(__name__)
 RANKS_CHECK_INTERVAL_S = 0.5
 """How often an idle engine looks whether the processes that compute still live."""
 
-IDLE_CHECK_INTERVAL_S = 10.0
+IDLE_CHECK_INTERVAL_S = 60.0
 """The same when it computes by itself. Work wakes it at once."""
 
 STUCK_MARGIN_S = 60.0

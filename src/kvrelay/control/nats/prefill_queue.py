@@ -44,8 +44,11 @@ DEAD_MAX_ENTRIES = 1_000
 DEAD_MAX_AGE_S = 86_400
 STOCK_CACHE_S = 0.02
 LOOK_INTERVAL_S = 1.0
-"""An idle worker looks at all classes again after so long if others than the normal one had entries at its last look.
-Else it looks once per ack deadline: an entry whose consumer died is seen in the stream before it is due again."""
+"""An idle worker looks at all classes again after so long if classes other than the normal one had entries."""
+RARE_LOOK_INTERVAL_S = 30.0
+"""Otherwise it looks once more after the ack deadline, for what was pushed before it waited at the server, and then
+this seldom. While it waits, an entry goes to another class only behind an entry for each waiting worker, so every
+waiting worker soon looks anyway."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +157,7 @@ class NatsPrefillQueue:
     async def pull(self, kv_compatibility: str, timeout_s: float) -> PrefillDelivery | None:
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + timeout_s
+        quiet_s = self._ack_wait_s
         while True:
             partition = await self._ready_partition(kv_compatibility)
             message = await self._first(partition)
@@ -161,7 +165,9 @@ class NatsPrefillQueue:
                 left_s = deadline_s - loop.time()
                 if left_s <= 0 and QueueClass.NORMAL not in partition.stock:
                     return None
-                look_s = LOOK_INTERVAL_S if partition.stock.keys() - {QueueClass.NORMAL} else self._ack_wait_s
+                has_others = bool(partition.stock.keys() - {QueueClass.NORMAL})
+                look_s = LOOK_INTERVAL_S if has_others else quiet_s
+                quiet_s = self._ack_wait_s if has_others else RARE_LOOK_INTERVAL_S
                 message = await self._next(partition, QueueClass.NORMAL, min(max(left_s, 0.0), look_s))
                 if message is None and left_s <= 0:
                     return None

@@ -1,7 +1,7 @@
 """Publishes a worker's state for routers: the prefix cache's events, numbered and replayable, and the load.
 
 A first load sample goes out at start, before any forward pass; then one on change, at most 20 a second, and at least
-one a second while the worker has requests or is at a step. An idle worker repeats its sample every five seconds, see
+one a second while the worker has requests or is at a step. An idle worker repeats its sample every 15 seconds, see
 STALE_AFTER_S in ``core/events.py``. Events carry the epoch of the worker's start: a change of role
 keeps the prefix cache, so indexes stay valid.
 """
@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 
 MIN_INTERVAL_S = 0.05
 MAX_INTERVAL_S = 1.0
-IDLE_INTERVAL_S = 5.0
+IDLE_INTERVAL_S = 15.0
 MAX_BATCH_BLOCKS = 20_000
 """At about 19 bytes per block this is well within the bus's limit of 1 MB per message."""
 
