@@ -129,20 +129,22 @@ def test_other_heads(shape: Shape) -> None:
     torch.testing.assert_close(ours, reference, rtol=2e-2, atol=2e-2)
 
 
-def test_a_row_does_not_depend_on_its_neighbours_or_threads() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_does_not_depend_on_its_neighbours_or_threads(dtype: torch.dtype) -> None:
     """Bit for bit: alone and among others, on one thread and on two."""
     batch = make_batch([1, 1, 1, 45], [50, 60, 70, 10], 16)
-    together, _, _, _ = run_both(batch, Shape(), torch.float32, threads=2)
-    alone, _, _, _ = run_both(batch, Shape(), torch.float32, threads=1)
+    together, _, _, _ = run_both(batch, Shape(), dtype, threads=2)
+    alone, _, _, _ = run_both(batch, Shape(), dtype, threads=1)
     assert torch.equal(together, alone)
 
 
-def test_chunks_give_the_bits_of_the_whole() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_chunks_give_the_bits_of_the_whole(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    shape, dtype = Shape(), torch.float32
+    shape = Shape()
     spec = make_spec(shape, window=0, norm=False)
-    qkv = torch.randn(150, (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim)
-    pool = torch.zeros(10, NUM_LAYERS, 2, shape.num_kv_heads, 16, shape.head_dim)
+    qkv = torch.randn(150, (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim).to(dtype)
+    pool = torch.zeros(10, NUM_LAYERS, 2, shape.num_kv_heads, 16, shape.head_dim, dtype=dtype)
     attention = CpuAttention(spec, pool, dtype, 1)
     attention.begin(make_batch([150], [0], 16))
     whole = attention.forward(0, qkv).clone()

@@ -11,7 +11,8 @@ Both keep a running maximum (online softmax, Milakov and Gimelshein 2018). Chunk
 The head size and the number of query heads per KV head arrive as the types of ``AttentionStep.head`` and
 ``AttentionStep.group`` (see ``constant_marker``). Whatever runs over a head's values or a chunk's scores is vector code
 (``numba_vector``): LLVM unrolls such loops into scalar code. All memory is passed in; bfloat16 is uint16; arithmetic is
-float32.
+float32. With keys and values in bfloat16 a prefill multiplies pairs where the CPU can, twice as many numbers at once;
+queries and weights are then rounded to bfloat16, as vLLM has them too.
 
 The entry at the end is cached on disk: touch this file after a change of those that it imports.
 """
@@ -21,14 +22,18 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import njit, prange
+from numba import njit, prange, types
+from numba.extending import overload
 
 from kvrelay.executors.torch.kernels.numba_math import OPTIONS, constant, constant_marker
 from kvrelay.executors.torch.kernels.numba_vector import (
+    ADDS_PAIRS,
     HAS_AVX512,
+    LANES,
     add_weighted,
     block_scores,
     copy_scaled,
+    copy_value,
     prefetch,
     rotate,
     soften,
@@ -132,10 +137,11 @@ def _write_token(step: Any, token: int, h: int, scratch: Any) -> None:
 def _open_query(step: Any, token: int, q_head: int, i: int, q: Any, sums: Any, state: Any) -> None:
     """Row ``i`` of q, sums (both flat) and state begins with the token's query of a head."""
     D = constant(step.head)  # noqa: N806
-    _rotate(step, token, q_head * D, step.q_norm, step.scale, q, i * D)
+    _rotate(step, token, q_head * D, step.q_norm, step.scale, sums, i * D)
+    copy_scaled(step.head, sums, i * D, _ONE, q, i * D)
     state[i, 0] = _MINUS_INFINITY
     state[i, 1] = _ZERO
-    copy_scaled(step.head, q, i * D, _ZERO, sums, i * D)
+    copy_scaled(step.head, sums, i * D, _ZERO, sums, i * D)
 
 
 @njit(forceinline=True, **OPTIONS)  # type: ignore[untyped-decorator]
@@ -253,7 +259,7 @@ def _decode_tasks(step: Any, num_rows: int, at_once: int, thread: int, num_threa
             for g in range(num_heads * G):
                 for i in range(g * CHUNK + count, g * CHUNK + padded):
                     scores[i] = _MINUS_INFINITY
-                factor = soften(scores, g * CHUNK, padded, state, g)
+                factor = soften(scores, g * CHUNK, padded, state, g, scores)
                 if start > 0:
                     copy_scaled(step.head, sums, g * D, factor, sums, g * D)
             if end <= position:
@@ -267,20 +273,47 @@ def _decode_tasks(step: Any, num_rows: int, at_once: int, thread: int, num_threa
 # -- prefill ----------------------------------------------------------------------------------------------------------
 
 
+def _views(pool: Any, head: Any, room: Any) -> tuple[Any, Any]:
+    """``room`` by numbers and by what a prefill multiplies at once: as bfloat16 and as pairs of them, if the pool holds
+    such and the CPU adds pairs' products; else twice as it is."""
+    raise AssertionError("only inside Numba")
+
+
+@overload(_views, inline="always")  # type: ignore[untyped-decorator]
+def _views_of(pool: Any, head: Any, room: Any) -> Any:
+    if ADDS_PAIRS and pool.dtype == types.uint16 and head.dtype.size % LANES == 0:
+
+        def in_pairs(pool: Any, head: Any, room: Any) -> Any:
+            return room.view(np.uint16), room.view(np.uint32)
+
+        return in_pairs
+
+    def unchanged(pool: Any, head: Any, room: Any) -> Any:
+        return room, room
+
+    return unchanged
+
+
 @njit(forceinline=True, **OPTIONS)  # type: ignore[untyped-decorator]
 def _widen_chunk(step: Any, h: int, blocks: Any, start: int, count: int, keys: Any, values: Any, rows: Any) -> None:
     """keys [CHUNK / PANEL, D, PANEL], each panel transposed, and values [CHUNK, D], both flat; keys past ``count`` up
-    to the end of their panel are what was there. ``rows`` [_RUN, D] is room for keys."""
+    to the end of their panel are what was there. ``rows`` [_RUN, D] is room for keys.
+
+    As pairs of bfloat16: keys [CHUNK / PANEL, D / 2, PANEL], a pair of a key's numbers in a word, and values
+    [CHUNK / 2, D], a word of two values' numbers.
+    """
     D = constant(step.head)  # noqa: N806
+    halves, words = _views(step.pool, step.head, rows)
+    W = D // (len(halves) // len(words))  # noqa: N806
     block_size = step.pool.shape[4]
     for first in range(0, count, _RUN):
         for i in range(first, min(first + _RUN, count)):
             block, offset = blocks[(start + i) // block_size], (start + i) % block_size
             key = _place_of(step.pool, step.layer, 0, h, block, offset)
             value = _place_of(step.pool, step.layer, 1, h, block, offset)
-            copy_scaled(step.head, step.pool, key, _ONE, rows, (i - first) * D)
-            copy_scaled(step.head, step.pool, value, _ONE, values, i * D)
-        transpose(step.head, _PANEL, rows, keys, first // PANEL * PANEL * D + first % PANEL)
+            copy_scaled(step.head, step.pool, key, _ONE, halves, (i - first) * D)
+            copy_value(step.head, step.pool, value, values, i)
+        transpose(step.head, _PANEL, halves, keys, first // PANEL * PANEL * W + first % PANEL)
 
 
 @njit(forceinline=True, **OPTIONS)  # type: ignore[untyped-decorator]
@@ -301,13 +334,16 @@ def _attend_chunk(
     Row r is of query r // G, which has ``before + r // G`` tokens before it from the chunk's first key on. All flat.
     """
     D = constant(step.head)  # noqa: N806
+    weights, added = _views(step.pool, step.head, scores)
+    per_word = len(weights) // len(added)
+    W = D // per_word  # noqa: N806
     G = constant(step.group)  # noqa: N806
     R = constant(rows)  # noqa: N806
     window = step.window
     seen = min(CHUNK, before + (first_row + R - 1) // G + 1)  # by the last of the rows, and by it the most
     padded = (seen + PANEL - 1) // PANEL * PANEL
     for at in range(0, padded, PANEL):
-        tile_product(_PANEL, rows, q, first_row * D, D, keys, at * D, D, scores, at, CHUNK)
+        tile_product(_PANEL, rows, q, first_row * W, W, keys, at * W, W, scores, at, CHUNK)
     for r in range(R):
         row, start = first_row + r, r * CHUNK
         high = min(seen, before + row // G + 1)
@@ -317,13 +353,14 @@ def _attend_chunk(
                 scores[i] = _MINUS_INFINITY
             for i in range(start + high, start + padded):
                 scores[i] = _MINUS_INFINITY
-            factor = soften(scores, start, padded, state, row)
+            factor = soften(scores, start, padded, state, row, weights)
             if factor != _ONE:
                 copy_scaled(step.head, sums, row * D, factor, sums, row * D)
         else:
             for i in range(start, start + padded):
                 scores[i] = _ZERO
-    add_weighted(step.head, rows, scores, 0, CHUNK, values, 0, seen, sums, first_row * D)
+    count = (seen + per_word - 1) // per_word
+    add_weighted(step.head, rows, added, 0, CHUNK, values, 0, count, sums, first_row * D)
 
 
 @njit(forceinline=True, **OPTIONS)  # type: ignore[untyped-decorator]
@@ -342,18 +379,18 @@ def _prefill_tasks(step: Any, tile_tokens: Any, tile_counts: Any, thread: int, n
     G = constant(step.group)  # noqa: N806
     num_kv_heads, scratch, state = step.pool.shape[3], step.scratch[thread], step.state[thread]
     size, chunk = state.shape[0] * D, CHUNK * D
-    q, sums = scratch[:size], scratch[size : 2 * size]
-    keys, values = scratch[2 * size : 2 * size + chunk], scratch[2 * size + chunk : 2 * size + 2 * chunk]
-    scores, rows = (
-        scratch[2 * size + 2 * chunk : 2 * size + 2 * chunk + ROWS * CHUNK],
-        scratch[2 * size + 2 * chunk + ROWS * CHUNK :],
-    )
+    sums = scratch[size : 2 * size]
+    queries, q = _views(step.pool, step.head, scratch[:size])
+    _, keys = _views(step.pool, step.head, scratch[2 * size : 2 * size + chunk])
+    _, values = _views(step.pool, step.head, scratch[2 * size + chunk : 2 * size + 2 * chunk])
+    scores = scratch[2 * size + 2 * chunk : 2 * size + 2 * chunk + ROWS * CHUNK]
+    rows = scratch[2 * size + 2 * chunk + ROWS * CHUNK :]
     for task in range(thread, len(tile_tokens) * num_kv_heads, num_threads):
         tile, h = task // num_kv_heads, task % num_kv_heads
         first, count = tile_tokens[tile], tile_counts[tile]
         blocks, position, num_rows = step.table[step.slots[first]], step.positions[first], count * G
         for i in range(num_rows):
-            _open_query(step, first + i // G, h * G + i % G, i, q, sums, state)
+            _open_query(step, first + i // G, h * G + i % G, i, queries, sums, state)
         lowest = max(0, position + 1 - step.window) if step.window > 0 else 0
         for start in range(lowest - lowest % CHUNK, position + count, CHUNK):
             _widen_chunk(step, h, blocks, start, min(CHUNK, position + count - start), keys, values, rows)

@@ -21,14 +21,15 @@ from numba.extending import intrinsic
 
 from kvrelay.executors.torch.kernels.numba_math import EXP_LOWEST, EXP_TERMS, LN_2, LOG2_E
 
-_LANES = 16
+LANES = 16
 _FEATURES = get_host_cpu_features()
 HAS_AVX512 = bool(_FEATURES.get("avx512f"))
 _LESSER = "AVX2" if _FEATURES.get("avx2") else "a CPU without AVX2, several times slower"
 INSTRUCTIONS = "AVX-512" if HAS_AVX512 else _LESSER
 """For the log."""
+ADDS_PAIRS = HAS_AVX512 and bool(_FEATURES.get("avx512bf16"))
 # Where there is AMX, which Numba does not reach, oneDNN's bfloat16 products are many times faster.
-MULTIPLIES_BFLOAT16 = HAS_AVX512 and bool(_FEATURES.get("avx512bf16")) and not _FEATURES.get("amx-bf16")
+MULTIPLIES_BFLOAT16 = ADDS_PAIRS and not _FEATURES.get("amx-bf16")
 # Vectors of 16 that accumulators may take: of AVX-512's 32 registers, or of AVX2's 16, each half as wide.
 _ACCUMULATORS = 24 if HAS_AVX512 else 6
 _LINE_BYTES = 64
@@ -68,6 +69,10 @@ class _Emitter:
     def at(self, pointer: Any, offset: Any) -> Any:
         index = offset if isinstance(offset, ir.Value) else ir.Constant(ir.IntType(64), offset)
         return self.builder.gep(pointer, [index])
+
+    def bits(self, pointer: Any) -> Any:
+        """As a pointer to float32, whatever 32 bits are there."""
+        return self.builder.bitcast(pointer, _FLOAT.as_pointer())
 
     def load(self, pointer: Any, is_half: bool) -> Any:
         """The vector at ``pointer``, widened if it is bfloat16."""
@@ -118,6 +123,14 @@ class _Emitter:
         function = ir.FunctionType(self._vector, [self._vector, pairs, pairs])
         add = cgutils.get_or_insert_function(self.builder.module, function, "llvm.x86.avx512bf16.dpbf16ps.512")
         return self.builder.call(add, [c, self.builder.bitcast(a, pairs), self.builder.bitcast(b, pairs)])
+
+    def store_half(self, value: Any, pointer: Any) -> None:
+        """As ``store``, by the CPU's own instruction: numbers below 1e-38 become 0."""
+        halves = ir.VectorType(_Bfloat16(), self._lanes)
+        kind = ir.FunctionType(halves, [self._vector])
+        narrow = cgutils.get_or_insert_function(self.builder.module, kind, "llvm.x86.avx512bf16.cvtneps2bf16.512")
+        place = self.builder.bitcast(pointer, halves.as_pointer())
+        self.builder.store(self.builder.call(narrow, [value]), place, align=2)
 
     def zero(self) -> Any:
         return self.constant(0.0)
@@ -223,7 +236,7 @@ def _size(marker: Any) -> int:
 
 
 def _lanes(width: int) -> int:
-    return gcd(width, _LANES)
+    return gcd(width, LANES)
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -294,10 +307,11 @@ def add_weighted(
 ) -> Any:
     """sums[r] += sum over i of weights[r, i] * values[i], for ``count`` adjacent values and a constant number of rows.
 
-    Rows of weights lie ``weight_stride`` apart, those of sums and values their width.
+    Rows of weights lie ``weight_stride`` apart, those of sums and values their width. Elements of uint32 are pairs of
+    bfloat16, as in ``tile_product``: of two weights, and of two values' numbers at the same place.
     """
     width, rows = _size(width_marker), _size(rows_marker)
-    lanes = _lanes(width)
+    lanes, holds_pairs = _lanes(width), bool(values.dtype == types.uint32)
     at_once = max(1, _ACCUMULATORS // rows) * lanes
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -305,6 +319,7 @@ def add_weighted(
         w = emit.pointer(signature.args[2], arguments[2], arguments[3])
         v = emit.pointer(signature.args[5], arguments[5], arguments[6])
         out = emit.pointer(signature.args[8], arguments[8], arguments[9])
+        fused = emit.add_pairs if holds_pairs else emit.fused
         for first in range(0, width, at_once):
             columns = range(first, min(first + at_once, width), lanes)
             places = {(r, c): emit.at(out, r * width + c) for r in range(rows) for c in columns}
@@ -314,9 +329,9 @@ def add_weighted(
                 parts = {c: emit.load(emit.at(value, c), _is_half(signature.args[5])) for c in columns}
                 for r in range(rows):
                     row = builder.mul(arguments[4], _number(r))
-                    weight = emit.broadcast(emit.at(w, builder.add(row, loop.index)))
+                    weight = emit.broadcast(emit.bits(emit.at(w, builder.add(row, loop.index))))
                     for c in columns:
-                        total = emit.fused(weight, parts[c], builder.load(held[r, c]))
+                        total = fused(weight, parts[c], builder.load(held[r, c]))
                         builder.store(total, held[r, c])
             for key, place in places.items():
                 emit.store(builder.load(held[key]), place)
@@ -368,7 +383,7 @@ def tile_product(
             parts = {c: emit.load(emit.at(row, c), _is_half(signature.args[5])) for c in columns}
             for r in range(rows):
                 place = emit.at(starts[r], k)
-                factor = emit.broadcast(builder.bitcast(place, _FLOAT.as_pointer()) if holds_pairs else place)
+                factor = emit.broadcast(emit.bits(place))
                 for c in columns:
                     builder.store(fused(factor, parts[c], builder.load(sums[r, c])), sums[r, c])
 
@@ -392,29 +407,33 @@ def tile_product(
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def soften(typing_context: Any, scores: Any, offset: Any, count: Any, state: Any, row: Any) -> Any:
+def soften(typing_context: Any, scores: Any, offset: Any, count: Any, state: Any, row: Any, weights: Any) -> Any:
     """``count`` scores from ``offset`` on (a multiple of 16) become weights relative to the running maximum.
 
+    ``weights`` is ``scores``, or a view of it as bfloat16: then they take the first half of the scores' place.
     state[row] is that maximum and the sum of weights. Returns the factor for what was accumulated under the old
     maximum. A score of minus infinity gets a weight of 1e-38.
     """
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        emit = _Emitter(context, builder, _LANES)
+        emit = _Emitter(context, builder, LANES)
         first = emit.pointer(signature.args[0], arguments[0], arguments[1])
         places = emit.pointer(signature.args[3], arguments[3], builder.mul(arguments[4], _number(2)))
-        turns = builder.udiv(arguments[2], _number(_LANES))
+        is_half = _is_half(signature.args[5])
+        begin = builder.mul(arguments[1], _number(2)) if is_half else arguments[1]
+        target = emit.pointer(signature.args[5], arguments[5], begin)
+        turns = builder.udiv(arguments[2], _number(LANES))
         old = emit.broadcast(places)
         top = emit.variable(old)
         with cgutils.for_range(builder, turns) as loop:
-            place = emit.at(first, builder.mul(loop.index, _number(_LANES)))
+            place = emit.at(first, builder.mul(loop.index, _number(LANES)))
             builder.store(emit.larger(builder.load(top), emit.load(place, False)), top)
         new = emit.fold(builder.load(top), emit.larger)
         total = emit.variable(emit.zero())
         with cgutils.for_range(builder, turns) as loop:
-            place = emit.at(first, builder.mul(loop.index, _number(_LANES)))
-            weight = emit.exp_negative(builder.fsub(emit.load(place, False), new))
-            emit.store(weight, place)
+            at = builder.mul(loop.index, _number(LANES))
+            weight = emit.exp_negative(builder.fsub(emit.load(emit.at(first, at), False), new))
+            (emit.store_half if is_half else emit.store)(weight, emit.at(target, at))
             builder.store(builder.fadd(builder.load(total), weight), total)
         factor = builder.extract_element(emit.exp_negative(builder.fsub(old, new)), ir.Constant(_WORD, 0))
         lanes = builder.extract_element(emit.fold(builder.load(total), builder.fadd), ir.Constant(_WORD, 0))
@@ -423,7 +442,7 @@ def soften(typing_context: Any, scores: Any, offset: Any, count: Any, state: Any
         builder.store(builder.fadd(builder.fmul(builder.load(place), factor), lanes), place)
         return factor
 
-    return types.float32(scores, types.int64, types.int64, state, types.int64), generate
+    return types.float32(scores, types.int64, types.int64, state, types.int64, weights), generate
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -431,11 +450,11 @@ def widen_run(typing_context: Any, source: Any, source_offset: Any, count: Any, 
     """out[:count] = source[offset : offset + count] as float32; ``count`` is a multiple of 16."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        emit = _Emitter(context, builder, _LANES)
+        emit = _Emitter(context, builder, LANES)
         first = emit.pointer(signature.args[0], arguments[0], arguments[1])
         target = emit.pointer(signature.args[3], arguments[3], _number(0))
-        with cgutils.for_range(builder, builder.udiv(arguments[2], _number(_LANES))) as loop:
-            at = builder.mul(loop.index, _number(_LANES))
+        with cgutils.for_range(builder, builder.udiv(arguments[2], _number(LANES))) as loop:
+            at = builder.mul(loop.index, _number(LANES))
             emit.store(emit.load(emit.at(first, at), _is_half(signature.args[0])), emit.at(target, at))
         return context.get_dummy_value()
 
@@ -460,6 +479,40 @@ def copy_scaled(
         return context.get_dummy_value()
 
     return types.void(width_marker, source, types.int64, types.float32, out, types.int64), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def copy_value(typing_context: Any, width_marker: Any, source: Any, source_offset: Any, values: Any, index: Any) -> Any:
+    """Row ``index`` of ``values``, of ``width`` numbers, becomes source[offset : offset + width].
+
+    In ``values`` of uint32 two rows share a row of words, the even one in their lower halves. It comes first, and
+    clears the other.
+    """
+    width = _size(width_marker)
+    lanes = _lanes(width)
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        emit = _Emitter(context, builder, lanes)
+        first, row = emit.pointer(signature.args[1], arguments[1], arguments[2]), arguments[4]
+        if signature.args[3].dtype != types.uint32:
+            target = emit.pointer(signature.args[3], arguments[3], builder.mul(row, _number(width)))
+            for c in range(0, width, lanes):
+                emit.store(emit.load(emit.at(first, c), _is_half(signature.args[1])), emit.at(target, c))
+            return context.get_dummy_value()
+        target = emit.pointer(
+            signature.args[3], arguments[3], builder.mul(builder.lshr(row, _number(1)), _number(width))
+        )
+        is_odd = builder.trunc(row, ir.IntType(1))
+        halves, words = ir.VectorType(_HALF, lanes), ir.VectorType(_WORD, lanes)
+        for c in range(0, width, lanes):
+            place = builder.bitcast(emit.at(target, c), words.as_pointer())
+            source_place = builder.bitcast(emit.at(first, c), halves.as_pointer())
+            new = builder.zext(builder.load(source_place, align=2), words)
+            upper = builder.shl(new, ir.Constant(words, [16] * lanes))
+            builder.store(builder.select(is_odd, builder.or_(builder.load(place, align=4), upper), new), place, align=4)
+        return context.get_dummy_value()
+
+    return types.void(width_marker, source, types.int64, values, types.int64), generate
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -497,15 +550,18 @@ def rotate(
 
 @intrinsic  # type: ignore[untyped-decorator]
 def transpose(typing_context: Any, head: Any, stride: Any, source: Any, out: Any, out_offset: Any) -> Any:
-    """out[offset + d * stride + i] = source[i * D + d], for 16 rows of ``source`` and each of its D columns."""
-    width, columns = _size(head), _size(stride)
+    """out[offset + d * stride + i] = source[i * D + d], for 16 rows of ``source`` and each of its D columns.
+
+    A ``source`` of bfloat16 has D / 2 columns of pairs, which become words of ``out``.
+    """
+    width, columns = _size(head) // (2 if _is_half(source) else 1), _size(stride)
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         lanes = _lanes(width)
         emit = _Emitter(context, builder, lanes)
-        first = emit.pointer(signature.args[2], arguments[2], _number(0))
+        first = emit.bits(emit.pointer(signature.args[2], arguments[2], _number(0)))
         target = emit.pointer(signature.args[3], arguments[3], arguments[4])
-        for i in range(0, _LANES, lanes):
+        for i in range(0, LANES, lanes):
             for d in range(0, width, lanes):
                 square = [emit.load(emit.at(first, (i + row) * width + d), False) for row in range(lanes)]
                 for row, vector in enumerate(emit.transposed(square)):
