@@ -302,18 +302,20 @@ class Walk:
         except BaseException as exc:  # noqa: BLE001 - as above; which of them it was, is unknown
             for walk in walks:
                 walk._fail(str(exc))
-        share_s = Walk.share(walks, time.perf_counter() - began_s, is_certain=True)
+        elapsed_s = time.perf_counter() - began_s
+        Walk.judge(walks, elapsed_s, is_certain=True)
         for walk, row in zip(walks, words):
-            walk._finish(row, share_s)
+            walk._finish(row, min(elapsed_s / len(walks), SLOW_S))
 
     @staticmethod
-    def share(walks: Collection[Walk], elapsed_s: float, *, is_certain: bool) -> float:
-        """What each of the walks is charged. If the time was long, but perhaps because the thread was preempted, they
-        are doubted, and not yet watched."""
+    def judge(walks: Collection[Walk], elapsed_s: float, *, is_certain: bool) -> bool:
+        """Watch the walks if their time together was long; only doubt them if the thread may have been preempted.
+        Returns whether it was long."""
         is_long = elapsed_s > min(SLOW_S * len(walks), PATIENCE_S)
-        for walk in walks:
-            walk._is_watched, walk.is_doubted = is_long and is_certain, is_long and not is_certain
-        return min(elapsed_s / len(walks), SLOW_S)
+        if is_long or is_certain:
+            for walk in walks:
+                walk._is_watched, walk.is_doubted = is_long and is_certain, is_long and not is_certain
+        return is_long
 
     def _finish(self, words: Int32Array, seconds: float) -> None:
         self._num_tokens += len(self._unread)
@@ -513,7 +515,8 @@ class ComputingMasks:
         others' walks have read theirs, and forced tokens are put in their places."""
         if not self.guessed:
             return None
-        best, refused = token_ids.tolist(), dict[int, Walk]()
+        best: list[int] = token_ids.tolist()
+        refused: dict[int, Walk] = {}
         clock = time.thread_time if self._is_doubted else time.perf_counter
         began_s = clock()
         for row, walk in self.guessed.items():
@@ -522,10 +525,9 @@ class ComputingMasks:
                 refused[row] = walk
             elif token_id != best[row]:
                 token_ids[row] = token_id
-        share_s = Walk.share(self.guessed.values(), clock() - began_s, is_certain=self._is_doubted)
-        for walk in self.guessed.values():
-            walk.spent_s += share_s
-        self.is_settled = not (refused or self.walks or self._broken or self._is_doubted or walk.is_doubted)
+        # A guess is not charged: one that is not long takes less than its token adds to the budget.
+        is_long = Walk.judge(self.guessed.values(), clock() - began_s, is_certain=self._is_doubted)
+        self.is_settled = not (refused or self.walks or self._broken or self._is_doubted or is_long)
         if not refused:
             return None
         for walk in refused.values():
