@@ -23,7 +23,7 @@ from kvrelay.data import bundled_checkpoint_path
 from kvrelay.engine.step import NO_TOKEN
 from kvrelay.errors import InvalidInputError
 from kvrelay.executors import grammars
-from kvrelay.executors.grammars import GrammarCompiler, GrammarMasks, StepMasks, Walk
+from kvrelay.executors.grammars import ComputingMasks, GrammarCompiler, GrammarMasks, StepMasks, Walk
 
 NUM_SCHEMAS = 200
 NAMES = ["name", "age", "größe", "a b", "x", "tags", "$y", "deep/er"]
@@ -348,13 +348,17 @@ def test_a_panic_of_the_library_ends_its_sequence_alone(masks: GrammarMasks, mon
     assert begin(masks, [1]).failures == {}
 
 
-FORCING = Grammar(GrammarKind.JSON_SCHEMA, json.dumps({"properties": {"a name": {"type": "integer"}, "b": {}}}))
+FORCING = Grammar(
+    GrammarKind.JSON_SCHEMA,
+    json.dumps({"type": "object", "properties": {"a name": {"type": "integer"}, "b": {}}, "required": ["a name"]}),
+)
 
 
 @pytest.mark.parametrize("grammar", [PAIRS, FORCING, AMBIGUOUS], ids=["pairs", "forcing", "ambiguous"])
 def test_a_guess_is_accepted_only_if_the_mask_allows_it(grammar: Grammar) -> None:
-    """All tokens at every position. Where bytes are forced the matcher would read tokens that the mask forbids."""
-    rng, num_words, num_accepted = Random(5), -(-VOCAB_SIZE // 32), 0
+    """All tokens at every position. Where bytes are forced the matcher would read tokens that the mask forbids: the
+    walk reads the one that the mask allows, whatever was guessed."""
+    rng, num_words, num_accepted, num_forced = Random(5), -(-VOCAB_SIZE // 32), 0, 0
     matcher = COMPILER.compile(grammar)
     for _ in range(40):
         walk = Walk(matcher.deep_copy(), [], is_awaited=False)
@@ -366,28 +370,40 @@ def test_a_guess_is_accepted_only_if_the_mask_allows_it(grammar: Grammar) -> Non
             return
         for token_id in range(VOCAB_SIZE):
             guessing = Walk(matcher.deep_copy(), [], is_awaited=False)
-            is_accepted = guessing.accepts(token_id)
-            assert not is_accepted or token_id in allowed
-            num_accepted += is_accepted
+            read = guessing.read(token_id)
+            if read == token_id:
+                assert token_id in allowed
+                num_accepted += 1
+            elif read != NO_TOKEN:
+                assert allowed == {read}
+                num_forced += 1
             assert not guessing.failure
             guessing.compute(num_words)  # a refused guess leaves the matcher where it was
             assert guessing.words is not None
-            assert is_accepted or guessing.words.tobytes() == walk.words.tobytes()
+            assert read != NO_TOKEN or guessing.words.tobytes() == walk.words.tobytes()
         matcher.consume_tokens([rng.choice(sorted(allowed - {EOS}))])
     assert num_accepted
+    assert bool(num_forced) == (grammar is not PAIRS)
 
 
-@pytest.mark.parametrize("is_obedient", [True, False])
+NAMED = Grammar(GrammarKind.REGEX, "(name: [ab];)*")
+
+
+@pytest.mark.parametrize(
+    ("grammar", "is_obedient", "guesses"),
+    [(PAIRS, True, (51, 0)), (PAIRS, False, (5, 5)), (NAMED, True, (51, 10)), (NAMED, False, (31, 20))],
+)
 def test_a_greedy_answer_is_the_same_with_guesses(
-    masks: GrammarMasks, monkeypatch: pytest.MonkeyPatch, is_obedient: bool
+    masks: GrammarMasks, monkeypatch: pytest.MonkeyPatch, grammar: Grammar, is_obedient: bool, guesses: tuple[int, int]
 ) -> None:
-    """A model that obeys the grammar by itself needs next to no masks; one that does not is rarely asked in vain."""
+    """A model that obeys the grammar by itself needs few masks, nor does any where a token is forced: forced bytes are
+    no token if a longer one may begin with them. One that does not obey is rarely asked in vain."""
     monkeypatch.setattr(grammars, "SLOW_S", 1e9)  # whatever the machine does
     monkeypatch.setattr(grammars, "PATIENCE_S", PATIENCE_S)
     monkeypatch.setattr(grammars, "INLINE_S", 1e9)
     answers: list[list[int]] = []
     for may_guess in (False, True):
-        masks.enter(0, SamplingParams(temperature=0.0, grammar=PAIRS), [])
+        masks.enter(0, SamplingParams(temperature=0.0, grammar=grammar), [])
         answer: list[int] = []
         num_guesses = num_refused = 0
         for number in range(60):
@@ -397,7 +413,8 @@ def test_a_greedy_answer_is_the_same_with_guesses(
             step, token_id = computing.result(), best
             if step is None:
                 num_guesses += 1
-                step = computing.refused([best])
+                chosen = np.array([best])
+                step, token_id = computing.refused(chosen), int(chosen[0])
                 num_refused += step is not None
             if step is not None:
                 assert (step.rows, step.late, step.failures) == ([0], [], {})
@@ -407,7 +424,80 @@ def test_a_greedy_answer_is_the_same_with_guesses(
             answer.append(token_id)
         answers.append(answer)
     assert answers[0] == answers[1]
-    assert (num_guesses, num_refused) == ((51, 0) if is_obedient else (5, 5))
+    assert (num_guesses, num_refused) == guesses
+
+
+def begin_guessing(masks: GrammarMasks, slots: list[int]) -> ComputingMasks:
+    """A step in which new sequences guess: "c" follows."""
+    letters = [TOKENIZER.encode(letter)[-1] for letter in "acacacacaca"]
+    for slot in slots:
+        masks.enter(slot, SamplingParams(temperature=0.0, grammar=PAIRS), letters[:-1])
+    begin(masks, slots)
+    masks.advance(slots, letters[-1:] * len(slots))
+    return guessing(masks, slots)
+
+
+def guessing(masks: GrammarMasks, slots: list[int]) -> ComputingMasks:
+    computing = masks.begin(slots, may_guess=True)
+    assert computing is not None
+    return computing
+
+
+@pytest.fixture
+def no_haste(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the machine does, nothing takes long."""
+    for name in ("SLOW_S", "INLINE_S", "PATIENCE_S"):
+        monkeypatch.setattr(grammars, name, 1e9)
+
+
+@pytest.mark.usefixtures("no_haste")
+def test_a_step_of_the_same_sequences_begins_like_the_last_one(masks: GrammarMasks) -> None:
+    computing = begin_guessing(masks, [0, 1])
+    for letter in "cac":
+        assert computing.refused(np.array([TOKENIZER.encode(letter)[-1]] * 2)) is None
+        assert computing.is_settled
+        assert guessing(masks, [0, 1]) is computing
+    assert guessing(masks, [1, 0]) is not computing
+    computing = guessing(masks, [0, 1])
+    assert computing.refused(np.array([EOS + 1, TOKENIZER.encode("a")[-1]])) is not None
+    assert not computing.is_settled
+    assert list(begin_guessing(masks, [0]).guessed) == [0]
+
+
+@pytest.mark.usefixtures("no_haste")
+def test_a_guess_that_took_long_is_timed_once_more_before_masks_are_computed_one_by_one(
+    masks: GrammarMasks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    computing = begin_guessing(masks, [0])
+    for letter, patience_s, may_guess in (("c", 0.0, True), ("a", 1e9, True), ("c", 0.0, True), ("a", 0.0, False)):
+        monkeypatch.setattr(grammars, "PATIENCE_S", patience_s)
+        assert computing.refused(np.array([TOKENIZER.encode(letter)[-1]])) is None
+        assert not computing.is_settled
+        monkeypatch.setattr(grammars, "PATIENCE_S", 1e9)
+        computing = guessing(masks, [0])
+        assert bool(computing.guessed) == may_guess
+
+
+@pytest.mark.usefixtures("no_haste")
+def test_sequences_that_obey_guess_however_many_there_are(masks: GrammarMasks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that were refused guess only if their masks would take next to no time together."""
+    computing = begin_guessing(masks, [0, 1, 2])
+    monkeypatch.setattr(grammars, "INLINE_S", 1.0)
+    for walk in masks.walks.values():
+        walk.latest_s = 0.6
+    computing = guessing(masks, [0, 1, 2])
+    assert list(computing.guessed) == [0, 1, 2]
+    letter = TOKENIZER.encode("c")[-1]
+    assert computing.refused(np.array([letter, EOS + 1, EOS + 1])) is not None
+    masks.advance([0, 1, 2], [letter] * 3)
+    for pause in "ac":
+        begin(masks, [1, 2])
+        masks.advance([1, 2], [TOKENIZER.encode(pause)[-1]] * 2)
+    for walk in masks.walks.values():
+        walk.latest_s = 0.6
+    for inline_s, rows in ((2.0, [0, 1, 2]), (1.0, [0])):
+        monkeypatch.setattr(grammars, "INLINE_S", inline_s)
+        assert list(guessing(masks, [0, 1, 2]).guessed) == rows
 
 
 TAGGED = [{"type": "object", "properties": {"k": {"const": name}}, "required": ["k"]} for name in "ab"]

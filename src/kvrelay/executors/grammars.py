@@ -2,9 +2,9 @@
 
 Grammars are compiled and walked by llguidance (Rust): a derivative-based lexer and an Earley parser over the
 vocabulary's trie. Its state is a function of the output tokens alone, so preemption, hand-off and migration need only
-those tokens. A greedy sequence needs no mask if the grammar allows the best token, so that is tried first. Masks are
-computed beside the forward pass, those of a step together: each call into the library takes the interpreter's lock from
-the engine's thread, which needs it between any two kernels.
+those tokens. A greedy sequence needs no mask if the grammar allows the best token, so that is tried first, or if it
+forces one. Masks are computed beside the forward pass, those of a step together: each call into the library takes the
+interpreter's lock from the engine's thread, which needs it between any two kernels.
 
 Compilation is bounded by a trial in another process (``grammar_trial.py``). A walk's lexer is bounded by fuel: one that
 grows too large fails with a reason, at the same token on any machine. Its parser is bounded by CPU time. This module
@@ -19,7 +19,7 @@ import threading
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -209,10 +209,10 @@ class Walk:
         """The step waits for the first mask."""
         self.takes_best = False
         """Its next token is the model's best one that the grammar allows: greedy, and no score is changed."""
-        self._has_read = False
-        """The matcher has read the next token: it was guessed."""
         self._guess_pause, self._guess_at = 1, 0
         """Refused guesses in a row double the pause, in tokens."""
+        self.is_doubted = False
+        """Its last guess took long by the clock: the next is timed by the thread's CPU, which takes a system call."""
 
     @property
     def mean_s(self) -> float:
@@ -229,38 +229,51 @@ class Walk:
         return len(self._unread) <= 1 and self._num_tokens >= _NUM_FIRST and not self._is_watched and not self.is_slow
 
     @property
+    def was_refused(self) -> bool:
+        """Its last guess was."""
+        return self._guess_pause > 1
+
+    @property
     def may_guess(self) -> bool:
         """The model's best token is likely allowed, and to ask about one token takes less than a mask."""
         is_due = self.takes_best and self._num_tokens >= self._guess_at
-        return is_due and not self.is_asked and self.is_steady
+        return is_due and not self.is_asked and self.latest_s <= INLINE_S and self.is_steady
 
     def advance(self, token_id: int) -> None:
-        if not self._has_read:
+        """``token_id`` follows. The matcher has read it if it was guessed: then no mask was computed."""
+        if self.is_ready:
             self._unread.append(token_id)
-        self._has_read = False
         self.words = None
         self.is_asked = self.is_ready = self.is_awaited = False
 
-    def accepts(self, token_id: int) -> bool:
-        """Whether the mask allows this token, which is then read. False says nothing: it takes the mask to know.
+    def read(self, token_id: int) -> int:
+        """Read and return the token that follows if the model's best one is ``token_id``: this one, or the one that the
+        grammar forces. NO_TOKEN says nothing: it takes the mask to know.
 
         Where the grammar forces the next bytes, the mask allows one way to write them, but the matcher would read any.
         """
+        matcher = self._matcher
         try:
             if self._unread:
-                self._matcher.consume_tokens(self._unread)
+                matcher.consume_tokens(self._unread)
                 self._num_tokens += len(self._unread)
                 self._unread.clear()
-            if self._matcher.compute_ff_bytes():
-                return False
-            self._has_read = self._matcher.try_consume_tokens([token_id]) == 1
+            if matcher.compute_ff_bytes():
+                forced = matcher.compute_ff_tokens()
+                if not forced:
+                    return NO_TOKEN
+                token_id = forced[0]
+            is_read = matcher.try_consume_tokens([token_id]) == 1
         except BaseException as exc:  # noqa: BLE001 - as in compute
             self._fail(str(exc))
-            return False
-        self._num_tokens += self._has_read
-        self._guess_pause = 1 if self._has_read else min(2 * self._guess_pause, MAX_GUESS_PAUSE)
-        self._guess_at = self._num_tokens + (0 if self._has_read else self._guess_pause)
-        return self._has_read
+            return NO_TOKEN
+        if is_read:
+            self._num_tokens += 1
+            self._guess_pause = 1
+            return token_id
+        self._guess_pause = min(2 * self._guess_pause, MAX_GUESS_PAUSE)
+        self._guess_at = self._num_tokens + self._guess_pause
+        return NO_TOKEN
 
     def compute(self, num_words: int) -> None:
         """Read the tokens and compute the mask after them. Tokens that do not match are an error of the mask."""
@@ -289,28 +302,20 @@ class Walk:
         except BaseException as exc:  # noqa: BLE001 - as above; which of them it was, is unknown
             for walk in walks:
                 walk._fail(str(exc))
-        share_s = Walk._share(walks, time.perf_counter() - began_s)
+        elapsed_s = time.perf_counter() - began_s
+        Walk.judge(walks, elapsed_s, is_certain=True)
         for walk, row in zip(walks, words):
-            walk._finish(row, share_s)
+            walk._finish(row, min(elapsed_s / len(walks), SLOW_S))
 
     @staticmethod
-    def guess(guesses: Sequence[tuple[Walk, int]]) -> list[bool]:
-        """Which walks accept their tokens. Their time is shared as in ``compute_together``."""
-        began_s = time.thread_time()
-        accepted = [walk.accepts(token_id) for walk, token_id in guesses]
-        walks = [walk for walk, _ in guesses]
-        share_s = Walk._share(walks, time.thread_time() - began_s)
-        for walk in walks:
-            walk.spent_s += share_s
-        return accepted
-
-    @staticmethod
-    def _share(walks: Sequence[Walk], elapsed_s: float) -> float:
-        """What each of the walks is charged."""
-        is_suspect = elapsed_s > min(SLOW_S * len(walks), PATIENCE_S)
-        for walk in walks:
-            walk._is_watched = is_suspect
-        return min(elapsed_s / len(walks), SLOW_S)
+    def judge(walks: Collection[Walk], elapsed_s: float, *, is_certain: bool) -> bool:
+        """Watch the walks if their time together was long; only doubt them if the thread may have been preempted.
+        Returns whether it was long."""
+        is_long = elapsed_s > min(SLOW_S * len(walks), PATIENCE_S)
+        if is_long or is_certain:
+            for walk in walks:
+                walk._is_watched, walk.is_doubted = is_long and is_certain, is_long and not is_certain
+        return is_long
 
     def _finish(self, words: Int32Array, seconds: float) -> None:
         self._num_tokens += len(self._unread)
@@ -352,6 +357,8 @@ class GrammarMasks:
         """Notified when masks are ready that were not."""
         self._threads: tuple[_MaskThread, ...] | None = None
         """For quick and for slow masks."""
+        self._latest: ComputingMasks | None = None
+        """Of the latest step, if no sequence has entered or left since."""
 
     def __bool__(self) -> bool:
         """Whether any sequence is constrained."""
@@ -374,6 +381,7 @@ class GrammarMasks:
         walk.takes_best = sampling.is_greedy and not is_changed
 
     def release(self, slot: int) -> None:
+        self._latest = None
         walk = self.walks.pop(slot, None)
         if walk is not None:
             walk.is_dropped = True
@@ -384,11 +392,17 @@ class GrammarMasks:
 
         ``may_guess``: the caller can choose a token without a mask first, and asks ``refused`` about it.
         """
+        latest = self._latest
+        if may_guess and latest is not None and latest.is_settled and latest.slots == slots:
+            return latest
         walks = {row: self.walks[slot] for row, slot in enumerate(slots) if slot in self.walks}
         guessed: dict[int, Walk] = {}
-        # Masks of refused guesses are computed on this thread: only if all together take next to no time.
-        if may_guess and sum([walk.latest_s for walk in walks.values()]) <= INLINE_S:
-            guessed = {row: walk for row, walk in walks.items() if walk.may_guess}
+        if may_guess:
+            # Masks of refused guesses are computed on this thread: only if all together take next to no time.
+            # A walk that obeys needs none.
+            refused = {row: walk for row, walk in walks.items() if walk.was_refused}
+            slow = refused if sum([walk.latest_s for walk in refused.values()]) > INLINE_S else {}
+            guessed = {row: walk for row, walk in walks.items() if walk.may_guess and row not in slow}
             walks = {row: walk for row, walk in walks.items() if row not in guessed}
         broken = {row: self._broken[slot] for row, slot in enumerate(slots) if slot in self._broken}
         if not walks and not guessed and not broken:
@@ -396,7 +410,10 @@ class GrammarMasks:
         if walks:
             self._ask([walk for walk in walks.values() if not walk.is_asked])
         is_alone = len(walks) + len(broken) == len(slots)
-        return ComputingMasks(walks, guessed, broken, self._vocab_size, self._changed, is_alone)
+        is_doubted = any([walk.is_doubted for walk in guessed.values()])
+        new = ComputingMasks(slots, walks, guessed, broken, self._vocab_size, self._changed, is_alone, is_doubted)
+        self._latest = new
+        return new
 
     def _ask(self, walks: Sequence[Walk]) -> None:
         for walk in walks:
@@ -465,17 +482,21 @@ class _MaskThread:
             self._changed.notify()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ComputingMasks:
     """The masks of one step, by row, while they are being computed. ``is_alone``: no other row samples in this step.
-    ``guessed``: rows whose tokens are chosen without masks."""
+    ``guessed``: rows whose tokens are chosen without masks. ``is_settled``: all rows guessed, and no guess was refused
+    or took long, so a step of the same sequences begins likewise."""
 
+    slots: Sequence[int]
     walks: dict[int, Walk]
     guessed: dict[int, Walk]
     _broken: dict[int, str]
     _vocab_size: int
     _changed: threading.Condition
     _is_alone: bool
+    _is_doubted: bool
+    is_settled: bool = False
 
     def result(self) -> StepMasks | None:
         """The masks that are ready in time; None if all rows guess. If nothing else is sampled, wait for one."""
@@ -489,15 +510,26 @@ class ComputingMasks:
         late = [row for row in self.walks if row not in ready]
         return self._stacked(ready, self._broken, late)
 
-    def refused(self, token_ids: Sequence[int]) -> StepMasks | None:
+    def refused(self, token_ids: npt.NDArray[np.int64]) -> StepMasks | None:
         """The masks of the guessed rows that may not, or not surely, take these tokens; None if there are none. The
-        others' walks have read theirs."""
+        others' walks have read theirs, and forced tokens are put in their places."""
         if not self.guessed:
             return None
-        accepted = Walk.guess([(walk, token_ids[row]) for row, walk in self.guessed.items()])
-        if all(accepted):
+        best: list[int] = token_ids.tolist()
+        refused: dict[int, Walk] = {}
+        clock = time.thread_time if self._is_doubted else time.perf_counter
+        began_s = clock()
+        for row, walk in self.guessed.items():
+            token_id = walk.read(best[row])
+            if token_id == NO_TOKEN:
+                refused[row] = walk
+            elif token_id != best[row]:
+                token_ids[row] = token_id
+        # A guess is not charged: one that is not long takes less than its token adds to the budget.
+        is_long = Walk.judge(self.guessed.values(), clock() - began_s, is_certain=self._is_doubted)
+        self.is_settled = not (refused or self.walks or self._broken or self._is_doubted or is_long)
+        if not refused:
             return None
-        refused = {row: walk for (row, walk), is_done in zip(self.guessed.items(), accepted) if not is_done}
         for walk in refused.values():
             walk.compute(self._num_words)
         return self._stacked(refused, {}, [])

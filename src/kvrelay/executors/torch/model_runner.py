@@ -141,7 +141,7 @@ class ModelRunner:
             failures = {int(rows[row]): reason for row, reason in failed.items()}
         self._states.append(slots, token_ids)
         chosen = token_ids.tolist()
-        if computing is not None:
+        if computing is not None and not computing.is_settled:
             self._grammars.advance(slots.tolist(), chosen)
         return ModelOutput(chosen, self._logprobs(logits, token_ids, rows, slots), prompt_logprobs, failures)
 
@@ -155,7 +155,7 @@ class ModelRunner:
         if masks is not None:
             token_ids[masks.late] = NO_TOKEN
             failures |= masks.failures
-        refused = computing.refused(token_ids.tolist())
+        refused = computing.refused(token_ids)
         if refused is not None:
             again = logits[torch.tensor(refused.rows, device=logits.device)]
             token_ids[refused.rows] = self._sampler.sample(again, slots[refused.rows], self._states, refused)
