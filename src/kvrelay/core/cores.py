@@ -44,6 +44,13 @@ def usable_cores(root: Path = Path("/")) -> list[int]:
     return cores[: max(1, math.floor(min(len(cores), cpu_quota(root))))]
 
 
+def openmp_limit() -> float:
+    """The most threads that OpenMP starts (OMP_THREAD_LIMIT), infinite without a limit. oneDNN leaves parts of a
+    product unwritten if it gets fewer threads than it counts on."""
+    limit = os.environ.get("OMP_THREAD_LIMIT", "").strip()
+    return int(limit) if limit.isdecimal() and int(limit) else math.inf
+
+
 def threads_each(num_workers: int) -> int:
     """Compute threads of each of ``num_workers`` that share the usable cores."""
     return max(1, len(usable_cores()) // num_workers)
@@ -78,4 +85,5 @@ def describe_cores(root: Path = Path("/")) -> str:
     """Where the number of usable cores comes from, for the log."""
     quota = cpu_quota(root)
     limit = "" if math.isinf(quota) else f", a CPU quota of {quota:g}"
+    limit += "" if math.isinf(openmp_limit()) else f", OMP_THREAD_LIMIT {openmp_limit()}"
     return f"{len(usable_cores(root))} usable cores ({os.cpu_count()} here, {len(allowed_cores())} by affinity{limit})"

@@ -74,3 +74,17 @@ def test_a_process_on_one_core_computes_with_one_thread(checkpoint_of: Callable[
         pytest.skip("this process has one core itself")
     command = [sys.executable, "-c", COUNT_THREADS, str(checkpoint_of("llama"))]
     assert subprocess.run(command, check=True, capture_output=True, text=True).stdout.split() == ["1", "1", "2"]
+
+
+@pytest.mark.parametrize(("limit", "count"), [("1", 1), ("2", 2), ("0", 2), ("two", 2), ("", 2)])
+def test_openmps_own_limit_bounds_the_threads(
+    checkpoint_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, limit: str, count: int
+) -> None:
+    """With fewer threads than torch counts on, oneDNN's products are wrong."""
+    monkeypatch.setenv("OMP_THREAD_LIMIT", limit)
+    before = torch.get_num_threads()
+    try:
+        build_model_runner(checkpoint_of("llama"), RunnerConfig(device="cpu", num_threads=2), ENGINE)
+        assert torch.get_num_threads() == count
+    finally:
+        torch.set_num_threads(before)
