@@ -45,7 +45,7 @@ DEAD_MAX_AGE_S = 86_400
 STOCK_CACHE_S = 0.02
 LOOK_INTERVAL_S = 1.0
 """An idle worker looks at all classes again after so long if classes other than the normal one had entries."""
-RARE_LOOK_INTERVAL_S = 30.0
+RARE_LOOK_INTERVAL_S = 15.0
 """Otherwise it looks once more after the ack deadline, for what was pushed before it waited at the server, and then
 this seldom. While it waits, an entry goes to another class only behind an entry for each waiting worker, so every
 waiting worker soon looks anyway."""
