@@ -12,6 +12,7 @@ from tests.contracts.waiting import eventually
 
 from kvrelay.core.messages import AdminReply, GenerateRequest, OutputBatch, Ping, Pong, TokenOutput
 from kvrelay.core.sampling import SamplingParams
+from kvrelay.core.token_ids import to_bytes
 from kvrelay.errors import AddressInUseError, PayloadTooLargeError, WorkerUnavailableError
 from kvrelay.rpc import CurveKeys, new_curve_keys
 from kvrelay.rpc.base import Peer, RpcClient, RpcServer
@@ -80,7 +81,7 @@ class RpcContract:
         async def scenario(network: RpcNetwork) -> None:
             desk = await started_desk(network)
             one, two = [await started_caller(network, desk.server.address) for _ in range(2)]
-            request = GenerateRequest("r", "w", tuple(range(5000)), SamplingParams())
+            request = GenerateRequest("r", "w", to_bytes(range(5000)), SamplingParams())
             for caller in (one, two):
                 caller.client.send(request)
                 for number in range(300):

@@ -22,6 +22,7 @@ from kvrelay.core.messages import (
 )
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.status import FinishReason
+from kvrelay.core.token_ids import to_bytes
 from kvrelay.errors import ProtocolError
 from kvrelay.handoff.messages import (
     HandoffAbandon,
@@ -36,7 +37,7 @@ from kvrelay.rpc.wire import decode_message, encode_message
 HANDOFF = HandoffId("d", 1)
 LOGPROBS = PositionLogprobs(TokenLogprob(5, -0.25, 1), (TokenLogprob(5, -0.25, 1), TokenLogprob(7, -2.0, 2)))
 MESSAGES = [
-    GenerateRequest("r1", "w1", (1, 2, 3), SamplingParams(logit_bias={3: 1.5}, stop_token_ids=(2,)), (9,), 1),
+    GenerateRequest("r1", "w1", to_bytes((1, 2, 3)), SamplingParams(logit_bias={3: 1.5}, stop_token_ids=(2,)), (9,), 1),
     AbortRequest("r1"),
     OutputBatch(
         (
@@ -71,6 +72,17 @@ def test_truncated_frames_are_refused(message):
     for length in range(len(frame)):
         with pytest.raises(ProtocolError):
             decode_message(frame[:length])
+
+
+def test_a_prompt_travels_as_little_endian_words_and_half_an_id_is_refused():
+    request = GenerateRequest("r1", "w1", to_bytes((1, 2**32 - 1)), SamplingParams(), (9,))
+    assert request.prompt == bytes([1, 0, 0, 0, 255, 255, 255, 255])
+    assert (request.prompt_token_ids, request.num_tokens) == ([1, 2**32 - 1], 3)
+    whole = encode_message(request)
+    half = whole.replace(b"\xc4\x08" + request.prompt, b"\xc4\x07" + request.prompt[:-1])
+    assert len(half) == len(whole) - 1
+    with pytest.raises(ProtocolError, match="7 bytes are no token ids"):
+        decode_message(half)
 
 
 def test_other_versions_and_pickles_are_refused():

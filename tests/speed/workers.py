@@ -21,6 +21,7 @@ from kvrelay.control.memory import MemoryBroker
 from kvrelay.core.clock import ManualClock
 from kvrelay.core.messages import GenerateRequest, OutputBatch
 from kvrelay.core.sampling import SamplingParams
+from kvrelay.core.token_ids import to_bytes
 from kvrelay.engine.core import EngineCore
 from kvrelay.engine.thread import EngineThread
 from kvrelay.executors.mock import MockExecutor
@@ -142,7 +143,7 @@ async def requests() -> dict[str, Counts]:
         async def ask(first: int, length: int = length) -> None:
             for number in range(first, first + NUM_REQUESTS):
                 pair.ended.clear()
-                prompt = tuple((number + 7 * at) % 1000 for at in range(length))
+                prompt = to_bytes([(number + 7 * at) % 1000 for at in range(length)])
                 sampling = SamplingParams(max_tokens=8, temperature=0.0)
                 client.send(GenerateRequest(f"{length}-{number}", DECODE, prompt, sampling))
                 await pair.ended.wait()

@@ -36,6 +36,7 @@ from kvrelay.core.messages import (
     TokenOutput,
 )
 from kvrelay.core.sampling import SamplingParams
+from kvrelay.core.token_ids import to_bytes
 from kvrelay.core.workers import CallerInfo, KvMetadata, WorkerInfo
 from kvrelay.handoff.messages import HandoffAbandon, HandoffClaim, HandoffGrant, HandoffReleased
 from kvrelay.rpc import CurveKeys, new_curve_keys
@@ -103,7 +104,7 @@ class Corpus:
         self._rng = rng
         name = worker.worker_id
         sampling = SamplingParams(max_tokens=4, temperature=0.0, stop_token_ids=(3,), logit_bias={5: 1.0})
-        tokens = tuple(range(20, 60))
+        tokens = to_bytes(range(20, 60))
         # ``drain`` and ``role`` are admin commands, not noise: a worker that runs them has not failed.
         self.requests = [
             encode_message(message)

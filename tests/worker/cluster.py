@@ -40,6 +40,7 @@ from kvrelay.core.messages import AbortRequest, GenerateRequest, OutputBatch, Pi
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.sealing import unseal
 from kvrelay.core.status import FinishReason
+from kvrelay.core.token_ids import to_bytes
 from kvrelay.core.workers import CallerInfo
 from kvrelay.engine.contract import EngineHost
 from kvrelay.engine.core import EngineCore
@@ -223,12 +224,12 @@ class Client:
 
     def send(self, request_id: str, tokens: tuple[int, ...], max_tokens: int = 8, **settings: object) -> None:
         sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, **settings)
-        self.connection.send(GenerateRequest(request_id, self.worker_id, tokens, sampling))
+        self.connection.send(GenerateRequest(request_id, self.worker_id, to_bytes(tokens), sampling))
 
     def send_message(self, request_id: str, tokens: tuple[int, ...], salt: str | None = None, **fields: object) -> None:
         """With other fields of the message set."""
         sampling = SamplingParams(max_tokens=8, temperature=0.0, cache_salt=salt)
-        self.connection.send(GenerateRequest(request_id, self.worker_id, tokens, sampling, **fields))
+        self.connection.send(GenerateRequest(request_id, self.worker_id, to_bytes(tokens), sampling, **fields))
 
     async def loads(self, node: Node) -> list[LoadMetrics]:
         """The load samples that the worker publishes from now on. Their seals are verified, as by a frontend."""

@@ -26,6 +26,7 @@ from kvrelay.core.messages import (
     RequestRefused,
 )
 from kvrelay.core.sampling import SamplingParams
+from kvrelay.core.token_ids import to_bytes
 from kvrelay.core.workers import CallerInfo, KvMetadata
 from kvrelay.errors import WorkerUnavailableError
 from kvrelay.handoff.messages import (
@@ -43,7 +44,7 @@ from kvrelay.worker.cluster import callers as callers_module
 from kvrelay.worker.cluster.callers import MAY_SAY, Caller, CallerKind, Callers
 
 KEYS = Keys("default")
-GENERATE = GenerateRequest("r", "w", (1, 2, 3), SamplingParams())
+GENERATE = GenerateRequest("r", "w", to_bytes((1, 2, 3)), SamplingParams())
 HANDOFF = HandoffId("d", 1)
 MESSAGES: list[Message] = [
     GENERATE,

@@ -14,6 +14,7 @@ from kvrelay.config import WorkerRole
 from kvrelay.core.messages import GenerateRequest
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.status import RefusalKind
+from kvrelay.core.token_ids import to_bytes
 from kvrelay.core.vllm_metrics import OF_FRONTENDS, OF_WORKERS
 from kvrelay.frontend.cluster.metrics import FrontendMetrics
 from kvrelay.handoff.base import EndReason, RefusalReason, count_end
@@ -183,7 +184,9 @@ async def test_a_new_count_becomes_a_metric_by_itself():
 async def refuse(client: Client, count: int) -> None:
     """So many requests are refused, because they name another worker."""
     for number in range(count):
-        message = GenerateRequest(f"gone-{number}", "worker-of-before", prompt(8), SamplingParams(max_tokens=1))
+        message = GenerateRequest(
+            f"gone-{number}", "worker-of-before", to_bytes(prompt(8)), SamplingParams(max_tokens=1)
+        )
         client.connection.send(message)
     await client.until(lambda: len(client.refused) == count)
 

@@ -20,6 +20,7 @@ from kvrelay.core.messages import AbortRequest, GenerateRequest, PrefillLost
 from kvrelay.core.pair_id import PairId, new_pair_id
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.status import FinishReason
+from kvrelay.core.token_ids import to_bytes
 from kvrelay.handoff.messages import HandoffClaim
 
 
@@ -43,7 +44,7 @@ class PairedClient:
         request = GenerateRequest(
             str(pair_id or self.new_id()),
             self.prefill.id,
-            tokens,
+            to_bytes(tokens),
             SamplingParams(max_tokens=max_tokens, temperature=0.0, **settings),
             order=HandoffOrder.PREFILL_FIRST,
             pair=Pair(self.prefill.id, self.decode.id),
@@ -119,7 +120,7 @@ async def test_without_a_pair_the_decode_worker_prefills():
         message = GenerateRequest(
             "alone",
             pair.decode.id,
-            prompt(300),
+            to_bytes(prompt(300)),
             SamplingParams(max_tokens=8, temperature=0.0),
             order=HandoffOrder.PREFILL_FIRST,
         )

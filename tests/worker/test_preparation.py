@@ -13,6 +13,7 @@ from kvrelay.core.messages import GenerateRequest, RequestRefused
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.status import RefusalKind
 from kvrelay.core.tasks import TaskSet
+from kvrelay.core.token_ids import to_bytes
 from kvrelay.errors import InvalidInputError, WorkerUnavailableError
 from kvrelay.rpc.base import Peer
 from kvrelay.worker.decode.preparation import Preparation
@@ -49,7 +50,7 @@ class Side:
 
 
 def request(name: str, source: str = "good") -> GenerateRequest:
-    return GenerateRequest(name, "w", (1, 2), SamplingParams(grammar=Grammar(GrammarKind.REGEX, source)))
+    return GenerateRequest(name, "w", to_bytes((1, 2)), SamplingParams(grammar=Grammar(GrammarKind.REGEX, source)))
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ from kvrelay.config import WorkerRole
 from kvrelay.core.messages import GenerateRequest, RequestRefused
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.status import RefusalKind
+from kvrelay.core.token_ids import to_bytes
 from kvrelay.errors import (
     EngineDeadError,
     InvalidInputError,
@@ -69,7 +70,9 @@ async def test_a_worker_tells_and_counts_why_it_refuses():
     async with cluster() as shared:
         node = await shared.join(WorkerRole.BOTH, num_blocks=64, max_num_waiting=4)
         client = await shared.client(node)
-        client.connection.send(GenerateRequest("gone", "worker-of-before", prompt(8), SamplingParams(max_tokens=1)))
+        client.connection.send(
+            GenerateRequest("gone", "worker-of-before", to_bytes(prompt(8)), SamplingParams(max_tokens=1))
+        )
         client.send("invalid", (VOCAB_SIZE,))
         await client.until(lambda: len(client.refused) == 2)
         node.worker.decode.accepting = False

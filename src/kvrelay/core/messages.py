@@ -11,8 +11,9 @@ from kvrelay.core.handoff import HandoffOrder, Pair, PrefixHolder
 from kvrelay.core.logprobs import PositionLogprobs
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.status import FinishReason, RefusalKind
+from kvrelay.core.token_ids import ID_BYTES, from_bytes
 
-PROTOCOL_VERSION = 9
+PROTOCOL_VERSION = 10
 """Of all frames of the request plane: the first byte of each."""
 
 
@@ -29,13 +30,15 @@ class GenerateRequest(msgspec.Struct, frozen=True, tag=True, omit_defaults=True)
     ``tenant`` names who asks (an API key's name), for fair waiting between them. ``slo_ttft_ms`` and ``slo_itl_ms`` are
     the request's own objectives, in milliseconds; 0: the worker's. ``explain``: the answer says where the prefill ran.
     ``traceparent``: W3C's header of the request's trace, for an engine that sends spans of its own; empty: none.
+    ``prompt`` has the prompt's token ids as ``core.token_ids.to_bytes`` writes them: bytes are copied, where a list of
+    integers is built one by one.
     ``report_interval``: how many tokens the frontend wants at once, when nobody reads them one by one. The first token
     and the end are told at once in any case. ``holder``: another worker that has more of the prompt's KV; a hint.
     """
 
     request_id: str
     worker_id: str
-    prompt_token_ids: tuple[int, ...]
+    prompt: bytes
     sampling: SamplingParams
     output_token_ids: tuple[int, ...] = ()
     priority: int = 0
@@ -48,6 +51,19 @@ class GenerateRequest(msgspec.Struct, frozen=True, tag=True, omit_defaults=True)
     traceparent: str = ""
     report_interval: int = 1
     holder: PrefixHolder | None = None
+
+    def __post_init__(self) -> None:
+        if len(self.prompt) % ID_BYTES:
+            raise ValueError(f"{len(self.prompt)} bytes are no token ids")  # msgspec reports it as a malformed message
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        return from_bytes(self.prompt)
+
+    @property
+    def num_tokens(self) -> int:
+        """Of prompt and output."""
+        return len(self.prompt) // ID_BYTES + len(self.output_token_ids)
 
 
 class PrefillLost(msgspec.Struct, frozen=True, tag=True):

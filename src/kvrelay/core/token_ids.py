@@ -1,5 +1,5 @@
-"""Token ids as a packed array: checked, and ready to be hashed. One C call looks at all of them; Python's min and max
-take four times as long."""
+"""Token ids as a packed array: checked, and ready to be hashed and sent. One C call looks at all of them; Python's min
+and max take four times as long."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+ID_BYTES = 4
+"""Of an id in a message."""
 FEW = 128
 """Of so many, Python finds the largest faster than NumPy."""
 
@@ -30,3 +32,13 @@ def are_below(token_ids: Sequence[int], vocab_size: int) -> bool:
     """Whether every id is from 0 to ``vocab_size - 1``; True for none."""
     ids = token_ids if isinstance(token_ids, list) else list(token_ids)
     return packed_below(ids, vocab_size) is not None
+
+
+def to_bytes(token_ids: Sequence[int]) -> bytes:
+    """The ids as little-endian u32; an array is only copied. Raises OverflowError."""
+    return np.asarray(token_ids, "<u4").tobytes()
+
+
+def from_bytes(packed: bytes) -> list[int]:
+    """What ``to_bytes`` got."""
+    return np.frombuffer(packed, "<u4").tolist()  # type: ignore[no-any-return]

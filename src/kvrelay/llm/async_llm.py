@@ -169,7 +169,7 @@ class AsyncLLM:
         choices, first = answer.choices, answer.sequences[0]
         return RequestOutput(
             prompt=prompt.text,
-            prompt_token_ids=prompt.token_ids,
+            prompt_token_ids=tuple(prompt.token_ids),
             outputs=tuple(_completion(choice, spec) for choice in choices),
             num_cached_tokens=first.num_cached_tokens,
             first_token_s=min(sequence.ttft_s or 0.0 for sequence in answer.sequences),

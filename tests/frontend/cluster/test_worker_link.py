@@ -13,6 +13,7 @@ from kvrelay.core.clock import ManualClock
 from kvrelay.core.handoff import HandoffOrder
 from kvrelay.core.messages import GenerateRequest, RequestRefused, TokenOutput
 from kvrelay.core.sampling import SamplingParams
+from kvrelay.core.token_ids import to_bytes
 from kvrelay.core.workers import WorkerInfo
 from kvrelay.frontend.cluster.worker_link import LOSS_TURN_S, WorkerLink
 from kvrelay.rpc.wire import Message
@@ -64,7 +65,9 @@ class Receivers:
         self.broken: list[int] = []
         self.defect_at: int | None = None
         for number in range(NUM_REQUESTS):
-            request = GenerateRequest(str(number), "w", (1, 2), SamplingParams(), order=HandoffOrder.DECODE_FIRST)
+            request = GenerateRequest(
+                str(number), "w", to_bytes((1, 2)), SamplingParams(), order=HandoffOrder.DECODE_FIRST
+            )
             self.link.submit(request, _Receiver(self, number))
 
 

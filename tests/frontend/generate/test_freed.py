@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import gc
+import json
 from pathlib import Path
 
 import pytest
 from tests.frontend.doubles import Script, running
-from tests.frontend.raw_http import send
+from tests.frontend.raw_http import RawClient, request_bytes, send
+
+from kvrelay.frontend.openai.requests import CompletionRequest
 
 MESSAGES = [{"role": "user", "content": "Once upon a time"}]
 
@@ -47,6 +50,17 @@ async def test_an_ended_request_leaves_no_cycles(model_dir: Path, path: str, bod
             gc.garbage.clear()
             gc.enable()
     assert not left
+
+
+async def test_a_completion_that_waits_for_its_answer_keeps_no_parsed_body(model_dir: Path) -> None:
+    """The prompt is an array by then: a list of Python's integers takes ten times its memory."""
+    async with running(model_dir, Script((40,), hang=True)) as cluster:
+        client = await RawClient.connect(cluster.frontend.port)
+        body = {"model": "tiny", "prompt": [300, 301], "max_tokens": 5, "stream": True}
+        client.writer.write(request_bytes("POST", "/v1/completions", json.dumps(body).encode()))
+        await cluster.until(lambda: len(cluster.workers["w0"].requests) == 1)
+        assert not [found for found in gc.get_objects() if isinstance(found, CompletionRequest)]
+        await client.close()
 
 
 def _is_ours(module: str) -> bool:

@@ -106,7 +106,7 @@ class RoutingEndpoints:
         order = read_order(exchange.request.headers.get(ORDER_HEADER), self._order)
         salt = cache_salt_of(exchange.request.client, request.cache_salt, is_shared=self._is_shared)
         routed = RoutingRequest(
-            request_id, prompt.packed, request.max_tokens or 0, cache_salt=salt, adapter=model.adapter
+            request_id, prompt.token_ids, request.max_tokens or 0, cache_salt=salt, adapter=model.adapter
         )
         decision = model.router.explain(routed)
         pair = model.pairs.explain(routed) if order is HandoffOrder.PREFILL_FIRST else None

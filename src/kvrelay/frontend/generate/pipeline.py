@@ -127,6 +127,7 @@ class Pipeline:
                 with_prompt_logprobs=request.prompt_logprobs is not None,
                 echoes=echoes,
             )
+            del request, items  # the ids as Python's integers; the answer may stream for minutes
             await self._generate(exchange, request_id, model, spec, prompts, form)
 
     async def chat(self, api: ChatApi, exchange: Exchange, request_id: str) -> None:

@@ -36,10 +36,9 @@ PromptItem = str | list[int]
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt's tokens, and its text if it was given or is needed. ``packed``: the same ids, for the hashes."""
+    """A prompt's tokens, ready to be hashed and sent, and its text if it was given or is needed."""
 
-    token_ids: tuple[int, ...]
-    packed: array[int]
+    token_ids: array[int]
     text: str | None = None
 
 
@@ -214,7 +213,7 @@ def _prompt(token_ids: list[int], model: Model, text: str | None = None) -> Prom
     packed = _packed(token_ids, model, "prompt")
     if not packed:
         raise InvalidInputError("the prompt is empty", param="prompt")
-    return Prompt(tuple(token_ids), packed, text)
+    return Prompt(packed, text)
 
 
 def _packed(token_ids: list[int], model: Model, param: str) -> array[int]:

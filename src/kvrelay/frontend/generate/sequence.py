@@ -31,6 +31,7 @@ from kvrelay.core.handoff import HandoffOrder, PrefixHolder
 from kvrelay.core.messages import GenerateRequest, RequestRefused, TokenOutput
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.status import FinishReason, RefusalKind
+from kvrelay.core.token_ids import to_bytes
 from kvrelay.errors import KvrelayError, OverloadedError, ProtocolError, RetryElsewhereError, WorkerUnavailableError
 from kvrelay.frontend.cluster.cold_start import RETRY_AFTER_S
 from kvrelay.frontend.cluster.metrics import FrontendMetrics
@@ -89,7 +90,6 @@ class Sequence:
     ) -> None:
         self.index = index
         self.prompt_token_ids = prompt.token_ids
-        self._packed_prompt = prompt.packed
         self.sampling = sampling
         self.output_token_ids: list[int] = []
         self.num_cached_tokens = 0
@@ -290,7 +290,7 @@ class Sequence:
         known = self.output_token_ids
         return RoutingRequest(
             request_id=self._placement_id,
-            token_ids=(*self.prompt_token_ids, *known) if known else self._packed_prompt,
+            token_ids=(*self.prompt_token_ids, *known) if known else self.prompt_token_ids,
             max_tokens=self.sampling.max_tokens,
             priority=self._spec.priority,
             exclude=tuple(self._failed_workers),
@@ -302,7 +302,7 @@ class Sequence:
         return GenerateRequest(
             request_id=self._attempt_id,
             worker_id=link.info.worker_id,
-            prompt_token_ids=self.prompt_token_ids,
+            prompt=to_bytes(self.prompt_token_ids),
             sampling=self.sampling,
             output_token_ids=tuple(self.output_token_ids),
             priority=self._spec.priority,

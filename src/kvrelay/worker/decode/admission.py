@@ -22,7 +22,7 @@ class AdmissionControl:
 
     def admit(self, message: GenerateRequest) -> None:
         """On the event loop, before the request is posted to the engine. Raises OverloadedError."""
-        num_tokens = _num_tokens(message)
+        num_tokens = message.num_tokens
         ahead = PendingArrivals(
             self._num_admitted - self._num_received, self._num_tokens_admitted - self._num_tokens_received
         )
@@ -34,8 +34,4 @@ class AdmissionControl:
     def received(self, message: GenerateRequest) -> None:
         """On the engine's thread, before the request is added."""
         self._num_received += 1
-        self._num_tokens_received += _num_tokens(message)
-
-
-def _num_tokens(message: GenerateRequest) -> int:
-    return len(message.prompt_token_ids) + len(message.output_token_ids)
+        self._num_tokens_received += message.num_tokens

@@ -190,8 +190,7 @@ class DecodeSide:
         if handoff_id is not None and message.pair is not None:
             self.handoffs.handle(de.Expected(handoff_id, message.pair.prefill_worker_id))
         self._queued.watch()
-        num_tokens = len(message.prompt_token_ids) + len(message.output_token_ids)
-        self.arrivals.add(served.number, num_tokens, served)
+        self.arrivals.add(served.number, message.num_tokens, served)
         self._engine.post(self._admit_next)
 
     def _paired_handoff(self, message: GenerateRequest) -> HandoffId | None:

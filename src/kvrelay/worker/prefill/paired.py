@@ -88,7 +88,7 @@ class PairedPrefills:
         if not self.accepting:
             raise WorkerUnavailableError("the worker takes no prefills")
         handoff_id, decode_address = self._checked(message)
-        token_ids = message.prompt_token_ids + message.output_token_ids
+        token_ids = (*message.prompt_token_ids, *message.output_token_ids)
         num_tail = self._around.engine.facts.kv_layout.tail_tokens
         if len(token_ids) <= num_tail:
             raise WorkerUnavailableError(f"decode workers compute the last {num_tail} tokens of a prompt")
