@@ -512,33 +512,6 @@ def test_nothing_is_polled_while_nothing_is_open(cluster: Cluster, monkeypatch: 
     wait_for(lambda: polls > settled + 5)
 
 
-def test_polls_become_rarer_while_nothing_comes_and_begin_anew_with_each_handoff(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    thread, transport = cluster.decode.thread, cluster.decode.transport
-    times_s: list[float] = []
-    original = transport.poll
-
-    def timed() -> object:
-        times_s.append(time.monotonic())
-        return original()
-
-    monkeypatch.setattr(transport, "poll", timed)
-    interval_s = CONFIG.poll_interval_s
-    wait_for(lambda: len(times_s) > 100)
-    slow = times_s[64:100]
-    assert min(after - before for before, after in itertools.pairwise(slow)) >= 3.9 * interval_s
-
-    def is_quick() -> bool:
-        thread.open_handoff()
-        thread.close_handoff()
-        first = len(times_s)
-        wait_for(lambda: len(times_s) > first + 10)
-        return min(after - before for before, after in itertools.pairwise(times_s[first : first + 10])) < 2 * interval_s
-
-    wait_for(is_quick)
-
-
 def test_reads_and_writes_with_many_peers_from_many_threads(cluster: Cluster) -> None:
     others = [cluster.make(f"d{index}") for index in range(3)]
     for other in others:

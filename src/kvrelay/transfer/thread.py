@@ -49,9 +49,6 @@ MAX_POST_BYTES = 32 * 1024 * 1024
 """On one host a post blocks for the whole copy; this bounds how long notifications and deadlines wait for it."""
 _EAGER_POLLS_PER_INTERVAL = 8
 _EAGER_POLLS = 64
-_POLLS_AT_A_PACE, _MAX_PACE = 16, 4
-"""While only a peer works, so many polls are one interval apart, the next ones two, and so on. What arrives after long
-is noticed a little later, in proportion; each poll takes the interpreter from the steps of the engine."""
 
 T = TypeVar("T")
 
@@ -181,7 +178,6 @@ class TransferThread:
         with self._lock:
             self._num_handoffs += 1
             first = self._num_handoffs == 1
-            self._polls_since_progress = 0
         if first:
             self._inbox.put(_wake)
 
@@ -298,9 +294,7 @@ class TransferThread:
                 return 0
             eager = self._polls_since_progress < _EAGER_POLLS
             return self._config.poll_interval_s / (_EAGER_POLLS_PER_INTERVAL if eager else 1)
-        if self._num_handoffs == 0 or self._inbox.watches:
-            return None
-        return self._config.poll_interval_s * min(1 + self._polls_since_progress // _POLLS_AT_A_PACE, _MAX_PACE)
+        return self._config.poll_interval_s if self._num_handoffs and not self._inbox.watches else None
 
     def _register(self, region: MemoryRegion, kv_compatibility: str) -> bytes:
         agent = self._queues.register(region, kv_compatibility)
