@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 from tests.worker.cluster import cluster, expected, prompt
 
@@ -40,7 +38,7 @@ async def test_an_open_hand_off_is_seen_at_both_ends_and_its_end_too():
         after = decode.worker.inspect()
         assert (after.loans, after.num_requests, after.writable_blocks) == ({}, 0, frozenset())
         assert (incoming.state, here.stats.decode.num_remote_done) == (DecodeState.GRANTED, 0), "it is a snapshot"
-        with pytest.raises(dataclasses.FrozenInstanceError):
+        with pytest.raises(AttributeError):
             after.num_requests = 1
         assert await shared.gone(prefill) is None
 
