@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import click
-import msgspec
+from msgspec.structs import replace
 
 from kvrelay.bench.cases import CaseTimes
 from kvrelay.bench.client.connection import Target
@@ -65,7 +65,7 @@ def goodput(**given: Any) -> None:
         async def measure(target: Target, row: Row) -> Row:
             seed = options.seed + 10_000 * row["round"] + round(row["rate"] * 100)
             classes = at_rate(options.classes, row["rate"])
-            turn = msgspec.structs.replace(options, target=target, backend=row["case"], classes=classes, seed=seed)
+            turn = replace(options, target=target, backend=row["case"], classes=classes, seed=seed)
             run = await run_serve(turn, bar)
             return goodput_figures(run.result, slo) | ({"error": INTERRUPTED} if run.report.note == INTERRUPTED else {})
 
@@ -105,7 +105,7 @@ def policies(text: str) -> dict[str, str]:
 def at_rate(classes: Sequence[ClassSpec], rate: float) -> tuple[ClassSpec, ...]:
     """The same load with the second class at ``rate`` requests per second."""
     chats, prompts = classes
-    return (chats, msgspec.structs.replace(prompts, rate=rate, max_concurrency=None))
+    return (chats, replace(prompts, rate=rate, max_concurrency=None))
 
 
 def goodput_figures(result: RunResult, slo: Slo) -> Row:

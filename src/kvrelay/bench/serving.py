@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import msgspec
+from msgspec.structs import replace
 
 from kvrelay.bench.client.connection import ConnectionPool, Target
 from kvrelay.bench.client.driver import LoadDriver, RunLimits, warm_up
@@ -76,7 +77,7 @@ async def run_serve(options: RunOptions, bar: ProgressBar) -> ServeRun:
     """Check the server, warm it up, run the load, count tokens again. Raises BenchError if the load cannot run."""
     pool = ConnectionPool(options.target)
     try:
-        body = msgspec.structs.replace(options.body, model=options.model or await first_model(pool))
+        body = replace(options.body, model=options.model or await first_model(pool))
         classes = [build_class(spec, options.seed) for spec in options.classes]
         if body.endpoint is StreamEndpoint.CHAT:
             classes = [await _as_text(load, options, pool, body.model) for load in classes]
@@ -97,9 +98,9 @@ async def _warm(options: RunOptions, pool: ConnectionPool, body: BodyOptions) ->
     for spec in options.classes if options.warm_up else ():
         dataset = spec.dataset
         if dataset.path is not None:
-            dataset = msgspec.structs.replace(dataset, kind=DatasetKind.READABLE_PREFIX, path=None)
-        load = build_class(msgspec.structs.replace(spec, dataset=dataset), options.seed + _WARM_SEED_SHIFT)
-        load = msgspec.structs.replace(load, num_requests=options.warm_up)
+            dataset = replace(dataset, kind=DatasetKind.READABLE_PREFIX, path=None)
+        load = build_class(replace(spec, dataset=dataset), options.seed + _WARM_SEED_SHIFT)
+        load = replace(load, num_requests=options.warm_up)
         if body.endpoint is StreamEndpoint.CHAT:
             load = await _as_text(load, options, pool, body.model)
         records = await warm_up(pool, body, load, options.warm_up, _WARM_CONCURRENCY)
@@ -115,19 +116,19 @@ async def _as_text(load: LoadClass, options: RunOptions, pool: ConnectionPool, m
         return load
     requests = itertools.chain([first], load.requests)
     if first.messages or isinstance(first.prompt, str):
-        return msgspec.structs.replace(load, requests=requests)
+        return replace(load, requests=requests)
     if options.tokenizer:
         tokenizer = LocalTokenizer(options.tokenizer)
-        texts = (msgspec.structs.replace(request, prompt=_decoded(tokenizer, request)) for request in requests)
-        return msgspec.structs.replace(load, requests=texts)
+        texts = (replace(request, prompt=_decoded(tokenizer, request)) for request in requests)
+        return replace(load, requests=texts)
     if load.num_requests is None:
         raise InvalidInputError("chat prompts without an end need --tokenizer, or give a number of requests")
     found = [
-        msgspec.structs.replace(request, prompt=await detokenize(pool, model, request.prompt))
+        replace(request, prompt=await detokenize(pool, model, request.prompt))
         for request in itertools.islice(requests, load.num_requests)
         if isinstance(request.prompt, tuple)
     ]
-    return msgspec.structs.replace(load, requests=iter(found))
+    return replace(load, requests=iter(found))
 
 
 def _decoded(tokenizer: LocalTokenizer, request: LoadRequest) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from kvrelay.bench.cases import Case, CaseTimes, check_names, parse_case, running
 from kvrelay.bench.errors import BenchError
@@ -176,10 +177,8 @@ async def _sweep_server(
                 (spec,) = options.classes
                 # Another seed at each rate: with the same prompts, later rates would find them in the prefix cache.
                 seed = options.seed + int(rate * 1000)
-                at_rate = msgspec.structs.replace(spec, rate=rate)
-                run = await run_serve(
-                    msgspec.structs.replace(options, target=target, classes=(at_rate,), seed=seed), bar
-                )
+                at_rate = replace(spec, rate=rate)
+                run = await run_serve(replace(options, target=target, classes=(at_rate,), seed=seed), bar)
                 if run.report.note is not None:
                     raise BenchError(run.report.note)
                 return run.report

@@ -51,6 +51,11 @@ def openmp_limit() -> float:
     return int(limit) if limit.isdecimal() and int(limit) else math.inf
 
 
+def compute_threads(requested: int) -> int:
+    """Of this process: as many as ``requested``, 0: one for each usable core, and no more than OpenMP starts."""
+    return int(min(requested or len(usable_cores()), openmp_limit()))
+
+
 def threads_each(num_workers: int) -> int:
     """Compute threads of each of ``num_workers`` that share the usable cores."""
     return max(1, len(usable_cores()) // num_workers)

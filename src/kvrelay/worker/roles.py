@@ -15,7 +15,7 @@ import logging
 from collections.abc import Callable
 
 from kvrelay.config import WorkerConfig, WorkerRole
-from kvrelay.core.cores import may_change_niceness, set_niceness, usable_cores
+from kvrelay.core.cores import compute_threads, may_change_niceness, set_niceness
 from kvrelay.core.tasks import TaskSet
 from kvrelay.engine.contract import Engine, EngineFacts, EngineHost
 from kvrelay.errors import ConfigError, ControlUnavailableError, LeaseLostError, WorkerUnavailableError
@@ -51,7 +51,7 @@ def niceness_of_prefills(settings: WorkerConfig, engine: EngineHost) -> int:
         settings.engine_kind == "torch"
         and not settings.computes_in_ranks
         and engine.kv_region.device == "cpu"
-        and (settings.runner.num_threads or len(usable_cores())) == 1
+        and compute_threads(settings.runner.num_threads) == 1
     )
     return settings.runner.prefill_niceness if computes_alone and may_change_niceness() else 0
 

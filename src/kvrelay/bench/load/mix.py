@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 from kvrelay.bench.formats import read_azure, read_mooncake
 from kvrelay.bench.load.datasets import (
@@ -92,7 +93,7 @@ def build_class(spec: ClassSpec, seed: int) -> LoadClass:
     elif spec.max_concurrency is None:
         offsets = itertools.repeat(0.0)
     if spec.priority:
-        requests = (msgspec.structs.replace(request, priority=spec.priority) for request in requests)
+        requests = (replace(request, priority=spec.priority) for request in requests)
     return LoadClass(spec.name, requests, offsets, spec.max_concurrency, spec.num_requests)
 
 
@@ -145,7 +146,7 @@ def _parse_class(text: str, base: Dataset) -> ClassSpec:
     prompt, slash, output = lengths.partition("/")
     if not (name.isidentifier() and slash):
         raise InvalidInputError(f"{text!r} in the mix is not NAME=PROMPT/OUTPUT[:closed=N|:rate=R]...", param="mix")
-    dataset = msgspec.structs.replace(
+    dataset = replace(
         base,
         prompt=parse_length(prompt, f"prompt length of {name}"),
         output=parse_length(output, f"output length of {name}"),
@@ -163,26 +164,22 @@ def _with_option(spec: ClassSpec, option: str) -> ClassSpec:
     try:
         match key:
             case "closed" | "max":
-                return msgspec.structs.replace(spec, max_concurrency=int(value))
+                return replace(spec, max_concurrency=int(value))
             case "rate":
-                return msgspec.structs.replace(spec, rate=float(value))
+                return replace(spec, rate=float(value))
             case "n":
-                return msgspec.structs.replace(spec, num_requests=int(value))
+                return replace(spec, num_requests=int(value))
             case "priority":
-                return msgspec.structs.replace(spec, priority=int(value))
+                return replace(spec, priority=int(value))
             case "burstiness":
-                return msgspec.structs.replace(spec, burstiness=float(value))
+                return replace(spec, burstiness=float(value))
             case "groups":
-                dataset = msgspec.structs.replace(spec.dataset, kind=DatasetKind.SHARED_PREFIX, groups=int(value))
-                return msgspec.structs.replace(spec, dataset=dataset)
+                dataset = replace(spec.dataset, kind=DatasetKind.SHARED_PREFIX, groups=int(value))
+                return replace(spec, dataset=dataset)
             case "per-group":
-                return msgspec.structs.replace(
-                    spec, dataset=msgspec.structs.replace(spec.dataset, per_group=int(value))
-                )
+                return replace(spec, dataset=replace(spec.dataset, per_group=int(value)))
             case "system":
-                return msgspec.structs.replace(
-                    spec, dataset=msgspec.structs.replace(spec.dataset, system=parse_length(value, "system length"))
-                )
+                return replace(spec, dataset=replace(spec.dataset, system=parse_length(value, "system length")))
     except ValueError as exc:
         raise InvalidInputError(f"class {spec.name} of the mix: {option!r} has no number", param="mix") from exc
     known = "closed, max, rate, n, priority, burstiness, groups, per-group, system"

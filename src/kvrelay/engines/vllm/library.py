@@ -24,7 +24,7 @@ import psutil
 
 from kvrelay.config import WorkerConfig
 from kvrelay.core.child_process import WORKER_PID
-from kvrelay.core.cores import allowed_cores, usable_cores
+from kvrelay.core.cores import allowed_cores, compute_threads
 from kvrelay.core.layout import KVLayout
 from kvrelay.engines.connector.terms import encode_place, latent_layout, packed_layout
 from kvrelay.engines.hosted.staging import Staging, allocate_staging
@@ -238,7 +238,7 @@ def _terms() -> Terms:
 
 
 def _cpu_environment(settings: WorkerConfig) -> dict[str, str]:
-    num_threads = settings.runner.num_threads or len(usable_cores())
+    num_threads = compute_threads(settings.runner.num_threads)
     cores = compute_cores(settings.vllm.engine_cores, allowed_cores(), num_threads)
     own = {name: value for name, value in os.environ.items() if name.startswith("KMP_")}
     environment = {**thread_environment(cores, settings.runner.num_ranks), **own}

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from kvrelay.config.settings import EngineConfig, RunnerConfig
-from kvrelay.core.cores import describe_cores, openmp_limit, usable_cores
+from kvrelay.core.cores import compute_threads, describe_cores, usable_cores
 from kvrelay.core.layout import KVLayout, paged_kv
 from kvrelay.engine.holding import num_holding_blocks
 from kvrelay.errors import ConfigError
@@ -61,7 +61,7 @@ def build_model_runner(
     dtype_name = _dtype(runner.dtype, config.dtype, device)
     dtype = _DTYPES[dtype_name]
     max_model_len = _max_model_len(engine.max_model_len, config.max_position)
-    num_threads = int(min(runner.num_threads or len(usable_cores()), openmp_limit()))
+    num_threads = compute_threads(runner.num_threads)
     if device.type == "cpu":
         _tell_threads(num_threads)
     backend = _backend(choose_backend(runner.attention_backend, device), dtype, num_threads)

@@ -135,7 +135,8 @@ def _write_token(step: Any, token: int, h: int, scratch: Any) -> None:
 
 @njit(forceinline=True, **OPTIONS)  # type: ignore[untyped-decorator]
 def _open_query(step: Any, token: int, q_head: int, i: int, q: Any, sums: Any, state: Any) -> None:
-    """Row ``i`` of q, sums (both flat) and state begins with the token's query of a head."""
+    """Row ``i`` of q, sums (both flat) and state begins with the token's query of a head. It is rotated in
+    float32, which q need not be: in the room of the sums."""
     D = constant(step.head)  # noqa: N806
     _rotate(step, token, q_head * D, step.q_norm, step.scale, sums, i * D)
     copy_scaled(step.head, sums, i * D, _ONE, q, i * D)

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from enum import Enum
 
 import msgspec
+from msgspec.structs import replace
 
 from kvrelay.executors.torch.checkpoints.tokenizer import BOS_ID, EOS_ID, Pieces
 
@@ -78,19 +79,19 @@ _SIZES = {"tiny": _TINY, "small": _SMALL, "400m": _400M}
 
 # Differences from the sizes above. The tiny window is shorter than most prompts, so that it has an effect in tests.
 _VARIANTS: dict[tuple[str, str], Size] = {
-    ("mistral", "tiny"): msgspec.structs.replace(_TINY, sliding_window=64),
-    ("mistral", "small"): msgspec.structs.replace(_SMALL, sliding_window=1024),
-    ("mistral", "400m"): msgspec.structs.replace(_400M, sliding_window=4096),
-    ("qwen2", "tiny"): msgspec.structs.replace(_TINY, tied=True),
-    ("qwen2", "400m"): msgspec.structs.replace(_400M, tied=True),
-    ("qwen3", "tiny"): msgspec.structs.replace(_TINY, tied=True, head_dim=64),
-    ("qwen3", "small"): msgspec.structs.replace(_SMALL, tied=True, head_dim=128),
-    ("mixtral", "tiny"): msgspec.structs.replace(_TINY, intermediate=352, num_experts=4),
-    ("mixtral", "small"): msgspec.structs.replace(_SMALL, intermediate=512, num_experts=4),
-    ("mixtral", "400m"): msgspec.structs.replace(_400M, num_layers=12, intermediate=2432, num_experts=4),
-    ("qwen3-moe", "tiny"): msgspec.structs.replace(_TINY, intermediate=192, num_experts=4),
-    ("qwen3-moe", "small"): msgspec.structs.replace(_SMALL, intermediate=384, num_experts=4),
-    ("qwen3-moe", "400m"): msgspec.structs.replace(_400M, num_layers=12, intermediate=1216, num_experts=8),
+    ("mistral", "tiny"): replace(_TINY, sliding_window=64),
+    ("mistral", "small"): replace(_SMALL, sliding_window=1024),
+    ("mistral", "400m"): replace(_400M, sliding_window=4096),
+    ("qwen2", "tiny"): replace(_TINY, tied=True),
+    ("qwen2", "400m"): replace(_400M, tied=True),
+    ("qwen3", "tiny"): replace(_TINY, tied=True, head_dim=64),
+    ("qwen3", "small"): replace(_SMALL, tied=True, head_dim=128),
+    ("mixtral", "tiny"): replace(_TINY, intermediate=352, num_experts=4),
+    ("mixtral", "small"): replace(_SMALL, intermediate=512, num_experts=4),
+    ("mixtral", "400m"): replace(_400M, num_layers=12, intermediate=2432, num_experts=4),
+    ("qwen3-moe", "tiny"): replace(_TINY, intermediate=192, num_experts=4),
+    ("qwen3-moe", "small"): replace(_SMALL, intermediate=384, num_experts=4),
+    ("qwen3-moe", "400m"): replace(_400M, num_layers=12, intermediate=1216, num_experts=8),
 }
 
 ARCHITECTURES = tuple(FAMILIES)

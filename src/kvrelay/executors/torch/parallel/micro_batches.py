@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import numpy.typing as npt
+from msgspec.structs import replace
 
 from kvrelay.engine.step import ModelOutput, SchedulerOutput
 
@@ -48,11 +49,9 @@ def split(work: SchedulerOutput, num_parts: int, min_tokens: int = MIN_TOKENS) -
         low, high = total * number // num_parts, total * (number + 1) // num_parts
         rows = np.flatnonzero((ends > low) & (starts < high))
         counts = np.minimum(ends[rows], high) - np.maximum(starts[rows], low)
-        base = work if number == 0 else msgspec.structs.replace(work, **_NOTHING_NEW)
+        base = work if number == 0 else replace(work, **_NOTHING_NEW)
         samples = work.samples[rows] & (ends[rows] <= high)
-        part = msgspec.structs.replace(
-            base, slots=work.slots[rows], num_tokens=counts.astype(np.int32), samples=samples
-        )
+        part = replace(base, slots=work.slots[rows], num_tokens=counts.astype(np.int32), samples=samples)
         parts.append(MicroBatch(part, rows))
     return parts
 
