@@ -349,3 +349,55 @@ def test_a_sample_without_a_duration_changes_nothing() -> None:
 
 def test_costs_of_the_toy_are_sound() -> None:
     assert COST.is_sound
+
+
+def extremes(most: float) -> st.SearchStrategy[float]:
+    """The ends of what may be published, and what lies between."""
+    return st.sampled_from([0.0, 5e-324, 1e-9, most]) | st.floats(0.0, most)
+
+
+def test_nothing_that_workers_may_publish_makes_it_raise() -> None:
+    counts = st.sampled_from([0, 1, 1 << 20, 1 << 40])
+    costs = st.builds(StepCost, *(extremes(600.0) for _ in range(6)))
+    views = st.builds(
+        WorkerView,
+        worker_id=st.text("ab", min_size=1, max_size=3),
+        role=st.sampled_from(WorkerRole),
+        num_running=counts,
+        num_waiting=counts,
+        num_slots=counts,
+        num_prefill_tokens=counts,
+        kv_tokens=counts,
+        kv_used_tokens=counts,
+        prefix_hit_rate=extremes(1.0),
+        step_cost=costs | st.none(),
+    )
+    fleets = st.builds(
+        FleetView,
+        now_s=extremes(1e9),
+        workers=st.lists(views, max_size=4).map(tuple),
+        max_workers=st.integers(0, 6),
+        num_queued_prefill_tokens=counts,
+        num_unplaced=counts,
+        spread=st.floats(),
+    )
+    asked = st.builds(
+        Demand,
+        duration_s=st.sampled_from([-1.0, 0.0, math.nan, math.inf]) | st.floats(1e-3, 1e6),
+        num_requests=counts,
+        num_prompt_tokens=counts,
+        num_uncached_tokens=counts,
+        sum_squares=extremes(1e24),
+        num_ended=counts,
+        num_ended_tokens=counts,
+    )
+
+    @settings(max_examples=400, deadline=None, derandomize=True)
+    @given(st.lists(st.tuples(fleets, asked), min_size=1, max_size=3))
+    def check(looks: list[tuple[FleetView, Demand]]) -> None:
+        state = PlannerState()
+        for fleet, demand in looks:
+            (action,), state = plan(fleet, demand, OBJECTIVES, state)
+            assert msgspec.json.decode(msgspec.json.encode(action))["reason"]
+
+    check()

@@ -97,7 +97,7 @@ class StepCost(msgspec.Struct, frozen=True):
         per_token = self.prefill_token_s + self.pair_s * num_before
         if per_token <= 0.0:
             return MAX_CHUNK_TOKENS
-        return max(MIN_CHUNK_TOKENS, int(min((step_s - base) / per_token, MAX_CHUNK_TOKENS)))
+        return int(min(max((step_s - base) / per_token, MIN_CHUNK_TOKENS), MAX_CHUNK_TOKENS))
 
     def _own_seconds(self, work: StepWork) -> float:
         if work.num_prefill_tokens <= 0:

@@ -14,9 +14,9 @@ from functools import reduce
 
 import msgspec
 
-from kvrelay.core.step_cost import StepCost
+from kvrelay.core.step_cost import StepCost, StepWork
 from kvrelay.planner.base import Demand, FleetView, Objectives, PlannerState
-from kvrelay.planner.capacity import Load
+from kvrelay.planner.capacity import MIN_STEP_S, Load
 
 CHANGED = 4.0
 """Standard deviations. Many splits are tried at each call, and steady demand must pass them all for hours."""
@@ -134,9 +134,9 @@ def _squares(demand: Demand) -> tuple[float, float]:
 def _deviations(after_s: float, after: float, whole_s: float, whole: float, squares: float) -> float:
     """By how many standard deviations the rates before and after differ, if all of it is one process."""
     before_s = whole_s - after_s
-    if before_s <= 0.0 or squares <= 0.0:
+    variance = squares / whole_s * (1.0 / after_s + 1.0 / before_s) if before_s > 0.0 else 0.0
+    if variance <= 0.0:
         return 0.0
-    variance = squares / whole_s * (1.0 / after_s + 1.0 / before_s)
     return abs(after / after_s - (whole - after) / before_s) / math.sqrt(variance)
 
 
@@ -157,7 +157,8 @@ def trend(samples: Sequence[Demand], alpha: float = 0.3, beta: float = 0.1) -> f
 def _running_tokens_per_s(fleet: FleetView, cost: StepCost, context: float) -> float:
     """The tokens that the running answers get, by the time of the steps that they share."""
     running = [w.num_running for w in fleet.workers if w.is_ready and w.role.takes_requests]
-    return sum(count / (cost.step_s + count * (cost.decode_s + cost.context_s * context)) for count in running)
+    works = [StepWork(num_decodes=count, num_context_tokens=int(count * context)) for count in running]
+    return sum(work.num_decodes / max(cost.step_seconds(work), MIN_STEP_S) for work in works)
 
 
 def load_of(fleet: FleetView, state: PlannerState, cost: StepCost) -> Load:
