@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrelay.core.step_cost import MAX_COST_S, MIN_CHUNK_TOKENS, StepCost, StepWork
+from kvrelay.core.step_cost import MAX_CHUNK_TOKENS, MAX_COST_S, MIN_CHUNK_TOKENS, StepCost, StepWork
 from kvrelay.placement.cost_model import (
     MANY_STEPS,
     MAX_SPREAD,
@@ -167,6 +167,9 @@ def test_a_chunk_keeps_the_step_within_its_time() -> None:
         assert seconds <= target_s or chunk == MIN_CHUNK_TOKENS
     assert MOCK.chunk_within(0.02) in (1699, 1700)
     assert MOCK.chunk_within(-1.0) == MIN_CHUNK_TOKENS
+    nearly_free = StepCost(prefill_token_s=5e-324, pair_s=0.0)  # the quotient is infinite
+    assert nearly_free.chunk_within(0.001) == MIN_CHUNK_TOKENS
+    assert nearly_free.chunk_within(1.0) == MAX_CHUNK_TOKENS
 
 
 def test_a_prefill_in_more_chunks_takes_longer_and_adds_the_same_beside() -> None:
