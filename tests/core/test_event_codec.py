@@ -73,6 +73,11 @@ def test_inconsistent_events_are_refused(batch: KvEventBatch) -> None:
     "changes",
     [
         {"kv_active_blocks": -1},
+        {"kv_active_blocks": 2**63},
+        {"num_requests_waiting": 2**63},
+        {"num_prefill_tokens": 2**64 - 1},
+        {"seq": -1},
+        {"step_age_s": 1e300},
         {"gpu_cache_usage_perc": 1.5},
         {"gpu_cache_usage_perc": float("nan")},
         {"version": 0},

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import math
+from contextlib import suppress
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvrelay.config import DisaggConfig, RouterConfig, WorkerRole
 from kvrelay.core.clock import ManualClock
+from kvrelay.core.event_codec import decode_load, encode_load
 from kvrelay.core.event_log import KvEventLog
 from kvrelay.core.events import BlockStored, LoadCost, LoadMetrics, TransferCost
 from kvrelay.core.handoff import PrefixHolder
@@ -17,7 +22,7 @@ from kvrelay.core.hashing import compute_block_hashes
 from kvrelay.core.step_cost import StepCost
 from kvrelay.core.tier_stats import PEER
 from kvrelay.core.workers import WorkerInfo
-from kvrelay.errors import WorkerUnavailableError
+from kvrelay.errors import ProtocolError, WorkerUnavailableError
 from kvrelay.placement.base import PrefillPlace
 from kvrelay.placement.pair_cost import OTHER_HOST_WEIGHT, SAME_HOST_WEIGHT, pair_costs
 from kvrelay.placement.seconds import Candidates, LoadColumns
@@ -269,3 +274,35 @@ def test_a_prefill_worker_that_can_read_the_prefix_costs_the_reading() -> None:
         assert decision.decode.holder is None
     assert found[0]["p0"] == found[1]["p0"]
     assert found[1]["p1"] < found[0]["p1"] / 2
+
+
+TIMES = st.sampled_from([0.0, 5e-324, 1e-300, 1e-9, 1e-3, 600.0, 1e300, math.inf, math.nan, -1.0])
+COUNTS = st.sampled_from([0, 1, 1000, 2**31 - 1, 2**53 + 1, 2**63, 2**64 - 1, -1])
+COSTS = st.builds(StepCost, TIMES, TIMES, TIMES, TIMES, TIMES, TIMES)
+LOAD_COSTS = st.builds(LoadCost, st.sampled_from(["host", PEER]), TIMES, TIMES)
+SAMPLES = st.builds(
+    LoadMetrics,
+    st.sampled_from(["p0", "p1", "d0", "d1"]),
+    *[COUNTS] * 5,
+    *[st.sampled_from([0.0, 0.5, 1.0])] * 2,
+    step_cost=COSTS,
+    transfer_costs=st.tuples(st.builds(TransferCost, st.sampled_from(["p0", "d1"]), TIMES)),
+    load_costs=st.tuples(LOAD_COSTS),
+)
+
+
+@given(st.lists(SAMPLES, max_size=6))
+def test_whatever_workers_publish_a_request_is_placed_and_its_load_ends_with_it(samples: list[LoadMetrics]) -> None:
+    pairs = pair_router("kv", disagg_policy="cost")
+    for at, sample in enumerate(samples):
+        pairs.choose(request(f"{at}"), must_be_local=False)
+        with suppress(ProtocolError):
+            heard = decode_load(encode_load(sample))
+            pairs.decodes.apply_metrics(heard)
+            pairs.prefills.apply_metrics(heard)
+    assert pairs.explain(request()).decode.worker_id in ("d0", "d1")
+    for at in range(len(samples)):
+        pairs.decodes.finished(f"{at}", 1)
+        pairs.prefilled(f"{at}")
+    assert "requests=0, prefill_tokens=0, context_tokens=0)" in repr(pairs.decodes)
+    assert "requests=0, prefill_tokens=0, context_tokens=0)" in repr(pairs.prefills)

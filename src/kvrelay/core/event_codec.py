@@ -6,20 +6,12 @@ does not know subjects, sockets or the effect of events.
 
 from __future__ import annotations
 
-import math
 from typing import TypeVar
 
 import msgspec
 
 from kvrelay.core.decoding import UNREADABLE
-from kvrelay.core.events import (
-    MAX_FLOWS,
-    MAX_LOAD_COSTS,
-    MAX_TRANSFER_PEERS,
-    BlockStored,
-    KvEventBatch,
-    LoadMetrics,
-)
+from kvrelay.core.events import BlockStored, KvEventBatch, LoadMetrics
 from kvrelay.errors import ProtocolError
 
 EVENT_PROTOCOL_VERSION = 1
@@ -86,35 +78,7 @@ def encode_load(metrics: LoadMetrics) -> bytes:
 
 def decode_load(frame: bytes) -> LoadMetrics:
     """Raises ProtocolError for a malformed frame, another version, or numbers out of range."""
-    metrics = _decode(_load_decoder, frame)
-    counts = (
-        metrics.request_active_slots,
-        metrics.request_total_slots,
-        metrics.kv_active_blocks,
-        metrics.kv_total_blocks,
-        metrics.num_requests_waiting,
-        metrics.num_decoding,
-        metrics.num_prefill_tokens,
-        metrics.seq,
-    )
-    shares = (metrics.gpu_cache_usage_perc, metrics.gpu_prefix_cache_hit_rate)
-    amounts = (metrics.kv_demand_perc, metrics.step_age_s)
-    is_possible = all(0.0 <= share <= 1.0 for share in shares) and all(0.0 <= value < math.inf for value in amounts)
-    if min(counts) < 0 or not is_possible:
-        raise ProtocolError(f"load sample of {metrics.worker_id} is out of range")
-    if metrics.step_cost is not None and not metrics.step_cost.is_sound:
-        # The rest of the sample is worth having. Without costs the receiver falls back to its own.
-        metrics = msgspec.structs.replace(metrics, step_cost=None)
-    if metrics.transfer_costs:
-        sound = tuple(cost for cost in metrics.transfer_costs[:MAX_TRANSFER_PEERS] if cost.is_sound)
-        metrics = msgspec.structs.replace(metrics, transfer_costs=sound)
-    if metrics.load_costs:
-        known = tuple(cost for cost in metrics.load_costs[:MAX_LOAD_COSTS] if cost.is_sound)
-        metrics = msgspec.structs.replace(metrics, load_costs=known)
-    if metrics.flows:
-        flows = tuple(flow for flow in metrics.flows[:MAX_FLOWS] if flow.is_sound)
-        metrics = msgspec.structs.replace(metrics, flows=flows)
-    return metrics
+    return _decode(_load_decoder, frame).sound
 
 
 def encode_replay_request(request: ReplayRequest) -> bytes:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from typing import Annotated
 
 import msgspec
 
 from kvrelay.core.step_cost import MAX_COST_S, StepCost
+from kvrelay.core.workers import Count
 
 
 class BlockStored(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
@@ -116,8 +118,14 @@ STALE_AFTER_S = 35.0
 (``worker/reporting/publisher.py``), so two samples in a row are missing."""
 
 
+Share = Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]
+Amount = Annotated[float, msgspec.Meta(ge=0.0, le=1e12)]
+
+
 class LoadMetrics(msgspec.Struct, frozen=True):
     """A worker's load; published at start, before any forward pass, and then regularly.
+
+    The decoder checks the ranges in the types: receivers add these numbers up as floats, which are exact up to 2^53.
 
     ``step_age_s``: age of the running step when the sample was sent; 0 without a running step.
     ``kv_demand_perc``: blocks that requests hold or wait for, as a share of the pool; above 1 if not all fit at once.
@@ -128,21 +136,33 @@ class LoadMetrics(msgspec.Struct, frozen=True):
     """
 
     worker_id: str
-    request_active_slots: int
-    request_total_slots: int
-    kv_active_blocks: int
-    kv_total_blocks: int
-    num_requests_waiting: int
-    gpu_cache_usage_perc: float
-    gpu_prefix_cache_hit_rate: float
-    seq: int = 0
+    request_active_slots: Count
+    request_total_slots: Count
+    kv_active_blocks: Count
+    kv_total_blocks: Count
+    num_requests_waiting: Count
+    gpu_cache_usage_perc: Share
+    gpu_prefix_cache_hit_rate: Share
+    seq: Annotated[int, msgspec.Meta(ge=0)] = 0
     version: int = 1
-    kv_demand_perc: float = 0.0
-    step_age_s: float = 0.0
-    num_decoding: int = 0
-    num_prefill_tokens: int = 0
+    kv_demand_perc: Amount = 0.0
+    step_age_s: Amount = 0.0
+    num_decoding: Count = 0
+    num_prefill_tokens: Count = 0
     step_cost: StepCost | None = None
     transfer_costs: tuple[TransferCost, ...] = ()
     load_costs: tuple[LoadCost, ...] = ()
     flows: tuple[Flow, ...] = ()
     tokens: TokenCounts | None = None
+
+    @property
+    def sound(self) -> LoadMetrics:
+        """With those costs and flows only that can be: the rest of the sample is worth having. Without a cost the
+        receiver falls back to its own."""
+        return msgspec.structs.replace(
+            self,
+            step_cost=self.step_cost if self.step_cost is not None and self.step_cost.is_sound else None,
+            transfer_costs=tuple(cost for cost in self.transfer_costs[:MAX_TRANSFER_PEERS] if cost.is_sound),
+            load_costs=tuple(cost for cost in self.load_costs[:MAX_LOAD_COSTS] if cost.is_sound),
+            flows=tuple(flow for flow in self.flows[:MAX_FLOWS] if flow.is_sound),
+        )
