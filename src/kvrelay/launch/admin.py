@@ -22,6 +22,7 @@ from kvrelay.core.messages import AdminReply, AdminRequest
 from kvrelay.core.workers import WorkerInfo
 from kvrelay.errors import ConfigError, ControlUnavailableError, KvrelayError, ProtocolError, WorkerUnavailableError
 from kvrelay.launch.request_plane import client_of, connected, operator_keys
+from kvrelay.launch.worker_calls import answer_of
 from kvrelay.placement import threshold as disagg
 from kvrelay.router import runtime as router_settings
 from kvrelay.rpc import CurveKeys
@@ -69,9 +70,7 @@ async def send_command(
         raise WorkerUnavailableError(f"{info.worker_id} did not answer in {timeout_s:g} s") from exc
     finally:
         await client.close()
-    if reply.error is not None:
-        raise KvrelayError(f"{info.worker_id}: {reply.error}")
-    return json.loads(reply.payload)
+    return answer_of(info.worker_id, reply)
 
 
 async def list_workers(control: ControlPlane, keys: Keys) -> list[WorkerInfo]:

@@ -91,7 +91,7 @@ class FleetObserver:
         except (KvrelayError, *UNREADABLE) as exc:
             _log.debug("no status of %s: %s", info.worker_id, exc)
             return view
-        load = status.load
+        load = status.load.sound
         return msgspec.structs.replace(
             view,
             # Ready: it has taken a step, or has had nothing to do.

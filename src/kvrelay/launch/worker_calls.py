@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 from typing import Any
 
+import msgspec
+
+from kvrelay.core.decoding import UNREADABLE
 from kvrelay.core.messages import AdminReply, AdminRequest
 from kvrelay.core.workers import WorkerInfo
-from kvrelay.errors import KvrelayError, WorkerUnavailableError
+from kvrelay.errors import KvrelayError, ProtocolError, WorkerUnavailableError
 from kvrelay.launch.request_plane import client_of
 from kvrelay.rpc import CurveKeys, RpcClient
 from kvrelay.rpc.wire import Message
@@ -34,6 +36,16 @@ class _Connection:
             reply.set_result(message)
 
 
+def answer_of(worker_id: str, reply: AdminReply) -> Any:
+    """The JSON of a worker's reply. Raises KvrelayError with the worker's own reason, ProtocolError if it is none."""
+    if reply.error is not None:
+        raise KvrelayError(f"{worker_id}: {reply.error}")
+    try:
+        return msgspec.json.decode(reply.payload)
+    except UNREADABLE as exc:
+        raise ProtocolError(f"the answer of {worker_id} is no JSON: {exc}") from exc
+
+
 class WorkerCalls:
     """``known`` are the workers that can be called, as in discovery; the caller keeps that up to date."""
 
@@ -44,7 +56,7 @@ class WorkerCalls:
         self.known: dict[str, WorkerInfo] = {}
 
     async def ask(self, worker_id: str, command: str, argument: str = "", *, timeout_s: float) -> Any:
-        """The JSON answer. Raises WorkerUnavailableError, KvrelayError with the worker's own reason."""
+        """The JSON answer. Raises WorkerUnavailableError, and as ``answer_of``."""
         nonce = next(self._nonces)
         reply: asyncio.Future[AdminReply] = asyncio.get_running_loop().create_future()
         try:
@@ -58,9 +70,7 @@ class WorkerCalls:
         finally:
             if (known := self._connections.get(worker_id)) is not None:
                 known.replies.pop(nonce, None)
-        if answer.error is not None:
-            raise KvrelayError(f"{worker_id}: {answer.error}")
-        return json.loads(answer.payload)
+        return answer_of(worker_id, answer)
 
     async def forget_others(self) -> None:
         """Close the connections to workers that are not known any more."""
