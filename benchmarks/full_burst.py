@@ -9,10 +9,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import click
+from msgspec.structs import replace
 from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.loads import describe_machine, fixed_load, send
