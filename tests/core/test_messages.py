@@ -31,6 +31,7 @@ from kvrelay.handoff.messages import (
     HandoffGrant,
     HandoffRefused,
     HandoffReleased,
+    Prefix,
 )
 from kvrelay.rpc.wire import decode_message, encode_message
 
@@ -83,6 +84,13 @@ def test_a_prompt_travels_as_little_endian_words_and_half_an_id_is_refused():
     assert len(half) == len(whole) - 1
     with pytest.raises(ProtocolError, match="7 bytes are no token ids"):
         decode_message(half)
+
+
+@pytest.mark.parametrize("token", [-1, 2**32])
+def test_a_prefix_of_ids_that_no_token_can_have_is_refused(token):
+    """Hashing them would fail on the engine's thread, and the claim would wait for ever."""
+    with pytest.raises(ProtocolError, match=r"prefix\[0\]"):
+        decode_message(encode_message(HandoffClaim(HANDOFF, "p", "abc", prefix=Prefix((1, token)))))
 
 
 def test_other_versions_and_pickles_are_refused():

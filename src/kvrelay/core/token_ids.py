@@ -5,11 +5,15 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from typing import Annotated
 
+import msgspec
 import numpy as np
 
 ID_BYTES = 4
 """Of an id in a message."""
+TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2 ** (8 * ID_BYTES))]
+"""One that can be hashed."""
 FEW = 128
 """Of so many, Python finds the largest faster than NumPy."""
 

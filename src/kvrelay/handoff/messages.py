@@ -16,13 +16,14 @@ import msgspec
 from kvrelay.core.handoff import HandoffId, HandoffOrder, KvDirection
 from kvrelay.core.layout import KV
 from kvrelay.core.logprobs import PositionLogprobs
+from kvrelay.core.token_ids import TokenId
 
 
 class Prefix(msgspec.Struct, frozen=True, array_like=True):
     """The leading blocks of a prompt that a worker wants from the prefix cache of another. Tokens, not hashes: the
     holder compares them, so a collision gives no one KV of another text. ``cache_salt``: the request's."""
 
-    token_ids: tuple[int, ...]
+    token_ids: tuple[TokenId, ...]
     cache_salt: str | None = None
 
 
