@@ -22,9 +22,20 @@ import zmq
 
 from kvrelay.control.base import ControlPlane, Keys
 from kvrelay.control.nats.connection import NatsConnection
+from kvrelay.core.control_codec import decode_prefill
 from kvrelay.core.event_codec import ReplayRequest, encode_events, encode_load, encode_replay_request
-from kvrelay.core.events import AllBlocksCleared, BlockRemoved, BlockStored, KvEventBatch, LoadMetrics
-from kvrelay.core.handoff import HandoffId, RemotePrefillRequest
+from kvrelay.core.events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    Flow,
+    KvEventBatch,
+    LoadCost,
+    LoadMetrics,
+    TokenCounts,
+    TransferCost,
+)
+from kvrelay.core.handoff import HandoffId, HandoffOrder, Pair, PrefixHolder, RemotePrefillRequest
 from kvrelay.core.messages import (
     PROTOCOL_VERSION,
     AbortRequest,
@@ -33,12 +44,24 @@ from kvrelay.core.messages import (
     GenerateRequest,
     OutputBatch,
     Ping,
+    PrefillLost,
     TokenOutput,
 )
 from kvrelay.core.sampling import SamplingParams
+from kvrelay.core.step_cost import StepCost
 from kvrelay.core.token_ids import to_bytes
 from kvrelay.core.workers import CallerInfo, KvMetadata, WorkerInfo
-from kvrelay.handoff.messages import HandoffAbandon, HandoffClaim, HandoffGrant, HandoffReleased
+from kvrelay.handoff.messages import (
+    HandoffAbandon,
+    HandoffClaim,
+    HandoffDone,
+    HandoffFetched,
+    HandoffGrant,
+    HandoffProgress,
+    HandoffReady,
+    HandoffReleased,
+    Prefix,
+)
 from kvrelay.rpc import CurveKeys, new_curve_keys
 from kvrelay.rpc.wire import encode_message
 
@@ -111,8 +134,30 @@ class Corpus:
             for message in (
                 GenerateRequest("fuzz", name, tokens, sampling, (7, 8)),
                 GenerateRequest("fuzz-2", name, tokens * 8, msgspec.structs.replace(sampling, logprobs=3, seed=1)),
+                GenerateRequest(
+                    "fuzz-3",
+                    name,
+                    tokens * 8,
+                    sampling,
+                    priority=1,
+                    order=HandoffOrder.PREFILL_FIRST,
+                    pair=Pair(FUZZING_WORKER, name),
+                    slo_ttft_ms=1.0,
+                    slo_itl_ms=1.0,
+                    explain=True,
+                    report_interval=16,
+                    holder=PrefixHolder(FUZZING_WORKER, 32),
+                ),
+                PrefillLost("fuzz"),
                 AbortRequest("fuzz"),
                 HandoffClaim(HandoffId(name, 1), FUZZING_WORKER, worker.kv_compatibility),
+                HandoffClaim(
+                    HandoffId(name, 2), FUZZING_WORKER, worker.kv_compatibility, prefix=Prefix(tuple(range(20, 60)))
+                ),
+                HandoffProgress(HandoffId(name, 1), 1, 5),
+                HandoffDone(HandoffId(name, 1), 1, 7, None, 1024, 0.5, (1, 2), 5),
+                HandoffReady(HandoffId(name, 1), 1, (1, 2), 7, None, 0.5, (1, 2), 5),
+                HandoffFetched(HandoffId(name, 1), 1),
                 HandoffReleased(HandoffId(name, 1), FUZZING_WORKER, "gone"),
                 HandoffGrant(HandoffId(name, 1), 1, (1, 2, 3), 16),
                 HandoffAbandon(HandoffId(name, 1), 1),
@@ -128,16 +173,32 @@ class Corpus:
             encode_events(KvEventBatch(name, worker.epoch, 0, (stored, BlockRemoved((2,))))),
             encode_events(KvEventBatch(name, worker.epoch, 7, (AllBlocksCleared(),))),
         ]
-        self.loads = [encode_load(LoadMetrics(name, 1, 2, 3, 4, 5, 0.5, 0.5))]
+        load = LoadMetrics(name, 1, 2, 3, 4, 5, 0.5, 0.5)
+        costs = {
+            "step_cost": StepCost(),
+            "transfer_costs": (TransferCost(FUZZING_WORKER, 1e-6),),
+            "load_costs": (LoadCost("host", 1e-6, 1e-3),),
+            "flows": (Flow(FUZZING_WORKER, True, 1, 2, 0.5),),
+            "tokens": TokenCounts(1, 2),
+        }
+        self.loads = [encode_load(load), encode_load(msgspec.structs.replace(load, **costs))]
         self.replays = [encode_replay_request(ReplayRequest(0)), encode_replay_request(ReplayRequest(-1, 5, 2))]
-        self.prefills = [
-            msgspec.msgpack.encode(
-                RemotePrefillRequest(
-                    HandoffId(name, 1), name, "fuzz", tokens, 0, sampling, (1, 2, 3), 0, decode_address=worker.address,
-                    model=worker.model, kv_compatibility=worker.kv_compatibility, timeout_s=60,
-                )
-            )
-        ]  # fmt: skip
+        prefill = RemotePrefillRequest(
+            HandoffId(name, 1),
+            name,
+            "fuzz",
+            tuple(range(20, 60)),
+            0,
+            sampling,
+            (1, 2, 3),
+            0,
+            decode_address=worker.address,
+            model=worker.model,
+            kv_compatibility=worker.kv_compatibility,
+            timeout_s=60,
+        )
+        self.prefills = [msgspec.msgpack.encode(prefill)]
+        decode_prefill(self.prefills[0])
 
     def frame(self, kind: Sequence[bytes]) -> bytes:
         """Random, mutated, nonsense or as it should be."""
