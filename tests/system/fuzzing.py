@@ -35,7 +35,7 @@ from kvrelay.core.events import (
     TokenCounts,
     TransferCost,
 )
-from kvrelay.core.handoff import HandoffId, HandoffOrder, Pair, PrefixHolder, RemotePrefillRequest
+from kvrelay.core.handoff import FIRST_PREFIX, HandoffId, HandoffOrder, Pair, PrefixHolder, RemotePrefillRequest
 from kvrelay.core.messages import (
     PROTOCOL_VERSION,
     AbortRequest,
@@ -153,6 +153,12 @@ class Corpus:
                 HandoffClaim(HandoffId(name, 1), FUZZING_WORKER, worker.kv_compatibility),
                 HandoffClaim(
                     HandoffId(name, 2), FUZZING_WORKER, worker.kv_compatibility, prefix=Prefix(tuple(range(20, 60)))
+                ),
+                HandoffClaim(
+                    HandoffId(name, FIRST_PREFIX),
+                    FUZZING_WORKER,
+                    worker.kv_compatibility,
+                    prefix=Prefix(tuple(range(20, 60))),
                 ),
                 HandoffProgress(HandoffId(name, 1), 1, 5),
                 HandoffDone(HandoffId(name, 1), 1, 7, None, 1024, 0.5, (1, 2), 5),

@@ -13,7 +13,7 @@ from tests.worker.cluster import LOOPBACK, Client, Cluster, Node, cluster, expec
 from tests.worker.test_prefill_first import PairedClient
 
 from kvrelay.config import WorkerRole
-from kvrelay.core.handoff import PrefixHolder
+from kvrelay.core.handoff import HandoffId, PrefixHolder
 from kvrelay.core.tier_stats import PEER, TierStats
 from kvrelay.handoff import prefill_events as pe
 from kvrelay.handoff.base import EndReason
@@ -105,6 +105,18 @@ async def test_what_the_holder_does_not_give_is_computed(why: str) -> None:
         assert await client.answer("salted") == expected(tokens, 8)
         assert client.cached["salted"] == 0
         assert fetched(reader).counts.num_failed_loads >= 1
+        assert holder.worker.stats().num_grants == 0
+
+
+@pytest.mark.parametrize("number", [1, 2**61 - 1, 2**62])
+async def test_a_prefix_is_not_lent_under_the_number_of_another_kind_of_hand_off(
+    number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvrelay.worker.prefixes.new_prefix_id", lambda holder: HandoffId(holder, number))
+    async with cluster() as shared:
+        holder, reader, _, client = await two(shared)
+        assert await ask(client, "r", HOT + prompt(100, 3), holder.id) == 0
+        assert fetched(reader).counts.num_failed_loads == 1
         assert holder.worker.stats().num_grants == 0
 
 

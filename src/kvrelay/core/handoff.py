@@ -56,6 +56,10 @@ class PrefixHolder(msgspec.Struct, frozen=True, array_like=True):
     num_tokens: int
 
 
+FIRST_PREFIX = 2**61
+"""Numbers of prefixes begin here; those of pairs (``core/pair_id.py``) at twice this."""
+
+
 class HandoffId(msgspec.Struct, frozen=True, order=True, array_like=True):
     """One hand-off of one incarnation of a decode worker, whose id is new at every start.
 
@@ -70,10 +74,15 @@ class HandoffId(msgspec.Struct, frozen=True, order=True, array_like=True):
     def __str__(self) -> str:
         return f"{self.decode_worker_id}#{self.number}"
 
+    @property
+    def is_of_prefix(self) -> bool:
+        """Whether ``new_prefix_id`` may have made it, and so neither a decode worker nor a pair."""
+        return FIRST_PREFIX <= self.number < 2 * FIRST_PREFIX
+
 
 def new_prefix_id(holder_id: str) -> HandoffId:
     """For the reading of a prefix: beside the numbers that workers count, below those of pairs."""
-    return HandoffId(holder_id, 2**61 | secrets.randbits(61))
+    return HandoffId(holder_id, FIRST_PREFIX | secrets.randbits(61))
 
 
 class RemotePrefillRequest(msgspec.Struct, frozen=True):
