@@ -27,6 +27,8 @@ def test_costs_survive_their_file(tmp_path: Path) -> None:
         ('{"step": {"steps": 1.0}}', "unknown field `steps`"),
         ('{"step": {"step_s": -1.0}}', "times of 0 s or more"),
         ('{"hop_s": -0.1}', "`\\$.hop_s` must be 0 or more, got -0.1"),
+        ('{"hop_s": 1e300}', "`\\$.hop_s` must be at most an hour, got 1e\\+300 s"),
+        ('{"frontend_token_s": 1e308}', "frontend_token_s.* at most an hour"),
         ('{"link_bytes_per_s": 0}', "above 0"),
         ('{"spread": 3}', "at most 2"),
         ('{"version": 2}', "version 2 is unknown"),

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from kvrelay.core.decoding import UNREADABLE
-from kvrelay.core.step_cost import StepCost
+from kvrelay.core.step_cost import MAX_COST_S, StepCost
 from kvrelay.errors import ConfigError
 
 
@@ -84,6 +84,8 @@ def check_costs(costs: Costs, source: str) -> None:
         value = getattr(costs, name)
         if isinstance(value, int | float) and not 0.0 <= value < math.inf:
             raise ConfigError(f"costs {source}: `$.{name}` must be 0 or more, got {value}", param="costs")
+        if name.endswith("_s") and name != "link_bytes_per_s" and value > MAX_COST_S:
+            raise ConfigError(f"costs {source}: `$.{name}` must be at most an hour, got {value:g} s", param="costs")
     if costs.link_bytes_per_s <= 0.0 or costs.spread > 2.0:
         raise ConfigError(
             f"costs {source}: `$.link_bytes_per_s` must be above 0 and `$.spread` at most 2", param="costs"
