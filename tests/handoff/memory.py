@@ -143,6 +143,8 @@ class Memory:
         """The prefix, if the cache still has it."""
         blocks = None if self.d.has_evicted else tuple(range(self.scenario.num_hit_blocks))
         if blocks is not None:
+            if (handoff_id, 1) in self.d.loans:
+                raise Violation(f"{handoff_id} is lent twice; the first loan is forgotten")
             self.d.loans[handoff_id, 1] = blocks
         self._handle(D, de.LoanAllocated(handoff_id, 1, blocks))
 

@@ -23,6 +23,7 @@ from kvrelay.handoff.messages import (
     HandoffReady,
     HandoffRefused,
     HandoffReleased,
+    Prefix,
 )
 from kvrelay.handoff.prefill_ledger import PrefillLedger
 from kvrelay.handoff.prefill_state import TRANSITIONS as PREFILL_TRANSITIONS
@@ -387,6 +388,16 @@ def test_kv_that_no_request_fetches_is_discarded_unless_it_is_being_fetched() ->
     assert ledger.handle(released, 2.5) == []
     ledger.handle(de.FetchEnded("h", 1, False), 3.0)
     assert ledger.handle(released, 4.0) == [de.Discard("h", PARAMS)]
+
+
+def test_a_prefix_is_lent_once_whatever_is_claimed_while_the_engine_lends_it() -> None:
+    ledger = decode_ledger()
+    wanted = HandoffClaim("x", "p", "same", term=1, prefix=Prefix((1, 2, 3, 4)))
+    assert ledger.handle(de.Claimed(wanted, "to p"), 1.0) == [de.LendPrefix("x", wanted.prefix)]
+    ledger.handle(de.ClaimantConnectionLost("to p"), 1.0)
+    assert refusal_of(ledger.handle(de.Claimed(wanted, "anew"), 1.0)) == RefusalReason.BUSY
+    assert ledger.handle(de.LoanAllocated("x", 1, (7,)), 2.0) == [de.EndLoan("x", 1)]
+    assert "x" not in ledger.handoffs
 
 
 # -- the prefill side -------------------------------------------------------------------------------------------------

@@ -96,6 +96,8 @@ class DecodeHandoff:
             refuse(event, RefusalReason.ANOTHER_CLAIMANT, context)
         elif self._is_served(worker_id):
             return  # a duplicate of a claim that is being answered
+        elif self.is_prefix and self.allocating:
+            refuse(event, RefusalReason.BUSY, context)  # the engine lends it for a claim that is gone
         elif self.is_prefix and event.claim.prefix is not None and not self.generation:
             self.waiting, self.allocating = event, 1
             context.out.append(de.LendPrefix(self.handoff_id, event.claim.prefix))
