@@ -119,8 +119,17 @@ def cli(log_level: str) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line and exit."""
+    _open_standard_streams()
     collect_seldom()
     sys.exit(run(sys.argv[1:] if arguments is None else arguments))
+
+
+def _open_standard_streams() -> None:
+    """Of stdin, stdout and stderr, what the caller has closed. Else a socket would get its number: text would be
+    written to it, and libuv would abort the process when it is closed."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)
 
 
 def run(arguments: list[str], command: click.Command = cli, name: str = "kvrelay") -> int:

@@ -1,0 +1,35 @@
+"""The first moments of the command: interrupted, or without standard streams."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+def test_an_interrupt_while_the_first_modules_are_read_ends_without_a_traceback(tmp_path: Path) -> None:
+    (tmp_path / "click.py").write_text("raise KeyboardInterrupt")
+    path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+    command = [sys.executable, "-m", "kvrelay", "--help"]
+    ended = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "")
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_what_is_closed_of_the_standard_streams_is_open_and_inherited(closed: str, tmp_path: Path) -> None:
+    """A socket would get its number, and libuv aborts a process that closes one of them."""
+    told = tmp_path / "told"
+    code = (
+        "import os; from kvrelay.cli import main\n"
+        f"main.run = lambda arguments: print(*map(os.get_inheritable, range(3)), file=open({str(told)!r}, 'w'))\n"
+        "main.main([])"
+    )
+    path = os.pathsep.join(filter(None, sys.path))
+    ended = subprocess.run(
+        ["sh", "-c", f'exec "$0" -c "$1" {closed}', sys.executable, code], env={**os.environ, "PYTHONPATH": path}
+    )
+    assert ended.returncode == 0
+    assert told.read_text() == "True True True\n"
