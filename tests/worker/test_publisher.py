@@ -13,7 +13,7 @@ from kvrelay.control.memory import MemoryBroker
 from kvrelay.core.event_codec import decode_events, decode_load
 from kvrelay.core.event_log import KvEventLog
 from kvrelay.core.events import STALE_AFTER_S, AllBlocksCleared, BlockRemoved, KvEvent, LoadMetrics
-from kvrelay.errors import KvrelayError, PayloadTooLargeError
+from kvrelay.errors import ControlUnavailableError, KvrelayError, PayloadTooLargeError
 from kvrelay.worker.reporting.publisher import (
     IDLE_INTERVAL_S,
     MAX_BATCH_BLOCKS,
@@ -55,6 +55,30 @@ async def test_changes_within_the_interval_are_one_sample_and_none_is_lost():
         publisher.update([], msgspec.structs.replace(LOAD, kv_active_blocks=number))
     await eventually(lambda: bool(samples) and samples[-1].kv_active_blocks == 100)
     assert len(samples) == 2
+    await publisher.close()
+    await plane.close()
+
+
+async def test_an_idle_worker_repeats_a_refused_sample_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Routers would count what has ended until its next sample, 15 s later."""
+    monkeypatch.setattr("kvrelay.worker.reporting.publisher.MAX_INTERVAL_S", 0.01)
+    monkeypatch.setattr("kvrelay.worker.reporting.publisher.IDLE_INTERVAL_S", 3600.0)
+    plane = MemoryBroker().plane()
+    keys = Keys("test")
+    samples: list[LoadMetrics] = []
+    await plane.events.subscribe(keys.load_metrics, lambda subject, data: samples.append(decode_load(data)))
+    publish, refused = plane.events.publish, []
+
+    async def refuse(subject: str, data: bytes) -> None:
+        if len(refused) < 3:
+            refused.append(subject)
+            raise ControlUnavailableError("no connection")
+        await publish(subject, data)
+
+    plane.events.publish = refuse
+    publisher = Publisher("w", 0, plane.events, keys, KvEventLog("w", 0))
+    await publisher.start(LOAD)
+    await eventually(lambda: [sample.seq for sample in samples] == [4])
     await publisher.close()
     await plane.close()
 

@@ -2,8 +2,8 @@
 
 A first load sample goes out at start, before any forward pass; then one on change, at most 20 a second, and at least
 one a second while the worker has requests or is at a step. An idle worker repeats its sample every 15 seconds, see
-STALE_AFTER_S in ``core/events.py``. Events carry the epoch of the worker's start: a change of role
-keeps the prefix cache, so indexes stay valid.
+STALE_AFTER_S in ``core/events.py``; a sample that the bus refuses is sent again after a second. Events carry the epoch
+of the worker's start: a change of role keeps the prefix cache, so indexes stay valid.
 """
 
 from __future__ import annotations
@@ -106,7 +106,9 @@ class Publisher:
 
     @property
     def _interval_s(self) -> float:
-        return IDLE_INTERVAL_S if self._load is None else repeat_interval_s(self._load, self._step_age_s())
+        if self._load is None or self._sent_load is None:
+            return MAX_INTERVAL_S
+        return repeat_interval_s(self._load, self._step_age_s())
 
     async def _publish_events(self) -> None:
         events, self._pending = self._pending, []
@@ -129,6 +131,7 @@ class Publisher:
             sample = msgspec.structs.replace(load, seq=self._seq, step_age_s=self._step_age_s())
             await self._publish(self._keys.worker_load(self._worker_id), encode_load(self._complete(sample)))
         except KvrelayError as exc:
+            self._sent_load = None
             _log.debug("load not published: %s", exc)
 
     async def _serve_replay(self, data: bytes) -> bytes:
