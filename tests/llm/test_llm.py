@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from kvrelay import LLM, AsyncLLM, SamplingParams
@@ -63,7 +64,8 @@ def test_token_ids_in_and_out(llm: LLM) -> None:
     assert [output.prompt_token_ids for output in outputs] == [(5, 6, 7), tuple(LONG)]
     assert [output.token_ids for output in outputs] == [expected([5, 6, 7], 8), expected(LONG, 8)]
     assert outputs[0].prompt is None
-    assert llm.generate([5, 6, 7], GREEDY)[0].token_ids == outputs[0].token_ids
+    for same in ([5, 6, 7], (5, 6, 7), np.array([5, 6, 7])):
+        assert llm.generate(same, GREEDY)[0].token_ids == outputs[0].token_ids
 
 
 def test_more_prompts_than_an_engine_takes_at_once(split: LLM) -> None:
@@ -122,6 +124,10 @@ def test_a_conversation_and_several(llm: LLM) -> None:
         ([[]], GREEDY, InvalidInputError),
         ([-1], GREEDY, InvalidInputError),
         ([10**9], GREEDY, InvalidInputError),
+        ([5.5], GREEDY, TypeError),
+        ([["5"]], GREEDY, TypeError),
+        ({"prompt": "x"}, GREEDY, TypeError),
+        (None, GREEDY, TypeError),
         ([5] * 5000, GREEDY, PromptTooLongError),
         ("x", SamplingParams(temperature=-1.0), InvalidInputError),
         ("x", SamplingParams(n=0), InvalidInputError),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import operator
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
@@ -183,7 +184,7 @@ class AsyncLLM:
         return sequences_of(secrets.token_hex(16), [prompt], spec, model, answer, self._metrics, MIGRATION_LIMIT)
 
     async def _prompt(self, model: Model, prompt: TextOrTokens) -> Prompt:
-        given = prompt if isinstance(prompt, str) else list(map(int, prompt))
+        given = prompt if isinstance(prompt, str) else list(map(operator.index, prompt))
         if not given:
             raise InvalidInputError("the prompt is empty", param="prompt")
         return await _aside(len(given), lambda: complete(completion_prompts([given], model, True))[0])

@@ -6,7 +6,8 @@ import asyncio
 import sys
 import threading
 import weakref
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
+from numbers import Integral
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -80,7 +81,7 @@ class LLM:
         """One output per prompt, in order. A prompt is a text or a list of token ids. ``sampling_params`` is one value
         for all prompts, or one per prompt. Ctrl-C ends all of them.
 
-        Raises InvalidInputError, PromptTooLongError, EngineDeadError.
+        Raises InvalidInputError, PromptTooLongError, EngineDeadError, and TypeError for what is neither.
         """
         return self._run(self._generate(_prompt_list(prompts), sampling_params))
 
@@ -188,6 +189,5 @@ async def _all(calls: Sequence[Coroutine[Any, Any, RequestOutput]]) -> list[Requ
 
 
 def _prompt_list(prompts: TextOrTokens | Sequence[TextOrTokens]) -> list[TextOrTokens]:
-    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
+    found: list[Any] = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
+    return [found] if found and isinstance(found[0], Integral) else found
