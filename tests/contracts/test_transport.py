@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import re
+import select
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -191,6 +192,31 @@ def test_a_notification_arrives_after_the_bytes_of_its_write(pair: Pair) -> None
         pair.poll_until(lambda count=step + 1: len(pair.decode.payloads) == count)
         assert pair.decode.payloads[-1] == payload
         assert (pair.decode.pool == step + 1).all()
+
+
+def test_one_that_names_descriptors_need_not_be_polled_before_one_is_readable(pair: Pair) -> None:
+    watched = select.poll()
+    for fd in pair.decode.transport.wake_fds:
+        watched.register(fd, select.POLLIN)
+    if not pair.decode.transport.wake_fds:
+        pytest.skip("it must be asked")
+    pieces = block_pieces(LAYOUT, list(range(32)), list(range(16, 48)))
+    end = time.monotonic() + WAIT_S
+    for number in range(3):
+        # A write behind a notification waits for the peer, too.
+        handles = [
+            pair.prefill.transport.post(TransferOp.WRITE, pair.decode.worker_id, pieces, notify)
+            for notify in (None, b"n%d" % number)
+        ]
+        while not (set(handles) <= pair.prefill.completed.keys() and len(pair.decode.payloads) == number + 1):
+            assert time.monotonic() < end, "did not happen in time"
+            pair.prefill.poll()
+            if watched.poll(1):
+                pair.decode.poll()
+    assert pair.decode.payloads == [b"n0", b"n1", b"n2"]
+    while watched.poll(0):  # else its thread would spin
+        assert time.monotonic() < end, "always readable"
+        pair.decode.poll()
 
 
 def test_a_long_notification_arrives_whole(pair: Pair) -> None:

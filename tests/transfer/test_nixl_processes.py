@@ -6,6 +6,7 @@ import base64
 import importlib.util
 import json
 import os
+import queue
 import signal
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from kvrelay.config import TransferConfig
 from kvrelay.core.layout import MemoryRegion, paged_kv
 from kvrelay.core.workers import KvMetadata
 from kvrelay.transfer import TransferOp, TransferThread, block_pieces, build_transport
+from kvrelay.transfer.nixl import NixlTransport
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("nixl_cu13") is None, reason="NIXL is not installed")
 
@@ -203,6 +205,38 @@ def test_a_killed_peer_ends_every_transfer_with_an_error(start: Callable[..., tu
     parent.submit(TransferOp.WRITE, "second", [1], [2], b"[2]")
     assert second.hear() == {"notified": [2], "digest": parent.digest([1])}
     assert second.end() == 0
+
+
+@pytest.mark.parametrize("ucx_tls", ["auto", "tcp,self"])
+def test_an_open_hand_off_is_not_polled_for_and_neither_is_a_killed_peer(
+    start: Callable[..., tuple[Parent, Child]], ucx_tls: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_polls = 0
+    original = NixlTransport.poll
+
+    def counted(transport: NixlTransport) -> object:
+        nonlocal num_polls
+        num_polls += 1
+        return original(transport)
+
+    monkeypatch.setattr(NixlTransport, "poll", counted)
+    parent, child = start(TransferConfig(transfer_timeout_s=60.0, ucx_tls=ucx_tls))
+    notified: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    parent.thread.on_notification(lambda notification: notified.put(notification.payload))
+    parent.thread.open_handoff()
+    child.tell(do="connect", metadata=parent.metadata())
+    for block in (1, 2, 3):
+        time.sleep(0.1)  # two hundred poll intervals
+        assert child.tell(do="write", to="parent", local=[4], remote=[block]) == {"written": None}
+        assert notified.get(timeout=60) == b"[%d]" % block
+    assert num_polls < 200
+    child.process.kill()
+    child.process.wait(60)
+    end, before = time.monotonic() + 60.0, -1
+    while before != num_polls:
+        assert time.monotonic() < end, "what is left of the peer keeps the thread awake"
+        before = num_polls
+        time.sleep(0.2)
 
 
 def test_a_stopped_peer_runs_into_the_deadline_and_can_be_reconnected(

@@ -168,15 +168,15 @@ class TransferConfig(Settings):
     )
     ucx_tls: str = setting(
         "auto",
-        "UCX transports, e.g. ib,posix,sysv,cma,self,tcp for RDMA; auto: shared memory, cross-memory attach and TCP "
-        "for pools in host memory, UCX's own choice for GPUs.",
+        "UCX transports, e.g. ib,cma,self,tcp for RDMA; auto: cross-memory attach and TCP for pools in host memory, "
+        "UCX's own choice for GPUs.",
     )
     ucx_net_devices: str = setting(
         "auto", "Network devices of UCX, e.g. eth0 or mlx5_0:1; auto: all, or only loopback for a worker on loopback."
     )
     transfer_timeout_s: float = setting(30.0, "Seconds until a read or write fails.", low=0.01)
     poll_interval_s: float = setting(
-        0.0005, "Seconds between polls while a hand-off is open; shm alone needs none.", low=0.00005, high=0.1
+        0.0005, "Seconds between polls while a hand-off is open, by nixl with RDMA or p2p.", low=0.00005, high=0.1
     )
     kv_checksums: bool = setting(False, "Checksums of all handed-off blocks; damaged ones are recomputed.")
     send_type: Literal["PUT", "PUT_ASYNC", "GET"] = setting(

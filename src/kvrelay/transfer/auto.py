@@ -87,8 +87,9 @@ class AutoTransport(Transport):
                 self._usable[name] = transport
         if not agents:
             raise FatalError(f"no transport can be used: {'; '.join(refusals)}")
-        if len(self._usable) == 1:
-            (self.wake_fd,) = (transport.wake_fd for transport in self._usable.values())
+        wake_fds = [transport.wake_fds for transport in self._usable.values()]
+        if all(wake_fds):
+            self.wake_fds = sum(wake_fds, ())
         return msgspec.msgpack.encode(agents)
 
     def _connect(self, metadata: KvMetadata) -> _Route:

@@ -8,7 +8,8 @@ Protocol, per worker:
   2. ``add_peer(metadata)`` at the first hand-off with a peer. Raises IncompatiblePeerError for other KV.
   3. ``post(...)`` any number of reads and writes; the peer's engine takes no part. A ``notify`` payload arrives at the
      peer after all bytes of that write are visible there.
-  4. ``poll()`` completes posts and collects notifications. Both sides must poll while a hand-off is open.
+  4. ``poll()`` completes posts and collects notifications. Both sides must poll while a hand-off is open, or whenever
+     one of ``wake_fds`` is readable.
   5. ``remove_peer(id)`` tears the connection down: after it returns, no post of the peer can touch our memory through
      this connection, and our pending posts to the peer have failed.
   6. ``bar(id)`` when a peer's lease has ended, repeated until it returns True. Only then does the end of the lease
@@ -72,9 +73,9 @@ class Transport(ABC):
     name: str
     has_bar = False
     """Whether ``bar`` knows more than True. Then the end of a lease must wait for it."""
-    wake_fd: int | None = None
-    """Once registered: a file descriptor that is readable when ``poll`` has a notification. None: one must ask. Valid
-    until ``close``."""
+    wake_fds: tuple[int, ...] = ()
+    """Once registered: file descriptors of which one is readable when ``poll`` has work to do. Empty: one must ask.
+    Valid until ``close``."""
     grants: Grants | None = None
     """For transports that put peers' bytes into place in this process: what peers may touch. None: peers reach our
     memory without us."""

@@ -1,4 +1,4 @@
-"""The commands of one thread, which sleeps until one comes or a file descriptor becomes readable."""
+"""The commands of one thread, which sleeps until one comes or one of a few file descriptors becomes readable."""
 
 from __future__ import annotations
 
@@ -18,26 +18,28 @@ class Inbox:
     def __init__(self) -> None:
         self._commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
-        self._bell: int | None = None
-        """Rung at each command once a file descriptor is watched: the queue's own lock ends no wait for that one."""
-        self._poller = select.poll()
+        self._bell = -1
+        """Rung at each command once file descriptors are watched: the queue's own lock ends no wait for those."""
+        self._watched: select.epoll | None = None
 
     @property
     def watches(self) -> bool:
-        return self._bell is not None
+        return self._watched is not None
 
-    def watch(self, fd: int) -> None:
-        """From now on ``get`` also returns when ``fd`` is readable. Commands that are here already are not missed."""
-        bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        for each in (fd, bell):
-            self._poller.register(each, select.POLLIN)
-        self._bell = bell
+    def watch(self, *fds: int) -> None:
+        """From now on ``get`` also returns when one of ``fds`` is readable. Commands that are here already are not
+        missed."""
+        self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        watched = select.epoll()
+        for each in (self._bell, *fds):
+            watched.register(each, select.EPOLLIN)
+        self._watched = watched
 
     def put(self, command: Command | None) -> None:
         self._commands.put(command)
-        if self._bell is not None:
+        if self._watched is not None:
             with self._lock:
-                if self._bell is not None:
+                if self._watched is not None:
                     os.eventfd_write(self._bell, 1)
 
     def empty(self) -> bool:
@@ -48,11 +50,11 @@ class Inbox:
         return self._commands.get_nowait()
 
     def get(self, timeout_s: float | None) -> Command | None:
-        """Raises queue.Empty after ``timeout_s`` (None: never), or when the watched descriptor is readable."""
-        if self._bell is None:
+        """Raises queue.Empty after ``timeout_s`` (None: never), or when a watched descriptor is readable."""
+        if self._watched is None:
             return self._commands.get(timeout=timeout_s)
         if self._commands.empty():
-            self._poller.poll(None if timeout_s is None else timeout_s * 1e3)
+            self._watched.poll(timeout_s)
         # Before the command is taken: whoever rings later has put one that is still there.
         with suppress(BlockingIOError):
             os.eventfd_read(self._bell)
@@ -61,6 +63,7 @@ class Inbox:
     def close(self) -> None:
         """Watch nothing any more. Idempotent."""
         with self._lock:
-            if self._bell is not None:
+            if self._watched is not None:
+                self._watched.close()
                 os.close(self._bell)
-                self._bell = None
+                self._watched = None

@@ -1,11 +1,15 @@
-"""Transport over NIXL and UCX: cross-memory attach and shared memory on one host, TCP between hosts; RDMA by
-``ucx_tls``, or by UCX's own choice for pools on GPUs.
+"""Transport over NIXL and UCX: cross-memory attach on one host, TCP between hosts; RDMA by ``ucx_tls``, or by
+UCX's own choice for pools on GPUs.
 
 It owns one NIXL agent, its registered pool and its connections. It does not know threads (its caller has one), retries
 or deadlines.
 
 Experience that this module encodes (measured on a 2-core machine):
-  - NIXL's progress thread spins, so it is off; ``poll`` makes the progress, on both sides.
+  - NIXL's progress thread spins, so it is off; ``poll`` makes the progress, on both sides. A write behind a
+    notification completes only when the peer's UCX has taken the notification, so the peer must poll soon.
+  - Between processes the bytes go by cross-memory attach and all else by TCP, also on one host: UCX does not let shared
+    memory carry messages that must fail with their peer. What arrives by TCP makes UCX's own epolls readable, by which
+    the transfer thread is woken.
   - On one host ``post`` copies within the call (10 GB/s, with the GIL released), so the post is complete on return.
   - UCX's default transports are 2 to 3 times slower for memory of the host than ``CPU_TRANSPORTS``. TCP stays in the
     list on one host too: only it notices that a peer died.
@@ -24,6 +28,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import select
 import time
 from typing import Any
 
@@ -38,7 +43,9 @@ from kvrelay.transfer.base import Notification, Post, PostEnd, Transport
 from kvrelay.transfer.packing import NIXL_RULE, PackingBuffer
 from kvrelay.transfer.values import Int64Array, TransferOp
 
-CPU_TRANSPORTS = "posix,sysv,cma,self,tcp"
+CPU_TRANSPORTS = "cma,self,tcp"
+_WAKING_TRANSPORTS = frozenset(CPU_TRANSPORTS.split(","))
+"""Of these only TCP brings work for ``poll``."""
 _SETTLE_POLLS = 50
 _SETTLE_PAUSE_S = 0.001
 _SEAL = b"kvrelay-nixl-1:"
@@ -53,6 +60,7 @@ class NixlTransport(Transport):
         super().__init__(worker_id)
         self._ucx_tls = config.ucx_tls
         self._ucx_net_devices = config.ucx_net_devices
+        self._poll_interval_s = config.poll_interval_s
         self._nixl: Any = None
         self._agent: Any = None
         self._backend: list[int] = []
@@ -60,6 +68,8 @@ class NixlTransport(Transport):
         self._registered: Any = None
         self._buffers: list[Any] = []
         self._in_flight: dict[int, tuple[str, int]] = {}
+        self._arrivals = select.epoll()
+        """UCX's own epolls, if nothing else brings work for ``poll``."""
         self._lost_a_peer = False
         self.rule = NIXL_RULE
         """When small pieces go by way of a buffer; changed by measurements only."""
@@ -76,7 +86,13 @@ class NixlTransport(Transport):
             settings.syncMode = self._nixl.NIXL_THREAD_SYNC_NONE
             settings.captureTelemetry = False
             self._agent = self._nixl.nixlAgent(self._worker_id, settings)
+            others = _epoll_fds()
             self._backend = [self._agent.createBackend("UCX", {})]
+            if _WAKING_TRANSPORTS.issuperset(os.environ.get("UCX_TLS", "all").split(",")):
+                # Should another thread open an epoll just now, it wakes us up in vain.
+                for fd in _epoll_fds() - others:
+                    self._arrivals.register(fd, select.EPOLLIN)
+                    self.wake_fds = (self._arrivals.fileno(),)
             row = (region.address, region.num_bytes, region.device_id, "")
             self._registered = self._nixl.nixlRegDList(self._segment(region.device), [row])
             self._agent.registerMem(self._registered, self._backend)
@@ -140,7 +156,11 @@ class NixlTransport(Transport):
             elif state != self._nixl.NIXL_IN_PROG:
                 self._lost_a_peer = True
                 self._end(handle, request, f"worker {worker_id}: {state}")
-        return self._take_ended(), self._collect_notifications()
+        notifications = self._collect_notifications()
+        if self._arrivals.poll(0):
+            # A thread of UCX has to run first, as at a device's first connection.
+            time.sleep(self._poll_interval_s)
+        return self._take_ended(), notifications
 
     @property
     def num_pending(self) -> int:
@@ -167,6 +187,8 @@ class NixlTransport(Transport):
             self.staging.close()
         self._agent = None
         self._region = None
+        self._arrivals.close()
+        self.wake_fds = ()
 
     def _register_buffer(self, address: int, num_bytes: int) -> None:
         """Not in the blob that peers get, so that they cannot reach it. Raises FatalError."""
@@ -258,6 +280,16 @@ class NixlTransport(Transport):
         except self._errors:
             return []
         return [Notification(bytes(payload)) for payloads in by_peer.values() for payload in payloads]
+
+
+def _epoll_fds() -> set[int]:
+    """The open epolls of this process."""
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # closed meanwhile
+            if os.readlink(f"/proc/self/fd/{name}") == "anon_inode:[eventpoll]":
+                found.add(int(name))
+    return found
 
 
 def seal(blob: bytes) -> bytes:

@@ -18,7 +18,7 @@ Promises:
     this worker as dead: after it, peers reuse the blocks that we were allowed to write.
   - After ``fail_all`` returns, no earlier submission is posted any more.
   - The thread sleeps unless a transfer is unfinished. While a hand-off is open it polls, or sleeps until the transport
-    wakes it up (``Transport.wake_fd``).
+    wakes it up (``Transport.wake_fds``).
 """
 
 from __future__ import annotations
@@ -298,8 +298,8 @@ class TransferThread:
 
     def _register(self, region: MemoryRegion, kv_compatibility: str) -> bytes:
         agent = self._queues.register(region, kv_compatibility)
-        if self._transport.wake_fd is not None:
-            self._inbox.watch(self._transport.wake_fd)
+        if self._transport.wake_fds:
+            self._inbox.watch(*self._transport.wake_fds)
         return agent
 
     def _accept(self, transfer: Transfer) -> None:

@@ -71,8 +71,8 @@ class RankedTransport(Transport):
         """By end and its own handle."""
 
     @property
-    def wake_fd(self) -> int | None:  # type: ignore[override]
-        return self._ends[0].wake_fd if len(self._ends) == 1 else None
+    def wake_fds(self) -> tuple[int, ...]:  # type: ignore[override]
+        return self._ends[0].wake_fds if len(self._ends) == 1 else ()
 
     @property
     def grants(self) -> Grants | None:  # type: ignore[override]

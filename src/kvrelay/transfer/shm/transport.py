@@ -112,7 +112,7 @@ class ShmTransport(Transport):
             if lock.take():
                 lock.release()
             self._mailbox = Mailbox(MAX_NOTIFY_BYTES)
-            self.wake_fd = self._mailbox.read_fd
+            self.wake_fds = (self._mailbox.read_fd,)
         except OSError as exc:
             raise FatalError(f"transport shm: this kernel has no locks or pipes for us: {exc}") from exc
         if self.copy is None:
@@ -182,7 +182,8 @@ class ShmTransport(Transport):
         super().close()
         if self._mailbox is not None:
             self._mailbox.close()
-        self._mailbox = self._region = self.wake_fd = None
+        self._mailbox = self._region = None
+        self.wake_fds = ()
 
     def _move(self, post: Post, peer: _Peer) -> str | None:
         """Copy all pieces under the lock; why not, if not."""
