@@ -10,6 +10,7 @@ import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.transfer.exchanging import exchanging_ranks
 
 from kvrelay.core.layout import BlockRun, KVLayout, KVRegion, RegionCut, paged_kv
 from kvrelay.errors import IncompatiblePeerError, TransferError
@@ -231,8 +232,8 @@ def test_states_do_not_move_between_blocks_of_unlike_sizes() -> None:
 @pytest.mark.parametrize("op", list(TransferOp))
 def test_equal_ranks_alone_talk_when_tp_is_equal(op: TransferOp, heads: int) -> None:
     shape = layout(tp=4, heads=heads)
-    assert LayoutMapping(shape, shape).rank_pairs(op) == ((0, 0), (1, 1), (2, 2), (3, 3))
-    pairs = LayoutMapping(layout(tp=4, pp=2, heads=heads), shape).rank_pairs(op)
+    assert exchanging_ranks(shape, shape, op) == {(0, 0), (1, 1), (2, 2), (3, 3)}
+    pairs = exchanging_ranks(layout(tp=4, pp=2, heads=heads), shape, op)
     assert {(a % 4, b) for a, b in pairs} == {(0, 0), (1, 1), (2, 2), (3, 3)}
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import itertools
 
 import pytest
+from tests.transfer.exchanging import exchanging_ranks
 
 from kvrelay.config import WorkerRole
 from kvrelay.core.layout import paged_kv
 from kvrelay.errors import ConfigError
-from kvrelay.transfer.layout_mapping import LayoutMapping
 from kvrelay.transfer.rank_map import InstanceSizes, KvRank, place_rank
 from kvrelay.transfer.values import TransferOp
 
@@ -82,13 +82,13 @@ def test_a_group_holds_exactly_the_ranks_that_exchange_kv() -> None:
     for ptp, ppp, dtp, dpp in SIZES:
         prefill, decode = InstanceSizes(1, ptp, ppp), InstanceSizes(1, dtp, dpp)
         layouts = [paged_kv(4, 4, 16, 1, "bfloat16", tp, pp) for tp, pp in ((ptp, ppp), (dtp, dpp))]
-        pairs = LayoutMapping(*layouts).rank_pairs(TransferOp.WRITE)
+        pairs = exchanging_ranks(*layouts, TransferOp.WRITE)
         same_group = {
             (here, there)
             for here, there in itertools.product(range(ptp * ppp), range(dtp * dpp))
             if place_rank(prefill, decode, P, 0, here).group == place_rank(prefill, decode, D, 1, there).group
         }
-        assert set(pairs) == same_group
+        assert pairs == same_group
 
 
 @pytest.mark.parametrize(

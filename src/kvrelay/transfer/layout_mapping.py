@@ -85,14 +85,6 @@ class LayoutMapping:
         span = self._span(local, remote, first_token, end_token)
         return NO_PIECES if span is None else self._of_span(op, self._cells(op), span)
 
-    def rank_pairs(self, op: TransferOp) -> tuple[tuple[int, int], ...]:
-        """(local rank, remote rank) of those that exchange anything. Equal ranks alone if TP and PP are equal."""
-        ranks = [
-            np.searchsorted(layout.rank_offsets, offsets, side="right") - 1
-            for layout, offsets in zip((self.local, self.remote), self._pairs(op)[:2], strict=True)
-        ]
-        return tuple((a, b) for a, b in np.unique(np.stack(ranks, axis=-1), axis=0).tolist())
-
     # -- tokens -------------------------------------------------------------------------------------------------------
 
     def _span(self, local: BlockRun, remote: BlockRun, first_token: int, end_token: int | None) -> _Span | None:
