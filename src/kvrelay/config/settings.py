@@ -176,7 +176,7 @@ class TransferConfig(Settings):
     )
     transfer_timeout_s: float = setting(30.0, "Seconds until a read or write fails.", low=0.01)
     poll_interval_s: float = setting(
-        0.0005, "Seconds between polls while a hand-off is open, by nixl with RDMA or p2p.", low=0.00005, high=0.1
+        0.0005, "Seconds between polls, with RDMA or by ranks, while a hand-off is open.", low=0.00005, high=0.1
     )
     kv_checksums: bool = setting(False, "Checksums of all handed-off blocks; damaged ones are recomputed.")
     send_type: Literal["PUT", "PUT_ASYNC", "GET"] = setting(

@@ -17,7 +17,7 @@ from kvrelay.transfer.p2p.control import ControlThread, P2pAddress
 from kvrelay.transfer.p2p.initiator import Initiator
 from kvrelay.transfer.p2p.messages import Message
 from kvrelay.transfer.p2p.pool_view import PoolView
-from kvrelay.transfer.p2p.posts import SentPost
+from kvrelay.transfer.p2p.posts import Arrival
 from kvrelay.transfer.p2p.responder import Responder
 from kvrelay.transfer.p2p.room import Room, RoomQueue
 from kvrelay.transfer.p2p.shared import Shared
@@ -41,16 +41,14 @@ class Node:
         address: P2pAddress,
         grants: GrantTable,
         *,
-        on_ended: Callable[[SentPost], None],
-        on_notified: Callable[[bytes], None],
+        on_arrived: Callable[[Arrival], None],
         on_lost: Callable[[str], object],
     ) -> None:
         self._idle_s = config.p2p_idle_s
+        self._on_arrived = on_arrived
         self._on_lost = on_lost
         self._is_checked = True
         self._tick_s: float | None = None
-        self.failure: IntegrityError | None = None
-        """Bytes of buffer or pool are lost, or used twice: nothing can be trusted any more."""
         self.control = ControlThread(
             worker_id,
             address.host,
@@ -74,8 +72,8 @@ class Node:
             room_wait_s=min(config.p2p_room_wait_s, config.transfer_timeout_s / 2),
             end_idle=self._end_idle,
         )
-        self.responder = Responder(self.shared, on_notified)
-        self.initiator = Initiator(self.shared, keeps=config.send_type == "GET", on_ended=on_ended)
+        self.responder = Responder(self.shared, on_arrived)
+        self.initiator = Initiator(self.shared, keeps=config.send_type == "GET", on_ended=on_arrived)
         self.control.start()
 
     def __repr__(self) -> str:
@@ -158,7 +156,7 @@ class Node:
             try:
                 self.check_integrity()
             except IntegrityError as exc:
-                self.failure = exc
+                self._on_arrived(exc)
                 raise
 
     def _next_s(self) -> float | None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from kvrelay.errors import IntegrityError
 from kvrelay.transfer.base import Post
 from kvrelay.transfer.values import Pieces, TransferOp
 
@@ -31,6 +32,11 @@ class SentPost(Post, eq=False):
     is_refused: bool = True
     is_over: bool = False
     ended: threading.Event = msgspec.field(default_factory=threading.Event)
+
+
+Arrival = SentPost | bytes | IntegrityError
+"""A post that has ended, a notification, or the news that bytes of buffer or pool are lost or used twice: nothing can
+be trusted any more."""
 
 
 class State(enum.Enum):

@@ -14,6 +14,8 @@ Reads are alike in all three. It does not know hand-offs; which bytes a peer may
 
 from __future__ import annotations
 
+import contextlib
+import os
 import queue
 from functools import partial
 from typing import TYPE_CHECKING
@@ -24,11 +26,11 @@ from kvrelay.config import TransferConfig
 from kvrelay.core.decoding import UNREADABLE
 from kvrelay.core.layout import MemoryRegion
 from kvrelay.core.workers import KvMetadata
-from kvrelay.errors import FatalError, TransferError
+from kvrelay.errors import FatalError, IntegrityError, TransferError
 from kvrelay.transfer.base import Notification, Post, PostEnd, Transport
 from kvrelay.transfer.grants import GrantTable
 from kvrelay.transfer.p2p.control import P2pAddress
-from kvrelay.transfer.p2p.posts import SentPost
+from kvrelay.transfer.p2p.posts import Arrival, SentPost
 from kvrelay.transfer.stats import P2pCounters
 from kvrelay.transfer.values import TransferOp
 
@@ -63,8 +65,7 @@ class P2pTransport(Transport):
         self.grants: GrantTable = GrantTable(is_enforced=is_guarded)
         self.node: Node | None = None
         self._posts: dict[int, SentPost] = {}
-        self._completed: queue.SimpleQueue[SentPost] = queue.SimpleQueue()
-        self._notified: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self._arrived: queue.SimpleQueue[Arrival] = queue.SimpleQueue()
 
     def __repr__(self) -> str:
         return f"{super().__repr__()}, {self.node!r}"
@@ -75,14 +76,14 @@ class P2pTransport(Transport):
             from kvrelay.transfer.p2p.node import Node
         except ImportError as exc:
             raise FatalError(f"transport p2p needs torch: {exc}") from exc
+        self.wake_fds = (os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK),)
         self.node = Node(
             self._config,
             self._worker_id,
             region,
             self._address,
             self.grants,
-            on_ended=self._completed.put,
-            on_notified=self._notified.put,
+            on_arrived=self._arrive,
             on_lost=lambda worker_id: self._peers.pop(worker_id, None),
         )
         agent = P2pAgent(
@@ -131,17 +132,25 @@ class P2pTransport(Transport):
             sent.ended.wait(self._config.transfer_timeout_s)
 
     def poll(self) -> tuple[list[PostEnd], list[Notification]]:
-        if self.node is not None and self.node.failure is not None:
-            raise self.node.failure
-        completions = self._take_ended()
-        while not self._completed.empty():
-            post = self._completed.get()
-            if self._posts.pop(post.handle, None) is not None:
-                completions.append(PostEnd(post.handle, post.error, post.error is not None and post.is_refused))
-        notifications = []
-        while not self._notified.empty():
-            notifications.append(Notification(self._notified.get()))
+        completions, notifications = self._take_ended(), []
+        if self.wake_fds:
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(self.wake_fds[0])
+        while not self._arrived.empty():
+            arrival = self._arrived.get()
+            if isinstance(arrival, IntegrityError):
+                raise arrival
+            if isinstance(arrival, bytes):
+                notifications.append(Notification(arrival))
+            elif self._posts.pop(arrival.handle, None) is not None:
+                is_refused = arrival.error is not None and arrival.is_refused
+                completions.append(PostEnd(arrival.handle, arrival.error, is_refused))
         return completions, notifications
+
+    def _arrive(self, arrival: Arrival) -> None:
+        """On the control thread."""
+        self._arrived.put(arrival)
+        os.eventfd_write(self.wake_fds[0], 1)
 
     @property
     def num_pending(self) -> int:
@@ -178,6 +187,8 @@ class P2pTransport(Transport):
         super().close()
         node, self.node = self.node, None
         node.close()
+        (bell,), self.wake_fds = self.wake_fds, ()
+        os.close(bell)
 
 
 def decode_agent(blob: bytes) -> P2pAgent | None:
