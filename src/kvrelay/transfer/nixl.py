@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import glob
 import os
 import select
 import time
@@ -68,8 +69,8 @@ class NixlTransport(Transport):
         self._registered: Any = None
         self._buffers: list[Any] = []
         self._in_flight: dict[int, tuple[str, int]] = {}
-        self._arrivals = select.epoll()
-        """UCX's own epolls, if nothing else brings work for ``poll``."""
+        self._arrivals = select.poll()
+        """For ``wake_fds``, which are UCX's epolls."""
         self._lost_a_peer = False
         self.rule = NIXL_RULE
         """When small pieces go by way of a buffer; changed by measurements only."""
@@ -90,9 +91,9 @@ class NixlTransport(Transport):
             self._backend = [self._agent.createBackend("UCX", {})]
             if _WAKING_TRANSPORTS.issuperset(os.environ.get("UCX_TLS", "all").split(",")):
                 # Should another thread open an epoll just now, it wakes us up in vain.
-                for fd in _epoll_fds() - others:
-                    self._arrivals.register(fd, select.EPOLLIN)
-                    self.wake_fds = (self._arrivals.fileno(),)
+                self.wake_fds = tuple(_epoll_fds() - others)
+                for fd in self.wake_fds:
+                    self._arrivals.register(fd, select.POLLIN)
             row = (region.address, region.num_bytes, region.device_id, "")
             self._registered = self._nixl.nixlRegDList(self._segment(region.device), [row])
             self._agent.registerMem(self._registered, self._backend)
@@ -187,7 +188,6 @@ class NixlTransport(Transport):
             self.staging.close()
         self._agent = None
         self._region = None
-        self._arrivals.close()
         self.wake_fds = ()
 
     def _register_buffer(self, address: int, num_bytes: int) -> None:
@@ -285,10 +285,10 @@ class NixlTransport(Transport):
 def _epoll_fds() -> set[int]:
     """The open epolls of this process."""
     found = set()
-    for name in os.listdir("/proc/self/fd"):
+    for path in glob.glob("/proc/self/fd/*"):
         with contextlib.suppress(OSError):  # closed meanwhile
-            if os.readlink(f"/proc/self/fd/{name}") == "anon_inode:[eventpoll]":
-                found.add(int(name))
+            if os.readlink(path) == "anon_inode:[eventpoll]":
+                found.add(int(os.path.basename(path)))
     return found
 
 

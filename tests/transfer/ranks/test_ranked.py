@@ -69,15 +69,44 @@ class HeldTransport(Transport):
         return len(self.begun)
 
 
+class WakingTransport(HeldTransport):
+    """Needs no poll before it rings."""
+
+    num_polls = 0
+
+    def __init__(self, rank_id: str) -> None:
+        super().__init__(rank_id)
+        self.notified: list[Notification] = []
+        self.wake_fds = (os.eventfd(0, os.EFD_NONBLOCK),)
+
+    def ring(self, payload: bytes) -> None:
+        self.notified.append(Notification(payload))
+        os.eventfd_write(self.wake_fds[0], 1)
+
+    def poll(self) -> tuple[list[PostEnd], list[Notification]]:
+        self.num_polls += 1
+        for fd in self.wake_fds:
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(fd)
+        notified, self.notified = self.notified, []
+        return self._take_ended(), notified
+
+    def close(self) -> None:
+        os.close(self.wake_fds[0])
+        self.wake_fds = ()
+
+
 class Held:
     """A worker of two ranks with such transports, and a peer of two ranks that no one needs to reach."""
 
-    def __init__(self, stack: contextlib.ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(
+        self, stack: contextlib.ExitStack, monkeypatch: pytest.MonkeyPatch, kind: type[HeldTransport] = HeldTransport
+    ) -> None:
         self.made: list[HeldTransport] = []
         self.ended: list[PostEnd] = []
 
         def build(config: TransferConfig, rank_id: str, **_: object) -> Transport:
-            self.made.append(HeldTransport(rank_id))
+            self.made.append(kind(rank_id))
             return self.made[-1]
 
         monkeypatch.setattr("kvrelay.transfer.ranks.mover.build_transport", build)
@@ -279,6 +308,24 @@ def test_what_a_rank_and_its_worker_send_at_once_blocks_neither(
         assert time.monotonic() < end_s
         received += held.transport.poll()[1]
     assert all(each.payload == payload for each in received)
+
+
+def test_a_rank_that_its_transport_wakes_does_not_poll_it(
+    stack: contextlib.ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It shares the interpreter's lock with the rank's steps."""
+    held = Held(stack, monkeypatch, WakingTransport)
+    ranks = [each for each in held.made if isinstance(each, WakingTransport)]
+    assert len(ranks) == 2
+    for _ in range(30):
+        held.poll()  # as while a hand-off is open
+        time.sleep(0.01)
+    assert all(rank.num_polls < 50 for rank in ranks), "hundreds of poll intervals have passed"
+    ranks[1].ring(b"done")
+    received: list[Notification] = []
+    until(lambda: received.extend(held.transport.poll()[1]) or received)
+    assert received == [Notification(b"done")]
+    held.transport.close()
 
 
 def test_a_port_in_use_is_named(stack: contextlib.ExitStack) -> None:

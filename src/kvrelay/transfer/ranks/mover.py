@@ -77,15 +77,16 @@ class RankMover:
         self._pool_fd = pool_fd
         self._port_offset = port_offset
         self._transport: Transport | None = None
-        self._poll_interval_ms = 1.0
+        self._poll_interval_s = 0.001
         self._peers: dict[str, KvMetadata] = {}
         self._handles: dict[int, tuple[int, str]] = {}
         """By the transport's handle: the worker's, and the peer's rank."""
         self._watched_until_s = 0.0
         self._counters = P2pCounters()
         self._counted_s = 0.0
-        self._poller = select.poll()
-        self._poller.register(channel.fileno(), select.POLLIN)
+        self._wakers = select.epoll()
+        """The channel, and what the transport is woken by."""
+        self._wakers.register(channel.fileno(), select.EPOLLIN)
 
     def start(self) -> None:
         """Run on a thread until the worker closes the channel. A defect ends this process: the worker then notices."""
@@ -103,14 +104,15 @@ class RankMover:
     def serve(self) -> None:
         """Raises ChannelClosedError when the worker is gone."""
         while True:
-            if self._poller.poll(self._wait_ms()):
+            if self._channel.fileno() in dict(self._wakers.poll(self._wait_s())):
                 self._handle(self._channel.receive())
             self._turn()
 
-    def _wait_ms(self) -> float | None:
-        if self._handles or time.monotonic() < self._watched_until_s:
-            return self._poll_interval_ms
-        return COUNT_INTERVAL_S * 1000 if self._counts else None
+    def _wait_s(self) -> float | None:
+        is_asked = self._transport is not None and not self._transport.wake_fds
+        if self._handles or (is_asked and time.monotonic() < self._watched_until_s):
+            return self._poll_interval_s
+        return COUNT_INTERVAL_S if self._counts else None
 
     @property
     def _counts(self) -> bool:
@@ -197,8 +199,10 @@ class RankMover:
         self._transport = build_transport(
             config, message.rank_id, memory=memory, address=address, is_guarded=message.is_guarded
         )
-        self._poll_interval_ms = config.poll_interval_s * 1000
+        self._poll_interval_s = config.poll_interval_s
         agent = self._transport.register(region)
+        for fd in self._transport.wake_fds:
+            self._wakers.register(fd, select.EPOLLIN)
         return RankMemory(
             agent, region.address, region.num_bytes, region.device, region.device_id, self._begin, self._stride
         )
