@@ -62,7 +62,7 @@ MAX_GUESS_PAUSE = 64
 """Tokens after which a sequence whose best token was refused again and again tries without a mask once more."""
 
 _NUM_FIRST = 8
-_TOKENS_AT_ONCE = 64
+_TOKENS_AT_ONCE, _MAX_AHEAD = 64, 8
 _BITS = 32
 _PENALTIES = np.where(
     np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"), 0.0, -np.inf
@@ -197,7 +197,9 @@ class Walk:
 
     def __init__(self, matcher: LLMatcher, output_token_ids: Sequence[int], *, is_awaited: bool) -> None:
         self._matcher = matcher
-        self._unread = list(output_token_ids)
+        self._unread = tuple(output_token_ids)
+        self.forced: tuple[int, ...] = ()
+        """Tokens that the matcher has read ahead. ``read`` returns them; no mask can be computed before it has."""
         self._num_tokens, self.spent_s, self.latest_s = 0, 0.0, 0.0
         self._is_watched = False
         """It was among masks that took long together, so its own time must be known."""
@@ -242,46 +244,57 @@ class Walk:
     def advance(self, token_id: int) -> None:
         """``token_id`` follows. The matcher has read it if it was guessed: then no mask was computed."""
         if self.is_ready:
-            self._unread.append(token_id)
+            self._unread += (token_id,)
         self.words = None
         self.is_asked = self.is_ready = self.is_awaited = False
 
     def read(self, token_id: int) -> int:
         """Read and return the token that follows if the model's best one is ``token_id``: this one, or the one that the
-        grammar forces. NO_TOKEN says nothing: it takes the mask to know.
-
-        Where the grammar forces the next bytes, the mask allows one way to write them, but the matcher would read any.
-        """
-        matcher = self._matcher
+        grammar forces. NO_TOKEN if the grammar forbids it."""
         try:
             if self._unread:
-                matcher.consume_tokens(self._unread)
-                self._num_tokens += len(self._unread)
-                self._unread.clear()
-            if matcher.compute_ff_bytes():
-                forced = matcher.compute_ff_tokens()
-                if not forced:
-                    return NO_TOKEN
-                token_id = forced[0]
-            is_read = matcher.try_consume_tokens([token_id]) == 1
+                self._read_unread()
+            if not self.forced and self._matcher.compute_ff_bytes():
+                self._read_forced()
+            if self.forced:
+                token_id, *rest = self.forced
+                self.forced = tuple(rest)
+                return token_id
+            if self._matcher.try_consume_tokens([token_id]):
+                self._num_tokens += 1
+                self._guess_pause = 1
+                return token_id
         except BaseException as exc:  # noqa: BLE001 - as in compute
             self._fail(str(exc))
             return NO_TOKEN
-        if is_read:
-            self._num_tokens += 1
-            self._guess_pause = 1
-            return token_id
         self._guess_pause = min(2 * self._guess_pause, MAX_GUESS_PAUSE)
         self._guess_at = self._num_tokens + self._guess_pause
         return NO_TOKEN
+
+    def _read_forced(self) -> None:
+        """Read the tokens that the masks would force one after the other.
+
+        To write forced bytes as tokens takes the library much longer than to read a token, but not right after it has
+        done so. It is asked again after each token: what precedes bytes may change how they are written.
+        """
+        forced = self._matcher.compute_ff_tokens()
+        while forced and len(self.forced) < _MAX_AHEAD and self._matcher.consume_token(forced[0]):
+            self.forced += (forced[0],)
+            forced = self._matcher.compute_ff_tokens() if len(forced) > 1 else []
+        self._num_tokens += len(self.forced)
+
+    def _read_unread(self) -> None:
+        for first in range(0, len(self._unread), _TOKENS_AT_ONCE):  # each call holds the interpreter's lock
+            self._matcher.consume_tokens(list(self._unread[first : first + _TOKENS_AT_ONCE]))
+        self._num_tokens += len(self._unread)
+        self._unread = ()
 
     def compute(self, num_words: int) -> None:
         """Read the tokens and compute the mask after them. Tokens that do not match are an error of the mask."""
         began_s = time.thread_time()
         words = np.empty((1, num_words), dtype=np.int32)
         try:
-            for first in range(0, len(self._unread), _TOKENS_AT_ONCE):  # each call holds the interpreter's lock
-                self._matcher.consume_tokens(self._unread[first : first + _TOKENS_AT_ONCE])
+            self._read_unread()
             fill_next_token_bitmask(self._matcher, words)
         except BaseException as exc:  # noqa: BLE001 - a panic of the library is no Exception; it ends this sequence alone
             self._fail(str(exc))
@@ -303,23 +316,19 @@ class Walk:
             for walk in walks:
                 walk._fail(str(exc))
         elapsed_s = time.perf_counter() - began_s
-        Walk.judge(walks, elapsed_s, is_certain=True)
+        Walk.watch(walks, is_long=elapsed_s > min(SLOW_S * len(walks), PATIENCE_S), is_certain=True)
         for walk, row in zip(walks, words):
             walk._finish(row, min(elapsed_s / len(walks), SLOW_S))
 
     @staticmethod
-    def judge(walks: Collection[Walk], elapsed_s: float, *, is_certain: bool) -> bool:
-        """Watch the walks if their time together was long; only doubt them if the thread may have been preempted.
-        Returns whether it was long."""
-        is_long = elapsed_s > min(SLOW_S * len(walks), PATIENCE_S)
-        if is_long or is_certain:
-            for walk in walks:
-                walk._is_watched, walk.is_doubted = is_long and is_certain, is_long and not is_certain
-        return is_long
+    def watch(walks: Collection[Walk], *, is_long: bool, is_certain: bool) -> None:
+        """Watch the walks if their time together was long; only doubt them if the thread may have been preempted."""
+        for walk in walks:
+            walk._is_watched, walk.is_doubted = is_long and is_certain, is_long and not is_certain
 
     def _finish(self, words: Int32Array, seconds: float) -> None:
         self._num_tokens += len(self._unread)
-        self._unread.clear()
+        self._unread = ()
         self.spent_s += seconds
         self.latest_s = seconds
         if not self.failure and self._matcher.is_error():
@@ -400,9 +409,9 @@ class GrammarMasks:
         if may_guess:
             # Masks of refused guesses are computed on this thread: only if all together take next to no time.
             # A walk that obeys needs none.
-            refused = {row: walk for row, walk in walks.items() if walk.was_refused}
-            slow = refused if sum([walk.latest_s for walk in refused.values()]) > INLINE_S else {}
-            guessed = {row: walk for row, walk in walks.items() if walk.may_guess and row not in slow}
+            is_quick = sum([walk.latest_s for walk in walks.values() if walk.was_refused]) <= INLINE_S
+            eager = [row for row, walk in walks.items() if walk.may_guess and (is_quick or not walk.was_refused)]
+            guessed = {row: walk for row, walk in walks.items() if walk.forced or row in eager}
             walks = {row: walk for row, walk in walks.items() if row not in guessed}
         broken = {row: self._broken[slot] for row, slot in enumerate(slots) if slot in self._broken}
         if not walks and not guessed and not broken:
@@ -411,9 +420,9 @@ class GrammarMasks:
             self._ask([walk for walk in walks.values() if not walk.is_asked])
         is_alone = len(walks) + len(broken) == len(slots)
         is_doubted = any([walk.is_doubted for walk in guessed.values()])
-        new = ComputingMasks(slots, walks, guessed, broken, self._vocab_size, self._changed, is_alone, is_doubted)
-        self._latest = new
-        return new
+        widths = self._vocab_size, self._num_words
+        self._latest = ComputingMasks(slots, walks, guessed, broken, *widths, self._changed, is_alone, is_doubted)
+        return self._latest
 
     def _ask(self, walks: Sequence[Walk]) -> None:
         for walk in walks:
@@ -493,6 +502,7 @@ class ComputingMasks:
     guessed: dict[int, Walk]
     _broken: dict[int, str]
     _vocab_size: int
+    _num_words: int
     _changed: threading.Condition
     _is_alone: bool
     _is_doubted: bool
@@ -502,11 +512,9 @@ class ComputingMasks:
         """The masks that are ready in time; None if all rows guess. If nothing else is sampled, wait for one."""
         if not self.walks and not self._broken:
             return None
-        if all([walk.is_ready for walk in self.walks.values()]):
-            ready = self.walks
-        else:
+        if not all([walk.is_ready for walk in self.walks.values()]):
             self._wait()
-            ready = {row: walk for row, walk in self.walks.items() if walk.is_ready}
+        ready = {row: walk for row, walk in self.walks.items() if walk.is_ready}
         late = [row for row in self.walks if row not in ready]
         return self._stacked(ready, self._broken, late)
 
@@ -526,17 +534,16 @@ class ComputingMasks:
             elif token_id != best[row]:
                 token_ids[row] = token_id
         # A guess is not charged: one that is not long takes less than its token adds to the budget.
-        is_long = Walk.judge(self.guessed.values(), clock() - began_s, is_certain=self._is_doubted)
-        self.is_settled = not (refused or self.walks or self._broken or self._is_doubted or is_long)
+        is_long = clock() - began_s > min(SLOW_S * len(self.guessed), PATIENCE_S)
+        if is_long or self._is_doubted:
+            Walk.watch(self.guessed.values(), is_long=is_long, is_certain=self._is_doubted)
+        is_steady = not (refused or self.walks or self._broken or self._is_doubted or is_long)
+        self.is_settled = is_steady and (self.is_settled or all([walk.may_guess for walk in self.guessed.values()]))
         if not refused:
             return None
         for walk in refused.values():
             walk.compute(self._num_words)
         return self._stacked(refused, {}, [])
-
-    @property
-    def _num_words(self) -> int:
-        return -(-self._vocab_size // _BITS)
 
     def _stacked(self, ready: dict[int, Walk], broken: dict[int, str], late: list[int]) -> StepMasks:
         failures = {row: walk.failure for row, walk in ready.items() if walk.failure}

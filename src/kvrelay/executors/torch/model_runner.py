@@ -76,12 +76,14 @@ class ModelRunner:
         if work.num_seqs == 0:
             return ModelOutput([])
         batch = states.batch(work)
-        masks = self._grammars.begin(batch.slots[batch.samples].tolist(), may_guess=True) if self._grammars else None
+        rows = np.flatnonzero(batch.samples)
+        slots = batch.slots[rows]
+        computing = self._grammars.begin(slots.tolist(), may_guess=True) if self._grammars else None
         with torch.inference_mode():
             prompt_tokens = self._prompt_logprobs.tokens(batch)
             hidden, num_samples = self._forward(batch, prompt_tokens)
             prompt_logprobs = self._prompt_logprobs.collect(batch, self._decoder, hidden[num_samples:])
-            output = self._sample(batch, hidden[:num_samples], prompt_logprobs, masks)
+            output = self._sample(rows, slots, hidden[:num_samples], prompt_logprobs, computing)
         states.advance(batch)
         return output
 
@@ -120,7 +122,8 @@ class ModelRunner:
 
     def _sample(
         self,
-        batch: StepBatch,
+        rows: npt.NDArray[np.intp],
+        slots: Int32Array,
         hidden: torch.Tensor,
         prompt_logprobs: dict[int, list[PositionLogprobs]],
         computing: ComputingMasks | None,
@@ -130,8 +133,6 @@ class ModelRunner:
                 # The step's blocks may be sent once this returns. (Sampling tokens also waits for the device.)
                 torch.cuda.current_stream(self._device).synchronize()
             return ModelOutput([], {}, prompt_logprobs)
-        rows = np.flatnonzero(batch.samples)
-        slots = batch.slots[rows]
         logits = self._decoder.logits(hidden)
         failures: dict[int, str] = {}
         if computing is None:
