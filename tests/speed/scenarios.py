@@ -13,8 +13,11 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
+from random import Random
 from unittest import mock
 
+import numpy as np
+import numpy.typing as npt
 from tests.engine.conftest import VOCAB_SIZE
 from tests.frontend.doubles import FakeCluster, Script, write_model_dir
 from tests.speed import workers
@@ -24,12 +27,16 @@ from kvrelay.config import EngineConfig, MockConfig, RouterConfig, RunnerConfig,
 from kvrelay.core.clock import ManualClock
 from kvrelay.core.event_log import KvEventLog
 from kvrelay.core.events import BlockStored, LoadMetrics
+from kvrelay.core.grammar import Grammar, GrammarKind
 from kvrelay.core.hashing import compute_block_hashes
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.workers import WorkerInfo
+from kvrelay.data import bundled_checkpoint_path
 from kvrelay.engine.core import EngineCore
 from kvrelay.engine.request import Request
 from kvrelay.engine.step import Executor
+from kvrelay.executors import grammars
+from kvrelay.executors.grammars import GrammarCompiler, GrammarMasks
 from kvrelay.executors.mock import MockExecutor
 from kvrelay.executors.torch import build_executor
 from kvrelay.executors.torch.checkpoints import make_model
@@ -84,6 +91,61 @@ def decode_steps(executor: Executor, config: EngineConfig, num_seqs: int) -> dic
             core.step()
     executor.shutdown()
     return per_unit(counts, BLOCK_SIZE)
+
+
+# -- grammars ---------------------------------------------------------------------------------------------------------
+
+
+RECORDS = Grammar(
+    GrammarKind.JSON_SCHEMA,
+    """{"type":"array","minItems":1000,"items":{"type":"object","required":["name","age"],"additionalProperties":false,
+    "properties":{"name":{"type":"string","maxLength":9},"age":{"type":"integer","minimum":0}}}}""",
+)
+
+
+def guessed_steps(directory: Path) -> Measured:
+    """What a step does for grammars that the model obeys by itself, without the model."""
+    tokenizer_file, (eos_token_id, vocab_size) = bundled_checkpoint_path() / "tokenizer.json", (1, 1024)
+    compiler = GrammarCompiler(tokenizer_file, vocab_size, [eos_token_id])
+    never_long = {"SLOW_S": 1e9, "PATIENCE_S": 1e9, "INLINE_S": 1e9}
+    with mock.patch.multiple(grammars, **never_long):
+        for num_rows in (1, 32):
+            masks, slots = GrammarMasks(compiler, vocab_size), list(range(num_rows))
+            for slot in slots:
+                masks.enter(slot, SamplingParams(temperature=0.0, grammar=RECORDS), [])
+            answers = np.array([record_tokens(compiler, vocab_size, 16 + 128, seed) for seed in slots])
+            for best in answers.T[:16]:
+                guess(masks, slots, best)
+            with counting() as counts:
+                for best in answers.T[16:]:
+                    guess(masks, slots, best)
+            masks.close()
+            yield f"grammars of {num_rows}", per_unit(counts, 128)
+    compiler.close()
+
+
+def record_tokens(compiler: GrammarCompiler, vocab_size: int, num_tokens: int, seed: int) -> list[int]:
+    """Any answer that RECORDS allows."""
+    masks, draw, answer = GrammarMasks(compiler, vocab_size), Random(seed), list[int]()
+    masks.enter(0, SamplingParams(grammar=RECORDS), [])
+    for _ in range(num_tokens):
+        computing = masks.begin([0])
+        step = computing.result() if computing is not None else None
+        assert step is not None
+        answer.append(draw.choice(np.flatnonzero(~step.forbidden()[0]).tolist()))
+        masks.advance([0], answer[-1:])
+    masks.close()
+    return answer
+
+
+def guess(masks: GrammarMasks, slots: list[int], best: npt.NDArray[np.int64]) -> None:
+    """A step whose rows' best tokens are these."""
+    computing = masks.begin(slots, may_guess=True)
+    assert computing is not None
+    computing.result()
+    computing.refused(best.copy())
+    if not computing.is_settled:
+        masks.advance(slots, best.tolist())
 
 
 # -- routing decisions ------------------------------------------------------------------------------------------------
@@ -237,4 +299,11 @@ def standing_still() -> AbstractContextManager[object]:
     return mock.patch("time.monotonic", return_value=time.monotonic())
 
 
-SCENARIOS: tuple[Callable[[Path], Measured], ...] = (routing, ledgers, worker_requests, frontend, engine_steps)
+SCENARIOS: tuple[Callable[[Path], Measured], ...] = (
+    routing,
+    ledgers,
+    worker_requests,
+    frontend,
+    engine_steps,
+    guessed_steps,
+)
