@@ -21,9 +21,11 @@ from kvrelay.control.nats.discovery import NatsDiscovery
 from kvrelay.control.nats.jetstream import JetStream, JetStreamError
 from kvrelay.control.nats.keeper_election import KeeperState
 from kvrelay.control.nats.lease import NatsLease
+from kvrelay.control.nats.mirror import TAKEOVER_SHARE
 from kvrelay.control.nats.prefill_queue import NatsPrefillQueue
 from kvrelay.control.nats_process import NatsServerProcess
 from kvrelay.control.redelivery import MAX_ACK_WAIT_S
+from kvrelay.core.clock import MonotonicClock
 
 TTL_S = 1.5
 NUM_MEMBERS = 12
@@ -146,6 +148,26 @@ def test_another_keeper_ends_the_lease_of_one_that_died(nats: NatsServerProcess)
             await eventually(lambda: all(len(one.mirror.table.visible) == 2 for one in others))
             assert sum(one.mirror.election.state is KeeperState.KEEPING for one in others) == 1
             assert all(one.lease.lease_id for one in others)
+
+    asyncio.run(scenario())
+
+
+def test_a_new_keeper_gives_a_dead_member_no_whole_lease_more(nats: NatsServerProcess) -> None:
+    """Its last keepalive is stored, and is the first thing that the new keeper hears of it."""
+
+    async def scenario() -> None:
+        async with members(nats.url, "shared", 3, ttl_s=4.0) as group:
+            (keeper,) = [one for one in group if one.mirror.election.state is KeeperState.KEEPING]
+            heir, victim = [one for one in group if one is not keeper]
+            await victim.vanish()
+            await keeper.vanish()
+            await eventually(lambda: heir.mirror.keepalives is not None)
+            feed = heir.mirror.keepalives
+            assert feed is not None
+            await eventually(lambda: feed.consumer_seq >= feed.num_pending > 0)
+            state, now_s = heir.mirror.table.lease(victim.lease.lease_id), MonotonicClock().now()
+            assert state is not None
+            assert state.refreshed_s + state.ttl_s <= now_s + TAKEOVER_SHARE * state.ttl_s
 
     asyncio.run(scenario())
 

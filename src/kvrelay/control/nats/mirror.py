@@ -336,11 +336,14 @@ class Mirror:
         state = self.table.lease(keepalive.lease_id)
         if state is None:
             return []  # the lease's key has not arrived yet, or is gone
-        age_s = self._clock.now() + feed.server_offset_s - keepalive.stored_s if self._is_listing else 0.0
-        # A lease whose expiry was interrupted becomes due at once.
-        return self.table.refresh(
-            keepalive.lease_id, state.ttl_s, keepalive.seq, state.ttl_s if keepalive.is_end else age_s
-        )
+        age_s = 0.0
+        if keepalive.is_end:
+            age_s = state.ttl_s  # its expiry was interrupted, so it is due at once
+        elif self._is_listing:
+            age_s = self._clock.now() + feed.server_offset_s - keepalive.stored_s
+        elif delivery.consumer_seq <= feed.num_pending:
+            age_s = state.ttl_s * (1.0 - TAKEOVER_SHARE)  # stored before we took over
+        return self.table.refresh(keepalive.lease_id, state.ttl_s, keepalive.seq, age_s)
 
     # -- the dead -----------------------------------------------------------------------------------------------------
 
