@@ -14,7 +14,7 @@ from tests.contracts.prefill_queue_contract import PARTITION, prefill
 from tests.contracts.waiting import eventually, watching
 from tests.patience import PATIENCE_S
 
-from kvrelay.control.base import Keys
+from kvrelay.control.base import KEEPALIVES_PER_LEASE, Keys
 from kvrelay.control.nats.bucket import Bucket
 from kvrelay.control.nats.connection import NatsConnection, NatsMessage
 from kvrelay.control.nats.discovery import NatsDiscovery
@@ -25,7 +25,7 @@ from kvrelay.control.nats.mirror import TAKEOVER_SHARE
 from kvrelay.control.nats.prefill_queue import NatsPrefillQueue
 from kvrelay.control.nats_process import NatsServerProcess
 from kvrelay.control.redelivery import MAX_ACK_WAIT_S
-from kvrelay.core.clock import MonotonicClock
+from kvrelay.core.clock import MonotonicClock, next_beat_s
 
 TTL_S = 1.5
 NUM_MEMBERS = 12
@@ -100,15 +100,17 @@ def test_one_member_hears_the_refreshes_and_the_others_hear_nothing(nats: NatsSe
 
 
 class TimedLoop(asyncio.SelectorEventLoop):
-    """Counts the timers that have fired, by what they call."""
+    """Counts the timers that have fired, by what they call, and by when those of timeouts were due."""
 
     def __init__(self) -> None:
         super().__init__()
         self.fired: Counter[str] = Counter()
+        self.timed_out: Counter[float] = Counter()
 
     def call_at(self, when: float, callback: Callable[..., Any], *args: Any, **options: Any) -> asyncio.TimerHandle:
         def fire(*given: Any) -> None:
             self.fired[callback.__qualname__] += 1
+            self.timed_out[when] += callback.__qualname__ == "Timeout._on_timeout"
             callback(*given)
 
         return super().call_at(when, fire, *args, **options)
@@ -135,6 +137,43 @@ def test_no_timer_wakes_an_idle_member_but_those_of_keepalives_and_of_the_keeper
         loop = runner.get_loop()
         assert isinstance(loop, TimedLoop)
         runner.run(scenario(loop))
+
+
+def test_idle_members_wake_up_together(nats: NatsServerProcess) -> None:
+    """Of one host, which is at rest in between."""
+
+    async def scenario(loop: TimedLoop) -> None:
+        async with members(nats.url, "beats", 4) as group:
+            sent = [one.lease.num_keepalives for one in group]
+            loop.timed_out.clear()
+            await eventually(lambda: all(one.lease.num_keepalives >= before + 6 for one, before in zip(group, sent)))
+            num_keepalives = sum(one.lease.num_keepalives - before for one, before in zip(group, sent))
+            interval_s = TTL_S / KEEPALIVES_PER_LEASE
+            beats = {
+                due_s: count
+                for due_s, count in loop.timed_out.items()
+                if due_s == next_beat_s(due_s - interval_s / 2, interval_s)
+            }
+            assert sum(beats.values()) >= num_keepalives
+            assert len(beats) <= num_keepalives / len(group) + 2
+
+    with asyncio.Runner(loop_factory=TimedLoop) as runner:
+        loop = runner.get_loop()
+        assert isinstance(loop, TimedLoop)
+        runner.run(scenario(loop))
+
+
+async def test_a_mirror_that_hears_no_heartbeats_lists_again(
+    nats: NatsServerProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvrelay.control.nats.mirror.HEARTBEAT_S", 0.2)
+    monkeypatch.setattr("kvrelay.control.nats.mirror.MAX_SILENCE_S", 2.0)
+    async with members(nats.url, "heartbeats", 1, ttl_s=60.0) as (member,):
+        heard_s = member.mirror.entries.heard_s
+        await eventually(lambda: member.mirror.entries.heard_s > heard_s + 0.5)
+        feed = member.mirror.entries
+        await member.connection.request(f"$JS.API.CONSUMER.DELETE.{feed.stream}.{feed.name}", b"")
+        await eventually(lambda: member.mirror.entries is not feed and member.mirror.is_live)
 
 
 def test_another_keeper_ends_the_lease_of_one_that_died(nats: NatsServerProcess) -> None:

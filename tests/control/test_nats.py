@@ -198,6 +198,7 @@ async def test_only_a_silent_server_is_pinged_and_one_that_does_not_answer_is_le
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("kvrelay.control.nats.connection.PING_INTERVAL_S", 1.0)
+    monkeypatch.setattr("kvrelay.control.nats.client.PING_TIMEOUT_S", 0.5)
     pings, talks, answers = 0, True, True
     is_left = asyncio.Event()
 

@@ -44,6 +44,18 @@ def test_a_lost_sample_makes_no_idle_worker_stale():
     assert 2 * IDLE_INTERVAL_S < STALE_AFTER_S
 
 
+async def test_idle_workers_of_a_host_repeat_their_loads_together(monkeypatch: pytest.MonkeyPatch):
+    loop = asyncio.get_running_loop()
+    call_at, due_s = loop.call_at, []
+    monkeypatch.setattr(loop, "call_at", lambda when, *rest, **more: due_s.append(when) or call_at(when, *rest, **more))
+    plane = MemoryBroker().plane()
+    publisher = Publisher("w", 0, plane.events, Keys("test"), KvEventLog("w", 0))
+    await publisher.start(LOAD)
+    await eventually(lambda: any(when % IDLE_INTERVAL_S == 0 for when in due_s))
+    await publisher.close()
+    await plane.close()
+
+
 async def test_changes_within_the_interval_are_one_sample_and_none_is_lost():
     plane = MemoryBroker().plane()
     keys = Keys("test")

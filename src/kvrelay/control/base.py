@@ -18,6 +18,9 @@ from typing import Protocol
 
 from kvrelay.core.handoff import RemotePrefillRequest
 
+KEEPALIVES_PER_LEASE = 2.5
+"""Within its time to live. A lost one is sent again at once, and still saves the lease."""
+
 
 class WatchKind(enum.Enum):
     PUT = "put"
@@ -35,7 +38,8 @@ class WatchEvent:
 
 
 class Lease(Protocol):
-    """Liveness of one process. The implementation sends keepalives at a third of the time to live, until ``revoke``.
+    """Liveness of one process. Until ``revoke`` the implementation sends KEEPALIVES_PER_LEASE keepalives per time to
+    live, on the beats of the host's clock (``core.clock.next_beat_s``).
 
     A lease is lost if the server forgot it or the process was silent for too long. The implementation then runs the
     ``on_lost`` callbacks, grants a new lease and puts the keys again. The callbacks do not wait for the server: a
@@ -63,7 +67,7 @@ class Lease(Protocol):
     def on_lost(self, callback: Callable[[], None]) -> None: ...
 
     def on_revoked(self, callback: Callable[[], None]) -> None:
-        """A revocation is noticed within a third of ``ttl_s``, or at once while this process watches a key of the
+        """A revocation is noticed with the next keepalive, or at once while this process watches a key of the
         lease."""
 
     async def revoke(self) -> None:

@@ -15,6 +15,8 @@ import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
 
+from kvrelay.control.base import KEEPALIVES_PER_LEASE
+from kvrelay.core.clock import next_beat_s
 from kvrelay.core.tasks import end_tasks
 from kvrelay.errors import KvrelayError
 
@@ -65,15 +67,18 @@ class HeldLease:
             await end_tasks([task])
 
     def _keep_alive(self, refresh: Callable[[], Awaitable[None]]) -> None:
-        """From now on ``refresh`` the lease at a third of its time to live, sooner after a failure."""
+        """From now on ``refresh`` the lease on its beats, and sooner after a failure."""
         self._task = asyncio.get_running_loop().create_task(self._run(refresh), name=f"lease {self.lease_id}")
 
     async def _run(self, refresh: Callable[[], Awaitable[None]]) -> None:
-        is_answered = True
+        loop, is_answered = asyncio.get_running_loop(), True
         # Cancellation alone is not enough: asyncio.wait_for in 3.11 swallows one that arrives with the result.
         while asyncio.current_task() is self._task:
+            due_s = loop.time() + min(self.ttl_s / 6, MAX_RETRY_S)
+            if is_answered:
+                due_s = next_beat_s(loop.time(), self.ttl_s / KEEPALIVES_PER_LEASE)
             try:
-                async with asyncio.timeout(self.ttl_s / 3 if is_answered else min(self.ttl_s / 6, MAX_RETRY_S)):
+                async with asyncio.timeout_at(due_s):
                     await self._woken.wait()
             except TimeoutError:
                 pass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from typing import Protocol
 
@@ -34,3 +35,12 @@ class ManualClock:
     def move_to(self, now_s: float) -> None:
         """Show exactly ``now_s``; a sum of small steps would round."""
         self._now_s = now_s
+
+
+def next_beat_s(now_s: float, interval_s: float) -> float:
+    """The next multiple of ``interval_s`` on this clock that is at least an eighth of it away: timers may be early.
+
+    Idle processes act on beats, so those of a host wake up together, and they and their control server rest in between.
+    The machine's monotonic clock is the same for all its processes, and other machines' clocks have other beats.
+    """
+    return (math.floor(now_s / interval_s + 0.125) + 1) * interval_s

@@ -114,7 +114,7 @@ class TokenCounts(msgspec.Struct, frozen=True, array_like=True):
 
 
 STALE_AFTER_S = 35.0
-"""A worker whose last load sample is older than this has fallen silent: an idle one repeats its sample every 15 s
+"""A worker whose last load sample is older than this has fallen silent: an idle one repeats its sample every 16 s
 (``worker/reporting/publisher.py``), so two samples in a row are missing."""
 
 

@@ -8,7 +8,7 @@ An entry's value is the caller's, unchanged; a header names the entry's lease. A
 keeper reads. So the bucket, which every process watches, changes only when members come and go.
 
     bucket KV_kvrelay_NS (file)             kvrelay.NS.workers.ID, ..., kvrelay.NS.leases.ID  when members change
-    stream kvrelay_NS_keepalives (memory)   kvrelay.NS.keepalives.ID                          at a third of each lease
+    stream kvrelay_NS_keepalives (memory)   kvrelay.NS.keepalives.ID                          with each lease's beats
 
 A lease expires by compare-and-swap on its last keepalive, so that either the holder's next keepalive or the expiry
 succeeds. Then its key is deleted, with a marker that says so. An operator who deletes the key in another way, e.g. with

@@ -25,6 +25,7 @@ __all__ = ["NatsClient", "leave", "nats_errors", "one_line"]
 _log = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 1.0
+PING_TIMEOUT_S = 2.5
 
 
 class _Transport(TcpTransport):  # type: ignore[misc]  # the library is not typed
@@ -110,14 +111,16 @@ class NatsClient(Client):  # type: ignore[misc]
 
     async def _ping_interval(self) -> None:
         """Ping a server that is silent; the library pings at every interval, also while data arrives. An idle process
-        hears from the server anyway: answers to keepalives, the lease keeper."""
-        while True:
-            await self._transport.silent()
-            self._pings_outstanding += 1
-            if self._pings_outstanding > self.options["max_outstanding_pings"]:
-                break
-            await self._send_ping()
-        await self._process_op_err(nats_errors.StaleConnectionError())
+        hears from the server anyway: answers to keepalives, the lease keeper. Without an answer, connect anew."""
+        try:
+            while True:
+                await self._transport.silent()
+                answered = asyncio.get_running_loop().create_future()
+                await self._send_ping(answered)
+                async with asyncio.timeout(PING_TIMEOUT_S):
+                    await answered
+        except TimeoutError:
+            await self._process_op_err(nats_errors.StaleConnectionError())
 
 
 async def leave(client: Any) -> None:

@@ -22,10 +22,9 @@ _log = logging.getLogger(__name__)
 
 REQUEST_TIMEOUT_S = 2.0
 RECONNECT_INTERVAL_S = 0.25
-PING_INTERVAL_S = 3.5
-"""The client pings a server that was silent for so long, and connects anew if that goes on for as long again. It is
-longer than a third of the default lease: keepalives take the place of pings."""
-MAX_SILENT_PINGS = 1
+PING_INTERVAL_S = 4.5
+"""The client pings a server that was silent for so long. It is longer than the interval of keepalives of the default
+lease: their answers take the place of pings."""
 DENIED_PUBLISH = re.compile(r'permissions violation for publish to "([^"]+)"')
 
 
@@ -80,7 +79,8 @@ class NatsConnection:
     def __init__(self, client: Any, url: str) -> None:
         self.client = client
         """The library's."""
-        self._url = url
+        self.url = url
+        """The server's address, without credentials."""
         self._on_reconnected: list[Callable[[], None]] = []
         self._is_closing = False
         self.denied: set[str] = set()
@@ -112,7 +112,6 @@ class NatsConnection:
                 reconnect_time_wait=RECONNECT_INTERVAL_S,
                 connect_timeout=connect_timeout_s,
                 ping_interval=PING_INTERVAL_S,
-                max_outstanding_pings=MAX_SILENT_PINGS,
                 **client_options(servers),
             )
         )
@@ -133,11 +132,6 @@ class NatsConnection:
         raise ControlUnavailableError(f"cannot connect to the control server {shown}: {reason}")
 
     @property
-    def url(self) -> str:
-        """The server's address, without credentials."""
-        return self._url
-
-    @property
     def is_connected(self) -> bool:
         return bool(self.client.is_connected) and not self._is_closing
 
@@ -151,7 +145,7 @@ class NatsConnection:
     def check_connected(self) -> None:
         """Raises ControlUnavailableError while there is no connection."""
         if not self.is_connected:
-            raise ControlUnavailableError(f"no connection to the control server {self._url}")
+            raise ControlUnavailableError(f"no connection to the control server {self.url}")
 
     async def publish(
         self, subject: str, data: bytes, *, reply: str = "", headers: Mapping[str, str] | None = None
@@ -245,22 +239,22 @@ class NatsConnection:
                 # with the result. The caller would never hear of it.
                 raise asyncio.CancelledError
         except nats_errors.NoRespondersError as exc:
-            raise NoRespondersError(f"no service answers {subject} at {self._url}") from exc
+            raise NoRespondersError(f"no service answers {subject} at {self.url}") from exc
         except (nats_errors.TimeoutError, TimeoutError) as exc:
             if self.is_denied(subject):
-                raise ControlDeniedError(f"these credentials may not publish {subject} at {self._url}") from exc
-            raise RequestTimeoutError(f"no answer to {subject} from {self._url}") from exc
+                raise ControlDeniedError(f"these credentials may not publish {subject} at {self.url}") from exc
+            raise RequestTimeoutError(f"no answer to {subject} from {self.url}") from exc
         except (nats_errors.Error, OSError) as exc:
-            raise ControlUnavailableError(f"control server {self._url}: {one_line(exc)}") from exc
+            raise ControlUnavailableError(f"control server {self.url}: {one_line(exc)}") from exc
 
     async def _reconnected(self) -> None:
-        _log.info("reconnected to the control server %s", self._url)
+        _log.info("reconnected to the control server %s", self.url)
         for callback in self._on_reconnected:
             callback()
 
     async def _disconnected(self) -> None:
         if not self._is_closing:
-            _log.warning("lost the connection to the control server %s; reconnecting", self._url)
+            _log.warning("lost the connection to the control server %s; reconnecting", self.url)
 
     async def _on_error(self, error: Exception) -> None:
         self._last_error = error
@@ -276,4 +270,4 @@ class NatsConnection:
             self.denied.add(denied[1])
             for scope in self._asking.get(denied[1], ()):
                 scope.reschedule(asyncio.get_running_loop().time())
-        _log.debug("control server %s: %s", self._url, one_line(error))
+        _log.debug("control server %s: %s", self.url, one_line(error))

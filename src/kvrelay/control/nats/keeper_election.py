@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import enum
 
-from kvrelay.core.clock import Clock
+from kvrelay.control.base import KEEPALIVES_PER_LEASE
+from kvrelay.core.clock import Clock, next_beat_s
 
-INTERVALS_PER_LEASE = 2.5
 MAX_INTERVAL_S = 5.0
 MIN_INTERVAL_S = 0.05
 PATIENCE_INTERVALS = 1.5
@@ -39,7 +39,7 @@ class KeeperElection:
         self.own_id = own_id
         self._jitter = jitter
         self._heard_s = clock.now()
-        self._said_s = clock.now() - MAX_INTERVAL_S
+        self._said_s = -MAX_INTERVAL_S
         self._interval_s = MAX_INTERVAL_S
         self.may_keep = True
         """Whether these credentials may end leases, as far as known."""
@@ -49,10 +49,11 @@ class KeeperElection:
         return f"KeeperElection({self.own_id}, {self.state.value}, interval_s={self._interval_s:g})"
 
     def pace(self, shortest_ttl_s: float | None) -> None:
-        """Set the announcement interval: the shortest lease decides how soon a dead keeper must be missed."""
+        """Set the announcement interval: the shortest lease decides how soon a dead keeper must be missed. Its holder
+        sends keepalives on the same beats."""
         interval_s = MAX_INTERVAL_S
         if shortest_ttl_s is not None:
-            interval_s = min(max(shortest_ttl_s / INTERVALS_PER_LEASE, MIN_INTERVAL_S), MAX_INTERVAL_S)
+            interval_s = min(max(shortest_ttl_s / KEEPALIVES_PER_LEASE, MIN_INTERVAL_S), MAX_INTERVAL_S)
         if interval_s < self._interval_s:
             # The keeper learns of a short lease when we do, so its silence so far means nothing.
             self._heard_s = self._clock.now()
@@ -64,7 +65,7 @@ class KeeperElection:
             return
         self._heard_s = self._clock.now()
         if self.state is KeeperState.KEEPING and self.own_id < keeper_id:
-            self._said_s = self._clock.now() - MAX_INTERVAL_S  # at once, so that the other one resigns
+            self._said_s = -MAX_INTERVAL_S  # at once, so that the other one resigns
             return
         self.state = KeeperState.RESTING
 
@@ -76,7 +77,7 @@ class KeeperElection:
     def due_s(self) -> float:
         """The latest time for the next call of ``look``."""
         if self.state is KeeperState.KEEPING:
-            return self._said_s + self._interval_s
+            return next_beat_s(self._said_s, self._interval_s)
         if not self.may_keep:
             return self._clock.now() + MAX_INTERVAL_S
         return self._heard_s + self._interval_s * (PATIENCE_INTERVALS + JITTER_INTERVALS * self._jitter)

@@ -1,8 +1,8 @@
 """A lease in a NATS key-value bucket: a key that is written once, and keepalives in a separate stream.
 
-It owns the keepalives, at a third of the time to live, and registering again. The lease is lost if no keepalive has
-succeeded for a whole time to live, or if its key is gone. It was revoked if an operator deleted that key. A holder that
-watches discovery is told of the deletion; a holder that does not watch checks before each keepalive.
+It owns the keepalives and registering again. The lease is lost if no keepalive has succeeded for a whole time to live,
+or if its key is gone. It was revoked if an operator deleted that key. A holder that watches discovery is told of the
+deletion; a holder that does not watch checks before each keepalive.
 """
 
 from __future__ import annotations

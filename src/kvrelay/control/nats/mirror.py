@@ -44,10 +44,12 @@ from kvrelay.errors import ControlUnavailableError
 
 _log = logging.getLogger(__name__)
 
-HEARTBEAT_S = 8.0
+HEARTBEAT_S = 13.0
 MAX_SILENCE_S = 20.0
+"""Heartbeats only prove that the server still has the consumer, and each wakes up a process. One may be as late as the
+connection outlives a silent server."""
 TAKEOVER_SHARE = 0.5
-"""Share of its time to live that a lease has left after a change of keeper. Its holder sends keepalives at a third."""
+"""Share of its time to live that a lease has left after a change of keeper. Keepalives come more often."""
 RETRY_S = 0.25
 SETTLE_S = 0.05
 POSTPONE_S = 0.05
@@ -181,9 +183,7 @@ class Mirror:
 
         async def hear_keeper(message: NatsMessage) -> None:
             self.election.heard(message.data[:MAX_ID_BYTES].decode("ascii", "replace"))
-            # The keeper lives, so there is less to wake up for.
-            if self._waiting is not None and not self._waiting.expired():
-                self._waiting.reschedule(self._wake_s())
+            self._rest_longer()
 
         keeper = await self._connection.subscribe(self._keeper_subject, hear_keeper)
         try:
@@ -200,7 +200,11 @@ class Mirror:
         feed, inbox = Feed(stream), self._inbox
 
         async def receive(message: NatsMessage) -> None:
-            inbox.put_nowait((feed, message))
+            feed.heard_s = self._clock.now()
+            if message.headers is not None and "Status" in message.headers:
+                self._rest_longer()  # a heartbeat
+            else:
+                inbox.put_nowait((feed, message))
 
         subject = self._connection.new_inbox()
         feed.subscription = await self._connection.subscribe(subject, receive)
@@ -276,6 +280,11 @@ class Mirror:
         due_s = min(self.election.due_s(), self._silent_s(), math.inf if lease_s is None else lease_s)
         return asyncio.get_running_loop().time() + max(due_s - self._clock.now(), 0.0)
 
+    def _rest_longer(self) -> None:
+        """The keeper or the server lives, so there is less to wake up for."""
+        if self._waiting is not None and not self._waiting.expired():
+            self._waiting.reschedule(self._wake_s())
+
     def _silent_s(self) -> float:
         """When the server's heartbeats will have been missing for too long on one of the feeds."""
         return min(feed.heard_s for feed in (self.entries, self.keepalives) if feed is not None) + MAX_SILENCE_S
@@ -297,9 +306,6 @@ class Mirror:
 
     def _apply(self, feed: Feed, message: NatsMessage) -> bool:
         """Apply one message to the table. False if messages before it are missing."""
-        feed.heard_s = self._clock.now()
-        if message.headers is not None and message.headers.get("Status") is not None:
-            return True
         try:
             delivery = parse_ack_subject(message.reply)
         except ValueError as exc:

@@ -32,6 +32,7 @@ from kvrelay.control.nats.kv_keys import encode_key
 from kvrelay.control.nats.pulls import Pulls
 from kvrelay.control.queue_order import CLASSES, QueueTurns
 from kvrelay.control.redelivery import MAX_ACK_WAIT_S, MAX_DELIVERIES
+from kvrelay.core.clock import next_beat_s
 from kvrelay.core.control_codec import decode_prefill
 from kvrelay.core.handoff import QueueClass, RemotePrefillRequest
 from kvrelay.errors import ControlUnavailableError, PayloadTooLargeError, ProtocolError
@@ -45,7 +46,7 @@ DEAD_MAX_AGE_S = 86_400
 STOCK_CACHE_S = 0.02
 LOOK_INTERVAL_S = 1.0
 """An idle worker looks at all classes again after so long if classes other than the normal one had entries."""
-RARE_LOOK_INTERVAL_S = 15.0
+RARE_LOOK_INTERVAL_S = 16.0
 """Otherwise it looks once more after the ack deadline, for what was pushed before it waited at the server, and then
 this seldom. While it waits, an entry goes to another class only behind an entry for each waiting worker, so every
 waiting worker soon looks anyway."""
@@ -157,17 +158,18 @@ class NatsPrefillQueue:
     async def pull(self, kv_compatibility: str, timeout_s: float) -> PrefillDelivery | None:
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + timeout_s
-        quiet_s = self._ack_wait_s
+        is_new = True
         while True:
             partition = await self._ready_partition(kv_compatibility)
             message = await self._first(partition)
             if message is None:
-                left_s = deadline_s - loop.time()
+                now_s = loop.time()
+                left_s = deadline_s - now_s
                 if left_s <= 0 and QueueClass.NORMAL not in partition.stock:
                     return None
                 has_others = bool(partition.stock.keys() - {QueueClass.NORMAL})
-                look_s = LOOK_INTERVAL_S if has_others else quiet_s
-                quiet_s = self._ack_wait_s if has_others else RARE_LOOK_INTERVAL_S
+                quiet_s = self._ack_wait_s if is_new else next_beat_s(now_s, RARE_LOOK_INTERVAL_S) - now_s
+                look_s, is_new = LOOK_INTERVAL_S if has_others else quiet_s, has_others
                 message = await self._next(partition, QueueClass.NORMAL, min(max(left_s, 0.0), look_s))
                 if message is None and left_s <= 0:
                     return None

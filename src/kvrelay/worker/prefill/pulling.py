@@ -28,7 +28,7 @@ from kvrelay.worker.surroundings import Surroundings
 
 _log = logging.getLogger(__name__)
 
-PULL_TIMEOUT_S = 60.0
+PULL_TIMEOUT_S = 600.0
 PULL_RETRY_S = 1.0
 CLAIM_TIMEOUT_S = 10.0
 """From the pull to the answer, including the connection if it is the first."""

@@ -1,7 +1,7 @@
 """Publishes a worker's state for routers: the prefix cache's events, numbered and replayable, and the load.
 
 A first load sample goes out at start, before any forward pass; then one on change, at most 20 a second, and at least
-one a second while the worker has requests or is at a step. An idle worker repeats its sample every 15 seconds, see
+one a second while the worker has requests or is at a step. An idle worker repeats its sample every 16 seconds, see
 STALE_AFTER_S in ``core/events.py``; a sample that the bus refuses is sent again after a second. Events carry the epoch
 of the worker's start: a change of role keeps the prefix cache, so indexes stay valid.
 """
@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 import msgspec
 
 from kvrelay.control.base import EventBus, Keys, Subscription
+from kvrelay.core.clock import next_beat_s
 from kvrelay.core.event_codec import encode_events, encode_load
 from kvrelay.core.event_log import KvEventLog
 from kvrelay.core.events import BlockRemoved, BlockStored, KvEvent, LoadMetrics
@@ -27,7 +28,7 @@ _log = logging.getLogger(__name__)
 
 MIN_INTERVAL_S = 0.05
 MAX_INTERVAL_S = 1.0
-IDLE_INTERVAL_S = 15.0
+IDLE_INTERVAL_S = 16.0
 MAX_BATCH_BLOCKS = 20_000
 """At about 19 bytes per block this is well within the bus's limit of 1 MB per message."""
 
@@ -93,7 +94,7 @@ class Publisher:
     async def _run(self) -> None:
         while not self._is_closed:
             try:
-                async with asyncio.timeout(self._sent_s + self._interval_s - time.monotonic()):
+                async with asyncio.timeout_at(next_beat_s(self._sent_s, self._interval_s)):
                     await self._changed.wait()
                 # A lone change goes out at once, those of the next moments together.
                 await asyncio.sleep(self._published_s + MIN_INTERVAL_S - time.monotonic())
@@ -122,7 +123,7 @@ class Publisher:
 
     async def _publish_load(self) -> None:
         load, now = self._load, time.monotonic()
-        if load is None or (load == self._sent_load and now - self._sent_s < self._interval_s):
+        if load is None or (load == self._sent_load and now < next_beat_s(self._sent_s, self._interval_s)):
             return
         self._sent_load, self._sent_s = load, now
         self._seq += 1
