@@ -272,6 +272,22 @@ def test_messages_wait_for_a_handler_without_spinning(monkeypatch: pytest.Monkey
     asyncio.run(scenario())
 
 
+def test_a_socket_without_messages_is_read_without_an_exception(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Raising it takes longer than reading a message, and every burst ends with an empty socket."""
+    raised: list[object] = []
+
+    async def scenario() -> None:
+        async with started(ZmqRpcServer()) as server, connected(ZmqRpcClient(server.address)) as client:
+            assert server.endpoint is not None
+            assert client.endpoint is not None
+            monkeypatch.setattr(zmq.Again, "__init__", lambda *_: raised.append(_))
+            assert client.endpoint.receive() is None
+            assert server.endpoint.receive() is None
+            assert not raised
+
+    asyncio.run(scenario())
+
+
 def test_a_burst_of_large_messages_is_read_over_many_turns_of_the_loop() -> None:
     """So that what the loop sends and receives elsewhere does not wait for all of them."""
     num_messages = 40
