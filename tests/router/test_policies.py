@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvrelay.config import RouterConfig
-from kvrelay.placement.seconds import Candidates, LoadColumns
+from kvrelay.placement.seconds import FEW, Candidates, LoadColumns
 from kvrelay.router.policies import build_policy, pick_best, pick_softmax
 
 
@@ -109,6 +109,14 @@ def test_power_of_two_with_one_candidate_left() -> None:
 def test_ties_are_drawn_at_random() -> None:
     rng = random.Random(5)
     assert {pick_best(np.array([1.0, 2.0, 2.0]), rng) for _ in range(50)} == {1, 2}
+
+
+def test_ties_of_few_and_of_many_are_drawn_alike() -> None:
+    few = np.array([1.0, 2.0, 0.0, 2.0, 2.0])
+    many = np.concatenate([few, np.zeros(FEW)])
+    draws = [[pick_best(scores, rng) for _ in range(20)] for scores in (few, many) for rng in [random.Random(3)]]
+    assert draws[0] == draws[1]
+    assert set(draws[0]) == {1, 3, 4}
 
 
 def test_kv_gives_a_new_prefix_to_the_worker_that_has_had_the_least() -> None:

@@ -16,7 +16,15 @@ from kvrelay.core.hashing import compute_block_hashes
 from kvrelay.core.step_cost import StepCost
 from kvrelay.core.workers import WorkerInfo
 from kvrelay.placement.pair_cost import MAX_TRANSFER_RATIO, OTHER_HOST_WEIGHT, SAME_HOST_WEIGHT, pair_seconds
-from kvrelay.placement.seconds import LOST_PREFIX, Candidates, CostColumns, LoadColumns, decode_seconds, prefill_seconds
+from kvrelay.placement.seconds import (
+    FEW,
+    LOST_PREFIX,
+    Candidates,
+    CostColumns,
+    LoadColumns,
+    decode_seconds,
+    prefill_seconds,
+)
 from kvrelay.router import Router, RoutingRequest
 from kvrelay.router.costs import MAX_RATIO, REFRESH_S, WorkerCosts
 from kvrelay.router.policies import build_policy
@@ -127,6 +135,18 @@ def test_the_cost_of_a_pair_has_the_transfer_between_its_halves() -> None:
     assert by_time.is_measured.tolist() == [[True, False], [True, True]]
     unknown = Candidates(640, BLOCK, column(0, 20), prefill.load)
     assert pair_seconds(unknown, decode, column(0, 0), same_host, can) is None
+
+
+@pytest.mark.parametrize("size", [1, 4, FEW, FEW + 1])
+def test_the_scores_of_few_and_of_many_workers_are_the_same_numbers(size: int) -> None:
+    rng = np.random.default_rng(size)
+    policy = build_policy(RouterConfig(overlap_weight=0.9))
+    for scale in (0.0, 1.0, 1e300):
+        columns = {name: scale * rng.random(size) for name in LoadColumns.__struct_fields__}
+        known = CostColumns(*(scale * rng.random(size) for _ in CostColumns.__struct_fields__))
+        candidates = Candidates(2460, BLOCK, np.floor(200 * rng.random(size)), LoadColumns(**columns), known, 8.5)
+        with np.errstate(over="ignore"):
+            assert np.array_equal(policy.scores(candidates), -policy.seconds(candidates).total)
 
 
 # -- costs that cannot be trusted --------------------------------------------------------------------------------------

@@ -26,6 +26,9 @@ FloatColumn = npt.NDArray[np.float64]
 
 LOST_PREFIX = 3.0 / 7.0
 BALANCE = 0.02 * (1.0 + LOST_PREFIX)
+FEW = 16
+"""Of so many workers Python's own arithmetic takes less time than NumPy's calls, above all where other work has emptied
+the CPU's caches."""
 # Weights are arrays of no dimension: a Python number would be converted anew in every operation with a column.
 PENDING_WEIGHT = np.asarray(0.7)
 BALANCE_WEIGHT = np.asarray(0.02)
@@ -135,3 +138,20 @@ def decode_seconds(prompt_tokens: int, num_output: float, load: LoadColumns, cos
     added = costs.decode_s + costs.context_s * (prompt_tokens + num_output / 2)
     seconds: FloatColumn = num_output * load.num_requests * added
     return seconds
+
+
+def totals_of_few(candidates: Candidates, costs: CostColumns, overlap_weight: float) -> list[float]:
+    """``Seconds.total`` of candidates without loads, bit for bit: the same operations in the same order."""
+    load, num_output = candidates.load, candidates.num_output
+    per_block, middle = overlap_weight * candidates.block_size, candidates.prompt_tokens + num_output / 2
+    of_request = (candidates.overlap_blocks, load.prefill_tokens, load.recent_share, load.num_requests)
+    of_worker = (costs.prefill_token_s, costs.decode_s, costs.context_s)
+    totals = []
+    for overlap, pending, recent, requests, token_s, decode_s, context_s in zip(
+        *[column.tolist() for column in of_request + of_worker]
+    ):
+        own_s = token_s * max(candidates.prompt_tokens - per_block * overlap, 0.0)
+        lost_s = own_s * (LOST_PREFIX + BALANCE * recent)
+        added_s = num_output * requests * (decode_s + context_s * middle)
+        totals.append(token_s * pending + own_s + lost_s + added_s)
+    return totals

@@ -9,12 +9,14 @@ from __future__ import annotations
 import math
 import random
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 import numpy as np
 
 from kvrelay.config import RouterConfig
 from kvrelay.placement.seconds import (
     BALANCE_WEIGHT,
+    FEW,
     PENDING_WEIGHT,
     Candidates,
     FloatColumn,
@@ -22,14 +24,20 @@ from kvrelay.placement.seconds import (
     decode_seconds,
     own_tokens,
     prefill_seconds,
+    totals_of_few,
 )
 
 
 def pick_best(scores: FloatColumn, rng: random.Random) -> int:
     """The highest score; ties are drawn at random."""
-    best = scores.argmax()
-    (tied,) = (scores == scores[best]).nonzero()
-    return int(best) if len(tied) == 1 else int(rng.choice(tied))
+    tied: Sequence[int]
+    if len(scores) <= FEW:
+        values = scores.tolist()
+        best = max(values)
+        tied = [row for row, value in enumerate(values) if value == best]
+    else:
+        (tied,) = (scores == scores.max()).nonzero()
+    return int(tied[0]) if len(tied) == 1 else int(rng.choice(tied))
 
 
 def pick_softmax(scores: FloatColumn, temperature: float, rng: random.Random) -> int:
@@ -115,6 +123,8 @@ class KvPolicy(KvWeightsPolicy):
     uses_costs = True
 
     def scores(self, candidates: Candidates) -> FloatColumn:
+        if candidates.costs is not None and candidates.loads is None and len(candidates) <= FEW:
+            return -np.array(totals_of_few(candidates, candidates.costs, self._overlap_weight))
         seconds = self.seconds(candidates)
         return super().scores(candidates) if seconds is None else -seconds.total
 

@@ -354,10 +354,11 @@ class Router:
 
     def _overlaps(self, sequence: tuple[int, ...], held: FloatColumn) -> FloatColumn:
         """With those that it is about to hold."""
-        if not sequence or self._anticipated is None:
+        anticipated = self._anticipated.find_holders(sequence) if sequence and self._anticipated is not None else ()
+        if not anticipated:
             return held
         overlaps = held.copy()
-        for depth, group in self._anticipated.find_holders(sequence):
+        for depth, group in anticipated:
             rows = self._rows(group)
             overlaps[rows] = np.maximum(overlaps[rows], depth)
         return overlaps
