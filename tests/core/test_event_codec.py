@@ -38,11 +38,8 @@ BATCH = KvEventBatch("w", 3, 17, (STORED, BlockRemoved((5,)), AllBlocksCleared()
 LOAD = LoadMetrics("w", 1, 8, 10, 100, 2, 0.1, 0.5, seq=4)
 
 
-def test_events_round_trip_with_and_without_tokens() -> None:
-    assert decode_events(encode_events(BATCH, include_tokens=True)) == BATCH
-    slim = decode_events(encode_events(BATCH))
-    assert slim.events == (msgspec.structs.replace(STORED, token_ids=()), *BATCH.events[1:])
-    assert (slim.worker_id, slim.epoch, slim.first_seq) == ("w", 3, 17)
+def test_events_round_trip() -> None:
+    assert decode_events(encode_events(BATCH)) == BATCH
 
 
 def test_load_samples_and_replays_round_trip() -> None:
@@ -108,7 +105,7 @@ def test_a_page_that_does_not_exist_is_refused() -> None:
 def test_garbage_is_a_protocol_error_and_nothing_else() -> None:
     rng = random.Random(1)
     frames = [b"", b"\xc1", encode_load(LOAD), msgspec.msgpack.encode([[1] * 3] * 3), b"\x91" * 100_000]
-    good = encode_events(BATCH, include_tokens=True)
+    good = encode_events(BATCH)
     frames += [good[:cut] for cut in range(len(good))]
     frames += [bytes(rng.randrange(256) for _ in range(rng.randrange(40))) for _ in range(300)]
     for frame in frames:

@@ -38,7 +38,13 @@ def test_events_are_numbered_without_gaps() -> None:
     log = KvEventLog("w", 4)
     first, second = log.append([stored(None, 1, 2)]), log.append([BlockRemoved((2,)), stored(1, 3)])
     assert (first.worker_id, first.epoch, first.first_seq, second.first_seq, log.next_seq) == ("w", 4, 0, 1, 3)
-    assert first.events[0] == stored(None, 1, 2)
+
+
+def test_what_is_published_and_replayed_has_sequence_hashes_alone() -> None:
+    log = KvEventLog("w", 4)
+    slim = BlockStored(None, (1, 2), (), (), 2)
+    assert log.append([stored(None, 1, 2)]).events == (slim,)
+    assert [batch.events for batch in ask(log, 0).batches] == [(slim,)]
 
 
 def test_replay_from_the_ring() -> None:

@@ -60,9 +60,8 @@ _request_decoder = msgspec.msgpack.Decoder(ReplayRequest)
 _reply_decoder = msgspec.msgpack.Decoder(ReplayReply)
 
 
-def encode_events(batch: KvEventBatch, *, include_tokens: bool = False) -> bytes:
-    """One frame. Token ids are left out by default: local hashes identify the tokens in a tenth of the bytes."""
-    return _encoder.encode(batch if include_tokens else without_tokens(batch))
+def encode_events(batch: KvEventBatch) -> bytes:
+    return _encoder.encode(batch)
 
 
 def decode_events(frame: bytes) -> KvEventBatch:
@@ -101,17 +100,6 @@ def decode_replay_reply(frame: bytes) -> ReplayReply:
     for batch in reply.batches:
         _check_batch(batch)
     return reply
-
-
-def without_tokens(batch: KvEventBatch) -> KvEventBatch:
-    """The batch with its stored blocks' token ids left out."""
-    if not any(isinstance(event, BlockStored) and event.token_ids for event in batch.events):
-        return batch
-    events = tuple(
-        msgspec.structs.replace(event, token_ids=()) if isinstance(event, BlockStored) else event
-        for event in batch.events
-    )
-    return msgspec.structs.replace(batch, events=events)
 
 
 def _decode(decoder: msgspec.msgpack.Decoder[_T], frame: bytes) -> _T:

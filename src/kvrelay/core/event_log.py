@@ -15,7 +15,9 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from itertools import islice
 
-from kvrelay.core.event_codec import ReplayReply, decode_replay_request, encode_replay_reply, without_tokens
+import msgspec
+
+from kvrelay.core.event_codec import ReplayReply, decode_replay_request, encode_replay_reply
 from kvrelay.core.events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent, KvEventBatch
 
 DEFAULT_CAPACITY = 8192
@@ -61,9 +63,9 @@ class KvEventLog:
         return len(self._parents)
 
     def append(self, events: Sequence[KvEvent]) -> KvEventBatch:
-        """Number the events and return them as a batch to publish."""
-        batch = KvEventBatch(self._worker_id, self._epoch, self._next_seq, tuple(events))
-        for event in without_tokens(batch).events:
+        """Number the events and return them as a batch to publish, with sequence hashes alone."""
+        batch = KvEventBatch(self._worker_id, self._epoch, self._next_seq, tuple(map(_slim, events)))
+        for event in batch.events:
             self._ring.append(event)
             self._track(event)
         self._next_seq += len(batch.events)
@@ -195,3 +197,8 @@ class KvEventLog:
 
 def _num_blocks(event: KvEvent) -> int:
     return len(event.block_hashes) if isinstance(event, BlockStored | BlockRemoved) else 1
+
+
+def _slim(event: KvEvent) -> KvEvent:
+    """Sequence hashes stand for token ids and local hashes in a twentieth of the bytes."""
+    return msgspec.structs.replace(event, local_hashes=(), token_ids=()) if isinstance(event, BlockStored) else event
