@@ -47,6 +47,7 @@ from kvrelay.transfer.values import Int64Array, TransferOp
 CPU_TRANSPORTS = "cma,self,tcp"
 _WAKING_TRANSPORTS = frozenset(CPU_TRANSPORTS.split(","))
 """Of these only TCP brings work for ``poll``."""
+_EAGER_POLLS = 16
 _SETTLE_POLLS = 50
 _SETTLE_PAUSE_S = 0.001
 _SEAL = b"kvrelay-nixl-1:"
@@ -71,6 +72,8 @@ class NixlTransport(Transport):
         self._in_flight: dict[int, tuple[str, int]] = {}
         self._arrivals = select.poll()
         """For ``wake_fds``, which are UCX's epolls."""
+        self._num_in_vain = 0
+        """Polls that left something to be read."""
         self._lost_a_peer = False
         self.rule = NIXL_RULE
         """When small pieces go by way of a buffer; changed by measurements only."""
@@ -158,7 +161,8 @@ class NixlTransport(Transport):
                 self._lost_a_peer = True
                 self._end(handle, request, f"worker {worker_id}: {state}")
         notifications = self._collect_notifications()
-        if self._arrivals.poll(0):
+        self._num_in_vain = self._num_in_vain + 1 if self._arrivals.poll(0) else 0
+        if self._num_in_vain > _EAGER_POLLS:
             # A thread of UCX has to run first, as at a device's first connection.
             time.sleep(self._poll_interval_s)
         return self._take_ended(), notifications
