@@ -88,8 +88,7 @@ class AutoTransport(Transport):
         if not agents:
             raise FatalError(f"no transport can be used: {'; '.join(refusals)}")
         wake_fds = [transport.wake_fds for transport in self._usable.values()]
-        if all(wake_fds):
-            self.wake_fds = sum(wake_fds, ())
+        self.wake_fds = sum(wake_fds, ()) if all(wake_fds) else ()
         return msgspec.msgpack.encode(agents)
 
     def _connect(self, metadata: KvMetadata) -> _Route:

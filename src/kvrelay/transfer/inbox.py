@@ -22,10 +22,6 @@ class Inbox:
         """Rung at each command once file descriptors are watched: the queue's own lock ends no wait for those."""
         self._watched: select.epoll | None = None
 
-    @property
-    def watches(self) -> bool:
-        return self._watched is not None
-
     def watch(self, *fds: int) -> None:
         """From now on ``get`` also returns when one of ``fds`` is readable. Commands that are here already are not
         missed."""

@@ -27,10 +27,10 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import glob
 import os
 import select
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -45,8 +45,7 @@ from kvrelay.transfer.packing import NIXL_RULE, PackingBuffer
 from kvrelay.transfer.values import Int64Array, TransferOp
 
 CPU_TRANSPORTS = "cma,self,tcp"
-_WAKING_TRANSPORTS = frozenset(CPU_TRANSPORTS.split(","))
-"""Of these only TCP brings work for ``poll``."""
+"""Only TCP brings work for ``poll``."""
 _EAGER_POLLS = 16
 _SETTLE_POLLS = 50
 _SETTLE_PAUSE_S = 0.001
@@ -92,11 +91,11 @@ class NixlTransport(Transport):
             self._agent = self._nixl.nixlAgent(self._worker_id, settings)
             others = _epoll_fds()
             self._backend = [self._agent.createBackend("UCX", {})]
-            if _WAKING_TRANSPORTS.issuperset(os.environ.get("UCX_TLS", "all").split(",")):
+            if set(os.environ.get("UCX_TLS", "all").split(",")) <= set(CPU_TRANSPORTS.split(",")):
                 # Should another thread open an epoll just now, it wakes us up in vain.
                 self.wake_fds = tuple(_epoll_fds() - others)
-                for fd in self.wake_fds:
-                    self._arrivals.register(fd, select.POLLIN)
+            for fd in self.wake_fds:
+                self._arrivals.register(fd, select.POLLIN)
             row = (region.address, region.num_bytes, region.device_id, "")
             self._registered = self._nixl.nixlRegDList(self._segment(region.device), [row])
             self._agent.registerMem(self._registered, self._backend)
@@ -288,12 +287,8 @@ class NixlTransport(Transport):
 
 def _epoll_fds() -> set[int]:
     """The open epolls of this process."""
-    found = set()
-    for path in glob.glob("/proc/self/fd/*"):
-        with contextlib.suppress(OSError):  # closed meanwhile
-            if os.readlink(path) == "anon_inode:[eventpoll]":
-                found.add(int(os.path.basename(path)))
-    return found
+    names = (path for path in Path("/proc/self/fd").glob("*") if path.resolve().name == "anon_inode:[eventpoll]")
+    return {int(path.name) for path in names}
 
 
 def seal(blob: bytes) -> bytes:

@@ -294,7 +294,7 @@ class TransferThread:
                 return 0
             eager = self._polls_since_progress < _EAGER_POLLS
             return self._config.poll_interval_s / (_EAGER_POLLS_PER_INTERVAL if eager else 1)
-        return self._config.poll_interval_s if self._num_handoffs and not self._inbox.watches else None
+        return self._config.poll_interval_s if self._num_handoffs and not self._transport.wake_fds else None
 
     def _register(self, region: MemoryRegion, kv_compatibility: str) -> bytes:
         agent = self._queues.register(region, kv_compatibility)

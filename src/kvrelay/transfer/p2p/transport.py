@@ -133,9 +133,9 @@ class P2pTransport(Transport):
 
     def poll(self) -> tuple[list[PostEnd], list[Notification]]:
         completions, notifications = self._take_ended(), []
-        if self.wake_fds:
+        for fd in self.wake_fds:
             with contextlib.suppress(BlockingIOError):
-                os.eventfd_read(self.wake_fds[0])
+                os.eventfd_read(fd)
         while not self._arrived.empty():
             arrival = self._arrived.get()
             if isinstance(arrival, IntegrityError):
