@@ -83,7 +83,9 @@ class LLM:
 
         Raises InvalidInputError, PromptTooLongError, EngineDeadError, and TypeError for what is neither.
         """
-        return self._run(self._generate(_prompt_list(prompts), sampling_params))
+        found: list[Any] = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
+        is_one = bool(found) and isinstance(found[0], Integral)
+        return self._run(self._generate([found] if is_one else found, sampling_params))
 
     def chat(
         self,
@@ -186,8 +188,3 @@ async def _all(calls: Sequence[Coroutine[Any, Any, RequestOutput]]) -> list[Requ
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         raise
-
-
-def _prompt_list(prompts: TextOrTokens | Sequence[TextOrTokens]) -> list[TextOrTokens]:
-    found: list[Any] = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
-    return [found] if found and isinstance(found[0], Integral) else found

@@ -37,7 +37,12 @@ def recommended(defaults: DefaultSampling) -> SamplingParams:
 
 
 def spec_of(params: SamplingParams) -> AnswerSpec:
-    """The spec that all answers of one call share. Raises InvalidInputError."""
+    """The spec that all answers of one call share. Raises InvalidInputError, also for a value of another type: an
+    engine would drop the request as malformed."""
+    try:
+        params = msgspec.convert(msgspec.structs.asdict(params), SamplingParams)
+    except msgspec.ValidationError as exc:
+        raise InvalidInputError(f"sampling_params: {exc}", param="sampling_params") from exc
     if params.n < 1:
         raise InvalidInputError(f"n must be at least 1, got {params.n}", param="n")
     if not all(params.stop_strings):
@@ -47,7 +52,7 @@ def spec_of(params: SamplingParams) -> AnswerSpec:
     engine = core.SamplingParams(**{name: getattr(params, name) for name in core.SamplingParams.__struct_fields__})
     engine.validate()
     return AnswerSpec(
-        sampling=msgspec.structs.replace(engine, stop_token_ids=tuple(engine.stop_token_ids)),
+        sampling=engine,
         max_tokens=params.max_tokens,
         is_max_default=False,
         n=params.n,

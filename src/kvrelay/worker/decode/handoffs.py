@@ -196,8 +196,7 @@ class IncomingHandoffs(LedgerDriver[de.DecodeEvent]):
             block_ids, prefix = None, action.prefix
             is_ours = action.handoff_id.decode_worker_id == self._around.worker_id
             # Under any other number a request's own hand-off could take the place of this one, whose loan never ended.
-            may_lend = is_ours and action.handoff_id.is_of_prefix and self.lends_prefixes
-            if may_lend and core.schedules is not None:
+            if is_ours and action.handoff_id.is_of_prefix and self.lends_prefixes and core.schedules is not None:
                 block_ids = core.schedules.lend_prefix(action.handoff_id, prefix.token_ids, prefix.cache_salt)
             self.handle(de.LoanAllocated(action.handoff_id, 1, block_ids))
 
