@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import msgspec
@@ -11,7 +12,7 @@ from kvrelay.config import WorkerRole
 from kvrelay.control.base import Keys
 from kvrelay.control.memory import MemoryBroker
 from kvrelay.core.events import LoadMetrics
-from kvrelay.core.messages import AdminReply
+from kvrelay.core.messages import AdminReply, AdminRequest
 from kvrelay.core.step_cost import StepCost
 from kvrelay.core.workers import WorkerInfo
 from kvrelay.errors import ProtocolError
@@ -19,6 +20,7 @@ from kvrelay.launch.fleet_observer import FleetObserver
 from kvrelay.launch.worker_calls import WorkerCalls, answer_of
 from kvrelay.planner import WorkerView
 from kvrelay.rpc.zmq_socket import new_curve_keys
+from kvrelay.worker.worker import Worker
 
 KEYS = Keys("default")
 LOAD = msgspec.to_builtins(LoadMetrics("w", 1, 8, 10, 100, 2, 0.1, 0.5, step_cost=StepCost()))
@@ -62,6 +64,15 @@ async def test_a_worker_that_answers_nonsense_is_not_ready(payload: str) -> None
 async def test_an_impossible_cost_is_no_cost() -> None:
     seen = await view(status(step_cost=msgspec.to_builtins(StepCost(step_s=-1.0))))
     assert (seen.is_ready, seen.step_cost) == (True, None)
+
+
+async def test_a_worker_answers_json_whatever_its_numbers_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def perform(worker: Worker, message: AdminRequest) -> object:
+        return {"error": math.inf, "role": WorkerRole.DECODE}
+
+    monkeypatch.setattr(Worker, "_perform", perform)
+    reply = await Worker.run_admin_command(object.__new__(Worker), AdminRequest(1, "status"))
+    assert answer_of("w", reply) == {"error": None, "role": "decode"}
 
 
 def test_an_answer_that_is_no_json_is_a_protocol_error() -> None:

@@ -10,7 +10,6 @@ because from then on they reuse the blocks that it was allowed to write.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import os
 from dataclasses import asdict
@@ -341,7 +340,7 @@ class Worker:
             payload = await self._perform(message)
         except (KvrelayError, ValueError) as exc:
             return AdminReply(message.nonce, error=str(exc))
-        return AdminReply(message.nonce, payload=json.dumps(payload))
+        return AdminReply(message.nonce, payload=msgspec.json.encode(payload).decode())
 
     async def _perform(self, message: AdminRequest) -> object:
         match message.command:
