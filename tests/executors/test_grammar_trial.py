@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import threading
@@ -152,5 +153,19 @@ def test_a_helper_that_cannot_start_refuses_no_grammar_for_good(
     with monkeypatch.context() as patch:
         patch.setattr(grammar_trial, "__file__", "/nowhere.py")
         with pytest.raises(WorkerUnavailableError):
+            compiler.compile(ORDINARY)
+    compiler.compile(ORDINARY)
+
+
+@pytest.mark.parametrize("name", ["socket.socketpair", "start_child_process"])
+def test_a_grammar_is_refused_for_now_without_a_descriptor_or_a_process(
+    name: str, compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*arguments: object, **options: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(f"kvrelay.executors.grammar_trial.{name}", refuse)
+        with pytest.raises(WorkerUnavailableError, match="Too many open files"):
             compiler.compile(ORDINARY)
     compiler.compile(ORDINARY)

@@ -23,7 +23,7 @@ import subprocess
 import sys
 import threading
 import weakref
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any, TypedDict
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -66,6 +66,12 @@ class GrammarTrials:
         Raises InvalidInputError if it does not compile or exceeds a limit; WorkerUnavailableError if no trial could
         run or it was not over in DEADLINE_S.
         """
+        try:
+            return self._run(source)
+        except OSError as exc:  # no descriptor or no process is left
+            raise WorkerUnavailableError(f"grammars cannot be compiled now: {exc}") from exc
+
+    def _run(self, source: str) -> int:
         for _ in range(2):  # the helper may have been killed since the last trial
             ours, theirs = socket.socketpair()
             with ours:
@@ -108,7 +114,8 @@ class _Helper:
 
     def __init__(self, settings: TrialSettings) -> None:
         self._control, theirs = socket.socketpair()
-        with theirs:
+        with theirs, ExitStack() as unless_started:
+            unless_started.callback(self._control.close)
             # The thread that starts it may end long before the worker does: the control socket tells of our end.
             process = start_child_process(
                 [sys.executable, "-P", __file__, str(theirs.fileno()), json.dumps(settings)],
@@ -117,6 +124,7 @@ class _Helper:
                 pass_fds=(theirs.fileno(),),
                 death_signal=0,
             )
+            unless_started.pop_all()
         self._process = process
         self.end = weakref.finalize(self, _end, process, self._control)
 
