@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import enum
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass
 from typing import Protocol
+
+import msgspec
 
 from kvrelay.core.handoff import RemotePrefillRequest
 
@@ -28,8 +29,7 @@ class WatchKind(enum.Enum):
     SYNCED = "synced"
 
 
-@dataclass(frozen=True, slots=True)
-class WatchEvent:
+class WatchEvent(msgspec.Struct, frozen=True):
     """A change under a watched prefix. SYNCED (with an empty key) follows the last key of the initial listing."""
 
     kind: WatchKind

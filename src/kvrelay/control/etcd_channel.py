@@ -12,8 +12,9 @@ import os
 import urllib.parse
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from kvrelay.control.tls import TLS_OPTIONS, TlsFiles
 from kvrelay.errors import ConfigError, ControlUnavailableError, LeaseLostError
@@ -34,8 +35,7 @@ _CHANNEL_OPTIONS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class EtcdAddress:
+class EtcdAddress(msgspec.Struct, frozen=True):
     """``etcd://[USER:PASSWORD@]HOST[:2379]``, or ``etcds://...[?ca=FILE&cert=FILE&key=FILE]`` with TLS. ``repr`` and
     ``str`` hide the password."""
 

@@ -15,15 +15,15 @@ for one more time to live, in which their holders can come back.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+
+import msgspec
 
 from kvrelay.control.base import WatchEvent, WatchKind
 from kvrelay.control.unleased import UnleasedEntries
 from kvrelay.core.clock import Clock
 
 
-@dataclass(slots=True)
-class KvEntry:
+class KvEntry(msgspec.Struct):
     """A key's value, the lease it hangs on, and its sequence number on the server."""
 
     value: bytes
@@ -31,8 +31,7 @@ class KvEntry:
     seq: int
 
 
-@dataclass(slots=True)
-class LeaseState:
+class LeaseState(msgspec.Struct):
     """The last known state of a lease. ``refreshed_s`` is on the watcher's own clock.
 
     A lease that was overdue when this watcher first saw it belongs to a process that died before: ``is_proven`` is

@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
+
+import msgspec
 
 from kvrelay.control.base import Lease, WatchEvent, WatchKind
 from kvrelay.control.held_lease import HeldLease
@@ -24,14 +25,13 @@ from kvrelay.errors import ControlUnavailableError, LeaseLostError
 TICK_S = 0.02
 
 
-@dataclass(slots=True)
-class _Watcher:
+class _Watcher(msgspec.Struct):
     """The state that one watch has reported so far."""
 
     plane: MemoryControlPlane
     prefix: str
-    events: asyncio.Queue[WatchEvent] = field(default_factory=asyncio.Queue)
-    known: dict[str, bytes] = field(default_factory=dict)
+    events: asyncio.Queue[WatchEvent] = msgspec.field(default_factory=asyncio.Queue)
+    known: dict[str, bytes] = {}
     is_synced: bool = False
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
+
+import msgspec
 
 from kvrelay.control.base import Subscription
 from kvrelay.errors import KvrelayError, RetryElsewhereError
@@ -23,8 +24,7 @@ class Connected(Protocol):
         """Raises ControlUnavailableError."""
 
 
-@dataclass(slots=True, eq=False)
-class _Listener(Generic[T]):
+class _Listener(msgspec.Struct, Generic[T], eq=False):
     """``handler`` hears what is sent to ``subject``, which a subscriber's may match by a pattern."""
 
     plane: Connected
@@ -45,8 +45,7 @@ class MemoryExchange:
         self.services = [item for item in self.services if item.plane is not plane]
 
 
-@dataclass(slots=True)
-class MemorySubscription:
+class MemorySubscription(msgspec.Struct):
     """A subscription that ``end`` ends."""
 
     end: Callable[[], None]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from dataclasses import dataclass
 
 import msgspec
 
@@ -20,8 +19,7 @@ from kvrelay.errors import ProtocolError
 _log = logging.getLogger(__name__)
 
 
-@dataclass(slots=True)
-class _QueueEntry:
+class _QueueEntry(msgspec.Struct):
     partition: str
     data: bytes
     pushed_s: float
@@ -111,8 +109,7 @@ class MemoryQueue:
             self.changed.set()
 
 
-@dataclass(slots=True, eq=False)
-class MemoryPrefillDelivery:
+class MemoryPrefillDelivery(msgspec.Struct, eq=False):
     """One entry, leased to a consumer until ``deadline_s``. ``entry`` is what the queue gets back."""
 
     plane: Connected

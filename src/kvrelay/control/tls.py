@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import ssl
 from collections.abc import Mapping
-from dataclasses import dataclass
+
+import msgspec
 
 from kvrelay.errors import ConfigError
 
 TLS_OPTIONS = ("ca", "cert", "key")
 
 
-@dataclass(frozen=True, slots=True)
-class TlsFiles:
+class TlsFiles(msgspec.Struct, frozen=True):
     """Paths; None if the URL names no file. ``param`` is the setting that holds the URL."""
 
     param: str

@@ -10,7 +10,7 @@ each answers the other's pings at once, and each of its own pings carries the ti
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 INTERVAL_SHARE = 0.2
 TIMEOUT_SHARE = 0.6
@@ -21,8 +21,7 @@ MIN_TIMEOUT_S = 0.8
 if a quota or a hypervisor takes the cores away."""
 
 
-@dataclass(frozen=True, slots=True)
-class Heartbeat:
+class Heartbeat(msgspec.Struct, frozen=True):
     """A ping every ``interval_s``; a peer that does not answer one within ``timeout_s`` is gone. The defaults follow
     from the default lease."""
 

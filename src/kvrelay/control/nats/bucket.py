@@ -19,7 +19,6 @@ two.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 
 import msgspec
 
@@ -55,16 +54,14 @@ class LeaseValue(msgspec.Struct):
     holder: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class LeaseRecord:
+class LeaseRecord(msgspec.Struct, frozen=True):
     """A lease was granted; ``ttl_s`` None: it has ended."""
 
     lease_id: str
     ttl_s: float | None
 
 
-@dataclass(frozen=True, slots=True)
-class KeepaliveRecord:
+class KeepaliveRecord(msgspec.Struct, frozen=True):
     """A lease was refreshed at ``stored_s`` by the server's clock, or expired (``is_end``)."""
 
     lease_id: str
@@ -73,8 +70,7 @@ class KeepaliveRecord:
     is_end: bool
 
 
-@dataclass(frozen=True, slots=True)
-class EntryRecord:
+class EntryRecord(msgspec.Struct, frozen=True):
     """A key was put, or deleted (``value`` None)."""
 
     key: str

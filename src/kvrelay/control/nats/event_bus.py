@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+
+import msgspec
 
 from kvrelay.control.base import Subscription
 from kvrelay.control.nats.connection import (
@@ -28,8 +29,7 @@ MAX_CONCURRENT_REQUESTS = 256
 """Per service; more are refused."""
 
 
-@dataclass(frozen=True, slots=True)
-class NatsEventSubscription:
+class NatsEventSubscription(msgspec.Struct, frozen=True):
     """A subscription, with its answers in flight."""
 
     connection: NatsConnection

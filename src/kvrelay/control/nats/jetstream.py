@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import datetime
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
@@ -118,8 +117,7 @@ class _StoredMessageReply(msgspec.Struct):
     message: StoredMessage
 
 
-@dataclass(frozen=True, slots=True)
-class Delivery:
+class Delivery(msgspec.Struct, frozen=True):
     """The fields of a delivered message's reply subject. ``timestamp_s`` is when the server stored the message."""
 
     num_delivered: int

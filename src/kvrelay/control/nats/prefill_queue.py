@@ -20,7 +20,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import msgspec
@@ -52,8 +51,7 @@ this seldom. While it waits, an entry goes to another class only behind an entry
 waiting worker soon looks anyway."""
 
 
-@dataclass(frozen=True, slots=True)
-class NatsPrefillDelivery:
+class NatsPrefillDelivery(msgspec.Struct, frozen=True):
     """One entry, leased to this consumer until it is silent for the queue's ``ack_wait_s``."""
 
     connection: NatsConnection
@@ -80,13 +78,12 @@ class _Track(NamedTuple):
     consumer: str
 
 
-@dataclass(slots=True)
-class _Partition:
+class _Partition(msgspec.Struct):
     """One ``kv_compatibility``, with a track per class. ``stock`` is valid until ``stock_until_s``."""
 
     tracks: dict[QueueClass, _Track]
     is_ready: bool = False
-    stock: dict[QueueClass, int] = field(default_factory=dict)
+    stock: dict[QueueClass, int] = {}
     """How many entries the classes have that have any: waiting ones, and delivered ones not yet acknowledged."""
     stock_until_s: float = 0.0
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from dataclasses import dataclass
 
 import msgspec
 
@@ -32,8 +31,7 @@ NO_MESSAGES = ("404", "408")
 GIVE_BACK = b"-NAK"
 
 
-@dataclass(slots=True, eq=False)
-class _Inbox:
+class _Inbox(msgspec.Struct, eq=False):
     name: str
     arrived: asyncio.Future[NatsMessage | None]
     subscription: NatsSubscription | None = None

@@ -17,9 +17,10 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
+
+import msgspec
 
 from kvrelay.errors import TransferError
 from kvrelay.transfer.p2p.process_group import PairGroup, PairStore
@@ -29,8 +30,7 @@ DEPTH = 2
 """Sends or receives that a lane has begun: the next one moves while the last one is copied into its blocks."""
 
 
-@dataclass(eq=False, slots=True)
-class Task:
+class Task(msgspec.Struct, eq=False):
     """One send or receive, with what belongs to it."""
 
     begin: Callable[[Callable[[], PairGroup], int], Any]

@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
+import msgspec
 import zmq
 from zmq.utils import z85
 from zmq.utils.monitor import parse_monitor_message
@@ -60,8 +61,7 @@ class ControlKeys:
     secret: bytes = field(repr=False)
 
 
-@dataclass(eq=False, slots=True)
-class _Dialled:
+class _Dialled(msgspec.Struct, eq=False):
     """A connection that we opened."""
 
     socket: zmq.Socket[bytes]
@@ -389,8 +389,7 @@ def _send(socket: zmq.Socket[bytes], frames: list[bytes], payload: Any) -> bool:
     return True
 
 
-@dataclass(frozen=True, slots=True)
-class P2pAddress:
+class P2pAddress(msgspec.Struct, frozen=True):
     """Where the control port listens, and with which keys; None: open."""
 
     host: str = "127.0.0.1"

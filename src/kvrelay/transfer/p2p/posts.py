@@ -8,7 +8,6 @@ from __future__ import annotations
 import enum
 import threading
 from collections import deque
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -48,8 +47,7 @@ class State(enum.Enum):
     ACCEPTED = "accepted"
 
 
-@dataclass(eq=False, slots=True)
-class Part:
+class Part(msgspec.Struct, eq=False):
     """One message of a post. ``is_busy``: a task of it is queued or runs. ``is_kept`` (GET): the bytes are copied."""
 
     number: int
@@ -67,8 +65,7 @@ class Part:
     is_refused: bool = False
 
 
-@dataclass(eq=False, slots=True)
-class PostPeer:
+class PostPeer(msgspec.Struct, eq=False):
     """A worker that we post to. ``connecting``: the communicator that it was asked for. ``retry_s``: when to ask
     again."""
 
@@ -76,7 +73,7 @@ class PostPeer:
     pair: Communicator | None = None
     connecting: str = ""
     retry_s: float | None = None
-    waiting: deque[Part] = field(default_factory=deque)
+    waiting: deque[Part] = msgspec.field(default_factory=deque)
     num_offered: int = 0
     is_pumping: bool = False
 

@@ -12,9 +12,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
+
+import msgspec
 
 from kvrelay.errors import ProtocolError
 from kvrelay.transfer.p2p.communicators import Communicator, Task
@@ -45,8 +46,7 @@ MAX_OFFERS = 256
 _log = logging.getLogger(__name__)
 
 
-@dataclass(eq=False, slots=True)
-class _Open:
+class _Open(msgspec.Struct, eq=False):
     """A message that is under way."""
 
     op: TransferOp

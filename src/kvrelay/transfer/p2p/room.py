@@ -16,8 +16,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from kvrelay.errors import IntegrityError
 from kvrelay.transfer.p2p.buddy import BuddyAllocator
@@ -26,8 +27,7 @@ from kvrelay.transfer.p2p.pool_view import empty_bytes
 MIN_BLOCK_BYTES = 4096
 
 
-@dataclass(eq=False, slots=True)
-class Reservation:
+class Reservation(msgspec.Struct, eq=False):
     """``tensor``: ``num_bytes`` of uint8, on the device or, if ``is_spilled``, in host memory."""
 
     tensor: Any
@@ -102,8 +102,7 @@ class Room:
             raise IntegrityError(f"{num_taken} blocks of buffer and pool are taken by {len(self._out)} messages")
 
 
-@dataclass(frozen=True, slots=True)
-class _Waiter:
+class _Waiter(msgspec.Struct, frozen=True):
     key: Hashable
     num_bytes: int
     on_room: Callable[[Reservation | None], None]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
+
+import msgspec
 
 from kvrelay.transfer.grants import GrantTable
 from kvrelay.transfer.p2p.communicators import Communicator, Communicators, Task
@@ -22,8 +23,7 @@ CHUNK_BYTES = 8 << 20
 """A larger transfer is cut. Each message costs two wake-ups on either side, so few large ones are cheapest."""
 
 
-@dataclass(slots=True)
-class Shared:
+class Shared(msgspec.Struct):
     """``timeout_s``: the deadline of every wait for a peer's data. ``room_wait_s``: how long a PUT waits for room."""
 
     worker_id: str
