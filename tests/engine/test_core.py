@@ -603,7 +603,7 @@ def test_blocks_that_the_decode_worker_holds_are_read_not_computed(make_engine: 
     engine.executor.pool[list(load.block_ids)] = source.executor.pool[:4]
     engine.kv_loaded("h", True)
     step = engine.step()
-    assert step.num_scheduled_tokens == 2
+    assert engine.stats().num_prefill_tokens == 2
     (chunk,) = step.handoff_chunks
     assert (chunk.first_block, len(chunk.block_ids), chunk.token_id) == (4, 1, reference(PROMPT, 1)[0])
     assert engine.num_cached_tokens(Request("?", PROMPT, SamplingParams())) == 16
@@ -614,7 +614,7 @@ def test_a_failed_read_is_computed(make_engine: MakeEngine) -> None:
     hand_off(engine, num_load_tokens=16)
     engine.kv_loaded("h", False)
     step = engine.step()
-    assert step.num_scheduled_tokens == 18
+    assert engine.stats().num_prefill_tokens == 18
     (chunk,) = step.handoff_chunks
     assert (chunk.first_block, len(chunk.block_ids), chunk.token_id) == (4, 1, reference(PROMPT, 1)[0])
 
@@ -679,7 +679,7 @@ def test_exclusive_prefill_can_be_switched(make_engine: MakeEngine) -> None:
     engine.set_exclusive_prefill(True)
     engine.add_request(Request("a", PROMPT, SamplingParams(max_tokens=2)))
     step = hand_off(engine)
-    assert step.num_scheduled_tokens == len(PROMPT)
+    assert engine.stats().num_prefill_tokens == len(PROMPT)
     assert len(step.handoff_chunks) == 1
     assert not step.outputs
     assert tokens_of(drain(engine)) == reference(PROMPT, 2)

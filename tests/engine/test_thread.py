@@ -14,6 +14,7 @@ from kvrelay.core.clock import MonotonicClock
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.engine.core import EngineCore
 from kvrelay.engine.request import Request
+from kvrelay.engine.step import StepOutput
 from kvrelay.engine.thread import EngineThread
 from kvrelay.errors import EngineDeadError
 from kvrelay.executors.mock import MockExecutor
@@ -74,3 +75,19 @@ async def test_a_call_behind_the_end_fails():
     thread.close()
     with pytest.raises(EngineDeadError):
         await thread.call(lambda core: core.worker_id)
+
+
+@pytest.mark.parametrize("samples_load", [True, False])
+async def test_a_step_that_produced_nothing_is_not_told(samples_load: bool):
+    """An answer of 30 tokens that is told 15 at a time, after its first; nothing else changes but the load."""
+    thread = EngineThread(make_core())
+    steps: list[StepOutput] = []
+    request = Request("r", [1, 2, 3], SamplingParams(max_tokens=31, ignore_eos=True), report_interval=15)
+    thread.post(lambda core: core.add_request(request))
+    thread.start(steps.append, lambda error: None, samples_load=samples_load)
+    await eventually(lambda: any(output.finish_reason for step in steps for output in step.outputs))
+    assert await thread.call(lambda core: core.stats().num_steps) == 31
+    assert [len(output.token_ids) for step in steps for output in step.outputs] == [1, 15, 15]
+    assert not any(step.is_empty for step in steps)
+    assert any(step.load is not None for step in steps) == samples_load
+    thread.close()

@@ -62,6 +62,8 @@ from kvrelay.engine.step import StepOutput
 from kvrelay.errors import EngineDeadError
 
 T = TypeVar("T")
+OnStep = Callable[[StepOutput], None]
+OnDead = Callable[[EngineDeadError], None]
 
 
 class Engine(Protocol):
@@ -221,9 +223,10 @@ class EngineHost(Protocol):
     def progress(self) -> Progress:
         """How long the engine's current turn has lasted. From any thread."""
 
-    def start(self, on_step: Callable[[StepOutput], None], on_dead: Callable[[EngineDeadError], None]) -> None:
-        """Run. ``on_step`` is called on the engine's thread with what each step produced, in one part or two;
-        ``on_dead`` once if the engine fails, after the output that fails its requests was delivered."""
+    def start(self, on_step: OnStep, on_dead: OnDead, *, samples_load: bool = True) -> None:
+        """Run. ``on_step`` is called on the engine's thread with what a step produced, in one part or two, and not
+        after a step that produced nothing; ``on_dead`` once if the engine fails, after the output that fails its
+        requests was delivered. With ``samples_load`` some outputs carry the load."""
 
     def post(self, callback: Callable[[Engine], object]) -> None:
         """Run ``callback`` before the next step; from any thread. Its exceptions are logged."""

@@ -137,9 +137,7 @@ class EngineCore:
         self._raise_if_dead()
         began_s = self._clock.now()
         work = self.scheduler.schedule()
-        news = self.scheduler.output
-        is_news = news.outputs or news.remote_prefills or news.closed_handoffs or news.kv_loads or news.kept_blocks
-        if work is not None and announce is not None and is_news:
+        if work is not None and announce is not None and not self.scheduler.output.is_empty:
             announce(self._take_output())
         try:
             kind = self.group.begin_round(has_batch=work is not None)
@@ -184,17 +182,8 @@ class EngineCore:
         return output
 
     def _has_news(self) -> bool:
-        output = self.scheduler.output
-        return bool(
-            output.outputs
-            or output.remote_prefills
-            or output.closed_handoffs
-            or output.kv_loads
-            or output.handoff_chunks
-            or output.kept_blocks
-            or self.pool.has_events
-            or (self.storage is not None and self.storage.has_events)
-        )
+        has_events = self.pool.has_events or (self.storage is not None and self.storage.has_events)
+        return has_events or not self.scheduler.output.is_empty
 
     # -- requests -----------------------------------------------------------------------------------------------------
 

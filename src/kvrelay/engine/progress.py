@@ -7,7 +7,8 @@ its output. Pure policy over an injected clock; the watchdog knows threads and p
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+
+import msgspec
 
 from kvrelay.core.clock import Clock
 
@@ -18,7 +19,7 @@ sooner."""
 MAX_MISSED_TICKS = 2
 
 
-class Iteration(NamedTuple):
+class Iteration(msgspec.Struct, frozen=True):
     """A running iteration: its number and the time of its beginning."""
 
     number: int

@@ -374,7 +374,6 @@ class Scheduler:
         scheduled = self._scheduled = self._planner.plan()
         if not scheduled.num_tokens:
             return None
-        self.output.num_scheduled_tokens = scheduled.num_tokens
         return self._batch.build(scheduled.decodes, scheduled.chunks)
 
     def _admit(self) -> None:

@@ -225,6 +225,13 @@ class StepOutput(msgspec.Struct):
     fetched_handoffs: list[tuple[HandoffId, bool]] = []
     """Decode side, of an engine that moves KV itself: the fetches that have ended, and whether the KV has arrived."""
     kv_events: list[KvEvent] = []
-    num_scheduled_tokens: int = 0
     load: LoadMetrics | None = None
     """The load, if a new sample is due."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to carry out."""
+        return self == _NOTHING
+
+
+_NOTHING = StepOutput()

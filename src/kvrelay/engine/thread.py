@@ -23,7 +23,7 @@ from typing import TypeVar
 from kvrelay.core.clock import Clock, MonotonicClock
 from kvrelay.core.layout import MemoryRegion
 from kvrelay.core.sampling import SamplingParams
-from kvrelay.engine.contract import Engine, EngineFacts
+from kvrelay.engine.contract import Engine, EngineFacts, OnDead, OnStep
 from kvrelay.engine.core import EngineCore
 from kvrelay.engine.inbox import EngineCallback, EngineInbox, Entry
 from kvrelay.engine.progress import Progress
@@ -55,8 +55,9 @@ class EngineThread:
         self.progress = Progress(clock)
         self._core = core
         self._load = LoadSampler(core, LOAD_INTERVAL_S, clock)
-        self._on_step: Callable[[StepOutput], None] = _ignore
-        self._on_dead: Callable[[EngineDeadError], None] = _ignore
+        self._samples_load = True
+        self._on_step: OnStep = _ignore
+        self._on_dead: OnDead = _ignore
         self._idle_wait_s = idle_wait_s
         self._inbox = EngineInbox()
         self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
@@ -105,8 +106,8 @@ class EngineThread:
         """Whether the next turn (``drain_inbox``, a step, ``deliver``) has something to do, and does not wait."""
         return self._core.has_work() or not self._inbox.empty()
 
-    def start(self, on_step: Callable[[StepOutput], None], on_dead: Callable[[EngineDeadError], None]) -> None:
-        self._on_step, self._on_dead = on_step, on_dead
+    def start(self, on_step: OnStep, on_dead: OnDead, *, samples_load: bool = True) -> None:
+        self._on_step, self._on_dead, self._samples_load = on_step, on_dead, samples_load
         self._core.group.listen(lambda change: self.post(lambda _: change()))
         if self._core.storage is not None:
             self._core.storage.start(self._loaded, lambda: self.post(lambda _: None))
@@ -172,8 +173,10 @@ class EngineThread:
 
     def deliver(self, step: StepOutput) -> None:
         """Hand on what a step has put out, with a sample of the load."""
-        step.load = self._load.sample()
-        self._on_step(step)
+        if self._samples_load:
+            step.load = self._load.sample()
+        if not step.is_empty:
+            self._on_step(step)
 
     def _loaded(self, request_id: str, is_whole: bool, num_blocks: int) -> None:
         self.post(lambda _: self._core.kv_loaded(request_id, is_whole, num_blocks))
@@ -185,7 +188,8 @@ class EngineThread:
     def drain_inbox(self) -> bool:
         """Run what is in the inbox; wait for a callback only if the engine has nothing to step. False: closed."""
         self.progress.begin()
-        return self._run_inbox(wait=not self._core.has_work())
+        has_work = self._core.has_work()
+        return (has_work and self._inbox.empty()) or self._run_inbox(wait=not has_work)
 
     def _see_group_off(self) -> None:
         """Closed: this rank has no work left, but its group's steps need it until all ranks are closed."""

@@ -180,6 +180,8 @@ def _close(llm: AsyncLLM, loop: _LoopThread) -> None:
 
 async def _all(calls: Sequence[Coroutine[Any, Any, RequestOutput]]) -> list[RequestOutput]:
     """All results; the first failure cancels the others."""
+    if len(calls) == 1:
+        return [await calls[0]]
     tasks = [asyncio.ensure_future(call) for call in calls]
     try:
         return await asyncio.gather(*tasks)

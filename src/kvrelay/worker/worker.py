@@ -249,7 +249,7 @@ class Worker:
             kv_compatibility=self._membership.kv_compatibility,
         )
         agent = await asyncio.wrap_future(registered)
-        self._engine.start(self._on_step, self._shutdown.fail)
+        self._engine.start(self._on_step, self._shutdown.fail, samples_load=self._is_routed)
         if self._prefixes is not None:
             self._add_source(self._prefixes)
         self._marks.watch()
@@ -365,7 +365,7 @@ class Worker:
         raise ConfigError(f"unknown admin command {message.command}; known are {', '.join(ADMIN_COMMANDS)}")
 
     def _on_step(self, step: StepOutput) -> None:
-        """On the engine thread, after every step."""
+        """On the engine thread, after every step that has put out something."""
         if step.outputs:
             self.decode.hand_on(step.outputs)
         self.decode.handoffs.on_step(step)

@@ -19,11 +19,10 @@ from kvrelay.core.clock import MonotonicClock
 from kvrelay.core.events import KvEvent
 from kvrelay.core.layout import MemoryRegion
 from kvrelay.core.sampling import SamplingParams
-from kvrelay.engine.contract import Engine, EngineFacts
+from kvrelay.engine.contract import Engine, EngineFacts, OnDead, OnStep
 from kvrelay.engine.inbox import EngineCallback, EngineInbox
 from kvrelay.engine.progress import Progress
 from kvrelay.engine.stats import EngineStats, LoadSampler
-from kvrelay.engine.step import StepOutput
 from kvrelay.engines.hosted.backend import Backend
 from kvrelay.engines.hosted.cache import MirroredCache, PlacedPrefixes
 from kvrelay.engines.hosted.calls import BackendCalls
@@ -87,11 +86,12 @@ class BackendHost:
             num_staging_blocks=0 if staging is None else staging.num_blocks,
         )
         self._load = LoadSampler(self._engine, LOAD_INTERVAL_S, clock)
+        self._samples_load = True
         # Transports need a region to register. Without staging no peer reads or writes it.
         self._memory = staging.memory if staging else mmap.mmap(-1, facts.num_blocks * facts.kv_layout.block_bytes)
         self._bytes = np.frombuffer(self._memory, dtype=np.uint8)
-        self._on_step: Callable[[StepOutput], None] = lambda step: None
-        self._on_dead: Callable[[EngineDeadError], None] = lambda error: None
+        self._on_step: OnStep = lambda step: None
+        self._on_dead: OnDead = lambda error: None
         self._is_flushing = False
         self._stop = asyncio.Event()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -100,8 +100,8 @@ class BackendHost:
     def kv_region(self) -> MemoryRegion:
         return MemoryRegion(self._bytes.ctypes.data, self._bytes.size)
 
-    def start(self, on_step: Callable[[StepOutput], None], on_dead: Callable[[EngineDeadError], None]) -> None:
-        self._on_step, self._on_dead = on_step, on_dead
+    def start(self, on_step: OnStep, on_dead: OnDead, *, samples_load: bool = True) -> None:
+        self._on_step, self._on_dead, self._samples_load = on_step, on_dead, samples_load
         self._thread.start()
 
     def close(self, timeout_s: float | None = None) -> bool:
@@ -215,6 +215,7 @@ class BackendHost:
     def _flush(self) -> None:
         self._is_flushing = False
         output = self._engine.take_output()
-        output.load = self._load.sample()
-        if output != StepOutput():
+        if self._samples_load:
+            output.load = self._load.sample()
+        if not output.is_empty:
             self._on_step(output)
