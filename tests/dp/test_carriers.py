@@ -134,18 +134,42 @@ def test_a_rank_that_decides_late_lowers_no_step_in_shared_memory(monkeypatch: p
 
     def late(step: int, told: int, lookahead: int) -> int | None:
         monkeypatch.setattr(shared_steps_module, "raised", raised)
-        assert ranks[1].start_step(StartStep(50)) == 2
+        ranks[1].start_step(StartStep(50))
         return raised(step, told, lookahead)
 
     monkeypatch.setattr(shared_steps_module, "raised", late)
-    assert ranks[0].start_step(StartStep(1)) == 2
-    assert [rank.start_step(StartStep(60)) for rank in ranks] == [0, 0], "both were told until 74"
+    ranks[0].start_step(StartStep(1))
+    assert [os.eventfd_read(bell) for bell in descriptors[1:]] == [1, 1]
+    for rank, step in zip(ranks, (25, 74)):
+        rank.start_step(StartStep(step))
+    for bell in descriptors[1:]:
+        os.set_blocking(bell, False)
+        with pytest.raises(BlockingIOError):
+            os.eventfd_read(bell)  # they have told so
+        os.set_blocking(bell, True)
     ranks[0].listen(heard.append)
     for rank in ranks:
         rank.close()
     for fd in descriptors:
         os.close(fd)
     assert heard == [StepsUntil(74)]
+
+
+def test_a_rank_wakes_the_others_and_hears_its_own_step_within_the_call():
+    descriptors = create_descriptors(3)
+    ranks = [SharedSteps([os.dup(fd) for fd in descriptors], rank, 24) for rank in range(3)]
+    heard: list[tuple[StepsUntil, int]] = []
+    ranks[0].listen(lambda step: heard.append((step, threading.get_ident())))
+    ranks[0].start_step(StartStep(1))
+    assert heard == [(StepsUntil(25), threading.get_ident())]
+    assert [os.eventfd_read(bell) for bell in descriptors[2:]] == [1, 1], "the others' bells, once"
+    ranks[0].stop()
+    ranks[0].start_step(StartStep(26))
+    for rank in ranks:
+        rank.close()
+    for fd in descriptors:
+        os.close(fd)
+    assert heard[1:] == [], "nothing after the stop"
 
 
 @each_carrier

@@ -173,7 +173,7 @@ class StepGroup:
             self._deliver(Ended("this rank's connection to its data-parallel group is closed"))
 
     def _deliver(self, notice: Notice) -> None:
-        """On the connection's thread."""
+        """On the connection's thread, or on the one that begins a step."""
         if isinstance(notice, Ended):
             # At once, because a running step fails for the same reason.
             self.ended = EngineDeadError(notice.reason)

@@ -53,8 +53,6 @@ class GroupMember:
         self._stop = os.eventfd(0, os.EFD_CLOEXEC)
         self._thread: threading.Thread | None = None
         self.group_id = ""
-        self.num_sent = 0
-        """Messages to the coordinator; with shared memory, bells rung."""
 
     @classmethod
     def join(
@@ -89,8 +87,9 @@ class GroupMember:
         return "rpc" if self._shared is None else "shm"
 
     def listen(self, deliver: Callable[[Notice], None]) -> None:
-        """Call ``deliver`` with each message until ``close`` or the end of the group: steps in shared memory on one
-        thread, all else on another. The last message is ``AllLeft`` or ``Ended``."""
+        """Call ``deliver`` with each message until ``close`` or the end of the group: with shared memory the steps that
+        other ranks begin on one thread, and those that this rank begins within ``start_step``; all else on another
+        thread. The last message is ``AllLeft`` or ``Ended``."""
         if self._shared is not None:
             self._shared.listen(deliver)
         self._thread = threading.Thread(target=self._listen, args=(deliver,), name="dp-group", daemon=True)
@@ -102,11 +101,8 @@ class GroupMember:
 
     def start_step(self, message: StartStep) -> None:
         """Does not wait. If the group is gone, ``deliver`` reports it."""
-        if self._shared is not None:
-            self.num_sent += self._shared.start_step(message)
-        else:
-            self.num_sent += 1
-            self._send(message)
+        start = self._send if self._shared is None else self._shared.start_step
+        start(message)
 
     def fail(self, reason: str) -> None:
         """This rank's engine has failed: the group ends, and every rank gets the reason."""

@@ -2,11 +2,15 @@
 rank.
 
     memory (memfd)     [ step: int64 ] per rank  written by that rank alone, read by every rank; the greatest counts
-    bells (eventfd)    one per rank              rung when a step has risen
+    bells (eventfd)    one per rank              rung by the other ranks when their steps have risen
 
 There is no message to a coordinator and no lock: the rank that begins a step decides by ``protocol.raised`` and the
-greatest of the steps, writes the result as its own, and rings. No step ever falls. If two ranks do so at once, each
-tells all. One thread of each rank does nothing but wait for its bell: nothing wakes a process sooner.
+step that it has told before, writes the result as its own, rings the others' bells, and tells its own engine by a call.
+No step ever falls. If two ranks do so at once, each tells all. One thread of each rank does nothing but wait for its
+bell: nothing wakes a process sooner.
+
+The first code that runs after a sleep runs from cold caches, tens of times slower than later. So the ringer reads no
+other rank's step, and wakes no thread of its own, which would take a core from the one that it has woken.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 
-from kvrelay.dp.protocol import StartStep, StepsUntil, raised
+from kvrelay.dp.protocol import StartStep, Step, StepsUntil, raised
 
 _STEP_BYTES = 8
 
@@ -26,6 +30,10 @@ def create_descriptors(num_ranks: int) -> list[int]:
     memory = os.memfd_create("kvrelay-dp-step")
     os.ftruncate(memory, num_ranks * _STEP_BYTES)
     return [memory, *(os.eventfd(0, os.EFD_CLOEXEC) for _ in range(num_ranks))]
+
+
+def _ignore(message: StepsUntil) -> None:
+    """No one listens."""
 
 
 class SharedSteps:
@@ -38,24 +46,28 @@ class SharedSteps:
         self._steps = memoryview(self._map).cast("q")
         self._rank = rank
         self._lookahead = lookahead
+        self._told: Step = 0
+        """What this rank has told."""
         self._bell = self._bells[rank]
-        self._in_order = [*self._bells[rank + 1 :], *self._bells[: rank + 1]]
-        """The others' bells first: our own thread, once awake, would take the interpreter from the ringer."""
+        self._others = [other for other in range(len(self._bells)) if other != rank]
+        self._others_bells = [self._bells[other] for other in self._others]
+        self._deliver: Callable[[StepsUntil], None] = _ignore
         self._thread: threading.Thread | None = None
         self._has_stopped = False
 
-    def start_step(self, message: StartStep) -> int:
-        """Raise the step if this one is not covered, and wake every rank. Returns the number of ranks woken."""
-        step = raised(message.step, max(self._steps), self._lookahead)
-        if step is None:
-            return 0
-        self._steps[self._rank] = step
-        for bell in self._in_order:
-            os.eventfd_write(bell, 1)
-        return len(self._bells)
+    def start_step(self, message: StartStep) -> None:
+        """Raise the step if this rank has not told so yet, wake every other rank, and deliver it here, on the caller's
+        thread."""
+        step = raised(message.step, self._told, self._lookahead)
+        if step is not None:
+            self._steps[self._rank] = self._told = step
+            for bell in self._others_bells:
+                os.eventfd_write(bell, 1)
+            self._deliver(StepsUntil(step))
 
     def listen(self, deliver: Callable[[StepsUntil], None]) -> None:
-        """Call ``deliver`` whenever the step has risen, on a separate thread, until ``stop``."""
+        """Call ``deliver`` whenever another rank has raised the step, on a separate thread, until ``stop``."""
+        self._deliver = deliver
         self._thread = threading.Thread(target=self._listen, args=(deliver,), name="dp-steps", daemon=True)
         self._thread.start()
 
@@ -64,15 +76,15 @@ class SharedSteps:
         while not is_last:
             os.eventfd_read(self._bell)
             is_last = self._has_stopped  # first: what was begun before ``stop`` is delivered
-            step = max(self._steps)
-            if step > heard:
-                heard = step
-                deliver(StepsUntil(step))
+            for other in self._others:
+                if (told := self._steps[other]) > heard:
+                    heard = told
+                    deliver(StepsUntil(told))
 
     def stop(self) -> None:
         """Returns once all that was begun before is delivered; after that nothing is. Idempotent. Not from the thread
         that delivers."""
-        self._has_stopped = True
+        self._has_stopped, self._deliver = True, _ignore
         if self._thread is not None:
             os.eventfd_write(self._bell, 1)
             self._thread.join()
