@@ -147,6 +147,20 @@ def test_blocks_behind_a_vanished_parent_stay_private() -> None:
     assert pool.drain_events() == []
 
 
+def test_a_cached_block_knows_its_place_however_much_of_its_prefix_was_cached_before() -> None:
+    pool = BlockPool(16, SIZE)
+    tokens = list(range(24))
+    hashes = compute_block_hashes(tokens, SIZE)
+    first, second = take(pool, 6), take(pool, 6)
+    cache(pool, first[:2], tokens[:8])
+    pool.cache_blocks(first[2:3], hashes.sequence[1], hashes.sequence[2:3], hashes.local[2:3], tokens[8:12])
+    cache(pool, second, tokens)
+    entries = {block_id: entry for block_id, entry in pool.cached_blocks()}
+    assert list(entries) == [*first[:3], *second[3:]]
+    assert [entry.depth for entry in entries.values()] == [0, 1, 2, 3, 4, 5]
+    assert [entry.parent_hash for entry in entries.values()] == [None, *hashes.sequence[:5]]
+
+
 def test_clearing_keeps_blocks_in_use() -> None:
     pool = BlockPool(4, SIZE)
     block_ids = take(pool, 2)

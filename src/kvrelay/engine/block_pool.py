@@ -19,7 +19,8 @@ import enum
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
-from typing import NamedTuple
+
+import msgspec
 
 from kvrelay.core.events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
 from kvrelay.engine.free_extents import FreeExtents
@@ -32,7 +33,7 @@ class BlockState(enum.Enum):
     QUARANTINED = "quarantined"
 
 
-class CachedBlock(NamedTuple):
+class CachedBlock(msgspec.Struct, frozen=True):
     """The keys of a cached block. ``parent_hash`` is the sequence hash of the block before it (None: the root)."""
 
     sequence_hash: int
@@ -212,19 +213,20 @@ class BlockPool:
         if not self.enable_prefix_caching:
             return
         stored: list[CachedBlock] = []
-        size = self.block_size
-        for index, block_id in enumerate(block_ids):
-            sequence_hash = sequence_hashes[index]
-            if sequence_hash in self._block_of_hash:
+        size, known, cached = self.block_size, self._block_of_hash, self._cached
+        is_reachable = parent_hash is None or parent_hash in known
+        depth = 0 if parent_hash is None or not is_reachable else cached[known[parent_hash]].depth + 1
+        starts = range(0, len(token_ids), size)
+        for block_id, sequence_hash, local_hash, start in zip(block_ids, sequence_hashes, local_hashes, starts):
+            if sequence_hash in known:
                 self._report_stored(stored)
-                stored = []
-            elif parent_hash is None or parent_hash in self._block_of_hash:
-                tokens = tuple(token_ids[index * size : (index + 1) * size])
-                depth = 0 if parent_hash is None else self._cached[self._block_of_hash[parent_hash]].depth + 1
-                entry = CachedBlock(sequence_hash, parent_hash, local_hashes[index], tokens, depth)
-                self._cached[block_id] = entry
-                self._block_of_hash[sequence_hash] = block_id
+                stored, is_reachable, depth = [], True, cached[known[sequence_hash]].depth + 1
+            elif is_reachable:
+                tokens = tuple(token_ids[start : start + size])
+                cached[block_id] = entry = CachedBlock(sequence_hash, parent_hash, local_hash, tokens, depth)
+                known[sequence_hash] = block_id
                 stored.append(entry)
+                depth += 1
             parent_hash = sequence_hash
         self._report_stored(stored)
 
