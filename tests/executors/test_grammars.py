@@ -118,6 +118,12 @@ def test_a_chain_that_would_overflow_the_stack_never_reaches_the_compiler(kind: 
         SamplingParams(grammar=grammar).validate()
 
 
+def test_a_schema_that_no_text_satisfies_is_refused_in_plain_words() -> None:
+    grammar = Grammar(GrammarKind.JSON_SCHEMA, json.dumps({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}))
+    with pytest.raises(InvalidInputError, match=r"^json_schema cannot be used: no text satisfies it$"):
+        COMPILER.compile(grammar)
+
+
 def test_chains_of_the_allowed_length_compile() -> None:
     COMPILER.compile(Grammar(GrammarKind.LARK, chained_rules(MAX_GRAMMAR_LINKS - 2)))
     COMPILER.compile(Grammar(GrammarKind.JSON_SCHEMA, chained_references(MAX_GRAMMAR_LINKS - 1)))
@@ -465,6 +471,33 @@ def test_guesses_that_take_long_change_no_answer(
             masks.advance([0], chosen.tolist())
             answer += chosen.tolist()
         assert answer == expected
+
+
+def test_a_long_constant_is_written_as_tokens_once_per_guess() -> None:
+    """The time of that grows with its length, and the step waits for a guess."""
+
+    class Counting:
+        """A matcher that counts the bytes that it writes as tokens."""
+
+        def __init__(self) -> None:
+            self.matcher = COMPILER.compile(Grammar(GrammarKind.REGEX, "to be or not to be, " * 50))
+            self.num_bytes = 0
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.matcher, name)
+
+        def compute_ff_tokens(self) -> list[int]:
+            self.num_bytes += len(self.matcher.compute_ff_bytes())
+            return self.matcher.compute_ff_tokens()
+
+    counting: Any = Counting()
+    walk, answer = Walk(counting, [], is_awaited=False), list[int]()
+    while (token := walk.read(0)) != NO_TOKEN:
+        answer.append(token)
+        assert counting.num_bytes <= 1000
+        counting.num_bytes = 0
+    assert TOKENIZER.decode(answer) == "to be or not to be, " * 50
+    assert walk.failure == ""
 
 
 def begin_guessing(masks: GrammarMasks, slots: list[int]) -> ComputingMasks:

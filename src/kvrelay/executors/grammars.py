@@ -62,7 +62,8 @@ MAX_GUESS_PAUSE = 64
 """Tokens after which a sequence whose best token was refused again and again tries without a mask once more."""
 
 _NUM_FIRST = 8
-_TOKENS_AT_ONCE, _MAX_AHEAD = 64, 8
+_TOKENS_AT_ONCE, _MAX_AHEAD = 64, 16
+"""Up to 16 forced tokens are read ahead. Of a longer text one is read at a time: each time all is written anew."""
 _BITS = 32
 _PENALTIES = np.where(
     np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"), 0.0, -np.inf
@@ -201,8 +202,9 @@ class Walk:
         self.forced: tuple[int, ...] = ()
         """Tokens that the matcher has read ahead. ``read`` returns them; no mask can be computed before it has."""
         self._num_tokens, self.spent_s, self.latest_s = 0, 0.0, 0.0
-        self._is_watched = False
-        """It was among masks that took long together, so its own time must be known."""
+        self._is_watched = self.is_doubted = False
+        """It was among masks or guesses that took long together, so its own time must be known; its last guess was long
+        by the clock, so the next is timed by the thread's CPU, which takes a system call."""
         self.words: Int32Array | None = None
         self.failure = ""
         """Why the sequence cannot continue."""
@@ -213,8 +215,6 @@ class Walk:
         """Its next token is the model's best one that the grammar allows: greedy, and no score is changed."""
         self._guess_pause, self._guess_at = 1, 0
         """Refused guesses in a row double the pause, in tokens."""
-        self.is_doubted = False
-        """Its last guess took long by the clock: the next is timed by the thread's CPU, which takes a system call."""
 
     @property
     def mean_s(self) -> float:
@@ -278,9 +278,9 @@ class Walk:
         done so. It is asked again after each token: what precedes bytes may change how they are written.
         """
         forced = self._matcher.compute_ff_tokens()
-        while forced and len(self.forced) < _MAX_AHEAD and self._matcher.consume_token(forced[0]):
+        while forced and self._matcher.consume_token(forced[0]):
             self.forced += (forced[0],)
-            forced = self._matcher.compute_ff_tokens() if len(forced) > 1 else []
+            forced = self._matcher.compute_ff_tokens() if 1 < len(forced) <= _MAX_AHEAD else []
         self._num_tokens += len(self.forced)
 
     def _read_unread(self) -> None:
@@ -336,7 +336,7 @@ class Walk:
         elif self.spent_s > BUDGET_S + BUDGET_TOKEN_S * self._num_tokens:
             self.failure = (
                 f"the grammar failed: its masks took {self.spent_s:.1f} s of CPU time for {self._num_tokens} tokens; "
-                "use a grammar with fewer ambiguous rules"
+                "use a grammar with fewer ambiguous rules and shorter constants"
             )
         if self.failure:
             words.fill(-1)
@@ -601,4 +601,5 @@ def _source(grammar: Grammar) -> str:
 
 
 def _one_line(message: str) -> str:
+    message = message.replace("<non-verbose/>", "").replace("NoExtensionBias", "no text satisfies it")
     return " ".join(message.split())[:300]
