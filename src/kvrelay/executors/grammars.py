@@ -250,11 +250,15 @@ class Walk:
 
     def read(self, token_id: int) -> int:
         """Read and return the token that follows if the model's best one is ``token_id``: this one, or the one that the
-        grammar forces. NO_TOKEN if the grammar forbids it."""
+        grammar forces. NO_TOKEN if the grammar forbids it.
+
+        Of several forced bytes the mask may allow one way to write them as tokens, but the matcher would read any. Else
+        the mask allows what the matcher would read.
+        """
         try:
             if self._unread:
                 self._read_unread()
-            if not self.forced and self._matcher.compute_ff_bytes():
+            if not self.forced and len(self._matcher.compute_ff_bytes()) > 1:
                 self._read_forced()
             if self.forced:
                 token_id, *rest = self.forced
@@ -275,12 +279,14 @@ class Walk:
         """Read the tokens that the masks would force one after the other.
 
         To write forced bytes as tokens takes the library much longer than to read a token, but not right after it has
-        done so. It is asked again after each token: what precedes bytes may change how they are written.
+        done so. It is asked again after each token: what precedes bytes may change how they are written. A last single
+        byte is left to a guess, which takes less.
         """
         forced = self._matcher.compute_ff_tokens()
         while forced and self._matcher.consume_token(forced[0]):
             self.forced += (forced[0],)
-            forced = self._matcher.compute_ff_tokens() if 1 < len(forced) <= _MAX_AHEAD else []
+            is_more = 1 < len(forced) <= _MAX_AHEAD and len(self._matcher.compute_ff_bytes()) > 1
+            forced = self._matcher.compute_ff_tokens() if is_more else []
         self._num_tokens += len(self.forced)
 
     def _read_unread(self) -> None:
@@ -539,11 +545,9 @@ class ComputingMasks:
             Walk.watch(self.guessed.values(), is_long=is_long, is_certain=self._is_doubted)
         is_steady = not (refused or self.walks or self._broken or self._is_doubted or is_long)
         self.is_settled = is_steady and (self.is_settled or all([walk.may_guess for walk in self.guessed.values()]))
-        if not refused:
-            return None
         for walk in refused.values():
             walk.compute(self._num_words)
-        return self._stacked(refused, {}, [])
+        return self._stacked(refused, {}, []) if refused else None
 
     def _stacked(self, ready: dict[int, Walk], broken: dict[int, str], late: list[int]) -> StepMasks:
         failures = {row: walk.failure for row, walk in ready.items() if walk.failure}
