@@ -20,10 +20,10 @@ import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
@@ -497,8 +497,7 @@ class _MaskThread:
             self._changed.notify()
 
 
-@dataclass(slots=True)
-class ComputingMasks:
+class ComputingMasks(msgspec.Struct):
     """The masks of one step, by row, while they are being computed. ``is_alone``: no other row samples in this step.
     ``guessed``: rows whose tokens are chosen without masks. ``is_settled``: all rows guessed, and no guess was refused
     or took long, so a step of the same sequences begins likewise."""
@@ -566,8 +565,7 @@ class ComputingMasks:
                 self._changed.wait_for(lambda: any(walk.is_ready for walk in walks))
 
 
-@dataclass(frozen=True, slots=True)
-class StepMasks:
+class StepMasks(msgspec.Struct, frozen=True):
     """The masks of one step: the constrained rows (``rows`` [R]) and the tokens that each may take (``words``).
 
     ``failures``: rows whose grammar cannot continue, with the reason; such a row may be in ``rows``, and then may take

@@ -9,16 +9,15 @@ only their results are defined. The result may be in a buffer that the next call
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
 import torch
 
 from kvrelay.executors.torch.slots import StepBatch
 
 
-@dataclass(frozen=True, slots=True)
-class AttentionSpec:
+class AttentionSpec(msgspec.Struct, frozen=True):
     """The model's side. ``rope`` [positions, 2, head_dim / 2] float32 (cos, sin); ``windows``, ``q_norms``,
     ``k_norms`` by layer: tokens that a query sees (0: all), and float32 [head_dim] norm weights, if any."""
 

@@ -8,17 +8,16 @@ pieces between the matrix products come from ``Kernels``.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
+import msgspec
 import torch
 
 from kvrelay.executors.torch.attention.base import Attention
 from kvrelay.executors.torch.kernels.base import Kernels, Linear
 
 
-@dataclass(frozen=True, slots=True)
-class DenseFeedForward:
+class DenseFeedForward(msgspec.Struct, frozen=True):
     """down(silu(gate(x)) * up(x)), gate and up fused."""
 
     is_collective: ClassVar = False
@@ -29,8 +28,7 @@ class DenseFeedForward:
         return self.down(kernels.silu_mul(self.gate_up(x)))
 
 
-@dataclass(frozen=True, slots=True)
-class SparseFeedForward:
+class SparseFeedForward(msgspec.Struct, frozen=True):
     """Mixture of experts: each token's ``top_k`` experts by router probability, weighted by it."""
 
     is_collective: ClassVar = False
@@ -64,8 +62,7 @@ class SparseFeedForward:
         return parts.view(len(x), self.top_k, -1).sum(dim=1).to(x.dtype)
 
 
-@dataclass(frozen=True, slots=True)
-class ReducedFeedForward:
+class ReducedFeedForward(msgspec.Struct, frozen=True):
     """The sum of the results of every rank's part of ``inner``."""
 
     is_collective: ClassVar = False
@@ -84,8 +81,7 @@ class FeedForward(Protocol):
     def forward(self, x: torch.Tensor, kernels: Kernels) -> torch.Tensor: ...
 
 
-@dataclass(frozen=True, slots=True)
-class DecoderLayer:
+class DecoderLayer(msgspec.Struct, frozen=True):
     input_norm: torch.Tensor
     qkv: Linear
     output: Linear
@@ -93,8 +89,7 @@ class DecoderLayer:
     feed_forward: FeedForward
 
 
-@dataclass(frozen=True, eq=False)
-class Decoder:
+class Decoder(msgspec.Struct, frozen=True, eq=False):
     """Layers with their weights. ``forward`` returns hidden states, ``logits`` the scores of the vocabulary."""
 
     _kernels: Kernels

@@ -6,9 +6,9 @@ layer takes four products. Of a model that is distributed over ranks it reads on
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import msgspec
 import torch
 
 from kvrelay.errors import CheckpointError
@@ -33,8 +33,7 @@ _LM_HEAD = "lm_head.weight"
 _EMBEDDING = "model.embed_tokens.weight"
 
 
-@dataclass(frozen=True, slots=True)
-class LoadedModel:
+class LoadedModel(msgspec.Struct, frozen=True):
     """The decoder, and the norms of queries and keys (by layer, None where the family has none) for attention."""
 
     decoder: Decoder
@@ -59,8 +58,7 @@ def load_model(
     return _Loader(config, checkpoint, kernels, device, rank or ParallelRank(), groups, experts).load()
 
 
-@dataclass(frozen=True, slots=True)
-class _Loader:
+class _Loader(msgspec.Struct, frozen=True):
     _config: ModelConfig
     _checkpoint: Checkpoint
     _kernels: Kernels

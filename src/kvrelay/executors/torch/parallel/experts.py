@@ -14,7 +14,6 @@ combined by a sum with zeros.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import msgspec
@@ -73,8 +72,7 @@ class ExpertGroup:
         return result
 
 
-@dataclass(frozen=True, slots=True)
-class SpreadFeedForward(SparseFeedForward):
+class SpreadFeedForward(SparseFeedForward, frozen=True):
     """Like ``SparseFeedForward``, with other experts on other ranks. ``experts`` are this rank's."""
 
     is_collective: ClassVar = True

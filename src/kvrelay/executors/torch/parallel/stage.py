@@ -7,8 +7,6 @@ last stage     residual ──layers, final norm──> hidden ──head──>
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
 from kvrelay.executors.torch.attention.base import Attention
@@ -16,8 +14,7 @@ from kvrelay.executors.torch.models.decoder import Decoder
 from kvrelay.executors.torch.parallel.collectives import Groups
 
 
-@dataclass(frozen=True, eq=False)
-class StageDecoder(Decoder):
+class StageDecoder(Decoder, frozen=True, eq=False):
     """Embedding (first stage) and head (last stage) cover the rank's tokens, from the first of them on. Only the
     last stage uses the final norm."""
 
