@@ -443,9 +443,10 @@ async def test_a_grammar_is_compiled_beside_the_prefill_workers_loop_and_engine(
 
 
 @pytest.mark.usefixtures("unbound")
-async def test_a_prefill_whose_grammar_does_not_compile_is_computed_by_its_owner(monkeypatch):
+@pytest.mark.parametrize("error", [InvalidInputError("no"), OSError("no memory")])
+async def test_a_prefill_whose_grammar_does_not_compile_is_computed_by_its_owner(monkeypatch, error):
     def refuse(sampling):
-        raise InvalidInputError("no")
+        raise error
 
     async with cluster() as shared:
         prefill, decode, client = await shared.pair()

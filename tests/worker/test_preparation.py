@@ -37,6 +37,8 @@ class Side:
         self.allowed.wait(20)
         if sampling.grammar is not None and sampling.grammar.source == "bad":
             raise InvalidInputError("regex cannot be used")
+        if sampling.grammar is not None and sampling.grammar.source == "broken":
+            raise OSError("no memory")
 
     def go_on(self, peer: Peer, message: GenerateRequest) -> None:
         self.went_on.append((peer, message.request_id))
@@ -73,6 +75,14 @@ async def test_what_cannot_be_compiled_is_refused_for_good(side: Side) -> None:
     await side.finish()
     assert side.went_on == []
     assert side.refused == [(ONE, RequestRefused("a", "regex cannot be used", 400, False, kind=RefusalKind.INVALID))]
+
+
+async def test_whatever_else_a_compiler_raises_the_client_gets_an_answer(side: Side) -> None:
+    side.preparation.begin(ONE, request("a", "broken"))
+    await side.finish()
+    ((peer, refusal),) = side.refused
+    assert (peer, refusal.request_id, refusal.status, refusal.retryable) == (ONE, "a", 500, False)
+    assert "no memory" in refusal.reason
 
 
 async def test_nothing_goes_on_for_an_aborted_request_or_a_lost_connection(side: Side) -> None:

@@ -296,11 +296,6 @@ class WorkerBits:
     def __iter__(self) -> Iterator[str]:
         return iter(self._bit_of)
 
-    @property
-    def num_bits(self) -> int:
-        """Number of bits: those of present workers, retired ones and free ones."""
-        return self._num_bits
-
     def bit(self, worker_id: str) -> int:
         """0 for a worker without a bit."""
         return self._bit_of.get(worker_id, 0)

@@ -8,6 +8,7 @@ client's. Grammars that were compiled before wait for no turn. Requests without 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import OrderedDict, deque
 from collections.abc import Callable
 
@@ -18,6 +19,8 @@ from kvrelay.core.tasks import TaskSet
 from kvrelay.errors import KvrelayError
 from kvrelay.rpc.base import Peer
 from kvrelay.worker.decode.refusals import refusal_of
+
+_log = logging.getLogger(__name__)
 
 MAX_COMPILING = 2
 """Grammars that are compiled at the same time, of different clients."""
@@ -94,6 +97,10 @@ class Preparation:
             await asyncio.to_thread(self._prepare, message.sampling)
         except KvrelayError as exc:
             refusal = refusal_of(message.request_id, exc)
+        except Exception as exc:  # noqa: BLE001 - whatever it is, the client waits for an answer
+            _log.exception("request %s could not be prepared", message.request_id)
+            error = KvrelayError(f"the worker failed to prepare the request: {exc!r}")
+            refusal = refusal_of(message.request_id, error)
         else:
             self._remember(message.sampling.grammar)
         if (peer, message.request_id) not in self._pending:

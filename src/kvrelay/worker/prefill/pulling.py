@@ -178,8 +178,9 @@ class PrefillSide:
         """Compile the grammar on a thread of its own, so that neither the loop nor the engine waits for it."""
         try:
             await asyncio.to_thread(self._around.engine.prepare, job.request.sampling)
-        except KvrelayError as exc:
-            _log.warning("hand-off %s is not computed: %s", job.request.handoff_id, exc)
+        except Exception as exc:  # noqa: BLE001 - whatever it is, the decode worker waits for an answer
+            is_foreseen = isinstance(exc, KvrelayError)
+            _log.warning("hand-off %s is not computed: %s", job.request.handoff_id, exc, exc_info=not is_foreseen)
             self.handoffs.decline(job, EndReason.ENGINE_REFUSED)
             return
         if job.request.handoff_id in self.handoffs.ledger.seen:
