@@ -43,8 +43,8 @@ class Settings:
             if isinstance(value, float) and not math.isfinite(value):
                 raise ConfigError(f"{item.name} must be a finite number, got {value:g}", param=item.name)
             if (low is not None and not value >= low) or (high is not None and not value <= high):
-                bound = f"at least {low:g}" if high is None else f"between {low:g} and {high:g}"
-                raise ConfigError(f"{item.name} must be {bound}, got {value:g}", param=item.name)
+                bound = f"at least {low:.15g}" if high is None else f"between {low:.15g} and {high:.15g}"
+                raise ConfigError(f"{item.name} must be {bound}, got {value:.15g}", param=item.name)
 
 
 @dataclass(frozen=True, slots=True)
