@@ -77,8 +77,4 @@ def hot_figures(result: RunResult) -> Row:
     waits_s = [(record.stamps_ns[0] - record.sent_ns) / 1e9 for record in result.records if record.stamps_ns]
     if not waits_s:
         return {"num_failed": num_failed, "error": FAILED}
-    return {
-        "first_token_mean_s": statistics.mean(waits_s),
-        "first_token_max_s": max(waits_s),
-        "num_failed": num_failed,
-    }
+    return {"first_token_mean_s": statistics.mean(waits_s), "first_token_max_s": max(waits_s), "num_failed": num_failed}

@@ -32,11 +32,7 @@ pytest.register_assert_rewrite(*(f"tests.{folder.name}" for folder in Path(__fil
 
 # Drawn examples are the same in every run, and none of them has to be quick.
 hypothesis.settings.register_profile(
-    "suite",
-    derandomize=True,
-    database=None,
-    deadline=None,
-    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+    "suite", derandomize=True, database=None, deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
 hypothesis.settings.load_profile("suite")
 

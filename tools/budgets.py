@@ -31,14 +31,7 @@ SLACK = 0.03
 LEAST_SLACK = {"lines": 20, "bytes": 2048}
 ROUNDED_TO = {"lines": 10, "bytes": 100}
 
-NO_CODE = {
-    tokenize.COMMENT,
-    tokenize.NL,
-    tokenize.NEWLINE,
-    tokenize.INDENT,
-    tokenize.DEDENT,
-    tokenize.ENDMARKER,
-}
+NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 
 Counts = Mapping[str, Mapping[str, int]]
 """By unit (lines, bytes), then by path."""

@@ -17,13 +17,7 @@ from kvrelay.bench.client.connection import ConnectionPool, Target
 from kvrelay.bench.client.service import first_model
 from kvrelay.bench.compare import serve_case, summarise, take_turns
 from kvrelay.bench.errors import BenchError
-from kvrelay.bench.interference import (
-    ARRANGEMENTS,
-    HOW,
-    figures_of,
-    interference_markdown,
-    plot_interference,
-)
+from kvrelay.bench.interference import ARRANGEMENTS, HOW, figures_of, interference_markdown, plot_interference
 from kvrelay.bench.report.metrics import (
     ClientLoad,
     OfferedLoad,

@@ -16,13 +16,7 @@ from tests.chaos.run import ChaosOptions, run_chaos
 from kvrelay.bench.commands.options import ORDERS
 from kvrelay.bench.report.files import print_result
 from kvrelay.cli.main import run
-from kvrelay.cli.options import (
-    SettingsSource,
-    engine_option,
-    field_options,
-    json_option,
-    model_argument,
-)
+from kvrelay.cli.options import SettingsSource, engine_option, field_options, json_option, model_argument
 from kvrelay.cli.processes import run_async
 from kvrelay.config import TiersConfig, TransferConfig
 from kvrelay.config.loading import settings_to_flags

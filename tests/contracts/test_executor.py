@@ -37,11 +37,7 @@ def _builder(name: str, tp: int = 1, pp: int = 1) -> Callable[[], Executor]:
     )
 
 
-EXECUTORS = {
-    "mock": _builder("mock"),
-    "torch": _builder("torch"),
-    "torch-tp2": _builder("torch", tp=2),
-}
+EXECUTORS = {"mock": _builder("mock"), "torch": _builder("torch"), "torch-tp2": _builder("torch", tp=2)}
 
 
 @pytest.fixture(scope="module", params=EXECUTORS)

@@ -73,9 +73,4 @@ def test_certificates_that_would_not_be_used_are_refused(url: str, reason: str) 
 def test_the_first_login_and_the_options_of_all_urls_are_used() -> None:
     urls = "nats://10.0.0.1:4222,nats://me:secret@10.0.0.2:4222,nats://10.0.0.3:4222?creds=me.creds"
     options = client_options([parse_url(url) for url in urls.split(",")])
-    assert options == {
-        "user": "me",
-        "password": "secret",
-        "user_credentials": "me.creds",
-        "inbox_prefix": "_INBOX_me",
-    }
+    assert options == {"user": "me", "password": "secret", "user_credentials": "me.creds", "inbox_prefix": "_INBOX_me"}

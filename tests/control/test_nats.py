@@ -309,9 +309,7 @@ def test_a_flush_comes_behind_what_was_sent_before(nats: NatsServerProcess, monk
         write, write_lines = TcpTransport.write, TcpTransport.writelines
         monkeypatch.setattr(TcpTransport, "write", lambda own, data: (written.extend(data), write(own, data)))
         monkeypatch.setattr(
-            TcpTransport,
-            "writelines",
-            lambda own, lines: (written.extend(b"".join(lines)), write_lines(own, lines)),
+            TcpTransport, "writelines", lambda own, lines: (written.extend(b"".join(lines)), write_lines(own, lines))
         )
 
         async def ignore(message: NatsMessage) -> None: ...

@@ -11,14 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kvrelay.core.cores import (
-    allowed_cores,
-    cpu_quota,
-    describe_cores,
-    may_change_niceness,
-    set_niceness,
-    usable_cores,
-)
+from kvrelay.core.cores import allowed_cores, cpu_quota, describe_cores, may_change_niceness, set_niceness, usable_cores
 
 MakeRoot = Callable[..., Path]
 

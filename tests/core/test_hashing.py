@@ -94,8 +94,7 @@ def test_adapters_and_seeds_separate() -> None:
 
 
 @pytest.mark.parametrize(
-    "tokens",
-    [[-1, 2], [2**32, 1], [1.5, 2], ["1", "2"], np.array([-1, 2]), np.array([2**32, 1]), np.array([0.5, 1.0])],
+    "tokens", [[-1, 2], [2**32, 1], [1.5, 2], ["1", "2"], np.array([-1, 2]), np.array([2**32, 1]), np.array([0.5, 1.0])]
 )
 def test_token_ids_must_be_unsigned_32_bit_integers(tokens: list[int]) -> None:
     with pytest.raises(InvalidInputError):

@@ -59,11 +59,7 @@ class Heard:
 
 
 def join_all(
-    address: GroupAddress,
-    infos: list[RankInfo],
-    lookahead: int = 24,
-    timeout_s: float = 60.0,
-    silence_s: float = 60.0,
+    address: GroupAddress, infos: list[RankInfo], lookahead: int = 24, timeout_s: float = 60.0, silence_s: float = 60.0
 ) -> list[GroupMember | Exception]:
     """Each rank's member, or what its join has raised."""
 

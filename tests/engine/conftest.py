@@ -51,11 +51,7 @@ def build_engine(
         spill_bytes=num_spill_blocks * 8 * block_size,
     )
     return EngineCore(
-        executor,
-        config,
-        clock or ManualClock(),
-        worker_id=worker_id,
-        exclusive_prefill=exclusive_prefill,
+        executor, config, clock or ManualClock(), worker_id=worker_id, exclusive_prefill=exclusive_prefill
     )
 
 

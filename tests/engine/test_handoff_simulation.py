@@ -292,11 +292,7 @@ def make_world(
     for number in range(num_prefill):
         name = f"p{number}"
         engine = make_engine(
-            worker_id=name,
-            clock=clock,
-            num_blocks=48,
-            max_num_batched_tokens=16,
-            exclusive_prefill=rng.random() < 0.7,
+            worker_id=name, clock=clock, num_blocks=48, max_num_batched_tokens=16, exclusive_prefill=rng.random() < 0.7
         )
         prefill[name] = Prefill(name, engine, PrefillLedger(PrefillRules(name, block_size, "same")))
         ledger.handle(Registered(name, TTL_S, 1), 0.0)

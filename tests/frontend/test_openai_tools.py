@@ -35,10 +35,7 @@ def client(cluster: FakeCluster) -> openai.AsyncOpenAI:
 
 
 async def test_calls_of_a_whole_answer_and_their_way_back(model_dir: Path) -> None:
-    async with (
-        running(model_dir, script(CALLS), tool_call_parser="hermes") as cluster,
-        client(cluster) as api,
-    ):
+    async with running(model_dir, script(CALLS), tool_call_parser="hermes") as cluster, client(cluster) as api:
         answer = await api.chat.completions.create(model="tiny", messages=[USER], tools=TOOLS)
         choice = answer.choices[0]
         assert choice.finish_reason == "tool_calls"

@@ -17,10 +17,7 @@ from kvrelay.engine.step import Executor, NewSequence, SchedulerOutput  # noqa: 
 from kvrelay.executors.torch import build_executor  # noqa: E402
 from kvrelay.executors.torch.kv_pool import KvPool  # noqa: E402
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
 NOTHING = np.zeros(0, dtype=np.int32)
 BLOCKS_PER_SEQUENCE = 8

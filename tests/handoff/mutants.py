@@ -285,12 +285,7 @@ MUTANTS = [
         is_long=True,
     ),
     Mutant("a write is posted past the fence", 3, scenario("stop prefill", transport_fence=False)),
-    Mutant(
-        "a lost lease stops nothing",
-        3,
-        scenario("revoke prefill"),
-        replacing(PrefillHandoff, "lost", nothing),
-    ),
+    Mutant("a lost lease stops nothing", 3, scenario("revoke prefill"), replacing(PrefillHandoff, "lost", nothing)),
     Mutant(
         "a hand-off has stopped though transfers are in flight",
         4,
@@ -321,12 +316,7 @@ MUTANTS = [
         scenario(checksums=True),
         replacing(DecodeHandoff, "settle", only_current_loans_of_open_hand_offs),
     ),
-    Mutant(
-        "written before the grant",
-        2,
-        ONE,
-        replacing(PrefillHandoff, "chunk_computed", written_before_the_grant),
-    ),
+    Mutant("written before the grant", 2, ONE, replacing(PrefillHandoff, "chunk_computed", written_before_the_grant)),
     Mutant(
         "prefill-first: hits that D shares are written",
         2,

@@ -130,11 +130,7 @@ class Lease:
         return self.alive_until is None or now < self.alive_until
 
     def key(self, now: int) -> tuple[Any, ...]:
-        return (
-            None if self.alive_until is None else max(self.alive_until - now, 0),
-            self.has_ended,
-            self.is_lost,
-        )
+        return (None if self.alive_until is None else max(self.alive_until - now, 0), self.has_ended, self.is_lost)
 
 
 @dataclass

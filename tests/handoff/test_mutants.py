@@ -11,8 +11,7 @@ from tests.handoff.world import World
 
 
 @pytest.mark.parametrize(
-    "mutant",
-    [pytest.param(mutant, id=mutant.name, marks=[pytest.mark.matrix] * mutant.is_long) for mutant in MUTANTS],
+    "mutant", [pytest.param(mutant, id=mutant.name, marks=[pytest.mark.matrix] * mutant.is_long) for mutant in MUTANTS]
 )
 def test_a_protocol_without_the_rule_is_found_out(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
     mutant.patch(monkeypatch)

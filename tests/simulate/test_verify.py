@@ -169,11 +169,7 @@ def test_a_recording_that_is_cut_off_counts_up_to_there(recording: Path, tmp_pat
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [
-        (b"", "is empty"),
-        (b'{"type":"step","begin_s":0.0,"end_s":0.0}\n', "the header"),
-        (b"nonsense\n", "line 1"),
-    ],
+    [(b"", "is empty"), (b'{"type":"step","begin_s":0.0,"end_s":0.0}\n', "the header"), (b"nonsense\n", "line 1")],
 )
 def test_a_file_that_is_no_recording_is_refused_in_one_line(tmp_path: Path, content: bytes, message: str) -> None:
     path = tmp_path / "bad.jsonl"

@@ -85,11 +85,7 @@ class Asking:
         self._model = server.model
         headers = None if order is None else {"x-kvrelay-order": order}
         self._client = openai.OpenAI(
-            base_url=f"{server.url}/v1",
-            api_key="none",
-            max_retries=0,
-            timeout=4 * PATIENCE_S,
-            default_headers=headers,
+            base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=4 * PATIENCE_S, default_headers=headers
         )
         self._pool = ThreadPoolExecutor(8)
         self.num_tokens = 0

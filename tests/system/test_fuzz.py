@@ -19,14 +19,7 @@ import httpx
 import psutil
 import pytest
 from tests.patience import PATIENCE_S, until
-from tests.system.fuzzing import (
-    CONNECT_TIMEOUT_S,
-    PICKLE,
-    fuzz_control,
-    fuzz_http,
-    fuzz_request_plane,
-    known_callers,
-)
+from tests.system.fuzzing import CONNECT_TIMEOUT_S, PICKLE, fuzz_control, fuzz_http, fuzz_request_plane, known_callers
 from tests.system.openapi_values import SchemaValues
 from tests.system.serving import Serve, by_threshold, kvrelay
 from tests.system.streams import CONFIG, EOS_IDS, prompt
@@ -45,17 +38,7 @@ NUM_BODIES = 24
 MAX_GROWTH_BYTES = 48 << 20
 MAX_NEW_DESCRIPTORS = 40
 MAX_LOG_BYTES = 100_000
-SERVE = (
-    "--engine",
-    "mock",
-    "--prefill",
-    "1",
-    "--decode",
-    "1",
-    "--speedup-ratio",
-    "0",
-    *by_threshold(64),
-)
+SERVE = ("--engine", "mock", "--prefill", "1", "--decode", "1", "--speedup-ratio", "0", *by_threshold(64))
 
 
 @pytest.fixture(scope="module")

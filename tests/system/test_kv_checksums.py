@@ -40,9 +40,7 @@ def complete(server: Serve, prompt: list[int]) -> list[int]:
         "return_token_ids": True,
     }
     request = urllib.request.Request(
-        f"{server.url}/v1/completions",
-        data=json.dumps(body).encode(),
-        headers={"Content-Type": "application/json"},
+        f"{server.url}/v1/completions", data=json.dumps(body).encode(), headers={"Content-Type": "application/json"}
     )
     with urllib.request.urlopen(request, timeout=2 * PATIENCE_S) as answer:
         return json.load(answer)["choices"][0]["token_ids"]

@@ -26,10 +26,7 @@ STAGED = ("--vllm-connector", "kvrelay", "--block-size", "32", "--kv-checksums")
 NUM_P2P = 20
 NUM_RANKS = 20
 """Prompts to a worker of two ranks, which take their time on two cores."""
-CONNECTORS = {
-    "nixl": (),
-    "kvrelay": (*STAGED, "--transport", "shm"),
-}
+CONNECTORS = {"nixl": (), "kvrelay": (*STAGED, "--transport", "shm")}
 
 
 @pytest.mark.parametrize("victim", ["worker", "engine process"])

@@ -65,11 +65,7 @@ class Cluster:
     def make(self, worker_id: str) -> Side:
         transport = self.fabric.transport(worker_id)
         thread = TransferThread(
-            transport,
-            CONFIG,
-            self.clock,
-            fence=lambda: self.fence_s,
-            on_failed=self.failures.append,
+            transport, CONFIG, self.clock, fence=lambda: self.fence_s, on_failed=self.failures.append
         )
         thread.start()
         pool = np.random.default_rng(sum(worker_id.encode())).integers(
@@ -87,12 +83,7 @@ class Cluster:
     def write(self, name: object, blocks: list[int], notify: bytes | None = None, group: str | None = None) -> None:
         pieces = block_pieces(LAYOUT, blocks, blocks)
         self.prefill.thread.submit(
-            TransferOp.WRITE,
-            "d",
-            pieces,
-            notify,
-            on_done=lambda error: self.log.append((name, error)),
-            group=group,
+            TransferOp.WRITE, "d", pieces, notify, on_done=lambda error: self.log.append((name, error)), group=group
         )
 
     def until_full(self) -> None:

@@ -297,12 +297,7 @@ class Cluster:
             )
         else:
             executor = await asyncio.to_thread(build, config)
-        core = EngineCore(
-            executor,
-            config,
-            MonotonicClock(),
-            worker_id=worker_id,
-        )
+        core = EngineCore(executor, config, MonotonicClock(), worker_id=worker_id)
         engine_host = EngineThread(core) if host is None else await asyncio.to_thread(host, worker_id)
         key = f"key of {worker_id}"
         settings = WorkerConfig(

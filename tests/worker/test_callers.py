@@ -254,11 +254,7 @@ async def test_a_worker_takes_no_hand_off_in_anothers_name() -> None:
         await shared.until(lambda: decode.worker.inspect().num_grants == 1)
         (handoff_id,) = decode.ledger.handoffs
         rogue.claim(handoff_id, prefill.id)
-        for message in (
-            HandoffReleased(handoff_id, prefill.id),
-            HandoffReleased(handoff_id, rogue.worker_id),
-            Ping(1),
-        ):
+        for message in (HandoffReleased(handoff_id, prefill.id), HandoffReleased(handoff_id, rogue.worker_id), Ping(1)):
             rogue.client.send(message)
         await shared.until(lambda: bool(rogue.heard))
         assert rogue.heard == [Pong(1, decode.id)]

@@ -484,10 +484,7 @@ async def test_what_may_happen_while_a_grammar_is_compiled(monkeypatch, caplog, 
             assert await client.answer("bound") == expected(prompt(300), 8)
         await shared.until(lambda: side.num_handoffs == 0)
         assert prefill.worker.stats().prefill.num_prefills == (ending == "drained")
-    ended = {
-        "aborted": [(logging.INFO, EndReason.REFUSED)],
-        "lease lost": [(logging.WARNING, EndReason.LEASE_LOST)],
-    }
+    ended = {"aborted": [(logging.INFO, EndReason.REFUSED)], "lease lost": [(logging.WARNING, EndReason.LEASE_LOST)]}
     assert ends_logged(caplog) == ended.get(ending, [])
 
 

@@ -50,12 +50,7 @@ class NatsServerProcess:
     """
 
     def __init__(
-        self,
-        store_dir: Path | None = None,
-        port: int = 0,
-        *,
-        token: str = "",
-        binary: Path | None = None,
+        self, store_dir: Path | None = None, port: int = 0, *, token: str = "", binary: Path | None = None
     ) -> None:
         self._dir = store_dir
         self._scratch: ScratchDirectory | None = None

@@ -30,11 +30,7 @@ class KvEventLog:
     (about 19 bytes each; NATS takes a megabyte)."""
 
     def __init__(
-        self,
-        worker_id: str,
-        epoch: int,
-        capacity: int = DEFAULT_CAPACITY,
-        max_reply_blocks: int = MAX_REPLY_BLOCKS,
+        self, worker_id: str, epoch: int, capacity: int = DEFAULT_CAPACITY, max_reply_blocks: int = MAX_REPLY_BLOCKS
     ) -> None:
         self._worker_id = worker_id
         self._epoch = epoch

@@ -71,9 +71,7 @@ class EngineCore:
         self._num_metrics = 0
         self._dead: EngineDeadError | None = None
         self.pool = BlockPool(
-            executor.num_blocks,
-            executor.kv_layout.block_size,
-            enable_prefix_caching=config.enable_prefix_caching,
+            executor.num_blocks, executor.kv_layout.block_size, enable_prefix_caching=config.enable_prefix_caching
         )
         self.holding = holding_of(executor, clock)
         self.loans = Loans()

@@ -81,12 +81,7 @@ def report_last_blocks(
 
 
 def _report_chunk(
-    output: StepOutput,
-    request: Request,
-    end: int,
-    *,
-    last: bool,
-    first_output: TokenOutput | None = None,
+    output: StepOutput, request: Request, end: int, *, last: bool, first_output: TokenOutput | None = None
 ) -> None:
     first, request.num_sent_blocks = request.num_sent_blocks, end
     block_ids = tuple(request.block_ids[first:end])

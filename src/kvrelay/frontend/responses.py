@@ -531,10 +531,7 @@ class _Turns:
             self.add(ChatMessage(item.role, text))
 
     def _answer(
-        self,
-        reasoning_content: str | None = None,
-        content: str | None = None,
-        tool_calls: list[ToolCall] | None = None,
+        self, reasoning_content: str | None = None, content: str | None = None, tool_calls: list[ToolCall] | None = None
     ) -> None:
         """A part of an answer. It belongs to the same answer as the part before, unless its order requires a new
         one."""

@@ -292,8 +292,7 @@ class DecodeLedger:
         if message.kv_transfer_params is not None and not (handoff is not None and handoff.is_touched):
             context.out.append(de.Discard(message.handoff_id, message.kv_transfer_params))
         return self._one(
-            message.handoff_id,
-            lambda handoff: handoff.released(message.prefill_worker_id, EndReason.RELEASED, context),
+            message.handoff_id, lambda handoff: handoff.released(message.prefill_worker_id, EndReason.RELEASED, context)
         )
 
     # -- peers --------------------------------------------------------------------------------------------------------

@@ -28,16 +28,7 @@ from kvrelay.launch.process import on_terminate
 from kvrelay.launch.request_plane import connected, new_caller_id, operator_keys
 from kvrelay.launch.worker_calls import WorkerCalls
 from kvrelay.launch.worker_host import Hosts
-from kvrelay.planner import (
-    Actuator,
-    Hold,
-    Objectives,
-    Plan,
-    PlannerState,
-    Room,
-    not_begun,
-    plan,
-)
+from kvrelay.planner import Actuator, Hold, Objectives, Plan, PlannerState, Room, not_begun, plan
 from kvrelay.planner.capacity import shape_of
 from kvrelay.planner.log import Decision, DecisionLog
 from kvrelay.planner.report import COUNT, HELD, PAUSED, PlannerReport, read_reports

@@ -29,13 +29,7 @@ from kvrelay.control.credentials import require_credentials
 from kvrelay.control.nats_process import NatsServerProcess
 from kvrelay.core.clock import MonotonicClock
 from kvrelay.core.workers import WorkerInfo
-from kvrelay.errors import (
-    CheckpointError,
-    ControlUnavailableError,
-    FatalError,
-    KvrelayError,
-    WorkerUnavailableError,
-)
+from kvrelay.errors import CheckpointError, ControlUnavailableError, FatalError, KvrelayError, WorkerUnavailableError
 from kvrelay.http import reserve_port
 from kvrelay.launch.admin import list_workers
 from kvrelay.launch.children import (

@@ -16,9 +16,7 @@ from kvrelay.core.handoff import HandoffOrder
 from kvrelay.errors import IntegrityError
 
 SETTINGS = (EngineConfig, DisaggConfig, RouterConfig)
-COMMANDS = {
-    "calibrate": ("kvrelay.simulate.calibrate_command:calibrate_command", "Fit costs from a running cluster."),
-}
+COMMANDS = {"calibrate": ("kvrelay.simulate.calibrate_command:calibrate_command", "Fit costs from a running cluster.")}
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 
 

@@ -81,12 +81,7 @@ class SimulatedWorker:
     """One worker, from its registration to its end."""
 
     def __init__(
-        self,
-        worker_id: str,
-        role: WorkerRole,
-        network: Network,
-        frontend: FrontendPort,
-        step_time: StepTime,
+        self, worker_id: str, role: WorkerRole, network: Network, frontend: FrontendPort, step_time: StepTime
     ) -> None:
         spec, seed = network.spec, f"{network.seed} {worker_id}"
         self.worker_id, self.role, self.epoch = worker_id, role, 0

@@ -118,12 +118,7 @@ class Transport(ABC):
         return worker_id in self._peers
 
     def post(
-        self,
-        op: TransferOp,
-        worker_id: str,
-        pieces: Pieces,
-        notify: bytes | None = None,
-        grant: GrantRef | None = None,
+        self, op: TransferOp, worker_id: str, pieces: Pieces, notify: bytes | None = None, grant: GrantRef | None = None
     ) -> int:
         """Start moving; returns a handle that a PostEnd will name exactly once. Raises TransferError.
 

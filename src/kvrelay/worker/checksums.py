@@ -38,11 +38,7 @@ class BlockChecksums:
         self._thread.submit(self._run, block_ids, on_done)
 
     def verify(
-        self,
-        block_ids: Sequence[int],
-        sent: Sequence[int] | None,
-        on_done: OnVerified,
-        num_units: int | None = None,
+        self, block_ids: Sequence[int], sent: Sequence[int] | None, on_done: OnVerified, num_units: int | None = None
     ) -> None:
         """Calls ``on_done(None)`` if the blocks have the checksums in ``sent``, else ``on_done(reason)``.
 

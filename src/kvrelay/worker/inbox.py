@@ -13,15 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Awaitable, Callable
 
-from kvrelay.core.messages import (
-    AbortRequest,
-    AdminReply,
-    AdminRequest,
-    GenerateRequest,
-    Ping,
-    Pong,
-    PrefillLost,
-)
+from kvrelay.core.messages import AbortRequest, AdminReply, AdminRequest, GenerateRequest, Ping, Pong, PrefillLost
 from kvrelay.core.tasks import TaskSet
 from kvrelay.errors import PayloadTooLargeError
 from kvrelay.handoff import decode_events as de

@@ -159,12 +159,7 @@ class Worker:
         self._prefixes = self._build_prefixes(around)
         self._peer_events.attach(self.transfer, self._memory, self.decode, self.prefill)
         self._roles = Roles(
-            around,
-            self.prefill,
-            self._paired,
-            self.decode,
-            is_leaving=self._shutdown.has_begun,
-            tasks=self._tasks,
+            around, self.prefill, self._paired, self.decode, is_leaving=self._shutdown.has_begun, tasks=self._tasks
         )
         self._inbox = Inbox(
             around,
@@ -244,10 +239,7 @@ class Worker:
             self._server.admit_by(self._callers.admit)
         await self._server.start()
         self.transfer.start()
-        registered = self.transfer.register(
-            self._engine.kv_region,
-            kv_compatibility=self._membership.kv_compatibility,
-        )
+        registered = self.transfer.register(self._engine.kv_region, kv_compatibility=self._membership.kv_compatibility)
         agent = await asyncio.wrap_future(registered)
         self._engine.start(self._on_step, self._shutdown.fail, samples_load=self._is_routed)
         if self._prefixes is not None:

@@ -97,11 +97,7 @@ def test_readable_prefixes_have_the_asked_length() -> None:
 
 
 def test_mooncake_prompts_share_what_their_hash_ids_share() -> None:
-    records = [
-        TraceRecord(0, 1200, 10, (1, 2, 3)),
-        TraceRecord(1, 1536, 10, (1, 2, 4)),
-        TraceRecord(2, 512, 10, (2,)),
-    ]
+    records = [TraceRecord(0, 1200, 10, (1, 2, 3)), TraceRecord(1, 1536, 10, (1, 2, 4)), TraceRecord(2, 512, 10, (2,))]
     first, second, third = (ids(r) for r in mooncake_requests(records, 0, TokenRange()))
     assert (len(first), len(second), len(third)) == (1200, 1536, 512)
     assert first[:1024] == second[:1024]

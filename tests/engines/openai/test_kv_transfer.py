@@ -28,14 +28,7 @@ def test_a_prefill_of_vllm_is_one_token_that_nothing_ends() -> None:
     transfer = body.pop("kv_transfer_params")
     assert (transfer.pop("do_remote_decode"), transfer.pop("do_remote_prefill")) == (True, False)
     assert set(transfer.values()) == {None}
-    assert body == {
-        "model": "m",
-        "prompt": [1, 2, 3],
-        "stream": False,
-        "max_tokens": 1,
-        "seed": 5,
-        "ignore_eos": True,
-    }
+    assert body == {"model": "m", "prompt": [1, 2, 3], "stream": False, "max_tokens": 1, "seed": 5, "ignore_eos": True}
 
 
 def test_stop_tokens_that_must_not_be_sampled_stay() -> None:

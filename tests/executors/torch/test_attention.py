@@ -78,10 +78,7 @@ def run_both(
     qkv = torch.randn(len(batch.token_ids), (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim).to(dtype)
     pools = pool.clone(), pool.clone()
     results = []
-    for attention in (
-        CpuAttention(spec, pools[0], dtype, usable_threads(threads)),
-        TorchAttention(spec, pools[1]),
-    ):
+    for attention in (CpuAttention(spec, pools[0], dtype, usable_threads(threads)), TorchAttention(spec, pools[1])):
         attention.begin(batch)
         results.append(attention.forward(1, qkv).float().clone())
     return results[0], results[1], pools[0].float(), pools[1].float()

@@ -172,10 +172,7 @@ def common(**own: Any) -> dict[str, Any]:
                 "mlp_only_layers": [],
             },
         ),
-        (
-            "Qwen3Moe",
-            {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "mlp_only_layers": [1]},
-        ),
+        ("Qwen3Moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "mlp_only_layers": [1]}),
         ("Qwen2", {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}),
         ("Llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
     ],

@@ -182,11 +182,7 @@ async def test_a_worker_that_returns_to_a_name_now_taken_waits(model_dir: Path) 
 
 @pytest.mark.parametrize(
     "value",
-    [
-        b"{",
-        b"[" * 100_000,
-        b'{"worker_id": "w0", "epoch": 9, "role": "prefill"}',
-    ],
+    [b"{", b"[" * 100_000, b'{"worker_id": "w0", "epoch": 9, "role": "prefill"}'],
     ids=["truncated", "nested", "incomplete"],
 )
 async def test_no_entry_ends_the_watch(model_dir: Path, value: bytes) -> None:

@@ -21,10 +21,7 @@ def worker(name: str, role: WorkerRole = WorkerRole.DECODE, **changes: object) -
 
 
 def found(
-    *workers: WorkerView,
-    frontends: tuple[FrontendView, ...] = (FRONTEND,),
-    has_control: bool = True,
-    **whole: object,
+    *workers: WorkerView, frontends: tuple[FrontendView, ...] = (FRONTEND,), has_control: bool = True, **whole: object
 ) -> list[Wrong]:
     return wrong_now(workers, frontends, msgspec.structs.replace(WHOLE, **whole), has_control=has_control)
 

@@ -62,11 +62,7 @@ def test_a_capacity_that_is_no_power_of_two_is_used_to_its_last_whole_block() ->
     allocator = BuddyAllocator(7 * MIN_BLOCK + 5, MIN_BLOCK)
     assert allocator.capacity_bytes == 7 * MIN_BLOCK
     assert allocator.largest_block_bytes == 4 * MIN_BLOCK
-    assert sorted(allocator.allocate(size * MIN_BLOCK) or 0 for size in (4, 2, 1)) == [
-        0,
-        4 * MIN_BLOCK,
-        6 * MIN_BLOCK,
-    ]
+    assert sorted(allocator.allocate(size * MIN_BLOCK) or 0 for size in (4, 2, 1)) == [0, 4 * MIN_BLOCK, 6 * MIN_BLOCK]
     assert allocator.used_bytes == allocator.capacity_bytes
 
 

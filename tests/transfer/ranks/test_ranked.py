@@ -349,11 +349,7 @@ def test_a_port_in_use_is_named(stack: contextlib.ExitStack) -> None:
 
 @pytest.mark.parametrize(
     ("memories", "changes"),
-    [
-        ([RankMemory(b"a", 4096, SIZE)] * 3, {}),
-        ([], {}),
-        ([RankMemory(b"a", 4096, SIZE)] * 2, {"layout": None}),
-    ],
+    [([RankMemory(b"a", 4096, SIZE)] * 3, {}), ([], {}), ([RankMemory(b"a", 4096, SIZE)] * 2, {"layout": None})],
 )
 def test_a_peer_whose_ranks_are_not_those_of_its_layout_is_refused(
     held: Held, memories: list[RankMemory], changes: dict[str, object]

@@ -75,11 +75,7 @@ stages = st.sampled_from([1, 2])
     cut_at=st.integers(1, 7),
 )
 def test_ranks_move_the_bytes_that_one_process_would_move(
-    sides: tuple[tuple[int, int, str, int], ...],
-    op: TransferOp,
-    ids: tuple[list[int], ...],
-    count: int,
-    cut_at: int,
+    sides: tuple[tuple[int, int, str, int], ...], op: TransferOp, ids: tuple[list[int], ...], count: int, cut_at: int
 ) -> None:
     here, there = (Pool(layout_of(tp, pp, size), kind, seed) for seed, (tp, pp, kind, size) in enumerate(sides))
     mapping = LayoutMapping(here.layout, there.layout)

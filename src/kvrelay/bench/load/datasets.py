@@ -173,10 +173,7 @@ def sharegpt_requests(
             continue
         output_len = output.sample(rng) if output else max(1, counter.count(turns[first + 1].content))
         yield LoadRequest(
-            turns[first].content,
-            output_len,
-            prompt_len=counter.count(turns[first].content),
-            messages=(turns[first],),
+            turns[first].content, output_len, prompt_len=counter.count(turns[first].content), messages=(turns[first],)
         )
 
 

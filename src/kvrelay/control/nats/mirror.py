@@ -29,13 +29,7 @@ from uuid import uuid4
 from kvrelay.control.base import WatchEvent
 from kvrelay.control.lease_table import KvEntry, LeaseState, LeaseTable
 from kvrelay.control.nats.bucket import Bucket, EntryRecord, LeaseRecord
-from kvrelay.control.nats.connection import (
-    ControlDeniedError,
-    NatsConnection,
-    NatsMessage,
-    NatsSubscription,
-    ask_again,
-)
+from kvrelay.control.nats.connection import ControlDeniedError, NatsConnection, NatsMessage, NatsSubscription, ask_again
 from kvrelay.control.nats.jetstream import ConsumerInfo, Delivery, JetStream, WrongSequenceError, parse_ack_subject
 from kvrelay.control.nats.keeper_election import KeeperElection, KeeperState
 from kvrelay.core.clock import MonotonicClock

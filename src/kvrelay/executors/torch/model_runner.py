@@ -164,11 +164,7 @@ class ModelRunner:
         return token_ids, failures
 
     def _logprobs(
-        self,
-        logits: torch.Tensor,
-        token_ids: npt.NDArray[np.int64],
-        rows: npt.NDArray[np.intp],
-        slots: Int32Array,
+        self, logits: torch.Tensor, token_ids: npt.NDArray[np.int64], rows: npt.NDArray[np.intp], slots: Int32Array
     ) -> dict[int, PositionLogprobs]:
         wanted = np.flatnonzero(self._states.sampling.wants_logprobs[slots] & (token_ids != NO_TOKEN))
         if not len(wanted):

@@ -271,12 +271,7 @@ class FrontendApp:
         per_minute = self._keys.limits_of(request.client).requests_per_minute
         self._admission.count_request(request.client, per_minute or 0)
 
-    def _refusal(
-        self,
-        request: HttpRequest,
-        failure: Failure,
-        headers: Sequence[tuple[bytes, bytes]] = (),
-    ) -> Response:
+    def _refusal(self, request: HttpRequest, failure: Failure, headers: Sequence[tuple[bytes, bytes]] = ()) -> Response:
         self._metrics.answered("http", str(failure.status))
         self._access_log.write("-", request.client, request.method, request.path, str(failure.status), 0.0)
         shown = (*headers, *self._origins.headers(request))

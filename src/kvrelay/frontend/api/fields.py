@@ -235,8 +235,7 @@ TABLES: Mapping[type[msgspec.Struct], FieldTable] = {
     ChatCompletionRequest: _table(
         ChatCompletionRequest,
         _by_name(
-            ("prompt input instructions", Ours("messages")),
-            ("system", Ours("messages", "a message of role system")),
+            ("prompt input instructions", Ours("messages")), ("system", Ours("messages", "a message of role system"))
         ),
     ),
     ResponsesRequest: _table(

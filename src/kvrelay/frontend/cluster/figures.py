@@ -47,10 +47,7 @@ class Figures:
     """One frontend's rows. ``links``: its connections to workers. ``cold_start``: knows which requests have none."""
 
     def __init__(
-        self,
-        metrics: FrontendMetrics,
-        links: Callable[[], Iterable[WorkerLink]],
-        cold_start: ColdStart | None = None,
+        self, metrics: FrontendMetrics, links: Callable[[], Iterable[WorkerLink]], cold_start: ColdStart | None = None
     ) -> None:
         self._metrics = metrics
         self._links = links

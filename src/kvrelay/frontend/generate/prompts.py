@@ -88,10 +88,7 @@ def completion_prompts(
 
 
 def chat_prompt(
-    request: ChatCompletionRequest,
-    model: Model,
-    tools: Sequence[dict[str, object]] = (),
-    keep_last: int | None = None,
+    request: ChatCompletionRequest, model: Model, tools: Sequence[dict[str, object]] = (), keep_last: int | None = None
 ) -> Pieces[list[Prompt]]:
     """The rendered messages, as the only prompt. The template writes special tokens itself, so none are added unless
     asked for. ``tools`` are the functions that the model may call. Raises InvalidInputError."""

@@ -42,12 +42,7 @@ HERMES = Dialect(
     behind="\n</tool_call>",
 )
 LLAMA3_JSON = Dialect(
-    "llama3_json",
-    skipped=";",
-    between="; ",
-    key="parameters",
-    optional="<|python_tag|>",
-    has_special_tokens=True,
+    "llama3_json", skipped=";", between="; ", key="parameters", optional="<|python_tag|>", has_special_tokens=True
 )
 MISTRAL = Dialect(
     "mistral",

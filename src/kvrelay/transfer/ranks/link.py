@@ -134,13 +134,7 @@ class RankTransport(Transport):
         public, secret = ("", "") if keys is None else (keys.public.decode(), keys.secret.decode())
         answer = self._ask(
             OpenMemory(
-                self._worker_id,
-                self._config,
-                self._pool_name,
-                self._address.host,
-                public,
-                secret,
-                self._is_guarded,
+                self._worker_id, self._config, self._pool_name, self._address.host, public, secret, self._is_guarded
             ),
             OPEN_TIMEOUT_S,
         )

@@ -21,13 +21,7 @@ import msgspec
 
 from kvrelay.core.clock import MonotonicClock
 from kvrelay.core.handoff import HandoffId
-from kvrelay.core.messages import (
-    AbortRequest,
-    GenerateRequest,
-    PrefillLost,
-    RequestRefused,
-    TokenOutput,
-)
+from kvrelay.core.messages import AbortRequest, GenerateRequest, PrefillLost, RequestRefused, TokenOutput
 from kvrelay.core.pair_id import parse_pair_id
 from kvrelay.core.return_times import ReturnTimes
 from kvrelay.core.shortest_first import ShortestFirst

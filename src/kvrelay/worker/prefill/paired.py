@@ -17,13 +17,7 @@ import msgspec
 from kvrelay.core.handoff import HandoffId, HandoffOrder, RemotePrefillRequest, without_tail
 from kvrelay.core.messages import GenerateRequest, OutputBatch, TokenOutput
 from kvrelay.core.pair_id import parse_pair_id
-from kvrelay.errors import (
-    InvalidInputError,
-    KvrelayError,
-    PayloadTooLargeError,
-    ProtocolError,
-    WorkerUnavailableError,
-)
+from kvrelay.errors import InvalidInputError, KvrelayError, PayloadTooLargeError, ProtocolError, WorkerUnavailableError
 from kvrelay.handoff import prefill_events as pe
 from kvrelay.rpc.base import Peer
 from kvrelay.worker.decode.admission import AdmissionControl

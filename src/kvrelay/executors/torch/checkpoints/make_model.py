@@ -38,14 +38,7 @@ _TEXT_SEED, _NUM_TEXTS = 0, 600
 
 
 def make_model(
-    path: Path,
-    arch: str,
-    size: str,
-    seed: int = 0,
-    shards: int = 1,
-    dtype: str = "bfloat16",
-    *,
-    force: bool = False,
+    path: Path, arch: str, size: str, seed: int = 0, shards: int = 1, dtype: str = "bfloat16", *, force: bool = False
 ) -> None:
     """Write a checkpoint of random weights, with tokenizer and chat template, into the directory ``path``.
 

@@ -34,12 +34,7 @@ class Groups:
     rank that warms up alone."""
 
     def __init__(
-        self,
-        rank: ParallelRank,
-        store: Any,
-        device: torch.device,
-        timeout_s: float,
-        progress: RankProgress,
+        self, rank: ParallelRank, store: Any, device: torch.device, timeout_s: float, progress: RankProgress
     ) -> None:
         self.rank = rank
         self.device = device

@@ -16,11 +16,7 @@ Int32Array = npt.NDArray[np.int32]
 
 
 def adjust_row(
-    logits: torch.Tensor,
-    sampling: SamplingParams,
-    tokens: Int32Array,
-    num_prompt: int,
-    eos_token_ids: tuple[int, ...],
+    logits: torch.Tensor, sampling: SamplingParams, tokens: Int32Array, num_prompt: int, eos_token_ids: tuple[int, ...]
 ) -> None:
     """Change one row of logits [vocab] (float32) in place; ``tokens`` are the prompt's and the output's."""
     if sampling.needs_penalties:
