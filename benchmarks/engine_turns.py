@@ -38,12 +38,15 @@ ENDLESS = Grammar(
     "tags":{"type":"array","items":{"enum":["red","green","blue"]}}},"required":["name","age","tags"]}}""",
 )
 """No answer ends before its limit, so that free and bound answers have the same length."""
+ANY_TEXT = Grammar(GrammarKind.REGEX, r"(.|\n){4096,}")
+"""What a model says by itself obeys it, but for a token that is no text."""
 
 Run = Callable[[BatchLoad], EngineRun]
 
 
 @click.command()
 @click.option("--structured", "measure", flag_value="structured", help="Free, and bound by a grammar.")
+@click.option("--obeying", "measure", flag_value="obeying", help="The same with a model that obeys, core alone.")
 @click.option("--beside-one-process", "measure", flag_value="ranks", help="Ranks, and one process.")
 @click.option("--beside-core", "measure", flag_value="core", help="LLM, and the engine core alone.")
 @click.option("--beside-read", "measure", flag_value="read", help="Steps of one sequence, and a read of the weights.")
@@ -54,7 +57,12 @@ def engine_turns(measure: str | None, **given: Any) -> None:
 
     Example: python -m benchmarks engine-turns --beside-one-process --tp 2 --num-threads 2
     """
-    measures = {"ranks": run_ranks_benchmark, "core": run_core_benchmark, "read": run_read_benchmark}
+    measures = {
+        "obeying": run_obeying_benchmark,
+        "ranks": run_ranks_benchmark,
+        "core": run_core_benchmark,
+        "read": run_read_benchmark,
+    }
     run_batch(measures.get(measure or "", run_structured_benchmark), "engine in turns", given)
 
 
@@ -67,6 +75,18 @@ def run_structured_benchmark(
         free, bound = (partial(run_once, llm, grammar=grammar) for grammar in (None, ENDLESS))
         pairs = _in_turns(free, bound, load, num_runs)
     costs = [1 - free.duration_s / bound.duration_s for free, bound in pairs]
+    return _compared(pairs, ("free", "bound"), "cost", costs, load)
+
+
+def run_obeying_benchmark(
+    model_path: Path, runner: RunnerConfig, engine: EngineConfig, load: BatchLoad, num_runs: int
+) -> dict[str, float]:
+    """As ``run_structured_benchmark``, with a grammar that the free answers obey, through the engine core alone."""
+    with _core(model_path, runner, engine) as core:
+        core.executor.prepare(SamplingParams(grammar=ANY_TEXT))
+        free, bound = (partial(_step_through, core, grammar=grammar) for grammar in (None, ANY_TEXT))
+        pairs = _in_turns(free, bound, load, num_runs)
+    costs = [bound.duration_s / free.duration_s - 1 for free, bound in pairs]
     return _compared(pairs, ("free", "bound"), "cost", costs, load)
 
 
@@ -164,11 +184,11 @@ def _core(model_path: Path, runner: RunnerConfig, engine: EngineConfig) -> Itera
         executor.shutdown()
 
 
-def _step_through(core: EngineCore, load: BatchLoad) -> EngineRun:
+def _step_through(core: EngineCore, load: BatchLoad, grammar: Grammar | None = None) -> EngineRun:
     """One pass of the batch, without anything around the core."""
     core.clear_cache()
     prompts = prompts_of(load, core.executor.vocab_size)
-    sampling = SamplingParams(max_tokens=load.output_len, temperature=0.0, ignore_eos=True)
+    sampling = SamplingParams(max_tokens=load.output_len, temperature=0.0, ignore_eos=grammar is None, grammar=grammar)
     num_steps = core.scheduler.num_steps
     first_s: dict[str, float] = {}
     finish_s: list[float] = []

@@ -5,7 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from benchmarks.engine_turns import run_ranks_benchmark, run_read_benchmark, run_structured_benchmark
+from benchmarks.engine_turns import (
+    run_obeying_benchmark,
+    run_ranks_benchmark,
+    run_read_benchmark,
+    run_structured_benchmark,
+)
 
 from kvrelay.bench.engine import BatchLoad
 from kvrelay.config import EngineConfig, RunnerConfig
@@ -20,6 +25,13 @@ def test_free_and_bound_answers_have_the_same_length() -> None:
     runner, engine = RunnerConfig(dtype="float32"), EngineConfig(num_blocks=64, max_num_waiting=2, kv_watermark=0)
     report = run_structured_benchmark(bundled_checkpoint_path(), runner, engine, BatchLoad(2, 8, 24), 1)
     assert report["cost_min"] == report["cost"] == report["cost_max"] < 1
+    assert report["bound_tokens_per_s"] > 0
+
+
+def test_answers_that_obey_their_grammar_are_as_long_as_free_ones() -> None:
+    runner, engine = RunnerConfig(dtype="float32"), EngineConfig(num_blocks=64)
+    report = run_obeying_benchmark(bundled_checkpoint_path(), runner, engine, BatchLoad(2, 8, 24), 1)
+    assert report["cost_min"] == report["cost"] == report["cost_max"] > -1
     assert report["bound_tokens_per_s"] > 0
 
 
