@@ -9,6 +9,7 @@ import sys
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 from tests.patience import PATIENCE_S, until
@@ -62,15 +63,29 @@ def two_workers(first: tuple[str, ...], second: tuple[str, ...]) -> Iterator[Ser
             process.wait(PATIENCE_S)
 
 
-def ask(server: Serve, prompt: tuple[int, ...]) -> tuple[int, ...]:
+def post(server: Serve, path: str, prompt: tuple[int, ...]) -> Any:
     body = {"model": server.model, "prompt": list(prompt), "max_tokens": NUM_OUTPUT, "temperature": 0}
     request = urllib.request.Request(
-        f"{server.url}/v1/completions",
+        server.url + path,
         data=json.dumps({**body, "ignore_eos": True, "return_token_ids": True}).encode(),
         headers={"Content-Type": "application/json"},
     )
     with urllib.request.urlopen(request, timeout=3 * PATIENCE_S) as answer:
-        return tuple(json.load(answer)["choices"][0]["token_ids"])
+        return json.load(answer)
+
+
+def ask(server: Serve, prompt: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(post(server, "/v1/completions", prompt)["choices"][0]["token_ids"])
+
+
+def is_known(server: Serve, prefix: tuple[int, ...]) -> bool:
+    """Whether the frontend would have the worker that it draws read all of the prefix, or both have it: the last events
+    of a prompt may come after its answer."""
+    decision = post(server, "/v1/kvrelay/route", prefix)["decision"]
+    num_blocks = LENGTH // BLOCK_SIZE
+    return decision["load_blocks"] == num_blocks or all(
+        candidate["overlap_blocks"] == num_blocks for candidate in decision["candidates"]
+    )
 
 
 def num_read(server: Serve) -> list[int]:
@@ -94,6 +109,7 @@ def test_what_was_read_gives_the_tokens_of_transformers(case: str, transport: st
             for _ in range(3):
                 prompt = shared + tokens(20)
                 asked[prompt] = ask(server, prompt)
+                until(lambda: is_known(server, shared + prompt[-1:]))  # noqa: B023 - it is called here and now
         counts = [worker["prefixes"]["counts"] for worker in server.workers("both")]
         assert sum(count["num_failed_loads"] for count in counts) == 0
         assert sum(count["num_hit_blocks"] for count in counts) == sum(num_read(server)) * (LENGTH // BLOCK_SIZE)
