@@ -10,10 +10,9 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
-
-import msgspec
 
 from kvrelay.config.loading import ENV_PREFIX, nearest
 from kvrelay.errors import ConfigError
@@ -26,7 +25,8 @@ NATS_PORT = 4222
 SEND_TYPES = ("PUT", "PUT_ASYNC", "GET")
 
 
-class _Key(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class _Key:
     """How a key's value is read, and which option it is for one worker and for ``serve``. None: the command refuses it;
     empty: it is used in another way."""
 
