@@ -39,14 +39,14 @@ ENDLESS = Grammar(
 )
 """No answer ends before its limit, so that free and bound answers have the same length."""
 ANY_TEXT = Grammar(GrammarKind.REGEX, r"(.|\n){4096,}")
-"""What a model says by itself obeys it, but for a token that is no text."""
+"""What a model says by itself obeys it, but for the ends that it asks for."""
 
 Run = Callable[[BatchLoad], EngineRun]
 
 
 @click.command()
 @click.option("--structured", "measure", flag_value="structured", help="Free, and bound by a grammar.")
-@click.option("--obeying", "measure", flag_value="obeying", help="The same with a model that obeys, core alone.")
+@click.option("--obeying", "measure", flag_value="obeying", help="The same, bound to any text; the core alone.")
 @click.option("--beside-one-process", "measure", flag_value="ranks", help="Ranks, and one process.")
 @click.option("--beside-core", "measure", flag_value="core", help="LLM, and the engine core alone.")
 @click.option("--beside-read", "measure", flag_value="read", help="Steps of one sequence, and a read of the weights.")
@@ -81,7 +81,7 @@ def run_structured_benchmark(
 def run_obeying_benchmark(
     model_path: Path, runner: RunnerConfig, engine: EngineConfig, load: BatchLoad, num_runs: int
 ) -> dict[str, float]:
-    """As ``run_structured_benchmark``, with a grammar that the free answers obey, through the engine core alone."""
+    """As ``run_structured_benchmark``, through the engine core alone, with a grammar that allows any text but its end."""
     with _core(model_path, runner, engine) as core:
         core.executor.prepare(SamplingParams(grammar=ANY_TEXT))
         free, bound = (partial(_step_through, core, grammar=grammar) for grammar in (None, ANY_TEXT))
