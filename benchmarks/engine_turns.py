@@ -81,7 +81,7 @@ def run_structured_benchmark(
 def run_obeying_benchmark(
     model_path: Path, runner: RunnerConfig, engine: EngineConfig, load: BatchLoad, num_runs: int
 ) -> dict[str, float]:
-    """As ``run_structured_benchmark``, through the engine core alone, with a grammar that allows any text but its end."""
+    """As ``run_structured_benchmark``, by the engine core alone, with a grammar that allows any text but its end."""
     with _core(model_path, runner, engine) as core:
         core.executor.prepare(SamplingParams(grammar=ANY_TEXT))
         free, bound = (partial(_step_through, core, grammar=grammar) for grammar in (None, ANY_TEXT))
