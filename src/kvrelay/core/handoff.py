@@ -57,7 +57,7 @@ class PrefixHolder(msgspec.Struct, frozen=True, array_like=True):
 
 
 FIRST_PREFIX = 2**61
-"""Numbers of prefixes begin here; those of pairs (``core/pair_id.py``) at twice this."""
+"""Numbers of prefixes begin here; those of pairs (``pair_id.FIRST_NUMBER``) where they end."""
 
 
 class HandoffId(msgspec.Struct, frozen=True, order=True, array_like=True):

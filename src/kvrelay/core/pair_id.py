@@ -15,11 +15,11 @@ import uuid
 
 import msgspec
 
-from kvrelay.core.handoff import HandoffId
+from kvrelay.core.handoff import FIRST_PREFIX, HandoffId
 from kvrelay.errors import ProtocolError
 
-FIRST_NUMBER = 2**62
-"""Numbers of paired hand-offs begin here, far beyond those that a decode worker counts itself."""
+FIRST_NUMBER = 2 * FIRST_PREFIX
+"""Numbers of paired hand-offs begin here, beyond those of prefixes and far beyond those that a decode worker counts."""
 MAX_LENGTH = 1024
 SCHEME = "tcp://"
 

@@ -261,8 +261,7 @@ class Walk:
             if not self.forced and len(self._matcher.compute_ff_bytes()) > 1:
                 self._read_forced()
             if self.forced:
-                token_id, *rest = self.forced
-                self.forced = tuple(rest)
+                token_id, self.forced = self.forced[0], self.forced[1:]
                 return token_id
             if self._matcher.try_consume_tokens([token_id]):
                 self._num_tokens += 1
@@ -322,7 +321,7 @@ class Walk:
             for walk in walks:
                 walk._fail(str(exc))
         elapsed_s = time.perf_counter() - began_s
-        Walk.watch(walks, is_long=elapsed_s > min(SLOW_S * len(walks), PATIENCE_S), is_certain=True)
+        Walk.watch(walks, is_long=_is_long(elapsed_s, len(walks)), is_certain=True)
         for walk, row in zip(walks, words):
             walk._finish(row, min(elapsed_s / len(walks), SLOW_S))
 
@@ -416,7 +415,7 @@ class GrammarMasks:
             # Masks of refused guesses are computed on this thread: only if all together take next to no time.
             # A walk that obeys needs none.
             is_quick = sum([walk.latest_s for walk in walks.values() if walk.was_refused]) <= INLINE_S
-            eager = [row for row, walk in walks.items() if walk.may_guess and (is_quick or not walk.was_refused)]
+            eager = {row for row, walk in walks.items() if walk.may_guess and (is_quick or not walk.was_refused)}
             guessed = {row: walk for row, walk in walks.items() if walk.forced or row in eager}
             walks = {row: walk for row, walk in walks.items() if row not in guessed}
         broken = {row: self._broken[slot] for row, slot in enumerate(slots) if slot in self._broken}
@@ -539,7 +538,7 @@ class ComputingMasks(msgspec.Struct):
             elif token_id != best[row]:
                 token_ids[row] = token_id
         # A guess is not charged: one that is not long takes less than its token adds to the budget.
-        is_long = clock() - began_s > min(SLOW_S * len(self.guessed), PATIENCE_S)
+        is_long = _is_long(clock() - began_s, len(self.guessed))
         if is_long or self._is_doubted:
             Walk.watch(self.guessed.values(), is_long=is_long, is_certain=self._is_doubted)
         is_steady = not (refused or self.walks or self._broken or self._is_doubted or is_long)
@@ -600,6 +599,11 @@ def _source(grammar: Grammar) -> str:
         return str(LLMatcher.grammar_from_json_schema(grammar.source, overrides=_JSON_OPTIONS))
     except ValueError as exc:
         raise InvalidInputError(str(exc)) from exc
+
+
+def _is_long(seconds: float, num_walks: int) -> bool:
+    """Of masks or guesses of so many walks."""
+    return seconds > min(SLOW_S * num_walks, PATIENCE_S)
 
 
 def _one_line(message: str) -> str:

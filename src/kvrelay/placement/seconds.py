@@ -16,6 +16,8 @@ cached token costs LOST_PREFIX times its prefill on top; the factor was found by
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import msgspec
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +25,7 @@ import numpy.typing as npt
 from kvrelay.core.step_cost import StepCost
 
 FloatColumn = npt.NDArray[np.float64]
+Each = TypeVar("Each", float, FloatColumn)
 
 LOST_PREFIX = 3.0 / 7.0
 BALANCE = 0.02 * (1.0 + LOST_PREFIX)
@@ -129,21 +132,18 @@ def prefill_seconds(
     own_s = costs.prefill_token_s * (own if loads is None else np.maximum(own - loads.tokens, 0.0))
     first_token = costs.prefill_token_s * load.prefill_tokens + own_s
     stored_s = own_s if loads is None else own_s + loads.seconds
-    lost_prefix = stored_s * (LOST_PREFIX + BALANCE * load.recent_share)
-    return first_token, lost_prefix
+    return first_token, _lost_prefix(stored_s, load.recent_share)
 
 
 def decode_seconds(prompt_tokens: int, num_output: float, load: LoadColumns, costs: CostColumns) -> FloatColumn:
     """What an answer of ``num_output`` tokens adds to the steps of the others."""
-    added = costs.decode_s + costs.context_s * (prompt_tokens + num_output / 2)
-    seconds: FloatColumn = num_output * load.num_requests * added
-    return seconds
+    return _decode(num_output, prompt_tokens + num_output / 2, load.num_requests, costs.decode_s, costs.context_s)
 
 
 def totals_of_few(candidates: Candidates, costs: CostColumns, overlap_weight: float) -> list[float]:
     """``Seconds.total`` of candidates without loads, bit for bit: the same operations in the same order."""
     load, num_output = candidates.load, candidates.num_output
-    per_block, middle = overlap_weight * candidates.block_size, candidates.prompt_tokens + num_output / 2
+    per_block, context = overlap_weight * candidates.block_size, candidates.prompt_tokens + num_output / 2
     of_request = (candidates.overlap_blocks, load.prefill_tokens, load.recent_share, load.num_requests)
     of_worker = (costs.prefill_token_s, costs.decode_s, costs.context_s)
     totals = []
@@ -151,7 +151,18 @@ def totals_of_few(candidates: Candidates, costs: CostColumns, overlap_weight: fl
         *[column.tolist() for column in of_request + of_worker]
     ):
         own_s = token_s * max(candidates.prompt_tokens - per_block * overlap, 0.0)
-        lost_s = own_s * (LOST_PREFIX + BALANCE * recent)
-        added_s = num_output * requests * (decode_s + context_s * middle)
-        totals.append(token_s * pending + own_s + lost_s + added_s)
+        added_s = _decode(num_output, context, requests, decode_s, context_s)
+        totals.append(token_s * pending + own_s + _lost_prefix(own_s, recent) + added_s)
     return totals
+
+
+# -- the terms, of one worker or of all -------------------------------------------------------------------------------
+
+
+def _lost_prefix(stored_s: Each, recent_share: Each) -> Each:
+    return stored_s * (LOST_PREFIX + BALANCE * recent_share)
+
+
+def _decode(num_output: float, context: float, num_requests: Each, decode_s: Each, context_s: Each) -> Each:
+    """``context``: tokens before the middle of the answer."""
+    return num_output * num_requests * (decode_s + context_s * context)

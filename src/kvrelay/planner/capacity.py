@@ -196,8 +196,7 @@ def _step(running: float, load: Load, worker: Worker, objectives: Objectives, pr
     """The engine cuts chunks so that a step with one is within the objective, or twice a step without."""
     cost = worker.cost
     context = _whole(running * (load.prompt_tokens + load.answer_tokens / 2))
-    work = StepWork(num_decodes=_whole(running), num_context_tokens=context)
-    decode_s = max(cost.step_seconds(work), MIN_STEP_S)
+    decode_s = decode_step_s(cost, _whole(running), context)
     limit_s = max(step_limit_s(objectives.itl_s, worker.spread), MIN_STEP_FACTOR * decode_s)
     paced = cost.chunk_within(limit_s, num_decodes=_whole(running), num_context=context)
     chunk = min(paced, worker.chunk)
@@ -278,6 +277,11 @@ def _fluid(waiting_s: float, utilisation: float, horizon_s: float) -> float:
         return waiting_s + slope * horizon_s / 2
     empty_s = min(waiting_s / -slope, horizon_s)
     return (waiting_s + slope * empty_s / 2) * empty_s / horizon_s
+
+
+def decode_step_s(cost: StepCost, num_running: int, num_context: int) -> float:
+    """A step without a prefill."""
+    return max(cost.step_seconds(StepWork(num_decodes=num_running, num_context_tokens=num_context)), MIN_STEP_S)
 
 
 def _whole(tokens: float) -> int:

@@ -14,9 +14,9 @@ from functools import reduce
 
 import msgspec
 
-from kvrelay.core.step_cost import StepCost, StepWork
+from kvrelay.core.step_cost import StepCost
 from kvrelay.planner.base import Demand, FleetView, Objectives, PlannerState
-from kvrelay.planner.capacity import MIN_STEP_S, Load
+from kvrelay.planner.capacity import Load, decode_step_s
 
 CHANGED = 4.0
 """Standard deviations. Many splits are tried at each call, and steady demand must pass them all for hours."""
@@ -157,8 +157,7 @@ def trend(samples: Sequence[Demand], alpha: float = 0.3, beta: float = 0.1) -> f
 def _running_tokens_per_s(fleet: FleetView, cost: StepCost, context: float) -> float:
     """The tokens that the running answers get, by the time of the steps that they share."""
     running = [w.num_running for w in fleet.workers if w.is_ready and w.role.takes_requests]
-    works = [StepWork(num_decodes=count, num_context_tokens=int(count * context)) for count in running]
-    return sum(work.num_decodes / max(cost.step_seconds(work), MIN_STEP_S) for work in works)
+    return sum(count / decode_step_s(cost, count, int(count * context)) for count in running)
 
 
 def load_of(fleet: FleetView, state: PlannerState, cost: StepCost) -> Load:

@@ -8,10 +8,9 @@ not know the bus: requests for a replay leave by a callback, answers come in as 
     add_worker ──> CATCHING_UP ──contiguous batch, or the answer──> SYNCED ──gap──> CATCHING_UP ...
                         └──answer is a dump, page by page──> DUMPING ──last page──> SYNCED
 
-While a worker is catching up, batches that follow the gap wait in a bounded buffer. Load samples drive
-the timers (one a second from a worker at work, one in 15 s from an idle one): when one arrives, the indexer repeats a
-request without an answer, and now and then asks a synced worker for more events, because its very last batch may have
-been lost.
+While a worker is catching up, batches that follow the gap wait in a bounded buffer. Load samples drive the timers (one
+a second from a worker at work, one in 16 s from an idle one): when one arrives, the indexer repeats a request without
+an answer, and now and then asks a synced worker for more events, because its very last batch may have been lost.
 """
 
 from __future__ import annotations

@@ -27,6 +27,17 @@ MAX_COMPILING = 2
 MAX_KNOWN = 256
 
 
+async def prepared(prepare: Callable[[SamplingParams], None], sampling: SamplingParams) -> None:
+    """Run ``prepare`` in a thread. Raises KvrelayError alone: whatever it is, somebody waits for an answer."""
+    try:
+        await asyncio.to_thread(prepare, sampling)
+    except KvrelayError:
+        raise
+    except Exception as exc:
+        _log.exception("a request could not be prepared")
+        raise KvrelayError(f"the worker failed to prepare the request: {exc!r}") from exc
+
+
 class Preparation:
     """``prepare`` runs in a thread and raises a KvrelayError for a request that cannot be served. ``go_on`` gets the
     request after success, ``refuse`` the refusal after a failure. Neither is called for a dropped request."""
@@ -94,13 +105,9 @@ class Preparation:
     async def _run(self, peer: Peer, message: GenerateRequest) -> None:
         refusal = None
         try:
-            await asyncio.to_thread(self._prepare, message.sampling)
+            await prepared(self._prepare, message.sampling)
         except KvrelayError as exc:
             refusal = refusal_of(message.request_id, exc)
-        except Exception as exc:  # noqa: BLE001 - whatever it is, the client waits for an answer
-            _log.exception("request %s could not be prepared", message.request_id)
-            error = KvrelayError(f"the worker failed to prepare the request: {exc!r}")
-            refusal = refusal_of(message.request_id, error)
         else:
             self._remember(message.sampling.grammar)
         if (peer, message.request_id) not in self._pending:

@@ -23,6 +23,7 @@ from kvrelay.errors import KvrelayError
 from kvrelay.handoff.base import EndReason, LeaseLost
 from kvrelay.handoff.prefill_state import PrefillRules
 from kvrelay.rpc.heartbeat import Heartbeat
+from kvrelay.worker.decode.preparation import prepared
 from kvrelay.worker.prefill.handoffs import Job, OutgoingHandoffs
 from kvrelay.worker.surroundings import Surroundings
 
@@ -177,10 +178,9 @@ class PrefillSide:
     async def _prepare_and_take(self, job: Job, term: int) -> None:
         """Compile the grammar on a thread of its own, so that neither the loop nor the engine waits for it."""
         try:
-            await asyncio.to_thread(self._around.engine.prepare, job.request.sampling)
-        except Exception as exc:  # noqa: BLE001 - whatever it is, the decode worker waits for an answer
-            is_foreseen = isinstance(exc, KvrelayError)
-            _log.warning("hand-off %s is not computed: %s", job.request.handoff_id, exc, exc_info=not is_foreseen)
+            await prepared(self._around.engine.prepare, job.request.sampling)
+        except KvrelayError as exc:
+            _log.warning("hand-off %s is not computed: %s", job.request.handoff_id, exc)
             self.handoffs.decline(job, EndReason.ENGINE_REFUSED)
             return
         if job.request.handoff_id in self.handoffs.ledger.seen:

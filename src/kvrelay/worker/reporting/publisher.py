@@ -94,7 +94,7 @@ class Publisher:
     async def _run(self) -> None:
         while not self._is_closed:
             try:
-                async with asyncio.timeout_at(next_beat_s(self._sent_s, self._interval_s)):
+                async with asyncio.timeout_at(self._due_s):
                     await self._changed.wait()
                 # A lone change goes out at once, those of the next moments together.
                 await asyncio.sleep(self._published_s + MIN_INTERVAL_S - time.monotonic())
@@ -106,10 +106,12 @@ class Publisher:
             await self._publish_load()
 
     @property
-    def _interval_s(self) -> float:
-        if self._load is None or self._sent_load is None:
-            return MAX_INTERVAL_S
-        return repeat_interval_s(self._load, self._step_age_s())
+    def _due_s(self) -> float:
+        """When the sample is sent again."""
+        interval_s = MAX_INTERVAL_S
+        if self._load is not None and self._sent_load is not None:
+            interval_s = repeat_interval_s(self._load, self._step_age_s())
+        return next_beat_s(self._sent_s, interval_s)
 
     async def _publish_events(self) -> None:
         events, self._pending = self._pending, []
@@ -123,7 +125,7 @@ class Publisher:
 
     async def _publish_load(self) -> None:
         load, now = self._load, time.monotonic()
-        if load is None or (load == self._sent_load and now < next_beat_s(self._sent_s, self._interval_s)):
+        if load is None or (load == self._sent_load and now < self._due_s):
             return
         self._sent_load, self._sent_s = load, now
         self._seq += 1
