@@ -81,8 +81,8 @@ def test_kv_of_one_gpu_is_that_of_another(
     with Serve(flags) as server:
         prompts = make_prompts()
         assert [complete(server, prompt) for prompt in prompts] == expected
-        (giver,), (taker,) = server.workers("prefill"), server.workers("decode")
+        (giver,), (taker,) = server.idle_workers("prefill"), server.workers("decode")
         assert taker["decode"]["num_remote_done"] == len(prompts) - 1
         assert giver["prefill"]["num_failed"] == 0
         assert sum(peer["num_bytes"] for worker in (giver, taker) for peer in worker["transfer"]["peers"]) > 0
-        assert server.is_idle()
+        server.check_idle()

@@ -589,7 +589,7 @@ def test_an_abandon_that_crosses_done_is_answered_until_that_is_heard() -> None:
     ledger.handle(pe.Written("h", True), 3.0)
     (said,) = ledger.handle(pe.Abandoned("d", HandoffAbandon("h", 1)), 3.1)
     assert isinstance(said, pe.SendRelease)
-    assert ledger.num_unacknowledged == 1
+    assert ledger.num_in(PrefillState.RELEASING) == 1
     ledger.handle(pe.ReleaseAcknowledged("h"), 3.2)
     assert not ledger.handoffs
 
@@ -652,7 +652,11 @@ def test_an_entry_whose_decode_worker_cannot_be_reached_goes_back_to_the_queue()
     ledger = returnable_ledger()
     actions = ledger.handle(pe.Unreachable("h"), 1.0)
     assert actions == [pe.StopComputing("h"), pe.Computed("h"), pe.FreeBlocks("h"), pe.Return("h")]
-    assert (ledger.counters.num_returned, ledger.counters.num_failed, ledger.num_unacknowledged) == (1, 0, 0)
+    assert (ledger.counters.num_returned, ledger.counters.num_failed, ledger.num_in(PrefillState.RELEASING)) == (
+        1,
+        0,
+        0,
+    )
     again = ledger.handle(pe.Pulled("h", "d", 5, 8, 1), 2.0)
     assert [type(action) for action in again] == [pe.Compute, pe.SendClaim]
 
@@ -688,15 +692,15 @@ def test_a_release_is_said_until_it_is_heard() -> None:
     assert ledger.handle(Tick(), 1.17) == [said]
     ledger.handle(pe.ReleaseAcknowledged("h"), 1.2)
     assert ledger.handle(Tick(), 9.0) == []
-    assert (ledger.num_unacknowledged, ledger.next_tick_s()) == (0, None)
+    assert (ledger.num_in(PrefillState.RELEASING), ledger.next_tick_s()) == (0, None)
 
 
 def test_releases_for_a_decode_worker_that_has_been_gone_for_long_are_forgotten() -> None:
     ledger = prefill_ledger(claim_timeout_s=1.0, gone_for_s=5.0)
     ledger.handle(LeaseEnded("d"), 2.0)
-    assert ledger.num_unacknowledged == 1
+    assert ledger.num_in(PrefillState.RELEASING) == 1
     ledger.handle(Tick(), 6.9)
-    assert ledger.num_unacknowledged == 1
+    assert ledger.num_in(PrefillState.RELEASING) == 1
     ledger.handle(Tick(), 9.0)
     assert not ledger.handoffs
 

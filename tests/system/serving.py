@@ -120,6 +120,17 @@ class Serve:
         until(all_answer)
         return found
 
+    def idle_workers(self, role: str) -> list[dict[str, Any]]:
+        """The same, once all are idle: an answer may be complete before a worker has counted its hand-off."""
+        until(self.is_idle)
+        return self.workers(role)
+
+    def check_idle(self) -> None:
+        """``kvrelay status --check`` finds nothing once what is in flight has ended."""
+        until(self.is_idle)
+        done = kvrelay_here("status", "--json", "--check", "--control", self.control)
+        assert done.returncode == 0, done.stdout + done.stderr
+
     def is_idle(self) -> bool:
         """As ``kvrelay status --check`` sees it: every worker answers, every pool is whole, no block is in use."""
         try:

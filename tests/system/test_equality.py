@@ -15,7 +15,7 @@ from pathlib import Path
 import openai
 import pytest
 from tests.chaos.brokers import own_state_directory
-from tests.system.serving import Serve, by_threshold, kvrelay_here
+from tests.system.serving import Serve, by_threshold
 
 from kvrelay.config import EngineConfig, RunnerConfig
 from kvrelay.core.clock import MonotonicClock
@@ -118,12 +118,6 @@ def check_against_transformers(prompts: list[tuple[int, ...]], outputs: list[tup
     return num_ties
 
 
-def check_idle(server: Serve) -> None:
-    """No block in use, every pool whole."""
-    done = kvrelay_here("status", "--json", "--check", "--control", server.control)
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
 @pytest.mark.parametrize("num_prompts", [NUM_PROMPTS, pytest.param(NUM_PROMPTS_OF_MATRIX, marks=pytest.mark.matrix)])
 def test_disaggregated_equals_aggregated_equals_offline_equals_transformers(num_prompts: int) -> None:
     config = json.loads((bundled_checkpoint_path() / "config.json").read_text(encoding="utf-8"))
@@ -131,10 +125,10 @@ def test_disaggregated_equals_aggregated_equals_offline_equals_transformers(num_
     num_long = sum(len(prompt) > 64 for prompt in prompts)
     with Serve(serve_arguments(1)) as server:
         streamed = complete_all(server, prompts, stream=True)
-        (decode,) = server.workers("decode")
+        (decode,) = server.idle_workers("decode")
         (prefill,) = server.workers("prefill")
         plain = complete_all(server, prompts, stream=False)
-        check_idle(server)
+        server.check_idle()
     # Metrics prove where prefills ran and what moved: long ones were remote unless the prefix was cached already.
     num_remote = decode["decode"]["num_remote_done"]
     assert num_long * 0.5 < num_remote <= num_long
@@ -146,7 +140,7 @@ def test_disaggregated_equals_aggregated_equals_offline_equals_transformers(num_
     assert plain == streamed
     with Serve(serve_arguments(0)) as server:
         aggregated = complete_all(server, prompts, stream=False)
-        check_idle(server)
+        server.check_idle()
     assert aggregated == streamed
     assert offline(prompts) == streamed
     assert check_against_transformers(prompts, streamed) < num_prompts * 0.1
@@ -163,7 +157,7 @@ def test_kv_of_every_tier_equals_transformers(tmp_path: Path) -> None:
             assert complete_all(server, prompts, stream=True) == first
         for worker in (*server.workers("prefill"), *server.workers("decode")):
             loaded.update({medium: store["num_loaded"] for medium, store in worker["kv_tiers"]["stores"].items()})
-        check_idle(server)
+        server.check_idle()
     assert loaded["host"] > 0
     assert loaded["disk"] > 0
     assert check_against_transformers(prompts, first) < NUM_PROMPTS * 0.1

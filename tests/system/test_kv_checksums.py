@@ -49,8 +49,7 @@ def complete(server: Serve, prompt: list[int]) -> list[int]:
 def test_answers_are_the_same_with_checksums():
     with Serve((*FLAGS, "--kv-checksums")) as server:
         checked = [complete(server, prompt) for prompt in make_prompts()]
-        (decode,), (prefill,) = server.workers("decode"), server.workers("prefill")
-        assert server.is_idle()
+        (decode,), (prefill,) = server.idle_workers("decode"), server.workers("prefill")
     decode, prefill = decode["decode"], prefill["prefill"]
     known = {"vocab_size": CONFIG["vocab_size"], "eos_token_ids": EOS_IDS}
     assert checked == [mock_generate(prompt, NUM_OUTPUT, **known) for prompt in make_prompts()]

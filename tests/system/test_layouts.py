@@ -193,7 +193,7 @@ def test_any_two_layouts_give_the_plain_engines_tokens(
             answers = list(threads.map(lambda prompt, order=order: complete(server, prompt, order), group))
             assert answers == [expected[tuple(prompt)] for prompt in group]
         assert complete(server, prompts.base, "prefill-first") == expected[tuple(prompts.base)]
-        (giver,), (taker,) = server.workers("prefill"), server.workers("decode")
+        (giver,), (taker,) = server.idle_workers("prefill"), server.workers("decode")
         # In this order the frontend decides, and only requests with a pair are remote.
         assert taker["decode"]["places"]["local_unpaired"] == 1
         assert taker["decode"]["places"]["remote"] == len(prompts.remote)
@@ -202,7 +202,7 @@ def test_any_two_layouts_give_the_plain_engines_tokens(
         is_pull = f"{transport} {send_type}" in PULL
         brought, other = (moved(giver, "write"), moved(taker, "read"))[:: -1 if is_pull else 1]
         assert (brought, moved(giver, "read"), other) == (*planned(prefill, decode), 0)
-        assert server.is_idle()
+        server.check_idle()
 
 
 SMALL_SHM = ("unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o size=4k tmpfs /dev/shm && exec "$0" "$@"')
@@ -220,7 +220,7 @@ def test_a_full_dev_shm_changes_nothing(transport: str, expected: dict[tuple[int
             assert complete(server, prompt) == expected[tuple(prompt)]
         (taker,) = server.workers("decode")
         assert taker["decode"]["num_remote_done"] == 3
-        assert server.is_idle()
+        server.check_idle()
 
 
 @pytest.mark.parametrize("number", [pytest.param(0, marks=pytest.mark.matrix), 1])

@@ -81,11 +81,6 @@ def plain_tokens(prompts: list[list[int]]) -> list[list[int]]:
     return [outputs[str(number)] for number in range(len(prompts))]
 
 
-def check_idle(server: Serve) -> None:
-    done = kvrelay_here("status", "--json", "--check", "--control", server.control)
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
 @pytest.mark.parametrize(
     "transport", ["p2p", *(pytest.param(name, marks=pytest.mark.matrix) for name in ("shm", "nixl"))]
 )
@@ -94,7 +89,7 @@ def test_both_orders_give_the_tokens_of_the_plain_engine(transport: str) -> None
     with Serve(("--prefill", "1", "--decode", "1", "--transport", transport, *FLAGS)) as server:
         # Prefill-first comes first, so that no prefix is known to the decode worker.
         found = {order: tokens_of(server, order, prompts) for order in reversed(ORDERS)}
-        (decode,) = server.workers("decode")
+        (decode,) = server.idle_workers("decode")
         (prefill,) = server.workers("prefill")
         for fields in FEATURES:
             prompt = random.Random(str(fields)).choices(range(16, 500), k=200)
@@ -102,7 +97,7 @@ def test_both_orders_give_the_tokens_of_the_plain_engine(transport: str) -> None
             assert given[0] == given[1], fields
         explained = kvrelay_here("status", "--url", server.url, "--explain-tokens", "500")
         assert explained.returncode == 0, explained.stderr
-        check_idle(server)
+        server.check_idle()
     num_long = sum(len(prompt) > 64 for prompt in prompts)
     assert decode["decode"]["places"]["remote"] >= num_long / 2
     assert decode["decode"]["num_remote_done"] == prefill["prefill"]["num_prefills"] > 0

@@ -83,6 +83,7 @@ async def test_hit_blocks_are_read_from_the_decode_worker():
         await client.answer("local")
         client.send("remote", base + prompt(200, 5))
         assert await client.answer("remote") == expected(base + prompt(200, 5), 8)
+        await shared.check_idle()
         peers = (await prefill.status())["transfer"]["peers"]
         assert {row["op"] for row in peers} == {"read", "write"}
 
@@ -268,6 +269,32 @@ async def test_a_drained_prefill_worker_leaves_no_trace():
         shared.nodes.remove(prefill)
 
 
+async def test_a_prefill_worker_does_not_leave_before_the_decode_worker_has_confirmed(monkeypatch):
+    """Whoever hears that it has left, and not that the KV is there, computes it again."""
+    may_hear, late = threading.Event(), []
+    async with cluster() as shared:
+        prefill, decode, client = await shared.pair()
+        poll = decode.transport.poll
+
+        def poll_late():
+            completions, notifications = poll()
+            late.extend(notifications)
+            heard = [late.pop(0) for _ in range(len(late) if may_hear.is_set() else 0)]
+            return completions, heard
+
+        monkeypatch.setattr(decode.transport, "poll", poll_late)
+        client.send("r", prompt(300))
+        await shared.until(lambda: late)
+        prefill.worker.request_drain()
+        await shared.until(lambda: prefill.id not in decode.worker.inspect().peers.prefill)
+        assert not (await asyncio.wait([prefill.running], timeout=0.2))[0]
+        may_hear.set()
+        assert await client.answer("r") == expected(prompt(300), 8)
+        assert await shared.gone(prefill) is None
+        stats = decode.worker.stats().decode
+        assert (stats.num_remote_done, stats.num_recomputed) == (1, 0)
+
+
 class Held(MockExecutor):
     """It waits for ``go`` after 20 steps, so that its requests do not end before a test says so."""
 
@@ -434,7 +461,7 @@ async def test_a_grammar_is_compiled_beside_the_prefill_workers_loop_and_engine(
         await shared.until(lambda: threads)
         client.send("free", prompt(300, 5))
         assert await client.answer("free") == expected(prompt(300, 5), 8)
-        assert prefill.worker.inspect().queue.num_held == 1
+        await shared.until(lambda: prefill.worker.inspect().queue.num_held == 1)
         may_go_on.set()
         assert await client.answer("bound") == expected(prompt(300), 8)
         await shared.until(lambda: prefill.worker.stats().prefill.num_prefills == 2)

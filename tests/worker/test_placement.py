@@ -21,10 +21,10 @@ async def test_decisions_are_told_on_request_and_counted():
         client.send("silent", prompt(20))
         await client.answer("silent")
         assert "silent" not in client.decisions
+        await shared.check_idle()
         stats = decode.worker.stats().decode
         assert sum(stats.places.values()) == 13
         assert stats.places.get(PrefillPlace.REMOTE, 0) == prefill.worker.stats().prefill.num_prefills
-        await shared.check_idle()
 
 
 async def test_by_threshold_the_decision_is_told_without_estimates():

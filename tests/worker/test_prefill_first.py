@@ -90,6 +90,7 @@ async def test_the_first_token_comes_from_the_prefill_worker_and_all_from_the_de
             assert await pair.first(request_id) == expected(tokens, 1)
         assert pair.num_remote == 6
         assert pair.decode.worker.stats().decode.places == {"remote": 6}
+        await pair.shared.check_idle()
         assert pair.prefill.worker.stats().prefill.num_prefills == 6
         assert pair.prefill.worker.inspect().num_paired == 0
 

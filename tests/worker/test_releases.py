@@ -16,6 +16,7 @@ from kvrelay.errors import ControlUnavailableError, PayloadTooLargeError, Transf
 from kvrelay.executors.mock import MockExecutor
 from kvrelay.handoff.base import RefusalReason
 from kvrelay.handoff.messages import HandoffClaim, HandoffGrant
+from kvrelay.handoff.prefill_state import PrefillState
 from kvrelay.worker.prefill import pulling as prefill_side
 
 STUCK = 1_000_000_000
@@ -49,11 +50,11 @@ async def test_a_release_waits_until_the_decode_worker_can_be_reached():
         shared.network.unlisten(decode.server)
         decode.server.disconnect(decode.ledger.connections[prefill.id])
         assert await client.answer("r") == expected(prompt(600), 8)
-        await shared.until(lambda: prefill.outgoing.num_unacknowledged == 1)
+        await shared.until(lambda: prefill.outgoing.num_in(PrefillState.RELEASING) == 1)
         assert decode.ledger.num_grants == 1
         shared.network.listen(decode.server)
         await shared.until(lambda: decode.ledger.num_grants == 0)
-        await shared.until(lambda: prefill.outgoing.num_unacknowledged == 0)
+        await shared.until(lambda: prefill.outgoing.num_in(PrefillState.RELEASING) == 0)
 
 
 async def cannot_connect(address, public_key):
@@ -73,7 +74,7 @@ async def test_an_entry_goes_to_a_prefill_worker_that_can_reach_the_decode_worke
         other.worker.prefill.start()
         assert await client.answer("r") == expected(prompt(600), 8)
         assert decode.worker.stats().decode.num_remote_done == 1
-        assert astray.outgoing.num_unacknowledged == 0
+        assert astray.outgoing.num_in(PrefillState.RELEASING) == 0
 
 
 @pytest.mark.parametrize("missing_after", [0, 1], ids=["its key", "its memory"])
@@ -102,7 +103,7 @@ async def test_a_decode_worker_that_no_one_can_reach_computes_by_itself(monkeypa
         await shared.until(lambda: prefill.worker.stats().prefill.num_failed == 1)
         assert prefill.worker.stats().prefill.num_returned == 2
         del shared.connectors[prefill.id]
-        await shared.until(lambda: prefill.outgoing.num_unacknowledged == 0)
+        await shared.until(lambda: prefill.outgoing.num_in(PrefillState.RELEASING) == 0)
 
 
 async def test_an_entry_whose_claim_may_have_arrived_does_not_go_back():
@@ -138,7 +139,7 @@ async def test_the_owner_of_an_expired_entry_hears_at_once_and_computes_it(monke
         client.send("r", prompt(600))
         assert await client.answer("r") == expected(prompt(600), 8)
         assert decode.worker.stats().decode.num_remote_done == 0
-        await shared.until(lambda: prefill.outgoing.num_unacknowledged == 0)
+        await shared.until(lambda: prefill.outgoing.num_in(PrefillState.RELEASING) == 0)
 
 
 async def test_a_grant_that_cannot_be_sent_is_taken_back_at_once(monkeypatch):

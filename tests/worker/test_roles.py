@@ -34,6 +34,7 @@ async def test_a_widened_prefill_worker_serves_at_once_and_goes_on_prefilling():
         assert decode.worker.stats().decode.num_recomputed == 0
         client.send("again", prompt(600, 4))
         assert await client.answer("again") == expected(prompt(600, 4), 8)
+        await shared.check_idle()
         assert prefill.worker.stats().prefill.num_prefills == 2, "it still pulls"
 
 

@@ -39,6 +39,7 @@ async def test_workers_hand_over_through_shared_memory():
         for number in range(3):
             client.send(f"r{number}", prompt(900, number))
             assert await client.answer(f"r{number}") == expected(prompt(900, number), 8)
+        await shared.check_idle()
         assert prefill.worker.stats().prefill.num_prefills == 3
 
 

@@ -46,10 +46,9 @@ class PrefillLedger:
         """Hand-offs whose blocks a decode worker may read."""
         return sum(handoff.may_be_read for handoff in list(self.handoffs.values()))
 
-    @property
-    def num_unacknowledged(self) -> int:
-        """Hand-offs that ended and whose decode worker does not know it yet."""
-        return sum(handoff.state is PrefillState.RELEASING for handoff in list(self.handoffs.values()))
+    def num_in(self, state: PrefillState) -> int:
+        """Hand-offs in this state."""
+        return sum(handoff.state is state for handoff in list(self.handoffs.values()))
 
     def handle(self, event: pe.PrefillEvent, now_s: float) -> list[Value]:
         """Handle an event at ``now_s`` (monotonic); returns the actions, in order."""

@@ -285,7 +285,7 @@ async def _pair(**disagg: object) -> AsyncIterator[tuple[Cluster, Node, Node, Cl
 
 
 async def test_kv_goes_from_vllm_to_vllm_by_kvrelays_transport() -> None:
-    async with _pair() as (_, prefill, decode, client, libraries):
+    async with _pair() as (running, prefill, decode, client, libraries):
         prompts = {
             f"r{number}": prompt(length, start=number) for number, length in enumerate((1, 15, 16, 17, 100, 200))
         }
@@ -297,7 +297,7 @@ async def test_kv_goes_from_vllm_to_vllm_by_kvrelays_transport() -> None:
         assert {name: libraries[1].loaded[name] for name in prompts} == {
             name: len(tokens) for name, tokens in prompts.items()
         }
-        assert prefill.worker.stats().prefill.num_prefills == 6
+        await running.until(lambda: prefill.worker.stats().prefill.num_prefills == 6)
 
 
 async def test_a_cancelled_request_leaves_nothing_behind() -> None:

@@ -21,7 +21,7 @@ from kvrelay.core.messages import TokenOutput
 from kvrelay.core.tasks import TaskSet, end_tasks
 from kvrelay.errors import KvrelayError
 from kvrelay.handoff.base import EndReason, LeaseLost
-from kvrelay.handoff.prefill_state import PrefillRules
+from kvrelay.handoff.prefill_state import PrefillRules, PrefillState
 from kvrelay.rpc.heartbeat import Heartbeat
 from kvrelay.worker.decode.preparation import prepared
 from kvrelay.worker.prefill.handoffs import Job, OutgoingHandoffs
@@ -37,6 +37,8 @@ CLOSE_TIMEOUT_S = 2.0
 DRAIN_INTERVAL_S = 0.02
 DRAIN_TIMEOUT_S = 150.0
 """Longer than any decode worker waits for a hand-off that was claimed (``DecodeRules.grant_timeout_s``)."""
+CONFIRM_TIMEOUT_S = 10.0
+"""Then, until decode workers have confirmed what was written: one that hears of our leaving first computes it again."""
 MAX_COMPUTING = 2
 """Hand-offs pulled and not yet computed: one in the engine, one waiting."""
 MIN_GONE_FOR_S = 30.0
@@ -99,18 +101,19 @@ class PrefillSide:
             self._pulling = None
 
     async def drain(self) -> None:
-        """Stop pulling; return when every hand-off, including its reads and writes, has ended, or when no decode worker
-        waits for it any more."""
+        """Stop pulling; return when every hand-off, including its reads and writes, has ended and its decode worker
+        knows, or when no decode worker waits for it any more."""
         pulling = self._pulling
         self.stop()
         if pulling is not None:
             await end_tasks([pulling])
         await self._preparing.wait()
-        await self._idle(DRAIN_TIMEOUT_S)
+        await _none_left(lambda: self.handoffs.jobs, DRAIN_TIMEOUT_S)
         if self.handoffs.jobs:
             _log.error("gave up %d hand-offs that did not end in %g s", self.num_handoffs, DRAIN_TIMEOUT_S)
             self.give_up_all(EndReason.LEAVING)
-            await self._idle(CLOSE_TIMEOUT_S)
+            await _none_left(lambda: self.handoffs.jobs, CLOSE_TIMEOUT_S)
+        await _none_left(lambda: self.handoffs.ledger.num_in(PrefillState.CONFIRMING), CONFIRM_TIMEOUT_S)
         await self._settling.wait()
 
     async def close(self) -> None:
@@ -118,7 +121,7 @@ class PrefillSide:
         self.stop()
         await self._preparing.close()
         self.give_up_all(EndReason.LEAVING)
-        await self._idle(CLOSE_TIMEOUT_S)
+        await _none_left(lambda: self.handoffs.jobs, CLOSE_TIMEOUT_S)
         await self._settling.close()
         await self._tasks.close()
         await self.handoffs.close()
@@ -130,11 +133,6 @@ class PrefillSide:
         transfers.
         """
         self.handoffs.handle(LeaseLost(reason))
-
-    async def _idle(self, timeout_s: float) -> None:
-        deadline_s = time.monotonic() + timeout_s
-        while self.handoffs.jobs and time.monotonic() < deadline_s:
-            await asyncio.sleep(DRAIN_INTERVAL_S)
 
     async def _pull_forever(self) -> None:
         # Cancellation alone is not enough: asyncio.wait_for, in 3.11, swallows one that arrives with the result.
@@ -241,6 +239,12 @@ async def _extend_ack_deadline(delivery: PrefillDelivery) -> None:
                 delivery.request.handoff_id,
                 exc,
             )
+
+
+async def _none_left(left: Callable[[], object], timeout_s: float) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while left() and time.monotonic() < deadline_s:
+        await asyncio.sleep(DRAIN_INTERVAL_S)
 
 
 async def _settle(delivery: PrefillDelivery) -> None:
