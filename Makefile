@@ -1,4 +1,4 @@
-# make help | serve | chat | test | test-model | test-vllm | test-matrix | test-busy | check | bench | dist. Each builds the environment (.venv) first when it is not there.
+# make help | serve | chat | test | test-model | test-vllm | test-matrix | test-busy | test-late | check | bench | dist. Each builds the environment (.venv) first when it is not there.
 PYTHON ?= python3
 VENV   ?= .venv
 MODEL  ?=
@@ -9,7 +9,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help serve chat test test-model test-vllm test-matrix test-busy check bench dist env system-packages vllm-env vllm-packages clean
+.PHONY: help serve chat test test-model test-vllm test-matrix test-busy test-late check bench dist env system-packages vllm-env vllm-packages clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | sort | while IFS="$$(printf '\t')" read -r name text; do printf '  make %-10s %s\n' "$$name" "$$text"; done
@@ -56,6 +56,11 @@ test-matrix: env system-packages  ## long matrices: layouts by transports by ord
 
 test-busy: env system-packages  ## the same RUNS=3 times with a busy loop on each core
 	@$(BIN)/python tools/busy_suite.py --runs $(RUNS) -- $(PYTEST) $(ARGS)
+
+LATE := tests/worker tests/llm tests/engines
+
+test-late: env  ## workers whose threads hear from each other late, a kind at a time (tests/late.py)
+	@set -e; for kind in ends notifications steps; do $(PYTEST) -p tests.late --late $$kind $(LATE) $(ARGS); done
 
 check: env  ## ruff, mypy, import-linter and the budgets of size
 	@$(BIN)/ruff format --check src tests tools benchmarks

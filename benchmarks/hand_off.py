@@ -1,7 +1,7 @@
 """What a hand-off costs the computation beside it.
 
-    first token    a long prompt on a prefill and a decode worker, beside the same prompt on one worker that does both:
-                   the difference is the part of the transfer that no computation hides
+    first token    a lone prompt on a prefill and a decode worker, in either order, beside one as long on a worker that
+                   does both: the difference is what no computation hides
     decode steps   steps of an engine while another process writes into its KV pool, with a notification after each
                    prompt's KV; while that process copies as many bytes, as often, within itself; and undisturbed.
                    The copy takes the memory's bandwidth and a core like the writes; what the writes cost beyond it is
@@ -37,6 +37,7 @@ from kvrelay.cli.options import SettingsSource, field_options, json_option
 from kvrelay.cli.processes import run_async
 from kvrelay.config import EngineConfig, RunnerConfig, TransferConfig
 from kvrelay.core.clock import MonotonicClock
+from kvrelay.core.handoff import HandoffOrder
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.workers import KvMetadata
 from kvrelay.data import bundled_checkpoint_path
@@ -47,7 +48,8 @@ from kvrelay.transfer.factory import build_transport, pool_allocator, shared_mem
 from kvrelay.transfer.thread import TransferThread
 from kvrelay.transfer.values import Pieces, TransferOp
 
-PROMPT_LEN = 2000
+NUM_PROMPTS_OF_LEN = {300: 10, 2000: 1}
+"""Prompts of a turn, by their length: short ones vary more."""
 NUM_BLOCKS = 1024
 TOKENS = range(16, 512)
 NUM_SEQS = 8
@@ -78,7 +80,7 @@ _COLUMNS = {
 @field_options(TransferConfig, exclude=("kv_checksums",))
 @json_option
 def hand_off(rounds: int, stream_mib_s: int, as_json: bool, **flags: Any) -> None:
-    """The first token of a long prompt with a hand-off and without, and decode steps while KV streams in and while none
+    """The first token of a lone prompt with a hand-off and without, and decode steps while KV streams in and while none
     does.
 
     Example: python -m benchmarks hand-off --transport shm --rounds 15
@@ -91,15 +93,15 @@ def hand_off(rounds: int, stream_mib_s: int, as_json: bool, **flags: Any) -> Non
 def run_beside_compute(model: Path, config: TransferConfig, num_turns: int, mib_per_s: int) -> Row:
     """Both parts, with one thread per worker. ``mib_per_s``: the rate at which KV streams in; ``bytes_per_s``: what the
     other process copied and wrote while decode steps were timed. Raises FatalError, TransferError."""
-    first = run_async(_first_tokens(model, config.transport, num_turns))
+    first_tokens = run_async(_first_tokens(model, config.transport, num_turns))
     steps, rates = _decode_steps(model, config, num_turns, mib_per_s)
     about = {"machine": describe_machine(), "transport": config.transport}
-    return {**about, "first_token": first, "decode_steps": steps, "bytes_per_s": rates}
+    return {**about, "first_tokens": first_tokens, "decode_steps": steps, "bytes_per_s": rates}
 
 
 def beside_text(report: Row) -> str:
     """The figures as a table."""
-    rows = results_table([report["first_token"], *report["decode_steps"]], _COLUMNS)
+    rows = results_table([*report["first_tokens"], *report["decode_steps"]], _COLUMNS)
     rates = ", ".join(f"{how} {rate / 2**20:.0f} MiB/s" for how, rate in report["bytes_per_s"].items())
     return f"transport {report['transport']}\n\n{rows}\n\n{rates}"
 
@@ -127,27 +129,38 @@ def _beside(name: str, turns: Sequence[tuple[float, float]], target: float | str
 # -- first token ------------------------------------------------------------------------------------------------------
 
 
-async def _first_tokens(model: Path, transport: str, num_turns: int) -> Row:
+async def _first_tokens(model: Path, transport: str, num_turns: int) -> list[Row]:
     flags = [str(model), "--num-threads", "1", "--num-blocks", str(NUM_BLOCKS), "--transport", transport]
     apart = [*flags, "--disagg-policy", "threshold", "--max-local-prefill-length", "64"]
     draw = random.Random(0)
-    turns = []
     async with AsyncExitStack() as stack:
-        clients = []
-        for own, shape in ((flags, {"prefill": 0, "decode": 1}), (apart, {"prefill": 1, "decode": 1})):
-            cluster = await stack.enter_async_context(ClusterUnderTest(own, [], shape, 1))
-            clients.append(await stack.enter_async_context(ChaosClient(cluster.url, cluster.model)))
-        for number in range(num_turns + 1):
-            # A new prompt in every turn: no cache holds it.
-            prompt = KnownPrompt(tuple(draw.choices(TOKENS, k=PROMPT_LEN)), 2, stream=True)
-            found = {at: await _first_token_s(clients[at], prompt) for at in ((0, 1) if number % 2 else (1, 0))}
-            if number:  # the first one warms up
-                turns.append((found[0], found[1]))
-    return _beside(f"first token of {PROMPT_LEN:,} tokens", turns, 1.10)
+        alone, both = [
+            await stack.enter_async_context(ClusterUnderTest(own, [], {"prefill": num_prefill, "decode": 1}, 1))
+            for own, num_prefill in ((flags, 0), (apart, 1))
+        ]
+        clients = {
+            name: await stack.enter_async_context(ChaosClient(cluster.url, cluster.model, order))
+            for name, cluster, order in (("", alone, None), *((order, both, order) for order in HandoffOrder))
+        }
+        rows = []
+        for length, num_prompts in NUM_PROMPTS_OF_LEN.items():
+            turns = []
+            for number in range(num_turns + 1):
+                turn: dict[str, list[float]] = {name: [] for name in clients}
+                for at in range(num_prompts):
+                    for name in sorted(clients, reverse=(number + at) % 2 == 1):
+                        turn[name].append(await _first_token_s(clients[name], draw, length))
+                if number:  # the first one warms up
+                    turns.append({name: statistics.median(times) for name, times in turn.items()})
+            for order in HandoffOrder:
+                pairs = [(turn[""], turn[order]) for turn in turns]
+                rows.append(_beside(f"first token of {length:,} tokens, {order}", pairs, 1.10))
+    return rows
 
 
-async def _first_token_s(client: ChaosClient, prompt: KnownPrompt) -> float:
-    _, record = await client.answer(prompt)
+async def _first_token_s(client: ChaosClient, draw: random.Random, length: int) -> float:
+    """Of a prompt that no cache holds."""
+    _, record = await client.answer(KnownPrompt(tuple(draw.choices(TOKENS, k=length)), 2, stream=True))
     return record.arrivals_s[0] - record.begin_s
 
 

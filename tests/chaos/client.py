@@ -29,6 +29,7 @@ from kvrelay.bench.client.stream import (
 )
 from kvrelay.bench.errors import BadResponseError, BenchError, ServerDownError
 from kvrelay.core.event_stream import EventParser
+from kvrelay.core.handoff import HandoffOrder
 from kvrelay.errors import RetryElsewhereError
 
 DrawPrompt = Callable[[random.Random], KnownPrompt]
@@ -54,8 +55,8 @@ class _LeftError(BadResponseError):
 class ChaosClient:
     """Sends prompts to one server and keeps a record of every request. An async context manager."""
 
-    def __init__(self, url: str, model: str) -> None:
-        self._pool = ConnectionPool(parse_target(url), connect_timeout_s=5.0, reuse=False)
+    def __init__(self, url: str, model: str, order: HandoffOrder | None = None) -> None:
+        self._pool = ConnectionPool(parse_target(url, order=order), connect_timeout_s=5.0, reuse=False)
         self._model = model
         self.records: list[AskedPrompt] = []
         self.num_refused = 0

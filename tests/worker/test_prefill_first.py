@@ -8,11 +8,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import msgspec
 import pytest
-from tests.worker.cluster import Client, Cluster, Node, cluster, expected, prompt
+from tests.worker.cluster import LOOPBACK, WAIT_S, Client, Cluster, Node, cluster, expected, prompt
 
 from kvrelay.config import WorkerRole
 from kvrelay.core.handoff import HandoffOrder, Pair
@@ -74,7 +75,7 @@ class PairedClient:
 
 
 @asynccontextmanager
-async def paired(**settings: float) -> AsyncIterator[PairedClient]:
+async def paired(**settings: Any) -> AsyncIterator[PairedClient]:
     async with cluster(**settings) as shared:
         prefill, decode, client = await shared.pair()
         await shared.until(lambda: decode.id in prefill.worker.inspect().peers.addresses)
@@ -108,7 +109,7 @@ async def test_blocks_that_the_decode_worker_holds_are_not_sent():
 
 
 async def test_many_at_once_with_shared_prefixes():
-    async with paired() as pair:
+    async with paired(transfer=replace(LOOPBACK, transfer_timeout_s=WAIT_S)) as pair:
         prompts = [prompt(40 + 31 * (n % 13), n % 3) for n in range(60)]
         sent = [(pair.send(tokens), tokens) for tokens in prompts]
         for request_id, tokens in sent:
