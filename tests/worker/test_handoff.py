@@ -490,7 +490,7 @@ async def test_what_may_happen_while_a_grammar_is_compiled(monkeypatch, caplog, 
     caplog.set_level(logging.INFO, OUTGOING_LOG)
     may_go_on = threading.Event()
     async with cluster() as shared:
-        prefill, _, client = await shared.pair()
+        prefill, decode, client = await shared.pair()
         monkeypatch.setattr(prefill.core.executor, "prepare", lambda sampling: may_go_on.wait(PATIENCE_S))
         client.send("bound", prompt(300), grammar=GRAMMAR)
         side = prefill.worker.prefill
@@ -501,6 +501,7 @@ async def test_what_may_happen_while_a_grammar_is_compiled(monkeypatch, caplog, 
             await draining
         elif ending == "aborted":
             client.abort("bound")
+            await shared.until(lambda: not decode.ledger.handoffs)
             may_go_on.set()
             await shared.until(lambda: side.num_handoffs == 0)
         else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 
 import msgspec
@@ -20,9 +21,21 @@ from kvrelay.handoff.base import EndReason
 from kvrelay.handoff.messages import HandoffAbandon
 from kvrelay.transfer.base import Notification, PostEnd
 from kvrelay.transfer.values import TransferOp
+from kvrelay.worker import prefixes
 
 HOT = prompt(1600, 7)
 """Worth fetching by the costs that an engine assumes before it has measured its own."""
+
+
+@pytest.fixture(autouse=True)
+def grant_limit(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Sets the time within which a holder has to answer. A busy machine may take longer than workers wait."""
+
+    def set_to(seconds: float) -> None:
+        monkeypatch.setattr(prefixes, "MIN_GRANT_S", seconds)
+
+    set_to(PATIENCE_S)
+    return set_to
 
 
 async def two(shared: Cluster, **engine: int) -> tuple[Node, Node, Client, Client]:
@@ -214,7 +227,8 @@ async def test_a_request_that_is_aborted_while_it_reads_keeps_its_blocks_until_t
         await shared.until(lambda: reader.core.pool.num_in_use == 0)
 
 
-async def test_a_holder_that_does_not_answer_costs_no_more_than_computing() -> None:
+async def test_a_holder_that_does_not_answer_costs_no_more_than_computing(grant_limit: Callable[[float], None]) -> None:
+    grant_limit(0.25)
     async with cluster() as shared:
         holder, reader, _, client = await two(shared)
         held = threading.Event()
