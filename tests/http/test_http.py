@@ -6,6 +6,7 @@ import asyncio
 import socket
 
 import pytest
+from tests.contracts.waiting import eventually
 from tests.frontend.echo import EchoApp, serving
 from tests.frontend.raw_http import RawClient, request_bytes, send
 
@@ -60,6 +61,7 @@ async def test_pipelined_requests_are_answered_in_order() -> None:
         client.writer.write(
             request_bytes("GET", "/slow") + request_bytes("POST", "/a", b"1") + request_bytes("POST", "/a", b"2")
         )
+        await eventually(lambda: bool(app.seen))
         await asyncio.sleep(0.05)
         assert [request.path for request in app.seen] == ["/slow"]
         app.release.set()
@@ -158,13 +160,9 @@ async def test_a_client_that_leaves_is_noticed() -> None:
     async with serving() as (app, server):
         client = await RawClient.connect(server.port)
         client.writer.write(request_bytes("GET", "/slow"))
-        while not app.seen:
-            await asyncio.sleep(0.001)
+        await eventually(lambda: bool(app.seen))
         await client.close()
-        async with asyncio.timeout(60):
-            while not app.gone:
-                await asyncio.sleep(0.001)
-        assert app.gone == ["/slow"]
+        await eventually(lambda: app.gone == ["/slow"])
         app.release.set()
         await asyncio.sleep(0)
 
@@ -178,8 +176,7 @@ async def test_slow_senders_and_idle_clients_are_ended() -> None:
         clients[2].writer.write(b"POST /a HTTP/1.1\r\nhost: x\r\ncontent-length: 5\r\n\r\nab")
         clients[3].writer.write(request_bytes("GET", "/a"))
         await clients[3].read_answer()
-        while server.num_connections < 4:
-            await asyncio.sleep(0.001)
+        await eventually(lambda: server.num_connections == 4)
         await asyncio.sleep(0.02)
 
         def sweep(after_s: float) -> None:
@@ -205,8 +202,7 @@ async def test_close_lets_open_exchanges_end() -> None:
     await server.start()
     busy, idle = await RawClient.connect(server.port), await RawClient.connect(server.port)
     busy.writer.write(request_bytes("GET", "/slow"))
-    while not app.seen:
-        await asyncio.sleep(0.001)
+    await eventually(lambda: bool(app.seen))
     closing = asyncio.create_task(server.close(5.0))
     assert await idle.reader.read() == b""
     app.release.set()

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import uvloop
+from tests import patience
 from tests.frontend.echo import EchoApp, serving
 from tests.frontend.raw_http import RawClient, request_bytes, send
 
@@ -367,9 +368,11 @@ async def test_the_backlog_is_what_the_kernel_allows() -> None:
                 client.connect(("127.0.0.1", server.port))
             except BlockingIOError:
                 pass
-        # Nothing was accepted yet: this coroutine has not let go of the loop.
+        # Nothing is accepted meanwhile: this coroutine does not let go of the loop.
+        patience.until(
+            lambda: {client.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO) for client in clients} == {TCP_ESTABLISHED}
+        )
         assert all(client.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == 0 for client in clients)
-        assert all(client.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO) == TCP_ESTABLISHED for client in clients)
         for client in clients:
             client.close()
 
