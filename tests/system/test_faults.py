@@ -150,4 +150,4 @@ def test_thresholds_change_while_it_runs(server):
     assert f"{key} 100000" in kvrelay_here("config", "get", "--control", server.control).stdout
     assert kvrelay_here("config", "unset", key, "--control", server.control).returncode == 0
     until(lambda: threshold_is(64))
-    assert kvrelay_here("config", "get", "--control", server.control).stdout == ""
+    assert kvrelay_here("config", "get", key, "--control", server.control).stdout == ""

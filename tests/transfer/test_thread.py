@@ -495,10 +495,14 @@ def test_nothing_is_polled_while_nothing_is_open(cluster: Cluster, monkeypatch: 
         return original()
 
     monkeypatch.setattr(transport, "poll", counted)
-    time.sleep(0.05)
+
+    def is_quiet() -> bool:
+        before = polls
+        time.sleep(0.05)
+        return polls == before
+
+    wait_for(is_quiet)
     settled = polls
-    time.sleep(0.05)
-    assert polls == settled
     cluster.decode.thread.open_handoff()
     wait_for(lambda: polls > settled + 5)
 

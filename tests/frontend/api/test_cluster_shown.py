@@ -49,7 +49,7 @@ async def test_workers_flows_and_sums(model_dir: Path) -> None:
     async with running(model_dir, Script((10,))) as cluster:
         port = cluster.frontend.port
         await cluster.add_worker("p0", Script(), role=WorkerRole.PREFILL, release="9.9")
-        await eventually_snapshot(port, lambda found: found["workers"][0]["state"] == "ready")
+        await eventually_snapshot(port, lambda found: [each["state"] for each in found["workers"]] == ["ready"] * 2)
         await publish(cluster, "w0", tokens=TokenCounts(5, 6), flows=(Flow("p0", True, 2, 500, 0.1),))
         await publish(cluster, "p0", num_requests_waiting=0, flows=(Flow("w0", False, 4, 1000, 0.02),))
         found = await eventually_snapshot(port, lambda found: len(found["flows"]) == 2)

@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 import pytest
 import zmq
+from tests.patience import stop
 from tests.transfer.p2p.ends import PAGE, End, page_pieces
 
 from kvrelay.config import TransferConfig
@@ -175,7 +176,7 @@ def test_a_peer_that_is_stopped_and_one_that_is_killed_cost_their_transfers_and_
 ) -> None:
     (metadata, process), p, d = child, make("p"), make("d")
     assert p.outcome(p.write(metadata, [1], [1])) is None
-    os.kill(process.pid, signal.SIGSTOP)
+    stop(process.pid)
     lost = p.write(metadata, list(range(16)), list(range(16)))
     assert p.outcome(p.write(d, [1], [2])) is None, "one peer that stands still holds no other up"
     p.transport.remove_peer("child")
@@ -184,7 +185,7 @@ def test_a_peer_that_is_stopped_and_one_that_is_killed_cost_their_transfers_and_
     p.until(lambda: p.node.initiator.num_open == 0)
     os.kill(process.pid, signal.SIGCONT)
     assert p.outcome(p.write(metadata, [3], [3])) is None
-    os.kill(process.pid, signal.SIGSTOP)
+    stop(process.pid)
     more = [p.write(metadata, [page], [page]) for page in range(8)]
     os.kill(process.pid, signal.SIGKILL)
     assert all(p.outcome(handle) is not None for handle in more)
