@@ -8,9 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock
 
 import msgspec
 import pytest
+from tests.contracts.waiting import eventually
 from tests.patience import PATIENCE_S
 
 from kvrelay.config import ControlConfig, WorkerRole
@@ -173,6 +175,18 @@ async def test_a_hook_gets_the_wanted_counts_and_its_failure_holds(tmp_path: Pat
     missing = HookActuator(calls, hosts, "/no/such/command", 5)  # type: ignore[arg-type]
     with pytest.raises(KvrelayError, match="cannot be run"):
         await missing.apply(Start(WorkerRole.DECODE, "", NO))
+
+
+async def test_a_host_that_is_told_to_end_while_the_control_plane_is_away_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    broker = MemoryBroker()
+    monkeypatch.setattr("kvrelay.launch.request_plane.connect_control", AsyncMock(return_value=broker.plane()))
+    host = WorkerHost(ControlConfig(), "m", 1, lambda: [], lambda _: None)
+    hosting = asyncio.create_task(host.run_forever())
+    await eventually(lambda: bool(broker.visible(KEYS.hosts)))
+    broker.is_online = False
+    hosting.cancel()
+    await asyncio.wait({hosting}, timeout=PATIENCE_S)
+    assert hosting.cancelled()
 
 
 def test_a_worker_that_never_becomes_ready_gives_its_slot_back() -> None:

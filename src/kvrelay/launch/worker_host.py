@@ -128,7 +128,8 @@ class WorkerHost:
                             )
                     finally:
                         await self._tasks.close()
-                        await lease.revoke()
+                        with suppress(KvrelayError):  # it must not take the place of a cancellation
+                            await lease.revoke()
             except* KvrelayError as failed:
                 _log.warning("no orders of a planner reach this host (%s); its workers stay", failed.exceptions[0])
             await asyncio.sleep(RECONNECT_S)
