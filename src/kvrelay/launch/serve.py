@@ -28,6 +28,7 @@ from kvrelay.control.base import Keys
 from kvrelay.control.credentials import require_credentials
 from kvrelay.control.nats_process import NatsServerProcess
 from kvrelay.core.clock import MonotonicClock
+from kvrelay.core.tasks import end_tasks
 from kvrelay.core.workers import WorkerInfo
 from kvrelay.errors import CheckpointError, ControlUnavailableError, FatalError, KvrelayError, WorkerUnavailableError
 from kvrelay.http import reserve_port
@@ -378,8 +379,7 @@ class LocalCluster:
         """Stop the frontends, so that no new requests come; then drain the workers; then stop the control plane."""
         timeout_s = self._config.drain_timeout_s
         if self._orders is not None:
-            self._orders.cancel()
-            await asyncio.gather(self._orders, return_exceptions=True)
+            await end_tasks([self._orders])
         if self._planner is not None:
             await stop_children([self._planner], timeout_s, self._say_waiting)
         await stop_children(self.frontends, timeout_s + CUT_TIMEOUT_S, self._say_waiting)

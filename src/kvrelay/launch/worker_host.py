@@ -27,7 +27,7 @@ from kvrelay.control.base import ControlPlane, Keys, Lease, WatchEvent, WatchKin
 from kvrelay.control.following import follow
 from kvrelay.core.control_codec import decode_worker
 from kvrelay.core.decoding import UNREADABLE
-from kvrelay.core.tasks import TaskSet
+from kvrelay.core.tasks import TaskSet, end_tasks
 from kvrelay.errors import ConfigError, ControlUnavailableError, KvrelayError, ProtocolError
 from kvrelay.launch.children import (
     CRASH_LOOP_LIMIT,
@@ -201,8 +201,7 @@ class Agent:
                 except TimeoutError:
                     pass
         finally:
-            orders.cancel()
-            await asyncio.gather(orders, return_exceptions=True)
+            await end_tasks([orders])
             await stop_children(self._children, self._drain_timeout_s)
 
     def _start_worker(self, role: WorkerRole) -> None:
