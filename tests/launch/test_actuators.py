@@ -129,7 +129,7 @@ async def test_roles_are_commands() -> None:
     actuator = await actuator_of(await report({}), calls)
     await actuator.apply(Widen("a", "", NO))
     await actuator.apply(Narrow("a", WorkerRole.PREFILL, "", NO))
-    await asyncio.sleep(0)
+    await eventually(lambda: len(calls.asked) == 2)
     assert calls.asked == [("a", "role", "both from decode"), ("a", "role", "prefill from decode")]
     await actuator.close()
 
