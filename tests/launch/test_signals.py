@@ -11,6 +11,8 @@ from contextlib import contextmanager
 
 import pytest
 
+from kvrelay.control.nats_process import NatsServerProcess
+
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="terminals and the death signal are tested on Linux")
 
 PROGRAM = """
@@ -106,3 +108,29 @@ def test_a_server_ends_in_order_when_its_parent_is_gone(number: signal.Signals, 
         assert process.wait(60) == -number
         assert os.read(said[0], 100) == b"ended"
         assert os.read(said[0], 100) == b"", "it is gone"
+
+
+LISTED = """
+import os, signal, sys
+from kvrelay.cli.main import run
+from kvrelay.worker.roles import Roles
+begin = Roles.begin
+
+async def begin_and_end(roles):
+    await begin(roles)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+Roles.begin = begin_and_end
+sys.exit(run(sys.argv[2:]))
+"""
+
+
+def test_a_worker_that_is_told_to_leave_as_soon_as_others_see_it_leaves_in_order(said: tuple[int, int]) -> None:
+    """They may have sent it requests."""
+    server = NatsServerProcess()
+    words = ("worker", "--engine", "mock", "--control", server.start())
+    try:
+        with open(os.devnull, "r+b") as nothing, started(LISTED, nothing.fileno(), said[1], *words) as process:
+            assert process.wait(60) == 0
+    finally:
+        server.stop()

@@ -118,8 +118,8 @@ async def _run_worker(config: WorkerConfig) -> None:
             connector(heartbeat, curve_keys),
         )
         watch(worker)
-        await worker.start()
         on_terminate(worker.request_drain)
+        await worker.start()
         spare_what_stays()
         _log.info("%s is ready (pid %d)", worker_id, os.getpid())
         timeout_s = config.engine.step_timeout_s
