@@ -17,6 +17,7 @@ from tests.system.serving import Serve
 from tests.system.test_equality import check_against_transformers
 
 from kvrelay.data import bundled_checkpoint_path
+from kvrelay.handoff.base import EndReason
 
 pytestmark = [pytest.mark.system, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -24,7 +25,7 @@ CONFIG = json.loads((bundled_checkpoint_path() / "config.json").read_text(encodi
 LENGTH, NUM_OUTPUT, BLOCK_SIZE = 3000, 8, 16
 """So long that reading a prefix is faster than computing it, whatever else the machine does."""
 MAX_PROMPTS = 60
-FLAGS = ("--dtype", "float32", "--num-blocks", "1024", "--lease-ttl-s", "5", "--rank-timeout-s", str(PATIENCE_S))
+FLAGS = ("--dtype", "float32", "--num-blocks", "4096", "--lease-ttl-s", "5", "--rank-timeout-s", str(PATIENCE_S))
 CASES = {
     "TP1-TP2": ((), ("--tp", "2")),
     "TP2-PP2": (("--tp", "2"), ("--pp", "2")),
@@ -79,18 +80,17 @@ def ask(server: Serve, prompt: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def is_known(server: Serve, prefix: tuple[int, ...]) -> bool:
-    """Whether the frontend would have the worker that it draws read all of the prefix, or both have it: the last events
-    of a prompt may come after its answer."""
-    decision = post(server, "/v1/kvrelay/route", prefix)["decision"]
-    num_blocks = LENGTH // BLOCK_SIZE
-    return decision["load_blocks"] == num_blocks or all(
-        candidate["overlap_blocks"] == num_blocks for candidate in decision["candidates"]
-    )
+    """Whether the frontend would have any worker read all of the prefix that lacks it: the last events of a prompt may
+    come after its answer."""
+    candidates = post(server, "/v1/kvrelay/route", prefix)["decision"]["candidates"]
+    lacking = [each for each in candidates if each["overlap_blocks"] < LENGTH // BLOCK_SIZE]
+    return len(lacking) < len(candidates) and all(each["load_s"] for each in lacking)
 
 
 def num_read(server: Serve) -> list[int]:
     """Prefixes that each worker has read."""
-    return [worker["prefixes"]["counts"]["num_hits"] for worker in server.workers("both")]
+    counts = [worker["prefixes"]["counts"] for worker in server.workers("both")]
+    return [count["num_hits"] - count["num_failed_loads"] for count in counts]
 
 
 @pytest.mark.parametrize(("case", "transport"), MATRIX)
@@ -110,9 +110,11 @@ def test_what_was_read_gives_the_tokens_of_transformers(case: str, transport: st
                 prompt = shared + tokens(20)
                 asked[prompt] = ask(server, prompt)
                 until(lambda: is_known(server, shared + prompt[-1:]))  # noqa: B023 - it is called here and now
-        counts = [worker["prefixes"]["counts"] for worker in server.workers("both")]
-        assert sum(count["num_failed_loads"] for count in counts) == 0
-        assert sum(count["num_hit_blocks"] for count in counts) == sum(num_read(server)) * (LENGTH // BLOCK_SIZE)
+        stats = [worker["prefixes"] for worker in server.workers("both")]
+        # The one with the prefix may answer too late on a busy machine.
+        assert {reason for each in stats for reason in each["stores"]["peer"]["misses"]} <= {EndReason.CLAIM_TIMEOUT}
+        num_blocks = sum(each["counts"]["num_hit_blocks"] for each in stats)
+        assert num_blocks == sum(num_read(server)) * (LENGTH // BLOCK_SIZE)
         until(server.is_idle)
     num_ties = check_against_transformers(list(asked), list(asked.values()))
     assert num_ties < len(asked) / 4
