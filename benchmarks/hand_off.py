@@ -128,34 +128,38 @@ def _beside(name: str, turns: Sequence[tuple[float, float]], target: float | str
 
 # -- first token ------------------------------------------------------------------------------------------------------
 
+_Clients = dict[HandoffOrder | None, ChaosClient]
+"""By order; None: of the worker that does both."""
+
 
 async def _first_tokens(model: Path, transport: str, num_turns: int) -> list[Row]:
     flags = [str(model), "--num-threads", "1", "--num-blocks", str(NUM_BLOCKS), "--transport", transport]
     apart = [*flags, "--disagg-policy", "threshold", "--max-local-prefill-length", "64"]
     draw = random.Random(0)
     async with AsyncExitStack() as stack:
-        alone, both = [
-            await stack.enter_async_context(ClusterUnderTest(own, [], {"prefill": num_prefill, "decode": 1}, 1))
-            for own, num_prefill in ((flags, 0), (apart, 1))
-        ]
-        clients = {
-            name: await stack.enter_async_context(ChaosClient(cluster.url, cluster.model, order))
-            for name, cluster, order in (("", alone, None), *((order, both, order) for order in HandoffOrder))
-        }
+        enter = stack.enter_async_context
+        alone = await enter(ClusterUnderTest(flags, [], {"prefill": 0, "decode": 1}, 1))
+        both = await enter(ClusterUnderTest(apart, [], {"prefill": 1, "decode": 1}, 1))
+        clients: _Clients = {None: await enter(ChaosClient(alone.url, alone.model))}
+        for order in HandoffOrder:
+            clients[order] = await enter(ChaosClient(both.url, both.model, order))
         rows = []
-        for length, num_prompts in NUM_PROMPTS_OF_LEN.items():
-            turns = []
-            for number in range(num_turns + 1):
-                turn: dict[str, list[float]] = {name: [] for name in clients}
-                for at in range(num_prompts):
-                    for name in sorted(clients, reverse=(number + at) % 2 == 1):
-                        turn[name].append(await _first_token_s(clients[name], draw, length))
-                if number:  # the first one warms up
-                    turns.append({name: statistics.median(times) for name, times in turn.items()})
+        for length in NUM_PROMPTS_OF_LEN:
+            # The first one warms up.
+            turns = [await _turn(clients, draw, length, number) for number in range(num_turns + 1)][1:]
             for order in HandoffOrder:
-                pairs = [(turn[""], turn[order]) for turn in turns]
+                pairs = [(turn[None], turn[order]) for turn in turns]
                 rows.append(_beside(f"first token of {length:,} tokens, {order}", pairs, 1.10))
     return rows
+
+
+async def _turn(clients: _Clients, draw: random.Random, length: int, number: int) -> dict[HandoffOrder | None, float]:
+    """Median seconds to the first token by each client, who ask one after the other, forwards and backwards."""
+    times: dict[HandoffOrder | None, list[float]] = {order: [] for order in clients}
+    for at in range(number, number + NUM_PROMPTS_OF_LEN[length]):
+        for order in list(clients)[:: -1 if at % 2 else 1]:
+            times[order].append(await _first_token_s(clients[order], draw, length))
+    return {order: statistics.median(found) for order, found in times.items()}
 
 
 async def _first_token_s(client: ChaosClient, draw: random.Random, length: int) -> float:

@@ -18,25 +18,18 @@ LATE_S = 0.1
 """Far longer than anything between two threads takes, far shorter than the time limits of the tests' clusters."""
 
 
-def _ends(patch: pytest.MonkeyPatch) -> None:
-    """The end of a transfer, to who has submitted it."""
-    _sleep_before(patch, TransferThread, "_finish")
+KINDS = {
+    # The end of a transfer, to who has submitted it.
+    "ends": (TransferThread, "_finish", ""),
+    # What a peer says with its last write, to us.
+    "notifications": (TransferThread, "_notify", ""),
+    # What a step has computed, to the hand-offs.
+    "steps": (LedgerDriver, "handle", "engine"),
+}
+"""Method that is late, and with which beginning of a thread's name."""
 
 
-def _notifications(patch: pytest.MonkeyPatch) -> None:
-    """What a peer says with its last write, to us."""
-    _sleep_before(patch, TransferThread, "_notify")
-
-
-def _steps(patch: pytest.MonkeyPatch) -> None:
-    """What a step has computed, to the hand-offs."""
-    _sleep_before(patch, LedgerDriver, "handle", "engine")
-
-
-KINDS = {"ends": _ends, "notifications": _notifications, "steps": _steps}
-
-
-def _sleep_before(patch: pytest.MonkeyPatch, owner: type, name: str, of_thread: str = "") -> None:
+def _sleep_before(patch: pytest.MonkeyPatch, owner: type, name: str, of_thread: str) -> None:
     original = getattr(owner, name)
 
     def late(*arguments: object) -> object:
@@ -54,5 +47,5 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if kind := config.getoption("--late"):
         patch = pytest.MonkeyPatch()
-        KINDS[kind](patch)
+        _sleep_before(patch, *KINDS[kind])
         config.add_cleanup(patch.undo)

@@ -25,7 +25,7 @@ from kvrelay.errors import ConfigError, ControlUnavailableError, KvrelayError
 from kvrelay.launch.actuators import ClusterActuator, HookActuator
 from kvrelay.launch.fleet_observer import FleetObserver
 from kvrelay.launch.process import on_terminate
-from kvrelay.launch.request_plane import connected, new_caller_id, operator_keys
+from kvrelay.launch.request_plane import connected, give_back, new_caller_id, operator_keys
 from kvrelay.launch.worker_calls import WorkerCalls
 from kvrelay.launch.worker_host import Hosts
 from kvrelay.planner import Actuator, Hold, Objectives, Plan, PlannerState, Room, not_begun, plan
@@ -235,7 +235,4 @@ async def run_planner(config: PlannerConfig, control: ControlConfig) -> None:
         finally:
             await actuator.close()
             await calls.close()
-            try:
-                await lease.revoke()
-            except KvrelayError as exc:
-                _log.debug("revoking the planner's lease failed, it will expire: %s", exc)
+            await give_back(lease)

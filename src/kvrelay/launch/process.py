@@ -27,6 +27,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import TypeVar
 
+from kvrelay.core.tasks import end_tasks
+
 
 def on_terminate(request_end: Callable[[], None]) -> None:
     """Call ``request_end`` at the first SIGTERM, SIGINT or SIGHUP; end the process at the next SIGTERM or SIGINT.
@@ -92,8 +94,7 @@ async def ended_when_stuck(timeout_s: float) -> AsyncIterator[None]:
     try:
         yield
     finally:
-        putting_off.cancel()
-        await asyncio.gather(putting_off, return_exceptions=True)
+        await end_tasks([putting_off])
         faulthandler.cancel_dump_traceback_later()
 
 

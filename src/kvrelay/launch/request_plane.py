@@ -105,10 +105,15 @@ async def _known(
         await control.discovery.put(key_of(caller_id), msgspec.json.encode(info), lease)
         yield keys
     finally:
-        try:
-            await lease.revoke()
-        except KvrelayError as exc:
-            _log.debug("revoking our lease failed, it will expire: %s", exc)
+        await give_back(lease)
+
+
+async def give_back(lease: Lease) -> None:
+    """Revoke it. If that fails it expires: nothing is raised, which could take the place of a cancellation."""
+    try:
+        await lease.revoke()
+    except KvrelayError as exc:
+        _log.debug("revoking our lease failed, it will expire: %s", exc)
 
 
 LOOPBACK_DEVICE = "lo"

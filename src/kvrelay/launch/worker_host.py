@@ -40,7 +40,7 @@ from kvrelay.launch.children import (
     worker_command,
 )
 from kvrelay.launch.process import on_terminate
-from kvrelay.launch.request_plane import connected
+from kvrelay.launch.request_plane import connected, give_back
 
 _log = logging.getLogger(__name__)
 
@@ -128,8 +128,7 @@ class WorkerHost:
                             )
                     finally:
                         await self._tasks.close()
-                        with suppress(KvrelayError):  # it must not take the place of a cancellation
-                            await lease.revoke()
+                        await give_back(lease)
             except* KvrelayError as failed:
                 _log.warning("no orders of a planner reach this host (%s); its workers stay", failed.exceptions[0])
             await asyncio.sleep(RECONNECT_S)

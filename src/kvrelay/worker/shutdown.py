@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+import math
+import time
+from collections.abc import Callable, Coroutine
 
 from kvrelay.core.tasks import end_tasks
 from kvrelay.errors import EngineHungError, FatalError
 
+DRAIN_INTERVAL_S = 0.02
 HUNG_JOIN_S = 0.1
 """How long to wait for an engine thread that hangs."""
 FAILED_JOIN_S = 4.0
 """The same after another failure: other ranks of a data-parallel group, which keep working, must not keep this rank
 from ending."""
+
+
+async def none_left(left: Callable[[], object], timeout_s: float = math.inf) -> None:
+    """Return when ``left`` gives something false, or after ``timeout_s``."""
+    deadline_s = time.monotonic() + timeout_s
+    while left() and time.monotonic() < deadline_s:
+        await asyncio.sleep(DRAIN_INTERVAL_S)
 
 
 class Shutdown:

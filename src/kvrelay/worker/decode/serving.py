@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import time
 from collections import defaultdict, deque
 from collections.abc import Callable
 
@@ -51,11 +50,11 @@ from kvrelay.worker.decode.placing import Placing
 from kvrelay.worker.decode.queue import QueuedPrefills
 from kvrelay.worker.decode.refusals import refusal_of
 from kvrelay.worker.reporting.stats import DecodeStats, RemoteCostStats, copied
+from kvrelay.worker.shutdown import none_left
 from kvrelay.worker.surroundings import Surroundings
 
 _log = logging.getLogger(__name__)
 
-DRAIN_INTERVAL_S = 0.02
 TOO_LARGE = "the logprobs of one output are too large"
 
 
@@ -349,25 +348,21 @@ class DecodeSide:
         """Accept no new requests; return when every request and every hand-off has ended. Wait ``give_up_after_s`` for
         a claimant that lives and does not answer ``HandoffAbandon``; then return, and its blocks stay quarantined."""
         self.accepting = False
-        while self._served:
-            await asyncio.sleep(DRAIN_INTERVAL_S)
-        deadline_s = time.monotonic() + self._give_up_after_s
+        await none_left(lambda: self._served)
         ledger = self.handoffs.ledger
-        while ledger.handoffs:
-            if time.monotonic() > deadline_s:
-                _log.error(
-                    "gave up waiting for hand-offs whose claimants have not released them for %g s: %s; their blocks "
-                    "stay quarantined until the claimants release them or lose their leases",
-                    self._give_up_after_s,
-                    ", ".join(
-                        f"{handoff.handoff_id} ({grant.worker_id})"
-                        for handoff in list(ledger.handoffs.values())
-                        for grant in handoff.grants
-                    )
-                    or "none",
+        await none_left(lambda: ledger.handoffs, self._give_up_after_s)
+        if ledger.handoffs:
+            _log.error(
+                "gave up waiting for hand-offs whose claimants have not released them for %g s: %s; their blocks "
+                "stay quarantined until the claimants release them or lose their leases",
+                self._give_up_after_s,
+                ", ".join(
+                    f"{handoff.handoff_id} ({grant.worker_id})"
+                    for handoff in list(ledger.handoffs.values())
+                    for grant in handoff.grants
                 )
-                return
-            await asyncio.sleep(DRAIN_INTERVAL_S)
+                or "none",
+            )
 
     async def close(self) -> None:
         await self._tasks.close()

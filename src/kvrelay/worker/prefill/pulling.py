@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable, Coroutine
 
 from kvrelay.control.base import PrefillDelivery
@@ -25,6 +24,7 @@ from kvrelay.handoff.prefill_state import PrefillRules, PrefillState
 from kvrelay.rpc.heartbeat import Heartbeat
 from kvrelay.worker.decode.preparation import prepared
 from kvrelay.worker.prefill.handoffs import Job, OutgoingHandoffs
+from kvrelay.worker.shutdown import none_left
 from kvrelay.worker.surroundings import Surroundings
 
 _log = logging.getLogger(__name__)
@@ -34,7 +34,6 @@ PULL_RETRY_S = 1.0
 CLAIM_TIMEOUT_S = 10.0
 """From the pull to the answer, including the connection if it is the first."""
 CLOSE_TIMEOUT_S = 2.0
-DRAIN_INTERVAL_S = 0.02
 DRAIN_TIMEOUT_S = 150.0
 """Longer than any decode worker waits for a hand-off that was claimed (``DecodeRules.grant_timeout_s``)."""
 CONFIRM_TIMEOUT_S = 10.0
@@ -108,12 +107,12 @@ class PrefillSide:
         if pulling is not None:
             await end_tasks([pulling])
         await self._preparing.wait()
-        await _none_left(lambda: self.handoffs.jobs, DRAIN_TIMEOUT_S)
+        await none_left(lambda: self.handoffs.jobs, DRAIN_TIMEOUT_S)
         if self.handoffs.jobs:
             _log.error("gave up %d hand-offs that did not end in %g s", self.num_handoffs, DRAIN_TIMEOUT_S)
             self.give_up_all(EndReason.LEAVING)
-            await _none_left(lambda: self.handoffs.jobs, CLOSE_TIMEOUT_S)
-        await _none_left(lambda: self.handoffs.ledger.num_in(PrefillState.CONFIRMING), CONFIRM_TIMEOUT_S)
+            await none_left(lambda: self.handoffs.jobs, CLOSE_TIMEOUT_S)
+        await none_left(lambda: self.handoffs.ledger.num_in(PrefillState.CONFIRMING), CONFIRM_TIMEOUT_S)
         await self._settling.wait()
 
     async def close(self) -> None:
@@ -121,7 +120,7 @@ class PrefillSide:
         self.stop()
         await self._preparing.close()
         self.give_up_all(EndReason.LEAVING)
-        await _none_left(lambda: self.handoffs.jobs, CLOSE_TIMEOUT_S)
+        await none_left(lambda: self.handoffs.jobs, CLOSE_TIMEOUT_S)
         await self._settling.close()
         await self._tasks.close()
         await self.handoffs.close()
@@ -239,12 +238,6 @@ async def _extend_ack_deadline(delivery: PrefillDelivery) -> None:
                 delivery.request.handoff_id,
                 exc,
             )
-
-
-async def _none_left(left: Callable[[], object], timeout_s: float) -> None:
-    deadline_s = time.monotonic() + timeout_s
-    while left() and time.monotonic() < deadline_s:
-        await asyncio.sleep(DRAIN_INTERVAL_S)
 
 
 async def _settle(delivery: PrefillDelivery) -> None:
