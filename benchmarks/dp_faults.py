@@ -23,8 +23,8 @@ from tests.chaos.client import ChaosClient
 from tests.chaos.cluster import ClusterUnderTest
 
 from benchmarks.dp_group import group_cluster, group_option
-from benchmarks.loads import describe_machine
 from kvrelay.bench.report.files import print_result
+from kvrelay.bench.report.machine import describe_machine
 from kvrelay.bench.report.table import Row, results_table
 from kvrelay.cli.options import json_option
 from kvrelay.cli.processes import run_async

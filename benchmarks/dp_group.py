@@ -27,8 +27,8 @@ from tests.chaos.client import ChaosClient
 from tests.chaos.cluster import ClusterUnderTest
 from tests.chaos.report import AskedPrompt
 
-from benchmarks.loads import describe_machine
 from kvrelay.bench.report.files import print_result
+from kvrelay.bench.report.machine import describe_machine
 from kvrelay.bench.report.table import Row, results_table
 from kvrelay.cli.options import json_option
 from kvrelay.cli.processes import run_async

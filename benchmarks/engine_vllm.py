@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
-from benchmarks.loads import describe_machine
+from kvrelay.bench.report.machine import describe_machine
 from kvrelay.bench.report.table import table
 from kvrelay.engines.vllm.library import preloaded_libraries
 

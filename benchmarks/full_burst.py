@@ -15,12 +15,13 @@ import click
 from msgspec.structs import replace
 from prometheus_client.parser import text_string_to_metric_families
 
-from benchmarks.loads import describe_machine, fixed_load, send
+from benchmarks.loads import fixed_load, send
 from benchmarks.options import all_cases, experiment_options
 from kvrelay.bench.client.connection import ConnectionPool, Target
 from kvrelay.bench.client.driver import RunLimits
 from kvrelay.bench.compare import FAILED, finish, summarise, take_turns
 from kvrelay.bench.errors import BenchError
+from kvrelay.bench.report.machine import describe_machine
 from kvrelay.bench.report.metrics import Outcome, RunResult
 from kvrelay.bench.report.table import Row, results_table
 from kvrelay.core.histogram import LATENCY_BUCKETS_S, quantile_s

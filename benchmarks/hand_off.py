@@ -29,15 +29,15 @@ from tests.chaos.answers import KnownPrompt
 from tests.chaos.client import ChaosClient
 from tests.chaos.cluster import ClusterUnderTest
 
-from benchmarks.loads import describe_machine
 from kvrelay.bench.report.files import print_result
+from kvrelay.bench.report.machine import describe_machine
 from kvrelay.bench.report.table import Row, results_table
 from kvrelay.bench.transfer import COMPATIBILITY, START_TIMEOUT_S, peer_process, pool_metadata, pool_thread
 from kvrelay.cli.options import SettingsSource, field_options, json_option
 from kvrelay.cli.processes import run_async
 from kvrelay.config import EngineConfig, RunnerConfig, TransferConfig
 from kvrelay.core.clock import MonotonicClock
-from kvrelay.core.handoff import HandoffOrder
+from kvrelay.core.handoff import OrderPolicy
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.workers import KvMetadata
 from kvrelay.data import bundled_checkpoint_path
@@ -128,7 +128,7 @@ def _beside(name: str, turns: Sequence[tuple[float, float]], target: float | str
 
 # -- first token ------------------------------------------------------------------------------------------------------
 
-_Clients = dict[HandoffOrder | None, ChaosClient]
+_Clients = dict[OrderPolicy | None, ChaosClient]
 """By order; None: of the worker that does both."""
 
 
@@ -141,21 +141,21 @@ async def _first_tokens(model: Path, transport: str, num_turns: int) -> list[Row
         alone = await enter(ClusterUnderTest(flags, [], {"prefill": 0, "decode": 1}, 1))
         both = await enter(ClusterUnderTest(apart, [], {"prefill": 1, "decode": 1}, 1))
         clients: _Clients = {None: await enter(ChaosClient(alone.url, alone.model))}
-        for order in HandoffOrder:
+        for order in OrderPolicy:
             clients[order] = await enter(ChaosClient(both.url, both.model, order))
         rows = []
         for length in NUM_PROMPTS_OF_LEN:
             # The first one warms up.
             turns = [await _turn(clients, draw, length, number) for number in range(num_turns + 1)][1:]
-            for order in HandoffOrder:
+            for order in OrderPolicy:
                 pairs = [(turn[None], turn[order]) for turn in turns]
                 rows.append(_beside(f"first token of {length:,} tokens, {order}", pairs, 1.10))
     return rows
 
 
-async def _turn(clients: _Clients, draw: random.Random, length: int, number: int) -> dict[HandoffOrder | None, float]:
+async def _turn(clients: _Clients, draw: random.Random, length: int, number: int) -> dict[OrderPolicy | None, float]:
     """Median seconds to the first token by each client, who ask one after the other, forwards and backwards."""
-    times: dict[HandoffOrder | None, list[float]] = {order: [] for order in clients}
+    times: dict[OrderPolicy | None, list[float]] = {order: [] for order in clients}
     for at in range(number, number + NUM_PROMPTS_OF_LEN[length]):
         for order in list(clients)[:: -1 if at % 2 else 1]:
             times[order].append(await _first_token_s(clients[order], draw, length))

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import platform
 import re
 from collections.abc import Mapping
 from math import nan
-from pathlib import Path
 from typing import Any
-
-import psutil
 
 from kvrelay.bench.client.connection import ConnectionPool, Target
 from kvrelay.bench.load.datasets import Dataset, DatasetKind
@@ -60,19 +55,6 @@ async def measure_load(target: Target, spec: ClassSpec, **options: Any) -> LoadR
 def figures(load: LoadReport, names: Mapping[str, str]) -> dict[str, float]:
     """The load's figures under other names; a missing figure is 0."""
     return {name: figure(load, path) or 0.0 for name, path in names.items()}
-
-
-def describe_machine() -> str:
-    """Processor, cores, memory, system and Python, in one line."""
-    model = platform.processor() or platform.machine()
-    info = Path("/proc/cpuinfo")
-    if info.is_file():
-        names = [line for line in info.read_text().splitlines() if line.startswith("model name")]
-        model = names[0].partition(":")[2].strip() if names else model
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    memory = f"{psutil.virtual_memory().total / 2**30:.0f} GiB"
-    system = f"{platform.system()} {platform.release()}"
-    return f"{model}, {cores} cores, {memory}, {system}, Python {platform.python_version()}"
 
 
 _CPU_SECONDS = re.compile(rb"^process_cpu_seconds_total\s+(\S+)", re.MULTILINE)

@@ -22,11 +22,12 @@ from typing import Any
 
 import click
 
-from benchmarks.loads import describe_machine, fixed_load, send
+from benchmarks.loads import fixed_load, send
 from kvrelay.bench.cases import CaseTimes, running
 from kvrelay.bench.client.connection import Target
 from kvrelay.bench.compare import serve_case
 from kvrelay.bench.report.files import print_result
+from kvrelay.bench.report.machine import describe_machine
 from kvrelay.bench.report.table import Row, results_table
 from kvrelay.cli.options import json_option, model_argument
 from kvrelay.cli.processes import run_async

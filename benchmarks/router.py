@@ -12,13 +12,13 @@ import click
 import msgspec
 
 from benchmarks import peer_dynamo
-from benchmarks.loads import describe_machine
 from benchmarks.router_speed import BLOCK_SIZE, MATCHED_BLOCKS, measure_growth, measure_speed
 from benchmarks.trace_replay import WorkerModel, infinite_hit_ratio, read_trace, replay_trace
 from kvrelay import __version__
 from kvrelay.bench.commands.options import FILE
 from kvrelay.bench.formats import TraceRecord
 from kvrelay.bench.report.files import print_result
+from kvrelay.bench.report.machine import describe_machine
 from kvrelay.bench.report.table import Row, results_table, table
 from kvrelay.cli.options import json_option
 from kvrelay.config import RouterConfig

@@ -1,5 +1,5 @@
-"""The simulator beside the cluster that it simulates: saturated throughput, TTFT and E2E at parts of the capacity, and
-the rate at which an objective breaks.
+"""The simulator beside the cluster that it simulates: saturated throughput, TTFT and E2E at parts of the capacity, the
+share of remote prefills, and the rate at which an objective breaks.
 
 Each setting is started, calibrated with ``kvrelay simulate calibrate``, and loaded: first a closed loop, whose rate is
 the capacity, then open loops at shares of it. The simulator gets the requests at the times at which the client
@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -37,7 +39,7 @@ from kvrelay.bench.report.table import Row, number, table
 from kvrelay.bench.serving import RunOptions, run_serve
 from kvrelay.cli.options import json_option, model_argument
 from kvrelay.config import DisaggConfig, EngineConfig
-from kvrelay.core.handoff import HandoffOrder
+from kvrelay.core.handoff import OrderPolicy
 from kvrelay.errors import InvalidInputError
 from kvrelay.simulate.arrival import Arrival
 from kvrelay.simulate.cluster import ClusterSpec
@@ -56,7 +58,7 @@ SETTINGS: dict[str, tuple[str, ClusterSpec]] = {
     "1P1D always": ("--prefill 1 --decode 1 --disagg-policy always", ClusterSpec(1, 1, disagg=ALWAYS)),
     "1P1D prefill-first": (
         "--prefill 1 --decode 1 --order prefill-first",
-        ClusterSpec(1, 1, order=HandoffOrder.PREFILL_FIRST),
+        ClusterSpec(1, 1, order=OrderPolicy.PREFILL_FIRST),
     ),
     "1P1D chunks 256": ("--prefill 1 --decode 1 --max-num-batched-tokens 256", ClusterSpec(1, 1, engine=SMALL_CHUNKS)),
     "aggregated x2": ("--prefill 0 --decode 2", ClusterSpec(both=2)),
@@ -97,7 +99,7 @@ def simulator(**given: Any) -> None:
     measured = [asyncio.run(measure(name, shares, given)) for name in names]
     rows = [row for setting, _ in measured for row in setting]
     report = {
-        "kind": "kvrelay-bench-simulator/2",
+        "kind": "kvrelay-bench-simulator/3",
         "rows": rows,
         "ranking": ranking(rows),
         "breaking": [broken for _, broken in measured],
@@ -113,13 +115,14 @@ async def measure(name: str, shares: Sequence[float], given: dict[str, Any]) -> 
     case = serve_case(name, given["model"], f"--engine {given['engine']} {given['serve_args']}", flags)
     async with running(case, folder / "logs", CaseTimes()) as target:
         costs = await asyncio.to_thread(calibrated, target, folder / f"costs-{name.replace(' ', '-')}.json")
-        closed = await load(target, given, 0, max_concurrency=given["concurrency"])
-        rows = [{"setting": name, "load": "closed", **compared(spec, costs, closed, closed_loop(closed, given))[0]}]
+        closed, places = await load(target, given, 0, max_concurrency=given["concurrency"])
+        row, _ = compared(spec, costs, closed, closed_loop(closed, given), places)
+        rows = [{"setting": name, "load": "closed", **row}]
         open_loops: list[tuple[float, list[RequestRecord], SimulationResult]] = []
         for at, share in enumerate(shares, 1):
             rate = share * rows[0]["real_requests_per_s"]
-            records = await load(target, given, at, rate=rate)
-            row, simulated = compared(spec, costs, records, open_loop(records))
+            records, places = await load(target, given, at, rate=rate)
+            row, simulated = compared(spec, costs, records, open_loop(records), places)
             rows.append({"setting": name, "load": f"{share:.0%}", **row})
             open_loops.append((rate, records, simulated))
     return rows, {"setting": name, **breaking(open_loops, given["slo_ttft_ms"] / 1000)}
@@ -127,21 +130,35 @@ async def measure(name: str, shares: Sequence[float], given: dict[str, Any]) -> 
 
 def calibrated(target: Target, path: Path) -> Costs:
     """Raises BenchError with the command's own words."""
-    command = ["-m", "kvrelay", "simulate", "calibrate", "--output", str(path), "--cluster", str(target.port)]
+    asked(target, "simulate", "calibrate", "--output", str(path))
+    return read_costs(path)
+
+
+def asked(target: Target, *command: str) -> str:
+    """What a command of kvrelay says of the cluster. Raises BenchError with its own words."""
+    given = [sys.executable, "-m", "kvrelay", *command, "--cluster", str(target.port)]
     deadline_s = time.monotonic() + ANNOUNCED_S
     while True:
-        ended = subprocess.run([sys.executable, *command], capture_output=True, text=True, check=False)
+        ended = subprocess.run(given, capture_output=True, text=True, check=False)
         # The frontend is healthy a little before serve announces the cluster.
         if "no cluster of yours" not in ended.stderr or time.monotonic() > deadline_s:
             break
     if ended.returncode:
-        raise BenchError(f"calibration failed: {ended.stderr.strip()}")
-    return read_costs(path)
+        raise BenchError(f"kvrelay {' '.join(command)} failed: {ended.stderr.strip()}")
+    return ended.stdout
 
 
-async def load(target: Target, given: dict[str, Any], at: int, **how: Any) -> list[RequestRecord]:
-    """The records of all answered requests, by time of sending. Each load ``at`` a setting has prompts of its own, or
-    the prefix cache would hold those of the load before, and the simulated one would not."""
+def places_of(target: Target) -> Counter[str]:
+    """Where prefills ran since the workers' start, by place and reason."""
+    workers = json.loads(asked(target, "status", "--json"))["workers"]
+    return sum((Counter(worker["decode"]["places"]) for worker in workers), Counter[str]())
+
+
+async def load(target: Target, given: dict[str, Any], at: int, **how: Any) -> tuple[list[RequestRecord], Counter[str]]:
+    """The records of all answered requests, by time of sending, and the places of their prefills. Each load ``at`` a
+    setting has prompts of its own, or the prefix cache would hold those of the load before, and the simulated one would
+    not."""
+    before = await asyncio.to_thread(places_of, target)
     lengths = Dataset(prompt=parse_length(given["prompt"]), output=parse_length(given["answer"]))
     spec = ClassSpec(dataset=lengths, num_requests=given["requests"], **how)
     with progress_bar() as bar:
@@ -149,7 +166,8 @@ async def load(target: Target, given: dict[str, Any], at: int, **how: Any) -> li
     good = [record for record in run.result.records if record.outcome is Outcome.OK]
     if len(good) < 0.99 * given["requests"]:
         raise BenchError(f"{given['requests'] - len(good)} of {given['requests']} requests failed")
-    return sorted(good, key=lambda record: record.sent_ns)
+    places = await asyncio.to_thread(places_of, target) - before
+    return sorted(good, key=lambda record: record.sent_ns), places
 
 
 def open_loop(records: Sequence[RequestRecord]) -> list[Arrival]:
@@ -175,9 +193,10 @@ def closed_loop(records: Sequence[RequestRecord], given: dict[str, Any]) -> list
 
 
 def compared(
-    spec: ClusterSpec, costs: Costs, records: Sequence[RequestRecord], arrivals: list[Arrival]
+    spec: ClusterSpec, costs: Costs, records: Sequence[RequestRecord], arrivals: list[Arrival], places: Counter[str]
 ) -> tuple[Row, SimulationResult]:
-    """Real and simulated figures; errors are simulated / real - 1. And the whole simulated result."""
+    """Real and simulated figures; errors are simulated / real - 1. ``places``: real ones. And the whole simulated
+    result."""
     simulated = simulate(spec, arrivals, costs)
     latencies = simulated.latencies()
     last_ns = max(record.end_ns for record in records)
@@ -195,6 +214,8 @@ def compared(
     row: Row = {}
     for name, value in real.items():
         row |= {f"real_{name}": value, f"simulated_{name}": found[name], f"error_{name}": found[name] / value - 1}
+    for side, counts in (("real", places), ("simulated", Counter(simulated.places))):
+        row[f"{side}_remote"] = counts["remote"] / max(counts.total(), 1)
     return row, simulated
 
 
@@ -241,8 +262,15 @@ def markdown(report: Row) -> str:
     """The three tables."""
     errors = ["error_requests_per_s", "error_ttft_mean_s", "error_e2e_p50_s"]
     head = ["setting", "load", "requests/s", "throughput error", "mean TTFT error", "median E2E error"]
+    head += ["remote", "simulated"]
     body = [
-        [row["setting"], row["load"], number(row["real_requests_per_s"]), *(f"{row[name]:+.1%}" for name in errors)]
+        [
+            row["setting"],
+            row["load"],
+            number(row["real_requests_per_s"]),
+            *(f"{row[name]:+.1%}" for name in errors),
+            *(f"{row[name]:.0%}" for name in ("real_remote", "simulated_remote")),
+        ]
         for row in report["rows"]
     ]
     ranks = [[row["load"], f"{row['correlation']:.2f}", f"{row['regret']:.1%}"] for row in report["ranking"]]

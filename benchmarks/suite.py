@@ -21,12 +21,12 @@ import click
 import msgspec
 import numpy as np
 
-from benchmarks.loads import describe_machine
 from kvrelay.bench.cases import CaseTimes, running
 from kvrelay.bench.commands.options import FILE
 from kvrelay.bench.compare import serve_case
 from kvrelay.bench.errors import BenchError
 from kvrelay.bench.report.files import write_result, write_text
+from kvrelay.bench.report.machine import describe_machine
 from kvrelay.bench.report.table import Row, table
 from kvrelay.cli.options import model_argument
 from kvrelay.cli.processes import run_async

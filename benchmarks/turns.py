@@ -18,13 +18,14 @@ from typing import Any
 import click
 import psutil
 
-from benchmarks.loads import describe_machine, fixed_load, measure_load
+from benchmarks.loads import fixed_load, measure_load
 from benchmarks.options import parsed
 from kvrelay.bench.cases import Case, CaseTimes, check_names, running
 from kvrelay.bench.client.connection import Target
 from kvrelay.bench.client.stream import BodyOptions
 from kvrelay.bench.compare import serve_case
 from kvrelay.bench.report.files import print_result
+from kvrelay.bench.report.machine import describe_machine
 from kvrelay.bench.report.table import Row, results_table
 from kvrelay.cli.options import json_option, model_argument
 from kvrelay.errors import InvalidInputError

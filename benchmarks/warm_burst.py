@@ -10,12 +10,13 @@ from typing import Any
 
 import click
 
-from benchmarks.loads import describe_machine, fixed_load, send
+from benchmarks.loads import fixed_load, send
 from benchmarks.options import all_cases, experiment_options
 from kvrelay.bench.client.connection import Target
 from kvrelay.bench.client.driver import RunLimits
 from kvrelay.bench.compare import FAILED, finish, summarise, take_turns
 from kvrelay.bench.load.mix import ClassSpec
+from kvrelay.bench.report.machine import describe_machine
 from kvrelay.bench.report.metrics import Outcome, RunResult
 from kvrelay.bench.report.table import Row, results_table
 

@@ -21,13 +21,13 @@ import msgspec
 import numpy as np
 import psutil
 
-from benchmarks.loads import describe_machine
 from kvrelay.bench.cases import Case, CaseTimes, running
 from kvrelay.bench.client.connection import ConnectionPool, Target
 from kvrelay.bench.client.service import ask
 from kvrelay.bench.client.stream import ChunkUsage
 from kvrelay.bench.compare import serve_case
 from kvrelay.bench.report.files import print_result
+from kvrelay.bench.report.machine import describe_machine
 from kvrelay.bench.report.table import Row, results_table
 from kvrelay.cli.options import json_option, model_argument
 from kvrelay.cli.processes import run_async

@@ -12,7 +12,7 @@ import time
 import pytest
 
 from kvrelay.transfer.thread import TransferThread
-from kvrelay.worker.driver import LedgerDriver
+from kvrelay.worker.sides.side import Side
 
 LATE_S = 0.1
 """Far longer than anything between two threads takes, far shorter than the time limits of the tests' clusters."""
@@ -24,7 +24,7 @@ KINDS = {
     # What a peer says with its last write, to us.
     "notifications": (TransferThread, "_notify", ""),
     # What a step has computed, to the hand-offs.
-    "steps": (LedgerDriver, "handle", "engine"),
+    "steps": (Side, "handle", "engine"),
 }
 """Method that is late, and with which beginning of a thread's name."""
 

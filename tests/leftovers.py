@@ -35,6 +35,7 @@ def _marked() -> list[psutil.Process]:
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
             is_ours = process.environ().get(MARK) == os.environ[MARK] or _is_lost_vllm(process)
+            is_ours &= not _is_own_tracker(process)
             if is_ours and process.pid != os.getpid() and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
     return found
@@ -42,3 +43,8 @@ def _marked() -> list[psutil.Process]:
 
 def _is_lost_vllm(process: psutil.Process) -> bool:
     return process.name().startswith("VLLM::") and process.ppid() == 1 and process.cwd() == os.getcwd()
+
+
+def _is_own_tracker(process: psutil.Process) -> bool:
+    """Of this process's ``multiprocessing``: it ends when this process does."""
+    return process.ppid() == os.getpid() and "multiprocessing.resource_tracker" in " ".join(process.cmdline())

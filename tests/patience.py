@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+_IPV6 = Path("/proc/net/if_inet6")
+HAS_IPV6 = _IPV6.exists() and " lo\n" in _IPV6.read_text()
 PATIENCE_S = 60.0
 """Nothing that a test waits for takes nearly so long, unless it never happens."""
 

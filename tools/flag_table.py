@@ -95,7 +95,7 @@ def own_options(name: str) -> Iterator[str]:
     assert command is not None
     yield row("flag", "default", "unit or values", "meaning") + "\n|---|---|---|---|"
     for param in command.params:
-        if not isinstance(param, click.Option) or isinstance(param, GroupedOption):
+        if not isinstance(param, click.Option) or isinstance(param, GroupedOption) or param.hidden:
             continue
         about, _, told = (param.help or "").partition("  [default: ")
         kind = param.type

@@ -33,7 +33,7 @@ from kvrelay.control.base import Keys
 from kvrelay.control.memory import MemoryBroker
 from kvrelay.core.clock import MonotonicClock
 from kvrelay.core.garbage import spare_what_stays
-from kvrelay.core.messages import GenerateRequest, OutputBatch, TokenOutput
+from kvrelay.core.messages import GenerateRequest, OutputBatch, Ping, Pong, TokenOutput
 from kvrelay.core.status import FinishReason
 from kvrelay.core.workers import WorkerInfo
 from kvrelay.data import bundled_checkpoint_path
@@ -148,7 +148,9 @@ class InstantWorker:
         self._num_tokens, self._finish = num_tokens, finish
 
     def _on_message(self, peer: Peer, message: Message) -> None:
-        if isinstance(message, GenerateRequest):
+        if isinstance(message, Ping):
+            self.server.send(peer, Pong(message.nonce, self.name))
+        elif isinstance(message, GenerateRequest):
             self.requests.append(message.request_id)
             position = len(message.output_token_ids)
             output = TokenOutput(message.request_id, (10,) * self._num_tokens, self._finish, position=position)

@@ -29,7 +29,7 @@ from kvrelay.bench.client.stream import (
 )
 from kvrelay.bench.errors import BadResponseError, BenchError, ServerDownError
 from kvrelay.core.event_stream import EventParser
-from kvrelay.core.handoff import HandoffOrder
+from kvrelay.core.handoff import OrderPolicy
 from kvrelay.errors import RetryElsewhereError
 
 DrawPrompt = Callable[[random.Random], KnownPrompt]
@@ -55,7 +55,7 @@ class _LeftError(BadResponseError):
 class ChaosClient:
     """Sends prompts to one server and keeps a record of every request. An async context manager."""
 
-    def __init__(self, url: str, model: str, order: HandoffOrder | None = None) -> None:
+    def __init__(self, url: str, model: str, order: OrderPolicy | None = None) -> None:
         self._pool = ConnectionPool(parse_target(url, order=order), connect_timeout_s=5.0, reuse=False)
         self._model = model
         self.records: list[AskedPrompt] = []

@@ -7,7 +7,6 @@ the torch engine they are the answers that it gave three times: several at once,
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 import random
 import time
@@ -15,7 +14,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from benchmarks.loads import describe_machine
 from tests.chaos.answers import KnownPrompt, Verdict, fresh_prompt, keep_stable, make_prompts
 from tests.chaos.client import SILENCE_LIMIT_S, ChaosClient, RequestRefusedError
 from tests.chaos.cluster import ClusterUnderTest
@@ -34,9 +32,11 @@ from tests.chaos.report import (
 )
 
 from kvrelay.bench.errors import BenchError
+from kvrelay.bench.report.machine import describe_machine
 from kvrelay.config.loading import state_directories
-from kvrelay.core.handoff import HandoffOrder
+from kvrelay.core.handoff import OrderPolicy
 from kvrelay.errors import ConfigError, FatalError
+from kvrelay.executors.checkpoint_facts import checkpoint_facts
 from kvrelay.executors.mock import mock_generate
 from kvrelay.planner import Hold
 from kvrelay.planner.log import read_log
@@ -85,7 +85,7 @@ class ChaosOptions:
     pp: int = 1
     num_prompts: int | None = None
     """Prompts with known answers; None: as many as fit into a minute or two on two cores."""
-    order: HandoffOrder = HandoffOrder.DECODE_FIRST
+    order: OrderPolicy = OrderPolicy.AUTO
     transport: str = "nixl"
     data_flags: tuple[str, ...] = ()
     """The flags of a worker's data plane and tiers, ``transport`` included."""
@@ -203,10 +203,8 @@ class _Questions:
     """The prompts of a run. ``known`` are the prompts with known answers, empty until ``learn``."""
 
     def __init__(self, options: ChaosOptions) -> None:
-        config = json.loads((options.model_path / "config.json").read_text(encoding="utf-8"))
-        eos = config.get("eos_token_id")
-        self._eos = tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,)
-        self._vocab_size: int = config["vocab_size"]
+        facts = checkpoint_facts(options.model_path)
+        self._eos, self._vocab_size = facts.eos_token_ids, facts.vocab_size
         self._is_mock = options.engine_kind == "mock"
         self._seed = options.seed
         self._count = options.num_questions

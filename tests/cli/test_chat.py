@@ -123,8 +123,9 @@ def test_a_broken_stream_is_an_error(script: Script, answer: tuple[int, list[str
 
 
 def test_wrong_urls_are_refused() -> None:
-    with pytest.raises(ConfigError, match="is not an http URL"):
-        ChatServer("ftp://host").model()
+    for url in ("ftp://host", "http://host:port", "http://[::1"):
+        with pytest.raises(ConfigError, match="is not an http URL"):
+            ChatServer(url).model()
     with pytest.raises(WorkerUnavailableError, match=r"no server answers at http://127\.0\.0\.1:1"):
         ChatServer("http://127.0.0.1:1").model()
     with pytest.raises(InvalidInputError, match="answers 404"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from unittest.mock import AsyncMock
 
 import msgspec
@@ -10,8 +11,9 @@ import pytest
 from kvrelay.cli.main import run
 from kvrelay.config import ControlConfig, DisaggConfig, WorkerRole
 from kvrelay.control.base import Keys
-from kvrelay.control.memory import MemoryBroker
-from kvrelay.core.workers import WorkerInfo
+from kvrelay.control.memory import MemoryBroker, MemoryControlPlane
+from kvrelay.core.workers import CallerInfo, WorkerInfo
+from kvrelay.errors import WorkerUnavailableError
 from kvrelay.launch.admin import config_get, config_set, config_unset
 from kvrelay.placement.threshold import DisaggPolicy
 
@@ -113,3 +115,43 @@ async def test_set_says_if_a_setting_has_no_effect(
     await note("router.router", "kv")
     assert await note("router.overlap_weight", "2") == ""
     await plane.close()
+
+
+HERE = socket.gethostname()
+
+
+@pytest.mark.parametrize(
+    ("entries", "expected"),
+    [
+        ([("gpu1", "http://127.0.0.1:1"), (HERE, "http://127.0.0.1:2")], "http://127.0.0.1:2"),
+        ([("gpu1", "https://0.0.0.0:8443")], "https://gpu1:8443"),
+        ([("gpu1", "http://10.0.0.4:8000"), (HERE, "http://0.0.0.0:8000")], "http://127.0.0.1:8000"),
+        ([("gpu1", "http://127.0.0.1:1"), (HERE, "http://["), (HERE, "")], None),
+    ],
+)
+@pytest.mark.parametrize("command", [["top", "--once"], ["waterfall", "cmpl-1"], ["status", "--explain", "hello"]])
+def test_a_frontend_is_found_in_discovery(
+    command: list[str],
+    entries: list[tuple[str, str]],
+    expected: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """One on this machine first, and none that only another machine reaches."""
+    broker = MemoryBroker()
+
+    async def connect(_: ControlConfig) -> MemoryControlPlane:
+        plane = broker.plane()
+        for number, (host, url) in enumerate(entries):
+            entry = msgspec.json.encode(CallerInfo(f"f{number}", "key", host, 7, url=url))
+            await plane.discovery.put(Keys("default").frontend(f"f{number}"), entry, await plane.discovery.grant(30.0))
+        return plane
+
+    monkeypatch.setattr("kvrelay.launch.request_plane.connect_control", connect)
+    ask = AsyncMock(side_effect=WorkerUnavailableError("asked"))
+    monkeypatch.setattr("kvrelay.launch.frontend_calls.http_call", ask)
+    assert run(command) != 0
+    if expected is None:
+        assert "give --url" in capsys.readouterr().err
+    else:
+        assert {call.args[0] for call in ask.await_args_list} == {expected}

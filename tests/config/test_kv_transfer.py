@@ -52,8 +52,40 @@ def test_the_proxy_is_the_control_server() -> None:
             read(**half)
 
 
+def test_the_proxys_login_may_stand_before_it() -> None:
+    for login in ("token", "user:p%40ss"):
+        for host, shown in (("10.0.0.1", "10.0.0.1"), ("fe80::1", "[fe80::1]"), ("[fe80::1]", "[fe80::1]")):
+            assert read(proxy_ip=f"{login}@{host}", proxy_port=4222)["control"] == f"nats://{login}@{shown}:4222"
+
+
+@pytest.mark.parametrize(
+    "proxy",
+    [
+        "user:secret@",
+        "@h",
+        "secret@h:4222",
+        "user:se/secret@h",
+        "secret@nats://h",
+        "nats://secret@h",
+        "se#secret@h",
+        "a b",
+    ],
+)
+def test_a_proxy_that_is_no_host_is_refused_without_its_login(proxy: str) -> None:
+    with pytest.raises(ConfigError, match="proxy_ip must be a host") as caught:
+        read(proxy_ip=proxy, proxy_port=4222)
+    assert "secret" not in caught.value.message
+
+
+def test_a_login_in_two_places_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a URL with TLS would silently become one without."""
+    monkeypatch.setenv("KVRELAY_CONTROL", "tls://secret@10.0.0.1:4222?ca=cert.pem")
+    with pytest.raises(ConfigError, match="leave one out") as caught:
+        read(proxy_ip="secret2@10.0.0.1", proxy_port=4222)
+    assert "secret" not in caught.value.message
+
+
 def test_the_proxys_login_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The design has no key for it."""
     for url in ("nats://token@10.0.0.1:4222", "tls://u:p@h1:1,tls://u:p@10.0.0.1:4222"):
         monkeypatch.setenv("KVRELAY_CONTROL", url)
         assert "control" not in read(proxy_ip="10.0.0.1", proxy_port=4222), "the environment's has the login"
@@ -117,7 +149,7 @@ def seen(monkeypatch: pytest.MonkeyPatch, module: object, name: str) -> list[Any
     """What the command would run."""
     options: list[Any] = []
 
-    def run(given: Any) -> Coroutine[Any, Any, None]:
+    def run(given: Any, **_: object) -> Coroutine[Any, Any, None]:
         async def nothing() -> None:
             options.append(given)
 

@@ -1,6 +1,9 @@
 """Settings: ranges, precedence of file, environment and flags, unknown keys."""
 
 import dataclasses
+import os
+import tempfile
+from pathlib import Path
 
 import pytest
 
@@ -15,7 +18,7 @@ from kvrelay.config import (
     TransferConfig,
     load_settings,
 )
-from kvrelay.config.loading import read_config_file, settings_to_flags
+from kvrelay.config.loading import cache_directory, read_config_file, settings_to_flags, state_directories
 from kvrelay.errors import ConfigError
 
 ALL = [
@@ -76,6 +79,8 @@ def test_config_file(tmp_path):
     file = tmp_path / "kvrelay.yaml"
     file.write_text("engine:\n  block_size: 32\n")
     assert read_config_file(file, [EngineConfig]) == {"engine": {"block_size": 32}}
+    file.write_bytes("engine:\r\n  block_size: 32\r\n".encode("utf-8-sig"))
+    assert read_config_file(file, [EngineConfig]) == {"engine": {"block_size": 32}}
     for text, message in [
         ("engin:\n  block_size: 1\n", "unknown section engin .*did you mean engine"),
         ("- 1\n", "does not hold sections"),
@@ -85,3 +90,37 @@ def test_config_file(tmp_path):
         file.write_text(text)
         with pytest.raises(ConfigError, match=message):
             read_config_file(file, [EngineConfig])
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """This user's temporary directory; nothing names others."""
+    for name in ("XDG_CACHE_HOME", "XDG_STATE_HOME", "XDG_RUNTIME_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path))
+    return tmp_path / f"kvrelay-{os.getuid()}"
+
+
+def test_a_user_without_a_home_has_directories_below_the_temporary_one(
+    own: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a container with --user 12345: neither HOME nor an entry in passwd."""
+
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", homeless)
+    assert cache_directory() == own / ".cache/kvrelay"
+    assert state_directories() == [own / ".local/state/kvrelay"]
+    own.chmod(0o770)
+    with pytest.raises(ConfigError, match="set HOME"):
+        cache_directory()
+
+
+def test_a_home_that_is_read_only_is_none(own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A volume in it counts."""
+    (tmp_path / "home/.cache").mkdir(parents=True)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name == ".cache")
+    assert cache_directory() == tmp_path / "home/.cache/kvrelay"
+    assert state_directories() == [own / ".local/state/kvrelay"]

@@ -288,6 +288,40 @@ class DiscoveryContract:
 
         run(open_server, scenario)
 
+    def test_an_operator_revokes_the_lease_of_an_entry(self, open_server: OpenServer) -> None:
+        async def scenario(server: DiscoveryServer) -> None:
+            one, operator = await server.connect(), await server.connect()
+            lease, other = await one.grant(60.0), await one.grant(60.0)
+            told, told_other = listen(lease), listen(other)
+            await one.put(f"{WORKERS}w", b"no JSON", lease)
+            await one.put(f"{ROOT}kv_metadata/w/0", b"2", lease)
+            await one.put(f"{WORKERS}w2", b"3", other)
+            await one.put(f"{SETTINGS}x", b"4")
+            async with watching(one, ROOT) as watch:
+                for wrong in (WORKERS, f"{WORKERS}w/0", f"{WORKERS}never was", f"{SETTINGS}x"):
+                    assert not await operator.revoke_lease_of(wrong)
+                assert await operator.revoke_lease_of(f"{WORKERS}w")
+                await eventually(lambda: watch.state == {f"{WORKERS}w2": b"3", f"{SETTINGS}x": b"4"})
+                await eventually(lambda: told == ["lost", "revoked"])
+                assert not await operator.revoke_lease_of(f"{WORKERS}w"), "it has ended"
+            assert told_other == []
+
+        run(open_server, scenario)
+
+    def test_the_lease_of_a_process_that_is_gone_is_revoked(self, open_server: OpenServer) -> None:
+        async def scenario(server: DiscoveryServer) -> None:
+            one, operator = await server.connect(), await server.connect()
+            lease = await one.grant(3600.0)
+            await one.put(f"{WORKERS}w", b"1", lease)
+            await server.disconnect(one)
+            async with watching(operator, WORKERS) as watch:
+                assert watch.state == {f"{WORKERS}w": b"1"}
+                assert await operator.revoke_lease_of(f"{WORKERS}w")
+                await eventually(lambda: watch.state == {})
+            assert await (await server.connect()).list(WORKERS) == {}
+
+        run(open_server, scenario)
+
     def test_a_holder_that_watches_its_keys_gets_notice_of_a_revocation_at_once(self, open_server: OpenServer) -> None:
         async def scenario(server: DiscoveryServer) -> None:
             one = await server.connect()

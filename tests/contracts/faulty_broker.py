@@ -1,4 +1,4 @@
-"""A MemoryBroker with a server's faults: it goes away, loses its data, and has an operator who revokes leases."""
+"""A MemoryBroker with a server's faults: it goes away, and loses its data."""
 
 from __future__ import annotations
 
@@ -23,7 +23,3 @@ class FaultyBroker(MemoryBroker):
             lease.renewed_s = now
         self.tick()
         self.notify()
-
-    def revoke_lease(self, lease_id: str) -> None:
-        self.revoked.add(lease_id)
-        self.end_lease(lease_id)

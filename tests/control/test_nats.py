@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
+import uvloop
 from tests.contracts.control_servers import wipe
 from tests.contracts.prefill_queue_contract import prefill
 from tests.contracts.waiting import eventually, watching
@@ -260,6 +261,18 @@ def test_a_server_without_jetstream_is_refused(tmp_path: Path) -> None:
     finally:
         bare.kill()
         bare.wait()
+
+
+@pytest.mark.parametrize("name", ["ünï 你好", 'a "quoted" \\ $HOME #', os.fsdecode(b"latin\xfc\n")], ids=range(3))
+def test_a_directory_may_have_any_name(name: str, tmp_path: Path) -> None:
+    process = NatsServerProcess(tmp_path / name)
+    try:
+        process.start()
+        assert process.room_problem() is None
+        assert (tmp_path / name / "jetstream").is_dir()
+        assert sorted(path.name for path in tmp_path.iterdir()) == [name]
+    finally:
+        process.stop()
 
 
 def test_a_wrong_token_is_refused_and_the_right_one_accepted(tmp_path: Path) -> None:
@@ -644,3 +657,33 @@ async def test_a_message_is_stored_once_the_stream_is_known(monkeypatch: pytest.
     answers = [NoRespondersError("nobody"), 7]
     with pytest.raises(NoRespondersError):
         await jetstream.publish_again("S", ensure, "s", b"")
+
+
+def test_a_reset_connection_is_unavailable_on_uvloop() -> None:
+    """For an instant the client does not know yet that the connection is gone. uvloop then raises RuntimeError where
+    asyncio drops what is written."""
+    server = NatsServerProcess()
+    server.start()
+
+    async def flush_until_lost() -> list[BaseException | None]:
+        connections = [await NatsConnection.connect(server.url, PATIENCE_S) for _ in range(16)]
+        flushes = []
+        try:
+            send(server, signal.SIGSTOP)
+            for connection in connections:
+                await connection.publish("unread", b"")  # the kernel of a killed reader resets the connection
+            await asyncio.sleep(0.05)
+            send(server, signal.SIGKILL)
+            while any(connection.is_connected for connection in connections):
+                flushes += [asyncio.create_task(each.flush(0.1)) for each in connections if each.is_connected]
+                await asyncio.sleep(0)
+            return list(await asyncio.gather(*flushes, return_exceptions=True))
+        finally:
+            for connection in connections:
+                await connection.close()
+
+    try:
+        errors = uvloop.run(flush_until_lost())
+    finally:
+        server.stop()
+    assert [error for error in errors if not isinstance(error, ControlUnavailableError | None)] == []

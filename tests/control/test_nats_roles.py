@@ -171,7 +171,7 @@ async def test_every_role_does_its_work(address: str) -> None:
                 await eventually(lambda: bool(settings.state))
                 await operator.discovery.delete(KEYS.config_value("disagg.x"))
                 await eventually(lambda: not settings.state)
-                await operator.discovery.delete(KEYS.lease(lease.lease_id))
+                assert await operator.discovery.revoke_lease_of(WORKER)
             await eventually(lambda: not seen.state)
         assert refusals(worker) == refusals(other) == set()
         # A frontend that hears no keeper of leases for a while offers to be it, once.

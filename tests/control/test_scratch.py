@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvrelay.control.scratch import ScratchDirectory
+from kvrelay.errors import ConfigError
 
 PREFIX = "kvrelay-test-"
 
@@ -52,6 +53,12 @@ def test_the_next_start_removes_the_directory_of_a_killed_process(temporary: Pat
     assert left.exists()
     ScratchDirectory(PREFIX).remove()
     assert not left.exists()
+
+
+def test_without_a_temporary_directory_the_start_is_refused(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary / "missing"))
+    with pytest.raises(ConfigError, match=r"no temporary directory can be made .*set TMPDIR"):
+        ScratchDirectory(PREFIX)
 
 
 def test_links_files_and_directories_without_a_lock_are_kept(temporary: Path) -> None:

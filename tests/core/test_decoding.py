@@ -21,6 +21,7 @@ OURS = {
     "control/nats_process.py": "the child's own file",
     "engines/hosted/backend.py": "a grammar that the frontend has encoded",
     "executors/grammar_trial.py": "what the worker and its trial process write to each other",
+    "executors/grammar_vocabulary.py": "its caller expects anything of a file that it reads",
     "executors/torch/checkpoints/tokenizer.py": "the tokenizer that it has just trained",
     "transfer/ranks/channel.py": "the worker's own ranks",
     "executors/torch/parallel/messages.py": "the worker's own ranks",

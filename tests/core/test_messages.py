@@ -18,6 +18,7 @@ from kvrelay.core.messages import (
     Ping,
     Pong,
     RequestRefused,
+    SessionPaused,
     TokenOutput,
 )
 from kvrelay.core.sampling import SamplingParams
@@ -40,6 +41,8 @@ LOGPROBS = PositionLogprobs(TokenLogprob(5, -0.25, 1), (TokenLogprob(5, -0.25, 1
 MESSAGES = [
     GenerateRequest("r1", "w1", to_bytes((1, 2, 3)), SamplingParams(logit_bias={3: 1.5}, stop_token_ids=(2,)), (9,), 1),
     AbortRequest("r1"),
+    SessionPaused("r1", "bash", within_s=2.5),
+    SessionPaused("r1", is_over=True),
     OutputBatch(
         (
             TokenOutput("r1", (4, 5), logprobs=(LOGPROBS, LOGPROBS), num_cached_tokens=16, position=3),
@@ -91,6 +94,12 @@ def test_a_prefix_of_ids_that_no_token_can_have_is_refused(token):
     """Hashing them would fail on the engine's thread, and the claim would wait for ever."""
     with pytest.raises(ProtocolError, match=r"prefix\[0\]"):
         decode_message(encode_message(HandoffClaim(HANDOFF, "p", "abc", prefix=Prefix((1, token)))))
+
+
+@pytest.mark.parametrize("within_s", [-1.0, float("nan"), float("inf")])
+def test_a_promise_that_is_no_time_is_refused(within_s):
+    with pytest.raises(ProtocolError, match="within_s"):
+        decode_message(encode_message(SessionPaused("r1", "bash", within_s=within_s)))
 
 
 def test_other_versions_and_pickles_are_refused():

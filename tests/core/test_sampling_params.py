@@ -25,6 +25,8 @@ from kvrelay.errors import InvalidInputError
         ("logprobs", 21),
         ("prompt_logprobs", -1),
         ("seed", 2**64),
+        ("seed", 10**400),
+        ("temperature", -(10**400)),
         ("stop_token_ids", (100,)),
         ("logit_bias", {100: 1.0}),
         ("logit_bias", {1: 101.0}),

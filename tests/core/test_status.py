@@ -2,7 +2,15 @@
 
 import pytest
 
-from kvrelay.core.status import FINISH_STATUS, TRANSITIONS, FinishReason, RequestStatus, check_transition
+from kvrelay.core.status import (
+    FINISH_STATUS,
+    TRANSITIONS,
+    FinishReason,
+    Outcome,
+    RequestStatus,
+    check_transition,
+    outcome_of,
+)
 from kvrelay.errors import IllegalTransitionError
 
 
@@ -44,3 +52,16 @@ def test_a_disaggregated_request_passes_these_states():
 def test_each_finish_reason_has_its_status():
     assert set(FINISH_STATUS) == set(FinishReason)
     assert all(status.is_finished for status in FINISH_STATUS.values())
+
+
+def test_each_status_of_an_answer_has_its_outcome():
+    statuses = {
+        Outcome.ANSWERED: ("200",),
+        Outcome.REFUSED: ("429",),
+        Outcome.FAILED: ("500", "502", "503", "504", "broken"),
+        Outcome.INVALID: ("400", "401", "404", "408", "413", "422"),
+        Outcome.DISCONNECTED: ("disconnected",),
+    }
+    assert {outcome: {outcome_of(status) for status in of} for outcome, of in statuses.items()} == {
+        outcome: {outcome} for outcome in Outcome
+    }

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from kvrelay.core.token_ids import FEW, are_below, packed_below
+from kvrelay.core.token_ids import FEW, are_below, outside, packed_below
 
 LENGTHS = (1, 2, FEW, FEW + 1, 3000)
 
@@ -25,6 +25,13 @@ def test_one_bad_id_is_found_wherever_it_is(length: int, bad: int) -> None:
     packed = packed_below(ids, 400)
     assert packed is not None
     assert packed.tolist() == ids
+
+
+def test_the_first_item_that_is_no_id_is_named() -> None:
+    assert outside([5, 399, 400, -1], 400) == "400"
+    assert outside([5, -1], 400) == "-1"
+    assert outside([1, "a"], 400) == "a value of type str"
+    assert outside([10**5000], 400) == "a value of type int"
 
 
 def test_none_are_below_anything_and_the_last_id_counts() -> None:

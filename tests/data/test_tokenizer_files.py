@@ -14,6 +14,7 @@ def test_every_file_counts_and_nothing_else(tmp_path: Path, name: str) -> None:
     empty = tokenizer_fingerprint(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"weights")
     assert tokenizer_fingerprint(tmp_path) == empty
+    (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).write_bytes(b"")
     there = tokenizer_fingerprint(tmp_path)
     (tmp_path / name).write_bytes(b"{}")

@@ -15,7 +15,13 @@ from kvrelay.config import ControlConfig, FrontendConfig, MetricsConfig
 from kvrelay.control.credentials import require_credentials
 from kvrelay.launch.request_plane import require_api_key, require_metrics_key
 
-SETTINGS = {"serve": SERVE_SETTINGS, "frontend": FRONTEND_SETTINGS, "worker": WORKER_SETTINGS}
+NEITHER_OPEN_NOR_SCRAPED = "planner"
+SETTINGS = {
+    "planner": (ControlConfig,),
+    "serve": SERVE_SETTINGS,
+    "frontend": FRONTEND_SETTINGS,
+    "worker": WORKER_SETTINGS,
+}
 
 
 def checked(words: Sequence[str], control: str) -> dict[str, Any]:
@@ -36,6 +42,8 @@ def checked(words: Sequence[str], control: str) -> dict[str, Any]:
         source.build(cls)
     settings = source.build(ControlConfig)
     require_credentials(settings)
+    if name == NEITHER_OPEN_NOR_SCRAPED:
+        return given
     if name != "worker":
         require_api_key(source.build(FrontendConfig), settings)
     if name != "frontend":

@@ -317,7 +317,7 @@ def test_where_no_one_listens(tmp_path: Path):
         GroupMember.join(GroupAddress(directory=tmp_path), RankInfo(1, 2, "a", FACTS), timeout_s=0.1)
 
 
-@pytest.mark.parametrize("text", ["", "host", "host:", "host:port", "host:65535", "host:0", "relative/path"])
+@pytest.mark.parametrize("text", ["", "host", "host:", "host:port", "host:65536", "host:0", "relative/path"])
 def test_addresses_that_are_none(text: str):
     with pytest.raises(ConfigError, match="--dp-address"):
         GroupAddress.parse(text)
@@ -327,6 +327,17 @@ def test_addresses():
     assert GroupAddress.parse("/tmp/x").is_shared_memory
     assert GroupAddress.parse("[::1]:80") == GroupAddress(host="::1", port=80)
     assert str(GroupAddress.parse("10.0.0.1:29500")) == "10.0.0.1:29500"
+
+
+@pytest.mark.parametrize("name", ["x" * 200, "ünï 你好"])
+def test_the_directory_may_have_any_name(tmp_path: Path, name: str):
+    """A Unix socket's own address has 107 bytes."""
+    (tmp_path / name).mkdir()
+    address = GroupAddress.parse(str(tmp_path / name))
+    with address.listen(1) as listener, address.connect(1.0):
+        listener.accept()[0].close()
+    with pytest.raises(AddressInUseError, match=r"cannot listen at .*coordinator"):
+        GroupAddress.parse(str(tmp_path / "missing")).listen(1)
 
 
 def test_noise_at_the_coordinators_port_harms_no_one(tmp_path: Path):

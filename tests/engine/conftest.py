@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal
 
 import pytest
 
@@ -30,6 +31,7 @@ def build_engine(
     clock: ManualClock | None = None,
     num_holding_blocks: int = 0,
     num_spill_blocks: int = 0,
+    kv_retention: Literal["value", "recency"] = "value",
 ) -> EngineCore:
     config = EngineConfig(
         num_blocks=num_blocks,
@@ -40,6 +42,7 @@ def build_engine(
         kv_watermark=kv_watermark,
         max_model_len=max_model_len,
         enable_prefix_caching=enable_prefix_caching,
+        kv_retention=kv_retention,
     )
     executor = MockExecutor(
         config,

@@ -5,9 +5,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from kvrelay.core.clock import ManualClock
 from kvrelay.core.events import AllBlocksCleared, BlockRemoved, BlockStored
 from kvrelay.core.hashing import compute_block_hashes, compute_sequence_hashes
 from kvrelay.engine.block_pool import BlockPool, BlockState
+from kvrelay.engine.cached_free import ByRecency, ByValue, CachedFree
+from kvrelay.engine.pauses import Pauses, Session
 from kvrelay.errors import IntegrityError
 
 SIZE = 4
@@ -49,6 +52,23 @@ def test_allocation_is_all_or_nothing_and_adjacent() -> None:
     assert pool.allocate(4) is None
     assert pool.num_free == 3
     assert pool.allocate(1, after=4) == [5]
+
+
+def test_a_forgotten_prefix_is_found_no_more() -> None:
+    pool = BlockPool(8, SIZE)
+    tokens = list(range(16))
+    block_ids = take(pool, 4)
+    cache(pool, block_ids[:3], tokens[:12])
+    hashes = compute_sequence_hashes(tokens, SIZE)
+    pool.drain_events()
+    pool.forget(block_ids[1:])
+    assert pool.drain_events() == [BlockRemoved(tuple(hashes[1:3]))]
+    assert find(pool, tokens) == block_ids[:1]
+    pool.forget(block_ids[1:])
+    assert not pool.has_events
+    pool.release(block_ids)
+    pool.check_integrity()
+    assert (pool.num_free, pool.num_cached) == (8, 1)
 
 
 def test_a_released_prefix_is_found_again_and_capped_before_the_last_token() -> None:
@@ -215,9 +235,12 @@ def test_integrity_check_sees_a_block_owned_twice() -> None:
 class PoolMachine(RuleBasedStateMachine):
     """Holders, writers and prefixes against a model that keeps sets."""
 
+    def policy(self) -> CachedFree:
+        return ByRecency()
+
     def __init__(self) -> None:
         super().__init__()
-        self.pool = BlockPool(12, SIZE)
+        self.pool = BlockPool(12, SIZE, cached_free=self.policy())
         self.held: list[list[int]] = []
         self.written: list[list[int]] = []
 
@@ -274,7 +297,33 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool.check_integrity()
 
 
-TestPoolMachine = PoolMachine.TestCase
-TestPoolMachine.settings = settings(
+class ValuePoolMachine(PoolMachine):
+    """The same with pauses, which begin and end at random."""
+
+    def __init__(self) -> None:
+        self.clock = ManualClock()
+        self.pauses = Pauses(self.clock)
+        super().__init__()
+
+    def policy(self) -> CachedFree:
+        return ByValue(self.clock, self.pauses.prior, lambda block_id: 1.0 + block_id)
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data(), kind=st.sampled_from(["", "read", "build"]), after_s=st.sampled_from([0.0, 1.0, 1e4]))
+    def pause(self, data: st.DataObject, kind: str, after_s: float) -> None:
+        self.clock.advance(after_s)
+        pause = self.pauses.begin(f"r{kind}{after_s}", "", {hash(kind): 1}, Session())
+        self.pool.release(self.held.pop(data.draw(st.integers(0, len(self.held) - 1))), pause)
+        self.pauses.named(pause.request_id, kind)
+
+    @rule(kind=st.sampled_from(["", "read", "build"]), is_served=st.booleans())
+    def resume(self, kind: str, is_served: bool) -> None:
+        pause = self.pauses.end([hash(kind)], "")
+        if pause is not None:
+            self.pauses.resumed(pause, is_served=is_served)
+
+
+TestPoolMachine, TestValuePoolMachine = PoolMachine.TestCase, ValuePoolMachine.TestCase
+TestPoolMachine.settings = TestValuePoolMachine.settings = settings(
     max_examples=40, stateful_step_count=40, deadline=None, derandomize=True, database=None
 )

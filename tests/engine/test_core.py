@@ -18,7 +18,8 @@ from kvrelay.engine.core import EngineCore
 from kvrelay.engine.request import PrefillMode, Request
 from kvrelay.engine.stats import EngineTimes
 from kvrelay.engine.step import SchedulerOutput, StepOutput
-from kvrelay.errors import EngineDeadError, InvalidInputError, OverloadedError, PromptTooLongError
+from kvrelay.engine.thread import EngineThread
+from kvrelay.errors import ConfigError, EngineDeadError, InvalidInputError, OverloadedError, PromptTooLongError
 from kvrelay.executors.mock import MockExecutor, mock_generate
 
 MakeEngine = Callable[..., EngineCore]
@@ -175,8 +176,12 @@ def test_the_context_ends_the_answer(make_engine: MakeEngine) -> None:
     assert outputs[-1].finish_reason is FinishReason.LENGTH
 
 
-def test_the_pool_is_a_limit_as_well(make_engine: MakeEngine) -> None:
+def test_the_pool_is_a_limit_as_well(make_engine: MakeEngine, caplog: pytest.LogCaptureFixture) -> None:
     engine = make_engine(num_blocks=6)
+    assert (engine.max_model_len, EngineThread(engine).facts.max_model_len) == (24, 24)
+    assert "max_model_len is 24 instead of the model's 4096" in caplog.text
+    with pytest.raises(ConfigError, match="max_model_len 25 is more than the 24 tokens that the KV pool holds"):
+        make_engine(num_blocks=6, max_model_len=25)
     engine.add_request(Request("a", PROMPT, SamplingParams(max_tokens=100)))
     assert tokens_of(drain(engine)) == reference(PROMPT, 6)
 

@@ -13,9 +13,9 @@ from kvrelay.config import DisaggConfig
 from kvrelay.core.clock import ManualClock
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.status import RequestStatus
-from kvrelay.core.step_cost import MARGIN, MIN_CHUNK_TOKENS, STEP_SHARE, StepCost, StepWork
+from kvrelay.core.step_cost import MARGIN, MIN_CHUNK_TOKENS, STEP_SHARE, StepCost, StepPace, StepWork
 from kvrelay.engine.core import EngineCore
-from kvrelay.engine.request import Request
+from kvrelay.engine.request import PrefillMode, Request
 from kvrelay.engine.scheduled_batch import TokenBudget
 from kvrelay.placement.base import Objectives, PrefillLoad, PrefillPlace
 from kvrelay.placement.cost import MIN_WINDOW, CostPlacement, PlacementState
@@ -80,6 +80,27 @@ def test_an_objective_that_decoding_alone_misses_does_not_stop_prefills() -> Non
     assert hopeless.prefill_budget([request("b", 5000)], 2048) == MIN_CHUNK_TOKENS
 
 
+@pytest.mark.parametrize(
+    "pace",
+    [
+        StepPace(),
+        StepPace(COST, 0.1, math.nan, 0.5),
+        StepPace(COST, 0.1, -1.0, 0.5),
+        StepPace(COST, 0.1, math.inf, 0.5),
+        StepPace(StepCost(math.nan), 0.1, 0.02, 0.5),
+        StepPace(StepCost(prefill_s=-1.0), 0.1, 0.02, 0.5),
+    ],
+    ids=["none", "itl-nan", "itl-negative", "itl-infinite", "cost-nan", "cost-negative"],
+)
+def test_what_is_no_objective_or_no_cost_limits_nothing(pace: StepPace) -> None:
+    assert pace.prefill_budget(2048, num_decodes=3, num_context=300, num_before=100) == 2048
+
+
+def test_a_spread_that_is_no_number_counts_as_none() -> None:
+    exact, unknown = (StepPace(COST, spread, 0.02).prefill_budget(2048, num_decodes=1) for spread in (0.0, math.nan))
+    assert exact == unknown < 2048
+
+
 def test_a_lone_prefill_leaves_room_for_who_arrives() -> None:
     token_budget = paced(StepCost(0.01, 0.01, 1e-3, 0.0, 0.0, 0.0))
     token_budget.look_at([])
@@ -105,8 +126,8 @@ class Fleet:
         fleet = lambda: PrefillLoad(self.num_workers, 0)  # noqa: E731
         self.placement = CostPlacement(policy, fleet, self.counted.append, ManualClock())
 
-    def request(self, name: str, length: int) -> Request:
-        made = request(name, length, Objectives(0.5, 0.025))
+    def request(self, name: str, length: int, max_tokens: int = 8) -> Request:
+        made = request(name, length, Objectives(0.5, 0.025), max_tokens)
         assert made.placement is not None
         made.placement.policy = self.placement
         return made
@@ -129,6 +150,42 @@ def test_a_burst_is_bound_to_no_way_before_its_time(make_engine: Callable[..., E
     engine.step()
     assert len(chat.token_ids) > 20, "a chat does not wait for them"
     engine.check_integrity()
+
+
+def test_a_pair_that_is_given_up_is_placed_anew_once(make_engine: Callable[..., EngineCore]) -> None:
+    engine, fleet = make_engine(block_size=16, num_blocks=4000, max_num_batched_tokens=256), Fleet(1)
+    engine.add_request(fleet.request("chat", 20))
+    engine.step()
+    paired = fleet.request("pair", 2000, max_tokens=3)
+    assert paired.placement is not None
+    paired.placement.policy, paired.placement.otherwise = None, paired.placement.policy
+    paired.mode, paired.handoff_number = PrefillMode.REMOTE, 2**60
+    engine.add_request(paired)
+    (away,) = engine.step().remote_prefills
+    assert away.handoff_id.number == 2**60
+    fleet.counted.clear()
+    engine.compute_handoff_here(away.handoff_id)
+    engine.end_loan(away.handoff_id, 1)
+    (queued,) = engine.step().remote_prefills
+    assert fleet.counted == [PrefillPlace.REMOTE]
+    assert queued.handoff_id.number < 2**60, "any prefill worker may take it"
+    engine.compute_handoff_here(queued.handoff_id)
+    engine.end_loan(queued.handoff_id, 1)
+    while engine.has_unfinished():
+        assert not engine.step().remote_prefills, "once"
+    assert len(paired.token_ids) == 2003
+    engine.check_integrity()
+
+
+def test_what_waits_or_is_unknown(make_engine: Callable[..., EngineCore]) -> None:
+    engine = make_engine(block_size=16, num_blocks=4000, max_num_seqs=1)
+    engine.add_request(request("first", 100))
+    engine.add_request(request("second", 100))
+    assert not engine.has_begun("first")
+    engine.step()
+    assert engine.has_begun("first")
+    assert not engine.has_begun("second")
+    assert engine.has_begun("nobody"), "nothing is given back for it"
 
 
 def test_who_waits_for_a_prefill_worker_is_computed_here_when_none_is_left(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 from llguidance import LLExecutor
 from tests.executors.constrained import COMPILER, EOS, TOKENIZER, VOCAB_SIZE, random_answer
 from tests.patience import PATIENCE_S
+from tests.zoo.vocabularies import Kind, tokenizer_of
 
 from kvrelay.core.grammar import MAX_GRAMMAR_LINKS, Grammar, GrammarKind
 from kvrelay.core.sampling import SamplingParams
@@ -122,6 +124,14 @@ def test_a_schema_that_no_text_satisfies_is_refused_in_plain_words() -> None:
     grammar = Grammar(GrammarKind.JSON_SCHEMA, json.dumps({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}))
     with pytest.raises(InvalidInputError, match=r"^json_schema cannot be used: no text satisfies it$"):
         COMPILER.compile(grammar)
+
+
+def test_a_refusal_names_the_special_tokens_as_the_vocabulary_does(tmp_path: Path) -> None:
+    tokenizer_of(Kind.QWEN).save(str(tmp_path / "tokenizer.json"))
+    compiler = GrammarCompiler(tmp_path / "tokenizer.json", 300, [0])
+    with pytest.raises(InvalidInputError, match=r"[⟦‧]<tool_call>‧"):
+        compiler.compile(Grammar(GrammarKind.LARK, "start: <tool_cal>"))
+    compiler.close()
 
 
 def test_chains_of_the_allowed_length_compile() -> None:

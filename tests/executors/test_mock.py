@@ -141,3 +141,9 @@ def test_logprobs_where_they_were_asked_for(make_engine: MakeEngine) -> None:
 def test_a_vocabulary_of_nothing_but_ends_is_refused() -> None:
     with pytest.raises(ConfigError):
         MockExecutor(EngineConfig(), MockConfig(), vocab_size=1, eos_token_ids=(0,))
+
+
+@pytest.mark.parametrize("num_blocks", [2**36, 2**62, 10**30])
+def test_a_pool_beyond_the_memory_of_the_host_is_refused(num_blocks: int) -> None:
+    with pytest.raises(ConfigError, match=r"num_blocks: a KV pool of .*TiB was asked for, and the host has .* left"):
+        MockExecutor(EngineConfig(num_blocks=num_blocks), MockConfig(), vocab_size=100)

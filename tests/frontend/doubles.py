@@ -15,6 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from kvrelay.config import FrontendConfig, MetricsConfig, RouterConfig, WorkerRole
 from kvrelay.control.base import Keys, Lease
+from kvrelay.core.activity import Activity
 from kvrelay.core.clock import MonotonicClock
 from kvrelay.core.messages import (
     AbortRequest,
@@ -24,6 +25,7 @@ from kvrelay.core.messages import (
     Pong,
     PrefillLost,
     RequestRefused,
+    SessionPaused,
     TokenOutput,
 )
 from kvrelay.core.status import FinishReason
@@ -102,6 +104,7 @@ class FakeWorker:
     requests: list[GenerateRequest] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
     prefills_lost: list[str] = field(default_factory=list)
+    paused: list[SessionPaused] = field(default_factory=list)
     publish_secret: bytes = b""
 
     def __post_init__(self) -> None:
@@ -133,11 +136,13 @@ class FakeWorker:
 
     def _on_message(self, peer: Peer, message: Message) -> None:
         if isinstance(message, Ping):
-            self.server.send(peer, Pong(message.nonce, self.worker_id, self.publish_secret))
+            self.server.send(peer, Pong(message.nonce, self.worker_id, self.publish_secret, Activity()))
         elif isinstance(message, AbortRequest):
             self.aborted.append(message.request_id)
         elif isinstance(message, PrefillLost):
             self.prefills_lost.append(message.request_id)
+        elif isinstance(message, SessionPaused):
+            self.paused.append(message)
         elif isinstance(message, GenerateRequest):
             self.requests.append(message)
             task = asyncio.get_running_loop().create_task(self._generate(peer, message))

@@ -11,6 +11,8 @@ import pytest
 from tests.frontend.doubles import EOS, FakeCluster, Script, byte_level_tokenizer, running
 from tests.frontend.raw_http import events, send
 
+from kvrelay.core.messages import SessionPaused
+
 TOKENIZER = byte_level_tokenizer()
 CALLS = (
     'Let me see.\n<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "é🙂"}}\n</tool_call>\n'
@@ -53,6 +55,39 @@ async def test_calls_of_a_whole_answer_and_their_way_back(model_dir: Path) -> No
         prompt = TOKENIZER.decode(cluster.workers["w0"].requests[-1].prompt_token_ids)
         assert "add returned:\n7" in prompt
         assert "You can call" not in prompt, "tool_choice none: the model hears of no tools"
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_the_worker_hears_which_tools_a_session_waits_for(model_dir: Path, is_streamed: bool) -> None:
+    async with running(model_dir, script(CALLS), tool_call_parser="hermes") as cluster, client(cluster) as api:
+        worker = cluster.workers["w0"]
+        if is_streamed:
+            async with api.chat.completions.stream(model="tiny", messages=[USER], tools=TOOLS) as stream:
+                await stream.get_final_completion()
+        else:
+            await api.chat.completions.create(model="tiny", messages=[USER], tools=TOOLS)
+        await cluster.until(lambda: len(worker.paused) == 1)
+        assert worker.paused == [SessionPaused(worker.requests[0].request_id, "add+now")]
+        hints: dict[str, object] = {"tool": "bash", "retain_s": 2.5}
+        for hint in (hints, {"release": True}):
+            await api.chat.completions.create(model="tiny", messages=[USER], extra_body={"kv_hints": hint})
+        await cluster.until(lambda: len(worker.paused) == 3)
+        names = [request.request_id for request in worker.requests]
+        assert worker.paused[1:] == [
+            SessionPaused(names[1], "bash", within_s=2.5),
+            SessionPaused(names[2], is_over=True),
+        ]
+        await api.chat.completions.create(model="tiny", messages=[USER])
+        assert len(worker.paused) == 3, "nothing is known of this one"
+
+
+@pytest.mark.parametrize("hints", [{"retain_s": -1}, {"retain_s": 1e9}, {"retain": 3}, {"tool": 3}, {"release": 1}, 3])
+async def test_bad_hints_are_refused_by_name(model_dir: Path, hints: object) -> None:
+    async with running(model_dir, script("x")) as cluster, client(cluster) as api:
+        with pytest.raises(openai.BadRequestError) as refused:
+            await api.chat.completions.create(model="tiny", messages=[USER], extra_body={"kv_hints": hints})
+        assert "kv_hints" in str(refused.value.body)
+        assert not cluster.workers["w0"].requests
 
 
 @pytest.mark.parametrize("per_output", [1, 4, 1000])

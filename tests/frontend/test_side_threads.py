@@ -276,6 +276,7 @@ async def test_tokens_are_checked_once_per_request(model_dir: Path, monkeypatch:
 
     monkeypatch.setattr(SamplingParams, "validate_tokens", counted)
     async with running(model_dir, Script((10,))) as cluster:
+        calls.clear()  # that of the model's own defaults
         body = {"prompt": ["a"] * 10, "n": 10, "max_tokens": 1, "stop_token_ids": [3] * 1000}
         assert (await send(cluster.frontend.port, "POST", "/v1/completions", body)).status == 200
     assert calls == [None, 400]

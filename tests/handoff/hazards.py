@@ -7,7 +7,11 @@ from typing import Any
 
 from tests.handoff.nodes import TTL, D, Move
 
+from kvrelay.core.handoff import HandoffId
+from kvrelay.engine.step import StepOutput
 from kvrelay.handoff import decode_events as de
+from kvrelay.handoff.messages import HandoffClaim, Prefix
+from kvrelay.rpc.wire import Message
 
 
 class Hazards:
@@ -23,9 +27,10 @@ class Hazards:
     def _fault_moves(self) -> Iterator[Move]:
         kinds = self.scenario.faults
         for item in self.net:
-            if "lose" in kinds and not isinstance(item[3], str):
+            is_message = isinstance(item[3], Message)
+            if "lose" in kinds and is_message:
                 yield ("lose", item)
-            if "duplicate" in kinds and not isinstance(item[3], str) and not self.node(item[1]).is_stopped:
+            if "duplicate" in kinds and is_message and not self.node(item[1]).is_stopped:
                 yield ("duplicate", item)
         for number in (D, *range(len(self.ps))):
             yield from self._node_faults(number, self.node(number))
@@ -39,7 +44,7 @@ class Hazards:
         for handoff_id, holder in self.queue.items():
             if "redeliver" in kinds and holder is not None:
                 yield ("redeliver", handoff_id)
-        if "no blocks" in kinds and any(task[0] == "allocate" for task in self.d.todo):
+        if "no blocks" in kinds and any(call[0] == "_allocate" for call in self.d.inbox):
             yield ("no blocks",)
 
     def _node_faults(self, number: int, node: Any) -> Iterator[Move]:
@@ -48,14 +53,20 @@ class Hazards:
             return
         if node.ops and "fail" in kinds:
             yield ("fail", number)
-        if node.ops and "damage" in kinds and not node.ops[0][-1]:
+        if node.ops and "damage" in kinds and not node.ops[0].is_damaged:
             yield ("damage", number)
         if "break" in kinds and number != D and node.conn and not self.d.is_dead:
             yield ("break", number)
-        if "no room" in kinds and any(task[0] == "keep" for task in node.todo):
+        if "no room" in kinds and any(call[0] == "_keep" for call in node.inbox):
             yield ("no room", number)
         if "stray" in kinds and number != D and not node.conn and not node.is_astray:
             yield ("stray", number)
+        if "forge" in kinds and number == 0 and node.conn:
+            yield from (("forge", handoff_id) for handoff_id in self.d.status)
+        yield from self._leases_and_doors(number, node)
+
+    def _leases_and_doors(self, number: int, node: Any) -> Iterator[Move]:
+        kinds = self.scenario.faults
         side = "decode" if number == D else "prefill"
         if (change := "narrow" if node.is_open else "widen") in kinds and not node.is_stopped:
             yield (change, number)
@@ -72,7 +83,7 @@ class Hazards:
         self.do_advance()
 
     def do_duplicate(self, item: Any) -> None:
-        self._receive(*item)
+        self.receive(*item)
 
     def do_lose(self, item: Any) -> None:
         self.net -= {item}
@@ -87,19 +98,23 @@ class Hazards:
 
     def do_damage(self, number: int) -> None:
         node = self.node(number)
-        node.ops = ((*node.ops[0][:-1], True), *node.ops[1:])
+        node.ops = (node.ops[0]._replace(is_damaged=True), *node.ops[1:])
 
     def do_no_blocks(self) -> None:
-        task = next(task for task in self.d.todo if task[0] == "allocate")
-        self.d.todo = tuple(other for other in self.d.todo if other is not task)
-        self._allocate(task[1], task[2], possible=False)
+        self._refuse_next(D, "_allocate")
 
     def do_no_room(self, number: int) -> None:
         """In the holding area of a prefill worker."""
-        p = self.ps[number]
-        task = next(task for task in p.todo if task[0] == "keep")
-        p.todo = tuple(other for other in p.todo if other is not task)
-        self._keep(number, task[1], task[2], possible=False)
+        self._refuse_next(number, "_keep")
+
+    def _refuse_next(self, number: int, name: str) -> None:
+        node = self.node(number)
+        plane = node.plane
+        call = next(call for call in node.inbox if call[0] == name)
+        node.inbox = tuple(other for other in node.inbox if other is not call)
+        node.is_full = True
+        plane.run(call, plane)
+        node.is_full = False
 
     # -- faults -------------------------------------------------------------------------------------------------------
 
@@ -107,7 +122,7 @@ class Hazards:
         """Its transfers may still land until others know that they cannot; its messages under way may arrive."""
         node = self.node(number)
         node.is_dead, node.is_stopped = True, False
-        node.ended_ops = node.todo = node.watch = ()
+        node.ended_ops = node.todo = node.inbox = node.watch = ()
         if self.scenario.copies:
             node.ops, node.is_copying = (), False  # the kernel takes the lock back
         if node.lease.alive_until is None:
@@ -145,14 +160,14 @@ class Hazards:
         """From the control plane, for good as far as this lease is concerned."""
         self.node(number).lease.alive_until = self.now + TTL
 
-    def do_cancel(self, handoff_id: str) -> None:
+    def do_cancel(self, handoff_id: HandoffId) -> None:
         self.d.status[handoff_id] = "aborted"
         self.d.blocks.pop(handoff_id, None)
-        self._handle(D, de.Closed(handoff_id))
+        self.d.side.on_step(StepOutput(closed_handoffs=[handoff_id]))
 
-    def do_gone(self, handoff_id: str) -> None:
+    def do_gone(self, handoff_id: HandoffId) -> None:
         """The frontend has lost the claimant, which may live on."""
-        self._handle(D, de.ClaimantGone(handoff_id))
+        self.handle(D, de.ClaimantGone(handoff_id))
 
     def do_break(self, number: int) -> None:
         """The connection ends; each end hears of it by itself."""
@@ -182,9 +197,17 @@ class Hazards:
         for other in [self.d] if number != D else self.ps if self.scenario.knows_decode else []:
             other.watch = (*other.watch, (number, lease.term))
 
+    def do_forge(self, handoff_id: HandoffId) -> None:
+        """A prefill worker claims a prefix under the number of a request."""
+        p, rules = self.ps[0], self.scenario.prefill_rules(0)
+        claim = HandoffClaim(
+            handoff_id, rules.worker_id, rules.kv_compatibility, term=p.lease.term, prefix=Prefix((0,))
+        )
+        self.send(0, D, p.conn, claim)
+
     def do_stray(self, number: int) -> None:
         """It cannot connect to the decode worker, which lives: discovery lacks it, or the network between them."""
         self.ps[number].is_astray = True
 
-    def do_redeliver(self, handoff_id: str) -> None:
+    def do_redeliver(self, handoff_id: HandoffId) -> None:
         self.queue[handoff_id] = None

@@ -17,7 +17,14 @@ from kvrelay.handoff.decode import DecodeHandoff
 from kvrelay.handoff.decode_ledger import DecodeLedger
 from kvrelay.handoff.decode_state import WAITING_FOR_CLAIMANT, DecodeState, GrantState
 from kvrelay.handoff.leases import PeerLeases
-from kvrelay.handoff.messages import HandoffClaim, HandoffGrant, HandoffRefused, HandoffReleased
+from kvrelay.handoff.messages import (
+    HandoffClaim,
+    HandoffDone,
+    HandoffGrant,
+    HandoffReady,
+    HandoffRefused,
+    HandoffReleased,
+)
 from kvrelay.handoff.prefill import PrefillHandoff
 from kvrelay.handoff.prefill_ledger import PrefillLedger
 from kvrelay.handoff.prefill_state import PrefillState
@@ -51,7 +58,9 @@ def without_words(message: Any) -> Any:
         return msgspec.structs.replace(message, error=None)
     if isinstance(message, HandoffRefused):
         return msgspec.structs.replace(message, reason=RefusalReason.UNKNOWN)
-    return msgspec.structs.replace(message, prefill_s=0.0) if hasattr(message, "prefill_s") else message
+    if isinstance(message, HandoffDone):
+        return msgspec.structs.replace(message, prefill_s=0.0, num_transferred_bytes=0)
+    return msgspec.structs.replace(message, prefill_s=0.0) if isinstance(message, HandoffReady) else message
 
 
 def net_key(net: frozenset[Any], frame: Frame) -> frozenset[Any]:
@@ -66,6 +75,26 @@ def message_key(message: Any, frame: Frame) -> Any:
     if isinstance(message, HandoffGrant):
         return (_without_term(message), frame.term("d", message.term))
     return message
+
+
+def call_key(call: Any, frame: Frame) -> Any:
+    """Of a call that is kept for later."""
+    name, arguments = call
+    if name == "_claim":
+        return (name, message_key(arguments[0].message, frame))
+    if name == "_prepared":
+        job, term = arguments
+        return (name, job, term - frame.prefill_terms[0])
+    return call
+
+
+def side_key(side: Any) -> Any:
+    """What a side keeps beside its ledger, but for a record of the latest: which hand-offs, and numbers of them."""
+    return tuple(
+        tuple((key, value if isinstance(value, int) else None) for key, value in kept.items())
+        for kept in side.__dict__.values()
+        if type(kept) is dict
+    )
 
 
 _STRIPPED: dict[Any, Any] = {}
@@ -88,12 +117,24 @@ def leases_key(leases: PeerLeases, frame: Frame) -> tuple[Any, ...]:
     )
 
 
+_DECODE_APART = {
+    "deadline_s",
+    "last_heard_s",
+    "granted_s",
+    "recall_s",
+    "grants",
+    "term",
+    "waiting",
+    "owed",
+    "request_id",
+}
 _DECODE_FIELDS = [
     f.name
     for f in fields(DecodeHandoff)
-    if f.name not in ("deadline_s", "last_heard_s", "grants", "term", "waiting", "owed", "request_id", "granted_s")
+    if f.name
+    not in ("deadline_s", "last_heard_s", "grants", "term", "waiting", "owed", "request_id", "granted_s", "recall_s")
 ]
-_LONG_OVER = ("arrived", "given_up_by", "block_ids", "num_hit_blocks", "claimant")
+_LONG_OVER = ("is_recalled", "arrived", "given_up_by", "block_ids", "num_hit_blocks", "claimant")
 """Of a closed hand-off nothing reads these."""
 _CLOSED_FIELDS = [name for name in _DECODE_FIELDS if name not in _LONG_OVER]
 
@@ -119,7 +160,17 @@ def decode_ledger_key(ledger: DecodeLedger, frame: Frame) -> tuple[Any, ...]:
         silent = max(handoff.last_heard_s + ledger.rules.silence_timeout_s - now, 0) if handoff.is_awaited else 0
         term = 0 if is_closed else frame.term("d", handoff.term)
         held = max(handoff.granted_s + ledger.rules.held_s - now, -1) if handoff.holder is not None else 0
-        special = (deadline, silent, held, grants, _claimed_key(handoff.waiting, frame), handoff.owed is None, term)
+        recall = max(handoff.recall_s - now, 0) if waits and handoff.recall_s is not None else None
+        special = (
+            recall,
+            deadline,
+            silent,
+            held,
+            grants,
+            _claimed_key(handoff.waiting, frame),
+            handoff.owed is None,
+            term,
+        )
         names = _CLOSED_FIELDS if is_closed and not handoff.is_prefix else _DECODE_FIELDS
         handoffs.append((*special, *(getattr(handoff, name) for name in names)))
     early = tuple(

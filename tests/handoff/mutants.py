@@ -1,4 +1,4 @@
-"""Protocols that are wrong in one place each.
+"""Protocols and sides that are wrong in one place each.
 
 A mutant lacks one rule of docs/architecture.md, "What may never happen", and names the scenario in which the explorer
 has to find it out. Rule 10, ``check_integrity``, is what the explorer's own invariants are.
@@ -8,13 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from tests.handoff.nodes import Scenario
 
 from kvrelay.core.handoff import HandoffOrder, KvDirection
+from kvrelay.handoff import decode_events as de
+from kvrelay.handoff import prefill_events as pe
+from kvrelay.handoff.base import EndReason
 from kvrelay.handoff.decode import DecodeHandoff
 from kvrelay.handoff.decode_events import EndLoan
 from kvrelay.handoff.decode_ledger import DecodeLedger
@@ -24,6 +30,10 @@ from kvrelay.handoff.messages import HandoffGrant
 from kvrelay.handoff.prefill import PrefillHandoff
 from kvrelay.handoff.prefill_ledger import PrefillLedger
 from kvrelay.handoff.prefill_state import PrefillState
+from kvrelay.transfer.values import GrantRef
+from kvrelay.worker.sides.decode import IncomingHandoffs
+from kvrelay.worker.sides.prefill import OutgoingHandoffs
+from kvrelay.worker.translation import chunk_computed
 
 Patch = Callable[[pytest.MonkeyPatch], None]
 ONE = Scenario(num_prefill=1)
@@ -370,3 +380,264 @@ MUTANTS = [
         replacing(DecodeHandoff, "ready", abandoned_while_read),
     ),
 ]
+
+
+# -- sides that are wrong: what they make of a ledger's actions -------------------------------------------------------
+
+
+def lent_under_any_number(lend: Any) -> Any:
+    def mutated(self: IncomingHandoffs, action: de.LendPrefix, core: Any) -> None:
+        prefix = action.prefix
+        blocks = core.schedules.lend_prefix(action.handoff_id, prefix.token_ids, prefix.cache_salt)
+        self.handle(de.LoanAllocated(action.handoff_id, 1, blocks))
+
+    return mutated
+
+
+def back_before_the_grant_is_closed(ask: Any) -> Any:
+    def mutated(self: IncomingHandoffs, action: Any) -> None:
+        if isinstance(action, de.EndLoan):
+            self.ports.engine.post(partial(self._end_loan, action))
+        else:
+            ask(self, action)
+
+    return mutated
+
+
+def only_one_loan(resume: Any) -> Any:
+    return lambda self, action, core: resume(self, msgspec.structs.replace(action, loan=1), core)
+
+
+def only_good_news(answer: Any) -> Any:
+    """Of an answer that is None if all is well, and of one that is None if it is not."""
+    return lambda self, action, error: answer(self, action, None)
+
+
+def not_told_without_blocks(allocate: Any) -> Any:
+    def mutated(self: IncomingHandoffs, action: Any, core: Any) -> None:
+        blocks = core.lends.lend_fresh(action.handoff_id, action.loan)
+        if blocks is not None:
+            self.handle(de.LoanAllocated(action.handoff_id, action.loan, blocks))
+
+    return mutated
+
+
+def polled_for_claims_only(handled: Any) -> Any:
+    def mutated(self: IncomingHandoffs, event: Any) -> None:
+        if isinstance(event, de.Claimed):
+            handled(self, event)
+
+    return mutated
+
+
+def what_was_closed_is_not_told(on_step: Any) -> Any:
+    return lambda self, step: on_step(self, msgspec.structs.replace(step, closed_handoffs=[]))
+
+
+def writes_on_their_own(write: Any) -> Any:
+    def mutated(self: OutgoingHandoffs, action: Any) -> None:
+        submit = self.ports.transfer.submit
+        ports = self.ports
+        alone = SimpleNamespace(submit=lambda *args, group, **options: submit(*args, **options))
+        self.ports = msgspec.structs.replace(ports, transfer=alone)
+        write(self, action)
+        self.ports = ports
+
+    return mutated
+
+
+def taken_back_without_an_answer(recall: Any) -> Any:
+    """The decode worker goes on at once, as if nothing had begun."""
+
+    def mutated(self: DecodeHandoff, context: Any) -> None:
+        holder = self.holder
+        recall(self, context)
+        if holder is not None:
+            self._end_grant(holder)
+        self._compute_unless_held(EndReason.RECALLED, context)
+
+    return mutated
+
+
+def given_back_and_computed(recalled: Any) -> Any:
+    """The prefill worker says that it has stopped, and has not."""
+
+    def mutated(self: PrefillHandoff, generation: int, context: Any) -> None:
+        if self.state is PrefillState.SENDING:
+            self._say_released(context)
+
+    return mutated
+
+
+def freed_when_it_stops(ask: Any) -> Any:
+    def mutated(self: OutgoingHandoffs, action: Any) -> None:
+        if isinstance(action, pe.StopComputing):
+            ask(self, pe.FreeBlocks(action.handoff_id))
+        elif not isinstance(action, pe.FreeBlocks):
+            ask(self, action)
+
+    return mutated
+
+
+def taken_again(pulled: Any) -> Any:
+    return lambda self, job, is_expired: self.take(job)
+
+
+def taken_whatever_came_meanwhile(prepared: Any) -> Any:
+    return lambda self, job, term, error: self.take(job)
+
+
+def told_to_the_engine(ask: Any) -> Any:
+    """The end of a prefix's reading."""
+
+    def mutated(self: OutgoingHandoffs, action: Any) -> None:
+        if isinstance(action, pe.ReportLoaded):
+            self.ports.engine.post(partial(self._kv_loaded, action))
+        else:
+            ask(self, action)
+
+    return mutated
+
+
+def its_job_is_kept(settle: Any) -> Any:
+    return lambda self, action: self.jobs[action.handoff_id].origin.settled()
+
+
+def of_a_prefill_that_is_over(chunk: Any) -> Any:
+    def mutated(self: OutgoingHandoffs, chunk: Any) -> None:
+        (handoff_id,) = (job.request.handoff_id for job in self.jobs.values() if job.name == chunk.request_id)
+        self.handle(chunk_computed(handoff_id, chunk))
+
+    return mutated
+
+
+def read_whoever_waits(is_wanted: Any) -> Any:
+    return lambda self, action: True
+
+
+def opened_without_blocks(open_grant: Any) -> Any:
+    def mutated(self: IncomingHandoffs, action: Any) -> None:
+        ref = GrantRef(str(action.message.handoff_id), action.message.generation)
+        grants, nothing_ = self.ports.transfer.grants, np.empty((0, 2), np.int64)
+        assert grants is not None
+        grants.open(ref, 0, action.worker_id, nothing_, nothing_)
+        if self.ledger.handoffs[action.message.handoff_id].loan:
+            open_grant(self, action)
+
+    return mutated
+
+
+PREFIX, PULL = {"num_hit_blocks": 1, "is_prefix": True}, {"direction": KvDirection.PULL}
+SIDE_MUTANTS = [
+    Mutant(
+        "a prefix is lent under a request's number",
+        2,
+        scenario("forge", num_hit_blocks=1),
+        replacing(IncomingHandoffs, "_lend_prefix", lent_under_any_number),
+    ),
+    Mutant(
+        "the engine gets blocks back that the table of grants has not closed",
+        2,
+        ONE,
+        replacing(IncomingHandoffs, "_ask_engine", back_before_the_grant_is_closed),
+    ),
+    Mutant("a grant is sent before it is open", 8, ONE, replacing(IncomingHandoffs, "_open_grant", nothing)),
+    Mutant(
+        "a grant of no blocks is opened, and nothing closes it",
+        8,
+        scenario(with_blocks=False, **PULL),
+        replacing(IncomingHandoffs, "_open_grant", opened_without_blocks),
+    ),
+    Mutant(
+        "a request goes on with the first claimant's blocks",
+        1,
+        scenario("redeliver", num_prefill=2),
+        replacing(IncomingHandoffs, "_resume", only_one_loan),
+    ),
+    Mutant(
+        "a read that has failed counts",
+        7,
+        scenario("fail", **PULL),
+        replacing(IncomingHandoffs, "_read_ended", only_good_news),
+    ),
+    Mutant(
+        "damage is not told",
+        7,
+        scenario("damage", checksums=True),
+        replacing(IncomingHandoffs, "_verified", only_good_news),
+    ),
+    Mutant(
+        "a loan that the engine has no blocks for is not answered",
+        2,
+        scenario("redeliver", "no blocks", num_faults=2, num_prefill=2),
+        replacing(IncomingHandoffs, "_allocate", not_told_without_blocks),
+    ),
+    Mutant(
+        "the transfer thread does not hear of the end of grants",
+        3,
+        ONE,
+        replacing(IncomingHandoffs, "handled", polled_for_claims_only),
+    ),
+    Mutant(
+        "a request that was cancelled is expected for ever",
+        2,
+        scenario("cancel", order=HandoffOrder.PREFILL_FIRST, is_paired=True),
+        replacing(IncomingHandoffs, "on_step", what_was_closed_is_not_told),
+    ),
+    Mutant(
+        "pull: a read begins that was decided before the lease was lost",
+        4,
+        scenario("revoke decode", lags=True, **PULL),
+        replacing(IncomingHandoffs, "_is_wanted", read_whoever_waits),
+    ),
+    Mutant(
+        "HandoffDone follows a write that has failed",
+        3,
+        scenario("fail", num_chunks=2),
+        replacing(OutgoingHandoffs, "_write", writes_on_their_own),
+    ),
+    Mutant(
+        "blocks are free when the computation stops",
+        4,
+        scenario("cancel"),
+        replacing(OutgoingHandoffs, "_ask_engine", freed_when_it_stops),
+    ),
+    Mutant(
+        "a late claimant's blocks go back before it has answered",
+        4,
+        scenario("late", order=HandoffOrder.PREFILL_FIRST, is_paired=True, recalls=True, slow=True),
+        replacing(DecodeHandoff, "_recall", taken_back_without_an_answer),
+    ),
+    Mutant(
+        "a claimant gives back what it goes on to compute",
+        4,
+        scenario("late", order=HandoffOrder.PREFILL_FIRST, is_paired=True, recalls=True, slow=True),
+        replacing(PrefillHandoff, "recalled", given_back_and_computed),
+    ),
+    Mutant(
+        "an entry is taken twice",
+        2,
+        scenario("redeliver", max_computing=2),
+        replacing(OutgoingHandoffs, "pulled", taken_again),
+    ),
+    Mutant(
+        "an entry is taken that was delivered again while its grammar was compiled",
+        2,
+        scenario("redeliver", with_grammar=True),
+        replacing(OutgoingHandoffs, "_prepared", taken_whatever_came_meanwhile),
+    ),
+    Mutant(
+        "a prefix that was read is told to the wrong one",
+        4,
+        scenario(**PREFIX),
+        replacing(OutgoingHandoffs, "_ask_engine", told_to_the_engine),
+    ),
+    Mutant("a job is kept for ever", 2, ONE, replacing(OutgoingHandoffs, "_settle", its_job_is_kept)),
+    Mutant(
+        "a chunk of a prefill that is over is told",
+        4,
+        scenario("cancel", lags=True),
+        replacing(OutgoingHandoffs, "_chunk", of_a_prefill_that_is_over),
+    ),
+]
+"""What is wrong in a side alone: its ledger is as it should be."""

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 from dataclasses import dataclass, field, fields
+from itertools import islice
 from typing import Any, TypeVar
 
-from tests.handoff.keys import Frame, decode_ledger_key, prefill_ledger_key
+from tests.handoff.keys import Frame, call_key, decode_ledger_key, prefill_ledger_key, side_key
 
-from kvrelay.core.handoff import HandoffOrder, KvDirection
+from kvrelay.core.handoff import HandoffId, HandoffOrder, KvDirection
+from kvrelay.core.latest import Latest
 from kvrelay.handoff.decode import DecodeHandoff
 from kvrelay.handoff.decode_ledger import DecodeLedger
 from kvrelay.handoff.decode_state import DecodeRules
@@ -22,8 +25,10 @@ TTL = 2
 Move = tuple[Any, ...]
 T = TypeVar("T")
 H = TypeVar("H", DecodeHandoff, PrefillHandoff)
-PROMPT = frozenset({"deliver", "complete", "work", "arrive", "tick", "pull"})
+PROMPT = frozenset({"deliver", "complete", "work", "turn", "arrive", "tick", "pull"})
 """Moves that take no time, unless the fault "late" lets it pass. Everything else takes as long as it likes."""
+PROMPT_TOKEN = 7
+"""The first token of every answer."""
 D = -1
 """The decode worker's place; prefill workers are 0, 1, ..."""
 
@@ -45,6 +50,8 @@ class Scenario:
     is_paired: bool = False
     """Prefill-first as workers do it: the first prefill worker is the only claimant, the request waits for blocks
     before its hand-off opens, and P does not know D's hits before the grant."""
+    recalls: bool = False
+    """Paired: the claimant has a unit of time to begin."""
     is_prefix: bool = False
     """P reads a prefix of D's cache: no request waits at D."""
     direction: KvDirection = KvDirection.PUSH
@@ -60,6 +67,10 @@ class Scenario:
     max_faults: int = 1
     max_computing: int = 1
     """Hand-offs that a prefill worker has at once."""
+    lags: bool = False
+    """What is asked of an engine, or needs a connection, takes time even if no answer is waited for."""
+    with_grammar: bool = False
+    """P compiles something before it begins."""
     slow: bool = False
     """Timeouts far apart, so that only faults run into them."""
     progress: bool = False
@@ -148,8 +159,16 @@ class Node:
     """Transfers that were submitted and have not landed."""
     ended_ops: tuple[Any, ...] = ()
     """Landed or failed; the owner does not know yet."""
+    inbox: tuple[Any, ...] = ()
+    """Asked of the engine, and not taken in."""
     todo: tuple[Any, ...] = ()
-    """Asked of engine and checksum thread."""
+    """Asked of the checksum thread and of the event loop."""
+    side: Any = None
+    plane: Any = None
+    num_in_memory: int = 0
+    """Of how many grants the transfer thread knows."""
+    is_full: bool = False
+    """For the length of one move: the engine has no room for what it is asked for."""
     is_copying: bool = False
     """The oldest transfer is being copied by this process."""
     cached: tuple[Frame, int] | None = None
@@ -161,23 +180,29 @@ class Node:
             self.cached = (frame, ids.setdefault(self.key(frame), len(ids)))
         return self.cached[1]
 
+    @property
+    def ledger(self) -> Any:
+        return self.side.ledger
+
     def key(self, frame: Frame) -> tuple[Any, ...]:
         watch = tuple((who, what if isinstance(what, str) else frame.term(name(who), what)) for who, what in self.watch)
         lease = self.lease.key(frame.now)
         state = (self.is_stopped, self.is_dead, self.is_copying, self.is_open)
-        return (lease, state, watch, self.ops, self.ended_ops, self.todo)
+        todo = tuple([(kind, call_key(call, frame), blocks) for kind, call, blocks in self.todo])
+        return (lease, state, watch, self.ops, self.ended_ops, self.inbox, todo, side_key(self.side))
 
 
 @dataclass
 class DecodeNode(Node):
-    ledger: DecodeLedger = None  # type: ignore[assignment]
-    status: dict[str, str] = field(default_factory=dict)
+    status: dict[HandoffId, str] = field(default_factory=dict)
     """By hand-off: new, expected, waiting, running, local, aborted, refused."""
-    blocks: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    blocks: dict[HandoffId, tuple[int, ...]] = field(default_factory=dict)
     """The request's own references."""
-    loans: dict[tuple[str, int], tuple[int, ...]] = field(default_factory=dict)
-    writer: dict[int, tuple[str, int]] = field(default_factory=dict)
-    """Which generation may write a block."""
+    loans: dict[tuple[HandoffId, int], tuple[int, ...]] = field(default_factory=dict)
+    writer: dict[int, tuple[str, int, int]] = field(default_factory=dict)
+    """Who may write a block: hand-off, generation, loan."""
+    opened: frozenset[tuple[str, int]] = frozenset()
+    """Loans that a grant has been opened for."""
     content: dict[int, Any] = field(default_factory=dict)
     has_evicted: bool = False
     """The prefix is not in its cache any more."""
@@ -188,15 +213,23 @@ class DecodeNode(Node):
         other = copied(self)
         other.cached = None
         other.lease = copied(self.lease)
-        other.ledger = clone_decode_ledger(self.ledger)
+        other.side = clone_side(self.side, clone_decode_ledger(self.ledger))
         other.status, other.blocks, other.loans = dict(self.status), dict(self.blocks), dict(self.loans)
         other.writer, other.content = dict(self.writer), dict(self.content)
         return other
 
+    def fresh(self, count: int) -> tuple[int, ...]:
+        """The lowest free blocks: what was freed is reused at once."""
+        used = {block for blocks in (*self.blocks.values(), *self.loans.values()) for block in blocks}
+        found = tuple(islice((block for block in itertools.count() if block not in used), count))
+        for block in found:
+            self.content.pop(block, None)
+        return found
+
     def key(self, frame: Frame) -> tuple[Any, ...]:
         ledger = decode_ledger_key(self.ledger, frame)
         loans, writer = tuple(sorted(self.loans.items())), tuple(sorted(self.writer.items()))
-        held = (Node.key(self, frame), ledger, loans, writer, self.barred, self.has_evicted)
+        held = (Node.key(self, frame), ledger, loans, writer, self.opened, self.barred, self.has_evicted)
         if not self.ledger.handoffs and not {"new", "expected", "waiting"} & set(self.status.values()):
             return held  # nothing is left that reads or takes blocks
         return (
@@ -209,12 +242,11 @@ class DecodeNode(Node):
 
 @dataclass
 class PrefillNode(Node):
-    ledger: PrefillLedger = None  # type: ignore[assignment]
-    engine: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    engine: dict[HandoffId, tuple[str, ...]] = field(default_factory=dict)
     """What is left to compute, by hand-off."""
-    held: frozenset[str] = frozenset()
+    held: frozenset[HandoffId] = frozenset()
     """Hand-offs whose blocks are in use."""
-    kept: frozenset[str] = frozenset()
+    kept: frozenset[HandoffId] = frozenset()
     """Those whose KV is not in the pool any more, but in as many other blocks."""
     conn: int = 0
     """0: none."""
@@ -226,7 +258,9 @@ class PrefillNode(Node):
         other = copied(self)
         other.cached = None
         other.lease = copied(self.lease)
-        other.ledger = clone_prefill_ledger(self.ledger)
+        other.side = clone_side(self.side, clone_prefill_ledger(self.ledger))
+        for handoff_id, job in self.side.jobs.items():
+            other.side.jobs[handoff_id] = copy.copy(job)
         other.engine = dict(self.engine)
         return other
 
@@ -270,6 +304,16 @@ def clone_handoff(handoff: H) -> H:
     other = object.__new__(type(handoff))
     for name_ in _FIELDS[type(handoff)]:
         setattr(other, name_, getattr(handoff, name_))
+    return other
+
+
+def clone_side(side: Any, ledger: Any) -> Any:
+    """With what it keeps beside its ledger."""
+    other = copied(side)
+    for attribute, value in side.__dict__.items():
+        if type(value) in (dict, Latest):
+            other.__dict__[attribute] = copy.copy(value)
+    other.ledger = ledger
     return other
 
 

@@ -38,6 +38,15 @@ SCENARIOS = {
     "push, paired, with hits and checksums": scenario(
         *PREFILL, "damage", "gone", "cancel", num_hit_blocks=1, checksums=True, order=PREFILL_FIRST, is_paired=True
     ),
+    "push, paired, a late claimant": scenario(
+        *NETWORK, *LOCAL, "gone", order=PREFILL_FIRST, is_paired=True, recalls=True, num_hit_blocks=1, slow=True
+    ),
+    "push, paired, a late claimant, leases": scenario(
+        *PREFILL, "late", order=PREFILL_FIRST, is_paired=True, recalls=True, num_chunks=2, slow=True
+    ),
+    "pull, paired, a late claimant": scenario(
+        *NETWORK, *LOCAL, direction=PULL, order=PREFILL_FIRST, is_paired=True, recalls=True, keeps=True, slow=True
+    ),
     "push, copies that a stopped process continues": scenario(*PREFILL, num_hit_blocks=1, copies=True),
     "push, a decode worker that discovery never listed": scenario(
         "crash decode", "stop decode", "cancel", knows_decode=False
@@ -71,6 +80,15 @@ SCENARIOS = {
         *NETWORK, "crash prefill", num_prefill=2, num_requests=2, num_hit_blocks=1, is_prefix=True
     ),
 }
+# Engines take in late what nobody waits for, and a connection takes time.
+SCENARIOS |= {
+    "push, behind, blocks and cancels": scenario(*LOCAL, "redeliver", lags=True),
+    "push, behind, paired": scenario("cancel", "gone", "break", lags=True, order=PREFILL_FIRST, is_paired=True),
+    "push, behind, a grammar is compiled": scenario("redeliver", lags=True, with_grammar=True),
+    "push, a prefix is claimed under a request's number": scenario("forge", "cancel", num_faults=2, num_hit_blocks=1),
+    "pull, behind": scenario(*LOCAL, "revoke decode", lags=True, direction=PULL, keeps=True),
+    "prefix, behind": scenario("break", "fail", "revoke prefill", lags=True, num_hit_blocks=1, is_prefix=True),
+}
 KINDS: dict[str, dict[str, Any]] = {
     "push": {},
     "push, prefill-first": {"order": PREFILL_FIRST},
@@ -85,6 +103,13 @@ THREE_FAULTS = {
     f"{kind}, three faults of network and engine": scenario(*NETWORK, *LOCAL, num_faults=3, **settings)
     for kind, settings in KINDS.items()
 }
+# Large for their lag, not for their faults.
+THREE_FAULTS |= {
+    "push, behind, leases": scenario("revoke prefill", lags=True),
+    "pull, behind, by the engines": scenario(
+        *LOCAL, "revoke decode", lags=True, direction=PULL, with_blocks=False, by_engine=True
+    ),
+}
 THREE_FAULTS["push, a claimant that cannot reach the decode worker, three faults"] = scenario(
     "stray", "late", "crash decode", num_faults=3, num_prefill=2
 )
@@ -94,6 +119,7 @@ for kind, settings in KINDS.items():
     THREE_FAULTS[f"{kind}, roles change beside a fault"] = scenario(*ROLES, *NETWORK, *LOCAL, num_faults=2, **settings)
 THREE_FAULTS["push, two prefill workers, roles change"] = scenario(*ROLES, "redeliver", num_faults=2, num_prefill=2)
 LONG = {
+    "push, behind, two claimants": scenario("redeliver", lags=True, num_prefill=2),
     "prefix, two faults": scenario(*NETWORK, *PREFILL, *DECODE, "fail", num_faults=2, num_hit_blocks=1, is_prefix=True),
     "push, two faults": scenario(*EVERYTHING, num_faults=2),
     "push, roles change beside leases": scenario(*ROLES, *PREFILL, *DECODE, num_faults=2),

@@ -18,6 +18,7 @@ WHOLE = SCENARIOS | THREE_FAULTS
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)  # it computes only: the largest takes a minute alone, and many on a slow machine with others
 @pytest.mark.parametrize("name", [*SCENARIOS, *(pytest.param(name, marks=pytest.mark.matrix) for name in THREE_FAULTS)])
 def test_no_reachable_state_is_wrong_and_none_hangs(name: str) -> None:
     report = explore(WHOLE[name])

@@ -424,6 +424,23 @@ def test_nothing_is_touched_before_the_grant_and_everything_after_it() -> None:
     assert actions == [pe.ReadHits("h", load, (0, 1), 0), pe.Write("h", 1, chunk, (2, 3), None, 2)]
 
 
+def test_the_release_waits_for_what_a_failed_write_has_left_under_way() -> None:
+    ledger = prefill_ledger(late_s=1.0)
+    ledger.handle(pe.Granted("d", GRANT), 2.0)
+    ledger.handle(pe.ChunkComputed("h", pe.RequestBlocks(2, (22, 23))), 2.0)
+    ledger.handle(pe.ChunkComputed("h", pe.RequestBlocks(4, (24,))), 2.0)
+    assert ledger.handle(pe.Written("h", False), 3.0) == [pe.StopComputing("h"), pe.Computed("h")]
+    assert ledger.handle(pe.Written("h", False), 3.5) == [], "both may still land"
+    assert ledger.next_tick_s() == 4.5
+    assert ledger.handle(Tick(), 4.4) == []
+    release = HandoffReleased("h", "p", EndReason.TRANSFER_FAILED)
+    assert ledger.handle(Tick(), 4.5) == [
+        pe.FreeBlocks("h"),
+        pe.Settle("h", EndReason.TRANSFER_FAILED),
+        pe.SendRelease("d", release),
+    ]
+
+
 def test_kv_transfer_params_are_offered_until_they_are_used() -> None:
     ledger = PrefillLedger(PrefillRules(worker_id="p", block_size=4, kv_compatibility="same"))
     ledger.handle(Registered("d", 10.0, 3), 0.0)

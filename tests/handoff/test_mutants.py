@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import pytest
 from tests.handoff.explorer import explore
-from tests.handoff.mutants import MUTANTS, Mutant
+from tests.handoff.mutants import MUTANTS, SIDE_MUTANTS, Mutant
 from tests.handoff.nodes import D
 from tests.handoff.scenarios import SCENARIOS
 from tests.handoff.world import World
 
 
 @pytest.mark.parametrize(
-    "mutant", [pytest.param(mutant, id=mutant.name, marks=[pytest.mark.matrix] * mutant.is_long) for mutant in MUTANTS]
+    "mutant",
+    [
+        pytest.param(mutant, id=mutant.name, marks=[pytest.mark.matrix] * mutant.is_long)
+        for mutant in [*MUTANTS, *SIDE_MUTANTS]
+    ],
 )
 def test_a_protocol_without_the_rule_is_found_out(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
     mutant.patch(monkeypatch)

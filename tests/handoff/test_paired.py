@@ -12,7 +12,14 @@ from kvrelay.handoff import prefill_events as pe
 from kvrelay.handoff.base import EndReason, LeaseEnded, RefusalReason, Registered, Tick
 from kvrelay.handoff.decode_ledger import DecodeLedger
 from kvrelay.handoff.decode_state import DecodeRules
-from kvrelay.handoff.messages import HandoffClaim, HandoffGrant, HandoffRefused, HandoffReleased
+from kvrelay.handoff.messages import (
+    HandoffClaim,
+    HandoffGrant,
+    HandoffProgress,
+    HandoffRecall,
+    HandoffRefused,
+    HandoffReleased,
+)
 from kvrelay.handoff.prefill_ledger import PrefillLedger
 from kvrelay.handoff.prefill_state import PrefillRules
 
@@ -43,6 +50,11 @@ def refused(actions: list[Any]) -> list[str]:
     ]
 
 
+def recalls(actions: list[Any]) -> list[HandoffRecall]:
+    messages = [action.message for action in actions if isinstance(action, de.SendToPrefill)]
+    return [message for message in messages if isinstance(message, HandoffRecall)]
+
+
 # -- the decode side --------------------------------------------------------------------------------------------------
 
 
@@ -70,6 +82,31 @@ def test_a_claim_without_a_request_is_refused_and_its_request_computed_here() ->
     assert computed_here(ledger.handle(OPENED, 2.0)) == [EndReason.RELEASED]
     assert not ledger.handoffs
     assert not ledger.declined
+
+
+def test_a_late_claimant_is_asked_once_and_what_it_gives_back_is_no_failure() -> None:
+    ledger = decode_ledger()
+    ledger.handle(de.Expected("h", "p", 3.0), 0.0)
+    assert not recalls(ledger.handle(OPENED, 0.0))
+    ledger.handle(CLAIM, 0.1)
+    assert ledger.next_tick_s() == 3.0
+    assert not recalls(ledger.handle(Tick(), 2.9))
+    assert recalls(ledger.handle(Tick(), 3.0)) == [HandoffRecall("h", 1)]
+    assert not recalls(ledger.handle(Tick(), 6.0))
+    (grant,) = ledger.handoffs["h"].grants
+    assert not computed_here(ledger.handle(HandoffProgress("h", 1, grant.secret), 7.0)), "it had begun"
+    assert computed_here(ledger.handle(RELEASED, 8.0)) == [EndReason.RECALLED]
+    assert not ledger.conduct.failures
+    assert not ledger.handoffs
+
+
+def test_a_claimant_that_was_late_to_claim_is_asked_after_its_grant() -> None:
+    ledger = decode_ledger()
+    ledger.handle(de.Expected("h", "p", 1.0), 0.0)
+    ledger.handle(OPENED, 0.0)
+    assert not recalls(ledger.handle(Tick(), 1.5)), "nobody holds it"
+    ledger.handle(CLAIM, 2.0)
+    assert recalls(ledger.handle(Tick(), 2.0)) == [HandoffRecall("h", 1)]
 
 
 @pytest.mark.parametrize("is_expected", [True, False])
@@ -180,6 +217,19 @@ def test_hits_that_cannot_be_end_the_hand_off(num_cached_tokens: int) -> None:
 
 def test_a_claim_waits_longer_than_decode_first() -> None:
     assert prefill_ledger(paired_claim_timeout_s=40.0).next_tick_s() == 40.0
+
+
+def test_what_has_been_granted_can_be_given_back() -> None:
+    ledger = prefill_ledger()
+    assert ledger.handle(pe.Recalled("h", 1), 0.1) == [], "there is no such grant"
+    ledger.handle(grant(4), 0.1)
+    assert ledger.handle(pe.Recalled("h", 2), 0.2) == []
+    actions = ledger.handle(pe.Recalled("h", 1), 0.2)
+    assert pe.StopComputing("h") in actions
+    assert pe.Settle("h", EndReason.RECALLED) in actions
+    (release,) = [action for action in actions if isinstance(action, pe.SendRelease)]
+    assert release.message == HandoffReleased("h", "p", EndReason.RECALLED.value)
+    assert ledger.counters.num_failed == 0
 
 
 def test_the_frontend_can_cancel() -> None:

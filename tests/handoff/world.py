@@ -1,9 +1,10 @@
 """One decode worker, some prefill workers, and a network that delays, reorders, duplicates and loses.
 
-Nothing here decides anything: the two ledgers do. A world is a state; ``plain_moves`` and ``fault_moves`` are all that
-may happen to it next, ``apply`` makes one happen. Everything asynchronous is a move of its own: each message, each
-transfer's landing and its completion, each checksum, each tick. Faults come out of a budget. Violations are raised as
-they happen, and by ``check``; ``is_idle`` tells whether everything has ended.
+Nothing here decides anything: the workers' own sides do, over their ledgers (``kvrelay/worker/sides``). A world is a
+state; ``plain_moves`` and ``fault_moves`` are all that may happen to it next, ``apply`` makes one happen. Everything
+asynchronous is a move of its own: each message, each transfer's landing and its completion, what an engine takes in,
+each checksum, each tick. Faults come out of a budget. Violations are raised as they happen, and by ``check``;
+``is_idle`` tells whether everything has ended.
 
 Time is counted in whole units. A state that comes again later, or after a fault has been survived, has the same ``key``
 (``keys``). Messages in flight are a set: saying again what is still under way changes nothing.
@@ -21,6 +22,7 @@ from tests.handoff.keys import CONN_STEP, Frame, net_key, without_words
 from tests.handoff.memory import Memory
 from tests.handoff.nodes import (
     PROMPT,
+    PROMPT_TOKEN,
     TTL,
     D,
     DecodeNode,
@@ -31,43 +33,51 @@ from tests.handoff.nodes import (
     Scenario,
     Violation,
     name,
-    number_of,
 )
+from tests.handoff.plane import DecodePlane, PrefillPlane, Reader, Stage
 
-from kvrelay.core.handoff import HandoffOrder, KvDirection
+from kvrelay.core.grammar import Grammar, GrammarKind
+from kvrelay.core.handoff import FIRST_PREFIX, HandoffId, HandoffOrder, RemotePrefillRequest
+from kvrelay.core.messages import TokenOutput
+from kvrelay.core.sampling import SamplingParams
+from kvrelay.engine.step import HandoffChunk, KvLoad, StepOutput
 from kvrelay.handoff import decode_events as de
 from kvrelay.handoff import prefill_events as pe
 from kvrelay.handoff.base import LeaseEnded, LeaseLost, Registered, Tick
 from kvrelay.handoff.decode_ledger import DecodeLedger
-from kvrelay.handoff.messages import (
-    HandoffAbandon,
-    HandoffClaim,
-    HandoffDone,
-    HandoffFetched,
-    HandoffGrant,
-    HandoffProgress,
-    HandoffReady,
-    HandoffRefused,
-    HandoffReleased,
-    Prefix,
-)
+from kvrelay.handoff.messages import HandoffReleased, Prefix
 from kvrelay.handoff.prefill_ledger import PrefillLedger
+from kvrelay.rpc.wire import encode_message
+from kvrelay.worker.marking import WorkerMarks
+from kvrelay.worker.reporting.stats import DecodeStats
+from kvrelay.worker.sides.decode import IncomingHandoffs
+from kvrelay.worker.sides.prefill import OutgoingHandoffs
 
 SECRET = 5
+MARKS = WorkerMarks("", is_on=False)
+MODEL = "m"
+
+
+class Heard(msgspec.Struct, frozen=True):
+    """A decode worker's answer to a release."""
+
+    handoff_id: HandoffId
 
 
 @dataclass
 class World(Hazards, Memory):
     scenario: Scenario
+    stage: Stage
     d: DecodeNode
     ps: list[PrefillNode]
     now: int = 0
     net: frozenset[Any] = frozenset()
     """(from, to, connection, message)."""
-    queue: dict[str, int | None] = field(default_factory=dict)
+    queue: dict[HandoffId, int | None] = field(default_factory=dict)
     """Entries that are not settled, and who has pulled each."""
-    entries: dict[str, pe.Pulled] = field(default_factory=dict)
-    returned: frozenset[str] = frozenset()
+    requests: dict[HandoffId, RemotePrefillRequest] = field(default_factory=dict)
+    by_name: dict[str, HandoffId] = field(default_factory=dict)
+    returned: frozenset[HandoffId] = frozenset()
     """Entries that were given back once: not again."""
     num_faults: int = 0
     ids: dict[Any, int] = field(default_factory=dict)
@@ -77,32 +87,53 @@ class World(Hazards, Memory):
 
     @classmethod
     def begin(cls, scenario: Scenario) -> World:
-        decode = DecodeNode(ledger=DecodeLedger(scenario.decode_rules(), lambda: SECRET))
-        prefill = [
-            PrefillNode(ledger=PrefillLedger(scenario.prefill_rules(number))) for number in range(scenario.num_prefill)
-        ]
-        world = cls(scenario, decode, prefill)
+        decode, prefill, stage = DecodeNode(), [PrefillNode() for _ in range(scenario.num_prefill)], Stage()
+        decode.plane = DecodePlane(stage, D)
+        world = stage.world = cls(scenario, stage, decode, prefill)
+        ledger = DecodeLedger(scenario.decode_rules(), lambda: SECRET)
+        decode.side = IncomingHandoffs(
+            ledger,
+            decode.plane.ports(),
+            worker_id="d",
+            direction=scenario.direction,
+            block_bytes=1,
+            stats=DecodeStats(),
+            marks=MARKS,
+        )
         for number, node in enumerate(prefill):
-            decode.ledger.handle(Registered(name(number), TTL, 1), 0)
+            node.plane, rules = PrefillPlane(stage, number), scenario.prefill_rules(number)
+            node.side = OutgoingHandoffs(PrefillLedger(rules), node.plane.ports(), model=MODEL, marks=MARKS)
+            decode.side.handle(Registered(name(number), TTL, 1))
             if scenario.knows_decode:
-                node.ledger.handle(Registered("d", TTL, 1), 0)
+                node.side.handle(Registered("d", TTL, 1))
         for number in range(scenario.num_requests):
-            handoff_id = f"h{number}"
-            if scenario.is_prefix:
-                prefill[number % scenario.num_prefill].engine[handoff_id] = ("want",)
-                continue
-            world.entries[handoff_id] = pe.Pulled(
-                handoff_id,
-                "d",
-                scenario.num_hit_blocks + scenario.num_chunks,
-                scenario.num_known_hits,
-                0,
-                scenario.order,
-            )
-            decode.status[handoff_id] = "new"
-            if scenario.order is HandoffOrder.PREFILL_FIRST:
-                world.queue[handoff_id] = None
+            world.ask(HandoffId("d", FIRST_PREFIX + number if scenario.is_prefix else number))
         return world
+
+    def ask(self, handoff_id: HandoffId) -> None:
+        """A request that is to come, or a reader of a prefix."""
+        scenario = self.scenario
+        self.by_name[str(handoff_id)] = handoff_id
+        if scenario.is_prefix:
+            reader = (handoff_id.number - FIRST_PREFIX) % scenario.num_prefill
+            self.ps[reader].engine[handoff_id] = ("want",)
+            return
+        num_tokens = scenario.num_hit_blocks + scenario.num_chunks
+        sampling = SamplingParams(grammar=Grammar(GrammarKind.REGEX, "a") if scenario.with_grammar else None)
+        self.requests[handoff_id] = RemotePrefillRequest(
+            handoff_id,
+            "d",
+            f"r-{handoff_id}",
+            tuple(range(num_tokens)),
+            0,
+            sampling,
+            (),
+            scenario.num_known_hits,
+            model=MODEL,
+        )
+        self.d.status[handoff_id] = "new"
+        if scenario.order is HandoffOrder.PREFILL_FIRST:
+            self.queue[handoff_id] = None
 
     def after(self, move: Move) -> World:
         """A copy in which ``move`` has happened. What the move does not touch is shared with this world."""
@@ -111,7 +142,18 @@ class World(Hazards, Memory):
         ps = [p.clone() if number in touched else p for number, p in enumerate(self.ps)]
         queue = dict(self.queue)
         world = World(
-            self.scenario, d, ps, self.now, self.net, queue, self.entries, self.returned, self.num_faults, self.ids
+            self.scenario,
+            self.stage,
+            d,
+            ps,
+            self.now,
+            self.net,
+            queue,
+            self.requests,
+            self.by_name,
+            self.returned,
+            self.num_faults,
+            self.ids,
         )
         world.apply(move)
         return world
@@ -124,6 +166,7 @@ class World(Hazards, Memory):
                 "tick"
                 | "watch"
                 | "work"
+                | "turn"
                 | "complete"
                 | "copy"
                 | "wake"
@@ -230,6 +273,7 @@ class World(Hazards, Memory):
         for kind, is_possible in (
             ("complete", node.ended_ops),
             ("work", node.todo),
+            ("turn", node.inbox),
             ("watch", node.watch and not self._is_held_back(number)),
             ("tick", self._is_due(node)),
         ):
@@ -257,6 +301,7 @@ class World(Hazards, Memory):
 
     def apply(self, move: Move) -> None:
         """Make it happen, in place."""
+        self.stage.world = self
         if move[0] in self.FAULTS:
             self.num_faults += 1
         getattr(self, "do_" + move[0].replace(" ", "_"))(*move[1:])
@@ -282,7 +327,7 @@ class World(Hazards, Memory):
                 other.watch = (*other.watch, (number, "ended"))
 
     def do_tick(self, number: int) -> None:
-        self._handle(number, Tick())
+        self.handle(number, Tick())
 
     def do_watch(self, number: int) -> None:
         node = self.node(number)
@@ -297,14 +342,14 @@ class World(Hazards, Memory):
                 event = de.NoPrefillWorker()
         else:
             event = LeaseEnded("d") if what == "ended" else Registered("d", TTL, what)
-        self._handle(number, event)
+        self.handle(number, event)
 
     def do_lease_lost(self, number: int) -> None:
         """The holder hears of it: what it has submitted is withdrawn."""
         node = self.node(number)
         node.lease.is_lost = True
         node.lease.term += 1
-        self._handle(number, LeaseLost())
+        self.handle(number, LeaseLost())
         kept = node.ops[:1] if node.is_copying else ()  # a copy that has begun cannot be withdrawn
         node.ended_ops += tuple((op, False) for op in node.ops if op not in kept)
         node.ops = kept
@@ -316,88 +361,76 @@ class World(Hazards, Memory):
             # The lease puts back what it had, then the worker says that this is another term.
             other.watch = (*other.watch, (number, node.lease.term - 1), (number, node.lease.term))
 
-    def do_expect(self, handoff_id: str) -> None:
+    def do_expect(self, handoff_id: HandoffId) -> None:
         """A request comes to the decode worker and waits for blocks."""
         self.d.status[handoff_id] = "expected"
-        self._handle(D, de.Expected(handoff_id, name(0)))
+        self.handle(D, de.Expected(handoff_id, name(0), 1 if self.scenario.recalls else 0))
 
-    def do_refuse(self, handoff_id: str) -> None:
+    def do_refuse(self, handoff_id: HandoffId) -> None:
         """The frontend takes the request elsewhere."""
         self.d.status[handoff_id] = "refused"
 
-    def do_refuse_half(self, handoff_id: str) -> None:
+    def do_refuse_half(self, handoff_id: HandoffId) -> None:
         """The frontend tells the decode worker, if it still waits."""
         del self.queue[handoff_id]
         if self.d.status[handoff_id] in ("expected", "waiting"):
             self.do_gone(handoff_id)
 
-    def do_arrive(self, handoff_id: str) -> None:
+    def do_arrive(self, handoff_id: HandoffId) -> None:
         """A request comes to the decode worker, whose engine lends its blocks."""
         scenario, d = self.scenario, self.d
         d.status[handoff_id] = "waiting"
         blocks: tuple[int, ...] = ()
         if scenario.with_blocks:
-            hits = self._fresh(scenario.num_hit_blocks)
+            hits = d.fresh(scenario.num_hit_blocks)
             for block in hits:
                 d.content[block] = ("hit", handoff_id)
             d.blocks[handoff_id] = hits
-            blocks = hits + self._fresh(scenario.num_chunks)
+            blocks = hits + d.fresh(scenario.num_chunks)
             d.blocks[handoff_id] = blocks
             d.loans[handoff_id, 1] = blocks
-        self._handle(
-            D,
-            de.Opened(
-                handoff_id,
-                f"r-{handoff_id}",
-                blocks,
-                scenario.num_hit_blocks,
-                scenario.order,
-                scenario.direction,
-                name(0) if scenario.is_paired else None,
-                d.lease.term,
-            ),
-        )
+        if scenario.order is HandoffOrder.PREFILL_FIRST and not scenario.is_paired:
+            hits_and_order = (scenario.num_hit_blocks, scenario.order, scenario.direction)
+            opened = de.Opened(handoff_id, f"r-{handoff_id}", blocks, *hits_and_order, term=d.lease.term)
+            self.handle(D, opened)
+            return
+        request, num_cached = self.requests[handoff_id], scenario.num_hit_blocks
+        request = msgspec.structs.replace(request, block_ids=blocks, num_cached_tokens=num_cached)
+        d.side.on_step(StepOutput(remote_prefills=[request]))
 
-    def _fresh(self, count: int) -> tuple[int, ...]:
-        """The lowest free blocks: what was freed is reused at once."""
-        used = {block for blocks in (*self.d.blocks.values(), *self.d.loans.values()) for block in blocks}
-        found = []
-        block = 0
-        while len(found) < count:
-            if block not in used:
-                found.append(block)
-                self.d.content.pop(block, None)
-            block += 1
-        return tuple(found)
-
-    def do_pull(self, number: int, handoff_id: str) -> None:
+    def do_pull(self, number: int, handoff_id: HandoffId) -> None:
         self.queue[handoff_id] = number
         may_return = not self.scenario.is_paired and handoff_id not in self.returned
-        entry, term = self.entries[handoff_id], self.ps[number].lease.term
-        self._handle(number, msgspec.structs.replace(entry, term=term, may_return=may_return))
+        side, job = self.ps[number].side, self.ps[number].plane.job(handoff_id, may_return)
+        if self.scenario.is_paired:
+            side.take(job)
+        else:
+            side.pulled(job, is_expired=False)
 
-    def do_compute(self, number: int, handoff_id: str) -> None:
-        p, scenario = self.ps[number], self.scenario
+    def do_compute(self, number: int, handoff_id: HandoffId) -> None:
+        """A step of a prefill worker's engine."""
+        p, scenario, engine_id = self.ps[number], self.scenario, str(handoff_id)
         step, rest = p.engine[handoff_id][0], p.engine[handoff_id][1:]
+        hits = tuple(range(100, 100 + scenario.num_hit_blocks))
         if step == "want":
             p.engine[handoff_id] = ("loading",)
             p.held |= {handoff_id}
-            blocks = pe.RequestBlocks(0, tuple(range(100, 100 + scenario.num_hit_blocks)))
             prefix = Prefix(tuple(range(scenario.num_hit_blocks)))
-            self._handle(number, pe.PrefixWanted(handoff_id, "d", blocks, prefix, p.lease.term, 1))
+            wanted = pe.PrefixWanted(handoff_id, "d", pe.RequestBlocks(0, hits), prefix, p.lease.term, 1)
+            p.side.read_prefix(Reader(p.plane, handoff_id), wanted)
             return
         if step == "load":
             p.engine[handoff_id] = ("loading", *rest)
-            blocks = pe.RequestBlocks(0, tuple(range(100, 100 + scenario.num_hit_blocks)))
-            self._handle(number, pe.LoadRequested(handoff_id, blocks))
+            p.side.on_step(StepOutput(kv_loads=[KvLoad(engine_id, 0, hits)]))
             return
         p.engine[handoff_id] = rest
         index = scenario.num_known_hits + int(step)
         if scenario.by_engine:
-            self._handle(number, pe.ChunkComputed(handoff_id, pe.RequestBlocks(0, ()), kv_transfer_params=b"{}"))
-            return
-        token = pe.FirstToken(7) if not rest else None
-        self._handle(number, pe.ChunkComputed(handoff_id, pe.RequestBlocks(index, (100 + index,)), token))
+            chunk = HandoffChunk(engine_id, 0, (), True, kv_transfer_params=str(number).encode())
+        else:
+            output = None if rest else TokenOutput(engine_id, (PROMPT_TOKEN,))
+            chunk = HandoffChunk(engine_id, index, (100 + index,), not rest, output)
+        p.side.on_step(StepOutput(handoff_chunks=[chunk]))
 
     def do_evict(self) -> None:
         """The decode worker's cache forgets the prefix, and reuses its blocks unless they are lent."""
@@ -405,184 +438,33 @@ class World(Hazards, Memory):
 
     def do_deliver(self, item: Any) -> None:
         self.net -= {item}
-        self._receive(*item)
+        self.receive(*item)
 
-    def _receive(self, source: int, target: int, conn: int, message: Any) -> None:
-        if self.node(target).is_dead:
+    def receive(self, source: int, target: int, conn: int, message: Any) -> None:
+        """A message has arrived."""
+        node = self.node(target)
+        if node.is_dead:
             return
-        if target == D:
-            self._handle(D, decode_event(source, conn, message, self.d.lease.term), conn, source)
+        if message == "lost":
+            if target != D and node.conn == conn:
+                node.conn = 0
+            self.handle(target, de.ClaimantConnectionLost(conn) if target == D else pe.DecodeConnectionLost("d"))
+        elif isinstance(message, Heard):
+            self.handle(target, pe.ReleaseAcknowledged(message.handoff_id))
+        elif target != D:
+            node.side.on_message("d", message)
+        elif conn == 0:
+            node.side.notified(encode_message(message))
         else:
-            if message == "lost" and self.ps[target].conn == conn:
-                self.ps[target].conn = 0
-            self._handle(target, prefill_event(message))
+            node.side.on_message(conn, message)
+            if isinstance(message, HandoffReleased):
+                self.send(D, source, conn, Heard(message.handoff_id))
 
-    # -- ledgers ------------------------------------------------------------------------------------------------------
+    def handle(self, number: int, event: Any) -> None:
+        """News for a side."""
+        self.node(number).side.handle(event)
 
-    def _handle(self, number: int, event: Any, conn: int = 0, source: int = 0) -> None:
-        if event is None:
-            return
-        if number == D:
-            for action in self.d.ledger.handle(event, self.now):
-                self._decode_action(action)
-            if isinstance(event, HandoffReleased):
-                self._send(D, source, conn, f"heard {event.handoff_id}")
-        else:
-            for action in self.ps[number].ledger.handle(event, self.now):
-                self._prefill_action(number, action)
-
-    def _decode_action(self, action: Any) -> None:
-        d = self.d
-        match action:
-            case de.Push():
-                self.queue[action.handoff_id] = None
-            case de.AllocateLoan() | de.LendPrefix():
-                is_prefix = isinstance(action, de.LendPrefix)
-                task = ("lend", action.handoff_id) if is_prefix else ("allocate", action.handoff_id, action.loan)
-                d.todo += (task,)
-            case de.ChecksumHits():
-                d.todo += (("hits", action.handoff_id, action.generation, action.block_ids),)
-            case de.SendGrant():
-                self._send_grant(action)
-            case de.SendToPrefill():
-                self._send(D, self._owner(action.connection), action.connection, action.message)
-            case de.Fetch():
-                source = number_of(action.worker_id)
-                op = (action.remote_block_ids, action.block_ids, False)
-                d.ops += (("fetch", action.handoff_id, source, action.generation, *op),)
-            case de.Verify():
-                d.todo += (("verify", action.handoff_id, action.generation, action.block_ids),)
-            case de.EndLoan():
-                self._end_loan(action)
-            case de.Discard() | de.Avoid():
-                pass
-            case de.Resume():
-                self._resume(action)
-            case de.ComputeHere():
-                self._compute_here(action)
-            case _:
-                raise TypeError(action)
-
-    def _owner(self, conn: int) -> int:
-        return conn % CONN_STEP
-
-    def _send_grant(self, action: de.SendGrant) -> None:
-        d, message = self.d, action.message
-        number = number_of(action.worker_id)
-        if message.direction is KvDirection.PUSH:
-            for block in message.block_ids[self.scenario.num_hit_blocks :]:
-                d.writer[block] = (message.handoff_id, message.generation)
-        if self.ps[number].conn != action.connection:
-            d.todo += (("not sent", message.handoff_id, message.generation),)
-        else:
-            self._send(D, number, action.connection, message)
-
-    def _end_loan(self, action: de.EndLoan) -> None:
-        blocks = self.d.loans.pop((action.handoff_id, action.loan), None)
-        if blocks is None:
-            raise Violation(f"loan {action.loan} of {action.handoff_id} ends twice")
-        # A second loan shares the hits of the first.
-        for block in blocks:
-            if self.d.writer.get(block, ("",))[0] == action.handoff_id:
-                self.d.writer.pop(block)
-
-    def _resume(self, action: de.Resume) -> None:
-        d, handoff_id, message = self.d, action.handoff_id, action.message
-        if d.status[handoff_id] != "waiting":
-            raise Violation(f"a first token for a request that is {d.status[handoff_id]}")
-        d.status[handoff_id] = "running"
-        if self.scenario.by_engine:
-            return
-        blocks = d.blocks[handoff_id] = d.loans[handoff_id, action.loan]
-        for index, block in enumerate(blocks):
-            wanted = ("hit", handoff_id) if index < self.scenario.num_hit_blocks else ("kv", handoff_id, 100 + index)
-            if d.content.get(block) != wanted:
-                raise Violation(f"block {block} of a running request holds {d.content.get(block)}, not {wanted}")
-        if message.token_id != 7:
-            raise Violation("a wrong token")
-
-    def _compute_here(self, action: de.ComputeHere) -> None:
-        d = self.d
-        if d.status[action.handoff_id] != "waiting":
-            raise Violation(f"to be computed here, but it is {d.status[action.handoff_id]}")
-        if not self.scenario.can_replace_blocks and any(owner == action.handoff_id for owner, _ in d.loans):
-            raise Violation("to be computed in blocks that are lent")
-        # The engine hears of it after what was asked of it before, such as other blocks for the same request.
-        d.todo += (("compute here", action.handoff_id),)
-
-    def _prefill_action(self, number: int, action: Any) -> None:
-        p = self.ps[number]
-        match action:
-            case pe.SendClaim():
-                self._claim(number, action)
-            case pe.SendToDecode() | pe.SendRelease():
-                if self._connect(number):
-                    self._send(number, D, p.conn, action.message)
-            case pe.ReadHits():
-                p.ops += (("load", action.handoff_id, action.blocks.block_ids, action.remote_block_ids, False),)
-            case pe.Write():
-                data = (action.generation, action.blocks.block_ids, action.remote_block_ids)
-                op = ("write", action.handoff_id, *data, without_words(action.done), False)
-                p.ops = (*p.ops, op) if self.scenario.transport_order else (op, *p.ops)
-            case pe.VerifyHits():
-                p.todo += (("verify hits", action.handoff_id),)
-            case pe.ChecksumChunk():
-                p.todo += (("chunk", action.handoff_id),)
-            case pe.Keep():
-                p.todo += (("keep", action.handoff_id, action.block_ids),)
-            case pe.Settle() | pe.Return():
-                self._end_delivery(number, action)
-            case pe.Computed():
-                pass
-            case _:
-                self._order(number, action)
-
-    def _claim(self, number: int, action: pe.SendClaim) -> None:
-        p = self.ps[number]
-        is_astray, p.is_astray = p.is_astray and not p.conn, False
-        if not is_astray and self._connect(number):
-            self._send(number, D, p.conn, action.message)
-        else:
-            p.todo += (("unreachable", action.message.handoff_id),)
-
-    def _end_delivery(self, number: int, action: pe.Settle | pe.Return) -> None:
-        is_mine = self.queue.get(action.handoff_id) == number
-        if isinstance(action, pe.Return):
-            self.returned |= {action.handoff_id}
-            if is_mine:
-                self.queue[action.handoff_id] = None
-        elif is_mine:
-            del self.queue[action.handoff_id]
-
-    def _order(self, number: int, action: Any) -> None:
-        """To a prefill worker's engine."""
-        p, handoff_id = self.ps[number], action.handoff_id
-        match action:
-            case pe.Compute():
-                scenario = self.scenario
-                num_chunks = scenario.num_hit_blocks - scenario.num_known_hits + scenario.num_chunks
-                steps = tuple(str(chunk) for chunk in range(num_chunks))
-                p.engine[handoff_id] = ("load", *steps) if scenario.num_known_hits else steps
-                p.held |= {handoff_id}
-            case pe.ReportLoaded() if self.scenario.is_prefix:
-                if p.engine.pop(handoff_id, ()) != ("loading",):
-                    raise Violation(f"the load of {handoff_id} ends twice")
-                p.held -= {handoff_id}
-            case pe.ReportLoaded():
-                if p.engine.get(handoff_id, ("",))[:1] == ("loading",):
-                    p.engine[handoff_id] = p.engine[handoff_id][1:]
-            case pe.StopComputing():
-                p.engine.pop(handoff_id, None)
-            case pe.FreeBlocks():
-                if handoff_id not in p.held:
-                    raise Violation(f"p{number} frees blocks twice")
-                p.held -= {handoff_id}
-                p.kept -= {handoff_id}
-                p.engine.pop(handoff_id, None)
-            case _:
-                raise TypeError(action)
-
-    def _connect(self, number: int) -> bool:
+    def connect(self, number: int) -> bool:
         """Whether there is a connection to the decode worker, perhaps a new one."""
         if self.d.is_dead:
             return False
@@ -592,7 +474,7 @@ class World(Hazards, Memory):
             p.conn = CONN_STEP * p.num_conns + number
         return True
 
-    def _send(self, source: int, target: int, conn: int, message: Any) -> None:
+    def send(self, source: int, target: int, conn: int, message: Any) -> None:
         """Into the network, if the connection stands (0: the notification of a write)."""
         p = self.ps[source if target == D else target]
         if (conn == 0 or p.conn == conn) and not self.node(target).is_dead:
@@ -608,16 +490,19 @@ class World(Hazards, Memory):
                 if owners.setdefault(block, f"{handoff_id} {loan}") != f"{handoff_id} {loan}":
                     raise Violation(f"block {block} is lent twice")
         for handoff_id, blocks in self.d.blocks.items():
-            if self.d.status[handoff_id] == "running" and set(blocks) & set(self.d.writer):
+            if self.d.status[handoff_id] == "running" and not self.d.writer.keys().isdisjoint(blocks):
                 raise Violation(f"a peer may write to blocks of {handoff_id}, which runs: {self.d.writer}")
             for other, theirs in self.d.blocks.items():
                 if other != handoff_id and set(blocks) & set(theirs):
                     raise Violation(f"{handoff_id} and {other} share blocks")
         if self.d.is_dead:
             return
+        ending = {(call[1][0].handoff_id, call[1][0].loan) for call in self.d.inbox if call[0] == "_end_loan"}
         lent = {(handoff.handoff_id, loan) for handoff in self.d.ledger.handoffs.values() for loan in handoff.loans}
-        if lent != set(self.d.loans):
-            raise Violation(f"the ledger counts loans {lent}, the engine {set(self.d.loans)}")
+        if lent != set(self.d.loans) - ending:
+            raise Violation(f"the ledger counts loans {lent}, the engine {set(self.d.loans)}, less {ending}")
+        if self.d.num_in_memory != self.d.ledger.num_grants:
+            raise Violation(f"the transfer thread knows of {self.d.num_in_memory} grants")
 
     @property
     def is_idle(self) -> bool:
@@ -627,8 +512,12 @@ class World(Hazards, Memory):
             return False
         if not d.is_dead and (d.ledger.expected or {"new", "expected"} & set(d.status.values())):
             return False
+        if not d.is_dead and (d.opened or d.inbox or d.todo):
+            return False
         alive = [p for p in self.ps if not p.is_dead]
-        if any(p.ledger.handoffs or p.held or p.engine or p.ops or p.ended_ops for p in alive):
+        if any(p.ledger.handoffs or p.held or p.engine or p.ops or p.ended_ops or p.inbox or p.todo for p in alive):
+            return False
+        if any(p.side.jobs or p.side.prefixes for p in alive):
             return False
         return not self.queue or not any(p.is_open for p in alive)
 
@@ -638,36 +527,3 @@ class World(Hazards, Memory):
         parts = [f"status {d.status}", f"loans {d.loans}", f"{list(d.ledger.handoffs.values())}", f"queue {self.queue}"]
         parts += [f"p{n}: held {set(p.held)} {list(p.ledger.handoffs.values())}" for n, p in enumerate(self.ps)]
         return "\n  ".join(parts)
-
-
-# -- messages to events -----------------------------------------------------------------------------------------------
-
-
-def decode_event(source: int, conn: int, message: Any, term: int) -> Any:
-    match message:
-        case HandoffClaim():
-            return de.Claimed(message, conn, term)
-        case HandoffDone():
-            return de.Done(message, conn or None)
-        case HandoffReady():
-            return de.Offered(message, conn)
-        case HandoffProgress() | HandoffReleased():
-            return message
-        case "lost":
-            return de.ClaimantConnectionLost(conn)
-    raise TypeError(message)
-
-
-def prefill_event(message: Any) -> Any:
-    match message:
-        case HandoffGrant():
-            return pe.Granted("d", message)
-        case HandoffAbandon():
-            return pe.Abandoned("d", message)
-        case HandoffRefused() | HandoffFetched():
-            return message
-        case "lost":
-            return pe.DecodeConnectionLost("d")
-        case str():
-            return pe.ReleaseAcknowledged(message.removeprefix("heard "))
-    raise TypeError(message)

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 
 import pytest
-from tests.patience import until
+from tests.patience import HAS_IPV6, until
 
 from kvrelay.config import ControlConfig
-from kvrelay.errors import AddressInUseError
+from kvrelay.errors import AddressInUseError, ConfigError
 from kvrelay.http import listening as listening_module
 from kvrelay.http import open_listener, reserve_port
 from kvrelay.launch.frontend_process import cluster_name
@@ -87,6 +87,23 @@ def test_another_address_is_another_port(opened: ExitStack) -> None:
     port = opened.enter_context(open_listener("127.0.0.1", 0, "a")).getsockname()[1]
     opened.enter_context(open_listener("127.0.0.2", port, "b"))
     opened.enter_context(open_listener("127.0.0.1", port, "a"))
+
+
+@pytest.mark.skipif(not HAS_IPV6, reason="this machine has no ::1")
+@pytest.mark.parametrize(("host", "reached"), [("localhost", "127.0.0.1"), ("::1", "::1"), ("::", "127.0.0.1")])
+def test_a_reservation_is_of_the_address_that_is_listened_on(opened: ExitStack, host: str, reached: str) -> None:
+    """A name with several addresses: the IPv4 one."""
+    port = opened.enter_context(reserve_port(host, 0)).getsockname()[1]
+    listener = opened.enter_context(open_listener(host, port))
+    assert listener.getsockname()[1] == port
+    opened.enter_context(socket.create_connection((reached, port)))
+
+
+@pytest.mark.parametrize("host", ["no-such-host.invalid", "a" * 64, "."])
+def test_a_host_that_does_not_resolve_is_refused(host: str) -> None:
+    for open_it in (open_listener, reserve_port):
+        with pytest.raises(ConfigError, match="cannot listen on"):
+            open_it(host, 0)
 
 
 def test_a_cluster_name_depends_on_control_plane_and_namespace() -> None:

@@ -6,6 +6,8 @@ import asyncio
 import json
 import subprocess
 import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import AsyncMock
@@ -18,6 +20,7 @@ from tests.patience import PATIENCE_S
 from kvrelay.config import ControlConfig, WorkerRole
 from kvrelay.control.base import Keys
 from kvrelay.control.memory import MemoryBroker
+from kvrelay.core.tasks import end_tasks
 from kvrelay.core.workers import WorkerInfo
 from kvrelay.errors import KvrelayError
 from kvrelay.launch.actuators import ClusterActuator, HookActuator
@@ -57,6 +60,15 @@ async def report(hosts: dict[str, tuple[int, tuple[int, ...]]]) -> Any:
 
 async def actuator_of(plane: Any, calls: Calls) -> ClusterActuator:
     return ClusterActuator(calls, Hosts(plane, KEYS, await plane.discovery.grant(10.0)))  # type: ignore[arg-type]
+
+
+async def test_a_host_tells_that_it_ends_without_a_worker() -> None:
+    plane = await report({"a": (2, (1,))})
+    assert not (await (await actuator_of(plane, Calls())).room()).needs_worker
+    entry = msgspec.json.encode(HostReport("b", "here", "m", 2, (2,), needs_worker=True))
+    await plane.discovery.put(KEYS.host("b"), entry, await plane.discovery.grant(60.0))
+    assert (await (await actuator_of(plane, Calls())).room()).needs_worker
+    await plane.close()
 
 
 async def orders(plane: Any) -> dict[str, str]:
@@ -208,3 +220,28 @@ def test_a_worker_that_never_becomes_ready_gives_its_slot_back() -> None:
         for child in children:
             child.process.kill()
             child.process.communicate()
+
+
+async def test_an_order_counts_although_its_entry_cannot_be_deleted(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    broker, started = MemoryBroker(), list[WorkerRole]()
+
+    @asynccontextmanager
+    async def connected(config: ControlConfig) -> AsyncIterator[Any]:
+        yield broker.plane()
+
+    def start(role: WorkerRole) -> None:
+        started.append(role)
+        broker.is_online = False
+
+    monkeypatch.setattr("kvrelay.launch.worker_host.connected", connected)
+    host = WorkerHost(ControlConfig(), "m", 1, list, start)
+    running = asyncio.create_task(host.run_forever())
+    plane = broker.plane()
+    await plane.discovery.put(f"{KEYS.orders(host.host_id)}1", b"decode", await plane.discovery.grant(60.0))
+    await eventually(lambda: started == [WorkerRole.DECODE])
+    await eventually(lambda: "cannot be deleted" in caplog.text or "failed" in caplog.text)
+    await end_tasks([running])
+    await plane.close()
+    assert [record.getMessage() for record in caplog.records if record.levelname == "ERROR"] == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import msgspec
@@ -12,7 +13,7 @@ from kvrelay.control.base import ControlPlane, Keys
 from kvrelay.control.memory import MemoryBroker
 from kvrelay.core.tier_stats import StoreStats, TierCounts, TierStats
 from kvrelay.core.workers import WorkerInfo
-from kvrelay.errors import ConfigError, ControlUnavailableError
+from kvrelay.errors import ConfigError, ControlUnavailableError, InvalidInputError
 from kvrelay.launch import admin
 from kvrelay.launch.admin import config_get, config_set, list_workers, status_table
 from kvrelay.rpc import new_curve_keys
@@ -119,3 +120,33 @@ async def test_a_queue_that_pauses_is_asked_again(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("kvrelay.launch.request_plane.connect_control", connect)
     report = await admin.cluster_status(ControlConfig(control="nats://127.0.0.1:1"))
     assert report == {"prefill_queue_size": 3, "workers": []}
+
+
+async def test_the_last_worker_that_takes_requests_keeps_doing_so_unless_forced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plane = MemoryBroker().plane()
+    lease = await plane.discovery.grant(60.0)
+
+    async def add(worker_id: str, role: WorkerRole, model: str = "m") -> None:
+        info = WorkerInfo(worker_id, 0, role, model, "/m", "tcp://127.0.0.1:1", 1000, 16, 100, 500, "x")
+        await plane.discovery.put(Keys("default").worker(worker_id), msgspec.json.encode(info), lease)
+
+    for worker_id, role, model in (("p", WorkerRole.PREFILL, "m"), ("d", WorkerRole.DECODE, "m"), ("o", "both", "n")):
+        await add(worker_id, WorkerRole(role), model)
+    sent: list[tuple[str, ...]] = []
+
+    async def reply(config: ControlConfig, *command: str) -> None:
+        sent.append(command)
+
+    monkeypatch.setattr(admin, "connected", lambda config: contextlib.nullcontext(plane))
+    monkeypatch.setattr(admin, "print_reply", reply)
+    config = ControlConfig()
+    with pytest.raises(InvalidInputError, match=r"d is the last worker that takes requests.* or --force"):
+        await admin.change_role(config, "d", WorkerRole.PREFILL, force=False)
+    await admin.change_role(config, "d", WorkerRole.BOTH, force=False)
+    await admin.change_role(config, "d", WorkerRole.PREFILL, force=True)
+    await add("e", WorkerRole.BOTH)
+    await admin.change_role(config, "d", WorkerRole.PREFILL, force=False)
+    assert sent == [("d", "role", "both"), ("d", "role", "prefill"), ("d", "role", "prefill")]
+    await plane.close()

@@ -10,7 +10,17 @@ import tempfile
 import pytest
 
 from kvrelay.launch import children as children_module
-from kvrelay.launch.children import WINDOW_S, Child, ChildErrors, restart, start_child, stop_children
+from kvrelay.launch.children import (
+    AFTER_CRASH,
+    MAX_LINE,
+    WINDOW_S,
+    Child,
+    ChildErrors,
+    end_of,
+    restart,
+    start_child,
+    stop_children,
+)
 
 FAILS = "import sys; print('kvrelay: no such file', file=sys.stderr); print(f'log {sys.argv[1]}', file=sys.stderr)"
 IGNORES = (
@@ -57,6 +67,33 @@ def test_errors_of_real_children_and_of_restarted_ones() -> None:
     errors.finish(60)
     assert sorted(line for line in lines if line.startswith(b"log")) == [b"log 0\n", b"log 0\n", b"log 1\n", b"log 2\n"]
     assert 1 <= lines.count(b"kvrelay: no such file\n") <= 2
+
+
+def test_a_restarted_child_is_told_how_the_one_before_it_ended() -> None:
+    tells = f"import os, sys; print(os.environ.get('{AFTER_CRASH}'), file=sys.stderr); sys.exit(int(sys.argv[1]))"
+    for code, told in ((3, "exit code 3: None"), (0, "None"), (69, "None")):
+        lines: list[bytes] = []
+        errors = ChildErrors(lines.append)
+        child = start_child("w", [sys.executable, "-c", tells, str(code)], errors=errors)
+        child.process.wait(60)
+        errors.finish(60)
+        restart(child)
+        child.process.wait(60)
+        errors.finish(60)
+        assert [line.decode().strip() for line in lines] == ["None", told]
+
+
+def test_ends_are_told_in_words() -> None:
+    assert end_of(-9, "") == "killed by SIGKILL"
+    assert end_of(-77, "x") == "killed by signal 77: x"
+    assert end_of(70, "the engine hangs") == "exit code 70: the engine hangs"
+    errors = ChildErrors(lambda line: None)
+    errors.pass_on("w", b"kvrelay: the \x1b[31mreason\n")
+    errors.pass_on("w", b"  \n")
+    assert errors.last_line("w") == "the [31mreason"
+    errors.pass_on("w", b"\xff" * 2 * MAX_LINE)
+    assert len(errors.last_line("w")) == MAX_LINE
+    assert errors.last_line("other") == ""
 
 
 async def test_a_long_end_is_explained_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,6 +65,15 @@ def group_of_scripts(arguments: str = "") -> WorkerConfig:
     return WorkerConfig(model_path=Path(), model=arguments, group=GroupConfig(dp=3))
 
 
+@pytest.mark.parametrize(("announces", "silent"), [(True, [False, True]), (False, [True, True])])
+def test_a_group_announces_itself_once(announces: bool, silent: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    commands: list[list[str]] = []
+    monkeypatch.setattr(dp_group, "start_child", lambda _, command, **__: commands.append(command))
+    for rank in range(2):
+        dp_group.start_rank(group_of_scripts(), rank, "/d", announces=announces and not rank)
+    assert ["--no-ready-line" in command for command in commands] == silent
+
+
 async def test_a_rank_that_fails_ends_the_group(scripted: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dp_group, "GROUP_END_S", 0.1)
     assert await run_group(group_of_scripts("fails stubborn")) == 3

@@ -16,14 +16,15 @@ from kvrelay.core.messages import AdminReply, AdminRequest
 from kvrelay.core.step_cost import StepCost
 from kvrelay.core.workers import WorkerInfo
 from kvrelay.errors import ProtocolError
-from kvrelay.launch.fleet_observer import FleetObserver
+from kvrelay.frontend.cluster.figures import Second
+from kvrelay.launch.fleet_observer import FleetObserver, measured_in
 from kvrelay.launch.worker_calls import WorkerCalls, answer_of
-from kvrelay.planner import WorkerView
+from kvrelay.planner import Measured, WorkerView
 from kvrelay.rpc.zmq_socket import new_curve_keys
 from kvrelay.worker.worker import Worker
 
 KEYS = Keys("default")
-LOAD = msgspec.to_builtins(LoadMetrics("w", 1, 8, 10, 100, 2, 0.1, 0.5, step_cost=StepCost()))
+LOAD = msgspec.to_builtins(LoadMetrics("w", 3, 8, 10, 100, 2, 0.1, 0.5, num_decoding=1, step_cost=StepCost()))
 
 
 class Answering(WorkerCalls):
@@ -50,7 +51,7 @@ def status(**changes: object) -> str:
 
 async def test_a_sound_status_is_seen() -> None:
     seen = await view(status())
-    assert (seen.is_ready, seen.num_running, seen.step_cost) == (True, 1, StepCost())
+    assert (seen.is_ready, seen.num_running, seen.num_admitted, seen.step_cost) == (True, 1, 3, StepCost())
 
 
 @pytest.mark.parametrize(
@@ -59,6 +60,17 @@ async def test_a_sound_status_is_seen() -> None:
 )
 async def test_a_worker_that_answers_nonsense_is_not_ready(payload: str) -> None:
     assert not (await view(payload)).is_ready
+
+
+def test_what_clients_got_needs_some_requests() -> None:
+    """19 of 20 first tokens within 0.1 s, and most tokens within 25 ms."""
+    ttft, itl = (0,) * 5 + (19, 0, 0, 0, 0, 1), (0,) * 5 + (70, 30)
+    row = Second(1, ttft=ttft, itl=itl)
+    assert measured_in(row) == Measured(ttft_s=(0.05, 0.1), itl_s=(0.01, 0.025))
+    assert measured_in(Second(1, ttft=(19,), itl=itl)) is None
+    late = measured_in(Second(1, ttft=(0,) * 14 + (20,), itl=itl))
+    assert late is not None
+    assert late.ttft_s == (60, 1e9)
 
 
 async def test_an_impossible_cost_is_no_cost() -> None:

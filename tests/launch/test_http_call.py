@@ -56,6 +56,20 @@ async def test_a_call_sends_method_path_body_and_key(url: str) -> None:
     assert (status, json.loads(body)["body"], json.loads(body)["key"]) == (404, "", None)
 
 
+@pytest.mark.parametrize(("url", "port"), [("http://[::1]", 80), ("https://[::1]", 443), ("http://[::1]:81", 81)])
+async def test_an_ipv6_address_needs_no_port(url: str, port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[object] = []
+
+    def connect(address: object, *_: object) -> None:
+        called.append(address)
+        raise ConnectionRefusedError
+
+    monkeypatch.setattr(socket, "create_connection", connect)
+    with pytest.raises(WorkerUnavailableError):
+        await http_call(url, "GET", "/")
+    assert called == [("::1", port)]
+
+
 async def test_no_answer_and_an_invalid_url_raise_different_errors() -> None:
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))

@@ -12,11 +12,12 @@ from tests.planner.toy import OBJECTIVES, steady, workers
 
 from kvrelay.control.base import Keys
 from kvrelay.control.memory import MemoryBroker, MemoryControlPlane
+from kvrelay.core.process_usage import Usage
 from kvrelay.errors import IntegrityError, InvalidInputError, WorkerUnavailableError
 from kvrelay.launch import planner_process
 from kvrelay.launch.planner_admin import replay_log, reports_text
 from kvrelay.launch.planner_process import PlannerConfig, PlannerProcess
-from kvrelay.planner import Action, Demand, FleetView, Hold, Room, Stop, Widen, WorkerView
+from kvrelay.planner import Action, Demand, FleetView, Hold, Measured, Room, Stop, Widen, WorkerView
 from kvrelay.planner.log import MAX_BYTES, DecisionLog, read_log
 from kvrelay.planner.report import PAUSED, PlannerReport, read_reports
 
@@ -30,10 +31,12 @@ class Given:
 
     def __init__(self, *fleet: WorkerView) -> None:
         self.fleet, self.now_s, self.demand = fleet, 0.0, ANSWERS
+        self.measured: Measured | None = None
 
     async def look(self) -> tuple[FleetView, Demand]:
         self.now_s += OBJECTIVES.window_s
-        return FleetView(now_s=self.now_s, workers=self.fleet, spread=0.03), self.demand
+        fleet = FleetView(now_s=self.now_s, workers=self.fleet, spread=0.03, measured=self.measured)
+        return fleet, self.demand
 
 
 class Notes:
@@ -109,6 +112,31 @@ async def test_a_planner_suggests_and_changes_nothing() -> None:
     await running.plane.close()
 
 
+async def test_estimates_that_are_wrong_for_a_minute_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    """400 tokens take 0.1 s, and a step with one answer 21 ms."""
+    running = Running(MemoryBroker(), "suggest")
+    running.given.demand = steady(1, 400, 30)
+    process = await running.start()
+
+    async def ticks(count: int, ttft_s: tuple[float, float]) -> str:
+        running.given.measured = Measured(ttft_s=ttft_s, itl_s=(0.01, 0.025))
+        for _ in range(count):
+            await process.tick()
+        return reports_text(msgspec.to_builtins([process.report]))
+
+    assert "first token (95 %): expected 0.1" in await ticks(20, (0.1, 0.25))
+    assert process.report.doubt == ""
+    await ticks(12, (5.0, 10.0))
+    assert process.report.doubt == ""  # 55 s
+    await ticks(20, (0.25, 0.5))
+    assert process.report.doubt == ""  # well within the objective of 2 s
+    await ticks(13, (5.0, 10.0))
+    assert "measured 5 to 10 s; do not rely on this plan" in await ticks(5, (5.0, 10.0))
+    assert caplog.text.count("measured 5 to 10 s") == 1
+    await ticks(1, (0.1, 0.25))
+    assert process.report.doubt == ""
+
+
 async def test_it_acts_unless_it_is_paused() -> None:
     broker = MemoryBroker()
     running = Running(broker, "act")
@@ -123,6 +151,11 @@ async def test_it_acts_unless_it_is_paused() -> None:
     await process.tick()
     assert running.notes.widened == ["p0"]
     assert process.report.num_changes == 1
+    (change,) = process.report.changes
+    assert (change.what, change.reason != "") == ("widen p0", True)
+    assert not change.reason.startswith("widen")
+    assert f"widen p0: {change.reason}" in reports_text(msgspec.to_builtins([process.report]))
+    assert change.unix_s == pytest.approx(process.report.unix_s, abs=60.0)
     await process.tick()
     assert running.notes.widened == ["p0"]  # it waits for the first change
     assert "waiting for p0" in process.report.actions[0].reason
@@ -159,6 +192,48 @@ async def test_frontends_learn_whether_it_starts_workers_and_unstoppable_ones_ar
     await process.tick()
     assert not process.report.can_start
     await running.plane.close()
+
+
+@pytest.mark.parametrize("needs_worker", [True, False])
+async def test_min_workers_0_does_not_take_the_last_worker_of_a_serve_that_needs_one(needs_worker: bool) -> None:
+    running = Running(MemoryBroker(), "act")
+    running.config = PlannerConfig("act", msgspec.structs.replace(OBJECTIVES, min_workers=0, quiet_s=30.0))
+    running.given.fleet = workers(0, 1)
+    running.given.demand = Demand(duration_s=5.0)
+    running.notes.given_room = Room(2, 0, frozenset({"d0"}), needs_worker)
+    process = await running.start()
+    for _ in range(20):
+        await process.tick()
+    assert any(isinstance(action, Stop) for action in running.notes.actions) is not needs_worker
+    await running.plane.close()
+
+
+async def test_a_planner_tells_its_cores_and_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mean cores since the report before: 10 s of CPU in an interval of 2 s are 5, whatever the time of this test."""
+    used = iter([Usage(1.0, 1), Usage(11.0, 2048), Usage(4.0, 1024)])
+
+    class Scripted:
+        def read(self) -> Usage:
+            return next(used)
+
+    monkeypatch.setattr(planner_process, "ProcessUsage", Scripted)
+    monkeypatch.setattr(planner_process, "REPORT_INTERVAL_S", 0.0)
+    running = Running(MemoryBroker(), "suggest")
+    process = await running.start()
+    for most_cores, rss_bytes in ((5.0, 2048), (0.0, 1024)):
+        await process.tick()
+        (shown,) = read_reports(await running.plane.discovery.list(KEYS.planners))
+        assert 0.0 <= shown.cpu_cores <= most_cores
+        assert (shown.cpu_cores > 0.0) is (most_cores > 0.0)
+        assert shown.rss_bytes == rss_bytes
+    await running.plane.close()
+
+
+def test_usage_that_no_process_can_have_is_unreadable() -> None:
+    good = PlannerReport(planner_id="a", host="h", pid=1, started_unix=2.0, mode="act", cpu_cores=1.0)
+    for bad in ({"cpu_cores": -1.0}, {"rss_bytes": -1}, {"cpu_cores": 1e300}):
+        assert not read_reports({"a": msgspec.json.encode(msgspec.structs.replace(good, **bad))})
+    assert read_reports({"a": msgspec.json.encode(good)}) == [good]
 
 
 async def test_the_oldest_of_two_planners_decides_and_the_other_takes_over() -> None:

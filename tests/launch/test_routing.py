@@ -13,6 +13,6 @@ def test_every_decision_and_refusal_is_named_and_zeros_are_left_out() -> None:
         "rejections": {"in_flight": 0},
     }
     assert counts_line(counts) == (
-        "since this frontend's start: placed without costs: 2; prefill-first: local_short 1, remote 7; "
+        "since this frontend's start: placed without costs: 2; prefills: local_short 1, remote 7; "
         "refused by workers: queue_full 3; refused here: none"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -10,16 +11,26 @@ from unittest.mock import AsyncMock, Mock
 import msgspec
 import pytest
 
-from kvrelay.config import FrontendConfig, RouterConfig, WorkerConfig, WorkerRole
+from kvrelay.config import (
+    EngineConfig,
+    FrontendConfig,
+    MetricsConfig,
+    RouterConfig,
+    RunnerConfig,
+    WorkerConfig,
+    WorkerRole,
+)
 from kvrelay.data import bundled_checkpoint_path
 from kvrelay.errors import FatalError
+from kvrelay.http import reserve_port
+from kvrelay.launch.children import Child
 from kvrelay.launch.serve import LocalCluster, ServeConfig
 
 
 def serve_config(model_path: Path) -> ServeConfig:
     common = WorkerConfig(model_path=model_path, model="tiny")
     workers = (replace(common, role=WorkerRole.PREFILL), replace(common, role=WorkerRole.DECODE))
-    return ServeConfig(workers, FrontendConfig(port=0), RouterConfig())
+    return ServeConfig(workers, workers, FrontendConfig(port=0), RouterConfig())
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
@@ -42,6 +53,32 @@ async def test_a_broken_tokenizer_ends_the_start(tmp_path: Path, monkeypatch: py
     assert [call[0] for call in steps.method_calls] == ["start", "stop"]
 
 
+def test_an_extra_worker_has_the_settings_of_its_kind_and_ports_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``--tp-decode 2 --block-size-decode 32 --metrics-port N``: the decode worker has N + 1."""
+    started: list[list[str]] = []
+
+    def start(name: str, command: list[str], **_: object) -> Child:
+        started.append(command)
+        return Child(name, command, Mock(poll=lambda: None))
+
+    monkeypatch.setattr("kvrelay.launch.serve.start_child", start)
+    with reserve_port("127.0.0.1", 0) as reserved:
+        port = int(reserved.getsockname()[1])
+    common = WorkerConfig(model_path=Path("m"), model="tiny", metrics=MetricsConfig(metrics_port=port))
+    prefill = replace(common, role=WorkerRole.PREFILL)
+    decode = replace(common, role=WorkerRole.DECODE, engine=EngineConfig(block_size=32), runner=RunnerConfig(tp=2))
+    second = replace(decode, metrics=MetricsConfig(metrics_port=port + 1))
+    cluster = LocalCluster(ServeConfig((prefill, second), (prefill, decode), FrontendConfig(port=0), RouterConfig()))
+    for role in (WorkerRole.PREFILL, WorkerRole.DECODE, WorkerRole.BOTH):
+        cluster.start_ordered(role)
+    words = [dict(itertools.pairwise(command)) for command in started]
+    assert [each["--role"] for each in words] == ["prefill", "decode", "both"]
+    assert [(each.get("--tp"), each.get("--block-size")) for each in words] == [(None, None), ("2", "32"), ("2", "32")]
+    ports = [int(each["--metrics-port"]) for each in words]
+    assert ports == sorted(set(ports))
+    assert min(ports) > port + 1
+
+
 async def test_ready_means_every_frontend(monkeypatch: pytest.MonkeyPatch) -> None:
     """They share a port, and each learns of the workers by itself, of one long before the other perhaps."""
     pids = [(7, 3), (8, 2), None, (7, 3), (9, 3), (8, 3)]
@@ -59,6 +96,16 @@ async def test_ready_means_every_frontend(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr("kvrelay.launch.admin.list_workers", AsyncMock(return_value=["a worker", "another", "a third"]))
     assert await cluster.until_ready()
     assert next(told, None) is None, "9 is no frontend of ours"
+
+
+@pytest.mark.parametrize(
+    ("host", "shown"),
+    [("::1", "[::1]"), ("[::1]", "[::1]"), ("::", "127.0.0.1"), ("", "127.0.0.1"), ("localhost", "localhost")],
+)
+def test_the_url_of_a_host_is_one_that_clients_reach(host: str, shown: str) -> None:
+    frontend = FrontendConfig(host=host, port=8000)
+    cluster = LocalCluster(msgspec.structs.replace(serve_config(Path()), frontend=frontend))
+    assert cluster.url == f"http://{shown}:8000"
 
 
 @pytest.mark.parametrize(("settings", "is_alone"), [({}, False), ({"access_log_file": "x"}, False), ({}, True)])

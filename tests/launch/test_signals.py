@@ -134,3 +134,40 @@ def test_a_worker_that_is_told_to_leave_as_soon_as_others_see_it_leaves_in_order
             assert process.wait(60) == 0
     finally:
         server.stop()
+
+
+BELOW_INIT = """
+import ctypes, os, signal, subprocess, sys, time
+from kvrelay.launch.process import go_on_below_init
+
+PR_SET_CHILD_SUBREAPER = 36
+assert ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1) == 0  # gets orphans as process 1 does
+init = os.getpid()
+go_on_below_init()
+assert os.getppid() == init
+assert subprocess.run(["sh", "-c", "exit 3"]).returncode == 3
+seen = []
+signal.signal(signal.SIGTERM, lambda number, _: seen.append(number))
+orphan = int(subprocess.check_output(["sh", "-c", "sleep 0.01 >&- & echo $!"]))
+while os.path.exists(f"/proc/{orphan}"):
+    time.sleep(0.01)
+os.write(int(sys.argv[1]), b"ready ")
+while not seen:
+    time.sleep(0.01)
+os.write(int(sys.argv[1]), b"ended")
+if "killed" in sys.argv:
+    os.kill(os.getpid(), signal.SIGKILL)
+sys.exit(7)
+"""
+
+
+@pytest.mark.parametrize(("argument", "code"), [("leaves", 7), ("killed", 128 + signal.SIGKILL)])
+def test_process_1_reaps_orphans_and_passes_signals_and_the_exit_code_on(
+    said: tuple[int, int], argument: str, code: int
+) -> None:
+    reading, writing = said
+    with started(BELOW_INIT, subprocess.DEVNULL, writing, argument) as process:
+        assert os.read(reading, 100) == b"ready "
+        process.terminate()
+        assert os.read(reading, 100) == b"ended"
+        assert process.wait(60) == code

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,8 @@ WORKER: dict[str, Any] = {
     "tokens_per_s": 12.34,
     "prefill_s_queued": 1.5,
     "age_s": 0.5,
+    "cpu_cores": 0.25,
+    "rss_bytes": 1536 * 2**20,
 }
 UNHEARD = dict.fromkeys(WORKER) | {"id": "d9", "role": "decode", "state": "unreached"}
 REQUEST: dict[str, Any] = {
@@ -48,9 +51,13 @@ REPORT: dict[str, Any] = {
     "flows": [{"source": "p0", "target": "d0", "bytes": 2**20, "transfers": 2, "mean_ms": 1.0}],
     "slowest": [REQUEST],
     "total": {
-        "requests_per_s": 1.5,
+        "answered_per_s": 1.5,
         "tokens_per_s": 30.0,
+        "answered_last_minute": 6,
+        "refused_last_minute": 2,
         "failed_last_minute": 1,
+        "judged_last_minute": 8,
+        "in_time_last_minute": 6,
         "requests_last_minute": 9,
         "in_flight": 4,
         "running": 3,
@@ -60,6 +67,11 @@ REPORT: dict[str, Any] = {
         "itl_ms": QUANTILES,
         "kv_used": 50,
         "kv_total": 100,
+        "places": [{"place": "remote", "last_minute": 5}, {"place": "local_short", "last_minute": 0}],
+        "handoffs": {"arrived": 5, "queue_ms": 2.0, "whole_ms": 30.0, "sending_ms": None},
+        "prompt_tokens_last_minute": 4000,
+        "cached_tokens_last_minute": 1000,
+        "loaded_tokens_last_minute": {"host": 64, "disk": 0},
     },
 }
 
@@ -80,15 +92,30 @@ def test_everything_is_there() -> None:
     shown = text(REPORT)
     for part in (
         "nothing is wrong now",
-        "1 of 9 failed",
+        "1.5 answers/s  30.0 tokens/s  last minute: 6 answered, 2 refused, 1 failed  in time 75%",
         "? in the prefill queue",
         "p50 10.0 ms p95 20.0 ms",
         "KV 50%",
+        "prefills: 5 remote\n",
+        "hand-offs: 5, each 30.0 ms  2.0 ms until claimed  KV - after the prefill",
+        "prompts: 4,000 tokens, 25% cached  64 read from host",
+        "0.25 1,536 MiB",
     ):
         assert part in shown
     assert "d0                           decode   ready          3     0  #####..... 50%" in shown
     assert "1.0 MiB in 2, 1.00 ms each" in shown
     assert "1,234.5 ms" in shown
+
+
+def test_ranks_and_the_planner_s_last_change() -> None:
+    changes = [{"unix_s": at, "what": f"change {at}", "reason": "why"} for at in (20.0, 10.0)]
+    planner = {"mode": "act", "is_paused": False, "shape": "1P2D", "changes": changes}
+    shown = text(REPORT | {"planners": [planner], "workers": [WORKER | {"dp_group": "g", "dp_rank": 1}]})
+    assert re.search(r"^planner: act, fleet 1P2D; \d\d:\d\d:20 change 20.0: why$", shown, re.MULTILINE)
+    assert "d0 rank 1 " in shown
+    assert "planner: paused, fleet -\n" in text(
+        REPORT | {"planners": [planner | {"is_paused": True, "shape": "", "changes": []}]}
+    )
 
 
 def test_ids_of_clients_cannot_write_to_the_terminal() -> None:
@@ -108,10 +135,36 @@ def test_a_fleet_on_a_small_screen() -> None:
     busy = WORKER | {"id": "busy", "waiting": 9}
     workers = [*(WORKER | {"id": f"d{number}"} for number in range(239)), UNHEARD, busy]
     shown = text(REPORT | {"workers": workers}, 80, 24)
-    assert "busy" in shown.splitlines()[7]
+    lines = shown.splitlines()
+    assert lines[next(at for at, line in enumerate(lines) if line.startswith("WORKER")) + 1].startswith("busy")
     assert "SLOWEST" in shown
     assert "unreached" in text(REPORT | {"workers": [UNHEARD]})
     assert f"and {241 - shown.count('ready')} more" in shown
+
+
+def test_eighty_columns_keep_the_rates() -> None:
+    """Every figure that a wide screen has of loads and rates, and of the slowest request."""
+    wrong = [{"severity": "error", "text": "612 of 732 requests were refused; " * 3 + "add workers"}]
+    worker = WORKER | {
+        "id": "decode-63c9399493",
+        "running": 128,
+        "prefill_tokens_per_s": 12_345.6,
+        "tokens_per_s": 9876.5,
+    }
+    shown = text(REPORT | {"workers": [worker], "wrong_now": wrong}, 80)
+    for part in (
+        "add workers",
+        "last minute: 6 answered, 2 refused, 1 failed",
+        "in time 75%",
+        "between tokens p50 10.0 ms p95 20.0 ms",
+        "KV 50% of 100 blocks",
+        "WORKER             ROLE    STATE      RUN  WAIT   KV  PROMPT/S TOKENS/S   QUEUED",
+        "decode-63c9399493  decode  ready      128     0  50%  12,345.6  9,876.5   1.50 s",
+        "1.0 MiB in 2, 1.00 ms each",
+        "1,234.5 ms",
+        "FIRST TOKEN",
+    ):
+        assert part in shown
 
 
 async def test_the_command_asks_a_frontend(model_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -119,6 +119,18 @@ def test_a_conversation_and_several(llm: LLM) -> None:
         llm.chat([{"content": "nobody said it"}], GREEDY)
 
 
+def test_text_with_a_token_that_the_model_does_not_have_is_refused(tmp_path: Path) -> None:
+    model = Path(shutil.copytree(bundled_checkpoint_path(), tmp_path / "model"))
+    config = json.loads((model / "config.json").read_text()) | {"vocab_size": 300}
+    (model / "config.json").write_text(json.dumps(config))
+    with LLM(str(model), **MOCK) as llm:
+        with pytest.raises(InvalidInputError, match="but the model has only 300 tokens"):
+            llm.generate("Once upon a time", GREEDY)
+        with pytest.raises(InvalidInputError, match=r"between 0 and 299, got 300$"):
+            llm.generate([5, 300], GREEDY)
+        assert len(llm.generate([5], GREEDY)[0].token_ids) == 8
+
+
 @pytest.mark.parametrize(
     ("prompt", "params", "error"),
     [
@@ -133,6 +145,7 @@ def test_a_conversation_and_several(llm: LLM) -> None:
         ([5] * 5000, GREEDY, PromptTooLongError),
         ("x", SamplingParams(temperature=-1.0), InvalidInputError),
         ("x", SamplingParams(n=0), InvalidInputError),
+        ("x", SamplingParams(n=2**40), InvalidInputError),
         ("x", SamplingParams(max_tokens=5.5), InvalidInputError),
         ("x", SamplingParams(stop_token_ids="7"), InvalidInputError),
         ("x", SamplingParams(logit_bias={"7": 1.0}), InvalidInputError),

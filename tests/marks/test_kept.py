@@ -6,6 +6,7 @@ from unittest import mock
 
 import pytest
 
+from kvrelay.core.status import Outcome
 from kvrelay.marks import kept as kept_module
 from kvrelay.marks.kept import NUM_FAILED, NUM_RECENT, NUM_SAMPLED, NUM_SLICES, NUM_SLOWEST, SLICE_S, Kept
 from kvrelay.marks.run_queue import RunQueue
@@ -71,6 +72,16 @@ def test_the_slowest_and_the_failed_outlive_the_latest(kept: Kept, clock: Clock)
     assert kept.find("slow") is None
     assert kept.find("failed") is not None
     assert kept.find("sampled") is not None
+
+
+def test_a_flood_of_refusals_leaves_what_failed(kept: Kept, clock: Clock) -> None:
+    run(kept, clock, "sampled")
+    run(kept, clock, "failed", error="no worker")
+    for number in range(NUM_FAILED + NUM_RECENT):
+        kept.begin(f"r{number}", "")
+        kept.end(f"r{number}", "full", Outcome.REFUSED)
+    assert kept.find("failed") is not None
+    assert {trace.status for trace in kept.all()} == {"finished", "failed", "refused"}
 
 
 def test_a_million_requests_an_hour_are_bounded(kept: Kept, clock: Clock) -> None:

@@ -97,6 +97,93 @@ def test_a_remote_request_adds_up() -> None:
     ]
 
 
+GRANT = ((12, P.CLAIM_HEARD), (13, P.GRANTED))
+
+
+def _answered(scene: Scene, first_ms: int, *decode: tuple[float, Phase] | tuple[float, Phase, float]) -> Waterfall:
+    """Of a worker whose engine schedules by itself. It tells of the first token at ``first_ms``, and of the rest at
+    100."""
+    scene.frontend((0, P.RECEIVED), (1, P.TOKENISED), (2, P.ROUTED), (first_ms, P.HEARD), (first_ms, P.FIRST_TOKEN))
+    scene.decode((3, P.RECEIVED), (4, P.ADMITTED), *(mark for mark in decode if mark[0] < first_ms))
+    scene.tell()
+    scene.decode(*(mark for mark in decode if mark[0] >= first_ms), (98, P.SENT))
+    scene.frontend((99, P.HEARD), (100, P.FINISHED))
+    scene.tell()
+    return scene.end(100)
+
+
+def test_an_engine_that_schedules_by_itself_tells_its_phases() -> None:
+    """It was preempted between the tokens at 50 and 70."""
+    own = (5, P.TAKEN_IN), (8, P.PREFILL_STARTED), (28, P.SAMPLED), (29, P.SENT), (50, P.PREEMPTED), (70, P.RESUMED)
+    shown = _answered(Scene(), 30, *own)
+    assert spans_of(shown, "submit", "wait", "prefill", "report", "preempted", "decode", "engine") == [
+        ("submit", 4, 5),
+        ("wait", 5, 8),
+        ("prefill", 8, 28),
+        ("report", 28, 29),
+        ("decode", 29, 50),
+        ("preempted", 50, 70),
+        ("decode", 70, 98),
+    ]
+    assert (shown.place, shown.unattributed_ms) == ("local", pytest.approx(0))
+
+
+def test_kv_that_it_loads_before_it_goes_on_is_shown() -> None:
+    scene = Scene()
+    scene.prefill(
+        *((7, P.PULLED), (9, P.TAKEN_IN), (10, P.PREFILL_STARTED), (20, P.SAVED, 64.0), (21, P.TRANSFER_POSTED)),
+        *((11, P.CLAIMED), (14, P.GRANT_HEARD)),
+        *((30, P.PREFILL_ENDED), (31, P.SAVED, 32.0), (32, P.TRANSFER_POSTED, 96.0), (32, P.DESCRIPTORS, 2.0)),
+    )
+    shown = _answered(
+        scene,
+        40,
+        *((6, P.PREFILL_QUEUED), *GRANT, (36, P.TRANSFER_ENDED), (37, P.ATTACHED), (39, P.SENT)),
+        *((41, P.TAKEN_IN), (43, P.LOADING), (46, P.LOADED, 96.0), (47, P.PREFILL_STARTED), (49, P.RESUMED)),
+    )
+    decode = spans_of(shown, "attach", "report", "submit", "load", "resume", "decode")
+    assert decode == [
+        ("attach", 36, 37),
+        ("report", 37, 39),
+        ("submit", 39, 41),
+        ("load", 43, 46),
+        ("resume", 47, 49),
+        ("decode", 49, 98),
+    ]
+    assert spans_of(shown, "wait") == [("wait", 4, 6), ("wait", 9, 10), ("wait", 41, 43), ("wait", 46, 47)]
+    assert spans_of(shown, "prepare", "prefill", "save", "hand_over", "transfer") == [
+        ("prepare", 7, 9),
+        ("prefill", 10, 30),
+        ("hand_over", 20, 21),
+        ("transfer", 21, 36),
+        ("save", 30, 31),
+        ("hand_over", 31, 32),
+    ]
+    assert [span.value for span in shown.spans if span.phase == "saved"] == [64, 32]
+    assert (shown.place, shown.unattributed_ms) == ("remote", pytest.approx(0))
+
+
+def test_kv_that_engines_move_by_themselves_is_shown() -> None:
+    scene = Scene()
+    scene.prefill((7, P.PULLED), (9, P.TAKEN_IN), (10, P.PREFILL_STARTED), (30, P.PREFILL_ENDED))
+    scene.prefill((11, P.CLAIMED), (14, P.GRANT_HEARD))
+    shown = _answered(
+        scene,
+        50,
+        *((6, P.PREFILL_QUEUED), *GRANT, (33, P.ATTACHED), (34, P.FETCHING), (42, P.PREFILL_STARTED)),
+        *((47, P.SAMPLED), (49, P.SENT)),
+    )
+    assert spans_of(shown, "prefill", "hand_over", "submit", "fetch", "report", "engine") == [
+        ("prefill", 10, 30),
+        ("hand_over", 30, 33),
+        ("submit", 33, 34),
+        ("fetch", 34, 42),
+        ("prefill", 42, 47),
+        ("report", 47, 49),
+    ]
+    assert (shown.place, shown.unattributed_ms) == ("remote", pytest.approx(0))
+
+
 def test_a_worker_without_marks_is_shown_as_such_and_its_time_is_unattributed() -> None:
     scene = Scene()
     scene.frontend((0, P.RECEIVED), (10, P.TOKENISED), (20, P.ROUTED), (80, P.FIRST_TOKEN), (100, P.FINISHED))
@@ -123,6 +210,22 @@ def test_clocks_that_are_far_apart_change_little(decode_clock_ms: float, prefill
     for name in set(names):
         for one, other in zip(spans_of(shown, name), spans_of(plain, name), strict=True):
             assert one[1:] == pytest.approx(other[1:], abs=max(uncertain_ms) + 0.01)
+
+
+def test_the_text_names_its_columns_and_units() -> None:
+    scene = Scene()
+    scene.frontend((0, P.RECEIVED), (1, P.TOKENISED), (3, P.ROUTED), (21, P.HEARD), (21, P.FIRST_TOKEN))
+    scene.frontend((40, P.LATE_TOKEN, 0.25), (45, P.MIGRATED, 1_867_776.0), (51, P.FINISHED))
+    lines = text_of(scene.end(51)).splitlines()
+    head = next(line for line in lines if line.startswith("PROCESS"))
+    tokenise, late = (next(line for line in lines if f" {phase} " in line) for phase in ("tokenise", "late_token"))
+    for name, value in (("PROCESS", "f"), ("PHASE", "tokenise")):
+        assert tokenise[head.index(name) :].startswith(value)
+    for name, value in (("FROM ms", "0.00"), ("TOOK ms", "1.00")):
+        assert tokenise[: head.index(name) + len(name)].endswith(f" {value}")
+    assert "0.0 to 51.0 ms" in head
+    assert late.endswith("  0.25 s")
+    assert any(line.endswith("  1,867,776 tokens") for line in lines)
 
 
 def test_a_gap_below_zero_is_shown() -> None:

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from kvrelay.config import DisaggConfig
 from kvrelay.core.clock import ManualClock
-from kvrelay.core.step_cost import StepCost
+from kvrelay.core.step_cost import CostSource, StepCost
 from kvrelay.errors import ConfigError
 from kvrelay.placement.base import Objectives, PrefillLoad, PrefillPlace, Situation
 from kvrelay.placement.cost import MIN_WINDOW, CostPlacement, decide, objectives_of, stay_here
@@ -206,7 +206,9 @@ def test_no_threshold_changes_the_policy(policy: Any) -> None:
     for name in ("max_local_prefill_length", "max_prefill_queue_size"):
         changed.set(name, 100)
     assert changed.is_by_cost == is_by_cost
-    assert not DisaggPolicy(DisaggConfig(disagg_policy=policy), knows_costs=False).is_by_cost
+    assert not DisaggPolicy(DisaggConfig(disagg_policy=policy), step_costs=CostSource.NONE).is_by_cost
+    estimated = DisaggPolicy(DisaggConfig(disagg_policy=policy), step_costs=CostSource.ESTIMATED)
+    assert estimated.is_by_cost == (policy == "cost"), "an estimate decides only if it is asked to"
 
 
 def test_the_policy_changes_at_run_time() -> None:
@@ -300,3 +302,18 @@ def test_a_decision_tells_of_a_load() -> None:
     assert str(decide(stored, REMOTE, ONE, 1000.0)).endswith("s;load=0.0040s")
     assert "load" not in str(decide(IDLE, REMOTE, ONE, 1000.0))
     assert str(stay_here(True, 0.004)) == "local_no_prefill_worker;load=0.0040s"
+
+
+def test_pairs_of_a_frontend_wait_before_what_this_worker_sends_away() -> None:
+    """It is told of 0.5 s; 0.2 s later 0.3 s are left."""
+    clock = ManualClock()
+    policy = DisaggPolicy(DisaggConfig())
+    placement = CostPlacement(policy, lambda: PrefillLoad(1, 0), lambda place: None, clock)
+    before = placement.decide(IDLE)
+    placement.told(0.5)
+    clock.advance(0.2)
+    assert placement.decide(IDLE).remote_s == pytest.approx(before.remote_s + 0.3)
+    for wrong in (math.nan, math.inf, -1.0):
+        placement.told(wrong)
+    clock.advance(0.3)
+    assert placement.decide(IDLE).remote_s == pytest.approx(before.remote_s)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import pytest
-from tests.planner.toy import COST, OBJECTIVES, steady, workers
+from tests.planner.toy import OBJECTIVES, steady, workers
 
-from kvrelay.planner import Demand, FleetView, PlannerState, Traffic
-from kvrelay.planner.demand import MAX_WINDOWS, heard, last_change, load_of, total, trend
+from kvrelay.planner import Demand, FleetView, PlannerState, Traffic, generated_since
+from kvrelay.planner.demand import MAX_WINDOWS, growth, heard, last_change, load_of, total, trend
 
 
 def poisson(rng: np.random.Generator, rate: float, prompt: float, seconds: float = 2.5) -> Demand:
@@ -47,18 +48,41 @@ def test_samples_are_bounded_and_short_ones_are_joined() -> None:
 
 
 def test_running_answers_count_before_they_end() -> None:
-    state = heard(PlannerState(answer_tokens=50.0), steady(2, 400, 50), OBJECTIVES)
-    idle, crowded = (
-        load_of(FleetView(now_s=0.0, workers=workers(1, 1, num_running=count)), state, COST) for count in (0, 60)
-    )
-    assert idle.answer_tokens == 50.0
-    assert crowded.answer_tokens > 200.0
+    """Two requests a second, known to be 50 tokens long. Ten of them run that have had 3,000 tokens, and none ends."""
+    arrived = msgspec.structs.replace(steady(2, 400), num_ended=0, num_ended_tokens=0)
+    fleet = FleetView(now_s=0.0, workers=workers(1, 1, num_running=5))
+
+    def answer_tokens(num_generated: int) -> float:
+        demand = msgspec.structs.replace(arrived, num_generated_tokens=num_generated)
+        return load_of(fleet, heard(PlannerState(answer_tokens=50.0), demand, OBJECTIVES)).answer_tokens
+
+    assert answer_tokens(0) == 50.0
+    assert answer_tokens(250) == 50.0  # 10 running answers, half done
+    assert answer_tokens(3000) == 750.0  # of 4 requests
+
+
+def test_requests_that_wait_for_their_kv_are_no_answers() -> None:
+    state = heard(PlannerState(answer_tokens=30.0), steady(4, 400, 30), OBJECTIVES)
+    waiting = FleetView(now_s=0.0, workers=workers(1, 1, num_admitted=60, num_running=2))
+    assert load_of(waiting, state).answer_tokens == 30.0
+
+
+def test_generated_tokens_are_those_of_workers_that_answer_and_were_seen_before() -> None:
+    before = workers(1, 2, num_generated_tokens=100)[:-1]
+    assert generated_since(before, workers(1, 2, num_generated_tokens=130)) == 30
+    assert generated_since(before, workers(1, 1, num_generated_tokens=7)) == 0  # restarted
 
 
 def test_a_trend_is_a_slope_and_nothing_without_samples() -> None:
     assert trend([steady(1)] * 3) == 0.0
     assert trend([steady(3)] * 20) == pytest.approx(0.0)
     assert trend([steady(rate) for rate in range(1, 40)]) == pytest.approx(0.5, rel=0.2)  # one a tick of 2 s
+
+
+def test_steady_arrivals_hardly_ever_seem_to_grow_and_a_ramp_does() -> None:
+    rng = np.random.default_rng(3)
+    assert sum(growth([poisson(rng, 3.0, 2000) for _ in range(24)]) > 0.0 for _ in range(300)) <= 6
+    assert growth([poisson(rng, rate, 2000) for rate in np.linspace(3.0, 12.0, 24)]) == pytest.approx(0.16, rel=0.5)
 
 
 def test_traffic_is_a_difference_and_the_cached_share_is_taken_off() -> None:

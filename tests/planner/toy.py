@@ -50,6 +50,7 @@ def steady(rate: float, prompt: int = 2000, answer: int = 200) -> Demand:
         sum_squares=1.28 * count * prompt**2,
         num_ended=count,
         num_ended_tokens=count * answer,
+        num_generated_tokens=count * answer,
     )
 
 

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from kvrelay.core.clock import Clock, MonotonicClock
 from kvrelay.core.events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
-from kvrelay.router.overlap import OverlapScores, ParentNotFoundError, RecentUses, StoredChain
+from kvrelay.router.overlap import OverlapScores, ParentNotFoundError, StoredChain
 
 
 class _Node:
@@ -28,15 +27,12 @@ class _Node:
 
 
 class RadixTree:
-    """``expiration_duration`` (seconds) turns on the count of recent uses in ``find_matches``."""
+    """The tree of all workers' blocks."""
 
-    def __init__(self, expiration_duration: float | None = None, clock: Clock | None = None) -> None:
+    def __init__(self) -> None:
         self._root = _Node(None, 0, 0)
         self._lookup: dict[str, dict[int, _Node]] = {}
         self._num_nodes = 0
-        self._uses = None
-        if expiration_duration is not None:
-            self._uses = RecentUses(expiration_duration, clock or MonotonicClock())
 
     @property
     def num_blocks(self) -> int:
@@ -49,7 +45,6 @@ class RadixTree:
         With ``early_exit`` the walk ends at the first block that only one worker holds.
         """
         scores: dict[str, int] = {}
-        walked: list[int] = []
         node, active = self._root, None
         for depth, local_hash in enumerate(sequence, start=1):
             child = node.children.get(local_hash)
@@ -59,11 +54,10 @@ class RadixTree:
             active = set(node.workers) if active is None else active & node.workers
             if not active:
                 break
-            walked.append(node.sequence_hash)
             scores.update(dict.fromkeys(active, depth))
             if early_exit and len(active) == 1:
                 break
-        return OverlapScores(scores, self._uses.record(walked) if self._uses is not None else ())
+        return OverlapScores(scores)
 
     def apply_event(self, worker_id: str, event: KvEvent) -> None:
         """Raises ParentNotFoundError (and changes nothing) if the worker does not hold the stored blocks' parent.

@@ -8,20 +8,18 @@ from collections.abc import Callable
 import pytest
 from tests.router.radix_tree import RadixTree
 
-from kvrelay.core.clock import ManualClock
 from kvrelay.core.events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
 from kvrelay.core.hashing import compute_sequence_hashes
-from kvrelay.router.overlap import OverlapScores, ParentNotFoundError, RecentUses
+from kvrelay.router.overlap import OverlapScores, ParentNotFoundError
 from kvrelay.router.prefix_index import PrefixIndex
 
 
 class Both:
     """One index of either kind, spoken to in local hashes."""
 
-    def __init__(self, fast: bool, clock: ManualClock | None = None) -> None:
-        clock = clock or ManualClock()
-        self.fast = PrefixIndex(RecentUses(10.0, clock)) if fast else None
-        self.index = self.fast or RadixTree(10.0, clock)
+    def __init__(self, fast: bool) -> None:
+        self.fast = PrefixIndex() if fast else None
+        self.index = self.fast or RadixTree()
 
     def stored(self, worker: str, locals_: list[int], start: int = 0) -> None:
         self.index.apply_event(worker, stored(locals_, start))
@@ -41,7 +39,7 @@ def stored(locals_: list[int], start: int = 0) -> BlockStored:
 
 @pytest.fixture(params=[False, True], ids=["radix-tree", "prefix-index"])
 def build(request: pytest.FixtureRequest) -> Callable[..., Both]:
-    return lambda clock=None: Both(request.param, clock)
+    return lambda: Both(request.param)
 
 
 def test_scores_count_leading_blocks_per_worker(build: Callable[..., Both]) -> None:
@@ -61,20 +59,6 @@ def test_early_exit_stops_where_one_worker_is_left(build: Callable[..., Both]) -
     assert both.find([1, 2, 3, 4, 5], early_exit=True).scores == {"a": 3, "b": 2}
     both.stored("c", [7, 8, 9])
     assert both.find([7, 8, 9], early_exit=True).scores == {"c": 1}
-
-
-def test_frequencies_count_recent_uses(build: Callable[..., Both]) -> None:
-    clock = ManualClock()
-    both = build(clock)
-    both.stored("a", [1, 2, 3])
-    assert both.find([1, 2, 3]).frequencies == (0, 0, 0)
-    clock.advance(6)
-    assert both.find([1, 2, 9]).frequencies == (1, 1)
-    assert both.find([1, 2, 3]).frequencies == (2, 2, 1)
-    clock.advance(6)
-    assert both.find([1, 2, 3]).frequencies == (2, 2, 1)
-    clock.advance(20)
-    assert both.find([1]).frequencies == (0,)
 
 
 def test_a_hole_in_the_middle_ends_the_prefix_until_it_is_filled(build: Callable[..., Both]) -> None:
@@ -154,8 +138,7 @@ def random_event(rng: random.Random) -> KvEvent:
 @pytest.mark.parametrize("seed", range(4))
 def test_random_interleavings_of_ten_thousand_events(seed: int) -> None:
     rng = random.Random(seed)
-    clock = ManualClock()
-    tree, index = RadixTree(5.0, clock), PrefixIndex(RecentUses(5.0, clock))
+    tree, index = RadixTree(), PrefixIndex()
     refused = 0
     for number in range(10_000):
         worker = f"w{rng.randrange(2 + 3 * seed)}"
@@ -170,7 +153,6 @@ def test_random_interleavings_of_ten_thousand_events(seed: int) -> None:
                 failures.append((error.worker_id, error.parent_hash))
         assert len(failures) in (0, 2)
         refused += bool(failures)
-        clock.advance(rng.random() * 0.01)
         query, early = random_prompt(rng), rng.random() < 0.3
         assert index.find_matches(compute_sequence_hashes(query, 1), early) == tree.find_matches(query, early), (
             number,

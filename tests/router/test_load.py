@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 
+import msgspec
 import pytest
 
 from kvrelay.core.clock import ManualClock
@@ -187,3 +188,22 @@ def test_recent_shares_stay_finite_for_ever() -> None:
         shares = load.columns().recent_share.tolist()
         assert shares[newest] == 1.0
         assert 0 <= shares[1 - newest] <= 0.05 + 1e-9
+
+
+def test_prefills_of_others_are_what_a_sample_has_beyond_ours() -> None:
+    """Also beyond those of ours that have ended since the sample before: it may have been taken earlier."""
+    clock = ManualClock(100.0)
+    load = table("a", clock=clock)
+    load.place("r1", "a", prefill_tokens=60, context_tokens=100)
+
+    def others(published: int) -> float:
+        load.apply_metrics(msgspec.structs.replace(sample("a"), num_prefill_tokens=published))
+        return float(load.columns().others_prefill_tokens[0])
+
+    assert others(60) == 0
+    assert others(100) == 40
+    load.prefilled("r1")
+    assert others(100) == 40, "taken before"
+    assert others(100) == 100, "taken after"
+    clock.advance(6.0)
+    assert float(load.columns().others_prefill_tokens[0]) == 0, "stale"

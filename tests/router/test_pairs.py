@@ -17,7 +17,7 @@ from kvrelay.core.clock import ManualClock
 from kvrelay.core.event_codec import decode_load, encode_load
 from kvrelay.core.event_log import KvEventLog
 from kvrelay.core.events import BlockStored, LoadCost, LoadMetrics, TransferCost
-from kvrelay.core.handoff import PrefixHolder
+from kvrelay.core.handoff import OrderPolicy, PrefixHolder
 from kvrelay.core.hashing import compute_block_hashes
 from kvrelay.core.step_cost import StepCost
 from kvrelay.core.tier_stats import PEER
@@ -27,6 +27,7 @@ from kvrelay.placement.base import PrefillPlace
 from kvrelay.placement.pair_cost import OTHER_HOST_WEIGHT, SAME_HOST_WEIGHT, pair_costs
 from kvrelay.placement.seconds import Candidates, LoadColumns
 from kvrelay.placement.threshold import DisaggPolicy
+from kvrelay.placement.ways import PAIR_S, Way
 from kvrelay.router import PairRouter, Router, RouterStage, RoutingRequest
 
 BLOCK = 16
@@ -35,7 +36,7 @@ PROMPT = tuple(range(100, 100 + 640))
 
 def candidates(overlaps: list[float], pending: list[float], context: list[float]) -> Candidates:
     zeros = np.zeros(len(overlaps))
-    load = LoadColumns(np.array(pending), np.array(context), zeros, zeros, zeros, zeros)
+    load = LoadColumns(np.array(pending), np.array(context), zeros, zeros, zeros, zeros, zeros)
     return Candidates(640, BLOCK, np.array(overlaps), load)
 
 
@@ -57,7 +58,9 @@ def test_the_cost_adds_both_halves_and_the_way_between_them() -> None:
 
 def info(worker_id: str, role: WorkerRole, **changes: object) -> WorkerInfo:
     fields = {"num_blocks": 1000, "kv_compatibility": "k", "host": "h", **changes}
-    return WorkerInfo(worker_id, 0, role, "m", "m", "tcp://h:1", 4096, BLOCK, vocab_size=2000, **fields)
+    return WorkerInfo(
+        worker_id, int(str(fields.pop("epoch", 0))), role, "m", "m", "tcp://h:1", 4096, BLOCK, vocab_size=2000, **fields
+    )
 
 
 def pair_router(router: str = "kv", num_prefill: int = 2, num_decode: int = 2, **disagg: Any) -> PairRouter:
@@ -123,6 +126,10 @@ def costing(pairs: PairRouter, num_decoding: int = 0) -> None:
         half.apply_metrics(sample)
 
 
+def costing_half(pairs: PairRouter) -> None:
+    pairs.decodes.apply_metrics(msgspec.structs.replace(metrics("d0", 0), step_cost=StepCost()))
+
+
 def test_with_costs_of_both_halves_seconds_decide_as_in_decode_first() -> None:
     """The thresholds would send both away, or keep both here."""
     for policy in ("auto", "cost"):
@@ -162,6 +169,105 @@ def test_without_costs_or_by_threshold_the_thresholds_decide() -> None:
     required = pair_router("kv", 1, 1)
     costing(required, num_decoding=64)
     assert required.choose(request(), must_be_local=True).place is PrefillPlace.LOCAL_REQUIRED
+
+
+AUTO = OrderPolicy.AUTO
+LONG = 1600
+"""Tokens. They take 80 ms: to wait for them costs a pair 8 ms more than the queue, which takes 4 ms more."""
+
+
+def distinct(name: str, length: int = 640) -> RoutingRequest:
+    return request(name, (hash_of(name),) * length)
+
+
+def hash_of(name: str) -> int:
+    return int.from_bytes(name.encode()) % 2**31
+
+
+def test_auto_pairs_a_lone_prompt_and_queues_what_would_wait() -> None:
+    pairs = pair_router("kv", 1, 1)
+    costing(pairs, num_decoding=64)
+    lone = pairs.choose(distinct("lone", LONG), AUTO, must_be_local=False)
+    assert (lone.place, lone.ways and lone.ways.best) == (PrefillPlace.REMOTE, Way.PAIR)
+    assert lone.prefill is not None
+    waits = pairs.choose(distinct("waits", LONG), AUTO, must_be_local=False)
+    assert (waits.place, waits.prefill, waits.decode.worker_id) == (PrefillPlace.QUEUE, None, "d0")
+    assert pairs.explain(distinct("asked"), AUTO).place is PrefillPlace.QUEUE
+    pairs.prefilled("lone")
+    assert pairs.explain(distinct("asked"), AUTO).place is PrefillPlace.QUEUE
+    pairs.first_token("waits")
+    assert pairs.explain(distinct("asked"), AUTO).place is PrefillPlace.REMOTE
+    assert pairs.places == {PrefillPlace.REMOTE: 1, PrefillPlace.QUEUE: 1}
+
+
+def test_what_is_queued_counts_at_the_prefill_workers() -> None:
+    """It waits at the prefill workers, until its first token or its end."""
+    pairs = pair_router("kv", 1, 1, disagg_policy="always")
+    costing(pairs)
+    pairs.choose(distinct("pair", LONG), AUTO, must_be_local=False)
+    before = pairs.explain(distinct("asked"), AUTO).ways
+    for number in range(20):
+        queued = pairs.choose(distinct(f"r{number}"), AUTO, must_be_local=False)
+        assert queued.place is PrefillPlace.QUEUE
+    after = pairs.explain(distinct("asked"), AUTO).ways
+    assert before is not None
+    assert before.queue is not None
+    assert after is not None
+    assert after.queue is not None
+    assert after.queue.first_token_s == pytest.approx(before.queue.first_token_s + 20 * 640 * 5e-5)
+    for number in range(20):
+        pairs.prefilled(f"r{number}")
+        pairs.decodes.finished(f"r{number}", 1)
+    again = pairs.explain(distinct("asked"), AUTO).ways
+    assert again is not None
+    assert again.queue == before.queue
+
+
+def test_prompts_that_others_send_to_a_prefill_worker_count() -> None:
+    pairs = pair_router("kv", 1, 1)
+    costing(pairs, num_decoding=64)
+    busy = msgspec.structs.replace(metrics("p0", 3), seq=2, num_prefill_tokens=2 * LONG + 2000, step_cost=StepCost())
+    pairs.prefills.apply_metrics(busy)
+    assert pairs.explain(request(), AUTO).place is PrefillPlace.QUEUE
+    pairs.prefills.apply_metrics(msgspec.structs.replace(busy, seq=3, num_prefill_tokens=0))
+    assert pairs.explain(request(), AUTO).place is PrefillPlace.REMOTE
+
+
+def test_auto_leaves_it_to_the_decode_worker_where_seconds_are_not_known() -> None:
+    costless, by_turn, none = pair_router("kv", 1, 1), pair_router("round-robin", 1, 1), pair_router("kv", 0, 1)
+    costing(by_turn, num_decoding=64)
+    costing_half(none)
+    for pairs, place in (
+        (costless, PrefillPlace.UNDECIDED),
+        (by_turn, PrefillPlace.UNDECIDED),
+        (none, PrefillPlace.LOCAL_NO_PREFILL_WORKER),
+    ):
+        decision = pairs.choose(request(), AUTO, must_be_local=False)
+        assert (decision.place, decision.prefill, decision.ways) == (place, None, None)
+        load = pairs.decodes.survey(request("next")).candidates.load
+        assert load.prefill_tokens.tolist() == [640], "it counts at its decode worker"
+
+
+def test_auto_under_the_other_policies_chooses_between_pair_and_queue() -> None:
+    always = pair_router("kv", 1, 1, disagg_policy="always")
+    threshold = pair_router("kv", 1, 1, disagg_policy="threshold", max_local_prefill_length=600)
+    for pairs in (always, threshold):
+        costing(pairs)
+        places = [pairs.choose(distinct(f"r{n}", LONG), AUTO, must_be_local=False).place for n in range(2)]
+        assert places == [PrefillPlace.REMOTE, PrefillPlace.QUEUE]
+    short = threshold.choose(request("short", PROMPT[:500]), AUTO, must_be_local=False)
+    assert (short.place, short.prefill) == (PrefillPlace.LOCAL_SHORT, None)
+    required = always.choose(request("scored"), AUTO, must_be_local=True)
+    assert (required.place, required.prefill) == (PrefillPlace.LOCAL_REQUIRED, None)
+
+
+def test_the_requests_own_objective_decides() -> None:
+    """Eight answers run. 40 ms here, with 28 of harm to them, and 50 elsewhere, of which LATE times 8 are late."""
+    for ttft_ms, place in ((0.0, PrefillPlace.REMOTE), (42.0, PrefillPlace.LOCAL_CHEAPER)):
+        pairs = pair_router("kv", 1, 1, slo_itl_ms=1000.0)
+        costing(pairs, num_decoding=8)
+        asked = msgspec.structs.replace(request(), slo_ttft_ms=ttft_ms)
+        assert pairs.choose(asked, AUTO, must_be_local=False).place is place
 
 
 def test_a_pair_counts_on_both_halves_until_each_is_over() -> None:
@@ -274,6 +380,33 @@ def test_a_prefill_worker_that_can_read_the_prefix_costs_the_reading() -> None:
         assert decision.decode.holder is None
     assert found[0]["p0"] == found[1]["p0"]
     assert found[1]["p1"] < found[0]["p1"] / 2
+
+
+@pytest.mark.parametrize("order", [OrderPolicy.AUTO, OrderPolicy.PREFILL_FIRST])
+def test_a_prefill_worker_reads_what_a_decode_worker_holds_if_that_is_sooner(order: OrderPolicy) -> None:
+    """600 of 640 tokens: 1.6 ms to read, 30 ms to compute. The decode worker that holds them is not even the pair's."""
+    for token_s, kv, holder in ((1e-6, "k", PrefixHolder("d1", 608)), (1e-3, "k", None), (1e-6, "other", None)):
+        pairs = pair_router(num_prefill=1, num_decode=1, disagg_policy="always", slo_itl_ms=1000.0)
+        pairs.prefills.add_worker(info("p0", WorkerRole.PREFILL, reads_prefixes=True, epoch=1))
+        pairs.decodes.add_worker(info("d1", WorkerRole.DECODE, reads_prefixes=True, kv_compatibility=kv))
+        costing(pairs)
+        costs = (LoadCost(PEER, token_s, 0.001),)
+        pairs.prefills.apply_metrics(
+            msgspec.structs.replace(metrics("p0", 0), seq=2, step_cost=StepCost(), load_costs=costs)
+        )
+        hold(pairs.decodes, "d1", PROMPT[:608])
+        asked = msgspec.structs.replace(request(), exclude=("d1",))
+        decision = pairs.choose(asked, order, must_be_local=False)
+        assert decision.prefill is not None
+        assert (decision.prefill.holder, decision.decode.worker_id) == (holder, "d0")
+        assert decision.ways is None or decision.ways.pair is not None
+        if order is AUTO:
+            assert decision.ways is not None
+            own_s = 0.006 + 32 * 5e-5 if holder else 0.006 + 640 * 5e-5
+            load_s = 0.001 + 608e-6 if holder else 0.0
+            move_s = 640 * 0.02 * 5e-5
+            assert decision.ways.pair is not None
+            assert decision.ways.pair.first_token_s == pytest.approx(PAIR_S + own_s + load_s + move_s, rel=0.05)
 
 
 TIMES = st.sampled_from([0.0, 5e-324, 1e-300, 1e-9, 1e-3, 600.0, 1e300, math.inf, math.nan, -1.0])

@@ -269,7 +269,8 @@ def test_the_index_is_made_when_a_policy_begins_to_need_it() -> None:
     assert built.explain(request("r", 40)).candidates[0].score == -20
     built.configure(dataclasses.replace(built.config, router="random"))
     built.apply_replay(name, log.serve_replay(question))
-    assert built.indexer is None
+    assert built.index_state("a") is IndexState.NONE
+    assert built.indexed_blocks("a") == []
 
 
 def test_a_sample_of_a_worker_repeats_the_unanswered_question() -> None:

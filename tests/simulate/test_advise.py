@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -14,22 +17,14 @@ from kvrelay.core.step_cost import StepCost
 from kvrelay.errors import ConfigError, InvalidInputError
 from kvrelay.placement.base import Objectives
 from kvrelay.simulate.advice_shown import page_of, text_of, write_page
-from kvrelay.simulate.advise import (
-    MAX_FACTOR,
-    Advice,
-    Candidate,
-    Capacity,
-    Measured,
-    advise,
-    candidates_for,
-    highest_that_holds,
-    ordered,
-    verdict_of,
-)
+from kvrelay.simulate.advise import MAX_FACTOR, Advice, advise, candidates_for, search_highest
 from kvrelay.simulate.advise_command import read_costs_by_tp
 from kvrelay.simulate.arrival import Arrival
 from kvrelay.simulate.costs import Costs, encode_costs
-from kvrelay.simulate.halving import successive_halving
+from kvrelay.simulate.halving import rounds, successive_halving
+from kvrelay.simulate.pool import runner
+from kvrelay.simulate.trial import Candidate, Outcome, Setting, Trial, run_trial
+from kvrelay.simulate.verdict import Capacity, Load, Measured, ordered, verdict_of
 
 LOOSE = Objectives(5.0, 1.0)
 SPLIT, TOGETHER = Candidate(1, 1, 0), Candidate(0, 0, 2)
@@ -38,19 +33,26 @@ SPLIT, TOGETHER = Candidate(1, 1, 0), Candidate(0, 0, 2)
 def test_halving_finds_the_best_and_spends_little() -> None:
     spent: Counter[int] = Counter()
 
-    def score(candidate: int, budget: int) -> float:
-        spent[budget] += 1
-        return -abs(candidate - 17) + (candidate % 3) / budget
+    def score(candidates: Sequence[int], budget: int, num_kept: int) -> list[tuple[float]]:
+        spent[budget] += len(candidates)
+        # What cannot be kept may be scored as carelessly as you like.
+        true = [-abs(one - 17) + (one % 3) / budget for one in candidates]
+        limit = sorted(true, reverse=True)[num_kept - 1]
+        return [(value if value >= limit else -99.0,) for value in true]
 
     ranked = successive_halving(range(27), score, (1, 10, 100))
     assert ranked[0][0] == 17
     assert spent == {1: 27, 10: 9, 100: 3}
     assert [value for _, value in ranked] == sorted((value for _, value in ranked), reverse=True)
+    assert rounds(27, (1, 10, 100), 1) == 27 + 90 + 300
 
 
 def test_halving_keeps_the_best_of_each_kind() -> None:
     ranked = successive_halving(
-        range(20), lambda candidate, _: candidate, (1, 2, 3), kind=lambda candidate: candidate < 3
+        range(20),
+        lambda candidates, *_: [(one,) for one in candidates],
+        (1, 2, 3),
+        kind=lambda candidate: candidate < 3,
     )
     assert {candidate for candidate, _ in ranked} >= {19, 2}
 
@@ -58,19 +60,44 @@ def test_halving_keeps_the_best_of_each_kind() -> None:
 def test_halving_without_candidates_or_budgets_is_refused() -> None:
     for candidates, budgets in (((), (1,)), ((1,), ())):
         with pytest.raises(ValueError, match="needs a candidate and a budget"):
-            successive_halving(candidates, lambda one, _: one, budgets)
+            successive_halving(candidates, lambda one, *_: [(float(at),) for at in one], budgets)
+
+
+def highest_that_holds(holds: Callable[[float], bool], *around: Any) -> float:
+    search = search_highest(*around)
+    factor = next(search)
+    while True:
+        try:
+            factor = search.send(holds(factor))
+        except StopIteration as end:
+            return float(end.value)
 
 
 @pytest.mark.parametrize("limit", [0.03, 0.7, 1.0, 3.3, 40.0])
 def test_bisection_ends_just_below_the_limit(limit: float) -> None:
     found = highest_that_holds(lambda factor: factor <= limit)
     assert 0.95 * limit < found <= limit
-    assert 0.95 * limit < highest_that_holds(lambda factor: factor <= limit, limit * 1.1, 2**0.25, 2) <= limit
+    for start in (limit / 3, limit * 1.1):
+        assert 0.95 * limit < highest_that_holds(lambda factor: factor <= limit, start, 1) <= limit
+
+
+def test_a_search_that_begins_at_the_answer_takes_two_runs() -> None:
+    """The other seeds' capacities are near the first one's."""
+    tried: list[float] = []
+
+    def holds(factor: float) -> bool:
+        tried.append(factor)
+        return factor <= 3.0
+
+    assert highest_that_holds(holds, 3.0, 1) == 3.0
+    assert tried == [3.0, pytest.approx(3.0 * 2 ** (1 / 16))]
 
 
 def test_bisection_has_ends() -> None:
     assert highest_that_holds(lambda factor: True) == MAX_FACTOR
     assert highest_that_holds(lambda factor: False) == 0.0
+    assert MAX_FACTOR / 1.05 < highest_that_holds(lambda factor: True, 3.0, 1) <= MAX_FACTOR
+    assert highest_that_holds(lambda factor: False, 3.0, 1) == 0.0
 
 
 def test_candidates_fill_the_slots() -> None:
@@ -79,6 +106,21 @@ def test_candidates_fill_the_slots() -> None:
     assert all(one.tp * (one.prefill + one.decode + one.both) == 4 for one in found)
     assert {(one.prefill, one.decode) for one in found if one.is_split and one.tp == 1} == {(1, 3), (2, 2), (3, 1)}
     assert candidates_for(1, (2,)) == []
+
+
+def outcome(goodput: float = 0.97, ttft_met: float = 0.97, itl_met: float = 1.0, tokens: float = 310.0) -> Outcome:
+    sample = tuple(float(n) for n in range(1, 51))
+    times = ((120.0, 300.0, 450.0), (4.0, 9.0, 20.0))
+    return Outcome(True, goodput, goodput, goodput, ttft_met, itl_met, tokens, *times, 1.0, sample)
+
+
+def said_of(capacities: Sequence[Capacity], rate: float = 1.0, too_long: float = 0.0, **of_split: float) -> str:
+    rows = [Measured(SPLIT, outcome(**of_split), 1.5), Measured(TOGETHER, outcome(goodput=0.55, tokens=186), 1.5)]
+    return verdict_of(capacities, rows, Objectives(0.5, 0.025), Load(rate, 1000, too_long), 4)
+
+
+def ordered_by(*capacities: Capacity, split: float = 0.6, together: float = 0.55) -> list[Capacity]:
+    return ordered(capacities, {SPLIT: split, TOGETHER: together})
 
 
 @pytest.mark.parametrize(
@@ -93,20 +135,88 @@ def test_candidates_fill_the_slots() -> None:
     ],
 )
 def test_the_verdict_in_words(split: float, together: float, said: str) -> None:
-    found = ordered([Capacity(SPLIT, (split,) * 3, ()), Capacity(TOGETHER, (together,) * 3, ())])
-    assert verdict_of(found).startswith(said)
+    found = ordered_by(Capacity(SPLIT, (split,) * 3, ()), Capacity(TOGETHER, (together,) * 3, ()))
+    assert said_of(found).startswith(said)
 
 
 def test_a_gain_within_the_spread_of_the_seeds_is_none() -> None:
-    found = ordered([Capacity(SPLIT, (9.0, 12.0, 15.0), ()), Capacity(TOGETHER, (9.5, 10.0, 10.5), ())])
+    found = ordered_by(Capacity(SPLIT, (9.0, 12.0, 15.0), ()), Capacity(TOGETHER, (9.5, 10.0, 10.5), ()))
     assert found[0].candidate is TOGETHER
     said = (
-        "do not split: split and aggregated differ by 20.0 %, within the spread of 3 seeds, and aggregated is simpler"
+        "do not split: split and aggregated differ by 20.0 %, within the spread of 3 seeds, and aggregated is simpler."
     )
-    assert verdict_of(found) == said
+    assert said_of(found).startswith(said)
     # The loads of the seeds differ by more than the clusters, but one of these always holds more.
-    apart = ordered([Capacity(SPLIT, (6.0, 12.0, 18.0), ()), Capacity(TOGETHER, (5.0, 10.0, 15.0), ())])
-    assert verdict_of(apart) == "split: split wins by 20 % of requests per second"
+    apart = ordered_by(Capacity(SPLIT, (6.0, 12.0, 18.0), ()), Capacity(TOGETHER, (5.0, 10.0, 15.0), ()))
+    assert said_of(apart).startswith("split: split wins by 20 % of requests per second.")
+
+
+def test_where_both_hold_the_objectives_there_is_no_difference() -> None:
+    found = ordered_by(Capacity(SPLIT, (12.0,) * 3, ()), Capacity(TOGETHER, (8.0,) * 3, ()))
+    assert "At your rate (6 requests/s) there is no difference: both hold the objectives." in said_of(found, 6.0)
+    assert "At your rate (9 requests/s) only 1P1D holds the objectives." in said_of(found, 9.0)
+
+
+def test_what_fails_and_what_would_hold_it() -> None:
+    """4 slots hold 3 requests/s, so 10 need 4 * 10 / 3 = 13.3."""
+    found = ordered_by(Capacity(TOGETHER, (2.0,) * 3, ()), Capacity(SPLIT, (3.0,) * 3, ()))
+    said = said_of(found, 10.0, goodput=0.6, ttft_met=0.62, itl_met=0.9)
+    assert said == (
+        "split: split wins by 50 % of requests per second. At your rate (10 requests/s) 1P1D does not hold the "
+        "objectives: first tokens fail, 62 % of the requests keep 500 ms (P90 300 ms), and 90 % should. It would hold "
+        "3 requests/s; for your rate give about 14 slots (in proportion), or looser objectives."
+    )
+    assert "gaps between tokens fail, 61 % of the requests keep 25 ms (P99 20 ms)" in said_of(found, 10.0, itl_met=0.61)
+
+
+def test_where_no_rate_holds_the_better_one_is_named_and_its_command_given() -> None:
+    """The capacities are in the order of the table, the best first."""
+    found = ordered_by(Capacity(SPLIT, (0.0,) * 3, ()), Capacity(TOGETHER, (0.0,) * 3, ()))
+    assert found[0].candidate is SPLIT
+    said = said_of(found, goodput=0.6, ttft_met=0.6, tokens=297)
+    assert "1P1D is the better one: 60 % and 297 good tokens/s, against 55 % and 186 with 2 aggregated" in said
+    assert "first tokens fail" in said
+    assert "No lower rate helps" in said
+
+
+def test_where_no_rate_holds_and_the_two_differ_little_the_simpler_one_is_advised() -> None:
+    found = ordered_by(Capacity(SPLIT, (0.0,) * 3, ()), Capacity(TOGETHER, (0.0,) * 3, ()), split=0.56)
+    assert found[0].candidate is TOGETHER
+    said = said_of(found, goodput=0.56, too_long=0.4)
+    assert "2 aggregated is the simpler of two that differ little: 55 %" in said
+    assert "40 % of the prompts take longer than 500 ms by themselves, if no prefix is cached. No lower rate" in said
+
+
+def test_a_capacity_that_the_search_did_not_reach_is_said_so() -> None:
+    split, together = (Capacity(one, (64.0,) * 3, (), is_least=True) for one in (SPLIT, TOGETHER))
+    said = said_of(ordered_by(split, together))
+    assert said.startswith("do not split: both hold 64 requests/s, the highest rate that is tried, and aggregated is")
+    less = Capacity(TOGETHER, (32.0,) * 3, ())
+    assert said_of(ordered_by(split, less)).startswith("split: split wins by at least 100 % of requests per second.")
+
+
+def test_a_load_that_is_too_short_for_its_capacity_is_said_so() -> None:
+    """1,000 requests last 10 s at 100/s: an overload by 5 % makes the last one 0.5 s late, the objective."""
+    for rate, is_short in ((99.0, False), (101.0, True)):
+        said = said_of(ordered_by(Capacity(SPLIT, (rate,) * 3, ()), Capacity(TOGETHER, (50.0,) * 3, ())))
+        assert ("too short for this comparison" in said) is is_short
+    assert "at 101 requests/s it lasts 9.9 s" in said
+    assert "give at least 1010 requests instead of 1000" in said
+
+
+@pytest.mark.parametrize(("gap_s", "is_least"), [(100.0, True), (0.05, False)])
+def test_the_highest_rate_that_is_tried_is_a_least_capacity(gap_s: float, is_least: bool) -> None:
+    advice = advise(load(8, gap_s, 2000, 4), {1: Costs()}, 1, Objectives(0.3, 0.5))
+    assert advice.capacities[0].is_least is is_least
+    assert ("at least" in text_of(advice).splitlines()[-4]) is is_least
+
+
+def test_the_share_of_prompts_that_are_too_long_by_themselves() -> None:
+    """At 64 us a token 10,000 tokens take 0.64 s."""
+    arrivals = [*load(6, 1.0, 10_000, 2), *load(2, 1.0, 100, 2)]
+    arrivals.sort(key=lambda one: one.time_s)
+    advice = advise(arrivals, {1: Costs(step=StepCost(prefill_token_s=6.4e-5))}, 1, Objectives(0.5, 0.5))
+    assert "75 % of the prompts take longer than 500 ms by themselves" in advice.verdict
 
 
 def load(num: int, gap_s: float, prompt: int, answer: int) -> list[Arrival]:
@@ -122,7 +232,7 @@ def test_long_prompts_beside_tight_gaps_are_split() -> None:
     assert advice.best.is_split
     assert "--prefill 1 --decode 1" in advice.command
     best = next(row for row in advice.table if row.candidate == advice.best)
-    assert best.price == pytest.approx(2 * 3.6 / 3600 / best.good_tokens_per_s * 1e6)
+    assert best.price == pytest.approx(2 * 3.6 / 3600 / best.outcome.good_tokens_per_s * 1e6)
 
 
 def test_a_slow_link_is_not_worth_a_split() -> None:
@@ -185,21 +295,61 @@ def test_costs_of_another_model_are_refused(tmp_path: Path) -> None:
 
 
 def example() -> Advice:
-    sample = tuple(float(n) for n in range(1, 51))
-    rows = tuple(
-        Measured(one, 0.97, 310.0, (120.0, 300.0, 450.0), (4.0, 9.0, 20.0), 1.5, sample) for one in (SPLIT, TOGETHER)
-    )
+    rows = tuple(Measured(one, outcome(), 1.5) for one in (SPLIT, TOGETHER))
     capacities = (
         Capacity(SPLIT, (7.5, 8.0, 8.5), ((4.0, 1.0), (8.0, 0.9))),
         Capacity(TOGETHER, (4.0, 4.0, 4.0), ((4.0, 0.95), (8.0, 0.4))),
     )
-    return Advice(SPLIT, verdict_of(capacities), rows, capacities, LOOSE)
+    verdict = verdict_of(capacities, rows, LOOSE, Load(2.0, 1000), 2)
+    return Advice(SPLIT, verdict, rows, capacities, LOOSE, 2.0, {1: 26674})
+
+
+def overload() -> list[Arrival]:
+    """More than one worker can do: the first tokens get later and later."""
+    return load(120, 0.02, 1500, 20)
+
+
+@pytest.mark.parametrize("share", [0.3, 0.9])
+def test_a_trial_ends_early_with_the_answer_of_the_whole(share: float) -> None:
+    setting = Setting(((0, overload()),), {1: Costs(spread=0.1)}, Objectives(0.5, 0.05))
+    whole = run_trial(setting, Trial(TOGETHER, 120))
+    early = run_trial(setting, Trial(TOGETHER, 120, give_up_below=share, enough=share))
+    assert whole.is_whole
+    assert not early.is_whole
+    assert (whole.goodput >= share) == (early.least >= share) == (early.most >= share)
+    assert early.least <= whole.goodput <= early.most
+
+
+def test_a_search_in_processes_gives_the_same_advice_and_shows_true_progress() -> None:
+    shares: list[float] = []
+    given = (load(16, 0.05, 900, 6), {1: Costs(spread=0.1)}, 2, Objectives(0.12, 0.05))
+    here = advise(*given, on_progress=lambda share, _: shares.append(share))
+    there = advise(*given, num_processes=2)
+    assert msgspec.json.encode(here) == msgspec.json.encode(there)
+    assert shares == sorted(shares)
+    assert shares[-1] == 1.0
+    assert shares[0] < 0.1
+    assert multiprocessing.active_children() == []
+
+
+def test_processes_end_with_an_error() -> None:
+    setting = Setting(((0, load(3, 1.0, 400, 2)),), {1: Costs()}, LOOSE)
+
+    def interrupted() -> None:
+        with runner(setting, 2) as runs:
+            runs.submit(Trial(TOGETHER, 3))
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert multiprocessing.active_children() == []
 
 
 def test_the_table_has_a_row_for_each_finalist() -> None:
     lines = text_of(example()).splitlines()
     assert "97.0%" in lines[1]
     assert "8 requests/s (7.5 to 8.5 over 3 seeds)" in lines[3]
+    assert "KV of a worker: 26,674 blocks (kv_tokens of the costs); load: 2 requests/s" in lines
     assert lines[-1].startswith("kvrelay serve MODEL --prefill 1 --decode 1")
 
 
@@ -218,7 +368,7 @@ async def test_the_page_draws_its_charts(tmp_path: Path) -> None:
     async with running_browser() as browser, opened(browser, path.as_uri(), complaints) as page:
         await page.wait_for_function("document.querySelectorAll('.u-over').length === 2")
         assert await page.inner_text("#verdict") == example().verdict
-        assert await page.inner_text("#load") == "a load </script><b>"
+        assert (await page.inner_text("#load")).startswith("a load </script><b> KV of a worker: 26,674 blocks")
         assert len(await page.query_selector_all("#table tr")) == 3
         coloured = """() => [...document.querySelectorAll('canvas')].map(canvas => {
             const pixels = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data;

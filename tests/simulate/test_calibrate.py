@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.system.serving import Serve, by_threshold, kvrelay
+from tests.system.serving import Serve, kvrelay
 
+from kvrelay.control.base import Keys
+from kvrelay.control.memory import MemoryBroker
 from kvrelay.core.step_cost import StepCost, StepWork
 from kvrelay.errors import InvalidInputError
 from kvrelay.simulate.calibrate import Counters, Phase, Stream, counters_of, fit, read_status
 from kvrelay.simulate.costs import Costs, read_costs
-from kvrelay.simulate.probe import probe
+from kvrelay.simulate.probe import all_remote, probe
 
 STEP = StepCost(step_s=0.01, prefill_s=0.02, prefill_token_s=1e-4)
 STATUS: dict[str, Any] = {
@@ -25,6 +29,7 @@ STATUS: dict[str, Any] = {
         | {"decode": {"num_remote_done": 2, "places": {}}},
     ],
 }
+KEY = Keys("test").config_value("disagg.disagg_policy")
 TRUE_OVERHEAD_S, TRUE_BYTES_PER_S, TRUE_TOKEN_BYTES = 0.001, 1e9, 4096
 
 
@@ -44,6 +49,7 @@ def workers(**changes: Any) -> list[Any]:
     status = copy.deepcopy(STATUS)
     for worker in status["workers"]:
         worker["load"] = {"step_cost": {name: getattr(STEP, name) for name in STEP.__struct_fields__}}
+        worker["load"]["kv_total_blocks"] = 100
         worker |= changes
     return read_status(status)
 
@@ -57,7 +63,50 @@ def test_known_costs_are_recovered() -> None:
     assert costs.transfer_overhead_s == pytest.approx(TRUE_OVERHEAD_S)
     assert costs.link_bytes_per_s == pytest.approx(TRUE_BYTES_PER_S)
     assert costs.spread < 1e-3
-    assert found.not_measured == ("hop_s", "queue_hop_s", "frontend_token_s", "start_s", "drain_s")
+    assert found.not_measured == (
+        "kv_tokens",
+        "prefill_spread",
+        "hop_s",
+        "queue_hop_s",
+        "frontend_token_s",
+        "start_s",
+        "drain_s",
+    )
+
+
+def test_streams_that_were_sent_away_tell_of_link_and_queue() -> None:
+    """Those that stayed had no transfer. The others' first tokens are 12 ms later, and a transfer takes 1 ms and 64
+    times 4,096 bytes: 1.262 ms."""
+    stayed = [Phase(synthetic(length).streams, Counters()) for length in (64, 1024)]
+    away = [synthetic(length, frontend_s=0.017) for length in (64, 1024)]
+    found = fit(workers(block_size=16, step_spread=0.3), stayed, "", workers(step_spread=0.3), away)
+    assert found.costs.link_bytes_per_s == pytest.approx(TRUE_BYTES_PER_S)
+    assert found.costs.transfer_overhead_s == pytest.approx(TRUE_OVERHEAD_S)
+    assert found.costs.queue_hop_s == pytest.approx(0.012 - 0.001 - 64 * 4096 / 1e9)
+    assert found.costs.frontend_request_s == pytest.approx(0.005)
+    assert found.costs.kv_tokens == 1600
+    assert found.costs.prefill_spread == 0.3
+    assert found.not_measured == ("hop_s", "frontend_token_s", "start_s", "drain_s")
+
+
+@pytest.mark.parametrize("before", [None, b'"cost"'])
+async def test_the_policy_is_as_before_after_the_remote_streams(before: bytes | None) -> None:
+    discovery = MemoryBroker().plane().discovery
+    if before is not None:
+        await discovery.put(KEY, before)
+
+    async def policies() -> set[str]:
+        value = await discovery.get(KEY)
+        return {"auto" if value is None else json.loads(value)}
+
+    async def interrupted() -> None:
+        async with all_remote(discovery, KEY, policies):
+            assert await policies() == {"always"}
+            raise asyncio.CancelledError
+
+    with pytest.raises(asyncio.CancelledError):
+        await interrupted()
+    assert await discovery.get(KEY) == before
 
 
 def test_each_role_tells_of_its_own_steps() -> None:
@@ -74,6 +123,13 @@ def test_a_worker_that_has_no_such_steps_does_not_count() -> None:
     assert "step.prefill_s" not in found.not_measured
     status["workers"][1]["load"] = {"step_cost": {}}
     assert {"step.prefill_s", "step.step_s"} <= set(fit(read_status(status), [], "").not_measured)
+
+
+def test_costs_that_are_estimates_are_named_so() -> None:
+    status = copy.deepcopy(STATUS)
+    assert not fit(read_status(status), [], "").is_step_estimated
+    status["workers"][0]["load"]["step_cost_source"] = "estimated"
+    assert fit(read_status(status), [], "").is_step_estimated
 
 
 def test_what_the_load_did_not_show_is_named_and_keeps_its_default() -> None:
@@ -129,7 +185,7 @@ async def test_the_probe_leaves_its_first_request_of_each_length_out() -> None:
 @pytest.mark.matrix
 def test_a_running_cluster_is_calibrated(tmp_path: Path) -> None:
     path = tmp_path / "costs.json"
-    with Serve(("--engine", "mock", "--prefill", "1", "--decode", "1", *by_threshold(16))) as server:
+    with Serve(("--engine", "mock", "--prefill", "1", "--decode", "1")) as server:
         port = server.url.rpartition(":")[2].split("/")[0]
         ended = kvrelay(
             *("simulate", "calibrate", "--output", str(path), "--machine", "test", "--streams", "3"),
@@ -137,7 +193,8 @@ def test_a_running_cluster_is_calibrated(tmp_path: Path) -> None:
         )
         assert ended.returncode == 0, ended.stderr
         model = server.model
-    assert "token_bytes" not in ended.stdout
+    for name in ("token_bytes", "transfer_overhead_s", "queue_hop_s", "kv_tokens"):
+        assert name not in ended.stdout
     costs = read_costs(path)
     assert (costs.machine, costs.model) == ("test", model)
     assert costs.step.is_sound

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
 from kvrelay.config import DisaggConfig, WorkerRole
 from kvrelay.core.step_cost import StepCost
-from kvrelay.planner import Narrow, Objectives, Start, Widen
+from kvrelay.planner import Narrow, Numbers, Objectives, Plan, PlannerState, Start, Stop, Widen, plan
+from kvrelay.simulate import planned
 from kvrelay.simulate.arrival import Arrival
 from kvrelay.simulate.cluster import ClusterSpec, parse_event
 from kvrelay.simulate.costs import Costs
@@ -63,3 +69,45 @@ def test_a_widened_worker_serves_at_once_and_a_narrowed_one_ends_what_it_has_beg
     for worker in simulation.workers.values():
         assert not worker.core.has_unfinished()
         worker.core.check_integrity()
+
+
+def numbers_of(patch: pytest.MonkeyPatch, run: Callable[[], object]) -> list[Numbers]:
+    """What each decision of the run was made from, but for those without demand."""
+    found: list[Numbers] = []
+
+    def recording(*given: Any) -> tuple[Plan, PlannerState]:
+        actions, state = plan(*given)
+        found.extend(action.numbers for action in actions if action.numbers.requests_per_s)
+        return actions, state
+
+    patch.setattr(planned, "plan", recording)
+    run()
+    return found
+
+
+def test_answers_of_thirty_tokens_are_seen_as_such_while_many_requests_wait_for_their_kv(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    always = DisaggConfig(disagg_policy="always", slo_ttft_ms=2000, slo_itl_ms=80)
+    cluster = ClusterSpec(prefill=1, decode=1, disagg=always)
+    arrivals = [Arrival(time_s=number * 0.25, prompt_tokens=1200, answer_tokens=30) for number in range(240)]
+    found = numbers_of(monkeypatch, PlannedCluster(cluster, arrivals, SLOW, AIM).run)
+    told = [numbers.answer_tokens for numbers in found[10:-10]]
+    assert len(told) > 20
+    assert max(told) < 1.1 * 30
+
+
+def test_after_a_burst_only_what_it_needs_is_left_and_constant_load_changes_nothing() -> None:
+    phases = ((0.0, 20.0, 1.0), (20.0, 50.0, 6.0), (50.0, 150.0, 1.0))
+    arrivals = [
+        Arrival(time_s=begin_s + number / rate, prompt_tokens=1000, answer_tokens=60)
+        for begin_s, end_s, rate in phases
+        for number in range(round((end_s - begin_s) * rate))
+    ]
+    run = PlannedCluster(spec(1, 1), arrivals, SLOW, AIM, max_workers=4)
+    run.run()
+    kinds = [(type(action), at_s) for at_s, action in run.actions]
+    assert {kind for kind, at_s in kinds if at_s < 50.0} == {Start}
+    assert {kind for kind, at_s in kinds if at_s >= 50.0} == {Stop}
+    assert len([kind for kind, _ in kinds if kind is Start]) == len([kind for kind, _ in kinds if kind is Stop])
+    assert kinds[-1][1] < 50.0 + 90.0

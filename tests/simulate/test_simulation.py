@@ -9,17 +9,20 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
+import numpy as np
 import pytest
 
 from kvrelay.config import DisaggConfig, EngineConfig, RouterConfig, WorkerRole
-from kvrelay.core.handoff import HandoffOrder
-from kvrelay.core.step_cost import StepCost
+from kvrelay.core.handoff import OrderPolicy
+from kvrelay.core.step_cost import StepCost, StepWork
 from kvrelay.errors import ConfigError, InvalidInputError
 from kvrelay.placement.base import Objectives
 from kvrelay.planner import WorkerView
 from kvrelay.simulate.arrival import Arrival
 from kvrelay.simulate.cluster import Change, ClusterEvent, ClusterSpec, parse_event
 from kvrelay.simulate.costs import Costs
+from kvrelay.simulate.machine import FittedStepTime
 from kvrelay.simulate.simulation import Simulation, simulate
 
 STEP = StepCost(step_s=0.01, prefill_s=0.01, prefill_token_s=1e-4, pair_s=0.0, decode_s=0.0, context_s=0.0)
@@ -67,6 +70,15 @@ def test_a_remote_prefill_takes_queue_steps_link_and_overhead() -> None:
     assert request.gaps_s()[0] == pytest.approx(0.01 + 0.0, abs=0.002)
 
 
+def test_steps_with_and_without_a_prefill_scatter_each_by_their_own() -> None:
+    """The logarithms' standard deviations; the mean stays. 4,000 draws know a deviation within 3 %."""
+    times = FittedStepTime(msgspec.structs.replace(EXACT, spread=0.1, prefill_spread=0.4), "a")
+    for work, spread, alone_s in ((StepWork(0, 0, 1, 10), 0.1, 0.01), (StepWork(100, 0, 0, 0), 0.4, 0.02)):
+        found = np.array([times(work, 0.0) for _ in range(4000)])
+        assert float(np.log(found).std()) == pytest.approx(spread, rel=0.05)
+        assert float(found.mean()) == pytest.approx(alone_s, rel=0.03)
+
+
 def test_transfers_share_the_links_of_their_workers() -> None:
     """Two prompts that are computed at once by two prefill workers go into one decode worker one after the other."""
     spec = ClusterSpec(prefill=2, decode=1, engine=ENGINE, disagg=ALWAYS)
@@ -75,22 +87,22 @@ def test_transfers_share_the_links_of_their_workers() -> None:
     assert second - first == pytest.approx(160 * 100 / 1e6, abs=0.003)
 
 
-@pytest.mark.parametrize("order", list(HandoffOrder))
+@pytest.mark.parametrize("order", list(OrderPolicy))
 @pytest.mark.parametrize("disagg", [ALWAYS, COST, DisaggConfig(disagg_policy="threshold", max_local_prefill_length=64)])
-def test_every_request_is_answered_in_both_orders(order: HandoffOrder, disagg: DisaggConfig) -> None:
+def test_every_request_is_answered_in_every_order(order: OrderPolicy, disagg: DisaggConfig) -> None:
     spec = ClusterSpec(prefill=2, decode=2, engine=ENGINE, disagg=disagg, order=order)
     simulation = Simulation(spec, steady(60, 0.02), Costs(spread=0.2))
     result = simulation.run()
     assert [len(request.tokens_s) for request in result.requests] == [10] * 60
     assert all(request.is_done for request in result.requests)
-    if disagg is not COST or order is HandoffOrder.DECODE_FIRST:
+    if disagg is not COST or order is not OrderPolicy.PREFILL_FIRST:
         assert result.places["remote"] > 0
     assert result.goodput(Objectives(5.0, 1.0)) == 1.0
     check(simulation)
 
 
-@pytest.mark.parametrize("order", list(HandoffOrder))
-def test_a_full_decode_worker_holds_kv_and_first_tokens_come_sooner(order: HandoffOrder) -> None:
+@pytest.mark.parametrize("order", list(OrderPolicy))
+def test_a_full_decode_worker_holds_kv_and_first_tokens_come_sooner(order: OrderPolicy) -> None:
     """Four answers take the decode worker's pool; then a burst."""
     engine = EngineConfig(block_size=16, num_blocks=128, max_num_seqs=32, max_num_batched_tokens=512)
     filling = [Arrival(time_s=0.0, prompt_tokens=400, answer_tokens=100) for _ in range(4)]
@@ -107,8 +119,8 @@ def test_a_full_decode_worker_holds_kv_and_first_tokens_come_sooner(order: Hando
     assert firsts[64 * 2**20] < firsts[0] - 0.2
 
 
-@pytest.mark.parametrize("order", list(HandoffOrder))
-def test_workers_die_drain_start_and_change_roles_and_no_answer_is_lost(order: HandoffOrder) -> None:
+@pytest.mark.parametrize("order", list(OrderPolicy))
+def test_workers_die_drain_start_and_change_roles_and_no_answer_is_lost(order: OrderPolicy) -> None:
     events = ("1s:kill:p0", "1.3s:kill:d1", "0.5s:start:prefill", "2s:role:p1:both", "4s:drain:p1", "3s:start:decode")
     spec = ClusterSpec(
         prefill=2, decode=2, engine=ENGINE, disagg=ALWAYS, order=order, events=tuple(map(parse_event, events)),
@@ -173,7 +185,7 @@ def test_an_idle_worker_costs_nothing() -> None:
         max_local_prefill_length=4096)), steady(20, 10.0), EXACT)  # fmt: skip
     alone.run()
     crowd.run()
-    assert crowd.loop.num_events - alone.loop.num_events <= 51  # one turn each, to enter the role
+    assert crowd.loop.num_events - alone.loop.num_events <= 101  # two each: to enter the role, and a sample
 
 
 def test_the_answer_of_an_overloaded_pool_is_a_refusal_everywhere() -> None:

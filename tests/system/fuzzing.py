@@ -22,6 +22,7 @@ import zmq
 
 from kvrelay.control.base import ControlPlane, Keys
 from kvrelay.control.nats.connection import NatsConnection
+from kvrelay.core.activity import Activity, Spent
 from kvrelay.core.control_codec import decode_prefill
 from kvrelay.core.event_codec import ReplayRequest, encode_events, encode_load, encode_replay_request
 from kvrelay.core.events import (
@@ -45,6 +46,7 @@ from kvrelay.core.messages import (
     OutputBatch,
     Ping,
     PrefillLost,
+    SessionPaused,
     TokenOutput,
 )
 from kvrelay.core.sampling import SamplingParams
@@ -149,6 +151,7 @@ class Corpus:
                     holder=PrefixHolder(FUZZING_WORKER, 32),
                 ),
                 PrefillLost("fuzz"),
+                SessionPaused("fuzz", "bash", within_s=2.0),
                 AbortRequest("fuzz"),
                 HandoffClaim(HandoffId(name, 1), FUZZING_WORKER, worker.kv_compatibility),
                 HandoffClaim(
@@ -186,6 +189,7 @@ class Corpus:
             "load_costs": (LoadCost("host", 1e-6, 1e-3),),
             "flows": (Flow(FUZZING_WORKER, True, 1, 2, 0.5),),
             "tokens": TokenCounts(1, 2),
+            "activity": Activity({"remote": 1}, {"host": 2}, Spent(1, 0.5), prefills=(1, 2), cpu_s=0.5, rss_bytes=9),
         }
         self.loads = [encode_load(load), encode_load(msgspec.structs.replace(load, **costs))]
         self.replays = [encode_replay_request(ReplayRequest(0)), encode_replay_request(ReplayRequest(-1, 5, 2))]

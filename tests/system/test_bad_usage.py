@@ -84,7 +84,7 @@ def test_wrong_arguments_end_the_process():
 
 def test_a_control_server_that_is_not_there():
     control, code = ("--control", "nats://127.0.0.1:1", "--connect-timeout-s", "0.2"), ControlUnavailableError.exit_code
-    for command in (["status"], ["drain", "x"], ["config", "get"]):
+    for command in (["status"], ["drain", "x"], ["revoke-lease", "x"], ["config", "get"]):
         assert "127.0.0.1:1" in line_of(kvrelay_here(*command, *control), code)
     for command in (["worker"], ["frontend", "--port", "0"]):
         assert "127.0.0.1:1" in refused(*command, *control, code=code)

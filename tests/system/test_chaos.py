@@ -80,6 +80,13 @@ def test_nothing_is_lost_in_a_minute_of_chaos_with_prefill_first():
     assert report["remote_prefills"] > 20
 
 
+def test_nothing_is_lost_in_a_minute_of_chaos_with_decode_first():
+    """All other rows run in order auto."""
+    report = chaos("--engine", "mock", "--order", "decode-first", duration_s=60, seed=SEED)
+    assert report["right"] > 50
+    assert report["remote_prefills"] > 20
+
+
 def test_nothing_is_lost_when_ranks_of_workers_are_killed():
     """With this seed one of each role is killed, and workers stop and change roles beside that."""
     report = chaos(

@@ -38,8 +38,17 @@ def server(request: pytest.FixtureRequest) -> Iterator[Serve]:
     assert running.process.returncode == 0, running.output
 
 
-def revoke(lease_id: str, server: Serve, request: pytest.FixtureRequest) -> None:
-    """With the tool of whoever keeps the leases; what ``nats kv del`` sends is this message."""
+def revoke(entry: dict[str, object], server: Serve, request: pytest.FixtureRequest) -> None:
+    """With our command for a decode worker, else with the tool of whoever keeps the leases; what ``nats kv del`` sends
+    is this message."""
+    lease_id = str(entry["lease_id"])
+    if entry["role"] == "decode":
+        command = "revoke-lease", "--control", server.control, str(entry["worker_id"])
+        unknown = kvrelay_here(*command[:-1], f"{entry['worker_id']}x")
+        assert unknown.returncode == 1
+        assert f"did you mean {entry['worker_id']}?" in unknown.stderr
+        assert kvrelay_here(*command).returncode == 0
+        return
     if "KVRELAY_DISCOVERY" in os.environ:
         assert request.getfixturevalue("etcd").ctl("lease", "revoke", lease_id).returncode == 0
         return
@@ -61,10 +70,10 @@ def entry_of(process: subprocess.Popen[bytes], server: Serve, role: str) -> dict
 @pytest.mark.parametrize("role", ["decode", pytest.param("prefill", marks=pytest.mark.matrix)])
 def test_a_worker_whose_lease_is_revoked_finishes_and_exits(server, role, request):
     with extra_worker(server, role) as process:
-        lease_id = entry_of(process, server, role)["lease_id"]
+        entry = entry_of(process, server, role)
         with Streams(server) as streams:
             streams.wait_for_tokens(NUM_STREAMS * 5)
-            revoke(lease_id, server, request)
+            revoke(entry, server, request)
             until(lambda: all(worker["pid"] != process.pid for worker in server.workers(role)))
             streams.check()
         assert process.wait(PATIENCE_S) == 0

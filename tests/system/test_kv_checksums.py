@@ -15,7 +15,7 @@ from kvrelay.executors.mock import mock_generate
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 
-FLAGS = ("--engine", "mock", "--speedup-ratio", "0", *by_threshold(64))
+FLAGS = ("--engine", "mock", "--speedup-ratio", "0", "--order", "decode-first", *by_threshold(64))
 """The mock engine's answer depends on every token of the KV that it reads."""
 NUM_OUTPUT = 12
 

@@ -47,6 +47,7 @@ class Operator:
         self.variables: dict[str, str] = {}
         self.processes: list[subprocess.Popen[bytes]] = []
         self.started: dict[str, subprocess.Popen[bytes]] = {}
+        self.prefill_workers: list[subprocess.Popen[bytes]] = []
         self.env = {"HOME": str(directory)}
         (directory / "model").symlink_to(bundled_checkpoint_path())
 
@@ -104,7 +105,9 @@ class Operator:
         if name == "kvrelay worker":
             self.until(lambda: set(self.worker_ids()) - known)
             (new,) = set(self.worker_ids()) - known
-            self.variables[f"{new.partition('-')[0].upper()}_WORKER"] = new
+            role = command[command.index("--role") + 1]
+            self.variables[f"{role.upper()}_WORKER"] = new
+            self.prefill_workers += [started] if role == "prefill" else []
             self.started[new] = started
 
     def worker_ids(self) -> list[str]:
@@ -159,7 +162,7 @@ def test_the_page_is_true(operator: Operator) -> None:
             commands.append(step.line)
             check(operator, step.line, printed)
     assert len(commands) > 25
-    assert all(worker.wait(PATIENCE_S) == 0 for name, worker in operator.started.items() if name.startswith("prefill"))
+    assert [worker.wait(PATIENCE_S) for worker in operator.prefill_workers] == [0]
 
 
 def check(operator: Operator, line: str, printed: str) -> None:

@@ -6,16 +6,19 @@ With KVRELAY_SCREENSHOTS=DIRECTORY the screenshots stay there, for people to loo
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
+import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 import pytest_asyncio
-from playwright.async_api import Browser, Page, expect
+from playwright.async_api import Browser, Page, Route, expect
 from tests.browser import opened, running_browser
 from tests.frontend.doubles import FakeCluster, Script, running, write_model_dir
 from tests.frontend.raw_http import send
@@ -25,7 +28,9 @@ from tests.system.serving import Serve
 from kvrelay.config import MetricsConfig, WorkerRole
 from kvrelay.core.event_codec import encode_load
 from kvrelay.core.events import Flow, LoadMetrics
+from kvrelay.core.messages import RequestRefused
 from kvrelay.frontend.access.api_keys import new_api_key
+from kvrelay.planner.report import Change, PlannerReport
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600), pytest.mark.asyncio(loop_scope="module")]
 
@@ -48,7 +53,19 @@ async def browser() -> AsyncIterator[Browser]:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Serve]:
-    with Serve(("--engine", "mock", "--prefill", "1", "--decode", "1", "--disagg-policy", "always")) as running_one:
+    flags = (
+        "--engine",
+        "mock",
+        "--prefill",
+        "1",
+        "--decode",
+        "1",
+        "--disagg-policy",
+        "always",
+        "--order",
+        "decode-first",
+    )
+    with Serve(flags) as running_one:
         yield running_one
 
 
@@ -91,7 +108,9 @@ async def test_a_real_remote_request_is_explained(browser: Browser, server: Serv
         for role in ("prefill", "decode"):
             await page.wait_for_selector(f".role.{role} .worker.ready")
         await page.wait_for_selector(".flow")
-        await expect(page.locator(".u-over")).to_have_count(6, timeout=1000 * PATIENCE_S)
+        await expect(page.locator(".u-over")).to_have_count(12, timeout=1000 * PATIENCE_S)
+        await page.click("button[data-span='hour']")
+        await page.wait_for_selector("button[data-span='hour'].chosen")
         await page.click(f"tr[data-id='{request_id}']")
         await page.wait_for_selector(".waterfall .span")
         assert request_id in await page.inner_text(".waterfall h3")
@@ -100,6 +119,47 @@ async def test_a_real_remote_request_is_explained(browser: Browser, server: Serv
         assert {line.split()[0] for line in shown} == {"frontend", "prefill", "decode"}
         assert not any("no marks" in line for line in shown), shown
         await picture(page, look, tmp_path)
+    assert complaints == []
+
+
+async def settled(server: Serve, since: int = 0) -> dict[str, Any]:
+    """A snapshot whose history, after second ``since``, has all that has happened until now."""
+    now = time.time()
+    async with asyncio.timeout(PATIENCE_S):
+        while ((found := await get(server, f"/debug/cluster?since={since}"))["history"]["unix_s"] or [0])[
+            -1
+        ] < now + 1.0:
+            await asyncio.sleep(0.2)
+    return found
+
+
+async def test_the_figures_are_those_of_the_load(browser: Browser, server: Serve) -> None:
+    """Every prompt goes to the prefill worker; the client knows how many, and their tokens."""
+    await complete(server)
+    since = (await settled(server))["history"]["unix_s"][-1]
+    usages = []
+    async with httpx.AsyncClient(timeout=PATIENCE_S) as client:
+        for prompt in ("a" + PROMPT, "b" + PROMPT, "a" + PROMPT):
+            body = {"model": server.model, "prompt": prompt, "max_tokens": 7, "ignore_eos": True}
+            usages.append((await client.post(f"{server.url}/v1/completions", json=body)).json()["usage"])
+    found = await settled(server, since)
+    history = found["history"]
+    assert {place: sum(column) for place, column in history["places"].items() if any(column)} == {"remote": 3}
+    assert [sum(history[name]) for name in ("answered", "in_time", "tokens")] == [3, 3, 21]
+    assert sum(history["prompt_tokens"]) == sum(usage["prompt_tokens"] for usage in usages)
+    cached = [(usage["prompt_tokens_details"] or {}).get("cached_tokens", 0) for usage in usages]
+    assert sum(history["cached_tokens"]) == sum(cached) > 0
+    assert sum(history["handoffs"]) == 3
+    means = [(value, queue) for value, queue in zip(history["handoff_ms"], history["handoff_queue_ms"]) if value]
+    assert all(0 < queue < value for value, queue in means)
+    total, times = found["total"], {each["name"]: each for each in found["times"]}
+    remote = next(place["last_minute"] for place in total["places"] if place["place"] == "remote")
+    assert times["prefill"]["prefills"] == times["decode"]["answers"] == remote == total["answered_last_minute"]
+    complaints: list[str] = []
+    async with opened(browser, f"{server.url}/ui/", complaints) as page:
+        await page.wait_for_selector(f".where:has-text('{remote} in 1 min')")
+        shown = await page.inner_text(".prompts")
+        assert f"{total['prompt_tokens_last_minute']:,} prompt tokens in the last minute" in shown
     assert complaints == []
 
 
@@ -182,6 +242,85 @@ async def test_240_workers_and_a_hostile_request(browser: Browser, model_dir: Pa
         assert complaints == []
     finally:
         await cluster.close()
+
+
+async def test_ranks_stand_together_and_changes_of_the_planner_are_listed(
+    browser: Browser, model_dir: Path, tmp_path: Path
+) -> None:
+    changes = tuple(
+        Change(1e9 + at, what, "a reason <b>") for at, what in enumerate(("widen p0", "start a both worker"))
+    )
+    report = PlannerReport(
+        planner_id="a",
+        host="h",
+        pid=1,
+        started_unix=1.0,
+        mode="act",
+        num_changes=9,
+        changes=changes,
+        is_leader=True,
+        cpu_cores=0.25,
+        rss_bytes=96 * 2**20,
+    )
+    async with running(model_dir, Script((10,))) as cluster:
+        frontend = cluster.frontend
+        assert frontend is not None
+        for rank in (1, 0):
+            await cluster.add_worker(f"r{1 - rank}", Script(), dp_group="dp-7", dp_rank=rank, dp_size=2)
+        lease = await cluster.control.discovery.grant(600.0)
+        await cluster.control.discovery.put(cluster.keys.planner("a"), msgspec.json.encode(report), lease)
+        complaints: list[str] = []
+        async with opened(browser, f"{cluster.url}/ui/", complaints, **LOOKS["narrow"]) as page:
+            await page.wait_for_selector("h3:text('decode, data-parallel group dp-7: 2 ranks')")
+            heads = [await each.inner_text() for each in await page.query_selector_all(".role h3")]
+            assert [head.partition(" ·")[0] for head in heads] == [
+                "1 decode",
+                "decode, data-parallel group dp-7: 2 ranks",
+            ]
+            names = [await each.inner_text() for each in await page.query_selector_all(".role:last-child .worker b")]
+            assert names == ["rank 0 · r1", "rank 1 · r0"]
+            await expect(page.locator(".changes li")).to_have_count(2, timeout=1000 * PATIENCE_S)
+            assert "act · fleet – · 9 changes · 0.25 cores, 96 MiB of memory" in await page.inner_text("main")
+            latest = await page.inner_text(".changes li:first-child")
+            assert "start a both worker" in latest
+            assert "a reason <b>" in latest
+            await picture(page, "ranks", tmp_path)
+        assert complaints == []
+
+
+async def test_what_is_coloured_has_its_line_at_the_top(browser: Browser, model_dir: Path, tmp_path: Path) -> None:
+    """Overload: 3 answered, 12 refused, 1 failed. Without the lines nothing is red or orange."""
+    script = Script((10,))
+    async with running(model_dir, script) as cluster:
+        frontend = cluster.frontend
+        assert frontend is not None
+        full, broken = (RequestRefused("", "no", status, retryable=False) for status in (429, 500))
+        for refusal, count in ((None, 3), (full, 12), (broken, 1)):
+            script.refuse = refusal
+            for _ in range(count):
+                await send(frontend.port, "POST", "/v1/completions", {"prompt": [5, 6], "max_tokens": 2})
+        load = LoadMetrics("w0", 3, 8, 99, 100, 2, 0.99, 0.5, seq=1)
+        await cluster.bus.publish(cluster.keys.worker_load("w0"), encode_load(load))
+        coloured, url = "main .error, main .warning", f"{cluster.url}/ui/"
+        complaints: list[str] = []
+        async with opened(browser, url, complaints, **LOOKS["light"]) as page:
+            await expect(page.locator("td.status.error")).to_have_count(13, timeout=1000 * PATIENCE_S)
+            await expect(page.locator(".worker.warning")).to_have_count(1, timeout=1000 * PATIENCE_S)
+            assert "12 of 16 requests (75%;" in (await page.text_content("#wrong") or "")
+            tiles = await page.inner_text(".tiles")
+            assert "refused\n12\nof 16 in 1 min" in tiles
+            assert "failed\n1\nof 16 in 1 min" in tiles
+            await picture(page, "overload", tmp_path)
+
+            async def without_lines(route: Route) -> None:
+                answer = await route.fetch()
+                await route.fulfill(response=answer, json=await answer.json() | {"wrong_now": []})
+
+            await page.route("**/debug/cluster?**", without_lines)
+            await page.wait_for_selector("#wrong.fine")
+            await expect(page.locator(coloured)).to_have_count(0, timeout=1000 * PATIENCE_S)
+            await page.unroute_all(behavior="wait")
+        assert complaints == []
 
 
 async def test_with_keys_the_browser_signs_in(browser: Browser, model_dir: Path, tmp_path: Path) -> None:

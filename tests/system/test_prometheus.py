@@ -49,7 +49,8 @@ def server(_programs: None) -> Iterator[Serve]:
 def prometheus(server: Serve, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The URL of a Prometheus that scrapes the frontend and both workers."""
     directory = tmp_path_factory.mktemp("prometheus")
-    jobs = {"frontends": [server.url.removeprefix("http://")], "workers": [f"{HOST}:{PORT}", f"{HOST}:{PORT + 1}"]}
+    workers = [f"{HOST}:{PORT}", f"{HOST}:{PORT + 1}"]
+    jobs = {"kvrelay-frontends": [server.url.removeprefix("http://")], "kvrelay-workers": workers}
     config = {
         "global": {"scrape_interval": "500ms", "scrape_timeout": "500ms"},
         "scrape_configs": [{"job_name": job, "static_configs": [{"targets": at}]} for job, at in jobs.items()],
@@ -116,7 +117,8 @@ def test_the_linter_has_no_complaint(server: Serve) -> None:
 
 def test_every_query_of_the_board_has_data(server: Serve, prometheus: str) -> None:
     panels = json.loads(BOARD.read_text(encoding="utf-8"))["panels"]
-    queries = [target["expr"].replace("$__rate_interval", "5m") for panel in panels for target in panel["targets"]]
+    asked = [target["expr"] for panel in panels for target in panel.get("targets", ())]
+    queries = [expression.replace("$__rate_interval", "5m").replace("$model", ".*") for expression in asked]
     assert len(queries) > 30
     # A rate needs two scrapes, and a quantile needs an observation between them.
     until(lambda: _count(prometheus, "min(count_over_time(up[5m]))") >= 2)
@@ -143,7 +145,7 @@ def test_frontends_and_workers_do_not_share_a_name(prometheus: str) -> None:
     old = {f"kvrelay_worker_{name}" for name in ("requests_running", "requests_waiting", "kv_usage_ratio")}
 
     def names(job: str) -> set[str]:
-        found = query(prometheus, f'count by (__name__) ({{job="{job}", __name__=~"kvrelay_.*"}})')
+        found = query(prometheus, f'count by (__name__) ({{job="kvrelay-{job}", __name__=~"kvrelay_.*"}})')
         return {series["metric"]["__name__"] for series in found}
 
     until(lambda: old <= names("frontends") and bool(names("workers")))

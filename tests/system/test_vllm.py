@@ -3,17 +3,23 @@ is killed."""
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import psutil
 import pytest
 from tests.patience import PATIENCE_S, until
 from tests.system.real_vllm import NUM_PROMPTS, NUM_TOKENS, Asked, Asking, count
 from tests.system.serving import Serve
+
+from kvrelay.data import bundled_checkpoint_path
 
 pytestmark = [pytest.mark.vllm, pytest.mark.system, pytest.mark.timeout(1200)]
 
@@ -44,6 +50,31 @@ def test_a_killed_process_loses_no_token(asked: list[Asked], victim: str) -> Non
         # ``serve`` may have replaced it by now.
         assert second in left
         assert first not in left
+
+
+def test_every_end_that_the_files_name_ends_an_answer(asked: list[Asked], tmp_path: Path) -> None:
+    """One that the model does not have is none: vLLM refuses a request with such a stop token."""
+    prompt, tokens = next(each for each in zip(asked[0].prompts, asked[0].answers) if len(set(each[1][:6])) == 6)
+    model = Path(shutil.copytree(bundled_checkpoint_path(), tmp_path / "model"))
+    vocab = json.loads((model / "tokenizer.json").read_text())["model"]["vocab"]
+    (piece,) = (piece for piece, token in vocab.items() if token == tokens[4])
+    for name, change in (
+        ("generation_config.json", {"eos_token_id": [tokens[2], 5000]}),
+        ("tokenizer_config.json", {"eos_token": piece}),
+    ):
+        (model / name).write_text(json.dumps(json.loads((model / name).read_text()) | change))
+    asking: dict[str, Any] = {"prompt": prompt, "max_tokens": 8, "temperature": 0, "return_token_ids": True}
+    with Serve((str(model), *VLLM, "--prefill", "0", "--decode", "1")) as server:
+        assert server.output.count("5000 (generation_config.json)") == 1, server.output
+        for more, length in (({}, 3), ({"ignore_eos": True}, 8), ({"min_tokens": 4}, None)):
+            answer = httpx.post(f"{server.url}/v1/completions", json=asking | more, timeout=PATIENCE_S)
+            assert answer.status_code == 200, answer.text
+            (choice,) = answer.json()["choices"]
+            if length is None:
+                assert not {tokens[2], tokens[4], 1} & set(choice["token_ids"][:3])
+            else:
+                assert choice["token_ids"] == tokens[:length]
+                assert (choice["finish_reason"], choice["stop_reason"]) == ("stop" if length == 3 else "length", None)
 
 
 @pytest.fixture(scope="module", params=CONNECTORS.values(), ids=CONNECTORS)

@@ -9,13 +9,21 @@ from dataclasses import replace
 from multiprocessing import resource_tracker
 
 import pytest
+import torch
 from tests.contracts import test_engine as contract
+from transformers import AutoModelForCausalLM
 
 from kvrelay.config import RunnerConfig, VllmConfig, WorkerConfig
+from kvrelay.core.sampling import SamplingParams
 from kvrelay.data import bundled_checkpoint_path
+from kvrelay.engine.request import Request
 from kvrelay.engines import vllm
 
 pytestmark = [pytest.mark.vllm, pytest.mark.system, pytest.mark.timeout(1200), pytest.mark.filterwarnings("ignore")]
+
+
+COMPILE_TIMEOUT_S = 400
+"""vLLM compiles the ranks of logprobs when a request first wants some."""
 
 
 @pytest.fixture
@@ -53,7 +61,26 @@ async def test_the_engine_contract(engine: contract.Running) -> None:
     await contract.test_an_abort_frees_everything(engine)
     await _fresh(engine)
     await contract.test_a_cached_prefix_counts_until_the_cache_is_cleared(engine)
+    await _prompts_are_scored(engine)
     await contract.test_after_close_callers_hear_that_it_has_ended(engine)
+
+
+async def _prompts_are_scored(engine: contract.Running) -> None:
+    """As transformers does, in float32."""
+    sampling = SamplingParams(max_tokens=0, temperature=0.0, prompt_logprobs=0)
+    request = Request("scored", contract.PROMPT, sampling)
+    await engine.host.call(lambda inner: inner.add_request(request))
+    async with asyncio.timeout(COMPILE_TIMEOUT_S):
+        while "scored" not in engine.outputs:
+            await asyncio.sleep(0.05)
+    assert await engine.answer("scored") == []
+    told = engine.outputs["scored"][0].prompt_logprobs
+    assert told is not None
+    model = AutoModelForCausalLM.from_pretrained(bundled_checkpoint_path(), dtype=torch.float32)
+    with torch.inference_mode():
+        logits = model(torch.tensor([contract.PROMPT])).logits[0].log_softmax(-1)
+    expected = [logits[position, token].item() for position, token in enumerate(contract.PROMPT[1:])]
+    assert [each.chosen.logprob for each in told[1:] if each] == pytest.approx(expected, abs=1e-3)
 
 
 async def _fresh(engine: contract.Running) -> None:

@@ -35,7 +35,10 @@ class TieredEngine:
         self, open_stores: Callable[[Shape], Sequence[BlockStore]], *, num_blocks: int = 40, cost: StepCost = DEAR
     ) -> None:
         executor = build_executor(num_blocks)
-        config = EngineConfig(num_blocks=num_blocks, block_size=4, max_num_seqs=8, max_num_batched_tokens=64)
+        # By recency it is known what the pool evicts next.
+        config = EngineConfig(
+            num_blocks=num_blocks, block_size=4, max_num_seqs=8, max_num_batched_tokens=64, kv_retention="recency"
+        )
         self.core = EngineCore(executor, config, ManualClock(), worker_id="d")
         self.shape = shape_of("mock", executor.kv_layout)
         self.stores = open_stores(self.shape)

@@ -105,7 +105,7 @@ def test_faults_of_disks(
         kind = rng.choice(["flip", "short", "long", "empty", "foreign", "swap", "gone", "read error", "write error"])
         with monkeypatch.context() as patch:
             if kind == "read error":
-                patch.setattr(Path, "read_bytes", failing(rng.choice([errno.EIO, errno.EACCES])))
+                patch.setattr(disk, "read_block", failing(rng.choice([errno.EIO, errno.EACCES])))
             elif kind == "write error":
                 patch.setattr(disk.os, "writev", failing(rng.choice([errno.EIO, errno.ENOSPC])))
                 if path is not None:

@@ -212,6 +212,8 @@ def test_too_little_memory_or_disk_for_a_block_is_refused(tmp_path: Path) -> Non
         HostStore(PrivateMemory(100), SHAPE)
     with pytest.raises(ConfigError, match="disk_kv_cache is below"):
         DiskStore(tmp_path, SHAPE, 10, 1e6)
+    with pytest.raises(ConfigError, match=r"disk_kv_cache: 1048576\.0TiB were asked for, and the disk of .* has .*iB$"):
+        DiskStore(tmp_path, SHAPE, 2**60, 1e6)
 
 
 def test_a_directory_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
@@ -284,10 +286,10 @@ def test_a_read_error_is_a_miss(make_store: MakeStore, monkeypatch: pytest.Monke
     store = make_store("disk")
     put(store, 1)
 
-    def fail(_: Path) -> bytes:
+    def fail(*_: object) -> bytes:
         raise OSError(errno.EIO, "bad sector")
 
-    monkeypatch.setattr(Path, "read_bytes", fail)
+    monkeypatch.setattr(disk, "read_block", fail)
     assert get(store, name_of(1)) is None
     assert store.stats.misses["EIO"] == 1
 
@@ -298,13 +300,13 @@ def test_a_disk_that_hangs_is_a_miss_and_never_writes_the_pool(
     store = make_store("disk")
     put(store, 1)
     may_read = threading.Event()
-    read = Path.read_bytes
+    read = disk.read_block
 
-    def hang(path: Path) -> bytes:
+    def hang(path: Path, num_bytes: int) -> bytes:
         may_read.wait()
-        return read(path)
+        return read(path, num_bytes)
 
-    monkeypatch.setattr(Path, "read_bytes", hang)
+    monkeypatch.setattr(disk, "read_block", hang)
     monkeypatch.setattr(disk, "LOAD_TIMEOUT_S", 0.01)
     into = bytearray(SHAPE.block_bytes)
     assert not store.load(name_of(1), memoryview(into))
@@ -314,6 +316,28 @@ def test_a_disk_that_hangs_is_a_miss_and_never_writes_the_pool(
     monkeypatch.setattr(disk, "LOAD_TIMEOUT_S", 60.0)
     settled(store)
     assert not any(into)
+
+
+def test_what_is_no_file_of_a_blocks_size_is_not_read(make_store: MakeStore, tmp_path: Path) -> None:
+    """Each in the place of a block: a sparse file of 40 GiB, a fifo, a link, a directory."""
+    store = make_store("disk")
+    for number in range(4):
+        put(store, number)
+    paths = {int(path.name, 16): path for path in files(tmp_path)}
+    huge, fifo, link, folder = (paths[name_of(number).sequence_hash] for number in range(4))
+    os.truncate(huge, 40 * 2**30)
+    other = fifo.rename(tmp_path / "other")
+    os.mkfifo(fifo)
+    link.unlink()
+    link.symlink_to(other)
+    folder.unlink()
+    folder.mkdir()
+    assert [get(store, name_of(number)) for number in range(4)] == [None] * 4
+    assert store.stats.misses == {"short": 2, "ELOOP": 1, "EISDIR": 1}
+    settled(store)
+    assert (huge.exists(), other.exists(), folder.exists()) == (False, True, True)
+    again = settled(make_store("disk"))
+    assert not any(again.holds(name_of(number).sequence_hash) for number in range(4))
 
 
 def test_old_and_foreign_files(make_store: MakeStore, tmp_path: Path) -> None:

@@ -361,6 +361,7 @@ def test_each_tier_that_nothing_has_used_says_so(
     """A disk behind host memory gets nothing until a block is evicted twice."""
     caplog.set_level("INFO", "kvrelay.tiers")
     engine = make("host", "disk")
+    caplog.clear()
     engine.ask(*PROMPTS)
     settle(engine)
     assert not caplog.text

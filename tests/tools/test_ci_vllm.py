@@ -41,7 +41,7 @@ def _run(directory: Path, *, spent_s: int = 0, make: str = "exit 0", **limits: s
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        ({"spent_s": 4000}, "66 minutes have passed and the limit is 40"),
+        ({"spent_s": 4000, "MAX_SPENT_S": "2400"}, "66 minutes have passed and the limit is 40"),
         ({"MIN_MEMORY_GB": "1000000"}, "GB of memory are available and it needs 1000000"),
         ({"MIN_DISK_GB": "1000000"}, "GB of disk are free and its packages need 1000000"),
         (

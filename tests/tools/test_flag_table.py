@@ -20,4 +20,5 @@ def test_every_flag_is_on_the_page(name: str) -> None:
     listed = set(re.findall(r"`(--[a-z0-9-]+)`", flag_table.PAGE.read_text(encoding="utf-8")))
     command = cli.get_command(click.Context(cli), name)
     assert command is not None
-    assert {flag for param in command.params if isinstance(param, click.Option) for flag in param.opts} <= listed
+    shown = [param for param in command.params if isinstance(param, click.Option) and not param.hidden]
+    assert {flag for param in shown for flag in param.opts} <= listed

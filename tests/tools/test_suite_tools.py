@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 from tests import leftovers
+from tests.part import parsed_part, part_of
 from tests.patience import until
 
 TOOLS = Path(__file__).parents[2] / "tools"
@@ -88,3 +89,16 @@ def test_what_a_test_costs_is_counted_with_its_processes(tmp_path: Path) -> None
     cpu_s = {name.rpartition("::")[2]: float(seconds) for seconds, name in rows}
     assert cpu_s["all"] >= cpu_s["test_burning.py"] >= cpu_s["test_burns"] >= 0.3
     assert cpu_s["test_does_nothing"] < 0.3
+
+
+def test_parts_share_out_all_tests_about_evenly() -> None:
+    ids = [f"tests/system/test_layouts.py::test_answers_are_equal[{number}]" for number in range(300)]
+    parts = [sum(part_of(node_id, 3) == part for node_id in ids) for part in (1, 2, 3)]
+    assert sum(parts) == 300
+    assert min(parts) > 70
+
+
+@pytest.mark.parametrize("text", ["0/3", "4/3", "1", "x/3", ""])
+def test_a_part_that_is_none_is_a_usage_error(text: str) -> None:
+    with pytest.raises(pytest.UsageError, match="--part"):
+        parsed_part(text)

@@ -10,11 +10,13 @@ import asyncio
 import itertools
 import threading
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from tests.patience import PATIENCE_S
@@ -88,6 +90,8 @@ class Node:
     lease: Lease
     clients: list[RpcClient]
     """Its connections to other workers."""
+    is_held: bool = False
+    """A step of its engine waits (``hold_steps``)."""
 
     @property
     def id(self) -> str:
@@ -148,6 +152,30 @@ class Node:
             return execute(work)
 
         self.core.executor.execute = slow
+
+    def hold_steps(self) -> threading.Event:
+        """Steps wait in the middle until the event is set; ``is_held`` while one does."""
+        execute, may_go_on = self.core.executor.execute, threading.Event()
+
+        def held(work: object) -> object:
+            self.is_held = not may_go_on.is_set()
+            may_go_on.wait(PATIENCE_S)
+            self.is_held = False
+            return execute(work)
+
+        self.core.executor.execute = held
+        return may_go_on
+
+    def count_posts(self) -> Counter[str]:
+        """What is posted to its engine from now on, by name."""
+        post, names = self.engine.post, Counter[str]()
+
+        def counted(callback: Any) -> None:
+            names[getattr(callback, "func", callback).__name__] += 1
+            post(callback)
+
+        self.engine.post = counted
+        return names
 
     def hold_checksums(self) -> tuple[threading.Event, threading.Event]:
         """Checksums wait: the first event tells that one does, the second lets them all go on."""
@@ -283,7 +311,7 @@ class Cluster:
     ) -> Node:
         """``build``: another executor than the mock; ``host``: the whole engine of a worker of this id."""
         config = EngineConfig(**{"num_blocks": 512, "max_num_seqs": 16, "max_num_batched_tokens": 256, **engine})
-        worker_id = new_worker_id(role)
+        worker_id = new_worker_id()
         memory = shared_memory(self.transfer)
         allocate = pool_allocator(self.transfer, memory)
         if build is None:

@@ -26,7 +26,7 @@ from kvrelay.placement.base import PrefillPlace
 from kvrelay.rpc.wire import encode_message
 from kvrelay.worker.cluster.peers import PeerTable
 
-OUTGOING_LOG = "kvrelay.worker.prefill.handoffs"
+OUTGOING_LOG = "kvrelay.worker.sides.prefill"
 
 
 def ends_logged(caplog: pytest.LogCaptureFixture) -> list[tuple[int, EndReason]]:

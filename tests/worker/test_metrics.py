@@ -7,6 +7,7 @@ import re
 import threading
 from pathlib import Path
 
+import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 from tests.worker.cluster import Client, Node, cluster, expected, prompt
 
@@ -22,7 +23,7 @@ from kvrelay.handoff.decode_state import DecodeCounters
 from kvrelay.worker.reporting.metrics import PREFIX, WorkerMetrics
 from kvrelay.worker.worker import Worker
 
-PAGE = Path(__file__).parents[2] / "docs" / "operations.md"
+PAGE = Path(__file__).parents[2] / "docs" / "operations-reference.md"
 
 
 def samples(worker: Worker) -> dict[str, float]:
@@ -141,10 +142,13 @@ async def test_role_and_readiness():
     async with cluster(lease_ttl_s=1.0) as shared:
         node = await shared.join(WorkerRole.DECODE)
         worker = node.worker
-        info = f"info{{engine=mock,epoch=0,role=decode,worker_id={node.id}}}"
+        info = f"info{{dp_group=,dp_rank=0,engine=mock,epoch=0,role=decode,worker_id={node.id}}}"
         assert samples(worker)[info] == samples(worker)["ready"] == 1
         await worker.set_role(WorkerRole.PREFILL)
         assert samples(worker)[info.replace("epoch=0", "epoch=1").replace("decode,", "prefill,")] == 1
+        ranked = msgspec.structs.replace(worker.stats(), dp_group="g-1", dp_rank=3)
+        text = WorkerMetrics(lambda: ranked).render().decode()
+        assert 'kvrelay_worker_info{dp_group="g-1",dp_rank="3",' in text
         assert worker.is_ready
         mend = node.cut_from_nats()
         await shared.until(lambda: not worker.is_ready)
@@ -202,6 +206,23 @@ async def test_every_reason_is_a_series():
     assert found["refusals_total{reason=gone}"] == 2
     assert all(found[f"claims_refused_total{{reason={reason.name.lower()}}}"] == 0 for reason in RefusalReason)
     assert found["recomputed_total{reason=deadline}"] == found["prefills_ended_total{reason=claim_timeout}"] == 1
+
+
+async def test_its_activity_is_what_it_did():
+    """Two prompts of three are remote."""
+    async with cluster() as shared:
+        prefill, decode, client = await shared.pair()
+        for number, length in enumerate((300, 20, 400)):
+            client.send(str(number), prompt(length), max_tokens=4)
+            await client.answer(str(number))
+        await shared.check_idle()
+        here, there = decode.worker.activity(), prefill.worker.activity()
+        assert {place: count for place, count in here.places.items() if count} == {"remote": 2, "local_short": 1}
+        assert (here.claims.num, here.handoffs.num, sum(here.prefills)) == (2, 2, 1)
+        assert 0.0 < here.claims.seconds < here.handoffs.seconds
+        assert (there.sends.num, sum(there.prefills), there.places) == (2, 2, {})
+        assert samples(decode.worker)["handoff_queue_seconds_count"] == 2
+        assert min(here.cpu_s, here.rss_bytes) > 0
 
 
 async def test_every_metric_is_documented():

@@ -22,6 +22,7 @@ from kvrelay.core.pair_id import PairId, new_pair_id
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.status import FinishReason
 from kvrelay.core.token_ids import to_bytes
+from kvrelay.handoff.base import EndReason
 from kvrelay.handoff.messages import HandoffClaim
 
 
@@ -39,7 +40,12 @@ class PairedClient:
         return new_pair_id("cmpl", self.prefill.server.address, self.decode.server.address)
 
     def halves(
-        self, tokens: tuple[int, ...], max_tokens: int = 8, pair_id: PairId | None = None, **settings: object
+        self,
+        tokens: tuple[int, ...],
+        max_tokens: int = 8,
+        pair_id: PairId | None = None,
+        begins_within_s: float = 0.0,
+        **settings: object,
     ) -> tuple[GenerateRequest, GenerateRequest]:
         """The messages to P and to D."""
         request = GenerateRequest(
@@ -48,11 +54,11 @@ class PairedClient:
             to_bytes(tokens),
             SamplingParams(max_tokens=max_tokens, temperature=0.0, **settings),
             order=HandoffOrder.PREFILL_FIRST,
-            pair=Pair(self.prefill.id, self.decode.id),
+            pair=Pair(self.prefill.id, self.decode.id, begins_within_s),
         )
         return request, msgspec.structs.replace(request, worker_id=self.decode.id)
 
-    def send(self, tokens: tuple[int, ...], max_tokens: int = 8, **settings: object) -> str:
+    def send(self, tokens: tuple[int, ...], max_tokens: int = 8, **settings: Any) -> str:
         to_prefill, to_decode = self.halves(tokens, max_tokens, **settings)
         self.to_prefill.connection.send(to_prefill)
         self.to_decode.connection.send(to_decode)
@@ -255,6 +261,39 @@ async def test_late_and_reordered_writes():
             pair.abort(ids[number])
         for number in range(1, 10, 2):
             assert await pair.answer(ids[number]) == expected(prompt(700, number), 8)
+
+
+async def test_a_prompt_that_its_prefill_worker_has_not_begun_in_time_is_taken_back():
+    async with cluster() as shared:
+        prefill = await shared.join(WorkerRole.PREFILL, max_num_seqs=1)
+        decode = await shared.join(WorkerRole.DECODE)
+        await shared.until(lambda: decode.id in prefill.worker.inspect().peers.addresses)
+        pair = PairedClient(shared, prefill, decode, await shared.client(prefill), await shared.client(decode))
+        may_go_on, asked = prefill.hold_steps(), prefill.count_posts()
+        first = pair.send(prompt(300))
+        await shared.until(lambda: prefill.is_held)
+        second = pair.send(prompt(300, 5), begins_within_s=0.05)
+        await shared.until(lambda: "_recall" in asked)
+        may_go_on.set()
+        assert await pair.answer(second) == expected(prompt(300, 5), 8)
+        assert await pair.answer(first) == expected(prompt(300), 8)
+        assert decode.ledger.counters.ends == {EndReason.RECALLED: 1}
+        assert not decode.ledger.conduct.failures
+        assert set(pair.to_prefill.refused) == {second}
+
+
+async def test_what_a_prefill_worker_has_begun_is_not_taken_back():
+    async with paired() as pair:
+        may_go_on, asked = pair.prefill.hold_steps(), pair.prefill.count_posts()
+        to_prefill, to_decode = pair.halves(prompt(300), begins_within_s=0.05)
+        pair.to_prefill.connection.send(to_prefill)
+        await pair.shared.until(lambda: pair.prefill.is_held)
+        pair.to_decode.connection.send(to_decode)
+        await pair.shared.until(lambda: "_recall" in asked)
+        may_go_on.set()
+        assert await pair.answer(to_decode.request_id) == expected(prompt(300), 8)
+        assert pair.num_remote == 1
+        assert not pair.decode.ledger.counters.ends
 
 
 @pytest.mark.parametrize("when", ["before the first token", "after it"])

@@ -271,6 +271,17 @@ async def three(shared: Cluster, other: WorkerRole) -> tuple[Node, Node, Node, C
     return prefill, decode, holder, await shared.client(holder)
 
 
+async def assert_prefix_is_read(pair: PairedClient, to_decode: Client, prefill: Node, holder: Node) -> None:
+    """A pair answers HOT and 100 tokens more; its prefill worker reads the 1,600 that ``holder`` has."""
+    tokens = HOT + prompt(100, 3)
+    to_p, to_d = pair.halves(tokens)
+    pair.to_prefill.connection.send(msgspec.structs.replace(to_p, holder=PrefixHolder(holder.id, 1600)))
+    to_decode.connection.send(to_d)
+    assert await pair.answer(to_p.request_id) == expected(tokens, 8)
+    assert pair.num_remote == 2
+    assert fetched(prefill).stores[PEER].num_loaded == 100
+
+
 async def test_a_prefill_worker_reads_what_another_prefill_worker_has() -> None:
     """Prefill-first: the router names it in P's half."""
     async with cluster() as shared:
@@ -280,14 +291,20 @@ async def test_a_prefill_worker_reads_what_another_prefill_worker_has() -> None:
         assert await warm.answer(warm.send(HOT)) == expected(HOT, 8)
         await decode.engine.call(lambda core: core.clear_cache())
         pair = PairedClient(shared, prefill, decode, await shared.client(prefill), to_decode)
-        tokens = HOT + prompt(100, 3)
-        to_p, to_d = pair.halves(tokens)
-        pair.to_prefill.connection.send(msgspec.structs.replace(to_p, holder=PrefixHolder(holder.id, 1600)))
-        to_decode.connection.send(to_d)
-        assert await pair.answer(to_p.request_id) == expected(tokens, 8)
-        assert pair.num_remote == 2
-        assert fetched(prefill).stores[PEER].num_loaded == 100
+        await assert_prefix_is_read(pair, to_decode, prefill, holder)
         assert fetched(decode).counts.num_hits == 0
+
+
+async def test_a_pairs_prefill_worker_reads_what_its_decode_worker_has() -> None:
+    """Under a grant of its own, and it sends none of that back."""
+    async with cluster() as shared:
+        prefill, decode, other, to_other = await three(shared, WorkerRole.PREFILL)
+        to_decode = await shared.client(decode)
+        warm = PairedClient(shared, other, decode, to_other, to_decode)
+        assert await warm.answer(warm.send(HOT)) == expected(HOT, 8)
+        pair = PairedClient(shared, prefill, decode, await shared.client(prefill), to_decode)
+        await assert_prefix_is_read(pair, to_decode, prefill, decode)
+        await shared.until(lambda: decode.worker.stats().num_grants == 0)
 
 
 async def test_a_prefill_worker_reads_what_the_decode_workers_request_names() -> None:

@@ -121,7 +121,7 @@ class _MooncakeItem(msgspec.Struct):
     timestamp: float
     input_length: int
     output_length: int
-    hash_ids: list[int]
+    hash_ids: list[int] = []
 
 
 def detect_format(path: Path) -> FileFormat:
@@ -172,14 +172,20 @@ def read_azure(path: Path) -> Iterator[TraceRecord]:
 
 def json_lines(path: Path, item: type[_T]) -> Iterator[_T]:
     """Decode every line that is not blank as ``item``; the error names the line."""
+    return (found for _, found in located_json_lines(path, item))
+
+
+def located_json_lines(path: Path, item: type[_T]) -> Iterator[tuple[str, _T]]:
+    """The same, each with file and line for a message."""
     decoder = msgspec.json.Decoder(item)
     with opened(path) as lines:
         for number, line in enumerate(lines, 1):
             if line.strip():
+                where = f"{path}:{number}"
                 try:
-                    yield decoder.decode(line)
+                    yield where, decoder.decode(line)
                 except UNREADABLE as exc:
-                    raise InvalidInputError(f"{path}:{number}: {exc}") from exc
+                    raise InvalidInputError(f"{where}: {exc}") from exc
 
 
 def _read_sharegpt(path: Path) -> Iterator[list[ChatTurn]]:

@@ -28,6 +28,10 @@ class TraceFormat(StrEnum):
     BURST_GPT = "burstgpt"
 
 
+class UnknownTraceError(InvalidInputError):
+    """The file is of none of these formats."""
+
+
 class _BailianItem(msgspec.Struct):
     chat_id: int | str
     timestamp: float
@@ -49,7 +53,7 @@ def read_trace(path: Path) -> Iterator[TraceRecord]:
 
 
 def detect_trace(path: Path) -> TraceFormat:
-    """Raises InvalidInputError for a file of another kind."""
+    """Raises UnknownTraceError for a file of another kind."""
     with opened(path) as lines:
         first = next((line for line in lines if line.strip()), b"")
     if not first:
@@ -59,11 +63,11 @@ def detect_trace(path: Path) -> TraceFormat:
             return TraceFormat.BAILIAN
         if b'"timestamp"' in first and b'"input_length"' in first:
             return TraceFormat.MOONCAKE
-    if b"ContextTokens" in first:
+    if b"ContextTokens" in first and b"GeneratedTokens" in first and b"TIMESTAMP" in first:
         return TraceFormat.AZURE
-    if b"Request tokens" in first:
+    if b"Request tokens" in first and b"Response tokens" in first and b"Timestamp" in first:
         return TraceFormat.BURST_GPT
-    raise InvalidInputError(
+    raise UnknownTraceError(
         f"{path}: the first line is of no known trace; give JSON lines of Mooncake or Qwen-Bailian, CSV of Azure "
         "(TIMESTAMP,ContextTokens,GeneratedTokens) or BurstGPT (Timestamp,Request tokens,Response tokens), or a "
         "recording of kvrelay worker --record-steps"

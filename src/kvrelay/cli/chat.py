@@ -57,11 +57,16 @@ class ChatServer(msgspec.Struct, frozen=True):
             raise WorkerUnavailableError(f"{self.url} ended the answer early")
 
     def _connection(self) -> http.client.HTTPConnection:
-        parts = urlsplit(self.url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        try:
+            parts = urlsplit(self.url)
+            is_valid, port = parts.scheme in ("http", "https") and bool(parts.hostname), parts.port
+        except ValueError:
+            is_valid = False
+        if not is_valid:
             raise ConfigError(f"{self.url!r} is not an http URL, e.g. http://127.0.0.1:8000", param="url")
         kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-        return kind(parts.hostname, parts.port, timeout=TIMEOUT_S)
+        # Without a port http.client would search the host for one, and an IPv6 address has colons.
+        return kind(parts.hostname or "", port or kind.default_port, timeout=TIMEOUT_S)
 
     def _ask(
         self, connection: http.client.HTTPConnection, method: str, path: str, body: str | None

@@ -1,5 +1,5 @@
-"""Operators' commands for a running cluster. Status, drain, role and config find the workers in discovery; top asks a
-frontend."""
+"""Operators' commands for a running cluster. Status, drain, revoke-lease, role and config find the workers in
+discovery; top asks a frontend, which it finds there too."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import click
 from kvrelay.cli.help import GroupedCommand
 from kvrelay.cli.options import SettingsSource, json_option, settings_options
 from kvrelay.cli.processes import run_async
-from kvrelay.config import ControlConfig
+from kvrelay.config import ControlConfig, WorkerRole
 
 if TYPE_CHECKING:
     from kvrelay.launch.clusters import RunningCluster
@@ -40,6 +40,19 @@ def cluster_settings(cluster: str | None, config_file: Path | None, flags: dict[
     return replace(given, control=found.control, discovery=found.discovery, namespace=found.namespace)
 
 
+def frontend_url(url: str | None, cluster: str | None, config_file: Path | None, flags: dict[str, object]) -> str:
+    """The frontend to ask: the one given, else one of the cluster that the options name. Raises ConfigError,
+    ControlUnavailableError."""
+    if url:
+        return url
+    given = SettingsSource((ControlConfig,), config_file, flags).build(ControlConfig)
+    if given.control and cluster is None:
+        from kvrelay.launch.admin import find_frontend
+
+        return run_async(find_frontend(given))
+    return found_cluster(cluster, flags).url
+
+
 def found_cluster(cluster: str | None, flags: dict[str, object]) -> RunningCluster:
     """The cluster that the options name. Raises ConfigError."""
     from kvrelay.launch.clusters import choose_cluster
@@ -56,7 +69,7 @@ def found_cluster(cluster: str | None, flags: dict[str, object]) -> RunningClust
 @click.option(
     "--explain-tokens", type=click.IntRange(1), help="--explain for a generated prompt of N tokens; default: none."
 )
-@click.option("--url", help="--explain: the frontend; default: that of the cluster that you run on this machine.")
+@click.option("--url", help="--explain: the frontend; default: one of the cluster.")
 @click.option("--model", help="Model for --explain; default: the first one.")
 @click.option("--api-key", help="API key of the frontend for --explain; default: none.")
 @cluster_options
@@ -84,7 +97,7 @@ def status(
     if asked is not None and (check or (prompt is not None and explain_tokens is not None)):
         raise click.UsageError("--explain, --explain-tokens and --check exclude each other")
     # The frontend answers --explain by itself.
-    frontend = (url or found_cluster(cluster, flags).url) if asked is not None else ""
+    frontend = frontend_url(url, cluster, config_file, flags) if asked is not None else ""
     control = cluster_settings(cluster, config_file, flags) if asked is None else ControlConfig()
 
     async def show() -> None:
@@ -113,14 +126,17 @@ def status(
 @click.command(cls=GroupedCommand)
 @json_option
 @click.option("--once", is_flag=True, help="Show it once and end; default: every second until interrupted.")
-@click.option("--url", help="Frontend to ask; default: that of the cluster that you run on this machine.")
-@click.option(
-    "--cluster", help="Port or process id of a kvrelay serve of yours on this machine. Default: the only one."
-)
-@click.option("--namespace", help="Namespace of that cluster; default: any.")
+@click.option("--url", help="Frontend to ask; default: one of the cluster.")
 @click.option("--api-key", help="API key, or one of --metrics-keys-file; default: none.")
+@cluster_options
 def top(
-    as_json: bool, once: bool, url: str | None, cluster: str | None, namespace: str | None, api_key: str | None
+    as_json: bool,
+    once: bool,
+    url: str | None,
+    api_key: str | None,
+    cluster: str | None,
+    config_file: Path | None,
+    **flags: object,
 ) -> None:
     """Watch a cluster: workers, queues, KV, rates, the slowest requests. The same as the page at /ui.
 
@@ -128,7 +144,7 @@ def top(
     """
     from kvrelay.launch.top import watch
 
-    frontend = url or found_cluster(cluster, {"namespace": namespace}).url
+    frontend = frontend_url(url, cluster, config_file, flags)
     run_async(watch(frontend, api_key, as_json=as_json, once=once))
 
 
@@ -138,26 +154,43 @@ def top(
 def drain(worker_id: str, cluster: str | None, config_file: Path | None, **flags: object) -> None:
     """Let WORKER_ID finish its requests, leave the cluster and exit.
 
-    Example: kvrelay drain prefill-0a1b2c3d4e
+    Example: kvrelay drain worker-0a1b2c3d4e
     """
     from kvrelay.launch.admin import print_reply
 
     run_async(print_reply(cluster_settings(cluster, config_file, flags), worker_id, "drain"))
 
 
+@click.command("revoke-lease", cls=GroupedCommand)
+@click.argument("worker_id")
+@cluster_options
+def revoke_lease(worker_id: str, cluster: str | None, config_file: Path | None, **flags: object) -> None:
+    """Take WORKER_ID out of discovery by its lease, through the control plane alone. A worker that lives drains and
+    exits, as with kvrelay drain; one that hangs or is not reachable gets no more requests.
+
+    Example: kvrelay revoke-lease worker-0a1b2c3d4e
+    """
+    from kvrelay.launch.admin import revoke_lease as revoke
+
+    run_async(revoke(cluster_settings(cluster, config_file, flags), worker_id))
+
+
 @click.command(cls=GroupedCommand)
 @click.argument("worker_id")
 @click.argument("new_role", type=click.Choice(["prefill", "decode", "both"]))
+@click.option("--force", is_flag=True, help="Also for the last worker that takes requests: nothing serves then.")
 @cluster_options
-def role(worker_id: str, new_role: str, cluster: str | None, config_file: Path | None, **flags: object) -> None:
+def role(
+    worker_id: str, new_role: str, force: bool, cluster: str | None, config_file: Path | None, **flags: object
+) -> None:
     """Let WORKER_ID continue as NEW_ROLE, without reloading weights. It does the new work at once; what it has begun of
     the old ends in its own time.
 
-    Example: kvrelay role decode-0a1b2c3d4e prefill
+    Example: kvrelay role worker-0a1b2c3d4e prefill
     """
-    from kvrelay.launch.admin import print_reply
+    from kvrelay.launch.admin import change_role
 
-    run_async(print_reply(cluster_settings(cluster, config_file, flags), worker_id, "role", new_role))
+    run_async(change_role(cluster_settings(cluster, config_file, flags), worker_id, WorkerRole(new_role), force=force))
 
 
 @click.group()

@@ -39,6 +39,7 @@ COMMANDS = {
     "top": ("kvrelay.cli.cluster:top", "Watch a running cluster: workers, queues, KV, rates, slowest requests."),
     "waterfall": ("kvrelay.cli.waterfall:waterfall", "Show where the time of a request went."),
     "drain": ("kvrelay.cli.cluster:drain", "Let a worker finish its work and leave."),
+    "revoke-lease": ("kvrelay.cli.cluster:revoke_lease", "Let a worker leave that may not answer."),
     "role": ("kvrelay.cli.cluster:role", "Change a worker's role."),
     "cache": ("kvrelay.cli.cluster:cache", "Forget the prompts whose KV is cached."),
     "planner": ("kvrelay.cli.planner:planner", "Run a planner: how many workers, which role, when."),
@@ -47,6 +48,8 @@ COMMANDS = {
     "api-key": ("kvrelay.cli.small:api_key", "Make an API key for a client."),
     "simulate": ("kvrelay.simulate.commands:simulate_command", "Run a cluster in virtual time: what would it do?"),
     "advise": ("kvrelay.simulate.advise_command:advise_command", "Search the best cluster for a load."),
+    "doctor": ("kvrelay.certify.doctor_command:doctor_command", "Tell what this machine has for P/D, and lacks."),
+    "certify": ("kvrelay.certify.commands:certify_command", "Prove P/D right and fast on this machine."),
     "bench": ("kvrelay.bench.commands:bench_group", "Measure servers, the engine, transfers and data sets."),
     "completion": ("kvrelay.cli.small:completion", "Print the completion script of a shell."),
     "make-model": ("kvrelay.cli.small:make_model_command", "Write a checkpoint with random weights."),
@@ -119,6 +122,10 @@ def cli(log_level: str) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line and exit."""
+    if os.getpid() == 1:
+        from kvrelay.launch.process import go_on_below_init
+
+        go_on_below_init()
     _open_standard_streams()
     collect_seldom()
     sys.exit(run(sys.argv[1:] if arguments is None else arguments))

@@ -46,6 +46,8 @@ engine_option = click.option(
     help="Engine of the workers: torch, mock, vllm, openai, or an installed one.",
 )
 served_name_option = click.option("--served-model-name", help="Name that clients use; default: the directory's.")
+ready_line_option = click.option("--ready-line/--no-ready-line", "announces", default=True, hidden=True)
+"""Off for the children of a command that announces them all."""
 json_option = click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 
 
@@ -134,5 +136,5 @@ class SettingsSource:
         sections: dict[str, Any] = {name: self.build(cls) for name, cls in WORKER_SECTIONS.items()}
         path = resolve_model(model)
         return WorkerConfig(
-            model_path=path, model=served_name(path, served_model_name), engine_kind=engine_kind, **sections
+            model_path=path, model=served_name(model, path, served_model_name), engine_kind=engine_kind, **sections
         )

@@ -128,7 +128,7 @@ def hold(what: str, **flags: Any) -> None:
 def release(what: str, **flags: Any) -> None:
     """Give WHAT back to the planner: a worker whose role was set by hand, or "count".
 
-    Example: kvrelay plan release decode-0a1b2c3d4e
+    Example: kvrelay plan release worker-0a1b2c3d4e
     """
     _steer(flags, lambda admin, control: admin.release(control, what))
 

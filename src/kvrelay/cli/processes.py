@@ -17,6 +17,7 @@ from kvrelay.cli.options import (
     engine_option,
     kv_transfer_option,
     model_argument,
+    ready_line_option,
     served_name_option,
     settings_options,
 )
@@ -66,6 +67,7 @@ EVERYDAY_FRONTEND = (
     help="File for the engine's steps and what they are made of, prompts included; see kvrelay simulate --verify. "
     "Default: none.",
 )
+@ready_line_option
 @kv_transfer_option(is_serve=False)
 @settings_options(*WORKER_SETTINGS)
 def worker(
@@ -76,6 +78,7 @@ def worker(
     worker_host: str,
     worker_port: int,
     record_steps: str,
+    announces: bool,
     config_file: Path | None,
     **flags: object,
 ) -> None:
@@ -96,8 +99,8 @@ def worker(
     if config.record_steps and config.group.dp > 1:
         raise ConfigError("--record-steps records one engine; leave out --dp", param="record_steps")
     if config.group.is_whole:
-        sys.exit(run_async(run_group(config)))
-    run_async(run_worker(config))
+        sys.exit(run_async(run_group(config, announces=announces)))
+    run_async(run_worker(config, announces=announces))
 
 
 @click.command(cls=GroupedCommand, everyday=("slots", "drain_timeout", *EVERYDAY_WORKER))
@@ -134,8 +137,9 @@ def agent(
 
 
 @click.command(cls=GroupedCommand, everyday=EVERYDAY_FRONTEND)
+@ready_line_option
 @settings_options(*FRONTEND_SETTINGS, exclude=WORKER_PORT)
-def frontend(config_file: Path | None, **flags: object) -> None:
+def frontend(announces: bool, config_file: Path | None, **flags: object) -> None:
     """Run one frontend: the OpenAI API of a cluster.
 
     Example: kvrelay frontend --control nats://10.0.0.1:4222 --port 8000
@@ -150,5 +154,6 @@ def frontend(config_file: Path | None, **flags: object) -> None:
             source.build(ControlConfig),
             source.build(DisaggConfig),
             source.build(MetricsConfig),
+            announces=announces,
         )
     )

@@ -89,6 +89,7 @@ EVERYDAY = (
     type=click.IntRange(0, 4096),
     help="Fewest workers that --planner act leaves; 0: all stop when idle, and the next request starts one.",
 )
+@click.option("--quiet-s", type=click.FloatRange(1.0), default=300.0, help="--min-workers 0: idle s until all stop.")
 @click.option(
     "--nats-dir",
     type=click.Path(file_okay=False, path_type=Path),
@@ -110,6 +111,7 @@ def serve(
     planner: str,
     max_workers: int,
     min_workers: int,
+    quiet_s: float,
     engine_kind: str,
     served_model_name: str | None,
     nats_dir: Path | None,
@@ -143,13 +145,15 @@ def serve(
     run_async(
         run_serve(
             ServeConfig(
-                workers=_workers(common, (prefill, decode), upstreams),
+                workers=_workers(common, (prefill, decode), upstreams, max_workers),
+                kinds=_kinds(common, (prefill, decode), upstreams),
                 frontend=replace(frontend, shutdown_timeout_s=min(frontend.shutdown_timeout_s, drain_timeout)),
                 router=source.build(RouterConfig),
                 num_frontends=num_frontends,
                 planner=planner,
                 max_workers=max_workers,
                 min_workers=min_workers,
+                quiet_s=quiet_s,
                 nats_dir=nats_dir,
                 start_timeout_s=start_timeout,
                 drain_timeout_s=drain_timeout,
@@ -181,14 +185,18 @@ class _Kind(NamedTuple):
 
 
 def _workers(
-    common: WorkerConfig, kinds: tuple[_Kind, ...], upstreams: list[UpstreamConfig]
+    common: WorkerConfig, kinds: tuple[_Kind, ...], upstreams: list[UpstreamConfig], max_workers: int
 ) -> tuple[WorkerConfig, ...]:
-    """Kind by kind. Ports count up by the engines, of which a group has one for each rank; processors are shared out.
-    Raises ConfigError."""
+    """Kind by kind. Ports count up by the engines, of which a group has one for each rank; processors are shared out,
+    those of vLLM also to workers that a planner may start. Raises ConfigError."""
     workers = [kind.of(common) for kind in kinds for _ in range(kind.num_workers)]
     num_engines = sum(worker.group.dp for worker in workers)
     num_threads = common.runner.num_threads or threads_each(num_engines)
-    vllms = _vllms(common.vllm, num_engines) if common.engine_kind == "vllm" else [common.vllm] * len(workers)
+    vllms = (
+        _vllms(common.vllm, max(num_engines, max_workers))
+        if common.engine_kind == "vllm"
+        else [common.vllm] * len(workers)
+    )
     metrics_port, kv_port = common.metrics.metrics_port, common.transfer.kv_port
     if metrics_port:
         replace(common.metrics, metrics_port=metrics_port + num_engines - 1)
@@ -207,6 +215,16 @@ def _workers(
             )
         )
     return tuple(made)
+
+
+def _kinds(
+    common: WorkerConfig, kinds: tuple[_Kind, _Kind], upstreams: list[UpstreamConfig]
+) -> tuple[WorkerConfig, WorkerConfig]:
+    """What workers of each kind share that a planner wants."""
+    num_threads = common.runner.num_threads or threads_each(sum(kind.num_workers for kind in kinds))
+    upstream = upstreams[0] if upstreams else common.upstream
+    common = replace(common, runner=replace(common.runner, num_threads=num_threads), upstream=upstream)
+    return kinds[0].of(common), kinds[1].of(common)
 
 
 def _upstreams(engine_kind: str, settings: UpstreamConfig) -> list[UpstreamConfig]:

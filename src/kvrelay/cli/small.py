@@ -13,20 +13,30 @@ from kvrelay.config import KeyLimits
 
 @click.command("api-key")
 @click.argument("name")
+@click.option(
+    "--append",
+    "file",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Add the line to this file, which is made if there is none. Default: print the line.",
+)
 @field_options(KeyLimits)
-def api_key(name: str, **limits: int | None) -> None:
-    """Print a new API key for NAME, and the line to add to the --api-keys-file of the frontends.
+def api_key(name: str, file: Path | None, **limits: int | None) -> None:
+    """Print a new API key for NAME, and add its line to the --api-keys-file of the frontends, or print that too.
 
     The key is shown only once. The file holds its hash, and the client's limits besides the general ones.
 
-    Example: kvrelay api-key alice --requests-per-minute 60 --max-output-tokens 1024
+    Example: kvrelay api-key alice --append api-keys --requests-per-minute 60
     """
 
-    from kvrelay.frontend.access.api_keys import new_api_key
+    from kvrelay.frontend.access.api_keys import append_key, new_api_key
 
     key, line = new_api_key(name, KeyLimits(**limits))
+    if file is not None:
+        append_key(file, name, line)
+    added = f"added {name} to {file}; frontends with this --api-keys-file admit it within a second or two"
     click.echo(f"key:  {key}")
-    click.echo(f"line: {line}")
+    click.echo(f"line: {line}" if file is None else added)
 
 
 VARIABLE = "_KVRELAY_COMPLETE"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from kvrelay.cli.cluster import cluster_options, found_cluster
+from kvrelay.cli.cluster import cluster_options, frontend_url
 from kvrelay.cli.help import GroupedCommand
 from kvrelay.cli.options import json_option
 from kvrelay.cli.processes import run_async
@@ -16,7 +16,7 @@ from kvrelay.cli.processes import run_async
 @click.command(cls=GroupedCommand)
 @click.argument("request_id", metavar="ID")
 @json_option
-@click.option("--url", help="Any frontend; default: that of the cluster that you run on this machine.")
+@click.option("--url", help="Any frontend; default: one of the cluster.")
 @click.option("--api-key", help="API key of the request, or an operator's; default: none.")
 @cluster_options
 def waterfall(
@@ -38,5 +38,6 @@ def waterfall(
     from kvrelay.marks.text import text_of
     from kvrelay.marks.waterfall import Waterfall
 
-    found = run_async(request_waterfall(url or found_cluster(cluster, flags).url, request_id, api_key))
+    frontend = frontend_url(url, cluster, config_file, flags)
+    found = run_async(request_waterfall(frontend, request_id, api_key))
     click.echo(json.dumps(found) if as_json else text_of(msgspec.convert(found, Waterfall)))

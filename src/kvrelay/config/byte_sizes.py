@@ -8,6 +8,7 @@ from kvrelay.errors import ConfigError
 
 _UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 _UNITS |= {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+MAX_BYTES = 2**62
 
 
 def parse_bytes(text: str, param: str = "kv_cache_memory") -> int:
@@ -15,4 +16,16 @@ def parse_bytes(text: str, param: str = "kv_cache_memory") -> int:
     match = re.fullmatch(r"\s*+(\d++(?:\.\d++)?)\s*+([A-Za-z]*+)\s*+", text)
     if match is None or match[2].lower() not in _UNITS:
         raise ConfigError(f"not an amount of memory: {text!r} (e.g. 512MiB, 4GiB)", param=param)
-    return int(float(match[1]) * _UNITS[match[2].lower()])
+    size = float(match[1]) * _UNITS[match[2].lower()]
+    if size >= MAX_BYTES:
+        raise ConfigError(f"no machine has so much memory: {text[:40]!r}", param=param)
+    return int(size)
+
+
+def shown_bytes(num_bytes: int) -> str:
+    """As an operator reads them: "4.0GiB"."""
+    for unit in ("TiB", "GiB", "MiB", "KiB"):
+        size = _UNITS[unit.lower()]
+        if num_bytes >= size:
+            return f"{num_bytes / size:.1f}{unit}"
+    return f"{num_bytes} bytes"

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
+from kvrelay.config.addresses import bare_host, host_port
 from kvrelay.config.loading import ENV_PREFIX, nearest
 from kvrelay.errors import ConfigError
 
@@ -88,10 +89,10 @@ def read_kv_transfer_config(text: str, *, is_serve: bool) -> dict[str, object]:
     """The options that ``text`` stands for, by their names in ``kvrelay serve`` or ``kvrelay worker``.
 
     ``proxy_ip`` and ``proxy_port`` name the control server: workers send their heartbeats there. Its login is in
-    ``KVRELAY_CONTROL``, since the design has no key for it. ``http_port`` is a worker's monitoring port, and with serve
-    the frontend's. Of the parallel sizes a worker takes those of its role. ``kv_rank`` and ``kv_parallel_size`` are
-    checked and not used: workers find each other by discovery. Raises ConfigError, for an unknown key with the nearest
-    known one.
+    ``KVRELAY_CONTROL``, or as in a URL before the host (``USER:PASSWORD@HOST``): the design has no key for it.
+    ``http_port`` is a worker's monitoring port, and with serve the frontend's. Of the parallel sizes a worker takes
+    those of its role. ``kv_rank`` and ``kv_parallel_size`` are checked and not used: workers find each other by
+    discovery. Raises ConfigError, for an unknown key with the nearest known one.
     """
     given = _flat(text)
     options: dict[str, object] = {"transport": "p2p"}
@@ -108,14 +109,35 @@ def read_kv_transfer_config(text: str, *, is_serve: bool) -> dict[str, object]:
     if "proxy_ip" in given or "proxy_port" in given:
         if not given.get("proxy_ip") or not given.get("proxy_port"):
             raise ConfigError("proxy_ip and proxy_port go together in --kv-transfer-config", param=NAME)
-        host, port = str(given["proxy_ip"]), _PORT("proxy_port", given["proxy_port"])
+        login, host = _login_and_host(str(given["proxy_ip"]))
+        port = _PORT("proxy_port", given["proxy_port"])
         if not _is_known_control(host, port):
-            options["control"] = f"nats://{f'[{host}]' if ':' in host else host}:{port}"
+            options["control"] = f"nats://{login}{host_port(host, port)}"
+        elif login:  # the environment's URL may have TLS, too, which this one cannot name
+            raise ConfigError(f"proxy_ip has a login, and so has {CONTROL_VARIABLE}: leave one out", param=NAME)
     if "kv_rank" in given and "kv_parallel_size" in given:
         rank, size = int(given["kv_rank"]), int(given["kv_parallel_size"])
         if rank >= size:
             raise ConfigError(f"kv_rank {rank} is no place among {size} instances (kv_parallel_size)", param=NAME)
     return options
+
+
+def _login_and_host(text: str) -> tuple[str, str]:
+    """``proxy_ip`` as the login with its @ (or nothing) and the host. Raises ConfigError without showing the login."""
+    login, at, host = text.strip().rpartition("@")
+    host = bare_host(host)
+    try:
+        parts = urlsplit(f"nats://{login}{at}{host_port(host, NATS_PORT)}")
+        is_host = parts.hostname == host.lower() and " " not in host and bool(parts.username) == bool(at)
+    except ValueError:
+        is_host = False
+    if not is_host:
+        raise ConfigError(
+            "proxy_ip must be a host or an address, with a login before it as in a URL (USER:PASSWORD@HOST) or none; "
+            "proxy_port is its port",
+            param=NAME,
+        )
+    return login + at, host
 
 
 def _is_known_control(host: str, port: int) -> bool:
@@ -128,7 +150,8 @@ def _is_known_control(host: str, port: int) -> bool:
         known = set()
     if given and (host.lower(), port) not in known:
         raise ConfigError(
-            f"proxy_ip and proxy_port name {host}:{port}, and {CONTROL_VARIABLE} names another server: leave one out",
+            f"proxy_ip and proxy_port name {host_port(host, port)}, and {CONTROL_VARIABLE} names another server: "
+            "leave one out",
             param=NAME,
         )
     return bool(given)

@@ -8,9 +8,12 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import os
+import stat
+import tempfile
 import types
 import typing
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -72,17 +75,45 @@ def environment_with(**values: str) -> dict[str, str]:
 
 
 def cache_directory() -> Path:
-    """The directory for files that can be made again: ``$XDG_CACHE_HOME/kvrelay``, or ``~/.cache/kvrelay``."""
+    """The directory for files that can be made again: ``$XDG_CACHE_HOME/kvrelay``, or ``~/.cache/kvrelay``. Raises
+    ConfigError if there is none."""
     base = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(base) if base else Path.home() / ".cache") / "kvrelay"
+    return (Path(base) if base else _in_home(".cache")) / "kvrelay"
 
 
 def state_directories() -> list[Path]:
     """The directories for what lives as long as a process: of the session (``$XDG_RUNTIME_DIR/kvrelay``), if there is
-    one, and of the user (``$XDG_STATE_HOME/kvrelay``, or ``~/.local/state/kvrelay``)."""
+    one, and of the user (``$XDG_STATE_HOME/kvrelay``, or ``~/.local/state/kvrelay``). Raises ConfigError if there
+    is none."""
     session, state = os.environ.get("XDG_RUNTIME_DIR", ""), os.environ.get("XDG_STATE_HOME", "")
     places = [Path(session)] if session and os.access(session, os.W_OK) else []
-    return [place / "kvrelay" for place in (*places, Path(state) if state else Path.home() / ".local" / "state")]
+    return [place / "kvrelay" for place in (*places, Path(state) if state else _in_home(".local/state"))]
+
+
+def own_temporary_directory() -> Path:
+    """This user's, below the temporary one. Raises ConfigError if there is none, or another user has made it."""
+    try:
+        directory = Path(tempfile.gettempdir()) / f"kvrelay-{os.getuid()}"
+        directory.mkdir(mode=0o700, exist_ok=True)
+        found = directory.lstat()
+    except OSError as exc:
+        raise ConfigError(f"no temporary directory is writable ({exc}): set TMPDIR or HOME") from exc
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+        raise ConfigError(f"{directory} is not a directory that only we can write to: remove it, or set HOME")
+    return directory
+
+
+def _in_home(below: str) -> Path:
+    """Of a user without HOME and without an entry in passwd, or whose home is read-only, as in containers: below the
+    temporary directory."""
+    try:
+        place = Path.home() / below
+    except RuntimeError:
+        return own_temporary_directory() / below
+    if not os.access(next(filter(os.path.exists, (place, *place.parents))), os.W_OK):
+        with suppress(ConfigError):
+            return own_temporary_directory() / below
+    return place
 
 
 def read_config_file(path: Path, sections: list[type[Settings]]) -> dict[str, dict[str, object]]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import ipaddress
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
+from kvrelay.config.addresses import is_loopback
 from kvrelay.errors import ConfigError
 
 
@@ -20,7 +20,7 @@ def proxy_for(url: str) -> str | None:
     proxies = getproxies()
     name = parts.scheme if proxies.get(parts.scheme) else "all"
     proxy = proxies.get(name, "").strip()
-    if not proxy or _is_loopback(host) or proxy_bypass(host) or proxy_bypass(f"{host}:{parts.port}"):
+    if not proxy or is_loopback(host) or proxy_bypass(host) or proxy_bypass(f"{host}:{parts.port}"):
         return None
     proxy = proxy if "://" in proxy else f"http://{proxy}"
     try:
@@ -35,10 +35,3 @@ def proxy_for(url: str) -> str | None:
             param="upstream",
         )
     return proxy
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
+from kvrelay.config.addresses import bare_host
 from kvrelay.config.byte_sizes import parse_bytes
 from kvrelay.config.otlp import collector_of
 from kvrelay.errors import ConfigError
@@ -63,11 +64,18 @@ class EngineConfig(Settings):
     block_size: int = setting(16, "Tokens per KV block.", low=1, high=1024)
     num_blocks: int = setting(0, "Blocks in the KV pool; 0: from kv_cache_memory.", low=0)
     kv_cache_memory: str = setting("auto", "Size of the KV pool, e.g. 512MiB or 4GiB; auto: a share of free memory.")
-    max_model_len: int = setting(0, "Maximum tokens of prompt plus answer; 0: the checkpoint's limit.", low=0)
+    max_model_len: int = setting(
+        0, "Maximum tokens of prompt plus answer; 0: the checkpoint's limit, or what the KV pool holds.", low=0
+    )
     step_timeout_s: float = setting(
         300.0, "Seconds in one engine step after which a worker counts as hung and exits; 0: never.", low=0
     )
     enable_prefix_caching: bool = setting(True, "Reuse of the KV of equal prefixes.")
+    kv_retention: Literal["value", "recency"] = setting(
+        "value",
+        "Which cached blocks are evicted first: those worth least, by how soon their session is expected back, or the "
+        "least recently used.",
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,9 +138,7 @@ class GroupConfig(Settings):
         -1, "This engine's data-parallel rank; -1: all ranks are started on this host.", low=-1, high=63
     )
     dp_address: str = setting(
-        "",
-        "With dp_rank: where the ranks meet, HOST:PORT of rank 0 (and the next port), or an empty directory if all run "
-        "on one host.",
+        "", "With dp_rank: where the ranks meet, HOST:PORT of rank 0, or an empty directory if all run on one host."
     )
 
     def __post_init__(self) -> None:
@@ -340,8 +346,10 @@ class FrontendConfig(Settings):
     section: ClassVar[str] = "frontend"
 
     host: str = setting("127.0.0.1", "Address to listen on.")
-    order: Literal["decode-first", "prefill-first"] = setting(
-        "decode-first", "Which worker gets a request first; prefill-first: a pair chosen by the frontend."
+    order: Literal["auto", "decode-first", "prefill-first"] = setting(
+        "auto",
+        "Which worker gets a request first; prefill-first: a pair chosen by the frontend; auto: the cheaper order for "
+        "each request.",
     )
     port: int = setting(8000, "Port to listen on; 0: a free one.", low=0, high=65535)
     api_key: str = setting("", "Key that clients must send as a bearer token; empty: none.")
@@ -397,6 +405,12 @@ class FrontendConfig(Settings):
         collector_of(self.otlp_endpoint, {})
         if bool(self.tls_cert) != bool(self.tls_key):
             raise ConfigError("only one of tls_cert and tls_key is set: give both or none", param="tls_cert")
+        object.__setattr__(self, "host", bare_host(self.host))
+
+    @property
+    def logs_to_stdout(self) -> bool:
+        """Whether stdout has the lines of the access log, and should have no others."""
+        return self.access_log != "off" and not self.access_log_file
 
 
 @dataclass(frozen=True, slots=True)
@@ -441,6 +455,10 @@ class MetricsConfig(Settings):
     request_marks: bool = setting(
         True, "Marks of each request's phases, shown by kvrelay waterfall and /debug/requests."
     )
+
+    def __post_init__(self) -> None:
+        Settings.__post_init__(self)
+        object.__setattr__(self, "metrics_host", bare_host(self.metrics_host))
 
 
 @dataclass(frozen=True, slots=True)
@@ -512,6 +530,14 @@ class VllmConfig(Settings):
     )
     vllm_staging: str = setting(
         "1GiB", "Host memory through which KV passes by kvrelay's connector in vLLM, e.g. 512MiB or 4GiB."
+    )
+    vllm_step_costs: bool = setting(
+        True, "Record vLLM's steps, so that their costs are known; without, thresholds decide instead of costs."
+    )
+    vllm_chunks_by_objective: bool = setting(
+        True,
+        "Cut prompts so that running answers keep slo_itl_ms, within max_num_batched_tokens; without, a step of vLLM "
+        "has all of it.",
     )
     engine_cores: str = setting(
         "", "Without a GPU: cores of vLLM's compute threads, e.g. 0-3,8; none: num_threads of all. serve splits them."

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import get_type_hints
 
+from kvrelay.config.addresses import bare_host
 from kvrelay.config.settings import (
     ControlConfig,
     DisaggConfig,
@@ -69,6 +70,9 @@ class WorkerConfig:
     vllm: VllmConfig = field(default_factory=VllmConfig)
     record_steps: str = ""
     """File for everything that the engine is told and schedules; empty: none (``engine.recording``)."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "host", bare_host(self.host))
 
     @property
     def exchanges_kv(self) -> bool:

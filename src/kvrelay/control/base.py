@@ -98,6 +98,11 @@ class Discovery(Protocol):
 
     async def list(self, prefix: str) -> dict[str, bytes]: ...
 
+    async def revoke_lease_of(self, key: str) -> bool:
+        """As an operator: revoke the lease that this entry hangs on by the server's own record, whoever granted it. All
+        entries of the lease end at once, also those of a process that does not answer. False if there is no such entry,
+        or it has no lease."""
+
     def watch(self, prefix: str) -> AsyncIterator[WatchEvent]:
         """All keys under ``prefix`` as PUTs, one SYNCED, then every change, without end.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from urllib.parse import SplitResult, parse_qsl, urlsplit
 
 from kvrelay.config import ControlConfig
-from kvrelay.core.addresses import is_loopback
+from kvrelay.config.addresses import is_loopback
 from kvrelay.errors import ConfigError
 
 EXAMPLES = {"control": "nats://HOST:PORT", "discovery": "etcd://HOST:PORT"}

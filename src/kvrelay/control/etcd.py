@@ -20,7 +20,7 @@ from kvrelay.control.base import Lease, WatchEvent, WatchKind
 from kvrelay.control.etcd_channel import RETRY_S, EtcdAddress, EtcdChannel
 from kvrelay.control.etcd_lease import EtcdLease
 from kvrelay.control.unleased import UnleasedEntries
-from kvrelay.errors import ControlUnavailableError
+from kvrelay.errors import ControlUnavailableError, LeaseLostError
 
 RE_REGISTER_GRACE_S = 1.0
 """After a restart that lost the data, watchers wait this long for live processes to put their keys again."""
@@ -98,6 +98,16 @@ class EtcdDiscovery:
 
     async def list(self, prefix: str) -> dict[str, bytes]:
         return (await self._list(prefix))[0]
+
+    async def revoke_lease_of(self, key: str) -> bool:
+        channel = self.channel
+        answer = await channel.call(channel.kv.Range, channel.rpc.RangeRequest(key=key.encode()))
+        lease = next((item.lease for item in answer.kvs), NO_LEASE)
+        if lease == NO_LEASE:
+            return False
+        with contextlib.suppress(LeaseLostError):  # it has ended since, and its entries with it
+            await channel.call(channel.leases.LeaseRevoke, channel.rpc.LeaseRevokeRequest(ID=lease))
+        return True
 
     async def watch(self, prefix: str) -> AsyncIterator[WatchEvent]:
         known: dict[str, bytes] = {}

@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from kvrelay.config.addresses import host_port
 from kvrelay.control.tls import TLS_OPTIONS, TlsFiles
 from kvrelay.errors import ConfigError, ControlUnavailableError, LeaseLostError
 
@@ -70,7 +71,7 @@ class EtcdAddress(msgspec.Struct, frozen=True):
 
     @property
     def target(self) -> str:
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+        return host_port(self.host, self.port)
 
     def __str__(self) -> str:
         return f"{'etcds' if self.tls else 'etcd'}://{self.target}"

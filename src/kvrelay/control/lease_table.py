@@ -74,6 +74,11 @@ class LeaseTable:
     def lease(self, lease_id: str) -> LeaseState | None:
         return self._leases.get(lease_id)
 
+    def lease_id_of(self, key: str) -> str | None:
+        """The lease that an entry hangs on; None if it has none, or there is no such entry."""
+        entry = self._entries.get(key)
+        return None if entry is None else entry.lease_id
+
     def entries_of(self, lease_id: str) -> dict[str, KvEntry]:
         return {key: self._entries[key] for key in self._keys_of.get(lease_id, ())}
 

@@ -107,6 +107,11 @@ class MemoryBroker:
         self.entries = {key: entry for key, entry in self.entries.items() if entry[1] != lease_id}
         self.notify()
 
+    def revoke_lease(self, lease_id: str) -> None:
+        """End a lease as an operator does."""
+        self.revoked.add(lease_id)
+        self.end_lease(lease_id)
+
     def visible(self, prefix: str = "") -> dict[str, bytes]:
         """The entries that count, in the order of their keys."""
         return {
@@ -224,6 +229,14 @@ class MemoryDiscovery:
     async def list(self, prefix: str) -> dict[str, bytes]:
         self._plane.check_connected()
         return self._broker.visible(prefix)
+
+    async def revoke_lease_of(self, key: str) -> bool:
+        self._plane.check_connected()
+        _, lease_id = self._broker.entries.get(key, (b"", None))
+        if lease_id is None:
+            return False
+        self._broker.revoke_lease(lease_id)
+        return True
 
     async def watch(self, prefix: str) -> AsyncIterator[WatchEvent]:
         watcher = _Watcher(self._plane, prefix)

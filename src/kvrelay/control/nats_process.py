@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import secrets
 import shutil
 import socket
@@ -161,17 +162,17 @@ class NatsServerProcess:
         # seconds.
         sync = ', sync_interval: "24h"' if self._scratch is not None else ""
         lines = [
-            f"host: {json.dumps(HOST)}",
+            f"host: {_quoted(HOST)}",
             f"port: {self._port or -1}",
             'http: "127.0.0.1:-1"',
-            f"http_base_path: {json.dumps('/' + self._monitoring_path)}",
+            f"http_base_path: {_quoted('/' + self._monitoring_path)}",
             f"max_payload: {MAX_PAYLOAD_BYTES}",
-            f"jetstream {{ store_dir: {json.dumps(str(directory))}{sync} }}",
-            f"log_file: {json.dumps(str(directory / LOG_NAME))}",
+            f"jetstream {{ store_dir: {_quoted(str(directory))}{sync} }}",
+            f"log_file: {_quoted(str(directory / LOG_NAME))}",
             "logfile_size_limit: 16777216",
         ]
         if self._token:
-            lines.append(f"authorization {{ token: {json.dumps(self._token)} }}")
+            lines.append(f"authorization {{ token: {_quoted(self._token)} }}")
         path = directory / "nats-server.conf"
         try:
             path.touch(mode=0o600)
@@ -208,6 +209,13 @@ class NatsServerProcess:
                 return
             time.sleep(POLL_INTERVAL_S)
         raise ControlUnavailableError(f"nats-server was not ready in {READY_TIMEOUT_S:g} s, see {directory / LOG_NAME}")
+
+
+def _quoted(text: str) -> str:
+    """A string of the server's configuration. It knows bytes as ``\\xHH``, and not JSON's escapes."""
+    data = os.fsencode(text)
+    escaped = (chr(byte) if 32 <= byte < 127 and byte not in b'"\\' else f"\\x{byte:02x}" for byte in data)
+    return f'"{"".join(escaped)}"'
 
 
 def find_binary() -> Path:

@@ -16,18 +16,24 @@ import tempfile
 from pathlib import Path
 from typing import IO
 
+from kvrelay.errors import ConfigError
+
 _log = logging.getLogger(__name__)
 
 LOCK_NAME = "owner.lock"
 
 
 class ScratchDirectory:
-    """A new directory below the system's temporary one; its name begins with ``prefix``. ``remove`` deletes it."""
+    """A new directory below the system's temporary one; its name begins with ``prefix``. ``remove`` deletes it. Raises
+    ConfigError if there can be none."""
 
     def __init__(self, prefix: str) -> None:
-        _remove_abandoned(prefix)
-        self.path = Path(tempfile.mkdtemp(prefix=prefix))
-        self._lock = _locked(self.path)
+        try:
+            _remove_abandoned(prefix)
+            self.path = Path(tempfile.mkdtemp(prefix=prefix))
+            self._lock = _locked(self.path)
+        except OSError as exc:
+            raise ConfigError(f"no temporary directory can be made ({exc}): set TMPDIR to a writable one") from exc
 
     def remove(self) -> None:
         """Idempotent."""

@@ -7,7 +7,8 @@ from typing import Annotated
 
 import msgspec
 
-from kvrelay.core.step_cost import MAX_COST_S, StepCost
+from kvrelay.core.activity import Activity
+from kvrelay.core.step_cost import MAX_COST_S, CostSource, StepCost
 from kvrelay.core.workers import Count
 
 
@@ -130,9 +131,10 @@ class LoadMetrics(msgspec.Struct, frozen=True):
     ``step_age_s``: age of the running step when the sample was sent; 0 without a running step.
     ``kv_demand_perc``: blocks that requests hold or wait for, as a share of the pool; above 1 if not all fit at once.
     ``num_prefill_tokens``: prompt tokens still to compute, of waiting requests and of those that are being computed.
-    ``step_cost``: what a step of this worker costs, as fitted so far. ``transfer_costs``: of the peers used last.
+    ``step_cost``: what a step of this worker costs, as fitted so far, and where that comes from. ``transfer_costs``: of
+    the peers used last.
     ``load_costs``: of the tiers that it has, and of other workers' prefixes if it reads those.
-    ``flows`` and ``tokens`` are for people who watch; a worker of an earlier release publishes neither.
+    ``flows``, ``tokens`` and ``activity`` are for people who watch; a worker of an earlier release publishes none.
     """
 
     worker_id: str
@@ -150,10 +152,12 @@ class LoadMetrics(msgspec.Struct, frozen=True):
     num_decoding: Count = 0
     num_prefill_tokens: Count = 0
     step_cost: StepCost | None = None
+    step_cost_source: CostSource = CostSource.MEASURED
     transfer_costs: tuple[TransferCost, ...] = ()
     load_costs: tuple[LoadCost, ...] = ()
     flows: tuple[Flow, ...] = ()
     tokens: TokenCounts | None = None
+    activity: Activity | None = None
 
     @property
     def sound(self) -> LoadMetrics:

@@ -10,6 +10,7 @@ import secrets
 
 import msgspec
 
+from kvrelay.core.activity import Seconds
 from kvrelay.core.sampling import SamplingParams
 
 
@@ -20,6 +21,19 @@ class HandoffOrder(enum.StrEnum):
     """D opens the hand-off; any prefill worker pulls it from the queue."""
     PREFILL_FIRST = "prefill-first"
     """P and D are chosen up front and get the request independently, so a claim may reach D before the request does."""
+
+
+class OrderPolicy(enum.StrEnum):
+    """Which order an operator or a request asks for. AUTO: the cheaper one, decided for each request."""
+
+    AUTO = "auto"
+    DECODE_FIRST = "decode-first"
+    PREFILL_FIRST = "prefill-first"
+
+    @property
+    def unpaired(self) -> HandoffOrder:
+        """Of a request that has got no pair: its decode worker places the prefill, unless prefill-first is forced."""
+        return HandoffOrder.PREFILL_FIRST if self is OrderPolicy.PREFILL_FIRST else HandoffOrder.DECODE_FIRST
 
 
 class QueueClass(enum.StrEnum):
@@ -43,10 +57,15 @@ class KvDirection(enum.StrEnum):
 
 
 class Pair(msgspec.Struct, frozen=True, array_like=True):
-    """The two workers of a prefill-first request: the frontend chooses both and sends the request to both."""
+    """The two workers of a prefill-first request: the frontend chooses both and sends the request to both.
+
+    ``begins_within_s``: a prefill worker that has not begun by then is late, and the decode worker asks for the prompt
+    back; 0: it waits for as long as it takes.
+    """
 
     prefill_worker_id: str
     decode_worker_id: str
+    begins_within_s: Seconds = 0.0
 
 
 class PrefixHolder(msgspec.Struct, frozen=True, array_like=True):

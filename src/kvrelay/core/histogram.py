@@ -8,8 +8,11 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from operator import add
 
 LATENCY_BUCKETS_S = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+ENDLESS_S = 1e9
+"""Where the last bucket ends: JSON has no infinity."""
 TOKEN_BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 
 
@@ -31,6 +34,11 @@ class Histogram:
         self.counts[bisect_left(self._bounds, value_s)] += count
         self.total_s += value_s * count
 
+    def add(self, other: Histogram) -> None:
+        """Its observations, too; of the same bounds."""
+        self.counts = list(map(add, self.counts, other.counts))
+        self.total_s += other.total_s
+
     @property
     def count(self) -> int:
         return sum(self.counts)
@@ -42,6 +50,16 @@ class Histogram:
             running += count
             rows.append((bound, float(running)))
         return rows
+
+
+def quantile_bucket_s(bounds_s: Sequence[float], counts: Sequence[int], share: float) -> tuple[float, float]:
+    """The bounds of the bucket with the quantile, of some observations."""
+    wanted, below = share * sum(counts), 0
+    for upper, lower, count in zip(bounds_s, (0.0, *bounds_s), counts):
+        below += count
+        if below >= wanted:
+            return lower, upper
+    return bounds_s[-1], ENDLESS_S
 
 
 def quantile_s(bounds_s: Sequence[float], counts: Sequence[int], share: float) -> float | None:

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import msgspec
 
+from kvrelay.core.activity import Activity, Seconds
 from kvrelay.core.handoff import HandoffOrder, Pair, PrefixHolder
 from kvrelay.core.logprobs import PositionLogprobs
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.status import FinishReason, RefusalKind
 from kvrelay.core.token_ids import ID_BYTES, from_bytes
 
-PROTOCOL_VERSION = 10
+PROTOCOL_VERSION = 11
 """Of all frames of the request plane: the first byte of each."""
 
 
@@ -34,6 +35,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, tag=True, omit_defaults=True)
     integers is built one by one.
     ``report_interval``: how many tokens the frontend wants at once, when nobody reads them one by one. The first token
     and the end are told at once in any case. ``holder``: another worker that has more of the prompt's KV; a hint.
+    ``remote_wait_s``: what a prefill waits at least for the frontend's pairs; None: it does not say.
     """
 
     request_id: str
@@ -51,6 +53,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, tag=True, omit_defaults=True)
     traceparent: str = ""
     report_interval: int = 1
     holder: PrefixHolder | None = None
+    remote_wait_s: float | None = None
 
     def __post_init__(self) -> None:
         if len(self.prompt) % ID_BYTES:
@@ -79,6 +82,20 @@ class AbortRequest(msgspec.Struct, frozen=True, tag=True):
     request_id: str
 
 
+class SessionPaused(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+    """Frontend to the worker that has answered: what the request's session does next. A hint about which KV to keep;
+    no answer follows.
+
+    ``kind``: what it waits for, the name of a tool for instance; empty: that is not known. ``within_s``: the client
+    expects to be back in so many seconds; 0: it does not say. ``is_over``: the session will not continue.
+    """
+
+    request_id: str
+    kind: str = ""
+    within_s: Seconds = 0.0
+    is_over: bool = False
+
+
 class TokenOutput(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     """New tokens of one request. Only the last output of a request carries ``finish_reason``.
 
@@ -88,7 +105,8 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Tr
     ``num_cached_tokens`` (prefix hit), ``prompt_logprobs`` and ``decision`` come with the first output. ``decision``:
     where the prefill ran, with the estimates, if the request asked. ``stop_token`` is the stop
     token id that ended the answer, if one did.
-    ``is_final``: the ``error`` is due to the request itself (its grammar failed), so no other worker would do better.
+    ``is_final``: no other worker would do better, because the ``error`` is due to the request itself (its grammar
+    failed) or to the model; ``status`` is its HTTP status then.
     ``marks``: when the request reached which phase (``kvrelay.marks``), with the first output and with the last; empty
     from a worker that makes none.
     """
@@ -105,6 +123,7 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Tr
     is_final: bool = False
     decision: str = ""
     marks: bytes = b""
+    status: int = 400
 
 
 class OutputBatch(msgspec.Struct, frozen=True, tag=True):
@@ -133,11 +152,13 @@ class Ping(msgspec.Struct, frozen=True, tag=True):
 
 class Pong(msgspec.Struct, frozen=True, tag=True):
     """The answer to Ping. With ``publish_secret``, sent to frontends only, the receiver verifies the seals of the
-    worker's publications (``sealing``); empty: the worker does not seal them."""
+    worker's publications (``sealing``); empty: the worker does not seal them. ``activity``: until now, so that a
+    frontend knows what comes after; an idle worker publishes seldom."""
 
     nonce: int
     worker_id: str
     publish_secret: bytes = b""
+    activity: Activity | None = None
 
 
 class AdminRequest(msgspec.Struct, frozen=True, tag=True):

@@ -107,4 +107,8 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
 def _in_range(name: str, value: float, low: float, high: float) -> None:
     # The bounds are finite: infinity and NaN are outside.
     if not (low <= value <= high):
-        raise InvalidInputError(f"{name} must be between {low:.15g} and {high:.15g}, got {value:.15g}", param=name)
+        try:
+            shown = f"{value:.15g}"
+        except OverflowError:
+            shown = "a number far out of range"
+        raise InvalidInputError(f"{name} must be between {low:.15g} and {high:.15g}, got {shown}", param=name)

@@ -92,6 +92,32 @@ class RefusalKind(enum.StrEnum):
     """An internal error."""
 
 
+class Outcome(enum.StrEnum):
+    """What became of a request that generates, for its client. Values are metric labels."""
+
+    ANSWERED = "answered"
+    """The whole answer has gone out."""
+    REFUSED = "refused"
+    """429: too much is asked for at once, of all or by this API key."""
+    FAILED = "failed"
+    """5xx, or a stream that broke."""
+    INVALID = "invalid"
+    """Any other 4xx: the request is at fault."""
+    DISCONNECTED = "disconnected"
+    """The client left early."""
+
+
+def outcome_of(status: str) -> Outcome:
+    """``status`` is an HTTP status, ``disconnected``, or ``broken`` for a stream that ended with an error."""
+    if status == "disconnected":
+        return Outcome.DISCONNECTED
+    if status == "broken" or status[0] == "5":
+        return Outcome.FAILED
+    if status == "429":
+        return Outcome.REFUSED
+    return Outcome.INVALID if status[0] == "4" else Outcome.ANSWERED
+
+
 FINISH_STATUS: dict[FinishReason, RequestStatus] = {
     FinishReason.STOP: _S.FINISHED_STOPPED,
     FinishReason.LENGTH: _S.FINISHED_LENGTH,

@@ -11,6 +11,7 @@ token and a token that an earlier step has computed for the same prompt:
 
 from __future__ import annotations
 
+import enum
 import math
 import statistics
 from collections.abc import Sequence
@@ -28,8 +29,21 @@ MARGIN = 2.0
 """Standard deviations of a step's time below the objective: of a normal distribution 98 % lie below it."""
 MIN_STEP_FACTOR = 2.0
 """If an objective is below the decode step itself, prefills may at most double the step."""
+ARRIVAL_SHARE = 0.25
+"""Share of the objective for the first token: a request that arrives waits for the step that runs."""
 DECODE_FIELDS = ("step_s", "decode_s", "context_s")
 PREFILL_FIELDS = ("prefill_s", "prefill_token_s", "pair_s")
+
+
+class CostSource(enum.StrEnum):
+    """Where the cost of an engine's steps comes from. Values are metric labels."""
+
+    MEASURED = "measured"
+    ESTIMATED = "estimated"
+    """From what answers show, not from steps."""
+    STALE = "stale"
+    """It was measured, and is not any more: it counts for nothing."""
+    NONE = "none"
 
 
 class StepWork(msgspec.Struct, frozen=True):
@@ -113,6 +127,31 @@ def step_limit_s(itl_s: float, spread: float) -> float:
     """How long a step with prefills may take beside answers with that objective. The objective is one of the slowest
     tokens, so the step has to keep it although its time scatters."""
     return min(STEP_SHARE, math.exp(-MARGIN * spread)) * itl_s
+
+
+class StepPace(msgspec.Struct, frozen=True):
+    """How long the steps of one engine may take, in seconds. ``itl_s``: the shortest objective between tokens of its
+    running answers; ``ttft_s``: of first tokens, which counts while no answer runs. 0: there is none. ``spread``: of
+    its steps with prefills (``step_limit_s``)."""
+
+    cost: StepCost = StepCost()
+    spread: float = 0.0
+    itl_s: float = 0.0
+    ttft_s: float = 0.0
+
+    def prefill_budget(
+        self, max_num_tokens: int, *, num_before: int = 0, num_decodes: int = 0, num_context: int = 0
+    ) -> int:
+        """The prefill tokens of the next step, at most ``max_num_tokens``. ``num_before``: with a prompt of which so
+        many tokens have been computed. Without a sound cost or a possible objective nothing is limited."""
+        has_objective = num_decodes > 0 and self.itl_s != 0.0
+        limit_s = step_limit_s(self.itl_s, self.spread) if has_objective else ARRIVAL_SHARE * self.ttft_s
+        if not 0.0 < limit_s < math.inf or not self.cost.is_sound:
+            return max_num_tokens
+        decode_s = self.cost.step_seconds(StepWork(0, 0, num_decodes, num_context))
+        limit_s = max(limit_s, MIN_STEP_FACTOR * decode_s)
+        chunk = self.cost.chunk_within(limit_s, num_before=num_before, num_decodes=num_decodes, num_context=num_context)
+        return min(chunk, max_num_tokens)
 
 
 def are_times(coefficients: tuple[float, ...]) -> bool:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Iterable, Iterator
+from collections.abc import Awaitable, Coroutine, Iterable, Iterator
 from typing import Any
+
+from kvrelay.errors import KvrelayError
 
 _log = logging.getLogger(__name__)
 
@@ -27,6 +29,18 @@ async def end_tasks(tasks: Iterable[asyncio.Task[Any]]) -> None:
     for task in tasks:
         if not task.cancelled():
             task.exception()  # asyncio complains of failures that nobody retrieves
+
+
+async def failure_of(work: Awaitable[object], what: str) -> KvrelayError | None:
+    """Await ``work``; returns how it has failed, since somebody waits for an answer whatever it was."""
+    try:
+        await work
+    except KvrelayError as exc:
+        return exc
+    except Exception as exc:  # noqa: BLE001 - the outermost frame of what another thread or worker waits for
+        _log.exception("%s failed", what)
+        return KvrelayError(repr(exc))
+    return None
 
 
 class TaskSet:

@@ -38,6 +38,12 @@ def are_below(token_ids: Sequence[int], vocab_size: int) -> bool:
     return packed_below(ids, vocab_size) is not None
 
 
+def outside(token_ids: Sequence[object], vocab_size: int) -> str:
+    """The first item that is no id below ``vocab_size``, for an error message; there is one."""
+    item = next(item for item in token_ids if not (isinstance(item, int) and 0 <= item < vocab_size))
+    return str(item) if isinstance(item, int) and abs(item) < 2**64 else f"a value of type {type(item).__name__}"
+
+
 def to_bytes(token_ids: Sequence[int]) -> bytes:
     """The ids as little-endian u32; an array is only copied. Raises OverflowError."""
     return np.asarray(token_ids, "<u4").tobytes()

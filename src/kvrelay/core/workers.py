@@ -36,6 +36,7 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     ``pulls_prefills``: it takes prefills from the queue, also if it does ``both``.
     ``reads_prefixes``: it reads prefixes from other workers' caches, and lends its own (``worker/prefixes.py``).
     ``adapter``: the adapter (LoRA) of the model that it serves (empty: none); block hashes depend on it.
+    ``after_crash``: how the process that it replaces ended, if that crashed and the same supervisor started both.
     ``release`` is kvrelay's version (empty: one that does not tell); ``version`` is that of this struct.
     """
 
@@ -67,6 +68,7 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     pulls_prefills: bool = False
     reads_prefixes: bool = False
     adapter: Name = ""
+    after_crash: Name = ""
     version: int = 1
 
 
@@ -105,10 +107,11 @@ class KvMetadata(msgspec.Struct, frozen=True):
 class CallerInfo(msgspec.Struct, frozen=True):
     """A frontend's or an operator's entry in discovery, under ``kvrelay/NAMESPACE/frontends/CALLER_ID`` or
     ``.../operators/CALLER_ID``: workers let in who proves to hold the secret half of ``public_key`` (CURVE, Z85 text).
-    It hangs on its process's lease."""
+    It hangs on its process's lease. ``url``: where a frontend listens, for operators' commands."""
 
     caller_id: str
     public_key: str
     host: str = ""
     pid: int = 0
     version: int = 1
+    url: str = ""

@@ -13,8 +13,11 @@ import xxhash
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
     "chat_template.jinja",
     "chat_template.json",
+    "additional_chat_templates/tool_use.jinja",
     "generation_config.json",
 )
 

@@ -1,8 +1,8 @@
 """The address of a group: a directory of this host, or a port for groups that span hosts. The address decides the
 carrier.
 
-/tmp/kvrelay-dp-x1y2 a socket in that directory, and steps by shared memory 10.0.0.1:29500 TCP, and steps by messages;
-rank 0 listens there, and the executor at the next port
+    /tmp/kvrelay-dp-x1y2    a socket in that directory, and steps by shared memory
+    10.0.0.1:29500          TCP, and steps by messages; rank 0 listens there
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from pathlib import Path
 
 import msgspec
 
+from kvrelay.config.addresses import bare_host, host_port
+from kvrelay.core.unix_sockets import short_path
 from kvrelay.errors import AddressInUseError, ConfigError, FatalError
 
 CONNECT_INTERVAL_S = 0.02
@@ -33,16 +35,16 @@ class GroupAddress(msgspec.Struct, frozen=True):
         if text.startswith("/"):
             return cls(directory=Path(text))
         host, _, port = text.rpartition(":")
-        if not host or not port.isdigit() or not 0 < int(port) < 65535:
+        if not host or not port.isdigit() or not 0 < int(port) < 65536:
             raise ConfigError(
-                f"--dp-address {text or '(empty)'}: give HOST:PORT, with a port below 65535, or the path of an empty "
-                "directory if all ranks run on this host",
+                f"--dp-address {text or '(empty)'}: give HOST:PORT, or the path of an empty directory if all ranks "
+                "run on this host",
                 param="dp_address",
             )
-        return cls(host=host.strip("[]"), port=int(port))
+        return cls(host=bare_host(host), port=int(port))
 
     def __str__(self) -> str:
-        return str(self.directory) if self.directory is not None else f"{self.host}:{self.port}"
+        return str(self.directory) if self.directory is not None else host_port(self.host, self.port)
 
     @property
     def is_shared_memory(self) -> bool:
@@ -58,19 +60,22 @@ class GroupAddress(msgspec.Struct, frozen=True):
     def listen(self, backlog: int) -> socket.socket:
         """Raises AddressInUseError."""
         if self.directory is not None:
-            listener, place = socket.socket(socket.AF_UNIX), str(self.directory / SOCKET_NAME)
+            listener = socket.socket(socket.AF_UNIX)
         else:
-            family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
-            listener, place = socket.socket(family), (self.host, self.port)  # type: ignore[assignment]
+            listener = socket.socket(socket.AF_INET6 if ":" in self.host else socket.AF_INET)
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            listener.bind(place)
+            if self.directory is not None:
+                with short_path(self.directory, SOCKET_NAME) as path:
+                    listener.bind(path)
+            else:
+                listener.bind((self.host, self.port))
             listener.listen(backlog)
         except OSError as exc:
             listener.close()
             if self.directory is None:
-                raise AddressInUseError.at(self.host, self.port, exc) from exc
-            raise AddressInUseError(f"cannot listen at {place}: {exc.strerror or exc}") from exc
+                raise AddressInUseError.at(str(self), exc) from exc
+            raise AddressInUseError(f"cannot listen at {self.directory / SOCKET_NAME}: {exc.strerror or exc}") from exc
         return listener
 
     def connect(self, timeout_s: float) -> socket.socket:
@@ -93,7 +98,8 @@ class GroupAddress(msgspec.Struct, frozen=True):
             return connection
         connection = socket.socket(socket.AF_UNIX)
         try:
-            connection.connect(str(self.directory / SOCKET_NAME))
+            with short_path(self.directory, SOCKET_NAME) as path:
+                connection.connect(path)
         except OSError:
             connection.close()
             raise

@@ -6,6 +6,7 @@
                             RankFailed        this rank's engine has failed, for this reason
                             Leave             this rank has no requests left and gets none
                             Beat              this rank lives; see ``beats``
+                            StorePort         from a rank's process, which does not register: see ``rendezvous``
     coordinator -> ranks    CoordinatorHello  the port belongs to a coordinator
                             Formed            all ranks are there and agree
                             GroupRefused      the group cannot be formed, for this reason
@@ -14,6 +15,7 @@
                             AllLeft           every rank has said Leave: run the remaining steps, then end
                             Ended             a rank is gone: the group ends, for this reason
                             Beat              the coordinator lives
+                            StorePort         the answer, once it is known
 
 A frame is the length of the rest (4 bytes, little-endian), the version (1 byte), and the message in msgpack.
 """
@@ -64,6 +66,12 @@ class Beat(msgspec.Struct, frozen=True, tag=True):
     """The sender lives."""
 
 
+class StorePort(msgspec.Struct, frozen=True, tag=True):
+    """The port of the store by which the group's processes find each other; 0 from those that do not serve it."""
+
+    port: int
+
+
 class CoordinatorHello(msgspec.Struct, frozen=True, tag=True):
     """The port belongs to a coordinator."""
 
@@ -92,8 +100,8 @@ class Ended(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
-FromRank = RegPart | RankReady | StartStep | RankFailed | Leave | Beat
-FromCoordinator = CoordinatorHello | Formed | GroupRefused | AllReady | StepsUntil | AllLeft | Ended | Beat
+FromRank = RegPart | RankReady | StartStep | RankFailed | Leave | Beat | StorePort
+FromCoordinator = CoordinatorHello | Formed | GroupRefused | AllReady | StepsUntil | AllLeft | Ended | Beat | StorePort
 
 _encoder = msgspec.msgpack.Encoder()
 

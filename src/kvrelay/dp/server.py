@@ -51,13 +51,15 @@ class GroupServer:
         self.roster = Roster(size, f"dp-{uuid.uuid4().hex[:8]}")
         self._coordinator = Coordinator(lookahead)
         self._size = size
-        self._shares_memory = address.is_shared_memory
+        self.address = address
         self._gather_timeout_s = gather_timeout_s
         self._deadline_s = time.monotonic() + gather_timeout_s
         self._silence_s = silence_s
         self._next_beat_s = 0.0
         self._listener = address.listen(BACKLOG)
         self.connections: dict[Part, Connection] = {}
+        self._store_port = 0
+        self._want_store: set[Part] = set()
         self._lost: list[tuple[Part, str]] = []
         self._stop = os.eventfd(0, os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._run, name="dp-coordinator", daemon=True)
@@ -150,6 +152,11 @@ class GroupServer:
                 self._tell_all(self.roster.left(part))
             case messages.Beat():
                 pass
+            case messages.StorePort(port):
+                self._store_port = port or self._store_port
+                self._want_store.add(part)
+                while self._store_port and self._want_store:
+                    self._send(self._want_store.pop(), messages.StorePort(self._store_port))
             case _:
                 raise ProtocolError(f"{type(message).__name__} comes before RegPart")
 
@@ -160,6 +167,7 @@ class GroupServer:
             connection = self.connections.pop(part, None)
             if connection is None:
                 continue
+            self._want_store.discard(part)
             poller.unregister(connection.socket)
             connection.socket.close()
             self._tell_all(self._end(part, how))
@@ -172,7 +180,7 @@ class GroupServer:
         return ended
 
     def _tell_all(self, message: messages.FromCoordinator | None) -> None:
-        if isinstance(message, messages.Formed) and self._shares_memory:
+        if isinstance(message, messages.Formed) and self.address.is_shared_memory:
             return self._form(message)
         for part in list(self.connections) if message is not None else ():
             if self.roster.has(part):

@@ -15,6 +15,7 @@ from kvrelay.core.clock import Clock
 from kvrelay.core.status import RequestStatus
 from kvrelay.engine.batch import Batch
 from kvrelay.engine.block_pool import BlockPool
+from kvrelay.engine.pauses import Pause
 from kvrelay.engine.request import PrefillMode, Request, service_order
 
 
@@ -99,9 +100,9 @@ class DecodeAllocator:
         self._wait_again(request)
 
 
-def free_blocks(pool: BlockPool, request: Request) -> None:
-    """Give all of them back; nothing of the request is computed any more."""
-    pool.release(request.block_ids)
+def free_blocks(pool: BlockPool, request: Request, pause: Pause | None = None) -> None:
+    """Give all of them back; nothing of the request is computed any more. ``pause``: what its session does next."""
+    pool.release(request.block_ids, pause)
     request.block_ids = []
     request.num_computed_tokens = 0
     request.num_cached_blocks = 0

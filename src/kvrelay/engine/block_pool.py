@@ -4,7 +4,7 @@ It owns every block of one pool and the prefix cache over them. It does not know
 memory itself. Each block is in exactly one state:
 
     free          no references. Either *plain* (no useful content, kept as extents of adjacent ids) or *cached* (found
-                  by its hash; the least recently used is evicted when plain blocks run out)
+                  by its hash; ``cached_free.py`` says which is evicted when plain blocks run out)
     in use        one reference per holder; a cached block may have many, and holders beyond the first only read
     quarantined   a remote peer may still write to it: it becomes free when its last
                   reference is dropped and the quarantine is lifted
@@ -16,14 +16,15 @@ cache. A hit compares token ids, so colliding hashes are harmless.
 from __future__ import annotations
 
 import enum
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 
 import msgspec
 
 from kvrelay.core.events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
+from kvrelay.engine.cached_free import ByRecency, CachedFree
 from kvrelay.engine.free_extents import FreeExtents
+from kvrelay.engine.pauses import Pause
 from kvrelay.errors import IntegrityError
 
 
@@ -33,8 +34,9 @@ class BlockState(enum.Enum):
     QUARANTINED = "quarantined"
 
 
-class CachedBlock(msgspec.Struct, frozen=True):
-    """The keys of a cached block. ``parent_hash`` is the sequence hash of the block before it (None: the root)."""
+class CachedBlock(msgspec.Struct, frozen=True, gc=False):
+    """The keys of a cached block. ``parent_hash`` is the sequence hash of the block before it (None: the root). Numbers
+    only, of which there may be millions: the garbage collector need not look for cycles."""
 
     sequence_hash: int
     parent_hash: int | None
@@ -49,7 +51,13 @@ class BlockPool:
     with ``first_block``."""
 
     def __init__(
-        self, num_blocks: int, block_size: int, *, enable_prefix_caching: bool = True, first_block: int = 0
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        enable_prefix_caching: bool = True,
+        first_block: int = 0,
+        cached_free: CachedFree | None = None,
     ) -> None:
         self.num_blocks = num_blocks
         self.block_ids = range(first_block, first_block + num_blocks)
@@ -60,7 +68,9 @@ class BlockPool:
         self._plain = FreeExtents()
         if num_blocks:
             self._plain.add(first_block, num_blocks)
-        self._cached_free: OrderedDict[int, None] = OrderedDict()
+        self._cached_free: CachedFree = ByRecency() if cached_free is None else cached_free
+        self._num_children = [0] * self.block_ids.stop
+        """Cached blocks whose parent the block is."""
         self._cached: dict[int, CachedBlock] = {}
         self._block_of_hash: dict[int, int] = {}
         self._events: list[KvEvent] = []
@@ -126,17 +136,18 @@ class BlockPool:
         for block_id in block_ids:
             if self._num_refs[block_id] == 0 and block_id not in self._quarantined:
                 # A KeyError here means that a plain free block was taken without ``allocate``.
-                del self._cached_free[block_id]
+                self._cached_free.remove(block_id)
             self._num_refs[block_id] += 1
 
-    def release(self, block_ids: Sequence[int]) -> None:
+    def release(self, block_ids: Sequence[int], pause: Pause | None = None) -> None:
         """Drop one reference to each. Blocks without references become free, the last block first, so that the tail of
-        a prefix is evicted before its head."""
-        for block_id in reversed(block_ids):
-            if self._num_refs[block_id] <= 0:
+        a prefix is evicted before its head. ``pause``: what the sequence with these blocks waits for."""
+        num_refs = self._num_refs
+        for block_id in block_ids:
+            if num_refs[block_id] <= 0:
                 raise IntegrityError(f"block {block_id} is released more often than it was taken")
-            self._num_refs[block_id] -= 1
-            self._free_if_unheld(block_id)
+            num_refs[block_id] -= 1
+        self._free_unheld(block_ids, pause)
 
     def quarantine(self, block_ids: Sequence[int]) -> None:
         """A peer may write to these blocks from now on. They must be in use, not cached, and not quarantined yet."""
@@ -147,19 +158,23 @@ class BlockPool:
 
     def lift_quarantine(self, block_ids: Sequence[int]) -> None:
         """No peer will write to these blocks any more."""
-        for block_id in reversed(block_ids):
+        for block_id in block_ids:
             if block_id not in self._quarantined:
                 raise IntegrityError(f"block {block_id} is not quarantined: {self.describe(block_id)}")
             self._quarantined.discard(block_id)
-            self._free_if_unheld(block_id)
+        self._free_unheld(block_ids, None)
 
-    def _free_if_unheld(self, block_id: int) -> None:
-        if self._num_refs[block_id] or block_id in self._quarantined:
-            return
-        if block_id in self._cached:
-            self._cached_free[block_id] = None
-        else:
-            self._plain.add(block_id)
+    def _free_unheld(self, block_ids: Sequence[int], pause: Pause | None) -> None:
+        cached, rested = self._cached, list[int]()
+        for block_id in reversed(block_ids):
+            if self._num_refs[block_id] or block_id in self._quarantined:
+                continue
+            if block_id in cached:
+                rested.append(block_id)
+            else:
+                self._plain.add(block_id)
+        if rested:
+            self._cached_free.add(rested, pause)
 
     # -- prefix cache -------------------------------------------------------------------------------------------------
 
@@ -184,6 +199,10 @@ class BlockPool:
             parent = sequence_hash
         return found
 
+    def entry(self, block_id: int) -> CachedBlock:
+        """Of a cached block. Raises KeyError for others."""
+        return self._cached[block_id]
+
     def cached_hashes(self) -> list[int]:
         """Sequence hashes of all blocks in the prefix cache, those in use included."""
         return list(self._block_of_hash)
@@ -191,7 +210,7 @@ class BlockPool:
     def cached_blocks(self) -> Iterator[tuple[int, CachedBlock]]:
         """All blocks in the prefix cache with their ids: those in use, then the most recently used."""
         yield from ((block_id, entry) for block_id, entry in self._cached.items() if block_id not in self._cached_free)
-        yield from ((block_id, self._cached[block_id]) for block_id in reversed(self._cached_free))
+        yield from ((block_id, self._cached[block_id]) for block_id in self._cached_free.newest())
 
     def num_free_among(self, block_ids: Iterable[int]) -> int:
         """How many of these cached blocks are free now. Acquiring the blocks lowers ``num_free`` by this number."""
@@ -214,18 +233,23 @@ class BlockPool:
             return
         stored: list[CachedBlock] = []
         size, known, cached = self.block_size, self._block_of_hash, self._cached
-        is_reachable = parent_hash is None or parent_hash in known
-        depth = 0 if parent_hash is None or not is_reachable else cached[known[parent_hash]].depth + 1
+        parent_id = None if parent_hash is None else known.get(parent_hash)
+        is_reachable = parent_hash is None or parent_id is not None
+        depth = 0 if parent_id is None else cached[parent_id].depth + 1
         starts = range(0, len(token_ids), size)
         for block_id, sequence_hash, local_hash, start in zip(block_ids, sequence_hashes, local_hashes, starts):
             if sequence_hash in known:
                 self._report_stored(stored)
-                stored, is_reachable, depth = [], True, cached[known[sequence_hash]].depth + 1
+                parent_id = known[sequence_hash]
+                stored, is_reachable, depth = [], True, cached[parent_id].depth + 1
             elif is_reachable:
                 tokens = tuple(token_ids[start : start + size])
                 cached[block_id] = entry = CachedBlock(sequence_hash, parent_hash, local_hash, tokens, depth)
                 known[sequence_hash] = block_id
                 stored.append(entry)
+                if parent_id is not None:
+                    self._num_children[parent_id] += 1
+                parent_id = block_id
                 depth += 1
             parent_hash = sequence_hash
         self._report_stored(stored)
@@ -234,10 +258,18 @@ class BlockPool:
         """Forget every prefix; blocks in use stay in use."""
         self._cached.clear()
         self._block_of_hash.clear()
-        for block_id in self._cached_free:
+        self._num_children = [0] * self.block_ids.stop
+        for block_id in self._cached_free.clear():
             self._plain.add(block_id)
-        self._cached_free.clear()
         self._events.append(AllBlocksCleared())
+
+    def forget(self, block_ids: Iterable[int]) -> None:
+        """No prefix is found any more in these blocks, which are in use."""
+        forgotten = [(block_id, self._cached[block_id]) for block_id in block_ids if block_id in self._cached]
+        for block_id, entry in reversed(forgotten):
+            self._uncache(block_id, entry)
+        if forgotten:
+            self._events.append(BlockRemoved(tuple(entry.sequence_hash for _, entry in forgotten)))
 
     @property
     def has_events(self) -> bool:
@@ -263,14 +295,24 @@ class BlockPool:
     def _evict(self, count: int) -> None:
         removed: list[tuple[int, CachedBlock]] = []
         for _ in range(count):
-            block_id, _ = self._cached_free.popitem(last=False)
-            entry = self._cached.pop(block_id)
-            del self._block_of_hash[entry.sequence_hash]
+            block_id = self._cached_free.pop(self._num_children)
+            entry = self._cached[block_id]
+            self._uncache(block_id, entry)
             removed.append((block_id, entry))
         self._plain.add_all([block_id for block_id, _ in removed])
         if self.on_evicted is not None:
             self.on_evicted(removed)
         self._events.append(BlockRemoved(tuple(entry.sequence_hash for _, entry in removed)))
+
+    def _uncache(self, block_id: int, entry: CachedBlock) -> None:
+        del self._cached[block_id], self._block_of_hash[entry.sequence_hash]
+        # Its children stay, if there are any: they are found again once the same block is cached again.
+        self._num_children[block_id] = 0
+        parent_id = None if entry.parent_hash is None else self._block_of_hash.get(entry.parent_hash)
+        if parent_id is not None and self._num_children[parent_id]:
+            self._num_children[parent_id] -= 1
+            if not self._num_children[parent_id]:
+                self._cached_free.bared(parent_id)
 
     # -- checks -------------------------------------------------------------------------------------------------------
 
@@ -288,6 +330,8 @@ class BlockPool:
             homes = (block_id in plain) + (block_id in self._cached_free) + held
             if homes != 1:
                 raise IntegrityError(f"block {block_id} has {homes} homes: {self.describe(block_id)}")
+            if self._num_children[block_id] and block_id not in self._cached:
+                raise IntegrityError(f"block {block_id} is not cached, and has children")
             if block_id in plain and block_id in self._cached:
                 raise IntegrityError(f"block {block_id} is cached and plain")
             if block_id in self._cached_free and block_id not in self._cached:

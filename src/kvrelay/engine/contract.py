@@ -53,6 +53,7 @@ from kvrelay.core.handoff import HandoffId
 from kvrelay.core.layout import KVLayout, MemoryRegion
 from kvrelay.core.logprobs import PositionLogprobs
 from kvrelay.core.sampling import SamplingParams
+from kvrelay.core.step_cost import CostSource
 from kvrelay.engine.kv_source import SourceBeyond
 from kvrelay.engine.limits import PendingArrivals
 from kvrelay.engine.progress import Progress
@@ -85,6 +86,9 @@ class Engine(Protocol):
     def abort(self, request_id: str) -> None:
         """End a request without an answer. Unknown ids are ignored."""
 
+    def has_begun(self, request_id: str) -> bool:
+        """Whether anything of this request is computed or loaded, or may be. Unknown ids have begun."""
+
     # -- capabilities: what not every engine can do -------------------------------------------------------------------
 
     @property
@@ -99,7 +103,8 @@ class Engine(Protocol):
     # -- hand-offs ----------------------------------------------------------------------------------------------------
 
     def compute_handoff_here(self, handoff_id: HandoffId) -> None:
-        """No KV will arrive: the request, if it still waits, is computed here in other blocks."""
+        """No KV will arrive: the request, if it still waits, is computed here in other blocks, or placed anew
+        (``PlacementState.otherwise``)."""
 
     def keep_prefills_here(self) -> None:
         """No prefill worker is left: compute waiting remote prefills here."""
@@ -151,6 +156,10 @@ class MovesKv(Protocol):
         ``StepOutput.fetched_handoffs`` tells the end, exactly once. False: no request waits for it, and nothing
         follows."""
 
+    def handoff_told(self, request_id: str) -> None:
+        """The KV of this request has arrived, and how long the prefill worker computed it is known to the request's
+        placement (``CostPlacement.prefill_took``). Unknown ids are ignored."""
+
     def discard_kv(self, kv_transfer_params: bytes) -> None:
         """No request will fetch this KV. Tell the engine that keeps it; tries once."""
 
@@ -174,6 +183,9 @@ class Schedules(Protocol):
         """The cached blocks with which this prompt begins, lent as loan 1 to a peer that only reads. None: there are
         none, or none can be spared. ``HandsOver.end_loan`` ends the loan."""
 
+    def session_paused(self, request_id: str, kind: str, within_s: float = 0.0, is_over: bool = False) -> None:
+        """This request has ended, and its session does as ``SessionPaused`` says. Unknown ids are ignored."""
+
     def keep_blocks(self, request_id: str, block_ids: Sequence[int]) -> None:
         """The hand-off is computed, what a peer lacks lies in ``block_ids``, and no transfer touches them. If there is
         room, keep it in the holding area and free the pool's blocks. ``StepOutput.kept_blocks`` answers, exactly
@@ -190,10 +202,11 @@ class EngineFacts(msgspec.Struct, frozen=True):
     """What does not change while an engine lives. Lengths in tokens. Without ``hands_over_kv`` no request of the engine
     is a hand-off, and peers never use its memory. With ``moves_kv`` hand-offs carry no blocks, and peers' engines get
     the KV from this engine without kvrelay. Without ``prefills_here`` the engine computes prompts for others
-    or continues from KV that it gets, never both. Without ``places_prefills`` it does not ask a request's ``placement``
-    where to prefill. With ``has_open_cache`` its prefix cache lies in blocks that workers can lend and fill
-    (``Schedules``). ``num_holding_blocks`` come after ``num_blocks`` in the engine's memory. ``adapter``: the adapter
-    (LoRA) that every answer is computed with, by name (empty: none)."""
+    or continues from KV that it gets, never both. ``step_costs``: where it knows the cost of its steps from; without it
+    ``placement`` goes by thresholds. With ``has_open_cache`` its prefix cache lies in blocks that workers can lend and
+    fill (``Schedules``). ``num_holding_blocks`` come after ``num_blocks`` in the engine's memory. ``adapter``: the
+    adapter (LoRA) that every answer is computed with, by name (empty: none). ``moved_token_bytes``: with ``moves_kv``,
+    of the KV of one token, which ``kv_layout`` does not describe (0: not known)."""
 
     kv_layout: KVLayout
     num_blocks: int
@@ -203,10 +216,16 @@ class EngineFacts(msgspec.Struct, frozen=True):
     hands_over_kv: bool = True
     moves_kv: bool = False
     prefills_here: bool = True
-    places_prefills: bool = True
+    step_costs: CostSource = CostSource.MEASURED
     has_open_cache: bool = False
     num_holding_blocks: int = 0
     adapter: str = ""
+    moved_token_bytes: int = 0
+
+    @property
+    def token_bytes(self) -> int:
+        """Of the KV of one token, when it moves; 0: not known."""
+        return self.moved_token_bytes if self.moves_kv else self.kv_layout.bytes_per_token
 
 
 class EngineHost(Protocol):

@@ -11,6 +11,7 @@ Who frees what. Blocks of a finished request are free at once, with two exceptio
 
 from __future__ import annotations
 
+import logging
 import random
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -28,16 +29,20 @@ from kvrelay.core.status import FinishReason, RequestStatus
 from kvrelay.dp.group import Alone, Group
 from kvrelay.dp.protocol import Round
 from kvrelay.engine.block_pool import BlockPool
+from kvrelay.engine.cached_free import ByValue
 from kvrelay.engine.holding import holding_of
 from kvrelay.engine.kv_source import KvStorage, SourceBeyond
 from kvrelay.engine.limits import NONE_PENDING, AdmissionLimits, PendingArrivals
 from kvrelay.engine.loans import HandoffIds, Loans, remote_prefill
+from kvrelay.engine.pauses import Pauses
 from kvrelay.engine.reports import stop_token_ids
 from kvrelay.engine.request import UINT64_MASK, PrefillMode, Request, check_tokens
 from kvrelay.engine.scheduler import Scheduler
-from kvrelay.engine.stats import EngineStats, HoldingStats
+from kvrelay.engine.stats import EngineStats, HoldingStats, SessionStats
 from kvrelay.engine.step import Executor, KeptBlocks, StepOutput
-from kvrelay.errors import EngineDeadError, IntegrityError, InvalidInputError, KvrelayError
+from kvrelay.errors import ConfigError, EngineDeadError, IntegrityError, InvalidInputError, KvrelayError
+
+_log = logging.getLogger(__name__)
 
 MAX_LENT_SHARE = 0.25
 """Of the pool: no more is bound by peers that read prefixes."""
@@ -70,8 +75,15 @@ class EngineCore:
         self._num_arrived = 0
         self._num_metrics = 0
         self._dead: EngineDeadError | None = None
+        retains = config.kv_retention == "value" and config.enable_prefix_caching
+        self.pauses = Pauses(clock) if retains else None
+        """When sessions return; None: blocks are retained by recency."""
+        cached_free = None if self.pauses is None else ByValue(clock, self.pauses.prior, self._block_seconds)
         self.pool = BlockPool(
-            executor.num_blocks, executor.kv_layout.block_size, enable_prefix_caching=config.enable_prefix_caching
+            executor.num_blocks,
+            executor.kv_layout.block_size,
+            enable_prefix_caching=config.enable_prefix_caching,
+            cached_free=cached_free,
         )
         self.holding = holding_of(executor, clock)
         self.loans = Loans()
@@ -87,12 +99,10 @@ class EngineCore:
             max_num_batched_tokens=config.max_num_batched_tokens,
             exclusive_prefill=exclusive_prefill,
             priority_ageing_s=config.priority_ageing_s,
+            pauses=self.pauses,
         )
         self.limits = AdmissionLimits(config, self.scheduler, clock)
-        limits = [executor.max_model_len, executor.num_blocks * executor.kv_layout.block_size]
-        if config.max_model_len:
-            limits.append(config.max_model_len)
-        self.max_model_len = min(limits)
+        self.max_model_len = _max_model_len(executor, config)
         """Longest prompt plus answer, in tokens: the model's limit, the configured one, and the whole pool."""
         self.storage: KvStorage | None = None
         """KV beyond the pool."""
@@ -241,6 +251,23 @@ class EngineCore:
         for admission."""
         return self.scheduler.admission.num_held_tokens(request)
 
+    def session_paused(self, request_id: str, kind: str, within_s: float = 0.0, is_over: bool = False) -> None:
+        """This request has ended, and its session does as ``SessionPaused`` says. Unknown ids are ignored: the session
+        may have returned."""
+        if self.pauses is None:
+            return
+        if is_over:
+            self.pauses.over(request_id)
+        else:
+            self.pauses.named(request_id, kind, within_s)
+
+    def _block_seconds(self, block_id: int) -> float:
+        """How long it would take to have this cached block again if it were evicted now."""
+        size, entry = self.pool.block_size, self.pool.entry(block_id)
+        compute_s = self.scheduler.token_budget.costs.cost.extra_seconds(size, entry.depth * size)
+        load_s = None if self.storage is None else self.storage.load_s(entry.sequence_hash)
+        return compute_s if load_s is None else min(load_s, compute_s)
+
     def _validate(self, request: Request) -> None:
         request.sampling.validate(self.executor.vocab_size)
         check_tokens(
@@ -302,8 +329,13 @@ class EngineCore:
             self.scheduler.remote_done(request, token_id, logprobs)
         return True
 
+    def has_begun(self, request_id: str) -> bool:
+        """Whether anything of this request is computed or loaded. Unknown ids have begun."""
+        request = self.scheduler.requests.get(request_id)
+        return request is None or request.status is not RequestStatus.WAITING
+
     def compute_handoff_here(self, handoff_id: HandoffId) -> None:
-        """No KV will arrive: the request, if it still waits, is computed here in other blocks."""
+        """No KV will arrive: the request, if it still waits, is computed here in other blocks, or placed anew."""
         request = self._remote.pop(handoff_id, None)
         if request is not None:
             self.scheduler.remote_lost(request)
@@ -409,7 +441,7 @@ class EngineCore:
             gpu_prefix_cache_hit_rate=admission.num_hit_tokens / max(1, admission.num_queried_tokens),
             kv_demand_perc=scheduler.num_demanded_blocks / pool.num_blocks,
             seq=self._num_metrics,
-            num_decoding=scheduler.token_budget.num_decodes,
+            num_decoding=scheduler.num_decoding,
             num_prefill_tokens=admission.num_waiting_tokens + scheduler.num_prefilling_tokens,
             step_cost=scheduler.token_budget.costs.cost,
         )
@@ -419,7 +451,7 @@ class EngineCore:
         scheduler, pool = self.scheduler, self.pool
         costs = scheduler.token_budget.costs
         return EngineStats(
-            num_running=scheduler.num_admitted,
+            num_admitted=scheduler.num_admitted,
             num_waiting=scheduler.num_waiting,
             num_blocks=pool.num_blocks,
             num_blocks_in_use=pool.num_blocks - pool.num_free,
@@ -433,11 +465,13 @@ class EngineCore:
             num_preemptions=scheduler.num_preemptions,
             step_cost=costs.cost,
             step_cost_error=costs.relative_error,
+            step_spread=costs.spread,
             num_step_samples=costs.num_samples,
             num_step_samples_rejected=costs.num_rejected,
             times=scheduler.times,
             holding=self._holding_stats(),
             tiers=None if self.storage is None else self.storage.stats(),
+            sessions=None if self.pauses is None else SessionStats(len(self.pauses), self.pauses.counts),
         )
 
     def _holding_stats(self) -> HoldingStats | None:
@@ -519,3 +553,19 @@ class EngineCore:
                     TokenOutput(request.request_id, (), finish_reason=FinishReason.ERROR, error=self._dead.message)
                 )
         return self._take_output()
+
+
+def _max_model_len(executor: Executor, config: EngineConfig) -> int:
+    """Raises ConfigError if the pool does not hold what ``config`` asks for. A limit of the model gives way to it."""
+    wanted = min(executor.max_model_len, config.max_model_len or executor.max_model_len)
+    num_tokens = executor.num_blocks * executor.kv_layout.block_size
+    if num_tokens >= wanted:
+        return wanted
+    if config.max_model_len:
+        raise ConfigError(
+            f"max_model_len {wanted} is more than the {num_tokens} tokens that the KV pool holds: lower "
+            "--max-model-len, or raise --kv-cache-memory or --num-blocks",
+            param="max_model_len",
+        )
+    _log.warning("max_model_len is %d instead of the model's %d: the KV pool holds no more", num_tokens, wanted)
+    return num_tokens

@@ -123,6 +123,9 @@ class KvStorage(SourceBeyond, Protocol):
     def drain_events(self) -> list[KvEvent]:
         """Blocks that it has or has lost since the last call, with their medium. A clear is told by the pool."""
 
+    def load_s(self, sequence_hash: int) -> float | None:
+        """In how many seconds a block could be here again that is evicted now; None: it would be lost."""
+
     def evicted(self, blocks: Sequence[tuple[int, CachedBlock]]) -> None:
         """These blocks leave the prefix cache now. They may be read during this call only."""
 

@@ -14,10 +14,12 @@ import msgspec
 from kvrelay.config import EngineConfig
 from kvrelay.core.clock import Clock
 from kvrelay.core.completion_rate import MIN_RETRY_AFTER_S, CompletionRate
-from kvrelay.core.step_cost import StepWork
+from kvrelay.core.step_cost import StepCost, StepWork
 from kvrelay.engine.request import Request
 from kvrelay.engine.scheduler import Scheduler
 from kvrelay.errors import KvDemandError, ObjectiveMissedError, OverloadedError
+from kvrelay.placement.base import Objectives
+from kvrelay.placement.cost import CostPlacement
 
 EXPECTED_OUTPUT = 128
 """Tokens of an answer, before any has ended."""
@@ -31,6 +33,23 @@ class PendingArrivals(msgspec.Struct, frozen=True):
 
 
 NONE_PENDING = PendingArrivals()
+
+
+def require_in_time(
+    objectives: Objectives, cost: StepCost, policy: CostPlacement | None, own: int, before: int
+) -> None:
+    """Raise ObjectiveMissedError if the first token of ``own`` tokens, after ``before`` others, is late at best."""
+    if policy is not None:
+        soonest_s = policy.soonest_s(own, before, cost)
+    else:
+        soonest_s = cost.prefill_seconds(before + own) if cost.is_sound else 0.0
+    late_s = soonest_s - objectives.ttft_s
+    if late_s > 0.0:
+        raise ObjectiveMissedError(
+            f"the first token would come after {soonest_s:.2f} s at best; the objective is {objectives.ttft_s:g} s",
+            retry_after_s=max(late_s, MIN_RETRY_AFTER_S),
+            spacing_s=soonest_s * own / (before + own),
+        )
 
 
 class AdmissionLimits:
@@ -90,17 +109,7 @@ class AdmissionLimits:
         num_held = len(admission.find_hit(request)) * self._scheduler.pool.block_size
         own = max(len(request.token_ids) - num_held, 1)
         before = admission.num_tokens_before(own) + self._scheduler.num_prefilling_tokens_before(own)
-        if placement.policy is not None:
-            soonest_s = placement.policy.soonest_s(own, before, cost)
-        else:
-            soonest_s = cost.prefill_seconds(before + own) if cost.is_sound else 0.0
-        late_s = soonest_s - objectives.ttft_s
-        if late_s > 0.0:
-            raise ObjectiveMissedError(
-                f"the first token would come after {soonest_s:.2f} s at best; the objective is {objectives.ttft_s:g} s",
-                retry_after_s=max(late_s, MIN_RETRY_AFTER_S),
-                spacing_s=soonest_s * own / (before + own),
-            )
+        require_in_time(objectives, cost, placement.policy, own, before)
 
     def _expected_spacing_s(self, num_waiting: int) -> float:
         """Before the first completion: seconds per request, by the cost of what waits."""

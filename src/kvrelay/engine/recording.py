@@ -67,6 +67,7 @@ class RecordedRequest(msgspec.Struct, frozen=True):
     is_placed_later: bool
     refuses_late: bool
     objectives: Objectives | None
+    may_be_placed_anew: bool = False
 
 
 class Call(msgspec.Struct, frozen=True, tag="call"):
@@ -76,7 +77,7 @@ class Call(msgspec.Struct, frozen=True, tag="call"):
     method: str
     request: RecordedRequest | None = None
     handoff_id: HandoffId | None = None
-    arguments: tuple[str | int | bool | None, ...] = ()
+    arguments: tuple[str | int | float | bool | None, ...] = ()
     answers: tuple[float | bool | Decision, ...] = ()
     is_refused: bool = False
 
@@ -237,7 +238,7 @@ class RecordedCore(EngineCore):
         self,
         method: Callable[P, R],
         call: Callable[[], R],
-        *arguments: str | int | bool | None,
+        *arguments: str | int | float | bool | None,
         request: RecordedRequest | None = None,
         handoff_id: HandoffId | None = None,
     ) -> R:
@@ -253,9 +254,14 @@ class RecordedCore(EngineCore):
 
     def add_request(self, request: Request) -> None:
         noted = recorded_request(request)
-        if request.placement is not None and request.placement.policy is not None:
-            request.placement.policy = cast(CostPlacement, _RecordedPlacement(request.placement.policy, self._recorder))
+        placement = request.placement
+        if placement is not None:
+            placement.policy = self._noting(placement.policy)
+            placement.otherwise = self._noting(placement.otherwise)
         self._recorded(EngineCore.add_request, lambda: EngineCore.add_request(self, request), request=noted)
+
+    def _noting(self, policy: CostPlacement | None) -> CostPlacement | None:
+        return None if policy is None else cast(CostPlacement, _RecordedPlacement(policy, self._recorder))
 
     def abort(self, request_id: str) -> None:
         self._recorded(EngineCore.abort, lambda: EngineCore.abort(self, request_id), request_id)
@@ -305,6 +311,12 @@ class RecordedCore(EngineCore):
 
         self._recorded(EngineCore.sending_finished, call, request_id)
 
+    def session_paused(self, request_id: str, kind: str, within_s: float = 0.0, is_over: bool = False) -> None:
+        def call() -> None:
+            EngineCore.session_paused(self, request_id, kind, within_s=within_s, is_over=is_over)
+
+        self._recorded(EngineCore.session_paused, call, request_id, kind, within_s, is_over)
+
     def clear_cache(self) -> None:
         self._recorded(EngineCore.clear_cache, lambda: EngineCore.clear_cache(self))
 
@@ -326,4 +338,5 @@ def recorded_request(request: Request) -> RecordedRequest:
         placement is not None and placement.policy is not None,
         placement is not None and placement.refuses_late,
         None if placement is None else placement.objectives,
+        placement is not None and placement.otherwise is not None,
     )

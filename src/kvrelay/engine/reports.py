@@ -97,8 +97,12 @@ def stop_token_ids(sampling: SamplingParams, eos_token_ids: tuple[int, ...]) -> 
 
 def finish_reason(request: Request, token_id: int, num_new: int = 0) -> FinishReason | None:
     """Why the answer ends with ``token_id``, its newest token; None if it continues. ``num_new``: 1 if the request does
-    not have the token yet."""
-    if token_id in request.stop_ids and request.num_output_tokens + num_new >= request.sampling.min_tokens:
+    not have the token yet.
+
+    A grammar wins over ``min_tokens``: before those are there, a stop token is sampled only if nothing else matches.
+    """
+    is_long = request.num_output_tokens + num_new >= request.sampling.min_tokens
+    if token_id in request.stop_ids and (is_long or request.sampling.grammar is not None):
         return FinishReason.STOP
     return FinishReason.LENGTH if len(request.token_ids) + num_new >= request.length_limit else None
 

@@ -15,7 +15,8 @@ from kvrelay.core.hashing import compute_block_hashes
 from kvrelay.core.logprobs import PositionLogprobs
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.status import FinishReason, RequestStatus, check_transition
-from kvrelay.core.token_ids import are_below
+from kvrelay.core.token_ids import are_below, outside
+from kvrelay.engine.pauses import Pause, Session
 from kvrelay.errors import InvalidInputError, PromptTooLongError
 from kvrelay.placement.base import Objectives
 from kvrelay.placement.cost import PlacementState
@@ -90,6 +91,10 @@ class Request:
     """``KVLayout.tail_tokens``."""
 
     # The scheduler's.
+    session: Session | None = field(default=None, init=False)
+    """Of an earlier request whose prompt this one repeats."""
+    pause: Pause | None = field(default=None, init=False)
+    """The session's, which ended as this request came, until the request has its blocks."""
     num_queued_tokens: int = field(default=0, init=False)
     """Tokens to compute, as estimated when it began to wait; 1 or more while it waits."""
     num_stored_tokens: int = field(default=0, init=False)
@@ -201,6 +206,15 @@ class Request:
         if self.placement is not None:
             self.placement.policy = None
 
+    def leave_pair(self) -> bool:
+        """The prefill worker that was to compute it will not. Whether it is placed anew, which happens once; else it is
+        computed here."""
+        self.stay_here()
+        self.handoff_number = 0
+        if self.placement is not None:
+            self.placement.policy, self.placement.otherwise = self.placement.otherwise, None
+        return self.placement is not None and self.placement.policy is not None
+
     @property
     def key(self) -> tuple[int, bool, int]:
         """Order of service: lower priority numbers first, then requests that another worker began, then first come,
@@ -245,7 +259,8 @@ def check_tokens(request: Request, *, is_running: bool, vocab_size: int, max_mod
     if not request.num_prompt_tokens:
         raise InvalidInputError("the prompt is empty", param="prompt")
     if not are_below(request.token_ids, vocab_size):
-        raise InvalidInputError(f"prompt tokens must be between 0 and {vocab_size - 1}", param="prompt")
+        found = outside(request.token_ids, vocab_size)
+        raise InvalidInputError(f"prompt tokens must be between 0 and {vocab_size - 1}, got {found}", param="prompt")
     num_answer_tokens = 0 if request.is_prefill_only else 1
     if len(request.token_ids) + num_answer_tokens - min(request.num_output_tokens, 1) > max_model_len:
         raise PromptTooLongError(

@@ -6,15 +6,15 @@ blocks, nor who set the objectives.
 
 from __future__ import annotations
 
-from kvrelay.core.step_cost import MIN_CHUNK_TOKENS, MIN_STEP_FACTOR, StepWork, step_limit_s
+from collections.abc import Sequence
+
+from kvrelay.core.step_cost import MIN_CHUNK_TOKENS, StepPace, StepWork
 from kvrelay.engine.batch import Batch
 from kvrelay.engine.request import PrefillMode, Request, service_order
 from kvrelay.placement.cost_model import StepCostModel
 
 OLDEST_SHARE = 4
 """A quarter of a step's prefill tokens is for the oldest prompt, so that shorter ones cannot stop it."""
-ARRIVAL_SHARE = 0.25
-"""Share of the objective for the first token: a request that arrives waits for the step that runs."""
 
 
 class ScheduledBatch:
@@ -59,25 +59,23 @@ class TokenBudget:
         limits = [request.objectives.itl_s for request in decodes if request.objectives is not None]
         self._itl_s = min(limits, default=0.0)
 
+    def decoded(self, seconds: Sequence[float]) -> None:
+        """Further steps of the same decodes alone have taken so long: they need not be looked at."""
+        count = len(self._decodes)
+        self.costs.add_decodes(count, self._num_context + count, seconds)
+        self._num_context += count * len(seconds)
+
     def prefill_budget(self, prefilling: list[Request], max_num_tokens: int, num_before: int = 0) -> int:
         """The prefill tokens of the next step, at most ``max_num_tokens``. ``num_before``: with a prompt of which so
         many tokens have been computed."""
-        cost = self.costs.cost
-        limit_s = self._limit_s(prefilling)
-        if not limit_s or not cost.is_sound:
-            return max_num_tokens
-        decodes, context = len(self._decodes), self._num_context
-        limit_s = max(limit_s, MIN_STEP_FACTOR * cost.step_seconds(StepWork(0, 0, decodes, context)))
+        ttft_s = min(
+            [request.objectives.ttft_s for request in prefilling if request.objectives is not None], default=0.0
+        )
+        pace = StepPace(self.costs.cost, self.costs.spread, self._itl_s, ttft_s)
         num_before = max([num_before, *(request.num_computed_tokens for request in prefilling)])
-        chunk = cost.chunk_within(limit_s, num_before=num_before, num_decodes=decodes, num_context=context)
-        return min(chunk, max_num_tokens)
-
-    def _limit_s(self, prefilling: list[Request]) -> float:
-        """Seconds that the step may take; 0: any time."""
-        if self._itl_s:
-            return step_limit_s(self._itl_s, self.costs.spread)
-        limits = [request.objectives.ttft_s for request in prefilling if request.objectives is not None]
-        return ARRIVAL_SHARE * min(limits, default=0.0)
+        return pace.prefill_budget(
+            max_num_tokens, num_before=num_before, num_decodes=len(self._decodes), num_context=self._num_context
+        )
 
     def work_of(self, batch: ScheduledBatch) -> StepWork:
         """What the step computes, for ``costs``. Before its result is taken in."""

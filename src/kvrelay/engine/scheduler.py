@@ -16,6 +16,7 @@ A step:  grow      blocks for decodes that fill their last one; if the pool is e
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from kvrelay.core.clock import Clock
@@ -29,11 +30,16 @@ from kvrelay.engine.batch import Batch
 from kvrelay.engine.block_pool import BlockPool
 from kvrelay.engine.holding import Holding
 from kvrelay.engine.kv_source import Arriving, HeldByPeer, KvStorage, SourceBeyond, Sources
+from kvrelay.engine.pauses import Pause, Pauses, Session
 from kvrelay.engine.reports import finish_reason, report_blocks, report_last_blocks, report_token
 from kvrelay.engine.request import PrefillMode, Request
 from kvrelay.engine.scheduled_batch import BatchPlanner, ScheduledBatch, TokenBudget
 from kvrelay.engine.stats import EngineTimes
-from kvrelay.engine.step import NO_TOKEN, KeptBlocks, KvLoad, ModelOutput, SchedulerOutput, StepOutput
+from kvrelay.engine.steady import SteadyDecodes
+from kvrelay.engine.step import NO_TOKEN, NOT_NUMBERS, KeptBlocks, KvLoad, ModelOutput, SchedulerOutput, StepOutput
+
+_MAY_CONTINUE = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH, RequestStatus.FINISHED_ABORTED)
+"""Stop strings are matched by the frontend, which aborts the request."""
 
 StartRemote = Callable[[Request], bool]
 """Called with a REMOTE request whose blocks are allocated. Opens the hand-off; False: nothing is to be computed
@@ -70,11 +76,18 @@ class RemotePrefills:
 
     def came_back(self, request: Request) -> None:
         """Its KV has arrived."""
+        report = self.arrived(request)
+        if report is not None:
+            report()
+
+    def arrived(self, request: Request) -> Callable[[], None] | None:
+        """Its KV has arrived. What tells its placement so, if that is to be told."""
         sent = self._sent.pop(request, None)
         policy = request.placement.policy if request.placement is not None else None
-        if sent is not None and policy is not None:
-            seconds = self._clock.now() - sent.since_s
-            policy.came_back(request.request_id, sent.num_tokens, sent.num_ahead, seconds)
+        if sent is None or policy is None:
+            return None
+        seconds = self._clock.now() - sent.since_s
+        return partial(policy.came_back, request.request_id, sent.num_tokens, sent.num_ahead, seconds)
 
     def forget(self, request: Request) -> None:
         """No KV will arrive."""
@@ -85,7 +98,7 @@ class Scheduler:
     """Continuous batching with chunked prefill over one block pool.
 
     ``exclusive_prefill``: a HANDOFF prefill runs in steps of its own, so that its first token comes early.
-    ``holding``: where KV may be beside the pool.
+    ``holding``: where KV may be beside the pool. ``pauses``: learns when sessions return; None: no one does.
     """
 
     def __init__(
@@ -99,8 +112,10 @@ class Scheduler:
         max_num_batched_tokens: int,
         exclusive_prefill: bool = False,
         priority_ageing_s: float = 0.0,
+        pauses: Pauses | None = None,
     ) -> None:
         self.pool = pool
+        self.pauses = pauses
         self.output = StepOutput()
         self.requests: dict[str, Request] = {}
         self.num_ended_requests = 0
@@ -180,7 +195,13 @@ class Scheduler:
         return sum(count for count in missing if count <= num_tokens)
 
     @property
+    def num_decoding(self) -> int:
+        """Answers that the next step gives a token."""
+        return self._batch.num_decoding
+
+    @property
     def num_admitted(self) -> int:
+        """Requests with a slot or a reserved one: decoding, prefilling, or waiting for their KV."""
         return len(self._batch) + self._num_outside
 
     @property
@@ -206,6 +227,8 @@ class Scheduler:
         """Add a new request in state WAITING."""
         self.requests[request.request_id] = request
         self.admission.push(request)
+        if self.pauses is not None:
+            self._resume_session(self.pauses, request)
 
     def abort(self, request: Request, reason: FinishReason = FinishReason.ABORT) -> None:
         """End ``request`` now. If a transfer may touch its blocks, they are freed once the transfer has ended."""
@@ -232,11 +255,46 @@ class Scheduler:
             self.admission.discard(request)
         self.admission.shares.charge(request.tenant, request.num_output_tokens)
         request.move(status, self._clock.now())
-        free_blocks(self.pool, request)
+        free_blocks(self.pool, request, self._pause_after(request))
         self.holding.release(request)
+        if request.pause is not None and self.pauses is not None:
+            self.pauses.resumed(request.pause, is_served=False)
         self.num_ended_requests += 1
         self.num_ended_blocks += self.pool.blocks_for(len(request.token_ids))
         del self.requests[request.request_id]
+
+    # -- sessions -----------------------------------------------------------------------------------------------------
+
+    def _resume_session(self, pauses: Pauses, request: Request) -> None:
+        """If the prompt repeats an earlier one with its answer, that one's pause is over."""
+        pause = pauses.end(request.sequence_hashes, request.tenant)
+        if pause is not None:
+            request.session, request.pause = pause.session, pause
+
+    def _pause_after(self, request: Request) -> Pause | None:
+        """The pause that begins as this request ends. None: it has failed, or left nothing behind."""
+        num_blocks = request.num_cached_blocks
+        if self.pauses is None or request.status not in _MAY_CONTINUE or not num_blocks:
+            return None
+        # The next prompt may show the answer otherwise, for instance without its reasoning: it is seen by the prompt.
+        num_prompt_blocks = request.num_prompt_tokens // self.pool.block_size
+        lengths = {num_blocks, min(num_prompt_blocks, num_blocks)} - {0}
+        marks = {request.sequence_hashes[length - 1]: length for length in lengths}
+        return self.pauses.begin(request.request_id, request.tenant, marks, request.session or Session())
+
+    def _resumed(self, pauses: Pauses, request: Request, pause: Pause) -> None:
+        """A session's next turn has its blocks: where was what the last turn had?"""
+        pauses.resumed(pause, is_served=True)
+        request.pause = None
+        counts, num_repeated = pauses.counts, pause.num_repeated * self.pool.block_size
+        num_here = min(request.num_computed_tokens, num_repeated)
+        num_stored = min(request.num_stored_tokens, num_repeated - num_here)
+        counts.returned_tokens += num_repeated
+        counts.pool_tokens += num_here
+        counts.stored_tokens += num_stored
+        counts.saved_s += self.token_budget.costs.cost.extra_seconds(num_here + num_stored, 0)
+        # The last token of a prompt is always computed, so a block less is no loss.
+        counts.num_missed += num_here + self.pool.block_size < num_repeated
 
     # -- remote prefills (decode side) --------------------------------------------------------------------------------
 
@@ -276,10 +334,10 @@ class Scheduler:
             self._num_outside -= 1
 
     def remote_lost(self, request: Request) -> None:
-        """No KV will arrive for a REMOTE request: it waits again, to be computed here."""
+        """No KV will arrive for a REMOTE request: it waits again, to be computed here or placed anew."""
         self._no_longer_remote(request)
         self._remote_prefills.forget(request)
-        request.stay_here()
+        request.leave_pair()
         request.handoff_id = None
         request.move(RequestStatus.WAITING, self._clock.now())
         free_blocks(self.pool, request)
@@ -422,7 +480,7 @@ class Scheduler:
         prefilling = list(self._batch.prefilling)
         return EngineLoad(
             num_admitted=self.num_admitted,
-            num_running=len(self._batch),
+            num_with_slot=len(self._batch),
             backlog=tuple([Backlog(request.num_missing_tokens, request.arrival) for request in prefilling]),
             token_budget=self.token_budget,
             chunk=lambda num_tokens: self.token_budget.prefill_budget(
@@ -433,6 +491,22 @@ class Scheduler:
             has_slot=self._has_slot,
         )
 
+    def steady_decodes(self, token_id: int) -> SteadyDecodes | None:
+        """The next steps, if they are like the last one: the same answers get a token each, ``token_id``, which ends
+        none. None: something else happens, or may."""
+        rows, last = self._batch.decode_rows(), self._scheduled
+        is_alone = not (len(self.admission) or self._batch.prefilling or self.holding.has_copies)
+        is_same = rows and last.decodes is rows and not last.chunks
+        if not (is_alone and is_same) or self.holding.is_short or not self.output.is_empty:
+            return None
+        if any(token_id in request.stop_ids or request.report_interval > 1 for request in rows):
+            return None
+        return SteadyDecodes(rows, self.pool, self._decode_allocator, self.token_budget, self._count_decodes)
+
+    def _count_decodes(self, num_steps: int) -> None:
+        self.num_steps += num_steps
+        self.num_generated_tokens += num_steps * self._batch.num_decoding
+
     def step_work(self) -> StepWork:
         """What the scheduled batch computes, for ``token_budget``. To be called before ``update``."""
         return self.token_budget.work_of(self._scheduled)
@@ -442,6 +516,8 @@ class Scheduler:
         is_held = request.status is RequestStatus.KV_HELD
         waits = self.times.held if is_held else self.times.queue
         waits.observe(self._clock.now() - request.entered_s)
+        if request.pause is not None and self.pauses is not None:
+            self._resumed(self.pauses, request, request.pause)
         if request.mode is PrefillMode.REMOTE:
             if self._start_remote(request):
                 if not request.held_block_ids:
@@ -517,13 +593,16 @@ class Scheduler:
         is_last = request.num_computed_tokens + count == len(request.token_ids)
         token_id = next(tokens) if is_last and not request.is_prefill_only else None
         request.num_computed_tokens += count - 1 if token_id == NO_TOKEN else count
+        if row in result.failures:
+            self._fail(request, result.failures[row])
+            return
         cache_full_blocks(self.pool, request)
         if request.wants_prompt_logprobs and row in result.prompt_logprobs:
             request.prompt_logprobs.extend(result.prompt_logprobs[row])
         if request.num_computed_tokens < len(request.token_ids):
             if request.mode is PrefillMode.HANDOFF:
                 report_blocks(self.output, request, self.pool.block_size)
-        elif request.mode is PrefillMode.HANDOFF and row not in result.failures:
+        elif request.mode is PrefillMode.HANDOFF:
             report_last_blocks(self.output, request, token_id, result.logprobs.get(row))
             self._batch.leave(request)
             now_s = self._clock.now()
@@ -532,8 +611,6 @@ class Scheduler:
         elif request.is_prefill_only:
             report_token(self.output, request, None, None, FinishReason.LENGTH)
             self.finish(request, RequestStatus.FINISHED_LENGTH)
-        elif row in result.failures:
-            self._fail(request, result.failures[row])
         else:
             assert token_id is not None
             self._batch.start_decoding(request)
@@ -543,10 +620,17 @@ class Scheduler:
     def _fail(self, request: Request, reason: str) -> None:
         """End one request that the executor cannot continue."""
         position = request.num_output_tokens
+        if reason == NOT_NUMBERS:
+            self.pool.forget(request.block_ids)  # an attention may have let their KV see later tokens' NaN
         self.abort(request, FinishReason.ERROR)
         self.output.outputs.append(
             TokenOutput(
-                request.request_id, finish_reason=FinishReason.ERROR, error=reason, position=position, is_final=True
+                request.request_id,
+                finish_reason=FinishReason.ERROR,
+                error=reason,
+                position=position,
+                is_final=True,
+                status=500 if reason == NOT_NUMBERS else 400,
             )
         )
 

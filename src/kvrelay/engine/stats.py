@@ -13,8 +13,9 @@ import msgspec
 from kvrelay.core.clock import Clock
 from kvrelay.core.events import LoadMetrics, TokenCounts
 from kvrelay.core.histogram import TOKEN_BUCKETS_S, Histogram
-from kvrelay.core.step_cost import StepCost
+from kvrelay.core.step_cost import CostSource, StepCost
 from kvrelay.core.tier_stats import TierStats
+from kvrelay.engine.pauses import PauseCounts
 
 
 def _of_steps() -> Histogram:
@@ -27,7 +28,8 @@ class EngineTimes(msgspec.Struct, frozen=True):
     decode side, how long KV that has come waits for the pool. ``sending``: prefill side, how long a computed prefill
     keeps the pool's blocks.
 
-    A HostedEngine sees neither queue nor steps: there ``prefill`` and ``handoff`` begin at arrival.
+    A HostedEngine sees no queue, and steps only if its backend tells them: there ``prefill`` and ``handoff`` begin at
+    arrival.
     """
 
     queue: Histogram = msgspec.field(default_factory=Histogram)
@@ -55,6 +57,13 @@ class HoldingStats(NamedTuple):
     """Computed prefills that stayed in the pool because there was no room."""
 
 
+class SessionStats(NamedTuple):
+    """Of sessions that pause between two turns. ``counts`` is not copied."""
+
+    num_paused: int
+    counts: PauseCounts
+
+
 class EngineStats(msgspec.Struct, frozen=True):
     """Gauges, then counts since start.
 
@@ -63,7 +72,7 @@ class EngineStats(msgspec.Struct, frozen=True):
     cache held. Quarantined blocks count as in use, too. Demanded blocks are those that requests hold or wait for.
     """
 
-    num_running: int
+    num_admitted: int
     num_waiting: int
     num_blocks: int
     num_blocks_in_use: int
@@ -76,9 +85,13 @@ class EngineStats(msgspec.Struct, frozen=True):
     num_steps: int
     num_preemptions: int
     step_cost: StepCost | None = None
-    """The fitted cost of a step; None: this engine does not measure its steps."""
+    """The fitted cost of a step; None: it is not known."""
+    step_cost_source: CostSource = CostSource.MEASURED
     step_cost_error: float = 0.0
     """Mean of the last steps' |measured - predicted| / measured."""
+    step_spread: float = 0.0
+    """How far the times of steps with a prefill scatter about their estimates: standard deviation of the logarithm; 0:
+    this engine does not measure its steps."""
     num_step_samples: int = 0
     num_step_samples_rejected: int = 0
     times: EngineTimes = msgspec.field(default_factory=EngineTimes)
@@ -87,6 +100,8 @@ class EngineStats(msgspec.Struct, frozen=True):
     """None: there is no holding area."""
     tiers: TierStats | None = None
     """Of KV beyond the pool, if there is any. Not copied."""
+    sessions: SessionStats | None = None
+    """None: blocks are retained by recency."""
 
     @property
     def token_counts(self) -> TokenCounts:
@@ -110,15 +125,16 @@ class LoadSampler:
         self._core = core
         self._interval_s = interval_s
         self._clock = clock
-        self._due_s = clock.now()
+        self.due_s = clock.now()
+        """When the next sample is due while the engine works."""
         self._last: LoadMetrics | None = None
 
     def sample(self) -> LoadMetrics | None:
         """The load now; None if no sample is due, or if nothing has changed since the last one."""
         now_s = self._clock.now()
-        if now_s < self._due_s and self._core.has_work():
+        if now_s < self.due_s and self._core.has_work():
             return None
-        self._due_s = now_s + self._interval_s
+        self.due_s = now_s + self._interval_s
         load = self._core.metrics()
         # Callbacks also change the load, for example when a release frees blocks.
         if self._last is not None and load == msgspec.structs.replace(self._last, seq=load.seq):

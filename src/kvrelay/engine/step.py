@@ -32,6 +32,11 @@ BoolArray = npt.NDArray[np.bool_]
 NO_TOKEN = -1
 """In ModelOutput, of a row that sits out a step."""
 
+NOT_NUMBERS = (
+    "the model's scores are not finite numbers (NaN or infinity): its weights are damaged, or overflow with this prompt"
+)
+"""In ModelOutput, why a sequence cannot continue that is not at fault itself."""
+
 
 class NewSequence(msgspec.Struct, frozen=True):
     """A sequence enters slot ``slot``: at its first step, after preemption, or when its remote prefill has arrived.
@@ -86,7 +91,8 @@ class ModelOutput(msgspec.Struct, frozen=True):
     each prompt position p in [computed, computed + num_tokens) with p >= 1: the logprob of token p given those before
     it. The entry for the position after the chunk comes with the next chunk.
 
-    ``failures``: by row, why this one sequence cannot continue (its grammar exploded); its token is meaningless.
+    ``failures``: by row, why this one sequence cannot continue (its grammar exploded, or NOT_NUMBERS); its token is
+    meaningless.
     """
 
     token_ids: list[int]
@@ -224,6 +230,9 @@ class StepOutput(msgspec.Struct):
     """Prefill side: the answers to ``keep_blocks``."""
     fetched_handoffs: list[tuple[HandoffId, bool]] = []
     """Decode side, of an engine that moves KV itself: the fetches that have ended, and whether the KV has arrived."""
+    marks: list[tuple[str, tuple[float, ...]]] = []
+    """By request id, as ``marks.recorder`` has them: what an engine that does not schedule hears of its requests. A
+    request without a listener has none."""
     kv_events: list[KvEvent] = []
     load: LoadMetrics | None = None
     """The load, if a new sample is due."""

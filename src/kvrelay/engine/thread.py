@@ -89,7 +89,7 @@ class EngineThread:
         return EngineFacts(
             kv_layout=executor.kv_layout,
             num_blocks=executor.num_blocks,
-            max_model_len=executor.max_model_len,
+            max_model_len=self._core.max_model_len,
             vocab_size=executor.vocab_size,
             weights_fingerprint=executor.weights_fingerprint,
             hands_over_kv=executor.kv_region.is_pool,

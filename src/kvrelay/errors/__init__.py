@@ -127,10 +127,10 @@ class AddressInUseError(KvrelayError):
     """Another process uses the requested port."""
 
     @classmethod
-    def at(cls, host: str, port: int, reason: OSError) -> AddressInUseError:
-        """The error for a refusal of the operating system to listen on this address."""
+    def at(cls, address: str, reason: OSError) -> AddressInUseError:
+        """The error for a refusal of the operating system to listen on ``address`` (HOST:PORT)."""
         remedy = "; choose another port" if reason.errno in (errno.EADDRINUSE, errno.EACCES) else ""
-        return cls(f"cannot listen on {host}:{port}: {reason.strerror or reason}{remedy}")
+        return cls(f"cannot listen on {address}: {reason.strerror or reason}{remedy}")
 
 
 # -- recompute --------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ and memory that the kernel enforces. What the fork survives costs this process a
     GrammarTrials ── one end of a socket pair, for each grammar ──> helper (holds the vocabulary) ── fork ──> trial
                   <── "begun", then the verdict; or the end of the stream: a limit has ended it ──────────────
 
-The helper is this file as a program. It imports neither kvrelay's rooms nor torch. It ends, with its forks, when its
+The helper is this file as a program. It imports no torch. It ends, with its forks, when its
 owner closes the control socket or dies.
 """
 
@@ -24,12 +24,14 @@ import sys
 import threading
 import weakref
 from contextlib import ExitStack, suppress
+from pathlib import Path
 from typing import Any, TypedDict
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from kvrelay.core.child_process import start_child_process
 from kvrelay.errors import InvalidInputError, WorkerUnavailableError
+from kvrelay.executors.grammar_vocabulary import grammar_vocabulary
 
 DEADLINE_S = 40.0
 """If the machine is so busy that ``cpu_s`` take longer, the client may try again."""
@@ -179,9 +181,9 @@ def _serve(control: socket.socket, settings: TrialSettings) -> None:
     """Fork a trial for each socket that arrives; return when the owner has closed ``control``."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the trials
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    tokenizer = LLTokenizer(
-        settings["tokenizer_file"], n_vocab=settings["vocab_size"], eos_token=settings["eos_token_ids"]
-    )
+    vocabulary = grammar_vocabulary(Path(settings["tokenizer_file"]), settings["vocab_size"])
+    tokenizer = LLTokenizer(vocabulary.tokenizer, n_vocab=settings["vocab_size"], eos_token=settings["eos_token_ids"])
+    del vocabulary
     limits = LLParserLimits(**settings["limits"])
     # What the library sets up at first use is not set up by each fork.
     warm_up = LLMatcher.grammar_from_json_schema('{"type": "object"}')

@@ -19,7 +19,7 @@ import threading
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +35,7 @@ from kvrelay.core.sampling import SamplingParams
 from kvrelay.engine.step import NO_TOKEN
 from kvrelay.errors import CheckpointError, InvalidInputError, KvrelayError
 from kvrelay.executors.grammar_trial import GrammarTrials
+from kvrelay.executors.grammar_vocabulary import MARK, grammar_vocabulary, with_marker_ids
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
@@ -120,6 +121,7 @@ class GrammarCompiler:
         )
         self._lock = threading.Lock()
         self._tokenizer: LLTokenizer | None = None
+        self._markers: dict[str, int] = {}
         self._compiled: OrderedDict[Grammar, _Compiled] = OrderedDict()
         self._refused: Latest[bytes, str] = Latest(MAX_REFUSED)
 
@@ -147,7 +149,7 @@ class GrammarCompiler:
                 raise InvalidInputError(self._refused[key])
             tokenizer = self._vocabulary()
         try:
-            source = _source(grammar)
+            source = _source(grammar, self._markers)
             num_bytes = self._trials.run(source)
         except InvalidInputError as exc:
             reason = f"{grammar.kind} cannot be used: {_one_line(exc.message)}"
@@ -183,7 +185,11 @@ class GrammarCompiler:
             if not self._eos_token_ids:
                 raise InvalidInputError("constrained answers need a model with an end-of-sequence token")
             try:
-                self._tokenizer = LLTokenizer(str(self._file), n_vocab=self._vocab_size, eos_token=self._eos_token_ids)
+                vocabulary = grammar_vocabulary(self._file, self._vocab_size)
+                self._markers = vocabulary.markers
+                self._tokenizer = LLTokenizer(
+                    vocabulary.tokenizer, n_vocab=self._vocab_size, eos_token=self._eos_token_ids
+                )
             except Exception as exc:  # the binding may raise anything for a file that it cannot use
                 raise CheckpointError(f"cannot read the vocabulary in {self._file}: {exc}") from exc
         return self._tokenizer
@@ -589,12 +595,12 @@ class StepMasks(msgspec.Struct, frozen=True):
         return scores.reshape(len(self.rows), _BITS * self.words.shape[1])[:, : self.vocab_size]
 
 
-def _source(grammar: Grammar) -> str:
+def _source(grammar: Grammar, markers: Mapping[str, int]) -> str:
     """llguidance's form of the grammar. Raises InvalidInputError for a schema that is not JSON."""
     if grammar.kind is GrammarKind.REGEX:
         return str(LLMatcher.grammar_from_regex(grammar.source))
     if grammar.kind is GrammarKind.LARK:
-        return str(LLMatcher.grammar_from_lark(grammar.source))
+        return str(LLMatcher.grammar_from_lark(with_marker_ids(grammar.source, markers)))
     try:
         return str(LLMatcher.grammar_from_json_schema(grammar.source, overrides=_JSON_OPTIONS))
     except ValueError as exc:
@@ -607,5 +613,5 @@ def _is_long(seconds: float, num_walks: int) -> bool:
 
 
 def _one_line(message: str) -> str:
-    message = message.replace("<non-verbose/>", "").replace("NoExtensionBias", "no text satisfies it")
+    message = message.replace("<non-verbose/>", "").replace(MARK, "").replace("NoExtensionBias", "no text satisfies it")
     return " ".join(message.split())[:300]

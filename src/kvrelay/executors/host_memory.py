@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from kvrelay.config.settings import EngineConfig
+from kvrelay.core.control_groups import map_memory, require_memory
+
 if TYPE_CHECKING:
     from kvrelay.transfer.ranks.link import RankLink
     from kvrelay.transfer.ranks.messages import Fence
@@ -27,3 +30,13 @@ class HostMemory(msgspec.Struct, frozen=True):
 
 
 ANYWHERE = HostMemory()
+
+
+def private_memory(num_bytes: int) -> mmap.mmap:
+    """Memory for a KV pool that no other process maps. Raises ConfigError."""
+    return map_memory(num_bytes, "kv_cache_memory", "the KV pool and its holding area")
+
+
+def require_host_memory(num_bytes: int, config: EngineConfig) -> None:
+    """Raises ConfigError if the host has not so much left for a KV pool."""
+    require_memory(num_bytes, "num_blocks" if config.num_blocks else "kv_cache_memory", "a KV pool")

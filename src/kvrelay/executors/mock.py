@@ -35,7 +35,7 @@ from kvrelay.engine.step import NO_TOKEN, ModelOutput, NewSequence, SchedulerOut
 from kvrelay.errors import ConfigError
 from kvrelay.executors.checkpoint_facts import checkpoint_facts
 from kvrelay.executors.grammars import GrammarCompiler, GrammarMasks
-from kvrelay.executors.host_memory import HostMemory
+from kvrelay.executors.host_memory import HostMemory, private_memory, require_host_memory
 
 Uint32Array = npt.NDArray[np.uint32]
 
@@ -110,11 +110,12 @@ class MockExecutor:
         self._block_size = config.block_size
         self.num_blocks = config.num_blocks or DEFAULT_NUM_BLOCKS
         self.kv_layout = paged_kv(1, 1, config.block_size, 1, "int32", tail_tokens=mock.tail_tokens)
+        require_host_memory(self.num_blocks * self.kv_layout.block_bytes, config)
         self.num_holding_blocks = num_holding_blocks(holding_bytes, self.kv_layout.block_bytes, self.num_blocks)
         self.num_spill_blocks = num_holding_blocks(spill_bytes, self.kv_layout.block_bytes, self.num_blocks)
         num_all_blocks = self.num_blocks + self.num_holding_blocks + self.num_spill_blocks
         num_bytes = num_all_blocks * self.kv_layout.block_bytes
-        self._memory = allocate(num_bytes) if allocate is not None else mmap.mmap(-1, num_bytes)
+        self._memory = (allocate or private_memory)(num_bytes)
         pool = np.frombuffer(self._memory, dtype=np.uint32)
         self.pool: Uint32Array = pool.reshape(num_all_blocks, 2, self._block_size)
         """As [block of pool or holding area, K or V, block_size]."""

@@ -42,6 +42,7 @@ from kvrelay.frontend.openai.requests import (
     FieldsCheck,
     FunctionName,
     JsonSchemaFormat,
+    KvHints,
     ResponseFormat,
     Tool,
     ToolCall,
@@ -160,6 +161,7 @@ class MessagesRequest(CountTokensRequest, frozen=True, kw_only=True):
     priority: int | None = None
     timeout: float | None = None
     cache_salt: Name | None = None
+    kv_hints: KvHints | None = None
 
 
 # -- answers ----------------------------------------------------------------------------------------------------------

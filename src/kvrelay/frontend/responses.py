@@ -53,6 +53,7 @@ from kvrelay.frontend.openai.requests import (
     FieldsCheck,
     FunctionName,
     JsonSchemaFormat,
+    KvHints,
     ResponseFormat,
     Tool,
     ToolCall,
@@ -172,6 +173,7 @@ class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True):
     priority: int | None = None
     timeout: float | None = None
     cache_salt: Name | None = None
+    kv_hints: KvHints | None = None
 
 
 # -- answers ----------------------------------------------------------------------------------------------------------

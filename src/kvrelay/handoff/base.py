@@ -2,10 +2,10 @@
 
 A *prefill worker* P computes the KV of a prompt; a *decode worker* D continues from it. This room holds the protocol
 between them and nothing else: events in, actions out, time as an argument. It knows no asyncio, no sockets, no threads,
-no memory and no scheduler. A driver (``worker``) produces the events and carries out the actions.
+no memory and no scheduler. A side of a worker (``worker/sides``) produces the events and carries out the actions.
 
-    D's driver ──DecodeEvent──> DecodeLedger ──actions──────> D's driver     one DecodeHandoff per hand-off, its grants
-    P's driver ──PrefillEvent─> PrefillLedger ─actions───────> P's driver     one PrefillHandoff per hand-off
+    D's side ──DecodeEvent──> DecodeLedger ──actions────> D's side     one DecodeHandoff per hand-off, its grants
+    P's side ──PrefillEvent─> PrefillLedger ─actions─────> P's side     one PrefillHandoff per hand-off
 
 Order and direction are independent:
 
@@ -99,7 +99,7 @@ import msgspec
 from kvrelay.core.handoff import HandoffId
 
 Connection = Hashable
-"""The driver's object for a live connection to a peer. Only compared."""
+"""The side's object for a live connection to a peer. Only compared."""
 
 
 class Value(msgspec.Struct, frozen=True):
@@ -146,6 +146,7 @@ class EndReason(enum.StrEnum):
     CLAIMANT_LEASE_ENDED = "the lease of its claimant has ended"
     CLAIMANT_AVOIDED = "its claimant has failed other hand-offs"
     RELEASED = "its claimant has given it up"
+    RECALLED = "the prefill worker had not begun it in time"
     GRANT_NOT_SENT = "the grant could not be sent"
     KV_DAMAGED = "its KV is not what was sent"
     READ_FAILED = "its KV could not be read"

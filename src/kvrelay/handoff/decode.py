@@ -76,6 +76,9 @@ class DecodeHandoff:
     """The time of the current claimant's grant or of its last sign of progress."""
     granted_s: float = 0.0
     """The time of the current claimant's claim."""
+    recall_s: float | None = None
+    """When its holder is asked to give it back unless it has begun; None: not, or it was asked."""
+    is_recalled: bool = False
     is_queued: bool = False
     """Decode-first, and pushed to the queue."""
     is_overtaken: bool = False
@@ -389,7 +392,7 @@ class DecodeHandoff:
         self.given_up_by |= {worker_id}
         self._compute_unless_held(reason, context)
 
-    def released(self, worker_id: str, reason: EndReason, context: DecodeContext) -> None:
+    def released(self, worker_id: str, context: DecodeContext) -> None:
         """``worker_id`` touches no block of it any more, under any grant, and will not compute it.
 
         Its queue entry is gone: if no other claimant computes it now, none will.
@@ -399,12 +402,13 @@ class DecodeHandoff:
         context.counters.num_stale += not mine and worker_id in self.given_up_by
         self.given_up_by |= {worker_id}
         holder = self.holder
-        if holder is not None and holder.worker_id == worker_id and self.state in WAITING_FOR_CLAIMANT:
+        is_held = holder is not None and holder.worker_id == worker_id and self.state in WAITING_FOR_CLAIMANT
+        if is_held and not self.is_recalled:
             self._failed(context)
         for grant in mine:
             self._stopped(grant)
         self._drop_waiting(self.waiting is not None and self.waiting.claim.prefill_worker_id == worker_id)
-        self._compute_unless_held(reason, context)
+        self._compute_unless_held(EndReason.RECALLED if self.is_recalled else EndReason.RELEASED, context)
 
     def fenced(self, worker_id: str, context: DecodeContext) -> None:
         """``worker_id`` is fenced: it can write no more, alive or not."""
@@ -465,6 +469,8 @@ class DecodeHandoff:
             self._expire(EndReason.CLAIMANT_SILENT, context)
         elif self.is_prefix and self.holder is not None and self.deadline_s <= context.now_s:
             self._abandon(self.holder, context)
+        elif self.is_awaited and self.recall_s is not None and self.recall_s <= context.now_s:
+            self._recall(context)
         for grant in self.grants:
             if (
                 grant.state is GrantState.ABANDONED
@@ -476,6 +482,15 @@ class DecodeHandoff:
         context.counters.num_expired += 1
         self._failed(context)
         self.compute_here(reason, context)
+
+    def _recall(self, context: DecodeContext) -> None:
+        """Only P knows whether it has begun, so it decides: what it has computed is not thrown away."""
+        self.recall_s = None
+        holder = self.holder
+        if holder is not None:
+            self.is_recalled = True
+            connection = context.connections.get(holder.worker_id, holder.connection)
+            context.out.append(de.SendToPrefill(connection, hm.HandoffRecall(self.handoff_id, holder.generation)))
 
     def _failed(self, context: DecodeContext) -> None:
         """The holder has had its grant for long, and has not done what it is for."""
@@ -506,6 +521,8 @@ class DecodeHandoff:
             times.append(self.deadline_s)
         if self.is_awaited:
             times.append(self.last_heard_s + rules.silence_timeout_s)
+            if self.recall_s is not None:
+                times.append(self.recall_s)
         return min(times, default=None)
 
     @property

@@ -38,6 +38,8 @@ class Expected(OfHandoff, frozen=True):
     """
 
     claimant: str
+    begins_within_s: float = 0.0
+    """As in ``Pair``."""
 
 
 class ClaimantGone(OfHandoff, frozen=True):
@@ -185,7 +187,7 @@ class SendToPrefill(Value, frozen=True):
     """Send a message to a prefill worker. A failure to send has no consequence."""
 
     connection: Connection
-    message: hm.HandoffRefused | hm.HandoffAbandon | hm.HandoffFetched
+    message: hm.HandoffRefused | hm.HandoffRecall | hm.HandoffAbandon | hm.HandoffFetched
 
 
 class Fetch(OfHandoff, frozen=True):

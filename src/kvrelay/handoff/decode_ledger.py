@@ -56,8 +56,8 @@ class DecodeLedger:
         self.connections: dict[str, Connection] = {}
         """By claimant: the connection of its last message."""
         self.early: dict[tuple[HandoffId, str], EarlyClaim] = {}
-        self.expected: dict[HandoffId, str] = {}
-        """Prefill-first: hand-offs whose requests wait for blocks, and their claimants. Claims wait with them."""
+        self.expected: dict[HandoffId, de.Expected] = {}
+        """Prefill-first: hand-offs whose requests wait for blocks. Claims wait with them."""
         self.declined: Latest[HandoffId, frozenset[str]] = Latest(MAX_DECLINED)
         """Hand-offs that are not open yet, with the workers that will not compute them."""
 
@@ -117,7 +117,9 @@ class DecodeLedger:
             is_queued=event.order is HandoffOrder.DECODE_FIRST,
         )
         self.handoffs[event.handoff_id] = handoff
-        self.expected.pop(event.handoff_id, None)
+        expected = self.expected.pop(event.handoff_id, None)
+        if expected is not None and expected.begins_within_s:
+            handoff.recall_s = context.now_s + expected.begins_within_s
         handoff.given_up_by = self.declined.pop(event.handoff_id, frozenset())
         if event.claimant is not None:
             self._check_claimant(handoff, event.claimant, context)
@@ -136,13 +138,13 @@ class DecodeLedger:
             handoff.compute_here(EndReason.CLAIMANT_LEASE_ENDED, context)
 
     def _expected(self, event: de.Expected, context: DecodeContext) -> Iterable[DecodeHandoff]:
-        self.expected[event.handoff_id] = event.claimant
+        self.expected[event.handoff_id] = event
         return ()
 
     def _claimant_gone(self, event: de.ClaimantGone, context: DecodeContext) -> Iterable[DecodeHandoff]:
-        claimant = self.expected.get(event.handoff_id)
-        if claimant is not None:
-            self._decline(event.handoff_id, claimant)
+        expected = self.expected.get(event.handoff_id)
+        if expected is not None:
+            self._decline(event.handoff_id, expected.claimant)
         return self._one(event.handoff_id, lambda handoff: handoff.claimant_gone(context))
 
     def _decline(self, handoff_id: HandoffId, worker_id: str) -> None:
@@ -281,7 +283,8 @@ class DecodeLedger:
     def _released(self, message: HandoffReleased, context: DecodeContext) -> Iterable[DecodeHandoff]:
         early = self.early.pop((message.handoff_id, message.prefill_worker_id), None)
         if message.handoff_id not in self.handoffs:
-            is_awaited = early is not None or self.expected.get(message.handoff_id) == message.prefill_worker_id
+            expected = self.expected.get(message.handoff_id)
+            is_awaited = early is not None or (expected is not None and expected.claimant == message.prefill_worker_id)
             self.counters.num_stale += not (is_awaited or message.kv_transfer_params is not None)
             # Its request may still come, and its claim, which the release has overtaken on another connection.
             self._decline(message.handoff_id, message.prefill_worker_id)
@@ -291,9 +294,7 @@ class DecodeLedger:
             self._decline(message.handoff_id, message.prefill_worker_id)
         if message.kv_transfer_params is not None and not (handoff is not None and handoff.is_touched):
             context.out.append(de.Discard(message.handoff_id, message.kv_transfer_params))
-        return self._one(
-            message.handoff_id, lambda handoff: handoff.released(message.prefill_worker_id, EndReason.RELEASED, context)
-        )
+        return self._one(message.handoff_id, lambda handoff: handoff.released(message.prefill_worker_id, context))
 
     # -- peers --------------------------------------------------------------------------------------------------------
 

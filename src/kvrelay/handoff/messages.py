@@ -1,7 +1,7 @@
 """The messages between the two workers of a hand-off. The protocol and the ownership of blocks are in ``handoff.base``.
 
     P to D    HandoffClaim, HandoffProgress, HandoffDone (or HandoffReady, pull), HandoffReleased
-    D to P    HandoffGrant or HandoffRefused, HandoffAbandon, HandoffFetched
+    D to P    HandoffGrant or HandoffRefused, HandoffRecall, HandoffAbandon, HandoffFetched
 
 Checksums. A hand-off is checksummed in both directions when either end asks for it: P by ``wants_checksums`` in its
 claim, D by the checksums in its grant. P then sends checksums of the blocks that it writes, and verifies the hit blocks
@@ -78,6 +78,14 @@ class HandoffRefused(msgspec.Struct, frozen=True, tag=True):
 
     handoff_id: HandoffId
     reason: str
+
+
+class HandoffRecall(msgspec.Struct, frozen=True, tag=True):
+    """D to P, prefill-first, once: if you have not begun to compute it, give it back. P then answers HandoffReleased;
+    else it says nothing, and goes on."""
+
+    handoff_id: HandoffId
+    generation: int
 
 
 class HandoffAbandon(msgspec.Struct, frozen=True, tag=True):

@@ -9,7 +9,8 @@
 In CLAIMING the engine already computes. Its reads and its computed blocks wait for the grant: before it no block of D
 is touched. In KEEPING the engine moves the KV out of its pool, so that D may read it for as long as it likes: only
 then is D told where it is. What is computed and not granted yet it moves too: its pool does not wait for D's room. In
-STOPPING nothing is submitted; blocks stay in use until submitted transfers have ended.
+STOPPING nothing is submitted; blocks stay in use until submitted transfers have ended, and ``late_s`` more if one has
+failed.
 
 CONFIRMING and RELEASING hold no blocks. They repeat HandoffDone, or the release, until D acknowledges it or has been
 gone for long: the last write's notification may be lost, and only P can connect to D. An abandon turns CONFIRMING into
@@ -61,6 +62,8 @@ class PrefillHandoff:
     """The request's tokens; 0: as many as ``num_blocks`` hold."""
     num_in_flight: int = 0
     """Reads, writes and checksums that touch our blocks."""
+    late_until_s: float = 0.0
+    """Bytes of a write that has failed may land until then."""
     is_computed: bool = False
     is_sent: bool = False
     """Push: the last write was submitted."""
@@ -344,6 +347,8 @@ class PrefillHandoff:
     def written(self, ok: bool, context: PrefillContext) -> None:
         """A write has ended."""
         self.num_in_flight -= 1
+        if not ok and context.rules.late_s:
+            self.late_until_s = context.now_s + context.rules.late_s
         if not ok and self.state is PrefillState.SENDING:
             self.stop(EndReason.TRANSFER_FAILED, context)
         else:
@@ -448,6 +453,11 @@ class PrefillHandoff:
         elif self.state is PrefillState.CLAIMING or (self.grant is not None and self.grant.generation == generation):
             self.stop(EndReason.ABANDONED, context)
 
+    def recalled(self, generation: int, context: PrefillContext) -> None:
+        """D does without us. What was computed meanwhile is not thrown away."""
+        if self.state is PrefillState.SENDING and self.grant is not None and self.grant.generation == generation:
+            self.stop(EndReason.RECALLED, context)
+
     def lost(self, reason: EndReason, context: PrefillContext) -> None:
         """Stop: D does not need it, or it is no longer allowed. Blocks that D may be reading are kept until D says so
         or is fenced."""
@@ -475,8 +485,11 @@ class PrefillHandoff:
             self._move(PrefillState.ENDED)
 
     def settle(self, context: PrefillContext) -> None:
-        """End the hand-off once nothing touches our blocks any more."""
+        """End the hand-off once nothing touches our blocks any more, nor, when it has failed, those of D."""
         if self.num_in_flight:
+            return
+        if self.state is PrefillState.STOPPING and context.now_s < self.late_until_s:
+            self.due_s = self.late_until_s
             return
         if self.state is PrefillState.SENDING and self.is_sent:
             self._end(context)
@@ -515,7 +528,7 @@ class PrefillHandoff:
         count_end(context.counters.ends, reason)
         if reason is EndReason.REFUSED:
             context.counters.num_refused += 1
-        elif reason is EndReason.ABANDONED:
+        elif reason in (EndReason.ABANDONED, EndReason.RECALLED):
             context.counters.num_abandoned += 1
         elif reason is EndReason.UNREACHABLE:
             context.counters.num_returned += 1
@@ -532,6 +545,8 @@ class PrefillHandoff:
             return
         if self.state is PrefillState.CLAIMING:
             self.stop(EndReason.CLAIM_TIMEOUT, context)
+        elif self.state is PrefillState.STOPPING:
+            self.settle(context)
         elif self.state in (PrefillState.SENDING, PrefillState.KEEPING):
             self._say_progress(context)
         elif self.state is PrefillState.HOLDING:
@@ -549,6 +564,8 @@ class PrefillHandoff:
         """When ``tick`` acts next."""
         if self.state is PrefillState.CLAIMING and self.keep_s is not None:
             return min(self.keep_s, self.due_s)
+        if self.state is PrefillState.STOPPING and self.late_until_s and not self.num_in_flight:
+            return self.due_s
         return None if self.state in (PrefillState.STOPPING, PrefillState.ENDED) else self.due_s
 
     # -- what is said, and repeated -----------------------------------------------------------------------------------

@@ -70,6 +70,12 @@ class Cancelled(OfHandoff, frozen=True):
     """Prefill-first: the frontend has aborted the request."""
 
 
+class Recalled(OfHandoff, frozen=True):
+    """The decode worker has asked for it back, and the engine has not begun it."""
+
+    generation: int
+
+
 class ClaimFailed(OfHandoff, frozen=True):
     """The claim could not be sent, or the peer's memory cannot be reached."""
 
@@ -160,6 +166,7 @@ PrefillEvent = (
     | PrefixWanted
     | Declined
     | Cancelled
+    | Recalled
     | ClaimFailed
     | Unreachable
     | Granted

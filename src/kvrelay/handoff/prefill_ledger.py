@@ -210,6 +210,7 @@ _HANDLERS: dict[type, _Handler] = dict(
         _by_all(pe.PrefixWanted, PrefillLedger._prefix_wanted),
         _by_all(pe.Declined, PrefillLedger._declined),
         _by_one(pe.Cancelled, lambda handoff, event, context: handoff.stop(EndReason.REQUEST_ENDED, context)),
+        _by_one(pe.Recalled, lambda handoff, event, context: handoff.recalled(event.generation, context)),
         _by_one(pe.ClaimFailed, lambda handoff, event, context: handoff.stop(EndReason.CLAIM_FAILED, context)),
         _by_all(pe.Unreachable, PrefillLedger._unreachable),
         _by_all(pe.Granted, PrefillLedger._granted),

@@ -68,6 +68,8 @@ class PrefillRules(msgspec.Struct, frozen=True):
     """How long a decode worker without a lease is told of an end, counted from the end of its lease, or from the first
     time if discovery does not list it. A worker that was stopped comes back under its old id, and would wait for
     hand-offs that no worker computes. Later it is told when it asks (HandoffAbandon)."""
+    late_s: float = 0.0
+    """For how long bytes of a write that has failed may still land: the release waits."""
     can_keep: bool = False
     """Whether the engine may have room for computed KV beside its pool."""
     keep_after_s: float = 0.05
@@ -97,7 +99,7 @@ class PrefillCounters(msgspec.Struct):
     num_abandoned: int = 0
     num_returned: int = 0
     num_sent_bytes: int = 0
-    """Counted by the driver: of transfers submitted."""
+    """Counted by the side: of transfers submitted."""
     num_verified_blocks: int = 0
     """Hit blocks that were read, with correct checksums."""
     num_kv_checksum_mismatches: int = 0

@@ -26,6 +26,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from kvrelay.config.addresses import WILDCARDS, host_port
 from kvrelay.errors import AddressInUseError, ConfigError
 
 _log = logging.getLogger(__name__)
@@ -34,7 +35,6 @@ BACKLOG = 4096
 MARK_TIMEOUT_S = 1.0
 """How long the first listener of a port may take between listening and its mark."""
 _POLL_S = 0.02
-_ANY_ADDRESS = {"0.0.0.0", "::"}
 _UNIX_SOCKETS = Path("/proc/net/unix")
 MAX_ACCEPTED_PER_TURN = 32
 """Connections accepted per turn of the loop, so that a burst of connects does not delay the streams."""
@@ -59,11 +59,7 @@ class Listener(socket.socket):
 def open_listener(host: str, port: int, cluster: str = "") -> socket.socket:
     """A listening TCP socket; port 0 takes a free one. Listeners with the same ``cluster`` share a port; without
     ``cluster`` the port is not shared. Raises AddressInUseError, ConfigError."""
-    try:
-        infos = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    except OSError as exc:
-        raise ConfigError(f"cannot listen on {host}: {exc.strerror or exc}", param="host") from exc
-    family, kind, _, _, address = infos[0]
+    family, kind, address = _place(host, port)
     digest = hashlib.sha256(cluster.encode()).hexdigest()[:16] if cluster and _can_share() else ""
     try:
         listener = _listen(family, kind, address, share=False)
@@ -74,24 +70,37 @@ def open_listener(host: str, port: int, cluster: str = "") -> socket.socket:
         return listener
     except OSError as exc:
         if not digest or exc.errno != errno.EADDRINUSE:
-            raise AddressInUseError.at(host, port, exc) from exc
-        return _join(family, kind, address, digest, AddressInUseError.at(host, port, exc))
+            raise AddressInUseError.at(host_port(host, port), exc) from exc
+        return _join(family, kind, address, digest, AddressInUseError.at(host_port(host, port), exc))
 
 
 def reserve_port(host: str, port: int) -> socket.socket:
     """A socket that keeps a port, 0 for any free one, for ``open_listener`` in other processes while it is open.
 
     It is bound and does not listen: the kernel gives the port to no connection and to no other bind, but to one with
-    SO_REUSEADDR. A port that is only looked at could be gone before a frontend has started. Raises AddressInUseError.
+    SO_REUSEADDR. A port that is only looked at could be gone before a frontend has started. Raises AddressInUseError,
+    ConfigError.
     """
-    reserved = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    family, kind, address = _place(host, port)
+    reserved = socket.socket(family, kind)
     reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        reserved.bind((host, port))
+        reserved.bind(address)
     except OSError as exc:
         reserved.close()
-        raise AddressInUseError.at(host, port, exc) from exc
+        raise AddressInUseError.at(host_port(host, port), exc) from exc
     return reserved
+
+
+def _place(host: str, port: int) -> tuple[socket.AddressFamily, socket.SocketKind, tuple[object, ...]]:
+    """Where to listen. A name such as ``localhost`` may have several addresses; clients try IPv4 in any case."""
+    try:
+        infos = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (OSError, UnicodeError) as exc:
+        reason = exc.strerror if isinstance(exc, OSError) else "this is no name of a host"
+        raise ConfigError(f"cannot listen on {host}: {reason or exc}", param="host") from exc
+    family, kind, _, _, address = min(infos, key=lambda info: info[0] != socket.AF_INET)
+    return family, kind, address
 
 
 def _join(
@@ -105,7 +114,7 @@ def _join(
     if not marks:
         raise taken
     refused = AddressInUseError(
-        f"cannot listen on {host}:{port}: it belongs to a frontend of another cluster; choose another port"
+        f"cannot listen on {host_port(host, port)}: it belongs to a frontend of another cluster; choose another port"
     )
     if marks != {digest}:
         raise refused
@@ -162,7 +171,7 @@ def _marks(host: str, port: int) -> set[str]:
     prefix = f"@{_prefix(port)}"
     names = (line.split()[-1] for line in _UNIX_SOCKETS.read_text(errors="replace").splitlines() if prefix in line)
     marks = (name.removeprefix(prefix).split("/") for name in names if name.startswith(prefix))
-    return {mark[1] for mark in marks if len(mark) == 3 and (mark[0] == host or {mark[0], host} & _ANY_ADDRESS)}
+    return {mark[1] for mark in marks if len(mark) == 3 and (mark[0] == host or {mark[0], host} & {*WILDCARDS})}
 
 
 def raise_descriptor_limit() -> None:

@@ -67,7 +67,8 @@ class ClusterActuator:
         known = {info.worker_id: (info.host, info.pid) for info in self._calls.known.values()}
         may_stop = frozenset(worker_id for worker_id, process in known.items() if process in own)
         num_slots = sum(max(host.slots, len(host.pids)) for host in hosts)
-        return Room(num_slots + len(known) - len(may_stop), len(own - set(known.values())), may_stop)
+        needs_worker = any(host.needs_worker for host in hosts)
+        return Room(num_slots + len(known) - len(may_stop), len(own - set(known.values())), may_stop, needs_worker)
 
     async def close(self) -> None:
         """Changes that run are left to themselves."""
@@ -91,7 +92,7 @@ def _owned(hosts: Sequence[HostReport]) -> set[tuple[str, int]]:
 
 class HookActuator(ClusterActuator):
     """Numbers of workers are the business of a command, for Slurm or Kubernetes. It gets the wanted counts on its
-    standard input: ``{"prefill": 2, "decode": 3, "both": 0, "stop": "decode-0a1b2c3d4e"}``; ``stop`` is the worker that
+    standard input: ``{"prefill": 2, "decode": 3, "both": 0, "stop": "worker-0a1b2c3d4e"}``; ``stop`` is the worker that
     shall go, or null. It is run again with the same counts until they are there."""
 
     def __init__(self, calls: WorkerCalls, hosts: Hosts, command: str, max_workers: int) -> None:
@@ -109,7 +110,8 @@ class HookActuator(ClusterActuator):
         await self._run(counts, worker_id)
 
     async def room(self) -> Room:
-        return Room(self._max_workers, 0, frozenset(self._calls.known))
+        needs_worker = any(host.needs_worker for host in await self._hosts.list())
+        return Room(self._max_workers, 0, frozenset(self._calls.known), needs_worker)
 
     def _counts(self) -> Counter[str]:
         return Counter(info.role.value for info in self._calls.known.values())

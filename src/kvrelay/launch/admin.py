@@ -1,4 +1,4 @@
-"""An operator's commands to a running cluster: status and load, drain, change of role, run-time settings."""
+"""An operator's commands to a running cluster: status and load, drain, lease, change of role, run-time settings."""
 
 from __future__ import annotations
 
@@ -6,21 +6,33 @@ import asyncio
 import itertools
 import json
 import logging
+import socket
 import sys
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
+from urllib.parse import urlsplit
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from kvrelay.config import ControlConfig, DisaggConfig
+from kvrelay.config import ControlConfig, DisaggConfig, WorkerRole
+from kvrelay.config.addresses import is_loopback, reached_url
 from kvrelay.config.loading import nearest
 from kvrelay.control.base import ControlPlane, Keys
 from kvrelay.core.control_codec import decode_setting, decode_worker
 from kvrelay.core.messages import AdminReply, AdminRequest
 from kvrelay.core.workers import WorkerInfo
-from kvrelay.errors import ConfigError, ControlUnavailableError, KvrelayError, ProtocolError, WorkerUnavailableError
+from kvrelay.errors import (
+    ConfigError,
+    ControlUnavailableError,
+    InvalidInputError,
+    KvrelayError,
+    ProtocolError,
+    WorkerUnavailableError,
+)
 from kvrelay.launch.request_plane import client_of, connected, operator_keys
 from kvrelay.launch.worker_calls import answer_of
 from kvrelay.placement import threshold as disagg
@@ -84,6 +96,28 @@ async def list_workers(control: ControlPlane, keys: Keys) -> list[WorkerInfo]:
     return workers
 
 
+async def find_frontend(config: ControlConfig) -> str:
+    """The URL of a frontend in discovery that this machine reaches, of one on this machine if there is one. Raises
+    ConfigError if none is known, ControlUnavailableError."""
+    from kvrelay.frontend.cluster.frontends import other_frontends  # a slow import, and serve imports this module
+
+    async with connected(config) as control:
+        known = (await other_frontends(control, Keys(config.namespace), "")).values()
+    found = []
+    for info in known:
+        is_here = info.host == socket.gethostname()
+        with suppress(ValueError):  # of a URL that is none
+            if info.url and (is_here or not is_loopback(urlsplit(info.url).hostname or "")):
+                found.append((not is_here, reached_url(info.url, "127.0.0.1" if is_here else info.host)))
+    if not found:
+        raise ConfigError(
+            f"none of the {len(known)} frontends of namespace {config.namespace} has an address in discovery that this "
+            "machine reaches: give --url, e.g. --url http://10.0.0.4:8000",
+            param="url",
+        )
+    return min(found)[1]
+
+
 async def cluster_status(config: ControlConfig, *, check: bool = False) -> dict[str, Any]:
     """Every worker's own status, and the queue; with ``check`` also the integrity of its block pool."""
     async with connected(config) as control:
@@ -110,6 +144,7 @@ async def status_of(info: WorkerInfo, keys: CurveKeys, check: bool) -> dict[str,
         status: dict[str, Any] = await send_command(info, keys, "status", timeout_s=STATUS_TIMEOUT_S)
         if status.get("worker_id") != info.worker_id:
             raise WorkerUnavailableError(f"{status.get('worker_id')} answers at its address")
+        status["block_size"] = info.block_size
         if check:
             status["integrity"] = await send_command(info, keys, "check_integrity", timeout_s=STATUS_TIMEOUT_S)
         return status
@@ -202,14 +237,46 @@ async def print_reply(config: ControlConfig, worker_id: str, command: str, argum
             print(json.dumps(await send_command(workers[worker_id], keys, command, argument)))
 
 
-async def clear_caches(config: ControlConfig) -> None:
-    """Each worker forgets its prefixes, and what host memory and disks have of its model."""
+async def revoke_lease(config: ControlConfig, worker_id: str) -> None:
+    """End the lease of the worker with that id. The worker is not asked: it may hang, and its entry may be malformed.
+    Raises WorkerUnavailableError."""
+    keys = Keys(config.namespace)
+    async with connected(config) as control:
+        if not await control.discovery.revoke_lease_of(keys.worker(worker_id)):
+            known = [key.removeprefix(keys.workers) for key in await control.discovery.list(keys.workers)]
+            raise WorkerUnavailableError(f"no worker {worker_id} in discovery{nearest(worker_id, known)}")
+    print(f"revoked the lease of {worker_id}: it gets no more requests, finishes what it has, and exits")
+
+
+async def change_role(config: ControlConfig, worker_id: str, role: WorkerRole, *, force: bool) -> None:
+    """Let the worker continue as ``role`` and print its answer. Raises InvalidInputError, unless with ``force``, if no
+    worker of its model would take requests any more; WorkerUnavailableError."""
+    if not role.takes_requests and not force:
+        async with connected(config) as control:
+            workers = await list_workers(control, Keys(config.namespace))
+        models = {info.model for info in workers if info.worker_id == worker_id}
+        others = [info for info in workers if info.model in models and info.worker_id != worker_id]
+        if models and not any(info.role.takes_requests for info in others):
+            raise InvalidInputError(
+                f"{worker_id} is the last worker that takes requests: as a {role} worker it would leave none. Give "
+                "another worker the role decode or both first, or --force"
+            )
+    await print_reply(config, worker_id, "role", role.value)
+
+
+async def clear_caches(
+    config: ControlConfig, tell: Callable[[str], object] = print, *, skips_gone: bool = False
+) -> None:
+    """Each worker forgets its prefixes, and what host memory and disks have of its model. ``tell`` gets a line of each.
+    Raises WorkerUnavailableError; with ``skips_gone`` a worker that does not answer has nothing to forget."""
+    gone = (WorkerUnavailableError,) if skips_gone else ()
     async with connected(config) as control:
         workers = await list_workers(control, Keys(config.namespace))
         async with operator_keys(control, config) as keys:
             for info in workers:
-                await send_command(info, keys, "clear_cache")
-                print(f"{info.worker_id}: cleared")
+                with suppress(*gone):
+                    await send_command(info, keys, "clear_cache")
+                    tell(f"{info.worker_id}: cleared")
 
 
 async def config_set(config: ControlConfig, key: str, value: str) -> None:

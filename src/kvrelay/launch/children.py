@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
+from enum import Enum
 from typing import IO
 
 import msgspec
@@ -28,11 +31,24 @@ from kvrelay.errors import ControlUnavailableError
 _log = logging.getLogger(__name__)
 
 SECRETS = ("control", "discovery", "api_key")
+AFTER_CRASH = "KVRELAY_AFTER_CRASH"
+"""The environment variable that tells a restarted child how the process before it ended."""
+MAX_LINE = 300
+NO_READY_LINE = "--no-ready-line"
+"""For a child of a command that announces all of them in one line."""
 RESTART_BACKOFF_S = (0.5, 1.0, 2.0, 4.0)
 CRASH_LOOP_WINDOW_S = 60.0
 CRASH_LOOP_LIMIT = 5
 SILENT_WAIT_S = 0.5
 """If a child takes longer to end, ``on_waiting`` tells the user."""
+
+
+class Fate(Enum):
+    """What becomes of a child."""
+
+    GOES_ON = "runs, or is restarted after a pause"
+    HAS_LEFT = "was told to leave, and has left"
+    CRASHES = "crashes in a loop"
 
 
 class Child(msgspec.Struct):
@@ -50,6 +66,8 @@ class Child(msgspec.Struct):
     """Consecutive exits because the control plane was unreachable; these do not count as crashes."""
     restart_s: float | None = None
     """The time of the next restart; None: not decided, or the child runs."""
+    worker: WorkerConfig | None = None
+    """What a worker was started with."""
     is_extra: bool = False
     """A planner wanted it: the cluster began without it, and may go on without it."""
 
@@ -117,11 +135,46 @@ def restart_delay_s(child: Child, now_s: float) -> float | None:
     return RESTART_BACKOFF_S[min(len(child.crashes_s), len(RESTART_BACKOFF_S)) - 1]
 
 
+def supervise(child: Child, now_s: float) -> Fate:
+    """Look at a child, and restart one that has crashed when that is due. Call it several times a second. Whether a
+    cluster goes on without a child that does not come back is its owner's business."""
+    if child.exit_code is None:
+        return Fate.GOES_ON
+    if child.restart_s is not None:
+        if now_s >= child.restart_s:
+            restart(child)
+        return Fate.GOES_ON
+    if child.exit_code == 0:
+        return Fate.HAS_LEFT
+    delay_s = restart_delay_s(child, now_s)
+    if delay_s is None:
+        return Fate.CRASHES
+    print(
+        f"kvrelay: {child.name} (pid {child.pid}) ended with exit code {child.exit_code}; restart in {delay_s:g} s",
+        file=sys.stderr,
+    )
+    child.restart_s = now_s + delay_s
+    return Fate.GOES_ON
+
+
 def restart(child: Child) -> None:
     """Start the child's command again; ``child`` now stands for the new process."""
     command = [*child.command, *child.restart_flags]
-    child.process = start_child(child.name, command, environment=child.environment, errors=child.errors).process
+    environment = dict(os.environ if child.environment is None else child.environment)
+    if child.exit_code not in (0, ControlUnavailableError.exit_code):
+        last_line = "" if child.errors is None else child.errors.last_line(child.name)
+        environment[AFTER_CRASH] = end_of(child.exit_code or 0, last_line)
+    child.process = start_child(child.name, command, environment=environment, errors=child.errors).process
     child.restart_s = None
+
+
+def end_of(exit_code: int, last_line: str) -> str:
+    """How a process ended, for people. ``exit_code``: negative for a signal. ``last_line``: of its stderr, if known."""
+    try:
+        end = f"killed by {signal.Signals(-exit_code).name}" if exit_code < 0 else f"exit code {exit_code}"
+    except ValueError:
+        end = f"killed by signal {-exit_code}"
+    return f"{end}: {last_line}" if last_line else end
 
 
 async def stop_children(
@@ -152,6 +205,12 @@ ERROR_PREFIX = b"kvrelay: "
 """The start of the line in which the command line gives its reason to end. Other lines pass unchanged."""
 
 
+def write_error(line: bytes) -> None:
+    """On our stderr."""
+    sys.stderr.buffer.write(line)
+    sys.stderr.buffer.flush()
+
+
 class ChildErrors:
     """Passes lines on to ``write``. It drops an error that another child reported word for word within ``WINDOW_S``."""
 
@@ -161,15 +220,24 @@ class ChildErrors:
         self._notified: dict[bytes, tuple[str, float]] = {}
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
+        self._last: dict[str, str] = {}
+
+    def last_line(self, name: str) -> str:
+        """The last that child ``name`` has written, without control characters: mostly the reason of its end."""
+        return self._last.get(name, "")
 
     def follow(self, name: str, stream: IO[bytes]) -> None:
         """Pass on the lines of child ``name`` until it closes ``stream``."""
+        self._last.pop(name, None)
         thread = threading.Thread(target=self._run, args=(name, stream), name=f"stderr of {name}", daemon=True)
         self._threads = [other for other in self._threads if other.is_alive()] + [thread]
         thread.start()
 
     def pass_on(self, name: str, line: bytes) -> None:
         """One line of child ``name``."""
+        text = line.removeprefix(ERROR_PREFIX).decode(errors="replace").strip()
+        if text:
+            self._last[name] = "".join(filter(str.isprintable, text))[:MAX_LINE]
         with self._lock:
             if line.startswith(ERROR_PREFIX) and self._is_notified(name, line):
                 return

@@ -48,7 +48,7 @@ def announced(cluster: RunningCluster) -> Iterator[None]:
     """While this context is open, operator's commands of this user find the cluster. OSError is theirs to live with: a
     machine without a writable directory serves all the same."""
     written: Path | None = None
-    with suppress(OSError):
+    with suppress(OSError, ConfigError):
         directory = state_directories()[0] / "clusters"
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         path = directory / f"{cluster.machine}-{cluster.pid}.json"

@@ -13,7 +13,6 @@ import logging
 import os
 import socket
 import sys
-import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +20,8 @@ from pathlib import Path
 import psutil
 
 from kvrelay.config import WorkerConfig
-from kvrelay.core.addresses import is_loopback
+from kvrelay.config.addresses import is_loopback
+from kvrelay.control.scratch import ScratchDirectory
 from kvrelay.core.cores import threads_each
 from kvrelay.dp.addresses import GroupAddress
 from kvrelay.dp.group import StepGroup, StepsTogether
@@ -30,7 +30,7 @@ from kvrelay.dp.messages import RankInfo
 from kvrelay.engine.step import Executor
 from kvrelay.engines.registry import HOSTS
 from kvrelay.errors import ConfigError, EngineDeadError
-from kvrelay.launch.children import Child, control_environment, start_child, worker_command
+from kvrelay.launch.children import NO_READY_LINE, Child, control_environment, start_child, worker_command
 from kvrelay.launch.process import on_terminate
 from kvrelay.version import __version__
 
@@ -39,22 +39,26 @@ POLL_INTERVAL_S = 0.05
 GPU_LIST = Path("/proc/driver/nvidia/gpus")
 
 
-async def run_group(config: WorkerConfig) -> int:
-    """Run all ranks of ``config.group`` on this host until they end, or SIGTERM. Returns the exit code."""
+async def run_group(config: WorkerConfig, *, announces: bool = False) -> int:
+    """Run all ranks of ``config.group`` on this host until they end, or SIGTERM. Returns the exit code. With
+    ``announces`` rank 0 says when it is ready, which is when all are loaded."""
     stop = asyncio.Event()
     on_terminate(stop.set)
-    with tempfile.TemporaryDirectory(prefix="kvrelay-dp-") as directory:
-        ranks = [start_rank(config, rank, directory) for rank in range(config.group.dp)]
-        try:
-            return await _watch(ranks, stop)
-        finally:
-            for child in ranks:
-                if child.exit_code is None:
-                    child.process.kill()
-                child.process.wait()
+    directory = ScratchDirectory("kvrelay-dp-")
+    ranks: list[Child] = []
+    try:
+        for rank in range(config.group.dp):
+            ranks.append(start_rank(config, rank, str(directory.path), announces=announces and not rank))
+        return await _watch(ranks, stop)
+    finally:
+        for child in ranks:
+            if child.exit_code is None:
+                child.process.kill()
+            child.process.wait()
+        directory.remove()
 
 
-def start_rank(config: WorkerConfig, rank: int, directory: str) -> Child:
+def start_rank(config: WorkerConfig, rank: int, directory: str, *, announces: bool = False) -> Child:
     """Ports are those of rank 0; the other ranks' count up from them; 0: none, or any."""
 
     def port(first: int, num_each: int = 1) -> int:
@@ -73,7 +77,8 @@ def start_rank(config: WorkerConfig, rank: int, directory: str) -> Child:
     devices = devices_of_rank(rank, dp, runner.num_ranks, environment.get("CUDA_VISIBLE_DEVICES"))
     if devices:
         environment["CUDA_VISIBLE_DEVICES"] = devices
-    return start_child(f"rank {rank}", worker_command(own), environment=environment)
+    command = [*worker_command(own), *([] if announces else [NO_READY_LINE])]
+    return start_child(f"rank {rank}", command, environment=environment)
 
 
 async def _watch(ranks: list[Child], stop: asyncio.Event) -> int:
@@ -165,7 +170,7 @@ def _check_experts(config: WorkerConfig) -> None:
     from kvrelay.executors.torch.config import load_model_config
     from kvrelay.executors.torch.parallel.rank import check_sizes
 
-    check_sizes(load_model_config(config.model_path), config.runner.tp, config.runner.pp, config.group)
+    check_sizes(load_model_config(config.model_path, warns=False), config.runner.tp, config.runner.pp, config.group)
 
 
 def _facts(config: WorkerConfig) -> dict[str, str]:

@@ -18,16 +18,21 @@ from kvrelay.control.base import ControlPlane, Keys
 from kvrelay.core.control_codec import decode_worker
 from kvrelay.core.decoding import UNREADABLE
 from kvrelay.core.events import LoadMetrics
+from kvrelay.core.histogram import LATENCY_BUCKETS_S, TOKEN_BUCKETS_S, quantile_bucket_s
+from kvrelay.core.step_cost import CostSource
 from kvrelay.core.workers import WorkerInfo
 from kvrelay.errors import KvrelayError, ProtocolError, RetryElsewhereError
+from kvrelay.frontend.cluster.figures import Second, total_of
 from kvrelay.frontend.cluster.frontends import other_frontends, traffic_of, traffic_question
 from kvrelay.launch.worker_calls import WorkerCalls
-from kvrelay.planner import Demand, FleetView, Traffic, WorkerView
+from kvrelay.planner import Demand, FleetView, Measured, Traffic, WorkerView, generated_since
 
 _log = logging.getLogger(__name__)
 
 STATUS_TIMEOUT_S = 1.5
 ASK_TIMEOUT_S = 0.7
+MEASURED_S = 60.0
+MIN_MEASURED = 20
 
 
 class _Status(msgspec.Struct):
@@ -37,6 +42,7 @@ class _Status(msgspec.Struct):
     role: WorkerRole
     load: LoadMetrics
     num_steps: int = 0
+    num_generated_tokens: int = 0
     step_age_s: float = 0.0
 
 
@@ -47,17 +53,20 @@ class FleetObserver:
         self._control, self._keys, self._calls = control, keys, calls
         self._counted: dict[str, Traffic] = {}
         self._looked_s = time.monotonic()
+        self._seen: list[WorkerView] = []
         self._prompt_tokens = 0.0
         """Mean length, for the queue, which tells its entries only."""
 
     async def look(self) -> tuple[FleetView, Demand]:
         """The fleet now, and the demand since the last look. Raises ControlUnavailableError."""
         infos = await self._workers()
-        views, (traffic, num_unplaced) = await asyncio.gather(asyncio.gather(*map(self._view, infos)), self._traffic())
+        views, (traffic, num_unplaced, measured) = await asyncio.gather(
+            asyncio.gather(*map(self._view, infos)), self._traffic()
+        )
         num_queued = await self._control.prefill_queue.size()
         now_s = time.monotonic()
-        demand = traffic.demand(now_s - self._looked_s)
-        self._looked_s = now_s
+        demand = traffic.demand(now_s - self._looked_s, generated_since(self._seen, views))
+        self._looked_s, self._seen = now_s, views
         if demand.num_requests:
             self._prompt_tokens = demand.num_prompt_tokens / demand.num_requests
         fleet = FleetView(
@@ -65,6 +74,7 @@ class FleetObserver:
             workers=tuple(views),
             num_queued_prefill_tokens=round(num_queued * self._prompt_tokens),
             num_unplaced=num_unplaced,
+            measured=measured,
         )
         return fleet, demand
 
@@ -99,7 +109,9 @@ class FleetObserver:
             and status.role is info.role
             and bool(status.num_steps or not load.num_requests_waiting),
             num_steps=status.num_steps,
-            num_running=load.request_active_slots,
+            num_generated_tokens=status.num_generated_tokens,
+            num_running=load.num_decoding,
+            num_admitted=load.request_active_slots,
             num_waiting=load.num_requests_waiting,
             num_slots=load.request_total_slots,
             num_prefill_tokens=load.num_prefill_tokens,
@@ -107,24 +119,37 @@ class FleetObserver:
             kv_used_tokens=load.kv_active_blocks * info.block_size,
             prefix_hit_rate=load.gpu_prefix_cache_hit_rate,
             step_cost=load.step_cost,
+            is_cost_estimated=load.step_cost_source is CostSource.ESTIMATED,
         )
 
-    async def _traffic(self) -> tuple[Traffic, int]:
-        """What has come to all frontends since the last look, and the requests that wait there for a first worker."""
+    async def _traffic(self) -> tuple[Traffic, int, Measured | None]:
+        """What has come to all frontends since the last look, the requests that wait there for a first worker, and what
+        clients got."""
         frontends = sorted(await other_frontends(self._control, self._keys, ""))
         answers = dict(zip(frontends, await asyncio.gather(*map(self._ask, frontends))))
         new = Traffic()
-        for name, (traffic, _) in answers.items():
+        for name, (traffic, *_) in answers.items():
             if traffic is not None and (before := self._counted.get(name)) is not None:
                 new = new.plus(traffic.since(before))
         known = {name: self._counted[name] for name in frontends if name in self._counted}
-        self._counted = known | {name: traffic for name, (traffic, _) in answers.items() if traffic is not None}
-        return new, sum(num_unplaced for _, num_unplaced in answers.values())
+        self._counted = known | {name: traffic for name, (traffic, *_) in answers.items() if traffic is not None}
+        minute = total_of(row for _, _, rows in answers.values() for row in rows)
+        return new, sum(num_unplaced for _, num_unplaced, _ in answers.values()), measured_in(minute)
 
-    async def _ask(self, name: str) -> tuple[Traffic | None, int]:
+    async def _ask(self, name: str) -> tuple[Traffic | None, int, tuple[Second, ...]]:
         try:
-            subject = self._keys.frontend_figures(name)
-            return traffic_of(await self._control.events.request(subject, traffic_question(), ASK_TIMEOUT_S))
+            subject, since = self._keys.frontend_figures(name), int(time.time() - MEASURED_S)
+            return traffic_of(await self._control.events.request(subject, traffic_question(since), ASK_TIMEOUT_S))
         except RetryElsewhereError as exc:
             _log.debug("frontend %s tells no counts: %s", name, exc)
-            return None, 0
+            return None, 0, ()
+
+
+def measured_in(minute: Second) -> Measured | None:
+    """None: too few requests for a 95th percentile."""
+    if sum(minute.ttft) < MIN_MEASURED or not minute.itl:
+        return None
+    return Measured(
+        ttft_s=quantile_bucket_s(LATENCY_BUCKETS_S, minute.ttft, 0.95),
+        itl_s=quantile_bucket_s(TOKEN_BUCKETS_S, minute.itl, 0.5),
+    )

@@ -39,10 +39,12 @@ def _call(
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError("an URL needs http:// or https:// and a host")
-        connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=timeout_s)
+        # Without a port http.client would search the host for one, and an IPv6 address has colons.
+        connection = http.client.HTTPConnection(parts.hostname, parts.port or 80, timeout=timeout_s)
         if parts.scheme == "https":
             context = ssl.create_default_context() if verify else ssl._create_unverified_context()
-            connection = http.client.HTTPSConnection(parts.hostname, parts.port, timeout=timeout_s, context=context)
+            port = parts.port or 443
+            connection = http.client.HTTPSConnection(parts.hostname, port, timeout=timeout_s, context=context)
     except ValueError as exc:
         raise InvalidInputError(f"{url!r} is not an http URL: {exc}", param="url") from exc
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
@@ -149,21 +151,30 @@ def decision_table(answer: dict[str, Any]) -> None:
 def counts_line(counts: dict[str, Any]) -> str:
     """What the frontend has decided since its start, and what was refused and why; zeros are left out."""
     parts = [f"placed without costs: {counts['fallbacks']}"]
-    for title, key in (("prefill-first", "places"), ("refused by workers", "refusals"), ("refused here", "rejections")):
+    for title, key in (("prefills", "places"), ("refused by workers", "refusals"), ("refused here", "rejections")):
         found = [f"{reason} {count}" for reason, count in sorted(counts[key].items()) if count]
         parts.append(f"{title}: {', '.join(found) or 'none'}")
     return "since this frontend's start: " + "; ".join(parts)
 
 
+def _estimates(pair: dict[str, Any]) -> str:
+    """Seconds to the first token by each way that was open."""
+    ways = pair.get("ways") or {}
+    return "".join(f", {way} {ways[way][0]:.4f} s" for way in ("local", "pair", "queue") if ways.get(way))
+
+
 def _pair_table(pair: dict[str, Any], console: Console) -> None:
-    """The pair of a prefill-first request and the cheapest others, in seconds or in tokens of prefill."""
+    """The way of a request of the orders auto and prefill-first: the estimates, then the pair and the cheapest others,
+    in seconds or in tokens of prefill."""
     decode, prefill = pair["decode"]["worker_id"], pair["prefill"]
     if prefill is None:
-        console.print(f"prefill-first: {decode} prefills itself ({pair['place']})", highlight=False, soft_wrap=True)
+        console.print(
+            f"no pair: {decode} places the prefill ({pair['place']}{_estimates(pair)})", highlight=False, soft_wrap=True
+        )
         return
     console.print(
-        f"prefill-first: {prefill['worker_id']} prefills, holding {prefill['hit_rate']:.0%}; {decode} decodes, "
-        f"holding {pair['decode']['hit_rate']:.0%}",
+        f"pair{_estimates(pair)}: {prefill['worker_id']} prefills, holding {prefill['hit_rate']:.0%}; "
+        f"{decode} decodes, holding {pair['decode']['hit_rate']:.0%}",
         highlight=False,
         soft_wrap=True,
     )

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from kvrelay.data import bundled_checkpoint_path
 from kvrelay.errors import CheckpointError
 from kvrelay.launch.gguf import checkpoint_of, is_gguf
+
+HUB_PREFIX = "models--"
+"""``huggingface_hub`` keeps a model in ``models--ORG--NAME/snapshots/REVISION``."""
 
 
 def resolve_model(model: str | None) -> Path:
@@ -49,6 +53,11 @@ def _from_hub(model: str) -> Path:
         raise CheckpointError(f"{model} is no local directory, and the hub does not give it: {reason}") from exc
 
 
-def served_name(path: Path, name: str | None) -> str:
-    """The name that clients use: the given one, or the directory's."""
-    return name or path.name
+def served_name(model: str | None, path: Path, name: str | None = None) -> str:
+    """The name that clients use: the given one, a hub model's id, or the name of the directory or link ``model``, which
+    is ``path``."""
+    if name:
+        return name
+    if path.parent.name == "snapshots" and path.parent.parent.name.startswith(HUB_PREFIX):
+        return path.parent.parent.name.removeprefix(HUB_PREFIX).replace("--", "/")
+    return Path(os.path.abspath(model)).name if model and os.path.isdir(model) else path.name

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 from kvrelay.config import MetricsConfig
-from kvrelay.core.addresses import is_loopback
+from kvrelay.config.addresses import is_loopback
 from kvrelay.frontend.access.api_keys import ApiKeys, following
 from kvrelay.frontend.openai.errors import error_body
 from kvrelay.http import Exchange, HttpLimits, HttpRequest, HttpServer, Response, open_listener

@@ -14,7 +14,10 @@ from kvrelay.control.base import Keys
 from kvrelay.errors import IntegrityError, InvalidInputError
 from kvrelay.launch.request_plane import connected
 from kvrelay.planner.log import read_log, replay
-from kvrelay.planner.report import COUNT, HELD, PAUSED, read_reports
+from kvrelay.planner.report import COUNT, HELD, PAUSED, read_reports, shown
+
+NUM_CHANGES = 5
+"""The latest of each planner are shown."""
 
 
 async def planner_reports(config: ControlConfig) -> list[dict[str, Any]]:
@@ -46,6 +49,17 @@ def _lines(report: dict[str, Any]) -> list[str]:
         numbers = {name: value for name, value in action["numbers"].items() if value}
         if numbers:
             lines.append("  " + ", ".join(f"{name} {value:.4g}" for name, value in numbers.items()))
+        if (measured := report["measured"]) and numbers:
+            lines += [
+                f"  {name}: expected {action['numbers'][key]:.3g} s, measured {shown(measured[key])}"
+                for name, key in (("first token (95 %)", "ttft_s"), ("between tokens", "itl_s"))
+            ]
+    lines += [
+        f"  {time.strftime('%H:%M:%S', time.localtime(change['unix_s']))} {change['what']}: {change['reason']}"
+        for change in report["changes"][-NUM_CHANGES:]
+    ]
+    if report["doubt"]:
+        lines.append(f"  the estimates are wrong: {report['doubt']}")
     if report["held"]:
         lines.append(f"  held by hand: {', '.join(report['held'])}; give back with kvrelay plan release")
     return lines

@@ -21,6 +21,7 @@ import msgspec
 from kvrelay.config import ControlConfig
 from kvrelay.control.base import ControlPlane, Keys, Lease
 from kvrelay.core.garbage import spare_what_stays
+from kvrelay.core.process_usage import ProcessUsage
 from kvrelay.errors import ConfigError, ControlUnavailableError, KvrelayError
 from kvrelay.launch.actuators import ClusterActuator, HookActuator
 from kvrelay.launch.fleet_observer import FleetObserver
@@ -28,10 +29,10 @@ from kvrelay.launch.process import on_terminate
 from kvrelay.launch.request_plane import connected, give_back, new_caller_id, operator_keys
 from kvrelay.launch.worker_calls import WorkerCalls
 from kvrelay.launch.worker_host import Hosts
-from kvrelay.planner import Actuator, Hold, Objectives, Plan, PlannerState, Room, not_begun, plan
+from kvrelay.planner import Actuator, Hold, Objectives, Plan, PlannerState, Room, not_begun, plan, words_of
 from kvrelay.planner.capacity import shape_of
 from kvrelay.planner.log import Decision, DecisionLog
-from kvrelay.planner.report import COUNT, HELD, PAUSED, PlannerReport, read_reports
+from kvrelay.planner.report import COUNT, HELD, MAX_CHANGES, PAUSED, Change, Doubts, PlannerReport, read_reports
 
 _log = logging.getLogger(__name__)
 
@@ -68,8 +69,11 @@ class PlannerProcess:
         self._observer, self._actuator = observer, actuator
         self._log = DecisionLog(config.log_file)
         self._state = PlannerState()
+        self._doubts = Doubts()
         self._held: frozenset[str] = frozenset()
         self._reported_s = -REPORT_INTERVAL_S
+        self._usage = ProcessUsage()
+        self._used_s, self._measured_s = self._usage.read().cpu_s, time.monotonic()
         self.report = PlannerReport(
             planner_id=new_caller_id(),
             host=socket.gethostname(),
@@ -110,6 +114,8 @@ class PlannerProcess:
             self._say(problem=f"the control plane is away ({exc}): nothing changes")
         if self.report.problem != before.problem and self.report.problem:
             _log.warning("%s", self.report.problem)
+        if self.report.doubt and not before.doubt:
+            _log.warning("the planner's estimates are wrong: %s", self.report.doubt)
 
     async def _leader(self) -> str:
         """The planner that decides: the first by its start. A silent one is gone from discovery with its lease."""
@@ -146,10 +152,12 @@ class PlannerProcess:
                 for worker in fleet.workers
             ),
         )
-        state = self._state
-        actions, after = plan(fleet, demand, self._config.objectives, state)
+        state, objectives = self._state, self._config.objectives
+        if room.needs_worker:
+            objectives = msgspec.structs.replace(objectives, min_workers=max(objectives.min_workers, 1))
+        actions, after = plan(fleet, demand, objectives, state)
         acts = self._config.mode == "act" and not paused and self._lease.alive_until_s > time.monotonic()
-        problem, num_done = await self._carry_out(actions) if acts else ("", 0)
+        problem, changes = await self._carry_out(actions) if acts else ("", ())
         is_begun = acts and not problem
         self._state = after if is_begun else not_begun(fleet, state, after)
         self._log.add(
@@ -157,7 +165,7 @@ class PlannerProcess:
                 unix_s=time.time(),
                 fleet=fleet,
                 demand=demand,
-                objectives=self._config.objectives,
+                objectives=objectives,
                 state=state,
                 actions=actions,
                 is_carried_out=is_begun,
@@ -171,19 +179,24 @@ class PlannerProcess:
             held=tuple(sorted(held & ({worker.worker_id for worker in fleet.workers} | {COUNT}))),
             problem=problem or self._log.error,
             can_start=acts and room.max_workers > 0,
-            num_changes=self.report.num_changes + num_done,
+            num_changes=self.report.num_changes + len(changes),
+            changes=(*self.report.changes, *changes)[-MAX_CHANGES:],
+            measured=fleet.measured,
+            doubt=self._doubts.look(fleet.now_s, actions[0].numbers, fleet.measured, objectives),
         )
 
-    async def _carry_out(self, actions: Plan) -> tuple[str, int]:
-        """What went wrong, and the number of changes."""
-        num_done = 0
+    async def _carry_out(self, actions: Plan) -> tuple[str, tuple[Change, ...]]:
+        """What went wrong, and the changes."""
+        done: tuple[Change, ...] = ()
         for action in actions:
             try:
                 await self._actuator.apply(action)
-                num_done += not isinstance(action, Hold)
             except KvrelayError as exc:
-                return f"{type(action).__name__.lower()} failed: {exc}", num_done
-        return "", num_done
+                return f"{type(action).__name__.lower()} failed: {exc}", done
+            if not isinstance(action, Hold):
+                # A reason begins with the kind of the change.
+                done += (Change(time.time(), words_of(action), action.reason.partition(": ")[2] or action.reason),)
+        return "", done
 
     async def _hold(self, settings: dict[str, bytes]) -> frozenset[str]:
         """What is held by hand. Roles that were changed by hand are noted in discovery, so that the next leader knows;
@@ -205,8 +218,13 @@ class PlannerProcess:
     async def _publish(self, before: PlannerReport) -> None:
         """If it says something new, or now and then."""
         is_new = msgspec.structs.replace(self.report, unix_s=0.0) != msgspec.structs.replace(before, unix_s=0.0)
-        if is_new or time.monotonic() - self._reported_s >= REPORT_INTERVAL_S:
-            self._reported_s = time.monotonic()
+        now_s = time.monotonic()
+        if is_new or now_s - self._reported_s >= REPORT_INTERVAL_S:
+            usage = self._usage.read()
+            # Less is used than before once a hook has ended.
+            cores = max(usage.cpu_s - self._used_s, 0.0) / max(now_s - self._measured_s, self._config.interval_s)
+            self._used_s, self._measured_s, self._reported_s = usage.cpu_s, now_s, now_s
+            self._say(cpu_cores=cores, rss_bytes=usage.rss_bytes)
             await self.register()
 
 

@@ -1,4 +1,5 @@
-"""How a process of ours behaves: signals, priority, the collector of cyclic garbage, and the end of a stuck one.
+"""How a process of ours behaves: signals, as process 1 of a container, priority, the collector of cyclic garbage, and
+the end of a stuck one.
 
 Priority. A restarting worker must not slow down the workers that took over its streams: loading, compiling and warming
 up take seconds of every core. A process may lower its priority, but raising it again needs a privilege. So that work
@@ -56,6 +57,36 @@ def on_terminate(request_end: Callable[[], None]) -> None:
         loop.add_signal_handler(number, handle, number)
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
         loop.add_signal_handler(signal.SIGHUP, hang_up)
+
+
+FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+
+
+def go_on_below_init() -> None:
+    """As process 1 of a container: go on in a child, of which this process is the init.
+
+    It forwards signals to the child, and ends with its exit code. Ranks of a killed worker, and what a worker's engine
+    has left, become its children too; it waits for them, so that none stays a zombie. The program itself could not tell
+    them from its own children, whose exit codes it wants.
+    """
+    signals = (*FORWARDED, signal.SIGCHLD)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    child = os.fork()
+    if not child:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        return
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    while True:
+        received = signal.sigwaitinfo(signals)
+        if received.si_signo == signal.SIGCHLD:
+            ended, status = 1, 0
+            while ended:
+                ended, status = os.waitpid(-1, os.WNOHANG)
+                if ended == child:
+                    code = os.waitstatus_to_exitcode(status)
+                    os._exit(code if code >= 0 else 128 - code)
+        elif received.si_code <= 0:  # not from a terminal, which reaches the child by itself
+            os.kill(child, received.si_signo)
 
 
 def terminal_outputs() -> list[int]:

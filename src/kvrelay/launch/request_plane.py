@@ -20,9 +20,9 @@ from dataclasses import replace
 import msgspec
 
 from kvrelay.config import ControlConfig, FrontendConfig, MetricsConfig, TransferConfig
+from kvrelay.config.addresses import is_loopback
 from kvrelay.control import connect_control
 from kvrelay.control.base import ControlPlane, Keys, Lease
-from kvrelay.core.addresses import is_loopback
 from kvrelay.core.workers import CallerInfo, WorkerInfo
 from kvrelay.errors import ConfigError, KvrelayError
 from kvrelay.rpc import Context, CurveKeys, Heartbeat, RpcClient, ZmqRpcClient, new_curve_keys
@@ -68,25 +68,25 @@ def connector(heartbeat: Heartbeat, keys: CurveKeys | None) -> Callable[[str, st
 
 
 @asynccontextmanager
-async def frontend_keys(
-    control: ControlPlane, config: ControlConfig, on_revoked: Callable[[], None], name: str
-) -> AsyncIterator[CurveKeys]:
-    """Keys of the frontend ``name``, known to workers until the context ends. ``on_revoked`` is called if an operator
-    revokes the lease, so that the frontend leaves.
+async def frontend_known(
+    control: ControlPlane, config: ControlConfig, on_revoked: Callable[[], None], name: str, keys: CurveKeys, url: str
+) -> AsyncIterator[None]:
+    """Until the context ends, workers know the keys of the frontend ``name``, and operators its ``url``. ``on_revoked``
+    is called if an operator revokes the lease, so that the frontend leaves.
 
     Raises ControlUnavailableError.
     """
     lease = await control.discovery.grant(config.lease_ttl_s)
     lease.on_revoked(on_revoked)
-    async with _known(control, lease, Keys(config.namespace).frontend, name) as keys:
-        yield keys
+    async with _known(control, lease, Keys(config.namespace).frontend, name, keys, url):
+        yield
 
 
 @asynccontextmanager
 async def operator_keys(control: ControlPlane, config: ControlConfig) -> AsyncIterator[CurveKeys]:
     """Keys of an operator, known to workers until the context ends. Raises ControlUnavailableError."""
-    lease = await control.discovery.grant(config.lease_ttl_s)
-    async with _known(control, lease, Keys(config.namespace).operator, new_caller_id()) as keys:
+    lease, keys = await control.discovery.grant(config.lease_ttl_s), new_curve_keys()
+    async with _known(control, lease, Keys(config.namespace).operator, new_caller_id(), keys):
         yield keys
 
 
@@ -97,13 +97,12 @@ def new_caller_id() -> str:
 
 @asynccontextmanager
 async def _known(
-    control: ControlPlane, lease: Lease, key_of: Callable[[str], str], caller_id: str
-) -> AsyncIterator[CurveKeys]:
-    keys = new_curve_keys()
-    info = CallerInfo(caller_id, keys.public.decode(), socket.gethostname(), os.getpid())
+    control: ControlPlane, lease: Lease, key_of: Callable[[str], str], caller_id: str, keys: CurveKeys, url: str = ""
+) -> AsyncIterator[None]:
+    info = CallerInfo(caller_id, keys.public.decode(), socket.gethostname(), os.getpid(), url=url)
     try:
         await control.discovery.put(key_of(caller_id), msgspec.json.encode(info), lease)
-        yield keys
+        yield
     finally:
         await give_back(lease)
 

@@ -9,20 +9,20 @@ exit code 0 was told to leave and is not restarted; if no worker that takes requ
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 import logging
 import secrets
 import socket
 import sys
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 
 from kvrelay.config import FrontendConfig, RouterConfig, WorkerConfig, WorkerRole
+from kvrelay.config.addresses import WILDCARDS, host_port
 from kvrelay.config.loading import settings_to_flags
 from kvrelay.control.base import Keys
 from kvrelay.control.credentials import require_credentials
@@ -34,23 +34,25 @@ from kvrelay.errors import CheckpointError, ControlUnavailableError, FatalError,
 from kvrelay.http import reserve_port
 from kvrelay.launch.admin import list_workers
 from kvrelay.launch.children import (
+    NO_READY_LINE,
     Child,
     ChildErrors,
+    Fate,
     control_environment,
     kvrelay_command,
-    restart,
-    restart_delay_s,
     settings_flags,
     start_child,
     stop_children,
+    supervise,
     worker_command,
+    write_error,
 )
 from kvrelay.launch.clusters import RunningCluster, announced, this_process
 from kvrelay.launch.frontend_calls import http_call
 from kvrelay.launch.nats_supervisor import NatsSupervisor
 from kvrelay.launch.process import leave_closed_terminals, on_terminate, terminal_outputs
 from kvrelay.launch.request_plane import connected, require_api_key, require_metrics_key
-from kvrelay.launch.worker_host import WorkerHost
+from kvrelay.launch.worker_host import WorkerHost, beside
 
 _log = logging.getLogger(__name__)
 
@@ -68,10 +70,12 @@ CUT_TIMEOUT_S = 5.0
 
 class ServeConfig(msgspec.Struct, frozen=True):
     """What ``serve`` is started with. ``workers``: prefill workers first, all with one model and control plane.
+    ``kinds``: what prefill workers and others share, for workers that a planner wants.
     ``planner``: off, suggest or act. It may have ``max_workers`` workers here at once (0: it starts and stops none),
-    and leaves at least ``min_workers``."""
+    and leaves at least ``min_workers``; with 0, all stop after ``quiet_s`` without a request."""
 
     workers: tuple[WorkerConfig, ...]
+    kinds: tuple[WorkerConfig, WorkerConfig]
     frontend: FrontendConfig
     router: RouterConfig
     num_frontends: int = 1
@@ -79,6 +83,7 @@ class ServeConfig(msgspec.Struct, frozen=True):
     planner: str = "suggest"
     max_workers: int = 0
     min_workers: int = 1
+    quiet_s: float = 300.0
     start_timeout_s: float = 300.0
     drain_timeout_s: float = 30.0
 
@@ -86,6 +91,11 @@ class ServeConfig(msgspec.Struct, frozen=True):
     def num_engines(self) -> int:
         """Engines in discovery: each data-parallel rank of a worker is one."""
         return sum(worker.group.dp for worker in self.workers)
+
+    @property
+    def num_slots(self) -> int:
+        """Engines that may run here at once."""
+        return max(self.max_workers, self.num_engines)
 
     @property
     def shape(self) -> str:
@@ -111,7 +121,7 @@ class LocalCluster:
         self._num_ordered = 0
         self._port = config.frontend.port
         self._stop = asyncio.Event()
-        self._errors = ChildErrors(_write_error)
+        self._errors = ChildErrors(write_error)
         self._next_check_s: float | None = None
         """When to check that a worker still takes requests, after one has left; None: no check is due."""
         self._left_pids: set[int] = set()
@@ -120,7 +130,7 @@ class LocalCluster:
     def url(self) -> str:
         host = self._config.frontend.host
         scheme = "https" if self._config.frontend.tls_cert else "http"
-        return f"{scheme}://{'127.0.0.1' if host in ('0.0.0.0', '::') else host}:{self._port}"
+        return f"{scheme}://{host_port('127.0.0.1' if host in WILDCARDS else host, self._port)}"
 
     async def run(self) -> None:
         """Start, announce, supervise until SIGTERM or SIGINT, stop. Raises KvrelayError if the cluster cannot go on."""
@@ -149,14 +159,16 @@ class LocalCluster:
             self._nats = NatsServerProcess(store_dir=self._config.nats_dir, token=secrets.token_hex(TOKEN_BYTES))
             self._control = replace(self._control, control=self._nats.start())
         environment = control_environment(self._control)
-        for name, worker in zip(self._names(), self._config.workers):
-            child = start_child(name, worker_command(worker), environment=environment, errors=self._errors)
+        for number, worker in enumerate(self._config.workers):
+            command = [*worker_command(worker), NO_READY_LINE]
+            # Without a role: that may change.
+            child = start_child(f"worker {number}", command, environment=environment, errors=self._errors)
             child.restart_flags = RESTART_FLAGS
             self._workers.append(child)
         frontend = replace(self._config.frontend, port=self._port)
         flags = settings_flags(frontend, self._config.router, self._common.disagg, self._common.control)
         flags += settings_to_flags(self._common.metrics, skip=("metrics_port", "metrics_host"))
-        command = kvrelay_command("frontend", *flags)
+        command = kvrelay_command("frontend", NO_READY_LINE, *flags)
         environment = control_environment(self._control, api_key=frontend.api_key)
         for number in range(self._config.num_frontends):
             name = f"frontend {number}"
@@ -169,7 +181,7 @@ class LocalCluster:
         disagg = self._common.disagg
         objectives = ("--slo-ttft-ms", str(disagg.slo_ttft_ms), "--slo-itl-ms", str(disagg.slo_itl_ms))
         flags = settings_flags(self._common.control)
-        fewest = ("--min-workers", str(self._config.min_workers))
+        fewest = ("--min-workers", str(self._config.min_workers), "--quiet-s", str(self._config.quiet_s))
         command = kvrelay_command("planner", "--mode", self._config.planner, *objectives, *fewest, *flags)
         environment = control_environment(self._control)
         self._planner = start_child("planner", command, environment=environment, errors=self._errors)
@@ -177,38 +189,34 @@ class LocalCluster:
     def _listen_for_orders(self) -> None:
         """Of our own planner, or of one elsewhere."""
         if self._config.max_workers:
-            slots = max(self._config.max_workers, len(self._config.workers))
+            slots = self._config.num_slots
             control, model = self._control, self._common.model
-            host = WorkerHost(control, model, slots, lambda: self._workers, self._start_ordered)
+            needs_worker = self._config.min_workers > 0
+            host = WorkerHost(
+                control, model, slots, lambda: self._workers, self.start_ordered, needs_worker=needs_worker
+            )
             self._orders = asyncio.create_task(host.run_forever())
 
-    def _start_ordered(self, role: WorkerRole) -> None:
-        """A planner wants one more worker."""
+    def start_ordered(self, role: WorkerRole) -> None:
+        """A planner wants one more worker. The ports and cores of the first ones stay theirs."""
         self._num_ordered += 1
-        command = worker_command(replace(self._common, role=role, port=0))
+        extra = [child.worker for child in self._workers if child.worker is not None and child.is_extra]
+        kind = replace(self._config.kinds[role.takes_requests], role=role, port=0)
+        worker = beside((*self._config.workers, *extra), kind, self._config.num_slots)
+        command = [*worker_command(worker), NO_READY_LINE]
         environment = control_environment(self._control)
         child = start_child(f"extra worker {self._num_ordered}", command, environment=environment, errors=self._errors)
-        child.restart_flags, child.is_extra = RESTART_FLAGS, True
+        child.restart_flags, child.worker, child.is_extra = RESTART_FLAGS, worker, True
         self._workers.append(child)
 
     def _watch_planner(self, now_s: float) -> None:
         """Restart it like a worker; without it the cluster serves on, and nothing changes."""
-        child = self._planner
-        if child is None or child.exit_code is None:
+        if self._planner is None or (fate := supervise(self._planner, now_s)) is Fate.GOES_ON:
             return
-        if child.exit_code == 0:
-            self._planner = None
-            return
-        try:
-            self.revive(child, now_s)
-        except FatalError as exc:
-            print(f"kvrelay: {exc.message}; it is left, and workers and roles stay as they are", file=sys.stderr)
-            self._planner = None
-
-    def _names(self) -> Iterator[str]:
-        """``prefill worker 0``, and so on; each role counts from 0."""
-        for role, of_role in itertools.groupby(worker.role for worker in self._config.workers):
-            yield from (f"{role} worker {number}" for number, _ in enumerate(of_role))
+        if fate is Fate.CRASHES:
+            why = f"the planner crashes in a loop (exit code {self._planner.exit_code})"
+            print(f"kvrelay: {why}; it is left, and workers and roles stay as they are", file=sys.stderr)
+        self._planner = None
 
     async def _check_tokenizer(self) -> None:
         """Raise FatalError if the tokenizer cannot be loaded: frontends retry for ever, since files may change."""
@@ -291,8 +299,7 @@ class LocalCluster:
         """Print where the cluster serves, and a first request."""
         config, model = self._config, self._common.model
         body = json.dumps({"model": model, "prompt": "Once there was a", "max_tokens": 32})
-        is_access_log = config.frontend.access_log != "off" and not config.frontend.access_log_file
-        out = sys.stderr if is_access_log else sys.stdout
+        out = sys.stderr if config.frontend.logs_to_stdout else sys.stdout
         where = f"{self.url}/v1 (control {self._control.control})"
         print(f"kvrelay is ready: {model} ({config.shape}) at {where}", file=out)
         has_keys = config.frontend.api_key or config.frontend.api_keys_file
@@ -308,8 +315,7 @@ class LocalCluster:
             # Without a hangup, as after ``disown``, what we print would fail later.
             leave_closed_terminals(terminals)
             for child in self._workers + self.frontends:
-                if child.exit_code is not None:
-                    self.revive(child, time.monotonic())
+                self.revive(child, time.monotonic())
             self._watch_planner(time.monotonic())
             if supervisor is not None:
                 await supervisor.check()
@@ -321,26 +327,15 @@ class LocalCluster:
                 pass
 
     def revive(self, child: Child, now_s: float) -> None:
-        """Decide about a child that has ended, and restart it when that is due. Raises FatalError."""
-        if child.restart_s is not None:
-            if now_s >= child.restart_s:
-                restart(child)
-            return
-        if child.exit_code == 0:
-            self._let_go(child)
-            return
-        delay = restart_delay_s(child, now_s)
-        if delay is None and child.is_extra:
-            print(f"kvrelay: {child.name} crashes in a loop; its slot is free", file=sys.stderr)
-            self._workers = [other for other in self._workers if other is not child]
-            return
-        if delay is None:
-            raise FatalError(f"{child.name} crashes in a loop (exit code {child.exit_code})")
-        print(
-            f"kvrelay: {child.name} (pid {child.pid}) ended with exit code {child.exit_code}; restart in {delay:g} s",
-            file=sys.stderr,
-        )
-        child.restart_s = now_s + delay
+        """Restart a worker or frontend that has crashed, when that is due. Raises FatalError if that does not help."""
+        match supervise(child, now_s):
+            case Fate.HAS_LEFT:
+                self._let_go(child)
+            case Fate.CRASHES if child.is_extra:
+                print(f"kvrelay: {child.name} crashes in a loop; its slot is free", file=sys.stderr)
+                self._workers = [other for other in self._workers if other is not child]
+            case Fate.CRASHES:
+                raise FatalError(f"{child.name} crashes in a loop (exit code {child.exit_code})")
 
     def _let_go(self, child: Child) -> None:
         """The child was told to leave, by SIGTERM, ``kvrelay drain`` or a revoked lease: do not restart it."""
@@ -395,11 +390,6 @@ class LocalCluster:
             "a second Ctrl-C or SIGTERM ends them at once",
             file=sys.stderr,
         )
-
-
-def _write_error(line: bytes) -> None:
-    sys.stderr.buffer.write(line)
-    sys.stderr.buffer.flush()
 
 
 async def run_serve(config: ServeConfig) -> None:

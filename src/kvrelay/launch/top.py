@@ -7,7 +7,8 @@ import json
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from textwrap import wrap
 from typing import Any
 
 from kvrelay.errors import WorkerUnavailableError
@@ -21,8 +22,12 @@ LEAST_SLOWEST = 4
 MAX_WRONG = 3
 MAX_FLOWS = 6
 KV_CELLS = 10
-WORKER_COLUMNS = "{:<28} {:<8} {:<10} {:>5} {:>5}  {:<16} {:>10} {:>9} {:>9} {:>7}"
-REQUEST_COLUMNS = "{:<52} {:<9} {:<7} {:>11} {:>11} {:>8} {:>7}"
+WORKER_COLUMNS = "{:<28} {:<8} {:<10} {:>5} {:>5}  {:<16} {:>10} {:>9} {:>9} {:>7} {:>6} {:>9}"
+REQUEST_COLUMNS = "{:<52} {:<12} {:<7} {:>11} {:>11} {:>8} {:>7}"
+WIDE = 134
+"""From so many columns on. Below, the tables are for 80: rates and latencies stay, the rest is left out or shorter."""
+NARROW_WORKER_COLUMNS = "{0:<18.18} {1:<7} {2:<9} {3:>4} {4:>5} {5:>4} {6:>9} {7:>8} {8:>8}"
+NARROW_REQUEST_COLUMNS = "{0:<42.42} {1:<12} {3:>11} {4:>11}"
 # Terminal: other screen without a cursor, and back; home; erase to the end of line, and of screen.
 BEGIN, END, HOME, REST_OF_LINE, REST = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l", "\x1b[H", "\x1b[K", "\x1b[J"
 BOLD, RED, YELLOW, PLAIN = "\x1b[1m", "\x1b[31m", "\x1b[33m", "\x1b[0m"
@@ -76,12 +81,13 @@ async def _look(url: str, api_key: str | None) -> dict[str, Any]:
 def text_of(report: Report, width: int, height: int) -> list[str]:
     """At most ``height`` lines of at most ``width`` characters. Workers with the most waiting requests come first;
     those for which there is no room are counted. Control characters in ids and errors are escaped."""
-    head = [*_head(report), *_wrong(report), *_sums(report), ""]
-    foot = [*_flows(report), *_slowest(report)]
+    head = [*_head(report), *_wrong(report, width), *_wrapped(_sums(report), width), *_planner(report), ""]
+    is_wide = width >= WIDE
+    foot = [*_flows(report, is_wide), *_slowest(report, is_wide)]
     if len(head) + len(report["workers"]) + len(foot) + 3 > height:
-        foot = list(_slowest(report))[:LEAST_SLOWEST]
+        foot = list(_slowest(report, is_wide))[:LEAST_SLOWEST]
     room = max(height - len(head) - len(foot) - 3, 3)
-    lines = [*head, *_workers(report, room), *foot]
+    lines = [*head, *_workers(report, room, is_wide), *foot]
     return [printable(line)[:width].rstrip() for line in lines[:height]]
 
 
@@ -98,14 +104,17 @@ def _coloured(line: str) -> str:
 
 
 def _head(report: Report) -> Iterator[str]:
-    at = time.strftime("%H:%M:%S", time.localtime(report["now_unix"]))
+    at = _clock(report["now_unix"])
     workers, frontends = len(report["workers"]), len(report["frontends"])
     yield f"kvrelay {report['release']}, {at}: {workers} workers, {frontends} frontends"
 
 
-def _wrong(report: Report) -> Iterator[str]:
+def _wrong(report: Report, width: int) -> Iterator[str]:
+    """The worst one whole: what helps stands at its end."""
     found = report["wrong_now"]
-    yield from (f"{wrong['severity']}: {wrong['text']}" for wrong in found[:MAX_WRONG])
+    lines = [f"{wrong['severity']}: {wrong['text']}" for wrong in found[:MAX_WRONG]]
+    yield from wrap(lines[0], width, subsequent_indent="  ") if lines else ()
+    yield from lines[1:]
     if len(found) > MAX_WRONG:
         yield f"and {len(found) - MAX_WRONG} more"
     if not found:
@@ -115,61 +124,116 @@ def _wrong(report: Report) -> Iterator[str]:
 def _sums(report: Report) -> Iterator[str]:
     total = report["total"]
     queue = "?" if total["prefill_queue"] is None else total["prefill_queue"]
-    yield (
-        f"{_rate(total['requests_per_s'])} requests/s  {_rate(total['tokens_per_s'])} tokens/s  "
-        f"{total['failed_last_minute']} of {total['requests_last_minute']} failed in the last minute"
+    yield f"{_rate(total.get('answered_per_s'))} answers/s"
+    yield f"{_rate(total['tokens_per_s'])} tokens/s"
+    ended = ", ".join(
+        f"{_or_dash(total.get(f'{name}_last_minute'))} {name}" for name in ("answered", "refused", "failed")
     )
-    yield (
-        f"{total['in_flight']} in flight  {total['running']} running  {total['waiting']} waiting  "
-        f"{queue} in the prefill queue"
-    )
-    yield (
-        f"first token {_quantiles(total['ttft_ms'])}  between tokens {_quantiles(total['itl_ms'])}  "
-        f"KV {_share(total['kv_used'], total['kv_total']):.0%} of {total['kv_total']:,} blocks"
-    )
+    yield f"last minute: {ended}"
+    judged, in_time = total.get("judged_last_minute"), total.get("in_time_last_minute")
+    yield f"in time {_share(in_time, judged):.0%}\n" if judged else "in time -\n"
+    yield f"{total['in_flight']} in flight"
+    yield f"{total['running']} running"
+    yield f"{total['waiting']} waiting"
+    yield f"{queue} in the prefill queue\n"
+    yield f"first token {_quantiles(total['ttft_ms'])}"
+    yield f"between tokens {_quantiles(total['itl_ms'])}"
+    yield f"KV {_share(total['kv_used'], total['kv_total']):.0%} of {total['kv_total']:,} blocks\n"
+    yield from _prefills(total)
 
 
-def _workers(report: Report, room: int) -> Iterator[str]:
+def _prefills(total: Mapping[str, Any]) -> Iterator[str]:
+    """Of the last minute; a frontend of an earlier release tells none."""
+    places = [f"{place['last_minute']} {place['place']}" for place in total.get("places", ()) if place["last_minute"]]
+    if places:
+        yield f"prefills: {', '.join(places)}\n"
+    cost = total.get("handoffs")
+    if cost and cost["arrived"]:
+        yield f"hand-offs: {cost['arrived']}, each {_milliseconds(cost['whole_ms'])}"
+        yield f"{_milliseconds(cost['queue_ms'])} until claimed"
+        yield f"KV {_milliseconds(cost['sending_ms'])} after the prefill\n"
+    if num_prompt := total.get("prompt_tokens_last_minute"):
+        yield f"prompts: {num_prompt:,} tokens, {_share(total['cached_tokens_last_minute'], num_prompt):.0%} cached"
+        loaded = total["loaded_tokens_last_minute"].items()
+        yield (
+            "".join(f", {tokens:,} read from {medium}" for medium, tokens in loaded if tokens).removeprefix(", ") + "\n"
+        )
+
+
+def _wrapped(parts: Iterable[str], width: int) -> Iterator[str]:
+    """Lines of as many parts as there is room for. A part that ends with a line break ends its line."""
+    line = ""
+    for part in parts:
+        if line and len(line) + 2 + len(part) > width:
+            yield line
+            line = ""
+        line += ("  " if line else "") + part.rstrip("\n")
+        if part.endswith("\n"):
+            yield line
+            line = ""
+
+
+def _planner(report: Report) -> Iterator[str]:
+    """The one that decides, and the latest change of any."""
+    planners = report.get("planners", ())
+    if planners:
+        leader = planners[0]
+        line = f"planner: {'paused' if leader['is_paused'] else leader['mode']}, fleet {leader['shape'] or '-'}"
+        changes = [change for planner in planners for change in planner.get("changes", ())]
+        last = max(changes, key=lambda change: float(change["unix_s"]), default=None)
+        yield line if last is None else f"{line}; {_clock(last['unix_s'])} {last['what']}: {last['reason']}"
+
+
+def _clock(unix_s: float) -> str:
+    return time.strftime("%H:%M:%S", time.localtime(unix_s))
+
+
+def _workers(report: Report, room: int, is_wide: bool) -> Iterator[str]:
+    columns = WORKER_COLUMNS if is_wide else NARROW_WORKER_COLUMNS
     workers = sorted(report["workers"], key=lambda worker: (-(worker["waiting"] or 0), worker["role"], worker["id"]))
-    names = ("WORKER", "ROLE", "STATE", "RUN", "WAIT", "KV", "PROMPT/S", "TOKENS/S", "QUEUED", "AGE")
-    yield WORKER_COLUMNS.format(*names)
+    names = ("WORKER", "ROLE", "STATE", "RUN", "WAIT", "KV", "PROMPT/S", "TOKENS/S", "QUEUED", "AGE", "CORES", "MEMORY")
+    yield columns.format(*names)
     for worker in workers[:room]:
         share = _share(worker["kv_used"] or 0, worker["kv_total"] or 0)
         cells = "#" * round(share * KV_CELLS)
         queued_s, age_s = worker["prefill_s_queued"], worker["age_s"]
-        yield WORKER_COLUMNS.format(
-            worker["id"],
+        yield columns.format(
+            f"{worker['id']} rank {worker['dp_rank']}" if worker.get("dp_group") else worker["id"],
             worker["role"],
             worker["state"],
             _or_dash(worker["running"]),
             _or_dash(worker["waiting"]),
-            f"{cells:.<{KV_CELLS}} {share:.0%}",
+            f"{cells:.<{KV_CELLS}} {share:.0%}" if is_wide else f"{share:.0%}",
             _rate(worker["prefill_tokens_per_s"]),
             _rate(worker["tokens_per_s"]),
             "-" if queued_s is None else f"{queued_s:.2f} s",
             "-" if age_s is None else f"{age_s:.1f} s",
+            "-" if worker.get("cpu_cores") is None else f"{worker['cpu_cores']:.2f}",
+            f"{worker['rss_bytes'] / 2**20:,.0f} MiB" if worker.get("rss_bytes") else "-",
         )
     if len(workers) > room:
         yield f"and {len(workers) - room} more"
     yield ""
 
 
-def _flows(report: Report) -> Iterator[str]:
+def _flows(report: Report, is_wide: bool) -> Iterator[str]:
+    size = 28 if is_wide else 18
     flows = report["flows"][:MAX_FLOWS]
     if flows:
         yield "KV BETWEEN WORKERS"
         for flow in flows:
             amount = f"{flow['bytes'] / 2**20:,.1f} MiB in {flow['transfers']:,}, {flow['mean_ms']:.2f} ms each"
-            yield f"{flow['source']:<28} > {flow['target']:<28} {amount}"
+            yield f"{flow['source'][:size]:<{size}} > {flow['target'][:size]:<{size}} {amount}"
         yield ""
 
 
-def _slowest(report: Report) -> Iterator[str]:
+def _slowest(report: Report, is_wide: bool) -> Iterator[str]:
+    columns = REQUEST_COLUMNS if is_wide else NARROW_REQUEST_COLUMNS
     if report["slowest"]:
         names = ("SLOWEST REQUESTS", "STATUS", "PLACE", "LATENCY", "FIRST TOKEN", "PROMPT", "ANSWER")
-        yield REQUEST_COLUMNS.format(*names)
+        yield columns.format(*names)
         for request in report["slowest"]:
-            yield REQUEST_COLUMNS.format(
+            yield columns.format(
                 request["id"][:52],
                 request["status"],
                 request["place"] or "-",

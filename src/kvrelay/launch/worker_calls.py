@@ -19,7 +19,8 @@ from kvrelay.launch.request_plane import client_of
 from kvrelay.rpc import CurveKeys, RpcClient
 from kvrelay.rpc.wire import Message
 
-CONNECT_TIMEOUT_S = 2.0
+CONNECT_TIMEOUT_S = 10.0
+"""A worker on a busy machine may need seconds. The time that a call has ends its connecting, too."""
 
 
 class _Connection:

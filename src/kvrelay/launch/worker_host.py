@@ -15,6 +15,7 @@ import logging
 import secrets
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -26,18 +27,22 @@ from kvrelay.config import ControlConfig, WorkerConfig, WorkerRole
 from kvrelay.control.base import ControlPlane, Keys, Lease, WatchEvent, WatchKind
 from kvrelay.control.following import follow
 from kvrelay.core.control_codec import decode_worker
+from kvrelay.core.cores import allowed_cores, usable_cores
 from kvrelay.core.decoding import UNREADABLE
 from kvrelay.core.tasks import TaskSet, end_tasks
 from kvrelay.errors import ConfigError, ControlUnavailableError, KvrelayError, ProtocolError
+from kvrelay.http import reserve_port
 from kvrelay.launch.children import (
     CRASH_LOOP_LIMIT,
     Child,
+    ChildErrors,
+    Fate,
     control_environment,
-    restart,
-    restart_delay_s,
     start_child,
     stop_children,
+    supervise,
     worker_command,
+    write_error,
 )
 from kvrelay.launch.process import on_terminate
 from kvrelay.launch.request_plane import connected, give_back
@@ -51,17 +56,20 @@ READY_LIMIT_S = 300.0
 """As long as ``serve`` waits for its first workers."""
 RECONNECT_S = 2.0
 CHECK_INTERVAL_S = 0.2
+NUM_PORTS_TRIED = 1000
 _ROLES = {role.value for role in WorkerRole}
 
 
 class HostReport(msgspec.Struct, frozen=True):
-    """A host's entry in discovery. ``pids``: its workers, those that start included."""
+    """A host's entry in discovery. ``pids``: its workers, those that start included. ``needs_worker``: it ends if no
+    worker of the cluster is left."""
 
     host_id: Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
     host: Annotated[str, msgspec.Meta(max_length=256)]
     model: Annotated[str, msgspec.Meta(max_length=1024)]
     slots: Annotated[int, msgspec.Meta(ge=0, le=MAX_SLOTS)]
     pids: Annotated[tuple[int, ...], msgspec.Meta(max_length=MAX_SLOTS)] = ()
+    needs_worker: bool = False
 
     @property
     def num_free(self) -> int:
@@ -93,6 +101,47 @@ def pids_of(entries: dict[str, bytes]) -> set[int]:
     return found
 
 
+def beside(others: Sequence[WorkerConfig], base: WorkerConfig, num_slots: int) -> WorkerConfig:
+    """``base`` for one more worker of a host of ``num_slots``: the next ports that are free, and with vLLM cores that
+    no other worker has."""
+    metrics, transfer, vllm = base.metrics, base.transfer, base.vllm
+    of_metrics = {o.metrics.metrics_port + rank for o in others for rank in range(o.group.dp)}
+    of_kv = {o.transfer.kv_port + number for o in others for number in range(o.group.dp * o.num_kv_ports)}
+    metrics_port = next_free_port(metrics.metrics_host, metrics.metrics_port, base.group.dp, of_metrics | of_kv)
+    num_kv_ports = base.group.dp * base.num_kv_ports
+    kv_port = next_free_port(base.host, transfer.kv_port, num_kv_ports, of_metrics | of_kv | {metrics_port})
+    if base.engine_kind == "vllm":
+        from kvrelay.engines.vllm.cores import compute_cores, format_cores, share_of
+
+        cores = compute_cores(vllm.engine_cores, allowed_cores(), len(usable_cores()))
+        shares = [format_cores(share_of(cores, number, num_slots)) for number in range(num_slots)]
+        taken = Counter(other.vllm.engine_cores for other in others)
+        vllm = replace(vllm, engine_cores=min(shares, key=lambda share: taken[share]))
+    return replace(
+        base,
+        metrics=replace(metrics, metrics_port=metrics_port),
+        transfer=replace(transfer, kv_port=kv_port),
+        vllm=vllm,
+    )
+
+
+def next_free_port(host: str, first: int, count: int, taken: Collection[int]) -> int:
+    """The first of ``count`` ports that no one has, counted up from ``first``; 0 for 0, and if there are none."""
+    for port in range(first, min(first + NUM_PORTS_TRIED, 65536 - count + 1), count) if first else ():
+        if all(each not in taken and is_free(host, each) for each in range(port, port + count)):
+            return port
+    return 0
+
+
+def is_free(host: str, port: int) -> bool:
+    """Whether a worker could listen there now."""
+    try:
+        reserve_port(host, port).close()
+    except KvrelayError:
+        return False
+    return True
+
+
 class WorkerHost:
     """Reports ``children`` and starts a worker by ``start(role)`` for each order, while a slot is free."""
 
@@ -103,9 +152,11 @@ class WorkerHost:
         slots: int,
         children: Callable[[], Sequence[Child]],
         start: Callable[[WorkerRole], None],
+        *,
+        needs_worker: bool = False,
     ) -> None:
         self._control, self._model, self._slots = control, model, slots
-        self._children, self._start = children, start
+        self._children, self._start, self._needs_worker = children, start, needs_worker
         self._keys = Keys(control.namespace)
         self.host_id = f"{socket.gethostname()}-{secrets.token_hex(5)}"
         self._seen: set[str] = set()
@@ -138,7 +189,8 @@ class WorkerHost:
         look_s = time.monotonic()
         while True:
             pids = tuple(sorted(child.pid for child in self._children() if child.exit_code is None))
-            report = HostReport(self.host_id, socket.gethostname(), self._model, self._slots, pids)
+            host = socket.gethostname()
+            report = HostReport(self.host_id, host, self._model, self._slots, pids, self._needs_worker)
             if report != told:
                 await plane.discovery.put(self._keys.host(self.host_id), msgspec.json.encode(report), lease)
                 told = report
@@ -164,7 +216,7 @@ class WorkerHost:
         if event.kind is not WatchKind.PUT or event.key in self._seen:
             return
         self._seen.add(event.key)
-        self._tasks.spawn(plane.discovery.delete(event.key))
+        self._tasks.spawn(_delete(plane, event.key))
         role = event.value.decode(errors="replace")
         if role not in _ROLES:
             raise ProtocolError(f"an order names the role {role[:40]!r}")
@@ -174,12 +226,20 @@ class WorkerHost:
         self._start(WorkerRole(role))
 
 
+async def _delete(plane: ControlPlane, order: str) -> None:
+    try:
+        await plane.discovery.delete(order)
+    except ControlUnavailableError as exc:
+        _log.warning("the order %s cannot be deleted (%s); it is not carried out again", order, exc)
+
+
 class Agent:
     """``kvrelay agent``: a host of workers without a frontend."""
 
     def __init__(self, config: WorkerConfig, slots: int, drain_timeout_s: float) -> None:
         self._config, self._slots, self._drain_timeout_s = config, slots, drain_timeout_s
         self._children: list[Child] = []
+        self._errors = ChildErrors(write_error)
         self._num_started = 0
         self._stop = asyncio.Event()
 
@@ -187,7 +247,7 @@ class Agent:
         """Until SIGTERM or SIGINT; then its workers drain and end."""
         on_terminate(self._stop.set)
         host = WorkerHost(
-            self._config.control, self._config.model, self._slots, lambda: self._children, self._start_worker
+            self._config.control, self._config.model, self._slots, lambda: self._children, self.start_worker
         )
         orders = asyncio.create_task(host.run_forever())
         print(f"kvrelay agent {host.host_id} has {self._slots} slots for workers of {self._config.model}", flush=True)
@@ -202,31 +262,28 @@ class Agent:
         finally:
             await end_tasks([orders])
             await stop_children(self._children, self._drain_timeout_s)
+            await asyncio.to_thread(self._errors.finish, 1.0)
 
-    def _start_worker(self, role: WorkerRole) -> None:
+    def start_worker(self, role: WorkerRole) -> None:
+        """A planner wants one more worker."""
         self._num_started += 1
-        command = worker_command(replace(self._config, role=role))
+        others = [child.worker for child in self._children if child.worker is not None]
+        worker = beside(others, replace(self._config, role=role), self._slots)
+        command = worker_command(worker)
         environment = control_environment(self._config.control)
-        child = start_child(f"{role} worker {self._num_started}", command, environment=environment)
-        child.is_extra = True
+        name = f"worker {self._num_started}"
+        child = start_child(name, command, environment=environment, errors=self._errors)
+        child.worker, child.is_extra = worker, True
         self._children.append(child)
 
 
 def keep(child: Child, now_s: float) -> bool:
     """Restart a child that has crashed, when that is due. False: it was told to leave, or crashes in a loop."""
-    if child.exit_code is None:
-        return True
-    if child.restart_s is not None:
-        if now_s >= child.restart_s:
-            restart(child)
-        return True
-    delay_s = None if child.exit_code == 0 else restart_delay_s(child, now_s)
-    if delay_s is None:
-        outcome = "has left" if child.exit_code == 0 else f"crashes in a loop (exit code {child.exit_code})"
-        _log.warning("%s (pid %d) %s; its slot is free", child.name, child.pid, outcome)
-        return False
-    child.restart_s = now_s + delay_s
-    return True
+    fate = supervise(child, now_s)
+    if fate is not Fate.GOES_ON:
+        code = f"exit code {child.exit_code}"
+        _log.warning("%s (pid %d, %s) %s; its slot is free", child.name, child.pid, code, fate.value)
+    return fate is Fate.GOES_ON
 
 
 async def run_agent(config: WorkerConfig, slots: int, drain_timeout_s: float) -> None:

@@ -25,6 +25,7 @@ from kvrelay.engine.thread import EngineThread
 from kvrelay.engines.registry import HOSTS, build_executor, build_host
 from kvrelay.errors import CheckpointError, ConfigError, EngineHungError, KvrelayError
 from kvrelay.executors.host_memory import ANYWHERE, HostMemory
+from kvrelay.launch.children import AFTER_CRASH
 from kvrelay.launch.dp_group import join_group, together
 from kvrelay.launch.process import SWITCH_INTERVAL_S, at_low_priority, ended_when_stuck, on_terminate
 from kvrelay.launch.request_plane import connector, request_plane_keys, require_metrics_key, transfer_settings
@@ -50,10 +51,11 @@ STUCK_MARGIN_S = 60.0
 """Seconds after --step-timeout-s that the watchdog has to end the process cleanly."""
 
 
-async def run_worker(config: WorkerConfig) -> None:
-    """Run until SIGTERM, a drain command, or a failed engine. A process whose engine hangs ends here."""
+async def run_worker(config: WorkerConfig, *, announces: bool = False) -> None:
+    """Run until SIGTERM, a drain command, or a failed engine. A process whose engine hangs ends here. With
+    ``announces`` a line on stdout says when the worker is ready."""
     try:
-        await _run_worker(config)
+        await _run_worker(config, announces=announces)
     except EngineHungError as exc:
         # The engine thread may be in native code: then the interpreter cannot shut down cleanly.
         print(f"Error: {exc.message}", file=sys.stderr, flush=True)
@@ -61,16 +63,8 @@ async def run_worker(config: WorkerConfig) -> None:
         os._exit(exc.exit_code)
 
 
-async def _run_worker(config: WorkerConfig) -> None:
-    if not config.control.control:
-        raise ConfigError("a worker needs --control, e.g. --control nats://127.0.0.1:4222", param="control")
-    _require_possible_role(config)
-    if config.record_steps and config.engine_kind in HOSTS:
-        raise ConfigError(
-            f"--record-steps: engine {config.engine_kind} schedules elsewhere; use torch or mock", param="record_steps"
-        )
-    if config.tiers.is_on:
-        _require_possible_tiers(config)
+async def _run_worker(config: WorkerConfig, *, announces: bool) -> None:
+    _require_possible(config)
     curve_keys = request_plane_keys(config.host, config.control)
     require_metrics_key(config.metrics, config.control)
     config = replace(config, transfer=transfer_settings(config.host, config.transfer))
@@ -90,7 +84,7 @@ async def _run_worker(config: WorkerConfig) -> None:
         memory = HostMemory(
             pool_allocator(config.transfer, shared), None if shared is None else shared.reserve, links.offer
         )
-        worker_id = new_worker_id(config.role)
+        worker_id = new_worker_id()
         loading = at_low_priority if yields else asyncio.to_thread
         engine = await loading(partial(_load, config, memory, worker_id, group, loads_here=yields))
         require_possible_role(config.role, engine.facts)
@@ -103,18 +97,20 @@ async def _run_worker(config: WorkerConfig) -> None:
             public_key=curve_keys.public.decode() if curve_keys else "",
             tokenizer_fingerprint=_tokenizer_fingerprint(config.model_path),
             dp_group=group.group_id if group is not None else "",
+            after_crash=os.environ.get(AFTER_CRASH, ""),
         )
         if engine.kv_region.device == "cpu" and not config.transfer.kv_transfer_per_rank:
             links = RankLinks()  # this process has mapped all ranks' pools
         # Transport p2p listens where the request plane does, with the same keys.
         address = P2pAddress(config.host, ControlKeys(curve_keys.public, curve_keys.secret) if curve_keys else None)
+        server = ZmqRpcServer(config.host, config.port, heartbeat=heartbeat, curve_keys=curve_keys)
         worker = Worker(
             config,
             identity,
             engine,
             build_ranked_transport(config.transfer, worker_id, engine.facts.kv_layout, links, shared, address),
             control,
-            ZmqRpcServer(config.host, config.port, heartbeat=heartbeat, curve_keys=curve_keys),
+            server,
             connector(heartbeat, curve_keys),
         )
         watch(worker)
@@ -122,9 +118,19 @@ async def _run_worker(config: WorkerConfig) -> None:
         await worker.start()
         spare_what_stays()
         _log.info("%s is ready (pid %d)", worker_id, os.getpid())
+        if announces:
+            print(ready_line(config, worker_id, server.address), flush=True)
         timeout_s = config.engine.step_timeout_s
         async with ended_when_stuck(timeout_s and timeout_s + STUCK_MARGIN_S):
             await worker.run()
+
+
+def ready_line(config: WorkerConfig, worker_id: str, address: str) -> str:
+    """What a person reads who has started this worker by hand."""
+    group = f", rank 0 of {config.group.dp}" if config.group.dp > 1 else ""
+    what = f"kvrelay worker is ready: {config.model} ({config.role}{group}) at {address}, as {worker_id}"
+    others = "kvrelay frontend" if config.role.takes_requests else "kvrelay worker --role decode, and kvrelay frontend"
+    return f"{what}; next: {others}, with the same --control"
 
 
 async def _start_monitoring(config: MetricsConfig, stack: AsyncExitStack) -> Callable[[Worker], None]:
@@ -154,7 +160,7 @@ def load_engine(
     def build() -> EngineCore:
         executor = build_executor(config.engine_kind, config, memory)
         executor.warm_up()
-        engine = replace(config.engine, num_blocks=executor.num_blocks, max_model_len=executor.max_model_len)
+        engine = replace(config.engine, num_blocks=executor.num_blocks)
         if group is not None:
             group.ready(together(config.group.ep, config.engine_kind, executor))
         seed = config.runner.seed
@@ -169,6 +175,19 @@ def load_engine(
 
     idle_wait_s = RANKS_CHECK_INTERVAL_S if config.computes_in_ranks else IDLE_CHECK_INTERVAL_S
     return EngineThread(build(), idle_wait_s) if loads_here else EngineThread.load(build, idle_wait_s)
+
+
+def _require_possible(config: WorkerConfig) -> None:
+    """Raises ConfigError for settings that exclude each other, before the engine is loaded."""
+    if not config.control.control:
+        raise ConfigError("a worker needs --control, e.g. --control nats://127.0.0.1:4222", param="control")
+    _require_possible_role(config)
+    if config.record_steps and config.engine_kind in HOSTS:
+        raise ConfigError(
+            f"--record-steps: engine {config.engine_kind} schedules elsewhere; use torch or mock", param="record_steps"
+        )
+    if config.tiers.is_on:
+        _require_possible_tiers(config)
 
 
 def _require_possible_role(config: WorkerConfig) -> None:

@@ -114,7 +114,7 @@ class EmbeddedCluster:
         await self._stack.aclose()
 
     async def _start_worker(self, role: WorkerRole) -> None:
-        config, worker_id = replace(self.config, role=role), new_worker_id(role)
+        config, worker_id = replace(self.config, role=role), new_worker_id()
         links = RankLinks()
         memory = HostMemory(offer_ranks=links.offer)
         engine = await asyncio.to_thread(load_engine, config, worker_id, memory)

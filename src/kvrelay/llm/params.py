@@ -11,6 +11,9 @@ from kvrelay.errors import InvalidInputError
 from kvrelay.frontend.openai.answer_spec import AnswerSpec
 from kvrelay.frontend.tokens.tokenizer import DefaultSampling
 
+MAX_N = 16_384
+"""As in vLLM."""
+
 
 class SamplingParams(core.SamplingParams, frozen=True, omit_defaults=True):
     """``kvrelay.core.sampling.SamplingParams``, and in addition:
@@ -32,8 +35,7 @@ class SamplingParams(core.SamplingParams, frozen=True, omit_defaults=True):
 
 def recommended(defaults: DefaultSampling) -> SamplingParams:
     """The values of the checkpoint's ``generation_config.json``, or else kvrelay's defaults."""
-    given = {name: value for name in defaults.__struct_fields__ if (value := getattr(defaults, name)) is not None}
-    return SamplingParams(**given)
+    return SamplingParams(**defaults.given)  # type: ignore[arg-type]
 
 
 def spec_of(params: SamplingParams) -> AnswerSpec:
@@ -43,8 +45,8 @@ def spec_of(params: SamplingParams) -> AnswerSpec:
         params = msgspec.convert(msgspec.structs.asdict(params), SamplingParams)
     except msgspec.ValidationError as exc:
         raise InvalidInputError(f"sampling_params: {exc}", param="sampling_params") from exc
-    if params.n < 1:
-        raise InvalidInputError(f"n must be at least 1, got {params.n}", param="n")
+    if not 1 <= params.n <= MAX_N:
+        raise InvalidInputError(f"n must be between 1 and {MAX_N}", param="n")
     if not all(params.stop_strings):
         raise InvalidInputError("stop strings must not be empty", param="stop")
     if params.stop_strings and not params.detokenize:

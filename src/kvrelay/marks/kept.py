@@ -1,6 +1,6 @@
-"""The requests that a frontend can still show: those that run, and of the ended ones the latest, those that failed, the
-slowest, and one in a hundred. Bounded in number, and each trace in bytes (``trace.MAX_TRACE_BYTES``), however many
-requests come."""
+"""The requests that a frontend can still show: those that run, and of the ended ones the latest, those without an
+answer, the slowest, and one in a hundred. Bounded in number, and each trace in bytes (``trace.MAX_TRACE_BYTES``),
+however many requests come."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 
+from kvrelay.core.status import Outcome
 from kvrelay.marks.otlp import TraceExporter
 from kvrelay.marks.run_queue import RunQueue
 from kvrelay.marks.trace import Trace
@@ -17,6 +18,8 @@ from kvrelay.marks.trace_context import TraceContext, followed
 
 NUM_RECENT = 200
 NUM_FAILED = 500
+NUM_UNANSWERED = 200
+"""Of each other outcome: refusals come in floods, which must not push out what failed."""
 NUM_SAMPLED = 200
 SAMPLE_EVERY = 100
 NUM_SLOWEST = 20
@@ -67,7 +70,9 @@ class Kept:
         self._run_queue = RunQueue()
         self._run_queue.watch()
         self._recent: deque[Trace] = deque(maxlen=NUM_RECENT)
-        self._failed: deque[Trace] = deque(maxlen=NUM_FAILED)
+        self._unanswered: dict[Outcome, deque[Trace]] = {
+            outcome: deque(maxlen=NUM_FAILED if outcome is Outcome.FAILED else NUM_UNANSWERED) for outcome in Outcome
+        }
         self._sampled: deque[Trace] = deque(maxlen=NUM_SAMPLED)
         self._slowest = Slowest()
         self._num_ended = 0
@@ -82,15 +87,15 @@ class Kept:
         elif traceparent:
             trace.traceparent = followed(traceparent)
 
-    def end(self, request_id: str, error: str | None) -> None:
-        """It is over; ``error``: why it failed."""
+    def end(self, request_id: str, error: str | None, outcome: Outcome = Outcome.FAILED) -> None:
+        """It is over; ``error``: why there is no answer, which is the ``outcome``."""
         trace = self.running.pop(request_id, None)
         if trace is None:
             return  # another request of the same id has ended before
-        trace.end(error)
+        trace.end(error, outcome)
         self._recent.append(trace)
         if error is not None:
-            self._failed.append(trace)
+            self._unanswered[outcome].append(trace)
         if self._num_ended % SAMPLE_EVERY == 0:
             self._sampled.append(trace)
         self._num_ended += 1
@@ -105,7 +110,7 @@ class Kept:
     def all(self) -> list[Trace]:
         """Every trace once, in no order."""
         slowest = self._slowest.since(time.monotonic())
-        found = itertools.chain(self.running.values(), self._recent, self._failed, self._sampled, slowest)
+        found = itertools.chain(self.running.values(), self._recent, *self._unanswered.values(), self._sampled, slowest)
         return list(dict.fromkeys(found))
 
     def close(self) -> None:

@@ -57,7 +57,8 @@ class Phase(enum.IntEnum):
     SENT = 25
     """D: its first or last output, with these marks, goes to the frontend."""
     PREEMPTED = 26
-    """The request's blocks were taken; it is prefilled again."""
+    """The request's blocks were taken; it is prefilled again. Of an engine that schedules by itself only the tokens
+    around it are known: this is the time of the one before, and ``RESUMED`` that of the next."""
     RECOMPUTED = 27
     """D: no KV will come; the request waits again. P: reading hit blocks has ended."""
 
@@ -84,6 +85,17 @@ class Phase(enum.IntEnum):
     """Of that transfer. Number: descriptors."""
     FIRST_BYTES = 40
     """P: the first of several transfers has ended."""
+
+    TAKEN_IN = 41
+    """P or D: an engine that schedules by itself has the request in its own queue."""
+    SAMPLED = 42
+    """D: such an engine has computed the first token."""
+    LOADED = 43
+    """D: what ``LOADING`` began has ended. Number: bytes."""
+    SAVED = 44
+    """P: the KV of another chunk is where a transfer may read it. Number: bytes."""
+    FETCHING = 45
+    """D: its engine gets the KV from the other engine by itself, and then computes."""
 
     RUN_QUEUE = 48
     """How long the process's threads have been ready to run without a core, since they began. Number: seconds."""

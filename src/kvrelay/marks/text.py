@@ -8,6 +8,11 @@ from kvrelay.marks.waterfall import Span, Waterfall
 
 BAR_CHARS = 48
 NAME_CHARS = 20
+UNITS = {
+    **{"run_queue": "ms without a core", "transfer": "bytes", "saved": "bytes"},
+    **{"late_token": "s", "migrated": "tokens"},
+}
+"""Of a span's value, by its phase."""
 
 
 def text_of(shown: Waterfall) -> str:
@@ -36,6 +41,8 @@ def _head(shown: Waterfall) -> Iterator[str]:
 def _bars(shown: Waterfall) -> Iterator[str]:
     first_ms, last_ms = _range(shown.spans, shown.latency_ms)
     per_ms = BAR_CHARS / max(last_ms - first_ms, 1e-6)
+    axis = f"{first_ms:.1f} to {last_ms:.1f} ms"
+    yield f"{'PROCESS':{NAME_CHARS}} {'PHASE':11} {'FROM ms':>10} {'TOOK ms':>10} {axis:{BAR_CHARS}}  AMOUNT, NOTE"
     for span in shown.spans:
         low, high = sorted((span.start_ms - first_ms, span.end_ms - first_ms))
         start = min(int(low * per_ms), BAR_CHARS - 1)
@@ -43,10 +50,14 @@ def _bars(shown: Waterfall) -> Iterator[str]:
         mark = "|" if low == high else "!" if span.end_ms < span.start_ms else "░" if span.phase == "run_queue" else "█"
         bar = (" " * start + mark * size)[:BAR_CHARS]
         took = "" if low == high else f"{span.end_ms - span.start_ms:.2f}"
-        more = "" if span.value is None else f"  {span.value:,.6g}"
+        more = "" if span.value is None else f"  {_amount(span.value)} {UNITS.get(span.phase, '')}".rstrip()
         note = "" if span.note is None else f"  {span.note}"
         name = f"{span.process[:NAME_CHARS]:{NAME_CHARS}} {span.phase:11}"
         yield f"{name} {span.start_ms:10.2f} {took:>10} {bar:{BAR_CHARS}}{more}{note}".rstrip()
+
+
+def _amount(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1e3 else f"{value:.4g}"
 
 
 def _sums(shown: Waterfall) -> Iterator[str]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import msgspec
 
+from kvrelay.core.status import Outcome
 from kvrelay.marks.phases import Phase
 from kvrelay.marks.recorder import Mark
 from kvrelay.marks.run_queue import RunQueue
@@ -37,7 +38,7 @@ class Trace:
     model = ""
     status = "running"
     error: str | None = None
-    prompt_tokens = output_tokens = num_migrations = num_late = num_bytes = 0
+    prompt_tokens = num_migrations = num_late = num_bytes = 0
     tokenised_s = first_s = ended_s = 0.0
     context: TraceContext | None = None
     """The request's place in a tracing system; None if no traces are sent."""
@@ -50,6 +51,8 @@ class Trace:
         self.client = client
         """The API key's name."""
         self.attempts: list[Attempt] = []
+        self._count_output: Callable[[], int] = int
+        """While it runs: how many tokens its answer has."""
         self.others: list[Mark] = []
         """Late tokens, migrations and refusals."""
         self.received_unix = time.time()
@@ -61,6 +64,20 @@ class Trace:
         """All prompts are token ids of this model."""
         self.model, self.prompt_tokens = model, num_tokens
         self.tokenised_s = time.monotonic()
+
+    @property
+    def output_tokens(self) -> int:
+        """Of all choices, so far."""
+        return self._count_output()
+
+    def answering(self, count: Callable[[], int]) -> None:
+        """From now on ``count`` tells the answer's tokens."""
+        self._count_output = count
+
+    def answered(self) -> None:
+        """No more tokens come: what counts them is let go of."""
+        num_tokens = self._count_output()
+        self._count_output = lambda: num_tokens
 
     def routed(self, worker_id: str, prefill_id: str = "") -> int:
         """It is sent to a worker, or to a pair. Returns the attempt's number."""
@@ -101,12 +118,12 @@ class Trace:
         if len(self.others) < MAX_LATE + 2 * MAX_ATTEMPTS:
             self.others.append(Mark(Phase.REFUSED, time.monotonic(), 0.0))
 
-    def end(self, error: str | None) -> None:
-        """The client has the whole answer, or an error."""
+    def end(self, error: str | None, outcome: Outcome = Outcome.FAILED) -> None:
+        """The client has the whole answer, or an error, which is the ``outcome``."""
         self.ended_s = now_s = time.monotonic()
         self.waits += (now_s, self._run_queue.waited_s(now_s))
         if error is not None:
-            self.error, self.status = error[:MAX_ERROR_CHARS], "failed"
+            self.error, self.status = error[:MAX_ERROR_CHARS], outcome.value
         else:
             self.status = "migrated" if self.num_migrations else "finished"
 

@@ -39,6 +39,22 @@ AT_DECODE: Table = (
     (_P.ADMITTED, _P.PREFILL_STARTED, "wait"),
     (_P.ADMITTED, _P.PREFILL_QUEUED, "wait"),
     (_P.ADMITTED, _P.LOADING, "wait"),
+    (_P.ADMITTED, _P.TAKEN_IN, "submit"),
+    (_P.RECOMPUTED, _P.TAKEN_IN, "submit"),
+    (_P.ATTACHED, _P.TAKEN_IN, "submit"),
+    (_P.SENT, _P.TAKEN_IN, "submit"),
+    (_P.TAKEN_IN, _P.LOADING, "wait"),
+    (_P.TAKEN_IN, _P.PREFILL_STARTED, "wait"),
+    (_P.ATTACHED, _P.FETCHING, "submit"),
+    (_P.FETCHING, _P.PREFILL_STARTED, "fetch"),
+    (_P.LOADING, _P.LOADED, "load"),
+    (_P.LOADED, _P.PREFILL_STARTED, "wait"),
+    (_P.PREFILL_STARTED, _P.SAMPLED, "prefill"),
+    (_P.PREFILL_STARTED, _P.RESUMED, "resume"),
+    (_P.SAMPLED, _P.SENT, "report"),
+    (_P.SAMPLED, _P.PREEMPTED, "decode"),
+    (_P.RESUMED, _P.PREEMPTED, "decode"),
+    (_P.PREEMPTED, _P.RESUMED, "preempted"),
     (_P.LOADING, _P.PREFILL_STARTED, "load"),
     (_P.CLAIM_HEARD, _P.GRANTED, "grant"),
     (_P.TRANSFER_POSTED, _P.TRANSFER_ENDED, "transfer"),
@@ -65,13 +81,21 @@ AT_PREFILL: Table = (
     (_P.RECEIVED, _P.LOADING, "prepare"),
     (_P.RECEIVED, _P.PREFILL_STARTED, "prepare"),
     (_P.LOADING, _P.PREFILL_STARTED, "load"),
+    (_P.PULLED, _P.TAKEN_IN, "prepare"),
+    (_P.RECEIVED, _P.TAKEN_IN, "prepare"),
+    (_P.TAKEN_IN, _P.PREFILL_STARTED, "wait"),
     (_P.CLAIMED, _P.GRANT_HEARD, "claim"),
     (_P.PREFILL_STARTED, _P.PREFILL_ENDED, "prefill"),
     (_P.PREFILL_ENDED, _P.TRANSFER_POSTED, "hand_over"),
+    (_P.PREFILL_ENDED, _P.SAVED, "save"),
+    (_P.SAVED, _P.TRANSFER_POSTED, "hand_over"),
 )
 """Within one process: from the last mark of the first phase to the next one of the second. Of several that may follow
 a phase, the first one counts."""
-POINTS = {_P.RECEIVED, _P.LATE_TOKEN, _P.MIGRATED, _P.REFUSED, _P.FIRST_TOKEN, _P.FINISHED, _P.FAILED, _P.FIRST_BYTES}
+POINTS = {
+    *(_P.RECEIVED, _P.LATE_TOKEN, _P.MIGRATED, _P.REFUSED, _P.FIRST_TOKEN, _P.FINISHED, _P.FAILED, _P.FIRST_BYTES),
+    _P.SAVED,
+}
 """Shown as points, too."""
 SENT_BY_FRONTEND: tuple[Message, ...] = ((_P.ROUTED, _P.RECEIVED),)
 HEARD_BY_FRONTEND: tuple[Message, ...] = ((_P.SENT, _P.HEARD),)
@@ -92,7 +116,7 @@ class Process(msgspec.Struct, frozen=True):
 
 class Span(msgspec.Struct, frozen=True):
     """Times are relative to ``received``; a point has start and end equal. ``value``: milliseconds waited for
-    ``run_queue``, bytes for ``transfer``, seconds for ``late_token``, tokens for ``migrated``."""
+    ``run_queue``, bytes for ``transfer`` and ``saved``, seconds for ``late_token``, tokens for ``migrated``."""
 
     process: str
     phase: str
@@ -228,7 +252,7 @@ class _Spans:
         self.process(decode_worker, AT_DECODE)
         self.between("deliver", decode_worker, _P.SENT, frontend, _P.HEARD)
         phases = {mark.phase for mark in decode_worker.marks}
-        if _P.ADMITTED in phases and not phases & {_P.PREFILL_STARTED, _P.PREFILL_QUEUED}:
+        if _P.ADMITTED in phases and not phases & {_P.PREFILL_STARTED, _P.PREFILL_QUEUED, _P.ATTACHED}:
             self.between("engine", decode_worker, _P.ADMITTED, decode_worker, _P.SENT)
         if _P.PREFILL_QUEUED in phases and not any(other.marks for other in others):
             note = "the prefill worker has told no marks"
@@ -248,16 +272,23 @@ class _Spans:
         self.process(worker, AT_PREFILL)
         num_bytes = sum(mark.value for mark in worker.marks if mark.phase is _P.TRANSFER_POSTED)
         self.between("transfer", worker, _P.TRANSFER_POSTED, decode_worker, _P.TRANSFER_ENDED, num_bytes or None)
-        if _P.RECEIVED in {mark.phase for mark in worker.marks}:
+        phases = {mark.phase for mark in worker.marks}
+        if _P.PREFILL_ENDED in phases and _P.TRANSFER_POSTED not in phases:
+            # The engines move the KV: the decode worker hears that it is there.
+            self.between("hand_over", worker, _P.PREFILL_ENDED, decode_worker, _P.ATTACHED)
+        if _P.RECEIVED in phases:
             self.between("deliver", worker, _P.PREFILL_ENDED, frontend, _P.FIRST_TOKEN)
 
     def process(self, worker: _Worker, table: Table) -> None:
         """Those within one process: from a phase to the first of those that the table has after it."""
         for begin, end, name in table:
             others = {phase for first, phase, _ in table if first is begin} - {end}
-            sooner_s = [mark.at_s for mark in worker.marks if mark.phase in others]
+            sooner = [mark for mark in worker.marks if mark.phase in others]
             for start_s, end_s in _next_pairs(worker.marks, begin, end):
-                if any(start_s <= at_s < end_s for at_s in sooner_s):
+                # The phase itself may also be what follows: then not at its own time.
+                if any(
+                    start_s <= mark.at_s < end_s and (mark.phase is not begin or mark.at_s > start_s) for mark in sooner
+                ):
                     continue
                 self._add(worker, name, start_s + worker.offset.seconds, end_s + worker.offset.seconds)
         waited: Mark | None = None

@@ -76,6 +76,10 @@ class PrefillPlace(enum.StrEnum):
     LOCAL_REQUIRED = "local_required"
     LOCAL_UNPAIRED = "local_unpaired"
     """Prefill-first: the frontend has chosen no prefill worker."""
+    QUEUE = "queue"
+    """Order auto: the frontend expects that the decode worker queues it."""
+    UNDECIDED = "undecided"
+    """Order auto, and the frontend does not know the costs: the decode worker decides."""
 
 
 class PrefillLoad(NamedTuple):

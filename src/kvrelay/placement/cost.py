@@ -36,36 +36,46 @@ MIN_WINDOW = 4
 """Prefills per prefill worker that may always be in flight: one computing, one waiting, two to arrive."""
 MIN_OBJECTIVE_S, MAX_OBJECTIVE_S = 1e-6, 1e6
 """Others count as these: a client may ask for anything, and the costs must stay finite."""
+MIN_WAIT_TOKEN_S = 1e-9
+"""A fit may say that waiting takes no time."""
 WINDOW_S = 0.25
 """More are sent while the wait before them is below this and the way's own latency."""
 
 
 def decide(
-    situation: Situation, remote: RemoteCost, prefill_load: PrefillLoad, mean_tokens: float, spread: float = 0.0
+    situation: Situation,
+    remote: RemoteCost,
+    prefill_load: PrefillLoad,
+    mean_tokens: float,
+    spread: float = 0.0,
+    told_wait_s: float = 0.0,
 ) -> Decision:
-    """Place one prefill. ``mean_tokens``: of a prefill that another decode worker has queued."""
+    """Place one prefill. ``mean_tokens``: of a prefill that another decode worker has queued. ``told_wait_s``: what a
+    prefill waits at least for the pairs that a frontend has sent to the prefill workers."""
     if prefill_load.num_workers <= 0:
         return stay_here(situation.is_here_open, situation.load_s)
     others = max(0, prefill_load.queue_size - situation.num_remote_prefills) * mean_tokens
     ahead = (situation.num_remote_tokens + others) / prefill_load.num_workers
-    local_s, local_cost = _local(situation, situation.num_here)
-    remote_s, remote_cost = _remote(situation, remote, ahead, spread)
+    if told_wait_s > 0.0:
+        ahead += told_wait_s / max(remote.wait_token_s, MIN_WAIT_TOKEN_S)
+    local_s, local_price = local_cost(situation)
+    remote_s, remote_price = _remote(situation, remote, ahead, spread)
     is_window_open = (
         situation.num_remote_prefills < MIN_WINDOW * prefill_load.num_workers
         or ahead * remote.wait_token_s < WINDOW_S + remote.overhead_s
     )
-    if local_cost <= remote_cost:
-        end_cost = _local(situation, situation.num_here + situation.num_line)[1]
-        is_local = situation.is_here_open or not is_window_open or end_cost <= remote_cost
+    if local_price <= remote_price:
+        end_cost = local_cost(situation, situation.num_line)[1]
+        is_local = situation.is_here_open or not is_window_open or end_cost <= remote_price
     else:
         end_cost = _remote(situation, remote, ahead + situation.num_line / prefill_load.num_workers, spread)[1]
-        is_local = not is_window_open and situation.is_here_open and local_cost < end_cost
+        is_local = not is_window_open and situation.is_here_open and local_price < end_cost
     place: PrefillPlace | None = None
     if is_local:
         place = PrefillPlace.LOCAL_CHEAPER if situation.is_here_open else None
     elif is_window_open:
         place = PrefillPlace.REMOTE
-    return Decision(place, local_s, remote_s, local_cost, remote_cost, load_s=situation.load_s)
+    return Decision(place, local_s, remote_s, local_price, remote_price, load_s=situation.load_s)
 
 
 def stay_here(is_here_open: bool, load_s: float = 0.0) -> Decision:
@@ -76,12 +86,17 @@ def stay_here(is_here_open: bool, load_s: float = 0.0) -> Decision:
 def _remote(situation: Situation, remote: RemoteCost, ahead: float, spread: float) -> tuple[float, float]:
     """Seconds to the first token, and the cost, of a prefill at a prefill worker with ``ahead`` tokens before it."""
     # What a tier here has, the prefill worker computes.
-    seconds = remote.seconds(situation.num_tokens + situation.num_stored, ahead)
+    return remote_cost(situation, remote.seconds(situation.num_tokens + situation.num_stored, ahead), spread)
+
+
+def remote_cost(situation: Situation, seconds: float, spread: float = 0.0) -> tuple[float, float]:
+    """``seconds`` to the first token of a prefill elsewhere, and its cost: it harms no answer that runs here."""
     return seconds, seconds + LATE * _late(situation, seconds, spread)
 
 
-def _local(situation: Situation, num_before: int) -> tuple[float, float]:
-    """Seconds to the first token, and the cost, of a prefill here with ``num_before`` tokens before it."""
+def local_cost(situation: Situation, num_line: int = 0) -> tuple[float, float]:
+    """Seconds to the first token, and the cost, of a prefill here, with ``num_line`` more tokens before it."""
+    num_before = situation.num_here + num_line
     cost, chunk = situation.cost, max(situation.chunk, 1)
     decodes, context = situation.num_decodes, situation.num_context
     seconds = situation.load_s + cost.prefill_seconds(
@@ -146,6 +161,9 @@ class CostPlacement:
         self._count = count
         self._mean_tokens = 1000.0
         self._arriving = ("", 0.0)
+        self._clock = clock
+        self._told = (0.0, clock.now())
+        """A wait for a frontend's pairs, and when it was told."""
         self._local_trials, self._remote_trials = Trials(clock), Trials(clock)
         self._is_remote_in_doubt = False
         """A trial is under way: its time replaces what is known."""
@@ -159,11 +177,23 @@ class CostPlacement:
         """Whether a prefill worker exists. Without one ``stay_here`` is the decision."""
         return self._prefill_load().num_workers > 0
 
+    def told(self, wait_s: float) -> None:
+        """A frontend says what a prefill waits at least for its pairs. Times that cannot be are ignored."""
+        if 0.0 <= wait_s <= MAX_COST_S:
+            self._told = (wait_s, self._clock.now())
+
+    @property
+    def _told_wait_s(self) -> float:
+        """What is left of it."""
+        wait_s, told_s = self._told
+        return max(wait_s - (self._clock.now() - told_s), 0.0)
+
     def decide(self, situation: Situation) -> Decision:
         """Where the prefill should go now."""
         remote, prefill_load = self.model.cost, self._prefill_load()
         if situation.cost.is_sound and remote.is_sound:
-            decision = decide(situation, remote, prefill_load, self._mean_tokens, self.model.spread)
+            told_s = self._told_wait_s
+            decision = decide(situation, remote, prefill_load, self._mean_tokens, self.model.spread, told_s)
             return self._try_other(decision, situation, prefill_load)
         self.num_fallbacks += 1
         place: PrefillPlace | None = self._policy.decide(
@@ -202,7 +232,7 @@ class CostPlacement:
             )
         else:
             return decision
-        doubtful = decide(situation, remote, prefill_load, self._mean_tokens)
+        doubtful = decide(situation, remote, prefill_load, self._mean_tokens, told_wait_s=self._told_wait_s)
         if doubtful.place in (None, decision.place):
             return decision
         return msgspec.structs.replace(decision, place=doubtful.place, is_trial=True)
@@ -271,3 +301,5 @@ class PlacementState(msgspec.Struct):
     explain: bool = False
     """Whether the first output reports the decision."""
     decision: Decision | None = None
+    otherwise: CostPlacement | None = None
+    """Decides once if the prefill worker of a pair does not compute it after all; None: it is computed here then."""

@@ -8,6 +8,7 @@ it does. ``docs/cost-model.md`` has the sources.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import msgspec
 
@@ -131,18 +132,23 @@ class StepCostModel:
             # A wrong share for the decodes must not leave a prefill without any time of its own.
             own_s = max(seconds - beside_s, seconds / 2)
             estimate_s = self.cost.step_seconds(work)
-            is_new = self._prefill.add((1.0, work.num_prefill_tokens, work.num_prefill_pairs), own_s)
-            if is_new:
+            if self._prefill.add((1.0, work.num_prefill_tokens, work.num_prefill_pairs), own_s):
                 self._spread.add(seconds, estimate_s)
+                self._cost = None
         else:
+            self.add_decodes(work.num_decodes, work.num_context_tokens, (seconds,))
+
+    def add_decodes(self, num_decodes: int, num_context: int, seconds: Sequence[float]) -> None:
+        """Like ``add`` for steps without a prefill one after another, the same decodes in each: ``num_context`` tokens
+        of context in the first one, and another for each decode in each step."""
+        for number, step_s in enumerate(seconds):
             # Steady decoding says the same again and again: after a while a part of it is enough.
             self._num_decode_steps += 1
             if self._num_decode_steps > MANY_STEPS and self._num_decode_steps % SAMPLED_STEPS:
-                return
-            is_new = self._decode.add((1.0, work.num_decodes, work.num_context_tokens), seconds)
+                continue
+            if self._decode.add((1.0, num_decodes, num_context + number * num_decodes), step_s):
+                self._cost = None
             self._spread.age()
-        if is_new:
-            self._cost = None
 
 
 class RemoteCost(msgspec.Struct, frozen=True):

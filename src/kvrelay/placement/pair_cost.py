@@ -19,7 +19,7 @@ KV for which D has no room waits at P and holds P's blocks, so a missing token c
 weights of the transfer say how many tokens are prefilled while one is moved; they are estimates, not measurements. A
 measured time counts as 100 times that estimate at most: it may have been taken while a peer stood still.
 
-Whether a pair serves the request at all, or one decode worker alone, ``place_pair`` decides as decode-first does.
+Whether a pair serves the request at all, or one decode worker alone, ``ways.py`` says.
 """
 
 from __future__ import annotations
@@ -28,9 +28,6 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvrelay.placement.base import Decision, Objectives, PrefillLoad, Situation
-from kvrelay.placement.cost import decide
-from kvrelay.placement.cost_model import RemoteCost
 from kvrelay.placement.seconds import (
     BALANCE_WEIGHT,
     PENDING_WEIGHT,
@@ -44,8 +41,6 @@ from kvrelay.placement.seconds import (
 SAME_HOST_WEIGHT = 0.02
 OTHER_HOST_WEIGHT = 0.1
 MAX_TRANSFER_RATIO = 100.0
-CHUNK_TOKENS = 2048
-"""Prefill tokens of a step: the default of ``max_num_batched_tokens``, which workers do not publish."""
 
 BoolMatrix = npt.NDArray[np.bool_]
 FloatMatrix = npt.NDArray[np.float64]
@@ -78,7 +73,7 @@ def pair_costs(
 ) -> PairCosts:
     """By weights. ``free_tokens`` [D]: room in each KV pool of the decode side; ``is_same_host`` and ``can_exchange``
     [P, D]."""
-    own, missing = _own_tokens(prefill), _own_tokens(decode)
+    own, missing = own_tokens_of(prefill), own_tokens_of(decode)
     weight = np.where(is_same_host, SAME_HOST_WEIGHT, OTHER_HOST_WEIGHT)
     return PairCosts(
         prefill=PENDING_WEIGHT * prefill.load.prefill_tokens + own * (1.0 + BALANCE_WEIGHT * prefill.load.recent_share),
@@ -100,7 +95,7 @@ def pair_seconds(
     measured, NaN where it is not known."""
     if prefill.costs is None or decode.costs is None:
         return None
-    own, missing = _own_tokens(prefill), _own_tokens(decode)
+    own, missing = own_tokens_of(prefill), own_tokens_of(decode)
     weight = np.where(is_same_host, SAME_HOST_WEIGHT, OTHER_HOST_WEIGHT) * prefill.costs.prefill_token_s[:, None]
     is_measured = None
     if transfer_token_s is not None:
@@ -118,53 +113,6 @@ def pair_seconds(
     )
 
 
-def place_pair(
-    prefill: Candidates, decode: Candidates, costs: PairCosts, pair: tuple[int, int], alone: int, objectives: Objectives
-) -> Decision | None:
-    """By ``cost.decide``: the pair in these rows, or the decode worker in row ``alone`` without it. The chosen prefill
-    worker is the whole prefill side, and what waits there was sent there. None unless ``costs`` are in seconds."""
-    if prefill.costs is None or decode.costs is None or costs.unit != "s":
-        return None
-    row, column = pair
-    here, there = decode.costs.of(alone), prefill.costs.of(row)
-    num_decodes = int(decode.load.num_requests[alone])
-    num_context = int(decode.load.context_tokens[alone]) if num_decodes else 0
-    num_stored, load_s = _loaded(decode, alone)
-    num_tokens = max(int(_own_tokens(decode)[alone]) - num_stored, 1)
-    within = here.chunk_within(
-        objectives.itl_s, num_before=num_tokens // 2, num_decodes=num_decodes, num_context=num_context
-    )
-    situation = Situation(
-        num_tokens=num_tokens,
-        waited_s=0.0,
-        num_here=int(decode.load.prefill_tokens[alone]),
-        num_remote_tokens=int(prefill.load.prefill_tokens[row]),
-        num_remote_prefills=0,
-        chunk=min(within, CHUNK_TOKENS) if num_decodes else CHUNK_TOKENS,
-        num_decodes=num_decodes,
-        num_context=num_context,
-        is_here_open=True,
-        cost=here,
-        objectives=objectives,
-        num_stored=num_stored,
-        load_s=load_s,
-    )
-    num_there, load_there_s = _loaded(prefill, row)
-    remote = RemoteCost(
-        overhead_s=RemoteCost().overhead_s + float(costs.transfer[row, column]),
-        wait_token_s=there.prefill_token_s,
-        transfer_token_s=0.0,
-        prefill_s=load_there_s + there.prefill_seconds(max(int(_own_tokens(prefill)[row]) - num_there, 1)),
-        prefill_token_s=0.0,
-    )
-    return decide(situation, remote, PrefillLoad(num_workers=1, queue_size=0), mean_tokens=0.0)
-
-
-def _loaded(half: Candidates, row: int) -> tuple[int, float]:
-    """Tokens that this worker would load, and their seconds."""
-    return (0, 0.0) if half.loads is None else (int(half.loads.tokens[row]), float(half.loads.seconds[row]))
-
-
-def _own_tokens(half: Candidates) -> FloatColumn:
+def own_tokens_of(half: Candidates) -> FloatColumn:
     """Tokens that the workers of this half lack."""
     return own_tokens(half.prompt_tokens, half.block_size * half.overlap_blocks)

@@ -43,7 +43,8 @@ class LoadColumns(msgspec.Struct, frozen=True):
     ``prefill_tokens``: placed by this router and not yet prefilled; ``context_tokens``: the router's effective load;
     ``num_requests``: at the worker, effective in the same way; ``recent_share``: tokens placed by this router in the
     last minutes, over those of the worker that got the most (0 to 1); ``cache_usage`` (share of the KV pool, 0 to 1)
-    and ``num_waiting`` as published, 0 without a fresh sample.
+    and ``num_waiting`` as published, 0 without a fresh sample. ``others_prefill_tokens``: of prompts that others have
+    sent there, as published: not in ``prefill_tokens``.
     """
 
     prefill_tokens: FloatColumn
@@ -52,6 +53,7 @@ class LoadColumns(msgspec.Struct, frozen=True):
     cache_usage: FloatColumn
     num_waiting: FloatColumn
     num_requests: FloatColumn
+    others_prefill_tokens: FloatColumn
 
 
 class CostColumns(msgspec.Struct, frozen=True):

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import asdict, replace
 
 from kvrelay.config import DisaggConfig, load_settings
+from kvrelay.core.step_cost import CostSource
 from kvrelay.errors import ConfigError
 from kvrelay.placement.base import PrefillLoad, PrefillPlace
 
@@ -22,17 +23,18 @@ _DEFAULTS = DisaggConfig()
 
 
 class DisaggPolicy:
-    """Holds the settings and decides per request. ``knows_costs``: whether this process's engine, or those that it
-    routes to, can be asked for the costs of their steps; without them ``auto`` and ``cost`` go by the thresholds."""
+    """Holds the settings and decides per request. ``step_costs``: where the costs of steps come from, of this process's
+    engine or of those that it routes to. Without any, ``auto`` and ``cost`` go by the thresholds; with estimates,
+    ``auto`` does."""
 
-    def __init__(self, config: DisaggConfig, *, knows_costs: bool = True) -> None:
+    def __init__(self, config: DisaggConfig, *, step_costs: CostSource = CostSource.MEASURED) -> None:
         self.config = self._given = config
-        self._knows_costs = knows_costs
+        self._by_cost = {CostSource.MEASURED: ("auto", "cost"), CostSource.ESTIMATED: ("cost",)}.get(step_costs, ())
 
     @property
     def is_by_cost(self) -> bool:
         """Whether ``placement.cost`` decides, and this policy only until costs have been measured."""
-        return self._knows_costs and self.config.disagg_policy in ("auto", "cost")
+        return self.config.disagg_policy in self._by_cost
 
     @property
     def unused(self) -> tuple[str, ...]:

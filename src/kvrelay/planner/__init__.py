@@ -12,6 +12,7 @@ from kvrelay.planner.base import Actuator as Actuator
 from kvrelay.planner.base import Demand as Demand
 from kvrelay.planner.base import FleetView as FleetView
 from kvrelay.planner.base import Hold as Hold
+from kvrelay.planner.base import Measured as Measured
 from kvrelay.planner.base import Narrow as Narrow
 from kvrelay.planner.base import Numbers as Numbers
 from kvrelay.planner.base import Objectives as Objectives
@@ -22,7 +23,9 @@ from kvrelay.planner.base import Start as Start
 from kvrelay.planner.base import Stop as Stop
 from kvrelay.planner.base import Widen as Widen
 from kvrelay.planner.base import WorkerView as WorkerView
+from kvrelay.planner.base import words_of as words_of
 from kvrelay.planner.demand import Traffic as Traffic
+from kvrelay.planner.demand import generated_since as generated_since
 from kvrelay.planner.plan import not_begun as not_begun
 from kvrelay.planner.plan import plan as plan
 from kvrelay.planner.plan import released as released

@@ -18,9 +18,12 @@ class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
 
     ``is_ready``: it is listed, answers, and its engine has taken a step; False while it starts, drains, narrows or is
     silent. ``is_starting``: it was launched and is not ready yet. ``is_held``: its role was set by hand, so the planner
-    leaves it alone. ``may_stop``: the actuator can stop it. ``num_steps``: engine steps since its start, if known.
+    leaves it alone. ``may_stop``: the actuator can stop it. ``num_steps`` and ``num_generated_tokens``: of the engine
+    since its start, 0: unknown. ``num_running`` answers get a token from each step; ``num_admitted`` requests have a
+    slot or a reserved one: those that run, that prefill here, and that wait for their KV.
     ``num_prefill_tokens``: prompt tokens that wait or are being computed here. ``kv_tokens`` and ``kv_used_tokens``:
-    size of the KV pool and the part that requests hold. ``prefix_hit_rate``: 0 to 1.
+    size of the KV pool and the part that requests hold. ``prefix_hit_rate``: 0 to 1. ``is_cost_estimated``: from what
+    answers show, not from steps.
     """
 
     worker_id: str
@@ -30,7 +33,9 @@ class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
     is_held: bool = False
     may_stop: bool = True
     num_steps: int = 1 << 30
+    num_generated_tokens: int = 0
     num_running: int = 0
+    num_admitted: int = 0
     num_waiting: int = 0
     num_slots: int = 0
     num_prefill_tokens: int = 0
@@ -38,12 +43,26 @@ class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
     kv_used_tokens: int = 0
     prefix_hit_rate: float = 0.0
     step_cost: StepCost | None = None
+    is_cost_estimated: bool = False
+
+
+Range = tuple[float, float]
+"""Seconds, from and to: the bucket of a histogram."""
+
+
+class Measured(msgspec.Struct, frozen=True, kw_only=True):
+    """What clients got in the last minute: the 95th percentile of times to first token, and the median between two
+    tokens."""
+
+    ttft_s: Range
+    itl_s: Range
 
 
 class FleetView(msgspec.Struct, frozen=True, kw_only=True):
     """All workers at ``now_s``, in the order of their ids. ``max_workers``: how many may run at once; 0: the planner
     starts and stops none. ``num_queued_prefill_tokens``: tokens of the global prefill queue, in no worker's count.
     ``num_unplaced``: requests that wait at frontends because no worker takes requests.
+    ``measured``: None if too few requests have come; ``plan`` does not use it, and who reads its log may.
     ``start_s``: from the launch of a worker until it is ready. ``spread``: standard deviation of the logarithm of a
     step's time. ``chunk``: the most prefill tokens of a step."""
 
@@ -52,6 +71,7 @@ class FleetView(msgspec.Struct, frozen=True, kw_only=True):
     max_workers: int = 0
     num_queued_prefill_tokens: int = 0
     num_unplaced: int = 0
+    measured: Measured | None = None
     start_s: float = 30.0
     spread: float = 0.1
     chunk: int = 2048
@@ -60,7 +80,7 @@ class FleetView(msgspec.Struct, frozen=True, kw_only=True):
 class Demand(msgspec.Struct, frozen=True, kw_only=True):
     """What has come and ended in the ``duration_s`` seconds before the view. ``num_prompt_tokens`` and
     ``num_uncached_tokens`` are those of the arrived requests, ``sum_squares`` the squares of their uncached tokens
-    (0: unknown). ``num_ended`` answers, with ``num_ended_tokens`` in all."""
+    (0: unknown). ``num_ended`` answers, with ``num_ended_tokens`` in all. ``num_generated_tokens``: of all answers."""
 
     duration_s: float
     num_requests: int = 0
@@ -69,6 +89,7 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True):
     sum_squares: float = 0.0
     num_ended: int = 0
     num_ended_tokens: int = 0
+    num_generated_tokens: int = 0
 
 
 class Objectives(msgspec.Struct, frozen=True, kw_only=True):
@@ -88,7 +109,7 @@ class Numbers(msgspec.Struct, frozen=True, kw_only=True):
     """Why. ``lateness``: expected seconds beyond the objectives, of all requests that come in a second, as the fleet is
     and as it would be. ``gain_s`` is their difference over the horizon, ``cost_s`` what the change costs on the way.
     ``utilisation``: of the prefill side and of the decode side, as the fleet is. ``ttft_s`` and ``itl_s`` are estimates
-    of the 95th percentile and the mean."""
+    of the 95th percentile and the mean, those with ``then`` after the change."""
 
     lateness: float = 0.0
     lateness_then: float = 0.0
@@ -101,6 +122,8 @@ class Numbers(msgspec.Struct, frozen=True, kw_only=True):
     decode_utilisation: float = 0.0
     ttft_s: float = 0.0
     itl_s: float = 0.0
+    ttft_then_s: float = 0.0
+    itl_then_s: float = 0.0
 
 
 class Widen(msgspec.Struct, frozen=True, tag="widen"):
@@ -144,6 +167,22 @@ class Hold(msgspec.Struct, frozen=True, tag="hold"):
 
 
 Action = Widen | Narrow | Start | Stop | Hold
+
+
+def words_of(action: Action) -> str:
+    """What it does, for people."""
+    match action:
+        case Widen():
+            return f"widen {action.worker_id}"
+        case Narrow():
+            return f"narrow {action.worker_id} to {action.role}"
+        case Start():
+            return f"start a {action.role} worker"
+        case Stop():
+            return f"stop {action.worker_id}"
+    return "change nothing"
+
+
 Plan = tuple[Action, ...]
 """One action at a time: a plan has one entry."""
 
@@ -186,11 +225,13 @@ class PlannerState(msgspec.Struct, frozen=True, kw_only=True):
 
 class Room(msgspec.Struct, frozen=True):
     """``max_workers``: how many may run at once, those that run included; 0: none is started or stopped.
-    ``num_starting`` were launched and are not in discovery yet. ``may_stop``: ids of those that can be stopped."""
+    ``num_starting`` were launched and are not in discovery yet. ``may_stop``: ids of those that can be stopped.
+    ``needs_worker``: a host ends if no worker is left."""
 
     max_workers: int = 0
     num_starting: int = 0
     may_stop: frozenset[str] = frozenset()
+    needs_worker: bool = False
 
 
 class Actuator(Protocol):

@@ -14,9 +14,8 @@ from functools import reduce
 
 import msgspec
 
-from kvrelay.core.step_cost import StepCost
-from kvrelay.planner.base import Demand, FleetView, Objectives, PlannerState
-from kvrelay.planner.capacity import Load, decode_step_s
+from kvrelay.planner.base import Demand, FleetView, Objectives, PlannerState, WorkerView
+from kvrelay.planner.capacity import Load
 
 CHANGED = 4.0
 """Standard deviations. Many splits are tried at each call, and steady demand must pass them all for hours."""
@@ -29,6 +28,11 @@ MIN_ENDED = 8
 """Answers whose mean length counts."""
 PRIOR_ANSWER_TOKENS = 200.0
 FULL = 0.9
+SLOPE_NOISE = 0.042
+"""sqrt(2 b^2 / (a (4 - 2 a - b))) with a = alpha and b = alpha beta of ``trend``: the steady state of an alpha-beta
+filter (Kalata 1984)."""
+GROWS = 3.0
+"""Standard deviations of that noise."""
 
 
 class Traffic(msgspec.Struct, kw_only=True):
@@ -65,7 +69,7 @@ class Traffic(msgspec.Struct, kw_only=True):
         """Of both."""
         return Traffic(**{name: getattr(self, name) + getattr(other, name) for name in self.__struct_fields__})
 
-    def demand(self, duration_s: float) -> Demand:
+    def demand(self, duration_s: float, num_generated_tokens: int = 0) -> Demand:
         """Of ``duration_s`` seconds. The cached share of arrived prompts is taken from those that were prefilled."""
         uncached = 1.0 - self.num_cached_tokens / max(self.num_prefilled_tokens, 1)
         return Demand(
@@ -76,6 +80,7 @@ class Traffic(msgspec.Struct, kw_only=True):
             sum_squares=self.sum_squares * uncached**2,
             num_ended=self.num_ended,
             num_ended_tokens=self.num_ended_tokens,
+            num_generated_tokens=num_generated_tokens,
         )
 
 
@@ -154,36 +159,49 @@ def trend(samples: Sequence[Demand], alpha: float = 0.3, beta: float = 0.1) -> f
     return slope
 
 
-def _running_tokens_per_s(fleet: FleetView, cost: StepCost, context: float) -> float:
-    """The tokens that the running answers get, by the time of the steps that they share."""
-    running = [w.num_running for w in fleet.workers if w.is_ready and w.role.takes_requests]
-    return sum(count / decode_step_s(cost, count, int(count * context)) for count in running)
+def growth(samples: Sequence[Demand]) -> float:
+    """The trend, if it grows by more than steady Poisson arrivals let it seem to: else 0."""
+    slope, whole = trend(samples), total(samples)
+    if slope <= 0.0:
+        return 0.0
+    # The filter's gains make SLOPE_NOISE standard deviations of a sample's rate, over its length, of that noise.
+    sample_s = whole.duration_s / len(samples)
+    noise = SLOPE_NOISE * math.sqrt(whole.num_requests / whole.duration_s / sample_s) / sample_s
+    return slope if slope > GROWS * noise else 0.0
 
 
-def load_of(fleet: FleetView, state: PlannerState, cost: StepCost) -> Load:
-    """The load of the whole fleet, whose steps take ``cost``."""
+def generated_since(before: Iterable[WorkerView], workers: Iterable[WorkerView]) -> int:
+    """Tokens of answers since that view. A worker without a count in it is counted from the next view on."""
+    known = {worker.worker_id: worker.num_generated_tokens for worker in before}
+    pairs = [(known.get(w.worker_id, 0), w.num_generated_tokens) for w in workers if w.role.takes_requests]
+    return sum(max(now - then, 0) for then, now in pairs if then)
+
+
+def load_of(fleet: FleetView, state: PlannerState) -> Load:
+    """The load of the whole fleet."""
     seen = total(state.samples)
     num_requests, seconds = max(seen.num_requests, 1), max(seen.duration_s, 1e-9)
     uncached = seen.num_uncached_tokens / num_requests
     mean_square = seen.sum_squares / num_requests
-    rate = seen.num_requests / seconds
-    answers = state.answer_tokens or PRIOR_ANSWER_TOKENS
-    prompt = seen.num_prompt_tokens / num_requests
-    if rate > 0.0:
-        # Long answers end late. While they run, they count by what the workers must generate for them now.
-        answers = max(answers, _running_tokens_per_s(fleet, cost, prompt + answers / 2) / rate)
+    ended = seen.num_ended_tokens / seen.num_ended if seen.num_ended else PRIOR_ANSWER_TOKENS
+    answers = state.answer_tokens or ended
+    num_running = sum(worker.num_running for worker in fleet.workers)
+    # Long answers end late. Until then they count by what has been generated, once that is more than running answers of
+    # the known length account for.
+    if seen.num_generated_tokens > seen.num_ended_tokens + num_running * answers / 2:
+        answers = max(answers, seen.num_generated_tokens / num_requests)
     ready = [worker for worker in fleet.workers if worker.is_ready]
     waiting_tokens = sum(worker.num_prefill_tokens for worker in ready) + fleet.num_queued_prefill_tokens
     full = [
         worker.num_waiting
         for worker in ready
         if worker.role.takes_requests
-        and (worker.kv_used_tokens > FULL * worker.kv_tokens > 0 or worker.num_running >= worker.num_slots > 0)
+        and (worker.kv_used_tokens > FULL * worker.kv_tokens > 0 or worker.num_admitted >= worker.num_slots > 0)
     ]
     return Load(
-        requests_per_s=rate,
+        requests_per_s=seen.num_requests / seconds,
         uncached_tokens=uncached,
-        prompt_tokens=prompt,
+        prompt_tokens=seen.num_prompt_tokens / num_requests,
         answer_tokens=answers,
         variation=math.sqrt(max(mean_square / uncached**2 - 1.0, 0.0)) if mean_square and uncached else 0.5,
         # Each worker is at a prompt in the best of times.

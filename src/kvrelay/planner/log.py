@@ -44,7 +44,7 @@ class DecisionLog:
     def add(self, decision: Decision) -> None:
         """Write it, unless it repeats the last hold."""
         action = decision.actions[0]
-        said = action.reason.partition(" since ")[0] if isinstance(action, Hold) else ""
+        said = action.reason.partition(": ")[0].partition(" since ")[0] if isinstance(action, Hold) else ""
         if self._path is None or (said and said == self._said and decision.unix_s - self._said_s < REPEAT_S):
             return
         self._said, self._said_s = said, decision.unix_s

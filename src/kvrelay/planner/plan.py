@@ -36,7 +36,7 @@ from kvrelay.planner.base import (
     WorkerView,
 )
 from kvrelay.planner.capacity import Assessment, Load, Shape, Worker, assess, shape_of
-from kvrelay.planner.demand import heard, load_of, trend
+from kvrelay.planner.demand import growth, heard, load_of
 
 WARM_STEPS = 32
 """The costs of a worker that has taken fewer are those of its start."""
@@ -77,6 +77,7 @@ class _Option(msgspec.Struct, frozen=True):
     delay_s: float = 0.0
 
 
+ESTIMATED = "by costs of steps that are estimates"
 _OPPOSITE = {"": None, "to prefill": "to decode", "to decode": "to prefill", "more": "less", "less": "more"}
 
 
@@ -95,13 +96,16 @@ def plan(fleet: FleetView, demand: Demand, objectives: Objectives, state: Planne
     if reason := _blind(fleet):
         return (Hold(reason, Numbers()),), _unwanted(state)
     worker = _worker(fleet)
-    load = load_of(fleet, state, worker.cost)
-    objectives, unmet = _attainable(load, worker, objectives)
+    load = load_of(fleet, state)
+    attainable, unmet = _attainable(load, worker, objectives)
     if unmet and unmet.partition(":")[0] != state.told:
         return (Hold(unmet, Numbers()),), msgspec.structs.replace(_unwanted(state), told=unmet.partition(":")[0])
     if not unmet:
         state = msgspec.structs.replace(state, told="")
-    return _choose(fleet, load, worker, objectives, state)
+    (action,), state = _choose(fleet, load, worker, attainable, objectives, state)
+    if any(known.is_cost_estimated for known in _costs(fleet)):
+        action = msgspec.structs.replace(action, reason=f"{action.reason}; {ESTIMATED}")
+    return (action,), state
 
 
 # -- what is known ----------------------------------------------------------------------------------------------------
@@ -144,7 +148,7 @@ def not_begun(fleet: FleetView, before: PlannerState, after: PlannerState) -> Pl
 
 
 def _seen_active(fleet: FleetView, demand: Demand, state: PlannerState) -> PlannerState:
-    running = any(worker.num_running or worker.num_waiting or worker.num_prefill_tokens for worker in fleet.workers)
+    running = any(worker.num_admitted or worker.num_waiting or worker.num_prefill_tokens for worker in fleet.workers)
     if state.active_s is None or running or demand.num_requests or fleet.num_unplaced:
         return msgspec.structs.replace(state, active_s=fleet.now_s)
     return state
@@ -268,7 +272,7 @@ def _is_free(worker: WorkerView, state: PlannerState) -> bool:
 def _least_busy(workers: Iterable[WorkerView], state: PlannerState, role: WorkerRole) -> WorkerView | None:
     """The worker of that role whose change hurts least; None: none may be changed."""
     free = [worker for worker in workers if worker.role is role and _is_free(worker, state)]
-    return min(free, key=lambda w: (w.num_running + w.num_waiting, w.num_prefill_tokens, w.worker_id), default=None)
+    return min(free, key=lambda w: (w.num_admitted + w.num_waiting, w.num_prefill_tokens, w.worker_id), default=None)
 
 
 def _options(fleet: FleetView, state: PlannerState, now: Assessment, shape: Shape, cost_s: float) -> list[_Option]:
@@ -314,7 +318,8 @@ def _stops(fleet: FleetView, state: PlannerState, objectives: Objectives, shape:
     for role in WorkerRole:
         if (worker := _least_busy(stoppable, state, role)) is not None:
             stop = Stop(worker.worker_id, "", Numbers())
-            found.append(_Option(f"stop {role}", stop, shape.plus(role, -1), "less", WINDOWS_DOWN, 0.0))
+            # One kind: which role can best be spared changes from call to call.
+            found.append(_Option("stop", stop, shape.plus(role, -1), "less", WINDOWS_DOWN, 0.0))
     return [option for option in found if option.then.is_allowed]
 
 
@@ -322,15 +327,16 @@ def _stops(fleet: FleetView, state: PlannerState, objectives: Objectives, shape:
 
 
 def _choose(
-    fleet: FleetView, load: Load, worker: Worker, objectives: Objectives, state: PlannerState
+    fleet: FleetView, load: Load, worker: Worker, objectives: Objectives, given: Objectives, state: PlannerState
 ) -> tuple[Plan, PlannerState]:
+    """``objectives``: those that some fleet can meet; ``given``: what people are told of."""
     shape = shape_of(fleet)
     now = assess(shape, load, worker, objectives)
     hits = sum(w.prefix_hit_rate for w in fleet.workers) / len(fleet.workers)
     lost_prefix_s = hits * worker.kv_tokens * worker.cost.prefill_token_s
     options = _options(fleet, state, now, shape, DRAIN_MARGIN * (now.drain_s + lost_prefix_s))
     quiet = DEAD_BAND * objectives.ttft_s * load.requests_per_s
-    growing = max(trend(state.samples), 0.0) * fleet.start_s
+    growing = growth(state.samples) * fleet.start_s
     best: tuple[float, _Option, Numbers] | None = None
     for option in options:
         grown = load
@@ -349,10 +355,10 @@ def _choose(
     if best is None:
         best = _stop(fleet, load, worker, objectives, state, shape, now)
     if best is None:
-        return (Hold(_fine(now, quiet), _numbers(load, now, now, 0.0, 0.0)),), _forgiving(
-            fleet, objectives, _unwanted(state)
-        )
-    return _confirm(fleet, objectives, state, best[1], best[2])
+        numbers = _numbers(load, now, now, 0.0, 0.0)
+        reason = "the objectives are met" if now.lateness <= quiet else _no_help(fleet, numbers, given)
+        return (Hold(reason, numbers),), _forgiving(fleet, objectives, _unwanted(state))
+    return _confirm(fleet, given, state, best[1], best[2])
 
 
 def _stop(
@@ -364,18 +370,19 @@ def _stop(
     shape: Shape,
     now: Assessment,
 ) -> tuple[float, _Option, Numbers] | None:
-    """The stop after which the rest is latest least, if it is within the dead band even with more demand."""
-    rate = (load.requests_per_s + max(trend(state.samples), 0.0) * fleet.start_s) * HEADROOM
-    more = msgspec.structs.replace(load, requests_per_s=rate)
-    found = [
-        (assess(option.then, more, worker, objectives), option)
-        for option in _stops(fleet, state, objectives, shape)
-    ]  # fmt: skip
-    if not found:
+    """The stop that makes requests least later, if that is hardly at all, now and with more demand. Lateness that no
+    fleet can avoid keeps no worker."""
+    rate = (load.requests_per_s + growth(state.samples) * fleet.start_s) * HEADROOM
+    loads = (load, msgspec.structs.replace(load, requests_per_s=rate))
+
+    def lost(option: _Option) -> float:
+        after, before = ([assess(each, some, worker, objectives) for some in loads] for each in (option.then, shape))
+        return max(then.lateness - was.lateness for then, was in zip(after, before))
+
+    options = _stops(fleet, state, objectives, shape)
+    if not options or lost(option := min(options, key=lost)) > DEAD_BAND * objectives.ttft_s * rate / 2:
         return None
-    after, option = min(found, key=lambda pair: pair[0].lateness)
-    if after.lateness > DEAD_BAND * objectives.ttft_s * rate / 2:
-        return None
+    after = assess(option.then, load, worker, objectives)
     return 0.0, option, _numbers(load, now, after, 0.0, 0.0)
 
 
@@ -389,10 +396,8 @@ def _confirm(
     since_s = fleet.now_s - state.wanted_since_s
     if since_s < wait_s:
         reason = f"{option.kind} is the best change since {since_s:.0f} s; it needs {wait_s:.0f} s"
-        return (Hold(reason, numbers),), state
-    reason = (
-        f"{option.kind}: {option.then} is late by {numbers.lateness_then:.3g} s/s instead of {numbers.lateness:.3g}"
-    )
+        return (Hold(reason, numbers),), _forgiving(fleet, objectives, state)
+    reason = f"{option.kind}: {_told(option, numbers, objectives)}" if numbers != Numbers() else option.kind
     action = msgspec.structs.replace(option.action, reason=reason, numbers=numbers)
     return (action,), _begun(fleet, state, msgspec.structs.replace(option, action=action))
 
@@ -435,8 +440,45 @@ def _forgiving(fleet: FleetView, objectives: Objectives, state: PlannerState) ->
     return state
 
 
-def _fine(now: Assessment, quiet: float) -> str:
-    return "the objectives are met" if now.lateness <= quiet else "no single change is worth its cost"
+def _no_help(fleet: FleetView, numbers: Numbers, objectives: Objectives) -> str:
+    """Why the objectives are missed and nothing is changed."""
+    is_full = 0 < fleet.max_workers <= len(fleet.workers)
+    slots = f"all {fleet.max_workers} slots are used, and " if is_full else ""
+    name, now_s, _, aim_s = _worse(numbers, objectives)
+    return f"{slots}no single change is worth its cost: {_missed(name, now_s, aim_s)}"
+
+
+def _told(option: _Option, numbers: Numbers, objectives: Objectives) -> str:
+    """The change in words: what it is for, and what it is expected to do."""
+    name, now_s, then_s, aim_s = _worse(numbers, objectives)
+    how = ""
+    match option.action:
+        case Stop(worker_id):
+            return f"without {worker_id}, {name} is expected to take {then_s:.3g} s, objective {aim_s:g} s"
+        case Start(role):
+            number = getattr(option.then, role.value)
+            which = _ORDINALS[number - 1] if number <= len(_ORDINALS) else "further"
+            how = f"a {which} {'aggregated' if role is WorkerRole.BOTH else role} worker"
+        case Narrow(worker_id, role):
+            how = f"{worker_id} with {role} only"
+        case Widen(worker_id):
+            how = f"{worker_id} with both halves of the work"
+    return f"{_missed(name, now_s, aim_s)}; {how} is expected to make it {then_s:.3g} s"
+
+
+_ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh")
+
+
+def _worse(numbers: Numbers, objectives: Objectives) -> tuple[str, float, float, float]:
+    """The objective that is missed by more: its name, its time now and after the change, and itself."""
+    if numbers.ttft_s / objectives.ttft_s >= numbers.itl_s / objectives.itl_s:
+        return "first token", numbers.ttft_s, numbers.ttft_then_s, objectives.ttft_s
+    return "time between tokens", numbers.itl_s, numbers.itl_then_s, objectives.itl_s
+
+
+def _missed(name: str, now_s: float, aim_s: float) -> str:
+    beyond = "" if now_s > aim_s else "some beyond the "
+    return f"{name} is expected to take {now_s:.3g} s, {beyond}objective {aim_s:g} s"
 
 
 def _numbers(load: Load, before: Assessment, after: Assessment, gain_s: float, cost_s: float) -> Numbers:
@@ -452,4 +494,6 @@ def _numbers(load: Load, before: Assessment, after: Assessment, gain_s: float, c
         decode_utilisation=before.decode_utilisation,
         ttft_s=before.ttft_s,
         itl_s=before.itl_s,
+        ttft_then_s=after.ttft_s,
+        itl_then_s=after.itl_s,
     )

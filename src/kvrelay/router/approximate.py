@@ -24,6 +24,8 @@ from typing import NamedTuple
 import msgspec
 
 from kvrelay.core.clock import Clock
+from kvrelay.router.base import IndexState
+from kvrelay.router.knowledge import Indexer
 from kvrelay.router.overlap import WorkerGroup
 
 MAX_TRACKED_BLOCKS = 1 << 20
@@ -55,7 +57,7 @@ class _Placement(NamedTuple):
     last: _Stretch
 
 
-class ApproximateIndexer:
+class ApproximateIndexer(Indexer):
     """A placement lives for ``ttl_s``, which may be changed at any time.
 
     ``max_blocks`` bounds the memory. A block counts once per placement; above it the oldest placements end early.
@@ -135,6 +137,9 @@ class ApproximateIndexer:
         worker = self._number_of.pop(worker_id, None)
         if worker is not None:
             del self._name_of[worker]
+
+    def index_state(self, worker_id: str) -> IndexState:
+        return IndexState.APPROXIMATE
 
     def _expire(self, now: float) -> None:
         oldest, placements = now - self.ttl_s, self._placements

@@ -19,7 +19,8 @@ no answer comes, it does nothing: the router asks again, driven by the worker's 
 
 
 class RoutingRequest(msgspec.Struct, frozen=True):
-    """A request as the policies see it. ``exclude`` names workers that have already failed this request."""
+    """A request as the policies see it. ``exclude`` names workers that have already failed this request. Its own
+    objectives are in milliseconds; 0: the configured ones."""
 
     request_id: str
     token_ids: Sequence[int]
@@ -28,6 +29,8 @@ class RoutingRequest(msgspec.Struct, frozen=True):
     exclude: Collection[str] = ()
     cache_salt: str | None = None
     adapter: str = ""
+    slo_ttft_ms: float = 0.0
+    slo_itl_ms: float = 0.0
 
 
 class CandidateScore(msgspec.Struct, frozen=True):

@@ -63,6 +63,18 @@ class TierTable:
         return found
 
 
+class Lender(msgspec.Struct, frozen=True):
+    """A worker of the other stage, whose prefix cache has the first ``num_blocks`` blocks of a prompt."""
+
+    info: WorkerInfo
+    num_blocks: int
+
+    def lends_to(self, info: WorkerInfo) -> bool:
+        """Whether that worker may read from this one."""
+        is_open = self.info.reads_prefixes and info.reads_prefixes
+        return is_open and self.info.kv_compatibility == info.kv_compatibility
+
+
 class Lenders(msgspec.Struct, frozen=True):
     """Which rows exchange prefixes with which: those of equal KV. Made when the workers change."""
 

@@ -24,9 +24,11 @@ import msgspec
 from kvrelay.core.clock import Clock
 from kvrelay.core.event_codec import FULL_DUMP, ReplayReply, ReplayRequest, decode_replay_reply, encode_replay_request
 from kvrelay.core.events import AllBlocksCleared, BlockStored, KvEvent, KvEventBatch
+from kvrelay.core.workers import WorkerInfo
 from kvrelay.errors import ProtocolError
-from kvrelay.router.base import ReplayRequester
+from kvrelay.router.base import IndexState, ReplayRequester
 from kvrelay.router.beyond import TierTable
+from kvrelay.router.knowledge import Indexer
 from kvrelay.router.overlap import (
     IndexerOfflineError,
     OverlapScores,
@@ -82,7 +84,7 @@ class _Stream(msgspec.Struct):
     buffered: dict[int, KvEventBatch] = {}
 
 
-class KvIndexer:
+class KvIndexer(Indexer):
     """Without ``request_replay`` gaps cannot be healed: after a gap the indexer forgets the worker's blocks and learns
     them anew."""
 
@@ -97,8 +99,8 @@ class KvIndexer:
         self._clock = clock
         self._request_replay = request_replay
         self._index = index if index is not None else PrefixIndex()
-        self.tiers = TierTable()
-        """Blocks beyond the workers' pools, which ``index`` does not know."""
+        self.tiers: TierTable = TierTable()
+        """Which ``index`` does not know."""
         self._streams: dict[str, _Stream] = {}
         self._logged: set[str] = set()
         self._closed = False
@@ -113,7 +115,28 @@ class KvIndexer:
         stream = self._streams.get(worker_id)
         return None if stream is None else stream.state
 
+    def index_state(self, worker_id: str) -> IndexState:
+        state = self.state(worker_id)
+        if state is None:
+            return IndexState.NONE
+        return IndexState.SYNCED if state is StreamState.SYNCED else IndexState.CATCHING_UP
+
+    def indexed_blocks(self, worker_id: str) -> list[int]:
+        return [block for chain in self._index.dump(worker_id) for block in chain.block_hashes]
+
     # -- workers ------------------------------------------------------------------------------------------------------
+
+    def follow(self, info: WorkerInfo) -> None:
+        """A worker with another block size can be chosen, but not for its prefixes."""
+        if info.block_size == self._block_size:
+            self.add_worker(info.worker_id)
+        else:
+            _log.warning(
+                "worker %s has blocks of %d tokens, not %d: its prefixes are not indexed",
+                info.worker_id,
+                info.block_size,
+                self._block_size,
+            )
 
     def add_worker(self, worker_id: str) -> None:
         """Begin to follow a worker: ask for its events so far. Idempotent."""

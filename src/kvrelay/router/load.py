@@ -54,13 +54,15 @@ class OwnLoad(msgspec.Struct, frozen=True):
 class _Bookkeeping(NamedTuple):
     """Columns that decisions do not read. ``others_context`` and ``others_requests``: the parts of ``context_tokens``
     and ``num_requests`` that other frontends have placed; ``num_placed``: placed here and not finished; ``recent``: the
-    numerator of ``recent_share``; ``heard_at``: when the last sample arrived."""
+    numerator of ``recent_share``; ``heard_at``: when the last sample arrived; ``prefilled``: tokens of ours whose
+    prefill has ended since then, which the next sample may count still."""
 
     others_context: FloatColumn
     others_requests: FloatColumn
     num_placed: FloatColumn
     recent: FloatColumn
     heard_at: FloatColumn
+    prefilled: FloatColumn
 
 
 _NUM_SHOWN = len(LoadColumns.__struct_fields__)
@@ -168,6 +170,7 @@ class LoadTable:
             shown = self._shown
             if prefill:
                 shown.prefill_tokens[at] += prefill
+                self._kept.prefilled[at] -= min(prefill, 0)
             if requests:
                 shown.context_tokens[at] += context
                 shown.num_requests[at] += requests
@@ -219,6 +222,9 @@ class LoadTable:
         published = metrics.request_active_slots + metrics.num_requests_waiting
         kept.others_requests[at] = max(published - kept.num_placed[at], 0.0)
         shown.num_requests[at] = kept.num_placed[at] + kept.others_requests[at]
+        ours = shown.prefill_tokens[at] + kept.prefilled[at]
+        shown.others_prefill_tokens[at] = max(metrics.num_prefill_tokens - ours, 0.0)
+        kept.prefilled[at] = 0.0
         kept.heard_at[at] = now
         self._fresh_until_s = min(self._fresh_until_s, now + self._stale_after_s)
         return True
@@ -229,11 +235,18 @@ class LoadTable:
         stale = kept.heard_at < now - self._stale_after_s
         shown.cache_usage[stale] = 0.0
         shown.num_waiting[stale] = 0.0
+        shown.others_prefill_tokens[stale] = 0.0
         shown.context_tokens[stale] -= kept.others_context[stale]
         kept.others_context[stale] = 0.0
         shown.num_requests[stale] -= kept.others_requests[stale]
         kept.others_requests[stale] = 0.0
         self._fresh_until_s = float(kept.heard_at[~stale].min(initial=math.inf)) + self._stale_after_s
+
+    @property
+    def sample_ages_s(self) -> FloatColumn:
+        """Seconds since each worker's last sample."""
+        ages: FloatColumn = self._clock.now() - self._kept.heard_at
+        return ages
 
     # -- columns, in row order ----------------------------------------------------------------------------------------
 

@@ -1,11 +1,11 @@
-"""Prefill-first: where a request's prefill and its decode run, by one decision over both halves.
+"""Where a request's prefill and its decode run, by one decision over both halves (orders auto and prefill-first).
 
-    the decode worker that would serve it alone ──> local or remote? ──local──> it, alone
-                                            └──remote──> the pair with the lowest cost (``placement/pair_cost.py``)
+    the decode worker that would serve it alone ──> which way? ──local, queue──> it, alone
+                                            └──pair──> the pair with the lowest cost (``placement/pair_cost.py``)
 
-By cost, with published costs of both halves, ``placement/cost.py`` answers as in decode-first, for the best pair; else
-``placement/threshold.py`` does. Under a routing policy that knows no costs (round-robin, random, ...) each half is
-chosen by that policy. It owns no load: two routers do, one per half, and what is placed here counts there.
+With published costs of both halves ``placement/ways.py`` answers, else ``placement/threshold.py`` does; with auto and
+without costs the decode worker decides. Under a routing policy that knows no costs (round-robin, random, ...) each half
+of a pair is chosen by that policy. Two routers, one per half, own the load; what is placed here counts there.
 """
 
 from __future__ import annotations
@@ -18,14 +18,17 @@ from collections import Counter
 import msgspec
 import numpy as np
 
+from kvrelay.core.handoff import OrderPolicy
 from kvrelay.core.workers import WorkerInfo
 from kvrelay.errors import WorkerUnavailableError
-from kvrelay.placement.base import PrefillLoad, PrefillPlace
+from kvrelay.placement.base import Objectives, PrefillLoad, PrefillPlace
 from kvrelay.placement.cost import objectives_of
-from kvrelay.placement.pair_cost import FloatMatrix, PairCosts, pair_costs, pair_seconds, place_pair
+from kvrelay.placement.pair_cost import FloatMatrix, PairCosts, pair_costs, pair_seconds
 from kvrelay.placement.seconds import FloatColumn
 from kvrelay.placement.threshold import DisaggPolicy
+from kvrelay.placement.ways import Way, Ways, is_surely_local, ways_of
 from kvrelay.router.base import RoutingDecision, RoutingRequest, Survey
+from kvrelay.router.beyond import Lender
 from kvrelay.router.costs import pair_token_seconds
 from kvrelay.router.policies import pick_best
 from kvrelay.router.router import Router
@@ -44,17 +47,51 @@ class PairCandidate(msgspec.Struct, frozen=True):
 
 
 class PairDecision(msgspec.Struct, frozen=True):
-    """``place`` says why there is a prefill worker, or none. ``candidates``: the cheapest pairs first; only for an
-    explanation, and only under a policy with costs. ``unit`` of their costs: ``s``, or ``tokens`` of prefill."""
+    """``place`` says why there is a prefill worker, or none. ``ways``: the estimates, if they decided. ``candidates``:
+    the cheapest pairs first; only for an explanation, and only under a policy with costs. ``unit`` of their costs:
+    ``s``, or ``tokens`` of prefill."""
 
     place: PrefillPlace
     decode: RoutingDecision
     prefill: RoutingDecision | None = None
     candidates: tuple[PairCandidate, ...] = ()
     unit: str = "tokens"
+    ways: Ways | None = None
 
 
 MAX_EXPLAINED = 32
+SAMPLE_LAG_S = 0.1
+"""So old a sample may be when it comes: at most 20 a second are sent, and none during a step. What was less work then
+is done, as far as anyone knows."""
+MIN_TOKEN_S = 1e-12
+"""A fit may say that a token takes no time."""
+_PLACE_OF = {Way.LOCAL: PrefillPlace.LOCAL_CHEAPER, Way.PAIR: PrefillPlace.REMOTE, Way.QUEUE: PrefillPlace.QUEUE}
+
+
+class _Queued:
+    """Prompts that this frontend expects in the prefill queue, until their first tokens: their ``tokens`` by decode
+    worker."""
+
+    def __init__(self) -> None:
+        self.tokens: Counter[str] = Counter()
+        self.total = 0
+        self._requests: dict[str, tuple[str, int]] = {}
+
+    def add(self, request_id: str, worker_id: str, num_tokens: int) -> None:
+        self.remove(request_id)
+        self._requests[request_id] = (worker_id, num_tokens)
+        self._count(worker_id, num_tokens)
+
+    def remove(self, request_id: str) -> None:
+        worker_id, num_tokens = self._requests.pop(request_id, ("", 0))
+        if num_tokens:
+            self._count(worker_id, -num_tokens)
+
+    def _count(self, worker_id: str, num_tokens: int) -> None:
+        self.tokens[worker_id] += num_tokens
+        self.total += num_tokens
+        if not self.tokens[worker_id]:
+            del self.tokens[worker_id]
 
 
 class PairRouter:
@@ -65,29 +102,39 @@ class PairRouter:
         self.prefills = prefills
         self._disagg = disagg
         self._rng = random.Random(decodes.config.router_seed)
+        self._queued = _Queued()
         self.places: Counter[PrefillPlace] = Counter()
         """Decisions since start: where the prefill runs, and why."""
 
     def __repr__(self) -> str:
         return f"PairRouter({self.decodes!r}, {self.prefills!r})"
 
-    def choose(self, request: RoutingRequest, *, must_be_local: bool) -> PairDecision:
+    def choose(
+        self, request: RoutingRequest, order: OrderPolicy = OrderPolicy.PREFILL_FIRST, *, must_be_local: bool
+    ) -> PairDecision:
         """Decide, and count the request as placed on the worker or the pair. Raises WorkerUnavailableError."""
         survey = self.decodes.survey(request)
-        decision, halves = self._decide(request, survey, self.decodes.pick(survey), must_be_local, self._rng)
+        alone = self.decodes.pick(survey)
+        decision, halves = self._decide(request, survey, alone, order, must_be_local, self._rng)
         self.places[decision.place] += 1
         if halves is None:
             self.decodes.place(request, decision.decode, survey)
+            if decision.place is PrefillPlace.QUEUE:
+                num_held = decision.decode.overlap_blocks * self.decodes.block_size
+                self._queued.add(request.request_id, decision.decode.worker_id, len(request.token_ids) - num_held)
         elif decision.prefill is not None:
             self.decodes.place(request, decision.decode, survey, prefills=False)
             self.prefills.place(request, decision.prefill, halves)
         return decision
 
-    def explain(self, request: RoutingRequest, *, must_be_local: bool = False) -> PairDecision:
+    def explain(
+        self, request: RoutingRequest, order: OrderPolicy = OrderPolicy.PREFILL_FIRST, *, must_be_local: bool = False
+    ) -> PairDecision:
         """The decision and the pairs that were compared, without placing anything. Raises WorkerUnavailableError."""
         survey = self.decodes.survey(request)
         alone = self.decodes.explain(request)
-        decision, halves = self._decide(request, survey, alone, must_be_local, copy.copy(self._rng), explains=True)
+        rng = copy.copy(self._rng)
+        decision, halves = self._decide(request, survey, alone, order, must_be_local, rng, explains=True)
         if halves is None:
             return decision
         costs = self._costs(halves, survey)
@@ -95,21 +142,32 @@ class PairRouter:
             return decision
         return msgspec.structs.replace(decision, candidates=_candidates(costs, halves, survey), unit=costs.unit)
 
+    def first_token(self, request_id: str) -> None:
+        """The prompt is computed, wherever."""
+        self.decodes.first_token(request_id)
+        self._queued.remove(request_id)
+
     def prefilled(self, request_id: str) -> None:
-        """The prefill half of a pair has ended, for any reason."""
+        """The prefill half of a pair has ended, or a request has left its worker, for any reason."""
         self.prefills.finished(request_id, 0)
+        self._queued.remove(request_id)
 
     def _decide(
         self,
         request: RoutingRequest,
         survey: Survey,
         alone: RoutingDecision,
+        order: OrderPolicy,
         must_be_local: bool,
         rng: random.Random,
         *,
         explains: bool = False,
     ) -> tuple[PairDecision, Survey | None]:
         """``alone``: the decision without a prefill worker. The survey of the prefill half comes with a pair."""
+        is_auto, is_by_cost = order is OrderPolicy.AUTO, self._disagg.is_by_cost and not must_be_local
+        here = self._here(request, survey, alone)
+        if is_auto and is_by_cost and not explains and is_surely_local(survey.candidates, *here):
+            return PairDecision(PrefillPlace.LOCAL_CHEAPER, alone), None
         alone = _plain(alone)
         place = self._disagg.decide(
             prompt_length=len(request.token_ids),
@@ -117,33 +175,58 @@ class PairRouter:
             prefill_load=PrefillLoad(len(self.prefills.worker_ids), self.prefills.num_pending),
             must_be_local=must_be_local,
         )
-        is_by_cost = self._disagg.is_by_cost and not must_be_local
-        if place is not PrefillPlace.REMOTE and not (is_by_cost and self.prefills.worker_ids):
+        is_remote = place is PrefillPlace.REMOTE
+        if not is_remote and not (is_by_cost and self.prefills.worker_ids):
             return PairDecision(place, alone), None
         try:
-            halves = self.prefills.survey(request)
+            halves = self._survey_prefills(request, survey)
         except WorkerUnavailableError:
             return PairDecision(PrefillPlace.LOCAL_NO_PREFILL_WORKER, alone), None
         costs = self._costs(halves, survey)
-        if place is not PrefillPlace.REMOTE and (costs is None or costs.unit != "s"):
-            return PairDecision(place, alone), None
+        if (is_auto or not is_remote) and (costs is None or costs.unit != "s"):
+            return PairDecision(PrefillPlace.UNDECIDED if is_auto else place, alone), None
         if costs is None:
             prefill = self.prefills.explain(request) if explains else self.prefills.pick(halves)
-            at = survey.worker_ids.index(alone.worker_id)
-            if not _can_exchange(halves.infos[halves.worker_ids.index(prefill.worker_id)], survey.infos[at]):
+            if not _can_exchange(halves.workers[prefill.worker_id], survey.workers[alone.worker_id]):
                 return PairDecision(PrefillPlace.LOCAL_NO_PREFILL_WORKER, alone), None
             return PairDecision(place, alone, _plain(prefill)), halves
         total = costs.total
         if not np.isfinite(total).any():
             return PairDecision(PrefillPlace.LOCAL_NO_PREFILL_WORKER, alone), None
         row, column = divmod(pick_best(-total.ravel(), rng), total.shape[1])
-        if is_by_cost:
-            at, objectives = survey.worker_ids.index(alone.worker_id), objectives_of(self._disagg.config)
-            by_cost = place_pair(halves.candidates, survey.candidates, costs, (row, column), at, objectives)
-            place = place if by_cost is None or by_cost.place is None else by_cost.place
-            if place is not PrefillPlace.REMOTE:
-                return PairDecision(place, alone), None
-        return PairDecision(place, self.decodes.decision(survey, column), self.prefills.decision(halves, row)), halves
+        ways = None
+        if is_auto or is_by_cost:
+            numbers = halves.candidates, survey.candidates, costs
+            ways = ways_of(*numbers, (row, column), *here, is_local_open=is_by_cost, is_queue_open=is_auto)
+        if ways is not None:
+            place = _PLACE_OF[ways.best]
+        if place is not PrefillPlace.REMOTE:
+            return PairDecision(place, alone, ways=ways), None
+        pair = self.decodes.decision(survey, column), self.prefills.decision(halves, row)
+        return PairDecision(place, *pair, ways=ways), halves
+
+    def _here(self, request: RoutingRequest, survey: Survey, alone: RoutingDecision) -> tuple[int, float, Objectives]:
+        """The row of the decode worker without a pair, the tokens that wait to be computed there, and the request's
+        objectives."""
+        row = survey.worker_ids.index(alone.worker_id)
+        num_here = float(survey.candidates.load.prefill_tokens[row]) - self._queued.tokens[alone.worker_id]
+        return row, num_here, objectives_of(self._disagg.config, request.slo_ttft_ms, request.slo_itl_ms)
+
+    def _survey_prefills(self, request: RoutingRequest, survey: Survey) -> Survey:
+        """They may read what the decode worker with the longest hit holds. With what waits at each besides this
+        frontend's pairs: its share of the queue, or what others have sent, as published and less what it has computed
+        since. Raises WorkerUnavailableError."""
+        at = int(survey.candidates.overlap_blocks.argmax())
+        num_held = int(survey.candidates.overlap_blocks[at])
+        halves = self.prefills.survey(request, lender=Lender(survey.infos[at], num_held) if num_held else None)
+        load, costs = halves.candidates.load, halves.candidates.costs
+        if costs is None:
+            return halves
+        left_s = load.others_prefill_tokens * costs.prefill_token_s - self.prefills.sample_ages_s - SAMPLE_LAG_S
+        left = np.maximum(left_s, 0.0) / np.maximum(costs.prefill_token_s, MIN_TOKEN_S)
+        beside = np.maximum(left, self._queued.total / len(halves.worker_ids))
+        load = msgspec.structs.replace(load, prefill_tokens=load.prefill_tokens + beside, others_prefill_tokens=beside)
+        return msgspec.structs.replace(halves, candidates=msgspec.structs.replace(halves.candidates, load=load))
 
     def _costs(self, halves: Survey, survey: Survey) -> PairCosts | None:
         """None under a policy without costs."""

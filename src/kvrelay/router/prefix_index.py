@@ -22,17 +22,16 @@ from collections.abc import Iterable, Sequence
 
 from kvrelay.core.events import BlockRemoved, BlockStored, KvEvent
 from kvrelay.errors import IntegrityError
-from kvrelay.router.overlap import OverlapScores, ParentNotFoundError, RecentUses, StoredChain, WorkerGroup
+from kvrelay.router.overlap import OverlapScores, ParentNotFoundError, StoredChain, WorkerGroup
 from kvrelay.router.segments import SegmentPass, SegmentTable, WorkerBits
 
 PASS_SEGMENTS_PER_EVENT = 8
 
 
 class PrefixIndex:
-    """With ``uses``, ``find_matches`` also counts recent uses of each block; this costs time per block."""
+    """Blocks by sequence hash, in segments with the workers that hold them."""
 
-    def __init__(self, uses: RecentUses | None = None) -> None:
-        self._uses = uses
+    def __init__(self) -> None:
         self._bits = WorkerBits()
         self.table = SegmentTable(self._bits)
         self._pass = SegmentPass(self.table, self._bits)
@@ -92,13 +91,10 @@ class PrefixIndex:
         With ``early_exit`` the walk ends at the first block that only one worker holds.
         """
         scores: dict[str, int] = {}
-        steps = self.find_steps(sequence, early_exit)
-        for depth, mask in steps:
+        for depth, mask in self.find_steps(sequence, early_exit):
             for name in self.group(mask).names:
                 scores[name] = depth
-        if self._uses is None:
-            return OverlapScores(scores)
-        return OverlapScores(scores, self._uses.record(sequence[: steps[-1][0] if steps else 0]))
+        return OverlapScores(scores)
 
     def group(self, mask: int) -> WorkerGroup:
         """The workers of a mask that ``find_steps`` gave; the same object for the same mask, where possible."""

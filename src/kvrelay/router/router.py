@@ -36,9 +36,10 @@ from kvrelay.router.base import (
     RoutingRequest,
     Survey,
 )
-from kvrelay.router.beyond import Lenders, peer_loads, tier_loads
+from kvrelay.router.beyond import Lender, Lenders, peer_loads, tier_loads
 from kvrelay.router.costs import TransferTimes, WorkerCosts
-from kvrelay.router.indexer import KvIndexer, StreamState
+from kvrelay.router.indexer import KvIndexer
+from kvrelay.router.knowledge import Indexer
 from kvrelay.router.load import LoadTable, Stalls
 from kvrelay.router.overlap import WorkerGroup
 from kvrelay.router.policies import KvPolicy, Policy, build_policy
@@ -77,8 +78,8 @@ class Router:
         self._clock = clock
         self._stage = stage
         self._request_replay = request_replay
-        self.indexer: KvIndexer | ApproximateIndexer | None = None
-        """What the router knows of each worker's prefixes; None under a policy that does not look at them."""
+        self.indexer = Indexer()
+        """What the router knows of each worker's prefixes."""
         self._anticipated: ApproximateIndexer | None = None
         self._rows_of: dict[WorkerGroup, _RowIndices] = {}
         self._lenders: Lenders | None = None
@@ -115,7 +116,7 @@ class Router:
         elif self._anticipated is None:
             self._anticipated = ApproximateIndexer(ANTICIPATION_S, self._clock)
         if not self._policy.uses_overlap:
-            self.indexer = None
+            self.indexer = Indexer()
         elif not config.kv_events:
             if not isinstance(self.indexer, ApproximateIndexer):
                 self.indexer = ApproximateIndexer(config.approximate_ttl_s, self._clock)
@@ -123,7 +124,7 @@ class Router:
         elif not isinstance(self.indexer, KvIndexer):
             self.indexer = KvIndexer(self.block_size, self._clock, self._request_replay)
             for info in filter(self._stage.admits, self._workers.values()):
-                self._follow(info)
+                self.indexer.follow(info)
 
     # -- workers ------------------------------------------------------------------------------------------------------
 
@@ -139,7 +140,7 @@ class Router:
         if self._stage.admits(info):
             self._load.add_worker(info.worker_id)
             if known is None or not self._stage.admits(known):
-                self._follow(info)
+                self.indexer.follow(info)
         else:
             self._load.remove_worker(info.worker_id)
             self._forget_prefixes(info.worker_id)
@@ -156,23 +157,9 @@ class Router:
         self._forget_prefixes(worker_id)
 
     def _forget_prefixes(self, worker_id: str) -> None:
-        for indexer in (self.indexer, self._anticipated):
-            if indexer is not None:
-                indexer.remove_worker(worker_id)
-
-    def _follow(self, info: WorkerInfo) -> None:
-        """Index the worker's events. A worker with another block size can be chosen, but not for its prefixes."""
-        if not isinstance(self.indexer, KvIndexer):
-            return
-        if info.block_size == self.block_size:
-            self.indexer.add_worker(info.worker_id)
-        else:
-            _log.warning(
-                "worker %s has blocks of %d tokens, not %d: its prefixes are not indexed",
-                info.worker_id,
-                info.block_size,
-                self.block_size,
-            )
+        self.indexer.remove_worker(worker_id)
+        if self._anticipated is not None:
+            self._anticipated.remove_worker(worker_id)
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
@@ -185,17 +172,22 @@ class Router:
         self.place(request, decision, survey)
         return decision
 
-    def survey(self, request: RoutingRequest, policy: Policy | None = None) -> Survey:
-        """What a decision is made of, under the router's policy or another one. Valid until the next call of any
-        method. Raises WorkerUnavailableError."""
+    def survey(self, request: RoutingRequest, policy: Policy | None = None, lender: Lender | None = None) -> Survey:
+        """What a decision is made of, under the router's policy or another one. ``lender``: from whom these workers may
+        read, too. Valid until the next call of any method. Raises WorkerUnavailableError."""
         sequence = self._sequence(request)
-        candidates, holders = self._candidates(request, sequence)
+        candidates, holders = self._candidates(request, sequence, lender)
         scores = self._scores(policy or self._policy, candidates, request.exclude)
         return Survey(self._load.worker_ids, self._workers, candidates, scores, sequence, holders)
 
     def pick(self, survey: Survey) -> RoutingDecision:
         """The policy's choice; nothing is placed."""
         return self.decision(survey, self._policy.pick(survey.scores, self._rng))
+
+    @property
+    def sample_ages_s(self) -> FloatColumn:
+        """Seconds since each worker's last load sample, in row order."""
+        return self._load.sample_ages_s
 
     @property
     def num_pending(self) -> int:
@@ -214,39 +206,51 @@ class Router:
 
     def _sequence(self, request: RoutingRequest) -> tuple[int, ...]:
         """The prompt's sequence hashes; empty if the policy does not use them."""
-        if self.indexer is None:
+        if not self._policy.uses_overlap:
             return ()
         return compute_sequence_hashes(
             request.token_ids, self.block_size, lora=request.adapter or None, salt=request.cache_salt
         )
 
     def _candidates(
-        self, request: RoutingRequest, sequence: tuple[int, ...]
+        self, request: RoutingRequest, sequence: tuple[int, ...], lender: Lender | None
     ) -> tuple[Candidates, Sequence[PrefixHolder | None]]:
         num_output = min(request.max_tokens or math.inf, self._mean_output)
         costs = self._costs.columns(self._load.worker_ids) if self._policy.uses_costs else None
         num_tokens, held = len(request.token_ids), self._held(sequence)
         overlaps = self._overlaps(sequence, held)
-        loads, holders = self._loads(sequence, held, overlaps, costs)
+        loads, holders = self._loads(sequence, held, overlaps, costs, lender)
         columns = self._load.columns()
         return Candidates(num_tokens, self.block_size, overlaps, columns, costs, num_output, loads), holders
 
     def _loads(
-        self, sequence: tuple[int, ...], held: FloatColumn, overlaps: FloatColumn, costs: CostColumns | None
+        self,
+        sequence: tuple[int, ...],
+        held: FloatColumn,
+        overlaps: FloatColumn,
+        costs: CostColumns | None,
+        lender: Lender | None,
     ) -> tuple[Loads | None, Sequence[PrefixHolder | None]]:
         """What each worker would load rather than compute, and from which other worker. By seconds if the steps' costs
         are known; else the worker decides alone whether it reads what another one has."""
-        if not sequence or not isinstance(self.indexer, KvIndexer):
+        tiers = self.indexer.tiers
+        if not sequence or tiers is None:
             return None, ()
-        ids, size, tiers, loads = self._load.worker_ids, self.block_size, self.indexer.tiers, None
+        ids, size, loads = self._load.worker_ids, self.block_size, None
         if tiers.held and costs is not None:
             loads = tier_loads(ids, sequence, overlaps, size, tiers, self._load_costs).worth(costs)
         if self._lenders is None:
             self._lenders = Lenders.of([self._workers[worker_id] for worker_id in ids])
             self._can_read = self._lenders.are_any
-        if not self._can_read or not np.count_nonzero(held):
+        is_held = self._can_read and bool(np.count_nonzero(held))
+        if not is_held and lender is None:
             return loads, ()
-        rows, depths = self._lenders.holders(held)
+        rows, depths = self._lenders.holders(held) if is_held else ([-1] * len(ids), np.zeros(len(ids)))
+        names = [ids[row] if row >= 0 else "" for row in rows]
+        if lender is not None:
+            for at, worker_id in enumerate(ids):
+                if lender.num_blocks > depths[at] and lender.lends_to(self._workers[worker_id]):
+                    names[at], depths[at] = lender.info.worker_id, lender.num_blocks
         if not np.count_nonzero(depths):
             return loads, ()
         # The prompt's last token is computed in any case.
@@ -256,8 +260,8 @@ class Router:
             read = read.worth(costs)
             loads = read if loads is None else loads.then(read)
         holders = [
-            PrefixHolder(ids[row], int(depth) * size) if row >= 0 and tokens > 0 else None
-            for row, depth, tokens in zip(rows, depths, read.tokens.tolist())
+            PrefixHolder(name, int(depth) * size) if name and tokens > 0 else None
+            for name, depth, tokens in zip(names, depths, read.tokens.tolist())
         ]
         return loads, holders
 
@@ -330,9 +334,9 @@ class Router:
         if self._workers[decision.worker_id].block_size != self.block_size:
             return
         # What another worker prefills is held here later than the next request may come: only events tell.
-        for indexer in (self.indexer, self._anticipated if prefills else None):
-            if isinstance(indexer, ApproximateIndexer):
-                indexer.place(decision.worker_id, sequence)
+        self.indexer.place(decision.worker_id, sequence)
+        if prefills and self._anticipated is not None:
+            self._anticipated.place(decision.worker_id, sequence)
 
     def first_token(self, request_id: str) -> None:
         """The prefill of a placed request is done."""
@@ -346,7 +350,7 @@ class Router:
     def _held(self, sequence: tuple[int, ...]) -> FloatColumn:
         """Per worker the leading blocks that it holds, in the load table's row order."""
         held = np.zeros(len(self._load.worker_ids))
-        if sequence and self.indexer is not None:
+        if sequence:
             # Depths grow, so a worker's last depth is the one that stays.
             for depth, group in self.indexer.find_holders(sequence):
                 held[self._rows(group)] = depth
@@ -377,8 +381,7 @@ class Router:
 
     def apply_events(self, batch: KvEventBatch) -> None:
         """Feed the index; does nothing under a policy without one."""
-        if isinstance(self.indexer, KvIndexer):
-            self.indexer.apply(batch)
+        self.indexer.apply(batch)
         if self._anticipated is not None:
             for event in batch.events:
                 if isinstance(event, BlockRemoved) and event.medium is None:
@@ -388,8 +391,7 @@ class Router:
 
     def apply_replay(self, worker_id: str, reply: bytes) -> None:
         """Apply the worker's answer to a replay request. A malformed one is counted and dropped."""
-        if isinstance(self.indexer, KvIndexer):
-            self.indexer.apply_replay(worker_id, reply)
+        self.indexer.apply_replay(worker_id, reply)
 
     def apply_metrics(self, metrics: LoadMetrics) -> None:
         if self._load.apply_metrics(metrics):
@@ -397,27 +399,19 @@ class Router:
             self._costs.heard(metrics.worker_id, metrics.step_cost)
             self.transfer_times.heard(metrics.worker_id, metrics.transfer_costs)
             self._load_costs[metrics.worker_id] = {cost.medium: cost for cost in metrics.load_costs}
-        if isinstance(self.indexer, KvIndexer):
-            self.indexer.heard(metrics.worker_id)
+        self.indexer.heard(metrics.worker_id)
 
     # -- diagnosis ----------------------------------------------------------------------------------------------------
 
     def index_state(self, worker_id: str) -> IndexState:
-        if isinstance(self.indexer, ApproximateIndexer):
-            return IndexState.APPROXIMATE
-        state = self.indexer.state(worker_id) if self.indexer is not None else None
-        if state is None:
-            return IndexState.NONE
-        return IndexState.SYNCED if state is StreamState.SYNCED else IndexState.CATCHING_UP
+        return self.indexer.index_state(worker_id)
 
     def indexed_blocks(self, worker_id: str) -> list[int]:
         """Sequence hashes of the blocks that the worker holds, according to its events.
 
         For diagnosis: the time is proportional to the size of the whole index.
         """
-        if not isinstance(self.indexer, KvIndexer):
-            return []
-        return [block for chain in self.indexer.index.dump(worker_id) for block in chain.block_hashes]
+        return self.indexer.indexed_blocks(worker_id)
 
     def __repr__(self) -> str:
         return f"Router({self.config.router}, {self._load!r}, {self.indexer!r})"

@@ -20,6 +20,7 @@ from kvrelay.core.messages import (
     Pong,
     PrefillLost,
     RequestRefused,
+    SessionPaused,
 )
 from kvrelay.errors import PayloadTooLargeError, ProtocolError
 from kvrelay.handoff.messages import (
@@ -30,6 +31,7 @@ from kvrelay.handoff.messages import (
     HandoffGrant,
     HandoffProgress,
     HandoffReady,
+    HandoffRecall,
     HandoffRefused,
     HandoffReleased,
 )
@@ -38,6 +40,7 @@ Message = (
     GenerateRequest
     | PrefillLost
     | AbortRequest
+    | SessionPaused
     | OutputBatch
     | RequestRefused
     | HandoffClaim
@@ -49,6 +52,7 @@ Message = (
     | HandoffDone
     | HandoffReady
     | HandoffFetched
+    | HandoffRecall
     | Ping
     | Pong
     | AdminRequest

@@ -14,11 +14,11 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
-import socket as sockets
 from collections.abc import Callable
 
 import zmq
 
+from kvrelay.config.addresses import host_port, zmq_hosts
 from kvrelay.errors import AddressInUseError, ConfigError, ProtocolError
 from kvrelay.rpc.base import Admit, Peer
 from kvrelay.rpc.heartbeat import DEFAULT_HEARTBEAT, Heartbeat
@@ -31,7 +31,6 @@ _log = logging.getLogger(__name__)
 PROBE_DELAYS_S = (0.0, 0.02, 0.1, 0.5)
 """The monitor hears of a broken connection a little before the socket does, so one probe may be too early."""
 FAREWELL_INTERVAL_S = 0.1
-WILDCARDS = ("0.0.0.0", "*", "::")
 
 
 class ZmqRpcServer:
@@ -110,7 +109,12 @@ class ZmqRpcServer:
             await endpoint.close()
             if exc.errno == errno.EADDRINUSE:
                 raise AddressInUseError(f"port {self._port} of {self._host} is in use") from exc
-            raise ConfigError(f"cannot listen on {self._host}:{self._port}: {exc}", param="host") from exc
+            if exc.errno in (errno.ENODEV, errno.EADDRNOTAVAIL):
+                raise ConfigError(
+                    f"cannot listen on {self._host or 'an empty host'}: it is no name or address of this machine",
+                    param="host",
+                ) from exc
+            raise ConfigError(f"cannot listen on {host_port(self._host, self._port)}: {exc}", param="host") from exc
         self.endpoint = endpoint
 
     def send(self, peer: Peer, message: Message) -> bool:
@@ -162,18 +166,13 @@ class ZmqRpcServer:
             endpoint.use_curve(self._curve_keys)
         if self._admit is not None:
             self._zap = ZapHandler(endpoint.context, socket, self._admit)
-        is_ipv6 = ":" in self._host
-        socket.setsockopt(zmq.IPV6, int(is_ipv6))
-        host = f"[{self._host}]" if is_ipv6 else self._host
-        socket.bind(f"tcp://{host}:{self._port or '*'}")
+        host, advertised = zmq_hosts(self._host)
+        socket.setsockopt(zmq.IPV6, int(":" in host))
+        socket.bind(f"tcp://{host_port(host, self._port or '*')}")
         bound = socket.getsockopt(zmq.LAST_ENDPOINT)
         assert isinstance(bound, bytes)
         port = bound.decode().rstrip("\0").rsplit(":", 1)[1]
-        if self._advertise_host is not None:
-            host = self._advertise_host
-        elif self._host in WILDCARDS:
-            host = sockets.gethostname()
-        self._address = f"tcp://{host}:{port}"
+        self._address = f"tcp://{host_port(self._advertise_host or advertised, port)}"
 
     def _receive_one(self) -> int | None:
         frames = self.endpoint.receive() if self.endpoint is not None else None

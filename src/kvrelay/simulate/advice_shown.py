@@ -8,7 +8,8 @@ from pathlib import Path
 import msgspec
 
 from kvrelay.bench.report.files import write_text
-from kvrelay.simulate.advise import Advice, Measured
+from kvrelay.simulate.advise import Advice
+from kvrelay.simulate.verdict import Measured
 
 HEAD = ("cluster", "goodput", "good tokens/s", "TTFT p50", "p90", "p99 ms", "ITL p50", "p90", "p99 ms", "per M tokens")
 
@@ -23,8 +24,18 @@ def text_of(advice: Advice) -> str:
     ]
     for found in advice.capacities:
         spread = f"{min(found.by_seed):.3g} to {max(found.by_seed):.3g} over {len(found.by_seed)} seeds"
-        lines.append(f"capacity of {found.candidate}: {found.requests_per_s:.3g} requests/s ({spread})")
+        at_least = "at least " if found.is_least else ""
+        lines.append(f"capacity of {found.candidate}: {at_least}{found.requests_per_s:.3g} requests/s ({spread})")
+    lines.append(f"KV of a worker: {_blocks(advice)}; load: {advice.rate:.3g} requests/s")
     return "\n".join([*lines, advice.verdict, advice.command])
+
+
+def _blocks(advice: Advice) -> str:
+    each = ", ".join(
+        f"{blocks:,} blocks{f' at tp {tp}' if len(advice.num_blocks) > 1 else ''}"
+        for tp, blocks in advice.num_blocks.items()
+    )
+    return f"{each} ({'--num-blocks' if advice.are_blocks_given else 'kv_tokens of the costs'})"
 
 
 def page_of(advice: Advice, load: str) -> str:
@@ -32,11 +43,11 @@ def page_of(advice: Advice, load: str) -> str:
     data = {
         "verdict": advice.verdict,
         "command": advice.command,
-        "load": load,
+        "load": f"{load} KV of a worker: {_blocks(advice)}.",
         "head": HEAD,
         "rows": [_cells(row) for row in advice.table],
         "capacity": [{"name": str(one.candidate), "points": one.points} for one in advice.capacities],
-        "ttft": [{"name": str(row.candidate), "points": _shares(row.ttft_sample_ms)} for row in advice.table],
+        "ttft": [{"name": str(row.candidate), "points": _shares(row.outcome.ttft_sample_ms)} for row in advice.table],
     }
     # "<" would let a name end the script element.
     encoded = msgspec.json.encode(data).decode().replace("<", "\\u003c")
@@ -57,12 +68,13 @@ def write_page(path: Path, advice: Advice, load: str) -> None:
 
 
 def _cells(row: Measured) -> tuple[str, ...]:
+    found = row.outcome
     return (
         str(row.candidate),
-        f"{row.goodput:.1%}",
-        f"{row.good_tokens_per_s:.1f}",
-        *(f"{value:.0f}" for value in row.ttft_ms),
-        *(f"{value:.1f}" for value in row.itl_ms),
+        f"{found.goodput:.1%}",
+        f"{found.good_tokens_per_s:.1f}",
+        *(f"{value:.0f}" for value in found.ttft_ms),
+        *(f"{value:.1f}" for value in found.itl_ms),
         "-" if row.price is None else f"{row.price:.2f}",
     )
 

@@ -4,120 +4,66 @@
                                                                         aggregated cluster ──> verdict
 
 The score at the trace's rate is the share of requests within both objectives, then the tails. Capacity is the highest
-rate at which 90 % of the requests meet both (goodput, Zhong et al., OSDI 2024). Pure: arrivals, costs in; Advice out.
+rate at which 90 % of the requests meet both (goodput, Zhong et al., OSDI 2024). Simulations end early once they cannot
+change the answer, and run in as many processes as the ``Runner`` has; the answer is the same with any number.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 
 import msgspec
 
-from kvrelay.config import DisaggConfig, EngineConfig
+from kvrelay.config import EngineConfig
 from kvrelay.errors import InvalidInputError
 from kvrelay.placement.base import Objectives
 from kvrelay.simulate.arrival import Arrival
-from kvrelay.simulate.cluster import ClusterSpec
 from kvrelay.simulate.costs import Costs
-from kvrelay.simulate.halving import successive_halving
-from kvrelay.simulate.result import SimulationResult
-from kvrelay.simulate.simulation import simulate
+from kvrelay.simulate.halving import rounds, successive_halving
+from kvrelay.simulate.pool import Runner, runner
+from kvrelay.simulate.trial import Candidate, Outcome, Setting, Trial
+from kvrelay.simulate.verdict import ATTAINMENT, Capacity, Load, Measured, ordered, verdict_of
 
 CHUNKS = (512, 2048, 8192)
 LOCAL_LENGTHS = (256, 2048)
 """Thresholds that are tried: the longest prefill that runs locally, in tokens."""
-ATTAINMENT = 0.9
 BUDGET_SHARES = (0.1, 0.3, 1.0)
 MIN_BUDGET = 50
 MAX_FACTOR = 64.0
-NUM_BISECTIONS = 4
-NOISE = 0.05
-"""Bisection finds a capacity within some 4 %; smaller differences say nothing."""
+RATES_PER_OCTAVE = 16
+"""Capacities are found to one of so many rates between a rate and its double, so to 4.4 %."""
 NUM_SEEDS = 3
 """Capacities are found with so many seeds."""
-NUM_COMPARED_LATENCIES = 200
+EXPECTED_RUNS = 5 + (NUM_SEEDS - 1) * 3
+"""Simulations of the whole load for one capacity, more or less: what progress is told before it is known."""
 
-
-class Candidate(msgspec.Struct, frozen=True):
-    """A cluster to try. ``both`` workers are aggregated; else ``prefill`` and ``decode`` are above 0. A worker takes
-    ``tp`` slots. ``max_local_prefill_length`` None: the policy is ``cost``, else ``threshold``."""
-
-    prefill: int
-    decode: int
-    both: int
-    tp: int = 1
-    chunk: int = 2048
-    max_local_prefill_length: int | None = None
-
-    @property
-    def is_split(self) -> bool:
-        return self.both == 0
-
-    def __str__(self) -> str:
-        size = f"{self.prefill}P{self.decode}D" if self.is_split else f"{self.both} aggregated"
-        policy = "cost" if self.max_local_prefill_length is None else f"threshold {self.max_local_prefill_length}"
-        return f"{size}{f' tp {self.tp}' if self.tp > 1 else ''}, chunks {self.chunk}, {policy}"
-
-    def command(self, objectives: Objectives, num_blocks: int = 0) -> str:
-        """The command line that runs it on one machine."""
-        parts = ["kvrelay serve MODEL", f"--prefill {self.prefill}", f"--decode {self.decode or self.both}"]
-        if self.tp > 1:
-            parts.append(f"--tp {self.tp}")
-        parts.append(f"--max-num-batched-tokens {self.chunk}")
-        if self.max_local_prefill_length is None:
-            parts.append("--disagg-policy cost")
-        else:
-            parts.append(f"--disagg-policy threshold --max-local-prefill-length {self.max_local_prefill_length}")
-        parts.append(f"--slo-ttft-ms {objectives.ttft_s * 1e3:g} --slo-itl-ms {objectives.itl_s * 1e3:g}")
-        if num_blocks:
-            parts.append(f"--num-blocks {num_blocks}")
-        return " ".join(parts)
-
-
-class Measured(msgspec.Struct, frozen=True):
-    """A candidate on the load. ``goodput``: share within both objectives. ``ttft_ms`` and ``itl_ms``: p50, p90, p99;
-    ``price``: per million answer tokens of requests within the objectives; None without a price, or without such."""
-
-    candidate: Candidate
-    goodput: float
-    good_tokens_per_s: float
-    ttft_ms: tuple[float, float, float]
-    itl_ms: tuple[float, float, float]
-    price: float | None
-    ttft_sample_ms: tuple[float, ...]
-    """Sorted; at most NUM_COMPARED_LATENCIES, for plots."""
-
-
-class Capacity(msgspec.Struct, frozen=True):
-    """``by_seed``: the highest rate, in requests/s, at which ATTAINMENT of the requests meet both objectives, with each
-    seed. ``points``: what was tried with the first one, as (requests/s, goodput), by rate."""
-
-    candidate: Candidate
-    by_seed: tuple[float, ...]
-    points: tuple[tuple[float, float], ...]
-
-    @property
-    def requests_per_s(self) -> float:
-        """The mean over the seeds."""
-        return sum(self.by_seed) / len(self.by_seed)
+Search = Generator[float, bool, float]
+"""Yields factors to try, is sent whether each holds, and returns the highest one that does."""
+_Key = tuple[Candidate, int]
+"""A candidate, and the number of a load."""
+OnProgress = Callable[[float, Candidate], None]
+"""``on_progress(share, candidate)``: the share of the work that is done, from 0 to 1, and what was simulated last."""
 
 
 class Advice(msgspec.Struct, frozen=True):
-    """``table``: the finalists, the best first. ``best`` is the winner by capacity. ``capacities``: of the best of each
-    kind, the winner first."""
+    """``table``: the finalists on the whole load, the best first. ``best`` is the winner by capacity. ``capacities``:
+    of the best of each kind, the winner first. ``rate``: of the load, in requests/s. ``num_blocks``: KV blocks of a
+    worker, by its ranks; ``are_blocks_given``: by the caller, not by the costs."""
 
     best: Candidate
     verdict: str
     table: tuple[Measured, ...]
     capacities: tuple[Capacity, ...]
     objectives: Objectives
-    num_blocks: int = 0
+    rate: float
+    num_blocks: dict[int, int]
+    are_blocks_given: bool = False
 
     @property
     def command(self) -> str:
-        return self.best.command(self.objectives, self.num_blocks)
+        return self.best.command(self.objectives, self.num_blocks[self.best.tp] if self.are_blocks_given else 0)
 
 
 def candidates_for(num_slots: int, tps: Sequence[int]) -> list[Candidate]:
@@ -143,10 +89,11 @@ def advise(
     num_blocks: int = 0,
     seed: int = 0,
     load_of_seed: Callable[[int], Sequence[Arrival]] | None = None,
-    on_run: Callable[[Candidate], None] = lambda candidate: None,
+    num_processes: int = 1,
+    on_progress: OnProgress = lambda share, candidate: None,
 ) -> Advice:
-    """Search; ``on_run`` is told of each simulation that begins. ``load_of_seed``: the load with another seed, to
-    confirm the winner with; None: ``arrivals`` again, so that only the draws of the steps' times differ.
+    """Search. ``load_of_seed``: the load with another seed, to confirm the winner with; None: ``arrivals`` again, so
+    that only the draws of the steps' times differ.
 
     Raises InvalidInputError for objectives that no cluster can meet, ConfigError for impossible settings.
     """
@@ -156,31 +103,37 @@ def advise(
     found = candidates_for(num_slots, sorted(costs_by_tp))
     if not found:
         raise InvalidInputError(f"--slots {num_slots} are too few for tp {min(costs_by_tp)}; give more", param="slots")
-    trials = [
-        Trial(
-            arrivals if number == seed or load_of_seed is None else load_of_seed(number),
-            costs_by_tp,
-            objectives,
-            num_blocks,
-            number,
-            on_run,
-        )
+    loads = tuple(
+        (number, arrivals if number == seed or load_of_seed is None else load_of_seed(number))
         for number in range(seed, seed + NUM_SEEDS)
-    ]
-    trial = trials[0]
-    ranked = successive_halving(found, trial.score, trial.budgets, kind=lambda candidate: candidate.is_split)
-    table = tuple(trial.measure(candidate, num_slots, slot_hour_price) for candidate, _ in ranked)
-    if error := trial.why_nothing(table[0].candidate):
-        raise InvalidInputError(f"{table[0].candidate} answers no request: {error}")
-    if not table[0].goodput:
-        raise InvalidInputError(
-            f"no cluster of {num_slots} slots meets the objectives for any request: {table[0].candidate} has "
-            f"a median TTFT of {table[0].ttft_ms[0]:.0f} ms and ITL of {table[0].itl_ms[0]:.1f} ms; "
-            "give more slots or looser objectives"
+    )
+    setting = Setting(loads, costs_by_tp, objectives, num_blocks)
+    with runner(setting, num_processes) as runs:
+        search = _Search(setting, runs, found, on_progress)
+        table = tuple(
+            Measured(one, outcome, price_of(outcome, num_slots, slot_hour_price)) for one, outcome in search.finalists()
         )
-    firsts = [next((row.candidate for row in table if row.candidate.is_split is kind), None) for kind in (True, False)]
-    capacities = ordered([capacity_of(one, trials) for one in firsts if one is not None])
-    return Advice(capacities[0].candidate, verdict_of(capacities), table, tuple(capacities), objectives, num_blocks)
+        check_table(table, num_slots)
+        firsts = [
+            next((row.candidate for row in table if row.candidate.is_split is kind), None)
+            for kind in (table[0].candidate.is_split, not table[0].candidate.is_split)
+        ]
+        goodputs = {row.candidate: row.outcome.goodput for row in table if row.candidate in firsts}
+        capacities = ordered(search.capacities(goodputs), goodputs)
+    rate = base_rate(arrivals)
+    too_long = sum(first_token_s(costs_by_tp, one.prompt_tokens) > objectives.ttft_s for one in arrivals) / len(
+        arrivals
+    )
+    return Advice(
+        capacities[0].candidate,
+        verdict_of(capacities, table, objectives, Load(rate, len(arrivals), too_long), num_slots),
+        table,
+        tuple(capacities),
+        objectives,
+        rate,
+        {tp: costs.num_blocks(EngineConfig().block_size, num_blocks) for tp, costs in costs_by_tp.items()},
+        bool(num_blocks),
+    )
 
 
 def check_objectives(arrivals: Sequence[Arrival], costs_by_tp: Mapping[int, Costs], objectives: Objectives) -> None:
@@ -189,7 +142,7 @@ def check_objectives(arrivals: Sequence[Arrival], costs_by_tp: Mapping[int, Cost
     if not arrivals:
         raise InvalidInputError("the load has no request; give a longer trace or another --load")
     step_s = min(costs.step.step_s + costs.step.decode_s for costs in costs_by_tp.values())
-    first_s = min(costs.step.prefill_s + costs.step.prefill_token_s for costs in costs_by_tp.values())
+    first_s = first_token_s(costs_by_tp, 1)
     for name, needed_s, given_s in (("itl", step_s, objectives.itl_s), ("ttft", first_s, objectives.ttft_s)):
         if given_s < needed_s:
             raise InvalidInputError(
@@ -199,174 +152,170 @@ def check_objectives(arrivals: Sequence[Arrival], costs_by_tp: Mapping[int, Cost
             )
 
 
-def capacity_of(candidate: Candidate, trials: Sequence[Trial]) -> Capacity:
-    """The whole search with the first trial; the others look around what it has found."""
-    points: dict[float, float] = {}
-    first = trials[0].capacity(candidate, points)
-    rates = [trials[0].base_rate * first]
-    rates += [trial.base_rate * trial.capacity(candidate, {}, around=first) for trial in trials[1:]]
-    tried = tuple((trials[0].base_rate * factor, points[factor]) for factor in sorted(points))
-    return Capacity(candidate, tuple(rates), tried)
+def first_token_s(costs_by_tp: Mapping[int, Costs], num_tokens: int) -> float:
+    """The least time from a prompt to its first token on an idle worker, if no prefix is cached."""
+    return min(costs.step.prefill_s + num_tokens * costs.step.prefill_token_s for costs in costs_by_tp.values())
 
 
-def is_doubtful(first: Capacity, second: Capacity) -> str:
-    """Why the difference of two capacities, the greater first, says nothing; empty: it does."""
-    if first.requests_per_s < second.requests_per_s * (1 + NOISE):
-        return "within the search's precision"
-    # Seed by seed, because both had the same load: loads differ more than clusters.
-    is_mixed = any(one <= other for one, other in zip(first.by_seed, second.by_seed))
-    return f"within the spread of {len(first.by_seed)} seeds" if is_mixed else ""
-
-
-def ordered(capacities: Sequence[Capacity]) -> list[Capacity]:
-    """The winner first. Of two whose difference is doubtful it is the aggregated one, which is simpler."""
-    found = sorted(capacities, key=lambda one: -one.requests_per_s)
-    if len(found) == 2 and found[0].candidate.is_split and is_doubtful(*found):
-        found.reverse()
-    return found
-
-
-def verdict_of(capacities: Sequence[Capacity]) -> str:
-    """In one sentence; the first one has won."""
-    first = capacities[0]
-    if len(capacities) < 2:
-        return f"{first.candidate}: nothing else fits into the slots"
-    second = capacities[1]
-    what, other = ("split", "aggregated") if first.candidate.is_split else ("do not split", "split")
-    if not max(first.requests_per_s, second.requests_per_s):
-        return (
-            f"neither holds {ATTAINMENT * 100:.0f} % of the requests within the objectives, at any rate that was tried"
+def check_table(table: Sequence[Measured], num_slots: int) -> None:
+    """Raise InvalidInputError if the best cluster answers nothing, or nothing in time."""
+    best = table[0]
+    if best.outcome.error and not best.outcome.ttft_sample_ms:
+        raise InvalidInputError(f"{best.candidate} answers no request: {best.outcome.error}")
+    if not best.outcome.goodput:
+        raise InvalidInputError(
+            f"no cluster of {num_slots} slots meets the objectives for any request: {best.candidate} has "
+            f"a median TTFT of {best.outcome.ttft_ms[0]:.0f} ms and ITL of {best.outcome.itl_ms[0]:.1f} ms; "
+            "give more slots or looser objectives"
         )
-    if not second.requests_per_s:
-        return f"{what}: {other} holds the objectives at no rate that was tried"
-    greater, less = sorted((first, second), key=lambda one: -one.requests_per_s)
-    gain = greater.requests_per_s / less.requests_per_s - 1
-    if why := is_doubtful(greater, less):
-        return f"do not split: split and aggregated differ by {gain * 100:.1f} %, {why}, and aggregated is simpler"
-    winner = "split" if first.candidate.is_split else "aggregated"
-    return f"{what}: {winner} wins by {gain * 100:.0f} % of requests per second"
 
 
-class Trial:
-    """Simulations of one load under one pair of objectives."""
+def price_of(outcome: Outcome, num_slots: int, slot_hour_price: float | None) -> float | None:
+    """All slots are paid for, used or not."""
+    if slot_hour_price is None or not outcome.good_tokens_per_s:
+        return None
+    return slot_hour_price * num_slots / 3600 / outcome.good_tokens_per_s * 1e6
+
+
+def base_rate(arrivals: Sequence[Arrival]) -> float:
+    """Requests per second of a load; calls of a session count with the session's first."""
+    last_s = max(one.time_s for one in arrivals if one.after is None)
+    return len(arrivals) / last_s if last_s > 0.0 else float(len(arrivals))
+
+
+class _Search:
+    """The simulations of one search, over ``runs``. Progress is counted in simulated requests."""
 
     def __init__(
-        self,
-        arrivals: Sequence[Arrival],
-        costs_by_tp: Mapping[int, Costs],
-        objectives: Objectives,
-        num_blocks: int,
-        seed: int,
-        on_run: Callable[[Candidate], None],
+        self, setting: Setting, runs: Runner, candidates: Sequence[Candidate], on_progress: OnProgress
     ) -> None:
-        self._arrivals, self._costs, self._objectives = arrivals, costs_by_tp, objectives
-        self._num_blocks, self._seed = num_blocks, seed
-        self._on_run = on_run
-        self._max_len = max(one.prompt_tokens + one.answer_tokens for one in arrivals) + 1
-        self.budgets = sorted(
-            {max(min(MIN_BUDGET, len(arrivals)), int(len(arrivals) * part)) for part in BUDGET_SHARES}
-        )
+        self._setting, self._runs, self._candidates = setting, runs, candidates
+        self._num_requests = num = len(setting.arrivals)
+        self._on_progress = on_progress
+        self.budgets = sorted({max(min(MIN_BUDGET, num), int(num * part)) for part in BUDGET_SHARES})
+        kinds = {candidate.is_split for candidate in candidates}
+        self._num_halving = rounds(len(candidates), self.budgets, len(kinds))
+        self._total = self._num_halving + len(kinds) * EXPECTED_RUNS * num
+        self._done = 0.0
 
-    def run(self, candidate: Candidate, num_requests: int, factor: float = 1.0) -> SimulationResult:
-        """The first ``num_requests``, ``factor`` times as fast. Pauses of sessions keep their length."""
-        arrivals = [
-            one if one.after is not None else msgspec.structs.replace(one, time_s=one.time_s / factor)
-            for one in self._arrivals[:num_requests]
+    def _advance(self, candidate: Candidate, num_requests: float, most: float) -> None:
+        """``most``: what this part of the search may be at, of the total."""
+        self._done = min(self._done + num_requests, most)
+        self._on_progress(self._done / self._total, candidate)
+
+    # -- the finalists ------------------------------------------------------------------------------------------------
+
+    def finalists(self) -> list[tuple[Candidate, Outcome]]:
+        """Those of the last round, on the whole load, the best first."""
+        outcomes: dict[Candidate, Outcome] = {}
+
+        def score(candidates: Sequence[Candidate], budget: int, num_kept: int) -> list[tuple[float, float]]:
+            outcomes.update(self._round(candidates, budget, num_kept))
+            return [outcomes[candidate].score for candidate in candidates]
+
+        ranked = successive_halving(self._candidates, score, self.budgets, kind=lambda candidate: candidate.is_split)
+        self._done = self._num_halving
+        return [(candidate, outcomes[candidate]) for candidate, _ in ranked]
+
+    def _round(self, candidates: Sequence[Candidate], budget: int, num_kept: int) -> dict[Candidate, Outcome]:
+        """One that cannot be among the best ``num_kept``, nor the best of its kind, ends early."""
+        found: dict[Candidate, Outcome] = {}
+        left = iter(candidates)
+
+        def submit() -> None:
+            if (candidate := next(left, None)) is not None:
+                bound = _bound(candidate, found, num_kept) if num_kept < len(candidates) else 0.0
+                self._runs.submit(Trial(candidate, budget, give_up_below=bound))
+
+        for _ in range(self._runs.capacity):
+            submit()
+        for trial, outcome in self._runs.results():
+            found[trial.candidate] = outcome
+            self._advance(trial.candidate, budget, self._num_halving)
+            submit()
+        return found
+
+    # -- capacities ---------------------------------------------------------------------------------------------------
+
+    def capacities(self, goodputs: Mapping[Candidate, float]) -> list[Capacity]:
+        """The whole search with the first load, of which ``goodputs`` tells the share of each candidate at its own
+        rate; with the others around what that has found."""
+        points: dict[_Key, dict[float, float]] = {(one, 0): {1.0: share} for one, share in goodputs.items()}
+        firsts = self._highest({key: search_highest() for key in points}, points)
+        found = firsts | self._highest(
+            {
+                (candidate, load): search_highest(factor, 1)
+                for (candidate, _), factor in firsts.items()
+                for load in range(1, NUM_SEEDS)
+                if factor
+            },
+            points,
+        )
+        rates = [base_rate(arrivals) for _, arrivals in self._setting.loads]
+        self._done = self._total
+        self._on_progress(1.0, next(iter(goodputs)))
+        return [
+            Capacity(
+                candidate,
+                tuple(rate * found.get((candidate, load), 0.0) for load, rate in enumerate(rates)),
+                tuple((rates[0] * factor, share) for factor, share in sorted(points[candidate, 0].items())),
+                is_least=firsts[candidate, 0] >= MAX_FACTOR,
+            )
+            for candidate in goodputs
         ]
-        self._on_run(candidate)
-        local = candidate.max_local_prefill_length
-        spec = ClusterSpec(
-            prefill=candidate.prefill,
-            decode=candidate.decode,
-            both=candidate.both,
-            engine=EngineConfig(max_num_batched_tokens=candidate.chunk, num_blocks=self._num_blocks),
-            disagg=DisaggConfig(
-                disagg_policy="cost" if local is None else "threshold",
-                slo_ttft_ms=self._objectives.ttft_s * 1e3,
-                slo_itl_ms=self._objectives.itl_s * 1e3,
-                max_local_prefill_length=256 if local is None else local,
-            ),
-            max_model_len=self._max_len,
-        )
-        return simulate(spec, arrivals, self._costs[candidate.tp], seed=self._seed)
 
-    def score(self, candidate: Candidate, num_requests: int) -> tuple[float, float]:
-        """Goodput, then minus the P99s in units of their objectives."""
-        result = self.run(candidate, num_requests)
-        late = math.inf
-        if found := result.latencies():
-            late = found["ttft_s"]["p99"] / self._objectives.ttft_s + found["itl_s"]["p99"] / self._objectives.itl_s
-        return result.goodput(self._objectives), -late
+    def _highest(self, searches: Mapping[_Key, Search], points: dict[_Key, dict[float, float]]) -> dict[_Key, float]:
+        """What each search returns; all of them at once. ``points``: shares by factor that are known; takes what is
+        tried."""
+        found: dict[_Key, float] = {}
 
-    def measure(self, candidate: Candidate, num_slots: int, slot_hour_price: float | None) -> Measured:
-        """On the whole load. All slots are paid for, used or not."""
-        result = self.run(candidate, len(self._arrivals))
-        good = [one for one in result.done if one.meets(self._objectives)]
-        good_tokens_per_s = sum(len(one.tokens_s) for one in good) / result.end_s if result.end_s else 0.0
-        latencies = result.latencies()
-        ttft, itl = (
-            [1e3 * value for name, value in latencies.get(of, NOTHING).items() if name != "mean"] for of in BOTH
-        )
-        price = None
-        if slot_hour_price is not None and good_tokens_per_s:
-            price = slot_hour_price * num_slots / 3600 / good_tokens_per_s * 1e6
-        times = sorted(1e3 * one.ttft_s for one in result.done)
-        step = -(-len(times) // NUM_COMPARED_LATENCIES) or 1
-        return Measured(
-            candidate,
-            result.goodput(self._objectives),
-            good_tokens_per_s,
-            (ttft[0], ttft[1], ttft[2]),
-            (itl[0], itl[1], itl[2]),
-            price,
-            tuple(times[::step]),
-        )
+        def go_on(key: _Key, holds: bool | None) -> None:
+            try:
+                factor = searches[key].send(holds)  # type: ignore[arg-type]  # None begins a generator
+                while (share := points.setdefault(key, {}).get(factor)) is not None:
+                    factor = searches[key].send(share >= ATTAINMENT)
+            except StopIteration as end:
+                found[key] = end.value
+                return
+            candidate, load = key
+            num = len(self._setting.loads[load][1])
+            self._runs.submit(Trial(candidate, num, factor, load, give_up_below=ATTAINMENT, enough=ATTAINMENT))
 
-    def why_nothing(self, candidate: Candidate) -> str:
-        """The first error, if no request of the load's shortest part gets an answer; else empty."""
-        result = self.run(candidate, self.budgets[0])
-        return "" if result.done else result.first_error
-
-    def capacity(self, candidate: Candidate, points: dict[float, float], around: float = 0.0) -> float:
-        """The highest speed of the load, 1 as given, that the cluster holds; ``points`` takes what was tried.
-
-        By doubling or halving the speed, then by bisection; near ``around``, if that is given, in smaller steps to the
-        same precision. Assumes that more load is never better.
-        """
-
-        def holds(factor: float) -> bool:
-            points[factor] = self.run(candidate, len(self._arrivals), factor).goodput(self._objectives)
-            return points[factor] >= ATTAINMENT
-
-        return highest_that_holds(holds, around, 2**0.25, NUM_BISECTIONS - 2) if around else highest_that_holds(holds)
-
-    @property
-    def base_rate(self) -> float:
-        """Requests per second of the load; calls of a session count with the session's first."""
-        last_s = max(one.time_s for one in self._arrivals if one.after is None)
-        return len(self._arrivals) / last_s if last_s > 0.0 else float(len(self._arrivals))
+        for key in searches:
+            go_on(key, None)
+        for trial, outcome in self._runs.results():
+            key = (trial.candidate, trial.load)
+            points[key][trial.factor] = outcome.goodput
+            self._advance(trial.candidate, trial.num_requests, 0.99 * self._total)
+            go_on(key, outcome.least >= ATTAINMENT if not outcome.is_whole else outcome.goodput >= ATTAINMENT)
+        return found
 
 
-BOTH = ("ttft_s", "itl_s")
-NOTHING = {"p50": 0.0, "p90": 0.0, "p99": 0.0}
+def _bound(candidate: Candidate, found: Mapping[Candidate, Outcome], num_kept: int) -> float:
+    """A candidate whose share is below this one cannot be kept: so many others are better already, and one of them is
+    of its kind."""
+    shares = sorted((one.goodput for one in found.values() if one.is_whole), reverse=True)
+    own = [one.goodput for other, one in found.items() if one.is_whole and other.is_split is candidate.is_split]
+    return min(shares[num_kept - 1], max(own)) if len(shares) >= num_kept and own else 0.0
 
 
-def highest_that_holds(
-    holds: Callable[[float], bool], start: float = 1.0, step: float = 2.0, num_bisections: int = NUM_BISECTIONS
-) -> float:
-    """The highest factor that holds, within ``step ** (1 / 2 ** num_bisections)``; 0 if none holds from 1 / MAX_FACTOR
-    on. At most MAX_FACTOR."""
-    low, high = 0.0, start
-    while holds(high):
-        low, high = high, high * step
-        if high > MAX_FACTOR:
-            return low
-    while not low:
-        factor = high / step
-        if factor < 1 / MAX_FACTOR:
-            return 0.0
-        low, high = (factor, high) if holds(factor) else (0.0, factor)
-    for _ in range(num_bisections):
-        middle = math.sqrt(low * high)
-        low, high = (middle, high) if holds(middle) else (low, middle)
-    return low
+def search_highest(start: float = 1.0, step: int = RATES_PER_OCTAVE) -> Search:
+    """The highest factor that holds, to one of RATES_PER_OCTAVE; at most MAX_FACTOR, 0 if none holds from
+    1 / MAX_FACTOR on. Up or down from ``start``, first by ``step`` and each time by twice as many, up to an octave,
+    then by bisection. Assumes that more load is never better."""
+    top = math.floor(RATES_PER_OCTAVE * math.log2(MAX_FACTOR / start))
+    bottom = -math.floor(RATES_PER_OCTAVE * math.log2(MAX_FACTOR * start))
+    holding, failing, at = bottom - 1, top + 1, 0
+    while failing - holding > 1:
+        if (yield start * 2 ** (at / RATES_PER_OCTAVE)):
+            holding = at
+        else:
+            failing = at
+        if holding < bottom:
+            at = max(at - step, bottom)
+        elif failing > top:
+            at = min(at + step, top)
+        else:
+            at = (holding + failing) // 2
+        step = min(2 * step, RATES_PER_OCTAVE)
+    return start * 2 ** (holding / RATES_PER_OCTAVE) if holding >= bottom else 0.0

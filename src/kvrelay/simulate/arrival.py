@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from kvrelay.errors import InvalidInputError
 
 OWN_SEED = 1 << 40
 """Prompts without hash ids draw their tokens from here on: no hash id of a trace is so large."""
+NUM_KEPT_PARTS = 8192
+"""A search simulates the same prompts many times: so many of their parts are kept, 2 kB each in Mooncake's trace."""
 
 
 class Arrival(msgspec.Struct, frozen=True, kw_only=True):
@@ -19,7 +23,7 @@ class Arrival(msgspec.Struct, frozen=True, kw_only=True):
     arrival of that index has got its last token: sessions and closed loops.
 
     ``hash_ids``: one for each ``hash_tokens`` tokens of the prompt; equal leading ids are an equal prefix. None: the
-    prompt shares nothing. ``session`` names the conversation, for reports.
+    prompt shares nothing. ``session`` names the conversation, for reports. ``tool``: what the answer ends by calling.
     """
 
     time_s: float
@@ -28,18 +32,18 @@ class Arrival(msgspec.Struct, frozen=True, kw_only=True):
     hash_ids: tuple[int, ...] | None = None
     hash_tokens: int = 512
     session: str | None = None
+    tool: str = ""
     after: int | None = None
     priority: int = 0
 
     def prompt(self, index: int, vocab_size: int) -> list[int]:
         """Token ids of the arrival number ``index``: a function of the hash ids, or of ``index`` without them."""
-        if self.hash_ids is None:
-            return _tokens(OWN_SEED + index, self.prompt_tokens, vocab_size)
-        token_ids: list[int] = []
-        for hash_id in self.hash_ids:
-            token_ids += _tokens(hash_id, self.hash_tokens, vocab_size)
-        missing = self.prompt_tokens - len(token_ids)
-        return token_ids[: self.prompt_tokens] + _tokens(OWN_SEED + index, max(missing, 0), vocab_size)
+        parts = [_shared_tokens(hash_id, self.hash_tokens, vocab_size) for hash_id in self.hash_ids or ()]
+        missing = self.prompt_tokens - self.hash_tokens * len(parts)
+        if missing > 0:
+            parts.append(_tokens(OWN_SEED + index, missing, vocab_size))
+        token_ids: list[int] = np.concatenate(parts)[: self.prompt_tokens].tolist()
+        return token_ids
 
 
 class RecordedArrival(Arrival, frozen=True):
@@ -62,10 +66,14 @@ def check_arrivals(arrivals: Sequence[Arrival]) -> None:
             raise InvalidInputError(f"arrival {index}: it can only come after an earlier one, not {arrival.after}")
 
 
-def _tokens(seed: int, count: int, vocab_size: int) -> list[int]:
+@lru_cache(NUM_KEPT_PARTS)
+def _shared_tokens(seed: int, count: int, vocab_size: int) -> npt.NDArray[np.int32]:
+    return _tokens(seed, count, vocab_size)
+
+
+def _tokens(seed: int, count: int, vocab_size: int) -> npt.NDArray[np.int32]:
     """A multiplicative hash of (seed, position): no generator to set up for each block."""
     mixed = np.arange(count, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     mixed += np.uint64(seed * 0xC2B2AE3D27D4EB4F & (1 << 64) - 1)
     mixed = (mixed ^ (mixed >> np.uint64(29))) * np.uint64(0xBF58476D1CE4E5B9)
-    tokens: list[int] = ((mixed >> np.uint64(32)) % np.uint64(vocab_size)).tolist()
-    return tokens
+    return np.asarray((mixed >> np.uint64(32)) % np.uint64(vocab_size), dtype=np.int32)

@@ -3,8 +3,10 @@
     published by workers   step costs                        their medians over the workers that do such steps
     two lengths of prompts KV bytes and transfer times       token_bytes, link_bytes_per_s, transfer_overhead_s
     one stream at a time   gaps between tokens, first token  between_steps_s, spread, frontend_request_s
+    the same, all remote   how much later first tokens are   queue_hop_s
 
-What the load did not show keeps its default and is named in ``Calibration.not_measured``.
+What the load did not show keeps its default and is named in ``Calibration.not_measured``. Costs of steps that workers
+estimate from answers are named as such.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import msgspec
 import numpy as np
 
 from kvrelay.core.decoding import UNREADABLE
-from kvrelay.core.step_cost import StepCost, StepWork, median_cost
+from kvrelay.core.step_cost import CostSource, StepCost, StepWork, median_cost
 from kvrelay.errors import InvalidInputError
 from kvrelay.simulate.costs import Costs, check_costs
 
@@ -51,12 +53,17 @@ class Phase(msgspec.Struct, frozen=True):
 
 
 class Calibration(msgspec.Struct, frozen=True):
+    """``is_step_estimated``: some worker's costs of steps are estimates."""
+
     costs: Costs
     not_measured: tuple[str, ...]
+    is_step_estimated: bool = False
 
 
 class _Load(msgspec.Struct):
     step_cost: StepCost | None = None
+    step_cost_source: CostSource = CostSource.MEASURED
+    kv_total_blocks: int = 0
 
 
 class _Peer(msgspec.Struct):
@@ -79,6 +86,8 @@ class _Worker(msgspec.Struct):
     worker_id: str
     role: str = ""
     model: str = ""
+    block_size: int = 0
+    step_spread: float = 0.0
     load: _Load = msgspec.field(default_factory=_Load)
     transfer: _Transfer = msgspec.field(default_factory=_Transfer)
     decode: _Decode = msgspec.field(default_factory=_Decode)
@@ -109,24 +118,31 @@ def counters_of(workers: Sequence[_Worker]) -> Counters:
 
 
 def fit(
-    workers: Sequence[_Worker], phases: Sequence[Phase], machine: str, busy: Sequence[_Worker] | None = None
+    workers: Sequence[_Worker],
+    phases: Sequence[Phase],
+    machine: str,
+    busy: Sequence[_Worker] | None = None,
+    remote: Sequence[Phase] = (),
 ) -> Calibration:
     """Costs of the workers' model. ``workers``: their status after the probe's streams one by one; ``busy``: after
-    those that came at once, whose steps are what a load meets (None: there were none). Raises InvalidInputError if no
-    worker publishes step costs, which engines of others do not."""
+    those that came at once, whose steps are what a load meets (None: there were none). ``remote``: streams one by one
+    whose prompts all went to prefill workers, which the cluster's own policy may not do. Raises InvalidInputError if no
+    worker publishes step costs."""
     alone, _ = _step_of(workers)
     step, missing = _step_of(busy or workers)
-    found: dict[str, float | int] = _client_costs(alone, phases) | _transfer_costs(phases)
+    found: dict[str, float | int] = _client_costs(alone, phases) | _transfer_costs(remote or phases)
+    found |= _queue_costs(phases, remote) | _kv_of(workers) | _prefill_spread_of(busy or workers)
     measurable = (
+        *("kv_tokens", "prefill_spread"),
         *("between_steps_s", "spread", "frontend_request_s"),
         *("token_bytes", "link_bytes_per_s", "transfer_overhead_s"),
         *("hop_s", "queue_hop_s", "frontend_token_s", "start_s", "drain_s"),
     )
+    estimated = [worker for worker in workers if worker.load.step_cost_source is CostSource.ESTIMATED]
     costs = msgspec.structs.replace(Costs(), step=step, machine=machine, model=workers[0].model, **found)
     check_costs(costs, "measured")
-    return Calibration(
-        costs, (*(f"step.{name}" for name in missing), *(name for name in measurable if name not in found))
-    )
+    unmeasured = (*(f"step.{name}" for name in missing), *(name for name in measurable if name not in found))
+    return Calibration(costs, unmeasured, bool(estimated))
 
 
 def _step_of(workers: Sequence[_Worker]) -> tuple[StepCost, tuple[str, ...]]:
@@ -135,7 +151,7 @@ def _step_of(workers: Sequence[_Worker]) -> tuple[StepCost, tuple[str, ...]]:
     fitted = [(role, cost) for role, cost in given if cost is not None]
     if not fitted:
         raise InvalidInputError(
-            "no worker publishes step costs; calibrate with --engine torch or mock, or write costs.json by hand"
+            "no worker publishes step costs: ask each worker something, see its log, or write costs.json by hand"
         )
     return median_cost(fitted)
 
@@ -191,6 +207,34 @@ def _transfer_costs(phases: Sequence[Phase]) -> dict[str, float | int]:
     elif points and points[-1][1] > 0.0:
         found["link_bytes_per_s"] = points[-1][0] / points[-1][1]
     return found
+
+
+def _queue_costs(phases: Sequence[Phase], remote: Sequence[Phase]) -> dict[str, float | int]:
+    """A short prompt's first token is later by queue and transfer than that of one that was computed where its answer
+    is."""
+    local = [phase for phase in phases if phase.streams and not phase.counted.num_remote]
+    away = [phase for phase in remote if phase.streams and phase.counted.num_transfers]
+    if not local or not away:
+        return {}
+    near, far = (min(some, key=lambda phase: phase.streams[0].prompt_tokens) for some in (local, away))
+    if near.streams[0].prompt_tokens != far.streams[0].prompt_tokens:
+        return {}
+    firsts_s = [statistics.median(one.tokens_s[0] for one in phase.streams if one.tokens_s) for phase in (near, far)]
+    transfer_s = far.counted.seconds / far.counted.num_transfers
+    return {"queue_hop_s": max(firsts_s[1] - firsts_s[0] - transfer_s, 0.0)}
+
+
+def _prefill_spread_of(workers: Sequence[_Worker]) -> dict[str, float | int]:
+    """What the workers that take requests have learnt themselves. A stream that is alone shows less: answers and
+    prompts that run beside each other slow each other."""
+    spreads = [worker.step_spread for worker in workers if worker.role != "prefill" and worker.step_spread > 0.0]
+    return {"prefill_spread": min(statistics.median(spreads), MAX_SPREAD)} if spreads else {}
+
+
+def _kv_of(workers: Sequence[_Worker]) -> dict[str, float | int]:
+    """Of the worker whose pool holds least."""
+    least = min(worker.block_size * worker.load.kv_total_blocks for worker in workers)
+    return {"kv_tokens": least} if least else {}
 
 
 def _tuple(counters: Counters) -> tuple[Any, ...]:

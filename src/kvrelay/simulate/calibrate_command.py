@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from kvrelay.cli.cluster import cluster_options, cluster_settings, found_cluster
 from kvrelay.cli.help import GroupedCommand
 from kvrelay.cli.processes import run_async
+from kvrelay.config import ControlConfig, WorkerRole
+
+if TYPE_CHECKING:
+    from kvrelay.simulate.calibrate import Phase
 
 
 @click.command("calibrate", cls=GroupedCommand)
@@ -37,6 +43,8 @@ def calibrate_command(
 ) -> None:
     """Fit costs from live workers and a small load, which needs an otherwise idle cluster.
 
+    For a part of the load the run-time setting disagg.disagg_policy is `always`.
+
     Example: kvrelay simulate calibrate --output costs.json --machine "8 x H100"
     """
     from kvrelay.bench.client.connection import ConnectionPool, parse_target
@@ -61,14 +69,39 @@ def calibrate_command(
         try:
             send = frontend_sender(pool, workers[0].model)
             phases = await probe(send, count, (short, long_length), streams, seed)
+            remote = await probe_remote(control, lambda: probe(send, count, (short, long_length), streams, seed + 2))
             alone = read_status(await cluster_status(control))
             await keep_busy(send, (short, long_length), len(alone), streams, seed)
         finally:
             await pool.close()
-        found = fit(alone, phases, machine, read_status(await cluster_status(control)))
+        found = fit(alone, phases, machine, read_status(await cluster_status(control)), remote)
         write_text(output, encode_costs(found.costs).decode())
         click.echo(f"wrote {output}: {found.costs.model} on {machine}")
+        if found.is_step_estimated:
+            click.echo("step: an estimate by what answers show, since these engines tell no steps")
         if found.not_measured:
             click.echo(f"not measured, so the defaults are in it: {', '.join(found.not_measured)}")
 
     run_async(measure())
+
+
+async def probe_remote(control: ControlConfig, measure: Callable[[], Awaitable[list[Phase]]]) -> list[Phase]:
+    """What ``measure`` finds while all prefills are remote, which by cost few prompts of an idle cluster are; nothing
+    without prefill workers and workers that take requests."""
+    from kvrelay.control.base import Keys
+    from kvrelay.launch.admin import DISAGG_PREFIX, cluster_status
+    from kvrelay.launch.request_plane import connected
+    from kvrelay.simulate.probe import all_remote
+
+    async def policies() -> set[str]:
+        workers = (await cluster_status(control))["workers"]
+        answering = [worker for worker in workers if "error" not in worker]
+        return {worker["disagg"]["disagg_policy"] for worker in answering if worker["role"] != WorkerRole.PREFILL}
+
+    roles = {worker["role"] for worker in (await cluster_status(control))["workers"]}
+    if not {WorkerRole.PREFILL, WorkerRole.DECODE} <= roles:
+        return []
+    async with connected(control) as plane:
+        key = Keys(control.namespace).config_value(f"{DISAGG_PREFIX}disagg_policy")
+        async with all_remote(plane.discovery, key, policies):
+            return await measure()

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from kvrelay.config import DisaggConfig, EngineConfig, RouterConfig, TransferConfig, WorkerRole
-from kvrelay.core.handoff import HandoffOrder
+from kvrelay.core.handoff import OrderPolicy
 from kvrelay.errors import ConfigError
 from kvrelay.planner import WorkerView
 
@@ -73,7 +73,7 @@ class ClusterSpec(msgspec.Struct, frozen=True):
     engine: EngineConfig = msgspec.field(default_factory=EngineConfig)
     disagg: DisaggConfig = msgspec.field(default_factory=DisaggConfig)
     router: RouterConfig = msgspec.field(default_factory=RouterConfig)
-    order: HandoffOrder = HandoffOrder.DECODE_FIRST
+    order: OrderPolicy = OrderPolicy.AUTO
     events: tuple[ClusterEvent, ...] = ()
     lease_ttl_s: float = 10.0
     migration_limit: int = 3

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -12,8 +12,12 @@ from kvrelay.cli.help import GroupedCommand
 from kvrelay.cli.main import LazyGroup
 from kvrelay.cli.options import SettingsSource, json_option, settings_options
 from kvrelay.config import DisaggConfig, EngineConfig, RouterConfig
-from kvrelay.core.handoff import HandoffOrder
+from kvrelay.core.handoff import OrderPolicy
 from kvrelay.errors import IntegrityError
+from kvrelay.simulate.shipped import costs_help
+
+if TYPE_CHECKING:
+    from kvrelay.simulate.costs import Costs
 
 SETTINGS = (EngineConfig, DisaggConfig, RouterConfig)
 COMMANDS = {"calibrate": ("kvrelay.simulate.calibrate_command:calibrate_command", "Fit costs from a running cluster.")}
@@ -37,11 +41,11 @@ class SimulateGroup(GroupedCommand, LazyGroup):
 @click.option("--frontends", type=click.IntRange(1), default=1, help="Frontends.")
 @click.option(
     "--order",
-    type=click.Choice([order.value for order in HandoffOrder]),
-    default="decode-first",
+    type=click.Choice([order.value for order in OrderPolicy]),
+    default="auto",
     help="Who gets a request first.",
 )
-@click.option("--costs", "costs_file", type=_FILE, help="JSON file of costs; default: a GPU of the middle class.")
+@click.option("--costs", "costs_name", help=f"Costs: {costs_help()}; default: a GPU of the middle class.")
 @click.option("--kv-buffer-size", type=click.IntRange(0), default=64 * 2**20, help="Bytes of a worker's holding area.")
 @click.option("--event", "events", multiple=True, metavar="EVENT", help="E.g. 30s:kill:d1; default: none.")
 @click.option(
@@ -63,7 +67,7 @@ def simulate_command(
     both: int,
     frontends: int,
     order: str,
-    costs_file: Path | None,
+    costs_name: str | None,
     kv_buffer_size: int,
     events: tuple[str, ...],
     seed: int,
@@ -74,23 +78,19 @@ def simulate_command(
 ) -> None:
     """Say what a cluster would do with a load: the real router, scheduler, placement and hand-offs, in virtual time.
 
-    Example: kvrelay simulate --trace conversation.jsonl --prefill 2 --decode 3 --costs costs.json
+    Example: kvrelay simulate --trace conversation.jsonl --prefill 2 --decode 3 --costs h100-llama-3.1-8b
     """
     if ctx.invoked_subcommand is not None:
         return
     from kvrelay.placement.cost import objectives_of
-    from kvrelay.simulate import verify
     from kvrelay.simulate.cluster import ClusterSpec, parse_event
-    from kvrelay.simulate.costs import Costs, read_costs
+    from kvrelay.simulate.costs import Costs, costs_of
     from kvrelay.simulate.loads import load_of
     from kvrelay.simulate.simulation import simulate
 
-    costs = None if costs_file is None else read_costs(costs_file)
+    costs = None if costs_name is None else costs_of(costs_name)
     if recording is not None:
-        compared = verify.verify(recording, costs, seed=seed)
-        click.echo(json.dumps(compared) if as_json else verify.text_of(compared))
-        if compared["scheduler"]["difference"]:
-            raise IntegrityError("the recorded schedule and the one played back differ")
+        _compare(recording, costs, seed, as_json=as_json)
         return
     if trace is None and load is None:
         raise click.UsageError("give a load (--trace FILE or --load SPEC) or a recording (--verify FILE)")
@@ -105,16 +105,26 @@ def simulate_command(
         max_model_len=engine.max_model_len or ClusterSpec().max_model_len,
         disagg=source.build(DisaggConfig),
         router=source.build(RouterConfig),
-        order=HandoffOrder(order),
+        order=OrderPolicy(order),
         events=tuple(map(parse_event, events)),
         kv_buffer_size=kv_buffer_size,
     )
-    result = simulate(
-        spec, load_of(trace, load, limit=limit, time_scale=time_scale, seed=seed), costs or Costs(), seed=seed
-    )
+    costs = costs or Costs()
+    result = simulate(spec, load_of(trace, load, limit=limit, time_scale=time_scale, seed=seed), costs, seed=seed)
     objectives = objectives_of(spec.disagg)
-    report = {"cluster": str(spec), "seed": seed, **result.report(objectives)}
+    num_blocks = costs.num_blocks(engine.block_size, engine.num_blocks)
+    report = {"cluster": str(spec), "seed": seed, "kv_blocks": num_blocks, **result.report(objectives)}
     click.echo(json.dumps(report) if as_json else _text(report, objectives.ttft_s, objectives.itl_s))
+
+
+def _compare(recording: Path, costs: Costs | None, seed: int, *, as_json: bool) -> None:
+    """Play a recording back, and say what differs. Raises IntegrityError if the schedule does."""
+    from kvrelay.simulate import verify
+
+    compared = verify.verify(recording, costs, seed=seed)
+    click.echo(json.dumps(compared) if as_json else verify.text_of(compared))
+    if compared["scheduler"]["difference"]:
+        raise IntegrityError("the recorded schedule and the one played back differ")
 
 
 def _text(report: dict[str, Any], ttft_s: float, itl_s: float) -> str:
@@ -125,6 +135,7 @@ def _text(report: dict[str, Any], ttft_s: float, itl_s: float) -> str:
         f"goodput {report['goodput']:.1%} (TTFT {ttft_s * 1e3:g} ms, ITL {itl_s * 1e3:g} ms at P99 of an answer), "
         f"{report['output_tokens_per_s']:.1f} tokens/s",
     ]
+    lines.append(f"KV of a worker: {report['kv_blocks']:,} blocks")
     if report["first_error"]:
         lines.append(f"first failure: {report['first_error']}")
     for latency, figures in report["latencies"].items():

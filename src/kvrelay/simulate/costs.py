@@ -13,28 +13,35 @@ import msgspec
 from kvrelay.core.decoding import UNREADABLE
 from kvrelay.core.step_cost import MAX_COST_S, StepCost
 from kvrelay.errors import ConfigError
+from kvrelay.simulate.shipped import SHIPPED, shipped_names
+
+MAX_KV_TOKENS = 100_000_000
+"""The simulator keeps an entry for each block."""
 
 
 class Costs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Seconds unless the name says otherwise. The defaults are a GPU of the middle class with a model of some billion
     parameters, like ``StepCost``'s.
 
-    ``spread``: standard deviation of the logarithm of a step's time. ``between_steps_s``: from a step's end to the next
-    one's begin. ``hop_s``: one way on the request plane. ``queue_hop_s``: from a push to the pull. A transfer of n
-    tokens takes ``transfer_overhead_s + n * token_bytes / link_bytes_per_s``, once the links of both workers are free.
-    A frontend takes ``frontend_request_s`` for each request and ``frontend_token_s`` for each token.
-    ``start_s``: from the launch of a worker to its registration. ``drain_s``: what a drain or a change of role takes
-    after the last work has ended.
+    ``spread``: standard deviation of the logarithm of a step's time; ``prefill_spread``: of a step with a prefill, 0
+    for the same. ``between_steps_s``: from a step's end to the next one's begin. ``hop_s``: one way on the request
+    plane. ``queue_hop_s``: from a push to the pull. A transfer of n tokens takes
+    ``transfer_overhead_s + n * token_bytes / link_bytes_per_s``, once the links of both workers are free.
+    ``kv_tokens``: what the KV pool of a worker holds. A frontend takes ``frontend_request_s`` for each request and
+    ``frontend_token_s`` for each token. ``start_s``: from the launch of a worker to its registration. ``drain_s``: what
+    a drain or a change of role takes after the last work has ended.
     """
 
     step: StepCost = StepCost()
     spread: float = 0.0
+    prefill_spread: float = 0.0
     between_steps_s: float = 0.0002
     hop_s: float = 0.0003
     queue_hop_s: float = 0.001
     transfer_overhead_s: float = 0.0005
     link_bytes_per_s: float = 25e9
     token_bytes: int = 131072
+    kv_tokens: int = 262144
     frontend_request_s: float = 0.0003
     frontend_token_s: float = 0.00001
     start_s: float = 30.0
@@ -42,6 +49,10 @@ class Costs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     machine: str = ""
     model: str = ""
     version: int = 1
+
+    def num_blocks(self, block_size: int, given: int = 0) -> int:
+        """Blocks of a worker's KV pool; ``given``: by a setting, 0: none."""
+        return given or max(self.kv_tokens // block_size, 1)
 
 
 def decode_costs(data: bytes, source: str) -> Costs:
@@ -68,6 +79,15 @@ def read_costs(path: Path) -> Costs:
         raise ConfigError(f"costs {path}: {exc.strerror}", param="costs") from exc
 
 
+def costs_of(name: str) -> Costs:
+    """Those that ship under this name, or those of the file. Raises ConfigError, which says what there is."""
+    if name in (known := shipped_names()):
+        return decode_costs((SHIPPED / f"{name}.json").read_bytes(), name)
+    if not Path(name).exists() and "/" not in name and not name.endswith(".json"):
+        raise ConfigError(f"--costs {name}: neither a file nor one of {', '.join(known)}", param="costs")
+    return read_costs(Path(name))
+
+
 def encode_costs(costs: Costs) -> bytes:
     """The JSON that ``decode_costs`` reads, indented for people."""
     return msgspec.json.format(msgspec.json.encode(costs), indent=2) + b"\n"
@@ -86,7 +106,7 @@ def check_costs(costs: Costs, source: str) -> None:
             raise ConfigError(f"costs {source}: `$.{name}` must be 0 or more, got {value}", param="costs")
         if name.endswith("_s") and name != "link_bytes_per_s" and value > MAX_COST_S:
             raise ConfigError(f"costs {source}: `$.{name}` must be at most an hour, got {value:g} s", param="costs")
-    if costs.link_bytes_per_s <= 0.0 or costs.spread > 2.0:
-        raise ConfigError(
-            f"costs {source}: `$.link_bytes_per_s` must be above 0 and `$.spread` at most 2", param="costs"
-        )
+    if costs.kv_tokens > MAX_KV_TOKENS:
+        raise ConfigError(f"costs {source}: `$.kv_tokens` must be at most {MAX_KV_TOKENS:,}", param="costs")
+    if costs.link_bytes_per_s <= 0.0 or max(costs.spread, costs.prefill_spread) > 2.0:
+        raise ConfigError(f"costs {source}: `$.link_bytes_per_s` must be above 0 and spreads at most 2", param="costs")

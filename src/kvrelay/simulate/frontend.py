@@ -6,12 +6,14 @@ come, first served. N frontends are one server that is N times as fast.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 
 import msgspec
 
-from kvrelay.core.handoff import HandoffId, HandoffOrder, RemotePrefillRequest
+from kvrelay.core.events import KvEventBatch, LoadMetrics
+from kvrelay.core.handoff import HandoffId, HandoffOrder, OrderPolicy, RemotePrefillRequest
 from kvrelay.core.messages import TokenOutput
 from kvrelay.core.pair_id import FIRST_NUMBER
 from kvrelay.core.status import FinishReason
@@ -20,11 +22,14 @@ from kvrelay.errors import KvrelayError, WorkerUnavailableError
 from kvrelay.handoff import decode_events as de
 from kvrelay.placement.base import PrefillPlace
 from kvrelay.placement.threshold import DisaggPolicy
+from kvrelay.placement.ways import Ways
 from kvrelay.planner import Traffic
 from kvrelay.router import PairRouter, Router, RouterStage, RoutingRequest
 from kvrelay.simulate.arrival import Arrival
+from kvrelay.simulate.decode_run import QuietDelivery
+from kvrelay.simulate.loop import Position, Rank
 from kvrelay.simulate.machine import TOKEN
-from kvrelay.simulate.network import Network
+from kvrelay.simulate.network import Network, Node
 from kvrelay.simulate.result import RequestResult
 from kvrelay.simulate.worker import Delivery, FrontendPort, Generate, SimulatedWorker, is_final
 
@@ -53,10 +58,12 @@ class Frontend:
         self._request_s = network.costs.frontend_request_s / spec.frontends
         self._token_s = network.costs.frontend_token_s / spec.frontends
         self._on_over = on_over
-        self.port = FrontendPort(self._deliver, self._refused)
+        self._quiet: list[QuietDelivery] = []
+        """On their way here, in no order."""
+        self.port = FrontendPort(self._deliver, self._quiet.append, self._refused)
         self._router = Router(spec.router, spec.engine.block_size, clock)
         self._pairs: PairRouter | None = None
-        if spec.order is HandoffOrder.PREFILL_FIRST:
+        if spec.order is not OrderPolicy.DECODE_FIRST:
             prefills = Router(spec.router, spec.engine.block_size, clock, RouterStage.PREFILL)
             self._pairs = PairRouter(self._router, prefills, DisaggPolicy(spec.disagg))
         self._routers = [self._router] if self._pairs is None else [self._router, self._pairs.prefills]
@@ -73,7 +80,7 @@ class Frontend:
     def start(self) -> None:
         """Plan all arrivals that wait for none."""
         for index, arrival in enumerate(self._arrivals):
-            self.results.append(RequestResult(index, 0.0, arrival.prompt_tokens))
+            self.results.append(RequestResult(index, math.inf, arrival.prompt_tokens))
             if arrival.after is None:
                 self._loop.at(arrival.time_s, lambda index=index: self._send(index))  # type: ignore[misc]
             else:
@@ -84,9 +91,14 @@ class Frontend:
     # -- discovery ----------------------------------------------------------------------------------------------------
 
     def listed(self, info: WorkerInfo) -> None:
-        """A worker has registered."""
+        """A worker has registered, or changed its role. One that takes requests is no prefill half, though it may
+        pull."""
+        takes_requests = info.role.takes_requests
         for router in self._routers:
-            router.add_worker(info)
+            if (router is self._router) is takes_requests:
+                router.add_worker(info)
+            else:
+                router.remove_worker(info.worker_id)
 
     def unlisted(self, worker_id: str) -> None:
         """A worker has left discovery; its requests go on."""
@@ -95,12 +107,13 @@ class Frontend:
 
     def lost(self, worker_id: str) -> None:
         """The connection to a worker has ended: its requests move to others."""
+        self.catch_up()
         self._gone.add(worker_id)
         for flight in list(self._flights.values()):
             if flight.worker_id == worker_id:
                 self._move(flight, worker_id)
             elif flight.pair is not None and flight.pair[0] == worker_id:
-                self._network.to_decode(flight.worker_id, de.ClaimantGone(flight.pair[1]))
+                self._network.hop(flight.worker_id, _claimant_gone(flight.pair[1]))
                 self._prefilled(flight)
 
     # -- requests -----------------------------------------------------------------------------------------------------
@@ -111,6 +124,7 @@ class Frontend:
         return self._free_at_s
 
     def _send(self, index: int) -> None:
+        self.catch_up()
         arrival, result = self._arrivals[index], self.results[index]
         result.sent_s = self._loop.clock.now()
         self.traffic.arrived(arrival.prompt_tokens)
@@ -119,6 +133,7 @@ class Frontend:
 
     def _route(self, flight: _Flight) -> None:
         """Choose a worker or a pair, and send the request there."""
+        self.catch_up()
         flight.num_attempts += 1
         flight.request_id = f"{flight.result.index}-{flight.num_attempts}"
         tokens = flight.prompt + [TOKEN] * len(flight.result.tokens_s)
@@ -130,13 +145,13 @@ class Frontend:
             flight.excluded | self._gone,
         )
         flight.pair = None
-        prefill_id = ""
+        prefill_id, ways = "", None
         try:
             if self._pairs is None:
                 flight.worker_id = self._router.choose(request).worker_id
             else:
-                decision = self._pairs.choose(request, must_be_local=False)
-                flight.worker_id = decision.decode.worker_id
+                decision = self._pairs.choose(request, self._network.spec.order, must_be_local=False)
+                flight.worker_id, ways = decision.decode.worker_id, decision.ways
                 if decision.prefill is not None:
                     prefill_id = decision.prefill.worker_id
         except WorkerUnavailableError as exc:
@@ -147,9 +162,9 @@ class Frontend:
             flight.pair = (prefill_id, HandoffId(flight.worker_id, number))
         flight.result.worker_id = flight.worker_id
         self._flights[flight.request_id] = flight
-        self._dispatch(flight, tokens)
+        self._dispatch(flight, tokens, ways)
 
-    def _dispatch(self, flight: _Flight, tokens: list[int]) -> None:
+    def _dispatch(self, flight: _Flight, tokens: list[int], ways: Ways | None) -> None:
         num_output = len(flight.result.tokens_s)
         message = Generate(
             flight.request_id,
@@ -157,8 +172,10 @@ class Frontend:
             tokens[len(flight.prompt) :],
             flight.arrival.answer_tokens,
             flight.arrival.priority,
-            self._network.spec.order,
+            self._network.spec.order.unpaired if flight.pair is None else HandoffOrder.PREFILL_FIRST,
             flight.pair,
+            None if ways is None else ways.wait_s,
+            0.0 if ways is None else ways.begins_within_s,
         )
         hop_s, pair = self._network.costs.hop_s, flight.pair
         decode = self._worker(flight.worker_id)
@@ -182,7 +199,7 @@ class Frontend:
             if prefill.is_accepting:
                 prefill.prefills.take_half(half, lambda output: self._first(request_id, output))
             else:
-                self._network.to_decode(half.decode_worker_id, de.ClaimantGone(half.handoff_id))
+                self._network.hop(half.decode_worker_id, _claimant_gone(half.handoff_id))
 
         self._loop.after(hop_s, take_half)
 
@@ -191,14 +208,16 @@ class Frontend:
         assert isinstance(node, SimulatedWorker)
         return node
 
-    def _first(self, request_id: str, output: TokenOutput) -> None:
-        """The first token of a prefill worker (prefill-first), before the KV has arrived."""
+    def _first(self, request_id: str, output: TokenOutput | None) -> None:
+        """The first token of a prefill worker (prefill-first), before the KV has arrived. None: it gives up."""
 
         def arrive() -> None:
+            self.catch_up()
             flight = self._flights.get(request_id)
             if flight is not None:
                 self._prefilled(flight)
-                self._take(flight, output)
+                if output is not None:
+                    self._take(flight, output)
 
         self._loop.after(self._network.costs.hop_s, arrive)
 
@@ -209,11 +228,8 @@ class Frontend:
 
     def _deliver(self, worker_id: str, delivery: Delivery) -> None:
         """What a worker's step has put out has arrived."""
-        for router in self._routers:
-            if delivery.events is not None:
-                router.apply_events(delivery.events)
-            if delivery.load is not None and worker_id in self._network.listed:
-                router.apply_metrics(delivery.load)
+        self.catch_up()
+        self._tell_routers(worker_id, delivery.events, delivery.load)
         token_s, flights = self._token_s, self._flights
         free_at_s = self._busy_until(0.0) if delivery.outputs else 0.0
         for output in delivery.outputs:
@@ -231,13 +247,61 @@ class Frontend:
             free_at_s = self._free_at_s
         self._free_at_s = max(self._free_at_s, free_at_s)
 
+    def catch_up(self) -> None:
+        """Take what the workers' jumped steps have delivered until now, in order."""
+        self._network.catch_up()
+        quiet, position = self._quiet, self._loop.position
+        if not quiet:
+            return
+        quiet.sort()
+        num_due = 0
+        for delivery in quiet:
+            # At the very position it is of the worker that delivers now, which has sent the quiet one before.
+            if Position(delivery.time_s, Rank.DELIVERY, delivery.number) > position:
+                break
+            num_due += 1
+        if num_due:
+            due, now_s = quiet[:num_due], self._loop.clock.now()
+            del quiet[:num_due]
+            for delivery in due:
+                self._take_quiet(delivery)
+            self._loop.clock.move_to(now_s)
+
+    def _take_quiet(self, delivery: QuietDelivery) -> None:
+        """A token for each row, none of which is an answer's last one; and cache events and load, if there are some."""
+        self._loop.clock.move_to(delivery.time_s)
+        if delivery.events is not None or delivery.load is not None:
+            self._tell_routers(delivery.run.worker_id, delivery.events, delivery.load)
+        flights, token_s, step = self._flights, self._token_s, delivery.step
+        free_at_s = self._busy_until(0.0)
+        for request_id, first in delivery.run.rows:
+            flight = flights.get(request_id)
+            if flight is None:
+                continue
+            tokens_s = flight.result.tokens_s
+            if tokens_s and first + step == len(tokens_s):
+                free_at_s += token_s
+                tokens_s.append(free_at_s)
+                continue
+            self._free_at_s = free_at_s
+            self._take(flight, TokenOutput(request_id, (TOKEN,), position=first + step))
+            free_at_s = self._free_at_s
+        self._free_at_s = free_at_s
+
+    def _tell_routers(self, worker_id: str, events: KvEventBatch | None, load: LoadMetrics | None) -> None:
+        for router in self._routers:
+            if events is not None:
+                router.apply_events(events)
+            if load is not None and worker_id in self._network.listed:
+                router.apply_metrics(load)
+
     def _take(self, flight: _Flight, output: TokenOutput) -> None:
         """Note new tokens; a pair's first token comes from both workers, and counts once."""
         tokens_s = flight.result.tokens_s
         num_new = output.position + len(output.token_ids) - len(tokens_s)
         if num_new > 0:
             if not tokens_s:
-                self._router.first_token(flight.request_id)
+                (self._router if self._pairs is None else self._pairs).first_token(flight.request_id)
                 flight.result.num_cached_tokens = output.num_cached_tokens or 0
                 self.traffic.prefilled(len(flight.prompt), flight.result.num_cached_tokens)
             at_s = self._busy_until(self._token_s * num_new)
@@ -249,6 +313,7 @@ class Frontend:
             self._end(flight)
 
     def _refused(self, worker_id: str, request_id: str, error: KvrelayError) -> None:
+        self.catch_up()
         flight = self._flights.get(request_id)
         if flight is None:
             return
@@ -272,7 +337,9 @@ class Frontend:
     def _leave(self, flight: _Flight) -> None:
         """The request is no longer on its worker."""
         self._flights.pop(flight.request_id, None)
-        self._prefilled(flight)
+        flight.pair = None
+        if self._pairs is not None:
+            self._pairs.prefilled(flight.request_id)
         self._router.finished(flight.request_id, len(flight.result.tokens_s))
 
     def _end(self, flight: _Flight, error: str = "") -> None:
@@ -282,6 +349,9 @@ class Frontend:
             self.traffic.ended(len(flight.result.tokens_s))
         self._num_open -= 1
         ended_s = self._free_at_s if flight.result.is_done else self._loop.clock.now()
+        if flight.arrival.tool and flight.result.is_done:
+            worker, request_id, tool = self._worker(flight.worker_id), flight.request_id, flight.arrival.tool
+            self._loop.after(self._network.costs.hop_s, lambda: worker.session_paused(request_id, tool))
         for index in self._next.pop(flight.result.index, ()):
             pause_s = self._arrivals[index].time_s
             self._loop.at(ended_s + pause_s, lambda index=index: self._send(index))  # type: ignore[misc]
@@ -289,5 +359,10 @@ class Frontend:
             self._on_over()
 
     def places(self) -> dict[PrefillPlace, int]:
-        """Where the frontend has placed prefills (prefill-first)."""
+        """Where the frontend has placed prefills (auto, prefill-first)."""
         return {} if self._pairs is None else dict(self._pairs.places)
+
+
+def _claimant_gone(handoff_id: HandoffId) -> Callable[[Node], None]:
+    """What a decode worker is told of a pair whose prefill worker will not claim."""
+    return lambda node: node.on_decode(de.ClaimantGone(handoff_id))

@@ -15,13 +15,14 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from kvrelay.bench.formats import TraceRecord, opened
+from kvrelay.bench.formats import TraceRecord, not_empty, opened
 from kvrelay.bench.load.request import random_arrivals
-from kvrelay.bench.traces import read_trace
+from kvrelay.bench.traces import UnknownTraceError, read_trace
 from kvrelay.config.loading import nearest
 from kvrelay.engine.request import PrefillMode
 from kvrelay.errors import InvalidInputError
 from kvrelay.simulate.arrival import Arrival, RecordedArrival
+from kvrelay.simulate.logs import read_log
 from kvrelay.simulate.playback import play_back
 
 MAX_GAP_S = 3600.0
@@ -30,6 +31,11 @@ MAX_REQUESTS = 100_000
 MAX_TOKENS = 10_000_000
 """A longer prompt or answer is a wrong column."""
 BLOCK = 16
+LOGS = (
+    "--access-log json of a frontend, or CSV or JSON lines with fields for the time (timestamp, ISO 8601 or seconds), "
+    "the prompt (prompt_tokens) and the answer (output_tokens)"
+)
+TOOL_S, TOOL_SIGMA, MAX_TOOLS = (0.1, 30.0), 0.6, 16
 
 
 def trace_arrivals(path: Path, *, limit: int | None = None, time_scale: float = 1.0) -> list[Arrival]:
@@ -44,7 +50,7 @@ def trace_arrivals(path: Path, *, limit: int | None = None, time_scale: float = 
     if is_recording(path):
         recorded = recorded_arrivals(path)[:limit]
         return [msgspec.structs.replace(one, time_s=one.time_s / time_scale) for one in recorded]
-    arrivals = _arrivals(path, read_trace(path), time_scale)
+    arrivals = _arrivals(path, _records(path), time_scale)
     found = list(itertools.islice(arrivals, MAX_REQUESTS if limit is None else limit))
     if limit is None and next(arrivals, None) is not None:
         raise InvalidInputError(
@@ -52,6 +58,17 @@ def trace_arrivals(path: Path, *, limit: int | None = None, time_scale: float = 
             param="limit",
         )
     return found
+
+
+def _records(path: Path) -> Iterator[TraceRecord]:
+    """Of a published format, or of a log."""
+    try:
+        return read_trace(path)
+    except UnknownTraceError as exc:
+        records = read_log(path)
+        if records is None:
+            raise InvalidInputError(f"{exc.message}, or a log: {LOGS}") from exc
+        return not_empty(path, records)
 
 
 def is_recording(path: Path) -> bool:
@@ -128,12 +145,23 @@ _OPTIONS: dict[str, dict[str, float]] = {
     "bursts": {"rate": 1, "num": 500, "prompt": 1000, "answer": 200, "burstiness": 0.1},
     "diurnal": {"rate": 1, "num": 500, "prompt": 1000, "answer": 200, "period": 300, "swing": 0.8},
     "shift": {"rate": 1, "num": 500, "prompt": 4000, "answer": 400, "period": 300, "swing": 0.8},
-    "agents": {"rate": 1, "sessions": 50, "calls": 8, "prompt": 4000, "answer": 200, "cached": 0.86, "pause": 1},
+    "agents": {
+        "rate": 1,
+        "sessions": 50,
+        "calls": 8,
+        "prompt": 4000,
+        "answer": 200,
+        "cached": 0.86,
+        "pause": 1,
+        "tools": 0,
+    },
 }
 _TOPS = {"swing": 1, "cached": 1, "prompt": MAX_TOKENS, "answer": MAX_TOKENS} | dict.fromkeys(
     ("num", "sessions", "calls"), MAX_REQUESTS
 )
-_COUNTS = ("num", "prompt", "answer", "sessions", "calls")
+_TOPS["tools"] = MAX_TOOLS
+_COUNTS = ("num", "prompt", "answer", "sessions", "calls", "tools")
+_MAY_BE_ZERO = ("pause", "swing", "cached", "tools")
 
 
 def parse_load(spec: str) -> tuple[str, dict[str, float]]:
@@ -154,7 +182,7 @@ def parse_load(spec: str) -> tuple[str, dict[str, float]]:
         options[name] = value
     for name, value in options.items():
         top = _TOPS.get(name, 1e9)
-        low_is_fine = value >= 0.0 if name in ("pause", "swing", "cached") else value >= 1 / MAX_GAP_S
+        low_is_fine = value >= 0.0 if name in _MAY_BE_ZERO else value >= 1 / MAX_GAP_S
         if not low_is_fine or not value <= top or (name in _COUNTS and value != int(value)):
             what = f"{'a whole number ' if name in _COUNTS else ''}above 0 and at most {top:,.0f}"
             raise InvalidInputError(f"--load {kind}: {name} must be {what}, got {value:g}", param="load")
@@ -204,7 +232,8 @@ def _scattered(rng: np.random.Generator, mean: float) -> int:
 def _agents(rng: np.random.Generator, options: dict[str, float]) -> list[Arrival]:
     """Sessions that begin as a Poisson process. Each call repeats the conversation and adds to it, so that over all
     calls the share ``cached`` of the prompt tokens has been in the prompt before. The first prompt has
-    ``prompt`` tokens; a call is sent ``pause`` seconds (exponential) after the answer before it.
+    ``prompt`` tokens; a call is sent ``pause`` seconds (exponential) after the answer before it. With ``tools`` each
+    answer but the last calls one of so many instead, as ``tool_pause_s`` says.
 
     With ``calls`` n and growth g per call the shared tokens are the sum of all prompts but the last:
     cached = (sum of the first n - 1) / (sum of all), which is solved for g.
@@ -214,17 +243,21 @@ def _agents(rng: np.random.Generator, options: dict[str, float]) -> list[Arrival
     fresh = itertools.count(1)
     starts = random_arrivals(rng, options["rate"])
     found: list[Arrival] = []
-    begun: list[list[tuple[float, int, int, tuple[int, ...]]]] = []
+    begun: list[list[tuple[float, int, int, tuple[int, ...], int]]] = []
+    num_tools = int(options["tools"])
     for _ in range(int(options["sessions"])):
-        at, ids, calls = next(starts), list[int](), []
+        at, ids, calls, tool = next(starts), list[int](), [], 0
         for call in range(num_calls):
             length = max(BLOCK, round((first + call * growth) / BLOCK) * BLOCK)
             ids += [next(fresh) for _ in range(length // BLOCK - len(ids))]
-            pause_s = float(rng.exponential(options["pause"])) if call else at
-            calls.append((pause_s, length, _scattered(rng, options["answer"]), tuple(ids)))
+            pause_s = at
+            if call:
+                pause_s = tool_pause_s(rng, tool, num_tools) if num_tools else float(rng.exponential(options["pause"]))
+            tool = int(rng.integers(num_tools)) if num_tools else 0
+            calls.append((pause_s, length, _scattered(rng, options["answer"]), tuple(ids), tool))
         begun.append(calls)
     for number, calls in enumerate(begun):
-        for call, (time_s, length, answer, hash_ids) in enumerate(calls):
+        for call, (time_s, length, answer, hash_ids, tool) in enumerate(calls):
             after = len(found) - 1 if call else None
             found.append(
                 Arrival(
@@ -234,10 +267,19 @@ def _agents(rng: np.random.Generator, options: dict[str, float]) -> list[Arrival
                     hash_ids=hash_ids,
                     hash_tokens=BLOCK,
                     session=f"s{number}",
+                    tool=f"tool-{tool}" if num_tools and call + 1 < num_calls else "",
                     after=after,
                 )
             )
     return found
+
+
+def tool_pause_s(rng: np.random.Generator, tool: int, num_tools: int) -> float:
+    """How long tool number ``tool`` takes this time: log-normal, within TOOL_S. The medians of the tools divide TOOL_S
+    evenly on a logarithmic scale."""
+    low, high = TOOL_S
+    median = low * (high / low) ** ((tool + 0.5) / num_tools)
+    return min(max(float(rng.lognormal(math.log(median), TOOL_SIGMA)), low), high)
 
 
 def _growth(num_calls: int, first: float, cached: float) -> float:

@@ -2,38 +2,65 @@
 
     at(time, callback) ──> heap ──run──> clock.move_to(time); callback()
 
-Nothing here reads the host's time. Callbacks due at the same time run in the order in which they were added.
+Nothing here reads the host's time. Callbacks due at the same time run in the order of their ranks, of one rank in the
+order of their workers' numbers, and else in the order in which they were added.
 """
 
 from __future__ import annotations
 
+import enum
 import heapq
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 from kvrelay.core.clock import ManualClock
 
 Callback = Callable[[], None]
 
 
+class Rank(enum.IntEnum):
+    """What comes first at the same time."""
+
+    EVENT = 0
+    STEP_END = 1
+    DELIVERY = 2
+    TURN = 3
+    END = 4
+
+
+class Position(NamedTuple):
+    """A place in the order of all callbacks. ``number``: of the worker, for ranks other than EVENT."""
+
+    time_s: float
+    rank: Rank = Rank.EVENT
+    number: int = 0
+
+
 class EventLoop:
-    """The only loop of a simulation."""
+    """The only loop of a simulation. ``position``: all that comes before it has happened."""
 
     def __init__(self) -> None:
         self.clock = ManualClock()
         self.num_events = 0
         """Callbacks that were added."""
-        self._heap: list[tuple[float, int, Callback]] = []
+        self.position = Position(0.0)
+        self._heap: list[tuple[float, Rank, int, int, Callback]] = []
         self._is_stopped = False
 
-    def at(self, time_s: float, callback: Callback) -> None:
+    def at(self, time_s: float, callback: Callback, rank: Rank = Rank.EVENT, number: int = 0) -> None:
         """Call back at ``time_s``, or now if that has passed."""
         self.num_events += 1
-        heapq.heappush(self._heap, (max(time_s, self.clock.now()), self.num_events, callback))
+        heapq.heappush(self._heap, (max(time_s, self.clock.now()), rank, number, self.num_events, callback))
 
-    def after(self, delay_s: float, callback: Callback) -> None:
+    def after(self, delay_s: float, callback: Callback, rank: Rank = Rank.EVENT, number: int = 0) -> None:
         """Call back ``delay_s`` from now."""
-        self.at(self.clock.now() + delay_s, callback)
+        self.at(self.clock.now() + delay_s, callback, rank, number)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing will happen any more."""
+        return not self._heap
 
     def stop(self) -> None:
         """Let ``run`` return after the present callback."""
@@ -43,9 +70,13 @@ class EventLoop:
         """Until nothing is due by ``until_s``, or until ``stop``."""
         heap, clock = self._heap, self.clock
         while heap and heap[0][0] <= until_s and not self._is_stopped:
-            time_s, _, callback = heapq.heappop(heap)
+            time_s, rank, number, _, callback = heapq.heappop(heap)
             clock.move_to(time_s)
+            # What a turn adds for now comes after it, whatever its rank.
+            self.position = max(self.position, Position(time_s, rank, number))
             callback()
+        if not self._is_stopped and until_s < math.inf:
+            self.position = Position(until_s, Rank.END)
 
 
 class StepClock:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import random
+import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from kvrelay.core.layout import MemoryRegion, paged_kv
 from kvrelay.core.sampling import SamplingParams
-from kvrelay.core.step_cost import StepWork
+from kvrelay.core.step_cost import MAX_COST_S, StepWork
 from kvrelay.engine.holding import num_holding_blocks
 from kvrelay.engine.step import ModelOutput, SchedulerOutput
 from kvrelay.simulate.cluster import ClusterSpec
@@ -18,7 +19,7 @@ from kvrelay.simulate.loop import StepClock
 
 TOKEN = 1
 """Every token of every answer."""
-DEFAULT_NUM_BLOCKS = 16384
+NUM_DRAWS = 1024
 
 StepTime = Callable[[StepWork, float], float]
 """``step_time(work, now_s)``: the seconds of a step that begins now."""
@@ -29,22 +30,54 @@ class FittedStepTime:
 
     def __init__(self, costs: Costs, seed: str) -> None:
         self._step, self._spread = costs.step, costs.spread
-        self._rng = random.Random(seed)
+        self._prefill_spread = costs.prefill_spread or costs.spread
+        self._scatters = max(self._spread, self._prefill_spread) > 0.0
+        self._rng = np.random.default_rng(list(seed.encode()))
+        self._normals = self._draws = np.empty(0)
 
     def __call__(self, work: StepWork, now_s: float) -> float:
         seconds = self._step.step_seconds(work)
-        if self._spread:
-            seconds *= self._rng.lognormvariate(-(self._spread**2) / 2, self._spread)
+        if self._scatters:
+            self._draw(1)
+            if work.num_prefill_tokens:
+                spread = self._prefill_spread
+                seconds *= math.exp(float(self._normals[0]) * spread - spread**2 / 2)
+            else:
+                seconds *= float(self._draws[0])
+            self.drop(1)
         return seconds
+
+    def decode_seconds(self, num_decodes: int, num_context: int, count: int) -> npt.NDArray[np.float64]:
+        """The seconds of the next ``count`` steps, which have ``num_decodes`` rows each and nothing else, the first one
+        with ``num_context`` tokens of context. ``drop`` those that were used."""
+        context = np.arange(num_context, num_context + count * num_decodes, num_decodes, dtype=np.float64)
+        seconds = self._step.step_s + (self._step.decode_s * num_decodes + self._step.context_s * context)
+        seconds = np.minimum(seconds, MAX_COST_S)
+        if not self._scatters:
+            return seconds
+        self._draw(count)
+        return seconds * self._draws[:count]
+
+    def drop(self, count: int) -> None:
+        """So many steps have been computed."""
+        self._normals, self._draws = self._normals[count:], self._draws[count:]
+
+    def _draw(self, count: int) -> None:
+        """Have draws for ``count`` steps: each as a normal number, and as the factor of a step without a prefill."""
+        while len(self._draws) < count:
+            # In parts of one size, so that they do not depend on how many are asked for.
+            normals = self._rng.standard_normal(NUM_DRAWS)
+            draws = np.exp(normals * self._spread - self._spread**2 / 2)
+            self._normals, self._draws = np.append(self._normals, normals), np.append(self._draws, draws)
 
 
 class SimulatedExecutor:
     """Computes nothing: moves its worker's clock ahead by ``step_time``. It has no memory, so blocks hold no KV, and
-    are copied in no time. ``token_bytes``: KV of a token."""
+    are copied in no time."""
 
-    def __init__(self, spec: ClusterSpec, token_bytes: int, clock: StepClock, step_time: StepTime) -> None:
-        self.num_blocks = spec.engine.num_blocks or DEFAULT_NUM_BLOCKS
-        block_bytes = token_bytes * spec.engine.block_size
+    def __init__(self, spec: ClusterSpec, costs: Costs, clock: StepClock, step_time: StepTime) -> None:
+        self.num_blocks = costs.num_blocks(spec.engine.block_size, spec.engine.num_blocks)
+        block_bytes = costs.token_bytes * spec.engine.block_size
         self.num_holding_blocks = num_holding_blocks(spec.kv_buffer_size, block_bytes, self.num_blocks)
         self.num_spill_blocks = 0
         self.kv_layout = paged_kv(1, 1, spec.engine.block_size, 1, "int32")

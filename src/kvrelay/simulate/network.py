@@ -1,6 +1,6 @@
 """What every part of a simulated cluster reaches the others through: messages, transfers, discovery, the prefill queue.
 
-worker ──send──> worker       after one hop, if the receiver still lives
+worker ──hop──> worker        after one hop, if the receiver still lives
 worker ──move──> worker       over the links of both
 push ──queue hop──> MemoryQueue ──> the consumer that has waited longest
 """
@@ -18,15 +18,19 @@ from kvrelay.control.memory_queue import MemoryPrefillDelivery, MemoryQueue
 from kvrelay.control.redelivery import MAX_DELIVERIES, ack_wait_for_lease, return_delay_s
 from kvrelay.core.handoff import RemotePrefillRequest
 from kvrelay.handoff.decode_events import DecodeEvent
-from kvrelay.handoff.prefill_events import PrefillEvent
 from kvrelay.rpc.heartbeat import Heartbeat
+from kvrelay.rpc.wire import Message
 from kvrelay.simulate.cluster import ClusterSpec
 from kvrelay.simulate.costs import Costs
+from kvrelay.simulate.decode_run import DecodeRun
 from kvrelay.simulate.loop import EventLoop
 from kvrelay.simulate.machine import Links
+from kvrelay.worker.sides.decode import FromPrefillSide
 
 MODEL = "simulated"
 """All workers have this model and can exchange KV."""
+TERM = 0
+"""Of all workers: none ever registers again."""
 
 
 class Node(Protocol):
@@ -37,7 +41,11 @@ class Node(Protocol):
 
     def on_decode(self, event: DecodeEvent) -> None: ...
 
-    def on_prefill(self, event: PrefillEvent) -> None: ...
+    def from_prefill(self, worker_id: str, message: FromPrefillSide) -> None: ...
+
+    def from_decode(self, worker_id: str, message: Message) -> None: ...
+
+    def notified(self, payload: bytes) -> None: ...
 
 
 class _AlwaysConnected:
@@ -56,6 +64,10 @@ class Network:
         self.spec, self.costs, self.loop, self.seed = spec, costs, loop, seed
         self.links = Links(costs)
         self.nodes: dict[str, Node] = {}
+        self.may_jump = True
+        """Whether workers may jump over steps that only decode."""
+        self.runs: dict[int, DecodeRun] = {}
+        """What they are jumping over now, by number."""
         self.listed: dict[str, WorkerRole] = {}
         self.num_prefill_workers = 0
         self._pulling: set[str] = set()
@@ -75,17 +87,19 @@ class Network:
             (self._pulling.add if pulls_prefills else self._pulling.discard)(worker_id)
         self.num_prefill_workers = len(self._pulling)
 
+    def catch_up(self) -> None:
+        """Have all workers do what comes before now."""
+        position = self.loop.position
+        for run in self.runs.values():
+            if run.next_s <= position.time_s:
+                run.catch_up(position)
+
     # -- messages -----------------------------------------------------------------------------------------------------
 
-    def to_decode(self, worker_id: str, event: DecodeEvent) -> None:
-        """A message of a prefill worker."""
+    def hop(self, worker_id: str, deliver: Callable[[Node], None]) -> None:
+        """A message to a worker, if that still lives when it arrives."""
         node = self.nodes[worker_id]
-        self.loop.after(self.costs.hop_s, lambda: node.on_decode(event) if node.is_alive else None)
-
-    def to_prefill(self, worker_id: str, event: PrefillEvent) -> None:
-        """A message of a decode worker."""
-        node = self.nodes[worker_id]
-        self.loop.after(self.costs.hop_s, lambda: node.on_prefill(event) if node.is_alive else None)
+        self.loop.after(self.costs.hop_s, lambda: deliver(node) if node.is_alive else None)
 
     def move(self, one: str, other: str, num_tokens: int, ended: Callable[[int, bool], None]) -> None:
         """Move KV between two workers; ``ended(num_bytes, ok)`` follows. A dead end is noticed by its silence."""

@@ -19,6 +19,7 @@ from kvrelay.planner import (
     Traffic,
     Widen,
     WorkerView,
+    generated_since,
     plan,
 )
 from kvrelay.simulate.arrival import Arrival
@@ -49,6 +50,7 @@ class PlannedCluster:
         self._max_workers = max_workers
         self._state = PlannerState()
         self._before, self._before_s = Traffic(), 0.0
+        self._seen: Sequence[WorkerView] = ()
         self.actions: list[tuple[float, Action]] = []
 
     def run(self) -> SimulationResult:
@@ -57,8 +59,9 @@ class PlannedCluster:
 
     def _control(self, now_s: float, workers: Sequence[WorkerView]) -> list[ClusterEvent]:
         traffic = msgspec.structs.replace(self._simulation.frontend.traffic)
-        demand = traffic.since(self._before).demand(now_s - self._before_s)
-        self._before, self._before_s = traffic, now_s
+        num_generated = generated_since(self._seen, workers)
+        demand = traffic.since(self._before).demand(now_s - self._before_s, num_generated)
+        self._before, self._before_s, self._seen = traffic, now_s, workers
         queue = self._simulation.network.queue
         fleet = FleetView(
             now_s=now_s,

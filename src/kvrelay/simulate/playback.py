@@ -194,6 +194,7 @@ class _Player:
             self.result.requests[request.request_id] = RequestResult(len(self.result.requests), at_s, num_prompt)
         placement = PlacementState(
             policy=cast(CostPlacement, self._placement) if request.is_placed_later else None,
+            otherwise=cast(CostPlacement, self._placement) if request.may_be_placed_anew else None,
             objectives=request.objectives,
             refuses_late=request.refuses_late,
         )

@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 
 import numpy as np
 
@@ -15,11 +16,13 @@ from kvrelay.bench.client.stream import BodyOptions, StreamEndpoint, StreamRecor
 from kvrelay.bench.errors import BenchError
 from kvrelay.bench.load.request import LoadRequest
 from kvrelay.bench.report.metrics import Outcome
+from kvrelay.control.base import Discovery
 from kvrelay.simulate.calibrate import Counters, Phase, Stream
 
 ANSWER_TOKENS = 32
 TIMEOUT_S = 120.0
 AT_ONCE = 6
+NUM_LOOKS = 60
 FIRST_TOKEN, NUM_TOKENS = 32, 200
 """Ids that every vocabulary has."""
 
@@ -44,6 +47,27 @@ async def probe(
         streams = [await stream(length) for _ in range(num_streams)]
         phases.append(Phase(tuple(streams), (await count()).since(before)))
     return phases
+
+
+@asynccontextmanager
+async def all_remote(
+    discovery: Discovery, key: str, policies: Callable[[], Awaitable[set[str]]]
+) -> AsyncIterator[None]:
+    """Meanwhile every prefill goes to a prefill worker: the run-time setting ``key`` is ``always``, and what it was
+    before after that. ``policies``: those that are in force at the workers now. Raises BenchError if they do not
+    follow."""
+    before = await discovery.get(key)
+    try:
+        await discovery.put(key, b'"always"')
+        for _ in range(NUM_LOOKS):
+            if await policies() == {"always"}:
+                break
+            await asyncio.sleep(TIMEOUT_S / NUM_LOOKS / 10)
+        else:
+            raise BenchError("the workers do not follow the run-time setting disagg.disagg_policy")
+        yield
+    finally:
+        await (discovery.delete(key) if before is None else discovery.put(key, before))
 
 
 async def keep_busy(send: Send, lengths: Sequence[int], num_workers: int, num_streams: int, seed: int) -> None:

@@ -8,9 +8,11 @@ One ``EventLoop`` moves them all. The same arguments give the same result, bit b
 
 from __future__ import annotations
 
+import gc
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from kvrelay.config import WorkerRole
 from kvrelay.errors import ConfigError
@@ -23,12 +25,11 @@ from kvrelay.simulate.costs import Costs
 from kvrelay.simulate.frontend import Frontend
 from kvrelay.simulate.loop import EventLoop
 from kvrelay.simulate.machine import FittedStepTime, StepTime
-from kvrelay.simulate.network import Network
-from kvrelay.simulate.result import SimulationResult
+from kvrelay.simulate.network import TERM, Network
+from kvrelay.simulate.result import RequestResult, SimulationResult
 from kvrelay.simulate.worker import SimulatedWorker
 
-TERM = 0
-"""Simulated workers keep their leases: their term never changes."""
+Watch = Callable[[float, Sequence[RequestResult]], bool]
 
 
 def simulate(
@@ -40,19 +41,25 @@ def simulate(
     until_s: float = math.inf,
     controller: Controller | None = None,
     controller_interval_s: float = 1.0,
+    watch: Watch | None = None,
+    watch_interval_s: float = 1.0,
 ) -> SimulationResult:
     """Run ``arrivals`` until all have ended, or for ``until_s`` of virtual time. Raises ConfigError, InvalidInputError.
 
     ``controller`` is called every ``controller_interval_s`` with a view of all live workers, and changes them.
+    ``watch`` is called every ``watch_interval_s`` with the time and the requests; the simulation ends if it says so.
     """
     spec.check()
     check_arrivals(arrivals)
-    return Simulation(spec, arrivals, costs, seed, controller, controller_interval_s).run(until_s)
+    simulation = Simulation(spec, arrivals, costs, seed, controller, controller_interval_s)
+    if watch is not None:
+        simulation.watch(watch, watch_interval_s)
+    return simulation.run(until_s)
 
 
 class Simulation:
     """One run; ``simulate`` is the door. Tests look at ``workers``. ``step_times``: by worker id, instead of the fitted
-    ones."""
+    ones. ``may_jump`` False: each step by itself, with the same result."""
 
     def __init__(
         self,
@@ -63,9 +70,11 @@ class Simulation:
         controller: Controller | None = None,
         controller_interval_s: float = 1.0,
         step_times: Callable[[str], StepTime] | None = None,
+        may_jump: bool = True,
     ) -> None:
         self.loop = EventLoop()
         self.network = Network(spec, costs, self.loop, seed)
+        self.network.may_jump = may_jump
         self.frontend = Frontend(self.network, arrivals, self.loop.stop)
         self.workers: dict[str, SimulatedWorker] = {}
         self._step_times = step_times or (lambda worker_id: FittedStepTime(costs, f"{seed} {worker_id}"))
@@ -84,13 +93,27 @@ class Simulation:
     def run(self, until_s: float = math.inf) -> SimulationResult:
         """Raises ConfigError if an event names a worker that does not exist."""
         self.frontend.start()
-        self.loop.run(until_s)
+        with _rare_collections():
+            self.loop.run(until_s)
+        self.frontend.catch_up()
         places = dict(self.network.places)
         ends = [request.tokens_s[-1] for request in self.frontend.results if request.tokens_s]
         end_s = max(ends, default=0.0) if math.isinf(until_s) else min(max(ends, default=0.0), until_s)
         return SimulationResult(
             self.frontend.results, [worker.result() for worker in self.workers.values()], places, end_s
         )
+
+    def watch(self, watch: Watch, interval_s: float) -> None:
+        """End as soon as ``watch`` says so."""
+
+        def look() -> None:
+            self.frontend.catch_up()
+            if watch(self.loop.clock.now(), self.frontend.results):
+                self.loop.stop()
+            elif not self.loop.is_over:
+                self.loop.after(interval_s, look)
+
+        self.loop.after(interval_s, look)
 
     # -- workers come and go ------------------------------------------------------------------------------------------
 
@@ -100,7 +123,8 @@ class Simulation:
 
     def _register(self, worker_id: str, role: WorkerRole) -> None:
         """A new worker is ready: all know it, and it knows all."""
-        worker = SimulatedWorker(worker_id, role, self.network, self.frontend.port, self._step_times(worker_id))
+        step_time, number = self._step_times(worker_id), len(self.workers)
+        worker = SimulatedWorker(worker_id, role, self.network, self.frontend.port, step_time, number)
         ttl_s = self.network.spec.lease_ttl_s
         own = Registered(worker_id, ttl_s, TERM)
         for other in self.workers.values():
@@ -115,12 +139,15 @@ class Simulation:
     def _enter(self, worker: SimulatedWorker, role: WorkerRole) -> None:
         worker.enter(role)
         self._list(worker)
+        worker.publish()
 
     def _list(self, worker: SimulatedWorker) -> None:
+        self.frontend.catch_up()
         self.network.list(worker.worker_id, worker.role, pulls_prefills=worker.pulls_prefills)
         self.frontend.listed(worker.info)
 
     def _unlist(self, worker_id: str) -> None:
+        self.frontend.catch_up()
         had_prefill = self.network.num_prefill_workers
         self.network.list(worker_id, None)
         self.frontend.unlisted(worker_id)
@@ -210,3 +237,15 @@ class Simulation:
             self._check(action)
             self.loop.at(action.time_s, lambda action=action: self._change(action))  # type: ignore[misc]
         self.loop.after(self._interval_s, self._control)
+
+
+@contextmanager
+def _rare_collections() -> Iterator[None]:
+    """Look for garbage less often. A simulation makes an object for each block that it caches, and they
+    live long: looking through them takes a fifth of the time."""
+    before = gc.get_threshold()
+    gc.set_threshold(20 * before[0], *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)

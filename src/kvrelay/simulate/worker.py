@@ -34,14 +34,19 @@ from kvrelay.placement.base import PrefillLoad, PrefillPlace
 from kvrelay.placement.cost import CostPlacement, PlacementState
 from kvrelay.placement.threshold import DisaggPolicy
 from kvrelay.planner import WorkerView
+from kvrelay.rpc.wire import Message
+from kvrelay.simulate.decode_run import MAX_STEPS, DecodeRun, Outlet, QuietDelivery
 from kvrelay.simulate.handoffs import DecodeHandoffs, PrefillHandoffs
-from kvrelay.simulate.loop import StepClock
-from kvrelay.simulate.machine import SimulatedExecutor, StepTime
+from kvrelay.simulate.loop import Rank, StepClock
+from kvrelay.simulate.machine import TOKEN, FittedStepTime, SimulatedExecutor, StepTime
 from kvrelay.simulate.network import MODEL, Network
 from kvrelay.simulate.result import WorkerResult
 from kvrelay.worker.decode.placing import Placing
 from kvrelay.worker.decode.queue import SIZE_INTERVAL_S
+from kvrelay.worker.sides.decode import FromPrefillSide
 
+MIN_RUN = 3
+"""Fewer steps are not worth a jump."""
 BUSY_WAIT_S = 0.001
 """An engine that has work and computes nothing looks again after this time."""
 
@@ -56,6 +61,8 @@ class Generate(msgspec.Struct, frozen=True):
     priority: int
     order: HandoffOrder
     pair: tuple[str, HandoffId] | None = None
+    remote_wait_s: float | None = None
+    begins_within_s: float = 0.0
 
     @property
     def sampling(self) -> SamplingParams:
@@ -74,6 +81,7 @@ class FrontendPort(msgspec.Struct, frozen=True):
     """Where a worker's messages to the frontend go, after a hop."""
 
     deliver: Callable[[str, Delivery], None]
+    decoded: Callable[[QuietDelivery], None]
     refused: Callable[[str, str, KvrelayError], None]
 
 
@@ -81,18 +89,28 @@ class SimulatedWorker:
     """One worker, from its registration to its end."""
 
     def __init__(
-        self, worker_id: str, role: WorkerRole, network: Network, frontend: FrontendPort, step_time: StepTime
+        self,
+        worker_id: str,
+        role: WorkerRole,
+        network: Network,
+        frontend: FrontendPort,
+        step_time: StepTime,
+        number: int = 0,
     ) -> None:
         spec, seed = network.spec, f"{network.seed} {worker_id}"
         self.worker_id, self.role, self.epoch = worker_id, role, 0
         self.is_alive, self.is_accepting = True, False
         self._network, self._loop, self._frontend = network, network.loop, frontend
         self._clock = StepClock(network.loop.clock)
-        self.executor = SimulatedExecutor(spec, network.costs.token_bytes, self._clock, step_time)
+        self.executor = SimulatedExecutor(spec, network.costs, self._clock, step_time)
         self.core = EngineCore(self.executor, spec.engine, self._clock, worker_id=worker_id)
         self.executor.step_work = self.core.scheduler.step_work
         self._sampler = LoadSampler(self.core, LOAD_INTERVAL_S, self._clock)
         self._log = KvEventLog(worker_id, 0)
+        self._number, self._step_time = number, step_time
+        self._outlet = Outlet(
+            self._log.append, self._sampler.sample, lambda: self._sampler.due_s, frontend.decoded, network.costs.hop_s
+        )
         policy = DisaggPolicy(spec.disagg)
         self._placement = CostPlacement(policy, self._prefill_load, self._count, self._clock)
         self._placing = Placing(policy, self._placement, self._prefill_load)
@@ -175,6 +193,7 @@ class SimulatedWorker:
 
     def _has_work(self) -> bool:
         """Of the half that ends, or any."""
+        self.catch_up()
         if self._narrowing is WorkerRole.DECODE:
             return bool(self.prefills.jobs)
         own = bool(self._inbox or len(self._arrivals) or self.decodes.ledger.handoffs)
@@ -185,6 +204,7 @@ class SimulatedWorker:
 
     def kill(self) -> None:
         """The process is gone. Its queue entries come back after their ack deadline."""
+        self._stop_run()
         self.is_alive = self.is_accepting = False
         self.prefills.stop()
         self.prefills.lose_entries()
@@ -196,7 +216,11 @@ class SimulatedWorker:
         self._inbox.append(callback)
         if not self._is_busy:
             self._is_busy = True
-            self._loop.after(0.0, self._turn)
+            self._loop.after(0.0, self._turn, Rank.TURN, self._number)
+        elif (run := self._stop_run()) is not None and run.is_in_step:
+            self._loop.at(run.next_s, lambda: self._end_last_step(run), Rank.STEP_END, self._number)
+        elif run is not None:
+            self._loop.at(run.next_s, self._turn, Rank.TURN, self._number)
 
     def _turn(self) -> None:
         if not self.is_alive:
@@ -209,18 +233,64 @@ class SimulatedWorker:
             self._is_busy = False
             self.check_drained()
             return
+        if self._network.may_jump and self._begin_run():
+            return
         output = self.core.step(self._deliver)
         seconds, self._clock.ahead_s = self._clock.ahead_s, 0.0
         if seconds:
-            self._loop.after(seconds, lambda: self._end_step(output))
+            self._loop.after(seconds, lambda: self._end_step(output), Rank.STEP_END, self._number)
         else:
             self._deliver(output)
-            self._loop.after(BUSY_WAIT_S if self.core.has_work() else 0.0, self._turn)
+            delay_s = BUSY_WAIT_S if self.core.has_work() else 0.0
+            self._loop.after(delay_s, self._turn, Rank.TURN, self._number)
 
     def _end_step(self, output: StepOutput) -> None:
         if self.is_alive:
             self._deliver(output)
-            self._loop.after(self._network.costs.between_steps_s, self._turn)
+            self._loop.after(self._network.costs.between_steps_s, self._turn, Rank.TURN, self._number)
+
+    # -- steps that only decode ---------------------------------------------------------------------------------------
+
+    def _begin_run(self) -> bool:
+        """Whether the next steps only decode: they are jumped over then, until something comes."""
+        if not isinstance(self._step_time, FittedStepTime) or self.core.pool.has_events:
+            return False
+        steps = self.core.scheduler.steady_decodes(TOKEN)
+        if steps is None or steps.num_steps < MIN_RUN:
+            return False
+        count = min(steps.num_steps, MAX_STEPS)
+        seconds = self._step_time.decode_seconds(len(steps.requests), steps.num_context, count)
+        between_s = self._network.costs.between_steps_s
+        run = DecodeRun(self._number, self.core, steps, seconds, between_s, self._loop, self._outlet)
+        self._network.runs[self._number] = run
+        self._loop.at(run.end_s, lambda: self._end_run(run), Rank.TURN, self._number)
+        return True
+
+    def _end_run(self, run: DecodeRun) -> None:
+        if self._network.runs.get(self._number) is run:
+            self._stop_run()
+            self._turn()
+
+    def _stop_run(self) -> DecodeRun | None:
+        """From now on the engine steps one by one; its state is that of now. Returns the run, if there was one."""
+        run = self._network.runs.get(self._number)
+        if run is not None and isinstance(self._step_time, FittedStepTime):
+            run.catch_up(self._loop.position)
+            run.leave()
+            del self._network.runs[self._number]
+            self._step_time.drop(run.num_begun)
+            for seconds in run.seconds_begun():
+                self.executor.busy_s += seconds
+        return run
+
+    def _end_last_step(self, run: DecodeRun) -> None:
+        if self.is_alive:
+            self._loop.at(run.end_step(), self._turn, Rank.TURN, self._number)
+
+    def catch_up(self) -> None:
+        """Show the state of now, also of steps that are jumped over."""
+        if (run := self._network.runs.get(self._number)) is not None:
+            run.catch_up(self._loop.position)
 
     def _deliver(self, step: StepOutput) -> None:
         """Carry out what the engine has put out: at a step's begin what need not wait for it, else at its end."""
@@ -232,8 +302,13 @@ class SimulatedWorker:
         if step.outputs or events is not None or load is not None:
             self._tell(Delivery(step.outputs, events, load))
 
+    def publish(self) -> None:
+        """The first load sample, before any step: it has the costs that are expected of a worker."""
+        self._tell(Delivery([], None, self._sampler.sample()))
+
     def _tell(self, delivery: Delivery) -> None:
-        self._loop.after(self._network.costs.hop_s, lambda: self._frontend.deliver(self.worker_id, delivery))
+        hop_s, deliver = self._network.costs.hop_s, self._frontend.deliver
+        self._loop.after(hop_s, lambda: deliver(self.worker_id, delivery), Rank.DELIVERY, self._number)
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
@@ -245,10 +320,15 @@ class SimulatedWorker:
             self._refuse(message.request_id, WorkerUnavailableError("the worker is draining"))
             return
         if message.pair is not None:
-            self.decodes.handle(de.Expected(message.pair[1], message.pair[0]))
+            self.decodes.handle(de.Expected(message.pair[1], message.pair[0], message.begins_within_s))
         size = len(message.prompt_token_ids) + len(message.output_token_ids)
         self._arrivals.add(next(self._numbers), size, message)
         self.post(self._admit_next)
+
+    def session_paused(self, request_id: str, tool: str) -> None:
+        """A frontend has seen that this request's answer ends in a call of ``tool``."""
+        if self.is_alive:
+            self.post(lambda core: core.session_paused(request_id, tool))
 
     def _admit_next(self, core: EngineCore) -> None:
         message = self._arrivals.take()
@@ -270,6 +350,8 @@ class SimulatedWorker:
             handoff_number=0 if message.pair is None else message.pair[1].number,
             placement=PlacementState(),
         )
+        if message.remote_wait_s is not None:
+            self._placement.told(message.remote_wait_s)
         objectives, is_paired = self._placement.objectives(), message.pair is not None
         place = self._placing.add_request(core, request, message.order, objectives, is_paired=is_paired)
         if place is not None:
@@ -299,14 +381,31 @@ class SimulatedWorker:
     # -- peers --------------------------------------------------------------------------------------------------------
 
     def on_decode(self, event: de.DecodeEvent) -> None:
-        """A prefill worker's message, or news of one."""
+        """News of a prefill worker."""
         self.decodes.handle(event)
+        self._perhaps_drained()
+
+    def from_prefill(self, worker_id: str, message: FromPrefillSide) -> None:
+        """A prefill worker's message."""
+        self.decodes.on_message(worker_id, message)
+        self._perhaps_drained()
+
+    def notified(self, payload: bytes) -> None:
+        """What came behind a prefill worker's last write."""
+        self.decodes.notified(payload)
+        self._perhaps_drained()
+
+    def _perhaps_drained(self) -> None:
         if self._on_drained is not None:
             self._loop.after(0.0, self.check_drained)
 
     def on_prefill(self, event: pe.PrefillEvent) -> None:
-        """A decode worker's message, or news of one."""
+        """News of a decode worker."""
         self.prefills.handle(event)
+
+    def from_decode(self, worker_id: str, message: Message) -> None:
+        """A decode worker's message."""
+        self.prefills.on_message(worker_id, message)
 
     def no_prefill_worker(self) -> None:
         """The last prefill worker has left discovery."""
@@ -317,13 +416,16 @@ class SimulatedWorker:
 
     def view(self, *, is_ready: bool) -> WorkerView:
         """For a controller."""
+        self.catch_up()
         metrics, size = self.core.metrics(), self._network.spec.engine.block_size
         return WorkerView(
             worker_id=self.worker_id,
             role=self.role,
             is_ready=is_ready,
             num_steps=self.core.scheduler.num_steps,
-            num_running=metrics.request_active_slots,
+            num_generated_tokens=self.core.scheduler.num_generated_tokens,
+            num_running=metrics.num_decoding,
+            num_admitted=metrics.request_active_slots,
             num_waiting=metrics.num_requests_waiting,
             num_slots=metrics.request_total_slots,
             num_prefill_tokens=metrics.num_prefill_tokens,
@@ -334,7 +436,8 @@ class SimulatedWorker:
         )
 
     def result(self) -> WorkerResult:
-        """What it has done until now."""
+        """What it has done until now. It does nothing more."""
+        self._stop_run()
         scheduler = self.core.scheduler
         return WorkerResult(
             self.worker_id,

@@ -26,11 +26,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
-from kvrelay.core.control_groups import group_directories
+from kvrelay.config.byte_sizes import shown_bytes
+from kvrelay.core.control_groups import available_bytes
+from kvrelay.core.unix_sockets import short_path
 from kvrelay.errors import ConfigError
 
 _log = logging.getLogger(__name__)
@@ -146,7 +147,7 @@ def _new_memory(name: str, num_bytes: int) -> int:
     """Raises OSError if the machine has not so much left: pages are taken as they are first used, which is too late."""
     available = available_bytes()
     if num_bytes > available:
-        raise OSError(f"the host has {available} bytes of memory left")
+        raise OSError(f"{shown_bytes(num_bytes)} were asked for, and the host has {shown_bytes(available)} left")
     fd = os.memfd_create(f"kvrelay-{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, num_bytes)
@@ -163,30 +164,6 @@ def _check_memory(fd: int, num_bytes: int) -> None:
         raise OSError("memory whose size may change")
     if os.fstat(fd).st_size < num_bytes:
         raise OSError(f"memory of {os.fstat(fd).st_size} bytes instead of {num_bytes}")
-
-
-def available_bytes(root: Path = Path("/")) -> int:
-    """Of the machine and of every control group that holds this process, the least."""
-    left = [sys.maxsize]
-    for line in (root / "proc/meminfo").read_text(encoding="ascii").splitlines():
-        if line.startswith("MemAvailable:"):
-            left.append(int(line.split()[1]) * 1024)
-    for place, is_v1 in group_directories("memory", root):
-        limit, used = ("limit_in_bytes", "usage_in_bytes") if is_v1 else ("max", "current")
-        # No limit: the file is absent, or says "max".
-        with suppress(OSError, ValueError):
-            most, taken = (int((place / f"memory.{name}").read_text()) for name in (limit, used))
-            left.append(max(most - taken + _old_file_pages(place), 0))
-    return min(left)
-
-
-def _old_file_pages(group: Path) -> int:
-    """Bytes of files that the kernel gives up before it refuses memory; they count as used."""
-    with suppress(OSError):
-        for line in (group / "memory.stat").read_text(encoding="ascii").splitlines():
-            if line.startswith(("inactive_file ", "total_inactive_file ")):
-                return int(line.split()[1])
-    return 0
 
 
 def _is_ours(connection: socket.socket) -> bool:
@@ -303,7 +280,7 @@ def connect(directory: Path, linger_s: float) -> socket.socket:
 def _connected(directory: Path) -> socket.socket:
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
-        with _short(directory) as path:
+        with short_path(directory, SOCKET_NAME) as path:
             connection.connect(path)
         if not _is_ours(connection):
             raise OSError("the broker belongs to another user")
@@ -311,16 +288,6 @@ def _connected(directory: Path) -> socket.socket:
         connection.close()
         raise
     return connection
-
-
-@contextmanager
-def _short(directory: Path) -> Iterator[str]:
-    """A path of the socket that fits into an address (107 bytes), whatever the directory's length."""
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        yield f"/proc/self/fd/{fd}/{SOCKET_NAME}"
-    finally:
-        os.close(fd)
 
 
 def main() -> None:
@@ -332,7 +299,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     os.umask(0o077)
-    with _short(given.directory) as path:
+    with short_path(given.directory, SOCKET_NAME) as path:
         listener.bind(path)
     listener.listen(64)
     sys.stdout.write("ready\n")

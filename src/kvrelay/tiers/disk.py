@@ -14,6 +14,8 @@ import errno
 import logging
 import os
 import queue
+import shutil
+import stat
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -22,6 +24,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
+from kvrelay.config.byte_sizes import shown_bytes
 from kvrelay.core.tier_stats import StoreStats
 from kvrelay.errors import ConfigError
 from kvrelay.tiers.block import BlockName, Shape, header_of, refusal
@@ -38,6 +41,13 @@ LOAD_TIMEOUT_S = 2.0
 """For a block. Within it a disk that is merely busy answers."""
 MAX_WAITING = 256
 """Blocks that wait to be written."""
+
+
+def read_block(path: Path, num_bytes: int) -> bytes:
+    """The file, if it is one of ``num_bytes``; else nothing of it. Links and fifos lead elsewhere. Raises OSError."""
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK)) as file:
+        status = os.fstat(file.fileno())
+        return file.read(num_bytes) if stat.S_ISREG(status.st_mode) and status.st_size == num_bytes else b""
 
 
 class Lane:
@@ -92,8 +102,15 @@ class DiskStore:
             probe = root / f"probe{TEMPORARY}.{os.getpid()}"
             probe.touch(mode=0o600)
             probe.unlink()
+            disk_bytes = shutil.disk_usage(directory).total
         except OSError as exc:
             raise ConfigError(f"disk_kv_cache: {exc}", param="disk_kv_cache") from exc
+        if max_bytes > disk_bytes:
+            raise ConfigError(
+                f"disk_kv_cache: {shown_bytes(max_bytes)} were asked for, and the disk of {directory} has "
+                f"{shown_bytes(disk_bytes)}",
+                param="disk_kv_cache",
+            )
         self._index = DirectoryIndex(directory, shape.name, shape.stored_bytes, max_bytes, max_age_s, self.changes)
         self._reader, self._writer = Lane("kv-disk-read"), Lane("kv-disk-write")
         self._later(self.refresh)
@@ -110,8 +127,9 @@ class DiskStore:
     def load(self, name: BlockName, into: memoryview) -> bool:
         began_s = time.perf_counter()
         path = self._index.path(name.sequence_hash)
+        read = self._reader.submit(lambda: read_block(path, self._shape.stored_bytes))
         try:
-            content = memoryview(self._reader.submit(path.read_bytes).result(LOAD_TIMEOUT_S))
+            content = memoryview(read.result(LOAD_TIMEOUT_S))
         except TimeoutError:
             # What the thread reads after this goes nowhere: it never had the pool's memory.
             self._slow_until_s = time.monotonic() + PAUSE_S

@@ -249,7 +249,7 @@ def entries(folder: Path) -> Iterator[tuple[int, os.DirEntry[str]]]:
                     os.unlink(entry.path)
             continue
         with suppress(ValueError):
-            if len(entry.name) == 16:
+            if len(entry.name) == 16 and entry.is_file(follow_symlinks=False):
                 yield int(entry.name, 16), entry
 
 

@@ -202,6 +202,10 @@ class KvTiers:
             self._queues.num_reading += len(names)
             self._changed.notify()
 
+    def load_s(self, sequence_hash: int) -> float | None:
+        store = next((store for store in self._stores if store.holds(sequence_hash)), None)
+        return None if store is None else self._times[store.medium].block_s
+
     def evicted(self, blocks: Sequence[tuple[int, CachedBlock]]) -> None:
         self._offer(blocks, keeps_all=False)
 

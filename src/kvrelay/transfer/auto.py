@@ -34,6 +34,7 @@ class AutoTransport(Transport):
 
     def __init__(self, worker_id: str, choices: dict[str, Transport]) -> None:
         super().__init__(worker_id)
+        self.late_s = max(transport.late_s for transport in choices.values())
         self._choices = choices
         self._usable: dict[str, Transport] = {}
         self._handles: dict[tuple[str, int], int] = {}

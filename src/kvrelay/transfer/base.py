@@ -73,6 +73,8 @@ class Transport(ABC):
     name: str
     has_bar = False
     """Whether ``bar`` knows more than True. Then the end of a lease must wait for it."""
+    late_s = 0.0
+    """For how long bytes of a write that has failed may still land in the peer's memory."""
     wake_fds: tuple[int, ...] = ()
     """Once registered: file descriptors of which one is readable when ``poll`` has work to do. Empty: one must ask.
     Valid until ``close``."""

@@ -1,6 +1,6 @@
 """Which peers may touch which bytes of our pool, for transports whose bytes our own process puts into place.
 
-    decode side's driver ── open(grant, worker, ranges) ──>  GrantTable  <── touching(...) ── threads of the transport
+    decode worker's side ── open(grant, worker, ranges) ──>  GrantTable  <── touching(...) ── threads of the transport
                          ── close(hand-off, loan) ────────>
 
 With a two-sided transport a peer's bytes land in a buffer of ours, and a thread of ours copies them into blocks. That
@@ -22,7 +22,7 @@ from kvrelay.transfer.values import GrantRef, Int64Array, TransferOp, worker_of
 
 
 class Grants(Protocol):
-    """What the decode side's driver sees of a table, or of those of all ranks."""
+    """What the decode side sees of a table, or of those of all ranks."""
 
     def open(self, grant: GrantRef, loan: int, worker_id: str, readable: Int64Array, writable: Int64Array) -> None:
         """``worker_id`` may read and write these bytes: rows of (offset, length). Ends an earlier generation."""

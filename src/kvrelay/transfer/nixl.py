@@ -19,7 +19,8 @@ Experience that this module encodes (measured on a 2-core machine):
   - An agent that lost a peer may abort the process when it is destroyed. Such an agent stays until the process ends.
 A limit of one-sided transfers: ``remove_peer`` closes connections, but nothing on this side can stop a copy that the
 peer's kernel has begun. Such a copy lasts milliseconds (``thread.MAX_POST_BYTES``), and the peer begins none past its
-deadline. Reuse of memory after the end of a peer's lease relies on that.
+deadline. Reuse of memory after the end of a peer's lease relies on that. By TCP, bytes that lie in sockets when a
+connection is torn down land when the peer polls next; who may reuse the memory waits for ``LATE_S``.
 Only the low-level binding is used; it needs no torch, and nothing is pickled.
 """
 
@@ -30,7 +31,6 @@ import ctypes
 import os
 import select
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -46,6 +46,8 @@ from kvrelay.transfer.values import Int64Array, TransferOp
 
 CPU_TRANSPORTS = "cma,self,tcp"
 """Only TCP brings work for ``poll``."""
+LATE_S = 1.0
+"""Far longer than a peer that runs takes to read its sockets. One that stands still for longer may find bytes there."""
 _EAGER_POLLS = 16
 _SETTLE_POLLS = 50
 _SETTLE_PAUSE_S = 0.001
@@ -56,6 +58,7 @@ class NixlTransport(Transport):
     """One worker's end. Contract: ``transfer.base.Transport``. The agent is made by ``register``."""
 
     name = "nixl"
+    late_s = LATE_S
 
     def __init__(self, config: TransferConfig, worker_id: str) -> None:
         super().__init__(worker_id)
@@ -89,11 +92,11 @@ class NixlTransport(Transport):
             settings.syncMode = self._nixl.NIXL_THREAD_SYNC_NONE
             settings.captureTelemetry = False
             self._agent = self._nixl.nixlAgent(self._worker_id, settings)
-            others = _epoll_fds()
+            others = epoll_fds()
             self._backend = [self._agent.createBackend("UCX", {})]
             if set(os.environ.get("UCX_TLS", "all").split(",")) <= set(CPU_TRANSPORTS.split(",")):
                 # Should another thread open an epoll just now, it wakes us up in vain.
-                self.wake_fds = tuple(_epoll_fds() - others)
+                self.wake_fds = tuple(epoll_fds() - others)
             for fd in self.wake_fds:
                 self._arrivals.register(fd, select.POLLIN)
             row = (region.address, region.num_bytes, region.device_id, "")
@@ -285,10 +288,14 @@ class NixlTransport(Transport):
         return [Notification(bytes(payload)) for payloads in by_peer.values() for payload in payloads]
 
 
-def _epoll_fds() -> set[int]:
-    """The open epolls of this process."""
-    names = (path for path in Path("/proc/self/fd").glob("*") if path.resolve().name == "anon_inode:[eventpoll]")
-    return {int(path.name) for path in names}
+def epoll_fds() -> set[int]:
+    """The open epolls of this process. Other threads may open and close files meanwhile."""
+    found = set()
+    for name in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
+        with contextlib.suppress(OSError):  # closed meanwhile
+            if os.readlink(f"/proc/self/fd/{name}") == "anon_inode:[eventpoll]":
+                found.add(int(name))
+    return found
 
 
 def seal(blob: bytes) -> bytes:

@@ -8,7 +8,7 @@ import msgspec
 
 from kvrelay.core.events import MAX_FLOWS, Flow
 from kvrelay.core.histogram import Histogram
-from kvrelay.transfer.values import Pieces, TransferOp
+from kvrelay.transfer.values import TransferOp
 
 
 class PeerTransferStats(msgspec.Struct):
@@ -58,14 +58,16 @@ class StatsCounter:
         self.durations = {op: Histogram() for op in TransferOp}
         """Of ended transfers, from submission to end. Without the lock any thread may read it."""
 
-    def add(self, worker_id: str, op: TransferOp, pieces: Pieces, seconds: float, error: str | None) -> None:
+    def add(
+        self, worker_id: str, op: TransferOp, num_bytes: int, num_pieces: int, seconds: float, error: str | None
+    ) -> None:
         self.durations[op].observe(seconds)
         peer = self._of(worker_id, op)
         peer.num_transfers += 1
         peer.seconds += seconds
         if error is None:
-            peer.num_bytes += pieces.num_bytes
-            peer.num_pieces += pieces.num_pieces
+            peer.num_bytes += num_bytes
+            peer.num_pieces += num_pieces
         else:
             peer.num_errors += 1
 

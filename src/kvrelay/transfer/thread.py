@@ -126,6 +126,11 @@ class TransferThread:
         self._transport.learn(worker_id, public_key)
 
     @property
+    def late_s(self) -> float:
+        """``Transport.late_s``."""
+        return self._transport.late_s
+
+    @property
     def grants(self) -> Grants | None:
         """``Transport.grants``."""
         return self._transport.grants
@@ -194,6 +199,11 @@ class TransferThread:
     def durations(self) -> Mapping[TransferOp, Histogram]:
         """Of ended transfers, from submission to end. Not copied: they go on."""
         return self._counter.durations
+
+    def count_read(self, worker_id: str, num_bytes: int, seconds: float) -> None:
+        """The engine has read KV of a peer by itself: it counts like a read of this thread."""
+        with self._lock:
+            self._counter.add(worker_id, TransferOp.READ, num_bytes, 0, seconds, None)
 
     def stats(self) -> TransferStats:
         p2p = self._transport.p2p_counters()
@@ -316,7 +326,8 @@ class TransferThread:
         seconds = self._clock.now() - transfer.submitted_s
         with self._lock:
             self._num_unfinished -= 1
-            self._counter.add(transfer.worker_id, transfer.op, transfer.pieces, seconds, error)
+            pieces = transfer.pieces
+            self._counter.add(transfer.worker_id, transfer.op, pieces.num_bytes, pieces.num_pieces, seconds, error)
         try:
             transfer.on_done(error)
         except Exception:  # noqa: BLE001 - a callback's defect must not stop other transfers

@@ -1,7 +1,7 @@
 """The messages that arrive over the request plane: each is checked against its caller and goes to its part.
 
     frontend   GenerateRequest ──[grammar: Preparation]──> DecodeSide, or PairedPrefills for the prefill half of a pair
-               AbortRequest, PrefillLost, Ping
+               AbortRequest, PrefillLost, SessionPaused, Ping
     worker     HandoffClaim, HandoffProgress, HandoffDone, HandoffReady, HandoffReleased ──> the decode side's ledger
     operator   AdminRequest ──> ``run_command``, then AdminReply
 
@@ -13,10 +13,19 @@ from __future__ import annotations
 import logging
 from collections.abc import Awaitable, Callable
 
-from kvrelay.core.messages import AbortRequest, AdminReply, AdminRequest, GenerateRequest, Ping, Pong, PrefillLost
+from kvrelay.core.activity import Activity
+from kvrelay.core.messages import (
+    AbortRequest,
+    AdminReply,
+    AdminRequest,
+    GenerateRequest,
+    Ping,
+    Pong,
+    PrefillLost,
+    SessionPaused,
+)
 from kvrelay.core.tasks import TaskSet
 from kvrelay.errors import PayloadTooLargeError
-from kvrelay.handoff import decode_events as de
 from kvrelay.handoff.messages import HandoffClaim, HandoffDone, HandoffProgress, HandoffReady, HandoffReleased
 from kvrelay.rpc.base import Peer
 from kvrelay.rpc.wire import Message
@@ -28,12 +37,10 @@ from kvrelay.worker.surroundings import Surroundings
 
 _log = logging.getLogger(__name__)
 
-_FromPrefillSide = HandoffClaim | HandoffProgress | HandoffDone | HandoffReady | HandoffReleased
-
 
 class Inbox:
-    """``publish_secret``: frontends get it with the
-    answer to a ping; empty if the worker seals nothing."""
+    """``publish_secret``: frontends get it with the answer to a ping, and ``activity()``; empty if the worker seals
+    nothing."""
 
     def __init__(
         self,
@@ -44,6 +51,7 @@ class Inbox:
         *,
         run_command: Callable[[AdminRequest], Awaitable[AdminReply]],
         publish_secret: bytes,
+        activity: Callable[[], Activity],
         tasks: TaskSet,
     ) -> None:
         self._around = around
@@ -54,7 +62,7 @@ class Inbox:
         self._paired = paired
         self._preparation = Preparation(around.engine.prepare, self._generate, around.refusals.send, tasks)
         self._run_command = run_command
-        self._publish_secret = publish_secret
+        self._publish_secret, self._activity = publish_secret, activity
         self._tasks = tasks
 
     def receive(self, peer: Peer, message: Message) -> None:
@@ -74,15 +82,21 @@ class Inbox:
                 self._decode.abort(peer, message)
             case PrefillLost():
                 self._decode.prefill_lost(peer, message)
+            case SessionPaused():
+                self._decode.session_paused(message)
             case HandoffClaim() | HandoffProgress() | HandoffDone() | HandoffReady() | HandoffReleased():
-                self._decode.handoffs.handle(self._event(peer, message))
+                self._decode.handoffs.on_message(peer, message)
             case Ping():
-                secret = self._publish_secret if self._callers.is_frontend(self._server.identity(peer)) else b""
-                self._server.send(peer, Pong(message.nonce, self._worker_id, secret))
+                self._server.send(peer, self._introduction(peer, message))
             case AdminRequest():
                 self._tasks.spawn(self._answer(peer, message))
             case _:
                 _log.warning("an unexpected %s was dropped", type(message).__name__)
+
+    def _introduction(self, peer: Peer, message: Ping) -> Pong:
+        if not self._callers.is_frontend(self._server.identity(peer)):
+            return Pong(message.nonce, self._worker_id)
+        return Pong(message.nonce, self._worker_id, self._publish_secret, self._activity())
 
     def peer_gone(self, peer: Peer) -> None:
         """A connection has ended."""
@@ -103,14 +117,3 @@ class Inbox:
             self._server.send(peer, reply)
         except PayloadTooLargeError as exc:
             self._server.send(peer, AdminReply(message.nonce, error=exc.message))
-
-    def _event(self, peer: Peer, message: _FromPrefillSide) -> de.DecodeEvent:
-        match message:
-            case HandoffClaim():
-                return de.Claimed(message, peer, self._around.term)
-            case HandoffDone():
-                return de.Done(message, peer)
-            case HandoffReady():
-                return de.Offered(message, peer)
-            case HandoffProgress() | HandoffReleased():
-                return message

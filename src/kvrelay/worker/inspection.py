@@ -1,7 +1,7 @@
 """What a worker holds and knows at one moment, as a frozen value: for status, tests and a debugger.
 
 It owns nothing and changes nothing. ``Worker.inspect`` builds it, without waiting for the engine or for a server; its
-cost grows with the open hand-offs. Each side's hand-offs are from one moment, because their driver's lock is held
+cost grows with the open hand-offs. Each side's hand-offs are from one moment, because their side's lock is held
 meanwhile. The two sides, the engine and the peers may be microseconds apart.
 """
 
@@ -93,5 +93,5 @@ class Inspection(msgspec.Struct, frozen=True):
 
 
 def snapshot(handoffs: Iterable[H]) -> tuple[H, ...]:
-    """Copies of state machines, whose fields are immutable values. Under the driver's lock."""
+    """Copies of state machines, whose fields are immutable values. Under the side's lock."""
     return tuple(map(copy.copy, handoffs))

@@ -66,6 +66,11 @@ class WorkerMarks:
         if self._recorder is not None:
             self._recorder.add(key, phase, time.monotonic(), value)
 
+    def put(self, key: str, numbers: Sequence[float]) -> None:
+        """Marks that an engine has made, as the recorder has them."""
+        if self._recorder is not None:
+            self._recorder.add(key, *numbers)
+
     def received(self, key: str, phase: Phase = Phase.RECEIVED) -> None:
         """The worker has begun to work for it."""
         if self._recorder is not None:

@@ -32,7 +32,7 @@ from kvrelay.handoff import prefill_events as pe
 from kvrelay.handoff.base import EndReason
 from kvrelay.handoff.messages import Prefix
 from kvrelay.tiers.policy import LoadTime
-from kvrelay.worker.prefill.handoffs import OutgoingHandoffs
+from kvrelay.worker.sides.prefill import OutgoingHandoffs
 
 PRIOR_WAIT_S = 0.005
 PRIOR_BYTES_PER_S = 1e9

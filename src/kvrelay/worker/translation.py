@@ -1,5 +1,4 @@
-"""What an engine and a queue say, in the words of the hand-off ledgers, and back. Pure: the workers' drivers and the
-simulated ones share it."""
+"""What an engine and a queue say, in the words of the hand-off ledgers, and back. Pure. The workers' sides use it."""
 
 from __future__ import annotations
 
@@ -14,15 +13,15 @@ from kvrelay.handoff.decode_ledger import DecodeLedger
 def opened(prefill: RemotePrefillRequest, ledger: DecodeLedger, direction: KvDirection, term: int) -> de.Opened:
     """Decode side: a request whose prefill the engine wants from elsewhere. The frontend names a claimant before
     (prefill-first), or nobody does."""
-    claimant = ledger.expected.get(prefill.handoff_id)
+    expected = ledger.expected.get(prefill.handoff_id)
     return de.Opened(
         prefill.handoff_id,
         prefill.request_id,
         prefill.block_ids,
         prefill.num_cached_tokens // ledger.rules.block_size,
-        order=HandoffOrder.DECODE_FIRST if claimant is None else HandoffOrder.PREFILL_FIRST,
+        order=HandoffOrder.DECODE_FIRST if expected is None else HandoffOrder.PREFILL_FIRST,
         direction=direction,
-        claimant=claimant,
+        claimant=None if expected is None else expected.claimant,
         term=term,
         num_tokens=len(prefill.token_ids),
     )

@@ -18,11 +18,13 @@ import msgspec
 
 from kvrelay.config import WorkerConfig, WorkerRole
 from kvrelay.control.base import ControlPlane, Keys
+from kvrelay.core.activity import Activity
 from kvrelay.core.clock import MonotonicClock
 from kvrelay.core.event_log import KvEventLog
 from kvrelay.core.events import LoadMetrics
 from kvrelay.core.handoff import HandoffId
 from kvrelay.core.messages import AdminReply, AdminRequest
+from kvrelay.core.process_usage import ProcessUsage
 from kvrelay.core.sealing import new_secret
 from kvrelay.core.step_cost import StepCost
 from kvrelay.core.tasks import TaskSet
@@ -54,7 +56,7 @@ from kvrelay.worker.prefill.pulling import PrefillSide
 from kvrelay.worker.prefixes import PeerPrefixes
 from kvrelay.worker.reporting.metrics import WorkerStats
 from kvrelay.worker.reporting.publisher import Publisher
-from kvrelay.worker.reporting.stats import by_reason, copied
+from kvrelay.worker.reporting.stats import activity_of, by_reason, copied
 from kvrelay.worker.roles import FIRST_EPOCH, Roles
 from kvrelay.worker.runtime import follow_settings, warn_of_settings_in_vain
 from kvrelay.worker.shutdown import Shutdown
@@ -101,31 +103,15 @@ class Worker:
         )
         self._checksums = BlockChecksums(engine, required=settings.transfer.kv_checksums)
         self._secret = new_secret() if self.identity.public_key else b""
-        self._transfer_rates = TransferRates(max(self._engine.facts.kv_layout.bytes_per_token, 1))
+        self._usage = ProcessUsage()
+        self._transfer_rates = TransferRates(max(engine.facts.token_bytes, 1))
         self._publisher = self._build_publisher()
         self._watchdog = Watchdog(
             self._engine.progress, settings.engine.step_timeout_s, self._shutdown.fail, MonotonicClock()
         )
-        facts = engine.facts
-        self._policy = DisaggPolicy(settings.disagg, knows_costs=facts.places_prefills and not facts.moves_kv)
-        self._peer_table = PeerTable(
-            control.discovery,
-            self._keys,
-            settings.model,
-            self._membership.kv_terms,
-            on_registered=self._peer_events.registered,
-            on_ended=self._peer_events.lease_ended,
-            on_no_prefill=self._peer_events.no_prefill_worker,
-            transfer=self.transfer if transport.has_bar else None,
-        )
-        self._peers = DecodePeers(
-            connect,
-            control.discovery,
-            self._keys,
-            on_message=self._peer_events.message,
-            on_lost=self._peer_events.connection_lost,
-            address_of=self._peer_table.address_of,
-        )
+        self._policy = DisaggPolicy(settings.disagg, step_costs=engine.facts.step_costs)
+        self._peer_table = self._build_peer_table(transport)
+        self._peers = self._build_peers(connect)
         self._memory = PeerMemory(
             engine.facts.kv_layout,
             self.transfer,
@@ -133,20 +119,7 @@ class Worker:
         )
         self._refusals = Refusals(server)
         self._marks = WorkerMarks(identity.worker_id, is_on=settings.metrics.request_marks)
-        around = Surroundings(
-            settings,
-            identity,
-            engine,
-            control,
-            server,
-            self._membership,
-            self.transfer,
-            self._checksums,
-            self._peers,
-            self._memory,
-            self._refusals,
-            self._marks,
-        )
+        around = self._build_surroundings()
         self.prefill = PrefillSide(around, self._compute_here)
         self._paired = PairedPrefills(around, self.prefill.handoffs, self._peer_table.address_of)
         self.decode = DecodeSide(
@@ -161,15 +134,7 @@ class Worker:
         self._roles = Roles(
             around, self.prefill, self._paired, self.decode, is_leaving=self._shutdown.has_begun, tasks=self._tasks
         )
-        self._inbox = Inbox(
-            around,
-            self._callers,
-            self.decode,
-            self._paired,
-            run_command=self.run_admin_command,
-            publish_secret=self._secret,
-            tasks=self._tasks,
-        )
+        self._inbox = self._build_inbox(around)
         self.transfer.on_notification(lambda notification: self.decode.handoffs.notified(notification.payload))
 
     def _build_membership(self, transport_name: str) -> Membership:
@@ -184,6 +149,56 @@ class Worker:
             on_lost=self._peer_events.lease_lost,
             on_revoked=self._on_lease_revoked,
             withdraw=self._peer_events.withdraw,
+        )
+
+    def _build_peer_table(self, transport: Transport) -> PeerTable:
+        return PeerTable(
+            self._control.discovery,
+            self._keys,
+            self.settings.model,
+            self._membership.kv_terms,
+            on_registered=self._peer_events.registered,
+            on_ended=self._peer_events.lease_ended,
+            on_no_prefill=self._peer_events.no_prefill_worker,
+            transfer=self.transfer if transport.has_bar else None,
+        )
+
+    def _build_peers(self, connect: Connect) -> DecodePeers:
+        return DecodePeers(
+            connect,
+            self._control.discovery,
+            self._keys,
+            on_message=self._peer_events.message,
+            on_lost=self._peer_events.connection_lost,
+            address_of=self._peer_table.address_of,
+        )
+
+    def _build_surroundings(self) -> Surroundings:
+        return Surroundings(
+            self.settings,
+            self.identity,
+            self._engine,
+            self._control,
+            self._server,
+            self._membership,
+            self.transfer,
+            self._checksums,
+            self._peers,
+            self._memory,
+            self._refusals,
+            self._marks,
+        )
+
+    def _build_inbox(self, around: Surroundings) -> Inbox:
+        return Inbox(
+            around,
+            self._callers,
+            self.decode,
+            self._paired,
+            run_command=self.run_admin_command,
+            publish_secret=self._secret,
+            activity=self.activity,
+            tasks=self._tasks,
         )
 
     def _build_prefixes(self, around: Surroundings) -> PeerPrefixes | None:
@@ -218,7 +233,7 @@ class Worker:
         )
 
     def _complete(self, load: LoadMetrics) -> LoadMetrics:
-        """The sample with what was moved, what moving costs, and what was computed."""
+        """The sample with what was moved, what moving costs, and what was computed and decided."""
         engine, transfer = self._engine.stats(), self.transfer.stats()
         of_tiers = () if engine.tiers is None else engine.tiers.load_costs
         return msgspec.structs.replace(
@@ -227,6 +242,18 @@ class Worker:
             flows=transfer.flows(),
             load_costs=of_tiers if self._prefixes is None else (*of_tiers, self._prefixes.load_cost()),
             tokens=engine.token_counts,
+            activity=self.activity(),
+        )
+
+    def activity(self) -> Activity:
+        """What this worker has done since its start. Waits for nothing."""
+        return activity_of(
+            self._engine.stats(),
+            self.decode.stats,
+            self.decode.grants.times,
+            None if self._prefixes is None else self._prefixes.stats(),
+            self._engine.facts.kv_layout.block_size,
+            self._usage.read(),
         )
 
     # -- life ---------------------------------------------------------------------------------------------------------
@@ -293,6 +320,7 @@ class Worker:
         await self._callers.close()
         await self._publisher.close()
         await self.decode.close()
+        await self._memory.close()
         await self._peers.close()
         await self._server.close()
         await asyncio.to_thread(self._checksums.close)
@@ -358,6 +386,8 @@ class Worker:
 
     def _on_step(self, step: StepOutput) -> None:
         """On the engine thread, after every step that has put out something."""
+        for request_id, numbers in step.marks:
+            self._marks.put(request_id, numbers)
         if step.outputs:
             self.decode.hand_on(step.outputs)
         self.decode.handoffs.on_step(step)
@@ -413,6 +443,8 @@ class Worker:
             "dp_rank": self.settings.group.rank,
             "load": msgspec.to_builtins(metrics),
             "num_steps": stats.engine.num_steps,
+            "step_spread": stats.engine.step_spread,
+            "num_generated_tokens": stats.engine.num_generated_tokens,
             "step_age_s": now.step_age_s,
             "requests": now.num_requests,
             "handoffs_in": now.num_grants,
@@ -467,6 +499,9 @@ class Worker:
             transfer_cost_error=self._transfer_rates.relative_error,
             transfer_durations=self.transfer.durations,
             prefixes=None if self._prefixes is None else self._prefixes.stats(),
+            dp_group=self.identity.dp_group,
+            dp_rank=self.settings.group.rank,
+            claim_times=self.decode.grants.times,
         )
 
 

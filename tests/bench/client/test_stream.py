@@ -148,6 +148,7 @@ def test_error_text() -> None:
 def test_targets() -> None:
     assert parse_target("127.0.0.1:80").url == "http://127.0.0.1:80"
     assert parse_target("https://host/api/v1/").url == "https://host:443/api"
+    assert b"Host: [::1]:80\r\n" in parse_target("http://[::1]").head("GET", "/", 0)
     head = parse_target("http://h:1/p", "k").head("POST", "/v1/x", 3).decode()
     assert head.startswith("POST /p/v1/x HTTP/1.1\r\nHost: h:1\r\n")
     assert "Authorization: Bearer k\r\n" in head

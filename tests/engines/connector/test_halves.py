@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from tests.engines.vllm.staged import LAYOUT, Paged, VllmRequest
+from tests.engines.vllm.staged import LAYOUT, Paged, VllmRequest, at_once, copy
 
 from kvrelay.config import UpstreamConfig, load_settings
 from kvrelay.core.layout import KVLayout
@@ -77,6 +77,47 @@ def test_what_vllm_has_in_its_own_cache_is_not_loaded_but_is_saved(place: Stagin
     assert (copy.staged, copy.paged) == ((3, 4, 5, 6), (20, 21, 22, 23))
 
 
+def test_what_does_not_reach_back_to_vllms_own_blocks_is_computed(place: StagingPlace) -> None:
+    """Blocks that were not sent have been evicted since. Only the rest has come, so it is of no use."""
+    half = _scheduler(place)
+    params = {PARAMS_KEY: {"op": "load", "block_ids": [3, 4, 5, 6], "num_tokens": 50, "first_block": 2}}
+    request = VllmRequest("d", [1] * 51, params)
+    assert half.num_to_load(request, 16) == 0
+    assert half.num_to_load(request, 32) == 0, "its staging blocks may be another request's by now"
+    half.allocated(request, [10, 11, 12, 13], 0)
+    assert half.plan({}, lambda request_id: []).loads == ()
+    assert half.num_lost == 1
+    other = VllmRequest("e", [1] * 51, params)
+    assert half.num_to_load(other, 32) == 18
+
+
+def test_blocks_that_are_not_moved_are_not_saved(place: StagingPlace) -> None:
+    half = _scheduler(place)
+    params = {PARAMS_KEY: {"op": "save", "block_ids": [3, 4, 5], "num_tokens": 40, "first_block": 1, "ticket": 9}}
+    request = VllmRequest("p", [1] * 40, params)
+    half.allocated(request, [10], 0)
+    assert half.plan({"p": 16}, lambda request_id: [10, 11, 12]).saves == ()
+    request.num_computed_tokens = 16
+    (copy,) = half.plan({"p": 24}, lambda request_id: [10, 11, 12]).saves
+    assert (copy.staged, copy.paged, copy.ticket, copy.num_blocks) == ((4, 5), (11, 12), 9, 3)
+    assert half.finished("p"), "its blocks are being read"
+
+
+def test_a_step_is_told_that_it_may_overwrite_what_is_being_saved(place: StagingPlace) -> None:
+    half = _scheduler(place)
+    half.allocated(_request("p", [1] * 40, "save", [3, 4, 5], 40), [10], 0)
+    half.plan({"p": 16}, lambda request_id: [10])
+    assert half.plan({}, lambda request_id: [], {"p"}).frees_blocks
+    assert not half.plan({}, lambda request_id: [], {"another"}).frees_blocks
+
+
+def test_blocks_of_a_request_that_saved_nothing_are_free_at_once(place: StagingPlace) -> None:
+    half = _scheduler(place)
+    half.allocated(_request("p", [1] * 40, "save", [3, 4, 5], 40), [10], 0)
+    assert not half.finished("p")
+    assert not half.finished("unknown")
+
+
 def test_a_request_loads_once_although_it_is_preempted(place: StagingPlace) -> None:
     """Its staging blocks may be another request's by then."""
     half = _scheduler(place)
@@ -110,6 +151,8 @@ def test_a_step_saves_what_it_completes_and_the_last_one_the_rest(place: Staging
         {"op": "load", "block_ids": [-1, 1], "num_tokens": 20},
         {"op": "load", "block_ids": [1], "num_tokens": 20},
         {"op": "load", "block_ids": [], "num_tokens": 0},
+        {"op": "load", "block_ids": [1, 2], "num_tokens": 20, "first_block": 2},
+        {"op": "load", "block_ids": [1, 2], "num_tokens": 20, "first_block": -1},
         {"op": "move", "block_ids": [1, 2], "num_tokens": 20},
         {"op": "load", "block_ids": [1, 2], "num_tokens": 20, "more": 1},
         ["load"],
@@ -156,7 +199,7 @@ WHOLE = RankPart.of(LAYOUT, LAYOUT.model[0].num_layers, 0, 1)
 
 def test_another_shape_of_kv_is_refused_by_name(place: StagingPlace) -> None:
     good = torch.zeros(4, 1, 16, 8)
-    with pytest.raises(ConfigError, match="1 layers, not of 2"):
+    with pytest.raises(ConfigError, match="1 layers, not of 2 in a row"):
         WorkerHalf(place, WHOLE).register({"model.layers.0": good})
     for bad in (torch.zeros(4, 2, 16, 8), torch.zeros(2, 4, 1, 16, 8), good.to(torch.bfloat16)):
         with pytest.raises(ConfigError, match=r"model\.layers\.1 is "):
@@ -186,14 +229,14 @@ class Ranks:
             layers = range(stage * per_stage, (stage + 1) * per_stage)
             heads = slice(part.first_head, part.first_head + part.num_heads)
             caches = {layer: kv[layer][:, heads].clone() for layer in layers}
-            half = WorkerHalf(place, part)
+            half = WorkerHalf(place, part, watch=at_once)
             half.register({f"model.layers.{layer}.self_attn.attn": cache for layer, cache in caches.items()})
             self.halves.append(half)
             self.parts.append((caches, heads))
 
     def copy(self, copies: Copies) -> None:
         for half in self.halves:
-            half.copy(copies)
+            copy(half, copies)
 
     def differ(self, blocks: list[int], kv: torch.Tensor) -> bool:
         """Whether any rank's ``blocks`` are not those of ``kv``, in this order."""
@@ -237,9 +280,9 @@ def test_a_latent_is_a_region_of_its_own(place: StagingPlace) -> None:
     layout = latent_layout(num_layers=2, block_size=16, values=576, dtype="bfloat16")
     with memfd_place(layout, 3) as place:
         latents = [torch.rand(4, 16, 576).to(torch.bfloat16) for _ in range(4)]
-        prefill, decode = WorkerHalf(place, WHOLE), WorkerHalf(place, WHOLE)
+        prefill, decode = (WorkerHalf(place, WHOLE, watch=at_once) for _ in range(2))
         prefill.register({f"model.layers.{layer}.attn": latents[layer] for layer in (0, 1)})
         decode.register({f"model.layers.{layer}.attn": latents[2 + layer] for layer in (0, 1)})
-        prefill.copy(Copies(saves=(Copy("p", (2,), (3,)),)))
-        decode.copy(Copies(loads=(Copy("d", (2,), (0,)),)))
+        copy(prefill, Copies(saves=(Copy("p", (2,), (3,)),)))
+        copy(decode, Copies(loads=(Copy("d", (2,), (0,)),)))
         assert all(torch.equal(latents[2 + layer][0], latents[layer][3]) for layer in (0, 1))

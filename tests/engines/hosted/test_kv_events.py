@@ -13,7 +13,7 @@ import zmq
 import zmq.asyncio
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.patience import PATIENCE_S
+from tests.patience import HAS_IPV6, PATIENCE_S
 
 from kvrelay.core.events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
 from kvrelay.core.hashing import compute_sequence_hashes
@@ -198,12 +198,14 @@ def test_any_bytes_are_a_batch_or_an_error(payload: bytes) -> None:
 class Publisher:
     """A server that publishes batches, and tells again those that ``kept`` has."""
 
-    def __init__(self, context: zmq.asyncio.Context, *, is_old: bool) -> None:
+    def __init__(self, context: zmq.asyncio.Context, *, is_old: bool, host: str) -> None:
         self.is_old = is_old
         self._pub = context.socket(zmq.PUB)
         self._router = context.socket(zmq.ROUTER)
-        self.address = f"tcp://127.0.0.1:{self._pub.bind_to_random_port('tcp://127.0.0.1')}"
-        self.replay_address = f"tcp://127.0.0.1:{self._router.bind_to_random_port('tcp://127.0.0.1')}"
+        for socket in (self._pub, self._router):
+            socket.setsockopt(zmq.IPV6, int("[" in host))
+        self.address = f"tcp://{host}:{self._pub.bind_to_random_port(f'tcp://{host}')}"
+        self.replay_address = f"tcp://{host}:{self._router.bind_to_random_port(f'tcp://{host}')}"
         self.kept: dict[int, bytes] = {}
         self.asked: list[int] = []
 
@@ -232,10 +234,10 @@ class Publisher:
 
 @asynccontextmanager
 async def reading(
-    *, with_replay: bool, is_old: bool = False
+    *, with_replay: bool, is_old: bool = False, host: str = "127.0.0.1"
 ) -> AsyncIterator[tuple[Publisher, MirroredCache, list[KvEvent]]]:
     context = zmq.asyncio.Context()
-    publisher = Publisher(context, is_old=is_old)
+    publisher = Publisher(context, is_old=is_old, host=host)
     mirror, told = MirroredCache(SIZE), []
     reader = KvEventReader(publisher.address, publisher.replay_address if with_replay else "", mirror, told.extend)
     tasks = [asyncio.create_task(reader.run()), asyncio.create_task(publisher.serve_replays())]
@@ -271,6 +273,16 @@ async def subscribed(publisher: Publisher, mirror: MirroredCache) -> None:
     async with asyncio.timeout(PATIENCE_S):
         while not len(mirror):
             await publisher.publish(0, block(0))
+            await asyncio.sleep(0.02)
+
+
+@pytest.mark.skipif(not HAS_IPV6, reason="this machine has no ::1")
+async def test_a_server_may_have_an_ipv6_address() -> None:
+    async with reading(with_replay=True, host="[::1]") as (publisher, mirror, _):
+        publisher.kept = {0: block(0)}
+        await until(lambda: holds(mirror, 0))
+        while not holds(mirror, 0, 1):
+            await publisher.publish(1, block(1))
             await asyncio.sleep(0.02)
 
 

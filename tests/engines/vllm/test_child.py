@@ -6,28 +6,36 @@ import os
 import subprocess
 import sys
 from contextlib import suppress
+from pathlib import Path
 
 import psutil
 from tests.patience import PATIENCE_S, until
 
 from kvrelay.core.child_process import WORKER_PID
+from kvrelay.engines.vllm.child import SCRATCH
 from kvrelay.engines.vllm.cores import CORES
 
 CHILD = [sys.executable, "-c", "import time, kvrelay.engines.vllm.child; print('.', flush=True); time.sleep(600)"]
 """vLLM's processes import this module before they load the model."""
 
 
-def test_a_process_ends_with_the_worker_that_its_environment_names() -> None:
+def test_a_process_ends_with_the_worker_that_its_environment_names(tmp_path: Path) -> None:
+    """And removes its temporary directory, which a killed worker cannot."""
     worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-    env = {**os.environ, WORKER_PID: str(worker.pid)}
+    directory = tmp_path / "kvrelay-vllm-1"
+    directory.mkdir()
+    (directory / "events").touch()
+    env = {**os.environ, WORKER_PID: str(worker.pid), SCRATCH: str(directory)}
     try:
         with subprocess.Popen(CHILD, stdout=subprocess.PIPE, env=env) as child:
             assert child.stdout is not None
             assert child.stdout.readline() == b".\n"
             assert child.poll() is None
+            assert directory.exists()
             worker.kill()
             worker.wait()
             assert child.wait(PATIENCE_S) == -9
+            assert not directory.exists()
     finally:
         worker.kill()
         worker.wait()

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from tests.contracts import test_engine as contract
 from tests.engines.openai.test_host import Running
-from tests.engines.vllm.scripted import VOCAB_SIZE
+from tests.engines.vllm.scripted import BLOCK_SIZE, VOCAB_SIZE
 from tests.engines.vllm.staged import STAGED_BLOCK_BYTES, StagedVllm, staged_start
 from tests.worker.cluster import Client, Cluster, Node, cluster, prompt
 
@@ -21,18 +23,25 @@ from kvrelay.core.sampling import SamplingParams
 from kvrelay.data import bundled_checkpoint_path
 from kvrelay.engine.contract import Engine, EngineHost, require
 from kvrelay.engine.request import PrefillMode, Request
-from kvrelay.engine.step import StepOutput
+from kvrelay.engine.step import HandoffChunk, StepOutput
 from kvrelay.engines import vllm
+from kvrelay.engines.connector.terms import CopyKind, Report, encode_report
 from kvrelay.engines.hosted.engine import HostedEngine
 from kvrelay.engines.hosted.host import BackendHost
-from kvrelay.engines.hosted.staging import StagingBlocks
+from kvrelay.engines.hosted.staging import KvReports, StagingBlocks
 from kvrelay.engines.vllm import backend
 from kvrelay.errors import ConfigError
 from kvrelay.executors.mock import mock_generate
+from kvrelay.marks.phases import Phase
 
 PROMPT = list(range(20, 60))
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
 EXPECTED = mock_generate(PROMPT, 6, vocab_size=VOCAB_SIZE)
+
+
+def _with_times(number: int, output: Any) -> Any:
+    times = {"queued_ts": 1.0, "scheduled_ts": 3.0, "first_token_ts": 6.0, "num_preemptions": 0}
+    return SimpleNamespace(**{**vars(output), "metrics": SimpleNamespace(**times)})
 
 
 def _settings(num_staging_blocks: int = 64, **engine: int) -> WorkerConfig:
@@ -71,6 +80,10 @@ class _Engine(Running):
     def lent(self) -> list[tuple[int, ...]]:
         return [remote.block_ids for step in self.steps for remote in step.remote_prefills]
 
+    @property
+    def chunks(self) -> list[HandoffChunk]:
+        return [chunk for step in self.steps for chunk in step.handoff_chunks]
+
     async def num_free(self) -> int:
         def free(engine: Engine) -> int:
             engine.check_integrity()
@@ -80,7 +93,7 @@ class _Engine(Running):
 
 
 @asynccontextmanager
-async def _engine(num_staging_blocks: int = 64, **script: bool) -> AsyncIterator[tuple[_Engine, StagedVllm]]:
+async def _engine(num_staging_blocks: int = 64, **script: Any) -> AsyncIterator[tuple[_Engine, StagedVllm]]:
     library = StagedVllm(**script)
     running = _Engine(await asyncio.to_thread(_host, library, _settings(num_staging_blocks), "worker"))
     running.host.start(running.on_step, running.dead.append)
@@ -97,7 +110,7 @@ async def _engine(num_staging_blocks: int = 64, **script: bool) -> AsyncIterator
 async def test_blocks_of_a_cancelled_prefill_are_used_again_only_when_vllm_is_at_rest() -> None:
     async with _engine(holds=True, confirms=False) as (engine, library):
         await engine.add("a", mode=PrefillMode.HANDOFF)
-        await engine.until(lambda: library.paged is not None and engine.host.stats().num_running)
+        await engine.until(lambda: library.paged is not None and engine.host.stats().num_admitted)
         assert await engine.num_free() == 61
         await engine.host.call(lambda inner: inner.abort("a"))
         await engine.host.call(lambda inner: inner.sending_finished("a"))
@@ -190,11 +203,10 @@ async def test_a_first_token_that_vllm_must_remember_is_sampled_again(why: str) 
         await engine.until(lambda: engine.lent)
         remote = next(remote for step in engine.steps for remote in step.remote_prefills)
         await engine.add("p", mode=PrefillMode.HANDOFF)
-        await engine.until(lambda: [chunk for step in engine.steps for chunk in step.handoff_chunks])
-        chunk = next(chunk for step in engine.steps for chunk in step.handoff_chunks)
-        assert chunk.token_id == EXPECTED[0]
+        await engine.until(lambda: engine.chunks and engine.chunks[-1].last)
+        assert engine.chunks[-1].token_id == EXPECTED[0]
         memory = contract.Running(engine.host).blocks
-        memory[list(remote.block_ids)] = memory[list(chunk.block_ids)]
+        memory[list(remote.block_ids)] = memory[[number for chunk in engine.chunks for number in chunk.block_ids]]
         await engine.host.call(
             lambda inner: require(inner.lends).resume_handoff(remote.handoff_id, 1, EXPECTED[0], None)
         )
@@ -202,11 +214,93 @@ async def test_a_first_token_that_vllm_must_remember_is_sampled_again(why: str) 
         assert engine.tokens("a") == EXPECTED
         asked = [prompt["prompt_token_ids"] for prompt, _, name, _ in library.begun if name.startswith("a/")]
         assert asked == [PROMPT if why else [*PROMPT, EXPECTED[0]]]
-        assert library.loaded["a"] == len(PROMPT)
+        # The same vLLM has the first block from "p".
+        assert library.loaded["a"] == len(PROMPT) - BLOCK_SIZE
         await engine.host.call(lambda inner: require(inner.lends).end_loan(remote.handoff_id, 1))
         await engine.host.call(lambda inner: inner.sending_finished("p"))
         while await engine.num_free() < 64:
             await asyncio.sleep(0.002)
+
+
+async def test_blocks_leave_when_their_chunk_is_computed() -> None:
+    """Chunks of 24 tokens, blocks of 16: of 40 tokens the first chunk fills block 0, the second one blocks 1 and 2. The
+    answer does not come before that."""
+    async with _engine() as (engine, library):
+        library.holds_answers = True
+        await engine.add("p", mode=PrefillMode.HANDOFF)
+        await engine.until(lambda: [block for chunk in engine.chunks for block in chunk.block_ids][1:])
+        assert [(chunk.first_block, len(chunk.block_ids), chunk.last) for chunk in engine.chunks] == [
+            (0, 1, False),
+            (1, 1, False),
+        ]
+        library.holds_answers = False
+        await engine.until(lambda: engine.chunks[-1].last)
+        last = engine.chunks[-1]
+        assert (last.first_block, len(last.block_ids), last.token_id) == (2, 1, EXPECTED[0])
+        assert library.paged is not None
+        assert library.paged.worker.num_bytes == 3 * STAGED_BLOCK_BYTES
+
+
+async def test_blocks_that_the_decode_worker_has_are_neither_saved_nor_sent() -> None:
+    async with _engine() as (engine, library):
+        request = Request("p", PROMPT, GREEDY, mode=PrefillMode.HANDOFF, num_load_tokens=32)
+        await engine.host.call(lambda inner: inner.add_request(request))
+        await engine.until(lambda: engine.chunks)
+        (last,) = engine.chunks
+        assert (last.first_block, len(last.block_ids), last.last) == (2, 1, True)
+        assert library.paged is not None
+        assert library.paged.worker.num_bytes == STAGED_BLOCK_BYTES
+
+
+async def test_a_remote_prefill_and_what_follows_are_marked_on_both_sides() -> None:
+    """One vLLM plays both: its second answer has another salt, so it loads."""
+    async with _engine(edit=_with_times) as (engine, _):
+        listening: dict[str, Any] = {"listener": lambda request, status: None}
+        await engine.add("a", mode=PrefillMode.REMOTE, **listening)
+        await engine.add("p", mode=PrefillMode.HANDOFF, **listening)
+        await engine.until(lambda: engine.chunks and engine.chunks[-1].last)
+        prefill = engine.phases("p")
+        assert prefill[:2] == [(Phase.SAVED, STAGED_BLOCK_BYTES), (Phase.SAVED, STAGED_BLOCK_BYTES)]
+        assert prefill[2:] == [
+            *((Phase.TAKEN_IN, 1.0), (Phase.PREFILL_STARTED, 3.0), (Phase.PREFILL_ENDED, 6.0)),
+            (Phase.SAVED, STAGED_BLOCK_BYTES),
+        ]
+        remote = next(remote for step in engine.steps for remote in step.remote_prefills)
+        memory = contract.Running(engine.host).blocks
+        memory[list(remote.block_ids)] = memory[[number for chunk in engine.chunks for number in chunk.block_ids]]
+        await engine.host.call(
+            lambda inner: require(inner.lends).resume_handoff(remote.handoff_id, 1, EXPECTED[0], None)
+        )
+        await engine.end("a")
+        marks = sorted(engine.marks["a"], key=lambda mark: mark.phase)
+        assert [(mark.phase, mark.value) for mark in marks] == [
+            *((Phase.PREFILL_QUEUED, 0), (Phase.ATTACHED, 0), (Phase.RESUMED, 0), (Phase.LOADING, 0)),
+            *((Phase.PREFILL_STARTED, 0), (Phase.TAKEN_IN, 0), (Phase.LOADED, STAGED_BLOCK_BYTES)),
+        ]
+
+
+async def test_an_answer_waits_for_ranks_that_have_not_saved_yet() -> None:
+    """vLLM's first token says nothing of copies that are under way."""
+    reports = KvReports(num_ranks=2)
+    loop = asyncio.get_running_loop()
+    reports.open(loop)
+    heard: list[int] = []
+    writer = os.open(reports.path, os.O_WRONLY)
+    with reports.expect(3, heard.append) as progress:
+        complete = asyncio.ensure_future(progress.complete())
+        for rank, num_blocks in ((0, 3), (1, 2), (1, 3)):
+            assert not complete.done()
+            os.write(writer, encode_report(Report(progress.ticket, rank, CopyKind.SAVE, num_blocks, 8, 1.0, 2.0)))
+            while reports.bytes_copied[CopyKind.SAVE] < 8 * (1 + rank * (num_blocks - 1)):
+                await asyncio.sleep(0)
+        await complete
+    assert heard == [2, 3]
+    os.write(writer, encode_report(Report(progress.ticket, 0, CopyKind.LOAD, 1, 8, 1.0, 2.0)))
+    while not reports.bytes_copied[CopyKind.LOAD]:
+        await asyncio.sleep(0)
+    assert heard == [2, 3], "no one waits any more"
+    os.close(writer)
+    reports.close(loop)
 
 
 async def test_a_first_token_that_ends_the_answer_needs_no_vllm() -> None:
@@ -298,6 +392,18 @@ async def test_kv_goes_from_vllm_to_vllm_by_kvrelays_transport() -> None:
             name: len(tokens) for name, tokens in prompts.items()
         }
         await running.until(lambda: prefill.worker.stats().prefill.num_prefills == 6)
+
+
+async def test_blocks_in_the_decode_workers_cache_stay_where_they_are() -> None:
+    """Its vLLM has stored three blocks of 32 tokens, six of ours, of the 100 tokens of the first request."""
+    async with _pair() as (running, prefill, decode, client, libraries):
+        tokens = prompt(100)
+        for name, num_loaded in (("first", 100), ("second", 100 - 96)):
+            client.send(name, tokens, 8, ignore_eos=True)
+            assert await client.answer(name) == mock_generate(tokens, 8, vocab_size=VOCAB_SIZE)
+            assert libraries[1].loaded[name] == num_loaded
+            await running.until(lambda: decode.engine.peek(lambda engine: len(engine.cached_hashes())) == 6)
+        assert prefill.outgoing.counters.num_sent_bytes == (7 + 1) * STAGED_BLOCK_BYTES
 
 
 async def test_a_cancelled_request_leaves_nothing_behind() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,8 +14,16 @@ from gguf.quants import dequantize, quantize
 from safetensors.numpy import load_file
 
 from kvrelay.errors import CheckpointError, UnsupportedModelError
-from kvrelay.executors.torch.checkpoints.gguf import adjacent_to_halves, convert, llama3_factor, main, tensor_name
-from kvrelay.executors.torch.config import RopeConfig
+from kvrelay.executors.torch.checkpoints.gguf import (
+    TEMPERATURE,
+    adjacent_to_halves,
+    convert,
+    llama3_factor,
+    main,
+    rope_parameters,
+    tensor_name,
+)
+from kvrelay.executors.torch.config import RopeConfig, load_model_config
 from kvrelay.executors.torch.rope import inverse_frequencies
 from kvrelay.frontend.tokens.tokenizer import load_tokenizer
 
@@ -50,8 +59,11 @@ def halves_to_adjacent(weight: np.ndarray, num_heads: int) -> np.ndarray:
     return weight.reshape(num_heads, 2, -1, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
 
 
-def write_gguf(model: Path, file: Path, architecture: str) -> dict[str, np.ndarray]:
-    """Linear layers of the query projections quantised, everything else as it is; returns what should come back."""
+def write_gguf(
+    model: Path, file: Path, architecture: str, add: Callable[[gguf.GGUFWriter], None] = lambda writer: None
+) -> dict[str, np.ndarray]:
+    """Linear layers of the query projections quantised, everything else as it is; returns what should come back.
+    ``add`` writes more metadata."""
     config = json.loads((model / "config.json").read_text())
     weights = load_file(model / "model.safetensors")
     tokenizer = json.loads((model / "tokenizer.json").read_text())
@@ -62,7 +74,8 @@ def write_gguf(model: Path, file: Path, architecture: str) -> dict[str, np.ndarr
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(config["num_attention_heads"])
     writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_key_length(config["hidden_size"] // config["num_attention_heads"])
+    writer.add_key_length(config["head_dim"])
+    writer.add_value_length(config["head_dim"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_rope_freq_base(10000.0)
     vocab = tokenizer["model"]["vocab"]
@@ -79,6 +92,7 @@ def write_gguf(model: Path, file: Path, architecture: str) -> dict[str, np.ndarr
     )
     writer.add_bos_token_id(0)
     writer.add_eos_token_id(config["eos_token_id"] if isinstance(config["eos_token_id"], int) else 1)
+    add(writer)
     expected = {}
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
     for name, weight in weights.items():
@@ -116,8 +130,101 @@ def test_weights_and_tokenizer_come_back(
     text = "Once upon a time 12, naïve"
     assert load_tokenizer(directory).encode(text, False) == load_tokenizer(model).encode(text, False)
     config, original = (json.loads((path / "config.json").read_text()) for path in (directory, model))
-    for name in ("hidden_size", "num_hidden_layers", "num_key_value_heads", "vocab_size", "tie_word_embeddings"):
+    for name in ("hidden_size", "num_hidden_layers", "num_key_value_heads", "head_dim", "vocab_size"):
         assert config[name] == original[name], name
+    loaded = load_model_config(directory)
+    assert (loaded.tied_embeddings, loaded.eos_token_ids) == (original["tie_word_embeddings"], (1,))
+    assert loaded.rope == RopeConfig(10_000.0)
+
+
+def test_scaling_ends_and_sampling_are_taken_over(tmp_path: Path, checkpoint_of: Callable[[str], Path]) -> None:
+    def add(writer: gguf.GGUFWriter) -> None:
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(4.0)
+        writer.add_rope_scaling_orig_ctx_len(512)
+        writer.add_eot_token_id(3)
+        writer.add_eom_token_id(1)
+        del writer.kv_data[0]["qwen3.attention.head_count_kv"]  # then each head has its own
+        writer.add_sampling_temp(0.5)
+        writer.add_sampling_top_k(20)
+
+    write_gguf(checkpoint_of("qwen3"), tmp_path / "model.gguf", "qwen3", add)
+    convert(tmp_path / "model.gguf", tmp_path / "out")
+    config = load_model_config(tmp_path / "out")
+    assert config.rope == RopeConfig(
+        10_000.0, "yarn", 4.0, original_max_position=512, attention_factor=0.1 * math.log(4) + 1
+    )
+    assert config.num_kv_heads == config.num_heads
+    assert config.eos_token_ids == (1, 3)
+    sampling = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    assert (sampling["temperature"], sampling["top_k"]) == (0.5, 20)
+
+
+def test_a_file_without_a_temperature_gets_a_low_one(tmp_path: Path, checkpoint_of: Callable[[str], Path]) -> None:
+    write_gguf(checkpoint_of("llama"), tmp_path / "model.gguf", "llama")
+    convert(tmp_path / "model.gguf", tmp_path / "out")
+    assert json.loads((tmp_path / "out" / "generation_config.json").read_text()) == {
+        "eos_token_id": [1],
+        "temperature": TEMPERATURE,
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("attention.value_length", 16), ("rope.dimension_count", 16), ("rope.scaling.type", "longrope")]
+)
+def test_what_is_not_computed_is_refused_by_name(
+    name: str, value: int | str, tmp_path: Path, checkpoint_of: Callable[[str], Path]
+) -> None:
+    def add(writer: gguf.GGUFWriter) -> None:
+        del writer.kv_data[0]["qwen3.attention.value_length"]
+        (writer.add_uint32 if isinstance(value, int) else writer.add_string)(f"qwen3.{name}", value)
+
+    write_gguf(checkpoint_of("qwen3"), tmp_path / "model.gguf", "qwen3", add)
+    with pytest.raises(UnsupportedModelError, match=rf"{name}\b.* {value}\b"):
+        convert(tmp_path / "model.gguf", tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("scaling", "expected"),
+    [
+        ({}, {"rope_type": "default"}),
+        ({"type": "none", "factor": 4.0}, {"rope_type": "default"}),
+        ({"factor": 4.0}, {"rope_type": "linear", "factor": 4.0}),
+        ({"type": "linear", "factor": 0.0}, {"rope_type": "default"}),
+        ({"type": "linear", "factor": 2.0, "finetuned": True}, {"rope_type": "linear", "factor": 2.0}),
+        ({"type": "yarn", "factor": 4.0, "attn_factor": 1.5}, {"attention_factor": 1.5 * (0.1 * math.log(4) + 1)}),
+        (
+            {"type": "yarn", "factor": 4.0, "yarn_log_multiplier": 0.5, "yarn_ext_factor": 1.0},
+            {"attention_factor": (0.1 * math.log(4) + 1) / (0.05 * math.log(4) + 1)},
+        ),
+        (
+            {"type": "yarn", "factor": 4.0, "yarn_beta_fast": 16.0, "yarn_beta_slow": 2.0, "yarn_attn_factor": 3.0},
+            {"factor": 4.0, "original_max_position_embeddings": None, "beta_fast": 16.0, "beta_slow": 2.0}
+            | {"attention_factor": 0.1 * math.log(4) + 1},
+        ),
+    ],
+    ids=str,
+)
+def test_scaling_is_llama_cpps(scaling: dict[str, object], expected: dict[str, object]) -> None:
+    """A factor without a type is linear, and 0 is none; YaRN's magnitude is computed from the factor."""
+    found = rope_parameters(scaling, 10_000.0)
+    assert {name: found[name] for name in expected} == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("scaling", "named"),
+    [
+        ({"type": "longrope"}, "longrope"),
+        ({"type": "yarn", "factor": 2.0, "alpha": 3.0}, "alpha"),
+        ({"type": "yarn", "factor": 2.0, "yarn_ext_factor": 0.5}, "yarn_ext_factor"),
+        ({"type": "linear", "factor": 2.0, "yarn_ext_factor": 1.0}, "yarn_ext_factor"),
+        ({"type": "linear", "factor": 2.0, "attn_factor": 1.5}, "attn_factor"),
+        ({"type": "none", "yarn_attn_factor": 1.5}, "attn_factor"),
+    ],
+)
+def test_other_scaling_is_refused_by_name(scaling: dict[str, object], named: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=rf"rope\.scaling\.\w*.*{named}"):
+        rope_parameters(scaling, 10_000.0)
 
 
 def test_rotary_pairs_are_put_in_hugging_faces_order() -> None:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from kvrelay.executors.torch.kernels.base import Kernels
 from kvrelay.executors.torch.kernels.numba_kernels import NumbaKernels, as_numpy, multiplies_bfloat16
 from kvrelay.executors.torch.kernels.numba_threads import usable_threads
 from kvrelay.executors.torch.kernels.torch_kernels import TorchKernels
@@ -78,6 +79,28 @@ def test_embed_and_linear(product_dtype: torch.dtype) -> None:
         torch.testing.assert_close(
             ours.linear(weight, offset)(x), reference.linear(weight, offset)(x), rtol=2e-2, atol=2e-2
         )
+
+
+@pytest.mark.parametrize(
+    "kernels", [NumbaKernels(torch.bfloat16, 1), TorchKernels(torch.bfloat16)], ids=["numba", "torch"]
+)
+@pytest.mark.parametrize("num_inputs", [2, 3])
+def test_scores_are_not_rounded_to_bfloat16(kernels: Kernels, num_inputs: int) -> None:
+    """256 and 256.5 are both 256 in bfloat16, and the first would be taken."""
+    weight, x = torch.zeros(90, num_inputs), torch.zeros(30, num_inputs)
+    weight[:, 0], weight[70, 1], x[:, 0], x[:, 1] = 16.0, 0.5, 16.0, 1.0
+    expected = x @ weight.T
+    scores = kernels.head(weight.bfloat16())(x.bfloat16())
+    assert scores.dtype == torch.float32
+    assert torch.equal(scores, expected)
+    assert scores.argmax(dim=-1).tolist() == [70] * 30
+
+
+def test_a_head_in_float32_is_a_product_like_others() -> None:
+    torch.manual_seed(0)
+    weight, x = torch.randn(96, 64), torch.randn(5, 64)
+    for kernels in (NumbaKernels(torch.float32, 1), TorchKernels(torch.float32)):
+        assert torch.equal(kernels.head(weight)(x), kernels.linear(weight)(x).clone())
 
 
 def test_products_of_a_row_do_not_depend_on_the_batch(product_dtype: torch.dtype) -> None:

@@ -77,6 +77,12 @@ def test_number_of_blocks() -> None:
         decide_num_blocks(LAYOUT, 0, "1KiB", lambda: 0)
 
 
+@pytest.mark.parametrize("num_blocks", [2**40, 2**60])
+def test_a_pool_that_the_host_cannot_map_is_refused(num_blocks: int) -> None:
+    with pytest.raises(ConfigError, match=r"cannot map .*TiB for the KV pool and its holding area"):
+        KvPool(LAYOUT, 1, torch.device("cpu"), torch.bfloat16, num_holding_blocks=num_blocks)
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [("512MiB", 2**29), ("4 GiB", 2**32), ("1.5GB", 1_500_000_000), ("1024", 1024), ("8kib", 8192)],
@@ -89,3 +95,8 @@ def test_amounts_of_memory_are_parsed_in_bytes(text: str, expected: int) -> None
 def test_malformed_amounts_of_memory_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="amount of memory"):
         parse_bytes(text)
+
+
+def test_an_amount_beyond_all_machines_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no machine has so much memory"):
+        parse_bytes("9" * 400 + "TiB")

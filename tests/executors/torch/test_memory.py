@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from kvrelay.executors.torch.kernels.numba_kernels import multiplies_bfloat16
+
 BATCHES = """
 import re
 from kvrelay import LLM, SamplingParams
@@ -27,6 +29,7 @@ with LLM(dtype="bfloat16", num_blocks=64, num_threads=1, enable_prefix_caching=F
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.skipif(not multiplies_bfloat16(), reason="this CPU does not multiply bfloat16")
 def test_batches_of_260_sizes_leave_no_more_than_the_last_ones() -> None:
     """Each size has products of its own: 0.4 MB of code for each of four or five shapes. The first 60 are generated
     again: what they have replaced is freed."""

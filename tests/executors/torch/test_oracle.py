@@ -132,6 +132,23 @@ def test_rope_scaling(
     assert_equal(model, build(model), harness_of, random_prompts)
 
 
+def test_a_head_beside_tied_embeddings(
+    tmp_path: Path,
+    checkpoint_of: Any,
+    build: Any,
+    harness_of: Any,
+    random_prompts: Any,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The file has both and they differ: transformers does not tie them."""
+    model = shutil.copytree(checkpoint_of("llama"), tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    with caplog.at_level("WARNING"):
+        assert_equal(model, build(model), harness_of, random_prompts)
+    assert "using lm_head.weight" in caplog.text
+
+
 def test_bfloat16_weights_in_float32(
     tmp_path: Path, build: Any, harness_of: Any, random_prompts: Callable[..., list[list[int]]]
 ) -> None:
@@ -173,10 +190,15 @@ def common(**own: Any) -> dict[str, Any]:
             },
         ),
         ("Qwen3Moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "mlp_only_layers": [1]}),
+        (
+            "Qwen3Moe",
+            {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+            | {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 2},
+        ),
         ("Qwen2", {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}),
         ("Llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
     ],
-    ids=["sparse-step", "dense-layer", "window-by-layer", "biases"],
+    ids=["sparse-step", "dense-layer", "window-everywhere", "window-by-layer", "biases"],
 )
 def test_options_as_transformers_writes_them(
     family: str, own: dict[str, Any], tmp_path: Path, build: Any, harness_of: Any, random_prompts: Any

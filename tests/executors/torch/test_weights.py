@@ -95,7 +95,7 @@ def test_fingerprint(model: Path, checkpoint_of: Callable[[str], Path]) -> None:
     assert weights_fingerprint(model) not in (before, changed)
 
 
-@pytest.mark.parametrize("settings", [{"dtype": "float16"}, {"max_model_len": 10**6}], ids=str)
+@pytest.mark.parametrize("settings", [{"dtype": "float16"}, {"max_model_len": 10**6}, {"num_blocks": 10**12}], ids=str)
 def test_settings_that_cannot_be_honoured(model: Path, build: Any, settings: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         build(model, **settings)

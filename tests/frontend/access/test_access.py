@@ -12,7 +12,7 @@ from tests.certificates import make_certificate
 from tests.frontend.doubles import Script, running
 from tests.frontend.raw_http import RawClient, send
 
-from kvrelay.config import FrontendConfig, KeyLimits
+from kvrelay.config import FrontendConfig, KeyLimits, MetricsConfig
 from kvrelay.errors import ConfigError
 from kvrelay.frontend.access.api_keys import ApiKeys, new_api_key, read_keys_file
 from kvrelay.http import server_tls
@@ -41,6 +41,13 @@ def test_a_new_key_is_admitted_by_its_line(tmp_path: Path) -> None:
     assert alice != new_api_key("alice")[0]
     assert alice not in path.read_text()
     assert alice not in repr(keys)
+
+
+def test_a_file_of_another_system_has_a_byte_order_mark_and_crlf(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    key, line = new_api_key("alice")
+    path.write_bytes(f"{line}\r\n# end\r\n".encode("utf-8-sig"))
+    assert ApiKeys.load("", str(path)).name_of(f"Bearer {key}") == "alice"
 
 
 def test_without_keys_every_request_is_admitted() -> None:
@@ -282,6 +289,17 @@ async def test_metrics_need_the_key_beyond_loopback(model_dir: Path, host: str, 
         assert (await send(port, "GET", "/metrics", headers=bearer("k"))).status == 200
         assert (await send(port, "GET", "/health")).status == 200
         assert (await send(port, "GET", "/live")).status == 200
+
+
+async def test_a_metrics_key_opens_what_workers_open_with_it_and_no_more(model_dir: Path, tmp_path: Path) -> None:
+    scraper, line = new_api_key("scraper")
+    (tmp_path / "keys").write_text(line)
+    monitoring = MetricsConfig(metrics_keys_file=str(tmp_path / "keys"))
+    async with running(model_dir, Script((10,)), host="0.0.0.0", api_key="k", monitoring=monitoring) as cluster:
+        port = cluster.frontend.port
+        for path, status in (("/metrics", 200), ("/debug/cluster", 200), ("/v1/models", 401), ("/tokenizer_info", 401)):
+            assert (await send(port, "GET", path, headers=bearer(scraper))).status == status, path
+        assert (await send(port, "GET", "/metrics", headers=bearer("other"))).status == 401
 
 
 async def test_https_serves_whole_and_streamed_answers(model_dir: Path, tmp_path: Path) -> None:

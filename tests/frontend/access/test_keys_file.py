@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
+import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -13,9 +15,10 @@ from tests.frontend.access.test_access import BODY, bearer
 from tests.frontend.doubles import Script, running
 from tests.frontend.raw_http import RawClient, send
 
+from kvrelay.cli.main import run
 from kvrelay.config import KeyLimits
 from kvrelay.frontend.access import api_keys
-from kvrelay.frontend.access.api_keys import ApiKeys, KeyRevokedError, KeysFile, new_api_key
+from kvrelay.frontend.access.api_keys import ApiKeys, KeyRevokedError, KeysFile, digest_of, new_api_key, read_keys_file
 
 ALICE, ALICE_LINE = new_api_key("alice")
 BOB, BOB_LINE = new_api_key("bob")
@@ -177,3 +180,51 @@ async def test_a_key_that_is_revoked_before_the_body_has_come(model_dir: Path, p
         await client.close()
         assert (answer.status, answer.error["code"]) == (401, "invalid_api_key")
         assert cluster.workers["w0"].requests == []
+
+
+def made(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The key that the command prints."""
+    assert run(["api-key", *arguments]) == 0
+    printed = capsys.readouterr().out
+    (key,) = re.findall(r"^key:  (\S+)$", printed, re.MULTILINE)
+    assert digest_of(key).hex() not in printed, "the line is in the file"
+    return str(key)
+
+
+@pytest.mark.parametrize(
+    "before",
+    [None, "", "# ours\n\n", f"{BOB_LINE}\n", BOB_LINE],
+    ids=["no file", "empty", "comment", "line", "line without end"],
+)
+def test_a_new_key_goes_into_the_file(before: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "api-keys"
+    if before is not None:
+        path.write_text(before)
+    key = made(capsys, "alice", "--max-prompt-tokens", "5", "--append", str(path))
+    other = made(capsys, "carol", "--append", str(path))
+    keys = ApiKeys({}, read_keys_file(path))
+    assert [keys.name_of(f"Bearer {each}") for each in (key, other)] == ["alice", "carol"]
+    assert keys.limits_of("alice").max_prompt_tokens == 5
+    assert path.read_text().startswith(before or "")
+    if before is None:
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    else:
+        assert keys.names == {"alice", "carol"} | ({"bob"} if BOB_LINE in before else set())
+
+
+@pytest.mark.parametrize(
+    ("before", "reason"),
+    [(f"{ALICE_LINE}\n", "has a key named alice"), (f"{BOB_LINE}\nnonsense\n", "line 2")],
+    ids=["name is there", "malformed"],
+)
+def test_a_file_that_cannot_take_the_key_stays_as_it_is(
+    before: str, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "api-keys"
+    path.write_text(before)
+    assert run(["api-key", "alice", "--append", str(path)]) == 2
+    printed = capsys.readouterr()
+    assert (printed.out, path.read_text()) == ("", before)
+    assert reason in printed.err
+    assert run(["api-key", "alice", "--append", str(tmp_path / "none" / "api-keys")]) == 2
+    assert "cannot write" in capsys.readouterr().err

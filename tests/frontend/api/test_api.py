@@ -294,3 +294,35 @@ async def test_chat_without_a_chat_template_is_refused(model_dir: Path, tmp_path
         await send(port, "POST", "/v1/completions", {"prompt": "a", "top_k": 2})
         sampling = cluster.workers["w0"].requests[0].sampling
         assert (sampling.temperature, sampling.top_k) == (0.25, 2)
+
+
+MESSAGES = [{"role": "user", "content": "go"}]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "go"}),
+        ("/v1/completions", {"prompt": ["go", "on"], "echo": True}),
+        ("/v1/chat/completions", {"messages": MESSAGES}),
+        ("/v1/responses", {"input": "go"}),
+        ("/v1/messages", {"messages": MESSAGES, "max_tokens": 4}),
+    ],
+)
+async def test_text_with_a_token_that_the_model_does_not_have_is_refused(
+    model_dir: Path, path: str, body: dict[str, object]
+) -> None:
+    """A tokenizer may have more tokens than the model has rows."""
+    cluster = FakeCluster(model_dir)
+    try:
+        worker = cluster.workers["w0"] = FakeWorker(cluster.network, Script((10,)), "w0")
+        await worker.server.start()
+        await cluster.register(worker, vocab_size=40)
+        await cluster.start()
+        await cluster.until(lambda: cluster.frontend.cluster.model(None).vocab_size == 40)
+        answer = await send(cluster.frontend.port, "POST", path, body)
+        assert answer.status == 400
+        assert "but the model has only 40 tokens" in str(answer.json["error"])
+        assert not worker.requests
+    finally:
+        await cluster.close()

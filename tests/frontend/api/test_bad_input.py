@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 from pathlib import Path
 
 import pytest
@@ -48,7 +50,7 @@ BODIES: list[tuple[bytes, str | None]] = [
     (b'{"prompt": "a", "top_p": 0}', "top_p"),
     (b'{"prompt": "a", "top_p": 1.1}', "top_p"),
     (b'{"prompt": "a", "top_k": -2}', "top_k"),
-    (b'{"prompt": "a", "seed": 1' + b"0" * 400 + b"}", None),
+    (b'{"prompt": "a", "seed": 1' + b"0" * 400 + b"}", "seed"),
     (b'{"prompt": "a", "presence_penalty": 3}', "presence_penalty"),
     (b'{"prompt": "a", "repetition_penalty": 0}', "repetition_penalty"),
     (b'{"prompt": "a", "logprobs": 21}', "logprobs"),
@@ -116,6 +118,25 @@ async def test_unknown_paths_and_methods_are_refused(
         assert answer.error["message"]
         if status == 405:
             assert answer.headers["allow"] in ("GET", "POST")
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", CHAT, "/v1/messages", "/v1/responses", "/tokenize"])
+async def test_a_byte_order_mark_is_ignored_and_other_encodings_are_refused(model_dir: Path, path: str) -> None:
+    """RFC 8259, 8.1: a parser may ignore the mark; JSON between systems is UTF-8."""
+    body = json.dumps(
+        {"model": "tiny", "prompt": "fox", "max_tokens": 2, "messages": [{"role": "user", "content": "é"}]}
+        | ({"input": "fox"} if path == "/v1/responses" else {})
+    )
+    async with running(model_dir, Script((10,))) as cluster:
+        port = cluster.frontend.port
+        plain = await send(port, "POST", path, body.encode())
+        assert (await send(port, "POST", path, body.encode("utf-8-sig"))).status == plain.status
+        zipped = await send(port, "POST", path, gzip.compress(body.encode("utf-8-sig")), {"content-encoding": "gzip"})
+        assert zipped.status == plain.status
+        for encoding in ("utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-be"):
+            answer = await send(port, "POST", path, body.encode(encoding))
+            assert answer.status == 400
+            assert b"send JSON as UTF-8" in answer.body
 
 
 async def test_a_100_mb_body_is_refused_at_once(model_dir: Path) -> None:

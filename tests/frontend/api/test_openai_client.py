@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from urllib.parse import quote
 
 import openai
 import pytest
 from tests.frontend.doubles import CHAT_TEMPLATE, FakeCluster, Script, byte_level_tokenizer, running
+from tests.frontend.raw_http import send
 
 TOKENIZER = byte_level_tokenizer()
 ANSWER = "Grüße, 你好 🙂 the fox."
@@ -23,6 +25,21 @@ async def test_the_client_lists_the_models(model_dir: Path) -> None:
         models = await api.models.list()
         assert [model.id for model in models.data] == ["tiny"]
         assert (await api.models.retrieve("tiny")).id == "tiny"
+
+
+@pytest.mark.parametrize("name", ["org/name", "a/b/c d", "ünï/x:y%2F?#"])
+async def test_a_model_is_found_by_a_name_with_slashes(model_dir: Path, name: str) -> None:
+    async with running(model_dir) as cluster, client(cluster) as api:
+        await cluster.add_worker("w0", SCRIPT, model=name)
+        await cluster.until(lambda: bool(cluster.frontend.cluster.models))
+        assert (await api.models.retrieve(name)).id == name
+        with pytest.raises(openai.NotFoundError, match="other"):
+            await api.models.retrieve("org/other")
+        port = cluster.frontend.port
+        for path in (f"/v1/models/{quote(name)}", f"/tokenizer_info?model={quote(name, safe='')}"):
+            answer = await send(port, "GET", path)
+            assert name in (answer.json.get("id"), answer.json.get("model")), answer
+        assert b'endpoint="/v1/models/{id}"' in (await send(port, "GET", "/metrics")).body
 
 
 async def test_the_client_gets_a_completion(model_dir: Path) -> None:

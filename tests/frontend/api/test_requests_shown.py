@@ -64,6 +64,21 @@ async def test_a_request_is_listed_and_shown(model_dir: Path) -> None:
         assert one["unattributed_ms"] + covered_ms == pytest.approx(line["latency_ms"])
 
 
+async def test_tokens_of_a_running_request_are_shown_as_they_come(model_dir: Path) -> None:
+    """Its worker sends three tokens of four, and then is silent for an hour."""
+    async with running(model_dir, Script((10,), per_output=3, delay_s=3600.0)) as cluster:
+        port = cluster.frontend.port
+        client = await RawClient.connect(port)
+        client.writer.write(request_bytes("POST", "/v1/completions", json.dumps(BODY | {"stream": True}).encode()))
+        await cluster.until(lambda: bool(cluster.workers["w0"].requests))
+        async with asyncio.timeout(60.0):
+            while (line := (await listed(port))[0])["output_tokens"] != 3:
+                assert (line["status"], line["output_tokens"]) == ("running", 0)
+                await asyncio.sleep(0.01)
+        assert (line["status"], line["prompt_tokens"] > 0) == ("running", True)
+        client.writer.transport.abort()
+
+
 async def test_orders_limits_and_what_is_wrong_with_a_query(model_dir: Path) -> None:
     async with running(model_dir, Script((10,))) as cluster:
         port = cluster.frontend.port
@@ -73,9 +88,10 @@ async def test_orders_limits_and_what_is_wrong_with_a_query(model_dir: Path) -> 
         failed = refused.headers["x-request-id"]
         assert [line["id"] for line in await listed(port)] == [failed, *reversed(ids)]
         assert [line["id"] for line in await listed(port, "?limit=2")] == [failed, ids[2]]
-        (line,) = await listed(port, "?order=failed")
-        assert (line["id"], line["status"]) == (failed, "failed")
+        (line,) = await listed(port, "?order=invalid")
+        assert (line["id"], line["status"]) == (failed, "invalid")
         assert "other" in line["error"]
+        assert await listed(port, "?order=failed") == []
         slowest = [line["latency_ms"] for line in await listed(port, "?order=slowest")]
         assert slowest == sorted(slowest, reverse=True)
         long = f"?limit=000000001{'9' * 5000}"
@@ -127,8 +143,8 @@ async def test_a_running_request_is_shown_as_it_is_now(model_dir: Path) -> None:
         assert (await shown(port, line["id"])).json["status"] == "running"
         await client.close()
         await cluster.until(lambda: bool(cluster.workers["w0"].aborted))
-        (line,) = await listed(port, "?order=failed")
-        assert line["status"] == "failed"
+        (line,) = await listed(port, "?order=disconnected")
+        assert line["status"] == "disconnected"
 
 
 async def test_without_a_control_plane_a_frontend_lists_its_own(model_dir: Path) -> None:
@@ -150,14 +166,14 @@ async def test_a_request_that_moves_shows_both_workers(model_dir: Path) -> None:
         assert moved["value"] == 2
 
 
-async def test_what_every_worker_refuses_has_failed(model_dir: Path) -> None:
+async def test_what_every_worker_refuses_is_refused(model_dir: Path) -> None:
     refusal = RequestRefused("", "full", 429, retryable=True)
     async with running(model_dir, Script(refuse=refusal)) as cluster:
         port = cluster.frontend.port
         answer = await send(port, "POST", "/v1/completions", BODY)
         assert answer.status == 429
         one = (await shown(port, answer.headers["x-request-id"])).json
-        assert one["status"] == "failed"
+        assert one["status"] == "refused"
         assert {"refuse", "refused", "failed"} <= {span["phase"] for span in one["spans"]}
 
 

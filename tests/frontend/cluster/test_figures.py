@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 import msgspec
 import pytest
 from tests.frontend.doubles import FakeWorker, Script
 
+from kvrelay.core.activity import Activity, Spent
 from kvrelay.core.events import LoadMetrics, TokenCounts
 from kvrelay.core.histogram import LATENCY_BUCKETS_S, Histogram, quantile_s
-from kvrelay.frontend.cluster.figures import HISTORY_S, Figures, Second, added_up, total_of
-from kvrelay.frontend.cluster.frontends import FiguresReply, KnownFrontend
+from kvrelay.frontend.cluster.figures import (
+    COARSE_S,
+    HISTORY_S,
+    MINUTE_S,
+    NUM_COARSE,
+    Figures,
+    Second,
+    added_up,
+    total_of,
+)
+from kvrelay.frontend.cluster.frontends import FiguresReply, FiguresRequest, KnownFrontend
 from kvrelay.frontend.cluster.metrics import FrontendMetrics
-from kvrelay.frontend.cluster.snapshot import history
+from kvrelay.frontend.cluster.snapshot import history, hour_rows
 from kvrelay.frontend.cluster.worker_link import WorkerLink
 from kvrelay.frontend.cluster.worker_report import WorkerReport
 from kvrelay.rpc.loopback import LoopbackNetwork
@@ -31,7 +43,8 @@ async def test_a_second_has_what_was_counted_since_the_one_before(tmp_path) -> N
     metrics, connection = FrontendMetrics(), await link(tmp_path)
     metrics.answered("/v1/completions", "200", "m")
     figures = Figures(metrics, lambda: [connection])
-    for status in ("200", "400", "429", "disconnected", "500", "503", "broken"):
+    metrics.rejections_of = lambda: {"in_flight": 1, "requests_per_minute": 1}
+    for status in ("200", "400", "429", "429", "disconnected", "500", "503", "broken"):
         metrics.answered("/v1/completions", status, "m")
     metrics.answered("/debug/cluster", "500")
     metrics.of("m").first_token(0.003, 10, 0)
@@ -42,9 +55,10 @@ async def test_a_second_has_what_was_counted_since_the_one_before(tmp_path) -> N
     connection.counts.generated_tokens = 9
     figures.take(101)
     first, second = figures.since(0)
-    assert (first.unix_s, first.num_requests, first.num_failed) == (100, 7, 3)
+    assert (first.unix_s, first.num_requests, first.num_failed) == (100, 8, 3)
+    assert (first.num_answered, first.num_refused, first.num_limited) == (1, 2, 1)
     assert (first.num_prompt_tokens, first.num_output_tokens, sum(first.ttft), first.itl) == (15, 7, 2, ())
-    assert (first.num_running, first.num_waiting, first.kv_used, first.kv_total) == (3, 2, 40, 100)
+    assert (first.num_admitted, first.num_waiting, first.kv_used, first.kv_total) == (3, 2, 40, 100)
     assert (second.num_requests, second.num_output_tokens, second.ttft) == (0, 2, ())
     assert figures.since(100) == (second,)
 
@@ -66,6 +80,26 @@ async def test_rows_are_bounded_and_a_clock_may_go_back(tmp_path) -> None:
     assert [row.num_output_tokens for row in figures.since(1500)] == [50, 4]
 
 
+def test_an_hour_is_kept_in_steps_of_fifteen_seconds() -> None:
+    metrics = FrontendMetrics()
+    figures = Figures(metrics, list)
+    for second in range(7200):
+        if second >= 7140:
+            metrics.answered("/v1/completions", "200", "m")
+        figures.take(second)
+    hour = figures.hour_since(0)
+    assert (len(hour), hour[0].unix_s, hour[-1].unix_s) == (NUM_COARSE, 3600, 7200 - COARSE_S)
+    assert [row.num_answered for row in hour[-5:]] == [0, 15, 15, 15, 15]
+    assert figures.hour_since(7185) == hour[-1:]
+    # A clock that went back: rows of its future are dropped, and the same quarter goes on.
+    figures.take(7175)
+    assert [(row.unix_s, row.num_answered) for row in figures.hour_since(7155)] == [(7155, 15), (7170, 15)]
+    known = KnownFrontend("f", hour=deque(hour))
+    shown = history(hour_rows([known], 7200), 7155, COARSE_S)
+    # The last quarter has ended, and is not settled yet.
+    assert (shown.step_s, shown.unix_s, shown.answered) == (COARSE_S, [7170], [15])
+
+
 def test_frontends_are_added_up_by_second() -> None:
     one = [Second(10, 1, 0, 5, 7, (1, 0), (), 4, 0, 50, 100), Second(11, 2)]
     other = [Second(9, 4), Second(10, 2, 1, 5, 3, (1, 2), (1,), 3, 1, 40, 100), Second(12, 9)]
@@ -75,13 +109,72 @@ def test_frontends_are_added_up_by_second() -> None:
     assert total_of([nine, ten, eleven]).num_requests == 9
 
 
+async def test_a_second_has_what_workers_did_in_it(tmp_path) -> None:
+    """One worker is known from its introduction on, another one from its first sample on."""
+    known, other = await link(tmp_path), await link(tmp_path)
+    other.info = msgspec.structs.replace(other.info, worker_id="other")
+    known.first_activity = Activity({"remote": 10}, rss_bytes=1)
+    metrics = FrontendMetrics()
+    present = [known, other]
+    figures = Figures(metrics, lambda: present)
+    known.report.heard(load(activity=Activity({"remote": 12}, prefills=(0, 3), rss_bytes=1)), 1.0)
+    other.report.heard(load(worker_id="other", activity=Activity({"remote": 100}, rss_bytes=5)), 1.0)
+    metrics.of("m").first_token(0.003, 5, 0, "w")
+    figures.take(100)
+    known.report.heard(load(activity=Activity({"remote": 13}, prefills=(0, 3), cpu_s=0.5, rss_bytes=1)), 1.0)
+    other.report.heard(
+        load(worker_id="other", activity=Activity({"remote": 101, "local_short": 2}, {"disk": 32}, Spent(1, 0.5))), 1.0
+    )
+    figures.take(101)
+    works = [row.work for row in figures.since(0)]
+    assert works == [
+        Activity({"remote": 2}, rss_bytes=6),
+        Activity({"remote": 2, "local_short": 2}, {"disk": 32}, Spent(1, 0.5), cpu_s=0.5, rss_bytes=1),
+    ]
+    (times,) = figures.times()
+    assert (times.worker_id, sum(times.ttft), times.ttft[1], times.itl, times.prefills) == ("w", 1, 1, (), (0, 3))
+    assert (times.role, times.model) == (known.info.role, known.info.model)
+    # What a worker has answered just before it left is in its times, and goes on to count for its model.
+    metrics.of("m").first_token(0.003, 5, 0, "w")
+    present.remove(known)
+    figures.take(102)
+    (times,) = figures.times()
+    assert (times.worker_id, sum(times.ttft)) == ("w", 2)
+    assert metrics.latencies() == {}
+    assert metrics.of("m").latencies.ttft.count == 2
+    # An hour's row sums up, and its memory is the most; after a minute nothing is of the last minute.
+    (quarter,) = figures.hour_since(0)
+    assert (quarter.work.places, quarter.work.rss_bytes) == ({"remote": 4, "local_short": 2}, 6)
+    for second in range(103, 103 + MINUTE_S):
+        figures.take(second)
+    assert figures.times() == ()
+
+
+def test_what_frontends_know_of_workers_is_not_added_up() -> None:
+    work = Activity({"remote": 3}, handoffs=Spent(2, 0.5), rss_bytes=10)
+    one = [Second(10, cpu_s=0.25, rss_bytes=7, work=work), Second(11, work=None)]
+    other = [Second(10, cpu_s=0.5, rss_bytes=9, work=work), Second(11, work=work)]
+    ten, eleven = added_up([one, other], 9, 11)
+    assert (ten.work, ten.cpu_s, ten.rss_bytes, eleven.work) == (work, 0.75, 16, work)
+    whole = total_of([ten, eleven])
+    assert (whole.work.places, whole.work.handoffs, whole.work.rss_bytes) == ({"remote": 6}, Spent(4, 1.0), 10)
+    assert (whole.cpu_s, whole.rss_bytes) == (0.75, 16)
+    shown = history([ten, eleven], 9)
+    assert (shown.places["remote"], shown.handoff_ms, shown.handoff_queue_ms) == ([3, 3], [250.0, 250.0], [None, None])
+
+
 def test_what_another_frontend_says_replaces_what_it_said_of_the_same_seconds() -> None:
     known = KnownFrontend("f")
     known.heard(FiguresReply("f", 2, (Second(10, 1), Second(11, 1))), 5.0)
     known.heard(FiguresReply("f", 3, (Second(12, 4), Second(11, 2))), 6.0)
     assert [(row.unix_s, row.num_requests) for row in known.rows] == [(10, 1), (11, 2), (12, 4)]
-    assert (known.num_in_flight, known.since(20.0)) == (3, 12)
-    assert known.since(11.5) == 11
+    assert (known.num_in_flight, known.missing(20.0)) == (3, FiguresRequest(12, 0))
+    assert known.missing(11.5) == FiguresRequest(11, 0)
+    # The last coarse row grows: it is asked for again.
+    known.heard(FiguresReply("f", 3, (), hour=(Second(0, 5), Second(15, 2))), 7.0)
+    assert known.missing(20.0).hour_from == 15
+    known.heard(FiguresReply("f", 3, (), hour=(Second(15, 6),)), 8.0)
+    assert [(row.unix_s, row.num_requests) for row in known.hour] == [(0, 5), (15, 6)]
     with pytest.raises(msgspec.ValidationError):
         msgspec.msgpack.decode(msgspec.msgpack.encode(FiguresReply("f", -1, ())), type=FiguresReply)
 
@@ -110,7 +203,10 @@ def test_rates_come_from_counts_and_waiting_from_its_begin() -> None:
     assert (report.prefilled_per_s, report.generated_per_s, report.waiting_since_s) == (0.0, 0.0, None)
     # A worker of an earlier release tells no counts.
     report.heard(load(), 15.0)
-    assert report.waiting_since_s == 15.0
+    assert (report.waiting_since_s, report.cpu_cores) == (15.0, None)
+    for at, (cpu_s, cores) in enumerate(((7.0, None), (9.0, 1.0), (8.0, 0.0))):
+        report.heard(load(tokens=TokenCounts(), activity=Activity(cpu_s=cpu_s)), 20.0 + 2.0 * at)
+        assert report.cpu_cores == cores
 
 
 def test_quantiles_of_the_history_are_over_ten_seconds() -> None:

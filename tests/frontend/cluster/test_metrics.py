@@ -29,6 +29,22 @@ def test_refusals_of_workers_are_counted_by_model_and_reason() -> None:
     assert metrics.refusals_of("other") == {"gone": 1}
 
 
+def test_outcomes_are_counted_by_model() -> None:
+    metrics = FrontendMetrics()
+    for status in ("200", "200", "429", "404", "503", "broken", "disconnected"):
+        metrics.answered("/v1/completions", status, "m")
+    metrics.answered("/v1/messages", "429")
+    metrics.answered("/tokenize", "200", "m")
+    assert samples(metrics, "kvrelay_request_outcomes") == {
+        ("m", "answered"): 2.0,
+        ("m", "refused"): 1.0,
+        ("m", "invalid"): 1.0,
+        ("m", "failed"): 2.0,
+        ("m", "disconnected"): 1.0,
+        ("", "refused"): 1.0,
+    }
+
+
 def test_own_rejections_and_pairs_are_counted_where_they_are_decided() -> None:
     metrics = FrontendMetrics()
     metrics.rejections_of = lambda: {"in_flight": 3}
@@ -42,7 +58,7 @@ def test_what_vllm_tells_too_has_its_name_and_labels_on_request() -> None:
     metrics = FrontendMetrics(vllm_names=True)
     counts = metrics.of("m")
     counts.first_token(0.1, 5, 2)
-    counts.itl.observe(0.01)
+    counts.of_worker("w").itl.observe(0.01)
     counts.ended(3, 0.2)
     text = metrics.render().decode()
     found = {family.name: family for family in text_string_to_metric_families(text)}
@@ -75,8 +91,9 @@ def test_every_series_of_a_served_model_exists_before_its_first_event() -> None:
         metrics.refused("m", kind)
     counts = metrics.of("m")
     counts.first_token(0.1, 5, 2)
-    counts.itl.observe(0.01)
+    counts.of_worker("w").itl.observe(0.01)
     counts.ended(3, 0.2)
+    counts.judge(9.0, 9.0, 0.0, 0.0)
     counts.num_migrations += 1
     metrics.fallbacks_of = lambda: {"m": 1}
     metrics.places_of = lambda: {("m", place.value): 1 for place in PrefillPlace}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -11,10 +13,12 @@ import pytest
 from tests.frontend.doubles import FakeCluster, FakeWorker, Script
 from tests.frontend.raw_http import send
 
-from kvrelay.config import WorkerRole
+from kvrelay.config import RouterConfig, WorkerRole
+from kvrelay.core.events import LoadMetrics
 from kvrelay.core.handoff import HandoffOrder, Pair
 from kvrelay.core.messages import RequestRefused
 from kvrelay.core.pair_id import parse_pair_id
+from kvrelay.core.step_cost import StepCost
 
 LONG = [5 + number % 300 for number in range(300)]
 """Above the threshold from which prefills go elsewhere."""
@@ -233,3 +237,73 @@ async def test_the_pair_is_explained(model_dir: Path) -> None:
         )
         assert plain.json["pair"] is None
         assert not prefill.requests
+
+
+def learn_costs(cluster: FakeCluster) -> None:
+    """Both workers have published what their steps cost; 64 answers run at d0."""
+    assert cluster.frontend is not None
+    model = cluster.frontend.cluster.model(None)
+    for router, name, running in ((model.pairs.prefills, "p", 0), (model.router, "d0", 64)):
+        router.configure(RouterConfig(router="kv"))
+        router.apply_metrics(LoadMetrics(name, running, 256, 0, 1000, 0, 0.0, 0.0, step_cost=StepCost()))
+
+
+async def test_auto_leaves_the_prefill_to_the_decode_worker_until_costs_are_known(model_dir: Path) -> None:
+    async with pair(model_dir, Script(), Script(), order="auto") as (cluster, prefill):
+        assert await tokens_of(cluster) == [10] * 3
+        assert not prefill.requests
+        (alone,) = cluster.workers["d0"].requests
+        assert (alone.order, alone.pair, alone.remote_wait_s) == (HandoffOrder.DECODE_FIRST, None, None)
+        learn_costs(cluster)
+        assert await tokens_of(cluster) == [10] * 3
+        assert len(prefill.requests) == 1
+
+
+async def test_auto_pairs_a_lone_prompt_and_leaves_the_next_to_the_queue(model_dir: Path) -> None:
+    async with pair(model_dir, Script(hang=True), Script(hang=True), order="auto") as (cluster, prefill):
+        learn_costs(cluster)
+        first = asyncio.create_task(ask(cluster))
+        decode = cluster.workers["d0"]
+        await cluster.until(lambda: bool(prefill.requests and decode.requests))
+        # What others have sent there waits before it.
+        busy = LoadMetrics("p", 1, 256, 0, 1000, 1, 0.0, 0.0, num_prefill_tokens=100_000, step_cost=StepCost())
+        assert cluster.frontend is not None
+        cluster.frontend.cluster.model(None).pairs.prefills.apply_metrics(busy)
+        second = asyncio.create_task(ask(cluster, LONG[::-1]))
+        await cluster.until(lambda: len(decode.requests) == 2)
+        paired, queued = decode.requests
+        assert (paired.order, paired.pair) == (HandoffOrder.PREFILL_FIRST, Pair("p", "d0", paired.pair.begins_within_s))
+        assert paired.pair.begins_within_s > 0.0
+        assert (queued.order, queued.pair) == (HandoffOrder.DECODE_FIRST, None)
+        # The 300 tokens of the pair before it, by the prior 50 us each.
+        assert queued.remote_wait_s == pytest.approx(0.015)
+        assert len(prefill.requests) == 1
+        for task in (first, second):
+            task.cancel()
+        await asyncio.gather(first, second, return_exceptions=True)
+
+
+async def test_the_way_and_the_estimates_are_told_on_request(model_dir: Path) -> None:
+    async with pair(model_dir, Script(), Script(), order="auto") as (cluster, _):
+        learn_costs(cluster)
+        answer = await ask(cluster, headers={"x-kvrelay-decision": "1"})
+        assert re.fullmatch(
+            r"pair;local=0\.\d{4}s;pair=0\.\d{4}s;queue=0\.\d{4}s", answer.headers["x-kvrelay-decision"]
+        )
+        forced = await ask(cluster, headers={"x-kvrelay-decision": "1", HEADER: "decode-first"})
+        assert "pair" not in forced.headers["x-kvrelay-decision"]
+        assert cluster.frontend is not None
+        explained = await send(cluster.frontend.port, "POST", "/v1/kvrelay/route", {"prompt": LONG})
+        assert (explained.json["order"], explained.json["pair"]["ways"]["best"]) == ("auto", "pair")
+
+
+async def test_frontends_that_disagree_and_requests_that_force_an_order_share_workers(model_dir: Path) -> None:
+    """A worker does what each request says; a pair that cannot be sent is the decode worker's to place."""
+    async with pair(model_dir, Script(), Script(), order="auto") as (cluster, prefill):
+        learn_costs(cluster)
+        for order in ("prefill-first", "decode-first", "auto"):
+            assert (await ask(cluster, headers={HEADER: order})).status == 200
+        orders = [request.order for request in cluster.workers["d0"].requests]
+        assert orders == [HandoffOrder.PREFILL_FIRST, HandoffOrder.DECODE_FIRST, HandoffOrder.PREFILL_FIRST]
+        await prefill.die()
+        assert (await ask(cluster)).status == 200

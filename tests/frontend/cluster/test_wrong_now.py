@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import msgspec
 import pytest
+from tests.frontend.doubles import FakeWorker, Script
 
 from kvrelay.config import WorkerRole
+from kvrelay.core.workers import WorkerInfo
 from kvrelay.frontend.cluster.snapshot import FrontendView, Quantiles, Totals, WorkerCondition, WorkerView
 from kvrelay.frontend.cluster.wrong_now import MAX_NAMES, Severity, Wrong, wrong_now
+from kvrelay.planner import Hold, Numbers, Start
+from kvrelay.planner.report import PlannerReport
+from kvrelay.rpc.loopback import LoopbackNetwork
 
 NONE = Quantiles(None, None, None)
-WHOLE = Totals(1.0, 9.0, 9.0, 60, 0, 2, 2, 0, 0, 0.0, 10, 100, 0, 0, NONE, NONE)
-FRONTEND = FrontendView("f", "h", 1, "1.0", True, False, 0.0, 2, 1.0, 9.0, 60, 0)
+WHOLE = Totals(
+    1.0, 1.0, 9.0, 9.0, 60, 60, 0, 0.0, 0, 0, 60, 60, 0, 0, 500.0, 25.0, 2, 2, 0, 0, 0.0, 10, 100, 0, 0, NONE, NONE
+)
+FRONTEND = FrontendView("f", "h", 1, "1.0", True, False, 0.0, 2, 1.0, 1.0, 9.0, 60, 60, 0, 0)
 
 
 def worker(name: str, role: WorkerRole = WorkerRole.DECODE, **changes: object) -> WorkerView:
@@ -21,9 +30,15 @@ def worker(name: str, role: WorkerRole = WorkerRole.DECODE, **changes: object) -
 
 
 def found(
-    *workers: WorkerView, frontends: tuple[FrontendView, ...] = (FRONTEND,), has_control: bool = True, **whole: object
+    *workers: WorkerView,
+    frontends: tuple[FrontendView, ...] = (FRONTEND,),
+    has_control: bool = True,
+    planners: tuple[PlannerReport, ...] = (),
+    crashed: tuple[WorkerInfo, ...] = (),
+    **whole: object,
 ) -> list[Wrong]:
-    return wrong_now(workers, frontends, msgspec.structs.replace(WHOLE, **whole), has_control=has_control)
+    total = msgspec.structs.replace(WHOLE, **whole)
+    return wrong_now(workers, frontends, total, has_control=has_control, planners=planners, crashed=crashed)
 
 
 PREFILL = worker("p", WorkerRole.PREFILL)
@@ -70,6 +85,95 @@ def test_a_fault_of_the_whole_has_its_line(whole: dict[str, object], kind: str, 
     (wrong,) = found(*HEALTHY, **whole)
     assert wrong.kind == kind
     assert text in wrong.text
+
+
+REFUSED = {"requests_last_minute": 732, "refused_last_minute": 612, "refused_per_s": 25.9}
+LATE = {"judged_last_minute": 60, "in_time_last_minute": 12, "late_first_token_last_minute": 48}
+
+
+@pytest.mark.parametrize(
+    ("whole", "severity", "kind", "text"),
+    [
+        (
+            REFUSED,
+            Severity.ERROR,
+            "refused-requests",
+            "612 of 732 requests (84%; 25.9/s now) were refused with 429 in the last minute: queues or KV are full; "
+            "add workers, or let more wait (--max-num-waiting, --max-waiting-requests)",
+        ),
+        (
+            {"refused_last_minute": 5},
+            Severity.WARNING,
+            "refused-requests",
+            "5 of 60 requests (8%; 0.0/s now) were refused with 429 in the last minute: queues or KV are full; "
+            "add workers, or let more wait (--max-num-waiting, --max-waiting-requests)",
+        ),
+        (
+            {"refused_last_minute": 30, "limited_last_minute": 30},
+            Severity.WARNING,
+            "refused-requests",
+            "30 of 60 requests (50%; 0.0/s now) were refused with 429 in the last minute: above the limits of their "
+            "API keys",
+        ),
+        (
+            LATE | {"ttft_ms": Quantiles(6000.0, 8700.0, None)},
+            Severity.WARNING,
+            "missed-objectives",
+            "48 of 60 answers of the last minute missed an objective: 48 by the first token (p95 8.7 s, objective "
+            "500 ms); add workers, or set what is wanted (--slo-ttft-ms, --slo-itl-ms)",
+        ),
+        (
+            {"judged_last_minute": 60, "in_time_last_minute": 50, "late_gaps_last_minute": 10},
+            Severity.WARNING,
+            "missed-objectives",
+            "10 of 60 answers of the last minute missed an objective: 10 by the time between tokens (objective 25 ms); "
+            "add workers, or set what is wanted (--slo-ttft-ms, --slo-itl-ms)",
+        ),
+    ],
+)
+def test_overload_is_told_with_what_helps(whole: dict[str, object], severity: Severity, kind: str, text: str) -> None:
+    (wrong,) = found(*HEALTHY, **whole)
+    assert (wrong.severity, wrong.kind, wrong.text) == (severity, kind, text)
+
+
+def test_a_few_late_answers_are_no_overload() -> None:
+    assert found(*HEALTHY, judged_last_minute=4, in_time_last_minute=0) == []
+    assert found(*HEALTHY, judged_last_minute=60, in_time_last_minute=54) == []
+
+
+def test_a_planner_that_changes_nothing_is_told_while_there_is_overload() -> None:
+    hold = Hold("no single change is worth its cost", Numbers())
+    report = PlannerReport(planner_id="x", host="h", pid=1, started_unix=0.0, mode="act", actions=(hold,))
+    assert found(*HEALTHY, planners=(report,)) == []
+    late, holds = found(*HEALTHY, planners=(report,), **LATE)
+    assert (late.kind, holds.kind) == ("missed-objectives", "planner-holds")
+    assert holds.text == "the planner changes nothing meanwhile: no single change is worth its cost"
+    stuck = msgspec.structs.replace(report, problem="no worker tells its costs")
+    assert found(*HEALTHY, planners=(stuck,), **LATE)[1].text.endswith(": no worker tells its costs")
+    paused = msgspec.structs.replace(report, is_paused=True)
+    start = msgspec.structs.replace(report, actions=(Start(WorkerRole.DECODE, "late", Numbers()),))
+    assert len(found(*HEALTHY, planners=(report,), requests_per_s=0.0, **LATE)) == 1  # the load is over
+    for quiet in (paused, start):
+        assert len(found(*HEALTHY, planners=(quiet,), **LATE)) == 1
+
+
+def test_workers_that_crash_again_and_again_are_one_line(tmp_path: Path) -> None:
+    infos = [FakeWorker(LoopbackNetwork(), Script(), f"d{n}").info(tmp_path, host="box", pid=n) for n in range(4)]
+    elsewhere = msgspec.structs.replace(infos[0], host="other")
+    assert found(*HEALTHY, crashed=(infos[0], infos[1], elsewhere)) == []
+    (wrong,) = found(*HEALTHY, crashed=(*infos, elsewhere))
+    assert (wrong.kind, wrong.severity) == ("crash-loop", Severity.ERROR)
+    assert wrong.text == (
+        "decode workers of tiny on box crashed 4 times in the last 10 minutes, the last was d3 (pid 3): its log has "
+        "the reason"
+    )
+    # The one that replaces a crashed one knows how that ended; the present one knows it of the last.
+    infos[2] = msgspec.structs.replace(infos[2], after_crash="killed by SIGKILL")
+    (wrong,) = found(*HEALTHY, crashed=tuple(infos))
+    assert wrong.text.endswith("the last was d3 (pid 3): killed by SIGKILL")
+    present = msgspec.structs.replace(worker("d4"), model="tiny", host="box", after_crash="exit code 70: it hung")
+    (wrong,) = (each for each in found(present, crashed=tuple(infos)) if each.kind == "crash-loop")
+    assert wrong.text.endswith("the last was d3 (pid 3): exit code 70: it hung")
 
 
 def test_models_without_a_worker_that_can() -> None:

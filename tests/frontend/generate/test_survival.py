@@ -75,7 +75,7 @@ async def test_tokens_that_nobody_reads_one_by_one_come_several_at_once(
         assert first.report_interval == second.report_interval == interval
         assert second.output_token_ids == (2 * TOKENS)[:17]
         assert cluster.frontend is not None
-        assert cluster.frontend.metrics.of("tiny").itl.count == 2 * len(TOKENS) - 1
+        assert cluster.frontend.metrics.of("tiny").latencies.itl.count == 2 * len(TOKENS) - 1
 
 
 @pytest.mark.parametrize("lost", range(len(TOKENS) - 1))
@@ -378,7 +378,7 @@ async def test_a_defect_hits_one_request_only(model_dir: Path) -> None:
             def flush(self) -> str:
                 return ""
 
-        tokenizer.detokenizer = lambda skip: made.append(1) or (Broken() if len(made) == 1 else make(skip))
+        tokenizer.detokenizer = lambda *given: made.append(1) or (Broken() if len(made) == 1 else make(*given))
         broken, fine = await asyncio.gather(ask(cluster, stream_options=None), ask(cluster))
         assert (broken.status, fine.status) == (500, 200)
         assert streamed(fine) == (ANSWER, list(TOKENS))

@@ -136,28 +136,41 @@ async def test_the_grammar_reaches_the_worker_and_its_refusal_names_the_field(mo
 
 
 class GivingUp(FakeWorker):
-    """Its grammar fails after a token."""
+    """An answer of it fails after a token, by its grammar."""
+
+    status = 400
 
     async def _generate(self, peer: Peer, request: GenerateRequest) -> None:
         self.server.send(peer, OutputBatch((TokenOutput(request.request_id, (10,)),)))
         failed = TokenOutput(
-            request.request_id, (), FinishReason.ERROR, error="the grammar failed", position=1, is_final=True
+            request.request_id,
+            (),
+            FinishReason.ERROR,
+            error="the answer failed",
+            position=1,
+            is_final=True,
+            status=self.status,
         )
         self.server.send(peer, OutputBatch((failed,)))
 
 
-async def test_a_grammar_that_fails_on_its_way_is_tried_nowhere_else(model_dir: Path) -> None:
+@pytest.mark.parametrize(("status", "param"), [(400, "regex"), (500, None)])
+async def test_an_answer_that_fails_on_its_way_is_tried_nowhere_else(
+    model_dir: Path, status: int, param: str | None
+) -> None:
+    """It names the grammar unless the model is at fault."""
     cluster = FakeCluster(model_dir)
     try:
         for name in ("a", "b"):
             worker = cluster.workers[name] = GivingUp(cluster.network, Script(), name)
+            worker.status = status
             await worker.server.start()
             await cluster.register(worker)
         await cluster.start()
         await cluster.until(lambda: len(cluster.frontend.cluster.model(None).worker_ids) == 2)
         body = {"messages": MESSAGES, "regex": "(a{1000}){1000}"}
         answer = await send(cluster.frontend.port, "POST", "/v1/chat/completions", body)
-        assert (answer.status, answer.error["param"]) == (400, "regex")
+        assert (answer.status, answer.error["param"]) == (status, param)
         assert sum(len(worker.requests) for worker in cluster.workers.values()) == 1
     finally:
         await cluster.close()

@@ -32,6 +32,8 @@ def test_names_that_templates_expect_are_defined() -> None:
         "{{ messages.append(1) }}",
         "{{ ''.__class__.__mro__[1].__subclasses__() }}",
         "{{ missing.attribute }}",
+        "{{ 1 / (messages | length - 1) }}",
+        "{{ '{} {}'.format(messages[0].role) }}",
     ],
 )
 def test_refusals_and_the_sandbox(source: str) -> None:
@@ -103,3 +105,16 @@ def test_long_chats_are_within_the_bound() -> None:
     assert len(template.render(long)) > 3 * 5 * 2**19 - 10
     many = [{"role": "user", "content": "word"}] * 10_000
     assert len(template.render(many)) == 10_000 * len("<|user|>word\n")
+
+
+def test_templates_that_look_at_all_messages_for_each_are_within_the_bound() -> None:
+    source = (
+        "{% macro line(text, index) %}{{ text }}{% endmacro %}"
+        "{% for m in messages %}{% set at = loop.index0 %}{% set found = namespace(n=0) %}"
+        "{% for k in range(at + 1, messages | length) %}"
+        "{% if messages[k].role == 'tool' and messages[k].content == m.content %}{% set found.n = k %}{% endif %}"
+        "{% endfor %}{{ line(m.content, at) }}{% endfor %}"
+    )
+    text = "word " * 200
+    messages = [{"role": "user", "content": text}] * 500
+    assert ChatTemplate(source, {}).render(messages) == text * 500

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.frontend.doubles import TEXTS, byte_level_tokenizer
+from tests.zoo.vocabularies import OTHER, SPACE, Kind, tokenizer_of
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from kvrelay.frontend.tokens.detokenizer import Detokenizer, WindowDetokenizer
@@ -77,6 +79,36 @@ def test_byte_fallback_text_survives(text: str, cut: int) -> None:
     assert not any("\ufffd" in piece for piece in pieces)
 
 
+@settings(max_examples=300, deadline=None)
+@given(
+    st.text(st.sampled_from("abc xyzThe quickбü你🙂"), min_size=1, max_size=40), st.integers(0, 60), st.integers(1, 3)
+)
+@pytest.mark.parametrize("wrapped", [WRAPPED, FALLBACK_WRAPPED])
+def test_an_answer_goes_on_where_its_prompt_ends(wrapped: FrontendTokenizer, text: str, at: int, cut: int) -> None:
+    ids = wrapped.encode(text)
+    prompt, answer = ids[:at], ids[at:]
+    pieces = pieces_of(wrapped.detokenizer(True, prompt), answer, cut)
+    # A character that the prompt has begun belongs to the answer, those before it to the prompt.
+    while wrapped is FALLBACK_WRAPPED and wrapped.decode(prompt, True).endswith("\ufffd"):
+        prompt = prompt[:-1]  # else all bytes before it are shown as no characters
+    assert wrapped.decode(prompt, True).rstrip("\ufffd") + "".join(pieces) == wrapped.decode(ids, True)
+    assert not any("\ufffd" in piece for piece in pieces)
+
+
+def test_bytes_that_the_prompt_has_begun_and_the_answer_leaves_are_the_prompts() -> None:
+    for wrapped in (WRAPPED, FALLBACK_WRAPPED):
+        begun = wrapped.encode("😀")[-4:][:2]
+        detokenizer = wrapped.detokenizer(True, begun)
+        assert detokenizer.push(wrapped.encode("a")[-1:]) + detokenizer.flush() == "a"
+
+
+@pytest.mark.parametrize("wrapped", [WRAPPED, FALLBACK_WRAPPED])
+def test_each_token_has_its_bytes(wrapped: FrontendTokenizer) -> None:
+    text = "The quick é🙂你 fox"
+    ids = wrapped.rust.encode(text, add_special_tokens=False).ids
+    assert b"".join(map(wrapped.token_bytes, ids)).decode().lstrip() == text
+
+
 def test_the_right_detokenizer_is_taken() -> None:
     assert not isinstance(WRAPPED.detokenizer(), WindowDetokenizer)
     assert isinstance(FALLBACK_WRAPPED.detokenizer(), WindowDetokenizer)
@@ -115,3 +147,35 @@ def test_tokens_beyond_the_vocabulary_have_no_text(wrapped: FrontendTokenizer) -
     detokenizer = wrapped.detokenizer()
     assert detokenizer.push([*ids, 100_000]) + detokenizer.flush() == "fox"
     assert wrapped.token_text(100_000) == ""
+
+
+def test_tokens_without_text_cost_no_more_the_more_there_are() -> None:
+    """A model may write special tokens, or rows that are no token, without end."""
+    tokenizer = tokenizer_of(Kind.LLAMA2, [" cat"])
+    special, row, space = tokenizer.token_to_id(OTHER), tokenizer.get_vocab_size() + 5, tokenizer.token_to_id(SPACE)
+    cat = tokenizer.token_to_id(f"{SPACE}cat")
+    for prompt, expected in (([], " cat"), (tokenizer.encode("q").ids, "  cat")):
+        sizes: list[int] = []
+
+        def decode(token_ids: Sequence[int], sizes: list[int] = sizes) -> str:
+            sizes.append(len(token_ids))
+            return str(tokenizer.decode(list(token_ids), skip_special_tokens=True))
+
+        detokenizer = WindowDetokenizer(decode, prompt)
+        pieces = [detokenizer.push([token]) for token in (space, *[special, row] * 200, cat)]
+        assert "".join(pieces) + detokenizer.flush() == expected
+        assert max(sizes) < 64
+
+
+@pytest.mark.parametrize("char", ["é", "က", "🙂"])
+@pytest.mark.parametrize("num_chars", [1, 2, 3, 12, 40])
+def test_a_prompt_of_many_bytes_is_cut_between_characters(char: str, num_chars: int) -> None:
+    """Llama 2 writes Burmese, for example, in bytes, three to a character and without spaces."""
+    tokenizer = tokenizer_of(Kind.LLAMA2, [" cat"])
+    wrapped = FrontendTokenizer(tokenizer)
+    letter = [tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in char.encode()]
+    for num_open in range(len(letter)):
+        prompt = [tokenizer.token_to_id("q"), *letter * num_chars, *letter[:num_open]]
+        detokenizer = wrapped.detokenizer(True, prompt)
+        answer = [*letter[num_open:], *letter, tokenizer.token_to_id(f"{SPACE}cat")]
+        assert "".join(detokenizer.push([token]) for token in answer) + detokenizer.flush() == f"{char}{char} cat"

@@ -23,6 +23,9 @@ BROKEN = [
     ("tokenizer_config.json", '{"chat_template": "{% if %}"}'),
     ("tokenizer_config.json", '{"chat_template": 5}'),
     ("tokenizer_config.json", '{"chat_template": [{"name": "default", "template": "{{ x | nothing }}"}]}'),
+    ("tokenizer_config.json", '{"chat_template": [{"name": "default", "template": 5}]}'),
+    ("special_tokens_map.json", "["),
+    ("added_tokens.json", "[]"),
     ("chat_template.json", '{"chat_template": "{% endfor %}"}'),
     ("chat_template.jinja", "{{ messages"),
     ("chat_template.jinja", "{{ " + "(" * 5_000 + ")" * 5_000 + " }}"),
@@ -38,6 +41,41 @@ def test_a_broken_file_is_named_in_the_error(model_dir: Path, tmp_path: Path, na
     with pytest.raises(CheckpointError) as caught:
         load_tokenizer(path)
     assert str(path / name) in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", "-1"),
+        ("temperature", "NaN"),
+        ("top_p", "0"),
+        ("top_p", "1.5"),
+        ("top_p", '"0.9"'),
+        ("top_k", "-2"),
+        ("top_k", "1.5"),
+        ("top_k", f"1{400 * '0'}"),
+        ("min_p", "-0.1"),
+        ("min_p", "Infinity"),
+        ("repetition_penalty", "0"),
+        ("repetition_penalty", "true"),
+    ],
+)
+def test_a_default_that_no_request_could_use_is_refused(
+    model_dir: Path, tmp_path: Path, field: str, value: str
+) -> None:
+    path = Path(shutil.copytree(model_dir, tmp_path / "model"))
+    (path / "generation_config.json").write_text(f'{{"{field}": {value}}}')
+    with pytest.raises(CheckpointError, match=rf"generation_config\.json .*{field}.*; correct or remove it$"):
+        load_tokenizer(path)
+
+
+def test_defaults_that_switch_a_filter_off_are_taken(model_dir: Path, tmp_path: Path) -> None:
+    path = Path(shutil.copytree(model_dir, tmp_path / "model"))
+    given = {"temperature": 0, "top_k": 0, "top_p": 1, "min_p": 0, "repetition_penalty": 1}
+    (path / "generation_config.json").write_text(json.dumps(given))
+    assert load_tokenizer(path).default_sampling.given == given
+    (path / "generation_config.json").write_text(json.dumps(dict.fromkeys(given)))
+    assert load_tokenizer(path).default_sampling.given == {}
 
 
 def test_files_that_are_not_utf8_are_refused(model_dir: Path, tmp_path: Path) -> None:

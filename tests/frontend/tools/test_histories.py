@@ -8,12 +8,14 @@ import pytest
 
 from kvrelay.errors import InvalidInputError
 from kvrelay.frontend.openai.requests import ChatCompletionRequest, ChatMessage, parse_body
-from kvrelay.frontend.tools.histories import described, template_messages
+from kvrelay.frontend.tokens.chat_template import MessageForm
+from kvrelay.frontend.tools.histories import template_messages
 
 CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
 USER = {"role": "user", "content": "x"}
 CALLING = {"role": "assistant", "content": None, "tool_calls": [CALL]}
 RESULT = {"role": "tool", "tool_call_id": "c1", "content": "7"}
+PLAIN, WRITES_CALLS = MessageForm(), MessageForm(writes_calls=True, writes_results=True)
 
 
 def messages(*shapes: object) -> list[ChatMessage]:
@@ -21,27 +23,29 @@ def messages(*shapes: object) -> list[ChatMessage]:
 
 
 def test_calls_and_results_reach_the_template_as_objects() -> None:
-    calling, result = template_messages(messages(USER, CALLING, RESULT))[1:]
+    calling, result = template_messages(messages(USER, CALLING, RESULT), WRITES_CALLS)[1:]
+    assert "content" not in calling
     assert calling["tool_calls"] == [{**CALL, "function": {"name": "f", "arguments": {"a": 1}}}]
     assert result == {"role": "tool", "content": "7", "tool_call_id": "c1", "name": "f"}
 
 
 def test_developer_is_system_unless_the_template_knows_better() -> None:
     developer = messages({"role": "developer", "content": "Be brief."})
-    assert template_messages(developer)[0]["role"] == "system"
-    assert template_messages(developer, knows_developer=True)[0]["role"] == "developer"
+    assert template_messages(developer, PLAIN)[0]["role"] == "system"
+    assert template_messages(developer, MessageForm(knows_developer=True))[0]["role"] == "developer"
 
 
 def test_a_template_without_tools_is_told_in_words() -> None:
-    shapes = template_messages(messages({"role": "system", "content": "Be brief."}, USER, CALLING, RESULT))
-    system, user, calling, result = described(shapes, [{"type": "function", "function": {"name": "f"}}])
+    given = messages({"role": "system", "content": "Be brief."}, USER, CALLING, RESULT)
+    tools: list[dict[str, object]] = [{"type": "function", "function": {"name": "f"}}]
+    system, user, calling, result = template_messages(given, PLAIN, tools)
     assert system["role"] == "system"
     assert str(system["content"]).startswith("Be brief.")
     assert '{"name": "f"}' in str(system["content"])
     assert user == USER
     assert calling == {"role": "assistant", "content": '{"name": "f", "parameters": {"a": 1}}'}
     assert result == {"role": "user", "content": "f returned:\n7"}
-    assert described(template_messages(messages(USER)), ()) == [USER]
+    assert template_messages(messages(USER), PLAIN) == [USER]
 
 
 @pytest.mark.parametrize(
@@ -61,11 +65,13 @@ def test_a_template_without_tools_is_told_in_words() -> None:
 )
 def test_histories_that_do_not_match_are_refused(shapes: list[object], message: str) -> None:
     with pytest.raises(InvalidInputError, match=message) as caught:
-        template_messages(messages(*shapes))
+        template_messages(messages(*shapes), WRITES_CALLS)
     assert caught.value.param == "messages"
 
 
-def test_reasoning_has_two_names() -> None:
+def test_reasoning_has_several_names() -> None:
     for name in ("reasoning", "reasoning_content"):
-        (_, past) = template_messages(messages(USER, {"role": "assistant", "content": "Yes.", name: "I wonder."}))
-        assert past["reasoning_content"] == "I wonder."
+        (_, past) = template_messages(
+            messages(USER, {"role": "assistant", "content": "Yes.", name: "I wonder."}), PLAIN
+        )
+        assert past["reasoning_content"] == past["thinking"] == "I wonder."

@@ -171,9 +171,17 @@ def test_long_texts_take_linear_time(dialect: Dialect, filler: str) -> None:
 
 
 def test_the_dialect_is_guessed_from_the_template() -> None:
-    assert guessed_dialect("{{ messages }}") is LLAMA3_JSON
     assert guessed_dialect("{% if tools %}<tool_call>{% endif %}") is HERMES
     assert guessed_dialect("{% if tools %}[TOOL_CALLS]{% endif %}") is MISTRAL
     assert guessed_dialect('{% if tools %}{"name": f, "parameters": d}{% endif %}') is LLAMA3_JSON
     assert guessed_dialect("{% if tools %}<tool_call><function=f>{% endif %}") is None
     assert guessed_dialect("{% if tools %}?{% endif %}") is None
+    for chat, dialect in (
+        ('<a><tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>', HERMES),
+        ('<tool_call>{"arguments": {}, "name": "f"}</tool_call>', HERMES),
+        ("<tool_call>f\n<arg_key>a</arg_key>", None),
+        ('[TOOL_CALLS] [{"name": "f", "arguments": {}, "id": "a"}]', MISTRAL),
+        ('<a>{"name": "f", "parameters": {}}<b>', LLAMA3_JSON),
+        ('<a>[{"tool_name": "f", "parameters": {}}]', None),
+    ):
+        assert guessed_dialect('{{ tools }} "parameters" <tool_call>', chat) is dialect

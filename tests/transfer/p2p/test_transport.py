@@ -17,12 +17,12 @@ import msgspec
 import numpy as np
 import pytest
 import zmq
-from tests.patience import stop
+from tests.patience import HAS_IPV6, stop
 from tests.transfer.p2p.ends import PAGE, End, page_pieces
 
 from kvrelay.config import TransferConfig
 from kvrelay.core.workers import KvMetadata
-from kvrelay.errors import FatalError, TransferError
+from kvrelay.errors import ConfigError, FatalError, TransferError
 from kvrelay.transfer.p2p.control import ControlKeys, P2pAddress
 from kvrelay.transfer.p2p.messages import (
     Accept,
@@ -76,6 +76,19 @@ def _held() -> tuple[int, int]:
             continue
     threads = [thread for thread in threading.enumerate() if thread.name.startswith("p2p-")]
     return sum(link.startswith("socket:") for link in links), len(threads)
+
+
+@pytest.mark.skipif(not HAS_IPV6, reason="this machine has no ::1")
+def test_workers_meet_over_ipv6(make: Callable[..., End]) -> None:
+    p, d = (make(name, address=P2pAddress("::1")) for name in ("p", "d"))
+    assert p.outcome(p.write(d, [1], [2])) is None
+    np.testing.assert_array_equal(d.pool[2], p.pool[1])
+
+
+@pytest.mark.parametrize("param", ["kv_buffer_size", "p2p_pool_bytes"])
+def test_memory_for_messages_that_the_host_has_not_is_refused_at_start(param: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{param}: the host cannot map 1048576\.0TiB for messages"):
+        End("p", replace(CONFIG, **{param: 2**60}))
 
 
 def test_more_peers_than_connections_take_turns(make: Callable[..., End]) -> None:

@@ -19,6 +19,7 @@ import httptools
 import msgspec
 
 from kvrelay.bench.errors import BadResponseError, ServerDownError
+from kvrelay.config.addresses import host_port
 from kvrelay.errors import InvalidInputError
 
 
@@ -35,14 +36,13 @@ class Target(msgspec.Struct, frozen=True):
 
     @property
     def url(self) -> str:
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"{'https' if self.tls else 'http'}://{host}:{self.port}{self.prefix}"
+        return f"{'https' if self.tls else 'http'}://{host_port(self.host, self.port)}{self.prefix}"
 
     def head(self, method: str, path: str, content_length: int) -> bytes:
         """The head of a request with a JSON body."""
         lines = [
             f"{method} {self.prefix}{path} HTTP/1.1",
-            f"Host: {self.host}:{self.port}",
+            f"Host: {host_port(self.host, self.port)}",
             "Accept: */*",
             "Content-Type: application/json",
             f"Content-Length: {content_length}",

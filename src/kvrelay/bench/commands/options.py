@@ -11,7 +11,7 @@ import click
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
-ORDERS = ("decode-first", "prefill-first")
+ORDERS = ("auto", "decode-first", "prefill-first")
 DATASETS = ("random", "shared-prefix", "readable-prefix", "sharegpt", "jsonl", "mooncake", "trace")
 KEY_OPTION = "--api-key"
 FILE = click.Path(path_type=Path)

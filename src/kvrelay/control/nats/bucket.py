@@ -142,7 +142,7 @@ class Bucket:
         return await self._store_keepalive(lease_id, {EXPECTED_SEQUENCE: str(expected_seq)})
 
     async def end_lease(self, lease_id: str) -> None:
-        """End a lease on behalf of its holder."""
+        """End a lease on behalf of its holder, or revoke another process's."""
         await self.delete(self._leases + lease_id)
 
     async def expire_lease(self, lease_id: str, expected_seq: int) -> None:

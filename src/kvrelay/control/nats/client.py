@@ -67,12 +67,15 @@ class _Transport(TcpTransport):  # type: ignore[misc]  # the library is not type
         self._timer = asyncio.get_running_loop().call_later(self._silence_s, self._silent.set)
 
     def write(self, payload: bytes) -> None:
-        self._check()
-        super().write(payload)
+        self.writelines((payload,))
 
     def writelines(self, payload: Iterable[bytes]) -> None:
         self._check()
-        super().writelines(payload)
+        try:
+            super().writelines(payload)
+        except RuntimeError as exc:
+            # uvloop's, of a connection that was reset a moment ago; asyncio drops the data.
+            raise ConnectionResetError(str(exc)) from exc
 
     def abort(self) -> None:
         """Close the socket without the farewell of TLS: for one that its server no longer sends, asyncio would wait
@@ -119,7 +122,7 @@ class NatsClient(Client):  # type: ignore[misc]
                 await self._send_ping(answered)
                 async with asyncio.timeout(PING_TIMEOUT_S):
                     await answered
-        except TimeoutError:
+        except OSError:  # no answer in time, or the connection was reset a moment ago
             await self._process_op_err(nats_errors.StaleConnectionError())
 
 

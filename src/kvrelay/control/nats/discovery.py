@@ -95,6 +95,13 @@ class NatsDiscovery:
     async def list(self, prefix: str) -> dict[str, bytes]:
         return {key: value for key, value in sorted((await self._read()).items()) if key.startswith(prefix)}
 
+    async def revoke_lease_of(self, key: str) -> bool:
+        lease_id = self.mirror.table.lease_id_of(key) if key in await self._read() else None
+        if lease_id is None:
+            return False
+        await self._bucket.end_lease(lease_id)
+        return True
+
     async def watch(self, prefix: str) -> AsyncIterator[WatchEvent]:
         self.mirror.start()
         queue: asyncio.Queue[WatchEvent] = asyncio.Queue()

@@ -56,7 +56,7 @@ class EngineLoad(NamedTuple):
     ``chunk`` computes the prefill tokens of a step in the middle of a prompt of so many tokens."""
 
     num_admitted: int
-    num_running: int
+    num_with_slot: int
     backlog: tuple[Backlog, ...] = ()
     token_budget: TokenBudget | None = None
     chunk: Callable[[int], int] = _whole_step
@@ -338,7 +338,7 @@ class AdmissionQueue:
         fill one more block. A request that would run alone needs no reserve."""
         if not load.num_admitted:
             return 0
-        return self._watermark + (load.num_running if request.status is RequestStatus.PREEMPTED else 0)
+        return self._watermark + (load.num_with_slot if request.status is RequestStatus.PREEMPTED else 0)
 
     def _give_blocks(self, request: Request, hit: list[int], num_fresh: int) -> None:
         self._pool.acquire(hit)

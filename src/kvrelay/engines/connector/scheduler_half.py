@@ -3,13 +3,15 @@
     load    num_to_load ──> allocated ──> plan().loads         once; a request that is preempted later computes its KV
     save    allocated ──> plan().saves, step by step           as far as the step computes the prompt
 
-Staging blocks are of the size of vLLM's, and a block is copied whole.
+Staging blocks are of the size of vLLM's, and a block is copied whole. Copies may end after their step: vLLM keeps the
+blocks of a finished request until the worker halves have saved them, and those of a preempted one are protected in the
+next step (``Copies.frees_blocks``).
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -30,25 +32,30 @@ class VllmRequest(Protocol):
 
 
 class Copy(msgspec.Struct, frozen=True):
-    """``staged[i]`` and ``paged[i]``, in the staging pool and in vLLM, are the same block of a request."""
+    """``staged[i]`` and ``paged[i]``, in the staging pool and in vLLM, are the same block of a request. After it
+    ``num_blocks`` of the request are copied, from the first."""
 
     request_id: str
     staged: tuple[int, ...]
     paged: tuple[int, ...]
+    ticket: int = 0
+    num_blocks: int = 0
 
 
 class Copies(msgspec.Struct, frozen=True):
-    """Of one step."""
+    """Of one step. ``frees_blocks``: it may overwrite blocks that an earlier step's saves still read, because their
+    request was preempted."""
 
     loads: tuple[Copy, ...] = ()
     saves: tuple[Copy, ...] = ()
+    frees_blocks: bool = False
 
 
 class _Saving(msgspec.Struct):
     request: VllmRequest
     staged: StagedKv
     num_blocks: int = 0
-    """Saved ones, from the first."""
+    """Saved ones, from the first, with those that are not moved."""
 
 
 class SchedulerHalf:
@@ -61,6 +68,8 @@ class SchedulerHalf:
         self._loaded: set[str] = set()
         """Requests whose load was planned. Its staging blocks may have another use by the time of a preemption."""
         self._saving: dict[str, _Saving] = {}
+        self.num_lost = 0
+        """Requests whose KV has come in vain: vLLM no longer has the blocks that were not moved."""
 
     def __repr__(self) -> str:
         return f"SchedulerHalf({len(self._saving)} requests being saved, {len(self._loaded)} loaded)"
@@ -69,6 +78,15 @@ class SchedulerHalf:
         """Tokens to load after the first ``num_computed``, which vLLM has in its own cache: whole blocks."""
         staged = self._staged(request)
         if staged is None or staged.op != "load" or request.request_id in self._loaded:
+            return 0
+        if num_computed < staged.first_block * self._block_size:
+            # What lies between was evicted: the prompt is computed here.
+            self.num_lost += 1
+            self._loaded.add(request.request_id)
+            _log.warning(
+                "request %s: blocks that vLLM had were evicted before the rest came; its prompt is computed here",
+                request.request_id,
+            )
             return 0
         return max(0, min(staged.num_tokens, request.num_tokens) - num_computed)
 
@@ -79,15 +97,22 @@ class SchedulerHalf:
         if staged is None:
             return
         if staged.op == "save":
-            self._saving.setdefault(request.request_id, _Saving(request, staged))
+            self._saving.setdefault(request.request_id, _Saving(request, staged, staged.first_block))
         elif num_external > 0:
             self._loaded.add(request.request_id)
             first = (min(staged.num_tokens, request.num_tokens) - num_external) // self._block_size
             end = len(staged.block_ids)
-            self._loads.append(Copy(request.request_id, staged.block_ids[first:], tuple(block_ids[first:end])))
+            paged = tuple(block_ids[first:end])
+            self._loads.append(Copy(request.request_id, staged.block_ids[first:], paged, staged.ticket, end))
 
-    def plan(self, num_scheduled: Mapping[str, int], block_table: Callable[[str], Sequence[int]]) -> Copies:
-        """The copies of a step that computes ``num_scheduled[request_id]`` tokens of each of its requests."""
+    def plan(
+        self,
+        num_scheduled: Mapping[str, int],
+        block_table: Callable[[str], Sequence[int]],
+        preempted: Collection[str] = (),
+    ) -> Copies:
+        """The copies of a step that computes ``num_scheduled[request_id]`` tokens of each of its requests, and that may
+        overwrite the blocks of ``preempted`` ones."""
         saves = []
         for request_id in self._saving.keys() & num_scheduled.keys():
             saving = self._saving[request_id]
@@ -98,15 +123,17 @@ class SchedulerHalf:
             if end > saving.num_blocks:
                 copied = slice(saving.num_blocks, end)
                 paged = tuple(block_table(request_id)[copied])
-                saves.append(Copy(request_id, saving.staged.block_ids[copied], paged))
+                saves.append(Copy(request_id, saving.staged.block_ids[copied], paged, saving.staged.ticket, end))
                 saving.num_blocks = end
         loads, self._loads = self._loads, []
-        return Copies(tuple(loads), tuple(saves))
+        return Copies(tuple(loads), tuple(saves), frees_blocks=not self._saving.keys().isdisjoint(preempted))
 
-    def finished(self, request_id: str) -> None:
-        """The request has ended, in whatever way. Copies of steps that are over by now are done."""
+    def finished(self, request_id: str) -> bool:
+        """The request has ended, in whatever way. Whether its blocks may not be freed before every rank has said that
+        it has saved them."""
         self._loaded.discard(request_id)
-        self._saving.pop(request_id, None)
+        saving = self._saving.pop(request_id, None)
+        return saving is not None and saving.num_blocks > saving.staged.first_block
 
     def _staged(self, request: VllmRequest) -> StagedKv | None:
         try:

@@ -1,10 +1,12 @@
-"""What a kvrelay worker and the connector in a vLLM tell each other: where the staging pool is, and which of its blocks
-a request's KV is to be saved to, or loaded from."""
+"""What a kvrelay worker and the connector in a vLLM tell each other: where the staging pool is, which of its blocks a
+request's KV is to be saved to, or loaded from; and, from each rank, which copies are complete."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Literal
+import enum
+import struct
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
@@ -16,16 +18,21 @@ CONFIG_KEY = "kvrelay_staging"
 """The StagingPlace in vLLM's ``kv_connector_extra_config``."""
 PARAMS_KEY = "kvrelay"
 """A request's StagedKv in its ``kv_transfer_params``."""
-VERSION = 4
+VERSION = 5
+_REPORT = struct.Struct("<qHHIqdd")
+REPORT_BYTES = _REPORT.size
+"""A multiple of these is written to a pipe, and read from it, at once."""
 
 
 class StagingPlace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A pool of ``num_blocks`` blocks of ``layout`` in the file at ``path``, which both processes map."""
+    """A pool of ``num_blocks`` blocks of ``layout`` in the file at ``path``, which both processes map. ``reports``: the
+    pipe for reports of complete copies; empty: no one reads them."""
 
     path: str
     num_blocks: int
     layout: KVLayout
     version: int = VERSION
+    reports: str = ""
 
 
 def packed_layout(
@@ -46,11 +53,45 @@ def latent_layout(num_layers: int, block_size: int, values: int, dtype: str) -> 
 
 class StagedKv(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The KV of a request's first ``num_tokens`` tokens. ``block_ids[i]``: staging block of the tokens from
-    ``i * block_size`` on."""
+    ``i * block_size`` on. The first ``first_block`` blocks are not moved: the decode worker's vLLM has them. Reports
+    name the request by ``ticket``."""
 
     op: Literal["save", "load"]
     block_ids: tuple[int, ...]
     num_tokens: int
+    first_block: int = 0
+    ticket: int = 0
+
+
+class CopyKind(enum.IntEnum):
+    """Which way a copy goes."""
+
+    SAVE = 1
+    """From vLLM to the staging pool."""
+    LOAD = 2
+
+
+class Report(NamedTuple):
+    """A rank's copies for the request of ``ticket`` are complete: those of its first ``num_blocks`` blocks. The last
+    ones were ``num_bytes``, submitted at ``began_s`` and seen complete at ``ended_s`` (this host's monotonic clock)."""
+
+    ticket: int
+    rank: int
+    kind: CopyKind
+    num_blocks: int
+    num_bytes: int
+    began_s: float
+    ended_s: float
+
+
+def encode_report(report: Report) -> bytes:
+    return _REPORT.pack(*report)
+
+
+def decode_reports(data: bytes) -> Iterator[Report]:
+    """Of whole reports."""
+    for ticket, rank, kind, *rest in _REPORT.iter_unpack(data):
+        yield Report(ticket, rank, CopyKind(kind), *rest)
 
 
 def encode_place(place: StagingPlace) -> dict[str, Any]:
@@ -92,6 +133,8 @@ def decode_request(params: Mapping[str, Any] | None, place: StagingPlace) -> Sta
     size = place.layout.block_size
     if staged.num_tokens < 1 or len(staged.block_ids) != -(-staged.num_tokens // size):
         raise InvalidInputError(f"{len(staged.block_ids)} staging blocks for {staged.num_tokens} tokens")
+    if not 0 <= staged.first_block < len(staged.block_ids):
+        raise InvalidInputError(f"{staged.first_block} of {len(staged.block_ids)} staging blocks are not moved")
     if not all(0 <= block_id < place.num_blocks for block_id in staged.block_ids):
         raise InvalidInputError(f"a staging block beyond the {place.num_blocks} of the pool")
     return staged

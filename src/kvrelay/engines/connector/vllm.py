@@ -4,8 +4,8 @@ vLLM loads this module by ``kv_connector_module_path`` in its engine process and
 translates between vLLM's calls and the two halves.
 
 Loads are asynchronous for vLLM's scheduler: the request waits in WAITING_FOR_REMOTE_KVS until the worker half reports
-it, and other requests go on. Saves are part of the step that computes the KV, so an answer's first token says that the
-KV is in the staging pool.
+it, and other requests go on. Saves may end after the step that computes the KV, also after the answer: each rank
+reports them to the kvrelay worker (``terms.Report``), and vLLM keeps the blocks until every rank has saved them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class KvrelayMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not
 
 class KvrelayConnector(KVConnectorBase_V1):  # type: ignore[misc]  # see above
     """One instance is the scheduler half, one per vLLM worker (rank) a worker half. vLLM waits for the report of every
-    rank before a request counts as loaded, and before it gives out a token, which says that the KV is saved."""
+    rank before a request counts as loaded, and before it frees the blocks of one that was saved."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -43,7 +43,7 @@ class KvrelayConnector(KVConnectorBase_V1):  # type: ignore[misc]  # see above
         else:
             ranks, model = vllm_config.parallel_config, vllm_config.model_config
             tp = get_tensor_model_parallel_rank(), ranks.tensor_parallel_size
-            self._worker = WorkerHalf(place, RankPart.of(place.layout, model.get_num_layers(ranks), *tp))
+            self._worker = WorkerHalf(place, RankPart.of(place.layout, model.get_num_layers(ranks), *tp), ranks.rank)
 
     # -- scheduler half -----------------------------------------------------------------------------------------------
 
@@ -58,32 +58,48 @@ class KvrelayConnector(KVConnectorBase_V1):  # type: ignore[misc]  # see above
         state = scheduler_output.kv_connector_block_state
         return KvrelayMetadata(
             self._scheduler.plan(
-                scheduler_output.num_scheduled_tokens, lambda request_id: state.get_block_ids(request_id)[0]
+                scheduler_output.num_scheduled_tokens,
+                lambda request_id: state.get_block_ids(request_id)[0],
+                scheduler_output.preempted_req_ids or (),
             )
         )
 
     def request_finished(self, request: VllmRequest, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        self._scheduler.finished(request.request_id)
-        return False, None
+        return self._scheduler.finished(request.request_id), None
 
     # -- worker half --------------------------------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         self._worker.register(kv_caches)
 
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        """Before the forward pass."""
+        assert isinstance(kv_connector_metadata, KvrelayMetadata)
+        self._worker.begin(kv_connector_metadata.copies)
+
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Everything is copied at the step's end: asynchronous loads may start after the forward pass."""
+        """After the forward pass was given to the device: its loads are asynchronous."""
+        self._worker.load(self._copies)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """A request whose load is under way is in no forward pass."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
-        """Saved at the step's end."""
+        """All layers are saved together after the forward pass."""
 
     def wait_for_save(self) -> None:
-        metadata = self._get_connector_metadata()
-        assert isinstance(metadata, KvrelayMetadata)
-        self._worker.copy(metadata.copies)
+        """Nothing waits: the saves begin."""
+        self._worker.save(self._copies)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        return None, self._worker.take_loaded() or None
+        return self._worker.take_saved(finished_req_ids) or None, self._worker.take_loaded() or None
+
+    def drain(self) -> None:
+        """Return when no copy is under way."""
+        self._worker.drain()
+
+    @property
+    def _copies(self) -> Copies:
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, KvrelayMetadata)
+        return metadata.copies

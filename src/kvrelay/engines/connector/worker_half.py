@@ -1,7 +1,8 @@
 """The worker half: copies blocks between the staging pool and vLLM's paged KV.
 
     staging pool, shared memory     [num_blocks, layer, head, *interior]     contiguous, of the whole model
-    vLLM's paged KV, per layer      [num_blocks, head, *interior]            with any strides, of this rank
+    vLLM's paged KV, per layer      [num_blocks, head, *interior]            with any strides, of this rank; or
+                                    [num_blocks * parts, head, ...]          if its attention has smaller blocks
 
 The interior is [token, K|V * head_dim] by its shape. Its order of values is the business of vLLM's attention: the
 CPU's, for example, packs the keys of all tokens of a block. So a head's part of a block is copied whole, and only
@@ -9,22 +10,41 @@ between equal vLLMs. A latent (MLA) is one head, whose interior is [token, laten
 
 Each rank copies its own layers (pipeline parallelism) and heads (tensor parallelism), all of them at once. So the two
 sides of a hand-off may have any numbers of ranks: the pools between them are alike.
+
+Copies run on a stream of their own, and what may run at once is ordered by events (``device``):
+
+    saves of step n        after its forward pass
+    loads of step n        after the forward passes before it, which may still write to those blocks
+    forward pass           after earlier saves, if it may overwrite what they read
+
+A rank reports each copy by itself when it is complete: blocks of a chunk leave while the next chunk is computed.
 """
 
 from __future__ import annotations
 
+import logging
 import mmap
 import os
-from collections.abc import Mapping, Sequence
+import queue
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
 
 from kvrelay.core.layout import KVLayout
-from kvrelay.engines.connector.scheduler_half import Copies
-from kvrelay.engines.connector.terms import StagingPlace
+from kvrelay.engines.connector.device import Device, Event, device_of
+from kvrelay.engines.connector.scheduler_half import Copies, Copy
+from kvrelay.engines.connector.terms import CopyKind, Report, StagingPlace, encode_report
 from kvrelay.errors import ConfigError
 
+_log = logging.getLogger(__name__)
+
+BUFFER_BYTES = 64 * 2**20
+"""Memory of the device through which one copy goes, at most."""
 LATENT_DIMS = 3
 """Of vLLM's KV with latents: [num_blocks, token, latent]."""
 
@@ -47,58 +67,268 @@ class RankPart(NamedTuple):
         return RankPart(num_layers, first, max(1, heads // tp_size), is_first)
 
 
-class WorkerHalf:
-    """One per vLLM worker, whose part of the model is ``part``. Copies are complete when ``copy`` returns. Raises
-    ConfigError for a pool at ``place`` that cannot be mapped."""
+class _Flight(NamedTuple):
+    """Copies that may be under way, until ``event``."""
 
-    def __init__(self, place: StagingPlace, part: RankPart) -> None:
+    event: Event
+    request_id: str
+    report: Report
+
+
+Watch = Callable[[Event, Callable[[], None]], None]
+"""Calls a function when an event is done, in the order of the events, on a thread of its own."""
+
+
+class WorkerHalf:
+    """One per vLLM worker, whose part of the model is ``part``, the ``rank``-th of all.
+
+    In each step, on vLLM's thread: ``begin``, the forward pass, ``load``, ``save``, then ``take_loaded`` and
+    ``take_saved``. Raises ConfigError for a pool at ``place`` that cannot be mapped.
+    """
+
+    def __init__(
+        self,
+        place: StagingPlace,
+        part: RankPart,
+        rank: int = 0,
+        device: Device | None = None,
+        watch: Watch | None = None,
+    ) -> None:
         layout = place.layout
         self._part = part
+        self._rank = rank
         region, size = layout.regions[0].region, layout.block_size
         self._num_layers = region.num_layers
         self._interior = (part.num_heads, size, region.num_entries(size) * region.entry_values // size)
         self._dtype = getattr(torch, region.dtype)
         pool = _map(place).view(place.num_blocks, region.num_layers, region.num_heads, *self._interior[1:])
         self._blocks = pool[:, :, part.first_head : part.first_head + part.num_heads]
-        self.caches: dict[int, torch.Tensor] = {}
-        """vLLM's, by the numbers of their layers in the model."""
+        self._pool = pool
+        self._frees_early = region.window > 0
+        """Whether vLLM frees blocks of a request that is being computed."""
+        self._device = device
+        self._watch = watch or CompletionThread().when_done
+        self._reports = os.open(place.reports, os.O_WRONLY | os.O_CLOEXEC) if place.reports else -1
+        self._caches: list[torch.Tensor] = []
+        """vLLM's, in the order of their layers in the model."""
+        self._before: Event | None = None
+        """The moment before this step's forward pass, if it loads."""
+        self._last_save: Event | None = None
+        self._lock = threading.Lock()
+        self._flights: deque[_Flight] = deque()
         self._loaded: set[str] = set()
+        self._saving: Counter[str] = Counter()
+        """Requests with saves, until vLLM may free their blocks; and how many are under way."""
+        self._finished: set[str] = set()
+        """Those of them that have ended."""
+        self.num_copies = self.num_bytes = 0
+        """From and to the staging pool."""
 
     def register(self, caches: Mapping[str, torch.Tensor]) -> None:
         """vLLM's KV by layer name. Raises ConfigError for another shape than the staging pool is made for."""
+        found: dict[int, torch.Tensor] = {}
         for name, cache in caches.items():
-            number, blocks = _layer_number(name), cache.unsqueeze(1) if cache.dim() == LATENT_DIMS else cache
-            if number in self.caches or not 0 <= number < self._num_layers:
+            number, blocks = _layer_number(name), _whole_blocks(cache, self._interior[1])
+            if number in found or not 0 <= number < self._num_layers:
                 raise ConfigError(f"vLLM has KV of {name}: a layer twice, or none of {self._num_layers}")
-            if tuple(blocks.shape[1:]) != self._interior or cache.dtype != self._dtype:
+            shape = (blocks.shape[1], blocks.shape[2:-1].numel(), blocks.shape[-1])
+            if shape != self._interior or cache.dtype != self._dtype:
                 raise ConfigError(
                     f"vLLM's KV of {name} is {tuple(cache.shape)} {cache.dtype}, "
                     f"not (blocks, *{self._interior}) {self._dtype}"
                 )
-            self.caches[number] = blocks
-        if len(self.caches) != self._part.num_layers:
-            raise ConfigError(f"vLLM has KV of {len(self.caches)} layers, not of {self._part.num_layers}")
+            found[number] = blocks
+        if len(found) != self._part.num_layers or max(found) - min(found) >= len(found):
+            raise ConfigError(f"vLLM has KV of {len(found)} layers, not of {self._part.num_layers} in a row")
+        self._caches = [found[number] for number in sorted(found)]
+        self._blocks = self._blocks[:, min(found) : max(found) + 1]
+        if self._device is None:
+            self._device = device_of(self._caches[0])
+        self._device.pin(self._pool)
 
-    def copy(self, copies: Copies) -> None:
-        """Everything that a step copies."""
-        for load in copies.loads:
-            staged, paged = _index(load.staged), _index(load.paged)
-            for layer, cache in self.caches.items():
-                cache[paged] = self._blocks[staged, layer].to(cache.device)
-            self._loaded.add(load.request_id)
-        for save in copies.saves if self._part.saves else ():
-            staged, paged = _index(save.staged), _index(save.paged)
-            for layer, cache in self.caches.items():
-                self._blocks[staged, layer] = cache[paged].to(self._blocks.device)
+    # -- a step -------------------------------------------------------------------------------------------------------
+
+    def begin(self, copies: Copies) -> None:
+        """Before the forward pass."""
+        device = self._on_device
+        if self._last_save is not None and (copies.frees_blocks or self._frees_early):
+            device.compute.wait(self._last_save)
+        self._before = device.compute.record() if copies.loads else None
+
+    def load(self, copies: Copies) -> None:
+        """Begin the step's loads."""
+        if copies.loads:
+            # A vLLM that does not say when a step begins makes them wait for its forward pass, too.
+            self._on_device.copies.wait(self._before or self._on_device.compute.record())
+        self._before = None
+        for copy in copies.loads:
+            self._copy(copy, CopyKind.LOAD, self._load_blocks)
+
+    def save(self, copies: Copies) -> None:
+        """Begin the step's saves, after its forward pass."""
+        if not copies.saves:
+            return
+        device = self._on_device
+        if self._part.saves:
+            device.copies.wait(device.compute.record())
+        for copy in copies.saves:
+            with self._lock:
+                self._saving[copy.request_id] += 1
+            self._copy(copy, CopyKind.SAVE, self._save_blocks if self._part.saves else None)
+        self._last_save = device.copies.record()
 
     def take_loaded(self) -> set[str]:
         """Requests whose loads have ended since the last call."""
-        loaded, self._loaded = self._loaded, set()
+        with self._lock:
+            loaded, self._loaded = self._loaded, set()
         return loaded
 
+    def take_saved(self, finished: Collection[str]) -> set[str]:
+        """Requests whose blocks may be freed, of those that have ended: ``finished`` ones, and others before."""
+        with self._lock:
+            self._finished |= self._saving.keys() & set(finished)
+            saved = {request_id for request_id in self._finished if not self._saving[request_id]}
+            self._finished -= saved
+            for request_id in saved:
+                del self._saving[request_id]
+        return saved
 
-def _index(block_ids: Sequence[int]) -> torch.Tensor:
-    return torch.tensor(block_ids, dtype=torch.int64)
+    def drain(self) -> None:
+        """Return when no copy is under way."""
+        with self._lock:
+            flights = list(self._flights)
+        for flight in flights:
+            flight.event.wait()
+
+    # -- copies -------------------------------------------------------------------------------------------------------
+
+    @property
+    def _on_device(self) -> Device:
+        assert self._device is not None, "vLLM has not told its KV"
+        return self._device
+
+    def _copy(self, copy: Copy, kind: CopyKind, move: Callable[[Sequence[int], Sequence[int]], None] | None) -> None:
+        """Give it to the copy stream. ``move`` None: nothing of it is this rank's."""
+        began_s, before = time.monotonic(), self.num_bytes
+        copies = self._on_device.copies
+        if move is not None:
+            bytes_per_block = self._blocks[0].nbytes
+            size = max(1, BUFFER_BYTES // bytes_per_block)
+            for first in range(0, len(copy.staged), size):
+                staged, paged = copy.staged[first : first + size], copy.paged[first : first + size]
+                copies.run(partial(move, staged, paged))
+                self.num_bytes += len(staged) * bytes_per_block
+        event = copies.record()
+        report = Report(copy.ticket, self._rank, kind, copy.num_blocks, self.num_bytes - before, began_s, 0.0)
+        flight = _Flight(event, copy.request_id, report)
+        with self._lock:
+            self._flights.append(flight)
+        is_done = event.is_done()
+        if is_done:
+            self._ended(flight)
+
+        def seen() -> None:
+            if not is_done:
+                self._ended(flight)
+            self._tell(report)
+
+        # A report may have to wait for its reader, so it is not written in a step.
+        self._watch(event, seen)
+
+    def _load_blocks(self, staged: Sequence[int], paged: Sequence[int]) -> None:
+        index = self._on_device.index(paged)
+        buffer = self._buffer(len(staged), index)
+        for part, row in self._rows(staged):
+            buffer[row].copy_(part, non_blocking=True)
+            self.num_copies += 1
+        for layer, cache in enumerate(self._caches):
+            cache.index_copy_(0, index, buffer[:, layer].view(-1, *cache.shape[1:]))
+
+    def _save_blocks(self, staged: Sequence[int], paged: Sequence[int]) -> None:
+        index = self._on_device.index(paged)
+        buffer = self._buffer(len(staged), index)
+        for layer, cache in enumerate(self._caches):
+            buffer[:, layer].view(-1, *cache.shape[1:]).copy_(cache[index])
+        for part, row in self._rows(staged):
+            part.copy_(buffer[row], non_blocking=True)
+            self.num_copies += 1
+
+    def _buffer(self, num_blocks: int, like: torch.Tensor) -> torch.Tensor:
+        """[num_blocks, layer, *interior] on the device."""
+        return torch.empty((num_blocks, *self._blocks.shape[1:]), dtype=self._dtype, device=like.device)
+
+    def _rows(self, staged: Sequence[int]) -> Iterator[tuple[torch.Tensor, tuple[int | slice, ...]]]:
+        """The rank's part of the staging blocks in pieces, with the index of each into a buffer of these blocks.
+
+        A piece lies in one stretch on both sides, because only such a copy needs no synchronization: all blocks in a
+        row if the rank has the whole model, a block if it has all heads, and else a layer of a block.
+        """
+        first = 0
+        for number in range(1, len(staged) + 1):
+            if number < len(staged) and staged[number] == staged[number - 1] + 1:
+                continue
+            run = self._blocks[staged[first] : staged[number - 1] + 1]
+            if run.is_contiguous():
+                yield run, (slice(first, number),)
+            else:
+                for block, part in enumerate(run, start=first):
+                    if part.is_contiguous():
+                        yield part, (block,)
+                    else:
+                        yield from ((layer, (block, place)) for place, layer in enumerate(part))
+            first = number
+
+    # -- what has ended -----------------------------------------------------------------------------------------------
+
+    def _ended(self, flight: _Flight) -> None:
+        """In the order of the flights."""
+        with self._lock:
+            if flight.report.kind is CopyKind.LOAD:
+                self._loaded.add(flight.request_id)
+            else:
+                self._saving[flight.request_id] -= 1
+            self._flights.remove(flight)
+
+    def _tell(self, report: Report) -> None:
+        if self._reports >= 0:
+            os.write(self._reports, encode_report(report._replace(ended_s=time.monotonic())))
+
+
+class CompletionThread:
+    """A ``Watch``. Its thread begins with the first event."""
+
+    def __init__(self) -> None:
+        self._events: queue.SimpleQueue[tuple[Event, Callable[[], None]]] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def when_done(self, event: Event, then: Callable[[], None]) -> None:
+        """``then`` must not block for long: later events wait for it."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="kvrelay-copies", daemon=True)
+            self._thread.start()
+        self._events.put((event, then))
+
+    def _run(self) -> None:
+        while True:
+            event, then = self._events.get()
+            try:
+                event.wait()
+                then()
+            except BrokenPipeError:
+                return  # the worker has closed the staging pool
+            except Exception:  # noqa: BLE001 - hand-offs then end by their deadlines
+                _log.exception("kvrelay's connector does not hear of complete copies any more")
+                return
+
+
+def _whole_blocks(cache: torch.Tensor, size: int) -> torch.Tensor:
+    """vLLM's KV of a layer as [num_blocks, head, *tokens, values]. Its attention may have smaller blocks than vLLM's of
+    ``size`` tokens, which then are several in a row."""
+    blocks = cache.unsqueeze(1) if cache.dim() == LATENT_DIMS else cache
+    num_parts = size // blocks.shape[2] if blocks.dim() > LATENT_DIMS and blocks.shape[2] else 1
+    if num_parts > 1 and len(blocks) % num_parts == 0:
+        return blocks.view(-1, num_parts, *blocks.shape[1:]).transpose(1, 2)
+    return blocks
 
 
 def _layer_number(name: str) -> int:

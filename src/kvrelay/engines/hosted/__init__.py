@@ -6,5 +6,6 @@
 ``backend.py`` is the contract. The engine here keeps the requests, checks each piece of an answer, and ends answers;
 the host gives it a thread with an event loop, in which ``calls`` runs a task for each answer. The cache is known from
 the backend's own events, or estimated from the requests that the backend was given (``cache``). ``handoffs`` knows
-which requests wait for KV, and which blocks of the ``staging`` pool are whose.
+which requests wait for KV, and which blocks of the ``staging`` pool are whose. ``costs`` knows what the backend's steps
+cost, from its ``step_log`` or from its answers.
 """

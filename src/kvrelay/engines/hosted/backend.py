@@ -5,7 +5,7 @@ All methods but ``check`` are called in one event loop, that of the host's threa
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from typing import Protocol
 
 import msgspec
@@ -15,6 +15,7 @@ from kvrelay.core.logprobs import PositionLogprobs
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.status import FinishReason
 from kvrelay.engine.request import Request
+from kvrelay.engines.hosted.moments import Moments
 from kvrelay.errors import KvrelayError
 
 FINISH_REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
@@ -26,6 +27,10 @@ def structured_values(grammar: Grammar) -> dict[str, object]:
     """Values of vLLM's StructuredOutputsParams, which other servers take too."""
     is_schema = grammar.kind is GrammarKind.JSON_SCHEMA
     return {GRAMMAR_FIELDS[grammar.kind]: msgspec.json.decode(grammar.source) if is_schema else grammar.source}
+
+
+def ignore(num_blocks: int) -> None:
+    """A ``saved`` of no use."""
 
 
 class BackendError(KvrelayError):
@@ -61,13 +66,16 @@ class UnconfirmedError(KvrelayError):
 
 class AnswerChunk(msgspec.Struct, frozen=True):
     """The next tokens of an answer, in order. ``logprobs``: one for each, if there are any. ``finish``: the answer ends
-    with them. The counts are None if the backend tells none."""
+    with them. The counts and ``moments`` are None if the backend tells none. ``prompt_logprobs``: with the first piece,
+    if the request wants them; of the prompt's second token, and so on."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[PositionLogprobs, ...] | None = None
     finish: FinishReason | None = None
     num_prompt_tokens: int | None = None
     num_cached_tokens: int | None = None
+    moments: Moments | None = None
+    prompt_logprobs: tuple[PositionLogprobs, ...] | None = None
 
 
 class Prefilled(msgspec.Struct, frozen=True):
@@ -90,6 +98,15 @@ class Backend(Protocol):
         """Whether its token ids are those that it sampled. Otherwise they are made from text: then stop tokens cannot
         be recognised, and only ``AnswerChunk.finish`` ends an answer."""
 
+    @property
+    def tells_moments(self) -> bool:
+        """Whether its pieces have ``moments``."""
+
+    @property
+    def scores_prompts(self) -> bool:
+        """Whether it takes requests without an answer (``Request.is_prefill_only``). A token that it samples all the
+        same does not count."""
+
     def check(self, sampling: SamplingParams) -> None:
         """Raise InvalidInputError for a request that it cannot serve. From any thread."""
 
@@ -109,10 +126,14 @@ class Backend(Protocol):
         does not confirm that.
         """
 
-    def prefill(self, request: Request, kv_transfer_params: bytes | None = None) -> AsyncGenerator[Prefilled, None]:
+    def prefill(
+        self, request: Request, kv_transfer_params: bytes | None = None, saved: Callable[[int], None] = ignore
+    ) -> AsyncGenerator[Prefilled, None]:
         """Compute the KV of ``request`` for another backend, and keep it until that one has it; or save it in the
         worker's staging blocks that ``kv_transfer_params`` name. One item, then perhaps some time until nothing is left
         to do. Closing the iterator before its end gives the prefill up.
+
+        ``saved(n)``: the first n of those staging blocks hold their KV. All do when the item comes.
 
         Only if ``EngineFacts.hands_over_kv``. Raises like ``stream``.
         """

@@ -62,6 +62,10 @@ class BackendCalls:
         self._background.add(task)
         task.add_done_callback(self._background.discard)
 
+    def changed(self) -> None:
+        """Something has come of a call in another way than by its answer."""
+        self._on_change()
+
     def tasks(self) -> list[asyncio.Task[None]]:
         return [*self._answers.values(), *self._background]
 

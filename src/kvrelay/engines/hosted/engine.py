@@ -5,8 +5,10 @@ Everything runs on the host's thread, except for ``check_room`` and the numbers 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import islice
 
 import msgspec
 
@@ -15,23 +17,29 @@ from kvrelay.core.clock import Clock
 from kvrelay.core.completion_rate import CompletionRate
 from kvrelay.core.events import KvEvent, LoadMetrics
 from kvrelay.core.handoff import HandoffId
+from kvrelay.core.latest import Latest
 from kvrelay.core.logprobs import PositionLogprobs
 from kvrelay.core.messages import TokenOutput
 from kvrelay.core.status import FinishReason, RequestStatus
+from kvrelay.core.step_cost import StepCost
 from kvrelay.engine.admission.fair import FairQueue, Shares
+from kvrelay.engine.admission.queue import MAX_CANDIDATES
 from kvrelay.engine.contract import EngineFacts, HandsOver, MovesKv
-from kvrelay.engine.limits import NONE_PENDING, PendingArrivals
+from kvrelay.engine.limits import NONE_PENDING, PendingArrivals, require_in_time
 from kvrelay.engine.loans import remote_prefill
 from kvrelay.engine.reports import finish_reason, handed_off_token, report_token, stop_token_ids
 from kvrelay.engine.request import PrefillMode, Request, check_tokens
+from kvrelay.engine.scheduler import RemotePrefills as TimedPrefills
 from kvrelay.engine.stats import EngineStats
 from kvrelay.engine.step import HandoffChunk, StepOutput
 from kvrelay.engines.connector.terms import StagedKv, encode_request
 from kvrelay.engines.hosted.backend import AnswerChunk, AnswerError, Backend, BackendRefusedError, Prefilled
 from kvrelay.engines.hosted.cache import MirroredCache, PlacedPrefixes
 from kvrelay.engines.hosted.calls import BackendCalls
+from kvrelay.engines.hosted.costs import HostedCosts, StepTeller
 from kvrelay.engines.hosted.handoffs import RemotePrefills, StagedHandoffs
 from kvrelay.engines.hosted.load import Backoff, HostedLoad
+from kvrelay.engines.hosted.moments import Moments, answer_marks, fetch_marks, preemption_marks, prefill_marks
 from kvrelay.engines.hosted.staging import StagedBlocks
 from kvrelay.errors import (
     EngineDeadError,
@@ -41,8 +49,14 @@ from kvrelay.errors import (
     OverloadedError,
     WorkerUnavailableError,
 )
+from kvrelay.marks.phases import Phase
+from kvrelay.placement.base import Decision, PrefillPlace, Situation
+from kvrelay.placement.cost import CostPlacement, stay_here
 
 TEXT_SLACK_TOKENS = 64
+UNKNOWN_COST = StepCost(math.nan)
+"""Not sound, so that thresholds decide."""
+MAX_UNREPORTED = 1024
 
 
 class _Running(msgspec.Struct):
@@ -52,6 +66,11 @@ class _Running(msgspec.Struct):
     num_sent_tokens: int
     is_probe: bool = False
     """See ``Backoff.tries``."""
+    moments: Moments | None = None
+    """As told with the last piece, which came at ``heard_s``."""
+    heard_s: float = 0.0
+    attached_s: float = 0.0
+    """When the backend was given KV for it, or the parameters to get some."""
 
 
 class HostedEngine:
@@ -59,6 +78,9 @@ class HostedEngine:
     backends exchange it by themselves, and hand-offs tell them from where. With ``num_staging_blocks``, of a pool that
     peers know as this worker's KV memory, kvrelay's transports move it; a request that the whole pool could not hold is
     then computed here.
+
+    With ``teller`` the backend's steps are known, and with ``sets_pace`` limited by the objectives of the requests.
+    Where a prefill runs is decided when it would be given to the backend; those that wait for that stay here, too.
 
     The backend knows no API keys. With keys it gets at most ``max_num_seqs`` requests at once; the others wait here,
     where keys take turns. Requests without a key go to the backend at once, which orders them by priority.
@@ -76,6 +98,8 @@ class HostedEngine:
         worker_id: str,
         eos_token_ids: tuple[int, ...],
         num_staging_blocks: int = 0,
+        teller: StepTeller | None = None,
+        sets_pace: bool = False,
     ) -> None:
         self.worker_id = worker_id
         self.output = StepOutput()
@@ -97,6 +121,13 @@ class HostedEngine:
         self._dead: EngineDeadError | None = None
         self._num_arrived = 0
         self._load_counts = HostedLoad(worker_id, facts, config)
+        step_times = self._load_counts.times.step
+        self._costs = HostedCosts(backend.name, teller, clock, step_times, sets_pace=sets_pace)
+        self._unplaced: dict[str, Request] = {}
+        """Requests for which neither way is open, in order of arrival."""
+        self._timed = TimedPrefills(clock)
+        self._unreported: Latest[str, Callable[[], None]] = Latest(MAX_UNREPORTED)
+        """Prefills that have come back, until the worker has told how long they were computed."""
 
     @property
     def lends(self) -> HandsOver | None:
@@ -116,14 +147,18 @@ class HostedEngine:
     def check_room(self, num_tokens: int, *, is_new: bool, ahead: PendingArrivals, tenant: str = "") -> None:
         if (wait_s := self._backoff.wait_s) and is_new:
             raise OverloadedError(f"{self._backend.name} is full", retry_after_s=wait_s)
-        num_running = len(self._running) + ahead.num_requests
-        excess = num_running + 1 - self._config.max_num_seqs - self._config.max_num_waiting
+        num_requests = len(self._running) + ahead.num_requests
+        excess = num_requests + 1 - self._config.max_num_seqs - self._config.max_num_waiting
         if excess > 0 and not self._shares.may_exceed(tenant, self._config.max_num_waiting):
             raise OverloadedError(
-                f"{num_running} requests are running or waiting already",
+                f"{num_requests} requests are running or waiting already",
                 retry_after_s=self._ended.retry_after_s(excess),
                 spacing_s=self._ended.spacing_s(1),
             )
+
+    def has_begun(self, request_id: str) -> bool:
+        """Perhaps: the backend does not say."""
+        return True
 
     def num_cached_tokens(self, request: Request) -> int:
         """By the backend's cache events, or by the requests that it was sent before."""
@@ -138,22 +173,25 @@ class HostedEngine:
         self.check_room(
             len(request.token_ids), is_new=not request.is_resumed, ahead=NONE_PENDING, tenant=request.tenant
         )
+        request.num_queued_tokens = max(len(request.token_ids) - self.num_cached_tokens(request), 1)
+        if not request.is_resumed and request.placement is not None and request.placement.refuses_late:
+            self._require_in_time(request, request.placement.policy)
         self._num_arrived += 1
         request.arrival = self._num_arrived
         request.stop_ids = stop_token_ids(request.sampling, self._eos_token_ids)
         request.length_limit = min(request.num_prompt_tokens + request.sampling.max_tokens, self._facts.max_model_len)
         request.num_cached_tokens = 0
         request.times.append((RequestStatus.WAITING, self._clock.now()))
-        if request.length_limit <= len(request.token_ids):
+        if request.length_limit <= len(request.token_ids) and not request.is_prefill_only:
             # A migrated request whose last token was already generated.
             report_token(self.output, request, None, None, FinishReason.LENGTH)
             return
         self._load_counts.num_queried_tokens += len(request.token_ids)
         self._running[request.request_id] = _Running(request, len(request.token_ids))
+        self._costs.arrived(request.objectives)
         # The other half of a pair may hold a place at its backend for this one: it must not wait for one here.
         if request.tenant and not request.handoff_number:
             request.times.append((request.status, self._clock.now()))
-            request.num_queued_tokens = max(len(request.token_ids) - self.num_cached_tokens(request), 1)
             self._held.push(request)
             self._start_held()
         else:
@@ -171,6 +209,10 @@ class HostedEngine:
         running = self._running.pop(request_id, None)
         if running is None:
             return None
+        self._unplaced.pop(request_id, None)
+        self._timed.forget(running.request)
+        self._costs.left(running.request.objectives)
+        self._costs.answers.ended(request_id)
         if running.request in self._held:
             self._held.remove(running.request)
         else:
@@ -178,6 +220,13 @@ class HostedEngine:
         return running
 
     def _open(self, request: Request) -> None:
+        if request.mode is PrefillMode.LOCAL and request.placement is not None and request.placement.policy is not None:
+            self._unplaced[request.request_id] = request
+            self._place_waiting()
+        else:
+            self._begin(request)
+
+    def _begin(self, request: Request) -> None:
         self._running[request.request_id].is_probe = self._backoff.tries()
         if request.mode is PrefillMode.REMOTE:
             self._open_remote(request)
@@ -191,9 +240,81 @@ class HostedEngine:
     ) -> None:
         """Have the backend generate the rest of the answer. ``staged``: from the KV in these blocks."""
         num_tokens = request.length_limit - len(request.token_ids)
+        if kv_transfer_params is None:
+            self._count_prefill(request)
         answer = self._backend.stream(request, num_tokens, kv_transfer_params)
         at_rest = None if staged is None else partial(self._at_rest, staged)
         self._calls.start(request.request_id, answer, self.received, self.failed, at_rest)
+
+    def _count_prefill(self, request: Request) -> None:
+        num_before = self.num_cached_tokens(request)
+        self._costs.asked(request.request_id, max(len(request.token_ids) - num_before, 1), num_before)
+
+    # -- where a prefill runs -----------------------------------------------------------------------------------------
+
+    def _place_waiting(self) -> None:
+        """Begin the first requests for which a way is open, until there are none."""
+        while any([self._place_now(request) for request in list(islice(self._unplaced.values(), MAX_CANDIDATES))]):
+            pass
+
+    def _place_now(self, request: Request) -> bool:
+        placement = request.placement
+        assert placement is not None
+        assert placement.policy is not None, "else it is placed already"
+        decision = self._decide(request, placement.policy)
+        if decision.place is None or self._unplaced.pop(request.request_id, None) is None:
+            return False
+        placement.decision = decision
+        placement.policy.placed(decision)
+        if decision.local_s or decision.remote_s:
+            self._mark_now(request, Phase.LOCAL_ESTIMATE, decision.local_s)
+            self._mark_now(request, Phase.REMOTE_ESTIMATE, decision.remote_s)
+        if decision.place is PrefillPlace.REMOTE:
+            request.mode = PrefillMode.REMOTE
+            self._timed.send(request)
+        self._begin(request)
+        return True
+
+    def _decide(self, request: Request, policy: CostPlacement) -> Decision:
+        """The backend takes any number of prompts, so the way here is always open."""
+        if not policy.has_choice or request.objectives is None:
+            return stay_here(is_here_open=True)
+        answers, num_tokens = self._costs.answers, request.num_queued_tokens
+        decodes, context = answers.num_decodes, answers.num_context
+        most = max(self._config.max_num_batched_tokens - decodes, 1)
+        num_line = sum(other.num_queued_tokens for other in self._unplaced.values()) - num_tokens
+        situation = Situation(
+            num_tokens=num_tokens,
+            waited_s=max(self._clock.now() - request.waiting_since_s, 0.0),
+            num_here=answers.num_prefill_tokens,
+            num_remote_tokens=self._timed.num_tokens,
+            num_remote_prefills=len(self._timed),
+            num_line=max(num_line, 0),
+            chunk=self._costs.pace().prefill_budget(
+                most, num_before=num_tokens // 2, num_decodes=decodes, num_context=context
+            ),
+            num_decodes=decodes,
+            num_context=context,
+            is_here_open=True,
+            cost=self._costs.cost or UNKNOWN_COST,
+            objectives=request.objectives,
+            spread=self._costs.model.spread,
+        )
+        return policy.decide(situation)
+
+    def _require_in_time(self, request: Request, policy: CostPlacement | None) -> None:
+        """Raise ObjectiveMissedError if even the fastest way is too late for the request's first token."""
+        cost, objectives = self._costs.cost, request.objectives
+        if cost is None or objectives is None:
+            return
+        own, waiting = request.num_queued_tokens, sum(other.num_queued_tokens for other in self._unplaced.values())
+        before = self._costs.answers.num_prefill_tokens + waiting
+        require_in_time(objectives, cost, policy, own, before)
+
+    def handoff_told(self, request_id: str) -> None:
+        report = self._unreported.pop(request_id, None)
+        if report is not None:
+            report()
 
     def abort(self, request_id: str) -> None:
         if self._forget_running(request_id) is not None:
@@ -205,7 +326,8 @@ class HostedEngine:
         sampling, vocab_size = request.sampling, self._facts.vocab_size
         sampling.validate(vocab_size)
         self._backend.check(sampling)
-        if request.is_prefill_only or (request.mode is not PrefillMode.LOCAL and not self._facts.hands_over_kv):
+        can_score = self._backend.scores_prompts or not request.is_prefill_only
+        if not can_score or (request.mode is not PrefillMode.LOCAL and not self._facts.hands_over_kv):
             raise InvalidInputError("this engine only generates", param="max_tokens")
         if request.mode is PrefillMode.LOCAL and not self._facts.prefills_here:
             raise WorkerUnavailableError(f"{self._backend.name} computes no prompts, and no prefill worker is there")
@@ -231,34 +353,79 @@ class HostedEngine:
                 f"{running.num_sent_tokens} were sent"
             )
         self._backoff.answered(is_probe=running.is_probe)
+        self._hear(running, piece.moments)
         # KV that has come from elsewhere is no hit of this cache, whatever the backend calls it.
         if self.staging is None:
             is_remote = self._remote.arrived(request_id, self.output)
+            if is_remote and (report := self._timed.arrived(request)) is not None:
+                self._unreported[request_id] = report
         else:
             is_remote = self.staging.loaded(request_id)
             self._serve_waiting()
         if not is_remote and not request.first_output_sent and piece.num_cached_tokens:
             request.num_cached_tokens = min(piece.num_cached_tokens, running.num_sent_tokens)
             self._load_counts.num_hit_tokens += request.num_cached_tokens
-        token_ids, logprobs = piece.token_ids, piece.logprobs
+        token_ids = piece.token_ids
         self._require_sound(piece)
         self._require_due(running, len(token_ids))
+        self._costs.answered(request_id, len(token_ids), len(request.token_ids) + len(token_ids))
         if token_ids and not request.first_output_sent:
             times = self._load_counts.times
             (times.handoff if is_remote else times.prefill).observe(self._clock.now() - request.entered_s)
+        self._report(request, piece)
+
+    def _report(self, request: Request, piece: AnswerChunk) -> None:
+        """The piece's tokens, and the answer's end. A prompt that is only scored has an end, and no tokens."""
+        if piece.prompt_logprobs is not None:
+            request.prompt_logprobs = list(piece.prompt_logprobs)
+        token_ids = () if request.is_prefill_only else piece.token_ids
         for number, token_id in enumerate(token_ids):
             request.token_ids.append(token_id)
-            reason = finish_reason(request, token_id) if self._backend.samples_ids else None
-            if reason is None and number == len(token_ids) - 1:
-                reason = piece.finish
+            reason = None
+            if self._backend.samples_ids:
+                # Ids made of text are all text: the token that ended it is not among them.
+                reason = finish_reason(request, token_id)
+                if reason is None and number == len(token_ids) - 1:
+                    reason = piece.finish
             self._load_counts.num_generated_tokens += 1
-            report_token(self.output, request, token_id, logprobs[number] if logprobs else None, reason)
+            logprobs = piece.logprobs[number] if piece.logprobs else None
+            report_token(self.output, request, token_id, logprobs, reason)
             if reason is not None:
-                return self._finished(request, at_backend=piece.finish is not None)
+                self._finished(request, at_backend=piece.finish is not None)
+                return
         if piece.finish is not None:
-            report_token(self.output, request, None, None, piece.finish)
+            report_token(
+                self.output, request, None, None, FinishReason.LENGTH if request.is_prefill_only else piece.finish
+            )
             self._finished(request, at_backend=True)
-        return None
+
+    def _hear(self, running: _Running, moments: Moments | None) -> None:
+        """Mark what the backend has told of the request's phases: with the first piece its way there, and later a
+        preemption."""
+        before, running.moments = running.moments, moments or running.moments
+        heard_s, running.heard_s = running.heard_s, self._clock.now()
+        if moments is None:
+            return
+        request, has_first = running.request, running.request.first_output_sent
+        num_preempted = moments.num_preemptions - (before.num_preemptions if before is not None else 0)
+        self._load_counts.num_preemptions += max(num_preempted, 0)
+        if before is not None:
+            if num_preempted > 0:
+                self._mark(request, *preemption_marks(heard_s, running.heard_s))
+        elif request.mode is PrefillMode.HANDOFF:
+            self._mark(request, *prefill_marks(moments))
+        elif self._facts.moves_kv and running.attached_s:
+            self._mark(request, *fetch_marks(moments, running.attached_s))
+        else:
+            self._mark(request, *answer_marks(moments, has_first=has_first and running.attached_s > 0))
+
+    def _mark(self, request: Request, *marks: tuple[Phase, float, float]) -> None:
+        if request.listener is not None and self._backend.tells_moments:
+            numbers = tuple(float(number) for mark in marks for number in mark)
+            self.output.marks.append((request.request_id, numbers))
+
+    def _mark_now(self, request: Request, phase: Phase, value: float = 0.0) -> None:
+        self._mark(request, (phase, self._clock.now(), value))
 
     def failed(self, request_id: str, error: KvrelayError) -> None:
         """The backend sends nothing more for this request. Another worker may succeed, unless the request itself is at
@@ -298,7 +465,14 @@ class HostedEngine:
         """The backend has reported the contents of its cache."""
         self.output.kv_events += events
 
+    def look(self) -> None:
+        """Take in what the backend has told of its steps, and begin requests for which a way has opened."""
+        self._costs.look()
+        if self._unplaced:
+            self._place_waiting()
+
     def take_output(self) -> StepOutput:
+        self.look()
         output, self.output = self.output, StepOutput()
         return output
 
@@ -310,6 +484,9 @@ class HostedEngine:
             )
         if piece.logprobs is not None and len(piece.logprobs) != len(piece.token_ids):
             raise AnswerError(f"the logprobs of {self._backend.name} do not belong to its tokens")
+        numbers = (*(piece.logprobs or ()), *(piece.prompt_logprobs or ()))
+        if any(math.isnan(each.chosen.logprob) for each in numbers):
+            raise AnswerError(f"the logprobs of {self._backend.name} are not numbers")
 
     def _require_due(self, running: _Running, num_tokens: int) -> None:
         """Raise AnswerError for text far longer than what was asked for. Its token ids are ours, so they may be a few
@@ -355,6 +532,7 @@ class HostedEngine:
             self._ask(request)
             return
         handoff_id = self._remote.open(request)
+        self._mark_now(request, Phase.PREFILL_QUEUED)
         if self.staging is None:
             self.output.remote_prefills.append(remote_prefill(request, handoff_id, request.sampling))
         else:
@@ -372,7 +550,9 @@ class HostedEngine:
         request_id = self._remote.fetch(handoff_id)
         if request_id is None:
             return False
-        self._ask(self._running[request_id].request, kv_transfer_params)
+        running = self._running[request_id]
+        running.attached_s, running.moments = self._clock.now(), None
+        self._ask(running.request, kv_transfer_params)
         return True
 
     def discard_kv(self, kv_transfer_params: bytes) -> None:
@@ -385,10 +565,17 @@ class HostedEngine:
         if request_id is None:
             return
         self._calls.cancel(request_id)
+        self._timed.forget(self._running[request_id].request)
         if not self._facts.prefills_here:
             self.failed(request_id, AnswerError(f"no KV has come, and {self._backend.name} computes no prompts"))
             return
-        self._ask(self._running[request_id].request)
+        running = self._running[request_id]
+        running.attached_s, running.moments = 0.0, None
+        self._mark_now(running.request, Phase.RECOMPUTED)
+        if running.request.leave_pair():
+            self._open(running.request)
+        else:
+            self._ask(running.request)
 
     def keep_prefills_here(self) -> None:
         """Requests that are held here open no hand-off. Those that no one has claimed are computed here one by one, and
@@ -396,6 +583,7 @@ class HostedEngine:
         for request in self._held.members():
             if request.mode is PrefillMode.REMOTE and self._facts.prefills_here:
                 request.mode = PrefillMode.LOCAL
+        self._place_waiting()
         if self.staging is None:
             return
         for request in self.staging.waiting(PrefillMode.REMOTE):
@@ -418,7 +606,10 @@ class HostedEngine:
         assert request_id is not None
         running = self._running[request_id]
         request = running.request
+        self._timed.came_back(request)
         num_tokens = len(request.token_ids)
+        running.attached_s = self._clock.now()
+        self._mark_now(request, Phase.ATTACHED)
         if _goes_on_from(request):
             request.token_ids.append(token_id)
             running.num_sent_tokens += 1
@@ -429,7 +620,8 @@ class HostedEngine:
                 self._finished(request, at_backend=True)
                 return True
         self.staging.load(request_id, blocks)
-        self._ask(request, encode_request(StagedKv("load", blocks.block_ids, num_tokens)), blocks)
+        staged = StagedKv("load", blocks.block_ids, num_tokens, request.num_cached_blocks)
+        self._ask(request, encode_request(staged), blocks)
         return True
 
     def lend_fresh(self, handoff_id: HandoffId, loan: int) -> tuple[int, ...] | None:
@@ -455,13 +647,24 @@ class HostedEngine:
             request, blocks = served
             if request.mode is PrefillMode.HANDOFF:
                 self.staging.save(request.request_id, blocks)
-                params = encode_request(StagedKv("save", blocks.block_ids, len(request.token_ids)))
+                size = self._facts.kv_layout.block_size
+                request.num_sent_blocks = min(request.num_load_tokens // size, len(blocks.block_ids) - 1)
+                num_tokens, first = len(request.token_ids), request.num_sent_blocks
+                params = encode_request(StagedKv("save", blocks.block_ids, num_tokens, first))
                 self._ask_prefill(request, params, blocks)
             else:
-                handoff_id = self._remote.handoff_of(request.request_id)
-                self.staging.lend(handoff_id, 1, blocks)
-                remote = remote_prefill(request, handoff_id, request.sampling, blocks.block_ids)
-                self.output.remote_prefills.append(remote)
+                self._lend(request, blocks)
+
+    def _lend(self, request: Request, blocks: StagedBlocks) -> None:
+        """Have a peer fill ``blocks``, all but those for what the backend's own cache has, which stay empty."""
+        assert self.staging is not None
+        handoff_id = self._remote.handoff_of(request.request_id)
+        self.staging.lend(handoff_id, 1, blocks)
+        if isinstance(self._cache, MirroredCache):
+            request.num_cached_blocks = self._num_placed_blocks(request)
+        num_cached_tokens = request.num_cached_blocks * self._facts.kv_layout.block_size
+        remote = remote_prefill(request, handoff_id, request.sampling, blocks.block_ids, num_cached_tokens)
+        self.output.remote_prefills.append(remote)
 
     def _at_rest(self, blocks: StagedBlocks) -> None:
         """The backend does not use the blocks any more."""
@@ -482,9 +685,24 @@ class HostedEngine:
         self, request: Request, kv_transfer_params: bytes | None = None, staged: StagedBlocks | None = None
     ) -> None:
         """Have the backend compute the KV of a prompt. ``staged``: and save it in these blocks."""
-        answer = self._backend.prefill(request, kv_transfer_params)
+        self._count_prefill(request)
+        answer = self._backend.prefill(request, kv_transfer_params, partial(self.saved, request.request_id))
         at_rest = None if staged is None else partial(self._at_rest, staged)
         self._calls.start(request.request_id, answer, self.prefilled, self.failed, at_rest)
+
+    def saved(self, request_id: str, num_blocks: int) -> None:
+        """The first ``num_blocks`` staging blocks of this prefill hold their KV. The last one leaves with the first
+        token."""
+        running = self._running.get(request_id)
+        if self.staging is None or running is None:
+            return
+        request, block_ids = running.request, self.staging.saved(request_id)
+        first, end = request.num_sent_blocks, min(num_blocks, len(block_ids) - 1)
+        if end > first:
+            request.num_sent_blocks = end
+            self._mark_now(request, Phase.SAVED, (end - first) * self._facts.kv_layout.block_bytes)
+            self.output.handoff_chunks.append(HandoffChunk(request_id, first, block_ids[first:end], last=False))
+            self._calls.changed()
 
     def prefilled(self, request_id: str, prefilled: Prefilled) -> None:
         """The backend keeps the KV of this request, or will. Raises AnswerError for an impossible first token."""
@@ -493,6 +711,9 @@ class HostedEngine:
             return
         self._backoff.answered(is_probe=running.is_probe)
         request, piece, first = running.request, prefilled.piece, None
+        self._hear(running, None if piece is None else piece.moments)
+        self._costs.answered(request_id, 1, len(request.token_ids))
+        self._costs.answers.ended(request_id)
         self._load_counts.times.prefill.observe(self._clock.now() - request.entered_s)
         if piece is not None and piece.token_ids:
             self._require_sound(piece)
@@ -502,10 +723,13 @@ class HostedEngine:
         self._place(request, len(request.token_ids))
         if self.staging is not None and first is None:
             raise AnswerError(f"{self._backend.name} has saved the KV of a prompt without its first token")
-        block_ids = () if self.staging is None else self.staging.saved(request_id)
+        sent = request.num_sent_blocks
+        block_ids = () if self.staging is None else self.staging.saved(request_id)[sent:]
+        if block_ids:
+            self._mark_now(request, Phase.SAVED, len(block_ids) * self._facts.kv_layout.block_bytes)
         params = prefilled.kv_transfer_params
         self.output.handoff_chunks.append(
-            HandoffChunk(request_id, 0, block_ids, last=True, first_output=first, kv_transfer_params=params)
+            HandoffChunk(request_id, sent, block_ids, last=True, first_output=first, kv_transfer_params=params)
         )
 
     def sending_finished(self, request_id: str) -> None:
@@ -523,10 +747,11 @@ class HostedEngine:
         return bool(self._running)
 
     def metrics(self) -> LoadMetrics:
-        return self._load_counts.load(len(self._running), self._num_active_blocks())
+        num_waiting_tokens = sum(request.num_queued_tokens for request in self._unplaced.values())
+        return self._load_counts.load(len(self._running), self._num_active_blocks(), self._costs, num_waiting_tokens)
 
     def stats(self) -> EngineStats:
-        return self._load_counts.stats(len(self._running), self._num_active_blocks())
+        return self._load_counts.stats(len(self._running), self._num_active_blocks(), self._costs)
 
     def _num_active_blocks(self) -> int:
         """Of the backend's pool, or of the staging pool in proportion if that one is fuller."""

@@ -11,7 +11,7 @@ computed here.
 ``StagedHandoffs``: with a staging pool, the blocks through which the KV of a request goes.
 
     decode side     blocks are lent to the hand-off ── peer writes ──> resume_handoff ── backend loads ──> first piece
-    prefill side    backend computes and saves ──> HandoffChunk ── peer gets it ──> sending_finished
+    prefill side    backend computes and saves ──> HandoffChunks ── peer gets them ──> sending_finished
 """
 
 from __future__ import annotations

@@ -26,6 +26,7 @@ from kvrelay.engine.stats import EngineStats, LoadSampler
 from kvrelay.engines.hosted.backend import Backend
 from kvrelay.engines.hosted.cache import MirroredCache, PlacedPrefixes
 from kvrelay.engines.hosted.calls import BackendCalls
+from kvrelay.engines.hosted.costs import StepTeller
 from kvrelay.engines.hosted.engine import HostedEngine
 from kvrelay.engines.hosted.kv_events import KvEventReader
 from kvrelay.engines.hosted.staging import StagingMemory
@@ -48,7 +49,8 @@ class CacheEvents(NamedTuple):
 
 class BackendHost:
     """The EngineHost of a HostedEngine. With ``cache_events`` None the backend's cache is estimated. With ``staging``
-    peers exchange KV with that memory, and the backend copies from and to it."""
+    peers exchange KV with that memory, and the backend copies from and to it. ``teller`` and ``sets_pace``: of the
+    HostedEngine."""
 
     def __init__(
         self,
@@ -60,6 +62,8 @@ class BackendHost:
         worker_id: str,
         eos_token_ids: tuple[int, ...],
         staging: StagingMemory | None = None,
+        teller: StepTeller | None = None,
+        sets_pace: bool = False,
     ) -> None:
         clock = MonotonicClock()
         self.facts = facts
@@ -84,6 +88,8 @@ class BackendHost:
             worker_id=worker_id,
             eos_token_ids=eos_token_ids,
             num_staging_blocks=0 if staging is None else staging.num_blocks,
+            teller=teller,
+            sets_pace=sets_pace,
         )
         self._load = LoadSampler(self._engine, LOAD_INTERVAL_S, clock)
         self._samples_load = True
@@ -190,6 +196,8 @@ class BackendHost:
         """Return when the backend cannot go on."""
         while True:
             await asyncio.sleep(HEALTH_INTERVAL_S)
+            # What was told after the last token.
+            self._engine.look()
             failure = await self.backend.failure()
             if failure is not None:
                 return EngineDeadError(failure)

@@ -57,7 +57,7 @@ class KvEventReader:
 
     async def _read(self, context: zmq.asyncio.Context) -> None:
         with context.socket(zmq.SUB) as subscriber:
-            _prepare(subscriber)
+            _prepare(subscriber, self._endpoint)
             subscriber.connect(self._endpoint)
             subscriber.subscribe(b"")
             if self._replay_endpoint:
@@ -89,7 +89,7 @@ class KvEventReader:
     async def _replay(self, context: zmq.asyncio.Context, first: int) -> None:
         """Request the batches from ``first`` on. If the server does not answer, nothing changes."""
         with context.socket(zmq.DEALER) as asking:
-            _prepare(asking)
+            _prepare(asking, self._replay_endpoint)
             asking.connect(self._replay_endpoint)
             try:
                 async with asyncio.timeout(REPLAY_TIMEOUT_S):
@@ -118,7 +118,8 @@ class KvEventReader:
             self._on_events(events)
 
 
-def _prepare(socket: zmq.asyncio.Socket) -> None:
+def _prepare(socket: zmq.asyncio.Socket, endpoint: str) -> None:
+    socket.setsockopt(zmq.IPV6, int("[" in endpoint))
     socket.linger = 0
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
     socket.setsockopt(zmq.RCVHWM, 100_000)

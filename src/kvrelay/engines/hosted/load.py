@@ -16,6 +16,7 @@ from kvrelay.core.clock import Clock
 from kvrelay.core.events import LoadMetrics
 from kvrelay.engine.contract import EngineFacts
 from kvrelay.engine.stats import EngineStats, EngineTimes
+from kvrelay.engines.hosted.costs import HostedCosts
 
 FIRST_S = 1.0
 LONGEST_S = 30.0
@@ -56,8 +57,8 @@ class Backoff:
 
 
 class HostedLoad:
-    """Counts since the start. Blocks and slots are as configured, counted over this worker's requests only: steps and
-    the real pool are in the backend's own metrics."""
+    """Counts since the start. Blocks and slots are as configured, counted over this worker's requests only: the real
+    pool is in the backend's own metrics."""
 
     def __init__(self, worker_id: str, facts: EngineFacts, config: EngineConfig) -> None:
         self._worker_id = worker_id
@@ -67,29 +68,36 @@ class HostedLoad:
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
         self.num_generated_tokens = 0
+        self.num_preemptions = 0
         self.times = EngineTimes()
 
-    def load(self, num_running: int, num_active_blocks: int) -> LoadMetrics:
-        """The next load sample."""
+    def load(
+        self, num_requests: int, num_active_blocks: int, costs: HostedCosts, num_waiting_tokens: int
+    ) -> LoadMetrics:
+        """The next load sample. ``num_waiting_tokens``: of prompts that the backend does not have yet."""
         self._num_samples += 1
         return LoadMetrics(
             worker_id=self._worker_id,
-            request_active_slots=min(num_running, self._num_slots),
+            request_active_slots=min(num_requests, self._num_slots),
             request_total_slots=self._num_slots,
             kv_active_blocks=min(num_active_blocks, self._num_blocks),
             kv_total_blocks=self._num_blocks,
-            num_requests_waiting=max(num_running - self._num_slots, 0),
+            num_requests_waiting=max(num_requests - self._num_slots, 0),
             gpu_cache_usage_perc=min(num_active_blocks / self._num_blocks, 1.0),
             gpu_prefix_cache_hit_rate=self.num_hit_tokens / max(1, self.num_queried_tokens),
             kv_demand_perc=num_active_blocks / self._num_blocks,
             seq=self._num_samples,
+            num_decoding=costs.answers.num_decodes,
+            num_prefill_tokens=costs.answers.num_prefill_tokens + num_waiting_tokens,
+            step_cost=costs.cost,
+            step_cost_source=costs.source,
         )
 
-    def stats(self, num_running: int, num_active_blocks: int) -> EngineStats:
+    def stats(self, num_requests: int, num_active_blocks: int, costs: HostedCosts) -> EngineStats:
         """From any thread."""
         return EngineStats(
-            num_running=min(num_running, self._num_slots),
-            num_waiting=max(num_running - self._num_slots, 0),
+            num_admitted=min(num_requests, self._num_slots),
+            num_waiting=max(num_requests - self._num_slots, 0),
             num_blocks=self._num_blocks,
             num_blocks_in_use=min(num_active_blocks, self._num_blocks),
             num_blocks_quarantined=0,
@@ -98,7 +106,12 @@ class HostedLoad:
             num_hit_tokens=self.num_hit_tokens,
             num_prefill_tokens=self.num_queried_tokens - self.num_hit_tokens,
             num_generated_tokens=self.num_generated_tokens,
-            num_steps=0,
-            num_preemptions=0,
+            num_steps=costs.num_steps,
+            num_preemptions=self.num_preemptions,
+            step_cost=costs.cost,
+            step_cost_source=costs.source,
+            step_cost_error=costs.model.relative_error,
+            num_step_samples=costs.model.num_samples,
+            num_step_samples_rejected=costs.model.num_rejected,
             times=self.times,
         )

@@ -17,6 +17,7 @@ from typing import Any
 
 from kvrelay.config import WorkerConfig
 from kvrelay.core.layout import paged_kv
+from kvrelay.core.step_cost import CostSource
 from kvrelay.engine.contract import EngineFacts
 from kvrelay.engines.hosted.host import BackendHost, CacheEvents
 from kvrelay.engines.openai.backend import ServerBackend
@@ -53,6 +54,7 @@ def from_settings(settings: WorkerConfig, worker_id: str, memory: HostMemory = A
         hands_over_kv=kv_transfer is not None,
         moves_kv=kv_transfer is not None,
         prefills_here=kv_transfer is None or kv_transfer.prefills_here,
+        step_costs=CostSource.ESTIMATED,
         adapter=server.adapter,
     )
     events = CacheEvents(upstream.upstream_kv_events, upstream.upstream_kv_replay)

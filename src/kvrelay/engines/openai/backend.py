@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 
 from kvrelay.config import UpstreamConfig
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.engine.request import Request
-from kvrelay.engines.hosted.backend import AnswerChunk, AnswerError, Prefilled
+from kvrelay.engines.hosted.backend import AnswerChunk, AnswerError, Prefilled, ignore
 from kvrelay.engines.hosted.vllm_transfer import Body, stops_short
 from kvrelay.engines.openai.kv_transfer import KvTransfer
 from kvrelay.engines.openai.server import Description, UpstreamServer
@@ -20,6 +20,8 @@ MAX_HEALTH_FAILURES = 3
 
 class ServerBackend:
     """``tokenizer`` turns text into ids, if the server returns no ids. ``kv_transfer``: how it exchanges KV."""
+
+    tells_moments = scores_prompts = False
 
     def __init__(
         self,
@@ -72,7 +74,7 @@ class ServerBackend:
         return completion_body(request, self._description.model, num_tokens, with_token_ids=self.samples_ids)
 
     async def prefill(
-        self, request: Request, kv_transfer_params: bytes | None = None
+        self, request: Request, kv_transfer_params: bytes | None = None, saved: Callable[[int], None] = ignore
     ) -> AsyncGenerator[Prefilled, None]:
         assert self._kv_transfer is not None, "only asked of a server that exchanges KV"
         body = self._body(request, max(request.length_limit - len(request.token_ids), 1))

@@ -4,16 +4,18 @@
 
 Tokens go in and come out: vLLM neither tokenizes nor detokenizes. vLLM schedules and holds the KV; its cache events
 feed kvrelay's prefix index. ``arguments`` decides what vLLM is started with, ``translation`` puts a request into its
-terms; both are pure. ``library`` is the only module that imports vLLM.
+terms; both are pure. ``library`` is the only module that imports vLLM. In the engine process ``scheduling`` tells the
+worker of each step.
 """
 
 from __future__ import annotations
 
-import tempfile
 from pathlib import Path
 
 from kvrelay.config import WorkerConfig
+from kvrelay.control.scratch import ScratchDirectory
 from kvrelay.core.layout import paged_kv
+from kvrelay.core.step_cost import CostSource
 from kvrelay.engine.contract import EngineFacts
 from kvrelay.engines.hosted.host import BackendHost, CacheEvents
 from kvrelay.engines.vllm.arguments import engine_arguments
@@ -34,9 +36,9 @@ def from_settings(settings: WorkerConfig, worker_id: str, memory: HostMemory = A
         raise ConfigError("engine vllm has no data-parallel groups: start more workers instead", param="dp")
     model = checkpoint_facts(settings.model_path)
     # Sockets of the cache events: within this host, and for this user only.
-    directory = tempfile.TemporaryDirectory(prefix="kvrelay-vllm-")
+    directory = ScratchDirectory("kvrelay-vllm-")
     try:
-        events = _events(Path(directory.name)) if settings.engine.enable_prefix_caching else None
+        events = _events(directory.path) if settings.engine.enable_prefix_caching else None
         started = start_vllm(engine_arguments(settings, events), settings, memory)
         try:
             facts = _facts(settings, started, model.vocab_size)
@@ -44,15 +46,15 @@ def from_settings(settings: WorkerConfig, worker_id: str, memory: HostMemory = A
             started.engine.shutdown()
             raise
     except BaseException:
-        directory.cleanup()
+        directory.remove()
         raise
     staging = started.staging
     backend = VllmBackend(
         started.engine,
         started.terms,
         settings.engine.step_timeout_s,
-        on_close=directory.cleanup,
-        is_staged=staging is not None,
+        on_close=directory.remove,
+        reports=None if staging is None else staging.reports,
     )
     return BackendHost(
         facts,
@@ -62,6 +64,8 @@ def from_settings(settings: WorkerConfig, worker_id: str, memory: HostMemory = A
         worker_id=worker_id,
         eos_token_ids=model.eos_token_ids,
         staging=None if staging is None else staging.memory,
+        teller=started.steps,
+        sets_pace=settings.vllm.vllm_chunks_by_objective,
     )
 
 
@@ -88,5 +92,6 @@ def _facts(settings: WorkerConfig, started: Started, vocab_size: int) -> EngineF
         weights_fingerprint=fingerprint(settings.model_path, staging.kind if staging is not None else ""),
         hands_over_kv=settings.exchanges_kv,
         moves_kv=settings.exchanges_kv and staging is None,
-        places_prefills=not settings.exchanges_kv,
+        moved_token_bytes=started.token_bytes,
+        step_costs=CostSource.NONE if started.steps is None else CostSource.MEASURED,
     )

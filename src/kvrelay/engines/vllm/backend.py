@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping
-from contextlib import aclosing
-from functools import partial
+from contextlib import ExitStack, aclosing
 from typing import Any, Protocol
 
 import msgspec
@@ -19,14 +18,17 @@ from kvrelay.engines.hosted.backend import (
     BackendRefusedError,
     Prefilled,
     UnconfirmedError,
+    ignore,
     structured_values,
 )
+from kvrelay.engines.hosted.staging import KvReports, Progress
 from kvrelay.engines.hosted.vllm_transfer import VllmTransfer, stops_short
 from kvrelay.engines.vllm.translation import (
     RequestOutput,
+    num_staged_blocks,
     piece_of,
     prefill_values,
-    require_possible,
+    prompt_logprobs_of,
     sampling_values,
     staged_values,
 )
@@ -85,11 +87,12 @@ class Terms(msgspec.Struct, frozen=True):
 
 class VllmBackend:
     """``hang_timeout_s``: an engine process that does not answer for so long counts as hung; 0: never.
-    ``on_close`` runs when the engine is gone. ``is_staged``: KV goes through the worker's staging pool, by kvrelay's
-    connector, or else to other vLLMs by vLLM's own."""
+    ``on_close`` runs when no one reads the engine's events any more. With ``reports`` KV goes through the worker's
+    staging pool, by kvrelay's connector, or else to other vLLMs by vLLM's own."""
 
     name = NAME
     samples_ids = True
+    tells_moments = scores_prompts = True
 
     def __init__(
         self,
@@ -98,13 +101,13 @@ class VllmBackend:
         hang_timeout_s: float,
         on_close: Callable[[], None] = lambda: None,
         *,
-        is_staged: bool = False,
+        reports: KvReports | None = None,
     ) -> None:
         self._engine = engine
         self._terms = terms
         self._hang_timeout_s = hang_timeout_s
         self._on_close = on_close
-        self._is_staged = is_staged
+        self._reports = reports
         self._num_begun = 0
         self._is_gone = False
         """It will answer nothing any more."""
@@ -112,39 +115,63 @@ class VllmBackend:
         self._asked_s = 0.0
 
     def check(self, sampling: SamplingParams) -> None:
-        require_possible(sampling)
+        """vLLM takes everything that a request may ask for."""
 
     async def open(self) -> None:
         """The engine runs already; its processes hear that their start is over."""
+        if self._reports is not None:
+            self._reports.open(asyncio.get_running_loop())
         await self._engine.collective_rpc("kvrelay_started", START_TIMEOUT_S)
 
     async def stream(
         self, request: Request, num_tokens: int, kv_transfer_params: bytes | None = None
     ) -> AsyncGenerator[AnswerChunk, None]:
         values = sampling_values(request, num_tokens)
-        is_staged = self._is_staged and kv_transfer_params is not None
-        if kv_transfer_params is not None:
-            decode = staged_values if is_staged else partial(_kv_transfer.decode_body, {})
-            values["extra_args"] = decode(kv_transfer_params)
-        async with aclosing(self._outputs(request, values, is_staged=is_staged)) as outputs:
-            async for output in outputs:
-                yield piece_of(output, num_logprobs=request.sampling.logprobs)
+        with ExitStack() as stack:
+            loading = None
+            if self._reports is not None and kv_transfer_params is not None:
+                loading = stack.enter_context(self._reports.expect(num_staged_blocks(kv_transfer_params), ignore))
+                values["extra_args"] = staged_values(kv_transfer_params, loading.ticket)
+            elif kv_transfer_params is not None:
+                values["extra_args"] = _kv_transfer.decode_body({}, kv_transfer_params)
+            async with aclosing(self._outputs(request, values, is_staged=loading is not None)) as outputs:
+                async for output in outputs:
+                    piece = piece_of(output, num_logprobs=request.sampling.logprobs)
+                    if request.wants_prompt_logprobs and output.prompt_logprobs:
+                        piece = msgspec.structs.replace(piece, prompt_logprobs=prompt_logprobs_of(request, output))
+                    yield piece if loading is None else self._with_load(piece, loading)
 
     async def prefill(
-        self, request: Request, kv_transfer_params: bytes | None = None
+        self, request: Request, kv_transfer_params: bytes | None = None, saved: Callable[[int], None] = ignore
     ) -> AsyncGenerator[Prefilled, None]:
-        values = prefill_values(request, kv_transfer_params)
-        async with aclosing(self._outputs(request, values, is_staged=self._is_staged)) as outputs:
-            async for output in outputs:
-                if not output.finished:
-                    continue
-                if not self._is_staged and not output.kv_transfer_params:
-                    raise AnswerError("vLLM keeps no KV of a finished prefill")
-                piece = piece_of(output, num_logprobs=request.sampling.logprobs)
-                first = AnswerChunk(piece.token_ids, piece.logprobs, num_cached_tokens=piece.num_cached_tokens)
-                params = None if self._is_staged else msgspec.json.encode(output.kv_transfer_params)
-                is_short = params is not None and stops_short(params, len(request.token_ids))
-                yield Prefilled(params, None if is_short else first)
+        with ExitStack() as stack:
+            saving = None
+            if self._reports is not None and kv_transfer_params is not None:
+                saving = stack.enter_context(self._reports.expect(num_staged_blocks(kv_transfer_params), saved))
+            values = prefill_values(request, kv_transfer_params, 0 if saving is None else saving.ticket)
+            outputs = self._outputs(request, values, is_staged=saving is not None, saving=saving)
+            async with aclosing(outputs):
+                async for output in outputs:
+                    if output.finished:
+                        yield self._prefilled(request, output)
+
+    def _with_load(self, piece: AnswerChunk, loading: Progress) -> AnswerChunk:
+        """The piece with the moments of its request's load."""
+        if piece.moments is None or self._reports is None:
+            return piece
+        self._reports.read()
+        loaded = {"loading_s": loading.began_s, "loaded_s": loading.ended_s, "loaded_bytes": loading.num_bytes}
+        return msgspec.structs.replace(piece, moments=msgspec.structs.replace(piece.moments, **loaded))
+
+    def _prefilled(self, request: Request, output: RequestOutput) -> Prefilled:
+        is_staged = self._reports is not None
+        if not is_staged and not output.kv_transfer_params:
+            raise AnswerError("vLLM keeps no KV of a finished prefill")
+        piece = piece_of(output, num_logprobs=request.sampling.logprobs)
+        first = msgspec.structs.replace(piece, finish=None)
+        params = None if is_staged else msgspec.json.encode(output.kv_transfer_params)
+        is_short = params is not None and stops_short(params, len(request.token_ids))
+        return Prefilled(params, None if is_short else first)
 
     async def discard(self, kv_transfer_params: bytes) -> None:
         params = _kv_transfer.decode_body({}, kv_transfer_params)["kv_transfer_params"]
@@ -152,8 +179,9 @@ class VllmBackend:
         await self._engine.notify_kv_transfer_request_rejected(f"discard/{self._num_begun}", params)
 
     async def _outputs(
-        self, request: Request, values: dict[str, Any], *, is_staged: bool = False
+        self, request: Request, values: dict[str, Any], *, is_staged: bool = False, saving: Progress | None = None
     ) -> AsyncGenerator[RequestOutput, None]:
+        """``saving``: the last output waits until all ranks have saved the request's KV."""
         self._num_begun += 1
         # A request that was aborted here may come again while vLLM still has the first one.
         request_id = f"{request.request_id}/{self._num_begun}"
@@ -166,7 +194,10 @@ class VllmBackend:
         is_finished = False
         try:
             async for output in answer:
-                is_finished = is_finished or output.finished
+                if output.finished:
+                    if saving is not None:
+                        await saving.complete()
+                    is_finished = True
                 yield output
         except self._terms.overload as exc:
             raise BackendRefusedError(f"vLLM is full: {_one_line(exc)}", 503) from exc
@@ -238,10 +269,13 @@ class VllmBackend:
         if self._question is not None:
             self._question.cancel()
             await asyncio.gather(self._question, return_exceptions=True)
+        # First: a worker that has failed does not wait for vLLM's end.
+        self._on_close()
         try:
             await asyncio.to_thread(self._engine.shutdown, SHUTDOWN_TIMEOUT_S)
         finally:
-            self._on_close()
+            if self._reports is not None:
+                self._reports.close(asyncio.get_running_loop())
 
 
 def _prompt(request: Request) -> dict[str, Any]:

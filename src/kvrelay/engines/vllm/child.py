@@ -7,13 +7,19 @@ its parent was killed. That holds while the model is loaded, too: an operator ma
 from __future__ import annotations
 
 import ctypes
+import importlib
+import logging
 import os
 import select
+import shutil
 import signal
 import threading
 
 from kvrelay.core.child_process import PR_SET_PDEATHSIG, WORKER_PID
 from kvrelay.engines.vllm.cores import CORES, parse_cores
+
+SCRATCH = "KVRELAY_SCRATCH"
+"""The environment variable with the worker's temporary directory."""
 
 
 class WorkerExtension:
@@ -27,7 +33,10 @@ class WorkerExtension:
         """Called once vLLM has started, on the thread that computes."""
 
     def kvrelay_at_rest(self) -> None:
-        """Answered between two steps, so those that were given to this worker before are over."""
+        """Answered between two steps, so those that were given to this worker before are over; and so are their copies
+        by kvrelay's connector."""
+        transfer = importlib.import_module("vllm.distributed.kv_transfer")
+        transfer.get_kv_transfer_group().drain()
 
 
 def stay_on_cores() -> None:
@@ -37,7 +46,8 @@ def stay_on_cores() -> None:
 
 
 def end_with(pid: int) -> None:
-    """A thread waits for the end of ``pid`` and then kills this process. Raises OSError if there is no such process."""
+    """A thread waits for the end of ``pid``, removes what that process could not, and then kills this process. Raises
+    OSError if there is no such process."""
     watched = os.pidfd_open(pid)
     threading.Thread(target=_wait, args=(watched,), name="end-with-parent", daemon=True).start()
 
@@ -46,6 +56,8 @@ def _wait(watched: int) -> None:
     poller = select.poll()
     poller.register(watched, select.POLLIN)
     poller.poll()
+    if directory := os.environ.get(SCRATCH):
+        shutil.rmtree(directory, ignore_errors=True)  # the worker was killed, or it is gone already
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -63,6 +75,8 @@ def _watch_worker() -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     # Before vLLM has computing threads.
     stay_on_cores()
+    # It warns of every scheduler that is not its own: that asynchronous scheduling may be off, which it is not.
+    logging.getLogger("vllm.config.scheduler").addFilter(lambda record: "custom scheduler" not in str(record.msg))
 
 
 _watch_worker()

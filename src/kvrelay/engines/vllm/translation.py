@@ -7,13 +7,12 @@ from typing import Any, Protocol
 
 import msgspec
 
-from kvrelay.core.grammar import GrammarKind
 from kvrelay.core.logprobs import PositionLogprobs, TokenLogprob
-from kvrelay.core.sampling import SamplingParams
 from kvrelay.engine.request import Request
+from kvrelay.engines.connector.terms import PARAMS_KEY
 from kvrelay.engines.hosted.backend import FINISH_REASONS, AnswerChunk, AnswerError
+from kvrelay.engines.hosted.moments import Moments
 from kvrelay.engines.hosted.vllm_transfer import VllmTransfer
-from kvrelay.errors import InvalidInputError
 
 SEED_MASK = 2**63 - 1
 SEED_STEP = 0x9E3779B97F4A7C15
@@ -31,6 +30,15 @@ class CompletionOutput(Protocol):
     finish_reason: str | None
 
 
+class RequestStats(Protocol):
+    """Of a request so far. The times are of the host's monotonic clock."""
+
+    queued_ts: float
+    scheduled_ts: float
+    first_token_ts: float
+    num_preemptions: int
+
+
 class RequestOutput(Protocol):
     """The part of a RequestOutput that is read: with RequestOutputKind.DELTA the tokens are the new ones."""
 
@@ -38,14 +46,8 @@ class RequestOutput(Protocol):
     finished: bool
     num_cached_tokens: int | None
     kv_transfer_params: Mapping[str, object] | None
-
-
-def require_possible(sampling: SamplingParams) -> None:
-    """Raise InvalidInputError, by name, for what this engine cannot do."""
-    if sampling.prompt_logprobs is not None:
-        raise InvalidInputError("engine vllm gives no prompt_logprobs", param="prompt_logprobs")
-    if sampling.grammar is not None and sampling.grammar.kind is GrammarKind.LARK:
-        raise InvalidInputError("engine vllm has no Lark grammars: use a JSON schema or a regex", param="grammar")
+    metrics: RequestStats | None
+    prompt_logprobs: Sequence[Mapping[int, Logprob] | None] | None
 
 
 def sampling_values(request: Request, num_tokens: int) -> dict[str, Any]:
@@ -56,7 +58,8 @@ def sampling_values(request: Request, num_tokens: int) -> dict[str, Any]:
     """
     sampling = request.sampling
     return {
-        "max_tokens": num_tokens,
+        # vLLM always samples one.
+        "max_tokens": max(num_tokens, 1),
         "min_tokens": min(max(sampling.min_tokens - request.num_output_tokens, 0), num_tokens),
         "temperature": sampling.temperature,
         "top_k": max(sampling.top_k, 0),
@@ -70,11 +73,12 @@ def sampling_values(request: Request, num_tokens: int) -> dict[str, Any]:
         "stop_token_ids": sorted(request.stop_ids),
         "ignore_eos": True,
         "logprobs": sampling.logprobs,
+        "prompt_logprobs": sampling.prompt_logprobs if request.wants_prompt_logprobs else None,
         "detokenize": False,
     }
 
 
-def prefill_values(request: Request, kv_transfer_params: bytes | None = None) -> dict[str, Any]:
+def prefill_values(request: Request, kv_transfer_params: bytes | None = None, ticket: int = 0) -> dict[str, Any]:
     """The same for a prefill whose KV is saved as ``kv_transfer_params`` say, or else that another vLLM pulls. In that
     case vLLM keeps the KV only if the answer ends by its length. So stop tokens are left out, unless they are not to be
     sampled."""
@@ -82,14 +86,21 @@ def prefill_values(request: Request, kv_transfer_params: bytes | None = None) ->
     if not values["min_tokens"]:
         values["stop_token_ids"] = []
     if kv_transfer_params is not None:
-        return {**values, "extra_args": staged_values(kv_transfer_params)}
+        return {**values, "extra_args": staged_values(kv_transfer_params, ticket)}
     asked, _ = VllmTransfer().prefill_body({})
     return {**values, "extra_args": {"kv_transfer_params": asked["kv_transfer_params"]}}
 
 
-def staged_values(kv_transfer_params: bytes) -> dict[str, Any]:
-    """``extra_args`` for kvrelay's connector. The parameters are this worker's own."""
-    return {"kv_transfer_params": msgspec.json.decode(kv_transfer_params)}
+def staged_values(kv_transfer_params: bytes, ticket: int = 0) -> dict[str, Any]:
+    """``extra_args`` for kvrelay's connector, whose reports name ``ticket``. The parameters are this worker's own."""
+    params = msgspec.json.decode(kv_transfer_params)
+    params[PARAMS_KEY]["ticket"] = ticket
+    return {"kv_transfer_params": params}
+
+
+def num_staged_blocks(kv_transfer_params: bytes) -> int:
+    """Staging blocks of a request, of the same parameters."""
+    return len(msgspec.json.decode(kv_transfer_params)[PARAMS_KEY]["block_ids"])
 
 
 def _seed(seed: int | None, num_output_tokens: int) -> int | None:
@@ -115,7 +126,28 @@ def piece_of(output: RequestOutput, *, num_logprobs: int | None) -> AnswerChunk:
         if len(positions) != len(token_ids):
             raise AnswerError("vLLM's logprobs do not belong to its tokens")
         logprobs = tuple(_position(token, known, num_logprobs) for token, known in zip(token_ids, positions))
-    return AnswerChunk(token_ids, logprobs, finish, None, output.num_cached_tokens)
+    return AnswerChunk(token_ids, logprobs, finish, None, output.num_cached_tokens, _moments(output.metrics))
+
+
+def _moments(stats: RequestStats | None) -> Moments | None:
+    if stats is None:
+        return None
+    return Moments(
+        taken_in_s=stats.queued_ts,
+        scheduled_s=stats.scheduled_ts,
+        sampled_s=stats.first_token_ts,
+        num_preemptions=stats.num_preemptions,
+    )
+
+
+def prompt_logprobs_of(request: Request, output: RequestOutput) -> tuple[PositionLogprobs, ...]:
+    """Of the prompt's tokens from the second one on. Raises AnswerError if they do not belong to it."""
+    known, num_top = output.prompt_logprobs or (), request.sampling.prompt_logprobs or 0
+    if len(known) != len(request.token_ids):
+        raise AnswerError("vLLM's prompt logprobs do not belong to the prompt")
+    # Those of an answer's tokens, which count as its prompt after a move, are not asked for.
+    tokens = request.token_ids[1 : request.num_prompt_tokens]
+    return tuple(_position(token, each or {}, num_top) for token, each in zip(tokens, known[1:]))
 
 
 def _position(token_id: int, known: Mapping[int, Logprob], num_top: int) -> PositionLogprobs:

@@ -20,6 +20,7 @@ from kvrelay.core.layout import KVLayout, paged_kv
 from kvrelay.engine.holding import num_holding_blocks
 from kvrelay.errors import ConfigError
 from kvrelay.executors.grammars import GrammarCompiler, GrammarMasks
+from kvrelay.executors.host_memory import require_host_memory
 from kvrelay.executors.torch.attention.base import Attention, AttentionSpec
 from kvrelay.executors.torch.config import ModelConfig, ModelFacts, load_model_config
 from kvrelay.executors.torch.kernels.base import Kernels
@@ -34,7 +35,7 @@ from kvrelay.executors.torch.slots import SlotStates
 from kvrelay.executors.torch.weights import Checkpoint
 
 if TYPE_CHECKING:
-    from kvrelay.executors.torch.parallel.rank_process import RankShard
+    from kvrelay.executors.torch.parallel.shard import RankShard
 
 _log = logging.getLogger(__name__)
 
@@ -55,7 +56,7 @@ def build_model_runner(
     ``runner.num_threads`` counts the threads of this process. Raises CheckpointError, UnsupportedModelError,
     ConfigError.
     """
-    config = load_model_config(model_dir)
+    config = load_model_config(model_dir, warns=shard is None)
     rank = ParallelRank() if shard is None else shard.rank
     device = _device(runner.device)
     dtype_name = _dtype(runner.dtype, config.dtype, device)
@@ -83,6 +84,8 @@ def build_model_runner(
         num_blocks = decide_num_blocks(
             layout, engine.num_blocks, engine.kv_cache_memory, lambda: auto_pool_bytes(device)
         )
+        if device.type == "cpu":
+            require_host_memory(num_blocks * layout.block_bytes, engine)
         # A pool on the CPU spills nothing: its holding area is host memory already.
         sizes = (holding_bytes, 0 if device.type == "cpu" else spill_bytes)
         num_held, num_spilled = (num_holding_blocks(size, layout.block_bytes, num_blocks) for size in sizes)

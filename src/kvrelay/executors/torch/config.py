@@ -1,20 +1,21 @@
 """A Hugging Face ``config.json`` as one frozen value, from which the models are built.
 
-Reads ``config.json`` and ``generation_config.json``, and refuses by name everything that the runner does not compute.
+Reads ``config.json``, and refuses by name everything that the runner does not compute.
 Knows no tensors: importing it does not import torch.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
 import msgspec
+from msgspec.structs import replace
 
 from kvrelay.errors import CheckpointError, UnsupportedModelError
+from kvrelay.executors.checkpoint_facts import JsonObject, end_token_ids, read_json_object
 
 Family = Literal["llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe"]
 
@@ -34,7 +35,18 @@ MOST_LAYERS = 10_000
 LARGEST_NUMBER, SMALLEST_POSITIVE = 1e38, 1e-38
 """Within the range of float32, in which the runner computes."""
 
-JsonObject = Mapping[str, object]
+_COMMON: dict[str, object] = {"rms_norm_eps": 1e-6, "rope_theta": 10_000.0}
+_QWEN = _COMMON | {"num_key_value_heads": 32, "max_position_embeddings": 32_768, "sliding_window": 4096}
+_MISTRAL = _COMMON | {"num_key_value_heads": 8, "max_position_embeddings": 131_072}
+_ABSENT: dict[Family, dict[str, object]] = {
+    "llama": _COMMON | {"max_position_embeddings": 2048},
+    "mistral": _MISTRAL | {"sliding_window": 4096},
+    "qwen2": _QWEN,
+    "qwen3": _QWEN | {"head_dim": 128},
+    "mixtral": _MISTRAL | {"rms_norm_eps": 1e-5, "rope_theta": 1e6},
+    "qwen3_moe": _QWEN | {"num_key_value_heads": 4},
+}
+"""What absent keys mean in transformers. Where null means something else, its reader says so."""
 
 
 class RopeConfig(msgspec.Struct, frozen=True):
@@ -85,9 +97,9 @@ class ModelConfig(msgspec.Struct, frozen=True):
     max_position: int
     rope: RopeConfig
     dtype: str
-    eos_token_ids: tuple[int, ...]
     windows: tuple[int, ...]
     sparse: tuple[bool, ...]
+    eos_token_ids: tuple[int, ...] = ()
     moe: MoeConfig | None = None
     tied_embeddings: bool = False
     qkv_bias: bool = False
@@ -106,25 +118,25 @@ class ModelFacts(msgspec.Struct, frozen=True):
     max_num_batched_tokens: int
 
 
-def load_model_config(model_dir: Path) -> ModelConfig:
-    """Read ``config.json`` (and the EOS ids of ``generation_config.json``) of a checkpoint directory.
+def load_model_config(model_dir: Path, *, warns: bool = True) -> ModelConfig:
+    """Read ``config.json`` of a checkpoint directory, and its end tokens as ``end_token_ids`` does.
 
     Raises CheckpointError for a missing or damaged file, UnsupportedModelError for a model that the runner does not
     compute.
     """
     if not model_dir.is_dir():
         raise CheckpointError(f"{model_dir} is not a checkpoint directory")
-    raw = _read_json(model_dir / "config.json")
-    generation = model_dir / "generation_config.json"
-    eos = _eos_ids(_read_json(generation) if generation.is_file() else {}) or _eos_ids(raw)
-    return parse_model_config(raw, eos)
+    raw = read_json_object(model_dir / "config.json")
+    config = parse_model_config(raw)
+    return replace(config, eos_token_ids=end_token_ids(model_dir, raw, config.vocab_size, warns=warns))
 
 
-def parse_model_config(raw: JsonObject, eos_token_ids: tuple[int, ...] = ()) -> ModelConfig:
-    """The configuration in ``raw``, a parsed ``config.json``. Raises as ``load_model_config`` does."""
+def parse_model_config(raw: JsonObject) -> ModelConfig:
+    """The configuration in ``raw``, a parsed ``config.json``, without end tokens. Raises as ``load_model_config``
+    does."""
     family = _family(raw)
-    _refuse_unsupported(raw)
-    fields = _Fields(raw)
+    _refuse_unsupported(raw, family)
+    fields = _Fields(_ABSENT[family] | dict(raw))
     hidden, num_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
     num_kv_heads = fields.integer("num_key_value_heads", num_heads)
     head_dim = fields.integer("head_dim", max(hidden // num_heads, 1))
@@ -135,7 +147,7 @@ def parse_model_config(raw: JsonObject, eos_token_ids: tuple[int, ...] = ()) -> 
     num_layers = fields.integer("num_hidden_layers", largest=MOST_LAYERS)
     attention_bias = fields.flag("attention_bias")
     moe = _moe(family, fields)
-    max_position, rope = fields.integer("max_position_embeddings", 2048), _rope(fields, head_dim)
+    rope, max_position = _rope(fields, head_dim)
     return ModelConfig(
         family=family,
         vocab_size=fields.integer("vocab_size"),
@@ -145,11 +157,10 @@ def parse_model_config(raw: JsonObject, eos_token_ids: tuple[int, ...] = ()) -> 
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        norm_eps=fields.positive("rms_norm_eps", 1e-6),
-        max_position=rope.original_max_position if rope.kind == "longrope" else max_position,
+        norm_eps=fields.positive("rms_norm_eps"),
+        max_position=max_position,
         rope=rope,
         dtype=_dtype(raw),
-        eos_token_ids=eos_token_ids,
         windows=_windows(family, fields, num_layers),
         sparse=_sparse_layers(family, fields, num_layers),
         moe=moe,
@@ -163,7 +174,7 @@ def parse_model_config(raw: JsonObject, eos_token_ids: tuple[int, ...] = ()) -> 
 
 
 class _Fields(msgspec.Struct, frozen=True):
-    """Typed reading of ``config.json``; null counts as absent."""
+    """Typed reading of ``config.json``; null counts as absent, and without a default is refused."""
 
     raw: JsonObject
 
@@ -175,16 +186,16 @@ class _Fields(msgspec.Struct, frozen=True):
             raise CheckpointError(f"config.json: {name} must be an integer from 1 to {largest:,}, got {_shown(value)}")
         return value
 
-    def number(self, name: str, default: float) -> float:
+    def number(self, name: str, default: float | None = None) -> float:
         """At least 0."""
         return self._number(name, default, 0.0)
 
-    def positive(self, name: str, default: float) -> float:
+    def positive(self, name: str, default: float | None = None) -> float:
         return self._number(name, default, SMALLEST_POSITIVE)
 
-    def _number(self, name: str, default: float, smallest: float) -> float:
+    def _number(self, name: str, default: float | None, smallest: float) -> float:
         value = self.raw.get(name)
-        if value is None:
+        if value is None and default is not None:
             return default
         # Compared before it is converted: an integer of JSON may be too large for a float.
         if isinstance(value, bool) or not isinstance(value, int | float) or not smallest <= value <= LARGEST_NUMBER:
@@ -202,7 +213,9 @@ class _Fields(msgspec.Struct, frozen=True):
 
     def nested(self, name: str) -> _Fields:
         value = self.raw.get(name)
-        return _Fields(value if isinstance(value, Mapping) else {})
+        if not isinstance(value, Mapping | None):
+            raise CheckpointError(f"config.json: {name} must be an object, got {_shown(value)}")
+        return _Fields(value or {})
 
 
 def _shown(value: object) -> str:
@@ -212,45 +225,31 @@ def _shown(value: object) -> str:
     return repr(value)[:80]
 
 
-def _read_json(path: Path) -> JsonObject:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as exc:
-        raise CheckpointError(f"{path.parent} has no {path.name}") from exc
-    except (OSError, ValueError, RecursionError) as exc:
-        raise CheckpointError(f"cannot read {path}: {exc}") from exc
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path} does not hold a JSON object")
-    return content
-
-
-def _eos_ids(raw: JsonObject) -> tuple[int, ...]:
-    value = raw.get("eos_token_id")
-    if isinstance(value, int):
-        return (value,)
-    if isinstance(value, list):
-        return tuple(item for item in value if isinstance(item, int))
-    return ()
-
-
 def _family(raw: JsonObject) -> Family:
     names = raw.get("architectures")
     if not isinstance(names, list) or not names:
-        raise CheckpointError("config.json names no architecture")
+        raise CheckpointError(f"config.json names no architecture; supported: {', '.join(ARCHITECTURES)}")
     for name in names:
-        if name in ARCHITECTURES:
+        if isinstance(name, str) and name in ARCHITECTURES:
             return ARCHITECTURES[name]
     raise UnsupportedModelError(
         f"architecture {names[0]} is not supported; supported: {', '.join(ARCHITECTURES)}", param="architectures"
     )
 
 
-def _refuse_unsupported(raw: JsonObject) -> None:
+def _refuse_unsupported(raw: JsonObject, family: Family) -> None:
     if raw.get("quantization_config") is not None:
         raise UnsupportedModelError("quantized checkpoints (quantization_config) are not supported")
     activation = raw.get("hidden_act") or "silu"
     if activation not in ("silu", "swish"):
         raise UnsupportedModelError(f"hidden_act {activation} is not supported, only silu")
+    _refuse_partial(raw)
+    if family in ("mistral", "mixtral") and raw.get("attention_bias"):
+        # transformers ignores it, vLLM does not.
+        raise UnsupportedModelError(f"attention_bias is not supported for {family}")
+
+
+def _refuse_partial(raw: JsonObject) -> None:
     partial = raw.get("partial_rotary_factor")
     if partial not in (None, 1, 1.0):
         raise UnsupportedModelError(f"partial_rotary_factor {partial} is not supported, only 1")
@@ -263,43 +262,50 @@ def _dtype(raw: JsonObject) -> str:
     return str(value)
 
 
-def _rope(fields: _Fields, head_dim: int) -> RopeConfig:
-    """Both spellings: ``rope_theta`` with ``rope_scaling``, and transformers 5's ``rope_parameters``."""
-    scaling = fields.nested("rope_parameters")
+_ORIGINAL = "original_max_position_embeddings"
+
+
+def _rope(fields: _Fields, head_dim: int) -> tuple[RopeConfig, int]:
+    """The rotary embedding and the longest context. Both spellings: ``rope_theta`` with ``rope_scaling``, which wins,
+    and transformers 5's ``rope_parameters``."""
+    scaling = fields.nested("rope_scaling")
     if not scaling.raw:
-        scaling = fields.nested("rope_scaling")
-    theta = scaling.positive("rope_theta", fields.positive("rope_theta", 10_000.0))
+        scaling = fields.nested("rope_parameters")
+    _refuse_partial(scaling.raw)
+    for name, value in scaling.raw.items():
+        if isinstance(value, Mapping):
+            raise UnsupportedModelError(f"rotary parameters by kind of layer ({name}) are not supported")
+    theta = (fields if scaling.raw.get("rope_theta") is None else scaling).positive("rope_theta")
     if theta <= 1:
         raise CheckpointError(f"config.json: rope_theta must be above 1, got {theta}")
+    max_position = fields.integer("max_position_embeddings")
     kind = scaling.raw.get("rope_type") or scaling.raw.get("type") or "default"
     # Dynamic NTK scaling changes nothing within max_position_embeddings, and no sequence here is longer.
     if kind in ("default", "dynamic"):
-        return RopeConfig(theta)
+        return RopeConfig(theta), max_position
     if kind == "linear":
-        return RopeConfig(theta, "linear", scaling.positive("factor", 1.0))
+        return RopeConfig(theta, "linear", scaling.positive("factor")), max_position
+    original = fields.integer(_ORIGINAL, scaling.integer(_ORIGINAL, max_position))
+    is_given = fields.raw.get(_ORIGINAL) is not None or scaling.raw.get(_ORIGINAL) is not None
     if kind == "llama3":
-        low, high = scaling.positive("low_freq_factor", 1.0), scaling.positive("high_freq_factor", 4.0)
+        low, high = scaling.positive("low_freq_factor"), scaling.positive("high_freq_factor")
         if low >= high:
             raise CheckpointError(f"config.json: low_freq_factor {low} must be below high_freq_factor {high}")
-        return RopeConfig(
-            theta,
-            "llama3",
-            scaling.positive("factor", 8.0),
-            low,
-            high,
-            scaling.integer("original_max_position_embeddings", 8192),
-        )
+        return RopeConfig(theta, "llama3", scaling.positive("factor"), low, high, original), max_position
     if kind == "yarn":
-        return _yarn(theta, scaling, fields)
+        rope = _yarn(theta, scaling, max_position, original)
+        # As in vLLM, unless the file has a longer one.
+        extended = original * rope.factor if is_given else 0
+        if extended > LARGEST_INTEGER:
+            raise CheckpointError(f"config.json: factor {rope.factor} makes a context of more than {LARGEST_INTEGER:,}")
+        return rope, max(max_position, int(extended))
     if kind in ("longrope", "su"):
-        return _longrope(theta, scaling, fields, head_dim)
+        return _longrope(theta, scaling, max_position, original, head_dim), original
     supported = "default, linear, dynamic, llama3, yarn, longrope"
     raise UnsupportedModelError(f"rope type {kind} is not supported; supported: {supported}")
 
 
-def _yarn(theta: float, scaling: _Fields, fields: _Fields) -> RopeConfig:
-    max_position = fields.integer("max_position_embeddings", 2048)
-    original = scaling.integer("original_max_position_embeddings", max_position)
+def _yarn(theta: float, scaling: _Fields, max_position: int, original: int) -> RopeConfig:
     factor = scaling.positive("factor", max_position / original)
     mscale, mscale_all = scaling.number("mscale", 0.0), scaling.number("mscale_all_dim", 0.0)
     if mscale and mscale_all:
@@ -318,13 +324,10 @@ def _yarn(theta: float, scaling: _Fields, fields: _Fields) -> RopeConfig:
     )
 
 
-def _longrope(theta: float, scaling: _Fields, fields: _Fields, head_dim: int) -> RopeConfig:
+def _longrope(theta: float, scaling: _Fields, max_position: int, original: int, head_dim: int) -> RopeConfig:
     """Only the short factors. A sequence that outgrows the original context changes to the long ones at all of its
     positions, so the KV of a prefix would depend on what follows, and could be neither cached nor handed over. The
     context therefore ends there."""
-    max_position = fields.integer("max_position_embeddings", 2048)
-    default = fields.integer("original_max_position_embeddings", max_position)
-    original = scaling.integer("original_max_position_embeddings", default)
     factors = scaling.raw.get("short_factor")
     if not isinstance(factors, list) or len(factors) != head_dim // 2 or not all(_is_positive(f) for f in factors):
         raise CheckpointError(f"config.json: short_factor must be {head_dim // 2} positive numbers")
@@ -349,33 +352,40 @@ def _yarn_scale(factor: float, mscale: float) -> float:
 
 
 def _windows(family: Family, fields: _Fields, num_layers: int) -> tuple[int, ...]:
-    """Mistral and Mixtral have sliding windows in all layers; the Qwen models from ``max_window_layers`` on, if
-    ``use_sliding_window`` is set."""
-    if fields.raw.get("sliding_window") is None or family == "llama":
-        return (0,) * num_layers
-    window = fields.integer("sliding_window")
-    if family in ("mistral", "mixtral"):
-        return (window,) * num_layers
-    if not fields.flag("use_sliding_window"):
-        return (0,) * num_layers
+    """Llama has none. Qwen2 and Qwen3 have them in layers of their own, the others in all; the Qwen models only if
+    ``use_sliding_window`` is set. A null ``sliding_window`` is none."""
+    window, differ = 0, family in ("qwen2", "qwen3")
+    is_used = family in ("mistral", "mixtral") or (family != "llama" and fields.flag("use_sliding_window"))
+    if is_used and fields.raw.get("sliding_window") is not None:
+        window = fields.integer("sliding_window")
+    first = fields.number("max_window_layers", 28) if differ else 0
+    windows = tuple(window if layer >= first else 0 for layer in range(num_layers))
     kinds = fields.raw.get("layer_types")
-    if isinstance(kinds, list) and len(kinds) == num_layers:
-        return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
-    first = fields.number("max_window_layers", 28)
-    return tuple(window if layer >= first else 0 for layer in range(num_layers))
+    if kinds is None:
+        return windows
+    if not isinstance(kinds, list) or len(kinds) != num_layers:
+        raise CheckpointError(f"config.json: layer_types must be a list of {num_layers} names, got {_shown(kinds)}")
+    for kind in kinds:
+        if kind not in ("full_attention", "sliding_attention"):
+            raise UnsupportedModelError(f"layer_types: {_shown(kind)} is not supported")
+    wanted = tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
+    # transformers ignores such types of other families, vLLM does not.
+    if (wanted != windows and not differ) or ("sliding_attention" in kinds and not window):
+        raise UnsupportedModelError(f"layer_types contradicts the sliding windows that a {family} model has without it")
+    return wanted
 
 
 def _moe(family: Family, fields: _Fields) -> MoeConfig | None:
+    # Each family's name for the number of experts is also that of the other.
     if family == "mixtral":
         moe = MoeConfig(
-            fields.integer("num_local_experts", 8),
+            fields.integer("num_local_experts", fields.integer("num_experts", 8)),
             fields.integer("num_experts_per_tok", 2),
             fields.integer("intermediate_size"),
             normalize=True,
         )
     elif family == "qwen3_moe":
         moe = MoeConfig(
-            # transformers 5 uses Mixtral's name for this field.
             fields.integer("num_experts", fields.integer("num_local_experts", 128)),
             fields.integer("num_experts_per_tok", 8),
             fields.integer("moe_intermediate_size", 768),
@@ -395,6 +405,6 @@ def _sparse_layers(family: Family, fields: _Fields, num_layers: int) -> tuple[bo
         return (False,) * num_layers
     step = fields.integer("decoder_sparse_step", 1)
     dense = fields.raw.get("mlp_only_layers") or []
-    if not isinstance(dense, list):
-        raise CheckpointError(f"config.json: mlp_only_layers must be a list, got {dense!r}")
+    if not isinstance(dense, list) or not all(isinstance(layer, int) for layer in dense):
+        raise CheckpointError(f"config.json: mlp_only_layers must be a list of integers, got {_shown(dense)}")
     return tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(num_layers))

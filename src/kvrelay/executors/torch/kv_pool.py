@@ -15,13 +15,14 @@ from contextlib import suppress
 
 import numpy as np
 import numpy.typing as npt
-import psutil
 import torch
 
-from kvrelay.config.byte_sizes import parse_bytes
+from kvrelay.config.byte_sizes import parse_bytes, shown_bytes
 from kvrelay.core.checksums import unit_checksums
+from kvrelay.core.control_groups import available_bytes
 from kvrelay.core.layout import KVLayout, MemoryRegion
 from kvrelay.errors import ConfigError
+from kvrelay.executors.host_memory import private_memory
 
 _AUTO_CPU_SHARE, _AUTO_CPU_LIMIT_BYTES = 0.25, 2**30
 _AUTO_CUDA_SHARE = 0.8
@@ -51,13 +52,20 @@ class KvPool:
         num_bytes = (num_blocks + num_holding_blocks) * layout.block_bytes
         if device.type == "cpu":
             if memory is None:
-                memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+                memory = private_memory(num_bytes)
                 # A head's part of a block is about a page, so a step of decodes would miss the TLB at each.
                 with suppress(OSError):  # a kernel without huge pages
                     memory.madvise(mmap.MADV_HUGEPAGE)
             flat = torch.frombuffer(memory, dtype=dtype, count=num_bytes // dtype.itemsize)
         else:
-            flat = torch.zeros(num_bytes // dtype.itemsize, dtype=dtype, device=device)
+            try:
+                flat = torch.zeros(num_bytes // dtype.itemsize, dtype=dtype, device=device)
+            except RuntimeError as exc:  # torch.OutOfMemoryError, and sizes beyond its integers
+                raise ConfigError(
+                    f"a KV pool of {shown_bytes(num_bytes)} does not fit into the memory of {device} "
+                    f"({str(exc).splitlines()[0]}): give a smaller --kv-cache-memory or --num-blocks",
+                    param="kv_cache_memory",
+                ) from exc
         region = layout.regions[0].region
         shape = (region.num_layers, region.num_vectors, region.num_heads, layout.block_size, region.entry_values)
         self.tensor = flat.view(-1, *shape)
@@ -114,6 +122,6 @@ def decide_num_blocks(layout: KVLayout, num_blocks: int, kv_cache_memory: str, f
 def auto_pool_bytes(device: torch.device) -> int:
     """A share of the free memory: on a CPU a quarter and at most 1 GiB, so that two workers fit on a laptop."""
     if device.type == "cpu":
-        return min(int(psutil.virtual_memory().available * _AUTO_CPU_SHARE), _AUTO_CPU_LIMIT_BYTES)
+        return min(int(available_bytes() * _AUTO_CPU_SHARE), _AUTO_CPU_LIMIT_BYTES)
     free, _ = torch.cuda.mem_get_info(device)
     return int(free * _AUTO_CUDA_SHARE)

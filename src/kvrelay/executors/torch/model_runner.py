@@ -7,7 +7,8 @@ hand-offs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +16,7 @@ import torch
 
 from kvrelay.core.logprobs import PositionLogprobs
 from kvrelay.core.sampling import SamplingParams
-from kvrelay.engine.step import NO_TOKEN, Int32Array, ModelOutput, NewSequence, SchedulerOutput
+from kvrelay.engine.step import NO_TOKEN, NOT_NUMBERS, Int32Array, ModelOutput, NewSequence, SchedulerOutput
 from kvrelay.executors.grammars import ComputingMasks, GrammarMasks
 from kvrelay.executors.torch.attention.base import Attention
 from kvrelay.executors.torch.config import ModelFacts
@@ -84,6 +85,9 @@ class ModelRunner:
             hidden, num_samples = self._forward(batch, prompt_tokens)
             prompt_logprobs = self._prompt_logprobs.collect(batch, self._decoder, hidden[num_samples:])
             output = self._sample(rows, slots, hidden[:num_samples], prompt_logprobs, computing)
+        for row, entries in prompt_logprobs.items():
+            if not _are_finite(entries):
+                output.failures[row] = NOT_NUMBERS
         states.advance(batch)
         return output
 
@@ -140,11 +144,16 @@ class ModelRunner:
         else:
             token_ids, failed = self._obey(computing, logits, slots)
             failures = {int(rows[row]): reason for row, reason in failed.items()}
+        unsound = _unsound(logits, token_ids)
+        if unsound is not None:
+            failures |= dict.fromkeys(rows[unsound].tolist(), NOT_NUMBERS)
         self._states.append(slots, token_ids)
         chosen = token_ids.tolist()
         if computing is not None and not computing.is_settled:
             self._grammars.advance(slots.tolist(), chosen)
-        return ModelOutput(chosen, self._logprobs(logits, token_ids, rows, slots), prompt_logprobs, failures)
+        logprobs = self._logprobs(logits, token_ids, rows, slots)
+        failures |= {row: NOT_NUMBERS for row, entry in logprobs.items() if not _are_finite((entry,))}
+        return ModelOutput(chosen, logprobs, prompt_logprobs, failures)
 
     def _obey(
         self, computing: ComputingMasks, logits: torch.Tensor, slots: Int32Array
@@ -201,6 +210,21 @@ class ModelRunner:
         """The pool's memory is freed with its last reference, because a transport may still hold the region."""
         self._grammars.close()
         self._grammars.compiler.close()
+
+
+def _unsound(logits: torch.Tensor, token_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_] | None:
+    """Rows whose token has no finite score; None: all have. To each search a NaN is the best score, so it is seen."""
+    if logits.device.type == "cpu":
+        scores = logits.numpy()[range(len(token_ids)), token_ids]
+    else:
+        chosen = torch.from_numpy(token_ids.clip(0)).to(logits.device)
+        scores = logits.gather(1, chosen[:, None])[:, 0].cpu().numpy()
+    finite = np.isfinite(scores)
+    return None if np.logical_and.reduce(finite) else ~finite & (token_ids != NO_TOKEN)
+
+
+def _are_finite(entries: Iterable[PositionLogprobs]) -> bool:
+    return all(math.isfinite(entry.chosen.logprob) for entry in entries)
 
 
 def _warm_up_work(slots: list[int], num_tokens: int, num_computed: int) -> SchedulerOutput:

@@ -12,9 +12,11 @@ new ones.
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import hashlib
 import hmac
 import logging
+import os
 import re
 import secrets
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -184,10 +186,36 @@ def read_keys_file(path: Path) -> dict[str, ApiKey]:
 
     Raises ConfigError with file and line.
     """
+    keys = _read_keys(path)
+    if not keys:
+        # Otherwise an empty file would open the service.
+        raise ConfigError(f"{path} holds no API key; make one with kvrelay api-key", param="api_keys_file")
+    return keys
+
+
+def append_key(path: Path, name: str, line: str) -> None:
+    """Add the line of the key ``name``. A file that is not there is made, for its owner alone.
+
+    Raises ConfigError if the file has that name or cannot be read or written.
+    """
+    try:
+        with open(path, "a", encoding="utf-8", opener=lambda file, flags: os.open(file, flags, 0o600)) as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            if name in _read_keys(path):
+                raise ConfigError(
+                    f"{path} has a key named {name}: choose another name, or remove its line", param="name"
+                )
+            is_open = path.read_bytes()[-1:] not in (b"", b"\n")
+            file.write(("\n" if is_open else "") + line + "\n")
+    except OSError as exc:
+        raise ConfigError(f"cannot write {path}: {exc.strerror}", param="append") from exc
+
+
+def _read_keys(path: Path) -> dict[str, ApiKey]:
     try:
         if path.stat().st_size > MAX_FILE_BYTES:
             raise ConfigError(f"{path} is too large for a file of API keys", param="api_keys_file")
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as exc:
         raise ConfigError(f"cannot read API keys from {path}: {exc}", param="api_keys_file") from exc
     keys: dict[str, ApiKey] = {}
@@ -202,9 +230,6 @@ def read_keys_file(path: Path) -> dict[str, ApiKey]:
         if name in keys:
             raise ConfigError(f"{path}, line {number}: another key is already named {name}", param="api_keys_file")
         keys[name] = key
-    if not keys:
-        # Otherwise an empty file would open the service.
-        raise ConfigError(f"{path} holds no API key; make one with kvrelay api-key", param="api_keys_file")
     return keys
 
 

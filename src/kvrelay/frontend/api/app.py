@@ -10,13 +10,15 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
+from urllib.parse import parse_qs
 
 import msgspec
 
 from kvrelay.config import FrontendConfig, KeyLimits
-from kvrelay.core.addresses import is_loopback
+from kvrelay.config.addresses import is_loopback
 from kvrelay.core.clock import MonotonicClock
-from kvrelay.core.handoff import HandoffOrder
+from kvrelay.core.handoff import OrderPolicy
+from kvrelay.core.status import outcome_of
 from kvrelay.core.tasks import TaskSet
 from kvrelay.errors import InvalidInputError, KvrelayError
 from kvrelay.frontend.access.access_log import AccessLog
@@ -25,7 +27,7 @@ from kvrelay.frontend.access.api_keys import ApiKeys, following
 from kvrelay.frontend.access.cors import AllowedOrigins
 from kvrelay.frontend.anthropic import COUNT_TOKENS_PATH, COUNTED, MESSAGES, MESSAGES_PATH, anthropic_error
 from kvrelay.frontend.api.cluster_shown import CLUSTER_PATH, ShownCluster
-from kvrelay.frontend.api.content_coding import gunzipped, is_coded
+from kvrelay.frontend.api.content_coding import gunzipped, is_coded, utf8_json
 from kvrelay.frontend.api.fields import RequestFields
 from kvrelay.frontend.api.openapi import docs_page, openapi_document
 from kvrelay.frontend.api.page import PAGE, Page
@@ -111,7 +113,7 @@ class TokenizerInfo(msgspec.Struct, frozen=True):
 
 class Route(msgspec.Struct, frozen=True):
     """A path's method, handler, and the prefix of its request ids. ``takes_x_api_key``: the key may stand in that
-    header. ``shows_requests``: the keys of operators are admitted too, and HTTP Basic.
+    header. ``shows_requests``: the keys of operators are admitted too, and HTTP Basic. ``is_scraped``: the former only.
     ``is_traced``: it generates, so its requests can be shown."""
 
     method: str
@@ -119,6 +121,7 @@ class Route(msgspec.Struct, frozen=True):
     id_prefix: str = "req-"
     takes_x_api_key: bool = False
     shows_requests: bool = False
+    is_scraped: bool = False
     is_traced: bool = False
 
 
@@ -164,10 +167,21 @@ class FrontendApp:
             shown.kept,
         )
         routing = RoutingEndpoints(
-            cluster, self._threads, fields, HandoffOrder(config.order), metrics, is_shared=config.share_prefix_cache
+            cluster, self._threads, fields, OrderPolicy(config.order), metrics, is_shared=config.share_prefix_cache
         )
+        shown_cluster = ShownCluster(cluster, frontends, metrics.objectives)
+        self._routes = self._build_routes(pipeline, routing, shown_cluster)
+        self._named_routes = {
+            MODEL_PATH: Route("GET", self._model),
+            f"{REQUESTS_PATH}/": Route("GET", shown.show, shows_requests=True),
+        }
+        """Paths that end with a name."""
+
+    def _build_routes(
+        self, pipeline: Pipeline, routing: RoutingEndpoints, shown_cluster: ShownCluster
+    ) -> dict[str, Route]:
         page = Page()
-        self._routes = {
+        return {
             "/v1/completions": Route("POST", pipeline.complete, "cmpl-", is_traced=True),
             "/v1/chat/completions": Route(
                 "POST", partial(pipeline.chat, CHAT_COMPLETIONS), "chatcmpl-", is_traced=True
@@ -182,25 +196,20 @@ class FrontendApp:
             "/detokenize": Route("POST", self._detokenize),
             "/health": Route("GET", self._health),
             "/live": Route("GET", self._live),
-            "/metrics": Route("GET", self._render_metrics),
+            "/metrics": Route("GET", self._render_metrics, is_scraped=True),
             "/version": Route("GET", self._version),
             "/openapi.json": Route("GET", self._document),
             "/ping": Route("GET", self._health),
             "/load": Route("GET", self._load),
             "/tokenizer_info": Route("GET", self._tokenizer_info),
             "/docs": Route("GET", self._docs),
-            REQUESTS_PATH: Route("GET", shown.show_list, shows_requests=True),
-            CLUSTER_PATH: Route("GET", ShownCluster(cluster, frontends).show, shows_requests=True),
+            REQUESTS_PATH: Route("GET", self._shown.show_list, shows_requests=True),
+            CLUSTER_PATH: Route("GET", shown_cluster.show, shows_requests=True),
             "/": Route("GET", page.redirect),
             PAGE.rstrip("/"): Route("GET", page.redirect, shows_requests=True),
             **dict.fromkeys(page.paths, Route("GET", page.show, shows_requests=True)),
             **dict.fromkeys(NOT_SERVED, Route("POST", self._refuse)),
         }
-        self._named_routes = {
-            MODEL_PATH: Route("GET", self._model),
-            f"{REQUESTS_PATH}/": Route("GET", shown.show, shows_requests=True),
-        }
-        """Paths that end with a name."""
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
@@ -234,6 +243,8 @@ class FrontendApp:
                 if route.shows_requests
                 else self._keys.name_of(authorization)
             )
+            if client is None and route.is_scraped and self._shown.is_operator(authorization):
+                client = ""
             if client is None:
                 challenge = CHALLENGE if route.shows_requests else [(b"www-authenticate", b"Bearer")]
                 failure = Failure(401, "a valid API key is needed", code="invalid_api_key")
@@ -262,7 +273,11 @@ class FrontendApp:
 
     def _route(self, path: str) -> Route | None:
         route = self._routes.get(path)
-        return route if route is not None else self._named_routes.get(_stem(path))
+        return route if route is not None else self._named_routes.get(self._stem(path))
+
+    def _stem(self, path: str) -> str:
+        """All but the name at the end; empty if there is none. Names of models have slashes."""
+        return next((stem for stem in self._named_routes if path.startswith(stem) and path != stem), "")
 
     def _check_rate(self, request: HttpRequest) -> None:
         """Raises OverloadedError for a client that exceeds its request rate, and KeyRevokedError for one whose key was
@@ -282,7 +297,7 @@ class FrontendApp:
         path = exchange.request.path
         route = self._route(path)
         assert route is not None
-        endpoint = path if path in self._routes else _stem(path) + "{id}"
+        endpoint = path if path in self._routes else self._stem(path) + "{id}"
         request_id = _request_id(exchange.request, route.id_prefix, self._shown.name)
         status, started_s = "200", time.monotonic()
         error: str | None = None
@@ -319,7 +334,7 @@ class FrontendApp:
             _log.exception("%s failed", request_id)
             _cut_short(exchange, Failure(500, "internal error"), request_id)
         if kept is not None:
-            kept.end(request_id, error)
+            kept.end(request_id, error, outcome_of(status))
         self._metrics.answered(endpoint, status, request.model)
         duration_s = time.monotonic() - started_s
         self._access_log.write(request_id, request.client, request.method, path, status, duration_s)
@@ -332,6 +347,7 @@ class FrontendApp:
             limit = self._max_body_bytes if own is None else min(own, self._max_body_bytes)
             work = gunzipped(request.body, limit)
             exchange.replace_body(await self._threads.run(limit, work, partial(require_client, exchange)))
+        request.body = utf8_json(request.body)
 
     # -- handlers -----------------------------------------------------------------------------------------------------
 
@@ -365,8 +381,8 @@ class FrontendApp:
 
     async def _tokenizer_info(self, exchange: Exchange, request_id: str) -> None:
         """Of the first model, or of the one that the query names as ``model=``. Raises ModelNotFoundError."""
-        _, _, name = exchange.request.query.partition("model=")
-        model = self._cluster.model(name or None)
+        names = parse_qs(exchange.request.query).get("model", [None])
+        model = self._cluster.model(names[-1])
         template = model.tokenizer.chat_template
         source = template.source if template is not None else None
         _respond(exchange, TokenizerInfo(model.name, model.tokenizer.vocab_size, model.max_model_len, source))
@@ -445,12 +461,6 @@ def _authorization(request: HttpRequest, route: Route) -> str:
     """The authorization header, or the same from ``x-api-key``."""
     given = request.headers.get("authorization", "")
     return given if given or not route.takes_x_api_key else f"Bearer {request.headers.get('x-api-key', '')}"
-
-
-def _stem(path: str) -> str:
-    """All but the name at the end; empty if there is none."""
-    stem, _, name = path.rpartition("/")
-    return f"{stem}/" if name else ""
 
 
 def _request_id(request: HttpRequest, prefix: str, frontend: str) -> str:

@@ -11,13 +11,15 @@ from urllib.parse import parse_qs
 
 import msgspec
 
+from kvrelay.config import DisaggConfig
 from kvrelay.errors import InvalidInputError
-from kvrelay.frontend.cluster.figures import HISTORY_S
+from kvrelay.frontend.cluster.figures import COARSE_S, HISTORY_S
 from kvrelay.frontend.cluster.frontends import Frontends, KnownFrontend
 from kvrelay.frontend.cluster.snapshot import (
     FlowView,
     FrontendView,
     History,
+    TimesView,
     Totals,
     WorkerView,
     all_rows,
@@ -25,6 +27,8 @@ from kvrelay.frontend.cluster.snapshot import (
     flows_of,
     frontend_view,
     history,
+    hour_rows,
+    times_views,
     totals,
     worker_views,
 )
@@ -53,6 +57,7 @@ class ClusterSnapshot(msgspec.Struct, frozen=True):
     wrong_now: list[Wrong]
     total: Totals
     workers: list[WorkerView]
+    times: list[TimesView]
     flows: list[FlowView]
     frontends: list[FrontendView]
     planners: list[PlannerReport]
@@ -62,8 +67,15 @@ class ClusterSnapshot(msgspec.Struct, frozen=True):
 class ShownCluster:
     """The handler that ``FrontendApp`` expects."""
 
-    def __init__(self, cluster: ClusterView, frontends: Frontends, now_unix_s: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        cluster: ClusterView,
+        frontends: Frontends,
+        objectives: DisaggConfig,
+        now_unix_s: Callable[[], float] = time.time,
+    ) -> None:
         self._cluster = cluster
+        self._objectives = objectives
         self._frontends = frontends
         self._now_unix_s = now_unix_s
         self._looking = asyncio.Lock()
@@ -73,14 +85,15 @@ class ShownCluster:
         self._queued_since_s: float | None = None
 
     async def show(self, exchange: Exchange, request_id: str) -> None:
-        """``?since=N``: the history after second N (default: five minutes). Raises InvalidInputError.
+        """``?since=N``: the history after second N (default: five minutes). ``?hour=1``: the last hour's instead, in
+        steps of 15 s. Raises InvalidInputError.
 
         Not for one of several clients: it names workers and shows everyone's load."""
         if exchange.request.client:
             raise NotPermittedError("this key sees its own requests; the cluster is for keys of --metrics-keys-file")
-        since = _since(exchange.request)
+        since, is_hour = _number(exchange.request, "since"), bool(_number(exchange.request, "hour"))
         await self._look()
-        exchange.respond(Response(200, msgspec.json.encode(self._snapshot(since)), headers=[NO_STORE]))
+        exchange.respond(Response(200, msgspec.json.encode(self._snapshot(since, is_hour)), headers=[NO_STORE]))
 
     async def _look(self) -> None:
         async with self._looking:
@@ -95,16 +108,16 @@ class ShownCluster:
             elif self._queued_since_s is None:
                 self._queued_since_s = self._looked_s
 
-    def _snapshot(self, since: int) -> ClusterSnapshot:
+    def _snapshot(self, since: int, is_hour: bool) -> ClusterSnapshot:
         now_s, now_unix_s = time.monotonic(), self._now_unix_s()
         second = int(now_unix_s)
         members = self._cluster.members()
         workers, flows = worker_views(members, now_s), flows_of(members)
-        own = self._frontends.frontend_id
+        own, planners = self._frontends.frontend_id, self._cluster.planners()
         frontends = [frontend_view(known, known.frontend_id == own, now_s, second) for known in self._known]
         rows = all_rows(self._known, second, since)
         queued_s = 0.0 if self._queued_since_s is None else now_s - self._queued_since_s
-        whole = totals(rows, second, workers, frontends, flows, self._queue, queued_s)
+        whole = totals(rows, second, workers, frontends, flows, self._queue, queued_s, self._objectives)
         return ClusterSnapshot(
             now_unix=now_unix_s,
             frontend=own,
@@ -115,22 +128,36 @@ class ShownCluster:
                 whole,
                 has_control=self._cluster.has_control,
                 is_started_on_demand=self._cluster.cold_start.wait_s > 0.0,
+                planners=planners,
+                crashed=self._cluster.crashed(),
             ),
             total=whole,
             workers=workers,
+            times=times_views(self._known),
             flows=flow_views(flows),
             frontends=frontends,
-            planners=self._cluster.planners(),
-            history=history(rows, max(since, second - HISTORY_S)),
+            planners=planners,
+            history=(
+                history(hour_rows(self._known, second), since, COARSE_S)
+                if is_hour
+                else history(rows, max(since, second - HISTORY_S))
+            ),
         )
 
 
 NO_STORE = (b"cache-control", b"no-store")
+EXPECTED = {"since": "seconds since 1970", "hour": "0 or 1"}
 
 
-def _since(request: HttpRequest) -> int:
-    """Raises InvalidInputError."""
-    values = parse_qs(request.query, keep_blank_values=True).get("since", ["0"])
-    if len(values) != 1 or not values[0].isascii() or not values[0].isdigit() or len(values[0]) > 12:
-        raise InvalidInputError("since must be a whole number of seconds since 1970", param="since")
+def _number(request: HttpRequest, name: str) -> int:
+    """Of the query; 0 if it is not there. Raises InvalidInputError."""
+    values = parse_qs(request.query, keep_blank_values=True).get(name, ["0"])
+    if (
+        len(values) != 1
+        or not values[0].isascii()
+        or not values[0].isdigit()
+        or len(values[0]) > 12
+        or (name == "hour" and values[0] not in "01")
+    ):
+        raise InvalidInputError(f"{name} must be a whole number ({EXPECTED[name]})", param=name)
     return int(values[0])

@@ -1,7 +1,8 @@
-"""Bodies that clients send compressed. Pure."""
+"""Bodies as clients may encode them. Pure."""
 
 from __future__ import annotations
 
+import codecs
 import zlib
 
 from kvrelay.errors import InvalidInputError, PayloadTooLargeError
@@ -15,6 +16,16 @@ MAX_MEMBERS = 1024
 _PIECE_BYTES = 2**16
 _DECODED_BYTES = 2**20
 """Of one piece, which takes some milliseconds."""
+
+
+def utf8_json(body: bytes) -> bytes:
+    """JSON without the byte order mark that some writers put before it (RFC 8259, 8.1).
+
+    Raises InvalidInputError for UTF-16 and UTF-32, where one of the first bytes is a mark or zero.
+    """
+    if body.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or 0 in body[:4]:
+        raise InvalidInputError("the body is not UTF-8 (it looks like UTF-16 or UTF-32): send JSON as UTF-8")
+    return body.removeprefix(codecs.BOM_UTF8)
 
 
 def is_coded(coding: str) -> bool:

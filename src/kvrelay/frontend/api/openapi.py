@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from kvrelay.frontend.anthropic import AnthropicErrorBody, CountTokensRequest, MessageBody, MessagesRequest
+from kvrelay.frontend.api.requests_shown import ORDERS
 from kvrelay.frontend.openai.answer_spec import DECISION_HEADER, TIMEOUT_HEADER
 from kvrelay.frontend.openai.bounds import MAX_JSON_SIZE
 from kvrelay.frontend.openai.completions import ChatResponse, CompletionResponse
@@ -76,13 +77,9 @@ _GETS = (
     ),
     _Get(
         "/debug/requests",
-        "Requests of all frontends that are kept: the latest, the slowest or those that failed",
+        "Requests of all frontends that are kept: the latest, the slowest, or those of one outcome",
         ("400", "401"),
-        parameter={
-            "name": "order",
-            "in": "query",
-            "schema": {"type": "string", "enum": ["recent", "slowest", "failed"]},
-        },
+        parameter={"name": "order", "in": "query", "schema": {"type": "string", "enum": list(ORDERS)}},
     ),
     _Get(
         "/debug/requests/{id}",

@@ -24,6 +24,7 @@ import msgspec
 from kvrelay.config import MetricsConfig
 from kvrelay.control.base import ControlPlane, Keys
 from kvrelay.core.decoding import UNREADABLE
+from kvrelay.core.status import Outcome
 from kvrelay.errors import ControlUnavailableError, InvalidInputError, KvrelayError
 from kvrelay.frontend.access.api_keys import OWN_KEY, ApiKeys, following
 from kvrelay.frontend.cluster.frontends import other_frontends
@@ -41,7 +42,8 @@ NAME_CHARS = 10
 OWNER = re.compile(r"[A-Za-z]+[-_](?:[A-Za-z0-9_-]{1,128}-)?([0-9a-f]{10})(?:[0-9a-f]{8}|[0-9a-f]{22})")
 ASK_TIMEOUT_S = 1.0
 MAX_LISTED = 1000
-ORDERS = ("recent", "slowest", "failed")
+UNANSWERED = tuple(outcome.value for outcome in Outcome if outcome is not Outcome.ANSWERED)
+ORDERS = ("recent", "slowest", *UNANSWERED)
 
 
 class RequestNotKeptError(InvalidInputError):
@@ -93,11 +95,15 @@ class ShownRequests:
         """Whose requests the holder of this key may see: ``""`` for all, None if no key matches. Without any key
         everyone sees all, and so does the holder of ``--api-key`` if that is the only one."""
         bearer = as_bearer(authorization)
-        if not (clients or self._operators) or (self._operators and self._operators.name_of(bearer) is not None):
+        if not (clients or self._operators) or self.is_operator(bearer):
             return ""
         name = clients.name_of(bearer) if clients else None
         is_only = not self._operators and clients.names == {OWN_KEY}
         return "" if name is not None and is_only else name
+
+    def is_operator(self, bearer: str) -> bool:
+        """Whether it is a key of ``--metrics-keys-file``."""
+        return bool(self._operators) and self._operators.name_of(bearer) is not None
 
     # -- handlers -----------------------------------------------------------------------------------------------------
 
@@ -175,7 +181,7 @@ class ShownRequests:
 
 def _ordered(found: Sequence[Line], question: Question) -> list[Line]:
     """As asked, the first of them."""
-    chosen = [one for one in found if question.order != "failed" or one.status == "failed"]
+    chosen = [one for one in found if question.order not in UNANSWERED or one.status == question.order]
     if question.order == "slowest":
         chosen.sort(key=lambda one: one.latency_ms, reverse=True)
     else:

@@ -11,7 +11,7 @@ from urllib.parse import parse_qs
 
 import msgspec
 
-from kvrelay.core.handoff import HandoffOrder
+from kvrelay.core.handoff import OrderPolicy
 from kvrelay.errors import InvalidInputError
 from kvrelay.frontend.access.api_keys import cache_salt_of
 from kvrelay.frontend.api.fields import RequestFields
@@ -28,7 +28,8 @@ from kvrelay.router.runtime import SETTABLE
 
 class RouteCounts(msgspec.Struct, frozen=True):
     """What this frontend has decided for the model since its start. ``fallbacks``: placed without costs; ``places``:
-    prefill-first, where prefills ran and why; ``refusals`` of workers and ``rejections`` of this frontend by reason."""
+    auto and prefill-first, where prefills ran and why; ``refusals`` of workers and ``rejections`` of this frontend by
+    reason."""
 
     fallbacks: int
     places: dict[str, int]
@@ -37,15 +38,15 @@ class RouteCounts(msgspec.Struct, frozen=True):
 
 
 class RouteAnswer(msgspec.Struct, frozen=True):
-    """``POST /v1/kvrelay/route``. ``pair``: with prefill-first, the place of the prefill and why; ``decision`` is then
-    the one for the decode worker if it were to serve the request alone."""
+    """``POST /v1/kvrelay/route``. ``pair``: unless decode-first is forced, the place of the prefill and why;
+    ``decision`` is then the one for the decode worker if it were to serve the request alone."""
 
     pid: int
     model: str
     num_prompt_tokens: int
     block_size: int
     decision: RoutingExplanation
-    order: HandoffOrder
+    order: OrderPolicy
     counts: RouteCounts
     pair: PairDecision | None = None
 
@@ -82,7 +83,7 @@ class RoutingEndpoints:
         cluster: ClusterView,
         threads: SideThreads,
         fields: RequestFields,
-        order: HandoffOrder,
+        order: OrderPolicy,
         metrics: FrontendMetrics,
         *,
         is_shared: bool,
@@ -109,7 +110,7 @@ class RoutingEndpoints:
             request_id, prompt.token_ids, request.max_tokens or 0, cache_salt=salt, adapter=model.adapter
         )
         decision = model.router.explain(routed)
-        pair = model.pairs.explain(routed) if order is HandoffOrder.PREFILL_FIRST else None
+        pair = None if order is OrderPolicy.DECODE_FIRST else model.pairs.explain(routed, order)
         num_tokens, block_size = len(prompt.token_ids), model.router.block_size
         counts = self._counts(model)
         answer = RouteAnswer(os.getpid(), model.name, num_tokens, block_size, decision, order, counts, pair)

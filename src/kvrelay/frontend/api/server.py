@@ -9,6 +9,7 @@ import logging
 from contextlib import AsyncExitStack
 
 from kvrelay.config import DisaggConfig, FrontendConfig, MetricsConfig
+from kvrelay.config.addresses import host_port
 from kvrelay.control.base import ControlPlane, Keys
 from kvrelay.errors import ConfigError
 from kvrelay.frontend.api.app import FrontendApp
@@ -47,7 +48,7 @@ class Frontend:
 
         Raises AddressInUseError, ConfigError."""
         monitoring = monitoring or MetricsConfig()
-        self.metrics = FrontendMetrics(vllm_names=monitoring.vllm_metric_names)
+        self.metrics = FrontendMetrics(vllm_names=monitoring.vllm_metric_names, objectives=disagg)
         self.cluster = ClusterView(
             control, keys, connect, build_router, disagg=disagg, cold_start_wait_s=config.cold_start_wait_s
         )
@@ -88,9 +89,8 @@ class Frontend:
 
     @property
     def url(self) -> str:
-        host = self._config.host
         scheme = "https" if self._config.tls_cert else "http"
-        return f"{scheme}://{f'[{host}]' if ':' in host else host}:{self.port}"
+        return f"{scheme}://{host_port(self._config.host, self.port)}"
 
     async def start(self) -> None:
         """Connect to the workers, then accept requests. Raises ControlUnavailableError."""

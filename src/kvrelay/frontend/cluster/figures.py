@@ -1,4 +1,5 @@
-"""What one frontend has counted in each of the last five minutes' seconds, and the sum over all frontends.
+"""What one frontend has counted in each of the last five minutes' seconds, in each quarter of the last hour's minutes,
+and the sum over all frontends.
 
 Counts are taken from the frontend's metrics once a second, so requests pay nothing for it. Rows are numbered by
 wall-clock second, because those of several frontends are added up. This module does not know how they travel.
@@ -7,20 +8,30 @@ wall-clock second, because those of several frontends are added up. This module 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import reduce
 from itertools import starmap, zip_longest
 from operator import add, sub
 from typing import Annotated
 
 import msgspec
 
+from kvrelay.config import WorkerRole
+from kvrelay.core.activity import Activity, Number, Seconds
 from kvrelay.core.histogram import LATENCY_BUCKETS_S, TOKEN_BUCKETS_S
+from kvrelay.core.process_usage import ProcessUsage
+from kvrelay.core.workers import Name, WorkerId, WorkerInfo
 from kvrelay.frontend.cluster.cold_start import ColdStart
-from kvrelay.frontend.cluster.metrics import FrontendMetrics
+from kvrelay.frontend.cluster.metrics import FrontendMetrics, Latencies
 from kvrelay.frontend.cluster.worker_link import WorkerLink
 from kvrelay.planner import Traffic
 
 HISTORY_S = 300
+MINUTE_S = 60
+MAX_WORKERS = 4096
+COARSE_S = 15
+NUM_COARSE = 240
+"""An hour."""
 Count = Annotated[int, msgspec.Meta(ge=0)]
 TtftCounts = Annotated[tuple[Count, ...], msgspec.Meta(max_length=len(LATENCY_BUCKETS_S) + 1)]
 ItlCounts = Annotated[tuple[Count, ...], msgspec.Meta(max_length=len(TOKEN_BUCKETS_S) + 1)]
@@ -28,7 +39,11 @@ ItlCounts = Annotated[tuple[Count, ...], msgspec.Meta(max_length=len(TOKEN_BUCKE
 
 class Second(msgspec.Struct, frozen=True, array_like=True):
     """The second that began at ``unix_s``. ``ttft`` and ``itl`` are counts per bucket of the metrics' histograms, empty
-    if there were none. The last four are gauges over all workers, which every frontend sees alike."""
+    if there were none. From ``num_admitted`` to ``kv_total`` they are gauges over all workers, which all frontends see
+    alike. Fields stand in the order of the releases that brought them. ``num_limited`` of the refused requests: by the
+    limits of their API key. ``num_judged``: whole answers, each choice one. ``num_cached_tokens``: of the prompts, as
+    clients are told. ``cpu_s`` and ``rss_bytes``: of frontends. ``work``: of all workers, as far as this frontend has
+    heard them; every frontend hears the same."""
 
     unix_s: int
     num_requests: Count = 0
@@ -37,10 +52,93 @@ class Second(msgspec.Struct, frozen=True, array_like=True):
     num_output_tokens: Count = 0
     ttft: TtftCounts = ()
     itl: ItlCounts = ()
-    num_running: Count = 0
+    num_admitted: Count = 0
     num_waiting: Count = 0
     kv_used: Count = 0
     kv_total: Count = 0
+    num_answered: Count = 0
+    num_refused: Count = 0
+    num_limited: Count = 0
+    num_judged: Count = 0
+    num_in_time: Count = 0
+    num_late_first: Count = 0
+    num_late_gaps: Count = 0
+    num_cached_tokens: Count = 0
+    cpu_s: Seconds = 0.0
+    rss_bytes: Number = 0
+    work: Activity | None = None
+
+
+class WorkerTimes(msgspec.Struct, frozen=True, array_like=True):
+    """Of one worker, over a time: counts per bucket. First tokens and gaps between tokens, of answers that it has sent
+    to one frontend; and its prefills, as it tells every frontend. It may have left since."""
+
+    worker_id: WorkerId
+    role: WorkerRole
+    model: Name
+    dp_group: Name = ""
+    ttft: TtftCounts = ()
+    itl: ItlCounts = ()
+    prefills: TtftCounts = ()
+
+    def plus(self, other: WorkerTimes) -> WorkerTimes:
+        """Of two intervals together."""
+        return msgspec.structs.replace(
+            self,
+            ttft=added(self.ttft, other.ttft),
+            itl=added(self.itl, other.itl),
+            prefills=added(self.prefills, other.prefills),
+        )
+
+
+class LastMinute:
+    """Each worker's times of the last minute, in steps of a second."""
+
+    def __init__(self) -> None:
+        self._before: dict[Latencies, tuple[Sequence[int], Sequence[int]]] = {}
+        self._rows: deque[tuple[int, list[WorkerTimes]]] = deque()
+        self._infos: dict[str, WorkerInfo] = {}
+
+    def take(
+        self,
+        unix_s: int,
+        infos: Iterable[WorkerInfo],
+        latencies: Mapping[str, Latencies],
+        works: Mapping[str, Activity],
+    ) -> None:
+        """The second ``unix_s`` has ended, in which the workers ``infos`` have done ``works``. One that has just left
+        is in ``latencies`` only."""
+        before, self._before, row = self._before, {}, []
+        present = {info.worker_id: info for info in infos}
+        known_infos, self._infos = self._infos | present, present
+        for name in known_infos.keys() & (latencies.keys() | works.keys()):
+            known, work = latencies.get(name) or Latencies.none(), works.get(name)
+            ttft, itl = tuple(known.ttft.counts), tuple(known.itl.counts)
+            self._before[known] = ttft, itl
+            old_ttft, old_itl = before.get(known, ((0,) * len(ttft), (0,) * len(itl)))
+            prefills = work.prefills if work is not None and any(work.prefills) else ()
+            info = known_infos[name]
+            times = WorkerTimes(
+                name,
+                info.role,
+                info.model,
+                info.dp_group,
+                _difference(ttft, old_ttft),
+                _difference(itl, old_itl),
+                prefills,
+            )
+            if times.ttft or times.itl or times.prefills:
+                row.append(times)
+        self._rows.append((unix_s, row))
+        while self._rows and not unix_s - MINUTE_S < self._rows[0][0] <= unix_s:
+            self._rows.popleft()
+
+    def times(self) -> tuple[WorkerTimes, ...]:
+        found: dict[str, WorkerTimes] = {}
+        for times in (times for _, row in self._rows for times in row):
+            known = found.get(times.worker_id)
+            found[times.worker_id] = times if known is None else known.plus(times)
+        return tuple(found.values())[:MAX_WORKERS]
 
 
 class Figures:
@@ -54,7 +152,13 @@ class Figures:
         self._cold_start = cold_start or ColdStart(0.0)
         self._counted = metrics.counts()
         self._generated: dict[WorkerLink, int] = {}
+        self._done: dict[str, Activity] = {}
+        """By worker, as it was told last."""
+        self._minute = LastMinute()
+        self._usage = ProcessUsage()
+        self._cpu_s = self._usage.read().cpu_s
         self._rows: deque[Second] = deque(maxlen=HISTORY_S)
+        self._hour: deque[Second] = deque(maxlen=NUM_COARSE)
 
     @property
     def num_in_flight(self) -> int:
@@ -71,6 +175,10 @@ class Figures:
         """Requests that wait because no worker takes requests."""
         return self._cold_start.num_unplaced
 
+    def times(self) -> tuple[WorkerTimes, ...]:
+        """By worker, of the last minute."""
+        return self._minute.times()
+
     def take(self, unix_s: int) -> None:
         """The second ``unix_s`` has ended. After a clock that went back, rows of its future are dropped."""
         while self._rows and self._rows[-1].unix_s >= unix_s:
@@ -80,6 +188,10 @@ class Figures:
         links = list(self._links())
         generated = {link: link.counts.generated_tokens for link in links}
         loads = [link.load for link in links if link.load is not None]
+        works, usage = self._works(links), self._usage.read()
+        infos = [link.info for link in links]
+        self._minute.take(unix_s, infos, self._metrics.latencies(), works)
+        self._metrics.keep_workers({info.worker_id for info in infos})
         self._rows.append(
             Second(
                 unix_s,
@@ -93,13 +205,46 @@ class Figures:
                 sum(load.num_requests_waiting for load in loads),
                 sum(load.kv_active_blocks for load in loads),
                 sum(load.kv_total_blocks for load in loads),
+                counts.num_answered - before.num_answered,
+                counts.num_refused - before.num_refused,
+                max(counts.num_limited - before.num_limited, 0),
+                counts.num_judged - before.num_judged,
+                counts.num_in_time - before.num_in_time,
+                counts.num_late_first - before.num_late_first,
+                counts.num_late_gaps - before.num_late_gaps,
+                counts.num_cached_tokens - before.num_cached_tokens,
+                max(usage.cpu_s - self._cpu_s, 0.0),
+                usage.rss_bytes,
+                reduce(Activity.plus, works.values()) if works else None,
             )
         )
-        self._generated = generated
+        self._generated, self._cpu_s = generated, usage.cpu_s
+        begun = msgspec.structs.replace(self._rows[-1], unix_s=unix_s - unix_s % COARSE_S)
+        while self._hour and self._hour[-1].unix_s > begun.unix_s:
+            self._hour.pop()
+        if self._hour and self._hour[-1].unix_s == begun.unix_s:
+            begun = _then(self._hour.pop(), begun)
+        self._hour.append(begun)
+
+    def _works(self, links: Iterable[WorkerLink]) -> dict[str, Activity]:
+        """What each worker has done since the last call. What it did before it was connected first is in no second."""
+        before, self._done, works = self._done, {}, {}
+        for link in links:
+            activity = None if link.load is None else link.load.activity
+            if activity is not None:
+                name = link.info.worker_id
+                works[name] = activity.since(before.get(name) or link.first_activity or activity)
+                self._done[name] = activity
+        return works
 
     def since(self, unix_s: int) -> tuple[Second, ...]:
         """The rows after that second."""
         return tuple(row for row in self._rows if row.unix_s > unix_s)
+
+    def hour_since(self, unix_s: int) -> tuple[Second, ...]:
+        """The rows of ``COARSE_S`` seconds that begin at ``unix_s`` or later; the last one grows. Gauges are the
+        largest of their seconds."""
+        return tuple(row for row in self._hour if row.unix_s >= unix_s)
 
 
 def _difference(after: Sequence[int], before: Sequence[int]) -> tuple[int, ...]:
@@ -113,7 +258,7 @@ def added_up(frontends: Iterable[Iterable[Second]], from_unix_s: int, to_unix_s:
     for row in (row for rows in frontends for row in rows):
         if from_unix_s <= row.unix_s <= to_unix_s:
             other = found.get(row.unix_s)
-            found[row.unix_s] = row if other is None else _sum(row, other)
+            found[row.unix_s] = row if other is None else _together(other, row)
     return [found[second] for second in sorted(found)]
 
 
@@ -121,11 +266,22 @@ def total_of(rows: Iterable[Second]) -> Second:
     """The counts of several seconds as one row; gauges are the largest."""
     total = Second(0)
     for row in rows:
-        total = _sum(row, total)
+        total = _then(total, row)
     return total
 
 
-def _sum(one: Second, other: Second) -> Second:
+def _then(one: Second, later: Second) -> Second:
+    """Of two times together, from the first one's second on."""
+    works = [row.work for row in (one, later) if row.work is not None]
+    return msgspec.structs.replace(
+        _together(one, later),
+        rss_bytes=max(one.rss_bytes, later.rss_bytes),
+        work=reduce(Activity.then, works) if works else None,
+    )
+
+
+def _together(one: Second, other: Second) -> Second:
+    """Of two frontends. What they know of workers is the same: the first one's counts."""
     return Second(
         one.unix_s,
         one.num_requests + other.num_requests,
@@ -134,10 +290,21 @@ def _sum(one: Second, other: Second) -> Second:
         one.num_output_tokens + other.num_output_tokens,
         added(one.ttft, other.ttft),
         added(one.itl, other.itl),
-        max(one.num_running, other.num_running),
+        max(one.num_admitted, other.num_admitted),
         max(one.num_waiting, other.num_waiting),
         max(one.kv_used, other.kv_used),
         max(one.kv_total, other.kv_total),
+        one.num_answered + other.num_answered,
+        one.num_refused + other.num_refused,
+        one.num_limited + other.num_limited,
+        one.num_judged + other.num_judged,
+        one.num_in_time + other.num_in_time,
+        one.num_late_first + other.num_late_first,
+        one.num_late_gaps + other.num_late_gaps,
+        one.num_cached_tokens + other.num_cached_tokens,
+        one.cpu_s + other.cpu_s,
+        one.rss_bytes + other.rss_bytes,
+        one.work or other.work,
     )
 
 

@@ -28,7 +28,7 @@ from kvrelay.core.decoding import UNREADABLE
 from kvrelay.core.tasks import end_tasks
 from kvrelay.core.workers import CallerInfo
 from kvrelay.errors import ControlUnavailableError, ProtocolError, RetryElsewhereError
-from kvrelay.frontend.cluster.figures import HISTORY_S, Count, Figures, Second
+from kvrelay.frontend.cluster.figures import HISTORY_S, MAX_WORKERS, NUM_COARSE, Count, Figures, Second, WorkerTimes
 from kvrelay.planner import Traffic
 from kvrelay.version import __version__
 
@@ -44,15 +44,16 @@ GONE_AFTER_S = 30.0
 
 
 class FiguresRequest(msgspec.Struct, frozen=True):
-    """Answer with the rows after second ``since``."""
+    """Answer with the rows after second ``since``, and the coarse ones from second ``hour_from`` on."""
 
     since: int
+    hour_from: int = FAR_FUTURE_S
 
 
 class FiguresReply(msgspec.Struct, frozen=True):
     """``host``, ``pid``, ``release``: the process. ``num_in_flight``: sequences that are being generated. ``traffic``
     and ``num_unplaced`` (requests that wait for a first worker): for planners; None: the frontend is of an earlier
-    release."""
+    release. ``times``: by worker, of the last minute."""
 
     frontend_id: str
     num_in_flight: Count
@@ -62,25 +63,28 @@ class FiguresReply(msgspec.Struct, frozen=True):
     release: Annotated[str, msgspec.Meta(max_length=64)] = ""
     traffic: Traffic | None = None
     num_unplaced: Count = 0
+    hour: Annotated[tuple[Second, ...], msgspec.Meta(max_length=NUM_COARSE)] = ()
+    times: Annotated[tuple[WorkerTimes, ...], msgspec.Meta(max_length=MAX_WORKERS)] = ()
 
 
 _request_decoder = msgspec.msgpack.Decoder(FiguresRequest)
 _reply_decoder = msgspec.msgpack.Decoder(FiguresReply)
 
 
-def traffic_question() -> bytes:
-    """What a planner asks a frontend: no rows, only the counts."""
-    return msgspec.msgpack.encode(FiguresRequest(FAR_FUTURE_S))
+def traffic_question(since: int = FAR_FUTURE_S) -> bytes:
+    """What a planner asks a frontend: the counts, and the rows after second ``since``."""
+    return msgspec.msgpack.encode(FiguresRequest(since))
 
 
-def traffic_of(reply: bytes) -> tuple[Traffic | None, int]:
-    """Of a frontend's answer: its traffic, None if it tells none, and its requests that wait for a first worker."""
+def traffic_of(reply: bytes) -> tuple[Traffic | None, int, tuple[Second, ...]]:
+    """Of a frontend's answer: its traffic, None if it tells none, its requests that wait for a first worker, and its
+    rows."""
     try:
         figures = _reply_decoder.decode(reply)
     except UNREADABLE as exc:
         _log.debug("an answer of a frontend is not readable: %s", exc)
-        return None, 0
-    return figures.traffic, figures.num_unplaced
+        return None, 0, ()
+    return figures.traffic, figures.num_unplaced, figures.rows
 
 
 async def other_frontends(control: ControlPlane, keys: Keys, own_id: str) -> dict[str, CallerInfo]:
@@ -107,6 +111,8 @@ class KnownFrontend(msgspec.Struct):
     release: str = ""
     num_in_flight: int = 0
     rows: deque[Second] = msgspec.field(default_factory=lambda: deque(maxlen=HISTORY_S))
+    hour: deque[Second] = msgspec.field(default_factory=lambda: deque(maxlen=NUM_COARSE))
+    times: tuple[WorkerTimes, ...] = ()
     heard_s: float | None = None
     is_silent: bool = False
     """It is in discovery, and did not answer the last question."""
@@ -115,16 +121,24 @@ class KnownFrontend(msgspec.Struct):
         """Take in an answer."""
         self.host, self.pid, self.release = reply.host, reply.pid, reply.release
         self.num_in_flight, self.heard_s, self.is_silent = reply.num_in_flight, now_s, False
-        first = min((row.unix_s for row in reply.rows), default=0)
-        while reply.rows and self.rows and self.rows[-1].unix_s >= first:
-            self.rows.pop()
-        self.rows.extend(sorted(reply.rows, key=lambda row: row.unix_s))
+        self.times = reply.times
+        _replace(self.rows, reply.rows)
+        _replace(self.hour, reply.hour)
 
-    def since(self, now_unix_s: float) -> int:
-        """The last known second. Rows of the future are dropped: a clock went back."""
-        while self.rows and self.rows[-1].unix_s > now_unix_s:
-            self.rows.pop()
-        return self.rows[-1].unix_s if self.rows else 0
+    def missing(self, now_unix_s: float) -> FiguresRequest:
+        """The question for what is not known yet. Rows of the future are dropped: a clock went back."""
+        for rows in (self.rows, self.hour):
+            while rows and rows[-1].unix_s > now_unix_s:
+                rows.pop()
+        return FiguresRequest(*(rows[-1].unix_s if rows else 0 for rows in (self.rows, self.hour)))
+
+
+def _replace(rows: deque[Second], heard: Sequence[Second]) -> None:
+    """What was just heard replaces what is known of the same time and later."""
+    first = min((row.unix_s for row in heard), default=0)
+    while heard and rows and rows[-1].unix_s >= first:
+        rows.pop()
+    rows.extend(sorted(heard, key=lambda row: row.unix_s))
 
 
 class Frontends:
@@ -162,7 +176,7 @@ class Frontends:
         call at a time."""
         await asyncio.gather(*map(self._ask, await self._others()))
         own = self._known.setdefault(self.frontend_id, KnownFrontend(self.frontend_id))
-        own.heard(self._reply(own.since(self._now_unix_s())), time.monotonic())
+        own.heard(self._reply(own.missing(self._now_unix_s())), time.monotonic())
         others = sorted(set(self._known) - {self.frontend_id})
         return [self._known[name] for name in (self.frontend_id, *others)]
 
@@ -187,7 +201,7 @@ class Frontends:
 
     async def _ask(self, known: KnownFrontend) -> None:
         try:
-            question = msgspec.msgpack.encode(FiguresRequest(known.since(self._now_unix_s())))
+            question = msgspec.msgpack.encode(known.missing(self._now_unix_s()))
             subject = self._keys.frontend_figures(known.frontend_id)
             data = await self._control.events.request(subject, question, ASK_TIMEOUT_S)
             reply = _reply_decoder.decode(data)
@@ -202,10 +216,10 @@ class Frontends:
             request = _request_decoder.decode(data)
         except UNREADABLE as exc:
             raise ProtocolError(f"malformed question for figures: {exc}") from exc
-        return msgspec.msgpack.encode(self._reply(request.since))
+        return msgspec.msgpack.encode(self._reply(request))
 
-    def _reply(self, since: int) -> FiguresReply:
-        rows, host = self._figures.since(since), socket.gethostname()
+    def _reply(self, request: FiguresRequest) -> FiguresReply:
+        rows, host = self._figures.since(request.since), socket.gethostname()
         return FiguresReply(
             self.frontend_id,
             self._figures.num_in_flight,
@@ -215,6 +229,8 @@ class Frontends:
             __version__,
             self._figures.traffic,
             self._figures.num_unplaced,
+            self._figures.hour_since(request.hour_from),
+            self._figures.times() if request.hour_from < FAR_FUTURE_S else (),
         )
 
     async def _count(self) -> None:

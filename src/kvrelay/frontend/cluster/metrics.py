@@ -6,7 +6,7 @@ prometheus-client only renders these counts.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -14,10 +14,12 @@ from prometheus_client import CollectorRegistry, ProcessCollector, generate_late
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from kvrelay.config import DisaggConfig
 from kvrelay.core.events import LoadMetrics
 from kvrelay.core.histogram import LATENCY_BUCKETS_S, TOKEN_BUCKETS_S, Histogram
-from kvrelay.core.status import RefusalKind
+from kvrelay.core.status import Outcome, RefusalKind, outcome_of
 from kvrelay.core.vllm_metrics import OF_FRONTENDS, WithVllmNames
+from kvrelay.frontend.access.admission import IN_FLIGHT
 from kvrelay.marks.otlp import TraceExporter
 from kvrelay.placement.base import PrefillPlace
 from kvrelay.planner import Hold, Narrow, Start, Stop, Traffic, Widen
@@ -30,12 +32,31 @@ COMMON_STATUSES = ("200", "400", "429", "500", "503", "disconnected", "broken")
 """With the generating endpoints: answers whose series exist before the first of them."""
 
 
-class ModelMetrics:
-    """The counts of one model's sequences."""
+class Latencies(NamedTuple):
+    """When first tokens came, and the gaps between tokens, of one worker's answers."""
 
-    def __init__(self) -> None:
-        self.ttft = Histogram(LATENCY_BUCKETS_S)
-        self.itl = Histogram(TOKEN_BUCKETS_S)
+    ttft: Histogram
+    itl: Histogram
+
+    @classmethod
+    def none(cls) -> Latencies:
+        return cls(Histogram(LATENCY_BUCKETS_S), Histogram(TOKEN_BUCKETS_S))
+
+    def add(self, others: Iterable[Latencies]) -> Latencies:
+        for other in others:
+            self.ttft.add(other.ttft)
+            self.itl.add(other.itl)
+        return self
+
+
+class ModelMetrics:
+    """The counts of one model's sequences. ``objectives``: of requests that bring none."""
+
+    def __init__(self, objectives: DisaggConfig) -> None:
+        self._objectives = objectives
+        self.by_worker: dict[str, Latencies] = {}
+        self._of_gone = Latencies.none()
+        """Of workers that are gone."""
         self.duration = Histogram(LATENCY_BUCKETS_S)
         self.num_arrived = 0
         self.num_arrived_tokens = 0
@@ -45,6 +66,10 @@ class ModelMetrics:
         self.num_cached_tokens = 0
         self.num_output_tokens = 0
         self.num_migrations = 0
+        self.num_in_time = 0
+        """Whole answers within both objectives."""
+        self.num_late_first = 0
+        self.num_late_gaps = 0
 
     def arrived(self, num_prompt_tokens: int) -> None:
         """A sequence has come; whether it is refused, and when it is prefilled, counts elsewhere."""
@@ -52,8 +77,23 @@ class ModelMetrics:
         self.num_arrived_tokens += num_prompt_tokens
         self.sum_squares += num_prompt_tokens * num_prompt_tokens
 
-    def first_token(self, seconds: float, num_prompt_tokens: int, num_cached_tokens: int) -> None:
-        self.ttft.observe(seconds)
+    @property
+    def latencies(self) -> Latencies:
+        """Of all workers, those that are gone too."""
+        return Latencies.none().add((self._of_gone, *self.by_worker.values()))
+
+    def of_worker(self, worker_id: str) -> Latencies:
+        """A sequence keeps them while it runs there, so that a token looks nothing up."""
+        return self.by_worker.get(worker_id) or self.by_worker.setdefault(worker_id, Latencies.none())
+
+    def keep_workers(self, worker_ids: Container[str]) -> None:
+        """All others are gone: only their sums stay."""
+        gone = [name for name in self.by_worker if name not in worker_ids]
+        self._of_gone.add([self.by_worker.pop(name) for name in gone])
+
+    def first_token(self, seconds: float, num_prompt_tokens: int, num_cached_tokens: int, worker_id: str = "") -> None:
+        """``worker_id``: where it came from."""
+        self.of_worker(worker_id).ttft.observe(seconds)
         self.num_prompt_tokens += num_prompt_tokens
         self.num_cached_tokens += num_cached_tokens
 
@@ -63,22 +103,40 @@ class ModelMetrics:
         if duration_s is not None:
             self.duration.observe(duration_s)
 
+    def judge(self, ttft_s: float, mean_gap_s: float, slo_ttft_ms: float, slo_itl_ms: float) -> None:
+        """A whole answer, by its own objectives; 0: by the configured ones."""
+        is_late = 1e3 * ttft_s > (slo_ttft_ms or self._objectives.slo_ttft_ms)
+        is_slow = 1e3 * mean_gap_s > (slo_itl_ms or self._objectives.slo_itl_ms)
+        self.num_late_first += is_late
+        self.num_late_gaps += is_slow
+        self.num_in_time += not (is_late or is_slow)
+
 
 class AllCounts(NamedTuple):
-    """Counts over all models since the start. ``ttft`` and ``itl`` are per bucket. Only requests that generate count;
-    those that failed are not the client's fault: 5xx, and streams that broke."""
+    """Counts over all models since the start. ``ttft`` and ``itl`` are per bucket. Only requests that generate count.
+    ``num_requests`` have ended, in whatever way. ``num_limited`` were refused by the limits of their API key. Of the
+    ``num_judged`` whole answers (each choice is one), ``num_in_time`` are within both objectives."""
 
     num_requests: int
+    num_answered: int
+    num_refused: int
+    num_limited: int
     num_failed: int
     num_prompt_tokens: int
     ttft: tuple[int, ...]
     itl: tuple[int, ...]
+    num_judged: int
+    num_in_time: int
+    num_late_first: int
+    num_late_gaps: int
+    num_cached_tokens: int
 
 
 class FrontendMetrics(Collector):
     """Everything that one frontend process counts."""
 
-    def __init__(self, *, vllm_names: bool = False) -> None:
+    def __init__(self, *, vllm_names: bool = False, objectives: DisaggConfig | None = None) -> None:
+        self.objectives = objectives or DisaggConfig()
         self.requests: Counter[tuple[str, str, str]] = Counter()
         """By endpoint, status and model; the model is empty if the request ended before it was known."""
         self.refusals: Counter[tuple[str, str]] = Counter()
@@ -94,7 +152,7 @@ class FrontendMetrics(Collector):
         self.fallbacks_of: Callable[[], Mapping[str, int]] = dict
         """Number of requests per model that were placed without the workers' costs."""
         self.places_of: Callable[[], Mapping[tuple[str, ...], int]] = dict
-        """Number of prefill-first requests by model and place of the prefill."""
+        """Number of requests of the orders auto and prefill-first, by model and place of the prefill."""
         self.loads_of: Callable[[], Sequence[tuple[str, LoadMetrics]]] = tuple
         """The workers' last samples, each with its model's name."""
         self.planners_of: Callable[[], Sequence[PlannerReport]] = tuple
@@ -107,12 +165,21 @@ class FrontendMetrics(Collector):
 
     def of(self, model: str) -> ModelMetrics:
         """The counts of a served model. A sequence keeps them, so that a token looks nothing up."""
-        return self._models.get(model) or self._models.setdefault(model, ModelMetrics())
+        return self._models.get(model) or self._models.setdefault(model, ModelMetrics(self.objectives))
 
     def answered(self, endpoint: str, status: str, model: str = "") -> None:
         """``status`` is an HTTP status, ``disconnected``, or ``broken`` for a stream that ended with an error.
         ``model`` is a served one or empty: names that clients choose must not become series."""
         self.requests[endpoint, status, model] += 1
+
+    def keep_workers(self, worker_ids: Container[str]) -> None:
+        """All others are gone: only the sums over them stay."""
+        for model in self._models.values():
+            model.keep_workers(worker_ids)
+
+    def latencies(self) -> dict[str, Latencies]:
+        """By worker."""
+        return {name: found for model in self._models.values() for name, found in model.by_worker.items()}
 
     def refused(self, model: str, kind: RefusalKind | None = None) -> None:
         """A worker has refused a request."""
@@ -124,15 +191,35 @@ class FrontendMetrics(Collector):
 
     def counts(self) -> AllCounts:
         """What has been counted so far, over all models."""
-        answered = {key: count for key, count in self.requests.items() if key[0] in GENERATING}
+        outcomes: Counter[Outcome] = Counter()
+        for (_, outcome), count in self._outcomes().items():
+            outcomes[outcome] += count
+        num_limited = sum(count for reason, count in self.rejections_of().items() if reason != IN_FLIGHT)
         models = self._models.values()
+        latencies = Latencies.none().add(model.latencies for model in models)
         return AllCounts(
-            sum(answered.values()),
-            sum(count for (_, status, _), count in answered.items() if status[0] == "5" or status == "broken"),
+            outcomes.total(),
+            outcomes[Outcome.ANSWERED],
+            outcomes[Outcome.REFUSED],
+            min(num_limited, outcomes[Outcome.REFUSED]),
+            outcomes[Outcome.FAILED],
             sum(model.num_prompt_tokens for model in models),
-            tuple(map(sum, zip(Histogram(LATENCY_BUCKETS_S).counts, *(model.ttft.counts for model in models)))),
-            tuple(map(sum, zip(Histogram(TOKEN_BUCKETS_S).counts, *(model.itl.counts for model in models)))),
+            tuple(latencies.ttft.counts),
+            tuple(latencies.itl.counts),
+            sum(model.duration.count for model in models),
+            sum(model.num_in_time for model in models),
+            sum(model.num_late_first for model in models),
+            sum(model.num_late_gaps for model in models),
+            sum(model.num_cached_tokens for model in models),
         )
+
+    def _outcomes(self) -> Counter[tuple[str, Outcome]]:
+        """Requests that generate, by model and outcome."""
+        found: Counter[tuple[str, Outcome]] = Counter()
+        for (endpoint, status, model), count in self.requests.items():
+            if endpoint in GENERATING:
+                found[model, outcome_of(status)] += count
+        return found
 
     def traffic(self) -> Traffic:
         """What the planner asks for, over all models."""
@@ -159,6 +246,10 @@ class FrontendMetrics(Collector):
         models = dict(self._models)
         requests = dict.fromkeys(product(GENERATING, COMMON_STATUSES, models), 0) | self.requests
         yield _counter("kvrelay_requests", "HTTP requests answered.", ("endpoint", "status", "model"), requests)
+        outcomes = dict.fromkeys(product(models, Outcome), 0) | self._outcomes()
+        yield _counter(
+            "kvrelay_request_outcomes", "Requests that generate, by outcome.", ("model", "outcome"), outcomes
+        )
         disconnects = Counter({(name,): 0 for name in ("", *models)})
         for (_, status, name), count in self.requests.items():
             disconnects[name,] += count * (status == "disconnected")
@@ -169,7 +260,10 @@ class FrontendMetrics(Collector):
         yield _counter("kvrelay_rejections", "Requests refused before any worker got them.", ("reason",), rejections)
         places = dict.fromkeys(product(models, _PLACES), 0) | dict(self.places_of())
         yield _counter(
-            "kvrelay_pair_placements", "Prefill-first: pairs, and why there was none.", ("model", "place"), places
+            "kvrelay_pair_placements",
+            "Orders auto and prefill-first: pairs, and why there was none.",
+            ("model", "place"),
+            places,
         )
         fallbacks = dict.fromkeys(models, 0) | dict(self.fallbacks_of())
         yield _by_model("kvrelay_routing_fallbacks", "Requests placed without any worker's costs.", fallbacks)
@@ -185,6 +279,13 @@ class FrontendMetrics(Collector):
         if self.exporter is not None:
             sent = {("sent",): self.exporter.num_sent, ("dropped",): self.exporter.num_dropped}
             yield _counter("kvrelay_otlp_traces", "Traces of requests, by what became of them.", ("outcome",), sent)
+        missed = {
+            (name, objective): count
+            for name, model in models.items()
+            for objective, count in (("first_token", model.num_late_first), ("between_tokens", model.num_late_gaps))
+        }
+        text = "Whole answers beyond an objective."
+        yield _counter("kvrelay_missed_objectives", text, ("model", "objective"), missed)
         for metric, text, number in _COUNTS:
             yield _by_model(metric, text, {name: number(model) for name, model in models.items()})
         for metric, text, histogram in _HISTOGRAMS:
@@ -202,10 +303,11 @@ _COUNTS: tuple[tuple[str, str, Callable[[ModelMetrics], int]], ...] = (
     ("kvrelay_prompt_tokens", "Tokens of prompts.", lambda model: model.num_prompt_tokens),
     ("kvrelay_cached_prompt_tokens", "Prompt tokens found in a prefix cache.", lambda model: model.num_cached_tokens),
     ("kvrelay_generation_tokens", "Tokens generated.", lambda model: model.num_output_tokens),
+    ("kvrelay_answers_in_time", "Whole answers within both objectives.", lambda model: model.num_in_time),
 )
 _HISTOGRAMS: tuple[tuple[str, str, Callable[[ModelMetrics], Histogram]], ...] = (
-    ("kvrelay_time_to_first_token_seconds", "From arrival to the first token.", lambda model: model.ttft),
-    ("kvrelay_inter_token_latency_seconds", "Between two outputs of a sequence.", lambda model: model.itl),
+    ("kvrelay_time_to_first_token_seconds", "From arrival to the first token.", lambda model: model.latencies.ttft),
+    ("kvrelay_inter_token_latency_seconds", "Between two outputs of a sequence.", lambda model: model.latencies.itl),
     ("kvrelay_e2e_request_latency_seconds", "From arrival to the last token.", lambda model: model.duration),
 )
 

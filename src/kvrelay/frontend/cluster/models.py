@@ -7,13 +7,14 @@ import time
 
 import msgspec
 
-from kvrelay.core.handoff import HandoffOrder, PrefixHolder
+from kvrelay.core.handoff import OrderPolicy, PrefixHolder
 from kvrelay.core.workers import WorkerInfo
 from kvrelay.errors import WorkerUnavailableError
 from kvrelay.frontend.cluster.cold_start import ColdStart
 from kvrelay.frontend.cluster.worker_link import WorkerLink
 from kvrelay.frontend.side_threads import LoopTurns
 from kvrelay.frontend.tokens.tokenizer import Tokenizer
+from kvrelay.placement.ways import Ways
 from kvrelay.router import IndexState, PairRouter, Router, RoutingRequest, RuntimeSettings
 
 
@@ -29,12 +30,14 @@ class WorkerState(msgspec.Struct, frozen=True):
 
 
 class WorkerLinks(msgspec.Struct, frozen=True):
-    """Where a request runs. ``prefill``: with prefill-first, the other half of the pair, if there is one."""
+    """Where a request runs. ``prefill``: the other half of the pair, if there is one. ``ways``: the estimates that have
+    decided between pair and decode worker, if they did."""
 
     decode: WorkerLink
     prefill: WorkerLink | None = None
     holder: PrefixHolder | None = None
     """Another worker whose prefix may be read by the one of these that prefills."""
+    ways: Ways | None = None
 
 
 class Model:
@@ -132,25 +135,25 @@ class Model:
             self.max_model_len = min(info.max_model_len for info in infos)
             self.vocab_size = min(info.vocab_size for info in infos)
 
-    def place(self, request: RoutingRequest, order: HandoffOrder, *, must_be_local: bool = False) -> WorkerLinks:
+    def place(self, request: RoutingRequest, order: OrderPolicy, *, must_be_local: bool = False) -> WorkerLinks:
         """The worker or pair for a request, which counts as placed there. ``must_be_local``: no other worker may
         prefill it.
 
         Raises WorkerUnavailableError.
         """
-        if order is HandoffOrder.DECODE_FIRST:
-            chosen, prefill = self.router.choose(request), None
+        if order is OrderPolicy.DECODE_FIRST or (order is OrderPolicy.AUTO and not self._prefill_links):
+            chosen, prefill, ways = self.router.choose(request), None, None
         else:
-            decision = self.pairs.choose(request, must_be_local=must_be_local)
-            chosen, prefill = decision.decode, decision.prefill
+            decision = self.pairs.choose(request, order, must_be_local=must_be_local)
+            chosen, prefill, ways = decision.decode, decision.prefill, decision.ways
         worker_id = chosen.worker_id
         link = self._links.get(worker_id)
         if link is None:
             self.leave(request.request_id)
             raise WorkerUnavailableError(f"worker {worker_id} is not connected")
         if prefill is None:
-            return WorkerLinks(link, holder=chosen.holder)
-        return WorkerLinks(link, self._prefill_links.get(prefill.worker_id), holder=prefill.holder)
+            return WorkerLinks(link, holder=chosen.holder, ways=ways)
+        return WorkerLinks(link, self._prefill_links.get(prefill.worker_id), holder=prefill.holder, ways=ways)
 
     def leave(self, request_id: str, num_output_tokens: int = 0) -> None:
         """A placed request has left its worker, or both of its pair."""

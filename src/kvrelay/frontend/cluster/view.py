@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -60,6 +61,10 @@ CONNECTOR_RETRY_S = 1.0
 QUEUE_TIMEOUT_S = 0.7
 ROUTER_SECTION = "router."
 DISAGG_SECTION = "disagg."
+CRASHES_S = 600.0
+MAX_CRASHES = 1000
+LEFT_SHARE = 0.1
+"""Of a lease: a worker that ends in order has left discovery so long after its connection broke at the latest."""
 MAX_PLANNERS = 16
 """One decides; the others stand by."""
 
@@ -95,6 +100,9 @@ class ClusterView:
         self._served: dict[str, Served] = {}
         self._loading: dict[str, asyncio.Lock] = {}
         self._connectors: dict[str, asyncio.Task[None]] = {}
+        self._broken: dict[str, float] = {}
+        """Workers in discovery whose connection broke, and when."""
+        self._crashes: deque[tuple[float, WorkerInfo]] = deque(maxlen=MAX_CRASHES)
         self._pending: set[str] = set()
         """Workers whose first connection attempt has not ended."""
         self._none_pending = asyncio.Event()
@@ -197,6 +205,10 @@ class ClusterView:
             for worker_id, info in sorted((self._infos | left).items())
         ]
 
+    def crashed(self) -> list[WorkerInfo]:
+        """The workers that have crashed in the last ``CRASHES_S``, the latest last."""
+        return [info for at_s, info in self._crashes if at_s > time.monotonic() - CRASHES_S]
+
     async def start(self) -> None:
         """Subscribe and watch. Raises ControlUnavailableError."""
         await self._published.start()
@@ -281,6 +293,10 @@ class ClusterView:
         """A worker left discovery, drained or dead. Its connection tells which."""
         info = self._infos.pop(worker_id, None)
         served = self._served.get(worker_id)
+        broken_s = self._broken.pop(worker_id, None)
+        # One that ends in order leaves discovery first; the entry of one that crashed stays until its lease ends.
+        if info is not None and broken_s is not None and time.monotonic() - broken_s > info.lease_ttl_s * LEFT_SHARE:
+            self._crashes.append((time.monotonic(), info))
         if info is not None and served is not None:
             served.model.remove_worker(worker_id)
             served.link.retire()
@@ -345,6 +361,7 @@ class ClusterView:
         """Let the worker serve requests while the connection lives."""
         model, link = served
         self._served[worker_id] = served
+        self._broken.pop(worker_id, None)
         try:
             info = self._wanted(worker_id)
             if info is None or not self._is_for(model, info):
@@ -356,6 +373,8 @@ class ClusterView:
             await link.wait_ended()
         finally:
             del self._served[worker_id]
+            if worker_id in self._infos:
+                self._broken[worker_id] = time.monotonic()
             model.remove_worker(worker_id)
             await link.close()
 
@@ -365,8 +384,7 @@ class ClusterView:
         await client.start()
         link = WorkerLink(info, client)
         try:
-            if info.public_key:
-                await link.introduce(INTRODUCTION_TIMEOUT_S)
+            await link.introduce(INTRODUCTION_TIMEOUT_S)
             return Served(await self._model_of(info), link)
         except BaseException:
             await link.close()

@@ -21,12 +21,14 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Protocol
 
 import msgspec
 
+from kvrelay.core.activity import Activity
 from kvrelay.core.events import LoadMetrics
-from kvrelay.core.handoff import HandoffOrder, Pair
+from kvrelay.core.handoff import HandoffOrder, OrderPolicy, Pair
 from kvrelay.core.messages import (
     AbortRequest,
     GenerateRequest,
@@ -35,6 +37,7 @@ from kvrelay.core.messages import (
     Pong,
     PrefillLost,
     RequestRefused,
+    SessionPaused,
     TokenOutput,
 )
 from kvrelay.core.pair_id import new_pair_id
@@ -98,6 +101,8 @@ class WorkerLink:
         self._introduced = asyncio.Event()
         self.publish_secret = b""
         """Checks the worker's published messages; empty for a worker that seals nothing."""
+        self.first_activity: Activity | None = None
+        """What it had done when the connection was made."""
         client.on_message(self._on_message)
         client.on_disconnect(self._on_disconnect)
 
@@ -105,7 +110,7 @@ class WorkerLink:
         return f"WorkerLink({self.info.worker_id}, requests={len(self._requests)})"
 
     async def introduce(self, timeout_s: float) -> None:
-        """Learn the worker's ``publish_secret``. Raises WorkerUnavailableError."""
+        """Learn the worker's ``publish_secret`` and ``first_activity``. Raises WorkerUnavailableError."""
         self._client.send(Ping(0))
         try:
             async with asyncio.timeout(timeout_s):
@@ -150,6 +155,12 @@ class WorkerLink:
             # The worker would continue this request, and every request that is aborted later.
             self._break_off(f"cannot abort {request_id}: {exc}")
         self._end_if_retired()
+
+    def session_paused(self, paused: SessionPaused) -> None:
+        """Tell what the session of a request does that has ended. A hint: if it cannot be sent, it is left out."""
+        with suppress(WorkerUnavailableError):
+            if self.is_open:
+                self._client.send(paused)
 
     def prefill_lost(self, request_id: str) -> None:
         """The prefill worker of this paired request will not do its part."""
@@ -205,7 +216,7 @@ class WorkerLink:
                 if self._untold is not None:
                     return  # outputs were lost before this one; all requests go elsewhere
         elif isinstance(message, Pong):
-            self.publish_secret = message.publish_secret
+            self.publish_secret, self.first_activity = message.publish_secret, message.activity
             self._introduced.set()
         elif isinstance(message, RequestRefused):
             receiver = self._requests.pop(message.request_id, None)
@@ -286,18 +297,20 @@ ORDER_HEADER = "x-kvrelay-order"
 SEED_BITS = 63
 
 
-def read_order(value: str | None, default: HandoffOrder) -> HandoffOrder:
+def read_order(value: str | None, default: OrderPolicy) -> OrderPolicy:
     """The order that a request asks for in its header. Raises InvalidInputError."""
     if value is None:
         return default
     try:
-        return HandoffOrder(value)
+        return OrderPolicy(value)
     except ValueError as exc:
-        orders = " or ".join(HandoffOrder)
-        raise InvalidInputError(f"{ORDER_HEADER} must be {orders}", param=ORDER_HEADER) from exc
+        orders = ", ".join(OrderPolicy)
+        raise InvalidInputError(f"{ORDER_HEADER} must be one of {orders}", param=ORDER_HEADER) from exc
 
 
-def paired_request(request: GenerateRequest, prefill: WorkerInfo, decode: WorkerInfo) -> GenerateRequest:
+def paired_request(
+    request: GenerateRequest, prefill: WorkerInfo, decode: WorkerInfo, begins_within_s: float = 0.0
+) -> GenerateRequest:
     """``request`` as the decode worker of a pair gets it; the prefill worker gets the same under its own ``worker_id``.
 
     Its new id carries both addresses. Raises ProtocolError for an address that no id can carry.
@@ -309,7 +322,11 @@ def paired_request(request: GenerateRequest, prefill: WorkerInfo, decode: Worker
         # Should the decode worker have to compute the first token again, it is to be the same one.
         sampling = msgspec.structs.replace(sampling, seed=secrets.randbits(SEED_BITS))
     return msgspec.structs.replace(
-        request, request_id=str(pair_id), sampling=sampling, pair=Pair(prefill.worker_id, decode.worker_id)
+        request,
+        request_id=str(pair_id),
+        sampling=sampling,
+        order=HandoffOrder.PREFILL_FIRST,
+        pair=Pair(prefill.worker_id, decode.worker_id, begins_within_s),
     )
 
 

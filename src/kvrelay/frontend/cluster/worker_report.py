@@ -11,7 +11,17 @@ RATE_INTERVAL_S = 1.0
 class WorkerReport:
     """Times are monotonic."""
 
-    __slots__ = ("_counted", "_counted_s", "generated_per_s", "heard_s", "load", "prefilled_per_s", "waiting_since_s")
+    __slots__ = (
+        "_counted",
+        "_counted_s",
+        "_cpu_s",
+        "cpu_cores",
+        "generated_per_s",
+        "heard_s",
+        "load",
+        "prefilled_per_s",
+        "waiting_since_s",
+    )
 
     def __init__(self) -> None:
         self.load: LoadMetrics | None = None
@@ -21,7 +31,10 @@ class WorkerReport:
         self.prefilled_per_s: float | None = None
         """In tokens, as ``generated_per_s``; None: unknown."""
         self.generated_per_s: float | None = None
+        self.cpu_cores: float | None = None
+        """That its processes have used on average; None: unknown."""
         self._counted: TokenCounts | None = None
+        self._cpu_s: float | None = None
         self._counted_s = 0.0
 
     def heard(self, load: LoadMetrics, now_s: float) -> None:
@@ -41,4 +54,7 @@ class WorkerReport:
             generated = load.tokens.num_generated - self._counted.num_generated
             # Counts of an engine that was rebuilt begin again.
             self.prefilled_per_s, self.generated_per_s = max(prefilled, 0) / elapsed_s, max(generated, 0) / elapsed_s
+            if load.activity is not None and self._cpu_s is not None:
+                self.cpu_cores = max(load.activity.cpu_s - self._cpu_s, 0.0) / elapsed_s
         self._counted, self._counted_s = load.tokens, now_s
+        self._cpu_s = None if load.activity is None else load.activity.cpu_s

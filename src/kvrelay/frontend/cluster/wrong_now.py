@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import StrEnum
 
 import msgspec
 
 from kvrelay.config import WorkerRole
+from kvrelay.core.workers import WorkerInfo
 from kvrelay.frontend.cluster.snapshot import FrontendView, Totals, WorkerCondition, WorkerView
+from kvrelay.planner import Hold
+from kvrelay.planner.report import PlannerReport
 
 STUCK_AFTER_S = 10.0
 """At one step."""
@@ -18,6 +22,12 @@ KV_FULL = 0.95
 """Share of a worker's pool."""
 CONNECTED = (WorkerCondition.READY, WorkerCondition.SILENT)
 """Such a worker gets requests."""
+MISSED_SHARE, MIN_MISSED = 0.1, 5
+"""Of the answers of a minute, as in goodput (DistServe, OSDI 2024); and at least so many."""
+REFUSED_SHARE = 0.1
+"""From here on refusals are an error: below they may be a burst."""
+CRASH_LOOP = 3
+"""Crashes of equal workers on one host, within ``view.CRASHES_S``."""
 MAX_NAMES = 4
 NO_WORKER = "no-worker"
 
@@ -43,10 +53,19 @@ def wrong_now(
     *,
     has_control: bool,
     is_started_on_demand: bool = False,
+    planners: Sequence[PlannerReport] = (),
+    crashed: Sequence[WorkerInfo] = (),
 ) -> list[Wrong]:
     """``has_control``: this frontend is connected to the control plane. ``is_started_on_demand``: requests without a
-    worker wait for one that a planner starts."""
-    found = [*_of_cluster(workers, frontends, whole, has_control), *_of_models(workers), *_of_workers(workers)]
+    worker wait for one that a planner starts. ``crashed``: lately, the latest last. The page colours by these lines, so
+    nothing is red without one."""
+    found = [
+        *_of_cluster(workers, frontends, whole, has_control),
+        *_of_load(whole, planners),
+        *_of_models(workers),
+        *_of_workers(workers),
+        *_of_crashes(crashed, workers),
+    ]
     if is_started_on_demand:
         found = [wrong for wrong in found if wrong.kind != NO_WORKER]
     return sorted(found, key=lambda wrong: wrong.severity is not Severity.ERROR)
@@ -77,6 +96,71 @@ def _of_cluster(
     releases |= {frontend.release for frontend in frontends if frontend.release}
     if len(releases) > 1:
         yield _warning("release-mix", f"processes of several releases run together: {', '.join(sorted(releases))}")
+
+
+def _of_load(whole: Totals, planners: Sequence[PlannerReport]) -> Iterator[Wrong]:
+    """More is asked for than is done in time."""
+    overload = [*_refused(whole), *_missed(whole)]
+    yield from overload
+    leader = planners[0] if planners else None
+    action = leader.actions[0] if leader is not None and leader.actions else None
+    if not (overload and whole.requests_per_s) or leader is None or leader.is_paused:
+        return
+    if leader.problem or isinstance(action, Hold):
+        reason = leader.problem or (action.reason if action is not None else "")
+        yield _warning("planner-holds", f"the planner changes nothing meanwhile: {reason}")
+
+
+def _refused(whole: Totals) -> Iterator[Wrong]:
+    refused, limited = whole.refused_last_minute, whole.limited_last_minute
+    if not refused:
+        return
+    share = refused / whole.requests_last_minute
+    rate = f"({share:.0%}; {whole.refused_per_s:.1f}/s now)"
+    what = f"{refused} of {whole.requests_last_minute} requests {rate} were refused with 429 in the last minute"
+    if refused == limited:
+        yield _warning("refused-requests", f"{what}: above the limits of their API keys")
+        return
+    what += f" ({limited} by the limits of their API keys)" if limited else ""
+    is_error = refused - limited >= REFUSED_SHARE * whole.requests_last_minute
+    text = f"{what}: queues or KV are full; add workers, or let more wait (--max-num-waiting, --max-waiting-requests)"
+    yield (_error if is_error else _warning)("refused-requests", text)
+
+
+def _missed(whole: Totals) -> Iterator[Wrong]:
+    judged = whole.judged_last_minute
+    missed = judged - whole.in_time_last_minute
+    if missed < MIN_MISSED or missed <= MISSED_SHARE * judged:
+        return
+    reasons = []
+    for count, name, measured, slo_ms in (
+        (whole.late_first_token_last_minute, "first token", whole.ttft_ms.p95, whole.slo_ttft_ms),
+        (whole.late_gaps_last_minute, "time between tokens", whole.itl_ms.p95, whole.slo_itl_ms),
+    ):
+        if count:
+            p95 = "" if measured is None else f"p95 {_time(measured)}, "
+            reasons.append(f"{count} by the {name} ({p95}objective {_time(slo_ms)})")
+    what = f"{missed} of {judged} answers of the last minute missed an objective: {', '.join(reasons)}"
+    yield _warning("missed-objectives", f"{what}; add workers, or set what is wanted (--slo-ttft-ms, --slo-itl-ms)")
+
+
+def _time(ms: float) -> str:
+    return f"{ms / 1e3:.3g} s" if ms >= 1e3 else f"{ms:.3g} ms"
+
+
+def _of_crashes(crashed: Sequence[WorkerInfo], workers: Sequence[WorkerView]) -> Iterator[Wrong]:
+    """The worker that replaces a crashed one tells how that ended, the present one of the last crash."""
+    told = {(info.model, info.host): info.after_crash for info in crashed if info.after_crash}
+    told |= {(worker.model, worker.host): worker.after_crash for worker in workers if worker.after_crash}
+    counts = Counter((info.role, info.model, info.host) for info in crashed)
+    last = {(info.role, info.model, info.host): info for info in crashed}
+    for key, count in counts.items():
+        if count >= CRASH_LOOP:
+            (role, model, host), info = key, last[key]
+            what = f"{role} workers of {model} on {host or 'one host'} crashed {count} times in the last 10 minutes"
+            reason = told.get((model, host), "its log has the reason")
+            text = f"{what}, the last was {info.worker_id} (pid {info.pid}): {reason}"
+            yield Wrong(Severity.ERROR, "crash-loop", text)
 
 
 def _of_models(workers: Sequence[WorkerView]) -> Iterator[Wrong]:

@@ -18,16 +18,20 @@ from kvrelay.core.messages import TokenOutput
 from kvrelay.core.status import FinishReason
 from kvrelay.frontend.openai.answer import ChoicePiece, Finish
 from kvrelay.frontend.openai.answer_spec import AnswerSpec
-from kvrelay.frontend.tokens.detokenizer import NoText
+from kvrelay.frontend.tokens.detokenizer import Detokenizer, NoText
 from kvrelay.frontend.tokens.tokenizer import Tokenizer
 
 
 class AnswerText:
-    """One choice's text. No stop string counts within the first ``min_tokens`` tokens."""
+    """One choice's text after a prompt. No stop string counts within the first ``min_tokens`` tokens."""
 
-    def __init__(self, spec: AnswerSpec, tokenizer: Tokenizer, min_tokens: int) -> None:
+    def __init__(
+        self, spec: AnswerSpec, tokenizer: Tokenizer, min_tokens: int, prompt_token_ids: Sequence[int] = ()
+    ) -> None:
         self._includes_stop = spec.include_stop
-        self._detokenizer = tokenizer.detokenizer(spec.skip_special_tokens) if spec.detokenize else NoText()
+        self._detokenizer: Detokenizer = NoText()
+        if spec.detokenize:
+            self._detokenizer = tokenizer.detokenizer(spec.skip_special_tokens, prompt_token_ids, spec.shown_tokens)
         self._stops = StopStrings(spec.stops, spec.include_stop) if spec.stops else None
         self._min_tokens = min_tokens
 

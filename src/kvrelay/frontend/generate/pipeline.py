@@ -20,7 +20,7 @@ from functools import partial
 from msgspec.structs import replace
 
 from kvrelay.config import FrontendConfig
-from kvrelay.core.handoff import HandoffOrder
+from kvrelay.core.handoff import OrderPolicy
 from kvrelay.errors import InvalidInputError, KvrelayError
 from kvrelay.frontend.access.access_log import AccessLog
 from kvrelay.frontend.access.admission import Admission
@@ -55,14 +55,22 @@ from kvrelay.frontend.openai.answer_spec import (
 from kvrelay.frontend.openai.completions import CompletionFormat
 from kvrelay.frontend.openai.errors import DeadlineError, failure_of
 from kvrelay.frontend.openai.logprobs import TokenIdTexts, TokenTexts
-from kvrelay.frontend.openai.requests import ChatCompletionRequest, FieldsCheck, GenerationFields, has_short_fields
+from kvrelay.frontend.openai.requests import (
+    ChatCompletionRequest,
+    FieldsCheck,
+    GenerationFields,
+    KvHints,
+    has_short_fields,
+)
 from kvrelay.frontend.side_threads import INLINE_SIZE, Pieces, SideThreads
 from kvrelay.frontend.tools.chat_form import ChatForm, OutputParsers, chat_form
+from kvrelay.frontend.tools.dialects import known_markers
 from kvrelay.http import Exchange, HttpRequest, Response
 from kvrelay.marks.kept import Kept
 from kvrelay.marks.trace import Trace
 from kvrelay.marks.waterfall import waterfall
 
+MAX_KIND_CHARS = 128
 WATERFALL_HEADER = "x-kvrelay-waterfall"
 
 
@@ -83,7 +91,7 @@ class Pipeline:
     ) -> None:
         """``kept``: has a trace of each running request; None: no marks are made."""
         self._config = config
-        self._order = HandoffOrder(config.order)
+        self._order = OrderPolicy(config.order)
         self._cluster = cluster
         self._metrics = metrics
         self._keys = keys
@@ -149,15 +157,15 @@ class Pipeline:
                     self._reading.parser(form, prompts[0].text or ""),
                     form.tools.dialect.call_id_chars if form.tools else 0,
                 )
-                await self._generate(exchange, request_id, model, spec, prompts, task.make_format(context))
+                await self._generate(
+                    exchange, request_id, model, spec, prompts, task.make_format(context), context.called
+                )
 
     async def count_tokens(self, api: ChatApi, exchange: Exchange, request_id: str) -> None:
         """How many tokens the prompt of a chat has: ``{"input_tokens": n}``. Raises InvalidInputError."""
         task, model, size = await self._read_chat(api, exchange)
         with api.own_names():
-            form = await self._threads.call(
-                size, chat_form, task.request, self._reading.dialect(model.tokenizer.chat_template)
-            )
+            form = await self._threads.call(size, self._chat_form, task.request, model)
             (prompt,) = await self._prepared(exchange, size, _chat_prompt(task.request, model, form))
             exchange.respond(Response(200, encode_json({"input_tokens": len(prompt.token_ids)})))
 
@@ -173,11 +181,15 @@ class Pipeline:
 
     def _chat_spec(self, request: ChatCompletionRequest, model: Model) -> tuple[ChatForm, AnswerSpec]:
         """Raises InvalidInputError."""
-        form = chat_form(request, self._reading.dialect(model.tokenizer.chat_template))
+        form = self._chat_form(request, model)
         spec = chat_spec(request, model.tokenizer.default_sampling, self._config.max_n, form.constraint)
-        if form.tools is not None and form.tools.dialect.has_special_tokens:
-            spec = replace(spec, skip_special_tokens=False)
-        return form, spec
+        shown = self._reading.markers(form)
+        return form, replace(spec, shown_tokens=shown) if shown else spec
+
+    def _chat_form(self, request: ChatCompletionRequest, model: Model) -> ChatForm:
+        tokenizer = model.tokenizer
+        markers = known_markers(tokenizer.markers, model.vocab_size)
+        return chat_form(request, self._reading.dialect(tokenizer.chat_template), markers)
 
     async def _prepared(
         self, exchange: Exchange, size: int, work: Pieces[list[Prompt]], is_light: bool = False
@@ -193,7 +205,9 @@ class Pipeline:
         spec: AnswerSpec,
         prompts: Items[Prompt],
         form: AnswerFormat,
+        called: list[str] | None = None,
     ) -> None:
+        """``called``: has the functions that the answer has called, once it is delivered."""
         lengths = [len(prompt.token_ids) for prompt in prompts]
         trace = self._kept.running.get(request_id) if self._kept is not None else None
         if trace is not None:
@@ -214,6 +228,8 @@ class Pipeline:
         sequences = sequences_of(
             request_id, prompts, spec, model, answer, self._metrics, self._config.migration_limit, order, trace
         )
+        if trace is not None:
+            trace.answering(lambda: sum(len(sequence.output_token_ids) for sequence in answer.sequences))
         tokens_per_minute = limits.tokens_per_minute or 0
         self._admission.count_tokens(client, tokens_per_minute, sum(lengths))
         with closing(answer):
@@ -232,7 +248,7 @@ class Pipeline:
                 if self._access_log.is_on:
                     self._access_log.note(request_id, answer.generated())
                 if trace is not None:
-                    trace.output_tokens = sum([len(sequence.output_token_ids) for sequence in answer.sequences])
+                    trace.answered()
             shown = self._waterfall(exchange, trace) if WATERFALL_HEADER in exchange.request.headers else b""
             if isinstance(answer, StreamedAnswer):
                 answer.finish(shown)
@@ -240,6 +256,7 @@ class Pipeline:
                 headers += origin_headers(answer.sequences[0])
                 whole = await self._threads.call(answer.size, form.whole, answer.choices, answer.usage())
                 exchange.respond(Response(200, with_extra(whole, shown) if shown else whole, headers=headers))
+            _tell_pause(answer.sequences, called or [], spec.kv_hints)
 
     def _waterfall(self, exchange: Exchange, trace: Trace | None) -> bytes:
         """The answer's extra field, if the client has asked for it."""
@@ -279,6 +296,15 @@ class Pipeline:
             return check_timeout(float(text))
         except ValueError as exc:
             raise InvalidInputError(f"{TIMEOUT_HEADER} is not a number", param=TIMEOUT_HEADER) from exc
+
+
+def _tell_pause(sequences: Items[Sequence], called: list[str], hints: KvHints | None) -> None:
+    """What the session waits for: the functions that it has called, else what the client says. With several answers no
+    one knows which of them continues."""
+    if len(sequences) != 1 or not (called or hints is not None):
+        return
+    told = hints.tool or "" if hints is not None else ""
+    sequences[0].pause("+".join(sorted(set(called)))[:MAX_KIND_CHARS] if called else told, hints)
 
 
 def _with_objectives(spec: AnswerSpec, request: HttpRequest) -> AnswerSpec:

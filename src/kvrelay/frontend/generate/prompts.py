@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
-from kvrelay.core.token_ids import packed_below
+from kvrelay.core.token_ids import outside, packed_below
 from kvrelay.errors import InvalidInputError, PromptTooLongError
 from kvrelay.frontend.cluster.models import Model
 from kvrelay.frontend.openai.bounds import MAX_TOKENIZED_CHARS
@@ -23,13 +23,14 @@ from kvrelay.frontend.openai.requests import (
     parse_body,
 )
 from kvrelay.frontend.side_threads import Pieces
-from kvrelay.frontend.tools.histories import described, template_messages
+from kvrelay.frontend.tools.histories import joined_text, template_messages
 
 PIECE_TOKENS = 2**18
 """Token ids that are checked and copied in one piece, which takes some milliseconds."""
 
-_OPEN_END = "\ue000\ue0ffopen\ue000\ue0ff"
-"""Stands at the end of a message that the answer continues, while the chat template writes it."""
+_OPEN_END = "\ue000\ue0ffopen\ue000\ue0ff "
+"""Stands at the end of a message that the answer continues, while the chat template writes it. A template that trims
+texts cuts the space."""
 
 PromptItem = str | list[int]
 
@@ -100,30 +101,32 @@ def chat_prompt(
         messages, with_prompt = _left_open(messages), False
     text = render_chat(messages, model, with_prompt, arguments, tools=tools)
     if request.continue_final_message:
-        text, found, _ = text.partition(_OPEN_END)
+        text, found, rest = text.rpartition(_OPEN_END.rstrip())
         if not found:
             raise InvalidInputError("the chat template does not show the last message", param="continue_final_message")
+        text = text if rest.startswith(" ") else text.rstrip()
     yield
     return (yield from completion_prompts([text], model, bool(request.add_special_tokens), keep_last=keep_last))
 
 
 def echoed_message(request: ChatCompletionRequest) -> str:
     """With ``echo``, the text that the answer continues: that of the last message, if it is to be continued."""
-    return _text_of(request.messages[-1]) if request.echo and request.continue_final_message else ""
+    return joined_text(request.messages[-1]) if request.echo and request.continue_final_message else ""
 
 
 def _left_open(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
     """The messages with a mark at the end of the last one's text, where the answer goes on."""
-    text = _text_of(messages[-1]) if messages else ""
+    text = joined_text(messages[-1]) if messages else ""
     if not text or messages[-1].role != "assistant":
         message = "continue_final_message needs a last message of role assistant with text"
         raise InvalidInputError(message, param="continue_final_message")
-    return [*messages[:-1], msgspec.structs.replace(messages[-1], content=text + _OPEN_END)]
-
-
-def _text_of(message: ChatMessage) -> str:
-    content = message.content
-    return content or "" if not isinstance(content, list) else "\n".join(part.text or "" for part in content)
+    content = messages[-1].content
+    if isinstance(content, list):
+        last = msgspec.structs.replace(content[-1], text=(content[-1].text or "") + _OPEN_END)
+        marked: object = [*content[:-1], last]
+    else:
+        marked = text + _OPEN_END
+    return [*messages[:-1], msgspec.structs.replace(messages[-1], content=marked)]
 
 
 def tokenized(request: TokenizeRequest, model: Model) -> Pieces[list[int]]:
@@ -162,10 +165,10 @@ def render_chat(
         raise InvalidInputError(f"The model `{model.name}` has no chat template.", param="messages")
     if max_chars is None:
         max_chars = _max_chars(model)
-    shapes = template_messages(messages, template.knows_developer)
-    if not template.knows_tools:
-        shapes, tools = described(shapes, tools), ()
-    return template.render(shapes, add_generation_prompt is not False, arguments, max_chars, tools)
+    template = template.chosen(bool(tools))
+    shown, described = (tools, ()) if template.form.knows_tools else ((), tools)
+    shapes = template_messages(messages, template.form, described)
+    return template.render(shapes, add_generation_prompt is not False, arguments, max_chars, shown)
 
 
 def _split(prompt: str | list[str | int | list[int]]) -> list[PromptItem]:
@@ -207,7 +210,14 @@ def _prompt(token_ids: list[int], model: Model, text: str | None = None) -> Prom
     """``text``: of a prompt that was given as text."""
     if text is not None and len(token_ids) > model.max_model_len:
         raise _too_long("The prompt is longer than the model's maximum context length of", model)
-    packed = _packed(token_ids, model, "prompt")
+    try:
+        packed = _packed(token_ids, model, "prompt")
+    except InvalidInputError:
+        if text is None:
+            raise
+        name = model.tokenizer.token_string(max(token_ids))
+        message = f"the prompt has the token {name!r}, but the model has only {model.vocab_size} tokens"
+        raise InvalidInputError(message, param="prompt") from None
     if not packed:
         raise InvalidInputError("the prompt is empty", param="prompt")
     return Prompt(packed, text)
@@ -216,7 +226,8 @@ def _prompt(token_ids: list[int], model: Model, text: str | None = None) -> Prom
 def _packed(token_ids: list[int], model: Model, param: str) -> array[int]:
     packed = packed_below(token_ids, model.vocab_size)
     if packed is None:
-        raise InvalidInputError(f"token ids must be integers between 0 and {model.vocab_size - 1}", param=param)
+        found, highest = outside(token_ids, model.vocab_size), model.vocab_size - 1
+        raise InvalidInputError(f"token ids must be integers between 0 and {highest}, got {found}", param=param)
     return packed
 
 

@@ -5,8 +5,8 @@
       v │         v │
      WAITING <── (worker lost or gave up; placed again with prompt + tokens so far, at most migration_limit times)
 
-Prefill-first, an attempt may run on a pair: the first token comes from the prefill worker, and again, in case that one
-fails, from the decode worker, which goes on from it.
+With order auto or prefill-first, an attempt may run on a pair: the first token comes from the prefill worker, and
+again, in case that one fails, from the decode worker, which goes on from it.
 
 A worker needs only the tokens to continue a sequence, and every delivered token is kept here. So no token is repeated
 or missing. Text, stop strings and logprobs continue in this object, whichever worker samples. It does not know how
@@ -27,8 +27,8 @@ from typing import Protocol
 
 import msgspec
 
-from kvrelay.core.handoff import HandoffOrder, PrefixHolder
-from kvrelay.core.messages import GenerateRequest, RequestRefused, TokenOutput
+from kvrelay.core.handoff import OrderPolicy, PrefixHolder
+from kvrelay.core.messages import GenerateRequest, RequestRefused, SessionPaused, TokenOutput
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.status import FinishReason, RefusalKind
 from kvrelay.core.token_ids import to_bytes
@@ -42,9 +42,11 @@ from kvrelay.frontend.generate.prompts import Prompt
 from kvrelay.frontend.openai.answer import ChoicePiece, PromptLogprobs
 from kvrelay.frontend.openai.answer_spec import AnswerSpec, choice_sampling
 from kvrelay.frontend.openai.errors import RequestRefusedError, refusal_error
+from kvrelay.frontend.openai.requests import KvHints
 from kvrelay.frontend.side_threads import START_COST
 from kvrelay.marks.phases import LATE_S
 from kvrelay.marks.trace import Trace
+from kvrelay.placement.ways import Ways
 from kvrelay.router import RoutingRequest
 
 _log = logging.getLogger(__name__)
@@ -85,7 +87,7 @@ class Sequence:
         listener: SequenceListener,
         metrics: FrontendMetrics,
         migration_limit: int,
-        order: HandoffOrder,
+        order: OrderPolicy,
         trace: Trace | None = None,
     ) -> None:
         self.index = index
@@ -100,14 +102,15 @@ class Sequence:
         self.num_migrations = 0
         self.ttft_s: float | None = None
         """From its start to its first token."""
-        self._request_id = request_id
-        self._spec = spec
+        self._request_id, self._spec = request_id, spec
         self._model = model
-        self._text = AnswerText(spec, model.tokenizer, sampling.min_tokens)
+        self._text = AnswerText(spec, model.tokenizer, sampling.min_tokens, prompt.token_ids)
         self._listener = listener
         self._metrics = metrics
         self._counts = metrics.of(model.name)
         self._counts.arrived(len(prompt.token_ids))
+        self._gaps = self._counts.of_worker("").itl
+        """Where the times between its tokens count: of the worker that computes it."""
         self._migration_limit = migration_limit
         self._order = order
         self._tokens_at_once = 1 if spec.stops else listener.tokens_at_once
@@ -116,15 +119,17 @@ class Sequence:
         """The attempt's number in the trace."""
         self._must_be_local = sampling.must_prefill_locally
         self._link: WorkerLink | None = None
+        self._ended_on: WorkerLink | None = None
+        """Where it ran when its answer had ended."""
         self._prefill: PrefillHalf | None = None
+        self._ways: Ways | None = None
+        """The estimates of the attempt."""
         self._attempt = 0
         self._placement_id = ""
         """The attempt's name in the router."""
         self._attempt_id = ""
         """The attempt's name on its workers: with a pair, an id that carries both addresses."""
-        self._has_output = False
-        self._is_prefilled = False
-        self._is_ended = False
+        self._has_output = self._is_prefilled = self._is_ended = False
         self._started_s = self._last_s = time.monotonic()
         self._failed_workers: set[str] = set()
         self._retry_after_s = math.inf
@@ -148,7 +153,7 @@ class Sequence:
         """Place it on a worker. Raises WorkerUnavailableError, OverloadedError."""
         while True:
             placement = self._model.place(self._routing_request(), self._order, must_be_local=self._must_be_local)
-            link = placement.decode
+            link, self._ways = placement.decode, placement.ways
             request = self._generate_request(link, placement.holder if placement.prefill is None else None)
             if self._trace is not None:
                 half = placement.prefill
@@ -171,7 +176,8 @@ class Sequence:
         """Send the prefill worker its half, and return the decode worker's: the request as it was if there is no way
         to send the other half."""
         try:
-            paired = paired_request(request, prefill.info, decode.info)
+            begins_within_s = 0.0 if self._ways is None else self._ways.begins_within_s
+            paired = paired_request(request, prefill.info, decode.info, begins_within_s)
             half = PrefillHalf(
                 prefill,
                 decode,
@@ -189,6 +195,19 @@ class Sequence:
         self._attempt_id = paired.request_id
         self._prefill = half
         return paired
+
+    def pause(self, kind: str, hints: KvHints | None) -> None:
+        """The answer has been delivered; tell its worker what the session does next. ``kind``: see SessionPaused."""
+        link, self._ended_on = self._ended_on, None
+        if link is not None:
+            link.session_paused(
+                SessionPaused(
+                    self._attempt_id,
+                    kind,
+                    within_s=(hints.retain_s or 0.0) if hints is not None else 0.0,
+                    is_over=hints is not None and bool(hints.release),
+                )
+            )
 
     def cancel(self) -> None:
         """The client has gone, or another choice has failed."""
@@ -293,6 +312,8 @@ class Sequence:
             token_ids=(*self.prompt_token_ids, *known) if known else self.prompt_token_ids,
             max_tokens=self.sampling.max_tokens,
             priority=self._spec.priority,
+            slo_ttft_ms=self._spec.slo_ttft_ms,
+            slo_itl_ms=self._spec.slo_itl_ms,
             exclude=tuple(self._failed_workers),
             cache_salt=self.sampling.cache_salt,
             adapter=self._model.adapter,
@@ -306,7 +327,7 @@ class Sequence:
             sampling=self.sampling,
             output_token_ids=tuple(self.output_token_ids),
             priority=self._spec.priority,
-            order=self._order,
+            order=self._order.unpaired,
             tenant=self._spec.tenant,
             slo_ttft_ms=self._spec.slo_ttft_ms,
             slo_itl_ms=self._spec.slo_itl_ms,
@@ -314,6 +335,7 @@ class Sequence:
             traceparent="" if self._trace is None else self._trace.traceparent,
             report_interval=self._tokens_at_once,
             holder=holder,
+            remote_wait_s=None if self._ways is None else self._ways.wait_s,
         )
 
     def _leave_router(self) -> None:
@@ -358,7 +380,7 @@ class Sequence:
         elif output.token_ids:
             num_new = len(output.token_ids)
             gap_s = (now_s - self._last_s) / num_new
-            self._counts.itl.observe(gap_s, num_new)
+            self._gaps.observe(gap_s, num_new)
             if gap_s > LATE_S and self._trace is not None:
                 self._trace.late_token(now_s, gap_s)
         self._last_s = now_s
@@ -381,19 +403,22 @@ class Sequence:
                 self._heard(output)
             self._trace.first_token(now_s)
         self._is_prefilled = True
-        self._model.router.first_token(self._placement_id)
+        self._model.pairs.first_token(self._placement_id)
         if link is not None:
             num_tokens = len(self.prompt_token_ids) + len(self.output_token_ids)
             link.counts.prefilled(num_tokens, output.num_cached_tokens or 0)
+        self._gaps = self._counts.of_worker(self.worker_id).itl
         if self._has_output:
-            self._counts.itl.observe(now_s - self._last_s)
+            self._gaps.observe(now_s - self._last_s)
             return
         self._has_output = True
         self.ttft_s = now_s - self._started_s
         self.num_cached_tokens = output.num_cached_tokens or 0
-        self.decision = output.decision
+        if self._spec.explain:
+            self.decision = output.decision if self._ways is None else self._ways.explained(output.decision)
         self.prompt_logprobs = output.prompt_logprobs
-        self._counts.first_token(now_s - self._started_s, len(self.prompt_token_ids), self.num_cached_tokens)
+        told_by = self.worker_id if link is None else link.info.worker_id
+        self._counts.first_token(self.ttft_s, len(self.prompt_token_ids), self.num_cached_tokens, told_by)
 
     def _heard(self, output: TokenOutput) -> None:
         """Keep the marks that came with a first or last output."""
@@ -418,7 +443,8 @@ class Sequence:
         if output.is_final and not self._is_ended:
             self._link = None
             self._leave_router()
-            self._fail(RequestRefusedError(output.error or "the request failed", 400, param=self._spec.grammar_param))
+            param = self._spec.grammar_param if output.status == 400 else None
+            self._fail(RequestRefusedError(output.error or "the request failed", output.status, param=param))
             return
         reason = output.error or f"worker {self.worker_id} gave it up"
         self._migrate(reason, may_wait=bool(self.output_token_ids))
@@ -436,9 +462,15 @@ class Sequence:
                 self._link.abort(self._attempt_id)
             else:
                 self._link.release(self._attempt_id)
+            if duration_s is not None:
+                self._ended_on = self._link
             self._link = None
             self._leave_router()
-        self._counts.ended(len(self.output_token_ids), duration_s)
+        num_tokens, ttft_s = len(self.output_token_ids), self.ttft_s
+        self._counts.ended(num_tokens, duration_s)
+        if duration_s is not None and ttft_s is not None:
+            mean_gap_s = (duration_s - ttft_s) / max(num_tokens - 1, 1)
+            self._counts.judge(ttft_s, mean_gap_s, self._spec.slo_ttft_ms, self._spec.slo_itl_ms)
 
     def _fail(self, error: KvrelayError) -> None:
         self._end(abort=True)
@@ -458,7 +490,7 @@ def sequences_of(
     listener: SequenceListener,
     metrics: FrontendMetrics,
     migration_limit: int,
-    order: HandoffOrder = HandoffOrder.DECODE_FIRST,
+    order: OrderPolicy = OrderPolicy.DECODE_FIRST,
     trace: Trace | None = None,
 ) -> Iterator[Sequence]:
     """All choices in order: those of the first prompt, those of the second, ... Every prompt is checked at once.

@@ -118,6 +118,23 @@ class OutputParser(Protocol):
         """End the answer, maybe in the middle of a call."""
 
 
+class _Noting:
+    """A parser whose calls are noted in ``called``."""
+
+    def __init__(self, parser: OutputParser, called: list[str]) -> None:
+        self._parser, self._called = parser, called
+
+    def push(self, text: str) -> ParsedDelta:
+        return self._noted(self._parser.push(text))
+
+    def flush(self) -> ParsedDelta:
+        return self._noted(self._parser.flush())
+
+    def _noted(self, delta: ParsedDelta) -> ParsedDelta:
+        self._called.extend([call.name for call in delta.calls if call.name is not None])
+        return delta
+
+
 class AnswerContext(msgspec.Struct, frozen=True):
     """Facts of an answer when its prompt is ready. ``make_parser`` returns a parser per choice; None: the text is the
     content. A call's id has ``call_id_chars``."""
@@ -129,10 +146,13 @@ class AnswerContext(msgspec.Struct, frozen=True):
     spec: AnswerSpec
     make_parser: Callable[[], OutputParser] | None = None
     call_id_chars: int = 24
+    called: list[str] = msgspec.field(default_factory=list)
+    """Functions that the answer calls, as far as it is parsed. A stream's are noted once, a whole answer's at its
+    end."""
 
     def new_parser(self) -> OutputParser | None:
         """A parser for one more choice, if the text is to be parsed."""
-        return self.make_parser() if self.make_parser is not None else None
+        return _Noting(self.make_parser(), self.called) if self.make_parser is not None else None
 
     def call_id(self, prefix: str, unique: str) -> str:
         """Some templates accept only ids of nine letters and digits: those get no prefix."""

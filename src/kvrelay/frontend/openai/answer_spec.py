@@ -17,6 +17,7 @@ from kvrelay.frontend.openai.requests import (
     ChatCompletionRequest,
     CompletionRequest,
     GenerationFields,
+    KvHints,
     has_short_fields,
 )
 from kvrelay.frontend.openai.structured import Constraint, constraint_of
@@ -29,6 +30,7 @@ MIN_OBJECTIVE_MS, MAX_OBJECTIVE_MS = 1e-3, 1e7
 DECISION_HEADER = "x-kvrelay-decision"
 DEFAULT_MAX_TOKENS = 16
 MAX_PRIORITY = 2**31
+MAX_RETAIN_S = 86400.0
 LOGPROBS_BASE = 8
 """A token's logprobs cost as much as this number of alternatives, plus its alternatives."""
 MAX_PROMPT_LOGPROBS = 2**18
@@ -52,6 +54,8 @@ class AnswerSpec(msgspec.Struct, frozen=True):
     stops: tuple[str, ...] = ()
     include_stop: bool = False
     skip_special_tokens: bool = True
+    shown_tokens: tuple[str, ...] = ()
+    """Special tokens that are not skipped, because parsers look for them in the text."""
     add_special_tokens: bool = True
     return_token_ids: bool = False
     echo: bool = False
@@ -71,6 +75,7 @@ class AnswerSpec(msgspec.Struct, frozen=True):
     slo_ttft_ms: float = 0.0
     slo_itl_ms: float = 0.0
     """The request's own objectives; 0: the worker's."""
+    kv_hints: KvHints | None = None
     explain: bool = False
     """The answer's headers say where the prefill ran, and why."""
 
@@ -242,6 +247,7 @@ def _spec(
         priority=_priority(request.priority),
         timeout_s=check_timeout(request.timeout),
         keep_last=_keep_last(request),
+        kv_hints=_kv_hints(request.kv_hints),
         grammar_param=constraint.param if constraint is not None else None,
     )
 
@@ -279,10 +285,7 @@ def _sampling(
         grammar=constraint.grammar if constraint is not None else None,
         cache_salt=request.cache_salt,
     )
-    try:
-        sampling.validate()
-    except OverflowError as exc:
-        raise InvalidInputError("a number is far out of range") from exc
+    sampling.validate()
     return sampling
 
 
@@ -302,6 +305,13 @@ def _keep_last(request: GenerationFields) -> int | None:
     if value is not None and getattr(request, "echo", False):
         raise InvalidInputError("echo repeats the whole prompt, not a truncated one", param="truncate_prompt_tokens")
     return value
+
+
+def _kv_hints(hints: KvHints | None) -> KvHints | None:
+    if hints is not None and hints.retain_s is not None and not 0 < hints.retain_s <= MAX_RETAIN_S:
+        message = f"kv_hints.retain_s must be above 0 and at most {MAX_RETAIN_S:g} seconds"
+        raise InvalidInputError(message, param="kv_hints")
+    return hints
 
 
 def _stops(stop: str | list[str] | None) -> tuple[str, ...]:

@@ -71,7 +71,7 @@ class CompletionFormat(ChunkFormat):
     def __init__(
         self,
         context: AnswerContext,
-        make_detokenizer: Callable[[bool], Detokenizer],
+        make_detokenizer: Callable[[bool, Sequence[int]], Detokenizer],
         *,
         with_prompt_logprobs: bool = False,
         echoes: Sequence[str] | None = None,
@@ -84,6 +84,8 @@ class CompletionFormat(ChunkFormat):
         self._offsets: dict[int, TextOffsets] = {}
 
     def opening(self, index: int, prompt: AnsweredPrompt) -> bytes:
+        if self._with_logprobs:
+            self._offsets[index] = self._offsets_after(index, prompt.token_ids)
         echo = self._echoes[index] if self._echoes is not None else ""
         if not echo and not self._return_token_ids:
             return b""
@@ -127,7 +129,7 @@ class CompletionFormat(ChunkFormat):
     def _whole_logprobs(self, choice: Choice, echo: str) -> CompletionLogprobs:
         positions: list[PositionLogprobs | None] = list(choice.logprobs)
         token_ids = choice.token_ids
-        offsets = self._answer_offsets(choice.index, token_ids)
+        offsets = self._offsets_after(choice.index, choice.prompt_token_ids).of(token_ids)
         if self._echoes is not None and choice.prompt_logprobs is not None:
             prompt = choice.prompt_token_ids
             positions = [*choice.prompt_logprobs, *positions]
@@ -143,19 +145,13 @@ class CompletionFormat(ChunkFormat):
 
     def _logprobs(self, index: int, token_ids: Sequence[int], positions: PromptLogprobs) -> bytes:
         """Those of a choice's next tokens."""
-        return encode_json(
-            completion_logprobs(positions, token_ids, self._texts, self._answer_offsets(index, token_ids))
-        )
+        offsets = self._offsets[index].of(token_ids)
+        return encode_json(completion_logprobs(positions, token_ids, self._texts, offsets))
 
-    def _answer_offsets(self, index: int, token_ids: Sequence[int]) -> list[int]:
-        """Of a choice's next tokens, in the text that is returned: behind the prompt, if that is echoed."""
-        offsets = self._offsets.get(index)
-        if offsets is None:
-            start = len(self._echoes[index]) if self._echoes is not None else 0
-            offsets = self._offsets[index] = TextOffsets(
-                self._make_detokenizer(self._context.spec.skip_special_tokens), start
-            )
-        return offsets.of(token_ids)
+    def _offsets_after(self, index: int, prompt_token_ids: Sequence[int]) -> TextOffsets:
+        """Of a choice's tokens, in the text that is returned: after the prompt, if that is echoed."""
+        start = len(self._echoes[index]) if self._echoes is not None else 0
+        return TextOffsets(self._make_detokenizer(self._context.spec.skip_special_tokens, prompt_token_ids), start)
 
 
 class AssistantMessage(msgspec.Struct, frozen=True):

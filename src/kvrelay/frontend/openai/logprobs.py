@@ -82,11 +82,13 @@ class TextOffsets:
         return offsets
 
 
-def prompt_offsets(token_ids: Sequence[int], text: str, make_detokenizer: Callable[[bool], Detokenizer]) -> list[int]:
+def prompt_offsets(
+    token_ids: Sequence[int], text: str, make_detokenizer: Callable[[bool, Sequence[int]], Detokenizer]
+) -> list[int]:
     """The offsets of an echoed prompt's tokens in ``text``, which may omit special tokens; never after its end."""
     offsets: list[int] = []
     for is_special_skipped in (True, False):
-        counted = TextOffsets(make_detokenizer(is_special_skipped)).of((*token_ids, token_ids[-1]))
+        counted = TextOffsets(make_detokenizer(is_special_skipped, ())).of((*token_ids, token_ids[-1]))
         offsets = [min(offset, len(text)) for offset in counted[:-1]]
         if counted[-1] == len(text):
             break

@@ -42,6 +42,15 @@ class StreamOptions(msgspec.Struct, frozen=True):
     continuous_usage_stats: bool | None = None
 
 
+class KvHints(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What the client knows of its session after this answer. ``tool``: what it will wait for. ``retain_s``: it will
+    be back within so many seconds. ``release``: the session is over."""
+
+    tool: Name | None = None
+    retain_s: float | None = None
+    release: bool | None = None
+
+
 class GenerationFields(msgspec.Struct, frozen=True, kw_only=True):
     """The common fields of completions and chats. ``timeout`` is in seconds."""
 
@@ -75,6 +84,7 @@ class GenerationFields(msgspec.Struct, frozen=True, kw_only=True):
     bad_words: StopStrings | None = None
     allowed_token_ids: AllowedTokenIds | None = None
     cache_salt: Name | None = None
+    kv_hints: KvHints | None = None
     return_tokens_as_token_ids: bool | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None

@@ -152,7 +152,8 @@ def lark_of_gbnf(text: str, param: str) -> str:
     from llguidance.gbnf_to_lark import gbnf_to_lark
 
     try:
-        return gbnf_to_lark(text)
+        # vLLM's other library refuses the line by which llguidance tells its own dialect.
+        return gbnf_to_lark(text).removeprefix("%llguidance {}\n").lstrip()
     except RecursionError as exc:
         raise InvalidInputError(f"{param} is nested too deeply", param=param) from exc
     except Exception as exc:  # the converter may raise anything for a text that is no grammar

@@ -1,20 +1,24 @@
 """The checkpoint's tokenizer: text to tokens and back, without the transformers package (its import costs seconds).
 
 It reads ``tokenizer.json`` (the whole algorithm), ``tokenizer_config.json`` (special tokens, chat template),
-``chat_template.jinja`` or ``.json`` and ``generation_config.json`` (the model's recommended sampling). It does not know
-requests.
+``special_tokens_map.json`` and ``added_tokens.json`` of older checkpoints, the other files of chat templates, and
+``generation_config.json`` (the model's recommended sampling). It does not know requests.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
+from tokenizers import AddedToken
 from tokenizers import Tokenizer as RustTokenizer
 
+from kvrelay.core.sampling import SamplingParams
 from kvrelay.errors import CheckpointError, InvalidInputError
 from kvrelay.frontend.side_threads import Pieces, complete
 from kvrelay.frontend.tokens.chat_template import ChatTemplate
@@ -30,6 +34,10 @@ class DefaultSampling(msgspec.Struct, frozen=True):
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
+
+    @property
+    def given(self) -> dict[str, float]:
+        return {name: value for name in self.__struct_fields__ if (value := getattr(self, name)) is not None}
 
 
 NO_DEFAULTS = DefaultSampling()
@@ -52,10 +60,19 @@ class Tokenizer:
         rust.no_truncation()
         rust.no_padding()
         self.rust = rust
-        self._special = _special_ids(rust)
-        self._byte_level = _is_byte_level(rust)
-        self.vocab_size = int(rust.get_vocab_size(with_added_tokens=True))
-        self._tokens = self._token_bytes() if self._byte_level else None
+        added = rust.get_added_tokens_decoder()
+        self.markers = {token.content: number for number, token in added.items()}
+        """Ids of the tokens that stand for one meaning, special or not: ends, roles, what opens a call."""
+        self._special = frozenset(number for number, token in added.items() if token.special)
+        vocab = rust.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocab.values(), default=-1) + 1
+        spell = _spelling(rust)
+        self._byte_level = spell is _byte_level_piece
+        self._pieces = None if spell is None else _pieces(vocab, self.markers, self.vocab_size, spell, rust)
+        bytes_alone = () if self._byte_level else enumerate(self._pieces or ())
+        self._byte_of = {token: piece[0] for token, piece in bytes_alone if len(piece) == 1 and piece[0] >= 0x80}
+        # Made here, so that the first request does not wait.
+        self._tokens = {hidden: self._token_bytes(hidden) for hidden in (frozenset[int](), self._special)}
         self.frame = _frame(rust) if self._byte_level and may_be_cut(rust) else None
         """The special tokens around a text that may be cut into pieces; None: texts are not cut."""
         self.max_chars_per_token = self._max_chars_per_token()
@@ -117,34 +134,42 @@ class Tokenizer:
         return self.token_bytes(token_id).decode("utf-8", "replace")
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes of one token."""
-        if self._tokens is not None:
-            pieces = self._tokens[False].pieces
-            return pieces[token_id] if token_id < len(pieces) else b""
+        """The bytes of one token, wherever it stands in a text."""
+        if self._pieces is not None:
+            return self._pieces[token_id] if token_id < len(self._pieces) else b""
         return self.decode([token_id]).encode()
 
     def token_string(self, token_id: int) -> str:
         """The token as the vocabulary spells it."""
         return str(self.rust.id_to_token(token_id) or "")
 
-    def detokenizer(self, skip_special_tokens: bool = True) -> Detokenizer:
-        """A new detokenizer, for one sequence."""
-        if self._tokens is not None:
-            return ByteLevelDetokenizer(self._tokens[skip_special_tokens])
-        return WindowDetokenizer(lambda ids: self.decode(ids, skip_special_tokens))
+    def detokenizer(
+        self, skip_special_tokens: bool = True, prompt_token_ids: Sequence[int] = (), shown: Sequence[str] = ()
+    ) -> Detokenizer:
+        """A new detokenizer, for one sequence after this prompt. ``shown``: special tokens that are not skipped."""
+        hidden = self._special if skip_special_tokens else frozenset()
+        if shown and hidden:
+            hidden = hidden.difference(map(self.markers.get, shown))
+        if self._byte_level:
+            tokens = self._tokens.get(hidden)
+            if tokens is None:
+                tokens = self._tokens[hidden] = self._token_bytes(hidden)
+            return ByteLevelDetokenizer(tokens, prompt_token_ids)
 
-    def _token_bytes(self) -> dict[bool, TokenBytes]:
-        """Each token's bytes, for skipped and for shown special tokens. Made here, so that the first request does not
-        wait."""
-        pieces = [_byte_level_piece(self.token_string(token)) for token in range(self.vocab_size)]
-        return {False: TokenBytes(pieces, frozenset()), True: TokenBytes(pieces, self._special)}
+        def decode(token_ids: Sequence[int]) -> str:
+            return self.decode([token for token in token_ids if token not in hidden])
+
+        return WindowDetokenizer(decode, prompt_token_ids, self._byte_of)
+
+    def _token_bytes(self, hidden: frozenset[int]) -> TokenBytes:
+        return TokenBytes(self._pieces or () if self._byte_level else (), hidden)
 
     def _max_chars_per_token(self) -> int:
         """Upper bound of the characters that this number of tokens can cover."""
         has_all_bytes = all(self.rust.token_to_id(char) is not None for char in _ALPHABET)
-        if self.frame is None or self._tokens is None or not has_all_bytes:
+        if self.frame is None or self._pieces is None or not has_all_bytes:
             return MAX_CHARS_PER_TOKEN
-        longest = max(map(len, self._tokens[False].pieces))
+        longest = max(map(len, self._pieces))
         return longest * (1 if self.rust.normalizer is None else NFC_SHRINKAGE)
 
 
@@ -159,32 +184,103 @@ def load_tokenizer(model_path: Path) -> Tokenizer:
         raise
     except BaseException as exc:  # the binding raises bare Exception, and for a panic a BaseException of its own
         raise CheckpointError(f"cannot load {file}: {exc}") from exc
-    defaults_file = model_path / "generation_config.json"
+    config = _read_json(model_path / "tokenizer_config.json")
+    if "added_tokens_decoder" not in config:
+        config |= _read_json(model_path / "special_tokens_map.json")
+    special_tokens = _special_tokens(config)
     try:
-        defaults = msgspec.convert(_read_json(defaults_file), DefaultSampling)
-    except msgspec.ValidationError as exc:
-        raise CheckpointError(f"{defaults_file} is malformed: {exc}") from exc
-    return Tokenizer(rust, _chat_template(model_path, _read_json(model_path / "tokenizer_config.json")), defaults)
+        _add_tokens(rust, config, special_tokens, _read_json(model_path / "added_tokens.json"))
+    except (TypeError, ValueError, AttributeError) as exc:
+        files = "tokenizer_config.json, special_tokens_map.json or added_tokens.json"
+        raise CheckpointError(f"{model_path}: special tokens in {files} are malformed: {exc}") from exc
+    return Tokenizer(rust, _chat_template(model_path, special_tokens), _default_sampling(model_path))
 
 
-def _chat_template(path: Path, config: dict[str, object]) -> ChatTemplate | None:
-    """The template for plain chats, from the first of three files that has one."""
-    file = path / "chat_template.jinja"
-    template: object = _read_text(file) if file.is_file() else None
-    for name in ("chat_template.json", "tokenizer_config.json"):
-        if template is None:
-            file = path / name
-            template = _read_json(file).get("chat_template")
-    if isinstance(template, list):
-        # Several named templates; "default" is the one for plain chats.
-        named = {item.get("name"): item.get("template") for item in template if isinstance(item, dict)}
-        template = named.get("default")
-    if template is None:
+def _default_sampling(model_path: Path) -> DefaultSampling:
+    file = model_path / "generation_config.json"
+    content = _read_json(file)
+    try:
+        defaults = msgspec.convert(content, DefaultSampling)
+        SamplingParams(**defaults.given).validate()  # type: ignore[arg-type]
+    except (msgspec.ValidationError, InvalidInputError) as exc:
+        raise CheckpointError(f"{file} has a default that no request can use: {exc}; correct or remove it") from exc
+    return defaults
+
+
+def _add_tokens(
+    rust: RustTokenizer, config: Mapping[str, Any], named: Mapping[str, str], old: Mapping[str, Any]
+) -> None:
+    """Adds tokens that are not in ``tokenizer.json``, and flags of those that are, as transformers does: by the ids
+    that the files give them, but with the next free ids. ``old`` are texts and ids. Raises TypeError, ValueError or
+    AttributeError."""
+    known = [*rust.get_added_tokens_decoder().values()]
+    listed = config.get("added_tokens_decoder")
+    if listed is not None:
+        by_id = {int(token_id): _added_token(value) for token_id, value in listed.items()}
+    else:
+        is_special = set(named.values()).__contains__
+        by_id = {
+            int(token_id): AddedToken(text, normalized=not is_special(text), special=is_special(text))
+            for text, token_id in old.items()
+            if text not in {token.content for token in known}
+        }
+    flags = set(map(repr, known))
+    new = [by_id[token_id] for token_id in sorted(by_id) if repr(by_id[token_id]) not in flags]
+    texts = {token.content for token in [*known, *new]}
+    extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or ()
+    more = [config.get(name, text) for name, text in named.items()]
+    more += extra if not isinstance(extra, dict) else ()
+    for token in map(_added_token, more):
+        if token.content not in texts:
+            texts.add(token.content)
+            new.append(token)
+    for token in new:
+        token.special = token.special or token.content in named.values()
+    rust.add_tokens(new)
+    rust.encode_special_tokens = config.get("split_special_tokens") is True
+
+
+def _added_token(value: Any) -> AddedToken:
+    if isinstance(value, str):
+        return AddedToken(value, special=True)
+    return AddedToken(**{name: flag for name, flag in value.items() if name != "__type"})
+
+
+def _chat_template(path: Path, special_tokens: Mapping[str, str]) -> ChatTemplate | None:
+    """The template for chats without functions, with the one for chats with functions if that is another one."""
+    found = _chat_templates(path)
+    default = found.get("default")
+    if default is None:
         return None
+    tool_use = _compiled(*found["tool_use"], special_tokens) if "tool_use" in found else None
+    return _compiled(*default, special_tokens, tool_use)
+
+
+def _chat_templates(path: Path) -> dict[str, tuple[Path, object]]:
+    """The templates by name, each with its file. A file of its own goes before a field of another file."""
+    files = {"default": path / "chat_template.jinja", "tool_use": path / "additional_chat_templates" / "tool_use.jinja"}
+    found: dict[str, tuple[Path, object]] = {
+        name: (file, _read_text(file)) for name, file in files.items() if file.is_file()
+    }
+    for file in (path / "chat_template.json", path / "tokenizer_config.json"):
+        if "default" not in found:
+            template = _read_json(file).get("chat_template")
+            if isinstance(template, list):
+                named = {str(item.get("name")): item.get("template") for item in template if isinstance(item, dict)}
+            else:
+                named = {"default": template} if template is not None else {}
+            for name, text in named.items():
+                found.setdefault(name, (file, text))
+    return found
+
+
+def _compiled(
+    file: Path, template: object, special_tokens: Mapping[str, str], tool_use: ChatTemplate | None = None
+) -> ChatTemplate:
     if not isinstance(template, str):
         raise CheckpointError(f"{file}: the chat template is not text")
     try:
-        return ChatTemplate(template, _special_tokens(config))
+        return ChatTemplate(template, special_tokens, tool_use)
     except CheckpointError as exc:
         raise CheckpointError(f"{file}: {exc.message}") from exc
 
@@ -208,11 +304,12 @@ def _read_json(file: Path) -> dict[str, object]:
     return value
 
 
-def _special_tokens(config: dict[str, object]) -> dict[str, str]:
-    """``bos_token`` and the like, as chat templates use them."""
+def _special_tokens(config: Mapping[str, object]) -> dict[str, str]:
+    """``bos_token`` and the like, as chat templates use them; ``extra_special_tokens`` may name others."""
     tokens: dict[str, str] = {}
-    for name, value in config.items():
-        if name.endswith("_token"):
+    extra = config.get("extra_special_tokens")
+    for name, value in [*config.items(), *(extra.items() if isinstance(extra, dict) else ())]:
+        if name.endswith("_token") or (isinstance(extra, dict) and name in extra):
             text = value.get("content") if isinstance(value, dict) else value
             if isinstance(text, str):
                 tokens[name] = text
@@ -243,16 +340,36 @@ def _frame(rust: RustTokenizer) -> tuple[list[int], list[int]] | None:
     return None
 
 
-def _special_ids(rust: RustTokenizer) -> frozenset[int]:
-    return frozenset(token for token, added in rust.get_added_tokens_decoder().items() if added.special)
+def _spelling(rust: RustTokenizer) -> Callable[[str], bytes] | None:
+    """How the vocabulary spells bytes; None if the decoder does more than join the bytes of tokens."""
+    decoder = json.loads(rust.decoder.__getstate__()) if rust.decoder is not None else {}
+    steps = decoder["decoders"] if decoder.get("type") == "Sequence" else [decoder]
+    by_type = {step.get("type"): step for step in steps}
+    if list(by_type) == ["ByteLevel"]:
+        return _byte_level_piece
+    if "ByteFallback" not in by_type and "Metaspace" not in by_type:
+        return None
+    space = by_type["Metaspace"]["replacement"] if "Metaspace" in by_type else "\u2581"
+    has_bytes = "ByteFallback" in by_type
+
+    def piece(token: str) -> bytes:
+        byte = _BYTE_PIECE.fullmatch(token) if has_bytes and token.startswith("<0x") else None
+        return bytes([int(byte[1], 16)]) if byte else token.replace(space, " ").encode("utf-8", "replace")
+
+    return piece
 
 
-def _is_byte_level(rust: RustTokenizer) -> bool:
-    """Whether decoding only joins the bytes of byte-level tokens."""
-    decoder = json.loads(rust.decoder.__getstate__()) if rust.decoder is not None else None
-    if decoder is not None and decoder["type"] == "Sequence" and len(decoder["decoders"]) == 1:
-        decoder = decoder["decoders"][0]
-    return decoder is not None and decoder["type"] == "ByteLevel"
+def _pieces(
+    vocab: dict[str, int], markers: dict[str, int], size: int, spell: Callable[[str], bytes], rust: RustTokenizer
+) -> tuple[bytes, ...]:
+    """Each token's bytes. An added token stands for its own text, unless that is normalized."""
+    pieces = [b""] * size
+    for token, number in vocab.items():
+        pieces[number] = spell(token)
+    for text, number in markers.items():
+        shown = rust.id_to_token(number) or text
+        pieces[number] = text.encode("utf-8", "replace") if shown == text else spell(shown)
+    return tuple(pieces)
 
 
 def _byte_alphabet() -> dict[str, int]:
@@ -264,6 +381,8 @@ def _byte_alphabet() -> dict[str, int]:
 
 
 _ALPHABET = _byte_alphabet()
+_BYTE_PIECE = re.compile("<0x([0-9A-Fa-f]{2})>")
+"""A byte that no other token of a SentencePiece vocabulary has."""
 
 
 def _byte_level_piece(token: str) -> bytes:

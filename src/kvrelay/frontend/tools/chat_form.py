@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
@@ -14,10 +14,11 @@ from kvrelay.frontend.openai.bounds import MAX_JSON_SIZE
 from kvrelay.frontend.openai.requests import ChatCompletionRequest, Tool, ToolChoice
 from kvrelay.frontend.openai.structured import Constraint, checked, constraint_of, lark_string, schema_source
 from kvrelay.frontend.tokens.chat_template import ChatTemplate
-from kvrelay.frontend.tools.dialects import DIALECTS, LLAMA3_JSON, Dialect, guessed_dialect
+from kvrelay.frontend.tools.dialects import DIALECTS, LLAMA3_JSON, NAME, Dialect, guessed_dialect, written_dialect
 from kvrelay.frontend.tools.parsing import ToolParser
-from kvrelay.frontend.tools.reasoning import ReasoningParser, reasons_at_once
+from kvrelay.frontend.tools.reasoning import BEGIN, END, ReasoningParser, reasons_at_once
 
+NO_MARKERS: Mapping[str, int] = {}
 MAX_CALLS = 16
 """The limit of calls of an answer that must have calls: a model must not call until its tokens are spent."""
 CONTENT_FORM = "response_format"
@@ -49,8 +50,11 @@ class ChatForm(msgspec.Struct, frozen=True):
     constraint: Constraint | None = None
 
 
-def chat_form(request: ChatCompletionRequest, dialect: Dialect | None) -> ChatForm:
-    """``dialect`` is the model's dialect of function calls, None if unknown.
+def chat_form(
+    request: ChatCompletionRequest, dialect: Dialect | None, markers: Mapping[str, int] = NO_MARKERS
+) -> ChatForm:
+    """``dialect`` is the model's dialect of function calls, None if unknown; ``markers`` are the ids of texts that are
+    one token of its vocabulary.
 
     Raises InvalidInputError.
     """
@@ -82,33 +86,39 @@ def chat_form(request: ChatCompletionRequest, dialect: Dialect | None) -> ChatFo
             raise InvalidInputError(message, param="tool_choice")
         if wanted is None:
             return ChatForm(calling, None)
-        grammar = calls_grammar(tools, calling.dialect, calling.single, wanted.grammar)
+        grammar = calls_grammar(tools, calling.dialect, calling.single, wanted.grammar, markers)
         return ChatForm(calling, checked(Constraint(wanted.param, grammar)))
     called = (
         tools if chosen == "required" else [tool for tool in tools if tool.function.name == chosen.partition(":")[2]]
     )
     if not called:
         raise InvalidInputError("tool_choice names a function that is not in tools", param="tool_choice")
-    return ChatForm(calling, checked(Constraint("tools", calls_grammar(called, calling.dialect, calling.single))))
+    grammar = calls_grammar(called, calling.dialect, calling.single, markers=markers)
+    return ChatForm(calling, checked(Constraint("tools", grammar)))
 
 
-def calls_grammar(tools: Sequence[Tool], dialect: Dialect, single: bool, content: Grammar | None = None) -> Grammar:
+def calls_grammar(
+    tools: Sequence[Tool],
+    dialect: Dialect,
+    single: bool,
+    content: Grammar | None = None,
+    markers: Mapping[str, int] = NO_MARKERS,
+) -> Grammar:
     """One call of one of the functions, or several, as ``dialect`` writes them; or ``content``, a JSON schema, if there
-    is one. Raises InvalidInputError."""
-    several = "" if single else f" ({lark_string(dialect.between)} call){{0,{MAX_CALLS - 1}}}"
-    behind = " " + lark_string(dialect.behind) if dialect.behind else ""
+    is one. What is one token in ``markers`` is written as that token. Raises InvalidInputError."""
+    dialect = written_dialect(dialect, markers)
+    several = "" if single else f" ({_literal(dialect.between, markers)} call){{0,{MAX_CALLS - 1}}}"
     lines = [
         "start: calls" + (" | content" if content is not None else ""),
-        "calls: " + _literal(dialect.before) + "call" + several + behind,
+        f"calls: {_literal(dialect.before, markers)} call{several} {_literal(dialect.behind, markers)}",
         "call: " + " | ".join(f"call_{number}" for number in range(len(tools))),
     ]
     if content is not None:
         schema = msgspec.json.decode(content.source, type=dict[str, object])
         lines.append(f"content: %json {msgspec.json.encode({**schema, 'x-guidance': _COMPACT}).decode()}")
     for number, tool in enumerate(tools):
-        # Word by word, as JSON is read: a longer literal would hide documents that begin like a call.
-        head = ("{", '"name"', ": ", f'"{tool.function.name}"', ", ", f'"{dialect.key}"', ": ")
-        lines.append(f'call_{number}: {" ".join(map(lark_string, head))} args_{number} "}}"')
+        head = " ".join([_literal(part.replace(NAME, tool.function.name), markers) for part in dialect.head])
+        lines.append(f"call_{number}: {head} args_{number} {_literal(dialect.tail, markers)}")
         lines.append(f"args_{number}: %json {arguments_schema(tool)}")
     return Grammar(GrammarKind.LARK, "\n".join(lines))
 
@@ -141,8 +151,13 @@ def _closed(schema: object) -> object:
     return changed
 
 
-def _literal(text: str) -> str:
-    return lark_string(text) + " " if text else ""
+def _literal(text: str, tokens: Mapping[str, int]) -> str:
+    """A text of a Lark grammar, with tokens by their ids."""
+    for marker, number in tokens.items():
+        before, found, behind = text.partition(marker)
+        if found:
+            return " ".join(filter(None, (_literal(before, tokens), f"<[{number}]>", _literal(behind, tokens))))
+    return lark_string(text) if text else ""
 
 
 def _choice(request: ChatCompletionRequest) -> str:
@@ -187,15 +202,24 @@ class OutputParsers:
         """The dialect of a model with this template; None if unknown."""
         if self._tool_call_parser != "auto":
             return DIALECTS[self._tool_call_parser]
-        return guessed_dialect(template.source if template is not None else "")
+        template = template and template.chosen(has_tools=True)
+        if template is None or not template.form.knows_tools:
+            return LLAMA3_JSON  # as the messages describe functions
+        return guessed_dialect(template.source, template.form.called)
+
+    def markers(self, form: ChatForm) -> tuple[str, ...]:
+        """The texts that ``parser`` looks for, which may be special tokens."""
+        calls = form.tools.dialect.markers if form.tools is not None else ()
+        return (*calls, BEGIN, END) if self._reasons(form) else calls
+
+    def _reasons(self, form: ChatForm) -> bool:
+        """An answer that is bound by a grammar has no reasoning: the grammar begins with its first token."""
+        return self._reasoning_parser != "none" and form.constraint is None
 
     def parser(self, form: ChatForm, prompt: str) -> Callable[[], OutputParser] | None:
-        """A factory of parsers, one per choice; None if the text is the content.
-
-        An answer that is bound by a grammar has no reasoning: the grammar begins with its first token.
-        """
+        """A factory of parsers, one per choice; None if the text is the content."""
         tools = form.tools
-        if self._reasoning_parser == "none" or form.constraint is not None:
+        if not self._reasons(form):
             return tools.parser if tools is not None else None
         is_inside = reasons_at_once(self._reasoning_parser, prompt)
         return lambda: ReasoningParser(is_inside, tools.parser() if tools is not None else None)

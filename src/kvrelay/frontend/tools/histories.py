@@ -1,6 +1,6 @@
 """Messages in the form that chat templates take: text, earlier calls and their results, and reasoning. Pure.
 
-A template without tools gets definitions in a system message, and calls and results as text.
+What a template does not write itself is told in words: definitions in a system message, calls and results as text.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import msgspec
 from kvrelay.core.decoding import UNREADABLE
 from kvrelay.errors import InvalidInputError
 from kvrelay.frontend.openai.requests import ChatMessage
+from kvrelay.frontend.tokens.chat_template import MessageForm
 
 _INTRODUCTION = (
     "You can call these functions. To call one, answer with nothing but "
@@ -20,33 +21,56 @@ _INTRODUCTION = (
 )
 
 
-def template_messages(messages: Sequence[ChatMessage], knows_developer: bool = False) -> list[dict[str, object]]:
-    """Messages for a chat template; text parts are joined by line ends. The role ``developer`` becomes ``system``
-    unless the template supports it.
+def template_messages(
+    messages: Sequence[ChatMessage], form: MessageForm, described: Sequence[dict[str, object]] = ()
+) -> list[dict[str, object]]:
+    """Messages for a chat template of this form. Text parts are joined by line ends, unless the template takes parts.
+    ``described`` are functions that the messages tell of, because the template does not.
 
     Raises InvalidInputError for other parts, and for calls and results that do not match.
     """
     if not messages:
         raise InvalidInputError("messages must not be empty", param="messages")
+    if described:
+        form = msgspec.structs.replace(form, takes_parts=False)
     open_calls: dict[str, str] = {}
-    found = []
+    found: list[dict[str, object]] = []
+    told_result = False
     for message in messages:
         _check_calls(message, open_calls)
-        found.append(_template_message(message, open_calls, knows_developer))
+        shape = _template_message(message, open_calls, form)
+        was_told, told_result = told_result, message.role == "tool" and not form.writes_results
+        if was_told and told_result:
+            # Templates that know no results may want users and assistants to take turns.
+            found[-1]["content"] = f"{found[-1]['content']}\n{shape['content']}"
+        else:
+            found.append(shape)
+    if described:
+        found = _introduced(found, described, form)
+    if not form.takes_text:
+        for shape in found:
+            if isinstance(shape.get("content"), str):
+                shape["content"] = [{"type": "text", "text": shape["content"]}]
     return found
 
 
-def described(messages: Sequence[dict[str, object]], tools: Sequence[dict[str, object]]) -> list[dict[str, object]]:
-    """For a template without tools: the first system message describes them, and calls and results become plain
-    messages."""
-    plain = [_plain_message(message) for message in messages]
-    if not tools:
-        return plain
+def joined_text(message: ChatMessage) -> str:
+    """The content as one text."""
+    content = message.content
+    return content or "" if not isinstance(content, list) else "\n".join(part.text or "" for part in content)
+
+
+def _introduced(
+    messages: list[dict[str, object]], tools: Sequence[dict[str, object]], form: MessageForm
+) -> list[dict[str, object]]:
+    """A system message describes the functions, or the first message if the template takes no system message."""
     text = _INTRODUCTION + "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
-    if plain[0]["role"] == "system":
-        text = f"{plain[0]['content']}\n\n{text}"
-        plain = plain[1:]
-    return [{"role": "system", "content": text}, *plain]
+    first = messages[0]
+    if first["role"] == "system":
+        return [{**first, "content": f"{first['content']}\n\n{text}"}, *messages[1:]]
+    if form.takes_system or first["role"] != "user":
+        return [{"role": "system", "content": text}, *messages]
+    return [{**first, "content": f"{text}\n\n{first['content']}"}, *messages[1:]]
 
 
 def _check_calls(message: ChatMessage, calls: dict[str, str]) -> None:
@@ -69,53 +93,63 @@ def _check_calls(message: ChatMessage, calls: dict[str, str]) -> None:
             raise InvalidInputError(text, param="messages")
 
 
-def _template_message(message: ChatMessage, calls: dict[str, str], knows_developer: bool) -> dict[str, object]:
-    content = message.content
-    if isinstance(content, list):
-        for part in content:
+def _template_message(message: ChatMessage, calls: dict[str, str], form: MessageForm) -> dict[str, object]:
+    content: object = joined_text(message)
+    if isinstance(message.content, list):
+        for part in message.content:
             if part.type not in ("text", "input_text") or part.text is None:
                 raise InvalidInputError(f"content of type {part.type} is not supported", param="messages")
-        content = "\n".join(part.text or "" for part in content)
-    role = "system" if message.role == "developer" and not knows_developer else message.role
-    shape: dict[str, object] = {"role": role, "content": content or ""}
+        if form.takes_parts and message.role != "tool":  # fewer templates take parts there
+            content = [{"type": "text", "text": part.text} for part in message.content]
+    role = "system" if message.role == "developer" and not form.knows_developer else message.role
+    shape: dict[str, object] = {"role": role, "content": content}
     if message.name is not None:
         shape["name"] = message.name
     reasoning = message.reasoning if message.reasoning_content is None else message.reasoning_content
     if reasoning is not None:
-        shape["reasoning_content"] = reasoning
+        # Templates read one of these names.
+        shape["reasoning_content"] = shape["reasoning"] = shape["thinking"] = reasoning
     if message.tool_calls:
-        shape["tool_calls"] = [
-            {
-                "id": call.id,
-                "type": "function",
-                "function": {"name": call.function.name, "arguments": _arguments(call.function.arguments)},
-            }
-            for call in message.tool_calls
-        ]
+        _add_calls(shape, message, form)
     if message.role == "tool":
         assert message.tool_call_id is not None
-        shape["tool_call_id"] = message.tool_call_id
         shape.setdefault("name", calls[message.tool_call_id])
+        if not form.writes_results:
+            return {"role": "user", "content": f"{shape['name']} returned:\n{joined_text(message)}"}
+        shape["tool_call_id"] = message.tool_call_id
     return shape
 
 
+def _add_calls(shape: dict[str, object], message: ChatMessage, form: MessageForm) -> None:
+    calls = message.tool_calls or ()
+    arguments = [_arguments(call.function.arguments) for call in calls]
+    text = joined_text(message)
+    if not form.writes_calls:
+        functions = [
+            {"name": call.function.name, "parameters": given} for call, given in zip(calls, arguments, strict=True)
+        ]
+        told = "; ".join(json.dumps(function, ensure_ascii=False) for function in functions)
+        shape["content"] = f"{text}\n{told}" if text else told
+        return
+    if not text:
+        del shape["content"]
+        shape.update(form.no_content)
+    shape["tool_calls"] = [
+        {
+            "id": call.id,
+            "type": "function",
+            "function": {
+                "name": call.function.name,
+                "arguments": (call.function.arguments or "{}") if form.text_arguments else given,
+            },
+        }
+        for call, given in zip(calls, arguments, strict=True)
+    ]
+
+
 def _arguments(text: str) -> dict[str, object]:
-    """Templates take the arguments as an object."""
+    """Raises InvalidInputError for what is no JSON object, even if the template takes it as text."""
     try:
         return msgspec.json.decode(text or "{}", type=dict[str, object])
     except UNREADABLE as exc:
         raise InvalidInputError("the arguments of a tool call must be a JSON object as text", param="messages") from exc
-
-
-def _plain_message(message: dict[str, object]) -> dict[str, object]:
-    if message["role"] == "tool":
-        return {"role": "user", "content": f"{message['name']} returned:\n{message['content']}"}
-    calls = message.get("tool_calls")
-    if not isinstance(calls, list):
-        return message
-    functions = [call["function"] for call in calls]
-    told = "; ".join(
-        json.dumps({"name": each["name"], "parameters": each["arguments"]}, ensure_ascii=False) for each in functions
-    )
-    content = f"{message['content']}\n{told}" if message["content"] else told
-    return {**{name: value for name, value in message.items() if name != "tool_calls"}, "content": content}

@@ -1,10 +1,11 @@
 // Reads /debug every second and hands it to the views. A frontend that restarts or is away is asked again until it
 // answers; meanwhile the last answer stays on the page, marked as old.
 
-import { charts } from "./charts.js";
+import { charts, rowsOf } from "./charts.js";
 import { h, milliseconds, number, percent, rate, setText } from "./dom.js";
 import { fleet, flows, frontends } from "./fleet.js";
 import { planner } from "./planner.js";
+import { latencies, prefills } from "./prefills.js";
 import { requests } from "./requests.js";
 
 const INTERVAL_MS = 1000;
@@ -14,12 +15,14 @@ const OVERLAP_S = 5;
 const DEBUG = new URL("../debug/", document.baseURI);
 
 /** A view has a title and build(section) -> update(state), which returns whether there is anything to show.
- * Tiers become a view of their own here. */
+ */
 const VIEWS = [
   { title: "Now", build: summary },
   { title: "Workers", build: fleet },
+  { title: "Where prefills ran", build: prefills },
+  { title: "Latency in the last minute", build: latencies },
   { title: "KV between workers", build: flows },
-  { title: "Last five minutes", build: charts },
+  { title: "History", build: charts },
   { title: "Requests", build: requests },
   { title: "Planner", build: planner },
   { title: "Frontends", build: frontends },
@@ -63,10 +66,7 @@ async function look() {
 
 /** Take the history's new seconds over; those before five minutes are dropped. */
 function remember({ history, now_unix }) {
-  const { unix_s, ...columns } = history;
-  unix_s.forEach((second, at) => {
-    state.history.set(second, Object.fromEntries(Object.entries(columns).map(([name, values]) => [name, values[at]])));
-  });
+  for (const [second, row] of rowsOf(history)) state.history.set(second, row);
   for (const second of state.history.keys()) {
     if (second < now_unix - HISTORY_S || second > now_unix) state.history.delete(second);
   }
@@ -104,15 +104,19 @@ function summary(section) {
   return ({ snapshot }) => {
     if (!snapshot) return false;
     const { total, workers } = snapshot;
+    const objectives = [total.slo_ttft_ms, total.slo_itl_ms].map(milliseconds).join(", ");
+    const ended = `of ${number(total.requests_last_minute)} in 1 min`;
     const shown = [
-      ["requests/s", rate(total.requests_per_s), `${number(total.in_flight)} in flight`],
+      ["answered/s", rate(total.answered_per_s), `${number(total.in_flight)} in flight`],
       ["tokens/s", rate(total.tokens_per_s), `${rate(total.prompt_tokens_per_s)} of prompts`],
       ["first token", milliseconds(total.ttft_ms.p50), `p95 ${milliseconds(total.ttft_ms.p95)}`],
       ["between tokens", milliseconds(total.itl_ms.p50), `p95 ${milliseconds(total.itl_ms.p95)}`],
       ["KV in use", percent(total.kv_used, total.kv_total), `${number(total.kv_total)} blocks`],
       ["running", number(total.running), `${number(total.waiting)} waiting`],
       ["prefill queue", number(total.prefill_queue), `prefill workers: ${number(workers.filter(isPrefill).length)}`],
-      ["failed", number(total.failed_last_minute), `of ${number(total.requests_last_minute)} in a minute`],
+      ["in time", percent(total.in_time_last_minute, total.judged_last_minute), objectives],
+      ["refused", number(total.refused_last_minute), ended],
+      ["failed", number(total.failed_last_minute), ended],
     ];
     tiles.replaceChildren(
       ...shown.map(([name, value, note]) => h("div", {}, h("dt", {}, name), h("dd", {}, value), h("small", {}, note))),

@@ -9,6 +9,8 @@ const MAX_FLOWS = 16;
 
 export function fleet(section) {
   const groups = h("div", { class: "roles" });
+  /** Workers that a line at the top names: their colour is that line's. */
+  const severities = new Map();
   const detail = h("p", { class: "detail", hidden: "" });
   let chosen = null;
   let latest = null;
@@ -30,24 +32,44 @@ export function fleet(section) {
     latest = snapshot;
     if (!snapshot?.workers.length) return false;
     groups.classList.toggle("dense", snapshot.workers.length >= DENSE_FROM);
+    severities.clear();
+    // The worst comes first, so it is set last.
+    for (const { severity, workers } of [...snapshot.wrong_now].reverse()) {
+      for (const id of workers) severities.set(id, severity);
+    }
     const present = ROLES.map((role) => [role, snapshot.workers.filter((worker) => worker.role === role)]);
-    keyed(groups, present.filter(([, workers]) => workers.length), ([role]) => role, makeGroup, updateGroup);
+    const shown = present.flatMap(([role, workers]) => inGroups(role, workers));
+    keyed(groups, shown, ({ key }) => key, makeGroup, (group, item) => updateGroup(group, item, severities));
     describe();
     return true;
   };
 }
 
-function makeGroup([role]) {
+/** Workers of a role that are in no data-parallel group, then each group, by rank. */
+function inGroups(role, workers) {
+  const groups = Map.groupBy(workers, (worker) => worker.dp_group ?? "");
+  return [...groups.entries()]
+    .sort(([one], [other]) => one.localeCompare(other))
+    .map(([group, members]) => ({
+      key: `${role} ${group}`,
+      role,
+      group,
+      workers: group ? members.toSorted((one, other) => one.dp_rank - other.dp_rank) : members,
+    }));
+}
+
+function makeGroup({ role }) {
   return h("div", { class: `role ${role}` }, h("h3"), h("div", { class: "workers" }));
 }
 
-function updateGroup(group, [role, workers]) {
+function updateGroup(element, { role, group, workers }, severities) {
   const sum = (name) => workers.reduce((total, worker) => total + (worker[name] ?? 0), 0);
   const speed = role === "prefill" ? "prefill_tokens_per_s" : "tokens_per_s";
   const load = `${number(sum("running"))} running, ${number(sum("waiting"))} waiting`;
-  const title = `${workers.length} ${role} · ${load} · ${rate(sum(speed))} tokens/s · KV ${percent(sum("kv_used"), sum("kv_total"))}`;
-  setText(group.querySelector("h3"), title);
-  keyed(group.querySelector(".workers"), workers, ({ id }) => id, makeWorker, updateWorker);
+  const what = group ? `${role}, data-parallel group ${group}: ${workers.length} ranks` : `${workers.length} ${role}`;
+  const title = `${what} · ${load} · ${rate(sum(speed))} tokens/s · KV ${percent(sum("kv_used"), sum("kv_total"))}`;
+  setText(element.querySelector("h3"), title);
+  keyed(element.querySelector(".workers"), workers, ({ id }) => id, makeWorker, (cell, worker) => updateWorker(cell, worker, severities));
 }
 
 function makeWorker({ id }) {
@@ -55,15 +77,15 @@ function makeWorker({ id }) {
   return h("button", { class: "worker", "data-id": id }, h("b", {}, id), bar, h("span", { class: "figures" }));
 }
 
-function updateWorker(cell, worker) {
-  cell.className = `worker ${worker.state}${worker.waiting ? " waits" : ""}${cell.classList.contains("chosen") ? " chosen" : ""}`;
+function updateWorker(cell, worker, severities) {
+  cell.className = `worker ${worker.state} ${severities.get(worker.id) ?? ""}${cell.classList.contains("chosen") ? " chosen" : ""}`;
   const share = worker.kv_total ? worker.kv_used / worker.kv_total : 0;
   const fill = cell.querySelector(".fill");
   setWidth(fill, share);
-  fill.classList.toggle("full", share >= 0.95);
   const speed = worker.role === "prefill" ? worker.prefill_tokens_per_s : worker.tokens_per_s;
   const load = `${number(worker.running)} run · ${number(worker.waiting)} wait · ${rate(speed)}/s`;
   setText(cell.querySelector(".figures"), worker.state === "ready" ? load : worker.state);
+  setText(cell.querySelector("b"), worker.dp_group ? `rank ${worker.dp_rank} · ${worker.id}` : worker.id);
   cell.title = sentence(worker);
 }
 
@@ -77,9 +99,16 @@ function sentence(worker) {
       (worker.prefill_s_queued === null ? "" : ` (${milliseconds(1e3 * worker.prefill_s_queued)})`),
     `${rate(worker.prefill_tokens_per_s)} prompt and ${rate(worker.tokens_per_s)} answer tokens/s`,
     `prefix hits ${percent(worker.prefix_hit_rate ?? 0, 1)}`,
+    worker.dp_group ? `rank ${worker.dp_rank} of data-parallel group ${worker.dp_group}` : "",
+    processText(worker),
+    worker.after_crash ? `restarted after ${worker.after_crash}` : "",
     `kvrelay ${worker.release || "of an earlier release"}`,
   ];
-  return parts.join(" · ");
+  return parts.filter(Boolean).join(" · ");
+}
+
+export function processText({ cpu_cores, rss_bytes }) {
+  return rss_bytes ? `${rate(cpu_cores)} cores, ${bytes(rss_bytes)} of memory` : "";
 }
 
 export function flows(section) {
@@ -125,7 +154,7 @@ function updateFlow(row, flow, largest) {
 
 export function frontends(section) {
   const body = h("tbody");
-  const names = ["frontend", "requests/s", "tokens/s", "in flight", "failed", "release"];
+  const names = ["frontend", "answered/s", "tokens/s", "in flight", "answered", "refused", "failed", "of", "process", "release"];
   const head = h("thead", {}, h("tr", {}, ...names.map((name) => h("th", {}, name))));
   section.append(h("div", { class: "scroll" }, h("table", {}, head, body)));
   return ({ snapshot }) => {
@@ -133,10 +162,12 @@ export function frontends(section) {
     const rows = snapshot.frontends.map((frontend) => {
       const figures = [
         `${frontend.id || "this one"}${frontend.is_self ? " (asked)" : ""} ${frontend.host}:${frontend.pid}`,
-        rate(frontend.requests_per_s),
+        rate(frontend.answered_per_s),
         rate(frontend.tokens_per_s),
         number(frontend.in_flight),
-        `${number(frontend.failed_last_minute)} of ${number(frontend.requests_last_minute)}`,
+        ...["answered", "refused", "failed"].map((name) => number(frontend[`${name}_last_minute`])),
+        `${number(frontend.requests_last_minute)} in a minute`,
+        processText(frontend),
         frontend.is_silent ? "does not answer" : frontend.release,
       ];
       return h("tr", { class: frontend.is_silent ? "silent" : null }, ...figures.map((text) => h("td", {}, text)));

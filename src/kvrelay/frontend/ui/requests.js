@@ -2,11 +2,12 @@
 
 import { bytes, clock, h, keyed, milliseconds, number, setText } from "./dom.js";
 
-const ORDERS = ["recent", "slowest", "failed"];
+const ORDERS = ["recent", "slowest", "failed", "refused"];
 const LIMIT = 100;
 const PREFIX = "#request/";
 
-export function requests(section, { get }) {
+export function requests(section, state) {
+  const { get } = state;
   let order = "recent";
   let list = null;
   let isAsking = false;
@@ -39,8 +40,13 @@ export function requests(section, { get }) {
     for (const button of buttons) button.classList.toggle("chosen", button.dataset.order === order);
     if (!list) return;
     const slowest = Math.max(1, ...list.map((item) => item.latency_ms ?? 0));
-    keyed(body, list, ({ id }) => id, makeRow, (row, item) => updateRow(row, item, slowest));
-    setText(note, list.length ? "" : order === "failed" ? "No failed request is kept." : "No request is kept yet.");
+    keyed(body, list, ({ id }) => id, makeRow, (row, item) => updateRow(row, item, slowest, severityOf(item)));
+    setText(note, list.length ? "" : `No ${ORDERS.indexOf(order) > 1 ? `${order} ` : ""}request is kept.`);
+  }
+
+  /** A row has the colour of the line at the top that is about such requests, if there is one. */
+  function severityOf({ status }) {
+    return state.snapshot?.wrong_now.find(({ kind }) => kind === `${status}-requests`)?.severity;
   }
 
   async function open() {
@@ -75,8 +81,8 @@ function makeRow({ id }) {
   return row;
 }
 
-function updateRow(row, item, slowest) {
-  row.classList.toggle("failed", item.status === "failed");
+function updateRow(row, item, slowest, severity) {
+  row.children[2].className = `status ${severity ?? ""}`;
   row.title = `${item.id} · ${item.model} · frontend ${item.frontend}${item.error ? ` · ${item.error}` : ""}`;
   const texts = [
     clock(item.received_unix),
@@ -152,16 +158,16 @@ function bar(span, from, to) {
 /** What the value of a span counts, by its phase. */
 function valueText({ phase, value }) {
   if (phase === "run_queue") return `${milliseconds(value)} without a core`;
-  if (/byte|transfer/.test(phase)) return bytes(value);
+  if (/byte|transfer|saved/.test(phase)) return bytes(value);
   return number(value, 1);
 }
 
 /** What a phase mostly is: waiting, computing, moving KV, or answering. */
 function kind(phase) {
   if (phase === "run_queue") return "cores";
-  if (/queue|wait|pull|claim|admi/.test(phase)) return "waiting";
-  if (/transfer|byte|attach|post|hand_over|send/.test(phase)) return "moving";
+  if (/queue|wait|pull|claim|admi|submit|preempt/.test(phase)) return "waiting";
+  if (/transfer|byte|attach|post|hand_over|send|fetch|load|save/.test(phase)) return "moving";
   if (/decod|token$|tokens$|late|answer/.test(phase)) return "decode";
-  if (/prefill|comput/.test(phase)) return "prefill";
+  if (/prefill|comput|resume/.test(phase)) return "prefill";
   return "other";
 }

@@ -16,7 +16,6 @@ import contextlib
 import logging
 import os
 import queue
-import socket as sockets
 import threading
 import time
 from collections import OrderedDict
@@ -31,6 +30,7 @@ import zmq
 from zmq.utils import z85
 from zmq.utils.monitor import parse_monitor_message
 
+from kvrelay.config.addresses import host_port, zmq_hosts
 from kvrelay.errors import FatalError, ProtocolError, TransferError
 from kvrelay.transfer.p2p.messages import MAX_FRAME_BYTES, Message, PeerHello, Unknown, decode, encode
 from kvrelay.transfer.values import worker_of
@@ -45,7 +45,6 @@ HEARTBEAT_TIMEOUT_S = 10.0
 READ_BUDGET = 64
 HANDSHAKE_MS = 2000
 """After so long a client that was not admitted tries again: discovery may tell of it late."""
-WILDCARDS = ("0.0.0.0", "*", "::")
 _EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
 _ZAP_ADDRESS = "inproc://zeromq.zap.01"
 _KEY_FRAME, _NUM_ZAP_FRAMES, _KEY_BYTES = 8, 9, 32
@@ -120,7 +119,7 @@ class ControlThread:
             self._bind()
         except zmq.ZMQError as exc:
             self._close_sockets()
-            raise FatalError(f"transport p2p cannot listen on {self._host}:{self._port}: {exc}") from exc
+            raise FatalError(f"transport p2p cannot listen on {host_port(self._host, self._port)}: {exc}") from exc
         self._thread.start()
 
     def call(self, function: Callable[..., object], *arguments: Any) -> None:
@@ -183,6 +182,7 @@ class ControlThread:
             if self._keys is not None and public_key:
                 socket.curve_serverkey = public_key.encode()
                 socket.curve_publickey, socket.curve_secretkey = self._keys.public, self._keys.secret
+            socket.setsockopt(zmq.IPV6, int("[" in address))
             socket.connect(address)
         except (zmq.ZMQError, ValueError, TypeError) as exc:
             socket.disable_monitor()
@@ -236,14 +236,13 @@ class ControlThread:
             self._zap = self._context.socket(zmq.ROUTER)
             self._zap.bind(_ZAP_ADDRESS)
             self._poller.register(self._zap, zmq.POLLIN)
-        is_ipv6 = ":" in self._host
-        router.setsockopt(zmq.IPV6, int(is_ipv6))
-        host = f"[{self._host}]" if is_ipv6 else self._host
-        router.bind(f"tcp://{host}:{self._port or '*'}")
+        host, advertised = zmq_hosts(self._host)
+        router.setsockopt(zmq.IPV6, int(":" in host))
+        router.bind(f"tcp://{host_port(host, self._port or '*')}")
         bound = router.getsockopt(zmq.LAST_ENDPOINT)
         assert isinstance(bound, bytes)
         port = bound.decode().rstrip("\0").rsplit(":", 1)[1]
-        self.address = f"tcp://{sockets.gethostname() if self._host in WILDCARDS else host}:{port}"
+        self.address = f"tcp://{host_port(advertised, port)}"
         self._poller.register(router, zmq.POLLIN)
         self._poller.register(self._wake_read, zmq.POLLIN)
 

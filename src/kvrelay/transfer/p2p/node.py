@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable
 
 from kvrelay.config import TransferConfig
+from kvrelay.core.control_groups import map_memory
 from kvrelay.core.layout import MemoryRegion
 from kvrelay.errors import IntegrityError
 from kvrelay.transfer.grants import GrantTable
@@ -44,6 +45,10 @@ class Node:
         on_arrived: Callable[[Arrival], None],
         on_lost: Callable[[str], object],
     ) -> None:
+        for param, device in (("kv_buffer_size", region.device), ("p2p_pool_bytes", "cpu")):
+            num_bytes = getattr(config, param)
+            if num_bytes and device == "cpu":  # it is mapped for good with the first message, too late to say so
+                map_memory(num_bytes, param, "messages").close()
         self._idle_s = config.p2p_idle_s
         self._on_arrived = on_arrived
         self._on_lost = on_lost

@@ -22,6 +22,7 @@ from kvrelay.core.layout import MemoryRegion
 from kvrelay.core.workers import KvMetadata
 from kvrelay.errors import FatalError, IncompatiblePeerError, KvrelayError, TransferError
 from kvrelay.transfer.base import Notification, Post, PostEnd, Transport
+from kvrelay.transfer.nixl import LATE_S
 from kvrelay.transfer.p2p.control import P2pAddress
 from kvrelay.transfer.ranks.channel import Channel, ChannelClosedError
 from kvrelay.transfer.ranks.messages import (
@@ -108,6 +109,7 @@ class RankTransport(Transport):
         super().__init__(rank_id)
         self.name = config.transport
         self.has_bar = config.transport != "nixl"
+        self.late_s = LATE_S if config.transport in ("nixl", "auto") else 0.0
         self.grants = RankGrants(self._ask_if_alive) if config.transport == "p2p" else None
         self.memory: RankMemory | None = None
         """Once it is registered."""

@@ -62,6 +62,7 @@ class RankedTransport(Transport):
         super().__init__(worker_id)
         self.name = ends[0].name
         self.has_bar = ends[0].has_bar
+        self.late_s = ends[0].late_s
         self._ends = tuple(ends)
         self._layout = layout
         self._shared_fence = shared_fence

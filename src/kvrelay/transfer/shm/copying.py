@@ -6,6 +6,7 @@ target would be read first, which is a third more traffic. Addresses are not che
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from llvmlite import ir  # type: ignore[import-untyped]
@@ -13,12 +14,16 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from kvrelay.core.kernel_cache import place_kernel_cache
 from kvrelay.transfer.values import Int64Array
 
 STREAM_FROM_BYTES = 4 << 20
 """A post of so many bytes leaves nothing of itself in the caches anyway."""
 _LINE = 64
 _MIN_STREAMED_PIECE = 1024
+
+
+place_kernel_cache(Path(__file__))
 
 
 @intrinsic  # type: ignore[untyped-decorator]

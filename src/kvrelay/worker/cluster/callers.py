@@ -22,7 +22,7 @@ import msgspec
 from kvrelay.control.base import Discovery, Keys, WatchEvent, WatchKind
 from kvrelay.control.following import follow
 from kvrelay.core.control_codec import decode_caller
-from kvrelay.core.messages import AbortRequest, AdminRequest, GenerateRequest, Ping, PrefillLost
+from kvrelay.core.messages import AbortRequest, AdminRequest, GenerateRequest, Ping, PrefillLost, SessionPaused
 from kvrelay.core.tasks import TaskSet
 from kvrelay.handoff.messages import HandoffClaim, HandoffDone, HandoffProgress, HandoffReady, HandoffReleased
 from kvrelay.rpc.wire import Message
@@ -38,7 +38,7 @@ class CallerKind(enum.StrEnum):
 
 
 MAY_SAY: dict[CallerKind, tuple[type[Message], ...]] = {
-    CallerKind.FRONTEND: (GenerateRequest, AbortRequest, PrefillLost, Ping),
+    CallerKind.FRONTEND: (GenerateRequest, AbortRequest, PrefillLost, SessionPaused, Ping),
     CallerKind.OPERATOR: (AdminRequest, Ping),
     CallerKind.WORKER: (HandoffClaim, HandoffProgress, HandoffDone, HandoffReady, HandoffReleased, Ping),
 }

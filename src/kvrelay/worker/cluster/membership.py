@@ -257,6 +257,7 @@ class Membership:
             release=__version__,
             reads_prefixes=facts.has_open_cache and settings.transfer.fetch_prefixes,
             adapter=facts.adapter,
+            after_crash=self._identity.after_crash,
         )
 
     def _metadata(self, lease_ttl_s: float) -> KvMetadata:

@@ -10,8 +10,9 @@ import logging
 from collections.abc import Awaitable, Callable
 
 from kvrelay.core.layout import BlockRun, KVLayout
+from kvrelay.core.tasks import TaskSet, failure_of
 from kvrelay.core.workers import KvMetadata
-from kvrelay.errors import TransferError
+from kvrelay.errors import KvrelayError, TransferError
 from kvrelay.transfer.compat import mapping_for
 from kvrelay.transfer.layout_mapping import LayoutMapping
 from kvrelay.transfer.thread import TransferThread
@@ -33,6 +34,18 @@ class PeerMemory:
         self._load = load
         self._mappings: dict[str, LayoutMapping] = {}
         self._connecting = KeyedLocks()
+        self._tasks = TaskSet()
+
+    async def close(self) -> None:
+        """Connect to nothing more."""
+        await self._tasks.close()
+
+    def reach(self, worker_id: str, then: Callable[[KvrelayError | None], None]) -> None:
+        """``connect`` in the background, then ``then(None)`` or ``then(error)``. On the event loop."""
+        self._tasks.spawn(self._reach(worker_id, then))
+
+    async def _reach(self, worker_id: str, then: Callable[[KvrelayError | None], None]) -> None:
+        then(await failure_of(self.connect(worker_id), f"connecting to the memory of {worker_id}"))
 
     async def connect(self, worker_id: str) -> None:
         """Load and cache the peer's memory metadata, at first use. Raises KvrelayError."""

@@ -70,7 +70,7 @@ class PeerEvents:
 
     def message(self, peer: DecodePeer, message: Message) -> None:
         """A decode worker's message about a hand-off."""
-        self._prefill.handoffs.on_message(peer, message)
+        self._prefill.handoffs.on_message(peer.worker_id, message)
 
     def connection_lost(self, worker_id: str) -> None:
         """The connection to a decode worker has ended."""
@@ -79,7 +79,7 @@ class PeerEvents:
 
     def _tell_ledgers(self, event: Registered | LeaseEnded) -> None:
         """Each keeps the peers' leases itself: a lease and the hand-offs that depend on it change in one step, under
-        the lock of their driver."""
+        the lock of their side."""
         self._decode.handoffs.handle(event)
         self._prefill.handoffs.handle(event)
 

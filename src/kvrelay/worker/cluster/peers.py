@@ -13,7 +13,7 @@ nothing would ever show its end.
 
 It is the event loop's. Who decides on another thread, or together with something else, is told of each change
 (``peer_events.py``) and keeps what it needs: the ledgers the leases, since a lease and the hand-offs that depend on it
-change in one step under the lock of their driver; the transfer thread the keys, the bars and the grants; ``Callers``
+change in one step under the lock of their side; the transfer thread the keys, the bars and the grants; ``Callers``
 an index of all keys, those of frontends included.
 """
 

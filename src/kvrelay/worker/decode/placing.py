@@ -36,13 +36,14 @@ class Placing:
         """
         state = request.placement
         assert state is not None
-        if self._policy.is_by_cost:
+        if self._policy.is_by_cost and not self._must_be_remote():
             state.objectives = objectives
             state.refuses_late = self._policy.config.early_reject
             if order is HandoffOrder.DECODE_FIRST and not request.must_prefill_here:
                 state.policy = self._by_cost
                 core.add_request(request)
                 return None
+            state.otherwise = self._by_cost
         place = self._place_of(core, request, order, is_paired=is_paired)
         state.decision = Decision(place)
         if place is PrefillPlace.REMOTE:

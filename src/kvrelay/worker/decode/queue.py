@@ -12,17 +12,23 @@ import math
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from typing import Any
 
 import msgspec
 
 from kvrelay.control.base import PrefillQueue
 from kvrelay.core.clock import Clock, MonotonicClock
-from kvrelay.core.handoff import RemotePrefillRequest
+from kvrelay.core.handoff import HandoffId, RemotePrefillRequest
+from kvrelay.core.histogram import Histogram
+from kvrelay.core.latest import Latest
 from kvrelay.core.tasks import TaskSet
 from kvrelay.errors import ControlUnavailableError, KvrelayError
 from kvrelay.handoff import decode_events as de
+from kvrelay.handoff.messages import HandoffGrant
 from kvrelay.placement.base import PrefillLoad
 from kvrelay.placement.threshold import DisaggPolicy
+from kvrelay.rpc.wire import Message
+from kvrelay.worker.sides.ports import ConnectionPort
 
 _log = logging.getLogger(__name__)
 
@@ -34,6 +40,8 @@ token, and what this worker has pushed it knows without one."""
 WATCH_FOR_S = 1.0
 STALL_S = 1.0
 """A push that fails after so long has kept its request waiting."""
+MAX_PUSHED = 4096
+"""Prefills whose time until the grant is measured."""
 REST_S = 5.0
 """After such a failure, how long no other push is tried. One request in this time may wait, not all."""
 
@@ -136,3 +144,22 @@ class QueuedPrefills:
             self._pushed.clear()
             await asyncio.sleep(SIZE_INTERVAL_S)
         self._size = 0
+
+
+class TimedGrants:
+    """Implements ``ConnectionPort``, and measures what it sends: from the push of a prefill to its first grant. On the
+    event loop."""
+
+    def __init__(self, server: ConnectionPort, push: Callable[[RemotePrefillRequest], None]) -> None:
+        self.times = Histogram()
+        self._server, self._push = server, push
+        self._pushed_s: Latest[HandoffId, float] = Latest(MAX_PUSHED)
+
+    def push(self, prefill: RemotePrefillRequest) -> None:
+        self._pushed_s[prefill.handoff_id] = time.monotonic()
+        self._push(prefill)
+
+    def send(self, peer: Any, message: Message, /) -> bool:
+        if isinstance(message, HandoffGrant) and message.handoff_id in self._pushed_s:
+            self.times.observe(time.monotonic() - self._pushed_s.pop(message.handoff_id))
+        return self._server.send(peer, message)

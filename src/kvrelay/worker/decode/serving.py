@@ -4,8 +4,8 @@
     RemotePrefillRequest ──> the hand-off ledger ──> push to the prefill queue
     TokenOutput ──> the frontend that asked
 
-It owns one record per request. ``handoffs.py`` owns the hand-offs that bring KV from other workers, ``queue.py`` the
-entries in the prefill queue.
+It owns one record per request. ``sides/decode.py`` owns the hand-offs that bring KV from other workers, ``queue.py``
+the entries in the prefill queue.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import msgspec
 
 from kvrelay.core.clock import MonotonicClock
 from kvrelay.core.handoff import HandoffId
-from kvrelay.core.messages import AbortRequest, GenerateRequest, PrefillLost, RequestRefused, TokenOutput
+from kvrelay.core.messages import AbortRequest, GenerateRequest, PrefillLost, RequestRefused, SessionPaused, TokenOutput
 from kvrelay.core.pair_id import parse_pair_id
 from kvrelay.core.return_times import ReturnTimes
 from kvrelay.core.shortest_first import ShortestFirst
@@ -38,20 +38,23 @@ from kvrelay.errors import (
     WorkerUnavailableError,
 )
 from kvrelay.handoff import decode_events as de
+from kvrelay.handoff.decode_ledger import DecodeLedger
+from kvrelay.handoff.decode_state import DecodeRules
 from kvrelay.marks.phases import Phase
 from kvrelay.placement.base import PrefillPlace
 from kvrelay.placement.cost import CostPlacement, PlacementState
 from kvrelay.placement.threshold import DisaggPolicy
 from kvrelay.rpc.base import Peer
 from kvrelay.worker.decode.admission import AdmissionControl
-from kvrelay.worker.decode.handoffs import IncomingHandoffs
 from kvrelay.worker.decode.outputs import send_outputs
 from kvrelay.worker.decode.placing import Placing
-from kvrelay.worker.decode.queue import QueuedPrefills
+from kvrelay.worker.decode.queue import QueuedPrefills, TimedGrants
 from kvrelay.worker.decode.refusals import refusal_of
 from kvrelay.worker.reporting.stats import DecodeStats, RemoteCostStats, copied
 from kvrelay.worker.shutdown import none_left
+from kvrelay.worker.sides.decode import DecodePorts, IncomingHandoffs
 from kvrelay.worker.surroundings import Surroundings
+from kvrelay.worker.turns import LoopTurns, PeersInMemory
 
 _log = logging.getLogger(__name__)
 
@@ -84,6 +87,7 @@ class DecodeSide:
         self.accepting = True
         self._worker_id = around.worker_id
         self._engine = around.engine
+        self._transfer = around.transfer
         self._admission = AdmissionControl(around.engine)
         self._server = around.server
         self._refusals = around.refusals
@@ -108,9 +112,9 @@ class DecodeSide:
             must_be_remote=lambda: not around.engine.facts.prefills_here and num_prefill_workers() > 0,
         )
         self._loop = asyncio.get_running_loop()
-        self.handoffs = IncomingHandoffs(
-            around, self.stats, push=self._queued.push, on_arrived=self.placement.prefill_took
-        )
+        turns = LoopTurns()
+        self.grants = TimedGrants(around.server, self._queued.push)
+        self.handoffs = self._build_handoffs(around, turns)
         self.arrivals: ShortestFirst[_Served] = ShortestFirst()
         """Those that the engine has not taken in."""
         self._numbers = itertools.count(1)
@@ -120,7 +124,50 @@ class DecodeSide:
         self._is_delivery_due = False
         self._requests_of: defaultdict[Peer, set[str]] = defaultdict(set)
         self._tasks = TaskSet()
-        self._tasks.spawn(self.handoffs.tick_forever())
+        self._tasks.spawn(turns.tick_forever(self.handoffs))
+
+    def _build_handoffs(self, around: Surroundings, turns: LoopTurns) -> IncomingHandoffs:
+        settings, facts = around.settings, around.engine.facts
+        layout = facts.kv_layout
+        rules = DecodeRules(
+            block_size=layout.block_size,
+            kv_compatibility=around.kv_compatibility,
+            regions=layout.region_names,
+            entry_tokens=layout.entry_tokens,
+            tail_tokens=layout.tail_tokens,
+            remote_prefill_timeout_s=settings.disagg.remote_prefill_timeout_s,
+            max_attempts=settings.disagg.max_handoff_attempts,
+            checksums=settings.transfer.kv_checksums,
+        )
+        ports = DecodePorts(
+            turns,
+            around.engine,
+            around.transfer,
+            around.checksums,
+            around.memory,
+            self.grants,
+            self.grants.push,
+            self.placement.prefill_took,
+            self._count_moved,
+            PeersInMemory(around.transfer, moves_kv=facts.moves_kv).may_use,
+            lambda: around.term,
+        )
+        return IncomingHandoffs(
+            DecodeLedger(rules),
+            ports,
+            worker_id=around.worker_id,
+            direction=around.direction,
+            block_bytes=layout.block_bytes,
+            stats=self.stats,
+            marks=around.marks,
+        )
+
+    def _count_moved(self, worker_id: str, num_tokens: int, seconds: float) -> None:
+        """On the engine's thread."""
+        num_bytes = num_tokens * self._engine.facts.token_bytes
+        if num_bytes:
+            self.stats.num_received_bytes += num_bytes
+            self._transfer.count_read(worker_id, num_bytes, seconds)
 
     def counts(self) -> DecodeStats:
         """What was counted until now."""
@@ -181,7 +228,8 @@ class DecodeSide:
         self._served[message.request_id] = served
         self._requests_of[peer].add(message.request_id)
         if handoff_id is not None and message.pair is not None:
-            self.handoffs.handle(de.Expected(handoff_id, message.pair.prefill_worker_id))
+            pair = message.pair
+            self.handoffs.handle(de.Expected(handoff_id, pair.prefill_worker_id, pair.begins_within_s))
         self._queued.watch()
         self.arrivals.add(served.number, message.num_tokens, served)
         self._engine.post(self._admit_next)
@@ -213,6 +261,17 @@ class DecodeSide:
         served = self._served.get(message.request_id)
         if served is not None and served.peer == peer:
             self._abort(served)
+
+    def session_paused(self, message: SessionPaused) -> None:
+        """A frontend tells what the session of a request does that has ended here."""
+
+        def tell(core: Engine) -> None:
+            if core.schedules is not None:
+                core.schedules.session_paused(
+                    message.request_id, message.kind, within_s=message.within_s, is_over=message.is_over
+                )
+
+        self._engine.post(tell)
 
     def peer_gone(self, peer: Peer) -> None:
         """A connection ended: cancel a frontend's requests; a prefill worker's hand-offs continue without the
@@ -280,6 +339,8 @@ class DecodeSide:
             holder=message.holder,
             listener=self._marks.listener,
         )
+        if message.remote_wait_s is not None:
+            self.placement.told(message.remote_wait_s)
         objectives = self.placement.objectives(message.slo_ttft_ms, message.slo_itl_ms)
         place = self._placing.add_request(core, request, message.order, objectives, is_paired=message.pair is not None)
         if place is not PrefillPlace.REMOTE and place is not None:
@@ -367,4 +428,3 @@ class DecodeSide:
     async def close(self) -> None:
         await self._tasks.close()
         await self._queued.close()
-        await self.handoffs.close()

@@ -4,7 +4,7 @@
     the last chunk's first token ──> TokenOutput to the frontend, while the KV is still being sent
 
 It owns the peer of each prefill until the first token is sent. The ledger owns the hand-off of the KV
-(``handoffs.py``). A request id contains addresses, which are compared with discovery and never trusted.
+(``sides/prefill.py``). A request id contains addresses, which are compared with discovery and never trusted.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kvrelay.handoff import prefill_events as pe
 from kvrelay.rpc.base import Peer
 from kvrelay.worker.decode.admission import AdmissionControl
 from kvrelay.worker.decode.refusals import refusal_of
-from kvrelay.worker.prefill.handoffs import Job, OutgoingHandoffs
+from kvrelay.worker.sides.prefill import Job, OutgoingHandoffs
 from kvrelay.worker.surroundings import Surroundings
 
 _log = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ class PairedPrefills:
             self._refuse(peer, message.request_id, exc)
             return
         self._waiting[message.request_id] = (peer, job.request.handoff_id)
-        self._handoffs.take(job, self._around.term)
+        self._handoffs.take(job)
 
     def abort(self, peer: Peer, request_id: str) -> None:
         """The frontend has aborted the request. Once the first token is sent, only the decode worker can abandon the

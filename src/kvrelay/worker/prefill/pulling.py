@@ -1,7 +1,7 @@
 """A worker's prefill side: pull from the global queue, and compute for decode workers.
 
 It owns the pull loop, and each queue entry until it is acknowledged. The ledger (``kvrelay/handoff``), driven by
-``handoffs.py``, owns each hand-off; the engine schedules the prefills.
+``sides/prefill.py``, owns each hand-off; the engine schedules the prefills.
 
 One prefill computes while the next one is pulled and the last writes of the previous one are in flight, so the engine
 never waits for the queue. Claims are in flight while their prefills compute, so it does not wait for claims either.
@@ -17,15 +17,18 @@ from kvrelay.control.base import PrefillDelivery
 from kvrelay.control.redelivery import KEEPALIVE_INTERVAL_S, return_delay_s
 from kvrelay.core.handoff import HandoffId, HandoffOrder
 from kvrelay.core.messages import TokenOutput
-from kvrelay.core.tasks import TaskSet, end_tasks
+from kvrelay.core.sampling import SamplingParams
+from kvrelay.core.tasks import TaskSet, end_tasks, failure_of
 from kvrelay.errors import KvrelayError
 from kvrelay.handoff.base import EndReason, LeaseLost
+from kvrelay.handoff.prefill_ledger import PrefillLedger
 from kvrelay.handoff.prefill_state import PrefillRules, PrefillState
 from kvrelay.rpc.heartbeat import Heartbeat
-from kvrelay.worker.decode.preparation import prepared
-from kvrelay.worker.prefill.handoffs import Job, OutgoingHandoffs
+from kvrelay.worker.prefill.links import DecodeLinks
 from kvrelay.worker.shutdown import none_left
+from kvrelay.worker.sides.prefill import Job, OutgoingHandoffs, PrefillPorts
 from kvrelay.worker.surroundings import Surroundings
+from kvrelay.worker.turns import LoopTurns, PeersInMemory
 
 _log = logging.getLogger(__name__)
 
@@ -51,7 +54,6 @@ class PrefillSide:
     its decode side shall compute them without one."""
 
     def __init__(self, around: Surroundings, computes_here: Callable[[HandoffId], None]) -> None:
-        self._computes_here = computes_here
         detection_s = Heartbeat.for_lease(around.settings.control.lease_ttl_s).detection_s
         layout = around.engine.facts.kv_layout
         rules = PrefillRules(
@@ -64,11 +66,25 @@ class PrefillSide:
             claim_timeout_s=CLAIM_TIMEOUT_S,
             gone_for_s=max(GONE_FOR_DETECTIONS * detection_s, MIN_GONE_FOR_S),
             checksums=around.checksums.required,
+            late_s=around.transfer.late_s,
             can_keep=around.engine.facts.num_holding_blocks > 0,
         )
-        self.handoffs = OutgoingHandoffs(around, rules)
+        turns, moves_kv = LoopTurns(), around.engine.facts.moves_kv
+        self._links = DecodeLinks(around.peers, None if moves_kv else around.memory)
+        ports = PrefillPorts(
+            turns,
+            around.engine,
+            around.transfer,
+            around.checksums,
+            around.memory,
+            self._links,
+            PeersInMemory(around.transfer, moves_kv=moves_kv).may_use,
+            self._prepare,
+            computes_here,
+            lambda: around.term,
+        )
+        self.handoffs = OutgoingHandoffs(PrefillLedger(rules), ports, model=around.settings.model, marks=around.marks)
         self._around = around
-        self._model = around.settings.model
         self._kv_compatibility = around.kv_compatibility
         self._queue = around.control.prefill_queue
         self._slots = asyncio.Semaphore(MAX_COMPUTING)
@@ -77,7 +93,7 @@ class PrefillSide:
         """Entries whose grammars are being compiled; nothing is claimed for them yet."""
         self._settling = TaskSet()
         self._tasks = TaskSet()
-        self._tasks.spawn(self.handoffs.tick_forever())
+        self._tasks.spawn(turns.tick_forever(self.handoffs))
 
     @property
     def num_handoffs(self) -> int:
@@ -123,7 +139,7 @@ class PrefillSide:
         await none_left(lambda: self.handoffs.jobs, CLOSE_TIMEOUT_S)
         await self._settling.close()
         await self._tasks.close()
-        await self.handoffs.close()
+        await self._links.close()
 
     def give_up_all(self, reason: EndReason) -> None:
         """Others may count us as dead and reuse their blocks, so nothing more may be written.
@@ -151,42 +167,16 @@ class PrefillSide:
 
     def _take(self, delivery: PrefillDelivery) -> None:
         """One queue entry, from here to its acknowledgement."""
-        request, entry = delivery.request, _Entry(delivery, self._slots, self._tasks, self._settling)
-        job = Job(request, entry)
-        if request.handoff_id.decode_worker_id != request.decode_worker_id:
-            _log.warning("an entry of %s for hand-off %s was dropped", request.decode_worker_id, request.handoff_id)
-            entry.settled()
-        elif request.decode_worker_id == self._around.worker_id:
-            # We do both: our own engine computes it without a hand-off.
-            entry.settled()
-            self._computes_here(request.handoff_id)
-        elif request.handoff_id in self.handoffs.ledger.seen:
-            _log.warning("hand-off %s was delivered again; it was handled here before", request.handoff_id)
-            entry.settled()
-        elif delivery.is_expired:
-            self.handoffs.decline(job, EndReason.EXPIRED)
-        elif request.model != self._model:
-            self.handoffs.decline(job, EndReason.WRONG_MODEL)
-        elif request.sampling.grammar is not None:
-            self._preparing.spawn(self._prepare_and_take(job, self._around.term))
-        else:
-            self.handoffs.take(job, self._around.term)
+        entry = _Entry(delivery, self._slots, self._tasks, self._settling)
+        self.handoffs.pulled(Job(delivery.request, entry), is_expired=delivery.is_expired)
 
-    async def _prepare_and_take(self, job: Job, term: int) -> None:
+    def _prepare(self, sampling: SamplingParams, then: Callable[[KvrelayError | None], None]) -> None:
         """Compile the grammar on a thread of its own, so that neither the loop nor the engine waits for it."""
-        try:
-            await prepared(self._around.engine.prepare, job.request.sampling)
-        except KvrelayError as exc:
-            _log.warning("hand-off %s is not computed: %s", job.request.handoff_id, exc)
-            self.handoffs.decline(job, EndReason.ENGINE_REFUSED)
-            return
-        if job.request.handoff_id in self.handoffs.ledger.seen:
-            _log.warning("hand-off %s was delivered again while its grammar was compiled", job.request.handoff_id)
-            job.origin.settled()
-        elif self._around.term != term:
-            self.handoffs.decline(job, EndReason.LEASE_LOST)
-        else:
-            self.handoffs.take(job, term)
+
+        async def prepare() -> None:
+            then(await failure_of(asyncio.to_thread(self._around.engine.prepare, sampling), "a grammar"))
+
+        self._preparing.spawn(prepare())
 
 
 class _Entry:

@@ -24,10 +24,10 @@ from prometheus_client.registry import Collector
 from kvrelay.config import WorkerRole
 from kvrelay.core.histogram import Histogram
 from kvrelay.core.status import RefusalKind
-from kvrelay.core.step_cost import StepCost
+from kvrelay.core.step_cost import CostSource, StepCost
 from kvrelay.core.tier_stats import TierStats
 from kvrelay.core.vllm_metrics import OF_WORKERS, WithVllmNames
-from kvrelay.engine.stats import EngineStats, HoldingStats
+from kvrelay.engine.stats import EngineStats, HoldingStats, SessionStats
 from kvrelay.handoff.base import EndReason, RefusalReason
 from kvrelay.handoff.decode_state import DecodeCounters
 from kvrelay.handoff.prefill_state import PrefillCounters
@@ -44,7 +44,8 @@ _REFUSALS = {kind.value: 0 for kind in RefusalKind}
 
 
 class WorkerStats(msgspec.Struct, frozen=True):
-    """A snapshot of a worker. ``is_ready``: in discovery, by local knowledge, and not leaving."""
+    """A snapshot of a worker. ``is_ready``: in discovery, by local knowledge, and not leaving. ``dp_group``: the
+    data-parallel group in which it is rank ``dp_rank``; empty: none."""
 
     worker_id: str
     model: str
@@ -68,6 +69,10 @@ class WorkerStats(msgspec.Struct, frozen=True):
     transfer_durations: Mapping[TransferOp, Histogram] = {}
     prefixes: TierStats | None = None
     """Of other workers' prefixes, if they are read."""
+    dp_group: str = ""
+    dp_rank: int = 0
+    claim_times: Histogram = msgspec.field(default_factory=Histogram)
+    """From sending a prefill away to its grant."""
 
 
 class WorkerMetrics(Collector):
@@ -108,6 +113,8 @@ def _families(stats: WorkerStats) -> Iterator[Metric]:
         yield from _p2p(stats.transfer.p2p)
     if stats.engine.holding is not None:
         yield from _holding(stats.engine.holding)
+    if stats.engine.sessions is not None:
+        yield from _sessions(stats.engine.sessions)
     if stats.engine.tiers is not None:
         yield from _tiers(stats.engine.tiers, "kv_tier")
     if stats.prefixes is not None:
@@ -127,6 +134,7 @@ def _families(stats: WorkerStats) -> Iterator[Metric]:
     yield from _counts("handoffs", "Hand-offs of this decode worker", stats.handoffs)
     yield from _counts("decode", "Decode side", stats.decode)
     yield from _cost_models(stats.engine, stats.remote, stats.transfer_cost_error, "cost_model", "cost_model")
+    yield _cost_source(stats.engine)
     yield from _cost_decisions(stats.remote)
     yield from _counts("prefill", "Prefill side", stats.prefill)
 
@@ -138,12 +146,14 @@ def _info(stats: WorkerStats) -> Metric:
         "engine": stats.engine_kind,
         "role": stats.role.value,
         "epoch": str(stats.epoch),
+        "dp_group": stats.dp_group,
+        "dp_rank": str(stats.dp_rank),
     }
     return InfoMetricFamily(PREFIX.rstrip("_"), "Who this worker is, and what it does now.", value=value)
 
 
 def _engine_gauges(engine: EngineStats) -> Iterator[Metric]:
-    yield _gauge("requests_running", "Requests let in, those that wait for a transfer included.", engine.num_running)
+    yield _gauge("requests_running", "Requests let in, those that wait for a transfer included.", engine.num_admitted)
     yield _gauge("requests_waiting", "Requests that wait to be let in.", engine.num_waiting)
     yield _gauge("kv_blocks", "Blocks of the KV pool.", engine.num_blocks)
     yield _gauge("kv_blocks_in_use", "Blocks held or quarantined, not only cached.", engine.num_blocks_in_use)
@@ -174,6 +184,9 @@ def _times(stats: WorkerStats) -> Iterator[Metric]:
     yield _histogram("queue_seconds", "Each wait for admission.", times.queue)
     yield _histogram("prefill_seconds", "From admission to the first token of a prefill here.", times.prefill)
     yield _histogram("handoff_seconds", "Decode side: from sending a prefill away to its KV.", times.handoff)
+    yield _histogram(
+        "handoff_queue_seconds", "Decode side: from sending a prefill away to its grant.", stats.claim_times
+    )
     yield _histogram("held_seconds", "Decode side: how long KV that has come waits for the pool.", times.held)
     yield _histogram(
         "sending_seconds", "Prefill side: how long a computed prefill keeps the pool's blocks.", times.sending
@@ -219,6 +232,13 @@ def _cost_models(
     yield from (coefficients, errors, samples, rejected)
 
 
+def _cost_source(engine: EngineStats) -> Metric:
+    family = GaugeMetricFamily(PREFIX + "step_cost_source", "Where the cost of a step comes from.", labels=("source",))
+    for source in CostSource:
+        family.add_metric((source.value,), float(source is engine.step_cost_source))
+    return family
+
+
 def _cost_decisions(remote: RemoteCostStats) -> Iterator[Metric]:
     yield _counter("cost_fallbacks", "Decisions by threshold, since costs were not sound.", remote.num_fallbacks)
     yield _counter("cost_trials", "Prefills that went the dearer way, so that it is measured.", remote.num_trials)
@@ -250,6 +270,22 @@ def _p2p(counters: P2pCounters) -> Iterator[Metric]:
         if field.startswith("num_"):
             name = field.removeprefix("num_")
             yield _counter(f"p2p_{name}", f"Transport p2p: {name.replace('_', ' ')}.", value)
+
+
+def _sessions(sessions: SessionStats) -> Iterator[Metric]:
+    counts = sessions.counts
+    found = {"pool": counts.pool_tokens, "stored": counts.stored_tokens}
+    missed = max(counts.returned_tokens - sum(found.values()), 0)
+    yield _gauge("sessions_paused", "Answers whose session may continue.", sessions.num_paused)
+    yield _counter("session_pauses", "Answers after which a session may continue.", counts.num_begun)
+    yield _counter("session_returns", "Prompts that continued a session.", counts.num_returned)
+    yield _counter("session_returns_incomplete", "Of these, some of whose KV was evicted.", counts.num_missed)
+    yield _counter("sessions_gone", "Sessions that seem not to continue.", counts.num_gone)
+    yield _counter("sessions_forgotten", "Pauses that were too many to remember.", counts.num_forgotten)
+    yield _by_label(
+        "session_tokens", "What returning sessions repeated, by place.", "place", {**found, "computed": missed}
+    )
+    yield _counter("session_saved_seconds", "What computing the found tokens would have taken.", counts.saved_s)
 
 
 def _holding(holding: HoldingStats) -> Iterator[Metric]:

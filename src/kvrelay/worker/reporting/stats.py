@@ -7,6 +7,11 @@ from typing import TypeVar
 
 import msgspec
 
+from kvrelay.core.activity import Activity, Spent
+from kvrelay.core.histogram import Histogram
+from kvrelay.core.process_usage import Usage
+from kvrelay.core.tier_stats import TierStats
+from kvrelay.engine.stats import EngineStats
 from kvrelay.handoff.base import EndReason, RefusalReason
 from kvrelay.placement.cost_model import RemoteCost
 
@@ -53,3 +58,30 @@ class RemoteCostStats(msgspec.Struct, frozen=True):
     num_rejected: int = 0
     num_fallbacks: int = 0
     num_trials: int = 0
+
+
+def activity_of(
+    engine: EngineStats,
+    decode: DecodeStats,
+    claim_times: Histogram,
+    prefixes: TierStats | None,
+    block_size: int,
+    usage: Usage,
+) -> Activity:
+    """For the load samples. ``prefixes``: of other workers; ``block_size`` in tokens."""
+    tiers = (found.stores for found in (engine.tiers, prefixes) if found is not None)
+    times = engine.times
+    return Activity(
+        places=dict(decode.places),
+        loaded={medium: store.num_loaded * block_size for stores in tiers for medium, store in stores.items()},
+        claims=_spent(claim_times),
+        handoffs=_spent(times.handoff),
+        sends=_spent(times.sending),
+        prefills=tuple(times.prefill.counts),
+        cpu_s=usage.cpu_s,
+        rss_bytes=usage.rss_bytes,
+    )
+
+
+def _spent(histogram: Histogram) -> Spent:
+    return Spent(histogram.count, histogram.total_s)

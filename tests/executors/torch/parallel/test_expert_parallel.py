@@ -8,12 +8,12 @@ import signal
 import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.dp.groups import FACTS, address_for, join_all
+from tests.dp.groups import FACTS, address_for, formed, join_all
 from tests.patience import PATIENCE_S, until
 
 from kvrelay.config import EngineConfig, GroupConfig, RunnerConfig
@@ -26,10 +26,10 @@ from kvrelay.engine.core import EngineCore
 from kvrelay.engine.request import Request
 from kvrelay.engine.step import StepOutput
 from kvrelay.engine.thread import EngineThread
-from kvrelay.errors import AddressInUseError, ConfigError, EngineDeadError
+from kvrelay.errors import ConfigError, EngineDeadError, PeerLostError
 from kvrelay.executors.torch import build_executor
 from kvrelay.executors.torch.config import load_model_config
-from kvrelay.executors.torch.parallel.collectives import tcp_store
+from kvrelay.executors.torch.parallel.collectives import group_store
 from kvrelay.executors.torch.parallel.executor import ParallelExecutor
 from kvrelay.executors.torch.parallel.experts import ExpertSeat
 from kvrelay.executors.torch.parallel.rank import ParallelRank, check_sizes
@@ -164,14 +164,30 @@ def test_tokens_with_other_shapes(arch: str, dp: int, tp: int, pp: int, checkpoi
         assert answers == expected[number:]
 
 
-def test_a_port_that_is_taken_is_named() -> None:
-    """That of the store by which experts of several hosts find each other; it is no lost peer."""
-    with socket.socket() as other:
-        other.bind(("127.0.0.1", 0))
-        other.listen()
-        port = other.getsockname()[1]
-        with pytest.raises(AddressInUseError, match=rf"cannot listen on 127.0.0.1:{port}, which --ep needs"):
-            tcp_store("127.0.0.1", port, is_host=True, timeout_s=PATIENCE_S)
+def test_the_store_needs_no_port_but_a_free_one(tmp_path: Path) -> None:
+    """It is that by which the experts of several hosts find each other. A rank may ask before it is served."""
+    with socket.socket() as other, formed("rpc", tmp_path) as members, ThreadPoolExecutor(1) as pool:
+        server = members[0].server
+        assert server is not None
+        with suppress(OSError):  # somebody else has the neighbouring port
+            other.bind((server.address.host, server.address.port + 1))
+            other.listen()
+        asking = pool.submit(group_store, server.address, is_host=False, timeout_s=PATIENCE_S)
+        store = group_store(server.address, is_host=True, timeout_s=PATIENCE_S)
+        store.set("key", "value")
+        assert asking.result(PATIENCE_S).get("key") == b"value"
+
+
+def test_a_rank_does_not_wait_for_a_store_that_never_comes(tmp_path: Path) -> None:
+    """Rank 0 has failed before it served one."""
+    with ThreadPoolExecutor(1) as pool:
+        with formed("rpc", tmp_path) as members:
+            server = members[0].server
+            assert server is not None
+            asking = pool.submit(group_store, server.address, is_host=False, timeout_s=PATIENCE_S)
+            until(lambda: len(server.connections) == 3)
+        with pytest.raises(PeerLostError, match="does not tell where the group's store is"):
+            asking.result(PATIENCE_S)
 
 
 # -- sizes ------------------------------------------------------------------------------------------------------------

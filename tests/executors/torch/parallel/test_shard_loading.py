@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from kvrelay.errors import CheckpointError
+from kvrelay.executors.torch.checkpoints import make_model
 from kvrelay.executors.torch.config import load_model_config
 from kvrelay.executors.torch.kernels.torch_kernels import TorchKernels
 from kvrelay.executors.torch.models.loading import load_model
@@ -61,6 +62,24 @@ def test_each_rank_reads_its_share(
     small = sum(count for name, count in whole.items() if "norm" in name or name.endswith("gate.weight"))
     for share in shares:
         assert sum(share.values()) <= sum(whole.values()) / (tp * pp) + vocabulary / tp + small
+
+
+def test_scores_of_two_ranks_are_not_rounded(tmp_path: Path) -> None:
+    """In bfloat16 each rank's columns are the sums in float32, and so is what the first rank gathers."""
+    model, parts = tmp_path / "model", list[torch.Tensor]()
+    make_model(model, "llama", "tiny", dtype="bfloat16")
+    torch.manual_seed(0)
+    hidden = torch.randn(3, 256).bfloat16()
+    for index in range(2):
+        rank, kernels = ParallelRank.numbered(index, 2, 1), TorchKernels(torch.bfloat16)
+        groups = alone(rank)
+        groups.gather_columns = lambda x, num_columns: parts.append(x) or torch.cat(parts, dim=1)
+        with Checkpoint(model, torch.bfloat16) as checkpoint:
+            weight = checkpoint.read("lm_head.weight", (1024, 256)).double()
+            loaded = load_model(load_model_config(model), checkpoint, kernels, CPU, rank, groups)
+        scores = loaded.decoder.logits(hidden)
+    assert scores.dtype == torch.float32
+    torch.testing.assert_close(scores.double(), hidden.double() @ weight.T, rtol=1e-5, atol=1e-5)
 
 
 def test_a_cut_is_that_part_of_the_tensor(checkpoint_of: Callable[[str], Path]) -> None:

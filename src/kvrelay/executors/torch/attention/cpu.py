@@ -5,6 +5,7 @@ Owns the scratch memory of each thread, the tiling of prefill chunks and the cho
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -82,8 +83,8 @@ class CpuAttention:
 
 
 def kernel_cache() -> Path:
-    """Numba's cache directory of the compiled kernels."""
-    return Path(cpu_kernels.attend.stats.cache_path)
+    """Numba's cache directory of the compiled kernels; no directory if they are compiled in memory."""
+    return Path(cpu_kernels.attend.stats.cache_path or os.devnull)
 
 
 def _tile(batch: StepBatch, size: int) -> tuple[Int32Array, Int32Array]:

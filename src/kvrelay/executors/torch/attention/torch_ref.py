@@ -101,7 +101,9 @@ def decode_attention(
     mask = visible(positions, keys.shape[2], spec.windows[layer])
     scores.masked_fill_(~mask[:, None, None, :], float("-inf"))
     weights = torch.softmax(scores, dim=-1)
-    return torch.matmul(weights, values.float()).view(rows, spec.num_heads, spec.head_dim).to(q.dtype)
+    # What lies behind a row's last token may be anything, also NaN: no weight is small enough for that.
+    seen = values.float().masked_fill(~mask[:, None, :, None], 0.0)
+    return torch.matmul(weights, seen).view(rows, spec.num_heads, spec.head_dim).to(q.dtype)
 
 
 def visible(positions: torch.Tensor, length: int, window: int) -> torch.Tensor:

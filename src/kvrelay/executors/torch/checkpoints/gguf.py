@@ -11,6 +11,7 @@ It runs in a separate process (``python -m``): transformers costs seconds, and m
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -44,6 +45,13 @@ _LAYER_NAMES = {
 _ROPE_FACTORS = "rope_freqs.weight"
 _LLAMA3_LOW, _LLAMA3_HIGH, _LLAMA3_ORIGINAL = 1.0, 4.0, 8192
 
+# For files without one: at 1.0, small quantised models write nonsense; at 0 they repeat themselves.
+TEMPERATURE = 0.3
+_SCALING = {"type", "factor", "original_context_length", "finetuned", "attn_factor", "yarn_log_multiplier"} | {
+    f"yarn_{name}" for name in ("ext_factor", "attn_factor", "beta_fast", "beta_slow")
+}
+_SAMPLING = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
+
 Float32Array = npt.NDArray[np.float32]
 
 
@@ -58,7 +66,7 @@ def convert(file: Path, directory: Path) -> None:
     try:
         reader = _open(file)
         architecture = _architecture(reader)
-        config = _write_config(file, partial, ARCHITECTURES[architecture], reader)
+        config = _write_config(file, partial, architecture, reader)
         _write_weights(reader, partial, architecture, config)
         partial.rename(directory)
     finally:
@@ -101,6 +109,46 @@ def llama3_factor(factors: Float32Array, theta: float, head_dim: int) -> float:
     return factor
 
 
+def rope_parameters(scaling: dict[str, Any], theta: float) -> dict[str, Any]:
+    """Hugging Face's parameters for what a file has under ``rope.scaling``, as llama.cpp computes them.
+
+    Raises UnsupportedModelError for scaling that has no such parameters.
+    """
+    kind, factor = scaling.get("type", "linear"), scaling.get("factor") or 1.0
+    is_yarn, extrapolation = kind == "yarn", scaling.get("yarn_ext_factor", -1.0)
+    odd = scaling.keys() - _SCALING
+    if kind not in ("none", "linear", "yarn"):
+        odd.add("type")
+    if extrapolation >= 0 and extrapolation != is_yarn:
+        odd.add("yarn_ext_factor")
+    if not is_yarn:
+        odd |= {name for name in ("attn_factor", "yarn_attn_factor") if scaling.get(name, 1.0) != 1}
+    if odd:
+        name = min(odd)
+        raise UnsupportedModelError(f"the GGUF file has rope.scaling.{name} {scaling[name]}, which is not supported")
+    if is_yarn:
+        # llama.cpp ignores yarn_attn_factor here.
+        attention = _magnitude(factor, 1.0) / _magnitude(factor, scaling.get("yarn_log_multiplier", 0.0))
+        return {
+            "rope_type": "yarn",
+            "rope_theta": theta,
+            "factor": factor,
+            # None: the file's context.
+            "original_max_position_embeddings": scaling.get("original_context_length") or None,
+            "attention_factor": attention * scaling.get("attn_factor", 1.0),
+            "beta_fast": scaling.get("yarn_beta_fast", 32.0),
+            "beta_slow": scaling.get("yarn_beta_slow", 1.0),
+        }
+    if kind == "linear" and factor != 1:
+        return {"rope_type": "linear", "rope_theta": theta, "factor": factor}
+    return {"rope_type": "default", "rope_theta": theta}
+
+
+def _magnitude(factor: float, multiplier: float) -> float:
+    """Of YaRN's cosines and sines."""
+    return 1.0 if factor <= 1 else 0.1 * multiplier * math.log(factor) + 1.0
+
+
 def _open(file: Path) -> GGUFReader:
     try:
         from gguf import GGUFReader
@@ -122,28 +170,69 @@ def _architecture(reader: GGUFReader) -> str:
 
 
 def _write_config(file: Path, directory: Path, architecture: str, reader: GGUFReader) -> dict[str, Any]:
-    """``config.json`` and the tokenizer's files; returns the configuration."""
+    """``config.json``, ``generation_config.json`` and the tokenizer's files; returns the configuration."""
     from transformers import AutoConfig, AutoTokenizer
+
+    from kvrelay.executors.torch.config import parse_model_config
 
     try:
         config: dict[str, Any] = AutoConfig.from_pretrained(file.parent, gguf_file=file.name).to_dict()
         tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
         tokenizer.save_pretrained(directory)
+        config["architectures"] = [ARCHITECTURES[architecture]]
+        config["dtype"] = "bfloat16"
+        config["tie_word_embeddings"] = all(tensor.name != "output.weight" for tensor in reader.tensors)
+        _complete(config, _values(reader, f"{architecture}."))
+        for tensor in reader.tensors:
+            if tensor.name == _ROPE_FACTORS:
+                config["rope_parameters"] = _llama3_parameters(np.asarray(tensor.data, dtype=np.float32), config)
+        generation = _generation(_values(reader, "tokenizer.ggml."), _values(reader, "general.sampling."))
+    except KvrelayError:
+        raise
     except Exception as exc:  # a third-party reader may raise anything for a damaged file
         raise CheckpointError(f"cannot read the configuration in {file}: {exc}") from exc
-    config["architectures"] = [architecture]
-    config["dtype"] = "bfloat16"
-    config["tie_word_embeddings"] = all(tensor.name != "output.weight" for tensor in reader.tensors)
-    for tensor in reader.tensors:
-        if tensor.name == _ROPE_FACTORS:
-            config["rope_parameters"] = _llama3_parameters(np.asarray(tensor.data, dtype=np.float32), config)
-    (directory / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+    parse_model_config(config)
+    for name, content in (("config.json", config), ("generation_config.json", generation)):
+        (directory / name).write_text(json.dumps(content, indent=2), encoding="utf-8")
     return config
 
 
+def _values(reader: GGUFReader, prefix: str) -> dict[str, Any]:
+    """The metadata whose keys begin with ``prefix``, without it."""
+    return {key.removeprefix(prefix): f.contents() for key, f in reader.fields.items() if key.startswith(prefix)}
+
+
+def _complete(config: dict[str, Any], values: dict[str, Any]) -> None:
+    """Set what transformers reads otherwise or not at all: the number of KV heads, the size of heads, and the scaling
+    of rotary frequencies."""
+    config["num_key_value_heads"] = values.get("attention.head_count_kv", config["num_attention_heads"])
+    head_dim = values.get("attention.key_length", config["hidden_size"] // config["num_attention_heads"])
+    for name in ("attention.value_length", "rope.dimension_count"):
+        if values.get(name, head_dim) != head_dim:
+            raise UnsupportedModelError(
+                f"the GGUF file has {name} {values[name]}, which is not supported beside heads of {head_dim}"
+            )
+    config["head_dim"] = head_dim
+    scaling = {name.removeprefix("rope.scaling."): v for name, v in values.items() if name.startswith("rope.scaling.")}
+    if "rope.scale_linear" in values:  # the factor's older name
+        scaling.setdefault("factor", values["rope.scale_linear"])
+    theta = float(values.get("rope.freq_base", 10_000.0))
+    config["rope_parameters"] = rope_parameters(scaling, theta)
+
+
+def _generation(tokens: dict[str, Any], sampling: dict[str, Any]) -> dict[str, Any]:
+    """``generation_config.json``: the tokens that end an answer or a turn, and how the file's author samples."""
+    names = ("eos_token_id", "eot_token_id", "eom_token_id")
+    ends = list(dict.fromkeys(tokens[name] for name in names if name in tokens))
+    own = {ours: sampling[name] for name, ours in _SAMPLING.items() if name in sampling}
+    return ({"eos_token_id": ends} if ends else {}) | {"temperature": TEMPERATURE} | own
+
+
 def _llama3_parameters(factors: Float32Array, config: dict[str, Any]) -> dict[str, object]:
-    theta = float((config.get("rope_parameters") or {}).get("rope_theta", 10_000.0))
-    head_dim = int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
+    plain, head_dim = config["rope_parameters"], config["head_dim"]
+    if plain["rope_type"] != "default":
+        raise UnsupportedModelError(f"the GGUF file has {_ROPE_FACTORS} beside rope.scaling, which is not supported")
+    theta = plain["rope_theta"]
     return {
         "rope_type": "llama3",
         "rope_theta": theta,

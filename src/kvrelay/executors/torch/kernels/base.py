@@ -18,6 +18,10 @@ class Kernels(Protocol):
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
         """x -> x @ weight.T + bias; ``weight`` [out, in] may be repacked; the caller must not use it any more."""
 
+    def head(self, weight: torch.Tensor) -> Linear:
+        """x -> x @ weight.T, summed and returned in float32 whatever ``x`` and ``weight`` are: rounded to bfloat16,
+        different scores would be equal. ``weight`` as in ``linear``."""
+
     def norm_weight(self, weight: torch.Tensor) -> torch.Tensor:
         """The weight in the form that the norms take."""
 

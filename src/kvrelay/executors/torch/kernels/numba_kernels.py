@@ -3,8 +3,8 @@
 Both kinds of products compute a row with the same bits independently of the other rows, unlike others. So a request's
 tokens do not depend on its neighbours. Ours are faster: a call of oneDNN's takes 13 us before it computes. In float32
 they read weights that are bfloat16 in the checkpoint as such: half the bytes. In bfloat16 they need AVX512-BF16. With
-AMX, which Numba does not reach, oneDNN is many times faster. Owns the buffers and the choice between one thread and
-several.
+AMX, which Numba does not reach, oneDNN is many times faster, but it would round the head's scores. Owns the buffers
+and the choice between one thread and several.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class NumbaKernels:
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
         if self._own_products and products.multiplies(weight):
-            return self._own_linear(weight, bias)
+            return self._own_linear(weight, bias, weight.dtype)
         if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
             return lambda x: F.linear(x, weight, bias)
         packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _PACK_ROWS)
@@ -100,16 +100,22 @@ class NumbaKernels:
 
         return apply
 
-    def _own_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+    def head(self, weight: torch.Tensor) -> Linear:
+        if weight.dtype == torch.float32:
+            return self.linear(weight)
+        product = self._own_linear(weight, None, torch.float32)
+        return product if products.holds_pairs(weight) else lambda x: product(x.float())
+
+    def _own_linear(self, weight: torch.Tensor, bias: torch.Tensor | None, result: torch.dtype) -> Linear:
         num_outputs, num_inputs = weight.shape
-        pairs = weight.dtype == torch.bfloat16
+        pairs = products.holds_pairs(weight)
         packed = products.pack_pairs(weight) if pairs else as_numpy(products.pack(weight))
         size, num_panels = num_outputs * num_inputs, len(packed)
         added = np.zeros(0, dtype=np.float32) if bias is None else bias.float().numpy()
         num_widened = num_inputs if packed.dtype == np.uint16 else 0
         room = self._rooms.setdefault(num_widened, products.scratch(self._num_threads, num_widened))
-        buffer = self._products.setdefault((num_outputs, weight.dtype), Buffer(weight.dtype))
-        key = (products.product, packed.dtype)
+        buffer = self._products.setdefault((num_outputs, result), Buffer(result))
+        key = (products.product, packed.dtype, result)
 
         def apply(x: torch.Tensor) -> torch.Tensor:
             rows = x.shape[0]

@@ -6,12 +6,17 @@ float32. ``FAST`` lets LLVM reassociate and fuse, but keeps infinities and NaN m
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numba import njit, types
 from numba.extending import intrinsic, overload
 
+from kvrelay.core.kernel_cache import place_kernel_cache
+
+_ROOM = Path(__file__).resolve().parent
+place_kernel_cache(_ROOM, _ROOM.parent / "attention")  # before any kernel: all of their modules import this one
 FAST = {"reassoc", "contract", "arcp", "nsz"}
 # The kernels allocate nothing. ``_nrt``: so they need not count references, atomically, at each slice of an array.
 OPTIONS: dict[str, Any] = {"_nrt": False, "nogil": True, "fastmath": FAST, "error_model": "numpy", "boundscheck": False}

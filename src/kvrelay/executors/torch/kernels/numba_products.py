@@ -19,7 +19,13 @@ import torch
 from numba import njit, prange
 
 from kvrelay.executors.torch.kernels.numba_math import OPTIONS, constant, constant_marker, narrow
-from kvrelay.executors.torch.kernels.numba_vector import HAS_AVX512, MULTIPLIES_BFLOAT16, tile_product, widen_run
+from kvrelay.executors.torch.kernels.numba_vector import (
+    ADDS_PAIRS,
+    HAS_AVX512,
+    MULTIPLIES_BFLOAT16,
+    tile_product,
+    widen_run,
+)
 
 # Sums of a tile take 24 of AVX-512's 32 registers, or 12 of AVX2's 16.
 WIDTH, ROWS = (64, 6) if HAS_AVX512 else (16, 6)
@@ -30,16 +36,19 @@ _1, _2, _3, _4, _5, _6 = (constant_marker(rows) for rows in range(1, 7))
 
 
 def multiplies(weight: torch.Tensor) -> bool:
-    """Whether there are products with such weights on this CPU."""
-    return weight.dtype == torch.float32 or (
-        MULTIPLIES_BFLOAT16 and weight.dtype == torch.bfloat16 and weight.shape[1] % 2 == 0
-    )
+    """Whether ours are the fastest products with such weights on this CPU."""
+    return weight.dtype == torch.float32 or (MULTIPLIES_BFLOAT16 and holds_pairs(weight))
+
+
+def holds_pairs(weight: torch.Tensor) -> bool:
+    """Whether such weights are multiplied pair by pair, in bfloat16; else activations are float32."""
+    return ADDS_PAIRS and weight.dtype == torch.bfloat16 and weight.shape[1] % 2 == 0
 
 
 def pack(weight: torch.Tensor) -> torch.Tensor:
     """[outputs, inputs] as panels [panels, inputs, WIDTH], in bfloat16 if each value is one."""
     half = weight.bfloat16()
-    stored = half if torch.equal(half.float(), weight) else weight
+    stored = half if weight is half or torch.equal(half.float(), weight) else weight
     num_outputs, num_inputs = weight.shape
     num_panels = -(-num_outputs // WIDTH)
     padded = torch.zeros(num_panels * WIDTH, num_inputs, dtype=stored.dtype)

@@ -7,6 +7,9 @@ import torch.nn.functional as F
 
 from kvrelay.executors.torch.kernels.base import Linear
 
+# Rows of a head's weight that are widened at a time.
+_OUTPUTS_AT_ONCE = 256
+
 
 class TorchKernels:
     def __init__(self, dtype: torch.dtype) -> None:
@@ -14,6 +17,14 @@ class TorchKernels:
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
         return lambda x: F.linear(x, weight, bias)
+
+    def head(self, weight: torch.Tensor) -> Linear:
+        if weight.dtype == torch.float32:
+            return self.linear(weight)
+        if weight.is_cuda and torch.__version__ >= "2.8":  # others have no product whose result is of another type
+            return lambda x: torch.mm(x, weight.t(), out_dtype=torch.float32)
+        parts = torch.split(weight, _OUTPUTS_AT_ONCE)
+        return lambda x: torch.cat([F.linear(x.float(), part.float()) for part in parts], dim=-1)
 
     def norm_weight(self, weight: torch.Tensor) -> torch.Tensor:
         return weight.float()

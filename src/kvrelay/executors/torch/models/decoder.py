@@ -129,5 +129,5 @@ class Decoder(msgspec.Struct, frozen=True, eq=False):
         return x
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Scores [R, vocab] in the model's dtype, for hidden states from ``forward``."""
+        """Scores [R, vocab] in float32, for hidden states from ``forward``."""
         return self._head(hidden)

@@ -6,6 +6,7 @@ layer takes four products. Of a model that is distributed over ranks it reads on
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -28,6 +29,8 @@ from kvrelay.executors.torch.weights import Checkpoint, Cut
 if TYPE_CHECKING:
     from kvrelay.executors.torch.parallel.collectives import Groups
     from kvrelay.executors.torch.parallel.experts import ExpertGroup
+
+_log = logging.getLogger(__name__)
 
 _LM_HEAD = "lm_head.weight"
 _EMBEDDING = "model.embed_tokens.weight"
@@ -76,7 +79,7 @@ class _Loader(msgspec.Struct, frozen=True):
         layers = tuple(self._layer(i) for i in own)
         norms = [self._qk_norms(i) for i in own]
         final_norm = self._norm("model.norm.weight", config.hidden)
-        parts = (self._kernels, embedding, layers, final_norm, self._kernels.linear(head_weight), config.norm_eps)
+        parts = (self._kernels, embedding, layers, final_norm, self._kernels.head(head_weight), config.norm_eps)
         if self._groups is None:
             decoder = Decoder(*parts)
         else:
@@ -92,16 +95,22 @@ class _Loader(msgspec.Struct, frozen=True):
         config, rank = self._config, self._rank
         own, shape = Cut(0, rank.vocabulary(config.vocab_size)), (config.vocab_size, config.hidden)
         nothing = torch.zeros((1, config.hidden), dtype=self._checkpoint.dtype)
-        is_tied = config.tied_embeddings or _LM_HEAD not in self._checkpoint
-        if is_tied and not config.tied_embeddings:
+        has_head = _LM_HEAD in self._checkpoint
+        if not has_head and not config.tied_embeddings:
             raise CheckpointError("the checkpoint has no tensor lm_head.weight and its embeddings are not tied")
         self._checkpoint.ignore(_EMBEDDING)
         self._checkpoint.ignore(_LM_HEAD)
         embedding = head = nothing
-        if rank.is_first_stage or (is_tied and rank.is_last_stage):
+        if rank.is_first_stage or (not has_head and rank.is_last_stage):
             embedding = self._checkpoint.read(_EMBEDDING, shape, own).to(self._device)
         if rank.is_last_stage:
-            head = embedding if is_tied else self._checkpoint.read(_LM_HEAD, shape, own).to(self._device)
+            head = self._checkpoint.read(_LM_HEAD, shape, own).to(self._device) if has_head else embedding
+        if config.tied_embeddings and rank.is_first_stage and rank.is_last_stage and head is not embedding:
+            # As in transformers, which ties only what is equal.
+            if torch.equal(head, embedding):
+                head = embedding
+            else:
+                _log.warning("using lm_head.weight: it is not the embedding, although tie_word_embeddings is true")
         return embedding, head
 
     def _layer(self, index: int) -> DecoderLayer:

@@ -21,7 +21,9 @@ from typing import Any
 import torch
 import torch.distributed
 
-from kvrelay.errors import AddressInUseError, PeerLostError
+from kvrelay.dp.addresses import GroupAddress
+from kvrelay.dp.rendezvous import store_port
+from kvrelay.errors import PeerLostError
 from kvrelay.executors.torch.parallel.rank import ParallelRank
 from kvrelay.executors.torch.parallel.rank_progress import RankProgress
 
@@ -148,19 +150,16 @@ def file_store(path: str, num_ranks: int) -> Any:
     return _dist.FileStore(path, num_ranks)
 
 
-def tcp_store(host: str, port: int, *, is_host: bool, timeout_s: float) -> Any:
-    """Where ranks of several hosts find each other: one of them serves it. Raises AddressInUseError (the host),
-    PeerLostError."""
+def group_store(address: GroupAddress, *, is_host: bool, timeout_s: float) -> Any:
+    """Where ranks of several hosts find each other: one of them serves it, at a free port, which it tells the others.
+    Raises PeerLostError."""
     timeout = timedelta(seconds=timeout_s)
-    try:
-        return _checked(lambda: _dist.TCPStore(host, port, None, is_host, timeout, wait_for_workers=False))
-    except PeerLostError as exc:
-        if is_host and "EADDRINUSE" in exc.message:
-            raise AddressInUseError(
-                f"cannot listen on {host}:{port}, which --ep needs besides the port of --dp-address: it is in use; "
-                "choose another --dp-address"
-            ) from exc
-        raise
+    if is_host:
+        store = _checked(lambda: _dist.TCPStore(address.host, 0, None, True, timeout, wait_for_workers=False))
+        store_port(address, store.port, timeout_s)
+        return store
+    port = store_port(address, 0, timeout_s)
+    return _checked(lambda: _dist.TCPStore(address.host, port, None, False, timeout, wait_for_workers=False))
 
 
 def process_group(

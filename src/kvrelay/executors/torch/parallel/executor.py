@@ -39,7 +39,7 @@ from kvrelay.core.sampling import SamplingParams
 from kvrelay.engine.holding import num_holding_blocks
 from kvrelay.engine.step import ModelOutput, SchedulerOutput
 from kvrelay.errors import CheckpointError, ConfigError, EngineDeadError, KvrelayError, PeerLostError
-from kvrelay.executors.host_memory import ANYWHERE, HostMemory
+from kvrelay.executors.host_memory import ANYWHERE, HostMemory, require_host_memory
 from kvrelay.executors.torch.config import load_model_config
 from kvrelay.executors.torch.parallel.causes import error_of, first_cause
 from kvrelay.executors.torch.parallel.channel import StepMemory
@@ -275,6 +275,8 @@ class ParallelExecutor:
         require_agreement(self._ranks, loaded)
         self._is_joined = joins_pools and facts.device == "cpu"
         block_bytes = len(self._ranks) * facts.layout.block_bytes
+        if facts.device == "cpu":
+            require_host_memory(num_blocks * block_bytes, engine)
         self.num_holding_blocks = num_holding_blocks(holding_bytes if self._is_joined else 0, block_bytes, num_blocks)
         num_all_blocks = num_blocks + self.num_holding_blocks
         self._pool = self._map_pool(num_all_blocks * block_bytes)

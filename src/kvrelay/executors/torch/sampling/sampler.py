@@ -127,7 +127,7 @@ def _argmax(logits: torch.Tensor) -> npt.NDArray[np.int64]:
     if logits.device.type != "cpu":
         token_ids: npt.NDArray[np.int64] = logits.argmax(dim=-1).cpu().numpy()
     else:
-        token_ids = logits.float().numpy().argmax(axis=-1)  # 15 times as fast as torch's
+        token_ids = logits.numpy().argmax(axis=-1)  # 15 times as fast as torch's
     return token_ids
 
 
@@ -143,7 +143,12 @@ def _draw_plain(
     scores: torch.Tensor, states: SlotStates, slots: Int32Array, numbers: npt.NDArray[np.float64]
 ) -> npt.NDArray[np.int64]:
     probabilities = torch.softmax(scores / _column(states.sampling.temperature[slots], scores.device), dim=-1)
-    return _invert(probabilities, numbers).cpu().numpy()
+    token_ids: npt.NDArray[np.int64] = _invert(probabilities, numbers).cpu().numpy()
+    # One score that is no number, or infinite, makes all probabilities NaN: show that one.
+    lost = probabilities[:, 0].isnan().cpu().numpy()
+    if lost.any():
+        token_ids[lost] = _argmax(scores)[lost]
+    return token_ids
 
 
 def _draw_filtered(

@@ -1,0 +1,224 @@
+"""Agents' sessions under both policies of retention, in turn: prompt tokens that were computed, and first tokens of
+later turns.
+
+Each session is a closed loop: a turn's prompt repeats the conversation, and is sent when the tool that the answer
+before it called has ended. The tools' times are log-normal, 0.1 to 30 s. The pools of all decode workers together hold
+a part of the sessions. Simulated, or measured on clusters that are started here, with the mock engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import click
+import msgspec
+
+from benchmarks.options import serve_args_option
+from kvrelay.bench.cases import Case, CaseTimes, running
+from kvrelay.bench.client.connection import ConnectionPool
+from kvrelay.bench.compare import serve_case
+from kvrelay.bench.errors import BenchError
+from kvrelay.bench.report.files import print_result
+from kvrelay.bench.report.machine import describe_machine
+from kvrelay.bench.report.table import Row, results_table
+from kvrelay.cli.options import json_option
+from kvrelay.config import EngineConfig
+from kvrelay.core.step_cost import StepCost
+from kvrelay.errors import InvalidInputError
+from kvrelay.frontend.openai.answer import Usage
+from kvrelay.simulate.arrival import Arrival
+from kvrelay.simulate.cluster import ClusterSpec
+from kvrelay.simulate.costs import Costs
+from kvrelay.simulate.loads import generated_arrivals
+from kvrelay.simulate.simulation import simulate
+
+Retention = Literal["value", "recency"]
+POLICIES: tuple[Retention, ...] = ("recency", "value")
+SETTINGS = {"1P1D": (1, 1), "2P2D": (2, 2)}
+BLOCK_SIZE, VOCAB_SIZE = 16, 400
+COSTS = Costs(step=StepCost(prefill_token_s=1e-5))
+"""Prefills are not the bottleneck: else sessions wait for them longer than for their tools."""
+_COLUMNS = {
+    "setting": "setting",
+    "round": "round",
+    "blocks": "blocks:.0f",
+    "tokens, recency": "recency_tokens:,.0f",
+    "value": "value_tokens:,.0f",
+    "value/recency": "tokens_ratio:.3f",
+    "first token: recency, ms": "recency_ttft_ms:.1f",
+    "value, ms": "value_ttft_ms:.1f",
+    "value/recency, ms": "ttft_ratio:.3f",
+}
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """``num_computed``: prompt tokens that the decode worker did not have. ``ttft_s``: the mean of all turns but the
+    first of each session."""
+
+    num_computed: int
+    ttft_s: float
+
+
+@click.command()
+@click.option("--sessions", default=64, type=click.IntRange(2, 5000), help="Sessions that run at once.")
+@click.option("--turns", default=12, type=click.IntRange(2, 100), help="Turns of a session.")
+@click.option("--tools", default=3, type=click.IntRange(1, 16), help="Kinds of tools.")
+@click.option("--prompt", default=1500, type=click.IntRange(16), help="Tokens of a session's first prompt.")
+@click.option("--answer", default=40, type=click.IntRange(1), help="Mean tokens of an answer.")
+@click.option("--share", default=0.25, type=click.FloatRange(0.05, 4.0), help="Of the sessions that the pools hold.")
+@click.option("--settings", default=",".join(SETTINGS), help=f"Of {', '.join(SETTINGS)}.")
+@click.option("--rounds", default=2, type=click.IntRange(1, 100), help="Loads; each meets both policies in turn.")
+@click.option("--measured", is_flag=True, help="Run clusters of mock workers instead of the simulator.")
+@click.option("--faster", default=1.0, type=click.FloatRange(1.0, 100.0), help="With --measured: divisor of all times.")
+@serve_args_option
+@json_option
+def agents(**given: Any) -> None:
+    """Retention by value beside recency, for agents' sessions.
+
+    Example: python -m benchmarks agents --settings 1P1D --rounds 1
+    """
+    names = [name.strip() for name in given["settings"].split(",")]
+    if unknown := [name for name in names if name not in SETTINGS]:
+        raise InvalidInputError(f"--settings: {unknown[0]!r} is none of {', '.join(SETTINGS)}", param="settings")
+    rows = [compared(name, number, given) for name in names for number in range(given["rounds"])]
+    text = f"{describe_machine()}\n\n{results_table(rows, _COLUMNS, left=1)}"
+    print_result({"machine": describe_machine(), "given": given, "rows": rows}, text, given["as_json"])
+
+
+def compared(name: str, number: int, given: dict[str, Any]) -> Row:
+    """Both policies on load ``number``; every other time the second one begins."""
+    load = load_of(given, number)
+    num_blocks = blocks_of(load, given["sessions"] * given["share"] / SETTINGS[name][1])
+    run = measured if given["measured"] else simulated
+    found: dict[Retention, Outcome] = {}
+    for policy in POLICIES[:: -1 if number % 2 else 1]:
+        found[policy] = run(name, policy, num_blocks, load, given)
+    row: Row = {"setting": name, "round": number + 1, "blocks": num_blocks}
+    for kept_by, outcome in found.items():
+        row |= {f"{kept_by}_tokens": outcome.num_computed, f"{kept_by}_ttft_ms": 1e3 * outcome.ttft_s}
+    row["tokens_ratio"] = found["value"].num_computed / found["recency"].num_computed
+    row["ttft_ratio"] = found["value"].ttft_s / found["recency"].ttft_s
+    return row
+
+
+def load_of(given: dict[str, Any], seed: int) -> list[Arrival]:
+    """All turns; a session begins every quarter of a second."""
+    turns = given["turns"]
+    # The last prompt is five times as long as the first with 12 turns; the conversation grows evenly.
+    cached = (turns - 1) / turns * 0.94
+    spec = f"agents:sessions={given['sessions']},calls={turns},tools={given['tools']},prompt={given['prompt']}"
+    return generated_arrivals(f"{spec},answer={given['answer']},cached={cached:.4f},rate=4", seed)
+
+
+def blocks_of(load: Sequence[Arrival], num_sessions: float) -> int:
+    """Blocks for so many sessions of mean length, but no fewer than the longest needs."""
+    mean = statistics.mean(arrival.prompt_tokens + arrival.answer_tokens for arrival in load)
+    longest = max(arrival.prompt_tokens + arrival.answer_tokens for arrival in load)
+    return max(round(num_sessions * mean / BLOCK_SIZE), longest // BLOCK_SIZE + 2)
+
+
+def simulated(name: str, policy: Retention, num_blocks: int, load: Sequence[Arrival], given: dict[str, Any]) -> Outcome:
+    """By the simulator."""
+    prefill, decode = SETTINGS[name]
+    engine = EngineConfig(num_blocks=num_blocks, block_size=BLOCK_SIZE, kv_retention=policy)
+    result = simulate(ClusterSpec(prefill=prefill, decode=decode, engine=engine), load, COSTS)
+    if len(result.done) < len(load):
+        raise BenchError(f"{len(load) - len(result.done)} turns have no answer: {result.first_error}")
+    return outcome_of(
+        load,
+        sum(request.prompt_tokens - request.num_cached_tokens for request in result.requests),
+        [request.ttft_s for request in result.requests],
+    )
+
+
+def outcome_of(load: Sequence[Arrival], num_computed: int, ttfts_s: Sequence[float]) -> Outcome:
+    """``ttfts_s``: of each turn."""
+    later = [ttft_s for arrival, ttft_s in zip(load, ttfts_s, strict=True) if arrival.after is not None]
+    return Outcome(num_computed, statistics.mean(later))
+
+
+# -- measured ---------------------------------------------------------------------------------------------------------
+
+
+def measured(name: str, policy: Retention, num_blocks: int, load: Sequence[Arrival], given: dict[str, Any]) -> Outcome:
+    """By a cluster of mock workers."""
+    prefill, decode = SETTINGS[name]
+    arguments = f"--engine mock --prefill {prefill} --decode {decode} --num-blocks {num_blocks}"
+    arguments += f" --block-size {BLOCK_SIZE} --speedup-ratio {given['faster']} {given['serve_args']}"
+    case = serve_case(f"{name} {policy}", None, arguments, f"--kv-retention {policy}")
+    return asyncio.run(_measured(case, load, given["faster"]))
+
+
+class _Chunk(msgspec.Struct):
+    usage: Usage
+
+
+class _Turn(msgspec.Struct, frozen=True):
+    """What a client got: seconds to its first token, and prompt tokens that were not cached."""
+
+    first_s: float
+    num_computed: int
+
+
+async def _measured(case: Case, load: Sequence[Arrival], faster: float) -> Outcome:
+    """Raises BenchError."""
+    with tempfile.TemporaryDirectory() as folder:
+        async with running(case, Path(folder), CaseTimes()) as target:
+            pool = ConnectionPool(target)
+            try:
+                got = await _sessions(pool, load, faster)
+            finally:
+                await pool.close()
+    return outcome_of(load, sum(turn.num_computed for turn in got), [turn.first_s for turn in got])
+
+
+async def _sessions(pool: ConnectionPool, load: Sequence[Arrival], faster: float) -> list[_Turn]:
+    """Send each turn when its time has come."""
+    begun_s = time.perf_counter()
+    ended: list[asyncio.Future[float]] = [asyncio.get_running_loop().create_future() for _ in load]
+
+    async def run(index: int, arrival: Arrival) -> _Turn:
+        after_s = begun_s if arrival.after is None else await ended[arrival.after]
+        await asyncio.sleep(max(after_s + arrival.time_s / faster - time.perf_counter(), 0.0))
+        turn = await _turn(pool, arrival, index)
+        ended[index].set_result(time.perf_counter())
+        return turn
+
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(run(index, arrival)) for index, arrival in enumerate(load)]
+    return [task.result() for task in tasks]
+
+
+async def _turn(pool: ConnectionPool, arrival: Arrival, index: int) -> _Turn:
+    body = {
+        "prompt": arrival.prompt(index, VOCAB_SIZE),
+        "max_tokens": arrival.answer_tokens,
+        "ignore_eos": True,
+        "temperature": 0,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "kv_hints": {"tool": arrival.tool} if arrival.tool else {"release": True},
+    }
+    data = msgspec.json.encode(body)
+    came: list[tuple[int, bytes]] = []
+    sent_ns = time.perf_counter_ns()
+    head = pool.target.head("POST", "/v1/completions", len(data))
+    answer = await pool.send(head + data, lambda now_ns, chunk: came.append((now_ns, chunk)))
+    if answer.status != 200 or not came:
+        raise BenchError(f"turn {index}: {answer.status} {answer.body[:200].decode(errors='replace')}")
+    usage = usage_of(b"".join(chunk for _, chunk in came))
+    return _Turn((came[0][0] - sent_ns) / 1e9, usage.prompt_tokens - usage.num_cached_tokens)
+
+
+def usage_of(stream: bytes) -> Usage:
+    """The last event's. Raises BenchError."""
+    for event in reversed(stream.split(b"\n\n")):
+        if b'"usage":{' in event:
+            return msgspec.json.decode(event.removeprefix(b"data: "), type=_Chunk).usage
+    raise BenchError("the stream ended without its usage")

@@ -1,0 +1,165 @@
+"""What kvrelay's scheduler inside vLLM costs and gains: one aggregated vLLM worker each, in turn, in one run.
+
+    .venv-vllm/bin/python -m benchmarks.vllm_steps recorder MODEL [--at-once 16 128] [--rounds 3]
+    .venv-vllm/bin/python -m benchmarks.vllm_steps chunks MODEL [--slo-itl-ms 30] [--rounds 3] [--seconds 30]
+
+``recorder``: throughput with each step recorded, over that without a recorder. ``chunks``: chats beside long prompts,
+with prompts cut by the objective of the chats, with vLLM's fixed budget, and by vLLM's own server: times of the chats'
+tokens, throughput, and the long prompts' first tokens, each over vLLM's own server.
+
+All servers run all the time, and each computes on the same cores while the others are idle. Each turn has prompts of
+its own. Medians of the rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import shlex
+import sys
+import tempfile
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+from benchmarks.loads import figures, fixed_load, measure_load, send
+from kvrelay.bench.cases import Case, CaseTimes, running, turns_of
+from kvrelay.bench.client.connection import Target
+from kvrelay.bench.client.driver import RunLimits
+from kvrelay.bench.compare import summarise
+from kvrelay.bench.interference import figures_of
+from kvrelay.bench.report.table import Row, table
+
+TIMES = CaseTimes(start_s=900.0)
+WARM_UP = 8
+BLOCK_SIZE = 32
+WITH, WITHOUT = "recorder", "no recorder"
+BY_OBJECTIVE, FIXED, PLAIN = "chunks by objective", "fixed budget", "vllm serve"
+Turn = Callable[[Target, int], Awaitable[Row]]
+"""From a server and a seed to figures by name."""
+
+
+def worker(given: argparse.Namespace, flags: str) -> str:
+    cores = f"--engine-cores {shlex.quote(given.cores)}" if given.cores else ""
+    return (
+        f"{shlex.quote(sys.executable)} -m kvrelay serve {shlex.quote(given.model)} --port {{port}} --engine vllm "
+        f"--prefill 0 --decode 1 --enforce-eager {limits(given)} --block-size {BLOCK_SIZE} --kv-cache-memory 1GiB "
+        f"--engine-args '{{\"block_size\": {BLOCK_SIZE}}}' {cores} {flags}"
+    )
+
+
+def limits(given: argparse.Namespace) -> str:
+    return (
+        f"--dtype {given.dtype} --max-model-len {given.max_model_len} --max-num-seqs {given.max_num_seqs} "
+        f"--max-num-batched-tokens {given.max_num_batched_tokens}"
+    )
+
+
+def plain(given: argparse.Namespace) -> str:
+    tool = shlex.quote(str(Path(__file__).parents[1] / "tools/vllm_servers.py"))
+    cores = f"--cores {shlex.quote(given.cores)}" if given.cores else ""
+    words = f"{shlex.quote(sys.executable)} {tool} {shlex.quote(given.model)} --port {{port}} {cores}"
+    return f"{words} -- {limits(given)} --block-size {BLOCK_SIZE}"
+
+
+async def take_turns(commands: Mapping[str, str], turns: Mapping[str, Turn], rounds: int) -> dict[str, dict[str, Row]]:
+    """The medians of each turn, by the turn's name and the case's."""
+    found: dict[str, dict[str, Row]] = {}
+    with tempfile.TemporaryDirectory() as logs:
+        async with AsyncExitStack() as stack:
+            cases = [Case(name, command=command) for name, command in commands.items()]
+            targets = {case.name: await stack.enter_async_context(running(case, Path(logs), TIMES)) for case in cases}
+            for name, turn in turns.items():
+                rows: list[Row] = []
+                for seed, (round_number, case) in enumerate(turns_of(cases, rounds)):
+                    row = await turn(targets[case.name], 1000 * len(found) + seed)
+                    rows.append({"case": case.name, "round": round_number, "error": None, **row})
+                    print(f"{name}: {rows[-1]}", file=sys.stderr)
+                found[name] = {row["case"]: row for row in summarise(rows, {"failed": sum})}
+    return found
+
+
+def recorder(given: argparse.Namespace) -> list[dict[str, str]]:
+    def turn(at_once: int) -> Turn:
+        async def measure(target: Target, seed: int) -> Row:
+            lengths = given.input_tokens, given.output_tokens
+            count = given.requests * at_once
+            spec = fixed_load("load", *lengths, max_concurrency=at_once, num_requests=count)
+            report = await measure_load(target, spec, warm_up=WARM_UP, seed=seed)
+            return figures(report, {"tokens_per_s": "output_tokens_per_s", "itl_s": "itl_s.median", "failed": "failed"})
+
+        return measure
+
+    commands = {WITH: worker(given, "--no-vllm-chunks-by-objective"), WITHOUT: worker(given, "--no-vllm-step-costs")}
+    found = asyncio.run(take_turns(commands, {str(count): turn(count) for count in given.at_once}, given.rounds))
+    return [
+        {
+            "at once": count,
+            "case": name,
+            "tok/s": f"{row['tokens_per_s']:.0f}",
+            "ITL P50 ms": f"{row['itl_s'] * 1e3:.2f}",
+            "failed": f"{row['failed']:.0f}",
+            "throughput": f"{row['tokens_per_s'] / rows[WITHOUT]['tokens_per_s']:.3f}",
+        }
+        for count, rows in found.items()
+        for name, row in rows.items()
+    ]
+
+
+def chunks(given: argparse.Namespace) -> list[dict[str, str]]:
+    async def measure(target: Target, seed: int) -> Row:
+        chats = fixed_load("chat", given.input_tokens, given.output_tokens, max_concurrency=given.chats)
+        long = fixed_load("long", given.long_tokens, 4, max_concurrency=given.longs)
+        run = await send(target, chats, long, warm_up=WARM_UP, seed=seed, limits=RunLimits(time_limit_s=given.seconds))
+        return {name: value for name, value in figures_of(run.report, "chat", "long").items() if name != "report"}
+
+    slo = f"--slo-itl-ms {given.slo_itl_ms}"
+    commands = {
+        BY_OBJECTIVE: worker(given, slo),
+        FIXED: worker(given, f"{slo} --no-vllm-chunks-by-objective"),
+        PLAIN: plain(given),
+    }
+    rows = asyncio.run(take_turns(commands, {"mix": measure}, given.rounds))["mix"]
+    ratios = {"chat ITL P99": "chat_itl_p99_s", "tok/s": "output_tokens_per_s", "long TTFT": "long_ttft_p50_s"}
+    return [
+        {
+            "case": name,
+            "chat ITL P50 ms": f"{row['chat_itl_p50_s'] * 1e3:.1f}",
+            "chat ITL P99 ms": f"{row['chat_itl_p99_s'] * 1e3:.1f}",
+            "chat TTFT P50 ms": f"{row['chat_ttft_p50_s'] * 1e3:.0f}",
+            "long TTFT P50 ms": f"{row['long_ttft_p50_s'] * 1e3:.0f}",
+            "chat tok/s": f"{row['chat_tokens_per_s']:.0f}",
+            "tok/s ": f"{row['output_tokens_per_s']:.0f}",
+            "failed": f"{row['failed_requests']:.0f}",
+            **{f"{label} ratio": f"{row[field] / rows[PLAIN][field]:.2f}" for label, field in ratios.items()},
+        }
+        for name, row in rows.items()
+    ]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("recorder", "chunks"))
+    parser.add_argument("model")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--at-once", type=int, nargs="+", default=[16, 128])
+    parser.add_argument("--requests", type=int, default=4, help="for each request at once")
+    parser.add_argument("--input-tokens", type=int, default=64)
+    parser.add_argument("--output-tokens", type=int, default=64)
+    parser.add_argument("--slo-itl-ms", type=float, default=30.0)
+    parser.add_argument("--chats", type=int, default=8, help="chats at once")
+    parser.add_argument("--longs", type=int, default=1, help="long prompts at once")
+    parser.add_argument("--long-tokens", type=int, default=1800)
+    parser.add_argument("--seconds", type=float, default=30.0, help="of a turn")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--max-model-len", type=int, default=2048)
+    parser.add_argument("--max-num-seqs", type=int, default=128)
+    parser.add_argument("--max-num-batched-tokens", type=int, default=2048)
+    parser.add_argument("--cores", default="", help="those that vLLM computes on; default: all")
+    given = parser.parse_args(arguments)
+    rows = {"recorder": recorder, "chunks": chunks}[given.what](given)
+    print(table(tuple(rows[0]), [list(row.values()) for row in rows], markdown=True))
+
+
+if __name__ == "__main__":
+    main()

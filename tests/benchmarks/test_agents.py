@@ -1,0 +1,50 @@
+"""The load of agents, and what is read of a stream."""
+
+from __future__ import annotations
+
+import pytest
+from benchmarks.agents import BLOCK_SIZE, blocks_of, load_of, outcome_of, usage_of
+
+from kvrelay.bench.errors import BenchError
+
+GIVEN = {"sessions": 8, "turns": 6, "tools": 3, "prompt": 320, "answer": 20}
+
+
+def test_turns_repeat_their_session_and_wait_for_a_tool() -> None:
+    load = load_of(GIVEN, 0)
+    assert len(load) == 48
+    for index, arrival in enumerate(load):
+        if arrival.after is None:
+            continue
+        before = load[arrival.after]
+        assert arrival.after == index - 1
+        assert before.tool in ("tool-0", "tool-1", "tool-2")
+        assert 0.1 <= arrival.time_s <= 30.0
+        assert before.hash_ids is not None
+        assert arrival.hash_ids is not None
+        assert arrival.hash_ids[: len(before.hash_ids)] == before.hash_ids
+    assert sum(arrival.tool == "" for arrival in load) == 8, "the last turn of each session calls nothing"
+
+
+def test_the_pools_hold_the_asked_part_but_no_fewer_than_one_session() -> None:
+    load = load_of(GIVEN, 0)
+    mean = sum(arrival.prompt_tokens + arrival.answer_tokens for arrival in load) / len(load)
+    assert blocks_of(load, 4) == round(4 * mean / BLOCK_SIZE)
+    longest = max(arrival.prompt_tokens + arrival.answer_tokens for arrival in load)
+    assert blocks_of(load, 0.1) * BLOCK_SIZE > longest
+
+
+def test_first_turns_do_not_count() -> None:
+    load = load_of({**GIVEN, "sessions": 2, "turns": 2}, 0)
+    assert outcome_of(load, 7, [100.0, 1.0, 100.0, 3.0]).ttft_s == 2.0
+
+
+def test_the_usage_is_read_of_the_last_event() -> None:
+    stream = (
+        b'data: {"choices":[{"text":"x"}]}\n\ndata: {"choices":[],"usage":{"prompt_tokens":9,"total_tokens":10,'
+        b'"completion_tokens":1,"prompt_tokens_details":{"cached_tokens":4}}}\n\ndata: [DONE]\n\n'
+    )
+    usage = usage_of(stream)
+    assert (usage.prompt_tokens, usage.num_cached_tokens) == (9, 4)
+    with pytest.raises(BenchError, match="usage"):
+        usage_of(b"data: [DONE]\n\n")

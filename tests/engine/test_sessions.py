@@ -1,0 +1,98 @@
+"""Sessions of agents in one engine: what is kept of them while their tools run."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import pytest
+from tests.engine.conftest import build_engine
+
+from kvrelay.core.clock import ManualClock
+from kvrelay.core.sampling import SamplingParams
+from kvrelay.engine.core import EngineCore
+from kvrelay.engine.request import Request
+
+SIZE = 4
+TOOLS = {"read": 1.0, "build": 9.0}
+GREEDY = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
+
+
+def turn(engine: EngineCore, name: str, history: list[int], tenant: str = "") -> None:
+    """One turn: its prompt is ``history``, to which the answer is added."""
+    engine.add_request(Request(name, history, GREEDY, tenant=tenant))
+    while engine.has_work():
+        for output in engine.step().outputs:
+            history += output.token_ids
+    engine.check_integrity()
+
+
+def talk(retention: Literal["value", "recency"]) -> EngineCore:
+    """120 turns of ten sessions, which grow from 10 blocks; in a pool of 160 half of them find room at the end. Half
+    of them call a tool of 1 s, the others one of 9 s."""
+    clock = ManualClock()
+    engine = build_engine(
+        num_blocks=160, block_size=SIZE, kv_retention=retention, clock=clock, max_num_batched_tokens=512
+    )
+    histories = [[(7 * session + at) % 400 + 3 for at in range(40)] for session in range(10)]
+    due_s = [0.1 * session for session in range(10)]
+    for number in range(120):
+        session = min(range(10), key=due_s.__getitem__)
+        clock.advance(max(due_s[session] - clock.now(), 0.0))
+        histories[session].append(number + 3)
+        turn(engine, f"r{number}", histories[session])
+        tool = "build" if session % 2 else "read"
+        engine.session_paused(f"r{number}", tool)
+        due_s[session] = clock.now() + TOOLS[tool]
+    return engine
+
+
+def test_sessions_with_short_tools_are_kept_and_others_give_way() -> None:
+    value, recency = talk("value"), talk("recency")
+    assert value.scheduler.num_generated_tokens == recency.scheduler.num_generated_tokens
+    assert value.stats().num_prefill_tokens < 0.9 * recency.stats().num_prefill_tokens
+    sessions = value.stats().sessions
+    assert sessions is not None
+    assert (sessions.counts.num_begun, sessions.counts.num_returned, sessions.num_paused) == (120, 110, 10)
+    assert recency.stats().sessions is None
+
+
+def test_a_turn_finds_its_session_by_its_prompt() -> None:
+    engine = build_engine(block_size=SIZE)
+    history = list(range(3, 23))
+    turn(engine, "r1", history)
+    history += [90, 91, 92]
+    turn(engine, "r2", history)
+    assert engine.pauses is not None
+    counts = engine.pauses.counts
+    # 20 tokens and an answer of 4, whose last token has no KV: 5 blocks, which the second prompt repeats.
+    assert (counts.num_begun, counts.num_returned, counts.returned_tokens, counts.pool_tokens) == (2, 1, 20, 20)
+    assert counts.num_missed == 0
+
+
+def test_a_foreign_key_is_no_turn_of_the_session() -> None:
+    engine = build_engine(block_size=SIZE)
+    history = list(range(3, 23))
+    turn(engine, "r1", history, tenant="a")
+    turn(engine, "r2", [*history, 90], tenant="b")
+    assert engine.pauses is not None
+    assert engine.pauses.counts.num_returned == 0
+
+
+def test_a_turn_that_is_aborted_while_it_waits_ends_the_pause() -> None:
+    engine = build_engine(block_size=SIZE)
+    history = list(range(3, 23))
+    turn(engine, "r1", history)
+    engine.add_request(Request("r2", [*history, 90], GREEDY))
+    engine.abort("r2")
+    engine.check_integrity()
+    assert engine.pauses is not None
+    assert (engine.pauses.counts.num_returned, engine.pauses.counts.returned_tokens, len(engine.pauses)) == (1, 0, 0)
+
+
+@pytest.mark.parametrize("request_id", ["unknown", ""])
+def test_news_of_requests_that_are_not_known_changes_nothing(request_id: str) -> None:
+    engine = build_engine(block_size=SIZE)
+    turn(engine, "r1", list(range(3, 23)))
+    engine.session_paused(request_id, "bash")
+    assert engine.pauses is not None
+    assert list(engine.pauses.fits()) == [("", "")]
