@@ -10,7 +10,7 @@ from kvrelay.core.step_cost import StepCost
 from kvrelay.placement.base import Objectives, PrefillLoad, PrefillPlace, Situation
 from kvrelay.placement.cost import CostPlacement
 from kvrelay.placement.threshold import DisaggPolicy
-from kvrelay.placement.trials import FIRST_TRIAL_S, MAX_TRIAL_S, Trials
+from kvrelay.placement.trials import FIRST_TRIAL_S, MAX_TRIAL_S, Trials, WorkerTrials
 
 COST = StepCost(0.002, 0.003, 6e-5, 0.0, 2.5e-5, 0.0)
 LONG = Situation(
@@ -100,3 +100,17 @@ def test_intervals_double_up_to_a_bound_and_begin_anew() -> None:
     trials.taken(is_trial=False)
     clock.advance(FIRST_TRIAL_S)
     assert trials.is_due
+
+
+def test_each_worker_has_its_own_trials_and_looks_are_seldom() -> None:
+    clock = ManualClock()
+    trials = WorkerTrials(clock)
+    doubts = trials.in_doubt(["a", "b"])
+    assert doubts is not None
+    assert doubts.tolist() == [False, False], "these came with this look"
+    assert trials.in_doubt(["a", "b"]) is None
+    clock.advance(FIRST_TRIAL_S)
+    trials.taken("a", is_trial=False)
+    doubts = trials.in_doubt(["b", "a"])
+    assert doubts is not None
+    assert doubts.tolist() == [True, False]

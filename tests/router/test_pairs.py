@@ -27,6 +27,7 @@ from kvrelay.placement.base import PrefillPlace
 from kvrelay.placement.pair_cost import OTHER_HOST_WEIGHT, SAME_HOST_WEIGHT, pair_costs
 from kvrelay.placement.seconds import Candidates, LoadColumns
 from kvrelay.placement.threshold import DisaggPolicy
+from kvrelay.placement.trials import FIRST_TRIAL_S
 from kvrelay.placement.ways import PAIR_S, Way
 from kvrelay.router import PairRouter, Router, RouterStage, RoutingRequest
 
@@ -439,3 +440,91 @@ def test_whatever_workers_publish_a_request_is_placed_and_its_load_ends_with_it(
         pairs.prefilled(f"{at}")
     assert "requests=0, prefill_tokens=0, context_tokens=0)" in repr(pairs.decodes)
     assert "requests=0, prefill_tokens=0, context_tokens=0)" in repr(pairs.prefills)
+
+
+# -- trials -----------------------------------------------------------------------------------------------------------
+
+SLOW = StepCost(prefill_s=0.1, prefill_token_s=1e-3)
+"""Of a worker whose first prefill took twenty times as long as the next ones would."""
+
+
+def trying(num_prefill: int, **slow: StepCost) -> tuple[PairRouter, ManualClock]:
+    pairs = pair_router("kv", num_prefill, 1, disagg_policy="cost")
+    for number in range(num_prefill):
+        pairs.prefills.apply_metrics(costly(f"p{number}", **slow))
+    pairs.decodes.apply_metrics(costly("d0", 64, **slow))
+    clock = pairs.decodes.clock
+    assert isinstance(clock, ManualClock)
+    return pairs, clock
+
+
+def costly(worker_id: str, num_running: int = 0, **slow: StepCost) -> LoadMetrics:
+    cost = slow.get(worker_id, StepCost())
+    return LoadMetrics(worker_id, num_running, 256, 0, 1000, 0, 0.0, 0.0, seq=1, step_cost=cost)
+
+
+def where(pairs: PairRouter, name: str, order: OrderPolicy = OrderPolicy.PREFILL_FIRST) -> tuple[str, bool]:
+    """Which worker computes it, and whether to try it. It has been computed when the next one comes."""
+    decision = pairs.choose(distinct(name, LONG), order, must_be_local=False)
+    worker = decision.decode if decision.prefill is None else decision.prefill
+    pairs.first_token(name)
+    pairs.prefilled(name)
+    pairs.decodes.finished(name, 1)
+    return worker.worker_id, decision.is_trial
+
+
+def test_a_prefill_worker_with_one_slow_prefill_is_tried_again() -> None:
+    pairs, clock = trying(1, p0=SLOW)
+    assert where(pairs, "at once") == ("d0", False)
+    clock.advance(FIRST_TRIAL_S)
+    assert where(pairs, "trial") == ("p0", True)
+    clock.advance(FIRST_TRIAL_S)
+    assert where(pairs, "soon after") == ("d0", False), "each trial in a row doubles the time to the next"
+    clock.advance(FIRST_TRIAL_S)
+    assert where(pairs, "again") == ("p0", True)
+    pairs.prefills.apply_metrics(msgspec.structs.replace(costly("p0"), seq=2))
+    clock.advance(FIRST_TRIAL_S)
+    assert where(pairs, "measured") == ("p0", False)
+
+
+def test_one_of_several_prefill_workers_is_tried_again() -> None:
+    pairs, clock = trying(2, p0=SLOW)
+    for number in range(8):
+        clock.advance(FIRST_TRIAL_S / 10)
+        assert where(pairs, f"r{number}") == ("p1", False)
+    clock.advance(FIRST_TRIAL_S)
+    busy = pairs.choose(distinct("waits", 8 * LONG), must_be_local=False)
+    assert busy.prefill is not None
+    assert busy.prefill.worker_id == "p0", "the other one is not doubtful, and this one is as good as it might be"
+    assert busy.is_trial
+
+
+def test_a_decode_worker_with_one_slow_prefill_is_tried_again() -> None:
+    pairs, clock = trying(1, d0=SLOW)
+    pairs.decodes.apply_metrics(msgspec.structs.replace(costly("d0", 0, d0=SLOW), seq=2))
+    assert where(pairs, "at once") == ("p0", False)
+    clock.advance(FIRST_TRIAL_S)
+    assert where(pairs, "trial") == ("d0", True)
+    clock.advance(FIRST_TRIAL_S)
+    assert where(pairs, "soon after") == ("p0", False)
+
+
+def test_what_would_not_pay_at_best_is_not_tried() -> None:
+    """As fast as the fastest worker, and with links as fast as they may be, p0 would still take longer."""
+    pairs, clock = trying(1, p0=SLOW)
+    pairs.decodes.apply_metrics(msgspec.structs.replace(costly("d0"), seq=2))
+    clock.advance(FIRST_TRIAL_S)
+    assert where(pairs, "idle") == ("d0", False)
+
+
+def test_where_a_prompt_waits_and_where_the_decode_worker_tries_nothing_is_tried() -> None:
+    pairs, clock = trying(1, p0=SLOW)
+    busy = msgspec.structs.replace(costly("p0", p0=SLOW), seq=2, num_prefill_tokens=LONG)
+    pairs.prefills.apply_metrics(busy)
+    clock.advance(FIRST_TRIAL_S)
+    assert where(pairs, "under way") == ("d0", False)
+    clock.advance(FIRST_TRIAL_S)
+    pairs.prefills.apply_metrics(msgspec.structs.replace(busy, seq=3, num_prefill_tokens=0))
+    assert where(pairs, "auto", AUTO) == ("d0", False)
+    clock.advance(FIRST_TRIAL_S)
+    assert where(pairs, "prefill-first") == ("p0", True)

@@ -15,6 +15,7 @@ from typing import Literal
 import pytest
 
 from kvrelay.config import DisaggConfig, EngineConfig
+from kvrelay.core.handoff import OrderPolicy
 from kvrelay.core.step_cost import StepCost, StepWork
 from kvrelay.placement.base import Objectives
 from kvrelay.simulate.arrival import Arrival
@@ -86,11 +87,13 @@ def load(rate: float) -> list[Arrival]:
     return arrivals
 
 
-def run(policy: Policy, rate: float, machine: Machine | None = None) -> SimulationResult:
+def run(
+    policy: Policy, rate: float, machine: Machine | None = None, order: OrderPolicy = OrderPolicy.AUTO
+) -> SimulationResult:
     if policy == "aggregated":
         spec = ClusterSpec(both=1, engine=ENGINE, vocab_size=512)
     else:
-        spec = ClusterSpec(1, 1, engine=ENGINE, disagg=DisaggConfig(disagg_policy=policy), vocab_size=512)
+        spec = ClusterSpec(1, 1, engine=ENGINE, disagg=DisaggConfig(disagg_policy=policy), vocab_size=512, order=order)
     step_times = (machine or Machine()).step_times
     return Simulation(spec, load(rate), COSTS, step_times=step_times).run(SECONDS)
 
@@ -104,8 +107,9 @@ def test_by_cost_as_many_answers_meet_their_objectives_as_under_the_best_other_p
         assert by_cost >= 1.2 * min(others)
 
 
-def test_a_first_prefill_that_is_slow_does_not_close_the_remote_way() -> None:
-    result = run("cost", 2.0, Machine(cold=20.0))
+@pytest.mark.parametrize("order", OrderPolicy)
+def test_a_first_prefill_that_is_slow_does_not_close_the_remote_way(order: OrderPolicy) -> None:
+    result = run("cost", 2.0, Machine(cold=20.0), order)
     num_long = sum(request.is_done and request.prompt_tokens == LONG_TOKENS for request in result.requests)
     assert result.places["remote"] >= 0.7 * num_long
     assert result.goodput(OBJECTIVES) >= 0.95

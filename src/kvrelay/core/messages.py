@@ -35,7 +35,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, tag=True, omit_defaults=True)
     integers is built one by one.
     ``report_interval``: how many tokens the frontend wants at once, when nobody reads them one by one. The first token
     and the end are told at once in any case. ``holder``: another worker that has more of the prompt's KV; a hint.
-    ``remote_wait_s``: what a prefill waits at least for the frontend's pairs; None: it does not say.
+    ``remote_wait_s``: what a prefill waits at the prefill workers, as far as the frontend knows; None: it does not say.
     """
 
     request_id: str

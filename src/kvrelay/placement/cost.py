@@ -51,13 +51,13 @@ def decide(
     told_wait_s: float = 0.0,
 ) -> Decision:
     """Place one prefill. ``mean_tokens``: of a prefill that another decode worker has queued. ``told_wait_s``: what a
-    prefill waits at least for the pairs that a frontend has sent to the prefill workers."""
+    prefill waits by what a frontend knows, which has sent pairs to the prefill workers and hears their loads."""
     if prefill_load.num_workers <= 0:
         return stay_here(situation.is_here_open, situation.load_s)
     others = max(0, prefill_load.queue_size - situation.num_remote_prefills) * mean_tokens
     ahead = (situation.num_remote_tokens + others) / prefill_load.num_workers
     if told_wait_s > 0.0:
-        ahead += told_wait_s / max(remote.wait_token_s, MIN_WAIT_TOKEN_S)
+        ahead = max(ahead, told_wait_s / max(remote.wait_token_s, MIN_WAIT_TOKEN_S))
     local_s, local_price = local_cost(situation)
     remote_s, remote_price = _remote(situation, remote, ahead, spread)
     is_window_open = (
@@ -163,7 +163,7 @@ class CostPlacement:
         self._arriving = ("", 0.0)
         self._clock = clock
         self._told = (0.0, clock.now())
-        """A wait for a frontend's pairs, and when it was told."""
+        """The wait that a frontend has told, and when."""
         self._local_trials, self._remote_trials = Trials(clock), Trials(clock)
         self._is_remote_in_doubt = False
         """A trial is under way: its time replaces what is known."""
@@ -178,7 +178,7 @@ class CostPlacement:
         return self._prefill_load().num_workers > 0
 
     def told(self, wait_s: float) -> None:
-        """A frontend says what a prefill waits at least for its pairs. Times that cannot be are ignored."""
+        """A frontend says what a prefill waits. Times that cannot be are ignored."""
         if 0.0 <= wait_s <= MAX_COST_S:
             self._told = (wait_s, self._clock.now())
 

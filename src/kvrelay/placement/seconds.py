@@ -25,8 +25,11 @@ import numpy.typing as npt
 from kvrelay.core.step_cost import StepCost
 
 FloatColumn = npt.NDArray[np.float64]
+BoolColumn = npt.NDArray[np.bool_]
 Each = TypeVar("Each", float, FloatColumn)
 
+PREFILL_COSTS = ("prefill_s", "prefill_token_s", "pair_s")
+"""The coefficients of StepCost that only prefills measure."""
 LOST_PREFIX = 3.0 / 7.0
 BALANCE = 0.02 * (1.0 + LOST_PREFIX)
 FEW = 16
@@ -70,6 +73,14 @@ class CostColumns(msgspec.Struct, frozen=True):
         """One worker's."""
         columns = (self.step_s, self.prefill_s, self.prefill_token_s, self.pair_s, self.decode_s, self.context_s)
         return StepCost(*(float(column[row]) for column in columns))
+
+    def hoped(self, rows: BoolColumn, *others: CostColumns) -> CostColumns:
+        """With prefills in these ``rows`` as fast as at the fastest worker, here and among ``others``."""
+        known = (self, *others)
+        least = {name: min(float(getattr(one, name).min()) for one in known) for name in PREFILL_COSTS}
+        return msgspec.structs.replace(
+            self, **{name: np.where(rows, value, getattr(self, name)) for name, value in least.items()}
+        )
 
 
 class Loads(msgspec.Struct, frozen=True):

@@ -7,6 +7,11 @@ prefill tries it. Each trial in a row doubles the time to the next one.
 
 from __future__ import annotations
 
+import math
+
+import numpy as np
+import numpy.typing as npt
+
 from kvrelay.core.clock import Clock
 
 FIRST_TRIAL_S = 0.5
@@ -32,3 +37,29 @@ class Trials:
         self._taken_s = self._clock.now()
         self.num_trials += is_trial
         self._interval_s = min(2 * self._interval_s, MAX_TRIAL_S) if is_trial else FIRST_TRIAL_S
+
+
+class WorkerTrials:
+    """The trials of many workers' prefills, by one frontend."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._trials: dict[str, Trials] = {}
+        self._looked_s = -math.inf
+
+    def in_doubt(self, worker_ids: list[str]) -> npt.NDArray[np.bool_] | None:
+        """Which of these have not been used for so long that they may be tried. None: it was looked for a moment ago;
+        a look costs as much as a decision."""
+        if self._clock.now() - self._looked_s < FIRST_TRIAL_S:
+            return None
+        self._looked_s = self._clock.now()
+        self._trials = {worker_id: self._of(worker_id) for worker_id in worker_ids}
+        return np.array([trials.is_due for trials in self._trials.values()], dtype=np.bool_)
+
+    def taken(self, worker_id: str, *, is_trial: bool) -> None:
+        """A prefill goes there, for its cost or as a trial."""
+        trials = self._trials[worker_id] = self._of(worker_id)
+        trials.taken(is_trial=is_trial)
+
+    def _of(self, worker_id: str) -> Trials:
+        return self._trials.get(worker_id) or Trials(self._clock)

@@ -7,15 +7,18 @@
 ``cost.decide``'s formula prices all three; they differ in the first token:
 
     local = load + steps for what waits there and for what the worker lacks
-    queue = QUEUE_S + least wait of any P + prefill of what neither the worker nor P has + KV both ways
+    queue = QUEUE_S + mean wait of the P's + prefill of what neither the worker nor P has + KV both ways
     pair  = PAIR_S + BOUND * wait at P + load + prefill of what P lacks + KV to D
 
 A wait at P costs a pair more than the queue, because the pair is bound to P while the queue's entry is not: if P takes
-longer than expected another one takes the entry, or the decode worker after all. So a lone prompt goes to a pair, and
-what waits goes through the queue. A pair whose P has not begun when it was to, and as much later as the next best way
-takes, is given back once: to wait for longer could cost any amount, and so the request pays twice the best at most (as
-who rents skis until he has paid their price). Between local and queue the decode worker decides again when it admits
-the request, by ``cost.decide``; here they count to be compared with the pair. Pure.
+longer than expected another one takes the entry, or the decode worker after all. But who takes it is chance: a P pulls
+while pairs wait for it, too. So the entry waits as long as the P's have to do in the mean, and finds the prefix that
+they have in the mean, while a pair picks the P with the shortest wait or the longest prefix. A pair whose P has not
+begun when it was to, and as much later as the next best way takes, is given back once: to wait for longer could cost
+any amount, and so the request pays twice the best at most (as who rents skis until he has paid their price).
+
+Between local and queue the decode worker decides again when it admits the request, by ``cost.decide``: it knows its
+prefix hits and how far its steps scatter. The frontend, which knows what waits everywhere, tells it the wait. Pure.
 """
 
 from __future__ import annotations
@@ -64,7 +67,7 @@ class Estimate(NamedTuple):
 
 class Ways(msgspec.Struct, frozen=True, omit_defaults=True):
     """The estimates of one request; None: that way is not open. ``best`` is the cheapest, of equal ones the simplest.
-    ``wait_s``: what a later prefill waits at least for this frontend's pairs. ``begins_within_s``: of the pair, as
+    ``wait_s``: what a later prefill waits in the queue, in the mean. ``begins_within_s``: of the pair, as
     ``core.handoff.Pair`` has it."""
 
     best: Way
@@ -105,7 +108,7 @@ def ways_of(
     row, column = pair
     situation = _situation(decode, decode.costs.of(alone), alone, num_here, objectives)
     there, load, token_s = prefill.costs.of(row), prefill.load, prefill.costs.prefill_token_s
-    waits_s, paired_s = token_s * load.prefill_tokens, token_s * (load.prefill_tokens - load.others_prefill_tokens)
+    waits_s = token_s * load.prefill_tokens
     num_loaded, load_s = _loaded(prefill, row)
     own_s = load_s + there.prefill_seconds(max(int(own_tokens_of(prefill)[row]) - num_loaded, 1))
     move_s = float(costs.transfer[row, column])
@@ -117,14 +120,14 @@ def ways_of(
     found[Way.PAIR] = paired
     pulled_s = _pulled_seconds(prefill, decode, costs, alone, there)
     if is_queue_open and pulled_s < math.inf:
-        found[Way.QUEUE] = _elsewhere(situation, QUEUE_S + float(waits_s.min()) + pulled_s)
+        found[Way.QUEUE] = _elsewhere(situation, QUEUE_S + float(waits_s.mean()) + pulled_s)
     best = min(found, key=lambda way: found[way].cost)
     if best is Way.PAIR:
-        paired_s[row] += own_s
+        waits_s[row] += own_s
     others = [estimate.first_token_s for way, estimate in found.items() if way is not Way.PAIR]
     within_s = begins_s + min(others) if others else 0.0
     estimates = {way.value: estimate for way, estimate in found.items()}
-    return Ways(best, bounded_s(float(paired_s.min())), bounded_s(within_s), **estimates)
+    return Ways(best, bounded_s(float(waits_s.mean())), bounded_s(within_s), **estimates)
 
 
 def is_surely_local(decode: Candidates, row: int, num_here: float, objectives: Objectives) -> bool:

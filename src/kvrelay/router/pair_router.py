@@ -14,6 +14,9 @@ import copy
 import math
 import random
 from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -24,8 +27,9 @@ from kvrelay.errors import WorkerUnavailableError
 from kvrelay.placement.base import Objectives, PrefillLoad, PrefillPlace
 from kvrelay.placement.cost import objectives_of
 from kvrelay.placement.pair_cost import FloatMatrix, PairCosts, pair_costs, pair_seconds
-from kvrelay.placement.seconds import FloatColumn
+from kvrelay.placement.seconds import BoolColumn, CostColumns, FloatColumn
 from kvrelay.placement.threshold import DisaggPolicy
+from kvrelay.placement.trials import WorkerTrials
 from kvrelay.placement.ways import Way, Ways, is_surely_local, ways_of
 from kvrelay.router.base import RoutingDecision, RoutingRequest, Survey
 from kvrelay.router.beyond import Lender
@@ -57,6 +61,15 @@ class PairDecision(msgspec.Struct, frozen=True):
     candidates: tuple[PairCandidate, ...] = ()
     unit: str = "tokens"
     ways: Ways | None = None
+    is_trial: bool = False
+    """Against the costs, so that they are measured."""
+
+
+class _Choice(NamedTuple):
+    """The cheapest pair, by its rows, and which way the request goes; None: to the pair."""
+
+    pair: tuple[int, int]
+    ways: Ways | None
 
 
 MAX_EXPLAINED = 32
@@ -103,6 +116,7 @@ class PairRouter:
         self._disagg = disagg
         self._rng = random.Random(decodes.config.router_seed)
         self._queued = _Queued()
+        self._trials = WorkerTrials(decodes.clock)
         self.places: Counter[PrefillPlace] = Counter()
         """Decisions since start: where the prefill runs, and why."""
 
@@ -117,6 +131,9 @@ class PairRouter:
         alone = self.decodes.pick(survey)
         decision, halves = self._decide(request, survey, alone, order, must_be_local, self._rng)
         self.places[decision.place] += 1
+        if decision.ways is not None and decision.place is not PrefillPlace.QUEUE:
+            placed = decision.decode if decision.prefill is None else decision.prefill
+            self._trials.taken(placed.worker_id, is_trial=decision.is_trial)
         if halves is None:
             self.decodes.place(request, decision.decode, survey)
             if decision.place is PrefillPlace.QUEUE:
@@ -190,20 +207,70 @@ class PairRouter:
             if not _can_exchange(halves.workers[prefill.worker_id], survey.workers[alone.worker_id]):
                 return PairDecision(PrefillPlace.LOCAL_NO_PREFILL_WORKER, alone), None
             return PairDecision(place, alone, _plain(prefill)), halves
-        total = costs.total
-        if not np.isfinite(total).any():
+        if not np.isfinite(costs.total).any():
             return PairDecision(PrefillPlace.LOCAL_NO_PREFILL_WORKER, alone), None
-        row, column = divmod(pick_best(-total.ravel(), rng), total.shape[1])
-        ways = None
-        if is_auto or is_by_cost:
-            numbers = halves.candidates, survey.candidates, costs
-            ways = ways_of(*numbers, (row, column), *here, is_local_open=is_by_cost, is_queue_open=is_auto)
+        choose = partial(self._way, rng=rng, here=here, is_local_open=is_by_cost, is_queue_open=is_auto)
+        choice = usual = choose(halves, survey, costs)
+        if is_by_cost and not explains:
+            choice = self._tried(usual, halves, survey, here[0], choose)
+        ways, is_trial = choice.ways, choice is not usual
         if ways is not None:
             place = _PLACE_OF[ways.best]
         if place is not PrefillPlace.REMOTE:
-            return PairDecision(place, alone, ways=ways), None
-        pair = self.decodes.decision(survey, column), self.prefills.decision(halves, row)
-        return PairDecision(place, *pair, ways=ways), halves
+            return PairDecision(place, alone, ways=ways, is_trial=is_trial), None
+        pair = self.decodes.decision(survey, choice.pair[1]), self.prefills.decision(halves, choice.pair[0])
+        return PairDecision(place, *pair, ways=ways, is_trial=is_trial), halves
+
+    def _way(
+        self,
+        halves: Survey,
+        survey: Survey,
+        costs: PairCosts,
+        *,
+        rng: random.Random,
+        here: tuple[int, float, Objectives],
+        is_local_open: bool,
+        is_queue_open: bool,
+    ) -> _Choice:
+        total = costs.total
+        pair = divmod(pick_best(-total.ravel(), rng), total.shape[1])
+        if not (is_local_open or is_queue_open):
+            return _Choice(pair, None)
+        numbers = halves.candidates, survey.candidates, costs, pair
+        return _Choice(pair, ways_of(*numbers, *here, is_local_open=is_local_open, is_queue_open=is_queue_open))
+
+    def _tried(
+        self, usual: _Choice, halves: Survey, survey: Survey, alone: int, choose: Callable[..., _Choice]
+    ) -> _Choice:
+        """``usual``; or what would pay if workers that have computed no prompt for a while were as fast as the fastest.
+        So their costs are measured again. Where a prompt waits, they are measured anyway."""
+        prefill, decode = halves.candidates, survey.candidates
+        ways = usual.ways
+        if ways is None or prefill.costs is None or decode.costs is None:
+            return usual
+        if ways.best is Way.QUEUE or (ways.best is Way.LOCAL and ways.queue is not None):
+            return usual  # the decode worker decides, and tries
+        doubts = self._trials.in_doubt([*halves.worker_ids, *survey.worker_ids])
+        if doubts is None:
+            return usual
+        there, here = np.split(doubts, [len(halves.worker_ids)])
+        there &= prefill.load.prefill_tokens == 0.0
+        here &= decode.load.prefill_tokens == 0.0
+        if ways.best is Way.PAIR:
+            there[usual.pair[0]] = False
+        else:
+            here[:] = False
+        hoped = (
+            _with_costs(halves, prefill.costs.hoped(there, decode.costs)),
+            _with_costs(survey, decode.costs.hoped(here, prefill.costs)),
+        )
+        costs = self._costs(*hoped, doubted=there)
+        found = usual if costs is None else choose(*hoped, costs)
+        if found.ways is None or found.ways.best is Way.QUEUE:
+            return usual
+        if not (there[found.pair[0]] if found.ways.best is Way.PAIR else here[alone]):
+            return usual
+        return found._replace(ways=msgspec.structs.replace(ways, best=found.ways.best))
 
     def _here(self, request: RoutingRequest, survey: Survey, alone: RoutingDecision) -> tuple[int, float, Objectives]:
         """The row of the decode worker without a pair, the tokens that wait to be computed there, and the request's
@@ -228,8 +295,8 @@ class PairRouter:
         load = msgspec.structs.replace(load, prefill_tokens=load.prefill_tokens + beside, others_prefill_tokens=beside)
         return msgspec.structs.replace(halves, candidates=msgspec.structs.replace(halves.candidates, load=load))
 
-    def _costs(self, halves: Survey, survey: Survey) -> PairCosts | None:
-        """None under a policy without costs."""
+    def _costs(self, halves: Survey, survey: Survey, doubted: BoolColumn | None = None) -> PairCosts | None:
+        """None under a policy without costs. ``doubted``: transfers from these prefill workers count as unmeasured."""
         if self.decodes.config.router not in ("kv", "kv-weights"):
             return None
         pairs = [[(p, d) for d in survey.infos] for p in halves.infos]
@@ -241,7 +308,7 @@ class PairRouter:
             np.array([[_can_exchange(p, d) for p, d in row] for row in pairs], dtype=np.bool_),
         )
         costs = (
-            pair_seconds(*numbers, self._transfer_seconds(halves, survey))
+            pair_seconds(*numbers, self._transfer_seconds(halves, survey, doubted))
             if self.decodes.config.router == "kv"
             else None
         )
@@ -251,10 +318,15 @@ class PairRouter:
         costs.decode[~np.isfinite(survey.scores)] = math.inf
         return costs
 
-    def _transfer_seconds(self, halves: Survey, survey: Survey) -> FloatMatrix:
-        """Of a token, for each pair, as far as it has been measured."""
+    def _transfer_seconds(self, halves: Survey, survey: Survey, doubted: BoolColumn | None) -> FloatMatrix:
+        """Of a token, for each pair, as far as it has been measured; NaN otherwise."""
         times = self.prefills.transfer_times, self.decodes.transfer_times
-        return pair_token_seconds(halves.worker_ids, survey.worker_ids, *times)
+        known = pair_token_seconds(halves.worker_ids, survey.worker_ids, *times)
+        return known if doubted is None else np.where(doubted[:, None], np.nan, known)
+
+
+def _with_costs(survey: Survey, costs: CostColumns) -> Survey:
+    return msgspec.structs.replace(survey, candidates=msgspec.structs.replace(survey.candidates, costs=costs))
 
 
 def _plain(decision: RoutingDecision) -> RoutingDecision:

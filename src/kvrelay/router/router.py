@@ -75,7 +75,7 @@ class Router:
             raise ConfigError(f"block_size must be at least 1, got {block_size}", param="block_size")
         self.block_size = block_size
         """Tokens per block in the index and in decisions."""
-        self._clock = clock
+        self.clock = clock
         self._stage = stage
         self._request_replay = request_replay
         self.indexer = Indexer()
@@ -114,15 +114,15 @@ class Router:
         if not (self._policy.anticipates and config.kv_events):
             self._anticipated = None
         elif self._anticipated is None:
-            self._anticipated = ApproximateIndexer(ANTICIPATION_S, self._clock)
+            self._anticipated = ApproximateIndexer(ANTICIPATION_S, self.clock)
         if not self._policy.uses_overlap:
             self.indexer = Indexer()
         elif not config.kv_events:
             if not isinstance(self.indexer, ApproximateIndexer):
-                self.indexer = ApproximateIndexer(config.approximate_ttl_s, self._clock)
+                self.indexer = ApproximateIndexer(config.approximate_ttl_s, self.clock)
             self.indexer.ttl_s = config.approximate_ttl_s
         elif not isinstance(self.indexer, KvIndexer):
-            self.indexer = KvIndexer(self.block_size, self._clock, self._request_replay)
+            self.indexer = KvIndexer(self.block_size, self.clock, self._request_replay)
             for info in filter(self._stage.admits, self._workers.values()):
                 self.indexer.follow(info)
 
