@@ -8,6 +8,7 @@ Python per sequence here.
 from __future__ import annotations
 
 from collections.abc import Iterator, KeysView
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -15,13 +16,29 @@ import numpy.typing as npt
 from kvrelay.engine.request import Request
 from kvrelay.engine.step import NewSequence, SchedulerOutput
 
-_EMPTY = np.empty(0, dtype=np.int32)
+
+
+class _Rows(NamedTuple):
+    """``slots``, ``num_tokens`` and ``samples`` of a SchedulerOutput."""
+
+    slots: npt.NDArray[np.int32]
+    num_tokens: npt.NDArray[np.int32]
+    samples: npt.NDArray[np.bool_]
+
+
+def _rows(slots: list[int], num_tokens: list[int], samples: list[bool]) -> _Rows:
+    return _Rows(np.array(slots, np.int32), np.array(num_tokens, np.int32), np.array(samples, np.bool_))
+
+
+_NO_ROWS = _rows([], [], [])
+_NO_BLOCKS = np.empty((3, 0), dtype=np.int32)
 
 
 class Batch:
     """Slots and rows. A sequence is either *prefilling* or *decoding*; both are kept in order of entry."""
 
     def __init__(self, num_slots: int) -> None:
+        self._num_slots = num_slots
         self._free_slots = list(range(num_slots - 1, -1, -1))
         self._decoding: dict[Request, None] = {}
         self._prefilling: dict[Request, None] = {}
@@ -29,11 +46,11 @@ class Batch:
         self._released: list[int] = []
         self._new_blocks: list[tuple[int, int, int]] = []
         self._decode_rows: list[Request] | None = None
-        self._decode_slots: npt.NDArray[np.int32] = _EMPTY
+        self._decodes = _NO_ROWS
         self._step = 0
 
     def __len__(self) -> int:
-        return len(self._decoding) + len(self._prefilling)
+        return self._num_slots - len(self._free_slots)
 
     def __iter__(self) -> Iterator[Request]:
         yield from self._decoding
@@ -88,36 +105,28 @@ class Batch:
         """Decoding sequences in row order. Later changes of the batch do not change the returned list."""
         if self._decode_rows is None:
             self._decode_rows = list(self._decoding)
-            slots = [request.slot for request in self._decode_rows]
-            self._decode_slots = np.array(slots, dtype=np.int32)
+            num_rows = len(self._decode_rows)
+            self._decodes = _rows([request.slot for request in self._decode_rows], [1] * num_rows, [True] * num_rows)
         return self._decode_rows
 
     def build(self, decodes: list[Request], chunks: list[tuple[Request, int]]) -> SchedulerOutput:
         """The step's work: ``decodes`` (all of ``decode_rows`` or none), then ``chunks`` of the given numbers of
         tokens."""
-        num_decodes = len(decodes)
-        num_rows = num_decodes + len(chunks)
-        num_tokens = np.ones(num_rows, dtype=np.int32)
-        samples = np.ones(num_rows, dtype=np.bool_)
-        slots = self._decode_slots if decodes else _EMPTY
+        rows = self._decodes if decodes else _NO_ROWS
         if chunks:
-            slots = np.concatenate([slots, np.array([request.slot for request, _ in chunks], dtype=np.int32)])
-            for row, (request, count) in enumerate(chunks, num_decodes):
-                num_tokens[row] = count
-                ends = request.num_computed_tokens + count == len(request.token_ids)
-                samples[row] = ends and not request.is_prefill_only
-        blocks = np.array(self._new_blocks, dtype=np.int32).reshape(-1, 3)
+            rows = _Rows(*map(np.concatenate, zip(rows, _chunk_rows(chunks), strict=True)))
+        blocks = np.array(self._new_blocks, dtype=np.int32).T if self._new_blocks else _NO_BLOCKS
         self._step += 1
         output = SchedulerOutput(
             step=self._step,
-            new_seqs=tuple(_new_sequence(request) for request in self._entering),
+            new_seqs=tuple(map(_new_sequence, self._entering)),
             released_slots=tuple(self._released),
-            slots=slots,
-            num_tokens=num_tokens,
-            samples=samples,
-            block_slots=blocks[:, 0],
-            block_indices=blocks[:, 1],
-            block_ids=blocks[:, 2],
+            slots=rows.slots,
+            num_tokens=rows.num_tokens,
+            samples=rows.samples,
+            block_slots=blocks[0],
+            block_indices=blocks[1],
+            block_ids=blocks[2],
         )
         self._entering.clear()
         self._released.clear()
@@ -127,6 +136,14 @@ class Batch:
     def _add_decoding(self, request: Request) -> None:
         self._decoding[request] = None
         self._decode_rows = None
+
+
+def _chunk_rows(chunks: list[tuple[Request, int]]) -> _Rows:
+    ends = [
+        request.num_computed_tokens + count == len(request.token_ids) and not request.is_prefill_only
+        for request, count in chunks
+    ]
+    return _rows([request.slot for request, _ in chunks], [count for _, count in chunks], ends)
 
 
 def _new_sequence(request: Request) -> NewSequence:
