@@ -8,7 +8,6 @@ Python per sequence here.
 from __future__ import annotations
 
 from collections.abc import Iterator, KeysView
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -16,22 +15,8 @@ import numpy.typing as npt
 from kvrelay.engine.request import Request
 from kvrelay.engine.step import NewSequence, SchedulerOutput
 
-
-
-class _Rows(NamedTuple):
-    """``slots``, ``num_tokens`` and ``samples`` of a SchedulerOutput."""
-
-    slots: npt.NDArray[np.int32]
-    num_tokens: npt.NDArray[np.int32]
-    samples: npt.NDArray[np.bool_]
-
-
-def _rows(slots: list[int], num_tokens: list[int], samples: list[bool]) -> _Rows:
-    return _Rows(np.array(slots, np.int32), np.array(num_tokens, np.int32), np.array(samples, np.bool_))
-
-
-_NO_ROWS = _rows([], [], [])
-_NO_BLOCKS = np.empty((3, 0), dtype=np.int32)
+_EMPTY = np.empty(0, dtype=np.int32)
+_NO_BLOCKS = np.empty((0, 3), dtype=np.int32)
 
 
 class Batch:
@@ -46,7 +31,8 @@ class Batch:
         self._released: list[int] = []
         self._new_blocks: list[tuple[int, int, int]] = []
         self._decode_rows: list[Request] | None = None
-        self._decodes = _NO_ROWS
+        self._decode_slots: npt.NDArray[np.int32] = _EMPTY
+        self._ones, self._all_true = np.ones(num_slots, dtype=np.int32), np.ones(num_slots, dtype=np.bool_)
         self._step = 0
 
     def __len__(self) -> int:
@@ -105,28 +91,36 @@ class Batch:
         """Decoding sequences in row order. Later changes of the batch do not change the returned list."""
         if self._decode_rows is None:
             self._decode_rows = list(self._decoding)
-            num_rows = len(self._decode_rows)
-            self._decodes = _rows([request.slot for request in self._decode_rows], [1] * num_rows, [True] * num_rows)
+            slots = [request.slot for request in self._decode_rows]
+            self._decode_slots = np.array(slots, dtype=np.int32)
         return self._decode_rows
 
     def build(self, decodes: list[Request], chunks: list[tuple[Request, int]]) -> SchedulerOutput:
         """The step's work: ``decodes`` (all of ``decode_rows`` or none), then ``chunks`` of the given numbers of
         tokens."""
-        rows = self._decodes if decodes else _NO_ROWS
+        num_decodes = len(decodes)
+        num_rows = num_decodes + len(chunks)
+        num_tokens, samples = self._ones[:num_rows], self._all_true[:num_rows]
+        slots = self._decode_slots if decodes else _EMPTY
         if chunks:
-            rows = _Rows(*map(np.concatenate, zip(rows, _chunk_rows(chunks), strict=True)))
-        blocks = np.array(self._new_blocks, dtype=np.int32).T if self._new_blocks else _NO_BLOCKS
+            slots = np.concatenate([slots, np.array([request.slot for request, _ in chunks], dtype=np.int32)])
+            num_tokens, samples = num_tokens.copy(), samples.copy()
+            for row, (request, count) in enumerate(chunks, num_decodes):
+                num_tokens[row] = count
+                ends = request.num_computed_tokens + count == len(request.token_ids)
+                samples[row] = ends and not request.is_prefill_only
+        blocks = np.array(self._new_blocks, dtype=np.int32) if self._new_blocks else _NO_BLOCKS
         self._step += 1
         output = SchedulerOutput(
             step=self._step,
             new_seqs=tuple(map(_new_sequence, self._entering)),
             released_slots=tuple(self._released),
-            slots=rows.slots,
-            num_tokens=rows.num_tokens,
-            samples=rows.samples,
-            block_slots=blocks[0],
-            block_indices=blocks[1],
-            block_ids=blocks[2],
+            slots=slots,
+            num_tokens=num_tokens,
+            samples=samples,
+            block_slots=blocks[:, 0],
+            block_indices=blocks[:, 1],
+            block_ids=blocks[:, 2],
         )
         self._entering.clear()
         self._released.clear()
@@ -136,14 +130,6 @@ class Batch:
     def _add_decoding(self, request: Request) -> None:
         self._decoding[request] = None
         self._decode_rows = None
-
-
-def _chunk_rows(chunks: list[tuple[Request, int]]) -> _Rows:
-    ends = [
-        request.num_computed_tokens + count == len(request.token_ids) and not request.is_prefill_only
-        for request, count in chunks
-    ]
-    return _rows([request.slot for request, _ in chunks], [count for _, count in chunks], ends)
 
 
 def _new_sequence(request: Request) -> NewSequence:

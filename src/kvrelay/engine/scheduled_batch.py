@@ -136,6 +136,9 @@ def _chunks(prefilling: list[Request], budget: int) -> list[tuple[Request, int]]
     urgent and shortest prompts first. What a key does not need is for the others."""
     if not prefilling or budget <= 0:
         return []
+    if len(prefilling) == 1:
+        (only,) = prefilling
+        return [(only, min(budget, only.num_missing_tokens))]
     oldest = min(prefilling, key=lambda request: request.arrival)
     counts = {oldest: min(max(budget // OLDEST_SHARE, 1), oldest.num_missing_tokens)}
     budget -= counts[oldest]

@@ -153,8 +153,9 @@ class MockExecutor:
             self._grammars.release(slot)
         for sequence in work.new_seqs:
             self._enter(sequence)
-        for slot, block_id in zip(work.block_slots.tolist(), work.block_ids.tolist()):
-            self._sequences[slot].blocks.append(block_id * self._block_cells)
+        if len(work.block_ids):
+            for slot, block_id in zip(work.block_slots.tolist(), work.block_ids.tolist()):
+                self._sequences[slot].blocks.append(block_id * self._block_cells)
         if not work.num_seqs:
             return ModelOutput([])
         self._pass_time(work)
