@@ -254,7 +254,7 @@ class MockExecutor:
         """One position; returns its hash."""
         size, cells = self._block_size, self._cells
         position, blocks, hashes = sequence.num_computed, sequence.blocks, sequence.hashes
-        index, offset = divmod(position, size)
+        index, offset = position // size, position % size
         cell = blocks[index] + offset
         before = cell + size - 1 if offset else blocks[index - 1] + 2 * size - 1
         previous = cells[before] if position else _SEED
