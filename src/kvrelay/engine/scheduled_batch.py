@@ -137,8 +137,7 @@ def _chunks(prefilling: list[Request], budget: int) -> list[tuple[Request, int]]
     if not prefilling or budget <= 0:
         return []
     if len(prefilling) == 1:
-        (only,) = prefilling
-        return [(only, min(budget, only.num_missing_tokens))]
+        return [(only, min(budget, only.num_missing_tokens)) for only in prefilling]
     oldest = min(prefilling, key=lambda request: request.arrival)
     counts = {oldest: min(max(budget // OLDEST_SHARE, 1), oldest.num_missing_tokens)}
     budget -= counts[oldest]

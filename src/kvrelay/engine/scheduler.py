@@ -435,14 +435,12 @@ class Scheduler:
         return self._batch.build(scheduled.decodes, scheduled.chunks)
 
     def _admit(self) -> None:
-        if not self.admission.num_waiting:
-            return
         while self._may_try_to_admit:
             request = self.admission.admit(self._load())
             if request is None:
                 break
             self._place(request)
-        if not self.num_places:
+        if self.admission.num_waiting and not self.num_places:
             for tenant in self.admission.shares.waiting:
                 self._give_share(tenant)
 

@@ -109,7 +109,6 @@ class AdmissionQueue:
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
         self.num_waiting = 0
-        """Requests. Asked more than once in each step, so it is counted here."""
         self.num_waiting_blocks = 0
         """Blocks that the known tokens of all waiting requests need. Prefix hits are not deducted: they may be lost."""
         self.num_waiting_tokens = 0
