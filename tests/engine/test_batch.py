@@ -46,3 +46,15 @@ def test_blocks_of_a_sequence_on_its_way_in_travel_with_it() -> None:
     work = batch.build(batch.decode_rows(), [])
     assert work.new_seqs[0].block_ids == (7, 8)
     assert len(work.block_ids) == 0
+
+
+def test_a_step_with_a_chunk_leaves_the_rows_of_other_steps_alone() -> None:
+    batch = Batch(2)
+    first, second = request("first"), request("second")
+    batch.enter(first, decoding=True)
+    batch.enter(second, decoding=False)
+    work = [batch.build(batch.decode_rows(), []), batch.build(batch.decode_rows(), [(second, 2)])]
+    batch.start_decoding(second)
+    work.append(batch.build(batch.decode_rows(), []))
+    assert [step.num_tokens.tolist() for step in work] == [[1], [1, 2], [1, 1]]
+    assert [step.samples.tolist() for step in work] == [[True], [True, False], [True, True]]

@@ -41,6 +41,14 @@ def test_the_answer_is_the_reference_and_depends_on_every_token(make_engine: Mak
         assert mock_generate(other, 20, vocab_size=VOCAB_SIZE, eos_token_ids=EOS) != expected
 
 
+@pytest.mark.parametrize("length", [1, 1020, 1024, 2100])
+def test_hashes_of_a_prompt_at_once_are_those_one_by_one(length: int) -> None:
+    """The answer goes on one by one, with Python's integers."""
+    prompt = [7 * at % 500 for at in range(length)]
+    answer = mock_generate(prompt, 8, vocab_size=VOCAB_SIZE)
+    assert mock_generate([*prompt, *answer[:7]], 1, vocab_size=VOCAB_SIZE) == answer[7:]
+
+
 def test_end_of_sequence_tokens_never_occur() -> None:
     for first in range(20):
         answer = mock_generate([first], 200, vocab_size=5, eos_token_ids=(3, 0))

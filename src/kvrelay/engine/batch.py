@@ -16,12 +16,14 @@ from kvrelay.engine.request import Request
 from kvrelay.engine.step import NewSequence, SchedulerOutput
 
 _EMPTY = np.empty(0, dtype=np.int32)
+_NO_BLOCKS = np.empty((0, 3), dtype=np.int32)
 
 
 class Batch:
     """Slots and rows. A sequence is either *prefilling* or *decoding*; both are kept in order of entry."""
 
     def __init__(self, num_slots: int) -> None:
+        self._num_slots = num_slots
         self._free_slots = list(range(num_slots - 1, -1, -1))
         self._decoding: dict[Request, None] = {}
         self._prefilling: dict[Request, None] = {}
@@ -30,10 +32,11 @@ class Batch:
         self._new_blocks: list[tuple[int, int, int]] = []
         self._decode_rows: list[Request] | None = None
         self._decode_slots: npt.NDArray[np.int32] = _EMPTY
+        self._ones, self._all_true = np.ones(num_slots, dtype=np.int32), np.ones(num_slots, dtype=np.bool_)
         self._step = 0
 
     def __len__(self) -> int:
-        return len(self._decoding) + len(self._prefilling)
+        return self._num_slots - len(self._free_slots)
 
     def __iter__(self) -> Iterator[Request]:
         yield from self._decoding
@@ -97,20 +100,20 @@ class Batch:
         tokens."""
         num_decodes = len(decodes)
         num_rows = num_decodes + len(chunks)
-        num_tokens = np.ones(num_rows, dtype=np.int32)
-        samples = np.ones(num_rows, dtype=np.bool_)
+        num_tokens, samples = self._ones[:num_rows], self._all_true[:num_rows]
         slots = self._decode_slots if decodes else _EMPTY
         if chunks:
             slots = np.concatenate([slots, np.array([request.slot for request, _ in chunks], dtype=np.int32)])
+            num_tokens, samples = num_tokens.copy(), samples.copy()
             for row, (request, count) in enumerate(chunks, num_decodes):
                 num_tokens[row] = count
                 ends = request.num_computed_tokens + count == len(request.token_ids)
                 samples[row] = ends and not request.is_prefill_only
-        blocks = np.array(self._new_blocks, dtype=np.int32).reshape(-1, 3)
+        blocks = np.array(self._new_blocks, dtype=np.int32) if self._new_blocks else _NO_BLOCKS
         self._step += 1
         output = SchedulerOutput(
             step=self._step,
-            new_seqs=tuple(_new_sequence(request) for request in self._entering),
+            new_seqs=tuple(map(_new_sequence, self._entering)),
             released_slots=tuple(self._released),
             slots=slots,
             num_tokens=num_tokens,

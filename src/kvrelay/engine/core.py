@@ -523,10 +523,11 @@ class EngineCore:
             for block_id in pool.block_ids:
                 if pool.num_refs(block_id) != owners[block_id]:
                     raise IntegrityError(f"block {block_id} has {owners[block_id]} owners: {pool.describe(block_id)}")
-        waiting = (request for request in scheduler.requests.values() if request.is_waiting)
+        waiting = [request for request in scheduler.requests.values() if request.is_waiting]
         num_waiting_blocks = sum(self.pool.blocks_for(len(request.token_ids)) for request in waiting)
-        if num_waiting_blocks != scheduler.admission.num_waiting_blocks:
-            raise IntegrityError(f"requests wait for {num_waiting_blocks} blocks: {scheduler.admission!r}")
+        admission = scheduler.admission
+        if (len(waiting), num_waiting_blocks) != (admission.num_waiting, admission.num_waiting_blocks):
+            raise IntegrityError(f"{len(waiting)} requests wait for {num_waiting_blocks} blocks: {admission!r}")
         num_quarantined = sum(pool.num_quarantined for pool in pools)
         if quarantined.total() != num_quarantined or set(quarantined.values()) - {1}:
             raise IntegrityError(f"loans cover {quarantined.total()} blocks, {num_quarantined} quarantined")

@@ -25,7 +25,7 @@ class ScheduledBatch:
     def __init__(self, decodes: list[Request], chunks: list[tuple[Request, int]]) -> None:
         self.decodes = decodes
         self.chunks = chunks
-        self.num_prefill_tokens = sum([count for _, count in chunks])
+        self.num_prefill_tokens = sum([count for _, count in chunks]) if chunks else 0
         self.num_tokens = len(decodes) + self.num_prefill_tokens
 
 
@@ -79,7 +79,7 @@ class TokenBudget:
 
     def work_of(self, batch: ScheduledBatch) -> StepWork:
         """What the step computes, for ``costs``. Before its result is taken in."""
-        pairs = sum(count * request.num_computed_tokens for request, count in batch.chunks)
+        pairs = sum([count * request.num_computed_tokens for request, count in batch.chunks]) if batch.chunks else 0
         num_context = self._num_context if batch.decodes else 0
         return StepWork(batch.num_prefill_tokens, pairs, len(batch.decodes), num_context)
 
@@ -120,12 +120,14 @@ class BatchPlanner:
 
     def _together(self, prefilling: list[Request]) -> ScheduledBatch:
         decodes = self._batch.decode_rows()
-        budget = self._max_num_tokens - len(decodes)
         if self._token_budget is not None:
             self._token_budget.look_at(decodes)
-            # No prefill budget is below MIN_CHUNK_TOKENS: short prompts need not know it.
-            if sum([request.num_missing_tokens for request in prefilling]) > MIN_CHUNK_TOKENS:
-                budget = self._token_budget.prefill_budget(prefilling, budget)
+        if not prefilling:
+            return ScheduledBatch(decodes, [])
+        budget = self._max_num_tokens - len(decodes)
+        # No prefill budget is below MIN_CHUNK_TOKENS: short prompts need not know it.
+        if self._token_budget is not None and _num_missing(prefilling) > MIN_CHUNK_TOKENS:
+            budget = self._token_budget.prefill_budget(prefilling, budget)
         return ScheduledBatch(decodes, _chunks(prefilling, budget))
 
 
@@ -134,6 +136,8 @@ def _chunks(prefilling: list[Request], budget: int) -> list[tuple[Request, int]]
     urgent and shortest prompts first. What a key does not need is for the others."""
     if not prefilling or budget <= 0:
         return []
+    if len(prefilling) == 1:
+        return [(only, min(budget, only.num_missing_tokens)) for only in prefilling]
     oldest = min(prefilling, key=lambda request: request.arrival)
     counts = {oldest: min(max(budget // OLDEST_SHARE, 1), oldest.num_missing_tokens)}
     budget -= counts[oldest]

@@ -172,7 +172,7 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Those whose KV comes to the holding area included."""
-        return len(self.admission) + self.holding.num_arriving
+        return self.admission.num_waiting + self.holding.num_arriving
 
     @property
     def num_preemptions(self) -> int:
@@ -440,7 +440,7 @@ class Scheduler:
             if request is None:
                 break
             self._place(request)
-        if not self.num_places:
+        if self.admission.num_waiting and not self.num_places:
             for tenant in self.admission.shares.waiting:
                 self._give_share(tenant)
 
@@ -470,7 +470,7 @@ class Scheduler:
     def _may_try_to_admit(self) -> bool:
         """Whether a request waits and a slot is free, or perhaps none is needed. Most steps admit nothing: they must
         not pay for ``_load``."""
-        return len(self.admission) > 0 and (self._has_slot or self.admission.may_hold)
+        return self.admission.num_waiting > 0 and (self._has_slot or self.admission.may_hold)
 
     @property
     def _has_slot(self) -> bool:
@@ -495,7 +495,7 @@ class Scheduler:
         """The next steps, if they are like the last one: the same answers get a token each, ``token_id``, which ends
         none. None: something else happens, or may."""
         rows, last = self._batch.decode_rows(), self._scheduled
-        is_alone = not (len(self.admission) or self._batch.prefilling or self.holding.has_copies)
+        is_alone = not (self.admission.num_waiting or self._batch.prefilling or self.holding.has_copies)
         is_same = rows and last.decodes is rows and not last.chunks
         if not (is_alone and is_same) or self.holding.is_short or not self.output.is_empty:
             return None

@@ -57,7 +57,7 @@ class NewSequence(msgspec.Struct, frozen=True):
 
 
 class SchedulerOutput(msgspec.Struct, frozen=True):
-    """One step's work. Applied in the order: release, enter, append blocks, compute.
+    """One step's work, read only: steps share arrays. Applied in the order: release, enter, append blocks, compute.
 
     The batch's B rows are ordered decodes first (``num_tokens`` 1), then prefill chunks: ``slots`` [B] int32,
     ``num_tokens`` [B] int32 tokens to compute from the slot's computed tokens on, ``samples`` [B] bool: whether the row

@@ -20,6 +20,7 @@ import os
 import time
 from array import array
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -47,6 +48,8 @@ _A = 0x9E3779B1
 _SEED = 0x12345679
 _SPREAD = 0x85EBCA6B
 _MIX = 0xC2B2AE35
+_STRETCH = 1024
+"""Powers of A are kept for so many positions, or a multiple."""
 
 
 class _Sequence:
@@ -59,9 +62,10 @@ class _Sequence:
         self.sampling = entered.sampling
         self.num_prompt = entered.num_prompt_tokens
         self.num_computed = entered.num_computed_tokens
-        self.keys = array("I")
-        self.keys.fromlist(list(entered.token_ids))
-        self.hashes = array("I", _hash_chain(_numbers(self.keys)[: self.num_computed], _SEED).tobytes())
+        self.keys = array("I", entered.token_ids)
+        self.hashes = array("I")
+        if self.num_computed:
+            self.hashes.frombytes(_hash_chain(_numbers(self.keys)[: self.num_computed], _SEED).tobytes())
         self.blocks = [block_id * block_cells for block_id in entered.block_ids]
         self.copies: list[bytes] = []
         self.is_damaged = False
@@ -71,10 +75,9 @@ class _Sequence:
         """Of full blocks of ``size`` positions that have no copy yet."""
         known, count = len(self.copies), len(self.hashes) // size
         if count > known:
-            rows = slice(known * size, count * size)
-            keys, hashes = _numbers(self.keys)[rows], _numbers(self.hashes)[rows]
-            copies = np.stack((keys.reshape(-1, size), hashes.reshape(-1, size)), axis=1)
-            self.copies += [copy.tobytes() for copy in copies]
+            rows, width = slice(known * size, count * size), 4 * size
+            keys, hashes = self.keys[rows].tobytes(), self.hashes[rows].tobytes()
+            self.copies += [keys[at : at + width] + hashes[at : at + width] for at in range(0, len(keys), width)]
 
 
 class MockExecutor:
@@ -116,7 +119,7 @@ class MockExecutor:
         num_all_blocks = self.num_blocks + self.num_holding_blocks + self.num_spill_blocks
         num_bytes = num_all_blocks * self.kv_layout.block_bytes
         self._memory = (allocate or private_memory)(num_bytes)
-        pool = np.frombuffer(self._memory, dtype=np.uint32)
+        self._all_cells = pool = np.frombuffer(self._memory, dtype=np.uint32)
         self.pool: Uint32Array = pool.reshape(num_all_blocks, 2, self._block_size)
         """As [block of pool or holding area, K or V, block_size]."""
         self._bytes = pool.view(np.uint8).reshape(num_all_blocks, self.kv_layout.block_bytes)
@@ -124,6 +127,7 @@ class MockExecutor:
         self.kv_region = MemoryRegion(pool.ctypes.data, num_registered)
         self._cells = memoryview(self._memory).cast("I")
         self._block_cells = 2 * self._block_size
+        self._offsets = np.arange(self._block_size)
         self._sequences: dict[int, _Sequence] = {}
         """By slot."""
         self._grammars = GrammarMasks(GrammarCompiler(tokenizer_file, vocab_size, eos_token_ids), vocab_size)
@@ -149,13 +153,13 @@ class MockExecutor:
             self._grammars.release(slot)
         for sequence in work.new_seqs:
             self._enter(sequence)
-        for slot, block_id in zip(work.block_slots.tolist(), work.block_ids.tolist()):
-            self._sequences[slot].blocks.append(block_id * self._block_cells)
+        if len(work.block_ids):
+            for slot, block_id in zip(work.block_slots.tolist(), work.block_ids.tolist()):
+                self._sequences[slot].blocks.append(block_id * self._block_cells)
         if not work.num_seqs:
             return ModelOutput([])
-        num_decodes = self._num_decodes(work)
-        self._pass_time(work, num_decodes)
-        return self._compute(work, num_decodes)
+        self._pass_time(work)
+        return self._compute(work)
 
     def prepare(self, sampling: SamplingParams) -> None:
         if sampling.grammar is not None:
@@ -171,13 +175,13 @@ class MockExecutor:
 
     # -- the timing model ---------------------------------------------------------------------------------------------
 
-    def _pass_time(self, work: SchedulerOutput, num_decodes: int) -> None:
+    def _pass_time(self, work: SchedulerOutput) -> None:
         mock = self._mock
         while mock.hang_file and os.path.exists(f"{mock.hang_file}.{os.getpid()}"):
             time.sleep(HANG_POLL_S)
         if mock.speedup_ratio == 0:
             return
-        seconds = 0.0
+        seconds, num_decodes = 0.0, self._num_decodes(work)
         if num_decodes:
             seconds += mock.decode_base_s + mock.decode_seq_s * num_decodes
         num_prefilled = int(work.num_tokens[num_decodes:].sum())
@@ -204,21 +208,23 @@ class MockExecutor:
             )
             sequence.is_damaged = not is_intact
 
-    def _compute(self, work: SchedulerOutput, num_decodes: int) -> ModelOutput:
+    def _compute(self, work: SchedulerOutput) -> ModelOutput:
         slots = work.slots.tolist()
-        sequences = [self._sequences[slot] for slot in slots]
-        prompt_logprobs = self._prompt_logprobs(work, sequences)
-        last_hashes = [self._decode(sequence) for sequence in sequences[:num_decodes]]
-        for sequence, count in zip(sequences[num_decodes:], work.num_tokens[num_decodes:].tolist()):
-            last_hashes.append(self._prefill(sequence, count))
-        rows: list[int] = work.samples.nonzero()[0].tolist()
-        outputs = [
-            next_token(last_hashes[row], self.vocab_size, self.eos_token_ids, sequences[row].is_damaged) for row in rows
-        ]
-        failures = self._obey_grammars([slots[row] for row in rows], rows, outputs) if self._grammars else {}
-        result = ModelOutput(outputs, prompt_logprobs=prompt_logprobs, failures=failures)
-        for row, token in zip(rows, outputs):
-            sequence = sequences[row]
+        result = ModelOutput([])
+        sampled: list[tuple[int, _Sequence]] = []
+        outputs = result.token_ids
+        for row, (slot, count, samples) in enumerate(zip(slots, work.num_tokens.tolist(), work.samples.tolist())):
+            sequence = self._sequences[slot]
+            if sequence.sampling.prompt_logprobs is not None and sequence.num_computed < sequence.num_prompt:
+                result.prompt_logprobs[row] = self._prompt_logprobs(sequence, count)
+            last = self._decode(sequence) if count == 1 else self._prefill(sequence, count)
+            if samples:
+                sampled.append((row, sequence))
+                outputs.append(next_token(last, self.vocab_size, self.eos_token_ids, sequence.is_damaged))
+        if self._grammars:
+            rows = [row for row, _ in sampled]
+            self._obey_grammars([slots[row] for row in rows], rows, result)
+        for (row, sequence), token in zip(sampled, outputs):
             if token == NO_TOKEN:
                 sequence.num_computed -= 1
                 continue
@@ -227,13 +233,13 @@ class MockExecutor:
                 result.logprobs[row] = mock_logprobs(token, sequence.sampling.logprobs, self.vocab_size)
         return result
 
-    def _obey_grammars(self, slots: list[int], rows: list[int], token_ids: list[int]) -> dict[int, str]:
-        """Replace tokens that a grammar forbids by one that it allows, or by NO_TOKEN if its mask is late, in place;
-        returns failures by row."""
+    def _obey_grammars(self, slots: list[int], rows: list[int], result: ModelOutput) -> None:
+        """Replace tokens that a grammar forbids by one that it allows, or by NO_TOKEN if its mask is late, and add the
+        failures. ``slots`` and ``rows``: of the tokens."""
         computing = self._grammars.begin(slots)
         if computing is None:
-            return {}
-        masks = computing.result()
+            return
+        masks, token_ids = computing.result(), result.token_ids
         assert masks is not None  # no row guesses
         for number, forbidden in zip(masks.rows, masks.forbidden()):
             allowed = np.flatnonzero(~forbidden)
@@ -242,13 +248,13 @@ class MockExecutor:
         for number in masks.late:
             token_ids[number] = NO_TOKEN
         self._grammars.advance(slots, token_ids)
-        return {rows[number]: reason for number, reason in masks.failures.items()}
+        result.failures.update({rows[number]: reason for number, reason in masks.failures.items()})
 
     def _decode(self, sequence: _Sequence) -> int:
         """One position; returns its hash."""
         size, cells = self._block_size, self._cells
         position, blocks, hashes = sequence.num_computed, sequence.blocks, sequence.hashes
-        index, offset = divmod(position, size)
+        index, offset = position // size, position % size
         cell = blocks[index] + offset
         before = cell + size - 1 if offset else blocks[index - 1] + 2 * size - 1
         previous = cells[before] if position else _SEED
@@ -273,12 +279,12 @@ class MockExecutor:
         """``count`` positions; returns the last one's hash."""
         size, first = self._block_size, sequence.num_computed
         before = sequence.blocks[(first - 1) // size] + size + (first - 1) % size if first else -1
-        tokens = _numbers(sequence.keys)[first : first + count].copy()
+        tokens = _numbers(sequence.keys[first : first + count])
         hashes = _hash_chain(tokens, self._cells[before] if first else _SEED)
-        index, offset = np.divmod(np.arange(first, first + count), size)
-        blocks = np.array(sequence.blocks)[index] // self._block_cells
-        self.pool[blocks, 0, offset] = tokens
-        self.pool[blocks, 1, offset] = hashes
+        blocks = np.array(sequence.blocks[first // size : -(-(first + count) // size)])
+        cells = (blocks[:, None] + self._offsets).ravel()[first % size :][:count]
+        self._all_cells[cells] = tokens
+        self._all_cells[cells + size] = hashes
         del sequence.hashes[first:]
         sequence.hashes.frombytes(hashes.tobytes())
         sequence.num_computed += count
@@ -287,18 +293,11 @@ class MockExecutor:
 
     # -- invented logprobs ---------------------------------------------------------------------------------------------
 
-    def _prompt_logprobs(
-        self, work: SchedulerOutput, sequences: Sequence[_Sequence]
-    ) -> dict[int, list[PositionLogprobs]]:
-        """Those of the prompts' tokens that this step computes."""
-        found: dict[int, list[PositionLogprobs]] = {}
-        for row, sequence in enumerate(sequences):
-            count, first = sequence.sampling.prompt_logprobs, sequence.num_computed
-            if count is not None and first < sequence.num_prompt:
-                end = min(first + int(work.num_tokens[row]), sequence.num_prompt)
-                tokens = sequence.keys[max(first, 1) : end]
-                found[row] = [mock_logprobs(token, count, self.vocab_size) for token in tokens]
-        return found
+    def _prompt_logprobs(self, sequence: _Sequence, count: int) -> list[PositionLogprobs]:
+        """Those of the prompt's tokens among the next ``count``."""
+        num_top, first = sequence.sampling.prompt_logprobs or 0, sequence.num_computed
+        tokens = sequence.keys[max(first, 1) : min(first + count, sequence.num_prompt)]
+        return [mock_logprobs(token, num_top, self.vocab_size) for token in tokens]
 
 
 def from_settings(settings: WorkerConfig, memory: HostMemory) -> MockExecutor:
@@ -363,10 +362,15 @@ def _hash_chain(tokens: Uint32Array, previous: int) -> Uint32Array:
 
     Since A is odd it has an inverse modulo 2**32, and h[i] = A**(i+1) * (previous + sum of SPREAD * t[j] / A**(j+1)).
     """
-    powers = np.cumprod(np.full(len(tokens), _A, dtype=np.uint32), dtype=np.uint32)
-    inverses = np.cumprod(np.full(len(tokens), _A_INVERSE, dtype=np.uint32), dtype=np.uint32)
-    sums = np.cumsum(tokens * np.uint32(_SPREAD) * inverses, dtype=np.uint32)
-    return powers * (sums + np.uint32(previous))
+    powers, inverses = _powers(-(-len(tokens) // _STRETCH) * _STRETCH)
+    sums = np.cumsum(tokens * inverses[: len(tokens)], dtype=np.uint32)
+    return powers[: len(tokens)] * (sums + np.uint32(previous))
 
 
-_A_INVERSE = pow(_A, -1, 2**32)
+@cache
+def _powers(count: int) -> tuple[Uint32Array, Uint32Array]:
+    """A**i, and SPREAD / A**i, for i from 1 to ``count``."""
+    powers, inverses = (
+        np.cumprod(np.full(count, base, dtype=np.uint32), dtype=np.uint32) for base in (_A, pow(_A, -1, 2**32))
+    )
+    return powers, inverses * np.uint32(_SPREAD)

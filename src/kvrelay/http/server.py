@@ -183,7 +183,7 @@ class HttpConnection(asyncio.Protocol):
         pieces = self._unwritten
         if not pieces:
             return
-        data = pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        data = b"".join(pieces)
         pieces.clear()
         transport = self.transport
         if transport is None:

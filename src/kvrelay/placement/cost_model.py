@@ -136,19 +136,22 @@ class StepCostModel:
                 self._spread.add(seconds, estimate_s)
                 self._cost = None
         else:
-            self.add_decodes(work.num_decodes, work.num_context_tokens, (seconds,))
+            self._add_decode(work.num_decodes, work.num_context_tokens, seconds)
 
     def add_decodes(self, num_decodes: int, num_context: int, seconds: Sequence[float]) -> None:
         """Like ``add`` for steps without a prefill one after another, the same decodes in each: ``num_context`` tokens
         of context in the first one, and another for each decode in each step."""
         for number, step_s in enumerate(seconds):
-            # Steady decoding says the same again and again: after a while a part of it is enough.
-            self._num_decode_steps += 1
-            if self._num_decode_steps > MANY_STEPS and self._num_decode_steps % SAMPLED_STEPS:
-                continue
-            if self._decode.add((1.0, num_decodes, num_context + number * num_decodes), step_s):
-                self._cost = None
-            self._spread.age()
+            self._add_decode(num_decodes, num_context + number * num_decodes, step_s)
+
+    def _add_decode(self, num_decodes: int, num_context: int, seconds: float) -> None:
+        # Steady decoding says the same again and again: after a while a part of it is enough.
+        self._num_decode_steps += 1
+        if self._num_decode_steps > MANY_STEPS and self._num_decode_steps % SAMPLED_STEPS:
+            return
+        if self._decode.add((1.0, num_decodes, num_context), seconds):
+            self._cost = None
+        self._spread.age()
 
 
 class RemoteCost(msgspec.Struct, frozen=True):

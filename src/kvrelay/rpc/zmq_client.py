@@ -156,7 +156,7 @@ class ZmqRpcClient:
         if frames is None:
             return None
         frame = frames[0].buffer
-        size = sum([len(frame) for frame in frames])
+        size = len(frame)
         if size <= len(FAREWELL_FRAME) and self._is_signal(frame):
             return size
         try:

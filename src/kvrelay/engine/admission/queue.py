@@ -108,6 +108,7 @@ class AdmissionQueue:
     ) -> None:
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
+        self.num_waiting = 0
         self.num_waiting_blocks = 0
         """Blocks that the known tokens of all waiting requests need. Prefix hits are not deducted: they may be lost."""
         self.num_waiting_tokens = 0
@@ -130,9 +131,6 @@ class AdmissionQueue:
         others = f"{elsewhere} others, {held} with their KV held"
         return f"AdmissionQueue({here} to compute, {others}, {self.num_waiting_blocks} blocks)"
 
-    def __len__(self) -> int:
-        return len(self._here) + len(self._elsewhere) + len(self._held)
-
     @property
     def _queues(self) -> tuple[FairQueue, ...]:
         return self._here, self._elsewhere, self._held
@@ -145,6 +143,7 @@ class AdmissionQueue:
         num_held = max(self.num_held_tokens(request), request.num_load_tokens)
         request.num_queued_tokens = max(len(request.token_ids) - num_held, 1)
         self._queue_of(request).push(request)
+        self.num_waiting += 1
         self.num_waiting_tokens += request.num_queued_tokens
         self.num_waiting_blocks += self._pool.blocks_for(len(request.token_ids))
 
@@ -303,6 +302,7 @@ class AdmissionQueue:
         if request not in queue:
             return
         queue.remove(request, is_admitted=is_admitted)
+        self.num_waiting -= 1
         self.num_waiting_tokens -= request.num_queued_tokens
         self.num_waiting_blocks -= self._pool.blocks_for(len(request.token_ids))
         if self._short is not None and self._short.request is request:

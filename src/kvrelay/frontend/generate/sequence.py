@@ -375,17 +375,17 @@ class Sequence:
                 self._heard(output)
                 return
             output = unseen
+        num_new = len(output.token_ids)
         if not self._is_prefilled:
             self._on_prefilled(output, now_s, link)
-        elif output.token_ids:
-            num_new = len(output.token_ids)
+        elif num_new:
             gap_s = (now_s - self._last_s) / num_new
             self._gaps.observe(gap_s, num_new)
             if gap_s > LATE_S and self._trace is not None:
                 self._trace.late_token(now_s, gap_s)
         self._last_s = now_s
         if link is not None:
-            link.counts.generated_tokens += len(output.token_ids)
+            link.counts.generated_tokens += num_new
         piece = self._text.push(output, len(known))
         known += piece.token_ids
         if piece.finish is not None:

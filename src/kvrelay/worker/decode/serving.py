@@ -384,10 +384,9 @@ class DecodeSide:
     def _deliver(self) -> None:
         """On the event loop: tokens to frontends."""
         self._is_delivery_due = False  # first: what the engine adds from now on makes another delivery due
-        undelivered = self._undelivered
-        outputs = [undelivered.popleft() for _ in range(len(undelivered))]
         by_peer: defaultdict[Peer, list[TokenOutput]] = defaultdict(list)
-        for output in outputs:
+        for _ in range(len(self._undelivered)):
+            output = self._undelivered.popleft()
             served = self._served.get(output.request_id)
             if served is None:
                 continue

@@ -30,6 +30,9 @@ _CROWD = 2
 first kernel meets the threads that have brought it its work: up to two for each core are no crowd."""
 _libc = ctypes.CDLL(None)
 _CAN_PLACE = all(hasattr(_libc, name) for name in ("gettid", "sched_getcpu")) and os.path.exists("/proc/loadavg")
+_LOAD = os.open("/proc/loadavg", os.O_RDONLY | os.O_CLOEXEC) if _CAN_PLACE else -1
+"""Kept open: on a busy machine a rest comes before every kernel."""
+_NUM_CORES = os.cpu_count() or 1
 _gettid = types.ExternalFunction("gettid", types.int32())
 
 
@@ -76,7 +79,7 @@ class _Team(threading.local):
             _note_threads(numbers, num_threads)
             self._helpers = [int(number) for number in numbers if number != threading.get_native_id()]
         others = os.sched_getaffinity(0) - {_libc.sched_getcpu()}
-        if others and _num_running() <= _CROWD * (os.cpu_count() or 1):
+        if others and _num_running() <= _CROWD * _NUM_CORES:
             self._allow(others)
             self._are_placed = True
 
@@ -88,8 +91,7 @@ class _Team(threading.local):
 
 def _num_running() -> int:
     """Threads of this machine that run or wait for a core."""
-    with open("/proc/loadavg") as file:
-        return int(file.read().split()[3].partition("/")[0])
+    return int(os.pread(_LOAD, 64, 0).split()[3].partition(b"/")[0])
 
 
 def _is_ours(thread: int) -> bool:
