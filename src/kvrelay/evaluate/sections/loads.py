@@ -1,0 +1,80 @@
+"""How latency grows: with clients from 1 to 64, and with the rate, with Poisson arrivals and with even ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvrelay.evaluate.calibration import Basis
+from kvrelay.evaluate.effects import GAP_P99, GOODPUT, TOKENS, TTFT_P90, Row, effects_sentence
+from kvrelay.evaluate.findings import Plot, Section
+from kvrelay.evaluate.load import Point
+from kvrelay.evaluate.shown import COLUMNS, PERCENTILES, failures, latency_plots, lines_over, rows_table
+from kvrelay.evaluate.workbench import REPLICAS, SPLIT, Workbench
+from kvrelay.simulate.advise import Advice
+
+NAME = "loads"
+CASES = (REPLICAS, SPLIT)
+CLIENTS, SHORT_CLIENTS = (1, 2, 4, 8, 16, 32, 64), (1, 8, 64)
+SHARES, SHORT_SHARES = (0.3, 0.5, 0.7, 0.9), (0.3, 0.9)
+EVEN = 100.0
+"""Shape of gaps that are nearly equal."""
+
+
+def _points(bench: Workbench, basis: Basis | None = None) -> tuple[list[Point], list[Point]]:
+    """Closed loops, and open ones."""
+    is_short = bench.options.is_short
+    closed = [Point(f"{num} clients", concurrency=num) for num in (SHORT_CLIENTS if is_short else CLIENTS)]
+    shares = SHORT_SHARES if is_short else SHARES
+    if basis is None:
+        return closed, [Point("")] * 2 * len(shares)
+    poisson = [basis.at(share) for share in shares]
+    return closed, [*poisson, *(Point(f"{one.name}, even", rate=one.rate, burstiness=EVEN) for one in poisson)]
+
+
+def seconds_for(bench: Workbench) -> float:
+    return bench.seconds_for(len(CASES), sum(map(len, _points(bench))))
+
+
+def take(bench: Workbench, basis: Basis, advice: Advice) -> list[Section]:
+    closed, opened = _points(bench, basis)
+    rows = bench.rows(NAME, CASES, [*closed, *opened])
+    by_name = {point.name: [row for row in rows if row["point"] == point.name] for point in (*closed, *opened)}
+    return [
+        closed_section([row for point in closed for row in by_name[point.name]], [point.name for point in closed]),
+        open_section([row for point in opened for row in by_name[point.name]], [point.name for point in opened]),
+    ]
+
+
+def closed_section(rows: Sequence[Row], points: Sequence[str]) -> Section:
+    return Section(
+        f"From {points[0].removesuffix(' clients')} to {points[-1]}",
+        effects_sentence(rows, (TTFT_P90, GAP_P99, TOKENS), REPLICAS.name, SPLIT.name, (points[0], points[-1])),
+        "Closed loops: each client sends its next request after its answer. Times in milliseconds.",
+        (rows_table(rows, COLUMNS),),
+        (
+            *latency_plots(rows, "concurrency", "clients"),
+            Plot(
+                "Answer tokens over clients",
+                "clients",
+                "answer tokens per second",
+                lines_over(rows, "concurrency", "tokens_per_s"),
+            ),
+        ),
+        notes=failures(rows),
+    )
+
+
+def open_section(rows: Sequence[Row], points: Sequence[str]) -> Section:
+    """``points``: the Poisson ones by rate, then the even ones."""
+    poisson = points[: len(points) // 2]
+    random = [row for row in rows if row["point"] in poisson]
+    highest = (poisson[-1], points[-1])
+    return Section(
+        "Over the rate, with Poisson and with even arrivals",
+        effects_sentence(rows, (TTFT_P90, GAP_P99, GOODPUT), REPLICAS.name, SPLIT.name, highest),
+        f"Open loops. Even arrivals have burstiness {EVEN:g}: gamma gaps of that shape, nearly equal ones. The plots "
+        "have Poisson arrivals. Times in milliseconds.",
+        (rows_table(rows, {**PERCENTILES, "within objectives": COLUMNS["within objectives"]}),),
+        latency_plots(random, "rate", "requests per second"),
+        notes=failures(rows),
+    )
