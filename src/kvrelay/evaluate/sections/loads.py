@@ -14,8 +14,8 @@ from kvrelay.simulate.advise import Advice
 
 NAME = "loads"
 CASES = (REPLICAS, SPLIT)
-CLIENTS, SHORT_CLIENTS = (1, 2, 4, 8, 16, 32, 64), (1, 8, 64)
-SHARES, SHORT_SHARES = (0.3, 0.5, 0.7, 0.9), (0.3, 0.9)
+CLIENTS, SHORT_CLIENTS = (1, 2, 4, 8, 16, 32, 64), (1, 64)
+SHARES, SHORT_SHARES = (0.3, 0.5, 0.7, 0.9), (0.9,)
 EVEN = 100.0
 """Shape of gaps that are nearly equal."""
 
