@@ -29,7 +29,7 @@ class Sizes(msgspec.Struct, frozen=True):
     requests: int
 
 
-WHOLE, SHORT = Sizes(3, 15.0, 24, 500), Sizes(2, 3.0, 6, 200)
+WHOLE, SHORT = Sizes(3, 10.0, 24, 500), Sizes(2, 3.0, 6, 200)
 
 
 class EvaluateOptions(msgspec.Struct, frozen=True):
