@@ -99,12 +99,30 @@ def test_the_answer_names_decision_command_and_all_that_was_asked() -> None:
     )
     load = fitted([Arrival(time_s=1.0, prompt_tokens=90, answer_tokens=20)], 1024, 100)
     section = answer.section_of(options(9.0), load, advice, ACCURATE, "auto")
-    assert section.title == "4 slots: split, 1P3D"
+    assert section.title == "4 slots: together at your rate (2 requests/s), split as 1P3D above 5 requests/s"
+    assert section.sentence == "Split: it wins."
     answers = dict(section.tables[0].rows)
-    assert answers["run"].startswith("kvrelay serve MODEL --prefill 1 --decode 3")
+    assert answers["run"].startswith("kvrelay serve MODEL --prefill 0 --decode 4")
+    assert answers["run above that rate"].startswith("kvrelay serve MODEL --prefill 1 --decode 3")
     assert "90% of the first tokens come within 20 ms" in answers["objectives that hold"]
     assert section.notes == ("1 requests of the load were shortened to the context of 100 tokens.",)
     assert [line.name for line in section.plots[0].lines] == ["1P3D", "4 aggregated"]
+
+
+@pytest.mark.parametrize(
+    ("best", "rate", "words", "chosen"),
+    [
+        (SPLIT, 4.0, "together at your rate (4 requests/s), split as 1P3D above 5 requests/s", TOGETHER),
+        (SPLIT, 6.0, "split: 1P3D", SPLIT),
+        (TOGETHER, 6.0, "do not split: 4 aggregated", TOGETHER),
+    ],
+)
+def test_a_split_that_wins_only_above_the_loads_rate_can_wait(
+    best: Candidate, rate: float, words: str, chosen: Candidate
+) -> None:
+    capacities = (capacity(SPLIT, 8.0), capacity(TOGETHER, 5.0))
+    advice = Advice(best, "", (), capacities, Objectives(0.5, 0.025), rate, {1: 1024})
+    assert answer.decision_of(advice) == (words, chosen)
 
 
 def test_errors_and_agreement_of_the_simulator() -> None:

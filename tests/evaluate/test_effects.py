@@ -6,7 +6,16 @@ from typing import Any
 
 import pytest
 
-from kvrelay.evaluate.effects import TOKENS, TTFT_P90, Effect, effect, effects_sentence, median
+from kvrelay.evaluate.effects import (
+    TOKENS,
+    TTFT_P90,
+    Effect,
+    effects,
+    effects_sentence,
+    effects_table,
+    median,
+    unmeasured,
+)
 from kvrelay.evaluate.shown import failures, lines_over, rows_table
 
 
@@ -19,48 +28,58 @@ APART = [row("a", 1, 0.100), row("a", 2, 0.110), row("b", 1, 0.200), row("b", 2,
 CLOSE = [row("a", 1, 0.100), row("a", 2, 0.150), row("b", 1, 0.120), row("b", 2, 0.160)]
 
 
+def only(rows: list[dict[str, Any]]) -> Effect:
+    (found,) = effects(rows, (TTFT_P90,), "a", ("b",), ("2 requests/s",))
+    return found
+
+
 def test_an_effect_above_the_rounds_noise_is_named_with_both_medians() -> None:
-    found = effect(APART, TTFT_P90, "a", "b", "2 requests/s")
-    assert found is not None
+    found = only(APART)
     assert (found.medians, found.size) == (pytest.approx((0.105, 0.21)), pytest.approx(0.105))
     assert found.noise == pytest.approx(0.02)
-    assert found.sentence == "P90 of first tokens: b 210 ms, a 105 ms (+100%)"
+    assert effects_sentence([found]) == "At 2 requests/s: P90 of first tokens: b 210 ms, a 105 ms (+100%)."
 
 
 def test_an_effect_within_the_rounds_noise_is_not_shown() -> None:
-    found = effect(CLOSE, TTFT_P90, "a", "b", "2 requests/s")
-    assert found is not None
+    found = only(CLOSE)
     assert not found.is_shown
-    assert "not shown, b and a differ by 15.0 ms and rounds by 50.0 ms" in found.sentence
+    said = "A difference is not shown: the rounds of a case differ by more than the cases."
+    assert effects_sentence([found]) == said
+    (cells,) = effects_table([found]).rows
+    assert cells == (
+        *("2 requests/s", "b against a", "P90 of first tokens", "140 ms", "125 ms", "15.0 ms", "50.0 ms", "not shown"),
+    )
 
 
 @pytest.mark.parametrize(("size", "is_shown"), [(0.05, False), (0.0501, True)])
 def test_the_limit_is_what_one_case_differs_by_between_rounds(size: float, is_shown: bool) -> None:
-    found = Effect(TTFT_P90, ("a", "b"), ((0.5, 0.55), (0.525 + size, 0.525 + size)))
+    found = Effect(TTFT_P90, "", ("a", "b"), ((0.5, 0.55), (0.525 + size, 0.525 + size)))
     assert found.is_shown is is_shown
 
 
 def test_one_round_shows_nothing() -> None:
-    found = effect(APART[::2], TTFT_P90, "a", "b", "2 requests/s")
-    assert found is not None
+    found = only(APART[::2])
     assert not found.is_shown
-    assert "one round tells no noise" in found.sentence
+    assert effects_sentence([found]) == "A difference is not shown: one round tells nothing of noise."
 
 
 def test_what_failed_is_not_measured_and_does_not_count() -> None:
     failed = [row("b", number, None, error="it did not start") for number in (1, 2)]
-    assert effects_sentence(APART[:2] + failed, (TTFT_P90,), "a", "b", ("2 requests/s",)) == "b: not measured."
-    assert failures(APART[:2] + failed) == ("b, 2 of 4 turns failed: it did not start",)
-    assert effect([*APART, row("a", 3, 9.0, error="torn")], TTFT_P90, "a", "b", "2 requests/s") == effect(
-        APART, TTFT_P90, "a", "b", "2 requests/s"
+    rows = APART[:2] + failed
+    assert effects(rows, (TTFT_P90,), "a", ("b",), ("2 requests/s",)) == []
+    assert effects_sentence([]).startswith("Not shown")
+    assert unmeasured(rows, ("a", "b")) == " b: not measured."
+    assert unmeasured(APART, ("a", "b")) == ""
+    assert failures(rows) == ("b, 2 of 4 turns failed: it did not start",)
+    assert only([*APART, row("a", 3, 9.0, error="torn")]) == only(APART)
+
+
+def test_a_sentence_says_where_and_what_and_that_the_rest_is_not_shown() -> None:
+    found = effects(APART, (TTFT_P90, TOKENS), "a", ("b",), ("2 requests/s", "9 requests/s"))
+    assert effects_sentence(found) == (
+        "At 2 requests/s: P90 of first tokens: b 210 ms, a 105 ms (+100%). "
+        "Other differences are not shown: the rounds of a case differ by more than the cases."
     )
-
-
-def test_a_sentence_says_where_and_what() -> None:
-    said = effects_sentence(APART, (TTFT_P90, TOKENS), "a", "b", ("2 requests/s", "9 requests/s"))
-    assert said.startswith("At 2 requests/s: P90 of first tokens: b 210 ms")
-    assert "answer tokens per second: not shown" in said
-    assert "9 requests/s" not in said
 
 
 def test_turns_beside_other_processes_are_named() -> None:

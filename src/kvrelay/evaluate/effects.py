@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
+
+from kvrelay.evaluate.findings import Table
 
 Row = Mapping[str, Any]
 """A measured point: "case", "point", "round", "error" and figures by name."""
@@ -32,9 +35,10 @@ GOODPUT = Figure("goodput", "requests within the objectives", "%", 100.0)
 
 
 class Effect(msgspec.Struct, frozen=True):
-    """A figure of two cases, in the rounds of each."""
+    """A figure of two cases at a point, in the rounds of each."""
 
     figure: Figure
+    point: str
     names: tuple[str, str]
     rounds: tuple[tuple[float, ...], tuple[float, ...]]
 
@@ -61,41 +65,63 @@ class Effect(msgspec.Struct, frozen=True):
 
     @property
     def sentence(self) -> str:
-        text = self.figure.text
-        if min(map(len, self.rounds)) < 2:
-            return f"{self.figure.label}: not shown, one round tells no noise"
-        first, second = self.medians
-        if not self.is_shown:
-            return (
-                f"{self.figure.label}: not shown, {self.names[1]} and {self.names[0]} differ by "
-                f"{text(abs(self.size))} and rounds by {text(self.noise)}"
-            )
+        (first, second), text = self.medians, self.figure.text
         change = f" ({second / first - 1:+.0%})" if first else ""
         return f"{self.figure.label}: {self.names[1]} {text(second)}, {self.names[0]} {text(first)}{change}"
 
 
-def effect(rows: Sequence[Row], figure: Figure, first: str, second: str, point: str) -> Effect | None:
-    """Of two cases at one point; None if one of them has no value."""
-    values = [
-        tuple(row[figure.name] for row in good(rows, case, point) if row[figure.name] is not None)
-        for case in (first, second)
+def effects(
+    rows: Sequence[Row], figures: Sequence[Figure], first: str, others: Sequence[str], points: Sequence[str]
+) -> list[Effect]:
+    """Of ``others`` against ``first``; without those of which one side has no value."""
+    found = []
+    for point, other, figure in itertools.product(points, others, figures):
+        values = [
+            tuple(row[figure.name] for row in good(rows, case, point) if row[figure.name] is not None)
+            for case in (first, other)
+        ]
+        if all(values):
+            found.append(Effect(figure, point, (first, other), (values[0], values[1])))
+    return found
+
+
+def effects_sentence(found: Sequence[Effect]) -> str:
+    """What differs at which point by more than the rounds do, and that the rest is not shown."""
+    shown = [one for one in found if one.is_shown]
+    said = [
+        f"At {point}: {'; '.join(one.sentence for one in shown if one.point == point)}."
+        for point in dict.fromkeys(one.point for one in shown)
     ]
-    return Effect(figure, (first, second), (values[0], values[1])) if all(values) else None
+    if not found:
+        return "Not shown: nothing to compare was measured."
+    if len(shown) < len(found):
+        why = (
+            "the rounds of a case differ by more than the cases"
+            if max(len(values) for one in found for values in one.rounds) > 1
+            else "one round tells nothing of noise"
+        )
+        said.append(f"{'Other differences are' if shown else 'A difference is'} not shown: {why}.")
+    return " ".join(said)
 
 
-def effects_sentence(
-    rows: Sequence[Row], figures: Sequence[Figure], first: str, second: str, points: Sequence[str]
-) -> str:
-    """What differs at which point."""
-    unmeasured = [case for case in (first, second) if not any(good(rows, case, point) for point in points)]
-    if unmeasured:
-        return f"{' and '.join(unmeasured)}: not measured."
-    said = []
-    for point in points:
-        found = [one.sentence for figure in figures if (one := effect(rows, figure, first, second, point)) is not None]
-        if found:
-            said.append(f"At {point}: {'; '.join(found)}.")
-    return " ".join(said) or f"{first} and {second}: not measured at the same load."
+def effects_table(found: Sequence[Effect]) -> Table:
+    """Each difference beside that of the rounds."""
+    rows = []
+    for one in found:
+        text, (first, second) = one.figure.text, one.medians
+        verdict = "yes" if one.is_shown else "not shown"
+        name = f"{one.names[1]} against {one.names[0]}"
+        rows.append(
+            (one.point, name, one.figure.label, text(second), text(first), text(one.size), text(one.noise), verdict)
+        )
+    head = ("load", "difference", "of", "this", "that", "differ by", "rounds differ by", "shown")
+    return Table(head, tuple(rows))
+
+
+def unmeasured(rows: Sequence[Row], cases: Sequence[str]) -> str:
+    """A sentence about cases without a single good row; empty without one."""
+    missing = [case for case in cases if not any(row["case"] == case and not row["error"] for row in rows)]
+    return f" {', '.join(missing)}: not measured." if missing else ""
 
 
 def good(rows: Sequence[Row], case: str, point: str) -> list[Row]:

@@ -29,7 +29,7 @@ class Sizes(msgspec.Struct, frozen=True):
     requests: int
 
 
-WHOLE, SHORT = Sizes(3, 10.0, 24, 500), Sizes(2, 3.0, 6, 200)
+WHOLE, SHORT = Sizes(3, 10.0, 24, 1000), Sizes(2, 3.0, 6, 400)
 
 
 class EvaluateOptions(msgspec.Struct, frozen=True):
@@ -76,7 +76,7 @@ class EvaluateOptions(msgspec.Struct, frozen=True):
         """All that results depend on, by name."""
         given = msgspec.structs.asdict(self)
         own = {name: str(value) for name, value in given.items() if name not in UNBOUND}
-        return {**own, "machine": describe_machine(), **versions()}
+        return {**own, "sizes": str(self.sizes), "machine": describe_machine(), **versions()}
 
 
 def versions() -> dict[str, str]:

@@ -93,7 +93,7 @@ def _sections(bench: Workbench) -> list[Section]:
     others = [section for _, take in chosen.values() for section in done(take(bench, basis, advice))]
     linked = link.take(bench.options.model_path, basis.costs[1], bench.load.context)
     order = policies.order(bench, basis) if policies.NAME in chosen else "auto; not measured here"
-    first = answer.section_of(bench.options, bench.load, advice, found, order)
+    first = answer.section_of(bench.options, bench.load, advice, found, order, separated.notes)
     return [first, checked, separated, *others, linked]
 
 

@@ -3,6 +3,7 @@ times at which they were sent."""
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,11 +24,12 @@ NAME = "accuracy"
 CLUSTERS = {SPLIT.name: ClusterSpec(prefill=1, decode=1), REPLICAS.name: ClusterSpec(both=2)}
 MIN_SENT = 5
 FIGURES = ("requests_per_s", "ttft_mean_s", "e2e_p50_s")
+SIDES = ("measured", "simulated")
 SECONDS = 10.0
 
 
 class Accuracy(msgspec.Struct, frozen=True):
-    """Errors, simulated / measured - 1, each in the order of the checks. ``same_choice``: of how many loads, of all,
+    """Errors, simulated / measured - 1, of each case and load. ``same_choice``: of how many loads, of all,
     the simulator finds the same one of two arrangements faster by its median answer."""
 
     throughput: tuple[float, ...]
@@ -87,17 +89,23 @@ def simulated_figures(
 
 
 def accuracy_of(checks: Sequence[Row]) -> Accuracy:
-    """Errors by figure, and agreement by load."""
+    """Errors by figure of each case and load, medians of their rounds; and agreement by load."""
+    by_load: dict[str, dict[str, list[Row]]] = {}
+    for check in checks:
+        by_load.setdefault(check["point"], {}).setdefault(check["case"], []).append(check)
+    groups = [group for cases in by_load.values() for group in cases.values()]
     errors = [
-        tuple(check["simulated"][name] / check["measured"][name] - 1 for check in checks if check["measured"][name])
+        tuple(
+            statistics.median(one["simulated"][name] / one["measured"][name] - 1 for one in group) for group in groups
+        )
         for name in FIGURES
     ]
-    by_point: dict[str, dict[str, list[tuple[float, float]]]] = {}
-    for check in checks:
-        pair = (check["measured"]["e2e_p50_s"], check["simulated"]["e2e_p50_s"])
-        by_point.setdefault(check["point"], {}).setdefault(check["case"], []).append(pair)
-    pairs = [[np.median(values, axis=0) for values in cases.values()] for cases in by_point.values() if len(cases) == 2]
-    same = sum(bool((one[0] < other[0]) == (one[1] < other[1])) for one, other in pairs)
+    pairs = [
+        [[statistics.median(one[side]["e2e_p50_s"] for one in group) for side in SIDES] for group in cases.values()]
+        for cases in by_load.values()
+        if len(cases) == 2
+    ]
+    same = sum((one[0] < other[0]) == (one[1] < other[1]) for one, other in pairs)
     return Accuracy(errors[0], errors[1], errors[2], (same, len(pairs)))
 
 

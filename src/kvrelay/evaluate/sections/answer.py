@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 from kvrelay.evaluate.findings import Line, Plot, Section, Table
@@ -9,23 +11,32 @@ from kvrelay.evaluate.load import EvaluatedLoad
 from kvrelay.evaluate.options import EvaluateOptions
 from kvrelay.evaluate.sections.accuracy import Accuracy
 from kvrelay.simulate.advise import Advice, price_of
+from kvrelay.simulate.trial import Candidate
 from kvrelay.simulate.verdict import ATTAINMENT, Capacity, Measured
 
 
 def section_of(
-    options: EvaluateOptions, load: EvaluatedLoad, advice: Advice, accuracy: Accuracy, order: str
+    options: EvaluateOptions,
+    load: EvaluatedLoad,
+    advice: Advice,
+    accuracy: Accuracy,
+    order: str,
+    notes: Sequence[str] = (),
 ) -> Section:
-    """``order``: a sentence about the order of prefill and decode."""
-    best = next(row for row in advice.table if row.candidate == advice.best)
+    """``order``: a sentence about the order of prefill and decode. ``notes``: of what the answer rests on."""
+    headline, now = decision_of(advice)
+    chosen = next(row for row in advice.table if row.candidate == now)
     turns, sure = turning_sentence(advice.capacities), sureness_sentence(margin_of(advice.capacities), accuracy)
-    held = held_sentence(best, advice.rate)
-    costs = price_sentence(options, best, advice.capacities[0], load.mean_answer)
+    held = held_sentence(chosen, advice.rate)
+    capacity = next(one for one in advice.capacities if one.candidate == now)
+    costs = price_sentence(options, chosen, capacity, load.mean_answer)
     shrunk = f"{load.num_shortened} requests of the load were shortened to the context of {load.context} tokens."
     rows = [
-        ("run", advice.command),
-        ("prefill and decode", "apart" if advice.best.is_split else "together"),
-        ("workers", f"{advice.best.size}, {advice.best.tp} rank{'s' * (advice.best.tp > 1)} each"),
-        ("chunks", f"up to {advice.best.chunk} tokens a step"),
+        ("prefill and decode", headline),
+        ("run", now.command(options.objectives)),
+        *([("run above that rate", advice.command)] if now != advice.best else []),
+        ("workers", f"{now.size}, {now.tp} rank{'s' * (now.tp > 1)} each"),
+        ("chunks", f"up to {now.chunk} tokens a step"),
         ("order", order),
         ("rate at which the answer turns", turns),
         ("objectives that hold", held),
@@ -33,8 +44,8 @@ def section_of(
         ("how sure", sure),
     ]
     return Section(
-        f"{options.slots} slots: {'split, ' if advice.best.is_split else 'do not split: '}{advice.best.size}",
-        advice.verdict,
+        f"{options.slots} slots: {headline}",
+        advice.verdict[0].upper() + advice.verdict[1:],
         f"Simulated with the costs of this machine, for {options.slots} slots, {options.slo_ttft_ms:g} ms to the first "
         f"token and {options.slo_itl_ms:g} ms between tokens, and {len(load.arrivals)} requests at {advice.rate:.3g} "
         f"requests/s, with {load.mean_prompt:.0f} prompt and {load.mean_answer:.0f} answer tokens on average.",
@@ -47,8 +58,20 @@ def section_of(
                 tuple(Line(one.candidate.size, one.points) for one in advice.capacities),
             ),
         ),
-        notes=(shrunk,) if load.num_shortened else (),
+        notes=(*((shrunk,) if load.num_shortened else ()), *notes),
     )
+
+
+def decision_of(advice: Advice) -> tuple[str, Candidate]:
+    """In words, and the cluster to run at the load's own rate: a split that wins only above it can wait."""
+    best = advice.best
+    if not best.is_split:
+        return f"do not split: {best.size}", best
+    for other in advice.capacities:
+        if not other.candidate.is_split and other.requests_per_s >= advice.rate:
+            what = f"together at your rate ({advice.rate:.3g} requests/s), split as {best.size} above"
+            return f"{what} {other.requests_per_s:.3g} requests/s", other.candidate
+    return f"split: {best.size}", best
 
 
 def turning_sentence(capacities: tuple[Capacity, ...]) -> str:

@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvrelay.evaluate.calibration import CLIENTS, Basis
-from kvrelay.evaluate.effects import GAP_P99, TOKENS, TTFT_P90, Row, effects_sentence
+from kvrelay.evaluate.effects import (
+    GAP_P99,
+    TOKENS,
+    TTFT_P90,
+    Row,
+    effects,
+    effects_sentence,
+    effects_table,
+    unmeasured,
+)
 from kvrelay.evaluate.findings import Section
 from kvrelay.evaluate.load import Point
 from kvrelay.evaluate.shown import failures, rows_table
@@ -33,17 +42,16 @@ def take(bench: Workbench, basis: Basis) -> tuple[Section, Sequence[Row]]:
 
 def section_of(rows: Sequence[Row], points: Sequence[str]) -> Section:
     *rates, closed = points
-    compared = (((TTFT_P90, GAP_P99), rates), ((TOKENS,), [closed]))
-    sentences = dict.fromkeys(
-        effects_sentence(rows, figures, REPLICAS.name, other.name, at)
-        for other in (SPLIT, TWO_RANKS)
-        for figures, at in compared
-    )
+    others = (SPLIT.name, TWO_RANKS.name)
+    found = [
+        *effects(rows, (TTFT_P90, GAP_P99), REPLICAS.name, others, rates),
+        *effects(rows, (TOKENS,), REPLICAS.name, others, [closed]),
+    ]
     return Section(
         "Separation against replicas and tensor parallelism",
-        " ".join(sentences),
+        effects_sentence(found) + unmeasured(rows, (REPLICAS.name, *others)),
         "The same requests and the same cores for two replicas behind the router, one prefill and one decode worker, "
         "and one worker of two ranks.",
-        (rows_table(rows),),
+        (rows_table(rows), effects_table(found)),
         notes=failures(rows),
     )

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from kvrelay.evaluate import forecast
 from kvrelay.evaluate.calibration import Basis
-from kvrelay.evaluate.effects import GAP_P99, TTFT_P90, Row, effects_sentence, good, median
+from kvrelay.evaluate.effects import GAP_P99, TTFT_P90, Row, effects, effects_sentence, effects_table, good, median
 from kvrelay.evaluate.findings import Line, Plot, Section
 from kvrelay.evaluate.sections.sizes import outcomes_table, spread_text, stress_factors
 from kvrelay.evaluate.shown import failures, rows_table
@@ -58,7 +58,8 @@ def section_of(
     rows: Sequence[Row], simulated: Sequence[tuple[Candidate, float, Outcome]], lengths: Sequence[int], rate: float
 ) -> Section:
     points = list(dict.fromkeys(row["point"] for row in rows))
-    small, large = (case_name(length, lengths) for length in (lengths[0], lengths[-1]))
+    large = case_name(lengths[-1], lengths)
+    found = effects(rows, (TTFT_P90, GAP_P99), large, [case_name(length, lengths) for length in lengths[:-1]], points)
     figures = (("first tokens P90", "ttft_p90_s"), ("gaps P99", "gap_p99_s"))
     lines = tuple(
         Line(
@@ -73,10 +74,10 @@ def section_of(
     )
     return Section(
         "Chunk sizes",
-        f"{effects_sentence(rows, (TTFT_P90, GAP_P99), large, small, points)} {kept_sentence(simulated)}",
+        f"{effects_sentence(found)} {kept_sentence(simulated)}",
         "Measured on one worker that prefills in chunks beside decodes. Then simulated for all slots, at the highest "
         "rate that the best cluster holds.",
-        (rows_table(rows), outcomes_table(simulated, rate)),
+        (rows_table(rows), effects_table(found), outcomes_table(simulated, rate)),
         (Plot("First tokens and gaps over the chunk's length", "tokens", "ms", lines),),
         notes=failures(rows),
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvrelay.evaluate.calibration import Basis
-from kvrelay.evaluate.effects import GAP_P99, GOODPUT, TOKENS, TTFT_P90, Row, effects_sentence
+from kvrelay.evaluate.effects import GAP_P99, GOODPUT, TOKENS, TTFT_P90, Row, effects, effects_sentence, effects_table
 from kvrelay.evaluate.findings import Plot, Section
 from kvrelay.evaluate.load import Point
 from kvrelay.evaluate.shown import COLUMNS, PERCENTILES, failures, latency_plots, lines_over, rows_table
@@ -46,11 +46,12 @@ def take(bench: Workbench, basis: Basis, advice: Advice) -> list[Section]:
 
 
 def closed_section(rows: Sequence[Row], points: Sequence[str]) -> Section:
+    found = effects(rows, (TTFT_P90, GAP_P99, TOKENS), REPLICAS.name, [SPLIT.name], points)
     return Section(
         f"From {points[0].removesuffix(' clients')} to {points[-1]}",
-        effects_sentence(rows, (TTFT_P90, GAP_P99, TOKENS), REPLICAS.name, SPLIT.name, (points[0], points[-1])),
+        effects_sentence([one for one in found if one.point in (points[0], points[-1])]),
         "Closed loops: each client sends its next request after its answer. Times in milliseconds.",
-        (rows_table(rows, COLUMNS),),
+        (rows_table(rows), effects_table(found)),
         (
             *latency_plots(rows, "concurrency", "clients"),
             Plot(
@@ -68,13 +69,13 @@ def open_section(rows: Sequence[Row], points: Sequence[str]) -> Section:
     """``points``: the Poisson ones by rate, then the even ones."""
     poisson = points[: len(points) // 2]
     random = [row for row in rows if row["point"] in poisson]
-    highest = (poisson[-1], points[-1])
+    found = effects(rows, (TTFT_P90, GAP_P99, GOODPUT), REPLICAS.name, [SPLIT.name], points)
     return Section(
         "Over the rate, with Poisson and with even arrivals",
-        effects_sentence(rows, (TTFT_P90, GAP_P99, GOODPUT), REPLICAS.name, SPLIT.name, highest),
+        effects_sentence([one for one in found if one.point in (poisson[-1], points[-1])]),
         f"Open loops. Even arrivals have burstiness {EVEN:g}: gamma gaps of that shape, nearly equal ones. The plots "
         "have Poisson arrivals. Times in milliseconds.",
-        (rows_table(rows, {**PERCENTILES, "within objectives": COLUMNS["within objectives"]}),),
+        (rows_table(rows, {**PERCENTILES, "within objectives": COLUMNS["within objectives"]}), effects_table(found)),
         latency_plots(random, "rate", "requests per second"),
         notes=failures(rows),
     )

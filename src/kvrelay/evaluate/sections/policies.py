@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvrelay.evaluate.calibration import Basis
-from kvrelay.evaluate.effects import GOODPUT, TTFT_P90, Row, effect, effects_sentence
+from kvrelay.evaluate.effects import GOODPUT, TTFT_P90, Row, effects, effects_sentence, effects_table, unmeasured
 from kvrelay.evaluate.findings import Section
 from kvrelay.evaluate.load import Point
 from kvrelay.evaluate.shown import failures, latency_plots, rows_table
@@ -63,14 +63,14 @@ def _measured(bench: Workbench, basis: Basis) -> tuple[list[dict[str, Any]], lis
 
 
 def section_of(rows: Sequence[Row], points: Sequence[str]) -> Section:
-    others = [name for name in VARIANTS if name != DEFAULT]
-    said = [effects_sentence(rows, (TTFT_P90, GOODPUT), DEFAULT, other, points[-1:]) for other in (*others, AGGREGATED)]
+    others = [*(name for name in VARIANTS if name != DEFAULT), AGGREGATED]
+    found = effects(rows, (TTFT_P90, GOODPUT), DEFAULT, others, points)
     return Section(
         "Policies and orders over the rate",
-        " ".join(said),
+        effects_sentence([one for one in found if one.point == points[-1]]) + unmeasured(rows, others),
         "1P1D with each policy of --disagg-policy and each order, set while it runs, and two replicas. In a round all "
         "get the same lengths at the same times, with tokens of their own. Times in milliseconds.",
-        (rows_table(rows),),
+        (rows_table(rows), effects_table(found)),
         latency_plots(rows, "rate", "requests per second"),
         notes=failures(rows),
     )
@@ -78,11 +78,11 @@ def section_of(rows: Sequence[Row], points: Sequence[str]) -> Section:
 
 def order_sentence(rows: Sequence[Row], points: Sequence[str]) -> str:
     """Which order had earlier first tokens at each rate, if that is shown; auto otherwise."""
-    firsts = []
-    for point in points:
-        found = effect(rows, TTFT_P90, *ORDERS, point)
-        if found is not None and found.is_shown:
-            firsts.append(f"{ORDERS[found.size < 0]} has earlier first tokens at {point}")
+    firsts = [
+        f"{ORDERS[one.size < 0]} has earlier first tokens at {one.point}"
+        for one in effects(rows, (TTFT_P90,), ORDERS[0], ORDERS[1:], points)
+        if one.is_shown
+    ]
     return (
         f"auto; measured here: {'; '.join(firsts)}" if firsts else "auto; between the two orders nothing is shown here"
     )

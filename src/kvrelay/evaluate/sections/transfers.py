@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvrelay.evaluate.calibration import Basis
-from kvrelay.evaluate.effects import GAP_P99, Figure, Row, effects_sentence
+from kvrelay.evaluate.effects import GAP_P99, Figure, Row, effects, effects_sentence, effects_table, unmeasured
 from kvrelay.evaluate.findings import Section
 from kvrelay.evaluate.shown import failures, rows_table
 from kvrelay.evaluate.workbench import SPLIT, ServerCase, Workbench
@@ -42,12 +42,12 @@ def take(bench: Workbench, basis: Basis, advice: Advice) -> list[Section]:
 def section_of(rows: Sequence[Row], cases: Sequence[str]) -> Section:
     """All ways beside the first one."""
     points = list(dict.fromkeys(row["point"] for row in rows))
-    said = [effects_sentence(rows, (TTFT_P50, GAP_P99), cases[0], other, points) for other in cases[1:]]
+    found = effects(rows, (TTFT_P50, GAP_P99), cases[0], cases[1:], points)
     return Section(
         "PUT, PUT_ASYNC and GET under load",
-        " ".join(said),
+        effects_sentence(found) + unmeasured(rows, cases),
         "1P1D with every prefill remote. PUT waits until the KV has landed, PUT_ASYNC does not; with GET the decode "
         "worker fetches it. Times in milliseconds.",
-        (rows_table(rows),),
+        (rows_table(rows), effects_table(found)),
         notes=failures(rows),
     )
