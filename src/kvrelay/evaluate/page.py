@@ -55,13 +55,19 @@ def _section(section: Section) -> str:
 
 
 def _table(one: Table) -> str:
-    head = "".join(f"<th>{html.escape(cell)}</th>" for cell in one.head)
+    columns = zip(*one.rows) if one.rows else [()] * len(one.head)
+    head = "".join(_cell("th", name, column) for name, column in zip(one.head, columns))
     return f'<div class="wide"><table><tr>{head}</tr>{"".join(map(_row, one.rows))}</table></div>'
 
 
 def _row(cells: Iterable[str]) -> str:
-    marked = (f"<td{'' if set(cell) <= _NUMERIC else ' class=text'}>{html.escape(cell)}</td>" for cell in cells)
-    return f"<tr>{''.join(marked)}</tr>"
+    return f"<tr>{''.join(_cell('td', cell, (cell,)) for cell in cells)}</tr>"
+
+
+def _cell(tag: str, text: str, looks: Iterable[str]) -> str:
+    """Aligned left if one of ``looks`` has words."""
+    mark = "" if all(set(look) <= _NUMERIC for look in looks) else " class=text"
+    return f"<{tag}{mark}>{html.escape(text)}</{tag}>"
 
 
 def _plot(plot: Plot) -> str:

@@ -88,35 +88,38 @@ def simulated_figures(
     }
 
 
-def accuracy_of(checks: Sequence[Row]) -> Accuracy:
-    """Errors by figure of each case and load, medians of their rounds; and agreement by load."""
-    by_load: dict[str, dict[str, list[Row]]] = {}
+def by_load(checks: Sequence[Row]) -> dict[tuple[str, str], list[dict[str, float]]]:
+    """For each load and case the measured and the simulated figures, medians of the rounds."""
+    groups: dict[tuple[str, str], list[Row]] = {}
     for check in checks:
-        by_load.setdefault(check["point"], {}).setdefault(check["case"], []).append(check)
-    groups = [group for cases in by_load.values() for group in cases.values()]
-    errors = [
-        tuple(
-            statistics.median(one["simulated"][name] / one["measured"][name] - 1 for one in group) for group in groups
-        )
-        for name in FIGURES
-    ]
+        groups.setdefault((check["point"], check["case"]), []).append(check)
+    return {
+        key: [{name: statistics.median(one[side][name] for one in group) for name in FIGURES} for side in SIDES]
+        for key, group in groups.items()
+    }
+
+
+def accuracy_of(checks: Sequence[Row]) -> Accuracy:
+    """Errors by figure, and agreement by load."""
+    found = by_load(checks)
+    errors = [tuple(simulated[name] / real[name] - 1 for real, simulated in found.values()) for name in FIGURES]
     pairs = [
-        [[statistics.median(one[side]["e2e_p50_s"] for one in group) for side in SIDES] for group in cases.values()]
-        for cases in by_load.values()
-        if len(cases) == 2
+        [[side["e2e_p50_s"] for side in sides] for (at, _), sides in found.items() if at == point]
+        for point in dict.fromkeys(point for point, _ in found)
     ]
-    same = sum((one[0] < other[0]) == (one[1] < other[1]) for one, other in pairs)
-    return Accuracy(errors[0], errors[1], errors[2], (same, len(pairs)))
+    compared = [pair for pair in pairs if len(pair) == 2]
+    same = sum((one[0] < other[0]) == (one[1] < other[1]) for one, other in compared)
+    return Accuracy(errors[0], errors[1], errors[2], (same, len(compared)))
 
 
 def section_of(checks: Sequence[Row], found: Accuracy, basis: Basis) -> Section:
     lines = []
-    for check in checks:
+    for key, (real, simulated) in by_load(checks).items():
         cells = []
         for name, scale, spec in zip(FIGURES, (1.0, 1e3, 1e3), (".2f", ".1f", ".0f")):
-            real, simulated = check["measured"][name], check["simulated"][name]
-            cells += [format(real * scale, spec), format(simulated * scale, spec), f"{simulated / real - 1:+.0%}"]
-        lines.append((check["point"], check["case"], *cells))
+            cells += [format(real[name] * scale, spec), format(simulated[name] * scale, spec)]
+            cells.append(f"{simulated[name] / real[name] - 1:+.0%}")
+        lines.append((*key, *cells))
     names = ("requests/s", "mean TTFT", "median answer")
     head = ("load", "case", *(word for name in names for word in (name, "simulated", "error")))
     costs = [

@@ -54,8 +54,11 @@ def section_of(
             Plot(
                 "Requests within the objectives over the rate",
                 "requests per second",
-                "share",
-                tuple(Line(one.candidate.size, one.points) for one in advice.capacities),
+                "percent",
+                tuple(
+                    Line(one.candidate.size, tuple((rate, 100 * share) for rate, share in one.points))
+                    for one in advice.capacities
+                ),
             ),
         ),
         notes=(*((shrunk,) if load.num_shortened else ()), *notes),
