@@ -103,6 +103,11 @@ def sent_of(records: Sequence[RequestRecord]) -> list[Sent]:
     ]
 
 
+def answered_per_s(sent: Sequence[Sent]) -> float:
+    """Until the last answer, so that it counts answers which take longer than the sending; 0 without any."""
+    return len(sent) / max(one.sent_s + one.e2e_s for one in sent) if sent else 0.0
+
+
 def replayed(sent: Sequence[Sent], clients: int = 0) -> list[Arrival]:
     """The same requests for the simulator: at the same times, or with ``clients`` each after the answer of the one that
     its client sent before; then requests go round."""

@@ -28,7 +28,7 @@ from kvrelay.certify.servers import Cluster, running_cluster
 from kvrelay.cli.processes import run_async
 from kvrelay.errors import KvrelayError
 from kvrelay.evaluate.journal import Journal
-from kvrelay.evaluate.load import EvaluatedLoad, Point, sent_of
+from kvrelay.evaluate.load import EvaluatedLoad, Point, answered_per_s, sent_of
 from kvrelay.evaluate.options import EvaluateOptions
 
 DRAIN_S = 30.0
@@ -38,7 +38,6 @@ POINT_S = 1.5
 """And of what a point takes besides sending."""
 NUM_WARM = 4
 FIGURES = {
-    "requests_per_s": "requests_per_s",
     "tokens_per_s": "output_tokens_per_s",
     **{
         f"{name}_{p}_s": f"{of}.{path}"
@@ -162,7 +161,7 @@ class Workbench:
         before = places_of(await cluster.workers())
         with watched() as watch:
             report, result = await self.run(cluster.url, point, salt, number)
-        places = places_of(await cluster.workers()) - before
+        places, sent = places_of(await cluster.workers()) - before, sent_of(result.records)
         return {
             **{name: figure(report.total, path) for name, path in FIGURES.items()},
             "num": report.total.successful,
@@ -171,7 +170,8 @@ class Workbench:
             "foreign_cores": watch.foreign_cores,
             "rate": point.rate,
             "concurrency": point.concurrency,
-            "records": sent_of(result.records),
+            "requests_per_s": answered_per_s(sent),
+            "records": sent,
         }
 
     async def run(self, url: str, point: Point, salt: int, number: int = 0) -> tuple[ServeReport, RunResult]:

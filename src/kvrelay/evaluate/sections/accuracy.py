@@ -14,7 +14,7 @@ from kvrelay.config import DisaggConfig
 from kvrelay.evaluate.calibration import Basis
 from kvrelay.evaluate.effects import Row
 from kvrelay.evaluate.findings import Section, Table
-from kvrelay.evaluate.load import Sent, replayed
+from kvrelay.evaluate.load import Sent, answered_per_s, replayed
 from kvrelay.evaluate.workbench import REPLICAS, SPLIT, Workbench
 from kvrelay.simulate.cluster import ClusterSpec
 from kvrelay.simulate.costs import Costs
@@ -69,7 +69,7 @@ def _checks(bench: Workbench, basis: Basis, rows: Sequence[Row]) -> list[dict[st
 def measured_figures(sent: Sequence[Sent]) -> dict[str, float]:
     """Of answered requests: rate until the last answer, mean first token, median answer."""
     return {
-        "requests_per_s": len(sent) / max(one.sent_s + one.e2e_s for one in sent),
+        "requests_per_s": answered_per_s(sent),
         "ttft_mean_s": float(np.mean([one.ttft_s for one in sent])),
         "e2e_p50_s": float(np.median([one.e2e_s for one in sent])),
     }
