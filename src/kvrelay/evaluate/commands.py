@@ -48,7 +48,7 @@ _DEFAULTS = DisaggConfig()
     "datasets",
     multiple=True,
     type=_FILE,
-    help="Conversations whose shared prefixes are measured (as of kvrelay bench prefixes); may be repeated.",
+    help="Conversations whose shared prefixes are measured (as of kvrelay bench prefixes); may be repeated. Default: none.",
 )
 @click.option("--serve-flags", default="", help="Further flags of each kvrelay serve, in one word, as of a shell.")
 @click.option(
