@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from kvrelay.certify.findings import CertifyReport, Group, Row, Series, Verdict
 from kvrelay.core.step_cost import StepCost
+from kvrelay.errors import InvalidInputError
 from kvrelay.evaluate.load import fitted
 from kvrelay.evaluate.options import EvaluateOptions
 from kvrelay.evaluate.sections import answer, chunks, larger, link, policies, sizes
@@ -156,6 +159,25 @@ def test_the_link_that_hides_a_hand_off_carries_the_kv_in_the_time_of_the_prefil
     assert "does not hide hand-offs" in section.sentence
     fast = Costs(step=costs.step, link_bytes_per_s=1e9)
     assert "and hides hand-offs" in link.section_of(500, fast, 128).sentence
+
+
+def test_a_certified_link_is_compared_by_its_best_bandwidth(tmp_path: Path) -> None:
+    lines = (
+        Series("bandwidth", "nixl", ((4096.0, 1e6), (1e6, 6e6))),
+        Series("bandwidth", "raw copy (nixl)", ((1.0, 9e9),)),
+    )
+    row = Row(Group.FAST, "bandwidth", "nixl", Verdict.PASS, "whole", series=lines)
+    report = CertifyReport("d", "a host", "0", "m", "c", "2026", (row,))
+    path = tmp_path / "certify.json"
+    path.write_bytes(msgspec.json.encode(report))
+    read = link.read_certificate(path)
+    assert read == report
+    assert link.certified(report, 5e6) == ["The certified path nixl (a host) has 6 MB/s and hides hand-offs."]
+    assert link.certified(report, 7e6) == ["The certified path nixl (a host) has 6 MB/s and does not hide hand-offs."]
+    assert "no bandwidth" in link.certified(msgspec.structs.replace(report, rows=()), 1.0)[0]
+    path.write_text("[]")
+    with pytest.raises(InvalidInputError, match=r"not the certify\.json"):
+        link.read_certificate(path)
 
 
 def test_sizes_that_differ_little_are_no_answer() -> None:

@@ -15,7 +15,7 @@ from kvrelay.version import __version__
 
 PACKAGES = ("torch", "vllm", "nixl-cu13", "numpy")
 DEFAULT_LOAD = "poisson"
-UNBOUND = ("output", "command", "price", "sections", "datasets")
+UNBOUND = ("output", "command", "price", "sections", "datasets", "certificate")
 """On which no case depends: a later run may have others."""
 
 
@@ -48,6 +48,7 @@ class EvaluateOptions(msgspec.Struct, frozen=True):
     slots: int = 2
     price: float | None = None
     datasets: tuple[Path, ...] = ()
+    certificate: Path | None = None
     is_short: bool = False
     serve_flags: tuple[str, ...] = ()
     sections: tuple[str, ...] = SECTIONS

@@ -12,6 +12,7 @@ import click
 from kvrelay.bench.progress import ProgressBar
 from kvrelay.bench.report.files import to_json, write_text
 from kvrelay.bench.report.machine import describe_machine
+from kvrelay.certify.findings import CertifyReport
 from kvrelay.errors import InvalidInputError
 from kvrelay.evaluate import calibration, forecast
 from kvrelay.evaluate.findings import Report, Section
@@ -49,12 +50,12 @@ REPORT, PAGE = "evaluate.json", "evaluate.html"
 def evaluate(options: EvaluateOptions, bar: ProgressBar, *, resumes: bool) -> Report:
     """Measure and simulate what the journal does not have, and write the report. Raises InvalidInputError for options
     that cannot be, KvrelayError if nothing can be measured."""
-    load = _load(options)
+    load, certificate = _load(options), link.read_certificate(options.certificate)
     journal = Journal(options.output, options.settings, resumes=resumes)
     if len(journal):
         click.echo(f"going on from {options.output}: {len(journal)} cases are done", err=True)
     bench = Workbench(options, load, journal, PartBar(bar))
-    sections = _sections(bench)
+    sections = _sections(bench, certificate)
     journal.add(END, None)
     report = Report(
         KIND,
@@ -72,7 +73,7 @@ def evaluate(options: EvaluateOptions, bar: ProgressBar, *, resumes: bool) -> Re
     return report
 
 
-def _sections(bench: Workbench) -> list[Section]:
+def _sections(bench: Workbench, certificate: CertifyReport | None) -> list[Section]:
     """The answer is made last, and comes first."""
     chosen = {name: PARTS[name] for name in SECTIONS if name in bench.options.sections}
     planned = [
@@ -91,7 +92,7 @@ def _sections(bench: Workbench) -> list[Section]:
     checked, found = done(accuracy.take(bench, basis, rows))
     advice = done(forecast.advised(bench, basis))
     others = [section for _, take in chosen.values() for section in done(take(bench, basis, advice))]
-    linked = link.take(bench.options.model_path, basis.costs[1], bench.load.context)
+    linked = link.take(bench.options.model_path, basis.costs[1], bench.load.context, certificate)
     order = policies.order(bench, basis) if policies.NAME in chosen else "auto; not measured here"
     first = answer.section_of(bench.options, bench.load, advice, found, order, separated.notes)
     return [first, checked, separated, *others, linked]

@@ -4,20 +4,56 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
+
+from kvrelay.certify.findings import CertifyReport
 from kvrelay.certify.machine import kv_layout
-from kvrelay.errors import KvrelayError
+from kvrelay.core.decoding import UNREADABLE
+from kvrelay.errors import InvalidInputError, KvrelayError
 from kvrelay.evaluate.findings import Section, Table
 from kvrelay.simulate.costs import Costs
 
 LENGTHS = (128, 512, 1024, 2048, 4096, 8192, 32768)
 
 
-def take(model_path: Path, costs: Costs, context: int) -> Section:
+def read_certificate(path: Path | None) -> CertifyReport | None:
+    """What ``kvrelay certify`` has found. Raises InvalidInputError."""
+    if path is None:
+        return None
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=CertifyReport)
+    except (OSError, *UNREADABLE) as exc:
+        raise InvalidInputError(f"--certificate {path} is not the certify.json of kvrelay certify: {exc}") from exc
+
+
+def take(model_path: Path, costs: Costs, context: int, certificate: CertifyReport | None) -> Section:
+    notes: list[str] = []
+    bytes_per_token = costs.token_bytes
     try:
         bytes_per_token = kv_layout(model_path, 16).bytes_per_token
     except KvrelayError as exc:
-        return section_of(costs.token_bytes, costs, context, (f"as measured, because {exc.message}",))
-    return section_of(bytes_per_token, costs, context)
+        notes.append(f"The KV of a token is as measured, because {exc.message}")
+    if certificate is not None:
+        notes += certified(certificate, most_needed(bytes_per_token, costs, context))
+    return section_of(bytes_per_token, costs, context, tuple(notes))
+
+
+def certified(certificate: CertifyReport, needed: float) -> list[str]:
+    """A sentence for each path that was measured; ``needed``: bytes per second."""
+    paths = [row.series[0] for row in certificate.rows if row.series and row.series[0].chart == "bandwidth"]
+    said = []
+    for path in paths:
+        best = max((speed for _, speed in path.points), default=0.0)
+        does = "hides" if best >= needed else "does not hide"
+        said.append(
+            f"The certified path {path.name} ({certificate.machine}) has {best / 1e6:.3g} MB/s and {does} hand-offs."
+        )
+    return said or ["The certificate has no bandwidth: run kvrelay certify --only fast."]
+
+
+def most_needed(bytes_per_token: int, costs: Costs, context: int) -> float:
+    """Bytes per second at the length of prompts of which a prefill worker makes most."""
+    return max(hiding_bytes_per_s(bytes_per_token, costs, length) for length in LENGTHS if length <= context)
 
 
 def hiding_bytes_per_s(bytes_per_token: int, costs: Costs, num_tokens: int) -> float:
@@ -41,7 +77,7 @@ def section_of(bytes_per_token: int, costs: Costs, context: int, notes: tuple[st
                 f"{here_s * 1e3:.2f}",
             )
         )
-    most = max(hiding_bytes_per_s(bytes_per_token, costs, length) for length in LENGTHS if length <= context)
+    most = most_needed(bytes_per_token, costs, context)
     share = costs.link_bytes_per_s / most
     verdict = "hides hand-offs" if share >= 1.0 else "does not hide hand-offs: first tokens wait for it"
     return Section(
