@@ -77,7 +77,7 @@ def _sections(bench: Workbench, certificate: CertifyReport | None) -> list[Secti
     """The answer is made last, and comes first."""
     chosen = {name: PARTS[name] for name in SECTIONS if name in bench.options.sections}
     planned = [
-        *(calibration.seconds_for(bench), arrangements.seconds_for(bench), accuracy.SECONDS, forecast.SEARCH_S),
+        *(calibration.seconds_for(bench), forecast.SEARCH_S, arrangements.seconds_for(bench), accuracy.SECONDS),
         *(seconds_for(bench) for seconds_for, _ in chosen.values()),
     ]
     ends = itertools.accumulate(planned)
@@ -88,9 +88,10 @@ def _sections(bench: Workbench, certificate: CertifyReport | None) -> list[Secti
         return found
 
     basis = done(calibration.basis_of(bench))
+    # First of all: objectives that no cluster meets are refused here, before anything long is measured.
+    advice = done(forecast.advised(bench, basis))
     separated, rows = done(arrangements.take(bench, basis))
     checked, found = done(accuracy.take(bench, basis, rows))
-    advice = done(forecast.advised(bench, basis))
     others = [section for _, take in chosen.values() for section in done(take(bench, basis, advice))]
     linked = link.take(bench.options.model_path, basis.costs[1], bench.load.context, certificate)
     order = policies.order(bench, basis) if policies.NAME in chosen else "auto; not measured here"
