@@ -20,6 +20,7 @@ REPORT = Report(
     "2026",
     {"kvrelay": "0.1.0"},
     {"slots": "2"},
+    {},
     (
         Section(
             "2 slots: split", "Split: " + "because of this " * 30, "Simulated.", (Table(("question",), (("a",),)),)

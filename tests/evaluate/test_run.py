@@ -63,6 +63,8 @@ def test_an_interrupted_evaluation_ends_its_processes_and_goes_on_with_what_is_l
     titles = [section["title"] for section in report["sections"]]
     assert titles[0].startswith("2 slots: ")
     assert "How many of each" in titles
+    assert titles[0] == f"2 slots: {report['figures']['decision']}"
+    assert len(report["figures"]["capacities"]) == 2
     answers = dict(report["sections"][0]["tables"][0]["rows"])
     assert "per million answer tokens" in answers["price"]
     assert "simulator" in answers["how sure"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 
@@ -41,7 +43,8 @@ class Section(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, frozen=True):
-    """A whole evaluation. ``settings`` and ``versions`` by name."""
+    """A whole evaluation. ``settings`` and ``versions`` by name. ``figures``: of the answer, for programs; those of
+    cases are in the journal."""
 
     kind: str
     model: str
@@ -51,4 +54,5 @@ class Report(msgspec.Struct, frozen=True):
     began: str
     versions: dict[str, str]
     settings: dict[str, str]
+    figures: dict[str, Any]
     sections: tuple[Section, ...]

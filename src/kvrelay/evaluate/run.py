@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import shlex
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import click
 
@@ -55,7 +55,7 @@ def evaluate(options: EvaluateOptions, bar: ProgressBar, *, resumes: bool) -> Re
     if len(journal):
         click.echo(f"going on from {options.output}: {len(journal)} cases are done", err=True)
     bench = Workbench(options, load, journal, PartBar(bar))
-    sections = _sections(bench, certificate)
+    sections, figures = _sections(bench, certificate)
     journal.add(END, None)
     report = Report(
         KIND,
@@ -66,6 +66,7 @@ def evaluate(options: EvaluateOptions, bar: ProgressBar, *, resumes: bool) -> Re
         journal.began,
         versions(),
         options.settings,
+        figures,
         tuple(sections),
     )
     write_text(options.output / REPORT, to_json(report))
@@ -73,8 +74,8 @@ def evaluate(options: EvaluateOptions, bar: ProgressBar, *, resumes: bool) -> Re
     return report
 
 
-def _sections(bench: Workbench, certificate: CertifyReport | None) -> list[Section]:
-    """The answer is made last, and comes first."""
+def _sections(bench: Workbench, certificate: CertifyReport | None) -> tuple[list[Section], dict[str, Any]]:
+    """The answer is made last, and comes first; and its figures."""
     chosen = {name: PARTS[name] for name in SECTIONS if name in bench.options.sections}
     planned = [
         *(calibration.seconds_for(bench), forecast.SEARCH_S, arrangements.seconds_for(bench), accuracy.SECONDS),
@@ -96,7 +97,10 @@ def _sections(bench: Workbench, certificate: CertifyReport | None) -> list[Secti
     linked = link.take(bench.options.model_path, basis.costs[1], bench.load.context, certificate)
     order = policies.order(bench, basis) if policies.NAME in chosen else "auto; not measured here"
     first = answer.section_of(bench.options, bench.load, advice, found, order, separated.notes)
-    return [first, checked, separated, *others, linked]
+    decision, at_rate = answer.decision_of(advice)
+    figures = {"decision": decision, "at_rate": at_rate, "above": advice.best, "rate": advice.rate}
+    figures |= {"capacities": advice.capacities, "simulator_errors": found}
+    return [first, checked, separated, *others, linked], figures
 
 
 def _load(options: EvaluateOptions) -> EvaluatedLoad:

@@ -15,7 +15,7 @@ from kvrelay.simulate.advise import Advice
 from kvrelay.simulate.trial import Candidate, Outcome
 
 NAME = "chunks"
-LENGTHS, SHORT_LENGTHS = (32, 128, 512, 2048), (64, 512)
+LENGTHS, SHORT_LENGTHS = (32, 128, 512, 2048), (64,)
 SHARE = 0.35
 """Of the capacity of two workers, for one."""
 
