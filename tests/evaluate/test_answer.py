@@ -73,6 +73,9 @@ def test_the_answer_is_sure_only_above_the_simulators_error() -> None:
         "the margin of 10% is above the simulator's error of up to 4%"
     )
     assert answer.sureness_sentence(0.03, ACCURATE).startswith("not sure: the margin of 3% is within")
+    doubtful = answer.sureness_sentence(margin, Accuracy((0.02,), (), (), (1, 3)))
+    assert doubtful.startswith("not sure: the margin of 10% is above the simulator's error")
+    assert doubtful.endswith("but it agreed with the machine on the faster of two arrangements for 1 of 3 loads")
     assert "3 of 4 loads" in answer.sureness_sentence(margin, ACCURATE)
     assert answer.sureness_sentence(margin, Accuracy((), (), ())).startswith("not at all")
     assert answer.margin_of((capacity(SPLIT, 5.0),)) is None
@@ -116,7 +119,7 @@ def test_the_answer_names_decision_command_and_all_that_was_asked() -> None:
     ("best", "rate", "words", "chosen"),
     [
         (SPLIT, 4.0, "together at your rate (4 requests/s), split as 1P3D above 5 requests/s", TOGETHER),
-        (SPLIT, 6.0, "split: 1P3D", SPLIT),
+        (SPLIT, 6.0, "split as 1P3D", SPLIT),
         (TOGETHER, 6.0, "do not split: 4 aggregated", TOGETHER),
     ],
 )

@@ -47,7 +47,7 @@ def test_an_effect_within_the_rounds_noise_is_not_shown() -> None:
     assert effects_sentence([found]) == said
     (cells,) = effects_table([found]).rows
     assert cells == (
-        *("2 requests/s", "b against a", "P90 of first tokens", "140 ms", "125 ms", "15.0 ms", "50.0 ms", "not shown"),
+        *("2 requests/s", "P90 of first tokens", "b", "140 ms", "a", "125 ms", "15.0 ms", "50.0 ms", "not shown"),
     )
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from itertools import islice
 
+import msgspec
 import numpy as np
 import pytest
 
 from kvrelay.bench.report.metrics import Outcome, RequestRecord
 from kvrelay.evaluate.load import Point, Sent, fitted, replayed, sent_of
-from kvrelay.simulate.arrival import Arrival
+from kvrelay.simulate.arrival import Arrival, RecordedArrival
 
 SHARED = [
     Arrival(time_s=0.0, prompt_tokens=24, answer_tokens=5, hash_ids=(1, 2), hash_tokens=16),
@@ -31,6 +32,19 @@ def test_prompts_share_what_the_load_shares_within_a_turn_and_nothing_else() -> 
     assert common(first, other) < 4
     assert all(32 <= token < 512 for token in (*first, *second))
     assert tuple(request.prompt for request in islice(load.requests(7), 2)) == (first, second)
+
+
+def test_recorded_prompts_keep_what_they_share_with_other_tokens() -> None:
+    common_ids = tuple(range(3000, 3040))
+    recorded = [
+        RecordedArrival(time_s=0.0, prompt_tokens=41, answer_tokens=5, token_ids=(*common_ids, last)) for last in (7, 8)
+    ]
+    load = fitted([*recorded, msgspec.structs.replace(recorded[0], answer_tokens=60)], 4096, 100)
+    first, second, short = (request.prompt for request in islice(load.requests(1), 3))
+    assert common(first, second) == 40
+    assert short == first
+    shortened = fitted(recorded, 4096, 40)
+    assert [len(request.prompt) for request in islice(shortened.requests(1), 2)] == [34, 34]
 
 
 def test_a_load_is_shortened_to_the_context() -> None:

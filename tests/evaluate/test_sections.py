@@ -31,7 +31,7 @@ def rows(case: str, points: dict[str, float], ttft_s: float, **more: Any) -> lis
 def shown(section: Section) -> dict[tuple[str, str], str]:
     """The verdict on first tokens, by load and difference."""
     table = next(table for table in section.tables if table.head[-1] == "shown")
-    return {(row[0], row[1]): row[-1] for row in table.rows if "first tokens" in row[2]}
+    return {(row[0], f"{row[2]} against {row[4]}"): row[-1] for row in table.rows if "first tokens" in row[1]}
 
 
 def test_one_pair_is_compared_with_replicas_and_ranks_at_each_rate() -> None:

@@ -110,11 +110,9 @@ def effects_table(found: Sequence[Effect]) -> Table:
     for one in found:
         text, (first, second) = one.figure.text, one.medians
         verdict = "yes" if one.is_shown else "not shown"
-        name = f"{one.names[1]} against {one.names[0]}"
-        rows.append(
-            (one.point, name, one.figure.label, text(second), text(first), text(one.size), text(one.noise), verdict)
-        )
-    head = ("load", "difference", "of", "this", "that", "differ by", "rounds differ by", "shown")
+        differ = (text(one.size), text(one.noise), verdict)
+        rows.append((one.point, one.figure.label, one.names[1], text(second), one.names[0], text(first), *differ))
+    head = ("load", "figure", "case", "median", "against", "median", "differ by", "rounds differ by", "shown")
     return Table(head, tuple(rows))
 
 

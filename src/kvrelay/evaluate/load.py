@@ -53,7 +53,9 @@ class EvaluatedLoad(msgspec.Struct, frozen=True):
         for turn in itertools.count():
             mixed = np.random.default_rng([salt, turn]).permutation(num_ids) + FIRST_ORDINARY_TOKEN
             for index, one in enumerate(self.arrivals):
-                prompt = tuple(mixed[one.prompt(index, num_ids)].tolist())
+                # A recording has the ids of its own vocabulary, and all of a prompt that was shortened.
+                ids = np.asarray(one.prompt(index, num_ids))[: one.prompt_tokens] % num_ids
+                prompt = tuple(mixed[ids].tolist())
                 yield LoadRequest(prompt, one.answer_tokens, len(prompt), priority=one.priority)
 
     def at(self, point: Point, salt: int, number: int = 0) -> LoadClass:

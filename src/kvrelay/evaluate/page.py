@@ -10,7 +10,8 @@ from kvrelay.bench.report.page import line_plot, page_style
 from kvrelay.bench.report.table import table
 from kvrelay.evaluate.findings import Plot, Report, Section, Table
 
-_NUMERIC = set("0123456789.-+%, ")
+_NUMERIC = set("0123456789.-+%e ms")
+"""Of numbers, perhaps in milliseconds."""
 
 
 def text_of(report: Report) -> str:

@@ -66,14 +66,25 @@ class _Axis:
         return self._begin + share * (self._end - self._begin)
 
     def ticks(self) -> list[tuple[float, str]]:
-        """Where to write which number: 1, 2 and 5 times powers of ten, or fewer of them."""
+        """Where to write which number: 1, 2 and 5 times powers of ten, or fewer of them, or else at equal distances."""
         decades = range(math.floor(self._low), math.ceil(self._high) + 1)
         for steps in ((1, 2, 5), (1,)):
             values = [step * 10.0**decade for decade in decades for step in steps]
             found = [value for value in values if self._low - 1e-9 <= math.log10(value) <= self._high + 1e-9]
             if 2 <= len(found) <= 9:
                 break
+        else:
+            found = self._even()
         return [(self.at(value), short_number(value)) for value in found]
+
+    def _even(self) -> list[float]:
+        """Round numbers at equal distances, for a range within which few are 1, 2 or 5 times a power of ten."""
+        low, high = 10**self._low, 10**self._high
+        unit = 10.0 ** math.floor(math.log10((high - low) / 2))
+        step = next(unit * times for times in (1, 2, 5, 10) if (high - low) / (unit * times) < 9)
+        first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+        # Not a sum: that would show the rounding of 0.1.
+        return [float(f"{number * step:.6g}") for number in range(first, last + 1)]
 
 
 def short_number(value: float) -> str:

@@ -123,7 +123,7 @@ def section_of(checks: Sequence[Row], found: Accuracy, basis: Basis) -> Section:
     names = ("requests/s", "mean TTFT", "median answer")
     head = ("load", "case", *(word for name in names for word in (name, "simulated", "error")))
     costs = [
-        (f"{ranks} rank{'s' * (ranks > 1)}", *(f"{value * 1e6:.4g}" for value in msgspec.structs.astuple(one.step)))
+        (f"{ranks} rank{'s' * (ranks > 1)}", *(f"{value * 1e6:.6g}" for value in msgspec.structs.astuple(one.step)))
         for ranks, one in basis.costs.items()
     ]
     return Section(

@@ -74,7 +74,7 @@ def decision_of(advice: Advice) -> tuple[str, Candidate]:
         if not other.candidate.is_split and other.requests_per_s >= advice.rate:
             what = f"together at your rate ({advice.rate:.3g} requests/s), split as {best.size} above"
             return f"{what} {other.requests_per_s:.3g} requests/s", other.candidate
-    return f"split: {best.size}", best
+    return f"split as {best.size}", best
 
 
 def turning_sentence(capacities: tuple[Capacity, ...]) -> str:
@@ -111,12 +111,12 @@ def sureness_sentence(margin: float | None, accuracy: Accuracy) -> str:
     )
     if margin is None:
         return f"the simulator's throughput is off by up to {error:.0%} here{agrees}"
-    if margin > error:
-        return f"the margin of {margin:.0%} is above the simulator's error of up to {error:.0%} in throughput{agrees}"
-    return (
-        f"not sure: the margin of {margin:.0%} is within the simulator's error of up to {error:.0%} in throughput, so "
-        f"measure both before you decide{agrees}"
-    )
+    beside = f"the margin of {margin:.0%} is {{}} the simulator's error of up to {error:.0%} in throughput"
+    if margin <= error:
+        return f"not sure: {beside.format('within')}, so measure both before you decide{agrees}"
+    if 2 * same <= total and total:
+        return f"not sure: {beside.format('above')}, but{agrees.removeprefix(';')}"
+    return f"{beside.format('above')}{agrees}"
 
 
 def held_sentence(best: Measured, rate: float) -> str:
