@@ -70,7 +70,7 @@ def test_the_answer_is_sure_only_above_the_simulators_error() -> None:
     margin = answer.margin_of((capacity(SPLIT, 5.5), capacity(TOGETHER, 5.0)))
     assert margin == pytest.approx(0.1)
     assert answer.sureness_sentence(margin, ACCURATE).startswith(
-        "the margin of 10% is above the simulator's error of up to 4%"
+        "the margin of 10% is above the simulator's error of up to 4% in throughput (of first tokens up to 10%)"
     )
     assert answer.sureness_sentence(0.03, ACCURATE).startswith("not sure: the margin of 3% is within")
     doubtful = answer.sureness_sentence(margin, Accuracy((0.02,), (), (), (1, 3)))

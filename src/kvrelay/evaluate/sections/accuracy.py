@@ -41,6 +41,10 @@ class Accuracy(msgspec.Struct, frozen=True):
     def worst_throughput(self) -> float:
         return max(map(abs, self.throughput), default=0.0)
 
+    @property
+    def worst_ttft(self) -> float:
+        return max(map(abs, self.ttft), default=0.0)
+
 
 def take(bench: Workbench, basis: Basis, rows: Sequence[Row]) -> tuple[Section, Accuracy]:
     checks = bench.journal.take(NAME, lambda: _checks(bench, basis, rows))

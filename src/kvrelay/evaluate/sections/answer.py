@@ -105,13 +105,14 @@ def sureness_sentence(margin: float | None, accuracy: Accuracy) -> str:
     if not accuracy.throughput:
         return "not at all: the simulator was not checked here"
     error = accuracy.worst_throughput
+    off = f"up to {error:.0%} in throughput (of first tokens up to {accuracy.worst_ttft:.0%})"
     same, total = accuracy.same_choice
     agrees = (
         f"; it agreed with the machine on the faster of two arrangements for {same} of {total} loads" if total else ""
     )
     if margin is None:
-        return f"the simulator's throughput is off by up to {error:.0%} here{agrees}"
-    beside = f"the margin of {margin:.0%} is {{}} the simulator's error of up to {error:.0%} in throughput"
+        return f"the simulator is off by {off} here{agrees}"
+    beside = f"the margin of {margin:.0%} is {{}} the simulator's error of {off}"
     if margin <= error:
         return f"not sure: {beside.format('within')}, so measure both before you decide{agrees}"
     if 2 * same <= total and total:
