@@ -70,7 +70,7 @@ def test_loads_are_told_at_their_ends_and_drawn_with_poisson_arrivals() -> None:
     assert len(shown(section)) == 4
     for line in section.plots[0].lines:
         assert [x for x, _ in line.points] == [1.0, 4.0]
-    closed = {"1 clients": 1.0, "64 clients": 64.0}
+    closed = {"1 client": 1.0, "64 clients": 64.0}
     section = loads.closed_section(
         [row | {"concurrency": row["rate"]} for row in rows("1P1D", closed, 0.1)], list(closed)
     )

@@ -32,11 +32,12 @@ MAX_FOREIGN_CORES = 0.3
 def rows_table(rows: Sequence[Row], columns: Mapping[str, tuple[str, str, float]] = COLUMNS) -> Table:
     """One line for each point and case: medians of the rounds."""
     lines = []
-    for point, case in dict.fromkeys((row["point"], row["case"]) for row in rows):
+    order = list(dict.fromkeys(row["point"] for row in rows))
+    pairs = dict.fromkeys((row["point"], row["case"]) for row in rows)
+    for point, case in sorted(pairs, key=lambda pair: order.index(pair[0])):
         own = good(rows, case, point)
         cells = (number(median(own, name), spec, scale) for name, spec, scale in columns.values())
         lines.append((point, case, *cells))
-    lines.sort(key=lambda line: list(dict.fromkeys(row["point"] for row in rows)).index(line[0]))
     return Table(("load", "case", *columns), tuple(lines))
 
 

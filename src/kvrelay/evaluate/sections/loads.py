@@ -20,23 +20,21 @@ EVEN = 100.0
 """Shape of gaps that are nearly equal."""
 
 
-def _points(bench: Workbench, basis: Basis | None = None) -> tuple[list[Point], list[Point]]:
-    """Closed loops, and open ones."""
-    is_short = bench.options.is_short
-    closed = [Point(f"{num} clients", concurrency=num) for num in (SHORT_CLIENTS if is_short else CLIENTS)]
-    shares = SHORT_SHARES if is_short else SHARES
-    if basis is None:
-        return closed, [Point("")] * 2 * len(shares)
-    poisson = [basis.at(share) for share in shares]
-    return closed, [*poisson, *(Point(f"{one.name}, even", rate=one.rate, burstiness=EVEN) for one in poisson)]
+def _wanted(bench: Workbench) -> tuple[tuple[int, ...], tuple[float, ...]]:
+    """Clients, and shares of the capacity."""
+    return (SHORT_CLIENTS, SHORT_SHARES) if bench.options.is_short else (CLIENTS, SHARES)
 
 
 def seconds_for(bench: Workbench) -> float:
-    return bench.seconds_for(len(CASES), sum(map(len, _points(bench))))
+    clients, shares = _wanted(bench)
+    return bench.seconds_for(len(CASES), len(clients) + 2 * len(shares))
 
 
 def take(bench: Workbench, basis: Basis, advice: Advice) -> list[Section]:
-    closed, opened = _points(bench, basis)
+    clients, shares = _wanted(bench)
+    closed = [Point(f"{num} client{'s' * (num > 1)}", concurrency=num) for num in clients]
+    poisson = [basis.at(share) for share in shares]
+    opened = [*poisson, *(Point(f"{one.name}, even", rate=one.rate, burstiness=EVEN) for one in poisson)]
     rows = bench.rows(NAME, CASES, [*closed, *opened])
     by_name = {point.name: [row for row in rows if row["point"] == point.name] for point in (*closed, *opened)}
     return [
@@ -48,7 +46,7 @@ def take(bench: Workbench, basis: Basis, advice: Advice) -> list[Section]:
 def closed_section(rows: Sequence[Row], points: Sequence[str]) -> Section:
     found = effects(rows, (TTFT_P90, GAP_P99, TOKENS), REPLICAS.name, [SPLIT.name], points)
     return Section(
-        f"From {points[0].removesuffix(' clients')} to {points[-1]}",
+        f"From {points[0].split()[0]} to {points[-1]}",
         effects_sentence([one for one in found if one.point in (points[0], points[-1])]),
         "Closed loops: each client sends its next request after its answer. Times in milliseconds.",
         (rows_table(rows), effects_table(found)),
