@@ -67,6 +67,8 @@ def test_another_evaluation_does_not_go_on(tmp_path: Path, settings: dict[str, s
 
 
 def test_an_incomplete_evaluation_is_not_overwritten_and_a_complete_one_is(tmp_path: Path) -> None:
+    Journal(tmp_path, SETTINGS, resumes=False)
+    # Nothing is lost of a run that ended before its first case.
     journal = Journal(tmp_path, SETTINGS, resumes=False)
     journal.add("a", 1)
     with pytest.raises(InvalidInputError, match="go on with --resume"):

@@ -49,7 +49,7 @@ class Journal:
                 raise InvalidInputError(f"--resume: {folder} has no evaluation; leave out --resume", param="resume")
             _check_same(head.settings, settings, folder)
             self._results = earlier
-        elif head is not None and END not in earlier:
+        elif earlier and END not in earlier:
             raise InvalidInputError(
                 f"{folder} has an evaluation that is not complete; go on with --resume, or give another --output-dir",
                 param="output_dir",
