@@ -43,7 +43,7 @@ def test_an_effect_above_the_rounds_noise_is_named_with_both_medians() -> None:
 def test_an_effect_within_the_rounds_noise_is_not_shown() -> None:
     found = only(CLOSE)
     assert not found.is_shown
-    said = "A difference is not shown: the rounds of a case differ by more than the cases."
+    said = "No difference is shown: the rounds of a case differ by more than the cases."
     assert effects_sentence([found]) == said
     (cells,) = effects_table([found]).rows
     assert cells == (
@@ -60,7 +60,7 @@ def test_the_limit_is_what_one_case_differs_by_between_rounds(size: float, is_sh
 def test_one_round_shows_nothing() -> None:
     found = only(APART[::2])
     assert not found.is_shown
-    assert effects_sentence([found]) == "A difference is not shown: one round tells nothing of noise."
+    assert effects_sentence([found]) == "No difference is shown: one round tells nothing of noise."
 
 
 def test_what_failed_is_not_measured_and_does_not_count() -> None:

@@ -33,7 +33,12 @@ REPORT = Report(
             (Plot("P90", "clients", "ms", LINES),),
             ("a note",),
         ),
-        Section("Empty", "TP 2: not measured.", "", plots=(Plot("Nothing", "x", "y", (Line("none", ()),)),)),
+        Section(
+            "Empty",
+            "TP 2: not measured.",
+            "",
+            plots=(Plot("Nothing", "x", "y", (Line("none", ()), Line("one", ((1.0, 2.0),)))),),
+        ),
     ),
 )
 

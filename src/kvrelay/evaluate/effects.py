@@ -100,7 +100,7 @@ def effects_sentence(found: Sequence[Effect]) -> str:
             if max(len(values) for one in found for values in one.rounds) > 1
             else "one round tells nothing of noise"
         )
-        said.append(f"{'Other differences are' if shown else 'A difference is'} not shown: {why}.")
+        said.append(f"{'Other differences are not' if shown else 'No difference is'} shown: {why}.")
     return " ".join(said)
 
 

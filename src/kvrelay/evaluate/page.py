@@ -72,5 +72,8 @@ def _cell(tag: str, text: str, looks: Iterable[str]) -> str:
 
 
 def _plot(plot: Plot) -> str:
+    """Nothing without a line: one rate alone is in the table."""
+    if all(len(line.points) < 2 for line in plot.lines):
+        return ""
     figure = line_plot(plot.lines, html.escape(plot.title), html.escape(plot.x), html.escape(plot.y))
     return f"<h3>{html.escape(plot.title)}</h3>{figure}" if figure else ""
