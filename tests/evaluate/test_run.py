@@ -18,6 +18,7 @@ from kvrelay.cli.main import run
 from kvrelay.evaluate.journal import NAME
 from kvrelay.evaluate.run import PAGE, REPORT, how_to_go_on
 
+LONG_S = 4 * PATIENCE_S
 SMALL = "from kvrelay.evaluate import options; options.SHORT = options.Sizes(1, 0.4, 2, 40); "
 MAIN = SMALL + "from kvrelay.cli.main import main; import sys; main(sys.argv[1:])"
 LOAD = "poisson:rate=20,num=40,prompt=64,answer=8"
@@ -38,14 +39,14 @@ def keys(output: Path) -> list[str]:
 @pytest.mark.system
 def test_an_interrupted_evaluation_ends_its_processes_and_goes_on_with_what_is_left(tmp_path: Path) -> None:
     first = start(tmp_path)
-    deadline_s = time.monotonic() + PATIENCE_S
-    while not any(key.startswith("arrangements") for key in keys(tmp_path)):
+    deadline_s = time.monotonic() + LONG_S
+    while "calibration / 1P1D" not in keys(tmp_path):
         assert first.poll() is None, first.communicate()
         assert time.monotonic() < deadline_s
         time.sleep(0.05)
     started = psutil.Process(first.pid).children(recursive=True)
     os.kill(first.pid, signal.SIGINT)
-    _, said = first.communicate(timeout=PATIENCE_S)
+    _, said = first.communicate(timeout=LONG_S)
     assert first.returncode == 130
     assert "Go on with: " in said
     assert "--resume" in said
@@ -55,7 +56,7 @@ def test_an_interrupted_evaluation_ends_its_processes_and_goes_on_with_what_is_l
     before = keys(tmp_path)
     assert not (tmp_path / REPORT).exists()
 
-    output, said = start(tmp_path, "--resume", "--json").communicate(timeout=PATIENCE_S)
+    output, said = start(tmp_path, "--resume", "--json").communicate(timeout=LONG_S)
     assert f"{len(before)} cases are done" in said
     report = json.loads(output)
     assert keys(tmp_path)[: len(before)] == before
