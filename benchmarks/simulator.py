@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-import msgspec
 import numpy as np
 
 from benchmarks.options import MOCK, serve_args_option
@@ -41,6 +40,7 @@ from kvrelay.cli.options import json_option, model_argument
 from kvrelay.config import DisaggConfig, EngineConfig
 from kvrelay.core.handoff import OrderPolicy
 from kvrelay.errors import InvalidInputError
+from kvrelay.evaluate.load import replayed, sent_of
 from kvrelay.simulate.arrival import Arrival
 from kvrelay.simulate.cluster import ClusterSpec
 from kvrelay.simulate.costs import Costs, read_costs
@@ -116,13 +116,13 @@ async def measure(name: str, shares: Sequence[float], given: dict[str, Any]) -> 
     async with running(case, folder / "logs", CaseTimes()) as target:
         costs = await asyncio.to_thread(calibrated, target, folder / f"costs-{name.replace(' ', '-')}.json")
         closed, places = await load(target, given, 0, max_concurrency=given["concurrency"])
-        row, _ = compared(spec, costs, closed, closed_loop(closed, given), places)
+        row, _ = compared(spec, costs, closed, replayed(sent_of(closed), given["concurrency"]), places)
         rows = [{"setting": name, "load": "closed", **row}]
         open_loops: list[tuple[float, list[RequestRecord], SimulationResult]] = []
         for at, share in enumerate(shares, 1):
             rate = share * rows[0]["real_requests_per_s"]
             records, places = await load(target, given, at, rate=rate)
-            row, simulated = compared(spec, costs, records, open_loop(records), places)
+            row, simulated = compared(spec, costs, records, replayed(sent_of(records)), places)
             rows.append({"setting": name, "load": f"{share:.0%}", **row})
             open_loops.append((rate, records, simulated))
     return rows, {"setting": name, **breaking(open_loops, given["slo_ttft_ms"] / 1000)}
@@ -168,28 +168,6 @@ async def load(target: Target, given: dict[str, Any], at: int, **how: Any) -> tu
         raise BenchError(f"{given['requests'] - len(good)} of {given['requests']} requests failed")
     places = await asyncio.to_thread(places_of, target) - before
     return sorted(good, key=lambda record: record.sent_ns), places
-
-
-def open_loop(records: Sequence[RequestRecord]) -> list[Arrival]:
-    """The same requests at the same times."""
-    first_ns = records[0].sent_ns
-    return [
-        Arrival(
-            time_s=(record.sent_ns - first_ns) / 1e9,
-            prompt_tokens=record.prompt_tokens,
-            answer_tokens=record.output_tokens,
-        )
-        for record in records
-    ]
-
-
-def closed_loop(records: Sequence[RequestRecord], given: dict[str, Any]) -> list[Arrival]:
-    """Each of ``concurrency`` clients sends its next request after its answer; requests go round."""
-    clients = given["concurrency"]
-    return [
-        msgspec.structs.replace(one, time_s=0.0, after=at - clients if at >= clients else None)
-        for at, one in enumerate(open_loop(records))
-    ]
 
 
 def compared(

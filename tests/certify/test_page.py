@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 from tests.browser import opened, running_browser
 
+from kvrelay.bench.report.page import short_number
 from kvrelay.certify.findings import CertifyReport, Group, Row, Series, Verdict
-from kvrelay.certify.page import page_of, short_number, text_of
+from kvrelay.certify.page import page_of, text_of
 
 LINES = tuple(
     Series("bandwidth", name, tuple((4096.0 * 2**step, 1e8 * 1.4**step) for step in range(14)))

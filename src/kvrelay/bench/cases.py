@@ -15,6 +15,7 @@ import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
@@ -28,6 +29,7 @@ PORT_PLACE = "{port}"
 _POLL_S = 0.05
 _GROUP_GONE_S = 1.0
 _LOG_TAIL_BYTES = 4096
+_C = TypeVar("_C")
 
 
 class Case(msgspec.Struct, frozen=True):
@@ -70,7 +72,7 @@ def check_names(cases: tuple[Case, ...]) -> None:
         raise InvalidInputError(f"cases need different names, and at least one: {', '.join(names) or 'none given'}")
 
 
-def turns_of(cases: Sequence[Case], num_rounds: int) -> Iterator[tuple[int, Case]]:
+def turns_of(cases: Sequence[_C], num_rounds: int) -> Iterator[tuple[int, _C]]:
     """Each case once a round, with the round's number from 1. Every other round goes backwards, so that a drift of the
     machine affects all cases alike."""
     for number in range(1, num_rounds + 1):

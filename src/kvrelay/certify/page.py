@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import html
-import math
 from collections.abc import Iterator, Sequence
 from importlib import resources
 from pathlib import Path
 
 from kvrelay.bench.report.files import write_text
+from kvrelay.bench.report.page import line_plot, page_style
 from kvrelay.bench.report.table import table
-from kvrelay.certify.findings import CertifyReport, Group, Row, Series, Verdict
+from kvrelay.certify.findings import CertifyReport, Group, Row, Verdict
 
 SENTENCES = {
     Verdict.PASS: "Right, fast and holding, as far as the rows below prove it.",
@@ -23,8 +23,6 @@ AXES = {
     "bandwidth": ("Bandwidth over size", "bytes", "bytes per second"),
     "first token": ("First token over prompt length", "tokens", "seconds"),
 }
-_WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 720, 320, 70, 44, 12
-_NUM_COLOURS = 8
 
 
 def text_of(report: CertifyReport) -> str:
@@ -56,6 +54,7 @@ def page_of(report: CertifyReport) -> str:
     for name, text in about.items():
         page = page.replace(f"{{{{{name}}}}}", html.escape(text))
     page = page.replace("{{ROWS}}", "\n".join(_groups(report.rows)))
+    page = page.replace("{{STYLE}}", page_style())
     return page.replace("{{PLOTS}}", "\n".join(_plots(report.rows)))
 
 
@@ -83,64 +82,8 @@ def _plots(rows: Sequence[Row]) -> list[str]:
     for chart, (title, x, y) in AXES.items():
         lines = [series for row in rows for series in row.series if series.chart == chart and series.points]
         if lines:
-            found.append(f"<h2>{title}</h2>\n{_plot(lines, title, x, y)}")
+            found.append(f"<h2>{title}</h2>\n{line_plot(lines, title, x, y)}")
     return found
-
-
-def _plot(lines: Sequence[Series], title: str, x_name: str, y_name: str) -> str:
-    """Both axes logarithmic."""
-    xs = [x for line in lines for x, _ in line.points]
-    ys = [y for line in lines for _, y in line.points if y > 0]
-    x_axis = _Axis(min(xs), max(xs), _LEFT, _WIDTH - 12)
-    y_axis = _Axis(min(ys), max(ys), _HEIGHT - _BOTTOM, _TOP)
-    parts = [
-        f'<line class=grid x1="{_LEFT}" x2="{_WIDTH - 12}" y1="{at:.1f}" y2="{at:.1f}"/>'
-        f'<text x="{_LEFT - 6}" y="{at + 4:.1f}" text-anchor=end>{label}</text>'
-        for at, label in y_axis.ticks()
-    ]
-    parts += [
-        f'<text x="{at:.1f}" y="{_HEIGHT - _BOTTOM + 18}" text-anchor=middle>{label}</text>'
-        for at, label in x_axis.ticks()
-    ]
-    parts.append(f'<text x="{_WIDTH // 2}" y="{_HEIGHT - 6}" text-anchor=middle>{x_name}</text>')
-    legend = []
-    for number, line in enumerate(lines):
-        colour = f"c{number % _NUM_COLOURS}"
-        points = " ".join(f"{x_axis.at(x):.1f},{y_axis.at(y):.1f}" for x, y in line.points if y > 0)
-        parts.append(f'<polyline class="{colour}" points="{points}"/>')
-        legend.append(f'<li class="{colour}">{html.escape(line.name)}</li>')
-    svg = f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role=img aria-label="{title}">{"".join(parts)}</svg>'
-    return f"<figure>{svg}<figcaption>{y_name}, both axes logarithmic<ul>{''.join(legend)}</ul></figcaption></figure>"
-
-
-class _Axis:
-    """A logarithmic one from ``low`` to ``high``, drawn from ``begin`` to ``end``."""
-
-    def __init__(self, low: float, high: float, begin: float, end: float) -> None:
-        self._low, self._high = math.log10(low), math.log10(max(high, low * 1.01))
-        self._begin, self._end = begin, end
-
-    def at(self, value: float) -> float:
-        share = (math.log10(value) - self._low) / (self._high - self._low)
-        return self._begin + share * (self._end - self._begin)
-
-    def ticks(self) -> list[tuple[float, str]]:
-        """Where to write which number: 1, 2 and 5 times powers of ten, or fewer of them."""
-        decades = range(math.floor(self._low), math.ceil(self._high) + 1)
-        for steps in ((1, 2, 5), (1,)):
-            values = [step * 10.0**decade for decade in decades for step in steps]
-            found = [value for value in values if self._low - 1e-9 <= math.log10(value) <= self._high + 1e-9]
-            if 2 <= len(found) <= 9:
-                break
-        return [(self.at(value), short_number(value)) for value in found]
-
-
-def short_number(value: float) -> str:
-    """With k, M, G for thousands, and m, µ for thousandths."""
-    for scale, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""), (1e-3, "m")):
-        if value >= scale * 0.9999:
-            return f"{value / scale:g}{suffix}"
-    return f"{value / 1e-6:g}µ"
 
 
 def _count(rows: Sequence[Row], verdict: Verdict) -> int:

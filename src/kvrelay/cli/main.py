@@ -50,6 +50,7 @@ COMMANDS = {
     "advise": ("kvrelay.simulate.advise_command:advise_command", "Search the best cluster for a load."),
     "doctor": ("kvrelay.certify.doctor_command:doctor_command", "Tell what this machine has for P/D, and lacks."),
     "certify": ("kvrelay.certify.commands:certify_command", "Prove P/D right and fast on this machine."),
+    "evaluate": ("kvrelay.evaluate.commands:evaluate_command", "Decide by measuring: P/D apart, or not."),
     "bench": ("kvrelay.bench.commands:bench_group", "Measure servers, the engine, transfers and data sets."),
     "completion": ("kvrelay.cli.small:completion", "Print the completion script of a shell."),
     "make-model": ("kvrelay.cli.small:make_model_command", "Write a checkpoint with random weights."),

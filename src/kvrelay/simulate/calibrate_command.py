@@ -15,7 +15,8 @@ from kvrelay.cli.processes import run_async
 from kvrelay.config import ControlConfig, WorkerRole
 
 if TYPE_CHECKING:
-    from kvrelay.simulate.calibrate import Phase
+    from kvrelay.bench.client.connection import Target
+    from kvrelay.simulate.calibrate import Calibration, Phase
 
 
 @click.command("calibrate", cls=GroupedCommand)
@@ -47,42 +48,48 @@ def calibrate_command(
 
     Example: kvrelay simulate calibrate --output costs.json --machine "8 x H100"
     """
-    from kvrelay.bench.client.connection import ConnectionPool, parse_target
+    from kvrelay.bench.client.connection import parse_target
     from kvrelay.bench.report.files import write_text
-    from kvrelay.launch.admin import cluster_status
-    from kvrelay.simulate.calibrate import Counters, counters_of, fit, read_status
     from kvrelay.simulate.costs import encode_costs
-    from kvrelay.simulate.probe import frontend_sender, keep_busy, probe
 
     if long_length <= short:
         raise click.UsageError("--long must be above --short: the difference tells bandwidth and overhead apart")
     target = parse_target(url or found_cluster(cluster, flags).url, api_key)
     control = cluster_settings(cluster, config_file, flags)
+    found = run_async(calibrate(control, target, machine, (short, long_length), streams, seed))
+    write_text(output, encode_costs(found.costs).decode())
+    click.echo(f"wrote {output}: {found.costs.model} on {machine}")
+    if found.is_step_estimated:
+        click.echo("step: an estimate by what answers show, since these engines tell no steps")
+    if found.not_measured:
+        click.echo(f"not measured, so the defaults are in it: {', '.join(found.not_measured)}")
 
-    async def measure() -> None:
-        workers = read_status(await cluster_status(control))
 
-        async def count() -> Counters:
-            return counters_of(read_status(await cluster_status(control)))
+async def calibrate(
+    control: ControlConfig, target: Target, machine: str, lengths: tuple[int, int], num_streams: int, seed: int
+) -> Calibration:
+    """Send the small load to an idle cluster, and fit. ``lengths``: of prompts, in tokens. Raises BenchError,
+    InvalidInputError."""
+    from kvrelay.bench.client.connection import ConnectionPool
+    from kvrelay.launch.admin import cluster_status
+    from kvrelay.simulate.calibrate import Counters, counters_of, fit, read_status
+    from kvrelay.simulate.probe import frontend_sender, keep_busy, probe
 
-        pool = ConnectionPool(target)
-        try:
-            send = frontend_sender(pool, workers[0].model)
-            phases = await probe(send, count, (short, long_length), streams, seed)
-            remote = await probe_remote(control, lambda: probe(send, count, (short, long_length), streams, seed + 2))
-            alone = read_status(await cluster_status(control))
-            await keep_busy(send, (short, long_length), len(alone), streams, seed)
-        finally:
-            await pool.close()
-        found = fit(alone, phases, machine, read_status(await cluster_status(control)), remote)
-        write_text(output, encode_costs(found.costs).decode())
-        click.echo(f"wrote {output}: {found.costs.model} on {machine}")
-        if found.is_step_estimated:
-            click.echo("step: an estimate by what answers show, since these engines tell no steps")
-        if found.not_measured:
-            click.echo(f"not measured, so the defaults are in it: {', '.join(found.not_measured)}")
+    workers = read_status(await cluster_status(control))
 
-    run_async(measure())
+    async def count() -> Counters:
+        return counters_of(read_status(await cluster_status(control)))
+
+    pool = ConnectionPool(target)
+    try:
+        send = frontend_sender(pool, workers[0].model)
+        phases = await probe(send, count, lengths, num_streams, seed)
+        remote = await probe_remote(control, lambda: probe(send, count, lengths, num_streams, seed + 2))
+        alone = read_status(await cluster_status(control))
+        await keep_busy(send, lengths, len(alone), num_streams, seed)
+    finally:
+        await pool.close()
+    return fit(alone, phases, machine, read_status(await cluster_status(control)), remote)
 
 
 async def probe_remote(control: ControlConfig, measure: Callable[[], Awaitable[list[Phase]]]) -> list[Phase]:

@@ -1,0 +1,127 @@
+"""``kvrelay evaluate``: options in, a report out."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from kvrelay.cli.options import engine_option, json_option, model_argument
+from kvrelay.config import DisaggConfig
+from kvrelay.evaluate.sections import SECTIONS
+
+if TYPE_CHECKING:
+    from kvrelay.evaluate.options import EvaluateOptions
+
+_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+_DEFAULTS = DisaggConfig()
+
+
+@click.command("evaluate")
+@model_argument
+@engine_option
+@click.option(
+    "--trace",
+    type=_FILE,
+    help="Load: a trace (Mooncake, Qwen-Bailian, Azure, BurstGPT), log or recording; default: none.",
+)
+@click.option("--load", "load_spec", help="Generated load, as of kvrelay advise.  [default: poisson]")
+@click.option(
+    "--time-scale", type=click.FloatRange(0.0, min_open=True), default=1.0, help="2: the trace twice as fast."
+)
+@click.option("--slots", type=click.IntRange(2, 64), default=2, help="Number of GPUs (or other slots) to decide about.")
+@click.option(
+    "--slo-ttft-ms",
+    type=click.FloatRange(1.0),
+    default=_DEFAULTS.slo_ttft_ms,
+    help="Objective for the first token, in ms.",
+)
+@click.option(
+    "--slo-itl-ms", type=click.FloatRange(1.0), default=_DEFAULTS.slo_itl_ms, help="Objective between tokens, in ms."
+)
+@click.option("--price", type=click.FloatRange(0.0, min_open=True), help="Of one slot for an hour; default: none.")
+@click.option(
+    "--dataset",
+    "datasets",
+    multiple=True,
+    type=_FILE,
+    help="Conversations (as of kvrelay bench prefixes) whose prefixes are measured; may be repeated. Default: none.",
+)
+@click.option("--certificate", type=_FILE, help="certify.json of kvrelay certify, to compare its link; default: none.")
+@click.option("--serve-flags", default="", help="Further flags of each kvrelay serve, in one word, as of a shell.")
+@click.option(
+    "--section",
+    "sections",
+    multiple=True,
+    type=click.Choice(SECTIONS),
+    help="Besides the answer and what it needs only this section; may be repeated.  [default: all]",
+)
+@click.option("--short", "is_short", is_flag=True, help="Fewer points and rounds: within 10 minutes on two cores.")
+@click.option("--resume", "resumes", is_flag=True, help="Go on from the cases that --output-dir has.")
+@click.option("--seed", type=click.IntRange(0), default=0, help="Seed of load and draws.")
+@click.option(
+    "--output-dir",
+    "output",
+    type=click.Path(path_type=Path),
+    default=Path("evaluate"),
+    help="Directory of the report, the cases and the logs.",
+)
+@json_option
+def evaluate_command(as_json: bool, resumes: bool, **given: Any) -> int:
+    """Should prefill and decode be apart, for MODEL, this load and these machines? Measures what fits on this machine,
+    calibrates the simulator with it, simulates the rest, and writes one report, evaluate.html and evaluate.json.
+
+    Example: kvrelay evaluate ./model --trace day.csv --slots 8 --slo-ttft-ms 500 --slo-itl-ms 25 --price 2.5
+
+    \b
+    kvrelay evaluate --short                    the bundled model, within 10 minutes on two cores
+    kvrelay evaluate ./model --engine vllm      vLLM computes
+    kvrelay evaluate ./model --resume           go on after Ctrl-C
+    """
+    from kvrelay.bench.progress import progress_bar
+    from kvrelay.bench.report.files import print_result
+    from kvrelay.evaluate.page import text_of
+    from kvrelay.evaluate.run import PAGE, check_output, evaluate, how_to_go_on
+
+    options = _options(**given)
+    check_output(options.output)
+    try:
+        with progress_bar(not as_json) as bar:
+            report = evaluate(options, bar, resumes=resumes)
+    except KeyboardInterrupt:
+        click.echo(f"interrupted; what is done is kept. Go on with: {how_to_go_on(options.command)}", err=True)
+        raise
+    print_result(report, f"{text_of(report)}\n\n{options.output / PAGE}", as_json)
+    return 0
+
+
+def _options(
+    model: str | None, engine_kind: str, serve_flags: str, sections: tuple[str, ...], **given: Any
+) -> EvaluateOptions:
+    """Raises InvalidInputError, CheckpointError."""
+    from kvrelay.certify.run import command_text
+    from kvrelay.errors import InvalidInputError
+    from kvrelay.evaluate.options import DEFAULT_LOAD, EvaluateOptions
+    from kvrelay.launch.models import resolve_model, served_name
+
+    if given["trace"] is not None and given["load_spec"] is not None:
+        raise InvalidInputError("give either --trace FILE or --load SPEC, not both", param="load")
+    if given["trace"] is None and given["load_spec"] is None:
+        given["load_spec"] = DEFAULT_LOAD
+    try:
+        flags = tuple(shlex.split(serve_flags))
+    except ValueError as exc:
+        raise InvalidInputError(f"--serve-flags: {exc}", param="serve_flags") from exc
+    path = resolve_model(model)
+    return EvaluateOptions(
+        model=served_name(model, path, None),
+        model_path=path,
+        engine=engine_kind,
+        serve_flags=flags,
+        sections=sections or SECTIONS,
+        command=command_text(["kvrelay", *sys.argv[1:]]),
+        **given,
+    )

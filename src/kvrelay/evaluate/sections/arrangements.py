@@ -1,0 +1,57 @@
+"""Separation against tensor parallelism and replicas: two slots as 1P1D, as two workers, as one of two ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvrelay.evaluate.calibration import CLIENTS, Basis
+from kvrelay.evaluate.effects import (
+    GAP_P99,
+    TOKENS,
+    TTFT_P90,
+    Row,
+    effects,
+    effects_sentence,
+    effects_table,
+    unmeasured,
+)
+from kvrelay.evaluate.findings import Section
+from kvrelay.evaluate.load import Point
+from kvrelay.evaluate.shown import failures, rows_table
+from kvrelay.evaluate.workbench import REPLICAS, SPLIT, TWO_RANKS, Workbench
+
+NAME = "arrangements"
+CASES = (REPLICAS, SPLIT, TWO_RANKS)
+SHARES = (0.5, 0.8)
+
+
+def points_of(basis: Basis) -> list[Point]:
+    return [*(basis.at(share) for share in SHARES), Point(f"{CLIENTS} clients", concurrency=CLIENTS)]
+
+
+def seconds_for(bench: Workbench) -> float:
+    return bench.seconds_for(len(CASES), len(SHARES) + 1)
+
+
+def take(bench: Workbench, basis: Basis) -> tuple[Section, Sequence[Row]]:
+    """And the rows, with which the simulator is checked."""
+    points = points_of(basis)
+    rows = bench.rows(NAME, CASES, points)
+    return section_of(rows, [point.name for point in points]), rows
+
+
+def section_of(rows: Sequence[Row], points: Sequence[str]) -> Section:
+    *rates, closed = points
+    others = (SPLIT.name, TWO_RANKS.name)
+    found = [
+        *effects(rows, (TTFT_P90, GAP_P99), REPLICAS.name, others, rates),
+        *effects(rows, (TOKENS,), REPLICAS.name, others, [closed]),
+    ]
+    return Section(
+        "Separation against replicas and tensor parallelism",
+        effects_sentence(found) + unmeasured(rows, (REPLICAS.name, *others)),
+        "The same requests and the same cores for two replicas behind the router, one prefill and one decode worker, "
+        "and one worker of two ranks.",
+        (rows_table(rows), effects_table(found)),
+        notes=failures(rows),
+    )

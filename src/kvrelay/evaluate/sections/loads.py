@@ -1,0 +1,79 @@
+"""How latency grows: with clients from 1 to 64, and with the rate, with Poisson arrivals and with even ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvrelay.evaluate.calibration import Basis
+from kvrelay.evaluate.effects import GAP_P99, GOODPUT, TOKENS, TTFT_P90, Row, effects, effects_sentence, effects_table
+from kvrelay.evaluate.findings import Plot, Section
+from kvrelay.evaluate.load import Point
+from kvrelay.evaluate.shown import COLUMNS, PERCENTILES, failures, latency_plots, lines_over, rows_table
+from kvrelay.evaluate.workbench import REPLICAS, SPLIT, Workbench
+from kvrelay.simulate.advise import Advice
+
+NAME = "loads"
+CASES = (REPLICAS, SPLIT)
+CLIENTS, SHORT_CLIENTS = (1, 2, 4, 8, 16, 32, 64), (1, 64)
+SHARES, SHORT_SHARES = (0.3, 0.5, 0.7, 0.9), (0.9,)
+EVEN = 100.0
+"""Shape of gaps that are nearly equal."""
+
+
+def _wanted(bench: Workbench) -> tuple[tuple[int, ...], tuple[float, ...]]:
+    """Clients, and shares of the capacity."""
+    return (SHORT_CLIENTS, SHORT_SHARES) if bench.options.is_short else (CLIENTS, SHARES)
+
+
+def seconds_for(bench: Workbench) -> float:
+    clients, shares = _wanted(bench)
+    return bench.seconds_for(len(CASES), len(clients) + 2 * len(shares))
+
+
+def take(bench: Workbench, basis: Basis, advice: Advice) -> list[Section]:
+    clients, shares = _wanted(bench)
+    closed = [Point(f"{num} client{'s' * (num > 1)}", concurrency=num) for num in clients]
+    poisson = [basis.at(share) for share in shares]
+    opened = [*poisson, *(Point(f"{one.name}, even", rate=one.rate, burstiness=EVEN) for one in poisson)]
+    rows = bench.rows(NAME, CASES, [*closed, *opened])
+    by_name = {point.name: [row for row in rows if row["point"] == point.name] for point in (*closed, *opened)}
+    return [
+        closed_section([row for point in closed for row in by_name[point.name]], [point.name for point in closed]),
+        open_section([row for point in opened for row in by_name[point.name]], [point.name for point in opened]),
+    ]
+
+
+def closed_section(rows: Sequence[Row], points: Sequence[str]) -> Section:
+    found = effects(rows, (TTFT_P90, GAP_P99, TOKENS), REPLICAS.name, [SPLIT.name], points)
+    return Section(
+        f"From {points[0].split()[0]} to {points[-1]}",
+        effects_sentence([one for one in found if one.point in (points[0], points[-1])]),
+        "Closed loops: each client sends its next request after its answer. Times in milliseconds.",
+        (rows_table(rows), effects_table(found)),
+        (
+            *latency_plots(rows, "concurrency", "clients"),
+            Plot(
+                "Answer tokens over clients",
+                "clients",
+                "answer tokens per second",
+                lines_over(rows, "concurrency", "tokens_per_s"),
+            ),
+        ),
+        notes=failures(rows),
+    )
+
+
+def open_section(rows: Sequence[Row], points: Sequence[str]) -> Section:
+    """``points``: the Poisson ones by rate, then the even ones."""
+    poisson = points[: len(points) // 2]
+    random = [row for row in rows if row["point"] in poisson]
+    found = effects(rows, (TTFT_P90, GAP_P99, GOODPUT), REPLICAS.name, [SPLIT.name], points)
+    return Section(
+        "Over the rate, with Poisson and with even arrivals",
+        effects_sentence([one for one in found if one.point in (poisson[-1], points[-1])]),
+        f"Open loops. Even arrivals have burstiness {EVEN:g}: gamma gaps of that shape, nearly equal ones. The plots "
+        "have Poisson arrivals. Times in milliseconds.",
+        (rows_table(rows, {**PERCENTILES, "within objectives": COLUMNS["within objectives"]}), effects_table(found)),
+        latency_plots(random, "rate", "requests per second"),
+        notes=failures(rows),
+    )

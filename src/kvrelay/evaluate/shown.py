@@ -1,0 +1,74 @@
+"""Rows as tables, lines and notes of a section. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from kvrelay.bench.report.table import number
+from kvrelay.evaluate.effects import Row, good, median
+from kvrelay.evaluate.findings import Line, Plot, Table
+
+COLUMNS = {
+    "requests/s": ("requests_per_s", ".2f", 1.0),
+    "answer tokens/s": ("tokens_per_s", ".0f", 1.0),
+    "TTFT P50": ("ttft_p50_s", ".1f", 1e3),
+    "P90": ("ttft_p90_s", ".1f", 1e3),
+    "P99": ("ttft_p99_s", ".1f", 1e3),
+    "per token P50": ("tpot_p50_s", ".2f", 1e3),
+    "gap P90": ("gap_p90_s", ".1f", 1e3),
+    "gap P99": ("gap_p99_s", ".1f", 1e3),
+    "within objectives": ("goodput", ".0%", 1.0),
+    "remote": ("remote", ".0%", 1.0),
+}
+"""Heading to figure, format and scale: times in milliseconds."""
+PERCENTILES = {
+    f"{name} {p.upper()}": (f"{of}_{p}_s", ".1f", 1e3)
+    for name, of in (("TTFT", "ttft"), ("gap", "gap"))
+    for p in ("p50", "p90", "p95", "p99")
+}
+MAX_FOREIGN_CORES = 0.3
+
+
+def rows_table(rows: Sequence[Row], columns: Mapping[str, tuple[str, str, float]] = COLUMNS) -> Table:
+    """One line for each point and case: medians of the rounds."""
+    lines = []
+    order = list(dict.fromkeys(row["point"] for row in rows))
+    pairs = dict.fromkeys((row["point"], row["case"]) for row in rows)
+    for point, case in sorted(pairs, key=lambda pair: order.index(pair[0])):
+        own = good(rows, case, point)
+        cells = (number(median(own, name), spec, scale) for name, spec, scale in columns.values())
+        lines.append((point, case, *cells))
+    return Table(("load", "case", *columns), tuple(lines))
+
+
+def lines_over(rows: Sequence[Row], x: str, figure: str, scale: float = 1.0) -> tuple[Line, ...]:
+    """A line for each case: the figure's medians over ``x``, another figure of the rows."""
+    lines = []
+    for case in dict.fromkeys(row["case"] for row in rows):
+        points = dict.fromkeys((row["point"], row[x]) for row in rows if row["case"] == case and row.get(x))
+        found = [(at, median(good(rows, case, point), figure)) for point, at in points]
+        lines.append(Line(case, tuple(sorted((at, value * scale) for at, value in found if value is not None))))
+    return tuple(lines)
+
+
+def latency_plots(rows: Sequence[Row], x: str, x_name: str) -> tuple[Plot, ...]:
+    return (
+        Plot(f"First tokens over {x_name}", x_name, "P90 in ms", lines_over(rows, x, "ttft_p90_s", 1e3)),
+        Plot(f"Gaps between tokens over {x_name}", x_name, "P99 in ms", lines_over(rows, x, "gap_p99_s", 1e3)),
+    )
+
+
+def failures(rows: Sequence[Row]) -> tuple[str, ...]:
+    """Which rows have no figures and why, and which were taken on a machine in use."""
+    errors: dict[tuple[str, str], int] = {}
+    for row in rows:
+        if row["error"]:
+            errors[row["case"], row["error"]] = errors.get((row["case"], row["error"]), 0) + 1
+    notes = [f"{case}, {count} of {len(rows)} turns failed: {error}" for (case, error), count in errors.items()]
+    busy = [row["foreign_cores"] for row in rows if row.get("foreign_cores", 0.0) > MAX_FOREIGN_CORES]
+    if busy:
+        notes.append(
+            f"{len(busy)} of {len(rows)} turns were taken while other processes used more than {MAX_FOREIGN_CORES:g} "
+            f"cores (up to {max(busy):.1f}): their times say little."
+        )
+    return tuple(notes)

@@ -1,0 +1,107 @@
+"""Sections of measured rows: which cases they compare, at which loads, and what they say of cases that failed."""
+
+from __future__ import annotations
+
+import string
+from pathlib import Path
+from typing import Any
+
+from kvrelay.bench.prefixes.measure import PrefixOptions, measure_prefixes
+from kvrelay.bench.progress import ProgressBar
+from kvrelay.evaluate.findings import Section
+from kvrelay.evaluate.sections import arrangements, chunks, loads, policies, prefixes, transfers
+from kvrelay.evaluate.workbench import FIGURES
+from kvrelay.simulate.trial import Candidate, Outcome
+
+
+def rows(case: str, points: dict[str, float], ttft_s: float, **more: Any) -> list[dict[str, Any]]:
+    """Two rounds that differ by 1 ms; times grow with the rate."""
+    return [
+        {
+            **dict.fromkeys((*FIGURES, "requests_per_s"), 0.5),
+            **{"case": case, "point": point, "round": number, "error": "", "rate": rate, "concurrency": 0},
+            **{"ttft_p90_s": ttft_s * rate + number / 1e3, "ttft_p50_s": ttft_s * rate + number / 1e3, "remote": 0.0},
+            **more,
+        }
+        for number in (1, 2)
+        for point, rate in points.items()
+    ]
+
+
+def shown(section: Section) -> dict[tuple[str, str], str]:
+    """The verdict on first tokens, by load and difference."""
+    table = next(table for table in section.tables if table.head[-1] == "shown")
+    return {(row[0], f"{row[2]} against {row[4]}"): row[-1] for row in table.rows if "first tokens" in row[1]}
+
+
+def test_one_pair_is_compared_with_replicas_and_ranks_at_each_rate() -> None:
+    at = {"2 requests/s": 2.0, "3 requests/s": 3.0, "16 clients": 1.0}
+    failed = [row | {"error": "no second core"} for row in rows("TP 2", at, 0.1)]
+    section = arrangements.section_of([*rows("two replicas", at, 0.2), *rows("1P1D", at, 0.1), *failed], list(at))
+    assert shown(section) == {(point, "1P1D against two replicas"): "yes" for point in list(at)[:2]}
+    assert "At 3 requests/s: P90 of first tokens: 1P1D 302 ms, two replicas 602 ms (-50%)." in section.sentence
+    assert section.sentence.endswith("TP 2: not measured.")
+    assert section.notes == ("TP 2, 6 of 18 turns failed: no second core",)
+
+
+def test_chunks_are_compared_with_whole_prompts() -> None:
+    at, lengths = {"2 requests/s": 2.0}, (32, 512, 4096)
+    measured = [*rows("chunks of 32", at, 0.3), *rows("chunks of 512", at, 0.2), *rows("whole prompts", at, 0.2)]
+    times = (1.0, 2.0, 3.0)
+    outcome = Outcome(True, 0.9, 1.0, 0.9, 1.0, 1.0, 10.0, times, times, 0.1, ())
+    simulated = [(one, 1.0, outcome) for one in (Candidate(0, 0, 2), Candidate(1, 1, 0))]
+    section = chunks.section_of(measured, simulated, lengths, 2.0)
+    assert shown(section) == {
+        ("2 requests/s", "chunks of 32 against whole prompts"): "yes",
+        ("2 requests/s", "chunks of 512 against whole prompts"): "not shown",
+    }
+    firsts, gaps = section.plots[0].lines
+    assert [x for x, _ in firsts.points] == [32.0, 512.0, 4096.0]
+    assert gaps.points == tuple((float(length), 500.0) for length in lengths)
+
+
+def test_loads_are_told_at_their_ends_and_drawn_with_poisson_arrivals() -> None:
+    at = {"1 requests/s": 1.0, "4 requests/s": 4.0, "1 requests/s, even": 1.0, "4 requests/s, even": 4.0}
+    measured = [*rows("two replicas", at, 0.2), *rows("1P1D", at, 0.1)]
+    section = loads.open_section(measured, list(at))
+    assert "At 4 requests/s: " in section.sentence
+    assert "At 4 requests/s, even: " in section.sentence
+    assert "At 1 " not in section.sentence
+    assert len(shown(section)) == 4
+    for line in section.plots[0].lines:
+        assert [x for x, _ in line.points] == [1.0, 4.0]
+    closed = {"1 client": 1.0, "64 clients": 64.0}
+    section = loads.closed_section(
+        [row | {"concurrency": row["rate"]} for row in rows("1P1D", closed, 0.1)], list(closed)
+    )
+    assert section.title == "From 1 to 64 clients"
+    assert section.sentence == "Not shown: nothing to compare was measured."
+
+
+def test_transfers_are_compared_with_the_first_way() -> None:
+    at = {"2 requests/s": 2.0}
+    names = [f"{transport} {send_type}" for transport, send_type in transfers.WAYS[:2]]
+    section = transfers.section_of([*rows(names[0], at, 0.2), *rows(names[1], at, 0.1)], [*names, "shm PUT"])
+    assert shown(section) == {("2 requests/s", "p2p PUT_ASYNC against p2p PUT"): "yes"}
+    assert section.sentence.endswith("shm PUT: not measured.")
+
+
+def test_policies_are_compared_with_the_default_at_the_highest_rate() -> None:
+    at = {"1 requests/s": 1.0, "3 requests/s": 3.0}
+    names = (*policies.VARIANTS, policies.AGGREGATED)
+    measured = [row for number, name in enumerate(names) for row in rows(name, at, 0.1 * (number + 1))]
+    section = policies.section_of(measured, list(at))
+    assert len(shown(section)) == 2 * (len(names) - 1)
+    assert "always 902 ms, cost, auto 302 ms (+199%)" in section.sentence
+    assert "1 requests/s:" not in section.sentence
+
+
+def test_prefixes_of_a_data_set_and_what_caches_hit(tmp_path: Path) -> None:
+    path = tmp_path / "lines.txt"
+    path.write_text("\n".join("you are a helper " * 20 + letter for letter in string.ascii_lowercase[:20]) + "\n")
+    report = measure_prefixes((path,), PrefixOptions(cache_blocks=prefixes.CACHE_BLOCKS), ProgressBar(None)).report
+    section = prefixes.section_of([report])
+    assert section.sentence.startswith("lines.txt: 100% of 20 conversations begin with a prefix")
+    (line,) = section.plots[0].lines
+    # Two blocks of 128 characters each: of 40 only the first conversation's miss.
+    assert line.points == tuple((float(size), 38 / 40) for size in prefixes.CACHE_BLOCKS)
