@@ -28,7 +28,7 @@ from kvrelay.core.clock import Clock
 from kvrelay.core.events import KvEvent
 from kvrelay.core.step_cost import StepCost
 from kvrelay.core.tier_stats import TierStats
-from kvrelay.engine.block_pool import BlockPool, CachedBlock
+from kvrelay.engine.block_pool import BlockPool, Evicted
 from kvrelay.engine.request import Request
 from kvrelay.engine.step import KvLoad, StepOutput
 
@@ -126,7 +126,7 @@ class KvStorage(SourceBeyond, Protocol):
     def load_s(self, sequence_hash: int) -> float | None:
         """In how many seconds a block could be here again that is evicted now; None: it would be lost."""
 
-    def evicted(self, blocks: Sequence[tuple[int, CachedBlock]]) -> None:
+    def evicted(self, blocks: Sequence[Evicted]) -> None:
         """These blocks leave the prefix cache now. They may be read during this call only."""
 
     def clear(self) -> None:

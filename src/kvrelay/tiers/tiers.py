@@ -24,7 +24,7 @@ from kvrelay.core.events import BlockRemoved, BlockStored, KvEvent, LoadCost
 from kvrelay.core.layout import MemoryRegion
 from kvrelay.core.step_cost import StepCost
 from kvrelay.core.tier_stats import TierCounts, TierStats
-from kvrelay.engine.block_pool import BlockPool, CachedBlock
+from kvrelay.engine.block_pool import BlockPool, CachedBlock, Evicted
 from kvrelay.engine.kv_source import Hit, Loaded
 from kvrelay.engine.request import Request
 from kvrelay.engine.step import KvLoad, StepOutput
@@ -206,13 +206,13 @@ class KvTiers:
         store = next((store for store in self._stores if store.holds(sequence_hash)), None)
         return None if store is None else self._times[store.medium].block_s
 
-    def evicted(self, blocks: Sequence[tuple[int, CachedBlock]]) -> None:
+    def evicted(self, blocks: Sequence[Evicted]) -> None:
         self._offer(blocks, keeps_all=False)
 
-    def _offer(self, blocks: Sequence[tuple[int, CachedBlock]], *, keeps_all: bool) -> None:
+    def _offer(self, blocks: Sequence[Evicted], *, keeps_all: bool) -> None:
         """``keeps_all``: also those that, by experience, no one will ask for again."""
         cost = self._cost()
-        offers = [offer for block_id, entry in blocks if (offer := self._offer_of(block_id, entry, cost, keeps_all))]
+        offers = [offer for block in blocks if (offer := self._offer_of(block, cost, keeps_all))]
         num_kept = self._num_to_write(len(offers))
         if num_kept < len(offers):
             # The starts of prompts are found more often than their ends, and without them the ends are not found.
@@ -242,7 +242,7 @@ class KvTiers:
         """Offer what the pool has cached, before it goes. Waits, for ``FLUSH_S`` at most."""
         until_s = time.monotonic() + FLUSH_S
         num_at_once = max(int(MAX_QUEUED_BYTES * QUEUE_SOFT) // self._shape.block_bytes, 1)
-        blocks = pool.cached_blocks()
+        blocks = itertools.starmap(Evicted, pool.cached_blocks())
         while (few := list(itertools.islice(blocks, num_at_once))) and time.monotonic() < until_s:
             self._offer(few, keeps_all=True)
             if not self.settle(max(until_s - time.monotonic(), 0.0)):
@@ -273,9 +273,10 @@ class KvTiers:
         self._kept_share %= 1.0
         return num_kept
 
-    def _offer_of(self, block_id: int, entry: CachedBlock, cost: StepCost, keeps_all: bool) -> _Offer | None:
+    def _offer_of(self, block: Evicted, cost: StepCost, keeps_all: bool) -> _Offer | None:
         """To those stores that should take it; None if there are none."""
-        worth_s = cost.extra_seconds(self._shape.block_size, entry.depth * self._shape.block_size)
+        block_id, entry, chance = block
+        worth_s = chance * cost.extra_seconds(self._shape.block_size, entry.depth * self._shape.block_size)
         has_returned = self._returns.evicted(entry.sequence_hash, entry.depth)
         wanting = [store for store in self._stores if not store.worth_again(entry.sequence_hash, worth_s)]
         if not has_returned:
