@@ -45,6 +45,24 @@ def test_host_memory_keeps_the_sessions_that_return_soon() -> None:
     assert num_computed("value") < 0.65 * num_computed("recency")
 
 
+def test_what_a_session_repeats_is_counted_by_the_place_where_it_was() -> None:
+    """A pool of 16 blocks of 4 tokens, from which 12 blocks of another prompt push out the session's last ones."""
+    engine = TieredEngine(
+        lambda shape: [HostStore(PrivateMemory(host_bytes(64, shape)), shape)], num_blocks=16, retention="value"
+    )
+    history = list(range(3, 43))
+    history += engine.ask(history, max_tokens=1)[0]
+    engine.ask(list(range(103, 151)), max_tokens=1)
+    assert engine.tiers.settle(60.0)
+    engine.ask([*history, 50], max_tokens=1)
+    sessions = engine.core.stats().sessions
+    engine.close()
+    assert sessions is not None
+    # Of 10 blocks 4 have found room beside 12.
+    assert sessions.tokens_by_place == {"pool": 16, "host": 24, "computed": 0}
+    assert sessions.counts.num_missed == 1
+
+
 class Recording:
     """A store that is told what blocks are worth."""
 

@@ -35,11 +35,12 @@ from kvrelay.engine.step import KvLoad, StepOutput
 
 class Hit(NamedTuple):
     """The KV of so many blocks can be here in so many seconds, by what has been measured. ``is_pending``: not by
-    ``load``; ask again later."""
+    ``load``; ask again later. ``media``: of sources beyond the engine, where each block is."""
 
     num_blocks: int
     seconds: float
     is_pending: bool = False
+    media: tuple[str, ...] = ()
 
 
 class KvSource(Protocol):
@@ -106,12 +107,14 @@ class Sources:
     def reach(self, request: Request, first_block: int) -> Hit:
         """What those beyond have, one after the other, from ``first_block`` on."""
         num_blocks, seconds = 0, 0.0
+        media: tuple[str, ...] = ()
         for source in self.beyond:
             hit = source.find(request, first_block + num_blocks)
             if hit is not None:
                 num_blocks += hit.num_blocks
                 seconds += hit.seconds
-        return Hit(num_blocks, seconds)
+                media += hit.media
+        return Hit(num_blocks, seconds, media=media)
 
 
 class KvStorage(SourceBeyond, Protocol):

@@ -158,7 +158,7 @@ class KvTiers:
                 for medium in {store.medium for store in stores}:
                     self._times[medium].refused()
             return None
-        return Hit(len(stores), seconds)
+        return Hit(len(stores), seconds, media=tuple([store.medium for store in stores]))
 
     def _find_pending(self, hashes: Sequence[int], first_block: int) -> Hit | None:
         """What was just evicted and is not written yet. It can be loaded then."""
@@ -170,7 +170,7 @@ class KvTiers:
         if self._recompute_seconds(num_blocks, first_block) <= seconds:
             return None
         self._is_awaited = True
-        return Hit(num_blocks, seconds, is_pending=True)
+        return Hit(num_blocks, seconds, is_pending=True, media=(self._stores[0].medium,) * num_blocks)
 
     @property
     def has_events(self) -> bool:
