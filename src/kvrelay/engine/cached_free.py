@@ -32,8 +32,7 @@ BLOCKS_AT_ONCE = 16
 group all."""
 NEW_WEIGHT = 0.1
 LATER_HORIZONS = 4.0
-"""What a pool gives up lasts in host memory or on disk for longer than it would have lasted here. Of 2 to 8 none is
-better."""
+"""What a pool gives up lasts in host memory or on disk for longer than it would have lasted here."""
 MIN_HORIZON_S, MAX_HORIZON_S = 1.0, 300.0
 MEDIANS, SHARES = (-4, 9), (-4, 0)
 """Queues are apart by powers of two of the expected seconds, and of the share that returns."""
