@@ -276,14 +276,16 @@ class KvTiers:
     def _offer_of(self, block: Evicted, cost: StepCost, keeps_all: bool) -> _Offer | None:
         """To those stores that should take it; None if there are none."""
         block_id, entry, chance = block
-        worth_s = chance * cost.extra_seconds(self._shape.block_size, entry.depth * self._shape.block_size)
+        seconds = cost.extra_seconds(self._shape.block_size, entry.depth * self._shape.block_size)
+        worth_s = chance * seconds
         has_returned = self._returns.evicted(entry.sequence_hash, entry.depth)
         wanting = [store for store in self._stores if not store.worth_again(entry.sequence_hash, worth_s)]
         if not has_returned:
             # A disk below another store gets what has proved that it returns.
             wanting = [store for store in wanting if store is self._stores[0]]
             writing_s = self._copy_time.block_s + self._write_time.block_s
-            if wanting and not keeps_all and self._returns.share(entry.depth) * worth_s <= writing_s:
+            # The share has the chance of a return in it already.
+            if wanting and not keeps_all and self._returns.share(entry.depth) * seconds <= writing_s:
                 wanting[0].stats.drops["seldom"] += 1
                 return None
         return _Offer(block_id, entry, worth_s, wanting) if wanting else None
