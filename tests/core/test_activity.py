@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kvrelay.core.activity import Activity, Spent
+from kvrelay.core.activity import Activity, SessionActivity, Spent
 from kvrelay.core.event_codec import decode_load, encode_load
 from kvrelay.core.events import LoadMetrics
 from kvrelay.core.process_usage import FAMILY_S, FRESH_S, ProcessUsage
@@ -39,10 +39,26 @@ def test_workers_add_up_and_times_follow_each_other() -> None:
     assert (EARLY.plus(later).rss_bytes, EARLY.then(later).rss_bytes) == (170, 100)
 
 
+def test_sessions_add_up_and_those_paused_are_a_level() -> None:
+    early = Activity(sessions=SessionActivity(5, 10, 2, {"pool": 100, "host": 30}, 1.0))
+    late = Activity(sessions=SessionActivity(3, 14, 3, {"pool": 160, "host": 30, "computed": 8}, 1.5))
+    done = late.since(early).sessions
+    assert done == SessionActivity(3, 4, 1, {"pool": 60, "computed": 8}, 0.5)
+    both = SessionActivity(8, 24, 5, {"pool": 260, "host": 60, "computed": 8}, 2.5)
+    assert early.plus(late).sessions == both
+    assert early.then(late).sessions == msgspec.structs.replace(both, num_paused=5)
+
+
 def test_a_sample_carries_it_and_nonsense_is_refused() -> None:
     load = LoadMetrics("w", 0, 1, 0, 1, 0, 0.0, 0.0, activity=EARLY)
     assert decode_load(encode_load(load)) == load
-    for wrong in (Activity({"remote": -1}), Activity(cpu_s=-1.0), Activity(dict.fromkeys(map(str, range(33)), 1))):
+    nonsense = Activity(sessions=SessionActivity(saved_s=-1.0))
+    for wrong in (
+        nonsense,
+        Activity({"remote": -1}),
+        Activity(cpu_s=-1.0),
+        Activity(dict.fromkeys(map(str, range(33)), 1)),
+    ):
         with pytest.raises(ProtocolError):
             decode_load(encode_load(msgspec.structs.replace(load, activity=wrong)))
 

@@ -123,6 +123,33 @@ def test_blocks_that_cost_less_to_have_again_go_first(block_s: list[float], firs
     assert resting.pop(1) == [first]
 
 
+def test_the_chance_of_a_later_return_is_within_four_horizons() -> None:
+    """Pauses of 4 s: ``MIN_SIGMA`` is the deviation of equal ones, and the horizon the shortest, 1 s."""
+    resting = Resting(("read", 4.0))
+    resting.rest("r", [0, 1], "read")
+    fit = resting.pauses.fits()["", "read"]
+    resting.pop(1)
+    # Half of those which end do so within 4 s, the median.
+    assert resting.free.chance_later == pytest.approx(fit.share / 2, rel=0.05)
+    resting.clock.advance(4000.0)
+    assert resting.free.chance_later == pytest.approx(fit.share / 2, rel=0.05), "as it was chosen"
+
+
+def test_blocks_of_several_sequences_are_wanted_and_so_are_all_by_recency() -> None:
+    resting = Resting()
+    resting.rest("shared", [0])
+    resting.rest("child", [1])
+    children = [1, *NO_CHILDREN]
+    assert resting.free.pop(children) == 1
+    assert resting.free.chance_later < 1.0
+    assert resting.free.pop(children) == 0
+    assert resting.free.chance_later == 1.0
+    by_recency = ByRecency()
+    by_recency.add([0], None)
+    by_recency.pop(NO_CHILDREN)
+    assert by_recency.chance_later == 1.0
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_the_choice_compares_ends_and_finds_the_least_of_all(seed: int) -> None:
     rng = random.Random(seed)

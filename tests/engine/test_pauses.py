@@ -4,6 +4,8 @@ import math
 import random
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from kvrelay.core.clock import ManualClock
 from kvrelay.engine import pauses as module
@@ -124,6 +126,52 @@ def test_a_key_that_lies_about_its_tools_misleads_itself_only(monkeypatch: pytes
     pause = pauses.end([5000], "honest")
     assert pause is not None
     assert (pauses.prior.mean, pauses.prior.share) == (math.log(PRIOR_MEDIAN_S), PRIOR_SHARE)
+
+
+KEYS = ("honest", "liar", "other")
+ACTIONS = st.lists(
+    st.tuples(
+        st.sampled_from(("begin", "named", "over", "end", "wait")),
+        st.sampled_from(KEYS),
+        st.integers(0, 5),
+        st.sampled_from((0.0, 0.001, 0.5, 4.0, 1e5, math.inf, -1.0)),
+    ),
+    max_size=80,
+)
+
+
+def act(pauses: Pauses, clock: ManualClock, action: str, key: str, number: int, value: float) -> None:
+    name, mark = f"{key} {number}", 1000 * KEYS.index(key) + number
+    if action == "begin":
+        pauses.begin(name, key, {mark: 1 + number}, Session())
+    elif action == "named":
+        pauses.named(name, f"tool {number % 3}", value)
+    elif action == "over":
+        pauses.over(name)
+    elif action == "end":
+        pauses.end([mark], key)
+    else:
+        clock.advance(value if 0.0 <= value < 10.0 else 100.0)
+
+
+@pytest.fixture
+def none_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When a pause is found to be overdue depends on how many begin, whoever begins them."""
+    monkeypatch.setattr(module, "NUM_GONE_CHECKS", 0)
+
+
+@pytest.mark.usefixtures("none_is_gone")
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(ACTIONS)
+def test_what_is_learned_of_a_key_is_the_same_without_the_others(actions: list[tuple[str, str, int, float]]) -> None:
+    clock, alone_clock = ManualClock(), ManualClock()
+    shared, alone = Pauses(clock), Pauses(alone_clock)
+    for action, key, number, value in actions:
+        act(shared, clock, action, key, number, value)
+        if key == "honest" or action == "wait":
+            act(alone, alone_clock, action, key, number, value)
+    honest = {kind: repr(fit) for kind, fit in shared.fits().items() if kind[0] == "honest"}
+    assert honest == {kind: repr(fit) for kind, fit in alone.fits().items()}
 
 
 def test_a_clock_that_goes_back_ends_pauses_at_once() -> None:

@@ -72,6 +72,8 @@ REPORT: dict[str, Any] = {
         "prompt_tokens_last_minute": 4000,
         "cached_tokens_last_minute": 1000,
         "loaded_tokens_last_minute": {"host": 64, "disk": 0},
+        "sessions_paused": 9,
+        "sessions_last_minute": {"returned": 4},
     },
 }
 
@@ -99,6 +101,7 @@ def test_everything_is_there() -> None:
         "prefills: 5 remote\n",
         "hand-offs: 5, each 30.0 ms  2.0 ms until claimed  KV - after the prefill",
         "prompts: 4,000 tokens, 25% cached  64 read from host",
+        "agents: 9 sessions paused  4 returned in 1 min",
         "0.25 1,536 MiB",
     ):
         assert part in shown

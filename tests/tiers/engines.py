@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 from kvrelay.config import EngineConfig, MockConfig
 from kvrelay.core.clock import ManualClock
@@ -32,14 +33,20 @@ class TieredEngine:
     """Steps on the test's thread; loads end on the tiers' thread, and are told between steps."""
 
     def __init__(
-        self, open_stores: Callable[[Shape], Sequence[BlockStore]], *, num_blocks: int = 40, cost: StepCost = DEAR
+        self,
+        open_stores: Callable[[Shape], Sequence[BlockStore]],
+        *,
+        num_blocks: int = 40,
+        cost: StepCost = DEAR,
+        retention: Literal["value", "recency"] = "recency",
     ) -> None:
+        """By recency it is known what the pool evicts next."""
         executor = build_executor(num_blocks)
-        # By recency it is known what the pool evicts next.
         config = EngineConfig(
-            num_blocks=num_blocks, block_size=4, max_num_seqs=8, max_num_batched_tokens=64, kv_retention="recency"
+            num_blocks=num_blocks, block_size=4, max_num_seqs=8, max_num_batched_tokens=64, kv_retention=retention
         )
-        self.core = EngineCore(executor, config, ManualClock(), worker_id="d")
+        self.clock = ManualClock()
+        self.core = EngineCore(executor, config, self.clock, worker_id="d")
         self.shape = shape_of("mock", executor.kv_layout)
         self.stores = open_stores(self.shape)
         self.tiers = KvTiers(executor.kv_region, self.shape, self.stores, lambda: cost)

@@ -27,7 +27,7 @@ from kvrelay.config import WorkerRole
 from kvrelay.core.handoff import PrefixHolder, new_prefix_id
 from kvrelay.core.layout import MemoryRegion
 from kvrelay.core.sampling import SamplingParams
-from kvrelay.engine.block_pool import CachedBlock
+from kvrelay.engine.block_pool import CachedBlock, Evicted
 from kvrelay.engine.kv_source import Hit, SourceBeyond
 from kvrelay.engine.request import Request
 from kvrelay.engine.step import KvLoad, StepOutput
@@ -189,15 +189,16 @@ class TiersUnderTest:
         self.executor.shutdown()
 
 
-def blocks_of(request: Request) -> list[tuple[int, CachedBlock]]:
+def blocks_of(request: Request, chance: float = 1.0) -> list[Evicted]:
     """As the pool would evict them from its first blocks."""
     hashes, size = request.sequence_hashes, BLOCK_SIZE
     return [
-        (
+        Evicted(
             at,
             CachedBlock(
                 hashes[at], hashes[at - 1] if at else None, 0, tuple(request.token_ids[size * at :][:size]), at
             ),
+            chance,
         )
         for at in range(NUM_BLOCKS)
     ]

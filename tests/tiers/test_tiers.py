@@ -15,7 +15,7 @@ from kvrelay.core.hashing import compute_block_hashes
 from kvrelay.core.status import RequestStatus
 from kvrelay.core.step_cost import StepCost
 from kvrelay.core.tier_stats import StoreStats
-from kvrelay.engine.block_pool import CachedBlock
+from kvrelay.engine.block_pool import Evicted
 from kvrelay.engine.request import PrefillMode
 from kvrelay.tiers.block import BlockName, Shape
 from kvrelay.tiers.disk import DiskStore
@@ -308,7 +308,7 @@ def test_blocks_that_are_evicted_one_by_one_are_dropped_in_proportion(
     num_queued: list[int] = []
     evicted = engine.tiers.evicted
 
-    def one_by_one(blocks: Sequence[tuple[int, CachedBlock]]) -> None:
+    def one_by_one(blocks: Sequence[Evicted]) -> None:
         for block in blocks:
             evicted([block])
             num_queued.append(engine.tiers.stats().num_queued)

@@ -33,8 +33,40 @@ class Spent(msgspec.Struct, frozen=True, array_like=True):
         return Spent(_less(self.num, before.num), _less(self.seconds, before.seconds))
 
 
+class SessionActivity(msgspec.Struct, frozen=True, array_like=True):
+    """Agents' sessions: counts since the start, but for ``num_paused``, which is a level.
+
+    ``num_incomplete``: returns of which the pool had lost a part. ``tokens``: what returning sessions repeated, by
+    place. ``saved_s``: what computing the found ones would have taken.
+    """
+
+    num_paused: Number = 0
+    num_returned: Number = 0
+    num_incomplete: Number = 0
+    tokens: Counts = {}
+    saved_s: Seconds = 0.0
+
+    def plus(self, other: SessionActivity) -> SessionActivity:
+        return SessionActivity(
+            self.num_paused + other.num_paused,
+            self.num_returned + other.num_returned,
+            self.num_incomplete + other.num_incomplete,
+            _added(self.tokens, other.tokens),
+            self.saved_s + other.saved_s,
+        )
+
+    def since(self, before: SessionActivity) -> SessionActivity:
+        return SessionActivity(
+            self.num_paused,
+            _less(self.num_returned, before.num_returned),
+            _less(self.num_incomplete, before.num_incomplete),
+            _gone_up(self.tokens, before.tokens),
+            _less(self.saved_s, before.saved_s),
+        )
+
+
 class Activity(msgspec.Struct, frozen=True, array_like=True):
-    """Counts since the start, but for ``rss_bytes``, which is a level.
+    """Counts since the start, but for ``rss_bytes`` and the sessions that are paused, which are levels.
 
     ``places``: prefills by where they ran and why (``PrefillPlace``). ``loaded``: prompt tokens whose KV came from
     beyond the pool, by medium. Hand-offs: ``claims`` from sending a prefill away to its grant, ``handoffs`` to its KV,
@@ -51,6 +83,7 @@ class Activity(msgspec.Struct, frozen=True, array_like=True):
     prefills: Annotated[tuple[Number, ...], msgspec.Meta(max_length=len(LATENCY_BUCKETS_S) + 1)] = ()
     cpu_s: Seconds = 0.0
     rss_bytes: Number = 0
+    sessions: SessionActivity = SessionActivity()
 
     def plus(self, other: Activity) -> Activity:
         """Of two workers together."""
@@ -63,11 +96,17 @@ class Activity(msgspec.Struct, frozen=True, array_like=True):
             (),
             self.cpu_s + other.cpu_s,
             self.rss_bytes + other.rss_bytes,
+            self.sessions.plus(other.sessions),
         )
 
     def then(self, later: Activity) -> Activity:
         """Of two intervals together; the level is the larger one."""
-        return msgspec.structs.replace(self.plus(later), rss_bytes=max(self.rss_bytes, later.rss_bytes))
+        both, num_paused = self.plus(later), max(self.sessions.num_paused, later.sessions.num_paused)
+        return msgspec.structs.replace(
+            both,
+            rss_bytes=max(self.rss_bytes, later.rss_bytes),
+            sessions=msgspec.structs.replace(both.sessions, num_paused=num_paused),
+        )
 
     def since(self, before: Activity) -> Activity:
         """What was done after ``before``. An engine that was rebuilt counts from zero again: nothing."""
@@ -80,6 +119,7 @@ class Activity(msgspec.Struct, frozen=True, array_like=True):
             tuple(map(_less, self.prefills, before.prefills or (0,) * len(self.prefills))),
             _less(self.cpu_s, before.cpu_s),
             self.rss_bytes,
+            self.sessions.since(before.sessions),
         )
 
 

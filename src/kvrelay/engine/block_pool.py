@@ -18,6 +18,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
+from typing import NamedTuple
 
 import msgspec
 
@@ -44,6 +45,14 @@ class CachedBlock(msgspec.Struct, frozen=True, gc=False):
     token_ids: tuple[int, ...]
     depth: int
     """Number of the block in its sequence, from 0."""
+
+
+class Evicted(NamedTuple):
+    """A block that leaves the cache. ``chance``: that it is wanted later, see ``CachedFree.chance_later``."""
+
+    block_id: int
+    entry: CachedBlock
+    chance: float = 1.0
 
 
 class BlockPool:
@@ -74,8 +83,8 @@ class BlockPool:
         self._cached: dict[int, CachedBlock] = {}
         self._block_of_hash: dict[int, int] = {}
         self._events: list[KvEvent] = []
-        self.on_evicted: Callable[[Sequence[tuple[int, CachedBlock]]], None] | None = None
-        """Gets blocks that leave the cache, with their ids, while they still hold what they held."""
+        self.on_evicted: Callable[[Sequence[Evicted]], None] | None = None
+        """Gets blocks that leave the cache, while they still hold what they held."""
 
     def __repr__(self) -> str:
         return (
@@ -293,16 +302,18 @@ class BlockPool:
             )
 
     def _evict(self, count: int) -> None:
-        removed: list[tuple[int, CachedBlock]] = []
+        removed: list[Evicted] = []
+        cached_free, is_offered = self._cached_free, self.on_evicted is not None
         for _ in range(count):
-            block_id = self._cached_free.pop(self._num_children)
+            block_id = cached_free.pop(self._num_children)
             entry = self._cached[block_id]
+            chance = cached_free.chance_later if is_offered else 1.0
             self._uncache(block_id, entry)
-            removed.append((block_id, entry))
-        self._plain.add_all([block_id for block_id, _ in removed])
+            removed.append(Evicted(block_id, entry, chance))
+        self._plain.add_all([block.block_id for block in removed])
         if self.on_evicted is not None:
             self.on_evicted(removed)
-        self._events.append(BlockRemoved(tuple(entry.sequence_hash for _, entry in removed)))
+        self._events.append(BlockRemoved(tuple(block.entry.sequence_hash for block in removed)))
 
     def _uncache(self, block_id: int, entry: CachedBlock) -> None:
         del self._cached[block_id], self._block_of_hash[entry.sequence_hash]

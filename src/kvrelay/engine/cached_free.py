@@ -31,6 +31,8 @@ BLOCKS_AT_ONCE = 16
 """After a comparison of the queues so many blocks are taken before the next, from one end of one queue; of a larger
 group all."""
 NEW_WEIGHT = 0.1
+LATER_HORIZONS = 4.0
+"""What a pool gives up lasts in host memory or on disk for longer than it would have lasted here."""
 MIN_HORIZON_S, MAX_HORIZON_S = 1.0, 300.0
 MEDIANS, SHARES = (-4, 9), (-4, 0)
 """Queues are apart by powers of two of the expected seconds, and of the share that returns."""
@@ -51,6 +53,10 @@ class CachedFree(Protocol):
 
     def pop(self, num_children: Sequence[int]) -> int:
         """Take out the block that gives way. ``num_children``: by block id, how many cached blocks follow it."""
+
+    @property
+    def chance_later(self) -> float:
+        """That the block which gave way last is wanted later, within what a tier keeps it for; 0 to 1."""
 
     def bared(self, block_id: int) -> None:
         """No cached block follows this one any more, because they gave way."""
@@ -82,6 +88,11 @@ class ByRecency:
 
     def pop(self, num_children: Sequence[int]) -> int:
         return self._blocks.popitem(last=False)[0]
+
+    @property
+    def chance_later(self) -> float:
+        """Nothing is known of it."""
+        return 1.0
 
     def bared(self, block_id: int) -> None:
         """Recency alone counts."""
@@ -133,6 +144,10 @@ class ByValue:
         self._block_interval_s = 0.0
         """Between two blocks that give way, a moving mean."""
         self._chosen_s, self._num_popped = clock.now(), 0
+        self._gave_way: _Group | None = None
+        """The group of the block that gave way last; None: blocks of several sequences."""
+        self._later: tuple[_Group, float] | None = None
+        """A group of which blocks give way, and its chance."""
 
     def _outside(self) -> _Group:
         return _Group({}, 0.0, self._prior, 0.0, None)
@@ -178,13 +193,27 @@ class ByValue:
             if not num_children[block_id]:
                 del self._home[block_id]
                 self._num_popped += 1
+                self._gave_way = None if group is self._bare else group
                 return block_id
             self._home[block_id] = self._shared
             self._shared.blocks[block_id] = None
         block_id = next(iter(self._shared.blocks))
         self.remove(block_id)
         self._num_popped += 1
+        self._gave_way = None
         return block_id
+
+    @property
+    def chance_later(self) -> float:
+        """The pause's chance to end within some horizons. It is computed once for each choice: a group gives way block
+        by block. What several sequences begin with is wanted."""
+        group = self._gave_way
+        if group is None:
+            return 1.0
+        if self._later is None or self._later[0] is not group:
+            elapsed_s = self._clock.now() - group.since_s
+            self._later = group, group.fit.chance(elapsed_s, LATER_HORIZONS * self.horizon_s, group.shift)
+        return self._later[1]
 
     def bared(self, block_id: int) -> None:
         if self._home.get(block_id) is self._shared:
@@ -205,6 +234,7 @@ class ByValue:
         self._home.clear()
         self._queues.clear()
         self._shared, self._bare, self._chosen = self._outside(), self._outside(), None
+        self._gave_way = self._later = None
         return blocks
 
     def value(self, group_of: int) -> float:
@@ -244,6 +274,7 @@ class ByValue:
         return self._choose()
 
     def _choose(self) -> _Group | None:
+        self._later = None
         now_s = self._clock.now()
         least, found = math.inf, None
         for key, queue in self._queues.items():

@@ -28,18 +28,19 @@ from kvrelay.core.clock import Clock
 from kvrelay.core.events import KvEvent
 from kvrelay.core.step_cost import StepCost
 from kvrelay.core.tier_stats import TierStats
-from kvrelay.engine.block_pool import BlockPool, CachedBlock
+from kvrelay.engine.block_pool import BlockPool, Evicted
 from kvrelay.engine.request import Request
 from kvrelay.engine.step import KvLoad, StepOutput
 
 
 class Hit(NamedTuple):
     """The KV of so many blocks can be here in so many seconds, by what has been measured. ``is_pending``: not by
-    ``load``; ask again later."""
+    ``load``; ask again later. ``media``: of sources beyond the engine, where each block is."""
 
     num_blocks: int
     seconds: float
     is_pending: bool = False
+    media: tuple[str, ...] = ()
 
 
 class KvSource(Protocol):
@@ -106,12 +107,14 @@ class Sources:
     def reach(self, request: Request, first_block: int) -> Hit:
         """What those beyond have, one after the other, from ``first_block`` on."""
         num_blocks, seconds = 0, 0.0
+        media: tuple[str, ...] = ()
         for source in self.beyond:
             hit = source.find(request, first_block + num_blocks)
             if hit is not None:
                 num_blocks += hit.num_blocks
                 seconds += hit.seconds
-        return Hit(num_blocks, seconds)
+                media += hit.media
+        return Hit(num_blocks, seconds, media=media)
 
 
 class KvStorage(SourceBeyond, Protocol):
@@ -126,7 +129,7 @@ class KvStorage(SourceBeyond, Protocol):
     def load_s(self, sequence_hash: int) -> float | None:
         """In how many seconds a block could be here again that is evicted now; None: it would be lost."""
 
-    def evicted(self, blocks: Sequence[tuple[int, CachedBlock]]) -> None:
+    def evicted(self, blocks: Sequence[Evicted]) -> None:
         """These blocks leave the prefix cache now. They may be read during this call only."""
 
     def clear(self) -> None:

@@ -11,7 +11,7 @@ Estimates order evictions and nothing else: a wrong one costs a prefill, never a
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 
@@ -161,8 +161,8 @@ class PauseCounts(msgspec.Struct):
     """Prompt tokens of sessions that returned, as far as an earlier turn had them."""
     pool_tokens: int = 0
     """Of these, found in the pool."""
-    stored_tokens: int = 0
-    """Found in tiers or at other workers."""
+    stored_tokens: Counter[str] = msgspec.field(default_factory=Counter)
+    """Found in tiers or at other workers, by medium."""
     saved_s: float = 0.0
     """What computing the tokens that were found would have taken."""
     num_missed: int = 0

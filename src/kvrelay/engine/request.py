@@ -101,6 +101,8 @@ class Request:
     """Of those that need not be computed: what sources beyond the pool have, and their loads take ``load_s``.
     Estimates of that moment."""
     load_s: float = field(default=0.0, init=False)
+    stored_media: tuple[str, ...] = field(default=(), init=False)
+    """Where each block of it is."""
     slot: int = field(default=-1, init=False)
     block_ids: list[int] = field(default_factory=list, init=False)
     held_block_ids: list[int] = field(default_factory=list, init=False)

@@ -289,9 +289,10 @@ class Scheduler:
         counts, num_repeated = pauses.counts, pause.num_repeated * self.pool.block_size
         num_here = min(request.num_computed_tokens, num_repeated)
         num_stored = min(request.num_stored_tokens, num_repeated - num_here)
+        for medium in request.stored_media[: num_stored // self.pool.block_size]:
+            counts.stored_tokens[medium] += self.pool.block_size
         counts.returned_tokens += num_repeated
         counts.pool_tokens += num_here
-        counts.stored_tokens += num_stored
         counts.saved_s += self.token_budget.costs.cost.extra_seconds(num_here + num_stored, 0)
         # The last token of a prompt is always computed, so a block less is no loss.
         counts.num_missed += num_here + self.pool.block_size < num_repeated

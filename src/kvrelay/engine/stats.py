@@ -63,6 +63,13 @@ class SessionStats(NamedTuple):
     num_paused: int
     counts: PauseCounts
 
+    @property
+    def tokens_by_place(self) -> dict[str, int]:
+        """What returning sessions repeated: found in the pool, in tiers and at other workers by medium, or computed.
+        From any thread."""
+        found = {"pool": self.counts.pool_tokens, **self.counts.stored_tokens.copy()}
+        return {**found, "computed": max(self.counts.returned_tokens - sum(found.values()), 0)}
+
 
 class EngineStats(msgspec.Struct, frozen=True):
     """Gauges, then counts since start.

@@ -158,6 +158,9 @@ def _prefills(total: Mapping[str, Any]) -> Iterator[str]:
         yield (
             "".join(f", {tokens:,} read from {medium}" for medium, tokens in loaded if tokens).removeprefix(", ") + "\n"
         )
+    if num_paused := total.get("sessions_paused"):
+        yield f"agents: {num_paused:,} sessions paused"
+        yield f"{total['sessions_last_minute']['returned']:,} returned in 1 min\n"
 
 
 def _wrapped(parts: Iterable[str], width: int) -> Iterator[str]:

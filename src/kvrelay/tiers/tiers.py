@@ -24,7 +24,7 @@ from kvrelay.core.events import BlockRemoved, BlockStored, KvEvent, LoadCost
 from kvrelay.core.layout import MemoryRegion
 from kvrelay.core.step_cost import StepCost
 from kvrelay.core.tier_stats import TierCounts, TierStats
-from kvrelay.engine.block_pool import BlockPool, CachedBlock
+from kvrelay.engine.block_pool import BlockPool, CachedBlock, Evicted
 from kvrelay.engine.kv_source import Hit, Loaded
 from kvrelay.engine.request import Request
 from kvrelay.engine.step import KvLoad, StepOutput
@@ -158,7 +158,7 @@ class KvTiers:
                 for medium in {store.medium for store in stores}:
                     self._times[medium].refused()
             return None
-        return Hit(len(stores), seconds)
+        return Hit(len(stores), seconds, media=tuple([store.medium for store in stores]))
 
     def _find_pending(self, hashes: Sequence[int], first_block: int) -> Hit | None:
         """What was just evicted and is not written yet. It can be loaded then."""
@@ -170,7 +170,7 @@ class KvTiers:
         if self._recompute_seconds(num_blocks, first_block) <= seconds:
             return None
         self._is_awaited = True
-        return Hit(num_blocks, seconds, is_pending=True)
+        return Hit(num_blocks, seconds, is_pending=True, media=(self._stores[0].medium,) * num_blocks)
 
     @property
     def has_events(self) -> bool:
@@ -206,13 +206,13 @@ class KvTiers:
         store = next((store for store in self._stores if store.holds(sequence_hash)), None)
         return None if store is None else self._times[store.medium].block_s
 
-    def evicted(self, blocks: Sequence[tuple[int, CachedBlock]]) -> None:
+    def evicted(self, blocks: Sequence[Evicted]) -> None:
         self._offer(blocks, keeps_all=False)
 
-    def _offer(self, blocks: Sequence[tuple[int, CachedBlock]], *, keeps_all: bool) -> None:
+    def _offer(self, blocks: Sequence[Evicted], *, keeps_all: bool) -> None:
         """``keeps_all``: also those that, by experience, no one will ask for again."""
         cost = self._cost()
-        offers = [offer for block_id, entry in blocks if (offer := self._offer_of(block_id, entry, cost, keeps_all))]
+        offers = [offer for block in blocks if (offer := self._offer_of(block, cost, keeps_all))]
         num_kept = self._num_to_write(len(offers))
         if num_kept < len(offers):
             # The starts of prompts are found more often than their ends, and without them the ends are not found.
@@ -242,7 +242,7 @@ class KvTiers:
         """Offer what the pool has cached, before it goes. Waits, for ``FLUSH_S`` at most."""
         until_s = time.monotonic() + FLUSH_S
         num_at_once = max(int(MAX_QUEUED_BYTES * QUEUE_SOFT) // self._shape.block_bytes, 1)
-        blocks = pool.cached_blocks()
+        blocks = itertools.starmap(Evicted, pool.cached_blocks())
         while (few := list(itertools.islice(blocks, num_at_once))) and time.monotonic() < until_s:
             self._offer(few, keeps_all=True)
             if not self.settle(max(until_s - time.monotonic(), 0.0)):
@@ -273,16 +273,19 @@ class KvTiers:
         self._kept_share %= 1.0
         return num_kept
 
-    def _offer_of(self, block_id: int, entry: CachedBlock, cost: StepCost, keeps_all: bool) -> _Offer | None:
+    def _offer_of(self, block: Evicted, cost: StepCost, keeps_all: bool) -> _Offer | None:
         """To those stores that should take it; None if there are none."""
-        worth_s = cost.extra_seconds(self._shape.block_size, entry.depth * self._shape.block_size)
+        block_id, entry, chance = block
+        seconds = cost.extra_seconds(self._shape.block_size, entry.depth * self._shape.block_size)
+        worth_s = chance * seconds
         has_returned = self._returns.evicted(entry.sequence_hash, entry.depth)
         wanting = [store for store in self._stores if not store.worth_again(entry.sequence_hash, worth_s)]
         if not has_returned:
             # A disk below another store gets what has proved that it returns.
             wanting = [store for store in wanting if store is self._stores[0]]
             writing_s = self._copy_time.block_s + self._write_time.block_s
-            if wanting and not keeps_all and self._returns.share(entry.depth) * worth_s <= writing_s:
+            # The share has the chance of a return in it already.
+            if wanting and not keeps_all and self._returns.share(entry.depth) * seconds <= writing_s:
                 wanting[0].stats.drops["seldom"] += 1
                 return None
         return _Offer(block_id, entry, worth_s, wanting) if wanting else None

@@ -113,7 +113,7 @@ class PeerPrefixes:
                 known.wait.refused()
                 known.block.refused()
             return None
-        return Hit(num_blocks, seconds)
+        return Hit(num_blocks, seconds, media=(PEER,) * num_blocks)
 
     def load(self, request: Request, load: KvLoad, output: StepOutput) -> None:
         holder, request.holder = request.holder, None

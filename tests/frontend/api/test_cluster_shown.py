@@ -14,7 +14,7 @@ from tests.frontend.doubles import FakeCluster, Script, running
 from tests.frontend.raw_http import send
 
 from kvrelay.config import WorkerRole
-from kvrelay.core.activity import Activity, Spent
+from kvrelay.core.activity import Activity, SessionActivity, Spent
 from kvrelay.core.event_codec import encode_load
 from kvrelay.core.events import MAX_FLOWS, Flow, LoadMetrics, TokenCounts
 from kvrelay.core.messages import RequestRefused
@@ -77,9 +77,12 @@ async def test_workers_flows_and_sums(model_dir: Path) -> None:
 async def test_where_prefills_ran_and_what_they_cost(model_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Two decode workers, ranks of a group, and a prefill worker say what they did. Both ranks answer requests."""
     prefills = (0,) * 3 + (6,)  # from 10 to 25 ms
+    sessions = SessionActivity(7, 4, 1, {"pool": 320, "host": 64, "computed": 16}, 0.5)
     done = {
         "w0": Activity({"remote": 4, "local_short": 2}, {"host": 48}, Spent(4, 0.4), Spent(4, 2.0), prefills=prefills),
-        "w1": Activity({"remote": 1}, {"peer": 16}, Spent(1, 0.1), Spent(1, 0.5), cpu_s=1.0, rss_bytes=2**20),
+        "w1": Activity(
+            {"remote": 1}, {"peer": 16}, Spent(1, 0.1), Spent(1, 0.5), cpu_s=1.0, rss_bytes=2**20, sessions=sessions
+        ),
         "p0": Activity(sends=Spent(5, 0.25), prefills=prefills),
     }
     async with running(model_dir, Script((10,), cached=2)) as cluster:
@@ -100,6 +103,10 @@ async def test_where_prefills_ran_and_what_they_cost(model_dir: Path, capsys: py
         assert total["handoffs"] == {"arrived": 5, "queue_ms": 100.0, "whole_ms": 500.0, "sending_ms": 50.0}
         assert (total["prompt_tokens_last_minute"], total["cached_tokens_last_minute"]) == (18, 12)
         assert total["loaded_tokens_last_minute"] == {"host": 48, "peer": 16}
+        assert (total["sessions_paused"], total["sessions_last_minute"]) == (
+            7,
+            {"returned": 4, "incomplete": 1, "tokens": {"pool": 320, "host": 64, "computed": 16}, "saved_s": 0.5},
+        )
         sums = {name: sum(column) for group in ("places", "loaded_tokens") for name, column in history[group].items()}
         assert {name: count for name, count in sums.items() if count} == {
             "remote": 5,

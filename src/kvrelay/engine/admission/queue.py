@@ -329,7 +329,7 @@ class AdmissionQueue:
         first = len(self.find_hit(request))
         if not self._sources.beyond or request.wants_prompt_logprobs:
             return first * self._pool.block_size
-        num_stored, request.load_s, _ = self._sources.reach(request, first)
+        num_stored, request.load_s, _, request.stored_media = self._sources.reach(request, first)
         request.num_stored_tokens = num_stored * self._pool.block_size
         return (first + num_stored) * self._pool.block_size
 

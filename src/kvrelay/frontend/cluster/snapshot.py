@@ -98,6 +98,7 @@ class WorkerView(msgspec.Struct, frozen=True):
     dp_rank: int = 0
     cpu_cores: float | None = None
     rss_bytes: int | None = None
+    sessions_paused: int | None = None
     after_crash: str = ""
     """How the process before it ended, if that crashed."""
 
@@ -176,6 +177,17 @@ class HandoffCost(msgspec.Struct, frozen=True):
     sending_ms: float | None
 
 
+class SessionsView(msgspec.Struct, frozen=True):
+    """Agents' sessions that returned; ``incomplete``: a pool had lost a part of their KV. ``tokens``: what they
+    repeated, by place (pool, host, disk, peer, computed). ``saved_s``: what computing the found ones would have
+    taken."""
+
+    returned: int = 0
+    incomplete: int = 0
+    tokens: dict[str, int] = {}
+    saved_s: float = 0.0
+
+
 class Totals(msgspec.Struct, frozen=True):
     """The whole cluster. Rates over the last ten seconds, quantiles over the last minute. ``prefill_queue``: entries
     that no prefill worker has pulled; None: the control server does not tell. Requests are those that have ended:
@@ -223,6 +235,8 @@ class Totals(msgspec.Struct, frozen=True):
     """Of them, as clients are told."""
     loaded_tokens_last_minute: dict[str, int] = {}
     """Prompt tokens whose KV came from beyond the pools, by medium: host, disk, peer (other workers' pools)."""
+    sessions_paused: int = 0
+    sessions_last_minute: SessionsView = SessionsView()
 
 
 class History(msgspec.Struct, frozen=True):
@@ -311,6 +325,7 @@ def _worker_view(member: Member, now_s: float) -> WorkerView:
         tokens_per_s=report.generated_per_s,
         cpu_cores=report.cpu_cores,
         rss_bytes=None if load.activity is None else load.activity.rss_bytes,
+        sessions_paused=None if load.activity is None else load.activity.sessions.num_paused,
     )
 
 
@@ -453,6 +468,10 @@ def totals(
         prompt_tokens_last_minute=minute.num_prompt_tokens,
         cached_tokens_last_minute=minute.num_cached_tokens,
         loaded_tokens_last_minute=work.loaded,
+        sessions_paused=sum(worker.sessions_paused or 0 for worker in workers),
+        sessions_last_minute=SessionsView(
+            work.sessions.num_returned, work.sessions.num_incomplete, work.sessions.tokens, work.sessions.saved_s
+        ),
     )
 
 

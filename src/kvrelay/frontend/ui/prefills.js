@@ -10,7 +10,8 @@ export function prefills(section) {
   const places = h("div", { class: "places" });
   const handoffs = h("p", { class: "handoffs" });
   const prompts = h("p", { class: "prompts" });
-  section.append(places, handoffs, prompts);
+  const sessions = h("p", { class: "sessions" });
+  section.append(places, handoffs, prompts, sessions);
   return ({ snapshot }) => {
     const total = snapshot?.total;
     const all = (total?.places ?? []).reduce((sum, { last_minute }) => sum + last_minute, 0);
@@ -19,6 +20,7 @@ export function prefills(section) {
     keyed(places, shown, ({ place }) => place, makePlace, (row, place) => updatePlace(row, place, all));
     setText(handoffs, handoffText(total.handoffs));
     setText(prompts, promptText(total));
+    setText(sessions, sessionText(total));
     return true;
   };
 }
@@ -39,6 +41,17 @@ function handoffText({ arrived, queue_ms, whole_ms, sending_ms }) {
     `${number(arrived)} hand-offs in the last minute, on average ${milliseconds(whole_ms)} from sending a prefill away to its KV`,
     `${milliseconds(queue_ms)} of that until a prefill worker claimed it`,
     `KV still under way after the prefill: ${milliseconds(sending_ms)}`,
+  ].join(" · ");
+}
+
+function sessionText({ sessions_paused: paused, sessions_last_minute: { returned, incomplete, tokens, saved_s } }) {
+  if (!paused && !returned) return "";
+  const names = { pool: "in the pool", host: "in host memory", disk: "on disk", peer: "at other workers", computed: "computed again" };
+  const repeated = Object.entries(tokens).filter(([, count]) => count);
+  return [
+    `${number(paused)} agents' sessions paused, ${number(returned)} returned in the last minute (${number(incomplete)} had lost a part)`,
+    ...repeated.map(([place, count]) => `${number(count)} tokens ${names[place] ?? place}`),
+    `${saved_s.toFixed(1)} s saved`,
   ].join(" · ");
 }
 

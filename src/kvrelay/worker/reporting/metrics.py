@@ -274,17 +274,14 @@ def _p2p(counters: P2pCounters) -> Iterator[Metric]:
 
 def _sessions(sessions: SessionStats) -> Iterator[Metric]:
     counts = sessions.counts
-    found = {"pool": counts.pool_tokens, "stored": counts.stored_tokens}
-    missed = max(counts.returned_tokens - sum(found.values()), 0)
     yield _gauge("sessions_paused", "Answers whose session may continue.", sessions.num_paused)
     yield _counter("session_pauses", "Answers after which a session may continue.", counts.num_begun)
     yield _counter("session_returns", "Prompts that continued a session.", counts.num_returned)
     yield _counter("session_returns_incomplete", "Of these, some of whose KV was evicted.", counts.num_missed)
     yield _counter("sessions_gone", "Sessions that seem not to continue.", counts.num_gone)
     yield _counter("sessions_forgotten", "Pauses that were too many to remember.", counts.num_forgotten)
-    yield _by_label(
-        "session_tokens", "What returning sessions repeated, by place.", "place", {**found, "computed": missed}
-    )
+    tokens = sessions.tokens_by_place
+    yield _by_label("session_tokens", "What returning sessions repeated, by place.", "place", tokens)
     yield _counter("session_saved_seconds", "What computing the found tokens would have taken.", counts.saved_s)
 
 

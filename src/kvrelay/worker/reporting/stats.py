@@ -7,11 +7,11 @@ from typing import TypeVar
 
 import msgspec
 
-from kvrelay.core.activity import Activity, Spent
+from kvrelay.core.activity import Activity, SessionActivity, Spent
 from kvrelay.core.histogram import Histogram
 from kvrelay.core.process_usage import Usage
 from kvrelay.core.tier_stats import TierStats
-from kvrelay.engine.stats import EngineStats
+from kvrelay.engine.stats import EngineStats, SessionStats
 from kvrelay.handoff.base import EndReason, RefusalReason
 from kvrelay.placement.cost_model import RemoteCost
 
@@ -80,6 +80,14 @@ def activity_of(
         prefills=tuple(times.prefill.counts),
         cpu_s=usage.cpu_s,
         rss_bytes=usage.rss_bytes,
+        sessions=SessionActivity() if engine.sessions is None else _sessions(engine.sessions),
+    )
+
+
+def _sessions(sessions: SessionStats) -> SessionActivity:
+    counts = sessions.counts
+    return SessionActivity(
+        sessions.num_paused, counts.num_returned, counts.num_missed, sessions.tokens_by_place, counts.saved_s
     )
 
 
