@@ -73,6 +73,19 @@ def test_the_access_log_is_a_load_by_the_arrival_of_its_answered_requests(tmp_pa
     assert [(one.time_s, one.prompt_tokens, one.answer_tokens) for one in found] == [(0.0, 50, 6), (2.0, 30, 4)]
 
 
+def test_requests_without_an_answer_are_left_out_and_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """One refused, one failed after its prompt was counted, and a line of /v1/models, which is no request."""
+    refused = (ACCESS % ("04", 0.1, "null", "null")).replace('"200"', '"429"')
+    lines = ACCESS % ("02", 1.0, 30, 4) + ACCESS % ("03", 1.0, 50, 0) + refused + ACCESS % ("05", 0.1, "null", "null")
+    path = written(tmp_path / "access.jsonl", lines)
+    assert [one.prompt_tokens for one in trace_arrivals(path)] == [30]
+    assert "left out requests without an answer (refused, failed or 0 tokens): 2, the first is number 2" in caplog.text
+    log = written(tmp_path / "log.csv", "time,prompt_tokens,output_tokens\n1,20,0\n2,30,5\n4,40,6\n")
+    assert [(one.time_s, one.answer_tokens) for one in trace_arrivals(log)] == [(0.0, 5), (2.0, 6)]
+    with pytest.raises(InvalidInputError, match="no request has an answer"):
+        trace_arrivals(written(tmp_path / "none.csv", "time,prompt_tokens,output_tokens\n1,20,0\n"))
+
+
 def test_the_access_log_that_a_frontend_writes_is_a_load(tmp_path: Path) -> None:
     log = AccessLog("json", str(tmp_path / "access.jsonl"))
     log.note("a", Generated(12, 3, 0.1, "d0"))

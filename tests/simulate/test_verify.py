@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import threading
 from pathlib import Path
@@ -85,6 +86,17 @@ def test_a_recording_is_a_load(recording: Path) -> None:
             assert arrival.answer_tokens == call.request.sampling.max_tokens
     assert trace_arrivals(recording, limit=3, time_scale=2.0) == found[:3]
     assert run(["simulate", "--trace", str(recording), "--both", "1", "--prefill", "0", "--decode", "0"]) == 0
+
+
+def test_prompts_beyond_the_context_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = tmp_path / "log.csv"
+    trace.write_text("time,prompt_tokens,output_tokens\n1,400,5\n2,30,5\n3,300,9\n")
+    assert run(["simulate", "--trace", str(trace), "--max-model-len", "300"]) == 0
+    said = "prompts that fail, longer than the context of 300 tokens: 2; if the model takes them: --max-model-len 405"
+    assert said in capsys.readouterr().out
+    assert run(["simulate", "--trace", str(trace), "--max-model-len", "405", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["num_too_long"], report["num_done"]) == (0, 3)
 
 
 def test_the_recorded_schedule_is_played_back_batch_by_batch(recording: Path) -> None:

@@ -110,10 +110,19 @@ def simulate_command(
         kv_buffer_size=kv_buffer_size,
     )
     costs = costs or Costs()
-    result = simulate(spec, load_of(trace, load, limit=limit, time_scale=time_scale, seed=seed), costs, seed=seed)
+    arrivals = load_of(trace, load, limit=limit, time_scale=time_scale, seed=seed)
+    result = simulate(spec, arrivals, costs, seed=seed)
     objectives = objectives_of(spec.disagg)
     num_blocks = costs.num_blocks(engine.block_size, engine.num_blocks)
-    report = {"cluster": str(spec), "seed": seed, "kv_blocks": num_blocks, **result.report(objectives)}
+    report = {
+        "cluster": str(spec),
+        "seed": seed,
+        "kv_blocks": num_blocks,
+        "max_model_len": spec.max_model_len,
+        "num_too_long": sum(one.prompt_tokens >= spec.max_model_len for one in arrivals),
+        "longest": max(one.prompt_tokens + one.answer_tokens for one in arrivals),
+        **result.report(objectives),
+    }
     click.echo(json.dumps(report) if as_json else _text(report, objectives.ttft_s, objectives.itl_s))
 
 
@@ -136,6 +145,11 @@ def _text(report: dict[str, Any], ttft_s: float, itl_s: float) -> str:
         f"{report['output_tokens_per_s']:.1f} tokens/s",
     ]
     lines.append(f"KV of a worker: {report['kv_blocks']:,} blocks")
+    if report["num_too_long"]:
+        lines.append(
+            f"prompts that fail, longer than the context of {report['max_model_len']:,} tokens: "
+            f"{report['num_too_long']}; if the model takes them: --max-model-len {report['longest']}"
+        )
     if report["first_error"]:
         lines.append(f"first failure: {report['first_error']}")
     for latency, figures in report["latencies"].items():

@@ -8,6 +8,7 @@ Traces are read by ``bench.traces``, which the bench room shares. A generator is
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +25,8 @@ from kvrelay.errors import InvalidInputError
 from kvrelay.simulate.arrival import Arrival, RecordedArrival
 from kvrelay.simulate.logs import read_log
 from kvrelay.simulate.playback import play_back
+
+_log = logging.getLogger(__name__)
 
 MAX_GAP_S = 3600.0
 MAX_REQUESTS = 100_000
@@ -50,8 +53,18 @@ def trace_arrivals(path: Path, *, limit: int | None = None, time_scale: float = 
     if is_recording(path):
         recorded = recorded_arrivals(path)[:limit]
         return [msgspec.structs.replace(one, time_s=one.time_s / time_scale) for one in recorded]
-    arrivals = _arrivals(path, _records(path), time_scale)
+    unanswered: list[int] = []
+    arrivals = _arrivals(path, _records(path), time_scale, unanswered)
     found = list(itertools.islice(arrivals, MAX_REQUESTS if limit is None else limit))
+    if unanswered:
+        if not found:
+            raise InvalidInputError(f"{path}: no request has an answer; give a log of answered requests")
+        _log.warning(
+            "%s: left out requests without an answer (refused, failed or 0 tokens): %d, the first is number %d",
+            path,
+            len(unanswered),
+            unanswered[0],
+        )
     if limit is None and next(arrivals, None) is not None:
         raise InvalidInputError(
             f"{path} has more than {MAX_REQUESTS:,} requests, and each is kept in memory; choose with --limit N",
@@ -92,14 +105,20 @@ def recorded_arrivals(path: Path) -> list[RecordedArrival]:
     return playback.load()
 
 
-def _arrivals(path: Path, records: Iterator[TraceRecord], time_scale: float) -> Iterator[Arrival]:
+def _arrivals(
+    path: Path, records: Iterator[TraceRecord], time_scale: float, unanswered: list[int]
+) -> Iterator[Arrival]:
+    """``unanswered`` takes the numbers of the requests that are left out: nothing says how long their answers would
+    have been."""
     start_s = last_s = None
     sessions: dict[str, str] = {}
     for number, record in enumerate(records, 1):
-        start_s = record.timestamp_s if start_s is None else start_s
-        last_s = start_s if last_s is None else last_s
-        _check(path, number, record, last_s)
+        _check(path, number, record, record.timestamp_s if last_s is None else last_s)
         last_s = record.timestamp_s
+        if not record.output_len:
+            unanswered.append(number)
+            continue
+        start_s = record.timestamp_s if start_s is None else start_s
         session = record.chat
         if record.chat is not None and record.parent is not None:
             session = sessions.get(record.parent, record.parent)
@@ -108,7 +127,7 @@ def _arrivals(path: Path, records: Iterator[TraceRecord], time_scale: float) -> 
         yield Arrival(
             time_s=(record.timestamp_s - start_s) / time_scale,
             prompt_tokens=record.input_len,
-            answer_tokens=max(record.output_len, 1),
+            answer_tokens=record.output_len,
             hash_ids=record.hash_ids or None,
             hash_tokens=record.hash_tokens,
             session=session,
@@ -129,7 +148,7 @@ def _check(path: Path, number: int, record: TraceRecord, last_s: float) -> None:
     if not 1 <= record.input_len <= MAX_TOKENS or not 0 <= record.output_len <= MAX_TOKENS:
         raise InvalidInputError(
             f"{where} has a prompt of {record.input_len:g} tokens and an answer of {record.output_len:g}; "
-            f"remove it (possible are 1 to {MAX_TOKENS:,}, and answers of 0)"
+            f"remove it (possible are 1 to {MAX_TOKENS:,}; requests with an answer of 0 are left out)"
         )
     # A prompt longer than its ids has an end of its own; the reverse is a wrong block size.
     if (len(record.hash_ids) - 1) * record.hash_tokens >= record.input_len:

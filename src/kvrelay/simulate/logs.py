@@ -83,10 +83,12 @@ def _plain(name: str) -> str:
 
 
 def _access_lines(path: Path) -> Iterator[TraceRecord]:
-    """Answered requests, each at its arrival."""
+    """Each request at its arrival. Refused and failed ones have an answer of 0 tokens, and a prompt of 1 if the log
+    does not say how long it was. Other lines without a prompt (of models, of health) are no requests."""
     for item in json_lines(path, _AccessLine):
-        if item.prompt_tokens and item.output_tokens:
-            yield TraceRecord(item.time.timestamp() - item.duration_s, item.prompt_tokens, item.output_tokens)
+        if item.prompt_tokens or str(item.status) >= "400":
+            arrived_s = item.time.timestamp() - item.duration_s
+            yield TraceRecord(arrived_s, item.prompt_tokens or 1, item.output_tokens or 0)
 
 
 def _csv_records(path: Path, columns: Mapping[str, str]) -> Iterator[TraceRecord]:
