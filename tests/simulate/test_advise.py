@@ -42,9 +42,9 @@ def test_halving_finds_the_best_and_spends_little() -> None:
 
     ranked = successive_halving(range(27), score, (1, 10, 100))
     assert ranked[0][0] == 17
-    assert spent == {1: 27, 10: 9, 100: 3}
+    assert spent == {1: 27, 10: 6, 100: 2}
     assert [value for _, value in ranked] == sorted((value for _, value in ranked), reverse=True)
-    assert rounds(27, (1, 10, 100), 1) == 27 + 90 + 300
+    assert rounds(27, (1, 10, 100), 1) == 27 + 60 + 200
 
 
 def test_halving_keeps_the_best_of_each_kind() -> None:
@@ -91,6 +91,17 @@ def test_a_search_that_begins_at_the_answer_takes_two_runs() -> None:
 
     assert highest_that_holds(holds, 3.0, 1) == 3.0
     assert tried == [3.0, pytest.approx(3.0 * 2 ** (1 / 16))]
+
+
+def test_where_no_rate_holds_two_runs_say_so() -> None:
+    tried: list[float] = []
+
+    def holds(factor: float) -> bool:
+        tried.append(factor)
+        return False
+
+    assert highest_that_holds(holds) == 0.0
+    assert tried == [1.0, 1 / MAX_FACTOR]
 
 
 def test_bisection_has_ends() -> None:

@@ -37,7 +37,9 @@ RATES_PER_OCTAVE = 16
 NUM_SEEDS = 3
 """Capacities are found with so many seeds."""
 EXPECTED_RUNS = 5 + (NUM_SEEDS - 1) * 3
-"""Simulations of the whole load for one capacity, more or less: what progress is told before it is known."""
+"""Simulations for one capacity, more or less: what progress is told before it is known."""
+CAPACITY_SHARE = 0.45
+"""Such a simulation ends early, after this share of the load, more or less."""
 
 Search = Generator[float, bool, float]
 """Yields factors to try, is sent whether each holds, and returns the highest one that does."""
@@ -195,7 +197,7 @@ class _Search:
         self.budgets = sorted({max(min(MIN_BUDGET, num), int(num * part)) for part in BUDGET_SHARES})
         kinds = {candidate.is_split for candidate in candidates}
         self._num_halving = rounds(len(candidates), self.budgets, len(kinds))
-        self._total = self._num_halving + len(kinds) * EXPECTED_RUNS * num
+        self._total = self._num_halving + len(kinds) * EXPECTED_RUNS * CAPACITY_SHARE * num
         self._done = 0.0
 
     def _advance(self, candidate: Candidate, num_requests: float, most: float) -> None:
@@ -286,7 +288,7 @@ class _Search:
         for trial, outcome in self._runs.results():
             key = (trial.candidate, trial.load)
             points[key][trial.factor] = outcome.goodput
-            self._advance(trial.candidate, trial.num_requests, 0.99 * self._total)
+            self._advance(trial.candidate, CAPACITY_SHARE * trial.num_requests, 0.99 * self._total)
             go_on(key, outcome.least >= ATTAINMENT if not outcome.is_whole else outcome.goodput >= ATTAINMENT)
         return found
 
@@ -302,10 +304,13 @@ def _bound(candidate: Candidate, found: Mapping[Candidate, Outcome], num_kept: i
 def search_highest(start: float = 1.0, step: int = RATES_PER_OCTAVE) -> Search:
     """The highest factor that holds, to one of RATES_PER_OCTAVE; at most MAX_FACTOR, 0 if none holds from
     1 / MAX_FACTOR on. Up or down from ``start``, first by ``step`` and each time by twice as many, up to an octave,
-    then by bisection. Assumes that more load is never better."""
+    then by bisection. From afar the lowest one comes second: often no rate holds. A factor may be yielded twice.
+    Assumes that more load is never better."""
     top = math.floor(RATES_PER_OCTAVE * math.log2(MAX_FACTOR / start))
     bottom = -math.floor(RATES_PER_OCTAVE * math.log2(MAX_FACTOR * start))
     holding, failing, at = bottom - 1, top + 1, 0
+    if step >= RATES_PER_OCTAVE and not (yield start) and not (yield start * 2 ** (bottom / RATES_PER_OCTAVE)):
+        return 0.0
     while failing - holding > 1:
         if (yield start * 2 ** (at / RATES_PER_OCTAVE)):
             holding = at

@@ -12,7 +12,7 @@ S = TypeVar("S", bound=tuple[float, ...])
 """A score; greater is better."""
 
 
-def num_kept(num_candidates: int, keep: float = 1 / 3, least: int = 2) -> int:
+def num_kept(num_candidates: int, keep: float = 1 / 4, least: int = 2) -> int:
     """How many of a round's candidates are in the next one by their score alone."""
     return max(least, int(num_candidates * keep))
 
