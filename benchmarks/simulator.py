@@ -51,6 +51,10 @@ ANNOUNCED_S = 20.0
 ATTAINED = 0.9
 """An objective is broken when fewer requests meet it."""
 SLACK = 3.0
+NUM_SEEDS = 5
+"""The share of remote prefills depends on the draws of the steps' times: other seeds differ by up to 20 points."""
+PAUSE_S = 2.0
+"""Between two loads, more or less."""
 ALWAYS = DisaggConfig(disagg_policy="always")
 SMALL_CHUNKS = EngineConfig(max_num_batched_tokens=256)
 SETTINGS: dict[str, tuple[str, ClusterSpec]] = {
@@ -116,13 +120,14 @@ async def measure(name: str, shares: Sequence[float], given: dict[str, Any]) -> 
     async with running(case, folder / "logs", CaseTimes()) as target:
         costs = await asyncio.to_thread(calibrated, target, folder / f"costs-{name.replace(' ', '-')}.json")
         closed, places = await load(target, given, 0, max_concurrency=given["concurrency"])
-        row, _ = compared(spec, costs, closed, replayed(sent_of(closed), given["concurrency"]), places)
+        served = replayed(sent_of(closed), given["concurrency"])
+        row, _ = compared(spec, costs, closed, served, places)
         rows = [{"setting": name, "load": "closed", **row}]
         open_loops: list[tuple[float, list[RequestRecord], SimulationResult]] = []
         for at, share in enumerate(shares, 1):
             rate = share * rows[0]["real_requests_per_s"]
             records, places = await load(target, given, at, rate=rate)
-            row, simulated = compared(spec, costs, records, replayed(sent_of(records)), places)
+            row, simulated = compared(spec, costs, records, replayed(sent_of(records)), places, served)
             rows.append({"setting": name, "load": f"{share:.0%}", **row})
             open_loops.append((rate, records, simulated))
     return rows, {"setting": name, **breaking(open_loops, given["slo_ttft_ms"] / 1000)}
@@ -171,10 +176,15 @@ async def load(target: Target, given: dict[str, Any], at: int, **how: Any) -> tu
 
 
 def compared(
-    spec: ClusterSpec, costs: Costs, records: Sequence[RequestRecord], arrivals: list[Arrival], places: Counter[str]
+    spec: ClusterSpec,
+    costs: Costs,
+    records: Sequence[RequestRecord],
+    arrivals: list[Arrival],
+    places: Counter[str],
+    served: Sequence[Arrival] = (),
 ) -> tuple[Row, SimulationResult]:
-    """Real and simulated figures; errors are simulated / real - 1. ``places``: real ones. And the whole simulated
-    result."""
+    """Real and simulated figures; errors are simulated / real - 1. ``places``: real ones. ``served``: what the workers
+    had answered before. And the whole simulated result."""
     simulated = simulate(spec, arrivals, costs)
     latencies = simulated.latencies()
     last_ns = max(record.end_ns for record in records)
@@ -192,9 +202,32 @@ def compared(
     row: Row = {}
     for name, value in real.items():
         row |= {f"real_{name}": value, f"simulated_{name}": found[name], f"error_{name}": found[name] / value - 1}
-    for side, counts in (("real", places), ("simulated", Counter(simulated.places))):
-        row[f"{side}_remote"] = counts["remote"] / max(counts.total(), 1)
+    row["real_remote"] = places["remote"] / max(places.total(), 1)
+    shares = [remote_share(spec, costs, served, arrivals, seed) for seed in range(NUM_SEEDS)]
+    row["simulated_remote"] = float(np.mean(shares))
     return row, simulated
+
+
+def remote_share(
+    spec: ClusterSpec, costs: Costs, served: Sequence[Arrival], arrivals: Sequence[Arrival], seed: int
+) -> float:
+    """Of the prefills of ``arrivals``, on simulated workers that have learnt from ``served``, as the real ones had."""
+    before = simulate(spec, served, costs, seed=seed)
+    both = simulate(spec, in_turn(served, arrivals, before.end_s + PAUSE_S), costs, seed=seed)
+    # The first part of a simulation does not depend on what comes later.
+    places = Counter(both.places) - Counter(before.places)
+    return places["remote"] / max(places.total(), 1)
+
+
+def in_turn(first: Sequence[Arrival], second: Sequence[Arrival], start_s: float) -> list[Arrival]:
+    """One load after the other, which begins at ``start_s``."""
+    moved = [
+        msgspec.structs.replace(one, time_s=one.time_s + start_s)
+        if one.after is None
+        else msgspec.structs.replace(one, after=one.after + len(first))
+        for one in second
+    ]
+    return [*first, *moved]
 
 
 def breaking(open_loops: Sequence[tuple[float, list[RequestRecord], SimulationResult]], limit_s: float) -> Row:
