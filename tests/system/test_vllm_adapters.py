@@ -17,13 +17,11 @@ SPLIT = (
     *("--engine", "vllm", "--dtype", "float32", "--enforce-eager", "--kv-cache-memory", "256MiB"),
     *("--engine-args", '{"block_size": 32}', "--prefill", "1", "--decode", "1", "--disagg-policy", "always"),
 )
-OURS = ("--vllm-connector", "kvrelay", "--block-size", "32", "--kv-checksums", "--transport", "shm")
 NUM_ASKED = 8
 
 
-@pytest.mark.parametrize("way", [(), OURS], ids=["nixl", "kvrelay"])
 @pytest.mark.usefixtures("vllm_files")
-def test_two_adapters_and_their_model_share_a_pair(tmp_path: Path, way: tuple[str, ...]) -> None:
+def test_two_adapters_and_their_model_share_a_pair(tmp_path: Path) -> None:
     """The same prompts go to each, so a block of one in another's cache would change an answer."""
     prompts = [prompt for prompt in draw_prompts(7) if 32 < len(prompt) <= 300][:NUM_ASKED]
     expected = {"": ask_plain_vllm(prompts)[0].answers}
@@ -31,7 +29,7 @@ def test_two_adapters_and_their_model_share_a_pair(tmp_path: Path, way: tuple[st
         adapter = write_adapter(tmp_path / "adapters" / name, seed)
         expected[name] = ask_plain_vllm(prompts, adapter=str(adapter))[0].answers
     assert len({str(answers) for answers in expected.values()}) == len(expected)
-    with Serve((*SPLIT, *way, "--lora-dir", str(tmp_path / "adapters"))) as server:
+    with Serve((*SPLIT, "--lora-dir", str(tmp_path / "adapters"))) as server:
         models = httpx.get(f"{server.url}/v1/models", timeout=PATIENCE_S).json()["data"]
         assert {each["id"]: each["parent"] for each in models} == {
             server.model: None,

@@ -104,3 +104,11 @@ def test_other_engines_refuse_adapters(name: str) -> None:
     settings = WorkerConfig(model_path=MODEL, engine_kind=name, vllm=VllmConfig(lora_dir="adapters"))
     with pytest.raises(ConfigError, match=f"engine {name} has no adapters"):
         build_host(name, settings, "worker")
+
+
+def test_kvrelays_connector_refuses_adapters() -> None:
+    settings = WorkerConfig(
+        model_path=MODEL, engine_kind="vllm", vllm=VllmConfig(lora_dir="adapters", vllm_connector="kvrelay")
+    )
+    with pytest.raises(ConfigError, match="use nixl"):
+        build_host("vllm", settings, "worker")
