@@ -100,13 +100,14 @@ class Asking:
     def ask(self, prompts: list[list[int]]) -> list[list[int]]:
         return [answer.result() for answer in self.begin(prompts)]
 
-    def begin(self, prompts: list[list[int]]) -> list[Future[list[int]]]:
-        return [self._pool.submit(self._answer, prompt) for prompt in prompts]
+    def begin(self, prompts: list[list[int]], model: str | None = None) -> list[Future[list[int]]]:
+        """``model``: another one than the server's first, e.g. an adapter."""
+        return [self._pool.submit(self._answer, prompt, model or self._model) for prompt in prompts]
 
-    def _answer(self, prompt: list[int]) -> list[int]:
+    def _answer(self, prompt: list[int], model: str) -> list[int]:
         tokens: list[int] = []
         for chunk in self._client.completions.create(
-            model=self._model,
+            model=model,
             prompt=prompt,
             max_tokens=NUM_TOKENS,
             temperature=0,

@@ -528,6 +528,10 @@ class VllmConfig(Settings):
         "What moves KV between prefill and decode workers: vLLM's NIXL connector, or kvrelay's transports; auto: nixl, "
         "and none with --role both, which then stays.",
     )
+    lora_dir: str = setting(
+        "",
+        "Directory of adapters (LoRA): each folder in it with an adapter_config.json is served as a model of its name.",
+    )
     vllm_staging: str = setting(
         "1GiB", "Host memory through which KV passes by kvrelay's connector in vLLM, e.g. 512MiB or 4GiB."
     )

@@ -155,5 +155,5 @@ def without_tail(prefill: RemotePrefillRequest, num_tokens: int) -> RemotePrefil
         prefill,
         token_ids=prefill.token_ids[:-num_tokens],
         num_output_tokens=max(prefill.num_output_tokens - num_tokens, 0),
-        sampling=SamplingParams(max_tokens=0, cache_salt=prefill.sampling.cache_salt),
+        sampling=SamplingParams(max_tokens=0, cache_salt=prefill.sampling.cache_salt, adapter=prefill.sampling.adapter),
     )

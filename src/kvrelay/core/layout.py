@@ -260,7 +260,8 @@ class MemoryRegion(msgspec.Struct, frozen=True):
 class Compatibility(msgspec.Struct, frozen=True):
     """Everything that must agree before two workers may exchange KV. A difference in any field means other values.
 
-    ``adapter``: the adapter (LoRA) that it is computed with, by name (empty: none).
+    ``adapter``: the adapter (LoRA) that it is computed with, by name, or the ids of those that requests may ask for,
+    with commas (empty: none).
     TP, PP and block size are not in it: ``transfer.layout_mapping`` joins any two of them.
     """
 

@@ -21,7 +21,9 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     whatever else is in the batch and wherever the request is continued; without one the engine draws a seed at
     arrival. Stop *strings* need text and are matched by the frontend; stop token ids are matched by the engine.
     ``logprobs`` is the number of alternatives per output token (None: no logprobs, 0: only the chosen token's).
-    ``cache_salt`` travels here to every worker: only requests with the same one share cached prefixes.
+    ``cache_salt`` travels here to every worker: only requests with the same one share cached prefixes. So does
+    ``adapter``, the id of the adapter (LoRA) that computes this sequence (``core/adapters.py``; empty: the worker's
+    model as it is).
     ``grammar`` is what the answer must match; the end of sequence follows it, whatever ``min_tokens`` says.
     """
 
@@ -42,6 +44,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     prompt_logprobs: int | None = None
     grammar: Grammar | None = None
     cache_salt: str | None = None
+    adapter: str = ""
 
     @property
     def is_greedy(self) -> bool:

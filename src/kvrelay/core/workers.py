@@ -36,6 +36,7 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     ``pulls_prefills``: it takes prefills from the queue, also if it does ``both``.
     ``reads_prefixes``: it reads prefixes from other workers' caches, and lends its own (``worker/prefixes.py``).
     ``adapter``: the adapter (LoRA) of the model that it serves (empty: none); block hashes depend on it.
+    ``adapters``: the ids of those that a request may ask for (``core/adapters.py``).
     ``after_crash``: how the process that it replaces ended, if that crashed and the same supervisor started both.
     ``release`` is kvrelay's version (empty: one that does not tell); ``version`` is that of this struct.
     """
@@ -68,6 +69,7 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     pulls_prefills: bool = False
     reads_prefixes: bool = False
     adapter: Name = ""
+    adapters: tuple[Name, ...] = ()
     after_crash: Name = ""
     version: int = 1
 

@@ -205,8 +205,9 @@ class EngineFacts(msgspec.Struct, frozen=True):
     or continues from KV that it gets, never both. ``step_costs``: where it knows the cost of its steps from; without it
     ``placement`` goes by thresholds. With ``has_open_cache`` its prefix cache lies in blocks that workers can lend and
     fill (``Schedules``). ``num_holding_blocks`` come after ``num_blocks`` in the engine's memory. ``adapter``: the
-    adapter (LoRA) that every answer is computed with, by name (empty: none). ``moved_token_bytes``: with ``moves_kv``,
-    of the KV of one token, which ``kv_layout`` does not describe (0: not known)."""
+    adapter (LoRA) that every answer is computed with, by name (empty: none). ``adapters``: the ids of those that a
+    request may ask for (``SamplingParams.adapter``). ``moved_token_bytes``: with ``moves_kv``, of the KV of one token,
+    which ``kv_layout`` does not describe (0: not known)."""
 
     kv_layout: KVLayout
     num_blocks: int
@@ -220,6 +221,7 @@ class EngineFacts(msgspec.Struct, frozen=True):
     has_open_cache: bool = False
     num_holding_blocks: int = 0
     adapter: str = ""
+    adapters: tuple[str, ...] = ()
     moved_token_bytes: int = 0
 
     @property

@@ -233,15 +233,14 @@ class Request:
 
     def hash_blocks(self, num_blocks: int, block_size: int, adapter: str = "") -> None:
         """Compute the missing hashes of the first ``num_blocks`` complete blocks. ``adapter``: the engine's, always the
-        same."""
+        same; the request's own one goes before it."""
         known = len(self.sequence_hashes)
         if num_blocks <= known:
             return
         tokens = self.token_ids[known * block_size : num_blocks * block_size]
         parent = self.sequence_hashes[-1] if known else None
-        hashes = compute_block_hashes(
-            tokens, block_size, lora=adapter or None, parent=parent, salt=self.sampling.cache_salt
-        )
+        lora = self.sampling.adapter or adapter or None
+        hashes = compute_block_hashes(tokens, block_size, lora=lora, parent=parent, salt=self.sampling.cache_salt)
         self.local_hashes.extend(hashes.local)
         self.sequence_hashes.extend(hashes.sequence)
 

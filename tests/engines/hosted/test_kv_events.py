@@ -145,7 +145,7 @@ def test_each_adapter_has_its_own_blocks(salt: str | None) -> None:
         for number, adapter in enumerate(adapters)
     ]
     for own in adapters:
-        mirror = MirroredCache(SIZE, own)
+        mirror = MirroredCache(SIZE, (own,))
         assert len(mirror.apply(batch(*events))) == 1
         for adapter in adapters:
             hashes = compute_sequence_hashes(tokens, SIZE, lora=adapter or None, salt=salt)
@@ -340,3 +340,20 @@ async def test_rubbish_is_forgotten_and_the_next_batch_counts(monkeypatch: pytes
         await publisher.publish(1, b"\xc1")
         await until(lambda: not len(mirror))
         await subscribed(publisher, mirror)
+
+
+def test_one_mirror_names_the_blocks_of_several_adapters_apart() -> None:
+    """The child of a block has its adapter; blocks of an adapter that is not served are left out."""
+    tokens, served = [5, 6, 7, 8], ("", "sql@1", "chat@2")
+    mirror = MirroredCache(SIZE, served)
+    for number, adapter in enumerate((*served, "sql@2")):
+        more = {"lora_id": number or None, "lora_name": adapter or None}
+        keys = {"extra_keys": [[adapter] if adapter else None]}
+        first = by_name(stored([2 * number], None, tokens)) | more | keys
+        mirror.apply(batch(first, by_name(stored([2 * number + 1], 2 * number, tokens)) | more | keys))
+    twice = tokens * 2
+    found = {each: compute_sequence_hashes(twice, SIZE, lora=each or None) for each in (*served, "sql@2")}
+    assert [mirror.num_leading(hashes) for hashes in found.values()] == [4, 4, 4, 0]
+    assert len({number for hashes in found.values() for number in hashes}) == 16
+    mirror.apply(batch({"type": "BlockRemoved", "block_hashes": [3]}))
+    assert [mirror.num_leading(hashes) for hashes in found.values()] == [4, 2, 4, 0]

@@ -37,6 +37,7 @@ class DeadVllmError(Exception):
 TERMS = Terms(
     prompt=dict,
     sampling=lambda values, structured: SimpleNamespace(**values, structured=structured),
+    adapter=lambda *values: values,
     refusals=(RefusedByVllmError, ValueError),
     overload=(FullVllmError,),
     dead=(DeadVllmError,),
@@ -55,6 +56,9 @@ class ScriptedVllm:
     """Questions to the engine process get no answer."""
     health: Exception | None = None
     begun: list[tuple[dict[str, Any], Any, str, int]] = field(default_factory=list)
+    adapters: list[Any] = field(default_factory=list)
+    """That of each request in ``begun``, or None."""
+    loaded_adapters: list[Any] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
     calls: list[tuple[str, tuple[Any, ...]]] = field(default_factory=list)
     rejected: list[dict[str, Any]] = field(default_factory=list)
@@ -63,9 +67,10 @@ class ScriptedVllm:
     publisher: Publisher | None = None
 
     async def generate(
-        self, prompt: dict[str, Any], sampling_params: Any, request_id: str, *, priority: int
+        self, prompt: dict[str, Any], sampling_params: Any, request_id: str, *, lora_request: Any, priority: int
     ) -> AsyncGenerator[Any, None]:
         self.begun.append((prompt, sampling_params, request_id, priority))
+        self.adapters.append(lora_request)
         if self.refusal is not None:
             raise self.refusal
         tokens = mock_generate(prompt["prompt_token_ids"], sampling_params.max_tokens, vocab_size=VOCAB_SIZE)
@@ -100,6 +105,10 @@ class ScriptedVllm:
     def _store(self, tokens: list[int]) -> None:
         if self.publisher is not None:
             self.publisher.store(tokens)
+
+    async def add_lora(self, lora_request: Any) -> bool:
+        self.loaded_adapters.append(lora_request)
+        return True
 
     async def check_health(self) -> None:
         if self.health is not None:

@@ -126,7 +126,7 @@ class StagedVllm(ScriptedVllm):
     confirms: bool = True
 
     async def generate(
-        self, prompt: dict[str, Any], sampling_params: Any, request_id: str, *, priority: int
+        self, prompt: dict[str, Any], sampling_params: Any, request_id: str, *, lora_request: Any, priority: int
     ) -> AsyncGenerator[Any, None]:
         assert self.paged is not None
         params = (getattr(sampling_params, "extra_args", None) or {}).get("kv_transfer_params")
@@ -140,7 +140,7 @@ class StagedVllm(ScriptedVllm):
             self.loaded[request_id.partition("/")[0]] = self.paged.run(request, blocks, num_cached)
             while self.holds_answers:
                 await asyncio.sleep(0.002)
-            answer = super().generate(prompt, sampling_params, request_id, priority=priority)
+            answer = super().generate(prompt, sampling_params, request_id, lora_request=lora_request, priority=priority)
             async with aclosing(answer) as outputs:
                 async for output in outputs:
                     yield output

@@ -6,11 +6,13 @@ import asyncio
 import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
+from tests.adapters import write_adapter
 from tests.engines.openai.test_host import Running
 from tests.engines.vllm.scripted import (
     TERMS,
@@ -22,7 +24,7 @@ from tests.engines.vllm.scripted import (
     scripted_start,
 )
 
-from kvrelay.config import EngineConfig, GroupConfig, WorkerConfig, WorkerRole
+from kvrelay.config import EngineConfig, GroupConfig, VllmConfig, WorkerConfig, WorkerRole
 from kvrelay.core.grammar import Grammar, GrammarKind
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.status import FinishReason
@@ -34,7 +36,7 @@ from kvrelay.engines.hosted import host as host_module
 from kvrelay.engines.hosted.backend import AnswerError
 from kvrelay.engines.vllm import backend as backend_module
 from kvrelay.engines.vllm.backend import VllmBackend
-from kvrelay.errors import ConfigError, EngineDeadError
+from kvrelay.errors import ConfigError, EngineDeadError, InvalidInputError
 from kvrelay.executors.mock import mock_generate
 from kvrelay.marks.phases import Phase
 
@@ -49,12 +51,18 @@ def _settings(**values: Any) -> WorkerConfig:
 
 
 @asynccontextmanager
-async def _engine(role: WorkerRole = WorkerRole.BOTH, **script: Any) -> AsyncIterator[tuple[Running, ScriptedVllm]]:
+async def _engine(
+    role: WorkerRole = WorkerRole.BOTH, lora_dir: str = "", **script: Any
+) -> AsyncIterator[tuple[Running, ScriptedVllm]]:
     library = ScriptedVllm(**script)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(vllm, "start_vllm", lambda arguments, settings, memory: scripted_start(library, arguments))
         patch.setattr(host_module, "HEALTH_INTERVAL_S", 0.01)
-        running = Running(await asyncio.to_thread(vllm.from_settings, _settings(role=role), "worker"))
+        running = Running(
+            await asyncio.to_thread(
+                vllm.from_settings, _settings(role=role, vllm=VllmConfig(lora_dir=lora_dir)), "worker"
+            )
+        )
         running.host.start(running.on_step, running.dead.append)
         try:
             yield running, library
@@ -130,6 +138,28 @@ async def test_vllms_processes_are_told_that_their_start_is_over() -> None:
     async with _engine() as (engine, library):
         await engine.until(lambda: library.calls)
         assert library.calls == [("kvrelay_started", ())]
+
+
+async def test_a_request_gets_its_own_adapter_and_blocks(tmp_path: Path) -> None:
+    for name in ("chat", "sql"):
+        write_adapter(tmp_path / name, 1)
+    async with _engine(lora_dir=str(tmp_path)) as (engine, library):
+        chat, sql = engine.host.facts.adapters
+        await engine.until(lambda: library.calls)
+        assert library.loaded_adapters == [(chat, 1, str(tmp_path / "chat")), (sql, 2, str(tmp_path / "sql"))]
+        hashes = set()
+        for name, adapter in (("a", ""), ("b", sql), ("c", chat)):
+            sampling = msgspec.structs.replace(GREEDY, adapter=adapter)
+            request = Request(name, PROMPT, sampling)
+            request.hash_blocks(1, 16)
+            hashes.add(request.sequence_hashes[0])
+            await engine.add(name, sampling)
+            await engine.end(name)
+        assert [None if each is None else each[0] for each in library.adapters] == [None, sql, chat]
+        assert len(hashes) == 3
+        with pytest.raises(InvalidInputError, match="no adapter sql@0"):
+            await engine.add("d", msgspec.structs.replace(GREEDY, adapter="sql@0"))
+        assert len(library.begun) == 3, "never the model's own answer"
 
 
 async def test_a_request_from_another_worker_goes_on_at_its_token() -> None:

@@ -33,10 +33,10 @@ async def put(cluster: FakeCluster, name: str, value: object) -> None:
     await cluster.control.discovery.put(cluster.keys.config_value(name), json.dumps(value).encode())
 
 
-async def publish(cluster: FakeCluster, worker_id: str) -> list[str]:
-    """The worker holds PROMPT's blocks, and serves and tells what it holds."""
+async def publish(cluster: FakeCluster, worker_id: str, adapter: str | None = None) -> list[str]:
+    """The worker holds PROMPT's blocks as the adapter computes them, and serves and tells what it holds."""
     log = KvEventLog(worker_id, 0)
-    hashes = compute_block_hashes(PROMPT, 16)
+    hashes = compute_block_hashes(PROMPT, 16, lora=adapter)
     batch = log.append([BlockStored(None, hashes.sequence, hashes.local, tuple(PROMPT), 16)])
 
     async def serve(data: bytes) -> bytes:
@@ -140,3 +140,24 @@ async def test_the_work_of_each_worker_is_counted(model_dir: Path) -> None:
             "cached_tokens": 2 * 16,
             "generated_tokens": 6,
         }
+
+
+async def test_blocks_of_an_adapter_count_for_its_requests_only(model_dir: Path) -> None:
+    cluster = FakeCluster(model_dir)
+    try:
+        await cluster.add_worker("w0", Script(), adapters=("chat@1", "sql@1"))
+        await cluster.start()
+        await put(cluster, "router.router", "kv")
+        await publish(cluster, "w0", "chat@1")
+
+        async def overlap(model: str) -> int:
+            status, answer = await ask(cluster, "/v1/kvrelay/route", {"model": model, "prompt": PROMPT})
+            assert status == 200, answer
+            found: int = answer["decision"]["overlap_blocks"]
+            return found
+
+        while await overlap("chat") != len(PROMPT) // 16:
+            pass
+        assert [await overlap(model) for model in ("tiny", "sql")] == [0, 0]
+    finally:
+        await cluster.close()

@@ -253,3 +253,36 @@ async def test_a_frontend_with_another_copy_of_the_tokenizer_is_refused_loudly(
         assert await tokens_of(cluster) == [10, 10]
     finally:
         await cluster.close()
+
+
+async def test_an_adapter_is_a_model_with_a_parent(model_dir: Path) -> None:
+    """Its requests carry its id, which names contents; workers with other contents serve only once these are gone."""
+    cluster = FakeCluster(model_dir)
+    try:
+        old = await cluster.add_worker("w0", Script(tokens=(10,)), adapters=("chat@1", "sql@1"))
+        frontend = await cluster.start()
+        listed = (await send(frontend.port, "GET", "/v1/models")).json["data"]
+        assert [(each["id"], each["parent"]) for each in listed] == [("tiny", None), ("chat", "tiny"), ("sql", "tiny")]
+        shown = (await send(frontend.port, "GET", "/v1/models/sql")).json
+        assert (shown["id"], shown["parent"]) == ("sql", "tiny")
+
+        async def ask(model: str) -> tuple[int, str]:
+            answer = await send(frontend.port, "POST", "/v1/completions", BODY | {"model": model})
+            return answer.status, answer.json.get("model", "")
+
+        for name, carried in (("tiny", ""), ("chat", "chat@1"), ("sql", "sql@1")):
+            assert await ask(name) == (200, name)
+            assert old.requests[-1].sampling.adapter == carried
+        assert (await ask("sql@1"))[0] == (await ask("none"))[0] == 404
+
+        new = await cluster.add_worker("w1", Script(tokens=(20,)), adapters=("chat@2",))
+        await asyncio.sleep(0)
+        assert await ask("chat") == (200, "chat")
+        assert not new.requests
+        await cluster.deregister("w0")
+        await cluster.until(lambda: [model.worker_ids for model in frontend.cluster.models] == [["w1"]])
+        assert await ask("chat") == (200, "chat")
+        assert new.requests[-1].sampling.adapter == "chat@2"
+        assert (await ask("sql"))[0] == 404
+    finally:
+        await cluster.close()

@@ -13,7 +13,7 @@ lost, cannot be named and is left out, which costs a hit and never a token.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import msgspec
 
@@ -108,11 +108,11 @@ class _Held(msgspec.Struct):
 
 class MirroredCache:
     """Not thread-safe. ``apply`` takes one batch as the server published it. Of a server with adapters (LoRA) only the
-    blocks of ``adapter`` count; empty: those of the model itself."""
+    blocks of ``adapters`` count, by name; an empty one: those of the model itself."""
 
-    def __init__(self, block_size: int, adapter: str = "") -> None:
+    def __init__(self, block_size: int, adapters: Collection[str] = ("",)) -> None:
         self._block_size = block_size
-        self._adapter = adapter
+        self._adapters = frozenset(adapters)
         self._held: dict[ServerHash, _Held] = {}
         self._refs: dict[int, int] = {}
         """Our blocks, and how many of the server's blocks hold each: two images may lead to one hash."""
@@ -160,10 +160,11 @@ class MirroredCache:
                     "token_ids": list() as tokens,
                     "block_size": int() as size,
                 }:
-                    own = _without_adapter(event, self._adapter)
-                    salt = None if own is None else _salt(own)
-                    if own is not None and not _has_keys(own, salt):
-                        events += self._stored(names, parent, tokens, size, salt)
+                    adapter = _adapter_of(event)
+                    own = event if adapter is None else _without_adapter(event, adapter)
+                    salt = _salt(own)
+                    if adapter in self._adapters and not _has_keys(own, salt):
+                        events += self._stored(names, parent, tokens, size, salt, adapter or None)
                 case {"type": "BlockRemoved", "block_hashes": list() as names}:
                     events += self._removed(names)
                 case {"type": "AllBlocksCleared"}:
@@ -173,7 +174,13 @@ class MirroredCache:
         return events
 
     def _stored(
-        self, names: Sequence[object], parent: object, tokens: Sequence[object], size: int, salt: str | None
+        self,
+        names: Sequence[object],
+        parent: object,
+        tokens: Sequence[object],
+        size: int,
+        salt: str | None,
+        adapter: str | None,
     ) -> list[BlockStored]:
         if size <= 0 or size % self._block_size:
             raise EventsError(f"blocks of {size} tokens, no multiple of {self._block_size}: set --block-size to fit")
@@ -188,7 +195,7 @@ class MirroredCache:
                 return []
             before, salt = held.blocks[-1], held.salt
         ids: list[int] = tokens  # type: ignore[assignment]  # each was looked at
-        hashes = compute_block_hashes(ids, self._block_size, lora=self._adapter or None, parent=before, salt=salt)
+        hashes = compute_block_hashes(ids, self._block_size, lora=adapter, parent=before, salt=salt)
         per_block = size // self._block_size
         events = []
         for number, name in enumerate(names):
@@ -246,10 +253,14 @@ def _named(event: dict[str, object] | list[object]) -> dict[str, object]:
     return {"type": kind, **dict(zip(names, event[1:]))}
 
 
-def _without_adapter(event: dict[str, object], adapter: str) -> dict[str, object] | None:
-    """The event as if its blocks had none; None if they are of another adapter. vLLM's keys begin with its name."""
-    if (event.get("lora_name") or "") != adapter or (not adapter and event.get("lora_id") is not None):
-        return None
+def _adapter_of(event: dict[str, object]) -> str | None:
+    """The name of the blocks' adapter; empty: there is none; None: it has no name."""
+    name = event.get("lora_name") or ""
+    return name if isinstance(name, str) and (name or event.get("lora_id") is None) else None
+
+
+def _without_adapter(event: dict[str, object], adapter: str) -> dict[str, object]:
+    """The event as if its blocks had none. vLLM's keys begin with its name."""
     keys = event.get("extra_keys")
     if not adapter or not isinstance(keys, list):
         return event

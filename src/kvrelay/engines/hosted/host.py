@@ -70,7 +70,7 @@ class BackendHost:
         self.backend = backend
         self._cache_events = cache_events
         block_size = facts.kv_layout.block_size
-        self._mirror = None if cache_events is None else MirroredCache(block_size, facts.adapter)
+        self._mirror = None if cache_events is None else MirroredCache(block_size, (facts.adapter, *facts.adapters))
         self.progress = Progress(clock)
         """It always rests: health checks show whether the backend makes progress."""
         self._staging = staging

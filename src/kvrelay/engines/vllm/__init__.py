@@ -18,6 +18,7 @@ from kvrelay.core.layout import paged_kv
 from kvrelay.core.step_cost import CostSource
 from kvrelay.engine.contract import EngineFacts
 from kvrelay.engines.hosted.host import BackendHost, CacheEvents
+from kvrelay.engines.vllm.adapters import adapter_arguments, read_adapters
 from kvrelay.engines.vllm.arguments import engine_arguments
 from kvrelay.engines.vllm.backend import VllmBackend
 from kvrelay.engines.vllm.library import Started, fingerprint, start_vllm
@@ -34,14 +35,17 @@ def from_settings(settings: WorkerConfig, worker_id: str, memory: HostMemory = A
     """
     if settings.group.dp > 1:
         raise ConfigError("engine vllm has no data-parallel groups: start more workers instead", param="dp")
+    if settings.vllm.lora_dir and settings.vllm.vllm_connector == "kvrelay":
+        raise ConfigError("adapters are not tried with kvrelay's connector: use nixl", param="vllm_connector")
     model = checkpoint_facts(settings.model_path)
+    adapters = read_adapters(settings.vllm.lora_dir, settings.model_path, settings.model)
     # Sockets of the cache events: within this host, and for this user only.
     directory = ScratchDirectory("kvrelay-vllm-")
     try:
         events = _events(directory.path) if settings.engine.enable_prefix_caching else None
-        started = start_vllm(engine_arguments(settings, events), settings, memory)
+        started = start_vllm(adapter_arguments(adapters) | engine_arguments(settings, events), settings, memory)
         try:
-            facts = _facts(settings, started, model.vocab_size)
+            facts = _facts(settings, started, model.vocab_size, tuple(each.id for each in adapters))
         except BaseException:
             started.engine.shutdown()
             raise
@@ -55,6 +59,7 @@ def from_settings(settings: WorkerConfig, worker_id: str, memory: HostMemory = A
         settings.engine.step_timeout_s,
         on_close=directory.remove,
         reports=None if staging is None else staging.reports,
+        adapters=adapters,
     )
     return BackendHost(
         facts,
@@ -73,7 +78,7 @@ def _events(directory: Path) -> CacheEvents:
     return CacheEvents(f"ipc://{directory}/events", f"ipc://{directory}/replay")
 
 
-def _facts(settings: WorkerConfig, started: Started, vocab_size: int) -> EngineFacts:
+def _facts(settings: WorkerConfig, started: Started, vocab_size: int, adapters: tuple[str, ...]) -> EngineFacts:
     """vLLM's pool in blocks of ours. Raises ConfigError unless its blocks are whole numbers of ours."""
     block_size = settings.engine.block_size
     if started.block_size % block_size:
@@ -92,6 +97,7 @@ def _facts(settings: WorkerConfig, started: Started, vocab_size: int) -> EngineF
         weights_fingerprint=fingerprint(settings.model_path, staging.kind if staging is not None else ""),
         hands_over_kv=settings.exchanges_kv,
         moves_kv=settings.exchanges_kv and staging is None,
+        adapters=adapters,
         moved_token_bytes=started.token_bytes,
         step_costs=CostSource.NONE if started.steps is None else CostSource.MEASURED,
     )

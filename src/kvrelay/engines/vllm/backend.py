@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from contextlib import ExitStack, aclosing
 from typing import Any, Protocol
 
@@ -23,6 +23,7 @@ from kvrelay.engines.hosted.backend import (
 )
 from kvrelay.engines.hosted.staging import KvReports, Progress
 from kvrelay.engines.hosted.vllm_transfer import VllmTransfer, stops_short
+from kvrelay.engines.vllm.adapters import Adapter
 from kvrelay.engines.vllm.translation import (
     RequestOutput,
     num_staged_blocks,
@@ -32,6 +33,7 @@ from kvrelay.engines.vllm.translation import (
     sampling_values,
     staged_values,
 )
+from kvrelay.errors import InvalidInputError
 
 NAME = "vLLM"
 ENDED = "vLLM's engine process has ended"
@@ -45,9 +47,12 @@ class AsyncEngine(Protocol):
     """The part of vLLM's AsyncLLM that is used."""
 
     def generate(
-        self, prompt: object, sampling_params: object, request_id: str, *, priority: int
+        self, prompt: object, sampling_params: object, request_id: str, *, lora_request: object | None, priority: int
     ) -> AsyncGenerator[RequestOutput, None]:
         """Closing it aborts the request."""
+
+    async def add_lora(self, lora_request: object) -> bool:
+        """Load an adapter."""
 
     async def check_health(self) -> None:
         """Raise if the engine process has ended."""
@@ -77,6 +82,8 @@ class Terms(msgspec.Struct, frozen=True):
     """From ``prompt_token_ids`` and ``cache_salt``."""
     sampling: Callable[[Mapping[str, Any], Mapping[str, Any] | None], object]
     """From ``sampling_values`` and ``structured_values``."""
+    adapter: Callable[[str, int, str], object]
+    """From its name, number and path."""
     refusals: tuple[type[Exception], ...] = (ValueError,)
     """What ``generate`` raises for a request that is at fault."""
     overload: tuple[type[Exception], ...] = ()
@@ -88,7 +95,8 @@ class Terms(msgspec.Struct, frozen=True):
 class VllmBackend:
     """``hang_timeout_s``: an engine process that does not answer for so long counts as hung; 0: never.
     ``on_close`` runs when no one reads the engine's events any more. With ``reports`` KV goes through the worker's
-    staging pool, by kvrelay's connector, or else to other vLLMs by vLLM's own."""
+    staging pool, by kvrelay's connector, or else to other vLLMs by vLLM's own. ``adapters``: those that requests may
+    ask for."""
 
     name = NAME
     samples_ids = True
@@ -102,12 +110,14 @@ class VllmBackend:
         on_close: Callable[[], None] = lambda: None,
         *,
         reports: KvReports | None = None,
+        adapters: Iterable[Adapter] = (),
     ) -> None:
         self._engine = engine
         self._terms = terms
         self._hang_timeout_s = hang_timeout_s
         self._on_close = on_close
         self._reports = reports
+        self._adapters = {each.id: terms.adapter(each.id, each.number, str(each.path)) for each in adapters}
         self._num_begun = 0
         self._is_gone = False
         """It will answer nothing any more."""
@@ -115,12 +125,16 @@ class VllmBackend:
         self._asked_s = 0.0
 
     def check(self, sampling: SamplingParams) -> None:
-        """vLLM takes everything that a request may ask for."""
+        """vLLM takes everything else that a request may ask for."""
+        if sampling.adapter and sampling.adapter not in self._adapters:
+            raise InvalidInputError(f"this worker has no adapter {sampling.adapter}", param="model")
 
     async def open(self) -> None:
         """The engine runs already; its processes hear that their start is over."""
         if self._reports is not None:
             self._reports.open(asyncio.get_running_loop())
+        for adapter in self._adapters.values():
+            await self._engine.add_lora(adapter)
         await self._engine.collective_rpc("kvrelay_started", START_TIMEOUT_S)
 
     async def stream(
@@ -189,6 +203,7 @@ class VllmBackend:
             self._terms.prompt(_prompt(request)),
             self._sampling(request, values),
             request_id,
+            lora_request=self._adapters.get(request.sampling.adapter),
             priority=request.keyless_priority,
         )
         is_finished = False

@@ -282,6 +282,7 @@ def _terms() -> Terms:
     from vllm import SamplingParams
     from vllm.exceptions import GracefulHTTPError, VLLMClientError
     from vllm.inputs import TokensPrompt
+    from vllm.lora.request import LoRARequest
     from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
     from vllm.v1.engine.exceptions import EngineDeadError as VllmDeadError
 
@@ -302,6 +303,7 @@ def _terms() -> Terms:
     return Terms(
         prompt=lambda values: TokensPrompt(**values),
         sampling=sampling,
+        adapter=LoRARequest,
         refusals=(VLLMClientError, ValueError),
         overload=(GracefulHTTPError,),
         dead=(VllmDeadError,),

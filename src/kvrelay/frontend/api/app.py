@@ -78,12 +78,15 @@ Handler = Callable[[Exchange, str], Awaitable[None]]
 
 
 class ModelCard(msgspec.Struct, frozen=True):
+    """``parent``: the model of which it is an adapter, as vLLM tells it."""
+
     id: str
     created: int
     root: str
     max_model_len: int
     object: str = "model"
     owned_by: str = "kvrelay"
+    parent: str | None = None
 
 
 class ModelList(msgspec.Struct, frozen=True):
@@ -352,11 +355,12 @@ class FrontendApp:
     # -- handlers -----------------------------------------------------------------------------------------------------
 
     async def _models(self, exchange: Exchange, request_id: str) -> None:
-        _respond(exchange, ModelList([_card(model) for model in self._cluster.listed_models()]))
+        _respond(exchange, ModelList([card for model in self._cluster.listed_models() for card in _cards(model)]))
 
     async def _model(self, exchange: Exchange, request_id: str) -> None:
         name = exchange.request.path.removeprefix(MODEL_PATH)
-        _respond(exchange, _card(self._cluster.model(name)))
+        model = self._cluster.model(name)
+        _respond(exchange, next(card for card in _cards(model) if card.id == model.called(name)))
 
     async def _tokenize(self, exchange: Exchange, request_id: str) -> None:
         size = len(exchange.request.body)
@@ -477,5 +481,7 @@ def _request_id(request: HttpRequest, prefix: str, frontend: str) -> str:
     return prefix + unique
 
 
-def _card(model: Model) -> ModelCard:
-    return ModelCard(model.name, model.created_unix_s, model.root, model.max_model_len)
+def _cards(model: Model) -> list[ModelCard]:
+    """The model, and its adapters."""
+    own = ModelCard(model.name, model.created_unix_s, model.root, model.max_model_len)
+    return [own, *(msgspec.structs.replace(own, id=name, parent=model.name) for name in sorted(model.adapters))]

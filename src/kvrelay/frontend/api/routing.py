@@ -106,9 +106,8 @@ class RoutingEndpoints:
         (prompt,) = await self._threads.run(size, completion_prompts(items, model, add_special_tokens))
         order = read_order(exchange.request.headers.get(ORDER_HEADER), self._order)
         salt = cache_salt_of(exchange.request.client, request.cache_salt, is_shared=self._is_shared)
-        routed = RoutingRequest(
-            request_id, prompt.token_ids, request.max_tokens or 0, cache_salt=salt, adapter=model.adapter
-        )
+        adapter = model.adapter_of(model.called(request.model)) or model.adapter
+        routed = RoutingRequest(request_id, prompt.token_ids, request.max_tokens or 0, cache_salt=salt, adapter=adapter)
         decision = model.router.explain(routed)
         pair = None if order is OrderPolicy.DECODE_FIRST else model.pairs.explain(routed, order)
         num_tokens, block_size = len(prompt.token_ids), model.router.block_size

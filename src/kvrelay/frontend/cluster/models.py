@@ -7,6 +7,7 @@ import time
 
 import msgspec
 
+from kvrelay.core.adapters import adapter_name
 from kvrelay.core.handoff import OrderPolicy, PrefixHolder
 from kvrelay.core.workers import WorkerInfo
 from kvrelay.errors import WorkerUnavailableError
@@ -55,6 +56,8 @@ class Model:
         self.weights_fingerprint = first.weights_fingerprint
         self.tokenizer_fingerprint = first.tokenizer_fingerprint
         self.adapter = first.adapter
+        self.adapters = {adapter_name(each): each for each in first.adapters}
+        """By name, the ids of the adapters that a request may ask for."""
         self.created_unix_s = int(time.time())
         self.tokenizer = tokenizer
         self.cold_start = cold_start or ColdStart(0.0)
@@ -74,10 +77,18 @@ class Model:
         return f"Model({self.name}, workers={sorted(self._links)}, router={self.router!r})"
 
     def is_of(self, info: WorkerInfo) -> bool:
-        """Whether the worker has this model's weights, adapter and tokenizer, so that it may continue the model's
+        """Whether the worker has this model's weights, adapters and tokenizer, so that it may continue the model's
         requests."""
-        ours = (self.weights_fingerprint, self.adapter, self.tokenizer_fingerprint)
-        return ours == (info.weights_fingerprint, info.adapter, info.tokenizer_fingerprint)
+        ours = (self.weights_fingerprint, self.adapter, set(self.adapters.values()), self.tokenizer_fingerprint)
+        return ours == (info.weights_fingerprint, info.adapter, set(info.adapters), info.tokenizer_fingerprint)
+
+    def called(self, name: str | None) -> str:
+        """Its name in the answer to a request for ``name``: an adapter's, or its own."""
+        return name if name is not None and name in self.adapters else self.name
+
+    def adapter_of(self, name: str) -> str:
+        """The id of the adapter that a request for ``name`` is computed with; empty: none, or the workers' only one."""
+        return self.adapters.get(name, "")
 
     @property
     def is_available(self) -> bool:

@@ -22,6 +22,7 @@ from typing import NamedTuple, TypeVar
 from kvrelay.config import DisaggConfig
 from kvrelay.control.base import ControlPlane, EventBus, Keys, Subscription, WatchEvent, WatchKind
 from kvrelay.control.following import follow
+from kvrelay.core.adapters import adapter_name
 from kvrelay.core.control_codec import decode_setting, decode_worker
 from kvrelay.core.event_codec import decode_events, decode_load
 from kvrelay.core.events import KvEventBatch, LoadMetrics
@@ -144,7 +145,7 @@ class ClusterView:
             if not available:
                 raise WorkerUnavailableError("no worker serves a model")
             return available[0]
-        model = self._models.get(name)
+        model = self._models.get(name) or self._with_adapter(name)
         if model is None and self._may_come(name):
             raise WorkerUnavailableError(f"this frontend has reached no worker of the model `{name[:200]}` yet")
         if model is None:
@@ -153,10 +154,17 @@ class ClusterView:
             raise WorkerUnavailableError(f"no worker serves the model `{name}` at the moment")
         return model
 
+    def _with_adapter(self, name: str) -> Model | None:
+        """A model of which ``name`` is an adapter, rather one that is served now."""
+        found = [model for model in self._models.values() if name in model.adapters]
+        return max(found, key=lambda model: model.is_available, default=None)
+
     def _may_come(self, name: str) -> bool:
         """Whether a model that is unknown here may have workers."""
         is_known = self._workers_listed.is_set() and bool(self._models)
-        return not is_known or any(info.model == name for info in self._infos.values())
+        return not is_known or any(
+            name == info.model or name in map(adapter_name, info.adapters) for info in self._infos.values()
+        )
 
     def count_workers(self) -> dict[str, int]:
         return {name: len(model.worker_ids) for name, model in self._models.items()}
@@ -440,7 +448,9 @@ class ClusterView:
 def _check_is_free(old: Model | None) -> None:
     """Raises WorkerUnavailableError while workers still serve the model that holds the name."""
     if old is not None and old.is_available:
-        raise WorkerUnavailableError(f"workers with other weights or another tokenizer serve the name {old.name}")
+        raise WorkerUnavailableError(
+            f"workers with other weights, adapters or another tokenizer serve the name {old.name}"
+        )
 
 
 async def _happen(timeout_s: float, *events: asyncio.Event) -> bool:

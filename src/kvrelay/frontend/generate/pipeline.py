@@ -110,7 +110,7 @@ class Pipeline:
         )
         exchange.drop_body()
         model = self._cluster.model(request.model)
-        exchange.request.model = model.name
+        exchange.request.model = model.called(request.model)
         spec_size = 0 if size > INLINE_SIZE and has_short_fields(request) else size
         spec = await self._threads.call(
             spec_size, completion_spec, request, model.tokenizer.default_sampling, self._config.max_n
@@ -130,7 +130,7 @@ class Pipeline:
             if spec.echo:
                 echoes = [prompt.text or "" for prompt in prompts for _ in range(spec.n)]
             form = CompletionFormat(
-                AnswerContext(request_id, int(time.time()), model.name, _texts(request, model), spec),
+                AnswerContext(request_id, int(time.time()), exchange.request.model, _texts(request, model), spec),
                 model.tokenizer.detokenizer,
                 with_prompt_logprobs=request.prompt_logprobs is not None,
                 echoes=echoes,
@@ -151,7 +151,7 @@ class Pipeline:
                 context = AnswerContext(
                     request_id,
                     int(time.time()),
-                    model.name,
+                    exchange.request.model,
                     _texts(request, model),
                     spec,
                     self._reading.parser(form, prompts[0].text or ""),
@@ -176,7 +176,7 @@ class Pipeline:
         task = await self._threads.call(size, api.read, exchange.request.body, self._check_fields)
         exchange.drop_body()
         model = self._cluster.model(task.request.model)
-        exchange.request.model = model.name
+        exchange.request.model = model.called(task.request.model)
         return task, model, size
 
     def _chat_spec(self, request: ChatCompletionRequest, model: Model) -> tuple[ChatForm, AnswerSpec]:
@@ -197,6 +197,13 @@ class Pipeline:
         """The prompts of a request whose body has ``size`` bytes, unless its client goes away meanwhile."""
         return await self._threads.run(size, work, partial(require_client, exchange), is_light=is_light)
 
+    def _with_own_blocks(self, spec: AnswerSpec, client: str, adapter: str) -> AnswerSpec:
+        """With everything on which the names of its KV blocks depend, beside its tokens."""
+        salt = cache_salt_of(client, spec.sampling.cache_salt, is_shared=self._config.share_prefix_cache)
+        if (salt, adapter) == (spec.sampling.cache_salt, spec.sampling.adapter):
+            return spec
+        return replace(spec, sampling=replace(spec.sampling, cache_salt=salt, adapter=adapter))
+
     async def _generate(
         self,
         exchange: Exchange,
@@ -216,9 +223,7 @@ class Pipeline:
         limits = self._keys.limits_of(client)
         spec = spec.within(limits, lengths)
         spec = _with_objectives(spec, exchange.request)
-        salt = cache_salt_of(client, spec.sampling.cache_salt, is_shared=self._config.share_prefix_cache)
-        if salt != spec.sampling.cache_salt:
-            spec = replace(spec, sampling=replace(spec.sampling, cache_salt=salt))
+        spec = self._with_own_blocks(spec, client, model.adapter_of(exchange.request.model))
         spec.check_prompts(lengths)
         timeout_s = self._timeout_s(exchange, spec)
         order = read_order(exchange.request.headers.get(ORDER_HEADER), self._order)

@@ -316,7 +316,7 @@ class Sequence:
             slo_itl_ms=self._spec.slo_itl_ms,
             exclude=tuple(self._failed_workers),
             cache_salt=self.sampling.cache_salt,
-            adapter=self._model.adapter,
+            adapter=self.sampling.adapter or self._model.adapter,
         )
 
     def _generate_request(self, link: WorkerLink, holder: PrefixHolder | None) -> GenerateRequest:

@@ -90,7 +90,7 @@ class Membership:
             regions=engine.facts.kv_layout.model,
             hash_seed=HASH_SEED,
             protocol=PROTOCOL_VERSION,
-            adapter=engine.facts.adapter,
+            adapter=engine.facts.adapter or ",".join(engine.facts.adapters),
         )
         self.kv_compatibility = self.kv_terms.digest()
         """The digest that two workers must share to exchange KV."""
@@ -257,6 +257,7 @@ class Membership:
             release=__version__,
             reads_prefixes=facts.has_open_cache and settings.transfer.fetch_prefixes,
             adapter=facts.adapter,
+            adapters=facts.adapters,
             after_crash=self._identity.after_crash,
         )
 

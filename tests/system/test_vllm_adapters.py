@@ -1,0 +1,57 @@
+"""Real vLLM with adapters (LoRA) (``make test-vllm``): a request for one is answered as by vLLM by itself with it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import httpx
+import pytest
+from tests.adapters import write_adapter
+from tests.patience import PATIENCE_S, until
+from tests.system.real_vllm import NUM_TOKENS, Asking, ask_plain_vllm, draw_prompts
+from tests.system.serving import Serve
+
+pytestmark = [pytest.mark.vllm, pytest.mark.system, pytest.mark.timeout(1200)]
+
+SPLIT = (
+    *("--engine", "vllm", "--dtype", "float32", "--enforce-eager", "--kv-cache-memory", "256MiB"),
+    *("--engine-args", '{"block_size": 32}', "--prefill", "1", "--decode", "1", "--disagg-policy", "always"),
+)
+NUM_ASKED = 8
+
+
+@pytest.mark.usefixtures("vllm_files")
+def test_two_adapters_and_their_model_share_a_pair(tmp_path: Path) -> None:
+    """The same prompts go to each, so a block of one in another's cache would change an answer."""
+    prompts = [prompt for prompt in draw_prompts(7) if 32 < len(prompt) <= 300][:NUM_ASKED]
+    expected = {"": ask_plain_vllm(prompts)[0].answers}
+    for seed, name in enumerate(("sql", "chat")):
+        adapter = write_adapter(tmp_path / "adapters" / name, seed)
+        expected[name] = ask_plain_vllm(prompts, adapter=str(adapter))[0].answers
+    assert len({str(answers) for answers in expected.values()}) == len(expected)
+    with Serve((*SPLIT, "--lora-dir", str(tmp_path / "adapters"))) as server:
+        models = httpx.get(f"{server.url}/v1/models", timeout=PATIENCE_S).json()["data"]
+        assert {each["id"]: each["parent"] for each in models} == {
+            server.model: None,
+            "sql": server.model,
+            "chat": server.model,
+        }
+        for order in ("decode-first", "prefill-first"):
+            with Asking(server, order) as asking:
+                begun = {name: asking.begin(prompts, name or None) for name in expected}
+                for name, answers in begun.items():
+                    assert [answer.result() for answer in answers] == expected[name], (order, name)
+        (decode,) = server.workers("decode")
+        assert decode["decode"]["num_remote_done"] >= len(expected) * NUM_ASKED / 2, decode
+        body = {"prompt": prompts[-1], "max_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True}
+        for name, status in (("chat", 200), ("none", 404)):
+            whole = httpx.post(
+                f"{server.url}/v1/completions",
+                json=body | {"model": name, "return_token_ids": True},
+                timeout=PATIENCE_S,
+            )
+            assert whole.status_code == status, whole.text
+            if status == 200:
+                assert whole.json()["model"] == name
+                assert whole.json()["choices"][0]["token_ids"] == expected[name][-1]
+        until(server.is_idle)
