@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import msgspec
 import numpy as np
 
 from benchmarks.options import MOCK, serve_args_option
