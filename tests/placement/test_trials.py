@@ -114,3 +114,10 @@ def test_each_worker_has_its_own_trials_and_looks_are_seldom() -> None:
     doubts = trials.in_doubt(["b", "a"])
     assert doubts is not None
     assert doubts.tolist() == [True, False]
+
+
+def test_a_worker_of_both_roles_has_two_rows() -> None:
+    clock = ManualClock()
+    doubts = WorkerTrials(clock).in_doubt(["a", "b", "a"])
+    assert doubts is not None
+    assert doubts.shape == (3,)

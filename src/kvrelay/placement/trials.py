@@ -48,13 +48,13 @@ class WorkerTrials:
         self._looked_s = -math.inf
 
     def in_doubt(self, worker_ids: list[str]) -> npt.NDArray[np.bool_] | None:
-        """Which of these have not been used for so long that they may be tried. None: it was looked for a moment ago;
+        """[workers] Which of these have not been used for so long that they may be tried. None: it was looked for a moment ago;
         a look costs as much as a decision."""
         if self._clock.now() - self._looked_s < FIRST_TRIAL_S:
             return None
         self._looked_s = self._clock.now()
         self._trials = {worker_id: self._of(worker_id) for worker_id in worker_ids}
-        return np.array([trials.is_due for trials in self._trials.values()], dtype=np.bool_)
+        return np.array([self._trials[worker_id].is_due for worker_id in worker_ids], dtype=np.bool_)
 
     def taken(self, worker_id: str, *, is_trial: bool) -> None:
         """A prefill goes there, for its cost or as a trial."""
