@@ -1,4 +1,6 @@
-"""Real vLLM with adapters (LoRA) (``make test-vllm``): a request for one is answered as by vLLM by itself with it."""
+"""Real vLLM with adapters (LoRA) (``make test-vllm``): a request for one is answered as by vLLM by itself with it.
+
+Six starts of vLLM: of the matrix, not of ``.ci/vllm``."""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from tests.patience import PATIENCE_S, until
 from tests.system.real_vllm import NUM_TOKENS, Asking, ask_plain_vllm, draw_prompts
 from tests.system.serving import Serve
 
-pytestmark = [pytest.mark.vllm, pytest.mark.system, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.vllm, pytest.mark.matrix, pytest.mark.system, pytest.mark.timeout(1200)]
 
 SPLIT = (
     *("--engine", "vllm", "--dtype", "float32", "--enforce-eager", "--kv-cache-memory", "256MiB"),
