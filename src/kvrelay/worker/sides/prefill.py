@@ -318,8 +318,6 @@ class OutgoingHandoffs(Side[pe.PrefillEvent]):
 
     def on_step(self, step: StepOutput) -> None:
         """Report a step's computed blocks and requested reads. On the engine's thread."""
-        if not self._by_name:
-            return
         for load in step.kv_loads:
             self._load(load)
         for chunk in step.handoff_chunks:
