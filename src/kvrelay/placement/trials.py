@@ -48,8 +48,8 @@ class WorkerTrials:
         self._looked_s = -math.inf
 
     def in_doubt(self, worker_ids: list[str]) -> npt.NDArray[np.bool_] | None:
-        """[workers] Which of these have not been used for so long that they may be tried. None: it was looked for a moment ago;
-        a look costs as much as a decision."""
+        """[workers] Which of these have not been used for so long that they may be tried. None: it was looked for a
+        moment ago; a look costs as much as a decision."""
         if self._clock.now() - self._looked_s < FIRST_TRIAL_S:
             return None
         self._looked_s = self._clock.now()
