@@ -70,7 +70,7 @@ def _tried(bench: Workbench, case: ServerCase) -> dict[str, Any]:
 
 async def _calibrated(bench: Workbench, case: ServerCase) -> dict[str, Any]:
     options, what = bench.options, f"calibration: {case.name}"
-    log = options.output / "logs" / f"calibration-{case.name.replace(' ', '-')}.log"
+    log = bench.log(f"calibration-{case.name}")
     longest = min(LENGTHS[1], bench.load.context // 2)
     lengths = (min(LENGTHS[0], longest // 2), longest)
     async with AsyncExitStack() as stack:

@@ -48,10 +48,7 @@ def _advise(bench: Workbench, basis: Basis) -> Advice:
             num_processes=num_processes_for(0),
             on_progress=lambda share, candidate: bench.bar.update(share, str(candidate)),
         )
-    table = tuple(
-        msgspec.structs.replace(row, outcome=msgspec.structs.replace(row.outcome, late=min(row.outcome.late, MAX_LATE)))
-        for row in found.table
-    )
+    table = tuple(msgspec.structs.replace(row, outcome=_finite(row.outcome)) for row in found.table)
     return msgspec.structs.replace(found, table=table)
 
 
@@ -69,10 +66,12 @@ def outcomes(
                 runs.submit(Trial(candidate, len(bench.load.arrivals), factor))
             bench.bar.stage("", len(pairs))
             for trial, outcome in runs.results():
-                found[trial.candidate, trial.factor] = msgspec.structs.replace(
-                    outcome, late=min(outcome.late, MAX_LATE), ttft_sample_ms=()
-                )
+                found[trial.candidate, trial.factor] = _finite(msgspec.structs.replace(outcome, ttft_sample_ms=()))
                 bench.bar.update(len(found), str(trial.candidate))
         return [(*pair, found[pair]) for pair in pairs]
 
     return msgspec.convert(bench.journal.take(name, simulated), list[tuple[Candidate, float, Outcome]])
+
+
+def _finite(outcome: Outcome) -> Outcome:
+    return msgspec.structs.replace(outcome, late=min(outcome.late, MAX_LATE))

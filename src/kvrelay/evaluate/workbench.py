@@ -11,6 +11,7 @@ import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -113,6 +114,10 @@ class Workbench:
             *options.serve_flags,
         )
 
+    def log(self, name: str) -> Path:
+        """Of a server."""
+        return self.options.output / "logs" / f"{name}.log".replace(" ", "-")
+
     def rows(self, section: str, cases: Sequence[ServerCase], points: Sequence[Point]) -> list[dict[str, Any]]:
         """One row for each case, round and point."""
         rounds = self.options.sizes.rounds
@@ -132,7 +137,7 @@ class Workbench:
         return self.options.sizes.rounds * num_cases * (START_S + num_points * (self.options.sizes.seconds + POINT_S))
 
     async def _turn(self, section: str, case: ServerCase, number: int, points: Sequence[Point]) -> None:
-        log = self.options.output / "logs" / f"{section}-{case.name}-{number}.log".replace(" ", "-")
+        log = self.log(f"{section}-{case.name}-{number}")
         # Points take turns, too.
         left = list(points[:: 1 if number % 2 else -1])
 

@@ -56,8 +56,7 @@ def decide(
         return stay_here(situation.is_here_open, situation.load_s)
     others = max(0, prefill_load.queue_size - situation.num_remote_prefills) * mean_tokens
     ahead = (situation.num_remote_tokens + others) / prefill_load.num_workers
-    if told_wait_s > 0.0:
-        ahead = max(ahead, told_wait_s / max(remote.wait_token_s, MIN_WAIT_TOKEN_S))
+    ahead = max(ahead, told_wait_s / max(remote.wait_token_s, MIN_WAIT_TOKEN_S))
     local_s, local_price = local_cost(situation)
     remote_s, remote_price = _remote(situation, remote, ahead, spread)
     is_window_open = (
