@@ -28,6 +28,7 @@ SCRIPTS = {
     "planner": ("planner:planner", "The planner beside static clusters, in virtual time."),
     "relief": ("relief:relief", "From a planner's decision to relief: a worker widened beside one that drains."),
     "simulator": ("simulator:simulator", "The simulator beside the clusters that it simulates: its errors."),
+    "orders": ("orders:orders", "The orders beside auto, on prompts that share prefixes."),
     "agents": ("agents:agents", "Agents' sessions: KV retained by value beside by recency."),
     "tiers": ("tiers:tiers", "KV tiers on and off: prompts that return, and those that do not."),
     "hot-prefix": ("hot_prefix:hot_prefix", "Requests at once whose prefix one of four workers has."),

@@ -152,41 +152,42 @@ def measured(name: str, policy: Retention, num_blocks: int, load: Sequence[Arriv
     arguments = f"--engine mock --prefill {prefill} --decode {decode} --num-blocks {num_blocks}"
     arguments += f" --block-size {BLOCK_SIZE} --speedup-ratio {given['faster']} {given['serve_args']}"
     case = serve_case(f"{name} {policy}", None, arguments, f"--kv-retention {policy}")
-    return asyncio.run(_measured(case, load, given["faster"]))
+    got = asyncio.run(served(case, load, given["faster"], is_hinted=True))
+    return outcome_of(load, sum(turn.num_computed for turn in got), [turn.first_s for turn in got])
 
 
 class _Chunk(msgspec.Struct):
     usage: Usage
 
 
-class _Turn(msgspec.Struct, frozen=True):
+class Turn(msgspec.Struct, frozen=True):
     """What a client got: seconds to its first token, and prompt tokens that were not cached."""
 
     first_s: float
     num_computed: int
 
 
-async def _measured(case: Case, load: Sequence[Arrival], faster: float) -> Outcome:
-    """Raises BenchError."""
+async def served(case: Case, load: Sequence[Arrival], faster: float = 1.0, *, is_hinted: bool = False) -> list[Turn]:
+    """By a cluster that is started for it; ``faster``: what all times are divided by. ``is_hinted``: requests say which
+    tool follows, or that none does. Raises BenchError."""
     with tempfile.TemporaryDirectory() as folder:
         async with running(case, Path(folder), CaseTimes()) as target:
             pool = ConnectionPool(target)
             try:
-                got = await _sessions(pool, load, faster)
+                return await _sessions(pool, load, faster, is_hinted)
             finally:
                 await pool.close()
-    return outcome_of(load, sum(turn.num_computed for turn in got), [turn.first_s for turn in got])
 
 
-async def _sessions(pool: ConnectionPool, load: Sequence[Arrival], faster: float) -> list[_Turn]:
+async def _sessions(pool: ConnectionPool, load: Sequence[Arrival], faster: float, is_hinted: bool) -> list[Turn]:
     """Send each turn when its time has come."""
     begun_s = time.perf_counter()
     ended: list[asyncio.Future[float]] = [asyncio.get_running_loop().create_future() for _ in load]
 
-    async def run(index: int, arrival: Arrival) -> _Turn:
+    async def run(index: int, arrival: Arrival) -> Turn:
         after_s = begun_s if arrival.after is None else await ended[arrival.after]
         await asyncio.sleep(max(after_s + arrival.time_s / faster - time.perf_counter(), 0.0))
-        turn = await _turn(pool, arrival, index)
+        turn = await _turn(pool, arrival, index, is_hinted)
         ended[index].set_result(time.perf_counter())
         return turn
 
@@ -195,16 +196,17 @@ async def _sessions(pool: ConnectionPool, load: Sequence[Arrival], faster: float
     return [task.result() for task in tasks]
 
 
-async def _turn(pool: ConnectionPool, arrival: Arrival, index: int) -> _Turn:
-    body = {
+async def _turn(pool: ConnectionPool, arrival: Arrival, index: int, is_hinted: bool) -> Turn:
+    body: dict[str, Any] = {
         "prompt": arrival.prompt(index, VOCAB_SIZE),
         "max_tokens": arrival.answer_tokens,
         "ignore_eos": True,
         "temperature": 0,
         "stream": True,
         "stream_options": {"include_usage": True},
-        "kv_hints": {"tool": arrival.tool} if arrival.tool else {"release": True},
     }
+    if is_hinted:
+        body["kv_hints"] = {"tool": arrival.tool} if arrival.tool else {"release": True}
     data = msgspec.json.encode(body)
     came: list[tuple[int, bytes]] = []
     sent_ns = time.perf_counter_ns()
@@ -213,7 +215,7 @@ async def _turn(pool: ConnectionPool, arrival: Arrival, index: int) -> _Turn:
     if answer.status != 200 or not came:
         raise BenchError(f"turn {index}: {answer.status} {answer.body[:200].decode(errors='replace')}")
     usage = usage_of(b"".join(chunk for _, chunk in came))
-    return _Turn((came[0][0] - sent_ns) / 1e9, usage.prompt_tokens - usage.num_cached_tokens)
+    return Turn((came[0][0] - sent_ns) / 1e9, usage.prompt_tokens - usage.num_cached_tokens)
 
 
 def usage_of(stream: bytes) -> Usage:

@@ -45,6 +45,8 @@ def ways(
 
 
 RUNNING = {"num_requests": [8.0], "context_tokens": [8000.0]}
+BEGUN_S = 0.0005
+"""Half of a step that decodes for them: what is left of the one that runs, in the mean."""
 
 
 @pytest.mark.parametrize(
@@ -53,12 +55,12 @@ RUNNING = {"num_requests": [8.0], "context_tokens": [8000.0]}
         # 1,000 tokens take 0.1 s anywhere; an idle decode worker saves the way.
         (half([0]), half([0]), (0.1, PAIR_S + 0.1 + 0.01, QUEUE_S + 0.1 + 0.01), Way.LOCAL),
         # Eight answers would be 0.1 s later each: 0.1 * HARM * 8.
-        (half([0]), half([0], **RUNNING), (0.1, PAIR_S + 0.11, QUEUE_S + 0.11), Way.PAIR),
-        # 400 tokens wait at the only prefill worker: the queue is not bound to it.
+        (half([0]), half([0], **RUNNING), (0.1 + BEGUN_S, PAIR_S + 0.11, BEGUN_S + QUEUE_S + 0.11), Way.PAIR),
+        # 500 tokens wait at the only prefill worker: the queue is not bound to it.
         (
-            half([0], prefill_tokens=[400.0]),
+            half([0], prefill_tokens=[500.0]),
             half([0], **RUNNING),
-            (0.1, PAIR_S + BOUND * 0.04 + 0.11, QUEUE_S + 0.04 + 0.11),
+            (0.1 + BEGUN_S, PAIR_S + BOUND * 0.05 + 0.11, BEGUN_S + QUEUE_S + 0.05 + 0.11),
             Way.QUEUE,
         ),
         # They wait at the chosen one of two, which holds half of the prompt; the other one is idle. Who pulls an entry
@@ -66,11 +68,11 @@ RUNNING = {"num_requests": [8.0], "context_tokens": [8000.0]}
         (
             half([50, 0], prefill_tokens=[400.0, 0.0]),
             half([0], **RUNNING),
-            (0.1, PAIR_S + BOUND * 0.04 + 0.05 + 0.01, QUEUE_S + 0.02 + 0.075 + 0.01),
+            (0.1 + BEGUN_S, PAIR_S + BOUND * 0.04 + 0.05 + 0.01, BEGUN_S + QUEUE_S + 0.02 + 0.075 + 0.01),
             Way.PAIR,
         ),
         # The decode worker holds 90 of 100 blocks: the queue's puller reads them (10 times what is written).
-        (half([0]), half([90], **RUNNING), (0.01, PAIR_S + 0.11, QUEUE_S + 0.01 + 0.1), Way.LOCAL),
+        (half([0]), half([90], **RUNNING), (0.01 + BEGUN_S, PAIR_S + 0.11, BEGUN_S + QUEUE_S + 0.11), Way.LOCAL),
         # 2,000 tokens wait there.
         (
             half([0]),
@@ -98,7 +100,7 @@ def test_costs_are_those_of_remote_or_local() -> None:
     assert found.local is not None
     assert found.pair is not None
     assert found.queue is not None
-    assert found.local.cost == pytest.approx(0.1 + LATE * 0.05 + HARM * 0.1 * 8)
+    assert found.local.cost == pytest.approx(0.1 + BEGUN_S + LATE * (0.05 + BEGUN_S) + HARM * 0.1 * 8)
     assert found.pair.cost == pytest.approx(found.pair[0] + LATE * (found.pair[0] - 0.05))
     assert found.queue.cost == pytest.approx(found.queue[0] + LATE * (found.queue[0] - 0.05))
 
@@ -137,12 +139,12 @@ def test_a_decode_worker_is_told_what_a_prefill_waits_in_the_mean() -> None:
 
 
 def test_a_pair_has_until_the_next_best_way_would_have_been_through() -> None:
-    """It begins 10 ms after the decision, and the others' first tokens come after 0.1 s at best; beside a wait of
+    """It begins PAIR_S after the decision, and the others' first tokens come after 0.1 s at best; beside a wait of
     0.04 s P begins as much later."""
     paired = ways(half([0]), half([0], **RUNNING))
-    assert paired.begins_within_s == pytest.approx(PAIR_S + 0.1)
+    assert paired.begins_within_s == pytest.approx(PAIR_S + 0.1 + BEGUN_S)
     waiting = ways(half([0], prefill_tokens=[400.0]), half([0], **RUNNING), is_queue_open=False)
-    assert waiting.begins_within_s == pytest.approx(PAIR_S + BOUND * 0.04 + 0.1)
+    assert waiting.begins_within_s == pytest.approx(PAIR_S + BOUND * 0.04 + 0.1 + BEGUN_S)
     alone = ways(half([0]), half([0]), is_local_open=False, is_queue_open=False)
     assert alone.begins_within_s == 0.0, "there is no other way"
 
@@ -157,8 +159,8 @@ def test_what_is_loaded_is_not_computed() -> None:
 
 def test_an_explanation_names_the_way_that_was_taken() -> None:
     paired, local = ways(half([0]), half([0], **RUNNING)), ways(half([0]), half([0]))
-    assert paired.explained("remote") == "pair;local=0.1000s;pair=0.1200s;queue=0.1240s"
-    assert local.explained("local_cheaper;local=0.1000s") == "local_cheaper;local=0.1000s;pair=0.1200s"
+    assert paired.explained("remote") == "pair;local=0.1005s;pair=0.1160s;queue=0.1205s"
+    assert local.explained("local_cheaper;local=0.1000s") == "local_cheaper;local=0.1000s;pair=0.1160s"
 
 
 times = st.sampled_from([0.0, 1e-9, 1e-5, 1e-3, 0.1, 10.0])
@@ -185,8 +187,17 @@ def test_some_way_is_best_whatever_the_numbers_and_the_quick_look_agrees(
 
 
 def test_the_quick_look_finds_short_prompts() -> None:
-    """80 tokens take 8 ms, and 9.6 with the harm to two answers: less than PAIR_S. 90 and three do not."""
-    assert is_surely_local(half([92], num_requests=[2.0]), 0, 0.0, LOOSE)
-    assert not is_surely_local(half([91], num_requests=[3.0]), 0, 0.0, LOOSE)
-    assert not is_surely_local(half([92]), 0, 30.0, LOOSE), "30 tokens wait there"
-    assert not is_surely_local(half([92]), 0, 0.0, Objectives(10.0, 0.005)), "answers would be late"
+    """30 tokens take 3 ms; half as much is left of a step that runs, and two answers are harmed by 0.6: less than
+    PAIR_S. 40 tokens and three answers are 7.2."""
+    assert is_surely_local(half([97], num_requests=[2.0]), 0, 0.0, LOOSE)
+    assert not is_surely_local(half([96], num_requests=[3.0]), 0, 0.0, LOOSE)
+    assert not is_surely_local(half([97]), 0, 30.0, LOOSE), "30 tokens wait there"
+    assert not is_surely_local(half([97]), 0, 0.0, Objectives(10.0, 0.004)), "answers would be late"
+
+
+def test_a_chunk_is_cut_as_the_decode_workers_scheduler_cuts_it() -> None:
+    """Beside answers a step may take 0.7 of 50 ms, so 1,000 tokens of 0.1 ms take three steps, of 1 ms each besides."""
+    cost = msgspec.structs.replace(COST, prefill_s=0.001)
+    found = ways(half([0], cost), half([0], cost, **RUNNING), objectives=Objectives(10.0, 0.05))
+    assert found.local is not None
+    assert found.local.first_token_s == pytest.approx(BEGUN_S + 0.1 + 3 * 0.001)

@@ -22,7 +22,7 @@ import msgspec
 
 from kvrelay.config import DisaggConfig
 from kvrelay.core.clock import Clock
-from kvrelay.core.step_cost import MAX_COST_S, StepCost, StepWork
+from kvrelay.core.step_cost import MAX_COST_S, StepCost, StepWork, bounded_s
 from kvrelay.placement.base import Decision, Objectives, PrefillLoad, PrefillPlace, Situation
 from kvrelay.placement.cost_model import RemoteCost, RemoteCostModel, expected_lateness
 from kvrelay.placement.threshold import DisaggPolicy
@@ -98,7 +98,7 @@ def local_cost(situation: Situation, num_line: int = 0) -> tuple[float, float]:
     num_before = situation.num_here + num_line
     cost, chunk = situation.cost, max(situation.chunk, 1)
     decodes, context = situation.num_decodes, situation.num_context
-    seconds = situation.load_s + cost.prefill_seconds(
+    computed_s = cost.prefill_seconds(
         situation.num_tokens,
         num_before=situation.num_stored,
         num_ahead=num_before,
@@ -106,6 +106,7 @@ def local_cost(situation: Situation, num_line: int = 0) -> tuple[float, float]:
         num_decodes=decodes,
         num_context=context,
     )
+    seconds = bounded_s(situation.load_s + computed_s)
     delay_s = cost.added_seconds(situation.num_tokens, chunk=chunk)
     # An objective of the 99th percentile bears one late token in a hundred: a lone step may be late by chance.
     num_more = math.ceil(situation.num_tokens / chunk) - 1

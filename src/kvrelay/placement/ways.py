@@ -6,9 +6,12 @@
 
 ``cost.decide``'s formula prices all three; they differ in the first token:
 
-    local = load + steps for what waits there and for what the worker lacks
-    queue = QUEUE_S + mean wait of the P's + prefill of what neither the worker nor P has + KV both ways
+    local = begun + load + steps for what waits there and for what the worker lacks
+    queue = begun + QUEUE_S + mean wait of the P's + prefill of what neither the worker nor P has + KV both ways
     pair  = PAIR_S + BOUND * wait at P + load + prefill of what P lacks + KV to D
+
+*begun* is what is left of the step that the worker runs, half of one in the mean: only then it admits the request. P
+computes a pair's prompt meanwhile.
 
 A wait at P costs a pair more than the queue, because the pair is bound to P while the queue's entry is not: if P takes
 longer than expected another one takes the entry, or the decode worker after all. But who takes it is chance: a P pulls
@@ -29,15 +32,15 @@ from typing import NamedTuple
 
 import msgspec
 
-from kvrelay.core.step_cost import STEP_SHARE, StepCost, StepWork, bounded_s
+from kvrelay.core.step_cost import STEP_SHARE, StepCost, StepPace, StepWork, bounded_s
 from kvrelay.placement.base import Objectives, Situation
 from kvrelay.placement.cost import HARM, LATE, local_cost, remote_cost
-from kvrelay.placement.cost_model import RemoteCost
 from kvrelay.placement.pair_cost import PairCosts, own_tokens_of
 from kvrelay.placement.seconds import Candidates
 
-PAIR_S = RemoteCost().overhead_s
-"""A pair's first token comes this much later than its computation: messages, and steps that P has begun."""
+PAIR_S = 0.006
+"""A pair's first token comes this much later than its computation: messages, and steps that P has begun. Measured with
+two prefill and two decode workers in conversations (``python -m benchmarks orders``)."""
 QUEUE_S = PAIR_S + 0.004
 """The queue server, the pull, and a first token that comes with its KV take about 4 ms on an idle machine
 (docs/performance.md); workers do not publish it."""
@@ -107,12 +110,14 @@ def ways_of(
         return None
     row, column = pair
     situation = _situation(decode, decode.costs.of(alone), alone, num_here, objectives)
+    begun_s = _step_seconds(situation) / 2 if situation.num_decodes else 0.0
     there, load, token_s = prefill.costs.of(row), prefill.load, prefill.costs.prefill_token_s
     waits_s = token_s * load.prefill_tokens
     num_loaded, load_s = _loaded(prefill, row)
     own_s = load_s + there.prefill_seconds(max(int(own_tokens_of(prefill)[row]) - num_loaded, 1))
     move_s = float(costs.transfer[row, column])
-    found = {Way.LOCAL: Estimate(*local_cost(situation))} if is_local_open else {}
+    here = msgspec.structs.replace(situation, load_s=begun_s + situation.load_s)
+    found = {Way.LOCAL: Estimate(*local_cost(here))} if is_local_open else {}
     begins_s = PAIR_S + BOUND * float(waits_s[row])
     paired = _elsewhere(situation, begins_s + own_s + move_s)
     if is_queue_open:
@@ -120,7 +125,7 @@ def ways_of(
     found[Way.PAIR] = paired
     pulled_s = _pulled_seconds(prefill, decode, costs, alone, there)
     if is_queue_open and pulled_s < math.inf:
-        found[Way.QUEUE] = _elsewhere(situation, QUEUE_S + float(waits_s.mean()) + pulled_s)
+        found[Way.QUEUE] = _elsewhere(situation, begun_s + QUEUE_S + float(waits_s.mean()) + pulled_s)
     best = min(found, key=lambda way: found[way].cost)
     if best is Way.PAIR:
         waits_s[row] += own_s
@@ -141,10 +146,12 @@ def is_surely_local(decode: Candidates, row: int, num_here: float, objectives: O
     context = float(load.context_tokens[row]) if running else 0.0
     step_s = float(costs.prefill_s[row]) + float(costs.decode_s[row]) * running + float(costs.context_s[row]) * context
     step_s += (float(costs.prefill_token_s[row]) + float(costs.pair_s[row]) * num_tokens / 2) * num_tokens
+    begun_s = step_s / 2 if running else 0.0
     return (
         num_tokens <= CHUNK_TOKENS
-        and step_s <= min(objectives.itl_s, objectives.ttft_s)
-        and step_s * (1.0 + HARM * max(running, 1.0)) <= PAIR_S
+        and step_s <= STEP_SHARE * objectives.itl_s
+        and begun_s + step_s <= objectives.ttft_s
+        and begun_s + step_s * (1.0 + HARM * max(running, 1.0)) <= PAIR_S
     )
 
 
@@ -158,14 +165,19 @@ def _late_second(situation: Situation, num_output: float, move_s: float) -> floa
     hidden, and a decode step runs when it arrives."""
     if num_output >= MANY_TOKENS:
         return 0.0
+    last_s = move_s * min(CHUNK_TOKENS / max(situation.num_tokens, 1), 1.0)
+    late_s = max(last_s + 1.5 * _step_seconds(situation) - situation.objectives.itl_s, 0.0)
+    return LATE * late_s * max(situation.objectives.ttft_s / situation.objectives.itl_s, 1.0)
+
+
+def _step_seconds(situation: Situation) -> float:
+    """A step of the decode worker, with a chunk of what waits there."""
     decodes = situation.num_decodes, situation.num_context
     step_s = situation.cost.step_seconds(StepWork(0, 0, *decodes))
-    if situation.num_here:
-        chunk_s = situation.cost.step_seconds(StepWork(min(situation.num_here, situation.chunk), 0, *decodes))
-        step_s = max(step_s, min(chunk_s, STEP_SHARE * situation.objectives.itl_s))
-    last_s = move_s * min(CHUNK_TOKENS / max(situation.num_tokens, 1), 1.0)
-    late_s = max(last_s + 1.5 * step_s - situation.objectives.itl_s, 0.0)
-    return LATE * late_s * max(situation.objectives.ttft_s / situation.objectives.itl_s, 1.0)
+    if not situation.num_here:
+        return step_s
+    chunk_s = situation.cost.step_seconds(StepWork(min(situation.num_here, situation.chunk), 0, *decodes))
+    return max(step_s, min(chunk_s, STEP_SHARE * situation.objectives.itl_s))
 
 
 def _pulled_seconds(prefill: Candidates, decode: Candidates, costs: PairCosts, alone: int, there: StepCost) -> float:
@@ -184,8 +196,9 @@ def _situation(decode: Candidates, cost: StepCost, alone: int, num_here: float, 
     num_context = int(decode.load.context_tokens[alone]) if num_decodes else 0
     num_stored, load_s = _loaded(decode, alone)
     num_tokens = max(int(own_tokens_of(decode)[alone]) - num_stored, 1)
-    within = cost.chunk_within(
-        objectives.itl_s, num_before=num_tokens // 2, num_decodes=num_decodes, num_context=num_context
+    # As the worker's own scheduler cuts, but for how far its steps scatter, which only it knows.
+    chunk = StepPace(cost, 0.0, objectives.itl_s).prefill_budget(
+        CHUNK_TOKENS, num_before=num_tokens // 2, num_decodes=num_decodes, num_context=num_context
     )
     return Situation(
         num_tokens=num_tokens,
@@ -193,7 +206,7 @@ def _situation(decode: Candidates, cost: StepCost, alone: int, num_here: float, 
         num_here=int(num_here),
         num_remote_tokens=0,
         num_remote_prefills=0,
-        chunk=min(within, CHUNK_TOKENS) if num_decodes else CHUNK_TOKENS,
+        chunk=chunk,
         num_decodes=num_decodes,
         num_context=num_context,
         is_here_open=True,
