@@ -375,8 +375,38 @@ def test_a_score_that_overflowed_is_the_last_choice(bad: float, monkeypatch: pyt
 
 
 def test_blocks_of_an_adapter_are_no_hit_for_the_model_or_another_adapter() -> None:
-    built = router("kv", "a", "b")
+    built = Router(RouterConfig(router="kv"), 4, ManualClock())
+    for name in ("a", "b"):
+        built.add_worker(msgspec.structs.replace(worker(name), adapters=("sql", "chat")))
     publish(built, KvEventLog("a", 0), range(40), lora="sql")
     overlaps = {adapter: built.choose(request(f"r{adapter}", 40, adapter=adapter)) for adapter in ("", "sql", "chat")}
     assert {adapter: decision.overlap_blocks for adapter, decision in overlaps.items()} == {"": 0, "sql": 10, "chat": 0}
     assert overlaps["sql"].worker_id == "a"
+
+
+@pytest.mark.parametrize("policy", PLAIN + OVERLAP)
+def test_only_workers_with_its_adapter_are_candidates(policy: str) -> None:
+    built = router(policy, "none")
+    for name, adapters in (("sql", ("sql@1",)), ("both", ("sql@1", "chat@1"))):
+        built.add_worker(msgspec.structs.replace(worker(name), adapters=adapters))
+
+    def chosen(adapter: str, **fields: object) -> set[str]:
+        asked = (request(f"{adapter}{number}", adapter=adapter, **fields) for number in range(40))
+        return {built.choose(each).worker_id for each in asked}
+
+    assert chosen("") == {"none", "sql", "both"}
+    assert chosen("sql@1") == {"sql", "both"}
+    assert chosen("chat@1") == {"both"}
+    assert chosen("sql@1", exclude=("both", "none")) == {"sql"}
+    for adapter, exclude in (("sql@2", ()), ("chat@1", ("both",))):
+        with pytest.raises(WorkerUnavailableError):
+            chosen(adapter, exclude=exclude)
+    built.add_worker(msgspec.structs.replace(worker("new"), adapters=("sql@2",)))
+    assert chosen("sql@2") == {"new"}
+    built.remove_worker("new")
+    with pytest.raises(WorkerUnavailableError):
+        chosen("sql@2")
+    for name in ("sql", "both"):
+        built.remove_worker(name)
+    built.add_worker(msgspec.structs.replace(worker("whole"), adapter="sql@1"))
+    assert chosen("sql@1") == {"whole"}

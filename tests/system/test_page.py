@@ -269,7 +269,8 @@ async def test_ranks_stand_together_and_changes_of_the_planner_are_listed(
         frontend = cluster.frontend
         assert frontend is not None
         for rank in (1, 0):
-            await cluster.add_worker(f"r{1 - rank}", Script(), dp_group="dp-7", dp_rank=rank, dp_size=2)
+            in_group = {"dp_group": "dp-7", "dp_rank": rank, "dp_size": 2}
+            await cluster.add_worker(f"r{1 - rank}", Script(), adapters=("chat@1", "sql@1"), **in_group)
         lease = await cluster.control.discovery.grant(600.0)
         await cluster.control.discovery.put(cluster.keys.planner("a"), msgspec.json.encode(report), lease)
         complaints: list[str] = []
@@ -282,6 +283,8 @@ async def test_ranks_stand_together_and_changes_of_the_planner_are_listed(
             ]
             names = [await each.inner_text() for each in await page.query_selector_all(".role:last-child .worker b")]
             assert names == ["rank 0 · r1", "rank 1 · r0"]
+            told = await page.get_attribute(".role:last-child .worker", "title") or ""
+            assert "adapters chat@1, sql@1" in told
             await expect(page.locator(".changes li")).to_have_count(2, timeout=1000 * PATIENCE_S)
             assert "act · fleet – · 9 changes · 0.25 cores, 96 MiB of memory" in await page.inner_text("main")
             latest = await page.inner_text(".changes li:first-child")

@@ -1,6 +1,6 @@
 """Real vLLM with adapters (LoRA) (``make test-vllm``): a request for one is answered as by vLLM by itself with it.
 
-Six starts of vLLM: of the matrix, not of ``.ci/vllm``."""
+Seven starts of vLLM: of the matrix, not of ``.ci/vllm``."""
 
 from __future__ import annotations
 
@@ -19,19 +19,36 @@ SPLIT = (
     *("--engine", "vllm", "--dtype", "float32", "--enforce-eager", "--kv-cache-memory", "256MiB"),
     *("--engine-args", '{"block_size": 32}', "--prefill", "1", "--decode", "1", "--disagg-policy", "always"),
 )
+OURS = ("--vllm-connector", "kvrelay", "--block-size", "32", "--kv-checksums", "--transport", "shm")
 NUM_ASKED = 8
+PROMPTS = [prompt for prompt in draw_prompts(7) if 32 < len(prompt) <= 300][:NUM_ASKED]
 
 
-@pytest.mark.usefixtures("vllm_files")
-def test_two_adapters_and_their_model_share_a_pair(tmp_path: Path) -> None:
-    """The same prompts go to each, so a block of one in another's cache would change an answer."""
-    prompts = [prompt for prompt in draw_prompts(7) if 32 < len(prompt) <= 300][:NUM_ASKED]
-    expected = {"": ask_plain_vllm(prompts)[0].answers}
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("adapters")
     for seed, name in enumerate(("sql", "chat")):
-        adapter = write_adapter(tmp_path / "adapters" / name, seed)
-        expected[name] = ask_plain_vllm(prompts, adapter=str(adapter))[0].answers
-    assert len({str(answers) for answers in expected.values()}) == len(expected)
-    with Serve((*SPLIT, "--lora-dir", str(tmp_path / "adapters"))) as server:
+        write_adapter(folder / name, seed)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def expected(adapters: Path) -> dict[str, list[list[int]]]:
+    """By adapter; the empty name is the model itself, from a vLLM without adapters. One request at a time."""
+    own = {"": ask_plain_vllm(PROMPTS)[0].answers}
+    found = own | {each.name: ask_plain_vllm(PROMPTS, adapter=str(each))[0].answers for each in adapters.iterdir()}
+    assert len({str(answers) for answers in found.values()}) == len(found)
+    return found
+
+
+@pytest.mark.parametrize("way", [(), OURS], ids=["nixl", "kvrelay"])
+@pytest.mark.usefixtures("vllm_files")
+def test_two_adapters_and_their_model_share_a_pair(
+    adapters: Path, expected: dict[str, list[list[int]]], way: tuple[str, ...]
+) -> None:
+    """The same prompts go to each, so a block of one in another's cache would change an answer. Their requests
+    alternate, so that steps have rows of several adapters and of none."""
+    with Serve((*SPLIT, *way, "--lora-dir", str(adapters))) as server:
         models = httpx.get(f"{server.url}/v1/models", timeout=PATIENCE_S).json()["data"]
         assert {each["id"]: each["parent"] for each in models} == {
             server.model: None,
@@ -40,12 +57,12 @@ def test_two_adapters_and_their_model_share_a_pair(tmp_path: Path) -> None:
         }
         for order in ("decode-first", "prefill-first"):
             with Asking(server, order) as asking:
-                begun = {name: asking.begin(prompts, name or None) for name in expected}
-                for name, answers in begun.items():
-                    assert [answer.result() for answer in answers] == expected[name], (order, name)
+                begun = [(name, asking.begin([prompt], name or None)) for prompt in PROMPTS for name in expected]
+                answers = {name: [answer.result() for own, (answer,) in begun if own == name] for name in expected}
+                assert answers == expected, order
         (decode,) = server.workers("decode")
         assert decode["decode"]["num_remote_done"] >= len(expected) * NUM_ASKED / 2, decode
-        body = {"prompt": prompts[-1], "max_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True}
+        body = {"prompt": PROMPTS[-1], "max_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True}
         for name, status in (("chat", 200), ("none", 404)):
             whole = httpx.post(
                 f"{server.url}/v1/completions",

@@ -19,8 +19,8 @@ no answer comes, it does nothing: the router asks again, driven by the worker's 
 
 
 class RoutingRequest(msgspec.Struct, frozen=True):
-    """A request as the policies see it. ``exclude`` names workers that have already failed this request. Its own
-    objectives are in milliseconds; 0: the configured ones."""
+    """A request as the policies see it. ``exclude`` names workers that have already failed this request. Only workers
+    with its ``adapter`` are candidates. Its own objectives are in milliseconds; 0: the configured ones."""
 
     request_id: str
     token_ids: Sequence[int]

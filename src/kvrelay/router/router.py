@@ -88,6 +88,8 @@ class Router:
         self._load_costs: dict[str, dict[str, LoadCost]] = {}
         """By worker and medium."""
         self._workers: dict[str, WorkerInfo] = {}
+        self._lacking: dict[str, tuple[str, ...]] = {}
+        """By adapter, the workers that do not have it."""
         self._load = LoadTable(block_size, clock)
         self._costs = WorkerCosts(clock, STALE_AFTER_S)
         self.transfer_times = TransferTimes(clock)
@@ -135,6 +137,7 @@ class Router:
             return
         self._workers[info.worker_id] = info
         self._rows_of.clear()
+        self._lacking.clear()
         self._lenders = None
         self._costs.changed()
         if self._stage.admits(info):
@@ -153,6 +156,7 @@ class Router:
         self._stalls.forget(worker_id)
         self._load_costs.pop(worker_id, None)
         self._rows_of.clear()
+        self._lacking.clear()
         self._lenders = None
         self._forget_prefixes(worker_id)
 
@@ -177,8 +181,18 @@ class Router:
         read, too. Valid until the next call of any method. Raises WorkerUnavailableError."""
         sequence = self._sequence(request)
         candidates, holders = self._candidates(request, sequence, lender)
-        scores = self._scores(policy or self._policy, candidates, request.exclude)
+        exclude = (*request.exclude, *self._without(request.adapter)) if request.adapter else request.exclude
+        scores = self._scores(policy or self._policy, candidates, exclude)
         return Survey(self._load.worker_ids, self._workers, candidates, scores, sequence, holders)
+
+    def _without(self, adapter: str) -> tuple[str, ...]:
+        """The workers that cannot compute with it."""
+        found = self._lacking.get(adapter)
+        if found is None:
+            workers = self._workers.values()
+            lacking = (each.worker_id for each in workers if adapter not in (each.adapter, *each.adapters))
+            found = self._lacking[adapter] = tuple(lacking)
+        return found
 
     def pick(self, survey: Survey) -> RoutingDecision:
         """The policy's choice; nothing is placed."""

@@ -16,7 +16,7 @@ from kvrelay.config import VllmConfig, WorkerConfig
 from kvrelay.core.adapters import adapter_name
 from kvrelay.data import bundled_checkpoint_path
 from kvrelay.engines.registry import build_host
-from kvrelay.engines.vllm.adapters import adapter_arguments, read_adapters
+from kvrelay.engines.vllm.adapters import adapter_arguments, read_adapters, with_empty_slot
 from kvrelay.errors import ConfigError
 
 MODEL = bundled_checkpoint_path()
@@ -46,6 +46,13 @@ def test_vllm_gets_slots_and_a_rank_that_fit_all(tmp_path: Path) -> None:
     assert [each.number for each in adapters] == [1, 2, 3, 4, 5]
     assert adapter_arguments(adapters) == {"enable_lora": True, "max_loras": 4, "max_cpu_loras": 5, "max_lora_rank": 16}
     assert adapter_arguments(read_adapters("", MODEL, "model")) == {}
+
+
+@pytest.mark.parametrize(("num_adapters", "max_loras", "num_slots"), [(1, 1, 2), (5, 4, 6), (2, 8, 8)])
+def test_on_a_cpu_the_last_slot_stays_empty(num_adapters: int, max_loras: int, num_slots: int) -> None:
+    given = {"max_loras": max_loras, "max_cpu_loras": num_adapters, "seed": 1}
+    assert with_empty_slot(given) == {"max_loras": num_slots, "max_cpu_loras": num_slots, "seed": 1}
+    assert with_empty_slot({"seed": 1}) == {"seed": 1}
 
 
 def _without_weights(folder: Path) -> None:
@@ -104,11 +111,3 @@ def test_other_engines_refuse_adapters(name: str) -> None:
     settings = WorkerConfig(model_path=MODEL, engine_kind=name, vllm=VllmConfig(lora_dir="adapters"))
     with pytest.raises(ConfigError, match=f"engine {name} has no adapters"):
         build_host(name, settings, "worker")
-
-
-def test_kvrelays_connector_refuses_adapters() -> None:
-    settings = WorkerConfig(
-        model_path=MODEL, engine_kind="vllm", vllm=VllmConfig(lora_dir="adapters", vllm_connector="kvrelay")
-    )
-    with pytest.raises(ConfigError, match="use nixl"):
-        build_host("vllm", settings, "worker")

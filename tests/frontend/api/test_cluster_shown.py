@@ -55,13 +55,14 @@ async def publish(cluster: FakeCluster, worker_id: str, **changes: object) -> No
 async def test_workers_flows_and_sums(model_dir: Path) -> None:
     async with running(model_dir, Script((10,))) as cluster:
         port = cluster.frontend.port
-        await cluster.add_worker("p0", Script(), role=WorkerRole.PREFILL, release="9.9")
+        await cluster.add_worker("p0", Script(), role=WorkerRole.PREFILL, release="9.9", adapters=("sql@1",))
         await eventually_snapshot(port, lambda found: [each["state"] for each in found["workers"]] == ["ready"] * 2)
         await publish(cluster, "w0", tokens=TokenCounts(5, 6), flows=(Flow("p0", True, 2, 500, 0.1),))
         await publish(cluster, "p0", num_requests_waiting=0, flows=(Flow("w0", False, 4, 1000, 0.02),))
         found = await eventually_snapshot(port, lambda found: len(found["flows"]) == 2)
         prefill, decode = found["workers"]
         assert (prefill["id"], prefill["role"], prefill["release"]) == ("p0", "prefill", "9.9")
+        assert (prefill["adapters"], decode["adapters"]) == (["sql@1"], [])
         assert (decode["id"], decode["state"], decode["running"], decode["slots"]) == ("w0", "ready", 3, 8)
         assert (decode["waiting"], decode["kv_used"], decode["kv_total"]) == (2, 40, 100)
         assert found["flows"] == [

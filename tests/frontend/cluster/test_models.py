@@ -286,3 +286,31 @@ async def test_an_adapter_is_a_model_with_a_parent(model_dir: Path) -> None:
         assert (await ask("sql"))[0] == 404
     finally:
         await cluster.close()
+
+
+async def test_workers_may_have_different_adapters(model_dir: Path) -> None:
+    """Each request runs on a worker that has its adapter; the list is that of all workers and follows them."""
+    cluster = FakeCluster(model_dir)
+    try:
+        old = await cluster.add_worker("w0", Script(tokens=(10,)), adapters=("chat@1",))
+        frontend = await cluster.start()
+        new = await cluster.add_worker("w1", Script(tokens=(10,)), adapters=("chat@1", "sql@1"))
+        await cluster.until(lambda: [model.worker_ids for model in frontend.cluster.models] == [["w0", "w1"]])
+
+        async def ask(model: str) -> int:
+            return (await send(frontend.port, "POST", "/v1/completions", BODY | {"model": model})).status
+
+        async def listed() -> list[str]:
+            return [each["id"] for each in (await send(frontend.port, "GET", "/v1/models")).json["data"]]
+
+        assert await listed() == ["tiny", "chat", "sql"]
+        for _ in range(8):
+            assert await ask("sql") == await ask("chat") == await ask("tiny") == 200
+        assert {each.sampling.adapter for each in old.requests} <= {"", "chat@1"}
+        assert [each.sampling.adapter for each in new.requests].count("sql@1") == 8
+        await cluster.deregister("w1")
+        await cluster.until(lambda: [model.worker_ids for model in frontend.cluster.models] == [["w0"]])
+        assert await listed() == ["tiny", "chat"]
+        assert (await ask("sql"), await ask("chat")) == (404, 200)
+    finally:
+        await cluster.close()

@@ -198,6 +198,20 @@ async def test_an_answer_that_has_begun_waits_for_the_heir_of_a_failed_engine(mo
         await client.close()
 
 
+async def test_an_answer_with_an_adapter_waits_for_a_worker_that_has_it(model_dir: Path) -> None:
+    """Another worker of the model is free all the time, and has it not."""
+    async with running(model_dir, Script((10,))) as cluster:
+        await cluster.add_worker("w1", Script(TOKENS, fail_after=3), adapters=("sql@1",))
+        await cluster.until(lambda: [model.worker_ids for model in cluster.frontend.cluster.models] == [["w0", "w1"]])
+        asking = asyncio.create_task(ask(cluster, model="sql"))
+        await cluster.until(lambda: cluster.frontend.metrics.of("tiny").num_migrations == 1)
+        await cluster.deregister("w1")
+        heir = await cluster.add_worker("w9", Script(TOKENS), adapters=("sql@1", "chat@1"))
+        assert streamed(await asking) == (ANSWER, list(TOKENS))
+        assert [each.sampling.adapter for each in heir.requests] == ["sql@1"]
+        assert not cluster.workers["w0"].requests
+
+
 async def test_a_worker_that_was_lost_and_is_back_takes_what_the_next_one_loses(model_dir: Path) -> None:
     """No worker comes after the second loss: the first one, which only froze, has come back before it."""
     async with running(model_dir, Script(TOKENS, lose_at=3), Script(TOKENS, hang=True)) as cluster:

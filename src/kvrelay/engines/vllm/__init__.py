@@ -35,8 +35,6 @@ def from_settings(settings: WorkerConfig, worker_id: str, memory: HostMemory = A
     """
     if settings.group.dp > 1:
         raise ConfigError("engine vllm has no data-parallel groups: start more workers instead", param="dp")
-    if settings.vllm.lora_dir and settings.vllm.vllm_connector == "kvrelay":
-        raise ConfigError("adapters are not tried with kvrelay's connector: use nixl", param="vllm_connector")
     model = checkpoint_facts(settings.model_path)
     adapters = read_adapters(settings.vllm.lora_dir, settings.model_path, settings.model)
     # Sockets of the cache events: within this host, and for this user only.

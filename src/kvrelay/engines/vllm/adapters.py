@@ -63,6 +63,18 @@ def adapter_arguments(adapters: tuple[Adapter, ...]) -> dict[str, Any]:
     }
 
 
+def with_empty_slot(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """vLLM's arguments for a CPU, with more slots than adapters, so that the last one is always empty.
+
+    In a step with an adapter, vLLM's CPU operators give a row without one the index -1, which is the last slot: the
+    model's own answers would get that slot's adapter (vLLM's pull requests 48421 and 49656). Slots are filled from the
+    first, and an empty one adds zero."""
+    if "max_cpu_loras" not in arguments:
+        return dict(arguments)
+    num_slots = max(arguments["max_loras"], arguments["max_cpu_loras"] + 1)
+    return {**arguments, "max_loras": num_slots, "max_cpu_loras": num_slots}
+
+
 def _read(path: Path, number: int, shapes: Mapping[str, tuple[int, ...]], model: str) -> Adapter:
     if path.name == model:
         raise _error(f"adapter {path.name} has the name of its model")

@@ -31,6 +31,7 @@ from kvrelay.core.layout import KVLayout
 from kvrelay.engines.connector.terms import encode_place, latent_layout, packed_layout
 from kvrelay.engines.hosted.staging import Staging, allocate_staging
 from kvrelay.engines.hosted.step_log import StepLog
+from kvrelay.engines.vllm.adapters import with_empty_slot
 from kvrelay.engines.vllm.arguments import require_known
 from kvrelay.engines.vllm.backend import AsyncEngine, Terms
 from kvrelay.engines.vllm.child import SCRATCH
@@ -115,10 +116,12 @@ def start_vllm(arguments: Mapping[str, Any], settings: WorkerConfig, memory: Hos
         SCRATCH: _directory_of(arguments),
         **(_cpu_environment(settings) if is_cpu else {}),
     }
+    if is_cpu:
+        arguments = with_empty_slot(_with_memory(arguments))
     try:
         # Already here: vLLM preloads another OpenMP if it sees none, and ranks refuse to start with two.
         with _environment(environment):
-            config = AsyncEngineArgs(**_typed(_with_memory(arguments) if is_cpu else arguments)).create_engine_config()
+            config = AsyncEngineArgs(**_typed(arguments)).create_engine_config()
     except Exception as exc:  # it raises what its parts raise
         raise UnsupportedModelError(f"vLLM refuses this model or its arguments: {_reason(exc)}") from exc
     if settings.engine.num_blocks:

@@ -57,7 +57,7 @@ class Model:
         self.tokenizer_fingerprint = first.tokenizer_fingerprint
         self.adapter = first.adapter
         self.adapters = {adapter_name(each): each for each in first.adapters}
-        """By name, the ids of the adapters that a request may ask for."""
+        """By name, the ids of the adapters that a request may ask for: each is on at least one worker."""
         self.created_unix_s = int(time.time())
         self.tokenizer = tokenizer
         self.cold_start = cold_start or ColdStart(0.0)
@@ -77,10 +77,11 @@ class Model:
         return f"Model({self.name}, workers={sorted(self._links)}, router={self.router!r})"
 
     def is_of(self, info: WorkerInfo) -> bool:
-        """Whether the worker has this model's weights, adapters and tokenizer, so that it may continue the model's
-        requests."""
-        ours = (self.weights_fingerprint, self.adapter, set(self.adapters.values()), self.tokenizer_fingerprint)
-        return ours == (info.weights_fingerprint, info.adapter, set(info.adapters), info.tokenizer_fingerprint)
+        """Whether the worker has this model's weights and tokenizer, so that it may continue the model's requests. Its
+        adapters may be others, but an adapter of one name has the same contents."""
+        ours = (self.weights_fingerprint, self.adapter, self.tokenizer_fingerprint)
+        is_same = ours == (info.weights_fingerprint, info.adapter, info.tokenizer_fingerprint)
+        return is_same and all(self.adapters.get(adapter_name(each), each) == each for each in info.adapters)
 
     def called(self, name: str | None) -> str:
         """Its name in the answer to a request for ``name``: an adapter's, or its own."""
@@ -140,9 +141,11 @@ class Model:
             self._limit()
 
     def _limit(self) -> None:
-        """Set each limit to the smallest of the present workers. Without workers the last limits stay."""
+        """Set each limit to the smallest of the present workers, and the adapters to those that any of them has.
+        Without workers the last ones stay."""
         infos = [link.info for link in self._links.values()]
         if infos:
+            self.adapters = {adapter_name(each): each for info in infos for each in info.adapters}
             self.max_model_len = min(info.max_model_len for info in infos)
             self.vocab_size = min(info.vocab_size for info in infos)
 

@@ -101,6 +101,7 @@ class WorkerView(msgspec.Struct, frozen=True):
     sessions_paused: int | None = None
     after_crash: str = ""
     """How the process before it ended, if that crashed."""
+    adapters: tuple[str, ...] = ()
 
 
 class FlowView(msgspec.Struct, frozen=True):
@@ -302,6 +303,7 @@ def _worker_view(member: Member, now_s: float) -> WorkerView:
         dp_group=info.dp_group,
         dp_rank=info.dp_rank,
         after_crash=info.after_crash,
+        adapters=info.adapters,
     )
     if report is None or report.load is None or age_s is None:
         return view

@@ -449,7 +449,7 @@ def _check_is_free(old: Model | None) -> None:
     """Raises WorkerUnavailableError while workers still serve the model that holds the name."""
     if old is not None and old.is_available:
         raise WorkerUnavailableError(
-            f"workers with other weights, adapters or another tokenizer serve the name {old.name}"
+            f"workers with other weights, other contents of an adapter or another tokenizer serve the name {old.name}"
         )
 
 

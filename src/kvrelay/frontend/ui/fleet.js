@@ -100,6 +100,7 @@ function sentence(worker) {
     `${rate(worker.prefill_tokens_per_s)} prompt and ${rate(worker.tokens_per_s)} answer tokens/s`,
     `prefix hits ${percent(worker.prefix_hit_rate ?? 0, 1)}`,
     worker.dp_group ? `rank ${worker.dp_rank} of data-parallel group ${worker.dp_group}` : "",
+    worker.adapters?.length ? `adapters ${worker.adapters.join(", ")}` : "",
     processText(worker),
     worker.after_crash ? `restarted after ${worker.after_crash}` : "",
     `kvrelay ${worker.release || "of an earlier release"}`,
