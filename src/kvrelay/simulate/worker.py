@@ -18,6 +18,7 @@ from kvrelay.config import WorkerRole
 from kvrelay.core.event_log import KvEventLog
 from kvrelay.core.events import KvEventBatch, LoadMetrics
 from kvrelay.core.handoff import HandoffId, HandoffOrder
+from kvrelay.core.hashing import BlockHashes
 from kvrelay.core.messages import TokenOutput
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.shortest_first import ShortestFirst
@@ -63,6 +64,8 @@ class Generate(msgspec.Struct, frozen=True):
     pair: tuple[str, HandoffId] | None = None
     remote_wait_s: float | None = None
     begins_within_s: float = 0.0
+    hashes: BlockHashes | None = None
+    """Of the prompt's blocks, if they are known."""
 
     @property
     def sampling(self) -> SamplingParams:
@@ -106,7 +109,8 @@ class SimulatedWorker:
         self.core = EngineCore(self.executor, spec.engine, self._clock, worker_id=worker_id)
         self.executor.step_work = self.core.scheduler.step_work
         self._sampler = LoadSampler(self.core, LOAD_INTERVAL_S, self._clock)
-        self._log = KvEventLog(worker_id, 0)
+        # No message is lost, so no router asks for a replay.
+        self._log = KvEventLog(worker_id, 0, only_numbers=True)
         self._number, self._step_time = number, step_time
         self._outlet = Outlet(
             self._log.append, self._sampler.sample, lambda: self._sampler.due_s, frontend.decoded, network.costs.hop_s
@@ -350,6 +354,11 @@ class SimulatedWorker:
             handoff_number=0 if message.pair is None else message.pair[1].number,
             placement=PlacementState(),
         )
+        if message.hashes is not None and core.pool.enable_prefix_caching:
+            # What the engine computes at arrival: the last token's block is not looked up.
+            num_blocks = (len(request.token_ids) - 1) // core.pool.block_size
+            request.sequence_hashes.extend(message.hashes.sequence[:num_blocks])
+            request.local_hashes.extend(message.hashes.local[:num_blocks])
         if message.remote_wait_s is not None:
             self._placement.told(message.remote_wait_s)
         objectives, is_paired = self._placement.objectives(), message.pair is not None
