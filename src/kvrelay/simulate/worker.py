@@ -11,6 +11,8 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable
+from copy import deepcopy
+from typing import NamedTuple
 
 import msgspec
 
@@ -33,6 +35,7 @@ from kvrelay.handoff import decode_events as de
 from kvrelay.handoff import prefill_events as pe
 from kvrelay.placement.base import PrefillLoad, PrefillPlace
 from kvrelay.placement.cost import CostPlacement, PlacementState
+from kvrelay.placement.cost_model import RemoteCostModel, StepCostModel
 from kvrelay.placement.threshold import DisaggPolicy
 from kvrelay.planner import WorkerView
 from kvrelay.rpc.wire import Message
@@ -78,6 +81,14 @@ class Delivery(msgspec.Struct, frozen=True):
     outputs: list[TokenOutput]
     events: KvEventBatch | None
     load: LoadMetrics | None
+
+
+class Learnt(NamedTuple):
+    """What workers know of their costs: the steps of a prefill worker and of others, and remote prefills."""
+
+    prefill: StepCostModel
+    decode: StepCostModel
+    remote: RemoteCostModel
 
 
 class FrontendPort(msgspec.Struct, frozen=True):
@@ -150,6 +161,17 @@ class SimulatedWorker:
             kv_compatibility=MODEL,
             host=self.worker_id,
         )
+
+    @property
+    def learnt(self) -> Learnt:
+        steps = self.core.scheduler.token_budget.costs
+        return Learnt(steps, steps, self._placement.model)
+
+    def begin_with(self, learnt: Learnt) -> None:
+        """It has served before. Before its first request."""
+        steps = learnt.prefill if self.role is WorkerRole.PREFILL else learnt.decode
+        self.core.scheduler.token_budget.costs = deepcopy(steps)
+        self._placement.model = deepcopy(learnt.remote)
 
     # -- roles --------------------------------------------------------------------------------------------------------
 
