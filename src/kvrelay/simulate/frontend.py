@@ -21,7 +21,6 @@ from kvrelay.core.status import FinishReason
 from kvrelay.core.workers import WorkerInfo
 from kvrelay.errors import KvrelayError, WorkerUnavailableError
 from kvrelay.handoff import decode_events as de
-from kvrelay.placement.base import PrefillPlace
 from kvrelay.placement.threshold import DisaggPolicy
 from kvrelay.placement.ways import Ways
 from kvrelay.planner import Traffic
@@ -365,10 +364,6 @@ class Frontend:
             self._loop.at(ended_s + pause_s, lambda index=index: self._send(index))  # type: ignore[misc]
         if not self._num_open:
             self._on_over()
-
-    def places(self) -> dict[PrefillPlace, int]:
-        """Where the frontend has placed prefills (auto, prefill-first)."""
-        return {} if self._pairs is None else dict(self._pairs.places)
 
 
 def _claimant_gone(handoff_id: HandoffId) -> Callable[[Node], None]:
