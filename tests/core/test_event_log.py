@@ -40,6 +40,14 @@ def test_events_are_numbered_without_gaps() -> None:
     assert (first.worker_id, first.epoch, first.first_seq, second.first_seq, log.next_seq) == ("w", 4, 0, 1, 3)
 
 
+def test_a_log_that_no_one_reads_gives_the_same_batches_and_keeps_nothing() -> None:
+    full, numbers = KvEventLog("w", 4), KvEventLog("w", 4, only_numbers=True)
+    for events in ([stored(None, 1, 2)], [BlockRemoved((2,)), stored(1, 3)], [AllBlocksCleared()], [stored(None, 1)]):
+        assert numbers.append(events) == full.append(events)
+    assert (full.next_seq, full.num_blocks) == (numbers.next_seq, 1)
+    assert not numbers.num_blocks
+
+
 def test_what_is_published_and_replayed_has_sequence_hashes_alone() -> None:
     log = KvEventLog("w", 4)
     slim = BlockStored(None, (1, 2), (), (), 2)

@@ -10,10 +10,11 @@ import pytest
 
 from kvrelay.bench.traces import TraceFormat, detect_trace
 from kvrelay.cli.main import run
+from kvrelay.core.hashing import compute_block_hashes
 from kvrelay.errors import InvalidInputError
 from kvrelay.frontend.access.access_log import AccessLog, Generated
 from kvrelay.simulate import loads
-from kvrelay.simulate.arrival import check_arrivals
+from kvrelay.simulate.arrival import Arrival, RecordedArrival, check_arrivals
 from kvrelay.simulate.loads import generated_arrivals, trace_arrivals
 
 MOONCAKE = '{"timestamp": %s, "input_length": 600, "output_length": 5, "hash_ids": [0, 1], "new": 1}\n'
@@ -273,3 +274,17 @@ def test_a_longer_model_takes_longer_prompts(capsys: pytest.CaptureFixture[str])
     assert json.loads(capsys.readouterr().out)["num_failed"] > 0
     assert run([*given, "--json", "--max-model-len", "200000"]) == 0
     assert json.loads(capsys.readouterr().out)["num_done"] == 3
+
+
+@pytest.mark.parametrize(
+    "arrival",
+    [
+        Arrival(time_s=0.0, prompt_tokens=100, answer_tokens=1),
+        Arrival(time_s=0.0, prompt_tokens=128, answer_tokens=1, hash_ids=(1, 2), hash_tokens=64),
+        Arrival(time_s=0.0, prompt_tokens=150, answer_tokens=1, hash_ids=(1, 2), hash_tokens=64),
+        RecordedArrival(time_s=0.0, prompt_tokens=40, answer_tokens=1, token_ids=tuple(range(40))),
+    ],
+)
+def test_the_kept_hashes_are_those_of_the_prompt(arrival: Arrival) -> None:
+    for index in (3, 4, 3):
+        assert arrival.hashes(index, 1000, 16) == compute_block_hashes(arrival.prompt(index, 1000), 16)

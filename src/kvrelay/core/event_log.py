@@ -27,13 +27,20 @@ MAX_KEPT_DUMPS = 4
 
 class KvEventLog:
     """``capacity`` is the number of events kept for replay; ``max_reply_blocks`` bounds the blocks in one answer
-    (about 19 bytes each; NATS takes a megabyte)."""
+    (about 19 bytes each; NATS takes a megabyte). ``only_numbers``: no one will ask for a replay."""
 
     def __init__(
-        self, worker_id: str, epoch: int, capacity: int = DEFAULT_CAPACITY, max_reply_blocks: int = MAX_REPLY_BLOCKS
+        self,
+        worker_id: str,
+        epoch: int,
+        capacity: int = DEFAULT_CAPACITY,
+        max_reply_blocks: int = MAX_REPLY_BLOCKS,
+        *,
+        only_numbers: bool = False,
     ) -> None:
         self._worker_id = worker_id
         self._epoch = epoch
+        self._only_numbers = only_numbers
         self._max_reply_blocks = max_reply_blocks
         self._ring: deque[KvEvent] = deque(maxlen=capacity)
         self._next_seq = 0
@@ -61,7 +68,7 @@ class KvEventLog:
     def append(self, events: Sequence[KvEvent]) -> KvEventBatch:
         """Number the events and return them as a batch to publish, with sequence hashes alone."""
         batch = KvEventBatch(self._worker_id, self._epoch, self._next_seq, tuple(map(_slim, events)))
-        for event in batch.events:
+        for event in () if self._only_numbers else batch.events:
             self._ring.append(event)
             self._track(event)
         self._next_seq += len(batch.events)

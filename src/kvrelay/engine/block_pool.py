@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import chain
 from typing import NamedTuple
 
 import msgspec
@@ -240,28 +239,39 @@ class BlockPool:
         """
         if not self.enable_prefix_caching:
             return
-        stored: list[CachedBlock] = []
         size, known, cached = self.block_size, self._block_of_hash, self._cached
         parent_id = None if parent_hash is None else known.get(parent_hash)
         is_reachable = parent_hash is None or parent_id is not None
         depth = 0 if parent_id is None else cached[parent_id].depth + 1
-        starts = range(0, len(token_ids), size)
-        for block_id, sequence_hash, local_hash, start in zip(block_ids, sequence_hashes, local_hashes, starts):
+        first, stored_after = 0, parent_hash
+        """The first block that is not reported yet, and the hash before it."""
+        # One C call cuts the tokens into blocks.
+        cut = zip(*[iter(token_ids)] * size)
+        blocks = zip(block_ids, sequence_hashes, local_hashes, cut)
+
+        def report(end: int) -> None:
+            if first < end:
+                tokens = tuple(token_ids[first * size : end * size])
+                local = tuple(local_hashes[first:end])
+                self._events.append(BlockStored(stored_after, tuple(sequence_hashes[first:end]), local, tokens, size))
+
+        for at, (block_id, sequence_hash, local_hash, tokens) in enumerate(blocks):
             if sequence_hash in known:
-                self._report_stored(stored)
+                report(at)
                 parent_id = known[sequence_hash]
-                stored, is_reachable, depth = [], True, cached[parent_id].depth + 1
+                is_reachable, depth = True, cached[parent_id].depth + 1
+                first, stored_after = at + 1, sequence_hash
             elif is_reachable:
-                tokens = tuple(token_ids[start : start + size])
-                cached[block_id] = entry = CachedBlock(sequence_hash, parent_hash, local_hash, tokens, depth)
+                cached[block_id] = CachedBlock(sequence_hash, parent_hash, local_hash, tokens, depth)
                 known[sequence_hash] = block_id
-                stored.append(entry)
                 if parent_id is not None:
                     self._num_children[parent_id] += 1
                 parent_id = block_id
                 depth += 1
+            else:
+                first = at + 1
             parent_hash = sequence_hash
-        self._report_stored(stored)
+        report(len(block_ids))
 
     def clear_cache(self) -> None:
         """Forget every prefix; blocks in use stay in use."""
@@ -289,40 +299,33 @@ class BlockPool:
         events, self._events = self._events, []
         return events
 
-    def _report_stored(self, stored: list[CachedBlock]) -> None:
-        if stored:
-            self._events.append(
-                BlockStored(
-                    parent_hash=stored[0].parent_hash,
-                    block_hashes=tuple([entry.sequence_hash for entry in stored]),
-                    local_hashes=tuple([entry.local_hash for entry in stored]),
-                    token_ids=tuple(chain.from_iterable([entry.token_ids for entry in stored])),
-                    block_size=self.block_size,
-                )
-            )
-
     def _evict(self, count: int) -> None:
-        removed: list[Evicted] = []
-        cached_free, is_offered = self._cached_free, self.on_evicted is not None
+        block_ids: list[int] = []
+        hashes: list[int] = []
+        offered: list[Evicted] = []
+        cached, cached_free, is_offered = self._cached, self._cached_free, self.on_evicted is not None
         for _ in range(count):
             block_id = cached_free.pop(self._num_children)
-            entry = self._cached[block_id]
-            chance = cached_free.chance_later if is_offered else 1.0
+            entry = cached[block_id]
+            if is_offered:
+                offered.append(Evicted(block_id, entry, cached_free.chance_later))
             self._uncache(block_id, entry)
-            removed.append(Evicted(block_id, entry, chance))
-        self._plain.add_all([block.block_id for block in removed])
+            block_ids.append(block_id)
+            hashes.append(entry.sequence_hash)
+        self._plain.add_all(block_ids)
         if self.on_evicted is not None:
-            self.on_evicted(removed)
-        self._events.append(BlockRemoved(tuple(block.entry.sequence_hash for block in removed)))
+            self.on_evicted(offered)
+        self._events.append(BlockRemoved(tuple(hashes)))
 
     def _uncache(self, block_id: int, entry: CachedBlock) -> None:
+        num_children = self._num_children
         del self._cached[block_id], self._block_of_hash[entry.sequence_hash]
         # Its children stay, if there are any: they are found again once the same block is cached again.
-        self._num_children[block_id] = 0
-        parent_id = None if entry.parent_hash is None else self._block_of_hash.get(entry.parent_hash)
-        if parent_id is not None and self._num_children[parent_id]:
-            self._num_children[parent_id] -= 1
-            if not self._num_children[parent_id]:
+        num_children[block_id] = 0
+        parent_id = self._block_of_hash.get(entry.parent_hash)  # type: ignore[arg-type]  # no block has the hash None
+        if parent_id is not None and num_children[parent_id]:
+            num_children[parent_id] -= 1
+            if not num_children[parent_id]:
                 self._cached_free.bared(parent_id)
 
     # -- checks -------------------------------------------------------------------------------------------------------

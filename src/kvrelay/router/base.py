@@ -31,6 +31,8 @@ class RoutingRequest(msgspec.Struct, frozen=True):
     adapter: str = ""
     slo_ttft_ms: float = 0.0
     slo_itl_ms: float = 0.0
+    sequence_hashes: tuple[int, ...] | None = None
+    """Of the complete blocks, if the caller knows them; None: they are computed."""
 
 
 class CandidateScore(msgspec.Struct, frozen=True):

@@ -222,6 +222,8 @@ class Router:
         """The prompt's sequence hashes; empty if the policy does not use them."""
         if not self._policy.uses_overlap:
             return ()
+        if request.sequence_hashes is not None:
+            return request.sequence_hashes
         return compute_sequence_hashes(
             request.token_ids, self.block_size, lora=request.adapter or None, salt=request.cache_salt
         )

@@ -5,17 +5,30 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from kvrelay.core.hashing import BlockHashes, compute_block_hashes
 from kvrelay.errors import InvalidInputError
 
 OWN_SEED = 1 << 40
 """Prompts without hash ids draw their tokens from here on: no hash id of a trace is so large."""
 NUM_KEPT_PARTS = 8192
 """A search simulates the same prompts many times: so many of their parts are kept, 2 kB each in Mooncake's trace."""
+NUM_KEPT_HASHES = 1024
+"""And the hashes of so many prompts: about 100 bytes a block."""
+
+
+class _Parts(NamedTuple):
+    """What the tokens of a prompt follow from. ``own_seed``: of its end, which no other has; 0: it has none."""
+
+    hash_ids: tuple[int, ...]
+    hash_tokens: int
+    num_tokens: int
+    own_seed: int
 
 
 class Arrival(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,12 +51,17 @@ class Arrival(msgspec.Struct, frozen=True, kw_only=True):
 
     def prompt(self, index: int, vocab_size: int) -> list[int]:
         """Token ids of the arrival number ``index``: a function of the hash ids, or of ``index`` without them."""
-        parts = [_shared_tokens(hash_id, self.hash_tokens, vocab_size) for hash_id in self.hash_ids or ()]
-        missing = self.prompt_tokens - self.hash_tokens * len(parts)
-        if missing > 0:
-            parts.append(_tokens(OWN_SEED + index, missing, vocab_size))
-        token_ids: list[int] = np.concatenate(parts)[: self.prompt_tokens].tolist()
+        token_ids: list[int] = _prompt(self._parts(index), vocab_size).tolist()
         return token_ids
+
+    def hashes(self, index: int, vocab_size: int, block_size: int) -> BlockHashes:
+        """Of the prompt's complete blocks."""
+        return _hashes(self._parts(index), vocab_size, block_size)
+
+    def _parts(self, index: int) -> _Parts:
+        ids = self.hash_ids or ()
+        has_end = self.hash_tokens * len(ids) < self.prompt_tokens
+        return _Parts(ids, self.hash_tokens, self.prompt_tokens, OWN_SEED + index if has_end else 0)
 
 
 class RecordedArrival(Arrival, frozen=True):
@@ -53,6 +71,9 @@ class RecordedArrival(Arrival, frozen=True):
 
     def prompt(self, index: int, vocab_size: int) -> list[int]:
         return list(self.token_ids)
+
+    def hashes(self, index: int, vocab_size: int, block_size: int) -> BlockHashes:
+        return compute_block_hashes(self.token_ids, block_size)
 
 
 def check_arrivals(arrivals: Sequence[Arrival]) -> None:
@@ -64,6 +85,19 @@ def check_arrivals(arrivals: Sequence[Arrival]) -> None:
             raise InvalidInputError(f"arrival {index}: prompt and answer need at least one token each")
         if arrival.after is not None and not 0 <= arrival.after < index:
             raise InvalidInputError(f"arrival {index}: it can only come after an earlier one, not {arrival.after}")
+
+
+@lru_cache(NUM_KEPT_HASHES)
+def _hashes(prompt: _Parts, vocab_size: int, block_size: int) -> BlockHashes:
+    return compute_block_hashes(_prompt(prompt, vocab_size), block_size)
+
+
+def _prompt(prompt: _Parts, vocab_size: int) -> npt.NDArray[np.int32]:
+    parts = [_shared_tokens(hash_id, prompt.hash_tokens, vocab_size) for hash_id in prompt.hash_ids]
+    if prompt.own_seed:
+        missing = prompt.num_tokens - prompt.hash_tokens * len(parts)
+        parts.append(_tokens(prompt.own_seed, missing, vocab_size))
+    return np.concatenate(parts)[: prompt.num_tokens]
 
 
 @lru_cache(NUM_KEPT_PARTS)

@@ -85,6 +85,7 @@ def simulate_command(
     from kvrelay.placement.cost import objectives_of
     from kvrelay.simulate.cluster import ClusterSpec, parse_event
     from kvrelay.simulate.costs import Costs, costs_of
+    from kvrelay.simulate.learnt import learnt_by_serving
     from kvrelay.simulate.loads import load_of
     from kvrelay.simulate.simulation import simulate
 
@@ -109,15 +110,17 @@ def simulate_command(
         events=tuple(map(parse_event, events)),
         kv_buffer_size=kv_buffer_size,
     )
+    learnt = None if costs is None else learnt_by_serving(costs, engine)
     costs = costs or Costs()
     arrivals = load_of(trace, load, limit=limit, time_scale=time_scale, seed=seed)
-    result = simulate(spec, arrivals, costs, seed=seed)
+    result = simulate(spec, arrivals, costs, seed=seed, learnt=learnt)
     objectives = objectives_of(spec.disagg)
     num_blocks = costs.num_blocks(engine.block_size, engine.num_blocks)
     report = {
         "cluster": str(spec),
         "seed": seed,
         "kv_blocks": num_blocks,
+        "have_served": learnt is not None,
         "max_model_len": spec.max_model_len,
         "num_too_long": sum(one.prompt_tokens >= spec.max_model_len for one in arrivals),
         "longest": max(one.prompt_tokens + one.answer_tokens for one in arrivals),
@@ -145,6 +148,8 @@ def _text(report: dict[str, Any], ttft_s: float, itl_s: float) -> str:
         f"{report['output_tokens_per_s']:.1f} tokens/s",
     ]
     lines.append(f"KV of a worker: {report['kv_blocks']:,} blocks")
+    if report["have_served"]:
+        lines.append("the first workers begin as ones that have served: they know the costs")
     if report["num_too_long"]:
         lines.append(
             f"prompts that fail, longer than the context of {report['max_model_len']:,} tokens: "

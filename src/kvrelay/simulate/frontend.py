@@ -14,13 +14,13 @@ import msgspec
 
 from kvrelay.core.events import KvEventBatch, LoadMetrics
 from kvrelay.core.handoff import HandoffId, HandoffOrder, OrderPolicy, RemotePrefillRequest
+from kvrelay.core.hashing import BlockHashes
 from kvrelay.core.messages import TokenOutput
 from kvrelay.core.pair_id import FIRST_NUMBER
 from kvrelay.core.status import FinishReason
 from kvrelay.core.workers import WorkerInfo
 from kvrelay.errors import KvrelayError, WorkerUnavailableError
 from kvrelay.handoff import decode_events as de
-from kvrelay.placement.base import PrefillPlace
 from kvrelay.placement.threshold import DisaggPolicy
 from kvrelay.placement.ways import Ways
 from kvrelay.planner import Traffic
@@ -40,6 +40,8 @@ class _Flight(msgspec.Struct, eq=False):
     arrival: Arrival
     result: RequestResult
     prompt: list[int]
+    hashes: BlockHashes
+    """Of the prompt's blocks."""
     request_id: str = ""
     worker_id: str = ""
     pair: tuple[str, HandoffId] | None = None
@@ -128,7 +130,10 @@ class Frontend:
         arrival, result = self._arrivals[index], self.results[index]
         result.sent_s = self._loop.clock.now()
         self.traffic.arrived(arrival.prompt_tokens)
-        flight = _Flight(arrival, result, arrival.prompt(index, self._network.spec.vocab_size))
+        spec = self._network.spec
+        prompt = arrival.prompt(index, spec.vocab_size)
+        hashes = arrival.hashes(index, spec.vocab_size, spec.engine.block_size)
+        flight = _Flight(arrival, result, prompt, hashes)
         self._loop.at(self._busy_until(self._request_s), lambda: self._route(flight))
 
     def _route(self, flight: _Flight) -> None:
@@ -143,6 +148,7 @@ class Frontend:
             flight.arrival.answer_tokens,
             flight.arrival.priority,
             flight.excluded | self._gone,
+            sequence_hashes=None if flight.result.tokens_s else flight.hashes.sequence,
         )
         flight.pair = None
         prefill_id, ways = "", None
@@ -176,6 +182,7 @@ class Frontend:
             flight.pair,
             None if ways is None else ways.wait_s,
             0.0 if ways is None else ways.begins_within_s,
+            None if num_output else flight.hashes,
         )
         hop_s, pair = self._network.costs.hop_s, flight.pair
         decode = self._worker(flight.worker_id)
@@ -357,10 +364,6 @@ class Frontend:
             self._loop.at(ended_s + pause_s, lambda index=index: self._send(index))  # type: ignore[misc]
         if not self._num_open:
             self._on_over()
-
-    def places(self) -> dict[PrefillPlace, int]:
-        """Where the frontend has placed prefills (auto, prefill-first)."""
-        return {} if self._pairs is None else dict(self._pairs.places)
 
 
 def _claimant_gone(handoff_id: HandoffId) -> Callable[[Node], None]:

@@ -27,7 +27,7 @@ from kvrelay.simulate.loop import EventLoop
 from kvrelay.simulate.machine import FittedStepTime, StepTime
 from kvrelay.simulate.network import TERM, Network
 from kvrelay.simulate.result import RequestResult, SimulationResult
-from kvrelay.simulate.worker import SimulatedWorker
+from kvrelay.simulate.worker import Learnt, SimulatedWorker
 
 GARBAGE_OBJECTS = 500_000
 """So many new objects are looked through at once."""
@@ -45,15 +45,17 @@ def simulate(
     controller_interval_s: float = 1.0,
     watch: Watch | None = None,
     watch_interval_s: float = 1.0,
+    learnt: Learnt | None = None,
 ) -> SimulationResult:
     """Run ``arrivals`` until all have ended, or for ``until_s`` of virtual time. Raises ConfigError, InvalidInputError.
 
     ``controller`` is called every ``controller_interval_s`` with a view of all live workers, and changes them.
     ``watch`` is called every ``watch_interval_s`` with the time and the requests; the simulation ends if it says so.
+    ``learnt``: what the first workers know of their costs; None: nothing, as after their start.
     """
     spec.check()
     check_arrivals(arrivals)
-    simulation = Simulation(spec, arrivals, costs, seed, controller, controller_interval_s)
+    simulation = Simulation(spec, arrivals, costs, seed, controller, controller_interval_s, learnt=learnt)
     if watch is not None:
         simulation.watch(watch, watch_interval_s)
     return simulation.run(until_s)
@@ -73,6 +75,7 @@ class Simulation:
         controller_interval_s: float = 1.0,
         step_times: Callable[[str], StepTime] | None = None,
         may_jump: bool = True,
+        learnt: Learnt | None = None,
     ) -> None:
         self.loop = EventLoop()
         self.network = Network(spec, costs, self.loop, seed)
@@ -85,7 +88,7 @@ class Simulation:
         counts = zip(ROLE_PREFIX.values(), (spec.prefill, spec.decode, spec.both))
         for role, count in counts:
             for _ in range(count):
-                self._register(self._new_id(role), role)
+                self._register(self._new_id(role), role, learnt)
         for event in spec.events:
             self._check(event)
             self.loop.at(event.time_s, lambda event=event: self._change(event))  # type: ignore[misc]
@@ -123,10 +126,12 @@ class Simulation:
         prefix = next(prefix for prefix, named in ROLE_PREFIX.items() if named is role)
         return f"{prefix}{next(self._numbers[role])}"
 
-    def _register(self, worker_id: str, role: WorkerRole) -> None:
+    def _register(self, worker_id: str, role: WorkerRole, learnt: Learnt | None = None) -> None:
         """A new worker is ready: all know it, and it knows all."""
         step_time, number = self._step_times(worker_id), len(self.workers)
         worker = SimulatedWorker(worker_id, role, self.network, self.frontend.port, step_time, number)
+        if learnt is not None:
+            worker.begin_with(learnt)
         ttl_s = self.network.spec.lease_ttl_s
         own = Registered(worker_id, ttl_s, TERM)
         for other in self.workers.values():

@@ -16,6 +16,7 @@ from kvrelay.placement.base import Objectives
 from kvrelay.simulate.arrival import Arrival
 from kvrelay.simulate.cluster import ClusterSpec
 from kvrelay.simulate.costs import Costs
+from kvrelay.simulate.learnt import learnt_by_serving
 from kvrelay.simulate.result import RequestResult, SimulationResult
 from kvrelay.simulate.simulation import simulate
 
@@ -173,8 +174,15 @@ def run_trial(setting: Setting, trial: Trial) -> Outcome:
     )
     tally = Tally(trial, objectives)
     looks_every_s = max(max(one.time_s for one in arrivals) / NUM_LOOKS, objectives.ttft_s / 4)
+    costs = setting.costs[candidate.tp]
     result = simulate(
-        spec, arrivals, setting.costs[candidate.tp], seed=seed, watch=tally.look, watch_interval_s=looks_every_s
+        spec,
+        arrivals,
+        costs,
+        seed=seed,
+        watch=tally.look,
+        watch_interval_s=looks_every_s,
+        learnt=learnt_by_serving(costs, spec.engine),
     )
     return outcome_of(result, objectives, tally)
 

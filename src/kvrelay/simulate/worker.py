@@ -11,6 +11,8 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable
+from copy import deepcopy
+from typing import NamedTuple
 
 import msgspec
 
@@ -18,6 +20,7 @@ from kvrelay.config import WorkerRole
 from kvrelay.core.event_log import KvEventLog
 from kvrelay.core.events import KvEventBatch, LoadMetrics
 from kvrelay.core.handoff import HandoffId, HandoffOrder
+from kvrelay.core.hashing import BlockHashes
 from kvrelay.core.messages import TokenOutput
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.shortest_first import ShortestFirst
@@ -32,6 +35,7 @@ from kvrelay.handoff import decode_events as de
 from kvrelay.handoff import prefill_events as pe
 from kvrelay.placement.base import PrefillLoad, PrefillPlace
 from kvrelay.placement.cost import CostPlacement, PlacementState
+from kvrelay.placement.cost_model import RemoteCostModel, StepCostModel
 from kvrelay.placement.threshold import DisaggPolicy
 from kvrelay.planner import WorkerView
 from kvrelay.rpc.wire import Message
@@ -63,6 +67,8 @@ class Generate(msgspec.Struct, frozen=True):
     pair: tuple[str, HandoffId] | None = None
     remote_wait_s: float | None = None
     begins_within_s: float = 0.0
+    hashes: BlockHashes | None = None
+    """Of the prompt's blocks, if they are known."""
 
     @property
     def sampling(self) -> SamplingParams:
@@ -75,6 +81,14 @@ class Delivery(msgspec.Struct, frozen=True):
     outputs: list[TokenOutput]
     events: KvEventBatch | None
     load: LoadMetrics | None
+
+
+class Learnt(NamedTuple):
+    """What workers know of their costs: the steps of a prefill worker and of others, and remote prefills."""
+
+    prefill: StepCostModel
+    decode: StepCostModel
+    remote: RemoteCostModel
 
 
 class FrontendPort(msgspec.Struct, frozen=True):
@@ -106,7 +120,8 @@ class SimulatedWorker:
         self.core = EngineCore(self.executor, spec.engine, self._clock, worker_id=worker_id)
         self.executor.step_work = self.core.scheduler.step_work
         self._sampler = LoadSampler(self.core, LOAD_INTERVAL_S, self._clock)
-        self._log = KvEventLog(worker_id, 0)
+        # No message is lost, so no router asks for a replay.
+        self._log = KvEventLog(worker_id, 0, only_numbers=True)
         self._number, self._step_time = number, step_time
         self._outlet = Outlet(
             self._log.append, self._sampler.sample, lambda: self._sampler.due_s, frontend.decoded, network.costs.hop_s
@@ -146,6 +161,17 @@ class SimulatedWorker:
             kv_compatibility=MODEL,
             host=self.worker_id,
         )
+
+    @property
+    def learnt(self) -> Learnt:
+        steps = self.core.scheduler.token_budget.costs
+        return Learnt(steps, steps, self._placement.model)
+
+    def begin_with(self, learnt: Learnt) -> None:
+        """It has served before. Before its first request."""
+        steps = learnt.prefill if self.role is WorkerRole.PREFILL else learnt.decode
+        self.core.scheduler.token_budget.costs = deepcopy(steps)
+        self._placement.model = deepcopy(learnt.remote)
 
     # -- roles --------------------------------------------------------------------------------------------------------
 
@@ -350,6 +376,11 @@ class SimulatedWorker:
             handoff_number=0 if message.pair is None else message.pair[1].number,
             placement=PlacementState(),
         )
+        if message.hashes is not None and core.pool.enable_prefix_caching:
+            # What the engine computes at arrival: the last token's block is not looked up.
+            num_blocks = (len(request.token_ids) - 1) // core.pool.block_size
+            request.sequence_hashes.extend(message.hashes.sequence[:num_blocks])
+            request.local_hashes.extend(message.hashes.local[:num_blocks])
         if message.remote_wait_s is not None:
             self._placement.told(message.remote_wait_s)
         objectives, is_paired = self._placement.objectives(), message.pair is not None
