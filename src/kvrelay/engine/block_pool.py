@@ -243,8 +243,7 @@ class BlockPool:
         parent_id = None if parent_hash is None else known.get(parent_hash)
         is_reachable = parent_hash is None or parent_id is not None
         depth = 0 if parent_id is None else cached[parent_id].depth + 1
-        first, stored_after = 0, parent_hash
-        """The first block that is not reported yet, and the hash before it."""
+        first, stored_after = 0, parent_hash  # the first block that is not reported yet, and the hash before it
         # One C call cuts the tokens into blocks.
         cut = zip(*[iter(token_ids)] * size)
         blocks = zip(block_ids, sequence_hashes, local_hashes, cut)
