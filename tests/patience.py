@@ -5,6 +5,7 @@ A deadline is there to end a test that has gone wrong; no test may fail because 
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import signal
@@ -26,6 +27,13 @@ def until(condition: Callable[[], bool], timeout_s: float = PATIENCE_S) -> None:
         assert waited_s < timeout_s, "the condition did not come true in time"
         # Asking costs time that what is waited for needs itself.
         time.sleep(min(max(0.02, waited_s / 10), 0.5))
+
+
+def skip(seconds: float) -> None:
+    """Timers of the running event loop that are due within so many seconds are due now."""
+    loop = asyncio.get_running_loop()
+    now = loop.time
+    loop.time = lambda: now() + seconds  # type: ignore[method-assign]
 
 
 def stop(pid: int) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from tests.patience import PATIENCE_S
+from tests.ports import free_ports
 
 
 class EtcdServer:
@@ -24,7 +24,7 @@ class EtcdServer:
     def __init__(self, directory: Path, tls: tuple[Path, Path] | None = None) -> None:
         self.directory = directory
         self.tls = tls
-        self.client_port, self.peer_port = free_port(), free_port()
+        self.client_port, self.peer_port = free_ports(2)
         self.process: subprocess.Popen[bytes] | None = None
         self._has_run = False
 
@@ -41,7 +41,7 @@ class EtcdServer:
             if self.process is not None and self.process.poll() is not None:
                 # Somebody else was given our port in between.
                 if not self._has_run:
-                    self.client_port, self.peer_port = free_port(), free_port()
+                    self.client_port, self.peer_port = free_ports(2)
                     self.wipe()
                 self._spawn()
             time.sleep(0.05)
@@ -100,12 +100,6 @@ class EtcdServer:
     def _tls_flags(self, cert: str, key: str, ca: str) -> list[str]:
         """The certificate is its own authority."""
         return [f"{cert}={self.tls[0]}", f"{key}={self.tls[1]}", f"{ca}={self.tls[0]}"] if self.tls else []
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @contextmanager

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 from tests.certificates import make_certificate
 from tests.contracts.waiting import Watching, eventually
-from tests.control.etcd_server import EtcdServer, free_port, require_etcd, running_etcd
+from tests.control.etcd_server import EtcdServer, require_etcd, running_etcd
 from tests.patience import PATIENCE_S
+from tests.ports import free_ports
 
 from kvrelay.control.base import Lease, WatchKind
 from kvrelay.control.etcd import EtcdDiscovery
@@ -330,7 +331,7 @@ async def test_unusable_certificates_are_refused_by_name(tmp_path: Path) -> None
 
 
 async def test_a_server_that_is_not_there_is_one_clear_error_in_time() -> None:
-    port = free_port()
+    (port,) = free_ports(1)
     with pytest.raises(ControlUnavailableError) as caught:
         await EtcdDiscovery.connect(f"etcd://127.0.0.1:{port}", namespace="n", connect_timeout_s=0.5)
     assert f"127.0.0.1:{port}" in caught.value.message

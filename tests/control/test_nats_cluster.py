@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 import subprocess
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any, TypeVar
 import pytest
 from tests.contracts.prefill_queue_contract import PARTITION, prefill
 from tests.patience import PATIENCE_S
+from tests.ports import free_ports
 
 from kvrelay.config import ControlConfig
 from kvrelay.control import connect_control
@@ -31,7 +31,7 @@ class Cluster:
     """``count`` servers with JetStream that know each other, by name."""
 
     def __init__(self, directory: Path, count: int) -> None:
-        self._ports = {f"n{number}": (_free_port(), _free_port()) for number in range(1, count + 1)}
+        self._ports = {f"n{number}": free_ports(2) for number in range(1, count + 1)}
         self._directory = directory
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
 
@@ -149,10 +149,3 @@ async def _stream_info(url: str, stream: str) -> dict[str, Any]:
         return info
     finally:
         await connection.close()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+
+from tests.ports import free_ports
 
 from kvrelay.dp.addresses import GroupAddress
 from kvrelay.dp.member import GroupMember, Notice
@@ -22,9 +23,7 @@ FACTS = {"model": "tiny", "version": "1"}
 def address_for(carrier: str, directory: Path) -> GroupAddress:
     if carrier == "shm":
         return GroupAddress(directory=directory)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return GroupAddress.parse(f"127.0.0.1:{probe.getsockname()[1]}")
+    return GroupAddress.parse(f"127.0.0.1:{free_ports(1)[0]}")
 
 
 class Heard:

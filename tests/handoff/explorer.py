@@ -6,9 +6,12 @@ each state an idle one can be reached without further faults: no hand-off hangs 
 
 from __future__ import annotations
 
+import gc
+import logging
 import random
 from collections import deque
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from tests.handoff.world import Move, Scenario, Violation, World
@@ -121,6 +124,19 @@ class _Search:
         return number
 
 
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Worlds are freed by their reference counts, and what sides log of a thousand worlds is no news."""
+    gc.disable()
+    logging.disable()
+    try:
+        yield
+    finally:
+        logging.disable(logging.NOTSET)
+        gc.enable()
+
+
+@undisturbed()
 def explore(scenario: Scenario, max_states: int = 1_000_000) -> Report:
     """Visit every state of ``scenario``, those after fewer faults first. Stops at the first violation.
 
@@ -170,6 +186,7 @@ def replay(scenario: Scenario, moves: list[Move]) -> World:
     return world
 
 
+@undisturbed()
 def wander(scenario: Scenario, seed: int, num_moves: int = 20_000) -> Report:
     """One random run: faults until their budget is spent, then on until everything has ended."""
     rng = random.Random(seed)

@@ -310,18 +310,20 @@ def clone_handoff(handoff: H) -> H:
 def clone_side(side: Any, ledger: Any) -> Any:
     """With what it keeps beside its ledger."""
     other = copied(side)
+    kept = other.__dict__
     for attribute, value in side.__dict__.items():
-        if type(value) in (dict, Latest):
-            other.__dict__[attribute] = copy.copy(value)
+        if type(value) is dict:
+            kept[attribute] = value.copy()
+        elif type(value) is Latest:
+            kept[attribute] = value.__copy__()
     other.ledger = ledger
     return other
 
 
 def clone_leases(leases: PeerLeases) -> PeerLeases:
-    other = PeerLeases()
-    other.live = dict(leases.live)
-    other.ends = copy.copy(leases.ends)
-    other.fences_s = dict(leases.fences_s)
+    other = copied(leases)
+    other.live, other.fences_s = leases.live.copy(), leases.fences_s.copy()
+    other.ends = leases.ends.__copy__()
     return other
 
 
@@ -330,16 +332,16 @@ def clone_decode_ledger(ledger: DecodeLedger) -> DecodeLedger:
     other.connections = dict(ledger.connections)
     other.early = dict(ledger.early)
     other.expected = dict(ledger.expected)
-    other.declined = copy.copy(ledger.declined)
+    other.declined = ledger.declined.__copy__()
     other.conduct = copied(ledger.conduct)
-    other.conduct.failures = copy.copy(ledger.conduct.failures)
-    other.conduct.until_s = copy.copy(ledger.conduct.until_s)
+    other.conduct.failures = ledger.conduct.failures.__copy__()
+    other.conduct.until_s = ledger.conduct.until_s.__copy__()
     return other
 
 
 def clone_prefill_ledger(ledger: PrefillLedger) -> PrefillLedger:
     other = clone_ledger(ledger)
-    other.seen = copy.copy(ledger.seen)
+    other.seen = ledger.seen.__copy__()
     return other
 
 

@@ -17,6 +17,8 @@ ROLES = ("narrow", "widen")
 EVERYTHING = (*NETWORK, *LOCAL, *PREFILL, *DECODE, "redeliver", "stray")
 PULL, PREFILL_FIRST = KvDirection.PULL, HandoffOrder.PREFILL_FIRST
 
+TWO_READERS: dict[str, Any] = {"num_prefill": 2, "num_requests": 2, "num_hit_blocks": 1, "is_prefix": True}
+
 SCENARIOS = {
     "push, two claimants": scenario(*NETWORK, *LOCAL, "redeliver", num_prefill=2),
     "push, a claimant that cannot reach the decode worker": scenario("stray", "late", "crash decode", num_prefill=2),
@@ -76,9 +78,7 @@ SCENARIOS = {
     "prefix, with checksums, copies that a stopped process continues": scenario(
         *PREFILL, "damage", "break", num_hit_blocks=1, is_prefix=True, checksums=True, copies=True
     ),
-    "prefix, two readers": scenario(
-        *NETWORK, "crash prefill", num_prefill=2, num_requests=2, num_hit_blocks=1, is_prefix=True
-    ),
+    "prefix, two readers": scenario(num_faults=0, **TWO_READERS),
 }
 # Engines take in late what nobody waits for, and a connection takes time.
 SCENARIOS |= {
@@ -103,8 +103,9 @@ THREE_FAULTS = {
     f"{kind}, three faults of network and engine": scenario(*NETWORK, *LOCAL, num_faults=3, **settings)
     for kind, settings in KINDS.items()
 }
-# Large for their lag, not for their faults.
+# Large for their lag, or for their readers, not for their faults.
 THREE_FAULTS |= {
+    "prefix, two readers, a fault": scenario(*NETWORK, "crash prefill", **TWO_READERS),
     "push, behind, leases": scenario("revoke prefill", lags=True),
     "pull, behind, by the engines": scenario(
         *LOCAL, "revoke decode", lags=True, direction=PULL, with_blocks=False, by_engine=True

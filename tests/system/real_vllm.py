@@ -10,7 +10,6 @@ import os
 import random
 import re
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -23,6 +22,7 @@ import httpx
 import openai
 import psutil
 from tests.patience import PATIENCE_S, until
+from tests.ports import free_ports
 from tests.system.serving import Serve
 from tools.vllm_servers import ENVIRONMENT, TRANSFER
 
@@ -165,7 +165,7 @@ class StockServer:
 @contextmanager
 def stock_servers(count: int, directory: Path) -> Iterator[list[StockServer]]:
     """So many ``vllm serve`` with vLLM's NIXL connector, all healthy. Their cores are equal parts of the machine's."""
-    ports = _free_ports(2 * count)
+    ports = free_ports(2 * count)
     cores = sorted(os.sched_getaffinity(0))
     with ExitStack() as stack:
         found = []
@@ -199,13 +199,3 @@ def _stock_server(log: Path, core: int, port: int, side_port: int) -> Iterator[S
             yield server
         finally:
             server.end(signal.SIGTERM)
-
-
-def _free_ports(count: int) -> list[int]:
-    """Below those that the kernel gives to others until the servers bind, half a minute later."""
-    ports: list[int] = []
-    while len(ports) < count:
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("127.0.0.1", random.randrange(20_000, 32_000)))
-            ports += {probe.getsockname()[1]} - set(ports)
-    return ports

@@ -14,8 +14,8 @@ from typing import Any
 
 import httpx
 import pytest
-from tests.control.etcd_server import free_port
 from tests.patience import PATIENCE_S, until
+from tests.ports import free_ports
 from tests.system.serving import Serve, by_threshold
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
@@ -56,7 +56,7 @@ def prometheus(server: Serve, tmp_path_factory: pytest.TempPathFactory) -> Itera
         "scrape_configs": [{"job_name": job, "static_configs": [{"targets": at}]} for job, at in jobs.items()],
     }
     (directory / "prometheus.yml").write_text(json.dumps(config))  # JSON is YAML
-    address = f"{HOST}:{free_port()}"
+    address = f"{HOST}:{free_ports(1)[0]}"
     with (directory / "log").open("wb") as log:
         process = subprocess.Popen(
             [

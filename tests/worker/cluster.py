@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import threading
 import time
 from collections import Counter
@@ -17,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import msgspec
 from tests.patience import PATIENCE_S
@@ -34,6 +36,8 @@ from kvrelay.config import (
 )
 from kvrelay.control import connect_control
 from kvrelay.control.base import ControlPlane, Keys, Lease
+from kvrelay.control.nats.bucket import Bucket
+from kvrelay.control.nats.jetstream import JetStream, WrongSequenceError
 from kvrelay.control.nats_process import NatsServerProcess
 from kvrelay.core.clock import MonotonicClock
 from kvrelay.core.event_codec import decode_load
@@ -56,8 +60,11 @@ from kvrelay.rpc.base import RpcClient
 from kvrelay.rpc.loopback import LoopbackRpcClient, LoopbackRpcServer
 from kvrelay.rpc.wire import Message
 from kvrelay.transfer import build_transport, pool_allocator, shared_memory
+from kvrelay.transfer import thread as transfer_thread
 from kvrelay.transfer.base import Notification, Post, PostEnd
 from kvrelay.transfer.values import TransferOp
+from kvrelay.worker import turns
+from kvrelay.worker.cluster import callers
 from kvrelay.worker.identity import WorkerIdentity, new_worker_id
 from kvrelay.worker.worker import Worker
 
@@ -65,7 +72,23 @@ VOCAB_SIZE = 1000
 FRONTEND_KEY = "key of the frontend"
 FRONTEND_LEASE_TTL_S = 60.0
 WAIT_S = PATIENCE_S
-LOOPBACK = TransferConfig(transport="loopback", transfer_timeout_s=3.0)
+LEASE_TTL_S = PATIENCE_S
+"""No machine is so busy that it loses a lease. A test ends one with ``expire_lease``, ``bury`` or ``run_out``."""
+LOOPBACK = TransferConfig(transport="loopback", transfer_timeout_s=10.0)
+"""Its time limit is shorter than what a fence leaves of a lease: ``Cluster.time_out_transfers`` passes no fence."""
+
+
+class SkippingClock(MonotonicClock):
+    """A time by which something is due; a test skips what it would have to wait for."""
+
+    def __init__(self) -> None:
+        self._skipped_s = 0.0
+
+    def now(self) -> float:
+        return super().now() + self._skipped_s
+
+    def skip(self, seconds: float) -> None:
+        self._skipped_s += seconds
 
 
 def prompt(length: int, start: int = 0) -> tuple[int, ...]:
@@ -115,7 +138,7 @@ class Node:
         return await self.worker.status()
 
     async def kill(self, cluster: Cluster) -> None:
-        """As SIGKILL would: connections break, memory is out of reach, nothing is revoked."""
+        """As SIGKILL would: connections break, memory is out of reach, nothing is revoked (see ``Cluster.bury``)."""
         cluster.fabric.kill(self.id)
         await self.server.close()
         for client in self.clients:
@@ -142,6 +165,10 @@ class Node:
 
         connection.client = Cut()
         return mend
+
+    def run_out(self) -> None:
+        """Its lease ends by its own clock, until the next keepalive."""
+        self.lease.alive_until_s = -math.inf
 
     def slow_down(self, step_s: float) -> None:
         """Every step takes so long."""
@@ -287,6 +314,19 @@ class Client:
         return self.tokens[request_id]
 
 
+async def expire_lease(node: Node, by: Node | None = None) -> str:
+    """As another worker's watch does after a pause: at once, whatever is in flight. Gives the id of the lease."""
+    old = node.lease.lease_id
+    bucket = Bucket(JetStream((by or node).control.connection), "default")
+    while True:
+        last = await bucket.last_keepalive(old)
+        try:
+            await bucket.expire_lease(old, last.seq)
+            return old
+        except WrongSequenceError:
+            pass  # a keepalive came between
+
+
 @dataclass
 class Cluster:
     """The shared planes, and how a worker joins."""
@@ -295,6 +335,10 @@ class Cluster:
     disagg: DisaggConfig
     mock: MockConfig
     transfer: TransferConfig
+    clock: SkippingClock = field(default_factory=SkippingClock)
+    """Of all its workers' ledgers."""
+    transfer_clock: SkippingClock = field(default_factory=SkippingClock)
+    """Of all its workers' transfer threads."""
     fabric: FaultyFabric = field(default_factory=FaultyFabric)
     network: PausingNetwork = field(default_factory=PausingNetwork)
     nodes: list[Node] = field(default_factory=list)
@@ -424,6 +468,16 @@ class Cluster:
             await node.engine.call(lambda core: core.check_integrity())
             node.worker.check_integrity()
 
+    async def bury(self, dead: Node) -> None:
+        """The lease of a worker that was killed expires, and the time passes after which it writes nothing more."""
+        await expire_lease(dead, by=self.nodes[0])
+        await self.until(lambda: not any(dead.id in node.worker.inspect().peers.leased for node in self.nodes))
+        self.clock.skip(self.control.lease_ttl_s)
+
+    def time_out_transfers(self) -> None:
+        """Those that have not ended yet."""
+        self.transfer_clock.skip(self.transfer.transfer_timeout_s)
+
     async def gone(self, node: Node) -> BaseException | None:
         """Wait until the worker has left by itself; what it ended with."""
         await asyncio.wait([node.running], timeout=PATIENCE_S)
@@ -442,17 +496,23 @@ class Cluster:
 
 @asynccontextmanager
 async def cluster(
-    *, lease_ttl_s: float = 2.0, transfer: TransferConfig = LOOPBACK, tail_tokens: int = 0, **settings: float
+    *, lease_ttl_s: float = LEASE_TTL_S, transfer: TransferConfig = LOOPBACK, tail_tokens: int = 0, **settings: float
 ) -> AsyncIterator[Cluster]:
-    """A cluster on a NATS server of its own; checked and taken down at the end."""
+    """A cluster on a NATS server of its own; checked and taken down at the end. Its workers wait for the keys of those
+    who call them as patiently as the tests do."""
     nats = NatsServerProcess()
     disagg = replace(DisaggConfig(disagg_policy="threshold", max_local_prefill_length=64), **settings)
     control = ControlConfig(control=nats.start(), lease_ttl_s=lease_ttl_s)
     shared = Cluster(control, disagg, MockConfig(speedup_ratio=0, tail_tokens=tail_tokens), transfer)
     try:
-        yield shared
-        await shared.check_idle()
-        await shared.leave()
+        with (
+            mock.patch.object(turns, "MonotonicClock", return_value=shared.clock),
+            mock.patch.object(transfer_thread, "MonotonicClock", return_value=shared.transfer_clock),
+            mock.patch.object(callers, "ADMISSION_WAIT_S", PATIENCE_S),
+        ):
+            yield shared
+            await shared.check_idle()
+            await shared.leave()
         assert shared.late_writes == []
     except BaseException:
         for node in list(shared.nodes):

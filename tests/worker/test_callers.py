@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 import msgspec
 import pytest
 from tests.contracts.waiting import eventually
+from tests.patience import PATIENCE_S
 from tests.worker.cluster import FRONTEND_KEY, WAIT_S, Cluster, Node, cluster, expected, prompt
 
 from kvrelay.config import WorkerRole
@@ -186,9 +187,9 @@ class Rogue:
         self._node = node
 
     async def register(self, node: Node) -> None:
-        """As a prefill worker, under a lease that it keeps alive."""
+        """As a prefill worker under a lease that it keeps alive: a second after its end it writes nothing more."""
         self.control = node.control
-        self.lease = await self.control.discovery.grant(1.0)
+        self.lease = await self.control.discovery.grant(PATIENCE_S)
         compatibility = self._node.worker.inspect().kv_compatibility
         metadata = KvMetadata(
             self.worker_id, 0, "loopback", b"", 0, 0, 1, "cpu", 0, compatibility, "key of the rogue", 1.0
@@ -266,7 +267,7 @@ async def test_a_worker_takes_no_hand_off_in_anothers_name() -> None:
 
 async def test_blocks_return_from_a_claimant_that_is_gone() -> None:
     """It claims what waits for others, computes nothing, and goes without a word."""
-    async with cluster(lease_ttl_s=1.0) as shared:
+    async with cluster() as shared:
         prefill, decode, client = await shared.pair()
         rogue = Rogue(shared, decode)
         await rogue.register(decode)
@@ -356,7 +357,7 @@ async def test_a_change_of_role_gives_up_on_a_claimant_that_lives_and_says_nothi
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its blocks stay quarantined, since it may write, until its lease ends."""
-    monkeypatch.setattr(worker_module, "GIVE_UP_LEASES", 0.05)
+    monkeypatch.setattr(worker_module, "GIVE_UP_LEASES", 0.001)
     async with cluster() as shared:
         prefill, decode, client = await shared.pair()
         hold_claims(prefill)

@@ -8,12 +8,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from tests.worker.cluster import WAIT_S, Cluster, Node, cluster, expected, prompt
+from tests.worker.cluster import WAIT_S, Cluster, Node, cluster, expected, expire_lease, prompt
 
 from kvrelay.control.base import Keys, WatchKind
-from kvrelay.control.nats.bucket import Bucket
 from kvrelay.control.nats.connection import NatsMessage
-from kvrelay.control.nats.jetstream import JetStream, WrongSequenceError
 from kvrelay.errors import EngineDeadError
 from kvrelay.handoff.messages import HandoffAbandon, HandoffGrant
 from kvrelay.rpc.wire import Message
@@ -24,19 +22,6 @@ STUCK = 1_000_000_000
 
 async def granted(shared: Cluster, decode: Node) -> None:
     await shared.until(lambda: decode.ledger.num_grants > 0)
-
-
-async def expire_lease(node: Node) -> str:
-    """As another worker's watch does after a pause: at once, whatever is in flight."""
-    old = node.lease.lease_id
-    bucket = Bucket(JetStream(node.control.connection), "default")
-    while True:
-        last = await bucket.last_keepalive(old)
-        try:
-            await bucket.expire_lease(old, last.seq)
-            return old
-        except WrongSequenceError:
-            pass  # a keepalive came between
 
 
 async def revoke_lease(node: Node, by: Node) -> None:

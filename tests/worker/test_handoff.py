@@ -10,8 +10,7 @@ import msgspec
 import pytest
 from tests.executors.sitting_out import sit_out
 from tests.patience import PATIENCE_S, until
-from tests.worker.cluster import VOCAB_SIZE, Node, cluster, expected, prompt
-from tests.worker.test_fencing import expire_lease
+from tests.worker.cluster import VOCAB_SIZE, Node, cluster, expected, expire_lease, prompt
 
 from kvrelay.config import EngineConfig, MockConfig, WorkerRole
 from kvrelay.core.grammar import Grammar, GrammarKind
@@ -178,6 +177,8 @@ async def test_failed_and_lost_transfers_lead_to_local_prefill():
         assert await client.answer("failed") == expected(prompt(300, 1), 8)
         shared.fabric.faults.drop_next = 1
         client.send("dropped", prompt(300, 2))
+        await shared.until(lambda: shared.fabric.faults.drop_next == 0)
+        shared.time_out_transfers()
         assert await client.answer("dropped") == expected(prompt(300, 2), 8)
         client.send("good", prompt(300, 3))
         assert await client.answer("good") == expected(prompt(300, 3), 8)
@@ -206,6 +207,7 @@ async def test_a_killed_prefill_worker_costs_time_only():
             client.send(f"r{number}", prompt(600, number))
         await shared.until(lambda: decode.ledger.num_grants > 0)
         await prefill.kill(shared)
+        await shared.bury(prefill)
         for number in range(6):
             assert await client.answer(f"r{number}") == expected(prompt(600, number), 8)
         # Quarantined blocks come back only when the lease has ended.
@@ -215,17 +217,19 @@ async def test_a_killed_prefill_worker_costs_time_only():
 
 
 async def test_a_prefill_that_nobody_claims_is_taken_back():
-    async with cluster(remote_prefill_timeout_s=0.3) as shared:
-        prefill, _, client = await shared.pair()
+    async with cluster() as shared:
+        prefill, decode, client = await shared.pair()
         await prefill.worker.prefill.drain()
         client.send("r", prompt(300))
+        await shared.until(lambda: decode.ledger.counters.num_opened == 1)
+        shared.clock.skip(shared.disagg.remote_prefill_timeout_s)
         assert await client.answer("r") == expected(prompt(300), 8)
 
 
 async def test_a_prefill_is_not_sent_away_when_the_last_prefill_worker_has_just_left(caplog, monkeypatch):
     """It left between the decision, on the engine's thread, and the push, on the loop's."""
     caplog.set_level(logging.INFO)
-    async with cluster(remote_prefill_timeout_s=5.0) as shared:
+    async with cluster(remote_prefill_timeout_s=PATIENCE_S) as shared:
         prefill, decode, client = await shared.pair()
         await prefill.worker.prefill.drain()
         is_loop = threading.main_thread().ident

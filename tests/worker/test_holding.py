@@ -156,6 +156,7 @@ async def test_blocks_that_a_lost_prefill_worker_may_still_write_are_quarantined
         client.connection.send(AbortRequest("r"))
         await pair.shared.until(lambda: not pair.decode.core.scheduler.requests)
         assert area.num_quarantined == 125, "the request has ended, and its peer may live"
+        await pair.shared.bury(pair.prefill)
         await pair.shared.until(lambda: area.num_free == area.num_blocks)
         assert pair.decode.ledger.counters.num_fenced == 1
         await make_room(pair.decode)
@@ -168,6 +169,7 @@ async def test_a_request_whose_prefill_worker_is_lost_is_computed_when_there_is_
         client.send("r", tokens)
         await pair.shared.until(lambda: pair.decode.ledger.num_grants == 1)
         await pair.prefill.kill(pair.shared)
+        await pair.shared.bury(pair.prefill)
         await make_room(pair.decode)
         assert await client.answer("r") == expected(tokens, 8)
 

@@ -33,6 +33,7 @@ async def test_an_open_hand_off_is_seen_at_both_ends_and_its_end_too():
 
         shared.fabric.faults.delay_polls = 0
         prefill.worker.request_drain()
+        shared.time_out_transfers()
         assert await client.answer("r") == expected(prompt(300), 8)
         await shared.until(lambda: decode.worker.inspect().incoming == ())
         after = decode.worker.inspect()

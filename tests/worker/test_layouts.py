@@ -10,11 +10,11 @@ from tests.worker.cluster import LOOPBACK, Client, Cluster, Node, cluster, expec
 from tests.worker.test_prefill_first import PairedClient
 
 from kvrelay.config import TransferConfig, WorkerRole
+from kvrelay.control import redelivery
 from kvrelay.control.base import Keys
 from kvrelay.core.layout import KVLayout, paged_kv
 from kvrelay.core.workers import KvMetadata
 
-CALM_LEASE_S = 20.0
 CALM = replace(LOOPBACK, transfer_timeout_s=60.0)
 """For tests that count hand-offs: a busy machine must not lose one by time."""
 BASE = prompt(64)
@@ -33,7 +33,7 @@ async def pair_of(shared: Cluster, of_prefill: int, of_decode: int) -> tuple[Nod
 @pytest.mark.parametrize("sizes", [(16, 32), (32, 16), (32, 32), (48, 16), (16, 64)])
 async def test_blocks_of_two_sizes_are_handed_over(sizes: tuple[int, int], checksums: bool):
     """With hits, partly filled blocks, and chunks that end within the other side's block."""
-    async with cluster(lease_ttl_s=CALM_LEASE_S, transfer=replace(CALM, kv_checksums=checksums)) as shared:
+    async with cluster(transfer=replace(CALM, kv_checksums=checksums)) as shared:
         prefill, decode, client = await pair_of(shared, *sizes)
         client.send("base", BASE)
         assert await client.answer("base") == expected(BASE, 8)
@@ -54,7 +54,7 @@ async def test_blocks_of_two_sizes_are_handed_over(sizes: tuple[int, int], check
 @pytest.mark.parametrize("sizes", [(16, 32), (32, 16)])
 async def test_prefill_first_between_two_block_sizes(sizes: tuple[int, int], checksums: bool):
     """The decode worker's hits are known from its grant only, and may end within a block of the prefill worker."""
-    async with cluster(lease_ttl_s=CALM_LEASE_S, transfer=replace(CALM, kv_checksums=checksums)) as shared:
+    async with cluster(transfer=replace(CALM, kv_checksums=checksums)) as shared:
         prefill, decode, client = await pair_of(shared, *sizes)
         await shared.until(lambda: decode.id in prefill.worker.inspect().peers.addresses)
         pair = PairedClient(shared, prefill, decode, await shared.client(prefill), client)
@@ -72,9 +72,7 @@ async def test_prefill_first_between_two_block_sizes(sizes: tuple[int, int], che
 @pytest.mark.parametrize("send_type", ["PUT_ASYNC", "GET"])
 async def test_the_peer_to_peer_transport_pairs_block_sizes_too(send_type: str):
     """Its grants are checked byte by byte at the receiver."""
-    async with cluster(
-        lease_ttl_s=CALM_LEASE_S, transfer=TransferConfig(transport="p2p", send_type=send_type)
-    ) as shared:
+    async with cluster(transfer=TransferConfig(transport="p2p", send_type=send_type)) as shared:
         prefill, decode, client = await pair_of(shared, 16, 32)
         for tokens in (BASE, BASE + prompt(333, 1)):
             client.send(f"r{len(tokens)}", tokens)
@@ -135,17 +133,19 @@ async def test_a_layout_that_no_plan_joins_is_computed_by_the_decode_worker(layo
         await shared.check_idle()
 
 
-async def test_a_worker_whose_memory_is_not_in_discovery_computes_by_itself(caplog):
+async def test_a_worker_whose_memory_is_not_in_discovery_computes_by_itself(caplog, monkeypatch):
     """Its prefill worker cannot reach it, not even to tell it: the hand-off ends by its deadline."""
-    async with cluster(remote_prefill_timeout_s=1.0) as shared:
+    monkeypatch.setattr(redelivery, "RETURN_DELAYS_S", (0.01,) * len(redelivery.RETURN_DELAYS_S))
+    async with cluster() as shared:
         prefill, decode, client = await shared.pair()
         load = prefill.control.discovery.get
         # Not deleted, because the worker would put its entry back.
         prefill.control.discovery.get = lambda key: load(key.replace("kv_metadata", "nowhere"))
         client.send("r", prompt(300))
+        await shared.until(lambda: prefill.worker.stats().prefill.num_failed == 1)
+        shared.clock.skip(shared.disagg.remote_prefill_timeout_s)
         assert await client.answer("r") == expected(prompt(300), 8)
         assert decode.worker.stats().decode.num_remote_done == 0
-        await shared.until(lambda: prefill.worker.stats().prefill.num_failed == 1)
         assert "has no KV metadata in discovery" in caplog.text
         await shared.check_idle()
 

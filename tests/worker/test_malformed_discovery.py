@@ -12,6 +12,7 @@ from kvrelay.config import WorkerRole
 from kvrelay.control.nats.jetstream import JetStream
 from kvrelay.core.handoff import HandoffId, RemotePrefillRequest
 from kvrelay.core.sampling import SamplingParams
+from kvrelay.worker.cluster import membership
 
 ROOT = "kvrelay/default/"
 MALFORMED = [b"", b"{", b'{"worker_id": 1}', b'"\xff"', b"[" * 100_000]
@@ -52,8 +53,9 @@ def _without_term(value: bytes | None) -> object:
 
 
 @pytest.mark.parametrize("key", ["workers/{id}", "kv_metadata/{id}/0"])
-async def test_a_worker_puts_its_own_entries_back(key: str) -> None:
+async def test_a_worker_puts_its_own_entries_back(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Deleted, overwritten with garbage, or put without a lease by somebody else."""
+    monkeypatch.setattr(membership, "RESTORE_DELAY_S", 0.02)
     async with cluster() as shared:
         prefill, decode, client = await shared.pair()
         key = ROOT + key.format(id=prefill.id)

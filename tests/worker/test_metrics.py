@@ -20,6 +20,7 @@ from kvrelay.core.vllm_metrics import OF_FRONTENDS, OF_WORKERS
 from kvrelay.frontend.cluster.metrics import FrontendMetrics
 from kvrelay.handoff.base import EndReason, RefusalReason, count_end
 from kvrelay.handoff.decode_state import DecodeCounters
+from kvrelay.worker.reporting import publisher
 from kvrelay.worker.reporting.metrics import PREFIX, WorkerMetrics
 from kvrelay.worker.worker import Worker
 
@@ -78,7 +79,8 @@ async def test_each_name_of_vllm_is_told_by_a_frontend_or_by_a_worker_and_not_by
         await shared.check_idle()
 
 
-async def test_both_sides_of_a_remote_prefill():
+async def test_both_sides_of_a_remote_prefill(monkeypatch):
+    monkeypatch.setattr(publisher, "IDLE_INTERVAL_S", publisher.MIN_INTERVAL_S)
     async with cluster() as shared:
         prefill, decode, client = await shared.pair()
         client.send("long", prompt(300), max_tokens=8)
@@ -139,7 +141,7 @@ async def test_a_scrape_does_not_wait_for_a_step():
 
 
 async def test_role_and_readiness():
-    async with cluster(lease_ttl_s=1.0) as shared:
+    async with cluster() as shared:
         node = await shared.join(WorkerRole.DECODE)
         worker = node.worker
         info = f"info{{dp_group=,dp_rank=0,engine=mock,epoch=0,role=decode,worker_id={node.id}}}"
@@ -151,8 +153,10 @@ async def test_role_and_readiness():
         assert 'kvrelay_worker_info{dp_group="g-1",dp_rank="3",' in text
         assert worker.is_ready
         mend = node.cut_from_nats()
-        await shared.until(lambda: not worker.is_ready)
+        node.run_out()
+        assert not worker.is_ready
         mend()
+        node.lease.wake()
         await shared.until(lambda: worker.is_ready)
         worker.request_drain()
         assert samples(worker)["ready"] == 0

@@ -240,6 +240,8 @@ async def test_failed_and_lost_transfers_lead_to_local_prefill():
         for fault in ("fail_next", "drop_next"):
             setattr(pair.shared.fabric.faults, fault, 1)
             request_id = pair.send(prompt(300, len(fault)))
+            await pair.shared.until(lambda: pair.shared.fabric.faults.drop_next == 0)
+            pair.shared.time_out_transfers()
             assert await pair.answer(request_id) == expected(prompt(300, len(fault)), 8)
             # A write that fails early stops the prefill before its first token.
             await pair.to_prefill.until(
@@ -308,6 +310,7 @@ async def test_a_killed_prefill_worker_costs_time_only(when: str):
         else:
             await pair.first(ids[0])
         await pair.prefill.kill(pair.shared)
+        await pair.shared.bury(pair.prefill)
         for number, request_id in enumerate(ids):
             assert await pair.answer(request_id) == expected(prompt(600, number), 8)
         await pair.shared.until(lambda: pair.decode.core.metrics().kv_active_blocks == 0)
@@ -325,9 +328,11 @@ async def test_a_prefill_worker_that_never_claims_is_not_waited_for_once_the_fro
 
 
 async def test_a_prefill_that_is_never_claimed_is_taken_back():
-    async with paired(remote_prefill_timeout_s=0.2) as pair:
+    async with paired() as pair:
         _, to_decode = pair.halves(prompt(300))
         pair.to_decode.connection.send(to_decode)
+        await pair.shared.until(lambda: pair.decode.ledger.num_open == 1)
+        pair.shared.clock.skip(pair.shared.disagg.remote_prefill_timeout_s)
         assert await pair.answer(to_decode.request_id) == expected(prompt(300), 8)
 
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 from tests.patience import PATIENCE_S
 from tests.worker.cluster import LOOPBACK, cluster, expected, prompt
-from tests.worker.test_layouts import BASE, CALM, CALM_LEASE_S, pair_of
+from tests.worker.test_layouts import BASE, CALM, pair_of
 from tests.worker.test_prefill_first import PairedClient
 
 from kvrelay.config import TransferConfig
@@ -41,7 +41,7 @@ async def test_the_decode_worker_reads_and_the_prefill_worker_writes_nothing(tra
 async def test_hits_and_two_block_sizes(sizes: tuple[int, int], checksums: bool):
     """The prefill worker reads the hits, computes the rest, and the decode worker reads that."""
     transfer = replace(CALM, send_type="GET", kv_checksums=checksums)
-    async with cluster(lease_ttl_s=CALM_LEASE_S, transfer=transfer) as shared:
+    async with cluster(transfer=transfer) as shared:
         prefill, decode, client = await pair_of(shared, *sizes)
         client.send("base", BASE)
         assert await client.answer("base") == expected(BASE, 8)
@@ -55,7 +55,7 @@ async def test_hits_and_two_block_sizes(sizes: tuple[int, int], checksums: bool)
 
 
 async def test_prefill_first():
-    async with cluster(lease_ttl_s=CALM_LEASE_S, transfer=replace(CALM, send_type="GET")) as shared:
+    async with cluster(transfer=replace(CALM, send_type="GET")) as shared:
         prefill, decode, client = await pair_of(shared, 16, 16)
         await shared.until(lambda: decode.id in prefill.worker.inspect().peers.addresses)
         pair = PairedClient(shared, prefill, decode, await shared.client(prefill), client)
@@ -110,7 +110,7 @@ async def test_blocks_stay_in_use_at_the_prefill_worker_until_they_are_read():
 
 
 async def test_a_prefill_worker_that_dies_before_the_read():
-    async with cluster(lease_ttl_s=1.0, transfer=GET) as shared:
+    async with cluster(transfer=GET) as shared:
         prefill, decode, client = await shared.pair()
         discovery, go_on = decode.control.discovery, asyncio.Event()
         get = discovery.get
@@ -126,6 +126,7 @@ async def test_a_prefill_worker_that_dies_before_the_read():
         await shared.until(lambda: any(h.is_touched for h in decode.ledger.handoffs.values()))
         await prefill.kill(shared)
         go_on.set()
+        await shared.bury(prefill)
         assert await client.answer("r") == expected(prompt(300), 8)
 
 

@@ -61,6 +61,7 @@ async def test_a_rank_killed_in_mid_transfer_costs_a_prefill(expected: list[int]
         client.send("r", PROMPT, ignore_eos=True)
         await shared.until(lambda: prefill.worker.stats().transfer.num_unfinished > 0)
         os.kill(prefill.core.executor.rank_pids[1], signal.SIGKILL)
+        shared.time_out_transfers()
         assert isinstance(await shared.gone(prefill), EngineDeadError)
         assert await client.answer("r") == expected
         assert decode.worker.stats().decode.num_remote_done == 0

@@ -124,7 +124,7 @@ async def test_a_planner_does_not_undo_what_was_done_by_hand_meanwhile():
 
 
 async def test_a_narrowing_that_cannot_be_told_is_not_begun():
-    async with cluster(lease_ttl_s=10.0) as shared:
+    async with cluster() as shared:
         prefill, decode, client = await shared.pair()
         await decode.worker.set_role(WorkerRole.BOTH)
         mend = decode.cut_from_nats()
@@ -140,7 +140,7 @@ async def test_a_narrowing_that_cannot_be_told_is_not_begun():
 
 
 async def test_a_control_plane_that_goes_away_while_a_worker_narrows_finds_it_in_the_role_it_was_told():
-    async with cluster(lease_ttl_s=10.0) as shared:
+    async with cluster() as shared:
         prefill, decode, client = await shared.pair()
         await decode.worker.set_role(WorkerRole.BOTH)
         client.send("long", prompt(20), max_tokens=200)

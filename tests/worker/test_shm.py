@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import threading
 
-from tests.worker.cluster import WAIT_S, cluster, expected, prompt
-from tests.worker.test_fencing import expire_lease
+from tests.worker.cluster import WAIT_S, cluster, expected, expire_lease, prompt
 
 from kvrelay.config import TransferConfig
 from kvrelay.control.base import WatchEvent, WatchKind
 from kvrelay.errors import TransferError
+from kvrelay.handoff.base import Tick
 from kvrelay.transfer.shm.transport import ShmTransport
 from kvrelay.worker.cluster.fencing import LeaseEnds
 
@@ -44,8 +44,7 @@ async def test_workers_hand_over_through_shared_memory():
 
 
 async def test_blocks_under_a_copy_that_is_stopped_stay_quarantined_beyond_every_lease():
-    lease_ttl_s = 1.0
-    async with cluster(transfer=SHM, lease_ttl_s=lease_ttl_s, remote_prefill_timeout_s=1.0) as shared:
+    async with cluster(transfer=SHM) as shared:
         prefill, decode, client = await shared.pair()
         held = HeldCopy(prefill.transport)
         client.send("r", prompt(900))
@@ -57,7 +56,8 @@ async def test_blocks_under_a_copy_that_is_stopped_stay_quarantined_beyond_every
             decode.server.disconnect(peer)
         assert await client.answer("r") == expected(prompt(900), 8)
         # Three times as long as the time after which a worker that cannot be asked is fenced.
-        await asyncio.sleep(3 * lease_ttl_s)
+        shared.clock.skip(3 * shared.control.lease_ttl_s)
+        decode.worker.decode.handoffs.handle(Tick())
         assert prefill.id in decode.worker.inspect().peers.leased
         assert decode.core.metrics().kv_active_blocks > 0
         held.go_on.set()

@@ -33,7 +33,6 @@ TRANSPORTS = {
     "p2p": TransferConfig(transport="p2p", transfer_timeout_s=60.0, p2p_room_wait_s=30.0),
     "p2p, pull": TransferConfig(transport="p2p", send_type="GET", transfer_timeout_s=60.0, p2p_room_wait_s=30.0),
 }
-CALM_LEASE_S = 20.0
 
 
 @asynccontextmanager
@@ -41,7 +40,7 @@ async def paired(
     tail_tokens: int, transfer: TransferConfig = LOOPBACK, sizes: tuple[int, int] = (BLOCK, BLOCK), **settings: float
 ) -> AsyncIterator[PairedClient]:
     """Of the decode-first prompts none is computed at the decode worker for its length."""
-    settings = {"lease_ttl_s": CALM_LEASE_S, "max_local_prefill_length": 0, **settings}
+    settings = {"max_local_prefill_length": 0, **settings}
     async with cluster(transfer=transfer, tail_tokens=tail_tokens, **settings) as shared:
         prefill = await shared.join(WorkerRole.PREFILL, block_size=sizes[0])
         decode = await shared.join(WorkerRole.DECODE, block_size=sizes[1])
@@ -183,7 +182,7 @@ async def test_with_a_model(transport: str, tail_tokens: int) -> None:
     with LLM(dtype="float32", device="cpu", num_blocks=64, num_threads=1) as llm:
         sampling = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
         answers = [list(output.token_ids) for output in llm.generate([list(tokens) for tokens in prompts], sampling)]
-    async with cluster(lease_ttl_s=CALM_LEASE_S, transfer=TRANSPORTS[transport], max_local_prefill_length=0) as shared:
+    async with cluster(transfer=TRANSPORTS[transport], max_local_prefill_length=0) as shared:
         prefill = await shared.join(WorkerRole.PREFILL, torch(tail_tokens))
         decode = await shared.join(WorkerRole.DECODE, torch(tail_tokens))
         await shared.until(lambda: len(decode.worker.inspect().peers.prefill) == 1)
@@ -202,23 +201,25 @@ async def test_with_a_model(transport: str, tail_tokens: int) -> None:
 
 @pytest.mark.parametrize("order", HandoffOrder)
 async def test_a_prefill_worker_that_dies_costs_no_answer(order: HandoffOrder) -> None:
-    async with paired(BLOCK + 3, lease_ttl_s=2.0) as pair:
+    async with paired(BLOCK + 3) as pair:
         pair.prefill.slow_down(0.05)
         tokens = prompt(2000)
         asking = asyncio.create_task(_ask_named(pair, order, 0, tokens))
         await pair.shared.until(lambda: pair.decode.ledger.num_grants == 1)
         await pair.prefill.kill(pair.shared)
+        await pair.shared.bury(pair.prefill)
         assert await asking == expected(tokens, 8)
         assert pair.num_remote == 0
 
 
 @pytest.mark.parametrize("order", HandoffOrder)
 async def test_a_decode_worker_that_dies_leaves_nothing_behind(order: HandoffOrder) -> None:
-    async with paired(BLOCK + 3, lease_ttl_s=2.0) as pair:
+    async with paired(BLOCK + 3) as pair:
         pair.prefill.slow_down(0.02)
         asking = asyncio.create_task(_ask_named(pair, order, 0, prompt(2000)))
         await pair.shared.until(lambda: pair.decode.ledger.num_grants == 1)
         await pair.decode.kill(pair.shared)
+        await pair.shared.bury(pair.decode)
         asking.cancel()
         await pair.shared.until(lambda: not pair.prefill.core.has_unfinished())
 

@@ -15,6 +15,7 @@ from kvrelay.core.clock import Clock, ManualClock, MonotonicClock
 from kvrelay.engine.progress import Progress
 from kvrelay.errors import EngineHungError
 from kvrelay.worker import worker as worker_module
+from kvrelay.worker.reporting import publisher
 from kvrelay.worker.watchdog import Watchdog
 
 WAIT_S = 20.0
@@ -132,7 +133,9 @@ async def test_a_worker_whose_engine_hangs_leaves_and_its_frontends_hear_of_it(m
         await asyncio.to_thread(node.engine.close)
 
 
-async def test_load_samples_say_how_long_the_step_has_been_running() -> None:
+async def test_load_samples_say_how_long_the_step_has_been_running(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(publisher, "IDLE_INTERVAL_S", publisher.MIN_INTERVAL_S)
+    monkeypatch.setattr(publisher, "MAX_INTERVAL_S", publisher.MIN_INTERVAL_S)
     async with cluster() as c:
         node = await c.join(WorkerRole.BOTH)
         client = await c.client(node)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, skip
 
 from kvrelay.config import UpstreamConfig
 from kvrelay.engines.hosted.backend import AnswerError, BackendRefusedError
@@ -206,15 +209,23 @@ ENDLESS = (b": waiting\n\n", b"event: x\n", b"data: {}\n\n", b'data: {"choices":
 
 @pytest.mark.parametrize("begun", [b"", chunk(EVENTS[0])])
 @pytest.mark.parametrize("sent", ENDLESS)
-async def test_an_answer_without_progress_is_lost_although_bytes_come(begun: bytes, sent: bytes) -> None:
+async def test_an_answer_without_progress_is_lost_although_bytes_come(
+    begun: bytes, sent: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    skipped_s = 0.0
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + skipped_s)
+    monkeypatch.setattr(server_module, "time", clock)
+
     async def answer(raw: Raw, writer: asyncio.StreamWriter) -> None:
+        nonlocal skipped_s
         writer.write(HEAD + begun)
-        while True:
+        for number in itertools.count():
+            skipped_s = 2 * PATIENCE_S if number >= 10 else 0.0
             writer.write(chunk(sent))
             await writer.drain()
             await asyncio.sleep(0.002)
 
-    async with raw_server(answer, upstream_timeout_s=0.1) as (_, upstream):
+    async with raw_server(answer, upstream_timeout_s=PATIENCE_S) as (_, upstream):
         with pytest.raises(AnswerError, match="no token"):
             await tokens_of(upstream)
 
@@ -256,18 +267,24 @@ async def test_nothing_after_the_last_token_is_waited_for(monkeypatch: pytest.Mo
 async def test_an_answer_that_drips_has_a_deadline(
     monkeypatch: pytest.MonkeyPatch, status: bytes, in_head: bool
 ) -> None:
-    monkeypatch.setattr(server_module, "HEALTH_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(server_module, "HEALTH_TIMEOUT_S", 30.0)
+    has_dripped = asyncio.Event()
 
     async def answer(raw: Raw, writer: asyncio.StreamWriter) -> None:
         writer.write(b"HTTP/1.1 " + status + b"\r\nContent-Length: 1000000\r\n" + (b"X: " if in_head else b"\r\n"))
-        while True:
+        for number in itertools.count():
             writer.write(b" ")
             await writer.drain()
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(0.002)
+            if number == 10:
+                has_dripped.set()
 
-    async with raw_server(answer, upstream_timeout_s=0.2) as (_, upstream), asyncio.timeout(PATIENCE_S):
+    async with raw_server(answer, upstream_timeout_s=30.0) as (_, upstream):
+        asking = asyncio.create_task(upstream.complete({}))
+        await has_dripped.wait()
+        skip(30.0)
         with pytest.raises((AnswerError, BackendRefusedError)) as caught:
-            await upstream.complete({})
+            await asking
         assert isinstance(caught.value, BackendRefusedError) == (status.startswith(b"429") and not in_head)
 
 

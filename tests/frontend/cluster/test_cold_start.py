@@ -9,6 +9,7 @@ import msgspec
 import pytest
 from tests.frontend.doubles import FakeCluster, Script, running
 from tests.frontend.raw_http import send
+from tests.patience import skip
 
 from kvrelay.core.clock import ManualClock
 from kvrelay.core.messages import RequestRefused
@@ -16,6 +17,7 @@ from kvrelay.core.status import RefusalKind
 from kvrelay.frontend.api.server import Frontend
 from kvrelay.frontend.cluster.cold_start import ASKED_FOR_S, ColdStart
 from kvrelay.frontend.cluster.frontends import traffic_of, traffic_question
+from kvrelay.frontend.generate.sequence import REPLACEMENT_WAIT_S
 from kvrelay.planner.report import PlannerReport
 
 BODY: dict[str, object] = {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 2, "return_token_ids": True}
@@ -64,7 +66,10 @@ async def test_if_none_comes_in_time_it_is_503_with_retry_after(model_dir: Path)
         frontend = await tell(cluster, REPORT)
         await cluster.deregister("w0")
         await cluster.until(lambda: not frontend.cluster.model(None).is_available)
-        answer = await send(frontend.port, "POST", "/v1/completions", BODY)
+        asking = asyncio.create_task(send(frontend.port, "POST", "/v1/completions", BODY))
+        await cluster.until(lambda: frontend.cluster.cold_start.num_unplaced == 1)
+        skip(REPLACEMENT_WAIT_S)
+        answer = await asking
         assert answer.status == 503
         assert b"none was started within" in answer.body
         assert int(answer.headers["retry-after"]) >= 5

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from tests.frontend.doubles import FakeCluster, Script, byte_level_tokenizer, running
 from tests.frontend.raw_http import Answer, RawClient, events, request_bytes, send
+from tests.patience import skip
 
 from kvrelay.config import WorkerRole
 from kvrelay.core.messages import RequestRefused
@@ -316,11 +317,14 @@ async def test_a_stop_string_aborts_on_the_worker(model_dir: Path) -> None:
 @pytest.mark.parametrize("header", [True, False])
 async def test_a_deadline_cancels_the_request(model_dir: Path, header: bool) -> None:
     async with running(model_dir, Script(hang=True)) as cluster:
-        body = {"prompt": "a"} if header else {"prompt": "a", "timeout": 0.05}
-        headers = {"x-request-timeout-s": "0.05"} if header else {}
-        answer = await send(cluster.frontend.port, "POST", "/v1/completions", body, headers)
-        assert answer.status == 504
-        await cluster.until(lambda: len(cluster.workers["w0"].aborted) == 1)
+        body = {"prompt": "a"} if header else {"prompt": "a", "timeout": 30}
+        headers = {"x-request-timeout-s": "30"} if header else {}
+        asking = asyncio.create_task(send(cluster.frontend.port, "POST", "/v1/completions", body, headers))
+        worker = cluster.workers["w0"]
+        await cluster.until(lambda: len(worker.requests) == 1)
+        skip(30)
+        assert (await asking).status == 504
+        await cluster.until(lambda: len(worker.aborted) == 1)
 
 
 async def test_without_a_worker_requests_get_503(model_dir: Path) -> None:
