@@ -52,8 +52,9 @@ def evaluate(options: EvaluateOptions, bar: ProgressBar, *, resumes: bool) -> Re
     that cannot be, KvrelayError if nothing can be measured."""
     load, certificate = _load(options), link.read_certificate(options.certificate)
     journal = Journal(options.output, options.settings, resumes=resumes)
-    if len(journal):
-        click.echo(f"going on from {options.output}: {len(journal)} cases are done", err=True)
+    if resumes:
+        again = f", {journal.num_failed} failed ones are run again" if journal.num_failed else ""
+        click.echo(f"going on from {options.output}: {len(journal)} cases are done{again}", err=True)
     bench = Workbench(options, load, journal, PartBar(bar))
     sections, figures = _sections(bench, certificate)
     journal.add(END, None)
