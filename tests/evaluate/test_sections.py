@@ -86,6 +86,29 @@ def test_transfers_are_compared_with_the_first_way() -> None:
     assert section.sentence.endswith("shm PUT: not measured.")
 
 
+def test_the_order_of_the_ways_is_explained_by_the_phases_that_differ() -> None:
+    phases = {
+        "p2p PUT_ASYNC": {"prefill": 0.020, "transfer": 0.004},
+        "p2p GET": {"prefill": 0.020, "transfer": 0.002, "grant": 0.001},
+        "p2p PUT": {"prefill": 0.010, "transfer": 0.002},
+    }
+    at = {"2 requests/s": 2.0}
+    measured = [row for name, own in phases.items() for row in rows(name, at, 0.1, phases=own)]
+    section = transfers.section_of(measured, list(phases))
+    assert section.tables[-1].rows == (
+        ("prefill", "20.00", "20.00", "10.00"),
+        ("transfer", "4.00", "2.00", "2.00"),
+        ("grant", "0.00", "1.00", "0.00"),
+        ("first", "24.00", "23.00", "12.00"),
+    )
+    assert "here it is PUT 12.0 ms, GET 23.0 ms, PUT_ASYNC 24.0 ms." in section.sentence
+    assert "p2p PUT against p2p GET: -11.0 ms, of which prefill -10.0, grant -1.0, transfer +0.0." in section.sentence
+    # 2 of 12, 3 of 23 and 4 of 24 ms.
+    assert section.sentence.endswith("is PUT 17%, GET 13%, PUT_ASYNC 17% of it.")
+    noisy = [row | {"phases": {"prefill": 0.02 * row["round"]}} for name in phases for row in rows(name, at, 0.1)]
+    assert "not shown to differ" in transfers.section_of(noisy, list(phases)).sentence
+
+
 def test_policies_are_compared_with_the_default_at_the_highest_rate() -> None:
     at = {"1 requests/s": 1.0, "3 requests/s": 3.0}
     names = (*policies.VARIANTS, policies.AGGREGATED)

@@ -18,7 +18,7 @@ class Point(msgspec.Struct, frozen=True):
     """How the load is sent: at ``rate`` requests per second with gamma gaps of shape ``burstiness``, or by
     ``concurrency`` clients of which each sends its next request after its answer. ``settings``: run-time settings
     ``disagg.*`` that are in force meanwhile. ``order``: as of ``--order``. ``shown``: case and point in the
-    rows; None: the server's name, and this one's."""
+    rows; None: the server's name, and this one's. ``has_phases``: rows tell the first tokens' phases, too."""
 
     name: str
     rate: float | None = None
@@ -27,6 +27,7 @@ class Point(msgspec.Struct, frozen=True):
     order: str | None = None
     settings: dict[str, str] = {}
     shown: tuple[str, str] | None = None
+    has_phases: bool = False
 
 
 class EvaluatedLoad(msgspec.Struct, frozen=True):
