@@ -6,11 +6,16 @@ import string
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from kvrelay.bench.prefixes.measure import PrefixOptions, measure_prefixes
 from kvrelay.bench.progress import ProgressBar
+from kvrelay.core.step_cost import StepCost, StepWork
 from kvrelay.evaluate.findings import Section
-from kvrelay.evaluate.sections import arrangements, chunks, loads, policies, prefixes, transfers
+from kvrelay.evaluate.load import EvaluatedLoad
+from kvrelay.evaluate.sections import arrangements, chunks, loads, policies, prefixes, ratios, transfers
 from kvrelay.evaluate.workbench import FIGURES
+from kvrelay.simulate.arrival import Arrival
 from kvrelay.simulate.trial import Candidate, Outcome
 
 
@@ -99,14 +104,51 @@ def test_the_order_of_the_ways_is_explained_by_the_phases_that_differ() -> None:
         ("prefill", "20.00", "20.00", "10.00"),
         ("transfer", "4.00", "2.00", "2.00"),
         ("grant", "0.00", "1.00", "0.00"),
-        ("first", "24.00", "23.00", "12.00"),
+        ("all", "24.00", "23.00", "12.00"),
     )
     assert "here it is PUT 12.0 ms, GET 23.0 ms, PUT_ASYNC 24.0 ms." in section.sentence
     assert "p2p PUT against p2p GET: -11.0 ms, of which prefill -10.0, grant -1.0, transfer +0.0." in section.sentence
     # 2 of 12, 3 of 23 and 4 of 24 ms.
-    assert section.sentence.endswith("is PUT 17%, GET 13%, PUT_ASYNC 17% of it.")
+    assert section.sentence.endswith("transfer, attach: of a first token PUT 17%, GET 13%, PUT_ASYNC 17%.")
     noisy = [row | {"phases": {"prefill": 0.02 * row["round"]}} for name in phases for row in rows(name, at, 0.1)]
     assert "not shown to differ" in transfers.section_of(noisy, list(phases)).sentence
+
+
+def test_ratios_are_compared_with_2p2d_and_a_change_of_roles_with_one_that_started_so() -> None:
+    at = {"9 requests/s": 9.0}
+    firsts = {"1P3D": 0.3, "2P2D": 0.1, "3P1D": 0.2, ratios.CHANGED: 0.3}
+    measured = [row for name, ttft_s in firsts.items() for row in rows(name, at, ttft_s)]
+    figures = {"requests_per_s": 9.0, "ttft_mean_s": 0.1}
+    checks = [
+        {
+            "case": case,
+            "point": "9 requests/s",
+            "measured": {**figures, "e2e_p50_s": e2e_s},
+            "simulated": {**figures, "e2e_p50_s": 1.0 - e2e_s},
+        }
+        for case, e2e_s in (("1P3D", 0.2), ("2P2D", 0.3), ("3P1D", 0.4))
+    ]
+    section = ratios.section_of(measured, checks)
+    assert shown(section) == {
+        ("9 requests/s", "1P3D against 2P2D"): "yes",
+        ("9 requests/s", "3P1D against 2P2D"): "yes",
+        ("9 requests/s", f"{ratios.CHANGED} against 1P3D"): "not shown",
+    }
+    assert "is not shown to differ from one that started so." in section.sentence
+    assert section.sentence.endswith("1P3D has the fastest median answers; the simulator says 3P1D.")
+    assert section.tables[-1].rows[0] == ("9 requests/s", "1P3D", "100", "100", "200", "800")
+
+
+def test_a_mock_engine_takes_a_step_as_long_as_the_calibrated_costs_say() -> None:
+    step = StepCost(step_s=0.02, prefill_s=0.03, prefill_token_s=2e-5, pair_s=1e-8, decode_s=1e-4, context_s=1e-7)
+    load = EvaluatedLoad((Arrival(time_s=0.0, prompt_tokens=900, answer_tokens=200),), 32000, 4096)
+    flags = ratios.mock_flags(step, load)
+    times = {flag: float(value) for flag, value in zip(flags[2::2], flags[3::2], strict=True)}
+    # 3 decodes over 1,000 tokens each; then the mean prompt, of 900 tokens.
+    decodes = StepWork(num_decodes=3, num_context_tokens=3000)
+    assert times["--decode-base-s"] + 3 * times["--decode-seq-s"] == pytest.approx(step.step_seconds(decodes))
+    prefill_s = times["--prefill-base-s"] + 900 * times["--prefill-token-s"]
+    assert prefill_s == pytest.approx(step.prefill_seconds(900))
 
 
 def test_policies_are_compared_with_the_default_at_the_highest_rate() -> None:

@@ -31,6 +31,7 @@ from kvrelay.evaluate.sections import (
     loads,
     policies,
     prefixes,
+    ratios,
     sizes,
     transfers,
 )
@@ -41,7 +42,8 @@ from kvrelay.simulate.loads import load_of
 _T = TypeVar("_T")
 KIND = "kvrelay-evaluate/1"
 PARTS = {
-    part.NAME: (part.seconds_for, part.take) for part in (sizes, larger, chunks, loads, transfers, policies, prefixes)
+    part.NAME: (part.seconds_for, part.take)
+    for part in (sizes, ratios, larger, chunks, loads, transfers, policies, prefixes)
 }
 """Of SECTIONS."""
 REPORT, PAGE = "evaluate.json", "evaluate.html"

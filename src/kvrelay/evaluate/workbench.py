@@ -27,6 +27,7 @@ from kvrelay.bench.serving import require_success
 from kvrelay.certify.machine import watched
 from kvrelay.certify.servers import Cluster, running_cluster
 from kvrelay.cli.processes import run_async
+from kvrelay.config import WorkerRole
 from kvrelay.errors import KvrelayError
 from kvrelay.evaluate.journal import Journal
 from kvrelay.evaluate.load import EvaluatedLoad, Point, answered_per_s, sent_of
@@ -57,10 +58,12 @@ FIGURES = {
 
 
 class ServerCase(msgspec.Struct, frozen=True):
-    """A server: its name, and the flags of ``kvrelay serve`` that make it what it is."""
+    """A server: its name, the flags of ``kvrelay serve`` that make it what it is, and the roles (old, new) that one
+    worker after the other changes once it runs."""
 
     name: str
     flags: tuple[str, ...]
+    roles: tuple[tuple[WorkerRole, WorkerRole], ...] = ()
 
 
 SPLIT = ServerCase("1P1D", ("--prefill", "1", "--decode", "1"))
@@ -156,6 +159,8 @@ class Workbench:
             async with AsyncExitStack() as stack:
                 with self.bar.part(f"{what}, starting", START_S):
                     cluster = await stack.enter_async_context(running_cluster([*self.flags, *case.flags], log))
+                    for old, new in case.roles:
+                        await cluster.change_role(old, new)
                 while left:
                     with self.bar.part(f"{what}, {left[0].name}", self.options.sizes.seconds + POINT_S):
                         note(await self.measure(cluster, left[0], salt_of(section, left[0].name, number), number))

@@ -32,8 +32,8 @@ FIRST = Figure("first", "mean first tokens", "ms", 1e3)
 """The sum of a row's phases."""
 DOCUMENTED = ("PUT_ASYNC", "GET", "PUT")
 """The order that is published for this way of handing over, the fastest first."""
-BEFORE = ("prefill", "wait", "queue", "prepare", "send", "load")
-"""Phases that no way of sending takes part in."""
+OWN = ("claim", "grant", "hand_over", "transfer", "attach")
+"""Phases of the hand-off itself: a way of sending can change no others but by the cores that it takes."""
 NUM_REASONS = 3
 
 
@@ -92,7 +92,10 @@ def phases_table(rows: Sequence[Row], cases: Sequence[str], points: Sequence[str
     """A line for each phase and one for their sum; none without a waterfall."""
     shown = [case for case in cases if any(row["case"] == case for row in rows)]
     lines = [
-        (name.removeprefix("phase "), *(f"{_phase(rows, case, points[0], name) * 1e3:.2f}" for case in shown))
+        (
+            "all" if name == FIRST.name else name.removeprefix("phase "),
+            *(f"{_phase(rows, case, points[0], name) * 1e3:.2f}" for case in shown),
+        )
         for name in (*_names(rows), FIRST.name)
     ]
     return (Table(("phase until the first token", *shown), tuple(lines)),) if shown else ()
@@ -116,10 +119,11 @@ def order_sentence(rows: Sequence[Row], points: Sequence[str]) -> str:
     ]
     reasons = [_reason(rows, one) for one in found if one.is_shown]
     own = {
-        way: sum(_phase(rows, names[way], at, one) for one in _names(rows) if one.removeprefix("phase ") not in BEFORE)
+        way: sum(_phase(rows, names[way], at, one) for one in _names(rows) if one.removeprefix("phase ") in OWN)
         for way in DOCUMENTED
     }
-    share = f"All but waiting and prefill is {', '.join(f'{way} {own[way] / mean[way]:.0%}' for way in order)} of it."
+    shares = ", ".join(f"{way} {own[way] / mean[way]:.0%}" for way in order)
+    share = f"A way of sending decides about {', '.join(OWN)}: of a first token {shares}."
     if not reasons:
         return f"{said}: not shown to differ, since the rounds differ by more. {share}"
     return f"{said}. {' '.join(reasons)} {share}"
