@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from kvrelay.bench.formats import FileFormat
 from kvrelay.bench.prefixes.measure import PrefixOptions, measure_prefixes
 from kvrelay.bench.progress import ProgressBar
 from kvrelay.core.step_cost import StepCost, StepWork
@@ -165,8 +166,17 @@ def test_prefixes_of_a_data_set_and_what_caches_hit(tmp_path: Path) -> None:
     path = tmp_path / "lines.txt"
     path.write_text("\n".join("you are a helper " * 20 + letter for letter in string.ascii_lowercase[:20]) + "\n")
     report = measure_prefixes((path,), PrefixOptions(cache_blocks=prefixes.CACHE_BLOCKS), ProgressBar(None)).report
-    section = prefixes.section_of([report])
+    section = prefixes.section_of([report], [FileFormat.DOLLY])
     assert section.sentence.startswith("lines.txt: 100% of 20 conversations begin with a prefix")
     (line,) = section.plots[0].lines
     # Two blocks of 128 characters each: of 40 only the first conversation's miss.
     assert line.points == tuple((float(size), 38 / 40) for size in prefixes.CACHE_BLOCKS)
+    assert [row[0] for row in section.tables[1].rows] == ["dolly-15k"]
+    assert len(prefixes.section_of([report], [None]).tables) == 1
+
+
+def test_a_data_set_as_a_load_compares_both_arrangements() -> None:
+    at = {"16 clients": 1.0}
+    section = prefixes.load_section("x.json", "", [*rows("two replicas", at, 0.2), *rows("1P1D", at, 0.1)])
+    assert shown(section) == {("16 clients", "1P1D against two replicas"): "yes"}
+    assert section.title == "x.json as a load"

@@ -48,7 +48,7 @@ _DEFAULTS = DisaggConfig()
     "datasets",
     multiple=True,
     type=_FILE,
-    help="Conversations (as of kvrelay bench prefixes) whose prefixes are measured; may be repeated. Default: none.",
+    help="Conversations (as of kvrelay bench prefixes): their prefixes, and as a load; may be repeated. Default: none.",
 )
 @click.option("--certificate", type=_FILE, help="certify.json of kvrelay certify, to compare its link; default: none.")
 @click.option("--serve-flags", default="", help="Further flags of each kvrelay serve, in one word, as of a shell.")
