@@ -49,6 +49,21 @@ def test_a_torn_last_line_is_taken_again(tmp_path: Path) -> None:
     assert (again["a"], again["c"], len(again)) == (1, 3, 2)
 
 
+def test_a_failed_case_is_run_again_and_what_was_made_from_it_if_it_changed(tmp_path: Path) -> None:
+    journal = Journal(tmp_path, SETTINGS, resumes=False)
+    journal.add("measured", {"error": "no second core"})
+    journal.add("good", {"error": "", "figure": 3})
+    assert [journal.take("sum", partial(list, "a"), given) for given in (1, 1)] == [["a"], ["a"]]
+    resumed = Journal(tmp_path, SETTINGS, resumes=True)
+    assert resumed.num_failed == 1
+    assert "measured" not in resumed
+    assert resumed["good"] == {"error": "", "figure": 3}
+    assert resumed.take("sum", partial(list, "b"), 1) == ["a"]
+    assert resumed.take("sum", partial(list, "c"), 2) == ["c"]
+    # The last one of a key counts.
+    assert Journal(tmp_path, SETTINGS, resumes=True)["sum"] == ["c"]
+
+
 @pytest.mark.parametrize(
     ("settings", "words"),
     [

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from itertools import islice
+from pathlib import Path
 
 import msgspec
 import numpy as np
 import pytest
 
 from kvrelay.bench.report.metrics import Outcome, RequestRecord
-from kvrelay.evaluate.load import Point, Sent, fitted, replayed, sent_of
+from kvrelay.errors import InvalidInputError
+from kvrelay.evaluate.load import Point, Sent, conversations_load, fitted, replayed, sent_of
 from kvrelay.simulate.arrival import Arrival, RecordedArrival
 
 SHARED = [
@@ -85,3 +88,20 @@ def test_answered_requests_are_replayed_at_their_times_or_round_the_clients() ->
         (4e-6, 5000, None),
     ]
     assert [(one.time_s, one.after) for one in replayed(sent, 2)] == [(0.0, None), (0.0, None), (0.0, 0)]
+
+
+def test_conversations_are_a_load_up_to_their_last_answer(tmp_path: Path) -> None:
+    def item(*values: str) -> dict[str, object]:
+        return {"conversations": [{"from": ("human", "gpt")[at % 2], "value": one} for at, one in enumerate(values)]}
+
+    path = tmp_path / "share.json"
+    path.write_text(json.dumps([item("ab", "cde", "abf", "gh"), item("ab", "xyz"), item("no answer")]))
+    load = conversations_load(path, lambda text: tuple(text.encode()), fitted(SHARED, 1024, 4096))
+    # "ab", "cde" and "abf" with two line ends; then "ab".
+    assert [(one.prompt_tokens, one.answer_tokens) for one in load.arrivals] == [(10, 2), (2, 3)]
+    first, second = (request.prompt for request in islice(load.requests(7), 2))
+    assert common(first, second) == 2
+    assert first[:2] == first[7:9]
+    path.write_text(json.dumps([item("no answer")]))
+    with pytest.raises(InvalidInputError, match="no conversation ends with an answer"):
+        conversations_load(path, lambda text: tuple(text.encode()), load)

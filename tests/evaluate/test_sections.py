@@ -6,11 +6,17 @@ import string
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from kvrelay.bench.formats import FileFormat
 from kvrelay.bench.prefixes.measure import PrefixOptions, measure_prefixes
 from kvrelay.bench.progress import ProgressBar
+from kvrelay.core.step_cost import StepCost, StepWork
 from kvrelay.evaluate.findings import Section
-from kvrelay.evaluate.sections import arrangements, chunks, loads, policies, prefixes, transfers
+from kvrelay.evaluate.load import EvaluatedLoad
+from kvrelay.evaluate.sections import arrangements, chunks, loads, policies, prefixes, ratios, transfers
 from kvrelay.evaluate.workbench import FIGURES
+from kvrelay.simulate.arrival import Arrival
 from kvrelay.simulate.trial import Candidate, Outcome
 
 
@@ -86,6 +92,66 @@ def test_transfers_are_compared_with_the_first_way() -> None:
     assert section.sentence.endswith("shm PUT: not measured.")
 
 
+def test_the_order_of_the_ways_is_explained_by_the_phases_that_differ() -> None:
+    phases = {
+        "p2p PUT_ASYNC": {"prefill": 0.020, "transfer": 0.004},
+        "p2p GET": {"prefill": 0.020, "transfer": 0.002, "grant": 0.001},
+        "p2p PUT": {"prefill": 0.010, "transfer": 0.002},
+    }
+    at = {"2 requests/s": 2.0}
+    measured = [row for name, own in phases.items() for row in rows(name, at, 0.1, phases=own)]
+    section = transfers.section_of(measured, list(phases))
+    assert section.tables[-1].rows == (
+        ("prefill", "20.00", "20.00", "10.00"),
+        ("transfer", "4.00", "2.00", "2.00"),
+        ("grant", "0.00", "1.00", "0.00"),
+        ("all", "24.00", "23.00", "12.00"),
+    )
+    assert "here it is PUT 12.0 ms, GET 23.0 ms, PUT_ASYNC 24.0 ms." in section.sentence
+    assert "p2p PUT against p2p GET: -11.0 ms, of which prefill -10.0, grant -1.0, transfer +0.0." in section.sentence
+    # 2 of 12, 3 of 23 and 4 of 24 ms.
+    assert section.sentence.endswith("transfer, attach: of a first token PUT 17%, GET 13%, PUT_ASYNC 17%.")
+    noisy = [row | {"phases": {"prefill": 0.02 * row["round"]}} for name in phases for row in rows(name, at, 0.1)]
+    assert "not shown to differ" in transfers.section_of(noisy, list(phases)).sentence
+
+
+def test_ratios_are_compared_with_2p2d_and_a_change_of_roles_with_one_that_started_so() -> None:
+    at = {"9 requests/s": 9.0}
+    firsts = {"1P3D": 0.3, "2P2D": 0.1, "3P1D": 0.2, ratios.CHANGED: 0.3}
+    measured = [row for name, ttft_s in firsts.items() for row in rows(name, at, ttft_s)]
+    figures = {"requests_per_s": 9.0, "ttft_mean_s": 0.1}
+    checks = [
+        {
+            "case": case,
+            "point": "9 requests/s",
+            "measured": {**figures, "e2e_p50_s": e2e_s},
+            "simulated": {**figures, "e2e_p50_s": 1.0 - e2e_s},
+        }
+        for case, e2e_s in (("1P3D", 0.2), ("2P2D", 0.3), ("3P1D", 0.4))
+    ]
+    section = ratios.section_of(measured, checks)
+    assert shown(section) == {
+        ("9 requests/s", "1P3D against 2P2D"): "yes",
+        ("9 requests/s", "3P1D against 2P2D"): "yes",
+        ("9 requests/s", f"{ratios.CHANGED} against 1P3D"): "not shown",
+    }
+    assert "is not shown to differ from one that started so." in section.sentence
+    assert section.sentence.endswith("1P3D has the fastest median answers; the simulator says 3P1D.")
+    assert section.tables[-1].rows[0] == ("9 requests/s", "1P3D", "100", "100", "200", "800")
+
+
+def test_a_mock_engine_takes_a_step_as_long_as_the_calibrated_costs_say() -> None:
+    step = StepCost(step_s=0.02, prefill_s=0.03, prefill_token_s=2e-5, pair_s=1e-8, decode_s=1e-4, context_s=1e-7)
+    load = EvaluatedLoad((Arrival(time_s=0.0, prompt_tokens=900, answer_tokens=200),), 32000, 4096)
+    flags = ratios.mock_flags(step, load)
+    times = {flag: float(value) for flag, value in zip(flags[2::2], flags[3::2], strict=True)}
+    # 3 decodes over 1,000 tokens each; then the mean prompt, of 900 tokens.
+    decodes = StepWork(num_decodes=3, num_context_tokens=3000)
+    assert times["--decode-base-s"] + 3 * times["--decode-seq-s"] == pytest.approx(step.step_seconds(decodes))
+    prefill_s = times["--prefill-base-s"] + 900 * times["--prefill-token-s"]
+    assert prefill_s == pytest.approx(step.prefill_seconds(900))
+
+
 def test_policies_are_compared_with_the_default_at_the_highest_rate() -> None:
     at = {"1 requests/s": 1.0, "3 requests/s": 3.0}
     names = (*policies.VARIANTS, policies.AGGREGATED)
@@ -100,8 +166,17 @@ def test_prefixes_of_a_data_set_and_what_caches_hit(tmp_path: Path) -> None:
     path = tmp_path / "lines.txt"
     path.write_text("\n".join("you are a helper " * 20 + letter for letter in string.ascii_lowercase[:20]) + "\n")
     report = measure_prefixes((path,), PrefixOptions(cache_blocks=prefixes.CACHE_BLOCKS), ProgressBar(None)).report
-    section = prefixes.section_of([report])
+    section = prefixes.section_of([report], [FileFormat.DOLLY])
     assert section.sentence.startswith("lines.txt: 100% of 20 conversations begin with a prefix")
     (line,) = section.plots[0].lines
     # Two blocks of 128 characters each: of 40 only the first conversation's miss.
     assert line.points == tuple((float(size), 38 / 40) for size in prefixes.CACHE_BLOCKS)
+    assert [row[0] for row in section.tables[1].rows] == ["dolly-15k"]
+    assert len(prefixes.section_of([report], [None]).tables) == 1
+
+
+def test_a_data_set_as_a_load_compares_both_arrangements() -> None:
+    at = {"16 clients": 1.0}
+    section = prefixes.load_section("x.json", "", [*rows("two replicas", at, 0.2), *rows("1P1D", at, 0.1)])
+    assert shown(section) == {("16 clients", "1P1D against two replicas"): "yes"}
+    assert section.title == "x.json as a load"

@@ -136,7 +136,7 @@ async def test_the_last_worker_that_takes_requests_keeps_doing_so_unless_forced(
         await add(worker_id, WorkerRole(role), model)
     sent: list[tuple[str, ...]] = []
 
-    async def reply(config: ControlConfig, *command: str) -> None:
+    async def reply(config: ControlConfig, *command: str, tell: object) -> None:
         sent.append(command)
 
     monkeypatch.setattr(admin, "connected", lambda config: contextlib.nullcontext(plane))

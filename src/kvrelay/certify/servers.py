@@ -25,10 +25,10 @@ from kvrelay.bench.client.stream import BodyOptions, StreamEndpoint, StreamRecor
 from kvrelay.bench.errors import BadResponseError
 from kvrelay.bench.load.request import LoadRequest
 from kvrelay.bench.report.metrics import Outcome, RequestRecord
-from kvrelay.config import ControlConfig
+from kvrelay.config import ControlConfig, WorkerRole
 from kvrelay.control.base import Keys
 from kvrelay.errors import FatalError, KvrelayError
-from kvrelay.launch.admin import DISAGG_PREFIX, clear_caches, cluster_status
+from kvrelay.launch.admin import DISAGG_PREFIX, change_role, clear_caches, cluster_status
 from kvrelay.launch.children import kvrelay_command, start_child, stop_children
 from kvrelay.launch.clusters import RunningCluster, running_clusters
 from kvrelay.launch.request_plane import connected
@@ -180,6 +180,16 @@ class Cluster:
         """Each worker forgets its prefixes: the next prompts are handed over whole. One that was killed a moment ago is
         still in discovery. Raises KvrelayError."""
         await clear_caches(self.control, lambda _: None, skips_gone=True)
+
+    async def change_role(self, old: WorkerRole, new: WorkerRole) -> None:
+        """Let a worker of role ``old`` go on as ``new``; it has that role when this returns. Raises KvrelayError."""
+        changed = (await self.worker(old.value))["worker_id"]
+        await change_role(self.control, changed, new, force=False, tell=lambda _: None)
+        await self.until(
+            lambda workers: any(one["worker_id"] == changed and one["role"] == new.value for one in workers),
+            30.0,
+            f"{changed} did not become a {new.value} worker",
+        )
 
     async def until(
         self,

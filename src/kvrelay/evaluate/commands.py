@@ -11,7 +11,7 @@ import click
 
 from kvrelay.cli.options import engine_option, json_option, model_argument
 from kvrelay.config import DisaggConfig
-from kvrelay.evaluate.sections import SECTIONS
+from kvrelay.evaluate.sections import NOT_SHORT, SECTIONS
 
 if TYPE_CHECKING:
     from kvrelay.evaluate.options import EvaluateOptions
@@ -48,7 +48,7 @@ _DEFAULTS = DisaggConfig()
     "datasets",
     multiple=True,
     type=_FILE,
-    help="Conversations (as of kvrelay bench prefixes) whose prefixes are measured; may be repeated. Default: none.",
+    help="Conversations (as of kvrelay bench prefixes): their prefixes, and as a load; may be repeated. Default: none.",
 )
 @click.option("--certificate", type=_FILE, help="certify.json of kvrelay certify, to compare its link; default: none.")
 @click.option("--serve-flags", default="", help="Further flags of each kvrelay serve, in one word, as of a shell.")
@@ -57,7 +57,8 @@ _DEFAULTS = DisaggConfig()
     "sections",
     multiple=True,
     type=click.Choice(SECTIONS),
-    help="Besides the answer and what it needs only this section; may be repeated.  [default: all]",
+    help="Besides the answer and what it needs only this section; may be repeated.  [default: all, but no ratios with "
+    "--short]",
 )
 @click.option("--short", "is_short", is_flag=True, help="Fewer points and rounds: within 10 minutes on two cores.")
 @click.option("--resume", "resumes", is_flag=True, help="Go on from the cases that --output-dir has.")
@@ -121,7 +122,7 @@ def _options(
         model_path=path,
         engine=engine_kind,
         serve_flags=flags,
-        sections=sections or SECTIONS,
+        sections=sections or tuple(one for one in SECTIONS if not given["is_short"] or one not in NOT_SHORT),
         command=command_text(["kvrelay", *sys.argv[1:]]),
         **given,
     )

@@ -25,7 +25,7 @@ MAX_LATE = 1e9
 
 def advised(bench: Workbench, basis: Basis) -> Advice:
     """The search over all clusters of the slots. Raises InvalidInputError if none meets the objectives."""
-    found = bench.journal.take("advice", lambda: _advise(bench, basis))
+    found = bench.journal.take("advice", lambda: _advise(bench, basis), basis.costs)
     return msgspec.convert(found, Advice, strict=False)
 
 
@@ -70,7 +70,8 @@ def outcomes(
                 bench.bar.update(len(found), str(trial.candidate))
         return [(*pair, found[pair]) for pair in pairs]
 
-    return msgspec.convert(bench.journal.take(name, simulated), list[tuple[Candidate, float, Outcome]])
+    found = bench.journal.take(name, simulated, (basis.costs, candidates, factors))
+    return msgspec.convert(found, list[tuple[Candidate, float, Outcome]])
 
 
 def _finite(outcome: Outcome) -> Outcome:

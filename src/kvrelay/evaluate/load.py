@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 import msgspec
 import numpy as np
 
+from kvrelay.bench.formats import read_conversations
 from kvrelay.bench.load.datasets import DEFAULT_VOCAB_SIZE, FIRST_ORDINARY_TOKEN
 from kvrelay.bench.load.request import LoadClass, LoadRequest, random_arrivals
 from kvrelay.bench.report.metrics import Outcome, RequestRecord
-from kvrelay.simulate.arrival import Arrival
+from kvrelay.errors import InvalidInputError
+from kvrelay.simulate.arrival import Arrival, RecordedArrival
 
 
 class Point(msgspec.Struct, frozen=True):
     """How the load is sent: at ``rate`` requests per second with gamma gaps of shape ``burstiness``, or by
     ``concurrency`` clients of which each sends its next request after its answer. ``settings``: run-time settings
     ``disagg.*`` that are in force meanwhile. ``order``: as of ``--order``. ``shown``: case and point in the
-    rows; None: the server's name, and this one's."""
+    rows; None: the server's name, and this one's. ``has_phases``: rows tell the first tokens' phases, too."""
 
     name: str
     rate: float | None = None
@@ -27,6 +30,7 @@ class Point(msgspec.Struct, frozen=True):
     order: str | None = None
     settings: dict[str, str] = {}
     shown: tuple[str, str] | None = None
+    has_phases: bool = False
 
 
 class EvaluatedLoad(msgspec.Struct, frozen=True):
@@ -77,6 +81,22 @@ def fitted(arrivals: Sequence[Arrival], vocab_size: int, context: int) -> Evalua
             )
         )
     return EvaluatedLoad(tuple(found), vocab_size, context, sum(one != now for one, now in zip(arrivals, found)))
+
+
+def conversations_load(path: Path, tokens_of: Callable[[str], tuple[int, ...]], like: EvaluatedLoad) -> EvaluatedLoad:
+    """Each conversation of the file up to its last answer as a prompt, for the model of ``like``; at most as many as it
+    has requests. Raises InvalidInputError for a file without an answer, or of another format."""
+    found: list[Arrival] = []
+    for one in read_conversations(path):
+        *before, last = one.turns
+        if last.role != "assistant" or not before or len(found) == len(like.arrivals):
+            continue
+        prompt, answer = tokens_of("\n".join(turn.content for turn in before)), len(tokens_of(last.content))
+        if prompt and answer:
+            found.append(RecordedArrival(time_s=0.0, prompt_tokens=len(prompt), answer_tokens=answer, token_ids=prompt))
+    if not found:
+        raise InvalidInputError(f"{path}: no conversation ends with an answer, so it is no load", param="dataset")
+    return fitted(found, like.vocab_size, like.context)
 
 
 class Sent(msgspec.Struct, frozen=True, array_like=True):

@@ -31,6 +31,7 @@ from kvrelay.evaluate.sections import (
     loads,
     policies,
     prefixes,
+    ratios,
     sizes,
     transfers,
 )
@@ -41,7 +42,8 @@ from kvrelay.simulate.loads import load_of
 _T = TypeVar("_T")
 KIND = "kvrelay-evaluate/1"
 PARTS = {
-    part.NAME: (part.seconds_for, part.take) for part in (sizes, larger, chunks, loads, transfers, policies, prefixes)
+    part.NAME: (part.seconds_for, part.take)
+    for part in (sizes, ratios, larger, chunks, loads, transfers, policies, prefixes)
 }
 """Of SECTIONS."""
 REPORT, PAGE = "evaluate.json", "evaluate.html"
@@ -52,8 +54,9 @@ def evaluate(options: EvaluateOptions, bar: ProgressBar, *, resumes: bool) -> Re
     that cannot be, KvrelayError if nothing can be measured."""
     load, certificate = _load(options), link.read_certificate(options.certificate)
     journal = Journal(options.output, options.settings, resumes=resumes)
-    if len(journal):
-        click.echo(f"going on from {options.output}: {len(journal)} cases are done", err=True)
+    if resumes:
+        again = f", {journal.num_failed} failed ones are run again" if journal.num_failed else ""
+        click.echo(f"going on from {options.output}: {len(journal)} cases are done{again}", err=True)
     bench = Workbench(options, load, journal, PartBar(bar))
     sections, figures = _sections(bench, certificate)
     journal.add(END, None)

@@ -27,10 +27,13 @@ from kvrelay.bench.serving import require_success
 from kvrelay.certify.machine import watched
 from kvrelay.certify.servers import Cluster, running_cluster
 from kvrelay.cli.processes import run_async
+from kvrelay.config import WorkerRole
 from kvrelay.errors import KvrelayError
 from kvrelay.evaluate.journal import Journal
 from kvrelay.evaluate.load import EvaluatedLoad, Point, answered_per_s, sent_of
 from kvrelay.evaluate.options import EvaluateOptions
+from kvrelay.launch.frontend_calls import listed_requests, request_waterfall
+from kvrelay.marks.waterfall import Waterfall, phases_until
 
 DRAIN_S = 30.0
 START_S = 6.0
@@ -38,6 +41,8 @@ START_S = 6.0
 POINT_S = 1.5
 """And of what a point takes besides sending."""
 NUM_WARM = 4
+MAX_WATERFALLS = 100
+UNATTRIBUTED = "unattributed"
 FIGURES = {
     "tokens_per_s": "output_tokens_per_s",
     **{
@@ -53,10 +58,12 @@ FIGURES = {
 
 
 class ServerCase(msgspec.Struct, frozen=True):
-    """A server: its name, and the flags of ``kvrelay serve`` that make it what it is."""
+    """A server: its name, the flags of ``kvrelay serve`` that make it what it is, and the roles (old, new) that one
+    worker after the other changes once it runs."""
 
     name: str
     flags: tuple[str, ...]
+    roles: tuple[tuple[WorkerRole, WorkerRole], ...] = ()
 
 
 SPLIT = ServerCase("1P1D", ("--prefill", "1", "--decode", "1"))
@@ -152,6 +159,8 @@ class Workbench:
             async with AsyncExitStack() as stack:
                 with self.bar.part(f"{what}, starting", START_S):
                     cluster = await stack.enter_async_context(running_cluster([*self.flags, *case.flags], log))
+                    for old, new in case.roles:
+                        await cluster.change_role(old, new)
                 while left:
                     with self.bar.part(f"{what}, {left[0].name}", self.options.sizes.seconds + POINT_S):
                         note(await self.measure(cluster, left[0], salt_of(section, left[0].name, number), number))
@@ -177,6 +186,7 @@ class Workbench:
             "concurrency": point.concurrency,
             "requests_per_s": answered_per_s(sent),
             "records": sent,
+            "phases": await first_token_phases(cluster.url, len(sent)) if point.has_phases else {},
         }
 
     async def run(self, url: str, point: Point, salt: int, number: int = 0) -> tuple[ServeReport, RunResult]:
@@ -201,6 +211,19 @@ class Workbench:
 def salt_of(section: str, point: str, number: int) -> int:
     """Of a point's prompts in a round: the same for all servers, so that they get the same."""
     return zlib.crc32(f"{section} {point} {number}".encode())
+
+
+async def first_token_phases(url: str, num_requests: int) -> dict[str, float]:
+    """Mean seconds by phase of ``kvrelay waterfall`` until the first token, over the latest so many requests with a
+    remote prefill. Raises KvrelayError."""
+    found: list[dict[str, float]] = []
+    for line in await listed_requests(url, max(min(num_requests, MAX_WATERFALLS), 1), "recent"):
+        if line["place"] == "remote" and line["ttft_ms"] is not None:
+            one = msgspec.convert(await request_waterfall(url, line["id"]), Waterfall)
+            phases = phases_until(one.spans, line["ttft_ms"])
+            found.append(phases | {UNATTRIBUTED: max(line["ttft_ms"] - sum(phases.values()), 0.0)})
+    names = dict.fromkeys(name for phases in found for name in phases)
+    return {name: sum(phases.get(name, 0.0) for phases in found) / len(found) / 1e3 for name in names}
 
 
 def places_of(workers: Sequence[dict[str, Any]]) -> Counter[str]:

@@ -227,14 +227,16 @@ def _tiers_line(tiers: dict[str, Any]) -> str:
     )
 
 
-async def print_reply(config: ControlConfig, worker_id: str, command: str, argument: str = "") -> None:
-    """Send a command to the worker with that id and print its answer. Raises WorkerUnavailableError."""
+async def print_reply(
+    config: ControlConfig, worker_id: str, command: str, argument: str = "", *, tell: Callable[[str], object] = print
+) -> None:
+    """Send a command to the worker with that id; ``tell`` gets its answer. Raises WorkerUnavailableError."""
     async with connected(config) as control:
         workers = {info.worker_id: info for info in await list_workers(control, Keys(config.namespace))}
         if worker_id not in workers:
             raise WorkerUnavailableError(f"no worker {worker_id} in discovery{nearest(worker_id, workers)}")
         async with operator_keys(control, config) as keys:
-            print(json.dumps(await send_command(workers[worker_id], keys, command, argument)))
+            tell(json.dumps(await send_command(workers[worker_id], keys, command, argument)))
 
 
 async def revoke_lease(config: ControlConfig, worker_id: str) -> None:
@@ -248,9 +250,11 @@ async def revoke_lease(config: ControlConfig, worker_id: str) -> None:
     print(f"revoked the lease of {worker_id}: it gets no more requests, finishes what it has, and exits")
 
 
-async def change_role(config: ControlConfig, worker_id: str, role: WorkerRole, *, force: bool) -> None:
-    """Let the worker continue as ``role`` and print its answer. Raises InvalidInputError, unless with ``force``, if no
-    worker of its model would take requests any more; WorkerUnavailableError."""
+async def change_role(
+    config: ControlConfig, worker_id: str, role: WorkerRole, *, force: bool, tell: Callable[[str], object] = print
+) -> None:
+    """Let the worker continue as ``role``; ``tell`` gets its answer. Raises WorkerUnavailableError, and, unless with
+    ``force``, InvalidInputError if no worker of its model would take requests any more."""
     if not role.takes_requests and not force:
         async with connected(config) as control:
             workers = await list_workers(control, Keys(config.namespace))
@@ -261,7 +265,7 @@ async def change_role(config: ControlConfig, worker_id: str, role: WorkerRole, *
                 f"{worker_id} is the last worker that takes requests: as a {role} worker it would leave none. Give "
                 "another worker the role decode or both first, or --force"
             )
-    await print_reply(config, worker_id, "role", role.value)
+    await print_reply(config, worker_id, "role", role.value, tell=tell)
 
 
 async def clear_caches(

@@ -86,9 +86,9 @@ async def cluster_snapshot(url: str, api_key: str | None = None) -> dict[str, An
     return await _ask(url, "GET", f"/debug/cluster?since={FAR_FUTURE_S}", api_key, None)
 
 
-async def slowest_requests(url: str, limit: int, api_key: str | None = None) -> list[dict[str, Any]]:
+async def listed_requests(url: str, limit: int, order: str, api_key: str | None = None) -> list[dict[str, Any]]:
     """Of ``GET /debug/requests``. Raises as ``explain_route``."""
-    answer = await _ask(url, "GET", f"/debug/requests?order=slowest&limit={limit}", api_key, None)
+    answer = await _ask(url, "GET", f"/debug/requests?order={order}&limit={limit}", api_key, None)
     return list(answer["requests"])
 
 

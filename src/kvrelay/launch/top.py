@@ -12,7 +12,7 @@ from textwrap import wrap
 from typing import Any
 
 from kvrelay.errors import WorkerUnavailableError
-from kvrelay.launch.frontend_calls import cluster_snapshot, slowest_requests
+from kvrelay.launch.frontend_calls import cluster_snapshot, listed_requests
 from kvrelay.marks.text import printable
 
 INTERVAL_S = 1.0
@@ -74,7 +74,9 @@ async def _redraw(url: str, api_key: str | None) -> None:
 
 
 async def _look(url: str, api_key: str | None) -> dict[str, Any]:
-    cluster, slowest = await asyncio.gather(cluster_snapshot(url, api_key), slowest_requests(url, NUM_SLOWEST, api_key))
+    cluster, slowest = await asyncio.gather(
+        cluster_snapshot(url, api_key), listed_requests(url, NUM_SLOWEST, "slowest", api_key)
+    )
     return {**cluster, "slowest": slowest}
 
 

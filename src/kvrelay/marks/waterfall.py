@@ -210,7 +210,7 @@ def waterfall(trace: Trace, frontend: str) -> Waterfall:
         **msgspec.structs.asdict(line),
         processes=list({process.name: process for process in processes}.values()),
         spans=sorted(found.spans, key=lambda span: (span.start_ms, span.end_ms)),
-        unattributed_ms=_uncovered(found.spans, line.latency_ms),
+        unattributed_ms=max(line.latency_ms - sum(phases_until(found.spans, line.latency_ms).values()), 0.0),
         estimates=_estimates(marks),
         transfer=_moved(marks),
     )
@@ -344,14 +344,17 @@ def _next_pairs(marks: Iterable[Mark], begin: Phase, end: Phase) -> Iterator[tup
             started = mark.at_s
 
 
-def _uncovered(spans: Iterable[Span], latency_ms: float) -> float:
-    """The part of [0, latency] that no span covers. Waiting for a core is part of other spans."""
-    covered_ms = reached_ms = 0.0
+def phases_until(spans: Iterable[Span], end_ms: float) -> dict[str, float]:
+    """Milliseconds of [0, end] by phase. Of phases that overlap, the one that began first counts, so the sum is what
+    any span covers. Waiting for a core is part of other spans."""
+    found: dict[str, float] = {}
+    reached_ms = 0.0
     for span in sorted((span for span in spans if span.phase != "run_queue"), key=lambda span: span.start_ms):
-        start_ms, end_ms = max(span.start_ms, reached_ms), min(span.end_ms, latency_ms)
-        covered_ms += max(end_ms - start_ms, 0.0)
-        reached_ms = max(reached_ms, end_ms)
-    return max(latency_ms - covered_ms, 0.0)
+        start_ms, stop_ms = max(span.start_ms, reached_ms), min(span.end_ms, end_ms)
+        if stop_ms > start_ms:
+            found[span.phase] = found.get(span.phase, 0.0) + stop_ms - start_ms
+        reached_ms = max(reached_ms, stop_ms)
+    return found
 
 
 def _place(attempts: Iterable[Sequence[_Worker]]) -> str | None:

@@ -47,7 +47,7 @@ class Accuracy(msgspec.Struct, frozen=True):
 
 
 def take(bench: Workbench, basis: Basis, rows: Sequence[Row]) -> tuple[Section, Accuracy]:
-    checks = bench.journal.take(NAME, lambda: _checks(bench, basis, rows))
+    checks = bench.journal.take(NAME, lambda: _checks(bench, basis, rows), (basis.costs[1], rows))
     found = accuracy_of(checks)
     return section_of(checks, found, basis), found
 

@@ -1,4 +1,5 @@
-"""Prefixes that a given data set repeats, and what caches of several sizes would hit."""
+"""Prefixes that a given data set repeats, beside published values, what caches of several sizes would hit, and the data
+set as a load."""
 
 from __future__ import annotations
 
@@ -8,19 +9,32 @@ from pathlib import Path
 
 import msgspec
 
+from kvrelay.bench.formats import FileFormat, detect_format
+from kvrelay.bench.load.request import LocalTokenizer
 from kvrelay.bench.prefixes.measure import PrefixOptions, PrefixReport, measure_prefixes
-from kvrelay.evaluate.calibration import Basis
+from kvrelay.errors import InvalidInputError
+from kvrelay.evaluate.calibration import CLIENTS, Basis
+from kvrelay.evaluate.effects import GAP_P99, TOKENS, TTFT_P90, Row, effects, effects_sentence, effects_table
 from kvrelay.evaluate.findings import Line, Plot, Section, Table
-from kvrelay.evaluate.workbench import Workbench
+from kvrelay.evaluate.load import Point, conversations_load
+from kvrelay.evaluate.shown import failures, rows_table
+from kvrelay.evaluate.workbench import REPLICAS, SPLIT, Workbench
 from kvrelay.simulate.advise import Advice
 
 NAME = "prefixes"
 CACHE_BLOCKS = (1_000, 10_000, 100_000)
 SECONDS = 10.0
+CASES = (REPLICAS, SPLIT)
+PUBLISHED = {
+    FileFormat.DOLLY: ("dolly-15k", "nearly none", "two prefixes, with 11 and 15 uses"),
+    FileFormat.LMSYS: ("LMSYS-chat-1M", "about 5 % of the conversations", "30 to 40 uses, mean length about 300"),
+    FileFormat.SHAREGPT: ("ShareGPT", "about 2 %", "mean length about 4,000"),
+}
+"""What others have measured of data sets in these formats: name, repetition, and the shared prefixes."""
 
 
 def seconds_for(bench: Workbench) -> float:
-    return SECONDS * len(bench.options.datasets)
+    return (SECONDS + bench.seconds_for(len(CASES), 1)) * len(bench.options.datasets)
 
 
 def take(bench: Workbench, basis: Basis, advice: Advice) -> list[Section]:
@@ -29,7 +43,40 @@ def take(bench: Workbench, basis: Basis, advice: Advice) -> list[Section]:
         msgspec.convert(bench.journal.take(f"{NAME} / {path}", partial(_measured, bench, path)), PrefixReport)
         for path in bench.options.datasets
     ]
-    return [section_of(reports)] if reports else []
+    found = [section_of(reports, [_format(path) for path in bench.options.datasets])] if reports else []
+    return found + [_as_load(bench, path) for path in bench.options.datasets]
+
+
+def _format(path: Path) -> FileFormat | None:
+    """None for one that only its content tells."""
+    try:
+        return detect_format(path)
+    except InvalidInputError:
+        return None
+
+
+def _as_load(bench: Workbench, path: Path) -> Section:
+    """Both arrangements with the data set's own prompts and lengths."""
+    try:
+        load = conversations_load(path, LocalTokenizer(bench.options.model_path).encode, bench.load)
+    except InvalidInputError as exc:
+        return Section(f"{path.name} as a load", f"Not measured: {exc.message}", "")
+    point = Point(f"{CLIENTS} clients", concurrency=CLIENTS)
+    rows = Workbench(bench.options, load, bench.journal, bench.bar).rows(f"{NAME} / {path}", CASES, [point])
+    about = (
+        f"{len(load.arrivals)} conversations up to their last answer, {load.mean_prompt:.0f} prompt and "
+        f"{load.mean_answer:.0f} answer tokens on average, {load.num_shortened} of them shortened to the context. "
+        "Tokens are exchanged for others, one for one, so prompts share what they share in the file. Times in "
+        "milliseconds."
+    )
+    return load_section(path.name, about, rows)
+
+
+def load_section(name: str, about: str, rows: Sequence[Row]) -> Section:
+    points = list(dict.fromkeys(row["point"] for row in rows))
+    found = effects(rows, (TTFT_P90, GAP_P99, TOKENS), REPLICAS.name, [SPLIT.name], points)
+    tables = (rows_table(rows), effects_table(found))
+    return Section(f"{name} as a load", effects_sentence(found), about, tables, notes=failures(rows))
 
 
 def _measured(bench: Workbench, path: Path) -> PrefixReport:
@@ -37,7 +84,8 @@ def _measured(bench: Workbench, path: Path) -> PrefixReport:
         return measure_prefixes((path,), PrefixOptions(cache_blocks=CACHE_BLOCKS), bench.bar).report
 
 
-def section_of(reports: Sequence[PrefixReport]) -> Section:
+def section_of(reports: Sequence[PrefixReport], formats: Sequence[FileFormat | None] = ()) -> Section:
+    """``formats``: of the data sets, for the published values beside them."""
     said, rows, lines = [], [], []
     for one in reports:
         name = ", ".join(one.files)
@@ -63,6 +111,15 @@ def section_of(reports: Sequence[PrefixReport]) -> Section:
         " ".join(said),
         f"As kvrelay bench prefixes counts: shared prefixes over conversations, and blocks found in an LRU cache, in "
         f"blocks of {', '.join(dict.fromkeys(f'{one.block_size} {one.unit.value}' for one in reports))}.",
-        (Table(("data set", "conversations", "shared prefixes", "repetition", "covered", *sizes), tuple(rows)),),
+        (
+            Table(("data set", "conversations", "shared prefixes", "repetition", "covered", *sizes), tuple(rows)),
+            *published_table(formats),
+        ),
         (Plot("Hits over the cache's size", "blocks", "share of blocks", tuple(lines)),),
     )
+
+
+def published_table(formats: Sequence[FileFormat | None]) -> tuple[Table, ...]:
+    """Of the formats for which there are values."""
+    rows = [PUBLISHED[one] for one in PUBLISHED if one in formats]
+    return (Table(("published for", "repetition", "prefixes"), tuple(rows)),) if rows else ()

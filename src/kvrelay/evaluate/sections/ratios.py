@@ -1,0 +1,133 @@
+"""x prefill and y decode workers, measured: four mock engines that take the times measured here, and a change of roles
+while they run. The simulator gets the same requests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from kvrelay.config import WorkerRole
+from kvrelay.core.step_cost import StepCost
+from kvrelay.evaluate.calibration import Basis
+from kvrelay.evaluate.effects import (
+    GAP_P99,
+    TTFT_P90,
+    Effect,
+    Row,
+    effects,
+    effects_sentence,
+    effects_table,
+    unmeasured,
+)
+from kvrelay.evaluate.findings import Section, Table
+from kvrelay.evaluate.load import EvaluatedLoad, Sent
+from kvrelay.evaluate.sections.accuracy import MIN_SENT, by_load, measured_figures, simulated_figures
+from kvrelay.evaluate.shown import failures, rows_table
+from kvrelay.evaluate.workbench import ServerCase, Workbench
+from kvrelay.simulate.advise import Advice
+from kvrelay.simulate.cluster import ClusterSpec
+
+NAME = "ratios"
+TITLE = "x prefill and y decode workers, measured with mock engines"
+RATIOS = {"1P3D": (1, 3), "2P2D": (2, 2), "3P1D": (3, 1)}
+EVEN = "2P2D"
+CHANGED = "2P2D made 1P3D"
+SHARE = 1.5
+"""Of what 1P1D does: four workers, none of them alone."""
+SHORTEST_STEP_S = 0.002
+"""Steps of four mock engines that are shorter leave two cores no time to wait."""
+SECONDS = 10.0
+
+
+def seconds_for(bench: Workbench) -> float:
+    return bench.seconds_for(len(RATIOS) + 1, 1) + SECONDS
+
+
+def mock_flags(step: StepCost, load: EvaluatedLoad) -> tuple[str, ...]:
+    """Of a mock engine that takes as long as ``step`` says at the load's mean context, and for its mean prompt. A step
+    with prefills and decodes takes both base times."""
+    context = load.mean_prompt + load.mean_answer / 2
+    times = {
+        "--prefill-base-s": step.prefill_s,
+        "--prefill-token-s": step.prefill_token_s + step.pair_s * load.mean_prompt / 2,
+        "--decode-base-s": step.step_s,
+        "--decode-seq-s": step.decode_s + step.context_s * context,
+    }
+    return ("--engine", "mock", *(word for name, value in times.items() for word in (name, f"{value:.9f}")))
+
+
+def take(bench: Workbench, basis: Basis, advice: Advice) -> list[Section]:
+    step = basis.costs[1].step
+    if step.step_s < SHORTEST_STEP_S:
+        why = f"Not measured: a step of {step.step_s * 1e3:.2g} ms is too short for four engines on this machine."
+        return [Section(TITLE, why, "See the simulated sizes.")]
+    times = mock_flags(step, bench.load)
+    size = {name: (*times, "--prefill", str(x), "--decode", str(y)) for name, (x, y) in RATIOS.items()}
+    cases = [ServerCase(name, flags) for name, flags in size.items()]
+    cases.append(ServerCase(CHANGED, size[EVEN], ((WorkerRole.PREFILL, WorkerRole.DECODE),)))
+    rows = bench.rows(NAME, cases, [basis.at(SHARE)])
+    checks = bench.journal.take("ratios, simulated", lambda: _checks(bench, basis, rows), (basis.costs[1], rows))
+    return [section_of(rows, checks)]
+
+
+def _checks(bench: Workbench, basis: Basis, rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """The figures of each turn beside the simulator's for the same requests."""
+    found = []
+    with bench.bar.part(f"simulation: {NAME}", SECONDS):
+        for number, row in enumerate(rows):
+            if row["case"] in RATIOS and len(row.get("records") or ()) >= MIN_SENT:
+                sent = msgspec.convert(row["records"], list[Sent])
+                x, y = RATIOS[row["case"]]
+                spec = ClusterSpec(prefill=x, decode=y, max_model_len=bench.load.context)
+                simulated = simulated_figures(spec, basis.costs[1], sent, 0, number)
+                measured = measured_figures(sent)
+                about = {"case": row["case"], "point": row["point"]}
+                found.append({**about, "measured": measured, "simulated": simulated})
+    return found
+
+
+def section_of(rows: Sequence[Row], checks: Sequence[Row]) -> Section:
+    points = list(dict.fromkeys(row["point"] for row in rows))
+    others = [name for name in RATIOS if name != EVEN]
+    ratios = effects(rows, (TTFT_P90, GAP_P99), EVEN, others, points)
+    roles = effects(rows, (TTFT_P90, GAP_P99), others[0], [CHANGED], points)
+    return Section(
+        TITLE,
+        f"{effects_sentence(ratios)} {roles_sentence(roles)}{same_sentence(checks)}"
+        f"{unmeasured(rows, [*RATIOS, CHANGED])}",
+        "Real routers, queues and hand-offs between four workers, whose engines only wait as long as the engine "
+        "measured here would compute; their KV is small, so the link costs nothing. The last case starts as 2P2D; then "
+        "a prefill worker becomes a decode worker (kvrelay role), and then it is measured. Times in milliseconds.",
+        (rows_table(rows), effects_table([*ratios, *roles]), *simulated_table(checks)),
+        notes=failures(rows),
+    )
+
+
+def roles_sentence(roles: Sequence[Effect]) -> str:
+    if not roles:
+        return "A change of roles was not measured."
+    if any(one.is_shown for one in roles):
+        return f"Changed while it runs: {effects_sentence(roles)}"
+    return "A cluster whose roles were changed while it ran is not shown to differ from one that started so."
+
+
+def same_sentence(checks: Sequence[Row]) -> str:
+    """Whether the simulator finds the same ratio best by its median answer."""
+    found = by_load(checks)
+    if len(found) < len(RATIOS):
+        return ""
+    best = [min(found, key=lambda key: found[key][side]["e2e_p50_s"])[1] for side in (0, 1)]
+    agrees = "so does the simulator" if best[0] == best[1] else f"the simulator says {best[1]}"
+    return f" {best[0]} has the fastest median answers; {agrees}."
+
+
+def simulated_table(checks: Sequence[Row]) -> tuple[Table, ...]:
+    """Times in milliseconds."""
+    rows = []
+    for (point, case), sides in by_load(checks).items():
+        cells = [f"{side[name] * 1e3:.0f}" for name in ("ttft_mean_s", "e2e_p50_s") for side in sides]
+        rows.append((point, case, *cells))
+    head = ("load", "case", "mean TTFT", "simulated", "median answer", "simulated")
+    return (Table(head, tuple(rows)),) if rows else ()
