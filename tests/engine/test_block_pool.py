@@ -298,7 +298,7 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 class ValuePoolMachine(PoolMachine):
-    """The same with pauses, which begin and end at random."""
+    """The same with pauses of two keys, which begin and end at random."""
 
     def __init__(self) -> None:
         self.clock = ManualClock()
@@ -309,16 +309,21 @@ class ValuePoolMachine(PoolMachine):
         return ByValue(self.clock, self.pauses.prior, lambda block_id: 1.0 + block_id)
 
     @precondition(lambda self: self.held)
-    @rule(data=st.data(), kind=st.sampled_from(["", "read", "build"]), after_s=st.sampled_from([0.0, 1.0, 1e4]))
-    def pause(self, data: st.DataObject, kind: str, after_s: float) -> None:
+    @rule(
+        data=st.data(),
+        tenant=st.sampled_from(["", "a"]),
+        kind=st.sampled_from(["", "read", "build"]),
+        after_s=st.sampled_from([0.0, 1.0, 1e4]),
+    )
+    def pause(self, data: st.DataObject, tenant: str, kind: str, after_s: float) -> None:
         self.clock.advance(after_s)
-        pause = self.pauses.begin(f"r{kind}{after_s}", "", {hash(kind): 1}, Session())
+        pause = self.pauses.begin(f"r{kind}{after_s}", tenant, {hash(kind): 1}, Session())
         self.pool.release(self.held.pop(data.draw(st.integers(0, len(self.held) - 1))), pause)
         self.pauses.named(pause.request_id, kind)
 
-    @rule(kind=st.sampled_from(["", "read", "build"]), is_served=st.booleans())
-    def resume(self, kind: str, is_served: bool) -> None:
-        pause = self.pauses.end([hash(kind)], "")
+    @rule(tenant=st.sampled_from(["", "a"]), kind=st.sampled_from(["", "read", "build"]), is_served=st.booleans())
+    def resume(self, tenant: str, kind: str, is_served: bool) -> None:
+        pause = self.pauses.end([hash(kind)], tenant)
         if pause is not None:
             self.pauses.resumed(pause, is_served=is_served)
 

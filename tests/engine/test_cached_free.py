@@ -6,6 +6,8 @@ import random
 from collections.abc import Sequence
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from kvrelay.core.clock import ManualClock
 from kvrelay.engine import cached_free
@@ -162,3 +164,90 @@ def test_the_choice_compares_ends_and_finds_the_least_of_all(seed: int) -> None:
         first = resting.pop(1)[0]
         assert values[first] <= min(values.values()) + 1e-12
         resting.pop(BLOCKS_AT_ONCE - 1)
+
+
+Asked = tuple[str, int, str, float, bool]
+"""A key's request: whose, its session, what it says of its pause (tool and promise), and whether the session returns
+(else the blocks are new ones)."""
+REQUESTS = st.lists(
+    st.tuples(
+        st.sampled_from(("honest", "liar")),
+        st.integers(0, 4),
+        st.sampled_from(("", "a", "b")),
+        st.sampled_from((0.0, 0.5, 4.0, 86400.0)),
+        st.booleans(),
+    ),
+    max_size=120,
+)
+
+
+class Keys:
+    """Requests of 4 blocks each, of two keys, in a cache of 12 blocks. The honest key says nothing, and its pauses are
+    of no known kind."""
+
+    def __init__(self, free: CachedFree, pauses: Pauses, clock: ManualClock) -> None:
+        self.free, self.pauses, self.clock = free, pauses, clock
+        self.plain = list(range(12))
+        self.block_of: dict[tuple[str, int, int], int] = {}
+        self.num_asked = 0
+
+    def ask(self, key: str, session: int, tool: str, within_s: float) -> int:
+        """How many of its blocks are found. They give way and are released as in a pool."""
+        names = [(key, session, at) for at in range(4)]
+        found = [self.block_of[name] for name in names if name in self.block_of]
+        for block in found:
+            self.free.remove(block)
+        for name in names:
+            if name not in self.block_of:
+                if not self.plain:
+                    gone = self.free.pop(NO_CHILDREN)
+                    self.plain.append(gone)
+                    self.block_of = {other: block for other, block in self.block_of.items() if block != gone}
+                self.block_of[name] = self.plain.pop()
+        request, mark = f"{key} {self.num_asked}", hash((key, session))
+        self.num_asked += 1
+        if key == "liar":
+            self.pauses.end([mark], key)
+            pause = self.pauses.begin(request, key, {mark: 4}, Session())
+            self.free.add([self.block_of[name] for name in reversed(names)], pause)
+            self.pauses.named(request, tool, within_s)
+        else:
+            self.free.add([self.block_of[name] for name in reversed(names)], None)
+        self.clock.advance(0.5)
+        return len(found)
+
+
+@pytest.mark.usefixtures("compares_each_time")
+@settings(deadline=None, max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(REQUESTS)
+def test_a_key_takes_no_more_by_hints_than_by_asking_for_as_many_new_blocks(requests: list[Asked]) -> None:
+    """Recency is the other implementation, where the liar asks for new blocks only."""
+    clock = ManualClock()
+    pauses = Pauses(clock)
+    by_value = Keys(ByValue(clock, pauses.prior, lambda _: 1.0), pauses, clock)
+    by_recency = Keys(ByRecency(), Pauses(ManualClock()), ManualClock())
+    for number, (key, session, tool, within_s, returns) in enumerate(requests):
+        new = 100 + number
+        found = by_value.ask(key, session if returns or key == "honest" else new, tool, within_s)
+        at_least = by_recency.ask(key, session if key == "honest" else new, tool, within_s)
+        assert found >= at_least
+
+
+def test_value_chooses_among_the_blocks_of_the_key_whose_turn_it_is() -> None:
+    resting = Resting(("read", 0.3), ("build", 60.0))
+    resting.rest("first", [0, 1], "read")
+    resting.rest("second", [2, 3], "build")
+    resting.free.add([5, 4], resting.pauses.begin("other", "other", {9: 1}, Session()))
+    # The first two places are the key's own; it pays with what it expects last. Then it has the second's places.
+    assert resting.pop(6) == [3, 2, 1, 0, 5, 4]
+
+
+def test_what_its_own_key_expects_least_yields_to_older_blocks_of_another() -> None:
+    resting = Resting(("read", 0.3))
+    resting.free.add([1, 0], resting.pauses.begin("other", "other", {9: 1}, Session()))
+    resting.clock.advance(3.0)
+    resting.rest("new", [2, 3], "read")
+    resting.rest("over", [4, 5])
+    resting.pauses.over("over")
+    # The other key's two places are the oldest. It is not known when its session returns.
+    assert resting.pop(6) == [5, 4, 1, 0, 3, 2]

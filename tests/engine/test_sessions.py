@@ -102,11 +102,13 @@ HINTS = st.lists(
 )
 
 
-def num_found(hints: list[Hint], *, says_them: bool) -> int:
+def num_found(hints: list[Hint], retention: Literal["value", "recency"]) -> int:
     """Cached tokens of a key with six sessions that return after 2 s, while another key sends two requests for each of
     its turns. The pool has room for about half of what both have sent."""
     clock = ManualClock()
-    engine = build_engine(num_blocks=160, block_size=SIZE, clock=clock, max_num_batched_tokens=512)
+    engine = build_engine(
+        num_blocks=160, block_size=SIZE, kv_retention=retention, clock=clock, max_num_batched_tokens=512
+    )
     histories = [[(7 * session + at) % 400 + 3 for at in range(40)] for session in range(6)]
     flood: list[int] = []
     num_hits = 0
@@ -122,16 +124,15 @@ def num_found(hints: list[Hint], *, says_them: bool) -> int:
                 flood = [(131 * at + 7 * token) % 480 + 3 for token in range(40)]
             turn(engine, f"l{at}", flood, "liar")
             flood.append(7)
-            if says_them:
-                engine.session_paused(f"l{at}", tool, within_s=within_s)
+            engine.session_paused(f"l{at}", tool, within_s=within_s)
     return num_hits
 
 
 @settings(max_examples=15, deadline=None)
 @given(HINTS)
 def test_a_key_that_floods_and_lies_harms_itself_only(hints: list[Hint]) -> None:
-    """Of the random liars that were tried, the worst has taken 1.5 % of what another key finds."""
-    assert num_found(hints, says_them=True) > 0.95 * num_found(hints, says_them=False)
+    """The other key finds what it finds by recency, or more. Its own wrong guesses count, too."""
+    assert num_found(hints, "value") > 0.98 * num_found(hints, "recency")
 
 
 @pytest.mark.parametrize("request_id", ["unknown", ""])

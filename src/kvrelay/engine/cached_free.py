@@ -11,6 +11,11 @@ of a few queues, whatever the number of blocks.
 
 A group gives way from its end. A block on which other cached blocks rest gives way after them: without it they would
 not be found.
+
+No key holds more by value than recency would leave it: the API key whose place in the order of releases is the oldest
+gives up a block, and value says which of its own. A block that is kept takes over the place of the one that went
+instead (LRU with swapping; Cao, Felten and Li, "Application-controlled file caching policies", 1994). A key may hold
+less: what by its own returns is wanted less than anything as old as the oldest place gives way before it.
 """
 
 from __future__ import annotations
@@ -21,6 +26,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import chain
 from typing import NamedTuple, Protocol
+from weakref import WeakValueDictionary
 
 import msgspec
 
@@ -113,14 +119,29 @@ class _QueueKey(NamedTuple):
     is_narrow: bool
 
 
+class _Share(msgspec.Struct, eq=False, weakref=True):
+    """What one API key has here, or all keys. ``num_spare``: places in the order of releases beyond the number of its
+    blocks."""
+
+    queues: dict[_QueueKey, OrderedDict[_Group, None]] = msgspec.field(default_factory=dict)
+    chosen: tuple[_Group, _QueueKey, bool] | None = None
+    """The group that gives way, its queue, and whether it was the newest there."""
+    num_taken: int = 0
+    """Blocks since that choice."""
+    num_spare: int = 0
+
+
 class _Group(msgspec.Struct, eq=False):
-    """Blocks that were released together, the sequence's end last."""
+    """Blocks that were released together, the sequence's end last. ``num_places``: in the order of releases; each block
+    has one until its key pays with it."""
 
     blocks: dict[int, None]
     since_s: float
     fit: PauseFit
     shift: float
-    queue: _QueueKey | None
+    share: _Share
+    num_places: int = 0
+    queue: _QueueKey | None = None
 
 
 def _clamped(value: float, bounds: tuple[int, int]) -> int:
@@ -136,11 +157,13 @@ class ByValue:
         self._prior = prior
         self._block_s = block_s
         self._home: dict[int, _Group] = {}
-        self._queues: dict[_QueueKey, OrderedDict[_Group, None]] = {}
+        self._shares: WeakValueDictionary[str, _Share] = WeakValueDictionary()
+        """By API key. Their groups keep them."""
+        self._all = _Share()
+        self._places: OrderedDict[_Group, None] = OrderedDict()
+        """Groups with places, in the order of release."""
         self._shared, self._bare = self._outside(), self._outside()
         """Blocks that others rest on, and those that others rested on."""
-        self._chosen: tuple[_Group, _QueueKey, bool] | None = None
-        """The group that gives way, its queue, and whether it was the newest there."""
         self._block_interval_s = 0.0
         """Between two blocks that give way, a moving mean."""
         self._chosen_s, self._num_popped = clock.now(), 0
@@ -150,7 +173,7 @@ class ByValue:
         """A group of which blocks give way, and its chance."""
 
     def _outside(self) -> _Group:
-        return _Group({}, 0.0, self._prior, 0.0, None)
+        return _Group({}, 0.0, self._prior, 0.0, _Share())
 
     def __len__(self) -> int:
         return len(self._home)
@@ -159,12 +182,14 @@ class ByValue:
         return block_id in self._home
 
     def __repr__(self) -> str:
-        queues = ", ".join(f"{key.median}/{key.share}: {len(groups)}" for key, groups in self._queues.items())
-        return f"ByValue({len(self._home)} blocks, {len(self._shared.blocks)} shared; groups by queue: {queues})"
+        return f"ByValue({len(self._home)} blocks of {len(self._shares)} keys, {len(self._shared.blocks)} shared)"
 
     def add(self, block_ids: list[int], pause: Pause | None) -> None:
-        fit, shift = (self._prior, 0.0) if pause is None else (pause.fit, pause.session.shift)
-        group = _Group(dict.fromkeys(reversed(block_ids)), self._clock.now(), fit, shift, None)
+        tenant, fit, shift = ("", self._prior, 0.0) if pause is None else (pause.tenant, pause.fit, pause.session.shift)
+        share = self._shares.setdefault(tenant, _Share())
+        blocks = dict.fromkeys(reversed(block_ids))
+        group = _Group(blocks, self._clock.now(), fit, shift, share, len(blocks))
+        self._places[group] = None
         self._home.update(dict.fromkeys(block_ids, group))
         if pause is not None:
             pause.on_changed = partial(self._changed, group, pause)
@@ -181,6 +206,7 @@ class ByValue:
         del group.blocks[block_id]
         if not group.blocks:
             self._dequeue(group)
+        self._leave(group)
 
     def pop(self, num_children: Sequence[int]) -> int:
         while True:
@@ -193,6 +219,8 @@ class ByValue:
             if not num_children[block_id]:
                 del self._home[block_id]
                 self._num_popped += 1
+                group.share.num_taken += 1
+                self._all.num_taken += 1
                 self._gave_way = None if group is self._bare else group
                 return block_id
             self._home[block_id] = self._shared
@@ -222,18 +250,18 @@ class ByValue:
             self._home[block_id] = self._bare
 
     def newest(self) -> Iterator[int]:
-        groups = [group for queue in self._queues.values() for group in queue]
+        groups = [group for queue in self._all.queues.values() for group in queue]
         groups.sort(key=lambda group: group.since_s, reverse=True)
         return chain(self._shared.blocks, self._bare.blocks, *[group.blocks for group in groups])
 
     def clear(self) -> list[int]:
         blocks = list(self._home)
-        for queue in self._queues.values():
-            for group in queue:
-                group.queue = None
+        for group in self._home.values():
+            group.queue = None
         self._home.clear()
-        self._queues.clear()
-        self._shared, self._bare, self._chosen = self._outside(), self._outside(), None
+        self._shares.clear()
+        self._places.clear()
+        self._all, self._shared, self._bare = _Share(), self._outside(), self._outside()
         self._gave_way = self._later = None
         return blocks
 
@@ -246,47 +274,77 @@ class ByValue:
         median = _clamped((fit.mean + group.shift) / math.log(2.0), MEDIANS)
         share = _clamped(math.log2(max(fit.share, 1e-3)), SHARES)
         group.queue = key = _QueueKey(median, share, fit.is_narrow)
-        queue = self._queues.get(key)
-        if queue is None:
-            queue = self._queues[key] = OrderedDict()
-        queue[group] = None
+        for keys in (group.share, self._all):
+            keys.queues.setdefault(key, OrderedDict())[group] = None
 
     def _dequeue(self, group: _Group) -> None:
         key, group.queue = group.queue, None
         if key is None:
             return
-        queue = self._queues[key]
-        del queue[group]
-        if not queue:
-            del self._queues[key]
+        for keys in (group.share, self._all):
+            queue = keys.queues[key]
+            del queue[group]
+            if not queue:
+                del keys.queues[key]
 
     def _least(self) -> _Group | None:
-        """The group that gives way; None if there are none."""
-        if self._chosen is not None:
-            group, key, is_newest = self._chosen
+        """The group that gives way, for a place of its key; None if there are none."""
+        while self._places:
+            oldest = next(iter(self._places))
+            share = oldest.share
+            if not share.num_spare:
+                least = self._least_of(self._all)
+                if least.share is not share:
+                    if self._yields(least, oldest):
+                        self._leave(least)
+                        return least
+                    if self._all.num_taken >= BLOCKS_AT_ONCE:
+                        self._all.chosen = None
+                    least = self._least_of(share)
+                self._pay(oldest)
+                return least
+            share.num_spare -= 1
+            self._pay(oldest)
+        return None
+
+    def _yields(self, least: _Group, oldest: _Group) -> bool:
+        """Nothing that the other key says of its blocks counts."""
+        now_s = self._clock.now()
+        return self._chance(least, now_s) < self._prior.chance(now_s - oldest.since_s, self.horizon_s)
+
+    def _leave(self, group: _Group) -> None:
+        """A block of it is here no more, and its place neither."""
+        if group.num_places:
+            self._pay(group)
+        else:
+            group.share.num_spare += 1
+
+    def _pay(self, group: _Group) -> None:
+        group.num_places -= 1
+        if not group.num_places:
+            del self._places[group]
+
+    def _least_of(self, share: _Share) -> _Group:
+        """The one worth least. There is one."""
+        if share.chosen is not None:
+            group, key, is_newest = share.chosen
             if group.queue == key and group.blocks:
                 return group
-            queue = self._queues.get(key)
-            if queue and self._num_popped < BLOCKS_AT_ONCE:
+            queue = share.queues.get(key)
+            if queue and share.num_taken < BLOCKS_AT_ONCE:
                 group = next(reversed(queue)) if is_newest else next(iter(queue))
-                self._chosen = group, key, is_newest
+                share.chosen = group, key, is_newest
                 return group
-        return self._choose()
+        share.chosen, share.num_taken = self._choose(share), 0
+        return share.chosen[0]
 
-    def _choose(self) -> _Group | None:
+    def _choose(self, share: _Share) -> tuple[_Group, _QueueKey, bool]:
         self._later = None
         now_s = self._clock.now()
-        least, found = math.inf, None
-        for key, queue in self._queues.items():
-            oldest = next(iter(queue))
-            worth = self._value(oldest, now_s)
-            if worth < least:
-                least, found, self._chosen = worth, oldest, (oldest, key, False)
-            if key.is_narrow and len(queue) > 1:
-                newest = next(reversed(queue))
-                worth = self._value(newest, now_s)
-                if worth < least:
-                    least, found, self._chosen = worth, newest, (newest, key, True)
+        ends = [(next(iter(queue)), key, False) for key, queue in share.queues.items()]
+        narrow = [(key, queue) for key, queue in share.queues.items() if key.is_narrow and len(queue) > 1]
+        ends += [(next(reversed(queue)), key, True) for key, queue in narrow]
+        found = min(ends, key=lambda end: self._value(end[0], now_s))
         if self._num_popped:
             interval_s = (now_s - self._chosen_s) / self._num_popped
             self._block_interval_s += NEW_WEIGHT * (interval_s - self._block_interval_s)
@@ -299,5 +357,7 @@ class ByValue:
         return min(max(self._block_interval_s * len(self._home), MIN_HORIZON_S), MAX_HORIZON_S)
 
     def _value(self, group: _Group, now_s: float) -> float:
-        chance = group.fit.chance(now_s - group.since_s, self.horizon_s, group.shift)
-        return chance * self._block_s(next(reversed(group.blocks)))
+        return self._chance(group, now_s) * self._block_s(next(reversed(group.blocks)))
+
+    def _chance(self, group: _Group, now_s: float) -> float:
+        return group.fit.chance(now_s - group.since_s, self.horizon_s, group.shift)
