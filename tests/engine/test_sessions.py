@@ -7,6 +7,7 @@ from typing import Literal
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.engine.clairvoyant import play
 from tests.engine.conftest import build_engine
 
 from kvrelay.core.clock import ManualClock
@@ -56,6 +57,14 @@ def test_sessions_with_short_tools_are_kept_and_others_give_way() -> None:
     assert sessions is not None
     assert (sessions.counts.num_begun, sessions.counts.num_returned, sessions.num_paused) == (120, 110, 10)
     assert recency.stats().sessions is None
+
+
+def test_one_that_knows_the_future_computes_less_than_both_policies() -> None:
+    recency, value, best = [
+        play(policy, 0.25, 1, num_sessions=12, num_turns=10) for policy in ("recency", "value", "next use")
+    ]
+    assert best.num_computed < min(recency.num_computed, value.num_computed)
+    assert best.first_token_s < min(recency.first_token_s, value.first_token_s)
 
 
 def test_a_turn_finds_its_session_by_its_prompt() -> None:
