@@ -28,7 +28,8 @@ from kvrelay.executors.mock import mock_generate
 from kvrelay.executors.torch.checkpoints import make_model
 from kvrelay.llm import LLM, SamplingParams
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
+# Of the matrix: it gives this host an interface while it runs.
+pytestmark = [pytest.mark.system, pytest.mark.matrix, pytest.mark.timeout(600)]
 
 RATE = "100mbit"
 TOKEN = "two-hosts"
