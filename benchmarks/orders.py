@@ -16,7 +16,7 @@ import numpy as np
 from benchmarks.agents import BLOCK_SIZE, served
 from benchmarks.options import rounds_option, serve_args_option
 from kvrelay.bench.cases import turns_of
-from kvrelay.bench.compare import serve_case
+from kvrelay.bench.compare import serve_case, summarise
 from kvrelay.bench.load.request import random_arrivals
 from kvrelay.bench.report.files import print_result
 from kvrelay.bench.report.machine import describe_machine
@@ -91,14 +91,5 @@ def load_of(name: str, seed: int) -> list[Arrival]:
 
 def summarised(turns: list[Row]) -> list[Row]:
     """One row for each load and order: medians of the rounds, and the lowest and highest mean first token."""
-    rows: list[Row] = []
-    for (load, order), found in itertools.groupby(
-        sorted(turns, key=lambda turn: (turn["load"], turn["order"])), key=lambda turn: (turn["load"], turn["order"])
-    ):
-        rounds = list(found)
-        row: Row = {"load": load, "order": order}
-        for figure in ("ttft_ms", "ttft_p90_ms", "num_computed"):
-            row[figure] = statistics.median(turn[figure] for turn in rounds)
-        means = [turn["ttft_ms"] for turn in rounds]
-        rows.append(row | {"ttft_low_ms": min(means), "ttft_high_ms": max(means)})
-    return rows
+    ends = [{**turn, "ttft_low_ms": turn["ttft_ms"], "ttft_high_ms": turn["ttft_ms"], "error": None} for turn in turns]
+    return summarise(ends, {"ttft_low_ms": min, "ttft_high_ms": max}, ("load", "order"))

@@ -33,6 +33,8 @@ def test_rows_have_the_median_of_the_rounds_and_their_ends() -> None:
     assert first == {
         "load": "prefixes",
         "order": "auto",
+        "rounds": 3,
+        "failed_rounds": 0,
         "ttft_ms": 2.0,
         "ttft_p90_ms": 4.0,
         "num_computed": 10,

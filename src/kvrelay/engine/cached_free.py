@@ -292,19 +292,20 @@ class ByValue:
         while self._places:
             oldest = next(iter(self._places))
             share = oldest.share
-            if not share.num_spare:
-                least = self._least_of(self._all)
-                if least.share is not share:
-                    if self._yields(least, oldest):
-                        self._leave(least)
-                        return least
-                    if self._all.num_taken >= BLOCKS_AT_ONCE:
-                        self._all.chosen = None
-                    least = self._least_of(share)
+            if share.num_spare:
+                share.num_spare -= 1
                 self._pay(oldest)
-                return least
-            share.num_spare -= 1
+                continue
+            least = self._least_of(self._all)
+            if least.share is not share:
+                if self._yields(least, oldest):
+                    self._leave(least)
+                    return least
+                if self._all.num_taken >= BLOCKS_AT_ONCE:
+                    self._all.chosen = None
+                least = self._least_of(share)
             self._pay(oldest)
+            return least
         return None
 
     def _yields(self, least: _Group, oldest: _Group) -> bool:
