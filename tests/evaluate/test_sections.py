@@ -162,6 +162,15 @@ def test_policies_are_compared_with_the_default_at_the_highest_rate() -> None:
     assert "1 requests/s:" not in section.sentence
 
 
+def test_a_data_set_that_has_changed_is_another_case(tmp_path: Path) -> None:
+    path = tmp_path / "asked.jsonl"
+    path.write_text("one")
+    before = prefixes.case_of(path)
+    assert prefixes.case_of(path) == before
+    path.write_text("two")
+    assert prefixes.case_of(path) != before
+
+
 def test_prefixes_of_a_data_set_and_what_caches_hit(tmp_path: Path) -> None:
     path = tmp_path / "lines.txt"
     path.write_text("\n".join("you are a helper " * 20 + letter for letter in string.ascii_lowercase[:20]) + "\n")

@@ -192,7 +192,7 @@ def _claimed_key(event: Any, frame: Frame) -> Any:
 _PREFILL_FIELDS = [
     f.name
     for f in fields(PrefillHandoff)
-    if f.name not in ("due_s", "started_s", "ready", "done", "num_said", "over_s", "reason", "grant")
+    if f.name not in ("due_s", "started_s", "prefill_s", "ready", "done", "num_said", "over_s", "reason", "grant")
 ]
 _OVER = (PrefillState.CONFIRMING, PrefillState.RELEASING)
 """Only these two are left to be said."""

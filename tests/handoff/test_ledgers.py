@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from operator import itemgetter
+from typing import Any
+
 import pytest
 
 from kvrelay.core.handoff import KvDirection
@@ -450,7 +453,7 @@ def test_kv_transfer_params_are_offered_until_they_are_used() -> None:
     grant = HandoffGrant("h", 1, (), 0, direction=KvDirection.PULL, term=3, block_size=4, secret=SECRET)
     (offer,) = ledger.handle(pe.Granted("d", grant), 2.0)
     assert isinstance(offer, pe.SendToDecode)
-    assert offer.message == HandoffReady("h", 1, (), None, None, 2.0, secret=SECRET, kv_transfer_params=PARAMS)
+    assert offer.message == HandoffReady("h", 1, (), None, None, 1.0, secret=SECRET, kv_transfer_params=PARAMS)
     assert ledger.handle(Tick(), 60.0) == [offer]
     assert ledger.handle(HandoffFetched("h", 1), 61.0) == [pe.FreeBlocks("h"), pe.Settle("h", None)]
 
@@ -572,6 +575,21 @@ def test_blocks_are_free_when_the_last_write_has_ended() -> None:
     assert written.done == HandoffDone("h", 1, 7, None, 0, 2.0, secret=SECRET)
     assert ledger.handle(pe.Written("h", True), 3.0) == [pe.FreeBlocks("h"), pe.Settle("h", None)]
     assert ledger.num_active == 0
+
+
+@pytest.mark.parametrize("granted_s", [0.0, 9.0], ids=["granted before", "granted after"])
+def test_a_prefill_took_as_long_as_the_engine_was_at_it(granted_s: float) -> None:
+    """Two are pulled at once and one later; the engine computes them one after the other."""
+    ledger = PrefillLedger(PrefillRules(worker_id="p", block_size=4, kv_compatibility="same"))
+    events: list[tuple[float, Any]] = []
+    for name, pulled_s, computed_s in (("a", 0.0, 3.0), ("b", 0.0, 5.0), ("c", 6.0, 7.0)):
+        grant = pe.Granted("d", HandoffGrant(name, 1, (0,), 0, secret=SECRET))
+        chunk = pe.ChunkComputed(name, pe.RequestBlocks(0, (len(events),)), pe.FirstToken(7))
+        times = pulled_s, max(pulled_s, granted_s), computed_s
+        events += zip(times, (pe.Pulled(name, "d", 1, 0, 1, num_tokens=4), grant, chunk))
+    actions = [action for time_s, event in sorted(events, key=itemgetter(0)) for action in ledger.handle(event, time_s)]
+    sent = [action.done for action in actions if isinstance(action, pe.Write)]
+    assert [(done.handoff_id, done.prefill_s) for done in sent if done is not None] == [("a", 3), ("b", 2), ("c", 1)]
 
 
 def sent_ledger() -> PrefillLedger:

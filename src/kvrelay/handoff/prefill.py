@@ -65,6 +65,8 @@ class PrefillHandoff:
     late_until_s: float = 0.0
     """Bytes of a write that has failed may land until then."""
     is_computed: bool = False
+    prefill_s: float = 0.0
+    """For how long the engine computed it: from its beginning, or from the end of what it computed before."""
     is_sent: bool = False
     """Push: the last write was submitted."""
     done: hm.HandoffDone | None = field(default=None, repr=False)
@@ -220,6 +222,8 @@ class PrefillHandoff:
         """Another chunk is computed."""
         self.kv_transfer_params = chunk.kv_transfer_params
         if chunk.is_last:
+            self.prefill_s = context.now_s - max(self.started_s, context.free_since_s)
+            context.free_since_s = context.now_s
             self._computed(context)
         if self.state is PrefillState.CLAIMING:
             self.chunks = (*self.chunks, chunk)
@@ -339,7 +343,7 @@ class PrefillHandoff:
             token_id=chunk.first_token.token_id,
             logprobs=chunk.first_token.logprobs,
             num_transferred_bytes=0,
-            prefill_s=context.now_s - self.started_s,
+            prefill_s=self.prefill_s,
             checksums=self.checksums if self._with_checksums(context.rules) else None,
             secret=self.grant.secret,
         )
@@ -398,7 +402,7 @@ class PrefillHandoff:
             block_ids=self.held,
             token_id=None if chunk.first_token is None else chunk.first_token.token_id,
             logprobs=None if chunk.first_token is None else chunk.first_token.logprobs,
-            prefill_s=context.now_s - self.started_s,
+            prefill_s=self.prefill_s,
             checksums=self.checksums if has_checksums else None,
             secret=self.grant.secret,
             kv_transfer_params=chunk.kv_transfer_params,

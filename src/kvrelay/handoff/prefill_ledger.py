@@ -7,6 +7,7 @@ hand-off is answered by a release, because the decode worker may have missed an 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -32,6 +33,7 @@ class PrefillLedger:
         self.leases = PeerLeases()
         self.seen: Latest[HandoffId, None] = Latest(MAX_REMEMBERED)
         """Hand-offs that are settled without a claim if they are delivered again."""
+        self._free_since_s = -math.inf
 
     def __repr__(self) -> str:
         return f"PrefillLedger({self.num_active} active, {len(self.handoffs)} in all, {self.counters})"
@@ -52,8 +54,9 @@ class PrefillLedger:
 
     def handle(self, event: pe.PrefillEvent, now_s: float) -> list[Value]:
         """Handle an event at ``now_s`` (monotonic); returns the actions, in order."""
-        context = PrefillContext(now_s, self.rules, self.counters)
+        context = PrefillContext(now_s, self.rules, self.counters, self._free_since_s)
         _HANDLERS[type(event)](self, event, context)
+        self._free_since_s = context.free_since_s
         return context.out
 
     def next_tick_s(self) -> float | None:

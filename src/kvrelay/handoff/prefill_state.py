@@ -114,4 +114,6 @@ class PrefillContext(msgspec.Struct):
     now_s: float
     rules: PrefillRules
     counters: PrefillCounters
+    free_since_s: float
+    """When the engine has computed the last hand-off before this one."""
     out: list[Value] = []

@@ -3,6 +3,7 @@ set as a load."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -40,11 +41,17 @@ def seconds_for(bench: Workbench) -> float:
 def take(bench: Workbench, basis: Basis, advice: Advice) -> list[Section]:
     """None without a data set."""
     reports = [
-        msgspec.convert(bench.journal.take(f"{NAME} / {path}", partial(_measured, bench, path)), PrefixReport)
+        msgspec.convert(bench.journal.take(case_of(path), partial(_measured, bench, path)), PrefixReport)
         for path in bench.options.datasets
     ]
     found = [section_of(reports, [_format(path) for path in bench.options.datasets])] if reports else []
     return found + [_as_load(bench, path) for path in bench.options.datasets]
+
+
+def case_of(path: Path) -> str:
+    """Another file under the same name is another case."""
+    with path.open("rb") as file:
+        return f"{NAME} / {path} {hashlib.file_digest(file, 'sha256').hexdigest()[:12]}"
 
 
 def _format(path: Path) -> FileFormat | None:
@@ -62,7 +69,7 @@ def _as_load(bench: Workbench, path: Path) -> Section:
     except InvalidInputError as exc:
         return Section(f"{path.name} as a load", f"Not measured: {exc.message}", "")
     point = Point(f"{CLIENTS} clients", concurrency=CLIENTS)
-    rows = Workbench(bench.options, load, bench.journal, bench.bar).rows(f"{NAME} / {path}", CASES, [point])
+    rows = Workbench(bench.options, load, bench.journal, bench.bar).rows(case_of(path), CASES, [point])
     about = (
         f"{len(load.arrivals)} conversations up to their last answer, {load.mean_prompt:.0f} prompt and "
         f"{load.mean_answer:.0f} answer tokens on average, {load.num_shortened} of them shortened to the context. "
