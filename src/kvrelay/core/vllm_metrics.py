@@ -29,6 +29,9 @@ OF_WORKERS = {
     "kvrelay_worker_prefix_cache_hit_tokens": "vllm:prefix_cache_hits",
     "kvrelay_worker_preemptions": "vllm:num_preemptions",
     "kvrelay_worker_prefill_seconds": "vllm:request_prefill_time_seconds",
+    "kvrelay_worker_spec_decode_drafts": "vllm:spec_decode_num_drafts",
+    "kvrelay_worker_spec_decode_draft_tokens": "vllm:spec_decode_num_draft_tokens",
+    "kvrelay_worker_spec_decode_accepted_tokens": "vllm:spec_decode_num_accepted_tokens",
 }
 ENGINE = "0"
 """vLLM numbers the engines behind one server. Each of our processes is one."""

@@ -71,6 +71,15 @@ class SessionStats(NamedTuple):
         return {**found, "computed": max(self.counts.returned_tokens - sum(found.values()), 0)}
 
 
+class DraftCounts(msgspec.Struct):
+    """Of speculative decoding, since start: how often tokens were drafted, how many, and how many of them the model
+    would have sampled itself. Written on one thread, read on any."""
+
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+
+
 class EngineStats(msgspec.Struct, frozen=True):
     """Gauges, then counts since start.
 
@@ -109,6 +118,8 @@ class EngineStats(msgspec.Struct, frozen=True):
     """Of KV beyond the pool, if there is any. Not copied."""
     sessions: SessionStats | None = None
     """None: blocks are retained by recency."""
+    drafts: DraftCounts | None = None
+    """None: no tokens are drafted. Not copied."""
 
     @property
     def token_counts(self) -> TokenCounts:

@@ -30,7 +30,7 @@ from kvrelay.engine.loans import remote_prefill
 from kvrelay.engine.reports import finish_reason, handed_off_token, report_token, stop_token_ids
 from kvrelay.engine.request import PrefillMode, Request, check_tokens
 from kvrelay.engine.scheduler import RemotePrefills as TimedPrefills
-from kvrelay.engine.stats import EngineStats
+from kvrelay.engine.stats import DraftCounts, EngineStats
 from kvrelay.engine.step import HandoffChunk, StepOutput
 from kvrelay.engines.connector.terms import StagedKv, encode_request
 from kvrelay.engines.hosted.backend import AnswerChunk, AnswerError, Backend, BackendRefusedError, Prefilled
@@ -100,6 +100,7 @@ class HostedEngine:
         num_staging_blocks: int = 0,
         teller: StepTeller | None = None,
         sets_pace: bool = False,
+        drafts: DraftCounts | None = None,
     ) -> None:
         self.worker_id = worker_id
         self.output = StepOutput()
@@ -120,7 +121,7 @@ class HostedEngine:
         self._backoff = Backoff(clock)
         self._dead: EngineDeadError | None = None
         self._num_arrived = 0
-        self._load_counts = HostedLoad(worker_id, facts, config)
+        self._load_counts = HostedLoad(worker_id, facts, config, drafts)
         step_times = self._load_counts.times.step
         self._costs = HostedCosts(backend.name, teller, clock, step_times, sets_pace=sets_pace)
         self._unplaced: dict[str, Request] = {}

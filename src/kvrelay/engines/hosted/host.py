@@ -22,7 +22,7 @@ from kvrelay.core.sampling import SamplingParams
 from kvrelay.engine.contract import Engine, EngineFacts, OnDead, OnStep
 from kvrelay.engine.inbox import EngineCallback, EngineInbox
 from kvrelay.engine.progress import Progress
-from kvrelay.engine.stats import EngineStats, LoadSampler
+from kvrelay.engine.stats import DraftCounts, EngineStats, LoadSampler
 from kvrelay.engines.hosted.backend import Backend
 from kvrelay.engines.hosted.cache import MirroredCache, PlacedPrefixes
 from kvrelay.engines.hosted.calls import BackendCalls
@@ -49,8 +49,8 @@ class CacheEvents(NamedTuple):
 
 class BackendHost:
     """The EngineHost of a HostedEngine. With ``cache_events`` None the backend's cache is estimated. With ``staging``
-    peers exchange KV with that memory, and the backend copies from and to it. ``teller`` and ``sets_pace``: of the
-    HostedEngine."""
+    peers exchange KV with that memory, and the backend copies from and to it. ``teller``, ``sets_pace`` and
+    ``drafts``: of the HostedEngine."""
 
     def __init__(
         self,
@@ -64,6 +64,7 @@ class BackendHost:
         staging: StagingMemory | None = None,
         teller: StepTeller | None = None,
         sets_pace: bool = False,
+        drafts: DraftCounts | None = None,
     ) -> None:
         clock = MonotonicClock()
         self.facts = facts
@@ -90,6 +91,7 @@ class BackendHost:
             num_staging_blocks=0 if staging is None else staging.num_blocks,
             teller=teller,
             sets_pace=sets_pace,
+            drafts=drafts,
         )
         self._load = LoadSampler(self._engine, LOAD_INTERVAL_S, clock)
         self._samples_load = True

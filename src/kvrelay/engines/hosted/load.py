@@ -15,7 +15,7 @@ from kvrelay.config import EngineConfig
 from kvrelay.core.clock import Clock
 from kvrelay.core.events import LoadMetrics
 from kvrelay.engine.contract import EngineFacts
-from kvrelay.engine.stats import EngineStats, EngineTimes
+from kvrelay.engine.stats import DraftCounts, EngineStats, EngineTimes
 from kvrelay.engines.hosted.costs import HostedCosts
 
 FIRST_S = 1.0
@@ -60,7 +60,7 @@ class HostedLoad:
     """Counts since the start. Blocks and slots are as configured, counted over this worker's requests only: the real
     pool is in the backend's own metrics."""
 
-    def __init__(self, worker_id: str, facts: EngineFacts, config: EngineConfig) -> None:
+    def __init__(self, worker_id: str, facts: EngineFacts, config: EngineConfig, drafts: DraftCounts | None) -> None:
         self._worker_id = worker_id
         self._num_blocks = facts.num_blocks
         self._num_slots = config.max_num_seqs
@@ -70,6 +70,7 @@ class HostedLoad:
         self.num_generated_tokens = 0
         self.num_preemptions = 0
         self.times = EngineTimes()
+        self._drafts = drafts
 
     def load(
         self, num_requests: int, num_active_blocks: int, costs: HostedCosts, num_waiting_tokens: int
@@ -114,4 +115,5 @@ class HostedLoad:
             num_step_samples=costs.model.num_samples,
             num_step_samples_rejected=costs.model.num_rejected,
             times=self.times,
+            drafts=self._drafts,
         )

@@ -69,6 +69,7 @@ def from_settings(settings: WorkerConfig, worker_id: str, memory: HostMemory = A
         staging=None if staging is None else staging.memory,
         teller=started.steps,
         sets_pace=settings.vllm.vllm_chunks_by_objective,
+        drafts=started.drafts,
     )
 
 

@@ -28,6 +28,7 @@ from kvrelay.config import WorkerConfig
 from kvrelay.core.child_process import WORKER_PID
 from kvrelay.core.cores import allowed_cores, compute_threads
 from kvrelay.core.layout import KVLayout
+from kvrelay.engine.stats import DraftCounts
 from kvrelay.engines.connector.terms import encode_place, latent_layout, packed_layout
 from kvrelay.engines.hosted.staging import Staging, allocate_staging
 from kvrelay.engines.hosted.step_log import StepLog
@@ -75,6 +76,8 @@ class Started(msgspec.Struct, frozen=True):
     """Where its steps are recorded, if they are."""
     token_bytes: int = 0
     """Of the KV of one token; 0: not known."""
+    drafts: DraftCounts | None = None
+    """With speculative decoding."""
 
 
 def vllm_version() -> str | None:
@@ -141,10 +144,11 @@ def start_vllm(arguments: Mapping[str, Any], settings: WorkerConfig, memory: Hos
     steps = StepLog.create() if settings.vllm.vllm_step_costs and can_record(config) else None
     if steps is not None:
         environment |= record_steps(config, steps)
+    drafts = None if config.speculative_config is None else DraftCounts()
     try:
         with _environment(environment):
             # A logger, also one that logs nothing, makes vLLM tell with each answer when its request was scheduled.
-            engine = AsyncLLM.from_vllm_config(config, disable_log_stats=True, stat_loggers=[_silent_logger()])
+            engine = AsyncLLM.from_vllm_config(config, disable_log_stats=True, stat_loggers=[_silent_logger(drafts)])
     except KvrelayError:
         raise
     except Exception as exc:  # it raises what its parts raise
@@ -158,6 +162,7 @@ def start_vllm(arguments: Mapping[str, Any], settings: WorkerConfig, memory: Hos
         staging,
         steps,
         _token_bytes(config),
+        drafts,
     )
 
 
@@ -268,13 +273,19 @@ def _typed(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return {name: types[name](**value) if name in types else value for name, value in arguments.items()}
 
 
-def _silent_logger() -> Any:
+def _silent_logger(drafts: DraftCounts | None) -> Any:
+    """It only counts drafts."""
     from vllm.v1.metrics.loggers import StatLoggerBase
 
     class SilentLogger(StatLoggerBase):  # type: ignore[misc]  # types are checked without vLLM
         def __init__(self, vllm_config: Any, engine_index: int = 0) -> None: ...
 
-        def record(self, *args: Any, **kwargs: Any) -> None: ...
+        def record(self, scheduler_stats: Any, *args: Any, **kwargs: Any) -> None:
+            found = getattr(scheduler_stats, "spec_decoding_stats", None)
+            if drafts is not None and found is not None:
+                drafts.num_drafts += found.num_drafts
+                drafts.num_draft_tokens += found.num_draft_tokens
+                drafts.num_accepted_tokens += found.num_accepted_tokens
 
         def log_engine_initialized(self) -> None: ...
 

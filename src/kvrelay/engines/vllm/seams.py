@@ -35,6 +35,7 @@ COMMON = (
     Seam("vllm.config", "KVEventsConfig", ("enable_kv_cache_events", "publisher", "endpoint", "replay_endpoint")),
     Seam(_ENGINE, "AsyncLLM.from_vllm_config", ("vllm_config", "disable_log_stats", "stat_loggers")),
     Seam("vllm.v1.metrics.loggers", "StatLoggerBase", ("vllm_config", "engine_index")),
+    Seam("vllm.v1.metrics.loggers", "StatLoggerBase.record", ("scheduler_stats",)),
     Seam(_ENGINE, "AsyncLLM.generate", ("prompt", "sampling_params", "request_id", "lora_request", "priority")),
     Seam(_ENGINE, "AsyncLLM.add_lora", ("lora_request",)),
     Seam("vllm.lora.request", "LoRARequest", ("lora_name", "lora_int_id", "lora_path")),

@@ -177,6 +177,10 @@ def _engine_counters(engine: EngineStats) -> Iterator[Metric]:
     yield _counter("generation_tokens", "Tokens sampled here.", engine.num_generated_tokens)
     yield _counter("steps", "Forward passes.", engine.num_steps)
     yield _counter("preemptions", "Requests whose blocks were taken.", engine.num_preemptions)
+    if (drafts := engine.drafts) is not None:
+        yield _counter("spec_decode_drafts", "Times that tokens were drafted.", drafts.num_drafts)
+        yield _counter("spec_decode_draft_tokens", "Tokens drafted.", drafts.num_draft_tokens)
+        yield _counter("spec_decode_accepted_tokens", "Tokens drafted and accepted.", drafts.num_accepted_tokens)
 
 
 def _times(stats: WorkerStats) -> Iterator[Metric]:
