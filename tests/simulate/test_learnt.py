@@ -39,6 +39,14 @@ def test_they_have_learnt_what_a_remote_prefill_takes() -> None:
     assert 0.9 * least_s < remote.cost.seconds(2048, 0) < 1.1 * (least_s + step.step_s)
 
 
+def test_they_have_learnt_what_waiting_behind_other_prefills_takes() -> None:
+    """It was computed one after the other, in chunks of 2,048 tokens that cost ``prefill_s`` each."""
+    remote = learnt_by_serving(COSTS, EngineConfig()).remote.cost
+    token_s = COSTS.step.prefill_s / 2048 + COSTS.step.prefill_token_s
+    assert 0.8 * token_s < remote.wait_token_s < 1.2 * token_s
+    assert remote.prefill_token_s == pytest.approx(token_s, rel=0.2)
+
+
 def test_the_first_workers_know_it_and_later_ones_do_not() -> None:
     learnt = learnt_by_serving(COSTS, EngineConfig())
     load = [Arrival(time_s=60.0, prompt_tokens=100, answer_tokens=2)]

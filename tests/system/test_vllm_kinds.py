@@ -19,6 +19,8 @@ from tests.system.random_models import write_model
 from tests.system.real_vllm import NUM_TOKENS, Asked, Asking, ask_plain_vllm, draw_prompts
 from tests.system.serving import Serve, kvrelay, kvrelay_here
 
+from kvrelay.data import bundled_checkpoint_path
+
 pytestmark = [pytest.mark.vllm, pytest.mark.system, pytest.mark.timeout(1200)]
 matrix = pytest.mark.matrix
 
@@ -45,7 +47,8 @@ between one rank and two, without any hand-off, and with its NIXL connector, so 
 HAS_FP8 = torch.backends.cpu.get_cpu_capability() == "AVX512"
 
 
-def _ask(model: Path | None, flags: tuple[str, ...], expected: Asked, *, at_once: bool) -> None:
+def _ask(model: Path | None, flags: tuple[str, ...], expected: Asked, *, at_once: bool) -> dict[str, Any]:
+    """Returns the decode worker's status."""
     chosen = () if model is None else (str(model),)
     with Serve((*chosen, *SPLIT, *flags)) as server:
         for number, order in enumerate(ORDERS, 1):
@@ -57,6 +60,8 @@ def _ask(model: Path | None, flags: tuple[str, ...], expected: Asked, *, at_once
             # One may be overtaken by blocks that the decode worker has by then.
             assert decode["decode"]["num_remote_done"] >= number * NUM_ASKED - 2, decode
         until(server.is_idle)
+        (decode,) = server.workers("decode")
+        return decode
 
 
 @pytest.mark.parametrize(
@@ -116,6 +121,32 @@ def test_kinds_of_kv(
     flags = ("--dtype", "float32", "--engine-args", arguments, *(ranks or EAGER))
     block_size = ("--block-size", str(KINDS[kind]["block_size"])) if way == "kvrelay" else ()
     _ask(path, (*flags, *block_size, *WAYS[way]), expected, at_once=False)
+
+
+DRAFTERS: dict[str, dict[str, Any]] = {
+    "ngram": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3},
+    "draft model": {"method": "draft_model", "model": str(bundled_checkpoint_path()), "num_speculative_tokens": 3},
+}
+"""The model itself as its drafter: what it drafts is accepted, if its own KV is right."""
+
+
+@pytest.mark.parametrize(
+    ("drafter", "way"),
+    [
+        pytest.param(drafter, way, marks=() if (drafter, way) == ("ngram", "kvrelay") else matrix)
+        for drafter in DRAFTERS
+        for way in WAYS
+    ],
+)
+def test_speculation(asked: list[Asked], drafter: str, way: str) -> None:
+    """Answers are those without, and what was drafted and accepted is told."""
+    some = Asked(asked[0].prompts[:NUM_ASKED], asked[0].answers[:NUM_ASKED])
+    arguments = json.dumps({"block_size": 32, "speculative_config": DRAFTERS[drafter]})
+    block_size = ("--block-size", "32") if way == "kvrelay" else ()
+    flags = ("--dtype", "float32", "--engine-args", arguments, *EAGER, *block_size, *WAYS[way])
+    decode = _ask(None, flags, some, at_once=False)
+    drafts = decode["engine"]["drafts"]
+    assert 0 < drafts["num_accepted_tokens"] <= drafts["num_draft_tokens"] <= 3 * drafts["num_drafts"]
 
 
 @pytest.mark.matrix

@@ -30,8 +30,8 @@ def learnt_by_serving(costs: Costs, engine: EngineConfig) -> Learnt:
     engine = replace(engine, num_blocks=0, max_model_len=0)
     alone = Simulation(ClusterSpec(both=1, engine=engine), _load(num_clients=4), costs)
     split = ClusterSpec(prefill=1, decode=1, engine=engine, disagg=ALL_REMOTE, order=OrderPolicy.DECODE_FIRST)
-    # One at a time, so that no prefill waits for another one and counts that as its own time.
-    pair = Simulation(split, _load(num_clients=1), costs)
+    # So many clients that prefills wait for each other, and what that costs is learnt, too.
+    pair = Simulation(split, _load(num_clients=8), costs)
     alone.run()
     pair.run()
     return Learnt(
