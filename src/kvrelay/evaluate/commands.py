@@ -28,7 +28,11 @@ _DEFAULTS = DisaggConfig()
     type=_FILE,
     help="Load: a trace (Mooncake, Qwen-Bailian, Azure, BurstGPT), log or recording; default: none.",
 )
-@click.option("--load", "load_spec", help="Generated load, as of kvrelay advise.  [default: poisson]")
+@click.option(
+    "--load",
+    "load_spec",
+    help="Generated load, as of kvrelay advise.  [default: poisson, at half of the rate that was measured]",
+)
 @click.option(
     "--time-scale", type=click.FloatRange(0.0, min_open=True), default=1.0, help="2: the trace twice as fast."
 )
@@ -36,11 +40,12 @@ _DEFAULTS = DisaggConfig()
 @click.option(
     "--slo-ttft-ms",
     type=click.FloatRange(1.0),
-    default=_DEFAULTS.slo_ttft_ms,
-    help="Objective for the first token, in ms.",
+    help=f"Objective for the first token, in ms.  [default: {_DEFAULTS.slo_ttft_ms:g}, or what this machine can hold]",
 )
 @click.option(
-    "--slo-itl-ms", type=click.FloatRange(1.0), default=_DEFAULTS.slo_itl_ms, help="Objective between tokens, in ms."
+    "--slo-itl-ms",
+    type=click.FloatRange(1.0),
+    help=f"Objective between tokens, in ms.  [default: {_DEFAULTS.slo_itl_ms:g}, or what this machine can hold]",
 )
 @click.option("--price", type=click.FloatRange(0.0, min_open=True), help="Of one slot for an hour; default: none.")
 @click.option(
@@ -105,13 +110,15 @@ def _options(
     """Raises InvalidInputError, CheckpointError."""
     from kvrelay.certify.run import command_text
     from kvrelay.errors import InvalidInputError
-    from kvrelay.evaluate.options import DEFAULT_LOAD, EvaluateOptions
+    from kvrelay.evaluate.options import DEFAULT_LOAD, OBJECTIVES, EvaluateOptions
     from kvrelay.launch.models import resolve_model, served_name
 
     if given["trace"] is not None and given["load_spec"] is not None:
         raise InvalidInputError("give either --trace FILE or --load SPEC, not both", param="load")
+    unset = tuple(name for name in OBJECTIVES if given[name] is None)
+    given |= {name: getattr(_DEFAULTS, name) for name in unset}
     if given["trace"] is None and given["load_spec"] is None:
-        given["load_spec"] = DEFAULT_LOAD
+        given["load_spec"], unset = DEFAULT_LOAD, ("load_spec", *unset)
     try:
         flags = tuple(shlex.split(serve_flags))
     except ValueError as exc:
@@ -122,6 +129,7 @@ def _options(
         model_path=path,
         engine=engine_kind,
         serve_flags=flags,
+        unset=unset,
         sections=sections or tuple(one for one in SECTIONS if not given["is_short"] or one not in NOT_SHORT),
         command=command_text(["kvrelay", *sys.argv[1:]]),
         **given,

@@ -25,7 +25,8 @@ MAX_LATE = 1e9
 
 def advised(bench: Workbench, basis: Basis) -> Advice:
     """The search over all clusters of the slots. Raises InvalidInputError if none meets the objectives."""
-    found = bench.journal.take("advice", lambda: _advise(bench, basis), basis.costs)
+    made_from = basis.costs, bench.options.objectives, bench.options.load_text
+    found = bench.journal.take("advice", lambda: _advise(bench, basis), made_from)
     return msgspec.convert(found, Advice, strict=False)
 
 
@@ -70,7 +71,7 @@ def outcomes(
                 bench.bar.update(len(found), str(trial.candidate))
         return [(*pair, found[pair]) for pair in pairs]
 
-    found = bench.journal.take(name, simulated, (basis.costs, candidates, factors))
+    found = bench.journal.take(name, simulated, (basis.costs, bench.options.load_text, candidates, factors))
     return msgspec.convert(found, list[tuple[Candidate, float, Outcome]])
 
 

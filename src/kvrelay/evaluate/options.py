@@ -9,10 +9,16 @@ import msgspec
 
 from kvrelay.bench.report.machine import describe_machine
 from kvrelay.bench.report.metrics import Slo
+from kvrelay.core.step_cost import StepCost, StepWork
 from kvrelay.evaluate.sections import SECTIONS
 from kvrelay.placement.base import Objectives
 from kvrelay.version import __version__
 
+OBJECTIVES = ("slo_ttft_ms", "slo_itl_ms")
+SHARE = 0.5
+"""Of what the slots can do: the rate of a load that nobody gave."""
+SLACK, ANSWERS = 3.0, 8
+"""An objective that nobody gave is at least so many times one prompt, or a step of so many answers."""
 PACKAGES = ("torch", "vllm", "nixl-cu13", "numpy")
 DEFAULT_LOAD = "poisson"
 UNBOUND = ("output", "command", "price", "sections", "datasets", "certificate")
@@ -34,7 +40,8 @@ WHOLE, SHORT = Sizes(3, 10.0, 24, 1000), Sizes(2, 3.0, 6, 400)
 
 class EvaluateOptions(msgspec.Struct, frozen=True):
     """``trace`` or ``load_spec`` tells the load. ``price``: of a slot's hour, None for none. ``serve_flags``: for each
-    ``kvrelay serve``. ``datasets``: files of conversations whose prefixes are measured."""
+    ``kvrelay serve``. ``datasets``: files of conversations whose prefixes are measured. ``unset``: the names of those
+    that nobody gave, of ``load_spec`` and OBJECTIVES."""
 
     model: str
     model_path: Path
@@ -52,6 +59,7 @@ class EvaluateOptions(msgspec.Struct, frozen=True):
     is_short: bool = False
     serve_flags: tuple[str, ...] = ()
     sections: tuple[str, ...] = SECTIONS
+    unset: tuple[str, ...] = ()
     seed: int = 0
     command: str = ""
 
@@ -78,6 +86,19 @@ class EvaluateOptions(msgspec.Struct, frozen=True):
         given = msgspec.structs.asdict(self)
         own = {name: str(value) for name, value in given.items() if name not in UNBOUND}
         return {**own, "sizes": str(self.sizes), "machine": describe_machine(), **versions()}
+
+
+def suited(options: EvaluateOptions, cost: StepCost, capacity: float, mean_prompt: float) -> EvaluateOptions:
+    """With what nobody gave made for this machine: half of the rate that its slots can do, and objectives that a
+    healthy one holds. ``capacity``: of two slots, in requests/s. ``mean_prompt``: in tokens."""
+    work = StepWork(0, 0, ANSWERS, round(ANSWERS * mean_prompt))
+    least_s = cost.prefill_seconds(round(mean_prompt)), cost.step_seconds(work)
+    found: dict[str, object] = {
+        name: max(getattr(options, name), float(f"{SLACK * seconds * 1e3:.2g}"))
+        for name, seconds in zip(OBJECTIVES, least_s)
+    }
+    found["load_spec"] = f"{DEFAULT_LOAD}:rate={SHARE * capacity * options.slots / 2:.3g}"
+    return msgspec.structs.replace(options, **{name: found[name] for name in options.unset})
 
 
 def versions() -> dict[str, str]:

@@ -18,7 +18,7 @@ from kvrelay.evaluate import calibration, forecast
 from kvrelay.evaluate.findings import Report, Section
 from kvrelay.evaluate.journal import END, Journal
 from kvrelay.evaluate.load import EvaluatedLoad, fitted
-from kvrelay.evaluate.options import EvaluateOptions, versions
+from kvrelay.evaluate.options import EvaluateOptions, suited, versions
 from kvrelay.evaluate.page import page_of
 from kvrelay.evaluate.sections import (
     SECTIONS,
@@ -58,17 +58,17 @@ def evaluate(options: EvaluateOptions, bar: ProgressBar, *, resumes: bool) -> Re
         again = f", {journal.num_failed} failed ones are run again" if journal.num_failed else ""
         click.echo(f"going on from {options.output}: {len(journal)} cases are done{again}", err=True)
     bench = Workbench(options, load, journal, PartBar(bar))
-    sections, figures = _sections(bench, certificate)
+    sections, figures, measured = _sections(bench, certificate)
     journal.add(END, None)
     report = Report(
         KIND,
         options.model,
         describe_machine(),
-        options.load_text,
+        measured.load_text,
         options.command,
         journal.began,
         versions(),
-        options.settings,
+        measured.settings,
         figures,
         tuple(sections),
     )
@@ -77,8 +77,10 @@ def evaluate(options: EvaluateOptions, bar: ProgressBar, *, resumes: bool) -> Re
     return report
 
 
-def _sections(bench: Workbench, certificate: CertifyReport | None) -> tuple[list[Section], dict[str, Any]]:
-    """The answer is made last, and comes first; and its figures."""
+def _sections(
+    bench: Workbench, certificate: CertifyReport | None
+) -> tuple[list[Section], dict[str, Any], EvaluateOptions]:
+    """The answer is made last, and comes first; and its figures, and the options with what was chosen here."""
     chosen = {name: PARTS[name] for name in SECTIONS if name in bench.options.sections}
     planned = [
         *(calibration.seconds_for(bench), forecast.SEARCH_S, arrangements.seconds_for(bench), accuracy.SECONDS),
@@ -92,6 +94,8 @@ def _sections(bench: Workbench, certificate: CertifyReport | None) -> tuple[list
         return found
 
     basis = done(calibration.basis_of(bench))
+    options = suited(bench.options, basis.costs[1].step, basis.capacity, bench.load.mean_prompt)
+    bench = Workbench(options, _load(options), bench.journal, bench.bar)
     # First of all: objectives that no cluster meets are refused here, before anything long is measured.
     advice = done(forecast.advised(bench, basis))
     separated, rows = done(arrangements.take(bench, basis))
@@ -103,7 +107,7 @@ def _sections(bench: Workbench, certificate: CertifyReport | None) -> tuple[list
     decision, at_rate = answer.decision_of(advice)
     figures = {"decision": decision, "at_rate": at_rate, "above": advice.best, "rate": advice.rate}
     figures |= {"capacities": advice.capacities, "simulator_errors": found}
-    return [first, checked, separated, *others, linked], figures
+    return [first, checked, separated, *others, linked], figures, options
 
 
 def _load(options: EvaluateOptions) -> EvaluatedLoad:

@@ -30,6 +30,8 @@ def section_of(
     held = held_sentence(chosen, advice.rate)
     capacity = next(one for one in advice.capacities if one.candidate == now)
     costs = price_sentence(options, chosen, capacity, load.mean_answer)
+    chosen_here = [name.replace("_", "-").removesuffix("-spec") for name in options.unset]
+    made = f"Not given, so chosen by what was measured: {', '.join('--' + name for name in chosen_here)}."
     shrunk = f"{load.num_shortened} requests of the load were shortened to the context of {load.context} tokens."
     rows = [
         ("prefill and decode", headline),
@@ -61,7 +63,7 @@ def section_of(
                 ),
             ),
         ),
-        notes=(*((shrunk,) if load.num_shortened else ()), *notes),
+        notes=(*((made,) if options.unset else ()), *((shrunk,) if load.num_shortened else ()), *notes),
     )
 
 
