@@ -133,9 +133,9 @@ DRAFTERS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     ("drafter", "way"),
     [
-        pytest.param(drafter, way, marks=() if (drafter, way) == ("ngram", "kvrelay") else matrix)
-        for drafter in DRAFTERS
-        for way in WAYS
+        ("ngram", "kvrelay"),
+        pytest.param("ngram", "nixl", marks=matrix),
+        pytest.param("draft model", "nixl", marks=matrix),
     ],
 )
 def test_speculation(asked: list[Asked], drafter: str, way: str) -> None:
@@ -145,8 +145,15 @@ def test_speculation(asked: list[Asked], drafter: str, way: str) -> None:
     block_size = ("--block-size", "32") if way == "kvrelay" else ()
     flags = ("--dtype", "float32", "--engine-args", arguments, *EAGER, *block_size, *WAYS[way])
     decode = _ask(None, flags, some, at_once=False)
-    drafts = decode["engine"]["drafts"]
+    drafts = decode["drafts"]
     assert 0 < drafts["num_accepted_tokens"] <= drafts["num_draft_tokens"] <= 3 * drafts["num_drafts"]
+
+
+def test_a_drafters_own_kv_is_refused_by_the_connector_that_does_not_copy_it(vllm_files: None) -> None:
+    arguments = json.dumps({"block_size": 32, "speculative_config": DRAFTERS["draft model"]})
+    done = kvrelay("serve", "--port", "0", *SPLIT, *OURS, "--block-size", "32", "--engine-args", arguments, *EAGER)
+    assert done.returncode == 2, done
+    assert "does not copy the KV of a drafter (draft_model): use nixl" in done.stderr
 
 
 @pytest.mark.matrix

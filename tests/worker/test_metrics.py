@@ -8,6 +8,7 @@ import threading
 from pathlib import Path
 
 import msgspec
+from msgspec.structs import replace
 from prometheus_client.parser import text_string_to_metric_families
 from tests.worker.cluster import Client, Node, cluster, expected, prompt
 
@@ -17,6 +18,7 @@ from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.status import RefusalKind
 from kvrelay.core.token_ids import to_bytes
 from kvrelay.core.vllm_metrics import OF_FRONTENDS, OF_WORKERS
+from kvrelay.engine.stats import DraftCounts
 from kvrelay.frontend.cluster.metrics import FrontendMetrics
 from kvrelay.handoff.base import EndReason, RefusalReason, count_end
 from kvrelay.handoff.decode_state import DecodeCounters
@@ -63,7 +65,9 @@ async def test_each_name_of_vllm_is_told_by_a_frontend_or_by_a_worker_and_not_by
         assert await client.answer("short") == expected(prompt(20, 3), 4)
         frontend = FrontendMetrics(vllm_names=True)
         frontend.workers_of = lambda: {"m": 1}
-        texts = (frontend.render().decode(), WorkerMetrics(decode.worker.stats, vllm_names=True).render().decode())
+        stats = decode.worker.stats()
+        drafting = replace(stats, engine=replace(stats.engine, drafts=DraftCounts(5, 15, 4)))
+        texts = (frontend.render().decode(), WorkerMetrics(lambda: drafting, vllm_names=True).render().decode())
         of_frontend, of_worker = (
             {family.name: family for family in text_string_to_metric_families(text)} for text in texts
         )
@@ -75,6 +79,8 @@ async def test_each_name_of_vllm_is_told_by_a_frontend_or_by_a_worker_and_not_by
             values = [sample.value for sample in of_worker[theirs].samples]
             assert (models, values) == ({"m"}, [sample.value for sample in of_worker[ours].samples])
         assert of_worker["vllm:prefix_cache_queries"].samples[0].value == 20
+        drafted = ("drafts", "draft_tokens", "accepted_tokens")
+        assert [of_worker[f"vllm:spec_decode_num_{name}"].samples[0].value for name in drafted] == [5, 15, 4]
         assert "vllm:" not in WorkerMetrics(decode.worker.stats).render().decode()
         await shared.check_idle()
 

@@ -62,6 +62,10 @@ ENVIRONMENT = {
 """Read when vLLM is imported or configured. The second one makes it accept an executor without further processes."""
 
 
+MODEL_FREE_DRAFTERS = ("ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator")
+"""Methods of speculation without attention of their own, so without KV."""
+
+
 class Started(msgspec.Struct, frozen=True):
     """vLLM, running. Sizes of its KV pool in its own blocks."""
 
@@ -200,6 +204,11 @@ def kv_layout(config: Any) -> KVLayout:
         raise ConfigError("kvrelay's connector has no data parallelism: start more workers", param="vllm_connector")
     if model.is_hybrid:
         raise ConfigError("kvrelay's connector copies no recurrent states: use nixl", param="vllm_connector")
+    if config.speculative_config is not None and config.speculative_config.method not in MODEL_FREE_DRAFTERS:
+        raise ConfigError(
+            f"kvrelay's connector does not copy the KV of a drafter ({config.speculative_config.method}): use nixl",
+            param="vllm_connector",
+        )
     own = str(model.dtype).removeprefix("torch.")
     if cache.cache_dtype not in ("auto", own) and not cache.cache_dtype.startswith("fp8"):
         raise ConfigError(
