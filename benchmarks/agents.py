@@ -28,7 +28,7 @@ from kvrelay.bench.report.files import print_result
 from kvrelay.bench.report.machine import describe_machine
 from kvrelay.bench.report.table import Row, results_table
 from kvrelay.cli.options import json_option
-from kvrelay.config import EngineConfig
+from kvrelay.config import EngineConfig, MockConfig, TiersConfig
 from kvrelay.core.step_cost import StepCost
 from kvrelay.errors import InvalidInputError
 from kvrelay.frontend.openai.answer import Usage
@@ -37,6 +37,8 @@ from kvrelay.simulate.cluster import ClusterSpec
 from kvrelay.simulate.costs import Costs
 from kvrelay.simulate.loads import generated_arrivals
 from kvrelay.simulate.simulation import simulate
+from kvrelay.tiers.block import Shape
+from kvrelay.tiers.host import NUM_WAYS, bytes_of
 
 Retention = Literal["value", "recency"]
 POLICIES: tuple[Retention, ...] = ("recency", "value")
@@ -44,6 +46,21 @@ SETTINGS = {"1P1D": (1, 1), "2P2D": (2, 2)}
 BLOCK_SIZE, VOCAB_SIZE = 16, 400
 COSTS = Costs(step=StepCost(prefill_token_s=1e-5))
 """Prefills are not the bottleneck: else sessions wait for them longer than for their tools."""
+_MOCK = MockConfig()
+MOCK_SHAPE = Shape(bytes(16), BLOCK_SIZE, 8 * BLOCK_SIZE)
+MOCK_COSTS = Costs(
+    step=StepCost(
+        step_s=_MOCK.decode_base_s,
+        prefill_s=_MOCK.prefill_base_s,
+        prefill_token_s=_MOCK.prefill_token_s,
+        pair_s=0.0,
+        decode_s=_MOCK.decode_seq_s,
+        context_s=0.0,
+    ),
+    token_bytes=MOCK_SHAPE.block_bytes // BLOCK_SIZE,
+    host_bytes_per_s=4e6,
+)
+"""Of a block of 128 bytes it is not the bytes that take time."""
 _COLUMNS = {
     "setting": "setting",
     "round": "round",
@@ -72,6 +89,8 @@ class Outcome(msgspec.Struct, frozen=True):
 @click.option("--prompt", default=1500, type=click.IntRange(16), help="Tokens of a session's first prompt.")
 @click.option("--answer", default=40, type=click.IntRange(1), help="Mean tokens of an answer.")
 @click.option("--share", default=0.25, type=click.FloatRange(0.05, 4.0), help="Of the sessions that the pools hold.")
+@click.option("--host-share", default=0.0, type=click.FloatRange(0.0, 4.0), help="Of those that host memory holds.")
+@click.option("--mock-costs", is_flag=True, help="Simulate with the costs of the mock engine.")
 @click.option("--settings", default=",".join(SETTINGS), help=f"Of {', '.join(SETTINGS)}.")
 @click.option("--rounds", default=2, type=click.IntRange(1, 100), help="Loads; each meets both policies in turn.")
 @click.option("--measured", is_flag=True, help="Run clusters of mock workers instead of the simulator.")
@@ -123,18 +142,23 @@ def blocks_of(load: Sequence[Arrival], num_sessions: float) -> int:
     return max(round(num_sessions * mean / BLOCK_SIZE), longest // BLOCK_SIZE + 2)
 
 
+def host_memory_of(load: Sequence[Arrival], num_sessions: float) -> int:
+    """Bytes of host memory for the mock engine's blocks of so many sessions of mean length."""
+    mean = statistics.mean(arrival.prompt_tokens + arrival.answer_tokens for arrival in load)
+    num_blocks = round(num_sessions * mean / BLOCK_SIZE)
+    return bytes_of(-(-num_blocks // NUM_WAYS), MOCK_SHAPE) if num_blocks else 0
+
+
 def simulated(name: str, policy: Retention, num_blocks: int, load: Sequence[Arrival], given: dict[str, Any]) -> Outcome:
     """By the simulator."""
     prefill, decode = SETTINGS[name]
     engine = EngineConfig(num_blocks=num_blocks, block_size=BLOCK_SIZE, kv_retention=policy)
-    result = simulate(ClusterSpec(prefill=prefill, decode=decode, engine=engine), load, COSTS)
+    tiers = TiersConfig(host_kv_cache=str(host_memory_of(load, given["sessions"] * given["host_share"])))
+    spec = ClusterSpec(prefill=prefill, decode=decode, engine=engine, tiers=tiers)
+    result = simulate(spec, load, MOCK_COSTS if given["mock_costs"] or tiers.is_on else COSTS)
     if len(result.done) < len(load):
         raise BenchError(f"{len(load) - len(result.done)} turns have no answer: {result.first_error}")
-    return outcome_of(
-        load,
-        sum(request.prompt_tokens - request.num_cached_tokens for request in result.requests),
-        [request.ttft_s for request in result.requests],
-    )
+    return outcome_of(load, result.num_computed_tokens, [request.ttft_s for request in result.requests])
 
 
 def outcome_of(load: Sequence[Arrival], num_computed: int, ttfts_s: Sequence[float]) -> Outcome:
@@ -151,6 +175,8 @@ def measured(name: str, policy: Retention, num_blocks: int, load: Sequence[Arriv
     prefill, decode = SETTINGS[name]
     arguments = f"--engine mock --prefill {prefill} --decode {decode} --num-blocks {num_blocks}"
     arguments += f" --block-size {BLOCK_SIZE} --speedup-ratio {given['faster']} {given['serve_args']}"
+    if num_bytes := host_memory_of(load, given["sessions"] * given["host_share"]):
+        arguments += f" --host-kv-cache {num_bytes} --host-kv-linger-s 0"
     case = serve_case(f"{name} {policy}", None, arguments, f"--kv-retention {policy}")
     got = asyncio.run(served(case, load, given["faster"], is_hinted=True))
     return outcome_of(load, sum(turn.num_computed for turn in got), [turn.first_s for turn in got])

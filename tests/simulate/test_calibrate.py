@@ -66,6 +66,8 @@ def test_known_costs_are_recovered() -> None:
     assert found.not_measured == (
         "kv_tokens",
         "prefill_spread",
+        "host_bytes_per_s",
+        "disk_bytes_per_s",
         "hop_s",
         "queue_hop_s",
         "frontend_token_s",
@@ -86,7 +88,25 @@ def test_streams_that_were_sent_away_tell_of_link_and_queue() -> None:
     assert found.costs.frontend_request_s == pytest.approx(0.005)
     assert found.costs.kv_tokens == 1600
     assert found.costs.prefill_spread == 0.3
-    assert found.not_measured == ("hop_s", "frontend_token_s", "start_s", "drain_s")
+    assert found.not_measured == (
+        "host_bytes_per_s",
+        "disk_bytes_per_s",
+        "hop_s",
+        "frontend_token_s",
+        "start_s",
+        "drain_s",
+    )
+
+
+def test_tiers_that_have_loaded_show_their_bandwidth() -> None:
+    """Over all workers: 3 GB in 2 s. What has loaded nothing shows none."""
+    loaded = {"loaded_bytes": 1_500_000_000, "load_s": 1.0}
+    tiers = {"counts": {}, "stores": {"host": loaded, "disk": {"loaded_bytes": 0, "load_s": 0.0}}}
+    found = fit(workers(kv_tiers=tiers), [synthetic(64)], "")
+    assert found.costs.host_bytes_per_s == pytest.approx(1.5e9)
+    assert "host_bytes_per_s" not in found.not_measured
+    assert found.costs.disk_bytes_per_s == Costs().disk_bytes_per_s
+    assert "disk_bytes_per_s" in found.not_measured
 
 
 @pytest.mark.parametrize("before", [None, b'"cost"'])

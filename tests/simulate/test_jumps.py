@@ -5,9 +5,10 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import msgspec
 import pytest
 
-from kvrelay.config import DisaggConfig, EngineConfig
+from kvrelay.config import DisaggConfig, EngineConfig, TiersConfig
 from kvrelay.core.events import KvEventBatch, LoadMetrics
 from kvrelay.core.handoff import OrderPolicy
 from kvrelay.core.step_cost import StepCost
@@ -63,8 +64,10 @@ def random_case(seed: int) -> tuple[ClusterSpec, list[Arrival], Costs]:
         between_steps_s=rng.choice([0.0, 0.0002]),
         token_bytes=1000,
         start_s=0.5,
+        host_bytes_per_s=1e7,
     )
-    return spec, arrivals, costs
+    tiers = rng.choice([TiersConfig(), TiersConfig(host_kv_cache="1MiB"), TiersConfig("200KiB", 60.0, "DIR,2MiB")])
+    return msgspec.structs.replace(spec, tiers=tiers), arrivals, costs
 
 
 def run(case: tuple[ClusterSpec, list[Arrival], Costs], monkeypatch: pytest.MonkeyPatch, may_jump: bool) -> list[Any]:

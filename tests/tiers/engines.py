@@ -15,6 +15,7 @@ from kvrelay.engine.core import EngineCore
 from kvrelay.engine.request import PrefillMode, Request
 from kvrelay.executors.mock import MockExecutor, mock_generate
 from kvrelay.tiers.block import Shape, shape_of
+from kvrelay.tiers.carrier import ThreadCarrier
 from kvrelay.tiers.store import BlockStore
 from kvrelay.tiers.tiers import KvTiers
 
@@ -49,7 +50,8 @@ class TieredEngine:
         self.core = EngineCore(executor, config, self.clock, worker_id="d")
         self.shape = shape_of("mock", executor.kv_layout)
         self.stores = open_stores(self.shape)
-        self.tiers = KvTiers(executor.kv_region, self.shape, self.stores, lambda: cost)
+        carrier = ThreadCarrier(executor.kv_region, self.shape.block_bytes)
+        self.tiers = KvTiers(self.shape, self.stores, lambda: cost, carrier)
         self.core.attach(self.tiers)
         self._ended: queue.Queue[tuple[str, bool, int] | None] = queue.Queue()
         """Ends of loads; None: something has changed that requests may wait for."""

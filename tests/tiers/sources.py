@@ -32,6 +32,7 @@ from kvrelay.engine.kv_source import Hit, SourceBeyond
 from kvrelay.engine.request import Request
 from kvrelay.engine.step import KvLoad, StepOutput
 from kvrelay.tiers.block import BlockName, shape_of
+from kvrelay.tiers.carrier import ThreadCarrier
 from kvrelay.tiers.disk import DiskStore
 from kvrelay.tiers.host import CLOCK_BYTES, SET_BYTES, HostStore, num_sets
 from kvrelay.tiers.store import BlockStore
@@ -113,7 +114,8 @@ class TiersUnderTest:
         self._folder = folder
         self._memory = PrivateMemory(host_bytes(256, self.shape))
         self.store = store or self._open(kind)
-        self.tiers = self.source = KvTiers(self.executor.kv_region, self.shape, [self.store], lambda: DEAR)
+        carrier = ThreadCarrier(self.executor.kv_region, self.shape.block_bytes)
+        self.tiers = self.source = KvTiers(self.shape, [self.store], lambda: DEAR, carrier)
         self.ends = Ends(self.tiers)
         self._pool = memory_of(self.executor.kv_region)
         """What is kept lies in its first blocks."""

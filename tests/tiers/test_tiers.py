@@ -365,7 +365,7 @@ def test_each_tier_that_nothing_has_used_says_so(
     engine.ask(*PROMPTS)
     settle(engine)
     assert not caplog.text
-    monkeypatch.setattr("kvrelay.tiers.tiers.UNUSED_S", 0.0)
+    monkeypatch.setattr("kvrelay.tiers.carrier.UNUSED_S", 0.0)
     for number in (20, 30):
         engine.ask(*[prompt_of(number + more) for more in range(8)])
         settle(engine)

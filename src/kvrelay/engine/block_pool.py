@@ -96,7 +96,12 @@ class BlockPool:
     @property
     def num_free(self) -> int:
         """Blocks that ``allocate`` can give, cached ones included."""
-        return len(self._plain) + len(self._cached_free)
+        return self.num_plain + len(self._cached_free)
+
+    @property
+    def num_plain(self) -> int:
+        """Blocks that ``allocate`` can give without an eviction."""
+        return len(self._plain)
 
     @property
     def num_quarantined(self) -> int:

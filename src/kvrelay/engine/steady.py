@@ -39,8 +39,9 @@ class SteadyDecodes:
         for request in requests:
             self._filling.setdefault((1 - len(request.token_ids)) % size, []).append(request)
         ends = min(request.length_limit - len(request.token_ids) for request in requests) - 1
-        # Each row takes a block in so many steps at most.
-        num_rounds = (pool.num_free - len(allocator.needing)) // len(requests)
+        # Each row takes a block in so many steps at most. What gives way to it is offered to tiers, at that moment.
+        num_free = pool.num_free if pool.on_evicted is None else pool.num_plain
+        num_rounds = (num_free - len(allocator.needing)) // len(requests)
         self.num_steps = max(min(ends, num_rounds * size), 0)
 
     @property

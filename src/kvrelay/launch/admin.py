@@ -204,16 +204,16 @@ def status_table(report: dict[str, Any]) -> None:
                 f"in use, {holding['num_arriving']} prefills to come"
             )
         if status.get("kv_tiers"):
-            print(f"{status['worker_id']} KV tiers: {_tiers_line(status['kv_tiers'])}")
+            print(f"{status['worker_id']} KV tiers: {tiers_line(status['kv_tiers'])}")
         if status.get("prefixes") and any(status["prefixes"]["counts"].values()):
-            print(f"{status['worker_id']} prefixes of other workers: {_tiers_line(status['prefixes'])}")
+            print(f"{status['worker_id']} prefixes of other workers: {tiers_line(status['prefixes'])}")
         if status.get("prefill_queue_error"):
             print(
                 f"{status['worker_id']} cannot queue prefills and computes them itself: {status['prefill_queue_error']}"
             )
 
 
-def _tiers_line(tiers: dict[str, Any]) -> str:
+def tiers_line(tiers: dict[str, Any]) -> str:
     """What KV beyond the pool has brought, and what each store holds back. A message of a worker, as it came."""
     counts = tiers["counts"]
     stores = (

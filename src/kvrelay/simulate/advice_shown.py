@@ -8,7 +8,9 @@ from pathlib import Path
 import msgspec
 
 from kvrelay.bench.report.files import write_text
+from kvrelay.config.byte_sizes import shown_bytes
 from kvrelay.simulate.advise import Advice
+from kvrelay.simulate.trial import Memory
 from kvrelay.simulate.verdict import Measured
 
 HEAD = ("cluster", "goodput", "good tokens/s", "TTFT p50", "p90", "p99 ms", "ITL p50", "p90", "p99 ms", "per M tokens")
@@ -27,7 +29,24 @@ def text_of(advice: Advice) -> str:
         at_least = "at least " if found.is_least else ""
         lines.append(f"capacity of {found.candidate}: {at_least}{found.requests_per_s:.3g} requests/s ({spread})")
     lines.append(f"KV of a worker: {_blocks(advice)}; load: {advice.rate:.3g} requests/s")
-    return "\n".join([*lines, advice.verdict, advice.command])
+    return "\n".join([*lines, *_memory_lines(advice), advice.verdict, *_memory_verdict(advice), advice.command])
+
+
+def _memory_lines(advice: Advice) -> list[str]:
+    return [
+        f"with {' and '.join(_sizes(one.memory)) or 'pools alone'}: {one.computed:.1%} of the prompt tokens computed, "
+        f"first token of later turns {one.later_ttft_ms:.0f} ms, goodput {one.goodput:.1%}"
+        for one in (advice.memory.tried if advice.memory is not None else ())
+    ]
+
+
+def _sizes(memory: Memory) -> list[str]:
+    given = ((memory.host_bytes, "host memory"), (memory.disk_bytes, "disk"))
+    return [f"{shown_bytes(size)} of {name} for each worker" for size, name in given if size]
+
+
+def _memory_verdict(advice: Advice) -> list[str]:
+    return [] if advice.memory is None else [advice.memory.verdict]
 
 
 def _blocks(advice: Advice) -> str:
@@ -41,7 +60,7 @@ def _blocks(advice: Advice) -> str:
 def page_of(advice: Advice, load: str) -> str:
     """The HTML. ``load`` describes the load and the costs, in a sentence."""
     data = {
-        "verdict": advice.verdict,
+        "verdict": " ".join([advice.verdict, *_memory_verdict(advice)]),
         "command": advice.command,
         "load": f"{load} KV of a worker: {_blocks(advice)}.",
         "head": HEAD,

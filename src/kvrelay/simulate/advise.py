@@ -22,8 +22,9 @@ from kvrelay.placement.base import Objectives
 from kvrelay.simulate.arrival import Arrival
 from kvrelay.simulate.costs import Costs
 from kvrelay.simulate.halving import rounds, successive_halving
+from kvrelay.simulate.memory import MemoryAdvice, advise_memory
 from kvrelay.simulate.pool import Runner, runner
-from kvrelay.simulate.trial import Candidate, Outcome, Setting, Trial
+from kvrelay.simulate.trial import NO_MEMORY, Candidate, Outcome, Setting, Trial
 from kvrelay.simulate.verdict import ATTAINMENT, Capacity, Load, Measured, ordered, verdict_of
 
 CHUNKS = (512, 2048, 8192)
@@ -52,7 +53,8 @@ OnProgress = Callable[[float, Candidate], None]
 class Advice(msgspec.Struct, frozen=True):
     """``table``: the finalists on the whole load, the best first. ``best`` is the winner by capacity. ``capacities``:
     of the best of each kind, the winner first. ``rate``: of the load, in requests/s. ``num_blocks``: KV blocks of a
-    worker, by its ranks; ``are_blocks_given``: by the caller, not by the costs."""
+    worker, by its ranks; ``are_blocks_given``: by the caller, not by the costs. ``memory``: what more than the pools
+    would gain; None: no prompt repeats another."""
 
     best: Candidate
     verdict: str
@@ -62,10 +64,13 @@ class Advice(msgspec.Struct, frozen=True):
     rate: float
     num_blocks: dict[int, int]
     are_blocks_given: bool = False
+    memory: MemoryAdvice | None = None
 
     @property
     def command(self) -> str:
-        return self.best.command(self.objectives, self.num_blocks[self.best.tp] if self.are_blocks_given else 0)
+        num_blocks = self.num_blocks[self.best.tp] if self.are_blocks_given else 0
+        memory = NO_MEMORY if self.memory is None else self.memory.best.memory
+        return self.best.command(self.objectives, num_blocks, memory)
 
 
 def candidates_for(num_slots: int, tps: Sequence[int]) -> list[Candidate]:
@@ -122,12 +127,14 @@ def advise(
         ]
         goodputs = {row.candidate: row.outcome.goodput for row in table if row.candidate in firsts}
         capacities = ordered(search.capacities(goodputs), goodputs)
+        best = capacities[0].candidate
+        memory = advise_memory(runs, setting, best, next(row.outcome for row in table if row.candidate == best))
     rate = base_rate(arrivals)
     too_long = sum(first_token_s(costs_by_tp, one.prompt_tokens) > objectives.ttft_s for one in arrivals) / len(
         arrivals
     )
     return Advice(
-        capacities[0].candidate,
+        best,
         verdict_of(capacities, table, objectives, Load(rate, len(arrivals), too_long), num_slots),
         table,
         tuple(capacities),
@@ -135,6 +142,7 @@ def advise(
         rate,
         {tp: costs.num_blocks(EngineConfig().block_size, num_blocks) for tp, costs in costs_by_tp.items()},
         bool(num_blocks),
+        memory,
     )
 
 

@@ -1,6 +1,7 @@
 """Costs from a live cluster: what its workers publish, and what a small load shows. Pure; ``probe`` asks the cluster.
 
     published by workers   step costs                        their medians over the workers that do such steps
+    what tiers have loaded  bytes and seconds               host_bytes_per_s, disk_bytes_per_s
     two lengths of prompts KV bytes and transfer times       token_bytes, link_bytes_per_s, transfer_overhead_s
     one stream at a time   gaps between tokens, first token  between_steps_s, spread, frontend_request_s
     the same, all remote   how much later first tokens are   queue_hop_s
@@ -20,6 +21,7 @@ import numpy as np
 
 from kvrelay.core.decoding import UNREADABLE
 from kvrelay.core.step_cost import CostSource, StepCost, StepWork, median_cost
+from kvrelay.core.tier_stats import StoreStats
 from kvrelay.errors import InvalidInputError
 from kvrelay.simulate.costs import Costs, check_costs
 
@@ -80,6 +82,10 @@ class _Decode(msgspec.Struct):
     num_remote_done: int = 0
 
 
+class _Tiers(msgspec.Struct):
+    stores: dict[str, StoreStats] = {}
+
+
 class _Worker(msgspec.Struct):
     """The part of a worker's status that calibration reads."""
 
@@ -91,6 +97,7 @@ class _Worker(msgspec.Struct):
     load: _Load = msgspec.field(default_factory=_Load)
     transfer: _Transfer = msgspec.field(default_factory=_Transfer)
     decode: _Decode = msgspec.field(default_factory=_Decode)
+    kv_tiers: _Tiers | None = None
 
 
 def read_status(status: dict[str, Any]) -> list[_Worker]:
@@ -132,10 +139,12 @@ def fit(
     step, missing = _step_of(busy or workers)
     found: dict[str, float | int] = _client_costs(alone, phases) | _transfer_costs(remote or phases)
     found |= _queue_costs(phases, remote) | _kv_of(workers) | _prefill_spread_of(busy or workers)
+    found |= _tier_costs(busy or workers)
     measurable = (
         *("kv_tokens", "prefill_spread"),
         *("between_steps_s", "spread", "frontend_request_s"),
         *("token_bytes", "link_bytes_per_s", "transfer_overhead_s"),
+        *("host_bytes_per_s", "disk_bytes_per_s"),
         *("hop_s", "queue_hop_s", "frontend_token_s", "start_s", "drain_s"),
     )
     estimated = [worker for worker in workers if worker.load.step_cost_source is CostSource.ESTIMATED]
@@ -229,6 +238,17 @@ def _prefill_spread_of(workers: Sequence[_Worker]) -> dict[str, float | int]:
     prompts that run beside each other slow each other."""
     spreads = [worker.step_spread for worker in workers if worker.role != "prefill" and worker.step_spread > 0.0]
     return {"prefill_spread": min(statistics.median(spreads), MAX_SPREAD)} if spreads else {}
+
+
+def _tier_costs(workers: Sequence[_Worker]) -> dict[str, float | int]:
+    """What the workers have loaded, over the time that it took."""
+    found: dict[str, float | int] = {}
+    for medium in ("host", "disk"):
+        tiers = [worker.kv_tiers for worker in workers if worker.kv_tiers is not None]
+        stores = [one.stores[medium] for one in tiers if medium in one.stores]
+        if seconds := sum(store.load_s for store in stores):
+            found[f"{medium}_bytes_per_s"] = sum(store.loaded_bytes for store in stores) / seconds
+    return found
 
 
 def _kv_of(workers: Sequence[_Worker]) -> dict[str, float | int]:

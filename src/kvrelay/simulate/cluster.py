@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from kvrelay.config import DisaggConfig, EngineConfig, RouterConfig, TransferConfig, WorkerRole
+from kvrelay.config import DisaggConfig, EngineConfig, RouterConfig, TiersConfig, TransferConfig, WorkerRole
 from kvrelay.core.handoff import OrderPolicy
 from kvrelay.errors import ConfigError
 from kvrelay.planner import WorkerView
@@ -64,7 +64,7 @@ def parse_event(text: str) -> ClusterEvent:
 class ClusterSpec(msgspec.Struct, frozen=True):
     """``prefill``, ``decode`` and ``both`` count the first workers by role. ``frontends`` share the frontend's work
     evenly. ``vocab_size`` and ``max_model_len`` are the model's. ``kv_buffer_size``: bytes of each worker's holding
-    area."""
+    area. ``tiers``: of each host, which has ``workers_per_host`` of the workers in the order of their start."""
 
     prefill: int = 0
     decode: int = 0
@@ -80,6 +80,8 @@ class ClusterSpec(msgspec.Struct, frozen=True):
     vocab_size: int = 32000
     max_model_len: int = 32768
     kv_buffer_size: int = TransferConfig().kv_buffer_size
+    tiers: TiersConfig = msgspec.field(default_factory=TiersConfig)
+    workers_per_host: int = 8
 
     @property
     def num_workers(self) -> int:
@@ -97,6 +99,8 @@ class ClusterSpec(msgspec.Struct, frozen=True):
             raise ConfigError("no worker takes requests; give --decode or --both at least 1", param="decode")
         if self.num_workers > MAX_WORKERS:
             raise ConfigError(f"{self.num_workers:,} workers are too many; at most {MAX_WORKERS:,}", param="prefill")
+        if self.tiers.is_on and not self.engine.enable_prefix_caching:
+            raise ConfigError("KV tiers keep prefixes; leave out --no-enable-prefix-caching", param="host_kv_cache")
         started = [event.role for event in self.events if event.change is Change.START]
         for event in self.events:
             role, number = ROLE_PREFIX.get(event.worker_id[:1]), event.worker_id[1:]

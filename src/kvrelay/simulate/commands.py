@@ -11,7 +11,7 @@ import click
 from kvrelay.cli.help import GroupedCommand
 from kvrelay.cli.main import LazyGroup
 from kvrelay.cli.options import SettingsSource, json_option, settings_options
-from kvrelay.config import DisaggConfig, EngineConfig, RouterConfig
+from kvrelay.config import DisaggConfig, EngineConfig, RouterConfig, TiersConfig
 from kvrelay.core.handoff import OrderPolicy
 from kvrelay.errors import IntegrityError
 from kvrelay.simulate.shipped import costs_help
@@ -19,7 +19,7 @@ from kvrelay.simulate.shipped import costs_help
 if TYPE_CHECKING:
     from kvrelay.simulate.costs import Costs
 
-SETTINGS = (EngineConfig, DisaggConfig, RouterConfig)
+SETTINGS = (EngineConfig, DisaggConfig, RouterConfig, TiersConfig)
 COMMANDS = {"calibrate": ("kvrelay.simulate.calibrate_command:calibrate_command", "Fit costs from a running cluster.")}
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 
@@ -47,6 +47,7 @@ class SimulateGroup(GroupedCommand, LazyGroup):
 )
 @click.option("--costs", "costs_name", help=f"Costs: {costs_help()}; default: a GPU of the middle class.")
 @click.option("--kv-buffer-size", type=click.IntRange(0), default=64 * 2**20, help="Bytes of a worker's holding area.")
+@click.option("--workers-per-host", type=click.IntRange(1), default=8, help="Workers that share KV tiers.")
 @click.option("--event", "events", multiple=True, metavar="EVENT", help="E.g. 30s:kill:d1; default: none.")
 @click.option(
     "--seed", type=click.IntRange(0), default=0, help="Seed of all draws: the same one gives the same output."
@@ -69,6 +70,7 @@ def simulate_command(
     order: str,
     costs_name: str | None,
     kv_buffer_size: int,
+    workers_per_host: int,
     events: tuple[str, ...],
     seed: int,
     recording: Path | None,
@@ -109,6 +111,8 @@ def simulate_command(
         order=OrderPolicy(order),
         events=tuple(map(parse_event, events)),
         kv_buffer_size=kv_buffer_size,
+        tiers=source.build(TiersConfig),
+        workers_per_host=workers_per_host,
     )
     learnt = None if costs is None else learnt_by_serving(costs, engine)
     costs = costs or Costs()
@@ -141,6 +145,8 @@ def _compare(recording: Path, costs: Costs | None, seed: int, *, as_json: bool) 
 
 def _text(report: dict[str, Any], ttft_s: float, itl_s: float) -> str:
     """The report for people."""
+    from kvrelay.launch.admin import tiers_line
+
     lines = [
         f"{report['cluster']}: {report['num_done']} of {report['num_requests']} requests answered in "
         f"{report['end_s']:.2f} s of virtual time, {report['num_failed']} failed, {report['num_migrations']} moved",
@@ -148,6 +154,9 @@ def _text(report: dict[str, Any], ttft_s: float, itl_s: float) -> str:
         f"{report['output_tokens_per_s']:.1f} tokens/s",
     ]
     lines.append(f"KV of a worker: {report['kv_blocks']:,} blocks")
+    if report["num_prompt_tokens"]:
+        share = report["num_computed_tokens"] / report["num_prompt_tokens"]
+        lines.append(f"prompts: {report['num_prompt_tokens']:,} tokens, {share:.1%} computed")
     if report["have_served"]:
         lines.append("the first workers begin as ones that have served: they know the costs")
     if report["num_too_long"]:
@@ -167,4 +176,6 @@ def _text(report: dict[str, Any], ttft_s: float, itl_s: float) -> str:
             f"{worker['worker_id']:>5} {worker['role']:7} {worker['num_steps']:8} steps, busy {share:6.1%}, "
             f"{worker['num_prefill_tokens']} prefilled, {worker['num_generated_tokens']} generated"
         )
+        if worker["kv_tiers"]:
+            lines.append(f"      KV tiers: {tiers_line(worker['kv_tiers'])}")
     return "\n".join(lines)

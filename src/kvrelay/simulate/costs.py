@@ -27,7 +27,8 @@ class Costs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     for the same. ``between_steps_s``: from a step's end to the next one's begin. ``hop_s``: one way on the request
     plane. ``queue_hop_s``: from a push to the pull. A transfer of n tokens takes
     ``transfer_overhead_s + n * token_bytes / link_bytes_per_s``, once the links of both workers are free.
-    ``kv_tokens``: what the KV pool of a worker holds. A frontend takes ``frontend_request_s`` for each request and
+    ``kv_tokens``: what the KV pool of a worker holds. ``host_bytes_per_s`` and ``disk_bytes_per_s``: copies of its KV
+    tiers, either way. A frontend takes ``frontend_request_s`` for each request and
     ``frontend_token_s`` for each token. ``start_s``: from the launch of a worker to its registration. ``drain_s``: what
     a drain or a change of role takes after the last work has ended.
     """
@@ -42,6 +43,8 @@ class Costs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     link_bytes_per_s: float = 25e9
     token_bytes: int = 131072
     kv_tokens: int = 262144
+    host_bytes_per_s: float = 20e9
+    disk_bytes_per_s: float = 3e9
     frontend_request_s: float = 0.0003
     frontend_token_s: float = 0.00001
     start_s: float = 30.0
@@ -104,9 +107,12 @@ def check_costs(costs: Costs, source: str) -> None:
         value = getattr(costs, name)
         if isinstance(value, int | float) and not 0.0 <= value < math.inf:
             raise ConfigError(f"costs {source}: `$.{name}` must be 0 or more, got {value}", param="costs")
-        if name.endswith("_s") and name != "link_bytes_per_s" and value > MAX_COST_S:
+        if name.endswith("bytes_per_s"):
+            if value <= 0.0:
+                raise ConfigError(f"costs {source}: `$.{name}` must be above 0", param="costs")
+        elif name.endswith("_s") and value > MAX_COST_S:
             raise ConfigError(f"costs {source}: `$.{name}` must be at most an hour, got {value:g} s", param="costs")
     if costs.kv_tokens > MAX_KV_TOKENS:
         raise ConfigError(f"costs {source}: `$.kv_tokens` must be at most {MAX_KV_TOKENS:,}", param="costs")
-    if costs.link_bytes_per_s <= 0.0 or max(costs.spread, costs.prefill_spread) > 2.0:
-        raise ConfigError(f"costs {source}: `$.link_bytes_per_s` must be above 0 and spreads at most 2", param="costs")
+    if max(costs.spread, costs.prefill_spread) > 2.0:
+        raise ConfigError(f"costs {source}: spreads must be at most 2", param="costs")

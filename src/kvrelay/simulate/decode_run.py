@@ -141,6 +141,7 @@ class DecodeRun:
         first = self.num_begun
         end = min(num_begun, first + self._steps.num_until_change)
         end = min(end, bisect_left(self._ends_s, self._outlet.sample_due_s(), first, end) + 1)
+        self._loop.clock.move_to(self._begins_s[first])  # what gives way to new blocks depends on the time
         self._steps.compute(self._took_s[first:end], TOKEN)
         self.num_begun, self._num_ended = end, end - 1
         deliver, hop_s = self._outlet.deliver, self._outlet.hop_s

@@ -80,7 +80,8 @@ class EventLoop:
 
 
 class StepClock:
-    """An engine's clock: the loop's, and ahead of it by the step's time once the executor has run.
+    """An engine's clock: the loop's, and ahead of it by what the step has taken so far: the copies of what it evicts,
+    and the executor's time.
 
     ``EngineCore.step`` schedules, executes and updates in one call, so the simulator makes the call when the step
     begins, and shows its update the time at which the step will end. What the step has put out is delivered then.

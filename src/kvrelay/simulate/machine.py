@@ -96,7 +96,7 @@ class SimulatedExecutor:
         if not work.num_seqs:
             return ModelOutput([])
         seconds = self._step_time(self.step_work(), self._clock.now())
-        self._clock.ahead_s = seconds
+        self._clock.ahead_s += seconds
         self.busy_s += seconds
         return ModelOutput([TOKEN] * int(np.count_nonzero(work.samples)))
 

@@ -25,6 +25,7 @@ from kvrelay.simulate.costs import Costs
 from kvrelay.simulate.decode_run import DecodeRun
 from kvrelay.simulate.loop import EventLoop
 from kvrelay.simulate.machine import Links
+from kvrelay.simulate.virtual_tiers import SimulatedHost
 from kvrelay.worker.sides.decode import FromPrefillSide
 
 MODEL = "simulated"
@@ -63,6 +64,7 @@ class Network:
     def __init__(self, spec: ClusterSpec, costs: Costs, loop: EventLoop, seed: int) -> None:
         self.spec, self.costs, self.loop, self.seed = spec, costs, loop, seed
         self.links = Links(costs)
+        self._hosts: dict[int, SimulatedHost] = {}
         self.nodes: dict[str, Node] = {}
         self.may_jump = True
         """Whether workers may jump over steps that only decode."""
@@ -76,6 +78,14 @@ class Network:
         self.queue = MemoryQueue(loop.clock, ack_wait_for_lease(spec.lease_ttl_s), MAX_DELIVERIES)
         self._consumers: deque[tuple[Node, Callable[[MemoryPrefillDelivery], None]]] = deque()
         self._plane = _AlwaysConnected()
+
+    def host_of(self, number: int) -> SimulatedHost:
+        """Of the worker with that number. Raises ConfigError."""
+        spec = self.spec
+        at = number // spec.workers_per_host
+        if at not in self._hosts:
+            self._hosts[at] = SimulatedHost(spec.tiers, self.costs, spec.engine.block_size, self.loop)
+        return self._hosts[at]
 
     def list(self, worker_id: str, role: WorkerRole | None, *, pulls_prefills: bool = False) -> None:
         """A worker enters discovery in ``role``, or leaves it (None)."""

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from kvrelay.core.tier_stats import TierStats
 from kvrelay.placement.base import Objectives
 
 PERCENTILES = (50, 90, 99)
@@ -51,7 +52,8 @@ class RequestResult(msgspec.Struct, eq=False):
 
 
 class WorkerResult(msgspec.Struct):
-    """What one worker did: steps, the seconds in them, tokens, and the bytes that its link has moved."""
+    """What one worker did: steps, the seconds in them, tokens, and the bytes that its link has moved.
+    ``session_tokens``: what turns have repeated, by the place where it was. ``kv_tiers``: as in a worker's status."""
 
     worker_id: str
     role: str
@@ -61,6 +63,8 @@ class WorkerResult(msgspec.Struct):
     num_generated_tokens: int = 0
     num_link_bytes: int = 0
     num_preemptions: int = 0
+    session_tokens: dict[str, int] = {}
+    kv_tiers: TierStats | None = None
 
 
 class SimulationResult(msgspec.Struct, frozen=True):
@@ -75,6 +79,11 @@ class SimulationResult(msgspec.Struct, frozen=True):
     def done(self) -> list[RequestResult]:
         """Requests with a whole answer."""
         return [request for request in self.requests if request.is_done]
+
+    @property
+    def num_computed_tokens(self) -> int:
+        """Prompt tokens that were not cached, by the usage of the answers."""
+        return sum(request.prompt_tokens - request.num_cached_tokens for request in self.done)
 
     @property
     def first_error(self) -> str:
@@ -114,7 +123,9 @@ class SimulationResult(msgspec.Struct, frozen=True):
             "latencies": self.latencies(),
             "places": dict(sorted(self.places.items())),
             "num_migrations": sum(request.num_migrations for request in self.requests),
-            "workers": [msgspec.structs.asdict(worker) for worker in self.workers],
+            "num_prompt_tokens": sum(request.prompt_tokens for request in done),
+            "num_computed_tokens": self.num_computed_tokens,
+            "workers": [msgspec.to_builtins(worker) for worker in self.workers],
         }
 
 

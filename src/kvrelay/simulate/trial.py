@@ -7,23 +7,38 @@ whether a share of the requests meets the objectives ends as soon as that is cer
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 
 import msgspec
 
-from kvrelay.config import DisaggConfig, EngineConfig
+from kvrelay.config import DisaggConfig, EngineConfig, TiersConfig
 from kvrelay.placement.base import Objectives
 from kvrelay.simulate.arrival import Arrival
 from kvrelay.simulate.cluster import ClusterSpec
 from kvrelay.simulate.costs import Costs
 from kvrelay.simulate.learnt import learnt_by_serving
-from kvrelay.simulate.result import RequestResult, SimulationResult
+from kvrelay.simulate.result import RequestResult, SimulationResult, summary
 from kvrelay.simulate.simulation import simulate
 
 NUM_LOOKS = 64
 """How often a simulation is asked whether its answer is certain, while requests arrive."""
 NUM_COMPARED_LATENCIES = 200
 NOTHING = {"p50": 0.0, "p90": 0.0, "p99": 0.0}
+
+
+class Memory(msgspec.Struct, frozen=True):
+    """KV beyond the pool: bytes for each worker, in memory and on disk that the workers of a host share."""
+
+    host_bytes: int = 0
+    disk_bytes: int = 0
+
+    def tiers(self, num_workers: int) -> TiersConfig:
+        """Of a host with so many workers. ``DIR``: its name says nothing in a simulation."""
+        disk = f"DIR,{self.disk_bytes * num_workers}" if self.disk_bytes else ""
+        return TiersConfig(host_kv_cache=str(self.host_bytes * num_workers), disk_kv_cache=disk)
+
+
+NO_MEMORY = Memory()
 
 
 class Candidate(msgspec.Struct, frozen=True):
@@ -46,10 +61,14 @@ class Candidate(msgspec.Struct, frozen=True):
         return f"{self.size}{f' tp {self.tp}' if self.tp > 1 else ''}, chunks {self.chunk}, {policy}"
 
     @property
+    def num_workers(self) -> int:
+        return self.prefill + self.decode + self.both
+
+    @property
     def size(self) -> str:
         return f"{self.prefill}P{self.decode}D" if self.is_split else f"{self.both} aggregated"
 
-    def command(self, objectives: Objectives, num_blocks: int = 0) -> str:
+    def command(self, objectives: Objectives, num_blocks: int = 0, memory: Memory = NO_MEMORY) -> str:
         """The command line that runs it on one machine."""
         parts = ["kvrelay serve MODEL", f"--prefill {self.prefill}", f"--decode {self.decode or self.both}"]
         if self.tp > 1:
@@ -62,6 +81,9 @@ class Candidate(msgspec.Struct, frozen=True):
         parts.append(f"--slo-ttft-ms {objectives.ttft_s * 1e3:g} --slo-itl-ms {objectives.itl_s * 1e3:g}")
         if num_blocks:
             parts.append(f"--num-blocks {num_blocks}")
+        tiers = memory.tiers(self.num_workers)
+        parts += [f"--host-kv-cache {tiers.host_kv_cache}"] * (memory.host_bytes > 0)
+        parts += [f"--disk-kv-cache {tiers.disk_kv_cache}"] * (memory.disk_bytes > 0)
         return " ".join(parts)
 
 
@@ -93,13 +115,15 @@ class Trial(msgspec.Struct, frozen=True):
     load: int = 0
     give_up_below: float = 0.0
     enough: float = math.inf
+    memory: Memory = NO_MEMORY
 
 
 class Outcome(msgspec.Struct, frozen=True):
     """``goodput``: the share within both objectives; ``ttft_met`` and ``itl_met``: within each of them. Of all requests
     that have ended or are late for certain. ``most``: what the share of all requests can be at most.
     ``ttft_ms`` and ``itl_ms``: p50, p90, p99. ``late``: the P99s in units of their objectives, added up. ``error``: of
-    the first request that failed."""
+    the first request that failed. ``computed``: the share of the prompt tokens that were not cached. ``later_ttft_ms``:
+    the mean of prompts that begin as an earlier one."""
 
     is_whole: bool
     goodput: float
@@ -114,6 +138,8 @@ class Outcome(msgspec.Struct, frozen=True):
     ttft_sample_ms: tuple[float, ...]
     """Sorted; at most NUM_COMPARED_LATENCIES, for plots."""
     error: str = ""
+    computed: float = 1.0
+    later_ttft_ms: float = 0.0
 
     @property
     def score(self) -> tuple[float, float]:
@@ -171,6 +197,7 @@ def run_trial(setting: Setting, trial: Trial) -> Outcome:
             max_local_prefill_length=256 if local is None else local,
         ),
         max_model_len=min(max(one.prompt_tokens + one.answer_tokens for one in load) + 1, pool_tokens),
+        tiers=trial.memory.tiers(min(candidate.num_workers, ClusterSpec().workers_per_host)),
     )
     tally = Tally(trial, objectives)
     looks_every_s = max(max(one.time_s for one in arrivals) / NUM_LOOKS, objectives.ttft_s / 4)
@@ -184,10 +211,22 @@ def run_trial(setting: Setting, trial: Trial) -> Outcome:
         watch_interval_s=looks_every_s,
         learnt=learnt_by_serving(costs, spec.engine),
     )
-    return outcome_of(result, objectives, tally)
+    return outcome_of(result, objectives, tally, later_turns(arrivals))
 
 
-def outcome_of(result: SimulationResult, objectives: Objectives, tally: Tally) -> Outcome:
+def later_turns(arrivals: Sequence[Arrival]) -> set[int]:
+    """The numbers of those whose prompts begin as an earlier one."""
+    seen: set[int] = set()
+    found: set[int] = set()
+    for number, one in enumerate(arrivals):
+        if one.hash_ids:
+            if one.hash_ids[0] in seen:
+                found.add(number)
+            seen.add(one.hash_ids[0])
+    return found
+
+
+def outcome_of(result: SimulationResult, objectives: Objectives, tally: Tally, later: Set[int]) -> Outcome:
     """The figures of a simulation that has ended, early if ``tally`` was certain."""
     is_whole = not tally.is_certain
     if is_whole:
@@ -214,4 +253,6 @@ def outcome_of(result: SimulationResult, objectives: Objectives, tally: Tally) -
         else math.inf,
         ttft_sample_ms=tuple(times[:: -(-len(times) // NUM_COMPARED_LATENCIES) or 1]),
         error=result.first_error,
+        computed=result.num_computed_tokens / max(sum(one.prompt_tokens for one in result.done), 1),
+        later_ttft_ms=1e3 * summary([one.ttft_s for one in result.done if one.index in later])["mean"],
     )

@@ -24,6 +24,7 @@ from kvrelay.core.hashing import BlockHashes
 from kvrelay.core.messages import TokenOutput
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.shortest_first import ShortestFirst
+from kvrelay.core.step_cost import StepCost
 from kvrelay.core.workers import WorkerInfo
 from kvrelay.engine.core import EngineCore
 from kvrelay.engine.request import Request
@@ -124,7 +125,7 @@ class SimulatedWorker:
         self._log = KvEventLog(worker_id, 0, only_numbers=True)
         self._number, self._step_time = number, step_time
         self._outlet = Outlet(
-            self._log.append, self._sampler.sample, lambda: self._sampler.due_s, frontend.decoded, network.costs.hop_s
+            self._log.append, self._sample, lambda: self._sampler.due_s, frontend.decoded, network.costs.hop_s
         )
         policy = DisaggPolicy(spec.disagg)
         self._placement = CostPlacement(policy, self._prefill_load, self._count, self._clock)
@@ -139,6 +140,10 @@ class SimulatedWorker:
         self._on_drained: Callable[[], None] | None = None
         self._narrowing: WorkerRole | None = None
         self._queue_size, self._queue_read_s = 0, -SIZE_INTERVAL_S
+        if spec.tiers.is_on:
+            tiers = network.host_of(number).open_tiers(self._step_cost, self._clock, self.catch_up)
+            self.core.attach(tiers)
+            tiers.start(self._loaded, lambda: self.post(lambda _: None))
 
     def __repr__(self) -> str:
         return f"SimulatedWorker({self.worker_id}, {self.role}, {self.core!r})"
@@ -279,7 +284,9 @@ class SimulatedWorker:
 
     def _begin_run(self) -> bool:
         """Whether the next steps only decode: they are jumped over then, until something comes."""
-        if not isinstance(self._step_time, FittedStepTime) or self.core.pool.has_events:
+        storage = self.core.storage
+        has_events = self.core.pool.has_events or (storage is not None and storage.has_events)
+        if not isinstance(self._step_time, FittedStepTime) or has_events:
             return False
         steps = self.core.scheduler.steady_decodes(TOKEN)
         if steps is None or steps.num_steps < MIN_RUN:
@@ -324,17 +331,32 @@ class SimulatedWorker:
         if step.kv_loads or step.handoff_chunks:
             self.prefills.on_step(step)
         events = self._log.append(step.kv_events) if step.kv_events else None
-        load = self._sampler.sample()
+        load = self._sample()
         if step.outputs or events is not None or load is not None:
             self._tell(Delivery(step.outputs, events, load))
 
     def publish(self) -> None:
         """The first load sample, before any step: it has the costs that are expected of a worker."""
-        self._tell(Delivery([], None, self._sampler.sample()))
+        self._tell(Delivery([], None, self._sample()))
 
     def _tell(self, delivery: Delivery) -> None:
         hop_s, deliver = self._network.costs.hop_s, self._frontend.deliver
         self._loop.after(hop_s, lambda: deliver(self.worker_id, delivery), Rank.DELIVERY, self._number)
+
+    # -- KV beyond the pool -------------------------------------------------------------------------------------------
+
+    def _step_cost(self) -> StepCost:
+        return self.core.scheduler.token_budget.costs.cost
+
+    def _loaded(self, request_id: str, is_whole: bool, num_blocks: int) -> None:
+        self.post(lambda core: core.kv_loaded(request_id, is_whole, num_blocks))
+
+    def _sample(self) -> LoadMetrics | None:
+        """With what loads cost, as a worker's publisher adds it."""
+        load, storage = self._sampler.sample(), self.core.storage
+        if load is None or storage is None:
+            return load
+        return msgspec.structs.replace(load, load_costs=storage.stats().load_costs)
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
@@ -469,7 +491,7 @@ class SimulatedWorker:
     def result(self) -> WorkerResult:
         """What it has done until now. It does nothing more."""
         self._stop_run()
-        scheduler = self.core.scheduler
+        scheduler, stats = self.core.scheduler, self.core.stats()
         return WorkerResult(
             self.worker_id,
             self.role.value,
@@ -479,6 +501,8 @@ class SimulatedWorker:
             scheduler.num_generated_tokens,
             self._network.links.num_bytes.get(self.worker_id, 0),
             scheduler.num_preemptions,
+            {} if stats.sessions is None else stats.sessions.tokens_by_place,
+            stats.tiers,
         )
 
 

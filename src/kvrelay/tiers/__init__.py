@@ -5,5 +5,6 @@
 
 ``block.py`` is what is stored and how it proves itself, ``store.py`` the contract of a store, ``host.py`` and
 ``disk.py`` the two stores, ``broker.py`` the process that owns a host's memory, ``policy.py`` what is worth storing,
-``tiers.py`` the engine's source. No store can change an answer: whatever does not prove itself is a miss.
+``tiers.py`` the engine's source, ``carrier.py`` the thread that copies for it; the simulator has another carrier, and
+the rest is the same. No store can change an answer: whatever does not prove itself is a miss.
 """

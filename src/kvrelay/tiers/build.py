@@ -12,6 +12,7 @@ from kvrelay.engine.step import Executor
 from kvrelay.errors import ConfigError
 from kvrelay.tiers.block import shape_of
 from kvrelay.tiers.broker import HostMemory
+from kvrelay.tiers.carrier import ThreadCarrier
 from kvrelay.tiers.disk import DiskStore
 from kvrelay.tiers.host import HostStore
 from kvrelay.tiers.store import BlockStore
@@ -35,4 +36,4 @@ def open_tiers(config: TiersConfig, executor: Executor, model: str, cost: Callab
     if config.disk is not None:
         directory, max_bytes = config.disk
         stores.append(DiskStore(directory, shape, max_bytes, config.disk_kv_max_age_s))
-    return KvTiers(region, shape, stores, cost)
+    return KvTiers(shape, stores, cost, ThreadCarrier(region, shape.block_bytes))

@@ -125,7 +125,6 @@ class DiskStore:
         return sequence_hash in self._index
 
     def load(self, name: BlockName, into: memoryview) -> bool:
-        began_s = time.perf_counter()
         path = self._index.path(name.sequence_hash)
         read = self._reader.submit(lambda: read_block(path, self._shape.stored_bytes))
         try:
@@ -149,8 +148,6 @@ class DiskStore:
             return self._missed(name.sequence_hash, reason)
         self.touch(name.sequence_hash)
         self.stats.num_loaded += 1
-        self.stats.loaded_bytes += len(into)
-        self.stats.load_s += time.perf_counter() - began_s
         return True
 
     def store(self, name: BlockName, payload: memoryview, worth_s: float) -> None:

@@ -122,9 +122,9 @@ class DirectoryIndex:
     def touch(self, sequence_hash: int) -> None:
         """It was used. Nothing if it is not known any more."""
         if sequence_hash in self._own.known:
-            self._own.known[sequence_hash] = time.time()
+            used_s = self._own.known[sequence_hash] = time.time()
             with suppress(OSError):
-                os.utime(self.path(sequence_hash))
+                os.utime(self.path(sequence_hash), (used_s, used_s))
 
     def forget(self, sequence_hash: int) -> None:
         self._own.known.pop(sequence_hash, None)

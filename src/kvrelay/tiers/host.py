@@ -23,7 +23,6 @@ from __future__ import annotations
 import math
 import mmap
 import struct
-import time
 from typing import NamedTuple, Protocol
 
 from kvrelay.core.tier_stats import StoreStats
@@ -51,8 +50,16 @@ def slot_bytes(shape: Shape) -> int:
 
 
 def num_sets(num_bytes: int, shape: Shape) -> int:
-    """How many sets this much memory has."""
-    return max(num_bytes - CLOCK_BYTES, 0) // (SET_BYTES + NUM_WAYS * slot_bytes(shape))
+    """How many sets this much memory has. Raises ConfigError if it has none."""
+    found = (num_bytes - CLOCK_BYTES) // (SET_BYTES + NUM_WAYS * slot_bytes(shape))
+    if found < 1:
+        raise ConfigError(f"host_kv_cache is below {bytes_of(1, shape)} bytes, {NUM_WAYS} blocks of this model")
+    return found
+
+
+def bytes_of(sets: int, shape: Shape) -> int:
+    """The memory of so many sets."""
+    return CLOCK_BYTES + sets * (SET_BYTES + NUM_WAYS * slot_bytes(shape))
 
 
 class Place(NamedTuple):
@@ -81,9 +88,6 @@ class HostStore:
         self._claim = memory
         self._memory = memoryview(memory.memory)
         self._num_sets = num_sets(len(self._memory), shape)
-        if not self._num_sets:
-            needed = CLOCK_BYTES + SET_BYTES + NUM_WAYS * slot_bytes(shape)
-            raise ConfigError(f"host_kv_cache is below {needed} bytes, {NUM_WAYS} blocks of this model")
         self._slots_at = CLOCK_BYTES + self._num_sets * SET_BYTES
 
     def __repr__(self) -> str:
@@ -105,7 +109,6 @@ class HostStore:
             self.stats.misses["gone"] += 1
             self.changes.removed(name.sequence_hash)
             return False
-        began_s = time.perf_counter()
         slot = self._slot(place)
         header = bytes(slot[: self._shape.header_bytes])
         into[:] = slot[self._shape.header_bytes : self._shape.stored_bytes]
@@ -117,8 +120,6 @@ class HostStore:
             return False
         self._set_worth(place, 0.0)
         self.stats.num_loaded += 1
-        self.stats.loaded_bytes += len(into)
-        self.stats.load_s += time.perf_counter() - began_s
         return True
 
     def store(self, name: BlockName, payload: memoryview, worth_s: float) -> None:

@@ -1,27 +1,24 @@
-"""The engine's source of KV from host memory and disk, with the thread that copies.
+"""The engine's source of KV from host memory and disk: what is kept, what is loaded, and what it is worth.
 
     engine's thread     find      what the stores hold of a prompt, and whether to load it is faster than to compute it
                         evicted   copy what is worth it ──> writes (bounded)
                         load      ──> reads
-    tiers' thread       reads before writes; each block is verified where it lies in the pool ──> ``kv_loaded``
+    carrier             clears, reads, writes; each block is verified where it lies in the pool ──> ``kv_loaded``
 
-Nothing here may fail a request: whatever goes wrong with a block, it and those after it are computed.
+Nothing here may fail a request: whatever goes wrong with a block, it and those after it are computed. Who copies, and
+on which clock, is the carrier's (``carrier.py``).
 """
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import logging
-import threading
-import time
-from collections import deque
 from collections.abc import Callable, Sequence, Sized
+from functools import partial
 
 import msgspec
 
 from kvrelay.core.events import BlockRemoved, BlockStored, KvEvent, LoadCost
-from kvrelay.core.layout import MemoryRegion
 from kvrelay.core.step_cost import StepCost
 from kvrelay.core.tier_stats import TierCounts, TierStats
 from kvrelay.engine.block_pool import BlockPool, CachedBlock, Evicted
@@ -29,6 +26,7 @@ from kvrelay.engine.kv_source import Hit, Loaded
 from kvrelay.engine.request import Request
 from kvrelay.engine.step import KvLoad, StepOutput
 from kvrelay.tiers.block import BlockName, Shape
+from kvrelay.tiers.carrier import Carrier, Job
 from kvrelay.tiers.policy import LOAD_OVERHEAD_S, QUEUE_SOFT, LoadTime, Returns, share_to_write
 from kvrelay.tiers.store import BlockStore, leading
 
@@ -39,14 +37,21 @@ MAX_QUEUED_BYTES = 64 * 1024 * 1024
 PRIOR_BYTES_PER_S = {"host": 2e9, "disk": 5e8}
 FLUSH_S = 2.0
 """A worker that leaves stores what its pool has for at most this long."""
-UNUSED_S = 60.0
 
 
-class _Read(msgspec.Struct, frozen=True):
+class _Read(msgspec.Struct):
+    """A load, and what has come of it: leading blocks, and the seconds that they took."""
+
     load: KvLoad
     names: list[BlockName]
     stores: list[BlockStore]
     saves_s: float
+    num_loaded: int = 0
+    seconds: float = 0.0
+
+    @property
+    def is_whole(self) -> bool:
+        return self.num_loaded == len(self.names)
 
 
 class _Offer(msgspec.Struct, frozen=True):
@@ -65,55 +70,32 @@ class _Write(msgspec.Struct, frozen=True):
     stores: list[BlockStore]
 
 
-class _Clear:
-    """Forget what the stores have."""
-
-
-class _Queues(msgspec.Struct):
-    """Guarded by the condition. A clear goes before reads and writes, and after the job that runs."""
-
-    reads: deque[_Read] = msgspec.field(default_factory=deque)
-    writes: deque[_Write] = msgspec.field(default_factory=deque)
-    clears: deque[_Clear] = msgspec.field(default_factory=deque)
-    num_reading: int = 0
-    """Blocks of reads that have not ended."""
-    num_clearing: int = 0
-    """Clears that have not ended: until then nothing is found."""
-    is_busy: bool = False
-    is_closed: bool = False
-
-    @property
-    def is_idle(self) -> bool:
-        return not (self.reads or self.writes or self.clears or self.is_busy)
-
-
 class KvTiers:
-    """A ``KvStorage`` over ``stores``, the fastest first. ``region`` is the pool's memory; ``cost`` returns the costs
-    of computing."""
+    """A ``KvStorage`` over ``stores``, the fastest first. ``cost`` returns the costs of computing."""
 
-    def __init__(self, region: MemoryRegion, shape: Shape, stores: Sequence[BlockStore], cost: Callable[[], StepCost]):
-        owner = (ctypes.c_ubyte * region.num_bytes).from_address(region.address)
-        self._pool = memoryview(owner).cast("B")
+    def __init__(
+        self, shape: Shape, stores: Sequence[BlockStore], cost: Callable[[], StepCost], carrier: Carrier
+    ) -> None:
         self._shape = shape
         self._stores = list(stores)
         self._cost = cost
+        self._carrier = carrier
         self._returns = Returns()
         self._times = {s.medium: LoadTime(shape.block_bytes / PRIOR_BYTES_PER_S.get(s.medium, 5e8)) for s in stores}
-        self._queues = _Queues()
-        self._changed = threading.Condition()
         self._loaded: Loaded = lambda _, __, ___: None
-        self._thread = threading.Thread(target=self._run, name="kv-tiers", daemon=True)
         prior_s = shape.block_bytes / PRIOR_BYTES_PER_S["host"]
         self._copy_time, self._write_time = LoadTime(prior_s), LoadTime(prior_s)
-        """Of a block that is evicted, on the engine's thread, and on the tiers'."""
+        """Of a block that is evicted, on the engine's thread, and by the carrier."""
+        self._num_reading = 0
+        """Blocks of reads that have not ended. This and what follows is changed under the carrier's lock."""
+        self._num_clearing = 0
+        """Clears that have not ended: until then nothing is found."""
         self._writing: dict[int, int] = {}
-        """Blocks that wait to be written, and how often. Changed under the condition."""
+        """Blocks that wait to be written, and how often."""
         self._is_awaited = False
         """Whether a request waits for one of them."""
         self._told: Callable[[], None] = lambda: None
         self._kept_share = 0.0
-        self._is_unused_told = False
-        self._began_s = time.monotonic()
         self.counts = TierCounts()
 
     def __repr__(self) -> str:
@@ -125,15 +107,11 @@ class KvTiers:
             store.changes.on_first = changed
             if store.changes:
                 changed()
-        self._thread.start()
+        self._carrier.start(self._tell_unused)
 
     def close(self) -> None:
-        """End the thread after its present block, and close the stores. Idempotent."""
-        with self._changed:
-            self._queues.is_closed = True
-            self._changed.notify()
-        if self._thread.is_alive():
-            self._thread.join()
+        """End the carrier after its present block, and close the stores. Idempotent."""
+        self._carrier.close()
         for store in self._stores:
             store.close()
 
@@ -144,7 +122,7 @@ class KvTiers:
         return self._writing
 
     def find(self, request: Request, first_block: int) -> Hit | None:
-        if self._queues.num_clearing:
+        if self._num_clearing:
             return None
         hashes = request.sequence_hashes[first_block : (len(request.token_ids) - 1) // self._shape.block_size]
         stores = leading(self._stores, hashes)
@@ -165,7 +143,7 @@ class KvTiers:
         num_blocks = sum(1 for _ in itertools.takewhile(self._writing.__contains__, hashes)) if self._writing else 0
         if not num_blocks:
             return None
-        write_s = len(self._queues.writes) * self._write_time.block_s
+        write_s = len(self._carrier.jobs.writes) * self._write_time.block_s
         seconds = write_s + self._load_seconds([self._stores[0]] * num_blocks)
         if self._recompute_seconds(num_blocks, first_block) <= seconds:
             return None
@@ -174,11 +152,11 @@ class KvTiers:
 
     @property
     def has_events(self) -> bool:
-        return not self._queues.num_clearing and any([bool(store.changes) for store in self._stores])
+        return not self._num_clearing and any([bool(store.changes) for store in self._stores])
 
     def drain_events(self) -> list[KvEvent]:
         events: list[KvEvent] = []
-        if not self._queues.num_clearing:
+        if not self._num_clearing:
             for store in self._stores:
                 held, gone = store.changes.take()
                 if held:
@@ -197,10 +175,10 @@ class KvTiers:
         stores = leading(self._stores, [name.sequence_hash for name in names])
         read = _Read(load, names, stores, self._recompute_seconds(len(stores), first))
         self.counts.num_hits += 1
-        with self._changed:
-            self._queues.reads.append(read)
-            self._queues.num_reading += len(names)
-            self._changed.notify()
+        with self._carrier.lock:
+            self._num_reading += len(names)
+            self._carrier.jobs.reads.append(Job(partial(self._read, read), partial(self._read_ended, read)))
+            self._carrier.wake()
 
     def load_s(self, sequence_hash: int) -> float | None:
         store = next((store for store in self._stores if store.holds(sequence_hash)), None)
@@ -219,46 +197,45 @@ class KvTiers:
             offers.sort(key=lambda offer: offer.entry.depth)
             for store in self._stores:
                 store.stats.drops["queue"] += len(offers) - num_kept
-        began_s = time.perf_counter()
+        began_s = self._carrier.stopwatch()
         writes = [self._write_of(offer) for offer in offers[:num_kept]]
         if writes:
-            self._copy_time.took(len(writes), time.perf_counter() - began_s)
-            with self._changed:
+            self._copy_time.took(len(writes), self._carrier.stopwatch() - began_s)
+            with self._carrier.lock:
                 for write in writes:
                     self._writing[write.name.sequence_hash] = self._writing.get(write.name.sequence_hash, 0) + 1
-                self._queues.writes.extend(writes)
-                self._changed.notify()
+                    self._carrier.jobs.writes.append(Job(partial(self._write, write), partial(self._written, write)))
+                self._carrier.wake()
 
     def clear(self) -> None:
-        # On the tiers' thread: a write that runs now would leave its block behind a clear from here.
-        with self._changed:
-            self._queues.writes.clear()
+        # By the carrier: a write that runs now would leave its block behind a clear from here.
+        with self._carrier.lock:
+            self._carrier.jobs.writes.clear()
             self._writing.clear()
-            self._queues.clears.append(_Clear())
-            self._queues.num_clearing += 1
-            self._changed.notify()
+            self._carrier.jobs.clears.append(Job(self._clear, self._cleared))
+            self._num_clearing += 1
+            self._carrier.wake()
 
     def flush(self, pool: BlockPool) -> None:
         """Offer what the pool has cached, before it goes. Waits, for ``FLUSH_S`` at most."""
-        until_s = time.monotonic() + FLUSH_S
+        until_s = self._carrier.stopwatch() + FLUSH_S
         num_at_once = max(int(MAX_QUEUED_BYTES * QUEUE_SOFT) // self._shape.block_bytes, 1)
         blocks = itertools.starmap(Evicted, pool.cached_blocks())
-        while (few := list(itertools.islice(blocks, num_at_once))) and time.monotonic() < until_s:
+        while (few := list(itertools.islice(blocks, num_at_once))) and self._carrier.stopwatch() < until_s:
             self._offer(few, keeps_all=True)
-            if not self.settle(max(until_s - time.monotonic(), 0.0)):
+            if not self.settle(max(until_s - self._carrier.stopwatch(), 0.0)):
                 return
 
     def settle(self, timeout_s: float) -> bool:
         """Wait until all that was given is done. False: it is not."""
-        with self._changed:
-            return self._changed.wait_for(lambda: self._queues.is_idle, timeout_s)
+        return self._carrier.settle(timeout_s)
 
     def stats(self) -> TierStats:
         costs = [(medium, time.block_s / self._shape.block_size) for medium, time in self._times.items()]
         return TierStats(
             self.counts,
             {s.medium: s.stats for s in self._stores},
-            len(self._queues.writes),
+            len(self._carrier.jobs.writes),
             tuple(LoadCost(medium, token_s, LOAD_OVERHEAD_S) for medium, token_s in costs),
         )
 
@@ -266,7 +243,7 @@ class KvTiers:
         """Of this many. Decodes evict block by block: what a share leaves of a block is kept for the next ones. A long
         prompt may evict thousands at once: never more than the queue has room for."""
         capacity = max(MAX_QUEUED_BYTES // self._shape.block_bytes, 1)
-        num_queued = len(self._queues.writes)
+        num_queued = len(self._carrier.jobs.writes)
         share = share_to_write(num_queued / capacity)
         self._kept_share = self._kept_share + num_blocks * share if share > 0.0 else 0.0
         num_kept = max(min(int(self._kept_share), num_blocks, capacity - num_queued), 0)
@@ -292,103 +269,73 @@ class KvTiers:
 
     def _write_of(self, offer: _Offer) -> _Write:
         """With the block's copy."""
-        start, entry = offer.block_id * self._shape.block_bytes, offer.entry
-        payload = bytes(self._pool[start : start + self._shape.block_bytes])
+        entry = offer.entry
         name = BlockName(entry.sequence_hash, entry.parent_hash, entry.token_ids)
-        return _Write(name, payload, offer.worth_s, offer.stores)
+        return _Write(name, self._carrier.copy(offer.block_id), offer.worth_s, offer.stores)
 
     def _load_seconds(self, stores: Sequence[BlockStore]) -> float:
         """Until all of these blocks are here, with the reads before them."""
         own_s = sum(self._times[store.medium].block_s for store in stores)
-        return LOAD_OVERHEAD_S + own_s + self._queues.num_reading * own_s / len(stores)
+        return LOAD_OVERHEAD_S + own_s + self._num_reading * own_s / len(stores)
 
     def _recompute_seconds(self, num_blocks: int, first_block: int) -> float:
         size = self._shape.block_size
         return self._cost().extra_seconds(num_blocks * size, first_block * size)
 
-    # -- on the tiers' thread -----------------------------------------------------------------------------------------
+    # -- by the carrier -----------------------------------------------------------------------------------------------
 
-    def _run(self) -> None:
-        while (job := self._next()) is not None:
-            try:
-                if isinstance(job, _Read):
-                    self._read(job)
-                elif isinstance(job, _Clear):
-                    self._clear()
-                else:
-                    self._write(job)
-            except Exception:  # noqa: BLE001 - a store must not end the thread that requests wait for
-                _log.exception("a KV tier failed")
+    def _write(self, write: _Write) -> None:
+        began_s = self._carrier.stopwatch()
+        for store in write.stores:
+            store.store(write.name, memoryview(write.payload), write.worth_s)
+        self._write_time.took(1, self._carrier.stopwatch() - began_s)
 
-    def _write(self, job: _Write) -> None:
-        began_s = time.perf_counter()
-        memory = memoryview(job.payload)
-        try:
-            for store in job.stores:
-                store.store(job.name, memory, job.worth_s)
-        finally:
-            self._write_time.took(1, time.perf_counter() - began_s)
-            with self._changed:
-                num_left = self._writing.get(job.name.sequence_hash, 1) - 1
-                if num_left:
-                    self._writing[job.name.sequence_hash] = num_left
-                else:
-                    self._writing.pop(job.name.sequence_hash, None)
-                is_awaited, self._is_awaited = self._is_awaited, False
-            if is_awaited:
-                self._told()
-
-    def _next(self) -> _Clear | _Read | _Write | None:
-        """The next job: clears, then reads. None: closed."""
-        with self._changed:
-            self._queues.is_busy = False
-            self._changed.notify_all()
-            while not (self._queues.clears or self._queues.reads or self._queues.writes):
-                if self._queues.is_closed:
-                    return None
-                self._changed.wait(None if self._is_unused_told else UNUSED_S)
-                self._tell_if_unused()
-            self._queues.is_busy = True
-            if self._queues.clears:
-                return self._queues.clears.popleft()
-            return self._queues.reads.popleft() if self._queues.reads else self._queues.writes.popleft()
+    def _written(self, write: _Write) -> None:
+        sequence_hash = write.name.sequence_hash
+        with self._carrier.lock:
+            num_left = self._writing.get(sequence_hash, 1) - 1
+            if num_left:
+                self._writing[sequence_hash] = num_left
+            else:
+                self._writing.pop(sequence_hash, None)
+            is_awaited, self._is_awaited = self._is_awaited, False
+        if is_awaited:
+            self._told()
 
     def _clear(self) -> None:
-        try:
-            for store in self._stores:
-                store.clear()
-                store.changes.take()  # the pool tells of the clear
-        finally:
-            with self._changed:
-                self._queues.num_clearing -= 1
+        for store in self._stores:
+            store.clear()
+            store.changes.take()  # the pool tells of the clear
+
+    def _cleared(self) -> None:
+        with self._carrier.lock:
+            self._num_clearing -= 1
 
     def _read(self, read: _Read) -> None:
-        began_s = time.perf_counter()
-        num_loaded = 0
-        try:
-            for name, store, block_id in zip(read.names, read.stores, read.load.block_ids):
-                block_began_s = time.perf_counter()
-                start = block_id * self._shape.block_bytes
-                if self._queues.is_closed or not store.load(name, self._pool[start : start + self._shape.block_bytes]):
-                    break
-                self._times[store.medium].took(1, time.perf_counter() - block_began_s)
-                num_loaded += 1
-        finally:
-            seconds = time.perf_counter() - began_s
-            self.counts.num_hit_blocks += num_loaded
-            if num_loaded == len(read.names):
-                self.counts.saved_s += read.saves_s - seconds
-            else:
-                self.counts.num_failed_loads += 1
-                self.counts.lost_s += seconds
-            with self._changed:
-                self._queues.num_reading -= len(read.names)
-            self._loaded(read.load.request_id, num_loaded == len(read.names), num_loaded)
+        for name, store, block_id in zip(read.names, read.stores, read.load.block_ids):
+            began_s = self._carrier.stopwatch()
+            is_here = not self._carrier.is_closed and store.load(name, self._carrier.room(block_id))
+            seconds = self._carrier.stopwatch() - began_s
+            read.seconds += seconds
+            if not is_here:
+                return
+            read.num_loaded += 1
+            self._times[store.medium].took(1, seconds)
+            store.stats.loaded_bytes += self._shape.block_bytes
+            store.stats.load_s += seconds
 
-    def _tell_if_unused(self) -> None:
-        if self._is_unused_told or time.monotonic() - self._began_s < UNUSED_S:
-            return
-        self._is_unused_told = True
+    def _read_ended(self, read: _Read) -> None:
+        self.counts.num_hit_blocks += read.num_loaded
+        if read.is_whole:
+            self.counts.saved_s += read.saves_s - read.seconds
+        else:
+            self.counts.num_failed_loads += 1
+            self.counts.lost_s += read.seconds
+        with self._carrier.lock:
+            self._num_reading -= len(read.names)
+        self._loaded(read.load.request_id, read.is_whole, read.num_loaded)
+
+    def _tell_unused(self) -> None:
         for store in self._stores:
             if not (store.stats.num_stored or store.stats.num_loaded):
                 _log.info("the KV cache tier %s is not used yet: %s", store.medium, self._why_unused(store))

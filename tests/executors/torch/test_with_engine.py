@@ -18,6 +18,7 @@ from kvrelay.engine.core import EngineCore
 from kvrelay.engine.request import Request
 from kvrelay.executors.torch import build_executor
 from kvrelay.tiers.block import shape_of
+from kvrelay.tiers.carrier import ThreadCarrier
 from kvrelay.tiers.disk import DiskStore
 from kvrelay.tiers.host import HostStore
 from kvrelay.tiers.tiers import KvTiers
@@ -73,7 +74,8 @@ def test_evicted_kv_comes_back_from_host_memory_and_disk_as_it_was(
     def with_tiers(core: EngineCore) -> KvTiers:
         shape = shape_of("model", core.executor.kv_layout)
         stores = [HostStore(memory, shape), DiskStore(tmp_path, shape, 1 << 24, 1e6)]
-        tiers.append(KvTiers(core.executor.kv_region, shape, stores, lambda: StepCost(prefill_token_s=1.0)))
+        carrier = ThreadCarrier(core.executor.kv_region, shape.block_bytes)
+        tiers.append(KvTiers(shape, stores, lambda: StepCost(prefill_token_s=1.0), carrier))
         return tiers[-1]
 
     for _ in range(2):
