@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvrelay.core.clock import ManualClock
-from kvrelay.engine.progress import Progress, StallDetector
+from kvrelay.engine.progress import REST_TICKS, Progress, StallDetector
 
 TICK_S = 1.0
 
@@ -77,7 +77,18 @@ def test_a_turn_that_began_before_the_stop_counts_from_its_end() -> None:
     watched.watch(3)
     watched.progress.begin()
     assert watched.watch(3600, step_s=3600) == (False, False)
-    assert watched.watch(17) == (True, False)
+    assert watched.watch(15) == (True, False)
+    assert watched.watch(1) == (True, True)
+
+
+def test_a_turn_that_began_during_a_rest_counts_from_its_beginning() -> None:
+    watched = Watched(20.0)
+    watched.watch(4, step_s=REST_TICKS * TICK_S)
+    watched.clock.advance(1)
+    watched.progress.begin()
+    assert watched.watch(3, step_s=3) == (False, False)
+    assert watched.watch(16) == (True, False)
+    assert watched.watch(1) == (True, True)
 
 
 def test_without_a_timeout_nothing_is_a_hang() -> None:

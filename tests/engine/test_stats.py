@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import pytest
 
@@ -72,6 +73,17 @@ def test_the_last_step_is_sampled_whenever_it_comes(sampler, core):
     assert waiting(sampler.sample()) == 0
     core.num_waiting, core.is_busy = 7, False
     assert waiting(sampler.sample()) == 7
+
+
+def test_who_asks_again_gets_the_last_step_when_a_sample_is_due(sampler, core, clock):
+    assert (waiting(sampler.sample(may_put_off=True)), sampler.owed_in_s) == (0, math.inf)
+    core.num_waiting, core.is_busy = 7, False
+    assert sampler.sample(may_put_off=True) is None
+    assert sampler.owed_in_s == pytest.approx(INTERVAL_S)
+    clock.advance(2 * INTERVAL_S)
+    assert sampler.owed_in_s == 0.0
+    assert (waiting(sampler.sample(may_put_off=True)), sampler.owed_in_s) == (7, math.inf)
+    assert core.num_asked == 2
 
 
 def test_what_has_not_changed_is_not_sent_again(sampler, core, clock):

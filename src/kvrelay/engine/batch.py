@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterator, KeysView
 
 import numpy as np
-import numpy.typing as npt
 
 from kvrelay.engine.request import Request
 from kvrelay.engine.step import NewSequence, SchedulerOutput
 
 _EMPTY = np.empty(0, dtype=np.int32)
-_NO_BLOCKS = np.empty((0, 3), dtype=np.int32)
+_NO_ROWS = (_EMPTY, _EMPTY, np.empty(0, dtype=np.bool_))
+_NO_BLOCKS = (_EMPTY, _EMPTY, _EMPTY)
 
 
 class Batch:
@@ -31,7 +31,8 @@ class Batch:
         self._released: list[int] = []
         self._new_blocks: list[tuple[int, int, int]] = []
         self._decode_rows: list[Request] | None = None
-        self._decode_slots: npt.NDArray[np.int32] = _EMPTY
+        self._decode_arrays = _NO_ROWS
+        """Their slots, numbers of tokens, and which are sampled."""
         self._ones, self._all_true = np.ones(num_slots, dtype=np.int32), np.ones(num_slots, dtype=np.bool_)
         self._step = 0
 
@@ -91,25 +92,19 @@ class Batch:
         """Decoding sequences in row order. Later changes of the batch do not change the returned list."""
         if self._decode_rows is None:
             self._decode_rows = list(self._decoding)
-            slots = [request.slot for request in self._decode_rows]
-            self._decode_slots = np.array(slots, dtype=np.int32)
+            slots, count = [request.slot for request in self._decode_rows], len(self._decode_rows)
+            self._decode_arrays = np.array(slots, dtype=np.int32), self._ones[:count], self._all_true[:count]
         return self._decode_rows
 
     def build(self, decodes: list[Request], chunks: list[tuple[Request, int]]) -> SchedulerOutput:
         """The step's work: ``decodes`` (all of ``decode_rows`` or none), then ``chunks`` of the given numbers of
         tokens."""
-        num_decodes = len(decodes)
-        num_rows = num_decodes + len(chunks)
-        num_tokens, samples = self._ones[:num_rows], self._all_true[:num_rows]
-        slots = self._decode_slots if decodes else _EMPTY
+        slots, num_tokens, samples = self._decode_arrays if decodes else _NO_ROWS
         if chunks:
             slots = np.concatenate([slots, np.array([request.slot for request, _ in chunks], dtype=np.int32)])
-            num_tokens, samples = num_tokens.copy(), samples.copy()
-            for row, (request, count) in enumerate(chunks, num_decodes):
-                num_tokens[row] = count
-                ends = request.num_computed_tokens + count == len(request.token_ids)
-                samples[row] = ends and not request.is_prefill_only
-        blocks = np.array(self._new_blocks, dtype=np.int32) if self._new_blocks else _NO_BLOCKS
+            num_tokens = np.concatenate([num_tokens, np.array([count for _, count in chunks], dtype=np.int32)])
+            samples = np.concatenate([samples, np.array([_samples(*chunk) for chunk in chunks], dtype=np.bool_)])
+        blocks = tuple(np.array(self._new_blocks, dtype=np.int32).T) if self._new_blocks else _NO_BLOCKS
         self._step += 1
         output = SchedulerOutput(
             step=self._step,
@@ -118,9 +113,9 @@ class Batch:
             slots=slots,
             num_tokens=num_tokens,
             samples=samples,
-            block_slots=blocks[:, 0],
-            block_indices=blocks[:, 1],
-            block_ids=blocks[:, 2],
+            block_slots=blocks[0],
+            block_indices=blocks[1],
+            block_ids=blocks[2],
         )
         self._entering.clear()
         self._released.clear()
@@ -130,6 +125,11 @@ class Batch:
     def _add_decoding(self, request: Request) -> None:
         self._decoding[request] = None
         self._decode_rows = None
+
+
+def _samples(request: Request, count: int) -> bool:
+    """Whether the next ``count`` tokens are the last known ones, so that another follows."""
+    return request.num_computed_tokens + count == len(request.token_ids) and not request.is_prefill_only
 
 
 def _new_sequence(request: Request) -> NewSequence:

@@ -143,9 +143,9 @@ class EngineCore:
         prefills to send away, reads to begin. Without ``announce`` all of this comes with the result.
         """
         self._raise_if_dead()
-        began_s = self._clock.now()
-        work = self.scheduler.schedule()
-        if work is not None and announce is not None and not self.scheduler.output.is_empty:
+        scheduler, began_s = self.scheduler, self._clock.now()
+        work = scheduler.schedule()
+        if work is not None and announce is not None and not scheduler.output.is_empty:
             announce(self._take_output())
         try:
             kind = self.group.begin_round(has_batch=work is not None)
@@ -158,11 +158,11 @@ class EngineCore:
         except Exception as exc:  # noqa: BLE001 - whatever a device or a kernel may raise
             return self._die(self.group.explain(exc))
         if work is not None:
-            computed = self.scheduler.step_work()
-            self.scheduler.update(result)
+            computed = scheduler.step_work()
+            scheduler.update(result)
             seconds = self._clock.now() - began_s
-            self.scheduler.token_budget.costs.add(computed, seconds)
-            self.scheduler.times.step.observe(seconds)
+            scheduler.token_budget.costs.add(computed, seconds)
+            scheduler.times.step.observe(seconds)
         self.limits.observe()
         return self._take_output()
 

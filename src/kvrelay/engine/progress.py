@@ -17,6 +17,8 @@ STALL_SHARE = 0.5
 """An iteration counts as a stall (``/health`` says 503) after MAX_STALL_S, or this share of the time to a hang if
 sooner."""
 MAX_MISSED_TICKS = 2
+REST_TICKS = 4
+"""Between two observations while the engine rests. Fewer than the ticks to a stall."""
 
 
 class Iteration(msgspec.Struct, frozen=True):
@@ -52,16 +54,18 @@ class Progress:
 
 
 class StallDetector:
-    """Sums the time for which one iteration has been observed. Call ``observe`` every ``tick_s``.
+    """Sums the time for which one iteration has been observed. Call ``observe`` every ``tick_s``, or every REST_TICKS
+    while there is none.
 
-    Time between two calls counts as MAX_MISSED_TICKS at most: a stopped process or a suspended machine has not hung.
+    Time between two calls counts as MAX_MISSED_TICKS at most, after a rest as REST_TICKS: a stopped process or a
+    suspended machine has not hung.
     With ``timeout_s`` 0 no iteration is a hang, but stalls are still reported.
     """
 
     def __init__(self, timeout_s: float, tick_s: float) -> None:
         self._timeout_s = timeout_s or math.inf
         self._stall_s = min(MAX_STALL_S, STALL_SHARE * self._timeout_s)
-        self._max_gap_s = MAX_MISSED_TICKS * tick_s
+        self._max_gap_s, self._max_rest_s = MAX_MISSED_TICKS * tick_s, REST_TICKS * tick_s
         self._number = 0
         self._asked_s = 0.0
         self.watched_s = 0.0
@@ -80,8 +84,9 @@ class StallDetector:
         if iteration is None:
             self._number, self.watched_s = 0, 0.0
         elif iteration.number != self._number:
+            max_gap_s = self._max_gap_s if self._number else self._max_rest_s
             self._number = iteration.number
-            self.watched_s = min(max(now_s - iteration.began_s, 0.0), self._max_gap_s)
+            self.watched_s = min(max(now_s - iteration.began_s, 0.0), max_gap_s)
         else:
             self.watched_s += min(max(now_s - self._asked_s, 0.0), self._max_gap_s)
         self._asked_s = now_s

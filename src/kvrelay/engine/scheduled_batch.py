@@ -79,7 +79,9 @@ class TokenBudget:
 
     def work_of(self, batch: ScheduledBatch) -> StepWork:
         """What the step computes, for ``costs``. Before its result is taken in."""
-        pairs = sum([count * request.num_computed_tokens for request, count in batch.chunks]) if batch.chunks else 0
+        if not batch.chunks:
+            return StepWork(0, 0, len(batch.decodes), self._num_context)
+        pairs = sum([count * request.num_computed_tokens for request, count in batch.chunks])
         num_context = self._num_context if batch.decodes else 0
         return StepWork(batch.num_prefill_tokens, pairs, len(batch.decodes), num_context)
 
@@ -99,6 +101,8 @@ class BatchPlanner:
         self._max_num_tokens = max_num_tokens
         self._is_others_turn = False
         self._token_budget = token_budget
+        self._decodes_alone = ScheduledBatch([], [])
+        """The latest batch without a prefill: most steps repeat it."""
 
     def plan(self) -> ScheduledBatch:
         """Schedule the next step."""
@@ -123,7 +127,9 @@ class BatchPlanner:
         if self._token_budget is not None:
             self._token_budget.look_at(decodes)
         if not prefilling:
-            return ScheduledBatch(decodes, [])
+            if self._decodes_alone.decodes is not decodes:
+                self._decodes_alone = ScheduledBatch(decodes, [])
+            return self._decodes_alone
         budget = self._max_num_tokens - len(decodes)
         # No prefill budget is below MIN_CHUNK_TOKENS: short prompts need not know it.
         if self._token_budget is not None and _num_missing(prefilling) > MIN_CHUNK_TOKENS:

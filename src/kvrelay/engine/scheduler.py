@@ -424,7 +424,7 @@ class Scheduler:
     def schedule(self) -> SchedulerOutput | None:
         """The next step's work; None if there is nothing to compute. Must be followed by ``update``."""
         preempted = self._decode_allocator.grow()
-        if not preempted:
+        if self.admission.num_waiting and not preempted:
             self._admit()
         if self.holding.is_short:
             self.holding.make_room(self.admission.held())
@@ -549,18 +549,19 @@ class Scheduler:
         self.num_steps += 1
         self.num_generated_tokens += len(result.token_ids) - result.token_ids.count(NO_TOKEN)
         self.num_prefill_tokens += self._scheduled.num_prefill_tokens
-        tokens = iter(result.token_ids)
-        self._update_decodes(tokens, result)
-        for row, (request, count) in enumerate(self._scheduled.chunks, len(self._scheduled.decodes)):
-            self._update_chunk(request, count, row, tokens, result)
+        self._update_decodes(result)
+        if self._scheduled.chunks:
+            num_decodes = len(self._scheduled.decodes)
+            tokens = iter(result.token_ids[num_decodes:])
+            for row, (request, count) in enumerate(self._scheduled.chunks, num_decodes):
+                self._update_chunk(request, count, row, tokens, result)
 
-    def _update_decodes(self, tokens: Iterator[int], result: ModelOutput) -> None:
+    def _update_decodes(self, result: ModelOutput) -> None:
         outputs, logprobs, failures = self.output.outputs, result.logprobs, result.failures
-        size = self.pool.block_size
+        decodes, size = self._scheduled.decodes, self.pool.block_size
         ended: list[tuple[Request, int]] = []
         failed: list[tuple[Request, str]] = []
-        for row, request in enumerate(self._scheduled.decodes):
-            token_id = next(tokens)
+        for row, (request, token_id) in enumerate(zip(decodes, result.token_ids[: len(decodes)], strict=True)):
             if failures and row in failures:
                 failed.append((request, failures[row]))
                 continue

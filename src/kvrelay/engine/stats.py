@@ -6,6 +6,7 @@ a true value, but not all of them are from the same moment. Nothing here knows r
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -136,8 +137,8 @@ class LoadSource(Protocol):
 
 class LoadSampler:
     """Samples ``core`` at most once per ``interval_s`` while it works, and always when its work ends, so that the last
-    published load is the current one. Called on the engine's thread, after each step: the publisher sends at most 20
-    samples a second."""
+    published load is the current one, or in a moment. Called on the engine's thread, after each step: the publisher
+    sends at most 20 samples a second."""
 
     def __init__(self, core: LoadSource, interval_s: float, clock: Clock) -> None:
         self._core = core
@@ -146,13 +147,21 @@ class LoadSampler:
         self.due_s = clock.now()
         """When the next sample is due while the engine works."""
         self._last: LoadMetrics | None = None
+        self._is_owed = False
 
-    def sample(self) -> LoadMetrics | None:
-        """The load now; None if no sample is due, or if nothing has changed since the last one."""
+    @property
+    def owed_in_s(self) -> float:
+        """Until when a sample is to be asked for that was put off; infinite: none was."""
+        return max(self.due_s - self._clock.now(), 0.0) if self._is_owed else math.inf
+
+    def sample(self, *, may_put_off: bool = False) -> LoadMetrics | None:
+        """The load now; None if no sample is due, or if nothing has changed since the last one. ``may_put_off``: the
+        caller asks again after ``owed_in_s``, so that work which ends at once and often is not sampled each time."""
         now_s = self._clock.now()
-        if now_s < self.due_s and self._core.has_work():
+        if now_s < self.due_s and (may_put_off or self._core.has_work()):
+            self._is_owed = may_put_off
             return None
-        self.due_s = now_s + self._interval_s
+        self.due_s, self._is_owed = now_s + self._interval_s, False
         load = self._core.metrics()
         # Callbacks also change the load, for example when a release frees blocks.
         if self._last is not None and load == msgspec.structs.replace(self._last, seq=load.seq):

@@ -39,7 +39,9 @@ _log = logging.getLogger(__name__)
 INBOX_S = 0.003
 """Time between two steps for the inbox: a burst of long prompts takes long to take in, and answers go on meanwhile."""
 LOAD_INTERVAL_S = 0.05
-"""Shortest interval of load samples while the engine works."""
+"""Shortest interval of load samples."""
+MIN_WAIT_S = 0.001
+"""The inbox does not wait for 0 s, nor less than a clock's tick."""
 
 
 def _ignore(_: object) -> None:
@@ -174,7 +176,7 @@ class EngineThread:
     def deliver(self, step: StepOutput) -> None:
         """Hand on what a step has put out, with a sample of the load."""
         if self._samples_load:
-            step.load = self._load.sample()
+            step.load = self._load.sample(may_put_off=True)
         if not step.is_empty:
             self._on_step(step)
 
@@ -216,10 +218,10 @@ class EngineThread:
         return True
 
     def _wait_for_entry(self) -> Entry | None:
-        """Raises queue.Empty if none arrives for a while."""
+        """Raises queue.Empty if none arrives for a while, or until a sample of the load is due."""
         self.progress.rest()
         try:
-            return self._inbox.take(self._idle_wait_s)
+            return self._inbox.take(min(self._idle_wait_s, self._load.owed_in_s + MIN_WAIT_S))
         finally:
             self.progress.begin()
 

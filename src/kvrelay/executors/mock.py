@@ -156,9 +156,10 @@ class MockExecutor:
         if len(work.block_ids):
             for slot, block_id in zip(work.block_slots.tolist(), work.block_ids.tolist()):
                 self._sequences[slot].blocks.append(block_id * self._block_cells)
-        if not work.num_seqs:
+        if not len(work.slots):
             return ModelOutput([])
-        self._pass_time(work)
+        if self._mock.speedup_ratio or self._mock.hang_file:
+            self._pass_time(work)
         return self._compute(work)
 
     def prepare(self, sampling: SamplingParams) -> None:

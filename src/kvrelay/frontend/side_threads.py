@@ -82,9 +82,10 @@ class SideThreads:
 
     async def parse(self, size: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run ``function``, whose time is that of parsing a body of ``size`` bytes: as ``call``, or on the loop."""
-        if not INLINE_SIZE < size <= LOOP_SIZE:
-            return await self.call(size, function, *args, **kwargs)
-        await self.turns.take(size // BYTES_PER_COST)
+        if size > LOOP_SIZE:
+            return await self._beside(size, partial(function, *args, **kwargs))
+        if size > INLINE_SIZE:
+            await self.turns.take(size // BYTES_PER_COST)
         return function(*args, **kwargs)
 
     async def run(

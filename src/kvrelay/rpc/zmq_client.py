@@ -146,12 +146,8 @@ class ZmqRpcClient:
 
     def _receive_one(self) -> int | None:
         endpoint = self.endpoint
-        if endpoint is None:
-            return None
-        if self._on_message is None:
-            # Received messages wait, but the descriptor must be reset, or it wakes the loop for ever.
-            endpoint.socket.getsockopt(zmq.EVENTS)
-            return None
+        if endpoint is None or self._on_message is None:
+            return None  # received messages wait for a handler
         frames = endpoint.receive()
         if frames is None:
             return None

@@ -178,7 +178,7 @@ class ZmqRpcServer:
         frames = self.endpoint.receive() if self.endpoint is not None else None
         if frames is None:
             return None
-        size = sum([len(frame) for frame in frames])
+        size = sum(map(len, frames))
         peer = Peer(frames[0].bytes)
         if peer in self._parting:
             return size

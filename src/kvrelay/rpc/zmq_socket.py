@@ -14,6 +14,7 @@ import math
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
@@ -77,11 +78,12 @@ def _configure(socket: zmq.Socket[bytes], heartbeat: Heartbeat) -> None:
 
 
 class SocketReader:
-    """Calls ``receive_one`` whenever the socket may have something, until it returns None (nothing left) instead of a
-    message's size in bytes. A burst of messages is read over several turns of the loop."""
+    """Calls ``receive_one`` whenever the socket has something, which returns a message's size in bytes, or None to read
+    nothing more now. A burst of messages is read over several turns of the loop."""
 
     def __init__(self, socket: zmq.Socket[bytes], receive_one: Callable[[], int | None]) -> None:
         self._fd = int(socket.FD)
+        self._option: Callable[[int], Any] = socket.getsockopt
         self._receive_one = receive_one
         self._loop = asyncio.get_running_loop()
         self._is_scheduled = False
@@ -97,10 +99,10 @@ class SocketReader:
 
     def drain(self, budget: int = DRAIN_BUDGET, max_bytes: float = math.inf) -> bool:
         """Read up to ``budget`` messages now, and none after ``max_bytes``. True when nothing is left."""
-        num_bytes = 0
+        num_bytes, option, receive_one = 0, self._option, self._receive_one
         for _ in range(budget):
-            size = None if self._is_closed else self._receive_one()
-            if size is None:
+            # The socket is asked first: raising zmq.Again takes longer than reading a message.
+            if self._is_closed or not option(EVENTS) & POLLIN or (size := receive_one()) is None:
                 return True
             num_bytes += size
             if num_bytes >= max_bytes:
@@ -151,8 +153,8 @@ class Endpoint:
     """A socket in ``context``, or in a context (with an I/O thread) of its own; not bound or connected yet. Ends with
     ``close``.
 
-    ``receive_one`` is called whenever there may be a message, until it returns None (nothing left) instead of the
-    message's size. ``on_event`` is called for each event that is in ``events``.
+    ``receive_one`` is called for each message, and returns its size, or None to read nothing more now. ``on_event`` is
+    called for each event that is in ``events``.
     """
 
     def __init__(
@@ -182,17 +184,15 @@ class Endpoint:
 
     def receive(self) -> list[zmq.Frame] | None:
         """The frames of the next message, with libzmq's metadata; None if there is none."""
-        # The socket is asked first: raising zmq.Again takes longer than reading a message.
-        if not int(self.socket.getsockopt(EVENTS)) & POLLIN:
-            return None
         # Not recv_multipart: it asks the socket after every frame whether there are more, which the frame knows.
         receive = self.socket.recv
         try:
-            frames = [receive(NOBLOCK, copy=False)]
+            frame = receive(NOBLOCK, copy=False)
         except zmq.Again:
             return None  # a connection that has just ended took it along
-        while frames[-1].more:
-            frames.append(receive(NOBLOCK, copy=False))
+        frames = [frame]
+        while frame.more:
+            frames.append(frame := receive(NOBLOCK, copy=False))
         return frames
 
     async def close(self, *, drop_queued: bool = False) -> None:

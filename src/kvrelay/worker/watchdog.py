@@ -19,7 +19,7 @@ import threading
 from collections.abc import Callable
 
 from kvrelay.core.clock import Clock
-from kvrelay.engine.progress import MAX_MISSED_TICKS, Progress, StallDetector
+from kvrelay.engine.progress import REST_TICKS, Progress, StallDetector
 from kvrelay.errors import EngineHungError
 
 _log = logging.getLogger(__name__)
@@ -91,8 +91,8 @@ class Watchdog:
 
     @property
     def _wait_s(self) -> float:
-        """An iteration that begins after an idle tick is counted from its beginning for MAX_MISSED_TICKS ticks."""
-        return self._tick_s * (MAX_MISSED_TICKS if self._progress.iteration is None else 1)
+        """An iteration that begins during a rest is counted from its beginning."""
+        return self._tick_s * (REST_TICKS if self._progress.iteration is None else 1)
 
     def _run(self) -> None:
         while not self._stopped.wait(self._wait_s):

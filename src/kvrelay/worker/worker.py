@@ -92,7 +92,6 @@ class Worker:
         self._engine, self._is_routed = engine, is_routed
         self._control, self._server = control, server
         self._keys = Keys(settings.control.namespace)
-        self._loop = asyncio.get_running_loop()
         self._shutdown = Shutdown()
         self._tasks = TaskSet()
         self._callers = Callers(control.discovery, self._keys, is_open=not self.identity.public_key)
@@ -389,11 +388,11 @@ class Worker:
         for request_id, numbers in step.marks:
             self._marks.put(request_id, numbers)
         if step.outputs:
-            self.decode.hand_on(step.outputs)
+            self.decode.outbox.add(step.outputs)
         self.decode.handoffs.on_step(step)
         self.prefill.handoffs.on_step(step)
         if self._is_routed and (step.kv_events or step.load is not None):
-            self._loop.call_soon_threadsafe(self._publisher.update, step.kv_events, step.load)
+            self._publisher.update(step.kv_events, step.load)
 
     def _on_lease_revoked(self) -> None:
         """An operator wants this worker to leave. The effects of the lost lease have been handled."""

@@ -234,7 +234,8 @@ class AdmissionQueue:
         """The first waiting requests in order of service, without those that wait for their turn to be computed."""
         now_s = self._clock.now()
         queues = [queue.candidates(now_s, MAX_CANDIDATES, tenant) for queue in self._queues if queue]
-        for candidate in heapq.merge(*queues, key=lambda candidate: candidate.urgency):
+        in_order = queues[0] if len(queues) == 1 else heapq.merge(*queues, key=lambda candidate: candidate.urgency)
+        for candidate in in_order:
             if self._sources.has_pending and self._awaits_kv(candidate.request):
                 continue
             decision = self._decide(candidate, load)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import enum
 from collections import defaultdict
-from functools import partial
+from functools import lru_cache, partial
 
 import msgspec
 
@@ -51,7 +51,10 @@ class Caller(msgspec.Struct, frozen=True):
     caller_id: str
 
 
-_decoder = msgspec.json.Decoder(Caller)
+@lru_cache(maxsize=1024)
+def _caller_of(identity: str) -> Caller:
+    """Each message of a connection asks."""
+    return msgspec.json.decode(identity, type=Caller)
 
 
 class Callers:
@@ -121,7 +124,7 @@ class Callers:
 
     @staticmethod
     def is_frontend(identity: str) -> bool:
-        return bool(identity) and _decoder.decode(identity).kind is CallerKind.FRONTEND
+        return bool(identity) and _caller_of(identity).kind is CallerKind.FRONTEND
 
     def refusal(self, identity: str, message: Message) -> str | None:
         """Why a message over a connection of that identity must be dropped; None: it may be handled."""
@@ -129,7 +132,7 @@ class Callers:
             return None
         if not identity:
             return "its sender is not known"
-        caller = _decoder.decode(identity)
+        caller = _caller_of(identity)
         if not isinstance(message, MAY_SAY[caller.kind]):
             return f"{caller.kind} {caller.caller_id} has no business with it"
         if isinstance(message, HandoffClaim | HandoffReleased) and message.prefill_worker_id != caller.caller_id:

@@ -34,7 +34,7 @@ MAX_BATCH_BLOCKS = 20_000
 
 
 class Publisher:
-    """One worker's events and load on the bus, sealed with ``secret``. All methods run on the event loop.
+    """One worker's events and load on the bus, sealed with ``secret``. All methods but ``update`` run on the loop.
     ``complete`` adds to a sample, when it is sent, what the engine's own numbers do not have."""
 
     def __init__(
@@ -62,7 +62,8 @@ class Publisher:
         self._sent_s = 0.0
         self._published_s = 0.0
         self._seq = 0
-        self._changed = asyncio.Event()
+        self._changed, self._is_due = asyncio.Event(), False
+        self._loop = asyncio.get_running_loop()
         self._task: asyncio.Task[None] | None = None
         self._replay: Subscription | None = None
         self._is_closed = False
@@ -75,11 +76,14 @@ class Publisher:
         self._task = asyncio.get_running_loop().create_task(self._run())
 
     def update(self, events: list[KvEvent], load: LoadMetrics | None) -> None:
-        """Publish a step's changes; without a sample the load is unchanged."""
+        """Publish a step's changes; without a sample the load is unchanged. From the engine's thread, which wakes the
+        loop for the first of them only."""
         self._pending += events
         if load is not None:
             self._load = load
-        self._changed.set()
+        if not self._is_due:
+            self._is_due = True
+            self._loop.call_soon_threadsafe(self._changed.set)
 
     async def close(self) -> None:
         self._is_closed = True
@@ -101,6 +105,7 @@ class Publisher:
             except TimeoutError:
                 pass
             self._changed.clear()
+            self._is_due = False  # first: what comes from now on is to be published again
             self._published_s = time.monotonic()
             await self._publish_events()
             await self._publish_load()
@@ -114,7 +119,8 @@ class Publisher:
         return next_beat_s(self._sent_s, interval_s)
 
     async def _publish_events(self) -> None:
-        events, self._pending = self._pending, []
+        events = self._pending.copy()
+        del self._pending[: len(events)]
         for some in split_events(events):
             batch = self._log.append(some)
             try:
