@@ -24,7 +24,9 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 from tests.deploy.command_lines import checked
 
-from kvrelay.config import WorkerRole
+from kvrelay.cli.options import SettingsSource
+from kvrelay.cli.processes import WORKER_SETTINGS
+from kvrelay.config import MetricsConfig, WorkerRole
 from kvrelay.core.tier_stats import StoreStats, TierCounts, TierStats
 from kvrelay.engine.stats import EngineStats
 from kvrelay.errors import ConfigError
@@ -388,6 +390,17 @@ def test_a_unit_starts_a_command_that_exists(name: str) -> None:
     assert "worker" in name or opens_the_page(given)
     assert int(settings["TimeoutStopSec"]) > given.get("shutdown_timeout_s", 0)
     assert settings["User"] != "root"
+
+
+def test_the_second_worker_of_a_machine_can_have_another_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The flag would win over its own file."""
+    settings = (DEPLOY / "systemd" / "kvrelay-worker@.service").read_text()
+    assert "--metrics-port" not in settings
+    files = re.findall("^EnvironmentFile=(.*)$", settings, re.MULTILINE)
+    assert files == ["/etc/kvrelay/worker.env", "-/etc/kvrelay/worker-%i.env"]
+    (line,) = re.findall("^Environment=(KVRELAY_METRICS_PORT=.*)$", settings, re.MULTILINE)
+    monkeypatch.setenv(*line.split("="))
+    assert SettingsSource(WORKER_SETTINGS, None, {}).build(MetricsConfig).metrics_port == 9400
 
 
 def test_a_worker_may_take_back_its_niceness() -> None:

@@ -19,6 +19,7 @@ from kvrelay.errors import ConfigError
 from kvrelay.launch import dp_group
 from kvrelay.launch.dp_group import devices_of_rank, join_group, run_group
 from kvrelay.launch.serve import is_child, no_worker_takes_requests
+from kvrelay.launch.worker_process import ready_line
 
 
 def test_ranks_share_out_the_gpus(tmp_path: Path) -> None:
@@ -72,6 +73,15 @@ def test_a_group_announces_itself_once(announces: bool, silent: list[bool], monk
     for rank in range(2):
         dp_group.start_rank(group_of_scripts(), rank, "/d", announces=announces and not rank)
     assert ["--no-ready-line" in command for command in commands] == silent
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ranks_that_are_started_one_by_one_say_which_they_are(rank: int) -> None:
+    group = GroupConfig(dp=2, dp_rank=rank, dp_address="10.0.0.2:7000")
+    config = WorkerConfig(model_path=Path(), model="m", role=WorkerRole.DECODE, group=group)
+    assert f"m (decode, rank {rank} of 2) at tcp://10.0.0.3:9500, as" in ready_line(
+        config, "worker-a", "tcp://10.0.0.3:9500"
+    )
 
 
 async def test_a_rank_that_fails_ends_the_group(scripted: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:

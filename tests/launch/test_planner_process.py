@@ -109,6 +109,9 @@ async def test_a_planner_suggests_and_changes_nothing() -> None:
     text = reports_text(msgspec.to_builtins([shown]))
     assert "widen p0: prefill -> both" in text
     assert "suggest, 0 changes" in text
+    # Seconds of lateness per second, which the planner compares, tell people nothing.
+    assert "3 requests/s, each 400 tokens to prefill and 360 to answer; prefill " in text
+    assert "lateness" not in text
     await running.plane.close()
 
 

@@ -121,6 +121,21 @@ def test_ranks_and_the_planner_s_last_change() -> None:
     )
 
 
+def test_estimates_of_the_planner_stand_beside_what_clients_got() -> None:
+    action = {"numbers": {"requests_per_s": 2.0, "ttft_s": 0.1712, "itl_s": 0.021}}
+    planner = {"mode": "suggest", "is_paused": False, "shape": "1P1D", "actions": [action]}
+    report = REPORT | {"planners": [planner | {"measured": {"ttft_s": [0.1, 0.25], "itl_s": [2.5, 1e9]}}]}
+    first, gaps = (
+        "first token (95 %): expected 0.171 s, measured 0.1 to 0.25 s",
+        "between tokens: expected 0.021 s, measured more than 2.5 s",
+    )
+    assert f"{first}  {gaps}\n" in text(report)
+    assert f"{first}\n{gaps}\n" in text(report, 80)
+    action["numbers"]["requests_per_s"] = 0.0  # nothing comes: nothing is expected
+    assert "expected" not in text(report)
+    assert "expected" not in text(REPORT | {"planners": [planner]})
+
+
 def test_ids_of_clients_cannot_write_to_the_terminal() -> None:
     shown = text(REPORT)
     assert "\x1b" not in shown
@@ -149,7 +164,7 @@ def test_eighty_columns_keep_the_rates() -> None:
     """Every figure that a wide screen has of loads and rates, and of the slowest request."""
     wrong = [{"severity": "error", "text": "612 of 732 requests were refused; " * 3 + "add workers"}]
     worker = WORKER | {
-        "id": "decode-63c9399493",
+        "id": "worker-63c9399493",
         "running": 128,
         "prefill_tokens_per_s": 12_345.6,
         "tokens_per_s": 9876.5,
@@ -162,12 +177,14 @@ def test_eighty_columns_keep_the_rates() -> None:
         "between tokens p50 10.0 ms p95 20.0 ms",
         "KV 50% of 100 blocks",
         "WORKER             ROLE    STATE      RUN  WAIT   KV  PROMPT/S TOKENS/S   QUEUED",
-        "decode-63c9399493  decode  ready      128     0  50%  12,345.6  9,876.5   1.50 s",
+        "worker-63c9399493  decode  ready      128     0  50%  12,345.6  9,876.5   1.50 s",
         "1.0 MiB in 2, 1.00 ms each",
         "1,234.5 ms",
         "FIRST TOKEN",
     ):
         assert part in shown
+    ranked = worker | {"dp_group": "g", "dp_rank": 11}
+    assert "63c9399493 rank 11 decode  ready " in text(REPORT | {"workers": [ranked]}, 80)
 
 
 async def test_the_command_asks_a_frontend(model_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,10 +14,15 @@ from kvrelay.control.base import Keys
 from kvrelay.errors import IntegrityError, InvalidInputError
 from kvrelay.launch.request_plane import connected
 from kvrelay.planner.log import read_log, replay
-from kvrelay.planner.report import COUNT, HELD, PAUSED, read_reports, shown
+from kvrelay.planner.report import COUNT, HELD, PAUSED, beside, read_reports
 
 NUM_CHANGES = 5
 """The latest of each planner are shown."""
+LOAD = (
+    "{requests_per_s:.3g} requests/s, each {uncached_tokens:.0f} tokens to prefill and {answer_tokens:.0f} to answer; "
+    "prefill {prefill_utilisation:.0%} used, decode {decode_utilisation:.0%}"
+)
+"""What a plan is made of, for people: figures of ``Numbers``."""
 
 
 async def planner_reports(config: ControlConfig) -> list[dict[str, Any]]:
@@ -46,14 +51,9 @@ def _lines(report: dict[str, Any]) -> list[str]:
     for action in report["actions"]:
         target = " ".join(str(action[name]) for name in ("worker_id", "role") if name in action)
         lines.append(f"  {action['type']} {target}".rstrip() + f": {action['reason']} ({age_s:.0f} s ago)")
-        numbers = {name: value for name, value in action["numbers"].items() if value}
-        if numbers:
-            lines.append("  " + ", ".join(f"{name} {value:.4g}" for name, value in numbers.items()))
-        if (measured := report["measured"]) and numbers:
-            lines += [
-                f"  {name}: expected {action['numbers'][key]:.3g} s, measured {shown(measured[key])}"
-                for name, key in (("first token (95 %)", "ttft_s"), ("between tokens", "itl_s"))
-            ]
+        if (numbers := action["numbers"])["requests_per_s"]:
+            lines.append("  " + LOAD.format_map(numbers))
+        lines += [f"  {line}" for line in beside(numbers, report["measured"])]
     lines += [
         f"  {time.strftime('%H:%M:%S', time.localtime(change['unix_s']))} {change['what']}: {change['reason']}"
         for change in report["changes"][-NUM_CHANGES:]

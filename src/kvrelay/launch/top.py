@@ -14,6 +14,7 @@ from typing import Any
 from kvrelay.errors import WorkerUnavailableError
 from kvrelay.launch.frontend_calls import cluster_snapshot, listed_requests
 from kvrelay.marks.text import printable
+from kvrelay.planner.report import beside
 
 INTERVAL_S = 1.0
 NUM_SLOWEST = 8
@@ -83,7 +84,7 @@ async def _look(url: str, api_key: str | None) -> dict[str, Any]:
 def text_of(report: Report, width: int, height: int) -> list[str]:
     """At most ``height`` lines of at most ``width`` characters. Workers with the most waiting requests come first;
     those for which there is no room are counted. Control characters in ids and errors are escaped."""
-    head = [*_head(report), *_wrong(report, width), *_wrapped(_sums(report), width), *_planner(report), ""]
+    head = [*_head(report), *_wrong(report, width), *_wrapped(_sums(report), width), *_planner(report, width), ""]
     is_wide = width >= WIDE
     foot = [*_flows(report, is_wide), *_slowest(report, is_wide)]
     if len(head) + len(report["workers"]) + len(foot) + 3 > height:
@@ -106,9 +107,8 @@ def _coloured(line: str) -> str:
 
 
 def _head(report: Report) -> Iterator[str]:
-    at = _clock(report["now_unix"])
-    workers, frontends = len(report["workers"]), len(report["frontends"])
-    yield f"kvrelay {report['release']}, {at}: {workers} workers, {frontends} frontends"
+    counts = ", ".join(f"{len(report[name])} {name}" for name in ("workers", "frontends"))
+    yield f"kvrelay {report['release']}, {_clock(report['now_unix'])}: {counts}"
 
 
 def _wrong(report: Report, width: int) -> Iterator[str]:
@@ -157,9 +157,7 @@ def _prefills(total: Mapping[str, Any]) -> Iterator[str]:
     if num_prompt := total.get("prompt_tokens_last_minute"):
         yield f"prompts: {num_prompt:,} tokens, {_share(total['cached_tokens_last_minute'], num_prompt):.0%} cached"
         loaded = total["loaded_tokens_last_minute"].items()
-        yield (
-            "".join(f", {tokens:,} read from {medium}" for medium, tokens in loaded if tokens).removeprefix(", ") + "\n"
-        )
+        yield ", ".join(f"{tokens:,} read from {medium}" for medium, tokens in loaded if tokens) + "\n"
     if num_paused := total.get("sessions_paused"):
         yield f"agents: {num_paused:,} sessions paused"
         yield f"{total['sessions_last_minute']['returned']:,} returned in 1 min\n"
@@ -176,10 +174,12 @@ def _wrapped(parts: Iterable[str], width: int) -> Iterator[str]:
         if part.endswith("\n"):
             yield line
             line = ""
+    if line:
+        yield line
 
 
-def _planner(report: Report) -> Iterator[str]:
-    """The one that decides, and the latest change of any."""
+def _planner(report: Report, width: int) -> Iterator[str]:
+    """The one that decides, the latest change of any, and its estimates beside what clients got."""
     planners = report.get("planners", ())
     if planners:
         leader = planners[0]
@@ -187,6 +187,8 @@ def _planner(report: Report) -> Iterator[str]:
         changes = [change for planner in planners for change in planner.get("changes", ())]
         last = max(changes, key=lambda change: float(change["unix_s"]), default=None)
         yield line if last is None else f"{line}; {_clock(last['unix_s'])} {last['what']}: {last['reason']}"
+        for action in leader.get("actions", ()):
+            yield from _wrapped(beside(action["numbers"], leader.get("measured")), width)
 
 
 def _clock(unix_s: float) -> str:
@@ -201,9 +203,11 @@ def _workers(report: Report, room: int, is_wide: bool) -> Iterator[str]:
     for worker in workers[:room]:
         share = _share(worker["kv_used"] or 0, worker["kv_total"] or 0)
         cells = "#" * round(share * KV_CELLS)
-        queued_s, age_s = worker["prefill_s_queued"], worker["age_s"]
+        name = worker["id"]
+        if worker.get("dp_group"):  # narrow, without the word that all ids begin with
+            name = f"{name if is_wide else name.removeprefix('worker-')} rank {worker['dp_rank']}"
         yield columns.format(
-            f"{worker['id']} rank {worker['dp_rank']}" if worker.get("dp_group") else worker["id"],
+            name,
             worker["role"],
             worker["state"],
             _or_dash(worker["running"]),
@@ -211,9 +215,9 @@ def _workers(report: Report, room: int, is_wide: bool) -> Iterator[str]:
             f"{cells:.<{KV_CELLS}} {share:.0%}" if is_wide else f"{share:.0%}",
             _rate(worker["prefill_tokens_per_s"]),
             _rate(worker["tokens_per_s"]),
-            "-" if queued_s is None else f"{queued_s:.2f} s",
-            "-" if age_s is None else f"{age_s:.1f} s",
-            "-" if worker.get("cpu_cores") is None else f"{worker['cpu_cores']:.2f}",
+            _or_dash(worker["prefill_s_queued"], "{:.2f} s"),
+            _or_dash(worker["age_s"], "{:.1f} s"),
+            _or_dash(worker.get("cpu_cores"), "{:.2f}"),
             f"{worker['rss_bytes'] / 2**20:,.0f} MiB" if worker.get("rss_bytes") else "-",
         )
     if len(workers) > room:
@@ -254,15 +258,15 @@ def _quantiles(found: Mapping[str, float | None]) -> str:
 
 
 def _milliseconds(value: float | None) -> str:
-    return "-" if value is None else f"{value:,.1f} ms"
+    return _or_dash(value, "{:,.1f} ms")
 
 
 def _rate(value: float | None) -> str:
-    return "-" if value is None else f"{value:,.1f}"
+    return _or_dash(value, "{:,.1f}")
 
 
-def _or_dash(value: int | None) -> str:
-    return "-" if value is None else str(value)
+def _or_dash(value: float | None, text: str = "{}") -> str:
+    return "-" if value is None else text.format(value)
 
 
 def _share(part: int, whole: int) -> float:

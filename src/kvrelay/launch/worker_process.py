@@ -127,7 +127,7 @@ async def _run_worker(config: WorkerConfig, *, announces: bool) -> None:
 
 def ready_line(config: WorkerConfig, worker_id: str, address: str) -> str:
     """What a person reads who has started this worker by hand."""
-    group = f", rank 0 of {config.group.dp}" if config.group.dp > 1 else ""
+    group = f", rank {config.group.rank} of {config.group.dp}" if config.group.dp > 1 else ""
     what = f"kvrelay worker is ready: {config.model} ({config.role}{group}) at {address}, as {worker_id}"
     others = "kvrelay frontend" if config.role.takes_requests else "kvrelay worker --role decode, and kvrelay frontend"
     return f"{what}; next: {others}, with the same --control"

@@ -103,6 +103,14 @@ def shown(bucket: Range) -> str:
     return f"{bucket[0]:g} to {bucket[1]:g} s" if bucket[1] < ENDLESS_S else f"more than {bucket[0]:g} s"
 
 
+def beside(numbers: Mapping[str, float], measured: Mapping[str, Range] | None) -> list[str]:
+    """What was expected beside what clients got, for people; of a report's JSON. Nothing without either."""
+    if measured is None or not numbers["requests_per_s"]:
+        return []
+    names = (("first token (95 %)", "ttft_s"), ("between tokens", "itl_s"))
+    return [f"{name}: expected {numbers[key]:.3g} s, measured {shown(measured[key])}" for name, key in names]
+
+
 _decoder = msgspec.json.Decoder(PlannerReport)
 
 

@@ -157,6 +157,17 @@ def test_a_planner_that_changes_nothing_is_told_while_there_is_overload() -> Non
         assert len(found(*HEALTHY, planners=(quiet,), **LATE)) == 1
 
 
+def test_a_planner_whose_estimates_are_wrong_is_told() -> None:
+    doubt = "first token: expected 10.7 s, measured 0.1 to 0.25 s"
+    report = PlannerReport(planner_id="x", host="h", pid=1, started_unix=0.0, mode="suggest", doubt=doubt)
+    standby = msgspec.structs.replace(report, planner_id="y", doubt="")
+    (wrong,) = found(*HEALTHY, planners=(report, standby))
+    assert (wrong.kind, wrong.severity) == ("planner-doubts", Severity.WARNING)
+    assert wrong.text == f"the planner's estimates are wrong: {doubt}"
+    assert found(*HEALTHY, planners=(standby, report)) == []
+    assert [each.kind for each in found(*HEALTHY, planners=(report,), refused_last_minute=1)] == ["refused-requests"]
+
+
 def test_workers_that_crash_again_and_again_are_one_line(tmp_path: Path) -> None:
     infos = [FakeWorker(LoopbackNetwork(), Script(), f"d{n}").info(tmp_path, host="box", pid=n) for n in range(4)]
     elsewhere = msgspec.structs.replace(infos[0], host="other")

@@ -99,11 +99,14 @@ def _of_cluster(
 
 
 def _of_load(whole: Totals, planners: Sequence[PlannerReport]) -> Iterator[Wrong]:
-    """More is asked for than is done in time."""
+    """More is asked for than is done in time; and whether the planner sees what is."""
     overload = [*_refused(whole), *_missed(whole)]
     yield from overload
     leader = planners[0] if planners else None
     action = leader.actions[0] if leader is not None and leader.actions else None
+    # Estimates are of requests that may wait for as long as they have to: of those, refusals leave the lucky ones.
+    if leader is not None and leader.doubt and not whole.refused_last_minute:
+        yield _warning("planner-doubts", f"the planner's estimates are wrong: {leader.doubt}")
     if not (overload and whole.requests_per_s) or leader is None or leader.is_paused:
         return
     if leader.problem or isinstance(action, Hold):

@@ -181,6 +181,14 @@ export function charts(section, { get }) {
   };
 }
 
+/** For a legend: the value under the pointer, else the latest. */
+function shown(format) {
+  return (plot, value, series, index) => {
+    const found = index === null ? plot.data[series].at(-1) : value;
+    return found == null ? "–" : format(found);
+  };
+}
+
 /** A dashed line at each of the moments. */
 function drawMoments(plot, moments, stroke) {
   const { ctx, bbox } = plot;
@@ -206,6 +214,7 @@ function makePlot(figure, { lines, format, top, incrs }, moments) {
   const options = {
     width: figure.clientWidth,
     height: HEIGHT_PX,
+    padding: [null, 25, null, null],
     hooks: { draw: [(plot) => drawMoments(plot, moments(), colour("--text"))] },
     cursor: { y: false, sync: { key: "kvrelay" } },
     scales: { y: { range: (plot, low, high) => [0, top ?? (Math.max(high ?? 0, 0) * 1.1 || 1)] } },
@@ -214,13 +223,13 @@ function makePlot(figure, { lines, format, top, incrs }, moments) {
       { ...axis, size: 62, ...(incrs && { incrs }), values: (plot, ticks) => ticks.map(format) },
     ],
     series: [
-      { label: "at", value: (plot, second) => (second === null ? "–" : clock(second)) },
+      { label: "at", value: shown(clock) },
       ...lines.map(([label, name]) => ({
         label,
         stroke: colour(name),
         width: 1.5,
         points: { show: false },
-        value: (plot, value) => (value === null ? "–" : format(value)),
+        value: shown(format),
       })),
     ],
   };

@@ -35,24 +35,38 @@ export function setWidth(element, share) {
   element.style.width = `${Math.min(Math.max(share, 0), 1) * 100}%`;
 }
 
+export function emptyBar() {
+  return h("span", { class: "bar" }, h("span", { class: "fill" }));
+}
+
+/** A table with a head; `body` gets its rows. */
+export function table(names, body) {
+  const head = h("tr", {}, ...names.map((name) => h("th", { class: name.replace(" ", "-") }, name)));
+  return h("div", { class: "scroll" }, h("table", {}, h("thead", {}, head), body));
+}
+
 export function number(value, digits = 0) {
-  if (value === null || value === undefined) return "–";
+  if (value == null) return "–";
   return value.toLocaleString("en", { maximumFractionDigits: digits });
 }
 
 /** Few significant digits: 0.42, 7.3, 128, 12.5k. */
 export function rate(value) {
-  if (value === null || value === undefined) return "–";
+  if (value == null) return "–";
   if (value >= 1e6) return `${number(value / 1e6, 1)}M`;
   if (value >= 1e4) return `${number(value / 1e3, 1)}k`;
   return number(value, value < 1 ? 2 : value < 100 ? 1 : 0);
 }
 
 export function milliseconds(value) {
-  if (value === null || value === undefined) return "–";
+  if (value == null) return "–";
   if (Math.abs(value) >= 1e4) return `${number(value / 1e3, 1)} s`;
   if (Math.abs(value) >= 1e3) return `${number(value / 1e3, 2)} s`;
   return `${number(value, Math.abs(value) < 10 ? 2 : Math.abs(value) < 100 ? 1 : 0)} ms`;
+}
+
+export function seconds(value) {
+  return milliseconds(value && 1e3 * value);
 }
 
 export function bytes(value) {

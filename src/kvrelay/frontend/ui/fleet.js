@@ -1,6 +1,6 @@
 // Who is there: workers by role with load and KV, the KV that flows between them, and the frontends.
 
-import { bytes, h, keyed, milliseconds, number, percent, rate, setText, setWidth } from "./dom.js";
+import { bytes, emptyBar, h, keyed, milliseconds, number, percent, rate, seconds, setText, setWidth, table } from "./dom.js";
 
 const ROLES = ["prefill", "decode", "both"];
 /** So many workers and more are drawn as small cells. */
@@ -73,8 +73,7 @@ function updateGroup(element, { role, group, workers }, severities) {
 }
 
 function makeWorker({ id }) {
-  const bar = h("span", { class: "bar" }, h("span", { class: "fill" }));
-  return h("button", { class: "worker", "data-id": id }, h("b", {}, id), bar, h("span", { class: "figures" }));
+  return h("button", { class: "worker", "data-id": id }, h("b", {}, id), emptyBar(), h("span", { class: "figures" }));
 }
 
 function updateWorker(cell, worker, severities) {
@@ -96,7 +95,7 @@ function sentence(worker) {
     `${number(worker.running)} of ${number(worker.slots)} running, ${number(worker.waiting)} waiting`,
     `KV ${number(worker.kv_used)} of ${number(worker.kv_total)} blocks, demand ${percent(worker.kv_demand ?? 0, 1)}`,
     `${number(worker.prefill_tokens_queued)} prompt tokens to compute` +
-      (worker.prefill_s_queued === null ? "" : ` (${milliseconds(1e3 * worker.prefill_s_queued)})`),
+      (worker.prefill_s_queued === null ? "" : ` (${seconds(worker.prefill_s_queued)})`),
     `${rate(worker.prefill_tokens_per_s)} prompt and ${rate(worker.tokens_per_s)} answer tokens/s`,
     `prefix hits ${percent(worker.prefix_hit_rate ?? 0, 1)}`,
     worker.dp_group ? `rank ${worker.dp_rank} of data-parallel group ${worker.dp_group}` : "",
@@ -113,9 +112,9 @@ export function processText({ cpu_cores, rss_bytes }) {
 }
 
 export function flows(section) {
-  const table = h("div", { class: "flows" });
+  const list = h("div", { class: "flows" });
   const rest = h("p", { class: "note" });
-  section.append(table, rest);
+  section.append(list, rest);
   let before = new Map();
   return ({ snapshot }) => {
     if (!snapshot?.flows.length) return false;
@@ -130,7 +129,7 @@ export function flows(section) {
     before = new Map(shown.map((flow) => [flow.key, flow]));
     shown.sort((one, other) => other.perSecond - one.perSecond || other.bytes - one.bytes);
     const largest = Math.max(1, ...shown.map((flow) => flow.bytes));
-    keyed(table, shown.slice(0, MAX_FLOWS), ({ key }) => key, makeFlow, (row, flow) => updateFlow(row, flow, largest));
+    keyed(list, shown.slice(0, MAX_FLOWS), ({ key }) => key, makeFlow, (row, flow) => updateFlow(row, flow, largest));
     const { num_flows, flow_bytes } = snapshot.total;
     const hidden = num_flows - Math.min(shown.length, MAX_FLOWS);
     setText(rest, hidden ? `and ${number(hidden)} more; all ${number(num_flows)} have moved ${bytes(flow_bytes)}` : "");
@@ -140,9 +139,8 @@ export function flows(section) {
 }
 
 function makeFlow({ source, target }) {
-  const bar = h("span", { class: "bar" }, h("span", { class: "fill" }));
   const pair = h("b", {}, h("span", {}, source), h("i", {}, " → "), h("span", {}, target));
-  return h("div", { class: "flow" }, pair, bar, h("span", { class: "figures" }));
+  return h("div", { class: "flow" }, pair, emptyBar(), h("span", { class: "figures" }));
 }
 
 function updateFlow(row, flow, largest) {
@@ -156,8 +154,7 @@ function updateFlow(row, flow, largest) {
 export function frontends(section) {
   const body = h("tbody");
   const names = ["frontend", "answered/s", "tokens/s", "in flight", "answered", "refused", "failed", "of", "process", "release"];
-  const head = h("thead", {}, h("tr", {}, ...names.map((name) => h("th", {}, name))));
-  section.append(h("div", { class: "scroll" }, h("table", {}, head, body)));
+  section.append(table(names, body));
   return ({ snapshot }) => {
     if (!snapshot) return false;
     const rows = snapshot.frontends.map((frontend) => {

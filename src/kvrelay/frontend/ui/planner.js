@@ -1,6 +1,6 @@
 // What the planner would change, and why: the one that decides, and how many stand by.
 
-import { clock, h, keyed, milliseconds, number, percent, setText } from "./dom.js";
+import { clock, h, keyed, number, percent, seconds, setText } from "./dom.js";
 import { processText } from "./fleet.js";
 
 export function planner(section) {
@@ -23,7 +23,7 @@ export function planner(section) {
     setText(plan, leader.problem || (action ? `${what}: ${action.reason}` : "nothing decided yet"));
     const done = snapshot.planners.flatMap((one) => one.changes ?? []).sort((one, other) => other.unix_s - one.unix_s);
     keyed(changes, done, (change) => `${change.unix_s} ${change.what}`, makeChange, () => {});
-    setText(figures, action ? sentence(action.numbers) : "");
+    setText(figures, action?.numbers.requests_per_s ? sentence(action.numbers, leader.measured) : "");
     return true;
   };
 }
@@ -33,11 +33,18 @@ function makeChange({ unix_s, what, reason }) {
   return h("li", {}, h("b", {}, `${clock(unix_s)} ${what}`), ` · ${reason}`);
 }
 
-function sentence(numbers) {
+/** What the plan is made of, and its estimates beside what clients got in the last minute. */
+function sentence(numbers, measured) {
+  const beside = (name) => seconds(numbers[name]) + (measured ? ` (measured ${range(measured[name])})` : "");
   return [
     `${number(numbers.requests_per_s, 2)} requests/s`,
     `${number(numbers.uncached_tokens)} tokens to prefill, ${number(numbers.answer_tokens)} to answer`,
     `prefill ${percent(numbers.prefill_utilisation, 1)}, decode ${percent(numbers.decode_utilisation, 1)} used`,
-    `expected: first token ${milliseconds(1e3 * numbers.ttft_s)}, between tokens ${milliseconds(1e3 * numbers.itl_s)}`,
+    `expected: first token (p95) ${beside("ttft_s")}, between tokens ${beside("itl_s")}`,
   ].join(" · ");
+}
+
+/** A histogram's bucket; the last one is open. */
+function range([from, to]) {
+  return to < 1e9 ? `${seconds(from)} to ${seconds(to)}` : `more than ${seconds(from)}`;
 }

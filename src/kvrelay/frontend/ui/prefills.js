@@ -1,6 +1,6 @@
 // Where prefills ran and why, what hand-offs cost, where the KV of prompts was, and latencies by role, model and worker.
 
-import { h, keyed, milliseconds, number, percent, setText, setWidth } from "./dom.js";
+import { emptyBar, h, keyed, milliseconds, number, percent, setText, setWidth, table } from "./dom.js";
 
 /** Workers beyond these are not listed: their roles and models are. */
 const MAX_WORKERS = 48;
@@ -26,8 +26,7 @@ export function prefills(section) {
 }
 
 function makePlace({ place, text }) {
-  const bar = h("span", { class: "bar" }, h("span", { class: "fill" }));
-  return h("div", { class: `where ${place === "remote" ? "prefill" : "decode"}` }, h("b", {}, place), bar, h("span", { class: "figures" }), h("small", {}, text));
+  return h("div", { class: `where ${place === "remote" ? "prefill" : "decode"}` }, h("b", {}, place), emptyBar(), h("span", { class: "figures" }), h("small", {}, text));
 }
 
 function updatePlace(row, { last_minute }, all) {
@@ -67,9 +66,8 @@ function promptText({ prompt_tokens_last_minute: all, cached_tokens_last_minute:
 export function latencies(section) {
   const body = h("tbody");
   const names = ["of", "prefills", "prefill p50", "p95", "p99", "answers", "first token p50", "p95", "p99", "between tokens p50", "p95", "p99"];
-  const head = h("thead", {}, h("tr", {}, ...names.map((name) => h("th", {}, name))));
   const note = h("p", { class: "note" });
-  section.append(h("div", { class: "scroll" }, h("table", {}, head, body)), note);
+  section.append(table(names, body), note);
   return ({ snapshot }) => {
     const times = snapshot?.times ?? [];
     if (!times.length) return false;

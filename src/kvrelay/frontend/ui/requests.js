@@ -1,6 +1,6 @@
 // The list of kept requests, and the waterfall of the one that was clicked. Its id is in the page's address.
 
-import { bytes, clock, h, keyed, milliseconds, number, setText } from "./dom.js";
+import { bytes, clock, emptyBar, h, keyed, milliseconds, number, seconds, setText, setWidth, table } from "./dom.js";
 
 const ORDERS = ["recent", "slowest", "failed", "refused"];
 const LIMIT = 100;
@@ -15,9 +15,8 @@ export function requests(section, state) {
   const detail = h("article", { class: "waterfall", hidden: "" });
   const body = h("tbody");
   const names = ["received", "id", "status", "place", "tokens", "first token", "latency"];
-  const head = h("thead", {}, h("tr", {}, ...names.map((name) => h("th", { class: name.replace(" ", "-") }, name))));
   const note = h("p", { class: "note" });
-  section.append(h("nav", {}, ...buttons), detail, h("div", { class: "scroll" }, h("table", {}, head, body)), note);
+  section.append(h("nav", {}, ...buttons), detail, table(names, body), note);
   addEventListener("hashchange", () => open());
 
   function choose(name) {
@@ -77,7 +76,7 @@ function makeRow({ id }) {
   const show = () => (location.hash = PREFIX + encodeURIComponent(id));
   row.addEventListener("click", show);
   row.addEventListener("keydown", (event) => event.key === "Enter" && show());
-  row.lastChild.append(h("span"), h("span", { class: "bar" }, h("span", { class: "fill" })));
+  row.lastChild.append(h("span"), emptyBar());
   return row;
 }
 
@@ -94,7 +93,7 @@ function updateRow(row, item, slowest, severity) {
   ];
   texts.forEach((text, at) => setText(row.children[at], text));
   setText(row.lastChild.firstChild, milliseconds(item.latency_ms));
-  row.querySelector(".fill").style.width = `${(100 * (item.latency_ms ?? 0)) / slowest}%`;
+  setWidth(row.querySelector(".fill"), (item.latency_ms ?? 0) / slowest);
 }
 
 function closing() {
@@ -111,7 +110,7 @@ function waterfall(request) {
     ...spans.filter((span) => span.process === process.name).map((span) => bar(span, from, to)),
   ]);
   const missing = request.unattributed_ms;
-  if (missing !== null && missing !== undefined) {
+  if (missing != null) {
     const share = request.latency_ms ? ` (${number((100 * missing) / request.latency_ms, 1)} %)` : "";
     rows.push(h("p", { class: "unattributed" }, `unattributed: ${milliseconds(missing)}${share}`));
   }
@@ -126,7 +125,6 @@ function processTitle(process) {
 
 function facts(request) {
   const { estimates, transfer } = request;
-  const seconds = (value) => milliseconds(value === null || value === undefined ? null : 1e3 * value);
   const parts = [
     [request.status, request.place && `${request.place} prefill`, request.model].filter(Boolean).join(", "),
     `received ${clock(request.received_unix)}, first token ${milliseconds(request.ttft_ms)}, latency ${milliseconds(request.latency_ms)}`,
@@ -146,7 +144,7 @@ function bar(span, from, to) {
   fill.style.left = `${(100 * (start - from)) / (to - from)}%`;
   fill.style.width = `${(100 * (end - start)) / (to - from)}%`;
   const amount = milliseconds(span.end_ms - span.start_ms);
-  const value = span.value === null || span.value === undefined ? "" : ` · ${valueText(span)}`;
+  const value = span.value == null ? "" : ` · ${valueText(span)}`;
   const isMoment = span.start_ms === span.end_ms;
   const length = span.phase === "run_queue" ? `in ${amount}` : amount;
   const note = `${isMoment ? `at ${milliseconds(start)}` : length}${value}${span.note ? ` · ${span.note}` : ""}`;
