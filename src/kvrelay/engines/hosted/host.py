@@ -14,6 +14,7 @@ import numpy as np
 import uvloop
 
 from kvrelay.config import EngineConfig
+from kvrelay.core.adapters import AdapterEntry
 from kvrelay.core.checksums import unit_checksums
 from kvrelay.core.clock import MonotonicClock
 from kvrelay.core.events import KvEvent
@@ -23,7 +24,7 @@ from kvrelay.engine.contract import Engine, EngineFacts, OnDead, OnStep
 from kvrelay.engine.inbox import EngineCallback, EngineInbox
 from kvrelay.engine.progress import Progress
 from kvrelay.engine.stats import EngineStats, LoadSampler
-from kvrelay.engines.hosted.backend import Backend
+from kvrelay.engines.hosted.backend import AdapterStore, Backend
 from kvrelay.engines.hosted.cache import MirroredCache, PlacedPrefixes
 from kvrelay.engines.hosted.calls import BackendCalls
 from kvrelay.engines.hosted.costs import StepTeller
@@ -38,6 +39,8 @@ T = TypeVar("T")
 
 LOAD_INTERVAL_S = 0.05
 HEALTH_INTERVAL_S = 1.0
+ADAPTER_INTERVAL_S, UNUSED_LOOKS = 0.1, 10
+"""An adapter is forgotten once no request used it at so many looks: a frontend may have sent one before it heard."""
 
 
 class CacheEvents(NamedTuple):
@@ -50,7 +53,7 @@ class CacheEvents(NamedTuple):
 class BackendHost:
     """The EngineHost of a HostedEngine. With ``cache_events`` None the backend's cache is estimated. With ``staging``
     peers exchange KV with that memory, and the backend copies from and to it. ``teller`` and ``sets_pace``: of the
-    HostedEngine."""
+    HostedEngine. With ``adapters`` it is a LoadsAdapters."""
 
     def __init__(
         self,
@@ -64,6 +67,7 @@ class BackendHost:
         staging: StagingMemory | None = None,
         teller: StepTeller | None = None,
         sets_pace: bool = False,
+        adapters: AdapterStore | None = None,
     ) -> None:
         clock = MonotonicClock()
         self.facts = facts
@@ -91,6 +95,9 @@ class BackendHost:
             teller=teller,
             sets_pace=sets_pace,
         )
+        self._adapters = adapters
+        self._retiring: dict[str, asyncio.Task[None]] = {}
+        """Adapters that are forgotten once no request uses them. The loop's."""
         self._load = LoadSampler(self._engine, LOAD_INTERVAL_S, clock)
         self._samples_load = True
         # Transports need a region to register. Without staging no peer reads or writes it.
@@ -140,6 +147,13 @@ class BackendHost:
     async def call(self, callback: Callable[[Engine], T]) -> T:
         return await self._inbox.call(callback)
 
+    async def load_adapter(self, entry: AdapterEntry) -> None:
+        await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._load_adapter(entry), self._loop))
+
+    def retire_adapter(self, adapter: str) -> None:
+        with suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._retire, adapter)
+
     def _wake(self) -> None:
         with suppress(RuntimeError):  # the loop is closed: nothing is left to do
             self._loop.call_soon_threadsafe(self._run_next)
@@ -186,7 +200,7 @@ class BackendHost:
                 self._flush()
             return died
         finally:
-            tasks = [stopped, gone, reading, *self._calls.tasks()]
+            tasks = [stopped, gone, reading, *self._calls.tasks(), *self._retiring.values()]
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -211,6 +225,31 @@ class BackendHost:
             self._flush_soon()
 
         await KvEventReader(self._cache_events.endpoint, self._cache_events.replay, self._mirror, changed).run()
+
+    # -- adapters -----------------------------------------------------------------------------------------------------
+
+    async def _load_adapter(self, entry: AdapterEntry) -> None:
+        assert self._adapters is not None, "the facts say that this host loads none"
+        if (retiring := self._retiring.pop(entry.id, None)) is not None:
+            retiring.cancel()
+        await self._adapters.load(entry)
+        if self._mirror is not None:
+            self._mirror.adapters.add(entry.id)
+
+    def _retire(self, adapter: str) -> None:
+        if adapter not in self._retiring:
+            self._retiring[adapter] = self._loop.create_task(self._drop_unused(adapter))
+
+    async def _drop_unused(self, adapter: str) -> None:
+        assert self._adapters is not None, "only what was loaded is retired"
+        num_looks = 0
+        while num_looks < UNUSED_LOOKS:
+            await asyncio.sleep(ADAPTER_INTERVAL_S)
+            num_looks = 0 if self._engine.uses_adapter(adapter) else num_looks + 1
+        if self._mirror is not None:
+            self._mirror.adapters.discard(adapter)
+        await self._adapters.drop(adapter)
+        del self._retiring[adapter]
 
     # -- what it tells ------------------------------------------------------------------------------------------------
 
