@@ -160,7 +160,7 @@ async def test_adapters_come_and_go_at_run_time(tmp_path: Path) -> None:
     assert vllm.loaded_adapters == [(chat.id, 1, chat.path), (sql.id, 2, sql.path)]
     assert adapters.request(sql.id) == (sql.id, 2, sql.path)
     assert adapters.request("") is None
-    with pytest.raises(InvalidInputError, match="2 adapters, as many as --max-cpu-loras 2"):
+    with pytest.raises(InvalidInputError, match=r"has 2 adapters, .*--max-cpu-loras 2"):
         await adapters.load(third)
     await adapters.drop(chat.id)
     assert vllm.removed_adapters == [1]

@@ -38,7 +38,7 @@ from kvrelay.engines.hosted.backend import AnswerError
 from kvrelay.engines.vllm import backend as backend_module
 from kvrelay.engines.vllm.adapters import read_adapters
 from kvrelay.engines.vllm.backend import VllmBackend
-from kvrelay.errors import ConfigError, EngineDeadError, WorkerUnavailableError
+from kvrelay.errors import ConfigError, EngineDeadError, InvalidInputError, WorkerUnavailableError
 from kvrelay.executors.mock import mock_generate
 from kvrelay.marks.phases import Phase
 
@@ -198,6 +198,32 @@ async def test_an_adapter_is_forgotten_after_its_last_answer(tmp_path: Path, mon
         await engine.add("again", sampling)
         await engine.end("again")
         assert [request[:2] for request in library.adapters] == [(entry.id, 1), (entry.id, 1), (entry.id, 2)]
+
+
+async def test_a_thousand_adapters_come_and_go_with_room_for_two(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A load waits for those that no answer uses any more, and for no other."""
+    monkeypatch.setattr(host_module, "ADAPTER_INTERVAL_S", 0.0)
+    monkeypatch.setattr(host_module, "UNUSED_LOOKS", 1)
+    write_adapter(tmp_path / "files", 1)
+    (read,) = read_adapters(str(tmp_path), bundled_checkpoint_path(), "model")
+    entries = [AdapterEntry(f"a{number}", "model", str(read.path), read.digest) for number in range(1000)]
+    async with _engine(config=VllmConfig(max_loras=1, max_cpu_loras=2)) as (engine, library):
+        host = engine.host
+        assert isinstance(host, LoadsAdapters)
+        for entry in entries:
+            await host.load_adapter(entry)
+            host.retire_adapter(entry.id)
+        await engine.until(lambda: len(library.removed_adapters) == 1000)
+        assert sorted(library.removed_adapters) == list(range(1, 1001))
+        library.is_paused_between_tokens = True
+        for name, entry in (("a", entries[0]), ("b", entries[1])):
+            await host.load_adapter(entry)
+            await engine.add(name, msgspec.structs.replace(GREEDY, adapter=entry.id))
+        host.retire_adapter(entries[0].id)
+        with pytest.raises(InvalidInputError, match="has 2 adapters, with those that still answer"):
+            await host.load_adapter(entries[2])
 
 
 async def test_a_request_from_another_worker_goes_on_at_its_token() -> None:

@@ -161,6 +161,9 @@ class Backend(Protocol):
 class AdapterStore(Protocol):
     """A backend's adapters (LoRA) that come and go at run time, all methods in the same event loop."""
 
+    @property
+    def is_full(self) -> bool: ...
+
     async def load(self, entry: AdapterEntry) -> None:
         """Raises InvalidInputError for an adapter that the backend cannot have. One that it has stays as it is."""
 

@@ -232,9 +232,15 @@ class BackendHost:
         assert self._adapters is not None, "the facts say that this host loads none"
         if (retiring := self._retiring.pop(entry.id, None)) is not None:
             retiring.cancel()
+        while self._adapters.is_full and (ending := self._unused_adapters()):
+            await asyncio.wait(ending, return_when=asyncio.FIRST_COMPLETED)
         await self._adapters.load(entry)
         if self._mirror is not None:
             self._mirror.adapters.add(entry.id)
+
+    def _unused_adapters(self) -> list[asyncio.Task[None]]:
+        """The ends of those that retire and that no request uses: they make room soon."""
+        return [task for adapter, task in self._retiring.items() if not self._engine.uses_adapter(adapter)]
 
     def _retire(self, adapter: str) -> None:
         if adapter not in self._retiring:
@@ -243,13 +249,15 @@ class BackendHost:
     async def _drop_unused(self, adapter: str) -> None:
         assert self._adapters is not None, "only what was loaded is retired"
         num_looks = 0
-        while num_looks < UNUSED_LOOKS:
-            await asyncio.sleep(ADAPTER_INTERVAL_S)
-            num_looks = 0 if self._engine.uses_adapter(adapter) else num_looks + 1
-        if self._mirror is not None:
-            self._mirror.adapters.discard(adapter)
-        await self._adapters.drop(adapter)
-        del self._retiring[adapter]
+        try:
+            while num_looks < UNUSED_LOOKS:
+                await asyncio.sleep(ADAPTER_INTERVAL_S)
+                num_looks = 0 if self._engine.uses_adapter(adapter) else num_looks + 1
+            if self._mirror is not None:
+                self._mirror.adapters.discard(adapter)
+            await self._adapters.drop(adapter)
+        finally:
+            self._retiring.pop(adapter, None)
 
     # -- what it tells ------------------------------------------------------------------------------------------------
 

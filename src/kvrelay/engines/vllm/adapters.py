@@ -121,6 +121,10 @@ class LoadedAdapters:
         number = next(self._numbers)
         return number, self._request_of(adapter.id, number, str(adapter.path))
 
+    @property
+    def is_full(self) -> bool:
+        return len(self._loaded) >= self._max_adapters
+
     def has(self, adapter: str) -> bool:
         return not adapter or adapter in self._loaded
 
@@ -139,10 +143,10 @@ class LoadedAdapters:
         async with self._lock:
             if entry.id in self._loaded:
                 return
-            if len(self._loaded) >= self._max_adapters:
+            if self.is_full:
                 raise InvalidInputError(
-                    f"this worker has {len(self._loaded)} adapters, as many as --max-cpu-loras {self._max_adapters} "
-                    "allows: unload one"
+                    f"this worker has {len(self._loaded)} adapters, with those that still answer, as many as "
+                    f"--max-cpu-loras {self._max_adapters} allows: unload one"
                 )
             adapter = await asyncio.to_thread(self._read, entry)
             if adapter.rank > self._max_rank:
