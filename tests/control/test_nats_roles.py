@@ -53,6 +53,7 @@ FORBIDDEN = {
         f"{BUCKET}frontends.f",
         f"{BUCKET}operators.o",
         f"{BUCKET}planners.p",
+        f"{BUCKET}adapters.sql",
         f"{BUCKET}config.disagg=2Emax_local_prefill_length",
         "$JS.API.STREAM.DELETE.KV_kvrelay_default",
         "$JS.API.STREAM.PURGE.kvrelay_default_prefill",
@@ -145,6 +146,9 @@ async def test_every_role_does_its_work(address: str) -> None:
             await frontend.discovery.put(KEYS.frontend("f"), b"{}", own)
             assert await worker.discovery.get(KEYS.frontend("f")) == b"{}"
             await own.revoke()
+            await frontend.discovery.put(KEYS.adapter("org/sql"), b"{}")
+            assert await worker.discovery.list(KEYS.adapters) == {KEYS.adapter("org/sql"): b"{}"}
+            await frontend.discovery.delete(KEYS.adapter("org/sql"))
             assert memory.state == {KEYS.worker_kv_metadata("w", 0): b"{}"}
             await worker.events.publish(KEYS.worker_kv_events("w"), b"event")
             await worker.events.publish(KEYS.worker_load("w"), b"load")

@@ -30,6 +30,7 @@ from kvrelay.placement.threshold import DisaggPolicy
 from kvrelay.placement.trials import FIRST_TRIAL_S
 from kvrelay.placement.ways import PAIR_S, Way
 from kvrelay.router import PairRouter, Router, RouterStage, RoutingRequest
+from kvrelay.router.pair_router import PairDecision
 
 BLOCK = 16
 PROMPT = tuple(range(100, 100 + 640))
@@ -101,6 +102,25 @@ def test_overlap_decides_on_the_prefill_worker_and_load_on_the_decode_worker() -
     assert decision.prefill is not None
     assert (decision.prefill.worker_id, decision.prefill.overlap_blocks) == ("p1", 20)
     assert decision.decode.worker_id == "d1"
+
+
+def test_both_halves_of_a_pair_have_the_adapter() -> None:
+    """Without such a prefill worker there is no pair."""
+    pairs = pair_router()
+
+    def choose(number: int) -> PairDecision:
+        asked = msgspec.structs.replace(request(f"r{number}", (number, *PROMPT)), adapter="sql@1")
+        return pairs.choose(asked, must_be_local=False)
+
+    pairs.decodes.add_worker(info("d1", WorkerRole.DECODE, adapters=("sql@1",)))
+    pairs.prefills.add_worker(info("p0", WorkerRole.PREFILL, adapters=("sql@2",)))
+    alone = choose(0)
+    assert (alone.place, alone.decode.worker_id) == (PrefillPlace.LOCAL_NO_PREFILL_WORKER, "d1")
+    pairs.prefills.add_worker(info("p1", WorkerRole.PREFILL, adapters=("sql@2", "sql@1")))
+    for number in range(1, 9):
+        decision = choose(number)
+        assert decision.prefill is not None
+        assert (decision.prefill.worker_id, decision.decode.worker_id) == ("p1", "d1")
 
 
 def test_the_pair_with_the_faster_way_is_chosen_once_it_is_measured() -> None:

@@ -1,9 +1,10 @@
 """Real vLLM with adapters (LoRA) (``make test-vllm``): a request for one is answered as by vLLM by itself with it.
 
-Seven starts of vLLM: of the matrix, not of ``.ci/vllm``."""
+Nine starts of vLLM: of the matrix, not of ``.ci/vllm``."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import httpx
@@ -73,4 +74,54 @@ def test_two_adapters_and_their_model_share_a_pair(
             if status == 200:
                 assert whole.json()["model"] == name
                 assert whole.json()["choices"][0]["token_ids"] == expected[name][-1]
+        until(server.is_idle)
+
+
+BODY = {"prompt": PROMPTS[0], "max_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+RUN_TIME = ("--max-loras", "2", "--max-cpu-loras", "3", "--max-lora-rank", "8")
+
+
+@pytest.mark.usefixtures("vllm_files")
+def test_adapters_are_loaded_and_unloaded_at_run_time(
+    adapters: Path, expected: dict[str, list[list[int]]], tmp_path: Path
+) -> None:
+    """An answer that began before its adapter was unloaded ends with it. The same prompts under the same name and other
+    contents are computed anew."""
+    patience = 4 * PATIENCE_S
+    with Serve((*SPLIT, *OURS, *RUN_TIME)) as server, httpx.Client(base_url=server.url, timeout=patience) as client:
+
+        def change(what: str, **body: str) -> tuple[int, str]:
+            answer = client.post(f"/v1/{what}_lora_adapter", json=body)
+            return answer.status_code, answer.text
+
+        def names() -> set[str]:
+            return {each["id"] for each in client.get("/v1/models").json()["data"]}
+
+        for name in ("sql", "chat"):
+            assert change("load", lora_name=name, lora_path=str(adapters / name))[0] == 200
+        assert names() == {server.model, "sql", "chat"}
+        status, reason = change("load", lora_name="high", lora_path=str(write_adapter(tmp_path / "high", 3, rank=9)))
+        assert (status, "rank 9" in reason) == (400, True)
+        with Asking(server, "decode-first") as asking:
+            begun = [(name, asking.begin([prompt], name or None)) for prompt in PROMPTS for name in expected]
+            answers = {name: [answer.result() for own, (answer,) in begun if own == name] for name in expected}
+            assert answers == expected
+            with client.stream("POST", "/v1/completions", json=BODY | {"model": "sql", "stream": True}) as running:
+                lines = running.iter_lines()
+                told = [next(lines)]
+                assert change("unload", lora_name="sql")[0] == 200
+                assert names() == {server.model, "chat"}
+                assert client.post("/v1/completions", json=BODY | {"model": "sql"}).status_code == 404
+                told += lines
+            events = [json.loads(line.removeprefix("data: ")) for line in told if line.startswith("data: {")]
+            tokens = [
+                token for event in events for choice in event["choices"] for token in choice.get("token_ids") or []
+            ]
+            assert tokens == expected["sql"][0]
+            # From now on "sql" is what "chat" is.
+            assert change("load", lora_name="sql", lora_path=str(adapters / "chat"))[0] == 200
+            again = asking.begin(PROMPTS, "sql")
+            assert [answer.result() for answer in again] == expected["chat"]
+        (decode,) = server.workers("decode")
+        assert decode["decode"]["num_remote_done"] >= len(expected) * NUM_ASKED / 2, decode
         until(server.is_idle)

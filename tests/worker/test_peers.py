@@ -131,6 +131,24 @@ async def test_prefill_workers_of_another_kind_of_kv_do_not_count() -> None:
         assert found.table.num_prefill_workers == 0
 
 
+async def test_the_adapters_of_the_prefill_side_are_those_that_each_of_its_workers_has() -> None:
+    async with watched() as found:
+
+        async def register(name: str, role: str, *adapters: str) -> None:
+            info = WorkerInfo(name, 0, WorkerRole(role), "m", "m", "a", 1, 1, 1, 1, TERMS.digest(), adapters=adapters)
+            await found.discovery.put(KEYS.worker(name), msgspec.json.encode(info), await found.discovery.grant(60.0))
+
+        assert found.table.prefill_adapters == frozenset()
+        await register("p", "prefill", "sql@1", "chat@1")
+        await eventually(lambda: found.table.prefill_adapters >= {"sql@1", "chat@1"})
+        await register("d", "decode", "chat@2")
+        await register("q", "prefill", "chat@1", "chat@2")
+        await eventually(lambda: found.table.num_prefill_workers == 2)
+        assert found.table.prefill_adapters - {""} == {"chat@1"}
+        await register("q", "prefill", "sql@1")
+        await eventually(lambda: found.table.prefill_adapters - {""} == {"sql@1"})
+
+
 @pytest.mark.parametrize(
     ("other", "difference"),
     [

@@ -532,6 +532,22 @@ class VllmConfig(Settings):
         "",
         "Directory of adapters (LoRA): each folder in it with an adapter_config.json is served as a model of its name.",
     )
+    max_loras: int = setting(
+        0,
+        "Adapters (LoRA) that one step of vLLM computes with; above 0 they can also be loaded at run time; 0: at most "
+        "4, of lora_dir only.",
+        low=0,
+        high=1024,
+    )
+    max_cpu_loras: int = setting(
+        0,
+        "Adapters that a worker can have, all in host memory; 0: 32 with max_loras, else those of lora_dir.",
+        low=0,
+        high=1024,
+    )
+    max_lora_rank: int = setting(
+        0, "Largest rank of an adapter; 0: 16 with max_loras, or that of lora_dir.", low=0, high=512
+    )
     vllm_staging: str = setting(
         "1GiB", "Host memory through which KV passes by kvrelay's connector in vLLM, e.g. 512MiB or 4GiB."
     )

@@ -14,6 +14,7 @@ from __future__ import annotations
 import enum
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Protocol
+from urllib.parse import quote, unquote
 
 import msgspec
 
@@ -75,11 +76,11 @@ class Lease(Protocol):
 
 
 class Discovery(Protocol):
-    """Keys and values under leases, and settings, which need none.
+    """Keys and values under leases, and settings and adapters, which need none.
 
-    Any holder of a login can write any key. An entry of another kind than a setting grants something, so it counts only
-    while its lease lives: without a lease it is as if it were not there, also if it replaces one that had a lease
-    (``unleased.py``).
+    Any holder of a login can write any key. An entry of another kind than a setting or an adapter grants something, so
+    it counts only while its lease lives: without a lease it is as if it were not there, also if it replaces one that
+    had a lease (``unleased.py``).
     """
 
     @property
@@ -213,6 +214,7 @@ class Keys:
         self.planners = f"{self.root}planners/"
         self.hosts = f"{self.root}hosts/"
         self.config = f"{self.root}config/"
+        self.adapters = f"{self.root}adapters/"
         self.subject_root = f"kvrelay.{namespace}."
         self.kv_events = f"{self.subject_root}kv_events.*"
         self.load_metrics = f"{self.subject_root}load.*"
@@ -257,6 +259,14 @@ class Keys:
     def orders(self, host_id: str) -> str:
         """Prefix of a planner's orders to this host."""
         return f"{self.root}orders/{host_id}/"
+
+    def adapter(self, name: str) -> str:
+        """An adapter that was loaded at run time. Names of adapters may have slashes."""
+        return self.adapters + quote(name, safe="")
+
+    def adapter_name(self, key: str) -> str:
+        """The name in such a key."""
+        return unquote(key.removeprefix(self.adapters))
 
     def config_value(self, name: str) -> str:
         return self.config + name

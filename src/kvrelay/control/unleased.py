@@ -1,7 +1,7 @@
 """Entries that count only under a lease and have none: refused, logged once each, and counted.
 
 An entry without a lease would outlive its process for ever. Peers would grant hand-offs to a worker that nothing can
-declare dead, and never get the blocks back. Only an operator's settings have no lease.
+declare dead, and never get the blocks back. Only an operator's settings and adapters have no lease.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ import logging
 _log = logging.getLogger(__name__)
 
 MAX_REMEMBERED = 10_000
-_CONFIG = "config"
+_LASTING = ("config", "adapters")
 
 
 def needs_lease(key: str) -> bool:
     """Whether an entry under this key, ``kvrelay/NAMESPACE/KIND/...``, counts only while its lease lives: every kind
-    but settings."""
+    but settings and adapters."""
     parts = key.split("/", 3)
-    return len(parts) < 4 or parts[2] != _CONFIG
+    return len(parts) < 4 or parts[2] not in _LASTING
 
 
 class UnleasedEntries:

@@ -12,6 +12,7 @@ from typing import TypeVar
 
 import msgspec
 
+from kvrelay.core.adapters import AdapterEntry
 from kvrelay.core.decoding import UNREADABLE
 from kvrelay.core.handoff import RemotePrefillRequest
 from kvrelay.core.workers import CallerInfo, KvMetadata, WorkerInfo
@@ -33,6 +34,7 @@ _Struct = TypeVar("_Struct", WorkerInfo, KvMetadata)
 _worker_decoder = msgspec.json.Decoder(WorkerInfo)
 _metadata_decoder = msgspec.json.Decoder(KvMetadata)
 _caller_decoder = msgspec.json.Decoder(CallerInfo)
+_adapter_decoder = msgspec.json.Decoder(AdapterEntry)
 _setting_decoder: msgspec.json.Decoder[Setting] = msgspec.json.Decoder(Setting)
 _prefill_decoder = msgspec.msgpack.Decoder(RemotePrefillRequest)
 
@@ -57,6 +59,14 @@ def decode_caller(caller_id: str, value: bytes) -> CallerInfo:
     if caller.caller_id != caller_id or caller.version != VERSION:
         raise ProtocolError(f"entry of caller {caller_id} names caller {caller.caller_id}, version {caller.version}")
     return caller
+
+
+def decode_adapter(name: str, value: bytes) -> AdapterEntry:
+    """The adapter with the name in the key. Raises ProtocolError."""
+    adapter = _decoded(_adapter_decoder, f"entry of adapter {name}", value)
+    if adapter.name != name or adapter.version != VERSION:
+        raise ProtocolError(f"entry of adapter {name} names adapter {adapter.name}, version {adapter.version}")
+    return adapter
 
 
 def decode_setting(name: str, value: bytes) -> Setting:

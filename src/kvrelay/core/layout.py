@@ -260,8 +260,8 @@ class MemoryRegion(msgspec.Struct, frozen=True):
 class Compatibility(msgspec.Struct, frozen=True):
     """Everything that must agree before two workers may exchange KV. A difference in any field means other values.
 
-    ``adapter``: the adapter (LoRA) that it is computed with, by name, or the ids of those that requests may ask for,
-    with commas (empty: none).
+    ``adapter``: the adapter (LoRA) that all of it is computed with, by name (empty: none). Adapters that requests ask
+    for are not in it: the contents of each are in the hashes of its blocks, and a request runs where its own is.
     TP, PP and block size are not in it: ``transfer.layout_mapping`` joins any two of them.
     """
 

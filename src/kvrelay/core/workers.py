@@ -36,7 +36,9 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     ``pulls_prefills``: it takes prefills from the queue, also if it does ``both``.
     ``reads_prefixes``: it reads prefixes from other workers' caches, and lends its own (``worker/prefixes.py``).
     ``adapter``: the adapter (LoRA) of the model that it serves (empty: none); block hashes depend on it.
-    ``adapters``: the ids of those that a request may ask for (``core/adapters.py``).
+    ``adapters``: the ids of those that a request may ask for now (``core/adapters.py``). ``max_adapters``: how many it
+    can have with those that are loaded at run time (0: none are). ``refused_adapters``: the ids of those that it could
+    not load, each with the reason.
     ``after_crash``: how the process that it replaces ended, if that crashed and the same supervisor started both.
     ``release`` is kvrelay's version (empty: one that does not tell); ``version`` is that of this struct.
     """
@@ -70,6 +72,8 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     reads_prefixes: bool = False
     adapter: Name = ""
     adapters: tuple[Name, ...] = ()
+    max_adapters: Count = 0
+    refused_adapters: dict[Name, Name] = {}
     after_crash: Name = ""
     version: int = 1
 

@@ -44,10 +44,11 @@ ends.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeVar, runtime_checkable
 
 import msgspec
 
+from kvrelay.core.adapters import AdapterEntry
 from kvrelay.core.events import LoadMetrics
 from kvrelay.core.handoff import HandoffId
 from kvrelay.core.layout import KVLayout, MemoryRegion
@@ -206,8 +207,9 @@ class EngineFacts(msgspec.Struct, frozen=True):
     ``placement`` goes by thresholds. With ``has_open_cache`` its prefix cache lies in blocks that workers can lend and
     fill (``Schedules``). ``num_holding_blocks`` come after ``num_blocks`` in the engine's memory. ``adapter``: the
     adapter (LoRA) that every answer is computed with, by name (empty: none). ``adapters``: the ids of those that a
-    request may ask for (``SamplingParams.adapter``). ``moved_token_bytes``: with ``moves_kv``, of the KV of one token,
-    which ``kv_layout`` does not describe (0: not known)."""
+    request may ask for (``SamplingParams.adapter``) from the start on; with ``max_adapters`` the host is a
+    ``LoadsAdapters``, and may have so many. ``moved_token_bytes``: with ``moves_kv``, of the KV of one token, which
+    ``kv_layout`` does not describe (0: not known)."""
 
     kv_layout: KVLayout
     num_blocks: int
@@ -222,6 +224,7 @@ class EngineFacts(msgspec.Struct, frozen=True):
     num_holding_blocks: int = 0
     adapter: str = ""
     adapters: tuple[str, ...] = ()
+    max_adapters: int = 0
     moved_token_bytes: int = 0
 
     @property
@@ -277,3 +280,15 @@ class EngineHost(Protocol):
 
         A rank of a data-parallel group waits until all ranks are closed: their steps need it.
         """
+
+
+@runtime_checkable
+class LoadsAdapters(Protocol):
+    """An EngineHost whose adapters (LoRA) come and go while it runs (``EngineFacts.max_adapters``)."""
+
+    async def load_adapter(self, entry: AdapterEntry) -> None:
+        """Requests may ask for it when this returns. Raises InvalidInputError for one that the engine cannot have."""
+
+    def retire_adapter(self, adapter: str) -> None:
+        """No new request will ask for this id. The engine forgets it when the last answer has ended that uses it,
+        unless it is loaded again before."""

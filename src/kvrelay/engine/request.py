@@ -73,6 +73,8 @@ class Request:
     """Another worker that has more of the prompt's KV, until that was tried."""
     listener: MoveListener | None = field(default=None, kw_only=True)
     """Told of each move, on the engine's thread."""
+    is_only_here: bool = field(default=False, init=False)
+    """No other worker that may pull its prefill has its adapter."""
     token_ids: list[int] = field(init=False)
     num_prompt_tokens: int = field(init=False)
     is_resumed: bool = field(init=False)
@@ -195,7 +197,7 @@ class Request:
     @property
     def must_prefill_here(self) -> bool:
         """Whether no other worker may compute the prompt: prompt logprobs arise where the prompt is computed."""
-        return self.is_prefill_only or self.wants_prompt_logprobs
+        return self.is_prefill_only or self.wants_prompt_logprobs or self.is_only_here
 
     @property
     def wants_prompt_logprobs(self) -> bool:

@@ -40,8 +40,10 @@ def engine_names() -> tuple[str, ...]:
 def build_host(name: str, settings: WorkerConfig, worker_id: str, memory: HostMemory = ANYWHERE) -> EngineHost | None:
     """The engine called ``name`` if it is one of HOSTS, or else None: then ``build_executor`` builds its executor.
     Raises what its builder raises."""
-    if settings.vllm.lora_dir and name != "vllm":
-        raise ConfigError(f"engine {name} has no adapters: --lora-dir needs --engine vllm", param="lora_dir")
+    for param in ("lora_dir", "max_loras"):
+        if getattr(settings.vllm, param) and name != "vllm":
+            flag = param.replace("_", "-")
+            raise ConfigError(f"engine {name} has no adapters: --{flag} needs --engine vllm", param=param)
     if name not in HOSTS:
         return None
     host: EngineHost = import_module(f"kvrelay.engines.{name}").from_settings(settings, worker_id, memory)

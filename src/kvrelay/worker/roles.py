@@ -136,6 +136,13 @@ class Roles:
                 _log.warning("cannot leave discovery: %s", exc)
             await self._finish()
 
+    async def publish(self) -> None:
+        """Put the entry in discovery again, since something else in it has changed, unless the worker leaves. Waits for
+        a change of role. Raises ControlUnavailableError or LeaseLostError."""
+        async with self._lock:
+            if not self._is_leaving():
+                await self._register()
+
     async def _register(self) -> None:
         await self._membership.register(self.role, self.epoch, pulls_prefills=self.pulls_prefills)
 

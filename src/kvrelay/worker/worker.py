@@ -28,7 +28,7 @@ from kvrelay.core.process_usage import ProcessUsage
 from kvrelay.core.sealing import new_secret
 from kvrelay.core.step_cost import StepCost
 from kvrelay.core.tasks import TaskSet
-from kvrelay.engine.contract import Engine, EngineHost, require
+from kvrelay.engine.contract import Engine, EngineHost, LoadsAdapters, require
 from kvrelay.engine.kv_source import SourceBeyond
 from kvrelay.engine.step import StepOutput
 from kvrelay.errors import ConfigError, KvrelayError
@@ -39,6 +39,7 @@ from kvrelay.transfer.base import Transport
 from kvrelay.transfer.rates import TransferRates
 from kvrelay.transfer.thread import TransferThread
 from kvrelay.worker.checksums import BlockChecksums
+from kvrelay.worker.cluster.adapters import WorkerAdapters
 from kvrelay.worker.cluster.callers import Callers
 from kvrelay.worker.cluster.membership import Membership
 from kvrelay.worker.cluster.memory import PeerMemory
@@ -125,6 +126,7 @@ class Worker:
             around,
             self._policy,
             num_prefill_workers=self._num_prefill_workers,
+            is_on_prefill_side=lambda adapter: adapter in self._peer_table.prefill_adapters,
             num_serving=lambda: self._peer_table.num_serving,
             give_up_after_s=GIVE_UP_LEASES * settings.control.lease_ttl_s,
         )
@@ -283,6 +285,10 @@ class Worker:
         self._tasks.spawn(self._membership.keep_entries())
         self._tasks.spawn(self._membership.keep_term())
         await self._roles.begin()
+        if self._engine.facts.max_adapters and isinstance(self._engine, LoadsAdapters):
+            adapters = WorkerAdapters(self._engine, self._membership, self.settings.model, self._roles.publish)
+            self._tasks.spawn(adapters.watch(self._control.discovery, self._keys))
+            self._tasks.spawn(adapters.keep())
 
     def _add_source(self, source: SourceBeyond) -> None:
         engine = self._engine

@@ -357,3 +357,8 @@ def test_one_mirror_names_the_blocks_of_several_adapters_apart() -> None:
     assert len({number for hashes in found.values() for number in hashes}) == 16
     mirror.apply(batch({"type": "BlockRemoved", "block_hashes": [3]}))
     assert [mirror.num_leading(hashes) for hashes in found.values()] == [4, 2, 4, 0]
+    # Loaded at run time.
+    mirror.adapters.add("sql@2")
+    late = {"lora_id": 4, "lora_name": "sql@2", "extra_keys": [["sql@2"]]}
+    mirror.apply(batch(by_name(stored([9], None, tokens)) | late))
+    assert [mirror.num_leading(hashes) for hashes in found.values()] == [4, 2, 4, 2]

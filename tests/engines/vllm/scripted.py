@@ -59,6 +59,10 @@ class ScriptedVllm:
     adapters: list[Any] = field(default_factory=list)
     """That of each request in ``begun``, or None."""
     loaded_adapters: list[Any] = field(default_factory=list)
+    removed_adapters: list[int] = field(default_factory=list)
+    """By number."""
+    on_load: Callable[[Any], None] = lambda request: None
+    """While an adapter is read."""
     aborted: list[str] = field(default_factory=list)
     calls: list[tuple[str, tuple[Any, ...]]] = field(default_factory=list)
     rejected: list[dict[str, Any]] = field(default_factory=list)
@@ -107,7 +111,14 @@ class ScriptedVllm:
             self.publisher.store(tokens)
 
     async def add_lora(self, lora_request: Any) -> bool:
+        if self.refusal is not None:
+            raise self.refusal
+        self.on_load(lora_request)
         self.loaded_adapters.append(lora_request)
+        return True
+
+    async def remove_lora(self, lora_id: int) -> bool:
+        self.removed_adapters.append(lora_id)
         return True
 
     async def check_health(self) -> None:

@@ -25,18 +25,20 @@ from tests.engines.vllm.scripted import (
 )
 
 from kvrelay.config import EngineConfig, GroupConfig, VllmConfig, WorkerConfig, WorkerRole
+from kvrelay.core.adapters import AdapterEntry
 from kvrelay.core.grammar import Grammar, GrammarKind
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.status import FinishReason
 from kvrelay.data import bundled_checkpoint_path
-from kvrelay.engine.contract import require
+from kvrelay.engine.contract import LoadsAdapters, require
 from kvrelay.engine.request import PrefillMode, Request
 from kvrelay.engines import vllm
 from kvrelay.engines.hosted import host as host_module
 from kvrelay.engines.hosted.backend import AnswerError
 from kvrelay.engines.vllm import backend as backend_module
+from kvrelay.engines.vllm.adapters import read_adapters
 from kvrelay.engines.vllm.backend import VllmBackend
-from kvrelay.errors import ConfigError, EngineDeadError, InvalidInputError
+from kvrelay.errors import ConfigError, EngineDeadError, InvalidInputError, WorkerUnavailableError
 from kvrelay.executors.mock import mock_generate
 from kvrelay.marks.phases import Phase
 
@@ -52,16 +54,14 @@ def _settings(**values: Any) -> WorkerConfig:
 
 @asynccontextmanager
 async def _engine(
-    role: WorkerRole = WorkerRole.BOTH, lora_dir: str = "", **script: Any
+    role: WorkerRole = WorkerRole.BOTH, config: VllmConfig | None = None, **script: Any
 ) -> AsyncIterator[tuple[Running, ScriptedVllm]]:
     library = ScriptedVllm(**script)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(vllm, "start_vllm", lambda arguments, settings, memory: scripted_start(library, arguments))
         patch.setattr(host_module, "HEALTH_INTERVAL_S", 0.01)
         running = Running(
-            await asyncio.to_thread(
-                vllm.from_settings, _settings(role=role, vllm=VllmConfig(lora_dir=lora_dir)), "worker"
-            )
+            await asyncio.to_thread(vllm.from_settings, _settings(role=role, vllm=config or VllmConfig()), "worker")
         )
         running.host.start(running.on_step, running.dead.append)
         try:
@@ -143,7 +143,7 @@ async def test_vllms_processes_are_told_that_their_start_is_over() -> None:
 async def test_a_request_gets_its_own_adapter_and_blocks(tmp_path: Path) -> None:
     for name in ("chat", "sql"):
         write_adapter(tmp_path / name, 1)
-    async with _engine(lora_dir=str(tmp_path)) as (engine, library):
+    async with _engine(config=VllmConfig(lora_dir=str(tmp_path))) as (engine, library):
         chat, sql = engine.host.facts.adapters
         await engine.until(lambda: library.calls)
         assert library.loaded_adapters == [(chat, 1, str(tmp_path / "chat")), (sql, 2, str(tmp_path / "sql"))]
@@ -157,9 +157,73 @@ async def test_a_request_gets_its_own_adapter_and_blocks(tmp_path: Path) -> None
             await engine.end(name)
         assert [None if each is None else each[0] for each in library.adapters] == [None, sql, chat]
         assert len(hashes) == 3
-        with pytest.raises(InvalidInputError, match="no adapter sql@0"):
+        with pytest.raises(WorkerUnavailableError, match="no adapter sql@0"):
             await engine.add("d", msgspec.structs.replace(GREEDY, adapter="sql@0"))
         assert len(library.begun) == 3, "never the model's own answer"
+
+
+async def test_an_adapter_is_forgotten_after_its_last_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_module, "ADAPTER_INTERVAL_S", 0.01)
+    folder = write_adapter(tmp_path / "chat", 1)
+    (read,) = read_adapters(str(tmp_path), bundled_checkpoint_path(), "model")
+    entry = AdapterEntry("chat", "model", str(folder), read.digest)
+    sampling = msgspec.structs.replace(GREEDY, adapter=entry.id)
+    async with _engine(config=VllmConfig(max_loras=1)) as (engine, library):
+        host = engine.host
+        assert isinstance(host, LoadsAdapters)
+        assert (host.facts.adapters, host.facts.max_adapters) == ((), 32)
+        with pytest.raises(WorkerUnavailableError, match="no adapter chat@"):
+            await engine.add("early", sampling)
+        await host.load_adapter(entry)
+        library.is_paused_between_tokens = True
+        await engine.add("a", sampling)
+        await engine.until(lambda: "a" in engine.outputs)
+        host.retire_adapter(entry.id)
+        # One that was sent before its frontend heard.
+        await engine.add("b", sampling)
+        await engine.until(lambda: "b" in engine.outputs)
+        await host.load_adapter(entry)
+        assert len(library.loaded_adapters) == 1, "it was never away"
+        host.retire_adapter(entry.id)
+        assert library.removed_adapters == []
+        library.is_paused_between_tokens = False
+        for name in ("a", "b"):
+            await engine.end(name)
+            assert engine.tokens(name) == EXPECTED
+        await engine.until(lambda: library.removed_adapters)
+        assert library.removed_adapters == [1]
+        with pytest.raises(WorkerUnavailableError, match="no adapter chat@"):
+            await engine.add("late", sampling)
+        await host.load_adapter(entry)
+        await engine.add("again", sampling)
+        await engine.end("again")
+        assert [request[:2] for request in library.adapters] == [(entry.id, 1), (entry.id, 1), (entry.id, 2)]
+
+
+async def test_a_thousand_adapters_come_and_go_with_room_for_two(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A load waits for those that no answer uses any more, and for no other."""
+    monkeypatch.setattr(host_module, "ADAPTER_INTERVAL_S", 0.0)
+    monkeypatch.setattr(host_module, "UNUSED_LOOKS", 1)
+    write_adapter(tmp_path / "files", 1)
+    (read,) = read_adapters(str(tmp_path), bundled_checkpoint_path(), "model")
+    entries = [AdapterEntry(f"a{number}", "model", str(read.path), read.digest) for number in range(1000)]
+    async with _engine(config=VllmConfig(max_loras=1, max_cpu_loras=2)) as (engine, library):
+        host = engine.host
+        assert isinstance(host, LoadsAdapters)
+        for entry in entries:
+            await host.load_adapter(entry)
+            host.retire_adapter(entry.id)
+        await engine.until(lambda: len(library.removed_adapters) == 1000)
+        assert sorted(library.removed_adapters) == list(range(1, 1001))
+        library.is_paused_between_tokens = True
+        for name, entry in (("a", entries[0]), ("b", entries[1])):
+            await host.load_adapter(entry)
+            await engine.add(name, msgspec.structs.replace(GREEDY, adapter=entry.id))
+        host.retire_adapter(entries[0].id)
+        with pytest.raises(InvalidInputError, match="has 2 adapters, with those that still answer"):
+            await host.load_adapter(entries[2])
 
 
 async def test_a_request_from_another_worker_goes_on_at_its_token() -> None:

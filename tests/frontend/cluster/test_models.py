@@ -256,7 +256,7 @@ async def test_a_frontend_with_another_copy_of_the_tokenizer_is_refused_loudly(
 
 
 async def test_an_adapter_is_a_model_with_a_parent(model_dir: Path) -> None:
-    """Its requests carry its id, which names contents; workers with other contents serve only once these are gone."""
+    """Its requests carry its id, which names contents; other contents are served only once these are gone."""
     cluster = FakeCluster(model_dir)
     try:
         old = await cluster.add_worker("w0", Script(tokens=(10,)), adapters=("chat@1", "sql@1"))
@@ -276,9 +276,11 @@ async def test_an_adapter_is_a_model_with_a_parent(model_dir: Path) -> None:
         assert (await ask("sql@1"))[0] == (await ask("none"))[0] == 404
 
         new = await cluster.add_worker("w1", Script(tokens=(20,)), adapters=("chat@2",))
-        await asyncio.sleep(0)
-        assert await ask("chat") == (200, "chat")
-        assert not new.requests
+        await cluster.until(lambda: [model.worker_ids for model in frontend.cluster.models] == [["w0", "w1"]])
+        for _ in range(4):
+            assert await ask("chat") == (200, "chat")
+            assert await ask("tiny") == (200, "tiny")
+        assert {each.sampling.adapter for each in new.requests} == {""}
         await cluster.deregister("w0")
         await cluster.until(lambda: [model.worker_ids for model in frontend.cluster.models] == [["w1"]])
         assert await ask("chat") == (200, "chat")

@@ -10,6 +10,7 @@ from typing import Protocol
 
 import msgspec
 
+from kvrelay.core.adapters import AdapterEntry
 from kvrelay.core.grammar import Grammar, GrammarKind
 from kvrelay.core.logprobs import PositionLogprobs
 from kvrelay.core.sampling import SamplingParams
@@ -27,6 +28,11 @@ def structured_values(grammar: Grammar) -> dict[str, object]:
     """Values of vLLM's StructuredOutputsParams, which other servers take too."""
     is_schema = grammar.kind is GrammarKind.JSON_SCHEMA
     return {GRAMMAR_FIELDS[grammar.kind]: msgspec.json.decode(grammar.source) if is_schema else grammar.source}
+
+
+def one_line(error: BaseException) -> str:
+    """What a foreign exception says, for a message."""
+    return " ".join(str(error).split())[:500] or type(error).__name__
 
 
 def ignore(num_blocks: int) -> None:
@@ -108,7 +114,8 @@ class Backend(Protocol):
         same does not count."""
 
     def check(self, sampling: SamplingParams) -> None:
-        """Raise InvalidInputError for a request that it cannot serve. From any thread."""
+        """Raise InvalidInputError for a request that it cannot serve, WorkerUnavailableError for one that another
+        worker may serve. From any thread."""
 
     async def open(self) -> None: ...
 
@@ -149,3 +156,16 @@ class Backend(Protocol):
         """Forget cached prefixes, if this is possible; running requests continue."""
 
     async def close(self) -> None: ...
+
+
+class AdapterStore(Protocol):
+    """A backend's adapters (LoRA) that come and go at run time, all methods in the same event loop."""
+
+    @property
+    def is_full(self) -> bool: ...
+
+    async def load(self, entry: AdapterEntry) -> None:
+        """Raises InvalidInputError for an adapter that the backend cannot have. One that it has stays as it is."""
+
+    async def drop(self, adapter: str) -> None:
+        """Forget an adapter, by its id, that no request uses."""

@@ -108,11 +108,11 @@ class _Held(msgspec.Struct):
 
 class MirroredCache:
     """Not thread-safe. ``apply`` takes one batch as the server published it. Of a server with adapters (LoRA) only the
-    blocks of ``adapters`` count, by name; an empty one: those of the model itself."""
+    blocks of ``adapters`` count, by name; an empty one: those of the model itself. Others may be added."""
 
     def __init__(self, block_size: int, adapters: Collection[str] = ("",)) -> None:
         self._block_size = block_size
-        self._adapters = frozenset(adapters)
+        self.adapters = set(adapters)
         self._held: dict[ServerHash, _Held] = {}
         self._refs: dict[int, int] = {}
         """Our blocks, and how many of the server's blocks hold each: two images may lead to one hash."""
@@ -163,7 +163,7 @@ class MirroredCache:
                     adapter = _adapter_of(event)
                     own = event if adapter is None else _without_adapter(event, adapter)
                     salt = _salt(own)
-                    if adapter in self._adapters and not _has_keys(own, salt):
+                    if adapter in self.adapters and not _has_keys(own, salt):
                         events += self._stored(names, parent, tokens, size, salt, adapter or None)
                 case {"type": "BlockRemoved", "block_hashes": list() as names}:
                     events += self._removed(names)

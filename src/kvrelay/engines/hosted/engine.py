@@ -161,6 +161,10 @@ class HostedEngine:
         """Perhaps: the backend does not say."""
         return True
 
+    def uses_adapter(self, adapter: str) -> bool:
+        """Whether a request is here that is computed with it, also one that waits."""
+        return any(running.request.sampling.adapter == adapter for running in self._running.values())
+
     def num_cached_tokens(self, request: Request) -> int:
         """By the backend's cache events, or by the requests that it was sent before."""
         return self._num_placed_blocks(request) * self._facts.kv_layout.block_size

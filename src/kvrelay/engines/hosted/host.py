@@ -14,6 +14,7 @@ import numpy as np
 import uvloop
 
 from kvrelay.config import EngineConfig
+from kvrelay.core.adapters import AdapterEntry
 from kvrelay.core.checksums import unit_checksums
 from kvrelay.core.clock import MonotonicClock
 from kvrelay.core.events import KvEvent
@@ -23,7 +24,7 @@ from kvrelay.engine.contract import Engine, EngineFacts, OnDead, OnStep
 from kvrelay.engine.inbox import EngineCallback, EngineInbox
 from kvrelay.engine.progress import Progress
 from kvrelay.engine.stats import DraftCounts, EngineStats, LoadSampler
-from kvrelay.engines.hosted.backend import Backend
+from kvrelay.engines.hosted.backend import AdapterStore, Backend
 from kvrelay.engines.hosted.cache import MirroredCache, PlacedPrefixes
 from kvrelay.engines.hosted.calls import BackendCalls
 from kvrelay.engines.hosted.costs import StepTeller
@@ -38,6 +39,8 @@ T = TypeVar("T")
 
 LOAD_INTERVAL_S = 0.05
 HEALTH_INTERVAL_S = 1.0
+ADAPTER_INTERVAL_S, UNUSED_LOOKS = 0.1, 10
+"""An adapter is forgotten once no request used it at so many looks: a frontend may have sent one before it heard."""
 
 
 class CacheEvents(NamedTuple):
@@ -50,7 +53,7 @@ class CacheEvents(NamedTuple):
 class BackendHost:
     """The EngineHost of a HostedEngine. With ``cache_events`` None the backend's cache is estimated. With ``staging``
     peers exchange KV with that memory, and the backend copies from and to it. ``teller``, ``sets_pace`` and
-    ``drafts``: of the HostedEngine."""
+    ``drafts``: of the HostedEngine. With ``adapters`` it is a LoadsAdapters."""
 
     def __init__(
         self,
@@ -65,6 +68,7 @@ class BackendHost:
         teller: StepTeller | None = None,
         sets_pace: bool = False,
         drafts: DraftCounts | None = None,
+        adapters: AdapterStore | None = None,
     ) -> None:
         clock = MonotonicClock()
         self.facts = facts
@@ -93,6 +97,9 @@ class BackendHost:
             sets_pace=sets_pace,
             drafts=drafts,
         )
+        self._adapters = adapters
+        self._retiring: dict[str, asyncio.Task[None]] = {}
+        """Adapters that are forgotten once no request uses them. The loop's."""
         self._load = LoadSampler(self._engine, LOAD_INTERVAL_S, clock)
         self._samples_load = True
         # Transports need a region to register. Without staging no peer reads or writes it.
@@ -142,6 +149,13 @@ class BackendHost:
     async def call(self, callback: Callable[[Engine], T]) -> T:
         return await self._inbox.call(callback)
 
+    async def load_adapter(self, entry: AdapterEntry) -> None:
+        await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._load_adapter(entry), self._loop))
+
+    def retire_adapter(self, adapter: str) -> None:
+        with suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._retire, adapter)
+
     def _wake(self) -> None:
         with suppress(RuntimeError):  # the loop is closed: nothing is left to do
             self._loop.call_soon_threadsafe(self._run_next)
@@ -188,7 +202,7 @@ class BackendHost:
                 self._flush()
             return died
         finally:
-            tasks = [stopped, gone, reading, *self._calls.tasks()]
+            tasks = [stopped, gone, reading, *self._calls.tasks(), *self._retiring.values()]
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -213,6 +227,39 @@ class BackendHost:
             self._flush_soon()
 
         await KvEventReader(self._cache_events.endpoint, self._cache_events.replay, self._mirror, changed).run()
+
+    # -- adapters -----------------------------------------------------------------------------------------------------
+
+    async def _load_adapter(self, entry: AdapterEntry) -> None:
+        assert self._adapters is not None, "the facts say that this host loads none"
+        if (retiring := self._retiring.pop(entry.id, None)) is not None:
+            retiring.cancel()
+        while self._adapters.is_full and (ending := self._unused_adapters()):
+            await asyncio.wait(ending, return_when=asyncio.FIRST_COMPLETED)
+        await self._adapters.load(entry)
+        if self._mirror is not None:
+            self._mirror.adapters.add(entry.id)
+
+    def _unused_adapters(self) -> list[asyncio.Task[None]]:
+        """The ends of those that retire and that no request uses: they make room soon."""
+        return [task for adapter, task in self._retiring.items() if not self._engine.uses_adapter(adapter)]
+
+    def _retire(self, adapter: str) -> None:
+        if adapter not in self._retiring:
+            self._retiring[adapter] = self._loop.create_task(self._drop_unused(adapter))
+
+    async def _drop_unused(self, adapter: str) -> None:
+        assert self._adapters is not None, "only what was loaded is retired"
+        num_looks = 0
+        try:
+            while num_looks < UNUSED_LOOKS:
+                await asyncio.sleep(ADAPTER_INTERVAL_S)
+                num_looks = 0 if self._engine.uses_adapter(adapter) else num_looks + 1
+            if self._mirror is not None:
+                self._mirror.adapters.discard(adapter)
+            await self._adapters.drop(adapter)
+        finally:
+            self._retiring.pop(adapter, None)
 
     # -- what it tells ------------------------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from kvrelay.core.layout import paged_kv
 from kvrelay.core.step_cost import CostSource
 from kvrelay.engine.contract import EngineFacts
 from kvrelay.engines.hosted.host import BackendHost, CacheEvents
-from kvrelay.engines.vllm.adapters import adapter_arguments, read_adapters
+from kvrelay.engines.vllm.adapters import LoadedAdapters, adapter_arguments, read_adapters
 from kvrelay.engines.vllm.arguments import engine_arguments
 from kvrelay.engines.vllm.backend import VllmBackend
 from kvrelay.engines.vllm.library import Started, fingerprint, start_vllm
@@ -37,13 +37,15 @@ def from_settings(settings: WorkerConfig, worker_id: str, memory: HostMemory = A
         raise ConfigError("engine vllm has no data-parallel groups: start more workers instead", param="dp")
     model = checkpoint_facts(settings.model_path)
     adapters = read_adapters(settings.vllm.lora_dir, settings.model_path, settings.model)
+    reserved = adapter_arguments(adapters, settings.vllm)
     # Sockets of the cache events: within this host, and for this user only.
     directory = ScratchDirectory("kvrelay-vllm-")
     try:
         events = _events(directory.path) if settings.engine.enable_prefix_caching else None
-        started = start_vllm(adapter_arguments(adapters) | engine_arguments(settings, events), settings, memory)
+        started = start_vllm(reserved | engine_arguments(settings, events), settings, memory)
         try:
-            facts = _facts(settings, started, model.vocab_size, tuple(each.id for each in adapters))
+            max_adapters = reserved["max_cpu_loras"] if settings.vllm.max_loras else 0
+            facts = _facts(settings, started, model.vocab_size, tuple(each.id for each in adapters), max_adapters)
         except BaseException:
             started.engine.shutdown()
             raise
@@ -51,13 +53,21 @@ def from_settings(settings: WorkerConfig, worker_id: str, memory: HostMemory = A
         directory.remove()
         raise
     staging = started.staging
+    loaded = LoadedAdapters(
+        started.engine,
+        started.terms.adapter,
+        adapters,
+        model_path=settings.model_path,
+        max_adapters=facts.max_adapters,
+        max_rank=reserved.get("max_lora_rank", 0),
+    )
     backend = VllmBackend(
         started.engine,
         started.terms,
         settings.engine.step_timeout_s,
         on_close=directory.remove,
         reports=None if staging is None else staging.reports,
-        adapters=adapters,
+        adapters=loaded,
     )
     return BackendHost(
         facts,
@@ -70,6 +80,7 @@ def from_settings(settings: WorkerConfig, worker_id: str, memory: HostMemory = A
         teller=started.steps,
         sets_pace=settings.vllm.vllm_chunks_by_objective,
         drafts=started.drafts,
+        adapters=loaded,
     )
 
 
@@ -77,7 +88,9 @@ def _events(directory: Path) -> CacheEvents:
     return CacheEvents(f"ipc://{directory}/events", f"ipc://{directory}/replay")
 
 
-def _facts(settings: WorkerConfig, started: Started, vocab_size: int, adapters: tuple[str, ...]) -> EngineFacts:
+def _facts(
+    settings: WorkerConfig, started: Started, vocab_size: int, adapters: tuple[str, ...], max_adapters: int
+) -> EngineFacts:
     """vLLM's pool in blocks of ours. Raises ConfigError unless its blocks are whole numbers of ours."""
     block_size = settings.engine.block_size
     if started.block_size % block_size:
@@ -97,6 +110,7 @@ def _facts(settings: WorkerConfig, started: Started, vocab_size: int, adapters: 
         hands_over_kv=settings.exchanges_kv,
         moves_kv=settings.exchanges_kv and staging is None,
         adapters=adapters,
+        max_adapters=max_adapters,
         moved_token_bytes=started.token_bytes,
         step_costs=CostSource.NONE if started.steps is None else CostSource.MEASURED,
     )

@@ -1,42 +1,32 @@
-"""The adapters (LoRA) in a directory: each sub-directory with an ``adapter_config.json`` is one, named by its folder.
+"""The adapters (LoRA) of a worker with vLLM: those of ``--lora-dir``, and those that come and go at run time.
 
-They are read before vLLM starts, so that one that does not fit ends the start with its reason. vLLM is told an
-adapter's id as its name; so its own block hashes, and the events of its cache, tell adapters apart by content.
+vLLM is told an adapter's id as its name; so its own block hashes, and the events of its cache, tell adapters apart by
+content. All of a worker's adapters stay in vLLM's host memory: none is read again from a file that may have changed.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-import struct
-from collections.abc import Iterable, Mapping
+import asyncio
+import itertools
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-import msgspec
+from kvrelay.config import VllmConfig
+from kvrelay.core.adapters import AdapterEntry
+from kvrelay.data.adapter_files import CONFIG, RANKS, Adapter, model_shapes, read_adapter
+from kvrelay.engines.hosted.backend import one_line
+from kvrelay.errors import ConfigError, InvalidInputError, WorkerUnavailableError
 
-from kvrelay.core.adapters import adapter_id
-from kvrelay.errors import ConfigError
-
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""vLLM's values of ``max_lora_rank``."""
-MAX_SLOTS = 4
-PREFIX = "base_model.model."
-HEADER_LIMIT = 100 * 2**20
-
-
-class Adapter(msgspec.Struct, frozen=True):
-    """``number``: vLLM's key of it, from 1."""
-
-    id: str
-    number: int
-    path: Path
-    rank: int
+DEFAULT_SLOTS = 4
+DEFAULT_RANK = 16
+"""vLLM's own."""
+RUN_TIME_ROOM = 32
 
 
 def read_adapters(directory: str, model_path: Path, model: str) -> tuple[Adapter, ...]:
-    """Those in ``directory``, in order of their names; none if it is empty. ``model``: the name that is served.
+    """Those in ``directory``, in order of their names, each named by its folder; none if it is empty. ``model``: the
+    name that is served.
 
     Raises ConfigError for one that vLLM could not load.
     """
@@ -46,20 +36,35 @@ def read_adapters(directory: str, model_path: Path, model: str) -> tuple[Adapter
     paths = sorted(path.parent for path in folder.glob(f"*/{CONFIG}"))
     if not paths:
         raise _error(f"{directory} has no folder with an {CONFIG}")
-    shapes = _shapes(model_path.glob("*.safetensors"))
-    return tuple(_read(path, number, shapes, model) for number, path in enumerate(paths, 1))
+    if any(path.name == model for path in paths):
+        raise _error(f"adapter {model} has the name of its model")
+    shapes = model_shapes(model_path)
+    return tuple(read_adapter(path, path.name, shapes, "lora_dir") for path in paths)
 
 
-def adapter_arguments(adapters: tuple[Adapter, ...]) -> dict[str, Any]:
-    """Of vLLM's AsyncEngineArgs. All adapters stay in host memory: none is read again from a file that may have
-    changed."""
-    if not adapters:
+def adapter_arguments(adapters: tuple[Adapter, ...], config: VllmConfig) -> dict[str, Any]:
+    """Of vLLM's AsyncEngineArgs: what it reserves at its start. None if there are no adapters, and none are loaded at
+    run time (``max_loras``). Raises ConfigError for limits below what ``--lora-dir`` needs."""
+    num_slots = config.max_loras or min(len(adapters), DEFAULT_SLOTS)
+    if not num_slots:
         return {}
+    own = max((each.rank for each in adapters), default=1)
+    rank = config.max_lora_rank or max(own, DEFAULT_RANK if config.max_loras else 1)
+    if own > rank or rank > RANKS[-1]:
+        highest = f"{own} to {RANKS[-1]}" if adapters else f"1 to {RANKS[-1]}"
+        raise ConfigError(f"--max-lora-rank {rank} is not {highest}", param="max_lora_rank")
+    room = config.max_cpu_loras or max(len(adapters), RUN_TIME_ROOM if config.max_loras else 0, num_slots)
+    if room < max(len(adapters), num_slots):
+        raise ConfigError(
+            f"--max-cpu-loras {room} is less than the {len(adapters)} adapters of --lora-dir or the {num_slots} of "
+            "--max-loras: all of them stay in host memory",
+            param="max_cpu_loras",
+        )
     return {
         "enable_lora": True,
-        "max_loras": min(len(adapters), MAX_SLOTS),
-        "max_cpu_loras": len(adapters),
-        "max_lora_rank": next(rank for rank in RANKS if rank >= max(each.rank for each in adapters)),
+        "max_loras": num_slots,
+        "max_cpu_loras": room,
+        "max_lora_rank": next(each for each in RANKS if each >= rank),
     }
 
 
@@ -75,57 +80,105 @@ def with_empty_slot(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return {**arguments, "max_loras": num_slots, "max_cpu_loras": num_slots}
 
 
-def _read(path: Path, number: int, shapes: Mapping[str, tuple[int, ...]], model: str) -> Adapter:
-    if path.name == model:
-        raise _error(f"adapter {path.name} has the name of its model")
-    try:
-        raw, weights = (path / CONFIG).read_bytes(), (path / WEIGHTS).read_bytes()
-        config = json.loads(raw)
-    except OSError as exc:
-        raise _error(f"adapter {path.name}: {exc.filename}: {exc.strerror}") from exc
-    except (ValueError, RecursionError) as exc:
-        raise _error(f"adapter {path.name}: {CONFIG} is no JSON: {exc}") from exc
-    rank = config.get("r") if isinstance(config, dict) else None
-    if not isinstance(rank, int) or isinstance(rank, bool) or config.get("peft_type") != "LORA":
-        raise _error(f"adapter {path.name}: {CONFIG} is not one of a LoRA with a rank r")
-    if not 1 <= rank <= RANKS[-1]:
-        raise _error(f"adapter {path.name} has rank {rank}, vLLM takes 1 to {RANKS[-1]}")
-    _check_shapes(path.name, rank, _shapes([path / WEIGHTS]), shapes)
-    digest = hashlib.sha256(hashlib.sha256(raw).digest() + hashlib.sha256(weights).digest()).hexdigest()[:16]
-    return Adapter(adapter_id(path.name, digest), number, path.resolve(), rank)
+class AdapterEngine(Protocol):
+    """The part of vLLM's AsyncLLM that is used."""
+
+    async def add_lora(self, lora_request: object) -> bool:
+        """Load an adapter, between two steps."""
+
+    async def remove_lora(self, lora_id: int) -> bool:
+        """Forget an adapter that no request uses."""
 
 
-def _check_shapes(
-    name: str, rank: int, own: Mapping[str, tuple[int, ...]], base: Mapping[str, tuple[int, ...]]
-) -> None:
-    """``B A`` must have the shape of the weight that it is added to: A is (r, in), B (out, r), the weight (out, in).
-    A weight that the checkpoint has under another name is left to vLLM. Raises ConfigError."""
-    num_known = 0
-    for key, shape in own.items():
-        module, _, half = key.removeprefix(PREFIX).rpartition(".lora_")
-        weight = base.get(f"{module}.weight")
-        if weight is None or half not in ("A.weight", "B.weight"):
-            continue
-        num_known += 1
-        wanted = (rank, weight[1]) if half == "A.weight" else (weight[0], rank)
-        if shape != wanted:
-            raise _error(f"adapter {name} is of another model: {key} has the shape {shape}, not {wanted}")
-    if not num_known:
-        raise _error(f"adapter {name} is of another model: none of its {len(own)} tensors belongs to this one")
+class LoadedAdapters:
+    """What vLLM has, by id: an ``AdapterStore``. ``request_of`` makes vLLM's LoRARequest of an adapter's id, its number
+    (vLLM's key of it) and path. ``max_adapters``: how many there may be; each has a rank of at most ``max_rank``.
 
+    Never more than that are at vLLM, so vLLM evicts none, and the empty slot of a CPU stays empty. One event loop's;
+    ``has`` may be asked from any thread."""
 
-def _shapes(files: Iterable[Path]) -> dict[str, tuple[int, ...]]:
-    """By tensor, from the headers of safetensors files: 8 bytes of length, then JSON. Raises ConfigError."""
-    shapes: dict[str, tuple[int, ...]] = {}
-    for file in files:
-        try:
-            with file.open("rb") as opened:
-                (length,) = struct.unpack("<Q", opened.read(8))
-                header = json.loads(opened.read(min(length, HEADER_LIMIT)))
-            shapes |= {name: tuple(each["shape"]) for name, each in header.items() if name != "__metadata__"}
-        except (OSError, ValueError, RecursionError, struct.error, KeyError, TypeError, AttributeError) as exc:
-            raise _error(f"{file} is no complete safetensors file: {exc!r}") from exc
-    return shapes
+    def __init__(
+        self,
+        engine: AdapterEngine,
+        request_of: Callable[[str, int, str], object],
+        adapters: Iterable[Adapter] = (),
+        *,
+        model_path: Path = Path(),
+        max_adapters: int = 0,
+        max_rank: int = 0,
+    ) -> None:
+        self._engine, self._request_of = engine, request_of
+        self._model_path = model_path
+        self._max_adapters, self._max_rank = max_adapters, max_rank
+        self._numbers = itertools.count(1)
+        self._loaded: dict[str, tuple[int, object]] = {}
+        """By id, number and vLLM's request."""
+        for adapter in adapters:
+            self._loaded[adapter.id] = self._numbered(adapter)
+        self._lock = asyncio.Lock()
+
+    def _numbered(self, adapter: Adapter) -> tuple[int, object]:
+        number = next(self._numbers)
+        return number, self._request_of(adapter.id, number, str(adapter.path))
+
+    @property
+    def is_full(self) -> bool:
+        return len(self._loaded) >= self._max_adapters
+
+    def has(self, adapter: str) -> bool:
+        return not adapter or adapter in self._loaded
+
+    def request(self, adapter: str) -> object | None:
+        """vLLM's for a request with that adapter; None: without one. Raises WorkerUnavailableError."""
+        if not self.has(adapter):
+            raise WorkerUnavailableError(f"this worker has no adapter {adapter}")
+        return self._loaded[adapter][1] if adapter else None
+
+    async def open(self) -> None:
+        """Those of the start."""
+        for _, request in list(self._loaded.values()):
+            await self._engine.add_lora(request)
+
+    async def load(self, entry: AdapterEntry) -> None:
+        async with self._lock:
+            if entry.id in self._loaded:
+                return
+            if self.is_full:
+                raise InvalidInputError(
+                    f"this worker has {len(self._loaded)} adapters, with those that still answer, as many as "
+                    f"--max-cpu-loras {self._max_adapters} allows: unload one"
+                )
+            adapter = await asyncio.to_thread(self._read, entry)
+            if adapter.rank > self._max_rank:
+                raise InvalidInputError(
+                    f"adapter {entry.name} has rank {adapter.rank}, above --max-lora-rank {self._max_rank}"
+                )
+            number, request = self._numbered(adapter)
+            try:
+                await self._engine.add_lora(request)
+            except Exception as exc:  # it raises what its processes raise
+                raise InvalidInputError(f"vLLM refuses adapter {entry.name}: {one_line(exc)}") from exc
+            try:
+                # Then they were these while vLLM read them, too.
+                await asyncio.to_thread(self._read, entry)
+            except InvalidInputError:
+                await self._engine.remove_lora(number)
+                raise
+            self._loaded[entry.id] = number, request
+
+    async def drop(self, adapter: str) -> None:
+        async with self._lock:
+            number, _ = self._loaded.pop(adapter)
+            await self._engine.remove_lora(number)
+
+    def _read(self, entry: AdapterEntry) -> Adapter:
+        adapter = read_adapter(Path(entry.path), entry.name, model_shapes(self._model_path), "lora_path")
+        if adapter.id != entry.id:
+            raise InvalidInputError(
+                f"adapter {entry.name} was replaced: {entry.path} has the contents {adapter.digest}, {entry.digest} "
+                "were loaded; unload it, then load it anew"
+            )
+        return adapter
 
 
 def _error(message: str) -> ConfigError:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import ExitStack, aclosing
 from typing import Any, Protocol
 
@@ -19,11 +19,12 @@ from kvrelay.engines.hosted.backend import (
     Prefilled,
     UnconfirmedError,
     ignore,
+    one_line,
     structured_values,
 )
 from kvrelay.engines.hosted.staging import KvReports, Progress
 from kvrelay.engines.hosted.vllm_transfer import VllmTransfer, stops_short
-from kvrelay.engines.vllm.adapters import Adapter
+from kvrelay.engines.vllm.adapters import AdapterEngine, LoadedAdapters
 from kvrelay.engines.vllm.translation import (
     RequestOutput,
     num_staged_blocks,
@@ -33,7 +34,6 @@ from kvrelay.engines.vllm.translation import (
     sampling_values,
     staged_values,
 )
-from kvrelay.errors import InvalidInputError
 
 NAME = "vLLM"
 ENDED = "vLLM's engine process has ended"
@@ -43,16 +43,13 @@ START_TIMEOUT_S = 60.0
 CONFIRM_TIMEOUT_S = 60.0
 
 
-class AsyncEngine(Protocol):
+class AsyncEngine(AdapterEngine, Protocol):
     """The part of vLLM's AsyncLLM that is used."""
 
     def generate(
         self, prompt: object, sampling_params: object, request_id: str, *, lora_request: object | None, priority: int
     ) -> AsyncGenerator[RequestOutput, None]:
         """Closing it aborts the request."""
-
-    async def add_lora(self, lora_request: object) -> bool:
-        """Load an adapter."""
 
     async def check_health(self) -> None:
         """Raise if the engine process has ended."""
@@ -110,14 +107,14 @@ class VllmBackend:
         on_close: Callable[[], None] = lambda: None,
         *,
         reports: KvReports | None = None,
-        adapters: Iterable[Adapter] = (),
+        adapters: LoadedAdapters | None = None,
     ) -> None:
         self._engine = engine
         self._terms = terms
         self._hang_timeout_s = hang_timeout_s
         self._on_close = on_close
         self._reports = reports
-        self._adapters = {each.id: terms.adapter(each.id, each.number, str(each.path)) for each in adapters}
+        self._adapters = adapters or LoadedAdapters(engine, terms.adapter)
         self._num_begun = 0
         self._is_gone = False
         """It will answer nothing any more."""
@@ -126,15 +123,13 @@ class VllmBackend:
 
     def check(self, sampling: SamplingParams) -> None:
         """vLLM takes everything else that a request may ask for."""
-        if sampling.adapter and sampling.adapter not in self._adapters:
-            raise InvalidInputError(f"this worker has no adapter {sampling.adapter}", param="model")
+        self._adapters.request(sampling.adapter)
 
     async def open(self) -> None:
         """The engine runs already; its processes hear that their start is over."""
         if self._reports is not None:
             self._reports.open(asyncio.get_running_loop())
-        for adapter in self._adapters.values():
-            await self._engine.add_lora(adapter)
+        await self._adapters.open()
         await self._engine.collective_rpc("kvrelay_started", START_TIMEOUT_S)
 
     async def stream(
@@ -203,7 +198,7 @@ class VllmBackend:
             self._terms.prompt(_prompt(request)),
             self._sampling(request, values),
             request_id,
-            lora_request=self._adapters.get(request.sampling.adapter),
+            lora_request=self._adapters.request(request.sampling.adapter),
             priority=request.keyless_priority,
         )
         is_finished = False
@@ -215,11 +210,11 @@ class VllmBackend:
                     is_finished = True
                 yield output
         except self._terms.overload as exc:
-            raise BackendRefusedError(f"vLLM is full: {_one_line(exc)}", 503) from exc
+            raise BackendRefusedError(f"vLLM is full: {one_line(exc)}", 503) from exc
         except self._terms.dead as exc:
             raise AnswerError(ENDED) from exc
         except self._terms.refusals as exc:
-            raise BackendRefusedError(f"vLLM refuses the request: {_one_line(exc)}", 400) from exc
+            raise BackendRefusedError(f"vLLM refuses the request: {one_line(exc)}", 400) from exc
         finally:
             await answer.aclose()
             if is_staged and not is_finished:
@@ -241,14 +236,14 @@ class VllmBackend:
         except self._terms.dead as exc:
             raise UnconfirmedError(ENDED) from exc
         except Exception as exc:  # whatever it is, the engine does not answer
-            raise UnconfirmedError(f"vLLM does not confirm the end of an aborted request: {_one_line(exc)}") from exc
+            raise UnconfirmedError(f"vLLM does not confirm the end of an aborted request: {one_line(exc)}") from exc
 
     def _sampling(self, request: Request, values: dict[str, Any]) -> object:
         grammar = request.sampling.grammar
         try:
             return self._terms.sampling(values, None if grammar is None else structured_values(grammar))
         except self._terms.refusals as exc:
-            raise BackendRefusedError(f"vLLM refuses the request: {_one_line(exc)}", 400) from exc
+            raise BackendRefusedError(f"vLLM refuses the request: {one_line(exc)}", 400) from exc
 
     async def failure(self) -> str | None:
         failure = await self._ended() or self._silence()
@@ -261,7 +256,7 @@ class VllmBackend:
         except self._terms.dead:
             return f"{ENDED}; its own messages are above, unless it was killed"
         except Exception as exc:  # noqa: BLE001 - whatever it is, the engine is gone
-            return f"{ENDED}: {_one_line(exc)}"
+            return f"{ENDED}: {one_line(exc)}"
         return None
 
     def _silence(self) -> str | None:
@@ -272,7 +267,7 @@ class VllmBackend:
                 return f"vLLM's engine process has not answered for {silent_s:.0f} s"
             return None
         if self._question is not None and not self._question.cancelled() and (exc := self._question.exception()):
-            return f"vLLM's engine process has failed: {_one_line(exc)}"
+            return f"vLLM's engine process has failed: {one_line(exc)}"
         self._question = asyncio.ensure_future(self._engine.is_paused())
         self._asked_s = time.monotonic()
         return None
@@ -298,7 +293,3 @@ def _prompt(request: Request) -> dict[str, Any]:
     if request.sampling.cache_salt is not None:
         prompt["cache_salt"] = request.sampling.cache_salt
     return prompt
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:500] or type(error).__name__

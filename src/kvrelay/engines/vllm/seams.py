@@ -38,6 +38,7 @@ COMMON = (
     Seam("vllm.v1.metrics.loggers", "StatLoggerBase.record", ("scheduler_stats",)),
     Seam(_ENGINE, "AsyncLLM.generate", ("prompt", "sampling_params", "request_id", "lora_request", "priority")),
     Seam(_ENGINE, "AsyncLLM.add_lora", ("lora_request",)),
+    Seam(_ENGINE, "AsyncLLM.remove_lora", ("lora_id",)),
     Seam("vllm.lora.request", "LoRARequest", ("lora_name", "lora_int_id", "lora_path")),
     Seam(_ENGINE, "AsyncLLM.abort", ("request_id",)),
     Seam(_ENGINE, "AsyncLLM.check_health"),

@@ -26,6 +26,7 @@ from kvrelay.frontend.access.admission import Admission
 from kvrelay.frontend.access.api_keys import ApiKeys, following
 from kvrelay.frontend.access.cors import AllowedOrigins
 from kvrelay.frontend.anthropic import COUNT_TOKENS_PATH, COUNTED, MESSAGES, MESSAGES_PATH, anthropic_error
+from kvrelay.frontend.api.adapters import LOAD_PATH, UNLOAD_PATH, AdapterEndpoints
 from kvrelay.frontend.api.cluster_shown import CLUSTER_PATH, ShownCluster
 from kvrelay.frontend.api.content_coding import gunzipped, is_coded, utf8_json
 from kvrelay.frontend.api.fields import RequestFields
@@ -183,7 +184,7 @@ class FrontendApp:
     def _build_routes(
         self, pipeline: Pipeline, routing: RoutingEndpoints, shown_cluster: ShownCluster
     ) -> dict[str, Route]:
-        page = Page()
+        page, adapters = Page(), AdapterEndpoints(self._cluster)
         return {
             "/v1/completions": Route("POST", pipeline.complete, "cmpl-", is_traced=True),
             "/v1/chat/completions": Route(
@@ -208,6 +209,8 @@ class FrontendApp:
             "/docs": Route("GET", self._docs),
             REQUESTS_PATH: Route("GET", self._shown.show_list, shows_requests=True),
             CLUSTER_PATH: Route("GET", shown_cluster.show, shows_requests=True),
+            LOAD_PATH: Route("POST", adapters.load, shows_requests=True),
+            UNLOAD_PATH: Route("POST", adapters.unload, shows_requests=True),
             "/": Route("GET", page.redirect),
             PAGE.rstrip("/"): Route("GET", page.redirect, shows_requests=True),
             **dict.fromkeys(page.paths, Route("GET", page.show, shows_requests=True)),
@@ -482,6 +485,13 @@ def _request_id(request: HttpRequest, prefix: str, frontend: str) -> str:
 
 
 def _cards(model: Model) -> list[ModelCard]:
-    """The model, and its adapters."""
+    """The model, and its adapters; the ``root`` of one that was loaded at run time is its path."""
     own = ModelCard(model.name, model.created_unix_s, model.root, model.max_model_len)
-    return [own, *(msgspec.structs.replace(own, id=name, parent=model.name) for name in sorted(model.adapters))]
+    paths = {name: entry.path for name, entry in model.known_adapters.entries.items()}
+    return [
+        own,
+        *(
+            msgspec.structs.replace(own, id=name, parent=model.name, root=paths.get(name, own.root))
+            for name in sorted(model.adapters)
+        ),
+    ]

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from kvrelay.frontend.anthropic import AnthropicErrorBody, CountTokensRequest, MessageBody, MessagesRequest
+from kvrelay.frontend.api.adapters import LOAD_PATH, UNLOAD_PATH, LoadAdapterRequest, UnloadAdapterRequest
 from kvrelay.frontend.api.requests_shown import ORDERS
 from kvrelay.frontend.openai.answer_spec import DECISION_HEADER, TIMEOUT_HEADER
 from kvrelay.frontend.openai.bounds import MAX_JSON_SIZE
@@ -35,6 +36,7 @@ class _Post(msgspec.Struct, frozen=True):
     request: type[msgspec.Struct]
     response: type[msgspec.Struct] | None = None
     errors: type[msgspec.Struct] = ErrorBody
+    is_text: bool = False
 
 
 _POSTS = (
@@ -46,6 +48,8 @@ _POSTS = (
     _Post("/v1/kvrelay/route", "Which worker would get this prompt, and why; nothing is generated", CompletionRequest),
     _Post("/tokenize", "Text or messages to token ids", TokenizeRequest),
     _Post("/detokenize", "Token ids to text", DetokenizeRequest),
+    _Post(LOAD_PATH, "Load an adapter (LoRA) at all workers; for operators", LoadAdapterRequest, is_text=True),
+    _Post(UNLOAD_PATH, "Unload an adapter that was loaded so; for operators", UnloadAdapterRequest, is_text=True),
 )
 BODIES = tuple({post.request: None for post in _POSTS})
 """All kinds of bodies."""
@@ -168,6 +172,8 @@ def openapi_document() -> dict[str, object]:
 def _post(post: _Post) -> dict[str, object]:
     answer: dict[str, object] = {"description": "The answer"}
     content: dict[str, object] = {"application/json": {"schema": _schema(post.response)}}
+    if post.is_text:
+        content = {"text/plain": {"schema": {"type": "string"}}}
     parameters: list[dict[str, object]] = []
     if post.response is not None:
         # The events of a stream depend on the API; this version of OpenAPI cannot describe them.

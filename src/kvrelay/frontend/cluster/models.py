@@ -7,10 +7,10 @@ import time
 
 import msgspec
 
-from kvrelay.core.adapters import adapter_name
 from kvrelay.core.handoff import OrderPolicy, PrefixHolder
 from kvrelay.core.workers import WorkerInfo
 from kvrelay.errors import WorkerUnavailableError
+from kvrelay.frontend.cluster.adapters import RunTimeAdapters
 from kvrelay.frontend.cluster.cold_start import ColdStart
 from kvrelay.frontend.cluster.worker_link import WorkerLink
 from kvrelay.frontend.side_threads import LoopTurns
@@ -49,14 +49,20 @@ class Model:
     """
 
     def __init__(
-        self, first: WorkerInfo, tokenizer: Tokenizer, pairs: PairRouter, cold_start: ColdStart | None = None
+        self,
+        first: WorkerInfo,
+        tokenizer: Tokenizer,
+        pairs: PairRouter,
+        known_adapters: RunTimeAdapters,
+        cold_start: ColdStart | None = None,
     ) -> None:
         self.name = first.model
         self.root = first.model_path
         self.weights_fingerprint = first.weights_fingerprint
         self.tokenizer_fingerprint = first.tokenizer_fingerprint
         self.adapter = first.adapter
-        self.adapters = {adapter_name(each): each for each in first.adapters}
+        self.known_adapters = known_adapters
+        self.adapters = known_adapters.served(first.model, first.adapters, {})
         """By name, the ids of the adapters that a request may ask for: each is on at least one worker."""
         self.created_unix_s = int(time.time())
         self.tokenizer = tokenizer
@@ -78,17 +84,19 @@ class Model:
 
     def is_of(self, info: WorkerInfo) -> bool:
         """Whether the worker has this model's weights and tokenizer, so that it may continue the model's requests. Its
-        adapters may be others, but an adapter of one name has the same contents."""
+        adapters may be others: a request runs where the contents are that it was placed with."""
         ours = (self.weights_fingerprint, self.adapter, self.tokenizer_fingerprint)
-        is_same = ours == (info.weights_fingerprint, info.adapter, info.tokenizer_fingerprint)
-        return is_same and all(self.adapters.get(adapter_name(each), each) == each for each in info.adapters)
+        return ours == (info.weights_fingerprint, info.adapter, info.tokenizer_fingerprint)
 
     def called(self, name: str | None) -> str:
         """Its name in the answer to a request for ``name``: an adapter's, or its own."""
         return name if name is not None and name in self.adapters else self.name
 
     def adapter_of(self, name: str) -> str:
-        """The id of the adapter that a request for ``name`` is computed with; empty: none, or the workers' only one."""
+        """The id of the adapter that a request for ``name`` is computed with; empty: none, or the workers' only one.
+        Raises WorkerUnavailableError if it is unknown by now."""
+        if name != self.name and name not in self.adapters:
+            raise WorkerUnavailableError(f"no worker has the adapter `{name}` any more")
         return self.adapters.get(name, "")
 
     @property
@@ -122,7 +130,7 @@ class Model:
         self._remove_prefiller(info.worker_id)
         self._links[info.worker_id] = link
         self.router.add_worker(info)
-        self._limit()
+        self.refresh()
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
@@ -138,14 +146,15 @@ class Model:
     def _remove_taker(self, worker_id: str) -> None:
         if self._links.pop(worker_id, None) is not None:
             self.router.remove_worker(worker_id)
-            self._limit()
+            self.refresh()
 
-    def _limit(self) -> None:
-        """Set each limit to the smallest of the present workers, and the adapters to those that any of them has.
-        Without workers the last ones stay."""
+    def refresh(self) -> None:
+        """Workers have changed, or what was loaded at run time. Set each limit to the smallest of the present workers,
+        and the adapters to those that any of them has. Without workers the last ones stay."""
         infos = [link.info for link in self._links.values()]
+        published = [each for info in infos for each in info.adapters] if infos else self.adapters.values()
+        self.adapters = self.known_adapters.served(self.name, published, self.adapters)
         if infos:
-            self.adapters = {adapter_name(each): each for info in infos for each in info.adapters}
             self.max_model_len = min(info.max_model_len for info in infos)
             self.vocab_size = min(info.vocab_size for info in infos)
 

@@ -22,7 +22,6 @@ from typing import NamedTuple, TypeVar
 from kvrelay.config import DisaggConfig
 from kvrelay.control.base import ControlPlane, EventBus, Keys, Subscription, WatchEvent, WatchKind
 from kvrelay.control.following import follow
-from kvrelay.core.adapters import adapter_name
 from kvrelay.core.control_codec import decode_setting, decode_worker
 from kvrelay.core.event_codec import decode_events, decode_load
 from kvrelay.core.events import KvEventBatch, LoadMetrics
@@ -39,6 +38,7 @@ from kvrelay.errors import (
     RetryElsewhereError,
     WorkerUnavailableError,
 )
+from kvrelay.frontend.cluster.adapters import RunTimeAdapters
 from kvrelay.frontend.cluster.cold_start import ColdStart
 from kvrelay.frontend.cluster.models import Model
 from kvrelay.frontend.cluster.worker_link import WorkerLink
@@ -117,6 +117,7 @@ class ClusterView:
         self._settings_listed = asyncio.Event()
         self._planners: dict[str, bytes] = {}
         self.cold_start = ColdStart(cold_start_wait_s)
+        self.adapters = RunTimeAdapters(control.discovery, keys, self._infos.values, self._adapters_changed)
 
     def __repr__(self) -> str:
         return f"Cluster(models={list(self._models.values())}, served={list(self._served.values())})"
@@ -145,13 +146,15 @@ class ClusterView:
             if not available:
                 raise WorkerUnavailableError("no worker serves a model")
             return available[0]
-        model = self._models.get(name) or self._with_adapter(name)
+        model = self._models.get(name) or self._with_adapter(name) or self._of_known_adapter(name)
         if model is None and self._may_come(name):
             raise WorkerUnavailableError(f"this frontend has reached no worker of the model `{name[:200]}` yet")
         if model is None:
             raise ModelNotFoundError(f"The model `{name[:200]}` does not exist.", param="model", code="model_not_found")
         if model not in self.models:
             raise WorkerUnavailableError(f"no worker serves the model `{name}` at the moment")
+        if model.called(name) != name:
+            raise WorkerUnavailableError(f"no worker has the adapter `{name}` at the moment")
         return model
 
     def _with_adapter(self, name: str) -> Model | None:
@@ -159,12 +162,19 @@ class ClusterView:
         found = [model for model in self._models.values() if name in model.adapters]
         return max(found, key=lambda model: model.is_available, default=None)
 
+    def _of_known_adapter(self, name: str) -> Model | None:
+        """The model of an adapter that was loaded at run time, and that no worker has now."""
+        entry = self.adapters.entries.get(name)
+        return None if entry is None else self._models.get(entry.model)
+
+    def _adapters_changed(self) -> None:
+        for model in self._models.values():
+            model.refresh()
+
     def _may_come(self, name: str) -> bool:
         """Whether a model that is unknown here may have workers."""
         is_known = self._workers_listed.is_set() and bool(self._models)
-        return not is_known or any(
-            name == info.model or name in map(adapter_name, info.adapters) for info in self._infos.values()
-        )
+        return not is_known or self.adapters.may_come(name) or any(name == info.model for info in self._infos.values())
 
     def count_workers(self) -> dict[str, int]:
         return {name: len(model.worker_ids) for name, model in self._models.items()}
@@ -225,13 +235,14 @@ class ClusterView:
         self._tasks.spawn(follow(discovery, settings, self._on_setting, self._settings_listed.set))
         self._tasks.spawn(follow(discovery, self._keys.config_value(DISAGG_SECTION), self._on_threshold))
         self._tasks.spawn(follow(discovery, self._keys.planners, self._on_planner))
+        self._tasks.spawn(self.adapters.follow())
 
     def _served_by(self, worker_id: str) -> Served | None:
         return self._served.get(worker_id)
 
     async def wait_synced(self, timeout_s: float) -> bool:
-        """Wait until the initial listing of workers and settings is known."""
-        return await _happen(timeout_s, self._workers_listed, self._settings_listed)
+        """Wait until the initial listing of workers, settings and adapters is known."""
+        return await _happen(timeout_s, self._workers_listed, self._settings_listed, self.adapters.listed)
 
     async def wait_connected(self, timeout_s: float) -> bool:
         """Wait until every known worker is connected, or its first connection attempt has failed."""
@@ -279,6 +290,7 @@ class ClusterView:
             self._forget(worker_id)
         else:
             self._learn(decode_worker(worker_id, event.value))
+        self.adapters.workers_changed()
 
     def _learn(self, info: WorkerInfo) -> None:
         """A worker has registered, or its entry has changed."""
@@ -419,7 +431,7 @@ class ClusterView:
                 for stage in (RouterStage.REQUEST, RouterStage.PREFILL)
             )
             pairs = PairRouter(decodes, prefills, self._disagg)
-            model = self._models[info.model] = Model(info, tokenizer, pairs, self.cold_start)
+            model = self._models[info.model] = Model(info, tokenizer, pairs, self.adapters, self.cold_start)
             model.tune(self._settings)
         for other in list(self._infos.values()):
             if other.model == info.model and not other.role.takes_requests:
@@ -448,9 +460,7 @@ class ClusterView:
 def _check_is_free(old: Model | None) -> None:
     """Raises WorkerUnavailableError while workers still serve the model that holds the name."""
     if old is not None and old.is_available:
-        raise WorkerUnavailableError(
-            f"workers with other weights, other contents of an adapter or another tokenizer serve the name {old.name}"
-        )
+        raise WorkerUnavailableError(f"workers with other weights or another tokenizer serve the name {old.name}")
 
 
 async def _happen(timeout_s: float, *events: asyncio.Event) -> bool:

@@ -90,10 +90,14 @@ class Membership:
             regions=engine.facts.kv_layout.model,
             hash_seed=HASH_SEED,
             protocol=PROTOCOL_VERSION,
-            adapter=engine.facts.adapter or ",".join(engine.facts.adapters),
+            adapter=engine.facts.adapter,
         )
         self.kv_compatibility = self.kv_terms.digest()
         """The digest that two workers must share to exchange KV."""
+        self.adapters = engine.facts.adapters
+        """The ids of those that requests may ask for; published with the next ``register``."""
+        self.refused_adapters: dict[str, str] = {}
+        """Those that could not be loaded, by id, with the reasons."""
         self._lease: Lease | None = None
         self._agent = b""
         self._is_listed = False
@@ -257,7 +261,9 @@ class Membership:
             release=__version__,
             reads_prefixes=facts.has_open_cache and settings.transfer.fetch_prefixes,
             adapter=facts.adapter,
-            adapters=facts.adapters,
+            adapters=self.adapters,
+            max_adapters=facts.max_adapters,
+            refused_adapters=self.refused_adapters,
             after_crash=self._identity.after_crash,
         )
 

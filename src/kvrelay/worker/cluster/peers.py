@@ -73,6 +73,8 @@ class PeerTable:
         self._peers: dict[str, _Peer] = {}
         self.num_prefill_workers = 0
         """Workers that pull prefills of this model and of this kind of KV from the queue. Read by other threads."""
+        self.prefill_adapters: frozenset[str] = frozenset()
+        """The adapters that all of them have, by id: any may pull a prefill. Read by other threads."""
         self._tasks = TaskSet()
         self._lease_ends = LeaseEnds(transfer, keys.kv_metadata, self._on_memory) if transfer is not None else None
 
@@ -148,7 +150,10 @@ class PeerTable:
         listed = decode_worker(worker_id, event.value) if event.kind is WatchKind.PUT else None
         self._peers.setdefault(worker_id, _Peer()).listed = listed
         self._forget_if_empty(worker_id)
-        had_prefill, self.num_prefill_workers = self.num_prefill_workers > 0, len(self._ids_of(self._pulls))
+        pulling = [info for _, info in self._listed() if self._pulls(info)]
+        had_prefill, self.num_prefill_workers = self.num_prefill_workers > 0, len(pulling)
+        of_each = [frozenset((info.adapter, *info.adapters)) for info in pulling]
+        self.prefill_adapters = frozenset.intersection(*of_each) if of_each else frozenset()
         if had_prefill and not self.num_prefill_workers:
             self._on_no_prefill()
 

@@ -72,7 +72,8 @@ class _Served(msgspec.Struct, eq=False):
 
 
 class DecodeSide:
-    """Serves frontends, and grants hand-offs to prefill workers. ``num_serving``: workers that take requests."""
+    """Serves frontends, and grants hand-offs to prefill workers. ``num_serving``: workers that take requests.
+    ``is_on_prefill_side``: whether every worker that may pull a prefill has this adapter."""
 
     def __init__(
         self,
@@ -81,6 +82,7 @@ class DecodeSide:
         *,
         num_prefill_workers: Callable[[], int],
         num_serving: Callable[[], int],
+        is_on_prefill_side: Callable[[str], bool],
         give_up_after_s: float,
     ) -> None:
         self.stats = DecodeStats()
@@ -93,6 +95,7 @@ class DecodeSide:
         self._refusals = around.refusals
         self._marks = around.marks
         self._num_serving = num_serving
+        self._is_on_prefill_side = is_on_prefill_side
         self._returns = ReturnTimes(MonotonicClock())
         self._give_up_after_s = give_up_after_s
         self._queued = QueuedPrefills(
@@ -339,6 +342,8 @@ class DecodeSide:
             holder=message.holder,
             listener=self._marks.listener,
         )
+        adapter = message.sampling.adapter
+        request.is_only_here = bool(adapter) and message.pair is None and not self._is_on_prefill_side(adapter)
         if message.remote_wait_s is not None:
             self.placement.told(message.remote_wait_s)
         objectives = self.placement.objectives(message.slo_ttft_ms, message.slo_itl_ms)
