@@ -68,7 +68,7 @@ KINDS ?= ends notifications steps
 test-late: env  ## workers whose threads hear from each other late, a kind at a time (tests/late.py)
 	@set -e; for kind in $(KINDS); do $(PYTEST) -p tests.late --late $$kind $(LATE) $(ARGS); done
 
-check: env  ## ruff, mypy, import-linter and the budgets of size
+check: env  ## ruff, mypy, import-linter, the budgets of size; deploy/, by promtool, systemd-analyze and kubernetes-validate where they are
 	@$(BIN)/ruff format --check src tests tools benchmarks
 	@$(BIN)/ruff check src tests tools benchmarks
 	@$(BIN)/python tools/private_access.py --max 8 > /dev/null
@@ -76,6 +76,7 @@ check: env  ## ruff, mypy, import-linter and the budgets of size
 	@$(BIN)/python tools/budgets.py
 	@$(BIN)/python tools/flag_table.py --check
 	@$(BIN)/mypy
+	@$(BIN)/python -m pytest -q tests/deploy
 
 bench: env  ## the short form of the benchmarks, into bench-results/
 	@$(BIN)/python -m benchmarks all --short $(ARGS)

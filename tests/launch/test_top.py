@@ -101,7 +101,7 @@ def test_everything_is_there() -> None:
         "prefills: 5 remote\n",
         "hand-offs: 5, each 30.0 ms  2.0 ms until claimed  KV - after the prefill",
         "prompts: 4,000 tokens, 25% cached  64 read from host",
-        "agents: 9 sessions paused  4 returned in 1 min",
+        "sessions: 9 paused at workers  4 returned in 1 min",
         "0.25 1,536 MiB",
     ):
         assert part in shown

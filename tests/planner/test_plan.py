@@ -89,6 +89,8 @@ def test_reasons_are_words_and_objectives_for_people() -> None:
     )
     assert "s/s" not in told
     told = reasons(ToyFleet(workers(1, 1), max_workers=2), steady(12, 4000, 20), 20)
+    none = reasons(ToyFleet(workers(1, 1)), steady(12, 4000, 20), 20)
+    assert "no worker can be started here (--max-workers), and no single change is worth its cost: first token" in none
     slots = r"all 2 slots are used, and no single .*: first token is expected to take [\d.]+ s, objective 2 s$"
     assert re.search(slots, told, re.M)
     told = reasons(ToyFleet(workers(3, 1), max_workers=4), steady(1, 400, 20), 20)

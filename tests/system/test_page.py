@@ -161,7 +161,7 @@ async def test_the_figures_are_those_of_the_load(browser: Browser, server: Serve
         shown = await page.inner_text(".prompts")
         assert f"{total['prompt_tokens_last_minute']:,} prompt tokens in the last minute" in shown
         sessions = await page.inner_text(".sessions")
-        assert f"{total['sessions_paused']:,} agents' sessions paused" in sessions
+        assert f"{total['sessions_paused']:,} sessions paused at workers" in sessions
         assert total["sessions_paused"] > 0
     assert complaints == []
 

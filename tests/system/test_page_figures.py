@@ -345,8 +345,8 @@ async def test_places_prompts_and_sessions(page: Page) -> None:
         "from disk · 160 read from other workers"
     )
     assert await page.inner_text(".sessions") == (
-        "22 agents' sessions paused, 23 returned in the last minute (24 had lost a part) · 25 tokens in the pool · 26 "
-        "tokens computed again · 2.8 s saved"
+        "22 sessions paused at workers, 23 returned in the last minute (24 had lost a part) · 25 tokens in the pool · "
+        "26 tokens computed again · 2.8 s saved"
     )
 
 

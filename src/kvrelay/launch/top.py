@@ -159,7 +159,7 @@ def _prefills(total: Mapping[str, Any]) -> Iterator[str]:
         loaded = total["loaded_tokens_last_minute"].items()
         yield ", ".join(f"{tokens:,} read from {medium}" for medium, tokens in loaded if tokens) + "\n"
     if num_paused := total.get("sessions_paused"):
-        yield f"agents: {num_paused:,} sessions paused"
+        yield f"sessions: {num_paused:,} paused at workers"
         yield f"{total['sessions_last_minute']['returned']:,} returned in 1 min\n"
 
 

@@ -442,8 +442,10 @@ def _forgiving(fleet: FleetView, objectives: Objectives, state: PlannerState) ->
 
 def _no_help(fleet: FleetView, numbers: Numbers, objectives: Objectives) -> str:
     """Why the objectives are missed and nothing is changed."""
-    is_full = 0 < fleet.max_workers <= len(fleet.workers)
-    slots = f"all {fleet.max_workers} slots are used, and " if is_full else ""
+    slots = ""
+    if fleet.max_workers <= len(fleet.workers):
+        used = f"all {fleet.max_workers} slots are used"
+        slots = f"{used if fleet.max_workers else 'no worker can be started here (--max-workers)'}, and "
     name, now_s, _, aim_s = _worse(numbers, objectives)
     return f"{slots}no single change is worth its cost: {_missed(name, now_s, aim_s)}"
 

@@ -219,7 +219,7 @@ function makePlot(figure, { lines, format, top, incrs }, moments) {
     cursor: { y: false, sync: { key: "kvrelay" } },
     scales: { y: { range: (plot, low, high) => [0, top ?? (Math.max(high ?? 0, 0) * 1.1 || 1)] } },
     axes: [
-      { ...axis, space: 70, size: 26, values: (plot, ticks) => ticks.map(clock) },
+      { ...axis, space: 70, size: 26, incrs: [5, 15, 30, 60, 120, 300, 900, 1800], values: (plot, ticks) => ticks.map(clock) },
       { ...axis, size: 62, ...(incrs && { incrs }), values: (plot, ticks) => ticks.map(format) },
     ],
     series: [

@@ -48,7 +48,7 @@ function sessionText({ sessions_paused: paused, sessions_last_minute: { returned
   const names = { pool: "in the pool", host: "in host memory", disk: "on disk", peer: "at other workers", computed: "computed again" };
   const repeated = Object.entries(tokens).filter(([, count]) => count);
   return [
-    `${number(paused)} agents' sessions paused, ${number(returned)} returned in the last minute (${number(incomplete)} had lost a part)`,
+    `${number(paused)} sessions paused at workers, ${number(returned)} returned in the last minute (${number(incomplete)} had lost a part)`,
     ...repeated.map(([place, count]) => `${number(count)} tokens ${names[place] ?? place}`),
     `${saved_s.toFixed(1)} s saved`,
   ].join(" · ");
