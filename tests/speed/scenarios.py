@@ -11,7 +11,7 @@ import re
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from pathlib import Path
 from random import Random
 from unittest import mock
@@ -24,11 +24,12 @@ from tests.speed import workers
 from tests.speed.counting import Counts, counting
 
 from kvrelay.config import EngineConfig, MockConfig, RouterConfig, RunnerConfig, WorkerRole
-from kvrelay.core.clock import ManualClock
+from kvrelay.core.clock import ManualClock, MonotonicClock
 from kvrelay.core.event_log import KvEventLog
 from kvrelay.core.events import BlockStored, LoadMetrics
 from kvrelay.core.grammar import Grammar, GrammarKind
 from kvrelay.core.hashing import compute_block_hashes
+from kvrelay.core.messages import OutputBatch, Ping, TokenOutput
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.workers import WorkerInfo
 from kvrelay.data import bundled_checkpoint_path
@@ -49,6 +50,10 @@ from kvrelay.handoff.messages import HandoffClaim, HandoffDone, HandoffFetched, 
 from kvrelay.handoff.prefill_ledger import PrefillLedger
 from kvrelay.handoff.prefill_state import PrefillRules
 from kvrelay.router import Router, RoutingRequest
+from kvrelay.rpc.base import Peer
+from kvrelay.rpc.wire import Message
+from kvrelay.rpc.zmq_client import ZmqRpcClient
+from kvrelay.rpc.zmq_server import ZmqRpcServer
 
 Measured = Iterator[tuple[str, dict[str, float]]]
 
@@ -239,6 +244,47 @@ def worker_requests(directory: Path) -> Measured:
     yield "worker request, remote prefill, both workers", per_unit(counted["remote"], workers.NUM_REQUESTS)
 
 
+# -- the request plane ------------------------------------------------------------------------------------------------
+
+
+def request_plane(directory: Path) -> Measured:
+    """A message with one token from worker to frontend over ZMQ: sent, and received until the socket is empty."""
+    sent, received = asyncio.run(_messages())
+    yield "message sent", per_unit(sent, NUM_MESSAGES)
+    yield "message received", per_unit(received, NUM_MESSAGES)
+
+
+NUM_MESSAGES = 4
+
+
+async def _messages() -> tuple[Counts, Counts]:
+    peers: list[Peer] = []
+    messages: list[Message] = []
+    server = ZmqRpcServer()
+    server.on_message(lambda peer, _: peers.append(peer))
+    await server.start()
+    client = ZmqRpcClient(server.address)
+    client.on_message(messages.append)
+    await client.start()
+    client.send(Ping(0))
+    while not peers:
+        await asyncio.sleep(0.01)
+    sent, received = Counts(), Counts()
+    assert client.endpoint is not None
+    for position in range(NUM_MESSAGES):
+        with counting() as counts:
+            server.send(peers[0], OutputBatch((TokenOutput("r", (7,), position=position),)))
+        sent.update(counts)
+        assert client.endpoint.socket.poll(60_000)
+        with counting() as counts:
+            client.endpoint.reader.drain()
+        received.update(counts)
+    assert len(messages) == NUM_MESSAGES
+    await client.close()
+    await server.close()
+    return sent, received
+
+
 # -- the frontend -----------------------------------------------------------------------------------------------------
 
 
@@ -294,15 +340,19 @@ def is_whole(answer: bytes) -> bool:
     return len(body) == int(length[1]) if length else body.endswith(b"0\r\n\r\n")
 
 
-def standing_still() -> AbstractContextManager[object]:
-    """The clock that the event loop and the package read. No timer runs."""
-    return mock.patch("time.monotonic", return_value=time.monotonic())
+@contextmanager
+def standing_still() -> Iterator[None]:
+    """The clocks that the event loop and the package read. No timer runs."""
+    now_s = time.monotonic()
+    with mock.patch("time.monotonic", return_value=now_s), mock.patch.object(MonotonicClock, "now", return_value=now_s):
+        yield
 
 
 SCENARIOS: tuple[Callable[[Path], Measured], ...] = (
     routing,
     ledgers,
     worker_requests,
+    request_plane,
     frontend,
     engine_steps,
     guessed_steps,

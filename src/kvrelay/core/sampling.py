@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NoReturn
-
 import msgspec
 
 from kvrelay.core.grammar import Grammar
@@ -13,18 +11,6 @@ MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
 MAX_STOP_TOKEN_IDS = 1024
 MAX_SALT_CHARS = 1024
-BOUNDS: tuple[tuple[str, float, float], ...] = (
-    ("max_tokens", 0, 2**31 - 1),
-    ("temperature", 0.0, 100.0),
-    ("top_k", -1, 2**31 - 1),
-    ("top_p", 0.0, 1.0),
-    ("min_p", 0.0, 1.0),
-    ("repetition_penalty", 1e-6, 100.0),
-    ("presence_penalty", -2.0, 2.0),
-    ("frequency_penalty", -2.0, 2.0),
-)
-"""Of the parameters that are always set: the smallest and the largest value. They are finite, so infinity and NaN are
-outside."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -76,16 +62,20 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
 
     def validate(self, vocab_size: int | None = None) -> None:
         """Raise InvalidInputError, naming the parameter, if a value is out of its range."""
-        for name, low, high in BOUNDS:
-            if not low <= (value := getattr(self, name)) <= high:
-                _refuse(name, value, low, high)
+        _in_range("max_tokens", self.max_tokens, 0, 2**31 - 1)
         _in_range("min_tokens", self.min_tokens, 0, self.max_tokens)
+        _in_range("temperature", self.temperature, 0.0, 100.0)
+        _in_range("top_k", self.top_k, -1, 2**31 - 1)
+        _in_range("top_p", self.top_p, 0.0, 1.0)
+        _in_range("min_p", self.min_p, 0.0, 1.0)
+        _in_range("repetition_penalty", self.repetition_penalty, 1e-6, 100.0)
+        _in_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _in_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         if self.top_p == 0.0:
             raise InvalidInputError("top_p must be greater than 0", param="top_p")
-        if self.logprobs is not None:
-            _in_range("logprobs", self.logprobs, 0, MAX_LOGPROBS)
-        if self.prompt_logprobs is not None:
-            _in_range("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
+        for name, count in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
+            if count is not None:
+                _in_range(name, count, 0, MAX_LOGPROBS)
         if self.seed is not None:
             _in_range("seed", self.seed, -(2**63), 2**64 - 1)
         if self.cache_salt is not None and not 1 <= len(self.cache_salt) <= MAX_SALT_CHARS:
@@ -118,13 +108,10 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def _in_range(name: str, value: float, low: float, high: float) -> None:
+    # The bounds are finite: infinity and NaN are outside.
     if not (low <= value <= high):
-        _refuse(name, value, low, high)
-
-
-def _refuse(name: str, value: float, low: float, high: float) -> NoReturn:
-    try:
-        shown = f"{value:.15g}"
-    except OverflowError:
-        shown = "a number far out of range"
-    raise InvalidInputError(f"{name} must be between {low:.15g} and {high:.15g}, got {shown}", param=name)
+        try:
+            shown = f"{value:.15g}"
+        except OverflowError:
+            shown = "a number far out of range"
+        raise InvalidInputError(f"{name} must be between {low:.15g} and {high:.15g}, got {shown}", param=name)

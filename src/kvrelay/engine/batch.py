@@ -103,7 +103,8 @@ class Batch:
         if chunks:
             slots = np.concatenate([slots, np.array([request.slot for request, _ in chunks], dtype=np.int32)])
             num_tokens = np.concatenate([num_tokens, np.array([count for _, count in chunks], dtype=np.int32)])
-            samples = np.concatenate([samples, np.array([_samples(*chunk) for chunk in chunks], dtype=np.bool_)])
+            ends = [count == request.num_missing_tokens and not request.is_prefill_only for request, count in chunks]
+            samples = np.concatenate([samples, np.array(ends, dtype=np.bool_)])
         blocks = tuple(np.array(self._new_blocks, dtype=np.int32).T) if self._new_blocks else _NO_BLOCKS
         self._step += 1
         output = SchedulerOutput(
@@ -125,11 +126,6 @@ class Batch:
     def _add_decoding(self, request: Request) -> None:
         self._decoding[request] = None
         self._decode_rows = None
-
-
-def _samples(request: Request, count: int) -> bool:
-    """Whether the next ``count`` tokens are the last known ones, so that another follows."""
-    return request.num_computed_tokens + count == len(request.token_ids) and not request.is_prefill_only
 
 
 def _new_sequence(request: Request) -> NewSequence:

@@ -79,9 +79,7 @@ class TokenBudget:
 
     def work_of(self, batch: ScheduledBatch) -> StepWork:
         """What the step computes, for ``costs``. Before its result is taken in."""
-        if not batch.chunks:
-            return StepWork(0, 0, len(batch.decodes), self._num_context)
-        pairs = sum([count * request.num_computed_tokens for request, count in batch.chunks])
+        pairs = sum([count * request.num_computed_tokens for request, count in batch.chunks]) if batch.chunks else 0
         num_context = self._num_context if batch.decodes else 0
         return StepWork(batch.num_prefill_tokens, pairs, len(batch.decodes), num_context)
 

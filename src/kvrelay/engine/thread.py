@@ -40,8 +40,6 @@ INBOX_S = 0.003
 """Time between two steps for the inbox: a burst of long prompts takes long to take in, and answers go on meanwhile."""
 LOAD_INTERVAL_S = 0.05
 """Shortest interval of load samples."""
-MIN_WAIT_S = 0.001
-"""The inbox does not wait for 0 s, nor less than a clock's tick."""
 
 
 def _ignore(_: object) -> None:
@@ -221,7 +219,7 @@ class EngineThread:
         """Raises queue.Empty if none arrives for a while, or until a sample of the load is due."""
         self.progress.rest()
         try:
-            return self._inbox.take(min(self._idle_wait_s, self._load.owed_in_s + MIN_WAIT_S))
+            return self._inbox.take(min(self._idle_wait_s, self._load.owed_in_s))
         finally:
             self.progress.begin()
 

@@ -221,13 +221,12 @@ class Worker:
         return None
 
     def _build_publisher(self) -> Publisher:
-        events = KvEventLog(self.identity.worker_id, FIRST_EPOCH)
         return Publisher(
             self.identity.worker_id,
             FIRST_EPOCH,
             self._control.events,
             self._keys,
-            events,
+            KvEventLog(self.identity.worker_id, FIRST_EPOCH),
             step_age_s=lambda: self._engine.progress.age_s,
             secret=self._secret,
             complete=self._complete,

@@ -51,8 +51,8 @@ class Outbox:
 
     def take(self) -> list[TokenOutput]:
         """All, in order. On the event loop."""
-        was_gathering = self._is_gathering
-        self._is_due = self._is_gathering = False  # first: what is added from now on makes another delivery due
+        # First: what is added from now on makes another delivery due.
+        was_gathering, self._is_due, self._is_gathering = self._is_gathering, False, False
         if self._timer is not None:
             self._timer.cancel()
         taken, now_s = [self._outputs.popleft() for _ in range(len(self._outputs))], time.monotonic()

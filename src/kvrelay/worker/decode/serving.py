@@ -270,9 +270,7 @@ class DecodeSide:
 
         def tell(core: Engine) -> None:
             if core.schedules is not None:
-                core.schedules.session_paused(
-                    message.request_id, message.kind, within_s=message.within_s, is_over=message.is_over
-                )
+                core.schedules.session_paused(message.request_id, message.kind, message.within_s, message.is_over)
 
         self._engine.post(tell)
 
@@ -307,14 +305,11 @@ class DecodeSide:
         self._admission.received(message)
         try:
             place = self._enqueue(core, message, handoff_id)
-        except KvrelayError as exc:
-            self._not_enqueued(handoff_id)
-            self._loop.call_soon_threadsafe(self._refuse_error, peer, message.request_id, exc)
-            return
         except Exception as exc:  # noqa: BLE001 - whatever it is, the client waits for an answer
-            _log.exception("request %s could not be admitted", message.request_id)
+            if not isinstance(exc, KvrelayError):
+                _log.exception("request %s could not be admitted", message.request_id)
+            error = exc if isinstance(exc, KvrelayError) else KvrelayError(f"the request was not admitted: {exc!r}")
             self._not_enqueued(handoff_id)
-            error = KvrelayError(f"the worker failed to admit the request: {exc!r}")
             self._loop.call_soon_threadsafe(self._refuse_error, peer, message.request_id, error)
             return
         if place is not None:

@@ -62,8 +62,7 @@ class Publisher:
         self._sent_s = 0.0
         self._published_s = 0.0
         self._seq = 0
-        self._changed, self._is_due = asyncio.Event(), False
-        self._loop = asyncio.get_running_loop()
+        self._changed, self._is_due, self._loop = asyncio.Event(), False, asyncio.get_running_loop()
         self._task: asyncio.Task[None] | None = None
         self._replay: Subscription | None = None
         self._is_closed = False
