@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
-from types import SimpleNamespace
 
 import pytest
-from tests.patience import PATIENCE_S
 from tests.worker.cluster import cluster, expected, prompt
 
 from kvrelay.config import WorkerRole
 from kvrelay.core.messages import OutputBatch, TokenOutput
-from kvrelay.core.status import FinishReason
 from kvrelay.errors import PayloadTooLargeError
 from kvrelay.rpc import wire
 from kvrelay.rpc.base import Peer
 from kvrelay.rpc.wire import Message, encode_message
-from kvrelay.worker.decode import outputs as module
-from kvrelay.worker.decode.outputs import Outbox, send_outputs
+from kvrelay.worker.decode.outputs import send_outputs
 
 PEER = Peer(b"frontend")
 
@@ -54,40 +49,6 @@ def test_what_fits_nowhere_is_given_back_and_the_rest_is_sent() -> None:
     left = send_outputs(server, PEER, [*small[:2], large[0], *small[2:], large[1]])  # type: ignore[arg-type]
     assert left == large
     assert [output for batch in server.batches for output in batch.outputs] == small
-
-
-PLAIN = [TokenOutput("a", (position,), position=position) for position in range(5)]
-LAST = TokenOutput("a", (5,), finish_reason=FinishReason.LENGTH, position=5)
-
-
-async def deliveries(added: list[TokenOutput]) -> tuple[Outbox, list[list[TokenOutput]]]:
-    """What was taken at once, when each of these was the output of a step."""
-    taken: list[list[TokenOutput]] = []
-    outbox = Outbox(lambda: taken.append(outbox.take()))
-    for output in added:
-        outbox.add([output])
-        await asyncio.sleep(0)
-    return outbox, taken
-
-
-async def test_outputs_of_quick_steps_are_gathered_until_an_answer_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "GATHER_S", 3600.0)
-    _, taken = await deliveries([*PLAIN, LAST])
-    assert taken == [PLAIN[:1], PLAIN[1:2], [*PLAIN[2:], LAST]]
-
-
-async def test_outputs_of_slow_steps_are_delivered_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "GATHER_S", 0.0)
-    _, taken = await deliveries([*PLAIN, LAST])
-    assert taken == [[output] for output in (*PLAIN, LAST)]
-
-
-async def test_what_is_gathered_is_delivered_without_another_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: 0.0))
-    _, taken = await deliveries(PLAIN)
-    async with asyncio.timeout(PATIENCE_S):
-        while [output for some in taken for output in some] != PLAIN:
-            await asyncio.sleep(0.001)
 
 
 async def test_a_frontend_that_does_not_read_loses_its_connection() -> None:
@@ -146,7 +107,7 @@ async def test_steps_that_the_loop_is_behind_with_are_sent_together() -> None:
         client.send("a", prompt(20), max_tokens=8)
         await c.until(lambda: node.worker.inspect().num_requests == 1)
         for position in range(3):
-            node.worker.decode.outbox.add([TokenOutput("a", (position,), position=position)])
+            node.worker.decode.hand_on([TokenOutput("a", (position,), position=position)])
         await client.until(lambda: client.tokens.get("a") == [0, 1, 2])
         assert batches == [3]
         begin.set()

@@ -393,7 +393,7 @@ class Worker:
         for request_id, numbers in step.marks:
             self._marks.put(request_id, numbers)
         if step.outputs:
-            self.decode.outbox.add(step.outputs)
+            self.decode.hand_on(step.outputs)
         self.decode.handoffs.on_step(step)
         self.prefill.handoffs.on_step(step)
         if self._is_routed and (step.kv_events or step.load is not None):

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable
 
 import msgspec
@@ -46,7 +46,7 @@ from kvrelay.placement.cost import CostPlacement, PlacementState
 from kvrelay.placement.threshold import DisaggPolicy
 from kvrelay.rpc.base import Peer
 from kvrelay.worker.decode.admission import AdmissionControl
-from kvrelay.worker.decode.outputs import Outbox, is_first_or_last, send_outputs
+from kvrelay.worker.decode.outputs import send_outputs
 from kvrelay.worker.decode.placing import Placing
 from kvrelay.worker.decode.queue import QueuedPrefills, TimedGrants
 from kvrelay.worker.decode.refusals import refusal_of
@@ -123,8 +123,8 @@ class DecodeSide:
         self._numbers = itertools.count(1)
         self._served: dict[str, _Served] = {}
         """By request id."""
-        self.outbox = Outbox(self._deliver)
-        """What steps have put out."""
+        self._undelivered: deque[TokenOutput] = deque()
+        self._is_delivery_due = False
         self._requests_of: defaultdict[Peer, set[str]] = defaultdict(set)
         self._tasks = TaskSet()
         self._tasks.spawn(turns.tick_forever(self.handoffs))
@@ -373,15 +373,27 @@ class DecodeSide:
 
     # -- what a step produced -----------------------------------------------------------------------------------------
 
+    def hand_on(self, outputs: list[TokenOutput]) -> None:
+        """On the engine thread, once per step. Steps that the event loop is behind with are delivered together: a
+        frontend then gets one message instead of several."""
+        self._undelivered.extend(outputs)
+        if not self._is_delivery_due:
+            self._is_delivery_due = True
+            self._loop.call_soon_threadsafe(self._deliver)
+
     def _deliver(self) -> None:
         """On the event loop: tokens to frontends."""
+        self._is_delivery_due = False  # first: what the engine adds from now on makes another delivery due
         by_peer: defaultdict[Peer, list[TokenOutput]] = defaultdict(list)
-        for output in self.outbox.take():
+        for _ in range(len(self._undelivered)):
+            output = self._undelivered.popleft()
             served = self._served.get(output.request_id)
             if served is None:
                 continue
-            by_peer[served.peer].append(self._marks.told(output) if is_first_or_last(output) else output)
-            if output.finish_reason is not None:
+            is_last = output.finish_reason is not None
+            has_marks = is_last or output.num_cached_tokens is not None
+            by_peer[served.peer].append(self._marks.told(output) if has_marks else output)
+            if is_last:
                 self._forget(output.request_id)
         for peer, batch in by_peer.items():
             for output in send_outputs(self._server, peer, batch):
