@@ -35,10 +35,9 @@ from kvrelay.config import ControlConfig, WorkerRole
 from kvrelay.control.base import Keys
 from kvrelay.errors import FatalError
 from kvrelay.launch.actuators import ROLE_TIMEOUT_S, ClusterActuator
-from kvrelay.launch.admin import list_workers
 from kvrelay.launch.clusters import running_clusters
-from kvrelay.launch.request_plane import connected, operator_keys
-from kvrelay.launch.worker_calls import WorkerCalls
+from kvrelay.launch.request_plane import connected
+from kvrelay.launch.worker_calls import WorkerCalls, worker_calls
 from kvrelay.launch.worker_host import Hosts
 from kvrelay.planner import Numbers, Widen
 
@@ -160,15 +159,13 @@ async def _opened(target: Target) -> AsyncIterator[_Cluster]:
         await asyncio.sleep(LOOK_S)
     config = ControlConfig(control=found[0].control, namespace=found[0].namespace)
     keys = Keys(config.namespace)
-    async with connected(config) as plane, operator_keys(plane, config) as curve_keys:
-        calls = WorkerCalls(curve_keys)
-        calls.known = {info.worker_id: info for info in await list_workers(plane, keys)}
+    async with connected(config) as plane, worker_calls(plane, config) as calls:
+        await calls.look()
         actuator = ClusterActuator(calls, Hosts(plane, keys, await plane.discovery.grant(config.lease_ttl_s)))
         try:
             yield _Cluster(target, calls, actuator)
         finally:
             await actuator.close()
-            await calls.close()
 
 
 def _num_pulled(status: dict[str, Any]) -> int:

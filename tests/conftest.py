@@ -4,6 +4,8 @@ Clients of HTTP read the authorities that they trust when they are made, which t
 system, and the suite makes thousands of clients. None of its tests speaks to a server of the internet, so all clients
 trust one authority. Tests of the matrix may install packages: there the environment may say whom to trust.
 
+Threads of OpenMP that wait sleep, as ``kvrelay.executors.torch`` has it: tests import torch before that could say so.
+
 The suite starts hundreds of Python processes. Each would compile our sources anew, a third of its start, if the
 environment forbade to keep the bytecode: here it may not. What collection has made lives to the end, so the garbage
 collector need not look at it again and again.
@@ -39,6 +41,9 @@ hypothesis.settings.load_profile("suite")
 
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 
 ROOTS = "SSL_CERT_FILE"
 """The environment variable by which OpenSSL and httpx find authorities."""
@@ -91,9 +96,11 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _end_shared_compiler() -> Iterator[None]:
-    """Files share a compiler of grammars, and with it a process."""
+def _end_shared_processes() -> Iterator[None]:
+    """Files share a compiler of grammars, which has a process, and NATS servers."""
     yield
+    if (cluster := sys.modules.get("tests.worker.cluster")) is not None:
+        cluster.end_servers()
     if (constrained := sys.modules.get("tests.executors.constrained")) is not None:
         constrained.COMPILER.close()
 

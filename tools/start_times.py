@@ -28,7 +28,7 @@ import psutil
 from kvrelay.control.nats_process import NatsServerProcess
 
 START_TIMEOUT_S = 600.0
-SERVE = ("kvrelay.cli.serve", "kvrelay.launch.serve", "kvrelay.launch.admin")
+SERVE = ("kvrelay.cli.serve", "kvrelay.launch.serve")
 FRONTEND = ("kvrelay.cli.processes", "kvrelay.launch.frontend_process", "kvrelay.frontend.tokens.tokenizer")
 WORKER = ("kvrelay.cli.processes", "kvrelay.launch.worker_process")
 ENGINES = {

@@ -25,11 +25,11 @@ from kvrelay.control import connect_control
 from kvrelay.control.base import ControlPlane, Keys
 from kvrelay.errors import FatalError, KvrelayError
 from kvrelay.executors.torch.parallel.processes import MODULE as RANK_MODULE
-from kvrelay.launch.admin import cluster_status, list_workers, send_command
+from kvrelay.launch.admin import cluster_status
 from kvrelay.launch.children import Child, kvrelay_command, start_child, stop_children
 from kvrelay.launch.frontend_calls import routing_state
 from kvrelay.launch.planner_admin import planner_reports, release
-from kvrelay.launch.request_plane import operator_keys
+from kvrelay.launch.worker_calls import worker_calls
 
 READY = re.compile(r"ready: (\S+) .* at (\S+)/v1 \(control (\S+)\)")
 CHILD_ENDED = re.compile(r"kvrelay: (.+) \(pid (\d+)\) ended with exit code (-?\d+)")
@@ -242,12 +242,9 @@ class ClusterUnderTest:
 
     async def tell(self, worker_id: str, command: str, argument: str = "") -> None:
         """Sends an admin command to one worker. Raises KvrelayError."""
-        async with self._operator() as control:
-            infos = {info.worker_id: info for info in await list_workers(control, Keys(self.control.namespace))}
-            if worker_id not in infos:
-                raise FatalError(f"{worker_id} is not in discovery")
-            async with operator_keys(control, self.control) as keys:
-                await send_command(infos[worker_id], keys, command, argument)
+        async with self._operator() as control, worker_calls(control, self.control) as calls:
+            await calls.look()
+            await calls.ask(worker_id, command, argument)
 
     async def revoke(self, lease_id: str) -> None:
         """End a worker's lease by the server's own commands. Raises KvrelayError."""

@@ -15,6 +15,7 @@ from kvrelay.control.memory import MemoryBroker, MemoryControlPlane
 from kvrelay.core.workers import CallerInfo, WorkerInfo
 from kvrelay.errors import WorkerUnavailableError
 from kvrelay.launch.admin import config_get, config_set, config_unset
+from kvrelay.launch.worker_calls import WorkerCalls
 from kvrelay.placement.threshold import DisaggPolicy
 
 KEY = "disagg.max_prefill_queue_size"
@@ -89,11 +90,11 @@ async def test_set_says_if_a_setting_has_no_effect(
         info = WorkerInfo(worker_id, 0, role, "m", "/m", "tcp://127.0.0.1:1", 4096, 16, 100, 1000, "hash")
         await plane.discovery.put(Keys("lab").worker(worker_id), msgspec.json.encode(info), lease)
 
-    async def answer(info: WorkerInfo, *_: object, **__: object) -> dict[str, object]:
+    async def answer(_: WorkerCalls, worker_id: str, *__: object, **___: object) -> dict[str, object]:
         known = {"disagg_policy": policy.config.disagg_policy, "unused": policy.unused}
-        return {"worker_id": info.worker_id, "disagg": {} if info.worker_id == "d-2" else known}
+        return {"worker_id": worker_id, "disagg": {} if worker_id == "d-2" else known}
 
-    monkeypatch.setattr("kvrelay.launch.admin.send_command", answer)
+    monkeypatch.setattr(WorkerCalls, "ask", answer)
     here = ControlConfig(namespace="lab")
 
     async def note(key: str, value: str) -> str:

@@ -19,9 +19,9 @@ from kvrelay.evaluate.journal import NAME
 from kvrelay.evaluate.run import PAGE, REPORT, how_to_go_on
 
 LONG_S = 4 * PATIENCE_S
-SMALL = "from kvrelay.evaluate import options; options.SHORT = options.Sizes(1, 0.4, 2, 40); "
+SMALL = "from kvrelay.evaluate import options; options.SHORT = options.Sizes(1, 0.4, 2, 16); "
 MAIN = SMALL + "from kvrelay.cli.main import main; import sys; main(sys.argv[1:])"
-LOAD = "poisson:rate=20,num=40,prompt=64,answer=8"
+LOAD = "poisson:rate=20,num=16,prompt=64,answer=8"
 
 
 def start(output: Path, *more: str) -> subprocess.Popen[str]:

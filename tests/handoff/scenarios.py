@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from tests.handoff.mutants import scenario
@@ -119,6 +120,22 @@ for kind, settings in KINDS.items():
     SCENARIOS[f"{kind}, roles change"] = scenario(*ROLES, num_faults=2, **settings)
     THREE_FAULTS[f"{kind}, roles change beside a fault"] = scenario(*ROLES, *NETWORK, *LOCAL, num_faults=2, **settings)
 THREE_FAULTS["push, two prefill workers, roles change"] = scenario(*ROLES, "redeliver", num_faults=2, num_prefill=2)
+LARGE = (
+    "push, paired, a late claimant, leases",
+    "push, kept beside the pool, with checksums",
+    "pull, kept beside the pool, leases",
+    "pull, leases",
+    "pull, behind",
+    "prefix, leases",
+)
+"""What takes longest of those above. The suite explores it without the faults that smaller scenarios have as well."""
+ELSEWHERE = {"fail", "no blocks", "stop prefill", "revoke prefill", "cut prefill", "stop decode", "cut decode"}
+for title in LARGE:
+    whole = THREE_FAULTS[title] = SCENARIOS.pop(title)
+    SCENARIOS[f"{title}, fewer faults"] = replace(whole, faults=whole.faults - ELSEWHERE)
+for title in ("push, two claimants", "push, a claimant dies"):
+    THREE_FAULTS[title] = SCENARIOS.pop(title)
+SCENARIOS["push, two claimants, fewer faults"] = scenario("late", "cancel", "redeliver", "crash prefill", num_prefill=2)
 LONG = {
     "push, behind, two claimants": scenario("redeliver", lags=True, num_prefill=2),
     "prefix, two faults": scenario(*NETWORK, *PREFILL, *DECODE, "fail", num_faults=2, num_hit_blocks=1, is_prefix=True),

@@ -15,7 +15,8 @@ from kvrelay.core.tier_stats import StoreStats, TierCounts, TierStats
 from kvrelay.core.workers import WorkerInfo
 from kvrelay.errors import ConfigError, ControlUnavailableError, InvalidInputError
 from kvrelay.launch import admin
-from kvrelay.launch.admin import config_get, config_set, list_workers, status_table
+from kvrelay.launch.admin import config_get, config_set, status_table
+from kvrelay.launch.worker_calls import WorkerCalls, list_workers
 from kvrelay.rpc import new_curve_keys
 
 WORKER_IDS = ("prefill-0a1b2c3d4e", "decode-0a1b2c3d4f")
@@ -94,13 +95,15 @@ async def test_an_entry_that_points_to_another_worker_is_no_second_worker(monkey
     async def answer(*_: object, **__: object) -> dict[str, Any]:
         return status_of("w-1")
 
-    monkeypatch.setattr(admin, "send_command", answer)
+    monkeypatch.setattr(WorkerCalls, "ask", answer)
     good = WorkerInfo("w-1", 0, WorkerRole.DECODE, "m", "/m", "tcp://127.0.0.1:1", 4096, 16, 100, 1000, "hash")
     evil = msgspec.structs.replace(good, worker_id="evil")
-    keys = new_curve_keys()
-    assert "error" not in await admin.status_of(good, keys, False)
-    shown = await admin.status_of(evil, keys, False)
+    plane = MemoryBroker().plane()
+    calls = WorkerCalls(plane, Keys("test"), new_curve_keys())
+    assert "error" not in await admin.status_of(good, calls, False)
+    shown = await admin.status_of(evil, calls, False)
     assert (shown["worker_id"], shown["error"]) == ("evil", "w-1 answers at its address")
+    await plane.close()
 
 
 async def test_a_queue_that_pauses_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,15 +139,16 @@ async def test_the_last_worker_that_takes_requests_keeps_doing_so_unless_forced(
         await add(worker_id, WorkerRole(role), model)
     sent: list[tuple[str, ...]] = []
 
-    async def reply(config: ControlConfig, *command: str, tell: object) -> None:
+    async def reply(_: WorkerCalls, *command: str) -> dict[str, str]:
         sent.append(command)
+        return {"role": command[-1]}
 
     monkeypatch.setattr(admin, "connected", lambda config: contextlib.nullcontext(plane))
-    monkeypatch.setattr(admin, "print_reply", reply)
+    monkeypatch.setattr(WorkerCalls, "ask", reply)
     config = ControlConfig()
     with pytest.raises(InvalidInputError, match=r"d is the last worker that takes requests.* or --force"):
         await admin.change_role(config, "d", WorkerRole.PREFILL, force=False)
-    await admin.change_role(config, "d", WorkerRole.BOTH, force=False)
+    assert await admin.change_role(config, "d", WorkerRole.BOTH, force=False) == {"role": "both"}
     await admin.change_role(config, "d", WorkerRole.PREFILL, force=True)
     await add("e", WorkerRole.BOTH)
     await admin.change_role(config, "d", WorkerRole.PREFILL, force=False)

@@ -1,9 +1,8 @@
-"""What the planner sees of a worker that answers nonsense: nothing, and the others as they are."""
+"""What the planner sees of workers: what frontends have heard of them lately; of nonsense nothing."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import msgspec
 import pytest
@@ -11,55 +10,95 @@ import pytest
 from kvrelay.config import WorkerRole
 from kvrelay.control.base import Keys
 from kvrelay.control.memory import MemoryBroker
-from kvrelay.core.events import LoadMetrics
+from kvrelay.core.events import LoadMetrics, TokenCounts
 from kvrelay.core.messages import AdminReply, AdminRequest
 from kvrelay.core.step_cost import StepCost
-from kvrelay.core.workers import WorkerInfo
+from kvrelay.core.workers import CallerInfo, WorkerInfo
 from kvrelay.errors import ProtocolError
-from kvrelay.frontend.cluster.figures import Second
-from kvrelay.launch.fleet_observer import FleetObserver, measured_in
+from kvrelay.frontend.cluster.figures import HeardLoad, Second
+from kvrelay.frontend.cluster.frontends import FiguresReply
+from kvrelay.launch.fleet_observer import FleetObserver, is_ready, measured_in
 from kvrelay.launch.worker_calls import WorkerCalls, answer_of
 from kvrelay.planner import Measured, WorkerView
 from kvrelay.rpc.zmq_socket import new_curve_keys
 from kvrelay.worker.worker import Worker
 
 KEYS = Keys("default")
-LOAD = msgspec.to_builtins(LoadMetrics("w", 3, 8, 10, 100, 2, 0.1, 0.5, num_decoding=1, step_cost=StepCost()))
+LOAD = LoadMetrics("w", 3, 8, 10, 100, 2, 0.1, 0.5, num_decoding=1, step_cost=StepCost(), tokens=TokenCounts(90, 40, 7))
 
 
-class Answering(WorkerCalls):
-    def __init__(self, payload: str) -> None:
-        super().__init__(new_curve_keys())
-        self._reply = AdminReply(1, payload)
-
-    async def ask(self, worker_id: str, command: str, argument: str = "", *, timeout_s: float) -> Any:
-        return answer_of(worker_id, self._reply)
-
-
-async def view(payload: str) -> WorkerView:
+async def view(*answers: bytes) -> WorkerView:
+    """Of the worker w, as frontends answer. What the planner asks of the worker itself nobody would answer."""
     plane = MemoryBroker().plane()
+    lease = await plane.discovery.grant(60.0)
     info = WorkerInfo("w", 0, WorkerRole.DECODE, "m", "m", "tcp://h:1", 4096, 16, 100, 2000, "k")
-    await plane.discovery.put(KEYS.worker("w"), msgspec.json.encode(info), await plane.discovery.grant(60.0))
-    fleet, _ = await FleetObserver(plane, KEYS, Answering(payload)).look()
+    await plane.discovery.put(KEYS.worker("w"), msgspec.json.encode(info), lease)
+    for number, answer in enumerate(answers):
+
+        async def tell(_: bytes, answer: bytes = answer) -> bytes:
+            return answer
+
+        name = f"f{number}"
+        await plane.discovery.put(KEYS.frontend(name), msgspec.json.encode(CallerInfo(name, "key", "h", 1)), lease)
+        await plane.events.serve(KEYS.frontend_figures(name), tell)
+    fleet, _ = await FleetObserver(plane, KEYS, WorkerCalls(plane, KEYS, new_curve_keys())).look()
     await plane.close()
     return fleet.workers[0]
 
 
-def status(**changes: object) -> str:
-    return msgspec.json.encode({"worker_id": "w", "role": "decode", "num_steps": 1, "load": LOAD | changes}).decode()
+def told(age_s: float = 0.5, **changes: object) -> bytes:
+    """By a frontend. What a load cannot be goes out all the same."""
+    load = msgspec.to_builtins(LOAD) | changes
+    reply = msgspec.to_builtins(FiguresReply("f", 0, ())) | {"loads": [[load, age_s]]}
+    return msgspec.msgpack.encode(reply)
 
 
-async def test_a_sound_status_is_seen() -> None:
-    seen = await view(status())
+async def test_what_a_frontend_has_heard_is_seen() -> None:
+    seen = await view(told())
     assert (seen.is_ready, seen.num_running, seen.num_admitted, seen.step_cost) == (True, 1, 3, StepCost())
+    assert (seen.num_steps, seen.num_generated_tokens, seen.kv_tokens, seen.kv_used_tokens) == (7, 40, 1600, 160)
+
+
+async def test_of_two_frontends_the_one_that_has_heard_it_last_counts() -> None:
+    assert (await view(told(9.0, num_decoding=5), told(0.1, num_decoding=6))).num_running == 6
+    assert (await view(told(0.1, num_decoding=6), told(9.0, num_decoding=5))).num_running == 6
 
 
 @pytest.mark.parametrize(
-    "payload",
-    ["{", '{"load": NaN}', "[" * 100_000, status(kv_active_blocks=-1), status(request_active_slots=2**63), "1" * 5000],
+    "answer",
+    [b"", b"\xc1", told(kv_active_blocks=-1), told(request_active_slots=2**63), told(-1.0), told(worker_id="x")],
 )
-async def test_a_worker_that_answers_nonsense_is_not_ready(payload: str) -> None:
-    assert not (await view(payload)).is_ready
+async def test_a_worker_of_which_nothing_sound_is_told_is_not_ready(answer: bytes) -> None:
+    seen = await view(answer)
+    assert (seen.worker_id, seen.is_ready, seen.num_running) == ("w", False, 0)
+
+
+async def test_an_impossible_cost_is_no_cost() -> None:
+    seen = await view(told(step_cost=msgspec.to_builtins(StepCost(step_s=-1.0))))
+    assert (seen.is_ready, seen.step_cost) == (True, None)
+
+
+IDLE = {"request_active_slots": 0, "num_requests_waiting": 0}
+
+
+@pytest.mark.parametrize(
+    ("age_s", "changes", "expected"),
+    [
+        (4.0, {}, True),
+        (6.0, {}, False),  # at work it repeats its sample every second
+        (34.0, IDLE, True),
+        (36.0, IDLE, False),
+        (1.0, {"step_age_s": 8.0}, True),
+        (2.5, {"step_age_s": 8.0}, False),
+        (0.0, {"tokens": TokenCounts()}, False),
+        (0.0, {"tokens": None}, False),
+        (0.0, {"tokens": TokenCounts(), **IDLE}, True),
+    ],
+)
+def test_a_worker_is_ready_while_it_is_heard_and_its_steps_go_on(
+    age_s: float, changes: dict[str, object], expected: bool
+) -> None:
+    assert is_ready(HeardLoad(msgspec.structs.replace(LOAD, **changes), age_s)) is expected
 
 
 def test_what_clients_got_needs_some_requests() -> None:
@@ -71,11 +110,6 @@ def test_what_clients_got_needs_some_requests() -> None:
     late = measured_in(Second(1, ttft=(0,) * 14 + (20,), itl=itl))
     assert late is not None
     assert late.ttft_s == (60, 1e9)
-
-
-async def test_an_impossible_cost_is_no_cost() -> None:
-    seen = await view(status(step_cost=msgspec.to_builtins(StepCost(step_s=-1.0))))
-    assert (seen.is_ready, seen.step_cost) == (True, None)
 
 
 async def test_a_worker_answers_json_whatever_its_numbers_are(monkeypatch: pytest.MonkeyPatch) -> None:

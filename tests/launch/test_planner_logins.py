@@ -24,8 +24,7 @@ from kvrelay.frontend.cluster.metrics import FrontendMetrics
 from kvrelay.launch.actuators import ClusterActuator
 from kvrelay.launch.fleet_observer import FleetObserver
 from kvrelay.launch.planner_process import PlannerConfig, PlannerProcess
-from kvrelay.launch.request_plane import operator_keys
-from kvrelay.launch.worker_calls import WorkerCalls
+from kvrelay.launch.worker_calls import worker_calls
 from kvrelay.launch.worker_host import Hosts, WorkerHost
 from kvrelay.planner import Hold, Objectives, Start
 from kvrelay.planner.report import read_reports
@@ -37,8 +36,8 @@ KEYS = Keys("default")
 @asynccontextmanager
 async def planner(plane: ControlPlane, url: str) -> AsyncIterator[PlannerProcess]:
     """As ``kvrelay planner --mode act`` builds it."""
-    async with operator_keys(plane, ControlConfig(control=url)) as curve_keys:
-        calls, lease = WorkerCalls(curve_keys), await plane.discovery.grant(10.0)
+    async with worker_calls(plane, ControlConfig(control=url)) as calls:
+        lease = await plane.discovery.grant(10.0)
         observer = FleetObserver(plane, KEYS, calls)
         actuator = ClusterActuator(calls, Hosts(plane, KEYS, lease))
         config = PlannerConfig("act", Objectives())
@@ -48,7 +47,6 @@ async def planner(plane: ControlPlane, url: str) -> AsyncIterator[PlannerProcess
             yield process
         finally:
             await actuator.close()
-            await calls.close()
             await lease.revoke()
 
 

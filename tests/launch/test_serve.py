@@ -44,7 +44,7 @@ async def test_a_broken_tokenizer_ends_the_start(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(cluster, "start", AsyncMock(side_effect=steps.start))
     monkeypatch.setattr("kvrelay.launch.serve.TOKENIZER_CHECK_AFTER_S", 0.0)
     monkeypatch.setattr("kvrelay.launch.request_plane.connect_control", AsyncMock())
-    monkeypatch.setattr("kvrelay.launch.admin.list_workers", AsyncMock(return_value=[]))
+    monkeypatch.setattr("kvrelay.launch.serve.list_workers", AsyncMock(return_value=[]))
     monkeypatch.setattr(cluster, "shut_down", AsyncMock(side_effect=steps.stop))
     with pytest.raises(FatalError) as caught:
         await cluster.run()
@@ -93,7 +93,7 @@ async def test_ready_means_every_frontend(monkeypatch: pytest.MonkeyPatch) -> No
     cluster.frontends = [Mock(pid=7, exit_code=None), Mock(pid=8, exit_code=None)]
     monkeypatch.setattr("kvrelay.launch.serve.http_call", call)
     monkeypatch.setattr("kvrelay.launch.request_plane.connect_control", AsyncMock())
-    monkeypatch.setattr("kvrelay.launch.admin.list_workers", AsyncMock(return_value=["a worker", "another", "a third"]))
+    monkeypatch.setattr("kvrelay.launch.serve.list_workers", AsyncMock(return_value=["a worker", "another", "a third"]))
     assert await cluster.until_ready()
     assert next(told, None) is None, "9 is no frontend of ours"
 

@@ -249,7 +249,7 @@ def test_long_prompts_beside_tight_gaps_are_split() -> None:
 def test_a_slow_link_is_not_worth_a_split() -> None:
     """Transfers take ten times as long as the objective for the first token."""
     costs = Costs(link_bytes_per_s=1e7)
-    advice = advise(load(12, 0.1, 1000, 12), {1: costs}, 2, Objectives(0.5, 0.2))
+    advice = advise(load(8, 0.1, 1000, 8), {1: costs}, 2, Objectives(0.5, 0.2))
     assert advice.verdict.startswith("do not split: ")
     assert "--prefill 0 --decode 2" in advice.command
 
@@ -265,12 +265,6 @@ def test_the_winner_is_confirmed_with_the_loads_of_other_seeds() -> None:
     assert asked == [8, 9]
     first, *others = advice.capacities[0].by_seed
     assert others[0] == others[1] == pytest.approx(first, rel=0.5)
-
-
-def test_the_same_seed_gives_the_same_advice() -> None:
-    arrivals, costs = load(6, 0.2, 300, 4), {1: Costs(spread=0.1)}
-    first, second = (msgspec.json.encode(advise(arrivals, costs, 2, LOOSE, seed=5)) for _ in range(2))
-    assert first == second
 
 
 @pytest.mark.parametrize(
@@ -332,8 +326,9 @@ def test_a_trial_ends_early_with_the_answer_of_the_whole(share: float) -> None:
 
 
 def test_a_search_in_processes_gives_the_same_advice_and_shows_true_progress() -> None:
+    """The same seed, the same advice."""
     shares: list[float] = []
-    given = (load(16, 0.05, 900, 6), {1: Costs(spread=0.1)}, 2, Objectives(0.12, 0.05))
+    given = (load(8, 0.05, 900, 6), {1: Costs(spread=0.1)}, 2, Objectives(0.12, 0.05))
     here = advise(*given, on_progress=lambda share, _: shares.append(share))
     there = advise(*given, num_processes=2)
     assert msgspec.json.encode(here) == msgspec.json.encode(there)

@@ -53,7 +53,8 @@ def by_threshold(num_tokens: int) -> tuple[str, ...]:
 
 @dataclass
 class Serve:
-    """A running ``kvrelay serve``; a context manager."""
+    """A running ``kvrelay serve``; a context manager. Without a planner, which is a process more, unless ``arguments``
+    name one."""
 
     arguments: tuple[str, ...]
     env: dict[str, str] = field(default_factory=dict)
@@ -65,7 +66,8 @@ class Serve:
     output: str = ""
 
     def __enter__(self) -> Serve:
-        command = [*self.prefix, sys.executable, "-m", "kvrelay", "serve", "--port", "0", *self.arguments]
+        serve = [sys.executable, "-m", "kvrelay", "serve", "--port", "0", "--planner", "off"]
+        command = [*self.prefix, *serve, *self.arguments]
         self._log = tempfile.NamedTemporaryFile(mode="w+", encoding="utf-8")
         self.process = subprocess.Popen(
             command, stdout=self._log, stderr=subprocess.STDOUT, env={**os.environ, **self.env}

@@ -10,7 +10,9 @@ import json
 import random
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import openai
 import pytest
@@ -26,21 +28,24 @@ from kvrelay.engine.request import Request
 
 pytestmark = [pytest.mark.system, pytest.mark.slow, pytest.mark.timeout(1200)]
 
-NUM_PROMPTS, NUM_PROMPTS_OF_MATRIX = 24, 200
+NUM_PROMPTS, NUM_PROMPTS_OF_MATRIX = 18, 200
+EDGES = (1, 15, 16, 17, 256, 257, 2048, 2049)
+"""Lengths about a block, and about the tokens of a step."""
+EDGES_OF_MATRIX = (2, 255, 2047, 3000)
 OUTPUT_LEN = 12
 TIE = 1e-3
 """Where the oracle's two best logits are closer than this, rounding may decide; such prompts prove nothing."""
 
 
 def make_prompts(vocab_size: int, num_prompts: int) -> list[tuple[int, ...]]:
-    """Lengths from 1 to 3,000, most of them short; a third of them share one of four prefixes."""
+    """Lengths from 1 to 3,000 (1 to 2,049 of few), most of them short; a third of them share one of four prefixes."""
     draw = random.Random(7)
 
     def tokens(count: int) -> tuple[int, ...]:
         return tuple(draw.randrange(16, vocab_size) for _ in range(count))
 
     prefixes = [tokens(length) for length in (40, 160, 700, 1500)]
-    lengths = [1, 2, 15, 16, 17, 255, 256, 257, 2047, 2048, 3000]
+    lengths = [*EDGES, *(EDGES_OF_MATRIX if num_prompts == NUM_PROMPTS_OF_MATRIX else ())]
     lengths += [int(10 ** draw.uniform(0, 3.3)) for _ in range(num_prompts - len(lengths))]
     prompts = []
     for number, length in enumerate(lengths):
@@ -50,14 +55,14 @@ def make_prompts(vocab_size: int, num_prompts: int) -> list[tuple[int, ...]]:
 
 
 def serve_arguments(num_prefill: int) -> tuple[str, ...]:
-    flags = ("--dtype", "float32", *by_threshold(64), "--kv-cache-memory", "512MiB")
+    flags = ("--dtype", "float32", "--num-threads", "1", *by_threshold(64), "--kv-cache-memory", "512MiB")
     return ("--prefill", str(num_prefill), "--decode", "1", *flags)
 
 
 def with_tiers(disk: Path) -> tuple[str, ...]:
-    """Pools for 5,000 tokens, host memory for another 3,000, and a disk for the rest."""
-    tiers = ("--host-kv-cache", "12MiB", "--host-kv-linger-s", "0", "--disk-kv-cache", f"{disk},1GiB")
-    return (*serve_arguments(1), "--kv-cache-memory", "20MiB", "--max-model-len", "4096", *tiers)
+    """Pools for 3,000 tokens, host memory for another 2,000, and a disk for the rest."""
+    tiers = ("--host-kv-cache", "8MiB", "--host-kv-linger-s", "0", "--disk-kv-cache", f"{disk},1GiB")
+    return (*serve_arguments(1), "--kv-cache-memory", "12MiB", "--max-model-len", "2560", *tiers)
 
 
 def complete_all(server: Serve, prompts: list[tuple[int, ...]], *, stream: bool) -> list[tuple[int, ...]]:
@@ -100,28 +105,45 @@ def offline(prompts: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
     return [outputs[str(number)] for number in range(len(prompts))]
 
 
-def check_against_transformers(prompts: list[tuple[int, ...]], outputs: list[tuple[int, ...]]) -> int:
-    """Every output token must be the oracle's best one. Returns how many prompts were left out for a near tie."""
+def check_against_transformers(prompts: list[tuple[int, ...]], outputs: list[tuple[int, ...]]) -> set[tuple[int, ...]]:
+    """Every output token must be the oracle's best one. Returns the prompts that were left out for a near tie."""
     import torch
     import transformers
 
     model = transformers.AutoModelForCausalLM.from_pretrained(bundled_checkpoint_path(), dtype=torch.float32)
-    num_ties = 0
+    ties = set()
     for prompt, output in zip(prompts, outputs, strict=True):
         with torch.inference_mode():
             logits = model(torch.tensor([[*prompt, *output[:-1]]])).logits[0, len(prompt) - 1 :]
         best = logits.topk(2).values
         if float((best[:, 0] - best[:, 1]).min()) < TIE:
-            num_ties += 1
+            ties.add(prompt)
             continue
         assert tuple(logits.argmax(-1).tolist()) == output, f"a prompt of {len(prompt)} tokens"
-    return num_ties
+    return ties
+
+
+class Known(NamedTuple):
+    """Prompts and the offline engine's answers, which are transformers' but for some near ties."""
+
+    prompts: list[tuple[int, ...]]
+    answers: list[tuple[int, ...]]
+    ties: set[tuple[int, ...]]
+
+
+@cache
+def known(num_prompts: int) -> Known:
+    config = json.loads((bundled_checkpoint_path() / "config.json").read_text(encoding="utf-8"))
+    prompts = make_prompts(config["vocab_size"], num_prompts)
+    answers = offline(prompts)
+    ties = check_against_transformers(prompts, answers)
+    assert len(ties) < num_prompts * 0.1
+    return Known(prompts, answers, ties)
 
 
 @pytest.mark.parametrize("num_prompts", [NUM_PROMPTS, pytest.param(NUM_PROMPTS_OF_MATRIX, marks=pytest.mark.matrix)])
 def test_disaggregated_equals_aggregated_equals_offline_equals_transformers(num_prompts: int) -> None:
-    config = json.loads((bundled_checkpoint_path() / "config.json").read_text(encoding="utf-8"))
-    prompts = make_prompts(config["vocab_size"], num_prompts)
+    prompts, expected, _ = known(num_prompts)
     num_long = sum(len(prompt) > 64 for prompt in prompts)
     with Serve(serve_arguments(1)) as server:
         streamed = complete_all(server, prompts, stream=True)
@@ -136,20 +158,16 @@ def test_disaggregated_equals_aggregated_equals_offline_equals_transformers(num_
     assert prefill["prefill"]["num_failed"] == 0
     assert decode["decode"]["num_received_bytes"] > num_remote * 64 * 100
     assert decode["decode"]["places"]["local_short"] >= num_prompts - num_long
-    assert all(len(output) == OUTPUT_LEN for output in streamed)
-    assert plain == streamed
+    assert plain == streamed == expected
     with Serve(serve_arguments(0)) as server:
         aggregated = complete_all(server, prompts, stream=False)
         server.check_idle()
-    assert aggregated == streamed
-    assert offline(prompts) == streamed
-    assert check_against_transformers(prompts, streamed) < num_prompts * 0.1
+    assert aggregated == expected
 
 
 def test_kv_of_every_tier_equals_transformers(tmp_path: Path) -> None:
     """Prompts of three times the pools, asked again and again: most of their KV comes from host memory and disk."""
-    config = json.loads((bundled_checkpoint_path() / "config.json").read_text(encoding="utf-8"))
-    prompts = make_prompts(config["vocab_size"], NUM_PROMPTS)
+    prompts, expected, ties = known(NUM_PROMPTS)
     with own_state_directory(), Serve(with_tiers(tmp_path / "kv")) as server:
         first = complete_all(server, prompts, stream=False)
         loaded: Counter[str] = Counter()
@@ -160,4 +178,5 @@ def test_kv_of_every_tier_equals_transformers(tmp_path: Path) -> None:
         server.check_idle()
     assert loaded["host"] > 0
     assert loaded["disk"] > 0
-    assert check_against_transformers(prompts, first) < NUM_PROMPTS * 0.1
+    wrong = {prompt for prompt, found, right in zip(prompts, first, expected, strict=True) if found != right}
+    assert wrong <= ties

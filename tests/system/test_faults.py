@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Serve]:
-    flags = ["--decode-base-s", "0.02", *by_threshold(64), "--lease-ttl-s", "2"]
+    flags = ["--planner", "suggest", "--decode-base-s", "0.02", *by_threshold(64), "--lease-ttl-s", "2"]
     with Serve(("--engine", "mock", "--prefill", "2", "--decode", "2", *flags)) as running:
         yield running
     assert running.process.returncode == 0, running.output

@@ -29,7 +29,7 @@ from kvrelay.config import ControlConfig
 from kvrelay.control import connect_control
 from kvrelay.control.base import Keys
 from kvrelay.executors.mock import mock_generate
-from kvrelay.launch.admin import list_workers
+from kvrelay.launch.worker_calls import list_workers
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 

@@ -24,7 +24,16 @@ NUM_OUTPUT = 24
 LENGTHS = (200, 131, 176, 250, 97, 221, 180, 300, 145, 208, 192, 163)
 FLAGS = (
     *("--prefill", "1", "--decode", "1", "--num-blocks", "40", "--kv-watermark", "0", *by_threshold(64)),
-    *("--max-prefill-queue-size", "1000", "--dtype", "float32", "--rank-timeout-s", str(PATIENCE_S)),
+    *(
+        "--max-prefill-queue-size",
+        "1000",
+        "--dtype",
+        "float32",
+        "--num-threads",
+        "1",
+        "--rank-timeout-s",
+        str(PATIENCE_S),
+    ),
 )
 CASES = {
     "mock, nixl": ("mock", "--engine", "mock", "--transport", "nixl"),

@@ -27,7 +27,7 @@ from kvrelay.control.base import ControlPlane, Keys
 from kvrelay.core.workers import WorkerInfo
 from kvrelay.data import bundled_checkpoint_path
 from kvrelay.errors import ControlUnavailableError, WorkerUnavailableError
-from kvrelay.launch.admin import list_workers
+from kvrelay.launch.worker_calls import list_workers
 from kvrelay.rpc import ZmqRpcClient, new_curve_keys
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]

@@ -22,10 +22,21 @@ from kvrelay.handoff.base import EndReason
 pytestmark = [pytest.mark.system, pytest.mark.slow, pytest.mark.timeout(900)]
 
 CONFIG = json.loads((bundled_checkpoint_path() / "config.json").read_text(encoding="utf-8"))
-LENGTH, NUM_OUTPUT, BLOCK_SIZE = 3000, 8, 16
+LENGTH, NUM_OUTPUT, BLOCK_SIZE = 2000, 8, 16
 """So long that reading a prefix is faster than computing it, whatever else the machine does."""
 MAX_PROMPTS = 60
-FLAGS = ("--dtype", "float32", "--num-blocks", "4096", "--lease-ttl-s", "5", "--rank-timeout-s", str(PATIENCE_S))
+FLAGS = (
+    "--dtype",
+    "float32",
+    "--num-threads",
+    "1",
+    "--num-blocks",
+    "4096",
+    "--lease-ttl-s",
+    "5",
+    "--rank-timeout-s",
+    str(PATIENCE_S),
+)
 CASES = {
     "TP1-TP2": ((), ("--tp", "2")),
     "TP2-PP2": (("--tp", "2"), ("--pp", "2")),
@@ -116,5 +127,5 @@ def test_what_was_read_gives_the_tokens_of_transformers(case: str, transport: st
         num_blocks = sum(each["counts"]["num_hit_blocks"] for each in stats)
         assert num_blocks == sum(num_read(server)) * (LENGTH // BLOCK_SIZE)
         until(server.is_idle)
-    num_ties = check_against_transformers(list(asked), list(asked.values()))
-    assert num_ties < len(asked) / 4
+    ties = check_against_transformers(list(asked), list(asked.values()))
+    assert len(ties) < len(asked) / 4

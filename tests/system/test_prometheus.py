@@ -40,7 +40,17 @@ def _programs() -> None:
 
 @pytest.fixture(scope="module")
 def server(_programs: None) -> Iterator[Serve]:
-    flags = ("--engine", "mock", "--metrics-host", HOST, "--metrics-port", str(PORT), *by_threshold(16))
+    flags = (
+        "--engine",
+        "mock",
+        "--planner",
+        "suggest",
+        "--metrics-host",
+        HOST,
+        "--metrics-port",
+        str(PORT),
+        *by_threshold(16),
+    )
     with Serve(flags) as serve:
         yield serve
 

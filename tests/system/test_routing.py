@@ -23,13 +23,12 @@ from tests.patience import PATIENCE_S, until
 from tests.system.serving import Serve, kvrelay_here
 
 from kvrelay.config import ControlConfig
-from kvrelay.control import connect_control
 from kvrelay.control.base import Keys
 from kvrelay.core.workers import WorkerInfo
 from kvrelay.data import bundled_checkpoint_path
 from kvrelay.executors.mock import mock_generate
-from kvrelay.launch.admin import list_workers, send_command
-from kvrelay.launch.request_plane import operator_keys
+from kvrelay.launch.request_plane import connected
+from kvrelay.launch.worker_calls import list_workers, worker_calls
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 
@@ -148,26 +147,19 @@ def control_of(server: Serve) -> ControlConfig:
 
 
 async def registered(server: Serve) -> list[WorkerInfo]:
-    control = await connect_control(control_of(server))
-    try:
+    async with connected(control_of(server)) as control:
         return await list_workers(control, Keys("default"))
-    finally:
-        await control.close()
 
 
 def caches(server: Serve) -> dict[str, list[str]]:
     """What each worker holds, by its own block pool."""
 
     async def ask() -> dict[str, list[str]]:
-        workers = await registered(server)
         config = control_of(server)
-        control = await connect_control(config)
-        try:
-            async with operator_keys(control, config) as keys:
-                held = await asyncio.gather(*(send_command(info, keys, "cache") for info in workers))
-        finally:
-            await control.close()
-        return {info.worker_id: sorted(answer["blocks"]) for info, answer in zip(workers, held, strict=True)}
+        async with connected(config) as control, worker_calls(control, config) as calls:
+            workers = [info.worker_id for info in await calls.look()]
+            held = await asyncio.gather(*(calls.ask(worker_id, "cache") for worker_id in workers))
+        return {worker_id: sorted(answer["blocks"]) for worker_id, answer in zip(workers, held, strict=True)}
 
     return asyncio.run(ask())
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import math
 import threading
 import time
@@ -37,6 +38,7 @@ from kvrelay.config import (
 from kvrelay.control import connect_control
 from kvrelay.control.base import ControlPlane, Keys, Lease
 from kvrelay.control.nats.bucket import Bucket
+from kvrelay.control.nats.connection import NatsConnection
 from kvrelay.control.nats.jetstream import JetStream, WrongSequenceError
 from kvrelay.control.nats_process import NatsServerProcess
 from kvrelay.core.clock import MonotonicClock
@@ -494,13 +496,30 @@ class Cluster:
             await node.control.close()
 
 
+_idle_servers: list[NatsServerProcess] = []
+"""Without streams. To start one takes as long as most tests."""
+
+
+def end_servers() -> None:
+    """Once no more tests come."""
+    while _idle_servers:
+        _idle_servers.pop().stop()
+
+
+async def remove_streams(nats: NatsServerProcess) -> None:
+    connection = await NatsConnection.connect(nats.url, PATIENCE_S)
+    for name in json.loads((await connection.request("$JS.API.STREAM.NAMES", b"")).data)["streams"] or ():
+        await connection.request(f"$JS.API.STREAM.DELETE.{name}", b"")
+    await connection.close()
+
+
 @asynccontextmanager
 async def cluster(
     *, lease_ttl_s: float = LEASE_TTL_S, transfer: TransferConfig = LOOPBACK, tail_tokens: int = 0, **settings: float
 ) -> AsyncIterator[Cluster]:
-    """A cluster on a NATS server of its own; checked and taken down at the end. Its workers wait for the keys of those
-    who call them as patiently as the tests do."""
-    nats = NatsServerProcess()
+    """A cluster on a NATS server that no other one uses meanwhile; checked and taken down at the end. Its workers wait
+    for the keys of those who call them as patiently as the tests do."""
+    nats = _idle_servers.pop() if _idle_servers else NatsServerProcess()
     disagg = replace(DisaggConfig(disagg_policy="threshold", max_local_prefill_length=64), **settings)
     control = ControlConfig(control=nats.start(), lease_ttl_s=lease_ttl_s)
     shared = Cluster(control, disagg, MockConfig(speedup_ratio=0, tail_tokens=tail_tokens), transfer)
@@ -514,9 +533,12 @@ async def cluster(
             await shared.check_idle()
             await shared.leave()
         assert shared.late_writes == []
+        await remove_streams(nats)
     except BaseException:
-        for node in list(shared.nodes):
-            await node.kill(shared)
+        try:
+            for node in list(shared.nodes):
+                await node.kill(shared)
+        finally:
+            nats.stop()
         raise
-    finally:
-        nats.stop()
+    _idle_servers.append(nats)

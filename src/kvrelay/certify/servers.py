@@ -179,12 +179,12 @@ class Cluster:
     async def forget(self) -> None:
         """Each worker forgets its prefixes: the next prompts are handed over whole. One that was killed a moment ago is
         still in discovery. Raises KvrelayError."""
-        await clear_caches(self.control, lambda _: None, skips_gone=True)
+        await clear_caches(self.control, skips_gone=True)
 
     async def change_role(self, old: WorkerRole, new: WorkerRole) -> None:
         """Let a worker of role ``old`` go on as ``new``; it has that role when this returns. Raises KvrelayError."""
         changed = (await self.worker(old.value))["worker_id"]
-        await change_role(self.control, changed, new, force=False, tell=lambda _: None)
+        await change_role(self.control, changed, new, force=False)
         await self.until(
             lambda workers: any(one["worker_id"] == changed and one["role"] == new.value for one in workers),
             30.0,

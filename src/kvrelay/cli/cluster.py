@@ -156,9 +156,9 @@ def drain(worker_id: str, cluster: str | None, config_file: Path | None, **flags
 
     Example: kvrelay drain worker-0a1b2c3d4e
     """
-    from kvrelay.launch.admin import print_reply
+    from kvrelay.launch import admin
 
-    run_async(print_reply(cluster_settings(cluster, config_file, flags), worker_id, "drain"))
+    click.echo(json.dumps(run_async(admin.drain(cluster_settings(cluster, config_file, flags), worker_id))))
 
 
 @click.command("revoke-lease", cls=GroupedCommand)
@@ -170,9 +170,9 @@ def revoke_lease(worker_id: str, cluster: str | None, config_file: Path | None, 
 
     Example: kvrelay revoke-lease worker-0a1b2c3d4e
     """
-    from kvrelay.launch.admin import revoke_lease as revoke
+    from kvrelay.launch import admin
 
-    run_async(revoke(cluster_settings(cluster, config_file, flags), worker_id))
+    click.echo(run_async(admin.revoke_lease(cluster_settings(cluster, config_file, flags), worker_id)))
 
 
 @click.command(cls=GroupedCommand)
@@ -190,7 +190,8 @@ def role(
     """
     from kvrelay.launch.admin import change_role
 
-    run_async(change_role(cluster_settings(cluster, config_file, flags), worker_id, WorkerRole(new_role), force=force))
+    control = cluster_settings(cluster, config_file, flags)
+    click.echo(json.dumps(run_async(change_role(control, worker_id, WorkerRole(new_role), force=force))))
 
 
 @click.group()
@@ -217,7 +218,8 @@ def cache_clear(directory: Path | None, cluster: str | None, config_file: Path |
         return
     from kvrelay.launch.admin import clear_caches
 
-    run_async(clear_caches(cluster_settings(cluster, config_file, flags)))
+    for worker_id in run_async(clear_caches(cluster_settings(cluster, config_file, flags))):
+        click.echo(f"{worker_id}: cleared")
 
 
 @click.group()

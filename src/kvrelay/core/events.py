@@ -108,10 +108,12 @@ class Flow(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TokenCounts(msgspec.Struct, frozen=True, array_like=True):
-    """Tokens that an engine has prefilled and generated since its start."""
+    """Tokens that an engine has prefilled and generated since its start, in ``num_steps`` forward passes (0 also of a
+    worker of an earlier release)."""
 
     num_prefilled: int = 0
     num_generated: int = 0
+    num_steps: int = 0
 
 
 STALE_AFTER_S = 35.0
@@ -158,6 +160,11 @@ class LoadMetrics(msgspec.Struct, frozen=True):
     flows: tuple[Flow, ...] = ()
     tokens: TokenCounts | None = None
     activity: Activity | None = None
+
+    @property
+    def without_details(self) -> LoadMetrics:
+        """Without what concerns single peers and tiers, and what people watch."""
+        return msgspec.structs.replace(self, transfer_costs=(), load_costs=(), flows=(), activity=None)
 
     @property
     def sound(self) -> LoadMetrics:

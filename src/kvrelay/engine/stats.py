@@ -124,7 +124,7 @@ class EngineStats(msgspec.Struct, frozen=True):
 
     @property
     def token_counts(self) -> TokenCounts:
-        return TokenCounts(self.num_prefill_tokens, self.num_generated_tokens)
+        return TokenCounts(self.num_prefill_tokens, self.num_generated_tokens, self.num_steps)
 
 
 class LoadSource(Protocol):

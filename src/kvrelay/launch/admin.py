@@ -1,15 +1,15 @@
-"""An operator's commands to a running cluster: status and load, drain, lease, change of role, run-time settings."""
+"""An operator's commands to a running cluster: status and load, drain, lease, change of role, run-time settings.
+
+Commands return what the command line prints, but for the settings, which print what they have changed.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
-import logging
 import socket
 import sys
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
@@ -22,8 +22,7 @@ from kvrelay.config import ControlConfig, DisaggConfig, WorkerRole
 from kvrelay.config.addresses import is_loopback, reached_url
 from kvrelay.config.loading import nearest
 from kvrelay.control.base import ControlPlane, Keys
-from kvrelay.core.control_codec import decode_setting, decode_worker
-from kvrelay.core.messages import AdminReply, AdminRequest
+from kvrelay.core.control_codec import decode_setting
 from kvrelay.core.workers import WorkerInfo
 from kvrelay.errors import (
     ConfigError,
@@ -33,17 +32,12 @@ from kvrelay.errors import (
     ProtocolError,
     WorkerUnavailableError,
 )
-from kvrelay.launch.request_plane import client_of, connected, operator_keys
-from kvrelay.launch.worker_calls import answer_of
+from kvrelay.launch.request_plane import connected
+from kvrelay.launch.worker_calls import WorkerCalls, worker_calls
 from kvrelay.placement import threshold as disagg
 from kvrelay.router import runtime as router_settings
-from kvrelay.rpc import CurveKeys
-from kvrelay.rpc.wire import Message
 
-_log = logging.getLogger(__name__)
-
-COMMAND_TIMEOUT_S = 30.0
-STATUS_TIMEOUT_S = 2.0
+STATUS_TIMEOUT_S = 3.0
 RETRY_S = 0.1
 NOT_SET = "what each process was started with"
 TABLE_WIDTH = 1000
@@ -54,46 +48,6 @@ SETTABLE = (
     *(DISAGG_PREFIX + name for name in disagg.SETTABLE),
     *(ROUTER_PREFIX + name for name in router_settings.SETTABLE),
 )
-
-_nonces = itertools.count(1)
-
-
-async def send_command(
-    info: WorkerInfo, keys: CurveKeys, command: str, argument: str = "", timeout_s: float = COMMAND_TIMEOUT_S
-) -> Any:
-    """Send one command to one worker, as the operator with these keys; returns its JSON answer.
-
-    Raises WorkerUnavailableError, KvrelayError.
-    """
-    client = client_of(info, keys, timeout_s)
-    answer: asyncio.Future[AdminReply] = asyncio.get_running_loop().create_future()
-
-    def receive(message: Message) -> None:
-        if isinstance(message, AdminReply) and not answer.done():
-            answer.set_result(message)
-
-    client.on_message(receive)
-    await client.start()
-    try:
-        client.send(AdminRequest(next(_nonces), command, argument))
-        async with asyncio.timeout(timeout_s):
-            reply = await answer
-    except TimeoutError as exc:
-        raise WorkerUnavailableError(f"{info.worker_id} did not answer in {timeout_s:g} s") from exc
-    finally:
-        await client.close()
-    return answer_of(info.worker_id, reply)
-
-
-async def list_workers(control: ControlPlane, keys: Keys) -> list[WorkerInfo]:
-    """The workers in discovery, by id. Malformed entries are logged and left out."""
-    workers = []
-    for key, value in sorted((await control.discovery.list(keys.workers)).items()):
-        try:
-            workers.append(decode_worker(key.removeprefix(keys.workers), value))
-        except ProtocolError as exc:
-            _log.warning("ignored the discovery entry %s: %s", key, exc)
-    return workers
 
 
 async def find_frontend(config: ControlConfig) -> str:
@@ -120,10 +74,8 @@ async def find_frontend(config: ControlConfig) -> str:
 
 async def cluster_status(config: ControlConfig, *, check: bool = False) -> dict[str, Any]:
     """Every worker's own status, and the queue; with ``check`` also the integrity of its block pool."""
-    async with connected(config) as control:
-        workers = await list_workers(control, Keys(config.namespace))
-        async with operator_keys(control, config) as keys:
-            answers = await asyncio.gather(*(status_of(info, keys, check) for info in workers))
+    async with connected(config) as control, worker_calls(control, config) as calls:
+        answers = await asyncio.gather(*(status_of(info, calls, check) for info in await calls.look()))
         return {"prefill_queue_size": await _queue_size(control, config.connect_timeout_s), "workers": answers}
 
 
@@ -139,14 +91,15 @@ async def _queue_size(control: ControlPlane, within_s: float) -> int:
             await asyncio.sleep(RETRY_S)
 
 
-async def status_of(info: WorkerInfo, keys: CurveKeys, check: bool) -> dict[str, Any]:
+async def status_of(info: WorkerInfo, calls: WorkerCalls, check: bool) -> dict[str, Any]:
+    """With an ``error`` in place of the numbers of a worker that does not answer."""
     try:
-        status: dict[str, Any] = await send_command(info, keys, "status", timeout_s=STATUS_TIMEOUT_S)
+        status: dict[str, Any] = await calls.ask(info.worker_id, "status", timeout_s=STATUS_TIMEOUT_S)
         if status.get("worker_id") != info.worker_id:
             raise WorkerUnavailableError(f"{status.get('worker_id')} answers at its address")
         status["block_size"] = info.block_size
         if check:
-            status["integrity"] = await send_command(info, keys, "check_integrity", timeout_s=STATUS_TIMEOUT_S)
+            status["integrity"] = await calls.ask(info.worker_id, "check_integrity", timeout_s=STATUS_TIMEOUT_S)
         return status
     except KvrelayError as exc:
         return {"worker_id": info.worker_id, "role": info.role, "model": info.model, "error": str(exc)}
@@ -227,60 +180,51 @@ def tiers_line(tiers: dict[str, Any]) -> str:
     )
 
 
-async def print_reply(
-    config: ControlConfig, worker_id: str, command: str, argument: str = "", *, tell: Callable[[str], object] = print
-) -> None:
-    """Send a command to the worker with that id; ``tell`` gets its answer. Raises WorkerUnavailableError."""
-    async with connected(config) as control:
-        workers = {info.worker_id: info for info in await list_workers(control, Keys(config.namespace))}
-        if worker_id not in workers:
-            raise WorkerUnavailableError(f"no worker {worker_id} in discovery{nearest(worker_id, workers)}")
-        async with operator_keys(control, config) as keys:
-            tell(json.dumps(await send_command(workers[worker_id], keys, command, argument)))
+async def drain(config: ControlConfig, worker_id: str) -> Any:
+    """Let the worker finish its requests and leave; its answer. Raises WorkerUnavailableError, KvrelayError."""
+    async with connected(config) as control, worker_calls(control, config) as calls:
+        await calls.look()
+        return await calls.ask(worker_id, "drain")
 
 
-async def revoke_lease(config: ControlConfig, worker_id: str) -> None:
-    """End the lease of the worker with that id. The worker is not asked: it may hang, and its entry may be malformed.
-    Raises WorkerUnavailableError."""
+async def revoke_lease(config: ControlConfig, worker_id: str) -> str:
+    """End the lease of the worker with that id, and say what follows. The worker is not asked: it may hang, and its
+    entry may be malformed. Raises WorkerUnavailableError."""
     keys = Keys(config.namespace)
     async with connected(config) as control:
         if not await control.discovery.revoke_lease_of(keys.worker(worker_id)):
             known = [key.removeprefix(keys.workers) for key in await control.discovery.list(keys.workers)]
             raise WorkerUnavailableError(f"no worker {worker_id} in discovery{nearest(worker_id, known)}")
-    print(f"revoked the lease of {worker_id}: it gets no more requests, finishes what it has, and exits")
+    return f"revoked the lease of {worker_id}: it gets no more requests, finishes what it has, and exits"
 
 
-async def change_role(
-    config: ControlConfig, worker_id: str, role: WorkerRole, *, force: bool, tell: Callable[[str], object] = print
-) -> None:
-    """Let the worker continue as ``role``; ``tell`` gets its answer. Raises WorkerUnavailableError, and, unless with
+async def change_role(config: ControlConfig, worker_id: str, role: WorkerRole, *, force: bool) -> Any:
+    """Let the worker continue as ``role``; its answer. Raises WorkerUnavailableError, KvrelayError, and, unless with
     ``force``, InvalidInputError if no worker of its model would take requests any more."""
-    if not role.takes_requests and not force:
-        async with connected(config) as control:
-            workers = await list_workers(control, Keys(config.namespace))
+    async with connected(config) as control, worker_calls(control, config) as calls:
+        workers = await calls.look()
         models = {info.model for info in workers if info.worker_id == worker_id}
         others = [info for info in workers if info.model in models and info.worker_id != worker_id]
-        if models and not any(info.role.takes_requests for info in others):
+        is_last = bool(models) and not any(info.role.takes_requests for info in others)
+        if is_last and not role.takes_requests and not force:
             raise InvalidInputError(
                 f"{worker_id} is the last worker that takes requests: as a {role} worker it would leave none. Give "
                 "another worker the role decode or both first, or --force"
             )
-    await print_reply(config, worker_id, "role", role.value, tell=tell)
+        return await calls.ask(worker_id, "role", role.value)
 
 
-async def clear_caches(
-    config: ControlConfig, tell: Callable[[str], object] = print, *, skips_gone: bool = False
-) -> None:
-    """Each worker forgets its prefixes, and what host memory and disks have of its model. ``tell`` gets a line of each.
+async def clear_caches(config: ControlConfig, *, skips_gone: bool = False) -> list[str]:
+    """Each worker forgets its prefixes, and what host memory and disks have of its model; the ids of those that have.
     Raises WorkerUnavailableError; with ``skips_gone`` a worker that does not answer has nothing to forget."""
     gone = (WorkerUnavailableError,) if skips_gone else ()
-    async with connected(config) as control:
-        workers = await list_workers(control, Keys(config.namespace))
-        async with operator_keys(control, config) as keys:
-            for info in workers:
-                with suppress(*gone):
-                    await send_command(info, keys, "clear_cache")
-                    tell(f"{info.worker_id}: cleared")
+    cleared: list[str] = []
+    async with connected(config) as control, worker_calls(control, config) as calls:
+        for info in await calls.look():
+            with suppress(*gone):
+                await calls.ask(info.worker_id, "clear_cache")
+                cleared.append(info.worker_id)
+    return cleared
 
 
 async def config_set(config: ControlConfig, key: str, value: str) -> None:
@@ -302,9 +246,9 @@ async def config_set(config: ControlConfig, key: str, value: str) -> None:
 
 async def _warn_if_unused(control: ControlPlane, config: ControlConfig, name: str) -> None:
     """Ask the workers that take requests whether the setting decides anything there; say if it does not."""
-    workers = [info for info in await list_workers(control, Keys(config.namespace)) if info.role.takes_requests]
-    async with operator_keys(control, config) as keys:
-        answers = await asyncio.gather(*(status_of(info, keys, check=False) for info in workers))
+    async with worker_calls(control, config) as calls:
+        workers = [info for info in await calls.look() if info.role.takes_requests]
+        answers = await asyncio.gather(*(status_of(info, calls, check=False) for info in workers))
     settings = {status["worker_id"]: status.get("disagg", {}) for status in answers}
     idle = [worker_id for worker_id, known in settings.items() if name in known.get("unused", ())]
     if idle:

@@ -1,7 +1,7 @@
 """One planner process: it looks at the fleet, plans, and lets an actuator carry that out.
 
-    discovery ─ workers ──> status of each, over the request plane ──┐
-             └─ frontends ──> what has come, over the bus ───────────┴─> plan ──> log, report, actuator (mode act)
+    discovery ─ workers ───────────────────────────────────────────────┐
+             └─ frontends ──> what has come, and workers' loads as heard ─┴─> plan ──> log, report, actuator (mode act)
 
 Of several planners the one decides that has been in discovery longest; the others stand by. What the planner cannot
 reach it leaves as it is: without the control plane, or when this process ends, nothing changes.
@@ -26,8 +26,8 @@ from kvrelay.errors import ConfigError, ControlUnavailableError, KvrelayError
 from kvrelay.launch.actuators import ClusterActuator, HookActuator
 from kvrelay.launch.fleet_observer import FleetObserver
 from kvrelay.launch.process import on_terminate
-from kvrelay.launch.request_plane import connected, give_back, new_caller_id, operator_keys
-from kvrelay.launch.worker_calls import WorkerCalls
+from kvrelay.launch.request_plane import connected, give_back, new_caller_id
+from kvrelay.launch.worker_calls import worker_calls
 from kvrelay.launch.worker_host import Hosts
 from kvrelay.planner import Actuator, Hold, Objectives, Plan, PlannerState, Room, not_begun, plan, words_of
 from kvrelay.planner.capacity import shape_of
@@ -235,10 +235,9 @@ async def run_planner(config: PlannerConfig, control: ControlConfig) -> None:
     stop = asyncio.Event()
     on_terminate(stop.set)
     keys = Keys(control.namespace)
-    async with connected(control) as plane, operator_keys(plane, control) as curve_keys:
+    async with connected(control) as plane, worker_calls(plane, control) as calls:
         lease = await plane.discovery.grant(control.lease_ttl_s)
         lease.on_revoked(stop.set)
-        calls = WorkerCalls(curve_keys)
         hosts = Hosts(plane, keys, lease)
         actuator: ClusterActuator = (
             HookActuator(calls, hosts, config.hook, config.max_workers)
@@ -252,5 +251,4 @@ async def run_planner(config: PlannerConfig, control: ControlConfig) -> None:
             await process.run(stop)
         finally:
             await actuator.close()
-            await calls.close()
             await give_back(lease)

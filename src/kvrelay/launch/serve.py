@@ -32,7 +32,6 @@ from kvrelay.core.tasks import end_tasks
 from kvrelay.core.workers import WorkerInfo
 from kvrelay.errors import CheckpointError, ControlUnavailableError, FatalError, KvrelayError, WorkerUnavailableError
 from kvrelay.http import reserve_port
-from kvrelay.launch.admin import list_workers
 from kvrelay.launch.children import (
     NO_READY_LINE,
     Child,
@@ -52,6 +51,7 @@ from kvrelay.launch.frontend_calls import http_call
 from kvrelay.launch.nats_supervisor import NatsSupervisor
 from kvrelay.launch.process import leave_closed_terminals, on_terminate, terminal_outputs
 from kvrelay.launch.request_plane import connected, require_api_key, require_metrics_key
+from kvrelay.launch.worker_calls import list_workers
 from kvrelay.launch.worker_host import WorkerHost, beside
 
 _log = logging.getLogger(__name__)
@@ -230,8 +230,6 @@ class LocalCluster:
     async def until_ready(self) -> bool:
         """Wait until all workers are in discovery, and each frontend serves with all of them. False: told to stop
         meanwhile."""
-        from kvrelay.launch.admin import list_workers
-
         began_s = time.monotonic()
         deadline, is_tokenizer_checked = began_s + self._config.start_timeout_s, False
         keys = Keys(self._control.namespace)

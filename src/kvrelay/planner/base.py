@@ -10,13 +10,14 @@ from typing import Protocol
 import msgspec
 
 from kvrelay.config import WorkerRole
-from kvrelay.core.step_cost import StepCost
+from kvrelay.core.events import LoadMetrics, TokenCounts
+from kvrelay.core.step_cost import CostSource, StepCost
 
 
 class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
     """One worker. Token counts unless the name says otherwise.
 
-    ``is_ready``: it is listed, answers, and its engine has taken a step; False while it starts, drains, narrows or is
+    ``is_ready``: it is listed, tells its load, and its engine has taken a step; False while it starts, drains or is
     silent. ``is_starting``: it was launched and is not ready yet. ``is_held``: its role was set by hand, so the planner
     leaves it alone. ``may_stop``: the actuator can stop it. ``num_steps`` and ``num_generated_tokens``: of the engine
     since its start, 0: unknown. ``num_running`` answers get a token from each step; ``num_admitted`` requests have a
@@ -44,6 +45,28 @@ class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
     prefix_hit_rate: float = 0.0
     step_cost: StepCost | None = None
     is_cost_estimated: bool = False
+
+
+def view_of(role: WorkerRole, load: LoadMetrics, block_size: int, *, is_ready: bool) -> WorkerView:
+    """A worker by its load sample. A decoder has checked the sample."""
+    tokens = load.tokens or TokenCounts()
+    return WorkerView(
+        worker_id=load.worker_id,
+        role=role,
+        is_ready=is_ready,
+        num_steps=tokens.num_steps,
+        num_generated_tokens=tokens.num_generated,
+        num_running=load.num_decoding,
+        num_admitted=load.request_active_slots,
+        num_waiting=load.num_requests_waiting,
+        num_slots=load.request_total_slots,
+        num_prefill_tokens=load.num_prefill_tokens,
+        kv_tokens=load.kv_total_blocks * block_size,
+        kv_used_tokens=load.kv_active_blocks * block_size,
+        prefix_hit_rate=load.gpu_prefix_cache_hit_rate,
+        step_cost=load.step_cost,
+        is_cost_estimated=load.step_cost_source is CostSource.ESTIMATED,
+    )
 
 
 Range = tuple[float, float]

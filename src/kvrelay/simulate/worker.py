@@ -18,7 +18,7 @@ import msgspec
 
 from kvrelay.config import WorkerRole
 from kvrelay.core.event_log import KvEventLog
-from kvrelay.core.events import KvEventBatch, LoadMetrics
+from kvrelay.core.events import KvEventBatch, LoadMetrics, TokenCounts
 from kvrelay.core.handoff import HandoffId, HandoffOrder
 from kvrelay.core.hashing import BlockHashes
 from kvrelay.core.messages import TokenOutput
@@ -38,7 +38,7 @@ from kvrelay.placement.base import PrefillLoad, PrefillPlace
 from kvrelay.placement.cost import CostPlacement, PlacementState
 from kvrelay.placement.cost_model import RemoteCostModel, StepCostModel
 from kvrelay.placement.threshold import DisaggPolicy
-from kvrelay.planner import WorkerView
+from kvrelay.planner import WorkerView, view_of
 from kvrelay.rpc.wire import Message
 from kvrelay.simulate.decode_run import MAX_STEPS, DecodeRun, Outlet, QuietDelivery
 from kvrelay.simulate.handoffs import DecodeHandoffs, PrefillHandoffs
@@ -470,23 +470,10 @@ class SimulatedWorker:
     def view(self, *, is_ready: bool) -> WorkerView:
         """For a controller."""
         self.catch_up()
-        metrics, size = self.core.metrics(), self._network.spec.engine.block_size
-        return WorkerView(
-            worker_id=self.worker_id,
-            role=self.role,
-            is_ready=is_ready,
-            num_steps=self.core.scheduler.num_steps,
-            num_generated_tokens=self.core.scheduler.num_generated_tokens,
-            num_running=metrics.num_decoding,
-            num_admitted=metrics.request_active_slots,
-            num_waiting=metrics.num_requests_waiting,
-            num_slots=metrics.request_total_slots,
-            num_prefill_tokens=metrics.num_prefill_tokens,
-            kv_tokens=metrics.kv_total_blocks * size,
-            kv_used_tokens=metrics.kv_active_blocks * size,
-            prefix_hit_rate=metrics.gpu_prefix_cache_hit_rate,
-            step_cost=metrics.step_cost,
-        )
+        done = self.core.scheduler
+        counts = TokenCounts(done.num_prefill_tokens, done.num_generated_tokens, done.num_steps)
+        load = msgspec.structs.replace(self.core.metrics(), tokens=counts)
+        return view_of(self.role, load, self._network.spec.engine.block_size, is_ready=is_ready)
 
     def result(self) -> WorkerResult:
         """What it has done until now. It does nothing more."""

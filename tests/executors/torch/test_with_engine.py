@@ -58,7 +58,7 @@ def run_with(
     return outputs
 
 
-@pytest.mark.parametrize("model", ["llama", "qwen3-moe"])
+@pytest.mark.parametrize("model", ["llama", pytest.param("qwen3-moe", marks=pytest.mark.matrix)])
 def test_evicted_kv_comes_back_from_host_memory_and_disk_as_it_was(
     model: str, checkpoint_of: Any, random_prompts: Any, tmp_path: Path
 ) -> None:

@@ -20,6 +20,7 @@ from kvrelay.core.events import MAX_FLOWS, Flow, LoadMetrics, TokenCounts
 from kvrelay.core.messages import RequestRefused
 from kvrelay.core.workers import CallerInfo
 from kvrelay.frontend.api.cluster_shown import ClusterSnapshot
+from kvrelay.frontend.cluster.frontends import figures_of, planners_question
 from kvrelay.frontend.cluster.view import LEFT_SHARE
 from kvrelay.frontend.openai.answer_spec import SLO_ITL_HEADER, SLO_TTFT_HEADER
 from kvrelay.launch.top import watch
@@ -50,6 +51,24 @@ async def eventually_snapshot(port: int, wanted: Any) -> dict[str, Any]:
 async def publish(cluster: FakeCluster, worker_id: str, **changes: object) -> None:
     load = msgspec.structs.replace(LoadMetrics(worker_id, 3, 8, 40, 100, 2, 0.4, 0.5, seq=1), **changes)
     await cluster.bus.publish(cluster.keys.worker_load(worker_id), encode_load(load))
+
+
+async def test_a_planner_is_told_what_was_heard_of_workers(model_dir: Path) -> None:
+    async with running(model_dir, Script(), name="front") as cluster:
+        await publish(cluster, "w0", tokens=TokenCounts(5, 6, 7), flows=(Flow("p0", True, 2, 500, 0.1),))
+        await eventually_snapshot(cluster.frontend.port, lambda found: found["flows"])
+        reply = await cluster.bus.request(cluster.keys.frontend_figures("front"), planners_question(), 10.0)
+        figures = figures_of(reply)
+        assert figures is not None
+        (heard,) = figures.loads
+        assert (heard.load.num_requests_waiting, heard.load.tokens, heard.load.flows) == (2, TokenCounts(5, 6, 7), ())
+        assert heard.age_s >= 0.0
+        seldom = await cluster.bus.request(
+            cluster.keys.frontend_figures("front"), msgspec.msgpack.encode({"since": 0}), 10.0
+        )
+        others = figures_of(seldom)
+        assert others is not None
+        assert others.loads == (), "frontends ask each other every second, and know the loads"
 
 
 async def test_workers_flows_and_sums(model_dir: Path) -> None:

@@ -16,7 +16,7 @@ from kvrelay.core.messages import RequestRefused
 from kvrelay.core.status import RefusalKind
 from kvrelay.frontend.api.server import Frontend
 from kvrelay.frontend.cluster.cold_start import ASKED_FOR_S, ColdStart
-from kvrelay.frontend.cluster.frontends import traffic_of, traffic_question
+from kvrelay.frontend.cluster.frontends import figures_of, planners_question
 from kvrelay.frontend.generate.sequence import REPLACEMENT_WAIT_S
 from kvrelay.planner.report import PlannerReport
 
@@ -36,8 +36,10 @@ async def tell(cluster: FakeCluster, report: PlannerReport) -> Frontend:
 
 async def num_unplaced(cluster: FakeCluster, name: str = "front") -> int:
     """As a planner asks."""
-    answer = await cluster.bus.request(cluster.keys.frontend_figures(name), traffic_question(), 10.0)
-    return traffic_of(answer)[1]
+    answer = await cluster.bus.request(cluster.keys.frontend_figures(name), planners_question(), 10.0)
+    figures = figures_of(answer)
+    assert figures is not None
+    return figures.num_unplaced
 
 
 async def test_requests_without_a_worker_wait_for_the_first_and_are_seen_by_the_planner(model_dir: Path) -> None:

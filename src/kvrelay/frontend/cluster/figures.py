@@ -18,6 +18,7 @@ import msgspec
 
 from kvrelay.config import WorkerRole
 from kvrelay.core.activity import Activity, Number, Seconds
+from kvrelay.core.events import LoadMetrics
 from kvrelay.core.histogram import LATENCY_BUCKETS_S, TOKEN_BUCKETS_S
 from kvrelay.core.process_usage import ProcessUsage
 from kvrelay.core.workers import Name, WorkerId, WorkerInfo
@@ -67,6 +68,13 @@ class Second(msgspec.Struct, frozen=True, array_like=True):
     cpu_s: Seconds = 0.0
     rss_bytes: Number = 0
     work: Activity | None = None
+
+
+class HeardLoad(msgspec.Struct, frozen=True, array_like=True):
+    """What a worker has told last of its load, ``age_s`` ago; without what only people watch, and what routers need."""
+
+    load: LoadMetrics
+    age_s: Seconds
 
 
 class WorkerTimes(msgspec.Struct, frozen=True, array_like=True):
@@ -178,6 +186,15 @@ class Figures:
     def times(self) -> tuple[WorkerTimes, ...]:
         """By worker, of the last minute."""
         return self._minute.times()
+
+    def loads(self, now_s: float) -> tuple[HeardLoad, ...]:
+        """Of each worker that has told its load. ``now_s`` is monotonic."""
+        reports = [link.report for link in self._links()][:MAX_WORKERS]
+        return tuple(
+            HeardLoad(report.load.without_details, max(now_s - report.heard_s, 0.0))
+            for report in reports
+            if report.load is not None and report.heard_s is not None
+        )
 
     def take(self, unix_s: int) -> None:
         """The second ``unix_s`` has ended. After a clock that went back, rows of its future are dropped."""

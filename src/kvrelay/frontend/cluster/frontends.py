@@ -28,7 +28,16 @@ from kvrelay.core.decoding import UNREADABLE
 from kvrelay.core.tasks import end_tasks
 from kvrelay.core.workers import CallerInfo
 from kvrelay.errors import ControlUnavailableError, ProtocolError, RetryElsewhereError
-from kvrelay.frontend.cluster.figures import HISTORY_S, MAX_WORKERS, NUM_COARSE, Count, Figures, Second, WorkerTimes
+from kvrelay.frontend.cluster.figures import (
+    HISTORY_S,
+    MAX_WORKERS,
+    NUM_COARSE,
+    Count,
+    Figures,
+    HeardLoad,
+    Second,
+    WorkerTimes,
+)
 from kvrelay.planner import Traffic
 from kvrelay.version import __version__
 
@@ -44,16 +53,18 @@ GONE_AFTER_S = 30.0
 
 
 class FiguresRequest(msgspec.Struct, frozen=True):
-    """Answer with the rows after second ``since``, and the coarse ones from second ``hour_from`` on."""
+    """Answer with the rows after second ``since`` and the coarse ones from second ``hour_from`` on; ``with_loads`` also
+    with what each worker has told last."""
 
     since: int
     hour_from: int = FAR_FUTURE_S
+    with_loads: bool = False
 
 
 class FiguresReply(msgspec.Struct, frozen=True):
     """``host``, ``pid``, ``release``: the process. ``num_in_flight``: sequences that are being generated. ``traffic``
     and ``num_unplaced`` (requests that wait for a first worker): for planners; None: the frontend is of an earlier
-    release. ``times``: by worker, of the last minute."""
+    release. ``times``: by worker, of the last minute. ``loads``: by worker, for planners."""
 
     frontend_id: str
     num_in_flight: Count
@@ -65,26 +76,25 @@ class FiguresReply(msgspec.Struct, frozen=True):
     num_unplaced: Count = 0
     hour: Annotated[tuple[Second, ...], msgspec.Meta(max_length=NUM_COARSE)] = ()
     times: Annotated[tuple[WorkerTimes, ...], msgspec.Meta(max_length=MAX_WORKERS)] = ()
+    loads: Annotated[tuple[HeardLoad, ...], msgspec.Meta(max_length=MAX_WORKERS)] = ()
 
 
 _request_decoder = msgspec.msgpack.Decoder(FiguresRequest)
 _reply_decoder = msgspec.msgpack.Decoder(FiguresReply)
 
 
-def traffic_question(since: int = FAR_FUTURE_S) -> bytes:
-    """What a planner asks a frontend: the counts, and the rows after second ``since``."""
-    return msgspec.msgpack.encode(FiguresRequest(since))
+def planners_question(since: int = FAR_FUTURE_S) -> bytes:
+    """What a planner asks a frontend: the counts, the rows after second ``since``, and the workers' loads."""
+    return msgspec.msgpack.encode(FiguresRequest(since, with_loads=True))
 
 
-def traffic_of(reply: bytes) -> tuple[Traffic | None, int, tuple[Second, ...]]:
-    """Of a frontend's answer: its traffic, None if it tells none, its requests that wait for a first worker, and its
-    rows."""
+def figures_of(reply: bytes) -> FiguresReply | None:
+    """A frontend's answer; None if it is not readable."""
     try:
-        figures = _reply_decoder.decode(reply)
+        return _reply_decoder.decode(reply)
     except UNREADABLE as exc:
         _log.debug("an answer of a frontend is not readable: %s", exc)
-        return None, 0, ()
-    return figures.traffic, figures.num_unplaced, figures.rows
+        return None
 
 
 async def other_frontends(control: ControlPlane, keys: Keys, own_id: str) -> dict[str, CallerInfo]:
@@ -231,6 +241,7 @@ class Frontends:
             self._figures.num_unplaced,
             self._figures.hour_since(request.hour_from),
             self._figures.times() if request.hour_from < FAR_FUTURE_S else (),
+            self._figures.loads(time.monotonic()) if request.with_loads else (),
         )
 
     async def _count(self) -> None:

@@ -150,7 +150,7 @@ def test_what_a_rank_cannot_do_is_refused_at_start(start_ranks: Start, checkpoin
     with pytest.raises(ConfigError, match="max_model_len"):
         start_ranks(model, 1, 1, max_model_len=10**6)
     with pytest.raises(ConfigError, match=r"num_blocks: a KV pool of .*TiB was asked for"):
-        start_ranks(model, 1, 2, num_blocks=10**12)
+        start_ranks(model, 1, 1, num_blocks=10**12)
 
 
 FACTS = ModelFacts(512, 1024, (1,), "weights", 128)
