@@ -140,7 +140,8 @@ class KnownFrontend(msgspec.Struct):
         for rows in (self.rows, self.hour):
             while rows and rows[-1].unix_s > now_unix_s:
                 rows.pop()
-        return FiguresRequest(*(rows[-1].unix_s if rows else 0 for rows in (self.rows, self.hour)))
+        since, hour_from = [rows[-1].unix_s if rows else 0 for rows in (self.rows, self.hour)]
+        return FiguresRequest(since, hour_from)
 
 
 def _replace(rows: deque[Second], heard: Sequence[Second]) -> None:
