@@ -20,7 +20,7 @@ from collections import Counter
 import msgspec
 
 from kvrelay.config import WorkerRole
-from kvrelay.core.step_cost import MIN_STEP_FACTOR, StepCost, StepWork, step_limit_s
+from kvrelay.core.step_cost import MAX_COST_S, MIN_STEP_FACTOR, StepCost, StepWork, step_limit_s
 from kvrelay.planner.base import FleetView, Objectives
 
 SATURATED = 0.95
@@ -122,9 +122,9 @@ def assess(shape: Shape, load: Load, worker: Worker, objectives: Objectives) -> 
             lateness=load.requests_per_s * objectives.horizon_s,
             share=1.0,
             prefill_utilisation=0.0,
-            decode_utilisation=math.inf,
-            ttft_s=math.inf,
-            itl_s=math.inf,
+            decode_utilisation=MAX_COST_S,
+            ttft_s=MAX_COST_S,
+            itl_s=MAX_COST_S,
             drain_s=0.0,
         )
     shares = SHARES if shape.prefill else (0.0,)
