@@ -95,7 +95,8 @@ def _sections(
 
     basis = done(calibration.basis_of(bench))
     options = suited(bench.options, basis.costs[1].step, basis.capacity, bench.load.mean_prompt)
-    bench = Workbench(options, _load(options), bench.journal, bench.bar)
+    load = bench.load if options.load_text == bench.options.load_text else _load(options)
+    bench = Workbench(options, load, bench.journal, bench.bar)
     # First of all: objectives that no cluster meets are refused here, before anything long is measured.
     advice = done(forecast.advised(bench, basis))
     separated, rows = done(arrangements.take(bench, basis))

@@ -158,8 +158,7 @@ class MockExecutor:
                 self._sequences[slot].blocks.append(block_id * self._block_cells)
         if not len(work.slots):
             return ModelOutput([])
-        if self._mock.speedup_ratio or self._mock.hang_file:
-            self._pass_time(work)
+        self._pass_time(work)
         return self._compute(work)
 
     def prepare(self, sampling: SamplingParams) -> None:

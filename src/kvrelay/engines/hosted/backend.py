@@ -31,8 +31,9 @@ def structured_values(grammar: Grammar) -> dict[str, object]:
 
 
 def one_line(error: BaseException) -> str:
-    """What a foreign exception says, for a message."""
-    return " ".join(str(error).split())[:500] or type(error).__name__
+    """What an exception says, for a message or the log; a BackendError in full."""
+    text = error.in_full if isinstance(error, BackendError) else str(error)
+    return " ".join(text.split())[:500] or type(error).__name__
 
 
 def ignore(num_blocks: int) -> None:

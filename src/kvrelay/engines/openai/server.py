@@ -22,7 +22,7 @@ import msgspec
 from kvrelay.config import UpstreamConfig
 from kvrelay.core.decoding import UNREADABLE
 from kvrelay.core.event_stream import EventParser, EventTooLongError
-from kvrelay.engines.hosted.backend import AnswerError, BackendError, BackendRefusedError
+from kvrelay.engines.hosted.backend import AnswerError, BackendRefusedError, one_line
 from kvrelay.engines.openai.address import address_of
 from kvrelay.engines.openai.wire import TextPiece, parse_event
 from kvrelay.errors import ConfigError, EngineDeadError
@@ -121,9 +121,9 @@ class UpstreamServer:
                         f"the server {self.url} refuses us: status {exc.status}, {exc.detail}", param="upstream"
                     ) from exc
                 if time.monotonic() > deadline_s:
-                    raise EngineDeadError(f"the server {self.url} is not ready: {_reason(exc)}") from exc
+                    raise EngineDeadError(f"the server {self.url} is not ready: {one_line(exc)}") from exc
                 if not is_notified:
-                    _log.info("waiting for the server %s: %s", self.url, _reason(exc))
+                    _log.info("waiting for the server %s: %s", self.url, one_line(exc))
                     is_notified = True
                 await asyncio.sleep(START_INTERVAL_S)
 
@@ -162,7 +162,7 @@ class UpstreamServer:
                                 f"{self.url} sends, but no token in {timeout_s:g} s or {num_quiet_bytes} bytes"
                             )
         except FAILURES as exc:
-            raise AnswerError("the connection to the server failed", detail=f"{self.url}: {_reason(exc)}") from exc
+            raise AnswerError("the connection to the server failed", detail=f"{self.url}: {one_line(exc)}") from exc
         raise AnswerError("the server ended its stream in the middle of an answer", detail=self.url)
 
     async def complete(self, body: dict[str, Any], traceparent: str = "") -> bytes:
@@ -177,7 +177,7 @@ class UpstreamServer:
                 async with asyncio.timeout(self._config.upstream_timeout_s):
                     answer, is_whole = await _read(response)
         except FAILURES as exc:
-            raise AnswerError("the connection to the server failed", detail=f"{self.url}: {_reason(exc)}") from exc
+            raise AnswerError("the connection to the server failed", detail=f"{self.url}: {one_line(exc)}") from exc
         if not is_whole:
             raise AnswerError(f"an answer of the server has more than {MAX_ANSWER_BYTES} bytes")
         return answer
@@ -292,8 +292,3 @@ async def _refusal(response: aiohttp.ClientResponse) -> BackendRefusedError:
     return BackendRefusedError(
         message, response.status, retry_after_s, detail=f"{response.url.with_user(None)}: {said}"
     )
-
-
-def _reason(error: Exception) -> str:
-    text = error.in_full if isinstance(error, BackendError) else str(error)
-    return " ".join(text.split())[:500] or type(error).__name__

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Callable, Iterable, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -171,8 +172,12 @@ class LoadedAdapters:
             number, _ = self._loaded.pop(adapter)
             await self._engine.remove_lora(number)
 
+    @cached_property
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        return model_shapes(self._model_path)
+
     def _read(self, entry: AdapterEntry) -> Adapter:
-        adapter = read_adapter(Path(entry.path), entry.name, model_shapes(self._model_path), "lora_path")
+        adapter = read_adapter(Path(entry.path), entry.name, self._shapes, "lora_path")
         if adapter.id != entry.id:
             raise InvalidInputError(
                 f"adapter {entry.name} was replaced: {entry.path} has the contents {adapter.digest}, {entry.digest} "
