@@ -37,6 +37,9 @@ hypothesis.settings.register_profile(
     "suite", derandomize=True, database=None, deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
 hypothesis.settings.load_profile("suite")
+# Hypothesis also draws the numbers that stand in the sources of imported modules. Which ones a process has imported
+# depends on the files that it ran before, so a test's examples would, too.
+hypothesis.internal.conjecture.providers.is_local_module_file = lambda _: False
 
 
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
