@@ -104,7 +104,7 @@ def test_a_claim_that_a_sleeping_decode_worker_missed():
     """It is asked for a hand-off while it stands still, and nobody asks again: it has to learn that nobody will.
 
     With a lease so long that its connections outlive its sleep: else the request had gone elsewhere."""
-    with Serve((*FLAGS, "--lease-ttl-s", "20")) as server:
+    with Serve((*FLAGS, "--lease-ttl-s", "60")) as server:
         sleep_through_a_claim(server)
     assert server.process.returncode == 0, server.output
 
