@@ -12,6 +12,7 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 _IPV6 = Path("/proc/net/if_inet6")
 HAS_IPV6 = _IPV6.exists() and " lo\n" in _IPV6.read_text()
@@ -27,6 +28,51 @@ def until(condition: Callable[[], bool], timeout_s: float = PATIENCE_S) -> None:
         assert waited_s < timeout_s, "the condition did not come true in time"
         # Asking costs time that what is waited for needs itself.
         time.sleep(min(max(0.02, waited_s / 10), 0.5))
+
+
+async def noticed(condition: Callable[[], object], timeout_s: float = PATIENCE_S) -> None:
+    """Return when the condition holds, or has held for as little as one turn of the running event loop.
+
+    A state that passes is not missed, however long the machine leaves this process alone: the condition is asked after
+    each turn, and what one turn begins no earlier turn can end. What other threads do by themselves is looked at every
+    10 ms; a test that waits for such a state holds it.
+    """
+
+    def ask() -> None:
+        if not came.done():
+            try:
+                if condition():
+                    came.set_result(None)
+            except Exception as error:  # noqa: BLE001 - the waiting test gets it
+                came.set_exception(error)
+
+    came = asyncio.get_running_loop().create_future()
+    ask()
+    asking = _asked_after_each_turn(came.get_loop())
+    asking.append(ask)
+    try:
+        async with asyncio.timeout(timeout_s):
+            while not came.done():
+                await asyncio.wait([came], timeout=0.01)
+    finally:
+        asking.remove(ask)
+    came.result()
+
+
+def _asked_after_each_turn(loop: Any) -> list[Callable[[], None]]:
+    """What a loop of asyncio asks after each of its turns."""
+    if not hasattr(loop, "asked_after_each_turn"):
+        loop.asked_after_each_turn = []
+        turn = loop._run_once
+
+        def turn_and_ask() -> None:
+            turn()
+            for ask in loop.asked_after_each_turn:
+                ask()
+
+        loop._run_once = turn_and_ask
+    asked: list[Callable[[], None]] = loop.asked_after_each_turn
+    return asked
 
 
 def skip(seconds: float) -> None:

@@ -16,7 +16,7 @@ import pytest
 from tests.engines.openai.scripted import Script, scripted_server
 from tests.engines.vllm.scripted import ScriptedVllm, scripted_start
 from tests.engines.vllm.staged import STAGED_BLOCK_BYTES, StagedVllm, staged_start
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, noticed
 
 from kvrelay.config import EngineConfig, MockConfig, RunnerConfig, UpstreamConfig, VllmConfig, WorkerConfig, WorkerRole
 from kvrelay.core.clock import MonotonicClock
@@ -135,9 +135,7 @@ class Running:
         await self.host.call(lambda engine: engine.add_request(request))
 
     async def until(self, condition: Callable[[], object]) -> None:
-        async with asyncio.timeout(PATIENCE_S):
-            while not condition():
-                await asyncio.sleep(0.002)
+        await noticed(condition)
 
     async def answer(self, name: str) -> list[int]:
         def ended() -> bool:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 from tests.contracts.faulty_broker import FaultyBroker
+from tests.patience import noticed
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from kvrelay.config import FrontendConfig, MetricsConfig, RouterConfig, WorkerRole
@@ -254,12 +255,13 @@ class FakeCluster:
     async def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
         """Let the loop run until the condition holds. What asks for a worker that is not there yet does not hold: on a
         busy machine a frontend starts without it."""
-        async with asyncio.timeout(timeout_s):
-            while True:
-                with suppress(WorkerUnavailableError):
-                    if condition():
-                        return
-                await asyncio.sleep(0.001)
+
+        def holds() -> bool:
+            with suppress(WorkerUnavailableError):
+                return condition()
+            return False
+
+        await noticed(holds, timeout_s)
 
     async def close(self) -> None:
         if self.frontend is not None:

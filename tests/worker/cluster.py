@@ -22,7 +22,7 @@ from typing import Any
 from unittest import mock
 
 import msgspec
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, noticed
 from tests.rpc.pausing import PausingNetwork
 from tests.transfer.faulty_loopback import FaultyFabric, FaultyTransport
 
@@ -451,9 +451,7 @@ class Cluster:
         return prefill, decode, await self.client(decode)
 
     async def until(self, condition, timeout_s: float = PATIENCE_S) -> None:
-        async with asyncio.timeout(timeout_s):
-            while not condition():
-                await asyncio.sleep(0.01)
+        await noticed(condition, timeout_s)
 
     async def check_idle(self) -> None:
         """Every pool is whole and nothing is in use, once what is in flight has ended."""

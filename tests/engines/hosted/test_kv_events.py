@@ -13,7 +13,7 @@ import zmq
 import zmq.asyncio
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.patience import HAS_IPV6, PATIENCE_S
+from tests.patience import HAS_IPV6, PATIENCE_S, noticed
 
 from kvrelay.core.events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
 from kvrelay.core.hashing import compute_sequence_hashes
@@ -262,12 +262,6 @@ def holds(mirror: MirroredCache, *numbers: int) -> bool:
     }
 
 
-async def until(condition) -> None:
-    async with asyncio.timeout(PATIENCE_S):
-        while not condition():
-            await asyncio.sleep(0.005)
-
-
 async def subscribed(publisher: Publisher, mirror: MirroredCache) -> None:
     """Publish the first batch until it has arrived: a subscriber misses what was sent before it had connected."""
     async with asyncio.timeout(PATIENCE_S):
@@ -280,7 +274,7 @@ async def subscribed(publisher: Publisher, mirror: MirroredCache) -> None:
 async def test_a_server_may_have_an_ipv6_address() -> None:
     async with reading(with_replay=True, host="[::1]") as (publisher, mirror, _):
         publisher.kept = {0: block(0)}
-        await until(lambda: holds(mirror, 0))
+        await noticed(lambda: holds(mirror, 0))
         while not holds(mirror, 0, 1):
             await publisher.publish(1, block(1))
             await asyncio.sleep(0.02)
@@ -290,7 +284,7 @@ async def test_a_server_may_have_an_ipv6_address() -> None:
 async def test_what_was_missed_is_told_again(*, is_old: bool) -> None:
     async with reading(with_replay=True, is_old=is_old) as (publisher, mirror, _):
         publisher.kept = {0: block(0), 1: block(1)}
-        await until(lambda: holds(mirror, 0, 1))
+        await noticed(lambda: holds(mirror, 0, 1))
         publisher.kept[2] = block(2)
         number = 2
         async with asyncio.timeout(PATIENCE_S):
@@ -300,14 +294,14 @@ async def test_what_was_missed_is_told_again(*, is_old: bool) -> None:
                 publisher.kept[number] = block(number)
                 await publisher.publish(number, block(number))
                 await asyncio.sleep(0.02)
-        await until(lambda: holds(mirror, *range(number + 1)))
+        await noticed(lambda: holds(mirror, *range(number + 1)))
         assert 2 in publisher.asked
 
 
 async def test_what_the_server_no_longer_has_is_forgotten() -> None:
     async with reading(with_replay=True) as (publisher, mirror, told):
         publisher.kept = {0: block(0)}
-        await until(lambda: holds(mirror, 0))
+        await noticed(lambda: holds(mirror, 0))
         publisher.kept = {5: block(5)}
         while not holds(mirror, 5):
             await publisher.publish(5, block(5))
@@ -319,18 +313,18 @@ async def test_without_replays_a_gap_forgets_everything() -> None:
     async with reading(with_replay=False) as (publisher, mirror, _):
         await subscribed(publisher, mirror)
         await publisher.publish(7, block(7))
-        await until(lambda: holds(mirror, 7))
+        await noticed(lambda: holds(mirror, 7))
         await publisher.publish(8, block(8))
-        await until(lambda: holds(mirror, 7, 8))
+        await noticed(lambda: holds(mirror, 7, 8))
 
 
 async def test_a_server_that_starts_again_has_an_empty_cache() -> None:
     async with reading(with_replay=False) as (publisher, mirror, _):
         await subscribed(publisher, mirror)
         await publisher.publish(9, block(9))
-        await until(lambda: holds(mirror, 9))
+        await noticed(lambda: holds(mirror, 9))
         await publisher.publish(1, block(1))
-        await until(lambda: holds(mirror, 1))
+        await noticed(lambda: holds(mirror, 1))
 
 
 async def test_rubbish_is_forgotten_and_the_next_batch_counts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -338,7 +332,7 @@ async def test_rubbish_is_forgotten_and_the_next_batch_counts(monkeypatch: pytes
     async with reading(with_replay=False) as (publisher, mirror, _):
         await subscribed(publisher, mirror)
         await publisher.publish(1, b"\xc1")
-        await until(lambda: not len(mirror))
+        await noticed(lambda: not len(mirror))
         await subscribed(publisher, mirror)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from tests.engines.openai.scripted import Event, Script, scripted_server
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, noticed
 
 from kvrelay.config import EngineConfig, UpstreamConfig, WorkerConfig
 from kvrelay.core.events import AllBlocksCleared, BlockStored, KvEvent
@@ -73,9 +73,7 @@ class Running:
         await self.host.call(lambda engine: engine.add_request(request))
 
     async def until(self, condition: Callable[[], object]) -> None:
-        async with asyncio.timeout(PATIENCE_S):
-            while not condition():
-                await asyncio.sleep(0.002)
+        await noticed(condition)
 
     async def end(self, name: str) -> TokenOutput:
         await self.until(lambda: self.outputs.get(name) and self.outputs[name][-1].finish_reason is not None)
