@@ -52,6 +52,7 @@ def test_one_slow_prefill_does_not_close_the_remote_way_for_good() -> None:
     clock.advance(FIRST_TRIAL_S)
     assert go(placement, CHAT) is PrefillPlace.LOCAL_CHEAPER, "a chat is cheaper here in any case"
     assert placement.decide(LONG).is_trial
+    assert str(placement.decide(LONG)).endswith(";trial")
     assert not placement.decide(replace(LONG, num_remote_tokens=1024, num_remote_prefills=1)).is_trial, (
         "one is under way"
     )

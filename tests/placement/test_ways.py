@@ -161,6 +161,8 @@ def test_an_explanation_names_the_way_that_was_taken() -> None:
     paired, local = ways(half([0]), half([0], **RUNNING)), ways(half([0]), half([0]))
     assert paired.explained("remote") == "pair;local=0.1005s;pair=0.1160s;queue=0.1205s"
     assert local.explained("local_cheaper;local=0.1000s") == "local_cheaper;local=0.1000s;pair=0.1160s"
+    tried = msgspec.structs.replace(paired, best=Way.LOCAL, is_trial=True)
+    assert tried.explained("local_cheaper;local=0.1000s") == "local_cheaper;local=0.1000s;pair=0.1160s;trial"
 
 
 times = st.sampled_from([0.0, 1e-9, 1e-5, 1e-3, 0.1, 10.0])

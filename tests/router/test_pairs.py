@@ -493,7 +493,7 @@ def where(
     pairs.first_token(name)
     pairs.prefilled(name)
     pairs.decodes.finished(name, 1)
-    return worker.worker_id, decision.is_trial
+    return worker.worker_id, decision.ways is not None and decision.ways.is_trial
 
 
 def test_a_prefill_worker_with_one_slow_prefill_is_tried_again() -> None:
@@ -519,7 +519,8 @@ def test_one_of_several_prefill_workers_is_tried_again() -> None:
     busy = pairs.choose(distinct("waits", 8 * LONG), must_be_local=False)
     assert busy.prefill is not None
     assert busy.prefill.worker_id == "p0", "the other one is not doubtful, and this one is as good as it might be"
-    assert busy.is_trial
+    assert busy.ways is not None
+    assert busy.ways.is_trial
 
 
 def test_a_decode_worker_with_one_slow_prefill_is_tried_again() -> None:

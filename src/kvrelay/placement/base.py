@@ -44,6 +44,10 @@ class Situation(msgspec.Struct, frozen=True):
     load_s: float = 0.0
 
 
+TRIAL = "trial"
+"""Ends the explanation of a decision against the costs: why a dearer way was taken."""
+
+
 class Decision(msgspec.Struct, frozen=True):
     """Estimates in seconds, from now to the first token. ``place`` None: the request continues to wait."""
 
@@ -62,7 +66,8 @@ class Decision(msgspec.Struct, frozen=True):
         load = f";load={self.load_s:.4f}s" if self.load_s else ""
         if not (self.local_s or self.remote_s):
             return place + load
-        return f"{place};local={self.local_s:.4f}s;remote={self.remote_s:.4f}s{load}"
+        trial = f";{TRIAL}" if self.is_trial else ""
+        return f"{place};local={self.local_s:.4f}s;remote={self.remote_s:.4f}s{load}{trial}"
 
 
 class PrefillPlace(enum.StrEnum):

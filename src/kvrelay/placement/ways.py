@@ -33,7 +33,7 @@ from typing import NamedTuple
 import msgspec
 
 from kvrelay.core.step_cost import STEP_SHARE, StepCost, StepPace, StepWork, bounded_s
-from kvrelay.placement.base import Objectives, Situation
+from kvrelay.placement.base import TRIAL, Objectives, Situation
 from kvrelay.placement.cost import HARM, LATE, local_cost, remote_cost
 from kvrelay.placement.pair_cost import PairCosts, own_tokens_of
 from kvrelay.placement.seconds import Candidates
@@ -79,12 +79,16 @@ class Ways(msgspec.Struct, frozen=True, omit_defaults=True):
     local: Estimate | None = None
     pair: Estimate | None = None
     queue: Estimate | None = None
+    is_trial: bool = False
+    """``best`` is taken against the costs, so that they are measured."""
 
     def explained(self, decision: str) -> str:
         """For a person: the estimates, or the decode worker's ``decision`` and why there is no pair."""
         if self.best is Way.PAIR:
-            return f"{Way.PAIR.value};{self}"
-        return decision if self.pair is None else f"{decision};{Way.PAIR.value}={self.pair.first_token_s:.4f}s"
+            found = f"{Way.PAIR.value};{self}"
+        else:
+            found = decision if self.pair is None else f"{decision};{Way.PAIR.value}={self.pair.first_token_s:.4f}s"
+        return f"{found};{TRIAL}" if self.is_trial and TRIAL not in found else found
 
     def __str__(self) -> str:
         found = [(way.value, getattr(self, way.value)) for way in Way]

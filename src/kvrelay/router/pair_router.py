@@ -61,8 +61,6 @@ class PairDecision(msgspec.Struct, frozen=True):
     candidates: tuple[PairCandidate, ...] = ()
     unit: str = "tokens"
     ways: Ways | None = None
-    is_trial: bool = False
-    """Against the costs, so that they are measured."""
 
 
 class _Choice(NamedTuple):
@@ -133,7 +131,7 @@ class PairRouter:
         self.places[decision.place] += 1
         if decision.ways is not None and decision.place is not PrefillPlace.QUEUE:
             placed = decision.decode if decision.prefill is None else decision.prefill
-            self._trials.taken(placed.worker_id, is_trial=decision.is_trial)
+            self._trials.taken(placed.worker_id, is_trial=decision.ways.is_trial)
         if halves is None:
             self.decodes.place(request, decision.decode, survey)
             if decision.place is PrefillPlace.QUEUE:
@@ -210,16 +208,16 @@ class PairRouter:
         if not np.isfinite(costs.total).any():
             return PairDecision(PrefillPlace.LOCAL_NO_PREFILL_WORKER, alone), None
         choose = partial(self._way, rng=rng, here=here, is_local_open=is_by_cost, is_queue_open=is_auto)
-        choice = usual = choose(halves, survey, costs)
+        choice = choose(halves, survey, costs)
         if is_by_cost and not explains:
-            choice = self._tried(usual, halves, survey, here[0], choose)
-        ways, is_trial = choice.ways, choice is not usual
+            choice = self._tried(choice, halves, survey, here[0], choose)
+        ways = choice.ways
         if ways is not None:
             place = _PLACE_OF[ways.best]
         if place is not PrefillPlace.REMOTE:
-            return PairDecision(place, alone, ways=ways, is_trial=is_trial), None
+            return PairDecision(place, alone, ways=ways), None
         pair = self.decodes.decision(survey, choice.pair[1]), self.prefills.decision(halves, choice.pair[0])
-        return PairDecision(place, *pair, ways=ways, is_trial=is_trial), halves
+        return PairDecision(place, *pair, ways=ways), halves
 
     def _way(
         self,
@@ -270,7 +268,7 @@ class PairRouter:
             return usual
         if not (there[found.pair[0]] if found.ways.best is Way.PAIR else here[alone]):
             return usual
-        return found._replace(ways=msgspec.structs.replace(ways, best=found.ways.best))
+        return found._replace(ways=msgspec.structs.replace(ways, best=found.ways.best, is_trial=True))
 
     def _here(self, request: RoutingRequest, survey: Survey, alone: RoutingDecision) -> tuple[int, float, Objectives]:
         """The row of the decode worker without a pair, the tokens that wait to be computed there, and the request's

@@ -117,7 +117,7 @@ def test_a_process_that_compiles_is_waited_for_as_long_as_it_makes_progress(
         compile_once(compile_one, tmp_path, max_silence_s=90.0, sleep=sleep, now=lambda: time_s)
     assert 360 + 90 <= time_s < 360 + 90 + 18
     messages = [record.getMessage() for record in caplog.records][:-2]
-    assert messages[0] == "another process compiles kernels for this machine: waiting for 36 s"
+    assert messages[0] == "another process compiles kernels for this machine: waited 36 s so far"
     assert messages[-1] == "the process that compiles kernels makes no progress: compiling them here"
 
 

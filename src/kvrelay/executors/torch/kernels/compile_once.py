@@ -95,7 +95,7 @@ def _wait_for_share(
             return
         if now_s - reported_s >= REPORT_INTERVAL_S:
             reported_s = now_s
-            _log.warning("another process compiles kernels for this machine: waiting for %.0f s", now_s - began_s)
+            _log.warning("another process compiles kernels for this machine: waited %.0f s so far", now_s - began_s)
         sleep(POLL_INTERVAL_S)
 
 
