@@ -122,7 +122,7 @@ def test_compose_starts_one_of_each() -> None:
         if name == "nats":
             continue
         given = checked(service["command"], f"nats://{service['command'][0]}:secret@{address['nats']}:4222")
-        assert service["image"] == "kvrelay"
+        assert service["image"] == f"kvrelay:{__version__}"
         assert (DEPLOY / service["build"]["context"] / service["build"]["dockerfile"]).is_file()
         if service["command"][0] == "worker":
             roles[given["role"]] += 1
