@@ -106,7 +106,7 @@ def test_everything_is_there() -> None:
     ):
         assert part in shown
     assert "d0                           decode   ready          3     0  #####..... 50%" in shown
-    assert "1.0 MiB in 2, 1.00 ms each" in shown
+    assert "1.0MiB in 2, 1.00 ms each" in shown
     assert "1,234.5 ms" in shown
 
 
@@ -178,7 +178,7 @@ def test_eighty_columns_keep_the_rates() -> None:
         "KV 50% of 100 blocks",
         "WORKER             ROLE    STATE      RUN  WAIT   KV  PROMPT/S TOKENS/S   QUEUED",
         "worker-63c9399493  decode  ready      128     0  50%  12,345.6  9,876.5   1.50 s",
-        "1.0 MiB in 2, 1.00 ms each",
+        "1.0MiB in 2, 1.00 ms each",
         "1,234.5 ms",
         "FIRST TOKEN",
     ):

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from textwrap import wrap
 from typing import Any
 
+from kvrelay.config.byte_sizes import shown_bytes
 from kvrelay.errors import WorkerUnavailableError
 from kvrelay.launch.frontend_calls import cluster_snapshot, listed_requests
 from kvrelay.marks.text import printable
@@ -231,7 +232,7 @@ def _flows(report: Report, is_wide: bool) -> Iterator[str]:
     if flows:
         yield "KV BETWEEN WORKERS"
         for flow in flows:
-            amount = f"{flow['bytes'] / 2**20:,.1f} MiB in {flow['transfers']:,}, {flow['mean_ms']:.2f} ms each"
+            amount = f"{shown_bytes(flow['bytes'])} in {flow['transfers']:,}, {flow['mean_ms']:.2f} ms each"
             yield f"{flow['source'][:size]:<{size}} > {flow['target'][:size]:<{size}} {amount}"
         yield ""
 
