@@ -16,18 +16,20 @@ that nobody begins one when the others are done.
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import os
 import sys
 import tempfile
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
 import certifi
 import hypothesis
 import pytest
 from tests import leftovers
+from tests.patience import AskingLoop
 
 pytest.register_assert_rewrite(*(f"tests.{folder.name}" for folder in Path(__file__).parent.iterdir()))
 
@@ -51,6 +53,10 @@ os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 ROOTS = "SSL_CERT_FILE"
 """The environment variable by which OpenSSL and httpx find authorities."""
 _END = "-----END CERTIFICATE-----\n"
+
+
+def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
+    return {"asking": AskingLoop}
 
 
 def pytest_configure(config: pytest.Config) -> None:

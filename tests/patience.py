@@ -8,11 +8,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import selectors
 import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 _IPV6 = Path("/proc/net/if_inet6")
 HAS_IPV6 = _IPV6.exists() and " lo\n" in _IPV6.read_text()
@@ -30,6 +30,26 @@ def until(condition: Callable[[], bool], timeout_s: float = PATIENCE_S) -> None:
         time.sleep(min(max(0.02, waited_s / 10), 0.5))
 
 
+class AskingSelector(selectors.DefaultSelector):
+    """``asked`` is called after each turn of the loop, before it waits for news."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[Callable[[], bool]] = []
+        """True: there is more to do at once."""
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        return super().select(0 if any([ask() for ask in self.asked]) else timeout)
+
+
+class AskingLoop(asyncio.SelectorEventLoop):
+    """The loop of all asynchronous tests (tests/conftest.py)."""
+
+    def __init__(self) -> None:
+        self.selector = AskingSelector()
+        super().__init__(self.selector)
+
+
 async def noticed(condition: Callable[[], object], timeout_s: float = PATIENCE_S) -> None:
     """Return when the condition holds, or has held for as little as one turn of the running event loop.
 
@@ -37,42 +57,30 @@ async def noticed(condition: Callable[[], object], timeout_s: float = PATIENCE_S
     each turn, and what one turn begins no earlier turn can end. What other threads do by themselves is looked at every
     10 ms; a test that waits for such a state holds it.
     """
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, AskingLoop)
+    came = loop.create_future()
 
-    def ask() -> None:
-        if not came.done():
-            try:
-                if condition():
-                    came.set_result(None)
-            except Exception as error:  # noqa: BLE001 - the waiting test gets it
-                came.set_exception(error)
+    def ask() -> bool:
+        if came.done():
+            return False
+        try:
+            if not condition():
+                return False
+            came.set_result(None)
+        except Exception as error:  # noqa: BLE001 - the waiting test gets it
+            came.set_exception(error)
+        return True
 
-    came = asyncio.get_running_loop().create_future()
     ask()
-    asking = _asked_after_each_turn(came.get_loop())
-    asking.append(ask)
+    loop.selector.asked.append(ask)
     try:
         async with asyncio.timeout(timeout_s):
             while not came.done():
                 await asyncio.wait([came], timeout=0.01)
     finally:
-        asking.remove(ask)
+        loop.selector.asked.remove(ask)
     came.result()
-
-
-def _asked_after_each_turn(loop: Any) -> list[Callable[[], None]]:
-    """What a loop of asyncio asks after each of its turns."""
-    if not hasattr(loop, "asked_after_each_turn"):
-        loop.asked_after_each_turn = []
-        turn = loop._run_once
-
-        def turn_and_ask() -> None:
-            turn()
-            for ask in loop.asked_after_each_turn:
-                ask()
-
-        loop._run_once = turn_and_ask
-    asked: list[Callable[[], None]] = loop.asked_after_each_turn
-    return asked
 
 
 def skip(seconds: float) -> None:
