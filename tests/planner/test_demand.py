@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from tests.planner.toy import OBJECTIVES, steady, workers
 
+from kvrelay.core.events import TokenCounts
 from kvrelay.planner import Demand, FleetView, PlannerState, Traffic, generated_since
 from kvrelay.planner.demand import MAX_WINDOWS, growth, heard, last_change, load_of, total, trend
 
@@ -50,7 +51,7 @@ def test_samples_are_bounded_and_short_ones_are_joined() -> None:
 def test_running_answers_count_before_they_end() -> None:
     """Two requests a second, known to be 50 tokens long. Ten of them run that have had 3,000 tokens, and none ends."""
     arrived = msgspec.structs.replace(steady(2, 400), num_ended=0, num_ended_tokens=0)
-    fleet = FleetView(now_s=0.0, workers=workers(1, 1, num_running=5))
+    fleet = FleetView(now_s=0.0, workers=workers(1, 1, num_decoding=5))
 
     def answer_tokens(num_generated: int) -> float:
         demand = msgspec.structs.replace(arrived, num_generated_tokens=num_generated)
@@ -63,14 +64,15 @@ def test_running_answers_count_before_they_end() -> None:
 
 def test_requests_that_wait_for_their_kv_are_no_answers() -> None:
     state = heard(PlannerState(answer_tokens=30.0), steady(4, 400, 30), OBJECTIVES)
-    waiting = FleetView(now_s=0.0, workers=workers(1, 1, num_admitted=60, num_running=2))
+    waiting = FleetView(now_s=0.0, workers=workers(1, 1, request_active_slots=60, num_decoding=2))
     assert load_of(waiting, state).answer_tokens == 30.0
 
 
 def test_generated_tokens_are_those_of_workers_that_answer_and_were_seen_before() -> None:
-    before = workers(1, 2, num_generated_tokens=100)[:-1]
-    assert generated_since(before, workers(1, 2, num_generated_tokens=130)) == 30
-    assert generated_since(before, workers(1, 1, num_generated_tokens=7)) == 0  # restarted
+    before = workers(1, 2, tokens=TokenCounts(num_generated=100))[:-1]
+    assert generated_since(before, workers(1, 2, tokens=TokenCounts(num_generated=130))) == 30
+    assert generated_since(before, workers(1, 1, tokens=TokenCounts(num_generated=7))) == 0  # restarted
+    assert generated_since(before, workers(1, 1, tokens=None)) == 0  # of an earlier release
 
 
 def test_a_trend_is_a_slope_and_nothing_without_samples() -> None:

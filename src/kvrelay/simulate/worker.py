@@ -38,7 +38,7 @@ from kvrelay.placement.base import PrefillLoad, PrefillPlace
 from kvrelay.placement.cost import CostPlacement, PlacementState
 from kvrelay.placement.cost_model import RemoteCostModel, StepCostModel
 from kvrelay.placement.threshold import DisaggPolicy
-from kvrelay.planner import WorkerView, view_of
+from kvrelay.planner import WorkerView
 from kvrelay.rpc.wire import Message
 from kvrelay.simulate.decode_run import MAX_STEPS, DecodeRun, Outlet, QuietDelivery
 from kvrelay.simulate.handoffs import DecodeHandoffs, PrefillHandoffs
@@ -473,7 +473,7 @@ class SimulatedWorker:
         done = self.core.scheduler
         counts = TokenCounts(done.num_prefill_tokens, done.num_generated_tokens, done.num_steps)
         load = msgspec.structs.replace(self.core.metrics(), tokens=counts)
-        return view_of(self.role, load, self._network.spec.engine.block_size, is_ready=is_ready)
+        return WorkerView(role=self.role, load=load, block_size=self._network.spec.engine.block_size, is_ready=is_ready)
 
     def result(self) -> WorkerResult:
         """What it has done until now. It does nothing more."""
