@@ -24,7 +24,7 @@ from kvrelay.rpc.zmq_socket import new_curve_keys
 from kvrelay.worker.worker import Worker
 
 KEYS = Keys("default")
-LOAD = LoadMetrics("w", 3, 8, 10, 100, 2, 0.1, 0.5, num_decoding=1, step_cost=StepCost(), tokens=TokenCounts(90, 40, 7))
+LOAD = LoadMetrics("w", 3, 8, 10, 100, 2, 0.1, 0.5, num_running=1, step_cost=StepCost(), tokens=TokenCounts(90, 40, 7))
 
 
 async def view(*answers: bytes) -> WorkerView:
@@ -60,8 +60,8 @@ async def test_what_a_frontend_has_heard_is_seen() -> None:
 
 
 async def test_of_two_frontends_the_one_that_has_heard_it_last_counts() -> None:
-    assert (await view(told(9.0, num_decoding=5), told(0.1, num_decoding=6))).load.num_decoding == 6
-    assert (await view(told(0.1, num_decoding=6), told(9.0, num_decoding=5))).load.num_decoding == 6
+    assert (await view(told(9.0, num_decoding=5), told(0.1, num_decoding=6))).load.num_running == 6
+    assert (await view(told(0.1, num_decoding=6), told(9.0, num_decoding=5))).load.num_running == 6
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ async def test_of_two_frontends_the_one_that_has_heard_it_last_counts() -> None:
 )
 async def test_a_worker_of_which_nothing_sound_is_told_is_not_ready(answer: bytes) -> None:
     seen = await view(answer)
-    assert (seen.worker_id, seen.is_ready, seen.load.num_decoding) == ("w", False, 0)
+    assert (seen.worker_id, seen.is_ready, seen.load.num_running) == ("w", False, 0)
 
 
 async def test_an_impossible_cost_is_no_cost() -> None:
@@ -78,7 +78,7 @@ async def test_an_impossible_cost_is_no_cost() -> None:
     assert (seen.is_ready, seen.load.step_cost) == (True, None)
 
 
-IDLE = {"request_active_slots": 0, "num_requests_waiting": 0}
+IDLE = {"num_admitted": 0, "num_waiting": 0}
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ def test_samples_are_bounded_and_short_ones_are_joined() -> None:
 def test_running_answers_count_before_they_end() -> None:
     """Two requests a second, known to be 50 tokens long. Ten of them run that have had 3,000 tokens, and none ends."""
     arrived = msgspec.structs.replace(steady(2, 400), num_ended=0, num_ended_tokens=0)
-    fleet = FleetView(now_s=0.0, workers=workers(1, 1, num_decoding=5))
+    fleet = FleetView(now_s=0.0, workers=workers(1, 1, num_running=5))
 
     def answer_tokens(num_generated: int) -> float:
         demand = msgspec.structs.replace(arrived, num_generated_tokens=num_generated)
@@ -64,7 +64,7 @@ def test_running_answers_count_before_they_end() -> None:
 
 def test_requests_that_wait_for_their_kv_are_no_answers() -> None:
     state = heard(PlannerState(answer_tokens=30.0), steady(4, 400, 30), OBJECTIVES)
-    waiting = FleetView(now_s=0.0, workers=workers(1, 1, request_active_slots=60, num_decoding=2))
+    waiting = FleetView(now_s=0.0, workers=workers(1, 1, num_admitted=60, num_running=2))
     assert load_of(waiting, state).answer_tokens == 30.0
 
 

@@ -97,7 +97,7 @@ class ToyFleet:
         """The answers that run, as the model has them."""
         shape = shape_of(self.view())
         if not demand.num_requests or not shape.mixed:
-            self.fleet = {name: loaded(w, num_decoding=0) for name, w in self.fleet.items()}
+            self.fleet = {name: loaded(w, num_running=0) for name, w in self.fleet.items()}
             return
         load = Load(
             requests_per_s=demand.num_requests / demand.duration_s,
@@ -109,7 +109,7 @@ class ToyFleet:
         running = round(load.requests_per_s * load.answer_tokens * found.itl_s / shape.mixed)
         for name, worker in self.fleet.items():
             num_running = min(running, 256) if worker.role.takes_requests else 0
-            self.fleet[name] = loaded(worker, num_decoding=num_running)
+            self.fleet[name] = loaded(worker, num_running=num_running)
 
     def apply(self, action: Action) -> None:
         match action:

@@ -16,13 +16,13 @@ from kvrelay.router.load import RECENT_S, InFlightRequest, LoadTable
 def sample(worker_id: str, *, active: int = 0, usage: float = 0.0, waiting: int = 0, seq: int = 0) -> LoadMetrics:
     return LoadMetrics(
         worker_id=worker_id,
-        request_active_slots=0,
-        request_total_slots=8,
-        kv_active_blocks=active,
-        kv_total_blocks=100,
-        num_requests_waiting=waiting,
-        gpu_cache_usage_perc=usage,
-        gpu_prefix_cache_hit_rate=0.0,
+        num_admitted=0,
+        num_slots=8,
+        num_blocks_in_use=active,
+        num_blocks=100,
+        num_waiting=waiting,
+        cache_usage=usage,
+        prefix_hit_rate=0.0,
         seq=seq,
     )
 

@@ -129,7 +129,7 @@ def is_ready(heard: HeardLoad) -> bool:
     is_silent = heard.age_s > NUM_REPEATS * repeat_interval_s(load, load.step_age_s) + LATE_S
     is_stuck = load.step_age_s > 0.0 and load.step_age_s + heard.age_s > STUCK_S
     has_begun = load.tokens is not None and load.tokens.num_steps > 0
-    return not is_silent and not is_stuck and (has_begun or not load.num_requests_waiting)
+    return not is_silent and not is_stuck and (has_begun or not load.num_waiting)
 
 
 def measured_in(minute: Second) -> Measured | None:

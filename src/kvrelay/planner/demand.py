@@ -185,7 +185,7 @@ def load_of(fleet: FleetView, state: PlannerState) -> Load:
     mean_square = seen.sum_squares / num_requests
     ended = seen.num_ended_tokens / seen.num_ended if seen.num_ended else PRIOR_ANSWER_TOKENS
     answers = state.answer_tokens or ended
-    num_running = sum(worker.load.num_decoding for worker in fleet.workers)
+    num_running = sum(worker.load.num_running for worker in fleet.workers)
     # Long answers end late. Until then they count by what has been generated, once that is more than running answers of
     # the known length account for.
     if seen.num_generated_tokens > seen.num_ended_tokens + num_running * answers / 2:
@@ -193,11 +193,7 @@ def load_of(fleet: FleetView, state: PlannerState) -> Load:
     ready = [worker for worker in fleet.workers if worker.is_ready]
     loads = [worker.load for worker in ready if worker.role.takes_requests]
     waiting_tokens = sum(worker.load.num_prefill_tokens for worker in ready) + fleet.num_queued_prefill_tokens
-    full = [
-        load.num_requests_waiting
-        for load in loads
-        if load.gpu_cache_usage_perc > FULL or load.request_active_slots >= load.request_total_slots > 0
-    ]
+    full = [load.num_waiting for load in loads if load.cache_usage > FULL or load.num_admitted >= load.num_slots > 0]
     return Load(
         requests_per_s=seen.num_requests / seconds,
         uncached_tokens=uncached,

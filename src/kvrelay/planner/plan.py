@@ -149,7 +149,7 @@ def not_begun(fleet: FleetView, before: PlannerState, after: PlannerState) -> Pl
 
 def _seen_active(fleet: FleetView, demand: Demand, state: PlannerState) -> PlannerState:
     loads = [worker.load for worker in fleet.workers]
-    is_busy = any(load.request_active_slots or load.num_requests_waiting or load.num_prefill_tokens for load in loads)
+    is_busy = any(load.num_admitted or load.num_waiting or load.num_prefill_tokens for load in loads)
     if state.active_s is None or is_busy or demand.num_requests or fleet.num_unplaced:
         return msgspec.structs.replace(state, active_s=fleet.now_s)
     return state
@@ -210,8 +210,8 @@ def _worker(fleet: FleetView) -> Worker:
     ready = [worker for worker in fleet.workers if worker.is_ready]
     return Worker(
         cost=cost,
-        kv_tokens=min(worker.load.kv_total_blocks * worker.block_size for worker in ready),
-        num_slots=min((count for worker in ready if (count := worker.load.request_total_slots)), default=256),
+        kv_tokens=min(worker.load.num_blocks * worker.block_size for worker in ready),
+        num_slots=min((count for worker in ready if (count := worker.load.num_slots)), default=256),
         chunk=fleet.chunk,
         spread=min(max(fleet.spread, 0.0), 1.0) if math.isfinite(fleet.spread) else 0.1,
     )
@@ -277,7 +277,7 @@ def _least_busy(workers: Iterable[WorkerView], state: PlannerState, role: Worker
 
     def busy(worker: WorkerView) -> tuple[int, int, str]:
         load = worker.load
-        return load.request_active_slots + load.num_requests_waiting, load.num_prefill_tokens, load.worker_id
+        return load.num_admitted + load.num_waiting, load.num_prefill_tokens, load.worker_id
 
     return min(free, key=busy, default=None)
 
@@ -339,7 +339,7 @@ def _choose(
     """``objectives``: those that some fleet can meet; ``given``: what people are told of."""
     shape = shape_of(fleet)
     now = assess(shape, load, worker, objectives)
-    hits = sum(worker.load.gpu_prefix_cache_hit_rate for worker in fleet.workers) / len(fleet.workers)
+    hits = sum(worker.load.prefix_hit_rate for worker in fleet.workers) / len(fleet.workers)
     lost_prefix_s = hits * worker.kv_tokens * worker.cost.prefill_token_s
     options = _options(fleet, state, now, shape, DRAIN_MARGIN * (now.drain_s + lost_prefix_s))
     quiet = DEAD_BAND * objectives.ttft_s * load.requests_per_s

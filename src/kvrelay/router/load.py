@@ -189,11 +189,11 @@ class LoadTable:
         self._last_seq[metrics.worker_id] = metrics.seq
         shown, kept, now = self._shown, self._kept, self._clock.now()
         own = shown.context_tokens[at] - kept.others_context[at]
-        shown.context_tokens[at] = max(own, metrics.kv_active_blocks * self._block_size)
-        shown.cache_usage[at] = metrics.gpu_cache_usage_perc
-        shown.num_waiting[at] = metrics.num_requests_waiting
+        shown.context_tokens[at] = max(own, metrics.num_blocks_in_use * self._block_size)
+        shown.cache_usage[at] = metrics.cache_usage
+        shown.num_waiting[at] = metrics.num_waiting
         kept.others_context[at] = shown.context_tokens[at] - own
-        published = metrics.request_active_slots + metrics.num_requests_waiting
+        published = metrics.num_admitted + metrics.num_waiting
         kept.others_requests[at] = max(published - kept.num_placed[at], 0.0)
         shown.num_requests[at] = kept.num_placed[at] + kept.others_requests[at]
         ours = shown.prefill_tokens[at] + kept.prefilled[at]

@@ -230,7 +230,7 @@ class SimulatedWorker:
         own = bool(self._inbox or len(self._arrivals) or self.decodes.ledger.handoffs)
         if self._narrowing is WorkerRole.PREFILL:
             metrics = self.core.metrics()
-            return own or metrics.request_active_slots + metrics.num_requests_waiting > len(self.prefills.jobs)
+            return own or metrics.num_admitted + metrics.num_waiting > len(self.prefills.jobs)
         return own or self.core.has_unfinished() or bool(self.prefills.jobs)
 
     def kill(self) -> None:

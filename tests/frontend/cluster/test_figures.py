@@ -199,7 +199,7 @@ def test_rates_come_from_counts_and_waiting_from_its_begin() -> None:
     assert report.generated_per_s is None
     report.heard(load(tokens=TokenCounts(300, 30)), 12.0)
     assert (report.prefilled_per_s, report.generated_per_s, report.waiting_since_s) == (100.0, 10.0, 10.0)
-    report.heard(load(num_requests_waiting=0, tokens=TokenCounts(0, 0)), 14.0)
+    report.heard(load(num_waiting=0, tokens=TokenCounts(0, 0)), 14.0)
     assert (report.prefilled_per_s, report.generated_per_s, report.waiting_since_s) == (0.0, 0.0, None)
     # A worker of an earlier release tells no counts.
     report.heard(load(), 15.0)
