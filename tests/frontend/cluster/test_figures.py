@@ -58,7 +58,7 @@ async def test_a_second_has_what_was_counted_since_the_one_before(tmp_path) -> N
     assert (first.unix_s, first.num_requests, first.num_failed) == (100, 8, 3)
     assert (first.num_answered, first.num_refused, first.num_limited) == (1, 2, 1)
     assert (first.num_prompt_tokens, first.num_output_tokens, sum(first.ttft), first.itl) == (15, 7, 2, ())
-    assert (first.num_admitted, first.num_waiting, first.kv_used, first.kv_total) == (3, 2, 40, 100)
+    assert (first.num_admitted, first.num_waiting, first.num_blocks_in_use, first.num_blocks) == (3, 2, 40, 100)
     assert (second.num_requests, second.num_output_tokens, second.ttft) == (0, 2, ())
     assert figures.since(100) == (second,)
 
