@@ -125,23 +125,10 @@ Share = Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]
 Amount = Annotated[float, msgspec.Meta(ge=0.0, le=1e12)]
 
 
-PUBLISHED_AS = {
-    "num_admitted": "request_active_slots",
-    "num_slots": "request_total_slots",
-    "num_blocks_in_use": "kv_active_blocks",
-    "num_blocks": "kv_total_blocks",
-    "num_waiting": "num_requests_waiting",
-    "cache_usage": "gpu_cache_usage_perc",
-    "prefix_hit_rate": "gpu_prefix_cache_hit_rate",
-    "kv_demand": "kv_demand_perc",
-    "num_running": "num_decoding",
-}
-"""On the wire and in ``kvrelay status --json`` these fields keep the names of the first release."""
-
-
-class LoadMetrics(msgspec.Struct, frozen=True, rename=PUBLISHED_AS):
+class LoadMetrics(msgspec.Struct, frozen=True):
     """A worker's load; published at start, before any forward pass, and then regularly. Whoever sums up, shows or plans
-    by a worker's load reads this sample.
+    by a worker's load reads this sample. Names on the wire, and in ``kvrelay status --json``, are those of the first
+    release.
 
     The decoder checks the ranges in the types: receivers add these numbers up as floats, which are exact up to 2^53.
 
@@ -158,18 +145,18 @@ class LoadMetrics(msgspec.Struct, frozen=True, rename=PUBLISHED_AS):
     """
 
     worker_id: str
-    num_admitted: Count
-    num_slots: Count
-    num_blocks_in_use: Count
-    num_blocks: Count
-    num_waiting: Count
-    cache_usage: Share
-    prefix_hit_rate: Share
+    num_admitted: Count = msgspec.field(name="request_active_slots")
+    num_slots: Count = msgspec.field(name="request_total_slots")
+    num_blocks_in_use: Count = msgspec.field(name="kv_active_blocks")
+    num_blocks: Count = msgspec.field(name="kv_total_blocks")
+    num_waiting: Count = msgspec.field(name="num_requests_waiting")
+    cache_usage: Share = msgspec.field(name="gpu_cache_usage_perc")
+    prefix_hit_rate: Share = msgspec.field(name="gpu_prefix_cache_hit_rate")
     seq: Annotated[int, msgspec.Meta(ge=0)] = 0
     version: int = 1
-    kv_demand: Amount = 0.0
+    kv_demand: Amount = msgspec.field(default=0.0, name="kv_demand_perc")
     step_age_s: Amount = 0.0
-    num_running: Count = 0
+    num_running: Count = msgspec.field(default=0, name="num_decoding")
     num_prefill_tokens: Count = 0
     step_cost: StepCost | None = None
     step_cost_source: CostSource = CostSource.MEASURED

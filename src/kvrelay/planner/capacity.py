@@ -36,7 +36,7 @@ SLOWEST = 0.01
 """The share of an answer's gaps that may be late."""
 MIN_STEP_S = 1e-6
 """A fit may say that a step without running answers costs nothing."""
-NUM_STEPS = 512
+NUM_STEPS = 256
 """Numbers of running answers for which steps are tabulated."""
 NOW = {"requests_per_s": 0.0, "waiting_tokens": 0.0, "waiting_answers": 0.0}
 """What steps do not depend on."""
