@@ -237,13 +237,13 @@ def simulated_load(name: str, active_blocks: int = 0, total_blocks: int = 1, num
     """A load sample of a simulated worker."""
     return LoadMetrics(
         worker_id=name,
-        request_active_slots=0,
-        request_total_slots=256,
-        kv_active_blocks=active_blocks,
-        kv_total_blocks=total_blocks,
-        num_requests_waiting=num_waiting,
-        gpu_cache_usage_perc=min(1.0, active_blocks / total_blocks),
-        gpu_prefix_cache_hit_rate=0.0,
+        num_admitted=0,
+        num_slots=256,
+        num_blocks_in_use=active_blocks,
+        num_blocks=total_blocks,
+        num_waiting=num_waiting,
+        cache_usage=min(1.0, active_blocks / total_blocks),
+        prefix_hit_rate=0.0,
     )
 
 

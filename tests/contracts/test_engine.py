@@ -147,7 +147,7 @@ class Running:
     async def idle(self) -> None:
         """Every block is back, and the engine says so by itself."""
         await self.host.call(lambda engine: engine.check_integrity())
-        await self.until(lambda: self.loads and self.loads[-1].kv_active_blocks == 0)
+        await self.until(lambda: self.loads and self.loads[-1].num_blocks_in_use == 0)
 
     @property
     def blocks(self) -> np.ndarray:
@@ -281,7 +281,7 @@ async def test_kv_is_handed_over(handing_over: tuple[Running, Running]) -> None:
     sent = [block for chunk in prefill.chunks for block in chunk.block_ids]
     assert len(sent) == 3
     metrics = await prefill.host.call(lambda inner: inner.metrics())
-    assert metrics.kv_active_blocks == 3, "sent blocks stay in use until the transfer has ended"
+    assert metrics.num_blocks_in_use == 3, "sent blocks stay in use until the transfer has ended"
     decode.blocks[list(start.block_ids)] = prefill.blocks[sent]
     assert decode.host.checksum_blocks(start.block_ids[:2]) == prefill.host.checksum_blocks(sent[:2])
     token_id = prefill.chunks[-1].token_id
@@ -325,7 +325,7 @@ async def test_kv_that_never_comes_is_computed_here_and_lent_blocks_stay_lent(
     assert await engine.answer("a") == expected
     assert not await engine.host.call(lambda inner: require(inner.lends).resume_handoff(start.handoff_id, 1, 5, None))
     metrics = await engine.host.call(lambda inner: inner.metrics())
-    assert metrics.kv_active_blocks == 6
+    assert metrics.num_blocks_in_use == 6
     for loan in (1, 2):
         await engine.host.call(lambda inner, loan=loan: require(inner.lends).end_loan(start.handoff_id, loan))
     with pytest.raises(KeyError):

@@ -50,6 +50,28 @@ def test_load_samples_and_replays_round_trip() -> None:
     assert decode_replay_reply(encode_replay_reply(reply)) == reply
 
 
+def test_a_load_sample_has_the_names_of_the_first_release_on_the_wire() -> None:
+    """Workers, frontends and ``kvrelay status`` of other releases read and write these."""
+    first = {
+        "worker_id": "w",
+        "request_active_slots": 1,
+        "request_total_slots": 8,
+        "kv_active_blocks": 10,
+        "kv_total_blocks": 100,
+        "num_requests_waiting": 2,
+        "gpu_cache_usage_perc": 0.1,
+        "gpu_prefix_cache_hit_rate": 0.5,
+        "seq": 4,
+        "version": 1,
+    }
+    later = {"kv_demand_perc": 0.25, "step_age_s": 0.5, "num_decoding": 3, "num_prefill_tokens": 7}
+    assert decode_load(msgspec.msgpack.encode(first)) == LOAD
+    load = msgspec.structs.replace(LOAD, kv_demand=0.25, step_age_s=0.5, num_running=3, num_prefill_tokens=7)
+    assert decode_load(msgspec.msgpack.encode(first | later)) == load
+    sent = msgspec.msgpack.decode(encode_load(load))
+    assert first | later == {name: sent[name] for name in first | later}
+
+
 @pytest.mark.parametrize(
     "batch",
     [
@@ -69,19 +91,19 @@ def test_inconsistent_events_are_refused(batch: KvEventBatch) -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"kv_active_blocks": -1},
-        {"kv_active_blocks": 2**63},
-        {"num_requests_waiting": 2**63},
+        {"num_blocks_in_use": -1},
+        {"num_blocks_in_use": 2**63},
+        {"num_waiting": 2**63},
         {"num_prefill_tokens": 2**64 - 1},
         {"seq": -1},
         {"step_age_s": 1e300},
-        {"gpu_cache_usage_perc": 1.5},
-        {"gpu_cache_usage_perc": float("nan")},
+        {"cache_usage": 1.5},
+        {"cache_usage": float("nan")},
         {"version": 0},
-        {"request_total_slots": -1},
-        {"request_active_slots": -1},
-        {"gpu_prefix_cache_hit_rate": float("nan")},
-        {"kv_demand_perc": float("inf")},
+        {"num_slots": -1},
+        {"num_admitted": -1},
+        {"prefix_hit_rate": float("nan")},
+        {"kv_demand": float("inf")},
     ],
 )
 def test_load_out_of_range_is_refused(changes: dict[str, float]) -> None:

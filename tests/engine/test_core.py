@@ -333,18 +333,18 @@ def test_an_executor_that_ends_while_there_is_nothing_to_do_is_noticed(make_engi
 def test_metrics_before_during_and_after(make_engine: MakeEngine) -> None:
     engine = make_engine(max_num_seqs=1)
     first = engine.metrics()
-    assert (first.request_active_slots, first.request_total_slots, first.kv_total_blocks) == (0, 1, 64)
-    assert (first.kv_active_blocks, first.gpu_cache_usage_perc, first.num_requests_waiting) == (0, 0.0, 0)
+    assert (first.num_admitted, first.num_slots, first.num_blocks) == (0, 1, 64)
+    assert (first.num_blocks_in_use, first.cache_usage, first.num_waiting) == (0, 0.0, 0)
     for name in ("a", "b"):
         engine.add_request(Request(name, PROMPT[:16], SamplingParams(max_tokens=3)))
     engine.step()
     during = engine.metrics()
-    assert (during.request_active_slots, during.num_requests_waiting, during.kv_active_blocks) == (1, 1, 4)
+    assert (during.num_admitted, during.num_waiting, during.num_blocks_in_use) == (1, 1, 4)
     assert during.seq == first.seq + 1
     drain(engine)
     after = engine.metrics()
-    assert (after.kv_active_blocks, after.request_active_slots) == (0, 0)
-    assert after.gpu_prefix_cache_hit_rate == 12 / 32
+    assert (after.num_blocks_in_use, after.num_admitted) == (0, 0)
+    assert after.prefix_hit_rate == 12 / 32
 
 
 def test_events_come_with_the_step_that_made_them(make_engine: MakeEngine) -> None:

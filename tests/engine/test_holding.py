@@ -228,11 +228,11 @@ def test_held_and_expected_requests_count_as_waiting(make_engine: MakeEngine) ->
     decode.remote("r", prompt(5 * SIZE))
     decode.step()
     assert engine.holding.num_arriving == 1
-    assert engine.metrics().num_requests_waiting == 1
+    assert engine.metrics().num_waiting == 1
     assert engine.scheduler.num_demanded_blocks >= num_before + 5
     decode.arrive("r")
     decode.step()
-    assert engine.metrics().num_requests_waiting == 1
+    assert engine.metrics().num_waiting == 1
     stats = engine.stats().holding
     assert stats is not None
     assert (stats.num_blocks_in_use, stats.num_arriving, stats.num_held) == (5, 0, 1)

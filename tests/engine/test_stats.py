@@ -29,13 +29,13 @@ class Core:
         self.num_asked += 1
         return LoadMetrics(
             worker_id="w",
-            request_active_slots=0,
-            request_total_slots=1,
-            kv_active_blocks=0,
-            kv_total_blocks=1,
-            num_requests_waiting=self.num_waiting,
-            gpu_cache_usage_perc=0.0,
-            gpu_prefix_cache_hit_rate=0.0,
+            num_admitted=0,
+            num_slots=1,
+            num_blocks_in_use=0,
+            num_blocks=1,
+            num_waiting=self.num_waiting,
+            cache_usage=0.0,
+            prefix_hit_rate=0.0,
             seq=self.num_asked,
         )
 
@@ -56,7 +56,7 @@ def sampler(core: Core, clock: ManualClock) -> LoadSampler:
 
 
 def waiting(load: LoadMetrics | None) -> int | None:
-    return None if load is None else load.num_requests_waiting
+    return None if load is None else load.num_waiting
 
 
 def test_while_it_works_the_engine_is_asked_once_in_an_interval(sampler, core, clock):

@@ -24,7 +24,7 @@ from kvrelay.rpc.zmq_socket import new_curve_keys
 from kvrelay.worker.worker import Worker
 
 KEYS = Keys("default")
-LOAD = LoadMetrics("w", 3, 8, 10, 100, 2, 0.1, 0.5, num_decoding=1, step_cost=StepCost(), tokens=TokenCounts(90, 40, 7))
+LOAD = LoadMetrics("w", 3, 8, 10, 100, 2, 0.1, 0.5, num_running=1, step_cost=StepCost(), tokens=TokenCounts(90, 40, 7))
 
 
 async def view(*answers: bytes) -> WorkerView:
@@ -55,13 +55,13 @@ def told(age_s: float = 0.5, **changes: object) -> bytes:
 
 async def test_what_a_frontend_has_heard_is_seen() -> None:
     seen = await view(told())
-    assert (seen.is_ready, seen.num_running, seen.num_admitted, seen.step_cost) == (True, 1, 3, StepCost())
-    assert (seen.num_steps, seen.num_generated_tokens, seen.kv_tokens, seen.kv_used_tokens) == (7, 40, 1600, 160)
+    assert (seen.worker_id, seen.role, seen.is_ready, seen.block_size) == ("w", WorkerRole.DECODE, True, 16)
+    assert (seen.load, seen.tokens) == (LOAD, TokenCounts(90, 40, 7))
 
 
 async def test_of_two_frontends_the_one_that_has_heard_it_last_counts() -> None:
-    assert (await view(told(9.0, num_decoding=5), told(0.1, num_decoding=6))).num_running == 6
-    assert (await view(told(0.1, num_decoding=6), told(9.0, num_decoding=5))).num_running == 6
+    assert (await view(told(9.0, num_decoding=5), told(0.1, num_decoding=6))).load.num_running == 6
+    assert (await view(told(0.1, num_decoding=6), told(9.0, num_decoding=5))).load.num_running == 6
 
 
 @pytest.mark.parametrize(
@@ -70,15 +70,15 @@ async def test_of_two_frontends_the_one_that_has_heard_it_last_counts() -> None:
 )
 async def test_a_worker_of_which_nothing_sound_is_told_is_not_ready(answer: bytes) -> None:
     seen = await view(answer)
-    assert (seen.worker_id, seen.is_ready, seen.num_running) == ("w", False, 0)
+    assert (seen.worker_id, seen.is_ready, seen.load.num_running) == ("w", False, 0)
 
 
 async def test_an_impossible_cost_is_no_cost() -> None:
     seen = await view(told(step_cost=msgspec.to_builtins(StepCost(step_s=-1.0))))
-    assert (seen.is_ready, seen.step_cost) == (True, None)
+    assert (seen.is_ready, seen.load.step_cost) == (True, None)
 
 
-IDLE = {"request_active_slots": 0, "num_requests_waiting": 0}
+IDLE = {"num_admitted": 0, "num_waiting": 0}
 
 
 @pytest.mark.parametrize(

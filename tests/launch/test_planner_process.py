@@ -261,7 +261,7 @@ async def test_the_oldest_of_two_planners_decides_and_the_other_takes_over() -> 
 async def test_a_role_set_by_hand_is_noted_for_the_next_leader_until_it_is_released() -> None:
     running = Running(MemoryBroker(), "act")
     fleet = running.given.fleet
-    running.given.fleet = workers(3, 1, kv_tokens=1 << 24)
+    running.given.fleet = workers(3, 1, num_blocks=1 << 20)
     process = await running.start()
     await process.tick()
     by_hand = msgspec.structs.replace(fleet[0], role=fleet[3].role)

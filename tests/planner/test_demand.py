@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from tests.planner.toy import OBJECTIVES, steady, workers
 
+from kvrelay.core.events import TokenCounts
 from kvrelay.planner import Demand, FleetView, PlannerState, Traffic, generated_since
 from kvrelay.planner.demand import MAX_WINDOWS, growth, heard, last_change, load_of, total, trend
 
@@ -68,9 +69,10 @@ def test_requests_that_wait_for_their_kv_are_no_answers() -> None:
 
 
 def test_generated_tokens_are_those_of_workers_that_answer_and_were_seen_before() -> None:
-    before = workers(1, 2, num_generated_tokens=100)[:-1]
-    assert generated_since(before, workers(1, 2, num_generated_tokens=130)) == 30
-    assert generated_since(before, workers(1, 1, num_generated_tokens=7)) == 0  # restarted
+    before = workers(1, 2, tokens=TokenCounts(num_generated=100))[:-1]
+    assert generated_since(before, workers(1, 2, tokens=TokenCounts(num_generated=130))) == 30
+    assert generated_since(before, workers(1, 1, tokens=TokenCounts(num_generated=7))) == 0  # restarted
+    assert generated_since(before, workers(1, 1, tokens=None)) == 0  # of an earlier release
 
 
 def test_a_trend_is_a_slope_and_nothing_without_samples() -> None:

@@ -9,10 +9,11 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.planner.toy import COST, OBJECTIVES, TICK_S, ToyFleet, steady, workers
+from tests.planner.toy import COST, OBJECTIVES, TICK_S, ToyFleet, loaded, steady, workers
 
 from kvrelay.config import WorkerRole
-from kvrelay.core.step_cost import StepCost
+from kvrelay.core.events import LoadMetrics, TokenCounts
+from kvrelay.core.step_cost import CostSource, StepCost
 from kvrelay.planner import (
     Action,
     Demand,
@@ -101,8 +102,8 @@ def test_reasons_are_words_and_objectives_for_people() -> None:
 
 
 def test_a_plan_by_estimates_says_so() -> None:
-    for is_estimated in (False, True):
-        fleet = ToyFleet(workers(1, 1, is_cost_estimated=is_estimated))
+    for source, is_estimated in ((CostSource.MEASURED, False), (CostSource.ESTIMATED, True)):
+        fleet = ToyFleet(workers(1, 1, step_cost_source=source))
         action = fleet.tick(steady(1, 1000, 100))
         assert ("estimates" in action.reason) is is_estimated
 
@@ -267,13 +268,19 @@ def test_a_request_that_waits_for_a_first_worker_is_demand_until_one_is_there() 
 
 
 @pytest.mark.parametrize(
-    "stays", [{"may_stop": False}, {"is_held": True}, {"is_ready": False}, {"num_admitted": 1}, {"num_waiting": 1}]
+    ("stays", "load"),
+    [
+        ({"may_stop": False}, {}),
+        ({"is_held": True}, {}),
+        ({"is_ready": False}, {}),
+        ({}, {"num_admitted": 1}),
+        ({}, {"num_waiting": 1}),
+    ],
 )
-def test_a_worker_that_has_to_stay_keeps_those_that_it_needs(stays: dict[str, object]) -> None:
+def test_a_worker_that_has_to_stay_keeps_those_that_it_needs(stays: dict[str, object], load: dict[str, int]) -> None:
     """A prefill worker alone would leave requests without an answer, and no worker would be started for them."""
-    fleet = ToyFleet(
-        tuple(msgspec.structs.replace(w, **stays) if w.worker_id == "p0" else w for w in workers(1, 1)), max_workers=4
-    )
+    prefill, decode = workers(1, 1)
+    fleet = ToyFleet((msgspec.structs.replace(loaded(prefill, **load), **stays), decode), max_workers=4)
     state, view = PlannerState(), fleet.view()
     for second in range(0, 600, 2):
         (action,), state = plan(msgspec.structs.replace(view, now_s=float(second)), steady(0), ZERO, state)
@@ -340,21 +347,18 @@ def view_of(*fleet: WorkerView, max_workers: int = 0) -> FleetView:
 def test_costs_that_cannot_be_are_ignored(value: float) -> None:
     broken = StepCost(value, value, value, value, value, value)
     fleet = workers(3, 1)
-    assert (
-        "published" in only(view_of(*(msgspec.structs.replace(w, step_cost=broken) for w in fleet)), steady(3)).reason
-    )
-    mixed = ToyFleet((msgspec.structs.replace(fleet[0], step_cost=broken), *fleet[1:]))
+    assert "published" in only(view_of(*(loaded(w, step_cost=broken) for w in fleet)), steady(3)).reason
+    mixed = ToyFleet((loaded(fleet[0], step_cost=broken), *fleet[1:]))
     assert run(mixed, steady(3, 400, 360), 30)[0] is Widen
 
 
 def test_the_first_steps_of_a_worker_do_not_count() -> None:
     cold = StepCost(2.0, 2.0, 1.0, 1.0, 1.0, 1.0)
-    fleet = [msgspec.structs.replace(w, step_cost=cold, num_steps=5) for w in workers(1, 1)]
+    fleet = workers(1, 1, step_cost=cold, tokens=TokenCounts(num_steps=5))
     assert "published" in only(view_of(*fleet), steady(1)).reason
     warm = workers(2, 2)
-    assert only(view_of(*warm), steady(1)) == only(
-        view_of(*warm[:3], msgspec.structs.replace(warm[3], step_cost=cold, num_steps=5)), steady(1)
-    )
+    one_cold = view_of(*warm[:3], loaded(warm[3], step_cost=cold, tokens=TokenCounts(num_steps=5)))
+    assert only(view_of(*warm), steady(1)) == only(one_cold, steady(1))
 
 
 def test_frozen_workers_carry_nothing_and_are_not_touched() -> None:
@@ -417,21 +421,22 @@ def extremes(most: float) -> st.SearchStrategy[float]:
 def test_nothing_that_workers_may_publish_makes_it_raise() -> None:
     counts = st.sampled_from([0, 1, 1 << 20, 1 << 40])
     costs = st.builds(StepCost, *(extremes(600.0) for _ in range(6)))
-    views = st.builds(
-        WorkerView,
+    loads = st.builds(
+        LoadMetrics,
         worker_id=st.text("ab", min_size=1, max_size=3),
-        role=st.sampled_from(WorkerRole),
         num_running=counts,
         num_admitted=counts,
-        num_generated_tokens=counts,
         num_waiting=counts,
         num_slots=counts,
         num_prefill_tokens=counts,
-        kv_tokens=counts,
-        kv_used_tokens=counts,
+        num_blocks=counts,
+        num_blocks_in_use=counts,
+        cache_usage=extremes(1.0),
         prefix_hit_rate=extremes(1.0),
         step_cost=costs | st.none(),
+        tokens=st.builds(TokenCounts, num_generated=counts, num_steps=counts) | st.none(),
     )
+    views = st.builds(WorkerView, role=st.sampled_from(WorkerRole), load=loads, block_size=st.integers(1, 1 << 16))
     fleets = st.builds(
         FleetView,
         now_s=extremes(1e9),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from kvrelay.config import WorkerRole
+from kvrelay.core.events import LoadMetrics, TokenCounts
 from kvrelay.core.step_cost import StepCost
 from kvrelay.planner import (
     Action,
@@ -28,15 +29,23 @@ PREFIX = {WorkerRole.PREFILL: "p", WorkerRole.DECODE: "d", WorkerRole.BOTH: "b"}
 TICK_S = 2.0
 
 
-def workers(prefill: int = 0, decode: int = 0, both: int = 0, **given: object) -> tuple[WorkerView, ...]:
-    """So many of each role, called p0, d0, b0 and so on; ``given`` for all of them."""
+IDLE = LoadMetrics("", 0, 256, 0, 16_384, 0, 0.0, 0.0, step_cost=COST, tokens=TokenCounts(num_steps=1 << 30))
+"""16,384 blocks of 16 tokens."""
+
+
+def workers(prefill: int = 0, decode: int = 0, both: int = 0, **load: object) -> tuple[WorkerView, ...]:
+    """So many of each role, called p0, d0, b0 and so on, all with this ``load``."""
     counts = {WorkerRole.PREFILL: prefill, WorkerRole.DECODE: decode, WorkerRole.BOTH: both}
-    fields = {"kv_tokens": 262_144, "num_slots": 256, "step_cost": COST} | given
     return tuple(
-        WorkerView(worker_id=f"{PREFIX[role]}{number}", role=role, **fields)  # type: ignore[arg-type]
+        loaded(WorkerView(role=role, load=IDLE, block_size=16), worker_id=f"{PREFIX[role]}{number}", **load)
         for role, count in counts.items()
         for number in range(count)
     )
+
+
+def loaded(worker: WorkerView, **load: object) -> WorkerView:
+    """With these changes in its load."""
+    return msgspec.structs.replace(worker, load=msgspec.structs.replace(worker.load, **load))
 
 
 def steady(rate: float, prompt: int = 2000, answer: int = 200) -> Demand:
@@ -88,7 +97,7 @@ class ToyFleet:
         """The answers that run, as the model has them."""
         shape = shape_of(self.view())
         if not demand.num_requests or not shape.mixed:
-            self.fleet = {name: msgspec.structs.replace(w, num_running=0) for name, w in self.fleet.items()}
+            self.fleet = {name: loaded(w, num_running=0) for name, w in self.fleet.items()}
             return
         load = Load(
             requests_per_s=demand.num_requests / demand.duration_s,
@@ -100,7 +109,7 @@ class ToyFleet:
         running = round(load.requests_per_s * load.answer_tokens * found.itl_s / shape.mixed)
         for name, worker in self.fleet.items():
             num_running = min(running, 256) if worker.role.takes_requests else 0
-            self.fleet[name] = msgspec.structs.replace(worker, num_running=num_running)
+            self.fleet[name] = loaded(worker, num_running=num_running)
 
     def apply(self, action: Action) -> None:
         match action:
@@ -110,6 +119,6 @@ class ToyFleet:
                 self.fleet[worker_id] = msgspec.structs.replace(self.fleet[worker_id], role=role)
             case Start(role):
                 name = f"{PREFIX[role]}n{len(self.actions)}"
-                self.fleet[name] = msgspec.structs.replace(workers(decode=1)[0], worker_id=name, role=role)
+                self.fleet[name] = msgspec.structs.replace(loaded(workers(decode=1)[0], worker_id=name), role=role)
             case Stop(worker_id):
                 del self.fleet[worker_id]

@@ -10,19 +10,19 @@ import pytest
 
 from kvrelay.core.clock import ManualClock
 from kvrelay.core.events import LoadMetrics
-from kvrelay.router.load import RECENT_S, LoadTable, OwnLoad
+from kvrelay.router.load import RECENT_S, InFlightRequest, LoadTable
 
 
 def sample(worker_id: str, *, active: int = 0, usage: float = 0.0, waiting: int = 0, seq: int = 0) -> LoadMetrics:
     return LoadMetrics(
         worker_id=worker_id,
-        request_active_slots=0,
-        request_total_slots=8,
-        kv_active_blocks=active,
-        kv_total_blocks=100,
-        num_requests_waiting=waiting,
-        gpu_cache_usage_perc=usage,
-        gpu_prefix_cache_hit_rate=0.0,
+        num_admitted=0,
+        num_slots=8,
+        num_blocks_in_use=active,
+        num_blocks=100,
+        num_waiting=waiting,
+        cache_usage=usage,
+        prefix_hit_rate=0.0,
         seq=seq,
     )
 
@@ -34,6 +34,10 @@ def table(*ids: str, clock: ManualClock | None = None) -> LoadTable:
     return built
 
 
+def own_tokens(load: LoadTable, worker_id: str) -> int:
+    return sum(placed.context_tokens for placed in load.placed(worker_id))
+
+
 def test_a_request_weighs_until_it_finishes() -> None:
     load = table("a", "b")
     load.place("r1", "b", prefill_tokens=60, context_tokens=100)
@@ -43,7 +47,8 @@ def test_a_request_weighs_until_it_finishes() -> None:
     assert (load.columns().prefill_tokens.tolist(), load.columns().context_tokens.tolist()) == ([0, 0], [0, 100])
     load.finish("r1")
     load.finish("r1")
-    assert load.own("b") == OwnLoad(0, 0, 0)
+    assert load.placed("b") == []
+    assert (load.columns().context_tokens.tolist(), load.columns().num_requests.tolist()) == ([0, 0], [0, 0])
     assert load.num_pending == 0
 
 
@@ -51,8 +56,8 @@ def test_a_request_that_moves_leaves_its_first_worker() -> None:
     load = table("a", "b")
     load.place("r1", "a", 60, 100)
     load.place("r1", "b", 90, 120)
-    assert load.own("a") == OwnLoad(0, 0, 0)
-    assert load.own("b") == OwnLoad(90, 120, 1)
+    assert (load.placed("a"), load.placed("b")) == ([], [InFlightRequest("b", 90, 120)])
+    assert (load.columns().prefill_tokens.tolist(), load.columns().num_requests.tolist()) == ([0, 90], [0, 1])
 
 
 def test_published_samples_and_staleness() -> None:
@@ -115,12 +120,12 @@ def test_the_effective_load_is_the_formula_of_the_module() -> None:
         elif action == 2:
             active = rng.randrange(60)
             load.apply_metrics(sample(name, active=active))
-            published[name] = (clock.now(), active * 16, load.own(name).context_tokens)
+            published[name] = (clock.now(), active * 16, own_tokens(load, name))
         else:
             clock.advance(rng.random() * 2)
         expected = []
         for worker, (heard_at, active_tokens, own_then) in published.items():
-            own_now = load.own(worker).context_tokens
+            own_now = own_tokens(load, worker)
             fresh = clock.now() - heard_at <= 5.0
             expected.append(max(own_now, active_tokens + own_now - own_then) if fresh else own_now)
         assert load.columns().context_tokens.tolist() == expected
@@ -138,13 +143,17 @@ def test_load_survives_a_worker_that_leaves_and_returns() -> None:
     load = table("a", "b", "c")
     load.place("r1", "b", 10, 100)
     load.place("r2", "b", 20, 200)
+    load.place("r3", "b", 5, 50)
     load.remove_worker("b")
     assert load.worker_ids == ["a", "c"]
     load.finish("r1")
-    assert load.own("b") == OwnLoad(20, 200, 1)
+    load.prefilled("r3")
+    assert load.placed("b") == [InFlightRequest("b", 20, 200), InFlightRequest("b", 0, 50)]
     load.add_worker("b")
-    assert load.columns().context_tokens.tolist() == [0, 0, 200]
+    columns = load.columns()
+    assert [columns.prefill_tokens[2], columns.context_tokens[2], columns.num_requests[2]] == [20, 250, 2]
     load.finish("r2")
+    load.finish("r3")
     assert load.columns().context_tokens.tolist() == [0, 0, 0]
 
 
@@ -155,7 +164,7 @@ def test_nothing_is_kept_of_a_worker_that_left_with_nothing() -> None:
     load.remove_worker("b")
     load.finish("r1")
     load.add_worker("b")
-    assert load.own("b") == OwnLoad(0, 0, 0)
+    assert load.columns().num_requests.tolist() == [0, 0]
     assert repr(load) == "LoadTable(workers=2, requests=0, prefill_tokens=0, context_tokens=0)"
 
 

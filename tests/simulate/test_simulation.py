@@ -174,7 +174,7 @@ def test_a_controller_sees_the_workers_and_changes_them() -> None:
     assert [worker.worker_id for worker in result.workers] == ["p0", "d0", "d1"]
     assert [now_s for now_s, _ in seen[:3]] == [0.5, 1.0, 1.5]
     views = {view.worker_id: view for view in seen[1][1]}
-    assert views["p0"].num_steps > 0
+    assert views["p0"].tokens.num_steps > 0
     assert views["d0"].role is WorkerRole.DECODE
     assert views["d0"].is_ready
 

@@ -211,7 +211,7 @@ async def test_a_killed_prefill_worker_costs_time_only():
         for number in range(6):
             assert await client.answer(f"r{number}") == expected(prompt(600, number), 8)
         # Quarantined blocks come back only when the lease has ended.
-        await shared.until(lambda: decode.core.metrics().kv_active_blocks == 0)
+        await shared.until(lambda: decode.core.metrics().num_blocks_in_use == 0)
         client.send("after", prompt(600, 99))
         assert await client.answer("after") == expected(prompt(600, 99), 8)
 

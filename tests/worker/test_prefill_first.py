@@ -313,7 +313,7 @@ async def test_a_killed_prefill_worker_costs_time_only(when: str):
         await pair.shared.bury(pair.prefill)
         for number, request_id in enumerate(ids):
             assert await pair.answer(request_id) == expected(prompt(600, number), 8)
-        await pair.shared.until(lambda: pair.decode.core.metrics().kv_active_blocks == 0)
+        await pair.shared.until(lambda: pair.decode.core.metrics().num_blocks_in_use == 0)
 
 
 async def test_a_prefill_worker_that_never_claims_is_not_waited_for_once_the_frontend_says_so():

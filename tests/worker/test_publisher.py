@@ -31,8 +31,8 @@ LOAD = LoadMetrics("w", 0, 4, 0, 100, 0, 0.0, 0.0)
     [
         (LOAD, 0.0, IDLE_INTERVAL_S),
         (LOAD, 0.1, MAX_INTERVAL_S),
-        (msgspec.structs.replace(LOAD, request_active_slots=1), 0.0, MAX_INTERVAL_S),
-        (msgspec.structs.replace(LOAD, num_requests_waiting=1), 0.0, MAX_INTERVAL_S),
+        (msgspec.structs.replace(LOAD, num_admitted=1), 0.0, MAX_INTERVAL_S),
+        (msgspec.structs.replace(LOAD, num_waiting=1), 0.0, MAX_INTERVAL_S),
     ],
     ids=["idle", "at its first step", "running", "waiting"],
 )
@@ -64,8 +64,8 @@ async def test_changes_within_the_interval_are_one_sample_and_none_is_lost():
     publisher = Publisher("w", 0, plane.events, keys, KvEventLog("w", 0))
     await publisher.start(LOAD)
     for number in range(1, 101):
-        publisher.update([], msgspec.structs.replace(LOAD, kv_active_blocks=number))
-    await eventually(lambda: bool(samples) and samples[-1].kv_active_blocks == 100)
+        publisher.update([], msgspec.structs.replace(LOAD, num_blocks_in_use=number))
+    await eventually(lambda: bool(samples) and samples[-1].num_blocks_in_use == 100)
     assert len(samples) == 2
     await publisher.close()
     await plane.close()

@@ -276,11 +276,11 @@ async def test_the_load_goes_down_without_a_step():
         client.send("r", prompt(600))
         await shared.until(lambda: prefill.worker.stats().transfer.num_unfinished > 0)
         loads = await client.loads(decode)
-        await shared.until(lambda: loads and loads[-1].kv_active_blocks > 0)
+        await shared.until(lambda: loads and loads[-1].num_blocks_in_use > 0)
         client.abort("r")
         shared.fabric.faults.delay_polls = 0
         prefill.worker.transfer.fail_all("enough")
-        await shared.until(lambda: loads[-1].kv_active_blocks == 0)
+        await shared.until(lambda: loads[-1].num_blocks_in_use == 0)
 
 
 async def test_an_unexpected_error_at_admission_is_answered():

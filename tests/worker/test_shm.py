@@ -59,9 +59,9 @@ async def test_blocks_under_a_copy_that_is_stopped_stay_quarantined_beyond_every
         shared.clock.skip(3 * shared.control.lease_ttl_s)
         decode.worker.decode.handoffs.handle(Tick())
         assert prefill.id in decode.worker.inspect().peers.leased
-        assert decode.core.metrics().kv_active_blocks > 0
+        assert decode.core.metrics().num_blocks_in_use > 0
         held.go_on.set()
-        await shared.until(lambda: decode.core.metrics().kv_active_blocks == 0)
+        await shared.until(lambda: decode.core.metrics().num_blocks_in_use == 0)
         await shared.until(lambda: len(decode.worker.inspect().peers.held_ends) == 0)
         # The worker has a lease again, so it may write again.
         await shared.until(lambda: len(decode.worker.inspect().peers.prefill) == 1)

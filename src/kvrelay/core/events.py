@@ -126,12 +126,17 @@ Amount = Annotated[float, msgspec.Meta(ge=0.0, le=1e12)]
 
 
 class LoadMetrics(msgspec.Struct, frozen=True):
-    """A worker's load; published at start, before any forward pass, and then regularly.
+    """A worker's load; published at start, before any forward pass, and then regularly. Whoever sums up, shows or plans
+    by a worker's load reads this sample. Names on the wire, and in ``kvrelay status --json``, are those of the first
+    release.
 
     The decoder checks the ranges in the types: receivers add these numbers up as floats, which are exact up to 2^53.
 
+    ``num_running`` answers get a token from each step; ``num_admitted`` requests have one of the ``num_slots``, or a
+    reserved one: those that run, that prefill here, and that wait for their KV. ``num_blocks_in_use`` of the pool's
+    ``num_blocks`` are held or quarantined; ``cache_usage`` is their share.
     ``step_age_s``: age of the running step when the sample was sent; 0 without a running step.
-    ``kv_demand_perc``: blocks that requests hold or wait for, as a share of the pool; above 1 if not all fit at once.
+    ``kv_demand``: blocks that requests hold or wait for, as a share of the pool; above 1 if not all fit at once.
     ``num_prefill_tokens``: prompt tokens still to compute, of waiting requests and of those that are being computed.
     ``step_cost``: what a step of this worker costs, as fitted so far, and where that comes from. ``transfer_costs``: of
     the peers used last.
@@ -140,18 +145,18 @@ class LoadMetrics(msgspec.Struct, frozen=True):
     """
 
     worker_id: str
-    request_active_slots: Count
-    request_total_slots: Count
-    kv_active_blocks: Count
-    kv_total_blocks: Count
-    num_requests_waiting: Count
-    gpu_cache_usage_perc: Share
-    gpu_prefix_cache_hit_rate: Share
+    num_admitted: Count = msgspec.field(name="request_active_slots")
+    num_slots: Count = msgspec.field(name="request_total_slots")
+    num_blocks_in_use: Count = msgspec.field(name="kv_active_blocks")
+    num_blocks: Count = msgspec.field(name="kv_total_blocks")
+    num_waiting: Count = msgspec.field(name="num_requests_waiting")
+    cache_usage: Share = msgspec.field(name="gpu_cache_usage_perc")
+    prefix_hit_rate: Share = msgspec.field(name="gpu_prefix_cache_hit_rate")
     seq: Annotated[int, msgspec.Meta(ge=0)] = 0
     version: int = 1
-    kv_demand_perc: Amount = 0.0
+    kv_demand: Amount = msgspec.field(default=0.0, name="kv_demand_perc")
     step_age_s: Amount = 0.0
-    num_decoding: Count = 0
+    num_running: Count = msgspec.field(default=0, name="num_decoding")
     num_prefill_tokens: Count = 0
     step_cost: StepCost | None = None
     step_cost_source: CostSource = CostSource.MEASURED

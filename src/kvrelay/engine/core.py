@@ -425,23 +425,23 @@ class EngineCore:
     # -- what can be seen ---------------------------------------------------------------------------------------------
 
     def metrics(self) -> LoadMetrics:
-        """The load now. ``kv_active_blocks`` counts blocks that are held or quarantined, not those that are only
+        """The load now. ``num_blocks_in_use`` counts blocks that are held or quarantined, not those that are only
         cached."""
         self._num_metrics += 1
         scheduler, admission, pool = self.scheduler, self.scheduler.admission, self.pool
         num_active = pool.num_blocks - pool.num_free
         return LoadMetrics(
             worker_id=self.worker_id,
-            request_active_slots=scheduler.num_admitted,
-            request_total_slots=scheduler.max_num_running,
-            kv_active_blocks=num_active,
-            kv_total_blocks=pool.num_blocks,
-            num_requests_waiting=scheduler.num_waiting,
-            gpu_cache_usage_perc=num_active / pool.num_blocks,
-            gpu_prefix_cache_hit_rate=admission.num_hit_tokens / max(1, admission.num_queried_tokens),
-            kv_demand_perc=scheduler.num_demanded_blocks / pool.num_blocks,
+            num_admitted=scheduler.num_admitted,
+            num_slots=scheduler.max_num_running,
+            num_blocks_in_use=num_active,
+            num_blocks=pool.num_blocks,
+            num_waiting=scheduler.num_waiting,
+            cache_usage=num_active / pool.num_blocks,
+            prefix_hit_rate=admission.num_hit_tokens / max(1, admission.num_queried_tokens),
+            kv_demand=scheduler.num_demanded_blocks / pool.num_blocks,
             seq=self._num_metrics,
-            num_decoding=scheduler.num_decoding,
+            num_running=scheduler.num_decoding,
             num_prefill_tokens=admission.num_waiting_tokens + scheduler.num_prefilling_tokens,
             step_cost=scheduler.token_budget.costs.cost,
         )

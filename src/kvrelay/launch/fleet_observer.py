@@ -14,16 +14,15 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
-import msgspec
-
 from kvrelay.control.base import ControlPlane, Keys
+from kvrelay.core.events import LoadMetrics
 from kvrelay.core.histogram import LATENCY_BUCKETS_S, TOKEN_BUCKETS_S, quantile_bucket_s
 from kvrelay.core.workers import WorkerInfo
 from kvrelay.errors import RetryElsewhereError
 from kvrelay.frontend.cluster.figures import HeardLoad, Second, total_of
 from kvrelay.frontend.cluster.frontends import FiguresReply, figures_of, other_frontends, planners_question
 from kvrelay.launch.worker_calls import WorkerCalls
-from kvrelay.planner import Demand, FleetView, Measured, Traffic, WorkerView, generated_since, view_of
+from kvrelay.planner import Demand, FleetView, Measured, Traffic, WorkerView, generated_since
 from kvrelay.worker.reporting.publisher import repeat_interval_s
 
 _log = logging.getLogger(__name__)
@@ -78,12 +77,14 @@ class FleetObserver:
         return [info for info in found if info.model == models[0][0]]
 
     def _view(self, info: WorkerInfo, heard: HeardLoad | None) -> WorkerView:
-        if heard is None:
-            view = WorkerView(worker_id=info.worker_id, role=info.role, is_ready=False)
-        else:
-            view = view_of(info.role, heard.load.sound, info.block_size, is_ready=is_ready(heard))
-        # A rank of a group lives and ends with the others: its role and number are not the planner's.
-        return msgspec.structs.replace(view, is_held=info.dp_size > 1)
+        return WorkerView(
+            role=info.role,
+            load=LoadMetrics(info.worker_id, 0, 0, 0, 0, 0, 0.0, 0.0) if heard is None else heard.load.sound,
+            block_size=info.block_size,
+            is_ready=heard is not None and is_ready(heard),
+            # A rank of a group lives and ends with the others: its role and number are not the planner's.
+            is_held=info.dp_size > 1,
+        )
 
     async def _answers(self) -> dict[str, FiguresReply | None]:
         """Of each frontend; None: it does not answer."""
@@ -128,7 +129,7 @@ def is_ready(heard: HeardLoad) -> bool:
     is_silent = heard.age_s > NUM_REPEATS * repeat_interval_s(load, load.step_age_s) + LATE_S
     is_stuck = load.step_age_s > 0.0 and load.step_age_s + heard.age_s > STUCK_S
     has_begun = load.tokens is not None and load.tokens.num_steps > 0
-    return not is_silent and not is_stuck and (has_begun or not load.num_requests_waiting)
+    return not is_silent and not is_stuck and (has_begun or not load.num_waiting)
 
 
 def measured_in(minute: Second) -> Measured | None:

@@ -23,7 +23,6 @@ from kvrelay.planner.base import Start as Start
 from kvrelay.planner.base import Stop as Stop
 from kvrelay.planner.base import Widen as Widen
 from kvrelay.planner.base import WorkerView as WorkerView
-from kvrelay.planner.base import view_of as view_of
 from kvrelay.planner.base import words_of as words_of
 from kvrelay.planner.demand import Traffic as Traffic
 from kvrelay.planner.demand import generated_since as generated_since

@@ -11,62 +11,33 @@ import msgspec
 
 from kvrelay.config import WorkerRole
 from kvrelay.core.events import LoadMetrics, TokenCounts
-from kvrelay.core.step_cost import CostSource, StepCost
 
 
 class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
-    """One worker. Token counts unless the name says otherwise.
+    """One worker: what it has told last of its load, and what may be done with it.
 
     ``is_ready``: it is listed, tells its load, and its engine has taken a step; False while it starts, drains or is
     silent. ``is_starting``: it was launched and is not ready yet. ``is_held``: its role was set by hand, so the planner
-    leaves it alone. ``may_stop``: the actuator can stop it. ``num_steps`` and ``num_generated_tokens``: of the engine
-    since its start, 0: unknown. ``num_running`` answers get a token from each step; ``num_admitted`` requests have a
-    slot or a reserved one: those that run, that prefill here, and that wait for their KV.
-    ``num_prefill_tokens``: prompt tokens that wait or are being computed here. ``kv_tokens`` and ``kv_used_tokens``:
-    size of the KV pool and the part that requests hold. ``prefix_hit_rate``: 0 to 1. ``is_cost_estimated``: from what
-    answers show, not from steps.
+    leaves it alone. ``may_stop``: the actuator can stop it.
     """
 
-    worker_id: str
     role: WorkerRole
+    load: LoadMetrics
+    """A decoder has checked it."""
+    block_size: int
     is_ready: bool = True
     is_starting: bool = False
     is_held: bool = False
     may_stop: bool = True
-    num_steps: int = 1 << 30
-    num_generated_tokens: int = 0
-    num_running: int = 0
-    num_admitted: int = 0
-    num_waiting: int = 0
-    num_slots: int = 0
-    num_prefill_tokens: int = 0
-    kv_tokens: int = 0
-    kv_used_tokens: int = 0
-    prefix_hit_rate: float = 0.0
-    step_cost: StepCost | None = None
-    is_cost_estimated: bool = False
 
+    @property
+    def worker_id(self) -> str:
+        return self.load.worker_id
 
-def view_of(role: WorkerRole, load: LoadMetrics, block_size: int, *, is_ready: bool) -> WorkerView:
-    """A worker by its load sample. A decoder has checked the sample."""
-    tokens = load.tokens or TokenCounts()
-    return WorkerView(
-        worker_id=load.worker_id,
-        role=role,
-        is_ready=is_ready,
-        num_steps=tokens.num_steps,
-        num_generated_tokens=tokens.num_generated,
-        num_running=load.num_decoding,
-        num_admitted=load.request_active_slots,
-        num_waiting=load.num_requests_waiting,
-        num_slots=load.request_total_slots,
-        num_prefill_tokens=load.num_prefill_tokens,
-        kv_tokens=load.kv_total_blocks * block_size,
-        kv_used_tokens=load.kv_active_blocks * block_size,
-        prefix_hit_rate=load.gpu_prefix_cache_hit_rate,
-        step_cost=load.step_cost,
-        is_cost_estimated=load.step_cost_source is CostSource.ESTIMATED,
-    )
+    @property
+    def tokens(self) -> TokenCounts:
+        """Of the engine since its start; 0: unknown."""
+        return self.load.tokens or TokenCounts()
 
 
 Range = tuple[float, float]

@@ -16,6 +16,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from functools import lru_cache
+from itertools import accumulate
+from typing import NamedTuple
 
 import msgspec
 
@@ -33,6 +36,10 @@ SLOWEST = 0.01
 """The share of an answer's gaps that may be late."""
 MIN_STEP_S = 1e-6
 """A fit may say that a step without running answers costs nothing."""
+NUM_STEPS = 256
+"""Numbers of running answers for which steps are tabulated."""
+NOW = {"requests_per_s": 0.0, "waiting_tokens": 0.0, "waiting_answers": 0.0}
+"""What steps do not depend on."""
 LONG = 1.65
 """Standard deviations to a long prompt, the 95th percentile."""
 
@@ -181,18 +188,26 @@ class _Mixed(msgspec.Struct, frozen=True):
     prefill_s: tuple[float, float]
 
 
-class _Step(msgspec.Struct, frozen=True):
-    """With so many running answers: a step without prefills, one with a chunk, and the mean; the steps of a mean and
-    of a long prompt; the share of the time in steps with a chunk."""
+class _Step(NamedTuple):
+    """With so many running answers: a step without prefills, one with a chunk, and the steps of a mean and of a long
+    prompt."""
 
     decode_s: float
     chunk_s: float
-    mean_s: float
-    prefill_s: tuple[float, float]
-    busy: float
+    prefill_s: float
+    long_s: float
+
+    def busy(self, prefills_per_s: float) -> float:
+        """The share of the time in steps with a chunk."""
+        return min(prefills_per_s * self.prefill_s, 1.0)
+
+    def mean_s(self, prefills_per_s: float) -> float:
+        """Of all steps."""
+        busy = self.busy(prefills_per_s)
+        return 1.0 / (busy / self.chunk_s + (1.0 - busy) / self.decode_s)
 
 
-def _step(running: float, load: Load, worker: Worker, objectives: Objectives, prefills_per_s: float) -> _Step:
+def _step(running: float, load: Load, worker: Worker, objectives: Objectives) -> _Step:
     """The engine cuts chunks so that a step with one is within the objective, or twice a step without."""
     cost = worker.cost
     context = _whole(running * (load.prompt_tokens + load.answer_tokens / 2))
@@ -205,8 +220,18 @@ def _step(running: float, load: Load, worker: Worker, objectives: Objectives, pr
         for tokens in load.mean_and_long
     )
     chunk_s = max(mean_s / max(math.ceil(load.uncached_tokens / chunk), 1), decode_s)
-    busy = min(prefills_per_s * mean_s, 1.0)
-    return _Step(decode_s, chunk_s, 1.0 / (busy / chunk_s + (1.0 - busy) / decode_s), (mean_s, long_s), busy)
+    return _Step(decode_s, chunk_s, mean_s, long_s)
+
+
+@lru_cache(maxsize=4)
+def _steps(most: float, load: Load, worker: Worker, objectives: Objectives) -> tuple[_Step, ...]:
+    """Beside none to ``most`` running answers, in NUM_STEPS equal parts.
+
+    Chunks of twice a decode step grow with the answers, and fewer chunks can make a prefill shorter. Here it takes as
+    long as beside any fewer answers, or lateness would fall where the rate rises.
+    """
+    each = (_step(most * part / NUM_STEPS, load, worker, objectives) for part in range(NUM_STEPS + 1))
+    return tuple(accumulate(each, lambda one, other: _Step(*map(max, one, other))))
 
 
 def _mixed(num_workers: int, load: Load, worker: Worker, objectives: Objectives, prefills_per_s: float) -> _Mixed:
@@ -219,25 +244,30 @@ def _mixed(num_workers: int, load: Load, worker: Worker, objectives: Objectives,
     most = float(max(worker.num_slots, 1))
     if worker.kv_tokens:
         most = max(min(most, worker.kv_tokens / max(load.prompt_tokens + load.answer_tokens, 1.0)), 1.0)
+    steps = _steps(most, msgspec.structs.replace(load, **NOW), worker, objectives)
+
+    def beside(running: float) -> _Step:
+        return steps[int(running / most * NUM_STEPS)]
+
     running = 0.0
     for _ in range(ROUNDS):
-        running = min(tokens_per_s * _step(running, load, worker, objectives, prefills_per_s).mean_s, most)
-    step = _step(running, load, worker, objectives, prefills_per_s)
+        running = min(tokens_per_s * beside(running).mean_s(prefills_per_s), most)
+    step = beside(running)
     # The number of answers scatters like a Poisson variable. A chunk matters if it falls on the slowest hundredth.
-    crowded = _step(min(running + math.sqrt(running), most), load, worker, objectives, prefills_per_s)
-    with_chunk = 1.0 - math.exp(-step.busy / SLOWEST)
+    crowded = beside(min(running + math.sqrt(running), most))
+    with_chunk = 1.0 - math.exp(-step.busy(prefills_per_s) / SLOWEST)
     limit_s = objectives.itl_s / math.exp(TAIL * worker.spread)
-    slowest_s = _step(most, load, worker, objectives, prefills_per_s).mean_s
+    slowest_s = steps[-1].mean_s(prefills_per_s)
     places = tokens_per_s * slowest_s / most
     # Answers that wait for a place: the running ones must end first.
     waiting_s = load.waiting_answers * load.answer_tokens * slowest_s / (most * num_workers)
     return _Mixed(
-        step_s=step.mean_s,
+        step_s=step.mean_s(prefills_per_s),
         late_gap_s=with_chunk * max(crowded.chunk_s - limit_s, 0.0)
-        + (1.0 - with_chunk) * max(crowded.mean_s - limit_s, 0.0),
+        + (1.0 - with_chunk) * max(crowded.mean_s(prefills_per_s) - limit_s, 0.0),
         places=places,
         late_start_s=_fluid(waiting_s, places, objectives.horizon_s),
-        prefill_s=step.prefill_s,
+        prefill_s=(step.prefill_s, step.long_s),
     )
 
 

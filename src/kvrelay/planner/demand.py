@@ -172,8 +172,8 @@ def growth(samples: Sequence[Demand]) -> float:
 
 def generated_since(before: Iterable[WorkerView], workers: Iterable[WorkerView]) -> int:
     """Tokens of answers since that view. A worker without a count in it is counted from the next view on."""
-    known = {worker.worker_id: worker.num_generated_tokens for worker in before}
-    pairs = [(known.get(w.worker_id, 0), w.num_generated_tokens) for w in workers if w.role.takes_requests]
+    known = {worker.worker_id: worker.tokens.num_generated for worker in before}
+    pairs = [(known.get(w.worker_id, 0), w.tokens.num_generated) for w in workers if w.role.takes_requests]
     return sum(max(now - then, 0) for then, now in pairs if then)
 
 
@@ -185,19 +185,15 @@ def load_of(fleet: FleetView, state: PlannerState) -> Load:
     mean_square = seen.sum_squares / num_requests
     ended = seen.num_ended_tokens / seen.num_ended if seen.num_ended else PRIOR_ANSWER_TOKENS
     answers = state.answer_tokens or ended
-    num_running = sum(worker.num_running for worker in fleet.workers)
+    num_running = sum(worker.load.num_running for worker in fleet.workers)
     # Long answers end late. Until then they count by what has been generated, once that is more than running answers of
     # the known length account for.
     if seen.num_generated_tokens > seen.num_ended_tokens + num_running * answers / 2:
         answers = max(answers, seen.num_generated_tokens / num_requests)
     ready = [worker for worker in fleet.workers if worker.is_ready]
-    waiting_tokens = sum(worker.num_prefill_tokens for worker in ready) + fleet.num_queued_prefill_tokens
-    full = [
-        worker.num_waiting
-        for worker in ready
-        if worker.role.takes_requests
-        and (worker.kv_used_tokens > FULL * worker.kv_tokens > 0 or worker.num_admitted >= worker.num_slots > 0)
-    ]
+    loads = [worker.load for worker in ready if worker.role.takes_requests]
+    waiting_tokens = sum(worker.load.num_prefill_tokens for worker in ready) + fleet.num_queued_prefill_tokens
+    full = [load.num_waiting for load in loads if load.cache_usage > FULL or load.num_admitted >= load.num_slots > 0]
     return Load(
         requests_per_s=seen.num_requests / seconds,
         uncached_tokens=uncached,

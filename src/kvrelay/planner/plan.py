@@ -18,7 +18,7 @@ from collections.abc import Iterable
 import msgspec
 
 from kvrelay.config import WorkerRole
-from kvrelay.core.step_cost import median_cost
+from kvrelay.core.step_cost import CostSource, median_cost
 from kvrelay.planner.base import (
     Action,
     Demand,
@@ -103,7 +103,7 @@ def plan(fleet: FleetView, demand: Demand, objectives: Objectives, state: Planne
     if not unmet:
         state = msgspec.structs.replace(state, told="")
     (action,), state = _choose(fleet, load, worker, attainable, objectives, state)
-    if any(known.is_cost_estimated for known in _costs(fleet)):
+    if any(known.load.step_cost_source is CostSource.ESTIMATED for known in _costs(fleet)):
         action = msgspec.structs.replace(action, reason=f"{action.reason}; {ESTIMATED}")
     return (action,), state
 
@@ -148,8 +148,9 @@ def not_begun(fleet: FleetView, before: PlannerState, after: PlannerState) -> Pl
 
 
 def _seen_active(fleet: FleetView, demand: Demand, state: PlannerState) -> PlannerState:
-    running = any(worker.num_admitted or worker.num_waiting or worker.num_prefill_tokens for worker in fleet.workers)
-    if state.active_s is None or running or demand.num_requests or fleet.num_unplaced:
+    loads = [worker.load for worker in fleet.workers]
+    is_busy = any(load.num_admitted or load.num_waiting or load.num_prefill_tokens for load in loads)
+    if state.active_s is None or is_busy or demand.num_requests or fleet.num_unplaced:
         return msgspec.structs.replace(state, active_s=fleet.now_s)
     return state
 
@@ -199,17 +200,18 @@ def _costs(fleet: FleetView) -> list[WorkerView]:
     return [
         worker
         for worker in fleet.workers
-        if worker.step_cost is not None and worker.step_cost.is_sound and worker.num_steps >= WARM_STEPS
+        if (cost := worker.load.step_cost) is not None and cost.is_sound and worker.tokens.num_steps >= WARM_STEPS
     ]
 
 
 def _worker(fleet: FleetView) -> Worker:
-    cost, _ = median_cost([(w.role.value, w.step_cost) for w in _costs(fleet) if w.step_cost is not None])
+    known = [(worker.role.value, worker.load.step_cost) for worker in _costs(fleet)]
+    cost, _ = median_cost([(role, cost) for role, cost in known if cost is not None])
     ready = [worker for worker in fleet.workers if worker.is_ready]
     return Worker(
         cost=cost,
-        kv_tokens=min(worker.kv_tokens for worker in ready),
-        num_slots=min((worker.num_slots for worker in ready if worker.num_slots), default=256),
+        kv_tokens=min(worker.load.num_blocks * worker.block_size for worker in ready),
+        num_slots=min((count for worker in ready if (count := worker.load.num_slots)), default=256),
         chunk=fleet.chunk,
         spread=min(max(fleet.spread, 0.0), 1.0) if math.isfinite(fleet.spread) else 0.1,
     )
@@ -272,7 +274,12 @@ def _is_free(worker: WorkerView, state: PlannerState) -> bool:
 def _least_busy(workers: Iterable[WorkerView], state: PlannerState, role: WorkerRole) -> WorkerView | None:
     """The worker of that role whose change hurts least; None: none may be changed."""
     free = [worker for worker in workers if worker.role is role and _is_free(worker, state)]
-    return min(free, key=lambda w: (w.num_admitted + w.num_waiting, w.num_prefill_tokens, w.worker_id), default=None)
+
+    def busy(worker: WorkerView) -> tuple[int, int, str]:
+        load = worker.load
+        return load.num_admitted + load.num_waiting, load.num_prefill_tokens, load.worker_id
+
+    return min(free, key=busy, default=None)
 
 
 def _options(fleet: FleetView, state: PlannerState, now: Assessment, shape: Shape, cost_s: float) -> list[_Option]:
@@ -332,7 +339,7 @@ def _choose(
     """``objectives``: those that some fleet can meet; ``given``: what people are told of."""
     shape = shape_of(fleet)
     now = assess(shape, load, worker, objectives)
-    hits = sum(w.prefix_hit_rate for w in fleet.workers) / len(fleet.workers)
+    hits = sum(worker.load.prefix_hit_rate for worker in fleet.workers) / len(fleet.workers)
     lost_prefix_s = hits * worker.kv_tokens * worker.cost.prefill_token_s
     options = _options(fleet, state, now, shape, DRAIN_MARGIN * (now.drain_s + lost_prefix_s))
     quiet = DEAD_BAND * objectives.ttft_s * load.requests_per_s

@@ -39,18 +39,6 @@ class InFlightRequest(msgspec.Struct):
     context_tokens: int
 
 
-class OwnLoad(msgspec.Struct, frozen=True):
-    """Totals of the requests that this router has placed on one worker and not yet seen finished."""
-
-    prefill_tokens: int = 0
-    context_tokens: int = 0
-    num_requests: int = 0
-
-    def shifted(self, prefill: int, context: int, requests: int) -> OwnLoad:
-        """The totals with these differences added; negative ones subtract."""
-        return OwnLoad(self.prefill_tokens + prefill, self.context_tokens + context, self.num_requests + requests)
-
-
 class _Bookkeeping(NamedTuple):
     """Columns that decisions do not read. ``others_context`` and ``others_requests``: the parts of ``context_tokens``
     and ``num_requests`` that other frontends have placed; ``num_placed``: placed here and not finished; ``recent``: the
@@ -82,7 +70,6 @@ class LoadTable:
         self._recent_top = 1.0
         self._recent_since = clock.now()
         self._placements: dict[str, InFlightRequest] = {}
-        self._parked: dict[str, OwnLoad] = {}
         self._last_seq: dict[str, int] = {}
         self._hold(np.zeros((_NUM_SHOWN + _NUM_KEPT, 0)))
 
@@ -114,17 +101,14 @@ class LoadTable:
         self._ids.append(worker_id)
         self._hold(np.concatenate([self._values, np.zeros((len(self._values), 1))], axis=1))
         self._kept.heard_at[at] = -math.inf
-        parked = self._parked.pop(worker_id, OwnLoad())
-        self._shift(worker_id, parked.prefill_tokens, parked.context_tokens, parked.num_requests)
+        for placed in self.placed(worker_id):
+            self._shift(worker_id, placed.prefill_tokens, placed.context_tokens, 1)
 
     def remove_worker(self, worker_id: str) -> None:
-        """Drop the row. The worker's placed requests are kept aside until they finish."""
-        own = self.own(worker_id)
+        """Drop the row. The worker's placed requests are kept until they finish."""
         at = self._row.pop(worker_id, None)
         if at is None:
             return
-        if own.num_requests:
-            self._parked[worker_id] = own
         del self._ids[at]
         self._row = {name: row for row, name in enumerate(self._ids)}
         self._hold(np.delete(self._values, at, axis=1))
@@ -155,32 +139,22 @@ class LoadTable:
             self._shift(placed.worker_id, -placed.prefill_tokens, -placed.context_tokens, -1)
         return placed
 
-    def own(self, worker_id: str) -> OwnLoad:
-        """The totals placed on ``worker_id`` now, whether or not it is registered."""
-        at = self._row.get(worker_id)
-        if at is None:
-            return self._parked.get(worker_id, OwnLoad())
-        shown, kept = self._shown, self._kept
-        context = int(shown.context_tokens[at] - kept.others_context[at])
-        return OwnLoad(int(shown.prefill_tokens[at]), context, int(kept.num_placed[at]))
+    def placed(self, worker_id: str) -> list[InFlightRequest]:
+        """The requests placed on ``worker_id`` and not yet seen finished, whether or not it is registered."""
+        return [placed for placed in self._placements.values() if placed.worker_id == worker_id]
 
     def _shift(self, worker_id: str, prefill: int, context: int, requests: int) -> None:
         at = self._row.get(worker_id)
-        if at is not None:
-            shown = self._shown
-            if prefill:
-                shown.prefill_tokens[at] += prefill
-                self._kept.prefilled[at] -= min(prefill, 0)
-            if requests:
-                shown.context_tokens[at] += context
-                shown.num_requests[at] += requests
-                self._kept.num_placed[at] += requests
+        if at is None:
             return
-        parked = self._parked.get(worker_id, OwnLoad()).shifted(prefill, context, requests)
-        if parked.num_requests > 0:
-            self._parked[worker_id] = parked
-        else:
-            self._parked.pop(worker_id, None)
+        shown = self._shown
+        if prefill:
+            shown.prefill_tokens[at] += prefill
+            self._kept.prefilled[at] -= min(prefill, 0)
+        if requests:
+            shown.context_tokens[at] += context
+            shown.num_requests[at] += requests
+            self._kept.num_placed[at] += requests
 
     def _remember(self, worker_id: str, num_tokens: int) -> None:
         """Weight new placements ever more instead of letting old ones decay: only shares matter."""
@@ -215,11 +189,11 @@ class LoadTable:
         self._last_seq[metrics.worker_id] = metrics.seq
         shown, kept, now = self._shown, self._kept, self._clock.now()
         own = shown.context_tokens[at] - kept.others_context[at]
-        shown.context_tokens[at] = max(own, metrics.kv_active_blocks * self._block_size)
-        shown.cache_usage[at] = metrics.gpu_cache_usage_perc
-        shown.num_waiting[at] = metrics.num_requests_waiting
+        shown.context_tokens[at] = max(own, metrics.num_blocks_in_use * self._block_size)
+        shown.cache_usage[at] = metrics.cache_usage
+        shown.num_waiting[at] = metrics.num_waiting
         kept.others_context[at] = shown.context_tokens[at] - own
-        published = metrics.request_active_slots + metrics.num_requests_waiting
+        published = metrics.num_admitted + metrics.num_waiting
         kept.others_requests[at] = max(published - kept.num_placed[at], 0.0)
         shown.num_requests[at] = kept.num_placed[at] + kept.others_requests[at]
         ours = shown.prefill_tokens[at] + kept.prefilled[at]

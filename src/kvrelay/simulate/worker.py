@@ -18,7 +18,7 @@ import msgspec
 
 from kvrelay.config import WorkerRole
 from kvrelay.core.event_log import KvEventLog
-from kvrelay.core.events import KvEventBatch, LoadMetrics, TokenCounts
+from kvrelay.core.events import KvEventBatch, LoadMetrics
 from kvrelay.core.handoff import HandoffId, HandoffOrder
 from kvrelay.core.hashing import BlockHashes
 from kvrelay.core.messages import TokenOutput
@@ -38,7 +38,7 @@ from kvrelay.placement.base import PrefillLoad, PrefillPlace
 from kvrelay.placement.cost import CostPlacement, PlacementState
 from kvrelay.placement.cost_model import RemoteCostModel, StepCostModel
 from kvrelay.placement.threshold import DisaggPolicy
-from kvrelay.planner import WorkerView, view_of
+from kvrelay.planner import WorkerView
 from kvrelay.rpc.wire import Message
 from kvrelay.simulate.decode_run import MAX_STEPS, DecodeRun, Outlet, QuietDelivery
 from kvrelay.simulate.handoffs import DecodeHandoffs, PrefillHandoffs
@@ -229,8 +229,8 @@ class SimulatedWorker:
             return bool(self.prefills.jobs)
         own = bool(self._inbox or len(self._arrivals) or self.decodes.ledger.handoffs)
         if self._narrowing is WorkerRole.PREFILL:
-            metrics = self.core.metrics()
-            return own or metrics.request_active_slots + metrics.num_requests_waiting > len(self.prefills.jobs)
+            scheduler = self.core.scheduler
+            return own or scheduler.num_admitted + scheduler.num_waiting > len(self.prefills.jobs)
         return own or self.core.has_unfinished() or bool(self.prefills.jobs)
 
     def kill(self) -> None:
@@ -470,10 +470,8 @@ class SimulatedWorker:
     def view(self, *, is_ready: bool) -> WorkerView:
         """For a controller."""
         self.catch_up()
-        done = self.core.scheduler
-        counts = TokenCounts(done.num_prefill_tokens, done.num_generated_tokens, done.num_steps)
-        load = msgspec.structs.replace(self.core.metrics(), tokens=counts)
-        return view_of(self.role, load, self._network.spec.engine.block_size, is_ready=is_ready)
+        load = msgspec.structs.replace(self.core.metrics(), tokens=self.core.stats().token_counts)
+        return WorkerView(role=self.role, load=load, block_size=self._network.spec.engine.block_size, is_ready=is_ready)
 
     def result(self) -> WorkerResult:
         """What it has done until now. It does nothing more."""

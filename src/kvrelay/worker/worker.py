@@ -513,4 +513,4 @@ class Worker:
 def _integrity(core: Engine) -> dict[str, object]:
     core.check_integrity()
     metrics = core.metrics()
-    return {"ok": True, "blocks_in_use": metrics.kv_active_blocks, "blocks": metrics.kv_total_blocks}
+    return {"ok": True, "blocks_in_use": metrics.num_blocks_in_use, "blocks": metrics.num_blocks}

@@ -33,7 +33,7 @@ def engine(make_engine: MakeEngine) -> EngineCore:
 
 
 def demand(engine: EngineCore) -> float:
-    return engine.metrics().kv_demand_perc
+    return engine.metrics().kv_demand
 
 
 def run(engine: EngineCore) -> None:

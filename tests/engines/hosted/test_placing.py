@@ -266,7 +266,7 @@ def test_costs_and_steps_are_published(side: Side) -> None:
     side.add("other", 300)
     side.token("chat")
     load, stats = side.engine.metrics(), side.engine.stats()
-    assert (load.num_decoding, load.num_prefill_tokens) == (1, 300)
+    assert (load.num_running, load.num_prefill_tokens) == (1, 300)
     assert load.step_cost == stats.step_cost
     assert load.step_cost is not None
     assert load.step_cost.prefill_token_s == pytest.approx(COST.prefill_token_s, rel=0.05)

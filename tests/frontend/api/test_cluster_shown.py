@@ -61,7 +61,7 @@ async def test_a_planner_is_told_what_was_heard_of_workers(model_dir: Path) -> N
         figures = figures_of(reply)
         assert figures is not None
         (heard,) = figures.loads
-        assert (heard.load.num_requests_waiting, heard.load.tokens, heard.load.flows) == (2, TokenCounts(5, 6, 7), ())
+        assert (heard.load.num_waiting, heard.load.tokens, heard.load.flows) == (2, TokenCounts(5, 6, 7), ())
         assert heard.age_s >= 0.0
         seldom = await cluster.bus.request(
             cluster.keys.frontend_figures("front"), msgspec.msgpack.encode({"since": 0}), 10.0
@@ -77,7 +77,7 @@ async def test_workers_flows_and_sums(model_dir: Path) -> None:
         await cluster.add_worker("p0", Script(), role=WorkerRole.PREFILL, release="9.9", adapters=("sql@1",))
         await eventually_snapshot(port, lambda found: [each["state"] for each in found["workers"]] == ["ready"] * 2)
         await publish(cluster, "w0", tokens=TokenCounts(5, 6), flows=(Flow("p0", True, 2, 500, 0.1),))
-        await publish(cluster, "p0", num_requests_waiting=0, flows=(Flow("w0", False, 4, 1000, 0.02),))
+        await publish(cluster, "p0", num_waiting=0, flows=(Flow("w0", False, 4, 1000, 0.02),))
         found = await eventually_snapshot(port, lambda found: len(found["flows"]) == 2)
         prefill, decode = found["workers"]
         assert (prefill["id"], prefill["role"], prefill["release"]) == ("p0", "prefill", "9.9")

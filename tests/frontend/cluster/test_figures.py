@@ -58,7 +58,7 @@ async def test_a_second_has_what_was_counted_since_the_one_before(tmp_path) -> N
     assert (first.unix_s, first.num_requests, first.num_failed) == (100, 8, 3)
     assert (first.num_answered, first.num_refused, first.num_limited) == (1, 2, 1)
     assert (first.num_prompt_tokens, first.num_output_tokens, sum(first.ttft), first.itl) == (15, 7, 2, ())
-    assert (first.num_admitted, first.num_waiting, first.kv_used, first.kv_total) == (3, 2, 40, 100)
+    assert (first.num_admitted, first.num_waiting, first.num_blocks_in_use, first.num_blocks) == (3, 2, 40, 100)
     assert (second.num_requests, second.num_output_tokens, second.ttft) == (0, 2, ())
     assert figures.since(100) == (second,)
 
@@ -199,7 +199,7 @@ def test_rates_come_from_counts_and_waiting_from_its_begin() -> None:
     assert report.generated_per_s is None
     report.heard(load(tokens=TokenCounts(300, 30)), 12.0)
     assert (report.prefilled_per_s, report.generated_per_s, report.waiting_since_s) == (100.0, 10.0, 10.0)
-    report.heard(load(num_requests_waiting=0, tokens=TokenCounts(0, 0)), 14.0)
+    report.heard(load(num_waiting=0, tokens=TokenCounts(0, 0)), 14.0)
     assert (report.prefilled_per_s, report.generated_per_s, report.waiting_since_s) == (0.0, 0.0, None)
     # A worker of an earlier release tells no counts.
     report.heard(load(), 15.0)

@@ -25,7 +25,14 @@ FRONTEND = FrontendView("f", "h", 1, "1.0", True, False, 0.0, 2, 1.0, 1.0, 9.0, 
 
 def worker(name: str, role: WorkerRole = WorkerRole.DECODE, **changes: object) -> WorkerView:
     view = WorkerView(name, role, "m", WorkerCondition.READY, "h", "mock", "1.0", 10.0)
-    known = {"age_s": 1.0, "running": 1, "slots": 8, "waiting": 0, "kv_used": 5, "kv_total": 100}
+    known = {
+        "age_s": 1.0,
+        "num_admitted": 1,
+        "num_slots": 8,
+        "num_waiting": 0,
+        "num_blocks_in_use": 5,
+        "num_blocks": 100,
+    }
     return msgspec.structs.replace(view, **{**known, **changes})
 
 
@@ -50,7 +57,9 @@ def test_nothing_is_wrong_with_a_healthy_cluster() -> None:
     assert found(worker("b", WorkerRole.BOTH)) == []
     # What was queued a moment ago, a step of a second, and a frontend that has left are no faults.
     gone = msgspec.structs.replace(FRONTEND, id="g", release="", age_s=20.0)
-    assert found(PREFILL, worker("d", step_age_s=2.0, waiting=3, waiting_for_s=2.0), frontends=(FRONTEND, gone)) == []
+    assert (
+        found(PREFILL, worker("d", step_age_s=2.0, num_waiting=3, waiting_for_s=2.0), frontends=(FRONTEND, gone)) == []
+    )
     assert found(*HEALTHY, prefill_queue=4, prefill_queue_for_s=3.0) == []
     assert found(*HEALTHY, prefill_queue=None) == []
 
@@ -61,8 +70,8 @@ def test_nothing_is_wrong_with_a_healthy_cluster() -> None:
         ({"state": WorkerCondition.SILENT, "age_s": 7.2}, "silent-worker", "silent for up to 7 s: a lease lasts 10 s"),
         ({"state": WorkerCondition.UNREACHED, "age_s": None}, "unreached-worker", "this frontend has no connection"),
         ({"step_age_s": 31.0}, "stuck-step", "at one step for 31 s: the engine may hang"),
-        ({"kv_used": 96}, "kv-full", "KV 96% full: preemptions or refusals are near"),
-        ({"waiting": 5, "waiting_for_s": 40.0}, "waiting-requests", "up to 40 s without a break (5 now)"),
+        ({"num_blocks_in_use": 96}, "kv-full", "KV 96% full: preemptions or refusals are near"),
+        ({"num_waiting": 5, "waiting_for_s": 40.0}, "waiting-requests", "up to 40 s without a break (5 now)"),
     ],
 )
 def test_a_worker_with_a_fault_is_named_with_the_reason(changes: dict[str, object], kind: str, text: str) -> None:
@@ -211,7 +220,7 @@ def test_a_silent_frontend_and_a_mix_of_releases() -> None:
 
 
 def test_many_workers_with_one_fault_are_one_line_and_the_worst_is_first() -> None:
-    fleet = [worker(f"d{number}", kv_used=99) for number in range(240)]
+    fleet = [worker(f"d{number}", num_blocks_in_use=99) for number in range(240)]
     stuck = worker("s", step_age_s=60.0)
     wrong = found(PREFILL, *fleet, stuck)
     assert [each.kind for each in wrong] == ["stuck-step", "kv-full"]

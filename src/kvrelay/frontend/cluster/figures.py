@@ -23,7 +23,7 @@ from kvrelay.core.histogram import LATENCY_BUCKETS_S, TOKEN_BUCKETS_S
 from kvrelay.core.process_usage import ProcessUsage
 from kvrelay.core.workers import Name, WorkerId, WorkerInfo
 from kvrelay.frontend.cluster.cold_start import ColdStart
-from kvrelay.frontend.cluster.metrics import FrontendMetrics, Latencies
+from kvrelay.frontend.cluster.metrics import AllCounts, FrontendMetrics, Latencies
 from kvrelay.frontend.cluster.worker_link import WorkerLink
 from kvrelay.planner import Traffic
 
@@ -40,11 +40,11 @@ ItlCounts = Annotated[tuple[Count, ...], msgspec.Meta(max_length=len(TOKEN_BUCKE
 
 class Second(msgspec.Struct, frozen=True, array_like=True):
     """The second that began at ``unix_s``. ``ttft`` and ``itl`` are counts per bucket of the metrics' histograms, empty
-    if there were none. From ``num_admitted`` to ``kv_total`` they are gauges over all workers, which all frontends see
-    alike. Fields stand in the order of the releases that brought them. ``num_limited`` of the refused requests: by the
-    limits of their API key. ``num_judged``: whole answers, each choice one. ``num_cached_tokens``: of the prompts, as
-    clients are told. ``cpu_s`` and ``rss_bytes``: of frontends. ``work``: of all workers, as far as this frontend has
-    heard them; every frontend hears the same."""
+    if there were none. GAUGES are sums over all workers' load samples, which all frontends see alike. Fields stand in
+    the order of the releases that brought them. ``num_limited`` of the refused requests: by the limits of their API
+    key. ``num_judged``: whole answers, each choice one. ``num_cached_tokens``: of the prompts, as clients are told.
+    ``cpu_s`` and ``rss_bytes``: of frontends. ``work``: of all workers, as far as this frontend has heard them; every
+    frontend hears the same."""
 
     unix_s: int
     num_requests: Count = 0
@@ -55,8 +55,8 @@ class Second(msgspec.Struct, frozen=True, array_like=True):
     itl: ItlCounts = ()
     num_admitted: Count = 0
     num_waiting: Count = 0
-    kv_used: Count = 0
-    kv_total: Count = 0
+    num_blocks_in_use: Count = 0
+    num_blocks: Count = 0
     num_answered: Count = 0
     num_refused: Count = 0
     num_limited: Count = 0
@@ -68,6 +68,13 @@ class Second(msgspec.Struct, frozen=True, array_like=True):
     cpu_s: Seconds = 0.0
     rss_bytes: Number = 0
     work: Activity | None = None
+
+
+GAUGES = ("num_admitted", "num_waiting", "num_blocks_in_use", "num_blocks")
+"""Fields of a second that are those of a load sample, over all workers."""
+_NOT_ADDED = {"unix_s", "ttft", "itl", "work", *GAUGES}
+_ADDED = tuple(name for name in Second.__struct_fields__ if name not in _NOT_ADDED)
+_COUNTED = tuple(name for name in AllCounts._fields if name in _ADDED)
 
 
 class HeardLoad(msgspec.Struct, frozen=True, array_like=True):
@@ -209,32 +216,18 @@ class Figures:
         infos = [link.info for link in links]
         self._minute.take(unix_s, infos, self._metrics.latencies(), works)
         self._metrics.keep_workers({info.worker_id for info in infos})
-        self._rows.append(
-            Second(
-                unix_s,
-                counts.num_requests - before.num_requests,
-                counts.num_failed - before.num_failed,
-                counts.num_prompt_tokens - before.num_prompt_tokens,
-                sum(count - self._generated.get(link, 0) for link, count in generated.items()),
-                _difference(counts.ttft, before.ttft),
-                _difference(counts.itl, before.itl),
-                sum(load.request_active_slots for load in loads),
-                sum(load.num_requests_waiting for load in loads),
-                sum(load.kv_active_blocks for load in loads),
-                sum(load.kv_total_blocks for load in loads),
-                counts.num_answered - before.num_answered,
-                counts.num_refused - before.num_refused,
-                max(counts.num_limited - before.num_limited, 0),
-                counts.num_judged - before.num_judged,
-                counts.num_in_time - before.num_in_time,
-                counts.num_late_first - before.num_late_first,
-                counts.num_late_gaps - before.num_late_gaps,
-                counts.num_cached_tokens - before.num_cached_tokens,
-                max(usage.cpu_s - self._cpu_s, 0.0),
-                usage.rss_bytes,
-                reduce(Activity.plus, works.values()) if works else None,
-            )
+        row = Second(
+            unix_s,
+            num_output_tokens=sum(count - self._generated.get(link, 0) for link, count in generated.items()),
+            ttft=_difference(counts.ttft, before.ttft),
+            itl=_difference(counts.itl, before.itl),
+            cpu_s=max(usage.cpu_s - self._cpu_s, 0.0),
+            rss_bytes=usage.rss_bytes,
+            work=reduce(Activity.plus, works.values()) if works else None,
         )
+        gauges = {name: sum(getattr(load, name) for load in loads) for name in GAUGES}
+        counted = {name: max(getattr(counts, name) - getattr(before, name), 0) for name in _COUNTED}
+        self._rows.append(msgspec.structs.replace(row, **gauges, **counted))
         self._generated, self._cpu_s = generated, usage.cpu_s
         begun = msgspec.structs.replace(self._rows[-1], unix_s=unix_s - unix_s % COARSE_S)
         while self._hour and self._hour[-1].unix_s > begun.unix_s:
@@ -299,29 +292,13 @@ def _then(one: Second, later: Second) -> Second:
 
 def _together(one: Second, other: Second) -> Second:
     """Of two frontends. What they know of workers is the same: the first one's counts."""
-    return Second(
-        one.unix_s,
-        one.num_requests + other.num_requests,
-        one.num_failed + other.num_failed,
-        one.num_prompt_tokens + other.num_prompt_tokens,
-        one.num_output_tokens + other.num_output_tokens,
-        added(one.ttft, other.ttft),
-        added(one.itl, other.itl),
-        max(one.num_admitted, other.num_admitted),
-        max(one.num_waiting, other.num_waiting),
-        max(one.kv_used, other.kv_used),
-        max(one.kv_total, other.kv_total),
-        one.num_answered + other.num_answered,
-        one.num_refused + other.num_refused,
-        one.num_limited + other.num_limited,
-        one.num_judged + other.num_judged,
-        one.num_in_time + other.num_in_time,
-        one.num_late_first + other.num_late_first,
-        one.num_late_gaps + other.num_late_gaps,
-        one.num_cached_tokens + other.num_cached_tokens,
-        one.cpu_s + other.cpu_s,
-        one.rss_bytes + other.rss_bytes,
-        one.work or other.work,
+    return msgspec.structs.replace(
+        one,
+        ttft=added(one.ttft, other.ttft),
+        itl=added(one.itl, other.itl),
+        work=one.work or other.work,
+        **{name: getattr(one, name) + getattr(other, name) for name in _ADDED},
+        **{name: max(getattr(one, name), getattr(other, name)) for name in GAUGES},
     )
 
 

@@ -316,9 +316,9 @@ def _load_gauges(loads: Sequence[tuple[str, LoadMetrics]]) -> Iterator[Metric]:
     """What the workers published last, for who scales or watches by the frontend alone. Until the next release also
     under the names of the workers' own gauges."""
     shown: tuple[tuple[str, str, Callable[[LoadMetrics], float]], ...] = (
-        ("requests_running", "Sequences that run.", lambda load: load.request_active_slots),
-        ("requests_waiting", "Requests that wait.", lambda load: load.num_requests_waiting),
-        ("kv_usage_ratio", "Share of the KV pool in use.", lambda load: load.gpu_cache_usage_perc),
+        ("requests_running", "Requests let in, those that wait for their KV included.", lambda load: load.num_admitted),
+        ("requests_waiting", "Requests that wait to be let in.", lambda load: load.num_waiting),
+        ("kv_usage_ratio", "Share of the KV pool in use.", lambda load: load.cache_usage),
     )
     for name, text, value in shown:
         deprecated = f"Deprecated, gone in the next release: use kvrelay_load_{name}."

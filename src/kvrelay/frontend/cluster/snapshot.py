@@ -65,7 +65,19 @@ class WorkerCondition(StrEnum):
     LEAVING = "leaving"
 
 
-class WorkerView(msgspec.Struct, frozen=True):
+SHOWN_AS = {
+    "num_admitted": "running",
+    "num_slots": "slots",
+    "num_waiting": "waiting",
+    "num_prefill_tokens": "prefill_tokens_queued",
+    "num_blocks_in_use": "kv_used",
+    "num_blocks": "kv_total",
+}
+"""JSON names of what load samples tell, of a worker and of all."""
+_SHOWN = (*SHOWN_AS, "kv_demand", "prefix_hit_rate")
+
+
+class WorkerView(msgspec.Struct, frozen=True, rename=SHOWN_AS):
     """A worker. Load is as published last, ``age_s`` ago; None: it has not reported to this frontend. Blocks of KV.
     ``dp_group``: it is rank ``dp_rank`` of that data-parallel group. ``cpu_cores`` and ``rss_bytes``: of its
     processes."""
@@ -79,16 +91,16 @@ class WorkerView(msgspec.Struct, frozen=True):
     release: str
     lease_ttl_s: float
     age_s: float | None = None
-    running: int | None = None
-    slots: int | None = None
-    waiting: int | None = None
+    num_admitted: int | None = None
+    num_slots: int | None = None
+    num_waiting: int | None = None
     waiting_for_s: float = 0.0
     """For how long requests have waited there without a break."""
-    prefill_tokens_queued: int | None = None
+    num_prefill_tokens: int | None = None
     prefill_s_queued: float | None = None
     """What they take, by the worker's own fitted costs."""
-    kv_used: int | None = None
-    kv_total: int | None = None
+    num_blocks_in_use: int | None = None
+    num_blocks: int | None = None
     kv_demand: float | None = None
     prefix_hit_rate: float | None = None
     step_age_s: float = 0.0
@@ -189,7 +201,7 @@ class SessionsView(msgspec.Struct, frozen=True):
     saved_s: float = 0.0
 
 
-class Totals(msgspec.Struct, frozen=True):
+class Totals(msgspec.Struct, frozen=True, rename=SHOWN_AS):
     """The whole cluster. Rates over the last ten seconds, quantiles over the last minute. ``prefill_queue``: entries
     that no prefill worker has pulled; None: the control server does not tell. Requests are those that have ended:
     answered, refused (429), failed (5xx or a broken stream), invalid (other 4xx), or left by their clients."""
@@ -216,13 +228,13 @@ class Totals(msgspec.Struct, frozen=True):
     """Of this frontend, for requests that bring no objective."""
     slo_itl_ms: float
     in_flight: int
-    running: int
-    waiting: int
+    num_admitted: int
+    num_waiting: int
     prefill_queue: int | None
     prefill_queue_for_s: float
     """For how long the queue was not empty, as far as this frontend knows."""
-    kv_used: int
-    kv_total: int
+    num_blocks_in_use: int
+    num_blocks: int
     num_flows: int
     flow_bytes: int
     """Of all flows; ``ClusterSnapshot.flows`` has the largest."""
@@ -240,7 +252,7 @@ class Totals(msgspec.Struct, frozen=True):
     sessions_last_minute: SessionsView = SessionsView()
 
 
-class History(msgspec.Struct, frozen=True):
+class History(msgspec.Struct, frozen=True, rename=SHOWN_AS):
     """A column per figure, a row per ``step_s`` seconds, the oldest first. Counts are of the whole row. Quantiles of a
     second, and means of hand-offs, are over it and the nine before."""
 
@@ -255,10 +267,10 @@ class History(msgspec.Struct, frozen=True):
     late_gaps: list[int]
     tokens: list[int]
     prompt_tokens: list[int]
-    running: list[int]
-    waiting: list[int]
-    kv_used: list[int]
-    kv_total: list[int]
+    num_admitted: list[int]
+    num_waiting: list[int]
+    num_blocks_in_use: list[int]
+    num_blocks: list[int]
     ttft_p50_ms: list[float | None]
     ttft_p95_ms: list[float | None]
     itl_p50_ms: list[float | None]
@@ -310,17 +322,10 @@ def _worker_view(member: Member, now_s: float) -> WorkerView:
     load, cost = report.load, report.load.step_cost
     return msgspec.structs.replace(
         view,
+        **{name: getattr(load, name) for name in _SHOWN},
         age_s=age_s,
-        running=load.request_active_slots,
-        slots=load.request_total_slots,
-        waiting=load.num_requests_waiting,
         waiting_for_s=0.0 if report.waiting_since_s is None else now_s - report.waiting_since_s,
-        prefill_tokens_queued=load.num_prefill_tokens,
         prefill_s_queued=None if cost is None else cost.prefill_seconds(load.num_prefill_tokens),
-        kv_used=load.kv_active_blocks,
-        kv_total=load.kv_total_blocks,
-        kv_demand=load.kv_demand_perc,
-        prefix_hit_rate=load.gpu_prefix_cache_hit_rate,
         # The age goes on while the worker says nothing.
         step_age_s=load.step_age_s + age_s if load.step_age_s else 0.0,
         prefill_tokens_per_s=report.prefilled_per_s,
@@ -455,12 +460,12 @@ def totals(
         slo_ttft_ms=objectives.slo_ttft_ms,
         slo_itl_ms=objectives.slo_itl_ms,
         in_flight=sum(frontend.in_flight for frontend in frontends),
-        running=sum(worker.running or 0 for worker in workers),
-        waiting=sum(worker.waiting or 0 for worker in workers),
+        num_admitted=sum(worker.num_admitted or 0 for worker in workers),
+        num_waiting=sum(worker.num_waiting or 0 for worker in workers),
         prefill_queue=prefill_queue,
         prefill_queue_for_s=prefill_queue_for_s,
-        kv_used=sum(worker.kv_used or 0 for worker in workers),
-        kv_total=sum(worker.kv_total or 0 for worker in workers),
+        num_blocks_in_use=sum(worker.num_blocks_in_use or 0 for worker in workers),
+        num_blocks=sum(worker.num_blocks or 0 for worker in workers),
         num_flows=len(flows),
         flow_bytes=sum(flow.num_bytes for _, flow in flows),
         ttft_ms=_quantiles(LATENCY_BUCKETS_S, minute.ttft),
@@ -511,10 +516,10 @@ def history(rows: Sequence[Second], since: int, step_s: int = 1) -> History:
         late_gaps=[row.num_late_gaps for row in shown],
         tokens=[row.num_output_tokens for row in shown],
         prompt_tokens=[row.num_prompt_tokens for row in shown],
-        running=[row.num_admitted for row in shown],
-        waiting=[row.num_waiting for row in shown],
-        kv_used=[row.kv_used for row in shown],
-        kv_total=[row.kv_total for row in shown],
+        num_admitted=[row.num_admitted for row in shown],
+        num_waiting=[row.num_waiting for row in shown],
+        num_blocks_in_use=[row.num_blocks_in_use for row in shown],
+        num_blocks=[row.num_blocks for row in shown],
         ttft_p50_ms=[_quantile_ms(LATENCY_BUCKETS_S, counts, 0.5) for counts in ttft],
         ttft_p95_ms=[_quantile_ms(LATENCY_BUCKETS_S, counts, 0.95) for counts in ttft],
         itl_p50_ms=[_quantile_ms(TOKEN_BUCKETS_S, counts, 0.5) for counts in itl],

@@ -40,7 +40,7 @@ class WorkerReport:
     def heard(self, load: LoadMetrics, now_s: float) -> None:
         """Take in a sample."""
         self.load, self.heard_s = load, now_s
-        if not load.num_requests_waiting:
+        if not load.num_waiting:
             self.waiting_since_s = None
         elif self.waiting_since_s is None:
             self.waiting_since_s = now_s

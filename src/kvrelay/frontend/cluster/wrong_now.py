@@ -206,7 +206,7 @@ def _of_workers(workers: Sequence[WorkerView]) -> Iterator[Wrong]:
         workers,
         "kv-full",
         Severity.WARNING,
-        lambda worker: bool(worker.kv_total) and (worker.kv_used or 0) >= KV_FULL * (worker.kv_total or 0),
+        lambda worker: _kv_share(worker) >= KV_FULL,
         lambda some: f"KV {max(_kv_share(worker) for worker in some):.0%} full: preemptions or refusals are near",
     )
     yield from _grouped(
@@ -216,7 +216,7 @@ def _of_workers(workers: Sequence[WorkerView]) -> Iterator[Wrong]:
         lambda worker: worker.waiting_for_s >= WAITING_AFTER_S,
         lambda some: (
             f"requests wait for up to {max(worker.waiting_for_s for worker in some):.0f} s without a break "
-            f"({sum(worker.waiting or 0 for worker in some)} now): more comes than is done"
+            f"({sum(worker.num_waiting or 0 for worker in some)} now): more comes than is done"
         ),
     )
 
@@ -236,7 +236,7 @@ def _grouped(
 
 
 def _kv_share(worker: WorkerView) -> float:
-    return (worker.kv_used or 0) / (worker.kv_total or 1)
+    return (worker.num_blocks_in_use or 0) / (worker.num_blocks or 1)
 
 
 def _names(names: Sequence[str]) -> str:

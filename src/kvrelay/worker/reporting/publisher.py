@@ -152,7 +152,7 @@ class Publisher:
 def repeat_interval_s(load: LoadMetrics, step_age_s: float) -> float:
     """After how long an unchanged sample is repeated. ``step_age_s``: of the running step, 0 without one; a hang shows
     in the age of later samples, also if the load was sampled before the request came."""
-    is_idle = load.request_active_slots + load.num_requests_waiting == 0 and not step_age_s
+    is_idle = load.num_admitted + load.num_waiting == 0 and not step_age_s
     return IDLE_INTERVAL_S if is_idle else MAX_INTERVAL_S
 
 
