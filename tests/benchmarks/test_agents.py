@@ -7,7 +7,7 @@ from benchmarks.agents import BLOCK_SIZE, blocks_of, load_of, outcome_of, usage_
 
 from kvrelay.bench.errors import BenchError
 
-GIVEN = {"sessions": 8, "turns": 6, "tools": 3, "prompt": 320, "answer": 20}
+GIVEN = {"sessions": 8, "turns": 6, "tools": 3, "prompt": 320, "answer": 20, "rate": 4.0}
 
 
 def test_turns_repeat_their_session_and_wait_for_a_tool() -> None:
