@@ -243,3 +243,41 @@ def test_siblings_spread_if_the_root_can_be_read() -> None:
     assert sorted(spread.values()) == [2, 2, 2, 2]
     piled = Counter(decision.worker_id for decision in siblings(20, 100, None))
     assert piled == {"w0": 8}, "their answers together take less than to compute the root once more"
+
+
+# -- workers that leave -----------------------------------------------------------------------------------------------
+
+
+def test_a_worker_that_leaves_is_read_from_for_a_while_and_takes_no_requests() -> None:
+    fleet = Fleet(3)
+    fleet.sample()
+    fleet.has("w0", 100)
+    fleet.has("w1", 40)
+    fleet.router.remove_worker("w0", lends_for_s=10.0)
+    decision = fleet.decide(place=True)
+    assert (decision.worker_id, decision.holder) == ("w1", PrefixHolder("w0", 1600))
+    assert decision.load_blocks == 60, "the rest it has itself"
+    fleet.router.remove_worker("w0")
+    assert fleet.decide(1, exclude=("w1",)).holder == PrefixHolder("w0", 1600), "its connection has ended, too"
+    fleet.clock.advance(10.0)
+    assert fleet.decide(2, exclude=("w1",)).holder == PrefixHolder("w1", 640)
+    assert fleet.router.indexed_blocks("w0") == []
+
+
+def test_a_worker_that_comes_back_competes_with_what_it_has() -> None:
+    fleet = Fleet(2)
+    fleet.sample()
+    fleet.has("w0", 100)
+    fleet.router.remove_worker("w0", lends_for_s=10.0)
+    fleet.router.add_worker(msgspec.structs.replace(info("w0"), reads_prefixes=True, epoch=1))
+    fleet.sample()
+    assert fleet.router.leaving_lender(HASHES.sequence) is None
+    assert fleet.decide().worker_id == "w0"
+
+
+def test_one_that_lends_nothing_is_forgotten_at_once() -> None:
+    fleet = Fleet(2, reads_prefixes=False)
+    fleet.has("w0", 100)
+    fleet.router.remove_worker("w0", lends_for_s=10.0)
+    assert fleet.router.leaving_lender(HASHES.sequence) is None
+    assert fleet.router.indexed_blocks("w0") == []

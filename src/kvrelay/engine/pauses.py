@@ -203,6 +203,11 @@ class Pauses:
         """By key and kind."""
         return self._fits
 
+    @property
+    def num_named(self) -> int:
+        """Open pauses of which is known what they are for. It looks at each."""
+        return sum(pause.fit.is_named for pause in self._expected.values())
+
     def begin(
         self, request_id: str, tenant: str, marks: Mapping[int, int], session: Session, *, is_half: bool = False
     ) -> Pause:

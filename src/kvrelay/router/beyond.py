@@ -64,7 +64,8 @@ class TierTable:
 
 
 class Lender(msgspec.Struct, frozen=True):
-    """A worker of the other stage, whose prefix cache has the first ``num_blocks`` blocks of a prompt."""
+    """A worker that does not compete, of the other stage or about to leave, whose prefix cache has the first
+    ``num_blocks`` blocks of a prompt."""
 
     info: WorkerInfo
     num_blocks: int
@@ -73,6 +74,11 @@ class Lender(msgspec.Struct, frozen=True):
         """Whether that worker may read from this one."""
         is_open = self.info.reads_prefixes and info.reads_prefixes
         return is_open and self.info.kv_compatibility == info.kv_compatibility
+
+
+def deeper(one: Lender | None, other: Lender | None) -> Lender | None:
+    """The one that has more."""
+    return max((lender for lender in (one, other) if lender), key=lambda lender: lender.num_blocks, default=None)
 
 
 class Lenders(msgspec.Struct, frozen=True):

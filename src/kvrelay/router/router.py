@@ -36,7 +36,7 @@ from kvrelay.router.base import (
     RoutingRequest,
     Survey,
 )
-from kvrelay.router.beyond import Lender, Lenders, peer_loads, tier_loads
+from kvrelay.router.beyond import Lender, Lenders, deeper, peer_loads, tier_loads
 from kvrelay.router.costs import TransferTimes, WorkerCosts
 from kvrelay.router.indexer import KvIndexer
 from kvrelay.router.knowledge import Indexer
@@ -83,6 +83,8 @@ class Router:
         self._anticipated: ApproximateIndexer | None = None
         self._rows_of: dict[WorkerGroup, _RowIndices] = {}
         self._lenders: Lenders | None = None
+        self._leaving: dict[str, tuple[WorkerInfo, float]] = {}
+        """Workers that take no requests any more, and until when they lend what they hold."""
         self._can_read = False
         """Whether any worker may read from another one."""
         self._load_costs: dict[str, dict[str, LoadCost]] = {}
@@ -136,6 +138,7 @@ class Router:
         if known is not None and info.epoch < known.epoch:
             return
         self._workers[info.worker_id] = info
+        self._leaving.pop(info.worker_id, None)
         self._rows_of.clear()
         self._lacking.clear()
         self._lenders = None
@@ -148,8 +151,9 @@ class Router:
             self._load.remove_worker(info.worker_id)
             self._forget_prefixes(info.worker_id)
 
-    def remove_worker(self, worker_id: str) -> None:
-        self._workers.pop(worker_id, None)
+    def remove_worker(self, worker_id: str, lends_for_s: float = 0.0) -> None:
+        """It competes no more. ``lends_for_s``: how long others may still read what it holds."""
+        info = self._workers.pop(worker_id, None)
         self._load.remove_worker(worker_id)
         self._costs.forget(worker_id)
         self.transfer_times.forget(worker_id)
@@ -158,7 +162,22 @@ class Router:
         self._rows_of.clear()
         self._lacking.clear()
         self._lenders = None
-        self._forget_prefixes(worker_id)
+        if info is not None and info.reads_prefixes and lends_for_s:
+            self._leaving[worker_id] = info, self.clock.now() + lends_for_s
+        elif worker_id not in self._leaving:
+            self._forget_prefixes(worker_id)
+
+    def leaving_lender(self, sequence: Sequence[int]) -> Lender | None:
+        """Of the workers that leave, the one that holds the most of this prompt."""
+        now_s, found = self.clock.now(), None
+        for worker_id in [name for name, (_, until_s) in self._leaving.items() if until_s <= now_s]:
+            del self._leaving[worker_id]
+            self._forget_prefixes(worker_id)
+        if self._leaving and sequence:
+            for depth, group in self.indexer.find_holders(sequence):
+                for name in self._leaving.keys() & set(group.names):
+                    found = Lender(self._leaving[name][0], depth)
+        return found
 
     def _forget_prefixes(self, worker_id: str) -> None:
         self.indexer.remove_worker(worker_id)
@@ -180,6 +199,7 @@ class Router:
         """What a decision is made of, under the router's policy or another one. ``lender``: from whom these workers may
         read, too. Valid until the next call of any method. Raises WorkerUnavailableError."""
         sequence = self._sequence(request)
+        lender = deeper(lender, self.leaving_lender(sequence)) if self._leaving else lender
         candidates, holders = self._candidates(request, sequence, lender)
         exclude = (*request.exclude, *self._without(request.adapter)) if request.adapter else request.exclude
         scores = self._scores(policy or self._policy, candidates, exclude)

@@ -16,6 +16,7 @@ from collections.abc import Callable
 
 from kvrelay.config import WorkerConfig, WorkerRole
 from kvrelay.core.cores import compute_threads, may_change_niceness, set_niceness
+from kvrelay.core.handoff import LEAVING_LENDS_S
 from kvrelay.core.tasks import TaskSet
 from kvrelay.engine.contract import Engine, EngineFacts, EngineHost
 from kvrelay.errors import ConfigError, ControlUnavailableError, LeaseLostError, WorkerUnavailableError
@@ -23,6 +24,7 @@ from kvrelay.worker.cluster.membership import RETRY_INTERVAL_S
 from kvrelay.worker.decode.serving import DecodeSide
 from kvrelay.worker.prefill.paired import PairedPrefills
 from kvrelay.worker.prefill.pulling import PrefillSide
+from kvrelay.worker.shutdown import none_left
 from kvrelay.worker.surroundings import Surroundings
 
 _log = logging.getLogger(__name__)
@@ -185,9 +187,14 @@ class Roles:
             set_niceness(self._niceness if is_exclusive else 0)
 
     async def _finish(self) -> None:
-        """Begin no new work; return when all work in flight has ended."""
-        self._paired.accepting = self._decode.handoffs.lends_prefixes = False
+        """Begin no new work; return when all work in flight has ended. Sessions whose tools run come back to other
+        workers, which may read what is here for a while."""
+        self._paired.accepting = False
         await self._prefill.drain()
+        await self._decode.answer_all()
+        if await self._engine.call(lambda core: core.schedules is not None and core.schedules.num_at_tools):
+            await none_left(self._decode.num_serving, LEAVING_LENDS_S)
+        self._decode.handoffs.lends_prefixes = False
         await self._decode.drain()
 
     async def _register_again(self) -> None:
