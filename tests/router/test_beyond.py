@@ -271,7 +271,7 @@ def test_a_worker_that_comes_back_competes_with_what_it_has() -> None:
     fleet.router.remove_worker("w0", lends_for_s=10.0)
     fleet.router.add_worker(msgspec.structs.replace(info("w0"), reads_prefixes=True, epoch=1))
     fleet.sample()
-    assert fleet.router.leaving_lender(HASHES.sequence) is None
+    assert fleet.router.leaving(HASHES.sequence) == []
     assert fleet.decide().worker_id == "w0"
 
 
@@ -279,5 +279,5 @@ def test_one_that_lends_nothing_is_forgotten_at_once() -> None:
     fleet = Fleet(2, reads_prefixes=False)
     fleet.has("w0", 100)
     fleet.router.remove_worker("w0", lends_for_s=10.0)
-    assert fleet.router.leaving_lender(HASHES.sequence) is None
+    assert fleet.router.leaving(HASHES.sequence) == []
     assert fleet.router.indexed_blocks("w0") == []

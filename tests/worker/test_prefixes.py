@@ -347,7 +347,7 @@ async def test_a_worker_that_leaves_lends_while_sessions_wait_for_their_tools(mo
     async with cluster() as shared:
         holder, reader, first, second = await two(shared)
         first.connection.send(SessionPaused("warm", "bash"))
-        await shared.until(lambda: holder.core.num_at_tools)
+        await shared.until(lambda: holder.core.pauses is not None and holder.core.pauses.counts.num_named == 1)
         holder.worker.request_drain()
         await shared.until(lambda: holder.id not in reader.worker.inspect().peers.addresses)
         assert await ask(second, "r", HOT + prompt(100, 3), holder.id) == 1600

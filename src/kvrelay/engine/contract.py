@@ -187,10 +187,6 @@ class Schedules(Protocol):
     def session_paused(self, request_id: str, kind: str, within_s: float = 0.0, is_over: bool = False) -> None:
         """This request has ended, and its session does as ``SessionPaused`` says. Unknown ids are ignored."""
 
-    @property
-    def num_at_tools(self) -> int:
-        """Sessions that wait for tools, as far as that was said. It looks at each."""
-
     def keep_blocks(self, request_id: str, block_ids: Sequence[int]) -> None:
         """The hand-off is computed, what a peer lacks lies in ``block_ids``, and no transfer touches them. If there is
         room, keep it in the holding area and free the pool's blocks. ``StepOutput.kept_blocks`` answers, exactly

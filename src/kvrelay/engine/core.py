@@ -352,10 +352,6 @@ class EngineCore:
         """No peer touches the blocks of this loan any more."""
         self.loans.end(handoff_id, loan)
 
-    @property
-    def num_at_tools(self) -> int:
-        return 0 if self.pauses is None else self.pauses.num_named
-
     def lend_prefix(
         self, handoff_id: HandoffId, token_ids: Sequence[int], cache_salt: str | None
     ) -> tuple[int, ...] | None:

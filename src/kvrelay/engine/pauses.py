@@ -152,10 +152,11 @@ class Pause(msgspec.Struct, eq=False):
 
 
 class PauseCounts(msgspec.Struct):
-    """``num_returned``: pauses that ended; ``num_gone``: that seem never to end; ``num_forgotten``: the table was
-    full."""
+    """``num_named``: for tools; ``num_returned``: that ended; ``num_gone``: that seem never to end; ``num_forgotten``:
+    the table was full."""
 
     num_begun: int = 0
+    num_named: int = 0
     num_returned: int = 0
     num_gone: int = 0
     num_forgotten: int = 0
@@ -203,11 +204,6 @@ class Pauses:
         """By key and kind."""
         return self._fits
 
-    @property
-    def num_named(self) -> int:
-        """Open pauses of which is known what they are for. It looks at each."""
-        return sum(pause.fit.is_named for pause in self._expected.values())
-
     def begin(
         self, request_id: str, tenant: str, marks: Mapping[int, int], session: Session, *, is_half: bool = False
     ) -> Pause:
@@ -234,6 +230,7 @@ class Pauses:
         if pause is None:
             return None
         median_s = PRIOR_MEDIAN_S
+        self.counts.num_named += bool(kind)
         if MIN_PROMISE_S <= within_s <= MAX_PROMISE_S:
             kind, median_s = f"{kind} within {2.0 ** round(math.log2(within_s)):g} s", within_s / 2
         pause.is_now(self._fit(pause.tenant, kind, median_s))

@@ -76,11 +76,6 @@ class Lender(msgspec.Struct, frozen=True):
         return is_open and self.info.kv_compatibility == info.kv_compatibility
 
 
-def deeper(one: Lender | None, other: Lender | None) -> Lender | None:
-    """The one that has more."""
-    return max((lender for lender in (one, other) if lender), key=lambda lender: lender.num_blocks, default=None)
-
-
 class Lenders(msgspec.Struct, frozen=True):
     """Which rows exchange prefixes with which: those of equal KV. Made when the workers change."""
 

@@ -32,7 +32,7 @@ from kvrelay.placement.threshold import DisaggPolicy
 from kvrelay.placement.trials import WorkerTrials
 from kvrelay.placement.ways import Way, Ways, is_surely_local, ways_of
 from kvrelay.router.base import RoutingDecision, RoutingRequest, Survey
-from kvrelay.router.beyond import Lender, deeper
+from kvrelay.router.beyond import Lender
 from kvrelay.router.costs import pair_token_seconds
 from kvrelay.router.policies import pick_best
 from kvrelay.router.router import Router
@@ -285,8 +285,8 @@ class PairRouter:
         since. Raises WorkerUnavailableError."""
         at = int(survey.candidates.overlap_blocks.argmax())
         num_held = int(survey.candidates.overlap_blocks[at])
-        lender = Lender(survey.infos[at], num_held) if num_held else None
-        halves = self.prefills.survey(request, lender=deeper(lender, self.decodes.leaving_lender(survey.sequence)))
+        held = [Lender(survey.infos[at], num_held)] if num_held else []
+        halves = self.prefills.survey(request, lenders=(*held, *self.decodes.leaving(survey.sequence)))
         load, costs = halves.candidates.load, halves.candidates.costs
         if costs is None:
             return halves

@@ -192,7 +192,8 @@ class Roles:
         self._paired.accepting = False
         await self._prefill.drain()
         await self._decode.answer_all()
-        if await self._engine.call(lambda core: core.schedules is not None and core.schedules.num_at_tools):
+        sessions = self._engine.stats().sessions
+        if sessions is not None and sessions.num_paused and sessions.counts.num_named:
             await none_left(self._decode.num_serving, LEAVING_LENDS_S)
         self._decode.handoffs.lends_prefixes = False
         await self._decode.drain()
