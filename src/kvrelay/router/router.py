@@ -169,10 +169,12 @@ class Router:
 
     def leaving(self, sequence: Sequence[int]) -> list[Lender]:
         """What the workers that leave hold of this prompt."""
+        if not self._leaving:
+            return []
         for worker_id in [name for name, (_, until_s) in self._leaving.items() if until_s <= self.clock.now()]:
             del self._leaving[worker_id]
             self._forget_prefixes(worker_id)
-        held = self.indexer.find_holders(sequence) if self._leaving and sequence else ()
+        held = self.indexer.find_holders(sequence) if sequence else ()
         return [
             Lender(self._leaving[name][0], depth) for depth, at in held for name in at.names if name in self._leaving
         ]
