@@ -100,7 +100,7 @@ class HandoffId(msgspec.Struct, frozen=True, order=True, array_like=True):
 
 
 LEAVING_LENDS_S = 10.0
-"""A worker that leaves while sessions wait for their tools lends its cache for so long, if others serve."""
+"""A worker that leaves lends its cache for so long, if others serve: while it answers, or sessions wait for tools."""
 
 
 def new_prefix_id(holder_id: str) -> HandoffId:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 
 from kvrelay.config import WorkerConfig, WorkerRole
@@ -189,12 +190,13 @@ class Roles:
     async def _finish(self) -> None:
         """Begin no new work; return when all work in flight has ended. Sessions whose tools run come back to other
         workers, which may read what is here for a while."""
+        lends_until_s = time.monotonic() + LEAVING_LENDS_S
         self._paired.accepting = False
         await self._prefill.drain()
         await self._decode.answer_all()
         sessions = self._engine.stats().sessions
         if sessions is not None and sessions.num_paused and sessions.counts.num_named:
-            await none_left(self._decode.num_serving, LEAVING_LENDS_S)
+            await none_left(self._decode.num_serving, lends_until_s - time.monotonic())
         self._decode.handoffs.lends_prefixes = False
         await self._decode.drain()
 
