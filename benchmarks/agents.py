@@ -9,6 +9,7 @@ a part of the sessions. Simulated, or measured on clusters that are started here
 from __future__ import annotations
 
 import asyncio
+import itertools
 import re
 import statistics
 import tempfile
@@ -113,9 +114,7 @@ class Outcome(msgspec.Struct, frozen=True):
 @click.option("--share", default=0.25, type=click.FloatRange(0.05, 4.0), help="Of the sessions that the pools hold.")
 @click.option("--host-share", default=0.0, type=click.FloatRange(0.0, 4.0), help="Of those that host memory holds.")
 @click.option("--mock-costs", is_flag=True, help="Simulate with the costs of the mock engine.")
-@click.option(
-    "--costs", help="Simulate with these of kvrelay simulate, learnt before, and objectives of 1 s and 30 ms."
-)
+@click.option("--costs", help="Simulate with costs of kvrelay simulate, learnt before; objectives: 1 s and 30 ms.")
 @click.option("--rate", default=4.0, type=click.FloatRange(0.01), help="Sessions that begin in a second.")
 @click.option("--block-size", default=BLOCK_SIZE, type=click.IntRange(1), help="Tokens of a block.")
 @click.option("--settings", default="1P1D,2P2D", help="Prefill and decode workers.")
@@ -135,12 +134,8 @@ def agents(**given: Any) -> None:
         raise InvalidInputError(f"--policies: {unknown.pop()!r} is none of {', '.join(POLICIES)}", param="policies")
     if given["measured"] and any(POLICIES[name] != Policy(POLICIES[name].retention) for name in policies):
         raise InvalidInputError("--policies: only recency and value can be measured", param="policies")
-    rows = [
-        row
-        for name in given["settings"].split(",")
-        for at in range(given["rounds"])
-        for row in compared(name, at, given)
-    ]
+    loads = itertools.product(given["settings"].split(","), range(given["rounds"]))
+    rows = [row for name, number in loads for row in compared(name, number, given)]
     text = f"{describe_machine()}\n\n{results_table(rows, _COLUMNS, left=2)}"
     print_result({"machine": describe_machine(), "given": given, "rows": rows}, text, given["as_json"])
 
@@ -151,23 +146,19 @@ def compared(name: str, number: int, given: dict[str, Any]) -> list[Row]:
     if shape is None:
         raise InvalidInputError(f"--settings: {name!r} is not like 2P2D", param="settings")
     setting, load = (int(shape[1]), int(shape[2])), load_of(given, number)
-    num_blocks = blocks_of(load, given["sessions"] * given["share"] / setting[1], given["block_size"])
-    run = measured if given["measured"] else simulated
-    policies = given["policies"].split(",")
-    found = {
-        policy: run(setting, POLICIES[policy], num_blocks, load, given)
-        for policy in policies[:: -1 if number % 2 else 1]
-    }
-    first = found[policies[0]]
-    return [
-        {"setting": name, "policy": policy, "round": number + 1, "blocks": num_blocks}
+    blocks = blocks_of(load, given["sessions"] * given["share"] / setting[1], given["block_size"])
+    run, names = measured if given["measured"] else simulated, given["policies"].split(",")
+    order = names[:: -1 if number % 2 else 1]
+    found = {policy: run(setting, POLICIES[policy], load, given | {"blocks": blocks}) for policy in order}
+    rows = [
+        {"setting": name, "policy": policy, "round": number + 1, "blocks": blocks}
         | msgspec.structs.asdict(found[policy])
-        | {
-            "tokens_ratio": found[policy].num_computed / first.num_computed,
-            "ttft_ratio": found[policy].ttft_s / first.ttft_s,
-        }
-        for policy in policies
+        for policy in names
     ]
+    for row in rows:
+        row["tokens_ratio"] = row["num_computed"] / rows[0]["num_computed"]
+        row["ttft_ratio"] = row["ttft_s"] / rows[0]["ttft_s"]
+    return rows
 
 
 def load_of(given: dict[str, Any], seed: int) -> list[Arrival]:
@@ -193,11 +184,9 @@ def host_memory_of(load: Sequence[Arrival], num_sessions: float) -> int:
     return bytes_of(-(-num_blocks // NUM_WAYS), MOCK_SHAPE) if num_blocks else 0
 
 
-def simulated(
-    setting: tuple[int, int], policy: Policy, num_blocks: int, load: Sequence[Arrival], given: dict[str, Any]
-) -> Outcome:
+def simulated(setting: tuple[int, int], policy: Policy, load: Sequence[Arrival], given: dict[str, Any]) -> Outcome:
     """By the simulator. Raises BenchError."""
-    engine = EngineConfig(num_blocks=num_blocks, block_size=given["block_size"], kv_retention=policy.retention)
+    engine = EngineConfig(num_blocks=given["blocks"], block_size=given["block_size"], kv_retention=policy.retention)
     tiers = TiersConfig(host_kv_cache=str(host_memory_of(load, given["sessions"] * given["host_share"])))
     costs, disagg, learnt = MOCK_COSTS if given["mock_costs"] or tiers.is_on else COSTS, DisaggConfig(), None
     if given["costs"] is not None:
@@ -245,12 +234,10 @@ def outcome_of(load: Sequence[Arrival], num_computed: int, ttfts_s: Sequence[flo
 # -- measured ---------------------------------------------------------------------------------------------------------
 
 
-def measured(
-    setting: tuple[int, int], policy: Policy, num_blocks: int, load: Sequence[Arrival], given: dict[str, Any]
-) -> Outcome:
+def measured(setting: tuple[int, int], policy: Policy, load: Sequence[Arrival], given: dict[str, Any]) -> Outcome:
     """By a cluster of mock workers."""
     prefill, decode = setting
-    arguments = f"--engine mock --prefill {prefill} --decode {decode} --num-blocks {num_blocks}"
+    arguments = f"--engine mock --prefill {prefill} --decode {decode} --num-blocks {given['blocks']}"
     arguments += f" --block-size {given['block_size']} --speedup-ratio {given['faster']} {given['serve_args']}"
     if num_bytes := host_memory_of(load, given["sessions"] * given["host_share"]):
         arguments += f" --host-kv-cache {num_bytes} --host-kv-linger-s 0"
