@@ -138,20 +138,7 @@ async def run_chaos(options: ChaosOptions, progress: Progress) -> ChaosReport:
         with_planner=options.planner == "act",
     )
     keys = _api_keys() if options.num_sessions else {}
-    serve_flags = ["--max-waiting-requests", str(MAX_WAITING_REQUESTS), "--order", options.order]
-    if options.planner == "act":
-        serve_flags += ["--planner", "act", *TIGHT]
-    if keys:
-        serve_flags += ["--api-keys-file", str(_keys_path())]
-    cluster = ClusterUnderTest(
-        [*options.worker_flags, *serve_flags],
-        options.worker_flags,
-        {"prefill": options.num_prefill, "decode": options.num_decode},
-        options.num_frontends,
-        options.log_path,
-        is_planned=options.planner == "act",
-        api_key=keys.get(Key.HONEST),
-    )
+    cluster = _cluster_of(options, keys.get(Key.HONEST))
     questions = _Questions(options)
     progress("starting the cluster")
     async with cluster, ChaosClient(cluster.url, cluster.model, api_key=keys.get(Key.HONEST)) as client:
@@ -194,6 +181,23 @@ async def run_chaos(options: ChaosOptions, progress: Progress) -> ChaosReport:
         "targets": targets_of(verdicts, leaked, faults, options.lease_ttl_s, injector.rank_death_s),
         "problems": (*problems, *problems_of(client.records, injector.records)),
     }
+
+
+def _cluster_of(options: ChaosOptions, api_key: str | None) -> ClusterUnderTest:
+    serve_flags = ["--max-waiting-requests", str(MAX_WAITING_REQUESTS), "--order", options.order]
+    if options.planner == "act":
+        serve_flags += ["--planner", "act", *TIGHT]
+    if api_key is not None:
+        serve_flags += ["--api-keys-file", str(_keys_path())]
+    return ClusterUnderTest(
+        [*options.worker_flags, *serve_flags],
+        options.worker_flags,
+        {"prefill": options.num_prefill, "decode": options.num_decode},
+        options.num_frontends,
+        options.log_path,
+        is_planned=options.planner == "act",
+        api_key=api_key,
+    )
 
 
 def _keys_path() -> Path:
