@@ -1,5 +1,5 @@
-"""Agents' sessions under both policies of retention, in turn: prompt tokens that were computed, and first tokens of
-later turns.
+"""Agents' sessions under policies of retention and routing, in turn: prompt tokens that were computed, first tokens of
+later turns, and goodput.
 
 Each session is a closed loop: a turn's prompt repeats the conversation, and is sent when the tool that the answer
 before it called has ended. The tools' times are log-normal, 0.1 to 30 s. The pools of all decode workers together hold
@@ -9,12 +9,14 @@ a part of the sessions. Simulated, or measured on clusters that are started here
 from __future__ import annotations
 
 import asyncio
+import itertools
+import re
 import statistics
 import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import click
 import msgspec
@@ -28,22 +30,26 @@ from kvrelay.bench.report.files import print_result
 from kvrelay.bench.report.machine import describe_machine
 from kvrelay.bench.report.table import Row, results_table
 from kvrelay.cli.options import json_option
-from kvrelay.config import EngineConfig, MockConfig, TiersConfig
+from kvrelay.config import DisaggConfig, EngineConfig, MockConfig, RouterConfig, TiersConfig
+from kvrelay.core.handoff import OrderPolicy
 from kvrelay.core.step_cost import StepCost
 from kvrelay.errors import InvalidInputError
 from kvrelay.frontend.openai.answer import Usage
+from kvrelay.placement.cost import objectives_of
+from kvrelay.placement.threshold import DisaggPolicy
+from kvrelay.router import PairDecision, PairRouter, RoutingRequest
 from kvrelay.simulate.arrival import Arrival
 from kvrelay.simulate.cluster import ClusterSpec
-from kvrelay.simulate.costs import Costs
+from kvrelay.simulate.costs import Costs, costs_of
+from kvrelay.simulate.learnt import learnt_by_serving
 from kvrelay.simulate.loads import generated_arrivals
-from kvrelay.simulate.simulation import simulate
+from kvrelay.simulate.simulation import Simulation
 from kvrelay.tiers.block import Shape
 from kvrelay.tiers.host import NUM_WAYS, bytes_of
 
-Retention = Literal["value", "recency"]
-POLICIES: tuple[Retention, ...] = ("recency", "value")
-SETTINGS = {"1P1D": (1, 1), "2P2D": (2, 2)}
+SETTING = re.compile(r"(\d{1,2})P(\d{1,2})D")
 BLOCK_SIZE, VOCAB_SIZE = 16, 400
+GPU_OBJECTIVES = DisaggConfig(slo_ttft_ms=1000, slo_itl_ms=30)
 COSTS = Costs(step=StepCost(prefill_token_s=1e-5))
 """Prefills are not the bottleneck: else sessions wait for them longer than for their tools."""
 _MOCK = MockConfig()
@@ -63,23 +69,40 @@ MOCK_COSTS = Costs(
 """Of a block of 128 bytes it is not the bytes that take time."""
 _COLUMNS = {
     "setting": "setting",
+    "policy": "policy",
     "round": "round",
     "blocks": "blocks:.0f",
-    "tokens, recency": "recency_tokens:,.0f",
-    "value": "value_tokens:,.0f",
-    "value/recency": "tokens_ratio:.3f",
-    "first token: recency, ms": "recency_ttft_ms:.1f",
-    "value, ms": "value_ttft_ms:.1f",
-    "value/recency, ms": "ttft_ratio:.3f",
+    "tokens": "num_computed:,.0f",
+    "of the first's": "tokens_ratio:.3f",
+    "later first token, ms": "ttft_s:ms",
+    "of the first's ": "ttft_ratio:.3f",
+    "goodput": "goodput:.3f",
+}
+
+
+class Policy(NamedTuple):
+    """``stays``: each session at the decode worker of its first turn."""
+
+    retention: Literal["value", "recency"]
+    router: Literal["kv", "kv-weights"] = "kv"
+    stays: bool = False
+
+
+POLICIES = {
+    "recency": Policy("recency"),
+    "value": Policy("value"),
+    "affinity": Policy("recency", stays=True),
+    "prefix": Policy("recency", "kv-weights"),
 }
 
 
 class Outcome(msgspec.Struct, frozen=True):
     """``num_computed``: prompt tokens that the decode worker did not have. ``ttft_s``: the mean of all turns but the
-    first of each session."""
+    first of each session. ``goodput``: the share of turns within the objectives, if simulated."""
 
     num_computed: int
     ttft_s: float
+    goodput: float | None = None
 
 
 @click.command()
@@ -91,55 +114,67 @@ class Outcome(msgspec.Struct, frozen=True):
 @click.option("--share", default=0.25, type=click.FloatRange(0.05, 4.0), help="Of the sessions that the pools hold.")
 @click.option("--host-share", default=0.0, type=click.FloatRange(0.0, 4.0), help="Of those that host memory holds.")
 @click.option("--mock-costs", is_flag=True, help="Simulate with the costs of the mock engine.")
-@click.option("--settings", default=",".join(SETTINGS), help=f"Of {', '.join(SETTINGS)}.")
-@click.option("--rounds", default=2, type=click.IntRange(1, 100), help="Loads; each meets both policies in turn.")
+@click.option("--costs", help="Simulate with costs of kvrelay simulate, learnt before; objectives: 1 s and 30 ms.")
+@click.option("--rate", default=4.0, type=click.FloatRange(0.01), help="Sessions that begin in a second.")
+@click.option("--block-size", default=BLOCK_SIZE, type=click.IntRange(1), help="Tokens of a block.")
+@click.option("--settings", default="1P1D,2P2D", help="Prefill and decode workers.")
+@click.option("--policies", default="recency,value", help=f"Of {', '.join(POLICIES)}; the last two are simulated only.")
+@click.option("--rounds", default=2, type=click.IntRange(1, 100), help="Loads; each meets all policies in turn.")
 @click.option("--measured", is_flag=True, help="Run clusters of mock workers instead of the simulator.")
 @click.option("--faster", default=1.0, type=click.FloatRange(1.0, 100.0), help="With --measured: divisor of all times.")
 @serve_args_option
 @json_option
 def agents(**given: Any) -> None:
-    """Retention by value beside recency, for agents' sessions.
+    """Retention by value beside recency, and beside other routers, for agents' sessions.
 
     Example: python -m benchmarks agents --settings 1P1D --rounds 1
     """
-    names = [name.strip() for name in given["settings"].split(",")]
-    if unknown := [name for name in names if name not in SETTINGS]:
-        raise InvalidInputError(f"--settings: {unknown[0]!r} is none of {', '.join(SETTINGS)}", param="settings")
-    rows = [compared(name, number, given) for name in names for number in range(given["rounds"])]
-    text = f"{describe_machine()}\n\n{results_table(rows, _COLUMNS, left=1)}"
+    policies = given["policies"].split(",")
+    if unknown := set(policies) - POLICIES.keys():
+        raise InvalidInputError(f"--policies: {unknown.pop()!r} is none of {', '.join(POLICIES)}", param="policies")
+    if given["measured"] and any(POLICIES[name] != Policy(POLICIES[name].retention) for name in policies):
+        raise InvalidInputError("--policies: only recency and value can be measured", param="policies")
+    loads = itertools.product(given["settings"].split(","), range(given["rounds"]))
+    rows = [row for name, number in loads for row in compared(name, number, given)]
+    text = f"{describe_machine()}\n\n{results_table(rows, _COLUMNS, left=2)}"
     print_result({"machine": describe_machine(), "given": given, "rows": rows}, text, given["as_json"])
 
 
-def compared(name: str, number: int, given: dict[str, Any]) -> Row:
-    """Both policies on load ``number``; every other time the second one begins."""
-    load = load_of(given, number)
-    num_blocks = blocks_of(load, given["sessions"] * given["share"] / SETTINGS[name][1])
-    run = measured if given["measured"] else simulated
-    found: dict[Retention, Outcome] = {}
-    for policy in POLICIES[:: -1 if number % 2 else 1]:
-        found[policy] = run(name, policy, num_blocks, load, given)
-    row: Row = {"setting": name, "round": number + 1, "blocks": num_blocks}
-    for kept_by, outcome in found.items():
-        row |= {f"{kept_by}_tokens": outcome.num_computed, f"{kept_by}_ttft_ms": 1e3 * outcome.ttft_s}
-    row["tokens_ratio"] = found["value"].num_computed / found["recency"].num_computed
-    row["ttft_ratio"] = found["value"].ttft_s / found["recency"].ttft_s
-    return row
+def compared(name: str, number: int, given: dict[str, Any]) -> list[Row]:
+    """The policies on load ``number``; every other time the last one begins. Raises InvalidInputError."""
+    shape = SETTING.fullmatch(name)
+    if shape is None:
+        raise InvalidInputError(f"--settings: {name!r} is not like 2P2D", param="settings")
+    setting, load = (int(shape[1]), int(shape[2])), load_of(given, number)
+    blocks = blocks_of(load, given["sessions"] * given["share"] / setting[1], given["block_size"])
+    run, names = measured if given["measured"] else simulated, given["policies"].split(",")
+    order = names[:: -1 if number % 2 else 1]
+    found = {policy: run(setting, POLICIES[policy], load, given | {"blocks": blocks}) for policy in order}
+    rows = [
+        {"setting": name, "policy": policy, "round": number + 1, "blocks": blocks}
+        | msgspec.structs.asdict(found[policy])
+        for policy in names
+    ]
+    for row in rows:
+        row["tokens_ratio"] = row["num_computed"] / rows[0]["num_computed"]
+        row["ttft_ratio"] = row["ttft_s"] / rows[0]["ttft_s"]
+    return rows
 
 
 def load_of(given: dict[str, Any], seed: int) -> list[Arrival]:
-    """All turns; a session begins every quarter of a second."""
+    """All turns."""
     turns = given["turns"]
     # The last prompt is five times as long as the first with 12 turns; the conversation grows evenly.
     cached = (turns - 1) / turns * 0.94
     spec = f"agents:sessions={given['sessions']},calls={turns},tools={given['tools']},prompt={given['prompt']}"
-    return generated_arrivals(f"{spec},answer={given['answer']},cached={cached:.4f},rate=4", seed)
+    return generated_arrivals(f"{spec},answer={given['answer']},cached={cached:.4f},rate={given['rate']}", seed)
 
 
-def blocks_of(load: Sequence[Arrival], num_sessions: float) -> int:
+def blocks_of(load: Sequence[Arrival], num_sessions: float, block_size: int = BLOCK_SIZE) -> int:
     """Blocks for so many sessions of mean length, but no fewer than the longest needs."""
     mean = statistics.mean(arrival.prompt_tokens + arrival.answer_tokens for arrival in load)
     longest = max(arrival.prompt_tokens + arrival.answer_tokens for arrival in load)
-    return max(round(num_sessions * mean / BLOCK_SIZE), longest // BLOCK_SIZE + 2)
+    return max(round(num_sessions * mean / block_size), longest // block_size + 2)
 
 
 def host_memory_of(load: Sequence[Arrival], num_sessions: float) -> int:
@@ -149,16 +184,45 @@ def host_memory_of(load: Sequence[Arrival], num_sessions: float) -> int:
     return bytes_of(-(-num_blocks // NUM_WAYS), MOCK_SHAPE) if num_blocks else 0
 
 
-def simulated(name: str, policy: Retention, num_blocks: int, load: Sequence[Arrival], given: dict[str, Any]) -> Outcome:
-    """By the simulator."""
-    prefill, decode = SETTINGS[name]
-    engine = EngineConfig(num_blocks=num_blocks, block_size=BLOCK_SIZE, kv_retention=policy)
+def simulated(setting: tuple[int, int], policy: Policy, load: Sequence[Arrival], given: dict[str, Any]) -> Outcome:
+    """By the simulator. Raises BenchError."""
+    engine = EngineConfig(num_blocks=given["blocks"], block_size=given["block_size"], kv_retention=policy.retention)
     tiers = TiersConfig(host_kv_cache=str(host_memory_of(load, given["sessions"] * given["host_share"])))
-    spec = ClusterSpec(prefill=prefill, decode=decode, engine=engine, tiers=tiers)
-    result = simulate(spec, load, MOCK_COSTS if given["mock_costs"] or tiers.is_on else COSTS)
+    costs, disagg, learnt = MOCK_COSTS if given["mock_costs"] or tiers.is_on else COSTS, DisaggConfig(), None
+    if given["costs"] is not None:
+        costs, disagg = costs_of(given["costs"]), GPU_OBJECTIVES
+        learnt = learnt_by_serving(costs, engine)
+    router = RouterConfig(router=policy.router)
+    spec = ClusterSpec(*setting, engine=engine, tiers=tiers, router=router, disagg=disagg)
+    simulation = Simulation(spec, load, costs, learnt=learnt)
+    if policy.stays and simulation.frontend.pairs is not None:
+        simulation.frontend.pairs = StayingPairs(simulation.frontend.pairs, disagg, load)
+    result = simulation.run()
     if len(result.done) < len(load):
         raise BenchError(f"{len(load) - len(result.done)} turns have no answer: {result.first_error}")
-    return outcome_of(load, result.num_computed_tokens, [request.ttft_s for request in result.requests])
+    outcome = outcome_of(load, result.num_computed_tokens, [request.ttft_s for request in result.requests])
+    return msgspec.structs.replace(outcome, goodput=result.goodput(objectives_of(disagg)))
+
+
+class StayingPairs(PairRouter):
+    """Keeps each session at the decode worker of its first turn, unless that has refused the turn."""
+
+    def __init__(self, pairs: PairRouter, disagg: DisaggConfig, load: Sequence[Arrival]) -> None:
+        super().__init__(pairs.decodes, pairs.prefills, DisaggPolicy(disagg))
+        self._load = load
+        self._homes: dict[str | None, str] = {}
+
+    def choose(
+        self, request: RoutingRequest, order: OrderPolicy = OrderPolicy.PREFILL_FIRST, *, must_be_local: bool
+    ) -> PairDecision:
+        session = self._load[int(request.request_id.partition("-")[0])].session
+        home = self._homes.get(session)
+        if home is not None and home not in request.exclude:
+            others = {*request.exclude, *self.decodes.worker_ids} - {home}
+            request = msgspec.structs.replace(request, exclude=others)
+        decision = super().choose(request, order, must_be_local=must_be_local)
+        self._homes.setdefault(session, decision.decode.worker_id)
+        return decision
 
 
 def outcome_of(load: Sequence[Arrival], num_computed: int, ttfts_s: Sequence[float]) -> Outcome:
@@ -170,14 +234,14 @@ def outcome_of(load: Sequence[Arrival], num_computed: int, ttfts_s: Sequence[flo
 # -- measured ---------------------------------------------------------------------------------------------------------
 
 
-def measured(name: str, policy: Retention, num_blocks: int, load: Sequence[Arrival], given: dict[str, Any]) -> Outcome:
+def measured(setting: tuple[int, int], policy: Policy, load: Sequence[Arrival], given: dict[str, Any]) -> Outcome:
     """By a cluster of mock workers."""
-    prefill, decode = SETTINGS[name]
-    arguments = f"--engine mock --prefill {prefill} --decode {decode} --num-blocks {num_blocks}"
-    arguments += f" --block-size {BLOCK_SIZE} --speedup-ratio {given['faster']} {given['serve_args']}"
+    prefill, decode = setting
+    arguments = f"--engine mock --prefill {prefill} --decode {decode} --num-blocks {given['blocks']}"
+    arguments += f" --block-size {given['block_size']} --speedup-ratio {given['faster']} {given['serve_args']}"
     if num_bytes := host_memory_of(load, given["sessions"] * given["host_share"]):
         arguments += f" --host-kv-cache {num_bytes} --host-kv-linger-s 0"
-    case = serve_case(f"{name} {policy}", None, arguments, f"--kv-retention {policy}")
+    case = serve_case(policy.retention, None, arguments, f"--kv-retention {policy.retention}")
     got = asyncio.run(served(case, load, given["faster"], is_hinted=True))
     return outcome_of(load, sum(turn.num_computed for turn in got), [turn.first_s for turn in got])
 

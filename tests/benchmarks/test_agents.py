@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import pytest
-from benchmarks.agents import BLOCK_SIZE, blocks_of, load_of, outcome_of, usage_of
+from benchmarks.agents import BLOCK_SIZE, COSTS, StayingPairs, blocks_of, compared, load_of, outcome_of, usage_of
 
 from kvrelay.bench.errors import BenchError
+from kvrelay.config import DisaggConfig, EngineConfig
+from kvrelay.errors import InvalidInputError
+from kvrelay.simulate.cluster import ClusterSpec
+from kvrelay.simulate.simulation import Simulation
 
-GIVEN = {"sessions": 8, "turns": 6, "tools": 3, "prompt": 320, "answer": 20}
+GIVEN = {"sessions": 8, "turns": 6, "tools": 3, "prompt": 320, "answer": 20, "rate": 4.0}
 
 
 def test_turns_repeat_their_session_and_wait_for_a_tool() -> None:
@@ -48,3 +52,27 @@ def test_the_usage_is_read_of_the_last_event() -> None:
     assert (usage.prompt_tokens, usage.num_cached_tokens) == (9, 4)
     with pytest.raises(BenchError, match="usage"):
         usage_of(b"data: [DONE]\n\n")
+
+
+@pytest.mark.parametrize("stays", [False, True])
+def test_with_affinity_each_session_stays_at_its_first_decode_worker(stays: bool) -> None:
+    load = load_of({**GIVEN, "sessions": 16, "turns": 4, "answer": 100, "rate": 40.0}, 1)
+    spec = ClusterSpec(prefill=1, decode=3, engine=EngineConfig(num_blocks=80, block_size=16))
+    simulation = Simulation(spec, load, COSTS)
+    if stays:
+        assert simulation.frontend.pairs is not None
+        simulation.frontend.pairs = StayingPairs(simulation.frontend.pairs, DisaggConfig(), load)
+    homes: dict[str | None, set[str]] = {}
+    for arrival, request in zip(load, simulation.run().requests, strict=True):
+        homes.setdefault(arrival.session, set()).add(request.worker_id)
+    assert all(len(workers) == 1 for workers in homes.values()) == stays
+
+
+def test_each_policy_is_compared_with_the_first_on_the_same_load() -> None:
+    given = {**GIVEN, "policies": "value,prefix", "share": 0.5, "host_share": 0.0, "mock_costs": False, "costs": None}
+    first, second = compared("1P2D", 0, {**given, "block_size": BLOCK_SIZE, "measured": False})
+    assert (first["policy"], first["tokens_ratio"], second["policy"]) == ("value", 1.0, "prefix")
+    assert second["tokens_ratio"] == second["num_computed"] / first["num_computed"]
+    assert 0.0 <= first["goodput"] <= 1.0
+    with pytest.raises(InvalidInputError, match="not like 2P2D"):
+        compared("2D", 0, given)

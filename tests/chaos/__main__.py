@@ -40,6 +40,7 @@ UNUSED = ("kv_port", "ucx_tls", "ucx_net_devices", "poll_interval_s")
 @click.option("--frontends", "num_frontends", default=2, type=click.IntRange(1, 16), help="Frontend processes.")
 @click.option("--clients", "num_clients", default=8, type=click.IntRange(1, 256), help="Clients that ask all the time.")
 @click.option("--questions", "num_prompts", type=click.IntRange(12, 10_000), help="Prompts with known answers.")
+@click.option("--sessions", "num_sessions", default=0, type=click.IntRange(0, 256), help="Agents; half of them lie.")
 @click.option("--fault-interval", "fault_interval_s", default=3.0, type=click.FloatRange(0.2), help="Mean, in seconds.")
 @click.option("--lease-ttl", "lease_ttl_s", default=2.0, type=click.FloatRange(0.5, 60.0), help="Lease time, seconds.")
 @click.option(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import enum
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 NUM_SHARED_PREFIXES = 3
@@ -29,7 +29,8 @@ class Verdict(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class KnownPrompt:
-    """A prompt as token ids, its sampling, and the tokens that the answer must have (empty: not known yet)."""
+    """A prompt as token ids, its sampling, and the tokens that the answer must have (empty: not known yet). ``hints``:
+    what the client says of its session (``kv_hints``); ``api_key``: instead of the client's."""
 
     token_ids: tuple[int, ...]
     max_tokens: int
@@ -37,6 +38,8 @@ class KnownPrompt:
     temperature: float = 0.0
     seed: int | None = None
     answer: tuple[int, ...] = ()
+    hints: Mapping[str, object] | None = None
+    api_key: str | None = None
 
 
 def make_prompts(count: int, seed: int, *, vocab_size: int, max_len: int, with_sampling: bool) -> list[KnownPrompt]:

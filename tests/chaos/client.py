@@ -55,8 +55,8 @@ class _LeftError(BadResponseError):
 class ChaosClient:
     """Sends prompts to one server and keeps a record of every request. An async context manager."""
 
-    def __init__(self, url: str, model: str, order: OrderPolicy | None = None) -> None:
-        self._pool = ConnectionPool(parse_target(url, order=order), connect_timeout_s=5.0, reuse=False)
+    def __init__(self, url: str, model: str, order: OrderPolicy | None = None, *, api_key: str | None = None) -> None:
+        self._pool = ConnectionPool(parse_target(url, api_key, order), connect_timeout_s=5.0, reuse=False)
         self._model = model
         self.records: list[AskedPrompt] = []
         self.num_refused = 0
@@ -146,6 +146,8 @@ class ChaosClient:
 
         def take(chunk: Chunk) -> None:
             nonlocal finished
+            if chunk.usage is not None and chunk.usage.prompt_tokens_details is not None:
+                record.num_cached = chunk.usage.prompt_tokens_details.cached_tokens or 0
             for choice in chunk.choices:
                 finished = finished or choice.finish_reason is not None
                 if choice.token_ids:
@@ -205,7 +207,10 @@ class ChaosClient:
                     else:
                         take(decode_chunk(event))
 
-            head = self._pool.target.head("POST", StreamEndpoint.COMPLETIONS.value, len(body))
+            target = self._pool.target
+            if prompt.api_key is not None:
+                target = msgspec.structs.replace(target, api_key=prompt.api_key)
+            head = target.head("POST", StreamEndpoint.COMPLETIONS.value, len(body))
             answer = await self._pool.send(head + body, feed)
         if answer.status in REFUSED_STATUSES and answer.retry_after is not None:
             raise RequestRefusedError(answer.status, float(answer.retry_after))
@@ -227,6 +232,8 @@ class ChaosClient:
                 "ignore_eos": True,
                 "return_token_ids": True,
                 **({} if prompt.seed is None else {"seed": prompt.seed}),
+                **({} if prompt.hints is None else {"kv_hints": prompt.hints}),
+                **({"stream_options": {"include_usage": True}} if prompt.stream else {}),
             }
         )
 

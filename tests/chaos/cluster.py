@@ -73,8 +73,10 @@ class ClusterUnderTest:
         log_path: Path | None = None,
         *,
         is_planned: bool = False,
+        api_key: str | None = None,
     ) -> None:
         self.is_planned = is_planned
+        self._api_key = api_key
         self._serve_flags = serve_flags
         self._worker_flags = worker_flags
         self.num_workers = num_workers
@@ -316,7 +318,7 @@ class ClusterUnderTest:
         while time.monotonic() - start_s < self.heal_timeout_s:
             # They share a port: a connection may reach any of them.
             with suppress(KvrelayError):
-                answered.add((await routing_state(self.url))["pid"])
+                answered.add((await routing_state(self.url, self._api_key))["pid"])
             pids = self.frontend_pids()
             self._joined_pids |= answered
             if len(pids) == self.num_frontends and answered.issuperset(pids):

@@ -281,12 +281,14 @@ class FaultInjector:
 
     async def _kill_broker(self, fault: Fault) -> None:
         at_s = time.monotonic()
-        for pid in brokers_here():
+        killed = set(brokers_here())
+        for pid in killed:
             os.kill(pid, signal.SIGKILL)
         deadline_s = at_s + self._cluster.heal_timeout_s
-        while not brokers_here() and time.monotonic() < deadline_s:
+        # A killed process may still be seen for a moment.
+        while not (new := set(brokers_here()) - killed) and time.monotonic() < deadline_s:
             await asyncio.sleep(0.1)
-        self._record_healed(fault, at_s, time.monotonic() - at_s if brokers_here() else None)
+        self._record_healed(fault, at_s, time.monotonic() - at_s if new else None)
 
     async def _kill_planner(self, fault: Fault) -> None:
         async with self._alone(PLANNER):

@@ -27,7 +27,8 @@ BEFORE_S = 1.0
 
 @dataclass(slots=True)
 class AskedPrompt:
-    """One request as measured by its client; times are monotonic seconds. ``arrivals_s`` has an entry per chunk."""
+    """One request as measured by its client; times are monotonic seconds. ``arrivals_s`` has an entry per chunk.
+    ``num_cached``: prompt tokens whose KV was found, by the answer's usage."""
 
     begin_s: float
     is_stream: bool
@@ -35,6 +36,7 @@ class AskedPrompt:
     end_s: float = 0.0
     verdict: Verdict = Verdict.FAILED
     detail: str = ""
+    num_cached: int = 0
 
     def longest_pause_s(self, after_s: float, window_s: float) -> float | None:
         """The longest silence that lasted at ``after_s`` or began within ``window_s`` after it.

@@ -30,6 +30,7 @@ from tests.chaos.report import (
     targets_of,
     worst_pauses,
 )
+from tests.chaos.sessions import Agents, Key
 
 from kvrelay.bench.errors import BenchError
 from kvrelay.bench.report.machine import describe_machine
@@ -38,6 +39,7 @@ from kvrelay.core.handoff import OrderPolicy
 from kvrelay.errors import ConfigError, FatalError
 from kvrelay.executors.checkpoint_facts import checkpoint_facts
 from kvrelay.executors.mock import mock_generate
+from kvrelay.frontend.access.api_keys import append_key, new_api_key
 from kvrelay.planner import Hold
 from kvrelay.planner.log import read_log
 
@@ -92,6 +94,8 @@ class ChaosOptions:
     has_tiers: bool = False
     planner: str = "suggest"
     """Its mode: suggest, or act."""
+    num_sessions: int = 0
+    """Agents' sessions at once, beside the clients. With any, clients have API keys."""
 
     @property
     def num_ranks(self) -> int:
@@ -119,10 +123,12 @@ class ChaosOptions:
 
 
 async def run_chaos(options: ChaosOptions, progress: Progress) -> ChaosReport:
-    """Run it. Raises FatalError if the cluster does not start, ConfigError if the duration is too short for faults, or
-    for several ranks of the mock engine."""
+    """Run it. Raises FatalError if the cluster does not start, ConfigError if the duration is too short for faults, for
+    several ranks of the mock engine, or for sessions of another one."""
     if options.engine_kind != "torch" and options.num_ranks > 1:
         raise ConfigError(f"--tp {options.tp} --pp {options.pp} need --engine torch", param="tp")
+    if options.num_sessions and options.engine_kind != "mock":
+        raise ConfigError("--sessions needs --engine mock, whose answers can be computed", param="sessions")
     plan = make_plan(
         options.duration_s,
         options.seed,
@@ -131,24 +137,16 @@ async def run_chaos(options: ChaosOptions, progress: Progress) -> ChaosReport:
         with_broker=options.has_tiers,
         with_planner=options.planner == "act",
     )
-    serve_flags = ["--max-waiting-requests", str(MAX_WAITING_REQUESTS), "--order", options.order]
-    if options.planner == "act":
-        serve_flags += ["--planner", "act", *TIGHT]
-    cluster = ClusterUnderTest(
-        [*options.worker_flags, *serve_flags],
-        options.worker_flags,
-        {"prefill": options.num_prefill, "decode": options.num_decode},
-        options.num_frontends,
-        options.log_path,
-        is_planned=options.planner == "act",
-    )
+    keys = _api_keys() if options.num_sessions else {}
+    cluster = _cluster_of(options, keys.get(Key.HONEST))
     questions = _Questions(options)
     progress("starting the cluster")
-    async with cluster, ChaosClient(cluster.url, cluster.model) as client:
+    async with cluster, ChaosClient(cluster.url, cluster.model, api_key=keys.get(Key.HONEST)) as client:
         calm = await questions.learn(client, progress)
         burst_size = MAX_WAITING_REQUESTS * options.num_frontends * 2
         injector = FaultInjector(cluster, client, questions.known, options.lease_ttl_s, burst_size)
-        skipped = await _disturb(options, plan, client, injector, questions, cluster.heal_timeout_s, progress)
+        agents = Agents(client, questions.answered, keys, questions.vocab_size)
+        skipped = await _disturb(options, plan, client, agents, injector, questions, cluster.heal_timeout_s, progress)
         progress("waiting until nothing is in flight")
         leaked, problem = await cluster.until_idle(IDLE_TIMEOUT_S + options.lease_ttl_s)
         problems = [*([problem] if problem else []), *cluster.unclean_exits(), *await cluster.stop()]
@@ -172,6 +170,7 @@ async def run_chaos(options: ChaosOptions, progress: Progress) -> ChaosReport:
         "cancelled": client.num_cancelled,
         **asdict(cluster.counts),
         "leaked_blocks": leaked,
+        "sessions": {key: asdict(found) | dict(agents.verdicts[key]) for key, found in agents.found.items() if keys},
         "planner": options.planner,
         "planned_changes": _planned_changes(),
         "skipped_faults": skipped,
@@ -182,6 +181,36 @@ async def run_chaos(options: ChaosOptions, progress: Progress) -> ChaosReport:
         "targets": targets_of(verdicts, leaked, faults, options.lease_ttl_s, injector.rank_death_s),
         "problems": (*problems, *problems_of(client.records, injector.records)),
     }
+
+
+def _cluster_of(options: ChaosOptions, api_key: str | None) -> ClusterUnderTest:
+    serve_flags = ["--max-waiting-requests", str(MAX_WAITING_REQUESTS), "--order", options.order]
+    if options.planner == "act":
+        serve_flags += ["--planner", "act", *TIGHT]
+    if api_key is not None:
+        serve_flags += ["--api-keys-file", str(_keys_path())]
+    return ClusterUnderTest(
+        [*options.worker_flags, *serve_flags],
+        options.worker_flags,
+        {"prefill": options.num_prefill, "decode": options.num_decode},
+        options.num_frontends,
+        options.log_path,
+        is_planned=options.planner == "act",
+        api_key=api_key,
+    )
+
+
+def _keys_path() -> Path:
+    return state_directories()[-1] / "chaos-api-keys"
+
+
+def _api_keys() -> dict[Key, str]:
+    """New ones, in a file for the frontends."""
+    _keys_path().parent.mkdir(parents=True, exist_ok=True)
+    made = {key: new_api_key(key.value) for key in Key}
+    for key, (_, line) in made.items():
+        append_key(_keys_path(), key.value, line)
+    return {key: secret for key, (secret, _) in made.items()}
 
 
 def _planned_changes() -> int:
@@ -204,7 +233,7 @@ class _Questions:
 
     def __init__(self, options: ChaosOptions) -> None:
         facts = checkpoint_facts(options.model_path)
-        self._eos, self._vocab_size = facts.eos_token_ids, facts.vocab_size
+        self._eos, self.vocab_size = facts.eos_token_ids, facts.vocab_size
         self._is_mock = options.engine_kind == "mock"
         self._seed = options.seed
         self._count = options.num_questions
@@ -213,11 +242,7 @@ class _Questions:
     async def learn(self, client: ChaosClient, progress: Progress) -> list[AskedPrompt]:
         """Send all prompts without faults. Returns the records. Raises FatalError if too few answers are known."""
         prompts = make_prompts(
-            self._count,
-            self._seed,
-            vocab_size=self._vocab_size,
-            max_len=MAX_PROMPT_LEN,
-            with_sampling=not self._is_mock,
+            self._count, self._seed, vocab_size=self.vocab_size, max_len=MAX_PROMPT_LEN, with_sampling=not self._is_mock
         )
         progress(f"asking {len(prompts)} prompts undisturbed, {NUM_LEARNERS} at once")
         first, calm = await _ask_all(client, prompts, range(len(prompts)), at_once=NUM_LEARNERS)
@@ -240,11 +265,14 @@ class _Questions:
         """A known prompt at random; with the mock engine, whose answers can be computed, every other one is new."""
         if not self._is_mock or rng.random() < 0.5:
             return rng.choice(self.known)
-        prompt = fresh_prompt(rng, self.known, vocab_size=self._vocab_size)
+        return self.answered(fresh_prompt(rng, self.known, vocab_size=self.vocab_size))
+
+    def answered(self, prompt: KnownPrompt) -> KnownPrompt:
+        """With the answer of the mock engine."""
         return replace(prompt, answer=tuple(self._computed(prompt)))
 
     def _computed(self, prompt: KnownPrompt) -> list[int]:
-        return mock_generate(prompt.token_ids, prompt.max_tokens, vocab_size=self._vocab_size, eos_token_ids=self._eos)
+        return mock_generate(prompt.token_ids, prompt.max_tokens, vocab_size=self.vocab_size, eos_token_ids=self._eos)
 
 
 async def _ask_all(
@@ -273,6 +301,7 @@ async def _disturb(
     options: ChaosOptions,
     plan: Sequence[Fault],
     client: ChaosClient,
+    agents: Agents,
     injector: FaultInjector,
     questions: _Questions,
     heal_timeout_s: float,
@@ -285,6 +314,9 @@ async def _disturb(
     asking = [
         asyncio.ensure_future(client.keep_asking(questions.draw, options.seed * 1000 + number, stop))
         for number in range(options.num_clients)
+    ]
+    asking += [
+        asyncio.ensure_future(agents.keep_working(number, options.seed, stop)) for number in range(options.num_sessions)
     ]
     running: list[asyncio.Future[None]] = []
     for number, fault in enumerate(plan, 1):

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import msgspec
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tests.router.test_seconds import BLOCK, COST, column, costs, info, loads, sample
 
 from kvrelay.config import RouterConfig
@@ -15,7 +19,7 @@ from kvrelay.core.events import AllBlocksCleared, BlockRemoved, BlockStored, Loa
 from kvrelay.core.handoff import PrefixHolder
 from kvrelay.core.hashing import compute_block_hashes
 from kvrelay.placement.seconds import LOST_PREFIX, Loads, prefill_seconds
-from kvrelay.router import Router, RoutingRequest
+from kvrelay.router import Router, RoutingDecision, RoutingRequest
 from kvrelay.router.beyond import Lenders, TierTable
 
 HOT = tuple(range(1600))
@@ -196,3 +200,84 @@ def test_each_row_has_another_one_to_read_from() -> None:
     rows, depths = lenders.holders(np.array([5.0, 9.0, 50.0, 40.0, 0.0]))
     assert rows == [1, 0, -1, -1, 1]
     assert depths.tolist() == [9, 5, 0, 0, 9]
+
+
+# -- siblings ---------------------------------------------------------------------------------------------------------
+
+
+def siblings(num_own: int, num_answer: int, peer: LoadCost | None) -> list[RoutingDecision]:
+    """Where eight prompts go that come at once, of which w0 holds the first 1,600 tokens; each has ``num_own`` more."""
+    fleet = Fleet(reads_prefixes=peer is not None)
+    for number in range(200):
+        request = RoutingRequest(f"before{number}", (1, 2, 3), max_tokens=num_answer)
+        fleet.router.choose(request)
+        fleet.router.finished(request.request_id, num_answer)
+    fleet.sample((peer,) if peer else ())
+    fleet.has("w0", 100)
+    prompts = [(*HOT, *range(10_000 * at, 10_000 * at + num_own)) for at in range(1, 9)]
+    return [
+        fleet.router.choose(RoutingRequest(f"r{at}", prompt, max_tokens=num_answer))
+        for at, prompt in enumerate(prompts)
+    ]
+
+
+@given(
+    st.integers(1, 2000), st.integers(1, 4000), st.none() | st.builds(LoadCost, st.just("peer"), st.floats(1e-7, 1e-3))
+)
+@settings(max_examples=60, deadline=None)
+def test_siblings_copy_their_root_at_most_once_to_each_worker(
+    num_own: int, num_answer: int, peer: LoadCost | None
+) -> None:
+    """Whether it is read or computed: the next one finds it there."""
+    decisions = siblings(num_own, num_answer, peer)
+    without = [decision.worker_id for decision in decisions if decision.overlap_blocks < 100]
+    assert len(set(without)) == len(without)
+    assert "w0" not in without
+    readers = [decision.worker_id for decision in decisions if decision.holder is not None]
+    assert set(readers) <= set(without)
+
+
+def test_siblings_spread_if_the_root_can_be_read() -> None:
+    """2 ms for a prefix of 1,600 tokens, which would be 1.6 s to compute."""
+    spread = Counter(decision.worker_id for decision in siblings(200, 100, LoadCost("peer", 1e-6, 0.0004)))
+    assert sorted(spread.values()) == [2, 2, 2, 2]
+    piled = Counter(decision.worker_id for decision in siblings(20, 100, None))
+    assert piled == {"w0": 8}, "their answers together take less than to compute the root once more"
+
+
+# -- workers that leave -----------------------------------------------------------------------------------------------
+
+
+def test_a_worker_that_leaves_is_read_from_for_a_while_and_takes_no_requests() -> None:
+    fleet = Fleet(3)
+    fleet.sample()
+    fleet.has("w0", 100)
+    fleet.has("w1", 40)
+    fleet.router.remove_worker("w0", lends_for_s=10.0)
+    decision = fleet.decide(place=True)
+    assert (decision.worker_id, decision.holder) == ("w1", PrefixHolder("w0", 1600))
+    assert decision.load_blocks == 60, "the rest it has itself"
+    fleet.router.remove_worker("w0")
+    assert fleet.decide(1, exclude=("w1",)).holder == PrefixHolder("w0", 1600), "its connection has ended, too"
+    fleet.clock.advance(10.0)
+    assert fleet.decide(2, exclude=("w1",)).holder == PrefixHolder("w1", 640)
+    assert fleet.router.indexed_blocks("w0") == []
+
+
+def test_a_worker_that_comes_back_competes_with_what_it_has() -> None:
+    fleet = Fleet(2)
+    fleet.sample()
+    fleet.has("w0", 100)
+    fleet.router.remove_worker("w0", lends_for_s=10.0)
+    fleet.router.add_worker(msgspec.structs.replace(info("w0"), reads_prefixes=True, epoch=1))
+    fleet.sample()
+    assert fleet.router.leaving(HASHES.sequence) == []
+    assert fleet.decide().worker_id == "w0"
+
+
+def test_one_that_lends_nothing_is_forgotten_at_once() -> None:
+    fleet = Fleet(2, reads_prefixes=False)
+    fleet.has("w0", 100)
+    fleet.router.remove_worker("w0", lends_for_s=10.0)
+    assert fleet.router.leaving(HASHES.sequence) == []
+    assert fleet.router.indexed_blocks("w0") == []

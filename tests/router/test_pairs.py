@@ -552,3 +552,19 @@ def test_where_a_prompt_waits_and_where_the_decode_worker_tries_nothing_is_tried
     assert where(pairs, "auto", AUTO) == ("d0", False)
     clock.advance(FIRST_TRIAL_S)
     assert where(pairs, "prefill-first") == ("p0", True)
+
+
+def test_a_prefill_worker_reads_what_a_worker_that_leaves_holds() -> None:
+    pairs = pair_router(num_prefill=1, num_decode=1, disagg_policy="always", slo_itl_ms=1000.0)
+    pairs.prefills.add_worker(info("p0", WorkerRole.PREFILL, reads_prefixes=True, epoch=1))
+    pairs.decodes.add_worker(info("d1", WorkerRole.DECODE, reads_prefixes=True))
+    costing(pairs)
+    costs = (LoadCost(PEER, 1e-6, 0.001),)
+    pairs.prefills.apply_metrics(
+        msgspec.structs.replace(metrics("p0", 0), seq=2, step_cost=StepCost(), load_costs=costs)
+    )
+    hold(pairs.decodes, "d1", PROMPT[:608])
+    pairs.decodes.remove_worker("d1", lends_for_s=10.0)
+    decision = pairs.choose(request(), must_be_local=False)
+    assert decision.prefill is not None
+    assert (decision.prefill.holder, decision.decode.worker_id) == (PrefixHolder("d1", 608), "d0")

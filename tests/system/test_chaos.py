@@ -126,3 +126,18 @@ def test_nothing_is_lost_with_kv_tiers_whose_broker_is_killed(tmp_path: Path):
     assert "kill_broker" in report["faults"]
     assert report["right"] > 50
     assert report["kv_tier_hits"] > 0
+
+
+def test_nothing_is_lost_of_agents_sessions_and_a_key_that_lies_harms_no_other_one():
+    """Workers are killed, frozen, drained and change roles while tools run, and the broker of host memory is killed."""
+    report = chaos(
+        *("--engine", "mock", "--host-kv-cache", "4MiB", "--sessions", "24", "--clients", "4"), duration_s=60, seed=SEED
+    )
+    struck = ("kill", "freeze", "drain", "switch_role")
+    assert {f"{kind} {role}" for kind in struck for role in ("prefill", "decode")} <= report["faults"].keys()
+    for key, found in report["sessions"].items():
+        assert found.keys() <= {"returns", "repeated", "cached", "right"}, (key, "all answers are right")
+        assert found["returns"] > 50
+    honest = report["sessions"]["honest"]
+    assert honest["cached"] > honest["repeated"] / 4, "sessions are found again, whatever another key says of its own"
+    assert report["kv_tier_hits"] > 0

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from tests.chaos.brokers import own_state_directory
 from tests.patience import PATIENCE_S, until
-from tests.system.serving import Serve, by_threshold
+from tests.system.serving import Serve, by_threshold, kvrelay
 from tests.system.streams import CONFIG, EOS_IDS
 
 from kvrelay.executors.mock import mock_generate
@@ -93,5 +93,32 @@ def test_sessions_whose_worker_is_killed_in_the_pause_go_on_elsewhere(flags: tup
         assert turns() > 0 or is_short, "where they went on they return, too"
         until(lambda: len(server.workers(role)) == len(before) and server.is_idle())
         turns()
+        server.check_idle()
+    assert server.process.returncode == 0, server.output
+
+
+@pytest.mark.matrix  # reads must come within the seconds for which the worker lends
+@pytest.mark.parametrize("how", ["drained", "another role"])
+def test_sessions_of_a_worker_that_leaves_are_read_from_it(how: str) -> None:
+    """Their tools end while it leaves. Long prompts, and prefills slower than reads, else computing is sooner."""
+    flags = ("--engine", "mock", "--num-blocks", "1024", "--prefill-token-s", "0.002", "--disagg-policy", "threshold")
+    sessions = [Session(number) for number in range(NUM_SESSIONS)]
+    for session in sessions:
+        session.history = session.history * 5
+    shape = ("--prefill", "0", "--decode", "2") if how == "drained" else ("--prefill", "1", "--decode", "2")
+    role = "both" if how == "drained" else "decode"
+    with Serve((*flags, *shape, "--max-local-prefill-length", "4096")) as server:
+        for session in sessions:
+            session.turn(server)
+        until(server.is_idle)
+        victim = sessions[0].worker
+        there = [session for session in sessions if session.worker == victim]
+        command = ("drain", victim) if how == "drained" else ("role", victim, "prefill")
+        assert kvrelay(*command, "--control", server.control).returncode == 0
+        until(lambda: victim not in {worker["worker_id"] for worker in server.workers(role)})
+        num_cached = [session.turn(server) for session in there]
+        assert victim not in {session.worker for session in there}
+        assert max(num_cached) > 700, num_cached
+        until(server.is_idle)
         server.check_idle()
     assert server.process.returncode == 0, server.output

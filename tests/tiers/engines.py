@@ -66,10 +66,13 @@ class TieredEngine:
         answers = self.run()
         return [answers[name] for name in names]
 
-    def add(self, prompt: Sequence[int], *, max_tokens: int = 6, mode: PrefillMode = PrefillMode.LOCAL) -> str:
+    def add(
+        self, prompt: Sequence[int], *, max_tokens: int = 6, mode: PrefillMode = PrefillMode.LOCAL, tenant: str = ""
+    ) -> str:
         self._number += 1
         name = f"r{self._number}"
-        self.core.add_request(Request(name, list(prompt), SamplingParams(max_tokens=max_tokens), mode=mode))
+        sampling = SamplingParams(max_tokens=max_tokens, cache_salt=tenant or None)
+        self.core.add_request(Request(name, list(prompt), sampling, mode=mode, tenant=tenant))
         return name
 
     def run(self) -> dict[str, list[int]]:

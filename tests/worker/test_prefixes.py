@@ -15,13 +15,14 @@ from tests.worker.test_prefill_first import PairedClient
 
 from kvrelay.config import WorkerRole
 from kvrelay.core.handoff import HandoffId, PrefixHolder
+from kvrelay.core.messages import SessionPaused
 from kvrelay.core.tier_stats import PEER, TierStats
 from kvrelay.handoff import prefill_events as pe
 from kvrelay.handoff.base import EndReason
 from kvrelay.handoff.messages import HandoffAbandon
 from kvrelay.transfer.base import Notification, PostEnd
 from kvrelay.transfer.values import TransferOp
-from kvrelay.worker import prefixes
+from kvrelay.worker import prefixes, roles
 
 HOT = prompt(1600, 7)
 """Worth fetching by the costs that an engine assumes before it has measured its own."""
@@ -339,3 +340,27 @@ async def test_what_no_one_lends_a_prefill_worker_computes() -> None:
         assert await pair.answer(to_p.request_id) == expected(tokens, 8)
         assert fetched(prefill).counts.num_failed_loads == 1
         assert pair.num_remote == 1
+
+
+async def test_a_worker_that_leaves_lends_while_sessions_wait_for_their_tools(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(roles, "LEAVING_LENDS_S", PATIENCE_S)
+    async with cluster() as shared:
+        holder, reader, first, second = await two(shared)
+        first.connection.send(SessionPaused("warm", "bash"))
+        await shared.until(lambda: holder.core.pauses is not None and holder.core.pauses.counts.num_named == 1)
+        holder.worker.request_drain()
+        await shared.until(lambda: holder.id not in reader.worker.inspect().peers.addresses)
+        assert await ask(second, "r", HOT + prompt(100, 3), holder.id) == 1600
+        assert fetched(reader).counts.num_hits == 1
+        assert not holder.running.done()
+        reader.worker.request_drain()
+        assert await shared.gone(holder) is None, "no one is left who could read"
+        assert await shared.gone(reader) is None
+
+
+async def test_a_worker_that_leaves_waits_for_no_session_without_a_tool(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(roles, "LEAVING_LENDS_S", 2 * PATIENCE_S)
+    async with cluster() as shared:
+        holder, _, _, _ = await two(shared)
+        holder.worker.request_drain()
+        assert await shared.gone(holder) is None

@@ -99,6 +99,10 @@ class HandoffId(msgspec.Struct, frozen=True, order=True, array_like=True):
         return FIRST_PREFIX <= self.number < 2 * FIRST_PREFIX
 
 
+LEAVING_LENDS_S = 10.0
+"""A worker that leaves lends its cache for so long, if others serve: while it answers, or sessions wait for tools."""
+
+
 def new_prefix_id(holder_id: str) -> HandoffId:
     """For the reading of a prefix: beside the numbers that workers count, below those of pairs."""
     return HandoffId(holder_id, FIRST_PREFIX | secrets.randbits(61))

@@ -39,6 +39,8 @@ group all."""
 NEW_WEIGHT = 0.1
 LATER_HORIZONS = 4.0
 """What a pool gives up lasts in host memory or on disk for longer than it would have lasted here."""
+LATER_WEIGHT = 0.3
+"""Of the latest group in the mean of its key. So no block counts as more than three of its key's mean."""
 MIN_HORIZON_S, MAX_HORIZON_S = 1.0, 300.0
 MEDIANS, SHARES = (-4, 9), (-4, 0)
 """Queues are apart by powers of two of the expected seconds, and of the share that returns."""
@@ -62,7 +64,8 @@ class CachedFree(Protocol):
 
     @property
     def chance_later(self) -> float:
-        """That the block which gave way last is wanted later, within what a tier keeps it for; 0 to 1."""
+        """That the block which gave way last is wanted later, within what a tier keeps it for. With API keys in parts
+        of what the key's blocks have in the mean: in a tier no key holds more than by recency, either."""
 
     def bared(self, block_id: int) -> None:
         """No cached block follows this one any more, because they gave way."""
@@ -121,14 +124,16 @@ class _QueueKey(NamedTuple):
 
 class _Share(msgspec.Struct, eq=False, weakref=True):
     """What one API key has here, or all keys. ``num_spare``: places in the order of releases beyond the number of its
-    blocks."""
+    blocks. ``mean_later``: the chance of those that gave way."""
 
+    has_key: bool = False
     queues: dict[_QueueKey, OrderedDict[_Group, None]] = msgspec.field(default_factory=dict)
     chosen: tuple[_Group, _QueueKey, bool] | None = None
     """The group that gives way, its queue, and whether it was the newest there."""
     num_taken: int = 0
     """Blocks since that choice."""
     num_spare: int = 0
+    mean_later: float = 0.0
 
 
 class _Group(msgspec.Struct, eq=False):
@@ -186,7 +191,7 @@ class ByValue:
 
     def add(self, block_ids: list[int], pause: Pause | None) -> None:
         tenant, fit, shift = ("", self._prior, 0.0) if pause is None else (pause.tenant, pause.fit, pause.session.shift)
-        share = self._shares.setdefault(tenant, _Share())
+        share = self._shares.setdefault(tenant, _Share(bool(tenant)))
         blocks = dict.fromkeys(reversed(block_ids))
         group = _Group(blocks, self._clock.now(), fit, shift, share, len(blocks))
         self._places[group] = None
@@ -240,7 +245,11 @@ class ByValue:
             return 1.0
         if self._later is None or self._later[0] is not group:
             elapsed_s = self._clock.now() - group.since_s
-            self._later = group, group.fit.chance(elapsed_s, LATER_HORIZONS * self.horizon_s, group.shift)
+            chance, share = group.fit.chance(elapsed_s, LATER_HORIZONS * self.horizon_s, group.shift), group.share
+            if share.has_key or len(self._shares) > 1:  # with keys, those that say nothing have none
+                share.mean_later += (LATER_WEIGHT if share.mean_later else 1.0) * (chance - share.mean_later)
+                chance /= max(share.mean_later, 1e-9)
+            self._later = group, chance
         return self._later[1]
 
     def bared(self, block_id: int) -> None:

@@ -130,7 +130,8 @@ class Session(msgspec.Struct, eq=False):
 
 class Pause(msgspec.Struct, eq=False):
     """Since an answer has ended. ``marks``: hashes of prefixes by which the next turn is seen, with their lengths in
-    blocks. ``num_repeated``: of these, what the next turn repeats."""
+    blocks. ``num_repeated``: of these, what the next turn repeats. ``is_half``: the answer is another worker's, which
+    counts the pause."""
 
     request_id: str
     tenant: str
@@ -138,6 +139,7 @@ class Pause(msgspec.Struct, eq=False):
     marks: Mapping[int, int]
     session: Session
     fit: PauseFit
+    is_half: bool = False
     num_repeated: int = 0
     on_changed: Callable[[], None] | None = None
     """Called when ``fit`` has changed."""
@@ -150,10 +152,11 @@ class Pause(msgspec.Struct, eq=False):
 
 
 class PauseCounts(msgspec.Struct):
-    """``num_returned``: pauses that ended; ``num_gone``: that seem never to end; ``num_forgotten``: the table was
-    full."""
+    """``num_named``: for tools; ``num_returned``: that ended; ``num_gone``: that seem never to end; ``num_forgotten``:
+    the table was full."""
 
     num_begun: int = 0
+    num_named: int = 0
     num_returned: int = 0
     num_gone: int = 0
     num_forgotten: int = 0
@@ -173,7 +176,8 @@ class Pauses:
     """The open pauses of one engine, and what it has learned of those that ended."""
 
     def __init__(self, clock: Clock) -> None:
-        self.counts = PauseCounts()
+        self.counts, self.num_counted = PauseCounts(), 0
+        """Since the start, and of those that are open."""
         self._clock = clock
         self._open: OrderedDict[str, Pause] = OrderedDict()
         """By the request that has ended, the oldest first."""
@@ -200,9 +204,12 @@ class Pauses:
         """By key and kind."""
         return self._fits
 
-    def begin(self, request_id: str, tenant: str, marks: Mapping[int, int], session: Session) -> Pause:
+    def begin(
+        self, request_id: str, tenant: str, marks: Mapping[int, int], session: Session, *, is_half: bool = False
+    ) -> Pause:
         """An answer has ended."""
-        pause = Pause(request_id, tenant, self._clock.now(), marks, session, self._fit(tenant, ""))
+        pause = Pause(request_id, tenant, self._clock.now(), marks, session, self._fit(tenant, ""), is_half)
+        self.num_counted += not is_half
         self._drop(self._open.get(request_id))
         of_key = self._of_key.setdefault(tenant, OrderedDict())
         self._open[request_id] = self._expected[request_id] = of_key[request_id] = pause
@@ -211,7 +218,7 @@ class Pauses:
             self._drop(next(iter((of_key if len(of_key) > MAX_PAUSES_OF_KEY else self._open).values())))
         for mark in pause.marks:
             self._by_mark[mark] = pause
-        self.counts.num_begun += 1
+        self.counts.num_begun += not is_half
         self._sweep()
         return pause
 
@@ -223,6 +230,7 @@ class Pauses:
         if pause is None:
             return None
         median_s = PRIOR_MEDIAN_S
+        self.counts.num_named += bool(kind)
         if MIN_PROMISE_S <= within_s <= MAX_PROMISE_S:
             kind, median_s = f"{kind} within {2.0 ** round(math.log2(within_s)):g} s", within_s / 2
         pause.is_now(self._fit(pause.tenant, kind, median_s))
@@ -235,7 +243,7 @@ class Pauses:
             self._expected.pop(request_id, None)
             pause.is_now(self._left)
 
-    def end(self, sequence_hashes: Sequence[int], tenant: str) -> Pause | None:
+    def end(self, sequence_hashes: Sequence[int], tenant: str, *, is_half: bool = False) -> Pause | None:
         """The pause that a prompt with these blocks ends, if any: the latest of its session."""
         if not self._by_mark:
             return None
@@ -250,7 +258,7 @@ class Pauses:
         pause.session.num_turns += 1
         pause.session.sum_off += math.log(max(seconds, 1e-3)) - pause.fit.mean
         pause.fit.returned(seconds)
-        self.counts.num_returned += 1
+        self.counts.num_returned += not is_half
         self._drop(pause)
         pause.num_repeated = pause.marks[mark]
         pause.is_now(self._wanted)
@@ -278,11 +286,12 @@ class Pauses:
             if now_s - pause.began_s > pause.fit.longest_s:
                 del self._expected[pause.request_id]
                 pause.fit.gone()
-                self.counts.num_gone += 1
+                self.counts.num_gone += not pause.is_half
 
     def _drop(self, pause: Pause | None) -> None:
         if pause is None:
             return
+        self.num_counted -= not pause.is_half
         of_key = self._of_key[pause.tenant]
         del self._open[pause.request_id], of_key[pause.request_id]
         self._expected.pop(pause.request_id, None)

@@ -267,7 +267,7 @@ class Scheduler:
 
     def _resume_session(self, pauses: Pauses, request: Request) -> None:
         """If the prompt repeats an earlier one with its answer, that one's pause is over."""
-        pause = pauses.end(request.sequence_hashes, request.tenant)
+        pause = pauses.end(request.sequence_hashes, request.tenant, is_half=request.mode is PrefillMode.HANDOFF)
         if pause is not None:
             request.session, request.pause = pause.session, pause
 
@@ -280,12 +280,15 @@ class Scheduler:
         num_prompt_blocks = request.num_prompt_tokens // self.pool.block_size
         lengths = {num_blocks, min(num_prompt_blocks, num_blocks)} - {0}
         marks = {request.sequence_hashes[length - 1]: length for length in lengths}
-        return self.pauses.begin(request.request_id, request.tenant, marks, request.session or Session())
+        session, is_half = request.session or Session(), request.mode is PrefillMode.HANDOFF
+        return self.pauses.begin(request.request_id, request.tenant, marks, session, is_half=is_half)
 
     def _resumed(self, pauses: Pauses, request: Request, pause: Pause) -> None:
-        """A session's next turn has its blocks: where was what the last turn had?"""
+        """A session's next turn has its blocks: where was what the last turn had? The worker that answers counts it."""
         pauses.resumed(pause, is_served=True)
         request.pause = None
+        if request.mode is PrefillMode.HANDOFF:
+            return
         counts, num_repeated = pauses.counts, pause.num_repeated * self.pool.block_size
         num_here = min(request.num_computed_tokens, num_repeated)
         num_stored = min(request.num_stored_tokens, num_repeated - num_here)

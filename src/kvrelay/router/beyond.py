@@ -64,7 +64,8 @@ class TierTable:
 
 
 class Lender(msgspec.Struct, frozen=True):
-    """A worker of the other stage, whose prefix cache has the first ``num_blocks`` blocks of a prompt."""
+    """A worker that does not compete, of the other stage or about to leave, whose prefix cache has the first
+    ``num_blocks`` blocks of a prompt."""
 
     info: WorkerInfo
     num_blocks: int

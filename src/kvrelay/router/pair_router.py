@@ -283,7 +283,8 @@ class PairRouter:
         since. Raises WorkerUnavailableError."""
         at = int(survey.candidates.overlap_blocks.argmax())
         num_held = int(survey.candidates.overlap_blocks[at])
-        halves = self.prefills.survey(request, lender=Lender(survey.infos[at], num_held) if num_held else None)
+        held = [Lender(survey.infos[at], num_held)] if num_held else []
+        halves = self.prefills.survey(request, lenders=(*held, *self.decodes.leaving(survey.sequence)))
         load, costs = halves.candidates.load, halves.candidates.costs
         if costs is None:
             return halves

@@ -83,6 +83,8 @@ class Router:
         self._anticipated: ApproximateIndexer | None = None
         self._rows_of: dict[WorkerGroup, _RowIndices] = {}
         self._lenders: Lenders | None = None
+        self._leaving: dict[str, tuple[WorkerInfo, float]] = {}
+        """Workers that take no requests any more, and until when they lend what they hold."""
         self._can_read = False
         """Whether any worker may read from another one."""
         self._load_costs: dict[str, dict[str, LoadCost]] = {}
@@ -136,6 +138,7 @@ class Router:
         if known is not None and info.epoch < known.epoch:
             return
         self._workers[info.worker_id] = info
+        self._leaving.pop(info.worker_id, None)
         self._rows_of.clear()
         self._lacking.clear()
         self._lenders = None
@@ -148,8 +151,9 @@ class Router:
             self._load.remove_worker(info.worker_id)
             self._forget_prefixes(info.worker_id)
 
-    def remove_worker(self, worker_id: str) -> None:
-        self._workers.pop(worker_id, None)
+    def remove_worker(self, worker_id: str, lends_for_s: float = 0.0) -> None:
+        """It competes no more. ``lends_for_s``: how long others may still read what it holds."""
+        info = self._workers.pop(worker_id, None)
         self._load.remove_worker(worker_id)
         self._costs.forget(worker_id)
         self.transfer_times.forget(worker_id)
@@ -158,7 +162,22 @@ class Router:
         self._rows_of.clear()
         self._lacking.clear()
         self._lenders = None
-        self._forget_prefixes(worker_id)
+        if info is not None and info.reads_prefixes and lends_for_s:
+            self._leaving[worker_id] = info, self.clock.now() + lends_for_s
+        elif worker_id not in self._leaving:
+            self._forget_prefixes(worker_id)
+
+    def leaving(self, sequence: Sequence[int]) -> list[Lender]:
+        """What the workers that leave hold of this prompt."""
+        if not self._leaving:
+            return []
+        for worker_id in [name for name, (_, until_s) in self._leaving.items() if until_s <= self.clock.now()]:
+            del self._leaving[worker_id]
+            self._forget_prefixes(worker_id)
+        held = self.indexer.find_holders(sequence) if sequence else ()
+        return [
+            Lender(self._leaving[name][0], depth) for depth, at in held for name in at.names if name in self._leaving
+        ]
 
     def _forget_prefixes(self, worker_id: str) -> None:
         self.indexer.remove_worker(worker_id)
@@ -176,11 +195,11 @@ class Router:
         self.place(request, decision, survey)
         return decision
 
-    def survey(self, request: RoutingRequest, policy: Policy | None = None, lender: Lender | None = None) -> Survey:
-        """What a decision is made of, under the router's policy or another one. ``lender``: from whom these workers may
-        read, too. Valid until the next call of any method. Raises WorkerUnavailableError."""
+    def survey(self, request: RoutingRequest, policy: Policy | None = None, lenders: Sequence[Lender] = ()) -> Survey:
+        """What a decision is made of, under the router's policy or another one. ``lenders``: whom these workers may
+        read from, too. Valid until the next call of any method. Raises WorkerUnavailableError."""
         sequence = self._sequence(request)
-        candidates, holders = self._candidates(request, sequence, lender)
+        candidates, holders = self._candidates(request, sequence, (*lenders, *self.leaving(sequence)))
         exclude = (*request.exclude, *self._without(request.adapter)) if request.adapter else request.exclude
         scores = self._scores(policy or self._policy, candidates, exclude)
         return Survey(self._load.worker_ids, self._workers, candidates, scores, sequence, holders)
@@ -229,13 +248,13 @@ class Router:
         )
 
     def _candidates(
-        self, request: RoutingRequest, sequence: tuple[int, ...], lender: Lender | None
+        self, request: RoutingRequest, sequence: tuple[int, ...], lenders: Sequence[Lender]
     ) -> tuple[Candidates, Sequence[PrefixHolder | None]]:
         num_output = min(request.max_tokens or math.inf, self._mean_output)
         costs = self._costs.columns(self._load.worker_ids) if self._policy.uses_costs else None
         num_tokens, held = len(request.token_ids), self._held(sequence)
         overlaps = self._overlaps(sequence, held)
-        loads, holders = self._loads(sequence, held, overlaps, costs, lender)
+        loads, holders = self._loads(sequence, held, overlaps, costs, lenders)
         columns = self._load.columns()
         return Candidates(num_tokens, self.block_size, overlaps, columns, costs, num_output, loads), holders
 
@@ -245,7 +264,7 @@ class Router:
         held: FloatColumn,
         overlaps: FloatColumn,
         costs: CostColumns | None,
-        lender: Lender | None,
+        lenders: Sequence[Lender],
     ) -> tuple[Loads | None, Sequence[PrefixHolder | None]]:
         """What each worker would load rather than compute, and from which other worker. By seconds if the steps' costs
         are known; else the worker decides alone whether it reads what another one has."""
@@ -259,11 +278,11 @@ class Router:
             self._lenders = Lenders.of([self._workers[worker_id] for worker_id in ids])
             self._can_read = self._lenders.are_any
         is_held = self._can_read and bool(np.count_nonzero(held))
-        if not is_held and lender is None:
+        if not is_held and not lenders:
             return loads, ()
         rows, depths = self._lenders.holders(held) if is_held else ([-1] * len(ids), np.zeros(len(ids)))
         names = [ids[row] if row >= 0 else "" for row in rows]
-        if lender is not None:
+        for lender in lenders:
             for at, worker_id in enumerate(ids):
                 if lender.num_blocks > depths[at] and lender.lends_to(self._workers[worker_id]):
                     names[at], depths[at] = lender.info.worker_id, lender.num_blocks

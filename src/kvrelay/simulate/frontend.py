@@ -64,11 +64,11 @@ class Frontend:
         """On their way here, in no order."""
         self.port = FrontendPort(self._deliver, self._quiet.append, self._refused)
         self._router = Router(spec.router, spec.engine.block_size, clock)
-        self._pairs: PairRouter | None = None
+        self.pairs: PairRouter | None = None
         if spec.order is not OrderPolicy.DECODE_FIRST:
             prefills = Router(spec.router, spec.engine.block_size, clock, RouterStage.PREFILL)
-            self._pairs = PairRouter(self._router, prefills, DisaggPolicy(spec.disagg))
-        self._routers = [self._router] if self._pairs is None else [self._router, self._pairs.prefills]
+            self.pairs = PairRouter(self._router, prefills, DisaggPolicy(spec.disagg))
+        self._routers = [self._router] if self.pairs is None else [self._router, self.pairs.prefills]
         self._free_at_s = 0.0
         self._flights: dict[str, _Flight] = {}
         self._gone: set[str] = set()
@@ -153,10 +153,10 @@ class Frontend:
         flight.pair = None
         prefill_id, ways = "", None
         try:
-            if self._pairs is None:
+            if self.pairs is None:
                 flight.worker_id = self._router.choose(request).worker_id
             else:
-                decision = self._pairs.choose(request, self._network.spec.order, must_be_local=False)
+                decision = self.pairs.choose(request, self._network.spec.order, must_be_local=False)
                 flight.worker_id, ways = decision.decode.worker_id, decision.ways
                 if decision.prefill is not None:
                     prefill_id = decision.prefill.worker_id
@@ -229,8 +229,8 @@ class Frontend:
         self._loop.after(self._network.costs.hop_s, arrive)
 
     def _prefilled(self, flight: _Flight) -> None:
-        if flight.pair is not None and self._pairs is not None:
-            self._pairs.prefilled(flight.request_id)
+        if flight.pair is not None and self.pairs is not None:
+            self.pairs.prefilled(flight.request_id)
             flight.pair = None
 
     def _deliver(self, worker_id: str, delivery: Delivery) -> None:
@@ -308,7 +308,7 @@ class Frontend:
         num_new = output.position + len(output.token_ids) - len(tokens_s)
         if num_new > 0:
             if not tokens_s:
-                (self._router if self._pairs is None else self._pairs).first_token(flight.request_id)
+                (self._router if self.pairs is None else self.pairs).first_token(flight.request_id)
                 flight.result.num_cached_tokens = output.num_cached_tokens or 0
                 self.traffic.prefilled(len(flight.prompt), flight.result.num_cached_tokens)
             at_s = self._busy_until(self._token_s * num_new)
@@ -345,8 +345,8 @@ class Frontend:
         """The request is no longer on its worker."""
         self._flights.pop(flight.request_id, None)
         flight.pair = None
-        if self._pairs is not None:
-            self._pairs.prefilled(flight.request_id)
+        if self.pairs is not None:
+            self.pairs.prefilled(flight.request_id)
         self._router.finished(flight.request_id, len(flight.result.tokens_s))
 
     def _end(self, flight: _Flight, error: str = "") -> None:

@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 
 from kvrelay.config import WorkerConfig, WorkerRole
 from kvrelay.core.cores import compute_threads, may_change_niceness, set_niceness
+from kvrelay.core.handoff import LEAVING_LENDS_S
 from kvrelay.core.tasks import TaskSet
 from kvrelay.engine.contract import Engine, EngineFacts, EngineHost
 from kvrelay.errors import ConfigError, ControlUnavailableError, LeaseLostError, WorkerUnavailableError
@@ -23,6 +25,7 @@ from kvrelay.worker.cluster.membership import RETRY_INTERVAL_S
 from kvrelay.worker.decode.serving import DecodeSide
 from kvrelay.worker.prefill.paired import PairedPrefills
 from kvrelay.worker.prefill.pulling import PrefillSide
+from kvrelay.worker.shutdown import none_left
 from kvrelay.worker.surroundings import Surroundings
 
 _log = logging.getLogger(__name__)
@@ -185,9 +188,16 @@ class Roles:
             set_niceness(self._niceness if is_exclusive else 0)
 
     async def _finish(self) -> None:
-        """Begin no new work; return when all work in flight has ended."""
-        self._paired.accepting = self._decode.handoffs.lends_prefixes = False
+        """Begin no new work; return when all work in flight has ended. Sessions whose tools run come back to other
+        workers, which may read what is here for a while."""
+        lends_until_s = time.monotonic() + LEAVING_LENDS_S
+        self._paired.accepting = False
         await self._prefill.drain()
+        await self._decode.answer_all()
+        sessions = self._engine.stats().sessions
+        if sessions is not None and sessions.num_paused and sessions.counts.num_named:
+            await none_left(self._decode.num_serving, lends_until_s - time.monotonic())
+        self._decode.handoffs.lends_prefixes = False
         await self._decode.drain()
 
     async def _register_again(self) -> None:

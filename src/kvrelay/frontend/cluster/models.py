@@ -7,7 +7,7 @@ import time
 
 import msgspec
 
-from kvrelay.core.handoff import OrderPolicy, PrefixHolder
+from kvrelay.core.handoff import LEAVING_LENDS_S, OrderPolicy, PrefixHolder
 from kvrelay.core.workers import WorkerInfo
 from kvrelay.errors import WorkerUnavailableError
 from kvrelay.frontend.cluster.adapters import RunTimeAdapters
@@ -144,8 +144,10 @@ class Model:
             self.pairs.prefills.remove_worker(worker_id)
 
     def _remove_taker(self, worker_id: str) -> None:
-        if self._links.pop(worker_id, None) is not None:
-            self.router.remove_worker(worker_id)
+        link = self._links.pop(worker_id, None)
+        if link is not None:
+            # One that is there still drains or prefills only: its sessions go on elsewhere.
+            self.router.remove_worker(worker_id, LEAVING_LENDS_S if link.is_open else 0.0)
             self.refresh()
 
     def refresh(self) -> None:

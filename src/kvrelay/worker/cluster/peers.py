@@ -41,6 +41,8 @@ class _Peer(msgspec.Struct):
     """One worker. It is forgotten once it has no entry."""
 
     listed: WorkerInfo | None = None
+    last: WorkerInfo | None = None
+    """What was listed last: while a worker leaves, others may read what it has."""
     registered: dict[str, KvMetadata] = {}
     """By rank. It has a lease while there are any."""
 
@@ -94,9 +96,9 @@ class PeerTable:
         )
 
     def address_of(self, worker_id: str) -> str | None:
-        """The address of a worker of this model; None unless it is listed."""
+        """The address of a worker of this model; None unless it is listed, or was and has its lease."""
         peer = self._peers.get(worker_id)
-        info = None if peer is None else peer.listed
+        info = None if peer is None else peer.last
         return info.address if info is not None and info.model == self._model else None
 
     def _listed(self) -> list[tuple[str, WorkerInfo]]:
@@ -148,7 +150,8 @@ class PeerTable:
     def _apply(self, event: WatchEvent) -> None:
         worker_id = event.key.removeprefix(self._keys.workers)
         listed = decode_worker(worker_id, event.value) if event.kind is WatchKind.PUT else None
-        self._peers.setdefault(worker_id, _Peer()).listed = listed
+        peer = self._peers.setdefault(worker_id, _Peer())
+        peer.listed, peer.last = listed, listed or peer.last
         self._forget_if_empty(worker_id)
         pulling = [info for _, info in self._listed() if self._pulls(info)]
         had_prefill, self.num_prefill_workers = self.num_prefill_workers > 0, len(pulling)

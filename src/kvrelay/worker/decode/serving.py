@@ -94,7 +94,7 @@ class DecodeSide:
         self._server = around.server
         self._refusals = around.refusals
         self._marks = around.marks
-        self._num_serving = num_serving
+        self.num_serving = num_serving
         self._is_on_prefill_side = is_on_prefill_side
         self._returns = ReturnTimes(MonotonicClock())
         self._give_up_after_s = give_up_after_s
@@ -356,7 +356,7 @@ class DecodeSide:
         if isinstance(error, OverloadedError):
             self.stats.num_early_rejected += isinstance(error, ObjectiveMissedError)
             # A client is refused by all workers before it hears of it, and comes back to one of them.
-            wait_s = self._returns.next_s(error.retry_after_s, error.spacing_s / max(self._num_serving(), 1))
+            wait_s = self._returns.next_s(error.retry_after_s, error.spacing_s / max(self.num_serving(), 1))
         self._refuse(peer, refusal_of(request_id, error, retry_after_s=wait_s))
 
     def _refuse(self, peer: Peer, refusal: RequestRefused) -> None:
@@ -404,11 +404,15 @@ class DecodeSide:
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
+    async def answer_all(self) -> None:
+        """Accept no new requests; return when every request has ended."""
+        self.accepting = False
+        await none_left(lambda: self._served)
+
     async def drain(self) -> None:
         """Accept no new requests; return when every request and every hand-off has ended. Wait ``give_up_after_s`` for
         a claimant that lives and does not answer ``HandoffAbandon``; then return, and its blocks stay quarantined."""
-        self.accepting = False
-        await none_left(lambda: self._served)
+        await self.answer_all()
         ledger = self.handoffs.ledger
         await none_left(lambda: ledger.handoffs, self._give_up_after_s)
         if ledger.handoffs:
