@@ -22,7 +22,7 @@ from kvrelay.cli.options import (
 )
 from kvrelay.cli.processes import FRONTEND_SETTINGS, WORKER_SETTINGS, run_async
 from kvrelay.config import FrontendConfig, RouterConfig, UpstreamConfig, VllmConfig, WorkerConfig, WorkerRole
-from kvrelay.core.cores import allowed_cores, threads_each, usable_cores
+from kvrelay.core.cores import threads_each
 from kvrelay.errors import ConfigError
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -262,10 +262,6 @@ def _split_servers(upstreams: list[UpstreamConfig], num_prefill: int, num_decode
 
 def _vllms(settings: VllmConfig, num_workers: int) -> list[VllmConfig]:
     """One for each worker, with cores of its own. Raises ConfigError."""
-    from kvrelay.engines.vllm.cores import compute_cores, format_cores, share_of
+    from kvrelay.engines.vllm.cores import shares
 
-    cores = compute_cores(settings.engine_cores, allowed_cores(), len(usable_cores()))
-    return [
-        replace(settings, engine_cores=format_cores(share_of(cores, number, num_workers)))
-        for number in range(num_workers)
-    ]
+    return [replace(settings, engine_cores=cores) for cores in shares(settings.engine_cores, num_workers)]

@@ -7,10 +7,25 @@ import json
 from collections.abc import Collection
 from typing import Any
 
-from kvrelay.config import WorkerConfig
+from kvrelay.config import GroupConfig, WorkerConfig
 from kvrelay.config.byte_sizes import parse_bytes
 from kvrelay.engines.hosted.host import CacheEvents
 from kvrelay.errors import ConfigError
+
+DATA_PARALLEL = tuple(
+    f"data_parallel_{name}"
+    for name in (
+        "size",
+        "rank",
+        "start_rank",
+        "size_local",
+        "address",
+        "rpc_port",
+        "hybrid_lb",
+        "external_lb",
+        "backend",
+    )
+)
 
 OURS = {
     "model": "the model is the command's argument",
@@ -27,7 +42,8 @@ OURS = {
     "kv_cache_memory_bytes": "use --kv-cache-memory",
     "tensor_parallel_size": "use --tp",
     "pipeline_parallel_size": "use --pp",
-    "data_parallel_size": "start more workers instead",
+    **dict.fromkeys(DATA_PARALLEL, "use --dp"),
+    "enable_expert_parallel": "use --ep",
     "enable_lora": "use --lora-dir or --max-loras",
     "lora_modules": "use --lora-dir",
     "max_loras": "use --max-loras",
@@ -73,6 +89,8 @@ def engine_arguments(settings: WorkerConfig, events: CacheEvents | None) -> dict
         "skip_tokenizer_init": not (settings.model_path / "tokenizer.json").is_file(),
         "worker_extension_cls": "kvrelay.engines.vllm.quiet_child.WorkerExtension",
     }
+    if settings.group.ep:
+        arguments["enable_expert_parallel"] = True
     if engine.max_model_len:
         arguments["max_model_len"] = engine.max_model_len
     if engine.kv_cache_memory != "auto":
@@ -98,6 +116,24 @@ def engine_arguments(settings: WorkerConfig, events: CacheEvents | None) -> dict
         else:
             arguments["worker_extension_cls"] = "kvrelay.engines.vllm.nixl_child.NixlWorkerExtension"
     return {**arguments, **_added(settings.vllm.engine_args)}
+
+
+def group_arguments(group: GroupConfig, host: str, port: int) -> dict[str, Any]:
+    """The same of a data-parallel rank: vLLM's mode in which each rank has a client of its own and something else, here
+    kvrelay, distributes requests. ``host`` and ``port``: where rank 0's vLLM will wait for those of the other ranks."""
+    return {
+        "data_parallel_size": group.dp,
+        "data_parallel_rank": group.dp_rank,
+        "data_parallel_external_lb": True,
+        "data_parallel_address": host,
+        "data_parallel_rpc_port": port,
+    }
+
+
+def rank_events(events: CacheEvents, rank: int) -> CacheEvents:
+    """Where vLLM's data-parallel ``rank`` publishes if it was started with ``events``: it puts its number behind the
+    names of all ranks but the first, and takes only names with ``inproc`` for names."""
+    return CacheEvents(*(f"{each}_dp{rank}" if rank else each for each in events))
 
 
 def _added(text: str) -> dict[str, Any]:
