@@ -7,12 +7,13 @@ import math
 import socket
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvrelay.config import GroupConfig, MetricsConfig, WorkerConfig, WorkerRole
+from kvrelay.config import GroupConfig, MetricsConfig, VllmConfig, WorkerConfig, WorkerRole
 from kvrelay.core.workers import WorkerInfo
 from kvrelay.data import bundled_checkpoint_path
 from kvrelay.errors import ConfigError
@@ -118,6 +119,17 @@ def test_ports_of_ranks_count_up(monkeypatch: pytest.MonkeyPatch) -> None:
     names = ("--dp", "--dp-rank", "--dp-address", "--worker-port", "--metrics-port")
     assert [given[name] for name in names] == ["2", "1", "/d", "7001", "9001"]
     assert "--kv-port" not in given, "any"
+
+
+@pytest.mark.parametrize(("given", "expected"), [("0-5", ["0,1,2", "3,4,5"]), ("4", ["4", "4"])])
+def test_ranks_of_vllm_share_out_the_cores(given: str, expected: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvrelay.engines.vllm.cores.allowed_cores", lambda: list(range(8)))
+    commands: list[list[str]] = []
+    monkeypatch.setattr(dp_group, "start_child", lambda name, command, environment: commands.append(command))
+    config = config_of(GroupConfig(dp=2), "vllm")
+    for rank in (0, 1):
+        dp_group.start_rank(replace(config, vllm=VllmConfig(engine_cores=given)), rank, "/d")
+    assert [command[command.index("--engine-cores") + 1] for command in commands] == expected
 
 
 # -- in discovery -----------------------------------------------------------------------------------------------------
