@@ -7,6 +7,7 @@ import math
 import socket
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -182,6 +183,18 @@ def config_of(group: GroupConfig, engine_kind: str = "torch") -> WorkerConfig:
 def test_groups_that_cannot_be(group: GroupConfig, engine: str, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         join_group(config_of(group, engine))
+
+
+def test_ranks_with_vllm_must_start_it_alike(tmp_path: Path) -> None:
+    def join(rank: int, engine_args: str) -> str:
+        config = config_of(GroupConfig(dp=2, dp_rank=rank, dp_address=str(tmp_path)), "vllm")
+        with pytest.raises(ConfigError) as caught:
+            join_group(replace(config, vllm=VllmConfig(engine_args=engine_args)))
+        return caught.value.message
+
+    with ThreadPoolExecutor(2) as pool:
+        reasons = list(pool.map(join, (0, 1), ("", '{"quantization": "fp8"}')))
+    assert all("--engine-args" in reason and "fp8" in reason for reason in reasons), reasons
 
 
 def test_a_worker_without_a_group_joins_none() -> None:

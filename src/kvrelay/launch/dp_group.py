@@ -198,6 +198,9 @@ def _facts(config: WorkerConfig) -> dict[str, str]:
 
         facts["the fingerprint of the weights"] = weights_fingerprint(config.model_path)
     if config.engine_kind == "vllm":
+        from kvrelay.engines.vllm.library import vllm_version
+
+        facts["the version of vLLM"] = vllm_version() or "none"
         facts["--engine-args"] = config.vllm.engine_args
         facts["--enforce-eager"] = str(config.runner.enforce_eager)
     return facts
