@@ -22,7 +22,7 @@ from kvrelay.dp.rendezvous import store_port
 from kvrelay.engine.contract import EngineFacts
 from kvrelay.engines.hosted.host import BackendHost, CacheEvents
 from kvrelay.engines.vllm.adapters import LoadedAdapters, adapter_arguments, read_adapters
-from kvrelay.engines.vllm.arguments import engine_arguments, group_arguments, rank_events
+from kvrelay.engines.vllm.arguments import engine_arguments, rank_events
 from kvrelay.engines.vllm.backend import VllmBackend
 from kvrelay.engines.vllm.library import Started, fingerprint, free_port, start_vllm
 from kvrelay.errors import ConfigError
@@ -93,11 +93,17 @@ def _events(directory: Path) -> CacheEvents:
 
 
 def _meet(group: GroupConfig) -> dict[str, Any]:
-    """vLLM's arguments for this rank. Rank 0 takes a port and tells the others. Raises PeerLostError, ConfigError."""
+    """vLLM's arguments for this rank, in its mode for load balancers of others. Rank 0 takes a port, at which its vLLM
+    will wait for theirs, and tells the other ranks. Raises PeerLostError, ConfigError."""
     address = GroupAddress.parse(group.dp_address)
     host = address.host or "127.0.0.1"
-    port = store_port(address, 0 if group.dp_rank else free_port(host), MEETING_TIMEOUT_S)
-    return group_arguments(group, host, port)
+    return {
+        "data_parallel_size": group.dp,
+        "data_parallel_rank": group.dp_rank,
+        "data_parallel_external_lb": True,
+        "data_parallel_address": host,
+        "data_parallel_rpc_port": store_port(address, 0 if group.dp_rank else free_port(host), MEETING_TIMEOUT_S),
+    }
 
 
 def _facts(

@@ -7,26 +7,13 @@ import json
 from collections.abc import Collection
 from typing import Any
 
-from kvrelay.config import GroupConfig, WorkerConfig
+from kvrelay.config import WorkerConfig
 from kvrelay.config.byte_sizes import parse_bytes
 from kvrelay.engines.hosted.host import CacheEvents
 from kvrelay.errors import ConfigError
 
-DATA_PARALLEL = tuple(
-    f"data_parallel_{name}"
-    for name in (
-        "size",
-        "rank",
-        "start_rank",
-        "size_local",
-        "address",
-        "rpc_port",
-        "hybrid_lb",
-        "external_lb",
-        "backend",
-    )
-)
-
+DATA_PARALLEL = "data_parallel_"
+"""The beginning of several names."""
 OURS = {
     "model": "the model is the command's argument",
     "served_model_name": "use --served-model-name",
@@ -42,7 +29,7 @@ OURS = {
     "kv_cache_memory_bytes": "use --kv-cache-memory",
     "tensor_parallel_size": "use --tp",
     "pipeline_parallel_size": "use --pp",
-    **dict.fromkeys(DATA_PARALLEL, "use --dp"),
+    DATA_PARALLEL: "use --dp",
     "enable_expert_parallel": "use --ep",
     "enable_lora": "use --lora-dir or --max-loras",
     "lora_modules": "use --lora-dir",
@@ -118,18 +105,6 @@ def engine_arguments(settings: WorkerConfig, events: CacheEvents | None) -> dict
     return {**arguments, **_added(settings.vllm.engine_args)}
 
 
-def group_arguments(group: GroupConfig, host: str, port: int) -> dict[str, Any]:
-    """The same of a data-parallel rank: vLLM's mode in which each rank has a client of its own and something else, here
-    kvrelay, distributes requests. ``host`` and ``port``: where rank 0's vLLM will wait for those of the other ranks."""
-    return {
-        "data_parallel_size": group.dp,
-        "data_parallel_rank": group.dp_rank,
-        "data_parallel_external_lb": True,
-        "data_parallel_address": host,
-        "data_parallel_rpc_port": port,
-    }
-
-
 def rank_events(events: CacheEvents, rank: int) -> CacheEvents:
     """Where vLLM's data-parallel ``rank`` publishes if it was started with ``events``: it puts its number behind the
     names of all ranks but the first, and takes only names with ``inproc`` for names."""
@@ -146,8 +121,8 @@ def _added(text: str) -> dict[str, Any]:
     if not isinstance(added, dict):
         raise ConfigError('--engine-args must be a JSON object, e.g. \'{"quantization": "fp8"}\'', param="engine_args")
     for name in added:
-        if name in OURS:
-            raise ConfigError(f"--engine-args cannot set {name}: {OURS[name]}", param="engine_args")
+        if reason := OURS.get(DATA_PARALLEL if name.startswith(DATA_PARALLEL) else name):
+            raise ConfigError(f"--engine-args cannot set {name}: {reason}", param="engine_args")
     return added
 
 
