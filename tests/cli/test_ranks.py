@@ -87,3 +87,13 @@ def test_data_parallel_ranks_of_each_kind(served: list[ServeConfig]) -> None:
     assert [value_of(worker, "--dp") for worker in config.workers] == ["2", "3", "3"]
     assert [value_of(worker, "--metrics-port") for worker in config.workers] == ["9000", "9002", "9005"]
     assert all("--ep" in worker_command(worker) for worker in config.workers)
+
+
+def test_a_group_with_vllm_has_the_cores_of_all_its_ranks(
+    served: list[ServeConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvrelay.engines.vllm.cores.allowed_cores", lambda: list(range(8)))
+    sizes = ("--prefill", "1", "--decode", "1", "--dp-prefill", "2", "--engine-cores", "0-5")
+    invoke("serve", "--engine", "vllm", *sizes)
+    (config,) = served
+    assert [value_of(worker, "--engine-cores") for worker in config.workers] == ["0,1,2,3", "4,5"]

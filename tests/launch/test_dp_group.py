@@ -7,12 +7,14 @@ import math
 import socket
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvrelay.config import GroupConfig, MetricsConfig, WorkerConfig, WorkerRole
+from kvrelay.config import GroupConfig, MetricsConfig, VllmConfig, WorkerConfig, WorkerRole
 from kvrelay.core.workers import WorkerInfo
 from kvrelay.data import bundled_checkpoint_path
 from kvrelay.errors import ConfigError
@@ -120,6 +122,17 @@ def test_ports_of_ranks_count_up(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "--kv-port" not in given, "any"
 
 
+@pytest.mark.parametrize(("given", "expected"), [("0-5", ["0,1,2", "3,4,5"]), ("4", ["4", "4"])])
+def test_ranks_of_vllm_share_out_the_cores(given: str, expected: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvrelay.engines.vllm.cores.allowed_cores", lambda: list(range(8)))
+    commands: list[list[str]] = []
+    monkeypatch.setattr(dp_group, "start_child", lambda name, command, environment: commands.append(command))
+    config = config_of(GroupConfig(dp=2), "vllm")
+    for rank in (0, 1):
+        dp_group.start_rank(replace(config, vllm=VllmConfig(engine_cores=given)), rank, "/d")
+    assert [command[command.index("--engine-cores") + 1] for command in commands] == expected
+
+
 # -- in discovery -----------------------------------------------------------------------------------------------------
 
 
@@ -170,6 +183,18 @@ def config_of(group: GroupConfig, engine_kind: str = "torch") -> WorkerConfig:
 def test_groups_that_cannot_be(group: GroupConfig, engine: str, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         join_group(config_of(group, engine))
+
+
+def test_ranks_with_vllm_must_start_it_alike(tmp_path: Path) -> None:
+    def join(rank: int, engine_args: str) -> str:
+        config = config_of(GroupConfig(dp=2, dp_rank=rank, dp_address=str(tmp_path)), "vllm")
+        with pytest.raises(ConfigError) as caught:
+            join_group(replace(config, vllm=VllmConfig(engine_args=engine_args)))
+        return caught.value.message
+
+    with ThreadPoolExecutor(2) as pool:
+        reasons = list(pool.map(join, (0, 1), ("", '{"quantization": "fp8"}')))
+    assert all("--engine-args" in reason and "fp8" in reason for reason in reasons), reasons
 
 
 def test_a_worker_without_a_group_joins_none() -> None:

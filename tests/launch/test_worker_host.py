@@ -38,7 +38,7 @@ def test_ports_count_up_and_those_of_workers_that_have_left_are_used_again() -> 
 
 
 def test_workers_of_vllm_have_cores_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_host, "allowed_cores", lambda: list(range(8)))
+    monkeypatch.setattr("kvrelay.engines.vllm.cores.allowed_cores", lambda: list(range(8)))
     common = base(engine_kind="vllm", vllm=VllmConfig(engine_cores="0-5"))
     first = beside([], common, 3)
     second = beside([first], common, 3)

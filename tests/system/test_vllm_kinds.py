@@ -34,6 +34,11 @@ WAYS = {"nixl": (), "kvrelay": OURS}
 ORDERS = ("decode-first", "prefill-first")
 NUM_ASKED = 12
 PIPELINE = ("--pp", "2")
+GROUPS = {
+    "dp 2 to 1": ("--ep", "--dp-prefill", "2"),
+    "dp 1 to 2": ("--ep", "--dp-decode", "2"),
+    "dp 2 to 2, experts cut": ("--dp", "2"),
+}
 EAGER = ("--enforce-eager",)
 RANKS = {
     "tp 1 to 2": ("--tp-decode", "2", *EAGER),
@@ -48,7 +53,7 @@ HAS_FP8 = torch.backends.cpu.get_cpu_capability() == "AVX512"
 
 
 def _ask(model: Path | None, flags: tuple[str, ...], expected: Asked, *, at_once: bool) -> dict[str, Any]:
-    """Returns the decode worker's status."""
+    """Returns a decode worker's status."""
     chosen = () if model is None else (str(model),)
     with Serve((*chosen, *SPLIT, *flags)) as server:
         for number, order in enumerate(ORDERS, 1):
@@ -56,12 +61,11 @@ def _ask(model: Path | None, flags: tuple[str, ...], expected: Asked, *, at_once
                 prompts = [expected.prompts] if at_once else [[prompt] for prompt in expected.prompts]
                 answers = [answer for some in prompts for answer in asking.ask(some)]
             assert answers == expected.answers, order
-            (decode,) = server.workers("decode")
+            num_remote = sum(worker["decode"]["num_remote_done"] for worker in server.workers("decode"))
             # One may be overtaken by blocks that the decode worker has by then.
-            assert decode["decode"]["num_remote_done"] >= number * NUM_ASKED - 2, decode
+            assert num_remote >= number * NUM_ASKED - 2, server.workers("decode")
         until(server.is_idle)
-        (decode,) = server.workers("decode")
-        return decode
+        return server.workers("decode")[0]
 
 
 @pytest.mark.parametrize(
@@ -121,6 +125,24 @@ def test_kinds_of_kv(
     flags = ("--dtype", "float32", "--engine-args", arguments, *(ranks or EAGER))
     block_size = ("--block-size", str(KINDS[kind]["block_size"])) if way == "kvrelay" else ()
     _ask(path, (*flags, *block_size, *WAYS[way]), expected, at_once=False)
+
+
+@pytest.mark.parametrize(
+    ("group", "way"),
+    [
+        pytest.param(group, way, marks=() if (group, way) == ("dp 2 to 1", "kvrelay") else matrix)
+        for group in GROUPS
+        for way in WAYS
+    ],
+)
+def test_data_parallel_ranks_with_experts_in_common(
+    answers_of: Callable[..., tuple[Path | None, Asked]], group: str, way: str
+) -> None:
+    """Some ranks have a request, the others only its experts: prompts come one at a time."""
+    path, expected = answers_of("moe", '{"block_size": 32}')
+    block_size = ("--block-size", "32") if way == "kvrelay" else ()
+    flags = ("--dtype", "float32", "--engine-args", '{"block_size": 32}', *EAGER, *block_size, *WAYS[way])
+    _ask(path, (*flags, *GROUPS[group]), expected, at_once=False)
 
 
 DRAFTERS: dict[str, dict[str, Any]] = {

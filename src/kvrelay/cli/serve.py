@@ -21,8 +21,8 @@ from kvrelay.cli.options import (
     settings_options,
 )
 from kvrelay.cli.processes import FRONTEND_SETTINGS, WORKER_SETTINGS, run_async
-from kvrelay.config import FrontendConfig, RouterConfig, UpstreamConfig, VllmConfig, WorkerConfig, WorkerRole
-from kvrelay.core.cores import allowed_cores, threads_each, usable_cores
+from kvrelay.config import FrontendConfig, RouterConfig, UpstreamConfig, WorkerConfig, WorkerRole
+from kvrelay.core.cores import threads_each
 from kvrelay.errors import ConfigError
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -192,11 +192,7 @@ def _workers(
     workers = [kind.of(common) for kind in kinds for _ in range(kind.num_workers)]
     num_engines = sum(worker.group.dp for worker in workers)
     num_threads = common.runner.num_threads or threads_each(num_engines)
-    vllms = (
-        _vllms(common.vllm, max(num_engines, max_workers))
-        if common.engine_kind == "vllm"
-        else [common.vllm] * len(workers)
-    )
+    cores = _cores(common, max(num_engines, max_workers))
     metrics_port, kv_port = common.metrics.metrics_port, common.transfer.kv_port
     if metrics_port:
         replace(common.metrics, metrics_port=metrics_port + num_engines - 1)
@@ -211,7 +207,7 @@ def _workers(
                 transfer=replace(worker.transfer, kv_port=kv_port and kv_port + first_kv),
                 metrics=replace(worker.metrics, metrics_port=metrics_port and metrics_port + first),
                 upstream=upstreams[number] if upstreams else worker.upstream,
-                vllm=vllms[number],
+                vllm=replace(worker.vllm, engine_cores=",".join(cores[first : first + worker.group.dp])),
             )
         )
     return tuple(made)
@@ -260,12 +256,10 @@ def _split_servers(upstreams: list[UpstreamConfig], num_prefill: int, num_decode
     return 0, num_upstreams
 
 
-def _vllms(settings: VllmConfig, num_workers: int) -> list[VllmConfig]:
-    """One for each worker, with cores of its own. Raises ConfigError."""
-    from kvrelay.engines.vllm.cores import compute_cores, format_cores, share_of
+def _cores(common: WorkerConfig, num_engines: int) -> list[str]:
+    """Those of each engine with vLLM, named as for ``engine_cores``. Raises ConfigError."""
+    if common.engine_kind != "vllm":
+        return []
+    from kvrelay.engines.vllm.cores import shares
 
-    cores = compute_cores(settings.engine_cores, allowed_cores(), len(usable_cores()))
-    return [
-        replace(settings, engine_cores=format_cores(share_of(cores, number, num_workers)))
-        for number in range(num_workers)
-    ]
+    return shares(common.vllm.engine_cores, num_engines)

@@ -12,12 +12,14 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING
 
 from kvrelay.config import WorkerConfig
+from kvrelay.dp.group import StepGroup
 from kvrelay.errors import ConfigError
 from kvrelay.executors.host_memory import ANYWHERE, HostMemory
 
 if TYPE_CHECKING:
     from kvrelay.engine.contract import EngineHost
     from kvrelay.engine.step import Executor
+    from kvrelay.engines.hosted.host import BackendHost
 
 ENTRY_POINT_GROUP = "kvrelay.engines"
 
@@ -37,7 +39,9 @@ def engine_names() -> tuple[str, ...]:
     return (*OWN, *sorted(_installed().keys() - set(OWN)))
 
 
-def build_host(name: str, settings: WorkerConfig, worker_id: str, memory: HostMemory = ANYWHERE) -> EngineHost | None:
+def build_host(
+    name: str, settings: WorkerConfig, worker_id: str, memory: HostMemory = ANYWHERE, group: StepGroup | None = None
+) -> EngineHost | None:
     """The engine called ``name`` if it is one of HOSTS, or else None: then ``build_executor`` builds its executor.
     Raises what its builder raises."""
     for param in ("lora_dir", "max_loras"):
@@ -46,7 +50,9 @@ def build_host(name: str, settings: WorkerConfig, worker_id: str, memory: HostMe
             raise ConfigError(f"engine {name} has no adapters: --{flag} needs --engine vllm", param=param)
     if name not in HOSTS:
         return None
-    host: EngineHost = import_module(f"kvrelay.engines.{name}").from_settings(settings, worker_id, memory)
+    host: BackendHost = import_module(f"kvrelay.engines.{name}").from_settings(settings, worker_id, memory)
+    if group is not None:
+        host.enter(group)
     return host
 
 

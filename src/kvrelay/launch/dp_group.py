@@ -28,7 +28,6 @@ from kvrelay.dp.group import StepGroup, StepsTogether
 from kvrelay.dp.member import GroupMember
 from kvrelay.dp.messages import RankInfo
 from kvrelay.engine.step import Executor
-from kvrelay.engines.registry import HOSTS
 from kvrelay.errors import ConfigError, EngineDeadError
 from kvrelay.launch.children import NO_READY_LINE, Child, control_environment, start_child, worker_command
 from kvrelay.launch.process import on_terminate
@@ -73,6 +72,11 @@ def start_rank(config: WorkerConfig, rank: int, directory: str, *, announces: bo
         transfer=replace(config.transfer, kv_port=port(config.transfer.kv_port, config.num_kv_ports)),
         metrics=replace(config.metrics, metrics_port=port(config.metrics.metrics_port)),
     )
+    if config.engine_kind == "vllm":
+        from kvrelay.engines.vllm.cores import shares
+
+        cores = shares(config.vllm.engine_cores, dp)[rank]
+        own = replace(own, vllm=replace(config.vllm, engine_cores=cores))
     environment = control_environment(config.control)
     devices = devices_of_rank(rank, dp, runner.num_ranks, environment.get("CUDA_VISIBLE_DEVICES"))
     if devices:
@@ -137,7 +141,7 @@ def join_group(config: WorkerConfig) -> StepGroup | None:
         return None
     if sys.platform != "linux":
         raise ConfigError("data-parallel groups need Linux; leave out --dp", param="dp")
-    if config.engine_kind in HOSTS:
+    if config.engine_kind == "openai":
         raise ConfigError(f"engine {config.engine_kind} computes elsewhere: leave out --dp", param="dp")
     address = GroupAddress.parse(group.dp_address)
     if not (address.is_shared_memory or is_loopback(address.host) or config.control.insecure):
@@ -165,8 +169,10 @@ def _check_experts(config: WorkerConfig) -> None:
     """Raises ConfigError before anything is started."""
     if not config.group.ep:
         return
-    if config.engine_kind != "torch":
+    if config.engine_kind not in ("torch", "vllm"):
         raise ConfigError(f"engine {config.engine_kind} has no expert parallelism; leave out --ep", param="ep")
+    if config.engine_kind == "vllm":
+        return  # vLLM checks them
     from kvrelay.executors.torch.config import load_model_config
     from kvrelay.executors.torch.parallel.rank import check_sizes
 
@@ -191,6 +197,12 @@ def _facts(config: WorkerConfig) -> dict[str, str]:
         from kvrelay.executors.torch.shards import weights_fingerprint
 
         facts["the fingerprint of the weights"] = weights_fingerprint(config.model_path)
+    if config.engine_kind == "vllm":
+        from kvrelay.engines.vllm.library import vllm_version
+
+        facts["the version of vLLM"] = vllm_version() or "none"
+        facts["--engine-args"] = config.vllm.engine_args
+        facts["--enforce-eager"] = str(config.runner.enforce_eager)
     return facts
 
 

@@ -27,7 +27,6 @@ from kvrelay.config import ControlConfig, WorkerConfig, WorkerRole
 from kvrelay.control.base import ControlPlane, Keys, Lease, WatchEvent, WatchKind
 from kvrelay.control.following import follow
 from kvrelay.core.control_codec import decode_worker
-from kvrelay.core.cores import allowed_cores, usable_cores
 from kvrelay.core.decoding import UNREADABLE
 from kvrelay.core.tasks import TaskSet, end_tasks
 from kvrelay.errors import ConfigError, ControlUnavailableError, KvrelayError, ProtocolError
@@ -111,12 +110,11 @@ def beside(others: Sequence[WorkerConfig], base: WorkerConfig, num_slots: int) -
     num_kv_ports = base.group.dp * base.num_kv_ports
     kv_port = next_free_port(base.host, transfer.kv_port, num_kv_ports, of_metrics | of_kv | {metrics_port})
     if base.engine_kind == "vllm":
-        from kvrelay.engines.vllm.cores import compute_cores, format_cores, share_of
+        from kvrelay.engines.vllm.cores import shares
 
-        cores = compute_cores(vllm.engine_cores, allowed_cores(), len(usable_cores()))
-        shares = [format_cores(share_of(cores, number, num_slots)) for number in range(num_slots)]
         taken = Counter(other.vllm.engine_cores for other in others)
-        vllm = replace(vllm, engine_cores=min(shares, key=lambda share: taken[share]))
+        cores = min(shares(vllm.engine_cores, num_slots), key=lambda share: taken[share])
+        vllm = replace(vllm, engine_cores=cores)
     return replace(
         base,
         metrics=replace(metrics, metrics_port=metrics_port),

@@ -218,7 +218,7 @@ def _load(
 ) -> EngineHost:
     """Returns when all ranks of the group are loaded. If this one cannot be, the others hear why."""
     try:
-        host = build_host(config.engine_kind, config, worker_id, memory)
+        host = build_host(config.engine_kind, config, worker_id, memory, group)
         if host is not None:
             return host
         return load_engine(config, worker_id, memory, group=group, loads_here=loads_here)

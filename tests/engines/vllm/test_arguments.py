@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import pytest
 
-from kvrelay.config import EngineConfig, RunnerConfig, VllmConfig, WorkerConfig, WorkerRole
+from kvrelay.config import EngineConfig, GroupConfig, RunnerConfig, VllmConfig, WorkerConfig, WorkerRole
 from kvrelay.data import bundled_checkpoint_path
 from kvrelay.engines.hosted.host import CacheEvents
 from kvrelay.engines.vllm import library
@@ -40,6 +40,9 @@ def test_settings_travel_under_vllms_names() -> None:
     assert arguments["kv_events_config"]["endpoint"] == "ipc:///a"
     assert "max_model_len" not in arguments, "vLLM reads it from the checkpoint"
     assert _arguments()["distributed_executor_backend"] == "uni"
+    spread = WorkerConfig(model_path=bundled_checkpoint_path(), group=GroupConfig(ep=True))
+    assert engine_arguments(spread, None)["enable_expert_parallel"]
+    assert "enable_expert_parallel" not in arguments
 
 
 def test_workers_of_a_pair_exchange_kv_by_vllms_connector() -> None:
@@ -85,6 +88,8 @@ def test_kvrelays_connector_takes_kvrelays_blocks() -> None:
         ('{"kv_transfer_config": {}}', "cannot set kv_transfer_config: the worker connects"),
         ('{"kv_events_config": {}}', "cannot set kv_events_config"),
         ('{"tokenizer": "x"}', "cannot set tokenizer"),
+        ('{"data_parallel_rpc_port": 1}', "cannot set data_parallel_rpc_port: use --dp"),
+        ('{"enable_expert_parallel": true}', "cannot set enable_expert_parallel: use --ep"),
         ('{"tensor_parallel_size": 2}', "use --tp"),
     ],
 )

@@ -24,7 +24,7 @@ from tests.engines.vllm.scripted import (
     scripted_start,
 )
 
-from kvrelay.config import EngineConfig, GroupConfig, VllmConfig, WorkerConfig, WorkerRole
+from kvrelay.config import EngineConfig, VllmConfig, WorkerConfig, WorkerRole
 from kvrelay.core.adapters import AdapterEntry
 from kvrelay.core.grammar import Grammar, GrammarKind
 from kvrelay.core.sampling import SamplingParams
@@ -392,11 +392,6 @@ def test_blocks_must_fit_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="no multiple of --block-size 24"):
         vllm.from_settings(settings, "worker")
     assert library.is_shut_down
-
-
-def test_data_parallel_ranks_are_workers() -> None:
-    with pytest.raises(ConfigError, match="start more workers"):
-        vllm.from_settings(_settings(group=GroupConfig(dp=2)), "worker")
 
 
 async def test_a_prefill_is_kept_for_the_vllm_that_pulls_it() -> None:

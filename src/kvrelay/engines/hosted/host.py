@@ -20,6 +20,7 @@ from kvrelay.core.clock import MonotonicClock
 from kvrelay.core.events import KvEvent
 from kvrelay.core.layout import MemoryRegion
 from kvrelay.core.sampling import SamplingParams
+from kvrelay.dp.group import Alone, Group, StepGroup
 from kvrelay.engine.contract import Engine, EngineFacts, OnDead, OnStep
 from kvrelay.engine.inbox import EngineCallback, EngineInbox
 from kvrelay.engine.progress import Progress
@@ -98,6 +99,9 @@ class BackendHost:
             drafts=drafts,
         )
         self._adapters = adapters
+        self._group: Group = Alone()
+        self._has_called = asyncio.Event()
+        """A callback has run."""
         self._retiring: dict[str, asyncio.Task[None]] = {}
         """Adapters that are forgotten once no request uses them. The loop's."""
         self._load = LoadSampler(self._engine, LOAD_INTERVAL_S, clock)
@@ -111,12 +115,19 @@ class BackendHost:
         self._stop = asyncio.Event()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
+    def enter(self, group: StepGroup) -> None:
+        """Loaded, before ``start``: returns when all ranks are. The backends step in common by themselves; this host
+        ends with its group, and closes when all ranks do. Raises EngineDeadError."""
+        group.ready(None)
+        self._group = group
+
     @property
     def kv_region(self) -> MemoryRegion:
         return MemoryRegion(self._bytes.ctypes.data, self._bytes.size)
 
     def start(self, on_step: OnStep, on_dead: OnDead, *, samples_load: bool = True) -> None:
         self._on_step, self._on_dead, self._samples_load = on_step, on_dead, samples_load
+        self._group.listen(lambda change: self.post(lambda _: change()))
         self._thread.start()
 
     def close(self, timeout_s: float | None = None) -> bool:
@@ -171,6 +182,7 @@ class BackendHost:
         except Exception:  # noqa: BLE001 - one bad callback must not end the engine
             _log.exception("a callback on the engine failed")
         self._flush_soon()
+        self._has_called.set()
 
     # -- the thread ---------------------------------------------------------------------------------------------------
 
@@ -192,7 +204,7 @@ class BackendHost:
     async def _serve(self) -> EngineDeadError | None:
         """Return on a stop, or with the reason why the backend is gone."""
         await self.backend.open()
-        stopped, gone = asyncio.ensure_future(self._stop.wait()), asyncio.ensure_future(self._watch())
+        stopped, gone = asyncio.ensure_future(self._closed()), asyncio.ensure_future(self._watch())
         reading = asyncio.ensure_future(self._read_events())
         try:
             await asyncio.wait({stopped, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -208,15 +220,30 @@ class BackendHost:
             await asyncio.gather(*tasks, return_exceptions=True)
             await self.backend.close()
 
+    async def _closed(self) -> None:
+        """Return once this host is to close: steps of the other ranks need its backend until all ranks are."""
+        await self._stop.wait()
+        self._group.leave()
+        while not self._group.is_over:
+            self._has_called.clear()
+            await self._has_called.wait()
+
     async def _watch(self) -> EngineDeadError:
-        """Return when the backend cannot go on."""
+        """Return when the backend, or its group, cannot go on."""
         while True:
             await asyncio.sleep(HEALTH_INTERVAL_S)
             # What was told after the last token.
             self._engine.look()
             failure = await self.backend.failure()
+            try:
+                self._group.begin_round(has_batch=False)
+            except EngineDeadError as exc:
+                # A lost rank is also why the backend of this one has failed.
+                return exc
             if failure is not None:
-                return EngineDeadError(failure)
+                died = EngineDeadError(failure)
+                self._group.explain(died)
+                return died
 
     async def _read_events(self) -> None:
         if self._mirror is None or self._cache_events is None:

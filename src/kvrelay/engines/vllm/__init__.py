@@ -11,20 +11,25 @@ worker of each step.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
-from kvrelay.config import WorkerConfig
+from kvrelay.config import GroupConfig, WorkerConfig
 from kvrelay.control.scratch import ScratchDirectory
 from kvrelay.core.layout import paged_kv
 from kvrelay.core.step_cost import CostSource
+from kvrelay.dp.addresses import GroupAddress
+from kvrelay.dp.rendezvous import store_port
 from kvrelay.engine.contract import EngineFacts
 from kvrelay.engines.hosted.host import BackendHost, CacheEvents
 from kvrelay.engines.vllm.adapters import LoadedAdapters, adapter_arguments, read_adapters
-from kvrelay.engines.vllm.arguments import engine_arguments
+from kvrelay.engines.vllm.arguments import engine_arguments, rank_events
 from kvrelay.engines.vllm.backend import VllmBackend
-from kvrelay.engines.vllm.library import Started, fingerprint, start_vllm
+from kvrelay.engines.vllm.library import Started, fingerprint, free_port, start_vllm
 from kvrelay.errors import ConfigError
 from kvrelay.executors.checkpoint_facts import checkpoint_facts
 from kvrelay.executors.host_memory import ANYWHERE, HostMemory
+
+MEETING_TIMEOUT_S = 60.0
 
 
 def from_settings(settings: WorkerConfig, worker_id: str, memory: HostMemory = ANYWHERE) -> BackendHost:
@@ -33,8 +38,6 @@ def from_settings(settings: WorkerConfig, worker_id: str, memory: HostMemory = A
     Raises ConfigError (also if vLLM is not installed), CheckpointError, UnsupportedModelError, and EngineDeadError if
     vLLM ends while it starts.
     """
-    if settings.group.dp > 1:
-        raise ConfigError("engine vllm has no data-parallel groups: start more workers instead", param="dp")
     model = checkpoint_facts(settings.model_path)
     adapters = read_adapters(settings.vllm.lora_dir, settings.model_path, settings.model)
     reserved = adapter_arguments(adapters, settings.vllm)
@@ -42,6 +45,7 @@ def from_settings(settings: WorkerConfig, worker_id: str, memory: HostMemory = A
     directory = ScratchDirectory("kvrelay-vllm-")
     try:
         events = _events(directory.path) if settings.engine.enable_prefix_caching else None
+        reserved |= _meet(settings.group) if settings.group.dp > 1 else {}
         started = start_vllm(reserved | engine_arguments(settings, events), settings, memory)
         try:
             max_adapters = reserved["max_cpu_loras"] if settings.vllm.max_loras else 0
@@ -73,7 +77,7 @@ def from_settings(settings: WorkerConfig, worker_id: str, memory: HostMemory = A
         facts,
         settings.engine,
         backend,
-        events,
+        events and rank_events(events, settings.group.rank),
         worker_id=worker_id,
         eos_token_ids=model.eos_token_ids,
         staging=None if staging is None else staging.memory,
@@ -85,7 +89,21 @@ def from_settings(settings: WorkerConfig, worker_id: str, memory: HostMemory = A
 
 
 def _events(directory: Path) -> CacheEvents:
-    return CacheEvents(f"ipc://{directory}/events", f"ipc://{directory}/replay")
+    return CacheEvents(f"ipc://{directory}/inproc-events", f"ipc://{directory}/inproc-replay")
+
+
+def _meet(group: GroupConfig) -> dict[str, Any]:
+    """vLLM's arguments for this rank, in its mode for load balancers of others. Rank 0 takes a port, at which its vLLM
+    will wait for theirs, and tells the other ranks. Raises PeerLostError, ConfigError."""
+    address = GroupAddress.parse(group.dp_address)
+    host = address.host or "127.0.0.1"
+    return {
+        "data_parallel_size": group.dp,
+        "data_parallel_rank": group.dp_rank,
+        "data_parallel_external_lb": True,
+        "data_parallel_address": host,
+        "data_parallel_rpc_port": store_port(address, 0 if group.dp_rank else free_port(host), MEETING_TIMEOUT_S),
+    }
 
 
 def _facts(

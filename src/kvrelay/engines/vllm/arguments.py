@@ -12,6 +12,8 @@ from kvrelay.config.byte_sizes import parse_bytes
 from kvrelay.engines.hosted.host import CacheEvents
 from kvrelay.errors import ConfigError
 
+DATA_PARALLEL = "data_parallel_"
+"""The beginning of several names."""
 OURS = {
     "model": "the model is the command's argument",
     "served_model_name": "use --served-model-name",
@@ -27,7 +29,8 @@ OURS = {
     "kv_cache_memory_bytes": "use --kv-cache-memory",
     "tensor_parallel_size": "use --tp",
     "pipeline_parallel_size": "use --pp",
-    "data_parallel_size": "start more workers instead",
+    DATA_PARALLEL: "use --dp",
+    "enable_expert_parallel": "use --ep",
     "enable_lora": "use --lora-dir or --max-loras",
     "lora_modules": "use --lora-dir",
     "max_loras": "use --max-loras",
@@ -73,6 +76,8 @@ def engine_arguments(settings: WorkerConfig, events: CacheEvents | None) -> dict
         "skip_tokenizer_init": not (settings.model_path / "tokenizer.json").is_file(),
         "worker_extension_cls": "kvrelay.engines.vllm.quiet_child.WorkerExtension",
     }
+    if settings.group.ep:
+        arguments["enable_expert_parallel"] = True
     if engine.max_model_len:
         arguments["max_model_len"] = engine.max_model_len
     if engine.kv_cache_memory != "auto":
@@ -100,6 +105,12 @@ def engine_arguments(settings: WorkerConfig, events: CacheEvents | None) -> dict
     return {**arguments, **_added(settings.vllm.engine_args)}
 
 
+def rank_events(events: CacheEvents, rank: int) -> CacheEvents:
+    """Where vLLM's data-parallel ``rank`` publishes if it was started with ``events``: it puts its number behind the
+    names of all ranks but the first, and takes only names with ``inproc`` for names."""
+    return CacheEvents(*(f"{each}_dp{rank}" if rank else each for each in events))
+
+
 def _added(text: str) -> dict[str, Any]:
     if not text:
         return {}
@@ -110,8 +121,8 @@ def _added(text: str) -> dict[str, Any]:
     if not isinstance(added, dict):
         raise ConfigError('--engine-args must be a JSON object, e.g. \'{"quantization": "fp8"}\'', param="engine_args")
     for name in added:
-        if name in OURS:
-            raise ConfigError(f"--engine-args cannot set {name}: {OURS[name]}", param="engine_args")
+        if reason := OURS.get(DATA_PARALLEL if name.startswith(DATA_PARALLEL) else name):
+            raise ConfigError(f"--engine-args cannot set {name}: {reason}", param="engine_args")
     return added
 
 

@@ -20,6 +20,8 @@ from kvrelay.engines.vllm.cores import CORES, parse_cores
 
 SCRATCH = "KVRELAY_SCRATCH"
 """The environment variable with the worker's temporary directory."""
+CPU_EXPERTS = "KVRELAY_CPU_EXPERTS"
+"""The environment variable that asks for ``cpu_experts``."""
 
 
 class WorkerExtension:

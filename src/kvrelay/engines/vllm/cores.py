@@ -1,4 +1,4 @@
-"""Which cores vLLM's compute threads get on a machine without a GPU. Pure.
+"""Which cores vLLM's compute threads get on a machine without a GPU.
 
 Two instances whose threads share cores wait for each other in every layer, so each worker has cores of its own, and its
 threads stay there. None is bound to one core: the processes of kvrelay run on these, too, and all threads of a layer
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from kvrelay.core.cores import allowed_cores, usable_cores
 from kvrelay.errors import ConfigError
 
 CORES = "KVRELAY_CORES"
@@ -51,6 +52,13 @@ def share_of(cores: Sequence[int], number: int, num_workers: int) -> list[int]:
     size = max(1, len(cores) // num_workers)
     first = (number * size) % len(cores)
     return list(cores[first : first + size])
+
+
+def shares(given: str, num_workers: int) -> list[str]:
+    """The cores of each of ``num_workers`` on this machine, of those that are ``given``, or of all that it may use.
+    Raises ConfigError."""
+    cores = compute_cores(given, allowed_cores(), len(usable_cores()))
+    return [format_cores(share_of(cores, number, num_workers)) for number in range(num_workers)]
 
 
 def thread_environment(cores: Sequence[int], num_ranks: int) -> dict[str, str]:

@@ -35,7 +35,7 @@ from kvrelay.engines.hosted.step_log import StepLog
 from kvrelay.engines.vllm.adapters import with_empty_slot
 from kvrelay.engines.vllm.arguments import require_known
 from kvrelay.engines.vllm.backend import AsyncEngine, Terms
-from kvrelay.engines.vllm.child import SCRATCH
+from kvrelay.engines.vllm.child import CPU_EXPERTS, SCRATCH
 from kvrelay.engines.vllm.cores import compute_cores, thread_environment
 from kvrelay.engines.vllm.scheduling import METHODS, NAME, SCHEDULER, STEP_LOG, missing
 from kvrelay.engines.vllm.seams import first_missing, seams_of
@@ -125,6 +125,8 @@ def start_vllm(arguments: Mapping[str, Any], settings: WorkerConfig, memory: Hos
     }
     if is_cpu:
         arguments = with_empty_slot(_with_memory(arguments))
+        if settings.group.dp > 1 or settings.group.ep:
+            environment[CPU_EXPERTS] = "1"
     try:
         # Already here: vLLM preloads another OpenMP if it sees none, and ranks refuse to start with two.
         with _environment(environment):
@@ -143,7 +145,8 @@ def start_vllm(arguments: Mapping[str, Any], settings: WorkerConfig, memory: Hos
     elif connector is not None:
         environment |= {
             "VLLM_NIXL_SIDE_CHANNEL_HOST": settings.host,
-            "VLLM_NIXL_SIDE_CHANNEL_PORT": str(_free_port(settings.host)),
+            # vLLM adds the number of a data-parallel rank.
+            "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port(settings.host) - settings.group.rank),
         }
     steps = StepLog.create() if settings.vllm.vllm_step_costs and can_record(config) else None
     if steps is not None:
@@ -199,9 +202,7 @@ def kv_layout(config: Any) -> KVLayout:
 
     Raises ConfigError for KV that the connector does not copy.
     """
-    model, cache, parallel = config.model_config, config.cache_config, config.parallel_config
-    if parallel.data_parallel_size > 1:
-        raise ConfigError("kvrelay's connector has no data parallelism: start more workers", param="vllm_connector")
+    model, cache = config.model_config, config.cache_config
     if model.is_hybrid:
         raise ConfigError("kvrelay's connector copies no recurrent states: use nixl", param="vllm_connector")
     if config.speculative_config is not None and config.speculative_config.method not in MODEL_FREE_DRAFTERS:
@@ -349,8 +350,8 @@ def preloaded_libraries() -> list[str]:
     return [path for pattern in PRELOADED for path in sorted(glob.glob(pattern))[:1]]
 
 
-def _free_port(host: str) -> int:
-    """A port for NIXL's side channel, on which peers ask for the layout of the KV.
+def free_port(host: str) -> int:
+    """A port for NIXL's side channel, on which peers ask for the layout of the KV, or for vLLM's data-parallel ranks.
 
     vLLM binds it many seconds later, so it is a port that the kernel gives to no other socket by itself. Raises
     ConfigError.
@@ -362,7 +363,7 @@ def _free_port(host: str) -> int:
             except OSError:
                 continue
             return port
-    raise ConfigError(f"no free port for NIXL's side channel on {host}", param="worker_host")
+    raise ConfigError(f"no free port for vLLM on {host}", param="worker_host")
 
 
 @contextmanager

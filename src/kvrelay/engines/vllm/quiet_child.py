@@ -7,11 +7,13 @@ second, which together is more CPU time than all else in an idle worker.
 from __future__ import annotations
 
 import datetime
+import importlib
+import os
 from typing import Any
 
 import torch.distributed.distributed_c10d as c10d
 
-from kvrelay.engines.vllm.child import WorkerExtension
+from kvrelay.engines.vllm.child import CPU_EXPERTS, WorkerExtension
 
 __all__ = ["WorkerExtension"]
 
@@ -42,3 +44,6 @@ def share_gloo_device(module: Any) -> None:
 # Another torch may build its groups in another way.
 if hasattr(getattr(getattr(c10d, "ProcessGroupGloo", None), "_Options", None), "_devices"):
     share_gloo_device(c10d)
+
+if CPU_EXPERTS in os.environ:
+    importlib.import_module("kvrelay.engines.vllm.cpu_experts").prepare()
