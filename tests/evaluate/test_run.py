@@ -19,7 +19,7 @@ from kvrelay.evaluate.journal import NAME
 from kvrelay.evaluate.run import PAGE, REPORT, how_to_go_on
 
 LONG_S = 4 * PATIENCE_S
-SMALL = "from kvrelay.evaluate import options; options.SHORT = options.Sizes(1, 0.4, 2, 16); "
+SMALL = "from kvrelay.evaluate import options; options.SHORT = options.Sizes(1, 0.4, 2, 16, 1e4); "
 MAIN = SMALL + "from kvrelay.cli.main import main; import sys; main(sys.argv[1:])"
 LOAD = "poisson:rate=20,num=16,prompt=64,answer=8"
 

@@ -8,6 +8,7 @@ from kvrelay.evaluate import forecast
 from kvrelay.evaluate.calibration import Basis
 from kvrelay.evaluate.effects import GAP_P99, TTFT_P90, Row, effects, effects_sentence, effects_table, good, median
 from kvrelay.evaluate.findings import Line, Plot, Section
+from kvrelay.evaluate.plan import Wish
 from kvrelay.evaluate.sections.sizes import outcomes_table, spread_text, stress_factors
 from kvrelay.evaluate.shown import failures, rows_table
 from kvrelay.evaluate.workbench import ONE, ServerCase, Workbench
@@ -26,8 +27,9 @@ def lengths_of(bench: Workbench) -> list[int]:
     return [*(length for length in given if length < bench.load.context), bench.load.context]
 
 
-def seconds_for(bench: Workbench) -> float:
-    return bench.seconds_for(len(lengths_of(bench)), 1) + 4 * len(lengths_of(bench)) * forecast.TRIAL_S
+def wishes(bench: Workbench, basis: Basis) -> list[Wish]:
+    num = len(lengths_of(bench))
+    return [Wish(NAME, num, (basis.at(SHARE),), 4 * num * forecast.TRIAL_S)]
 
 
 def take(bench: Workbench, basis: Basis, advice: Advice) -> list[Section]:

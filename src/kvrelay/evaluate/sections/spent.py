@@ -1,0 +1,43 @@
+"""How the budget of time was spent: what was planned, what it took, and what was left out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from kvrelay.evaluate.calibration import Basis
+from kvrelay.evaluate.findings import Section, Table
+from kvrelay.evaluate.options import Sizes
+from kvrelay.evaluate.plan import Plan
+
+
+def section_of(basis: Basis, plan: Plan, sizes: Sizes, taken_s: Mapping[str, float]) -> Section:
+    """What was planned, what it took, and what was left out, by name."""
+    left_out = {share.section: share.left_out for share in plan.shares if share.left_out}
+    rows = [
+        (
+            name,
+            f"{plan.seconds_of(name):.0f}" if name in {share.section for share in plan.shares} else "",
+            f"{taken_s[name]:.0f}" if name in taken_s else "",
+            ", ".join(f"{num} at {point}" for point, num in plan.requests_of(name).items()),
+            ", ".join(left_out.get(name, ())),
+        )
+        for name in dict.fromkeys((*taken_s, *(share.section for share in plan.shares)))
+    ]
+    said = "Nothing was left out."
+    if left_out:
+        each = "; ".join(f"{name}: {', '.join(points)}" for name, points in left_out.items())
+        said = f"Not shown, since there was no time: {each}. Without --short more fits; --section takes single ones."
+    short = f" Requests were sent {basis.shortened} times as short as the load's." if basis.shortened > 1 else ""
+    held = (
+        " Each server did its rounds in one start, so their differences hide a drift of the machine."
+        if plan.is_held
+        else ""
+    )
+    return Section(
+        "What was measured, and how long it took",
+        f"{said}{short}{held}",
+        f"All must end within {sizes.budget_s / 60:.3g} minutes. Points have as many requests as that allows, "
+        f"in each of {sizes.rounds} rounds; a server's start takes {basis.pace.start_s:.0f} s here, and a "
+        f"request alone {basis.pace.alone_s:.2g} s. Times in seconds; of a run that went on from another one, its own.",
+        (Table(("section", "planned", "taken", "requests of each point and round", "left out"), tuple(rows)),),
+    )
