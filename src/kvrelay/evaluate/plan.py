@@ -63,7 +63,7 @@ def pace_of(costs: Costs, load: EvaluatedLoad, start_s: float, per_s: float = 0.
 
 class Wish(msgspec.Struct, frozen=True):
     """What a section would measure: so many servers, each at all ``points``, the most important first; and how long it
-    simulates."""
+    simulates. ``section``: its name, and after " / " the part of it that has these points."""
 
     section: str
     num_cases: int = 0
@@ -92,21 +92,28 @@ class Plan(msgspec.Struct, frozen=True):
         return sum(share.seconds for share in self.shares)
 
     def seconds_of(self, section: str) -> float:
-        """Of all wishes of the section, whose names begin with its own."""
-        return sum(share.seconds for share in self.shares if _is_of(share, section))
+        """Of all wishes of the section."""
+        return sum(share.seconds for share in self.shares if _section_of(share) == section)
 
     def has(self, section: str) -> bool:
         """Whether there is time for any of it; a section that wished nothing has all."""
-        own = [share for share in self.shares if _is_of(share, section)]
-        return not own or any(share.seconds for share in own)
+        return section not in self.sections or self.seconds_of(section) > 0.0
+
+    @property
+    def sections(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(map(_section_of, self.shares)))
+
+    def left_out_of(self, section: str) -> tuple[str, ...]:
+        return tuple(point for share in self.shares if _section_of(share) == section for point in share.left_out)
 
     def requests_of(self, section: str) -> dict[str, int]:
         """By point, of all wishes of the section."""
         return {at: num for share in self.shares if share.section == section for at, num in share.requests.items()}
 
 
-def _is_of(share: Share, section: str) -> bool:
-    return share.section.partition(" / ")[0] == section
+def _section_of(share: Share) -> str:
+    """Without the part of it."""
+    return share.section.partition(" / ")[0]
 
 
 def plan_of(wishes: Sequence[Wish], pace: Pace, rounds: int, send_s: float, budget_s: float) -> Plan:

@@ -101,7 +101,7 @@ def _sections(
         measured = [*arrangements.wishes(basis), Wish(accuracy.NAME, simulated_s=accuracy.SECONDS)]
         return measured + [wish for name in chosen for wish in PARTS[name][0](bench, basis)]
 
-    bench.bar.plan("calibration", calibration.seconds_for(bench) + forecast.SEARCH_S)
+    bench.bar.plan("calibration", calibration.seconds_for(bench) + forecast.SEARCH_S * len(bench.load.arrivals))
     basis = timed("calibration", lambda: calibration.basis_of(bench, wishes_of))
     options = suited(bench.options, basis.costs[1].step, basis.capacity, bench.load.mean_prompt)
     load = bench.load if options.load_text == bench.options.load_text else _load(options)
@@ -121,7 +121,7 @@ def _sections(
     others: list[Section] = []
     for name in chosen:
         bench.bar.reach(sum(map(plan.seconds_of, taken_s)))
-        if plan.has(name):
+        if plan.has(name) and plan.seconds_of(name) <= bench.left_s:
             others += timed(name, partial(PARTS[name][1], bench, basis, advice))
         else:
             others.append(Section(name.capitalize(), f"Not shown: {NO_TIME} for it.", ""))

@@ -29,7 +29,7 @@ def lengths_of(bench: Workbench) -> list[int]:
 
 def wishes(bench: Workbench, basis: Basis) -> list[Wish]:
     num = len(lengths_of(bench))
-    return [Wish(NAME, num, (basis.at(SHARE),), 4 * num * forecast.TRIAL_S)]
+    return [Wish(NAME, num, (basis.at(SHARE),), forecast.seconds_for(bench, 2 * num))]
 
 
 def take(bench: Workbench, basis: Basis, advice: Advice) -> list[Section]:

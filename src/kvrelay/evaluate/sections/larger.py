@@ -18,7 +18,7 @@ SLOTS = (8, 16)
 
 
 def wishes(bench: Workbench, basis: Basis) -> list[Wish]:
-    return [Wish(NAME, simulated_s=8 * len(SLOTS) * forecast.TRIAL_S)]
+    return [Wish(NAME, simulated_s=forecast.seconds_for(bench, 8 * len(SLOTS)))]
 
 
 def candidates_for(slots: int, tps: Sequence[int], chunk: int) -> list[Candidate]:

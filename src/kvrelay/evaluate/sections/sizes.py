@@ -18,7 +18,7 @@ HEAD = ("workers", "requests/s", "within objectives", "good tokens/s", "TTFT P50
 
 
 def wishes(bench: Workbench, basis: Basis) -> list[Wish]:
-    return [Wish(NAME, simulated_s=bench.options.slots * 2 * forecast.TRIAL_S)]
+    return [Wish(NAME, simulated_s=forecast.seconds_for(bench, 2 * bench.options.slots))]
 
 
 def take(bench: Workbench, basis: Basis, advice: Advice) -> list[Section]:

@@ -12,27 +12,24 @@ from kvrelay.evaluate.plan import Plan
 
 def section_of(basis: Basis, plan: Plan, sizes: Sizes, taken_s: Mapping[str, float]) -> Section:
     """What was planned, what it took, and what was left out, by name."""
-    left_out = {share.section: share.left_out for share in plan.shares if share.left_out}
+    left_out = {name: plan.left_out_of(name) for name in plan.sections if plan.left_out_of(name)}
+    left_out |= {name: ("all of it",) for name in plan.sections if plan.has(name) and name not in taken_s}
     rows = [
         (
             name,
-            f"{plan.seconds_of(name):.0f}" if name in {share.section for share in plan.shares} else "",
+            f"{plan.seconds_of(name):.0f}" if name in plan.sections else "",
             f"{taken_s[name]:.0f}" if name in taken_s else "",
             ", ".join(f"{num} at {point}" for point, num in plan.requests_of(name).items()),
             ", ".join(left_out.get(name, ())),
         )
-        for name in dict.fromkeys((*taken_s, *(share.section for share in plan.shares)))
+        for name in dict.fromkeys((*taken_s, *plan.sections))
     ]
     said = "Nothing was left out."
     if left_out:
         each = "; ".join(f"{name}: {', '.join(points)}" for name, points in left_out.items())
         said = f"Not shown, since there was no time: {each}. Without --short more fits; --section takes single ones."
     short = f" Requests were sent {basis.shortened} times as short as the load's." if basis.shortened > 1 else ""
-    held = (
-        " Each server did its rounds in one start, so their differences hide a drift of the machine."
-        if plan.is_held
-        else ""
-    )
+    held = " Each server did its rounds in one start, so they hide a drift of the machine." if plan.is_held else ""
     return Section(
         "What was measured, and how long it took",
         f"{said}{short}{held}",
