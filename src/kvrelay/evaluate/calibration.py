@@ -16,7 +16,7 @@ from kvrelay.certify.servers import running_cluster
 from kvrelay.cli.processes import run_async
 from kvrelay.errors import FatalError, KvrelayError
 from kvrelay.evaluate.load import Point, answered_per_s, sent_of
-from kvrelay.evaluate.plan import Pace, Plan, Wish, pace_of, points_s
+from kvrelay.evaluate.plan import Pace, Plan, Wish, pace_of, plan_of
 from kvrelay.evaluate.workbench import NO_TIME, SPLIT, START_S, TWO_RANKS, ServerCase, Workbench
 from kvrelay.simulate.calibrate_command import calibrate
 from kvrelay.simulate.costs import Costs
@@ -70,15 +70,12 @@ def basis_of(bench: Workbench, wishes_of: Callable[[Basis], Sequence[Wish]]) -> 
     """``wishes_of``: what will be measured. Raises KvrelayError if 1P1D cannot be calibrated; without costs of TP 2
     only one rank is simulated."""
 
-    def shortened(costs: Costs, start_s: float) -> int:
-        """As few times as all points fit into half of the budget, with the fewest requests."""
+    def shortened(costs: Costs) -> int:
+        """As few times as all of it fits into half of the budget, with the fewest requests and without starts."""
         for times in SHORTENED:
-            pace = pace_of(costs, bench.load.shortened(times), start_s)
+            pace = pace_of(costs, bench.load.shortened(times), 0.0)
             wishes = wishes_of(Basis({1: costs}, pace, times))
-            if (
-                sum(points_s(wish, pace, bench.options.sizes.rounds) for wish in wishes)
-                <= bench.options.sizes.budget_s / 2
-            ):
+            if plan_of(wishes, pace, bench.options.sizes.rounds, 0.0, bench.options.sizes.budget_s / 2).is_whole:
                 break
         return times
 
@@ -106,13 +103,13 @@ def _two_ranks(bench: Workbench, start_s: float, seconds: float) -> dict[str, An
     try:
         if start_s > most_s:
             raise FatalError(NO_TIME)
-        return run_async(_calibrated(bench, TWO_RANKS, lambda costs, start_s: 1, has_time=seconds <= most_s))
+        return run_async(_calibrated(bench, TWO_RANKS, lambda costs: 1, has_time=seconds <= most_s))
     except KvrelayError as exc:
         return {"error": exc.message.partition(" did not start: ")[2] or exc.message}
 
 
 async def _calibrated(
-    bench: Workbench, case: ServerCase, shortened: Callable[[Costs, float], int], *, has_time: bool = True
+    bench: Workbench, case: ServerCase, shortened: Callable[[Costs], int], *, has_time: bool = True
 ) -> dict[str, Any]:
     options, what, began_s = bench.options, f"calibration: {case.name}", time.monotonic()
     longest = min(LENGTHS[1], bench.load.context // 2)
@@ -132,7 +129,7 @@ async def _calibrated(
         costs = calibrated.costs
         found |= {"costs": costs, "not_measured": calibrated.not_measured, "streams": streams}
         if case == SPLIT:
-            found["shortened"] = times = shortened(costs, start_s)
+            found["shortened"] = times = shortened(costs)
             own = bench.with_plan(
                 options, bench.load, times, pace_of(costs, bench.load.shortened(times), start_s), Plan()
             )

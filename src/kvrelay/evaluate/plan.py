@@ -58,7 +58,7 @@ def pace_of(costs: Costs, load: EvaluatedLoad, start_s: float, per_s: float = 0.
     token_s = step.step_s + costs.between_steps_s + step.decode_s + step.context_s * prompt
     warm_s = 2 * prefill_s + min(answer, WARM_TOKENS) * token_s
     estimated = 1.0 / (prefill_s + answer * (token_s / 16 + step.decode_s + step.context_s * prompt))
-    return Pace(start_s, warm_s, prefill_s + answer * token_s, per_s or estimated)
+    return Pace(start_s, warm_s, max(prefill_s + answer * token_s, 1e-3), per_s or estimated)
 
 
 class Wish(msgspec.Struct, frozen=True):
@@ -90,6 +90,11 @@ class Plan(msgspec.Struct, frozen=True):
     @property
     def seconds(self) -> float:
         return sum(share.seconds for share in self.shares)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether nothing is left out."""
+        return not any(share.left_out for share in self.shares)
 
     def seconds_of(self, section: str) -> float:
         """Of all wishes of the section."""
@@ -147,11 +152,6 @@ def _fitting(wishes: Sequence[Wish], pace: Pace, rounds: int, budget_s: float) -
         found.append(points if points or (not wish.points and fits(wish, ())) else None)
         taken_s.append(share_of(wish, found[-1], pace, rounds, 1).seconds)
     return found
-
-
-def points_s(wish: Wish, pace: Pace, rounds: int) -> float:
-    """Of all its points with the fewest requests, without starts."""
-    return rounds * wish.num_cases * sum(pace.point_s(point, pace.num_at(point, 0.0)) for point in wish.points)
 
 
 def share_of(

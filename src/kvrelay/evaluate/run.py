@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import shlex
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -65,6 +66,8 @@ def evaluate(options: EvaluateOptions, bar: ProgressBar, *, resumes: bool) -> Re
         again = f", {journal.num_failed} failed ones are run again" if journal.num_failed else ""
         click.echo(f"going on from {options.output}: {len(journal)} cases are done{again}", err=True)
     bench = Workbench(options, load, journal, PartBar(bar))
+    # Of simulated workers.
+    logging.getLogger("kvrelay.worker").setLevel(logging.ERROR)
     sections, figures, measured = _sections(bench, certificate)
     journal.add(END, None)
     report = Report(
@@ -98,8 +101,7 @@ def _sections(
         return found
 
     def wishes_of(basis: Basis) -> list[Wish]:
-        measured = [*arrangements.wishes(basis), Wish(accuracy.NAME, simulated_s=accuracy.SECONDS)]
-        return measured + [wish for name in chosen for wish in PARTS[name][0](bench, basis)]
+        return arrangements.wishes(basis) + [wish for name in chosen for wish in PARTS[name][0](bench, basis)]
 
     bench.bar.plan("calibration", calibration.seconds_for(bench) + forecast.SEARCH_S * len(bench.load.arrivals))
     basis = timed("calibration", lambda: calibration.basis_of(bench, wishes_of))
@@ -108,29 +110,21 @@ def _sections(
     bench = bench.with_plan(options, load, basis.shortened, basis.pace, Plan())
     # First of all: objectives that no cluster meets are refused here, before anything long is measured.
     advice = timed("search", lambda: forecast.advised(bench, basis))
-    wishes, sizes_of = wishes_of(basis), options.sizes
-    made = bench.journal.take(
-        "plan", lambda: plan_of(wishes, basis.pace, sizes_of.rounds, sizes_of.seconds, bench.left_s), wishes
-    )
-    plan = msgspec.convert(made, Plan)
+    plan = _plan(bench, basis, wishes_of(basis))
     bench = bench.with_plan(options, load, basis.shortened, basis.pace, plan)
-    bench.bar.plan("evaluate", plan.seconds)
+    bench.bar.plan("evaluate", plan.seconds + accuracy.SECONDS)
     separated, rows = timed(arrangements.NAME, lambda: arrangements.take(bench, basis))
-    bench.bar.reach(sum(map(plan.seconds_of, taken_s)))
+    bench.bar.reach(plan.seconds_of(arrangements.NAME))
     checked, found = timed(accuracy.NAME, lambda: accuracy.take(bench, basis, rows))
     others: list[Section] = []
     for name in chosen:
-        bench.bar.reach(sum(map(plan.seconds_of, taken_s)))
+        bench.bar.reach(accuracy.SECONDS + sum(map(plan.seconds_of, taken_s)))
         if plan.has(name) and plan.seconds_of(name) <= bench.left_s:
             others += timed(name, partial(PARTS[name][1], bench, basis, advice))
         else:
             others.append(Section(name.capitalize(), f"Not shown: {NO_TIME} for it.", ""))
     linked = link.take(bench.options.model_path, basis.costs[1], bench.load.context, certificate)
-    order = (
-        policies.order(bench, basis)
-        if policies.NAME in chosen and plan.has(policies.NAME)
-        else "auto; not measured here"
-    )
+    order = policies.order(bench, basis) if policies.NAME in taken_s else "auto; not measured here"
     first = answer.section_of(bench.options, bench.load, advice, found, order, separated.notes)
     decision, at_rate = answer.decision_of(advice)
     figures = {"decision": decision, "at_rate": at_rate, "above": advice.best, "rate": advice.rate}
@@ -140,6 +134,17 @@ def _sections(
         figures,
         options,
     )
+
+
+def _plan(bench: Workbench, basis: Basis, wishes: Sequence[Wish]) -> Plan:
+    """For the time that is left; a run that goes on keeps it."""
+    sizes = bench.options.sizes
+
+    def made() -> Plan:
+        left_s = max(bench.left_s - accuracy.SECONDS, 0.0)
+        return plan_of(wishes, basis.pace, sizes.rounds, sizes.seconds, left_s)
+
+    return msgspec.convert(bench.journal.take("plan", made, wishes), Plan)
 
 
 def _load(options: EvaluateOptions) -> EvaluatedLoad:
