@@ -52,6 +52,9 @@ def test_one_pair_is_compared_with_replicas_and_ranks_at_each_rate() -> None:
     assert "At 3 requests/s: P90 of first tokens: 1P1D 302 ms, two replicas 602 ms (-50%)." in section.sentence
     assert section.sentence.endswith("TP 2: not measured.")
     assert section.notes == ("TP 2, 6 of 18 turns failed: no second core",)
+    without = arrangements.section_of([*rows("two replicas", at, 0.2), *rows("1P1D", at, 0.1)], list(at), "9 heads")
+    assert without.sentence.endswith("TP 2: not measured.")
+    assert without.notes == ("TP 2 was not measured: 9 heads",)
 
 
 def test_chunks_are_compared_with_whole_prompts() -> None:

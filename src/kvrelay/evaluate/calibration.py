@@ -25,7 +25,7 @@ from kvrelay.simulate.probe import frontend_sender
 CLIENTS = 16
 """Of the closed loop whose rate is the capacity."""
 LENGTHS = (64, 1024)
-SHORTENED = (1, 2, 4, 8, 16)
+SHORTENED = (1, 2, 4, 8)
 """How many times requests may be shortened, so that slow models answer enough of them."""
 STREAMS_SHARE, STREAMS = 0.1, 8
 """Of the budget of time, for streams that tell costs; so many for each that is counted, those at once included."""
@@ -105,7 +105,8 @@ def _two_ranks(bench: Workbench, start_s: float, seconds: float) -> dict[str, An
             raise FatalError(NO_TIME)
         return run_async(_calibrated(bench, TWO_RANKS, lambda costs: 1, has_time=seconds <= most_s))
     except KvrelayError as exc:
-        return {"error": exc.message.partition(" did not start: ")[2] or exc.message}
+        why = exc.message.partition(" did not start: kvrelay: ")[2].partition(" kvrelay: ")[0]
+        return {"error": why or exc.message}
 
 
 async def _calibrated(
