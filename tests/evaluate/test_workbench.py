@@ -11,12 +11,13 @@ import msgspec
 import pytest
 
 from kvrelay.bench.progress import ProgressBar
+from kvrelay.errors import FatalError
 from kvrelay.evaluate import workbench
 from kvrelay.evaluate.journal import Journal
 from kvrelay.evaluate.load import Point, fitted
 from kvrelay.evaluate.options import EvaluateOptions
 from kvrelay.evaluate.plan import Pace, Plan, Share
-from kvrelay.evaluate.workbench import NO_TIME, REPLICAS, SPLIT, PartBar, Workbench
+from kvrelay.evaluate.workbench import NO_TIME, REPLICAS, SPLIT, PartBar, Workbench, why_of
 from kvrelay.simulate.arrival import Arrival
 
 LOW, HIGH = Point("low", rate=1.0), Point("high", rate=2.0)
@@ -89,3 +90,16 @@ def test_nothing_begins_that_would_end_after_the_budget(tmp_path: Path, done: li
     again = bench(tmp_path, is_held=False, resumes=True)
     assert {row["error"] for row in again.rows("loads", [SPLIT], [LOW, HIGH])} == {""}
     assert len(done) == 6
+
+
+@pytest.mark.parametrize(
+    ("message", "why"),
+    [
+        ("kvrelay serve m did not start: kvrelay: tp 2 is wrong kvrelay: worker 0 ended", "tp 2 is wrong"),
+        ("kvrelay serve m did not start: a log of vLLM kvrelay: vLLM refuses it kvrelay: worker 0", "vLLM refuses it"),
+        ("kvrelay serve m did not start: Segmentation fault", "kvrelay serve m did not start: Segmentation fault"),
+        ("no worker answers", "no worker answers"),
+    ],
+)
+def test_a_server_that_did_not_start_says_why_in_its_own_words(message: str, why: str) -> None:
+    assert why_of(FatalError(message)) == why

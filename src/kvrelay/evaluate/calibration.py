@@ -17,7 +17,7 @@ from kvrelay.cli.processes import run_async
 from kvrelay.errors import FatalError, KvrelayError
 from kvrelay.evaluate.load import Point, answered_per_s, sent_of
 from kvrelay.evaluate.plan import Pace, Plan, Wish, pace_of, plan_of
-from kvrelay.evaluate.workbench import NO_TIME, SPLIT, START_S, TWO_RANKS, ServerCase, Workbench
+from kvrelay.evaluate.workbench import NO_TIME, SPLIT, START_S, TWO_RANKS, ServerCase, Workbench, why_of
 from kvrelay.simulate.calibrate_command import calibrate
 from kvrelay.simulate.costs import Costs
 from kvrelay.simulate.probe import frontend_sender
@@ -38,14 +38,19 @@ _LINK = ("token_bytes", "link_bytes_per_s", "transfer_overhead_s", "queue_hop_s"
 
 class Basis(msgspec.Struct, frozen=True):
     """``costs``: by ranks of a worker. ``pace``: of the requests that are sent, which are ``shortened`` so many times.
-    ``notes``: what keeps its default, and what could not be calibrated. ``refused``: why there is no worker of two
-    ranks."""
+    ``not_measured``: costs that keep their defaults. ``refused``: why there is no worker of two ranks."""
 
     costs: dict[int, Costs]
     pace: Pace
     shortened: int = 1
-    notes: tuple[str, ...] = ()
+    not_measured: tuple[str, ...] = ()
     refused: str = ""
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        ranks = f"Workers of two ranks are neither measured nor simulated: {self.refused}"
+        defaults = f"Not measured, so the simulator's defaults are used: {', '.join(self.not_measured)}."
+        return (*((defaults,) if self.not_measured else ()), *((ranks,) if self.refused else ()))
 
     @property
     def capacity(self) -> float:
@@ -81,19 +86,16 @@ def basis_of(bench: Workbench, wishes_of: Callable[[Basis], Sequence[Wish]]) -> 
 
     key = f"calibration / {SPLIT.name}"
     split = bench.journal.take(key, lambda: run_async(_calibrated(bench, SPLIT, shortened)))
-    notes = [f"Not measured, so the simulator's defaults are used: {', '.join(split['not_measured'])}."]
     costs, times = {1: msgspec.convert(split["costs"], Costs)}, split["shortened"]
     ranks = bench.journal.take(
         f"calibration / {TWO_RANKS.name}", lambda: _two_ranks(bench, split["start_s"], split["seconds"])
     )
-    if ranks["error"]:
-        notes.append(f"Workers of two ranks are neither measured nor simulated: {ranks['error']}")
-    else:
+    if not ranks["error"]:
         # One aggregated worker shows no hand-off.
         link = {name: getattr(costs[1], name) for name in _LINK}
         costs[2] = msgspec.structs.replace(msgspec.convert(ranks["costs"], Costs), **link)
     pace = pace_of(costs[1], bench.load.shortened(times), split["start_s"], split["per_s"])
-    return Basis(costs, pace, times, tuple(notes), ranks["error"])
+    return Basis(costs, pace, times, tuple(split["not_measured"]), ranks["error"])
 
 
 def _two_ranks(bench: Workbench, start_s: float, seconds: float) -> dict[str, Any]:
@@ -105,8 +107,7 @@ def _two_ranks(bench: Workbench, start_s: float, seconds: float) -> dict[str, An
             raise FatalError(NO_TIME)
         return run_async(_calibrated(bench, TWO_RANKS, lambda costs: 1, has_time=seconds <= most_s))
     except KvrelayError as exc:
-        why = exc.message.partition(" did not start: kvrelay: ")[2].partition(" kvrelay: ")[0]
-        return {"error": why or exc.message}
+        return {"error": why_of(exc)}
 
 
 async def _calibrated(

@@ -123,7 +123,7 @@ def _sections(
             others += timed(name, partial(PARTS[name][1], bench, basis, advice))
         else:
             others.append(Section(name.capitalize(), f"Not shown: {NO_TIME} for it.", ""))
-    linked = link.take(bench.options.model_path, basis.costs[1], bench.load.context, certificate)
+    linked = link.take(bench.options.model_path, basis, bench.load.context, certificate)
     order = policies.order(bench, basis) if policies.NAME in taken_s else "auto; not measured here"
     first = answer.section_of(bench.options, bench.load, advice, found, order, separated.notes)
     decision, at_rate = answer.decision_of(advice)

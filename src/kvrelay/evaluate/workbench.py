@@ -203,7 +203,7 @@ class Workbench:
                         note(await self.measure(cluster, point, salt_of(section, point.name, number), number, num))
         except KvrelayError as exc:
             while left:
-                note({"error": exc.message})
+                note({"error": why_of(exc)})
 
     @contextmanager
     def _part(self, what: str, seconds: float) -> Iterator[None]:
@@ -259,6 +259,12 @@ class Workbench:
         report = serve_report(info, result, [], options.slo)
         require_success(report)
         return report, result
+
+
+def why_of(error: KvrelayError) -> str:
+    """Of a server that did not start, what it complained of first; of any other error its message."""
+    said = f" {error.message.partition(' did not start: ')[2]}".split(" kvrelay: ")
+    return said[1] if len(said) > 1 else error.message
 
 
 async def idle_cores(pid: int, seconds: float) -> float:

@@ -34,10 +34,9 @@ def wishes(bench: Workbench, basis: Basis) -> list[Wish]:
 
 def take(bench: Workbench, basis: Basis, advice: Advice) -> list[Section]:
     lengths = lengths_of(bench)
-    cases = [
-        ServerCase(case_name(length, lengths), (*ONE.flags, "--max-num-batched-tokens", str(length)))
-        for length in lengths
-    ]
+    # vLLM takes as many answers at once as the shortest chunk has tokens, or refuses it.
+    flags = (*ONE.flags, "--max-num-seqs", str(lengths[0]), "--max-num-batched-tokens")
+    cases = [ServerCase(case_name(length, lengths), (*flags, str(length))) for length in lengths]
     rows = bench.rows(NAME, cases, [basis.at(SHARE)])
     best, slots = advice.best, bench.options.slots
     candidates = [
@@ -77,8 +76,8 @@ def section_of(
     return Section(
         "Chunk sizes",
         f"{effects_sentence(found)} {kept_sentence(simulated)}",
-        "Measured on one worker that prefills in chunks beside decodes. Then simulated for all slots, at the highest "
-        "rate that the best cluster holds.",
+        f"Measured on one worker that prefills in chunks beside decodes, of which it runs up to {lengths[0]}. Then "
+        "simulated for all slots, at the highest rate that the best cluster holds.",
         (rows_table(rows), effects_table(found), outcomes_table(simulated, rate)),
         (Plot("First tokens and gaps over the chunk's length", "tokens", "ms", lines),),
         notes=failures(rows),
