@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from kvrelay.evaluate.load import Point, fitted
 from kvrelay.evaluate.plan import MIN_REQUESTS, POINT_S, Pace, Plan, Wish, pace_of, plan_of
+from kvrelay.evaluate.sections import BY_IMPORTANCE, SECTIONS
 from kvrelay.simulate.arrival import Arrival
 from kvrelay.simulate.costs import Costs
 
@@ -125,3 +126,7 @@ def test_pace_follows_from_costs_and_lengths() -> None:
     assert 1 / pace.per_s == pytest.approx(0.5 + 100 * (0.05 / 16 + 0.01))
     assert pace_of(costs, load.shortened(2), 7.0).alone_s == pytest.approx(0.3 + 2.5)
     assert pace_of(costs, load, 7.0, per_s=0.5).per_s == 0.5
+
+
+def test_each_section_has_its_importance() -> None:
+    assert sorted(BY_IMPORTANCE) == sorted(SECTIONS)

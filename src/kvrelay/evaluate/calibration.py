@@ -27,6 +27,8 @@ CLIENTS = 16
 LENGTHS = (64, 1024)
 SHORTENED = (1, 2, 4, 8)
 """How many times requests may be shortened, so that slow models answer enough of them."""
+POINTS_SHARE = 2 / 3
+"""Of the budget of time, for all that is not a start."""
 STREAMS_SHARE, STREAMS = 0.1, 8
 """Of the budget of time, for streams that tell costs; so many for each that is counted, those at once included."""
 TWO_RANKS_SHARE = 0.1
@@ -76,11 +78,13 @@ def basis_of(bench: Workbench, wishes_of: Callable[[Basis], Sequence[Wish]]) -> 
     only one rank is simulated."""
 
     def shortened(costs: Costs) -> int:
-        """As few times as all of it fits into half of the budget, with the fewest requests and without starts."""
+        """As few times as all of it fits into that share of the budget, with the fewest requests and without starts."""
         for times in SHORTENED:
             pace = pace_of(costs, bench.load.shortened(times), 0.0)
             wishes = wishes_of(Basis({1: costs}, pace, times))
-            if plan_of(wishes, pace, bench.options.sizes.rounds, 0.0, bench.options.sizes.budget_s / 2).is_whole:
+            if plan_of(
+                wishes, pace, bench.options.sizes.rounds, 0.0, POINTS_SHARE * bench.options.sizes.budget_s
+            ).is_whole:
                 break
         return times
 

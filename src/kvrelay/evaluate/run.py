@@ -27,6 +27,7 @@ from kvrelay.evaluate.options import EvaluateOptions, suited, versions
 from kvrelay.evaluate.page import page_of
 from kvrelay.evaluate.plan import Plan, Wish, plan_of
 from kvrelay.evaluate.sections import (
+    BY_IMPORTANCE,
     SECTIONS,
     accuracy,
     answer,
@@ -101,7 +102,8 @@ def _sections(
         return found
 
     def wishes_of(basis: Basis) -> list[Wish]:
-        return arrangements.wishes(basis) + [wish for name in chosen for wish in PARTS[name][0](bench, basis)]
+        own = sorted(chosen, key=BY_IMPORTANCE.index)
+        return arrangements.wishes(basis) + [wish for name in own for wish in PARTS[name][0](bench, basis)]
 
     bench.bar.plan("calibration", calibration.seconds_for(bench) + forecast.SEARCH_S * len(bench.load.arrivals))
     basis = timed("calibration", lambda: calibration.basis_of(bench, wishes_of))
