@@ -51,7 +51,7 @@ def test_one_pair_is_compared_with_replicas_and_ranks_at_each_rate() -> None:
     assert shown(section) == {(point, "1P1D against two replicas"): "yes" for point in list(at)[:2]}
     assert "At 3 requests/s: P90 of first tokens: 1P1D 302 ms, two replicas 602 ms (-50%)." in section.sentence
     assert section.sentence.endswith("TP 2: not measured.")
-    assert section.notes == ("TP 2, 6 of 18 turns failed: no second core",)
+    assert section.notes == ("TP 2, 6 of 18 turns have no figures: no second core",)
     without = arrangements.section_of([*rows("two replicas", at, 0.2), *rows("1P1D", at, 0.1)], list(at), "9 heads")
     assert without.sentence.endswith("TP 2: not measured.")
     assert without.notes == ("TP 2 was not measured: 9 heads",)
@@ -217,7 +217,7 @@ def test_a_group_is_compared_with_replicas_without_requests_too() -> None:
 
 def test_what_was_left_out_is_named_with_what_was_planned() -> None:
     shares = (
-        Share("loads", {"1 client": 6}, 30.0, ("64 clients",)),
+        Share("loads", {"1 client": 6, "16 clients": 16}, 30.0, ("64 clients",)),
         Share("policies", {"a": 6}, 30.0),
         Share("policies", {}, 0.0, ("b",)),
         Share("sizes", {}, 4.0),
@@ -227,20 +227,20 @@ def test_what_was_left_out_is_named_with_what_was_planned() -> None:
     section = spent.section_of(
         Basis({}, pace, 4), Plan(shares, is_held=True), SHORT, {"loads": 33.0, "search": 9.0, "policies": 20.0}
     )
-    left_out = "loads: 64 clients; policies: b; groups: idle; sizes: all of it."
+    left_out = "loads (64 clients), policies (b), groups (idle), sizes (all of it)."
     assert section.sentence.startswith(f"Not shown, since there was no time: {left_out}")
     assert "Requests were sent 4 times as short" in section.sentence
     assert "in one start" in section.sentence
     assert section.tables[0].rows == (
-        ("loads", "30", "33", "6 at 1 client", "64 clients"),
+        ("loads", "30", "33", "6 to 16", "1"),
         ("search", "", "9", "", ""),
-        ("policies", "30", "20", "6 at a", "b"),
-        ("sizes", "4", "", "", "all of it"),
-        ("groups", "0", "", "", "idle"),
+        ("policies", "30", "20", "6", "1"),
+        ("sizes", "4", "", "", "1"),
+        ("groups", "0", "", "", "1"),
     )
 
 
 def test_cases_say_how_many_answers_are_missing() -> None:
     measured = [row | {"unanswered": 2} for row in rows("TP 2", {"3 requests/s": 3.0}, 0.1)]
     assert failures(measured) == ("TP 2: 4 answers did not come in time and are not counted.",)
-    assert failures([row | {"error": "gone"} for row in measured]) == ("TP 2, 2 of 2 turns failed: gone",)
+    assert failures([row | {"error": "gone"} for row in measured]) == ("TP 2, 2 of 2 turns have no figures: gone",)

@@ -62,7 +62,9 @@ def latency_plots(rows: Sequence[Row], x: str, x_name: str) -> tuple[Plot, ...]:
 def failures(rows: Sequence[Row]) -> tuple[str, ...]:
     """Which rows have no figures and why, which lack slow answers, and which were taken on a machine in use."""
     errors = Counter((row["case"], row["error"]) for row in rows if row["error"])
-    notes = [f"{case}, {count} of {len(rows)} turns failed: {error}" for (case, error), count in errors.items()]
+    notes = [
+        f"{case}, {count} of {len(rows)} turns have no figures: {error}" for (case, error), count in errors.items()
+    ]
     late = Counter[str]()
     for row in rows:
         late[row["case"]] += row.get("unanswered", 0) * (not row["error"])

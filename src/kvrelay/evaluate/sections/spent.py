@@ -19,14 +19,16 @@ def section_of(basis: Basis, plan: Plan, sizes: Sizes, taken_s: Mapping[str, flo
             name,
             f"{plan.seconds_of(name):.0f}" if name in plan.sections else "",
             f"{taken_s[name]:.0f}" if name in taken_s else "",
-            ", ".join(f"{num} at {point}" for point, num in plan.requests_of(name).items()),
-            ", ".join(left_out.get(name, ())),
+            " to ".join(dict.fromkeys(map(str, (min(nums), max(nums)))))
+            if (nums := plan.requests_of(name).values())
+            else "",
+            f"{len(left_out[name])}" if name in left_out else "",
         )
         for name in dict.fromkeys((*taken_s, *plan.sections))
     ]
     said = "Nothing was left out."
     if left_out:
-        each = "; ".join(f"{name}: {', '.join(points)}" for name, points in left_out.items())
+        each = ", ".join(f"{name} ({'; '.join(points)})" for name, points in left_out.items())
         said = f"Not shown, since there was no time: {each}. Without --short more fits; --section takes single ones."
     short = f" Requests were sent {basis.shortened} times as short as the load's." if basis.shortened > 1 else ""
     held = " Each server did its rounds in one start, so they hide a drift of the machine." if plan.is_held else ""
@@ -36,5 +38,5 @@ def section_of(basis: Basis, plan: Plan, sizes: Sizes, taken_s: Mapping[str, flo
         f"All must end within {sizes.budget_s / 60:.3g} minutes. Points have as many requests as that allows, "
         f"in each of {sizes.rounds} rounds; a server's start takes {basis.pace.start_s:.0f} s here, and a "
         f"request alone {basis.pace.alone_s:.2g} s. Times in seconds; of a run that went on from another one, its own.",
-        (Table(("section", "planned", "taken", "requests of each point and round", "left out"), tuple(rows)),),
+        (Table(("section", "planned", "taken", "requests of a point", "points left out"), tuple(rows)),),
     )
