@@ -75,6 +75,7 @@ def test_an_interrupted_evaluation_ends_its_processes_and_goes_on_with_what_is_l
     (ranks,) = [section for section in report["sections"] if "replicas" in section["title"]]
     assert "TP 2: not measured." in ranks["sentence"]
     assert any("the mock engine has one rank" in note for note in ranks["notes"])
+    assert report["sections"][-1]["sentence"].startswith("Nothing was left out.")
     assert json.loads((tmp_path / REPORT).read_text()) == report
     assert (tmp_path / PAGE).read_text().startswith("<!doctype html>")
 
