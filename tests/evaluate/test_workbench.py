@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -13,11 +13,14 @@ import pytest
 from kvrelay.bench.progress import ProgressBar
 from kvrelay.errors import FatalError
 from kvrelay.evaluate import workbench
+from kvrelay.evaluate.calibration import Basis
 from kvrelay.evaluate.journal import Journal
 from kvrelay.evaluate.load import Point, fitted
 from kvrelay.evaluate.options import EvaluateOptions
 from kvrelay.evaluate.plan import Pace, Plan, Share
+from kvrelay.evaluate.sections import groups
 from kvrelay.evaluate.workbench import NO_TIME, REPLICAS, SPLIT, PartBar, Workbench, why_of
+from kvrelay.simulate.advise import Advice
 from kvrelay.simulate.arrival import Arrival
 
 LOW, HIGH = Point("low", rate=1.0), Point("high", rate=2.0)
@@ -103,3 +106,13 @@ def test_nothing_begins_that_would_end_after_the_budget(tmp_path: Path, done: li
 )
 def test_a_server_that_did_not_start_says_why_in_its_own_words(message: str, why: str) -> None:
     assert why_of(FatalError(message)) == why
+
+
+def test_an_engine_without_groups_starts_none_and_the_section_says_so(tmp_path: Path, done: list[str]) -> None:
+    found = bench(tmp_path, is_held=False)
+    basis, advice = Basis({}, found.pace), cast(Advice, None)
+    assert [wish.num_cases for wish in groups.wishes(found, basis)] == [2]
+    found.options = msgspec.structs.replace(found.options, engine="vllm")
+    assert groups.wishes(found, basis) == []
+    assert groups.take(found, basis, advice)[0].sentence == "Not measured: engine vllm has no data-parallel groups."
+    assert done == []

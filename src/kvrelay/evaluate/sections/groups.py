@@ -26,7 +26,10 @@ from kvrelay.executors.checkpoint_facts import read_json_object
 from kvrelay.simulate.advise import Advice
 
 NAME = "groups"
+TITLE = "A data-parallel group, idle and under load"
 GROUP = "DP 2"
+ENGINE = "torch"
+"""No other has such groups."""
 SHARE = 0.5
 IDLE = Point("idle", idle_s=5.0)
 IDLE_CORES = Figure("idle_cores", "CPU time without requests", "% of a core", 100.0)
@@ -52,10 +55,13 @@ def _points(bench: Workbench, basis: Basis) -> list[Point]:
 
 
 def wishes(bench: Workbench, basis: Basis) -> list[Wish]:
-    return [Wish(NAME, 2, tuple(_points(bench, basis)))]
+    return [Wish(NAME, 2, tuple(_points(bench, basis)))] if bench.options.engine == ENGINE else []
 
 
 def take(bench: Workbench, basis: Basis, advice: Advice) -> list[Section]:
+    if bench.options.engine != ENGINE:
+        why = f"Not measured: engine {bench.options.engine} has no data-parallel groups."
+        return [Section(TITLE, why, WHY_NO_WAVES)]
     return [section_of(bench.rows(NAME, cases_of(bench), _points(bench, basis)))]
 
 
@@ -68,7 +74,7 @@ def section_of(rows: Sequence[Row]) -> Section:
     idle = {name: median(good(rows, name, IDLE.name), IDLE_CORES.name) for name in (REPLICAS.name, GROUP)}
     cores = [(name, IDLE_CORES.text(value)) for name, value in idle.items() if value is not None]
     return Section(
-        "A data-parallel group, idle and under load",
+        TITLE,
         effects_sentence(found) + unmeasured(rows, (REPLICAS.name, GROUP)),
         f"Two ranks of one worker, with spread experts if the model has some, beside two workers. {WHY_NO_WAVES}",
         (
