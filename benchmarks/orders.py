@@ -54,8 +54,11 @@ def orders(rounds: int, prefill: int, decode: int, names: tuple[str, ...], serve
     arguments = f"--engine mock --prefill {prefill} --decode {decode} --block-size {BLOCK_SIZE} {serve_args}"
     cases = tuple(serve_case(order, None, arguments, f"--order {order}") for order in OrderPolicy)
     turns: list[Row] = []
-    for name in names or LOADS:
+    chosen = names or LOADS
+    for name in chosen:
         for number, case in turns_of(cases, rounds):
+            at = f"turn {len(turns) + 1} of {len(chosen) * rounds * len(cases)}"
+            click.echo(f"{at}: {name}, {case.name}, round {number}", err=True)
             got = asyncio.run(served(case, load_of(name, number)))
             firsts = [1e3 * turn.first_s for turn in got]
             turns.append(

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import benchmarks.orders as orders_module
+import pytest
+from benchmarks.agents import Turn
 from benchmarks.orders import load_of, summarised
+
+from kvrelay.bench.cases import Case
+from kvrelay.core.handoff import OrderPolicy
+from kvrelay.simulate.arrival import Arrival
 
 
 def test_conversations_repeat_their_turns_and_call_no_tool() -> None:
@@ -42,3 +49,17 @@ def test_rows_have_the_median_of_the_rounds_and_their_ends() -> None:
         "ttft_high_ms": 3.0,
     }
     assert (second["order"], second["ttft_ms"]) == ("decode-first", 9.0)
+
+
+def test_each_turn_is_told_before_it_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    told: list[str] = []
+
+    async def served(case: Case, load: list[Arrival]) -> list[Turn]:
+        told.append(capsys.readouterr().err)
+        return [Turn(0.5, 100)]
+
+    monkeypatch.setattr(orders_module, "served", served)
+    orders_module.orders(["--rounds", "2", "--load", "prefixes"], standalone_mode=False)
+    num = 2 * len(OrderPolicy)
+    assert [line.partition(":")[0] for line in told] == [f"turn {at} of {num}" for at in range(1, num + 1)]
+    assert told[0].endswith(f": prefixes, {next(iter(OrderPolicy))}, round 1\n")

@@ -161,7 +161,9 @@ def test_the_link_that_hides_a_hand_off_carries_the_kv_in_the_time_of_the_prefil
     assert section.tables[0].rows == (("128", "0.06", "21.5", f"{needed:.3g}", "0.0238", "26.10"),)
     assert "does not hide hand-offs" in section.sentence
     fast = Costs(step=costs.step, link_bytes_per_s=1e9)
+    assert "that was measured here has 1e+03 MB/s" in link.section_of(500, fast, 128).sentence
     assert "and hides hand-offs" in link.section_of(500, fast, 128).sentence
+    assert "The link was not measured" in link.section_of(500, fast, 128, is_measured=False).sentence
 
 
 def test_a_certified_link_is_compared_by_its_best_bandwidth(tmp_path: Path) -> None:

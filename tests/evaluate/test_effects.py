@@ -70,7 +70,7 @@ def test_what_failed_is_not_measured_and_does_not_count() -> None:
     assert effects_sentence([]).startswith("Not shown")
     assert unmeasured(rows, ("a", "b")) == " b: not measured."
     assert unmeasured(APART, ("a", "b")) == ""
-    assert failures(rows) == ("b, 2 of 4 turns failed: it did not start",)
+    assert failures(rows) == ("b, 2 of 4 turns have no figures: it did not start",)
     assert only([*APART, row("a", 3, 9.0, error="torn")]) == only(APART)
 
 

@@ -59,17 +59,25 @@ def test_a_load_is_shortened_to_the_context() -> None:
 
 def test_times_of_a_rate_are_those_of_any_other_in_proportion() -> None:
     load = fitted(SHARED, 1024, 4096)
-    offsets = [
-        list(islice(load.at(Point("", rate=rate), salt, 3).offsets or iter(()), 50))
-        for rate, salt in ((1.0, 1), (4.0, 2))
-    ]
+    offsets = [list(load.at(Point("", rate=rate), salt, 50, 3).offsets or ()) for rate, salt in ((1.0, 1), (4.0, 2))]
     assert offsets[0] == pytest.approx([4 * time_s for time_s in offsets[1]])
+    assert len(offsets[0]) == load.at(Point("", rate=1.0), 1, 50).num_requests == 50
+    assert offsets[0][-1] == pytest.approx(50.0)
+
+
+def test_shorter_requests_share_as_large_a_part_and_keep_a_rest() -> None:
+    short = fitted(SHARED, 1024, 4096).shortened(2)
+    assert [(one.prompt_tokens, one.answer_tokens) for one in short.arrivals] == [(12, 5), (15, 6)]
+    first, second = (request.prompt for request in islice(short.requests(7), 2))
+    assert common(first, second) == 8
+    assert [one.prompt_tokens for one in short.shortened(100).arrivals] == [8, 8]
+    assert [one.answer_tokens for one in short.shortened(1, 3).arrivals] == [3, 3]
 
 
 @pytest.mark.parametrize("burstiness", [1.0, 100.0])
 def test_burstiness_100_is_nearly_even(burstiness: float) -> None:
     point = Point("", rate=2.0, burstiness=burstiness)
-    gaps = np.diff(list(islice(fitted(SHARED, 1024, 4096).at(point, 0).offsets or iter(()), 4000)))
+    gaps = np.diff(list(fitted(SHARED, 1024, 4096).at(point, 0, 4000).offsets or ()))
     # A gamma distribution of shape k has the deviation mean / sqrt(k).
     assert gaps.mean() == pytest.approx(0.5, rel=0.1)
     assert gaps.std() / gaps.mean() == pytest.approx(burstiness**-0.5, rel=0.1)

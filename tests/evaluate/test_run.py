@@ -19,7 +19,7 @@ from kvrelay.evaluate.journal import NAME
 from kvrelay.evaluate.run import PAGE, REPORT, how_to_go_on
 
 LONG_S = 4 * PATIENCE_S
-SMALL = "from kvrelay.evaluate import options; options.SHORT = options.Sizes(1, 0.4, 2, 16); "
+SMALL = "from kvrelay.evaluate import options; options.SHORT = options.Sizes(1, 0.4, 2, 16, 1e4); "
 MAIN = SMALL + "from kvrelay.cli.main import main; import sys; main(sys.argv[1:])"
 LOAD = "poisson:rate=20,num=16,prompt=64,answer=8"
 
@@ -75,6 +75,7 @@ def test_an_interrupted_evaluation_ends_its_processes_and_goes_on_with_what_is_l
     (ranks,) = [section for section in report["sections"] if "replicas" in section["title"]]
     assert "TP 2: not measured." in ranks["sentence"]
     assert any("the mock engine has one rank" in note for note in ranks["notes"])
+    assert report["sections"][-1]["sentence"].startswith("Nothing was left out.")
     assert json.loads((tmp_path / REPORT).read_text()) == report
     assert (tmp_path / PAGE).read_text().startswith("<!doctype html>")
 

@@ -12,9 +12,13 @@ from kvrelay.bench.formats import FileFormat
 from kvrelay.bench.prefixes.measure import PrefixOptions, measure_prefixes
 from kvrelay.bench.progress import ProgressBar
 from kvrelay.core.step_cost import StepCost, StepWork
+from kvrelay.evaluate.calibration import Basis
 from kvrelay.evaluate.findings import Section
 from kvrelay.evaluate.load import EvaluatedLoad
-from kvrelay.evaluate.sections import arrangements, chunks, loads, policies, prefixes, ratios, transfers
+from kvrelay.evaluate.options import SHORT
+from kvrelay.evaluate.plan import Pace, Plan, Share
+from kvrelay.evaluate.sections import arrangements, chunks, groups, loads, policies, prefixes, ratios, spent, transfers
+from kvrelay.evaluate.shown import failures
 from kvrelay.evaluate.workbench import FIGURES
 from kvrelay.simulate.arrival import Arrival
 from kvrelay.simulate.trial import Candidate, Outcome
@@ -47,7 +51,10 @@ def test_one_pair_is_compared_with_replicas_and_ranks_at_each_rate() -> None:
     assert shown(section) == {(point, "1P1D against two replicas"): "yes" for point in list(at)[:2]}
     assert "At 3 requests/s: P90 of first tokens: 1P1D 302 ms, two replicas 602 ms (-50%)." in section.sentence
     assert section.sentence.endswith("TP 2: not measured.")
-    assert section.notes == ("TP 2, 6 of 18 turns failed: no second core",)
+    assert section.notes == ("TP 2, 6 of 18 turns have no figures: no second core",)
+    without = arrangements.section_of([*rows("two replicas", at, 0.2), *rows("1P1D", at, 0.1)], list(at), "9 heads")
+    assert without.sentence.endswith("TP 2: not measured.")
+    assert without.notes == ("TP 2 was not measured: 9 heads",)
 
 
 def test_chunks_are_compared_with_whole_prompts() -> None:
@@ -189,3 +196,51 @@ def test_a_data_set_as_a_load_compares_both_arrangements() -> None:
     section = prefixes.load_section("x.json", "", [*rows("two replicas", at, 0.2), *rows("1P1D", at, 0.1)])
     assert shown(section) == {("16 clients", "1P1D against two replicas"): "yes"}
     assert section.title == "x.json as a load"
+
+
+def test_a_group_is_compared_with_replicas_without_requests_too() -> None:
+    loaded = [*rows("two replicas", {"2 requests/s": 2.0}, 0.2), *rows("DP 2", {"2 requests/s": 2.0}, 0.2)]
+    idle = [
+        {"case": case, "point": "idle", "round": number, "error": "", "idle_cores": cores + number / 1e4}
+        for case, cores in (("two replicas", 0.01), ("DP 2", 0.02))
+        for number in (1, 2)
+    ]
+    section = groups.section_of([*idle, *loaded])
+    assert section.sentence.startswith(
+        "At idle: CPU time without requests: DP 2 2.02 % of a core, two replicas 1.01 % of a core (+99%)."
+    )
+    assert section.tables[0].rows == (("two replicas", "1.01 % of a core"), ("DP 2", "2.02 % of a core"))
+    assert shown(section) == {("2 requests/s", "DP 2 against two replicas"): "not shown"}
+    assert "Waves" in section.about
+    assert groups.section_of(idle[:2]).sentence.endswith("DP 2: not measured.")
+
+
+def test_what_was_left_out_is_named_with_what_was_planned() -> None:
+    shares = (
+        Share("loads", {"1 client": 6, "16 clients": 16}, 30.0, ("64 clients",)),
+        Share("policies", {"a": 6}, 30.0),
+        Share("policies", {}, 0.0, ("b",)),
+        Share("sizes", {}, 4.0),
+        Share("groups", {}, 0.0, ("idle",)),
+    )
+    pace = Pace(8.0, 1.0, 2.0, 0.5)
+    section = spent.section_of(
+        Basis({}, pace, 4), Plan(shares, is_held=True), SHORT, {"loads": 33.0, "search": 9.0, "policies": 20.0}
+    )
+    left_out = "loads (64 clients), policies (b), groups (idle), sizes (all of it)."
+    assert section.sentence.startswith(f"Not shown, since there was no time: {left_out}")
+    assert "Requests were sent 4 times as short" in section.sentence
+    assert "in one start" in section.sentence
+    assert section.tables[0].rows == (
+        ("loads", "30", "33", "6 to 16", "1"),
+        ("search", "", "9", "", ""),
+        ("policies", "30", "20", "6", "1"),
+        ("sizes", "4", "", "", "1"),
+        ("groups", "0", "", "", "1"),
+    )
+
+
+def test_cases_say_how_many_answers_are_missing() -> None:
+    measured = [row | {"unanswered": 2} for row in rows("TP 2", {"3 requests/s": 3.0}, 0.1)]
+    assert failures(measured) == ("TP 2: 4 answers did not come in time and are not counted.",)
+    assert failures([row | {"error": "gone"} for row in measured]) == ("TP 2, 2 of 2 turns have no figures: gone",)

@@ -151,7 +151,8 @@ async def _retokenize(
 def require_success(report: ServeReport) -> None:
     """Raise BenchError for a run whose figures are meaningless, or that ended early."""
     if not report.total.successful:
-        reason = report.errors[0].message if report.errors else report.note or "nothing was sent"
+        silence = "no answer ended in time" if report.total.cut_off else "nothing was sent"
+        reason = report.errors[0].message if report.errors else report.note or silence
         raise BenchError(f"no request succeeded: {reason}")
     if not report.complete:
         raise BenchError(f"the run is not complete: {report.note}; the results so far were kept")

@@ -2,6 +2,7 @@
 
     options     what is evaluated, and its digest                                        options.py
     journal     every measured or simulated case, once; a later run goes on from it      journal.py
+    plan        what fits into the time, by what the calibration has found               calibration.py, plan.py
     bench       servers of this machine under the load, case by case in rounds           load.py, workbench.py
     sections    from cases to tables, plots and a sentence                               sections/
     report      the answer first, as a page and as JSON                                  report.py, page.py

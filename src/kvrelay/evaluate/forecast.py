@@ -17,10 +17,15 @@ from kvrelay.simulate.loads import generated_arrivals
 from kvrelay.simulate.pool import num_processes_for, runner
 from kvrelay.simulate.trial import Candidate, Outcome, Setting, Trial
 
-SEARCH_S, TRIAL_S = 40.0, 1.0
-"""Guesses, for the bar."""
+SEARCH_S, TRIAL_S = 0.11, 0.004
+"""Guesses of what the search and one simulation take for each request of the load."""
 MAX_LATE = 1e9
 """JSON has no infinity."""
+
+
+def seconds_for(bench: Workbench, num: int) -> float:
+    """Of so many simulations."""
+    return num * TRIAL_S * len(bench.load.arrivals)
 
 
 def advised(bench: Workbench, basis: Basis) -> Advice:
@@ -37,7 +42,7 @@ def _advise(bench: Workbench, basis: Basis) -> Advice:
         assert options.load_spec is not None
         return fitted(generated_arrivals(options.load_spec, seed), load.vocab_size, load.context).arrivals
 
-    with bench.bar.part(f"simulation: clusters of {options.slots} slots", SEARCH_S):
+    with bench.bar.part(f"simulation: clusters of {options.slots} slots", SEARCH_S * len(load.arrivals)):
         bench.bar.stage("", 1.0)
         found = advise(
             load.arrivals,
@@ -62,7 +67,8 @@ def outcomes(
         setting = Setting(((bench.options.seed, bench.load.arrivals),), basis.costs, bench.options.objectives)
         pairs = list(itertools.product(candidates, factors))
         found: dict[tuple[Candidate, float], Outcome] = {}
-        with bench.bar.part(f"simulation: {name}", len(pairs) * TRIAL_S), runner(setting, num_processes_for(0)) as runs:
+        seconds = seconds_for(bench, len(pairs))
+        with bench.bar.part(f"simulation: {name}", seconds), runner(setting, num_processes_for(0)) as runs:
             for candidate, factor in pairs:
                 runs.submit(Trial(candidate, len(bench.load.arrivals), factor))
             bench.bar.stage("", len(pairs))

@@ -15,13 +15,18 @@ from kvrelay.bench.load.request import LoadClass, LoadRequest, random_arrivals
 from kvrelay.bench.report.metrics import Outcome, RequestRecord
 from kvrelay.errors import InvalidInputError
 from kvrelay.simulate.arrival import Arrival, RecordedArrival
+from kvrelay.simulate.loads import MAX_TOKENS
+
+SHORTEST = 8
+"""Tokens of a prompt or an answer that is not shortened further."""
 
 
 class Point(msgspec.Struct, frozen=True):
     """How the load is sent: at ``rate`` requests per second with gamma gaps of shape ``burstiness``, or by
-    ``concurrency`` clients of which each sends its next request after its answer. ``settings``: run-time settings
-    ``disagg.*`` that are in force meanwhile. ``order``: as of ``--order``. ``shown``: case and point in the
-    rows; None: the server's name, and this one's. ``has_phases``: rows tell the first tokens' phases, too."""
+    ``concurrency`` clients of which each sends its next request after its answer; or, with ``idle_s``, nothing for so
+    long. ``settings``: run-time settings ``disagg.*`` that are in force meanwhile. ``order``: as of ``--order``.
+    ``shown``: case and point in the rows; None: the server's name, and this one's. ``has_phases``: rows tell the first
+    tokens' phases, too."""
 
     name: str
     rate: float | None = None
@@ -31,6 +36,7 @@ class Point(msgspec.Struct, frozen=True):
     settings: dict[str, str] = {}
     shown: tuple[str, str] | None = None
     has_phases: bool = False
+    idle_s: float = 0.0
 
 
 class EvaluatedLoad(msgspec.Struct, frozen=True):
@@ -62,12 +68,35 @@ class EvaluatedLoad(msgspec.Struct, frozen=True):
                 prompt = tuple(mixed[ids].tolist())
                 yield LoadRequest(prompt, one.answer_tokens, len(prompt), priority=one.priority)
 
-    def at(self, point: Point, salt: int, number: int = 0) -> LoadClass:
-        """The load as a server gets it at this point. Tokens depend on ``salt``, times on ``number``: they are the same
-        for all points of a rate, and in proportion for other rates."""
-        rng = np.random.default_rng([number, 1])
-        offsets = None if point.rate is None else random_arrivals(rng, point.rate, point.burstiness)
-        return LoadClass("load", self.requests(salt), offsets, point.concurrency or None)
+    def at(self, point: Point, salt: int, num: int, number: int = 0) -> LoadClass:
+        """``num`` requests as a server gets them at this point. Tokens depend on ``salt``, times on ``number``: as many
+        have the same times for all points of a rate, and in proportion for other rates. The last one comes at
+        ``num / rate``."""
+        offsets = None
+        if point.rate is not None:
+            drawn = random_arrivals(np.random.default_rng([number, 1]), point.rate, point.burstiness)
+            times = list(itertools.islice(drawn, num))
+            offsets = iter([time_s * num / point.rate / times[-1] for time_s in times])
+        return LoadClass("load", self.requests(salt), offsets, point.concurrency or None, num)
+
+    def shortened(self, times: int, most: int = MAX_TOKENS) -> EvaluatedLoad:
+        """With prompts and answers so many times as short, but for the shortest, and answers of at most ``most``."""
+        return msgspec.structs.replace(
+            self,
+            arrivals=tuple(
+                msgspec.structs.replace(
+                    one,
+                    prompt_tokens=_shorter(one.prompt_tokens, times),
+                    answer_tokens=min(_shorter(one.answer_tokens, times), most),
+                    hash_tokens=max(one.hash_tokens // times, 1),
+                )
+                for one in self.arrivals
+            ),
+        )
+
+
+def _shorter(num_tokens: int, times: int) -> int:
+    return max(num_tokens // times, min(num_tokens, SHORTEST))
 
 
 def fitted(arrivals: Sequence[Arrival], vocab_size: int, context: int) -> EvaluatedLoad:

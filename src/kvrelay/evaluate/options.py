@@ -26,16 +26,17 @@ UNBOUND = ("output", "command", "price", "sections", "datasets", "certificate")
 
 
 class Sizes(msgspec.Struct, frozen=True):
-    """How much is measured. ``seconds``: of sending at each point. ``streams``: of each part of the calibration.
-    ``requests``: of the load, for simulations."""
+    """How much is measured, if the time allows. ``seconds``: of sending at each point. ``streams``: of each part of the
+    calibration. ``requests``: of the load, for simulations. ``budget_s``: for all of it, less than what is promised."""
 
     rounds: int
     seconds: float
     streams: int
     requests: int
+    budget_s: float
 
 
-WHOLE, SHORT = Sizes(3, 10.0, 24, 1000), Sizes(2, 3.0, 6, 400)
+WHOLE, SHORT = Sizes(3, 10.0, 24, 1000, 3420.0), Sizes(2, 3.0, 6, 400, 570.0)
 
 
 class EvaluateOptions(msgspec.Struct, frozen=True):

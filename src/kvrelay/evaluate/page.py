@@ -56,8 +56,10 @@ def _section(section: Section) -> str:
 
 
 def _table(one: Table) -> str:
-    columns = zip(*one.rows) if one.rows else [()] * len(one.head)
-    head = "".join(_cell("th", name, column) for name, column in zip(one.head, columns))
+    """Nothing without a row."""
+    if not one.rows:
+        return ""
+    head = "".join(_cell("th", name, column) for name, column in zip(one.head, zip(*one.rows)))
     return f'<div class="wide"><table><tr>{head}</tr>{"".join(map(_row, one.rows))}</table></div>'
 
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
+import logging
 import shlex
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
+import msgspec
 
 from kvrelay.bench.progress import ProgressBar
 from kvrelay.bench.report.files import to_json, write_text
@@ -15,17 +19,21 @@ from kvrelay.bench.report.machine import describe_machine
 from kvrelay.certify.findings import CertifyReport
 from kvrelay.errors import InvalidInputError
 from kvrelay.evaluate import calibration, forecast
+from kvrelay.evaluate.calibration import Basis
 from kvrelay.evaluate.findings import Report, Section
 from kvrelay.evaluate.journal import END, Journal
 from kvrelay.evaluate.load import EvaluatedLoad, fitted
 from kvrelay.evaluate.options import EvaluateOptions, suited, versions
 from kvrelay.evaluate.page import page_of
+from kvrelay.evaluate.plan import Plan, Wish, plan_of
 from kvrelay.evaluate.sections import (
+    BY_IMPORTANCE,
     SECTIONS,
     accuracy,
     answer,
     arrangements,
     chunks,
+    groups,
     larger,
     link,
     loads,
@@ -33,17 +41,18 @@ from kvrelay.evaluate.sections import (
     prefixes,
     ratios,
     sizes,
+    spent,
     transfers,
 )
-from kvrelay.evaluate.workbench import PartBar, Workbench
+from kvrelay.evaluate.workbench import NO_TIME, PartBar, Workbench
 from kvrelay.executors.checkpoint_facts import checkpoint_facts
 from kvrelay.simulate.loads import load_of
 
 _T = TypeVar("_T")
 KIND = "kvrelay-evaluate/1"
 PARTS = {
-    part.NAME: (part.seconds_for, part.take)
-    for part in (sizes, ratios, larger, chunks, loads, transfers, policies, prefixes)
+    part.NAME: (part.wishes, part.take)
+    for part in (sizes, ratios, larger, chunks, loads, transfers, policies, groups, prefixes)
 }
 """Of SECTIONS."""
 REPORT, PAGE = "evaluate.json", "evaluate.html"
@@ -58,6 +67,8 @@ def evaluate(options: EvaluateOptions, bar: ProgressBar, *, resumes: bool) -> Re
         again = f", {journal.num_failed} failed ones are run again" if journal.num_failed else ""
         click.echo(f"going on from {options.output}: {len(journal)} cases are done{again}", err=True)
     bench = Workbench(options, load, journal, PartBar(bar))
+    # Of simulated workers.
+    logging.getLogger("kvrelay.worker").setLevel(logging.ERROR)
     sections, figures, measured = _sections(bench, certificate)
     journal.add(END, None)
     report = Report(
@@ -81,34 +92,61 @@ def _sections(
     bench: Workbench, certificate: CertifyReport | None
 ) -> tuple[list[Section], dict[str, Any], EvaluateOptions]:
     """The answer is made last, and comes first; and its figures, and the options with what was chosen here."""
-    chosen = {name: PARTS[name] for name in SECTIONS if name in bench.options.sections}
-    planned = [
-        *(calibration.seconds_for(bench), forecast.SEARCH_S, arrangements.seconds_for(bench), accuracy.SECONDS),
-        *(seconds_for(bench) for seconds_for, _ in chosen.values()),
-    ]
-    ends = itertools.accumulate(planned)
-    bench.bar.plan(sum(planned))
+    chosen = [name for name in SECTIONS if name in bench.options.sections]
+    taken_s: dict[str, float] = {}
 
-    def done(found: _T) -> _T:
-        bench.bar.reach(next(ends))
+    def timed(name: str, take: Callable[[], _T]) -> _T:
+        began_s = time.monotonic()
+        found = take()
+        taken_s[name] = time.monotonic() - began_s
         return found
 
-    basis = done(calibration.basis_of(bench))
+    def wishes_of(basis: Basis) -> list[Wish]:
+        own = sorted(chosen, key=BY_IMPORTANCE.index)
+        return arrangements.wishes(basis) + [wish for name in own for wish in PARTS[name][0](bench, basis)]
+
+    bench.bar.plan("calibration", calibration.seconds_for(bench) + forecast.SEARCH_S * len(bench.load.arrivals))
+    basis = timed("calibration", lambda: calibration.basis_of(bench, wishes_of))
     options = suited(bench.options, basis.costs[1].step, basis.capacity, bench.load.mean_prompt)
     load = bench.load if options.load_text == bench.options.load_text else _load(options)
-    bench = Workbench(options, load, bench.journal, bench.bar)
+    bench = bench.with_plan(options, load, basis.shortened, basis.pace, Plan())
     # First of all: objectives that no cluster meets are refused here, before anything long is measured.
-    advice = done(forecast.advised(bench, basis))
-    separated, rows = done(arrangements.take(bench, basis))
-    checked, found = done(accuracy.take(bench, basis, rows))
-    others = [section for _, take in chosen.values() for section in done(take(bench, basis, advice))]
-    linked = link.take(bench.options.model_path, basis.costs[1], bench.load.context, certificate)
-    order = policies.order(bench, basis) if policies.NAME in chosen else "auto; not measured here"
+    advice = timed("search", lambda: forecast.advised(bench, basis))
+    plan = _plan(bench, basis, wishes_of(basis))
+    bench = bench.with_plan(options, load, basis.shortened, basis.pace, plan)
+    bench.bar.plan("evaluate", plan.seconds + accuracy.SECONDS)
+    separated, rows = timed(arrangements.NAME, lambda: arrangements.take(bench, basis))
+    bench.bar.reach(plan.seconds_of(arrangements.NAME))
+    checked, found = timed(accuracy.NAME, lambda: accuracy.take(bench, basis, rows))
+    others: list[Section] = []
+    for name in chosen:
+        bench.bar.reach(accuracy.SECONDS + sum(map(plan.seconds_of, taken_s)))
+        if plan.has(name) and plan.seconds_of(name) <= bench.left_s:
+            others += timed(name, partial(PARTS[name][1], bench, basis, advice))
+        else:
+            others.append(Section(name.capitalize(), f"Not shown: {NO_TIME} for it.", ""))
+    linked = link.take(bench.options.model_path, basis, bench.load.context, certificate)
+    order = policies.order(bench, basis) if policies.NAME in taken_s else "auto; not measured here"
     first = answer.section_of(bench.options, bench.load, advice, found, order, separated.notes)
     decision, at_rate = answer.decision_of(advice)
     figures = {"decision": decision, "at_rate": at_rate, "above": advice.best, "rate": advice.rate}
     figures |= {"capacities": advice.capacities, "simulator_errors": found}
-    return [first, checked, separated, *others, linked], figures, options
+    return (
+        [first, checked, separated, *others, linked, spent.section_of(basis, plan, options.sizes, taken_s)],
+        figures,
+        options,
+    )
+
+
+def _plan(bench: Workbench, basis: Basis, wishes: Sequence[Wish]) -> Plan:
+    """For the time that is left; a run that goes on keeps it."""
+    sizes = bench.options.sizes
+
+    def made() -> Plan:
+        left_s = max(bench.left_s - accuracy.SECONDS, 0.0)
+        return plan_of(wishes, basis.pace, sizes.rounds, sizes.seconds, left_s)
+
+    return msgspec.convert(bench.journal.take("plan", made, wishes), Plan)
 
 
 def _load(options: EvaluateOptions) -> EvaluatedLoad:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from kvrelay.bench.report.table import number
@@ -59,12 +60,15 @@ def latency_plots(rows: Sequence[Row], x: str, x_name: str) -> tuple[Plot, ...]:
 
 
 def failures(rows: Sequence[Row]) -> tuple[str, ...]:
-    """Which rows have no figures and why, and which were taken on a machine in use."""
-    errors: dict[tuple[str, str], int] = {}
+    """Which rows have no figures and why, which lack slow answers, and which were taken on a machine in use."""
+    errors = Counter((row["case"], row["error"]) for row in rows if row["error"])
+    notes = [
+        f"{case}, {count} of {len(rows)} turns have no figures: {error}" for (case, error), count in errors.items()
+    ]
+    late = Counter[str]()
     for row in rows:
-        if row["error"]:
-            errors[row["case"], row["error"]] = errors.get((row["case"], row["error"]), 0) + 1
-    notes = [f"{case}, {count} of {len(rows)} turns failed: {error}" for (case, error), count in errors.items()]
+        late[row["case"]] += row.get("unanswered", 0) * (not row["error"])
+    notes += [f"{case}: {count} answers did not come in time and are not counted." for case, count in (+late).items()]
     busy = [row["foreign_cores"] for row in rows if row.get("foreign_cores", 0.0) > MAX_FOREIGN_CORES]
     if busy:
         notes.append(

@@ -1,20 +1,24 @@
 """Measured cases: servers of this machine, one at a time, each under the load at several points.
 
-Cases take turns: each once a round, every other round backwards, so that a drift of the machine affects all alike. A
-case that fails is noted in its rows, and the others continue.
+Cases take turns: each once a round, every other round backwards, so that a drift of the machine affects all alike; if
+the plan has no time for so many starts, a case does all its rounds in one. A case that fails, or for which there is no
+time, is noted in its rows, and the others continue.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, contextmanager
+from copy import copy
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import psutil
 
 from kvrelay.bench.cases import turns_of
 from kvrelay.bench.client.connection import ConnectionPool, parse_target
@@ -28,18 +32,19 @@ from kvrelay.certify.machine import watched
 from kvrelay.certify.servers import Cluster, running_cluster
 from kvrelay.cli.processes import run_async
 from kvrelay.config import WorkerRole
-from kvrelay.errors import KvrelayError
+from kvrelay.errors import FatalError, KvrelayError
 from kvrelay.evaluate.journal import Journal
 from kvrelay.evaluate.load import EvaluatedLoad, Point, answered_per_s, sent_of
 from kvrelay.evaluate.options import EvaluateOptions
+from kvrelay.evaluate.plan import MIN_REQUESTS, WARM_TOKENS, Pace, Plan
 from kvrelay.launch.frontend_calls import listed_requests, request_waterfall
 from kvrelay.marks.waterfall import Waterfall, phases_until
 
-DRAIN_S = 30.0
-START_S = 6.0
-"""A guess of a server's start, for the bar."""
-POINT_S = 1.5
-"""And of what a point takes besides sending."""
+MIN_DRAIN_S = 10.0
+"""For answers that are under way at the end of the sending, besides the time of the sending and of two alone."""
+START_S = 8.0
+"""A guess of a server's start and end, until one was measured."""
+NO_TIME = "no time was left"
 NUM_WARM = 4
 MAX_WATERFALLS = 100
 UNATTRIBUTED = "unattributed"
@@ -80,9 +85,10 @@ class PartBar(ProgressBar):
         self._done_s = self._part_s = 0.0
         self._what, self._total = "", 1.0
 
-    def plan(self, seconds: float) -> None:
+    def plan(self, name: str, seconds: float) -> None:
         """All that will be done, before the first part."""
-        self._bar.stage("evaluate", seconds)
+        self._bar.stage(name, seconds)
+        self._done_s = 0.0
 
     def reach(self, seconds: float) -> None:
         """So much of the plan is done, taken now or by an earlier run."""
@@ -106,10 +112,35 @@ class PartBar(ProgressBar):
 
 
 class Workbench:
-    """Takes cases, once each: what the journal has is not taken again."""
+    """Takes cases, once each: what the journal has is not taken again. ``load`` is simulated; ``sent``, which may have
+    shorter requests, is sent. Nothing is begun that would not end by ``ends_s``, by the monotonic clock. ``plan`` and
+    ``pace``: of what is measured after the calibration."""
+
+    plan = Plan()
+    pace = Pace(START_S, 1.0, 1.0, 1.0)
 
     def __init__(self, options: EvaluateOptions, load: EvaluatedLoad, journal: Journal, bar: PartBar) -> None:
         self.options, self.load, self.journal, self.bar = options, load, journal, bar
+        self.sent, self.ends_s = load, time.monotonic() + options.sizes.budget_s
+
+    def with_plan(
+        self, options: EvaluateOptions, load: EvaluatedLoad, shortened: int, pace: Pace, plan: Plan
+    ) -> Workbench:
+        """The same with what the calibration has decided."""
+        other = copy(self)
+        other.options, other.load, other.sent, other.pace, other.plan = (
+            options,
+            load,
+            load.shortened(shortened),
+            pace,
+            plan,
+        )
+        return other
+
+    @property
+    def left_s(self) -> float:
+        """Of the budget of time."""
+        return self.ends_s - time.monotonic()
 
     @property
     def flags(self) -> tuple[str, ...]:
@@ -127,59 +158,78 @@ class Workbench:
 
     def rows(self, section: str, cases: Sequence[ServerCase], points: Sequence[Point]) -> list[dict[str, Any]]:
         """One row for each case, round and point."""
-        rounds = self.options.sizes.rounds
-        for number, case in turns_of(cases, rounds):
-            missing = [point for point in points if _key(section, case, point, number) not in self.journal]
+        rounds, requests = range(1, self.options.sizes.rounds + 1), self.plan.requests_of(section)
+        turns = [(case, [number]) for number, case in turns_of(cases, len(rounds))]
+        for case, numbers in [(case, list(rounds)) for case in cases] if self.plan.is_held else turns:
+            # Points take turns, too.
+            steps = [(number, point) for number in numbers for point in points[:: 1 if number % 2 else -1]]
+            missing = [
+                (number, point)
+                for number, point in steps
+                if point.name in requests and _key(section, case, point, number) not in self.journal
+            ]
             if missing:
-                run_async(self._turn(section, case, number, missing))
+                run_async(self._turn(section, case, missing, requests))
         return [
             self.journal[_key(section, case, point, number)]
-            for number in range(1, rounds + 1)
+            if point.name in requests
+            else _about(case, point, number, f"{NO_TIME} for it in the plan")
+            for number in rounds
             for case in cases
             for point in points
         ]
 
-    def seconds_for(self, num_cases: int, num_points: int) -> float:
-        """What ``rows`` takes, more or less."""
-        return self.options.sizes.rounds * num_cases * (START_S + num_points * (self.options.sizes.seconds + POINT_S))
-
-    async def _turn(self, section: str, case: ServerCase, number: int, points: Sequence[Point]) -> None:
-        log = self.log(f"{section}-{case.name}-{number}")
-        # Points take turns, too.
-        left = list(points[:: 1 if number % 2 else -1])
+    async def _turn(
+        self, section: str, case: ServerCase, left: list[tuple[int, Point]], requests: Mapping[str, int]
+    ) -> None:
+        """A server from its start to its end, with these rounds' points."""
+        log = self.log(f"{section}-{case.name}-{left[0][0]}")
 
         def note(row: dict[str, Any]) -> None:
-            point = left.pop(0)
-            name, at = point.shown or (case.name, point.name)
-            about = {"case": name, "point": at, "round": number, "error": ""}
-            self.journal.add(_key(section, case, point, number), about | row)
+            number, point = left.pop(0)
+            self.journal.add(_key(section, case, point, number), _about(case, point, number) | row)
 
-        what = f"{section}: {case.name}, round {number}"
         try:
             async with AsyncExitStack() as stack:
-                with self.bar.part(f"{what}, starting", START_S):
+                with self._part(f"{section}: {case.name}, starting", self.pace.start_s):
                     cluster = await stack.enter_async_context(running_cluster([*self.flags, *case.flags], log))
                     for old, new in case.roles:
                         await cluster.change_role(old, new)
                 while left:
-                    with self.bar.part(f"{what}, {left[0].name}", self.options.sizes.seconds + POINT_S):
-                        note(await self.measure(cluster, left[0], salt_of(section, left[0].name, number), number))
+                    number, point = left[0]
+                    num = requests[point.name]
+                    what = f"{section}: {case.name}, round {number}, {point.name}, {num} requests"
+                    with self._part(what, self.pace.point_s(point, num)):
+                        note(await self.measure(cluster, point, salt_of(section, point.name, number), number, num))
         except KvrelayError as exc:
             while left:
-                note({"error": exc.message})
+                note({"error": why_of(exc)})
 
-    async def measure(self, cluster: Cluster, point: Point, salt: int, number: int) -> dict[str, Any]:
-        """The figures of the load at this point. Raises BenchError, FatalError."""
+    @contextmanager
+    def _part(self, what: str, seconds: float) -> Iterator[None]:
+        """Raises FatalError if there is no time for it."""
+        if seconds > self.left_s:
+            raise FatalError(NO_TIME)
+        with self.bar.part(what, seconds):
+            yield
+
+    async def measure(self, cluster: Cluster, point: Point, salt: int, number: int, num: int) -> dict[str, Any]:
+        """The figures of ``num`` requests at this point. Raises BenchError, FatalError."""
+        if point.idle_s:
+            return {"idle_cores": await idle_cores(cluster.pid, point.idle_s)}
         if point.settings:
             await cluster.set(**point.settings)
         before = places_of(await cluster.workers())
         with watched() as watch:
-            report, result = await self.run(cluster.url, point, salt, number)
+            report, result = await self.run(cluster.url, point, salt, num, number)
         places, sent = places_of(await cluster.workers()) - before, sent_of(result.records)
+        too_few = f"{len(sent)} of {num} requests were answered, which is too few to tell anything"
         return {
+            "error": too_few if len(sent) < min(MIN_REQUESTS, num) else "",
             **{name: figure(report.total, path) for name, path in FIGURES.items()},
             "num": report.total.successful,
             "failed": report.total.failed,
+            "unanswered": num - len(sent),
             "remote": places["remote"] / max(places.total(), 1),
             "foreign_cores": watch.foreign_cores,
             "rate": point.rate,
@@ -189,15 +239,18 @@ class Workbench:
             "phases": await first_token_phases(cluster.url, len(sent)) if point.has_phases else {},
         }
 
-    async def run(self, url: str, point: Point, salt: int, number: int = 0) -> tuple[ServeReport, RunResult]:
-        """One measured run, after a short warm-up. Raises BenchError."""
+    async def run(self, url: str, point: Point, salt: int, num: int, number: int = 0) -> tuple[ServeReport, RunResult]:
+        """One measured run of ``num`` requests, after a short warm-up; a server that is much slower than 1P1D is cut
+        off. Raises BenchError."""
         options = self.options
         pool = ConnectionPool(parse_target(url, None, point.order))
         try:
             body = BodyOptions(await first_model(pool))
-            await warm_up(pool, body, self.load.at(Point("warm-up"), salt + 1), NUM_WARM, NUM_WARM)
-            limits = RunLimits(options.sizes.seconds, DRAIN_S)
-            result = await LoadDriver(pool, body, limits, self.bar).run((self.load.at(point, salt, number),))
+            brief = self.sent.shortened(1, WARM_TOKENS)
+            await warm_up(pool, body, brief.at(Point("warm-up"), salt + 1, NUM_WARM), NUM_WARM, NUM_WARM)
+            send_s = (num + 1) / self.pace.rate_of(point)
+            limits = RunLimits(send_s, send_s + 2 * self.pace.alone_s + MIN_DRAIN_S)
+            result = await LoadDriver(pool, body, limits, self.bar).run((self.sent.at(point, salt, num, number),))
         finally:
             await pool.close()
         if result.note == INTERRUPTED:
@@ -206,6 +259,24 @@ class Workbench:
         report = serve_report(info, result, [], options.slo)
         require_success(report)
         return report, result
+
+
+def why_of(error: KvrelayError) -> str:
+    """Of a server that did not start, what it complained of first; of any other error its message."""
+    said = f" {error.message.partition(' did not start: ')[2]}".split(" kvrelay: ")
+    return said[1] if len(said) > 1 else error.message
+
+
+async def idle_cores(pid: int, seconds: float) -> float:
+    """CPU seconds of the process and all below it in a second."""
+
+    def cpu_s() -> float:
+        return float(sum(sum(process.cpu_times()[:2]) for process in processes if process.is_running()))
+
+    processes = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
+    began_s, before_s = time.monotonic(), cpu_s()
+    await asyncio.sleep(seconds)
+    return (cpu_s() - before_s) / (time.monotonic() - began_s)
 
 
 def salt_of(section: str, point: str, number: int) -> int:
@@ -229,6 +300,12 @@ async def first_token_phases(url: str, num_requests: int) -> dict[str, float]:
 def places_of(workers: Sequence[dict[str, Any]]) -> Counter[str]:
     """Where prefills ran since the workers' start, by place and reason."""
     return sum((Counter(worker["decode"]["places"]) for worker in workers), Counter[str]())
+
+
+def _about(case: ServerCase, point: Point, number: int, error: str = "") -> dict[str, Any]:
+    """What each row has."""
+    name, at = point.shown or (case.name, point.name)
+    return {"case": name, "point": at, "round": number, "error": error}
 
 
 def _key(section: str, case: ServerCase, point: Point, number: int) -> str:

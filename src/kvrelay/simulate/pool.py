@@ -9,6 +9,7 @@ by themselves if the caller dies.
 from __future__ import annotations
 
 import gc
+import logging
 import multiprocessing
 import os
 import signal
@@ -112,6 +113,8 @@ def runner(setting: Setting, num_processes: int) -> Iterator[Runner]:
 def _begin(setting: Setting) -> None:
     """A process begins: Ctrl-C ends it without a word, and so does the end of its parent."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    # What simulated workers warn of is part of the outcome.
+    logging.getLogger("kvrelay.worker").setLevel(logging.ERROR)
     parent = multiprocessing.parent_process()
     if parent is not None:
         threading.Thread(target=_end_with, args=(parent.sentinel,), daemon=True).start()

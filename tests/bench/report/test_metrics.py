@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvrelay.bench.errors import BenchError
 from kvrelay.bench.report.metrics import (
     ClientLoad,
     OfferedLoad,
@@ -21,6 +22,7 @@ from kvrelay.bench.report.metrics import (
     spread_tokens,
 )
 from kvrelay.bench.report.text import report_text
+from kvrelay.bench.serving import require_success
 from kvrelay.errors import InvalidInputError
 
 MS = 1_000_000
@@ -104,6 +106,15 @@ def test_throughput_is_that_of_the_window() -> None:
     assert total.requests_per_s == pytest.approx(1)
     assert total.output_tokens_per_s == pytest.approx(2 + 1 + 1)
     assert total.output_tokens == 4
+
+
+@pytest.mark.parametrize(
+    ("records", "why"),
+    [([], "nothing was sent"), ([record((950,), outcome=Outcome.CUT_OFF)], "no answer ended in time")],
+)
+def test_without_an_answer_it_is_said_whether_any_was_sent(records: list[RequestRecord], why: str) -> None:
+    with pytest.raises(BenchError, match=f"no request succeeded: {why}"):
+        require_success(serve_report(INFO, result(*records, stop_ms=1000), [OfferedLoad("requests")]))
 
 
 def test_classes_are_reported_apart() -> None:

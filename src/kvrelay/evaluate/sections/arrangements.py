@@ -17,8 +17,9 @@ from kvrelay.evaluate.effects import (
 )
 from kvrelay.evaluate.findings import Section
 from kvrelay.evaluate.load import Point
+from kvrelay.evaluate.plan import Wish
 from kvrelay.evaluate.shown import failures, rows_table
-from kvrelay.evaluate.workbench import REPLICAS, SPLIT, TWO_RANKS, Workbench
+from kvrelay.evaluate.workbench import REPLICAS, SPLIT, TWO_RANKS, ServerCase, Workbench
 
 NAME = "arrangements"
 CASES = (REPLICAS, SPLIT, TWO_RANKS)
@@ -29,18 +30,24 @@ def points_of(basis: Basis) -> list[Point]:
     return [*(basis.at(share) for share in SHARES), Point(f"{CLIENTS} clients", concurrency=CLIENTS)]
 
 
-def seconds_for(bench: Workbench) -> float:
-    return bench.seconds_for(len(CASES), len(SHARES) + 1)
+def cases_of(basis: Basis) -> list[ServerCase]:
+    """Without two ranks if none could be calibrated."""
+    return [case for case in CASES if case != TWO_RANKS or not basis.refused]
+
+
+def wishes(basis: Basis) -> list[Wish]:
+    return [Wish(NAME, len(cases_of(basis)), tuple(points_of(basis)))]
 
 
 def take(bench: Workbench, basis: Basis) -> tuple[Section, Sequence[Row]]:
     """And the rows, with which the simulator is checked."""
     points = points_of(basis)
-    rows = bench.rows(NAME, CASES, points)
-    return section_of(rows, [point.name for point in points]), rows
+    rows = bench.rows(NAME, cases_of(basis), points)
+    return section_of(rows, [point.name for point in points], basis.refused), rows
 
 
-def section_of(rows: Sequence[Row], points: Sequence[str]) -> Section:
+def section_of(rows: Sequence[Row], points: Sequence[str], refused: str = "") -> Section:
+    """``refused``: why there are no two ranks."""
     *rates, closed = points
     others = (SPLIT.name, TWO_RANKS.name)
     found = [
@@ -53,5 +60,5 @@ def section_of(rows: Sequence[Row], points: Sequence[str]) -> Section:
         "The same requests and the same cores for two replicas behind the router, one prefill and one decode worker, "
         "and one worker of two ranks.",
         (rows_table(rows), effects_table(found)),
-        notes=failures(rows),
+        notes=(*((f"{TWO_RANKS.name} was not measured: {refused}",) if refused else ()), *failures(rows)),
     )

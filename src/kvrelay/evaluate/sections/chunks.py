@@ -8,6 +8,7 @@ from kvrelay.evaluate import forecast
 from kvrelay.evaluate.calibration import Basis
 from kvrelay.evaluate.effects import GAP_P99, TTFT_P90, Row, effects, effects_sentence, effects_table, good, median
 from kvrelay.evaluate.findings import Line, Plot, Section
+from kvrelay.evaluate.plan import Wish
 from kvrelay.evaluate.sections.sizes import outcomes_table, spread_text, stress_factors
 from kvrelay.evaluate.shown import failures, rows_table
 from kvrelay.evaluate.workbench import ONE, ServerCase, Workbench
@@ -26,16 +27,16 @@ def lengths_of(bench: Workbench) -> list[int]:
     return [*(length for length in given if length < bench.load.context), bench.load.context]
 
 
-def seconds_for(bench: Workbench) -> float:
-    return bench.seconds_for(len(lengths_of(bench)), 1) + 4 * len(lengths_of(bench)) * forecast.TRIAL_S
+def wishes(bench: Workbench, basis: Basis) -> list[Wish]:
+    num = len(lengths_of(bench))
+    return [Wish(NAME, num, (basis.at(SHARE),), forecast.seconds_for(bench, 2 * num))]
 
 
 def take(bench: Workbench, basis: Basis, advice: Advice) -> list[Section]:
     lengths = lengths_of(bench)
-    cases = [
-        ServerCase(case_name(length, lengths), (*ONE.flags, "--max-num-batched-tokens", str(length)))
-        for length in lengths
-    ]
+    # vLLM takes as many answers at once as the shortest chunk has tokens, or refuses it.
+    flags = (*ONE.flags, "--max-num-seqs", str(lengths[0]), "--max-num-batched-tokens")
+    cases = [ServerCase(case_name(length, lengths), (*flags, str(length))) for length in lengths]
     rows = bench.rows(NAME, cases, [basis.at(SHARE)])
     best, slots = advice.best, bench.options.slots
     candidates = [
@@ -75,8 +76,8 @@ def section_of(
     return Section(
         "Chunk sizes",
         f"{effects_sentence(found)} {kept_sentence(simulated)}",
-        "Measured on one worker that prefills in chunks beside decodes. Then simulated for all slots, at the highest "
-        "rate that the best cluster holds.",
+        f"Measured on one worker that prefills in chunks beside decodes, of which it runs up to {lengths[0]}. Then "
+        "simulated for all slots, at the highest rate that the best cluster holds.",
         (rows_table(rows), effects_table(found), outcomes_table(simulated, rate)),
         (Plot("First tokens and gaps over the chunk's length", "tokens", "ms", lines),),
         notes=failures(rows),

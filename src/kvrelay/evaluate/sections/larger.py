@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from kvrelay.evaluate import forecast
 from kvrelay.evaluate.calibration import Basis
 from kvrelay.evaluate.findings import Section
+from kvrelay.evaluate.plan import Wish
 from kvrelay.evaluate.sections.sizes import best_sentence, outcomes_table, stress_factors
 from kvrelay.evaluate.workbench import Workbench
 from kvrelay.simulate.advise import Advice
@@ -16,8 +17,8 @@ NAME = "larger"
 SLOTS = (8, 16)
 
 
-def seconds_for(bench: Workbench) -> float:
-    return 8 * len(SLOTS) * forecast.TRIAL_S
+def wishes(bench: Workbench, basis: Basis) -> list[Wish]:
+    return [Wish(NAME, simulated_s=forecast.seconds_for(bench, 8 * len(SLOTS)))]
 
 
 def candidates_for(slots: int, tps: Sequence[int], chunk: int) -> list[Candidate]:

@@ -10,6 +10,7 @@ from kvrelay.certify.findings import CertifyReport
 from kvrelay.certify.machine import kv_layout
 from kvrelay.core.decoding import UNREADABLE
 from kvrelay.errors import InvalidInputError, KvrelayError
+from kvrelay.evaluate.calibration import Basis
 from kvrelay.evaluate.findings import Section, Table
 from kvrelay.simulate.costs import Costs
 
@@ -26,8 +27,9 @@ def read_certificate(path: Path | None) -> CertifyReport | None:
         raise InvalidInputError(f"--certificate {path} is not the certify.json of kvrelay certify: {exc}") from exc
 
 
-def take(model_path: Path, costs: Costs, context: int, certificate: CertifyReport | None) -> Section:
+def take(model_path: Path, basis: Basis, context: int, certificate: CertifyReport | None) -> Section:
     notes: list[str] = []
+    costs, is_measured = basis.costs[1], "link_bytes_per_s" not in basis.not_measured
     bytes_per_token = costs.token_bytes
     try:
         bytes_per_token = kv_layout(model_path, 16).bytes_per_token
@@ -35,7 +37,7 @@ def take(model_path: Path, costs: Costs, context: int, certificate: CertifyRepor
         notes.append(f"The KV of a token is as measured, because {exc.message}")
     if certificate is not None:
         notes += certified(certificate, most_needed(bytes_per_token, costs, context))
-    return section_of(bytes_per_token, costs, context, tuple(notes))
+    return section_of(bytes_per_token, costs, context, tuple(notes), is_measured=is_measured)
 
 
 def certified(certificate: CertifyReport, needed: float) -> list[str]:
@@ -62,7 +64,10 @@ def hiding_bytes_per_s(bytes_per_token: int, costs: Costs, num_tokens: int) -> f
     return bytes_per_token * num_tokens / costs.step.prefill_seconds(num_tokens)
 
 
-def section_of(bytes_per_token: int, costs: Costs, context: int, notes: tuple[str, ...] = ()) -> Section:
+def section_of(
+    bytes_per_token: int, costs: Costs, context: int, notes: tuple[str, ...] = (), *, is_measured: bool = True
+) -> Section:
+    unknown = "was not measured, since larger transfers took no longer here: the one that is assumed"
     rows = []
     for length in (length for length in LENGTHS if length <= context):
         needed, prefill_s = hiding_bytes_per_s(bytes_per_token, costs, length), costs.step.prefill_seconds(length)
@@ -83,8 +88,8 @@ def section_of(bytes_per_token: int, costs: Costs, context: int, notes: tuple[st
     return Section(
         "The link between prefill and decode",
         f"A token's KV is {bytes_per_token:,} bytes. A prefill worker makes up to {most / 1e6:.3g} MB of it a second. "
-        f"The link that was measured here has {costs.link_bytes_per_s / 1e6:.3g} MB/s, {share:.2g} times as much, and "
-        f"{verdict}. With x prefill workers on one link it needs x times as much.",
+        f"The link {'that was measured here' if is_measured else unknown} has {costs.link_bytes_per_s / 1e6:.3g} MB/s, "
+        f"{share:.2g} times as much, and {verdict}. With x prefill workers on one link it needs x times as much.",
         "Bytes from the model's configuration and KV layout, prefill times and link from the calibration. The needed "
         "bandwidth carries the KV in the time of the prefill.",
         (Table(("prompt tokens", "KV, MiB", "prefill, ms", "needed, MB/s", "Gb/s", "transfer here, ms"), tuple(rows)),),

@@ -8,6 +8,7 @@ from kvrelay.evaluate.calibration import Basis
 from kvrelay.evaluate.effects import GAP_P99, GOODPUT, TOKENS, TTFT_P90, Row, effects, effects_sentence, effects_table
 from kvrelay.evaluate.findings import Plot, Section
 from kvrelay.evaluate.load import Point
+from kvrelay.evaluate.plan import Wish
 from kvrelay.evaluate.shown import COLUMNS, PERCENTILES, failures, latency_plots, lines_over, rows_table
 from kvrelay.evaluate.workbench import REPLICAS, SPLIT, Workbench
 from kvrelay.simulate.advise import Advice
@@ -20,21 +21,21 @@ EVEN = 100.0
 """Shape of gaps that are nearly equal."""
 
 
-def _wanted(bench: Workbench) -> tuple[tuple[int, ...], tuple[float, ...]]:
-    """Clients, and shares of the capacity."""
-    return (SHORT_CLIENTS, SHORT_SHARES) if bench.options.is_short else (CLIENTS, SHARES)
+def wishes(bench: Workbench, basis: Basis) -> list[Wish]:
+    closed, opened = _points(bench, basis)
+    return [Wish(NAME, len(CASES), (*closed, *opened))]
 
 
-def seconds_for(bench: Workbench) -> float:
-    clients, shares = _wanted(bench)
-    return bench.seconds_for(len(CASES), len(clients) + 2 * len(shares))
+def _points(bench: Workbench, basis: Basis) -> tuple[list[Point], list[Point]]:
+    """By clients, and by rate."""
+    clients, shares = (SHORT_CLIENTS, SHORT_SHARES) if bench.options.is_short else (CLIENTS, SHARES)
+    poisson = [basis.at(share) for share in shares]
+    even = [Point(f"{one.name}, even", rate=one.rate, burstiness=EVEN) for one in poisson]
+    return [Point(f"{num} client{'s' * (num > 1)}", concurrency=num) for num in clients], [*poisson, *even]
 
 
 def take(bench: Workbench, basis: Basis, advice: Advice) -> list[Section]:
-    clients, shares = _wanted(bench)
-    closed = [Point(f"{num} client{'s' * (num > 1)}", concurrency=num) for num in clients]
-    poisson = [basis.at(share) for share in shares]
-    opened = [*poisson, *(Point(f"{one.name}, even", rate=one.rate, burstiness=EVEN) for one in poisson)]
+    closed, opened = _points(bench, basis)
     rows = bench.rows(NAME, CASES, [*closed, *opened])
     by_name = {point.name: [row for row in rows if row["point"] == point.name] for point in (*closed, *opened)}
     return [

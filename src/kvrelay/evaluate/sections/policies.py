@@ -10,6 +10,7 @@ from kvrelay.evaluate.calibration import Basis
 from kvrelay.evaluate.effects import GOODPUT, TTFT_P90, Row, effects, effects_sentence, effects_table, unmeasured
 from kvrelay.evaluate.findings import Section
 from kvrelay.evaluate.load import Point
+from kvrelay.evaluate.plan import Wish
 from kvrelay.evaluate.shown import failures, latency_plots, rows_table
 from kvrelay.evaluate.workbench import REPLICAS, SPLIT, Workbench
 from kvrelay.simulate.advise import Advice
@@ -29,13 +30,23 @@ SHARES, SHORT_SHARES = (0.3, 0.6, 0.9), (0.6,)
 AGGREGATED = "aggregated"
 
 
-def _shares(bench: Workbench) -> tuple[float, ...]:
-    return SHORT_SHARES if bench.options.is_short else SHARES
+def wishes(bench: Workbench, basis: Basis) -> list[Wish]:
+    _, points, together = _points(bench, basis)
+    return [Wish(NAME, 1, tuple(points)), Wish(NAME, 1, tuple(together))]
 
 
-def seconds_for(bench: Workbench) -> float:
-    shares = len(_shares(bench))
-    return bench.seconds_for(1, shares * len(VARIANTS)) + bench.seconds_for(1, shares)
+def _points(bench: Workbench, basis: Basis) -> tuple[list[str], list[Point], list[Point]]:
+    """The rates' names, and the points of 1P1D and of two replicas."""
+    rates = [basis.at(share) for share in (SHORT_SHARES if bench.options.is_short else SHARES)]
+    points = [
+        Point(
+            f"{name}, {rate.name}", rate.rate, order=order, settings={"disagg_policy": policy}, shown=(name, rate.name)
+        )
+        for rate in rates
+        for name, (policy, order) in VARIANTS.items()
+    ]
+    together = [Point(rate.name, rate.rate, shown=(AGGREGATED, rate.name)) for rate in rates]
+    return [rate.name for rate in rates], points, together
 
 
 def take(bench: Workbench, basis: Basis, advice: Advice) -> list[Section]:
@@ -49,17 +60,8 @@ def order(bench: Workbench, basis: Basis) -> str:
 
 def _measured(bench: Workbench, basis: Basis) -> tuple[list[dict[str, Any]], list[str]]:
     """The rows, and the names of the rates."""
-    rates = [basis.at(share) for share in _shares(bench)]
-    points = [
-        Point(
-            f"{name}, {rate.name}", rate.rate, order=order, settings={"disagg_policy": policy}, shown=(name, rate.name)
-        )
-        for rate in rates
-        for name, (policy, order) in VARIANTS.items()
-    ]
-    together = [Point(rate.name, rate.rate, shown=(AGGREGATED, rate.name)) for rate in rates]
-    rows = [*bench.rows(NAME, [SPLIT], points), *bench.rows(NAME, [REPLICAS], together)]
-    return rows, [rate.name for rate in rates]
+    rates, points, together = _points(bench, basis)
+    return [*bench.rows(NAME, [SPLIT], points), *bench.rows(NAME, [REPLICAS], together)], rates
 
 
 def section_of(rows: Sequence[Row], points: Sequence[str]) -> Section:

@@ -18,6 +18,7 @@ from kvrelay.evaluate.calibration import CLIENTS, Basis
 from kvrelay.evaluate.effects import GAP_P99, TOKENS, TTFT_P90, Row, effects, effects_sentence, effects_table
 from kvrelay.evaluate.findings import Line, Plot, Section, Table
 from kvrelay.evaluate.load import Point, conversations_load
+from kvrelay.evaluate.plan import Wish
 from kvrelay.evaluate.shown import failures, rows_table
 from kvrelay.evaluate.workbench import REPLICAS, SPLIT, Workbench
 from kvrelay.simulate.advise import Advice
@@ -26,6 +27,7 @@ NAME = "prefixes"
 CACHE_BLOCKS = (1_000, 10_000, 100_000)
 SECONDS = 10.0
 CASES = (REPLICAS, SPLIT)
+POINT = Point(f"{CLIENTS} clients", concurrency=CLIENTS)
 PUBLISHED = {
     FileFormat.DOLLY: ("dolly-15k", "nearly none", "two prefixes, with 11 and 15 uses"),
     FileFormat.LMSYS: ("LMSYS-chat-1M", "about 5 % of the conversations", "30 to 40 uses, mean length about 300"),
@@ -34,8 +36,8 @@ PUBLISHED = {
 """What others have measured of data sets in these formats: name, repetition, and the shared prefixes."""
 
 
-def seconds_for(bench: Workbench) -> float:
-    return (SECONDS + bench.seconds_for(len(CASES), 1)) * len(bench.options.datasets)
+def wishes(bench: Workbench, basis: Basis) -> list[Wish]:
+    return [Wish(case_of(path), len(CASES), (POINT,), SECONDS) for path in bench.options.datasets]
 
 
 def take(bench: Workbench, basis: Basis, advice: Advice) -> list[Section]:
@@ -45,7 +47,7 @@ def take(bench: Workbench, basis: Basis, advice: Advice) -> list[Section]:
         for path in bench.options.datasets
     ]
     found = [section_of(reports, [_format(path) for path in bench.options.datasets])] if reports else []
-    return found + [_as_load(bench, path) for path in bench.options.datasets]
+    return found + [_as_load(bench, basis, path) for path in bench.options.datasets]
 
 
 def case_of(path: Path) -> str:
@@ -62,14 +64,14 @@ def _format(path: Path) -> FileFormat | None:
         return None
 
 
-def _as_load(bench: Workbench, path: Path) -> Section:
+def _as_load(bench: Workbench, basis: Basis, path: Path) -> Section:
     """Both arrangements with the data set's own prompts and lengths."""
     try:
         load = conversations_load(path, LocalTokenizer(bench.options.model_path).encode, bench.load)
     except InvalidInputError as exc:
         return Section(f"{path.name} as a load", f"Not measured: {exc.message}", "")
-    point = Point(f"{CLIENTS} clients", concurrency=CLIENTS)
-    rows = Workbench(bench.options, load, bench.journal, bench.bar).rows(case_of(path), CASES, [point])
+    own = bench.with_plan(bench.options, load, basis.shortened, bench.pace, bench.plan)
+    rows = own.rows(case_of(path), CASES, [POINT])
     about = (
         f"{len(load.arrivals)} conversations up to their last answer, {load.mean_prompt:.0f} prompt and "
         f"{load.mean_answer:.0f} answer tokens on average, {load.num_shortened} of them shortened to the context. "

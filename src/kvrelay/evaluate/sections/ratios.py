@@ -23,6 +23,7 @@ from kvrelay.evaluate.effects import (
 )
 from kvrelay.evaluate.findings import Section, Table
 from kvrelay.evaluate.load import EvaluatedLoad, Sent
+from kvrelay.evaluate.plan import Wish
 from kvrelay.evaluate.sections.accuracy import MIN_SENT, by_load, measured_figures, simulated_figures
 from kvrelay.evaluate.shown import failures, rows_table
 from kvrelay.evaluate.workbench import ServerCase, Workbench
@@ -41,8 +42,9 @@ SHORTEST_STEP_S = 0.002
 SECONDS = 10.0
 
 
-def seconds_for(bench: Workbench) -> float:
-    return bench.seconds_for(len(RATIOS) + 1, 1) + SECONDS
+def wishes(bench: Workbench, basis: Basis) -> list[Wish]:
+    too_fast = basis.costs[1].step.step_s < SHORTEST_STEP_S
+    return [] if too_fast else [Wish(NAME, len(RATIOS) + 1, (basis.at(SHARE),), SECONDS)]
 
 
 def mock_flags(step: StepCost, load: EvaluatedLoad) -> tuple[str, ...]:
@@ -63,7 +65,7 @@ def take(bench: Workbench, basis: Basis, advice: Advice) -> list[Section]:
     if step.step_s < SHORTEST_STEP_S:
         why = f"Not measured: a step of {step.step_s * 1e3:.2g} ms is too short for four engines on this machine."
         return [Section(TITLE, why, "See the simulated sizes.")]
-    times = mock_flags(step, bench.load)
+    times = mock_flags(step, bench.sent)
     size = {name: (*times, "--prefill", str(x), "--decode", str(y)) for name, (x, y) in RATIOS.items()}
     cases = [ServerCase(name, flags) for name, flags in size.items()]
     cases.append(ServerCase(CHANGED, size[EVEN], ((WorkerRole.PREFILL, WorkerRole.DECODE),)))

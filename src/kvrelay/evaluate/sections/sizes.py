@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from kvrelay.evaluate import forecast
 from kvrelay.evaluate.calibration import Basis
 from kvrelay.evaluate.findings import Section, Table
+from kvrelay.evaluate.plan import Wish
 from kvrelay.evaluate.workbench import Workbench
 from kvrelay.simulate.advise import Advice
 from kvrelay.simulate.trial import Candidate, Outcome
@@ -16,8 +17,8 @@ NAME = "sizes"
 HEAD = ("workers", "requests/s", "within objectives", "good tokens/s", "TTFT P50", "P90", "P99", "gap P99")
 
 
-def seconds_for(bench: Workbench) -> float:
-    return bench.options.slots * 2 * forecast.TRIAL_S
+def wishes(bench: Workbench, basis: Basis) -> list[Wish]:
+    return [Wish(NAME, simulated_s=forecast.seconds_for(bench, 2 * bench.options.slots))]
 
 
 def take(bench: Workbench, basis: Basis, advice: Advice) -> list[Section]:

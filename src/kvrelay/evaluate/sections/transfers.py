@@ -19,6 +19,7 @@ from kvrelay.evaluate.effects import (
     unmeasured,
 )
 from kvrelay.evaluate.findings import Section, Table
+from kvrelay.evaluate.plan import Wish
 from kvrelay.evaluate.shown import failures, rows_table
 from kvrelay.evaluate.workbench import SPLIT, ServerCase, Workbench
 from kvrelay.simulate.advise import Advice
@@ -48,8 +49,8 @@ def cases_of(bench: Workbench) -> list[ServerCase]:
     ]
 
 
-def seconds_for(bench: Workbench) -> float:
-    return bench.seconds_for(len(cases_of(bench)), 1)
+def wishes(bench: Workbench, basis: Basis) -> list[Wish]:
+    return [Wish(NAME, len(cases_of(bench)), (basis.at(SHARE),))]
 
 
 def take(bench: Workbench, basis: Basis, advice: Advice) -> list[Section]:
