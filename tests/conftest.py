@@ -28,7 +28,7 @@ from pathlib import Path
 import certifi
 import hypothesis
 import pytest
-from tests import leftovers
+from tests import leftovers, nursery
 from tests.patience import AskingLoop
 
 pytest.register_assert_rewrite(*(f"tests.{folder.name}" for folder in Path(__file__).parent.iterdir()))
@@ -106,8 +106,10 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
 
 @pytest.fixture(scope="session", autouse=True)
 def _end_shared_processes() -> Iterator[None]:
-    """Files share a compiler of grammars, which has a process, and NATS servers."""
+    """Files share a compiler of grammars, which has a process, NATS servers, and the process that ranks come from."""
+    ranks = nursery.install()
     yield
+    ranks.end()
     if (cluster := sys.modules.get("tests.worker.cluster")) is not None:
         cluster.end_servers()
     if (constrained := sys.modules.get("tests.executors.constrained")) is not None:

@@ -30,8 +30,8 @@ CHECKS = {
     "not_a_server_error": {"expected-statuses": ["2xx", "3xx", "4xx", "504"]},
 }
 DRAWN = {"derandomize": True, "deadline": None, "database": None}
-MAX_EXAMPLES, MAX_EXAMPLES_OF_MATRIX = 20, 40
-"""Drawn for each operation. In the matrix beside some 150 that schemathesis derives from each schema."""
+MAX_EXAMPLES = 20
+"""Drawn for each operation."""
 
 
 def load_schema(*, derives: bool) -> schemathesis.BaseSchema:
@@ -41,7 +41,7 @@ def load_schema(*, derives: bool) -> schemathesis.BaseSchema:
     return schemathesis.openapi.from_dict(openapi_document(), config=schemathesis.Config.from_dict(config))
 
 
-schema, schema_of_matrix = load_schema(derives=False), load_schema(derives=True)
+schema = load_schema(derives=False)
 
 
 @pytest.fixture(scope="module")
@@ -66,11 +66,4 @@ def session() -> Iterator[requests.Session]:
 @schema.parametrize()
 @hypothesis.settings(max_examples=MAX_EXAMPLES, **DRAWN)
 def test_answers_are_as_documented(server: Serve, session: requests.Session, case: schemathesis.Case) -> None:
-    case.call_and_validate(base_url=server.url, session=session)
-
-
-@pytest.mark.matrix
-@schema_of_matrix.parametrize()
-@hypothesis.settings(max_examples=MAX_EXAMPLES_OF_MATRIX, **DRAWN)
-def test_more_answers_are_as_documented(server: Serve, session: requests.Session, case: schemathesis.Case) -> None:
     case.call_and_validate(base_url=server.url, session=session)

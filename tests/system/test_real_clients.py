@@ -1,5 +1,5 @@
 """Agents' libraries against real processes with a prefill worker: each gets valid calls and objects, though the mock
-engine draws its tokens, because grammars enforce them."""
+engine draws its tokens, because grammars enforce them. A library is imported by its tests, not by each lane."""
 
 from __future__ import annotations
 
@@ -15,10 +15,6 @@ import anthropic
 import openai
 import pydantic
 import pytest
-from langchain_openai import ChatOpenAI
-from pydantic_ai import Agent, NativeOutput
-from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
-from pydantic_ai.providers.openai import OpenAIProvider
 from tests.patience import PATIENCE_S
 from tests.system.serving import Serve, by_threshold, ending_cleanly, openai_client
 
@@ -92,17 +88,19 @@ def test_anthropic(server: Serve) -> None:
 
 
 @pytest.fixture
-def chat(server: Serve) -> ChatOpenAI:
+def chat(server: Serve) -> Any:
+    from langchain_openai import ChatOpenAI
+
     settings: Any = {"model": server.model, "base_url": f"{server.url}/v1", "api_key": "none"}
     return ChatOpenAI(**settings, max_retries=0, timeout=PATIENCE_S, max_tokens=200)
 
 
 @pytest.mark.parametrize("method", ["json_schema", "function_calling"])
-def test_langchain_structured_output(chat: ChatOpenAI, method: Any) -> None:
+def test_langchain_structured_output(chat: Any, method: Any) -> None:
     assert isinstance(chat.with_structured_output(Weather, method=method).invoke(QUESTION), Weather)
 
 
-def test_langchain_tools(chat: ChatOpenAI) -> None:
+def test_langchain_tools(chat: Any) -> None:
     bound = chat.bind_tools([get_weather], tool_choice="any", parallel_tool_calls=False)
     answer = bound.invoke(QUESTION)
     (call,) = answer.tool_calls
@@ -114,12 +112,17 @@ def test_langchain_tools(chat: ChatOpenAI) -> None:
     assert [call["name"] for call in whole.tool_calls] == ["get_weather"]
 
 
-@pytest.mark.parametrize("kind", [OpenAIChatModel, OpenAIResponsesModel])
-@pytest.mark.parametrize("form", [Weather, NativeOutput(Weather)], ids=["tool", "native"])
-async def test_pydantic_ai(server: Serve, kind: Any, form: Any) -> None:
+@pytest.mark.parametrize("kind", ["OpenAIChatModel", "OpenAIResponsesModel"])
+@pytest.mark.parametrize("form", ["tool", "native"])
+async def test_pydantic_ai(server: Serve, kind: str, form: str) -> None:
+    from pydantic_ai import Agent, NativeOutput
+    from pydantic_ai.models import openai as models
+    from pydantic_ai.providers.openai import OpenAIProvider
+
     async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-        model = kind(server.model, provider=OpenAIProvider(openai_client=client))
-        agent: Agent[None, Weather] = Agent(model, output_type=form, model_settings={"max_tokens": 200})
+        model = getattr(models, kind)(server.model, provider=OpenAIProvider(openai_client=client))
+        wanted: Any = Weather if form == "tool" else NativeOutput(Weather)
+        agent: Agent[None, Weather] = Agent(model, output_type=wanted, model_settings={"max_tokens": 200})
         assert isinstance((await agent.run(QUESTION)).output, Weather)
 
 

@@ -30,7 +30,7 @@ from kvrelay.frontend.api.adapters import LOAD_PATH, UNLOAD_PATH, AdapterEndpoin
 from kvrelay.frontend.api.cluster_shown import CLUSTER_PATH, ShownCluster
 from kvrelay.frontend.api.content_coding import gunzipped, is_coded, utf8_json
 from kvrelay.frontend.api.fields import RequestFields
-from kvrelay.frontend.api.openapi import docs_page, openapi_document
+from kvrelay.frontend.api.openapi import documents
 from kvrelay.frontend.api.page import PAGE, Page
 from kvrelay.frontend.api.requests_shown import CHALLENGE, REQUESTS_PATH, ShownRequests
 from kvrelay.frontend.api.routing import RoutingEndpoints
@@ -152,8 +152,7 @@ class FrontendApp:
         self._metrics = metrics
         self._shown = shown
         self._tasks = TaskSet()
-        document = openapi_document()
-        self._openapi, self._docs_page = msgspec.json.encode(document), docs_page(document)
+        self._openapi, self._docs_page = documents()
         self._threads = SideThreads()
         self._access_log = AccessLog(config.access_log, config.access_log_file)
         self._origins = AllowedOrigins(config.allowed_origins)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 from collections.abc import Iterable
+from functools import cache
 from typing import Any
 
 import msgspec
@@ -147,6 +148,13 @@ _RETRY_AFTER = {
 _RETRIED = ("429", "503")
 
 
+@cache
+def documents() -> tuple[bytes, bytes]:
+    """The document as JSON and as a page. They are the same for all frontends of a process."""
+    document = openapi_document()
+    return msgspec.json.encode(document), _docs_page(document)
+
+
 def openapi_document() -> dict[str, object]:
     """The document as JSON values."""
     structs = [kind for post in _POSTS for kind in (post.request, post.response, post.errors) if kind is not None]
@@ -223,7 +231,7 @@ _STYLE = (
 )
 
 
-def docs_page(document: dict[str, Any]) -> bytes:
+def _docs_page(document: dict[str, Any]) -> bytes:
     """The OpenAPI document as a page that needs no other host and no script."""
     title = f"{document['info']['title']} {document['info']['version']}"
     parts = [f"<h1>{html.escape(title)}</h1><p>The same as <a href='openapi.json'>OpenAPI</a>.</p>"]

@@ -1,0 +1,29 @@
+"""More requests than ``test_openapi`` makes, and those that schemathesis derives from each schema.
+
+It derives them when tests are collected, which takes two seconds. ``conftest`` leaves this file out if no test of the
+matrix is wanted.
+"""
+
+from __future__ import annotations
+
+import hypothesis
+import pytest
+import requests
+import schemathesis
+from tests.system.serving import Serve
+from tests.system.test_openapi import DRAWN, load_schema, server, session
+
+__all__ = ["server", "session"]
+
+pytestmark = [pytest.mark.system, pytest.mark.matrix, pytest.mark.timeout(600)]
+
+MAX_EXAMPLES = 40
+"""Drawn for each operation, beside some 150 that are derived."""
+
+schema = load_schema(derives=True)
+
+
+@schema.parametrize()
+@hypothesis.settings(max_examples=MAX_EXAMPLES, **DRAWN)
+def test_more_answers_are_as_documented(server: Serve, session: requests.Session, case: schemathesis.Case) -> None:
+    case.call_and_validate(base_url=server.url, session=session)
