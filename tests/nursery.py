@@ -94,7 +94,10 @@ class Forked:
 
     def wait(self) -> int:
         RANKS.discard(self.pid)
-        self.returncode = self._nursery.ask({"wait": self.pid})
+        try:
+            self.returncode = self._nursery.ask({"wait": self.pid})
+        except OSError:
+            self.returncode = -signal.SIGKILL  # by the kernel, when the nursery ended
         return self.returncode
 
 
