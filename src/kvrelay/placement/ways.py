@@ -135,8 +135,8 @@ def ways_of(
         waits_s[row] += own_s
     others = [estimate.first_token_s for way, estimate in found.items() if way is not Way.PAIR]
     within_s = begins_s + min(others) if others else 0.0
-    estimates = {way.value: estimate for way, estimate in found.items()}
-    return Ways(best, bounded_s(float(waits_s.mean())), bounded_s(within_s), **estimates)
+    estimates = found.get(Way.LOCAL), found.get(Way.PAIR), found.get(Way.QUEUE)
+    return Ways(best, bounded_s(float(waits_s.mean())), bounded_s(within_s), *estimates)
 
 
 def is_surely_local(decode: Candidates, row: int, num_here: float, objectives: Objectives) -> bool:
