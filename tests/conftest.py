@@ -22,14 +22,14 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import certifi
 import hypothesis
 import pytest
 from tests import leftovers, nursery
-from tests.patience import AskingLoop
+from tests.patience import AskingPolicy
 
 pytest.register_assert_rewrite(*(f"tests.{folder.name}" for folder in Path(__file__).parent.iterdir()))
 
@@ -44,6 +44,8 @@ hypothesis.settings.load_profile("suite")
 hypothesis.internal.conjecture.providers.is_local_module_file = lambda _: False
 
 
+asyncio.set_event_loop_policy(AskingPolicy())
+
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
@@ -53,10 +55,6 @@ os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 ROOTS = "SSL_CERT_FILE"
 """The environment variable by which OpenSSL and httpx find authorities."""
 _END = "-----END CERTIFICATE-----\n"
-
-
-def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
-    return {"asking": AskingLoop}
 
 
 def pytest_configure(config: pytest.Config) -> None:
