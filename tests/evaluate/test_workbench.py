@@ -112,7 +112,12 @@ def test_an_engine_without_groups_starts_none_and_the_section_says_so(tmp_path: 
     found = bench(tmp_path, is_held=False)
     basis, advice = Basis({}, found.pace), cast(Advice, None)
     assert [wish.num_cases for wish in groups.wishes(found, basis)] == [2]
-    found.options = msgspec.structs.replace(found.options, engine="vllm")
+    (tmp_path / "config.json").write_text("{}")
+    found.options = msgspec.structs.replace(found.options, engine="vllm", model_path=tmp_path)
     assert groups.wishes(found, basis) == []
-    assert groups.take(found, basis, advice)[0].sentence == "Not measured: engine vllm has no data-parallel groups."
+    sentence = "Not measured: vLLM has no data-parallel groups of a model without experts."
+    assert groups.take(found, basis, advice)[0].sentence == sentence
     assert done == []
+    (tmp_path / "config.json").write_text('{"num_local_experts": 4}')
+    assert [wish.num_cases for wish in groups.wishes(found, basis)] == [2], "vLLM has groups of a model with experts"
+    assert groups.cases_of(found)[1].flags[-1] == "--ep"
