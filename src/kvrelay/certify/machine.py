@@ -55,15 +55,18 @@ def _all_s() -> float:
 
 
 def _own_s() -> float:
-    """Of this process, its children, and theirs."""
-    total_s = 0.0
-    own = psutil.Process()
-    for process in (own, *own.children(recursive=True)):
+    """Of this process, its children, and theirs; of those that have ended, too."""
+    times = psutil.Process().cpu_times()
+    return cpu_seconds() + float(times.children_user + times.children_system)
+
+
+def cpu_seconds(pid: int | None = None) -> float:
+    """Of the process ``pid``, or of this one, and of all that run below it."""
+    total_s, root = 0.0, psutil.Process(pid)
+    for process in (root, *root.children(recursive=True)):
         with suppress(psutil.Error):
             times = process.cpu_times()
             total_s += times.user + times.system
-            if process.pid == own.pid:
-                total_s += times.children_user + times.children_system
     return total_s
 
 

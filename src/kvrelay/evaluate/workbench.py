@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import psutil
 
 from kvrelay.bench.cases import turns_of
 from kvrelay.bench.client.connection import ConnectionPool, parse_target
@@ -28,7 +27,7 @@ from kvrelay.bench.client.stream import BodyOptions
 from kvrelay.bench.progress import ProgressBar
 from kvrelay.bench.report.metrics import INTERRUPTED, RunInfo, RunResult, ServeReport, figure, serve_report
 from kvrelay.bench.serving import require_success
-from kvrelay.certify.machine import watched
+from kvrelay.certify.machine import cpu_seconds, watched
 from kvrelay.certify.servers import Cluster, running_cluster
 from kvrelay.cli.processes import run_async
 from kvrelay.config import WorkerRole
@@ -128,13 +127,8 @@ class Workbench:
     ) -> Workbench:
         """The same with what the calibration has decided."""
         other = copy(self)
-        other.options, other.load, other.sent, other.pace, other.plan = (
-            options,
-            load,
-            load.shortened(shortened),
-            pace,
-            plan,
-        )
+        other.options, other.pace, other.plan = options, pace, plan
+        other.load, other.sent = load, load.shortened(shortened)
         return other
 
     @property
@@ -269,14 +263,9 @@ def why_of(error: KvrelayError) -> str:
 
 async def idle_cores(pid: int, seconds: float) -> float:
     """CPU seconds of the process and all below it in a second."""
-
-    def cpu_s() -> float:
-        return float(sum(sum(process.cpu_times()[:2]) for process in processes if process.is_running()))
-
-    processes = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
-    began_s, before_s = time.monotonic(), cpu_s()
+    began_s, before_s = time.monotonic(), cpu_seconds(pid)
     await asyncio.sleep(seconds)
-    return (cpu_s() - before_s) / (time.monotonic() - began_s)
+    return (cpu_seconds(pid) - before_s) / (time.monotonic() - began_s)
 
 
 def salt_of(section: str, point: str, number: int) -> int:

@@ -167,12 +167,10 @@ def together(ep: bool, engine_kind: str, executor: Executor) -> StepsTogether | 
 
 def _check_experts(config: WorkerConfig) -> None:
     """Raises ConfigError before anything is started."""
-    if not config.group.ep:
-        return
-    if config.engine_kind not in ("torch", "vllm"):
+    if not config.group.ep or config.engine_kind == "vllm":
+        return  # vLLM checks its own
+    if config.engine_kind != "torch":
         raise ConfigError(f"engine {config.engine_kind} has no expert parallelism; leave out --ep", param="ep")
-    if config.engine_kind == "vllm":
-        return  # vLLM checks them
     from kvrelay.executors.torch.config import load_model_config
     from kvrelay.executors.torch.parallel.rank import check_sizes
 

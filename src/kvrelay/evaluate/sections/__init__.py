@@ -1,5 +1,5 @@
-"""The questions of an evaluation, one module each: ``seconds_for`` plans it, ``take`` measures or simulates it, and
-``section_of``, which is pure, makes its section."""
+"""The questions of an evaluation, one module each: ``wishes`` says what it would measure, ``take`` measures or
+simulates it, and ``section_of``, which is pure, makes its section."""
 
 SECTIONS = ("sizes", "ratios", "larger", "chunks", "loads", "transfers", "policies", "groups", "prefixes")
 """That may be left out, in the order of the report."""
