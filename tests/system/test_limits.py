@@ -33,6 +33,8 @@ _salts = itertools.count(1)
 def server() -> Iterator[Serve]:
     flags = ["--num-blocks", str(NUM_BLOCKS), "--block-size", str(BLOCK_SIZE), "--kv-watermark", str(WATERMARK)]
     flags += ["--max-num-batched-tokens", "64", "--prefill-base-s", "0.03", *by_threshold(400)]
+    # Order auto sends a prompt to both workers once their costs are known: then none is in the queue.
+    flags += ["--order", "decode-first"]
     with Serve(("--engine", "mock", "--prefill", "1", "--decode", "1", *flags)) as running:
         yield running
     assert running.process.returncode == 0, running.output
