@@ -16,7 +16,7 @@ from kvrelay.engines.vllm.cpu_experts import add_collectives, use_expert_map
 
 SIZES = [2, 0, 3]
 RANK = """
-import sys
+import os, sys
 import torch, torch.distributed as dist
 from kvrelay.engines.vllm.cpu_experts import add_collectives
 
@@ -36,8 +36,9 @@ equal = Communicator().all_gatherv(torch.full((1, 1), float(rank)))
 # Row i of rank r is [i + 100 r], so row i of the sum is [3 i + 300].
 rows = (torch.arange(5.0) + 100 * rank).view(-1, 1)
 part = Communicator().reduce_scatterv(rows, 0, sizes)
-print([each.tolist() for each in several], equal.tolist(), part.tolist())
-dist.destroy_process_group()
+print([each.tolist() for each in several], equal.tolist(), part.tolist(), flush=True)
+# As our ranks and vLLM's workers end: a thread of gloo that lets go of a tensor while the interpreter ends, aborts.
+os._exit(0)
 """
 
 
