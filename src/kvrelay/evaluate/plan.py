@@ -70,6 +70,11 @@ class Wish(msgspec.Struct, frozen=True):
     points: tuple[Point, ...] = ()
     simulated_s: float = 0.0
 
+    @property
+    def of(self) -> str:
+        """The section without the part of it."""
+        return _section_of(self.section)
+
 
 class Share(msgspec.Struct, frozen=True):
     """What a wish gets: requests by the point's name, and how long all of it takes. ``left_out``: points, or the whole
@@ -98,7 +103,7 @@ class Plan(msgspec.Struct, frozen=True):
 
     def seconds_of(self, section: str) -> float:
         """Of all wishes of the section."""
-        return sum(share.seconds for share in self.shares if _section_of(share) == section)
+        return sum(share.seconds for share in self.shares if _section_of(share.section) == section)
 
     def has(self, section: str) -> bool:
         """Whether there is time for any of it; a section that wished nothing has all."""
@@ -106,19 +111,21 @@ class Plan(msgspec.Struct, frozen=True):
 
     @property
     def sections(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(map(_section_of, self.shares)))
+        return tuple(dict.fromkeys(_section_of(share.section) for share in self.shares))
 
     def left_out_of(self, section: str) -> tuple[str, ...]:
-        return tuple(point for share in self.shares if _section_of(share) == section for point in share.left_out)
+        return tuple(
+            point for share in self.shares if _section_of(share.section) == section for point in share.left_out
+        )
 
     def requests_of(self, section: str) -> dict[str, int]:
         """By point, of all wishes of the section."""
         return {at: num for share in self.shares if share.section == section for at, num in share.requests.items()}
 
 
-def _section_of(share: Share) -> str:
+def _section_of(name: str) -> str:
     """Without the part of it."""
-    return share.section.partition(" / ")[0]
+    return name.partition(" / ")[0]
 
 
 def plan_of(wishes: Sequence[Wish], pace: Pace, rounds: int, send_s: float, budget_s: float) -> Plan:
@@ -162,6 +169,6 @@ def share_of(
         return Share(wish.section, {}, 0.0, tuple(point.name for point in wish.points) or (wish.section,))
     requests = {point.name: pace.num_at(point, send_s) for point in points}
     sent_s = rounds * sum(pace.point_s(point, requests[point.name]) for point in points)
-    seconds = wish.num_cases * (starts * pace.start_s + sent_s) + wish.simulated_s
+    seconds = wish.num_cases * (starts * pace.start_s * bool(points) + sent_s) + wish.simulated_s
     left_out = tuple(point.name for point in wish.points if point.name not in requests)
     return Share(wish.section, requests, seconds, left_out)

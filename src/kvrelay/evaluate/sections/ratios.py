@@ -83,8 +83,8 @@ def _checks(bench: Workbench, basis: Basis, rows: Sequence[Row]) -> list[dict[st
                 sent = msgspec.convert(row["records"], list[Sent])
                 x, y = RATIOS[row["case"]]
                 spec = ClusterSpec(prefill=x, decode=y, max_model_len=bench.load.context)
-                simulated = simulated_figures(spec, basis.costs[1], sent, 0, number)
-                measured = measured_figures(sent)
+                simulated = simulated_figures(spec, basis.costs[1], sent, 0, number, bench.options.objectives)
+                measured = measured_figures(sent, row["goodput"])
                 about = {"case": row["case"], "point": row["point"]}
                 found.append({**about, "measured": measured, "simulated": simulated})
     return found
