@@ -34,7 +34,7 @@ def _points(bench: Workbench, basis: Basis) -> tuple[list[Point], list[Point]]:
     return [Point(f"{num} client{'s' * (num > 1)}", concurrency=num) for num in clients], [*poisson, *even]
 
 
-def rows_of(bench: Workbench, basis: Basis) -> list[Row]:
+def rows_of(bench: Workbench, basis: Basis) -> Sequence[Row]:
     closed, opened = _points(bench, basis)
     return bench.rows(NAME, CASES, [*closed, *opened])
 
