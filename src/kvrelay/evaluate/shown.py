@@ -78,8 +78,8 @@ def failures(rows: Sequence[Row]) -> tuple[str, ...]:
     stolen = [row["stolen_cores"] for row in rows if not is_calm(row)]
     if stolen:
         notes.append(
-            f"In {len(stolen)} of {len(rows)} turns this machine's host kept more than {MAX_STOLEN_CORES:g} cores from it "
-            f"(steal, up to {max(stolen):.2g}): their times are later than this machine's own, P99 most of all. "
+            f"In {len(stolen)} of {len(rows)} turns this machine's host kept more than {MAX_STOLEN_CORES:g} cores from "
+            f"it (steal, up to {max(stolen):.2g}): their times are later than this machine's own, P99 most of all. "
             "Cases are compared by the other rounds if both have two of them."
         )
     return tuple(notes)
