@@ -430,7 +430,8 @@ class HostedEngine:
             self._mark(request, *fetch_marks(moments, running.attached_s))
         else:
             self._mark(request, *answer_marks(moments, has_first=has_first and running.attached_s > 0))
-        self._mark(request, *draft_marks(moments, running.heard_s))
+        if request.mode is not PrefillMode.HANDOFF:  # vLLM pads a prefill's only decode step with drafts
+            self._mark(request, *draft_marks(moments, running.heard_s))
 
     def _mark(self, request: Request, *marks: tuple[Phase, float, float]) -> None:
         if request.listener is not None and self._backend.tells_moments:
