@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from kvrelay.core.step_cost import StepWork
 from kvrelay.evaluate.load import EvaluatedLoad, Point
 from kvrelay.simulate.costs import Costs
 
@@ -55,9 +56,10 @@ def pace_of(costs: Costs, load: EvaluatedLoad, start_s: float, per_s: float = 0.
     """``per_s`` 0: not measured yet, so estimated for decode steps of sixteen on cores that prefills share."""
     prompt, answer, step = load.mean_prompt, load.mean_answer, costs.step
     prefill_s = step.prefill_seconds(round(prompt))
-    token_s = step.step_s + costs.between_steps_s + step.decode_s + step.context_s * prompt
+    token_s = step.token_seconds(StepWork(0, 0, 1, round(prompt))) + costs.between_steps_s / step.tokens_per_step
     warm_s = 2 * prefill_s + min(answer, WARM_TOKENS) * token_s
-    estimated = 1.0 / (prefill_s + answer * (token_s / 16 + step.decode_s + step.context_s * prompt))
+    added_s = (step.decode_s + step.context_s * prompt) / step.tokens_per_step
+    estimated = 1.0 / (prefill_s + answer * (token_s / 16 + added_s))
     return Pace(start_s, warm_s, max(prefill_s + answer * token_s, 1e-3), per_s or estimated)
 
 

@@ -170,7 +170,9 @@ def _late_second(situation: Situation, num_output: float, move_s: float) -> floa
     if num_output >= MANY_TOKENS:
         return 0.0
     last_s = move_s * min(CHUNK_TOKENS / max(situation.num_tokens, 1), 1.0)
-    late_s = max(last_s + 1.5 * _step_seconds(situation) - situation.objectives.itl_s, 0.0)
+    # The tokens of that step come together.
+    due_s = situation.objectives.itl_s * situation.cost.tokens_per_step
+    late_s = max(last_s + 1.5 * _step_seconds(situation) - due_s, 0.0)
     return LATE * late_s * max(situation.objectives.ttft_s / situation.objectives.itl_s, 1.0)
 
 
@@ -181,7 +183,7 @@ def _step_seconds(situation: Situation) -> float:
     if not situation.num_here:
         return step_s
     chunk_s = situation.cost.step_seconds(StepWork(min(situation.num_here, situation.chunk), 0, *decodes))
-    return max(step_s, min(chunk_s, STEP_SHARE * situation.objectives.itl_s))
+    return max(step_s, min(chunk_s, situation.cost.step_limit_s(situation.objectives.itl_s, 0.0)))
 
 
 def _pulled_seconds(prefill: Candidates, decode: Candidates, costs: PairCosts, alone: int, there: StepCost) -> float:

@@ -124,6 +124,7 @@ class SimulatedWorker:
         # No message is lost, so no router asks for a replay.
         self._log = KvEventLog(worker_id, 0, only_numbers=True)
         self._number, self._step_time = number, step_time
+        self._between_s = network.costs.between_steps_s / network.costs.step.tokens_per_step
         self._outlet = Outlet(
             self._log.append, self._sample, lambda: self._sampler.due_s, frontend.decoded, network.costs.hop_s
         )
@@ -278,7 +279,7 @@ class SimulatedWorker:
     def _end_step(self, output: StepOutput) -> None:
         if self.is_alive:
             self._deliver(output)
-            self._loop.after(self._network.costs.between_steps_s, self._turn, Rank.TURN, self._number)
+            self._loop.after(self._between_s, self._turn, Rank.TURN, self._number)
 
     # -- steps that only decode ---------------------------------------------------------------------------------------
 
@@ -293,8 +294,7 @@ class SimulatedWorker:
             return False
         count = min(steps.num_steps, MAX_STEPS)
         seconds = self._step_time.decode_seconds(len(steps.requests), steps.num_context, count)
-        between_s = self._network.costs.between_steps_s
-        run = DecodeRun(self._number, self.core, steps, seconds, between_s, self._loop, self._outlet)
+        run = DecodeRun(self._number, self.core, steps, seconds, self._between_s, self._loop, self._outlet)
         self._network.runs[self._number] = run
         self._loop.at(run.end_s, lambda: self._end_run(run), Rank.TURN, self._number)
         return True

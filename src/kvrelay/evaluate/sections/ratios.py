@@ -54,8 +54,9 @@ def mock_flags(step: StepCost, load: EvaluatedLoad) -> tuple[str, ...]:
     times = {
         "--prefill-base-s": step.prefill_s,
         "--prefill-token-s": step.prefill_token_s + step.pair_s * load.mean_prompt / 2,
-        "--decode-base-s": step.step_s,
-        "--decode-seq-s": step.decode_s + step.context_s * context,
+        # A mock engine gives one token in each step.
+        "--decode-base-s": step.step_s / step.tokens_per_step,
+        "--decode-seq-s": (step.decode_s + step.context_s * context) / step.tokens_per_step,
     }
     return ("--engine", "mock", *(word for name, value in times.items() for word in (name, f"{value:.9f}")))
 
