@@ -84,7 +84,7 @@ def _rank(order: int, layout: KVLayout = LAYOUT) -> Iterator[Rank]:
 
 def _save(*blocks: tuple[int, int], request: str = "p", frees_blocks: bool = False) -> Copies:
     staged, paged = zip(*blocks)
-    return Copies(saves=(Copy(request, staged, paged, 7, len(blocks)),), frees_blocks=frees_blocks)
+    return Copies(saves=(Copy(request, staged, (paged,), 7, len(blocks)),), frees_blocks=frees_blocks)
 
 
 # -- each of these is broken by the mutant of its name ---------------------------------------------------------------
@@ -92,7 +92,7 @@ def _save(*blocks: tuple[int, int], request: str = "p", frees_blocks: bool = Fal
 
 def a_save_waits_for_its_forward_pass(rank: Rank) -> None:
     for number, value in enumerate((1.0, 2.0)):
-        rank.step(_save((number, number)), lambda value=value, number=number: rank.compute(number, value))  # type: ignore[misc]
+        rank.step(_save((number, number + 1)), lambda value=value, number=number: rank.compute(number + 1, value))  # type: ignore[misc]
     seen: list[Report] = []
     while len(seen) < 2:
         seen += rank.reports()
@@ -105,7 +105,7 @@ def a_load_waits_for_earlier_forward_passes(rank: Rank) -> None:
     """Asynchronous scheduling: a request has ended, and a forward pass of it is still to come."""
     rank.pool[3] = 5.0
     rank.step(Copies(), lambda: rank.compute(4, 1.0))
-    rank.step(Copies(loads=(Copy("d", (3,), (4,), 7, 1),)))
+    rank.step(Copies(loads=(Copy("d", (3,), ((4,),), 7, 1),)))
     rank.until(lambda: bool(rank.reports()))
     rank.pool[3] = -1.0  # the staging block is another request's
     assert rank.half.take_loaded() == {"d"}
@@ -148,7 +148,7 @@ def blocks_of_a_request_that_has_ended_are_kept_until_they_are_saved(rank: Rank)
 def nothing_is_under_way_after_drain(rank: Rank) -> None:
     rank.pool[3] = 5.0
     rank.step(_save((0, 4)), lambda: rank.compute(4, 1.0))
-    rank.step(Copies(loads=(Copy("d", (3,), (5,), 7, 1),)))
+    rank.step(Copies(loads=(Copy("d", (3,), ((5,),), 7, 1),)))
     rank.half.drain()
     rank.pool[0], rank.pool[3] = 3.0, 4.0
     rank.device.finish()
@@ -231,7 +231,7 @@ def test_a_rank_copies_its_own_part_once_in_as_few_pieces_as_lie_in_a_row(ranks:
         StagingPlace(f"/proc/self/fd/{fd}", 8, layout), RankPart.of(layout, 4 // pp, 0, tp), watch=at_once
     )
     half.register({f"layers.{number}": torch.rand(9, 2 // tp, 4, 6) for number in range(4 // pp)})
-    staged, paged = (5, 6, 2, 7), (1, 0, 3, 8)
+    staged, paged = (5, 6, 2, 7), ((1, 4, 3, 8),)
     copy(half, Copies(saves=(Copy("p", staged, paged),)))
     assert (half.num_copies, half.num_bytes) == (num_copies, num_bytes)
     copy(half, Copies(loads=(Copy("d", staged, paged),)))
@@ -259,14 +259,14 @@ def test_any_order_in_which_attention_has_its_kv_is_copied_token_by_token(name: 
         half = WorkerHalf(StagingPlace(f"/proc/self/fd/{fd}", 8, layout), RankPart.of(layout, 2, 0, 1), watch=at_once)
         half.register({f"layers.{number}": cache for number, cache in enumerate(caches)})
         halves.append(half)
-    copy(halves[0], Copies(saves=(Copy("p", (5, 6, 2), (1, 0, 3)),)))
-    copy(halves[1], Copies(loads=(Copy("d", (2, 6), (7, 8)),)))
-    assert torch.equal(target[:, [7, 8]], kv[:, [3, 0]])
+    copy(halves[0], Copies(saves=(Copy("p", (5, 6, 2), ((1, 4, 3),)),)))
+    copy(halves[1], Copies(loads=(Copy("d", (2, 6), ((7, 8),)),)))
+    assert torch.equal(target[:, [7, 8]], kv[:, [3, 4]])
     # And back, to where other KV was.
     other = [LAYOUTS[name](torch.zeros(9, 3, 4, 6)) for _ in range(2)]
     half = WorkerHalf(StagingPlace(f"/proc/self/fd/{fd}", 8, layout), RankPart.of(layout, 2, 0, 1), watch=at_once)
     half.register({f"layers.{number}": cache for number, cache in enumerate(other)})
-    copy(half, Copies(loads=(Copy("d", (5,), (4,)),)))
+    copy(half, Copies(loads=(Copy("d", (5,), ((4,),)),)))
     expected = torch.zeros(2, 9, 3, 4, 6)
     expected[:, 4] = kv[:, 1]
     assert all(torch.equal(found, LAYOUTS[name](layer)) for found, layer in zip(other, expected))
@@ -276,7 +276,7 @@ def test_any_order_in_which_attention_has_its_kv_is_copied_token_by_token(name: 
 def test_a_long_prompt_goes_through_a_small_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_half, "BUFFER_BYTES", LAYOUT.block_bytes)
     with _rank(0) as rank:
-        rank.step(_save(*((number, number) for number in range(4))), lambda: rank.compute(2, 3.0))
+        rank.step(_save(*((number, number + 1) for number in range(4))), lambda: rank.compute(3, 3.0))
         rank.device.finish()
         assert [rank.staged(number) for number in range(4)] == [{0.0}, {0.0}, {3.0}, {0.0}]
         assert rank.half.num_copies == 4

@@ -1,12 +1,13 @@
 """The worker half: copies blocks between the staging pool and vLLM's paged KV.
 
-    staging pool, shared memory     [num_blocks, layer, head, *interior]     contiguous, of the whole model
+    staging pool, shared memory     [num_blocks][ region: layer, head, *interior ]...     of the whole model
     vLLM's paged KV, per layer      [num_blocks, head, *interior]            with any strides, of this rank; or
                                     [num_blocks * parts, head, ...]          if its attention has smaller blocks
 
 The interior is [token, K|V * head_dim] by its shape. Its order of values is the business of vLLM's attention: the
 CPU's, for example, packs the keys of all tokens of a block. So a head's part of a block is copied whole, and only
-between equal vLLMs. A latent (MLA) is one head, whose interior is [token, latent].
+between equal vLLMs. A latent (MLA) is one head, whose interior is [token, latent]; so is a recurrent state, with
+[1, bytes]. Each layer has the block table of its group in vLLM; of what a group has no block, nothing is copied.
 
 Each rank copies its own layers (pipeline parallelism) and heads (tensor parallelism), all of them at once. So the two
 sides of a hand-off may have any numbers of ranks: the pools between them are alike.
@@ -37,7 +38,7 @@ import torch
 
 from kvrelay.core.layout import KVLayout
 from kvrelay.engines.connector.device import Device, Event, device_of
-from kvrelay.engines.connector.scheduler_half import Copies, Copy
+from kvrelay.engines.connector.scheduler_half import NULL_BLOCK, Copies, Copy, Groups
 from kvrelay.engines.connector.terms import CopyKind, Report, StagingPlace, encode_report
 from kvrelay.errors import ConfigError
 
@@ -75,6 +76,53 @@ class _Flight(NamedTuple):
     report: Report
 
 
+class _Region:
+    """This rank's part of the ``number``-th region: staging blocks, and the KV of its layers in vLLM."""
+
+    def __init__(self, pool: torch.Tensor, layout: KVLayout, number: int, part: RankPart) -> None:
+        """``pool``: [num_blocks, block_bytes] uint8."""
+        (whole,) = layout.parts(number)
+        region, size = layout.model[number], layout.block_size
+        num_tokens = size if region.entry_tokens else 1
+        values = region.num_entries(size) * region.entry_values // num_tokens
+        self.dtype = getattr(torch, region.dtype)
+        self.interior = (min(part.num_heads, region.num_heads), num_tokens, values)
+        staged = pool[:, whole.offset : whole.offset + whole.num_bytes].view(self.dtype)
+        staged = staged.view(len(pool), region.num_layers, region.num_heads, num_tokens, values)
+        self.blocks = staged[:, :, part.first_head : part.first_head + part.num_heads]
+        """[num_blocks, layer, *interior]"""
+        self.layers: list[tuple[torch.Tensor, int]] = []
+        """In their order in the model: vLLM's KV, and the group whose block table it has."""
+
+    def whole_blocks(self, name: str, cache: torch.Tensor) -> torch.Tensor:
+        """Raises ConfigError for another shape than the staging pool is made for."""
+        blocks = _whole_blocks(cache.view(torch.uint8) if cache.element_size() == 1 else cache, self.interior[1])
+        shape = (blocks.shape[1], blocks.shape[2:-1].numel(), blocks.shape[-1])
+        if shape != self.interior or blocks.dtype != self.dtype:
+            raise ConfigError(
+                f"vLLM's KV of {name} is {tuple(cache.shape)} {cache.dtype}, "
+                f"not (blocks, *{self.interior}) {self.dtype}"
+            )
+        return blocks
+
+    def register(self, found: Mapping[int, tuple[torch.Tensor, int]]) -> None:
+        """By place in the region. Without layers of it on this rank nothing is copied."""
+        self.layers = [found[place] for place in sorted(found)]
+        first = min(found, default=0)
+        self.blocks = self.blocks[:, first : first + len(found)]
+
+    def buffer(self, num_blocks: int, like: torch.Tensor) -> torch.Tensor:
+        """[num_blocks, layer, *interior] on the device. Zero: what vLLM has no block for stays so."""
+        return torch.zeros((num_blocks, *self.blocks.shape[1:]), dtype=self.dtype, device=like.device)
+
+
+class _Table(NamedTuple):
+    """The blocks of a copy that a group has: in vLLM, and their numbers within the copy."""
+
+    paged: torch.Tensor
+    rows: torch.Tensor | slice
+
+
 Watch = Callable[[Event, Callable[[], None]], None]
 """Calls a function when an event is done, in the order of the events, on a thread of its own."""
 
@@ -97,20 +145,14 @@ class WorkerHalf:
         layout = place.layout
         self._part = part
         self._rank = rank
-        region, size = layout.regions[0].region, layout.block_size
-        self._num_layers = region.num_layers
-        self._interior = (part.num_heads, size, region.num_entries(size) * region.entry_values // size)
-        self._dtype = getattr(torch, region.dtype)
-        pool = _map(place).view(place.num_blocks, region.num_layers, region.num_heads, *self._interior[1:])
-        self._blocks = pool[:, :, part.first_head : part.first_head + part.num_heads]
-        self._pool = pool
-        self._frees_early = region.window > 0
+        self._places = place.places
+        self._pool = _map(place).view(place.num_blocks, layout.block_bytes)
+        self._regions = [_Region(self._pool, layout, number, part) for number in range(len(layout.regions))]
+        self._frees_early = layout.has_states or any(region.window for region in layout.model)
         """Whether vLLM frees blocks of a request that is being computed."""
         self._device = device
         self._watch = watch or CompletionThread().when_done
         self._reports = os.open(place.reports, os.O_WRONLY | os.O_CLOEXEC) if place.reports else -1
-        self._caches: list[torch.Tensor] = []
-        """vLLM's, in the order of their layers in the model."""
         self._before: Event | None = None
         """The moment before this step's forward pass, if it loads."""
         self._last_save: Event | None = None
@@ -124,26 +166,23 @@ class WorkerHalf:
         self.num_copies = self.num_bytes = 0
         """From and to the staging pool."""
 
-    def register(self, caches: Mapping[str, torch.Tensor]) -> None:
-        """vLLM's KV by layer name. Raises ConfigError for another shape than the staging pool is made for."""
-        found: dict[int, torch.Tensor] = {}
+    def register(self, caches: Mapping[str, torch.Tensor], groups: Mapping[str, int] | None = None) -> None:
+        """vLLM's KV by layer name, and the number of its group. Raises ConfigError for another shape than the staging
+        pool is made for."""
+        found: list[dict[int, tuple[torch.Tensor, int]]] = [{} for _ in self._regions]
         for name, cache in caches.items():
-            number, blocks = _layer_number(name), _whole_blocks(cache, self._interior[1])
-            if number in found or not 0 <= number < self._num_layers:
-                raise ConfigError(f"vLLM has KV of {name}: a layer twice, or none of {self._num_layers}")
-            shape = (blocks.shape[1], blocks.shape[2:-1].numel(), blocks.shape[-1])
-            if shape != self._interior or cache.dtype != self._dtype:
-                raise ConfigError(
-                    f"vLLM's KV of {name} is {tuple(cache.shape)} {cache.dtype}, "
-                    f"not (blocks, *{self._interior}) {self._dtype}"
-                )
-            found[number] = blocks
-        if len(found) != self._part.num_layers or max(found) - min(found) >= len(found):
-            raise ConfigError(f"vLLM has KV of {len(found)} layers, not of {self._part.num_layers} in a row")
-        self._caches = [found[number] for number in sorted(found)]
-        self._blocks = self._blocks[:, min(found) : max(found) + 1]
+            number, place = self._places.get(_layer_number(name), (0, -1))
+            if place < 0 or place in found[number]:
+                raise ConfigError(f"vLLM has KV of {name}: a layer twice, or none of {len(self._places)}")
+            blocks = self._regions[number].whole_blocks(name, cache)
+            found[number][place] = blocks, 0 if groups is None else groups[name]
+        is_in_a_row = all(max(some) - min(some) < len(some) for some in found if some)
+        if len(caches) != self._part.num_layers or not is_in_a_row:
+            raise ConfigError(f"vLLM has KV of {len(caches)} layers, not of {self._part.num_layers} in a row")
+        for region, some in zip(self._regions, found, strict=True):
+            region.register(some)
         if self._device is None:
-            self._device = device_of(self._caches[0])
+            self._device = device_of(next(iter(caches.values())))
         self._device.pin(self._pool)
 
     # -- a step -------------------------------------------------------------------------------------------------------
@@ -207,16 +246,17 @@ class WorkerHalf:
         assert self._device is not None, "vLLM has not told its KV"
         return self._device
 
-    def _copy(self, copy: Copy, kind: CopyKind, move: Callable[[Sequence[int], Sequence[int]], None] | None) -> None:
+    def _copy(self, copy: Copy, kind: CopyKind, move: Callable[[Sequence[int], Groups], None] | None) -> None:
         """Give it to the copy stream. ``move`` None: nothing of it is this rank's."""
         began_s, before = time.monotonic(), self.num_bytes
         copies = self._on_device.copies
         if move is not None:
-            bytes_per_block = self._blocks[0].nbytes
+            bytes_per_block = sum(region.blocks[0].nbytes for region in self._regions)
             size = max(1, BUFFER_BYTES // bytes_per_block)
             for first in range(0, len(copy.staged), size):
-                staged, paged = copy.staged[first : first + size], copy.paged[first : first + size]
-                copies.run(partial(move, staged, paged))
+                some = slice(first, first + size)
+                staged = copy.staged[some]
+                copies.run(partial(move, staged, [block_ids[some] for block_ids in copy.paged]))
                 self.num_bytes += len(staged) * bytes_per_block
         event = copies.record()
         report = Report(copy.ticket, self._rank, kind, copy.num_blocks, self.num_bytes - before, began_s, 0.0)
@@ -235,48 +275,36 @@ class WorkerHalf:
         # A report may have to wait for its reader, so it is not written in a step.
         self._watch(event, seen)
 
-    def _load_blocks(self, staged: Sequence[int], paged: Sequence[int]) -> None:
-        index = self._on_device.index(paged)
-        buffer = self._buffer(len(staged), index)
-        for part, row in self._rows(staged):
-            buffer[row].copy_(part, non_blocking=True)
-            self.num_copies += 1
-        for layer, cache in enumerate(self._caches):
-            cache.index_copy_(0, index, buffer[:, layer].view(-1, *cache.shape[1:]))
+    def _load_blocks(self, staged: Sequence[int], paged: Groups) -> None:
+        tables = self._tables(paged)
+        for region in self._regions:
+            buffer = region.buffer(len(staged), tables[0].paged)
+            for part, row in _rows(region.blocks, staged):
+                buffer[row].copy_(part, non_blocking=True)
+                self.num_copies += 1
+            for layer, (cache, group) in enumerate(region.layers):
+                index, rows = tables[group]
+                cache.index_copy_(0, index, buffer[rows, layer].view(-1, *cache.shape[1:]))
 
-    def _save_blocks(self, staged: Sequence[int], paged: Sequence[int]) -> None:
-        index = self._on_device.index(paged)
-        buffer = self._buffer(len(staged), index)
-        for layer, cache in enumerate(self._caches):
-            buffer[:, layer].view(-1, *cache.shape[1:]).copy_(cache[index])
-        for part, row in self._rows(staged):
-            part.copy_(buffer[row], non_blocking=True)
-            self.num_copies += 1
+    def _save_blocks(self, staged: Sequence[int], paged: Groups) -> None:
+        tables = self._tables(paged)
+        for region in self._regions:
+            buffer = region.buffer(len(staged), tables[0].paged)
+            for layer, (cache, group) in enumerate(region.layers):
+                index, rows = tables[group]
+                buffer[rows, layer] = cache[index].reshape(-1, *region.interior)
+            for part, row in _rows(region.blocks, staged):
+                part.copy_(buffer[row], non_blocking=True)
+                self.num_copies += 1
 
-    def _buffer(self, num_blocks: int, like: torch.Tensor) -> torch.Tensor:
-        """[num_blocks, layer, *interior] on the device."""
-        return torch.empty((num_blocks, *self._blocks.shape[1:]), dtype=self._dtype, device=like.device)
-
-    def _rows(self, staged: Sequence[int]) -> Iterator[tuple[torch.Tensor, tuple[int | slice, ...]]]:
-        """The rank's part of the staging blocks in pieces, with the index of each into a buffer of these blocks.
-
-        A piece lies in one stretch on both sides, because only such a copy needs no synchronization: all blocks in a
-        row if the rank has the whole model, a block if it has all heads, and else a layer of a block.
-        """
-        first = 0
-        for number in range(1, len(staged) + 1):
-            if number < len(staged) and staged[number] == staged[number - 1] + 1:
-                continue
-            run = self._blocks[staged[first] : staged[number - 1] + 1]
-            if run.is_contiguous():
-                yield run, (slice(first, number),)
-            else:
-                for block, part in enumerate(run, start=first):
-                    if part.is_contiguous():
-                        yield part, (block,)
-                    else:
-                        yield from ((layer, (block, place)) for place, layer in enumerate(part))
-            first = number
+    def _tables(self, paged: Groups) -> list[_Table]:
+        """Of each group."""
+        index, tables = self._on_device.index, []
+        for block_ids in paged:
+            rows = [row for row, block_id in enumerate(block_ids) if block_id != NULL_BLOCK]
+            has_all = len(rows) == len(block_ids)
+            tables.append(_Table(index([block_ids[row] for row in rows]), slice(None) if has_all else index(rows)))
+        return tables
 
     # -- what has ended -----------------------------------------------------------------------------------------------
 
@@ -321,6 +349,29 @@ class CompletionThread:
                 return
 
 
+def _rows(blocks: torch.Tensor, staged: Sequence[int]) -> Iterator[tuple[torch.Tensor, tuple[int | slice, ...]]]:
+    """The ``staged`` ones of ``blocks``, [num_blocks, layer, *interior], in pieces, with the index of each into a
+    buffer of these blocks.
+
+    A piece lies in one stretch on both sides, because only such a copy needs no synchronization: all blocks in a row if
+    a region is all of them and the rank has all of it, a block if it has all heads, and else a layer of a block.
+    """
+    first = 0
+    for number in range(1, len(staged) + 1):
+        if number < len(staged) and staged[number] == staged[number - 1] + 1:
+            continue
+        run = blocks[staged[first] : staged[number - 1] + 1]
+        if run.is_contiguous():
+            yield run, (slice(first, number),)
+        else:
+            for block, part in enumerate(run, start=first):
+                if part.is_contiguous():
+                    yield part, (block,)
+                else:
+                    yield from ((layer, (block, place)) for place, layer in enumerate(part))
+        first = number
+
+
 def _whole_blocks(cache: torch.Tensor, size: int) -> torch.Tensor:
     """vLLM's KV of a layer as [num_blocks, head, *tokens, values]. Its attention may have smaller blocks than vLLM's of
     ``size`` tokens, which then are several in a row."""
@@ -348,4 +399,4 @@ def _map(place: StagingPlace) -> torch.Tensor:
             os.close(fd)
     except OSError as exc:
         raise ConfigError(f"the staging pool at {place.path} cannot be mapped: {exc.strerror}") from exc
-    return torch.frombuffer(memory, dtype=getattr(torch, place.layout.regions[0].region.dtype))
+    return torch.frombuffer(memory, dtype=torch.uint8)
