@@ -10,6 +10,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from tests.engines.connector.fake_device import DEVICES
 from tests.engines.vllm.staged import LAYOUT, Paged, VllmRequest, at_once, copy
 
 from kvrelay.config import UpstreamConfig, load_settings
@@ -219,7 +220,7 @@ def test_a_pool_that_is_not_there_or_too_small_is_refused(place: StagingPlace) -
 class Ranks:
     """The worker halves of a vLLM with ``tp`` by ``pp`` ranks. ``kv``: all of it, [layer, block, head]."""
 
-    def __init__(self, place: StagingPlace, tp: int, pp: int, kv: torch.Tensor) -> None:
+    def __init__(self, place: StagingPlace, tp: int, pp: int, kv: torch.Tensor, device: str) -> None:
         layout = place.layout
         per_stage = layout.model[0].num_layers // pp
         self.halves, self.parts = [], []
@@ -229,7 +230,7 @@ class Ranks:
             layers = range(stage * per_stage, (stage + 1) * per_stage)
             heads = slice(part.first_head, part.first_head + part.num_heads)
             caches = {layer: kv[layer][:, heads].clone() for layer in layers}
-            half = WorkerHalf(place, part, watch=at_once)
+            half = WorkerHalf(place, part, device=DEVICES[device](), watch=at_once)
             half.register({f"model.layers.{layer}.self_attn.attn": cache for layer, cache in caches.items()})
             self.halves.append(half)
             self.parts.append((caches, heads))
@@ -247,18 +248,20 @@ class Ranks:
         )
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("num_heads", [1, 2, 4])
 @pytest.mark.parametrize(("theirs", "ours"), [*itertools.product([(1, 1), (2, 1), (1, 2), (2, 2), (4, 1)], repeat=2)])
 def test_ranks_of_any_number_hand_over_to_ranks_of_any_other(
-    num_heads: int, theirs: tuple[int, int], ours: tuple[int, int]
+    num_heads: int, theirs: tuple[int, int], ours: tuple[int, int], device: str
 ) -> None:
     """One pool stands for both workers': kvrelay copies one to the other whole."""
     layout = packed_layout(num_layers=4, num_heads=num_heads, block_size=4, head_dim=3, dtype="float32")
     with memfd_place(layout, 6) as place:
         kv = torch.rand(4, 8, num_heads, 4, 6)
-        prefill, decode = Ranks(place, *theirs, kv), Ranks(place, *ours, torch.zeros_like(kv))
-        prefill.copy(Copies(saves=(Copy("p", (5, 0, 3), (1, 7, 2)),)))
-        decode.copy(Copies(loads=(Copy("d", (5, 0, 3), (6, 4, 0)),)))
+        prefill = Ranks(place, *theirs, kv, device)
+        decode = Ranks(place, *ours, torch.zeros_like(kv), device)
+        prefill.copy(Copies(saves=(Copy("p", (4, 5, 0), (1, 7, 2)),)))
+        decode.copy(Copies(loads=(Copy("d", (4, 5, 0), (6, 4, 0)),)))
         assert not decode.differ([6, 4, 0], kv[:, [1, 7, 2]])
         assert [half.take_loaded() for half in decode.halves] == [{"d"}] * len(decode.halves)
         assert prefill.differ([6, 4, 0], kv[:, [1, 7, 2]])
@@ -276,11 +279,12 @@ def test_one_rank_saves_what_several_hold(place: StagingPlace) -> None:
     ]
 
 
-def test_a_latent_is_a_region_of_its_own(place: StagingPlace) -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_latent_is_a_region_of_its_own(device: str) -> None:
     layout = latent_layout(num_layers=2, block_size=16, values=576, dtype="bfloat16")
     with memfd_place(layout, 3) as place:
         latents = [torch.rand(4, 16, 576).to(torch.bfloat16) for _ in range(4)]
-        prefill, decode = (WorkerHalf(place, WHOLE, watch=at_once) for _ in range(2))
+        prefill, decode = (WorkerHalf(place, WHOLE, device=DEVICES[device](), watch=at_once) for _ in range(2))
         prefill.register({f"model.layers.{layer}.attn": latents[layer] for layer in (0, 1)})
         decode.register({f"model.layers.{layer}.attn": latents[2 + layer] for layer in (0, 1)})
         copy(prefill, Copies(saves=(Copy("p", (2,), (3,)),)))

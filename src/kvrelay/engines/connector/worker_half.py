@@ -17,7 +17,8 @@ Copies run on a stream of their own, and what may run at once is ordered by even
     loads of step n        after the forward passes before it, which may still write to those blocks
     forward pass           after earlier saves, if it may overwrite what they read
 
-A rank reports each copy by itself when it is complete: blocks of a chunk leave while the next chunk is computed.
+A rank reports each copy by itself when it is complete: blocks of a chunk leave while the next chunk is computed. A long
+copy is reported in parts, so that its first blocks leave while the rest is copied.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ from kvrelay.errors import ConfigError
 _log = logging.getLogger(__name__)
 
 BUFFER_BYTES = 64 * 2**20
-"""Memory of the device through which one copy goes, at most."""
+"""Memory of the device through which a part of a copy goes, at most."""
 LATENT_DIMS = 3
 """Of vLLM's KV with latents: [num_blocks, token, latent]."""
 
@@ -68,11 +69,12 @@ class RankPart(NamedTuple):
 
 
 class _Flight(NamedTuple):
-    """Copies that may be under way, until ``event``."""
+    """A part of a copy that may be under way, until ``event``."""
 
     event: Event
     request_id: str
     report: Report
+    is_last: bool
 
 
 Watch = Callable[[Event, Callable[[], None]], None]
@@ -208,19 +210,24 @@ class WorkerHalf:
         return self._device
 
     def _copy(self, copy: Copy, kind: CopyKind, move: Callable[[Sequence[int], Sequence[int]], None] | None) -> None:
-        """Give it to the copy stream. ``move`` None: nothing of it is this rank's."""
-        began_s, before = time.monotonic(), self.num_bytes
-        copies = self._on_device.copies
-        if move is not None:
-            bytes_per_block = self._blocks[0].nbytes
-            size = max(1, BUFFER_BYTES // bytes_per_block)
-            for first in range(0, len(copy.staged), size):
-                staged, paged = copy.staged[first : first + size], copy.paged[first : first + size]
-                copies.run(partial(move, staged, paged))
-                self.num_bytes += len(staged) * bytes_per_block
-        event = copies.record()
-        report = Report(copy.ticket, self._rank, kind, copy.num_blocks, self.num_bytes - before, began_s, 0.0)
-        flight = _Flight(event, copy.request_id, report)
+        """Give it to the copy stream, in parts that fit the buffer. ``move`` None: nothing of it is this rank's."""
+        bytes_per_block = self._blocks[0].nbytes
+        num_all = len(copy.staged)
+        size = num_all if move is None else max(1, BUFFER_BYTES // bytes_per_block)
+        for first in range(0, num_all, size):
+            part = slice(first, min(first + size, num_all))
+            began_s, num_bytes = time.monotonic(), 0
+            if move is not None:
+                self._on_device.copies.run(partial(move, copy.staged[part], copy.paged[part]))
+                num_bytes = (part.stop - first) * bytes_per_block
+                self.num_bytes += num_bytes
+            num_blocks = copy.num_blocks - (num_all - part.stop)
+            report = Report(copy.ticket, self._rank, kind, num_blocks, num_bytes, began_s, 0.0)
+            self._submitted(_Flight(self._on_device.copies.record(), copy.request_id, report, part.stop == num_all))
+
+    def _submitted(self, flight: _Flight) -> None:
+        """Hear of its end."""
+        event = flight.event
         with self._lock:
             self._flights.append(flight)
         is_done = event.is_done()
@@ -230,64 +237,87 @@ class WorkerHalf:
         def seen() -> None:
             if not is_done:
                 self._ended(flight)
-            self._tell(report)
+            self._tell(flight.report)
 
         # A report may have to wait for its reader, so it is not written in a step.
         self._watch(event, seen)
 
     def _load_blocks(self, staged: Sequence[int], paged: Sequence[int]) -> None:
-        index = self._on_device.index(paged)
-        buffer = self._buffer(len(staged), index)
-        for part, row in self._rows(staged):
+        if self._on_device.is_host:
+            for run, places in self._runs(staged):
+                self._scatter(run, paged[places])
+                self.num_copies += 1
+            return
+        buffer = self._buffer(len(staged))
+        for part, row in self._pieces(staged):
             buffer[row].copy_(part, non_blocking=True)
             self.num_copies += 1
-        for layer, cache in enumerate(self._caches):
-            cache.index_copy_(0, index, buffer[:, layer].view(-1, *cache.shape[1:]))
+        self._scatter(buffer, paged)
 
     def _save_blocks(self, staged: Sequence[int], paged: Sequence[int]) -> None:
-        index = self._on_device.index(paged)
-        buffer = self._buffer(len(staged), index)
-        for layer, cache in enumerate(self._caches):
-            buffer[:, layer].view(-1, *cache.shape[1:]).copy_(cache[index])
-        for part, row in self._rows(staged):
+        if self._on_device.is_host:
+            for run, places in self._runs(staged):
+                self._gather(paged[places], run)
+                self.num_copies += 1
+            return
+        buffer = self._buffer(len(staged))
+        self._gather(paged, buffer)
+        for part, row in self._pieces(staged):
             part.copy_(buffer[row], non_blocking=True)
             self.num_copies += 1
 
-    def _buffer(self, num_blocks: int, like: torch.Tensor) -> torch.Tensor:
-        """[num_blocks, layer, *interior] on the device."""
-        return torch.empty((num_blocks, *self._blocks.shape[1:]), dtype=self._dtype, device=like.device)
+    def _scatter(self, blocks: torch.Tensor, paged: Sequence[int]) -> None:
+        """``blocks``, [block, layer, *interior] on vLLM's device, to vLLM's KV."""
+        index = self._on_device.index(paged)
+        for layer, cache in enumerate(self._caches):
+            cache.index_copy_(0, index, blocks[:, layer].view(-1, *cache.shape[1:]))
 
-    def _rows(self, staged: Sequence[int]) -> Iterator[tuple[torch.Tensor, tuple[int | slice, ...]]]:
+    def _gather(self, paged: Sequence[int], blocks: torch.Tensor) -> None:
+        """The other way."""
+        index = self._on_device.index(paged)
+        for layer, cache in enumerate(self._caches):
+            torch.index_select(cache, 0, index, out=blocks[:, layer].view(-1, *cache.shape[1:]))
+
+    def _buffer(self, num_blocks: int) -> torch.Tensor:
+        """[num_blocks, layer, *interior] on vLLM's device."""
+        shape = (num_blocks, *self._blocks.shape[1:])
+        return torch.empty(shape, dtype=self._dtype, device=self._caches[0].device)
+
+    def _runs(self, staged: Sequence[int]) -> Iterator[tuple[torch.Tensor, slice]]:
+        """The rank's part of staging blocks that are in a row, [block, layer, *interior], and where they are in
+        ``staged``."""
+        first = 0
+        for number in range(1, len(staged) + 1):
+            if number == len(staged) or staged[number] != staged[number - 1] + 1:
+                yield self._blocks[staged[first] : staged[number - 1] + 1], slice(first, number)
+                first = number
+
+    def _pieces(self, staged: Sequence[int]) -> Iterator[tuple[torch.Tensor, tuple[int | slice, ...]]]:
         """The rank's part of the staging blocks in pieces, with the index of each into a buffer of these blocks.
 
         A piece lies in one stretch on both sides, because only such a copy needs no synchronization: all blocks in a
         row if the rank has the whole model, a block if it has all heads, and else a layer of a block.
         """
-        first = 0
-        for number in range(1, len(staged) + 1):
-            if number < len(staged) and staged[number] == staged[number - 1] + 1:
-                continue
-            run = self._blocks[staged[first] : staged[number - 1] + 1]
+        for run, row in self._runs(staged):
             if run.is_contiguous():
-                yield run, (slice(first, number),)
-            else:
-                for block, part in enumerate(run, start=first):
-                    if part.is_contiguous():
-                        yield part, (block,)
-                    else:
-                        yield from ((layer, (block, place)) for place, layer in enumerate(part))
-            first = number
+                yield run, (row,)
+                continue
+            for block, part in enumerate(run, start=row.start):
+                if part.is_contiguous():
+                    yield part, (block,)
+                else:
+                    yield from ((layer, (block, place)) for place, layer in enumerate(part))
 
     # -- what has ended -----------------------------------------------------------------------------------------------
 
     def _ended(self, flight: _Flight) -> None:
-        """In the order of the flights."""
+        """In the order of the flights. A copy ends with its last part."""
         with self._lock:
-            if flight.report.kind is CopyKind.LOAD:
-                self._loaded.add(flight.request_id)
-            else:
-                self._saving[flight.request_id] -= 1
             self._flights.remove(flight)
+            if flight.is_last and flight.report.kind is CopyKind.LOAD:
+                self._loaded.add(flight.request_id)
+            elif flight.is_last:
+                self._saving[flight.request_id] -= 1
 
     def _tell(self, report: Report) -> None:
         if self._reports >= 0:
