@@ -29,10 +29,14 @@ SIZES: dict[str, Any] = {
 
 
 def _config(kind: str) -> Any:
-    from transformers import DeepseekV2Config, MistralConfig, MixtralConfig
+    from transformers import DeepseekV2Config, LlamaConfig, MistralConfig, MixtralConfig
 
     if kind == "moe":
         return MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2, sliding_window=None)
+    if kind == "many-heads":
+        return LlamaConfig(
+            **SIZES | {"num_hidden_layers": 7, "num_attention_heads": 16, "num_key_value_heads": 16}, head_dim=64
+        )
     if kind == "sliding-window":
         return MistralConfig(**SIZES, head_dim=32, sliding_window=128)
     assert kind == "mla", kind
@@ -57,7 +61,8 @@ def _config(kind: str) -> Any:
 
 
 def write_model(kind: str, directory: Path) -> Path:
-    """``kind``: moe, sliding-window or mla (a latent of 512 + 64 values, the only size that vLLM's CPU build knows)."""
+    """``kind``: moe, sliding-window, many-heads (56 KiB of KV for a token), or mla (a latent of 512 + 64 values, the
+    only size that vLLM's CPU build knows)."""
     import torch
     from transformers import AutoModelForCausalLM
 

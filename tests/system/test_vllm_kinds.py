@@ -101,6 +101,7 @@ def answers_of(tmp_path_factory: pytest.TempPathFactory, vllm_files: None) -> Ca
 KINDS: dict[str, dict[str, Any]] = {
     "moe": {"block_size": 32},
     "sliding-window": {"block_size": 32},
+    "many-heads": {"block_size": 32},
     "mla": CPU_MLA,
     "fp8": {"block_size": 32, "kv_cache_dtype": "fp8"},
 }

@@ -124,7 +124,7 @@ class WorkerHalf:
         self._finished: set[str] = set()
         """Those of them that have ended."""
         self.num_copies = self.num_bytes = 0
-        """From and to the staging pool."""
+        """Between the staging pool and a buffer; bytes from and to the pool."""
 
     def register(self, caches: Mapping[str, torch.Tensor]) -> None:
         """vLLM's KV by layer name. Raises ConfigError for another shape than the staging pool is made for."""
@@ -243,45 +243,32 @@ class WorkerHalf:
         self._watch(event, seen)
 
     def _load_blocks(self, staged: Sequence[int], paged: Sequence[int]) -> None:
-        if self._on_device.is_host:
-            for run, places in self._runs(staged):
-                self._scatter(run, paged[places])
-                self.num_copies += 1
-            return
-        buffer = self._buffer(len(staged))
-        for part, row in self._pieces(staged):
-            buffer[row].copy_(part, non_blocking=True)
+        near = self._near(staged)
+        for piece, row in self._pieces(staged):
+            near[0][0][row].copy_(piece, non_blocking=True)
             self.num_copies += 1
-        self._scatter(buffer, paged)
+        for blocks, places in near:
+            index = self._on_device.index(paged[places])
+            for layer, cache in enumerate(self._caches):
+                cache.index_copy_(0, index, blocks[:, layer].view(-1, *cache.shape[1:]))
 
     def _save_blocks(self, staged: Sequence[int], paged: Sequence[int]) -> None:
-        if self._on_device.is_host:
-            for run, places in self._runs(staged):
-                self._gather(paged[places], run)
-                self.num_copies += 1
-            return
-        buffer = self._buffer(len(staged))
-        self._gather(paged, buffer)
-        for part, row in self._pieces(staged):
-            part.copy_(buffer[row], non_blocking=True)
+        near = self._near(staged)
+        for blocks, places in near:
+            index = self._on_device.index(paged[places])
+            for layer, cache in enumerate(self._caches):
+                torch.index_select(cache, 0, index, out=blocks[:, layer].view(-1, *cache.shape[1:]))
+        for piece, row in self._pieces(staged):
+            piece.copy_(near[0][0][row], non_blocking=True)
             self.num_copies += 1
 
-    def _scatter(self, blocks: torch.Tensor, paged: Sequence[int]) -> None:
-        """``blocks``, [block, layer, *interior] on vLLM's device, to vLLM's KV."""
-        index = self._on_device.index(paged)
-        for layer, cache in enumerate(self._caches):
-            cache.index_copy_(0, index, blocks[:, layer].view(-1, *cache.shape[1:]))
-
-    def _gather(self, paged: Sequence[int], blocks: torch.Tensor) -> None:
-        """The other way."""
-        index = self._on_device.index(paged)
-        for layer, cache in enumerate(self._caches):
-            torch.index_select(cache, 0, index, out=blocks[:, layer].view(-1, *cache.shape[1:]))
-
-    def _buffer(self, num_blocks: int) -> torch.Tensor:
-        """[num_blocks, layer, *interior] on vLLM's device."""
-        shape = (num_blocks, *self._blocks.shape[1:])
-        return torch.empty(shape, dtype=self._dtype, device=self._caches[0].device)
+    def _near(self, staged: Sequence[int]) -> list[tuple[torch.Tensor, slice]]:
+        """Memory for KV of these blocks beside vLLM's, [block, layer, *interior], and their places in ``staged``: in
+        host memory the pool itself, elsewhere a buffer."""
+        if self._on_device.is_host:
+            return list(self._runs(staged))
+        shape = (len(staged), *self._blocks.shape[1:])
+        return [(torch.empty(shape, dtype=self._dtype, device=self._caches[0].device), slice(None))]
 
     def _runs(self, staged: Sequence[int]) -> Iterator[tuple[torch.Tensor, slice]]:
         """The rank's part of staging blocks that are in a row, [block, layer, *interior], and where they are in
@@ -293,12 +280,13 @@ class WorkerHalf:
                 first = number
 
     def _pieces(self, staged: Sequence[int]) -> Iterator[tuple[torch.Tensor, tuple[int | slice, ...]]]:
-        """The rank's part of the staging blocks in pieces, with the index of each into a buffer of these blocks.
+        """The rank's part of the staging blocks in pieces, with the index of each into a buffer of these blocks; none
+        if they need no buffer.
 
         A piece lies in one stretch on both sides, because only such a copy needs no synchronization: all blocks in a
         row if the rank has the whole model, a block if it has all heads, and else a layer of a block.
         """
-        for run, row in self._runs(staged):
+        for run, row in () if self._on_device.is_host else self._runs(staged):
             if run.is_contiguous():
                 yield run, (row,)
                 continue
