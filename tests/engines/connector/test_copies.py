@@ -7,6 +7,7 @@ import random
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -197,8 +198,8 @@ def _reports_at_once(patch: pytest.MonkeyPatch, rank: Rank) -> None:
 
 
 def _every_part_counts_as_the_last(patch: pytest.MonkeyPatch, rank: Rank) -> None:
-    submitted = rank.half._submitted
-    patch.setattr(rank.half, "_submitted", lambda flight: submitted(flight._replace(is_last=True)))
+    names = ("event", "request_id", "report")
+    patch.setattr(worker_half, "_Flight", lambda *parts: SimpleNamespace(is_last=True, **dict(zip(names, parts))))
 
 
 def _does_not_drain(patch: pytest.MonkeyPatch, rank: Rank) -> None:
