@@ -34,12 +34,17 @@ def _config(kind: str) -> Any:
         Exaone4Config,
         GraniteMoeHybridConfig,
         Lfm2Config,
+        LlamaConfig,
         MistralConfig,
         MixtralConfig,
     )
 
     if kind == "moe":
         return MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2, sliding_window=None)
+    if kind == "many-heads":
+        return LlamaConfig(
+            **SIZES | {"num_hidden_layers": 7, "num_attention_heads": 16, "num_key_value_heads": 16}, head_dim=64
+        )
     if kind == "sliding-window":
         return MistralConfig(**SIZES, head_dim=32, sliding_window=128)
     if kind == "interleaved":
@@ -83,8 +88,8 @@ def _config(kind: str) -> Any:
 
 
 def write_model(kind: str, directory: Path) -> Path:
-    """``kind``: moe, sliding-window, interleaved (windows beside whole attention), short-convolution, mamba, or mla (a
-    latent of 512 + 64 values, the only size that vLLM's CPU build knows)."""
+    """``kind``: moe, sliding-window, interleaved (windows beside whole attention), short-convolution, mamba, many-heads
+    (56 KiB of KV for a token), or mla (a latent of 512 + 64 values, the only size that vLLM's CPU build knows)."""
     import torch
     from transformers import AutoModelForCausalLM
 

@@ -103,6 +103,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "sliding-window": {"block_size": 32},
     "interleaved": {"block_size": 32},
     "short-convolution": {"block_size": 32},
+    "many-heads": {"block_size": 32},
     "mla": CPU_MLA,
     "fp8": {"block_size": 32, "kv_cache_dtype": "fp8"},
 }

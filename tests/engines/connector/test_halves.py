@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.engines.connector.fake_device import DEVICES
 from tests.engines.vllm.staged import LAYOUT, Paged, VllmRequest, at_once, copy
 
 from kvrelay.config import UpstreamConfig, load_settings
@@ -223,7 +224,7 @@ def test_a_pool_that_is_not_there_or_too_small_is_refused(place: StagingPlace) -
 class Ranks:
     """The worker halves of a vLLM with ``tp`` by ``pp`` ranks. ``kv``: all of it, [layer, block, head]."""
 
-    def __init__(self, place: StagingPlace, tp: int, pp: int, kv: torch.Tensor) -> None:
+    def __init__(self, place: StagingPlace, tp: int, pp: int, kv: torch.Tensor, device: str) -> None:
         layout = place.layout
         per_stage = layout.model[0].num_layers // pp
         self.halves, self.parts = [], []
@@ -233,7 +234,7 @@ class Ranks:
             layers = range(stage * per_stage, (stage + 1) * per_stage)
             heads = slice(part.first_head, part.first_head + part.num_heads)
             caches = {layer: kv[layer][:, heads].clone() for layer in layers}
-            half = WorkerHalf(place, part, watch=at_once)
+            half = WorkerHalf(place, part, device=DEVICES[device](), watch=at_once)
             half.register({f"model.layers.{layer}.self_attn.attn": cache for layer, cache in caches.items()})
             self.halves.append(half)
             self.parts.append((caches, heads))
@@ -251,18 +252,20 @@ class Ranks:
         )
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("num_heads", [1, 2, 4])
 @pytest.mark.parametrize(("theirs", "ours"), [*itertools.product([(1, 1), (2, 1), (1, 2), (2, 2), (4, 1)], repeat=2)])
 def test_ranks_of_any_number_hand_over_to_ranks_of_any_other(
-    num_heads: int, theirs: tuple[int, int], ours: tuple[int, int]
+    num_heads: int, theirs: tuple[int, int], ours: tuple[int, int], device: str
 ) -> None:
     """One pool stands for both workers': kvrelay copies one to the other whole."""
     layout = packed_layout(num_layers=4, num_heads=num_heads, block_size=4, head_dim=3, dtype="float32")
     with memfd_place(layout, 6) as place:
         kv = torch.rand(4, 8, num_heads, 4, 6)
-        prefill, decode = Ranks(place, *theirs, kv), Ranks(place, *ours, torch.zeros_like(kv))
-        prefill.copy(Copies(saves=(Copy("p", (5, 0, 3), ((1, 7, 2),)),)))
-        decode.copy(Copies(loads=(Copy("d", (5, 0, 3), ((6, 4, 3),)),)))
+        prefill = Ranks(place, *theirs, kv, device)
+        decode = Ranks(place, *ours, torch.zeros_like(kv), device)
+        prefill.copy(Copies(saves=(Copy("p", (4, 5, 0), ((1, 7, 2),)),)))
+        decode.copy(Copies(loads=(Copy("d", (4, 5, 0), ((6, 4, 3),)),)))
         assert not decode.differ([6, 4, 3], kv[:, [1, 7, 2]])
         assert [half.take_loaded() for half in decode.halves] == [{"d"}] * len(decode.halves)
         assert prefill.differ([6, 4, 3], kv[:, [1, 7, 2]])
@@ -292,14 +295,16 @@ GROUPS = {"layers.2.attn": 0, "layers.0.attn": 1, "layers.3.attn": 2, "layers.1.
 
 
 @contextmanager
-def _split_halves() -> Iterator[tuple[WorkerHalf, dict[str, torch.Tensor], WorkerHalf, dict[str, torch.Tensor]]]:
+def _split_halves(
+    device: str,
+) -> Iterator[tuple[WorkerHalf, dict[str, torch.Tensor], WorkerHalf, dict[str, torch.Tensor]]]:
     """Prefill and decode: the worker half, and vLLM's KV."""
     fd = os.memfd_create("staging")
     os.ftruncate(fd, 6 * SPLIT.block_bytes)
     place = decode_place(encode_place(StagingPlace(f"/proc/{os.getpid()}/fd/{fd}", 6, SPLIT, layers=LAYERS)))
     found: list[Any] = []
     for _ in range(2):
-        half = WorkerHalf(place, RankPart.of(SPLIT, 4, 0, 1), watch=at_once)
+        half = WorkerHalf(place, RankPart.of(SPLIT, 4, 0, 1), device=DEVICES[device](), watch=at_once)
         caches = {name: torch.rand(9, 2, 4, 6) for name in GROUPS if "attn" in name}
         # vLLM pads the page of a state to that of attention.
         pages = torch.randint(0, 100, (9, 1, 1, 192), dtype=torch.int8)
@@ -309,8 +314,9 @@ def _split_halves() -> Iterator[tuple[WorkerHalf, dict[str, torch.Tensor], Worke
     os.close(fd)
 
 
-def test_each_group_of_layers_has_its_blocks_and_what_it_has_no_block_of_is_not_copied() -> None:
-    with _split_halves() as (prefill, theirs, decode, ours):
+@pytest.mark.parametrize("device", DEVICES)
+def test_each_group_of_layers_has_its_blocks_and_what_it_has_no_block_of_is_not_copied(device: str) -> None:
+    with _split_halves(device) as (prefill, theirs, decode, ours):
         before = {name: cache.clone() for name, cache in ours.items()}
         # Of three blocks the window needs the last two, and the state is the last.
         saved = ((1, 7, 2), (0, 3, 4), (0, 5, 6), (0, 0, 8))
@@ -326,8 +332,9 @@ def test_each_group_of_layers_has_its_blocks_and_what_it_has_no_block_of_is_not_
             assert torch.equal(ours[name][..., size or 6 :], before[name][..., size or 6 :]), "padding is vLLM's"
 
 
-def test_what_no_group_has_a_block_of_leaves_no_bytes_of_others() -> None:
-    with _split_halves() as (prefill, theirs, decode, ours):
+@pytest.mark.parametrize("device", DEVICES)
+def test_what_no_group_has_a_block_of_leaves_no_bytes_of_others(device: str) -> None:
+    with _split_halves(device) as (prefill, theirs, decode, ours):
         copy(prefill, Copies(saves=(Copy("other", (3,), ((1,), (2,), (3,), (4,))),)))
         copy(prefill, Copies(saves=(Copy("p", (3,), ((1,), (0,), (0,), (0,))),)))
         copy(decode, Copies(loads=(Copy("d", (3,), ((5,), (6,), (7,), (8,))),)))
@@ -354,11 +361,12 @@ def test_what_ends_with_a_block_is_loaded_without_its_last_token() -> None:
         assert (planned.staged, planned.paged) == ((3, 4), ((10, 11),))
 
 
-def test_a_latent_is_a_region_of_its_own(place: StagingPlace) -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_latent_is_a_region_of_its_own(device: str) -> None:
     layout = one_rank_layout(16, latent_region(num_layers=2, values=576, dtype="bfloat16"))
     with memfd_place(layout, 3) as place:
         latents = [torch.rand(4, 16, 576).to(torch.bfloat16) for _ in range(4)]
-        prefill, decode = (WorkerHalf(place, WHOLE, watch=at_once) for _ in range(2))
+        prefill, decode = (WorkerHalf(place, WHOLE, device=DEVICES[device](), watch=at_once) for _ in range(2))
         prefill.register({f"model.layers.{layer}.attn": latents[layer] for layer in (0, 1)})
         decode.register({f"model.layers.{layer}.attn": latents[2 + layer] for layer in (0, 1)})
         copy(prefill, Copies(saves=(Copy("p", (2,), ((3,),)),)))

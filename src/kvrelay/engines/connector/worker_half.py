@@ -18,7 +18,8 @@ Copies run on a stream of their own, and what may run at once is ordered by even
     loads of step n        after the forward passes before it, which may still write to those blocks
     forward pass           after earlier saves, if it may overwrite what they read
 
-A rank reports each copy by itself when it is complete: blocks of a chunk leave while the next chunk is computed.
+A rank reports each copy by itself when it is complete: blocks of a chunk leave while the next chunk is computed. A long
+copy is reported in parts, so that its first blocks leave while the rest is copied.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from kvrelay.errors import ConfigError
 _log = logging.getLogger(__name__)
 
 BUFFER_BYTES = 64 * 2**20
-"""Memory of the device through which one copy goes, at most."""
+"""Memory of the device through which a part of a copy goes, at most."""
 LATENT_DIMS = 3
 """Of vLLM's KV with latents: [num_blocks, token, latent]."""
 
@@ -69,11 +70,12 @@ class RankPart(NamedTuple):
 
 
 class _Flight(NamedTuple):
-    """Copies that may be under way, until ``event``."""
+    """A part of a copy that may be under way, until ``event``."""
 
     event: Event
     request_id: str
     report: Report
+    is_last: bool
 
 
 class _Region:
@@ -111,9 +113,14 @@ class _Region:
         first = min(found, default=0)
         self.blocks = self.blocks[:, first : first + len(found)]
 
-    def buffer(self, num_blocks: int, like: torch.Tensor) -> torch.Tensor:
-        """[num_blocks, layer, *interior] on the device. Zero: what vLLM has no block for stays so."""
-        return torch.zeros((num_blocks, *self.blocks.shape[1:]), dtype=self.dtype, device=like.device)
+    def runs(self, staged: Sequence[int]) -> Iterator[tuple[torch.Tensor, slice]]:
+        """The rank's part of staging blocks that are in a row, [block, layer, *interior], and where they are in
+        ``staged``."""
+        first = 0
+        for number in range(1, len(staged) + 1):
+            if number == len(staged) or staged[number] != staged[number - 1] + 1:
+                yield self.blocks[staged[first] : staged[number - 1] + 1], slice(first, number)
+                first = number
 
 
 class _Table(NamedTuple):
@@ -164,7 +171,7 @@ class WorkerHalf:
         self._finished: set[str] = set()
         """Those of them that have ended."""
         self.num_copies = self.num_bytes = 0
-        """From and to the staging pool."""
+        """Between the staging pool and a buffer; bytes from and to the pool."""
 
     def register(self, caches: Mapping[str, torch.Tensor], groups: Mapping[str, int] | None = None) -> None:
         """vLLM's KV by layer name, and the number of its group. Raises ConfigError for another shape than the staging
@@ -247,20 +254,24 @@ class WorkerHalf:
         return self._device
 
     def _copy(self, copy: Copy, kind: CopyKind, move: Callable[[Sequence[int], Groups], None] | None) -> None:
-        """Give it to the copy stream. ``move`` None: nothing of it is this rank's."""
-        began_s, before = time.monotonic(), self.num_bytes
-        copies = self._on_device.copies
-        if move is not None:
-            bytes_per_block = sum(region.blocks[0].nbytes for region in self._regions)
-            size = max(1, BUFFER_BYTES // bytes_per_block)
-            for first in range(0, len(copy.staged), size):
-                some = slice(first, first + size)
-                staged = copy.staged[some]
-                copies.run(partial(move, staged, [block_ids[some] for block_ids in copy.paged]))
-                self.num_bytes += len(staged) * bytes_per_block
-        event = copies.record()
-        report = Report(copy.ticket, self._rank, kind, copy.num_blocks, self.num_bytes - before, began_s, 0.0)
-        flight = _Flight(event, copy.request_id, report)
+        """Give it to the copy stream, in parts that fit the buffer. ``move`` None: nothing of it is this rank's."""
+        bytes_per_block = sum(region.blocks[0].nbytes for region in self._regions)
+        num_all = len(copy.staged)
+        size = num_all if move is None else max(1, BUFFER_BYTES // bytes_per_block)
+        for first in range(0, num_all, size):
+            part = slice(first, min(first + size, num_all))
+            began_s, num_bytes = time.monotonic(), 0
+            if move is not None:
+                self._on_device.copies.run(partial(move, copy.staged[part], _part(copy.paged, part)))
+                num_bytes = (part.stop - first) * bytes_per_block
+                self.num_bytes += num_bytes
+            num_blocks = copy.num_blocks - (num_all - part.stop)
+            report = Report(copy.ticket, self._rank, kind, num_blocks, num_bytes, began_s, 0.0)
+            self._submitted(_Flight(self._on_device.copies.record(), copy.request_id, report, part.stop == num_all))
+
+    def _submitted(self, flight: _Flight) -> None:
+        """Hear of its end."""
+        event = flight.event
         with self._lock:
             self._flights.append(flight)
         is_done = event.is_done()
@@ -270,31 +281,37 @@ class WorkerHalf:
         def seen() -> None:
             if not is_done:
                 self._ended(flight)
-            self._tell(report)
+            self._tell(flight.report)
 
         # A report may have to wait for its reader, so it is not written in a step.
         self._watch(event, seen)
 
     def _load_blocks(self, staged: Sequence[int], paged: Groups) -> None:
-        tables = self._tables(paged)
         for region in self._regions:
-            buffer = region.buffer(len(staged), tables[0].paged)
-            for part, row in _rows(region.blocks, staged):
-                buffer[row].copy_(part, non_blocking=True)
+            near = self._near(region, staged)
+            for piece, row in self._pieces(region, staged):
+                near[0][0][row].copy_(piece, non_blocking=True)
                 self.num_copies += 1
-            for layer, (cache, group) in enumerate(region.layers):
-                index, rows = tables[group]
-                cache.index_copy_(0, index, buffer[rows, layer].view(-1, *cache.shape[1:]))
+            for blocks, places in near:
+                tables = self._tables(_part(paged, places))
+                for layer, (cache, group) in enumerate(region.layers):
+                    index, rows = tables[group]
+                    cache.index_copy_(0, index, blocks[rows, layer].view(-1, *cache.shape[1:]))
 
     def _save_blocks(self, staged: Sequence[int], paged: Groups) -> None:
-        tables = self._tables(paged)
         for region in self._regions:
-            buffer = region.buffer(len(staged), tables[0].paged)
-            for layer, (cache, group) in enumerate(region.layers):
-                index, rows = tables[group]
-                buffer[rows, layer] = cache[index].reshape(-1, *region.interior)
-            for part, row in _rows(region.blocks, staged):
-                part.copy_(buffer[row], non_blocking=True)
+            near = self._near(region, staged)
+            for blocks, places in near:
+                tables = self._tables(_part(paged, places))
+                for layer, (cache, group) in enumerate(region.layers):
+                    index, rows = tables[group]
+                    if isinstance(rows, slice):
+                        torch.index_select(cache, 0, index, out=blocks[:, layer].view(-1, *cache.shape[1:]))
+                    else:
+                        blocks[:, layer] = 0  # no bytes of another request
+                        blocks[rows, layer] = cache[index].reshape(-1, *region.interior)
+            for piece, row in self._pieces(region, staged):
+                piece.copy_(near[0][0][row], non_blocking=True)
                 self.num_copies += 1
 
     def _tables(self, paged: Groups) -> list[_Table]:
@@ -306,16 +323,42 @@ class WorkerHalf:
             tables.append(_Table(index([block_ids[row] for row in rows]), slice(None) if has_all else index(rows)))
         return tables
 
+    def _near(self, region: _Region, staged: Sequence[int]) -> list[tuple[torch.Tensor, slice]]:
+        """Memory for KV of these blocks beside vLLM's, [block, layer, *interior], and their places in ``staged``: in
+        host memory the pool itself, elsewhere a buffer."""
+        if self._on_device.is_host:
+            return list(region.runs(staged))
+        shape = (len(staged), *region.blocks.shape[1:])
+        device = next((cache.device for cache, _ in region.layers), None)
+        return [(torch.empty(shape, dtype=region.dtype, device=device), slice(None))]
+
+    def _pieces(self, region: _Region, staged: Sequence[int]) -> Iterator[tuple[torch.Tensor, tuple[int | slice, ...]]]:
+        """The rank's part of the staging blocks in pieces, with the index of each into a buffer of these blocks; none
+        if they need no buffer.
+
+        A piece lies in one stretch on both sides, because only such a copy needs no synchronization: all blocks in a
+        row if the rank has the whole model in one region, a block if it has all heads, and else a layer of a block.
+        """
+        for run, row in () if self._on_device.is_host else region.runs(staged):
+            if run.is_contiguous():
+                yield run, (row,)
+                continue
+            for block, part in enumerate(run, start=row.start):
+                if part.is_contiguous():
+                    yield part, (block,)
+                else:
+                    yield from ((layer, (block, place)) for place, layer in enumerate(part))
+
     # -- what has ended -----------------------------------------------------------------------------------------------
 
     def _ended(self, flight: _Flight) -> None:
-        """In the order of the flights."""
+        """In the order of the flights. A copy ends with its last part."""
         with self._lock:
-            if flight.report.kind is CopyKind.LOAD:
-                self._loaded.add(flight.request_id)
-            else:
-                self._saving[flight.request_id] -= 1
             self._flights.remove(flight)
+            if flight.is_last and flight.report.kind is CopyKind.LOAD:
+                self._loaded.add(flight.request_id)
+            elif flight.is_last:
+                self._saving[flight.request_id] -= 1
 
     def _tell(self, report: Report) -> None:
         if self._reports >= 0:
@@ -349,27 +392,8 @@ class CompletionThread:
                 return
 
 
-def _rows(blocks: torch.Tensor, staged: Sequence[int]) -> Iterator[tuple[torch.Tensor, tuple[int | slice, ...]]]:
-    """The ``staged`` ones of ``blocks``, [num_blocks, layer, *interior], in pieces, with the index of each into a
-    buffer of these blocks.
-
-    A piece lies in one stretch on both sides, because only such a copy needs no synchronization: all blocks in a row if
-    a region is all of them and the rank has all of it, a block if it has all heads, and else a layer of a block.
-    """
-    first = 0
-    for number in range(1, len(staged) + 1):
-        if number < len(staged) and staged[number] == staged[number - 1] + 1:
-            continue
-        run = blocks[staged[first] : staged[number - 1] + 1]
-        if run.is_contiguous():
-            yield run, (slice(first, number),)
-        else:
-            for block, part in enumerate(run, start=first):
-                if part.is_contiguous():
-                    yield part, (block,)
-                else:
-                    yield from ((layer, (block, place)) for place, layer in enumerate(part))
-        first = number
+def _part(paged: Groups, places: slice) -> Groups:
+    return [block_ids[places] for block_ids in paged]
 
 
 def _whole_blocks(cache: torch.Tensor, size: int) -> torch.Tensor:
