@@ -674,7 +674,8 @@ class HostedEngine:
         assert self.staging is not None
         handoff_id = self._remote.handoff_of(request.request_id)
         self.staging.lend(handoff_id, 1, blocks)
-        if isinstance(self._cache, MirroredCache):
+        # Of a model with windows or states beside its KV, vLLM may have a block and not be able to go on after it.
+        if isinstance(self._cache, MirroredCache) and len(self._facts.kv_layout.regions) == 1:
             request.num_cached_blocks = self._num_placed_blocks(request)
         num_cached_tokens = request.num_cached_blocks * self._facts.kv_layout.block_size
         remote = remote_prefill(request, handoff_id, request.sampling, blocks.block_ids, num_cached_tokens)
