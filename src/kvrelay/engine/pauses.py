@@ -230,7 +230,7 @@ class Pauses:
         if pause is None:
             return None
         median_s = PRIOR_MEDIAN_S
-        self.counts.num_named += bool(kind)
+        self.counts.num_named += bool(kind) and not pause.is_half
         if MIN_PROMISE_S <= within_s <= MAX_PROMISE_S:
             kind, median_s = f"{kind} within {2.0 ** round(math.log2(within_s)):g} s", within_s / 2
         pause.is_now(self._fit(pause.tenant, kind, median_s))
