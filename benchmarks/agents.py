@@ -113,7 +113,9 @@ class Outcome(msgspec.Struct, frozen=True):
 @click.option("--answer", default=40, type=click.IntRange(1), help="Mean tokens of an answer.")
 @click.option("--share", default=0.25, type=click.FloatRange(0.05, 4.0), help="Of the sessions that the pools hold.")
 @click.option("--host-share", default=0.0, type=click.FloatRange(0.0, 4.0), help="Of those that host memory holds.")
-@click.option("--prefetch-s", default=0.0, type=click.FloatRange(0.0), help="Clients ask for a prefetch so long before.")
+@click.option(
+    "--prefetch-s", default=0.0, type=click.FloatRange(0.0), help="Clients ask for a prefetch so long before."
+)
 @click.option("--mock-costs", is_flag=True, help="Simulate with the costs of the mock engine.")
 @click.option("--costs", help="Simulate with costs of kvrelay simulate, learnt before; objectives: 1 s and 30 ms.")
 @click.option("--rate", default=4.0, type=click.FloatRange(0.01), help="Sessions that begin in a second.")

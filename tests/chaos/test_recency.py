@@ -40,7 +40,9 @@ def returned(worker: str = "d1", num_cached: int = 144) -> Return:
         ([asked(2.2, 2.8, 160, seed=1000, worker="")], False),  # no one knows where it was
     ],
 )
-def test_a_turn_is_served_unless_others_have_taken_the_rest_of_the_pool(others: list[AskedPrompt], is_kept: bool) -> None:
+def test_a_turn_is_served_unless_others_have_taken_the_rest_of_the_pool(
+    others: list[AskedPrompt], is_kept: bool
+) -> None:
     each = returned()
     assert surely_kept([each], [each.before, each.turn, *others], [], NUM_BLOCKS) == [each] * is_kept
 

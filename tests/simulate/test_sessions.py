@@ -37,12 +37,10 @@ def test_turns_that_were_prefetched_wait_for_no_load_and_compute_no_more() -> No
     later_s, computed = [], []
     for prefetch_s in (0.0, 0.3):
         load = generated_arrivals(
-            f"agents:sessions=16,calls=6,tools=2,prompt=2000,answer=20,cached=0.8,rate=4,prefetch={prefetch_s}", 1
+            f"agents:sessions=24,calls=12,tools=3,prompt=2000,answer=20,cached=0.9,rate=0.5,prefetch={prefetch_s}", 1
         )
         spec = ClusterSpec(
-            both=1,
-            engine=EngineConfig(num_blocks=800, block_size=16),
-            tiers=TiersConfig(host_kv_cache="64GiB"),
+            both=1, engine=EngineConfig(num_blocks=1200, block_size=16), tiers=TiersConfig(host_kv_cache="64GiB")
         )
         costs = Costs(step=StepCost(prefill_token_s=6e-5), host_bytes_per_s=131072 / 1e-5)
         result = Simulation(spec, load, costs).run()
@@ -51,4 +49,4 @@ def test_turns_that_were_prefetched_wait_for_no_load_and_compute_no_more() -> No
         later_s.append(sum(waits_s) / len(waits_s))
         computed.append(result.num_computed_tokens)
     assert later_s[1] < 0.9 * later_s[0]
-    assert computed[1] < 1.02 * computed[0]
+    assert computed[1] < computed[0]

@@ -64,7 +64,12 @@ def test_what_a_session_repeats_is_counted_by_the_place_where_it_was() -> None:
 
 
 def part_found(
-    retention: Literal["value", "recency"], num_sessions: int, num_slots: int, num_floods: int, *, prefetches: bool = False
+    retention: Literal["value", "recency"],
+    num_sessions: int,
+    num_slots: int,
+    num_floods: int,
+    *,
+    prefetches: bool = False,
 ) -> float:
     """Of the prompts of a key whose sessions, of 16 blocks each, take turns: the part that is found while another key
     floods. Its prompts, of 11 blocks, return one after the other, ``num_floods`` of them for ever, two between two

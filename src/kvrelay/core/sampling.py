@@ -25,7 +25,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     ``adapter``, the id of the adapter (LoRA) that computes this sequence (``core/adapters.py``; empty: the worker's
     model as it is).
     ``grammar`` is what the answer must match; the end of sequence follows it, whatever ``min_tokens`` says.
-    ``is_prefetch``, with no ``max_tokens``: what is stored of the prompt's KV is brought into the pool, and that is all.
+    ``is_prefetch``, with no ``max_tokens``: what is stored of the prompt's KV comes into the pool, and that is all.
     """
 
     max_tokens: int = 16

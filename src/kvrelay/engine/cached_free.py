@@ -276,7 +276,7 @@ class ByValue:
 
     def value(self, group_of: int) -> float:
         """Of the group with this block, now: seconds per block."""
-        return self._value(self._home[group_of], self._clock.now())
+        return self._value(self._home[group_of], self._clock.now(), self.horizon_s)
 
     def _enqueue(self, group: _Group) -> None:
         fit = group.fit
@@ -319,8 +319,8 @@ class ByValue:
 
     def _yields(self, least: _Group, oldest: _Group) -> bool:
         """Nothing that the other key says of its blocks counts."""
-        now_s = self._clock.now()
-        return self._chance(least, now_s) < self._prior.chance(now_s - oldest.since_s, self.horizon_s)
+        now_s, horizon_s = self._clock.now(), self.horizon_s
+        return self._chance(least, now_s, horizon_s) < self._prior.chance(now_s - oldest.since_s, horizon_s)
 
     def _leave(self, group: _Group) -> None:
         """A block of it is here no more, and its place neither."""
@@ -350,11 +350,13 @@ class ByValue:
 
     def _choose(self, share: _Share) -> tuple[_Group, _QueueKey, bool]:
         self._later = None
-        now_s = self._clock.now()
+        now_s, horizon_s = self._clock.now(), self.horizon_s
         ends = [(next(iter(queue)), key, False) for key, queue in share.queues.items()]
         narrow = [(key, queue) for key, queue in share.queues.items() if key.is_narrow and len(queue) > 1]
         ends += [(next(reversed(queue)), key, True) for key, queue in narrow]
-        found = min(ends, key=lambda end: self._value(end[0], now_s))
+        found = ends[0]
+        if len(ends) > 1:
+            found = min(ends, key=lambda end: self._value(end[0], now_s, horizon_s))
         if self._num_popped:
             interval_s = (now_s - self._chosen_s) / self._num_popped
             self._block_interval_s += NEW_WEIGHT * (interval_s - self._block_interval_s)
@@ -366,8 +368,8 @@ class ByValue:
         """How long all blocks last at the rate at which they give way: what returns later returns too late."""
         return min(max(self._block_interval_s * len(self._home), MIN_HORIZON_S), MAX_HORIZON_S)
 
-    def _value(self, group: _Group, now_s: float) -> float:
-        return self._chance(group, now_s) * self._block_s(next(reversed(group.blocks)))
+    def _value(self, group: _Group, now_s: float, horizon_s: float) -> float:
+        return self._chance(group, now_s, horizon_s) * self._block_s(next(reversed(group.blocks)))
 
-    def _chance(self, group: _Group, now_s: float) -> float:
-        return group.fit.chance(now_s - group.since_s, self.horizon_s, group.shift)
+    def _chance(self, group: _Group, now_s: float, horizon_s: float) -> float:
+        return group.fit.chance(now_s - group.since_s, horizon_s, group.shift)

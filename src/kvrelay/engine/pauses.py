@@ -131,7 +131,7 @@ class Session(msgspec.Struct, eq=False):
 class Pause(msgspec.Struct, eq=False):
     """Since an answer has ended. ``marks``: hashes of prefixes by which the next turn is seen, with their lengths in
     blocks. ``num_repeated``: of these, what the next turn repeats. ``is_half``: the answer is another worker's, which
-    counts the pause."""
+    counts the pause, or there is none, after a prefetch."""
 
     request_id: str
     tenant: str

@@ -135,9 +135,7 @@ class _AnswerParser:
         if not self._done.done():
             status = int(self.parser.get_status_code())
             self._done.set_result(
-                HttpAnswer(
-                    status, self._content_type, bytes(self._body), self.now_ns, self._retry_after, self._worker
-                )
+                HttpAnswer(status, self._content_type, bytes(self._body), self.now_ns, self._retry_after, self._worker)
             )
 
     def closed(self) -> None:
