@@ -288,18 +288,14 @@ async def _sessions(pool: ConnectionPool, load: Sequence[Arrival], faster: float
             await asyncio.sleep(max(due_s - arrival.prefetch_s / faster - time.perf_counter(), 0.0))
             group.create_task(_turn(pool, arrival, index, {"prefetch": True}))
         await asyncio.sleep(max(due_s - time.perf_counter(), 0.0))
-        turn = await _turn(pool, arrival, index, hints_of(arrival) if is_hinted else None)
+        known = {"tool": arrival.tool} if arrival.tool else {"release": True}
+        turn = await _turn(pool, arrival, index, known if is_hinted else None)
         ended[index].set_result(time.perf_counter())
         return turn
 
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(run(index, arrival)) for index, arrival in enumerate(load)]
     return [task.result() for task in tasks]
-
-
-def hints_of(arrival: Arrival) -> dict[str, Any]:
-    """What its client says of its session."""
-    return {"tool": arrival.tool} if arrival.tool else {"release": True}
 
 
 async def _turn(pool: ConnectionPool, arrival: Arrival, index: int, hints: dict[str, Any] | None) -> Turn:
@@ -310,9 +306,8 @@ async def _turn(pool: ConnectionPool, arrival: Arrival, index: int, hints: dict[
         "temperature": 0,
         "stream": True,
         "stream_options": {"include_usage": True},
+        "kv_hints": hints,
     }
-    if hints is not None:
-        body["kv_hints"] = hints
     data = msgspec.json.encode(body)
     came: list[tuple[int, bytes]] = []
     sent_ns = time.perf_counter_ns()

@@ -19,6 +19,13 @@ MARGIN_BLOCKS = 64
 """A client sees the end of an answer a little later than its worker."""
 CALM_S = 1.0
 """So long after it has healed a fault may still be felt."""
+HARMLESS = (
+    "kill_",
+    "freeze_nats",
+    "burst",
+    *(f"{kind} prefill" for kind in ("kill", "terminate", "drain", "revoke", "freeze")),
+)
+"""How faults are named that take no block from a decode worker, and bring it none but of requests of the run."""
 MIN_KEPT, MIN_FOUND = 20, 0.9
 """So many returns are evidence. A key's own wrong guesses count, too."""
 
@@ -65,13 +72,14 @@ def surely_kept(
 ) -> list[Return]:
     """Those that recency in pools of ``num_blocks`` would serve. ``requests``: all that were asked, these included."""
     blocks = {id(request): _blocks_of(request) for request in requests}
+    felt = [(fault.at_s, fault.end_s + CALM_S) for fault in faults if not fault.name.startswith(HARMLESS)]
 
     def is_kept(each: Return) -> bool:
         before, turn = each.before, each.turn
         if not turn.worker or turn.worker != before.worker:
             return False
         begun_s = turn.arrivals_s[0] if turn.arrivals_s else turn.end_s
-        if any(fault.at_s < turn.end_s and fault.end_s + CALM_S > before.begin_s for fault in faults):
+        if any(from_s < turn.end_s and until_s > before.begin_s for from_s, until_s in felt):
             return False
         since = [
             request

@@ -48,11 +48,20 @@ def test_a_turn_is_served_unless_others_have_taken_the_rest_of_the_pool(
 
 
 @pytest.mark.parametrize(
-    ("at_s", "end_s", "is_kept"), [(0.1, 0.9 - CALM_S, True), (0.1, 0.9, False), (3.5, 9.0, False), (4.0, 9.0, True)]
+    ("name", "at_s", "end_s", "is_kept"),
+    [
+        ("kill decode", 0.1, 0.9 - CALM_S, True),
+        ("kill decode", 0.1, 0.9, False),
+        ("widen prefill", 3.5, 9.0, False),
+        ("cancel", 3.5, 9.0, False),
+        ("kill decode", 4.0, 9.0, True),
+        ("kill prefill", 0.1, 9.0, True),
+        ("kill_frontend", 0.1, 9.0, True),
+    ],
 )
-def test_what_a_fault_may_have_disturbed_does_not_count(at_s: float, end_s: float, is_kept: bool) -> None:
+def test_what_a_fault_may_have_disturbed_does_not_count(name: str, at_s: float, end_s: float, is_kept: bool) -> None:
     each = returned()
-    fault = FaultRecord("kill decode", at_s, end_s)
+    fault = FaultRecord(name, at_s, end_s)
     assert surely_kept([each], [each.before, each.turn], [fault], NUM_BLOCKS) == [each] * is_kept
 
 

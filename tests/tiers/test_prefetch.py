@@ -63,9 +63,9 @@ def test_how_soon_a_turn_follows_is_learned_of_prefetches_apart(engine: TieredEn
     engine.add([*HISTORY, 50], is_prefetch=True)
     engine.run()
     engine.clock.advance(0.5)
-    before = {kind: fit.share for kind, fit in engine.core.pauses.fits().items()}
+    before = {kind: fit.share for kind, fit in engine.core.pauses.fits.items()}
     engine.ask([*HISTORY, 50])
-    after = {kind: fit.share for kind, fit in engine.core.pauses.fits().items()}
+    after = {kind: fit.share for kind, fit in engine.core.pauses.fits.items()}
     assert [kind for kind in after if after[kind] > before[kind]] == [("", "prefetch within 2 s")]
 
 

@@ -43,8 +43,6 @@ _MAY_CONTINUE = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH, 
 
 PREFETCHED_WITHIN_S = 2.0
 """The promise of a client that asks for a prefetch; how far it is kept is learned."""
-MAX_PREFETCH_SHARE = 0.5
-"""Of the free blocks, cached ones included: a prefetch takes no more."""
 
 StartRemote = Callable[[Request], bool]
 """Called with a REMOTE request whose blocks are allocated. Opens the hand-off; False: nothing is to be computed
@@ -399,12 +397,13 @@ class Scheduler:
 
     def prefetches(self, request: Request) -> bool:
         """Whether KV of this prompt is to be loaded ahead of its turn; of its tokens then only those count which can be
-        had. Not while it might be in the way of a load or of a request that waits."""
+        had. Not while it might be in the way of a load or of a request that waits, nor for more than half of the free
+        blocks."""
         if not request.sampling.is_prefetch or self._loads or self.admission.num_waiting or not self.num_places:
             return False
         num_tokens = self.admission.num_held_tokens(request)
         num_blocks = self.pool.blocks_for(request.num_stored_tokens + 1)
-        if not request.num_stored_tokens or num_blocks > MAX_PREFETCH_SHARE * self.pool.num_free:
+        if not request.num_stored_tokens or num_blocks > self.pool.num_free / 2:
             return False
         del request.token_ids[num_tokens + 1 :]  # admission leaves a last token to compute
         request.num_prompt_tokens = len(request.token_ids)
