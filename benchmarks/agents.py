@@ -195,9 +195,7 @@ def simulated(setting: tuple[int, int], policy: Policy, load: Sequence[Arrival],
     if given["costs"] is not None:
         costs, disagg = costs_of(given["costs"]), GPU_OBJECTIVES
         learnt = learnt_by_serving(costs, engine)
-    shape = msgspec.structs.replace(
-        MOCK_SHAPE, block_size=engine.block_size, block_bytes=costs.token_bytes * engine.block_size
-    )
+    shape = Shape(MOCK_SHAPE.fingerprint, engine.block_size, costs.token_bytes * engine.block_size)
     tiers = TiersConfig(host_kv_cache=str(host_memory_of(load, given["sessions"] * given["host_share"], shape)))
     router = RouterConfig(router=policy.router)
     spec = ClusterSpec(*setting, engine=engine, tiers=tiers, router=router, disagg=disagg)

@@ -316,20 +316,18 @@ class ByValue:
         return least
 
     def _turn_of(self, oldest: _Group) -> tuple[_Group, _Group]:
-        """The group that gives way for this place, and the one that pays with a place: the same if it yields."""
+        """The group that gives way for this place, and the one that pays with a place: the same if it is wanted
+        less than anything as old as the place."""
         least = self._least_of(self._all)
         if least.share is oldest.share:
             return least, oldest
-        if self._yields(least, oldest):
+        # Nothing that the other key says of its blocks counts.
+        now_s, horizon_s = self._clock.now(), self.horizon_s
+        if self._chance(least, now_s, horizon_s) < self._prior.chance(now_s - oldest.since_s, horizon_s):
             return least, least
         if self._num_popped - self._all.chosen_at >= BLOCKS_AT_ONCE:
             self._all.chosen = None
         return self._least_of(oldest.share), oldest
-
-    def _yields(self, least: _Group, oldest: _Group) -> bool:
-        """Nothing that the other key says of its blocks counts."""
-        now_s, horizon_s = self._clock.now(), self.horizon_s
-        return self._chance(least, now_s, horizon_s) < self._prior.chance(now_s - oldest.since_s, horizon_s)
 
     def _leave(self, group: _Group) -> None:
         """A block of it is here no more, and a place of it neither."""

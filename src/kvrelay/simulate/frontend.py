@@ -217,11 +217,9 @@ class Frontend:
         prompt = arrival.prompt(index, spec.vocab_size)
         hashes = arrival.hashes(index, spec.vocab_size, spec.engine.block_size)
         request = RoutingRequest(f"{index}-0", prompt, exclude=self._gone, sequence_hashes=hashes.sequence)
-        try:
-            worker = self._worker(self._router.pick(self._router.survey(request)).worker_id)
-        except WorkerUnavailableError:
+        if self._gone.issuperset(self._router.worker_ids):
             return
-        order = spec.order.unpaired
+        worker, order = self._worker(self._router.pick(self._router.survey(request)).worker_id), spec.order.unpaired
         message = Generate(request.request_id, prompt, [], 0, arrival.priority, order, hashes=hashes, is_prefetch=True)
         self._loop.after(self._network.costs.hop_s, lambda: worker.generate(message))
 
