@@ -26,8 +26,8 @@ HARMLESS = (
     *(f"{kind} prefill" for kind in ("kill", "terminate", "drain", "revoke", "freeze")),
 )
 """How faults are named that take no block from a decode worker, and bring it none but of requests of the run."""
-MIN_KEPT, MIN_FOUND = 20, 0.9
-"""So many returns are evidence. A key's own wrong guesses count, too."""
+MIN_KEPT, MIN_FOUND = 30, 0.85
+"""So many returns are evidence. A key's own wrong guesses count, too: 0 to 4 % in runs of a minute."""
 
 
 class Return(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 
 import pytest
-from tests.chaos.recency import CALM_S, MARGIN_BLOCKS, MIN_KEPT, Return, lost_sessions, surely_kept
+from tests.chaos.recency import CALM_S, MARGIN_BLOCKS, MIN_FOUND, MIN_KEPT, Return, lost_sessions, surely_kept
 from tests.chaos.report import AskedPrompt, FaultRecord
 
 NUM_BLOCKS = MARGIN_BLOCKS + 20
@@ -70,10 +70,10 @@ def test_a_turn_at_another_worker_does_not_count() -> None:
     assert not surely_kept([each], [each.before, each.turn], [], NUM_BLOCKS)
 
 
-def test_a_tenth_may_be_lost_to_wrong_guesses_and_few_turns_say_nothing() -> None:
+def test_a_few_may_be_lost_to_wrong_guesses_and_few_turns_say_nothing() -> None:
     whole, lost = returned(num_cached=160), returned(num_cached=0)
     assert (whole.num_kept, whole.num_found) == (144, 144)
-    many = [whole] * (9 * MIN_KEPT // 10)
-    assert not lost_sessions([*many, *[lost] * (MIN_KEPT // 10)])
-    assert len(lost_sessions([*many[1:], *[lost] * (MIN_KEPT // 10 + 1)])) == 1
+    num_lost = int((1.0 - MIN_FOUND) * MIN_KEPT)
+    assert not lost_sessions([*[whole] * (MIN_KEPT - num_lost), *[lost] * num_lost])
+    assert len(lost_sessions([*[whole] * (MIN_KEPT - num_lost - 1), *[lost] * (num_lost + 1)])) == 1
     assert not lost_sessions([lost] * (MIN_KEPT - 1))
