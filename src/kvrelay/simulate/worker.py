@@ -70,10 +70,11 @@ class Generate(msgspec.Struct, frozen=True):
     begins_within_s: float = 0.0
     hashes: BlockHashes | None = None
     """Of the prompt's blocks, if they are known."""
+    is_prefetch: bool = False
 
     @property
     def sampling(self) -> SamplingParams:
-        return SamplingParams(max_tokens=self.max_tokens, temperature=0.0, seed=0, ignore_eos=True)
+        return SamplingParams(self.max_tokens, temperature=0.0, seed=0, ignore_eos=True, is_prefetch=self.is_prefetch)
 
 
 class Delivery(msgspec.Struct, frozen=True):
@@ -407,7 +408,7 @@ class SimulatedWorker:
             self._placement.told(message.remote_wait_s)
         objectives, is_paired = self._placement.objectives(), message.pair is not None
         place = self._placing.add_request(core, request, message.order, objectives, is_paired=is_paired)
-        if place is not None:
+        if place is not None and not message.is_prefetch:
             self._count(place)
             if place is not PrefillPlace.REMOTE:
                 self._not_paired(message)
