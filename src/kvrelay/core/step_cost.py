@@ -30,7 +30,8 @@ STEP_SHARE = 0.7
 MARGIN = 2.0
 """Standard deviations of a step's time below the objective: of a normal distribution 98 % lie below it."""
 MIN_STEP_FACTOR = 2.0
-"""If an objective is below the decode step itself, prefills may at most double the step."""
+"""A step may take so many times as long as before its first prompt token, whatever the objective between tokens. Less,
+and the prompts that wait outnumber the answers: while c prompt tokens join per step, only c * answer / prompt run."""
 ARRIVAL_SHARE = 0.25
 """Share of the objective for the first token: a request that arrives waits for the step that runs."""
 MAX_TOKENS_PER_STEP = 1000.0
@@ -160,8 +161,8 @@ class StepPace(msgspec.Struct, frozen=True):
         limit_s = self.cost.step_limit_s(self.itl_s, self.spread) if has_objective else ARRIVAL_SHARE * self.ttft_s
         if not 0.0 < limit_s < math.inf or not self.cost.is_sound:
             return max_num_tokens
-        decode_s = self.cost.step_seconds(StepWork(0, 0, num_decodes, num_context))
-        limit_s = max(limit_s, MIN_STEP_FACTOR * decode_s)
+        own_s = max(self.cost.step_s, self.cost.prefill_s) + self.cost._decode_seconds(num_decodes, num_context)
+        limit_s = max(limit_s, MIN_STEP_FACTOR * own_s)
         chunk = self.cost.chunk_within(limit_s, num_before=num_before, num_decodes=num_decodes, num_context=num_context)
         return min(chunk, max_num_tokens)
 

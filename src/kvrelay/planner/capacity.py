@@ -23,7 +23,7 @@ from typing import NamedTuple
 import msgspec
 
 from kvrelay.config import WorkerRole
-from kvrelay.core.step_cost import MAX_COST_S, MIN_STEP_FACTOR, StepCost, StepWork
+from kvrelay.core.step_cost import MAX_COST_S, StepCost, StepPace, StepWork
 from kvrelay.planner.base import FleetView, Objectives
 
 SATURATED = 0.95
@@ -208,13 +208,12 @@ class _Step(NamedTuple):
 
 
 def _step(running: float, load: Load, worker: Worker, objectives: Objectives) -> _Step:
-    """The engine cuts chunks so that a step with one is within the objective, or twice a step without."""
+    """The engine cuts chunks by its pace."""
     cost = worker.cost
     context = _whole(running * (load.prompt_tokens + load.answer_tokens / 2))
     decode_s = decode_step_s(cost, _whole(running), context)
-    limit_s = max(cost.step_limit_s(objectives.itl_s, worker.spread), MIN_STEP_FACTOR * decode_s)
-    paced = cost.chunk_within(limit_s, num_decodes=_whole(running), num_context=context)
-    chunk = min(paced, worker.chunk)
+    pace = StepPace(cost, worker.spread, objectives.itl_s)
+    chunk = pace.prefill_budget(worker.chunk, num_decodes=max(_whole(running), 1), num_context=context)
     mean_s, long_s = (
         cost.prefill_seconds(_whole(tokens), chunk=chunk, num_decodes=_whole(running), num_context=context)
         for tokens in load.mean_and_long
