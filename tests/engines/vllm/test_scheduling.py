@@ -246,6 +246,24 @@ def test_those_that_wait_for_something_else_take_no_share() -> None:
     assert step(vllm) == {"chat": 1, "long": 600, "remote": 1}, "its KV has come: it does not wait for the prompt"
 
 
+def test_with_drafts_room_is_left_for_those_of_each_that_may_begin() -> None:
+    """vLLM 0.32 pads the first step after loaded KV with drafts, and schedules nothing behind it without room for them:
+    four tokens for the answer that runs, and four for the one whose KV may come."""
+
+    class Drafting(FakeScheduler):
+        num_spec_tokens = 3
+
+    vllm, log = scheduler(Drafting, num_tokens=5000)
+    log.write_pace(StepPace(EXACT, 0.0, ITL_S))
+    vllm.add(FakeRequest("chat", 10))
+    step(vllm)
+    remote = FakeRequest("remote", 4000, num_computed_tokens=3999)
+    vllm.add(FakeRequest("long", 3000), remote)
+    vllm.deferred_waiting.add(remote)
+    step(vllm)
+    assert vllm.max_num_scheduled_tokens == 4 + 600 + 4
+
+
 def test_where_vllm_cuts_no_prompts_steps_are_recorded_all_the_same() -> None:
     vllm, log = paced(ITL_S, num_tokens=5000, enable_chunked_prefill=False)
     vllm.add(FakeRequest("chat", 10))

@@ -27,7 +27,7 @@ LIST_FIELDS = {
     *("id", "model", "received_unix", "latency_ms", "ttft_ms", "status", "place", "prompt_tokens", "output_tokens"),
     *("frontend", "error"),
 }
-MORE_FIELDS = {"processes", "spans", "unattributed_ms", "estimates", "transfer"}
+MORE_FIELDS = {"processes", "spans", "unattributed_ms", "estimates", "transfer", "drafts"}
 
 
 async def shown(port: int, request_id: str, **headers: str) -> Answer:

@@ -191,8 +191,9 @@ class StepRecorder:
             self._unlimit(scheduler)
             return
         self._is_limited = True
-        # vLLM looks whether KV has come only if tokens are left. Such a request needs one.
-        scheduler.max_num_scheduled_tokens = min(num_decode_tokens + budget + num_deferred, limits.num_tokens)
+        # vLLM looks whether KV has come only if tokens are left. Such a request needs one, padded with drafts.
+        num_deferred_tokens = self._decode_tokens * num_deferred
+        scheduler.max_num_scheduled_tokens = min(num_decode_tokens + budget + num_deferred_tokens, limits.num_tokens)
         lefts = [left for _, left, _ in prompts] + [NO_BOUND] * min(num_waiting, OLDEST_SHARE)
         share = max(share_of_prompt(budget, lefts), limits.smallest_chunk)
         scheduler.scheduler_config.long_prefill_token_threshold = min(share, limits.long_prompt or share)
