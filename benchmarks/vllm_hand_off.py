@@ -29,6 +29,7 @@ from kvrelay.launch.frontend_calls import listed_requests, request_waterfall
 from kvrelay.marks.waterfall import Waterfall
 
 BLOCK_SIZE = 32
+SERVE_ARGS = "--transport shm --dtype bfloat16 --max-model-len 8192 --kv-cache-memory 512MiB"
 FIGURES = {"first_s": "ttft_s.median", "second_s": "itl_s.median", "failed": "failed"}
 PARTS = ("after prefill", "load")
 
@@ -38,10 +39,8 @@ def pair(given: argparse.Namespace, chunk: int, sources: str = "") -> str:
     where = f"env PYTHONPATH={shlex.quote(sources)} " if sources else ""
     return (
         f"{where}{shlex.quote(sys.executable)} -m kvrelay serve {shlex.quote(given.model)} --port {{port}} "
-        f"--engine vllm --vllm-connector kvrelay --transport {given.transport} --disagg-policy always "
-        f"--order {given.order} --prefill 1 --decode 1 --enforce-eager --dtype {given.dtype} "
-        f"--max-model-len {given.max_model_len} --max-num-batched-tokens {chunk} --block-size {BLOCK_SIZE} "
-        f"--kv-cache-memory {given.kv_cache_memory}"
+        "--engine vllm --vllm-connector kvrelay --disagg-policy always --prefill 1 --decode 1 --enforce-eager "
+        f"--block-size {BLOCK_SIZE} --max-num-batched-tokens {chunk} {given.serve_args}"
     )
 
 
@@ -76,11 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--against", nargs="*", default=[], help="folders of other sources of kvrelay")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--requests", type=int, default=4, help="of a turn")
-    parser.add_argument("--transport", default="shm")
-    parser.add_argument("--order", default="decode-first")
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--max-model-len", type=int, default=8192)
-    parser.add_argument("--kv-cache-memory", default="512MiB")
+    parser.add_argument("--serve-args", default=SERVE_ARGS, help="further flags of kvrelay serve")
     given = parser.parse_args(arguments)
     commands = {
         f"chunks of {chunk}{f', {sources}' if sources else ''}": pair(given, chunk, sources)

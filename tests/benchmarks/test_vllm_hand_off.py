@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import shlex
 
-from benchmarks.vllm_hand_off import pair, parts
+from benchmarks.vllm_hand_off import SERVE_ARGS, pair, parts
 
 from kvrelay.bench.cases import parse_case
 from kvrelay.marks.waterfall import Span, Waterfall
@@ -31,10 +31,7 @@ def test_what_comes_after_the_prefill_is_told_apart() -> None:
 
 
 def test_a_pair_of_other_sources_runs_the_same_command() -> None:
-    given = argparse.Namespace(
-        **{"model": "m", "transport": "shm", "order": "decode-first", "dtype": "bfloat16", "max_model_len": 8192},
-        kv_cache_memory="1GiB",
-    )
+    given = argparse.Namespace(model="m", serve_args=SERVE_ARGS)
     own, other = pair(given, 2048), pair(given, 2048, "/other/src")
     assert shlex.split(other)[:2] == ["env", "PYTHONPATH=/other/src"]
     assert shlex.split(other)[2:] == shlex.split(own)

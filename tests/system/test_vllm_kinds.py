@@ -124,7 +124,10 @@ MAMBA = ("--dtype", "float32", "--engine-args", '{"block_size": 64}', *EAGER)
 
 @pytest.mark.parametrize(
     ("kind", "way", "ranks"),
-    [pytest.param(kind, "kvrelay", (), id=f"{kind}-kvrelay") for kind in KINDS]
+    [
+        pytest.param(kind, "kvrelay", (), marks=matrix if kind == "many-heads" else (), id=f"{kind}-kvrelay")
+        for kind in KINDS
+    ]
     + [pytest.param(kind, "nixl", (), marks=matrix, id=f"{kind}-nixl") for kind in KINDS if kind not in NOT_BY_NIXL]
     + [
         pytest.param("fp8", "kvrelay", RANKS[ranks], marks=matrix, id=f"fp8-kvrelay-{ranks}")

@@ -260,21 +260,19 @@ class WorkerHalf:
         size = num_all if move is None else max(1, BUFFER_BYTES // bytes_per_block)
         for first in range(0, num_all, size):
             part = slice(first, min(first + size, num_all))
-            began_s, num_bytes = time.monotonic(), 0
+            began_s, num_bytes = time.monotonic(), 0 if move is None else (part.stop - first) * bytes_per_block
             if move is not None:
                 self._on_device.copies.run(partial(move, copy.staged[part], _part(copy.paged, part)))
-                num_bytes = (part.stop - first) * bytes_per_block
-                self.num_bytes += num_bytes
+            self.num_bytes += num_bytes
             num_blocks = copy.num_blocks - (num_all - part.stop)
             report = Report(copy.ticket, self._rank, kind, num_blocks, num_bytes, began_s, 0.0)
             self._submitted(_Flight(self._on_device.copies.record(), copy.request_id, report, part.stop == num_all))
 
     def _submitted(self, flight: _Flight) -> None:
         """Hear of its end."""
-        event = flight.event
         with self._lock:
             self._flights.append(flight)
-        is_done = event.is_done()
+        is_done = flight.event.is_done()
         if is_done:
             self._ended(flight)
 
@@ -284,7 +282,7 @@ class WorkerHalf:
             self._tell(flight.report)
 
         # A report may have to wait for its reader, so it is not written in a step.
-        self._watch(event, seen)
+        self._watch(flight.event, seen)
 
     def _load_blocks(self, staged: Sequence[int], paged: Groups) -> None:
         for region in self._regions:
