@@ -38,7 +38,7 @@ VLLM_VERSION ?= 0.32.0
 VLLM_VENV ?= .venv-vllm$(if $(filter-out 0.32.0,$(VLLM_VERSION)),-$(VLLM_VERSION))
 VLLM_BIN  := $(VLLM_VENV)/bin
 
-VLLM_TESTS := tests/engines/connector/test_disk_tier.py tests/system/test_vllm_contract.py tests/system/test_vllm_steps.py tests/system/test_vllm.py tests/system/test_vllm_kinds.py tests/system/test_vllm_zoo.py tests/system/test_stock_servers.py
+VLLM_TESTS := tests/engines/connector/test_disk_tier.py tests/system/test_vllm_contract.py tests/system/test_vllm_steps.py tests/system/test_vllm.py tests/system/test_vllm_kinds.py tests/system/test_vllm_adapters.py tests/system/test_vllm_zoo.py tests/system/test_stock_servers.py
 
 test-vllm: vllm-env  ## real vLLM in the workers, and as stock servers (CPU build, in .venv-vllm; 4 GB, once)
 	@$(VLLM_BIN)/python -m pytest -m vllm -rs $(VLLM_TESTS) $(ARGS)

@@ -1,10 +1,13 @@
 """Real vLLM with adapters (LoRA) (``make test-vllm``): a request for one is answered as by vLLM by itself with it.
 
-Nine starts of vLLM: of the matrix, not of ``.ci/vllm``."""
+Two dozen starts of vLLM: of the matrix, not of ``.ci/vllm``."""
 
 from __future__ import annotations
 
 import json
+import os
+import signal
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -124,4 +127,65 @@ def test_adapters_are_loaded_and_unloaded_at_run_time(
             assert [answer.result() for answer in again] == expected["chat"]
         (decode,) = server.workers("decode")
         assert decode["decode"]["num_remote_done"] >= len(expected) * NUM_ASKED / 2, decode
+        until(server.is_idle)
+
+
+NUM_MANY = 67
+
+
+@pytest.mark.usefixtures("vllm_files")
+def test_two_pairs_answer_two_hundred_requests(adapters: Path) -> None:
+    """Requests for two adapters and for the model alternate, eight at once, and any prefill worker goes with any decode
+    worker."""
+    prompts = [*draw_prompts(8), *draw_prompts(9)][:NUM_MANY]
+    own = {each.name: {"adapter": str(each)} for each in adapters.iterdir()} | {"": {}}
+    expected = {name: ask_plain_vllm(prompts, **more)[0].answers for name, more in own.items()}
+    both = ("--prefill", "2", "--decode", "2", "--remote-prefill-timeout-s", "200")
+    with Serve((*SPLIT, *both, *OURS, "--lora-dir", str(adapters))) as server, Asking(server) as asking:
+        begun = [(name, asking.begin([prompt], name or None)) for prompt in prompts for name in own]
+        answers = {name: [answer.result() for each, (answer,) in begun if each == name] for name in own}
+        assert answers == expected
+        decodes = [worker["decode"]["num_remote_done"] for worker in server.workers("decode")]
+        assert min(decodes) > 0
+        assert sum(decodes) >= 0.9 * NUM_MANY * len(own), decodes
+        until(server.is_idle)
+
+
+@pytest.mark.usefixtures("vllm_files")
+def test_while_workers_are_killed_answers_are_those_of_the_contents_that_are_loaded(
+    adapters: Path, expected: dict[str, list[list[int]]]
+) -> None:
+    """One name has two contents in turn. In each turn a worker is killed amid its answers, or while it loads; ``serve``
+    starts it again, and it loads what is known by then. No answer is lost."""
+    turns = (("sql", "decode", False), ("chat", "prefill", False), ("sql", "decode", True), ("chat", "decode", False))
+    patience = 4 * PATIENCE_S
+    with (
+        Serve((*SPLIT, *OURS, *RUN_TIME, "--decode", "2")) as server,
+        Asking(server) as asking,
+        httpx.Client(base_url=server.url, timeout=patience) as client,
+        ThreadPoolExecutor(1) as other,
+    ):
+
+        def change(what: str, **body: str) -> int:
+            return client.post(f"/v1/{what}_lora_adapter", json={"lora_name": "own", **body}).status_code
+
+        def are_all_there() -> bool:
+            return len(server.workers("decode")) == 2 and len(server.workers("prefill")) == 1
+
+        for contents, role, while_loading in turns:
+            until(are_all_there, timeout_s=10 * PATIENCE_S)
+            victim = int(server.workers(role)[0]["pid"])
+            loading = other.submit(change, "load", lora_path=str(adapters / contents))
+            if while_loading:
+                os.kill(victim, signal.SIGKILL)
+            assert loading.result() == 200
+            before = asking.num_tokens
+            begun = asking.begin(PROMPTS * 2, "own")
+            if not while_loading:
+                until(lambda before=before: asking.num_tokens > before + NUM_TOKENS)  # type: ignore[misc]
+                os.kill(victim, signal.SIGKILL)
+            assert [answer.result() for answer in begun] == expected[contents] * 2
+            assert change("unload") == 200
+        assert asking.ask(PROMPTS) == expected[""]
+        until(are_all_there, timeout_s=10 * PATIENCE_S)
         until(server.is_idle)

@@ -204,6 +204,16 @@ class KVLayout(msgspec.Struct, frozen=True):
     def bytes_per_token(self) -> int:
         return self.block_bytes // self.block_size
 
+    def bytes_after(self, num_tokens: int) -> int:
+        """Of what an engine needs to go on after so many tokens: of a window the blocks that it may reach into, of
+        states the last one."""
+        found = 0
+        for number, region in enumerate(self.model):
+            reach = (-(-region.window // self.block_size) + 1) * self.block_size if region.window else num_tokens
+            num_needed = min(num_tokens, reach) if region.entry_tokens else self.block_size
+            found += sum(part.num_bytes for part in self.parts(number)) * num_needed // self.block_size
+        return found
+
     def cells(self, block: npt.NDArray[np.uint8], number: int) -> npt.NDArray[np.uint8]:
         """Region ``number`` of a block ([block_bytes] uint8) as [layer, vector, slot, bytes of a cell]: a view if one
         rank holds it all, else a copy."""

@@ -208,8 +208,8 @@ class EngineFacts(msgspec.Struct, frozen=True):
     fill (``Schedules``). ``num_holding_blocks`` come after ``num_blocks`` in the engine's memory. ``adapter``: the
     adapter (LoRA) that every answer is computed with, by name (empty: none). ``adapters``: the ids of those that a
     request may ask for (``SamplingParams.adapter``) from the start on; with ``max_adapters`` the host is a
-    ``LoadsAdapters``, and may have so many. ``moved_token_bytes``: with ``moves_kv``, of the KV of one token, which
-    ``kv_layout`` does not describe (0: not known)."""
+    ``LoadsAdapters``, and may have so many. ``moved``: with ``moves_kv``, the KV that moves, which is not that of
+    ``kv_layout`` (None: not known)."""
 
     kv_layout: KVLayout
     num_blocks: int
@@ -225,12 +225,13 @@ class EngineFacts(msgspec.Struct, frozen=True):
     adapter: str = ""
     adapters: tuple[str, ...] = ()
     max_adapters: int = 0
-    moved_token_bytes: int = 0
+    moved: KVLayout | None = None
 
     @property
     def token_bytes(self) -> int:
         """Of the KV of one token, when it moves; 0: not known."""
-        return self.moved_token_bytes if self.moves_kv else self.kv_layout.bytes_per_token
+        moved = self.moved if self.moves_kv else self.kv_layout
+        return 0 if moved is None else moved.bytes_per_token
 
 
 class EngineHost(Protocol):

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from kvrelay.engines.connector.device import Event
+from kvrelay.engines.connector.device import Device, Event, HostDevice
 
 
 class FakeEvent:
@@ -58,6 +58,8 @@ class FakeStream:
 class FakeDevice:
     """``run_one`` runs the next work of any stream. ``order`` decides which one."""
 
+    is_host = False
+
     def __init__(self, order: random.Random) -> None:
         self._order = order
         self.compute, self.copies = FakeStream(self), FakeStream(self)
@@ -98,3 +100,7 @@ class FakeWatch:
     def look(self) -> None:
         while self._events and self._events[0][0].is_done():
             self._events.popleft()[1]()
+
+
+DEVICES: dict[str, Callable[[], Device]] = {"host": HostDevice, "late": lambda: FakeDevice(random.Random(0))}
+"""Both must move the same bytes: in host memory without a buffer between pool and KV, elsewhere with one."""

@@ -7,10 +7,11 @@ import random
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
-from tests.engines.connector.fake_device import FakeDevice, FakeWatch
+from tests.engines.connector.fake_device import DEVICES, FakeDevice, FakeWatch
 from tests.engines.vllm.staged import LAYOUT, at_once, copy
 
 from kvrelay.core.layout import KVLayout
@@ -84,7 +85,7 @@ def _rank(order: int, layout: KVLayout = LAYOUT) -> Iterator[Rank]:
 
 def _save(*blocks: tuple[int, int], request: str = "p", frees_blocks: bool = False) -> Copies:
     staged, paged = zip(*blocks)
-    return Copies(saves=(Copy(request, staged, paged, 7, len(blocks)),), frees_blocks=frees_blocks)
+    return Copies(saves=(Copy(request, staged, (paged,), 7, len(blocks)),), frees_blocks=frees_blocks)
 
 
 # -- each of these is broken by the mutant of its name ---------------------------------------------------------------
@@ -92,7 +93,7 @@ def _save(*blocks: tuple[int, int], request: str = "p", frees_blocks: bool = Fal
 
 def a_save_waits_for_its_forward_pass(rank: Rank) -> None:
     for number, value in enumerate((1.0, 2.0)):
-        rank.step(_save((number, number)), lambda value=value, number=number: rank.compute(number, value))  # type: ignore[misc]
+        rank.step(_save((number, number + 1)), lambda value=value, number=number: rank.compute(number + 1, value))  # type: ignore[misc]
     seen: list[Report] = []
     while len(seen) < 2:
         seen += rank.reports()
@@ -105,7 +106,7 @@ def a_load_waits_for_earlier_forward_passes(rank: Rank) -> None:
     """Asynchronous scheduling: a request has ended, and a forward pass of it is still to come."""
     rank.pool[3] = 5.0
     rank.step(Copies(), lambda: rank.compute(4, 1.0))
-    rank.step(Copies(loads=(Copy("d", (3,), (4,), 7, 1),)))
+    rank.step(Copies(loads=(Copy("d", (3,), ((4,),), 7, 1),)))
     rank.until(lambda: bool(rank.reports()))
     rank.pool[3] = -1.0  # the staging block is another request's
     assert rank.half.take_loaded() == {"d"}
@@ -148,11 +149,43 @@ def blocks_of_a_request_that_has_ended_are_kept_until_they_are_saved(rank: Rank)
 def nothing_is_under_way_after_drain(rank: Rank) -> None:
     rank.pool[3] = 5.0
     rank.step(_save((0, 4)), lambda: rank.compute(4, 1.0))
-    rank.step(Copies(loads=(Copy("d", (3,), (5,), 7, 1),)))
+    rank.step(Copies(loads=(Copy("d", (3,), ((5,),), 7, 1),)))
     rank.half.drain()
     rank.pool[0], rank.pool[3] = 3.0, 4.0
     rank.device.finish()
     assert (rank.staged(0), rank.paged(5)) == ({3.0}, {5.0})
+
+
+def a_part_of_a_long_copy_is_told_when_it_is_there_and_the_request_with_the_last(rank: Rank) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(worker_half, "BUFFER_BYTES", LAYOUT.block_bytes)
+        rank.step(_save(*((number, number + 1) for number in range(4))), lambda: _compute_all(rank))
+        _told_in_parts(rank, lambda: rank.half.take_saved({"p"}), rank.staged, 0)
+        assert rank.half.num_copies == 4
+        rank.step(Copies(loads=(Copy("d", (0, 1, 2, 3), ((5, 6, 7, 8),), 7, 4),)))
+        _told_in_parts(rank, rank.half.take_loaded, rank.paged, 5)
+
+
+def _compute_all(rank: Rank) -> None:
+    for number in range(4):
+        rank.compute(number + 1, number + 1.0)
+
+
+def _told_in_parts(
+    rank: Rank, take: Callable[[], set[str]], held: Callable[[int], set[float]], first_block: int
+) -> None:
+    """Four parts of a block each, from ``first_block`` on, which then holds its number from 1 on."""
+    told: list[Report] = []
+    while len(told) < 4:
+        assert not take()
+        is_over = not rank.device.run_one()
+        told += rank.reports()
+        assert [held(first_block + at) for at in range(len(told))] == [{at + 1.0} for at in range(len(told))]
+        assert len(told) == 4 or not is_over
+    assert [(report.num_blocks, report.num_bytes) for report in told] == [
+        (at, LAYOUT.block_bytes) for at in (1, 2, 3, 4)
+    ]
+    assert len(take()) == 1
 
 
 def _without(stream: str) -> Callable[[pytest.MonkeyPatch, Rank], None]:
@@ -162,6 +195,11 @@ def _without(stream: str) -> Callable[[pytest.MonkeyPatch, Rank], None]:
 
 def _reports_at_once(patch: pytest.MonkeyPatch, rank: Rank) -> None:
     patch.setattr(rank.half, "_watch", lambda event, then: then())
+
+
+def _every_part_counts_as_the_last(patch: pytest.MonkeyPatch, rank: Rank) -> None:
+    names = ("event", "request_id", "report")
+    patch.setattr(worker_half, "_Flight", lambda *parts: SimpleNamespace(is_last=True, **dict(zip(names, parts))))
 
 
 def _does_not_drain(patch: pytest.MonkeyPatch, rank: Rank) -> None:
@@ -179,6 +217,11 @@ MUTANTS: dict[str, tuple[Scenario, Mutation]] = {
     "window": (a_forward_pass_waits_for_saves_of_blocks_outside_of_the_window, _without("compute")),
     "finished": (blocks_of_a_request_that_has_ended_are_kept_until_they_are_saved, _reports_at_once),
     "drain": (nothing_is_under_way_after_drain, _does_not_drain),
+    "part": (a_part_of_a_long_copy_is_told_when_it_is_there_and_the_request_with_the_last, _reports_at_once),
+    "last part": (
+        a_part_of_a_long_copy_is_told_when_it_is_there_and_the_request_with_the_last,
+        _every_part_counts_as_the_last,
+    ),
 }
 
 
@@ -220,18 +263,23 @@ COUNTS = {
 }
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("ranks", COUNTS)
-def test_a_rank_copies_its_own_part_once_in_as_few_pieces_as_lie_in_a_row(ranks: str) -> None:
-    """Bytes: blocks x layers x heads x 4 tokens x 6 values of float32."""
-    tp, pp, num_copies, num_bytes = COUNTS[ranks]
+def test_a_rank_copies_its_own_part_once_in_as_few_pieces_as_lie_in_a_row(ranks: str, device: str) -> None:
+    """Bytes: blocks x layers x heads x 4 tokens x 6 values of float32. In host memory no buffer is filled."""
+    tp, pp, num_pieces, num_bytes = COUNTS[ranks]
+    num_copies = 0 if device == "host" else num_pieces
     layout = packed_layout(num_layers=4, num_heads=2, block_size=4, head_dim=3, dtype="float32")
     fd = os.memfd_create("staging")
     os.ftruncate(fd, 8 * layout.block_bytes)
     half = WorkerHalf(
-        StagingPlace(f"/proc/self/fd/{fd}", 8, layout), RankPart.of(layout, 4 // pp, 0, tp), watch=at_once
+        StagingPlace(f"/proc/self/fd/{fd}", 8, layout),
+        RankPart.of(layout, 4 // pp, 0, tp),
+        device=DEVICES[device](),
+        watch=at_once,
     )
     half.register({f"layers.{number}": torch.rand(9, 2 // tp, 4, 6) for number in range(4 // pp)})
-    staged, paged = (5, 6, 2, 7), (1, 0, 3, 8)
+    staged, paged = (5, 6, 2, 7), ((1, 4, 3, 8),)
     copy(half, Copies(saves=(Copy("p", staged, paged),)))
     assert (half.num_copies, half.num_bytes) == (num_copies, num_bytes)
     copy(half, Copies(loads=(Copy("d", staged, paged),)))
@@ -246,40 +294,33 @@ LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 """Of [block, head, token, value]: how vLLM's attention on a GPU may have it."""
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_any_order_in_which_attention_has_its_kv_is_copied_token_by_token(name: str) -> None:
+def test_any_order_in_which_attention_has_its_kv_is_copied_token_by_token(name: str, device: str) -> None:
     """One worker's attention has it so; the other's as it is in the pool."""
     layout = packed_layout(num_layers=2, num_heads=3, block_size=4, head_dim=3, dtype="float32")
     fd = os.memfd_create("staging")
     os.ftruncate(fd, 8 * layout.block_bytes)
+    place, part = StagingPlace(f"/proc/self/fd/{fd}", 8, layout), RankPart.of(layout, 2, 0, 1)
     kv = torch.rand(2, 9, 3, 4, 6)
     target = torch.zeros_like(kv)
     halves = []
     for caches in ([LAYOUTS[name](layer) for layer in kv], list(target)):
-        half = WorkerHalf(StagingPlace(f"/proc/self/fd/{fd}", 8, layout), RankPart.of(layout, 2, 0, 1), watch=at_once)
+        half = WorkerHalf(place, part, device=DEVICES[device](), watch=at_once)
         half.register({f"layers.{number}": cache for number, cache in enumerate(caches)})
         halves.append(half)
-    copy(halves[0], Copies(saves=(Copy("p", (5, 6, 2), (1, 0, 3)),)))
-    copy(halves[1], Copies(loads=(Copy("d", (2, 6), (7, 8)),)))
-    assert torch.equal(target[:, [7, 8]], kv[:, [3, 0]])
+    copy(halves[0], Copies(saves=(Copy("p", (5, 6, 2), ((1, 4, 3),)),)))
+    copy(halves[1], Copies(loads=(Copy("d", (2, 6), ((7, 8),)),)))
+    assert torch.equal(target[:, [7, 8]], kv[:, [3, 4]])
     # And back, to where other KV was.
     other = [LAYOUTS[name](torch.zeros(9, 3, 4, 6)) for _ in range(2)]
-    half = WorkerHalf(StagingPlace(f"/proc/self/fd/{fd}", 8, layout), RankPart.of(layout, 2, 0, 1), watch=at_once)
+    half = WorkerHalf(place, part, device=DEVICES[device](), watch=at_once)
     half.register({f"layers.{number}": cache for number, cache in enumerate(other)})
-    copy(half, Copies(loads=(Copy("d", (5,), (4,)),)))
+    copy(half, Copies(loads=(Copy("d", (5,), ((4,),)),)))
     expected = torch.zeros(2, 9, 3, 4, 6)
     expected[:, 4] = kv[:, 1]
     assert all(torch.equal(found, LAYOUTS[name](layer)) for found, layer in zip(other, expected))
     os.close(fd)
-
-
-def test_a_long_prompt_goes_through_a_small_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_half, "BUFFER_BYTES", LAYOUT.block_bytes)
-    with _rank(0) as rank:
-        rank.step(_save(*((number, number) for number in range(4))), lambda: rank.compute(2, 3.0))
-        rank.device.finish()
-        assert [rank.staged(number) for number in range(4)] == [{0.0}, {0.0}, {3.0}, {0.0}]
-        assert rank.half.num_copies == 4
 
 
 def test_the_pool_is_pinned_once_and_a_report_says_what_was_copied() -> None:

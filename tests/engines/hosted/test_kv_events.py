@@ -158,6 +158,29 @@ def test_other_tiers_and_kinds_of_layers_do_not_count(more: dict[str, Any]) -> N
     assert mirror.apply(batch(by_name(stored([1], None, [5, 6, 7, 8])) | more)) == []
 
 
+def test_of_several_kinds_of_layers_those_count_that_keep_the_whole_prompt() -> None:
+    """vLLM tells of layers with a window first, if the model begins with one."""
+    tokens, mirror = [5, 6, 7, 8], MirroredCache(SIZE)
+    window, whole = (
+        by_name(stored([1], None, tokens)) | {"group_idx": group, "kv_cache_spec_kind": kind}
+        for group, kind in enumerate(("sliding_window", "full_attention"))
+    )
+    held: set[int] = set()
+    for event in mirror.apply(batch(window, whole)):
+        believe(held, event)
+    assert set(mirror.hashes()) == held == set(compute_sequence_hashes(tokens, SIZE))
+    assert mirror.apply(batch({"type": "BlockRemoved", "block_hashes": [1], "group_idx": 0})) == []
+    assert mirror.apply(batch({"type": "BlockRemoved", "block_hashes": [1], "group_idx": 1}))
+    assert not len(mirror)
+
+
+def test_the_last_blocks_of_a_prompt_whose_first_ones_are_outside_of_the_window_are_left_out() -> None:
+    """vLLM names the blocks that it has, and all tokens."""
+    mirror = MirroredCache(SIZE)
+    assert mirror.apply(batch(stored([3], None, list(range(12))))) == []
+    assert mirror.num_unknown == 1
+
+
 def test_a_block_that_the_server_holds_twice_stays_until_both_are_gone() -> None:
     mirror = MirroredCache(SIZE)
     mirror.apply(batch(stored([1], None, [5, 6, 7, 8]), stored([1], None, [5, 6, 7, 8])))

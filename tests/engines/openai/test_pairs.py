@@ -18,6 +18,7 @@ from tests.worker.test_prefill_first import PairedClient
 
 from kvrelay.config import EngineConfig, UpstreamConfig, WorkerConfig, WorkerRole
 from kvrelay.core.handoff import HandoffId
+from kvrelay.core.layout import paged_kv
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.step_cost import CostSource
 from kvrelay.data import bundled_checkpoint_path
@@ -105,7 +106,7 @@ async def test_kv_that_the_servers_move_counts_as_moved() -> None:
 
     def host(url: str, worker_id: str) -> EngineHost:
         found = _host(url, VLLM, worker_id)
-        found.facts = replace(found.facts, moved_token_bytes=1000)  # type: ignore[misc]
+        found.facts = replace(found.facts, moved=paged_kv(1, 1, 16, 125, "float32"))  # type: ignore[misc]
         return found
 
     with ExitStack() as stack:

@@ -13,7 +13,7 @@ from tests.engines.vllm.scripted import TERMS, Publisher, ScriptedVllm
 
 from kvrelay.config import WorkerConfig
 from kvrelay.engines.connector.device import Event
-from kvrelay.engines.connector.scheduler_half import Copies, SchedulerHalf
+from kvrelay.engines.connector.scheduler_half import NULL_BLOCK, Copies, SchedulerHalf
 from kvrelay.engines.connector.terms import StagingPlace, decode_place, encode_place, packed_layout
 from kvrelay.engines.connector.worker_half import RankPart, WorkerHalf
 from kvrelay.engines.hosted.staging import allocate_staging
@@ -42,8 +42,8 @@ class VllmRequest:
 
 
 def at_once(event: Event, then: Callable[[], None]) -> None:
-    """A ``Watch``: in host memory copies are complete when they were given."""
-    assert event.is_done()
+    """A ``Watch``: a device that is late catches up first."""
+    event.wait()
     then()
 
 
@@ -65,7 +65,7 @@ class Paged:
         part = RankPart.of(layout, region.num_layers, 0, 1)
         self.scheduler, self.worker = SchedulerHalf(place), WorkerHalf(place, part, watch=at_once)
         self.worker.register(dict(reversed(self.caches.items())))
-        self.free = list(range(num_blocks))
+        self.free = [*range(NULL_BLOCK + 1, num_blocks)]
 
     def take(self, num_tokens: int) -> list[int]:
         count = -(-num_tokens // self.layout.block_size)
@@ -95,14 +95,14 @@ class Paged:
         """Load and save what is asked, and compute the rest. Returns the number of loaded tokens. The KV of the first
         ``num_cached`` is in the blocks."""
         num_loaded = self.scheduler.num_to_load(request, num_cached)
-        self.scheduler.allocated(request, blocks, num_loaded)
-        copy(self.worker, self.scheduler.plan({}, lambda request_id: blocks))
+        self.scheduler.allocated(request, [blocks], num_loaded)
+        copy(self.worker, self.scheduler.plan({}, lambda request_id: [blocks]))
         assert self.worker.take_loaded() == ({request.request_id} if num_loaded else set())
         request.num_computed_tokens = num_cached + num_loaded
         self.require(blocks, request.token_ids, request.num_computed_tokens)
         while (begin := request.num_computed_tokens) < request.num_tokens:
             end = min(begin + STEP_TOKENS, request.num_tokens)
-            copies = self.scheduler.plan({request.request_id: end - begin}, lambda request_id: blocks)
+            copies = self.scheduler.plan({request.request_id: end - begin}, lambda request_id: [blocks])
             self.compute(blocks, request.token_ids, begin, end)
             copy(self.worker, copies)
             request.num_computed_tokens = end

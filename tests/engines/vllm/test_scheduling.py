@@ -13,7 +13,7 @@ from tests.engines.vllm.fake_scheduler import FakeRequest, FakeScheduler
 from kvrelay.core.step_cost import MIN_CHUNK_TOKENS, StepCost, StepPace, StepWork
 from kvrelay.engines.hosted.step_log import RecorderState, StepLog
 from kvrelay.engines.vllm import library, scheduling
-from kvrelay.engines.vllm.scheduling import recording, share_of_prompt
+from kvrelay.engines.vllm.scheduling import num_accepted_tokens, recording, share_of_prompt
 
 ITL_S = 0.01001
 """A little above 10 ms: 70 % of it leave 6 ms for prompts, and a rounded sum is no other number of tokens."""
@@ -368,3 +368,25 @@ def test_the_worker_puts_its_scheduler_before_the_one_that_vllm_would_choose(cap
 )
 def test_the_share_of_a_prompt(budget: int, prompts: list[int], share: int) -> None:
     assert share_of_prompt(budget, prompts) == share
+
+
+def test_accepted_drafts_are_told_with_their_step() -> None:
+    """Of three for each of two answers, two and none are accepted. A third answer has no drafts, a fourth is cancelled
+    while the step runs."""
+
+    class Drafting(FakeScheduler):
+        num_spec_tokens = 3
+
+    vllm, log = scheduler(Drafting)
+    vllm.add(*(FakeRequest(name, 10) for name in "abcd"))
+    step(vllm)
+    for name in "abd":
+        vllm.requests[name].num_drafts = 3
+    output = vllm.schedule()
+    vllm.finish("d")
+    sampled = SimpleNamespace(req_id_to_index={"b": 0, "a": 1, "c": 2}, sampled_token_ids=[[7], [7, 8, 9], [7]])
+    vllm.update_from_output(output, sampled)
+    assert works(log) == [StepWork(40, 0, 0, 0), StepWork(0, 0, 4, 14 + 14 + 11 + 14, 2)]
+    assert [vllm.requests[name].num_tokens for name in "abc"] == [14, 12, 12]
+    nothing = SimpleNamespace(req_id_to_index={}, sampled_token_ids=[])
+    assert num_accepted_tokens(output, nothing) == 0

@@ -41,6 +41,9 @@ class Stream(Protocol):
 
 
 class Device(Protocol):
+    is_host: bool
+    """Whether the staging pool lies in its own memory: then a copy needs no buffer."""
+
     @property
     def compute(self) -> Stream:
         """The one that vLLM's forward passes use, on the calling thread."""
@@ -62,6 +65,8 @@ def device_of(cache: torch.Tensor) -> Device:
 
 class HostDevice:
     """Work is complete when it was given. It is a stream and an event, too."""
+
+    is_host = True
 
     @property
     def compute(self) -> Stream:
@@ -103,6 +108,8 @@ _cuda: Any = torch.cuda
 
 class CudaDevice:
     """Not run on a GPU so far."""
+
+    is_host = False
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

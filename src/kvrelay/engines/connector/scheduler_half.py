@@ -3,7 +3,9 @@
     load    num_to_load ──> allocated ──> plan().loads         once; a request that is preempted later computes its KV
     save    allocated ──> plan().saves, step by step           as far as the step computes the prompt
 
-Staging blocks are of the size of vLLM's, and a block is copied whole. Copies may end after their step: vLLM keeps the
+Staging blocks are of the size of vLLM's, and a block is copied whole. vLLM has a block table for each group of layers,
+with ``NULL_BLOCK`` for blocks that the group needs no more: those outside of its window, and states before the last.
+Copies may end after their step: vLLM keeps the
 blocks of a finished request until the worker halves have saved them, and those of a preempted one are protected in the
 next step (``Copies.frees_blocks``).
 """
@@ -21,6 +23,12 @@ from kvrelay.errors import InvalidInputError
 
 _log = logging.getLogger(__name__)
 
+NULL_BLOCK = 0
+"""vLLM's block that no request has."""
+
+Groups = Sequence[Sequence[int]]
+"""vLLM's blocks of a request, by group of layers."""
+
 
 class VllmRequest(Protocol):
     """The part of vLLM's Request that is read."""
@@ -32,12 +40,12 @@ class VllmRequest(Protocol):
 
 
 class Copy(msgspec.Struct, frozen=True):
-    """``staged[i]`` and ``paged[i]``, in the staging pool and in vLLM, are the same block of a request. After it
+    """``staged[i]`` and ``paged[group][i]``, in the staging pool and in vLLM, are the same block of a request. After it
     ``num_blocks`` of the request are copied, from the first."""
 
     request_id: str
     staged: tuple[int, ...]
-    paged: tuple[int, ...]
+    paged: tuple[tuple[int, ...], ...]
     ticket: int = 0
     num_blocks: int = 0
 
@@ -64,6 +72,7 @@ class SchedulerHalf:
     def __init__(self, place: StagingPlace) -> None:
         self._place = place
         self._block_size = place.layout.block_size
+        self._has_states = place.layout.has_states
         self._loads: list[Copy] = []
         self._loaded: set[str] = set()
         """Requests whose load was planned. Its staging blocks may have another use by the time of a preemption."""
@@ -88,9 +97,16 @@ class SchedulerHalf:
                 request.request_id,
             )
             return 0
-        return max(0, min(staged.num_tokens, request.num_tokens) - num_computed)
+        return max(0, self._num_loadable(staged, request) - num_computed)
 
-    def allocated(self, request: VllmRequest, block_ids: Sequence[int], num_external: int) -> None:
+    def _num_loadable(self, staged: StagedKv, request: VllmRequest) -> int:
+        """The last token is computed here in any case: so vLLM keeps the window before it. A state that has seen it is
+        of no use, so the prompt is computed here then."""
+        if staged.num_tokens < request.num_tokens:
+            return staged.num_tokens
+        return 0 if self._has_states else request.num_tokens - 1
+
+    def allocated(self, request: VllmRequest, block_ids: Groups, num_external: int) -> None:
         """The request has vLLM's blocks ``block_ids``. ``num_external``: what ``num_to_load`` said, if it is to be
         loaded now."""
         staged = self._staged(request)
@@ -100,16 +116,14 @@ class SchedulerHalf:
             self._saving.setdefault(request.request_id, _Saving(request, staged, staged.first_block))
         elif num_external > 0:
             self._loaded.add(request.request_id)
-            first = (min(staged.num_tokens, request.num_tokens) - num_external) // self._block_size
-            end = len(staged.block_ids)
-            paged = tuple(block_ids[first:end])
-            self._loads.append(Copy(request.request_id, staged.block_ids[first:], paged, staged.ticket, end))
+            num_tokens = self._num_loadable(staged, request)
+            end = -(-num_tokens // self._block_size)
+            copied = slice((num_tokens - num_external) // self._block_size, end)
+            paged = _part(block_ids, copied)
+            self._loads.append(Copy(request.request_id, staged.block_ids[copied], paged, staged.ticket, end))
 
     def plan(
-        self,
-        num_scheduled: Mapping[str, int],
-        block_table: Callable[[str], Sequence[int]],
-        preempted: Collection[str] = (),
+        self, num_scheduled: Mapping[str, int], block_tables: Callable[[str], Groups], preempted: Collection[str] = ()
     ) -> Copies:
         """The copies of a step that computes ``num_scheduled[request_id]`` tokens of each of its requests, and that may
         overwrite the blocks of ``preempted`` ones."""
@@ -122,7 +136,7 @@ class SchedulerHalf:
                 end = len(saving.staged.block_ids)
             if end > saving.num_blocks:
                 copied = slice(saving.num_blocks, end)
-                paged = tuple(block_table(request_id)[copied])
+                paged = _part(block_tables(request_id), copied)
                 saves.append(Copy(request_id, saving.staged.block_ids[copied], paged, saving.staged.ticket, end))
                 saving.num_blocks = end
         loads, self._loads = self._loads, []
@@ -142,3 +156,7 @@ class SchedulerHalf:
             # Its KV is computed here, and not saved.
             _log.warning("request %s: %s", request.request_id, exc.message)
             return None
+
+
+def _part(groups: Groups, blocks: slice) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(block_ids[blocks]) for block_ids in groups)

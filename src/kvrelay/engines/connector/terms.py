@@ -18,37 +18,59 @@ CONFIG_KEY = "kvrelay_staging"
 """The StagingPlace in vLLM's ``kv_connector_extra_config``."""
 PARAMS_KEY = "kvrelay"
 """A request's StagedKv in its ``kv_transfer_params``."""
-VERSION = 5
+VERSION = 6
 _REPORT = struct.Struct("<qHHIqdd")
 REPORT_BYTES = _REPORT.size
 """A multiple of these is written to a pipe, and read from it, at once."""
 
 
 class StagingPlace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A pool of ``num_blocks`` blocks of ``layout`` in the file at ``path``, which both processes map. ``reports``: the
-    pipe for reports of complete copies; empty: no one reads them."""
+    """A pool of ``num_blocks`` blocks of ``layout`` in the file at ``path``, which both processes map. ``layers``: of
+    each region, the numbers of its layers in the model, ascending; empty: all layers are those of one region.
+    ``reports``: the pipe for reports of complete copies; empty: no one reads them."""
 
     path: str
     num_blocks: int
     layout: KVLayout
     version: int = VERSION
+    layers: tuple[tuple[int, ...], ...] = ()
     reports: str = ""
+
+    @property
+    def places(self) -> dict[int, tuple[int, int]]:
+        """By number of a layer in the model: its region, and its place among the region's layers."""
+        layers = self.layers or (range(self.layout.model[0].num_layers),)
+        return {layer: (region, place) for region, some in enumerate(layers) for place, layer in enumerate(some)}
+
+
+def one_rank_layout(block_size: int, *regions: KVRegion) -> KVLayout:
+    return KVLayout(block_size, tuple(RegionCut(region, (region.num_layers,)) for region in regions))
+
+
+def packed_region(
+    num_layers: int, num_heads: int, block_size: int, head_dim: int, dtype: str, window: int = 0, name: str = KV
+) -> KVRegion:
+    """K and V in the order of vLLM's attention, which may pack the keys of all tokens of a block: a block is one entry
+    per head."""
+    values = 2 * head_dim * block_size
+    return KVRegion(name, num_layers, num_heads, values, dtype, num_vectors=1, entry_tokens=block_size, window=window)
+
+
+def latent_region(num_layers: int, values: int, dtype: str) -> KVRegion:
+    """Latents (MLA): one of so many ``values`` per layer and token."""
+    return KVRegion("latent", num_layers, 1, values, dtype, num_vectors=1)
+
+
+def state_region(num_layers: int, num_bytes: int) -> KVRegion:
+    """What so many recurrent layers know at the end of a block, in an order of bytes that only vLLM knows."""
+    return KVRegion("state", num_layers, 1, num_bytes, "uint8", num_vectors=1, entry_tokens=0)
 
 
 def packed_layout(
     num_layers: int, num_heads: int, block_size: int, head_dim: int, dtype: str, window: int = 0
 ) -> KVLayout:
-    """Of K and V in the order of vLLM's attention, which may pack the keys of all tokens of a block: a block is one
-    entry per head."""
-    values = 2 * head_dim * block_size
-    region = KVRegion(KV, num_layers, num_heads, values, dtype, num_vectors=1, entry_tokens=block_size, window=window)
-    return KVLayout(block_size, (RegionCut(region, (num_layers,)),))
-
-
-def latent_layout(num_layers: int, block_size: int, values: int, dtype: str) -> KVLayout:
-    """Of latents (MLA): one of so many ``values`` per layer and token."""
-    region = KVRegion("latent", num_layers, 1, values, dtype, num_vectors=1)
-    return KVLayout(block_size, (RegionCut(region, (num_layers,)),))
+    """Of one packed region."""
+    return one_rank_layout(block_size, packed_region(num_layers, num_heads, block_size, head_dim, dtype, window))
 
 
 class StagedKv(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

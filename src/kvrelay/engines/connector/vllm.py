@@ -13,12 +13,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata, KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    SupportsHMA,
+)
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
 from kvrelay.engines.connector.scheduler_half import Copies, SchedulerHalf, VllmRequest
 from kvrelay.engines.connector.terms import decode_place
 from kvrelay.engines.connector.worker_half import RankPart, WorkerHalf
+from kvrelay.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
@@ -31,9 +37,10 @@ class KvrelayMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not
     copies: Copies
 
 
-class KvrelayConnector(KVConnectorBase_V1):  # type: ignore[misc]  # see above
+class KvrelayConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # see above
     """One instance is the scheduler half, one per vLLM worker (rank) a worker half. vLLM waits for the report of every
-    rank before a request counts as loaded, and before it frees the blocks of one that was saved."""
+    rank before a request counts as loaded, and before it frees the blocks of one that was saved. ``SupportsHMA``:
+    layers of several kinds may be in groups with a block table each."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -43,7 +50,10 @@ class KvrelayConnector(KVConnectorBase_V1):  # type: ignore[misc]  # see above
         else:
             ranks, model = vllm_config.parallel_config, vllm_config.model_config
             tp = get_tensor_model_parallel_rank(), ranks.tensor_parallel_size
-            self._worker = WorkerHalf(place, RankPart.of(place.layout, model.get_num_layers(ranks), *tp), ranks.rank)
+            here = range(*model.get_layers_start_end_indices(ranks))
+            num_layers = len(place.places.keys() & here)
+            self._groups = layer_groups(kv_cache_config, place.layout.block_size)
+            self._worker = WorkerHalf(place, RankPart.of(place.layout, num_layers, *tp), ranks.rank)
 
     # -- scheduler half -----------------------------------------------------------------------------------------------
 
@@ -52,25 +62,25 @@ class KvrelayConnector(KVConnectorBase_V1):  # type: ignore[misc]  # see above
         return num_tokens, num_tokens > 0
 
     def update_state_after_alloc(self, request: VllmRequest, blocks: Any, num_external_tokens: int) -> None:
-        self._scheduler.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
+        self._scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KvrelayMetadata:
         state = scheduler_output.kv_connector_block_state
         return KvrelayMetadata(
             self._scheduler.plan(
-                scheduler_output.num_scheduled_tokens,
-                lambda request_id: state.get_block_ids(request_id)[0],
-                scheduler_output.preempted_req_ids or (),
+                scheduler_output.num_scheduled_tokens, state.get_block_ids, scheduler_output.preempted_req_ids or ()
             )
         )
 
-    def request_finished(self, request: VllmRequest, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished_all_groups(
+        self, request: VllmRequest, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
         return self._scheduler.finished(request.request_id), None
 
     # -- worker half --------------------------------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        self._worker.register(kv_caches)
+        self._worker.register(kv_caches, self._groups)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """Before the forward pass."""
@@ -103,3 +113,14 @@ class KvrelayConnector(KVConnectorBase_V1):  # type: ignore[misc]  # see above
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, KvrelayMetadata)
         return metadata.copies
+
+
+def layer_groups(kv_cache_config: Any, block_size: int) -> dict[str, int]:
+    """The number of each layer's group. Raises ConfigError for a group with blocks of another size."""
+    for group in kv_cache_config.kv_cache_groups:
+        if group.kv_cache_spec.block_size != block_size:
+            raise ConfigError(
+                f"vLLM has blocks of {group.kv_cache_spec.block_size} tokens for {group.layer_names[0]}, "
+                f"not of {block_size} as for others: kvrelay's connector copies equal blocks only, use nixl"
+            )
+    return {name: number for number, group in enumerate(kv_cache_config.kv_cache_groups) for name in group.layer_names}

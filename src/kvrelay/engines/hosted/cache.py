@@ -31,6 +31,8 @@ STORED_FIELDS = (
     *("lora_id", "medium", "lora_name", "extra_keys", "group_idx"),
 )
 REMOVED_FIELDS = ("block_hashes", "medium", "group_idx")
+WHOLE_ATTENTION = ("full_attention", "mla_attention", "sink_full_attention")
+"""vLLM's names of kinds of layers that keep the KV of the whole prompt."""
 
 
 class PlacedPrefixes:
@@ -114,6 +116,8 @@ class MirroredCache:
         self._block_size = block_size
         self.adapters = set(adapters)
         self._held: dict[ServerHash, _Held] = {}
+        self._group: object = None
+        """The number of the server's group of layers whose blocks count: that with whole attention, if there is one."""
         self._refs: dict[int, int] = {}
         """Our blocks, and how many of the server's blocks hold each: two images may lead to one hash."""
         self.num_unknown = 0
@@ -149,9 +153,14 @@ class MirroredCache:
         events: list[KvEvent] = []
         for told in batch.events:
             event = _named(told)
-            if event.get("medium") not in (None, "GPU") or event.get("group_idx"):
-                # A copy in another tier, or the blocks of another kind of layer: a request begins at those here.
-                continue
+            if event.get("medium") not in (None, "GPU"):
+                continue  # a copy in another tier
+            group = event.get("group_idx") or 0
+            if self._group is None and event.get("kv_cache_spec_kind") in WHOLE_ATTENTION:
+                self._group = group
+                events += self.clear()
+            if group != (self._group or 0):
+                continue  # blocks of another kind of layer
             match event:
                 case {
                     "type": "BlockStored",
@@ -184,6 +193,10 @@ class MirroredCache:
     ) -> list[BlockStored]:
         if size <= 0 or size % self._block_size:
             raise EventsError(f"blocks of {size} tokens, no multiple of {self._block_size}: set --block-size to fit")
+        if len(names) * size < len(tokens):
+            # Layers with a window have only the last blocks of a prompt that has come from elsewhere.
+            self.num_unknown += len(names)
+            return []
         is_whole = len(tokens) == len(names) * size and len(names) <= MAX_BLOCKS_PER_EVENT
         if not is_whole or not all(type(token) is int and 0 <= token < 2**32 for token in tokens):
             raise EventsError("the tokens do not fit the blocks")

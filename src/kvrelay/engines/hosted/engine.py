@@ -39,7 +39,14 @@ from kvrelay.engines.hosted.calls import BackendCalls
 from kvrelay.engines.hosted.costs import HostedCosts, StepTeller
 from kvrelay.engines.hosted.handoffs import RemotePrefills, StagedHandoffs
 from kvrelay.engines.hosted.load import Backoff, HostedLoad
-from kvrelay.engines.hosted.moments import Moments, answer_marks, fetch_marks, preemption_marks, prefill_marks
+from kvrelay.engines.hosted.moments import (
+    Moments,
+    answer_marks,
+    draft_marks,
+    fetch_marks,
+    preemption_marks,
+    prefill_marks,
+)
 from kvrelay.engines.hosted.staging import StagedBlocks
 from kvrelay.errors import (
     EngineDeadError,
@@ -423,6 +430,8 @@ class HostedEngine:
             self._mark(request, *fetch_marks(moments, running.attached_s))
         else:
             self._mark(request, *answer_marks(moments, has_first=has_first and running.attached_s > 0))
+        if request.mode is not PrefillMode.HANDOFF:  # vLLM pads a prefill's only decode step with drafts
+            self._mark(request, *draft_marks(moments, running.heard_s))
 
     def _mark(self, request: Request, *marks: tuple[Phase, float, float]) -> None:
         if request.listener is not None and self._backend.tells_moments:
@@ -665,7 +674,8 @@ class HostedEngine:
         assert self.staging is not None
         handoff_id = self._remote.handoff_of(request.request_id)
         self.staging.lend(handoff_id, 1, blocks)
-        if isinstance(self._cache, MirroredCache):
+        # Of a model with windows or states beside its KV, vLLM may have a block and not be able to go on after it.
+        if isinstance(self._cache, MirroredCache) and len(self._facts.kv_layout.regions) == 1:
             request.num_cached_blocks = self._num_placed_blocks(request)
         num_cached_tokens = request.num_cached_blocks * self._facts.kv_layout.block_size
         remote = remote_prefill(request, handoff_id, request.sampling, blocks.block_ids, num_cached_tokens)

@@ -174,9 +174,15 @@ class Staging(msgspec.Struct, frozen=True):
 
 
 def allocate_staging(
-    layout: KVLayout, max_model_len: int, kind: str, settings: WorkerConfig, memory: HostMemory
+    layout: KVLayout,
+    max_model_len: int,
+    kind: str,
+    settings: WorkerConfig,
+    memory: HostMemory,
+    layers: tuple[tuple[int, ...], ...] = (),
 ) -> Staging:
-    """As large as ``--vllm-staging`` says. Raises ConfigError if the longest prompt does not fit."""
+    """As large as ``--vllm-staging`` says. ``layers``: as in StagingPlace. Raises ConfigError if the longest prompt
+    does not fit."""
     vllm = settings.vllm
     num_blocks = parse_bytes(vllm.vllm_staging) // layout.block_bytes
     if num_blocks * layout.block_size < max_model_len:
@@ -196,5 +202,5 @@ def allocate_staging(
     # The descriptor stays open until this process ends: vLLM's processes open it when they start.
     path = f"/proc/{os.getpid()}/fd/{fd}"
     reports = KvReports(settings.runner.num_ranks)
-    place = StagingPlace(path, num_blocks, layout, reports=reports.path)
+    place = StagingPlace(path, num_blocks, layout, layers=layers, reports=reports.path)
     return Staging(place, StagingMemory(pool, num_blocks), kind, reports)

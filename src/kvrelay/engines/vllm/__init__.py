@@ -129,6 +129,6 @@ def _facts(
         moves_kv=settings.exchanges_kv and staging is None,
         adapters=adapters,
         max_adapters=max_adapters,
-        moved_token_bytes=started.token_bytes,
+        moved=started.moved,
         step_costs=CostSource.NONE if started.steps is None else CostSource.MEASURED,
     )

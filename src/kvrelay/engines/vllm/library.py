@@ -29,7 +29,7 @@ from kvrelay.core.child_process import WORKER_PID
 from kvrelay.core.cores import allowed_cores, compute_threads
 from kvrelay.core.layout import KVLayout
 from kvrelay.engine.stats import DraftCounts
-from kvrelay.engines.connector.terms import encode_place, latent_layout, packed_layout
+from kvrelay.engines.connector.terms import encode_place
 from kvrelay.engines.hosted.staging import Staging, allocate_staging
 from kvrelay.engines.hosted.step_log import StepLog
 from kvrelay.engines.vllm.adapters import with_empty_slot
@@ -37,6 +37,7 @@ from kvrelay.engines.vllm.arguments import require_known
 from kvrelay.engines.vllm.backend import AsyncEngine, Terms
 from kvrelay.engines.vllm.child import CPU_EXPERTS, SCRATCH
 from kvrelay.engines.vllm.cores import compute_cores, thread_environment
+from kvrelay.engines.vllm.kv_layout import kv_layout, layers_by_region, require_states_at_block_ends
 from kvrelay.engines.vllm.scheduling import METHODS, NAME, SCHEDULER, STEP_LOG, missing
 from kvrelay.engines.vllm.seams import first_missing, seams_of
 from kvrelay.errors import ConfigError, EngineDeadError, KvrelayError, UnsupportedModelError
@@ -62,8 +63,8 @@ ENVIRONMENT = {
 """Read when vLLM is imported or configured. The second one makes it accept an executor without further processes."""
 
 
-MODEL_FREE_DRAFTERS = ("ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator")
-"""Methods of speculation without attention of their own, so without KV."""
+DRAFTS_OF_REQUESTS = "per_request_spec_decode_metrics"
+"""The argument by which vLLM 0.32 counts the drafts of each request. Without it requests tell none."""
 
 
 class Started(msgspec.Struct, frozen=True):
@@ -78,8 +79,8 @@ class Started(msgspec.Struct, frozen=True):
     """With kvrelay's connector."""
     steps: StepLog | None = None
     """Where its steps are recorded, if they are."""
-    token_bytes: int = 0
-    """Of the KV of one token; 0: not known."""
+    moved: KVLayout | None = None
+    """What vLLM's own connector moves; None: not known."""
     drafts: DraftCounts | None = None
     """With speculative decoding."""
 
@@ -114,7 +115,10 @@ def start_vllm(arguments: Mapping[str, Any], settings: WorkerConfig, memory: Hos
     from vllm.platforms import current_platform
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    require_known(arguments, {field.name for field in dataclasses.fields(AsyncEngineArgs)})
+    known = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
+    require_known(arguments, known)
+    if arguments.get("speculative_config") and DRAFTS_OF_REQUESTS in known:
+        arguments = {DRAFTS_OF_REQUESTS: "summary", **arguments}
     is_cpu = current_platform.is_cpu()
     if is_cpu and settings.runner.pp > 1 and settings.runner.enforce_eager:
         raise ConfigError("vLLM's pipeline stages must be compiled on a CPU: leave out --enforce-eager", param="pp")
@@ -139,8 +143,10 @@ def start_vllm(arguments: Mapping[str, Any], settings: WorkerConfig, memory: Hos
     staging = None
     if connector == "kvrelay":
         _require_our_blocks(config, settings)
-        max_model_len = config.model_config.max_model_len
-        staging = allocate_staging(kv_layout(config), max_model_len, block_kind(config), settings, memory)
+        layout, max_model_len = kv_layout(config), config.model_config.max_model_len
+        require_states_at_block_ends(config, layout)
+        layers = tuple(layers_by_region(config).values())
+        staging = allocate_staging(layout, max_model_len, block_kind(config), settings, memory, layers)
         config.kv_transfer_config.kv_connector_extra_config |= encode_place(staging.place)
     elif connector is not None:
         environment |= {
@@ -168,16 +174,16 @@ def start_vllm(arguments: Mapping[str, Any], settings: WorkerConfig, memory: Hos
         config.model_config.max_model_len,
         staging,
         steps,
-        _token_bytes(config),
+        _moved(config),
         drafts,
     )
 
 
-def _token_bytes(config: Any) -> int:
+def _moved(config: Any) -> KVLayout | None:
     try:
-        return kv_layout(config).bytes_per_token
+        return kv_layout(config)
     except ConfigError:
-        return 0
+        return None
 
 
 def can_record(config: Any) -> bool:
@@ -194,34 +200,6 @@ def record_steps(config: Any, steps: StepLog) -> dict[str, str]:
     chosen = config.scheduler_config.get_scheduler_cls()
     config.scheduler_config.scheduler_cls = NAME
     return {SCHEDULER: f"{chosen.__module__}.{chosen.__qualname__}", STEP_LOG: steps.path}
-
-
-def kv_layout(config: Any) -> KVLayout:
-    """The whole model's KV in vLLM's blocks, over all ranks: latents by token, K and V packed as vLLM's attention packs
-    them, so that a block is one entry per head; fp8 as bytes.
-
-    Raises ConfigError for KV that the connector does not copy.
-    """
-    model, cache = config.model_config, config.cache_config
-    if model.is_hybrid:
-        raise ConfigError("kvrelay's connector copies no recurrent states: use nixl", param="vllm_connector")
-    if config.speculative_config is not None and config.speculative_config.method not in MODEL_FREE_DRAFTERS:
-        raise ConfigError(
-            f"kvrelay's connector does not copy the KV of a drafter ({config.speculative_config.method}): use nixl",
-            param="vllm_connector",
-        )
-    own = str(model.dtype).removeprefix("torch.")
-    if cache.cache_dtype not in ("auto", own) and not cache.cache_dtype.startswith("fp8"):
-        raise ConfigError(
-            f"kvrelay's connector copies KV of the model's own type and fp8, not {cache.cache_dtype}: use nixl",
-            param="vllm_connector",
-        )
-    size, num_layers = model.get_head_size(), model.get_total_num_hidden_layers()
-    dtype = "uint8" if cache.cache_dtype.startswith("fp8") else own
-    if model.use_mla:
-        return latent_layout(num_layers, cache.block_size, size, dtype)
-    heads, window = model.get_total_num_kv_heads(), model.get_sliding_window() or 0
-    return packed_layout(num_layers, heads, cache.block_size, size, dtype, window)
 
 
 def block_kind(config: Any) -> str:

@@ -70,7 +70,7 @@ KVRELAY = (
     Seam(_CONNECTOR, "KVConnectorBase_V1.get_num_new_matched_tokens", ("request", "num_computed_tokens")),
     Seam(_CONNECTOR, "KVConnectorBase_V1.update_state_after_alloc", ("request", "blocks", "num_external_tokens")),
     Seam(_CONNECTOR, "KVConnectorBase_V1.build_connector_meta", ("scheduler_output",)),
-    Seam(_CONNECTOR, "KVConnectorBase_V1.request_finished", ("request", "block_ids")),
+    Seam(_CONNECTOR, "SupportsHMA.request_finished_all_groups", ("request", "block_ids")),
     Seam(_CONNECTOR, "KVConnectorBase_V1.register_kv_caches", ("kv_caches",)),
     Seam(_CONNECTOR, "KVConnectorBase_V1.handle_preemptions", ("kv_connector_metadata",)),
     Seam(_CONNECTOR, "KVConnectorBase_V1.start_load_kv", ("forward_context",)),

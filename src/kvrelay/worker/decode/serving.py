@@ -167,7 +167,8 @@ class DecodeSide:
 
     def _count_moved(self, worker_id: str, num_tokens: int, seconds: float) -> None:
         """On the engine's thread."""
-        num_bytes = num_tokens * self._engine.facts.token_bytes
+        moved = self._engine.facts.moved
+        num_bytes = 0 if moved is None else moved.bytes_after(num_tokens)
         if num_bytes:
             self.stats.num_received_bytes += num_bytes
             self._transfer.count_read(worker_id, num_bytes, seconds)
