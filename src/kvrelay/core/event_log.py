@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from itertools import islice
+from itertools import islice, repeat
 
 import msgspec
 
@@ -156,13 +156,10 @@ class KvEventLog:
             self._track_tier(event, self._in_tiers.setdefault(medium, {}))
         elif isinstance(event, BlockStored):
             self._block_size = event.block_size
-            parent = event.parent_hash
-            for block in event.block_hashes:
-                self._parents[block] = parent
-                parent = block
+            self._parents.update(zip(event.block_hashes, (event.parent_hash, *event.block_hashes)))
         elif isinstance(event, BlockRemoved):
-            for block in event.block_hashes:
-                self._parents.pop(block, None)
+            for _ in map(self._parents.pop, event.block_hashes, repeat(None)):
+                pass
         else:
             self._parents.clear()
             self._in_tiers.clear()

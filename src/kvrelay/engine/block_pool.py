@@ -16,6 +16,7 @@ cache. A hit compares token ids, so colliding hashes are harmless.
 from __future__ import annotations
 
 import enum
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -139,9 +140,9 @@ class BlockPool:
         missing = count - len(self._plain)
         if missing > 0:
             self._evict(missing)
-        block_ids = self._plain.take(count, after)
+        block_ids, num_refs = self._plain.take(count, after), self._num_refs
         for block_id in block_ids:
-            self._num_refs[block_id] = 1
+            num_refs[block_id] = 1
         return block_ids
 
     def acquire(self, block_ids: Iterable[int]) -> None:
@@ -178,9 +179,9 @@ class BlockPool:
         self._free_unheld(block_ids, None)
 
     def _free_unheld(self, block_ids: Sequence[int], pause: Pause | None) -> None:
-        cached, rested = self._cached, list[int]()
+        cached, rested, num_refs, quarantined = self._cached, list[int](), self._num_refs, self._quarantined
         for block_id in reversed(block_ids):
-            if self._num_refs[block_id] or block_id in self._quarantined:
+            if num_refs[block_id] or block_id in quarantined:
                 continue
             if block_id in cached:
                 rested.append(block_id)
@@ -251,7 +252,6 @@ class BlockPool:
         first, stored_after = 0, parent_hash  # the first block that is not reported yet, and the hash before it
         # One C call cuts the tokens into blocks.
         cut = zip(*[iter(token_ids)] * size)
-        blocks = zip(block_ids, sequence_hashes, local_hashes, cut)
 
         def report(end: int) -> None:
             if first < end:
@@ -259,7 +259,20 @@ class BlockPool:
                 local = tuple(local_hashes[first:end])
                 self._events.append(BlockStored(stored_after, tuple(sequence_hashes[first:end]), local, tokens, size))
 
-        for at, (block_id, sequence_hash, local_hash, tokens) in enumerate(blocks):
+        fresh = set(sequence_hashes)
+        if is_reachable and len(fresh) == len(block_ids) and known.keys().isdisjoint(fresh):
+            # Most blocks are new, and of long prompts there are hundreds: no Python per block but for its children.
+            parents, depths = (parent_hash, *sequence_hashes), itertools.count(depth)
+            cached.update(zip(block_ids, map(CachedBlock, sequence_hashes, parents, local_hashes, cut, depths)))
+            known.update(zip(sequence_hashes, block_ids))
+            before = block_ids[:-1] if parent_id is None else (parent_id, *block_ids)[: len(block_ids)]
+            for block_id in before:
+                self._num_children[block_id] += 1
+            report(len(block_ids))
+            return
+        for at, (block_id, sequence_hash, local_hash, tokens) in enumerate(
+            zip(block_ids, sequence_hashes, local_hashes, cut)
+        ):
             if sequence_hash in known:
                 report(at)
                 parent_id = known[sequence_hash]
