@@ -113,6 +113,9 @@ class Outcome(msgspec.Struct, frozen=True):
 @click.option("--answer", default=40, type=click.IntRange(1), help="Mean tokens of an answer.")
 @click.option("--share", default=0.25, type=click.FloatRange(0.05, 4.0), help="Of the sessions that the pools hold.")
 @click.option("--host-share", default=0.0, type=click.FloatRange(0.0, 4.0), help="Of those that host memory holds.")
+@click.option(
+    "--prefetch-s", default=0.0, type=click.FloatRange(0.0), help="Clients ask for a prefetch so long before."
+)
 @click.option("--mock-costs", is_flag=True, help="Simulate with the costs of the mock engine.")
 @click.option("--costs", help="Simulate with costs of kvrelay simulate, learnt before; objectives: 1 s and 30 ms.")
 @click.option("--rate", default=4.0, type=click.FloatRange(0.01), help="Sessions that begin in a second.")
@@ -167,7 +170,8 @@ def load_of(given: dict[str, Any], seed: int) -> list[Arrival]:
     # The last prompt is five times as long as the first with 12 turns; the conversation grows evenly.
     cached = (turns - 1) / turns * 0.94
     spec = f"agents:sessions={given['sessions']},calls={turns},tools={given['tools']},prompt={given['prompt']}"
-    return generated_arrivals(f"{spec},answer={given['answer']},cached={cached:.4f},rate={given['rate']}", seed)
+    spec += f",answer={given['answer']},cached={cached:.4f},rate={given['rate']},prefetch={given['prefetch_s']}"
+    return generated_arrivals(spec, seed)
 
 
 def blocks_of(load: Sequence[Arrival], num_sessions: float, block_size: int = BLOCK_SIZE) -> int:
@@ -177,21 +181,22 @@ def blocks_of(load: Sequence[Arrival], num_sessions: float, block_size: int = BL
     return max(round(num_sessions * mean / block_size), longest // block_size + 2)
 
 
-def host_memory_of(load: Sequence[Arrival], num_sessions: float) -> int:
-    """Bytes of host memory for the mock engine's blocks of so many sessions of mean length."""
+def host_memory_of(load: Sequence[Arrival], num_sessions: float, shape: Shape = MOCK_SHAPE) -> int:
+    """Bytes of host memory for so many sessions of mean length."""
     mean = statistics.mean(arrival.prompt_tokens + arrival.answer_tokens for arrival in load)
-    num_blocks = round(num_sessions * mean / BLOCK_SIZE)
-    return bytes_of(-(-num_blocks // NUM_WAYS), MOCK_SHAPE) if num_blocks else 0
+    num_blocks = round(num_sessions * mean / shape.block_size)
+    return bytes_of(-(-num_blocks // NUM_WAYS), shape) if num_blocks else 0
 
 
 def simulated(setting: tuple[int, int], policy: Policy, load: Sequence[Arrival], given: dict[str, Any]) -> Outcome:
     """By the simulator. Raises BenchError."""
     engine = EngineConfig(num_blocks=given["blocks"], block_size=given["block_size"], kv_retention=policy.retention)
-    tiers = TiersConfig(host_kv_cache=str(host_memory_of(load, given["sessions"] * given["host_share"])))
-    costs, disagg, learnt = MOCK_COSTS if given["mock_costs"] or tiers.is_on else COSTS, DisaggConfig(), None
+    costs, disagg, learnt = MOCK_COSTS if given["mock_costs"] or given["host_share"] else COSTS, DisaggConfig(), None
     if given["costs"] is not None:
         costs, disagg = costs_of(given["costs"]), GPU_OBJECTIVES
         learnt = learnt_by_serving(costs, engine)
+    shape = Shape(MOCK_SHAPE.fingerprint, engine.block_size, costs.token_bytes * engine.block_size)
+    tiers = TiersConfig(host_kv_cache=str(host_memory_of(load, given["sessions"] * given["host_share"], shape)))
     router = RouterConfig(router=policy.router)
     spec = ClusterSpec(*setting, engine=engine, tiers=tiers, router=router, disagg=disagg)
     simulation = Simulation(spec, load, costs, learnt=learnt)
@@ -276,8 +281,13 @@ async def _sessions(pool: ConnectionPool, load: Sequence[Arrival], faster: float
 
     async def run(index: int, arrival: Arrival) -> Turn:
         after_s = begun_s if arrival.after is None else await ended[arrival.after]
-        await asyncio.sleep(max(after_s + arrival.time_s / faster - time.perf_counter(), 0.0))
-        turn = await _turn(pool, arrival, index, is_hinted)
+        due_s = after_s + arrival.time_s / faster
+        if arrival.prefetch_s:
+            await asyncio.sleep(max(due_s - arrival.prefetch_s / faster - time.perf_counter(), 0.0))
+            group.create_task(_turn(pool, arrival, index, {"prefetch": True}))
+        await asyncio.sleep(max(due_s - time.perf_counter(), 0.0))
+        known = {"tool": arrival.tool} if arrival.tool else {"release": True}
+        turn = await _turn(pool, arrival, index, known if is_hinted else None)
         ended[index].set_result(time.perf_counter())
         return turn
 
@@ -286,7 +296,7 @@ async def _sessions(pool: ConnectionPool, load: Sequence[Arrival], faster: float
     return [task.result() for task in tasks]
 
 
-async def _turn(pool: ConnectionPool, arrival: Arrival, index: int, is_hinted: bool) -> Turn:
+async def _turn(pool: ConnectionPool, arrival: Arrival, index: int, hints: dict[str, Any] | None) -> Turn:
     body: dict[str, Any] = {
         "prompt": arrival.prompt(index, VOCAB_SIZE),
         "max_tokens": arrival.answer_tokens,
@@ -294,9 +304,8 @@ async def _turn(pool: ConnectionPool, arrival: Arrival, index: int, is_hinted: b
         "temperature": 0,
         "stream": True,
         "stream_options": {"include_usage": True},
+        "kv_hints": hints,
     }
-    if is_hinted:
-        body["kv_hints"] = {"tool": arrival.tool} if arrival.tool else {"release": True}
     data = msgspec.json.encode(body)
     came: list[tuple[int, bytes]] = []
     sent_ns = time.perf_counter_ns()

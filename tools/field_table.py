@@ -39,25 +39,33 @@ def verdict(table: FieldTable, name: str) -> str:
 def section() -> str:
     """Both tables, in Markdown."""
     names = sorted(frozenset().union(*(table.names for table in COLUMNS.values())))
-    verdicts = {name: [verdict(table, name) for table in COLUMNS.values()] for name in names}
+    verdicts = {name: tuple(verdict(table, name) for table in COLUMNS.values()) for name in names}
     refused = [name for name in names if set(verdicts[name]) == {REFUSED}]
     rest = [name for name in names if name not in refused]
     return "".join(
         f"{line}\n"
         for line in (
-            *_table(("field", *COLUMNS), ((f"`{name}`", *verdicts[name]) for name in rest)),
+            *_table(("fields", *COLUMNS), _grouped((name, verdicts[name]) for name in rest)),
             "",
             "Refused everywhere, unless the value asks for nothing: null, empty, the one named here, or false unless "
             "that is `True`. Other than null, such a value is logged once.",
             "",
-            *_table(("field", "why", "harmless"), map(_refused_row, refused)),
+            *_table(("fields", "why", "harmless"), _grouped((name, _refusal(name)) for name in refused)),
         )
     )
 
 
-def _refused_row(name: str) -> tuple[str, ...]:
+def _refusal(name: str) -> tuple[str, ...]:
     refusal = next(table.refused[name] for table in COLUMNS.values())
-    return f"`{name}`", refusal.reason, "" if refusal.harmless is None else f"`{refusal.harmless}`"
+    return refusal.reason, "" if refusal.harmless is None else f"`{refusal.harmless}`"
+
+
+def _grouped(rows: Iterable[tuple[str, tuple[str, ...]]]) -> Iterator[tuple[str, ...]]:
+    """One row for all names with the same cells, in the order of their first."""
+    names: dict[tuple[str, ...], list[str]] = {}
+    for name, cells in rows:
+        names.setdefault(cells, []).append(f"`{name}`")
+    return ((", ".join(named), *cells) for cells, named in names.items())
 
 
 def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> Iterator[str]:

@@ -11,7 +11,7 @@ from kvrelay.errors import InvalidInputError
 from kvrelay.simulate.cluster import ClusterSpec
 from kvrelay.simulate.simulation import Simulation
 
-GIVEN = {"sessions": 8, "turns": 6, "tools": 3, "prompt": 320, "answer": 20, "rate": 4.0}
+GIVEN = {"sessions": 8, "turns": 6, "tools": 3, "prompt": 320, "answer": 20, "rate": 4.0, "prefetch_s": 0.0}
 
 
 def test_turns_repeat_their_session_and_wait_for_a_tool() -> None:

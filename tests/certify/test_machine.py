@@ -34,6 +34,8 @@ def test_times_of_a_machine_in_use_are_void_and_say_so() -> None:
     row = watch.judged(ROW)
     assert row.verdict is Verdict.VOID
     assert row.reason.startswith("void: other processes took")
+    watch.foreign_cores, watch.stolen_cores = 0.0, most + 0.1
+    assert f"took 0.0, and this machine's host {most + 0.1:.1f}, of" in watch.judged(ROW).reason
     assert row.reason.endswith("slow")
 
 

@@ -93,6 +93,7 @@ class ChaosClient:
         """Send it and judge the answer; a patient client that is refused retries after the given time."""
         for attempt in itertools.count(1):
             record = AskedPrompt(time.monotonic(), prompt.stream)
+            record.token_ids, record.answer, record.tenant = prompt.token_ids, prompt.answer, prompt.api_key or ""
             tokens: list[int] = []
             try:
                 await self._collect_whole(prompt, tokens, record)
@@ -154,7 +155,7 @@ class ChaosClient:
                     record.arrivals_s.append(time.monotonic())
                     tokens.extend(choice.token_ids)
 
-        await self._post(prompt, take)
+        record.worker = await self._post(prompt, take)
         if not finished:
             raise BadResponseError("the answer ended without a finish reason")
 
@@ -189,9 +190,10 @@ class ChaosClient:
 
     # -- the protocol -------------------------------------------------------------------------------------------------
 
-    async def _post(self, prompt: KnownPrompt, take: Callable[[Chunk], None]) -> None:
-        """Send the prompt; ``take`` gets each chunk of a stream, or the whole answer. Raises RequestRefusedError,
-        ServerDownError when the connection breaks, BadResponseError, TimeoutError after SILENCE_LIMIT_S of silence."""
+    async def _post(self, prompt: KnownPrompt, take: Callable[[Chunk], None]) -> str:
+        """Send the prompt; ``take`` gets each chunk of a stream, or the whole answer. The worker that gave it. Raises
+        RequestRefusedError, ServerDownError when the connection breaks, BadResponseError, TimeoutError after
+        SILENCE_LIMIT_S of silence."""
         body = self._body(prompt)
         splitter = EventParser(MAX_EVENT_BYTES)
         is_done = False
@@ -220,6 +222,7 @@ class ChaosClient:
             take(decode_chunk(answer.body))
         elif not is_done:
             raise ServerDownError("the stream broke off")
+        return answer.worker
 
     def _body(self, prompt: KnownPrompt) -> bytes:
         return msgspec.json.encode(

@@ -28,7 +28,8 @@ BEFORE_S = 1.0
 @dataclass(slots=True)
 class AskedPrompt:
     """One request as measured by its client; times are monotonic seconds. ``arrivals_s`` has an entry per chunk.
-    ``num_cached``: prompt tokens whose KV was found, by the answer's usage."""
+    ``num_cached``: prompt tokens whose KV was found, by the answer's usage. ``worker``: that answered it, as far as the
+    client knows. ``tenant``: the API key, if it is not the client's."""
 
     begin_s: float
     is_stream: bool
@@ -37,6 +38,10 @@ class AskedPrompt:
     verdict: Verdict = Verdict.FAILED
     detail: str = ""
     num_cached: int = 0
+    worker: str = ""
+    token_ids: tuple[int, ...] = ()
+    answer: tuple[int, ...] = ()
+    tenant: str = ""
 
     def longest_pause_s(self, after_s: float, window_s: float) -> float | None:
         """The longest silence that lasted at ``after_s`` or began within ``window_s`` after it.

@@ -19,6 +19,7 @@ from tests.chaos.client import SILENCE_LIMIT_S, ChaosClient, RequestRefusedError
 from tests.chaos.cluster import ClusterUnderTest
 from tests.chaos.faults import FaultInjector
 from tests.chaos.plan import Fault, make_plan
+from tests.chaos.recency import found_of, lost_sessions, surely_kept
 from tests.chaos.report import (
     AskedPrompt,
     ChaosReport,
@@ -152,6 +153,10 @@ async def run_chaos(options: ChaosOptions, progress: Progress) -> ChaosReport:
         problems = [*([problem] if problem else []), *cluster.unclean_exits(), *await cluster.stop()]
     verdicts = count_verdicts(client.records)
     faults = summarise_faults(injector.records, client.records, options.lease_ttl_s)
+    kept = {
+        key: surely_kept(returns, client.records, injector.records, NUM_BLOCKS)
+        for key, returns in agents.returns.items()
+    }
     return {
         "machine": describe_machine(),
         "engine": options.engine_kind,
@@ -170,7 +175,7 @@ async def run_chaos(options: ChaosOptions, progress: Progress) -> ChaosReport:
         "cancelled": client.num_cancelled,
         **asdict(cluster.counts),
         "leaked_blocks": leaked,
-        "sessions": {key: asdict(found) | dict(agents.verdicts[key]) for key, found in agents.found.items() if keys},
+        "sessions": {key: found_of(agents.returns[key], kept[key]) | dict(agents.verdicts[key]) for key in keys},
         "planner": options.planner,
         "planned_changes": _planned_changes(),
         "skipped_faults": skipped,
@@ -179,7 +184,7 @@ async def run_chaos(options: ChaosOptions, progress: Progress) -> ChaosReport:
         "worst_pauses": worst_pauses(client.records, injector.records),
         "faults": faults,
         "targets": targets_of(verdicts, leaked, faults, options.lease_ttl_s, injector.rank_death_s),
-        "problems": (*problems, *problems_of(client.records, injector.records)),
+        "problems": (*problems, *problems_of(client.records, injector.records), *lost_sessions(kept[Key.HONEST])),
     }
 
 

@@ -1,7 +1,8 @@
 """Agents of a chaos run: sessions of turns with tools between them, while workers are killed, frozen and drained.
 
 Each turn repeats the conversation, and its answer is known. Half of the agents have a key of their own that lies: it
-promises to be back, and leaves; it ends a session, and goes on with it; each of its tools has a new name.
+promises to be back, and leaves; it ends a session, and goes on with it; it asks for prefetches, and leaves; each of its
+tools has a new name.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 
 from tests.chaos.answers import FIRST_PLAIN_TOKEN, KnownPrompt, Verdict
 from tests.chaos.client import ChaosClient
+from tests.chaos.recency import Return
 
 FIRST_LEN, MAX_LEN = (90, 250), 600
 """Tokens of a session's first prompt, and of its last one."""
@@ -27,6 +28,8 @@ MAX_TOOL_S = 8.0
 DAY_S = 86400.0
 P_LEAVES = 0.5
 """How likely it is that a liar leaves instead of returning."""
+P_PREFETCHES = 0.3
+"""How likely it is that an honest one asks for a prefetch before its turn. A liar always does, and may then leave."""
 
 
 class Key(enum.StrEnum):
@@ -34,16 +37,6 @@ class Key(enum.StrEnum):
 
     HONEST = "honest"
     LIAR = "liar"
-
-
-@dataclass(slots=True)
-class Found:
-    """``returns``: turns that were answered, but for the first of each session. ``repeated``: tokens of these that the
-    session had before; ``cached``: those of them whose KV was found."""
-
-    returns: int = 0
-    repeated: int = 0
-    cached: int = 0
 
 
 class Agents:
@@ -59,7 +52,8 @@ class Agents:
         self._client, self._answered, self._api_keys = client, answered, api_keys
         self._vocab_size = vocab_size
         self._lies = itertools.count()
-        self.found = {key: Found() for key in Key}
+        self.returns: dict[Key, list[Return]] = {key: [] for key in Key}
+        """Turns that were answered, but for the first of each session."""
         self.verdicts = {key: Counter[Verdict]() for key in Key}
 
     async def keep_working(self, number: int, seed: int, stop: asyncio.Event) -> None:
@@ -71,7 +65,7 @@ class Agents:
 
     async def _session(self, rng: random.Random, key: Key, stop: asyncio.Event) -> None:
         history = self._tokens(rng, FIRST_LEN)
-        num_repeated = 0
+        num_repeated, before = 0, None
         while len(history) <= MAX_LEN and not stop.is_set():
             tool = rng.randrange(len(TOOLS_S))
             hints = {"tool": f"tool {tool}"} if key is Key.HONEST else self._lie(rng)
@@ -81,17 +75,22 @@ class Agents:
             prompt = self._answered(prompt)
             record = await self._client.ask(prompt)
             self.verdicts[key][record.verdict] += 1
-            if num_repeated and record.verdict is Verdict.RIGHT:
-                found = self.found[key]
-                found.returns += 1
-                found.repeated += num_repeated
-                found.cached += min(record.num_cached, num_repeated)
-            if key is Key.LIAR and rng.random() < P_LEAVES:
-                return
-            num_repeated = len(history) + len(prompt.answer)
+            if before is not None and record.verdict is Verdict.RIGHT:
+                self.returns[key].append(Return(before, record, num_repeated))
+            if key is Key.LIAR:
+                await self._prefetch(history, key)
+                if rng.random() < P_LEAVES:
+                    return
+            num_repeated, before = len(history) + len(prompt.answer), record
             history = history + prompt.answer + self._tokens(rng, RESULT_LEN)
             with suppress(TimeoutError):
                 await asyncio.wait_for(stop.wait(), min(TOOLS_S[tool] * rng.lognormvariate(0.0, 0.6), MAX_TOOL_S))
+            if key is Key.HONEST and rng.random() < P_PREFETCHES:
+                await self._prefetch(history, key)
+
+    async def _prefetch(self, history: tuple[int, ...], key: Key) -> None:
+        prompt = KnownPrompt(history, 1, stream=False, hints={"prefetch": True}, api_key=self._api_keys[key])
+        self.verdicts[key][(await self._client.ask(prompt)).verdict] += 1
 
     def _lie(self, rng: random.Random) -> dict[str, object]:
         lie = next(self._lies)

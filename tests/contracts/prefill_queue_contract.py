@@ -104,7 +104,7 @@ class PrefillQueueContract:
             assert [item.num_deliveries for item in deliveries] == [1] * 5
             for delivery in deliveries:
                 await delivery.ack()
-            waiting = asyncio.create_task(one.pull(PARTITION, 5.0))
+            waiting = asyncio.create_task(one.pull(PARTITION, PATIENCE_S))
             await asyncio.sleep(0.05)
             await decode.push(prefill("z", num_output_tokens=1))
             delivery = await waiting

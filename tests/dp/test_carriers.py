@@ -18,7 +18,7 @@ from kvrelay.dp import member as member_module
 from kvrelay.dp import server as server_module
 from kvrelay.dp import shared_steps as shared_steps_module
 from kvrelay.dp.addresses import GroupAddress
-from kvrelay.dp.beats import SilenceDetector
+from kvrelay.dp.beats import LOADING_SILENCE_S, SilenceDetector
 from kvrelay.dp.member import GroupMember
 from kvrelay.dp.messages import (
     AllLeft,
@@ -197,14 +197,17 @@ def test_a_failed_coordinator_ends_the_group(carrier: str, tmp_path: Path, monke
 
 
 @each_carrier
-def test_a_rank_that_hangs_ends_the_group(carrier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("are_loaded", [True, False])
+def test_a_rank_that_hangs_ends_the_group(
+    carrier: str, are_loaded: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     with formed(carrier, tmp_path, num_ranks=3) as members:
         server = members[0].server
         assert server is not None
         (hung,) = [server.connections[part] for part, info in server.roster.parts.items() if info.rank == 2]
         monkeypatch.setattr(SilenceDetector, "tick", lambda detector: detector is hung.silence)
         heard = [Heard(member) for member in members]
-        for member in members:
+        for member in members if are_loaded else ():
             member.ready()
         # The rank that hangs hears it as well, if it continues.
         for each in heard:
@@ -239,11 +242,37 @@ def test_an_idle_group_beats(carrier: str, tmp_path: Path, monkeypatch: pytest.M
         until(lambda: len(beats) == 6 and min(beats.values()) > 20)
 
 
+@each_carrier
+def test_ranks_that_never_load_end_the_group(carrier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(server_module, "LOAD_TIMEOUT_S", 0.0)
+    with formed(carrier, tmp_path) as members:
+        for each in [Heard(member) for member in members]:
+            reason = each.wait_for_kind(Ended).reason
+            assert reason == "rank 0 (place 0), 1 (place 1) of the data-parallel group did not load within 0 s"
+
+
+@each_carrier
+def test_while_ranks_load_they_may_be_silent_for_longer(carrier: str, tmp_path: Path):
+    with formed(carrier, tmp_path, silence_s=30.0) as members:
+        server = members[0].server
+        assert server is not None
+        detectors = [member.silence for member in members] + [each.silence for each in server.connections.values()]
+        assert [each.timeout_s for each in detectors] == [LOADING_SILENCE_S] * 4
+        heard = [Heard(member) for member in members]
+        for member in members:
+            member.ready()
+        for each in heard:
+            each.wait_for(AllReady())
+        until(lambda: [each.timeout_s for each in detectors] == [30.0] * 4)
+
+
 def test_silence_is_counted_in_ticks():
     detector = SilenceDetector(2.0)
     assert [detector.tick() for _ in range(5)] == [False] * 4 + [True]
     detector.received()
     assert not detector.tick()
+    detector.allow(1.0)
+    assert [detector.tick() for _ in range(3)] == [False] * 2 + [True]
 
 
 # -- groups that do not come about ------------------------------------------------------------------------------------

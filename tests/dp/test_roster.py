@@ -48,6 +48,18 @@ def test_time_is_up_once():
         roster.overdue(2.0)
 
 
+def test_ranks_that_do_not_load_are_named():
+    roster = Roster(3, "g")
+    for part, rank in ((7, 2), (8, 0), (9, 1)):
+        roster.registered(part, info(rank, 3))
+    assert roster.ready(9) is None
+    assert not roster.is_running
+    reason = "rank 0 (host:0), 2 (host:2) of the data-parallel group did not load within 9 s"
+    assert roster.not_loaded(9.0) == Ended(reason)
+    assert roster.lost(9, "has ended") is None
+    assert roster.closed == reason
+
+
 @given(st.integers(1, 4), st.lists(st.tuples(st.sampled_from(["left", "lost"]), st.integers(0, 3)), max_size=12))
 def test_a_formed_group_ends_once(size: int, events: list[tuple[str, int]]):
     roster = Roster(size, "g")

@@ -129,7 +129,7 @@ def test_the_chance_of_a_later_return_is_within_four_horizons() -> None:
     """Pauses of 4 s: ``MIN_SIGMA`` is the deviation of equal ones, and the horizon the shortest, 1 s."""
     resting = Resting(("read", 4.0))
     resting.rest("r", [0, 1], "read")
-    fit = resting.pauses.fits()["", "read"]
+    fit = resting.pauses.fits["", "read"]
     resting.pop(1)
     # Half of those which end do so within 4 s, the median.
     assert resting.free.chance_later == pytest.approx(fit.share / 2, rel=0.05)

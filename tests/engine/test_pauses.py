@@ -49,9 +49,7 @@ def test_a_session_is_seen_by_its_prefix_and_learned_from() -> None:
     assert pauses.end([10, 99], "key") is None
     assert pauses.end([10, 11, 12, 13, 14], "key") is pause
     assert (pause.num_repeated, session.num_turns) == (4, 1)
-    assert math.exp(pauses.fits()["key", "bash"].mean) == pytest.approx(5 * (3 / 5) ** (1 / 3)), (
-        "the prior counts twice"
-    )
+    assert math.exp(pauses.fits["key", "bash"].mean) == pytest.approx(5 * (3 / 5) ** (1 / 3)), "the prior counts twice"
     assert pauses.end([10, 11, 12, 13, 14], "key") is None, "it is over"
     assert pauses.named("r1", "bash") is None
 
@@ -63,7 +61,7 @@ def test_what_is_no_time_promises_nothing(within_s: float) -> None:
     begin(pauses, "r1")
     pause = pauses.named("r1", "bash", within_s)
     assert pause is not None
-    assert pause.fit is pauses.fits()["", "bash"]
+    assert pause.fit is pauses.fits["", "bash"]
     assert math.exp(pause.fit.mean) == pytest.approx(PRIOR_MEDIAN_S)
 
 
@@ -80,7 +78,7 @@ def test_a_slow_session_expects_more_than_its_tool() -> None:
         pauses.named(f"slow {number}", "bash")
         clock.advance(9.0)
         pauses.end([2], "")
-    fit = pauses.fits()["", "bash"]
+    fit = pauses.fits["", "bash"]
     assert math.exp(fit.mean) == pytest.approx(3.0, rel=0.15), "the mean of 1 s and 9 s"
     assert math.exp(fit.mean + slow.shift) == pytest.approx(9.0, rel=0.3)
 
@@ -94,7 +92,7 @@ def test_a_tool_that_never_returns_is_expected_less() -> None:
     for number in range(40, 80):
         begin(pauses, f"r{number}", mark=number + 1)
     assert pauses.counts.num_gone == 40
-    assert pauses.fits()["", ""].share < 0.05
+    assert pauses.fits["", ""].share < 0.05
     assert len(pauses) == 80, "they may return all the same"
     assert pauses.end([1], "") is not None
 
@@ -119,8 +117,8 @@ def test_a_key_that_lies_about_its_tools_misleads_itself_only(monkeypatch: pytes
         begin(pauses, f"r{number}", tenant, mark=number + 1)
         pauses.named(f"r{number}", f"tool {number}")
         pauses.end([number + 1], tenant)
-    assert len(pauses.fits()) == 40
-    assert max(sum(key == f"liar {n}" for key, _ in pauses.fits()) for n in range(4)) <= MAX_KINDS_OF_KEY
+    assert len(pauses.fits) == 40
+    assert max(sum(key == f"liar {n}" for key, _ in pauses.fits) for n in range(4)) <= MAX_KINDS_OF_KEY
     # No room is left for another key: nothing is learned of it, from it or from others.
     begin(pauses, "honest", "honest", mark=5000)
     pause = pauses.end([5000], "honest")
@@ -170,8 +168,8 @@ def test_what_is_learned_of_a_key_is_the_same_without_the_others(actions: list[t
         act(shared, clock, action, key, number, value)
         if key == "honest" or action == "wait":
             act(alone, alone_clock, action, key, number, value)
-    honest = {kind: repr(fit) for kind, fit in shared.fits().items() if kind[0] == "honest"}
-    assert honest == {kind: repr(fit) for kind, fit in alone.fits().items()}
+    honest = {kind: repr(fit) for kind, fit in shared.fits.items() if kind[0] == "honest"}
+    assert honest == {kind: repr(fit) for kind, fit in alone.fits.items()}
 
 
 def test_a_clock_that_goes_back_ends_pauses_at_once() -> None:
@@ -180,4 +178,4 @@ def test_a_clock_that_goes_back_ends_pauses_at_once() -> None:
     begin(pauses, "r1", mark=1)
     clock.advance(-100.0)
     assert pauses.end([1], "") is not None
-    assert math.isfinite(pauses.fits()["", ""].chance(-50.0, 1.0))
+    assert math.isfinite(pauses.fits["", ""].chance(-50.0, 1.0))

@@ -150,4 +150,4 @@ def test_news_of_requests_that_are_not_known_changes_nothing(request_id: str) ->
     turn(engine, "r1", list(range(3, 23)))
     engine.session_paused(request_id, "bash")
     assert engine.pauses is not None
-    assert list(engine.pauses.fits()) == [("", "")]
+    assert list(engine.pauses.fits) == [("", "")]

@@ -73,6 +73,10 @@ def test_the_answer_is_sure_only_above_the_simulators_error() -> None:
         "the margin of 10% is above the simulator's error of up to 4% in throughput (of first tokens up to 10%)"
     )
     assert answer.sureness_sentence(0.03, ACCURATE).startswith("not sure: the margin of 3% is within")
+    off = answer.sureness_sentence(0.03, Accuracy((0.04,), (0.1,), (), goodput=(-0.2, 0.66)))
+    assert (
+        "up to 4% in throughput (of first tokens up to 10%, of requests within the objectives up to 66 points)" in off
+    )
     doubtful = answer.sureness_sentence(margin, Accuracy((0.02,), (), (), (1, 3)))
     assert doubtful.startswith("not sure: the margin of 10% is above the simulator's error")
     assert doubtful.endswith("but it agreed with the machine on the faster of two arrangements for 1 of 3 loads")
@@ -104,7 +108,7 @@ def test_the_answer_names_decision_command_and_all_that_was_asked() -> None:
         {1: 1024},
     )
     load = fitted([Arrival(time_s=1.0, prompt_tokens=90, answer_tokens=20)], 1024, 100)
-    section = answer.section_of(options(9.0), load, advice, ACCURATE, "auto")
+    section = answer.section_of(options(9.0), load, advice, ACCURATE, "auto", "1P1D keeps more")
     assert section.title == "4 slots: together at your rate (2 requests/s), split as 1P3D above 5 requests/s"
     assert section.sentence == "Split: it wins."
     answers = dict(section.tables[0].rows)
@@ -135,7 +139,7 @@ def test_errors_and_agreement_of_the_simulator() -> None:
     def check(case: str, point: str, measured: float, simulated: float) -> dict[str, object]:
         sides = {"measured": measured, "simulated": simulated}
         figures = {
-            side: {"requests_per_s": 10 * value, "ttft_mean_s": value, "e2e_p50_s": value}
+            side: {"requests_per_s": 10 * value, "ttft_mean_s": value, "e2e_p50_s": value, "goodput": value / 4}
             for side, value in sides.items()
         }
         return {"case": case, "point": point, **figures}
@@ -147,6 +151,9 @@ def test_errors_and_agreement_of_the_simulator() -> None:
     found = accuracy_of(checks)
     assert found.throughput == pytest.approx((0.1, -0.1, 0.1, 1.0))
     assert found.worst_throughput == pytest.approx(1.0)
+    assert found.goodput == pytest.approx((0.025, -0.05, 0.075, 0.5))
+    assert found.worst_goodput == 0.5
+    assert "within the objectives by -5 to +50 points" in sentence_of(found)
     assert found.same_choice == (1, 2)
     assert "throughput by -10% to +100%" in sentence_of(found)
     assert sentence_of(accuracy_of([])).startswith("Not shown")
@@ -154,16 +161,20 @@ def test_errors_and_agreement_of_the_simulator() -> None:
 
 def test_the_link_that_hides_a_hand_off_carries_the_kv_in_the_time_of_the_prefill() -> None:
     # 1,000 tokens in 10 + 90 ms, 500 bytes each: 5 MB/s.
-    costs = Costs(step=StepCost(step_s=0.01, prefill_s=0.01, prefill_token_s=9e-5, pair_s=0.0), link_bytes_per_s=2.5e6)
-    assert link.hiding_bytes_per_s(500, costs, 1000) == pytest.approx(5e6, rel=1e-6)
-    section = link.section_of(500, costs, 128)
+    costs = Costs(
+        step=StepCost(step_s=0.01, prefill_s=0.01, prefill_token_s=9e-5, pair_s=0.0),
+        link_bytes_per_s=2.5e6,
+        token_bytes=500,
+    )
+    assert link.hiding_bytes_per_s(costs, 1000) == pytest.approx(5e6, rel=1e-6)
+    section = link.section_of(costs, 128)
     needed = 500 * 128 / (0.01 + 128 * 9e-5) / 1e6
     assert section.tables[0].rows == (("128", "0.06", "21.5", f"{needed:.3g}", "0.0238", "26.10"),)
     assert "does not hide hand-offs" in section.sentence
-    fast = Costs(step=costs.step, link_bytes_per_s=1e9)
-    assert "that was measured here has 1e+03 MB/s" in link.section_of(500, fast, 128).sentence
-    assert "and hides hand-offs" in link.section_of(500, fast, 128).sentence
-    assert "The link was not measured" in link.section_of(500, fast, 128, is_measured=False).sentence
+    fast = msgspec.structs.replace(costs, link_bytes_per_s=1e9)
+    assert "that was measured here has 1e+03 MB/s" in link.section_of(fast, 128).sentence
+    assert "and hides hand-offs" in link.section_of(fast, 128).sentence
+    assert "The link was not measured" in link.section_of(fast, 128, not_measured=["link_bytes_per_s"]).sentence
 
 
 def test_a_certified_link_is_compared_by_its_best_bandwidth(tmp_path: Path) -> None:

@@ -88,6 +88,17 @@ def test_turns_beside_other_processes_are_named() -> None:
     assert note.startswith("1 of 2 turns were taken while other processes used more than 0.3 cores (up to 1.2)")
 
 
+def test_cases_are_compared_by_calm_rounds_if_both_have_two() -> None:
+    stolen = {"stolen_cores": 0.04}
+    rough = [row("a", 3, 0.4, **stolen), row("b", 3, 0.5, **stolen)]
+    assert only([*APART, *rough]).rounds == only(APART).rounds
+    # One calm round of b is not enough, and calm rounds of a are not compared with rough ones of b.
+    rows = [*APART[:3], APART[3] | stolen, *rough]
+    assert only(rows).rounds == ((0.1, 0.11, 0.4), (0.2, 0.22, 0.5))
+    (note,) = failures(rows)
+    assert note.startswith("In 3 of 6 turns this machine's host kept more than 0.005 cores from it (steal, up to 0.04)")
+
+
 def test_tables_and_lines_have_the_medians_of_the_rounds() -> None:
     rows = [{**one, "rate": 2.0, "ttft_p50_s": 0.05} for one in APART]
     rows += [{**one, "rate": 1.0, "point": "1 requests/s", "ttft_p50_s": 0.05} for one in CLOSE]

@@ -11,13 +11,14 @@ import msgspec
 import pytest
 
 from kvrelay.bench.progress import ProgressBar
+from kvrelay.certify.servers import LOG_TAIL, NotStartedError
 from kvrelay.errors import FatalError
 from kvrelay.evaluate import workbench
 from kvrelay.evaluate.calibration import Basis
-from kvrelay.evaluate.journal import Journal
+from kvrelay.evaluate.journal import NAME, Journal
 from kvrelay.evaluate.load import Point, fitted
 from kvrelay.evaluate.options import EvaluateOptions
-from kvrelay.evaluate.plan import Pace, Plan, Share
+from kvrelay.evaluate.plan import Pace, Plan, Share, Wish
 from kvrelay.evaluate.sections import groups
 from kvrelay.evaluate.workbench import NO_TIME, REPLICAS, SPLIT, PartBar, Workbench, why_of
 from kvrelay.simulate.advise import Advice
@@ -52,7 +53,7 @@ def bench(folder: Path, *, is_held: bool, requests: dict[str, int] | None = None
     load = fitted([Arrival(time_s=0.0, prompt_tokens=8, answer_tokens=8)], 1024, 4096)
     plan = Plan((Share("loads", requests or {"low": 6, "high": 12}, 1.0),), is_held)
     found = Workbench(options, load, Journal(folder, {}, resumes=resumes), PartBar(ProgressBar(None)))
-    return found.with_plan(options, load, 1, Pace(1.0, 1.0, 1.0, 1.0), plan)
+    return found.calibrated(options, load, 1, Pace(1.0, 1.0, 1.0, 1.0)).with_plan(plan)
 
 
 def test_each_round_starts_each_server_and_every_other_one_goes_backwards(tmp_path: Path, done: list[str]) -> None:
@@ -83,6 +84,24 @@ def test_a_point_that_the_plan_leaves_out_is_not_sent_and_says_so(tmp_path: Path
     assert [(row["case"], row["point"]) for row in rows if NO_TIME in row["error"]] == [("cost", "2 requests/s")] * 2
 
 
+def test_a_later_run_takes_what_was_left_out_and_keeps_what_was_begun(tmp_path: Path, done: list[str]) -> None:
+    wish = Wish("loads", 1, (LOW, HIGH))
+    first = bench(tmp_path, is_held=False, requests={"low": 6})
+    assert first.rest_of(wish) == wish
+    first.rows("loads", [SPLIT], [LOW, HIGH])
+    assert first.rest_of(wish).points == (HIGH,)
+    # As if it had been interrupted before its last turn.
+    lines = (tmp_path / NAME).read_bytes().splitlines(keepends=True)
+    (tmp_path / NAME).write_bytes(b"".join(lines[:-1]))
+    done.clear()
+    later = bench(tmp_path, is_held=False, requests={"low": 7, "high": 12}, resumes=True)
+    assert later.rest_of(wish) == wish
+    rows = later.rows("loads", [SPLIT], [LOW, HIGH])
+    assert [what for what in done if not what.startswith("start")] == ["high 1: 12", "high 2: 12", "low 2: 6"]
+    assert {row["error"] for row in rows} == {""}
+    assert later.rest_of(wish).points == ()
+
+
 def test_nothing_begins_that_would_end_after_the_budget(tmp_path: Path, done: list[str]) -> None:
     late = bench(tmp_path, is_held=False)
     late.ends_s = 0.0
@@ -96,16 +115,23 @@ def test_nothing_begins_that_would_end_after_the_budget(tmp_path: Path, done: li
 
 
 @pytest.mark.parametrize(
-    ("message", "why"),
+    ("output", "why"),
     [
-        ("kvrelay serve m did not start: kvrelay: tp 2 is wrong kvrelay: worker 0 ended", "tp 2 is wrong"),
-        ("kvrelay serve m did not start: a log of vLLM kvrelay: vLLM refuses it kvrelay: worker 0", "vLLM refuses it"),
-        ("kvrelay serve m did not start: Segmentation fault", "kvrelay serve m did not start: Segmentation fault"),
-        ("no worker answers", "no worker answers"),
+        ("kvrelay: tp 2 is\nwrong\nkvrelay: worker 0 ended", "tp 2 is wrong"),
+        ("a log of vLLM\nkvrelay: vLLM refuses it\nkvrelay: worker 0", "vLLM refuses it"),
+        (
+            "kvrelay: the first\n" + "and a log\n" * 1000 + "kvrelay: worker 0",
+            ("the first" + " and a log" * 90)[:LOG_TAIL],
+        ),
+        ("Segmentation fault", "kvrelay serve m did not start: Segmentation fault"),
     ],
 )
-def test_a_server_that_did_not_start_says_why_in_its_own_words(message: str, why: str) -> None:
-    assert why_of(FatalError(message)) == why
+def test_a_server_that_did_not_start_says_why_in_its_own_words(output: str, why: str) -> None:
+    assert why_of(NotStartedError(["m"], output)) == why
+
+
+def test_any_other_error_is_told_by_its_message() -> None:
+    assert why_of(FatalError("no worker answers")) == "no worker answers"
 
 
 def test_an_engine_without_groups_starts_none_and_the_section_says_so(tmp_path: Path, done: list[str]) -> None:

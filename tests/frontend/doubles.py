@@ -92,6 +92,8 @@ class Script:
     """The output that begins with this token is lost on its way."""
     repeat: bool = False
     """Everything is said twice."""
+    splits: bool = False
+    """Tokens that come at once are outputs of their own, in one message."""
     waits_for_prefill_lost: bool = False
     """The decode half of a pair that gets no KV: it begins when it hears that its prefill worker is lost."""
 
@@ -187,14 +189,24 @@ class FakeWorker:
             output = TokenOutput(
                 request.request_id, tokens, reason, num_cached_tokens=cached, position=first, decision=decision
             )
+            outputs = _one_by_one(output) if script.splits else [output]
             for _ in range((first != script.lose_at) * (1 + script.repeat)):
-                self._send(peer, output)
+                self._send(peer, *outputs)
             if reason is not None or is_half:
                 return
             await asyncio.sleep(script.delay_s)
 
-    def _send(self, peer: Peer, output: TokenOutput) -> None:
-        self.server.send(peer, OutputBatch((output,)))
+    def _send(self, peer: Peer, *outputs: TokenOutput) -> None:
+        self.server.send(peer, OutputBatch(outputs))
+
+
+def _one_by_one(output: TokenOutput) -> list[TokenOutput]:
+    parts = [
+        msgspec.structs.replace(output, token_ids=(token,), finish_reason=None, position=output.position + at)
+        for at, token in enumerate(output.token_ids)
+    ]
+    parts[-1] = msgspec.structs.replace(parts[-1], finish_reason=output.finish_reason)
+    return parts
 
 
 class FakeCluster:

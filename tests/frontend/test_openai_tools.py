@@ -81,13 +81,34 @@ async def test_the_worker_hears_which_tools_a_session_waits_for(model_dir: Path,
         assert len(worker.paused) == 3, "nothing is known of this one"
 
 
-@pytest.mark.parametrize("hints", [{"retain_s": -1}, {"retain_s": 1e9}, {"retain": 3}, {"tool": 3}, {"release": 1}, 3])
+@pytest.mark.parametrize("hints", [{"retain_s": -1}, {"retain_s": 1e9}, {"retain": 3}, {"tool": 3}, {"prefetch": 1}, 3])
 async def test_bad_hints_are_refused_by_name(model_dir: Path, hints: object) -> None:
     async with running(model_dir, script("x")) as cluster, client(cluster) as api:
         with pytest.raises(openai.BadRequestError) as refused:
             await api.chat.completions.create(model="tiny", messages=[USER], extra_body={"kv_hints": hints})
         assert "kv_hints" in str(refused.value.body)
         assert not cluster.workers["w0"].requests
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_a_prefetch_asks_the_worker_for_no_answer(model_dir: Path, is_streamed: bool) -> None:
+    bodies: dict[str, dict[str, object]] = {
+        "/v1/completions": {"prompt": "x", "min_tokens": 2},
+        CHAT: {"messages": [USER], "tools": TOOLS, "max_tokens": 5},
+        "/v1/responses": {"input": "x"},
+        "/v1/messages": {"messages": [USER], "max_tokens": 5},
+    }
+    async with running(model_dir, script("never said")) as cluster:
+        assert cluster.frontend is not None
+        port, worker, hints = cluster.frontend.port, cluster.workers["w0"], {"prefetch": True, "tool": "bash"}
+        for path, body in bodies.items():
+            answer = await send(port, "POST", path, {**body, "model": "tiny", "kv_hints": hints, "stream": is_streamed})
+            assert (answer.status, b"never" in answer.body) == (200, False)
+        assert [request.sampling.max_tokens for request in worker.requests] == [0] * 4
+        assert all(request.sampling.is_prefetch for request in worker.requests)
+        scored = await send(port, "POST", "/v1/completions", {"prompt": "x", "echo": True, "kv_hints": hints})
+        assert (scored.status, scored.error["param"]) == (400, "kv_hints")
+        assert not worker.paused, "the worker knows what a prefetch waits for"
 
 
 @pytest.mark.parametrize("per_output", [1, 4, 1000])

@@ -31,6 +31,8 @@ WORKER: dict[str, Any] = {
     "age_s": 0.5,
     "cpu_cores": 0.25,
     "rss_bytes": 1536 * 2**20,
+    "drafted_tokens": 1000,
+    "accepted_tokens": 620,
 }
 UNHEARD = dict.fromkeys(WORKER) | {"id": "d9", "role": "decode", "state": "unreached"}
 REQUEST: dict[str, Any] = {
@@ -101,6 +103,7 @@ def test_everything_is_there() -> None:
         "prefills: 5 remote\n",
         "hand-offs: 5, each 30.0 ms  2.0 ms until claimed  KV - after the prefill",
         "prompts: 4,000 tokens, 25% cached  64 read from host",
+        "speculation: 62% of 1,000 drafted tokens accepted\n",
         "sessions: 9 paused at workers  4 returned in 1 min",
         "0.25 1,536 MiB",
     ):

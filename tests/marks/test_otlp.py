@@ -32,7 +32,7 @@ from kvrelay.marks.run_queue import RunQueue
 from kvrelay.marks.trace import Trace
 from kvrelay.marks.trace_context import TraceContext, followed
 from kvrelay.marks.travel import ProcessMarks, encode
-from kvrelay.marks.waterfall import Estimates, Moved, Process, Span, Waterfall, waterfall
+from kvrelay.marks.waterfall import Drafts, Estimates, Moved, Process, Span, Waterfall, waterfall
 
 TRACE_ID, PARENT_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 TRACEPARENT = f"00-{TRACE_ID}-{PARENT_ID}-01"
@@ -67,6 +67,7 @@ SHOWN = Waterfall(
     unattributed_ms=5.0,
     estimates=Estimates(0.3, 0.2),
     transfer=Moved(4096, 8),
+    drafts=Drafts(18, 5),
 )
 
 
@@ -214,6 +215,8 @@ def test_the_attributes_have_the_names_of_the_conventions_and_those_of_vllm() ->
         "kvrelay.estimate.remote": 0.2,
         "kvrelay.transfer.bytes": 4096,
         "kvrelay.transfer.descriptors": 8,
+        "kvrelay.speculation.drafted_tokens": 18,
+        "kvrelay.speculation.accepted_tokens": 5,
     }
     assert {each.key for each in resource_spans(SHOWN, TraceContext.of(""))[0].scope_spans[0].spans[0].attributes} == (
         set(found)

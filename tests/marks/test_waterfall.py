@@ -19,7 +19,7 @@ from kvrelay.marks.run_queue import RunQueue
 from kvrelay.marks.text import text_of
 from kvrelay.marks.trace import MAX_ATTEMPTS, MAX_TRACE_BYTES, Trace
 from kvrelay.marks.travel import MAX_BYTES, ProcessMarks, decode, encode
-from kvrelay.marks.waterfall import Waterfall, waterfall
+from kvrelay.marks.waterfall import Drafts, Waterfall, waterfall
 
 P = Phase
 
@@ -358,3 +358,12 @@ def test_a_span_is_a_bar() -> None:
     assert line.count("█") == 24
     assert line.index("█") > 60
     assert "unattributed: 0.00 ms" in text
+
+
+def test_the_drafts_of_an_answer_are_counted() -> None:
+    own = (5, P.TAKEN_IN), (8, P.PREFILL_STARTED), (28, P.SAMPLED), (29, P.SENT)
+    shown = _answered(Scene(), 30, *own, (97, P.DRAFTED, 18.0), (97, P.ACCEPTED, 5.0))
+    assert shown.drafts == Drafts(18, 5)
+    assert "speculation: 18 tokens drafted, 5 accepted" in text_of(shown)
+    assert shown.spans == _answered(Scene(), 30, *own).spans
+    assert _answered(Scene(), 30, *own).drafts is None

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrelay.core.step_cost import MAX_CHUNK_TOKENS, MAX_COST_S, MIN_CHUNK_TOKENS, StepCost, StepWork
+from kvrelay.core.step_cost import MAX_CHUNK_TOKENS, MAX_COST_S, MIN_CHUNK_TOKENS, StepCost, StepWork, median_cost
 from kvrelay.placement.cost_model import (
+    MANY_DECODES,
     MANY_STEPS,
     MAX_SPREAD,
     PRIOR_SPREAD,
@@ -312,3 +313,37 @@ def test_a_remote_model_that_begins_anew_has_no_scatter_yet() -> None:
     for _ in range(20):
         model.add(1000, 0.0, 5.0, 2.0)
     assert model.spread < PRIOR_SPREAD
+
+
+def test_the_tokens_of_a_step_are_learnt_from_what_is_accepted() -> None:
+    model, work = StepCostModel(), StepWork(0, 0, 8, 800)
+    model.add(work, 0.01)
+    assert model.cost.tokens_per_step == 1.0
+    model.add(StepWork(0, 0, 8, 800, 12), 0.01)
+    model.add(StepWork(64, 0, 4, 400, 10), 0.01)
+    assert model.cost.tokens_per_step == 1.0 + 22 / 20
+    assert model.cost.token_seconds(work) == model.cost.step_seconds(work) / 2.1
+
+
+def test_tokens_of_long_ago_count_less() -> None:
+    """After MANY_DECODES with an accepted token each, four times as many without one halve the sums eight times."""
+    model = StepCostModel(StepCost(tokens_per_step=3.0))
+    assert model.cost.tokens_per_step == 3.0, "the prior, until a token is accepted"
+    for num_accepted, num_steps in ((64, MANY_DECODES // 64), (0, 4 * MANY_DECODES // 64)):
+        for _ in range(num_steps):
+            model.add(StepWork(0, 0, 64, 640, num_accepted), 0.01)
+        if num_accepted:
+            assert model.cost.tokens_per_step == 2.0
+    assert 1.0 < model.cost.tokens_per_step < 1.0 + 1 / 64
+
+
+@pytest.mark.parametrize("tokens", [0.0, 0.99, -2.0, math.nan, math.inf, 1001.0])
+def test_a_step_yields_a_token_at_least_and_no_thousands(tokens: float) -> None:
+    assert not StepCost(tokens_per_step=tokens).is_sound
+    assert StepCost(tokens_per_step=2.4).is_sound
+
+
+def test_workers_that_decode_tell_the_tokens_of_a_step() -> None:
+    drafting = [("decode", StepCost(step_s=0.01, tokens_per_step=tokens)) for tokens in (2.0, 2.4)]
+    cost, missing = median_cost([("prefill", StepCost(prefill_s=0.02)), *drafting])
+    assert (cost.tokens_per_step, cost.step_s, cost.prefill_s, missing) == (2.2, 0.01, 0.02, ())

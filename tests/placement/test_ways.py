@@ -203,3 +203,13 @@ def test_a_chunk_is_cut_as_the_decode_workers_scheduler_cuts_it() -> None:
     found = ways(half([0], cost), half([0], cost, **RUNNING), objectives=Objectives(10.0, 0.05))
     assert found.local is not None
     assert found.local.first_token_s == pytest.approx(BEGUN_S + 0.1 + 3 * 0.001)
+
+
+def test_the_tokens_of_the_step_after_a_transfer_come_together() -> None:
+    """Four may take four objectives: 0.15 s less are late."""
+    running, tight = {"num_requests": [100.0], "context_tokens": [8000.0]}, Objectives(10.0, 0.05)
+    four = msgspec.structs.replace(COST, tokens_per_step=4.0)
+    one, other = (ways(half([0]), half([0], cost, **running), 0.4, tight).pair for cost in (COST, four))
+    assert one is not None
+    assert other is not None
+    assert one.cost - other.cost == pytest.approx(LATE * 0.15 * 10.0 / 0.05)

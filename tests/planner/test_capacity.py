@@ -35,6 +35,7 @@ costs = st.builds(
     pair_s=st.floats(0.0, 1e-7),
     decode_s=st.floats(0.0, 1e-2),
     context_s=st.floats(0.0, 1e-6),
+    tokens_per_step=st.floats(1.0, 8.0),
 )
 
 
@@ -121,3 +122,13 @@ def test_a_worker_that_does_both_pulls_prefills_into_its_answers() -> None:
 
 def test_nothing_takes_requests_without_a_decode_worker() -> None:
     assert late(Shape(3, 0), 1.0, 100, 10) == OBJECTIVES.horizon_s
+
+
+def test_steps_of_several_tokens_carry_as_many_times_the_answers() -> None:
+    """2.5 tokens a step: as many answers run at once at 2.5 times the rate, and each is done 2.5 times as fast."""
+    load = Load(requests_per_s=2.0, uncached_tokens=0.0, prompt_tokens=1000, answer_tokens=200)
+    drafting = msgspec.structs.replace(WORKER, cost=msgspec.structs.replace(COST, tokens_per_step=2.5))
+    one = assess(Shape(both=1), load, WORKER, OBJECTIVES)
+    other = assess(Shape(both=1), msgspec.structs.replace(load, requests_per_s=5.0), drafting, OBJECTIVES)
+    assert one.itl_s > COST.step_s
+    assert (other.itl_s, other.drain_s) == pytest.approx((one.itl_s / 2.5, one.drain_s / 2.5))

@@ -79,6 +79,8 @@ def test_a_decode_costs_what_it_adds_to_the_others() -> None:
     assert beside == pytest.approx(400 * 10 * 5e-4)
     long = StepCost(decode_s=0.0, context_s=1e-8)
     assert decode_seconds(1000, 400, load, costs(long, long))[1] == pytest.approx(400 * 10 * 1e-8 * 1200)
+    drafting = StepCost(decode_s=5e-4, context_s=0.0, tokens_per_step=2.5)
+    assert decode_seconds(1000, 400, load, costs(COST, drafting))[1] == pytest.approx(160 * 10 * 5e-4)
 
 
 def test_a_faster_worker_gets_more_of_the_load() -> None:
@@ -143,7 +145,7 @@ def test_the_scores_of_few_and_of_many_workers_are_the_same_numbers(size: int) -
     policy = build_policy(RouterConfig(overlap_weight=0.9))
     for scale in (0.0, 1.0, 1e300):
         columns = {name: scale * rng.random(size) for name in LoadColumns.__struct_fields__}
-        known = CostColumns(*(scale * rng.random(size) for _ in CostColumns.__struct_fields__))
+        known = CostColumns(*(scale * rng.random(size) for _ in range(6)), 1.0 + 3.0 * rng.random(size))
         candidates = Candidates(2460, BLOCK, np.floor(200 * rng.random(size)), LoadColumns(**columns), known, 8.5)
         with np.errstate(over="ignore"):
             assert np.array_equal(policy.scores(candidates), -policy.seconds(candidates).total)

@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from tests.system.serving import Serve, kvrelay
 
@@ -221,3 +222,14 @@ def test_a_running_cluster_is_calibrated(tmp_path: Path) -> None:
     assert costs.token_bytes != Costs().token_bytes
     simulated = kvrelay("simulate", "--load", "poisson:num=3", "--costs", str(path))
     assert "3 of 3 requests answered" in simulated.stdout, simulated.stderr
+
+
+def test_tokens_that_come_together_are_of_one_step() -> None:
+    """The workers' costs say how many a step yields; the gaps between those of two steps say what lies between."""
+    step = msgspec.structs.replace(STEP, tokens_per_step=2.0)
+    stream = synthetic(64).streams[0]
+    both = Stream(64, tuple(at_s for at_s in stream.tokens_s for _ in range(2)))
+    load = {"step_cost": msgspec.to_builtins(step), "kv_total_blocks": 100}
+    costs = fit(workers(load=load), [Phase((both,), Counters())], "").costs
+    assert costs.step == step
+    assert costs.between_steps_s == pytest.approx(0.002, rel=0.01)

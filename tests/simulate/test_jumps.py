@@ -57,7 +57,7 @@ def random_case(seed: int) -> tuple[ClusterSpec, list[Arrival], Costs]:
         )
     is_even = rng.random() < 0.4
     costs = Costs(
-        step=SMALL_STEP,
+        step=msgspec.structs.replace(SMALL_STEP, tokens_per_step=1.0 + seed % 3),
         spread=0.0 if is_even else 0.2,
         prefill_spread=rng.choice([0.0, 0.0 if is_even else 0.4]),
         hop_s=0.0 if is_even else 0.0003,

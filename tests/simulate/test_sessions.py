@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvrelay.config import DisaggConfig, EngineConfig
+from kvrelay.config import DisaggConfig, EngineConfig, TiersConfig
 from kvrelay.core.step_cost import StepCost
 from kvrelay.simulate.cluster import ClusterSpec
 from kvrelay.simulate.costs import Costs
@@ -30,3 +30,23 @@ def test_each_turn_counts_once_at_the_worker_that_answers_it() -> None:
     assert any(worker.core.pauses is not None and len(worker.core.pauses) for worker in halves), (
         "they learn all the same"
     )
+
+
+def test_turns_that_were_prefetched_wait_for_no_load_and_compute_no_more() -> None:
+    """Host memory for all, from which a token comes in a sixth of the time that computing it takes."""
+    later_s, computed = [], []
+    for prefetch_s in (0.0, 0.3):
+        load = generated_arrivals(
+            f"agents:sessions=24,calls=12,tools=3,prompt=2000,answer=20,cached=0.9,rate=0.5,prefetch={prefetch_s}", 1
+        )
+        spec = ClusterSpec(
+            both=1, engine=EngineConfig(num_blocks=1200, block_size=16), tiers=TiersConfig(host_kv_cache="64GiB")
+        )
+        costs = Costs(step=StepCost(prefill_token_s=6e-5), host_bytes_per_s=131072 / 1e-5)
+        result = Simulation(spec, load, costs).run()
+        assert len(result.done) == len(load)
+        waits_s = [request.ttft_s for arrival, request in zip(load, result.requests) if arrival.after is not None]
+        later_s.append(sum(waits_s) / len(waits_s))
+        computed.append(result.num_computed_tokens)
+    assert later_s[1] < 0.9 * later_s[0]
+    assert computed[1] < computed[0]

@@ -267,3 +267,17 @@ def test_the_router_policy_is_the_clusters() -> None:
     spec = ClusterSpec(both=3, engine=ENGINE, router=RouterConfig(router="round-robin"))
     workers = [request.worker_id for request in simulate(spec, arrivals, EXACT).requests]
     assert workers == ["b0", "b1", "b2"] * 3
+
+
+def test_steps_of_several_tokens_are_simulated_one_by_one_in_their_time() -> None:
+    """Four tokens in a step of 10 ms, and 1 ms until the next one: a token each 2.75 ms. A step with 100 prompt tokens
+    takes 20 ms, of which its other three tokens take 7.5 ms later; if no answer runs it takes all of them at once."""
+    costs = msgspec.structs.replace(EXACT, step=msgspec.structs.replace(STEP, tokens_per_step=4.0))
+    arrivals = [Arrival(time_s=1.0, prompt_tokens=200, answer_tokens=9)]
+    request = simulate(ClusterSpec(both=1, engine=ENGINE), arrivals, costs).requests[0]
+    assert request.ttft_s == pytest.approx(0.0005 + 0.002 + 0.03 + 0.002)
+    assert list(request.gaps_s()) == pytest.approx([0.00275] * 8)
+    times = FittedStepTime(costs, "a")
+    beside = [times(work, 0.0) for work in (StepWork(100, 0, 1, 10), *[StepWork(0, 0, 1, 10)] * 3)]
+    assert beside == pytest.approx([0.0125, 0.0025, 0.0025, 0.0025])
+    assert times(StepWork(100, 0, 0, 0), 0.0) == pytest.approx(0.02)

@@ -6,6 +6,7 @@ A scenario yields its name and the counts of one unit: a step, a request, a chun
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import re
 import socket
@@ -342,9 +343,13 @@ def is_whole(answer: bytes) -> bool:
 
 @contextmanager
 def standing_still() -> Iterator[None]:
-    """The clocks that the event loop and the package read. No timer runs."""
-    now_s = time.monotonic()
-    with mock.patch("time.monotonic", return_value=now_s), mock.patch.object(MonotonicClock, "now", return_value=now_s):
+    """The clocks that the event loop and the package read: each look is 100 ns after the one before, since outputs that
+    come at one time are taken for those of one step. No timer runs."""
+    looks = itertools.count(time.monotonic(), 1e-7)
+    with (
+        mock.patch("time.monotonic", side_effect=looks.__next__),
+        mock.patch.object(MonotonicClock, "now", side_effect=looks.__next__),
+    ):
         yield
 
 

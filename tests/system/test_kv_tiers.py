@@ -98,6 +98,33 @@ def test_evicted_prompts_are_loaded_and_everything_tells_of_it(server: Serve) ->
     until(server.is_idle)
 
 
+def prefetch(server: Serve, number: int) -> int:
+    """How many tokens are in the pool because of it."""
+    body = {"prompt": prompt(number), "kv_hints": {"prefetch": True}}
+    request = urllib.request.Request(
+        f"{server.url}/v1/completions", json.dumps(body).encode(), {"content-type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=120) as answer:
+        told: dict[str, Any] = json.loads(answer.read())
+    assert (told["choices"][0]["text"], told["usage"]["completion_tokens"]) == ("", 0)
+    return num_cached(told)
+
+
+def test_a_prompt_that_was_prefetched_waits_for_no_load(server: Serve) -> None:
+    for number in PROMPTS:
+        ask(server, number)
+    until(server.is_idle)
+    num_loaded = 0
+    for number in PROMPTS:
+        num_tokens = prefetch(server, number)
+        told, _ = ask(server, number, **{"x-kvrelay-waterfall": "1"})
+        if num_tokens:  # else it was there, or computing it seemed to take no longer
+            num_loaded += 1
+            assert num_cached(told) >= num_tokens
+            assert "load" not in {span["phase"] for span in told["kvrelay_waterfall"]["spans"]}
+    assert num_loaded
+
+
 def test_prefixes_outlive_a_worker_that_is_killed(server: Serve) -> None:
     for number in PROMPTS:
         ask(server, number)

@@ -192,7 +192,16 @@ def worker(name: str, role: WorkerRole, number: int, **changes: object) -> Worke
 
 WORKERS = [
     worker("p0", WorkerRole.PREFILL, 2),
-    worker("d0", WorkerRole.DECODE, 4, after_crash="exit code 70", adapters=("sql@1",)),
+    worker(
+        "d0",
+        WorkerRole.DECODE,
+        4,
+        after_crash="exit code 70",
+        adapters=("sql@1",),
+        drafted_tokens=1234,
+        accepted_tokens=617,
+        tokens_per_step=2.4,
+    ),
     worker("d1", WorkerRole.DECODE, 6),
     worker("r1", WorkerRole.DECODE, 8, dp_group="g", dp_rank=1),
     worker("r0", WorkerRole.DECODE, 1, dp_group="g", dp_rank=0),
@@ -211,7 +220,8 @@ CELLS = {
 }
 D0 = (
     "d0: ready, decode, m, mock on box, reported 0.5 s ago · 4 of 64 running, 5 waiting · KV 40 of 100 blocks, demand "
-    "85 % · 6 prompt tokens to compute (750 ms) · 1,004 prompt and 2,004 answer tokens/s · prefix hits 35 % · adapters "
+    "85 % · 6 prompt tokens to compute (750 ms) · 1,004 prompt and 2,004 answer tokens/s · prefix hits 35 % · "
+    "50 % of 1,234 drafted tokens accepted, 2.4 tokens a step · adapters "
     "sql@1 · 0.95 cores, 512 MiB of memory · restarted after exit code 70 · kvrelay 1.0"
 )
 TIMES = [

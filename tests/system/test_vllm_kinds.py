@@ -12,6 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
 from tests.patience import until
@@ -52,8 +53,15 @@ between one rank and two, without any hand-off, and with its NIXL connector, so 
 HAS_FP8 = torch.backends.cpu.get_cpu_capability() == "AVX512"
 
 
-def _ask(model: Path | None, flags: tuple[str, ...], expected: Asked, *, at_once: bool) -> dict[str, Any]:
-    """Returns a decode worker's status."""
+def _ask(
+    model: Path | None,
+    flags: tuple[str, ...],
+    expected: Asked,
+    *,
+    at_once: bool,
+    look: Callable[[Serve], None] = lambda server: None,
+) -> dict[str, Any]:
+    """Returns a decode worker's status, after a ``look`` at the idle cluster."""
     chosen = () if model is None else (str(model),)
     with Serve((*chosen, *SPLIT, *flags)) as server:
         for number, order in enumerate(ORDERS, 1):
@@ -65,6 +73,7 @@ def _ask(model: Path | None, flags: tuple[str, ...], expected: Asked, *, at_once
             # One may be overtaken by blocks that the decode worker has by then.
             assert num_remote >= number * NUM_ASKED - 2, server.workers("decode")
         until(server.is_idle)
+        look(server)
         return server.workers("decode")[0]
 
 
@@ -190,9 +199,28 @@ def test_speculation(asked: list[Asked], drafter: str, way: str) -> None:
     arguments = json.dumps({"block_size": 32, "speculative_config": DRAFTERS[drafter]})
     block_size = ("--block-size", "32") if way == "kvrelay" else ()
     flags = ("--dtype", "float32", "--engine-args", arguments, *EAGER, *block_size, *WAYS[way])
-    decode = _ask(None, flags, some, at_once=False)
-    drafts = decode["drafts"]
+    num_answers = len(ORDERS) * NUM_ASKED
+    told: list[dict[str, int]] = []
+
+    def look(server: Serve) -> None:
+        """Each answer has 23 or 24 tokens from decode steps, and up to three that its end cuts off. The last steps are
+        taken in within a second."""
+        accepted = server.workers("decode")[0]["drafts"]["num_accepted_tokens"]
+        least, most = num_answers * (NUM_TOKENS - 1) - accepted, num_answers * (NUM_TOKENS + 4) - accepted
+
+        def per_step() -> float:
+            found: float = server.workers("decode")[0]["load"]["step_cost"]["tokens_per_step"]
+            return found
+
+        until(lambda: 1.0 + accepted / most <= per_step() <= 1.0 + accepted / least)
+        listed = httpx.get(f"{server.url}/debug/requests", params={"limit": 100}).json()["requests"]
+        shown = (httpx.get(f"{server.url}/debug/requests/{each['id']}").json() for each in listed)
+        told.extend(each["drafts"] for each in shown if each["drafts"])
+
+    drafts = _ask(None, flags, some, at_once=False, look=look)["drafts"]
     assert 0 < drafts["num_accepted_tokens"] <= drafts["num_draft_tokens"] <= 3 * drafts["num_drafts"]
+    assert sum(each["drafted"] for each in told) == drafts["num_draft_tokens"]
+    assert sum(each["accepted"] for each in told) == drafts["num_accepted_tokens"]
 
 
 def test_a_drafters_own_kv_is_refused_by_the_connector_that_does_not_copy_it(vllm_files: None) -> None:

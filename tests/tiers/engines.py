@@ -67,11 +67,19 @@ class TieredEngine:
         return [answers[name] for name in names]
 
     def add(
-        self, prompt: Sequence[int], *, max_tokens: int = 6, mode: PrefillMode = PrefillMode.LOCAL, tenant: str = ""
+        self,
+        prompt: Sequence[int],
+        *,
+        max_tokens: int = 6,
+        mode: PrefillMode = PrefillMode.LOCAL,
+        tenant: str = "",
+        is_prefetch: bool = False,
     ) -> str:
         self._number += 1
         name = f"r{self._number}"
-        sampling = SamplingParams(max_tokens=max_tokens, cache_salt=tenant or None)
+        sampling = SamplingParams(
+            max_tokens=0 if is_prefetch else max_tokens, cache_salt=tenant or None, is_prefetch=is_prefetch
+        )
         self.core.add_request(Request(name, list(prompt), sampling, mode=mode, tenant=tenant))
         return name
 

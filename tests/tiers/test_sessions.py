@@ -63,22 +63,33 @@ def test_what_a_session_repeats_is_counted_by_the_place_where_it_was() -> None:
     assert sessions.counts.num_missed == 1
 
 
-def part_found(retention: Literal["value", "recency"], num_sessions: int, num_slots: int, num_floods: int) -> float:
+def part_found(
+    retention: Literal["value", "recency"],
+    num_sessions: int,
+    num_slots: int,
+    num_floods: int,
+    *,
+    prefetches: bool = False,
+) -> float:
     """Of the prompts of a key whose sessions, of 16 blocks each, take turns: the part that is found while another key
     floods. Its prompts, of 11 blocks, return one after the other, ``num_floods`` of them for ever, two between two
-    turns; or, if that is 0, at once, and never again. The pool has room for one and a half sessions."""
+    turns; or, if that is 0, at once, and never again. The pool has room for one and a half sessions. ``prefetches``:
+    after each of them the other key also asks for a prefetch of an earlier one, which does not follow."""
     engine = TieredEngine(
         lambda shape: [HostStore(PrivateMemory(host_bytes(num_slots, shape)), shape)],
         num_blocks=24,
         retention=retention,
     )
 
-    def num_found(prompt: list[int], tenant: str) -> int:
+    def num_found(prompt: list[int], tenant: str, *, is_prefetch: bool = False) -> int:
         before = engine.core.stats().num_prefill_tokens
-        engine.add(prompt, max_tokens=4, tenant=tenant)
+        engine.add(prompt, max_tokens=4, tenant=tenant, is_prefetch=is_prefetch)
         engine.run()
         assert engine.tiers.settle(60.0)
         return len(prompt) - (engine.core.stats().num_prefill_tokens - before)
+
+    def flood_of(seed: int) -> list[int]:
+        return [(131 * seed + 7 * at) % 480 + 3 for at in range(40)]
 
     found, number = 0, 0
     for turn in range(5 * num_sessions):
@@ -87,20 +98,24 @@ def part_found(retention: Literal["value", "recency"], num_sessions: int, num_sl
         found += num_found([*session, turn + 3], "honest") * (turn >= 3 * num_sessions)
         for _ in range(2 if num_floods else 1):
             seed = number % num_floods if num_floods else number // 2
-            num_found([(131 * seed + 7 * at) % 480 + 3 for at in range(40)] + [number + 3] * (number % 2), "flood")
+            num_found(flood_of(seed) + [number + 3] * (number % 2), "flood")
+            if prefetches:
+                num_found(flood_of(max(seed - 2, 0)), "flood", is_prefetch=True)
             number += 1
     engine.close()
     return found / (2 * num_sessions * 61)
 
 
+@pytest.mark.parametrize("prefetches", [False, True])
 @pytest.mark.parametrize(("num_sessions", "num_slots", "num_floods"), [(12, 320, 0), (16, 480, 0), (16, 480, 12)])
 def test_a_key_whose_sessions_surely_return_takes_no_room_of_other_keys(
-    num_sessions: int, num_slots: int, num_floods: int
+    num_sessions: int, num_slots: int, num_floods: int, prefetches: bool
 ) -> None:
     """Were its chances compared with the other key's, 0.03 would be found in the first case, and 0.06 in the second; by
     recency 0.64 and 0.98. A key's own wrong guesses count, too."""
     case = num_sessions, num_slots, num_floods
-    assert part_found("value", *case) > 0.9 * part_found("recency", *case)
+    by_recency = part_found("recency", *case, prefetches=prefetches)
+    assert part_found("value", *case, prefetches=prefetches) > 0.9 * by_recency
 
 
 class Recording:

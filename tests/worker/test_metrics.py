@@ -16,6 +16,7 @@ from kvrelay.config import WorkerRole
 from kvrelay.core.messages import GenerateRequest
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.status import RefusalKind
+from kvrelay.core.step_cost import StepCost
 from kvrelay.core.token_ids import to_bytes
 from kvrelay.core.vllm_metrics import OF_FRONTENDS, OF_WORKERS
 from kvrelay.engine.stats import DraftCounts
@@ -66,7 +67,8 @@ async def test_each_name_of_vllm_is_told_by_a_frontend_or_by_a_worker_and_not_by
         frontend = FrontendMetrics(vllm_names=True)
         frontend.workers_of = lambda: {"m": 1}
         stats = decode.worker.stats()
-        drafting = replace(stats, engine=replace(stats.engine, drafts=DraftCounts(5, 15, 4)))
+        engine = replace(stats.engine, drafts=DraftCounts(5, 15, 4), step_cost=StepCost(tokens_per_step=1.8))
+        drafting = replace(stats, engine=engine)
         texts = (frontend.render().decode(), WorkerMetrics(lambda: drafting, vllm_names=True).render().decode())
         of_frontend, of_worker = (
             {family.name: family for family in text_string_to_metric_families(text)} for text in texts
@@ -81,6 +83,7 @@ async def test_each_name_of_vllm_is_told_by_a_frontend_or_by_a_worker_and_not_by
         assert of_worker["vllm:prefix_cache_queries"].samples[0].value == 20
         drafted = ("drafts", "draft_tokens", "accepted_tokens")
         assert [of_worker[f"vllm:spec_decode_num_{name}"].samples[0].value for name in drafted] == [5, 15, 4]
+        assert of_worker["kvrelay_worker_tokens_per_step"].samples[0].value == 1.8
         assert "vllm:" not in WorkerMetrics(decode.worker.stats).render().decode()
         await shared.check_idle()
 

@@ -23,7 +23,7 @@ async def test_a_tool_is_learned_and_a_session_is_seen_by_its_prefix() -> None:
         second = (*first, *answer, 7, 8)
         client.send("r2", second)
         assert await client.answer("r2") == expected(second, 8)
-        assert ("", "bash within 2 s") in pauses.fits()
+        assert ("", "bash within 2 s") in pauses.fits
         counts = pauses.counts
         assert (counts.num_begun, counts.num_returned, counts.num_missed) == (2, 1, 0)
         client.connection.send(SessionPaused("r2", is_over=True))

@@ -20,22 +20,25 @@ MAX_FOREIGN_SHARE = 0.15
 
 
 class Watch:
-    """How many cores other processes took while this was open."""
+    """How many cores other processes took while this was open, and how many of a virtual machine's its host did not
+    give it although they were wanted (steal)."""
 
     def __init__(self) -> None:
-        self._all_s, self._own_s, self._began_s = _all_s(), _own_s(), time.monotonic()
-        self.foreign_cores = 0.0
+        self._all_s, self._own_s, self._stolen_s, self._began_s = _all_s(), _own_s(), _stolen_s(), time.monotonic()
+        self.foreign_cores = self.stolen_cores = 0.0
 
     def close(self) -> None:
         wall_s = max(0.05, time.monotonic() - self._began_s)
         self.foreign_cores = max(0.0, (_all_s() - self._all_s) - (_own_s() - self._own_s)) / wall_s
+        self.stolen_cores = max(0.0, _stolen_s() - self._stolen_s) / wall_s
 
     def judged(self, row: Row) -> Row:
         """The row, void if its times were taken on a machine in use. Figures stay."""
         num_cores = psutil.cpu_count() or 1
-        if row.verdict is Verdict.SKIP or self.foreign_cores <= MAX_FOREIGN_SHARE * num_cores:
+        if row.verdict is Verdict.SKIP or self.foreign_cores + self.stolen_cores <= MAX_FOREIGN_SHARE * num_cores:
             return row
-        why = f"void: other processes took {self.foreign_cores:.1f} of {num_cores} cores meanwhile"
+        stolen = f", and this machine's host {self.stolen_cores:.1f}," if self.stolen_cores >= 0.05 else ""
+        why = f"void: other processes took {self.foreign_cores:.1f}{stolen} of {num_cores} cores meanwhile"
         return msgspec.structs.replace(row, verdict=Verdict.VOID, reason=f"{why}; {row.reason}")
 
 
@@ -51,7 +54,11 @@ def watched() -> Iterator[Watch]:
 
 def _all_s() -> float:
     times = psutil.cpu_times()
-    return float(times.user + times.system + times.nice + getattr(times, "steal", 0.0))
+    return float(times.user + times.system + times.nice)
+
+
+def _stolen_s() -> float:
+    return float(getattr(psutil.cpu_times(), "steal", 0.0))
 
 
 def _own_s() -> float:

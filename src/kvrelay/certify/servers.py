@@ -245,10 +245,21 @@ def blocks_in_use(workers: Sequence[dict[str, Any]]) -> int:
     )
 
 
+class NotStartedError(FatalError):
+    """``kvrelay serve`` ended before it was ready. ``output``: all that it printed. ``why``: its first complaint,
+    in its own words; without a complaint, the message."""
+
+    def __init__(self, flags: Sequence[str], output: str) -> None:
+        printed = " ".join(output.split())
+        super().__init__(f"kvrelay serve {' '.join(flags)} did not start: {printed[-LOG_TAIL:]}")
+        said = f" {printed}".split(" kvrelay: ")
+        self.why = said[1][:LOG_TAIL] if len(said) > 1 else self.message
+
+
 @asynccontextmanager
 async def running_cluster(flags: Sequence[str], log: Path, ucx_log: Path | None = None) -> AsyncIterator[Cluster]:
     """``kvrelay serve`` with these flags, ready; its end ends it. ``ucx_log``: a pattern for what UCX of each process
-    says that it used. Raises FatalError with the end of its output if it does not start."""
+    says that it used. Raises NotStartedError."""
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
     if ucx_log is not None:
         environment |= {"UCX_PROTO_INFO": "used", "UCX_LOG_FILE": str(ucx_log)}
@@ -261,15 +272,15 @@ async def running_cluster(flags: Sequence[str], log: Path, ucx_log: Path | None 
             deadline_s = time.monotonic() + START_TIMEOUT_S + STOP_TIMEOUT_S
             while (found := _running(child.pid)) is None:
                 if child.exit_code is not None or time.monotonic() > deadline_s:
-                    raise FatalError(f"kvrelay serve {' '.join(flags)} did not start: {_tail(log)}")
+                    raise NotStartedError(flags, _printed(log))
                 await asyncio.sleep(POLL_S)
             yield Cluster(child.pid, found)
         finally:
             await asyncio.shield(stop_children([child], STOP_TIMEOUT_S))
 
 
-def _tail(log: Path) -> str:
-    return " ".join(log.read_text(errors="replace").split())[-LOG_TAIL:]
+def _printed(log: Path) -> str:
+    return log.read_text(errors="replace")
 
 
 def _running(pid: int) -> RunningCluster | None:

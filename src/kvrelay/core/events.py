@@ -109,11 +109,13 @@ class Flow(msgspec.Struct, frozen=True, array_like=True):
 
 class TokenCounts(msgspec.Struct, frozen=True, array_like=True):
     """Tokens that an engine has prefilled and generated since its start, in ``num_steps`` forward passes (0 also of a
-    worker of an earlier release)."""
+    worker of an earlier release); and those that it has drafted and accepted, with speculative decoding."""
 
     num_prefilled: int = 0
     num_generated: int = 0
     num_steps: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
 
 
 STALE_AFTER_S = 35.0

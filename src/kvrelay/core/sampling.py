@@ -25,6 +25,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     ``adapter``, the id of the adapter (LoRA) that computes this sequence (``core/adapters.py``; empty: the worker's
     model as it is).
     ``grammar`` is what the answer must match; the end of sequence follows it, whatever ``min_tokens`` says.
+    ``is_prefetch``, with no ``max_tokens``: what is stored of the prompt's KV comes into the pool, and that is all.
     """
 
     max_tokens: int = 16
@@ -45,6 +46,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     grammar: Grammar | None = None
     cache_salt: str | None = None
     adapter: str = ""
+    is_prefetch: bool = False
 
     @property
     def is_greedy(self) -> bool:
@@ -62,7 +64,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
 
     def validate(self, vocab_size: int | None = None) -> None:
         """Raise InvalidInputError, naming the parameter, if a value is out of its range."""
-        _in_range("max_tokens", self.max_tokens, 0, 2**31 - 1)
+        _in_range("max_tokens", self.max_tokens, 0, 0 if self.is_prefetch else 2**31 - 1)
         _in_range("min_tokens", self.min_tokens, 0, self.max_tokens)
         _in_range("temperature", self.temperature, 0.0, 100.0)
         _in_range("top_k", self.top_k, -1, 2**31 - 1)

@@ -5,7 +5,9 @@ token and a token that an earlier step has computed for the same prompt:
 
     step_s = step + decode * d + context * c                                        without a prefill
     step_s = prefill + prefill_token * p + pair * q + decode * d + context * c      with one
+    token_s = step_s / tokens_per_step                                              between two tokens of a sequence
 
+``tokens_per_step`` is 1, or with speculative decoding more: what a decode gets from a step in the mean.
 ``placement.cost_model`` fits the coefficients. ``docs/cost-model.md`` has the sources.
 """
 
@@ -28,10 +30,12 @@ STEP_SHARE = 0.7
 MARGIN = 2.0
 """Standard deviations of a step's time below the objective: of a normal distribution 98 % lie below it."""
 MIN_STEP_FACTOR = 2.0
-"""If an objective is below the decode step itself, prefills may at most double the step."""
+"""A step may take so many times as long as before its first prompt token, whatever the objective between tokens. Less,
+and the prompts that wait outnumber the answers: while c prompt tokens join per step, only c * answer / prompt run."""
 ARRIVAL_SHARE = 0.25
 """Share of the objective for the first token: a request that arrives waits for the step that runs."""
-DECODE_FIELDS = ("step_s", "decode_s", "context_s")
+MAX_TOKENS_PER_STEP = 1000.0
+DECODE_FIELDS = ("step_s", "decode_s", "context_s", "tokens_per_step")
 PREFILL_FIELDS = ("prefill_s", "prefill_token_s", "pair_s")
 
 
@@ -47,17 +51,20 @@ class CostSource(enum.StrEnum):
 
 
 class StepWork(msgspec.Struct, frozen=True):
-    """What one step computes; counts as in the module's formula."""
+    """What one step computes; counts as in the module's formula. ``num_accepted_tokens``: drafted tokens that the
+    decodes got beyond one for each. They take no time of their own."""
 
     num_prefill_tokens: int = 0
     num_prefill_pairs: int = 0
     num_decodes: int = 0
     num_context_tokens: int = 0
+    num_accepted_tokens: int = 0
 
 
 class StepCost(msgspec.Struct, frozen=True):
     """Coefficients of the step's time, in seconds: per step without and with a prefill, per prefill token, pair, decode
-    and context token. The defaults are the prior: a GPU of the middle class with a model of some billion parameters."""
+    and context token; then what a decode gets from a step, in tokens. The defaults are the prior: a GPU of the middle
+    class with a model of some billion parameters."""
 
     step_s: float = 0.004
     prefill_s: float = 0.006
@@ -65,15 +72,27 @@ class StepCost(msgspec.Struct, frozen=True):
     pair_s: float = 5e-9
     decode_s: float = 5e-5
     context_s: float = 1e-9
+    tokens_per_step: float = 1.0
 
     @property
     def is_sound(self) -> bool:
         """Whether these can be coefficients at all: a worker may publish anything."""
-        return are_times(msgspec.structs.astuple(self)) and max(self.step_s, self.decode_s, self.context_s) > 0.0
+        *times, tokens_per_step = msgspec.structs.astuple(self)
+        has_steps = max(self.step_s, self.decode_s, self.context_s) > 0.0
+        return are_times(times) and has_steps and 1.0 <= tokens_per_step <= MAX_TOKENS_PER_STEP
 
     def step_seconds(self, work: StepWork) -> float:
         """The time of one step."""
         return bounded_s(self._own_seconds(work) + self._decode_seconds(work.num_decodes, work.num_context_tokens))
+
+    def token_seconds(self, work: StepWork) -> float:
+        """The time between two tokens of a sequence that decodes in such steps."""
+        return self.step_seconds(work) / self.tokens_per_step
+
+    def step_limit_s(self, itl_s: float, spread: float) -> float:
+        """How long a step with prefills may take beside answers with that objective between tokens. The objective is
+        one of the slowest tokens, so the step has to keep it although its time scatters."""
+        return min(STEP_SHARE, math.exp(-MARGIN * spread)) * itl_s * self.tokens_per_step
 
     def prefill_seconds(
         self,
@@ -123,16 +142,10 @@ class StepCost(msgspec.Struct, frozen=True):
         return self.decode_s * num_decodes + self.context_s * num_context
 
 
-def step_limit_s(itl_s: float, spread: float) -> float:
-    """How long a step with prefills may take beside answers with that objective. The objective is one of the slowest
-    tokens, so the step has to keep it although its time scatters."""
-    return min(STEP_SHARE, math.exp(-MARGIN * spread)) * itl_s
-
-
 class StepPace(msgspec.Struct, frozen=True):
     """How long the steps of one engine may take, in seconds. ``itl_s``: the shortest objective between tokens of its
     running answers; ``ttft_s``: of first tokens, which counts while no answer runs. 0: there is none. ``spread``: of
-    its steps with prefills (``step_limit_s``)."""
+    its steps with prefills (``StepCost.step_limit_s``)."""
 
     cost: StepCost = StepCost()
     spread: float = 0.0
@@ -145,16 +158,16 @@ class StepPace(msgspec.Struct, frozen=True):
         """The prefill tokens of the next step, at most ``max_num_tokens``. ``num_before``: with a prompt of which so
         many tokens have been computed. Without a sound cost or a possible objective nothing is limited."""
         has_objective = num_decodes > 0 and self.itl_s != 0.0
-        limit_s = step_limit_s(self.itl_s, self.spread) if has_objective else ARRIVAL_SHARE * self.ttft_s
+        limit_s = self.cost.step_limit_s(self.itl_s, self.spread) if has_objective else ARRIVAL_SHARE * self.ttft_s
         if not 0.0 < limit_s < math.inf or not self.cost.is_sound:
             return max_num_tokens
-        decode_s = self.cost.step_seconds(StepWork(0, 0, num_decodes, num_context))
-        limit_s = max(limit_s, MIN_STEP_FACTOR * decode_s)
+        own_s = max(self.cost.step_s, self.cost.prefill_s) + self.cost._decode_seconds(num_decodes, num_context)
+        limit_s = max(limit_s, MIN_STEP_FACTOR * own_s)
         chunk = self.cost.chunk_within(limit_s, num_before=num_before, num_decodes=num_decodes, num_context=num_context)
         return min(chunk, max_num_tokens)
 
 
-def are_times(coefficients: tuple[float, ...]) -> bool:
+def are_times(coefficients: Sequence[float]) -> bool:
     """Whether they are zero or above, and at most MAX_COST_S together. A sum with a NaN compares false."""
     return sum(coefficients) <= MAX_COST_S and min(coefficients) >= 0.0
 

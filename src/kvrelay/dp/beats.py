@@ -1,7 +1,7 @@
-"""Heartbeats of a running group. Pure.
+"""Heartbeats of a group. Pure.
 
 A process that is stopped, or hangs as a whole, closes no connection. So every BEAT_S each rank sends ``Beat`` to the
-coordinator, and the coordinator sends one to each rank, from the moment when all ranks are loaded.
+coordinator, and the coordinator sends one to each rank, from the moment when the group is formed.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import math
 
 BEAT_S = 0.5
 DEFAULT_SILENCE_S = 3.0
+LOADING_SILENCE_S = 60.0
+"""Until all ranks are loaded: importing libraries and reading weights may keep the thread that beats from running."""
 
 
 class SilenceDetector:
@@ -17,6 +19,11 @@ class SilenceDetector:
     seconds: a process that was stopped itself has not waited."""
 
     def __init__(self, timeout_s: float) -> None:
+        self.allow(timeout_s)
+
+    def allow(self, timeout_s: float) -> None:
+        """From now on so much silence, which begins anew."""
+        self.timeout_s = timeout_s
         self._max_ticks = max(2, math.ceil(timeout_s / BEAT_S))
         self._num_ticks = 0
 

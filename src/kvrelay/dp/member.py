@@ -8,7 +8,6 @@ the connection: if a process ends, the kernel closes it.
 from __future__ import annotations
 
 import logging
-import math
 import os
 import select
 import socket
@@ -18,7 +17,7 @@ from collections.abc import Callable
 
 from kvrelay.dp import messages
 from kvrelay.dp.addresses import GroupAddress
-from kvrelay.dp.beats import BEAT_S, DEFAULT_SILENCE_S, SilenceDetector, silent
+from kvrelay.dp.beats import BEAT_S, DEFAULT_SILENCE_S, LOADING_SILENCE_S, SilenceDetector, silent
 from kvrelay.dp.protocol import DEFAULT_LOOKAHEAD, StartStep, StepsUntil
 from kvrelay.dp.server import READ_BYTES, SEND_TIMEOUT_S, GroupServer
 from kvrelay.dp.shared_steps import SharedSteps
@@ -42,8 +41,8 @@ class GroupMember:
         self._socket = connection
         self._sending = threading.Lock()
         self._silence_s = silence_s
-        self._next_beat_s = math.inf
-        self.silence = SilenceDetector(silence_s)
+        self._next_beat_s = 0.0
+        self.silence = SilenceDetector(max(silence_s, LOADING_SILENCE_S))
         self.server = server
         self._reader = messages.FrameReader(messages.FromCoordinator)
         self._fds: list[int] = []
@@ -64,7 +63,8 @@ class GroupMember:
         silence_s: float = DEFAULT_SILENCE_S,
     ) -> GroupMember:
         """Register, and wait until all ranks have. Rank 0 runs the coordinator. ``silence_s``: how long a rank or the
-        coordinator may send nothing after all are loaded, before it counts as hung.
+        coordinator may send nothing after all are loaded, before it counts as hung; until then it is
+        LOADING_SILENCE_S at least.
 
         Raises AddressInUseError (rank 0), ConfigError if the group is refused, FatalError if it is not formed.
         """
@@ -209,23 +209,22 @@ class GroupMember:
             if time.monotonic() >= self._next_beat_s:
                 self._beat()
 
-    def _wait_ms(self) -> float | None:
-        """Until the next heartbeat; None: they have not begun."""
-        wait_s = self._next_beat_s - time.monotonic()
-        return None if wait_s == math.inf else max(0.0, wait_s) * 1000
+    def _wait_ms(self) -> float:
+        """Until the next heartbeat."""
+        return max(0.0, self._next_beat_s - time.monotonic()) * 1000
 
     def _beat(self) -> None:
         self._next_beat_s = time.monotonic() + BEAT_S
         self._send(messages.Beat())
         if self.silence.tick():
-            self._waiting.append(messages.Ended(f"{COORDINATOR}, {silent(self._silence_s)}"))
+            self._waiting.append(messages.Ended(f"{COORDINATOR}, {silent(self.silence.timeout_s)}"))
 
     def _hand_on(self, deliver: Callable[[Notice], None]) -> bool:
         """Deliver the received messages. True after the last one."""
         while self._waiting:
             message = self._waiting.pop(0)
             if isinstance(message, messages.AllReady):
-                self._next_beat_s = time.monotonic()
+                self.silence.allow(self._silence_s)
             if isinstance(message, messages.AllLeft | messages.Ended) and self._shared is not None:
                 self._shared.stop()
             if isinstance(message, Notice):

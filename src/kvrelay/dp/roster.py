@@ -51,9 +51,14 @@ class Roster:
         return self.state is RosterState.GATHERING
 
     @property
+    def is_formed(self) -> bool:
+        """Whether all ranks are there, and none has been lost: from then on a silent rank hangs."""
+        return self.state is RosterState.FORMED
+
+    @property
     def is_running(self) -> bool:
-        """Whether all ranks are loaded, and none has been lost: from then on a silent rank hangs."""
-        return self.state is RosterState.FORMED and len(self._ready) == self._size
+        """Whether all of them are loaded, too."""
+        return self.is_formed and len(self._ready) == self._size
 
     def has(self, part: Part) -> bool:
         return part in self.parts
@@ -97,6 +102,14 @@ class Roster:
         reason = f"rank {missing} of the data-parallel group did not register within {waited_s:g} s"
         self._move(RosterState.OVER, reason)
         return GroupRefused(reason)
+
+    def not_loaded(self, waited_s: float) -> Ended:
+        """The group was formed so long ago, and not all ranks are loaded."""
+        missing = sorted((info.rank, info.place) for part, info in self.parts.items() if part not in self._ready)
+        ranks = ", ".join(f"{rank} ({place})" for rank, place in missing)
+        reason = f"rank {ranks} of the data-parallel group did not load within {waited_s:g} s"
+        self._move(RosterState.OVER, reason)
+        return Ended(reason)
 
     def _move(self, state: RosterState, closed: str) -> None:
         if state not in _MOVES[self.state]:

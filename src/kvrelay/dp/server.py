@@ -17,7 +17,7 @@ import uuid
 
 from kvrelay.dp import messages
 from kvrelay.dp.addresses import GroupAddress
-from kvrelay.dp.beats import BEAT_S, SilenceDetector, silent
+from kvrelay.dp.beats import BEAT_S, LOADING_SILENCE_S, SilenceDetector, silent
 from kvrelay.dp.protocol import Coordinator, StartStep
 from kvrelay.dp.roster import Part, Roster
 from kvrelay.dp.shared_steps import create_descriptors
@@ -25,6 +25,8 @@ from kvrelay.errors import ProtocolError
 
 _log = logging.getLogger(__name__)
 
+LOAD_TIMEOUT_S = 1800.0
+"""From the group's forming until all ranks are loaded. vLLM gives its engine process 600 s."""
 SEND_TIMEOUT_S = 5.0
 READ_BYTES = 1 << 16
 BACKLOG = 256
@@ -39,7 +41,7 @@ class Connection:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.socket = connection
         self.reader = messages.FrameReader(messages.FromRank)
-        self.silence = SilenceDetector(silence_s)
+        self.silence = SilenceDetector(max(silence_s, LOADING_SILENCE_S))
 
 
 class GroupServer:
@@ -110,18 +112,21 @@ class GroupServer:
         """Seconds until something is due; None: nothing is."""
         if self.roster.is_gathering:
             return self._deadline_s - time.monotonic()
-        return self._next_beat_s - time.monotonic() if self.roster.is_running else None
+        return self._next_beat_s - time.monotonic() if self.roster.is_formed else None
 
     def _time_is_up(self) -> None:
         if self.roster.is_gathering:
             self._tell_all(self.roster.overdue(self._gather_timeout_s))
+            return
+        if not self.roster.is_running and time.monotonic() > self._deadline_s:
+            self._tell_all(_logged(self.roster.not_loaded(LOAD_TIMEOUT_S)))
             return
         self._next_beat_s = time.monotonic() + BEAT_S
         self._tell_all(messages.Beat())
         hung = [part for part, each in self.connections.items() if self.roster.has(part) and each.silence.tick()]
         for part in hung:
             # Its connection stays, so that it hears the reason if it continues.
-            self._tell_all(self._end(part, silent(self._silence_s)))
+            self._tell_all(self._end(part, silent(self.connections[part].silence.timeout_s)))
 
     def _read(self, part: Part) -> None:
         connection = self.connections[part]
@@ -144,6 +149,8 @@ class GroupServer:
                 self._tell_all(self.roster.registered(part, info))
             case messages.RankReady() if self.roster.has(part):
                 self._tell_all(self.roster.ready(part))
+                for each in self.connections.values() if self.roster.is_running else ():
+                    each.silence.allow(self._silence_s)
             case StartStep(step) if self.roster.has(part):
                 self._tell_all(self._coordinator.start_step(step))
             case messages.RankFailed(reason) if self.roster.has(part):
@@ -175,13 +182,13 @@ class GroupServer:
     def _end(self, part: Part, how: str) -> messages.Ended | None:
         """The group ends because of this rank, unless it is over already."""
         ended = self.roster.lost(part, how)
-        if ended is not None:
-            _log.error("the data-parallel group ends: %s", ended.reason)
-        return ended
+        return ended and _logged(ended)
 
     def _tell_all(self, message: messages.FromCoordinator | None) -> None:
-        if isinstance(message, messages.Formed) and self.address.is_shared_memory:
-            return self._form(message)
+        if isinstance(message, messages.Formed):
+            self._deadline_s = time.monotonic() + LOAD_TIMEOUT_S
+            if self.address.is_shared_memory:
+                return self._form(message)
         for part in list(self.connections) if message is not None else ():
             if self.roster.has(part):
                 self._send(part, message)  # type: ignore[arg-type]
@@ -205,6 +212,11 @@ class GroupServer:
             self.connections[part].socket.sendall(messages.encode(message))
         except OSError as exc:
             self._lost.append((part, _how(exc)))
+
+
+def _logged(ended: messages.Ended) -> messages.Ended:
+    _log.error("the data-parallel group ends: %s", ended.reason)
+    return ended
 
 
 def _how(error: Exception) -> str:

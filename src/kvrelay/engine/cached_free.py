@@ -130,8 +130,8 @@ class _Share(msgspec.Struct, eq=False, weakref=True):
     queues: dict[_QueueKey, OrderedDict[_Group, None]] = msgspec.field(default_factory=dict)
     chosen: tuple[_Group, _QueueKey, bool] | None = None
     """The group that gives way, its queue, and whether it was the newest there."""
-    num_taken: int = 0
-    """Blocks since that choice."""
+    chosen_at: int = 0
+    """How many blocks had given way then."""
     num_spare: int = 0
     mean_later: float = 0.0
 
@@ -171,7 +171,12 @@ class ByValue:
         """Blocks that others rest on, and those that others rested on."""
         self._block_interval_s = 0.0
         """Between two blocks that give way, a moving mean."""
-        self._chosen_s, self._num_popped = clock.now(), 0
+        self._num_popped = 0
+        self._chosen = clock.now(), 0
+        """When a choice was made last, and how many blocks had given way then."""
+        self._turn: tuple[_Group, _Group] | None = None
+        """The group that gives way now, and the one that pays with its places. It holds until one of both has none, or
+        any group changes."""
         self._gave_way: _Group | None = None
         """The group of the block that gave way last; None: blocks of several sequences."""
         self._later: tuple[_Group, float] | None = None
@@ -224,9 +229,7 @@ class ByValue:
             if not num_children[block_id]:
                 del self._home[block_id]
                 self._num_popped += 1
-                group.share.num_taken += 1
-                self._all.num_taken += 1
-                self._gave_way = None if group is self._bare else group
+                self._gave_way = group
                 return block_id
             self._home[block_id] = self._shared
             self._shared.blocks[block_id] = None
@@ -241,7 +244,7 @@ class ByValue:
         """The pause's chance to end within some horizons. It is computed once for each choice: a group gives way block
         by block. What several sequences begin with is wanted."""
         group = self._gave_way
-        if group is None:
+        if group is None or group is self._bare:
             return 1.0
         if self._later is None or self._later[0] is not group:
             elapsed_s = self._clock.now() - group.since_s
@@ -271,12 +274,12 @@ class ByValue:
         self._shares.clear()
         self._places.clear()
         self._all, self._shared, self._bare = _Share(), self._outside(), self._outside()
-        self._gave_way = self._later = None
+        self._gave_way = self._later = self._turn = None
         return blocks
 
     def value(self, group_of: int) -> float:
         """Of the group with this block, now: seconds per block."""
-        return self._value(self._home[group_of], self._clock.now())
+        return self._value(self._home[group_of], self._clock.now(), self.horizon_s)
 
     def _enqueue(self, group: _Group) -> None:
         fit = group.fit
@@ -288,6 +291,7 @@ class ByValue:
 
     def _dequeue(self, group: _Group) -> None:
         key, group.queue = group.queue, None
+        self._turn = None
         if key is None:
             return
         for keys in (group.share, self._all):
@@ -298,40 +302,43 @@ class ByValue:
 
     def _least(self) -> _Group | None:
         """The group that gives way, for a place of its key; None if there are none."""
-        while self._places:
+        while self._turn is None:
+            if not self._places:
+                return None
             oldest = next(iter(self._places))
-            share = oldest.share
-            if share.num_spare:
-                share.num_spare -= 1
-                self._pay(oldest)
-                continue
-            least = self._least_of(self._all)
-            if least.share is not share:
-                if self._yields(least, oldest):
-                    self._leave(least)
-                    return least
-                if self._all.num_taken >= BLOCKS_AT_ONCE:
-                    self._all.chosen = None
-                least = self._least_of(share)
-            self._pay(oldest)
-            return least
-        return None
+            if oldest.share.num_spare:
+                oldest.share.num_spare -= 1
+                self._leave(oldest)
+            else:
+                self._turn = self._turn_of(oldest)
+        least, pays = self._turn
+        self._leave(pays)
+        return least
 
-    def _yields(self, least: _Group, oldest: _Group) -> bool:
-        """Nothing that the other key says of its blocks counts."""
-        now_s = self._clock.now()
-        return self._chance(least, now_s) < self._prior.chance(now_s - oldest.since_s, self.horizon_s)
+    def _turn_of(self, oldest: _Group) -> tuple[_Group, _Group]:
+        """The group that gives way for this place, and the one that pays with a place: the same if it is wanted
+        less than anything as old as the place."""
+        least = self._least_of(self._all)
+        if least.share is oldest.share:
+            return least, oldest
+        # Nothing that the other key says of its blocks counts.
+        now_s, horizon_s = self._clock.now(), self.horizon_s
+        if self._chance(least, now_s, horizon_s) < self._prior.chance(now_s - oldest.since_s, horizon_s):
+            return least, least
+        if self._num_popped - self._all.chosen_at >= BLOCKS_AT_ONCE:
+            self._all.chosen = None
+        return self._least_of(oldest.share), oldest
 
     def _leave(self, group: _Group) -> None:
-        """A block of it is here no more, and its place neither."""
-        if group.num_places:
-            self._pay(group)
-        else:
-            group.share.num_spare += 1
-
-    def _pay(self, group: _Group) -> None:
+        """A block of it is here no more, and a place of it neither."""
         group.num_places -= 1
-        if not group.num_places:
+        if group.num_places > 0:
+            return
+        self._turn = None
+        if group.num_places < 0:
+            group.num_places = 0
+            group.share.num_spare += 1
+        else:
             del self._places[group]
 
     def _least_of(self, share: _Share) -> _Group:
@@ -341,24 +348,27 @@ class ByValue:
             if group.queue == key and group.blocks:
                 return group
             queue = share.queues.get(key)
-            if queue and share.num_taken < BLOCKS_AT_ONCE:
+            if queue and self._num_popped - share.chosen_at < BLOCKS_AT_ONCE:
                 group = next(reversed(queue)) if is_newest else next(iter(queue))
                 share.chosen = group, key, is_newest
                 return group
-        share.chosen, share.num_taken = self._choose(share), 0
+        share.chosen, share.chosen_at = self._choose(share), self._num_popped
         return share.chosen[0]
 
     def _choose(self, share: _Share) -> tuple[_Group, _QueueKey, bool]:
         self._later = None
-        now_s = self._clock.now()
+        now_s, horizon_s = self._clock.now(), self.horizon_s
         ends = [(next(iter(queue)), key, False) for key, queue in share.queues.items()]
         narrow = [(key, queue) for key, queue in share.queues.items() if key.is_narrow and len(queue) > 1]
         ends += [(next(reversed(queue)), key, True) for key, queue in narrow]
-        found = min(ends, key=lambda end: self._value(end[0], now_s))
-        if self._num_popped:
-            interval_s = (now_s - self._chosen_s) / self._num_popped
+        found = ends[0]
+        if len(ends) > 1:
+            found = min(ends, key=lambda end: self._value(end[0], now_s, horizon_s))
+        chosen_s, num_popped = self._chosen
+        if self._num_popped > num_popped:
+            interval_s = (now_s - chosen_s) / (self._num_popped - num_popped)
             self._block_interval_s += NEW_WEIGHT * (interval_s - self._block_interval_s)
-            self._chosen_s, self._num_popped = now_s, 0
+            self._chosen = now_s, self._num_popped
         return found
 
     @property
@@ -366,8 +376,8 @@ class ByValue:
         """How long all blocks last at the rate at which they give way: what returns later returns too late."""
         return min(max(self._block_interval_s * len(self._home), MIN_HORIZON_S), MAX_HORIZON_S)
 
-    def _value(self, group: _Group, now_s: float) -> float:
-        return self._chance(group, now_s) * self._block_s(next(reversed(group.blocks)))
+    def _value(self, group: _Group, now_s: float, horizon_s: float) -> float:
+        return self._chance(group, now_s, horizon_s) * self._block_s(next(reversed(group.blocks)))
 
-    def _chance(self, group: _Group, now_s: float) -> float:
-        return group.fit.chance(now_s - group.since_s, self.horizon_s, group.shift)
+    def _chance(self, group: _Group, now_s: float, horizon_s: float) -> float:
+        return group.fit.chance(now_s - group.since_s, horizon_s, group.shift)

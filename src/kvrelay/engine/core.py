@@ -219,7 +219,8 @@ class EngineCore:
         request.times.append((RequestStatus.WAITING, self._clock.now()))
         if request.mode is PrefillMode.REMOTE and request.must_prefill_here:
             request.mode = PrefillMode.LOCAL
-        if len(request.token_ids) >= request.length_limit and not request.is_prefill_only:
+        has_all = len(request.token_ids) >= request.length_limit and not request.is_prefill_only
+        if has_all and not self.scheduler.prefetches(request):
             # A migrated request whose last token was already generated: nothing is left to generate.
             self._close_unopened(request)
             self.scheduler.output.outputs.append(

@@ -118,8 +118,7 @@ class AdmissionLimits:
             return 0.0
         prefill_s = cost.prefill_seconds(scheduler.admission.num_waiting_tokens) / num_waiting
         num_rows = scheduler.max_num_running
-        step_s = cost.step_seconds(StepWork(0, 0, num_rows, 0))
-        return prefill_s + EXPECTED_OUTPUT * step_s / num_rows
+        return prefill_s + EXPECTED_OUTPUT * cost.token_seconds(StepWork(0, 0, num_rows, 0)) / num_rows
 
     def observe(self) -> None:
         """After a step, on the engine's thread: count what has ended since the last call."""

@@ -49,7 +49,7 @@ class PauseFit:
     """The pauses of one kind."""
 
     def __init__(self, median_s: float = PRIOR_MEDIAN_S, *, is_named: bool = False, learns: bool = True) -> None:
-        self.mean, self.variance = math.log(median_s), PRIOR_SIGMA**2
+        self.mean, self.variance, self.sigma = math.log(median_s), PRIOR_SIGMA**2, PRIOR_SIGMA
         """Of the logarithm of the seconds."""
         self.share = PRIOR_SHARE
         """Of pauses that end."""
@@ -61,18 +61,9 @@ class PauseFit:
         return f"PauseFit({math.exp(self.mean):.3g} s, sigma {self.sigma:.2f}, {self.share:.0%} return)"
 
     @property
-    def sigma(self) -> float:
-        return max(math.sqrt(self.variance), MIN_SIGMA)
-
-    @property
     def is_narrow(self) -> bool:
         """Whether the newest pause may be the one that ends last."""
         return self.sigma < NARROW_SIGMA and (self.is_named or self._num_returned >= MIN_RETURNED)
-
-    @property
-    def longest_s(self) -> float:
-        """A pause beyond it is not expected to end."""
-        return max(math.exp(min(self.mean + GONE_SIGMAS * self.sigma, 20.0)), MIN_GONE_S)
 
     def returned(self, seconds: float) -> None:
         """A pause has ended."""
@@ -83,6 +74,7 @@ class PauseFit:
         off = math.log(min(max(seconds, 1e-3), 1e6)) - self.mean
         self.mean += weight * off
         self.variance = (1.0 - weight) * (self.variance + weight * off * off)
+        self.sigma = max(math.sqrt(self.variance), MIN_SIGMA)
         self._has_ended(1.0)
 
     def gone(self) -> None:
@@ -131,7 +123,7 @@ class Session(msgspec.Struct, eq=False):
 class Pause(msgspec.Struct, eq=False):
     """Since an answer has ended. ``marks``: hashes of prefixes by which the next turn is seen, with their lengths in
     blocks. ``num_repeated``: of these, what the next turn repeats. ``is_half``: the answer is another worker's, which
-    counts the pause."""
+    counts the pause, or there is none, after a prefetch."""
 
     request_id: str
     tenant: str
@@ -185,24 +177,18 @@ class Pauses:
         """Of these, those that are not counted as gone."""
         self._of_key: dict[str, OrderedDict[str, Pause]] = {}
         self._by_mark: dict[int, Pause] = {}
-        self._prior, self._wanted, self._left = PauseFit(learns=False), _Over(1.0), _Over(0.0)
-        self._fits: dict[tuple[str, str], PauseFit] = {}
+        self.prior = PauseFit(learns=False)
+        """Of pauses about which nothing is known."""
+        self.fits: dict[tuple[str, str], PauseFit] = {}
+        """By key and kind."""
+        self._wanted, self._left = _Over(1.0), _Over(0.0)
         self._num_kinds: dict[str, int] = {}
 
     def __len__(self) -> int:
         return len(self._open)
 
     def __repr__(self) -> str:
-        return f"Pauses({len(self._open)} open, {len(self._fits)} kinds)"
-
-    @property
-    def prior(self) -> PauseFit:
-        """Of pauses about which nothing is known."""
-        return self._prior
-
-    def fits(self) -> dict[tuple[str, str], PauseFit]:
-        """By key and kind."""
-        return self._fits
+        return f"Pauses({len(self._open)} open, {len(self.fits)} kinds)"
 
     def begin(
         self, request_id: str, tenant: str, marks: Mapping[int, int], session: Session, *, is_half: bool = False
@@ -230,7 +216,7 @@ class Pauses:
         if pause is None:
             return None
         median_s = PRIOR_MEDIAN_S
-        self.counts.num_named += bool(kind)
+        self.counts.num_named += bool(kind) and not pause.is_half
         if MIN_PROMISE_S <= within_s <= MAX_PROMISE_S:
             kind, median_s = f"{kind} within {2.0 ** round(math.log2(within_s)):g} s", within_s / 2
         pause.is_now(self._fit(pause.tenant, kind, median_s))
@@ -267,23 +253,24 @@ class Pauses:
     def resumed(self, pause: Pause, *, is_served: bool) -> None:
         """The next turn of an ended pause has taken the blocks that it repeats; others are of no use. Not
         ``is_served``: it was aborted before."""
-        pause.is_now(self._left if is_served else self._prior)
+        pause.is_now(self._left if is_served else self.prior)
 
     def _fit(self, tenant: str, kind: str, median_s: float = PRIOR_MEDIAN_S) -> PauseFit:
-        fit = self._fits.get((tenant, kind))
+        fit = self.fits.get((tenant, kind))
         if fit is not None:
             return fit
-        if len(self._fits) >= MAX_KINDS or self._num_kinds.get(tenant, 0) >= MAX_KINDS_OF_KEY:
-            return self._fits.get((tenant, ""), self._prior)
+        if len(self.fits) >= MAX_KINDS or self._num_kinds.get(tenant, 0) >= MAX_KINDS_OF_KEY:
+            return self.fits.get((tenant, ""), self.prior)
         self._num_kinds[tenant] = self._num_kinds.get(tenant, 0) + 1
-        self._fits[tenant, kind] = fit = PauseFit(median_s, is_named=bool(kind))
+        self.fits[tenant, kind] = fit = PauseFit(median_s, is_named=bool(kind))
         return fit
 
     def _sweep(self) -> None:
         """Count the oldest as gone if they are overdue. They stay, in case they return all the same."""
         now_s = self._clock.now()
         for pause in list(islice(self._expected.values(), NUM_GONE_CHECKS)):
-            if now_s - pause.began_s > pause.fit.longest_s:
+            longest_s = math.exp(min(pause.fit.mean + GONE_SIGMAS * pause.fit.sigma, 20.0))
+            if now_s - pause.began_s > max(longest_s, MIN_GONE_S):
                 del self._expected[pause.request_id]
                 pause.fit.gone()
                 self.counts.num_gone += not pause.is_half

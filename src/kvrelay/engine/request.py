@@ -187,7 +187,12 @@ class Request:
     @property
     def is_prefill_only(self) -> bool:
         """Whether no token is sampled: the prompt is only scored."""
-        return self.sampling.max_tokens == 0
+        return self.sampling.max_tokens == 0 and not self.sampling.is_prefetch
+
+    @property
+    def is_half(self) -> bool:
+        """Whether its session goes on with another request: of the worker that answers, or after a prefetch."""
+        return self.mode is PrefillMode.HANDOFF or self.sampling.is_prefetch
 
     @property
     def keyless_priority(self) -> int:
@@ -197,7 +202,7 @@ class Request:
     @property
     def must_prefill_here(self) -> bool:
         """Whether no other worker may compute the prompt: prompt logprobs arise where the prompt is computed."""
-        return self.is_prefill_only or self.wants_prompt_logprobs or self.is_only_here
+        return self.sampling.max_tokens == 0 or self.wants_prompt_logprobs or self.is_only_here
 
     @property
     def wants_prompt_logprobs(self) -> bool:

@@ -41,6 +41,9 @@ from kvrelay.engine.step import NO_TOKEN, NOT_NUMBERS, KeptBlocks, KvLoad, Model
 _MAY_CONTINUE = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH, RequestStatus.FINISHED_ABORTED)
 """Stop strings are matched by the frontend, which aborts the request."""
 
+PREFETCHED_WITHIN_S = 2.0
+"""The promise of a client that asks for a prefetch; how far it is kept is learned."""
+
 StartRemote = Callable[[Request], bool]
 """Called with a REMOTE request whose blocks are allocated. Opens the hand-off; False: nothing is to be computed
 elsewhere."""
@@ -267,7 +270,7 @@ class Scheduler:
 
     def _resume_session(self, pauses: Pauses, request: Request) -> None:
         """If the prompt repeats an earlier one with its answer, that one's pause is over."""
-        pause = pauses.end(request.sequence_hashes, request.tenant, is_half=request.mode is PrefillMode.HANDOFF)
+        pause = pauses.end(request.sequence_hashes, request.tenant, is_half=request.is_half)
         if pause is not None:
             request.session, request.pause = pause.session, pause
 
@@ -280,14 +283,17 @@ class Scheduler:
         num_prompt_blocks = request.num_prompt_tokens // self.pool.block_size
         lengths = {num_blocks, min(num_prompt_blocks, num_blocks)} - {0}
         marks = {request.sequence_hashes[length - 1]: length for length in lengths}
-        session, is_half = request.session or Session(), request.mode is PrefillMode.HANDOFF
-        return self.pauses.begin(request.request_id, request.tenant, marks, session, is_half=is_half)
+        session = request.session or Session()
+        pause = self.pauses.begin(request.request_id, request.tenant, marks, session, is_half=request.is_half)
+        if request.sampling.is_prefetch:
+            self.pauses.named(request.request_id, "prefetch", within_s=PREFETCHED_WITHIN_S)
+        return pause
 
     def _resumed(self, pauses: Pauses, request: Request, pause: Pause) -> None:
         """A session's next turn has its blocks: where was what the last turn had? The worker that answers counts it."""
         pauses.resumed(pause, is_served=True)
         request.pause = None
-        if request.mode is PrefillMode.HANDOFF:
+        if request.is_half:
             return
         counts, num_repeated = pauses.counts, pause.num_repeated * self.pool.block_size
         num_here = min(request.num_computed_tokens, num_repeated)
@@ -387,6 +393,20 @@ class Scheduler:
         self._loads[request] = load
         self._arriving.begun(request, load, hit.seconds)
         source.load(request, load, self.output)
+        return True
+
+    def prefetches(self, request: Request) -> bool:
+        """Whether KV of this prompt is to be loaded ahead of its turn; of its tokens then only those count which can be
+        had. Not while it might be in the way of a load or of a request that waits, nor for more than half of the free
+        blocks."""
+        if not request.sampling.is_prefetch or self._loads or self.admission.num_waiting or not self.num_places:
+            return False
+        num_tokens = self.admission.num_held_tokens(request)
+        num_blocks = self.pool.blocks_for(request.num_stored_tokens + 1)
+        if not request.num_stored_tokens or num_blocks > self.pool.num_free / 2:
+            return False
+        del request.token_ids[num_tokens + 1 :]  # admission leaves a last token to compute
+        request.num_prompt_tokens = len(request.token_ids)
         return True
 
     # -- hand-offs (prefill side) -------------------------------------------------------------------------------------
@@ -538,6 +558,10 @@ class Scheduler:
 
     def _start_prefill(self, request: Request) -> None:
         request.move(RequestStatus.RUNNING, self._clock.now())
+        if request.sampling.is_prefetch:
+            report_token(self.output, request, None, None, FinishReason.LENGTH)
+            self.finish(request, RequestStatus.FINISHED_LENGTH)
+            return
         is_held = bool(request.held_block_ids)
         self.holding.release(request)
         # Without a tail held KV lacks that of the last token only: what follows is a decode.

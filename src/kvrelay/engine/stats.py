@@ -124,7 +124,9 @@ class EngineStats(msgspec.Struct, frozen=True):
 
     @property
     def token_counts(self) -> TokenCounts:
-        return TokenCounts(self.num_prefill_tokens, self.num_generated_tokens, self.num_steps)
+        drafts = self.drafts or DraftCounts()
+        speculation = drafts.num_draft_tokens, drafts.num_accepted_tokens
+        return TokenCounts(self.num_prefill_tokens, self.num_generated_tokens, self.num_steps, *speculation)
 
 
 class LoadSource(Protocol):

@@ -16,7 +16,7 @@ from kvrelay.certify.servers import running_cluster
 from kvrelay.cli.processes import run_async
 from kvrelay.errors import FatalError, KvrelayError
 from kvrelay.evaluate.load import Point, answered_per_s, sent_of
-from kvrelay.evaluate.plan import Pace, Plan, Wish, pace_of, plan_of
+from kvrelay.evaluate.plan import Pace, Wish, pace_of, plan_of
 from kvrelay.evaluate.workbench import NO_TIME, SPLIT, START_S, TWO_RANKS, ServerCase, Workbench, why_of
 from kvrelay.simulate.calibrate_command import calibrate
 from kvrelay.simulate.costs import Costs
@@ -136,9 +136,7 @@ async def _calibrated(
         found |= {"costs": costs, "not_measured": calibrated.not_measured, "streams": streams}
         if case == SPLIT:
             found["shortened"] = times = shortened(costs)
-            own = bench.with_plan(
-                options, bench.load, times, pace_of(costs, bench.load.shortened(times), start_s), Plan()
-            )
+            own = bench.calibrated(options, bench.load, times, pace_of(costs, bench.load.shortened(times), start_s))
             point = Point("capacity", concurrency=CLIENTS)
             num = own.pace.num_at(point, options.sizes.seconds) + CLIENTS // 2
             with bench.bar.part(f"{what}, {CLIENTS} clients", own.pace.point_s(point, num)):

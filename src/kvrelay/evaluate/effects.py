@@ -13,6 +13,9 @@ from kvrelay.evaluate.findings import Table
 
 Row = Mapping[str, Any]
 """A measured point: "case", "point", "round", "error" and figures by name."""
+MAX_STOLEN_CORES = 0.005
+"""Of a calm round. A virtual machine whose host keeps more than that from it stands still for tens of milliseconds now
+and then, and computes more slowly between."""
 
 
 class Figure(msgspec.Struct, frozen=True):
@@ -73,13 +76,14 @@ class Effect(msgspec.Struct, frozen=True):
 def effects(
     rows: Sequence[Row], figures: Sequence[Figure], first: str, others: Sequence[str], points: Sequence[str]
 ) -> list[Effect]:
-    """Of ``others`` against ``first``; without those of which one side has no value."""
+    """Of ``others`` against ``first``; without those of which one side has no value. Only calm rounds count if both
+    sides have at least two of them."""
     found = []
     for point, other, figure in itertools.product(points, others, figures):
-        values = [
-            tuple(row[figure.name] for row in good(rows, case, point) if row[figure.name] is not None)
-            for case in (first, other)
-        ]
+        sides = [[row for row in good(rows, case, point) if row[figure.name] is not None] for case in (first, other)]
+        calm = [[row for row in side if is_calm(row)] for side in sides]
+        used = calm if min(map(len, calm)) > 1 else sides
+        values = [tuple(row[figure.name] for row in side) for side in used]
         if all(values):
             found.append(Effect(figure, point, (first, other), (values[0], values[1])))
     return found
@@ -125,6 +129,11 @@ def unmeasured(rows: Sequence[Row], cases: Sequence[str]) -> str:
 def good(rows: Sequence[Row], case: str, point: str) -> list[Row]:
     """The rounds of a case at a point that did not fail."""
     return [row for row in rows if row["case"] == case and row["point"] == point and not row["error"]]
+
+
+def is_calm(row: Row) -> bool:
+    """Whether the machine's host gave it all that it wanted."""
+    return float(row.get("stolen_cores", 0.0)) <= MAX_STOLEN_CORES
 
 
 def median(rows: Sequence[Row], name: str) -> float | None:

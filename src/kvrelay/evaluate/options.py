@@ -93,7 +93,7 @@ def suited(options: EvaluateOptions, cost: StepCost, capacity: float, mean_promp
     """With what nobody gave made for this machine: half of the rate that its slots can do, and objectives that a
     healthy one holds. ``capacity``: of two slots, in requests/s. ``mean_prompt``: in tokens."""
     work = StepWork(0, 0, ANSWERS, round(ANSWERS * mean_prompt))
-    least_s = cost.prefill_seconds(round(mean_prompt)), cost.step_seconds(work)
+    least_s = cost.prefill_seconds(round(mean_prompt)), cost.token_seconds(work)
     found: dict[str, object] = {
         name: max(getattr(options, name), float(f"{SLACK * seconds * 1e3:.2g}"))
         for name, seconds in zip(OBJECTIVES, least_s)

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from kvrelay.core.step_cost import StepWork
 from kvrelay.evaluate.load import EvaluatedLoad, Point
 from kvrelay.simulate.costs import Costs
 
@@ -55,9 +56,10 @@ def pace_of(costs: Costs, load: EvaluatedLoad, start_s: float, per_s: float = 0.
     """``per_s`` 0: not measured yet, so estimated for decode steps of sixteen on cores that prefills share."""
     prompt, answer, step = load.mean_prompt, load.mean_answer, costs.step
     prefill_s = step.prefill_seconds(round(prompt))
-    token_s = step.step_s + costs.between_steps_s + step.decode_s + step.context_s * prompt
+    token_s = step.token_seconds(StepWork(0, 0, 1, round(prompt))) + costs.between_steps_s / step.tokens_per_step
     warm_s = 2 * prefill_s + min(answer, WARM_TOKENS) * token_s
-    estimated = 1.0 / (prefill_s + answer * (token_s / 16 + step.decode_s + step.context_s * prompt))
+    added_s = (step.decode_s + step.context_s * prompt) / step.tokens_per_step
+    estimated = 1.0 / (prefill_s + answer * (token_s / 16 + added_s))
     return Pace(start_s, warm_s, max(prefill_s + answer * token_s, 1e-3), per_s or estimated)
 
 
@@ -69,6 +71,11 @@ class Wish(msgspec.Struct, frozen=True):
     num_cases: int = 0
     points: tuple[Point, ...] = ()
     simulated_s: float = 0.0
+
+    @property
+    def of(self) -> str:
+        """The section without the part of it."""
+        return _section_of(self.section)
 
 
 class Share(msgspec.Struct, frozen=True):
@@ -98,7 +105,7 @@ class Plan(msgspec.Struct, frozen=True):
 
     def seconds_of(self, section: str) -> float:
         """Of all wishes of the section."""
-        return sum(share.seconds for share in self.shares if _section_of(share) == section)
+        return sum(share.seconds for share in self.shares if _section_of(share.section) == section)
 
     def has(self, section: str) -> bool:
         """Whether there is time for any of it; a section that wished nothing has all."""
@@ -106,19 +113,21 @@ class Plan(msgspec.Struct, frozen=True):
 
     @property
     def sections(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(map(_section_of, self.shares)))
+        return tuple(dict.fromkeys(_section_of(share.section) for share in self.shares))
 
     def left_out_of(self, section: str) -> tuple[str, ...]:
-        return tuple(point for share in self.shares if _section_of(share) == section for point in share.left_out)
+        return tuple(
+            point for share in self.shares if _section_of(share.section) == section for point in share.left_out
+        )
 
     def requests_of(self, section: str) -> dict[str, int]:
         """By point, of all wishes of the section."""
         return {at: num for share in self.shares if share.section == section for at, num in share.requests.items()}
 
 
-def _section_of(share: Share) -> str:
+def _section_of(name: str) -> str:
     """Without the part of it."""
-    return share.section.partition(" / ")[0]
+    return name.partition(" / ")[0]
 
 
 def plan_of(wishes: Sequence[Wish], pace: Pace, rounds: int, send_s: float, budget_s: float) -> Plan:
@@ -162,6 +171,6 @@ def share_of(
         return Share(wish.section, {}, 0.0, tuple(point.name for point in wish.points) or (wish.section,))
     requests = {point.name: pace.num_at(point, send_s) for point in points}
     sent_s = rounds * sum(pace.point_s(point, requests[point.name]) for point in points)
-    seconds = wish.num_cases * (starts * pace.start_s + sent_s) + wish.simulated_s
+    seconds = wish.num_cases * (starts * pace.start_s * bool(points) + sent_s) + wish.simulated_s
     left_out = tuple(point.name for point in wish.points if point.name not in requests)
     return Share(wish.section, requests, seconds, left_out)

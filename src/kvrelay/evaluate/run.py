@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import click
-import msgspec
 
 from kvrelay.bench.progress import ProgressBar
 from kvrelay.bench.report.files import to_json, write_text
@@ -109,44 +108,50 @@ def _sections(
     basis = timed("calibration", lambda: calibration.basis_of(bench, wishes_of))
     options = suited(bench.options, basis.costs[1].step, basis.capacity, bench.load.mean_prompt)
     load = bench.load if options.load_text == bench.options.load_text else _load(options)
-    bench = bench.with_plan(options, load, basis.shortened, basis.pace, Plan())
+    bench = bench.calibrated(options, load, basis.shortened, basis.pace)
     # First of all: objectives that no cluster meets are refused here, before anything long is measured.
     advice = timed("search", lambda: forecast.advised(bench, basis))
-    plan = _plan(bench, basis, wishes_of(basis))
-    bench = bench.with_plan(options, load, basis.shortened, basis.pace, plan)
-    bench.bar.plan("evaluate", plan.seconds + accuracy.SECONDS)
-    separated, rows = timed(arrangements.NAME, lambda: arrangements.take(bench, basis))
-    bench.bar.reach(plan.seconds_of(arrangements.NAME))
+    left, plans = [arrangements.NAME, *chosen], dict[str, Plan]()
+
+    def planned(name: str) -> Workbench:
+        """With a plan of this section and those that come later. What went faster than estimated leaves them its
+        time."""
+        rest = [bench.rest_of(wish) for wish in wishes_of(basis) if wish.of in left]
+        plans[name] = plan = _plan(bench, basis, [wish for wish in rest if wish.points or wish.simulated_s])
+        left.remove(name)
+        bench.bar.plan("evaluate", sum(taken_s.values()) + plan.seconds)
+        bench.bar.reach(sum(taken_s.values()))
+        return bench.with_plan(plan)
+
+    own = planned(arrangements.NAME)
+    separated, rows = timed(arrangements.NAME, lambda: arrangements.take(own, basis))
     checked, found = timed(accuracy.NAME, lambda: accuracy.take(bench, basis, rows))
     others: list[Section] = []
     for name in chosen:
-        bench.bar.reach(accuracy.SECONDS + sum(map(plan.seconds_of, taken_s)))
-        if plan.has(name) and plan.seconds_of(name) <= bench.left_s:
-            others += timed(name, partial(PARTS[name][1], bench, basis, advice))
+        own = planned(name)
+        if own.plan.has(name):
+            others += timed(name, partial(PARTS[name][1], own, basis, advice))
         else:
             others.append(Section(name.capitalize(), f"Not shown: {NO_TIME} for it.", ""))
-    linked = link.take(bench.options.model_path, basis, bench.load.context, certificate)
+    linked = link.take(basis, bench.load.context, certificate)
     order = policies.order(bench, basis) if policies.NAME in taken_s else "auto; not measured here"
-    first = answer.section_of(bench.options, bench.load, advice, found, order, separated.notes)
+    at_rates = [*rows, *(loads.rows_of(bench, basis) if loads.NAME in taken_s else ())]
+    measured = arrangements.goodput_sentence(at_rates)
+    first = answer.section_of(bench.options, bench.load, advice, found, order, measured, separated.notes)
     decision, at_rate = answer.decision_of(advice)
     figures = {"decision": decision, "at_rate": at_rate, "above": advice.best, "rate": advice.rate}
     figures |= {"capacities": advice.capacities, "simulator_errors": found}
     return (
-        [first, checked, separated, *others, linked, spent.section_of(basis, plan, options.sizes, taken_s)],
+        [first, checked, separated, *others, linked, spent.section_of(basis, plans, options.sizes, taken_s)],
         figures,
         options,
     )
 
 
 def _plan(bench: Workbench, basis: Basis, wishes: Sequence[Wish]) -> Plan:
-    """For the time that is left; a run that goes on keeps it."""
+    """For the time that is left."""
     sizes = bench.options.sizes
-
-    def made() -> Plan:
-        left_s = max(bench.left_s - accuracy.SECONDS, 0.0)
-        return plan_of(wishes, basis.pace, sizes.rounds, sizes.seconds, left_s)
-
-    return msgspec.convert(bench.journal.take("plan", made, wishes), Plan)
+    return plan_of(wishes, basis.pace, sizes.rounds, sizes.seconds, max(bench.left_s - accuracy.SECONDS, 0.0))
 
 
 def _load(options: EvaluateOptions) -> EvaluatedLoad:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from kvrelay.bench.report.table import number
-from kvrelay.evaluate.effects import Row, good, median
+from kvrelay.evaluate.effects import MAX_STOLEN_CORES, Row, good, is_calm, median
 from kvrelay.evaluate.findings import Line, Plot, Table
 
 COLUMNS = {
@@ -74,5 +74,12 @@ def failures(rows: Sequence[Row]) -> tuple[str, ...]:
         notes.append(
             f"{len(busy)} of {len(rows)} turns were taken while other processes used more than {MAX_FOREIGN_CORES:g} "
             f"cores (up to {max(busy):.1f}): their times say little."
+        )
+    stolen = [row["stolen_cores"] for row in rows if not is_calm(row)]
+    if stolen:
+        notes.append(
+            f"In {len(stolen)} of {len(rows)} turns this machine's host kept more than {MAX_STOLEN_CORES:g} cores from "
+            f"it (steal, up to {max(stolen):.2g}): their times are later than this machine's own, P99 most of all. "
+            "Cases are compared by the other rounds if both have two of them."
         )
     return tuple(notes)

@@ -28,14 +28,14 @@ from kvrelay.bench.progress import ProgressBar
 from kvrelay.bench.report.metrics import INTERRUPTED, RunInfo, RunResult, ServeReport, figure, serve_report
 from kvrelay.bench.serving import require_success
 from kvrelay.certify.machine import cpu_seconds, watched
-from kvrelay.certify.servers import Cluster, running_cluster
+from kvrelay.certify.servers import Cluster, NotStartedError, running_cluster
 from kvrelay.cli.processes import run_async
 from kvrelay.config import WorkerRole
 from kvrelay.errors import FatalError, KvrelayError
 from kvrelay.evaluate.journal import Journal
 from kvrelay.evaluate.load import EvaluatedLoad, Point, answered_per_s, sent_of
 from kvrelay.evaluate.options import EvaluateOptions
-from kvrelay.evaluate.plan import MIN_REQUESTS, WARM_TOKENS, Pace, Plan
+from kvrelay.evaluate.plan import MIN_REQUESTS, WARM_TOKENS, Pace, Plan, Wish
 from kvrelay.launch.frontend_calls import listed_requests, request_waterfall
 from kvrelay.marks.waterfall import Waterfall, phases_until
 
@@ -122,13 +122,16 @@ class Workbench:
         self.options, self.load, self.journal, self.bar = options, load, journal, bar
         self.sent, self.ends_s = load, time.monotonic() + options.sizes.budget_s
 
-    def with_plan(
-        self, options: EvaluateOptions, load: EvaluatedLoad, shortened: int, pace: Pace, plan: Plan
-    ) -> Workbench:
+    def calibrated(self, options: EvaluateOptions, load: EvaluatedLoad, shortened: int, pace: Pace) -> Workbench:
         """The same with what the calibration has decided."""
         other = copy(self)
-        other.options, other.pace, other.plan = options, pace, plan
+        other.options, other.pace = options, pace
         other.load, other.sent = load, load.shortened(shortened)
+        return other
+
+    def with_plan(self, plan: Plan) -> Workbench:
+        other = copy(self)
+        other.plan = plan
         return other
 
     @property
@@ -152,7 +155,10 @@ class Workbench:
 
     def rows(self, section: str, cases: Sequence[ServerCase], points: Sequence[Point]) -> list[dict[str, Any]]:
         """One row for each case, round and point."""
-        rounds, requests = range(1, self.options.sizes.rounds + 1), self.plan.requests_of(section)
+        rounds = range(1, self.options.sizes.rounds + 1)
+        # What an earlier run has begun has as many requests in all its rounds.
+        begun = {_point_of(key): self.journal[key]["asked"] for key in self._rows_of(section)}
+        requests = self.plan.requests_of(section) | begun
         turns = [(case, [number]) for number, case in turns_of(cases, len(rounds))]
         for case, numbers in [(case, list(rounds)) for case in cases] if self.plan.is_held else turns:
             # Points take turns, too.
@@ -173,6 +179,15 @@ class Workbench:
             for point in points
         ]
 
+    def rest_of(self, wish: Wish) -> Wish:
+        """Without the points that have been measured in all rounds."""
+        done = Counter(map(_point_of, self._rows_of(wish.section)))
+        all_rows = wish.num_cases * self.options.sizes.rounds
+        return msgspec.structs.replace(wish, points=tuple(one for one in wish.points if done[one.name] < all_rows))
+
+    def _rows_of(self, section: str) -> list[str]:
+        return [key for key in self.journal if key.startswith(f"{section} / ")]
+
     async def _turn(
         self, section: str, case: ServerCase, left: list[tuple[int, Point]], requests: Mapping[str, int]
     ) -> None:
@@ -181,7 +196,8 @@ class Workbench:
 
         def note(row: dict[str, Any]) -> None:
             number, point = left.pop(0)
-            self.journal.add(_key(section, case, point, number), _about(case, point, number) | row)
+            asked = {"asked": requests[point.name]}
+            self.journal.add(_key(section, case, point, number), _about(case, point, number) | asked | row)
 
         try:
             async with AsyncExitStack() as stack:
@@ -226,6 +242,7 @@ class Workbench:
             "unanswered": num - len(sent),
             "remote": places["remote"] / max(places.total(), 1),
             "foreign_cores": watch.foreign_cores,
+            "stolen_cores": watch.stolen_cores,
             "rate": point.rate,
             "concurrency": point.concurrency,
             "requests_per_s": answered_per_s(sent),
@@ -256,9 +273,8 @@ class Workbench:
 
 
 def why_of(error: KvrelayError) -> str:
-    """Of a server that did not start, what it complained of first; of any other error its message."""
-    said = f" {error.message.partition(' did not start: ')[2]}".split(" kvrelay: ")
-    return said[1] if len(said) > 1 else error.message
+    """For a row of the report."""
+    return error.why if isinstance(error, NotStartedError) else error.message
 
 
 async def idle_cores(pid: int, seconds: float) -> float:
@@ -299,3 +315,7 @@ def _about(case: ServerCase, point: Point, number: int, error: str = "") -> dict
 
 def _key(section: str, case: ServerCase, point: Point, number: int) -> str:
     return f"{section} / {case.name} / {point.name} / {number}"
+
+
+def _point_of(key: str) -> str:
+    return key.split(" / ")[-2]

@@ -142,6 +142,11 @@ def _sums(report: Report) -> Iterator[str]:
     yield f"first token {_quantiles(total['ttft_ms'])}"
     yield f"between tokens {_quantiles(total['itl_ms'])}"
     yield f"KV {_share(total['kv_used'], total['kv_total']):.0%} of {total['kv_total']:,} blocks\n"
+    drafted, accepted = (
+        sum(worker.get(f"{name}_tokens") or 0 for worker in report["workers"]) for name in ("drafted", "accepted")
+    )
+    if drafted:
+        yield f"speculation: {_share(accepted, drafted):.0%} of {drafted:,} drafted tokens accepted\n"
     yield from _prefills(total)
 
 

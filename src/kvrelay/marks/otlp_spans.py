@@ -58,6 +58,9 @@ def span_attributes(shown: Waterfall) -> dict[str, Value]:
     if shown.transfer is not None:
         found["kvrelay.transfer.bytes"] = shown.transfer.bytes
         found["kvrelay.transfer.descriptors"] = shown.transfer.descriptors
+    if shown.drafts is not None:
+        found["kvrelay.speculation.drafted_tokens"] = shown.drafts.drafted
+        found["kvrelay.speculation.accepted_tokens"] = shown.drafts.accepted
     return {name: value for name, value in found.items() if value is not None}
 
 

@@ -97,6 +97,11 @@ class Phase(enum.IntEnum):
     FETCHING = 45
     """D: its engine gets the KV from the other engine by itself, and then computes."""
 
+    DRAFTED = 46
+    """D: the answer has ended. Number: tokens that were drafted for it, by speculative decoding."""
+    ACCEPTED = 47
+    """D: of these. Number: tokens that the model accepted."""
+
     RUN_QUEUE = 48
     """How long the process's threads have been ready to run without a core, since they began. Number: seconds."""
 

@@ -66,6 +66,8 @@ def _sums(shown: Waterfall) -> Iterator[str]:
         yield f"estimated before: {local_ms:.1f} ms local, {remote_ms:.1f} ms remote"
     if shown.transfer is not None:
         yield f"transferred: {shown.transfer.bytes:,} bytes in {shown.transfer.descriptors:,} descriptors"
+    if shown.drafts is not None:
+        yield f"speculation: {shown.drafts.drafted:,} tokens drafted, {shown.drafts.accepted:,} accepted"
     share = shown.unattributed_ms / shown.latency_ms if shown.latency_ms else 0.0
     yield f"unattributed: {shown.unattributed_ms:.2f} ms ({share:.1%})"
 

@@ -154,12 +154,20 @@ class Moved(msgspec.Struct, frozen=True):
     descriptors: int
 
 
+class Drafts(msgspec.Struct, frozen=True):
+    """Tokens that speculative decoding drafted for the answer, and how many of them the model accepted."""
+
+    drafted: int
+    accepted: int
+
+
 class Waterfall(Summary, frozen=True):
     processes: list[Process]
     spans: list[Span]
     unattributed_ms: float
     estimates: Estimates | None
     transfer: Moved | None
+    drafts: Drafts | None = None
 
 
 class _Worker(msgspec.Struct):
@@ -213,6 +221,7 @@ def waterfall(trace: Trace, frontend: str) -> Waterfall:
         unattributed_ms=max(line.latency_ms - sum(phases_until(found.spans, line.latency_ms).values()), 0.0),
         estimates=_estimates(marks),
         transfer=_moved(marks),
+        drafts=_drafts(marks),
     )
 
 
@@ -377,6 +386,14 @@ def _estimates(marks: Iterable[Mark]) -> Estimates | None:
 
 
 def _moved(marks: Sequence[Mark]) -> Moved | None:
-    num_bytes = sum(mark.value for mark in marks if mark.phase is _P.TRANSFER_POSTED)
-    num_descriptors = sum(mark.value for mark in marks if mark.phase is _P.DESCRIPTORS)
-    return Moved(int(num_bytes), int(num_descriptors)) if num_descriptors else None
+    num_bytes, num_descriptors = _sum(marks, _P.TRANSFER_POSTED), _sum(marks, _P.DESCRIPTORS)
+    return Moved(num_bytes, num_descriptors) if num_descriptors else None
+
+
+def _drafts(marks: Sequence[Mark]) -> Drafts | None:
+    num_drafted = _sum(marks, _P.DRAFTED)
+    return Drafts(num_drafted, _sum(marks, _P.ACCEPTED)) if num_drafted else None
+
+
+def _sum(marks: Sequence[Mark], phase: Phase) -> int:
+    return int(sum(mark.value for mark in marks if mark.phase is phase))

@@ -118,7 +118,7 @@ def local_cost(situation: Situation, num_line: int = 0) -> tuple[float, float]:
 
 
 def _added_lateness(situation: Situation, chunk: int, spread: float) -> float:
-    """What a chunk in the middle of the prompt adds to the lateness of each running answer's token.
+    """What a chunk in the middle of the prompt adds to the lateness of each running answer's tokens of that step.
 
     In seconds of lateness of a first token: one that is late by its whole objective is as bad as a token that is.
     """
@@ -126,7 +126,7 @@ def _added_lateness(situation: Situation, chunk: int, spread: float) -> float:
     tokens = min(situation.num_tokens, chunk)
     pairs = tokens * (situation.num_tokens - tokens) // 2
     late_s, late_anyway_s = (
-        expected_lateness(cost.step_seconds(work), spread, objectives.itl_s)
+        expected_lateness(cost.step_seconds(work), spread, objectives.itl_s * cost.tokens_per_step)
         for work in (
             StepWork(tokens, pairs, situation.num_decodes, situation.num_context),
             StepWork(0, 0, situation.num_decodes, situation.num_context),

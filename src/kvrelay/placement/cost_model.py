@@ -35,6 +35,8 @@ MANY_STEPS, SAMPLED_STEPS = 200, 4
 """After so many steps of a kind, every so-manieth is a sample: decode steps, and prefills of less than SHORT_STEP_S."""
 SHORT_STEP_S = 0.001
 """A fit takes a hundredth of this."""
+MANY_DECODES = 4096
+"""``tokens_per_step`` is the mean of the last half to all of so many: an answer's text decides how much is accepted."""
 
 
 class Spread:
@@ -93,6 +95,8 @@ class StepCostModel:
         self._cost: StepCost | None = None
         self._num_decode_steps = self._num_short_prefills = 0
         self._spread = Spread()
+        self._tokens_per_step = prior.tokens_per_step
+        self._num_decodes = self._num_accepted = 0.0
 
     @property
     def cost(self) -> StepCost:
@@ -100,7 +104,9 @@ class StepCostModel:
         if self._cost is None:
             step_s, decode_s, context_s = self._decode.coefficients
             prefill_s, prefill_token_s, pair_s = self._prefill.coefficients
-            self._cost = StepCost(step_s, prefill_s, prefill_token_s, pair_s, decode_s, context_s)
+            self._cost = StepCost(
+                step_s, prefill_s, prefill_token_s, pair_s, decode_s, context_s, self._tokens_per_step
+            )
         return self._cost
 
     @property
@@ -123,6 +129,8 @@ class StepCostModel:
 
     def add(self, work: StepWork, seconds: float) -> None:
         """A step has taken ``seconds``. Impossible times are counted and ignored."""
+        if work.num_decodes:
+            self._count_tokens(work.num_decodes, work.num_accepted_tokens)
         if work.num_prefill_tokens > 0:
             if seconds < SHORT_STEP_S:
                 self._num_short_prefills += 1
@@ -137,6 +145,14 @@ class StepCostModel:
                 self._cost = None
         else:
             self._add_decode(work.num_decodes, work.num_context_tokens, seconds)
+
+    def _count_tokens(self, num_decodes: int, num_accepted: int) -> None:
+        self._num_decodes += num_decodes
+        self._num_accepted += num_accepted
+        if self._num_accepted:
+            self._tokens_per_step, self._cost = 1.0 + self._num_accepted / self._num_decodes, None
+        if self._num_decodes > MANY_DECODES:
+            self._num_decodes, self._num_accepted = self._num_decodes / 2, self._num_accepted / 2
 
     def add_decodes(self, num_decodes: int, num_context: int, seconds: Sequence[float]) -> None:
         """Like ``add`` for steps without a prefill one after another, the same decodes in each: ``num_context`` tokens

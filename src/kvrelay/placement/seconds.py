@@ -4,7 +4,7 @@
     first token = prefill_token * (pending + own)
     load        = what is got from a tier or another worker instead, if that is faster than computing it
     lost prefix = (prefill_token * own + load) * (LOST_PREFIX + BALANCE * recent)
-    decode      = L * B * (decode + context * (prompt + L / 2))
+    decode      = L / tokens_per_step * B * (decode + context * (prompt + L / 2))
 
 ``own`` are the prompt's tokens beyond the overlap and the load, ``B`` the requests at the worker, ``L`` the expected
 tokens of the answer. *decode* is what the request's answer adds to the steps of the ``B`` others. Its own steps do not
@@ -68,11 +68,11 @@ class CostColumns(msgspec.Struct, frozen=True):
     pair_s: FloatColumn
     decode_s: FloatColumn
     context_s: FloatColumn
+    tokens_per_step: FloatColumn
 
     def of(self, row: int) -> StepCost:
         """One worker's."""
-        columns = (self.step_s, self.prefill_s, self.prefill_token_s, self.pair_s, self.decode_s, self.context_s)
-        return StepCost(*(float(column[row]) for column in columns))
+        return StepCost(*(float(column[row]) for column in msgspec.structs.astuple(self)))
 
     def hoped(self, rows: BoolColumn, *others: CostColumns) -> CostColumns:
         """With prefills in these ``rows`` as fast as at the fastest worker, here and among ``others``."""
@@ -150,7 +150,8 @@ def prefill_seconds(
 
 def decode_seconds(prompt_tokens: int, num_output: float, load: LoadColumns, costs: CostColumns) -> FloatColumn:
     """What an answer of ``num_output`` tokens adds to the steps of the others."""
-    return _decode(num_output, prompt_tokens + num_output / 2, load.num_requests, costs.decode_s, costs.context_s)
+    context, num_steps = prompt_tokens + num_output / 2, num_output / costs.tokens_per_step
+    return _decode(num_steps, context, load.num_requests, costs.decode_s, costs.context_s)
 
 
 def totals_of_few(candidates: Candidates, costs: CostColumns, overlap_weight: float) -> list[float]:
@@ -158,13 +159,13 @@ def totals_of_few(candidates: Candidates, costs: CostColumns, overlap_weight: fl
     load, num_output = candidates.load, candidates.num_output
     per_block, context = overlap_weight * candidates.block_size, candidates.prompt_tokens + num_output / 2
     of_request = (candidates.overlap_blocks, load.prefill_tokens, load.recent_share, load.num_requests)
-    of_worker = (costs.prefill_token_s, costs.decode_s, costs.context_s)
+    of_worker = (costs.prefill_token_s, costs.decode_s, costs.context_s, costs.tokens_per_step)
     totals = []
-    for overlap, pending, recent, requests, token_s, decode_s, context_s in zip(
+    for overlap, pending, recent, requests, token_s, decode_s, context_s, per_step in zip(
         *[column.tolist() for column in of_request + of_worker]
     ):
         own_s = token_s * max(candidates.prompt_tokens - per_block * overlap, 0.0)
-        added_s = _decode(num_output, context, requests, decode_s, context_s)
+        added_s = _decode(num_output / per_step, context, requests, decode_s, context_s)
         totals.append(token_s * pending + own_s + _lost_prefix(own_s, recent) + added_s)
     return totals
 
@@ -176,6 +177,6 @@ def _lost_prefix(stored_s: Each, recent_share: Each) -> Each:
     return stored_s * (LOST_PREFIX + BALANCE * recent_share)
 
 
-def _decode(num_output: float, context: float, num_requests: Each, decode_s: Each, context_s: Each) -> Each:
+def _decode(num_steps: Each, context: float, num_requests: Each, decode_s: Each, context_s: Each) -> Each:
     """``context``: tokens before the middle of the answer."""
-    return num_output * num_requests * (decode_s + context_s * context)
+    return num_steps * num_requests * (decode_s + context_s * context)

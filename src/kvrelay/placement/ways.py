@@ -165,13 +165,15 @@ def _elsewhere(situation: Situation, seconds: float) -> Estimate:
 
 def _late_second(situation: Situation, num_output: float, move_s: float) -> float:
     """The cost of a pair's second token beyond the objective: it waits for the KV, for which with the queue the first
-    one does. One late token in a hundred is borne, and what is late by chance only. The KV of the last step is not
-    hidden, and a decode step runs when it arrives."""
+    one does. One late token in a hundred is borne. The KV of the last step is not hidden, and the step that runs as it
+    arrives may have a chunk of a prompt that came after this one."""
     if num_output >= MANY_TOKENS:
         return 0.0
     last_s = move_s * min(CHUNK_TOKENS / max(situation.num_tokens, 1), 1.0)
-    late_s = max(last_s + 1.5 * _step_seconds(situation) - situation.objectives.itl_s, 0.0)
-    return LATE * late_s * max(situation.objectives.ttft_s / situation.objectives.itl_s, 1.0)
+    step_s, ttft_s, itl_s = _step_seconds(situation), situation.objectives.ttft_s, situation.objectives.itl_s
+    due_s = itl_s * situation.cost.tokens_per_step  # the tokens of a step come together
+    begun_s = max(step_s, STEP_SHARE * due_s) if situation.num_decodes else 0.0
+    return LATE * max(last_s + begun_s + step_s - due_s, 0.0) * max(ttft_s / itl_s, 1.0)
 
 
 def _step_seconds(situation: Situation) -> float:
@@ -181,7 +183,7 @@ def _step_seconds(situation: Situation) -> float:
     if not situation.num_here:
         return step_s
     chunk_s = situation.cost.step_seconds(StepWork(min(situation.num_here, situation.chunk), 0, *decodes))
-    return max(step_s, min(chunk_s, STEP_SHARE * situation.objectives.itl_s))
+    return max(step_s, min(chunk_s, situation.cost.step_limit_s(situation.objectives.itl_s, 0.0)))
 
 
 def _pulled_seconds(prefill: Candidates, decode: Candidates, costs: PairCosts, alone: int, there: StepCost) -> float:

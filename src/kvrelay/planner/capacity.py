@@ -23,7 +23,7 @@ from typing import NamedTuple
 import msgspec
 
 from kvrelay.config import WorkerRole
-from kvrelay.core.step_cost import MAX_COST_S, MIN_STEP_FACTOR, StepCost, StepWork, step_limit_s
+from kvrelay.core.step_cost import MAX_COST_S, StepCost, StepPace, StepWork
 from kvrelay.planner.base import FleetView, Objectives
 
 SATURATED = 0.95
@@ -189,8 +189,8 @@ class _Mixed(msgspec.Struct, frozen=True):
 
 
 class _Step(NamedTuple):
-    """With so many running answers: a step without prefills, one with a chunk, and the steps of a mean and of a long
-    prompt."""
+    """With so many running answers: the time between two tokens of each in steps without prefills, and in those with a
+    chunk; and the steps of a mean and of a long prompt."""
 
     decode_s: float
     chunk_s: float
@@ -202,25 +202,24 @@ class _Step(NamedTuple):
         return min(prefills_per_s * self.prefill_s, 1.0)
 
     def mean_s(self, prefills_per_s: float) -> float:
-        """Of all steps."""
+        """Between two tokens, over all steps."""
         busy = self.busy(prefills_per_s)
         return 1.0 / (busy / self.chunk_s + (1.0 - busy) / self.decode_s)
 
 
 def _step(running: float, load: Load, worker: Worker, objectives: Objectives) -> _Step:
-    """The engine cuts chunks so that a step with one is within the objective, or twice a step without."""
+    """The engine cuts chunks by its pace."""
     cost = worker.cost
     context = _whole(running * (load.prompt_tokens + load.answer_tokens / 2))
     decode_s = decode_step_s(cost, _whole(running), context)
-    limit_s = max(step_limit_s(objectives.itl_s, worker.spread), MIN_STEP_FACTOR * decode_s)
-    paced = cost.chunk_within(limit_s, num_decodes=_whole(running), num_context=context)
-    chunk = min(paced, worker.chunk)
+    pace = StepPace(cost, worker.spread, objectives.itl_s)
+    chunk = pace.prefill_budget(worker.chunk, num_decodes=max(_whole(running), 1), num_context=context)
     mean_s, long_s = (
         cost.prefill_seconds(_whole(tokens), chunk=chunk, num_decodes=_whole(running), num_context=context)
         for tokens in load.mean_and_long
     )
     chunk_s = max(mean_s / max(math.ceil(load.uncached_tokens / chunk), 1), decode_s)
-    return _Step(decode_s, chunk_s, mean_s, long_s)
+    return _Step(decode_s / cost.tokens_per_step, chunk_s / cost.tokens_per_step, mean_s, long_s)
 
 
 @lru_cache(maxsize=4)
@@ -237,7 +236,7 @@ def _steps(most: float, load: Load, worker: Worker, objectives: Objectives) -> t
 def _mixed(num_workers: int, load: Load, worker: Worker, objectives: Objectives, prefills_per_s: float) -> _Mixed:
     """``num_workers`` share the answers; this one gets ``prefills_per_s``.
 
-    B running answers get ``B / mean step`` tokens per second, which must be what is asked for: B is the least fixed
+    B running answers get ``B / mean gap`` tokens per second, which must be what is asked for: B is the least fixed
     point, approached from below, which keeps it monotone in the load. Slots and KV bound it.
     """
     tokens_per_s = load.requests_per_s * load.answer_tokens / num_workers

@@ -17,6 +17,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 import msgspec
 
 from kvrelay.config import EngineConfig
+from kvrelay.core.step_cost import StepWork
 from kvrelay.errors import InvalidInputError
 from kvrelay.placement.base import Objectives
 from kvrelay.simulate.arrival import Arrival
@@ -151,9 +152,9 @@ def check_objectives(arrivals: Sequence[Arrival], costs_by_tp: Mapping[int, Cost
     idle worker. A smaller bound than the truth, so what is refused is impossible."""
     if not arrivals:
         raise InvalidInputError("the load has no request; give a longer trace or another --load")
-    step_s = min(costs.step.step_s + costs.step.decode_s for costs in costs_by_tp.values())
+    token_s = min(costs.step.token_seconds(StepWork(num_decodes=1)) for costs in costs_by_tp.values())
     first_s = first_token_s(costs_by_tp, 1)
-    for name, needed_s, given_s in (("itl", step_s, objectives.itl_s), ("ttft", first_s, objectives.ttft_s)):
+    for name, needed_s, given_s in (("itl", token_s, objectives.itl_s), ("ttft", first_s, objectives.ttft_s)):
         if given_s < needed_s:
             raise InvalidInputError(
                 f"--slo-{name}-ms {given_s * 1e3:g} is impossible: one step takes {needed_s * 1e3:.2f} ms by the "

@@ -37,6 +37,7 @@ class Arrival(msgspec.Struct, frozen=True, kw_only=True):
 
     ``hash_ids``: one for each ``hash_tokens`` tokens of the prompt; equal leading ids are an equal prefix. None: the
     prompt shares nothing. ``session`` names the conversation, for reports. ``tool``: what the answer ends by calling.
+    ``prefetch_s``: so long before this turn of a session its client asks for a prefetch; 0: never.
     """
 
     time_s: float
@@ -46,6 +47,7 @@ class Arrival(msgspec.Struct, frozen=True, kw_only=True):
     hash_tokens: int = 512
     session: str | None = None
     tool: str = ""
+    prefetch_s: float = 0.0
     after: int | None = None
     priority: int = 0
 

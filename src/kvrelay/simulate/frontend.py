@@ -210,6 +210,19 @@ class Frontend:
 
         self._loop.after(hop_s, take_half)
 
+    def _prefetch(self, index: int) -> None:
+        """The client says that this turn comes soon. No one waits for an answer."""
+        self.catch_up()
+        arrival, spec = self._arrivals[index], self._network.spec
+        prompt = arrival.prompt(index, spec.vocab_size)
+        hashes = arrival.hashes(index, spec.vocab_size, spec.engine.block_size)
+        request = RoutingRequest(f"{index}-0", prompt, exclude=self._gone, sequence_hashes=hashes.sequence)
+        if self._gone.issuperset(self._router.worker_ids):
+            return
+        worker, order = self._worker(self._router.pick(self._router.survey(request)).worker_id), spec.order.unpaired
+        message = Generate(request.request_id, prompt, [], 0, arrival.priority, order, hashes=hashes, is_prefetch=True)
+        self._loop.after(self._network.costs.hop_s, lambda: worker.generate(message))
+
     def _worker(self, worker_id: str) -> SimulatedWorker:
         node = self._network.nodes[worker_id]
         assert isinstance(node, SimulatedWorker)
@@ -360,8 +373,11 @@ class Frontend:
             worker, request_id, tool = self._worker(flight.worker_id), flight.request_id, flight.arrival.tool
             self._loop.after(self._network.costs.hop_s, lambda: worker.session_paused(request_id, tool))
         for index in self._next.pop(flight.result.index, ()):
-            pause_s = self._arrivals[index].time_s
-            self._loop.at(ended_s + pause_s, lambda index=index: self._send(index))  # type: ignore[misc]
+            arrival = self._arrivals[index]
+            self._loop.at(ended_s + arrival.time_s, lambda index=index: self._send(index))  # type: ignore[misc]
+            if arrival.prefetch_s:
+                ahead_s = max(arrival.time_s - arrival.prefetch_s, 0.0)
+                self._loop.at(ended_s + ahead_s, lambda index=index: self._prefetch(index))  # type: ignore[misc]
         if not self._num_open:
             self._on_over()
 

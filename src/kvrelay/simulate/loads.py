@@ -173,6 +173,7 @@ _OPTIONS: dict[str, dict[str, float]] = {
         "cached": 0.86,
         "pause": 1,
         "tools": 0,
+        "prefetch": 0,
     },
 }
 _TOPS = {"swing": 1, "cached": 1, "prompt": MAX_TOKENS, "answer": MAX_TOKENS} | dict.fromkeys(
@@ -180,7 +181,7 @@ _TOPS = {"swing": 1, "cached": 1, "prompt": MAX_TOKENS, "answer": MAX_TOKENS} | 
 )
 _TOPS["tools"] = MAX_TOOLS
 _COUNTS = ("num", "prompt", "answer", "sessions", "calls", "tools")
-_MAY_BE_ZERO = ("pause", "swing", "cached", "tools")
+_MAY_BE_ZERO = ("pause", "swing", "cached", "tools", "prefetch")
 
 
 def parse_load(spec: str) -> tuple[str, dict[str, float]]:
@@ -252,7 +253,8 @@ def _agents(rng: np.random.Generator, options: dict[str, float]) -> list[Arrival
     """Sessions that begin as a Poisson process. Each call repeats the conversation and adds to it, so that over all
     calls the share ``cached`` of the prompt tokens has been in the prompt before. The first prompt has
     ``prompt`` tokens; a call is sent ``pause`` seconds (exponential) after the answer before it. With ``tools`` each
-    answer but the last calls one of so many instead, as ``tool_pause_s`` says.
+    answer but the last calls one of so many instead, as ``tool_pause_s`` says. So many seconds as ``prefetch`` says
+    before each later call the client asks for a prefetch.
 
     With ``calls`` n and growth g per call the shared tokens are the sum of all prompts but the last:
     cached = (sum of the first n - 1) / (sum of all), which is solved for g.
@@ -287,6 +289,7 @@ def _agents(rng: np.random.Generator, options: dict[str, float]) -> list[Arrival
                     hash_tokens=BLOCK,
                     session=f"s{number}",
                     tool=f"tool-{tool}" if num_tools and call + 1 < num_calls else "",
+                    prefetch_s=options["prefetch"] if call else 0.0,
                     after=after,
                 )
             )

@@ -26,7 +26,12 @@ StepTime = Callable[[StepWork, float], float]
 
 
 class FittedStepTime:
-    """The fitted cost of the step's work, times a draw from a log-normal distribution whose mean is 1."""
+    """The fitted cost of the step's work, times a draw from a log-normal distribution whose mean is 1.
+
+    The simulated engine gives an answer one token in each step. With more ``tokens_per_step`` it makes so many steps of
+    one, in the same time together: those that only decode take a part of it each, and one that prefills too takes its
+    whole time less what the others of its real step will take.
+    """
 
     def __init__(self, costs: Costs, seed: str) -> None:
         self._step, self._spread = costs.step, costs.spread
@@ -36,7 +41,12 @@ class FittedStepTime:
         self._normals = self._draws = np.empty(0)
 
     def __call__(self, work: StepWork, now_s: float) -> float:
-        seconds = self._step.step_seconds(work)
+        cost = self._step
+        seconds = cost.token_seconds(work)
+        if work.num_prefill_tokens and cost.tokens_per_step > 1.0:
+            others_s = cost.token_seconds(StepWork(0, 0, work.num_decodes, work.num_context_tokens))
+            num_others = cost.tokens_per_step - 1.0 if work.num_decodes else 0.0
+            seconds = max(cost.step_seconds(work) - num_others * others_s, seconds)
         if self._scatters:
             self._draw(1)
             if work.num_prefill_tokens:
@@ -52,7 +62,7 @@ class FittedStepTime:
         with ``num_context`` tokens of context. ``drop`` those that were used."""
         context = np.arange(num_context, num_context + count * num_decodes, num_decodes, dtype=np.float64)
         seconds = self._step.step_s + (self._step.decode_s * num_decodes + self._step.context_s * context)
-        seconds = np.minimum(seconds, MAX_COST_S)
+        seconds = np.minimum(seconds, MAX_COST_S) / self._step.tokens_per_step
         if not self._scatters:
             return seconds
         self._draw(count)

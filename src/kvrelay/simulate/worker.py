@@ -70,10 +70,11 @@ class Generate(msgspec.Struct, frozen=True):
     begins_within_s: float = 0.0
     hashes: BlockHashes | None = None
     """Of the prompt's blocks, if they are known."""
+    is_prefetch: bool = False
 
     @property
     def sampling(self) -> SamplingParams:
-        return SamplingParams(max_tokens=self.max_tokens, temperature=0.0, seed=0, ignore_eos=True)
+        return SamplingParams(self.max_tokens, temperature=0.0, seed=0, ignore_eos=True, is_prefetch=self.is_prefetch)
 
 
 class Delivery(msgspec.Struct, frozen=True):
@@ -124,6 +125,7 @@ class SimulatedWorker:
         # No message is lost, so no router asks for a replay.
         self._log = KvEventLog(worker_id, 0, only_numbers=True)
         self._number, self._step_time = number, step_time
+        self._between_s = network.costs.between_steps_s / network.costs.step.tokens_per_step
         self._outlet = Outlet(
             self._log.append, self._sample, lambda: self._sampler.due_s, frontend.decoded, network.costs.hop_s
         )
@@ -278,7 +280,7 @@ class SimulatedWorker:
     def _end_step(self, output: StepOutput) -> None:
         if self.is_alive:
             self._deliver(output)
-            self._loop.after(self._network.costs.between_steps_s, self._turn, Rank.TURN, self._number)
+            self._loop.after(self._between_s, self._turn, Rank.TURN, self._number)
 
     # -- steps that only decode ---------------------------------------------------------------------------------------
 
@@ -293,8 +295,7 @@ class SimulatedWorker:
             return False
         count = min(steps.num_steps, MAX_STEPS)
         seconds = self._step_time.decode_seconds(len(steps.requests), steps.num_context, count)
-        between_s = self._network.costs.between_steps_s
-        run = DecodeRun(self._number, self.core, steps, seconds, between_s, self._loop, self._outlet)
+        run = DecodeRun(self._number, self.core, steps, seconds, self._between_s, self._loop, self._outlet)
         self._network.runs[self._number] = run
         self._loop.at(run.end_s, lambda: self._end_run(run), Rank.TURN, self._number)
         return True
@@ -407,7 +408,7 @@ class SimulatedWorker:
             self._placement.told(message.remote_wait_s)
         objectives, is_paired = self._placement.objectives(), message.pair is not None
         place = self._placing.add_request(core, request, message.order, objectives, is_paired=is_paired)
-        if place is not None:
+        if place is not None and not message.is_prefetch:
             self._count(place)
             if place is not PrefillPlace.REMOTE:
                 self._not_paired(message)

@@ -449,6 +449,7 @@ class Worker:
             "num_steps": stats.engine.num_steps,
             "step_spread": stats.engine.step_spread,
             "drafts": msgspec.to_builtins(stats.engine.drafts),
+            "refused_adapters": self._membership.refused_adapters,
             "num_generated_tokens": stats.engine.num_generated_tokens,
             "step_age_s": now.step_age_s,
             "requests": now.num_requests,

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 
+import msgspec
 import pytest
 
 from kvrelay.core.clock import ManualClock
@@ -25,9 +26,7 @@ def told(clock: ManualClock, **given: bool) -> tuple[HostedCosts, StepLog]:
 
 def write(log: StepLog, *works: StepWork) -> None:
     for work in works:
-        seconds = TRUE.step_seconds(work)
-        counts = work.num_prefill_tokens, work.num_prefill_pairs, work.num_decodes, work.num_context_tokens
-        log.write_step(seconds, *counts)
+        log.write_step(TRUE.step_seconds(work), *msgspec.structs.astuple(work))
 
 
 def some_steps() -> list[StepWork]:
@@ -47,6 +46,14 @@ def test_costs_are_fitted_to_the_steps_that_are_told() -> None:
     for work in (StepWork(0, 0, 5, 200), StepWork(400, 6000, 2, 90)):
         assert found.step_seconds(work) == pytest.approx(TRUE.step_seconds(work), rel=0.02)
     assert costs.source is CostSource.MEASURED
+
+
+def test_the_tokens_of_a_step_are_told_to_the_worker_and_back() -> None:
+    costs, log = told(ManualClock())
+    write(log, StepWork(0, 0, 4, 400, 6), StepWork(0, 0, 6, 600, 9))
+    costs.look()
+    assert costs.cost is not None
+    assert (costs.cost.tokens_per_step, log.read_pace().cost.tokens_per_step) == (2.5, 2.5)
 
 
 def test_steps_are_taken_in_now_and_then_only() -> None:

@@ -44,10 +44,10 @@ def test_every_step_is_read_once_or_counted_as_missed(bursts: list[int]) -> None
 
 def test_a_step_is_what_was_written() -> None:
     reader, writer = both()
-    writer.write_step(0.25, 100, 2**40, 7, 2**33)
+    writer.write_step(0.25, 100, 2**40, 7, 2**33, 9)
     writer.write_step(float("nan"), 1, 1, 1, 1)
     writer.write_step(0.5, 1, 0, 0, 0)
-    assert reader.read_steps().taken == [(StepWork(100, 2**40, 7, 2**33), 0.25), (StepWork(1), 0.5)]
+    assert reader.read_steps().taken == [(StepWork(100, 2**40, 7, 2**33, 9), 0.25), (StepWork(1), 0.5)]
 
 
 def test_half_a_write_does_not_count(tmp_path: Path) -> None:
@@ -65,7 +65,7 @@ def test_half_a_write_does_not_count(tmp_path: Path) -> None:
 def test_the_pace_goes_the_other_way() -> None:
     worker, vllm = both()
     assert vllm.read_pace() == StepPace()
-    pace = StepPace(StepCost(1.0, 2.0, 3.0, 4.0, 5.0, 6.0), 0.5, 0.02, 0.4)
+    pace = StepPace(StepCost(1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 2.5), 0.5, 0.02, 0.4)
     worker.write_pace(pace)
     assert vllm.read_pace() == pace
     assert vllm.read_pace() is vllm.read_pace(), "it is unpacked once"

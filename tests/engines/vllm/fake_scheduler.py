@@ -10,6 +10,8 @@ from typing import Any
 
 class FakeRequest:
     num_output_placeholders = 0
+    num_drafts = 0
+    """Tokens that are drafted for its next step."""
 
     def __init__(self, name: str, num_prompt_tokens: int, priority: int = 0, num_computed_tokens: int = 0) -> None:
         self.name, self.priority = name, priority
@@ -18,7 +20,7 @@ class FakeRequest:
 
     @property
     def num_tokens_with_spec(self) -> int:
-        return self.num_tokens
+        return self.num_tokens + self.num_drafts
 
 
 class FakeScheduler:
@@ -55,13 +57,17 @@ class FakeScheduler:
         left, share = self.max_num_scheduled_tokens, self.scheduler_config.long_prefill_token_threshold
         share = share if len(self.running) + len(self.waiting) > 1 else 0
         counts: dict[str, int] = {}
+        drafts: dict[str, list[int]] = {}
         cached = SimpleNamespace(req_ids=[], num_computed_tokens=[])
         new: list[Any] = []
         ready = [each for each in self.waiting if each not in self.deferred_waiting or each in self.loaded]
         for request in [*self.running, *ready]:
             if not left:
                 break
-            count = min(request.num_tokens - request.num_computed_tokens, left, share or left)
+            num_tokens = request.num_tokens + request.num_drafts
+            count = min(num_tokens - request.num_computed_tokens, left, share or left)
+            if request.num_drafts:
+                drafts[request.name] = [-1] * request.num_drafts
             left -= count
             counts[request.name] = count
             if request in ready:
@@ -78,15 +84,20 @@ class FakeScheduler:
             total_num_scheduled_tokens=sum(counts.values()),
             scheduled_new_reqs=new,
             scheduled_cached_reqs=cached,
+            scheduled_spec_decode_tokens=drafts,
         )
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> dict[int, Any]:
-        """Each request whose known tokens are computed gets one more."""
+        """Each request whose known tokens are computed gets one more, and those of its drafts that are accepted."""
         self.num_updates += 1
         for name in scheduler_output.num_scheduled_tokens:
             request = self.requests.get(name)
-            if request is not None and request.num_computed_tokens == request.num_tokens:
-                request.num_tokens += 1
+            if request is not None and request.num_computed_tokens >= request.num_tokens:
+                num_drafts = len(scheduler_output.scheduled_spec_decode_tokens.get(name, ()))
+                row = model_runner_output.req_id_to_index[name] if num_drafts else 0
+                num_sampled = len(model_runner_output.sampled_token_ids[row]) if num_drafts else 1
+                request.num_computed_tokens -= num_drafts + 1 - num_sampled
+                request.num_tokens += num_sampled
         return {}
 
     def finish(self, name: str) -> None:

@@ -92,6 +92,23 @@ async def test_what_vllm_tells_of_its_phases_is_marked_once() -> None:
         assert engine.host.stats().num_preemptions == 2
 
 
+async def test_the_drafts_of_an_answer_are_marked_with_its_end() -> None:
+    """Three steps of three drafts accepted none, two one, and one three: 5 of 18."""
+
+    def drafting(number: int, output: Any) -> Any:
+        if output.finished:
+            output.outputs[0].spec_decode_metrics = SimpleNamespace(num_draft_tokens=18, histogram=[3, 2, 0, 1])
+        return _with_stats(0, output)
+
+    async with _engine(edit=drafting) as (engine, _):
+        await engine.add("a", listener=lambda request, status: None)
+        await engine.end("a")
+        assert [(mark.phase, mark.value) for mark in engine.marks["a"][-2:]] == [
+            (Phase.DRAFTED, 18),
+            (Phase.ACCEPTED, 5),
+        ]
+
+
 PARAMS = msgspec.json.encode({"do_remote_prefill": True, "remote_block_ids": [1]})
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -204,7 +205,11 @@ async def test_bad_loads_are_refused_by_name(model_dir: Path, tmp_path: Path) ->
         for answer, status, reason in (
             (await found.load(""), 400, "Both 'lora_name' and 'lora_path' must be provided."),
             (await found.load(path, ""), 400, "Both 'lora_name' and 'lora_path' must be provided."),
-            (await found.load(tmp_path / "none"), 404, "No such file"),
+            (
+                await found.load(tmp_path / "none"),
+                404,
+                f"No such file or directory on {socket.gethostname()}; frontends",
+            ),
             (await found.load(path / "adapter_config.json"), 404, "Not a directory"),
             (await found.load(torn), 400, "no complete safetensors file"),
             (await found.load(path, "tiny"), 400, "The lora adapter 'tiny' conflicts with a served base model."),

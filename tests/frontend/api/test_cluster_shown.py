@@ -18,6 +18,7 @@ from kvrelay.core.activity import Activity, SessionActivity, Spent
 from kvrelay.core.event_codec import encode_load
 from kvrelay.core.events import MAX_FLOWS, Flow, LoadMetrics, TokenCounts
 from kvrelay.core.messages import RequestRefused
+from kvrelay.core.step_cost import StepCost
 from kvrelay.core.workers import CallerInfo
 from kvrelay.frontend.api.cluster_shown import ClusterSnapshot
 from kvrelay.frontend.cluster.frontends import figures_of, planners_question
@@ -76,7 +77,8 @@ async def test_workers_flows_and_sums(model_dir: Path) -> None:
         port = cluster.frontend.port
         await cluster.add_worker("p0", Script(), role=WorkerRole.PREFILL, release="9.9", adapters=("sql@1",))
         await eventually_snapshot(port, lambda found: [each["state"] for each in found["workers"]] == ["ready"] * 2)
-        await publish(cluster, "w0", tokens=TokenCounts(5, 6), flows=(Flow("p0", True, 2, 500, 0.1),))
+        costs = {"tokens": TokenCounts(5, 6, 7, 30, 12), "step_cost": StepCost(tokens_per_step=2.5)}
+        await publish(cluster, "w0", **costs, flows=(Flow("p0", True, 2, 500, 0.1),))
         await publish(cluster, "p0", num_waiting=0, flows=(Flow("w0", False, 4, 1000, 0.02),))
         found = await eventually_snapshot(port, lambda found: len(found["flows"]) == 2)
         prefill, decode = found["workers"]
@@ -84,6 +86,8 @@ async def test_workers_flows_and_sums(model_dir: Path) -> None:
         assert (prefill["adapters"], decode["adapters"]) == (["sql@1"], [])
         assert (decode["id"], decode["state"], decode["running"], decode["slots"]) == ("w0", "ready", 3, 8)
         assert (decode["waiting"], decode["kv_used"], decode["kv_total"]) == (2, 40, 100)
+        names = ("drafted_tokens", "accepted_tokens", "tokens_per_step")
+        assert [[each[name] for name in names] for each in (decode, prefill)] == [[30, 12, 2.5], [0, 0, 1.0]]
         assert found["flows"] == [
             {"source": "p0", "target": "w0", "transfers": 4, "bytes": 1000, "mean_ms": 5.0},
             {"source": "p0", "target": "w0", "transfers": 2, "bytes": 500, "mean_ms": 50.0},
@@ -368,3 +372,23 @@ async def test_without_a_control_plane_the_last_known_is_told(model_dir: Path) -
         assert found["total"]["prefill_queue"] is None
         assert found["wrong_now"][0]["kind"] == "no-control-plane"
         assert [worker["id"] for worker in found["workers"]] == ["w0"]
+
+
+async def test_workers_that_come_later_and_do_not_fit_say_why(model_dir: Path) -> None:
+    """One has other weights under the name that is served, the other cannot have an adapter."""
+    async with running(model_dir, Script((10,))) as cluster:
+        await cluster.add_worker("x", Script(), weights_fingerprint="others")
+        await cluster.add_worker("y", Script(), refused_adapters={"sql@1": "rank 64 is above 16"})
+
+        def is_settled(found: dict[str, Any]) -> bool:
+            _, other, late = found["workers"]
+            return bool(other["problem"]) and late["state"] == "ready"
+
+        found = await eventually_snapshot(
+            cluster.frontend.port, lambda found: len(found["workers"]) == 3 and is_settled(found)
+        )
+        problem = "workers with other weights or another tokenizer serve the name tiny"
+        assert [worker["problem"] for worker in found["workers"]] == ["", problem, ""]
+        lines = {wrong["kind"]: wrong["text"] for wrong in found["wrong_now"]}
+        assert lines["unreached-worker"] == f"x: in discovery, but this frontend has no connection: {problem}"
+        assert lines["refused-adapter"] == "y: without adapter sql: rank 64 is above 16; its requests go to others"

@@ -68,7 +68,16 @@ def test_nothing_is_wrong_with_a_healthy_cluster() -> None:
     ("changes", "kind", "text"),
     [
         ({"state": WorkerCondition.SILENT, "age_s": 7.2}, "silent-worker", "silent for up to 7 s: a lease lasts 10 s"),
-        ({"state": WorkerCondition.UNREACHED, "age_s": None}, "unreached-worker", "this frontend has no connection"),
+        (
+            {"state": WorkerCondition.UNREACHED, "age_s": None, "problem": "workers with other weights serve m"},
+            "unreached-worker",
+            "this frontend has no connection: workers with other weights serve m",
+        ),
+        (
+            {"refused_adapters": {"org/sql@12": "rank 64 is above --max-lora-rank 16", "chat@34": "full"}},
+            "refused-adapter",
+            "without adapter org/sql (and 1 more): rank 64 is above --max-lora-rank 16; its requests go to others",
+        ),
         ({"step_age_s": 31.0}, "stuck-step", "at one step for 31 s: the engine may hang"),
         ({"num_blocks_in_use": 96}, "kv-full", "KV 96% full: preemptions or refusals are near"),
         ({"num_waiting": 5, "waiting_for_s": 40.0}, "waiting-requests", "up to 40 s without a break (5 now)"),

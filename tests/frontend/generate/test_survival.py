@@ -79,6 +79,18 @@ async def test_tokens_that_nobody_reads_one_by_one_come_several_at_once(
         assert cluster.frontend.metrics.of("tiny").latencies.itl.count == 2 * len(TOKENS) - 1
 
 
+async def test_tokens_of_one_step_share_the_time_before_it(model_dir: Path) -> None:
+    """Five at once, each in an output of its own, as of a worker that speculates: five equal gaps each time. The first
+    answer token has none, and nothing passes until the four that come with it."""
+    async with running(model_dir, Script(TOKENS, per_output=5, splits=True, delay_s=0.01)) as cluster:
+        answer = await ask(cluster, max_tokens=20)
+        assert len(streamed(answer)[0]) > 0
+        assert cluster.frontend is not None
+        counts = cluster.frontend.metrics.of("tiny").latencies.itl.counts
+        assert sum(counts) == 19
+        assert [count % 5 for count in counts] == [4] + [0] * (len(counts) - 1)
+
+
 @pytest.mark.parametrize("lost", range(len(TOKENS) - 1))
 async def test_a_gap_is_a_lost_worker(model_dir: Path, lost: int) -> None:
     """Whatever output is lost: the connection ends for both sides, and another worker goes on before the gap."""

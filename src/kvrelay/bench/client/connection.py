@@ -77,13 +77,14 @@ _CLOSE_S = 2.0
 
 class HttpAnswer(msgspec.Struct, frozen=True):
     """A finished answer. ``body`` is kept only without a sink. ``done_ns`` is the timestamp of its last byte;
-    ``retry_after`` is that header."""
+    ``retry_after`` and ``worker`` are headers."""
 
     status: int
     content_type: str
     body: bytes
     done_ns: int
     retry_after: str | None = None
+    worker: str = ""
 
 
 class _AnswerParser:
@@ -98,6 +99,7 @@ class _AnswerParser:
         self._done = done
         self._content_type = ""
         self._retry_after: str | None = None
+        self._worker = ""
         self._delimited = False
         self._head_complete = False
         self._streaming = False
@@ -114,6 +116,8 @@ class _AnswerParser:
             self._content_type = value.decode("latin-1").partition(";")[0].strip().lower()
         elif name == b"retry-after":
             self._retry_after = value.decode("latin-1")
+        elif name == b"x-kvrelay-worker":
+            self._worker = value.decode("latin-1")
 
     def on_headers_complete(self) -> None:
         self._head_complete = True
@@ -131,7 +135,7 @@ class _AnswerParser:
         if not self._done.done():
             status = int(self.parser.get_status_code())
             self._done.set_result(
-                HttpAnswer(status, self._content_type, bytes(self._body), self.now_ns, self._retry_after)
+                HttpAnswer(status, self._content_type, bytes(self._body), self.now_ns, self._retry_after, self._worker)
             )
 
     def closed(self) -> None:

@@ -39,7 +39,14 @@ from kvrelay.engines.hosted.calls import BackendCalls
 from kvrelay.engines.hosted.costs import HostedCosts, StepTeller
 from kvrelay.engines.hosted.handoffs import RemotePrefills, StagedHandoffs
 from kvrelay.engines.hosted.load import Backoff, HostedLoad
-from kvrelay.engines.hosted.moments import Moments, answer_marks, fetch_marks, preemption_marks, prefill_marks
+from kvrelay.engines.hosted.moments import (
+    Moments,
+    answer_marks,
+    draft_marks,
+    fetch_marks,
+    preemption_marks,
+    prefill_marks,
+)
 from kvrelay.engines.hosted.staging import StagedBlocks
 from kvrelay.errors import (
     EngineDeadError,
@@ -423,6 +430,8 @@ class HostedEngine:
             self._mark(request, *fetch_marks(moments, running.attached_s))
         else:
             self._mark(request, *answer_marks(moments, has_first=has_first and running.attached_s > 0))
+        if request.mode is not PrefillMode.HANDOFF:  # vLLM pads a prefill's only decode step with drafts
+            self._mark(request, *draft_marks(moments, running.heard_s))
 
     def _mark(self, request: Request, *marks: tuple[Phase, float, float]) -> None:
         if request.listener is not None and self._backend.tells_moments:

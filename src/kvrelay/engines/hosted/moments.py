@@ -13,7 +13,7 @@ Marks = tuple[tuple[Phase, float, float], ...]
 class Moments(msgspec.Struct, frozen=True):
     """When a request reached its phases at the backend, by this host's monotonic clock; 0: not known, or not yet. In
     order: in its queue, loads its KV (``loaded_bytes``), has it, in a batch, has its first token. ``num_preemptions``
-    so far."""
+    so far. With an answer's end the tokens that speculative decoding drafted for it, and that the model accepted."""
 
     taken_in_s: float = 0.0
     loading_s: float = 0.0
@@ -22,6 +22,8 @@ class Moments(msgspec.Struct, frozen=True):
     sampled_s: float = 0.0
     loaded_bytes: int = 0
     num_preemptions: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
 
 
 def prefill_marks(moments: Moments) -> Marks:
@@ -57,6 +59,13 @@ def fetch_marks(moments: Moments, attached_s: float) -> Marks:
 def preemption_marks(before_s: float, after_s: float) -> Marks:
     """``before_s`` and ``after_s``: the tokens around it."""
     return ((Phase.PREEMPTED, before_s, 0.0), (Phase.RESUMED, after_s, 0.0))
+
+
+def draft_marks(moments: Moments, now_s: float) -> Marks:
+    """Of an answer's end, if tokens were drafted for it."""
+    if not moments.num_drafted:
+        return ()
+    return ((Phase.DRAFTED, now_s, moments.num_drafted), (Phase.ACCEPTED, now_s, moments.num_accepted))
 
 
 def _known(*marks: tuple[Phase, float, float]) -> Marks:

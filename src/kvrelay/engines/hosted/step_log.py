@@ -23,8 +23,8 @@ from kvrelay.core.step_cost import StepCost, StepPace, StepWork
 
 NUM_STEPS = 4096
 STATE = struct.Struct("<I252s")
-PACE = struct.Struct("<9d")
-STEP = struct.Struct("<QdQQQQ")
+PACE = struct.Struct("<10d")
+STEP = struct.Struct("<QdQQQQQ")
 """Its number from 1 on, its seconds, then the counts of a StepWork."""
 CHECKSUM = struct.Struct("<I")
 STATE_AT = 0
@@ -95,10 +95,12 @@ class StepLog:
     def write_state(self, *, is_on: bool, reason: str = "") -> None:
         self._state.write(int(is_on), reason.encode()[:252])
 
-    def write_step(self, seconds: float, tokens: int, pairs: int, decodes: int, context: int) -> None:
+    def write_step(
+        self, seconds: float, tokens: int, pairs: int, decodes: int, context: int, accepted: int = 0
+    ) -> None:
         """The next step; the counts are those of a StepWork."""
         self._number += 1
-        self._steps[self._number % NUM_STEPS].write(self._number, seconds, tokens, pairs, decodes, context)
+        self._steps[self._number % NUM_STEPS].write(self._number, seconds, tokens, pairs, decodes, context, accepted)
 
     def read_pace(self) -> StepPace:
         """The latest; at the start one that limits nothing."""

@@ -63,6 +63,10 @@ ENVIRONMENT = {
 """Read when vLLM is imported or configured. The second one makes it accept an executor without further processes."""
 
 
+DRAFTS_OF_REQUESTS = "per_request_spec_decode_metrics"
+"""The argument by which vLLM 0.32 counts the drafts of each request. Without it requests tell none."""
+
+
 class Started(msgspec.Struct, frozen=True):
     """vLLM, running. Sizes of its KV pool in its own blocks."""
 
@@ -111,7 +115,10 @@ def start_vllm(arguments: Mapping[str, Any], settings: WorkerConfig, memory: Hos
     from vllm.platforms import current_platform
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    require_known(arguments, {field.name for field in dataclasses.fields(AsyncEngineArgs)})
+    known = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
+    require_known(arguments, known)
+    if arguments.get("speculative_config") and DRAFTS_OF_REQUESTS in known:
+        arguments = {DRAFTS_OF_REQUESTS: "summary", **arguments}
     is_cpu = current_platform.is_cpu()
     if is_cpu and settings.runner.pp > 1 and settings.runner.enforce_eager:
         raise ConfigError("vLLM's pipeline stages must be compiled on a CPU: leave out --enforce-eager", param="pp")

@@ -61,8 +61,18 @@ def share_of_prompt(budget: int, prompts: Sequence[int]) -> int:
     return budget
 
 
+def num_accepted_tokens(scheduled: Any, sampled: Any) -> int:
+    """Tokens of a step beyond one for each sequence. ``scheduled`` and ``sampled``: vLLM's outputs of its scheduler and
+    of its model runner, which has no tokens in all stages of a pipeline but the last."""
+    if not scheduled.scheduled_spec_decode_tokens or not sampled.sampled_token_ids:
+        return 0
+    rows = (sampled.req_id_to_index.get(name) for name in scheduled.scheduled_spec_decode_tokens)
+    return sum(max(len(sampled.sampled_token_ids[row]) - 1, 0) for row in rows if row is not None)
+
+
 class _Scheduled(NamedTuple):
-    """A step that was scheduled: vLLM's output for it, when scheduling began, and the counts of a StepWork."""
+    """A step that was scheduled: vLLM's output for it, when scheduling began, and the counts of a StepWork but for the
+    accepted tokens, which are not known yet."""
 
     output: Any
     began_s: float
@@ -107,9 +117,9 @@ class StepRecorder:
         except Exception as exc:  # noqa: BLE001 - vLLM must go on
             self._stop(scheduler, f"the step's composition could not be read: {exc!r}")
 
-    def before_update(self, scheduler: Any, output: Any) -> None:
-        """The step of ``output`` has finished. Steps overlap with asynchronous scheduling, so its time counts from the
-        end of the step before, unless there was none."""
+    def before_update(self, scheduler: Any, output: Any, sampled: Any) -> None:
+        """The step of ``output`` has finished, and the model runner has ``sampled``. Steps overlap with asynchronous
+        scheduling, so its time counts from the end of the step before, unless there was none."""
         if not self._is_on:
             return
         now_s = time.perf_counter()
@@ -118,7 +128,7 @@ class StepRecorder:
                 step = self._in_flight.popleft()
                 if step.output is output:
                     since_s = step.began_s if self._was_idle else self._last_s
-                    self._log.write_step(now_s - since_s, *step.work)
+                    self._log.write_step(now_s - since_s, *step.work, num_accepted_tokens(output, sampled))
                     break
         except Exception as exc:  # noqa: BLE001 - vLLM must go on
             self._stop(scheduler, f"the step could not be recorded: {exc!r}")
@@ -243,9 +253,9 @@ def recording(base: Any, log: StepLog) -> Any:
             self._kvrelay_recorder.after_schedule(self, output, began_s)
             return output
 
-        def update_from_output(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-            self._kvrelay_recorder.before_update(self, scheduler_output)
-            outputs = super().update_from_output(scheduler_output, *args, **kwargs)
+        def update_from_output(self, scheduler_output: Any, model_runner_output: Any, *args: Any, **kwargs: Any) -> Any:
+            self._kvrelay_recorder.before_update(self, scheduler_output, model_runner_output)
+            outputs = super().update_from_output(scheduler_output, model_runner_output, *args, **kwargs)
             self._kvrelay_recorder.after_update(self)
             return outputs
 

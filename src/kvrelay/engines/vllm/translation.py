@@ -24,10 +24,20 @@ class Logprob(Protocol):
     rank: int | None
 
 
+class DraftMetrics(Protocol):
+    """Of a request's speculative decoding. ``histogram``: steps by how many drafted tokens were accepted."""
+
+    num_draft_tokens: int
+    histogram: Sequence[int]
+
+
 class CompletionOutput(Protocol):
+    """``spec_decode_metrics``: with the last tokens of an answer for which tokens were drafted."""
+
     token_ids: Sequence[int]
     logprobs: Sequence[Mapping[int, Logprob]] | None
     finish_reason: str | None
+    spec_decode_metrics: DraftMetrics | None
 
 
 class RequestStats(Protocol):
@@ -126,10 +136,12 @@ def piece_of(output: RequestOutput, *, num_logprobs: int | None) -> AnswerChunk:
         if len(positions) != len(token_ids):
             raise AnswerError("vLLM's logprobs do not belong to its tokens")
         logprobs = tuple(_position(token, known, num_logprobs) for token, known in zip(token_ids, positions))
-    return AnswerChunk(token_ids, logprobs, finish, None, output.num_cached_tokens, _moments(output.metrics))
+    # A vLLM that does not count the drafts of a request lacks the name, too.
+    moments = _moments(output.metrics, getattr(completion, "spec_decode_metrics", None))
+    return AnswerChunk(token_ids, logprobs, finish, None, output.num_cached_tokens, moments)
 
 
-def _moments(stats: RequestStats | None) -> Moments | None:
+def _moments(stats: RequestStats | None, drafts: DraftMetrics | None) -> Moments | None:
     if stats is None:
         return None
     return Moments(
@@ -137,6 +149,8 @@ def _moments(stats: RequestStats | None) -> Moments | None:
         scheduled_s=stats.scheduled_ts,
         sampled_s=stats.first_token_ts,
         num_preemptions=stats.num_preemptions,
+        num_drafted=drafts.num_draft_tokens if drafts else 0,
+        num_accepted=sum(accepted * steps for accepted, steps in enumerate(drafts.histogram)) if drafts else 0,
     )
 
 

@@ -12,10 +12,11 @@ import numpy as np
 
 from kvrelay.config import DisaggConfig
 from kvrelay.evaluate.calibration import Basis
-from kvrelay.evaluate.effects import Row
+from kvrelay.evaluate.effects import Row, is_calm
 from kvrelay.evaluate.findings import Section, Table
 from kvrelay.evaluate.load import Sent, answered_per_s, replayed
 from kvrelay.evaluate.workbench import REPLICAS, SPLIT, Workbench
+from kvrelay.placement.base import Objectives
 from kvrelay.simulate.cluster import ClusterSpec
 from kvrelay.simulate.costs import Costs
 from kvrelay.simulate.simulation import simulate
@@ -24,22 +25,29 @@ NAME = "accuracy"
 CLUSTERS = {SPLIT.name: ClusterSpec(prefill=1, decode=1), REPLICAS.name: ClusterSpec(both=2)}
 MIN_SENT = 5
 FIGURES = ("requests_per_s", "ttft_mean_s", "e2e_p50_s")
+GOODPUT = "goodput"
 SIDES = ("measured", "simulated")
 SECONDS = 10.0
 
 
 class Accuracy(msgspec.Struct, frozen=True):
-    """Errors, simulated / measured - 1, of each case and load. ``same_choice``: of how many loads, of all,
-    the simulator finds the same one of two arrangements faster by its median answer."""
+    """Errors, simulated / measured - 1, of each case and load; of ``goodput`` simulated - measured, as a share of all
+    requests. ``same_choice``: of how many loads, of all, the simulator finds the same one of two arrangements faster
+    by its median answer."""
 
     throughput: tuple[float, ...]
     ttft: tuple[float, ...]
     e2e: tuple[float, ...]
     same_choice: tuple[int, int] = (0, 0)
+    goodput: tuple[float, ...] = ()
 
     @property
     def worst_throughput(self) -> float:
         return max(map(abs, self.throughput), default=0.0)
+
+    @property
+    def worst_goodput(self) -> float:
+        return max(map(abs, self.goodput), default=0.0)
 
     @property
     def worst_ttft(self) -> float:
@@ -53,7 +61,7 @@ def take(bench: Workbench, basis: Basis, rows: Sequence[Row]) -> tuple[Section, 
 
 
 def _checks(bench: Workbench, basis: Basis, rows: Sequence[Row]) -> list[dict[str, Any]]:
-    used = [row for row in rows if row["case"] in CLUSTERS and len(row.get("records") or ()) >= MIN_SENT]
+    used = calm_rounds([row for row in rows if row["case"] in CLUSTERS and len(row.get("records") or ()) >= MIN_SENT])
     found = []
     for number, row in enumerate(used):
         with bench.bar.part(f"{NAME}: {row['case']}, {row['point']}", SECONDS / len(used)):
@@ -63,24 +71,32 @@ def _checks(bench: Workbench, basis: Basis, rows: Sequence[Row]) -> list[dict[st
                 disagg=DisaggConfig(slo_ttft_ms=bench.options.slo_ttft_ms, slo_itl_ms=bench.options.slo_itl_ms),
                 max_model_len=bench.load.context,
             )
-            simulated = simulated_figures(spec, basis.costs[1], sent, row["concurrency"], number)
-            found.append(
-                {"case": row["case"], "point": row["point"], "measured": measured_figures(sent), "simulated": simulated}
+            simulated = simulated_figures(
+                spec, basis.costs[1], sent, row["concurrency"], number, bench.options.objectives
             )
+            measured = measured_figures(sent, row[GOODPUT])
+            found.append({"case": row["case"], "point": row["point"], "measured": measured, "simulated": simulated})
     return found
 
 
-def measured_figures(sent: Sequence[Sent]) -> dict[str, float]:
-    """Of answered requests: rate until the last answer, mean first token, median answer."""
+def calm_rounds(rows: Sequence[Row]) -> list[Row]:
+    """Of each case and load the calm rounds, or all if there is none."""
+    calm = {(row["case"], row["point"]) for row in rows if is_calm(row)}
+    return [row for row in rows if is_calm(row) or (row["case"], row["point"]) not in calm]
+
+
+def measured_figures(sent: Sequence[Sent], goodput: float) -> dict[str, float]:
+    """Of answered requests: rate until the last answer, mean first token, median answer; and ``goodput``."""
     return {
         "requests_per_s": answered_per_s(sent),
         "ttft_mean_s": float(np.mean([one.ttft_s for one in sent])),
         "e2e_p50_s": float(np.median([one.e2e_s for one in sent])),
+        GOODPUT: goodput,
     }
 
 
 def simulated_figures(
-    spec: ClusterSpec, costs: Costs, sent: Sequence[Sent], clients: int, seed: int
+    spec: ClusterSpec, costs: Costs, sent: Sequence[Sent], clients: int, seed: int, objectives: Objectives
 ) -> dict[str, float]:
     """The same of the simulated cluster."""
     result = simulate(spec, replayed(sent, clients), costs, seed=seed)
@@ -89,6 +105,7 @@ def simulated_figures(
         "requests_per_s": len(result.done) / result.end_s,
         "ttft_mean_s": latencies["ttft_s"]["mean"],
         "e2e_p50_s": latencies["e2e_s"]["p50"],
+        GOODPUT: result.goodput(objectives),
     }
 
 
@@ -98,7 +115,10 @@ def by_load(checks: Sequence[Row]) -> dict[tuple[str, str], list[dict[str, float
     for check in checks:
         groups.setdefault((check["point"], check["case"]), []).append(check)
     return {
-        key: [{name: statistics.median(one[side][name] for one in group) for name in FIGURES} for side in SIDES]
+        key: [
+            {name: statistics.median(one[side][name] for one in group) for name in (*FIGURES, GOODPUT)}
+            for side in SIDES
+        ]
         for key, group in groups.items()
     }
 
@@ -113,7 +133,8 @@ def accuracy_of(checks: Sequence[Row]) -> Accuracy:
     ]
     compared = [pair for pair in pairs if len(pair) == 2]
     same = sum((one[0] < other[0]) == (one[1] < other[1]) for one, other in compared)
-    return Accuracy(errors[0], errors[1], errors[2], (same, len(compared)))
+    good = tuple(simulated[GOODPUT] - real[GOODPUT] for real, simulated in found.values())
+    return Accuracy(errors[0], errors[1], errors[2], (same, len(compared)), good)
 
 
 def section_of(checks: Sequence[Row], found: Accuracy, basis: Basis) -> Section:
@@ -123,9 +144,10 @@ def section_of(checks: Sequence[Row], found: Accuracy, basis: Basis) -> Section:
         for name, scale, spec in zip(FIGURES, (1.0, 1e3, 1e3), (".2f", ".1f", ".0f")):
             cells += [format(real[name] * scale, spec), format(simulated[name] * scale, spec)]
             cells.append(f"{simulated[name] / real[name] - 1:+.0%}")
-        lines.append((*key, *cells))
+        lines.append((*key, *cells, f"{real[GOODPUT]:.0%}", f"{simulated[GOODPUT]:.0%}"))
     names = ("requests/s", "mean TTFT", "median answer")
-    head = ("load", "case", *(word for name in names for word in (name, "simulated", "error")))
+    columns = [word for name in names for word in (name, "simulated", "error")]
+    head = ("load", "case", *columns, "within objectives", "simulated")
     costs = [
         (f"{ranks} rank{'s' * (ranks > 1)}", *(f"{value * 1e6:.6g}" for value in msgspec.structs.astuple(one.step)))
         for ranks, one in basis.costs.items()
@@ -155,6 +177,9 @@ def sentence_of(found: Accuracy) -> str:
             ("median answers", found.e2e),
         )
     ]
+    if found.goodput:
+        points = f"{100 * min(found.goodput):+.0f} to {100 * max(found.goodput):+.0f}"
+        spans.append(f"requests within the objectives by {points} points")
     same, total = found.same_choice
     agrees = f" Of two arrangements it finds the faster one for {same} of {total} loads." if total else ""
     return f"The simulator is off for {', '.join(spans)}.{agrees}"

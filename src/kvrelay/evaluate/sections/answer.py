@@ -21,9 +21,11 @@ def section_of(
     advice: Advice,
     accuracy: Accuracy,
     order: str,
+    measured: str,
     notes: Sequence[str] = (),
 ) -> Section:
-    """``order``: a sentence about the order of prefill and decode. ``notes``: of what the answer rests on."""
+    """``order``: a sentence about the order of prefill and decode; ``measured``: about the two arrangements here.
+    ``notes``: of what the answer rests on."""
     headline, now = decision_of(advice)
     chosen = next(row for row in advice.table if row.candidate == now)
     turns, sure = turning_sentence(advice.capacities), sureness_sentence(margin_of(advice.capacities), accuracy)
@@ -42,6 +44,7 @@ def section_of(
         ("order", order),
         ("rate at which the answer turns", turns),
         ("objectives that hold", held),
+        ("measured on two slots", measured),
         ("price", costs),
         ("how sure", sure),
     ]
@@ -107,7 +110,10 @@ def sureness_sentence(margin: float | None, accuracy: Accuracy) -> str:
     if not accuracy.throughput:
         return "not at all: the simulator was not checked here"
     error = accuracy.worst_throughput
-    off = f"up to {error:.0%} in throughput (of first tokens up to {accuracy.worst_ttft:.0%})"
+    others = f"of first tokens up to {accuracy.worst_ttft:.0%}"
+    if accuracy.goodput:
+        others += f", of requests within the objectives up to {100 * accuracy.worst_goodput:.0f} points"
+    off = f"up to {error:.0%} in throughput ({others})"
     same, total = accuracy.same_choice
     agrees = (
         f"; it agreed with the machine on the faster of two arrangements for {same} of {total} loads" if total else ""

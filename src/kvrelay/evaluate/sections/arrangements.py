@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from kvrelay.evaluate.calibration import CLIENTS, Basis
 from kvrelay.evaluate.effects import (
     GAP_P99,
+    GOODPUT,
     TOKENS,
     TTFT_P90,
     Row,
@@ -46,12 +47,18 @@ def take(bench: Workbench, basis: Basis) -> tuple[Section, Sequence[Row]]:
     return section_of(rows, [point.name for point in points], basis.refused), rows
 
 
+def goodput_sentence(rows: Sequence[Row]) -> str:
+    """Which of two replicas and 1P1D kept more requests within the objectives, at the rates that were measured."""
+    rates = list(dict.fromkeys(row["point"] for row in rows if row.get("rate")))
+    return effects_sentence(effects(rows, (GOODPUT,), REPLICAS.name, [SPLIT.name], rates))
+
+
 def section_of(rows: Sequence[Row], points: Sequence[str], refused: str = "") -> Section:
     """``refused``: why there are no two ranks."""
     *rates, closed = points
     others = (SPLIT.name, TWO_RANKS.name)
     found = [
-        *effects(rows, (TTFT_P90, GAP_P99), REPLICAS.name, others, rates),
+        *effects(rows, (TTFT_P90, GAP_P99, GOODPUT), REPLICAS.name, others, rates),
         *effects(rows, (TOKENS,), REPLICAS.name, others, [closed]),
     ]
     return Section(

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
 from kvrelay.certify.findings import CertifyReport
-from kvrelay.certify.machine import kv_layout
 from kvrelay.core.decoding import UNREADABLE
-from kvrelay.errors import InvalidInputError, KvrelayError
+from kvrelay.errors import InvalidInputError
 from kvrelay.evaluate.calibration import Basis
 from kvrelay.evaluate.findings import Section, Table
 from kvrelay.simulate.costs import Costs
@@ -27,17 +27,10 @@ def read_certificate(path: Path | None) -> CertifyReport | None:
         raise InvalidInputError(f"--certificate {path} is not the certify.json of kvrelay certify: {exc}") from exc
 
 
-def take(model_path: Path, basis: Basis, context: int, certificate: CertifyReport | None) -> Section:
-    notes: list[str] = []
-    costs, is_measured = basis.costs[1], "link_bytes_per_s" not in basis.not_measured
-    bytes_per_token = costs.token_bytes
-    try:
-        bytes_per_token = kv_layout(model_path, 16).bytes_per_token
-    except KvrelayError as exc:
-        notes.append(f"The KV of a token is as measured, because {exc.message}")
-    if certificate is not None:
-        notes += certified(certificate, most_needed(bytes_per_token, costs, context))
-    return section_of(bytes_per_token, costs, context, tuple(notes), is_measured=is_measured)
+def take(basis: Basis, context: int, certificate: CertifyReport | None) -> Section:
+    costs = basis.costs[1]
+    notes = [] if certificate is None else certified(certificate, most_needed(costs, context))
+    return section_of(costs, context, tuple(notes), basis.not_measured)
 
 
 def certified(certificate: CertifyReport, needed: float) -> list[str]:
@@ -53,24 +46,27 @@ def certified(certificate: CertifyReport, needed: float) -> list[str]:
     return said or ["The certificate has no bandwidth: run kvrelay certify --only fast."]
 
 
-def most_needed(bytes_per_token: int, costs: Costs, context: int) -> float:
+def most_needed(costs: Costs, context: int) -> float:
     """Bytes per second at the length of prompts of which a prefill worker makes most."""
-    return max(hiding_bytes_per_s(bytes_per_token, costs, length) for length in LENGTHS if length <= context)
+    return max(hiding_bytes_per_s(costs, length) for length in LENGTHS if length <= context)
 
 
-def hiding_bytes_per_s(bytes_per_token: int, costs: Costs, num_tokens: int) -> float:
+def hiding_bytes_per_s(costs: Costs, num_tokens: int) -> float:
     """KV of the prompt over the time of its prefill: a link that is as fast carries each chunk while the next one is
     computed."""
-    return bytes_per_token * num_tokens / costs.step.prefill_seconds(num_tokens)
+    return costs.token_bytes * num_tokens / costs.step.prefill_seconds(num_tokens)
 
 
-def section_of(
-    bytes_per_token: int, costs: Costs, context: int, notes: tuple[str, ...] = (), *, is_measured: bool = True
-) -> Section:
-    unknown = "was not measured, since larger transfers took no longer here: the one that is assumed"
-    rows = []
+def section_of(costs: Costs, context: int, notes: tuple[str, ...] = (), not_measured: Sequence[str] = ()) -> Section:
+    """``not_measured``: names of costs that are assumed."""
+    link = "that was measured here"
+    if "link_bytes_per_s" in not_measured:
+        link = "was not measured, since larger transfers took no longer here: the one that is assumed"
+    if "token_bytes" in not_measured:
+        link = "was not measured, since no prompt was computed remotely: it is assumed, as are a token's bytes, and"
+    bytes_per_token, rows = costs.token_bytes, []
     for length in (length for length in LENGTHS if length <= context):
-        needed, prefill_s = hiding_bytes_per_s(bytes_per_token, costs, length), costs.step.prefill_seconds(length)
+        needed, prefill_s = hiding_bytes_per_s(costs, length), costs.step.prefill_seconds(length)
         here_s = costs.transfer_overhead_s + bytes_per_token * length / costs.link_bytes_per_s
         rows.append(
             (
@@ -82,15 +78,15 @@ def section_of(
                 f"{here_s * 1e3:.2f}",
             )
         )
-    most = most_needed(bytes_per_token, costs, context)
+    most = most_needed(costs, context)
     share = costs.link_bytes_per_s / most
     verdict = "hides hand-offs" if share >= 1.0 else "does not hide hand-offs: first tokens wait for it"
     return Section(
         "The link between prefill and decode",
         f"A token's KV is {bytes_per_token:,} bytes. A prefill worker makes up to {most / 1e6:.3g} MB of it a second. "
-        f"The link {'that was measured here' if is_measured else unknown} has {costs.link_bytes_per_s / 1e6:.3g} MB/s, "
+        f"The link {link} has {costs.link_bytes_per_s / 1e6:.3g} MB/s, "
         f"{share:.2g} times as much, and {verdict}. With x prefill workers on one link it needs x times as much.",
-        "Bytes from the model's configuration and KV layout, prefill times and link from the calibration. The needed "
+        "Bytes, prefill times and link from the calibration. The needed "
         "bandwidth carries the KV in the time of the prefill.",
         (Table(("prompt tokens", "KV, MiB", "prefill, ms", "needed, MB/s", "Gb/s", "transfer here, ms"), tuple(rows)),),
         notes=notes,

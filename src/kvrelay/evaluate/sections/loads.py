@@ -34,9 +34,14 @@ def _points(bench: Workbench, basis: Basis) -> tuple[list[Point], list[Point]]:
     return [Point(f"{num} client{'s' * (num > 1)}", concurrency=num) for num in clients], [*poisson, *even]
 
 
+def rows_of(bench: Workbench, basis: Basis) -> Sequence[Row]:
+    closed, opened = _points(bench, basis)
+    return bench.rows(NAME, CASES, [*closed, *opened])
+
+
 def take(bench: Workbench, basis: Basis, advice: Advice) -> list[Section]:
     closed, opened = _points(bench, basis)
-    rows = bench.rows(NAME, CASES, [*closed, *opened])
+    rows = rows_of(bench, basis)
     by_name = {point.name: [row for row in rows if row["point"] == point.name] for point in (*closed, *opened)}
     return [
         closed_section([row for point in closed for row in by_name[point.name]], [point.name for point in closed]),

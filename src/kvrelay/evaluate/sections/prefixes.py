@@ -70,7 +70,7 @@ def _as_load(bench: Workbench, basis: Basis, path: Path) -> Section:
         load = conversations_load(path, LocalTokenizer(bench.options.model_path).encode, bench.load)
     except InvalidInputError as exc:
         return Section(f"{path.name} as a load", f"Not measured: {exc.message}", "")
-    own = bench.with_plan(bench.options, load, basis.shortened, bench.pace, bench.plan)
+    own = bench.calibrated(bench.options, load, basis.shortened, bench.pace)
     rows = own.rows(case_of(path), CASES, [POINT])
     about = (
         f"{len(load.arrivals)} conversations up to their last answer, {load.mean_prompt:.0f} prompt and "

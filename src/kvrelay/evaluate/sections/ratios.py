@@ -54,8 +54,9 @@ def mock_flags(step: StepCost, load: EvaluatedLoad) -> tuple[str, ...]:
     times = {
         "--prefill-base-s": step.prefill_s,
         "--prefill-token-s": step.prefill_token_s + step.pair_s * load.mean_prompt / 2,
-        "--decode-base-s": step.step_s,
-        "--decode-seq-s": step.decode_s + step.context_s * context,
+        # A mock engine gives one token in each step.
+        "--decode-base-s": step.step_s / step.tokens_per_step,
+        "--decode-seq-s": (step.decode_s + step.context_s * context) / step.tokens_per_step,
     }
     return ("--engine", "mock", *(word for name, value in times.items() for word in (name, f"{value:.9f}")))
 
@@ -83,8 +84,8 @@ def _checks(bench: Workbench, basis: Basis, rows: Sequence[Row]) -> list[dict[st
                 sent = msgspec.convert(row["records"], list[Sent])
                 x, y = RATIOS[row["case"]]
                 spec = ClusterSpec(prefill=x, decode=y, max_model_len=bench.load.context)
-                simulated = simulated_figures(spec, basis.costs[1], sent, 0, number)
-                measured = measured_figures(sent)
+                simulated = simulated_figures(spec, basis.costs[1], sent, 0, number, bench.options.objectives)
+                measured = measured_figures(sent, row["goodput"])
                 about = {"case": row["case"], "point": row["point"]}
                 found.append({**about, "measured": measured, "simulated": simulated})
     return found

@@ -10,28 +10,29 @@ from kvrelay.evaluate.options import Sizes
 from kvrelay.evaluate.plan import Plan
 
 
-def section_of(basis: Basis, plan: Plan, sizes: Sizes, taken_s: Mapping[str, float]) -> Section:
-    """What was planned, what it took, and what was left out, by name."""
-    left_out = {name: plan.left_out_of(name) for name in plan.sections if plan.left_out_of(name)}
-    left_out |= {name: ("all of it",) for name in plan.sections if plan.has(name) and name not in taken_s}
+def section_of(basis: Basis, plans: Mapping[str, Plan], sizes: Sizes, taken_s: Mapping[str, float]) -> Section:
+    """What was planned, what it took, and what was left out, by name. ``plans``: those with which sections began."""
+    left_out = {name: points for name, plan in plans.items() if (points := plan.left_out_of(name))}
     rows = [
         (
             name,
-            f"{plan.seconds_of(name):.0f}" if name in plan.sections else "",
+            f"{plans[name].seconds_of(name):.0f}" if name in plans else "",
             f"{taken_s[name]:.0f}" if name in taken_s else "",
             " to ".join(dict.fromkeys(map(str, (min(nums), max(nums)))))
-            if (nums := plan.requests_of(name).values())
+            if name in plans and (nums := plans[name].requests_of(name).values())
             else "",
             f"{len(left_out[name])}" if name in left_out else "",
         )
-        for name in dict.fromkeys((*taken_s, *plan.sections))
+        for name in dict.fromkeys((*taken_s, *plans))
     ]
     said = "Nothing was left out."
     if left_out:
         each = ", ".join(f"{name} ({'; '.join(points)})" for name, points in left_out.items())
-        said = f"Not shown, since there was no time: {each}. Without --short more fits; --section takes single ones."
+        said = f"Not shown, since there was no time: {each}. --resume takes it, with as much time again."
     short = f" Requests were sent {basis.shortened} times as short as the load's." if basis.shortened > 1 else ""
-    held = " Each server did its rounds in one start, so they hide a drift of the machine." if plan.is_held else ""
+    held = ""
+    if any(plan.is_held for plan in plans.values()):
+        held = " Each server did its rounds in one start, so they hide a drift of the machine."
     return Section(
         "What was measured, and how long it took",
         f"{said}{short}{held}",

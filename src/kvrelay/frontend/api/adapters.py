@@ -7,13 +7,14 @@ every worker of the model, which loads them.
 from __future__ import annotations
 
 import asyncio
+import socket
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 
 from kvrelay.core.adapters import AdapterEntry
-from kvrelay.data.adapter_files import model_shapes, read_adapter
+from kvrelay.data.adapter_files import AdapterMissingError, model_shapes, read_adapter
 from kvrelay.errors import InvalidInputError
 from kvrelay.frontend.api.cluster_shown import NotPermittedError
 from kvrelay.frontend.cluster.models import Model
@@ -144,7 +145,11 @@ def _require_operator(request: HttpRequest) -> None:
 def _read_files(request: LoadAdapterRequest, model: Model) -> AdapterEntry:
     """Raises ConfigError; with status 404 if they are not there."""
     path = Path(request.lora_path).absolute()
-    adapter = read_adapter(path, request.lora_name, model_shapes(Path(model.root)), "lora_path")
+    try:
+        adapter = read_adapter(path, request.lora_name, model_shapes(Path(model.root)), "lora_path")
+    except AdapterMissingError as exc:
+        where = f"on {socket.gethostname()}; frontends read an adapter's files, too, at the same path as workers"
+        raise AdapterMissingError(f"{exc.message} {where}", param="lora_path") from exc
     return AdapterEntry(request.lora_name, model.name, str(path), adapter.digest)
 
 

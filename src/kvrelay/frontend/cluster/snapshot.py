@@ -16,7 +16,7 @@ import msgspec
 
 from kvrelay.config import DisaggConfig, WorkerRole
 from kvrelay.core.activity import Activity, Spent
-from kvrelay.core.events import STALE_AFTER_S, Flow
+from kvrelay.core.events import STALE_AFTER_S, Flow, TokenCounts
 from kvrelay.core.histogram import LATENCY_BUCKETS_S, TOKEN_BUCKETS_S, quantile_s
 from kvrelay.core.tier_stats import PEER
 from kvrelay.core.workers import WorkerInfo
@@ -80,7 +80,8 @@ _SHOWN = (*SHOWN_AS, "kv_demand", "prefix_hit_rate")
 class WorkerView(msgspec.Struct, frozen=True, rename=SHOWN_AS):
     """A worker. Load is as published last, ``age_s`` ago; None: it has not reported to this frontend. Blocks of KV.
     ``dp_group``: it is rank ``dp_rank`` of that data-parallel group. ``cpu_cores`` and ``rss_bytes``: of its
-    processes."""
+    processes. Of speculative decoding: tokens drafted and accepted since its start, and what an answer gets from a step
+    in the mean. ``problem``: why this frontend has no connection. ``refused_adapters``: ids, each with the reason."""
 
     id: str
     role: WorkerRole
@@ -114,6 +115,11 @@ class WorkerView(msgspec.Struct, frozen=True, rename=SHOWN_AS):
     after_crash: str = ""
     """How the process before it ended, if that crashed."""
     adapters: tuple[str, ...] = ()
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    tokens_per_step: float = 1.0
+    problem: str = ""
+    refused_adapters: dict[str, str] = {}
 
 
 class FlowView(msgspec.Struct, frozen=True):
@@ -316,10 +322,12 @@ def _worker_view(member: Member, now_s: float) -> WorkerView:
         dp_rank=info.dp_rank,
         after_crash=info.after_crash,
         adapters=info.adapters,
+        problem=member.problem,
+        refused_adapters=info.refused_adapters,
     )
     if report is None or report.load is None or age_s is None:
         return view
-    load, cost = report.load, report.load.step_cost
+    load, cost, tokens = report.load, report.load.step_cost, report.load.tokens or TokenCounts()
     return msgspec.structs.replace(
         view,
         **{name: getattr(load, name) for name in _SHOWN},
@@ -333,6 +341,9 @@ def _worker_view(member: Member, now_s: float) -> WorkerView:
         cpu_cores=report.cpu_cores,
         rss_bytes=None if load.activity is None else load.activity.rss_bytes,
         sessions_paused=None if load.activity is None else load.activity.sessions.num_paused,
+        drafted_tokens=tokens.num_drafted,
+        accepted_tokens=tokens.num_accepted,
+        tokens_per_step=1.0 if cost is None else cost.tokens_per_step,
     )
 
 

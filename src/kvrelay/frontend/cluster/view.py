@@ -71,11 +71,13 @@ MAX_PLANNERS = 16
 
 
 class Member(NamedTuple):
-    """A worker: its entry, or its last one if it has left discovery, and the connection, if there is one."""
+    """A worker: its entry, or its last one if it has left discovery, and the connection, if there is one. ``problem``:
+    why there is none."""
 
     info: WorkerInfo
     link: WorkerLink | None
     is_listed: bool
+    problem: str = ""
 
 
 class ClusterView:
@@ -103,6 +105,8 @@ class ClusterView:
         self._connectors: dict[str, asyncio.Task[None]] = {}
         self._broken: dict[str, float] = {}
         """Workers in discovery whose connection broke, and when."""
+        self._problems: dict[str, str] = {}
+        """Why workers in discovery cannot be connected to, or cannot serve here."""
         self._crashes: deque[tuple[float, WorkerInfo]] = deque(maxlen=MAX_CRASHES)
         self._pending: set[str] = set()
         """Workers whose first connection attempt has not ended."""
@@ -219,7 +223,7 @@ class ClusterView:
         links = {worker_id: served.link for worker_id, served in self._served.items()}
         left = {worker_id: link.info for worker_id, link in links.items() if worker_id not in self._infos}
         return [
-            Member(info, links.get(worker_id), worker_id in self._infos)
+            Member(info, links.get(worker_id), worker_id in self._infos, self._problems.get(worker_id, ""))
             for worker_id, info in sorted((self._infos | left).items())
         ]
 
@@ -314,6 +318,7 @@ class ClusterView:
         info = self._infos.pop(worker_id, None)
         served = self._served.get(worker_id)
         broken_s = self._broken.pop(worker_id, None)
+        self._problems.pop(worker_id, None)
         # One that ends in order leaves discovery first; the entry of one that crashed stays until its lease ends.
         if info is not None and broken_s is not None and time.monotonic() - broken_s > info.lease_ttl_s * LEFT_SHARE:
             self._crashes.append((time.monotonic(), info))
@@ -370,6 +375,8 @@ class ClusterView:
             except KvrelayError as exc:
                 level = logging.WARNING if num_failures == 0 else logging.DEBUG
                 _log.log(level, "connecting to worker %s failed (%s); retrying", worker_id, exc)
+                if worker_id in self._infos:
+                    self._problems[worker_id] = exc.message
                 self._attempt_ended(worker_id)
                 await asyncio.sleep(RECONNECT_BACKOFF_S[min(num_failures, len(RECONNECT_BACKOFF_S) - 1)])
                 num_failures += 1
@@ -382,6 +389,7 @@ class ClusterView:
         model, link = served
         self._served[worker_id] = served
         self._broken.pop(worker_id, None)
+        self._problems.pop(worker_id, None)
         try:
             info = self._wanted(worker_id)
             if info is None or not self._is_for(model, info):

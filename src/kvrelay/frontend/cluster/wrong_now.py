@@ -9,6 +9,7 @@ from enum import StrEnum
 import msgspec
 
 from kvrelay.config import WorkerRole
+from kvrelay.core.adapters import adapter_name
 from kvrelay.core.workers import WorkerInfo
 from kvrelay.frontend.cluster.snapshot import FrontendView, Totals, WorkerCondition, WorkerView
 from kvrelay.planner import Hold
@@ -183,7 +184,7 @@ def _of_workers(workers: Sequence[WorkerView]) -> Iterator[Wrong]:
         "unreached-worker",
         Severity.ERROR,
         lambda worker: worker.state is WorkerCondition.UNREACHED,
-        lambda some: "in discovery, but this frontend has no connection",
+        lambda some: ": ".join(["in discovery, but this frontend has no connection", *_problems(some)[:1]]),
     )
     yield from _grouped(
         workers,
@@ -201,6 +202,13 @@ def _of_workers(workers: Sequence[WorkerView]) -> Iterator[Wrong]:
         Severity.ERROR,
         lambda worker: worker.step_age_s >= STUCK_AFTER_S,
         lambda some: f"at one step for {max(worker.step_age_s for worker in some):.0f} s: the engine may hang",
+    )
+    yield from _grouped(
+        workers,
+        "refused-adapter",
+        Severity.WARNING,
+        lambda worker: bool(worker.refused_adapters),
+        lambda some: f"without {_refused_adapter(some)}; its requests go to others",
     )
     yield from _grouped(
         workers,
@@ -233,6 +241,18 @@ def _grouped(
     if some:
         names = [worker.id for worker in some]
         yield Wrong(severity, kind, f"{_names(names)}: {reason(some)}", names)
+
+
+def _problems(workers: Sequence[WorkerView]) -> list[str]:
+    return [worker.problem for worker in workers if worker.problem]
+
+
+def _refused_adapter(workers: Sequence[WorkerView]) -> str:
+    """The first, and how many there are."""
+    refused = [each for worker in workers for each in worker.refused_adapters.items()]
+    adapter, reason = refused[0]
+    more = f" (and {len(refused) - 1} more)" if len(refused) > 1 else ""
+    return f"adapter {adapter_name(adapter)}{more}: {reason}"
 
 
 def _kv_share(worker: WorkerView) -> float:

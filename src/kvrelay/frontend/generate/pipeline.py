@@ -306,7 +306,7 @@ class Pipeline:
 def _tell_pause(sequences: Items[Sequence], called: list[str], hints: KvHints | None) -> None:
     """What the session waits for: the functions that it has called, else what the client says. With several answers no
     one knows which of them continues."""
-    if len(sequences) != 1 or not (called or hints is not None):
+    if len(sequences) != 1 or not (called or hints is not None) or sequences[0].sampling.is_prefetch:
         return
     told = hints.tool or "" if hints is not None else ""
     sequences[0].pause("+".join(sorted(set(called)))[:MAX_KIND_CHARS] if called else told, hints)

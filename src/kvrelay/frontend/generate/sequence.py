@@ -111,6 +111,8 @@ class Sequence:
         self._counts.arrived(len(prompt.token_ids))
         self._gaps = self._counts.of_worker("").itl
         """Where the times between its tokens count: of the worker that computes it."""
+        self._gap_s, self._num_gaps = 0.0, 0
+        """Of the latest tokens that came at another time than those before, how many, and the time of each."""
         self._migration_limit = migration_limit
         self._order = order
         self._tokens_at_once = 1 if spec.stops else listener.tokens_at_once
@@ -380,7 +382,11 @@ class Sequence:
             self._on_prefilled(output, now_s, link)
         elif num_new:
             gap_s = (now_s - self._last_s) / num_new
-            self._gaps.observe(gap_s, num_new)
+            if gap_s:
+                self._gap_s, self._num_gaps = gap_s, num_new
+                self._gaps.observe(gap_s, num_new)
+            else:
+                self._share_gap(num_new)
             if gap_s > LATE_S and self._trace is not None:
                 self._trace.late_token(now_s, gap_s)
         self._last_s = now_s
@@ -396,6 +402,13 @@ class Sequence:
             self._end(abort=not is_told, duration_s=now_s - self._started_s)
         self._listener.deliver(self, piece)
 
+    def _share_gap(self, num_new: int) -> None:
+        """These tokens came with those before, from one step: the time before is that of all of them."""
+        self._gaps.observe(self._gap_s, -self._num_gaps)
+        num_gaps = self._num_gaps + num_new
+        self._gap_s, self._num_gaps = self._gap_s * self._num_gaps / num_gaps, num_gaps
+        self._gaps.observe(self._gap_s, num_gaps)
+
     def _on_prefilled(self, output: TokenOutput, now_s: float, link: WorkerLink | None) -> None:
         """Handle the first output of an attempt. On the first attempt it also carries the prompt's cached tokens."""
         if self._trace is not None:
@@ -407,9 +420,10 @@ class Sequence:
         if link is not None:
             num_tokens = len(self.prompt_token_ids) + len(self.output_token_ids)
             link.counts.prefilled(num_tokens, output.num_cached_tokens or 0)
-        self._gaps = self._counts.of_worker(self.worker_id).itl
+        self._gaps, self._num_gaps = self._counts.of_worker(self.worker_id).itl, 0
         if self._has_output:
-            self._gaps.observe(now_s - self._last_s)
+            self._gap_s, self._num_gaps = now_s - self._last_s, 1
+            self._gaps.observe(self._gap_s)
             return
         self._has_output = True
         self.ttft_s = now_s - self._started_s

@@ -217,6 +217,11 @@ def _spec(
     *,
     echo: bool = False,
 ) -> AnswerSpec:
+    hints = _kv_hints(request.kv_hints)
+    if hints is not None and hints.prefetch:
+        if echo or sampling.prompt_logprobs is not None:
+            raise InvalidInputError("kv_hints.prefetch gives no answer: no echo, no prompt_logprobs", param="kv_hints")
+        given_max, sampling = 0, msgspec.structs.replace(sampling, is_prefetch=True, min_tokens=0, grammar=None)
     max_tokens = default_max if given_max is None else given_max
     n = _or(request.n, 1)
     if not 1 <= n <= max_n:
@@ -225,7 +230,7 @@ def _spec(
         raise InvalidInputError("best_of is not supported unless it equals n", param="best_of")
     if max_tokens is not None and not 0 <= max_tokens < 2**31:
         raise InvalidInputError("max_tokens must be at least 0 and below 2**31", param="max_tokens")
-    if max_tokens == 0 and not echo and sampling.prompt_logprobs is None:
+    if max_tokens == 0 and not (echo or sampling.is_prefetch) and sampling.prompt_logprobs is None:
         raise InvalidInputError("max_tokens must be at least 1", param="max_tokens")
     options = request.stream_options
     if options is not None and not request.stream:
@@ -247,7 +252,7 @@ def _spec(
         priority=_priority(request.priority),
         timeout_s=check_timeout(request.timeout),
         keep_last=_keep_last(request),
-        kv_hints=_kv_hints(request.kv_hints),
+        kv_hints=hints,
         grammar_param=constraint.param if constraint is not None else None,
     )
 

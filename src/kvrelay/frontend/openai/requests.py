@@ -44,11 +44,13 @@ class StreamOptions(msgspec.Struct, frozen=True):
 
 class KvHints(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What the client knows of its session after this answer. ``tool``: what it will wait for. ``retain_s``: it will
-    be back within so many seconds. ``release``: the session is over."""
+    be back within so many seconds. ``release``: the session is over. ``prefetch``: no answer is wanted; the turn with
+    this prompt comes soon."""
 
     tool: Name | None = None
     retain_s: float | None = None
     release: bool | None = None
+    prefetch: bool | None = None
 
 
 class GenerationFields(msgspec.Struct, frozen=True, kw_only=True):

@@ -98,8 +98,14 @@ function sentence(worker) {
       (worker.prefill_s_queued === null ? "" : ` (${seconds(worker.prefill_s_queued)})`),
     `${rate(worker.prefill_tokens_per_s)} prompt and ${rate(worker.tokens_per_s)} answer tokens/s`,
     `prefix hits ${percent(worker.prefix_hit_rate ?? 0, 1)}`,
+    worker.drafted_tokens
+      ? `${percent(worker.accepted_tokens, worker.drafted_tokens)} of ${number(worker.drafted_tokens)} drafted tokens accepted, ` +
+        `${number(worker.tokens_per_step, 1)} tokens a step`
+      : "",
     worker.dp_group ? `rank ${worker.dp_rank} of data-parallel group ${worker.dp_group}` : "",
     worker.adapters?.length ? `adapters ${worker.adapters.join(", ")}` : "",
+    ...Object.entries(worker.refused_adapters ?? {}).map(([id, reason]) => `refuses adapter ${id}: ${reason}`),
+    worker.problem ? `no connection: ${worker.problem}` : "",
     processText(worker),
     worker.after_crash ? `restarted after ${worker.after_crash}` : "",
     `kvrelay ${worker.release || "of an earlier release"}`,

@@ -124,13 +124,14 @@ function processTitle(process) {
 }
 
 function facts(request) {
-  const { estimates, transfer } = request;
+  const { drafts, estimates, transfer } = request;
   const parts = [
     [request.status, request.place && `${request.place} prefill`, request.model].filter(Boolean).join(", "),
     `received ${clock(request.received_unix)}, first token ${milliseconds(request.ttft_ms)}, latency ${milliseconds(request.latency_ms)}`,
     `${number(request.prompt_tokens)} prompt and ${number(request.output_tokens)} answer tokens`,
     estimates ? `estimated: local ${seconds(estimates.local_s)}, remote ${seconds(estimates.remote_s)}` : "",
     transfer ? `transfer: ${bytes(transfer.bytes)} in ${number(transfer.descriptors)} descriptor${transfer.descriptors === 1 ? "" : "s"}` : "",
+    drafts ? `speculation: ${number(drafts.drafted)} tokens drafted, ${number(drafts.accepted)} accepted` : "",
     request.error ?? "",
   ];
   return parts.filter(Boolean).join(" · ");

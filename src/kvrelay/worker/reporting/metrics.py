@@ -181,6 +181,8 @@ def _engine_counters(engine: EngineStats) -> Iterator[Metric]:
         yield _counter("spec_decode_drafts", "Times that tokens were drafted.", drafts.num_drafts)
         yield _counter("spec_decode_draft_tokens", "Tokens drafted.", drafts.num_draft_tokens)
         yield _counter("spec_decode_accepted_tokens", "Tokens drafted and accepted.", drafts.num_accepted_tokens)
+        per_step = 1.0 if engine.step_cost is None else engine.step_cost.tokens_per_step
+        yield _gauge("tokens_per_step", "Tokens that an answer gets from a step, by the latest steps.", per_step)
 
 
 def _times(stats: WorkerStats) -> Iterator[Metric]:
@@ -225,7 +227,8 @@ def _cost_models(
     step = StepCost() if engine.step_cost is None else engine.step_cost
     for model, cost in (("step", step), ("remote", remote.cost)):
         for name, value in msgspec.structs.asdict(cost).items():
-            coefficients.add_metric((model, name.removesuffix("_s")), value)
+            if name.endswith("_s"):
+                coefficients.add_metric((model, name.removesuffix("_s")), value)
     errors.add_metric(("step",), engine.step_cost_error)
     errors.add_metric(("remote",), remote.error)
     errors.add_metric(("transfer",), transfer_error)

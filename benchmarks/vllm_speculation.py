@@ -1,0 +1,162 @@
+"""How much of what speculation gains in vLLM is left behind kvrelay, with a hand-off for each prompt.
+
+    .venv-vllm/bin/python -m benchmarks.vllm_speculation MODEL [--at-once 1 4] [--rounds 3] [--connector nixl]
+
+Four servers in turn: vLLM's own and kvrelay's prefill and decode worker, each with drafts by n-grams and without. All
+run all the time, and each computes on the same cores while the others are idle. In a round all get the same prompts,
+which no round before had.
+
+The gain is time per token without speculation over that with it, and ``kept`` is kvrelay's gain over vLLM's. Tokens per
+step and the accepted share are counts of the servers: they do not depend on what else the machine does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from math import nan
+from typing import NamedTuple
+
+from benchmarks.loads import fixed_load, measure_load
+from benchmarks.vllm_steps import BLOCK_SIZE, Turn, plain, take_turns, worker
+from kvrelay.bench.client.connection import ConnectionPool, Target
+from kvrelay.bench.report.metrics import figure
+from kvrelay.bench.report.table import Row, table
+
+NGRAMS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+PLAIN, SPLIT = "vllm serve", "kvrelay 1P1D"
+DRAFTING = " with n-grams"
+SETTLE_S = 2.0
+"""A worker's last load sample is on its way to the frontend."""
+WARM_UP = 4
+_COUNTER = re.compile(r"^vllm:spec_decode_num_(draft|accepted)_tokens_total\{[^}]*\}\s+(\S+)", re.MULTILINE)
+
+
+class Drafts(NamedTuple):
+    """Tokens since the server's start."""
+
+    drafted: float = 0.0
+    accepted: float = 0.0
+
+    def since(self, before: Drafts) -> Drafts:
+        return Drafts(self.drafted - before.drafted, self.accepted - before.accepted)
+
+
+async def drafts_of(target: Target) -> Drafts:
+    """Those that a vLLM server, or all workers of a kvrelay cluster, have counted."""
+    pool = ConnectionPool(target)
+    try:
+        cluster = await pool.send(target.head("GET", "/debug/cluster", 0))
+        if cluster.status == 200:
+            workers = json.loads(cluster.body)["workers"]
+            return Drafts(*(sum(each[f"{name}_tokens"] for each in workers) for name in Drafts._fields))
+        return drafts_in((await pool.send(target.head("GET", "/metrics", 0))).body.decode())
+    finally:
+        await pool.close()
+
+
+def drafts_in(metrics: str) -> Drafts:
+    """Of vLLM's metrics page."""
+    found = {name: float(value) for name, value in _COUNTER.findall(metrics)}
+    return Drafts(found.get("draft", 0.0), found.get("accepted", 0.0))
+
+
+def counted(drafts: Drafts, num_tokens: float) -> Row:
+    """``num_tokens``: of the answers but for their first ones, each of which came from a step of its own, or with a
+    drafted one that was accepted."""
+    steps = num_tokens - drafts.accepted
+    share = drafts.accepted / drafts.drafted if drafts.drafted else nan
+    return {"tokens_per_step": num_tokens / steps if steps > 0.0 else nan, "accepted": share}
+
+
+def commands(given: argparse.Namespace) -> dict[str, str]:
+    found = {}
+    for suffix, config in (("", None), (DRAFTING, NGRAMS)):
+        drafting = {} if config is None else {"speculative_config": config}
+        arguments = shlex.quote(json.dumps({"block_size": BLOCK_SIZE, **drafting}))
+        split = f"--prefill 1 --decode 1 --disagg-policy always --vllm-connector {given.connector}"
+        alone = f" --speculative-config {shlex.quote(json.dumps(config))}" if config is not None else ""
+        found[PLAIN + suffix] = plain(given) + alone
+        found[SPLIT + suffix] = worker(given, f"{split} --engine-args {arguments}")
+    return found
+
+
+def turn(given: argparse.Namespace, at_once: int, num_cases: int) -> Turn:
+    async def measure(target: Target, seed: int) -> Row:
+        lengths, own = (given.input_tokens, given.output_tokens), seed // num_cases
+        count = given.requests * at_once
+        warm = fixed_load("warm", *lengths, max_concurrency=at_once, num_requests=WARM_UP)
+        await measure_load(target, warm, warm_up=0, seed=10**6 + own)
+        await asyncio.sleep(SETTLE_S)
+        before = await drafts_of(target)
+        spec = fixed_load("load", *lengths, max_concurrency=at_once, num_requests=count)
+        report = await measure_load(target, spec, warm_up=0, seed=own)
+        await asyncio.sleep(SETTLE_S)
+        drafts = (await drafts_of(target)).since(before)
+        names = {"tokens_per_s": "output_tokens_per_s", "token_s": "tpot_s.mean", "failed": "failed"}
+        times = {name: figure(report, path) or 0.0 for name, path in names.items()}
+        return {**times, **counted(drafts, count * (given.output_tokens - 1))}
+
+    return measure
+
+
+def gains(rows: Mapping[str, Row], name: str) -> dict[str, float]:
+    """Of both servers, by the figure ``name`` without speculation over that with it."""
+    return {server: rows[server][name] / rows[server + DRAFTING][name] for server in (PLAIN, SPLIT)}
+
+
+def shown(at_once: str, rows: Mapping[str, Row]) -> list[dict[str, str]]:
+    gain = gains(rows, "token_s")
+    throughput = {server: 1.0 / each for server, each in gains(rows, "tokens_per_s").items()}
+    lines = []
+    for case, row in rows.items():
+        server, is_drafting = case.removesuffix(DRAFTING), case.endswith(DRAFTING)
+        ratios = {
+            "gain": gain[server],
+            "kept": gain[server] / gain[PLAIN],
+            "gain in tok/s": throughput[server],
+            "kept ": throughput[server] / throughput[PLAIN],
+            "tokens per step": row["tokens_per_step"],
+            "accepted": row["accepted"],
+        }
+        lines.append(
+            {
+                "at once": at_once,
+                "case": case,
+                "ms a token": f"{row['token_s'] * 1e3:.2f}",
+                "tok/s": f"{row['tokens_per_s']:.0f}",
+                "failed": f"{row['failed']:.0f}",
+                **{name: f"{value:.2f}" if is_drafting else "" for name, value in ratios.items()},
+            }
+        )
+    return lines
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--at-once", type=int, nargs="+", default=[1, 4])
+    parser.add_argument("--requests", type=int, default=4, help="for each request at once")
+    parser.add_argument("--input-tokens", type=int, default=64)
+    parser.add_argument("--output-tokens", type=int, default=128)
+    parser.add_argument("--connector", choices=("nixl", "kvrelay"), default="nixl")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--max-model-len", type=int, default=2048)
+    parser.add_argument("--max-num-seqs", type=int, default=16)
+    parser.add_argument("--max-num-batched-tokens", type=int, default=2048)
+    parser.add_argument("--cores", default="", help="those that each vLLM computes on; default: all")
+    given = parser.parse_args(arguments)
+    cases = commands(given)
+    turns = {str(count): turn(given, count, len(cases)) for count in given.at_once}
+    found = asyncio.run(take_turns(cases, turns, given.rounds))
+    rows = [line for at_once, medians in found.items() for line in shown(at_once, medians)]
+    print(table(tuple(rows[0]), [list(row.values()) for row in rows], markdown=True))
+
+
+if __name__ == "__main__":
+    main()
