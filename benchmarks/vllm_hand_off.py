@@ -29,7 +29,7 @@ from kvrelay.launch.frontend_calls import listed_requests, request_waterfall
 from kvrelay.marks.waterfall import Waterfall
 
 BLOCK_SIZE = 32
-SERVE_ARGS = "--transport shm --dtype float32 --max-model-len 8192 --kv-cache-memory 512MiB"
+SERVE_ARGS = "--transport shm --dtype bfloat16 --max-model-len 8192 --kv-cache-memory 512MiB"
 FIGURES = {"first_s": "ttft_s.median", "second_s": "itl_s.median", "failed": "failed"}
 PARTS = ("after prefill", "load")
 

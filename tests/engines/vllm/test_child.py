@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import platform
 import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
 
 import psutil
+import pytest
 from tests.patience import PATIENCE_S, until
 
 from kvrelay.core.child_process import WORKER_PID
@@ -94,3 +96,19 @@ def test_a_stopped_rank_ends_with_the_engine_process() -> None:
         until(lambda: stopped.status() == psutil.STATUS_STOPPED)
         process.kill()
     until(lambda: not stopped.is_running() or stopped.status() == psutil.STATUS_ZOMBIE)
+
+
+def test_a_process_may_use_the_tiles_of_amx_where_there_are_any() -> None:
+    code = (
+        "import ctypes, kvrelay.engines.vllm.child as child\n"
+        "may = ctypes.c_uint64()\n"
+        "get_xcomp_perm = 0x1022\n"
+        "assert ctypes.CDLL(None).syscall(child.SYS_ARCH_PRCTL, get_xcomp_perm, ctypes.byref(may)) == 0\n"
+        "print(may.value >> child.XFEATURE_XTILEDATA & 1)"
+    )
+    has_tiles = "amx_tile" in Path("/proc/cpuinfo").read_text()
+    if platform.machine() != "x86_64" or not has_tiles:
+        pytest.skip("no AMX")
+    env = {**os.environ, WORKER_PID: str(os.getpid())}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, env=env, check=False, timeout=PATIENCE_S)
+    assert done.stdout == b"1\n", done.stderr

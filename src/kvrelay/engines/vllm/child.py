@@ -10,6 +10,7 @@ import ctypes
 import importlib
 import logging
 import os
+import platform
 import select
 import shutil
 import signal
@@ -20,6 +21,8 @@ from kvrelay.engines.vllm.cores import CORES, parse_cores
 
 SCRATCH = "KVRELAY_SCRATCH"
 """The environment variable with the worker's temporary directory."""
+SYS_ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA = 158, 0x1023, 18
+"""Of Linux on x86-64 (asm/prctl.h, asm/fpu/types.h)."""
 CPU_EXPERTS = "KVRELAY_CPU_EXPERTS"
 """The environment variable that asks for ``cpu_experts``."""
 
@@ -39,6 +42,16 @@ class WorkerExtension:
         by kvrelay's connector."""
         transfer = importlib.import_module("vllm.distributed.kv_transfer")
         transfer.get_kv_transfer_group().drain()
+
+
+def ask_for_tiles() -> None:
+    """Ask the kernel for AMX's tiles, which a process may use only then; where there is no AMX it says no.
+
+    vLLM 0.32's attention for bfloat16 on a CPU does not ask. Until one of torch's larger products has, it ends the
+    process with SIGILL: with a first prompt of one token, or at a decode worker whose first step follows loaded KV.
+    """
+    if platform.machine() == "x86_64":
+        ctypes.CDLL(None).syscall(SYS_ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA)
 
 
 def stay_on_cores() -> None:
@@ -77,6 +90,7 @@ def _watch_worker() -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     # Before vLLM has computing threads.
     stay_on_cores()
+    ask_for_tiles()
     # It warns of every scheduler that is not its own: that asynchronous scheduling may be off, which it is not.
     logging.getLogger("vllm.config.scheduler").addFilter(lambda record: "custom scheduler" not in str(record.msg))
 
