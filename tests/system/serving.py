@@ -27,7 +27,7 @@ from kvrelay.config import ControlConfig
 from kvrelay.errors import KvrelayError
 from kvrelay.launch.admin import cluster_status, require_idle
 
-READY_TIMEOUT_S = 3 * PATIENCE_S
+READY_TIMEOUT_S = 280.0
 
 
 def kvrelay(
