@@ -59,7 +59,7 @@ def found_of(returns: Sequence[Return], kept: Sequence[Return]) -> dict[str, int
     """For a report. ``kept``: those that recency would serve in any case."""
     return {
         "returns": len(returns),
-        "repeated": sum(each.num_repeated for each in returns),
+        "repeated_tokens": sum(each.num_repeated for each in returns),
         "cached": sum(min(each.turn.num_cached, each.num_repeated) for each in returns),
         "kept_returns": len(kept),
         "kept_tokens": sum(each.num_kept for each in kept),
