@@ -141,5 +141,7 @@ def test_nothing_is_lost_of_agents_sessions_and_a_key_that_lies_harms_no_other_o
         assert verdicts == {"right"}, (key, "all answers are right")
         assert found["returns"] > 50
     honest = report["sessions"]["honest"]
-    assert honest["cached"] > honest["repeated_tokens"] / 4, "sessions are found again, whatever another key says of its own"
+    assert honest["cached"] > honest["repeated_tokens"] / 4, (
+        "sessions are found again, whatever another key says of its own"
+    )
     assert report["kv_tier_hits"] > 0
