@@ -12,13 +12,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 from tests.engines.connector.fake_device import DEVICES, FakeDevice, FakeWatch
+from tests.engines.connector.layouts import packed_layout
 from tests.engines.vllm.staged import LAYOUT, at_once, copy
 
 from kvrelay.core.layout import KVLayout
 from kvrelay.engines.connector import worker_half
 from kvrelay.engines.connector.device import Event, HostDevice
 from kvrelay.engines.connector.scheduler_half import Copies, Copy
-from kvrelay.engines.connector.terms import REPORT_BYTES, CopyKind, Report, StagingPlace, decode_reports, packed_layout
+from kvrelay.engines.connector.terms import REPORT_BYTES, CopyKind, Report, StagingPlace, decode_reports
 from kvrelay.engines.connector.worker_half import CompletionThread, RankPart, WorkerHalf
 
 NUM_STAGED, NUM_PAGED, LAYERS = 8, 10, 2

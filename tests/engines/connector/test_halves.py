@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from tests.engines.connector.fake_device import DEVICES
+from tests.engines.connector.layouts import packed_layout
 from tests.engines.vllm.staged import LAYOUT, Paged, VllmRequest, at_once, copy
 
 from kvrelay.config import UpstreamConfig, load_settings
@@ -24,7 +25,6 @@ from kvrelay.engines.connector.terms import (
     encode_place,
     latent_region,
     one_rank_layout,
-    packed_layout,
     packed_region,
     state_region,
 )

@@ -9,12 +9,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from tests.engines.connector.layouts import packed_layout
 from tests.engines.vllm.scripted import TERMS, Publisher, ScriptedVllm
 
 from kvrelay.config import WorkerConfig
 from kvrelay.engines.connector.device import Event
 from kvrelay.engines.connector.scheduler_half import NULL_BLOCK, Copies, SchedulerHalf
-from kvrelay.engines.connector.terms import StagingPlace, decode_place, encode_place, packed_layout
+from kvrelay.engines.connector.terms import StagingPlace, decode_place, encode_place
 from kvrelay.engines.connector.worker_half import RankPart, WorkerHalf
 from kvrelay.engines.hosted.staging import allocate_staging
 from kvrelay.engines.vllm.library import Started

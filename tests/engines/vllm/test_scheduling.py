@@ -233,14 +233,20 @@ def test_an_objective_that_no_chunk_can_meet_does_not_stop_prompts() -> None:
     assert counts == [{"chat": 1, "long": MIN_CHUNK_TOKENS}] * len(counts)
 
 
-def test_those_that_wait_for_something_else_take_no_share() -> None:
-    vllm, _ = paced(ITL_S, num_tokens=5000)
+def wait_for_kv(vllm: Any) -> FakeRequest:
+    """Beside an answer and a long prompt, this request waits for its KV."""
     vllm.add(FakeRequest("chat", 10))
     step(vllm)
     remote = FakeRequest("remote", 4000, num_computed_tokens=3999)
     vllm.add(FakeRequest("long", 3000), remote)
     vllm.deferred_waiting.add(remote)
     step(vllm)
+    return remote
+
+
+def test_those_that_wait_for_something_else_take_no_share() -> None:
+    vllm, _ = paced(ITL_S, num_tokens=5000)
+    remote = wait_for_kv(vllm)
     assert step(vllm) == {"chat": 1, "long": 600}
     vllm.loaded.add(remote)
     assert step(vllm) == {"chat": 1, "long": 600, "remote": 1}, "its KV has come: it does not wait for the prompt"
@@ -255,12 +261,7 @@ def test_with_drafts_room_is_left_for_those_of_each_that_may_begin() -> None:
 
     vllm, log = scheduler(Drafting, num_tokens=5000)
     log.write_pace(StepPace(EXACT, 0.0, ITL_S))
-    vllm.add(FakeRequest("chat", 10))
-    step(vllm)
-    remote = FakeRequest("remote", 4000, num_computed_tokens=3999)
-    vllm.add(FakeRequest("long", 3000), remote)
-    vllm.deferred_waiting.add(remote)
-    step(vllm)
+    wait_for_kv(vllm)
     assert vllm.max_num_scheduled_tokens == 4 + 600 + 4
 
 

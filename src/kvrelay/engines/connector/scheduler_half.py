@@ -119,7 +119,7 @@ class SchedulerHalf:
             num_tokens = self._num_loadable(staged, request)
             end = -(-num_tokens // self._block_size)
             copied = slice((num_tokens - num_external) // self._block_size, end)
-            paged = _part(block_ids, copied)
+            paged = part_of(block_ids, copied)
             self._loads.append(Copy(request.request_id, staged.block_ids[copied], paged, staged.ticket, end))
 
     def plan(
@@ -136,7 +136,7 @@ class SchedulerHalf:
                 end = len(saving.staged.block_ids)
             if end > saving.num_blocks:
                 copied = slice(saving.num_blocks, end)
-                paged = _part(block_tables(request_id), copied)
+                paged = part_of(block_tables(request_id), copied)
                 saves.append(Copy(request_id, saving.staged.block_ids[copied], paged, saving.staged.ticket, end))
                 saving.num_blocks = end
         loads, self._loads = self._loads, []
@@ -158,5 +158,6 @@ class SchedulerHalf:
             return None
 
 
-def _part(groups: Groups, blocks: slice) -> tuple[tuple[int, ...], ...]:
+def part_of(groups: Groups, blocks: slice) -> tuple[tuple[int, ...], ...]:
+    """These blocks of each group."""
     return tuple(tuple(block_ids[blocks]) for block_ids in groups)

@@ -66,13 +66,6 @@ def state_region(num_layers: int, num_bytes: int) -> KVRegion:
     return KVRegion("state", num_layers, 1, num_bytes, "uint8", num_vectors=1, entry_tokens=0)
 
 
-def packed_layout(
-    num_layers: int, num_heads: int, block_size: int, head_dim: int, dtype: str, window: int = 0
-) -> KVLayout:
-    """Of one packed region."""
-    return one_rank_layout(block_size, packed_region(num_layers, num_heads, block_size, head_dim, dtype, window))
-
-
 class StagedKv(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The KV of a request's first ``num_tokens`` tokens. ``block_ids[i]``: staging block of the tokens from
     ``i * block_size`` on. The first ``first_block`` blocks are not moved: the decode worker's vLLM has them. Reports

@@ -39,7 +39,7 @@ import torch
 
 from kvrelay.core.layout import KVLayout
 from kvrelay.engines.connector.device import Device, Event, device_of
-from kvrelay.engines.connector.scheduler_half import NULL_BLOCK, Copies, Copy, Groups
+from kvrelay.engines.connector.scheduler_half import NULL_BLOCK, Copies, Copy, Groups, part_of
 from kvrelay.engines.connector.terms import CopyKind, Report, StagingPlace, encode_report
 from kvrelay.errors import ConfigError
 
@@ -262,7 +262,7 @@ class WorkerHalf:
             part = slice(first, min(first + size, num_all))
             began_s, num_bytes = time.monotonic(), 0 if move is None else (part.stop - first) * bytes_per_block
             if move is not None:
-                self._on_device.copies.run(partial(move, copy.staged[part], _part(copy.paged, part)))
+                self._on_device.copies.run(partial(move, copy.staged[part], part_of(copy.paged, part)))
             self.num_bytes += num_bytes
             num_blocks = copy.num_blocks - (num_all - part.stop)
             report = Report(copy.ticket, self._rank, kind, num_blocks, num_bytes, began_s, 0.0)
@@ -291,7 +291,7 @@ class WorkerHalf:
                 near[0][0][row].copy_(piece, non_blocking=True)
                 self.num_copies += 1
             for blocks, places in near:
-                tables = self._tables(_part(paged, places))
+                tables = self._tables(part_of(paged, places))
                 for layer, (cache, group) in enumerate(region.layers):
                     index, rows = tables[group]
                     cache.index_copy_(0, index, blocks[rows, layer].view(-1, *cache.shape[1:]))
@@ -300,7 +300,7 @@ class WorkerHalf:
         for region in self._regions:
             near = self._near(region, staged)
             for blocks, places in near:
-                tables = self._tables(_part(paged, places))
+                tables = self._tables(part_of(paged, places))
                 for layer, (cache, group) in enumerate(region.layers):
                     index, rows = tables[group]
                     if isinstance(rows, slice):
@@ -388,10 +388,6 @@ class CompletionThread:
             except Exception:  # noqa: BLE001 - hand-offs then end by their deadlines
                 _log.exception("kvrelay's connector does not hear of complete copies any more")
                 return
-
-
-def _part(paged: Groups, places: slice) -> Groups:
-    return [block_ids[places] for block_ids in paged]
 
 
 def _whole_blocks(cache: torch.Tensor, size: int) -> torch.Tensor:
