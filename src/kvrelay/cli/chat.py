@@ -29,20 +29,18 @@ class ChatServer(msgspec.Struct, frozen=True):
 
     def model(self) -> str:
         """The first served model. Raises WorkerUnavailableError."""
-        with closing(self._connection()) as connection:
-            answer = self._ask(connection, "GET", "/models", None)
+        with self._asked("GET", "/models", None) as answer:
             models = json.loads(answer.read()).get("data", [])
-        if not models:
-            raise WorkerUnavailableError(f"{self.url} serves no model")
-        return str(models[0]["id"])
+            if not models:
+                raise WorkerUnavailableError(f"{self.url} serves no model")
+            return str(models[0]["id"])
 
     def stream(self, body: dict[str, Any]) -> Iterator[str]:
         """The answer's text as it arrives; closing the iterator stops the answer.
 
         Raises InvalidInputError for a refused request, WorkerUnavailableError if the server or the stream fails.
         """
-        with closing(self._connection()) as connection:
-            answer = self._ask(connection, "POST", "/chat/completions", json.dumps({**body, "stream": True}))
+        with self._asked("POST", "/chat/completions", json.dumps({**body, "stream": True})) as answer:
             for line in answer:
                 data = line.removeprefix(b"data: ").strip()
                 if data == b"[DONE]":
@@ -55,6 +53,19 @@ class ChatServer(msgspec.Struct, frozen=True):
                 for choice in event["choices"]:
                     yield choice["delta"].get("content") or ""
             raise WorkerUnavailableError(f"{self.url} ended the answer early")
+
+    @contextmanager
+    def _asked(self, method: str, path: str, body: str | None) -> Iterator[http.client.HTTPResponse]:
+        """The answer, to be read within this context, where a broken or foreign answer becomes WorkerUnavailableError.
+        Raises InvalidInputError for a refused request."""
+        with closing(self._connection()) as connection:
+            answer = self._ask(connection, method, path, body)
+            try:
+                yield answer
+            except (OSError, http.client.HTTPException) as exc:
+                raise WorkerUnavailableError(f"{self.url} ended the answer early: {exc!r}") from exc
+            except (ValueError, LookupError, TypeError, AttributeError) as exc:
+                raise WorkerUnavailableError(f"{self.url} does not answer as OpenAI's API does: {exc!r}") from exc
 
     def _connection(self) -> http.client.HTTPConnection:
         try:
@@ -78,7 +89,7 @@ class ChatServer(msgspec.Struct, frozen=True):
         try:
             connection.request(method, f"{base}/v1{path}", body, headers)
             answer = connection.getresponse()
-        except (OSError, http.client.HTTPException) as exc:
+        except (OSError, ValueError, http.client.HTTPException) as exc:
             raise WorkerUnavailableError(f"no server answers at {self.url}: {exc}") from exc
         if answer.status != 200:
             raise InvalidInputError(f"{self.url} answers {answer.status}: {_reason(answer.read())}")

@@ -25,6 +25,17 @@ from kvrelay.errors import ConfigError
 S = TypeVar("S", bound=Settings)
 
 ENV_PREFIX = "KVRELAY_"
+_NULL, _MERGE = "tag:yaml.org,2002:null", "tag:yaml.org,2002:merge"
+
+
+class _TextLoader(yaml.SafeLoader):
+    """Reads values as text, like flags and the environment: `off` is not a boolean there, nor `0123` a number. Only
+    null stays null."""
+
+    yaml_implicit_resolvers = {
+        first: [(tag, pattern) for tag, pattern in resolvers if tag in (_NULL, _MERGE)]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
 
 
 def load_settings(
@@ -40,8 +51,9 @@ def load_settings(
     values: dict[str, Any] = {}
     for name, value in (file_values or {}).items():
         if name not in fields:
-            raise ConfigError(f"unknown setting {cls.section}.{name}{nearest(name, fields)}", param=name)
-        values[name] = convert(name, value, hints[name])
+            raise ConfigError(f"unknown setting {cls.section}.{name}{nearest(str(name), fields)}", param=str(name))
+        if value is not None:
+            values[name] = convert(name, value, hints[name])
     env = os.environ if environ is None else environ
     for name in fields:
         text = env.get(ENV_PREFIX + name.upper())
@@ -119,8 +131,8 @@ def _in_home(below: str) -> Path:
 def read_config_file(path: Path, sections: list[type[Settings]]) -> dict[str, dict[str, object]]:
     """The sections of a YAML configuration file. Raises ConfigError for unknown sections and broken files."""
     try:
-        loaded = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as exc:
+        loaded = yaml.load(path.read_text(encoding="utf-8"), _TextLoader) or {}
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as exc:
         raise ConfigError(f"cannot read configuration file {path}: {' '.join(str(exc).split())}") from exc
     if not isinstance(loaded, dict):
         raise ConfigError(f"{path} does not hold sections of settings")
@@ -128,9 +140,9 @@ def read_config_file(path: Path, sections: list[type[Settings]]) -> dict[str, di
     for name, body in loaded.items():
         if name not in known:
             raise ConfigError(f"unknown section {name} in {path}{nearest(str(name), known)}", param=str(name))
-        if not isinstance(body, dict):
+        if body is not None and not isinstance(body, dict):
             raise ConfigError(f"section {name} in {path} is not a mapping", param=str(name))
-    return {str(name): body for name, body in loaded.items()}
+    return {str(name): body or {} for name, body in loaded.items()}
 
 
 def nearest(name: str, known: typing.Iterable[str]) -> str:
@@ -153,7 +165,8 @@ def convert(name: str, value: object, hint: Any) -> object:
     if hint is bool:
         return _to_bool(name, value)
     try:
-        if isinstance(value, bool) or (hint is int and isinstance(value, float) and not value.is_integer()):
+        is_fraction = hint is int and isinstance(value, float) and not value.is_integer()
+        if is_fraction or isinstance(value, bool | list | dict):
             raise ValueError
         return hint(value)
     except (TypeError, ValueError, OverflowError) as exc:
