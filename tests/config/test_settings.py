@@ -19,6 +19,7 @@ from kvrelay.config import (
     load_settings,
 )
 from kvrelay.config.loading import cache_directory, read_config_file, settings_to_flags, state_directories
+from kvrelay.config.worker import WorkerConfig
 from kvrelay.errors import ConfigError
 
 ALL = [
@@ -132,6 +133,15 @@ def test_what_is_no_setting_in_a_file_is_refused_in_one_sentence(text: str, mess
     file.write_text(f"frontend:\n  {text}\n")
     with pytest.raises(ConfigError, match=message):
         load_settings(FrontendConfig, file_values=read_config_file(file, [FrontendConfig])["frontend"], environ={})
+
+
+@pytest.mark.parametrize("name", ["m" * 1025, "caf\udce9", "two\nlines"])
+def test_a_name_that_no_request_can_have_is_refused_at_start(name: str):
+    """Else discovery refuses each worker's entry, and the cluster is never ready."""
+    with pytest.raises(ConfigError, match="--served-model-name"):
+        WorkerConfig(model_path=Path(), model=name)
+    assert WorkerConfig(model_path=Path(), model="m" * 1024).model == "m" * 1024
+    assert WorkerConfig(model_path=Path(), model="模型 é/\N{NO-BREAK SPACE}").model.startswith("模型")
 
 
 @pytest.fixture

@@ -49,17 +49,12 @@ def load_settings(
     fields = {item.name: item for item in dataclasses.fields(cls)}
     hints = typing.get_type_hints(cls)
     values: dict[str, Any] = {}
-    for name, value in (file_values or {}).items():
+    for name in file_values or {}:
         if name not in fields:
             raise ConfigError(f"unknown setting {cls.section}.{name}{nearest(str(name), fields)}", param=str(name))
-        if value is not None:
-            values[name] = convert(name, value, hints[name])
     env = os.environ if environ is None else environ
-    for name in fields:
-        text = env.get(ENV_PREFIX + name.upper())
-        if text is not None:
-            values[name] = convert(name, text, hints[name])
-    for name, value in (flags or {}).items():
+    from_env = {name: env.get(ENV_PREFIX + name.upper()) for name in fields}
+    for name, value in (*(file_values or {}).items(), *from_env.items(), *(flags or {}).items()):
         if name in fields and value is not None:
             values[name] = convert(name, value, hints[name])
     return cls(**values)
