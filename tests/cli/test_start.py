@@ -42,9 +42,8 @@ def test_what_is_closed_of_the_standard_streams_is_open_and_inherited(closed: st
 @pytest.mark.parametrize(
     ("error", "line"),
     [
-        (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), "No space left on device"),
-        (OSError(errno.EACCES, os.strerror(errno.EACCES), "/var/x"), "/var/x: Permission denied"),
-        (OSError(errno.EXDEV, os.strerror(errno.EXDEV), "a", None, "b"), "a: b: Invalid cross-device link"),
+        (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), "[Errno 28] No space left on device"),
+        (OSError(errno.EACCES, os.strerror(errno.EACCES), "/var/x"), "[Errno 13] Permission denied: '/var/x'"),
         (TimeoutError(), "TimeoutError"),
     ],
 )
@@ -58,3 +57,11 @@ def test_an_error_of_the_operating_system_is_one_line(
 
     assert run([], click.Command("failing", callback=fail)) == 1
     assert capsys.readouterr().err == f"kvrelay: {line}\n"
+
+
+def test_text_that_the_terminal_cannot_show_is_escaped() -> None:
+    """A model's name, in the line that says that all is ready."""
+    code = "from kvrelay.cli import main\nmain.run = lambda arguments: print('mod\u00e8le')\nmain.main([])"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONIOENCODING": "ascii"}
+    ended = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "mod\\xe8le\n", "")

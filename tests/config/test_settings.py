@@ -140,6 +140,8 @@ def test_a_name_that_no_request_can_have_is_refused_at_start(name: str):
     """Else discovery refuses each worker's entry, and the cluster is never ready."""
     with pytest.raises(ConfigError, match="--served-model-name"):
         WorkerConfig(model_path=Path(), model=name)
+    with pytest.raises(ConfigError, match="move the checkpoint"):
+        WorkerConfig(model_path=Path("/models", name), model="short")
     assert WorkerConfig(model_path=Path(), model="m" * 1024).model == "m" * 1024
     assert WorkerConfig(model_path=Path(), model="模型 é/\N{NO-BREAK SPACE}").model.startswith("模型")
 

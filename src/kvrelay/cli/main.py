@@ -7,6 +7,7 @@ only when they are called, so that ``kvrelay --help`` does not wait for torch.
 from __future__ import annotations
 
 import importlib
+import io
 import logging
 import os
 import sys
@@ -140,6 +141,8 @@ def _open_standard_streams() -> None:
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(descriptor, True)
     os.close(descriptor)
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")  # a name may have characters that a terminal lacks
 
 
 def run(arguments: list[str], command: click.Command = cli, name: str = "kvrelay") -> int:
@@ -156,8 +159,7 @@ def run(arguments: list[str], command: click.Command = cli, name: str = "kvrelay
     except OSError as exc:
         # A file, disk or socket is at fault, in a place that knows no better sentence than the operating system's.
         _log.debug("where it failed:", exc_info=exc)
-        about = "".join(f"{name}: " for name in (exc.filename, exc.filename2) if name is not None)
-        return _fail(f"{about}{exc.strerror or str(exc) or type(exc).__name__}", 1)
+        return _fail(str(exc) or type(exc).__name__, 1)
     except (click.Abort, KeyboardInterrupt):
         return 130
     return result if isinstance(result, int) else 0

@@ -25,7 +25,6 @@ from kvrelay.errors import ConfigError
 S = TypeVar("S", bound=Settings)
 
 ENV_PREFIX = "KVRELAY_"
-_NULL, _MERGE = "tag:yaml.org,2002:null", "tag:yaml.org,2002:merge"
 
 
 class _TextLoader(yaml.SafeLoader):
@@ -33,7 +32,7 @@ class _TextLoader(yaml.SafeLoader):
     null stays null."""
 
     yaml_implicit_resolvers = {
-        first: [(tag, pattern) for tag, pattern in resolvers if tag in (_NULL, _MERGE)]
+        first: [(tag, pattern) for tag, pattern in resolvers if tag.endswith((":null", ":merge"))]
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 
@@ -160,8 +159,7 @@ def convert(name: str, value: object, hint: Any) -> object:
     if hint is bool:
         return _to_bool(name, value)
     try:
-        is_fraction = hint is int and isinstance(value, float) and not value.is_integer()
-        if is_fraction or isinstance(value, bool | list | dict):
+        if isinstance(value, bool | list | dict) or (hint is int and isinstance(value, float) and value % 1):
             raise ValueError
         return hint(value)
     except (TypeError, ValueError, OverflowError) as exc:

@@ -76,10 +76,13 @@ class WorkerConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "host", bare_host(self.host))
-        # What no request could name, or JSON cannot write: a byte of a path that is not UTF-8 is a surrogate here.
-        if len(self.model) > MAX_NAME_CHARS or any(char < " " or "\ud800" <= char <= "\udfff" for char in self.model):
-            message = f"the model's name has at most {MAX_NAME_CHARS} characters of Unicode, none of them control"
-            raise ConfigError(f"{message} characters: give another name with --served-model-name", param="model")
+        # In discovery and in requests both are JSON text. A byte that is not UTF-8 is a surrogate here.
+        for what, text in (("name", self.model), ("path", str(self.model_path))):
+            if len(text) > MAX_NAME_CHARS or any(char < " " or "\ud800" <= char <= "\udfff" for char in text):
+                message = (
+                    f"the model's {what} has at most {MAX_NAME_CHARS} characters of Unicode, no control characters"
+                )
+                raise ConfigError(f"{message}: give --served-model-name, or move the checkpoint", param="model")
 
     @property
     def exchanges_kv(self) -> bool:
