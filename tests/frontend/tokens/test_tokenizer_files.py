@@ -16,6 +16,13 @@ BROKEN = [
     ("tokenizer.json", "{"),
     ("tokenizer.json", "{}"),
     ("tokenizer.json", '{"version": "1.0", "model": {"type": "BPE", "vocab": {"a": 0}, "merges": [["a", "b"]]}}'),
+    (
+        "tokenizer.json",
+        '{"version": "1.0", "model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}, "post_processor": {"type": '
+        '"TemplateProcessing", "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", '
+        '"type_id": 0}}], "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}], '
+        '"special_tokens": {}}}',
+    ),
     ("tokenizer.json", DEEP),
     ("tokenizer_config.json", "{"),
     ("tokenizer_config.json", "[]"),

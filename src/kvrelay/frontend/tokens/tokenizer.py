@@ -180,6 +180,7 @@ def load_tokenizer(model_path: Path) -> Tokenizer:
         raise CheckpointError(f"{model_path} has no tokenizer.json")
     try:
         rust = RustTokenizer.from_file(str(file))
+        rust.encode("a")  # where a template that names an unknown token panics first
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as exc:  # the binding raises bare Exception, and for a panic a BaseException of its own
