@@ -36,7 +36,7 @@ HEAD = """# Flags
 Every flag of `kvrelay serve`, `kvrelay worker` and `kvrelay frontend`. `--help` lists those of every day, `--help-all`
 all. A setting of a section can also stand in the YAML file of `--config`, under its section, or in the environment as
 `KVRELAY_NAME` (with `_` for `-` in both). Flags win over the environment, and that over the file.
-The file's values are read as the texts of flags, whatever YAML takes them for (`0123`, `off`); an empty one counts as not given.
+The file's values are read as the texts of flags, also `0123` and `off`; an empty one counts as not given.
 `--dp-rank` and `--dp-address` are for `kvrelay worker` only.
 """
 

@@ -79,9 +79,7 @@ class WorkerConfig:
         # In discovery and in requests both are JSON text. A byte that is not UTF-8 is a surrogate here.
         for what, text in (("name", self.model), ("path", str(self.model_path))):
             if len(text) > MAX_NAME_CHARS or any(char < " " or "\ud800" <= char <= "\udfff" for char in text):
-                message = (
-                    f"the model's {what} has at most {MAX_NAME_CHARS} characters of Unicode, no control characters"
-                )
+                message = f"the model's {what} has at most {MAX_NAME_CHARS} characters of Unicode, none of control"
                 raise ConfigError(f"{message}: give --served-model-name, or move the checkpoint", param="model")
 
     @property
