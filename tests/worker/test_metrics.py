@@ -67,7 +67,8 @@ async def test_each_name_of_vllm_is_told_by_a_frontend_or_by_a_worker_and_not_by
         frontend = FrontendMetrics(vllm_names=True)
         frontend.workers_of = lambda: {"m": 1}
         stats = decode.worker.stats()
-        engine = replace(stats.engine, drafts=DraftCounts(5, 15, 4), step_cost=StepCost(tokens_per_step=1.8))
+        load = replace(stats.engine.load, step_cost=StepCost(tokens_per_step=1.8))
+        engine = replace(stats.engine, load=load, drafts=DraftCounts(5, 15, 4))
         drafting = replace(stats, engine=engine)
         texts = (frontend.render().decode(), WorkerMetrics(lambda: drafting, vllm_names=True).render().decode())
         of_frontend, of_worker = (
