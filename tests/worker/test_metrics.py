@@ -230,7 +230,7 @@ async def test_its_activity_is_what_it_did():
             client.send(str(number), prompt(length), max_tokens=4)
             await client.answer(str(number))
         await shared.check_idle()
-        here, there = decode.worker.activity(), prefill.worker.activity()
+        here, there = (node.worker.activity(node.worker.stats().engine) for node in (decode, prefill))
         assert {place: count for place, count in here.places.items() if count} == {"remote": 2, "local_short": 1}
         assert (here.claims.num, here.handoffs.num, sum(here.prefills)) == (2, 2, 1)
         assert 0.0 < here.claims.seconds < here.handoffs.seconds

@@ -30,6 +30,7 @@ from kvrelay.core.step_cost import StepCost
 from kvrelay.core.tasks import TaskSet
 from kvrelay.engine.contract import Engine, EngineHost, LoadsAdapters, require
 from kvrelay.engine.kv_source import SourceBeyond
+from kvrelay.engine.stats import EngineStats
 from kvrelay.engine.step import StepOutput
 from kvrelay.errors import ConfigError, KvrelayError
 from kvrelay.handoff.decode_events import PushFailed
@@ -198,7 +199,7 @@ class Worker:
             self._paired,
             run_command=self.run_admin_command,
             publish_secret=self._secret,
-            activity=self.activity,
+            activity=lambda: self.activity(self._engine.stats()),
             tasks=self._tasks,
         )
 
@@ -242,13 +243,13 @@ class Worker:
             flows=transfer.flows(),
             load_costs=of_tiers if self._prefixes is None else (*of_tiers, self._prefixes.load_cost()),
             tokens=engine.tokens,
-            activity=self.activity(),
+            activity=self.activity(engine),
         )
 
-    def activity(self) -> Activity:
+    def activity(self, engine: EngineStats) -> Activity:
         """What this worker has done since its start. Waits for nothing."""
         return activity_of(
-            self._engine.stats(),
+            engine,
             self.decode.stats,
             self.decode.grants.times,
             None if self._prefixes is None else self._prefixes.stats(),
