@@ -137,7 +137,7 @@ def play(policy: Policy, share: float, seed: int, *, num_sessions: int = 64, num
         engine.session_paused(name, kind)
         if num_left[number]:
             heapq.heappush(due, (clock.now() + pause_s, number))
-    return Played(engine.stats().num_prefill_tokens, sum(waits_s) / len(waits_s))
+    return Played(engine.stats().tokens.num_prefilled, sum(waits_s) / len(waits_s))
 
 
 if __name__ == "__main__":
