@@ -17,11 +17,7 @@ from benchmarks.vllm_steps import add_load_arguments, throughputs, worker
 from kvrelay.bench.report.table import table
 
 ENGINES = "two engines"
-GROUPS = {"dp 2, experts spread": "--dp 2 --ep", "dp 2, experts cut": "--dp 2"}
-
-
-def commands(given: argparse.Namespace) -> dict[str, str]:
-    return {ENGINES: worker(given, "--decode 2"), **{name: worker(given, flags) for name, flags in GROUPS.items()}}
+FLAGS = {ENGINES: "--decode 2", "dp 2, experts spread": "--dp 2 --ep", "dp 2, experts cut": "--dp 2"}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -29,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add_load_arguments(parser)
     parser.set_defaults(at_once=[8, 32])
     given = parser.parse_args(arguments)
-    rows = throughputs(given, commands(given), ENGINES)
+    rows = throughputs(given, {name: worker(given, flags) for name, flags in FLAGS.items()}, ENGINES)
     print(table(tuple(rows[0]), [list(row.values()) for row in rows], markdown=True))
 
 
