@@ -81,25 +81,8 @@ async def take_turns(commands: Mapping[str, str], turns: Mapping[str, Turn], rou
     return found
 
 
-def recorder(given: argparse.Namespace) -> list[dict[str, str]]:
-    return rates(
-        given, {WITH: worker(given, "--no-vllm-chunks-by-objective"), WITHOUT: worker(given, "--no-vllm-step-costs")}
-    )
-
-
-def loop(given: argparse.Namespace) -> list[dict[str, str]]:
-    return rates(given, budgets(given))
-
-
-def budgets(given: argparse.Namespace) -> dict[str, str]:
-    slo = f"--slo-itl-ms {given.slo_itl_ms}"
-    fixed = worker(given, f"{slo} --no-vllm-chunks-by-objective")
-    return {BY_OBJECTIVE: worker(given, slo), FIXED: fixed, PLAIN: plain(given)}
-
-
-def rates(given: argparse.Namespace, commands: Mapping[str, str]) -> list[dict[str, str]]:
-    """Throughput of a closed loop of equal requests, for each number of them at once; over the last command's."""
-    *_, last = commands
+def throughputs(given: argparse.Namespace, commands: Mapping[str, str], base: str) -> list[dict[str, str]]:
+    """Closed loops of prompts and answers of fixed lengths; the last column is over the case ``base``."""
 
     def turn(at_once: int) -> Turn:
         async def measure(target: Target, seed: int) -> Row:
@@ -119,11 +102,26 @@ def rates(given: argparse.Namespace, commands: Mapping[str, str]) -> list[dict[s
             "tok/s": f"{row['tokens_per_s']:.0f}",
             "ITL P50 ms": f"{row['itl_s'] * 1e3:.2f}",
             "failed": f"{row['failed']:.0f}",
-            "throughput": f"{row['tokens_per_s'] / rows[last]['tokens_per_s']:.3f}",
+            "throughput": f"{row['tokens_per_s'] / rows[base]['tokens_per_s']:.3f}",
         }
         for count, rows in found.items()
         for name, row in rows.items()
     ]
+
+
+def recorder(given: argparse.Namespace) -> list[dict[str, str]]:
+    commands = {WITH: worker(given, "--no-vllm-chunks-by-objective"), WITHOUT: worker(given, "--no-vllm-step-costs")}
+    return throughputs(given, commands, WITHOUT)
+
+
+def budgets(given: argparse.Namespace) -> dict[str, str]:
+    slo = f"--slo-itl-ms {given.slo_itl_ms}"
+    fixed = worker(given, f"{slo} --no-vllm-chunks-by-objective")
+    return {BY_OBJECTIVE: worker(given, slo), FIXED: fixed, PLAIN: plain(given)}
+
+
+def loop(given: argparse.Namespace) -> list[dict[str, str]]:
+    return throughputs(given, budgets(given), PLAIN)
 
 
 def chunks(given: argparse.Namespace) -> list[dict[str, str]]:
@@ -151,25 +149,30 @@ def chunks(given: argparse.Namespace) -> list[dict[str, str]]:
     ]
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("recorder", "loop", "chunks"))
+def add_load_arguments(parser: argparse.ArgumentParser) -> None:
+    """The model, the load of ``throughputs``, and what ``worker`` and ``plain`` are started with."""
     parser.add_argument("model")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--at-once", type=int, nargs="+", default=[16, 128])
     parser.add_argument("--requests", type=int, default=4, help="for each request at once")
     parser.add_argument("--input-tokens", type=int, default=64)
     parser.add_argument("--output-tokens", type=int, default=64)
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--max-model-len", type=int, default=2048)
+    parser.add_argument("--max-num-seqs", type=int, default=128)
+    parser.add_argument("--max-num-batched-tokens", type=int, default=2048)
+    parser.add_argument("--cores", default="", help="those that each vLLM computes on; default: all")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("recorder", "loop", "chunks"))
+    add_load_arguments(parser)
     parser.add_argument("--slo-itl-ms", type=float, default=30.0)
     parser.add_argument("--chats", type=int, default=8, help="chats at once")
     parser.add_argument("--longs", type=int, default=1, help="long prompts at once")
     parser.add_argument("--long-tokens", type=int, default=1800)
     parser.add_argument("--seconds", type=float, default=30.0, help="of a turn")
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--max-model-len", type=int, default=2048)
-    parser.add_argument("--max-num-seqs", type=int, default=128)
-    parser.add_argument("--max-num-batched-tokens", type=int, default=2048)
-    parser.add_argument("--cores", default="", help="those that vLLM computes on; default: all")
     given = parser.parse_args(arguments)
     rows = {"recorder": recorder, "loop": loop, "chunks": chunks}[given.what](given)
     print(table(tuple(rows[0]), [list(row.values()) for row in rows], markdown=True))
