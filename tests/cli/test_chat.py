@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import socket
+import struct
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -9,6 +11,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
+from tests.patience import PATIENCE_S
 
 from kvrelay.cli.chat import ChatServer, chat
 from kvrelay.errors import InvalidInputError, WorkerUnavailableError
@@ -114,12 +117,62 @@ def test_ctrl_c_stops_the_answer_and_keeps_what_was_said(script: Script, monkeyp
     [
         ((200, ['data: {"choices": [{"delta": {"content": "x"}}]}']), "ended the answer early"),
         ((200, ['data: {"error": {"message": "the worker is gone"}}']), "the worker is gone"),
+        ((200, ["data: <html>"]), "does not answer as OpenAI's API does"),
+        ((200, ['data: {"answer": "x"}']), "does not answer as OpenAI's API does: KeyError"),
+        ((200, ['data: {"error": "no"}']), "does not answer as OpenAI's API does"),
     ],
 )
 def test_a_broken_stream_is_an_error(script: Script, answer: tuple[int, list[str]], message: str) -> None:
     script.answers = [answer]
     with pytest.raises(WorkerUnavailableError, match=message):
         run(script, "a\n")
+
+
+def test_a_server_that_dies_within_an_answer_is_an_error() -> None:
+    is_read = threading.Event()
+
+    class Dying(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["content-length"]))
+            self.send_response(200)
+            self.send_header("content-length", "1000")
+            self.end_headers()
+            self.wfile.write(b'data: {"choices": [{"delta": {"content": "x"}}]}\n\n')
+            assert is_read.wait(PATIENCE_S)
+            # A reset instead of an orderly end, as of a machine that has restarted.
+            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            self.connection.close()
+
+        def log_message(self, *_: object) -> None: ...
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Dying) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        pieces = ChatServer(f"http://127.0.0.1:{server.server_port}").stream({})
+        assert next(pieces) == "x"
+        is_read.set()
+        with pytest.raises(WorkerUnavailableError, match="ended the answer early"):
+            list(pieces)
+        server.shutdown()
+
+
+def test_what_is_not_openais_list_of_models_is_an_error() -> None:
+    for answer in (b"<html>", b"[]", b'{"data": [1]}', b'{"data": [{}]}'):
+
+        class Foreign(BaseHTTPRequestHandler):
+            body = answer
+
+            def do_GET(self) -> None:
+                self.send_response(200)
+                self.end_headers()
+                self.wfile.write(self.body)
+
+            def log_message(self, *_: object) -> None: ...
+
+        with ThreadingHTTPServer(("127.0.0.1", 0), Foreign) as server:
+            threading.Thread(target=server.serve_forever, daemon=True).start()
+            with pytest.raises(WorkerUnavailableError, match="does not answer as OpenAI's API does"):
+                ChatServer(f"http://127.0.0.1:{server.server_port}").model()
+            server.shutdown()
 
 
 def test_wrong_urls_are_refused() -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import click
 import pytest
+
+from kvrelay.cli.main import run
 
 
 def test_an_interrupt_while_the_first_modules_are_read_ends_without_a_traceback(tmp_path: Path) -> None:
@@ -33,3 +37,24 @@ def test_what_is_closed_of_the_standard_streams_is_open_and_inherited(closed: st
     )
     assert ended.returncode == 0
     assert told.read_text() == "True True True\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), "No space left on device"),
+        (OSError(errno.EACCES, os.strerror(errno.EACCES), "/var/x"), "/var/x: Permission denied"),
+        (OSError(errno.EXDEV, os.strerror(errno.EXDEV), "a", None, "b"), "a: b: Invalid cross-device link"),
+        (TimeoutError(), "TimeoutError"),
+    ],
+)
+def test_an_error_of_the_operating_system_is_one_line(
+    error: OSError, line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever a command writes: a disk may be full at any place."""
+
+    def fail() -> None:
+        raise error
+
+    assert run([], click.Command("failing", callback=fail)) == 1
+    assert capsys.readouterr().err == f"kvrelay: {line}\n"

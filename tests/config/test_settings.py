@@ -19,6 +19,7 @@ from kvrelay.config import (
     load_settings,
 )
 from kvrelay.config.loading import cache_directory, read_config_file, settings_to_flags, state_directories
+from kvrelay.config.worker import WorkerConfig
 from kvrelay.errors import ConfigError
 
 ALL = [
@@ -78,9 +79,9 @@ def test_flags_rebuild_the_settings():
 def test_config_file(tmp_path):
     file = tmp_path / "kvrelay.yaml"
     file.write_text("engine:\n  block_size: 32\n")
-    assert read_config_file(file, [EngineConfig]) == {"engine": {"block_size": 32}}
+    assert read_config_file(file, [EngineConfig]) == {"engine": {"block_size": "32"}}
     file.write_bytes("engine:\r\n  block_size: 32\r\n".encode("utf-8-sig"))
-    assert read_config_file(file, [EngineConfig]) == {"engine": {"block_size": 32}}
+    assert read_config_file(file, [EngineConfig]) == {"engine": {"block_size": "32"}}
     for text, message in [
         ("engin:\n  block_size: 1\n", "unknown section engin .*did you mean engine"),
         ("- 1\n", "does not hold sections"),
@@ -90,6 +91,57 @@ def test_config_file(tmp_path):
         file.write_text(text)
         with pytest.raises(ConfigError, match=message):
             read_config_file(file, [EngineConfig])
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("api_key:", {}),
+        ("api_key: ~", {}),
+        ("api_key: 'null'", {"api_key": "null"}),
+        ("api_key: 0123", {"api_key": "0123"}),
+        ("api_key: 2026-02-30", {"api_key": "2026-02-30"}),
+        ("host: yes", {"host": "yes"}),
+        ("access_log: off", {"access_log": "off"}),
+        ("share_prefix_cache: on", {"share_prefix_cache": True}),
+        ("port: 9000", {"port": 9000}),
+        ("request_timeout_s: 1.5", {"request_timeout_s": 1.5}),
+        ("", {}),
+    ],
+)
+def test_a_value_in_the_file_means_what_it_means_as_a_flag(text: str, expected: dict[str, object], tmp_path: Path):
+    """YAML's own types would make a key of no value the text None, 83 of 0123, and False of off."""
+    file = tmp_path / "kvrelay.yaml"
+    file.write_text(f"frontend:\n  {text}\n")
+    values = read_config_file(file, [FrontendConfig])["frontend"]
+    assert load_settings(FrontendConfig, file_values=values, environ={}) == FrontendConfig(**expected)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("allowed_origins: [a, b]", "allowed_origins must be str, got .'a', 'b'."),
+        ("host: {a: b}", "host must be str"),
+        ("1: 2", "unknown setting frontend.1"),
+        ("? [1]\n  : 2", "cannot read configuration file"),
+        ("port: !!int x", "cannot read configuration file"),
+        ("host: " + "[" * 5000, "cannot read configuration file"),
+    ],
+)
+def test_what_is_no_setting_in_a_file_is_refused_in_one_sentence(text: str, message: str, tmp_path: Path):
+    file = tmp_path / "kvrelay.yaml"
+    file.write_text(f"frontend:\n  {text}\n")
+    with pytest.raises(ConfigError, match=message):
+        load_settings(FrontendConfig, file_values=read_config_file(file, [FrontendConfig])["frontend"], environ={})
+
+
+@pytest.mark.parametrize("name", ["m" * 1025, "caf\udce9", "two\nlines"])
+def test_a_name_that_no_request_can_have_is_refused_at_start(name: str):
+    """Else discovery refuses each worker's entry, and the cluster is never ready."""
+    with pytest.raises(ConfigError, match="--served-model-name"):
+        WorkerConfig(model_path=Path(), model=name)
+    assert WorkerConfig(model_path=Path(), model="m" * 1024).model == "m" * 1024
+    assert WorkerConfig(model_path=Path(), model="模型 é/\N{NO-BREAK SPACE}").model.startswith("模型")
 
 
 @pytest.fixture

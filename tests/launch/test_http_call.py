@@ -10,7 +10,8 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
-from kvrelay.errors import InvalidInputError, WorkerUnavailableError
+from kvrelay.errors import InvalidInputError, KvrelayError, WorkerUnavailableError
+from kvrelay.launch import frontend_calls
 from kvrelay.launch.frontend_calls import http_call
 
 
@@ -78,6 +79,23 @@ async def test_no_answer_and_an_invalid_url_raise_different_errors() -> None:
     for wrong in ("", "127.0.0.1:80", "ftp://host", "http://", "http://host:port"):
         with pytest.raises(InvalidInputError, match="is not an http URL"):
             await http_call(wrong, "GET", "/health")
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "reason"),
+    [
+        (404, b'{"error": "not found"}', "answers 404: not found"),
+        (404, b'{"detail": "Not Found"}', "answers 404: "),
+        (500, b'["x"]', "answers 500: .*x"),
+        (200, b"[1]", "answers 200: .*1"),
+    ],
+)
+async def test_the_errors_of_other_servers_may_be_any_json(
+    status: int, body: bytes, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(frontend_calls, "_call", lambda *_: (status, body))
+    with pytest.raises(KvrelayError, match=reason):
+        await frontend_calls.routing_state("http://127.0.0.1:1")
 
 
 async def test_a_silent_server_runs_into_the_timeout() -> None:

@@ -31,9 +31,9 @@ class ChatServer(msgspec.Struct, frozen=True):
         """The first served model. Raises WorkerUnavailableError."""
         with self._ask("GET", "/models", None) as answer:
             models = json.loads(answer.read()).get("data", [])
-        if not models:
-            raise WorkerUnavailableError(f"{self.url} serves no model")
-        return str(models[0]["id"])
+            if not models:
+                raise WorkerUnavailableError(f"{self.url} serves no model")
+            return str(models[0]["id"])
 
     def stream(self, body: dict[str, Any]) -> Iterator[str]:
         """The answer's text as it arrives; closing the iterator stops the answer.
@@ -56,7 +56,8 @@ class ChatServer(msgspec.Struct, frozen=True):
 
     @contextmanager
     def _ask(self, method: str, path: str, body: str | None) -> Iterator[http.client.HTTPResponse]:
-        """The answer, while its connection is open."""
+        """The answer, while its connection is open; where it breaks off or is a foreign one: WorkerUnavailableError.
+        Raises InvalidInputError for a refused request."""
         headers = {"Content-Type": "application/json"}
         if self.api_key:
             headers["Authorization"] = f"Bearer {self.api_key}"
@@ -65,11 +66,16 @@ class ChatServer(msgspec.Struct, frozen=True):
             try:
                 connection.request(method, f"{base.removesuffix('/v1')}/v1{path}", body, headers)
                 answer = connection.getresponse()
-            except (OSError, http.client.HTTPException) as exc:
+            except (OSError, ValueError, http.client.HTTPException) as exc:
                 raise WorkerUnavailableError(f"no server answers at {self.url}: {exc}") from exc
             if answer.status != 200:
                 raise InvalidInputError(f"{self.url} answers {answer.status}: {_reason(answer.read())}")
-            yield answer
+            try:
+                yield answer
+            except (OSError, http.client.HTTPException) as exc:
+                raise WorkerUnavailableError(f"{self.url} ended the answer early: {exc!r}") from exc
+            except (ValueError, LookupError, TypeError, AttributeError) as exc:
+                raise WorkerUnavailableError(f"{self.url} does not answer as OpenAI's API does: {exc!r}") from exc
 
 
 @click.command()

@@ -28,6 +28,8 @@ if WORKER_PID in os.environ:
     # imports anything else. vLLM's own imports take many seconds, in which the worker may end.
     importlib.import_module("kvrelay.engines.vllm.child")
 
+_log = logging.getLogger(__name__)
+
 LOG_LEVEL_VARIABLE = "KVRELAY_LOG_LEVEL"
 COMMANDS = {
     "serve": ("kvrelay.cli.serve:serve", "Serve a model on this machine, prefill and decode apart."),
@@ -151,6 +153,11 @@ def run(arguments: list[str], command: click.Command = cli, name: str = "kvrelay
         return _fail(f"{exc.format_message()}{_hint(exc)}", exc.exit_code)
     except KvrelayError as exc:
         return _fail(exc.message, exc.exit_code)
+    except OSError as exc:
+        # A file, disk or socket is at fault, in a place that knows no better sentence than the operating system's.
+        _log.debug("where it failed:", exc_info=exc)
+        about = "".join(f"{name}: " for name in (exc.filename, exc.filename2) if name is not None)
+        return _fail(f"{about}{exc.strerror or str(exc) or type(exc).__name__}", 1)
     except (click.Abort, KeyboardInterrupt):
         return 130
     return result if isinstance(result, int) else 0

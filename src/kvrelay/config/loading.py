@@ -25,6 +25,17 @@ from kvrelay.errors import ConfigError
 S = TypeVar("S", bound=Settings)
 
 ENV_PREFIX = "KVRELAY_"
+_NULL, _MERGE = "tag:yaml.org,2002:null", "tag:yaml.org,2002:merge"
+
+
+class _TextLoader(yaml.SafeLoader):
+    """Reads values as text, like flags and the environment: `off` is not a boolean there, nor `0123` a number. Only
+    null stays null."""
+
+    yaml_implicit_resolvers = {
+        first: [(tag, pattern) for tag, pattern in resolvers if tag in (_NULL, _MERGE)]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
 
 
 def load_settings(
@@ -38,16 +49,12 @@ def load_settings(
     fields = {item.name: item for item in dataclasses.fields(cls)}
     hints = typing.get_type_hints(cls)
     values: dict[str, Any] = {}
-    for name, value in (file_values or {}).items():
+    for name in file_values or {}:
         if name not in fields:
-            raise ConfigError(f"unknown setting {cls.section}.{name}{nearest(name, fields)}", param=name)
-        values[name] = convert(name, value, hints[name])
+            raise ConfigError(f"unknown setting {cls.section}.{name}{nearest(str(name), fields)}", param=str(name))
     env = os.environ if environ is None else environ
-    for name in fields:
-        text = env.get(ENV_PREFIX + name.upper())
-        if text is not None:
-            values[name] = convert(name, text, hints[name])
-    for name, value in (flags or {}).items():
+    from_env = {name: env.get(ENV_PREFIX + name.upper()) for name in fields}
+    for name, value in (*(file_values or {}).items(), *from_env.items(), *(flags or {}).items()):
         if name in fields and value is not None:
             values[name] = convert(name, value, hints[name])
     return cls(**values)
@@ -119,8 +126,8 @@ def _in_home(below: str) -> Path:
 def read_config_file(path: Path, sections: list[type[Settings]]) -> dict[str, dict[str, object]]:
     """The sections of a YAML configuration file. Raises ConfigError for unknown sections and broken files."""
     try:
-        loaded = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as exc:
+        loaded = yaml.load(path.read_text(encoding="utf-8"), _TextLoader) or {}
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as exc:
         raise ConfigError(f"cannot read configuration file {path}: {' '.join(str(exc).split())}") from exc
     if not isinstance(loaded, dict):
         raise ConfigError(f"{path} does not hold sections of settings")
@@ -128,9 +135,9 @@ def read_config_file(path: Path, sections: list[type[Settings]]) -> dict[str, di
     for name, body in loaded.items():
         if name not in known:
             raise ConfigError(f"unknown section {name} in {path}{nearest(str(name), known)}", param=str(name))
-        if not isinstance(body, dict):
+        if body is not None and not isinstance(body, dict):
             raise ConfigError(f"section {name} in {path} is not a mapping", param=str(name))
-    return {str(name): body for name, body in loaded.items()}
+    return {str(name): body or {} for name, body in loaded.items()}
 
 
 def nearest(name: str, known: typing.Iterable[str]) -> str:
@@ -153,7 +160,8 @@ def convert(name: str, value: object, hint: Any) -> object:
     if hint is bool:
         return _to_bool(name, value)
     try:
-        if isinstance(value, bool) or (hint is int and isinstance(value, float) and not value.is_integer()):
+        is_fraction = hint is int and isinstance(value, float) and not value.is_integer()
+        if is_fraction or isinstance(value, bool | list | dict):
             raise ValueError
         return hint(value)
     except (TypeError, ValueError, OverflowError) as exc:

@@ -22,6 +22,9 @@ from kvrelay.config.settings import (
     UpstreamConfig,
     VllmConfig,
 )
+from kvrelay.errors import ConfigError
+
+MAX_NAME_CHARS = 1024
 
 
 class WorkerRole(enum.StrEnum):
@@ -73,6 +76,10 @@ class WorkerConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "host", bare_host(self.host))
+        # What no request could name, or JSON cannot write: a byte of a path that is not UTF-8 is a surrogate here.
+        if len(self.model) > MAX_NAME_CHARS or any(char < " " or "\ud800" <= char <= "\udfff" for char in self.model):
+            message = f"the model's name has at most {MAX_NAME_CHARS} characters of Unicode, none of them control"
+            raise ConfigError(f"{message} characters: give another name with --served-model-name", param="model")
 
     @property
     def exchanges_kv(self) -> bool:

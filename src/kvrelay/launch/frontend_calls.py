@@ -111,10 +111,12 @@ async def _ask(url: str, method: str, path: str, api_key: str | None, body: obje
         answer: Any = json.loads(content)
     except ValueError as exc:
         raise WorkerUnavailableError(f"no frontend answers at {base}: {exc}") from exc
-    if status == 200:
-        return dict(answer)
-    reason = answer.get("error", {}).get("message", "") if isinstance(answer, dict) else ""
-    raise KvrelayError(f"{base} answers {status}: {reason}")
+    if status == 200 and isinstance(answer, dict):
+        return answer
+    # Other servers' errors may be any JSON.
+    error = answer.get("error") if isinstance(answer, dict) else answer
+    reason = error.get("message") if isinstance(error, dict) else error
+    raise KvrelayError(f"{base} answers {status}: {reason or ''}")
 
 
 def decision_table(answer: dict[str, Any]) -> None:
