@@ -6,7 +6,8 @@ worker, in turn, in one run.
 One vLLM server runs all the time; ``kvrelay serve --engine openai`` stands in front of it. ``kvrelay serve --engine
 vllm`` has a vLLM of its own, which computes on the same cores while the other one is idle. Each turn sends prompts of
 its own, so that none is in a cache. The last two columns are the ratio of throughput to vLLM's own server, and the
-additional time to the first token, by the medians of the rounds.
+additional time to the first token, by the medians of the rounds. A turn has ``--requests`` for each of up to four
+requests at once.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 from benchmarks.loads import figures, fixed_load, measure_load
+from benchmarks.vllm_steps import add_load_arguments, plain, worker
 from kvrelay.bench.cases import Case, CaseTimes, running, turns_of
 from kvrelay.bench.client.connection import Target
 from kvrelay.bench.compare import summarise
@@ -34,29 +36,18 @@ FIGURES = {
     "failed": "failed",
 }
 WARM_UP = 8
-BLOCK_SIZE = 32
 PLAIN, FRONT, WITHIN = "vLLM", "kvrelay in front of it", "vLLM in kvrelay"
 
 
 async def measure(given: argparse.Namespace, log_dir: Path) -> list[dict[str, str]]:
-    python, model = shlex.quote(sys.executable), shlex.quote(given.model)
-    tool = shlex.quote(str(Path(__file__).parents[1] / "tools/vllm_servers.py"))
-    cores = shlex.quote(given.cores)
-    limits = f"--dtype {given.dtype} --max-model-len {given.max_model_len}"
-    here = f"{tool} {model} --port {{port}} {f'--cores {cores}' if given.cores else ''}"
-    plain = Case(PLAIN, command=f"{python} {here} -- {limits} --block-size {BLOCK_SIZE} {given.vllm_args}")
-    serve = f"{python} -m kvrelay serve {model} --port {{port}}"
-    within = (
-        f"{serve} --engine vllm --prefill 0 --decode 1 --enforce-eager {limits} --block-size {BLOCK_SIZE} "
-        f"--kv-cache-memory 1GiB --engine-args '{{\"block_size\": {BLOCK_SIZE}}}' "
-        f"{f'--engine-cores {cores}' if given.cores else ''}"
-    )
+    alone = Case(PLAIN, command=f"{plain(given)} {given.vllm_args}")
+    serve = f"{shlex.quote(sys.executable)} -m kvrelay serve {shlex.quote(given.model)} --port {{port}}"
     rows: list[dict[str, str]] = []
     async with AsyncExitStack() as stack:
-        vllm = await stack.enter_async_context(running(plain, log_dir, TIMES))
+        vllm = await stack.enter_async_context(running(alone, log_dir, TIMES))
         front = Case(FRONT, command=f"{serve} --engine openai --upstream http://127.0.0.1:{vllm.port}")
         targets = {PLAIN: vllm}
-        for case in (front, Case(WITHIN, command=within)):
+        for case in (front, Case(WITHIN, command=worker(given, ""))):
             targets[case.name] = await stack.enter_async_context(running(case, log_dir, TIMES))
         for at_once in given.at_once:
             found = await _turns(targets, at_once, given)
@@ -94,15 +85,8 @@ def _compared(at_once: int, name: str, row: Row, plain: Row) -> dict[str, str]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--at-once", type=int, nargs="+", default=[1, 16])
-    parser.add_argument("--requests", type=int, default=12, help="for each of up to four requests at once")
-    parser.add_argument("--input-tokens", type=int, default=128)
-    parser.add_argument("--output-tokens", type=int, default=64)
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--max-model-len", type=int, default=2048)
-    parser.add_argument("--cores", default="", help="those that vLLM computes on; default: all")
+    add_load_arguments(parser)
+    parser.set_defaults(at_once=[1, 16], requests=12, input_tokens=128, dtype="bfloat16")
     parser.add_argument("--vllm-args", default="", help="further arguments of vLLM's own server")
     given = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as logs:

@@ -22,7 +22,7 @@ from math import nan
 from typing import NamedTuple
 
 from benchmarks.loads import fixed_load, measure_load
-from benchmarks.vllm_steps import BLOCK_SIZE, Turn, plain, take_turns, worker
+from benchmarks.vllm_steps import BLOCK_SIZE, Turn, add_load_arguments, plain, take_turns, worker
 from kvrelay.bench.client.connection import ConnectionPool, Target
 from kvrelay.bench.report.metrics import figure
 from kvrelay.bench.report.table import Row, table
@@ -138,18 +138,9 @@ def shown(at_once: str, rows: Mapping[str, Row]) -> list[dict[str, str]]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--at-once", type=int, nargs="+", default=[1, 4])
-    parser.add_argument("--requests", type=int, default=4, help="for each request at once")
-    parser.add_argument("--input-tokens", type=int, default=64)
-    parser.add_argument("--output-tokens", type=int, default=128)
+    add_load_arguments(parser)
+    parser.set_defaults(at_once=[1, 4], output_tokens=128, max_num_seqs=16)
     parser.add_argument("--connector", choices=("nixl", "kvrelay"), default="nixl")
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--max-model-len", type=int, default=2048)
-    parser.add_argument("--max-num-seqs", type=int, default=16)
-    parser.add_argument("--max-num-batched-tokens", type=int, default=2048)
-    parser.add_argument("--cores", default="", help="those that each vLLM computes on; default: all")
     given = parser.parse_args(arguments)
     cases = commands(given)
     turns = {str(count): turn(given, count, len(cases)) for count in given.at_once}

@@ -1,11 +1,13 @@
 """What kvrelay's scheduler inside vLLM costs and gains: one aggregated vLLM worker each, in turn, in one run.
 
     .venv-vllm/bin/python -m benchmarks.vllm_steps recorder MODEL [--at-once 16 128] [--rounds 3]
+    .venv-vllm/bin/python -m benchmarks.vllm_steps loop MODEL [--at-once 16 128] [--slo-itl-ms 30] [--rounds 3]
     .venv-vllm/bin/python -m benchmarks.vllm_steps chunks MODEL [--slo-itl-ms 30] [--rounds 3] [--seconds 30]
 
-``recorder``: throughput with each step recorded, over that without a recorder. ``chunks``: chats beside long prompts,
-with prompts cut by the objective of the chats, with vLLM's fixed budget, and by vLLM's own server: times of the chats'
-tokens, throughput, and the long prompts' first tokens, each over vLLM's own server.
+``recorder``: throughput with each step recorded, over that without a recorder. The others compare prompts cut by the
+objective, vLLM's fixed budget and vLLM's own server, each over the last. ``loop``: throughput of equal requests, a
+number of them at once. ``chunks``: chats beside long prompts, with times of the chats' tokens, throughput and the long
+prompts' first tokens.
 
 All servers run all the time, and each computes on the same cores while the others are idle. Each turn has prompts of
 its own. Medians of the rounds.
@@ -79,7 +81,9 @@ async def take_turns(commands: Mapping[str, str], turns: Mapping[str, Turn], rou
     return found
 
 
-def recorder(given: argparse.Namespace) -> list[dict[str, str]]:
+def throughputs(given: argparse.Namespace, commands: Mapping[str, str], base: str) -> list[dict[str, str]]:
+    """Closed loops of prompts and answers of fixed lengths; the last column is over the case ``base``."""
+
     def turn(at_once: int) -> Turn:
         async def measure(target: Target, seed: int) -> Row:
             lengths = given.input_tokens, given.output_tokens
@@ -90,7 +94,6 @@ def recorder(given: argparse.Namespace) -> list[dict[str, str]]:
 
         return measure
 
-    commands = {WITH: worker(given, "--no-vllm-chunks-by-objective"), WITHOUT: worker(given, "--no-vllm-step-costs")}
     found = asyncio.run(take_turns(commands, {str(count): turn(count) for count in given.at_once}, given.rounds))
     return [
         {
@@ -99,11 +102,26 @@ def recorder(given: argparse.Namespace) -> list[dict[str, str]]:
             "tok/s": f"{row['tokens_per_s']:.0f}",
             "ITL P50 ms": f"{row['itl_s'] * 1e3:.2f}",
             "failed": f"{row['failed']:.0f}",
-            "throughput": f"{row['tokens_per_s'] / rows[WITHOUT]['tokens_per_s']:.3f}",
+            "throughput": f"{row['tokens_per_s'] / rows[base]['tokens_per_s']:.3f}",
         }
         for count, rows in found.items()
         for name, row in rows.items()
     ]
+
+
+def recorder(given: argparse.Namespace) -> list[dict[str, str]]:
+    commands = {WITH: worker(given, "--no-vllm-chunks-by-objective"), WITHOUT: worker(given, "--no-vllm-step-costs")}
+    return throughputs(given, commands, WITHOUT)
+
+
+def budgets(given: argparse.Namespace) -> dict[str, str]:
+    slo = f"--slo-itl-ms {given.slo_itl_ms}"
+    fixed = worker(given, f"{slo} --no-vllm-chunks-by-objective")
+    return {BY_OBJECTIVE: worker(given, slo), FIXED: fixed, PLAIN: plain(given)}
+
+
+def loop(given: argparse.Namespace) -> list[dict[str, str]]:
+    return throughputs(given, budgets(given), PLAIN)
 
 
 def chunks(given: argparse.Namespace) -> list[dict[str, str]]:
@@ -113,13 +131,7 @@ def chunks(given: argparse.Namespace) -> list[dict[str, str]]:
         run = await send(target, chats, long, warm_up=WARM_UP, seed=seed, limits=RunLimits(time_limit_s=given.seconds))
         return {name: value for name, value in figures_of(run.report, "chat", "long").items() if name != "report"}
 
-    slo = f"--slo-itl-ms {given.slo_itl_ms}"
-    commands = {
-        BY_OBJECTIVE: worker(given, slo),
-        FIXED: worker(given, f"{slo} --no-vllm-chunks-by-objective"),
-        PLAIN: plain(given),
-    }
-    rows = asyncio.run(take_turns(commands, {"mix": measure}, given.rounds))["mix"]
+    rows = asyncio.run(take_turns(budgets(given), {"mix": measure}, given.rounds))["mix"]
     ratios = {"chat ITL P99": "chat_itl_p99_s", "tok/s": "output_tokens_per_s", "long TTFT": "long_ttft_p50_s"}
     return [
         {
@@ -137,27 +149,32 @@ def chunks(given: argparse.Namespace) -> list[dict[str, str]]:
     ]
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("recorder", "chunks"))
+def add_load_arguments(parser: argparse.ArgumentParser) -> None:
+    """The model, the load of ``throughputs``, and what ``worker`` and ``plain`` are started with."""
     parser.add_argument("model")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--at-once", type=int, nargs="+", default=[16, 128])
     parser.add_argument("--requests", type=int, default=4, help="for each request at once")
     parser.add_argument("--input-tokens", type=int, default=64)
     parser.add_argument("--output-tokens", type=int, default=64)
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--max-model-len", type=int, default=2048)
+    parser.add_argument("--max-num-seqs", type=int, default=128)
+    parser.add_argument("--max-num-batched-tokens", type=int, default=2048)
+    parser.add_argument("--cores", default="", help="those that each vLLM computes on; default: all")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("recorder", "loop", "chunks"))
+    add_load_arguments(parser)
     parser.add_argument("--slo-itl-ms", type=float, default=30.0)
     parser.add_argument("--chats", type=int, default=8, help="chats at once")
     parser.add_argument("--longs", type=int, default=1, help="long prompts at once")
     parser.add_argument("--long-tokens", type=int, default=1800)
     parser.add_argument("--seconds", type=float, default=30.0, help="of a turn")
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--max-model-len", type=int, default=2048)
-    parser.add_argument("--max-num-seqs", type=int, default=128)
-    parser.add_argument("--max-num-batched-tokens", type=int, default=2048)
-    parser.add_argument("--cores", default="", help="those that vLLM computes on; default: all")
     given = parser.parse_args(arguments)
-    rows = {"recorder": recorder, "chunks": chunks}[given.what](given)
+    rows = {"recorder": recorder, "loop": loop, "chunks": chunks}[given.what](given)
     print(table(tuple(rows[0]), [list(row.values()) for row in rows], markdown=True))
 
 

@@ -14,7 +14,7 @@ from click.testing import CliRunner, Result
 from tests.patience import PATIENCE_S
 
 from kvrelay.cli.chat import ChatServer, chat
-from kvrelay.errors import ConfigError, InvalidInputError, WorkerUnavailableError
+from kvrelay.errors import InvalidInputError, WorkerUnavailableError
 
 
 @dataclass
@@ -177,7 +177,7 @@ def test_what_is_not_openais_list_of_models_is_an_error() -> None:
 
 def test_wrong_urls_are_refused() -> None:
     for url in ("ftp://host", "http://host:port", "http://[::1"):
-        with pytest.raises(ConfigError, match="is not an http URL"):
+        with pytest.raises(InvalidInputError, match="is not an http URL"):
             ChatServer(url).model()
     with pytest.raises(WorkerUnavailableError, match=r"no server answers at http://127\.0\.0\.1:1"):
         ChatServer("http://127.0.0.1:1").model()

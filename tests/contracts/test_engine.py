@@ -196,7 +196,7 @@ async def test_requests_in_tokens_events_and_load_out(engine: Running) -> None:
     assert num_stored() == 2, "two full blocks of sixteen tokens"
     await engine.idle()
     assert engine.threads - {threading.get_ident()} == engine.threads, "steps never run on the caller's thread"
-    assert engine.host.stats().num_generated_tokens >= 6
+    assert engine.host.stats().tokens.num_generated >= 6
 
 
 async def test_facts_do_not_change_and_fit_the_memory(engine: Running) -> None:

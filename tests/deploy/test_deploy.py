@@ -18,7 +18,6 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
@@ -27,6 +26,7 @@ from tests.deploy.command_lines import checked
 from kvrelay.cli.options import SettingsSource
 from kvrelay.cli.processes import WORKER_SETTINGS
 from kvrelay.config import MetricsConfig, WorkerRole
+from kvrelay.core.events import LoadMetrics
 from kvrelay.core.tier_stats import StoreStats, TierCounts, TierStats
 from kvrelay.engine.stats import EngineStats
 from kvrelay.errors import ConfigError
@@ -442,12 +442,11 @@ def test_the_units_are_hardened(tmp_path: Path) -> None:
 
 def exported() -> set[str]:
     """The names of all samples that frontends and workers export."""
-    required = (field for field in msgspec.structs.fields(EngineStats) if field.name != "times")
-    counts = {field.name: 1 for field in required if field.required}
+    load = LoadMetrics("w", 1, 1, 1, 1, 1, 1.0, 1.0)
     tiers = TierStats(TierCounts(), {"host": StoreStats()}, 0)
     stats = WorkerStats(
         "w", "m", "mock", WorkerRole.BOTH, 0, True,
-        EngineStats(**counts, tiers=tiers), DecodeStats(), PrefillCounters(),
+        EngineStats(load, tiers=tiers), DecodeStats(), PrefillCounters(),
         TransferStats((), 0, 0, 0), transfer_durations=StatsCounter().durations, prefixes=tiers,
     )  # fmt: skip
     frontend = FrontendMetrics()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import heapq
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 from unittest import mock
 
@@ -17,7 +17,7 @@ from tests.engine.conftest import build_engine
 from kvrelay.core.clock import ManualClock
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.engine import core
-from kvrelay.engine.cached_free import ByValue
+from kvrelay.engine.cached_free import ByValue, CachedBlock
 from kvrelay.engine.core import EngineCore
 from kvrelay.engine.pauses import Pause
 from kvrelay.engine.request import Request
@@ -60,12 +60,12 @@ class ByNextUse:
     def remove(self, block_id: int) -> None:
         del self._keys[block_id]
 
-    def pop(self, num_children: Sequence[int]) -> int:
+    def pop(self, count: int, num_children: Sequence[int], cached: Mapping[int, CachedBlock]) -> list[int]:
         while True:
             key, block_id = heapq.heappop(self._heap)
             if self._keys.get(block_id) == key:
                 del self._keys[block_id]
-                return block_id
+                return [block_id]
 
     def bared(self, block_id: int) -> None:
         """Its next use counts."""
@@ -137,7 +137,7 @@ def play(policy: Policy, share: float, seed: int, *, num_sessions: int = 64, num
         engine.session_paused(name, kind)
         if num_left[number]:
             heapq.heappush(due, (clock.now() + pause_s, number))
-    return Played(engine.stats().num_prefill_tokens, sum(waits_s) / len(waits_s))
+    return Played(engine.stats().tokens.num_prefilled, sum(waits_s) / len(waits_s))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import random
+from collections.abc import Mapping, Sequence
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -9,7 +12,7 @@ from kvrelay.core.clock import ManualClock
 from kvrelay.core.events import AllBlocksCleared, BlockRemoved, BlockStored
 from kvrelay.core.hashing import compute_block_hashes, compute_sequence_hashes
 from kvrelay.engine.block_pool import BlockPool, BlockState
-from kvrelay.engine.cached_free import ByRecency, ByValue, CachedFree
+from kvrelay.engine.cached_free import ByRecency, ByValue, CachedBlock, CachedFree
 from kvrelay.engine.pauses import Pauses, Session
 from kvrelay.errors import IntegrityError
 
@@ -332,3 +335,42 @@ TestPoolMachine, TestValuePoolMachine = PoolMachine.TestCase, ValuePoolMachine.T
 TestPoolMachine.settings = TestValuePoolMachine.settings = settings(
     max_examples=40, stateful_step_count=40, deadline=None, derandomize=True, database=None
 )
+
+
+class OneByOne(ByValue):
+    def pop(self, count: int, num_children: Sequence[int], cached: Mapping[int, CachedBlock]) -> list[int]:
+        return super().pop(1, num_children, cached)
+
+
+def evictions(policy: type[ByValue], seed: int) -> list[int]:
+    """Of a pool with sessions of two keys that share stems, pause, return and branch."""
+    draw, clock = random.Random(seed), ManualClock()
+    pauses = Pauses(clock)
+    gone: list[int] = []
+    pool = BlockPool(48, SIZE, cached_free=policy(clock, pauses.prior, lambda block_id: 1.0 + block_id % 5))
+    pool.on_evicted = lambda evicted: gone.extend(block.block_id for block in evicted)
+    texts = [[draw.randrange(3)] * (SIZE * draw.randint(0, 4)) for _ in range(6)]
+    for number in range(150):
+        clock.advance(draw.choice((0.0, 0.3, 9.0)))
+        at, tenant = draw.randrange(len(texts)), draw.choice(("", "a"))
+        text = texts[at] + [draw.randrange(2) for _ in range(SIZE * draw.randint(0, 8))]
+        if pause := pauses.end([hash(tuple(texts[at]))], tenant):
+            pauses.resumed(pause, is_served=draw.random() < 0.7)
+        found = find(pool, [*text, 0])
+        pool.acquire(found)
+        rest = pool.allocate(len(text) // SIZE - len(found))
+        assert rest is not None
+        cache(pool, [*found, *rest], text)
+        kind = draw.choice(("", "read", "build"))
+        pool.release([*found, *rest], pauses.begin(str(number), tenant, {hash(tuple(text)): 1}, Session()))
+        pauses.named(str(number), kind)
+        texts[at] = text if len(text) < 40 * SIZE else []
+        pool.check_integrity()
+    return gone
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_blocks_that_give_way_together_are_those_that_would_one_by_one(seed: int) -> None:
+    gone = evictions(ByValue, seed)
+    assert len(gone) > 50
+    assert gone == evictions(OneByOne, seed)

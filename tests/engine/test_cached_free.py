@@ -43,7 +43,7 @@ class Resting:
             self.pauses.named(name, kind)
 
     def pop(self, count: int) -> list[int]:
-        return [self.free.pop(NO_CHILDREN) for _ in range(count)]
+        return [self.free.pop(1, NO_CHILDREN, {})[0] for _ in range(count)]
 
 
 @pytest.mark.parametrize("free", [ByRecency(), Resting().free], ids=["recency", "value"])
@@ -54,7 +54,7 @@ def test_without_knowledge_the_oldest_gives_way_its_end_first(free: CachedFree) 
     assert len(free) == 5
     assert (2 in free, 3 in free) == (False, True)
     assert sorted(free.newest()) == [1, 3, 4, 5, 6]
-    assert [free.pop(NO_CHILDREN) for _ in range(5)] == [3, 1, 6, 5, 4]
+    assert [free.pop(1, NO_CHILDREN, {})[0] for _ in range(5)] == [3, 1, 6, 5, 4]
     with pytest.raises(KeyError):
         free.remove(2)
 
@@ -93,7 +93,7 @@ def test_what_a_waiting_turn_repeats_stays_and_what_it_left_behind_goes() -> Non
     pause = resting.pauses.end([1000], "")
     assert pause is not None
     resting.free.remove(0)
-    assert resting.free.pop(NO_CHILDREN) == 3, "the turn of the older one is here"
+    assert resting.free.pop(1, NO_CHILDREN, {})[0] == 3, "the turn of the older one is here"
     resting.rest("newer", [4], "read")
     resting.pauses.resumed(pause, is_served=True)
     assert resting.pop(3) == [2, 1, 4], "the answer was not repeated"
@@ -105,14 +105,14 @@ def test_a_block_gives_way_after_those_that_rest_on_it() -> None:
     resting.rest("child", [2])
     children = [0] * 10
     children[1] = 1
-    assert resting.free.pop(children) == 0, "nothing rests on it"
-    assert resting.free.pop(children) == 2
+    assert resting.free.pop(1, children, {})[0] == 0, "nothing rests on it"
+    assert resting.free.pop(1, children, {})[0] == 2
     children[1] = 0
     resting.free.bared(1)
     assert resting.pop(1) == [1]
     resting.rest("again", [5])
     children[5] = 1
-    assert resting.free.pop(children) == 5, "there is nothing else"
+    assert resting.free.pop(1, children, {})[0] == 5, "there is nothing else"
     assert not len(resting.free)
 
 
@@ -142,13 +142,13 @@ def test_blocks_of_several_sequences_are_wanted_and_so_are_all_by_recency() -> N
     resting.rest("shared", [0])
     resting.rest("child", [1])
     children = [1, *NO_CHILDREN]
-    assert resting.free.pop(children) == 1
+    assert resting.free.pop(1, children, {})[0] == 1
     assert resting.free.chance_later < 1.0
-    assert resting.free.pop(children) == 0
+    assert resting.free.pop(1, children, {})[0] == 0
     assert resting.free.chance_later == 1.0
     by_recency = ByRecency()
     by_recency.add([0], None)
-    by_recency.pop(NO_CHILDREN)
+    by_recency.pop(1, NO_CHILDREN, {})
     assert by_recency.chance_later == 1.0
 
 
@@ -200,7 +200,7 @@ class Keys:
         for name in names:
             if name not in self.block_of:
                 if not self.plain:
-                    gone = self.free.pop(NO_CHILDREN)
+                    gone = self.free.pop(1, NO_CHILDREN, {})[0]
                     self.plain.append(gone)
                     self.block_of = {other: block for other, block in self.block_of.items() if block != gone}
                 self.block_of[name] = self.plain.pop()

@@ -294,7 +294,7 @@ def make_world(
         engine = make_engine(
             worker_id=name, clock=clock, num_blocks=48, max_num_batched_tokens=16, exclusive_prefill=rng.random() < 0.7
         )
-        prefill[name] = Prefill(name, engine, PrefillLedger(PrefillRules(name, block_size, "same")))
+        prefill[name] = Prefill(name, engine, PrefillLedger(PrefillRules(block_size, "same", worker_id=name)))
         ledger.handle(Registered(name, TTL_S, 1), 0.0)
     return World(rng, clock, decode, ledger, prefill, failing_reads=0.2)
 

@@ -134,7 +134,7 @@ def test_a_held_request_has_its_first_token_and_goes_on_when_there_is_room(
     assert decode.ended == {"filling": FinishReason.LENGTH, "r": FinishReason.LENGTH}
     assert decode.num_taken == 0
     assert decode.engine.pool.num_free == NUM_BLOCKS
-    assert decode.engine.scheduler.num_prefill_tokens == NUM_BLOCKS * SIZE - 4, "only the filling prompt was computed"
+    assert decode.engine.scheduler.num_prefilled_tokens == NUM_BLOCKS * SIZE - 4, "only the filling prompt was computed"
 
 
 def test_a_prefix_that_the_pool_has_by_then_is_not_copied(

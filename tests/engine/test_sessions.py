@@ -52,7 +52,7 @@ def talk(retention: Literal["value", "recency"]) -> EngineCore:
 def test_sessions_with_short_tools_are_kept_and_others_give_way() -> None:
     value, recency = talk("value"), talk("recency")
     assert value.scheduler.num_generated_tokens == recency.scheduler.num_generated_tokens
-    assert value.stats().num_prefill_tokens < 0.9 * recency.stats().num_prefill_tokens
+    assert value.stats().tokens.num_prefilled < 0.9 * recency.stats().tokens.num_prefilled
     sessions = value.stats().sessions
     assert sessions is not None
     assert (sessions.counts.num_begun, sessions.counts.num_returned, sessions.num_paused) == (120, 110, 10)

@@ -36,7 +36,6 @@ class Core:
             num_waiting=self.num_waiting,
             cache_usage=0.0,
             prefix_hit_rate=0.0,
-            seq=self.num_asked,
         )
 
 

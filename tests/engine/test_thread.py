@@ -86,7 +86,7 @@ async def test_a_step_that_produced_nothing_is_not_told(samples_load: bool):
     thread.post(lambda core: core.add_request(request))
     thread.start(steps.append, lambda error: None, samples_load=samples_load)
     await eventually(lambda: any(output.finish_reason for step in steps for output in step.outputs))
-    assert await thread.call(lambda core: core.stats().num_steps) == 31
+    assert await thread.call(lambda core: core.stats().tokens.num_steps) == 31
     assert [len(output.token_ids) for step in steps for output in step.outputs] == [1, 15, 15]
     assert not any(step.is_empty for step in steps)
     assert any(step.load is not None for step in steps) == samples_load

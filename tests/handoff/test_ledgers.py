@@ -739,7 +739,7 @@ def test_releases_for_a_decode_worker_that_has_been_gone_for_long_are_forgotten(
 
 @pytest.mark.parametrize("is_sent", [True, False])
 def test_a_decode_worker_that_discovery_never_listed_is_told_for_a_limited_time(is_sent: bool) -> None:
-    ledger = PrefillLedger(PrefillRules("p", 4, "same", gone_for_s=30.0))
+    ledger = PrefillLedger(PrefillRules(4, "same", worker_id="p", gone_for_s=30.0))
     ledger.handle(pe.Pulled("h", "d", 1, 0, 1), 0.0)
     if is_sent:
         ledger.handle(pe.Granted("d", HandoffGrant("h", 1, (7,), 0)), 0.0)

@@ -179,7 +179,9 @@ def test_no_one_else_may_claim_or_give_up() -> None:
 
 
 def prefill_ledger(**rules: float) -> PrefillLedger:
-    ledger = PrefillLedger(PrefillRules("p", block_size=4, kv_compatibility="same", claim_timeout_s=5.0, **rules))
+    ledger = PrefillLedger(
+        PrefillRules(worker_id="p", block_size=4, kv_compatibility="same", claim_timeout_s=5.0, **rules)
+    )
     ledger.handle(Registered("d", 10.0, 1), 0.0)
     ledger.handle(pe.Pulled("h", "d", 5, 0, 1, FIRST), 0.0)
     return ledger

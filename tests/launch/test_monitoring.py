@@ -12,6 +12,7 @@ import pytest
 from tests.frontend.raw_http import Answer, send
 
 from kvrelay.config import MetricsConfig, WorkerRole
+from kvrelay.core.events import LoadMetrics
 from kvrelay.engine.stats import EngineStats
 from kvrelay.errors import AddressInUseError, ConfigError
 from kvrelay.frontend.access import api_keys
@@ -33,7 +34,7 @@ class IdleWorker:
         self.is_stalled = is_stalled
 
     def stats(self) -> WorkerStats:
-        engine = EngineStats(1, 2, 100, 25, *[0] * 8)
+        engine = EngineStats(LoadMetrics("w", 1, 8, 25, 100, 2, 0.25, 0.0))
         transfer = TransferStats((), 0, 0, 0)
         return WorkerStats(
             "w", "m", "mock", WorkerRole.DECODE, 0, self.is_ready, engine, DecodeStats(), PrefillCounters(), transfer

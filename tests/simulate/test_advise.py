@@ -353,8 +353,8 @@ def test_processes_end_with_an_error() -> None:
 
 def test_the_table_has_a_row_for_each_finalist() -> None:
     lines = text_of(example()).splitlines()
-    assert "97.0%" in lines[1]
-    assert "8 requests/s (7.5 to 8.5 over 3 seeds)" in lines[3]
+    assert "97.0%" in lines[2]
+    assert "8 requests/s (7.5 to 8.5 over 3 seeds)" in lines[4]
     assert "KV of a worker: 26,674 blocks (kv_tokens of the costs); load: 2 requests/s" in lines
     assert lines[-1].startswith("kvrelay serve MODEL --prefill 1 --decode 1")
 

@@ -16,6 +16,9 @@ def main() -> None:
     from vllm import LLM, SamplingParams
     from vllm.lora.request import LoRARequest
 
+    from kvrelay.engines.vllm.child import ask_for_tiles
+
+    ask_for_tiles()
     prompts = json.load(sys.stdin)
     arguments = {"dtype": "float32", "block_size": 32} | json.loads(sys.argv[3])
     adapter = arguments.pop("adapter", None)

@@ -77,18 +77,6 @@ def test_every_end_that_the_files_name_ends_an_answer(asked: list[Asked], tmp_pa
                 assert (choice["finish_reason"], choice["stop_reason"]) == ("stop" if length == 3 else "length", None)
 
 
-def test_bfloat16_begins_with_a_decode_step(asked: list[Asked]) -> None:
-    """On a CPU with AMX vLLM's attention needs what no product has asked for, if the first step computes one token."""
-    with Serve((*SPLIT, *STAGED, "--dtype", "bfloat16")) as server:
-        for prompt in ([40], asked[0].prompts[-1][:40]):
-            asking = {"prompt": prompt, "max_tokens": 8, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
-            answer = httpx.post(f"{server.url}/v1/completions", json=asking, timeout=PATIENCE_S)
-            assert answer.status_code == 200, answer.text
-            assert len(answer.json()["choices"][0]["token_ids"]) == 8
-        (decode,) = server.workers("decode")
-        assert decode["decode"]["num_remote_done"] > 0
-
-
 @pytest.fixture(scope="module", params=CONNECTORS.values(), ids=CONNECTORS)
 def split(request: pytest.FixtureRequest) -> Iterator[Serve]:
     """One prefill and one decode worker."""

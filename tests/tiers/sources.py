@@ -27,7 +27,8 @@ from kvrelay.config import WorkerRole
 from kvrelay.core.handoff import PrefixHolder, new_prefix_id
 from kvrelay.core.layout import MemoryRegion
 from kvrelay.core.sampling import SamplingParams
-from kvrelay.engine.block_pool import CachedBlock, Evicted
+from kvrelay.engine.block_pool import Evicted
+from kvrelay.engine.cached_free import CachedBlock
 from kvrelay.engine.kv_source import Hit, SourceBeyond
 from kvrelay.engine.request import Request
 from kvrelay.engine.step import KvLoad, StepOutput

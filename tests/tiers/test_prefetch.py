@@ -41,21 +41,21 @@ def is_answered_at_once(engine: TieredEngine, prompt: list[int]) -> bool:
 
 
 def test_a_turn_finds_in_the_pool_what_was_prefetched_and_nothing_was_computed_for_it(engine: TieredEngine) -> None:
-    computed = engine.core.stats().num_prefill_tokens
+    computed = engine.core.stats().tokens.num_prefilled
     name = engine.add([*HISTORY, 50], is_prefetch=True)
     outputs = engine.core.step().outputs
     engine.loaded()
     while engine.core.has_work():
         outputs += engine.core.step().outputs
     assert [(output.request_id, output.token_ids, output.num_cached_tokens) for output in outputs] == [(name, (), 40)]
-    assert engine.core.stats().num_prefill_tokens == computed
+    assert engine.core.stats().tokens.num_prefilled == computed
     engine.core.check_integrity()
     assert engine.ask([*HISTORY, 50]) == [expected([*HISTORY, 50])]
     stats = engine.core.stats()
     assert stats.sessions is not None
     assert stats.sessions.tokens_by_place == {"pool": 40, "computed": 0}
     assert (stats.sessions.counts.num_begun, stats.sessions.counts.num_returned) == (3, 1), "a prefetch is no turn"
-    assert stats.num_prefill_tokens == computed + 1
+    assert stats.tokens.num_prefilled == computed + 1
 
 
 def test_how_soon_a_turn_follows_is_learned_of_prefetches_apart(engine: TieredEngine) -> None:

@@ -37,7 +37,7 @@ def num_computed(retention: Literal["value", "recency"]) -> int:
         due_s[session] = engine.clock.now() + TOOLS[tool]
         assert engine.tiers.settle(60.0)
     engine.close()
-    return engine.core.stats().num_prefill_tokens
+    return engine.core.stats().tokens.num_prefilled
 
 
 def test_host_memory_keeps_the_sessions_that_return_soon() -> None:
@@ -82,11 +82,11 @@ def part_found(
     )
 
     def num_found(prompt: list[int], tenant: str, *, is_prefetch: bool = False) -> int:
-        before = engine.core.stats().num_prefill_tokens
+        before = engine.core.stats().tokens.num_prefilled
         engine.add(prompt, max_tokens=4, tenant=tenant, is_prefetch=is_prefetch)
         engine.run()
         assert engine.tiers.settle(60.0)
-        return len(prompt) - (engine.core.stats().num_prefill_tokens - before)
+        return len(prompt) - (engine.core.stats().tokens.num_prefilled - before)
 
     def flood_of(seed: int) -> list[int]:
         return [(131 * seed + 7 * at) % 480 + 3 for at in range(40)]

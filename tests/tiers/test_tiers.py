@@ -97,7 +97,7 @@ def test_evicted_prompts_are_loaded_and_answered_alike(kinds: tuple[str, ...], m
     counts = engine.tiers.counts
     assert counts.num_hits >= 2 * len(PROMPTS) - 4
     assert counts.num_failed_loads == 0
-    assert engine.core.stats().num_prefill_tokens < 1.5 * sum(map(len, PROMPTS)), "most of it once"
+    assert engine.core.stats().tokens.num_prefilled < 1.5 * sum(map(len, PROMPTS)), "most of it once"
 
 
 def test_generated_blocks_are_kept_too(make: MakeTiered) -> None:
@@ -105,10 +105,10 @@ def test_generated_blocks_are_kept_too(make: MakeTiered) -> None:
     (answer,) = engine.ask(PROMPTS[0], max_tokens=30)
     engine.ask(*PROMPTS[1:6])
     settle(engine)
-    before = engine.core.stats().num_prefill_tokens
+    before = engine.core.stats().tokens.num_prefilled
     longer = [*PROMPTS[0], *answer, 9, 9]
     assert engine.ask(longer) == [expected(longer)]
-    assert engine.core.stats().num_prefill_tokens - before <= 8
+    assert engine.core.stats().tokens.num_prefilled - before <= 8
 
 
 def test_a_restarted_worker_begins_with_what_its_predecessor_had(make: MakeTiered) -> None:
@@ -118,7 +118,7 @@ def test_a_restarted_worker_begins_with_what_its_predecessor_had(make: MakeTiere
     settle(first)
     second = make("host", num_blocks=200)
     assert second.ask(*PROMPTS) == [expected(prompt) for prompt in PROMPTS]
-    assert second.core.stats().num_prefill_tokens <= 4 * len(PROMPTS)
+    assert second.core.stats().tokens.num_prefilled <= 4 * len(PROMPTS)
 
 
 def test_what_is_computed_as_fast_is_not_loaded(make: MakeTiered) -> None:
@@ -213,7 +213,7 @@ def test_prompts_of_hand_offs_load_too(make: MakeTiered) -> None:
     engine = make("host")
     engine.ask(*PROMPTS)
     settle(engine)
-    before = engine.core.stats().num_prefill_tokens
+    before = engine.core.stats().tokens.num_prefilled
     name = engine.add(PROMPTS[0], max_tokens=1, mode=PrefillMode.HANDOFF)
     sent: list[int] = []
     token = None
@@ -226,7 +226,7 @@ def test_prompts_of_hand_offs_load_too(make: MakeTiered) -> None:
             engine.loaded()
     assert [token] == expected(PROMPTS[0], 1)
     assert len(sent) == 13, "loaded blocks are sent like computed ones"
-    assert engine.core.stats().num_prefill_tokens - before == 2
+    assert engine.core.stats().tokens.num_prefilled - before == 2
     engine.core.sending_finished(name)
 
 
@@ -237,9 +237,9 @@ def test_a_cleared_cache_is_cleared_everywhere(kinds: tuple[str, ...], make: Mak
     settle(engine)
     engine.core.clear_cache()
     settle(engine)
-    before = engine.core.stats().num_prefill_tokens
+    before = engine.core.stats().tokens.num_prefilled
     engine.ask(PROMPTS[0])
-    assert engine.core.stats().num_prefill_tokens - before == len(PROMPTS[0])
+    assert engine.core.stats().tokens.num_prefilled - before == len(PROMPTS[0])
 
 
 def test_a_salt_keeps_prompts_apart(make: MakeTiered) -> None:

@@ -60,7 +60,7 @@ async def test_prefill_workers_have_their_blocks_back_while_the_decode_worker_is
         for request_id, tokens in zip(sent, prompts, strict=True):
             assert await pair.answer(request_id) == expected(tokens, 8)
         assert pair.num_remote == NUM_PROMPTS
-        assert pair.decode.core.scheduler.num_prefill_tokens == 0
+        assert pair.decode.core.scheduler.num_prefilled_tokens == 0
         if "pull" in transport:
             assert pair.prefill.core.holding.num_held == NUM_PROMPTS
 
@@ -120,7 +120,7 @@ async def test_when_the_area_is_full_too_computed_kv_waits_beside_the_prefill_wo
         for request_id, tokens in zip(sent, prompts, strict=True):
             assert await pair.answer(request_id) == expected(tokens, 8)
         assert pair.num_remote == NUM_PROMPTS
-        assert pair.decode.core.scheduler.num_prefill_tokens == 0
+        assert pair.decode.core.scheduler.num_prefilled_tokens == 0
 
 
 async def test_kv_that_waits_beside_the_pool_is_freed_with_its_request() -> None:

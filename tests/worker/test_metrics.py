@@ -67,7 +67,8 @@ async def test_each_name_of_vllm_is_told_by_a_frontend_or_by_a_worker_and_not_by
         frontend = FrontendMetrics(vllm_names=True)
         frontend.workers_of = lambda: {"m": 1}
         stats = decode.worker.stats()
-        engine = replace(stats.engine, drafts=DraftCounts(5, 15, 4), step_cost=StepCost(tokens_per_step=1.8))
+        load = replace(stats.engine.load, step_cost=StepCost(tokens_per_step=1.8))
+        engine = replace(stats.engine, load=load, drafts=DraftCounts(5, 15, 4))
         drafting = replace(stats, engine=engine)
         texts = (frontend.render().decode(), WorkerMetrics(lambda: drafting, vllm_names=True).render().decode())
         of_frontend, of_worker = (
@@ -141,9 +142,10 @@ async def test_a_scrape_does_not_wait_for_a_step():
         held, go_on = hold_steps(node)
         client.send("held", prompt(32))
         await shared.until(held.is_set)
-        during = samples(node.worker)
+        during, status = samples(node.worker), await node.status()
         go_on.set()
         await client.answer("held")
+    assert (status["load"]["request_active_slots"], status["load"]["kv_active_blocks"]) == (1, 2)
     assert during["requests_running"] == 1
     assert during["kv_blocks_in_use"] == 2
     assert during["kv_usage_ratio"] == 0.02
@@ -229,7 +231,7 @@ async def test_its_activity_is_what_it_did():
             client.send(str(number), prompt(length), max_tokens=4)
             await client.answer(str(number))
         await shared.check_idle()
-        here, there = decode.worker.activity(), prefill.worker.activity()
+        here, there = (node.worker.activity(node.worker.stats().engine) for node in (decode, prefill))
         assert {place: count for place, count in here.places.items() if count} == {"remote": 2, "local_short": 1}
         assert (here.claims.num, here.handoffs.num, sum(here.prefills)) == (2, 2, 1)
         assert 0.0 < here.claims.seconds < here.handoffs.seconds

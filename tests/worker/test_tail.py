@@ -58,7 +58,7 @@ async def ask(pair: PairedClient, order: HandoffOrder, tokens: tuple[int, ...], 
 
 
 def num_computed(node: Node) -> int:
-    return node.core.scheduler.num_prefill_tokens
+    return node.core.scheduler.num_prefilled_tokens
 
 
 @pytest.mark.parametrize("order", HandoffOrder)

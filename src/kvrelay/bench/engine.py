@@ -85,7 +85,7 @@ def run_once(llm: LLM, load: BatchLoad, grammar: Grammar | None = None) -> Engin
 
 
 def _num_steps(llm: LLM) -> int:
-    return sum(stats.num_steps for stats in llm.engine_stats())
+    return sum(stats.tokens.num_steps for stats in llm.engine_stats())
 
 
 def _report(runs: list[EngineRun], load: BatchLoad) -> dict[str, float]:

@@ -10,12 +10,12 @@ import sys
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from typing import Any
-from urllib.parse import urlsplit
 
 import click
 import msgspec
 
-from kvrelay.errors import ConfigError, FatalError, InvalidInputError, WorkerUnavailableError
+from kvrelay.errors import FatalError, InvalidInputError, WorkerUnavailableError
+from kvrelay.launch.frontend_calls import http_connection
 
 COMMANDS = "/reset forgets the conversation, /exit or Ctrl-D ends it, Ctrl-C stops an answer"
 TIMEOUT_S = 600.0
@@ -29,7 +29,7 @@ class ChatServer(msgspec.Struct, frozen=True):
 
     def model(self) -> str:
         """The first served model. Raises WorkerUnavailableError."""
-        with self._asked("GET", "/models", None) as answer:
+        with self._ask("GET", "/models", None) as answer:
             models = json.loads(answer.read()).get("data", [])
             if not models:
                 raise WorkerUnavailableError(f"{self.url} serves no model")
@@ -40,7 +40,7 @@ class ChatServer(msgspec.Struct, frozen=True):
 
         Raises InvalidInputError for a refused request, WorkerUnavailableError if the server or the stream fails.
         """
-        with self._asked("POST", "/chat/completions", json.dumps({**body, "stream": True})) as answer:
+        with self._ask("POST", "/chat/completions", json.dumps({**body, "stream": True})) as answer:
             for line in answer:
                 data = line.removeprefix(b"data: ").strip()
                 if data == b"[DONE]":
@@ -55,45 +55,27 @@ class ChatServer(msgspec.Struct, frozen=True):
             raise WorkerUnavailableError(f"{self.url} ended the answer early")
 
     @contextmanager
-    def _asked(self, method: str, path: str, body: str | None) -> Iterator[http.client.HTTPResponse]:
-        """The answer, to be read within this context, where a broken or foreign answer becomes WorkerUnavailableError.
+    def _ask(self, method: str, path: str, body: str | None) -> Iterator[http.client.HTTPResponse]:
+        """The answer, while its connection is open; where it breaks off or is a foreign one: WorkerUnavailableError.
         Raises InvalidInputError for a refused request."""
-        with closing(self._connection()) as connection:
-            answer = self._ask(connection, method, path, body)
+        headers = {"Content-Type": "application/json"}
+        if self.api_key:
+            headers["Authorization"] = f"Bearer {self.api_key}"
+        connection, base = http_connection(self.url, TIMEOUT_S)
+        with closing(connection):
+            try:
+                connection.request(method, f"{base.removesuffix('/v1')}/v1{path}", body, headers)
+                answer = connection.getresponse()
+            except (OSError, ValueError, http.client.HTTPException) as exc:
+                raise WorkerUnavailableError(f"no server answers at {self.url}: {exc}") from exc
+            if answer.status != 200:
+                raise InvalidInputError(f"{self.url} answers {answer.status}: {_reason(answer.read())}")
             try:
                 yield answer
             except (OSError, http.client.HTTPException) as exc:
                 raise WorkerUnavailableError(f"{self.url} ended the answer early: {exc!r}") from exc
             except (ValueError, LookupError, TypeError, AttributeError) as exc:
                 raise WorkerUnavailableError(f"{self.url} does not answer as OpenAI's API does: {exc!r}") from exc
-
-    def _connection(self) -> http.client.HTTPConnection:
-        try:
-            parts = urlsplit(self.url)
-            is_valid, port = parts.scheme in ("http", "https") and bool(parts.hostname), parts.port
-        except ValueError:
-            is_valid = False
-        if not is_valid:
-            raise ConfigError(f"{self.url!r} is not an http URL, e.g. http://127.0.0.1:8000", param="url")
-        kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-        # Without a port http.client would search the host for one, and an IPv6 address has colons.
-        return kind(parts.hostname or "", port or kind.default_port, timeout=TIMEOUT_S)
-
-    def _ask(
-        self, connection: http.client.HTTPConnection, method: str, path: str, body: str | None
-    ) -> http.client.HTTPResponse:
-        headers = {"Content-Type": "application/json"}
-        if self.api_key:
-            headers["Authorization"] = f"Bearer {self.api_key}"
-        base = urlsplit(self.url).path.rstrip("/").removesuffix("/v1")
-        try:
-            connection.request(method, f"{base}/v1{path}", body, headers)
-            answer = connection.getresponse()
-        except (OSError, ValueError, http.client.HTTPException) as exc:
-            raise WorkerUnavailableError(f"no server answers at {self.url}: {exc}") from exc
-        if answer.status != 200:
-            raise InvalidInputError(f"{self.url} answers {answer.status}: {_reason(answer.read())}")
-        return answer
 
 
 @click.command()

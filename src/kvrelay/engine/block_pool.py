@@ -18,12 +18,11 @@ from __future__ import annotations
 import enum
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from operator import attrgetter
 from typing import NamedTuple
 
-import msgspec
-
 from kvrelay.core.events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
-from kvrelay.engine.cached_free import ByRecency, CachedFree
+from kvrelay.engine.cached_free import ByRecency, CachedBlock, CachedFree
 from kvrelay.engine.free_extents import FreeExtents
 from kvrelay.engine.pauses import Pause
 from kvrelay.errors import IntegrityError
@@ -35,24 +34,15 @@ class BlockState(enum.Enum):
     QUARANTINED = "quarantined"
 
 
-class CachedBlock(msgspec.Struct, frozen=True, gc=False):
-    """The keys of a cached block. ``parent_hash`` is the sequence hash of the block before it (None: the root). Numbers
-    only, of which there may be millions: the garbage collector need not look for cycles."""
-
-    sequence_hash: int
-    parent_hash: int | None
-    local_hash: int
-    token_ids: tuple[int, ...]
-    depth: int
-    """Number of the block in its sequence, from 0."""
-
-
 class Evicted(NamedTuple):
     """A block that leaves the cache. ``chance``: that it is wanted later, see ``CachedFree.chance_later``."""
 
     block_id: int
     entry: CachedBlock
     chance: float = 1.0
+
+
+_sequence_hash = attrgetter("sequence_hash")
 
 
 class BlockPool:
@@ -301,11 +291,9 @@ class BlockPool:
 
     def forget(self, block_ids: Iterable[int]) -> None:
         """No prefix is found any more in these blocks, which are in use."""
-        forgotten = [(block_id, self._cached[block_id]) for block_id in block_ids if block_id in self._cached]
-        for block_id, entry in reversed(forgotten):
-            self._uncache(block_id, entry)
+        forgotten = self._uncache([block_id for block_id in block_ids if block_id in self._cached])
         if forgotten:
-            self._events.append(BlockRemoved(tuple(entry.sequence_hash for _, entry in forgotten)))
+            self._events.append(BlockRemoved(tuple(map(_sequence_hash, forgotten))))
 
     @property
     def has_events(self) -> bool:
@@ -318,32 +306,34 @@ class BlockPool:
 
     def _evict(self, count: int) -> None:
         block_ids: list[int] = []
-        hashes: list[int] = []
+        entries: list[CachedBlock] = []
         offered: list[Evicted] = []
-        cached, cached_free, is_offered = self._cached, self._cached_free, self.on_evicted is not None
-        for _ in range(count):
-            block_id = cached_free.pop(self._num_children)
-            entry = cached[block_id]
-            if is_offered:
-                offered.append(Evicted(block_id, entry, cached_free.chance_later))
-            self._uncache(block_id, entry)
-            block_ids.append(block_id)
-            hashes.append(entry.sequence_hash)
+        while len(block_ids) < count:
+            run = self._cached_free.pop(count - len(block_ids), self._num_children, self._cached)
+            block_ids += run
+            entries += self._uncache(run)
+            if self.on_evicted is not None:
+                offered += map(Evicted, run, entries[-len(run) :], itertools.repeat(self._cached_free.chance_later))
         self._plain.add_all(block_ids)
         if self.on_evicted is not None:
             self.on_evicted(offered)
-        self._events.append(BlockRemoved(tuple(hashes)))
+        self._events.append(BlockRemoved(tuple(map(_sequence_hash, entries))))
 
-    def _uncache(self, block_id: int, entry: CachedBlock) -> None:
-        num_children = self._num_children
-        del self._cached[block_id], self._block_of_hash[entry.sequence_hash]
-        # Its children stay, if there are any: they are found again once the same block is cached again.
-        num_children[block_id] = 0
-        parent_id = self._block_of_hash.get(entry.parent_hash)  # type: ignore[arg-type]  # no block has the hash None
-        if parent_id is not None and num_children[parent_id]:
-            num_children[parent_id] -= 1
-            if not num_children[parent_id]:
-                self._cached_free.bared(parent_id)
+    def _uncache(self, block_ids: Sequence[int]) -> list[CachedBlock]:
+        """What these cached blocks were. Their children stay, if there are any: they are found again once the same
+        block is cached again."""
+        known, num_children = self._block_of_hash, self._num_children
+        entries = list(map(self._cached.pop, block_ids))
+        for block_id, entry in zip(block_ids, entries):
+            del known[entry.sequence_hash]
+            num_children[block_id] = 0
+        for entry in entries:
+            parent_id = known.get(entry.parent_hash)  # type: ignore[arg-type]  # no block has the hash None
+            if parent_id is not None and num_children[parent_id]:
+                num_children[parent_id] -= 1
+                if not num_children[parent_id]:
+                    self._cached_free.bared(parent_id)
+        return entries
 
     # -- checks -------------------------------------------------------------------------------------------------------
 

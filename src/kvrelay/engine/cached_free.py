@@ -20,11 +20,11 @@ less: what by its own returns is wanted less than anything as old as the oldest 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import chain
 from typing import NamedTuple, Protocol
 from weakref import WeakValueDictionary
 
@@ -46,6 +46,18 @@ MEDIANS, SHARES = (-4, 9), (-4, 0)
 """Queues are apart by powers of two of the expected seconds, and of the share that returns."""
 
 
+class CachedBlock(msgspec.Struct, frozen=True, gc=False):
+    """The keys of a cached block. ``parent_hash`` is the sequence hash of the block before it (None: the root). Numbers
+    only, of which there may be millions: the garbage collector need not look for cycles."""
+
+    sequence_hash: int
+    parent_hash: int | None
+    local_hash: int
+    token_ids: tuple[int, ...]
+    depth: int
+    """Number of the block in its sequence, from 0."""
+
+
 class CachedFree(Protocol):
     """Block ids, each at most once."""
 
@@ -59,12 +71,13 @@ class CachedFree(Protocol):
     def remove(self, block_id: int) -> None:
         """It is held again. Raises KeyError if it is not here."""
 
-    def pop(self, num_children: Sequence[int]) -> int:
-        """Take out the block that gives way. ``num_children``: by block id, how many cached blocks follow it."""
+    def pop(self, count: int, num_children: Sequence[int], cached: Mapping[int, CachedBlock]) -> list[int]:
+        """Take out the next blocks that give way, 1 to ``count``, with one ``chance_later``. ``num_children``: by block
+        id, how many of the ``cached`` blocks follow it."""
 
     @property
     def chance_later(self) -> float:
-        """That the block which gave way last is wanted later, within what a tier keeps it for. With API keys in parts
+        """That the blocks which gave way last are wanted later, within what a tier keeps it for. With API keys in parts
         of what the key's blocks have in the mean: in a tier no key holds more than by recency, either."""
 
     def bared(self, block_id: int) -> None:
@@ -95,8 +108,8 @@ class ByRecency:
     def remove(self, block_id: int) -> None:
         del self._blocks[block_id]
 
-    def pop(self, num_children: Sequence[int]) -> int:
-        return self._blocks.popitem(last=False)[0]
+    def pop(self, count: int, num_children: Sequence[int], cached: Mapping[int, CachedBlock]) -> list[int]:
+        return [self._blocks.popitem(last=False)[0] for _ in range(count)]
 
     @property
     def chance_later(self) -> float:
@@ -218,26 +231,46 @@ class ByValue:
             self._dequeue(group)
         self._leave(group)
 
-    def pop(self, num_children: Sequence[int]) -> int:
+    def pop(self, count: int, num_children: Sequence[int], cached: Mapping[int, CachedBlock]) -> list[int]:
         while True:
-            group = self._bare if self._bare.blocks else self._least()
+            group = self._gave_way = self._bare if self._bare.blocks else self._least()
             if group is None:
+                run = [next(iter(self._shared.blocks))]
+                self.remove(run[0])
                 break
             block_id, _ = group.blocks.popitem()
+            if num_children[block_id]:
+                self._home[block_id] = self._shared
+                self._shared.blocks[block_id] = None
+                if not group.blocks:
+                    self._dequeue(group)
+                continue
+            del self._home[block_id]
+            run = [block_id]
+            if count > 1 and self._turn is not None and group is not self._bare:
+                self._pop_before(run, count - 1, num_children, cached)
             if not group.blocks:
                 self._dequeue(group)
-            if not num_children[block_id]:
-                del self._home[block_id]
-                self._num_popped += 1
-                self._gave_way = group
-                return block_id
-            self._home[block_id] = self._shared
-            self._shared.blocks[block_id] = None
-        block_id = next(iter(self._shared.blocks))
-        self.remove(block_id)
-        self._num_popped += 1
-        self._gave_way = None
-        return block_id
+            break
+        self._num_popped += len(run)
+        return run
+
+    def _pop_before(
+        self, run: list[int], count: int, num_children: Sequence[int], cached: Mapping[int, CachedBlock]
+    ) -> None:
+        """Add to ``run`` up to ``count`` blocks of the same turn on which only the one before in ``run`` rests."""
+        assert self._turn is not None
+        (least, pays), home = self._turn, self._home
+        parent_hash, first = cached[run[0]].parent_hash, len(run)
+        for block_id in list(itertools.islice(reversed(least.blocks), min(count, pays.num_places))):
+            entry = cached[block_id]
+            if num_children[block_id] != 1 or entry.sequence_hash != parent_hash:
+                break
+            del least.blocks[block_id], home[block_id]
+            run.append(block_id)
+            parent_hash = entry.parent_hash
+        if len(run) > first:
+            self._leave(pays, len(run) - first)
 
     @property
     def chance_later(self) -> float:
@@ -264,7 +297,7 @@ class ByValue:
     def newest(self) -> Iterator[int]:
         groups = [group for queue in self._all.queues.values() for group in queue]
         groups.sort(key=lambda group: group.since_s, reverse=True)
-        return chain(self._shared.blocks, self._bare.blocks, *[group.blocks for group in groups])
+        return itertools.chain(self._shared.blocks, self._bare.blocks, *[group.blocks for group in groups])
 
     def clear(self) -> list[int]:
         blocks = list(self._home)
@@ -329,9 +362,9 @@ class ByValue:
             self._all.chosen = None
         return self._least_of(oldest.share), oldest
 
-    def _leave(self, group: _Group) -> None:
-        """A block of it is here no more, and a place of it neither."""
-        group.num_places -= 1
+    def _leave(self, group: _Group, count: int = 1) -> None:
+        """A block of it is here no more, and a place of it neither; or ``count``, which it has."""
+        group.num_places -= count
         if group.num_places > 0:
             return
         self._turn = None

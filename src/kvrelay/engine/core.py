@@ -20,7 +20,7 @@ import msgspec
 
 from kvrelay.config import EngineConfig
 from kvrelay.core.clock import Clock
-from kvrelay.core.events import KvEvent, LoadMetrics
+from kvrelay.core.events import KvEvent, LoadMetrics, TokenCounts
 from kvrelay.core.handoff import HandoffId
 from kvrelay.core.hashing import compute_block_hashes
 from kvrelay.core.logprobs import PositionLogprobs
@@ -73,7 +73,6 @@ class EngineCore:
         self._clock = clock
         self._random = random.Random(seed)
         self._num_arrived = 0
-        self._num_metrics = 0
         self._dead: EngineDeadError | None = None
         retains = config.kv_retention == "value" and config.enable_prefix_caching
         self.pauses = Pauses(clock) if retains else None
@@ -426,9 +425,8 @@ class EngineCore:
     # -- what can be seen ---------------------------------------------------------------------------------------------
 
     def metrics(self) -> LoadMetrics:
-        """The load now. ``num_blocks_in_use`` counts blocks that are held or quarantined, not those that are only
-        cached."""
-        self._num_metrics += 1
+        """The load now, from any thread. ``num_blocks_in_use`` counts blocks that are held or quarantined, not those
+        that are only cached."""
         scheduler, admission, pool = self.scheduler, self.scheduler.admission, self.pool
         num_active = pool.num_blocks - pool.num_free
         return LoadMetrics(
@@ -441,7 +439,6 @@ class EngineCore:
             cache_usage=num_active / pool.num_blocks,
             prefix_hit_rate=admission.num_hit_tokens / max(1, admission.num_queried_tokens),
             kv_demand=scheduler.num_demanded_blocks / pool.num_blocks,
-            seq=self._num_metrics,
             num_running=scheduler.num_decoding,
             num_prefill_tokens=admission.num_waiting_tokens + scheduler.num_prefilling_tokens,
             step_cost=scheduler.token_budget.costs.cost,
@@ -449,22 +446,15 @@ class EngineCore:
 
     def stats(self) -> EngineStats:
         """Counts and gauges. From any thread."""
-        scheduler, pool = self.scheduler, self.pool
+        scheduler = self.scheduler
         costs = scheduler.token_budget.costs
         return EngineStats(
-            num_admitted=scheduler.num_admitted,
-            num_waiting=scheduler.num_waiting,
-            num_blocks=pool.num_blocks,
-            num_blocks_in_use=pool.num_blocks - pool.num_free,
-            num_blocks_quarantined=pool.num_quarantined,
-            num_blocks_demanded=scheduler.num_demanded_blocks,
+            load=self.metrics(),
+            tokens=TokenCounts(scheduler.num_prefilled_tokens, scheduler.num_generated_tokens, scheduler.num_steps),
+            num_blocks_quarantined=self.pool.num_quarantined,
             num_queried_tokens=scheduler.admission.num_queried_tokens,
             num_hit_tokens=scheduler.admission.num_hit_tokens,
-            num_prefill_tokens=scheduler.num_prefill_tokens,
-            num_generated_tokens=scheduler.num_generated_tokens,
-            num_steps=scheduler.num_steps,
             num_preemptions=scheduler.num_preemptions,
-            step_cost=costs.cost,
             step_cost_error=costs.relative_error,
             step_spread=costs.spread,
             num_step_samples=costs.num_samples,

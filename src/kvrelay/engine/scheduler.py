@@ -124,7 +124,7 @@ class Scheduler:
         self.num_ended_requests = 0
         self.num_ended_blocks = 0
         """Blocks for the tokens of these requests."""
-        self.num_prefill_tokens = 0
+        self.num_prefilled_tokens = 0
         self.num_generated_tokens = 0
         self.num_steps = 0
         """Forward passes."""
@@ -189,8 +189,8 @@ class Scheduler:
 
     @property
     def num_prefilling_tokens(self) -> int:
-        """Prompt tokens still to compute of requests that have a slot."""
-        return sum(request.num_missing_tokens for request in self._batch.prefilling)
+        """Prompt tokens still to compute of requests that have a slot. From any thread."""
+        return sum(request.num_missing_tokens for request in list(self._batch.prefilling))
 
     def num_prefilling_tokens_before(self, num_tokens: int) -> int:
         """The part of these that is computed before a prompt of ``num_tokens``."""
@@ -575,7 +575,7 @@ class Scheduler:
         """Apply the executor's output for the last schedule."""
         self.num_steps += 1
         self.num_generated_tokens += len(result.token_ids) - result.token_ids.count(NO_TOKEN)
-        self.num_prefill_tokens += self._scheduled.num_prefill_tokens
+        self.num_prefilled_tokens += self._scheduled.num_prefill_tokens
         self._update_decodes(result)
         if self._scheduled.chunks:
             num_decodes = len(self._scheduled.decodes)

@@ -14,7 +14,6 @@ import msgspec
 from kvrelay.core.clock import Clock
 from kvrelay.core.events import LoadMetrics, TokenCounts
 from kvrelay.core.histogram import TOKEN_BUCKETS_S, Histogram
-from kvrelay.core.step_cost import CostSource, StepCost
 from kvrelay.core.tier_stats import TierStats
 from kvrelay.engine.pauses import PauseCounts
 
@@ -82,28 +81,19 @@ class DraftCounts(msgspec.Struct):
 
 
 class EngineStats(msgspec.Struct, frozen=True):
-    """Gauges, then counts since start.
+    """``load`` is a sample as of now, and ``tokens`` what the published ones carry. The rest is for metrics and status:
+    counts since start, but for ``num_blocks_quarantined``, which are lent to hand-offs.
 
-    ``num_prefill_tokens`` were computed and ``num_generated_tokens`` sampled here, in ``num_steps`` forward passes.
     ``num_queried_tokens`` are the prompt tokens of admitted requests, ``num_hit_tokens`` those of them that the prefix
-    cache held. Quarantined blocks count as in use, too. Demanded blocks are those that requests hold or wait for.
+    cache held.
     """
 
-    num_admitted: int
-    num_waiting: int
-    num_blocks: int
-    num_blocks_in_use: int
-    num_blocks_quarantined: int
-    num_blocks_demanded: int
-    num_queried_tokens: int
-    num_hit_tokens: int
-    num_prefill_tokens: int
-    num_generated_tokens: int
-    num_steps: int
-    num_preemptions: int
-    step_cost: StepCost | None = None
-    """The fitted cost of a step; None: it is not known."""
-    step_cost_source: CostSource = CostSource.MEASURED
+    load: LoadMetrics
+    tokens: TokenCounts = TokenCounts()
+    num_blocks_quarantined: int = 0
+    num_queried_tokens: int = 0
+    num_hit_tokens: int = 0
+    num_preemptions: int = 0
     step_cost_error: float = 0.0
     """Mean of the last steps' |measured - predicted| / measured."""
     step_spread: float = 0.0
@@ -121,12 +111,6 @@ class EngineStats(msgspec.Struct, frozen=True):
     """None: blocks are retained by recency."""
     drafts: DraftCounts | None = None
     """None: no tokens are drafted. Not copied."""
-
-    @property
-    def token_counts(self) -> TokenCounts:
-        drafts = self.drafts or DraftCounts()
-        speculation = drafts.num_draft_tokens, drafts.num_accepted_tokens
-        return TokenCounts(self.num_prefill_tokens, self.num_generated_tokens, self.num_steps, *speculation)
 
 
 class LoadSource(Protocol):
@@ -166,7 +150,7 @@ class LoadSampler:
         self.due_s, self._is_owed = now_s + self._interval_s, False
         load = self._core.metrics()
         # Callbacks also change the load, for example when a release frees blocks.
-        if self._last is not None and load == msgspec.structs.replace(self._last, seq=load.seq):
+        if load == self._last:
             return None
         self._last = load
         return load

@@ -96,7 +96,9 @@ from collections.abc import Hashable
 
 import msgspec
 
+from kvrelay.core.checksums import unit_tokens
 from kvrelay.core.handoff import HandoffId
+from kvrelay.core.layout import KV
 
 Connection = Hashable
 """The side's object for a live connection to a peer. Only compared."""
@@ -105,6 +107,23 @@ Connection = Hashable
 class Value(msgspec.Struct, frozen=True):
     """An event or an action: immutable, equal by type and fields. A struct: 70 dataclasses would cost a process 0.1 s
     of its start."""
+
+
+class HandoffRules(msgspec.Struct, frozen=True):
+    """What the settings of both ledgers have: of this worker's pool (``KVLayout``), and ``checksums``: it accepts no KV
+    without them. ``regions``: by name."""
+
+    block_size: int
+    kv_compatibility: str
+    regions: tuple[str, ...] = (KV,)
+    entry_tokens: int = 1
+    tail_tokens: int = 0
+    checksums: bool = False
+
+    @property
+    def unit_tokens(self) -> int:
+        """Tokens that one checksum covers."""
+        return unit_tokens(self.block_size, self.entry_tokens)
 
 
 class OfHandoff(Value, frozen=True):

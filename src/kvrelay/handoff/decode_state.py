@@ -12,9 +12,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from kvrelay.core.checksums import unit_tokens
-from kvrelay.core.layout import KV
-from kvrelay.handoff.base import Connection, EndReason, RefusalReason, Value
+from kvrelay.handoff.base import Connection, EndReason, HandoffRules, RefusalReason, Value
 from kvrelay.handoff.conduct import Conduct
 from kvrelay.handoff.decode_events import Claimed, SendToPrefill
 from kvrelay.handoff.messages import HandoffDone, HandoffFetched, HandoffRefused
@@ -82,11 +80,9 @@ class Grant:
     """Its holder's messages carry this number."""
 
 
-class DecodeRules(msgspec.Struct, frozen=True):
-    """Settings of a decode ledger. Seconds. ``checksums``: this worker accepts no KV without checksums."""
+class DecodeRules(HandoffRules, frozen=True, kw_only=True):
+    """Settings of a decode ledger. Seconds."""
 
-    block_size: int
-    kv_compatibility: str
     remote_prefill_timeout_s: float = 30.0
     """If the hand-off is not claimed by then, the request is computed here."""
     grant_timeout_s: float = 120.0
@@ -110,17 +106,6 @@ class DecodeRules(msgspec.Struct, frozen=True):
     can_replace_blocks: bool = True
     """Whether the engine can give a waiting request other blocks. If not, a later claimant is refused, and the request
     is computed here only when no peer can write to its blocks any more."""
-    checksums: bool = False
-    regions: tuple[str, ...] = (KV,)
-    """Those of this worker's pool, by name."""
-    entry_tokens: int = 1
-    tail_tokens: int = 0
-    """Of the pool (``KVLayout``)."""
-
-    @property
-    def unit_tokens(self) -> int:
-        """Tokens that one checksum covers."""
-        return unit_tokens(self.block_size, self.entry_tokens)
 
 
 class DecodeCounters(msgspec.Struct):

@@ -9,10 +9,8 @@ import enum
 
 import msgspec
 
-from kvrelay.core.checksums import unit_tokens
 from kvrelay.core.handoff import HandoffOrder
-from kvrelay.core.layout import KV
-from kvrelay.handoff.base import EndReason, Value
+from kvrelay.handoff.base import EndReason, HandoffRules, Value
 
 
 class PrefillState(enum.Enum):
@@ -48,12 +46,10 @@ TRANSITIONS: dict[PrefillState, frozenset[PrefillState]] = {
 }
 
 
-class PrefillRules(msgspec.Struct, frozen=True):
-    """Settings of a prefill ledger. Seconds. ``checksums``: this worker accepts no KV without checksums."""
+class PrefillRules(HandoffRules, frozen=True, kw_only=True):
+    """Settings of a prefill ledger. Seconds."""
 
     worker_id: str
-    block_size: int
-    kv_compatibility: str
     claim_timeout_s: float = 5.0
     paired_claim_timeout_s: float = 30.0
     """Prefill-first: the claim also waits for blocks of the decode worker."""
@@ -74,17 +70,6 @@ class PrefillRules(msgspec.Struct, frozen=True):
     """Whether the engine may have room for computed KV beside its pool."""
     keep_after_s: float = 0.05
     """Computed KV that D does not want yet goes there after so long."""
-    checksums: bool = False
-    regions: tuple[str, ...] = (KV,)
-    """Those of this worker's pool, by name."""
-    entry_tokens: int = 1
-    tail_tokens: int = 0
-    """Of the pool (``KVLayout``)."""
-
-    @property
-    def unit_tokens(self) -> int:
-        """Tokens that one checksum covers."""
-        return unit_tokens(self.block_size, self.entry_tokens)
 
     def claim_timeout_of(self, order: HandoffOrder) -> float:
         return self.paired_claim_timeout_s if order is HandoffOrder.PREFILL_FIRST else self.claim_timeout_s

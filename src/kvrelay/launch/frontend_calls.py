@@ -32,13 +32,13 @@ async def http_call(
     return await asyncio.to_thread(_call, url, method, path, body, api_key, timeout_s, verify)
 
 
-def _call(
-    url: str, method: str, path: str, body: object, api_key: str | None, timeout_s: float, verify: bool
-) -> tuple[int, bytes]:
+def http_connection(url: str, timeout_s: float, *, verify: bool = True) -> tuple[http.client.HTTPConnection, str]:
+    """A connection that is not open yet, and the path of ``url`` without a slash at its end. Raises
+    InvalidInputError."""
     try:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError("an URL needs http:// or https:// and a host")
+            raise ValueError("it needs http:// or https:// and a host, e.g. http://127.0.0.1:8000")
         # Without a port http.client would search the host for one, and an IPv6 address has colons.
         connection = http.client.HTTPConnection(parts.hostname, parts.port or 80, timeout=timeout_s)
         if parts.scheme == "https":
@@ -47,13 +47,18 @@ def _call(
             connection = http.client.HTTPSConnection(parts.hostname, port, timeout=timeout_s, context=context)
     except ValueError as exc:
         raise InvalidInputError(f"{url!r} is not an http URL: {exc}", param="url") from exc
+    return connection, parts.path.rstrip("/")
+
+
+def _call(
+    url: str, method: str, path: str, body: object, api_key: str | None, timeout_s: float, verify: bool
+) -> tuple[int, bytes]:
+    connection, base = http_connection(url, timeout_s, verify=verify)
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     if body is not None:
         headers["Content-Type"] = "application/json"
     try:
-        connection.request(
-            method, parts.path.rstrip("/") + path, json.dumps(body) if body is not None else None, headers
-        )
+        connection.request(method, base + path, json.dumps(body) if body is not None else None, headers)
         response = connection.getresponse()
         return response.status, response.read()
     except (OSError, ValueError, http.client.HTTPException) as exc:

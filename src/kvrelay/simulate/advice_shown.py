@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 
 from kvrelay.bench.report.files import write_text
+from kvrelay.bench.report.table import table
 from kvrelay.config.byte_sizes import shown_bytes
 from kvrelay.simulate.advise import Advice
 from kvrelay.simulate.trial import Memory
@@ -18,12 +19,7 @@ HEAD = ("cluster", "goodput", "good tokens/s", "TTFT p50", "p90", "p99 ms", "ITL
 
 def text_of(advice: Advice) -> str:
     """Table, capacities, verdict and command line."""
-    rows = [HEAD, *map(_cells, advice.table)]
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    lines = [
-        "  ".join(cell.ljust(w) if not at else cell.rjust(w) for at, (cell, w) in enumerate(zip(row, widths)))
-        for row in rows
-    ]
+    lines = [table(HEAD, map(_cells, advice.table))]
     for found in advice.capacities:
         spread = f"{min(found.by_seed):.3g} to {max(found.by_seed):.3g} over {len(found.by_seed)} seeds"
         at_least = "at least " if found.is_least else ""

@@ -471,7 +471,8 @@ class SimulatedWorker:
     def view(self, *, is_ready: bool) -> WorkerView:
         """For a controller."""
         self.catch_up()
-        load = msgspec.structs.replace(self.core.metrics(), tokens=self.core.stats().token_counts)
+        stats = self.core.stats()
+        load = msgspec.structs.replace(stats.load, tokens=stats.tokens)
         return WorkerView(role=self.role, load=load, block_size=self._network.spec.engine.block_size, is_ready=is_ready)
 
     def result(self) -> WorkerResult:
@@ -483,7 +484,7 @@ class SimulatedWorker:
             self.role.value,
             scheduler.num_steps,
             self.executor.busy_s,
-            scheduler.num_prefill_tokens,
+            scheduler.num_prefilled_tokens,
             scheduler.num_generated_tokens,
             self._network.links.num_bytes.get(self.worker_id, 0),
             scheduler.num_preemptions,

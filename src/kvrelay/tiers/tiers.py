@@ -21,7 +21,8 @@ import msgspec
 from kvrelay.core.events import BlockRemoved, BlockStored, KvEvent, LoadCost
 from kvrelay.core.step_cost import StepCost
 from kvrelay.core.tier_stats import TierCounts, TierStats
-from kvrelay.engine.block_pool import BlockPool, CachedBlock, Evicted
+from kvrelay.engine.block_pool import BlockPool, Evicted
+from kvrelay.engine.cached_free import CachedBlock
 from kvrelay.engine.kv_source import Hit, Loaded
 from kvrelay.engine.request import Request
 from kvrelay.engine.step import KvLoad, StepOutput

@@ -30,6 +30,7 @@ from kvrelay.core.step_cost import StepCost
 from kvrelay.core.tasks import TaskSet
 from kvrelay.engine.contract import Engine, EngineHost, LoadsAdapters, require
 from kvrelay.engine.kv_source import SourceBeyond
+from kvrelay.engine.stats import EngineStats
 from kvrelay.engine.step import StepOutput
 from kvrelay.errors import ConfigError, KvrelayError
 from kvrelay.handoff.decode_events import PushFailed
@@ -198,7 +199,7 @@ class Worker:
             self._paired,
             run_command=self.run_admin_command,
             publish_secret=self._secret,
-            activity=self.activity,
+            activity=lambda: self.activity(self._engine.stats()),
             tasks=self._tasks,
         )
 
@@ -215,7 +216,7 @@ class Worker:
                 self._engine.facts.kv_layout,
                 self.prefill.handoffs,
                 term=lambda: around.term,
-                cost=lambda: self._engine.stats().step_cost or StepCost(),
+                cost=lambda: self._engine.stats().load.step_cost or StepCost(),
             )
         self.decode.handoffs.lends_prefixes = False
         return None
@@ -241,14 +242,14 @@ class Worker:
             transfer_costs=self._transfer_rates.update(transfer.peers),
             flows=transfer.flows(),
             load_costs=of_tiers if self._prefixes is None else (*of_tiers, self._prefixes.load_cost()),
-            tokens=engine.token_counts,
-            activity=self.activity(),
+            tokens=engine.tokens,
+            activity=self.activity(engine),
         )
 
-    def activity(self) -> Activity:
+    def activity(self, engine: EngineStats) -> Activity:
         """What this worker has done since its start. Waits for nothing."""
         return activity_of(
-            self._engine.stats(),
+            engine,
             self.decode.stats,
             self.decode.grants.times,
             None if self._prefixes is None else self._prefixes.stats(),
@@ -369,7 +370,7 @@ class Worker:
     async def _perform(self, message: AdminRequest) -> object:
         match message.command:
             case "status":
-                return await self.status()
+                return self.status()
             case "drain":
                 self.request_drain()
                 return {"draining": True}
@@ -429,9 +430,8 @@ class Worker:
             avoided=incoming.read(incoming.avoided),
         )
 
-    async def status(self) -> dict[str, object]:
-        """The full status for operators, as JSON values."""
-        metrics = await self._engine.call(lambda core: core.metrics())
+    def status(self) -> dict[str, object]:
+        """The full status for operators, as JSON values. Waits for nothing, so an engine that hangs has one, too."""
         now = self.inspect()
         stats = now.stats
         prefill = msgspec.structs.asdict(stats.prefill)
@@ -445,12 +445,12 @@ class Worker:
             "pid": os.getpid(),
             "dp_group": self.identity.dp_group,
             "dp_rank": self.settings.group.rank,
-            "load": msgspec.to_builtins(metrics),
-            "num_steps": stats.engine.num_steps,
+            "load": msgspec.to_builtins(stats.engine.load),
+            "num_steps": stats.engine.tokens.num_steps,
             "step_spread": stats.engine.step_spread,
             "drafts": msgspec.to_builtins(stats.engine.drafts),
             "refused_adapters": self._membership.refused_adapters,
-            "num_generated_tokens": stats.engine.num_generated_tokens,
+            "num_generated_tokens": stats.engine.tokens.num_generated,
             "step_age_s": now.step_age_s,
             "requests": now.num_requests,
             "handoffs_in": now.num_grants,

@@ -267,9 +267,9 @@ def test_costs_and_steps_are_published(side: Side) -> None:
     side.token("chat")
     load, stats = side.engine.metrics(), side.engine.stats()
     assert (load.num_running, load.num_prefill_tokens) == (1, 300)
-    assert load.step_cost == stats.step_cost
+    assert load == stats.load
     assert load.step_cost is not None
     assert load.step_cost.prefill_token_s == pytest.approx(COST.prefill_token_s, rel=0.05)
-    assert (stats.num_steps, stats.times.step.count) == (600, 600)
+    assert (stats.tokens.num_steps, stats.times.step.count) == (600, 600)
     assert msgspec.json.decode(msgspec.json.encode(load), type=type(load)) == load
     assert isinstance(StepLog(side.log.path).read_pace(), StepPace)

@@ -149,7 +149,7 @@ async def test_an_abort_closes_the_connection() -> None:
         await engine.until(lambda: engine.outputs.get("a"))
         await engine.host.call(lambda inner: inner.abort("a"))
         await engine.until(lambda: script.num_cut)
-        assert engine.host.stats().num_admitted == 0
+        assert engine.host.stats().load.num_admitted == 0
 
 
 async def test_what_no_request_waits_for_may_fail(
@@ -266,7 +266,7 @@ async def test_more_than_may_wait_is_refused() -> None:
             await engine.add(str(number))
         with pytest.raises(OverloadedError):
             await engine.add("more")
-        assert engine.host.stats().num_waiting == 2
+        assert engine.host.stats().load.num_waiting == 2
 
 
 async def test_keys_take_turns_at_the_server_whatever_their_priorities() -> None:
@@ -278,7 +278,7 @@ async def test_keys_take_turns_at_the_server_whatever_their_priorities() -> None
         await engine.add("b", tenant="b")
         # A key is charged for tokens that it got, so a0 must have one; else both keys have been served alike.
         await engine.until(lambda: len(script.bodies) == 4 and "a0" in engine.outputs)
-        assert engine.host.stats().num_waiting == 2
+        assert engine.host.stats().load.num_waiting == 2
         await engine.host.call(lambda inner: inner.abort("a0"))
         await engine.until(lambda: engine.outputs.get("b"))
         assert "a4" not in engine.outputs
@@ -296,7 +296,7 @@ async def test_a_held_request_ends_by_an_abort_and_with_the_engine(monkeypatch: 
         for number in range(6):
             await engine.add(str(number), tenant="a")
         await engine.host.call(lambda inner: inner.abort("4"))
-        assert engine.host.stats().num_waiting == 1
+        assert engine.host.stats().load.num_waiting == 1
         script.health = 503
         assert (await engine.end("5")).finish_reason is FinishReason.ERROR
         assert len(script.bodies) <= 4, "it never began"

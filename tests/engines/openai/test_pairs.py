@@ -57,7 +57,7 @@ class Pair:
         """No request and no hand-off is left on either side."""
 
         def is_idle() -> bool:
-            running = [node.engine.stats().num_admitted for node in (self.prefill, self.decode)]
+            running = [node.engine.stats().load.num_admitted for node in (self.prefill, self.decode)]
             return not (any(running) or self.decode.ledger.handoffs or self.prefill.worker.inspect().queue.num_held)
 
         await self.cluster.until(is_idle)

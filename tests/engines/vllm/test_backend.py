@@ -273,7 +273,7 @@ async def test_an_abort_ends_the_request_in_vllm() -> None:
         await engine.host.call(lambda inner: inner.abort("a"))
         await engine.until(lambda: library.aborted)
         assert library.aborted[0].startswith("a/")
-        assert engine.host.stats().num_admitted == 0
+        assert engine.host.stats().load.num_admitted == 0
         library.is_paused_between_tokens = False
         await engine.add("a")
         await engine.end("a")

@@ -110,7 +110,7 @@ async def _engine(num_staging_blocks: int = 64, **script: Any) -> AsyncIterator[
 async def test_blocks_of_a_cancelled_prefill_are_used_again_only_when_vllm_is_at_rest() -> None:
     async with _engine(holds=True, confirms=False) as (engine, library):
         await engine.add("a", mode=PrefillMode.HANDOFF)
-        await engine.until(lambda: library.paged is not None and engine.host.stats().num_admitted)
+        await engine.until(lambda: library.paged is not None and engine.host.stats().load.num_admitted)
         assert await engine.num_free() == 61
         await engine.host.call(lambda inner: inner.abort("a"))
         await engine.host.call(lambda inner: inner.sending_finished("a"))

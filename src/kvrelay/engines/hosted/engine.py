@@ -762,11 +762,12 @@ class HostedEngine:
         return bool(self._running)
 
     def metrics(self) -> LoadMetrics:
-        num_waiting_tokens = sum(request.num_queued_tokens for request in self._unplaced.values())
+        """From any thread."""
+        num_waiting_tokens = sum(request.num_queued_tokens for request in list(self._unplaced.values()))
         return self._load_counts.load(len(self._running), self._num_active_blocks(), self._costs, num_waiting_tokens)
 
     def stats(self) -> EngineStats:
-        return self._load_counts.stats(len(self._running), self._num_active_blocks(), self._costs)
+        return self._load_counts.stats(self.metrics(), self._costs)
 
     def _num_active_blocks(self) -> int:
         """Of the backend's pool, or of the staging pool in proportion if that one is fuller."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from kvrelay.config import EngineConfig
 from kvrelay.core.clock import Clock
-from kvrelay.core.events import LoadMetrics
+from kvrelay.core.events import LoadMetrics, TokenCounts
 from kvrelay.engine.contract import EngineFacts
 from kvrelay.engine.stats import DraftCounts, EngineStats, EngineTimes
 from kvrelay.engines.hosted.costs import HostedCosts
@@ -64,7 +64,6 @@ class HostedLoad:
         self._worker_id = worker_id
         self._num_blocks = facts.num_blocks
         self._num_slots = config.max_num_seqs
-        self._num_samples = 0
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
         self.num_generated_tokens = 0
@@ -75,8 +74,7 @@ class HostedLoad:
     def load(
         self, num_requests: int, num_active_blocks: int, costs: HostedCosts, num_waiting_tokens: int
     ) -> LoadMetrics:
-        """The next load sample. ``num_waiting_tokens``: of prompts that the backend does not have yet."""
-        self._num_samples += 1
+        """The load now. ``num_waiting_tokens``: of prompts that the backend does not have yet."""
         return LoadMetrics(
             worker_id=self._worker_id,
             num_admitted=min(num_requests, self._num_slots),
@@ -87,30 +85,27 @@ class HostedLoad:
             cache_usage=min(num_active_blocks / self._num_blocks, 1.0),
             prefix_hit_rate=self.num_hit_tokens / max(1, self.num_queried_tokens),
             kv_demand=num_active_blocks / self._num_blocks,
-            seq=self._num_samples,
             num_running=costs.answers.num_decodes,
             num_prefill_tokens=costs.answers.num_prefill_tokens + num_waiting_tokens,
             step_cost=costs.cost,
             step_cost_source=costs.source,
         )
 
-    def stats(self, num_requests: int, num_active_blocks: int, costs: HostedCosts) -> EngineStats:
+    def stats(self, load: LoadMetrics, costs: HostedCosts) -> EngineStats:
         """From any thread."""
+        drafts, num_prefilled = self._drafts or DraftCounts(), self.num_queried_tokens - self.num_hit_tokens
         return EngineStats(
-            num_admitted=min(num_requests, self._num_slots),
-            num_waiting=max(num_requests - self._num_slots, 0),
-            num_blocks=self._num_blocks,
-            num_blocks_in_use=min(num_active_blocks, self._num_blocks),
-            num_blocks_quarantined=0,
-            num_blocks_demanded=num_active_blocks,
+            load,
+            TokenCounts(
+                num_prefilled,
+                self.num_generated_tokens,
+                costs.num_steps,
+                drafts.num_draft_tokens,
+                drafts.num_accepted_tokens,
+            ),
             num_queried_tokens=self.num_queried_tokens,
             num_hit_tokens=self.num_hit_tokens,
-            num_prefill_tokens=self.num_queried_tokens - self.num_hit_tokens,
-            num_generated_tokens=self.num_generated_tokens,
-            num_steps=costs.num_steps,
             num_preemptions=self.num_preemptions,
-            step_cost=costs.cost,
-            step_cost_source=costs.source,
             step_cost_error=costs.model.relative_error,
             num_step_samples=costs.model.num_samples,
             num_step_samples_rejected=costs.model.num_rejected,

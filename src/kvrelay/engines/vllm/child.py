@@ -90,9 +90,9 @@ def _watch_worker() -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     # Before vLLM has computing threads.
     stay_on_cores()
-    ask_for_tiles()
     # It warns of every scheduler that is not its own: that asynchronous scheduling may be off, which it is not.
     logging.getLogger("vllm.config.scheduler").addFilter(lambda record: "custom scheduler" not in str(record.msg))
 
 
+ask_for_tiles()  # also in a stock server that a benchmark starts with an extension of ours
 _watch_worker()

@@ -153,19 +153,16 @@ def _info(stats: WorkerStats) -> Metric:
 
 
 def _engine_gauges(engine: EngineStats) -> Iterator[Metric]:
-    yield _gauge("requests_running", "Requests let in, those that wait for a transfer included.", engine.num_admitted)
-    yield _gauge("requests_waiting", "Requests that wait to be let in.", engine.num_waiting)
-    yield _gauge("kv_blocks", "Blocks of the KV pool.", engine.num_blocks)
-    yield _gauge("kv_blocks_in_use", "Blocks held or quarantined, not only cached.", engine.num_blocks_in_use)
+    load = engine.load
+    yield _gauge("requests_running", "Requests let in, those that wait for a transfer included.", load.num_admitted)
+    yield _gauge("requests_waiting", "Requests that wait to be let in.", load.num_waiting)
+    yield _gauge("kv_blocks", "Blocks of the KV pool.", load.num_blocks)
+    yield _gauge("kv_blocks_in_use", "Blocks held or quarantined, not only cached.", load.num_blocks_in_use)
     yield _gauge(
         "kv_blocks_quarantined", "Blocks lent to hand-offs: a peer may write to them.", engine.num_blocks_quarantined
     )
-    yield _gauge("kv_usage_ratio", "Share of the KV pool in use.", engine.num_blocks_in_use / engine.num_blocks)
-    yield _gauge(
-        "kv_demand_ratio",
-        "What requests hold or wait for, over the pool.",
-        engine.num_blocks_demanded / engine.num_blocks,
-    )
+    yield _gauge("kv_usage_ratio", "Share of the KV pool in use.", load.cache_usage)
+    yield _gauge("kv_demand_ratio", "What requests hold or wait for, over the pool.", load.kv_demand)
 
 
 def _engine_counters(engine: EngineStats) -> Iterator[Metric]:
@@ -173,15 +170,15 @@ def _engine_counters(engine: EngineStats) -> Iterator[Metric]:
         "prefix_cache_query_tokens", "Prompt tokens looked up in the prefix cache.", engine.num_queried_tokens
     )
     yield _counter("prefix_cache_hit_tokens", "Prompt tokens found in the prefix cache.", engine.num_hit_tokens)
-    yield _counter("prefill_tokens", "Prompt tokens computed here.", engine.num_prefill_tokens)
-    yield _counter("generation_tokens", "Tokens sampled here.", engine.num_generated_tokens)
-    yield _counter("steps", "Forward passes.", engine.num_steps)
+    yield _counter("prefill_tokens", "Prompt tokens computed here.", engine.tokens.num_prefilled)
+    yield _counter("generation_tokens", "Tokens sampled here.", engine.tokens.num_generated)
+    yield _counter("steps", "Forward passes.", engine.tokens.num_steps)
     yield _counter("preemptions", "Requests whose blocks were taken.", engine.num_preemptions)
     if (drafts := engine.drafts) is not None:
         yield _counter("spec_decode_drafts", "Times that tokens were drafted.", drafts.num_drafts)
         yield _counter("spec_decode_draft_tokens", "Tokens drafted.", drafts.num_draft_tokens)
         yield _counter("spec_decode_accepted_tokens", "Tokens drafted and accepted.", drafts.num_accepted_tokens)
-        per_step = 1.0 if engine.step_cost is None else engine.step_cost.tokens_per_step
+        per_step = (engine.load.step_cost or StepCost()).tokens_per_step
         yield _gauge("tokens_per_step", "Tokens that an answer gets from a step, by the latest steps.", per_step)
 
 
@@ -224,7 +221,7 @@ def _cost_models(
     )
     samples = CounterMetricFamily(f"{PREFIX}{group}_samples", "Measured times.", labels=(label,))
     rejected = CounterMetricFamily(f"{PREFIX}{group}_samples_rejected", "Impossible times.", labels=(label,))
-    step = StepCost() if engine.step_cost is None else engine.step_cost
+    step = engine.load.step_cost or StepCost()
     for model, cost in (("step", step), ("remote", remote.cost)):
         for name, value in msgspec.structs.asdict(cost).items():
             if name.endswith("_s"):
@@ -242,7 +239,7 @@ def _cost_models(
 def _cost_source(engine: EngineStats) -> Metric:
     family = GaugeMetricFamily(PREFIX + "step_cost_source", "Where the cost of a step comes from.", labels=("source",))
     for source in CostSource:
-        family.add_metric((source.value,), float(source is engine.step_cost_source))
+        family.add_metric((source.value,), float(source is engine.load.step_cost_source))
     return family
 
 
