@@ -113,8 +113,7 @@ async def _ask(url: str, method: str, path: str, api_key: str | None, body: obje
         raise WorkerUnavailableError(f"no frontend answers at {base}: {exc}") from exc
     if status == 200 and isinstance(answer, dict):
         return answer
-    # Other servers' errors may be any JSON.
-    error = answer.get("error") if isinstance(answer, dict) else answer
+    error = answer.get("error") if isinstance(answer, dict) else answer  # other servers' may be any JSON
     reason = error.get("message") if isinstance(error, dict) else error
     raise KvrelayError(f"{base} answers {status}: {reason or ''}")
 
