@@ -114,8 +114,7 @@ async def _ask(url: str, method: str, path: str, api_key: str | None, body: obje
     if status == 200 and isinstance(answer, dict):
         return answer
     error = answer.get("error") if isinstance(answer, dict) else answer  # other servers' may be any JSON
-    reason = error.get("message") if isinstance(error, dict) else error
-    raise KvrelayError(f"{base} answers {status}: {reason or ''}")
+    raise KvrelayError(f"{base} answers {status}: {(error.get('message') if isinstance(error, dict) else error) or ''}")
 
 
 def decision_table(answer: dict[str, Any]) -> None:
