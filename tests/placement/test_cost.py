@@ -297,6 +297,12 @@ def test_stored_kv_makes_the_local_way_cheaper_by_what_its_load_does_not_take() 
     assert loaded_slowly.place is PrefillPlace.REMOTE
 
 
+def test_tokens_of_the_pool_are_context_of_those_that_are_computed() -> None:
+    dear = replace(COST, pair_s=1e-8)
+    cached = replace(IDLE, num_tokens=80, num_cached=4000, num_stored=3920, load_s=0.004, num_decodes=0, cost=dear)
+    assert decide(cached, REMOTE, ONE, 1000.0).local_s == pytest.approx(0.004 + 0.003 + 80 * (1e-5 + 1e-8 * 7960))
+
+
 def test_a_decision_tells_of_a_load() -> None:
     stored = replace(IDLE, num_tokens=80, num_stored=7920, load_s=0.004)
     assert str(decide(stored, REMOTE, ONE, 1000.0)).endswith("s;load=0.0040s")

@@ -157,6 +157,24 @@ def test_what_is_loaded_is_not_computed() -> None:
     assert found.pair[0] == pytest.approx(PAIR_S + 0.02 + 0.01 + 0.01)
 
 
+@pytest.mark.parametrize("is_loaded", [False, True])
+def test_what_a_worker_has_of_a_prompt_is_context_of_what_it_computes(is_loaded: bool) -> None:
+    """100 tokens after 900 have 100 * 950 pairs, whether the pool of P or of D has these or a tier, which takes 0.02 s:
+    else the worker that loads them would seem slower by its attention to them."""
+    dear = msgspec.structs.replace(COST, pair_s=1e-6)
+    having = half([0 if is_loaded else 90], dear)
+    if is_loaded:
+        having = msgspec.structs.replace(having, loads=Loads(np.array([900.0]), np.array([0.02])))
+    found = ways(having, having)
+    own_s = 0.01 + 0.095 + 0.02 * is_loaded
+    assert found.local is not None
+    assert found.pair is not None
+    assert (found.local[0], found.pair[0]) == pytest.approx((own_s, PAIR_S + own_s + 0.01))
+    if not is_loaded:
+        assert found.queue is not None
+        assert found.queue[0] == pytest.approx(QUEUE_S + own_s + 0.01)
+
+
 def test_an_explanation_names_the_way_that_was_taken() -> None:
     paired, local = ways(half([0]), half([0], **RUNNING)), ways(half([0]), half([0]))
     assert paired.explained("remote") == "pair;local=0.1005s;pair=0.1160s;queue=0.1205s"

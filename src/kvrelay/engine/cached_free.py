@@ -41,6 +41,8 @@ LATER_HORIZONS = 4.0
 """What a pool gives up lasts in host memory or on disk for longer than it would have lasted here."""
 LATER_WEIGHT = 0.3
 """Of the latest group in the mean of its key. So no block counts as more than three of its key's mean."""
+KEPT_HORIZONS = 2.0
+"""What value keeps lasts for longer than the mean of all blocks."""
 MIN_HORIZON_S, MAX_HORIZON_S = 1.0, 300.0
 MEDIANS, SHARES = (-4, 9), (-4, 0)
 """Queues are apart by powers of two of the expected seconds, and of the share that returns."""
@@ -312,7 +314,7 @@ class ByValue:
 
     def value(self, group_of: int) -> float:
         """Of the group with this block, now: seconds per block."""
-        return self._value(self._home[group_of], self._clock.now(), self.horizon_s)
+        return self._value(self._home[group_of], self._clock.now(), self._kept_s)
 
     def _enqueue(self, group: _Group) -> None:
         fit = group.fit
@@ -355,7 +357,7 @@ class ByValue:
         if least.share is oldest.share:
             return least, oldest
         # Nothing that the other key says of its blocks counts.
-        now_s, horizon_s = self._clock.now(), self.horizon_s
+        now_s, horizon_s = self._clock.now(), self._kept_s
         if self._chance(least, now_s, horizon_s) < self._prior.chance(now_s - oldest.since_s, horizon_s):
             return least, least
         if self._num_popped - self._all.chosen_at >= BLOCKS_AT_ONCE:
@@ -390,7 +392,7 @@ class ByValue:
 
     def _choose(self, share: _Share) -> tuple[_Group, _QueueKey, bool]:
         self._later = None
-        now_s, horizon_s = self._clock.now(), self.horizon_s
+        now_s, horizon_s = self._clock.now(), self._kept_s
         ends = [(next(iter(queue)), key, False) for key, queue in share.queues.items()]
         narrow = [(key, queue) for key, queue in share.queues.items() if key.is_narrow and len(queue) > 1]
         ends += [(next(reversed(queue)), key, True) for key, queue in narrow]
@@ -406,8 +408,13 @@ class ByValue:
 
     @property
     def horizon_s(self) -> float:
-        """How long all blocks last at the rate at which they give way: what returns later returns too late."""
+        """How long all blocks last at the rate at which they give way."""
         return min(max(self._block_interval_s * len(self._home), MIN_HORIZON_S), MAX_HORIZON_S)
+
+    @property
+    def _kept_s(self) -> float:
+        """What returns later returns too late."""
+        return max(KEPT_HORIZONS * self._block_interval_s * len(self._home), MIN_HORIZON_S)
 
     def _value(self, group: _Group, now_s: float, horizon_s: float) -> float:
         return self._chance(group, now_s, horizon_s) * self._block_s(next(reversed(group.blocks)))

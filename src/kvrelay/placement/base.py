@@ -42,6 +42,8 @@ class Situation(msgspec.Struct, frozen=True):
     num_stored: int = 0
     """Tokens besides ``num_tokens`` that a tier here has: to load them takes ``load_s``, to compute them longer."""
     load_s: float = 0.0
+    num_cached: int = 0
+    """Tokens before these that the pool here has: they are context, which takes time."""
 
 
 TRIAL = "trial"

@@ -100,7 +100,7 @@ def local_cost(situation: Situation, num_line: int = 0) -> tuple[float, float]:
     decodes, context = situation.num_decodes, situation.num_context
     computed_s = cost.prefill_seconds(
         situation.num_tokens,
-        num_before=situation.num_stored,
+        num_before=situation.num_cached + situation.num_stored,
         num_ahead=num_before,
         chunk=chunk,
         num_decodes=decodes,

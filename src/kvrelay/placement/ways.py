@@ -118,7 +118,8 @@ def ways_of(
     there, load, token_s = prefill.costs.of(row), prefill.load, prefill.costs.prefill_token_s
     waits_s = token_s * load.prefill_tokens
     num_loaded, load_s = _loaded(prefill, row)
-    own_s = load_s + there.prefill_seconds(max(int(own_tokens_of(prefill)[row]) - num_loaded, 1))
+    own = max(int(own_tokens_of(prefill)[row]) - num_loaded, 1)
+    own_s = load_s + there.prefill_seconds(own, num_before=prefill.prompt_tokens - own)
     move_s = float(costs.transfer[row, column])
     here = msgspec.structs.replace(situation, load_s=begun_s + situation.load_s)
     found = {Way.LOCAL: Estimate(*local_cost(here))} if is_local_open else {}
@@ -145,11 +146,14 @@ def is_surely_local(decode: Candidates, row: int, num_here: float, objectives: O
     costs, load = decode.costs, decode.load
     if costs is None or decode.loads is not None:
         return False
-    num_tokens = decode.prompt_tokens - decode.block_size * float(decode.overlap_blocks[row]) + num_here
+    num_cached = decode.block_size * float(decode.overlap_blocks[row])
+    num_tokens = decode.prompt_tokens - num_cached + num_here
     running = float(load.num_requests[row])
     context = float(load.context_tokens[row]) if running else 0.0
     step_s = float(costs.prefill_s[row]) + float(costs.decode_s[row]) * running + float(costs.context_s[row]) * context
-    step_s += (float(costs.prefill_token_s[row]) + float(costs.pair_s[row]) * num_tokens / 2) * num_tokens
+    step_s += (
+        float(costs.prefill_token_s[row]) + float(costs.pair_s[row]) * (num_cached + num_tokens / 2)
+    ) * num_tokens
     begun_s = step_s / 2 if running else 0.0
     return (
         num_tokens <= CHUNK_TOKENS
@@ -191,10 +195,8 @@ def _pulled_seconds(prefill: Candidates, decode: Candidates, costs: PairCosts, a
     writes what the decode worker lacks. Of the P's the mean, which a random one holds, counts."""
     missing, mean = float(own_tokens_of(decode)[alone]), float(own_tokens_of(prefill).mean())
     own = min(mean, missing)
-    num_moved = missing + mean - own
-    return there.prefill_seconds(max(int(own), 1)) + float(costs.transfer[:, alone].min()) * num_moved / max(
-        missing, 1.0
-    )
+    move_s = float(costs.transfer[:, alone].min()) * (missing + mean - own) / max(missing, 1.0)
+    return there.prefill_seconds(max(int(own), 1), num_before=prefill.prompt_tokens - int(own)) + move_s
 
 
 def _situation(decode: Candidates, cost: StepCost, alone: int, num_here: float, objectives: Objectives) -> Situation:
@@ -220,6 +222,7 @@ def _situation(decode: Candidates, cost: StepCost, alone: int, num_here: float, 
         objectives=objectives,
         num_stored=num_stored,
         load_s=load_s,
+        num_cached=max(decode.prompt_tokens - num_tokens - num_stored, 0),
     )
 
 

@@ -267,6 +267,7 @@ class AdmissionQueue:
             num_tokens=request.num_queued_tokens,
             num_stored=request.num_stored_tokens,
             load_s=request.load_s,
+            num_cached=len(request.token_ids) - request.num_queued_tokens - request.num_stored_tokens,
             waited_s=max(self._clock.now() - request.waiting_since_s, 0.0),
             num_here=load.num_tokens_before(candidate),
             num_remote_tokens=load.num_remote_tokens,
