@@ -27,6 +27,7 @@ from tests.system.serving import Serve
 from tools.vllm_servers import ENVIRONMENT, TRANSFER
 
 from kvrelay.data import bundled_checkpoint_path
+from kvrelay.engines.vllm.cores import parse_cores, shares, thread_environment
 from kvrelay.engines.vllm.library import preloaded_libraries
 
 NUM_PROMPTS, NUM_TOKENS = 60, 24
@@ -60,9 +61,11 @@ def draw_prompts(seed: int) -> list[list[int]]:
 
 
 def ask_plain_vllm(*sets: list[list[int]], model: Path | None = None, **arguments: object) -> list[Asked]:
-    """One vLLM answers all sets, in a process of its own."""
+    """One vLLM answers all sets, in a process of its own, with as many computing threads as a worker of a pair has: in
+    bfloat16 their number changes what is rounded how."""
     script = Path(__file__).with_name("plain_vllm.py")
     prompts = [prompt for each in sets for prompt in each]
+    threads = thread_environment(parse_cores(shares("", num_workers=2)[0]), num_ranks=1)
     done = subprocess.run(
         [sys.executable, str(script), str(model or bundled_checkpoint_path()), str(NUM_TOKENS), json.dumps(arguments)],
         input=json.dumps(prompts),
@@ -70,7 +73,7 @@ def ask_plain_vllm(*sets: list[list[int]], model: Path | None = None, **argument
         text=True,
         check=False,
         timeout=START_TIMEOUT_S,
-        env={**os.environ, "LD_PRELOAD": ":".join(preloaded_libraries())},
+        env={**os.environ, **threads, "LD_PRELOAD": ":".join(preloaded_libraries())},
     )
     found = [line for line in done.stdout.splitlines() if line.startswith("answers ")]
     assert found, done.stderr[-3000:]

@@ -204,19 +204,23 @@ DRAFTERS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(
-    ("drafter", "way"),
+    ("drafter", "way", "dtype"),
     [
-        ("ngram", "kvrelay"),
-        pytest.param("ngram", "nixl", marks=matrix),
-        pytest.param("draft model", "nixl", marks=matrix),
+        ("ngram", "kvrelay", "float32"),
+        *(pytest.param(drafter, "nixl", "float32", marks=matrix) for drafter in DRAFTERS),
+        *(pytest.param("ngram", way, HALF, marks=matrix) for way in WAYS),
     ],
 )
-def test_speculation(asked: list[Asked], drafter: str, way: str) -> None:
+def test_speculation(
+    asked: list[Asked], answers_of: Callable[..., tuple[Path | None, Asked]], drafter: str, way: str, dtype: str
+) -> None:
     """Answers are those without, and what was drafted and accepted is told."""
     some = Asked(asked[0].prompts[:NUM_ASKED], asked[0].answers[:NUM_ASKED])
+    if dtype == HALF:
+        _, some = answers_of("llama", json.dumps({"block_size": 32, "dtype": dtype}))
     arguments = json.dumps({"block_size": 32, "speculative_config": DRAFTERS[drafter]})
     block_size = ("--block-size", "32") if way == "kvrelay" else ()
-    flags = ("--dtype", "float32", "--engine-args", arguments, *EAGER, *block_size, *WAYS[way])
+    flags = ("--dtype", dtype, "--engine-args", arguments, *EAGER, *block_size, *WAYS[way])
     num_answers = len(ORDERS) * NUM_ASKED
     told: list[dict[str, int]] = []
 
