@@ -42,7 +42,7 @@ LATER_HORIZONS = 4.0
 LATER_WEIGHT = 0.3
 """Of the latest group in the mean of its key. So no block counts as more than three of its key's mean."""
 KEPT_HORIZONS = 2.0
-"""What value keeps lasts for longer than the mean of all blocks."""
+"""What value keeps lasts for longer than the mean of all blocks; what returns after that returns too late."""
 MIN_HORIZON_S, MAX_HORIZON_S = 1.0, 300.0
 MEDIANS, SHARES = (-4, 9), (-4, 0)
 """Queues are apart by powers of two of the expected seconds, and of the share that returns."""
@@ -413,7 +413,6 @@ class ByValue:
 
     @property
     def _kept_s(self) -> float:
-        """What returns later returns too late."""
         return max(KEPT_HORIZONS * self._block_interval_s * len(self._home), MIN_HORIZON_S)
 
     def _value(self, group: _Group, now_s: float, horizon_s: float) -> float:
