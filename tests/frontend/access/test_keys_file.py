@@ -17,6 +17,7 @@ from tests.frontend.raw_http import RawClient, send
 
 from kvrelay.cli.main import run
 from kvrelay.config import KeyLimits
+from kvrelay.errors import ConfigError
 from kvrelay.frontend.access import api_keys
 from kvrelay.frontend.access.api_keys import ApiKeys, KeyRevokedError, KeysFile, digest_of, new_api_key, read_keys_file
 
@@ -228,3 +229,8 @@ def test_a_file_that_cannot_take_the_key_stays_as_it_is(
     assert reason in printed.err
     assert run(["api-key", "alice", "--append", str(tmp_path / "none" / "api-keys")]) == 2
     assert "cannot write" in capsys.readouterr().err
+
+
+def test_a_file_without_an_end_is_refused() -> None:
+    with pytest.raises(ConfigError, match="/dev/zero is too large"):
+        read_keys_file(Path("/dev/zero"))

@@ -413,3 +413,28 @@ async def test_a_defect_hits_one_request_only(model_dir: Path) -> None:
         assert (broken.status, fine.status) == (500, 200)
         assert streamed(fine) == (ANSWER, list(TOKENS))
         await cluster.until(lambda: cluster.frontend.metrics.num_in_flight_of() == 0)
+
+
+@pytest.mark.parametrize("refuse", [None, RequestRefused("", "full", 429, True)], ids=["lost", "refused"])
+async def test_a_defect_while_a_request_goes_on_elsewhere_is_an_error(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch, refuse: RequestRefused | None
+) -> None:
+    """Not a client that waits for ever: whether it was refused or lost, and in the task that waits for a worker."""
+
+    def defect(*_: object) -> None:
+        raise ZeroDivisionError
+
+    async with running(model_dir, Script(TOKENS, die_after=3, refuse=refuse)) as cluster:
+        with monkeypatch.context() as patch:
+            if refuse is None:
+                asking = asyncio.create_task(ask(cluster))
+                await cluster.until(lambda: cluster.frontend.metrics.of("tiny").num_migrations == 1)
+                patch.setattr(sequence.Sequence, "start", defect)
+                await cluster.deregister("w0")
+                await cluster.add_worker("w9", Script(TOKENS))
+                assert "internal error" in events((await asking).body)[-1]["error"]["message"]
+            else:
+                patch.setattr(type(cluster.frontend.metrics), "refused", defect)
+                answer = await ask(cluster, stream_options=None)
+                assert answer.status == 500
+        await cluster.until(lambda: cluster.frontend.metrics.num_in_flight_of() == 0)

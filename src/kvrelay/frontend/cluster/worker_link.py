@@ -22,7 +22,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
@@ -221,7 +221,7 @@ class WorkerLink:
         elif isinstance(message, RequestRefused):
             receiver = self._requests.pop(message.request_id, None)
             if receiver is not None:
-                receiver.refused(message)
+                _tell(receiver, receiver.refused, message)
                 self._end_if_retired()
 
     def _break_off(self, reason: str) -> None:
@@ -250,11 +250,7 @@ class WorkerLink:
             receiver = self._requests.pop(self._untold.popleft(), None)
             if receiver is None:
                 continue
-            try:
-                receiver.worker_lost(self.info.worker_id)
-            except Exception:  # noqa: BLE001 - one request's defect must not end the others
-                _log.exception("a request could not be moved from %s", self.info.worker_id)
-                receiver.broken()
+            _tell(receiver, receiver.worker_lost, self.info.worker_id)
             spent_s = self._now() - begun_s
             if spent_s >= for_s:
                 asyncio.get_running_loop().call_later(spent_s, self._tell_lost, LOSS_TURN_S)
@@ -264,6 +260,14 @@ class WorkerLink:
     def _end_if_retired(self) -> None:
         if self._is_retiring and not self._requests:
             self._ended.set()
+
+
+def _tell(receiver: OutputReceiver, tell: Callable[[Any], None], news: object) -> None:
+    try:
+        tell(news)
+    except Exception:  # noqa: BLE001 - one request's defect must not end the others
+        _log.exception("a request could not go on elsewhere after %r", news)
+        receiver.broken()
 
 
 class MissingTokensError(KvrelayError):

@@ -304,6 +304,10 @@ class Sequence:
         except TimeoutError:
             self._waiting = None
             self._fail(error)
+        except Exception:  # noqa: BLE001 - its client would wait for ever
+            _log.exception("%s could not be started again", self._attempt_id)
+            self._waiting = None
+            self.broken()
 
     def _routing_request(self) -> RoutingRequest:
         self._placement_id = f"{self._request_id}-{self.index}" + (f"~{self._attempt}" if self._attempt else "")
