@@ -18,16 +18,9 @@ from tests.chaos.answers import KnownPrompt, Verdict, judge
 from tests.chaos.report import AskedPrompt
 
 from kvrelay.bench.client.connection import ConnectionPool, parse_target
-from kvrelay.bench.client.stream import (
-    DONE,
-    MAX_EVENT_BYTES,
-    Chunk,
-    StreamEndpoint,
-    decode_chunk,
-    error_text,
-    events_in,
-)
+from kvrelay.bench.client.stream import DONE, MAX_EVENT_BYTES, Chunk, StreamEndpoint, decode_chunk, events_in
 from kvrelay.bench.errors import BadResponseError, BenchError, ServerDownError
+from kvrelay.core.decoding import error_text
 from kvrelay.core.event_stream import EventParser
 from kvrelay.core.handoff import OrderPolicy
 from kvrelay.errors import RetryElsewhereError

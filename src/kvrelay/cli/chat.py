@@ -14,8 +14,9 @@ from typing import Any
 import click
 import msgspec
 
+from kvrelay.core.decoding import error_text
 from kvrelay.errors import FatalError, InvalidInputError, WorkerUnavailableError
-from kvrelay.launch.frontend_calls import http_connection
+from kvrelay.launch.frontend_calls import MAX_ERROR_CHARS, http_connection
 
 COMMANDS = "/reset forgets the conversation, /exit or Ctrl-D ends it, Ctrl-C stops an answer"
 TIMEOUT_S = 600.0
@@ -69,7 +70,9 @@ class ChatServer(msgspec.Struct, frozen=True):
             except (OSError, ValueError, http.client.HTTPException) as exc:
                 raise WorkerUnavailableError(f"no server answers at {self.url}: {exc}") from exc
             if answer.status != 200:
-                raise InvalidInputError(f"{self.url} answers {answer.status}: {_reason(answer.read())}")
+                raise InvalidInputError(
+                    f"{self.url} answers {answer.status}: {error_text(answer.read(), MAX_ERROR_CHARS)}"
+                )
             try:
                 yield answer
             except (OSError, http.client.HTTPException) as exc:
@@ -175,11 +178,3 @@ def _server(model: str | None, url: str | None, api_key: str) -> Iterator[ChatSe
     finally:
         process.terminate()
         process.wait()
-
-
-def _reason(body: bytes) -> str:
-    """The message in OpenAI's error body, or the body itself."""
-    try:
-        return str(json.loads(body)["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return body[:200].decode("utf-8", "replace")

@@ -234,7 +234,8 @@ class ByValue:
         self._leave(group)
 
     def pop(self, count: int, num_children: Sequence[int], cached: Mapping[int, CachedBlock]) -> list[int]:
-        while True:
+        run: list[int] = []
+        while not run:
             group = self._gave_way = self._bare if self._bare.blocks else self._least()
             if group is None:
                 run = [next(iter(self._shared.blocks))]
@@ -244,35 +245,32 @@ class ByValue:
             if num_children[block_id]:
                 self._home[block_id] = self._shared
                 self._shared.blocks[block_id] = None
-                if not group.blocks:
-                    self._dequeue(group)
-                continue
-            del self._home[block_id]
-            run = [block_id]
-            if count > 1 and self._turn is not None and group is not self._bare:
-                self._pop_before(run, count - 1, num_children, cached)
+            else:
+                del self._home[block_id]
+                run = [block_id]
+                if count > 1 and self._turn is not None and group is not self._bare:
+                    self._pop_before(run, count - 1, num_children, cached)
             if not group.blocks:
                 self._dequeue(group)
-            break
         self._num_popped += len(run)
         return run
 
     def _pop_before(
         self, run: list[int], count: int, num_children: Sequence[int], cached: Mapping[int, CachedBlock]
     ) -> None:
-        """Add to ``run`` up to ``count`` blocks of the same turn on which only the one before in ``run`` rests."""
+        """Add to ``run``, which has one block, up to ``count`` of the same turn on which only the one before rests."""
         assert self._turn is not None
-        (least, pays), home = self._turn, self._home
-        parent_hash, first = cached[run[0]].parent_hash, len(run)
+        least, pays = self._turn
+        parent_hash = cached[run[0]].parent_hash
         for block_id in list(itertools.islice(reversed(least.blocks), min(count, pays.num_places))):
             entry = cached[block_id]
             if num_children[block_id] != 1 or entry.sequence_hash != parent_hash:
                 break
-            del least.blocks[block_id], home[block_id]
+            del least.blocks[block_id], self._home[block_id]
             run.append(block_id)
             parent_hash = entry.parent_hash
-        if len(run) > first:
-            self._leave(pays, len(run) - first)
+        if len(run) > 1:
+            self._leave(pays, len(run) - 1)
 
     @property
     def chance_later(self) -> float:

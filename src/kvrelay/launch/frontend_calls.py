@@ -12,7 +12,10 @@ from urllib.parse import quote, urlsplit
 from rich.console import Console
 from rich.table import Table
 
+from kvrelay.core.decoding import error_text
 from kvrelay.errors import InvalidInputError, KvrelayError, WorkerUnavailableError
+
+MAX_ERROR_CHARS = 2000  # a terminal shows them
 
 
 async def http_call(
@@ -113,8 +116,7 @@ async def _ask(url: str, method: str, path: str, api_key: str | None, body: obje
         raise WorkerUnavailableError(f"no frontend answers at {base}: {exc}") from exc
     if status == 200 and isinstance(answer, dict):
         return answer
-    error = answer.get("error") if isinstance(answer, dict) else answer  # other servers' may be any JSON
-    raise KvrelayError(f"{base} answers {status}: {(error.get('message') if isinstance(error, dict) else error) or ''}")
+    raise KvrelayError(f"{base} answers {status}: {error_text(content, MAX_ERROR_CHARS)}")
 
 
 def decision_table(answer: dict[str, Any]) -> None:

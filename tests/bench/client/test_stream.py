@@ -16,7 +16,6 @@ from kvrelay.bench.client.stream import (
     StreamRecorder,
     decode_chunk,
     encode_body,
-    error_text,
     events_in,
     parse_extra,
 )
@@ -24,6 +23,7 @@ from kvrelay.bench.errors import BadResponseError
 from kvrelay.bench.formats import ChatTurn
 from kvrelay.bench.load.request import LoadRequest
 from kvrelay.bench.report.metrics import Outcome, RequestRecord, TokenSource
+from kvrelay.core.decoding import error_text
 from kvrelay.core.event_stream import EventParser
 from kvrelay.errors import InvalidInputError
 

@@ -9,9 +9,8 @@ from typing import TypeVar
 import msgspec
 
 from kvrelay.bench.client.connection import ConnectionPool
-from kvrelay.bench.client.stream import error_text
 from kvrelay.bench.errors import BadResponseError, BenchError, ServerDownError
-from kvrelay.core.decoding import UNREADABLE
+from kvrelay.core.decoding import UNREADABLE, error_text
 
 _T = TypeVar("_T", bound=msgspec.Struct)
 _POLL_S = 0.1

@@ -15,7 +15,7 @@ from kvrelay.bench.client.connection import ConnectionPool, HttpAnswer
 from kvrelay.bench.errors import BadResponseError, ServerDownError
 from kvrelay.bench.load.request import LoadRequest
 from kvrelay.bench.report.metrics import Outcome, RequestRecord, TokenSource, spread_tokens
-from kvrelay.core.decoding import UNREADABLE
+from kvrelay.core.decoding import UNREADABLE, error_text
 from kvrelay.core.event_stream import EventParser, EventTooLongError
 from kvrelay.errors import InvalidInputError
 
@@ -247,18 +247,6 @@ def decode_chunk(data: bytes) -> Chunk:
     if chunk.error is not None:
         raise BadResponseError(f"the stream broke off with an error: {error_text(data)}")
     return chunk
-
-
-def error_text(body: bytes) -> str:
-    """The message in an error body, in one line of bounded length."""
-    try:
-        decoded = msgspec.json.decode(body)
-    except UNREADABLE:
-        decoded = body.decode("utf-8", "replace")
-    for key in ("error", "message", "detail"):
-        if isinstance(decoded, dict) and key in decoded:
-            decoded = decoded[key]
-    return " ".join(str(decoded).split())[:200]
 
 
 def _messages(request: LoadRequest) -> list[dict[str, str]]:
