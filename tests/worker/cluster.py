@@ -137,7 +137,7 @@ class Node:
         return self.worker.inspect().writable_blocks
 
     async def status(self) -> dict:
-        return self.worker.status()
+        return await self.worker.status()
 
     async def kill(self, cluster: Cluster) -> None:
         """As SIGKILL would: connections break, memory is out of reach, nothing is revoked (see ``Cluster.bury``)."""

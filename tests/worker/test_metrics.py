@@ -142,10 +142,9 @@ async def test_a_scrape_does_not_wait_for_a_step():
         held, go_on = hold_steps(node)
         client.send("held", prompt(32))
         await shared.until(held.is_set)
-        during, status = samples(node.worker), await node.status()
+        during = samples(node.worker)
         go_on.set()
         await client.answer("held")
-    assert (status["load"]["request_active_slots"], status["load"]["kv_active_blocks"]) == (1, 2)
     assert during["requests_running"] == 1
     assert during["kv_blocks_in_use"] == 2
     assert during["kv_usage_ratio"] == 0.02

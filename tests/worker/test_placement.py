@@ -61,7 +61,10 @@ async def test_a_threshold_without_effect_is_said_and_changes_no_policy(caplog):
         await decode.control.discovery.put(key, b"512")
         await shared.until(lambda: decode.worker.inspect().disagg.max_prefill_queue_size == 512)
         assert decode.worker.inspect().disagg.disagg_policy == "auto"
-        assert decode.worker.status()["disagg"]["unused"] == ("max_local_prefill_length", "max_prefill_queue_size")
+        assert (await decode.worker.status())["disagg"]["unused"] == (
+            "max_local_prefill_length",
+            "max_prefill_queue_size",
+        )
         assert "max_prefill_queue_size has no effect here" in caplog.text
         await decode.control.discovery.put(key.replace("max_prefill_queue_size", "disagg_policy"), b'"threshold"')
         await shared.until(lambda: decode.worker.inspect().disagg.disagg_policy == "threshold")

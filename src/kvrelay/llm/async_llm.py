@@ -144,7 +144,7 @@ class AsyncLLM:
 
     async def status(self) -> list[dict[str, object]]:
         """The status of each engine, as in ``kvrelay status --json``: load, requests, hand-offs, bytes moved."""
-        return [worker.status() for worker in self._cluster.workers]
+        return [await worker.status() for worker in self._cluster.workers]
 
     async def clear_prefix_cache(self) -> None:
         """Forget the KV of finished requests in every engine."""

@@ -370,7 +370,7 @@ class Worker:
     async def _perform(self, message: AdminRequest) -> object:
         match message.command:
             case "status":
-                return self.status()
+                return await self.status()
             case "drain":
                 self.request_drain()
                 return {"draining": True}
@@ -430,8 +430,9 @@ class Worker:
             avoided=incoming.read(incoming.avoided),
         )
 
-    def status(self) -> dict[str, object]:
-        """The full status for operators, as JSON values. Waits for nothing, so an engine that hangs has one, too."""
+    async def status(self) -> dict[str, object]:
+        """The full status for operators, as JSON values, when the engine has taken in what it was sent before."""
+        load = await self._engine.call(lambda core: core.metrics())
         now = self.inspect()
         stats = now.stats
         prefill = msgspec.structs.asdict(stats.prefill)
@@ -445,7 +446,7 @@ class Worker:
             "pid": os.getpid(),
             "dp_group": self.identity.dp_group,
             "dp_rank": self.settings.group.rank,
-            "load": msgspec.to_builtins(stats.engine.load),
+            "load": msgspec.to_builtins(load),
             "num_steps": stats.engine.tokens.num_steps,
             "step_spread": stats.engine.step_spread,
             "drafts": msgspec.to_builtins(stats.engine.drafts),
