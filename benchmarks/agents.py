@@ -266,12 +266,8 @@ async def served(case: Case, load: Sequence[Arrival], faster: float = 1.0, *, is
     """By a cluster that is started for it; ``faster``: what all times are divided by. ``is_hinted``: requests say which
     tool follows, or that none does. Raises BenchError."""
     with tempfile.TemporaryDirectory() as folder:
-        async with running(case, Path(folder), CaseTimes()) as target:
-            pool = ConnectionPool(target)
-            try:
-                return await _sessions(pool, load, faster, is_hinted)
-            finally:
-                await pool.close()
+        async with running(case, Path(folder), CaseTimes()) as target, ConnectionPool(target) as pool:
+            return await _sessions(pool, load, faster, is_hinted)
 
 
 async def _sessions(pool: ConnectionPool, load: Sequence[Arrival], faster: float, is_hinted: bool) -> list[Turn]:

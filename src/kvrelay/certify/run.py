@@ -6,7 +6,6 @@ report      written after each unit; a later run of the same digest leaves out t
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from datetime import UTC, datetime
@@ -432,12 +431,3 @@ def has_rdma(root: Path = Path("/")) -> bool:
     """Whether an RDMA port is active."""
     ports = (root / "sys/class/infiniband").glob("*/ports/*/state")
     return any("ACTIVE" in path.read_text(errors="replace") for path in ports)
-
-
-def command_text(words: Sequence[str]) -> str:
-    """The command line without what is secret in it."""
-    shown = []
-    for at, word in enumerate(words):
-        is_secret = at > 0 and words[at - 1] == "--api-key"
-        shown.append("..." if is_secret else "--api-key=..." if word.startswith("--api-key=") else word)
-    return shlex.join(shown)

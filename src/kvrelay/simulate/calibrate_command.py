@@ -80,15 +80,12 @@ async def calibrate(
     async def count() -> Counters:
         return counters_of(read_status(await cluster_status(control)))
 
-    pool = ConnectionPool(target)
-    try:
+    async with ConnectionPool(target) as pool:
         send = frontend_sender(pool, workers[0].model)
         phases = await probe(send, count, lengths, num_streams, seed)
         remote = await probe_remote(control, lambda: probe(send, count, lengths, num_streams, seed + 2))
         alone = read_status(await cluster_status(control))
         await keep_busy(send, lengths, len(alone), num_streams, seed)
-    finally:
-        await pool.close()
     return fit(alone, phases, machine, read_status(await cluster_status(control)), remote)
 
 
