@@ -9,6 +9,7 @@ from math import nan
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvrelay.bench.cases import Case, CaseTimes, running
@@ -65,12 +66,20 @@ def figures(load: LoadReport, names: Mapping[str, str]) -> dict[str, float]:
     return {name: figure(load, path) or 0.0 for name, path in names.items()}
 
 
+FIRST = "{first}"
+
+
 @asynccontextmanager
 async def all_running(cases: Sequence[Case], start_s: float = CaseTimes().start_s) -> AsyncIterator[list[Target]]:
-    """The servers of all cases, one started after the other; their logs are not kept. Raises BenchError."""
+    """The servers of all cases, one started after the other; their logs are not kept. In a command FIRST stands for the
+    first one's URL. Raises BenchError."""
     async with AsyncExitStack() as stack:
-        logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        yield [await stack.enter_async_context(running(case, logs, CaseTimes(start_s))) for case in cases]
+        logs, targets = Path(stack.enter_context(tempfile.TemporaryDirectory())), list[Target]()
+        for case in cases:
+            command = case.command.replace(FIRST, targets[0].url) if case.command and targets else case.command
+            server = running(replace(case, command=command), logs, CaseTimes(start_s))
+            targets.append(await stack.enter_async_context(server))
+        yield targets
 
 
 async def metrics_of(target: Target) -> dict[tuple[str, str], float]:

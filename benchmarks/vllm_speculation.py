@@ -21,10 +21,10 @@ from math import nan
 from typing import NamedTuple
 
 from benchmarks.loads import fixed_load, measure_load, metrics_in
-from benchmarks.vllm_steps import BLOCK_SIZE, Turn, add_load_arguments, plain, take_turns, worker
+from benchmarks.vllm_steps import BLOCK_SIZE, Turn, load_parser, plain, print_table, take_turns, worker
 from kvrelay.bench.client.connection import ConnectionPool, Target
 from kvrelay.bench.report.metrics import figure
-from kvrelay.bench.report.table import Row, table
+from kvrelay.bench.report.table import Row
 
 NGRAMS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
 PLAIN, SPLIT = "vllm serve", "kvrelay 1P1D"
@@ -135,16 +135,14 @@ def shown(at_once: str, rows: Mapping[str, Row]) -> list[dict[str, str]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_load_arguments(parser)
+    parser = load_parser(__doc__)
     parser.set_defaults(at_once=[1, 4], output_tokens=128, max_num_seqs=16)
     parser.add_argument("--connector", choices=("nixl", "kvrelay"), default="nixl")
     given = parser.parse_args(arguments)
     cases = commands(given)
     turns = {str(count): turn(given, count, len(cases)) for count in given.at_once}
     found = asyncio.run(take_turns(cases, turns, given.rounds))
-    rows = [line for at_once, medians in found.items() for line in shown(at_once, medians)]
-    print(table(tuple(rows[0]), [list(row.values()) for row in rows], markdown=True))
+    print_table([line for at_once, medians in found.items() for line in shown(at_once, medians)])
 
 
 if __name__ == "__main__":
