@@ -25,7 +25,7 @@ from kvrelay.certify.counters import read_octets
 from kvrelay.certify.findings import CertifyReport, Group, Row, Verdict
 from kvrelay.certify.holds import Harm, prove_harm, prove_lost_end
 from kvrelay.certify.machine import kv_layout, watched, window_of
-from kvrelay.certify.page import write_page
+from kvrelay.certify.page import page_of
 from kvrelay.certify.peer import EndSpec, peer_ends
 from kvrelay.certify.served import (
     NOISE_CONCURRENCY,
@@ -158,7 +158,7 @@ class Certification:
         everything = tuple(sorted((*self.report.rows, *rows), key=lambda row: list(Group).index(row.group)))
         self.report = msgspec.structs.replace(self.report, rows=everything, units=done, is_complete=unit is None)
         write_text(self._folder / REPORT, to_json(self.report))
-        write_page(self._folder / PAGE, self.report)
+        write_text(self._folder / PAGE, page_of(self.report))
 
     # -- the plan -----------------------------------------------------------------------------------------------------
 
