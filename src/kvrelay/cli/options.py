@@ -129,12 +129,12 @@ class SettingsSource:
         """``cls`` from file, environment, flags and ``overrides``, which win over all. Raises ConfigError."""
         return load_settings(cls, file_values=self._file.get(cls.section), flags={**self._flags, **overrides})
 
-    def worker(self, model: str | None, served_model_name: str | None, engine_kind: str) -> WorkerConfig:
-        """The configuration that the workers of one command share. Raises ConfigError, CheckpointError."""
+    def worker(self) -> WorkerConfig:
+        """The configuration that the workers of one command share, its model, its name and its engine among the flags.
+        Raises ConfigError, CheckpointError."""
         from kvrelay.launch.models import resolve_model, served_name
 
         sections: dict[str, Any] = {name: self.build(cls) for name, cls in WORKER_SECTIONS.items()}
-        path = resolve_model(model)
-        return WorkerConfig(
-            model_path=path, model=served_name(model, path, served_model_name), engine_kind=engine_kind, **sections
-        )
+        given, path = self._flags.get("model"), resolve_model(self._flags.get("model"))
+        name = served_name(given, path, self._flags.get("served_model_name"))
+        return WorkerConfig(model_path=path, model=name, engine_kind=self._flags["engine_kind"], **sections)
