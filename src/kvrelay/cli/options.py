@@ -4,6 +4,7 @@ and its help are written once, in ``kvrelay.config``."""
 from __future__ import annotations
 
 import dataclasses
+import shlex
 import types
 import typing
 from collections.abc import Callable, Mapping
@@ -18,6 +19,7 @@ from kvrelay.config.kv_transfer import read_kv_transfer_config
 from kvrelay.config.loading import read_config_file
 from kvrelay.config.settings import Settings
 from kvrelay.config.worker import WORKER_SECTIONS
+from kvrelay.errors import InvalidInputError
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 S = TypeVar("S", bound=Settings)
@@ -48,6 +50,21 @@ engine_option = click.option(
 served_name_option = click.option("--served-model-name", help="Name that clients use; default: the directory's.")
 ready_line_option = click.option("--ready-line/--no-ready-line", "announces", default=True, hidden=True)
 """Off for the children of a command that announces them all."""
+
+
+def _shell_words(_: click.Context, param: click.Parameter, text: str) -> tuple[str, ...]:
+    try:
+        return tuple(shlex.split(text))
+    except ValueError as exc:
+        raise InvalidInputError(f"{param.opts[0]}: {exc}", param=param.name) from exc
+
+
+serve_flags_option = click.option(
+    "--serve-flags",
+    default="",
+    callback=_shell_words,
+    help="Further flags of each kvrelay serve, in one word, as of a shell. Default: none.",
+)
 json_option = click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 
 
