@@ -28,8 +28,8 @@ from kvrelay.bench.report.table import Row, table
 ADAPTERS = [f"adapter-{number}" for number in range(8)]
 RANK = 8
 PLAIN, SPLIT = "vllm serve", "kvrelay"
-TURNS = {"one adapter": ADAPTERS[:1] * len(ADAPTERS), "eight adapters": ADAPTERS}
-"""The adapters of the clients. In either turn there are eight, so that the load's own work is the same."""
+ASKED = {"one": ADAPTERS[:1] * len(ADAPTERS), "eight": ADAPTERS}
+"""The adapters of eight clients. With one adapter there are as many, so that the load's own work is the same."""
 
 
 def commands(given: argparse.Namespace, folder: Path) -> dict[str, str]:
@@ -44,41 +44,45 @@ def commands(given: argparse.Namespace, folder: Path) -> dict[str, str]:
     }
 
 
-def turn(given: argparse.Namespace, at_once: int, models: Sequence[str]) -> Turn:
-    each = at_once // len(models)
+def turn(given: argparse.Namespace, at_once: int) -> Turn:
+    each = at_once // len(ADAPTERS)
 
-    async def load(target: Target, number: int, model: str, seed: int, requests: int) -> LoadReport:
+    async def load(target: Target, model: str, seed: int, requests: int) -> LoadReport:
         lengths = given.input_tokens, given.output_tokens
         spec = fixed_load("load", *lengths, max_concurrency=each, num_requests=requests)
-        return await measure_load(target, spec, model=model, warm_up=0, seed=len(models) * seed + number)
+        return await measure_load(target, spec, model=model, warm_up=0, seed=seed)
+
+    async def rate(target: Target, models: Sequence[str], seed: int, requests: int) -> tuple[float, int]:
+        """Tokens per second, and requests that failed."""
+        begun = time.perf_counter()
+        loads = (load(target, name, len(models) * seed + at, requests) for at, name in enumerate(models))
+        reports = await asyncio.gather(*loads)
+        took_s = time.perf_counter() - begun
+        return sum(report.output_tokens for report in reports) / took_s, sum(report.failed for report in reports)
 
     async def measure(target: Target, seed: int) -> Row:
-        for phase, requests in enumerate((each, given.requests * each)):  # the first warms up
-            begun = time.perf_counter()
-            loads = [load(target, at, name, 2 * seed + phase, requests) for at, name in enumerate(models)]
-            reports = await asyncio.gather(*loads)
-            took_s = time.perf_counter() - begun
-        tokens = sum(report.output_tokens for report in reports)
-        return {"tokens_per_s": tokens / took_s, "failed": sum(report.failed for report in reports)}
+        """One adapter and eight one after the other, so that a drift of the machine affects both."""
+        await rate(target, ADAPTERS, 3 * seed, each)  # warms up
+        rows = {name: await rate(target, models, 3 * seed + 1, given.requests * each) for name, models in ASKED.items()}
+        one, eight = (rows[name][0] for name in ASKED)
+        failed = sum(failed for _, failed in rows.values())
+        return {"one_per_s": one, "eight_per_s": eight, "ratio": eight / one, "failed": failed}
 
     return measure
 
 
-def shown(at_once: int, found: Mapping[str, Mapping[str, Row]]) -> list[dict[str, str]]:
-    """``found``: by turn, then by server."""
-    one, eight = (found[f"{name}, {at_once}"] for name in TURNS)
-    ratios = {name: eight[name]["tokens_per_s"] / one[name]["tokens_per_s"] for name in one}
+def shown(at_once: str, rows: Mapping[str, Row]) -> list[dict[str, str]]:
     return [
         {
-            "at once": str(at_once),
+            "at once": at_once,
             "case": name,
-            "one adapter, tok/s": f"{one[name]['tokens_per_s']:.0f}",
-            "eight, tok/s": f"{eight[name]['tokens_per_s']:.0f}",
-            "eight over one": f"{ratio:.3f}",
-            "over vLLM's own": f"{ratio / ratios[PLAIN]:.3f}",
-            "failed": f"{one[name]['failed'] + eight[name]['failed']:.0f}",
+            "one adapter, tok/s": f"{row['one_per_s']:.0f}",
+            "eight, tok/s": f"{row['eight_per_s']:.0f}",
+            "eight over one": f"{row['ratio']:.3f}",
+            "over vLLM's own": f"{row['ratio'] / rows[PLAIN]['ratio']:.3f}",
+            "failed": f"{row['failed']:.0f}",
         }
-        for name, ratio in ratios.items()
+        for name, row in rows.items()
     ]
 
 
@@ -88,16 +92,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.set_defaults(at_once=[16], max_num_seqs=32)
     parser.add_argument("--pairs", type=int, default=1, help="prefill and decode workers of kvrelay, of each as many")
     given = parser.parse_args(arguments)
-    turns = {
-        f"{name}, {at_once}": turn(given, at_once, models)
-        for at_once in given.at_once
-        for name, models in TURNS.items()
-    }
+    turns = {str(at_once): turn(given, at_once) for at_once in given.at_once}
     with tempfile.TemporaryDirectory() as folder:
         for seed, name in enumerate(ADAPTERS):
             write_adapter(Path(folder) / name, seed, rank=RANK)
         found = asyncio.run(take_turns(commands(given, Path(folder)), turns, given.rounds))
-    rows = [line for at_once in given.at_once for line in shown(at_once, found)]
+    rows = [line for at_once, medians in found.items() for line in shown(at_once, medians)]
     print(table(tuple(rows[0]), [list(row.values()) for row in rows], markdown=True))
 
 

@@ -18,8 +18,8 @@ def test_one_adapter_and_eight_are_asked_for_as_often(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """vLLM keeps 80 of 100 tokens a second, kvrelay 60 of 100, which is three quarters of that."""
-    asked: dict[str, list[tuple[str, int]]] = {}
-    rates = {"one": (100.0, 100.0), "eight": (80.0, 60.0)}
+    asked: list[tuple[str, int]] = []
+    monkeypatch.setattr(vllm_adapters, "measure_load", sender(asked))
 
     async def take_turns(
         commands: dict[str, str], turns: dict[str, vllm_steps.Turn], rounds: int
@@ -29,24 +29,20 @@ def test_one_adapter_and_eight_are_asked_for_as_often(
             assert {"--max-lora-rank", "--max-loras"} <= set(words)
             folder = words[words.index("--lora-dir") + 1] if "--lora-dir" in words else ""
             assert folder or sum(word.startswith("adapter-") for word in words) == len(vllm_adapters.ADAPTERS)
-        for name, measure in turns.items():
-            asked[name] = []
-            monkeypatch.setattr(vllm_adapters, "measure_load", sender(asked[name]))
-            row = await measure(Target("127.0.0.1", 1), rounds)
-            assert row["tokens_per_s"] > 0.0
-        return {
-            name: {
-                case: {"tokens_per_s": rate, "failed": 0.0} for case, rate in zip(commands, rates[name.split(" ")[0]])
-            }
-            for name in turns
-        }
+        (measure,) = turns.values()
+        row = await measure(Target("127.0.0.1", 1), rounds)
+        assert row["ratio"] == row["eight_per_s"] / row["one_per_s"]
+        figures = [(100.0, 80.0), (100.0, 60.0)]
+        rows = [{"one_per_s": one, "eight_per_s": each, "ratio": each / one, "failed": 0.0} for one, each in figures]
+        return {name: dict(zip(commands, rows)) for name in turns}
 
     monkeypatch.setattr(vllm_adapters, "take_turns", take_turns)
     vllm_adapters.main(["model", "--at-once", "16", "--requests", "3"])
-    one, eight = asked.values()
-    assert sorted(count for _, count in one) == sorted(count for _, count in eight) == [2] * 8 + [6] * 8
-    assert {name for name, _ in one} == {"adapter-0"}
-    assert sorted(name for name, _ in eight) == sorted([*vllm_adapters.ADAPTERS] * 2)
+    warm_up, one, eight = asked[:8], asked[8:16], asked[16:]
+    every = vllm_adapters.ADAPTERS
+    assert warm_up == [(name, 2) for name in every]
+    assert one == [(every[0], 6)] * 8
+    assert eight == [(name, 6) for name in every]
     shown = [[cell.strip() for cell in line.split("|")[1:-1]] for line in capsys.readouterr().out.splitlines()[2:]]
     assert shown == [
         ["16", "vllm serve", "100", "80", "0.800", "1.000", "0"],
