@@ -12,23 +12,20 @@ import asyncio
 import itertools
 import re
 import statistics
-import tempfile
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import click
 import msgspec
 
+from benchmarks.loads import all_running, print_rows
 from benchmarks.options import serve_args_option
-from kvrelay.bench.cases import Case, CaseTimes, running
+from kvrelay.bench.cases import Case
 from kvrelay.bench.client.connection import ConnectionPool
 from kvrelay.bench.compare import serve_case
 from kvrelay.bench.errors import BenchError
-from kvrelay.bench.report.files import print_result
-from kvrelay.bench.report.machine import describe_machine
-from kvrelay.bench.report.table import Row, results_table
+from kvrelay.bench.report.table import Row
 from kvrelay.cli.options import json_option
 from kvrelay.config import DisaggConfig, EngineConfig, MockConfig, RouterConfig, TiersConfig
 from kvrelay.core.handoff import OrderPolicy
@@ -139,8 +136,7 @@ def agents(**given: Any) -> None:
         raise InvalidInputError("--policies: only recency and value can be measured", param="policies")
     loads = itertools.product(given["settings"].split(","), range(given["rounds"]))
     rows = [row for name, number in loads for row in compared(name, number, given)]
-    text = f"{describe_machine()}\n\n{results_table(rows, _COLUMNS, left=2)}"
-    print_result({"machine": describe_machine(), "given": given, "rows": rows}, text, given["as_json"])
+    print_rows(rows, _COLUMNS, given["as_json"], left=2, given=given)
 
 
 def compared(name: str, number: int, given: dict[str, Any]) -> list[Row]:
@@ -176,9 +172,8 @@ def load_of(given: dict[str, Any], seed: int) -> list[Arrival]:
 
 def blocks_of(load: Sequence[Arrival], num_sessions: float, block_size: int = BLOCK_SIZE) -> int:
     """Blocks for so many sessions of mean length, but no fewer than the longest needs."""
-    mean = statistics.mean(arrival.prompt_tokens + arrival.answer_tokens for arrival in load)
-    longest = max(arrival.prompt_tokens + arrival.answer_tokens for arrival in load)
-    return max(round(num_sessions * mean / block_size), longest // block_size + 2)
+    lengths = [arrival.prompt_tokens + arrival.answer_tokens for arrival in load]
+    return max(round(num_sessions * statistics.mean(lengths) / block_size), max(lengths) // block_size + 2)
 
 
 def host_memory_of(load: Sequence[Arrival], num_sessions: float, shape: Shape = MOCK_SHAPE) -> int:
@@ -265,13 +260,8 @@ class Turn(msgspec.Struct, frozen=True):
 async def served(case: Case, load: Sequence[Arrival], faster: float = 1.0, *, is_hinted: bool = False) -> list[Turn]:
     """By a cluster that is started for it; ``faster``: what all times are divided by. ``is_hinted``: requests say which
     tool follows, or that none does. Raises BenchError."""
-    with tempfile.TemporaryDirectory() as folder:
-        async with running(case, Path(folder), CaseTimes()) as target:
-            pool = ConnectionPool(target)
-            try:
-                return await _sessions(pool, load, faster, is_hinted)
-            finally:
-                await pool.close()
+    async with all_running([case]) as (target,), ConnectionPool(target) as pool:
+        return await _sessions(pool, load, faster, is_hinted)
 
 
 async def _sessions(pool: ConnectionPool, load: Sequence[Arrival], faster: float, is_hinted: bool) -> list[Turn]:

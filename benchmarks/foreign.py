@@ -254,14 +254,11 @@ def own_cases(client: str, model: str | None, path: str, python: str, more: str)
 
 async def listed_model(target: Target) -> str:
     """The server's model, as soon as it lists one. Raises BenchError after START_S."""
-    pool = ConnectionPool(target)
     try:
-        async with asyncio.timeout(START_S):
+        async with asyncio.timeout(START_S), ConnectionPool(target) as pool:
             while True:
                 with contextlib.suppress(BadResponseError):
                     return await first_model(pool)
                 await asyncio.sleep(0.2)
     except TimeoutError as exc:
         raise BenchError(f"{target.url} lists no model after {START_S:.0f} s") from exc
-    finally:
-        await pool.close()

@@ -13,11 +13,10 @@ from typing import Any
 
 import click
 from msgspec.structs import replace
-from prometheus_client.parser import text_string_to_metric_families
 
-from benchmarks.loads import fixed_load, send
+from benchmarks.loads import fixed_load, metrics_of, send
 from benchmarks.options import all_cases, experiment_options
-from kvrelay.bench.client.connection import ConnectionPool, Target
+from kvrelay.bench.client.connection import Target
 from kvrelay.bench.client.driver import RunLimits
 from kvrelay.bench.compare import FAILED, finish, summarise, take_turns
 from kvrelay.bench.errors import BenchError
@@ -122,7 +121,7 @@ async def _until_full(decode: Target) -> None:
     """Raises BenchError."""
     until_s = time.monotonic() + FULL_S
     while time.monotonic() < until_s:
-        samples = await _samples(decode)
+        samples = await metrics_of(decode)
         used = samples.get(("kvrelay_worker_kv_blocks_in_use", ""), 0.0)
         is_decoding = samples.get(("kvrelay_worker_generation_tokens_total", ""), 0.0) >= OCCUPANTS
         if is_decoding and used >= OCCUPANTS * OCCUPANT_TOKENS / 16:
@@ -132,17 +131,6 @@ async def _until_full(decode: Target) -> None:
 
 
 async def _buckets(worker: Target) -> dict[float, float]:
-    samples = await _samples(worker)
+    samples = await metrics_of(worker)
     found = {float(bound): value for (name, bound), value in samples.items() if name == f"{HELD}_bucket"}
     return {**found, -1.0: samples[f"{HELD}_sum", ""]}
-
-
-async def _samples(worker: Target) -> dict[tuple[str, str], float]:
-    """By name and upper bound. Raises BenchError."""
-    pool = ConnectionPool(worker)
-    try:
-        answer = await pool.send(pool.target.head("GET", "/metrics", 0))
-    finally:
-        await pool.close()
-    families = text_string_to_metric_families(answer.body.decode())
-    return {(sample.name, sample.labels.get("le", "")): sample.value for each in families for sample in each.samples}

@@ -1,18 +1,27 @@
-"""Loads of fixed lengths, their figures, and what they are measured on."""
+"""Loads of fixed lengths, the servers that get them, and the figures of both; and how scripts print what they found."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
+import tempfile
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from math import nan
+from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvrelay.bench.cases import Case, CaseTimes, running
 from kvrelay.bench.client.connection import ConnectionPool, Target
 from kvrelay.bench.load.datasets import Dataset, DatasetKind
 from kvrelay.bench.load.mix import ClassSpec
 from kvrelay.bench.load.request import Length
 from kvrelay.bench.progress import ProgressBar
+from kvrelay.bench.report.files import print_result
+from kvrelay.bench.report.machine import describe_machine
 from kvrelay.bench.report.metrics import LoadReport, figure
+from kvrelay.bench.report.table import Row, results_table
 from kvrelay.bench.serving import RunOptions, ServeRun, require_success, run_serve
 
 
@@ -57,18 +66,55 @@ def figures(load: LoadReport, names: Mapping[str, str]) -> dict[str, float]:
     return {name: figure(load, path) or 0.0 for name, path in names.items()}
 
 
-_CPU_SECONDS = re.compile(rb"^process_cpu_seconds_total\s+(\S+)", re.MULTILINE)
+FIRST = "{first}"
+
+
+@asynccontextmanager
+async def all_running(cases: Sequence[Case], start_s: float = CaseTimes().start_s) -> AsyncIterator[list[Target]]:
+    """The servers of all cases, one started after the other; their logs are not kept. In a command FIRST stands for the
+    first one's URL. Raises BenchError."""
+    async with AsyncExitStack() as stack:
+        logs, targets = Path(stack.enter_context(tempfile.TemporaryDirectory())), list[Target]()
+        for case in cases:
+            command = case.command.replace(FIRST, targets[0].url) if case.command and targets else case.command
+            server = running(replace(case, command=command), logs, CaseTimes(start_s))
+            targets.append(await stack.enter_async_context(server))
+        yield targets
+
+
+async def metrics_of(target: Target) -> dict[tuple[str, str], float]:
+    """A server's Prometheus metrics, as ``metrics_in``; none if it has no such page. Raises BenchError."""
+    async with ConnectionPool(target) as pool:
+        answer = await pool.send(target.head("GET", "/metrics", 0))
+    try:
+        return metrics_in(answer.body.decode()) if answer.status == 200 else {}
+    except ValueError:
+        return {}
+
+
+def metrics_in(page: str) -> dict[tuple[str, str], float]:
+    """By name and, of a histogram's bucket, upper bound. Raises ValueError."""
+    samples = (sample for family in text_string_to_metric_families(page) for sample in family.samples)
+    return {(sample.name, sample.labels.get("le", "")): sample.value for sample in samples}
 
 
 async def cpu_seconds(target: Target) -> float:
-    """CPU time so far of the process that answers, from its Prometheus metrics; NaN if they lack it."""
-    pool = ConnectionPool(target)
-    try:
-        answer = await pool.send(pool.target.head("GET", "/metrics", 0))
-    finally:
-        await pool.close()
-    found = _CPU_SECONDS.search(answer.body) if answer.status == 200 else None
-    try:
-        return float(found[1]) if found is not None else nan
-    except ValueError:
-        return nan
+    """CPU time so far of the process that answers; NaN if its metrics lack it."""
+    return (await metrics_of(target)).get(("process_cpu_seconds_total", ""), nan)
+
+
+def print_rows(
+    rows: Sequence[Row],
+    columns: Mapping[str, str],
+    as_json: bool,
+    *,
+    title: str = "",
+    left: int = 1,
+    after: str = "",
+    **about: Any,
+) -> None:
+    """A table below the machine, or one JSON object, which has ``about``, too. ``title`` and ``after``: lines of text
+    above the table and below it."""
+    machine = describe_machine()
+    text = "\n\n".join(filter(None, (machine, title, results_table(rows, columns, left=left), after)))
+    print_result({"machine": machine, **about, "rows": rows}, text, as_json)

@@ -14,13 +14,12 @@ import click
 import numpy as np
 
 from benchmarks.agents import BLOCK_SIZE, served
+from benchmarks.loads import print_rows
 from benchmarks.options import rounds_option, serve_args_option
 from kvrelay.bench.cases import turns_of
 from kvrelay.bench.compare import serve_case, summarise
 from kvrelay.bench.load.request import random_arrivals
-from kvrelay.bench.report.files import print_result
-from kvrelay.bench.report.machine import describe_machine
-from kvrelay.bench.report.table import Row, results_table
+from kvrelay.bench.report.table import Row
 from kvrelay.cli.options import json_option
 from kvrelay.core.handoff import OrderPolicy
 from kvrelay.simulate.arrival import Arrival
@@ -72,8 +71,7 @@ def orders(rounds: int, prefill: int, decode: int, names: tuple[str, ...], serve
                 }
             )
     rows = summarised(turns)
-    report = {"machine": describe_machine(), "rows": rows, "turns": turns}
-    print_result(report, f"{describe_machine()}\n\n{results_table(rows, _COLUMNS, left=2)}", as_json)
+    print_rows(rows, _COLUMNS, as_json, left=2, turns=turns)
 
 
 def load_of(name: str, seed: int) -> list[Arrival]:

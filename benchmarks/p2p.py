@@ -14,9 +14,9 @@ from typing import Any
 
 import click
 
+from benchmarks.loads import print_rows
 from benchmarks.raw_gloo import raw_gloo
-from kvrelay.bench.report.files import print_result
-from kvrelay.bench.report.table import Row, results_table
+from kvrelay.bench.report.table import Row
 from kvrelay.bench.transfer import move as move_plan
 from kvrelay.bench.transfer import moving, spaced_pieces
 from kvrelay.cli.options import SettingsSource, field_options, json_option
@@ -52,8 +52,8 @@ def p2p(total_mib: int, rounds: int, as_json: bool, **flags: Any) -> None:
     """
     config = SettingsSource((TransferConfig,), None, flags).build(TransferConfig)
     found = run_p2p_benchmark(config, total_bytes=total_mib * 2**20, num_rounds=rounds)
-    text = f"writes of {total_mib} MiB in pieces, {rounds} rounds in turns\n\n{results_table(found, COLUMNS)}"
-    print_result({"total_bytes": total_mib * 2**20, "num_rounds": rounds, "rows": found}, text, as_json)
+    title = f"writes of {total_mib} MiB in pieces, {rounds} rounds in turns"
+    print_rows(found, COLUMNS, as_json, title=title, total_bytes=total_mib * 2**20, num_rounds=rounds)
 
 
 def run_p2p_benchmark(

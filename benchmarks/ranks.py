@@ -23,9 +23,8 @@ from tests.chaos.answers import KnownPrompt
 from tests.chaos.client import ChaosClient
 from tests.chaos.cluster import ClusterUnderTest
 
-from kvrelay.bench.report.files import print_result
-from kvrelay.bench.report.machine import describe_machine
-from kvrelay.bench.report.table import Row, results_table
+from benchmarks.loads import print_rows
+from kvrelay.bench.report.table import Row
 from kvrelay.bench.transfer import pool_metadata
 from kvrelay.cli.options import json_option
 from kvrelay.cli.processes import run_async
@@ -76,9 +75,8 @@ def ranks(rounds: int, transport: str, tp_prefill: int, tp_decode: int, first_to
     rows = _move_in_turns(transport, (tp_prefill, tp_decode), rounds)
     if first_token:
         rows.append(run_async(_first_tokens(transport, (tp_prefill, tp_decode), rounds)))
-    report = {"machine": describe_machine(), "transport": transport, "tp": [tp_prefill, tp_decode], "rows": rows}
     title = f"transport {transport}, tp {tp_prefill} to {tp_decode}"
-    print_result(report, f"{title}\n\n{results_table(rows, _COLUMNS)}", as_json)
+    print_rows(rows, _COLUMNS, as_json, title=title, transport=transport, tp=[tp_prefill, tp_decode])
 
 
 def _compared(name: str, turns: Sequence[tuple[float, float]]) -> Row:

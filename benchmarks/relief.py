@@ -12,23 +12,18 @@ the second figure is the least that drain-then-flip takes: registration and firs
 from __future__ import annotations
 
 import asyncio
-import tempfile
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import click
 
-from benchmarks.loads import fixed_load, send
-from kvrelay.bench.cases import CaseTimes, running
+from benchmarks.loads import all_running, fixed_load, print_rows, send
 from kvrelay.bench.client.connection import Target
 from kvrelay.bench.compare import serve_case
-from kvrelay.bench.report.files import print_result
-from kvrelay.bench.report.machine import describe_machine
-from kvrelay.bench.report.table import Row, results_table
+from kvrelay.bench.report.table import Row
 from kvrelay.cli.options import json_option, model_argument
 from kvrelay.cli.processes import run_async
 from kvrelay.config import ControlConfig, WorkerRole
@@ -65,10 +60,11 @@ def relief(model: str | None, rounds: int, answer: int, as_json: bool) -> None:
     Example: python -m benchmarks relief --rounds 10
     """
     report = run_async(measure(model, rounds, answer))
-    text = f"{describe_machine()}\n\n{results_table(report['rows'], _COLUMNS, left=1)}\n"
-    for name, (value, limit) in report["targets"].items():
-        text += f"target {'met' if value <= limit else 'missed'}: {name} {value:.3f} (at most {limit:g})\n"
-    print_result(report, text, as_json)
+    targets = "\n".join(
+        f"target {'met' if value <= limit else 'missed'}: {name} {value:.3f} (at most {limit:g})"
+        for name, (value, limit) in report["targets"].items()
+    )
+    print_rows(columns=_COLUMNS, as_json=as_json, after=targets, **report)
 
 
 async def measure(model: str | None, num_rounds: int, answer_tokens: int) -> dict[str, Any]:
@@ -76,8 +72,7 @@ async def measure(model: str | None, num_rounds: int, answer_tokens: int) -> dic
     found: dict[str, list[float]] = {"widened": [], "drained": []}
     seed = 0  # a new one each turn: prompts that are cached need no prefill worker
     async with AsyncExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        target = await stack.enter_async_context(running(serve_case("relief", model, FLAGS, ""), folder, CaseTimes()))
+        (target,) = await stack.enter_async_context(all_running([serve_case("relief", model, FLAGS, "")]))
         cluster = await stack.enter_async_context(_opened(target))
         for number in range(num_rounds):
             for name in found if number % 2 else reversed(found):
@@ -88,7 +83,6 @@ async def measure(model: str | None, num_rounds: int, answer_tokens: int) -> dic
     ]
     share = median(found["widened"]) / median(found["drained"])
     return {
-        "machine": describe_machine(),
         "rows": rows,
         "seconds": found,
         "targets": {

@@ -41,7 +41,9 @@ from kvrelay.cli.options import json_option, model_argument
 from kvrelay.config import DisaggConfig, EngineConfig
 from kvrelay.core.handoff import OrderPolicy
 from kvrelay.errors import InvalidInputError
+from kvrelay.evaluate import workbench
 from kvrelay.evaluate.load import replayed, sent_of
+from kvrelay.evaluate.sections import accuracy
 from kvrelay.simulate.arrival import Arrival
 from kvrelay.simulate.cluster import ClusterSpec
 from kvrelay.simulate.costs import Costs, read_costs
@@ -156,8 +158,7 @@ def asked(target: Target, *command: str) -> str:
 
 def places_of(target: Target) -> Counter[str]:
     """Where prefills ran since the workers' start, by place and reason."""
-    workers = json.loads(asked(target, "status", "--json"))["workers"]
-    return sum((Counter(worker["decode"]["places"]) for worker in workers), Counter[str]())
+    return workbench.places_of(json.loads(asked(target, "status", "--json"))["workers"])
 
 
 async def load(target: Target, given: dict[str, Any], at: int, **how: Any) -> tuple[list[RequestRecord], Counter[str]]:
@@ -187,21 +188,8 @@ def compared(
     """Real and simulated figures; errors are simulated / real - 1. ``places``: real ones. ``served``: what the workers
     had answered before. And the whole simulated result."""
     simulated = simulate(spec, arrivals, costs)
-    latencies = simulated.latencies()
-    last_ns = max(record.end_ns for record in records)
-    e2e_s = [(record.end_ns - record.sent_ns) / 1e9 for record in records]
-    real = {
-        "requests_per_s": len(records) / ((last_ns - records[0].sent_ns) / 1e9),
-        "ttft_mean_s": float(np.mean([record.ttft_s for record in records if record.ttft_s is not None])),
-        "e2e_p50_s": float(np.median(e2e_s)),
-    }
-    found = {
-        "requests_per_s": len(simulated.done) / simulated.end_s,
-        "ttft_mean_s": latencies["ttft_s"]["mean"],
-        "e2e_p50_s": latencies["e2e_s"]["p50"],
-    }
-    row: Row = {}
-    for name, value in real.items():
+    found, row = accuracy.simulated_figures(simulated), Row()
+    for name, value in accuracy.measured_figures(sent_of(records)).items():
         row |= {f"real_{name}": value, f"simulated_{name}": found[name], f"error_{name}": found[name] / value - 1}
     row["real_remote"] = places["remote"] / max(places.total(), 1)
     shares = [remote_share(spec, costs, served, arrivals, seed) for seed in range(NUM_SEEDS)]

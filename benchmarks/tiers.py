@@ -16,20 +16,16 @@ import statistics
 import tempfile
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from contextlib import AsyncExitStack
-from pathlib import Path
 
 import click
 import numpy as np
 
-from benchmarks.loads import fixed_load, measure_load
-from kvrelay.bench.cases import CaseTimes, running
+from benchmarks.loads import all_running, fixed_load, measure_load, print_rows
+from kvrelay.bench.cases import turns_of
 from kvrelay.bench.client.connection import Target
 from kvrelay.bench.compare import serve_case
-from kvrelay.bench.report.files import print_result
-from kvrelay.bench.report.machine import describe_machine
 from kvrelay.bench.report.metrics import LoadReport, figure
-from kvrelay.bench.report.table import Row, results_table
+from kvrelay.bench.report.table import Row
 from kvrelay.cli.options import json_option, model_argument
 from kvrelay.core.layout import paged_kv
 from kvrelay.tiers.block import BlockName, shape_of
@@ -64,30 +60,26 @@ def tiers(model: str | None, rounds: int, disk: bool, as_json: bool) -> None:
     """
     rows = asyncio.run(_measure(model, rounds, with_disk=disk))
     hits = policies()
-    text = f"{describe_machine()}\n\n{results_table(rows, _COLUMNS, left=1)}\n\n"
-    text += "hit rate, host store of half the pool: " + ", ".join(f"{name} {rate:.3f}" for name, rate in hits.items())
-    print_result({"machine": describe_machine(), "rows": rows, "hit_rates": hits}, text, as_json)
+    after = "hit rate, host store of half the pool: " + ", ".join(f"{name} {rate:.3f}" for name, rate in hits.items())
+    print_rows(rows, _COLUMNS, as_json, after=after, hit_rates=hits)
 
 
 async def _measure(model: str | None, num_rounds: int, *, with_disk: bool) -> list[Row]:
-    async with AsyncExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        common = f"--prefill 0 --num-blocks {POOL_BLOCKS} --num-threads 1"
-        on = "--host-kv-cache 512MiB --host-kv-linger-s 0"
+    common = f"--prefill 0 --num-blocks {POOL_BLOCKS} --num-threads 1"
+    on = "--host-kv-cache 512MiB --host-kv-linger-s 0"
+    with tempfile.TemporaryDirectory() as folder:
         if with_disk:
-            on += f" --disk-kv-cache {folder / 'kv'},4GiB"
-        cases = (serve_case("off", model, common, ""), serve_case("on", model, common, on))
-        targets = [await stack.enter_async_context(running(case, folder, CaseTimes())) for case in cases]
-        rows = []
-        for load in LOADS:
-            for target in targets:
-                await _turn(target, load, 0)
-            found: list[list[LoadReport]] = [[], []]
-            for number in range(1, num_rounds + 1):
-                for which in (0, 1) if number % 2 else (1, 0):
+            on += f" --disk-kv-cache {folder}/kv,4GiB"
+        async with all_running([serve_case("off", model, common, ""), serve_case("on", model, common, on)]) as targets:
+            rows = []
+            for load in LOADS:
+                for target in targets:
+                    await _turn(target, load, 0)
+                found: list[list[LoadReport]] = [[], []]
+                for number, which in turns_of((0, 1), num_rounds):
                     found[which].append(await _turn(targets[which], load, number))
-            rows.append(_row(load, found))
-        return rows
+                rows.append(_row(load, found))
+            return rows
 
 
 async def _turn(target: Target, load: str, number: int) -> LoadReport:

@@ -9,24 +9,20 @@ from __future__ import annotations
 import asyncio
 import random
 import statistics
-import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
 import click
 import psutil
 
-from benchmarks.loads import fixed_load, measure_load
+from benchmarks.loads import all_running, fixed_load, measure_load, print_rows
 from benchmarks.options import parsed
-from kvrelay.bench.cases import Case, CaseTimes, check_names, running
+from kvrelay.bench.cases import Case, check_names, turns_of
 from kvrelay.bench.client.connection import Target
 from kvrelay.bench.client.stream import BodyOptions
 from kvrelay.bench.compare import serve_case
-from kvrelay.bench.report.files import print_result
-from kvrelay.bench.report.machine import describe_machine
-from kvrelay.bench.report.table import Row, results_table
+from kvrelay.bench.report.table import Row
 from kvrelay.cli.options import json_option, model_argument
 from kvrelay.errors import InvalidInputError
 
@@ -69,25 +65,19 @@ def turns(model: str | None, others: tuple[str, ...], rounds: int, as_json: bool
         raise InvalidInputError("two servers that are started here are compared", param="case")
     check_names(tuple(cases))
     rows = asyncio.run(_measure(cases, rounds))
-    title = f"{cases[0].name} (first) and {cases[1].name} (second), CPU time per request; {describe_machine()}"
-    print_result(
-        {"machine": describe_machine(), "rows": rows}, f"{title}\n\n{results_table(rows, _COLUMNS, left=2)}", as_json
-    )
+    title = f"{cases[0].name} (first) and {cases[1].name} (second), CPU time per request"
+    print_rows(rows, _COLUMNS, as_json, title=title, left=2)
 
 
 async def _measure(cases: Sequence[Case], num_rounds: int) -> list[Row]:
-    async with AsyncExitStack() as stack:
-        logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        targets = [await stack.enter_async_context(running(case, logs, CaseTimes())) for case in cases]
+    async with all_running(cases) as targets:
         rows: list[Row] = []
         for load in LOADS:
             for target in targets:
                 await _turn(target, load, 0)
             found: list[list[Mapping[str, float]]] = [[], []]
-            for number in range(num_rounds):
-                # The order is turned round each time, so that drift favours nobody.
-                for which in (0, 1) if number % 2 else (1, 0):
-                    found[which].append(await _turn(targets[which], load, number))
+            for number, which in turns_of((0, 1), num_rounds):
+                found[which].append(await _turn(targets[which], load, number))
             rows += [_row(load, name, [[turn[name] for turn in each] for each in found]) for name in PROCESSES]
         return rows
 

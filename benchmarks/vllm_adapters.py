@@ -20,10 +20,10 @@ from pathlib import Path
 from tests.adapters import write_adapter
 
 from benchmarks.loads import fixed_load, measure_load
-from benchmarks.vllm_steps import Turn, add_load_arguments, plain, take_turns, worker
+from benchmarks.vllm_steps import Turn, load_parser, plain, print_table, take_turns, worker
 from kvrelay.bench.client.connection import Target
 from kvrelay.bench.report.metrics import LoadReport
-from kvrelay.bench.report.table import Row, table
+from kvrelay.bench.report.table import Row
 
 ADAPTERS = [f"adapter-{number}" for number in range(8)]
 RANK = 8
@@ -87,8 +87,7 @@ def shown(at_once: str, rows: Mapping[str, Row]) -> list[dict[str, str]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_load_arguments(parser)
+    parser = load_parser(__doc__)
     parser.set_defaults(at_once=[16], max_num_seqs=32)
     parser.add_argument("--pairs", type=int, default=1, help="prefill and decode workers of kvrelay, of each as many")
     given = parser.parse_args(arguments)
@@ -97,8 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for seed, name in enumerate(ADAPTERS):
             write_adapter(Path(folder) / name, seed, rank=RANK)
         found = asyncio.run(take_turns(commands(given, Path(folder)), turns, given.rounds))
-    rows = [line for at_once, medians in found.items() for line in shown(at_once, medians)]
-    print(table(tuple(rows[0]), [list(row.values()) for row in rows], markdown=True))
+    print_table([line for at_once, medians in found.items() for line in shown(at_once, medians)])
 
 
 if __name__ == "__main__":

@@ -10,23 +10,19 @@ computes on a core of its own. No prompt comes twice to a server. Medians of the
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 
-from benchmarks.vllm_steps import add_load_arguments, throughputs, worker
-from kvrelay.bench.report.table import table
+from benchmarks.vllm_steps import load_parser, print_table, throughputs, worker
 
 ENGINES = "two engines"
 FLAGS = {ENGINES: "--decode 2", "dp 2, experts spread": "--dp 2 --ep", "dp 2, experts cut": "--dp 2"}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_load_arguments(parser)
+    parser = load_parser(__doc__)
     parser.set_defaults(at_once=[8, 32])
     given = parser.parse_args(arguments)
-    rows = throughputs(given, {name: worker(given, flags) for name, flags in FLAGS.items()}, ENGINES)
-    print(table(tuple(rows[0]), [list(row.values()) for row in rows], markdown=True))
+    print_table(throughputs(given, {name: worker(given, flags) for name, flags in FLAGS.items()}, ENGINES))
 
 
 if __name__ == "__main__":

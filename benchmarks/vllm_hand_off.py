@@ -22,9 +22,9 @@ from collections.abc import Sequence
 import msgspec
 
 from benchmarks.loads import figures, fixed_load, measure_load
-from benchmarks.vllm_steps import Turn, take_turns
+from benchmarks.vllm_steps import Turn, print_table, take_turns
 from kvrelay.bench.client.connection import Target
-from kvrelay.bench.report.table import Row, table
+from kvrelay.bench.report.table import Row
 from kvrelay.launch.frontend_calls import listed_requests, request_waterfall
 from kvrelay.marks.waterfall import Waterfall
 
@@ -84,19 +84,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     }
     turns = {str(num_tokens): turn(num_tokens, given.requests) for num_tokens in given.prompt_tokens}
     found = asyncio.run(take_turns(commands, turns, given.rounds))
-    rows = [
-        {
-            "tokens": num_tokens,
-            "case": name,
-            "first token ms": f"{row['first_s'] * 1e3:.1f}",
-            "second token ms": f"{row['second_s'] * 1e3:.1f}",
-            **{f"{part} ms": f"{row[part]:.2f}" for part in PARTS},
-            "failed": f"{row['failed']:.0f}",
-        }
-        for num_tokens, cases in found.items()
-        for name, row in cases.items()
-    ]
-    print(table(tuple(rows[0]), [list(row.values()) for row in rows], markdown=True))
+    print_table(
+        [
+            {
+                "tokens": num_tokens,
+                "case": name,
+                "first token ms": f"{row['first_s'] * 1e3:.1f}",
+                "second token ms": f"{row['second_s'] * 1e3:.1f}",
+                **{f"{part} ms": f"{row[part]:.2f}" for part in PARTS},
+                "failed": f"{row['failed']:.0f}",
+            }
+            for num_tokens, cases in found.items()
+            for name, row in cases.items()
+        ]
+    )
 
 
 if __name__ == "__main__":

@@ -15,17 +15,16 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import re
 import shlex
 from collections.abc import Mapping, Sequence
 from math import nan
 from typing import NamedTuple
 
-from benchmarks.loads import fixed_load, measure_load
-from benchmarks.vllm_steps import BLOCK_SIZE, Turn, add_load_arguments, plain, take_turns, worker
+from benchmarks.loads import fixed_load, measure_load, metrics_in
+from benchmarks.vllm_steps import BLOCK_SIZE, Turn, load_parser, plain, print_table, take_turns, worker
 from kvrelay.bench.client.connection import ConnectionPool, Target
 from kvrelay.bench.report.metrics import figure
-from kvrelay.bench.report.table import Row, table
+from kvrelay.bench.report.table import Row
 
 NGRAMS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
 PLAIN, SPLIT = "vllm serve", "kvrelay 1P1D"
@@ -33,7 +32,6 @@ DRAFTING = " with n-grams"
 SETTLE_S = 2.0
 """A worker's last load sample is on its way to the frontend."""
 WARM_UP = 4
-_COUNTER = re.compile(r"^vllm:spec_decode_num_(draft|accepted)_tokens_total\{[^}]*\}\s+(\S+)", re.MULTILINE)
 
 
 class Drafts(NamedTuple):
@@ -48,21 +46,21 @@ class Drafts(NamedTuple):
 
 async def drafts_of(target: Target) -> Drafts:
     """Those that a vLLM server, or all workers of a kvrelay cluster, have counted."""
-    pool = ConnectionPool(target)
-    try:
+    async with ConnectionPool(target) as pool:
         cluster = await pool.send(target.head("GET", "/debug/cluster", 0))
         if cluster.status == 200:
             workers = json.loads(cluster.body)["workers"]
             return Drafts(*(sum(each[f"{name}_tokens"] for each in workers) for name in Drafts._fields))
         return drafts_in((await pool.send(target.head("GET", "/metrics", 0))).body.decode())
-    finally:
-        await pool.close()
 
 
 def drafts_in(metrics: str) -> Drafts:
     """Of vLLM's metrics page."""
-    found = {name: float(value) for name, value in _COUNTER.findall(metrics)}
-    return Drafts(found.get("draft", 0.0), found.get("accepted", 0.0))
+    found = metrics_in(metrics)
+    drafted, accepted = (
+        found.get((f"vllm:spec_decode_num_{name}_tokens_total", ""), 0.0) for name in ("draft", "accepted")
+    )
+    return Drafts(drafted, accepted)
 
 
 def counted(drafts: Drafts, num_tokens: float) -> Row:
@@ -137,16 +135,14 @@ def shown(at_once: str, rows: Mapping[str, Row]) -> list[dict[str, str]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_load_arguments(parser)
+    parser = load_parser(__doc__)
     parser.set_defaults(at_once=[1, 4], output_tokens=128, max_num_seqs=16)
     parser.add_argument("--connector", choices=("nixl", "kvrelay"), default="nixl")
     given = parser.parse_args(arguments)
     cases = commands(given)
     turns = {str(count): turn(given, count, len(cases)) for count in given.at_once}
     found = asyncio.run(take_turns(cases, turns, given.rounds))
-    rows = [line for at_once, medians in found.items() for line in shown(at_once, medians)]
-    print(table(tuple(rows[0]), [list(row.values()) for row in rows], markdown=True))
+    print_table([line for at_once, medians in found.items() for line in shown(at_once, medians)])
 
 
 if __name__ == "__main__":

@@ -19,20 +19,18 @@ import argparse
 import asyncio
 import shlex
 import sys
-import tempfile
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack
 from pathlib import Path
 
-from benchmarks.loads import figures, fixed_load, measure_load, send
-from kvrelay.bench.cases import Case, CaseTimes, running, turns_of
+from benchmarks.loads import all_running, figures, fixed_load, measure_load, send
+from kvrelay.bench.cases import Case, turns_of
 from kvrelay.bench.client.connection import Target
 from kvrelay.bench.client.driver import RunLimits
 from kvrelay.bench.compare import summarise
 from kvrelay.bench.interference import figures_of
 from kvrelay.bench.report.table import Row, table
 
-TIMES = CaseTimes(start_s=900.0)
+START_S = 900.0
 WARM_UP = 8
 BLOCK_SIZE = 32
 WITH, WITHOUT = "recorder", "no recorder"
@@ -65,19 +63,17 @@ def plain(given: argparse.Namespace) -> str:
 
 
 async def take_turns(commands: Mapping[str, str], turns: Mapping[str, Turn], rounds: int) -> dict[str, dict[str, Row]]:
-    """The medians of each turn, by the turn's name and the case's."""
+    """The medians of each turn, by the turn's name and the case's. Each turn has a seed of its own."""
     found: dict[str, dict[str, Row]] = {}
-    with tempfile.TemporaryDirectory() as logs:
-        async with AsyncExitStack() as stack:
-            cases = [Case(name, command=command) for name, command in commands.items()]
-            targets = {case.name: await stack.enter_async_context(running(case, Path(logs), TIMES)) for case in cases}
-            for name, turn in turns.items():
-                rows: list[Row] = []
-                for seed, (round_number, case) in enumerate(turns_of(cases, rounds)):
-                    row = await turn(targets[case.name], 1000 * len(found) + seed)
-                    rows.append({"case": case.name, "round": round_number, "error": None, **row})
-                    print(f"{name}: {rows[-1]}", file=sys.stderr)
-                found[name] = {row["case"]: row for row in summarise(rows, {"failed": sum})}
+    cases = [Case(name, command=command) for name, command in commands.items()]
+    async with all_running(cases, START_S) as targets:
+        for name, turn in turns.items():
+            rows: list[Row] = []
+            for seed, (round_number, (case, target)) in enumerate(turns_of([*zip(commands, targets)], rounds)):
+                row = await turn(target, 1000 * len(found) + seed)
+                rows.append({"case": case, "round": round_number, "error": None, **row})
+                print(f"{name}: {rows[-1]}", file=sys.stderr)
+            found[name] = {row["case"]: row for row in summarise(rows, {"failed": sum})}
     return found
 
 
@@ -149,8 +145,11 @@ def chunks(given: argparse.Namespace) -> list[dict[str, str]]:
     ]
 
 
-def add_load_arguments(parser: argparse.ArgumentParser) -> None:
-    """The model, the load of ``throughputs``, and what ``worker`` and ``plain`` are started with."""
+def load_parser(about: str | None, modes: Sequence[str] = ()) -> argparse.ArgumentParser:
+    """``what`` of the modes, the model, the load of ``throughputs``, and what ``worker`` and ``plain`` start with."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    if modes:
+        parser.add_argument("what", choices=modes)
     parser.add_argument("model")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--at-once", type=int, nargs="+", default=[16, 128])
@@ -162,20 +161,24 @@ def add_load_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-num-seqs", type=int, default=128)
     parser.add_argument("--max-num-batched-tokens", type=int, default=2048)
     parser.add_argument("--cores", default="", help="those that each vLLM computes on; default: all")
+    return parser
+
+
+def print_table(rows: Sequence[Mapping[str, str]]) -> None:
+    """In Markdown; the columns are the names of the first row."""
+    print(table(tuple(rows[0]), [list(row.values()) for row in rows], markdown=True))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("recorder", "loop", "chunks"))
-    add_load_arguments(parser)
+    modes = {"recorder": recorder, "loop": loop, "chunks": chunks}
+    parser = load_parser(__doc__, list(modes))
     parser.add_argument("--slo-itl-ms", type=float, default=30.0)
     parser.add_argument("--chats", type=int, default=8, help="chats at once")
     parser.add_argument("--longs", type=int, default=1, help="long prompts at once")
     parser.add_argument("--long-tokens", type=int, default=1800)
     parser.add_argument("--seconds", type=float, default=30.0, help="of a turn")
     given = parser.parse_args(arguments)
-    rows = {"recorder": recorder, "loop": loop, "chunks": chunks}[given.what](given)
-    print(table(tuple(rows[0]), [list(row.values()) for row in rows], markdown=True))
+    print_table(modes[given.what](given))
 
 
 if __name__ == "__main__":

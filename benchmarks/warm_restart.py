@@ -21,14 +21,13 @@ import msgspec
 import numpy as np
 import psutil
 
+from benchmarks.loads import print_rows
 from kvrelay.bench.cases import Case, CaseTimes, running
 from kvrelay.bench.client.connection import ConnectionPool, Target
 from kvrelay.bench.client.service import ask
 from kvrelay.bench.client.stream import ChunkUsage
 from kvrelay.bench.compare import serve_case
-from kvrelay.bench.report.files import print_result
-from kvrelay.bench.report.machine import describe_machine
-from kvrelay.bench.report.table import Row, results_table
+from kvrelay.bench.report.table import Row
 from kvrelay.cli.options import json_option, model_argument
 from kvrelay.cli.processes import run_async
 
@@ -62,8 +61,7 @@ def warm_restart(model: str | None, rounds: int, as_json: bool) -> None:
     Example: python -m benchmarks warm-restart --rounds 5
     """
     rows = run_async(_measure(model, rounds))
-    text = f"{describe_machine()}\n\n{results_table(rows, _COLUMNS, left=2)}"
-    print_result({"machine": describe_machine(), "rows": rows}, text, as_json)
+    print_rows(rows, _COLUMNS, as_json, left=2)
 
 
 async def _measure(model: str | None, num_rounds: int) -> list[Row]:
@@ -124,14 +122,12 @@ class _Prompts:
 
 async def _hit_rate(target: Target, prompts: _Prompts, num: int = 10**6, until_s: float = float("inf")) -> float:
     """Of prompts asked one after another, at most ``num`` and until then."""
-    pool, num_tokens, num_cached = ConnectionPool(target), 0, 0
-    try:
+    num_tokens = num_cached = 0
+    async with ConnectionPool(target) as pool:
         while prompts.num_asked < num and time.monotonic() < until_s:
             body = {"prompt": prompts.next(), "max_tokens": 2, "ignore_eos": True}
             usage = (await asyncio.wait_for(ask(pool, "/v1/completions", _Usage, body), ANSWER_S)).usage
             num_tokens += usage.prompt_tokens
             details = usage.prompt_tokens_details
             num_cached += (details.cached_tokens or 0) if details else 0
-    finally:
-        await pool.close()
     return num_cached / max(num_tokens, 1)

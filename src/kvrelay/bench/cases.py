@@ -115,13 +115,11 @@ async def _healthy(
         if code is not None:
             raise BenchError(f"case {case.name} ended with code {code} at its start: {_last_line(log_path)}")
 
-    pool = ConnectionPool(target)
-    try:
-        await wait_until_healthy(pool, timeout_s, check_alive)
-    except ServerDownError as exc:
-        raise BenchError(f"case {case.name}: {exc.message}; its log is {log_path}") from exc
-    finally:
-        await pool.close()
+    async with ConnectionPool(target) as pool:
+        try:
+            await wait_until_healthy(pool, timeout_s, check_alive)
+        except ServerDownError as exc:
+            raise BenchError(f"case {case.name}: {exc.message}; its log is {log_path}") from exc
 
 
 async def _stop(process: subprocess.Popen[bytes], timeout_s: float) -> None:

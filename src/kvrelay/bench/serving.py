@@ -75,8 +75,7 @@ class ServeRun(msgspec.Struct, frozen=True):
 
 async def run_serve(options: RunOptions, bar: ProgressBar) -> ServeRun:
     """Check the server, warm it up, run the load, count tokens again. Raises BenchError if the load cannot run."""
-    pool = ConnectionPool(options.target)
-    try:
+    async with ConnectionPool(options.target) as pool:
         body = replace(options.body, model=options.model or await first_model(pool))
         classes = [build_class(spec, options.seed) for spec in options.classes]
         if body.endpoint is StreamEndpoint.CHAT:
@@ -85,8 +84,6 @@ async def run_serve(options: RunOptions, bar: ProgressBar) -> ServeRun:
         started_at = datetime.now(UTC).isoformat(timespec="seconds")
         result = await LoadDriver(pool, body, options.limits, bar).run(tuple(classes))
         retokenized = await _retokenize(options, pool, body.model, result.records)
-    finally:
-        await pool.close()
     info = RunInfo(options.backend, options.target.url, body.model, body.endpoint.value, options.command, started_at)
     offered = [OfferedLoad(spec.name, spec.finite_rate, spec.max_concurrency) for spec in options.classes]
     return ServeRun(serve_report(info, result, offered, options.slo, retokenized), result)

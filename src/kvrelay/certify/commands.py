@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -108,8 +107,9 @@ def _options(
     **given: Any,
 ) -> CertifyOptions:
     """Raises InvalidInputError, CheckpointError."""
+    from kvrelay.bench.commands.options import command_line
     from kvrelay.certify.findings import Group
-    from kvrelay.certify.run import CertifyOptions, command_text
+    from kvrelay.certify.run import CertifyOptions
     from kvrelay.launch.models import resolve_model, served_name
 
     if (url is None) != (reference_url is None):
@@ -126,7 +126,7 @@ def _options(
         urls=(url, reference_url) if url and reference_url else None,
         gpus=_gpus(given["device"]),
         serve_flags=tuple(shlex.split(serve_flags)),
-        command=command_text(["kvrelay", *sys.argv[1:]]),
+        command=command_line(),
         tp=tp,
         pp=pp,
         **given,

@@ -37,6 +37,10 @@ class Series(msgspec.Struct, frozen=True):
     points: tuple[tuple[float, float], ...]
 
 
+Facts = dict[str, str | int | float]
+"""By name."""
+
+
 class Row(msgspec.Struct, frozen=True):
     """One thing that was tried. ``cell``: with which engine, transport, order and ranks. ``reason``: one sentence."""
 
@@ -45,7 +49,7 @@ class Row(msgspec.Struct, frozen=True):
     cell: str
     verdict: Verdict
     reason: str
-    evidence: dict[str, str | int | float] = {}
+    evidence: Facts = {}
     series: tuple[Series, ...] = ()
     seconds: float = 0.0
 

@@ -14,8 +14,8 @@ import msgspec
 from kvrelay.bench.errors import BenchError
 from kvrelay.certify.answers import compare
 from kvrelay.certify.ends import Await, Blocks, Check, Fill, HandOver
-from kvrelay.certify.findings import Group, Row, Verdict
-from kvrelay.certify.kv import TAKER_AT_REST, lay_to_rest, units_of
+from kvrelay.certify.findings import Facts, Group, Row, Verdict
+from kvrelay.certify.kv import TAKER_AT_REST, Pair, lay_to_rest
 from kvrelay.certify.peer import PeerEnd
 from kvrelay.certify.served import NUM_TOKENS, Reference
 from kvrelay.certify.servers import Answer, Cluster, Server, tell_process
@@ -94,7 +94,7 @@ def judge_harm(
     broken = [outcome for outcome in outcomes.values() if isinstance(outcome, str)]
     whole = [(at, outcome) for at, outcome in outcomes.items() if isinstance(outcome, Answer)]
     wrong = compare([reference.alone[at] for at, _ in whole], [each for _, each in whole], reference.tie)
-    evidence: dict[str, str | int | float] = {
+    evidence: Facts = {
         "requests": len(outcomes) + num_late,
         "whole": len(whole),
         "broken off": len(broken),
@@ -153,9 +153,8 @@ def prove_lost_end(ends: Sequence[PeerEnd], cell: str, *, is_taker: bool, timeou
     began_s = time.monotonic()
     title = f"the {'receiving' if is_taker else 'sending'} process killed in mid-transfer"
     giver, taker = ends
-    per_giver, per_taker = units_of(giver, taker)
-    most = min(giver.num_blocks // per_giver, taker.num_blocks // per_taker) // 2
-    own, theirs = Blocks(tuple(range(most * per_giver))), Blocks(tuple(range(most * per_taker)))
+    pair = Pair(giver, taker)
+    own, theirs = pair.blocks(pair.most // 2)
     try:
         if (damage := lay_to_rest(taker, TAKER_AT_REST)) is not None:
             return Row(Group.HOLDS, title, cell, Verdict.FAIL, str(damage))
@@ -172,7 +171,7 @@ def prove_lost_end(ends: Sequence[PeerEnd], cell: str, *, is_taker: bool, timeou
                 problem or f"the transfer ended with an error after {told.seconds:.2f} s, of {timeout_s:g} s at most"
             )
         else:
-            others = tuple(range(most * per_taker, taker.num_blocks))
+            others = tuple(range(len(theirs.ids), taker.num_blocks))
             spilled = taker.tell(Check(Blocks(others, is_at_rest=True), TAKER_AT_REST)).damage
             problem = None if spilled is None else str(spilled)
             reason = problem or "no block beyond those that were handed over has changed"

@@ -17,7 +17,7 @@ import msgspec
 
 from kvrelay.certify.counters import Evidence, Octets, Way
 from kvrelay.certify.ends import Arrived, Await, Blocks, Cancel, Check, End, Fill, HandOver, RawCopy, Told
-from kvrelay.certify.findings import Group, Row, Series, Verdict
+from kvrelay.certify.findings import Facts, Group, Row, Series, Verdict
 from kvrelay.certify.pattern import Damage, Known
 from kvrelay.errors import TransferError
 from kvrelay.transfer.values import TransferOp
@@ -49,15 +49,39 @@ def _quiet(share: float) -> None:
     """No one watches."""
 
 
-class _Ids:
-    """Hand-offs' numbers, and their generations."""
+class Pair:
+    """Two ends, and the hand-offs between them. A *unit* is the fewest tokens that are whole blocks of both."""
 
-    def __init__(self) -> None:
-        self.number = 0
+    def __init__(self, giver: End, taker: End) -> None:
+        self.giver, self.taker = self.ends = giver, taker
+        unit = math.lcm(giver.layout.block_size, taker.layout.block_size)
+        self.per_unit = [unit // end.layout.block_size for end in self.ends]
+        """Blocks of each end."""
+        self.most = min(end.num_blocks // per for end, per in zip(self.ends, self.per_unit))
+        """Units that fit into both pools."""
+        self._num_handoffs = 0
 
     def next(self) -> tuple[int, int]:
-        self.number += 1
-        return self.number, (self.number - 1) % MAX_HANDOFF + 1
+        """The number of another hand-off, and its generation."""
+        self._num_handoffs += 1
+        return self._num_handoffs, (self._num_handoffs - 1) % MAX_HANDOFF + 1
+
+    def blocks(self, num_units: int, first: int = 0) -> tuple[Blocks, Blocks]:
+        """The first ``num_units`` units of each pool, or those from ``first`` on."""
+        own, theirs = (Blocks(tuple(range(first * per, (first + num_units) * per))) for per in self.per_unit)
+        return own, theirs
+
+    def lay_to_rest(self) -> Damage | None:
+        """Both pools; what is wrong."""
+        return lay_to_rest(self.giver, GIVER_AT_REST) or lay_to_rest(self.taker, TAKER_AT_REST)
+
+    def move(self, own: Blocks, theirs: Blocks) -> Told:
+        """A hand-off from its begin to its notification."""
+        number, _ = self.next()
+        self.giver.tell(HandOver(number, TransferOp.WRITE, own, theirs))
+        told = self.giver.tell(Await(number, AWAIT_S))
+        arrived = told if told.error is not None else self.taker.tell(Arrived(number, AWAIT_S))
+        return told if arrived.error is None else arrived
 
 
 # -- Right: block by block --------------------------------------------------------------------------------------------
@@ -66,27 +90,25 @@ class _Ids:
 def prove_blocks(giver: End, taker: End, cell: str, seed: int = 0, progress: Progress = _quiet) -> Row:
     """Writes to the taker and reads from it, of adjacent and scattered blocks, each compared word by word; no other
     block may change."""
-    began_s = time.monotonic()
-    trials = list(_trials(giver, taker, seed))
-    ids, problem, num_bytes = _Ids(), None, 0
+    began_s, pair = time.monotonic(), Pair(giver, taker)
+    trials = list(_trials(pair, seed))
+    problem, num_bytes = None, 0
     for at, (op, name, own, theirs) in enumerate(trials):
-        problem = _try_blocks(giver, taker, ids, op, own, theirs)
+        problem = _try_blocks(pair, op, own, theirs)
         num_bytes += len(own.ids) * giver.layout.block_bytes
         progress((at + 1) / len(trials))
         if problem is not None:
             problem = f"{op.value} of {name}: {problem}"
             break
     reason = problem or f"{len(trials)} of {len(trials)} trials arrived word for word, and nothing else changed"
-    evidence: dict[str, str | int | float] = {"trials": len(trials), "bytes compared": num_bytes}
-    evidence |= {"layout": _layouts_text(giver, taker)}
-    return _row("KV, block by block", cell, problem, str(reason), evidence, began_s)
+    layouts = (f"tp {of.tp_size} pp {of.pp_size}, blocks of {of.block_size}" for of in (giver.layout, taker.layout))
+    evidence: Facts = {"trials": len(trials), "bytes compared": num_bytes, "layout": " to ".join(layouts)}
+    return _row("KV, block by block", cell, problem, reason, evidence, began_s)
 
 
-def _trials(giver: End, taker: End, seed: int) -> Iterator[tuple[TransferOp, str, Blocks, Blocks]]:
+def _trials(pair: Pair, seed: int) -> Iterator[tuple[TransferOp, str, Blocks, Blocks]]:
     """(op of the giver, name, the giver's blocks, the taker's). Both sides have whole blocks of the same tokens."""
-    draw = random.Random(seed)
-    per_unit = units_of(giver, taker)
-    most = min(end.num_blocks // count for end, count in zip((giver, taker), per_unit)) // 2
+    draw, most = random.Random(seed), pair.most // 2
     for op in (TransferOp.WRITE, TransferOp.READ):
         for name, num_units, is_scattered, first in (
             ("adjacent blocks", most, False, 0),
@@ -95,7 +117,7 @@ def _trials(giver: End, taker: End, seed: int) -> Iterator[tuple[TransferOp, str
             ("the middle of a prompt, scattered", max(1, most // 2), True, 3),
         ):
             sides = []
-            for end, count in zip((giver, taker), per_unit):
+            for end, count in zip(pair.ends, pair.per_unit):
                 num = num_units * count
                 start = draw.randrange(end.num_blocks - num + 1)
                 chosen = draw.sample(range(end.num_blocks), num) if is_scattered else range(start, start + num)
@@ -103,12 +125,12 @@ def _trials(giver: End, taker: End, seed: int) -> Iterator[tuple[TransferOp, str
             yield op, name, sides[0], sides[1]
 
 
-def _try_blocks(giver: End, taker: End, ids: _Ids, op: TransferOp, own: Blocks, theirs: Blocks) -> str | Damage | None:
+def _try_blocks(pair: Pair, op: TransferOp, own: Blocks, theirs: Blocks) -> str | Damage | None:
     """One trial; what is wrong."""
-    for end, generation in ((giver, GIVER_AT_REST), (taker, TAKER_AT_REST)):
-        if (damage := lay_to_rest(end, generation)) is not None:
-            return f"a pattern that a device has just written reads back otherwise: {damage}"
-    number, generation = ids.next()
+    if (damage := pair.lay_to_rest()) is not None:
+        return f"a pattern that a device has just written reads back otherwise: {damage}"
+    giver, taker = pair.ends
+    number, generation = pair.next()
     is_write = op is TransferOp.WRITE
     source, target = ((giver, own), (taker, theirs)) if is_write else ((taker, theirs), (giver, own))
     source[0].tell(Fill(source[1], generation))
@@ -128,12 +150,6 @@ def _try_blocks(giver: End, taker: End, ids: _Ids, op: TransferOp, own: Blocks, 
     others = tuple(sorted(set(range(target[0].num_blocks)) - set(target[1].ids)))
     spilled = target[0].tell(Check(Blocks(others, is_at_rest=True), rests[1])).damage
     return None if spilled is None else f"bytes outside of the blocks that were handed over: {spilled}"
-
-
-def units_of(giver: End, taker: End) -> list[int]:
-    """Blocks of each side in the fewest tokens that are whole blocks of both."""
-    unit = math.lcm(giver.layout.block_size, taker.layout.block_size)
-    return [unit // end.layout.block_size for end in (giver, taker)]
 
 
 def lay_to_rest(end: End, generation: int) -> Damage | None:
@@ -160,21 +176,17 @@ class _Reuse:
     """Many hand-offs over few blocks. A block is used again as soon as its hand-off has ended; what it then holds must
     stay until it is used again."""
 
-    def __init__(self, giver: End, taker: End, seed: int) -> None:
-        self._giver, self._taker = giver, taker
+    def __init__(self, pair: Pair, seed: int) -> None:
+        self._pair = pair
         self._draw = random.Random(seed)
-        self._ids = _Ids()
-        self._free = [list(range(end.num_blocks)) for end in (giver, taker)]
+        self._free = [list(range(end.num_blocks)) for end in pair.ends]
         self._flights: deque[_Flight] = deque()
         self._residents: deque[tuple[Blocks, int]] = deque()
-        self._units = units_of(giver, taker)
         self.num_done = self.num_cancelled = self.num_checks = 0
 
     def run(self, num_handoffs: int, progress: Progress) -> str | Damage | None:
         """What is wrong; None: nothing."""
-        problem: str | Damage | None = None
-        for end, generation in ((self._giver, GIVER_AT_REST), (self._taker, TAKER_AT_REST)):
-            problem = problem or lay_to_rest(end, generation)
+        problem: str | Damage | None = self._pair.lay_to_rest()
         for at in range(num_handoffs):
             problem = problem or self._make_room() or self._begin()
             if problem is not None:
@@ -187,7 +199,7 @@ class _Reuse:
 
     def _make_room(self) -> str | Damage | None:
         while True:
-            lacks = any(len(free) < MAX_UNITS * per for free, per in zip(self._free, self._units))
+            lacks = any(len(free) < MAX_UNITS * per for free, per in zip(self._free, self._pair.per_unit))
             if len(self._flights) >= WINDOW or (lacks and self._flights):
                 problem = self._finish()
             elif len(self._residents) >= MAX_RESIDENTS or (lacks and self._residents):
@@ -200,18 +212,18 @@ class _Reuse:
     def _begin(self) -> str | None:
         num_units, first = self._draw.randint(2, MAX_UNITS), self._draw.randrange(8)
         own, theirs = (self._take(side, num_units, first) for side in (0, 1))
-        number, generation = self._ids.next()
-        self._giver.tell(Fill(own, generation))
+        number, generation = self._pair.next()
+        self._pair.giver.tell(Fill(own, generation))
         is_cancelled = self._draw.random() < CANCEL_SHARE
         self._flights.append(_Flight(number, generation, own, theirs, is_cancelled))
         kept = num_units // 2 if is_cancelled else num_units
         own, theirs = (
-            Blocks(each.ids[: kept * per], each.first_block) for each, per in zip((own, theirs), self._units)
+            Blocks(each.ids[: kept * per], each.first_block) for each, per in zip((own, theirs), self._pair.per_unit)
         )
-        return self._giver.tell(HandOver(number, TransferOp.WRITE, own, theirs, not is_cancelled)).error
+        return self._pair.giver.tell(HandOver(number, TransferOp.WRITE, own, theirs, not is_cancelled)).error
 
     def _take(self, side: int, num_units: int, first_unit: int) -> Blocks:
-        free, per = self._free[side], self._units[side]
+        free, per = self._free[side], self._pair.per_unit[side]
         self._draw.shuffle(free)
         taken, free[:] = tuple(free[: num_units * per]), free[num_units * per :]
         return Blocks(taken, first_unit * per)
@@ -219,17 +231,17 @@ class _Reuse:
     def _finish(self) -> str | Damage | None:
         """The oldest in flight. The taker computes at once in the blocks of a cancelled one."""
         flight = self._flights.popleft()
-        error = self._giver.tell(Await(flight.number, AWAIT_S)).error
+        error = self._pair.giver.tell(Await(flight.number, AWAIT_S)).error
         if error is None and not flight.is_cancelled:
-            error = self._taker.tell(Arrived(flight.number, AWAIT_S)).error
+            error = self._pair.taker.tell(Arrived(flight.number, AWAIT_S)).error
         if error is not None:
             return error
         self._free[0] += flight.own.ids
         generation = flight.generation
         if flight.is_cancelled:
             self.num_cancelled += 1
-            _, generation = self._ids.next()
-            self._taker.tell(Fill(flight.theirs, generation))
+            _, generation = self._pair.next()
+            self._pair.taker.tell(Fill(flight.theirs, generation))
         else:
             self.num_done += 1
         self._residents.append((flight.theirs, generation))
@@ -242,7 +254,7 @@ class _Reuse:
 
     def _look(self, blocks: Blocks, generation: int) -> Damage | None:
         self.num_checks += 1
-        return self._taker.tell(Check(blocks, generation, Known(GIVER_AT_REST, TAKER_AT_REST))).damage
+        return self._pair.taker.tell(Check(blocks, generation, Known(GIVER_AT_REST, TAKER_AT_REST))).damage
 
 
 def prove_reuse(
@@ -250,16 +262,16 @@ def prove_reuse(
 ) -> Row:
     """Many hand-offs, some given up half-way, whose blocks are used again at once: a late write shows."""
     began_s = time.monotonic()
-    reuse = _Reuse(giver, taker, seed)
+    reuse = _Reuse(Pair(giver, taker), seed)
     problem = reuse.run(num_handoffs, progress)
     reason = f"{reuse.num_done:,} hand-offs whole, {reuse.num_cancelled:,} cancelled, no block damaged"
-    evidence: dict[str, str | int | float] = {
+    evidence: Facts = {
         "hand-offs": num_handoffs,
         "cancelled": reuse.num_cancelled,
         "comparisons": reuse.num_checks,
         "blocks": taker.num_blocks,
     }
-    return _row("KV under reuse and cancellation", cell, problem, str(problem or reason), evidence, began_s)
+    return _row("KV under reuse and cancellation", cell, problem, problem or reason, evidence, began_s)
 
 
 def prove_torn(giver: End, taker: End, cell: str, num_times: int = 20, progress: Progress = _quiet) -> Row:
@@ -268,26 +280,22 @@ def prove_torn(giver: End, taker: End, cell: str, num_times: int = 20, progress:
     What an RDMA device or a socket holds already, no sender can take back. So late bytes are a warning: they say for
     how long blocks must rest after such an end.
     """
-    began_s = time.monotonic()
-    per_unit, ids = units_of(giver, taker), _Ids()
-    most = min(end.num_blocks // per for end, per in zip((giver, taker), per_unit))
+    began_s, pair = time.monotonic(), Pair(giver, taker)
     num_torn = num_late = 0
     for at in range(num_times):
         # Large ones and small ones: what is under way depends on it.
-        num_units = max(1, most // (NUM_TORN * (1, 4, 16, 64)[at % 4]))
+        num_units = max(1, pair.most // (NUM_TORN * (1, 4, 16, 64)[at % 4]))
         numbers = []
         for part in range(NUM_TORN):
-            own, theirs = (
-                Blocks(tuple(range(part * num_units * per, (part + 1) * num_units * per))) for per in per_unit
-            )
-            number, generation = ids.next()
+            own, theirs = pair.blocks(num_units, part * num_units)
+            number, generation = pair.next()
             numbers.append(number)
             giver.tell(Fill(own, generation))
             giver.tell(HandOver(number, TransferOp.WRITE, own, theirs, is_notified=False))
         giver.tell(Cancel())
         is_torn = any([giver.tell(Await(number, AWAIT_S)).error is not None for number in numbers])
-        _, reused = ids.next()
-        theirs = Blocks(tuple(range(NUM_TORN * num_units * per_unit[1])))
+        _, reused = pair.next()
+        _, theirs = pair.blocks(NUM_TORN * num_units)
         taker.tell(Fill(theirs, reused))
         looks = []
         for _ in range(NUM_LOOKS):
@@ -296,7 +304,7 @@ def prove_torn(giver: End, taker: End, cell: str, num_times: int = 20, progress:
         num_torn += is_torn
         num_late += is_torn and any(looks)
         progress((at + 1) / num_times)
-    evidence: dict[str, str | int | float] = {"torn in mid-transfer": num_torn, "with late bytes": num_late}
+    evidence: Facts = {"torn in mid-transfer": num_torn, "with late bytes": num_late}
     reason = f"{num_torn} of {num_times} were torn in mid-transfer, and none of their bytes came later"
     if num_late:
         reason = (
@@ -324,18 +332,15 @@ def measure_path(
 ) -> Row:
     """Bandwidth over size of the path that hand-offs take, in turns with the device's own copy. ``link_bytes_per_s``:
     what the link can do; None: the ends share a host, and the copy is the yardstick."""
-    began_s = time.monotonic()
-    ids = _Ids()
-    per_unit = units_of(giver, taker)
-    most = min(end.num_blocks // per for end, per in zip((giver, taker), per_unit))
-    counts = sorted({min(most, 2**power) for power in range(0, most.bit_length() + 1)})
+    began_s, pair = time.monotonic(), Pair(giver, taker)
+    counts = sorted({min(pair.most, 2**power) for power in range(0, pair.most.bit_length() + 1)})
     path, copies, latency_s = [], [], 0.0
     for at, count in enumerate(counts):
-        own, theirs = (Blocks(tuple(range(count * per))) for per in per_unit)
+        own, theirs = pair.blocks(count)
         num_bytes = len(theirs.ids) * taker.layout.block_bytes
         moved, copied = [], []
         for number in range(num_rounds + 1):
-            told = _move(giver, taker, ids, own, theirs)
+            told = pair.move(own, theirs)
             if told.error is not None:
                 return _row("bandwidth", cell, told.error, told.error, {}, began_s, Group.FAST)
             if number:  # the first one warms up
@@ -367,7 +372,7 @@ def _bandwidth_row(
     reason = f"{speed / 1e9:.2f} GB/s, {share:.0%} of {name} ({limit / 1e9:.2f} GB/s); one block takes "
     reason += f"{latency_s * 1e6:.0f} us"
     problem = None if share >= least else f"{reason}; below {least:.0%} the path is not what the hardware offers"
-    evidence: dict[str, str | int | float] = {
+    evidence: Facts = {
         "best GB/s": round(best / 1e9, 3),
         "raw copy GB/s": round(copy / 1e9, 3),
         "one block, us": round(latency_s * 1e6, 1),
@@ -377,34 +382,20 @@ def _bandwidth_row(
     return msgspec.structs.replace(row, series=series)
 
 
-def _move(giver: End, taker: End, ids: _Ids, own: Blocks, theirs: Blocks) -> Told:
-    number, _ = ids.next()
-    giver.tell(HandOver(number, TransferOp.WRITE, own, theirs))
-    told = giver.tell(Await(number, AWAIT_S))
-    arrived = told if told.error is not None else taker.tell(Arrived(number, AWAIT_S))
-    return told if arrived.error is None else arrived
-
-
 def carry(giver: End, taker: End, num_bytes: int, read: Callable[[], Octets]) -> Evidence:
     """Hand-offs of at least ``num_bytes``, between two looks at the counters. If these say TCP it is tried again, a few
     times: other traffic passes, TCP stays. Raises TransferError."""
-    found = [_carry_once(giver, taker, num_bytes, read)]
-    while found[-1].way is Way.TCP and len(found) < NUM_CARRIED:
-        found.append(_carry_once(giver, taker, num_bytes, read))
+    pair, found = Pair(giver, taker), list[Evidence]()
+    own, theirs = pair.blocks(pair.most)
+    while not found or (found[-1].way is Way.TCP and len(found) < NUM_CARRIED):
+        before, moved = read(), 0
+        while moved < num_bytes:
+            told = pair.move(own, theirs)
+            if told.error is not None:
+                raise TransferError(told.error)
+            moved += len(theirs.ids) * taker.layout.block_bytes
+        found.append(Evidence(moved, read().since(before)))
     return min(found, key=lambda evidence: evidence.factor)
-
-
-def _carry_once(giver: End, taker: End, num_bytes: int, read: Callable[[], Octets]) -> Evidence:
-    ids, per_unit = _Ids(), units_of(giver, taker)
-    most = min(end.num_blocks // per for end, per in zip((giver, taker), per_unit))
-    own, theirs = (Blocks(tuple(range(most * per))) for per in per_unit)
-    before, moved = read(), 0
-    while moved < num_bytes:
-        told = _move(giver, taker, ids, own, theirs)
-        if told.error is not None:
-            raise TransferError(told.error)
-        moved += len(theirs.ids) * taker.layout.block_bytes
-    return Evidence(moved, read().since(before))
 
 
 # -- rows -------------------------------------------------------------------------------------------------------------
@@ -414,17 +405,10 @@ def _row(
     title: str,
     cell: str,
     problem: str | Damage | None,
-    reason: str,
-    evidence: dict[str, str | int | float],
+    reason: str | Damage,
+    evidence: Facts,
     began_s: float,
     group: Group = Group.RIGHT,
 ) -> Row:
     verdict = Verdict.PASS if problem is None else Verdict.FAIL
     return Row(group, title, cell, verdict, str(reason), evidence, seconds=time.monotonic() - began_s)
-
-
-def _layouts_text(giver: End, taker: End) -> str:
-    both = [
-        f"tp {end.layout.tp_size} pp {end.layout.pp_size}, blocks of {end.layout.block_size}" for end in (giver, taker)
-    ]
-    return f"{both[0]} to {both[1]}"

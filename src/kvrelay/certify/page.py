@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import html
 from collections.abc import Iterator, Sequence
-from importlib import resources
-from pathlib import Path
 
-from kvrelay.bench.report.files import write_text
-from kvrelay.bench.report.page import line_plot, page_style
+from kvrelay.bench.report.page import filled_page, line_plot
 from kvrelay.bench.report.table import table
 from kvrelay.certify.findings import CertifyReport, Group, Row, Verdict
 
@@ -33,15 +30,9 @@ def text_of(report: CertifyReport) -> str:
     return f"{report.machine}\n\n{lines}\n\n{report.verdict}: {SENTENCES[report.verdict]} ({counts})"
 
 
-def write_page(path: Path, report: CertifyReport) -> None:
-    """Raises InvalidInputError if the file cannot be written."""
-    write_text(path, page_of(report))
-
-
 def page_of(report: CertifyReport) -> str:
     """The HTML."""
-    page = (resources.files("kvrelay.certify") / "page.html").read_text("utf-8")
-    about = {
+    texts = {
         "MODEL": report.model,
         "VERDICT": report.verdict.value,
         "TONE": report.verdict.lower(),
@@ -51,11 +42,8 @@ def page_of(report: CertifyReport) -> str:
         "BEGAN": report.began,
         "RELEASE": report.release,
     }
-    for name, text in about.items():
-        page = page.replace(f"{{{{{name}}}}}", html.escape(text))
-    page = page.replace("{{ROWS}}", "\n".join(_groups(report.rows)))
-    page = page.replace("{{STYLE}}", page_style())
-    return page.replace("{{PLOTS}}", "\n".join(_plots(report.rows)))
+    parts = {"ROWS": "\n".join(_groups(report.rows)), "PLOTS": "\n".join(_plots(report.rows))}
+    return filled_page("kvrelay.certify", texts, parts)
 
 
 def _groups(rows: Sequence[Row]) -> Iterator[str]:

@@ -6,7 +6,6 @@ report      written after each unit; a later run of the same digest leaves out t
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from datetime import UTC, datetime
@@ -26,7 +25,7 @@ from kvrelay.certify.counters import read_octets
 from kvrelay.certify.findings import CertifyReport, Group, Row, Verdict
 from kvrelay.certify.holds import Harm, prove_harm, prove_lost_end
 from kvrelay.certify.machine import kv_layout, watched, window_of
-from kvrelay.certify.page import write_page
+from kvrelay.certify.page import page_of
 from kvrelay.certify.peer import EndSpec, peer_ends
 from kvrelay.certify.served import (
     NOISE_CONCURRENCY,
@@ -159,7 +158,7 @@ class Certification:
         everything = tuple(sorted((*self.report.rows, *rows), key=lambda row: list(Group).index(row.group)))
         self.report = msgspec.structs.replace(self.report, rows=everything, units=done, is_complete=unit is None)
         write_text(self._folder / REPORT, to_json(self.report))
-        write_page(self._folder / PAGE, self.report)
+        write_text(self._folder / PAGE, page_of(self.report))
 
     # -- the plan -----------------------------------------------------------------------------------------------------
 
@@ -432,12 +431,3 @@ def has_rdma(root: Path = Path("/")) -> bool:
     """Whether an RDMA port is active."""
     ports = (root / "sys/class/infiniband").glob("*/ports/*/state")
     return any("ACTIVE" in path.read_text(errors="replace") for path in ports)
-
-
-def command_text(words: Sequence[str]) -> str:
-    """The command line without what is secret in it."""
-    shown = []
-    for at, word in enumerate(words):
-        is_secret = at > 0 and words[at - 1] == "--api-key"
-        shown.append("..." if is_secret else "--api-key=..." if word.startswith("--api-key=") else word)
-    return shlex.join(shown)

@@ -19,7 +19,7 @@ import msgspec
 from kvrelay.bench.errors import BenchError
 from kvrelay.certify.answers import FALSE_ALARM, Comparison, chance, compare, judge_answers, judge_logprobs, tie_of
 from kvrelay.certify.counters import Evidence, judge_operations, judge_way, read_octets, read_ucx
-from kvrelay.certify.findings import Group, Row, Series, Verdict
+from kvrelay.certify.findings import Facts, Group, Row, Series, Verdict
 from kvrelay.certify.kv import Progress
 from kvrelay.certify.servers import Answer, Cluster, Prompt, Server
 from kvrelay.core.tasks import end_tasks
@@ -102,7 +102,7 @@ async def prove_answers(
         else:
             reason = f"{reason}; all prefills were remote"
     lengths = sorted(map(len, reference.prompts))
-    evidence: dict[str, str | int | float] = {
+    evidence: Facts = {
         "prompts": len(found),
         "lengths": f"{lengths[0]} to {lengths[-1]}",
         "tokens compared": compared.exposed,
@@ -150,7 +150,7 @@ async def prove_load(
     their KV took; None for servers that are not ours. Raises FatalError."""
     began_s = time.monotonic()
     load = _Load(server, reference, num_requests, progress, seed)
-    evidence: dict[str, str | int | float] = {"requests": num_requests, "at once": LOAD_CONCURRENCY}
+    evidence: Facts = {"requests": num_requests, "at once": LOAD_CONCURRENCY}
     problems, carried = [], None
     if cluster is None:
         await load.run()
@@ -247,8 +247,7 @@ def way_row(
         return Row(Group.FAST, title, cell, verdict, reason)
     carried = msgspec.structs.replace(carried, ucx=used)
     verdict, reason = judge_way(carried, is_same_host=True, has_rdma=has_rdma, transport=transport, is_alone=is_alone)
-    evidence: dict[str, str | int | float] = {"bytes": carried.num_bytes, "way": carried.way.value}
-    evidence |= {"counters": carried.shown}
+    evidence: Facts = {"bytes": carried.num_bytes, "way": carried.way.value, "counters": carried.shown}
     return Row(Group.FAST, title, cell, verdict, reason, evidence)
 
 
@@ -295,7 +294,7 @@ async def measure_first_tokens(
     length = lengths[-1]
     reason = f"of {length:,} tokens after {remote_s * 1e3:.1f} ms with a hand-off, {local_s * 1e3:.1f} ms without: "
     reason += f"{ratio:.2f} times"
-    evidence: dict[str, str | int | float] = {"remote over local": round(ratio, 3), "rounds": num_rounds}
+    evidence: Facts = {"remote over local": round(ratio, 3), "rounds": num_rounds}
     if path_bytes_per_s and bytes_per_token:
         alone_s = length * bytes_per_token / path_bytes_per_s
         hidden = max(0.0, 1.0 - added_s / alone_s)

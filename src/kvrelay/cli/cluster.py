@@ -3,13 +3,15 @@ discovery; top asks a frontend, which it finds there too."""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import json
 import re
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import click
 
@@ -25,40 +27,55 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 _NEGATIVE = re.compile(r"-\.?[0-9]")
 
 
+class ClusterChoice(NamedTuple):
+    """Which cluster a command is for: that of ``--cluster``, that of the control plane's flags, file and environment,
+    or the one that this user runs on this machine."""
+
+    cluster: str | None
+    config_file: Path | None
+    flags: dict[str, object]
+
+    @property
+    def _given(self) -> ControlConfig:
+        return SettingsSource((ControlConfig,), self.config_file, self.flags).build(ControlConfig)
+
+    def control(self) -> ControlConfig:
+        """Its control plane. Raises ConfigError."""
+        given = self._given
+        if given.control and self.cluster is None:
+            return given
+        found = self.found()
+        return replace(given, control=found.control, discovery=found.discovery, namespace=found.namespace)
+
+    def frontend_url(self, url: str | None) -> str:
+        """The frontend to ask: the one given, else one of the cluster. Raises ConfigError, ControlUnavailableError."""
+        if url:
+            return url
+        given = self._given
+        if given.control and self.cluster is None:
+            from kvrelay.launch.admin import find_frontend
+
+            return run_async(find_frontend(given))
+        return self.found().url
+
+    def found(self) -> RunningCluster:
+        """It runs on this machine. Raises ConfigError."""
+        from kvrelay.launch.clusters import choose_cluster
+
+        namespace = self.flags.get("namespace")
+        return choose_cluster(self.cluster, str(namespace) if namespace is not None else None)
+
+
 def cluster_options(command: Command) -> Command:
-    """Options that say which cluster; without them it is the one that this user runs on this machine."""
+    """Options that say which cluster; the command gets them as ``where``, a ClusterChoice."""
+
+    @functools.wraps(command)
+    def with_choice(*args: Any, cluster: str | None, config_file: Path | None, **given: Any) -> Any:
+        flags = {field.name: given.pop(field.name) for field in dataclasses.fields(ControlConfig)}
+        return command(*args, where=ClusterChoice(cluster, config_file, flags), **given)
+
     about = "Port or process id of a kvrelay serve of yours on this machine. Default: the only one."
-    return settings_options(ControlConfig)(click.option("--cluster", help=about)(command))
-
-
-def cluster_settings(cluster: str | None, config_file: Path | None, flags: dict[str, object]) -> ControlConfig:
-    """Raises ConfigError."""
-    given = SettingsSource((ControlConfig,), config_file, flags).build(ControlConfig)
-    if given.control and cluster is None:
-        return given
-    found = found_cluster(cluster, flags)
-    return replace(given, control=found.control, discovery=found.discovery, namespace=found.namespace)
-
-
-def frontend_url(url: str | None, cluster: str | None, config_file: Path | None, flags: dict[str, object]) -> str:
-    """The frontend to ask: the one given, else one of the cluster that the options name. Raises ConfigError,
-    ControlUnavailableError."""
-    if url:
-        return url
-    given = SettingsSource((ControlConfig,), config_file, flags).build(ControlConfig)
-    if given.control and cluster is None:
-        from kvrelay.launch.admin import find_frontend
-
-        return run_async(find_frontend(given))
-    return found_cluster(cluster, flags).url
-
-
-def found_cluster(cluster: str | None, flags: dict[str, object]) -> RunningCluster:
-    """The cluster that the options name. Raises ConfigError."""
-    from kvrelay.launch.clusters import choose_cluster
-
-    namespace = flags.get("namespace")
-    return choose_cluster(cluster, str(namespace) if namespace is not None else None)
+    return settings_options(ControlConfig)(click.option("--cluster", help=about)(cast(Command, with_choice)))
 
 
 @click.command(cls=GroupedCommand)
@@ -82,9 +99,7 @@ def status(
     url: str | None,
     model: str | None,
     api_key: str | None,
-    cluster: str | None,
-    config_file: Path | None,
-    **flags: object,
+    where: ClusterChoice,
 ) -> None:
     """Show workers with role, model, load, KV use and hand-offs; with --explain, a routing decision.
 
@@ -97,8 +112,8 @@ def status(
     if asked is not None and (check or (prompt is not None and explain_tokens is not None)):
         raise click.UsageError("--explain, --explain-tokens and --check exclude each other")
     # The frontend answers --explain by itself.
-    frontend = frontend_url(url, cluster, config_file, flags) if asked is not None else ""
-    control = cluster_settings(cluster, config_file, flags) if asked is None else ControlConfig()
+    frontend = where.frontend_url(url) if asked is not None else ""
+    control = where.control() if asked is None else ControlConfig()
 
     async def show() -> None:
         if asked is not None:
@@ -129,42 +144,34 @@ def status(
 @click.option("--url", help="Frontend to ask; default: one of the cluster.")
 @click.option("--api-key", help="API key, or one of --metrics-keys-file; default: none.")
 @cluster_options
-def top(
-    as_json: bool,
-    once: bool,
-    url: str | None,
-    api_key: str | None,
-    cluster: str | None,
-    config_file: Path | None,
-    **flags: object,
-) -> None:
+def top(as_json: bool, once: bool, url: str | None, api_key: str | None, where: ClusterChoice) -> None:
     """Watch a cluster: workers, queues, KV, rates, the slowest requests. The same as the page at /ui.
 
     Example: kvrelay top
     """
     from kvrelay.launch.top import watch
 
-    frontend = frontend_url(url, cluster, config_file, flags)
+    frontend = where.frontend_url(url)
     run_async(watch(frontend, api_key, as_json=as_json, once=once))
 
 
 @click.command(cls=GroupedCommand)
 @click.argument("worker_id")
 @cluster_options
-def drain(worker_id: str, cluster: str | None, config_file: Path | None, **flags: object) -> None:
+def drain(worker_id: str, where: ClusterChoice) -> None:
     """Let WORKER_ID finish its requests, leave the cluster and exit.
 
     Example: kvrelay drain worker-0a1b2c3d4e
     """
     from kvrelay.launch import admin
 
-    click.echo(json.dumps(run_async(admin.drain(cluster_settings(cluster, config_file, flags), worker_id))))
+    click.echo(json.dumps(run_async(admin.drain(where.control(), worker_id))))
 
 
 @click.command("revoke-lease", cls=GroupedCommand)
 @click.argument("worker_id")
 @cluster_options
-def revoke_lease(worker_id: str, cluster: str | None, config_file: Path | None, **flags: object) -> None:
+def revoke_lease(worker_id: str, where: ClusterChoice) -> None:
     """Take WORKER_ID out of discovery by its lease, through the control plane alone. A worker that lives drains and
     exits, as with kvrelay drain; one that hangs or is not reachable gets no more requests.
 
@@ -172,7 +179,7 @@ def revoke_lease(worker_id: str, cluster: str | None, config_file: Path | None, 
     """
     from kvrelay.launch import admin
 
-    click.echo(run_async(admin.revoke_lease(cluster_settings(cluster, config_file, flags), worker_id)))
+    click.echo(run_async(admin.revoke_lease(where.control(), worker_id)))
 
 
 @click.command(cls=GroupedCommand)
@@ -180,9 +187,7 @@ def revoke_lease(worker_id: str, cluster: str | None, config_file: Path | None, 
 @click.argument("new_role", type=click.Choice(["prefill", "decode", "both"]))
 @click.option("--force", is_flag=True, help="Also for the last worker that takes requests: nothing serves then.")
 @cluster_options
-def role(
-    worker_id: str, new_role: str, force: bool, cluster: str | None, config_file: Path | None, **flags: object
-) -> None:
+def role(worker_id: str, new_role: str, force: bool, where: ClusterChoice) -> None:
     """Let WORKER_ID continue as NEW_ROLE, without reloading weights. It does the new work at once; what it has begun of
     the old ends in its own time.
 
@@ -190,7 +195,7 @@ def role(
     """
     from kvrelay.launch.admin import change_role
 
-    control = cluster_settings(cluster, config_file, flags)
+    control = where.control()
     click.echo(json.dumps(run_async(change_role(control, worker_id, WorkerRole(new_role), force=force))))
 
 
@@ -205,7 +210,7 @@ def cache() -> None:
 @cache.command("clear", cls=GroupedCommand)
 @click.argument("directory", required=False, type=click.Path(exists=True, file_okay=False, path_type=Path))
 @cluster_options
-def cache_clear(directory: Path | None, cluster: str | None, config_file: Path | None, **flags: object) -> None:
+def cache_clear(directory: Path | None, where: ClusterChoice) -> None:
     """Clear the prefix caches of a running cluster, with what its host memory and disks keep. With DIRECTORY, of
     --disk-kv-cache, remove the KV there instead, of all models; no worker need run.
 
@@ -218,7 +223,7 @@ def cache_clear(directory: Path | None, cluster: str | None, config_file: Path |
         return
     from kvrelay.launch.admin import clear_caches
 
-    for worker_id in run_async(clear_caches(cluster_settings(cluster, config_file, flags))):
+    for worker_id in run_async(clear_caches(where.control())):
         click.echo(f"{worker_id}: cleared")
 
 
@@ -233,7 +238,7 @@ def config() -> None:
 @config.command("get", cls=GroupedCommand)
 @click.argument("key", required=False)
 @cluster_options
-def config_get(key: str | None, cluster: str | None, config_file: Path | None, **flags: object) -> None:
+def config_get(key: str | None, where: ClusterChoice) -> None:
     """Show KEY, or all keys that are set.
 
     Example: kvrelay config get
@@ -243,7 +248,7 @@ def config_get(key: str | None, cluster: str | None, config_file: Path | None, *
 
     if key is not None:
         require_settable(key)
-    run_async(get(cluster_settings(cluster, config_file, flags), key))
+    run_async(get(where.control(), key))
 
 
 class TakesNegativeNumbers(GroupedCommand):
@@ -258,7 +263,7 @@ class TakesNegativeNumbers(GroupedCommand):
 @click.argument("key")
 @click.argument("value")
 @cluster_options
-def config_set(key: str, value: str, cluster: str | None, config_file: Path | None, **flags: object) -> None:
+def config_set(key: str, value: str, where: ClusterChoice) -> None:
     """Set KEY to VALUE in every process at once.
 
     Example: kvrelay config set disagg.max_prefill_queue_size 4
@@ -267,13 +272,13 @@ def config_set(key: str, value: str, cluster: str | None, config_file: Path | No
     from kvrelay.launch.admin import config_set as put
 
     checked(key, value)  # before a cluster is looked for
-    run_async(put(cluster_settings(cluster, config_file, flags), key, value))
+    run_async(put(where.control(), key, value))
 
 
 @config.command("unset", cls=GroupedCommand)
 @click.argument("key")
 @cluster_options
-def config_unset(key: str, cluster: str | None, config_file: Path | None, **flags: object) -> None:
+def config_unset(key: str, where: ClusterChoice) -> None:
     """Let every process return to its own value of KEY.
 
     Example: kvrelay config unset disagg.max_prefill_queue_size
@@ -282,4 +287,4 @@ def config_unset(key: str, cluster: str | None, config_file: Path | None, **flag
     from kvrelay.launch.admin import require_settable
 
     require_settable(key)
-    run_async(unset(cluster_settings(cluster, config_file, flags), key))
+    run_async(unset(where.control(), key))

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import click
 
-from kvrelay.cli.cluster import cluster_options, cluster_settings
+from kvrelay.cli.cluster import ClusterChoice, cluster_options
 from kvrelay.cli.help import GroupedCommand
 from kvrelay.cli.options import SettingsSource, json_option, settings_options
 from kvrelay.cli.processes import run_async
@@ -76,9 +75,7 @@ def planner(
 @json_option
 @cluster_options
 @click.pass_context
-def plan_group(
-    ctx: click.Context, /, as_json: bool, cluster: str | None, config_file: Path | None, **flags: object
-) -> None:
+def plan_group(ctx: click.Context, /, as_json: bool, where: ClusterChoice) -> None:
     """Show what the planner would do now, and why.
 
     Example: kvrelay plan
@@ -87,50 +84,58 @@ def plan_group(
         return
     from kvrelay.launch.planner_admin import planner_reports, reports_text
 
-    reports = run_async(planner_reports(cluster_settings(cluster, config_file, flags)))
+    reports = run_async(planner_reports(where.control()))
     click.echo(json.dumps(reports) if as_json else reports_text(reports))
 
 
 @plan_group.command(cls=GroupedCommand)
 @cluster_options
-def pause(**flags: Any) -> None:
+def pause(where: ClusterChoice) -> None:
     """Let planners only suggest.
 
     Example: kvrelay plan pause
     """
-    _steer(flags, lambda admin, control: admin.pause(control))
+    from kvrelay.launch import planner_admin
+
+    click.echo(run_async(planner_admin.pause(where.control())))
 
 
 @plan_group.command(cls=GroupedCommand)
 @cluster_options
-def resume(**flags: Any) -> None:
+def resume(where: ClusterChoice) -> None:
     """Let planners in mode act change the cluster again.
 
     Example: kvrelay plan resume
     """
-    _steer(flags, lambda admin, control: admin.resume(control))
+    from kvrelay.launch import planner_admin
+
+    click.echo(run_async(planner_admin.resume(where.control())))
 
 
 @plan_group.command(cls=GroupedCommand)
 @click.argument("what")
 @cluster_options
-def hold(what: str, **flags: Any) -> None:
+def hold(what: str, where: ClusterChoice) -> None:
     """Keep WHAT as it is: a worker, or "count": no worker is started or stopped.
 
     Example: kvrelay plan hold count
     """
-    _steer(flags, lambda admin, control: admin.hold(control, what))
+    from kvrelay.launch import planner_admin
+
+    click.echo(run_async(planner_admin.hold(where.control(), what)))
 
 
 @plan_group.command(cls=GroupedCommand)
 @click.argument("what")
 @cluster_options
-def release(what: str, **flags: Any) -> None:
+def release(what: str, where: ClusterChoice) -> None:
     """Give WHAT back to the planner: a worker whose role was set by hand, or "count".
 
     Example: kvrelay plan release worker-0a1b2c3d4e
     """
-    _steer(flags, lambda admin, control: admin.release(control, what))
+    from kvrelay.launch import planner_admin
+
+    click.echo(run_async(planner_admin.release(where.control(), what)))
 
 
 @plan_group.command(cls=GroupedCommand)
@@ -143,11 +148,3 @@ def replay(file: Path) -> None:
     from kvrelay.launch.planner_admin import replay_log
 
     click.echo(replay_log(file))
-
-
-def _steer(flags: dict[str, Any], command: Any) -> None:
-    from kvrelay.launch import planner_admin
-
-    cluster, config_file = flags.pop("cluster"), flags.pop("config_file")
-    control = cluster_settings(cluster, config_file, flags)
-    click.echo(run_async(command(planner_admin, control)))

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import click
 
-from kvrelay.cli.cluster import cluster_options, frontend_url
+from kvrelay.cli.cluster import ClusterChoice, cluster_options
 from kvrelay.cli.help import GroupedCommand
 from kvrelay.cli.options import json_option
 from kvrelay.cli.processes import run_async
@@ -19,15 +18,7 @@ from kvrelay.cli.processes import run_async
 @click.option("--url", help="Any frontend; default: one of the cluster.")
 @click.option("--api-key", help="API key of the request, or an operator's; default: none.")
 @cluster_options
-def waterfall(
-    request_id: str,
-    as_json: bool,
-    url: str | None,
-    api_key: str | None,
-    cluster: str | None,
-    config_file: Path | None,
-    **flags: object,
-) -> None:
+def waterfall(request_id: str, as_json: bool, url: str | None, api_key: str | None, where: ClusterChoice) -> None:
     """Show where the time of request ID went. Answers and the header x-request-id have the id.
 
     Example: kvrelay waterfall cmpl-0123456789abcdef0123456789abcdef
@@ -38,6 +29,5 @@ def waterfall(
     from kvrelay.marks.text import text_of
     from kvrelay.marks.waterfall import Waterfall
 
-    frontend = frontend_url(url, cluster, config_file, flags)
-    found = run_async(request_waterfall(frontend, request_id, api_key))
+    found = run_async(request_waterfall(where.frontend_url(url), request_id, api_key))
     click.echo(json.dumps(found) if as_json else text_of(msgspec.convert(found, Waterfall)))

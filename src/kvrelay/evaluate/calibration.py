@@ -149,13 +149,10 @@ async def _calibrated(
 
 async def _streams_within(target: Target, length: int, budget_s: float) -> int:
     """How many streams of each kind the calibration's share of the time has room for, by one of them."""
-    pool = ConnectionPool(target)
-    try:
+    async with ConnectionPool(target) as pool:
         send = frontend_sender(pool, await first_model(pool))
         for first in range(2):
             began_s = time.monotonic()
             await send([first + 32] * length)
         stream_s = time.monotonic() - began_s
-    finally:
-        await pool.close()
     return max(int(STREAMS_SHARE * budget_s / (STREAMS * stream_s)), 2)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -108,7 +107,7 @@ def _options(
     model: str | None, engine_kind: str, serve_flags: str, sections: tuple[str, ...], **given: Any
 ) -> EvaluateOptions:
     """Raises InvalidInputError, CheckpointError."""
-    from kvrelay.certify.run import command_text
+    from kvrelay.bench.commands.options import command_line
     from kvrelay.errors import InvalidInputError
     from kvrelay.evaluate.options import DEFAULT_LOAD, OBJECTIVES, EvaluateOptions
     from kvrelay.launch.models import resolve_model, served_name
@@ -131,6 +130,6 @@ def _options(
         serve_flags=flags,
         unset=unset,
         sections=sections or tuple(one for one in SECTIONS if not given["is_short"] or one not in NOT_SHORT),
-        command=command_text(["kvrelay", *sys.argv[1:]]),
+        command=command_line(),
         **given,
     )

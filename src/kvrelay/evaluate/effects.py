@@ -136,6 +136,11 @@ def is_calm(row: Row) -> bool:
     return float(row.get("stolen_cores", 0.0)) <= MAX_STOLEN_CORES
 
 
+def points_of(rows: Sequence[Row]) -> list[str]:
+    """The names of the rows' points, in their order."""
+    return list(dict.fromkeys(row["point"] for row in rows))
+
+
 def median(rows: Sequence[Row], name: str) -> float | None:
     """Over the rows that have the figure."""
     values = [row[name] for row in rows if row.get(name) is not None]

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import html
 from collections.abc import Iterable
-from importlib import resources
 
-from kvrelay.bench.report.page import line_plot, page_style
+from kvrelay.bench.report.page import filled_page, line_plot
 from kvrelay.bench.report.table import table
 from kvrelay.evaluate.findings import Plot, Report, Section, Table
 
@@ -24,8 +23,7 @@ def text_of(report: Report) -> str:
 
 def page_of(report: Report) -> str:
     """The HTML. What comes from files and servers is escaped."""
-    page = (resources.files("kvrelay.evaluate") / "page.html").read_text("utf-8")
-    about = {
+    texts = {
         "MODEL": report.model,
         "MACHINE": report.machine,
         "VERSIONS": ", ".join(f"{name} {version}" for name, version in report.versions.items()),
@@ -33,13 +31,10 @@ def page_of(report: Report) -> str:
         "LOAD": report.load,
         "COMMAND": report.command,
     }
-    for name, text in about.items():
-        page = page.replace(f"{{{{{name}}}}}", html.escape(text))
     answer, *others = map(_section, report.sections)
     sections = [answer.replace("<section>", '<section class="answer">', 1), *others]
-    settings = "".join(_row(pair) for pair in report.settings.items())
-    page = page.replace("{{STYLE}}", page_style()).replace("{{SETTINGS}}", settings)
-    return page.replace("{{SECTIONS}}", "\n".join(sections))
+    parts = {"SETTINGS": "".join(map(_row, report.settings.items())), "SECTIONS": "\n".join(sections)}
+    return filled_page("kvrelay.evaluate", texts, parts)
 
 
 def _section(section: Section) -> str:

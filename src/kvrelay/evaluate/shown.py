@@ -1,4 +1,4 @@
-"""Rows as tables, lines and notes of a section. Pure."""
+"""Rows as tables, lines and notes of a section, and the whole section of a comparison. Pure."""
 
 from __future__ import annotations
 
@@ -6,8 +6,19 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from kvrelay.bench.report.table import number
-from kvrelay.evaluate.effects import MAX_STOLEN_CORES, Row, good, is_calm, median
-from kvrelay.evaluate.findings import Line, Plot, Table
+from kvrelay.evaluate.effects import (
+    MAX_STOLEN_CORES,
+    Effect,
+    Row,
+    effects_sentence,
+    effects_table,
+    good,
+    is_calm,
+    median,
+    points_of,
+    unmeasured,
+)
+from kvrelay.evaluate.findings import Line, Plot, Section, Table
 
 COLUMNS = {
     "requests/s": ("requests_per_s", ".2f", 1.0),
@@ -30,10 +41,37 @@ PERCENTILES = {
 MAX_FOREIGN_CORES = 0.3
 
 
+def comparison(
+    title: str,
+    about: str,
+    rows: Sequence[Row],
+    found: Sequence[Effect],
+    *,
+    told: Sequence[Effect] | None = None,
+    cases: Sequence[str] = (),
+    more: str = "",
+    columns: Mapping[str, tuple[str, str, float]] | None = None,
+    tables: Sequence[Table] = (),
+    plots: tuple[Plot, ...] = (),
+    notes: Sequence[str] = (),
+) -> Section:
+    """A section of measured rows and of what differs between them. ``told``: those of the differences that the sentence
+    names; None: all. It names those of ``cases``, too, of which nothing was measured; ``more`` follows it. ``tables``
+    follow the own ones, ``notes`` come first."""
+    return Section(
+        title,
+        effects_sentence(found if told is None else told) + unmeasured(rows, cases) + more,
+        about,
+        (rows_table(rows, columns or COLUMNS), effects_table(found), *tables),
+        plots,
+        notes=(*notes, *failures(rows)),
+    )
+
+
 def rows_table(rows: Sequence[Row], columns: Mapping[str, tuple[str, str, float]] = COLUMNS) -> Table:
     """One line for each point and case: medians of the rounds."""
     lines = []
-    order = list(dict.fromkeys(row["point"] for row in rows))
+    order = points_of(rows)
     pairs = dict.fromkeys((row["point"], row["case"]) for row in rows)
     for point, case in sorted(pairs, key=lambda pair: order.index(pair[0])):
         own = good(rows, case, point)

@@ -254,16 +254,13 @@ class Workbench:
         """One measured run of ``num`` requests, after a short warm-up; a server that is much slower than 1P1D is cut
         off. Raises BenchError."""
         options = self.options
-        pool = ConnectionPool(parse_target(url, None, point.order))
-        try:
+        async with ConnectionPool(parse_target(url, None, point.order)) as pool:
             body = BodyOptions(await first_model(pool))
             brief = self.sent.shortened(1, WARM_TOKENS)
             await warm_up(pool, body, brief.at(Point("warm-up"), salt + 1, NUM_WARM), NUM_WARM, NUM_WARM)
             send_s = (num + 1) / self.pace.rate_of(point)
             limits = RunLimits(send_s, send_s + 2 * self.pace.alone_s + MIN_DRAIN_S)
             result = await LoadDriver(pool, body, limits, self.bar).run((self.sent.at(point, salt, num, number),))
-        finally:
-            await pool.close()
         if result.note == INTERRUPTED:
             raise asyncio.CancelledError
         info = RunInfo(options.engine, url, body.model, body.endpoint.value, options.command, "")

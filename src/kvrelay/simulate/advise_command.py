@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 import msgspec
@@ -49,16 +49,11 @@ def advise_command(
     limit: int,
     time_scale: float,
     costs_files: tuple[str, ...],
-    slots: int,
-    slo_ttft_ms: float,
-    slo_itl_ms: float,
-    gpu_hour_price: float | None,
     model: str | None,
-    num_blocks: int,
-    processes: int,
     seed: int,
     html: Path | None,
     as_json: bool,
+    **given: Any,
 ) -> None:
     """Search the best cluster of SLOTS for a load by simulation: split or not, sizes, chunks, policy.
 
@@ -78,13 +73,13 @@ def advise_command(
         advice = advise(
             arrivals,
             costs_by_tp,
-            slots,
-            Objectives(slo_ttft_ms / 1e3, slo_itl_ms / 1e3),
-            slot_hour_price=gpu_hour_price,
-            num_blocks=num_blocks,
+            given["slots"],
+            Objectives(given["slo_ttft_ms"] / 1e3, given["slo_itl_ms"] / 1e3),
+            slot_hour_price=given["gpu_hour_price"],
+            num_blocks=given["num_blocks"],
             seed=seed,
             load_of_seed=None if load is None else lambda number: load_of(None, load, limit=limit, seed=number),
-            num_processes=num_processes_for(processes),
+            num_processes=num_processes_for(given["processes"]),
             on_progress=lambda share, candidate: bar.update(share, str(candidate)),
         )
     if html is not None:
@@ -92,7 +87,8 @@ def advise_command(
         write_page(
             html,
             advice,
-            f"Load: {load or trace}. {slots} slots, TTFT {slo_ttft_ms:g} ms, ITL {slo_itl_ms:g} ms. "
+            f"Load: {load or trace}. {given['slots']} slots, TTFT {given['slo_ttft_ms']:g} ms, "
+            f"ITL {given['slo_itl_ms']:g} ms. "
             f"Costs: {costs.model or 'unnamed model'} on {costs.machine or 'unnamed machine'}. "
             "All figures are simulated.",
         )

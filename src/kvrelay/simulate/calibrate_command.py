@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kvrelay.cli.cluster import cluster_options, cluster_settings, found_cluster
+from kvrelay.cli.cluster import ClusterChoice, cluster_options
 from kvrelay.cli.help import GroupedCommand
 from kvrelay.cli.processes import run_async
 from kvrelay.config import ControlConfig, WorkerRole
@@ -38,9 +38,7 @@ def calibrate_command(
     short: int,
     long_length: int,
     seed: int,
-    cluster: str | None,
-    config_file: Path | None,
-    **flags: object,
+    where: ClusterChoice,
 ) -> None:
     """Fit costs from live workers and a small load, which needs an otherwise idle cluster.
 
@@ -54,9 +52,8 @@ def calibrate_command(
 
     if long_length <= short:
         raise click.UsageError("--long must be above --short: the difference tells bandwidth and overhead apart")
-    target = parse_target(url or found_cluster(cluster, flags).url, api_key)
-    control = cluster_settings(cluster, config_file, flags)
-    found = run_async(calibrate(control, target, machine, (short, long_length), streams, seed))
+    target = parse_target(url or where.found().url, api_key)
+    found = run_async(calibrate(where.control(), target, machine, (short, long_length), streams, seed))
     write_text(output, encode_costs(found.costs).decode())
     click.echo(f"wrote {output}: {found.costs.model} on {machine}")
     if found.is_step_estimated:
@@ -80,15 +77,12 @@ async def calibrate(
     async def count() -> Counters:
         return counters_of(read_status(await cluster_status(control)))
 
-    pool = ConnectionPool(target)
-    try:
+    async with ConnectionPool(target) as pool:
         send = frontend_sender(pool, workers[0].model)
         phases = await probe(send, count, lengths, num_streams, seed)
         remote = await probe_remote(control, lambda: probe(send, count, lengths, num_streams, seed + 2))
         alone = read_status(await cluster_status(control))
         await keep_busy(send, lengths, len(alone), num_streams, seed)
-    finally:
-        await pool.close()
     return fit(alone, phases, machine, read_status(await cluster_status(control)), remote)
 
 

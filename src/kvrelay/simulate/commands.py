@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from kvrelay.simulate.costs import Costs
 
 SETTINGS = (EngineConfig, DisaggConfig, RouterConfig, TiersConfig)
+COUNTS = ("prefill", "decode", "both", "frontends", "kv_buffer_size", "workers_per_host")
+"""Options that are fields of ClusterSpec."""
 COMMANDS = {"calibrate": ("kvrelay.simulate.calibrate_command:calibrate_command", "Fit costs from a running cluster.")}
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 
@@ -59,24 +61,14 @@ class SimulateGroup(GroupedCommand, LazyGroup):
 def simulate_command(
     ctx: click.Context,
     /,
-    trace: Path | None,
-    load: str | None,
-    limit: int | None,
-    time_scale: float,
-    prefill: int,
-    decode: int,
-    both: int,
-    frontends: int,
-    order: str,
     costs_name: str | None,
-    kv_buffer_size: int,
-    workers_per_host: int,
     events: tuple[str, ...],
-    seed: int,
+    order: str,
     recording: Path | None,
+    seed: int,
     as_json: bool,
     config_file: Path | None,
-    **flags: object,
+    **given: Any,
 ) -> None:
     """Say what a cluster would do with a load: the real router, scheduler, placement and hand-offs, in virtual time.
 
@@ -95,28 +87,23 @@ def simulate_command(
     if recording is not None:
         _compare(recording, costs, seed, as_json=as_json)
         return
-    if trace is None and load is None:
+    if given["trace"] is None and given["load"] is None:
         raise click.UsageError("give a load (--trace FILE or --load SPEC) or a recording (--verify FILE)")
-    source = SettingsSource(SETTINGS, config_file, flags)
+    source = SettingsSource(SETTINGS, config_file, given)
     engine = source.build(EngineConfig)
     spec = ClusterSpec(
-        prefill=prefill,
-        decode=decode,
-        both=both,
-        frontends=frontends,
+        **{name: given[name] for name in COUNTS},
         engine=engine,
         max_model_len=engine.max_model_len or ClusterSpec().max_model_len,
         disagg=source.build(DisaggConfig),
         router=source.build(RouterConfig),
         order=OrderPolicy(order),
         events=tuple(map(parse_event, events)),
-        kv_buffer_size=kv_buffer_size,
         tiers=source.build(TiersConfig),
-        workers_per_host=workers_per_host,
     )
     learnt = None if costs is None else learnt_by_serving(costs, engine)
     costs = costs or Costs()
-    arrivals = load_of(trace, load, limit=limit, time_scale=time_scale, seed=seed)
+    arrivals = load_of(given["trace"], given["load"], limit=given["limit"], time_scale=given["time_scale"], seed=seed)
     result = simulate(spec, arrivals, costs, seed=seed, learnt=learnt)
     objectives = objectives_of(spec.disagg)
     num_blocks = costs.num_blocks(engine.block_size, engine.num_blocks)

@@ -223,7 +223,8 @@ class StaleConnectionError(ServerDownError):
 
 
 class ConnectionPool:
-    """Connections to one server, as many as there are requests in flight; without ``reuse`` one for each request.
+    """Connections to one server, as many as there are requests in flight; without ``reuse`` one for each request. An
+    async context manager, which closes them.
 
     ``reconnects`` counts requests that were sent again because their idle connection had been closed.
     """
@@ -239,6 +240,12 @@ class ConnectionPool:
 
     def __repr__(self) -> str:
         return f"ConnectionPool({self.target.url}, {len(self._idle)} idle)"
+
+    async def __aenter__(self) -> ConnectionPool:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
 
     async def warm(self, count: int) -> None:
         """Open connections beforehand, so that no request pays for the handshake."""

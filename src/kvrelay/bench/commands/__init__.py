@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import click
 
-from kvrelay.bench.commands.options import now_at
 from kvrelay.bench.commands.parts import bench_engine, bench_transfer, prefixes_command
 from kvrelay.bench.commands.servers import compare_command, interference_command, serve_command, sweep_command
 
@@ -21,30 +20,9 @@ COMMANDS = (
     bench_engine,
     bench_transfer,
 )
-MOVED = {
-    "all": "python -m benchmarks all",
-    "burst": "python -m benchmarks burst, or warm-burst",
-    "chaos": "python -m tests.chaos",
-    "dp": "python -m benchmarks dp-group, dp-faults, or dp-wake",
-    "frontend": "python -m benchmarks frontend",
-    "router": "python -m benchmarks router",
-    "routing": "python -m benchmarks routing",
-}
-"""Until the next release: commands that only a checkout of the project has now."""
 
 
-class BenchGroup(click.Group):
-    """A group that says where a command is that it no longer has."""
-
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        if args[0] in MOVED:
-            raise click.UsageError(now_at(f"kvrelay bench {args[0]}", MOVED[args[0]]), ctx)
-        return super().resolve_command(ctx, args)
-
-
-@click.group("bench", cls=BenchGroup, commands=COMMANDS)
+@click.group("bench", commands=COMMANDS)
 def bench_group() -> None:
     """Measure: servers under load, what separation buys, the engine, transfers, prefix repetition.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,21 +16,6 @@ ORDERS = ("auto", "decode-first", "prefill-first")
 DATASETS = ("random", "shared-prefix", "readable-prefix", "sharegpt", "jsonl", "mooncake", "trace")
 KEY_OPTION = "--api-key"
 FILE = click.Path(path_type=Path)
-
-
-def now_at(what: str, where: str) -> str:
-    """The message about something that left this package."""
-    return f"{what} is now '{where}', in a checkout of the project"
-
-
-def moved_option(flag: str, name: str, *, is_flag: bool = False) -> Callable[[_F], _F]:
-    """Until the next release: an option whose work ``python -m benchmarks NAME`` does now."""
-
-    def refuse(ctx: click.Context, param: click.Parameter, value: object) -> None:
-        if value:
-            raise click.UsageError(now_at(f"{ctx.command_path} {flag}", f"python -m benchmarks {name}"), ctx)
-
-    return click.option(flag, is_flag=is_flag, hidden=True, expose_value=False, is_eager=True, callback=refuse)
 
 
 def body_options(command: _F) -> _F:
@@ -83,13 +69,11 @@ def dataset_options(command: _F) -> _F:
 
 
 def command_line() -> str:
-    """The command as it was typed, for the report; a key is not repeated."""
+    """The command as it was typed, for reports; a key (``--api-key KEY`` or ``--api-key=KEY``) is not repeated."""
     words = ["kvrelay", *sys.argv[1:]]
-    return " ".join(_without_key(word, words[at - 1] if at else "") for at, word in enumerate(words))
-
-
-def _without_key(word: str, before: str) -> str:
-    """Both ``--api-key KEY`` and ``--api-key=KEY``."""
-    if before == KEY_OPTION:
-        return "***"
-    return f"{KEY_OPTION}=***" if word.startswith(f"{KEY_OPTION}=") else word
+    for at, word in enumerate(words):
+        if at and words[at - 1] == KEY_OPTION:
+            words[at] = "..."
+        elif word.startswith(f"{KEY_OPTION}="):
+            words[at] = f"{KEY_OPTION}=..."
+    return shlex.join(words)

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import click
 
-from kvrelay.bench.commands.options import FILE, moved_option
+from kvrelay.bench.commands.options import FILE
 from kvrelay.cli.options import SettingsSource, json_option, model_argument, settings_options
 from kvrelay.config import EngineConfig, RunnerConfig, TransferConfig
 
@@ -54,8 +54,6 @@ def run_batch(measure: Any, title: str, given: dict[str, Any]) -> None:
 
 @click.command("engine")
 @batch_options
-@moved_option("--structured", "engine-turns", is_flag=True)
-@moved_option("--beside-one-process", "engine-turns", is_flag=True)
 def bench_engine(**given: Any) -> None:
     """Run a batch of random prompts through the engine, in this process, without any server.
 
@@ -70,9 +68,6 @@ def bench_engine(**given: Any) -> None:
 @click.command("transfer")
 @click.option("--total-mib", default=64, type=click.IntRange(8, 16384), help="MiB moved per round.")
 @click.option("--rounds", default=7, type=click.IntRange(1, 1000), help="Rounds; the median is reported.")
-@moved_option("--beside-compute", "hand-off", is_flag=True)
-@moved_option("--stream-mib-s", "hand-off")
-@moved_option("--peers", "p2p-peers", is_flag=True)
 @json_option
 @settings_options(TransferConfig, exclude=("kv_checksums",))
 def bench_transfer(total_mib: int, rounds: int, as_json: bool, config_file: Path | None, **flags: object) -> None:

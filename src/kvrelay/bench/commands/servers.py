@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import click
 
-from kvrelay.bench.commands.options import FILE, ORDERS, body_options, dataset_options, moved_option
+from kvrelay.bench.commands.options import FILE, ORDERS, body_options, dataset_options
 from kvrelay.cli.processes import run_async
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -171,8 +171,6 @@ def interference_options(command: _F) -> _F:
 
 @click.command("interference", context_settings={"show_default": True})
 @interference_options
-@moved_option("--policies", "goodput")
-@moved_option("--rates", "goodput")
 def interference_command(**given: Any) -> None:
     """Chats in a closed loop, disturbed by long prompts: aggregated against separated, with the same load.
 

@@ -17,8 +17,16 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from kvrelay.bench.formats import ChatTurn, FileFormat, TraceRecord, json_lines, read_conversations
-from kvrelay.bench.load.request import Length, LoadRequest, Prompt, TokenCounter
+from kvrelay.bench.formats import (
+    ChatTurn,
+    FileFormat,
+    TraceRecord,
+    json_lines,
+    read_azure,
+    read_conversations,
+    read_mooncake,
+)
+from kvrelay.bench.load.request import EstimatedTokens, Length, LoadRequest, LocalTokenizer, Prompt, TokenCounter
 from kvrelay.errors import InvalidInputError
 
 FIRST_ORDINARY_TOKEN = 32
@@ -263,3 +271,38 @@ class Dataset(msgspec.Struct, frozen=True):
 
 
 ANY_DATASET = Dataset()
+
+
+def requests_of(dataset: Dataset, rng: np.random.Generator, seed: int) -> Iterator[LoadRequest]:
+    """Its stream; a file is opened, and refused, here."""
+    kind, path = dataset.kind, dataset.path
+    output = dataset.output or Length("fixed", 64)
+    if path is None:
+        return _generated(dataset, rng, output)
+    if kind is DatasetKind.SHAREGPT:
+        return sharegpt_requests(path, _counter(dataset), dataset.output, rng)
+    if kind is DatasetKind.JSONL:
+        return json_requests(path, dataset.output, rng)
+    if kind is DatasetKind.MOONCAKE:
+        return mooncake_requests(read_mooncake(path), seed, _tokens(dataset), dataset.block_tokens)
+    if kind is DatasetKind.TRACE:
+        return trace_requests(read_azure(path), rng, _tokens(dataset))
+    raise InvalidInputError(f"the data set {kind.value} takes no file", param="dataset")
+
+
+def _generated(dataset: Dataset, rng: np.random.Generator, output: Length) -> Iterator[LoadRequest]:
+    if dataset.kind is DatasetKind.RANDOM:
+        return random_requests(rng, dataset.prompt, output, _tokens(dataset))
+    if dataset.kind is DatasetKind.SHARED_PREFIX:
+        return shared_prefix_requests(rng, dataset, output, _tokens(dataset))
+    return readable_prefix_requests(rng, dataset, output, _counter(dataset))
+
+
+def _tokens(dataset: Dataset) -> TokenRange:
+    if dataset.vocab_size is not None:
+        return TokenRange(stop=dataset.vocab_size)
+    return TokenRange(stop=LocalTokenizer(dataset.tokenizer).vocab_size if dataset.tokenizer else DEFAULT_VOCAB_SIZE)
+
+
+def _counter(dataset: Dataset) -> TokenCounter:
+    return LocalTokenizer(dataset.tokenizer) if dataset.tokenizer else EstimatedTokens()

@@ -14,33 +14,8 @@ import msgspec
 import numpy as np
 from msgspec.structs import replace
 
-from kvrelay.bench.formats import read_azure, read_mooncake
-from kvrelay.bench.load.datasets import (
-    ANY_DATASET,
-    DEFAULT_VOCAB_SIZE,
-    Dataset,
-    DatasetKind,
-    TokenRange,
-    json_requests,
-    mooncake_requests,
-    random_requests,
-    readable_prefix_requests,
-    shared_prefix_requests,
-    sharegpt_requests,
-    trace_requests,
-)
-from kvrelay.bench.load.request import (
-    EstimatedTokens,
-    Length,
-    LoadClass,
-    LoadRequest,
-    LocalTokenizer,
-    TokenCounter,
-    check_rate,
-    parse_length,
-    random_arrivals,
-    trace_arrivals,
-)
+from kvrelay.bench.load.datasets import ANY_DATASET, Dataset, DatasetKind, requests_of
+from kvrelay.bench.load.request import LoadClass, check_rate, parse_length, random_arrivals, trace_arrivals
 from kvrelay.errors import InvalidInputError
 
 _TIMED = {DatasetKind.MOONCAKE, DatasetKind.TRACE}
@@ -83,7 +58,7 @@ class ClassSpec(msgspec.Struct, frozen=True):
 def build_class(spec: ClassSpec, seed: int) -> LoadClass:
     """The streams of a class; equal specs and seeds give equal streams. Files are opened, and refused, here."""
     rng = np.random.default_rng([seed, zlib.crc32(spec.name.encode())])
-    requests = _requests(spec.dataset, rng, seed)
+    requests = requests_of(spec.dataset, rng, seed)
     offsets: Iterator[float] | None = None
     if spec.rate is not None:
         offsets = random_arrivals(np.random.default_rng([seed, 1]), spec.rate, spec.burstiness)
@@ -95,40 +70,6 @@ def build_class(spec: ClassSpec, seed: int) -> LoadClass:
     if spec.priority:
         requests = (replace(request, priority=spec.priority) for request in requests)
     return LoadClass(spec.name, requests, offsets, spec.max_concurrency, spec.num_requests)
-
-
-def _requests(dataset: Dataset, rng: np.random.Generator, seed: int) -> Iterator[LoadRequest]:
-    kind, path = dataset.kind, dataset.path
-    output = dataset.output or Length("fixed", 64)
-    if path is None:
-        return _generated(dataset, rng, output)
-    if kind is DatasetKind.SHAREGPT:
-        return sharegpt_requests(path, _counter(dataset), dataset.output, rng)
-    if kind is DatasetKind.JSONL:
-        return json_requests(path, dataset.output, rng)
-    if kind is DatasetKind.MOONCAKE:
-        return mooncake_requests(read_mooncake(path), seed, _tokens(dataset), dataset.block_tokens)
-    if kind is DatasetKind.TRACE:
-        return trace_requests(read_azure(path), rng, _tokens(dataset))
-    raise InvalidInputError(f"the data set {kind.value} takes no file", param="dataset")
-
-
-def _generated(dataset: Dataset, rng: np.random.Generator, output: Length) -> Iterator[LoadRequest]:
-    if dataset.kind is DatasetKind.RANDOM:
-        return random_requests(rng, dataset.prompt, output, _tokens(dataset))
-    if dataset.kind is DatasetKind.SHARED_PREFIX:
-        return shared_prefix_requests(rng, dataset, output, _tokens(dataset))
-    return readable_prefix_requests(rng, dataset, output, _counter(dataset))
-
-
-def _tokens(dataset: Dataset) -> TokenRange:
-    if dataset.vocab_size is not None:
-        return TokenRange(stop=dataset.vocab_size)
-    return TokenRange(stop=LocalTokenizer(dataset.tokenizer).vocab_size if dataset.tokenizer else DEFAULT_VOCAB_SIZE)
-
-
-def _counter(dataset: Dataset) -> TokenCounter:
-    return LocalTokenizer(dataset.tokenizer) if dataset.tokenizer else EstimatedTokens()
 
 
 def parse_mix(text: str, base: Dataset) -> tuple[ClassSpec, ...]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import html
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from importlib import resources
 from typing import Protocol
 
@@ -25,6 +26,13 @@ class NamedLine(Protocol):
 def page_style() -> str:
     """The style sheet: light and dark, wide and narrow."""
     return (resources.files("kvrelay.bench.report") / "page.css").read_text("utf-8")
+
+
+def filled_page(package: str, texts: Mapping[str, str], parts: Mapping[str, str]) -> str:
+    """``page.html`` of a package with our style, ``texts``, which are escaped, and ``parts``, which are HTML."""
+    values = {**{name: html.escape(text) for name, text in texts.items()}, **parts, "STYLE": page_style()}
+    page = (resources.files(package) / "page.html").read_text("utf-8")
+    return re.sub(r"{{([A-Z]+)}}", lambda mark: values[mark[1]], page)
 
 
 def line_plot(lines: Sequence[NamedLine], title: str, x_name: str, y_name: str) -> str:

@@ -16,9 +16,8 @@ from kvrelay.evaluate.effects import Row, is_calm
 from kvrelay.evaluate.findings import Section, Table
 from kvrelay.evaluate.load import Sent, answered_per_s, replayed
 from kvrelay.evaluate.workbench import REPLICAS, SPLIT, Workbench
-from kvrelay.placement.base import Objectives
 from kvrelay.simulate.cluster import ClusterSpec
-from kvrelay.simulate.costs import Costs
+from kvrelay.simulate.result import SimulationResult
 from kvrelay.simulate.simulation import simulate
 
 NAME = "accuracy"
@@ -61,22 +60,34 @@ def take(bench: Workbench, basis: Basis, rows: Sequence[Row]) -> tuple[Section, 
 
 
 def _checks(bench: Workbench, basis: Basis, rows: Sequence[Row]) -> list[dict[str, Any]]:
-    used = calm_rounds([row for row in rows if row["case"] in CLUSTERS and len(row.get("records") or ()) >= MIN_SENT])
+    used = calm_rounds([row for row in rows if row["case"] in CLUSTERS and has_enough(row)])
     found = []
     for number, row in enumerate(used):
         with bench.bar.part(f"{NAME}: {row['case']}, {row['point']}", SECONDS / len(used)):
-            sent = msgspec.convert(row["records"], list[Sent])
             spec = msgspec.structs.replace(
                 CLUSTERS[row["case"]],
                 disagg=DisaggConfig(slo_ttft_ms=bench.options.slo_ttft_ms, slo_itl_ms=bench.options.slo_itl_ms),
                 max_model_len=bench.load.context,
             )
-            simulated = simulated_figures(
-                spec, basis.costs[1], sent, row["concurrency"], number, bench.options.objectives
-            )
-            measured = measured_figures(sent, row[GOODPUT])
-            found.append({"case": row["case"], "point": row["point"], "measured": measured, "simulated": simulated})
+            found.append(check_of(bench, basis, row, spec, number))
     return found
+
+
+def has_enough(row: Row) -> bool:
+    """Whether so many requests were answered that its figures can be compared."""
+    return len(row.get("records") or ()) >= MIN_SENT
+
+
+def check_of(bench: Workbench, basis: Basis, row: Row, spec: ClusterSpec, seed: int) -> dict[str, Any]:
+    """A row's figures, and those of the simulated cluster that gets the same requests."""
+    sent = msgspec.convert(row["records"], list[Sent])
+    result = simulate(spec, replayed(sent, row["concurrency"]), basis.costs[1], seed=seed)
+    return {
+        "case": row["case"],
+        "point": row["point"],
+        "measured": measured_figures(sent) | {GOODPUT: row[GOODPUT]},
+        "simulated": simulated_figures(result) | {GOODPUT: result.goodput(bench.options.objectives)},
+    }
 
 
 def calm_rounds(rows: Sequence[Row]) -> list[Row]:
@@ -85,27 +96,22 @@ def calm_rounds(rows: Sequence[Row]) -> list[Row]:
     return [row for row in rows if is_calm(row) or (row["case"], row["point"]) not in calm]
 
 
-def measured_figures(sent: Sequence[Sent], goodput: float) -> dict[str, float]:
-    """Of answered requests: rate until the last answer, mean first token, median answer; and ``goodput``."""
+def measured_figures(sent: Sequence[Sent]) -> dict[str, float]:
+    """Of answered requests: rate until the last answer, mean first token, median answer."""
     return {
         "requests_per_s": answered_per_s(sent),
         "ttft_mean_s": float(np.mean([one.ttft_s for one in sent])),
         "e2e_p50_s": float(np.median([one.e2e_s for one in sent])),
-        GOODPUT: goodput,
     }
 
 
-def simulated_figures(
-    spec: ClusterSpec, costs: Costs, sent: Sequence[Sent], clients: int, seed: int, objectives: Objectives
-) -> dict[str, float]:
-    """The same of the simulated cluster."""
-    result = simulate(spec, replayed(sent, clients), costs, seed=seed)
+def simulated_figures(result: SimulationResult) -> dict[str, float]:
+    """The same of a simulated cluster."""
     latencies = result.latencies()
     return {
         "requests_per_s": len(result.done) / result.end_s,
         "ttft_mean_s": latencies["ttft_s"]["mean"],
         "e2e_p50_s": latencies["e2e_s"]["p50"],
-        GOODPUT: result.goodput(objectives),
     }
 
 

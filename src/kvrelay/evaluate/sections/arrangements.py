@@ -5,21 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvrelay.evaluate.calibration import CLIENTS, Basis
-from kvrelay.evaluate.effects import (
-    GAP_P99,
-    GOODPUT,
-    TOKENS,
-    TTFT_P90,
-    Row,
-    effects,
-    effects_sentence,
-    effects_table,
-    unmeasured,
-)
+from kvrelay.evaluate.effects import GAP_P99, GOODPUT, TOKENS, TTFT_P90, Row, effects, effects_sentence
 from kvrelay.evaluate.findings import Section
 from kvrelay.evaluate.load import Point
 from kvrelay.evaluate.plan import Wish
-from kvrelay.evaluate.shown import failures, rows_table
+from kvrelay.evaluate.shown import comparison
 from kvrelay.evaluate.workbench import REPLICAS, SPLIT, TWO_RANKS, ServerCase, Workbench
 
 NAME = "arrangements"
@@ -61,11 +51,12 @@ def section_of(rows: Sequence[Row], points: Sequence[str], refused: str = "") ->
         *effects(rows, (TTFT_P90, GAP_P99, GOODPUT), REPLICAS.name, others, rates),
         *effects(rows, (TOKENS,), REPLICAS.name, others, [closed]),
     ]
-    return Section(
+    return comparison(
         "Separation against replicas and tensor parallelism",
-        effects_sentence(found) + unmeasured(rows, (REPLICAS.name, *others)),
         "The same requests and the same cores for two replicas behind the router, one prefill and one decode worker, "
         "and one worker of two ranks.",
-        (rows_table(rows), effects_table(found)),
-        notes=(*((f"{TWO_RANKS.name} was not measured: {refused}",) if refused else ()), *failures(rows)),
+        rows,
+        found,
+        cases=(REPLICAS.name, *others),
+        notes=[f"{TWO_RANKS.name} was not measured: {refused}"] if refused else (),
     )

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 from kvrelay.evaluate import forecast
 from kvrelay.evaluate.calibration import Basis
-from kvrelay.evaluate.effects import GAP_P99, TTFT_P90, Row, effects, effects_sentence, effects_table, good, median
+from kvrelay.evaluate.effects import GAP_P99, TTFT_P90, Row, effects, good, median, points_of
 from kvrelay.evaluate.findings import Line, Plot, Section
 from kvrelay.evaluate.plan import Wish
 from kvrelay.evaluate.sections.sizes import outcomes_table, spread_text, stress_factors
-from kvrelay.evaluate.shown import failures, rows_table
+from kvrelay.evaluate.shown import comparison
 from kvrelay.evaluate.workbench import ONE, ServerCase, Workbench
 from kvrelay.simulate.advise import Advice
 from kvrelay.simulate.trial import Candidate, Outcome
@@ -58,7 +58,7 @@ def case_name(length: int, lengths: Sequence[int]) -> str:
 def section_of(
     rows: Sequence[Row], simulated: Sequence[tuple[Candidate, float, Outcome]], lengths: Sequence[int], rate: float
 ) -> Section:
-    points = list(dict.fromkeys(row["point"] for row in rows))
+    points = points_of(rows)
     large = case_name(lengths[-1], lengths)
     found = effects(rows, (TTFT_P90, GAP_P99), large, [case_name(length, lengths) for length in lengths[:-1]], points)
     figures = (("first tokens P90", "ttft_p90_s"), ("gaps P99", "gap_p99_s"))
@@ -73,14 +73,15 @@ def section_of(
         )
         for name, figure in figures
     )
-    return Section(
+    return comparison(
         "Chunk sizes",
-        f"{effects_sentence(found)} {kept_sentence(simulated)}",
         f"Measured on one worker that prefills in chunks beside decodes, of which it runs up to {lengths[0]}. Then "
         "simulated for all slots, at the highest rate that the best cluster holds.",
-        (rows_table(rows), effects_table(found), outcomes_table(simulated, rate)),
-        (Plot("First tokens and gaps over the chunk's length", "tokens", "ms", lines),),
-        notes=failures(rows),
+        rows,
+        found,
+        more=f" {kept_sentence(simulated)}",
+        tables=[outcomes_table(simulated, rate)],
+        plots=(Plot("First tokens and gaps over the chunk's length", "tokens", "ms", lines),),
     )
 
 

@@ -15,6 +15,7 @@ from kvrelay.evaluate.effects import (
     effects_table,
     good,
     median,
+    points_of,
     unmeasured,
 )
 from kvrelay.evaluate.findings import Section, Table
@@ -81,7 +82,7 @@ def section_of(rows: Sequence[Row], waves: str = WHY_NO_WAVES) -> Section:
     loaded = [row for row in rows if row["point"] != IDLE.name]
     found = [
         *effects(rows, (IDLE_CORES,), REPLICAS.name, [GROUP], [IDLE.name]),
-        *effects(loaded, (TTFT_P90, GAP_P99), REPLICAS.name, [GROUP], list(dict.fromkeys(r["point"] for r in loaded))),
+        *effects(loaded, (TTFT_P90, GAP_P99), REPLICAS.name, [GROUP], points_of(loaded)),
     ]
     idle = {name: median(good(rows, name, IDLE.name), IDLE_CORES.name) for name in (REPLICAS.name, GROUP)}
     cores = [(name, IDLE_CORES.text(value)) for name, value in idle.items() if value is not None]

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvrelay.evaluate.calibration import Basis
-from kvrelay.evaluate.effects import GAP_P99, GOODPUT, TOKENS, TTFT_P90, Row, effects, effects_sentence, effects_table
+from kvrelay.evaluate.effects import GAP_P99, GOODPUT, TOKENS, TTFT_P90, Row, effects
 from kvrelay.evaluate.findings import Plot, Section
 from kvrelay.evaluate.load import Point
 from kvrelay.evaluate.plan import Wish
-from kvrelay.evaluate.shown import COLUMNS, PERCENTILES, failures, latency_plots, lines_over, rows_table
+from kvrelay.evaluate.shown import COLUMNS, PERCENTILES, comparison, latency_plots, lines_over
 from kvrelay.evaluate.workbench import REPLICAS, SPLIT, Workbench
 from kvrelay.simulate.advise import Advice
 
@@ -51,21 +51,17 @@ def take(bench: Workbench, basis: Basis, advice: Advice) -> list[Section]:
 
 def closed_section(rows: Sequence[Row], points: Sequence[str]) -> Section:
     found = effects(rows, (TTFT_P90, GAP_P99, TOKENS), REPLICAS.name, [SPLIT.name], points)
-    return Section(
+    tokens = lines_over(rows, "concurrency", "tokens_per_s")
+    return comparison(
         f"From {points[0].split()[0]} to {points[-1]}",
-        effects_sentence([one for one in found if one.point in (points[0], points[-1])]),
         "Closed loops: each client sends its next request after its answer. Times in milliseconds.",
-        (rows_table(rows), effects_table(found)),
-        (
+        rows,
+        found,
+        told=[one for one in found if one.point in (points[0], points[-1])],
+        plots=(
             *latency_plots(rows, "concurrency", "clients"),
-            Plot(
-                "Answer tokens over clients",
-                "clients",
-                "answer tokens per second",
-                lines_over(rows, "concurrency", "tokens_per_s"),
-            ),
+            Plot("Answer tokens over clients", "clients", "answer tokens per second", tokens),
         ),
-        notes=failures(rows),
     )
 
 
@@ -74,12 +70,13 @@ def open_section(rows: Sequence[Row], points: Sequence[str]) -> Section:
     poisson = points[: len(points) // 2]
     random = [row for row in rows if row["point"] in poisson]
     found = effects(rows, (TTFT_P90, GAP_P99, GOODPUT), REPLICAS.name, [SPLIT.name], points)
-    return Section(
+    return comparison(
         "Over the rate, with Poisson and with even arrivals",
-        effects_sentence([one for one in found if one.point in (poisson[-1], points[-1])]),
         f"Open loops. Even arrivals have burstiness {EVEN:g}: gamma gaps of that shape, nearly equal ones. The plots "
         "have Poisson arrivals. Times in milliseconds.",
-        (rows_table(rows, {**PERCENTILES, "within objectives": COLUMNS["within objectives"]}), effects_table(found)),
-        latency_plots(random, "rate", "requests per second"),
-        notes=failures(rows),
+        rows,
+        found,
+        told=[one for one in found if one.point in (poisson[-1], points[-1])],
+        columns={**PERCENTILES, "within objectives": COLUMNS["within objectives"]},
+        plots=latency_plots(random, "rate", "requests per second"),
     )

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvrelay.evaluate.calibration import Basis
-from kvrelay.evaluate.effects import GOODPUT, TTFT_P90, Row, effects, effects_sentence, effects_table, unmeasured
+from kvrelay.evaluate.effects import GOODPUT, TTFT_P90, Row, effects
 from kvrelay.evaluate.findings import Section
 from kvrelay.evaluate.load import Point
 from kvrelay.evaluate.plan import Wish
-from kvrelay.evaluate.shown import failures, latency_plots, rows_table
+from kvrelay.evaluate.shown import comparison, latency_plots
 from kvrelay.evaluate.workbench import REPLICAS, SPLIT, Workbench
 from kvrelay.simulate.advise import Advice
 
@@ -67,14 +67,15 @@ def _measured(bench: Workbench, basis: Basis) -> tuple[list[dict[str, Any]], lis
 def section_of(rows: Sequence[Row], points: Sequence[str]) -> Section:
     others = [*(name for name in VARIANTS if name != DEFAULT), AGGREGATED]
     found = effects(rows, (TTFT_P90, GOODPUT), DEFAULT, others, points)
-    return Section(
+    return comparison(
         "Policies and orders over the rate",
-        effects_sentence([one for one in found if one.point == points[-1]]) + unmeasured(rows, others),
         "1P1D with each policy of --disagg-policy and each order, set while it runs, and two replicas. In a round all "
         "get the same lengths at the same times, with tokens of their own. Times in milliseconds.",
-        (rows_table(rows), effects_table(found)),
-        latency_plots(rows, "rate", "requests per second"),
-        notes=failures(rows),
+        rows,
+        found,
+        told=[one for one in found if one.point == points[-1]],
+        cases=others,
+        plots=latency_plots(rows, "rate", "requests per second"),
     )
 
 

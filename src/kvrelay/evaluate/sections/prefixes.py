@@ -15,11 +15,11 @@ from kvrelay.bench.load.request import LocalTokenizer
 from kvrelay.bench.prefixes.measure import PrefixOptions, PrefixReport, measure_prefixes
 from kvrelay.errors import InvalidInputError
 from kvrelay.evaluate.calibration import CLIENTS, Basis
-from kvrelay.evaluate.effects import GAP_P99, TOKENS, TTFT_P90, Row, effects, effects_sentence, effects_table
+from kvrelay.evaluate.effects import GAP_P99, TOKENS, TTFT_P90, Row, effects, points_of
 from kvrelay.evaluate.findings import Line, Plot, Section, Table
 from kvrelay.evaluate.load import Point, conversations_load
 from kvrelay.evaluate.plan import Wish
-from kvrelay.evaluate.shown import failures, rows_table
+from kvrelay.evaluate.shown import comparison
 from kvrelay.evaluate.workbench import REPLICAS, SPLIT, Workbench
 from kvrelay.simulate.advise import Advice
 
@@ -82,10 +82,8 @@ def _as_load(bench: Workbench, basis: Basis, path: Path) -> Section:
 
 
 def load_section(name: str, about: str, rows: Sequence[Row]) -> Section:
-    points = list(dict.fromkeys(row["point"] for row in rows))
-    found = effects(rows, (TTFT_P90, GAP_P99, TOKENS), REPLICAS.name, [SPLIT.name], points)
-    tables = (rows_table(rows), effects_table(found))
-    return Section(f"{name} as a load", effects_sentence(found), about, tables, notes=failures(rows))
+    found = effects(rows, (TTFT_P90, GAP_P99, TOKENS), REPLICAS.name, [SPLIT.name], points_of(rows))
+    return comparison(f"{name} as a load", about, rows, found)
 
 
 def _measured(bench: Workbench, path: Path) -> PrefixReport:

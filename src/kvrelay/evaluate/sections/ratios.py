@@ -6,26 +6,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import msgspec
-
 from kvrelay.config import WorkerRole
 from kvrelay.core.step_cost import StepCost
 from kvrelay.evaluate.calibration import Basis
-from kvrelay.evaluate.effects import (
-    GAP_P99,
-    TTFT_P90,
-    Effect,
-    Row,
-    effects,
-    effects_sentence,
-    effects_table,
-    unmeasured,
-)
+from kvrelay.evaluate.effects import GAP_P99, TTFT_P90, Effect, Row, effects, effects_sentence, points_of
 from kvrelay.evaluate.findings import Section, Table
-from kvrelay.evaluate.load import EvaluatedLoad, Sent
+from kvrelay.evaluate.load import EvaluatedLoad
 from kvrelay.evaluate.plan import Wish
-from kvrelay.evaluate.sections.accuracy import MIN_SENT, by_load, measured_figures, simulated_figures
-from kvrelay.evaluate.shown import failures, rows_table
+from kvrelay.evaluate.sections.accuracy import by_load, check_of, has_enough
+from kvrelay.evaluate.shown import comparison
 from kvrelay.evaluate.workbench import ServerCase, Workbench
 from kvrelay.simulate.advise import Advice
 from kvrelay.simulate.cluster import ClusterSpec
@@ -80,31 +69,29 @@ def _checks(bench: Workbench, basis: Basis, rows: Sequence[Row]) -> list[dict[st
     found = []
     with bench.bar.part(f"simulation: {NAME}", SECONDS):
         for number, row in enumerate(rows):
-            if row["case"] in RATIOS and len(row.get("records") or ()) >= MIN_SENT:
-                sent = msgspec.convert(row["records"], list[Sent])
+            if row["case"] in RATIOS and has_enough(row):
                 x, y = RATIOS[row["case"]]
                 spec = ClusterSpec(prefill=x, decode=y, max_model_len=bench.load.context)
-                simulated = simulated_figures(spec, basis.costs[1], sent, 0, number, bench.options.objectives)
-                measured = measured_figures(sent, row["goodput"])
-                about = {"case": row["case"], "point": row["point"]}
-                found.append({**about, "measured": measured, "simulated": simulated})
+                found.append(check_of(bench, basis, row, spec, number))
     return found
 
 
 def section_of(rows: Sequence[Row], checks: Sequence[Row]) -> Section:
-    points = list(dict.fromkeys(row["point"] for row in rows))
+    points = points_of(rows)
     others = [name for name in RATIOS if name != EVEN]
     ratios = effects(rows, (TTFT_P90, GAP_P99), EVEN, others, points)
     roles = effects(rows, (TTFT_P90, GAP_P99), others[0], [CHANGED], points)
-    return Section(
+    return comparison(
         TITLE,
-        f"{effects_sentence(ratios)} {roles_sentence(roles)}{same_sentence(checks)}"
-        f"{unmeasured(rows, [*RATIOS, CHANGED])}",
         "Real routers, queues and hand-offs between four workers, whose engines only wait as long as the engine "
         "measured here would compute; their KV is small, so the link costs nothing. The last case starts as 2P2D; then "
         "a prefill worker becomes a decode worker (kvrelay role), and then it is measured. Times in milliseconds.",
-        (rows_table(rows), effects_table([*ratios, *roles]), *simulated_table(checks)),
-        notes=failures(rows),
+        rows,
+        [*ratios, *roles],
+        told=ratios,
+        cases=[*RATIOS, CHANGED],
+        more=f" {roles_sentence(roles)}{same_sentence(checks)}",
+        tables=simulated_table(checks),
     )
 
 

@@ -6,21 +6,10 @@ import itertools
 from collections.abc import Sequence
 
 from kvrelay.evaluate.calibration import Basis
-from kvrelay.evaluate.effects import (
-    GAP_P99,
-    Effect,
-    Figure,
-    Row,
-    effects,
-    effects_sentence,
-    effects_table,
-    good,
-    median,
-    unmeasured,
-)
+from kvrelay.evaluate.effects import GAP_P99, Effect, Figure, Row, effects, good, median, points_of
 from kvrelay.evaluate.findings import Section, Table
 from kvrelay.evaluate.plan import Wish
-from kvrelay.evaluate.shown import failures, rows_table
+from kvrelay.evaluate.shown import comparison
 from kvrelay.evaluate.workbench import SPLIT, ServerCase, Workbench
 from kvrelay.simulate.advise import Advice
 
@@ -61,17 +50,19 @@ def take(bench: Workbench, basis: Basis, advice: Advice) -> list[Section]:
 
 def section_of(rows: Sequence[Row], cases: Sequence[str]) -> Section:
     """All ways beside the first one."""
-    points = list(dict.fromkeys(row["point"] for row in rows))
+    points = points_of(rows)
     found = effects(rows, (TTFT_P50, GAP_P99), cases[0], cases[1:], points)
     phased = [{**row, **spread(row["phases"])} for row in rows if row.get("phases")]
-    return Section(
+    return comparison(
         "PUT, PUT_ASYNC and GET under load",
-        f"{effects_sentence(found)}{unmeasured(rows, cases)}{order_sentence(phased, points)}",
         "1P1D with every prefill remote. PUT waits until the KV has landed, PUT_ASYNC does not; with GET the decode "
         "worker fetches it. Times in milliseconds. The last table has the phases of kvrelay waterfall until the first "
         "token, on average; of phases that overlap, the one that began first counts.",
-        (rows_table(rows), effects_table(found), *phases_table(phased, cases, points)),
-        notes=failures(rows),
+        rows,
+        found,
+        cases=cases,
+        more=order_sentence(phased, points),
+        tables=phases_table(phased, cases, points),
     )
 
 
