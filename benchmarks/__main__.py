@@ -17,6 +17,7 @@ SCRIPTS = {
     "goodput": ("goodput:goodput", "The share of requests within their objectives, by policy and rate."),
     "routing": ("routing:routing", "Routing policies on a running cluster."),
     "frontend": ("frontend:frontend", "What the frontend alone can carry."),
+    "foreign": ("foreign:foreign", "The same and engines that compute, as wrk and vllm bench serve see them."),
     "router": ("router:router", "The router's parts, a peer's index, and policies over traces."),
     "hand-off": ("hand_off:hand_off", "What hand-offs cost first tokens and decode steps."),
     "layouts": ("layouts:layouts", "What unlike layouts cost a transport: strided beside staged."),

@@ -1,7 +1,7 @@
 """Protocols and sides that are wrong in one place each.
 
 A mutant lacks one rule of docs/architecture.md, "What may never happen", and names the scenario in which the explorer
-has to find it out. Rule 10, ``check_integrity``, is what the explorer's own invariants are.
+has to find it out. Rule 11, ``check_integrity``, is what the explorer's own invariants are.
 """
 
 from __future__ import annotations

@@ -10,9 +10,9 @@
        │            └──> KV_HELD ──> LOADING_KV, RUNNING  the KV came while the pool had no room: it is held until then
        │
        └──> LOADING_KV ──> RUNNING ──> PREFILL_SENDING    KV that is elsewhere is read first, after preemption too;
-                                              │           prefill side: after the forward pass the blocks stay ours
-                                              │           until the last write is done
-                                              └──> FINISHED_*
+                └──> WAITING                  │           what did not come is computed. Prefill side: after the
+                                              │           forward pass the blocks stay ours until the last write
+                                              └──> FIN.   is done
 
 REMOTE_PREFILLING and PREFILL_SENDING count as unfinished work: an engine with such requests is not idle.
 """
