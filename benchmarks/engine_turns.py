@@ -18,7 +18,7 @@ import torch
 from safetensors import safe_open
 
 from kvrelay.bench.commands.parts import batch_options, run_batch
-from kvrelay.bench.engine import BatchLoad, EngineRun, conditions, prompts_of, run_once, warm_up_load
+from kvrelay.bench.engine import BatchLoad, EngineRun, conditions, open_llm, prompts_of, run_once, warm_up_load
 from kvrelay.config import EngineConfig, RunnerConfig
 from kvrelay.core.clock import MonotonicClock
 from kvrelay.core.cores import usable_cores
@@ -29,7 +29,6 @@ from kvrelay.engine.request import Request
 from kvrelay.errors import ConfigError
 from kvrelay.executors.torch import build_executor
 from kvrelay.executors.torch.shards import shard_files
-from kvrelay.llm import LLM
 
 ENDLESS = Grammar(
     GrammarKind.JSON_SCHEMA,
@@ -71,7 +70,7 @@ def run_structured_benchmark(
 ) -> dict[str, float]:
     """The batch in turns: free, and with every answer bound by a grammar; ``num_runs`` passes of each. Returns the
     medians, and of each pair of passes what the grammar costs, as a part of the free throughput."""
-    with LLM(model_path, **dataclasses.asdict(runner), **dataclasses.asdict(engine)) as llm:
+    with open_llm(model_path, runner, engine) as llm:
         free, bound = (partial(run_once, llm, grammar=grammar) for grammar in (None, ENDLESS))
         pairs = _in_turns(free, bound, load, num_runs)
     costs = [1 - free.duration_s / bound.duration_s for free, bound in pairs]
@@ -101,10 +100,7 @@ def run_ranks_benchmark(
     if runner.num_ranks == 1:
         raise ConfigError("--beside-one-process compares several ranks with one process: give --tp or --pp", param="tp")
     one = dataclasses.replace(runner, tp=1, pp=1)
-    ranks_llm, one_llm = (
-        LLM(model_path, **dataclasses.asdict(each), **dataclasses.asdict(engine)) for each in (runner, one)
-    )
-    with ranks_llm, one_llm:
+    with open_llm(model_path, runner, engine) as ranks_llm, open_llm(model_path, one, engine) as one_llm:
         pairs = _in_turns(partial(run_once, ranks_llm), partial(run_once, one_llm), load, num_runs)
     ratios = [single.duration_s / spread.duration_s for spread, single in pairs]
     return {**_compared(pairs, ("ranks", "one_process"), "ratio", ratios, load), "num_ranks": runner.num_ranks}
@@ -115,10 +111,7 @@ def run_core_benchmark(
 ) -> dict[str, float]:
     """The batch in turns: through ``LLM``, and through the engine core, which the caller steps; ``num_runs`` passes of
     each. Returns the medians, and of each pair of passes LLM's throughput over that of the core."""
-    with (
-        LLM(model_path, **dataclasses.asdict(runner), **dataclasses.asdict(engine)) as llm,
-        _core(model_path, runner, engine) as core,
-    ):
+    with open_llm(model_path, runner, engine) as llm, _core(model_path, runner, engine) as core:
         pairs = _in_turns(partial(run_once, llm), partial(_step_through, core), load, num_runs)
     ratios = [alone.duration_s / through.duration_s for through, alone in pairs]
     return _compared(pairs, ("llm", "core"), "ratio", ratios, load)

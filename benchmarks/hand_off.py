@@ -158,12 +158,12 @@ async def _turn(clients: _Clients, draw: random.Random, length: int, number: int
     times: dict[OrderPolicy | None, list[float]] = {order: [] for order in clients}
     for at in range(number, number + NUM_PROMPTS_OF_LEN[length]):
         for order in list(clients)[:: -1 if at % 2 else 1]:
-            times[order].append(await _first_token_s(clients[order], draw, length))
+            times[order].append(await first_token_s(clients[order], draw, length))
     return {order: statistics.median(found) for order, found in times.items()}
 
 
-async def _first_token_s(client: ChaosClient, draw: random.Random, length: int) -> float:
-    """Of a prompt that no cache holds."""
+async def first_token_s(client: ChaosClient, draw: random.Random, length: int) -> float:
+    """Seconds to it, of a prompt that no cache holds."""
     _, record = await client.answer(KnownPrompt(tuple(draw.choices(TOKENS, k=length)), 2, stream=True))
     return record.arrivals_s[0] - record.begin_s
 

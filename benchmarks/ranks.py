@@ -17,15 +17,15 @@ from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass
 
 import click
-import psutil
 from msgspec.structs import replace
-from tests.chaos.answers import KnownPrompt
 from tests.chaos.client import ChaosClient
 from tests.chaos.cluster import ClusterUnderTest
 
+from benchmarks.hand_off import first_token_s
 from benchmarks.loads import print_rows
 from kvrelay.bench.report.table import Row
 from kvrelay.bench.transfer import pool_metadata
+from kvrelay.certify.machine import cpu_seconds
 from kvrelay.cli.options import json_option
 from kvrelay.cli.processes import run_async
 from kvrelay.config import EngineConfig, RunnerConfig, TransferConfig
@@ -48,7 +48,6 @@ PASSES = 16
 POLL_S = 6e-5
 """Of a transfer thread that expects something."""
 PROMPT_LEN = 2000
-TOKENS = range(16, 512)
 _COLUMNS = {
     "of": "name",
     "gathered, ms": "gathered_s:ms.2f",
@@ -160,7 +159,7 @@ def _move_in_turns(transport: str, tp: tuple[int, int], num_turns: int) -> list[
 
 def _moved(giver: _End, taker: _End, mapping: LayoutMapping, ids: list[int]) -> tuple[float, float]:
     """Seconds, and seconds of CPU time, of all posts, one after the other."""
-    cpu_s, begin_s = _cpu_s(), time.perf_counter()
+    cpu_s, begin_s = cpu_seconds(), time.perf_counter()
     for at in [*range(0, len(ids), BLOCKS_PER_POST)] * PASSES:
         run = BlockRun(0, ids[at : at + BLOCKS_PER_POST])
         pieces = mapping.pieces(TransferOp.WRITE, run, run)
@@ -174,14 +173,7 @@ def _moved(giver: _End, taker: _End, mapping: LayoutMapping, ids: list[int]) -> 
             arrived += len(taker.transport.poll()[1])
             if waiting or not arrived:
                 time.sleep(POLL_S)
-    return time.perf_counter() - begin_s, _cpu_s() - cpu_s
-
-
-def _cpu_s() -> float:
-    """Of this process and its ranks."""
-    own = psutil.Process()
-    times = (process.cpu_times() for process in (own, *own.children(recursive=True)))
-    return sum(each.user + each.system for each in times)
+    return time.perf_counter() - begin_s, cpu_seconds() - cpu_s
 
 
 # -- first token ------------------------------------------------------------------------------------------------------
@@ -198,14 +190,8 @@ async def _first_tokens(transport: str, tp: tuple[int, int], num_turns: int) -> 
             cluster = await stack.enter_async_context(ClusterUnderTest(flags, [], {"prefill": 1, "decode": 1}, 1))
             clients.append(await stack.enter_async_context(ChaosClient(cluster.url, cluster.model)))
         for number in range(num_turns + 1):
-            # A new prompt in every turn: no cache holds it.
-            prompt = KnownPrompt(tuple(draw.choices(TOKENS, k=PROMPT_LEN)), 2, stream=True)
-            found = {at: await _first_token_s(clients[at], prompt) for at in ((0, 1) if number % 2 else (1, 0))}
+            order = (0, 1) if number % 2 else (1, 0)
+            found = {at: await first_token_s(clients[at], draw, PROMPT_LEN) for at in order}
             if number:
                 seconds.append((found[0], found[1]))
     return _compared(f"first token of {PROMPT_LEN:,} tokens", seconds)
-
-
-async def _first_token_s(client: ChaosClient, prompt: KnownPrompt) -> float:
-    _, record = await client.answer(prompt)
-    return record.arrivals_s[0] - record.begin_s

@@ -73,7 +73,8 @@ def measure_speed(num_workers: int, blocks_per_worker: int, repeats: int) -> dic
     router = _router(scenario.names)
     index = _index(router)
     scenario.fill(index)
-    stairs = PrefixIndex()
+    stairs, removals = PrefixIndex(), PrefixIndex()
+    scenario.fill(removals)
     for number, name in enumerate(scenario.names):
         stairs.store(name, None, query[: MATCHED_BLOCKS - number * (MATCHED_BLOCKS // 2) // num_workers])
     per_block, per_pair = _memory(scenario, blocks_per_worker)
@@ -88,7 +89,7 @@ def measure_speed(num_workers: int, blocks_per_worker: int, repeats: int) -> dic
         "decision_8192": _decisions(router, tokens, repeats),
         "decision_128": _decisions(router, tokens[:128], repeats),
         "events": tuple(_event_rates(scenario, size) for size in (8, 512)),
-        "remove_worker": _removals(scenario),
+        "remove_worker": _each(removals.remove_worker, scenario.names),
         "bytes_per_block": per_block,
         "bytes_per_block_and_worker": per_pair,
     }
@@ -147,17 +148,6 @@ def _apply_frames(names: Sequence[str], events: Sequence[tuple[str, KvEvent]]) -
     for frame in frames:
         indexer.apply(decode_events(frame))
     return time.perf_counter() - begin
-
-
-def _removals(scenario: _Scenario) -> Latency:
-    index = PrefixIndex()
-    scenario.fill(index)
-    samples = []
-    for name in scenario.names:
-        begin = time.perf_counter()
-        index.remove_worker(name)
-        samples.append(time.perf_counter() - begin)
-    return _summary(samples)
 
 
 def _memory(scenario: _Scenario, blocks_per_worker: int) -> tuple[float, float]:

@@ -21,6 +21,7 @@ from kvrelay.certify.ends import RawCopy
 from kvrelay.certify.findings import CertifyReport, Verdict
 from kvrelay.certify.peer import EndSpec, peer_ends
 from kvrelay.certify.served import way_row
+from kvrelay.cli.main import run
 from kvrelay.config import TransferConfig
 from kvrelay.core.layout import paged_kv
 from kvrelay.errors import TransferError
@@ -80,6 +81,11 @@ def test_a_whole_cluster_passes(tmp_path: Path) -> None:
     }
     (load,) = (row for row in report.rows if "under load" in row.title)
     assert int(load.evidence["hand-offs"]) > 30
+
+
+def test_an_open_quotation_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["certify", "--serve-flags", "'", "--output", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.strip() == "kvrelay: --serve-flags: No closing quotation"
 
 
 def test_an_end_that_crashes_says_so_and_takes_nothing_with_it() -> None:

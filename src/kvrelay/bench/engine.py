@@ -44,10 +44,14 @@ def run_engine_benchmark(
     model_path: Path, runner: RunnerConfig, engine: EngineConfig, load: BatchLoad, num_runs: int
 ) -> dict[str, float]:
     """Load the model, warm up, run the batch ``num_runs`` times; returns medians and spread."""
-    with LLM(model_path, **dataclasses.asdict(runner), **dataclasses.asdict(engine)) as llm:
+    with open_llm(model_path, runner, engine) as llm:
         run_once(llm, warm_up_load(load))
         runs = [run_once(llm, load) for _ in range(num_runs)]
     return _report(runs, load)
+
+
+def open_llm(model_path: Path, runner: RunnerConfig, engine: EngineConfig) -> LLM:
+    return LLM(model_path, **dataclasses.asdict(runner), **dataclasses.asdict(engine))
 
 
 def warm_up_load(load: BatchLoad) -> BatchLoad:

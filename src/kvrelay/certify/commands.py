@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvrelay.cli.options import engine_option, json_option, served_name_option
+from kvrelay.cli.options import engine_option, json_option, serve_flags_option, served_name_option
 from kvrelay.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -56,9 +55,7 @@ ORDERS = ("decode-first", "prefill-first")
 @click.option("--short", "is_short", is_flag=True, help="Fewer prompts, hand-offs and failures: minutes on two cores.")
 @click.option("--url", help="A pair that runs already, by the URL of its API. Default: start a cluster.")
 @click.option("--reference-url", help="With --url: one server of that model, without hand-offs. Default: none.")
-@click.option(
-    "--serve-flags", default="", help="Further flags of each kvrelay serve, in one word, as of a shell. Default: none."
-)
+@serve_flags_option
 @click.option("--api-key", envvar="KVRELAY_API_KEY", help="Key of these servers. Default: none.")
 @click.option(
     "--output",
@@ -103,7 +100,6 @@ def _options(
     groups: tuple[str, ...],
     url: str | None,
     reference_url: str | None,
-    serve_flags: str,
     **given: Any,
 ) -> CertifyOptions:
     """Raises InvalidInputError, CheckpointError."""
@@ -125,7 +121,6 @@ def _options(
         groups=tuple(Group(name.capitalize()) for name in groups) or tuple(Group),
         urls=(url, reference_url) if url and reference_url else None,
         gpus=_gpus(given["device"]),
-        serve_flags=tuple(shlex.split(serve_flags)),
         command=command_line(),
         tp=tp,
         pp=pp,

@@ -138,18 +138,12 @@ async def _num_remote(cluster: Cluster) -> int:
 
 
 async def prove_load(
-    server: Server,
-    reference: Reference,
-    cell: str,
-    num_requests: int,
-    cluster: Cluster | None,
-    progress: Progress,
-    seed: int = 0,
+    server: Server, reference: Reference, cell: str, num_requests: int, cluster: Cluster | None, progress: Progress
 ) -> tuple[Row, Evidence | None]:
     """Many requests at once, some of which leave; their answers, and no block left in use. The evidence says which way
     their KV took; None for servers that are not ours. Raises FatalError."""
     began_s = time.monotonic()
-    load = _Load(server, reference, num_requests, progress, seed)
+    load = _Load(server, reference, num_requests, progress)
     evidence: Facts = {"requests": num_requests, "at once": LOAD_CONCURRENCY}
     problems, carried = [], None
     if cluster is None:
@@ -181,8 +175,8 @@ async def prove_load(
 class _Load:
     """Prompts of the reference in a drawn order, many at once; some clients leave."""
 
-    def __init__(self, server: Server, reference: Reference, num_requests: int, progress: Progress, seed: int) -> None:
-        draw = random.Random(seed)
+    def __init__(self, server: Server, reference: Reference, num_requests: int, progress: Progress) -> None:
+        draw = random.Random(0)
         self._server, self._reference, self._progress = server, reference, progress
         self._order = [draw.randrange(len(reference.prompts)) for _ in range(num_requests)]
         self._leaves_s = {at: draw.uniform(0.0, 0.3) for at in range(num_requests) if draw.random() < CANCEL_SHARE}

@@ -4,6 +4,7 @@ and its help are written once, in ``kvrelay.config``."""
 from __future__ import annotations
 
 import dataclasses
+import shlex
 import types
 import typing
 from collections.abc import Callable, Mapping
@@ -18,6 +19,7 @@ from kvrelay.config.kv_transfer import read_kv_transfer_config
 from kvrelay.config.loading import read_config_file
 from kvrelay.config.settings import Settings
 from kvrelay.config.worker import WORKER_SECTIONS
+from kvrelay.errors import InvalidInputError
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 S = TypeVar("S", bound=Settings)
@@ -48,6 +50,21 @@ engine_option = click.option(
 served_name_option = click.option("--served-model-name", help="Name that clients use; default: the directory's.")
 ready_line_option = click.option("--ready-line/--no-ready-line", "announces", default=True, hidden=True)
 """Off for the children of a command that announces them all."""
+
+
+def _shell_words(_: click.Context, param: click.Parameter, text: str) -> tuple[str, ...]:
+    try:
+        return tuple(shlex.split(text))
+    except ValueError as exc:
+        raise InvalidInputError(f"{param.opts[0]}: {exc}", param=param.name) from exc
+
+
+serve_flags_option = click.option(
+    "--serve-flags",
+    default="",
+    callback=_shell_words,
+    help="Further flags of each kvrelay serve, in one word, as of a shell. Default: none.",
+)
 json_option = click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 
 
@@ -129,12 +146,12 @@ class SettingsSource:
         """``cls`` from file, environment, flags and ``overrides``, which win over all. Raises ConfigError."""
         return load_settings(cls, file_values=self._file.get(cls.section), flags={**self._flags, **overrides})
 
-    def worker(self, model: str | None, served_model_name: str | None, engine_kind: str) -> WorkerConfig:
-        """The configuration that the workers of one command share. Raises ConfigError, CheckpointError."""
+    def worker(self) -> WorkerConfig:
+        """The configuration that the workers of one command share, its model, its name and its engine among the flags.
+        Raises ConfigError, CheckpointError."""
         from kvrelay.launch.models import resolve_model, served_name
 
         sections: dict[str, Any] = {name: self.build(cls) for name, cls in WORKER_SECTIONS.items()}
-        path = resolve_model(model)
-        return WorkerConfig(
-            model_path=path, model=served_name(model, path, served_model_name), engine_kind=engine_kind, **sections
-        )
+        given, path = self._flags.get("model"), resolve_model(self._flags.get("model"))
+        name = served_name(given, path, self._flags.get("served_model_name"))
+        return WorkerConfig(model_path=path, model=name, engine_kind=self._flags["engine_kind"], **sections)

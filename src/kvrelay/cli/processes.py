@@ -71,10 +71,7 @@ EVERYDAY_FRONTEND = (
 @kv_transfer_option(is_serve=False)
 @settings_options(*WORKER_SETTINGS)
 def worker(
-    model: str | None,
     role: str,
-    engine_kind: str,
-    served_model_name: str | None,
     worker_host: str,
     worker_port: int,
     record_steps: str,
@@ -90,7 +87,7 @@ def worker(
     from kvrelay.launch.worker_process import run_worker
 
     config = replace(
-        SettingsSource(WORKER_SETTINGS, config_file, flags).worker(model, served_model_name, engine_kind),
+        SettingsSource(WORKER_SETTINGS, config_file, flags).worker(),
         role=WorkerRole(role),
         host=worker_host,
         port=worker_port,
@@ -113,16 +110,7 @@ def worker(
 @served_name_option
 @click.option("--worker-host", default="127.0.0.1", help="Address that frontends and peers connect to.")
 @settings_options(*WORKER_SETTINGS)
-def agent(
-    model: str | None,
-    slots: int,
-    drain_timeout: float,
-    engine_kind: str,
-    served_model_name: str | None,
-    worker_host: str,
-    config_file: Path | None,
-    **flags: object,
-) -> None:
+def agent(slots: int, drain_timeout: float, worker_host: str, config_file: Path | None, **flags: object) -> None:
     """Offer slots for workers on this host: a planner in mode act fills them. Model, flags and slots are fixed here;
     the network names only roles.
 
@@ -130,7 +118,7 @@ def agent(
     """
     from kvrelay.launch.worker_host import run_agent
 
-    config = SettingsSource(WORKER_SETTINGS, config_file, flags).worker(model, served_model_name, engine_kind)
+    config = SettingsSource(WORKER_SETTINGS, config_file, flags).worker()
     if config.group.dp > 1:
         raise ConfigError("an agent starts single workers; leave out --dp", param="dp")
     run_async(run_agent(replace(config, host=worker_host), slots, drain_timeout))

@@ -104,7 +104,6 @@ EVERYDAY = (
 @kv_transfer_option(is_serve=True)
 @settings_options(*SERVE_SETTINGS, exclude=("dp_rank", "dp_address"))
 def serve(
-    model: str | None,
     num_prefill: int,
     num_decode: int,
     num_frontends: int,
@@ -112,8 +111,6 @@ def serve(
     max_workers: int,
     min_workers: int,
     quiet_s: float,
-    engine_kind: str,
-    served_model_name: str | None,
     nats_dir: Path | None,
     start_timeout: float,
     drain_timeout: float,
@@ -135,8 +132,8 @@ def serve(
     if min_workers != 1 and not max_workers:
         raise click.UsageError("--min-workers says how many workers a planner leaves; give --max-workers, too")
     source = SettingsSource(SERVE_SETTINGS, config_file, flags)
-    common, frontend = source.worker(model, served_model_name, engine_kind), source.build(FrontendConfig)
-    upstreams = _upstreams(engine_kind, common.upstream)
+    common, frontend = source.worker(), source.build(FrontendConfig)
+    upstreams = _upstreams(common)
     if upstreams:
         num_prefill, num_decode = _split_servers(upstreams, num_prefill, num_decode)
     prefill = _Kind(num_prefill, WorkerRole.PREFILL, *(flags[f"{name}_prefill"] for name in PER_KIND))
@@ -223,8 +220,9 @@ def _kinds(
     return kinds[0].of(common), kinds[1].of(common)
 
 
-def _upstreams(engine_kind: str, settings: UpstreamConfig) -> list[UpstreamConfig]:
+def _upstreams(common: WorkerConfig) -> list[UpstreamConfig]:
     """One for each worker: ``--upstream`` is a list here. Raises ConfigError."""
+    engine_kind, settings = common.engine_kind, common.upstream
     urls = [url.strip() for url in settings.upstream.split(",") if url.strip()]
     if engine_kind == "openai" and not urls:
         raise ConfigError("--engine openai needs --upstream URL[,URL...], the servers that compute", param="upstream")

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvrelay.cli.options import engine_option, json_option, model_argument
+from kvrelay.cli.options import engine_option, json_option, model_argument, serve_flags_option
 from kvrelay.config import DisaggConfig
 from kvrelay.evaluate.sections import NOT_SHORT, SECTIONS
 
@@ -55,7 +54,7 @@ _DEFAULTS = DisaggConfig()
     help="Conversations (as of kvrelay bench prefixes): their prefixes, and as a load; may be repeated. Default: none.",
 )
 @click.option("--certificate", type=_FILE, help="certify.json of kvrelay certify, to compare its link; default: none.")
-@click.option("--serve-flags", default="", help="Further flags of each kvrelay serve, in one word, as of a shell.")
+@serve_flags_option
 @click.option(
     "--section",
     "sections",
@@ -103,9 +102,7 @@ def evaluate_command(as_json: bool, resumes: bool, **given: Any) -> int:
     return 0
 
 
-def _options(
-    model: str | None, engine_kind: str, serve_flags: str, sections: tuple[str, ...], **given: Any
-) -> EvaluateOptions:
+def _options(model: str | None, engine_kind: str, sections: tuple[str, ...], **given: Any) -> EvaluateOptions:
     """Raises InvalidInputError, CheckpointError."""
     from kvrelay.bench.commands.options import command_line
     from kvrelay.errors import InvalidInputError
@@ -118,16 +115,11 @@ def _options(
     given |= {name: getattr(_DEFAULTS, name) for name in unset}
     if given["trace"] is None and given["load_spec"] is None:
         given["load_spec"], unset = DEFAULT_LOAD, ("load_spec", *unset)
-    try:
-        flags = tuple(shlex.split(serve_flags))
-    except ValueError as exc:
-        raise InvalidInputError(f"--serve-flags: {exc}", param="serve_flags") from exc
     path = resolve_model(model)
     return EvaluateOptions(
         model=served_name(model, path, None),
         model_path=path,
         engine=engine_kind,
-        serve_flags=flags,
         unset=unset,
         sections=sections or tuple(one for one in SECTIONS if not given["is_short"] or one not in NOT_SHORT),
         command=command_line(),

@@ -14,7 +14,6 @@ from typing import Literal, Protocol
 import msgspec
 import numpy as np
 
-from kvrelay.bench.errors import MissingPackageError
 from kvrelay.bench.formats import ChatTurn
 from kvrelay.errors import InvalidInputError
 
@@ -154,10 +153,8 @@ class LocalTokenizer:
         file = path / "tokenizer.json" if path.is_dir() else path
         if not file.is_file():
             raise InvalidInputError(f"no tokenizer at {path}: expected a tokenizer.json or a directory that has one")
-        try:
-            from tokenizers import Tokenizer
-        except ImportError as exc:
-            raise MissingPackageError("tokenizers", "counting tokens") from exc
+        from tokenizers import Tokenizer
+
         try:
             self._tokenizer = Tokenizer.from_file(str(file))
         except Exception as exc:  # the Rust side raises nothing narrower
