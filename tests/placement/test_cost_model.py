@@ -9,7 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrelay.core.step_cost import MAX_CHUNK_TOKENS, MAX_COST_S, MIN_CHUNK_TOKENS, StepCost, StepWork, median_cost
+from kvrelay.core.step_cost import (
+    MAX_CHUNK_TOKENS,
+    MAX_COST_S,
+    MIN_CHUNK_TOKENS,
+    StepCost,
+    StepWork,
+    median_cost,
+    prefill_pairs,
+)
 from kvrelay.placement.cost_model import (
     MANY_DECODES,
     MANY_STEPS,
@@ -164,13 +172,52 @@ def test_equal_samples_give_equal_models() -> None:
 def test_a_chunk_keeps_the_step_within_its_time() -> None:
     for target_s in (0.02, 0.1, 1.0):
         chunk = CPU.chunk_within(target_s, num_before=500, num_decodes=2, num_context=1000)
-        seconds = CPU.step_seconds(StepWork(chunk, chunk * 500, 2, 1000))
-        assert seconds <= target_s or chunk == MIN_CHUNK_TOKENS
+        seconds, more_s = (
+            CPU.step_seconds(StepWork(count, prefill_pairs(count, 500), 2, 1000)) for count in (chunk, chunk + 1)
+        )
+        assert seconds <= target_s < more_s or chunk == MIN_CHUNK_TOKENS
     assert MOCK.chunk_within(0.02) in (1699, 1700)
     assert MOCK.chunk_within(-1.0) == MIN_CHUNK_TOKENS
     nearly_free = StepCost(prefill_token_s=5e-324, pair_s=0.0)  # the quotient is infinite
     assert nearly_free.chunk_within(0.001) == MIN_CHUNK_TOKENS
     assert nearly_free.chunk_within(1.0) == MAX_CHUNK_TOKENS
+
+
+@pytest.mark.parametrize("chunk", [100, 250, 1000])
+def test_the_steps_of_a_prefill_take_what_the_prefill_takes(chunk: int) -> None:
+    """Whatever its chunks, a prompt has the same pairs."""
+    steps_s = [CPU.step_seconds(StepWork(chunk, prefill_pairs(chunk, begun))) for begun in range(300, 1300, chunk)]
+    assert sum(steps_s) == pytest.approx(CPU.prefill_seconds(1000, num_before=300, chunk=chunk))
+
+
+VLLM_STEPS_MS = {
+    (200, 0): 12.6,
+    (450, 0): 25.3,
+    (450, 450): 32.1,
+    (450, 900): 39.7,
+    (450, 1350): 49.4,
+    (600, 0): 35.0,
+    (600, 600): 47.1,
+    (600, 1200): 61.2,
+    (900, 0): 54.0,
+    (900, 900): 87.8,
+    (1800, 0): 136.5,
+}
+"""CPU time of steps of vLLM 0.32 (bundled model in float32, one thread): tokens of a prompt after others of it."""
+
+
+def test_it_knows_what_a_whole_prompt_costs_beside_its_parts() -> None:
+    """The tokens of one chunk look at each other, too: without these pairs 1,800 tokens at once seemed to take as long
+    as four parts of 450 without any before them, and no coefficients were right for both."""
+    rng, model = random.Random(5), StepCostModel()
+    steps = [(StepWork(count, prefill_pairs(count, begun)), ms / 1e3) for (count, begun), ms in VLLM_STEPS_MS.items()]
+    for _ in range(40):
+        for work, seconds in rng.sample(steps, len(steps)):
+            model.add(work, seconds)
+    assert [model.cost.step_seconds(work) for work, _ in steps] == [
+        pytest.approx(seconds, rel=0.08) for _, seconds in steps
+    ]
+    assert model.spread < 0.05
 
 
 def test_a_prefill_in_more_chunks_takes_longer_and_adds_the_same_beside() -> None:

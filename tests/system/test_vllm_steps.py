@@ -54,11 +54,11 @@ def test_each_step_is_told_and_a_long_prompt_is_cut_by_the_objective() -> None:
         # All short prompts at once; then chunks of the long one beside three answers that go on.
         before = [0, *accumulate(chunks)]
         assert works[:3] == [
-            StepWork(3 * SHORT, 0, 0, 0),
+            StepWork(3 * SHORT, 3 * SHORT**2 // 2, 0, 0),
             *(StepWork(0, 0, 3, 3 * (SHORT + number)) for number in (1, 2)),
         ]
         assert works[3 : 3 + len(chunks)] == [
-            StepWork(chunk, chunk * begun, 3, 3 * (SHORT + 3 + number))
+            StepWork(chunk, chunk * begun + chunk**2 // 2, 3, 3 * (SHORT + 3 + number))
             for number, (chunk, begun) in enumerate(zip(chunks, before))
         ]
         assert sum(work.num_decodes for work in works) == 4 * (NUM_TOKENS - 1)

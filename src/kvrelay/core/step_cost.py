@@ -1,7 +1,7 @@
 """The time of engine work in seconds: one step, and the steps of a prefill. Values and formulas only.
 
 A step has ``p`` prefill tokens, and ``d`` decodes over ``c`` tokens of context. ``q`` counts its pairs of a prefill
-token and a token that an earlier step has computed for the same prompt:
+token and a token before it in the same prompt, of this step or computed earlier (``prefill_pairs``):
 
     step_s = step + decode * d + context * c                                        without a prefill
     step_s = prefill + prefill_token * p + pair * q + decode * d + context * c      with one
@@ -16,7 +16,7 @@ from __future__ import annotations
 import enum
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
@@ -109,7 +109,7 @@ class StepCost(msgspec.Struct, frozen=True):
         if num_tokens <= 0:
             return 0.0
         num_steps = math.ceil((num_ahead + num_tokens) / max(chunk, 1))
-        pairs = num_tokens * (num_before + num_tokens / 2) + num_ahead * min(num_ahead, num_tokens) / 2
+        pairs = prefill_pairs(num_tokens, num_before) + num_ahead * min(num_ahead, num_tokens) / 2
         base = self.prefill_s + self._decode_seconds(num_decodes, num_context)
         tokens_s = self.prefill_token_s * (num_ahead + num_tokens)
         return bounded_s(num_steps * base + tokens_s + self.pair_s * pairs)
@@ -122,15 +122,20 @@ class StepCost(msgspec.Struct, frozen=True):
 
     def extra_seconds(self, num_tokens: int, num_before: int) -> float:
         """What these tokens of a prompt add to its prefill, after ``num_before`` others that are computed or loaded."""
-        return num_tokens * (self.prefill_token_s + self.pair_s * (num_before + num_tokens / 2))
+        return num_tokens * self.prefill_token_s + prefill_pairs(num_tokens, num_before) * self.pair_s
 
     def chunk_within(self, step_s: float, *, num_before: int = 0, num_decodes: int = 0, num_context: int = 0) -> int:
         """The most prefill tokens with which a step takes at most ``step_s``; at least MIN_CHUNK_TOKENS."""
-        base = self.prefill_s + self._decode_seconds(num_decodes, num_context)
-        per_token = self.prefill_token_s + self.pair_s * num_before
-        if per_token <= 0.0:
-            return MAX_CHUNK_TOKENS
-        return int(min(max((step_s - base) / per_token, MIN_CHUNK_TOKENS), MAX_CHUNK_TOKENS))
+        own_s = step_s - self.prefill_s - self._decode_seconds(num_decodes, num_context)
+        return max(self.tokens_within(own_s, num_before), MIN_CHUNK_TOKENS)
+
+    def tokens_within(self, seconds: float, num_before: int) -> int:
+        """The most tokens whose ``extra_seconds`` are at most ``seconds``."""
+        seconds = max(seconds, 0.0)
+        token_s = self.prefill_token_s + self.pair_s * num_before
+        # The root of token_s * n + pair_s / 2 * n * n = seconds, without a difference of large numbers.
+        divisor = token_s + math.sqrt(token_s * token_s + 2.0 * self.pair_s * seconds)
+        return int(min(2.0 * seconds / divisor, MAX_CHUNK_TOKENS)) if divisor > 0.0 else MAX_CHUNK_TOKENS
 
     def _own_seconds(self, work: StepWork) -> float:
         if work.num_prefill_tokens <= 0:
@@ -153,18 +158,37 @@ class StepPace(msgspec.Struct, frozen=True):
     ttft_s: float = 0.0
 
     def prefill_budget(
-        self, max_num_tokens: int, *, num_before: int = 0, num_decodes: int = 0, num_context: int = 0
+        self,
+        max_num_tokens: int,
+        *,
+        num_before: int = 0,
+        num_decodes: int = 0,
+        num_context: int = 0,
+        prompts: Iterable[tuple[int, int]] = (),
     ) -> int:
-        """The prefill tokens of the next step, at most ``max_num_tokens``. ``num_before``: with a prompt of which so
-        many tokens have been computed. Without a sound cost or a possible objective nothing is limited."""
+        """The prefill tokens of the next step, at most ``max_num_tokens``. Without a sound cost or a possible objective
+        nothing is limited. ``prompts``: those that get tokens first, in order: how many each still needs, after how
+        many that have been computed. Behind them comes one after ``num_before`` tokens that needs any number."""
         has_objective = num_decodes > 0 and self.itl_s != 0.0
         limit_s = self.cost.step_limit_s(self.itl_s, self.spread) if has_objective else ARRIVAL_SHARE * self.ttft_s
         if not 0.0 < limit_s < math.inf or not self.cost.is_sound:
             return max_num_tokens
         own_s = max(self.cost.step_s, self.cost.prefill_s) + self.cost._decode_seconds(num_decodes, num_context)
         limit_s = max(limit_s, MIN_STEP_FACTOR * own_s)
-        chunk = self.cost.chunk_within(limit_s, num_before=num_before, num_decodes=num_decodes, num_context=num_context)
-        return min(chunk, max_num_tokens)
+        left_s = limit_s - self.cost.prefill_s - self.cost._decode_seconds(num_decodes, num_context)
+        budget = 0
+        for num_tokens, before in (*prompts, (MAX_CHUNK_TOKENS, num_before)):
+            count = min(self.cost.tokens_within(left_s, before), num_tokens)
+            budget += count
+            if count < num_tokens:
+                break
+            left_s -= self.cost.extra_seconds(count, before)
+        return min(max(budget, MIN_CHUNK_TOKENS), max_num_tokens)
+
+
+def prefill_pairs(num_tokens: int, num_before: int) -> int:
+    """Of ``num_tokens`` of a prompt after ``num_before`` others, with those others and among each other."""
+    return num_tokens * num_before + num_tokens * num_tokens // 2
 
 
 def are_times(coefficients: Sequence[float]) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvrelay.core.step_cost import MIN_CHUNK_TOKENS, StepPace, StepWork
+from kvrelay.core.step_cost import MIN_CHUNK_TOKENS, StepPace, StepWork, prefill_pairs
 from kvrelay.engine.batch import Batch
 from kvrelay.engine.request import PrefillMode, Request, service_order
 from kvrelay.placement.cost_model import StepCostModel
@@ -79,7 +79,8 @@ class TokenBudget:
 
     def work_of(self, batch: ScheduledBatch) -> StepWork:
         """What the step computes, for ``costs``. Before its result is taken in."""
-        pairs = sum([count * request.num_computed_tokens for request, count in batch.chunks]) if batch.chunks else 0
+        rows = batch.chunks
+        pairs = sum([prefill_pairs(count, request.num_computed_tokens) for request, count in rows]) if rows else 0
         num_context = self._num_context if batch.decodes else 0
         return StepWork(batch.num_prefill_tokens, pairs, len(batch.decodes), num_context)
 

@@ -22,7 +22,7 @@ import msgspec
 
 from kvrelay.config import DisaggConfig
 from kvrelay.core.clock import Clock
-from kvrelay.core.step_cost import MAX_COST_S, StepCost, StepWork, bounded_s
+from kvrelay.core.step_cost import MAX_COST_S, StepCost, StepWork, bounded_s, prefill_pairs
 from kvrelay.placement.base import Decision, Objectives, PrefillLoad, PrefillPlace, Situation
 from kvrelay.placement.cost_model import RemoteCost, RemoteCostModel, expected_lateness
 from kvrelay.placement.threshold import DisaggPolicy
@@ -124,7 +124,7 @@ def _added_lateness(situation: Situation, chunk: int, spread: float) -> float:
     """
     cost, objectives = situation.cost, situation.objectives
     tokens = min(situation.num_tokens, chunk)
-    pairs = tokens * (situation.num_tokens - tokens) // 2
+    pairs = prefill_pairs(tokens, (situation.num_tokens - tokens) // 2)
     late_s, late_anyway_s = (
         expected_lateness(cost.step_seconds(work), spread, objectives.itl_s * cost.tokens_per_step)
         for work in (

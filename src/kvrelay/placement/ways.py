@@ -32,7 +32,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from kvrelay.core.step_cost import STEP_SHARE, StepCost, StepPace, StepWork, bounded_s
+from kvrelay.core.step_cost import STEP_SHARE, StepCost, StepPace, StepWork, bounded_s, prefill_pairs
 from kvrelay.placement.base import TRIAL, Objectives, Situation
 from kvrelay.placement.cost import HARM, LATE, local_cost, remote_cost
 from kvrelay.placement.pair_cost import PairCosts, own_tokens_of
@@ -186,7 +186,8 @@ def _step_seconds(situation: Situation) -> float:
     step_s = situation.cost.step_seconds(StepWork(0, 0, *decodes))
     if not situation.num_here:
         return step_s
-    chunk_s = situation.cost.step_seconds(StepWork(min(situation.num_here, situation.chunk), 0, *decodes))
+    chunk = min(situation.num_here, situation.chunk)
+    chunk_s = situation.cost.step_seconds(StepWork(chunk, prefill_pairs(chunk, 0), *decodes))
     return max(step_s, min(chunk_s, situation.cost.step_limit_s(situation.objectives.itl_s, 0.0)))
 
 

@@ -57,9 +57,9 @@ def test_a_step_is_told_by_its_composition() -> None:
     vllm.add(FakeRequest("loaded", 80, num_computed_tokens=79))
     step(vllm)
     assert works(log) == [
-        StepWork(100, 0, 0, 0),
+        StepWork(100, 100 * 100 // 2, 0, 0),
         # The rest of the long prompt, and the other one after 32 tokens that the cache had.
-        StepWork(50 + 28, 50 * 100 + 28 * 32, 0, 0),
+        StepWork(50 + 28, 50 * (100 + 25) + 28 * (32 + 14), 0, 0),
         StepWork(0, 0, 2, 151 + 61),
         # The last token of a prompt whose KV has come is a decode.
         StepWork(0, 0, 3, 152 + 62 + 80),
@@ -72,7 +72,7 @@ def test_answers_to_a_prompt_of_one_token_are_decodes() -> None:
     step(vllm)
     vllm.add(FakeRequest("three", 3))
     step(vllm)
-    assert works(log) == [StepWork(3, 0, 0, 0), StepWork(3, 0, 2, 2 + 3)]
+    assert works(log) == [StepWork(3, 2, 0, 0), StepWork(3, 4, 2, 2 + 3)]
 
 
 def test_a_step_takes_from_its_scheduling_or_from_the_end_of_the_step_before(clock: Clock) -> None:
@@ -127,7 +127,7 @@ def test_prompts_beside_answers_keep_their_objective() -> None:
     assert step(vllm) == {"chat": 1, "long": 600}
     # One that arrives later runs after the long prompt in vLLM's list; its tokens still come first.
     vllm.add(FakeRequest("late", 20))
-    assert step(vllm) == {"chat": 1, "long": 300, "late": 20}
+    assert step(vllm) == {"chat": 1, "long": 580, "late": 20}, "room for what it needs, and no more"
     assert step(vllm) == {"chat": 1, "late": 1, "long": 600}
     assert [request.name for request in vllm.running] == ["chat", "late", "long"]
     assert all(EXACT.step_seconds(work) <= 0.0071 for work in works(log))
@@ -183,8 +183,45 @@ def test_a_short_prompt_passes_a_long_one() -> None:
     step(vllm)
     vllm.add(FakeRequest("urgent", 400, priority=-1), FakeRequest("short", 500))
     assert step(vllm) == {"chat": 1, "long": 200, "urgent": 200, "short": 200}
-    assert step(vllm) == {"chat": 1, "urgent": 200, "short": 200, "long": 200}
-    assert step(vllm) == {"chat": 1, "urgent": 1, "short": 100, "long": 500}
+    assert step(vllm) == {"chat": 1, "urgent": 200, "short": 300, "long": 100}
+    assert step(vllm) == {"chat": 1, "urgent": 1, "short": 1, "long": 600}
+
+
+def test_one_long_prompt_ends_before_the_next() -> None:
+    """In equal parts both would end with the second one. A quarter of each step is for the one behind."""
+    vllm, _ = paced(ITL_S, num_tokens=5000)
+    vllm.add(FakeRequest("chat", 10))
+    step(vllm)
+    vllm.add(FakeRequest("first", 1500), FakeRequest("second", 1500))
+    # While one waits, those that run must leave room for it.
+    assert step(vllm) == {"chat": 1, "first": 300, "second": 300}
+    assert [step(vllm) for _ in range(3)] == [
+        {"chat": 1, "first": 450, "second": 150},
+        {"chat": 1, "first": 450, "second": 150},
+        {"chat": 1, "first": 300, "second": 300},
+    ]
+    assert step(vllm) == {"chat": 1, "first": 1, "second": 600}
+
+
+def test_a_step_has_the_prompts_that_fit_each_after_what_is_computed_of_it() -> None:
+    """10 us a token, and 10 ns for each of those before it. 2 ms are for the end of one prompt: 100 tokens after 950
+    take 1 + 1 ms. 4 ms are left for the one that has just begun: n tokens after 50 take 10.5 us and 5 ns * n each."""
+    cost = StepCost(0.001, 0.001, 1e-5, 1e-8, 1e-15, 1e-15)
+    pace = StepPace(cost, 0.0, ITL_S)
+    given = pace.prefill_budget(5000, num_decodes=1, prompts=[(100, 950), (3000, 50)])
+    count = given - 100
+    assert 10.5e-6 * count + 5e-9 * count**2 == pytest.approx(0.004, rel=0.01)
+
+
+def test_who_holds_kv_and_waits_has_room_too() -> None:
+    """vLLM 0.32 has a line of its own for those. Of what waits for something else nothing is expected."""
+    held, deferred = FakeRequest("held", 4000, num_computed_tokens=4000), FakeRequest("deferred", 500)
+    other = SimpleNamespace(waiting=[FakeRequest("new", 70), deferred], kv_holding_waiting=[held])
+    assert scheduling.waiting_tokens(other) == [1, 70, 500]
+    other.deferred_waiting = {deferred}
+    assert scheduling.waiting_tokens(other) == [1, 70]
+    other.waiting = [FakeRequest(f"r{number}", 5) for number in range(1000)]
+    assert sum(scheduling.waiting_tokens(other)) == 1 + 5 * (scheduling.MOST_WAITING - 1)
 
 
 def test_when_the_prompts_are_done_vllm_has_its_own_limits_again() -> None:
@@ -405,7 +442,7 @@ def test_accepted_drafts_are_told_with_their_step() -> None:
     vllm.finish("d")
     sampled = SimpleNamespace(req_id_to_index={"b": 0, "a": 1, "c": 2}, sampled_token_ids=[[7], [7, 8, 9], [7]])
     vllm.update_from_output(output, sampled)
-    assert works(log) == [StepWork(40, 0, 0, 0), StepWork(0, 0, 4, 14 + 14 + 11 + 14, 2)]
+    assert works(log) == [StepWork(40, 4 * 50, 0, 0), StepWork(0, 0, 4, 14 + 14 + 11 + 14, 2)]
     assert [vllm.requests[name].num_tokens for name in "abc"] == [14, 12, 12]
     nothing = SimpleNamespace(req_id_to_index={}, sampled_token_ids=[])
     assert num_accepted_tokens(output, nothing) == 0

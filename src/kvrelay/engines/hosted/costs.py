@@ -17,7 +17,7 @@ import msgspec
 
 from kvrelay.core.clock import Clock
 from kvrelay.core.histogram import Histogram
-from kvrelay.core.step_cost import CostSource, StepCost, StepPace, StepWork
+from kvrelay.core.step_cost import CostSource, StepCost, StepPace, StepWork, prefill_pairs
 from kvrelay.engines.hosted.step_log import RecorderState, Steps
 from kvrelay.placement.base import Objectives
 from kvrelay.placement.cost_model import StepCostModel
@@ -89,7 +89,7 @@ class AnswerTimes:
         if prefill is not None:
             self._watched = ("", 0.0)
             # All chunks together, as ``StepCost.prefill_seconds`` has them.
-            pairs = prefill.num_tokens * (prefill.num_before + prefill.num_tokens // 2)
+            pairs = prefill_pairs(prefill.num_tokens, prefill.num_before)
             work = StepWork(prefill.num_tokens, pairs, num_decodes, context)
             return (work, now_s - prefill.began_s) if prefill.is_alone else None
         if self._prefills or watched not in (request_id, ""):

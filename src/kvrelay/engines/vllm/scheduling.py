@@ -20,11 +20,12 @@ import time
 from collections import deque
 from collections.abc import Collection, Sequence
 from importlib import import_module
+from itertools import chain, islice
 from typing import Any, NamedTuple
 
 import msgspec
 
-from kvrelay.core.step_cost import MIN_CHUNK_TOKENS
+from kvrelay.core.step_cost import MIN_CHUNK_TOKENS, prefill_pairs
 from kvrelay.engine.scheduled_batch import OLDEST_SHARE
 from kvrelay.engines.hosted.step_log import StepLog
 
@@ -38,10 +39,11 @@ NAME = f"{__name__}.Scheduler"
 """For ``scheduler_cls``."""
 METHODS = ("schedule", "update_from_output", "get_request_counts", "has_unfinished_requests")
 STATE = ("requests", "running")
-LIMITS = ("max_num_scheduled_tokens", "scheduler_config")
+LIMITS = ("max_num_scheduled_tokens", "scheduler_config", "waiting")
 """Attributes of a scheduler: without the first two groups nothing is recorded, without the last no prompt is cut."""
 MAX_IN_FLIGHT = 64
-NO_BOUND = 1 << 40
+MOST_WAITING = 16
+"""So many of the prompts that wait are looked at: a step must not cost more with a longer line."""
 
 
 def missing(found: object, names: Collection[str]) -> str:
@@ -155,7 +157,7 @@ class StepRecorder:
                 context += num_before + count
             else:
                 tokens += count
-                pairs += count * num_before
+                pairs += prefill_pairs(count, num_before)
                 self._has_prompts |= num_before + count < request.num_tokens
         return tokens, pairs, decodes, context
 
@@ -170,7 +172,7 @@ class StepRecorder:
         if not (num_waiting or self._has_prompts) or not (pace.itl_s or pace.ttft_s):
             self._unlimit(scheduler)
             return
-        decodes, prompts, num_context, num_before = [], [], 0, 0
+        decodes, prompts, num_context = [], [], 0
         for request in scheduler.running:
             left = request.num_tokens_with_spec + request.num_output_placeholders - request.num_computed_tokens
             if left <= self._decode_tokens:
@@ -178,14 +180,20 @@ class StepRecorder:
                 num_context += request.num_computed_tokens
             else:
                 prompts.append((request.priority, left, request))
-                num_before = max(num_before, request.num_computed_tokens)
         if prompts:
             # vLLM goes through them in order, and a prompt takes what decodes after it would need.
             prompts.sort(key=lambda prompt: prompt[:2])
             scheduler.running[:] = decodes + [request for _, _, request in prompts]
         num_decode_tokens = self._decode_tokens * len(decodes)
         most = max(limits.num_tokens - num_decode_tokens, 1)
-        budget = pace.prefill_budget(most, num_before=num_before, num_decodes=len(decodes), num_context=num_context)
+        waiting = waiting_tokens(scheduler)
+        lefts = [left for _, left, _ in prompts] + waiting
+        budget = pace.prefill_budget(
+            most,
+            num_decodes=len(decodes),
+            num_context=num_context,
+            prompts=[(left, request.num_computed_tokens) for _, left, request in prompts],
+        )
         budget = max(budget, limits.smallest_chunk)
         if budget >= most:
             self._unlimit(scheduler)
@@ -194,8 +202,10 @@ class StepRecorder:
         # vLLM looks whether KV has come only if tokens are left. Such a request needs one, padded with drafts.
         num_deferred_tokens = self._decode_tokens * num_deferred
         scheduler.max_num_scheduled_tokens = min(num_decode_tokens + budget + num_deferred_tokens, limits.num_tokens)
-        lefts = [left for _, left, _ in prompts] + [NO_BOUND] * min(num_waiting, OLDEST_SHARE)
         share = max(share_of_prompt(budget, lefts), limits.smallest_chunk)
+        if not waiting:
+            # All are in our order: one ends before the next gets more than a quarter.
+            share = max(share, budget - budget // OLDEST_SHARE)
         scheduler.scheduler_config.long_prefill_token_threshold = min(share, limits.long_prompt or share)
 
     def _unlimit(self, scheduler: Any) -> None:
@@ -210,6 +220,14 @@ class StepRecorder:
         self._in_flight.clear()
         self._unlimit(scheduler)
         self._log.write_state(is_on=False, reason=reason)
+
+
+def waiting_tokens(scheduler: Any) -> list[int]:
+    """To compute of each prompt that may begin next, as if no prefix of it were cached."""
+    waiting = chain(getattr(scheduler, "kv_holding_waiting", ()), scheduler.waiting)
+    deferred = getattr(scheduler, "deferred_waiting", ())
+    ready = (request for request in waiting if request not in deferred)
+    return [max(request.num_tokens - request.num_computed_tokens, 1) for request in islice(ready, MOST_WAITING)]
 
 
 class _Limits(msgspec.Struct, frozen=True):
