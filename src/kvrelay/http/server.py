@@ -28,8 +28,9 @@ PIECE_BYTES = 8192
 PROBE_REPLY_S = 0.1
 MAX_UNWRITTEN = 64
 """Connections whose bytes wait for the end of the loop's turn."""
-MAX_PIECES = 8
-"""Of one connection. Both bounds keep what has been computed from waiting for more than a few ms."""
+MAX_PIECES = 64
+"""Of one connection. Both bounds keep what has been computed from waiting long: a piece takes some 5 us to make, and a
+system call more than that."""
 
 
 class HttpConnection(asyncio.Protocol):

@@ -6,7 +6,7 @@ Both listen to all sequences of a request, and resolve a future when the last on
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Items
 
 from kvrelay.errors import KvrelayError
@@ -98,10 +98,13 @@ class Answer:
             first.worker_id if first is not None else "",
         )
 
-    def _one_finished(self) -> None:
+    def _one_finished(self) -> bool:
+        """Whether all have finished now."""
         self._num_open -= 1
-        if self._num_open == 0 and not self.done.done():
-            self.done.set_result(None)
+        if self._num_open or self.done.done():
+            return False
+        self.done.set_result(None)
+        return True
 
 
 class ClientGoneError(KvrelayError):
@@ -124,12 +127,18 @@ def origin_headers(sequence: Sequence) -> list[tuple[bytes, bytes]]:
 
 class StreamedAnswer(Answer):
     """Server-sent events: one write per output of a sequence. The head is sent with the first one, so that a request
-    that every worker refuses still gets a status."""
+    that every worker refuses still gets a status. ``extra`` gives a member more for the last event."""
 
     def __init__(
-        self, spec: AnswerSpec, form: AnswerFormat, exchange: Exchange, headers: Items[tuple[bytes, bytes]]
+        self,
+        spec: AnswerSpec,
+        form: AnswerFormat,
+        exchange: Exchange,
+        headers: Items[tuple[bytes, bytes]],
+        extra: Callable[[], bytes],
     ) -> None:
         super().__init__(spec)
+        self._extra = extra
         self._form = form
         self._exchange = exchange
         self._headers = headers
@@ -144,13 +153,15 @@ class StreamedAnswer(Answer):
             data += self._form.chunk(index, piece, self._usage_of(sequence) if self._with_usage else None)
         if data:
             self._exchange.write(data)
-        if piece.finish is not None:
-            self._one_finished()
+        if piece.finish is not None and self._one_finished():
+            # Now, not when the request's task runs: so the end leaves with the last token, in one system call.
+            self.finish()
 
-    def finish(self, extra: bytes = b"") -> None:
-        """All sequences have finished. ``extra``: a member more for the last event."""
-        self._exchange.write(self._form.closing(self.usage(), extra))
-        self._exchange.finish()
+    def finish(self) -> None:
+        """All sequences have finished. Idempotent."""
+        if not self._exchange.is_done:
+            self._exchange.write(self._form.closing(self.usage(), self._extra()))
+            self._exchange.finish()
 
     def finish_broken(self, failure: Failure) -> None:
         """The stream ends with an error event, never silently."""

@@ -229,7 +229,8 @@ class Pipeline:
         order = read_order(exchange.request.headers.get(ORDER_HEADER), self._order)
         headers = [(b"x-request-id", request_id.encode())]
         answer: StreamedAnswer | CollectedAnswer
-        answer = StreamedAnswer(spec, form, exchange, headers) if spec.stream else CollectedAnswer(spec)
+        shown = partial(self._waterfall, exchange, trace)
+        answer = StreamedAnswer(spec, form, exchange, headers, shown) if spec.stream else CollectedAnswer(spec)
         sequences = sequences_of(
             request_id, prompts, spec, model, answer, self._metrics, self._config.migration_limit, order, trace
         )
@@ -254,18 +255,18 @@ class Pipeline:
                     self._access_log.note(request_id, answer.generated())
                 if trace is not None:
                     trace.answered()
-            shown = self._waterfall(exchange, trace) if WATERFALL_HEADER in exchange.request.headers else b""
             if isinstance(answer, StreamedAnswer):
-                answer.finish(shown)
+                answer.finish()
             else:
                 headers += origin_headers(answer.sequences[0])
                 whole = await self._threads.call(answer.size, form.whole, answer.choices, answer.usage())
-                exchange.respond(Response(200, with_extra(whole, shown) if shown else whole, headers=headers))
+                extra = shown()
+                exchange.respond(Response(200, with_extra(whole, extra) if extra else whole, headers=headers))
             _tell_pause(answer.sequences, called or [], spec.kv_hints)
 
     def _waterfall(self, exchange: Exchange, trace: Trace | None) -> bytes:
         """The answer's extra field, if the client has asked for it."""
-        is_asked = exchange.request.headers[WATERFALL_HEADER] not in ("", "0")
+        is_asked = exchange.request.headers.get(WATERFALL_HEADER, "") not in ("", "0")
         if self._kept is None or trace is None or not is_asked:
             return b""
         return b',"kvrelay_waterfall":' + encode_json(waterfall(trace, self._kept.frontend))
@@ -286,7 +287,8 @@ class Pipeline:
                 await answer.start(sequences, num_sequences, self._threads.turns)
                 await answer.done
         except TimeoutError as exc:
-            raise DeadlineError(f"the request ran past its deadline of {timeout_s:g} s") from exc
+            if not exchange.is_done:  # else a stream has ended at this moment
+                raise DeadlineError(f"the request ran past its deadline of {timeout_s:g} s") from exc
         finally:
             answer.cancel()
 

@@ -324,7 +324,7 @@ class OutgoingHandoffs(Side[pe.PrefillEvent]):
             self._chunk(chunk)
         for kept in step.kept_blocks:
             self.handle(pe.Kept(self._by_name[kept.request_id], kept.block_ids))
-        for output in step.outputs:
+        for output in step.outputs if self._by_name else ():
             if output.finish_reason is FinishReason.ERROR and output.request_id in self._by_name:
                 _log.warning("hand-off %s is not computed: %s", output.request_id, output.error)
                 self.handle(pe.EngineRefused(self._by_name[output.request_id]))
