@@ -319,18 +319,17 @@ class BlockPool:
     def _uncache(self, block_ids: Sequence[int]) -> list[CachedBlock]:
         """What these cached blocks were. Their children stay, if there are any: they are found again once the same
         block is cached again."""
-        num_children = self._num_children
         entries = list(map(self._cached.pop, block_ids))
         remove_keys(self._block_of_hash, map(sequence_hash_of, entries))
-        remove_keys(num_children, num_children.keys() & block_ids)
+        remove_keys(self._num_children, self._num_children.keys() & block_ids)
         # Most parents are among these blocks, so they have gone too. The root's hash is None, which no block has.
         parents = Counter(map(self._block_of_hash.get, map(parent_hash_of, entries)))
         for parent_id, num_gone in parents.items():
-            if parent_id is None or parent_id not in num_children:
+            if parent_id is None or parent_id not in self._num_children:
                 continue
-            num_children[parent_id] -= num_gone
-            if num_children[parent_id] <= 0:
-                del num_children[parent_id]
+            self._num_children[parent_id] -= num_gone
+            if self._num_children[parent_id] <= 0:
+                del self._num_children[parent_id]
                 self._cached_free.bared(parent_id)
         return entries
 

@@ -265,8 +265,8 @@ class MockExecutor:
             # One of the full blocks, a different one at each position.
             checked = position % index
             written = sequence.copies.get(checked) or sequence.keep_copy(checked, size)
-            start = len(written) * block_ids[checked]
-            if self._memory[start : start + len(written)] != written:
+            start = 8 * size * block_ids[checked]
+            if self._memory[start : start + 8 * size] != written:
                 sequence.is_damaged = True
         return last
 
