@@ -34,10 +34,14 @@ def waterfall(
     """
     import msgspec
 
-    from kvrelay.launch.frontend_calls import request_waterfall
+    from kvrelay.launch.frontend_calls import request_waterfall, understood
     from kvrelay.marks.text import text_of
     from kvrelay.marks.waterfall import Waterfall
 
     frontend = frontend_url(url, cluster, config_file, flags)
     found = run_async(request_waterfall(frontend, request_id, api_key))
-    click.echo(json.dumps(found) if as_json else text_of(msgspec.convert(found, Waterfall)))
+    if as_json:
+        click.echo(json.dumps(found))
+    else:
+        with understood(frontend):
+            click.echo(text_of(msgspec.convert(found, Waterfall)))
