@@ -104,6 +104,34 @@ async def test_head_has_no_body() -> None:
 
 
 @pytest.mark.parametrize(
+    ("data", "status"),
+    [
+        (b"HEAD /a HTTP/1.1\r\n\r\n", b"400"),
+        (b"HEAD /a HTTP/1.1\r\nhost: x\r\ncontent-length: 104857600\r\n\r\n", b"413"),
+        (b"HEAD /a HTTP/1.1\r\nhost: x\r\na: " + b"b" * 100_000, b"431"),
+    ],
+)
+async def test_a_refused_head_has_no_body(data: bytes, status: bytes) -> None:
+    async with serving() as (_, server):
+        client = await RawClient.connect(server.port)
+        client.writer.write(data)
+        answer = await client.reader.read()
+        assert answer.split()[1] == status
+        assert answer.endswith(b"\r\n\r\n")
+        await client.close()
+
+
+async def test_what_cannot_be_read_after_a_head_is_refused_with_a_body() -> None:
+    async with serving() as (_, server):
+        client = await RawClient.connect(server.port)
+        client.writer.write(request_bytes("HEAD", "/a") + b"nonsense\r\n\r\n")
+        await client.reader.readuntil(b"\r\n\r\n")
+        answer = await client.read_answer()
+        assert (answer.status, b"not a valid HTTP request" in answer.body) == (400, True)
+        await client.close()
+
+
+@pytest.mark.parametrize(
     "head",
     [
         b"POST /a HTTP/1.1\r\nhost: x\r\ncontent-length: 104857600\r\n\r\n",

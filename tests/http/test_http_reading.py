@@ -122,6 +122,14 @@ def test_the_head_limit_holds_for_all_that_is_no_body(data: bytes, piece: int) -
     assert not listener.requests
 
 
+@pytest.mark.parametrize(("version", "num_continues"), [("1.1", 1), ("1.0", 0)])
+def test_only_a_client_of_http_1_1_is_told_to_continue(version: str, num_continues: int) -> None:
+    """HTTP/1.0 knows no interim answers: its client would take one for the answer (RFC 9110, 15.2)."""
+    head = f"POST /a HTTP/{version}\r\nhost: x\r\nexpect: 100-continue\r\ncontent-length: 2\r\n\r\nok"
+    listener = read(head.encode())
+    assert (listener.num_continues, listener.bodies) == (num_continues, [b"ok"])
+
+
 @pytest.mark.parametrize("piece", PIECES)
 def test_what_is_below_the_head_limit_passes(piece: int) -> None:
     head = b"GET /" + b"a" * 25_000 + b" HTTP/1.1\r\nhost: x\r\ny: " + b"y" * 25_000 + b"\r\n\r\n"

@@ -10,6 +10,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
+from kvrelay.cli.main import run
 from kvrelay.errors import InvalidInputError, KvrelayError, WorkerUnavailableError
 from kvrelay.launch import frontend_calls
 from kvrelay.launch.frontend_calls import http_call
@@ -101,3 +102,37 @@ async def test_the_errors_of_other_servers_may_be_any_json(
 async def test_a_silent_server_runs_into_the_timeout() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(WorkerUnavailableError):
         await http_call(f"http://127.0.0.1:{silent.getsockname()[1]}", "GET", "/health", timeout_s=0.05)
+
+
+@pytest.mark.parametrize(
+    "command", [["top", "--once"], ["top", "--once", "--json"], ["status", "--explain", "a"], ["waterfall", "id"]]
+)
+@pytest.mark.parametrize(
+    "said",
+    [
+        "[" * 100_000 + "]" * 100_000,
+        "<html>",
+        '{"requests": 5}',
+        '{"requests": [], "decision": [], "workers": null}',
+        '{"requests": [], "release": 1, "now_unix": 1e300, "workers": [], "frontends": [], "decision": {}}',
+    ],
+)
+def test_a_server_that_is_no_frontend_is_told(
+    command: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(frontend_calls, "_call", lambda *_: (200, said.encode()))
+    code = run([*command, "--url", "http://127.0.0.1:1"])
+    shown = capsys.readouterr()
+    if code == 0:  # JSON is passed on as it came
+        assert "--json" in command
+        assert json.loads(shown.out)["workers"] in (None, [])
+    else:
+        assert code == 1
+        assert shown.err.startswith("kvrelay: no frontend of this release answers at http://127.0.0.1:1: ")
+        assert len(shown.err.splitlines()) == 1
+
+
+async def test_an_answer_has_an_end(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(frontend_calls, "MAX_ANSWER_BYTES", 10)
+    with pytest.raises(WorkerUnavailableError, match="above 10 bytes"):
+        await http_call(url, "GET", "/")

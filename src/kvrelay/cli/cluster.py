@@ -106,7 +106,7 @@ def status(
     Example: kvrelay status
     """
     from kvrelay.launch.admin import cluster_status, require_idle, status_table
-    from kvrelay.launch.frontend_calls import decision_table, explain_route, made_up_prompt
+    from kvrelay.launch.frontend_calls import decision_table, explain_route, made_up_prompt, understood
 
     asked = made_up_prompt(explain_tokens) if explain_tokens is not None else prompt
     if asked is not None and (check or (prompt is not None and explain_tokens is not None)):
@@ -121,7 +121,8 @@ def status(
             if as_json:
                 click.echo(json.dumps(answer))
             else:
-                decision_table(answer)
+                with understood(frontend):
+                    decision_table(answer)
             return
         report = await cluster_status(control, check=check)
         if as_json:

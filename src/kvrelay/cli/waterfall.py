@@ -25,9 +25,14 @@ def waterfall(request_id: str, as_json: bool, url: str | None, api_key: str | No
     """
     import msgspec
 
-    from kvrelay.launch.frontend_calls import request_waterfall
+    from kvrelay.launch.frontend_calls import request_waterfall, understood
     from kvrelay.marks.text import text_of
     from kvrelay.marks.waterfall import Waterfall
 
-    found = run_async(request_waterfall(where.frontend_url(url), request_id, api_key))
-    click.echo(json.dumps(found) if as_json else text_of(msgspec.convert(found, Waterfall)))
+    frontend = where.frontend_url(url)
+    found = run_async(request_waterfall(frontend, request_id, api_key))
+    if as_json:
+        click.echo(json.dumps(found))
+    else:
+        with understood(frontend):
+            click.echo(text_of(msgspec.convert(found, Waterfall)))

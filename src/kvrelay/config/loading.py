@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 import yaml
 
+from kvrelay.config.files import read_file
 from kvrelay.config.settings import Settings
 from kvrelay.errors import ConfigError
 
@@ -125,7 +126,7 @@ def _in_home(below: str) -> Path:
 def read_config_file(path: Path, sections: list[type[Settings]]) -> dict[str, dict[str, object]]:
     """The sections of a YAML configuration file. Raises ConfigError for unknown sections and broken files."""
     try:
-        loaded = yaml.load(path.read_text(encoding="utf-8"), _TextLoader) or {}
+        loaded = yaml.load(read_file(path).decode(), _TextLoader) or {}
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as exc:
         raise ConfigError(f"cannot read configuration file {path}: {' '.join(str(exc).split())}") from exc
     if not isinstance(loaded, dict):

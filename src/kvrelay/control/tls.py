@@ -11,6 +11,7 @@ from collections.abc import Mapping
 
 import msgspec
 
+from kvrelay.config.files import read_file
 from kvrelay.errors import ConfigError
 
 TLS_OPTIONS = ("ca", "cert", "key")
@@ -55,7 +56,6 @@ class TlsFiles(msgspec.Struct, frozen=True):
         if path is None:
             return None
         try:
-            with open(path, "rb") as file:
-                return file.read()
+            return read_file(path)
         except OSError as exc:
             raise ConfigError(f"cannot read {path} of the {self.param} URL: {exc.strerror}", param=self.param) from exc

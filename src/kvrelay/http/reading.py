@@ -49,6 +49,8 @@ class RequestReader:
 
     def __init__(self, limits: HttpLimits, listener: RequestListener) -> None:
         self.is_refused = False
+        self.was_head = False
+        """Whether what was refused is a HEAD request, whose answer has no body."""
         self.is_in_message = False
         self.num_body_bytes = 0
         self._num_head_bytes = 0
@@ -110,6 +112,8 @@ class RequestReader:
         """Read nothing more; the listener tells the client why."""
         if not self.is_refused:
             self.is_refused = True
+            # Without a URL the parser still has the method of the request before.
+            self.was_head = bool(self._url) and self._parser is not None and self._parser.get_method() == b"HEAD"
             self._drop()
             self._listener.on_refusal(response)
 
@@ -168,7 +172,9 @@ class RequestReader:
         if refusal is not None:
             self.refuse(refusal)
             return
-        self._listener.on_head(self._headers.get("expect", "").lower() == "100-continue")
+        # HTTP/1.0 knows no interim answers (RFC 9110, 15.2).
+        expects_continue = self._headers.get("expect", "").lower() == "100-continue" and version == "1.1"
+        self._listener.on_head(expects_continue)
 
     def on_chunk_header(self) -> None:
         self._has_progressed = True

@@ -352,7 +352,7 @@ class HttpConnection(asyncio.Protocol):
         if transport is None:
             return
         self._deadline_s = self._now() + self._limits.linger_s
-        self._write(encode_response(response, keep_alive=False))
+        self._write(encode_response(response, keep_alive=False, without_body=self._reader.was_head))
         if self._held:
             self._held.clear()
             transport.resume_reading()

@@ -6,16 +6,20 @@ import asyncio
 import http.client
 import json
 import ssl
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 from urllib.parse import quote, urlsplit
 
 from rich.console import Console
 from rich.table import Table
 
-from kvrelay.core.decoding import error_text
+from kvrelay.core.decoding import UNREADABLE, error_text
 from kvrelay.errors import InvalidInputError, KvrelayError, WorkerUnavailableError
 
 MAX_ERROR_CHARS = 2000  # a terminal shows them
+MAX_ANSWER_BYTES = 256 * 1024 * 1024
+"""More than the largest index that a router shows. Another server may answer without an end."""
 
 
 async def http_call(
@@ -63,7 +67,10 @@ def _call(
     try:
         connection.request(method, base + path, json.dumps(body) if body is not None else None, headers)
         response = connection.getresponse()
-        return response.status, response.read()
+        content = response.read(MAX_ANSWER_BYTES + 1)
+        if len(content) > MAX_ANSWER_BYTES:
+            raise ValueError(f"the answer is above {MAX_ANSWER_BYTES} bytes")
+        return response.status, content
     except (OSError, ValueError, http.client.HTTPException) as exc:
         raise WorkerUnavailableError(f"no frontend answers at {url}: {exc or type(exc).__name__}") from exc
     finally:
@@ -97,7 +104,8 @@ async def cluster_snapshot(url: str, api_key: str | None = None) -> dict[str, An
 async def listed_requests(url: str, limit: int, order: str, api_key: str | None = None) -> list[dict[str, Any]]:
     """Of ``GET /debug/requests``. Raises as ``explain_route``."""
     answer = await _ask(url, "GET", f"/debug/requests?order={order}&limit={limit}", api_key, None)
-    return list(answer["requests"])
+    with understood(url):
+        return list(answer["requests"])
 
 
 def made_up_prompt(num_tokens: int) -> list[int]:
@@ -107,13 +115,23 @@ def made_up_prompt(num_tokens: int) -> list[int]:
     return [FIRST_ORDINARY_TOKEN + number * 7919 % 211 for number in range(num_tokens)]
 
 
+@contextmanager
+def understood(url: str) -> Iterator[None]:
+    """What ``url`` answered is read or shown: another server, or a frontend of another release, answers anything.
+    Raises WorkerUnavailableError."""
+    try:
+        yield
+    except (*UNREADABLE, ValueError, TypeError, AttributeError, LookupError, ArithmeticError) as exc:
+        raise WorkerUnavailableError(
+            f"no frontend of this release answers at {url}: {exc!r}"[:MAX_ERROR_CHARS]
+        ) from exc
+
+
 async def _ask(url: str, method: str, path: str, api_key: str | None, body: object) -> dict[str, Any]:
     base = url.rstrip("/").removesuffix("/v1")
     status, content = await http_call(base, method, path, body=body, api_key=api_key)
-    try:
+    with understood(base):
         answer: Any = json.loads(content)
-    except ValueError as exc:
-        raise WorkerUnavailableError(f"no frontend answers at {base}: {exc}") from exc
     if status == 200 and isinstance(answer, dict):
         return answer
     raise KvrelayError(f"{base} answers {status}: {error_text(content, MAX_ERROR_CHARS)}")

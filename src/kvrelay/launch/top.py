@@ -13,7 +13,7 @@ from typing import Any
 
 from kvrelay.config.byte_sizes import shown_bytes
 from kvrelay.errors import WorkerUnavailableError
-from kvrelay.launch.frontend_calls import cluster_snapshot, listed_requests
+from kvrelay.launch.frontend_calls import cluster_snapshot, listed_requests, understood
 from kvrelay.marks.text import printable
 from kvrelay.planner.report import beside
 
@@ -46,12 +46,14 @@ async def watch(url: str, api_key: str | None, *, as_json: bool, once: bool) -> 
     """
     if once or as_json or not sys.stdout.isatty():
         while True:
-            report = await _look(url, api_key)
-            print(json.dumps(report) if as_json else "\n".join(text_of(report, 200, 1000)), flush=True)
+            shown = (
+                json.dumps(await _look(url, api_key)) if as_json else "\n".join(await _text(url, api_key, 200, 1000))
+            )
+            print(shown, flush=True)
             if once:
                 return
             await asyncio.sleep(INTERVAL_S)
-    await _look(url, api_key)  # a wrong address or key is an error, not a reason to wait
+    await _text(url, api_key, WIDE, NUM_SLOWEST)  # a wrong address or key is an error, not a reason to wait
     sys.stdout.write(BEGIN)
     try:
         await _redraw(url, api_key)
@@ -65,7 +67,7 @@ async def _redraw(url: str, api_key: str | None) -> None:
     while True:
         size = shutil.get_terminal_size()
         try:
-            lines = coloured(list(text_of(await _look(url, api_key), size.columns, size.lines - 1)))
+            lines = coloured(await _text(url, api_key, size.columns, size.lines - 1))
             note = ""
         except WorkerUnavailableError as exc:
             note = f"{RED}reconnecting: {printable(str(exc))[: size.columns - 14]}{PLAIN}"
@@ -80,6 +82,12 @@ async def _look(url: str, api_key: str | None) -> dict[str, Any]:
         cluster_snapshot(url, api_key), listed_requests(url, NUM_SLOWEST, "slowest", api_key)
     )
     return {**cluster, "slowest": slowest}
+
+
+async def _text(url: str, api_key: str | None, width: int, height: int) -> list[str]:
+    report = await _look(url, api_key)
+    with understood(url):
+        return text_of(report, width, height)
 
 
 def text_of(report: Report, width: int, height: int) -> list[str]:

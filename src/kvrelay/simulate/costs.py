@@ -10,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 
+from kvrelay.config.files import read_file
 from kvrelay.core.decoding import UNREADABLE
 from kvrelay.core.step_cost import MAX_COST_S, StepCost
 from kvrelay.errors import ConfigError
@@ -77,7 +78,7 @@ def decode_costs(data: bytes, source: str) -> Costs:
 def read_costs(path: Path) -> Costs:
     """Costs from a file. Raises ConfigError."""
     try:
-        return decode_costs(path.read_bytes(), str(path))
+        return decode_costs(read_file(path), str(path))
     except OSError as exc:
         raise ConfigError(f"costs {path}: {exc.strerror}", param="costs") from exc
 

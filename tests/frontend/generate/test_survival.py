@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 from tests.frontend.doubles import FakeCluster, Script, byte_level_tokenizer, running
 from tests.frontend.raw_http import Answer, RawClient, events, request_bytes, send
-from tests.patience import skip
+from tests.patience import PATIENCE_S, skip
 
 from kvrelay.config import WorkerRole
 from kvrelay.core.messages import RequestRefused
 from kvrelay.errors import WorkerUnavailableError
+from kvrelay.frontend.cluster import models
 from kvrelay.frontend.generate import sequence
 from kvrelay.frontend.side_threads import START_COST, TURN_COST
 from kvrelay.rpc.loopback import LoopbackRpcClient
@@ -394,6 +395,40 @@ async def test_a_connection_that_breaks_is_made_again(model_dir: Path) -> None:
             worker.server.disconnect(peer)
         await cluster.until(lambda: len(worker.server.peers) == 1 and bool(cluster.frontend.cluster.models))
         assert streamed(await ask(cluster)) == (ANSWER, list(TOKENS))
+
+
+@pytest.mark.parametrize("changes", [{}, {"model": "tiny"}, {"stream": False, "stream_options": None}])
+async def test_a_request_waits_for_connections_that_have_just_broken(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, object]
+) -> None:
+    """After a pause of this process or of the network all connections are gone, and all workers live."""
+    monkeypatch.setattr(models, "RECONNECT_S", 2 * PATIENCE_S)
+    async with running(model_dir, Script(TOKENS)) as cluster:
+        model = cluster.frontend.cluster.model("tiny")
+        await cluster.workers["w0"].die()
+        await cluster.until(lambda: not model.is_available)
+        asking = asyncio.create_task(ask(cluster, **changes))
+        await cluster.until(lambda: cluster.frontend.cluster.cold_start.num_unplaced == 1)
+        await cluster.add_worker("w0", Script(TOKENS))
+        assert (await asking).status == 200
+        assert cluster.workers["w0"].requests[0].output_token_ids == ()
+
+
+async def test_a_request_that_waits_in_vain_for_a_connection_gets_503(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(models, "RECONNECT_S", sequence.REPLACEMENT_WAIT_S)
+    async with running(model_dir, Script(TOKENS)) as cluster:
+        model = cluster.frontend.cluster.model("tiny")
+        await cluster.workers["w0"].die()
+        await cluster.until(lambda: not model.is_available)
+        asking = asyncio.create_task(ask(cluster))
+        await cluster.until(lambda: cluster.frontend.cluster.cold_start.num_unplaced == 1)
+        skip(sequence.REPLACEMENT_WAIT_S)
+        answer = await asking
+        assert (answer.status, "retry-after" in answer.headers) == (503, True)
+        monkeypatch.setattr(models, "RECONNECT_S", 0.0)
+        assert b"at the moment" in (await ask(cluster, model="tiny")).body
 
 
 async def test_a_defect_hits_one_request_only(model_dir: Path) -> None:

@@ -9,6 +9,7 @@ import click
 import msgspec
 
 from kvrelay.bench.report.metrics import REPORT_KIND, ServeReport
+from kvrelay.config.files import read_file
 from kvrelay.core.decoding import UNREADABLE
 from kvrelay.errors import InvalidInputError
 
@@ -43,7 +44,7 @@ def print_result(report: object, text: str, as_json: bool) -> None:
 def read_serve_report(path: Path) -> ServeReport:
     """A report that ``bench serve`` wrote. Raises InvalidInputError for a file that is not one."""
     try:
-        report = msgspec.json.decode(path.read_bytes(), type=ServeReport)
+        report = msgspec.json.decode(read_file(path), type=ServeReport)
     except OSError as exc:
         raise InvalidInputError(f"cannot read {path}: {exc.strerror}") from exc
     except UNREADABLE as exc:

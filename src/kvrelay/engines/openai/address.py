@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import base64
-from pathlib import Path
 
 import msgspec
 from yarl import URL
 
 from kvrelay.config import UpstreamConfig
+from kvrelay.config.files import read_file
 from kvrelay.config.proxy import proxy_for
 from kvrelay.errors import ConfigError
 
@@ -57,7 +57,7 @@ def shown_url(upstream: str) -> str:
 
 def _key(path: str) -> str:
     try:
-        key = Path(path).read_text(encoding="ascii").strip()
+        key = read_file(path).decode("ascii").strip()
     except (OSError, UnicodeDecodeError) as exc:
         raise ConfigError(f"cannot read the key of the server: {exc}", param="upstream_api_key_file") from exc
     if not key.isprintable() or not key or " " in key:

@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 
 from kvrelay.certify.findings import CertifyReport
+from kvrelay.config.files import read_file
 from kvrelay.core.decoding import UNREADABLE
 from kvrelay.errors import InvalidInputError
 from kvrelay.evaluate.calibration import Basis
@@ -22,7 +23,7 @@ def read_certificate(path: Path | None) -> CertifyReport | None:
     if path is None:
         return None
     try:
-        return msgspec.json.decode(path.read_bytes(), type=CertifyReport)
+        return msgspec.json.decode(read_file(path), type=CertifyReport)
     except (OSError, *UNREADABLE) as exc:
         raise InvalidInputError(f"--certificate {path} is not the certify.json of kvrelay certify: {exc}") from exc
 

@@ -27,6 +27,7 @@ from pathlib import Path
 import msgspec
 
 from kvrelay.config import KeyLimits
+from kvrelay.config.files import read_file
 from kvrelay.errors import ConfigError, InvalidInputError
 
 _log = logging.getLogger(__name__)
@@ -213,11 +214,7 @@ def append_key(path: Path, name: str, line: str) -> None:
 
 def _read_keys(path: Path) -> dict[str, ApiKey]:
     try:
-        with path.open("rb") as file:
-            content = file.read(MAX_FILE_BYTES + 1)  # a device has no size, and may have no end
-        if len(content) > MAX_FILE_BYTES:
-            raise ConfigError(f"{path} is too large for a file of API keys", param="api_keys_file")
-        lines = content.decode("utf-8-sig").splitlines()
+        lines = read_file(path, MAX_FILE_BYTES).decode("utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as exc:
         raise ConfigError(f"cannot read API keys from {path}: {exc}", param="api_keys_file") from exc
     keys: dict[str, ApiKey] = {}

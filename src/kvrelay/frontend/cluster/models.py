@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 
 import msgspec
@@ -17,6 +18,9 @@ from kvrelay.frontend.side_threads import LoopTurns
 from kvrelay.frontend.tokens.tokenizer import Tokenizer
 from kvrelay.placement.ways import Ways
 from kvrelay.router import IndexState, PairRouter, Router, RoutingRequest, RuntimeSettings
+
+RECONNECT_S = 1.0
+"""A pause of this process or of the network breaks all connections at once. New ones take some tens of ms after it."""
 
 
 class WorkerState(msgspec.Struct, frozen=True):
@@ -75,6 +79,7 @@ class Model:
         self._links: dict[str, WorkerLink] = {}
         self._prefill_links: dict[str, WorkerLink] = {}
         """Workers that take no requests, only halves of pairs."""
+        self._broken_s = -math.inf
         self._changed = asyncio.Event()
         self.turns = LoopTurns()
         """In which sequences are placed that have waited for a worker: thousands may have waited for the same one."""
@@ -105,9 +110,19 @@ class Model:
         return bool(self._links)
 
     @property
-    def cold_start_wait_s(self) -> float:
-        """How long a request may wait now for a first worker; 0: there are workers, or none would come."""
-        return 0.0 if self.is_available else self.cold_start.wait_s
+    def reconnect_s(self) -> float:
+        """How long a request may wait now for a worker whose connection broke; 0: there are workers, or none would
+        come."""
+        return 0.0 if self.is_available else max(self._broken_s + RECONNECT_S - time.monotonic(), 0.0)
+
+    @property
+    def wait_s(self) -> float:
+        """The same, also for a worker that a planner starts."""
+        return 0.0 if self.is_available else max(self.cold_start.wait_s, self.reconnect_s)
+
+    def connection_broke(self) -> None:
+        """That of a worker in discovery."""
+        self._broken_s = time.monotonic()
 
     @property
     def worker_ids(self) -> list[str]:

@@ -128,8 +128,9 @@ class ClusterView:
 
     @property
     def models(self) -> list[Model]:
-        """Models that a worker serves now. While there is none, and a planner can start a worker: all known models."""
-        served = [model for model in self._models.values() if model.is_available]
+        """Models that a worker serves now, or whose workers' connections have just broken. While there is none, and a
+        planner can start a worker: all known models."""
+        served = [model for model in self._models.values() if model.is_available or model.reconnect_s]
         return served or (list(self._models.values()) if self.cold_start.wait_s else [])
 
     def listed_models(self) -> list[Model]:
@@ -403,6 +404,7 @@ class ClusterView:
             del self._served[worker_id]
             if worker_id in self._infos:
                 self._broken[worker_id] = time.monotonic()
+                model.connection_broke()
             model.remove_worker(worker_id)
             await link.close()
 

@@ -142,14 +142,18 @@ class Sequence:
     # -- where it runs ------------------------------------------------------------------------------------------------
 
     def start_or_wait(self) -> None:
-        """Place it; without any worker, wait for one that a planner starts. Raises WorkerUnavailableError,
-        OverloadedError."""
+        """Place it; without any worker, wait for one that a planner starts, or that is connected again. Raises
+        WorkerUnavailableError, OverloadedError."""
         try:
             self.start()
-        except WorkerUnavailableError:
-            if not (wait_s := self._model.cold_start_wait_s):
+        except WorkerUnavailableError as exc:
+            if not (wait_s := self._model.wait_s):
                 raise
-            self._wait(_none_came(self._model.name, wait_s))
+            if self._model.cold_start.wait_s:
+                self._wait(_none_came(self._model.name, wait_s))
+            else:
+                self._waiting_until_s = asyncio.get_running_loop().time() + wait_s
+                self._wait(exc)
 
     def start(self) -> None:
         """Place it on a worker. Raises WorkerUnavailableError, OverloadedError."""
@@ -272,7 +276,7 @@ class Sequence:
         try:
             self.start()
         except RetryElsewhereError:
-            if may_wait or self._model.cold_start_wait_s:
+            if may_wait or self._model.wait_s:
                 self._wait(error)
             else:
                 self._fail(error)
