@@ -1,7 +1,7 @@
-"""A plugin of pytest (``make test-matrix PART=2/3``): one part of the tests, the same in every process and run.
+"""A plugin of pytest (``make test-matrix PART=2/3``): one part of the matrices, the same in every process and run.
 
-The matrices repeat what the suite has in small over many cells. Continuous integration runs a third of the cells for a
-commit, by its hash, so that a few commits run them all.
+The matrices repeat what the suite has in small over many cells. Continuous integration runs a part of the cells for a
+commit, by its hash, so that some commits run them all. Tests without the mark ``matrix`` are in every part.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def part_of(node_id: str, num_parts: int) -> int:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--part", type=parsed_part, default=(1, 1), metavar="K/N", help="only the K-th of N parts of the tests"
+        "--part", type=parsed_part, default=(1, 1), metavar="K/N", help="of the matrices only the K-th of N parts"
     )
 
 
@@ -35,7 +35,7 @@ def parsed_part(text: str) -> tuple[int, int]:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     number, num_parts = config.getoption("--part")
-    out = [item for item in items if part_of(item.nodeid, num_parts) != number]
-    if out:
-        config.hook.pytest_deselected(items=out)
-        items[:] = [item for item in items if part_of(item.nodeid, num_parts) == number]
+    cells = [item for item in items if item.get_closest_marker("matrix")]
+    if out := {item for item in cells if part_of(item.nodeid, num_parts) != number}:
+        config.hook.pytest_deselected(items=list(out))
+        items[:] = [item for item in items if item not in out]

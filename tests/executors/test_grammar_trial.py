@@ -7,6 +7,7 @@ import json
 import os
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import psutil
@@ -18,7 +19,7 @@ from tests.patience import PATIENCE_S, until
 from kvrelay.core.grammar import Grammar, GrammarKind
 from kvrelay.data import bundled_checkpoint_path
 from kvrelay.errors import InvalidInputError, KvrelayError, WorkerUnavailableError
-from kvrelay.executors import grammar_trial
+from kvrelay.executors import grammar_trial, grammars
 from kvrelay.executors.grammar_trial import GrammarTrials, TrialSettings
 from kvrelay.executors.grammars import GrammarCompiler
 
@@ -61,14 +62,21 @@ def children(pid: int) -> list[str]:
 
 @pytest.mark.parametrize("grammar", [COUNTING, CONTAINING], ids=["counting", "containing"])
 def test_six_schemas_that_never_compile_are_refused_and_an_ordinary_grammar_compiles(
-    compiler: GrammarCompiler, grammar: Grammar
+    grammar: Grammar, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Within a quarter of the usual CPU time, which is a hundred times what an ordinary grammar takes."""
+    monkeypatch.setattr(grammars, "COMPILE_CPU_S", 0.25)
+    with closing(GrammarCompiler(bundled_checkpoint_path() / "tokenizer.json", VOCAB_SIZE, [EOS])) as compiler:
+        refuse_six(compiler, grammar)
+
+
+def refuse_six(compiler: GrammarCompiler, grammar: Grammar) -> None:
     compiler.compile(ORDINARY)
     before = own_memory()
     refused: list[str] = []
 
     def compile_one(number: int) -> None:
-        with pytest.raises(InvalidInputError, match="CPU time or 256 MiB") as failure:
+        with pytest.raises(InvalidInputError, match=r"more than 0\.25 s of CPU time or 256 MiB") as failure:
             compiler.compile(Grammar(grammar.kind, grammar.source + " " * number))
         refused.append(failure.value.message)
 

@@ -8,6 +8,7 @@ ledgers only compare them. So a state that comes again after a fault has been su
 from __future__ import annotations
 
 from dataclasses import fields
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import msgspec
@@ -128,15 +129,11 @@ _DECODE_APART = {
     "owed",
     "request_id",
 }
-_DECODE_FIELDS = [
-    f.name
-    for f in fields(DecodeHandoff)
-    if f.name
-    not in ("deadline_s", "last_heard_s", "grants", "term", "waiting", "owed", "request_id", "granted_s", "recall_s")
-]
+_DECODE_FIELDS = [f.name for f in fields(DecodeHandoff) if f.name not in _DECODE_APART]
 _LONG_OVER = ("is_recalled", "arrived", "given_up_by", "block_ids", "num_hit_blocks", "claimant")
 """Of a closed hand-off nothing reads these."""
-_CLOSED_FIELDS = [name for name in _DECODE_FIELDS if name not in _LONG_OVER]
+_decode_values = attrgetter(*_DECODE_FIELDS)
+_closed_values = attrgetter(*(name for name in _DECODE_FIELDS if name not in _LONG_OVER))
 
 
 def decode_ledger_key(ledger: DecodeLedger, frame: Frame) -> tuple[Any, ...]:
@@ -171,8 +168,8 @@ def decode_ledger_key(ledger: DecodeLedger, frame: Frame) -> tuple[Any, ...]:
             handoff.owed is None,
             term,
         )
-        names = _CLOSED_FIELDS if is_closed and not handoff.is_prefix else _DECODE_FIELDS
-        handoffs.append((*special, *(getattr(handoff, name) for name in names)))
+        values = _closed_values if is_closed and not handoff.is_prefix else _decode_values
+        handoffs.append(special + values(handoff))
     early = tuple(
         (handoff_id, _claimed_key(e.event, frame), max(e.until_s - now, 0)) for handoff_id, e in ledger.early.items()
     )
@@ -189,11 +186,8 @@ def _claimed_key(event: Any, frame: Frame) -> Any:
     return None if event is None else (message_key(event.claim, frame), frame.conn(event.connection))
 
 
-_PREFILL_FIELDS = [
-    f.name
-    for f in fields(PrefillHandoff)
-    if f.name not in ("due_s", "started_s", "prefill_s", "ready", "done", "num_said", "over_s", "reason", "grant")
-]
+_PREFILL_APART = {"due_s", "started_s", "prefill_s", "ready", "done", "num_said", "over_s", "reason", "grant"}
+_prefill_values = attrgetter(*(f.name for f in fields(PrefillHandoff) if f.name not in _PREFILL_APART))
 _OVER = (PrefillState.CONFIRMING, PrefillState.RELEASING)
 """Only these two are left to be said."""
 
@@ -210,6 +204,5 @@ def prefill_ledger_key(ledger: PrefillLedger, frame: Frame) -> tuple[Any, ...]:
             continue
         grant = None if handoff.grant is None else message_key(handoff.grant, frame)
         end = handoff.reason if handoff.reason in (EndReason.REFUSED, EndReason.UNREACHABLE) else None
-        values = (getattr(handoff, name) for name in _PREFILL_FIELDS)
-        handoffs.append((due, handoff.reason is None, end, grant, *values))
+        handoffs.append((due, handoff.reason is None, end, grant, *_prefill_values(handoff)))
     return (tuple(handoffs), leases_key(ledger.leases, frame), tuple(ledger.seen))

@@ -7,6 +7,7 @@ import itertools
 import math
 from dataclasses import dataclass, field, fields
 from itertools import islice
+from operator import attrgetter
 from typing import Any, TypeVar
 
 from tests.handoff.keys import Frame, call_key, decode_ledger_key, prefill_ledger_key, side_key
@@ -286,7 +287,7 @@ def number_of(worker_id: str) -> int:
     return D if worker_id == "d" else int(worker_id[1:])
 
 
-_FIELDS = {kind: tuple(f.name for f in fields(kind)) for kind in (DecodeHandoff, PrefillHandoff)}
+_VALUES = {kind: attrgetter(*(f.name for f in fields(kind))) for kind in (DecodeHandoff, PrefillHandoff)}
 
 
 # -- copies and keys --------------------------------------------------------------------------------------------------
@@ -301,10 +302,8 @@ def copied(original: T) -> T:
 
 def clone_handoff(handoff: H) -> H:
     """The machines' fields hold immutable values."""
-    other = object.__new__(type(handoff))
-    for name_ in _FIELDS[type(handoff)]:
-        setattr(other, name_, getattr(handoff, name_))
-    return other
+    kind = type(handoff)
+    return kind(*_VALUES[kind](handoff))
 
 
 def clone_side(side: Any, ledger: Any) -> Any:

@@ -121,6 +121,7 @@ for kind, settings in KINDS.items():
     THREE_FAULTS[f"{kind}, roles change beside a fault"] = scenario(*ROLES, *NETWORK, *LOCAL, num_faults=2, **settings)
 THREE_FAULTS["push, two prefill workers, roles change"] = scenario(*ROLES, "redeliver", num_faults=2, num_prefill=2)
 LARGE = (
+    "push, paired, with hits and checksums",
     "push, paired, a late claimant, leases",
     "push, kept beside the pool, with checksums",
     "pull, kept beside the pool, leases",

@@ -27,7 +27,7 @@ def test_no_reachable_state_is_wrong_and_none_hangs(name: str) -> None:
     assert report.is_complete
 
 
-@pytest.mark.parametrize("seed", [*range(6), *(pytest.param(seed, marks=pytest.mark.matrix) for seed in range(6, 90))])
+@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.matrix) for seed in range(3, 90))])
 @pytest.mark.parametrize("direction", KvDirection)
 @pytest.mark.parametrize("order", HandoffOrder)
 def test_long_random_runs_of_many_hand_offs(seed: int, direction: KvDirection, order: HandoffOrder) -> None:

@@ -457,7 +457,7 @@ def test_nothing_that_workers_may_publish_makes_it_raise() -> None:
         num_ended_tokens=counts,
     )
 
-    @settings(max_examples=400, deadline=None, derandomize=True)
+    @settings(max_examples=150, deadline=None, derandomize=True)
     @given(st.lists(st.tuples(fleets, asked), min_size=1, max_size=3))
     def check(looks: list[tuple[FleetView, Demand]]) -> None:
         state = PlannerState()

@@ -328,7 +328,7 @@ def test_a_trial_ends_early_with_the_answer_of_the_whole(share: float) -> None:
 def test_a_search_in_processes_gives_the_same_advice_and_shows_true_progress() -> None:
     """The same seed, the same advice."""
     shares: list[float] = []
-    given = (load(8, 0.05, 900, 6), {1: Costs(spread=0.1)}, 2, Objectives(0.12, 0.05))
+    given = (load(4, 0.05, 900, 6), {1: Costs(spread=0.1)}, 2, Objectives(0.12, 0.05))
     here = advise(*given, on_progress=lambda share, _: shares.append(share))
     there = advise(*given, num_processes=2)
     assert msgspec.json.encode(here) == msgspec.json.encode(there)
@@ -391,7 +391,7 @@ def test_the_command_writes_table_and_page(tmp_path: Path, capsys: pytest.Captur
     costs, page = tmp_path / "costs.json", tmp_path / "advice.html"
     costs.write_bytes(encode_costs(Costs(model="m")))
     given = ["advise", "--load", "poisson:num=5,prompt=100,answer=5", "--costs", str(costs), "--slots", "2"]
-    slo = ["--slo-ttft-ms", "500", "--slo-itl-ms", "50"]
+    slo = ["--slo-ttft-ms", "500", "--slo-itl-ms", "50", "--processes", "1"]
     assert run([*given, *slo, "--html", str(page)]) == 0
     assert "kvrelay serve MODEL" in capsys.readouterr().out
     assert "uPlot" in page.read_text()

@@ -25,9 +25,15 @@ def _recovery_figures(record_property: Callable[[str, object], None]) -> Iterato
 
 
 @pytest.fixture(scope="session")
-def asked(vllm_files: None) -> list[real_vllm.Asked]:
+def plain_vllm(vllm_files: None) -> Iterator[real_vllm.PlainVllm]:
+    with real_vllm.PlainVllm() as plain:
+        yield plain
+
+
+@pytest.fixture(scope="session")
+def asked(plain_vllm: real_vllm.PlainVllm) -> list[real_vllm.Asked]:
     """Two sets of prompts with vLLM's own answers; computed once, since vLLM takes its time to start."""
-    return real_vllm.ask_plain_vllm(real_vllm.draw_prompts(5), real_vllm.draw_prompts(6))
+    return plain_vllm.ask(real_vllm.draw_prompts(5), real_vllm.draw_prompts(6))
 
 
 @pytest.fixture(scope="session")

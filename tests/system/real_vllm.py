@@ -23,6 +23,7 @@ import openai
 import psutil
 from tests.patience import PATIENCE_S, until
 from tests.ports import free_ports
+from tests.system import plain_vllm
 from tests.system.serving import Serve
 from tools.vllm_servers import ENVIRONMENT, TRANSFER
 
@@ -60,25 +61,35 @@ def draw_prompts(seed: int) -> list[list[int]]:
     return prompts
 
 
-def ask_plain_vllm(*sets: list[list[int]], model: Path | None = None, **arguments: object) -> list[Asked]:
-    """One vLLM answers all sets, in a process of its own, with as many computing threads as a worker of a pair has: in
-    bfloat16 their number changes what is rounded how."""
-    script = Path(__file__).with_name("plain_vllm.py")
-    prompts = [prompt for each in sets for prompt in each]
-    threads = thread_environment(parse_cores(shares("", num_workers=2)[0]), num_ranks=1)
-    done = subprocess.run(
-        [sys.executable, str(script), str(model or bundled_checkpoint_path()), str(NUM_TOKENS), json.dumps(arguments)],
-        input=json.dumps(prompts),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=START_TIMEOUT_S,
-        env={**os.environ, **threads, "LD_PRELOAD": ":".join(preloaded_libraries())},
-    )
-    found = [line for line in done.stdout.splitlines() if line.startswith("answers ")]
-    assert found, done.stderr[-3000:]
-    answers = iter(json.loads(found[0].removeprefix("answers ")))
-    return [Asked(each, [next(answers) for _ in each]) for each in sets]
+class PlainVllm:
+    """vLLM by itself, with as many computing threads as a worker of a pair has: in bfloat16 their number changes what
+    is rounded how. A context manager."""
+
+    def __enter__(self) -> PlainVllm:
+        threads = thread_environment(parse_cores(shares("", num_workers=2)[0]), num_ranks=1)
+        env = {**os.environ, **threads, "LD_PRELOAD": ":".join(preloaded_libraries())}
+        command = [sys.executable, plain_vllm.__file__]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.communicate()  # it ends with its input
+
+    def ask(self, *sets: list[list[int]], model: Path | None = None, **arguments: object) -> list[Asked]:
+        """One engine answers all sets."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        prompts = [prompt for each in sets for prompt in each]
+        question = {
+            "model": str(model or bundled_checkpoint_path()), "max_tokens": NUM_TOKENS, "arguments": arguments,
+            "prompts": prompts,
+        }  # fmt: skip
+        print(json.dumps(question), file=self._process.stdin, flush=True)
+        lines = (line for line in self._process.stdout if line.startswith((plain_vllm.ANSWERS, plain_vllm.FAILED)))
+        found = next(lines, plain_vllm.FAILED)
+        assert not found.startswith(plain_vllm.FAILED), f"vLLM by itself has {found}: stderr says why"
+        answers = iter(json.loads(found.removeprefix(plain_vllm.ANSWERS)))
+        return [Asked(each, [next(answers) for _ in each]) for each in sets]
 
 
 class Asking:

@@ -142,7 +142,7 @@ def known(num_prompts: int) -> Known:
 
 
 @pytest.mark.parametrize("num_prompts", [NUM_PROMPTS, pytest.param(NUM_PROMPTS_OF_MATRIX, marks=pytest.mark.matrix)])
-def test_disaggregated_equals_aggregated_equals_offline_equals_transformers(num_prompts: int) -> None:
+def test_disaggregated_equals_offline_equals_transformers(num_prompts: int) -> None:
     prompts, expected, _ = known(num_prompts)
     num_long = sum(len(prompt) > 64 for prompt in prompts)
     with Serve(serve_arguments(1)) as server:
@@ -159,6 +159,12 @@ def test_disaggregated_equals_aggregated_equals_offline_equals_transformers(num_
     assert decode["decode"]["num_received_bytes"] > num_remote * 64 * 100
     assert decode["decode"]["places"]["local_short"] >= num_prompts - num_long
     assert plain == streamed == expected
+
+
+@pytest.mark.matrix
+def test_aggregated_equals_offline() -> None:
+    """In the suite ``test_prefixes_torch`` asks workers that do both."""
+    prompts, expected, _ = known(NUM_PROMPTS_OF_MATRIX)
     with Serve(serve_arguments(0)) as server:
         aggregated = complete_all(server, prompts, stream=False)
         server.check_idle()

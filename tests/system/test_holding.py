@@ -35,12 +35,12 @@ FLAGS = (
         str(PATIENCE_S),
     ),
 )
+UNLIKE = "torch, blocks of unlike size, pull"
+"""In the matrix: ``worker/test_holding`` pulls, and ``worker/test_layouts`` pairs blocks of unlike size."""
 CASES = {
     "mock, nixl": ("mock", "--engine", "mock", "--transport", "nixl"),
     "torch to two ranks, shm, checksums": ("torch", "--transport", "shm", "--tp-decode", "2", "--kv-checksums"),
-    "torch, blocks of unlike size, pull": (
-        *("torch", "--transport", "shm", "--send-type", "GET", "--block-size-prefill", "32"),
-    ),
+    UNLIKE: ("torch", "--transport", "shm", "--send-type", "GET", "--block-size-prefill", "32"),
 }
 
 
@@ -59,7 +59,9 @@ def answers() -> dict[str, list[list[int]]]:
     return {"torch": torch, "mock": mock}
 
 
-@pytest.fixture(scope="module", params=CASES)
+@pytest.fixture(
+    scope="module", params=[pytest.param(case, marks=pytest.mark.matrix if case == UNLIKE else ()) for case in CASES]
+)
 def served(request: pytest.FixtureRequest) -> Iterator[tuple[str, Serve]]:
     engine, *flags = CASES[request.param]
     with Serve((*FLAGS, *flags)) as server:

@@ -69,8 +69,8 @@ CASES = {
 }
 PULL = ("nixl GET", "shm GET")
 P2P = ("p2p PUT", "p2p PUT_ASYNC", "p2p GET")
-THIN = (("TP1-TP2", "nixl GET"), ("TP2-TP1", "shm"))
-"""Of p2p, ``test_prefill_first`` runs in the suite."""
+THIN = (("TP1-TP2", "nixl GET"),)
+"""Of p2p, ``test_prefill_first`` runs in the suite; of shm, the last test here and ``test_holding``."""
 RANKED = {
     "TP1-TP2": ("nixl", "shm GET", "p2p PUT_ASYNC"),
     "TP2-TP1": ("nixl GET", "shm", "p2p GET"),

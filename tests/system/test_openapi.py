@@ -30,7 +30,7 @@ CHECKS = {
     "not_a_server_error": {"expected-statuses": ["2xx", "3xx", "4xx", "504"]},
 }
 DRAWN = {"derandomize": True, "deadline": None, "database": None}
-MAX_EXAMPLES = 20
+MAX_EXAMPLES = 10
 """Drawn for each operation."""
 
 

@@ -35,21 +35,29 @@ NUM_RANKS = 20
 CONNECTORS = {"nixl": (), "kvrelay": (*STAGED, "--transport", "shm")}
 
 
-@pytest.mark.parametrize("victim", ["worker", "engine process"])
-def test_a_killed_process_loses_no_token(asked: list[Asked], victim: str) -> None:
+def test_killed_processes_lose_no_token(asked: list[Asked]) -> None:
+    """A worker, and another one's engine process: each takes the other one of the two with it."""
     prompts, expected = asked[0].prompts, asked[0].answers
-    with Serve((*VLLM, "--prefill", "0", "--decode", "2")) as server, Asking(server) as asking:
-        first, second = (int(worker["pid"]) for worker in server.workers("both"))
-        (engine,) = (child for child in psutil.Process(first).children() if "EngineCore" in " ".join(child.cmdline()))
+    with Serve((*VLLM, "--prefill", "0", "--decode", "3")) as server, Asking(server) as asking:
+        first, second, third = (int(worker["pid"]) for worker in server.workers("both"))
+        engines = {pid: _engine_process(pid) for pid in (first, second)}
         answers = asking.begin(prompts)
-        until(lambda: asking.num_tokens > NUM_TOKENS)
-        os.kill(first if victim == "worker" else engine.pid, signal.SIGKILL)
+        for victim in (first, engines[second]):
+            told = asking.num_tokens
+            until(lambda: asking.num_tokens > told + NUM_TOKENS)  # noqa: B023
+            os.kill(victim, signal.SIGKILL)
         assert [answer.result() for answer in answers] == expected
-        until(lambda: not psutil.pid_exists(first) and not psutil.pid_exists(engine.pid))
+        until(lambda: not any(map(psutil.pid_exists, (*engines, *engines.values()))))
         left = {int(worker["pid"]) for worker in server.workers("both")}
-        # ``serve`` may have replaced it by now.
-        assert second in left
-        assert first not in left
+        # ``serve`` may have replaced them by now.
+        assert third in left
+        assert not {first, second} & left
+
+
+def _engine_process(worker: int) -> int:
+    children = psutil.Process(worker).children()
+    (found,) = (child.pid for child in children if "EngineCore" in " ".join(child.cmdline()))
+    return found
 
 
 def test_every_end_that_the_files_name_ends_an_answer(asked: list[Asked], tmp_path: Path) -> None:

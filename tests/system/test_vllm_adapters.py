@@ -14,7 +14,7 @@ import httpx
 import pytest
 from tests.adapters import write_adapter
 from tests.patience import PATIENCE_S, until
-from tests.system.real_vllm import NUM_TOKENS, Asking, ask_plain_vllm, draw_prompts
+from tests.system.real_vllm import NUM_TOKENS, Asking, PlainVllm, draw_prompts
 from tests.system.serving import Serve
 
 pytestmark = [pytest.mark.vllm, pytest.mark.matrix, pytest.mark.system, pytest.mark.timeout(1200)]
@@ -37,10 +37,10 @@ def adapters(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def expected(adapters: Path) -> dict[str, list[list[int]]]:
+def expected(adapters: Path, plain_vllm: PlainVllm) -> dict[str, list[list[int]]]:
     """By adapter; the empty name is the model itself, from a vLLM without adapters. One request at a time."""
-    own = {"": ask_plain_vllm(PROMPTS)[0].answers}
-    found = own | {each.name: ask_plain_vllm(PROMPTS, adapter=str(each))[0].answers for each in adapters.iterdir()}
+    own = {"": plain_vllm.ask(PROMPTS)[0].answers}
+    found = own | {each.name: plain_vllm.ask(PROMPTS, adapter=str(each))[0].answers for each in adapters.iterdir()}
     assert len({str(answers) for answers in found.values()}) == len(found)
     return found
 
@@ -133,13 +133,12 @@ def test_adapters_are_loaded_and_unloaded_at_run_time(
 NUM_MANY = 67
 
 
-@pytest.mark.usefixtures("vllm_files")
-def test_two_pairs_answer_two_hundred_requests(adapters: Path) -> None:
+def test_two_pairs_answer_two_hundred_requests(adapters: Path, plain_vllm: PlainVllm) -> None:
     """Requests for two adapters and for the model alternate, eight at once, and any prefill worker goes with any decode
     worker."""
     prompts = [*draw_prompts(8), *draw_prompts(9)][:NUM_MANY]
     own = {each.name: {"adapter": str(each)} for each in adapters.iterdir()} | {"": {}}
-    expected = {name: ask_plain_vllm(prompts, **more)[0].answers for name, more in own.items()}
+    expected = {name: plain_vllm.ask(prompts, **more)[0].answers for name, more in own.items()}
     both = ("--prefill", "2", "--decode", "2", "--remote-prefill-timeout-s", "200")
     with Serve((*SPLIT, *both, *OURS, "--lora-dir", str(adapters))) as server, Asking(server) as asking:
         begun = [(name, asking.begin([prompt], name or None)) for prompt in prompts for name in own]

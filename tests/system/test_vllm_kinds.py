@@ -17,7 +17,7 @@ import pytest
 import torch
 from tests.patience import until
 from tests.system.random_models import write_model
-from tests.system.real_vllm import NUM_TOKENS, Asked, Asking, ask_plain_vllm, draw_prompts
+from tests.system.real_vllm import NUM_TOKENS, Asked, Asking, PlainVllm, draw_prompts
 from tests.system.serving import Serve, kvrelay, kvrelay_here
 
 from kvrelay.data import bundled_checkpoint_path
@@ -94,13 +94,15 @@ def test_ranks(asked: list[Asked], ranks: str, way: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def answers_of(tmp_path_factory: pytest.TempPathFactory, vllm_files: None) -> Callable[..., tuple[Path | None, Asked]]:
+def answers_of(
+    tmp_path_factory: pytest.TempPathFactory, plain_vllm: PlainVllm
+) -> Callable[..., tuple[Path | None, Asked]]:
     """By kind of model: where it is, and plain vLLM's answers."""
 
     @cache
     def computed(kind: str, arguments: str) -> tuple[Path | None, Asked]:
         path = None if kind in BUNDLED else write_model(kind, tmp_path_factory.mktemp(kind))
-        (answers,) = ask_plain_vllm(draw_prompts(1)[:NUM_ASKED], model=path, **json.loads(arguments))
+        (answers,) = plain_vllm.ask(draw_prompts(1)[:NUM_ASKED], model=path, **json.loads(arguments))
         assert len({token for answer in answers.answers for token in answer}) > NUM_TOKENS
         return path, answers
 
@@ -118,6 +120,9 @@ KINDS: dict[str, dict[str, Any]] = {
     "fp8": {"block_size": 32, "kv_cache_dtype": "fp8"},
 }
 NOT_BY_NIXL = ("mla", "short-convolution")
+UNLIKE = ("interleaved", "short-convolution", "mla", "fp8")
+"""Several groups of layers, states beside keys and values, one vector for all heads, one byte a value. The others are
+laid out as the bundled model, and for experts there are data-parallel ranks below."""
 HALF = "bfloat16"
 """The bundled checkpoint's own type. One request at a time is computed by the same products as in vLLM by itself."""
 NO_PREFIX_CACHE = ("--no-enable-prefix-caching",)
@@ -128,7 +133,7 @@ MAMBA = ("--dtype", "float32", "--engine-args", '{"block_size": 64}', *EAGER)
 @pytest.mark.parametrize(
     ("kind", "way", "ranks", "dtype"),
     [
-        pytest.param(kind, "kvrelay", (), "float32", marks=matrix if kind == "many-heads" else (), id=f"{kind}-kvrelay")
+        pytest.param(kind, "kvrelay", (), "float32", marks=() if kind in UNLIKE else matrix, id=f"{kind}-kvrelay")
         for kind in KINDS
     ]
     + [
@@ -141,7 +146,9 @@ MAMBA = ("--dtype", "float32", "--engine-args", '{"block_size": 64}', *EAGER)
         for ranks in ("tp 1 to 2", "tp 2 to 1")
     ]
     + [
-        pytest.param(kind, way, (), HALF, marks=() if kind == "llama" else matrix, id=f"{kind}-{way}-{HALF}")
+        pytest.param(
+            kind, way, (), HALF, marks=() if (kind, way) == ("llama", "kvrelay") else matrix, id=f"{kind}-{way}-{HALF}"
+        )
         for kind in ("llama", *KINDS)
         for way in WAYS
         if way == "kvrelay" or kind not in NOT_BY_NIXL

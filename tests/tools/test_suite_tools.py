@@ -98,6 +98,20 @@ def test_parts_share_out_all_tests_about_evenly() -> None:
     assert min(parts) > 70
 
 
+def test_a_part_has_some_cells_of_a_matrix_and_all_other_tests(tmp_path: Path) -> None:
+    cells = "[pytest.param(n, marks=pytest.mark.matrix if n else ()) for n in range(40)]"
+    test = f"import pytest\n@pytest.mark.parametrize('n', {cells})\ndef test_one(n): pass\n"
+    (tmp_path / "test_some.py").write_text(test, encoding="utf-8")
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = matrix", encoding="utf-8")
+    found = []
+    for part in ("1/3", "2/3", "3/3"):
+        command = [sys.executable, "-m", "pytest", "-p", "tests.part", "--part", part, "--collect-only", "-q"]
+        done = subprocess.run([*command, str(tmp_path)], capture_output=True, text=True, timeout=60, check=False)
+        found.append(set(re.findall(r"test_one\[\d+\]", done.stdout)))
+    assert set.intersection(*found) == {"test_one[0]"}
+    assert len(set.union(*found)) == 40
+
+
 @pytest.mark.parametrize("text", ["0/3", "4/3", "1", "x/3", ""])
 def test_a_part_that_is_none_is_a_usage_error(text: str) -> None:
     with pytest.raises(pytest.UsageError, match="--part"):

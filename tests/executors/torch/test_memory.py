@@ -27,7 +27,7 @@ with LLM(dtype="bfloat16", num_blocks=64, num_threads=1, enable_prefix_caching=F
 """
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.skipif(not multiplies_bfloat16(), reason="this CPU does not multiply bfloat16")
 def test_batches_of_260_sizes_leave_no_more_than_the_last_ones() -> None:
