@@ -80,19 +80,18 @@ class ByNextUse:
         self._groups[self._number] = self._next_use_s(pause), dict.fromkeys(block_ids)
         self._home.update(dict.fromkeys(block_ids, self._number))
 
-    def remove(self, block_ids: Sequence[int]) -> None:
-        for block_id in block_ids:
-            number = self._home.pop(block_id)
-            blocks = self._groups[number][1]
-            del blocks[block_id]
-            if not blocks:
-                del self._groups[number]
+    def remove(self, block_id: int) -> None:
+        number = self._home.pop(block_id)
+        blocks = self._groups[number][1]
+        del blocks[block_id]
+        if not blocks:
+            del self._groups[number]
 
-    def pop(self, count: int, num_children: Mapping[int, int], cached: Mapping[int, CachedBlock]) -> list[int]:
+    def pop(self, count: int, num_children: Sequence[int], cached: Mapping[int, CachedBlock]) -> list[int]:
         number = max(self._groups, key=self._used_again_s)
         self.chance_later = math.exp(-self._used_again_s(number))
         block_id = next(iter(self._groups[number][1]))
-        self.remove([block_id])
+        self.remove(block_id)
         return [block_id]
 
     def _used_again_s(self, number: int) -> float:

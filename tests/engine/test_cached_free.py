@@ -14,7 +14,7 @@ from kvrelay.engine import cached_free
 from kvrelay.engine.cached_free import BLOCKS_AT_ONCE, ByRecency, ByValue, CachedFree
 from kvrelay.engine.pauses import Pauses, Session
 
-NO_CHILDREN: dict[int, int] = {}
+NO_CHILDREN = [0] * 1000
 
 
 @pytest.fixture
@@ -50,13 +50,13 @@ class Resting:
 def test_without_knowledge_the_oldest_gives_way_its_end_first(free: CachedFree) -> None:
     free.add([3, 2, 1], None)
     free.add([6, 5, 4], None)
-    free.remove([2])
+    free.remove(2)
     assert len(free) == 5
     assert (2 in free, 3 in free) == (False, True)
     assert sorted(free.newest()) == [1, 3, 4, 5, 6]
     assert [free.pop(1, NO_CHILDREN, {})[0] for _ in range(5)] == [3, 1, 6, 5, 4]
     with pytest.raises(KeyError):
-        free.remove([2])
+        free.remove(2)
 
 
 def test_a_session_whose_tool_takes_long_gives_way_before_older_ones() -> None:
@@ -92,7 +92,7 @@ def test_what_a_waiting_turn_repeats_stays_and_what_it_left_behind_goes() -> Non
     resting.rest("new", [3], "read")
     pause = resting.pauses.end([1000], "")
     assert pause is not None
-    resting.free.remove([0])
+    resting.free.remove(0)
     assert resting.free.pop(1, NO_CHILDREN, {})[0] == 3, "the turn of the older one is here"
     resting.rest("newer", [4], "read")
     resting.pauses.resumed(pause, is_served=True)
@@ -103,10 +103,11 @@ def test_a_block_gives_way_after_those_that_rest_on_it() -> None:
     resting = Resting()
     resting.rest("shared", [0, 1])
     resting.rest("child", [2])
-    children = {1: 1}
+    children = [0] * 10
+    children[1] = 1
     assert resting.free.pop(1, children, {})[0] == 0, "nothing rests on it"
     assert resting.free.pop(1, children, {})[0] == 2
-    del children[1]
+    children[1] = 0
     resting.free.bared(1)
     assert resting.pop(1) == [1]
     resting.rest("again", [5])
@@ -140,7 +141,7 @@ def test_blocks_of_several_sequences_are_wanted_and_so_are_all_by_recency() -> N
     resting = Resting()
     resting.rest("shared", [0])
     resting.rest("child", [1])
-    children = {0: 1}
+    children = [1, *NO_CHILDREN]
     assert resting.free.pop(1, children, {})[0] == 1
     assert resting.free.chance_later < 1.0
     assert resting.free.pop(1, children, {})[0] == 0
@@ -194,7 +195,8 @@ class Keys:
         """How many of its blocks are found. They give way and are released as in a pool."""
         names = [(key, session, at) for at in range(4)]
         found = [self.block_of[name] for name in names if name in self.block_of]
-        self.free.remove(found)
+        for block in found:
+            self.free.remove(block)
         for name in names:
             if name not in self.block_of:
                 if not self.plain:

@@ -17,14 +17,12 @@ from __future__ import annotations
 
 import enum
 import itertools
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import attrgetter
 from typing import NamedTuple
 
 from kvrelay.core.events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
-from kvrelay.engine.bulk import are_all_in, num_equal, remove_keys, without
-from kvrelay.engine.cached_free import ByRecency, CachedBlock, CachedFree, parent_hash_of, sequence_hash_of
+from kvrelay.engine.cached_free import ByRecency, CachedBlock, CachedFree
 from kvrelay.engine.free_extents import FreeExtents
 from kvrelay.engine.pauses import Pause
 from kvrelay.errors import IntegrityError
@@ -44,7 +42,7 @@ class Evicted(NamedTuple):
     chance: float = 1.0
 
 
-_parent_and_tokens = attrgetter("parent_hash", "token_ids")
+_sequence_hash = attrgetter("sequence_hash")
 
 
 class BlockPool:
@@ -64,17 +62,14 @@ class BlockPool:
         self.block_ids = range(first_block, first_block + num_blocks)
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
-        self._held: set[int] = set()
-        """Blocks with references."""
-        self._num_more_refs: Counter[int] = Counter()
-        """References beyond the first, of blocks that have more than one."""
+        self._num_refs = [0] * self.block_ids.stop
         self._quarantined: set[int] = set()
         self._plain = FreeExtents()
         if num_blocks:
             self._plain.add(first_block, num_blocks)
         self._cached_free: CachedFree = ByRecency() if cached_free is None else cached_free
-        self._num_children: Counter[int] = Counter()
-        """Cached blocks whose parent the block is, if there are any."""
+        self._num_children = [0] * self.block_ids.stop
+        """Cached blocks whose parent the block is."""
         self._cached: dict[int, CachedBlock] = {}
         self._block_of_hash: dict[int, int] = {}
         self._events: list[KvEvent] = []
@@ -116,12 +111,12 @@ class BlockPool:
         return -(-num_tokens // self.block_size)
 
     def num_refs(self, block_id: int) -> int:
-        return (block_id in self._held) + self._num_more_refs[block_id]
+        return self._num_refs[block_id]
 
     def state(self, block_id: int) -> BlockState:
         if block_id in self._quarantined:
             return BlockState.QUARANTINED
-        return BlockState.IN_USE if block_id in self._held else BlockState.FREE
+        return BlockState.IN_USE if self._num_refs[block_id] else BlockState.FREE
 
     # -- references ---------------------------------------------------------------------------------------------------
 
@@ -135,54 +130,53 @@ class BlockPool:
         missing = count - len(self._plain)
         if missing > 0:
             self._evict(missing)
-        block_ids = self._plain.take(count, after)
-        self._held.update(block_ids)
+        block_ids, num_refs = self._plain.take(count, after), self._num_refs
+        for block_id in block_ids:
+            num_refs[block_id] = 1
         return block_ids
 
-    def acquire(self, block_ids: Sequence[int]) -> None:
+    def acquire(self, block_ids: Iterable[int]) -> None:
         """Add one reference to each: blocks of a prefix hit, or blocks that are held already."""
-        again = self._held.intersection(block_ids)
-        # A KeyError here means that a plain free block was taken without ``allocate``.
-        self._cached_free.remove(without(without(block_ids, again), self._quarantined))
-        self._num_more_refs.update(again)
-        self._held.update(block_ids)
+        for block_id in block_ids:
+            if self._num_refs[block_id] == 0 and block_id not in self._quarantined:
+                # A KeyError here means that a plain free block was taken without ``allocate``.
+                self._cached_free.remove(block_id)
+            self._num_refs[block_id] += 1
 
     def release(self, block_ids: Sequence[int], pause: Pause | None = None) -> None:
         """Drop one reference to each. Blocks without references become free, the last block first, so that the tail of
         a prefix is evicted before its head. ``pause``: what the sequence with these blocks waits for."""
-        if not are_all_in(block_ids, self._held):
-            raise IntegrityError(f"one of the blocks {block_ids} is released more often than it was taken")
-        shared = self._num_more_refs.keys() & block_ids
-        for block_id in shared:
-            num_more = self._num_more_refs.pop(block_id)
-            if num_more > 1:
-                self._num_more_refs[block_id] = num_more - 1
-        unheld = without(block_ids, shared)
-        self._held.difference_update(unheld)
-        self._free(without(unheld, self._quarantined), pause)
+        num_refs = self._num_refs
+        for block_id in block_ids:
+            if num_refs[block_id] <= 0:
+                raise IntegrityError(f"block {block_id} is released more often than it was taken")
+            num_refs[block_id] -= 1
+        self._free_unheld(block_ids, pause)
 
     def quarantine(self, block_ids: Sequence[int]) -> None:
         """A peer may write to these blocks from now on. They must be in use, not cached, and not quarantined yet."""
-        refused = set(block_ids) - self._held
-        refused |= self._quarantined.intersection(block_ids) | (self._cached.keys() & block_ids)
-        if refused:
-            block_id = min(refused)
-            raise IntegrityError(f"block {block_id} cannot be given to a writer: {self.describe(block_id)}")
+        for block_id in block_ids:
+            if block_id in self._quarantined or block_id in self._cached or not self._num_refs[block_id]:
+                raise IntegrityError(f"block {block_id} cannot be given to a writer: {self.describe(block_id)}")
         self._quarantined.update(block_ids)
 
     def lift_quarantine(self, block_ids: Sequence[int]) -> None:
         """No peer will write to these blocks any more."""
-        if not are_all_in(block_ids, self._quarantined):
-            raise IntegrityError(f"one of the blocks {block_ids} is not quarantined")
-        self._quarantined.difference_update(block_ids)
-        self._free(without(block_ids, self._held), None)
+        for block_id in block_ids:
+            if block_id not in self._quarantined:
+                raise IntegrityError(f"block {block_id} is not quarantined: {self.describe(block_id)}")
+            self._quarantined.discard(block_id)
+        self._free_unheld(block_ids, None)
 
-    def _free(self, block_ids: Sequence[int], pause: Pause | None) -> None:
-        """These are neither held nor quarantined any more."""
-        is_cached, last_first = self._cached.__contains__, block_ids[::-1]
-        for block_id in itertools.filterfalse(is_cached, last_first):
-            self._plain.add(block_id)
-        rested = list(filter(is_cached, last_first))
+    def _free_unheld(self, block_ids: Sequence[int], pause: Pause | None) -> None:
+        cached, rested, num_refs, quarantined = self._cached, list[int](), self._num_refs, self._quarantined
+        for block_id in reversed(block_ids):
+            if num_refs[block_id] or block_id in quarantined:
+                continue
+            if block_id in cached:
+                rested.append(block_id)
+            else:
+                self._plain.add(block_id)
         if rested:
             self._cached_free.add(rested, pause)
 
@@ -194,14 +188,20 @@ class BlockPool:
         No reference is taken. Capped at ``len(token_ids) - 1`` tokens rounded down to a block, since the last token has
         to be computed to get the next one.
         """
-        known, size = self._block_of_hash, self.block_size
-        hashes = itertools.takewhile(known.__contains__, sequence_hashes[: (len(token_ids) - 1) // size])
-        found = list(map(known.__getitem__, hashes))
-        if not found:
-            return found
-        entries = map(self._cached.__getitem__, found)
-        wanted = zip((None, *sequence_hashes), _cut(token_ids[: len(found) * size], size))
-        return found[: num_equal(map(_parent_and_tokens, entries), wanted)]
+        found: list[int] = []
+        size = self.block_size
+        parent: int | None = None
+        for index in range(min(len(sequence_hashes), (len(token_ids) - 1) // size)):
+            sequence_hash = sequence_hashes[index]
+            block_id = self._block_of_hash.get(sequence_hash)
+            if block_id is None:
+                break
+            entry = self._cached[block_id]
+            if entry.parent_hash != parent or entry.token_ids != tuple(token_ids[index * size : (index + 1) * size]):
+                break
+            found.append(block_id)
+            parent = sequence_hash
+        return found
 
     def entry(self, block_id: int) -> CachedBlock:
         """Of a cached block. Raises KeyError for others."""
@@ -218,7 +218,7 @@ class BlockPool:
 
     def num_free_among(self, block_ids: Iterable[int]) -> int:
         """How many of these cached blocks are free now. Acquiring the blocks lowers ``num_free`` by this number."""
-        return len(set(block_ids) - self._held - self._quarantined)
+        return sum(block_id in self._cached_free for block_id in block_ids)
 
     def cache_blocks(
         self,
@@ -240,7 +240,8 @@ class BlockPool:
         is_reachable = parent_hash is None or parent_id is not None
         depth = 0 if parent_id is None else cached[parent_id].depth + 1
         first, stored_after = 0, parent_hash  # the first block that is not reported yet, and the hash before it
-        cut = _cut(token_ids, size)
+        # One C call cuts the tokens into blocks.
+        cut = zip(*[iter(token_ids)] * size)
 
         def report(end: int) -> None:
             if first < end:
@@ -250,11 +251,13 @@ class BlockPool:
 
         fresh = set(sequence_hashes)
         if is_reachable and len(fresh) == len(block_ids) and known.keys().isdisjoint(fresh):
-            # Most blocks are new, and of long prompts there are hundreds: no Python per block.
+            # Most blocks are new, and of long prompts there are hundreds: no Python per block but for its children.
             parents, depths = (parent_hash, *sequence_hashes), itertools.count(depth)
             cached.update(zip(block_ids, map(CachedBlock, sequence_hashes, parents, local_hashes, cut, depths)))
             known.update(zip(sequence_hashes, block_ids))
-            self._num_children.update(block_ids[:-1] if parent_id is None else (parent_id, *block_ids[:-1]))
+            before = block_ids[:-1] if parent_id is None else (parent_id, *block_ids)[: len(block_ids)]
+            for block_id in before:
+                self._num_children[block_id] += 1
             report(len(block_ids))
             return
         for at, (block_id, sequence_hash, local_hash, tokens) in enumerate(
@@ -281,7 +284,7 @@ class BlockPool:
         """Forget every prefix; blocks in use stay in use."""
         self._cached.clear()
         self._block_of_hash.clear()
-        self._num_children.clear()
+        self._num_children = [0] * self.block_ids.stop
         for block_id in self._cached_free.clear():
             self._plain.add(block_id)
         self._events.append(AllBlocksCleared())
@@ -290,7 +293,7 @@ class BlockPool:
         """No prefix is found any more in these blocks, which are in use."""
         forgotten = self._uncache([block_id for block_id in block_ids if block_id in self._cached])
         if forgotten:
-            self._events.append(BlockRemoved(tuple(map(sequence_hash_of, forgotten))))
+            self._events.append(BlockRemoved(tuple(map(_sequence_hash, forgotten))))
 
     @property
     def has_events(self) -> bool:
@@ -314,30 +317,29 @@ class BlockPool:
         self._plain.add_all(block_ids)
         if self.on_evicted is not None:
             self.on_evicted(offered)
-        self._events.append(BlockRemoved(tuple(map(sequence_hash_of, entries))))
+        self._events.append(BlockRemoved(tuple(map(_sequence_hash, entries))))
 
     def _uncache(self, block_ids: Sequence[int]) -> list[CachedBlock]:
         """What these cached blocks were. Their children stay, if there are any: they are found again once the same
         block is cached again."""
+        known, num_children = self._block_of_hash, self._num_children
         entries = list(map(self._cached.pop, block_ids))
-        remove_keys(self._block_of_hash, map(sequence_hash_of, entries))
-        remove_keys(self._num_children, self._num_children.keys() & block_ids)
-        # Most parents are among these blocks, so they have gone too. The root's hash is None, which no block has.
-        parents = Counter(map(self._block_of_hash.get, map(parent_hash_of, entries)))
-        for parent_id, num_gone in parents.items():
-            if parent_id is None or parent_id not in self._num_children:
-                continue
-            self._num_children[parent_id] -= num_gone
-            if self._num_children[parent_id] <= 0:
-                del self._num_children[parent_id]
-                self._cached_free.bared(parent_id)
+        for block_id, entry in zip(block_ids, entries):
+            del known[entry.sequence_hash]
+            num_children[block_id] = 0
+        for entry in entries:
+            parent_id = known.get(entry.parent_hash)  # type: ignore[arg-type]  # no block has the hash None
+            if parent_id is not None and num_children[parent_id]:
+                num_children[parent_id] -= 1
+                if not num_children[parent_id]:
+                    self._cached_free.bared(parent_id)
         return entries
 
     # -- checks -------------------------------------------------------------------------------------------------------
 
     def describe(self, block_id: int) -> str:
         cached = "cached" if block_id in self._cached else "not cached"
-        return f"{self.state(block_id).value}, {self.num_refs(block_id)} references, {cached}"
+        return f"{self.state(block_id).value}, {self._num_refs[block_id]} references, {cached}"
 
     def check_integrity(self) -> None:
         """Raise IntegrityError unless every block is in exactly one state and the cache maps agree."""
@@ -345,25 +347,18 @@ class BlockPool:
         if len(plain) != len(self._plain) or sum(self._plain.extents().values()) != len(plain):
             raise IntegrityError("extents of free blocks overlap")
         for block_id in self.block_ids:
-            held = block_id in self._held or block_id in self._quarantined
+            held = self._num_refs[block_id] > 0 or block_id in self._quarantined
             homes = (block_id in plain) + (block_id in self._cached_free) + held
             if homes != 1:
                 raise IntegrityError(f"block {block_id} has {homes} homes: {self.describe(block_id)}")
+            if self._num_children[block_id] and block_id not in self._cached:
+                raise IntegrityError(f"block {block_id} is not cached, and has children")
             if block_id in plain and block_id in self._cached:
                 raise IntegrityError(f"block {block_id} is cached and plain")
             if block_id in self._cached_free and block_id not in self._cached:
                 raise IntegrityError(f"block {block_id} is free as cached, but is not cached")
-        if not self._num_more_refs.keys() <= self._held:
-            raise IntegrityError("a block without references has several")
-        if not self._num_children.keys() <= self._cached.keys():
-            raise IntegrityError("a block that is not cached has children")
         if len(self._block_of_hash) != len(self._cached):
             raise IntegrityError("the cache's two maps differ in size")
         for block_id, entry in self._cached.items():
             if self._block_of_hash.get(entry.sequence_hash) != block_id:
                 raise IntegrityError(f"block {block_id} is not found under its hash")
-
-
-def _cut(token_ids: Sequence[int], block_size: int) -> Iterator[tuple[int, ...]]:
-    """The tokens of each complete block."""
-    return zip(*[iter(token_ids)] * block_size)

@@ -25,14 +25,12 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from operator import attrgetter
 from typing import NamedTuple, Protocol
 from weakref import WeakValueDictionary
 
 import msgspec
 
 from kvrelay.core.clock import Clock
-from kvrelay.engine.bulk import num_equal, remove_keys
 from kvrelay.engine.pauses import Pause, PauseFit
 
 BLOCKS_AT_ONCE = 16
@@ -62,9 +60,6 @@ class CachedBlock(msgspec.Struct, frozen=True, gc=False):
     """Number of the block in its sequence, from 0."""
 
 
-sequence_hash_of, parent_hash_of = attrgetter("sequence_hash"), attrgetter("parent_hash")
-
-
 class CachedFree(Protocol):
     """Block ids, each at most once."""
 
@@ -75,12 +70,12 @@ class CachedFree(Protocol):
     def add(self, block_ids: list[int], pause: Pause | None) -> None:
         """These blocks of one sequence, its end first, are held no more. ``pause``: what the sequence waits for."""
 
-    def remove(self, block_ids: Sequence[int]) -> None:
-        """They are held again. Raises KeyError if one is not here."""
+    def remove(self, block_id: int) -> None:
+        """It is held again. Raises KeyError if it is not here."""
 
-    def pop(self, count: int, num_children: Mapping[int, int], cached: Mapping[int, CachedBlock]) -> list[int]:
+    def pop(self, count: int, num_children: Sequence[int], cached: Mapping[int, CachedBlock]) -> list[int]:
         """Take out the next blocks that give way, 1 to ``count``, with one ``chance_later``. ``num_children``: by block
-        id, how many of the ``cached`` blocks follow it, if there are any."""
+        id, how many of the ``cached`` blocks follow it."""
 
     @property
     def chance_later(self) -> float:
@@ -112,13 +107,11 @@ class ByRecency:
     def add(self, block_ids: list[int], pause: Pause | None) -> None:
         self._blocks.update(dict.fromkeys(block_ids))
 
-    def remove(self, block_ids: Sequence[int]) -> None:
-        remove_keys(self._blocks, block_ids)
+    def remove(self, block_id: int) -> None:
+        del self._blocks[block_id]
 
-    def pop(self, count: int, num_children: Mapping[int, int], cached: Mapping[int, CachedBlock]) -> list[int]:
-        oldest = list(itertools.islice(self._blocks, count))
-        remove_keys(self._blocks, oldest)
-        return oldest
+    def pop(self, count: int, num_children: Sequence[int], cached: Mapping[int, CachedBlock]) -> list[int]:
+        return [self._blocks.popitem(last=False)[0] for _ in range(count)]
 
     @property
     def chance_later(self) -> float:
@@ -233,54 +226,51 @@ class ByValue:
             group.fit, group.shift = pause.fit, pause.session.shift
             self._enqueue(group)
 
-    def remove(self, block_ids: Sequence[int]) -> None:
-        for group, members in itertools.groupby(block_ids, self._home.__getitem__):
-            gone = list(members)
-            remove_keys(self._home, gone)
-            remove_keys(group.blocks, gone)
-            if not group.blocks:
-                self._dequeue(group)
-            self._leave(group, len(gone))
+    def remove(self, block_id: int) -> None:
+        group = self._home.pop(block_id)
+        del group.blocks[block_id]
+        if not group.blocks:
+            self._dequeue(group)
+        self._leave(group)
 
-    def pop(self, count: int, num_children: Mapping[int, int], cached: Mapping[int, CachedBlock]) -> list[int]:
+    def pop(self, count: int, num_children: Sequence[int], cached: Mapping[int, CachedBlock]) -> list[int]:
         run: list[int] = []
         while not run:
             group = self._gave_way = self._bare if self._bare.blocks else self._least()
             if group is None:
                 run = [next(iter(self._shared.blocks))]
-                self.remove(run)
+                self.remove(run[0])
                 break
             block_id, _ = group.blocks.popitem()
-            if block_id in num_children:
+            if num_children[block_id]:
                 self._home[block_id] = self._shared
                 self._shared.blocks[block_id] = None
             else:
                 del self._home[block_id]
                 run = [block_id]
                 if count > 1 and self._turn is not None and group is not self._bare:
-                    run += self._pop_before(cached[block_id], count - 1, num_children, cached)
+                    self._pop_before(run, count - 1, num_children, cached)
             if not group.blocks:
                 self._dequeue(group)
         self._num_popped += len(run)
         return run
 
     def _pop_before(
-        self, gone: CachedBlock, count: int, num_children: Mapping[int, int], cached: Mapping[int, CachedBlock]
-    ) -> list[int]:
-        """Take out up to ``count`` blocks of the same turn before ``gone``, on each of which only the one after it
-        rests."""
+        self, run: list[int], count: int, num_children: Sequence[int], cached: Mapping[int, CachedBlock]
+    ) -> None:
+        """Add to ``run``, which has one block, up to ``count`` of the same turn on which only the one before rests."""
         assert self._turn is not None
         least, pays = self._turn
-        before = list(itertools.islice(reversed(least.blocks), min(count, pays.num_places)))
-        entries = [gone, *map(cached.__getitem__, before)]
-        # The hash and the number of children that each block must have.
-        wanted = zip(map(parent_hash_of, entries), itertools.repeat(1))
-        run = before[: num_equal(wanted, zip(map(sequence_hash_of, entries[1:]), map(num_children.get, before)))]
-        remove_keys(least.blocks, run)
-        remove_keys(self._home, run)
-        if run:
-            self._leave(pays, len(run))
-        return run
+        parent_hash = cached[run[0]].parent_hash
+        for block_id in list(itertools.islice(reversed(least.blocks), min(count, pays.num_places))):
+            entry = cached[block_id]
+            if num_children[block_id] != 1 or entry.sequence_hash != parent_hash:
+                break
+            del least.blocks[block_id], self._home[block_id]
+            run.append(block_id)
+            parent_hash = entry.parent_hash
+        if len(run) > 1:
+            self._leave(pays, len(run) - 1)
 
     @property
     def chance_later(self) -> float:
@@ -373,13 +363,16 @@ class ByValue:
         return self._least_of(oldest.share), oldest
 
     def _leave(self, group: _Group, count: int = 1) -> None:
-        """So many blocks of it are here no more, and as many places; those that it lacks are spare ones of its key."""
-        num_left = group.num_places - count
-        group.num_places = max(num_left, 0)
-        group.share.num_spare += max(-num_left, 0)
-        if num_left <= 0:
-            self._turn = None
-            self._places.pop(group, None)
+        """A block of it is here no more, and a place of it neither; or ``count``, which it has."""
+        group.num_places -= count
+        if group.num_places > 0:
+            return
+        self._turn = None
+        if group.num_places < 0:
+            group.num_places = 0
+            group.share.num_spare += 1
+        else:
+            del self._places[group]
 
     def _least_of(self, share: _Share) -> _Group:
         """The one worth least. There is one."""

@@ -9,9 +9,6 @@ counts. Every operation is O(1) in the number of free blocks (a request costs on
 
 from __future__ import annotations
 
-import itertools
-import operator
-from collections import Counter
 from collections.abc import Iterable
 
 
@@ -41,11 +38,11 @@ class FreeExtents:
 
     def add_all(self, ids: Iterable[int]) -> None:
         """Free these ids, adjacent ones together."""
-        ordered, first = sorted(ids), 0
-        # From one of adjacent ids to the next, the id and its place grow alike.
-        for length in Counter(map(operator.sub, ordered, itertools.count())).values():
-            self.add(ordered[first], length)
-            first += length
+        ordered, start = sorted(ids), 0
+        for end, number in enumerate(ordered, 1):
+            if end == len(ordered) or ordered[end] != number + 1:
+                self.add(ordered[start], end - start)
+                start = end
 
     def take(self, count: int, after: int | None = None) -> list[int]:
         """``count`` free ids, in few extents, preferably directly after block ``after``.
