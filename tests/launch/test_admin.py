@@ -52,12 +52,15 @@ def test_a_table_without_workers_says_so(capsys: pytest.CaptureFixture[str]) -> 
     assert "no worker is registered" in capsys.readouterr().out
 
 
-def test_a_worker_that_cannot_queue_prefills_says_why(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_worker_that_could_not_queue_a_prefill_says_why_and_when(capsys: pytest.CaptureFixture[str]) -> None:
+    """When: until it has another prefill to queue, nobody knows whether it still could not."""
     reason = "the control server answers, but stores nothing"
-    status_table({"prefill_queue_size": 0, "workers": [status_of("d-1") | {"prefill_queue_error": reason}]})
-    assert f"d-1 cannot queue prefills and computes them itself: {reason}" in capsys.readouterr().out
+    failed = {"prefill_queue_error": reason, "prefill_queue_error_age_s": 12.3}
+    status_table({"prefill_queue_size": 0, "workers": [status_of("d-1") | failed]})
+    told = f"d-1 could not queue its latest prefill, 12 s ago, and computed it itself: {reason}"
+    assert told in capsys.readouterr().out
     status_table({"prefill_queue_size": 0, "workers": [status_of("d-1") | {"prefill_queue_error": None}]})
-    assert "cannot queue" not in capsys.readouterr().out
+    assert "could not queue" not in capsys.readouterr().out
 
 
 def test_kv_tiers_are_summed_up(capsys: pytest.CaptureFixture[str]) -> None:

@@ -121,10 +121,11 @@ async def test_operators_are_told_why_the_last_push_failed() -> None:
     assert one.queued.push_error is None
     one.queue.is_broken = True
     await one.push(1)
-    assert one.queued.push_error == "no answer"
+    one.clock.advance(7.0)
+    assert (one.queued.push_error, one.queued.push_error_age_s) == ("no answer", 7.0)
     one.queue.is_broken = False
     await one.push(2)
-    assert one.queued.push_error is None
+    assert (one.queued.push_error, one.queued.push_error_age_s) == (None, 0.0)
 
 
 async def test_an_empty_queue_is_looked_at_after_a_push_and_else_rarely(monkeypatch) -> None:

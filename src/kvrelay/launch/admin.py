@@ -160,10 +160,9 @@ def status_table(report: dict[str, Any]) -> None:
             print(f"{status['worker_id']} KV tiers: {tiers_line(status['kv_tiers'])}")
         if status.get("prefixes") and any(status["prefixes"]["counts"].values()):
             print(f"{status['worker_id']} prefixes of other workers: {tiers_line(status['prefixes'])}")
-        if status.get("prefill_queue_error"):
-            print(
-                f"{status['worker_id']} cannot queue prefills and computes them itself: {status['prefill_queue_error']}"
-            )
+        if reason := status.get("prefill_queue_error"):
+            ago = f"{status['prefill_queue_error_age_s']:.0f} s ago"
+            print(f"{status['worker_id']} could not queue its latest prefill, {ago}, and computed it itself: {reason}")
 
 
 def tiers_line(tiers: dict[str, Any]) -> str:

@@ -45,11 +45,12 @@ class PeersView(msgspec.Struct, frozen=True):
 
 class QueueView(msgspec.Struct, frozen=True):
     """``num_held``: entries that were pulled and are not acknowledged, or whose prefills hold blocks. ``push_error``:
-    why our last push failed."""
+    why our last push failed, ``push_error_age_s`` ago."""
 
     is_pulling: bool
     num_held: int
     push_error: str | None
+    push_error_age_s: float
 
 
 class Inspection(msgspec.Struct, frozen=True):

@@ -199,9 +199,9 @@ class DecodeSide:
         return len(self._served)
 
     @property
-    def push_error(self) -> str | None:
-        """Why the last push to the prefill queue failed; None if it succeeded."""
-        return self._queued.push_error
+    def failed_push(self) -> tuple[str | None, float]:
+        """Why the last push to the prefill queue failed, None if it succeeded, and how many seconds ago."""
+        return self._queued.push_error, self._queued.push_error_age_s
 
     # -- frontends ----------------------------------------------------------------------------------------------------
 
