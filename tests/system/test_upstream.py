@@ -52,10 +52,6 @@ def test_servers_that_exchange_kv_are_prefill_and_decode_workers(order: str) -> 
     ("words", "message"),
     [
         ("--engine openai --upstream http://127.0.0.1:9 --upstream-kv-transfer vllm", "names 1 servers"),
-        (
-            "--engine openai --upstream http://a,http://b --upstream-kv-transfer kvrelay --upstream-staging /tmp/d",
-            "no longer works in a vLLM that runs by itself",
-        ),
         ("--engine openai", "--engine openai needs --upstream"),
         ("--engine mock --upstream http://127.0.0.1:9", "--upstream is for --engine openai"),
         ("--engine openai --upstream http://127.0.0.1:9 --prefill 1", "leave out --prefill 1"),

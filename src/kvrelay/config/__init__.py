@@ -1,7 +1,6 @@
 """Settings: one frozen dataclass per room, composed into a process's configuration."""
 
 from kvrelay.config.loading import load_settings as load_settings
-from kvrelay.config.settings import NO_STOCK_STAGING as NO_STOCK_STAGING
 from kvrelay.config.settings import ControlConfig as ControlConfig
 from kvrelay.config.settings import DisaggConfig as DisaggConfig
 from kvrelay.config.settings import EngineConfig as EngineConfig

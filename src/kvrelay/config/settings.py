@@ -16,13 +16,6 @@ from kvrelay.config.byte_sizes import parse_bytes
 from kvrelay.config.otlp import collector_of
 from kvrelay.errors import ConfigError
 
-NO_STOCK_STAGING = (
-    "kvrelay's connector no longer works in a vLLM that runs by itself (--upstream-staging, kvrelay.connectors.vllm): "
-    "start vLLM in the worker (--engine vllm, with --vllm-connector kvrelay or nixl), or the servers with vLLM's "
-    "NixlConnector (and the workers with --upstream-kv-transfer vllm)"
-)
-"""For one release: the ways in place of one that was removed."""
-
 
 def setting(default: object, help_text: str, *, low: float | None = None, high: float | None = None) -> Any:
     """A dataclass field with its help text and, for numbers, its permitted range."""
@@ -494,12 +487,9 @@ class UpstreamConfig(Settings):
         "", "Where that server publishes cache events (vLLM's --kv-events-config), e.g. tcp://127.0.0.1:5557."
     )
     upstream_kv_replay: str = setting("", "Where that server tells missed cache events again.")
-    upstream_kv_transfer: Literal["none", "vllm", "sglang", "kvrelay"] = setting(
-        "none",
-        "KV exchange of that server with others, by vLLM's NixlConnector or SGLang's disaggregation modes (kvrelay: an "
-        "error, removed).",
+    upstream_kv_transfer: Literal["none", "vllm", "sglang"] = setting(
+        "none", "KV exchange of that server with others, by vLLM's NixlConnector or SGLang's disaggregation modes."
     )
-    upstream_staging: str = setting("", "An error: removed.")
     upstream_bootstrap: str = setting(
         "", "HOST:PORT of the bootstrap server of an SGLang prefill server; default: its own host, 8998."
     )
@@ -507,11 +497,6 @@ class UpstreamConfig(Settings):
         300.0, "Seconds without a token after which an answer of that server counts as lost.", low=0.1
     )
     upstream_start_timeout_s: float = setting(600.0, "Seconds that a worker waits for that server at start.", low=0)
-
-    def __post_init__(self) -> None:
-        Settings.__post_init__(self)
-        if self.upstream_staging or self.upstream_kv_transfer == "kvrelay":
-            raise ConfigError(NO_STOCK_STAGING, param="upstream_kv_transfer")
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,6 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from kvrelay.config import NO_STOCK_STAGING
 from kvrelay.core.layout import KV, KVLayout, KVRegion, RegionCut
 from kvrelay.errors import ConfigError, InvalidInputError
 
@@ -118,7 +117,10 @@ def decode_place(extra_config: Mapping[str, Any]) -> StagingPlace:
     """Raises ConfigError if it is not there, because the worker has not started this vLLM; InvalidInputError if another
     version of kvrelay has written it."""
     if CONFIG_KEY not in extra_config:
-        raise ConfigError(NO_STOCK_STAGING)
+        raise ConfigError(
+            "kvrelay's connector works in a vLLM that a worker has started (--engine vllm --vllm-connector kvrelay); "
+            "servers that run by themselves need vLLM's NixlConnector (and workers with --upstream-kv-transfer vllm)"
+        )
     try:
         place = msgspec.convert(extra_config[CONFIG_KEY], StagingPlace)
     except msgspec.ValidationError as exc:
