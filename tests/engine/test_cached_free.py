@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from collections.abc import Sequence
 
@@ -14,7 +15,7 @@ from kvrelay.engine import cached_free
 from kvrelay.engine.cached_free import BLOCKS_AT_ONCE, ByRecency, ByValue, CachedFree
 from kvrelay.engine.pauses import Pauses, Session
 
-NO_CHILDREN = [0] * 1000
+NO_CHILDREN = [0] * 5000
 
 
 @pytest.fixture
@@ -25,7 +26,7 @@ def compares_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
 class Resting:
     """Groups of blocks under ``ByValue``, whose pauses have kinds that are well known."""
 
-    def __init__(self, *known: tuple[str, float], block_s: Sequence[float] = (1.0,) * 1000) -> None:
+    def __init__(self, *known: tuple[str, float], block_s: Sequence[float] = (1.0,) * 5000) -> None:
         self.clock = ManualClock()
         self.pauses = Pauses(self.clock)
         self.free = ByValue(self.clock, self.pauses.prior, block_s.__getitem__)
@@ -36,8 +37,8 @@ class Resting:
                 self.clock.advance(seconds)
                 self.pauses.end([7], "")
 
-    def rest(self, name: str, block_ids: Sequence[int], kind: str = "") -> None:
-        pause = self.pauses.begin(name, "", {1000 + block_ids[0]: 1}, Session())
+    def rest(self, name: str, block_ids: Sequence[int], kind: str = "", tenant: str = "") -> None:
+        pause = self.pauses.begin(name, tenant, {1000 + block_ids[0]: 1}, Session())
         self.free.add(list(reversed(block_ids)), pause)
         if kind:
             self.pauses.named(name, kind)
@@ -150,6 +151,50 @@ def test_blocks_of_several_sequences_are_wanted_and_so_are_all_by_recency() -> N
     by_recency.add([0], None)
     by_recency.pop(1, NO_CHILDREN, {})
     assert by_recency.chance_later == 1.0
+
+
+def test_a_key_is_forgotten_with_its_last_block() -> None:
+    """Not when the garbage collector comes by: then the same requests would evict other blocks in another run."""
+
+    def chances(key: str) -> list[float]:
+        resting, found = Resting(("read", 0.3), ("build", 60.0)), []
+        for number in range(3):
+            resting.rest(f"first {number}", [number], tenant=key)
+        resting.clock.advance(1.0)
+        resting.pop(3)
+        for number, kind in enumerate(("read", "build") * 2):
+            resting.rest(f"then {number}", [10 + number], kind)
+        for _ in range(4):
+            resting.clock.advance(0.1)
+            resting.pop(1)
+            found.append(resting.free.chance_later)
+        return found
+
+    gc.disable()
+    try:
+        assert chances("key") == chances("")
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_key_stays_without_blocks(seed: int) -> None:
+    draw, resting = random.Random(seed), Resting(("read", 0.3), ("build", 60.0))
+    here: set[int] = set()
+    for number in range(300):
+        resting.clock.advance(draw.expovariate(1.0))
+        if not here or draw.random() < 0.4:
+            own = list(range(10 * number, 10 * number + draw.randint(1, 4)))
+            resting.rest(f"s{number}", own, draw.choice(("read", "build", "")), draw.choice("abcdef"))
+            here.update(own)
+        elif draw.random() < 0.5:
+            block_id = draw.choice(sorted(here))
+            resting.free.remove(block_id)
+            here.discard(block_id)
+        else:
+            here.difference_update(resting.pop(min(draw.randint(1, 6), len(here))))
+    resting.pop(len(here))
+    assert repr(resting.free) == "ByValue(0 blocks of 0 keys, 0 shared)"
 
 
 @pytest.mark.parametrize("seed", range(4))
