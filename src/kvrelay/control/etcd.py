@@ -3,9 +3,12 @@
 It owns this process's leases (``etcd_lease``), listing, and watching without a gap. It does not know gRPC's errors and
 tokens (``etcd_channel``), or what values mean.
 
-    watch:  list at revision r ──> report the difference ──> stream from r + 1 ──(stream ends, r compacted)──┐
-              ^                                                                                             │
-              └───────────────────────────── wait a little ─────────────────────────────────────────────────┘
+    watch:  begin a stream ──> list at revision r ──> report the difference ──> stream what is after r ──(it ends)──┐
+              ^                                                                                                    │
+              └────────────────────────────────── wait a little ───────────────────────────────────────────────────┘
+
+The stream begins before the listing, so whatever makes the listing worthless ends the stream, too: revisions alone say
+nothing, for a server that lost its data counts from one again.
 """
 
 from __future__ import annotations
@@ -114,20 +117,25 @@ class EtcdDiscovery:
         synced = False
         while not self.channel.closed:
             try:
-                found, revision = await self._list(prefix)
-                if synced and not known.keys() <= found.keys():
-                    # The server may have lost its data, and live processes are about to put their keys again.
-                    await asyncio.sleep(RE_REGISTER_GRACE_S)
+                async with contextlib.aclosing(self._stream(prefix)) as changes:
+                    # If it ends at once, perhaps for an old token, the listing says why, or gets a new one.
+                    await anext(changes, None)
                     found, revision = await self._list(prefix)
-                self._connected = True
-                for event in _differences(known, found):
-                    yield event
-                known = found
-                if not synced:
-                    synced = True
-                    yield WatchEvent(WatchKind.SYNCED, "")
-                async with contextlib.aclosing(self.stream(prefix, revision + 1)) as changes:
-                    async for event in changes:
+                    if synced and not known.keys() <= found.keys():
+                        # The server may have lost its data, and live processes are about to put their keys again.
+                        await asyncio.sleep(RE_REGISTER_GRACE_S)
+                        found, revision = await self._list(prefix)
+                    self._connected = True
+                    for event in _differences(known, found):
+                        yield event
+                    known = found
+                    if not synced:
+                        synced = True
+                        yield WatchEvent(WatchKind.SYNCED, "")
+                    async for change in changes:
+                        if change.kv.mod_revision <= revision:
+                            continue
+                        event = self._watch_event(change)
                         if event.kind is WatchKind.PUT:
                             known[event.key] = event.value
                         elif known.pop(event.key, None) is None:
@@ -161,21 +169,23 @@ class EtcdDiscovery:
         answer = await self.channel.call(self.channel.kv.Range, self.channel.rpc.RangeRequest(key=start, range_end=end))
         return self._counting(answer.kvs), int(answer.header.revision)
 
-    async def stream(self, prefix: str, first_revision: int) -> AsyncGenerator[WatchEvent, None]:
-        """Changes from ``first_revision`` on, until the stream ends for any reason."""
+    async def _stream(self, prefix: str) -> AsyncGenerator[Any, None]:
+        """None once the server watches, then etcd's messages of all changes, until the stream ends for any reason."""
         channel = self.channel
         start, end = _range(prefix)
         call = channel.watches.Watch(metadata=channel.metadata)
         try:
-            request = channel.rpc.WatchCreateRequest(key=start, range_end=end, start_revision=first_revision)
+            request = channel.rpc.WatchCreateRequest(key=start, range_end=end)
             async with channel.streaming(call):
                 await channel.begin(call, channel.rpc.WatchRequest(create_request=request))
                 while True:
                     answer = await call.read()
                     if not hasattr(answer, "events") or answer.canceled or answer.compact_revision:
-                        return  # the stream ended, or our next revision is compacted: list again
-                    for event in answer.events:
-                        yield self._watch_event(event)
+                        return  # the stream ended, or what comes next is compacted: list again
+                    if answer.created:
+                        yield None
+                    for change in answer.events:
+                        yield change
         except asyncio.CancelledError:
             if not channel.closed_under_us():
                 raise
