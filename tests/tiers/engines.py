@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 from kvrelay.config import EngineConfig, MockConfig
-from kvrelay.core.clock import ManualClock
+from kvrelay.core.clock import Clock, ManualClock
+from kvrelay.core.layout import MemoryRegion
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.step_cost import StepCost
 from kvrelay.engine.core import EngineCore
@@ -28,6 +29,17 @@ PATIENCE_S = 60.0
 def build_executor(num_blocks: int = 40) -> MockExecutor:
     config = EngineConfig(num_blocks=num_blocks, block_size=4, max_num_seqs=8, max_num_batched_tokens=64)
     return MockExecutor(config, MockConfig(speedup_ratio=0), vocab_size=VOCAB_SIZE, eos_token_ids=EOS)
+
+
+class TimedCarrier(ThreadCarrier):
+    """What copies take is taken from the engine's clock, so that no price depends on how busy the machine is."""
+
+    def __init__(self, clock: Clock, region: MemoryRegion, block_bytes: int) -> None:
+        super().__init__(region, block_bytes)
+        self._clock = clock
+
+    def stopwatch(self) -> float:
+        return self._clock.now()
 
 
 class TieredEngine:
@@ -50,7 +62,7 @@ class TieredEngine:
         self.core = EngineCore(executor, config, self.clock, worker_id="d")
         self.shape = shape_of("mock", executor.kv_layout)
         self.stores = open_stores(self.shape)
-        carrier = ThreadCarrier(executor.kv_region, self.shape.block_bytes)
+        carrier = TimedCarrier(self.clock, executor.kv_region, self.shape.block_bytes)
         self.tiers = KvTiers(self.shape, self.stores, lambda: cost, carrier)
         self.core.attach(self.tiers)
         self._ended: queue.Queue[tuple[str, bool, int] | None] = queue.Queue()

@@ -137,11 +137,10 @@ class _QueueKey(NamedTuple):
 
 
 class _Share(msgspec.Struct, eq=False):
-    """What one API key has here, or all keys. ``num_groups``: those with blocks or places. ``num_spare``: places in the
-    order of releases beyond the number of its blocks. ``mean_later``: the chance of those that gave way."""
+    """What one API key has here, or all keys. ``num_spare``: places in the order of releases beyond the number of its
+    blocks. ``mean_later``: the chance of those that gave way."""
 
-    tenant: str = ""
-    num_groups: int = 0
+    has_key: bool = False
     queues: dict[_QueueKey, OrderedDict[_Group, None]] = msgspec.field(default_factory=dict)
     chosen: tuple[_Group, _QueueKey, bool] | None = None
     """The group that gives way, its queue, and whether it was the newest there."""
@@ -178,7 +177,7 @@ class ByValue:
         self._block_s = block_s
         self._home: dict[int, _Group] = {}
         self._shares: dict[str, _Share] = {}
-        """By API key, of those that have groups."""
+        """By API key. What was learned of a key outlives its blocks."""
         self._all = _Share()
         self._places: OrderedDict[_Group, None] = OrderedDict()
         """Groups with places, in the order of release."""
@@ -213,8 +212,7 @@ class ByValue:
         tenant, fit, shift = ("", self._prior, 0.0) if pause is None else (pause.tenant, pause.fit, pause.session.shift)
         share = self._shares.get(tenant)
         if share is None:
-            share = self._shares[tenant] = _Share(tenant)
-        share.num_groups += 1
+            share = self._shares[tenant] = _Share(bool(tenant))
         blocks = dict.fromkeys(reversed(block_ids))
         group = _Group(blocks, self._clock.now(), fit, shift, share, len(blocks))
         self._places[group] = None
@@ -285,7 +283,7 @@ class ByValue:
         if self._later is None or self._later[0] is not group:
             elapsed_s = self._clock.now() - group.since_s
             chance, share = group.fit.chance(elapsed_s, LATER_HORIZONS * self.horizon_s, group.shift), group.share
-            if share.tenant or len(self._shares) > 1:  # with keys, those that say nothing have none
+            if share.has_key or len(self._shares) > 1:  # with keys, those that say nothing have none
                 share.mean_later += (LATER_WEIGHT if share.mean_later else 1.0) * (chance - share.mean_later)
                 chance /= max(share.mean_later, 1e-9)
             self._later = group, chance
@@ -335,14 +333,6 @@ class ByValue:
             del queue[group]
             if not queue:
                 del keys.queues[key]
-        if not group.blocks and group not in self._places:
-            self._end(group.share)
-
-    def _end(self, share: _Share) -> None:
-        """A group of it has neither blocks, so no queue, nor places any more."""
-        share.num_groups -= 1
-        if not share.num_groups:
-            del self._shares[share.tenant]
 
     def _least(self) -> _Group | None:
         """The group that gives way, for a place of its key; None if there are none."""
@@ -384,8 +374,6 @@ class ByValue:
             group.share.num_spare += 1
         else:
             del self._places[group]
-            if group.queue is None:
-                self._end(group.share)
 
     def _least_of(self, share: _Share) -> _Group:
         """The one worth least. There is one."""
