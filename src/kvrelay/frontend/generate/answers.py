@@ -155,11 +155,6 @@ class StreamedAnswer(Answer):
             self._exchange.write(data)
         if piece.finish is not None and self._one_finished():
             # Now, not when the request's task runs: so the end leaves with the last token, in one system call.
-            self.finish()
-
-    def finish(self) -> None:
-        """All sequences have finished. Idempotent."""
-        if not self._exchange.is_done:
             self._exchange.write(self._form.closing(self.usage(), self._extra()))
             self._exchange.finish()
 

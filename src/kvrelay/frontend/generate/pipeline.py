@@ -255,9 +255,7 @@ class Pipeline:
                     self._access_log.note(request_id, answer.generated())
                 if trace is not None:
                     trace.answered()
-            if isinstance(answer, StreamedAnswer):
-                answer.finish()
-            else:
+            if isinstance(answer, CollectedAnswer):
                 headers += origin_headers(answer.sequences[0])
                 whole = await self._threads.call(answer.size, form.whole, answer.choices, answer.usage())
                 extra = shown()
