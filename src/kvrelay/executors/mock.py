@@ -53,12 +53,12 @@ _STRETCH = 1024
 
 
 class _Sequence:
-    """A sequence in a slot. ``keys``: its known tokens; ``hashes``: those of the computed ones; ``block_ids``: its
-    blocks of the pool; ``copies``: bytes of full blocks that were checked, by number in the sequence."""
+    """A sequence in a slot. ``keys``: its known tokens; ``hashes``: those of the computed ones; ``blocks``: where its
+    blocks begin in the pool, in cells; ``copies``: of full blocks that were checked, by number in the sequence."""
 
-    __slots__ = ("block_ids", "copies", "hashes", "is_damaged", "keys", "num_computed", "num_prompt", "sampling")
+    __slots__ = ("blocks", "copies", "hashes", "is_damaged", "keys", "num_computed", "num_prompt", "sampling")
 
-    def __init__(self, entered: NewSequence) -> None:
+    def __init__(self, entered: NewSequence, block_cells: int) -> None:
         self.sampling = entered.sampling
         self.num_prompt = entered.num_prompt_tokens
         self.num_computed = entered.num_computed_tokens
@@ -66,7 +66,7 @@ class _Sequence:
         self.hashes = array("I")
         if self.num_computed:
             self.hashes.frombytes(_hash_chain(_numbers(self.keys)[: self.num_computed], _SEED).tobytes())
-        self.block_ids = list(entered.block_ids)
+        self.blocks = [block_id * block_cells for block_id in entered.block_ids]
         self.copies: dict[int, bytes] = {}
         self.is_damaged = False
 
@@ -123,6 +123,7 @@ class MockExecutor:
         num_registered = (self.num_blocks + self.num_holding_blocks) * self.kv_layout.block_bytes
         self.kv_region = MemoryRegion(pool.ctypes.data, num_registered)
         self._cells = memoryview(self._memory).cast("I")
+        self._block_cells = 2 * self._block_size
         self._offsets = np.arange(self._block_size)
         self._sequences: dict[int, _Sequence] = {}
         """By slot."""
@@ -151,7 +152,7 @@ class MockExecutor:
             self._enter(sequence)
         if len(work.block_ids):
             for slot, block_id in zip(work.block_slots.tolist(), work.block_ids.tolist()):
-                self._sequences[slot].block_ids.append(block_id)
+                self._sequences[slot].blocks.append(block_id * self._block_cells)
         if not len(work.slots):
             return ModelOutput([])
         self._pass_time(work)
@@ -193,7 +194,7 @@ class MockExecutor:
     # -- the arithmetic -----------------------------------------------------------------------------------------------
 
     def _enter(self, entered: NewSequence) -> None:
-        sequence = self._sequences[entered.slot] = _Sequence(entered)
+        sequence = self._sequences[entered.slot] = _Sequence(entered, self._block_cells)
         self._grammars.enter(entered.slot, entered.sampling, entered.token_ids[entered.num_prompt_tokens :])
         count = sequence.num_computed
         if count:
@@ -249,10 +250,10 @@ class MockExecutor:
     def _decode(self, sequence: _Sequence) -> int:
         """One position; returns its hash."""
         size, cells = self._block_size, self._cells
-        position, block_ids, hashes = sequence.num_computed, sequence.block_ids, sequence.hashes
+        position, blocks, hashes = sequence.num_computed, sequence.blocks, sequence.hashes
         index, offset = position // size, position % size
-        cell = 2 * size * block_ids[index] + offset
-        before = cell + size - 1 if offset else 2 * size * block_ids[index - 1] + 2 * size - 1
+        cell = blocks[index] + offset
+        before = cell + size - 1 if offset else blocks[index - 1] + 2 * size - 1
         previous = cells[before] if position else _SEED
         token = sequence.keys[position]
         last = (previous * _A + token * _SPREAD) & _MASK
@@ -264,8 +265,8 @@ class MockExecutor:
         if index:
             # One of the full blocks, a different one at each position.
             checked = position % index
+            start = 4 * blocks[checked]
             written = sequence.copies.get(checked) or sequence.keep_copy(checked, size)
-            start = 8 * size * block_ids[checked]
             if self._memory[start : start + 8 * size] != written:
                 sequence.is_damaged = True
         return last
@@ -273,11 +274,11 @@ class MockExecutor:
     def _prefill(self, sequence: _Sequence, count: int) -> int:
         """``count`` positions; returns the last one's hash."""
         size, first = self._block_size, sequence.num_computed
-        before = 2 * size * sequence.block_ids[(first - 1) // size] + size + (first - 1) % size if first else -1
+        before = sequence.blocks[(first - 1) // size] + size + (first - 1) % size if first else -1
         tokens = _numbers(sequence.keys[first : first + count])
         hashes = _hash_chain(tokens, self._cells[before] if first else _SEED)
-        blocks = np.array(sequence.block_ids[first // size : -(-(first + count) // size)])
-        cells = (2 * size * blocks[:, None] + self._offsets).ravel()[first % size :][:count]
+        blocks = np.array(sequence.blocks[first // size : -(-(first + count) // size)])
+        cells = (blocks[:, None] + self._offsets).ravel()[first % size :][:count]
         self._all_cells[cells] = tokens
         self._all_cells[cells + size] = hashes
         del sequence.hashes[first:]
