@@ -9,15 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrelay.core.step_cost import (
-    MAX_CHUNK_TOKENS,
-    MAX_COST_S,
-    MIN_CHUNK_TOKENS,
-    StepCost,
-    StepWork,
-    median_cost,
-    prefill_pairs,
-)
+from kvrelay.core.step_cost import MAX_CHUNK_TOKENS, MAX_COST_S, StepCost, StepWork, median_cost, prefill_pairs
 from kvrelay.placement.cost_model import (
     MANY_DECODES,
     MANY_STEPS,
@@ -169,18 +161,24 @@ def test_equal_samples_give_equal_models() -> None:
     assert fitted() == fitted()
 
 
+def chunk_within(cost: StepCost, step_s: float, num_before: int = 0, num_decodes: int = 0, num_context: int = 0) -> int:
+    """The most prefill tokens with which a step takes at most ``step_s``."""
+    rest_s = cost.prefill_s + cost.decode_s * num_decodes + cost.context_s * num_context
+    return cost.tokens_within(step_s - rest_s, num_before)
+
+
 def test_a_chunk_keeps_the_step_within_its_time() -> None:
     for target_s in (0.02, 0.1, 1.0):
-        chunk = CPU.chunk_within(target_s, num_before=500, num_decodes=2, num_context=1000)
+        chunk = chunk_within(CPU, target_s, num_before=500, num_decodes=2, num_context=1000)
         seconds, more_s = (
             CPU.step_seconds(StepWork(count, prefill_pairs(count, 500), 2, 1000)) for count in (chunk, chunk + 1)
         )
-        assert seconds <= target_s < more_s or chunk == MIN_CHUNK_TOKENS
-    assert MOCK.chunk_within(0.02) in (1699, 1700)
-    assert MOCK.chunk_within(-1.0) == MIN_CHUNK_TOKENS
+        assert seconds <= target_s < more_s or chunk == 0
+    assert chunk_within(MOCK, 0.02) in (1699, 1700)
+    assert chunk_within(MOCK, -1.0) == 0
     nearly_free = StepCost(prefill_token_s=5e-324, pair_s=0.0)  # the quotient is infinite
-    assert nearly_free.chunk_within(0.001) == MIN_CHUNK_TOKENS
-    assert nearly_free.chunk_within(1.0) == MAX_CHUNK_TOKENS
+    assert chunk_within(nearly_free, 0.001) == 0
+    assert chunk_within(nearly_free, 1.0) == MAX_CHUNK_TOKENS
 
 
 @pytest.mark.parametrize("chunk", [100, 250, 1000])

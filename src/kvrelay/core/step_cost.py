@@ -124,11 +124,6 @@ class StepCost(msgspec.Struct, frozen=True):
         """What these tokens of a prompt add to its prefill, after ``num_before`` others that are computed or loaded."""
         return num_tokens * self.prefill_token_s + prefill_pairs(num_tokens, num_before) * self.pair_s
 
-    def chunk_within(self, step_s: float, *, num_before: int = 0, num_decodes: int = 0, num_context: int = 0) -> int:
-        """The most prefill tokens with which a step takes at most ``step_s``; at least MIN_CHUNK_TOKENS."""
-        own_s = step_s - self.prefill_s - self._decode_seconds(num_decodes, num_context)
-        return max(self.tokens_within(own_s, num_before), MIN_CHUNK_TOKENS)
-
     def tokens_within(self, seconds: float, num_before: int) -> int:
         """The most tokens whose ``extra_seconds`` are at most ``seconds``."""
         seconds = max(seconds, 0.0)
@@ -173,9 +168,9 @@ class StepPace(msgspec.Struct, frozen=True):
         limit_s = self.cost.step_limit_s(self.itl_s, self.spread) if has_objective else ARRIVAL_SHARE * self.ttft_s
         if not 0.0 < limit_s < math.inf or not self.cost.is_sound:
             return max_num_tokens
-        own_s = max(self.cost.step_s, self.cost.prefill_s) + self.cost._decode_seconds(num_decodes, num_context)
-        limit_s = max(limit_s, MIN_STEP_FACTOR * own_s)
-        left_s = limit_s - self.cost.prefill_s - self.cost._decode_seconds(num_decodes, num_context)
+        decodes_s = self.cost._decode_seconds(num_decodes, num_context)
+        limit_s = max(limit_s, MIN_STEP_FACTOR * (max(self.cost.step_s, self.cost.prefill_s) + decodes_s))
+        left_s = limit_s - self.cost.prefill_s - decodes_s
         budget = 0
         for num_tokens, before in (*prompts, (MAX_CHUNK_TOKENS, num_before)):
             count = min(self.cost.tokens_within(left_s, before), num_tokens)
