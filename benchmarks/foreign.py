@@ -33,6 +33,7 @@ from kvrelay.bench.client.service import first_model
 from kvrelay.bench.compare import finish, serve_case, summarise, take_turns
 from kvrelay.bench.errors import BadResponseError, BenchError
 from kvrelay.bench.report.table import Row, results_table
+from kvrelay.certify.machine import cpu_seconds
 from kvrelay.cli.options import json_option, model_argument
 from kvrelay.launch.models import resolve_model
 
@@ -65,24 +66,17 @@ class CpuSeconds(NamedTuple):
     others: float
 
 
-def cpu_seconds(target: Target) -> CpuSeconds:
+def cpu_by_process(target: Target) -> CpuSeconds:
     """Raises BenchError if nobody on this machine listens at the target's port."""
     listening = (each for each in psutil.net_connections("tcp") if each.status == psutil.CONN_LISTEN)
     pid = next((each.pid for each in listening if each.pid and getattr(each.laddr, "port", 0) == target.port), None)
     if pid is None:
         raise BenchError(f"no process of this machine listens at port {target.port}")
-    frontend = psutil.Process(pid)
-    own = psutil.Process()
+    frontend, own = psutil.Process(pid), psutil.Process()
+    times = frontend.cpu_times()
+    frontend_s = float(times.user + times.system)
     case = next((each for each in (frontend, *frontend.parents()) if each.ppid() == own.pid), None)
-    if case is None:
-        return CpuSeconds(_spent_s(frontend), nan)
-    others = [each for each in (case, *case.children(recursive=True)) if each.pid != pid]
-    return CpuSeconds(_spent_s(frontend), sum(map(_spent_s, others)))
-
-
-def _spent_s(process: psutil.Process) -> float:
-    times = process.cpu_times()
-    return float(times.user + times.system)
+    return CpuSeconds(frontend_s, nan if case is None else cpu_seconds(case.pid) - frontend_s)
 
 
 async def run(command: Sequence[str], **environment: str) -> str:
@@ -223,9 +217,9 @@ def foreign(
         async def measure(target: Target, row: Row) -> Row:
             load, served = loads[row["load"]], await listed_model(target)
             await one(target, served, load, 2 * row["round"], 0.25)
-            before = cpu_seconds(target)
+            before = cpu_by_process(target)
             found = await one(target, served, load, 2 * row["round"] + 1, 1.0)
-            spent = (now - then for now, then in zip(cpu_seconds(target), before))
+            spent = (now - then for now, then in zip(cpu_by_process(target), before))
             per_request = zip(("frontend_s", "others_s"), spent)
             return {**found, **{name: value / max(1.0, found["requests"]) for name, value in per_request}}
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import psutil
 import pytest
-from benchmarks.foreign import WRK_LOADS, cpu_seconds, own_cases, vllm_figures, wrk, wrk_figures
+from benchmarks.foreign import WRK_LOADS, cpu_by_process, own_cases, vllm_figures, wrk, wrk_figures
 
 from kvrelay.bench.client.connection import Target
 from kvrelay.bench.errors import BenchError
@@ -77,15 +77,15 @@ def busy_case() -> Iterator[tuple[int, int]]:
 def test_cpu_time_is_told_by_process(busy_case: tuple[int, int]) -> None:
     port, child = busy_case
     target = Target("127.0.0.1", port)
-    before = cpu_seconds(target)
+    before = cpu_by_process(target)
     start_s = psutil.Process(child).cpu_times().user
     while psutil.Process(child).cpu_times().user < start_s + 0.2:
         pass
-    after = cpu_seconds(target)
+    after = cpu_by_process(target)
     assert after.others >= before.others + 0.2 - 0.02
     assert after.frontend - before.frontend < 0.1
     with pytest.raises(BenchError, match="listens at port"):
-        cpu_seconds(Target("127.0.0.1", 1))
+        cpu_by_process(Target("127.0.0.1", 1))
 
 
 def test_cases_are_those_of_the_table() -> None:

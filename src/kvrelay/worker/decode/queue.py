@@ -72,7 +72,7 @@ class QueuedPrefills:
         self._clock = clock or MonotonicClock()
         self.push_error: str | None = None
         """Why the last push failed; None if it succeeded. Whether the next one would fail is not known."""
-        self._tried_s = 0.0
+        self._push_failed_s = 0.0
         self._is_stalled = False
         self._resting_until_s = -math.inf
         self._size = 0
@@ -90,7 +90,7 @@ class QueuedPrefills:
 
     @property
     def push_error_age_s(self) -> float:
-        return 0.0 if self.push_error is None else self._clock.now() - self._tried_s
+        return 0.0 if self.push_error is None else self._clock.now() - self._push_failed_s
 
     def push(self, prefill: RemotePrefillRequest) -> None:
         """Begin to push an entry; NoPrefillWorker or PushFailed follows if that is impossible."""
@@ -121,7 +121,7 @@ class QueuedPrefills:
         except KvrelayError as exc:
             _log.warning("cannot queue prefill %s, computing it here: %s", prefill.handoff_id, exc)
             self.push_error = str(exc)
-            self._tried_s = now_s = self._clock.now()
+            self._push_failed_s = now_s = self._clock.now()
             if now_s - begun_s >= STALL_S:
                 self._is_stalled, self._resting_until_s = True, now_s + REST_S
             self._handle(de.PushFailed(prefill.handoff_id))
