@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 from kvrelay.config import EngineConfig, MockConfig
-from kvrelay.core.clock import Clock, ManualClock
+from kvrelay.core.clock import ManualClock
 from kvrelay.core.layout import MemoryRegion
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.step_cost import StepCost
@@ -23,6 +23,7 @@ from kvrelay.tiers.tiers import KvTiers
 VOCAB_SIZE, EOS = 500, (2,)
 DEAR = StepCost(prefill_token_s=1.0)
 """To compute is dear, so everything that is stored is worth loading."""
+JOB_S = 2e-5
 PATIENCE_S = 60.0
 
 
@@ -32,14 +33,15 @@ def build_executor(num_blocks: int = 40) -> MockExecutor:
 
 
 class TimedCarrier(ThreadCarrier):
-    """What copies take is taken from the engine's clock, so that no price depends on how busy the machine is."""
+    """Every job takes ``JOB_S``, so that no price depends on how busy the machine is."""
 
-    def __init__(self, clock: Clock, region: MemoryRegion, block_bytes: int) -> None:
+    def __init__(self, region: MemoryRegion, block_bytes: int) -> None:
         super().__init__(region, block_bytes)
-        self._clock = clock
+        self._num_readings = 0
 
     def stopwatch(self) -> float:
-        return self._clock.now()
+        self._num_readings += 1
+        return JOB_S * self._num_readings
 
 
 class TieredEngine:
@@ -62,7 +64,7 @@ class TieredEngine:
         self.core = EngineCore(executor, config, self.clock, worker_id="d")
         self.shape = shape_of("mock", executor.kv_layout)
         self.stores = open_stores(self.shape)
-        carrier = TimedCarrier(self.clock, executor.kv_region, self.shape.block_bytes)
+        carrier = TimedCarrier(executor.kv_region, self.shape.block_bytes)
         self.tiers = KvTiers(self.shape, self.stores, lambda: cost, carrier)
         self.core.attach(self.tiers)
         self._ended: queue.Queue[tuple[str, bool, int] | None] = queue.Queue()
