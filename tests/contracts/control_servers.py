@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import shutil
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
 from tests.contracts.faulty_broker import FaultyBroker
@@ -18,13 +18,14 @@ from kvrelay.control.memory import MemoryControlPlane
 from kvrelay.control.nats.connection import NatsConnection
 from kvrelay.control.nats.discovery import NatsDiscovery
 from kvrelay.control.nats.event_bus import NatsEventBus
-from kvrelay.control.nats.jetstream import JetStream
+from kvrelay.control.nats.jetstream import JetStream, JetStreamError
 from kvrelay.control.nats.prefill_queue import NatsPrefillQueue
 from kvrelay.control.nats_process import NatsServerProcess
 
 ACK_WAIT_S = 30.0
 """Longer than any test that does not set its own."""
 MAX_DELIVERIES = 2
+STORE_FAILED = 10049
 
 
 class MemoryServer:
@@ -122,7 +123,7 @@ class NatsDiscoveryServer(NatsServer):
 
     async def connect(self) -> Discovery:
         discovery = NatsDiscovery(await self.open(), "test")
-        await discovery.start()
+        await started(discovery.start)
         self._discoveries.append(discovery)
         return discovery
 
@@ -149,7 +150,7 @@ class NatsQueueServer(NatsServer):
 
     async def connect(self) -> PrefillQueue:
         queue = NatsPrefillQueue(await self.open(), "test", ack_wait_s=self.ack_wait_s, max_deliveries=MAX_DELIVERIES)
-        await queue.start()
+        await started(queue.start)
         self._queues.append(queue)
         return queue
 
@@ -168,6 +169,18 @@ class NatsQueueServer(NatsServer):
 class NatsBusServer(NatsServer):
     async def connect(self) -> EventBus:
         return NatsEventBus(await self.open())
+
+
+async def started(start: Callable[[], Awaitable[None]]) -> None:
+    """The server may still remove the files of the stream that ``clear`` has deleted, and refuse a new one meanwhile."""
+    async with asyncio.timeout(PATIENCE_S):
+        while True:
+            try:
+                return await start()
+            except JetStreamError as exc:
+                if exc.err_code != STORE_FAILED:
+                    raise
+            await asyncio.sleep(0.05)
 
 
 def wipe(store_dir: Path) -> None:

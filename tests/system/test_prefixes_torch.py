@@ -91,14 +91,14 @@ def ask(server: Serve, prompt: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def is_known(server: Serve, prefix: tuple[int, ...]) -> bool:
-    """Whether the frontend would have any worker read all of the prefix that lacks it: the last events of a prompt, or
-    of its last chunk, may come after its answer."""
+    """Whether the frontend would have a worker that lacks the prefix read all of it: the last events of a prompt, or of
+    its last chunk, may come after its answer. It draws the worker, so it is asked until it has drawn such a one."""
     num_blocks = LENGTH // BLOCK_SIZE
-    candidates = post(server, "/v1/kvrelay/route", prefix)["decision"]["candidates"]
-    lacking = [each for each in candidates if each["overlap_blocks"] < num_blocks]
-    return len(lacking) < len(candidates) and all(
-        each["load_s"] and each["overlap_blocks"] + each["load_blocks"] >= num_blocks for each in lacking
-    )
+    decision = post(server, "/v1/kvrelay/route", prefix)["decision"]
+    overlaps = [each["overlap_blocks"] for each in decision["candidates"]]
+    if min(overlaps) == num_blocks:
+        return True
+    return decision["overlap_blocks"] < num_blocks <= decision["overlap_blocks"] + decision["load_blocks"]
 
 
 def num_read(server: Serve) -> list[int]:
