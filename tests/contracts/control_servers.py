@@ -172,7 +172,7 @@ class NatsBusServer(NatsServer):
 
 
 async def started(start: Callable[[], Awaitable[None]]) -> None:
-    """The server may still remove the files of the stream that ``clear`` has deleted, and refuse a new one meanwhile."""
+    """The server may still remove the files of a stream that ``clear`` has deleted, and refuse a new one meanwhile."""
     async with asyncio.timeout(PATIENCE_S):
         while True:
             try:

@@ -10,10 +10,10 @@ import msgspec
 import pytest
 
 from kvrelay.config import DisaggConfig
-from kvrelay.core.clock import ManualClock
+from kvrelay.core.clock import Clock, ManualClock
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.status import RequestStatus
-from kvrelay.core.step_cost import MARGIN, MIN_CHUNK_TOKENS, STEP_SHARE, StepCost, StepPace, StepWork
+from kvrelay.core.step_cost import LATE_FACTOR, MARGIN, MIN_CHUNK_TOKENS, STEP_SHARE, StepCost, StepPace, StepWork
 from kvrelay.engine.core import EngineCore
 from kvrelay.engine.request import PrefillMode, Request
 from kvrelay.engine.scheduled_batch import TokenBudget
@@ -31,8 +31,8 @@ def request(name: str, length: int, objectives: Objectives | None = None, max_to
     return Request(name, [number % 500 for number in range(length)], sampling, placement=placement)
 
 
-def paced(cost: StepCost = COST) -> TokenBudget:
-    token_budget = TokenBudget()
+def paced(cost: StepCost = COST, clock: Clock | None = None) -> TokenBudget:
+    token_budget = TokenBudget(clock or ManualClock())
     token_budget.costs = StepCostModel(StepCost(*(max(value, 1e-15) for value in msgspec.structs.astuple(cost))))
     return token_budget
 
@@ -51,6 +51,46 @@ def test_a_step_beside_answers_takes_a_share_of_their_objective() -> None:
     work = StepWork(budget, 0, 2, 20)
     share = min(STEP_SHARE, math.exp(-MARGIN * token_budget.costs.spread))
     assert COST.step_seconds(work) == pytest.approx(share * 0.02, rel=0.01)
+
+
+def test_answers_that_were_late_make_room_for_prompts_that_are_late() -> None:
+    clock, objectives = ManualClock(), Objectives(0.5, 0.02)
+    token_budget = paced(clock=clock)
+    prompt, in_time, late = (
+        request(name, length, objectives) for name, length in (("prompt", 50_000), ("a", 10), ("b", 10))
+    )
+    for each in (prompt, in_time, late):
+        each.times.append((RequestStatus.WAITING, clock.now()))
+    in_time.token_ids.append(7)
+    late.token_ids.append(7)
+    late.is_late = True
+
+    def step_s(*answers: Request) -> float:
+        token_budget.look_at(list(answers))
+        budget = token_budget.prefill_budget([prompt], 10_000)
+        return COST.step_seconds(StepWork(budget, 0, len(answers), 11 * len(answers)))
+
+    alike_s = step_s(in_time)
+    assert step_s(late) == pytest.approx(alike_s, rel=0.01), "no prompt is late"
+    clock.advance(0.501)
+    assert step_s(late) == pytest.approx(LATE_FACTOR * alike_s, rel=0.01)
+    assert step_s(in_time) == pytest.approx(alike_s, rel=0.01), "this one can still be good"
+    assert step_s(late, in_time) == pytest.approx(alike_s, rel=0.01)
+    prompt.token_ids.append(7)
+    assert step_s(late) == pytest.approx(alike_s, rel=0.01), "an answer that is computed again"
+
+
+def test_a_first_token_beyond_its_objective_makes_an_answer_late(make_engine: Callable[..., EngineCore]) -> None:
+    clock = ManualClock()
+    engine = make_engine(clock=clock, block_size=4, num_blocks=32)
+    late, soon = request("late", 10, Objectives(0.5, 0.02)), request("soon", 10, Objectives(0.7, 0.02))
+    engine.add_request(late)
+    engine.add_request(soon)
+    clock.advance(0.6)
+    engine.step()
+    clock.advance(0.6)
+    engine.step()
+    assert (late.is_late, soon.is_late) == (True, False)
 
 
 def test_the_more_steps_scatter_the_more_room_is_left() -> None:
@@ -84,11 +124,11 @@ def test_an_objective_that_decoding_alone_misses_does_not_stop_prefills() -> Non
     "pace",
     [
         StepPace(),
-        StepPace(COST, 0.1, math.nan, 0.5),
-        StepPace(COST, 0.1, -1.0, 0.5),
-        StepPace(COST, 0.1, math.inf, 0.5),
-        StepPace(StepCost(math.nan), 0.1, 0.02, 0.5),
-        StepPace(StepCost(prefill_s=-1.0), 0.1, 0.02, 0.5),
+        StepPace.keeping(COST, 0.1, math.nan, ttft_s=0.5),
+        StepPace.keeping(COST, 0.1, -1.0, ttft_s=0.5),
+        StepPace.keeping(COST, 0.1, math.inf, ttft_s=0.5),
+        StepPace.keeping(StepCost(math.nan), 0.1, 0.02, ttft_s=0.5),
+        StepPace.keeping(StepCost(prefill_s=-1.0), 0.1, 0.02, ttft_s=0.5),
     ],
     ids=["none", "itl-nan", "itl-negative", "itl-infinite", "cost-nan", "cost-negative"],
 )
@@ -97,7 +137,9 @@ def test_what_is_no_objective_or_no_cost_limits_nothing(pace: StepPace) -> None:
 
 
 def test_a_spread_that_is_no_number_counts_as_none() -> None:
-    exact, unknown = (StepPace(COST, spread, 0.02).prefill_budget(2048, num_decodes=1) for spread in (0.0, math.nan))
+    exact, unknown = (
+        StepPace.keeping(COST, spread, 0.02).prefill_budget(2048, num_decodes=1) for spread in (0.0, math.nan)
+    )
     assert exact == unknown < 2048
 
 
@@ -210,7 +252,9 @@ def test_who_waits_for_a_prefill_worker_is_computed_here_when_none_is_left(
 def test_a_step_may_take_an_objective_for_each_token_that_an_answer_gets_from_it() -> None:
     """70 % of 20 ms, less 3.05 ms for the step and two decodes, at 10 us a token. First tokens wait for whole steps."""
     one, several = COST, msgspec.structs.replace(COST, tokens_per_step=2.5)
-    beside = [StepPace(cost, 0.0, 0.02, 0.4).prefill_budget(10_000, num_decodes=2) for cost in (one, several)]
+    beside = [
+        StepPace.keeping(cost, 0.0, 0.02, ttft_s=0.4).prefill_budget(10_000, num_decodes=2) for cost in (one, several)
+    ]
     assert beside == pytest.approx([(0.014 - 0.00305) / 1e-5, (2.5 * 0.014 - 0.00305) / 1e-5], abs=1.01)
-    alone = [StepPace(cost, 0.0, 0.02, 0.4).prefill_budget(10_000) for cost in (one, several)]
+    alone = [StepPace.keeping(cost, 0.0, 0.02, ttft_s=0.4).prefill_budget(10_000) for cost in (one, several)]
     assert alone == pytest.approx([(0.1 - 0.003) / 1e-5] * 2, abs=1.01)

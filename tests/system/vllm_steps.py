@@ -38,7 +38,7 @@ def main() -> None:
         )
     )
     # A step takes 1 ms, and 10 us more for each prefill token: whatever it takes here.
-    log.write_pace(StepPace(StepCost(0.001, 0.001, 1e-5, 0.0, 0.0, 0.0), 0.0, itl_s))
+    log.write_pace(StepPace.keeping(StepCost(0.001, 0.001, 1e-5, 0.0, 0.0, 0.0), 0.0, itl_s))
     sampling = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True, detokenize=False)
     answers: dict[str, list[int]] = {}
 

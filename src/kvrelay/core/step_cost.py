@@ -29,6 +29,9 @@ STEP_SHARE = 0.7
 """Share of the objective between tokens that a step may take; the rest is for the way to the client."""
 MARGIN = 2.0
 """Standard deviations of a step's time below the objective: of a normal distribution 98 % lie below it."""
+LATE_FACTOR = 4.0
+"""Times the objective between tokens of answers that were late, while prompts are late: neither meets its objectives
+any more, and the sooner these prompts are computed, the fewer others are late."""
 MIN_STEP_FACTOR = 2.0
 """A step may take so many times as long as before its first prompt token, whatever the objective between tokens. Less,
 and the prompts that wait outnumber the answers: while c prompt tokens join per step, only c * answer / prompt run."""
@@ -90,8 +93,8 @@ class StepCost(msgspec.Struct, frozen=True):
         return self.step_seconds(work) / self.tokens_per_step
 
     def step_limit_s(self, itl_s: float, spread: float) -> float:
-        """How long a step with prefills may take beside answers with that objective between tokens. The objective is
-        one of the slowest tokens, so the step has to keep it although its time scatters."""
+        """How long a step with prefills may take beside answers with that objective between tokens. The slowest tokens
+        are to keep it as well, so the step has to keep it although its time scatters."""
         return min(STEP_SHARE, math.exp(-MARGIN * spread)) * itl_s * self.tokens_per_step
 
     def prefill_seconds(
@@ -143,14 +146,30 @@ class StepCost(msgspec.Struct, frozen=True):
 
 
 class StepPace(msgspec.Struct, frozen=True):
-    """How long the steps of one engine may take, in seconds. ``itl_s``: the shortest objective between tokens of its
-    running answers; ``ttft_s``: of first tokens, which counts while no answer runs. 0: there is none. ``spread``: of
-    its steps with prefills (``StepCost.step_limit_s``)."""
+    """How long the steps of one engine may take, in seconds. ``limit_s``: with prefills beside running answers;
+    ``ttft_s``: the shortest objective for a first token, which counts while no answer runs. 0: there is none."""
 
     cost: StepCost = StepCost()
-    spread: float = 0.0
-    itl_s: float = 0.0
+    limit_s: float = 0.0
     ttft_s: float = 0.0
+
+    @classmethod
+    def keeping(
+        cls,
+        cost: StepCost,
+        spread: float,
+        itl_s: float,
+        late_itl_s: float = 0.0,
+        ttft_s: float = 0.0,
+        *,
+        are_prompts_late: bool = False,
+    ) -> StepPace:
+        """The pace that keeps these objectives, each the shortest of its kind, 0 if there is none: between tokens of
+        answers, ``late_itl_s`` of those whose first token was late, and for the first tokens of prompts. ``spread``: of
+        the steps with prefills."""
+        late_itl_s *= LATE_FACTOR if are_prompts_late else 1.0
+        shortest_s = min([limit_s for limit_s in (itl_s, late_itl_s) if limit_s != 0.0], default=0.0)
+        return cls(cost, cost.step_limit_s(shortest_s, spread), ttft_s)
 
     def prefill_budget(
         self,
@@ -164,8 +183,8 @@ class StepPace(msgspec.Struct, frozen=True):
         """The prefill tokens of the next step, at most ``max_num_tokens``. Without a sound cost or a possible objective
         nothing is limited. ``prompts``: those that get tokens first, in order: how many each still needs, after how
         many that have been computed. Behind them comes one after ``num_before`` tokens that needs any number."""
-        has_objective = num_decodes > 0 and self.itl_s != 0.0
-        limit_s = self.cost.step_limit_s(self.itl_s, self.spread) if has_objective else ARRIVAL_SHARE * self.ttft_s
+        has_objective = num_decodes > 0 and self.limit_s != 0.0
+        limit_s = self.limit_s if has_objective else ARRIVAL_SHARE * self.ttft_s
         if not 0.0 < limit_s < math.inf or not self.cost.is_sound:
             return max_num_tokens
         decodes_s = self.cost._decode_seconds(num_decodes, num_context)

@@ -117,6 +117,8 @@ class Request:
     num_cached_tokens: int | None = field(default=None, init=False)
     """Prefix hit at first admission, as reported to clients."""
     first_output_sent: bool = field(default=False, init=False)
+    is_late: bool = field(default=False, init=False)
+    """Whether its first token came later than its objective."""
     num_reported: int = field(default=0, init=False)
     """Answer tokens that the frontend knows; counted only if ``report_interval`` is above 1."""
     prompt_logprobs: list[PositionLogprobs | None] = field(default_factory=list, init=False)
@@ -183,6 +185,12 @@ class Request:
     @property
     def objectives(self) -> Objectives | None:
         return None if self.placement is None else self.placement.objectives
+
+    def is_late_at(self, now_s: float) -> bool:
+        """Whether its first token has missed its objective by then."""
+        if self.is_begun:
+            return self.is_late
+        return self.objectives is not None and now_s - self.waiting_since_s > self.objectives.ttft_s
 
     @property
     def is_prefill_only(self) -> bool:

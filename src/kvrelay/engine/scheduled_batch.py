@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvrelay.core.step_cost import MIN_CHUNK_TOKENS, StepPace, StepWork, prefill_pairs
+from kvrelay.core.clock import Clock
+from kvrelay.core.step_cost import MIN_CHUNK_TOKENS, StepWork, prefill_pairs
 from kvrelay.engine.batch import Batch
+from kvrelay.engine.pace import Gaps, gaps_of, pace_of
 from kvrelay.engine.request import PrefillMode, Request, service_order
 from kvrelay.placement.cost_model import StepCostModel
 
@@ -31,14 +33,15 @@ class ScheduledBatch:
 
 class TokenBudget:
     """How many prefill tokens a step of one engine may have, so that running answers keep their objective between
-    tokens. ``costs`` learns from every step. Requests without objectives have no limit here: the step's token budget
-    alone counts."""
+    tokens, as far as the prompts' first tokens allow. ``costs`` learns from every step. Requests without objectives
+    have no limit here: the step's token budget alone counts."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock) -> None:
         self.costs = StepCostModel()
+        self._clock = clock
         self._decodes: list[Request] = []
         self._num_context = 0
-        self._itl_s = 0.0
+        self._gaps = Gaps()
 
     @property
     def num_decodes(self) -> int:
@@ -56,8 +59,7 @@ class TokenBudget:
             return
         self._decodes = decodes
         self._num_context = sum(len(request.token_ids) for request in decodes)
-        limits = [request.objectives.itl_s for request in decodes if request.objectives is not None]
-        self._itl_s = min(limits, default=0.0)
+        self._gaps = gaps_of(decodes, self._clock.now())
 
     def decoded(self, seconds: Sequence[float]) -> None:
         """Further steps of the same decodes alone have taken so long: they need not be looked at."""
@@ -68,10 +70,7 @@ class TokenBudget:
     def prefill_budget(self, prefilling: list[Request], max_num_tokens: int, num_before: int = 0) -> int:
         """The prefill tokens of the next step, at most ``max_num_tokens``. ``num_before``: with a prompt of which so
         many tokens have been computed."""
-        ttft_s = min(
-            [request.objectives.ttft_s for request in prefilling if request.objectives is not None], default=0.0
-        )
-        pace = StepPace(self.costs.cost, self.costs.spread, self._itl_s, ttft_s)
+        pace = pace_of(self.costs.cost, self.costs.spread, self._gaps, prefilling, self._clock.now())
         num_before = max([num_before, *(request.num_computed_tokens for request in prefilling)])
         return pace.prefill_budget(
             max_num_tokens, num_before=num_before, num_decodes=len(self._decodes), num_context=self._num_context

@@ -132,7 +132,7 @@ class Scheduler:
         self.max_num_running = min(max_num_seqs, max_num_batched_tokens)
         self._clock = clock
         self._start_remote = start_remote
-        self.token_budget = TokenBudget()
+        self.token_budget = TokenBudget(clock)
         self._arriving = Arriving(pool.block_size, clock, lambda: self.token_budget.costs.cost)
         self._sources = Sources(HeldByPeer(pool.block_size), holding, self._arriving)
         self.admission = AdmissionQueue(pool, max_num_batched_tokens, clock, priority_ageing_s, self._sources)
@@ -671,6 +671,7 @@ class Scheduler:
 
     def _report_first(self, request: Request, token_id: int, logprobs: PositionLogprobs | None) -> bool:
         """Whether it was the last, too; the request has ended then."""
+        request.is_late = request.is_late_at(self._clock.now())
         request.token_ids.append(token_id)
         reason = finish_reason(request, token_id)
         report_token(self.output, request, token_id, logprobs, reason)

@@ -206,7 +206,7 @@ def _situation(decode: Candidates, cost: StepCost, alone: int, num_here: float, 
     num_stored, load_s = _loaded(decode, alone)
     num_tokens = max(int(own_tokens_of(decode)[alone]) - num_stored, 1)
     # As the worker's own scheduler cuts, but for how far its steps scatter, which only it knows.
-    chunk = StepPace(cost, 0.0, objectives.itl_s).prefill_budget(
+    chunk = StepPace.keeping(cost, 0.0, objectives.itl_s).prefill_budget(
         CHUNK_TOKENS, num_before=num_tokens // 2, num_decodes=num_decodes, num_context=num_context
     )
     return Situation(

@@ -212,7 +212,7 @@ def _step(running: float, load: Load, worker: Worker, objectives: Objectives) ->
     cost = worker.cost
     context = _whole(running * (load.prompt_tokens + load.answer_tokens / 2))
     decode_s = decode_step_s(cost, _whole(running), context)
-    pace = StepPace(cost, worker.spread, objectives.itl_s)
+    pace = StepPace.keeping(cost, worker.spread, objectives.itl_s)
     chunk = pace.prefill_budget(worker.chunk, num_decodes=max(_whole(running), 1), num_context=context)
     mean_s, long_s = (
         cost.prefill_seconds(_whole(tokens), chunk=chunk, num_decodes=_whole(running), num_context=context)

@@ -10,10 +10,14 @@ import pytest
 
 from kvrelay.core.clock import ManualClock
 from kvrelay.core.histogram import Histogram
-from kvrelay.core.step_cost import CostSource, StepCost, StepPace, StepWork
+from kvrelay.core.sampling import SamplingParams
+from kvrelay.core.status import RequestStatus
+from kvrelay.core.step_cost import LATE_FACTOR, CostSource, StepCost, StepPace, StepWork
+from kvrelay.engine.request import PrefillMode, Request
 from kvrelay.engines.hosted.costs import LOOK_S, STALE_S, STALE_TOKENS, HostedCosts
 from kvrelay.engines.hosted.step_log import StepLog
 from kvrelay.placement.base import Objectives
+from kvrelay.placement.cost import PlacementState
 
 TRUE = StepCost(0.004, 0.005, 2e-5, 1e-9, 1e-4, 1e-8)
 
@@ -69,29 +73,64 @@ def test_steps_are_taken_in_now_and_then_only() -> None:
     assert costs.num_steps == 2
 
 
+def request(name: str, objectives: Objectives | None, arrived_s: float = 0.0) -> Request:
+    placement = None if objectives is None else PlacementState(objectives=objectives)
+    made = Request(name, [1, 2, 3], SamplingParams(max_tokens=8), placement=placement)
+    made.times.append((RequestStatus.WAITING, arrived_s))
+    return made
+
+
 def test_the_shortest_objectives_are_the_pace_of_the_backend() -> None:
-    costs, log = told(ManualClock(), sets_pace=True)
-    strict, lax = Objectives(0.5, 0.02), Objectives(0.2, 0.1)
-    costs.arrived(lax)
-    costs.arrived(strict)
-    costs.arrived(strict)
-    costs.arrived(None)
-    assert (log.read_pace().itl_s, log.read_pace().ttft_s) == (0.02, 0.2)
+    clock = ManualClock()
+    costs, log = told(clock, sets_pace=True)
+    strict, lax = request("a", Objectives(0.5, 0.02)), request("b", Objectives(0.2, 0.1))
+
+    def limits() -> tuple[float, float]:
+        clock.advance(LOOK_S)
+        costs.look()
+        pace, spread = log.read_pace(), costs.model.spread
+        return round(pace.limit_s / StepCost().step_limit_s(1.0, spread), 6), pace.ttft_s
+
+    for each in (lax, strict, request("c", None)):
+        costs.arrived(each)
+    assert limits() == (0.02, 0.2)
     costs.left(strict)
-    assert log.read_pace().itl_s == 0.02
-    costs.left(strict)
-    assert (log.read_pace().itl_s, log.read_pace().ttft_s) == (0.1, 0.2)
+    assert limits() == (0.1, 0.2)
     costs.left(lax)
-    assert (log.read_pace().itl_s, log.read_pace().ttft_s) == (0.0, 0.0)
+    assert limits() == (0.0, 0.0)
     write(log, *some_steps())
+    clock.advance(LOOK_S)
     costs.look()
-    assert log.read_pace() == StepPace(costs.model.cost, costs.model.spread)
+    assert log.read_pace() == StepPace(costs.model.cost)
+
+
+def test_answers_that_were_late_make_room_for_prompts_that_are_late() -> None:
+    clock = ManualClock()
+    costs, log = told(clock, sets_pace=True)
+    answer, prompt = (request(name, Objectives(0.5, 0.02)) for name in ("answer", "prompt"))
+    answer.token_ids.append(7)
+
+    def limit_s() -> float:
+        clock.advance(LOOK_S)
+        costs.look()
+        return log.read_pace().limit_s
+
+    costs.arrived(answer)
+    costs.arrived(prompt)
+    strict_s = limit_s()
+    assert 0.0 < strict_s < 0.02
+    clock.advance(0.5)
+    assert limit_s() == pytest.approx(strict_s), "the answer can still be good"
+    answer.is_late = True
+    assert limit_s() == pytest.approx(LATE_FACTOR * strict_s)
+    prompt.mode = PrefillMode.REMOTE
+    assert limit_s() == pytest.approx(strict_s), "it is computed elsewhere"
 
 
 def test_without_the_flag_objectives_set_no_pace() -> None:
     costs, log = told(ManualClock())
-    costs.arrived(Objectives(0.5, 0.02))
-    assert (log.read_pace().itl_s, log.read_pace().ttft_s) == (0.0, 0.0)
+    costs.arrived(request("a", Objectives(0.5, 0.02)))
+    assert (log.read_pace().limit_s, log.read_pace().ttft_s) == (0.0, 0.0)
 
 
 def test_costs_are_stale_while_tokens_come_without_steps(caplog: pytest.LogCaptureFixture) -> None:

@@ -18,7 +18,7 @@ from kvrelay.engine.contract import EngineFacts
 from kvrelay.engine.request import PrefillMode, Request
 from kvrelay.engines.hosted.backend import AnswerChunk
 from kvrelay.engines.hosted.cache import PlacedPrefixes
-from kvrelay.engines.hosted.costs import STALE_S, STALE_TOKENS
+from kvrelay.engines.hosted.costs import LOOK_S, STALE_S, STALE_TOKENS
 from kvrelay.engines.hosted.engine import HostedEngine
 from kvrelay.engines.hosted.step_log import StepLog
 from kvrelay.errors import ObjectiveMissedError
@@ -250,14 +250,24 @@ def test_stale_costs_leave_it_to_the_thresholds(side: Side) -> None:
 
 def test_objectives_of_all_requests_here_are_the_pace(side: Side) -> None:
     vllm = StepLog(side.log.path)
+
+    def limits() -> tuple[float, float]:
+        side.clock.advance(LOOK_S)
+        side.engine.look()
+        return vllm.read_pace().limit_s, vllm.read_pace().ttft_s
+
     side.add("a", 20, Objectives(0.5, 0.05))
     side.add("b", 20, Objectives(0.4, 0.02))
-    assert (vllm.read_pace().itl_s, vllm.read_pace().ttft_s) == (0.02, 0.4)
+    strict_s, ttft_s = limits()
+    assert 0.0 < strict_s < 0.02
+    assert ttft_s == 0.4
     side.engine.abort("b")
-    assert (vllm.read_pace().itl_s, vllm.read_pace().ttft_s) == (0.05, 0.5)
-    for _ in range(8):
+    assert limits() == (pytest.approx(2.5 * strict_s), 0.5)
+    side.token("a")
+    assert limits() == (pytest.approx(2.5 * strict_s), 0.0)
+    for _ in range(7):
         side.token("a")
-    assert (vllm.read_pace().itl_s, vllm.read_pace().ttft_s) == (0.0, 0.0)
+    assert limits() == (0.0, 0.0)
 
 
 def test_costs_and_steps_are_published(side: Side) -> None:

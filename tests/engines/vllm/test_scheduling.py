@@ -115,7 +115,7 @@ def test_steps_that_overlap_take_from_end_to_end(clock: Clock) -> None:
 
 def paced(itl_s: float, ttft_s: float = 0.0, **given: Any) -> tuple[Any, StepLog]:
     vllm, log = scheduler(**given)
-    log.write_pace(StepPace(EXACT, 0.0, itl_s, ttft_s))
+    log.write_pace(StepPace.keeping(EXACT, 0.0, itl_s, ttft_s=ttft_s))
     return vllm, log
 
 
@@ -154,7 +154,7 @@ def closed_loop(itl_s: float) -> float:
     their answers. The first one comes alone: else one long step takes in all that wait."""
     cost = StepCost(0.005, 0.015, 7.5e-5, 0.0, 1e-4, 5e-7)
     vllm, log = scheduler(num_tokens=2048)
-    log.write_pace(StepPace(cost, 0.25, itl_s, 0.5))
+    log.write_pace(StepPace.keeping(cost, 0.25, itl_s, ttft_s=0.5))
     coming, num_idle, seconds = [FakeRequest(f"r{number}", 64) for number in range(512)], 127, 0.0
     vllm.add(coming.pop())
     while vllm.has_unfinished_requests():
@@ -207,7 +207,7 @@ def test_a_step_has_the_prompts_that_fit_each_after_what_is_computed_of_it() -> 
     """10 us a token, and 10 ns for each of those before it. 2 ms are for the end of one prompt: 100 tokens after 950
     take 1 + 1 ms. 4 ms are left for the one that has just begun: n tokens after 50 take 10.5 us and 5 ns * n each."""
     cost = StepCost(0.001, 0.001, 1e-5, 1e-8, 1e-15, 1e-15)
-    pace = StepPace(cost, 0.0, ITL_S)
+    pace = StepPace.keeping(cost, 0.0, ITL_S)
     given = pace.prefill_budget(5000, num_decodes=1, prompts=[(100, 950), (3000, 50)])
     count = given - 100
     assert 10.5e-6 * count + 5e-9 * count**2 == pytest.approx(0.004, rel=0.01)
@@ -242,10 +242,10 @@ def test_when_the_prompts_are_done_vllm_has_its_own_limits_again() -> None:
 @pytest.mark.parametrize(
     "pace",
     [
-        StepPace(EXACT, 0.0, math.nan, math.nan),
-        StepPace(EXACT, math.nan, math.inf, -1.0),
-        StepPace(StepCost(math.nan), 0.0, 0.01),
-        StepPace(StepCost(0.0, 0.0, 0.0, 0.0, 0.0, 0.0), 0.0, 0.01),
+        StepPace.keeping(EXACT, 0.0, math.nan, ttft_s=math.nan),
+        StepPace.keeping(EXACT, math.nan, math.inf, ttft_s=-1.0),
+        StepPace.keeping(StepCost(math.nan), 0.0, 0.01),
+        StepPace.keeping(StepCost(0.0, 0.0, 0.0, 0.0, 0.0, 0.0), 0.0, 0.01),
     ],
     ids=["nan", "infinite", "cost-nan", "cost-zero"],
 )
@@ -262,7 +262,7 @@ def test_a_pace_that_says_nothing_limits_nothing(pace: StepPace) -> None:
 
 def test_an_objective_that_no_chunk_can_meet_does_not_stop_prompts() -> None:
     vllm, log = scheduler()
-    log.write_pace(StepPace(StepCost(0.001, 5.0, 1.0, 0.0, 0.0, 0.0), 0.0, 1e-6))
+    log.write_pace(StepPace.keeping(StepCost(0.001, 5.0, 1.0, 0.0, 0.0, 0.0), 0.0, 1e-6))
     vllm.add(FakeRequest("chat", 10))
     step(vllm)
     vllm.add(FakeRequest("long", 200))
@@ -297,7 +297,7 @@ def test_with_drafts_room_is_left_for_those_of_each_that_may_begin() -> None:
         num_spec_tokens = 3
 
     vllm, log = scheduler(Drafting, num_tokens=5000)
-    log.write_pace(StepPace(EXACT, 0.0, ITL_S))
+    log.write_pace(StepPace.keeping(EXACT, 0.0, ITL_S))
     wait_for_kv(vllm)
     assert vllm.max_num_scheduled_tokens == 4 + 600 + 4
 

@@ -10,7 +10,6 @@ nothing, until steps are told again.
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from typing import Protocol
 
 import msgspec
@@ -18,8 +17,9 @@ import msgspec
 from kvrelay.core.clock import Clock
 from kvrelay.core.histogram import Histogram
 from kvrelay.core.step_cost import CostSource, StepCost, StepPace, StepWork, prefill_pairs
+from kvrelay.engine.pace import gaps_of, pace_of
+from kvrelay.engine.request import PrefillMode, Request
 from kvrelay.engines.hosted.step_log import RecorderState, Steps
-from kvrelay.placement.base import Objectives
 from kvrelay.placement.cost_model import StepCostModel
 
 _log = logging.getLogger(__name__)
@@ -131,7 +131,7 @@ class HostedCosts:
         self._clock = clock
         self._step_times = step_times
         self._sets_pace = sets_pace
-        self._objectives: Counter[Objectives] = Counter()
+        self._requests: dict[str, Request] = {}
         self._written = StepPace()
         self._due_s = self._heard_s = clock.now()
         self._num_tokens_since = 0
@@ -153,29 +153,21 @@ class HostedCosts:
 
     def pace(self) -> StepPace:
         """As the backend has it."""
-        limits = self._objectives if self._sets_pace else ()
-        return StepPace(
-            self.cost or StepCost(),
-            self.model.spread,
-            min((each.itl_s for each in limits), default=0.0),
-            min((each.ttft_s for each in limits), default=0.0),
-        )
+        requests, now_s = list(self._requests.values()) if self._sets_pace else [], self._clock.now()
+        prompts = [request for request in requests if not request.is_begun and request.mode is not PrefillMode.REMOTE]
+        return pace_of(self.cost or StepCost(), self.model.spread, gaps_of(requests, now_s), prompts, now_s)
 
     # -- the requests at the backend ----------------------------------------------------------------------------------
 
-    def arrived(self, objectives: Objectives | None) -> None:
+    def arrived(self, request: Request) -> None:
         """A request has come. Its objectives count until it has ``left``."""
-        if objectives is not None:
-            self._objectives[objectives] += 1
-            if self._objectives[objectives] == 1:
-                self._write_pace()
+        self._requests[request.request_id] = request
+        self._write_pace()
 
-    def left(self, objectives: Objectives | None) -> None:
-        if objectives is not None:
-            self._objectives[objectives] -= 1
-            if not self._objectives[objectives]:
-                del self._objectives[objectives]
-                self._write_pace()
+    def left(self, request: Request) -> None:
+        """From the next look on its objectives do not count. Unknown requests are ignored."""
+        self._requests.pop(request.request_id, None)
+        self.answers.ended(request.request_id)
 
     def asked(self, request_id: str, num_tokens: int, num_before: int) -> None:
         """``AnswerTimes.asked``."""

@@ -200,7 +200,7 @@ class HostedEngine:
             return
         self._load_counts.num_queried_tokens += len(request.token_ids)
         self._running[request.request_id] = _Running(request, len(request.token_ids))
-        self._costs.arrived(request.objectives)
+        self._costs.arrived(request)
         # The other half of a pair may hold a place at its backend for this one: it must not wait for one here.
         if request.tenant and not request.handoff_number:
             request.times.append((request.status, self._clock.now()))
@@ -223,8 +223,7 @@ class HostedEngine:
             return None
         self._unplaced.pop(request_id, None)
         self._timed.forget(running.request)
-        self._costs.left(running.request.objectives)
-        self._costs.answers.ended(request_id)
+        self._costs.left(running.request)
         if running.request in self._held:
             self._held.remove(running.request)
         else:
@@ -382,8 +381,9 @@ class HostedEngine:
         self._require_due(running, len(token_ids))
         self._costs.answered(request_id, len(token_ids), len(request.token_ids) + len(token_ids))
         if token_ids and not request.first_output_sent:
-            times = self._load_counts.times
-            (times.handoff if is_remote else times.prefill).observe(self._clock.now() - request.entered_s)
+            times, now_s = self._load_counts.times, self._clock.now()
+            (times.handoff if is_remote else times.prefill).observe(now_s - request.entered_s)
+            request.is_late = request.is_late_at(now_s)
         self._report(request, piece)
 
     def _report(self, request: Request, piece: AnswerChunk) -> None:

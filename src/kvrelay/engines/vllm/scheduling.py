@@ -169,7 +169,7 @@ class StepRecorder:
         # Some wait for something else than their turn, for example for KV.
         num_deferred = len(getattr(scheduler, "deferred_waiting", ()))
         num_waiting = max(num_waiting - num_deferred, 0)
-        if not (num_waiting or self._has_prompts) or not (pace.itl_s or pace.ttft_s):
+        if not (num_waiting or self._has_prompts) or not (pace.limit_s or pace.ttft_s):
             self._unlimit(scheduler)
             return
         decodes, prompts, num_context = [], [], 0
