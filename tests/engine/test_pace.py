@@ -13,7 +13,17 @@ from kvrelay.config import DisaggConfig
 from kvrelay.core.clock import Clock, ManualClock
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.status import RequestStatus
-from kvrelay.core.step_cost import LATE_FACTOR, MARGIN, MIN_CHUNK_TOKENS, STEP_SHARE, StepCost, StepPace, StepWork
+from kvrelay.core.step_cost import (
+    LATE_FACTOR,
+    MARGIN,
+    MIN_CHUNK_TOKENS,
+    MIN_STEP_FACTOR,
+    STEP_SHARE,
+    TIGHT_SHARE,
+    StepCost,
+    StepPace,
+    StepWork,
+)
 from kvrelay.engine.core import EngineCore
 from kvrelay.engine.request import PrefillMode, Request
 from kvrelay.engine.scheduled_batch import TokenBudget
@@ -51,6 +61,22 @@ def test_a_step_beside_answers_takes_a_share_of_their_objective() -> None:
     work = StepWork(budget, 0, 2, 20)
     share = min(STEP_SHARE, math.exp(-MARGIN * token_budget.costs.spread))
     assert COST.step_seconds(work) == pytest.approx(share * 0.02, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("decode_s", "step_s"),
+    [
+        (0.004, STEP_SHARE * 0.02),
+        (0.009, MIN_STEP_FACTOR * 0.009),
+        (0.0119, TIGHT_SHARE * 0.02),
+        (0.0121, MIN_STEP_FACTOR * 0.0121),
+    ],
+    ids=["room", "twice", "most", "hardly"],
+)
+def test_prompts_get_on_as_long_as_that_costs_no_answer_its_objective(decode_s: float, step_s: float) -> None:
+    cost = StepCost(decode_s, decode_s, 1e-6, 0.0, 0.0, 0.0)
+    budget = StepPace.keeping(cost, 0.0, 0.02).prefill_budget(50_000, num_decodes=1)
+    assert cost.step_seconds(StepWork(budget, 0, 1, 0)) == pytest.approx(step_s, rel=1e-3)
 
 
 def test_answers_that_were_late_make_room_for_prompts_that_are_late() -> None:

@@ -35,6 +35,9 @@ any more, and the sooner these prompts are computed, the fewer others are late."
 MIN_STEP_FACTOR = 2.0
 """A step may take so many times as long as before its first prompt token, whatever the objective between tokens. Less,
 and the prompts that wait outnumber the answers: while c prompt tokens join per step, only c * answer / prompt run."""
+TIGHT_STEP_FACTOR, TIGHT_SHARE = 1.5, 0.9
+"""The first instead, if that keeps such a step within this share of the objective: beyond it every answer that runs
+would miss the objective. The rest is for the steps that follow, each with a little more context."""
 ARRIVAL_SHARE = 0.25
 """Share of the objective for the first token: a request that arrives waits for the step that runs."""
 MAX_TOKENS_PER_STEP = 1000.0
@@ -147,10 +150,12 @@ class StepCost(msgspec.Struct, frozen=True):
 
 class StepPace(msgspec.Struct, frozen=True):
     """How long the steps of one engine may take, in seconds. ``limit_s``: with prefills beside running answers;
-    ``ttft_s``: the shortest objective for a first token, which counts while no answer runs. 0: there is none."""
+    ``most_s``: the same if prompts would hardly get on otherwise; ``ttft_s``: the shortest objective for a first token,
+    which counts while no answer runs. 0: there is none."""
 
     cost: StepCost = StepCost()
     limit_s: float = 0.0
+    most_s: float = 0.0
     ttft_s: float = 0.0
 
     @classmethod
@@ -169,7 +174,8 @@ class StepPace(msgspec.Struct, frozen=True):
         the steps with prefills."""
         late_itl_s *= LATE_FACTOR if are_prompts_late else 1.0
         shortest_s = min([limit_s for limit_s in (itl_s, late_itl_s) if limit_s != 0.0], default=0.0)
-        return cls(cost, cost.step_limit_s(shortest_s, spread), ttft_s)
+        most_s = TIGHT_SHARE * shortest_s * cost.tokens_per_step
+        return cls(cost, cost.step_limit_s(shortest_s, spread), most_s, ttft_s)
 
     def prefill_budget(
         self,
@@ -188,7 +194,11 @@ class StepPace(msgspec.Struct, frozen=True):
         if not 0.0 < limit_s < math.inf or not self.cost.is_sound:
             return max_num_tokens
         decodes_s = self.cost._decode_seconds(num_decodes, num_context)
-        limit_s = max(limit_s, MIN_STEP_FACTOR * (max(self.cost.step_s, self.cost.prefill_s) + decodes_s))
+        own_s = max(self.cost.step_s, self.cost.prefill_s) + decodes_s
+        least_s = MIN_STEP_FACTOR * own_s
+        if has_objective and TIGHT_STEP_FACTOR * own_s <= self.most_s:
+            least_s = min(least_s, self.most_s)
+        limit_s = max(limit_s, least_s)
         left_s = limit_s - self.cost.prefill_s - decodes_s
         budget = 0
         for num_tokens, before in (*prompts, (MAX_CHUNK_TOKENS, num_before)):

@@ -65,7 +65,7 @@ def test_half_a_write_does_not_count(tmp_path: Path) -> None:
 def test_the_pace_goes_the_other_way() -> None:
     worker, vllm = both()
     assert vllm.read_pace() == StepPace()
-    pace = StepPace(StepCost(1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 2.5), 0.02, 0.4)
+    pace = StepPace(StepCost(1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 2.5), 0.02, 0.03, 0.4)
     worker.write_pace(pace)
     assert vllm.read_pace() == pace
     assert vllm.read_pace() is vllm.read_pace(), "it is unpacked once"

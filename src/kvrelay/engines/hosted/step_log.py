@@ -23,7 +23,7 @@ from kvrelay.core.step_cost import StepCost, StepPace, StepWork
 
 NUM_STEPS = 4096
 STATE = struct.Struct("<I252s")
-PACE = struct.Struct("<9d")
+PACE = struct.Struct("<10d")
 STEP = struct.Struct("<QdQQQQQ")
 """Its number from 1 on, its seconds, then the counts of a StepWork."""
 CHECKSUM = struct.Struct("<I")
@@ -106,8 +106,8 @@ class StepLog:
         """The latest; at the start one that limits nothing."""
         body = self._pace.read()
         if body is not None and body != self._pace_bytes:
-            *cost, limit_s, ttft_s = PACE.unpack(body)
-            self._pace_bytes, self._known_pace = body, StepPace(StepCost(*cost), limit_s, ttft_s)
+            *cost, limit_s, most_s, ttft_s = PACE.unpack(body)
+            self._pace_bytes, self._known_pace = body, StepPace(StepCost(*cost), limit_s, most_s, ttft_s)
         return self._known_pace
 
     # -- the worker ---------------------------------------------------------------------------------------------------
@@ -140,4 +140,4 @@ class StepLog:
         return Steps(taken, num_missed)
 
     def write_pace(self, pace: StepPace) -> None:
-        self._pace.write(*msgspec.structs.astuple(pace.cost), pace.limit_s, pace.ttft_s)
+        self._pace.write(*msgspec.structs.astuple(pace.cost), pace.limit_s, pace.most_s, pace.ttft_s)
