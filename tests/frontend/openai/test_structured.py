@@ -119,11 +119,10 @@ def test_formats_are_obeyed_or_are_notes(name: str) -> None:
     COMPILER.compile(constraint.grammar)
 
 
-def test_only_a_format_is_a_note() -> None:
-    schema = {
-        "properties": {"format": {"format": "date"}, "default": {"format": "byte"}, "const": {"const": {"format": "x"}}}
-    }
-    kept = {"properties": {"format": {"format": "date"}, "default": {}, "const": {"const": {"format": "x"}}}}
+def test_only_keywords_are_notes() -> None:
+    kept: dict[str, object] = {"format": {"format": "date"}, "uniqueItems": False, "const": {"const": {"format": "x"}}}
+    schema = {"properties": {**kept, "default": {"format": "byte"}, "items": {"uniqueItems": False}}}
+    kept = {"properties": {**kept, "default": {}, "items": {}}}
     assert constraint_of(parsed({"guided_json": schema})) == constraint_of(parsed({"guided_json": kept}))
     tools = [Tool("function", FunctionDefinition("f", parameters=parameters)) for parameters in (schema, kept)]
     assert arguments_schema(tools[0]) == arguments_schema(tools[1])

@@ -33,6 +33,7 @@ _REFUSED_KEYS = frozenset({"x-guidance"})
 
 _FORMATS = frozenset(["date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid"])
 """What the library knows of ``format``. All others are only notes, as JSON Schema has it: it would refuse them."""
+_NO_UNIQUE = ("uniqueItems", False)
 _NAMED_SCHEMAS = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
 _VALUES = frozenset({"const", "enum", "default", "examples"})
 
@@ -84,7 +85,7 @@ def schema_source(schema: object, param: str) -> str:
 
 
 def _without_notes(schema: object, *, names: bool = False) -> object:
-    """A schema without formats that assert nothing. ``names``: its keys are not keywords."""
+    """A schema without what asserts nothing, but is refused. ``names``: its keys are not keywords."""
     if isinstance(schema, list):
         return [_without_notes(item) for item in schema]
     if not isinstance(schema, dict):
@@ -94,7 +95,7 @@ def _without_notes(schema: object, *, names: bool = False) -> object:
     return {
         key: value if key in _VALUES else _without_notes(value, names=key in _NAMED_SCHEMAS)
         for key, value in schema.items()
-        if not (key == "format" and isinstance(value, str) and value not in _FORMATS)
+        if not ((key == "format" and isinstance(value, str) and value not in _FORMATS) or (key, value) == _NO_UNIQUE)
     }
 
 
