@@ -180,6 +180,31 @@ async def test_counting_is_what_the_answer_says(model_dir: Path) -> None:
         assert counted.input_tokens == answer.usage.input_tokens
 
 
+async def test_a_prompt_that_does_not_fit_is_counted(model_dir: Path) -> None:
+    """Clients count to learn that it does not."""
+    async with running(model_dir, script("a")) as cluster, client(cluster) as api:
+        one, many = [
+            await api.messages.count_tokens(model="tiny", messages=[{"role": "user", "content": "x" * count}])
+            for count in (1, 20_000)
+        ]
+        assert many.input_tokens == one.input_tokens + 19_999
+
+
+async def test_the_tool_runner_sends_whole_histories_instead_of_a_thread(model_dir: Path) -> None:
+    @anthropic.beta_async_tool
+    async def now() -> str:
+        """The time."""
+        return "noon"
+
+    call = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+    async with running(model_dir, script(call), tool_call_parser="hermes") as cluster, client(cluster) as api:
+        runner = api.beta.messages.tool_runner(
+            model="tiny", max_tokens=99, messages=[USER], tools=[now], max_iterations=2
+        )
+        assert [message.stop_reason async for message in runner] == ["tool_use", "tool_use"]
+        assert prompt_of(cluster).count("noon") == 1
+
+
 async def test_a_stream_that_breaks_ends_with_an_error(model_dir: Path) -> None:
     broken = Script(TOKENIZER.encode("abcdef").ids, fail_after=3)
     async with running(model_dir, broken, migration_limit=0) as cluster, client(cluster) as api:

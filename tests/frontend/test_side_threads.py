@@ -21,6 +21,8 @@ from kvrelay.frontend.side_threads import INLINE_SIZE, NUM_THREADS, START_COST, 
 from kvrelay.frontend.tokens import chat_template, tokenizer
 
 LARGE = INLINE_SIZE + 1
+KNOWN_BEGINNING = "This model's maximum context length is 512 tokens"
+"""OpenAI's and vLLM's."""
 
 
 @pytest.fixture
@@ -259,10 +261,26 @@ async def test_a_text_that_cannot_fit_is_not_tokenized(model_dir: Path, monkeypa
         answer = await send(cluster.frontend.port, "POST", "/v1/completions", {"prompt": "x" * (max_chars + 1)})
         assert answer.status == 400
         assert (answer.error["param"], answer.error["code"]) == ("prompt", "context_length_exceeded")
+        assert answer.error["message"].startswith(KNOWN_BEGINNING)
         messages = [{"role": "user", "content": "x" * max_chars}]
         answer = await send(cluster.frontend.port, "POST", "/v1/chat/completions", {"messages": messages})
         assert answer.status == 400
         assert (answer.error["param"], answer.error["code"]) == ("messages", "context_length_exceeded")
+        assert answer.error["message"].startswith(KNOWN_BEGINNING)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/messages"])
+@pytest.mark.parametrize("num_chars", [600, 5000])
+async def test_clients_know_a_prompt_that_is_too_long_by_the_words(model_dir: Path, path: str, num_chars: int) -> None:
+    """litellm falls back to another model, and Claude Code compacts the conversation; neither reads the code."""
+    prompt, words = "x " * (num_chars // 2), "prompt is too long: " if path == "/v1/messages" else ""
+    body: dict[str, object] = {"max_tokens": 5, "messages": [{"role": "user", "content": prompt}]}
+    async with running(model_dir, Script((10,))) as cluster:
+        answer = await send(
+            cluster.frontend.port, "POST", path, {"prompt": prompt} if path == "/v1/completions" else body
+        )
+        assert answer.status == 400
+        assert answer.json["error"]["message"].startswith(words + KNOWN_BEGINNING)
 
 
 async def test_tokens_are_checked_once_per_request(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

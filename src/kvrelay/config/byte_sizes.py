@@ -15,10 +15,10 @@ def parse_bytes(text: str, param: str = "kv_cache_memory") -> int:
     """Bytes in "512MiB", "4GiB", "1.5GB" or "1048576". Raises ConfigError, which names the setting ``param``."""
     match = re.fullmatch(r"\s*+(\d++(?:\.\d++)?)\s*+([A-Za-z]*+)\s*+", text)
     if match is None or match[2].lower() not in _UNITS:
-        raise ConfigError(f"not an amount of memory: {text!r} (e.g. 512MiB, 4GiB)", param=param)
+        raise ConfigError(f"{param} is not an amount of memory, e.g. 512MiB or 4GiB: {text[:40]!r}", param=param)
     size = float(match[1]) * _UNITS[match[2].lower()]
     if size >= MAX_BYTES:
-        raise ConfigError(f"no machine has so much memory: {text[:40]!r}", param=param)
+        raise ConfigError(f"{param}: no machine has so much memory: {text[:40]!r}", param=param)
     return int(size)
 
 

@@ -280,8 +280,6 @@ def check_tokens(request: Request, *, is_running: bool, vocab_size: int, max_mod
     num_answer_tokens = 0 if request.is_prefill_only else 1
     if len(request.token_ids) + num_answer_tokens - min(request.num_output_tokens, 1) > max_model_len:
         raise PromptTooLongError(
-            f"the prompt has {len(request.token_ids)} tokens, more than the {max_model_len} of the context leave room "
-            "for",
-            param="prompt",
-            code="context_length_exceeded",
+            f"the prompt has {len(request.token_ids)} tokens, more than the {max_model_len} of the context leave "
+            "room for"
         )

@@ -76,6 +76,9 @@ class PayloadTooLargeError(InvalidInputError):
 class PromptTooLongError(InvalidInputError):
     """Prompt and answer do not fit into the model's context or into the KV pool."""
 
+    def __init__(self, message: str, param: str = "prompt") -> None:
+        super().__init__(message, param=param, code="context_length_exceeded")
+
 
 class ProtocolError(KvrelayError):
     """A message is malformed or of an unknown type or version. It is dropped, logged and counted."""

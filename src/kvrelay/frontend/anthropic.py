@@ -251,9 +251,17 @@ _TYPES = {
 }
 
 
-class AnthropicError(msgspec.Struct, frozen=True):
+class ThreadRefusal(msgspec.Struct, frozen=True):
+    """With it Anthropic's tool runner sends whole histories from then on. It begins with a ``thread`` by itself."""
+
+    error_code: str = "thread_unsupported_request"
+    unsupported: tuple[str, ...] = ("thread",)
+
+
+class AnthropicError(msgspec.Struct, frozen=True, omit_defaults=True):
     type: str
     message: str
+    details: ThreadRefusal | None = None
 
 
 class AnthropicErrorBody(msgspec.Struct, frozen=True):
@@ -267,7 +275,10 @@ def anthropic_error(failure: Failure) -> bytes:
     message = failure.line
     if failure.param is not None and failure.param not in message:
         message = f"{failure.param}: {message}"
-    return msgspec.json.encode(AnthropicErrorBody(AnthropicError(kind, message)))
+    if failure.code == "context_length_exceeded":
+        message = f"prompt is too long: {failure.line}"  # clients look for these words
+    details = ThreadRefusal() if failure.param == "thread" else None
+    return msgspec.json.encode(AnthropicErrorBody(AnthropicError(kind, message, details)))
 
 
 # -- how answers are written ------------------------------------------------------------------------------------------

@@ -121,7 +121,7 @@ class NamedTool(msgspec.Struct, frozen=True):
     name: FunctionName | None = None
 
 
-class TextFormat(msgspec.Struct, frozen=True):
+class TextFormat(msgspec.Struct, frozen=True, omit_defaults=True):
     """``type`` is text, json_object or json_schema."""
 
     type: Word

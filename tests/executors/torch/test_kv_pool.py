@@ -93,10 +93,10 @@ def test_amounts_of_memory_are_parsed_in_bytes(text: str, expected: int) -> None
 
 @pytest.mark.parametrize("text", ["", "lots", "-1GiB", "4 G B", "1e9"])
 def test_malformed_amounts_of_memory_are_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="amount of memory"):
-        parse_bytes(text)
+    with pytest.raises(ConfigError, match="host_kv_cache is not an amount of memory"):
+        parse_bytes(text, "host_kv_cache")
 
 
 def test_an_amount_beyond_all_machines_is_refused() -> None:
-    with pytest.raises(ConfigError, match="no machine has so much memory"):
+    with pytest.raises(ConfigError, match="kv_cache_memory: no machine has so much memory"):
         parse_bytes("9" * 400 + "TiB")

@@ -24,7 +24,7 @@ BODIES: list[tuple[bytes, str | None]] = [
     (b'{"prompt": "a", "temperature": Infinity}', None),
     (b'{"prompt": "a", "temperature": 1e999}', "temperature"),
     (b'{"prompt": "a", "x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", None),
-    (b'{"max_tokens": 1}', None),
+    (b'{"max_tokens": 1}', "prompt"),
     (b'{"prompt": null}', "prompt"),
     (b'{"prompt": 5}', "prompt"),
     (b'{"prompt": ""}', "prompt"),
@@ -77,7 +77,7 @@ CHAT_BODIES: list[tuple[bytes, str | None]] = [
     (b'{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}', "messages"),
     (b'{"messages": [{"role": "user", "content": "x"}], "tools": [{}]}', "tools"),
     (b'{"messages": [{"role": "user", "content": "x"}], "top_logprobs": 3}', "top_logprobs"),
-    (b'{"messages": [{"role": "user", "content": "x"}], "logprobs": true, "top_logprobs": 21}', "logprobs"),
+    (b'{"messages": [{"role": "user", "content": "x"}], "logprobs": true, "top_logprobs": 21}', "top_logprobs"),
     (b'{"messages": [{"role": "user", "content": "x"}], "modalities": ["audio"]}', "modalities"),
     (b'{"messages": [{"role": "user", "content": "x"}], "chat_template": "{{ 1 }}"}', "chat_template"),
 ]

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from tests.executors.constrained import COMPILER
 from tests.frontend.doubles import FakeCluster, FakeWorker, Script, running
 from tests.frontend.raw_http import send
 
@@ -13,8 +14,16 @@ from kvrelay.core.grammar import ANY_JSON_OBJECT, MAX_GRAMMAR_CHARS, MAX_GRAMMAR
 from kvrelay.core.messages import GenerateRequest, OutputBatch, RequestRefused, TokenOutput
 from kvrelay.core.status import FinishReason
 from kvrelay.errors import InvalidInputError
-from kvrelay.frontend.openai.requests import MAX_CHOICES, ChatCompletionRequest, CompletionRequest, parse_body
+from kvrelay.frontend.openai.requests import (
+    MAX_CHOICES,
+    ChatCompletionRequest,
+    CompletionRequest,
+    FunctionDefinition,
+    Tool,
+    parse_body,
+)
 from kvrelay.frontend.openai.structured import MAX_OBJECT_KEYS, MAX_SCHEMA_DEPTH, MAX_SCHEMA_KEYS, constraint_of
+from kvrelay.frontend.tools.chat_form import arguments_schema
 from kvrelay.rpc.base import Peer
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
@@ -97,6 +106,26 @@ def test_each_field_becomes_a_grammar(fields: dict[str, object], param: str, gra
     constraint = constraint_of(parsed(fields))
     assert constraint is not None
     assert (constraint.param, constraint.grammar) == (param, grammar)
+
+
+FORMATS = ["date-time", "uuid", "ipv6", "idn-email", "iri", "regex", "binary", "byte", "password", "path"]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_formats_are_obeyed_or_are_notes(name: str) -> None:
+    """JSON Schema's own, those of OpenAPI (int64, password), and those of pydantic (path): no one is an error."""
+    constraint = constraint_of(parsed({"guided_json": {"type": "string", "format": name}}))
+    assert constraint is not None
+    COMPILER.compile(constraint.grammar)
+
+
+def test_only_keywords_are_notes() -> None:
+    kept: dict[str, object] = {"format": {"format": "date"}, "uniqueItems": False, "const": {"const": {"format": "x"}}}
+    schema = {"properties": {**kept, "default": {"format": "byte"}, "items": {"uniqueItems": False}}}
+    kept = {"properties": {**kept, "default": {}, "items": {}}}
+    assert constraint_of(parsed({"guided_json": schema})) == constraint_of(parsed({"guided_json": kept}))
+    tools = [Tool("function", FunctionDefinition("f", parameters=parameters)) for parameters in (schema, kept)]
+    assert arguments_schema(tools[0]) == arguments_schema(tools[1])
 
 
 def test_gbnf_becomes_lark() -> None:

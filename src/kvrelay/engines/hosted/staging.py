@@ -184,7 +184,7 @@ def allocate_staging(
     """As large as ``--vllm-staging`` says. ``layers``: as in StagingPlace. Raises ConfigError if the longest prompt
     does not fit."""
     vllm = settings.vllm
-    num_blocks = parse_bytes(vllm.vllm_staging) // layout.block_bytes
+    num_blocks = parse_bytes(vllm.vllm_staging, "vllm_staging") // layout.block_bytes
     if num_blocks * layout.block_size < max_model_len:
         needed = -(-max_model_len // layout.block_size) * layout.block_bytes
         raise ConfigError(

@@ -37,7 +37,7 @@ from kvrelay.frontend.generate.answers import (
     require_client,
 )
 from kvrelay.frontend.generate.chat_api import ChatApi, ChatTask
-from kvrelay.frontend.generate.prompts import Prompt, chat_prompt, completion_prompts, read_completion
+from kvrelay.frontend.generate.prompts import Prompt, chat_prompt, completion_prompts, counted_chat, read_completion
 from kvrelay.frontend.generate.sequence import Sequence, sequences_of
 from kvrelay.frontend.openai.answer import AnswerContext, AnswerFormat, encode_json, with_extra
 from kvrelay.frontend.openai.answer_spec import (
@@ -147,7 +147,8 @@ class Pipeline:
             spec.check(model.vocab_size)
             client = exchange.request.client
             with self._admission.admitted(spec.n, client, self._keys.limits_of(client)):
-                prompts = await self._prepared(exchange, size, _chat_prompt(request, model, form, spec.keep_last))
+                work = chat_prompt(request, model, form.functions, spec.keep_last)
+                prompts = await self._prepared(exchange, size, work)
                 context = AnswerContext(
                     request_id,
                     int(time.time()),
@@ -166,8 +167,9 @@ class Pipeline:
         task, model, size = await self._read_chat(api, exchange)
         with api.own_names():
             form = await self._threads.call(size, self._chat_form, task.request, model)
-            (prompt,) = await self._prepared(exchange, size, _chat_prompt(task.request, model, form))
-            exchange.respond(Response(200, encode_json({"input_tokens": len(prompt.token_ids)})))
+            work = counted_chat(task.request, model, form.functions)
+            num_tokens = await self._threads.run(size, work, partial(require_client, exchange))
+            exchange.respond(Response(200, encode_json({"input_tokens": num_tokens})))
 
     async def _read_chat(self, api: ChatApi, exchange: Exchange) -> tuple[ChatTask, Model, int]:
         """The request, its model, and how many bytes it had."""
@@ -340,12 +342,6 @@ def _milliseconds(request: HttpRequest, header: str) -> float:
 def _texts(request: GenerationFields, model: Model) -> TokenTexts:
     """How logprobs name tokens."""
     return TokenIdTexts(model.tokenizer) if request.return_tokens_as_token_ids else model.tokenizer
-
-
-def _chat_prompt(
-    request: ChatCompletionRequest, model: Model, form: ChatForm, keep_last: int | None = None
-) -> Pieces[list[Prompt]]:
-    return chat_prompt(request, model, form.tools.tools if form.tools else (), keep_last)
 
 
 class BrokenStreamError(KvrelayError):

@@ -93,20 +93,35 @@ def chat_prompt(
 ) -> Pieces[list[Prompt]]:
     """The rendered messages, as the only prompt. The template writes special tokens itself, so none are added unless
     asked for. ``tools`` are the functions that the model may call. Raises InvalidInputError."""
+    text = _chat_text(request, model, tools)
+    yield
+    return (yield from completion_prompts([text], model, bool(request.add_special_tokens), keep_last=keep_last))
+
+
+def counted_chat(request: ChatCompletionRequest, model: Model, tools: Sequence[dict[str, object]] = ()) -> Pieces[int]:
+    """The tokens of the same prompt, even if it does not fit: clients count to learn that. Raises InvalidInputError."""
+    text = _chat_text(request, model, tools, MAX_TOKENIZED_CHARS)
+    yield
+    (token_ids,) = yield from model.tokenizer.encode_texts([text], bool(request.add_special_tokens))
+    return len(token_ids)
+
+
+def _chat_text(
+    request: ChatCompletionRequest, model: Model, tools: Sequence[dict[str, object]], max_chars: int | None = None
+) -> str:
     arguments = request.chat_template_kwargs
     if request.reasoning_effort is not None:
         arguments = {"reasoning_effort": request.reasoning_effort, **(arguments or {})}
     messages, with_prompt = request.messages, request.add_generation_prompt
     if request.continue_final_message:
         messages, with_prompt = _left_open(messages), False
-    text = render_chat(messages, model, with_prompt, arguments, tools=tools)
+    text = render_chat(messages, model, with_prompt, arguments, max_chars, tools)
     if request.continue_final_message:
         text, found, rest = text.rpartition(_OPEN_END.rstrip())
         if not found:
             raise InvalidInputError("the chat template does not show the last message", param="continue_final_message")
         text = text if rest.startswith(" ") else text.rstrip()
-    yield
-    return (yield from completion_prompts([text], model, bool(request.add_special_tokens), keep_last=keep_last))
+    return text
 
 
 def echoed_message(request: ChatCompletionRequest) -> str:
@@ -168,7 +183,10 @@ def render_chat(
     template = template.chosen(bool(tools))
     shown, described = (tools, ()) if template.form.knows_tools else ((), tools)
     shapes = template_messages(messages, template.form, described)
-    return template.render(shapes, add_generation_prompt is not False, arguments, max_chars, shown)
+    try:
+        return template.render(shapes, add_generation_prompt is not False, arguments, max_chars, shown)
+    except PromptTooLongError as exc:
+        raise _too_long(exc.message, model, "messages") from exc
 
 
 def _split(prompt: str | list[str | int | list[int]]) -> list[PromptItem]:
@@ -190,7 +208,7 @@ def _max_chars(model: Model) -> int:
 
 def _check_length(text: str, model: Model) -> None:
     if len(text) > _max_chars(model):
-        raise _too_long(f"The prompt's {len(text)} characters cannot fit into a context of", model)
+        raise _too_long(f"The prompt's {len(text)} characters cannot fit.", model)
 
 
 def _kept(keep_last: int, model: Model) -> int:
@@ -209,7 +227,7 @@ def _last(token_ids: list[int], count: int | None) -> list[int]:
 def _prompt(token_ids: list[int], model: Model, text: str | None = None) -> Prompt:
     """``text``: of a prompt that was given as text."""
     if text is not None and len(token_ids) > model.max_model_len:
-        raise _too_long("The prompt is longer than the model's maximum context length of", model)
+        raise _too_long("The prompt is longer.", model)
     try:
         packed = _packed(token_ids, model, "prompt")
     except InvalidInputError:
@@ -231,5 +249,7 @@ def _packed(token_ids: list[int], model: Model, param: str) -> array[int]:
     return packed
 
 
-def _too_long(what: str, model: Model) -> PromptTooLongError:
-    return PromptTooLongError(f"{what} {model.max_model_len} tokens.", param="prompt", code="context_length_exceeded")
+def _too_long(what: str, model: Model, param: str = "prompt") -> PromptTooLongError:
+    """In OpenAI's words, which clients look for."""
+    message = f"This model's maximum context length is {model.max_model_len} tokens. {what}"
+    return PromptTooLongError(message, param)

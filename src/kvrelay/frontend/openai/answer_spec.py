@@ -10,7 +10,7 @@ from typing import TypeVar
 import msgspec
 
 from kvrelay.config import KeyLimits
-from kvrelay.core.sampling import SamplingParams
+from kvrelay.core.sampling import MAX_LOGPROBS, SamplingParams
 from kvrelay.errors import InvalidInputError, PayloadTooLargeError, PromptTooLongError
 from kvrelay.frontend.openai.bounds import MAX_STOP_CHARS
 from kvrelay.frontend.openai.requests import (
@@ -108,9 +108,7 @@ class AnswerSpec(msgspec.Struct, frozen=True):
             asked = f" and {wanted} for the answer" if wanted > room and wanted > 0 else ""
             raise PromptTooLongError(
                 f"This model's maximum context length is {max_model_len} tokens, but the request has "
-                f"{num_prompt_tokens} in the prompt{asked}.",
-                param="prompt",
-                code="context_length_exceeded",
+                f"{num_prompt_tokens} in the prompt{asked}."
             )
         if self.sampling.min_tokens > wanted:
             raise InvalidInputError(
@@ -198,6 +196,8 @@ def _chat_spec(
     logprobs = _or(request.top_logprobs, 0) if request.logprobs else None
     if request.top_logprobs and not request.logprobs:
         raise InvalidInputError("top_logprobs needs logprobs to be true", param="top_logprobs")
+    if logprobs is not None and not 0 <= logprobs <= MAX_LOGPROBS:
+        raise InvalidInputError(f"top_logprobs must be between 0 and {MAX_LOGPROBS}", param="top_logprobs")
     max_tokens = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
     sampling = _sampling(request, defaults, logprobs, request.prompt_logprobs, constraint)
     return _spec(request, sampling, max_tokens, max_n, constraint)

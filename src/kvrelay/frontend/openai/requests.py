@@ -239,7 +239,7 @@ def parse_body(body: bytes, kind: type[Body], check_fields: FieldsCheck | None =
                 check_fields(kind, _fields.decode(body))
     except msgspec.ValidationError as exc:
         message, _, place = str(exc).partition(" - at ")
-        field = re.search(r"\$\.(\w+)", place)
+        field = re.search(r"\$\.(\w+)", place) or re.search(r"required field `(\w+)", message)
         param = field[1] if field else None
         raise InvalidInputError(f"{param or 'body'}: {message}", param=param) from exc
     except RecursionError as exc:

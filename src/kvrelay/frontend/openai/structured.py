@@ -31,6 +31,13 @@ _REFUSED_KEYS = frozenset({"x-guidance"})
 """Settings of the library that compiles schemas, not of JSON Schema."""
 
 
+_FORMATS = frozenset(["date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid"])
+"""What the library knows of ``format``. All others are only notes, as JSON Schema has it: it would refuse them."""
+_NO_UNIQUE = ("uniqueItems", False)
+_NAMED_SCHEMAS = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
+_VALUES = frozenset({"const", "enum", "default", "examples"})
+
+
 class Constraint(msgspec.Struct, frozen=True):
     """A grammar and the field that requests it, for errors."""
 
@@ -71,10 +78,25 @@ def schema_source(schema: object, param: str) -> str:
     if not isinstance(schema, dict):
         raise InvalidInputError(f"{param} must be a JSON schema, that is, an object", param=param)
     _check_schema(schema, param)
-    source = msgspec.json.encode(schema).decode()
+    source = msgspec.json.encode(_without_notes(schema)).decode()
     if len(source) > MAX_GRAMMAR_CHARS:
         raise InvalidInputError(f"{param} has more than {MAX_GRAMMAR_CHARS} characters", param=param)
     return source
+
+
+def _without_notes(schema: object, *, names: bool = False) -> object:
+    """A schema without what asserts nothing, but is refused. ``names``: its keys are not keywords."""
+    if isinstance(schema, list):
+        return [_without_notes(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    if names:
+        return {name: _without_notes(value) for name, value in schema.items()}
+    return {
+        key: value if key in _VALUES else _without_notes(value, names=key in _NAMED_SCHEMAS)
+        for key, value in schema.items()
+        if not ((key == "format" and isinstance(value, str) and value not in _FORMATS) or (key, value) == _NO_UNIQUE)
+    }
 
 
 def lark_string(text: str) -> str:

@@ -252,9 +252,7 @@ def _joined(pieces: Iterable[str], max_chars: int) -> str:
         num_chars += len(piece)
         if num_chars > max_chars:
             raise PromptTooLongError(
-                f"The chat template turns these messages into more than {max_chars} characters; they cannot fit.",
-                param="messages",
-                code="context_length_exceeded",
+                f"The chat template turns these messages into more than {max_chars} characters; they cannot fit."
             )
     return "".join(found)
 

@@ -49,6 +49,11 @@ class ChatForm(msgspec.Struct, frozen=True):
     tools: ToolCalling | None = None
     constraint: Constraint | None = None
 
+    @property
+    def functions(self) -> Sequence[dict[str, object]]:
+        """That the model hears of."""
+        return self.tools.tools if self.tools else ()
+
 
 def chat_form(
     request: ChatCompletionRequest, dialect: Dialect | None, markers: Mapping[str, int] = NO_MARKERS
@@ -126,9 +131,8 @@ def calls_grammar(
 def arguments_schema(tool: Tool) -> str:
     """The schema of a function's arguments as text. An object that lists its properties may have no others: schemas
     rarely state this but mean it."""
-    parameters = tool.function.parameters
-    schema = dict(parameters) if parameters else dict(_ANY_ARGUMENTS)
-    schema_source(schema, "tools")
+    source = schema_source(tool.function.parameters or _ANY_ARGUMENTS, "tools")
+    schema = msgspec.json.decode(source, type=dict[str, object])
     schema.setdefault("type", "object")
     if schema["type"] != "object":
         raise InvalidInputError(f"the parameters of {tool.function.name} must be of type object", param="tools")

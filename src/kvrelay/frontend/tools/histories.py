@@ -140,7 +140,7 @@ def _add_calls(shape: dict[str, object], message: ChatMessage, form: MessageForm
             "type": "function",
             "function": {
                 "name": call.function.name,
-                "arguments": (call.function.arguments or "{}") if form.text_arguments else given,
+                "arguments": (call.function.arguments if given else "{}") if form.text_arguments else given,
             },
         }
         for call, given in zip(calls, arguments, strict=True)
@@ -148,8 +148,9 @@ def _add_calls(shape: dict[str, object], message: ChatMessage, form: MessageForm
 
 
 def _arguments(text: str) -> dict[str, object]:
-    """Raises InvalidInputError for what is no JSON object, even if the template takes it as text."""
+    """Empty for what is no JSON object, as in vLLM: a call that its limit cut stays in the history, and templates fail
+    for anything else."""
     try:
-        return msgspec.json.decode(text or "{}", type=dict[str, object])
-    except UNREADABLE as exc:
-        raise InvalidInputError("the arguments of a tool call must be a JSON object as text", param="messages") from exc
+        return msgspec.json.decode(text, type=dict[str, object])
+    except UNREADABLE:
+        return {}
