@@ -19,6 +19,7 @@ from kvrelay.engine.holding import MAX_POOLS, num_holding_blocks
 from kvrelay.engine.request import PrefillMode, Request
 from kvrelay.engine.step import KeptBlocks, StepOutput
 from kvrelay.executors.mock import MockExecutor, mock_generate
+from kvrelay.placement.base import Decision, Objectives, PrefillPlace, Situation
 from kvrelay.placement.cost import PlacementState
 
 MakeEngine = Callable[..., EngineCore]
@@ -162,10 +163,18 @@ def test_a_prefix_that_the_pool_has_by_then_is_not_copied(
 
 
 class Learner:
-    """A placement that hears how long remote prefills take."""
+    """A placement that sends each prefill away, and hears how long that takes."""
+
+    has_choice = True
 
     def __init__(self) -> None:
         self.heard: list[tuple[str, int, int, float]] = []
+
+    def decide(self, _: Situation) -> Decision:
+        return Decision(PrefillPlace.REMOTE)
+
+    def placed(self, decision: Decision) -> None:
+        assert decision.place is PrefillPlace.REMOTE
 
     def came_back(self, *numbers: Any) -> None:
         self.heard.append(numbers)
@@ -175,8 +184,8 @@ def test_placement_learns_how_long_hand_offs_take_wherever_their_kv_comes_to(mak
     clock, learner = ManualClock(5.0), Learner()
     decode = Decode(make_engine, clock=clock, max_num_seqs=1)
     for name, seconds in (("direct", 1.0), ("held", 2.0)):
-        request = Request(name, prompt(9), SamplingParams(max_tokens=1), mode=PrefillMode.REMOTE)
-        request.placement = PlacementState(policy=learner)  # type: ignore[arg-type]
+        request = Request(name, prompt(9), SamplingParams(max_tokens=1))
+        request.placement = PlacementState(policy=learner, objectives=Objectives(1.0, 1.0))  # type: ignore[arg-type]
         decode.engine.add_request(request)
         decode.step()
         clock.advance(seconds)
