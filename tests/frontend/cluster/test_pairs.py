@@ -95,6 +95,15 @@ async def test_no_token_comes_twice_whichever_is_faster(model_dir: Path, slow: s
             assert await tokens_of(cluster) == [10, 11, 12]
 
 
+async def test_a_prefill_whose_decode_worker_answers_first_is_not_aborted(model_dir: Path) -> None:
+    """The decode worker has its KV, or has told it that it needs none."""
+    async with pair(model_dir, Script(hang=True), Script((10, 11, 12))) as (cluster, prefill):
+        for _ in range(2):
+            assert await tokens_of(cluster) == [10, 11, 12]
+        assert len(prefill.requests) == 2
+        assert not prefill.aborted
+
+
 async def test_short_prompts_and_scored_ones_go_to_a_decode_worker_alone(model_dir: Path) -> None:
     async with pair(model_dir, Script(), Script()) as (cluster, prefill):
         assert await tokens_of(cluster, LONG[:200]) == [10] * 3

@@ -200,6 +200,27 @@ async def test_requests_leave_a_worker_with_a_failed_engine(model_dir: Path) -> 
         assert streamed(await ask(cluster)) == (ANSWER, list(TOKENS))
 
 
+async def test_the_end_of_a_worker_that_gave_a_request_up_does_not_move_it_again(model_dir: Path) -> None:
+    async with running(model_dir, Script(TOKENS, fail_after=2), Script(TOKENS, delay_s=0.005)) as cluster:
+        first, second = cluster.workers["w0"], cluster.workers["w1"]
+        asking = asyncio.create_task(ask(cluster))
+        await cluster.until(lambda: len(second.requests) == 1)
+        await first.die()
+        assert streamed(await asking) == (ANSWER, list(TOKENS))
+        assert cluster.frontend.metrics.of("tiny").num_migrations == len(second.requests) == 1
+
+
+async def test_each_loss_begins_the_wait_for_a_worker_anew(model_dir: Path) -> None:
+    async with running(model_dir, Script(TOKENS, die_after=3)) as cluster:
+        asking = asyncio.create_task(ask(cluster))
+        for number, heir in enumerate((Script(TOKENS, die_after=3), Script(TOKENS))):
+            await cluster.until(lambda seen=number: cluster.frontend.metrics.of("tiny").num_migrations > seen)
+            await cluster.deregister(f"w{number}")
+            skip(0.9 * sequence.REPLACEMENT_WAIT_S)
+            await cluster.add_worker(f"w{number + 1}", heir)
+        assert streamed(await asking) == (ANSWER, list(TOKENS))
+
+
 async def test_an_answer_that_has_begun_waits_for_the_heir_of_a_failed_engine(model_dir: Path) -> None:
     """As for that of a lost worker: an engine whose rank was killed says so before its worker ends."""
     async with running(model_dir, Script(TOKENS, fail_after=3)) as cluster:
