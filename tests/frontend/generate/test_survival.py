@@ -54,7 +54,9 @@ async def test_a_lost_worker_is_replaced_token_by_token(model_dir: Path, die_aft
         assert second.output_token_ids == TOKENS[:die_after]
         assert second.sampling == first.sampling
         assert second.prompt_token_ids == first.prompt_token_ids
-        assert cluster.frontend.metrics.of("tiny").num_migrations == 1
+        counts = cluster.frontend.metrics.of("tiny")
+        assert counts.num_migrations == 1
+        assert counts.of_worker("w1").itl.count == len(TOKENS) - max(die_after, 1), "the gap before its first token, too"
 
 
 @pytest.mark.parametrize(
