@@ -471,6 +471,7 @@ async def test_a_defect_hits_one_request_only(model_dir: Path) -> None:
         assert (broken.status, fine.status) == (500, 200)
         assert streamed(fine) == (ANSWER, list(TOKENS))
         await cluster.until(lambda: cluster.frontend.metrics.num_in_flight_of() == 0)
+        await cluster.until(lambda: len(cluster.workers["w0"].aborted) == 1)
 
 
 @pytest.mark.parametrize("refuse", [None, RequestRefused("", "full", 429, True)], ids=["lost", "refused"])
