@@ -56,7 +56,7 @@ async def test_a_lost_worker_is_replaced_token_by_token(model_dir: Path, die_aft
         assert second.prompt_token_ids == first.prompt_token_ids
         counts = cluster.frontend.metrics.of("tiny")
         assert counts.num_migrations == 1
-        assert counts.of_worker("w1").itl.count == len(TOKENS) - max(die_after, 1), "the gap before its first token, too"
+        assert counts.of_worker("w1").itl.count == len(TOKENS) - max(die_after, 1)
 
 
 @pytest.mark.parametrize(
@@ -92,6 +92,15 @@ async def test_tokens_of_one_step_share_the_time_before_it(model_dir: Path) -> N
         counts = cluster.frontend.metrics.of("tiny").latencies.itl.counts
         assert sum(counts) == 19
         assert [count % 5 for count in counts] == [4] + [0] * (len(counts) - 1)
+
+
+async def test_an_answer_of_two_tokens_is_judged_by_its_one_gap(model_dir: Path) -> None:
+    async with running(model_dir, Script(TOKENS, delay_s=0.05)) as cluster:
+        counts = cluster.frontend.metrics.of("tiny")
+        for objective_ms, judged in (("49", (1, 0)), ("100000", (1, 1))):
+            headers = {"x-kvrelay-slo-ttft-ms": "100000", "x-kvrelay-slo-itl-ms": objective_ms}
+            await send(cluster.frontend.port, "POST", "/v1/completions", {**BODY, "max_tokens": 2}, headers)
+            assert (counts.num_late_gaps, counts.num_in_time) == judged
 
 
 @pytest.mark.parametrize("lost", range(len(TOKENS) - 1))
