@@ -63,7 +63,7 @@ def test_a_request_from_arrival_to_end(make_engine: MakeEngine) -> None:
     ]
     times = engine.stats().times
     assert (times.queue.count, times.queue.total_s) == (1, 1.0)
-    assert (times.prefill.count, times.handoff.count, times.step.count) == (1, 0, 3)
+    assert (times.prefill.count, times.prefill.total_s, times.handoff.count, times.step.count) == (1, 0.0, 0, 3)
 
 
 def test_a_decode_step_is_one_observation(make_engine: MakeEngine) -> None:

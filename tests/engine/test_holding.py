@@ -4,6 +4,7 @@ take."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -18,6 +19,8 @@ from kvrelay.engine.holding import MAX_POOLS, num_holding_blocks
 from kvrelay.engine.request import PrefillMode, Request
 from kvrelay.engine.step import KeptBlocks, StepOutput
 from kvrelay.executors.mock import MockExecutor, mock_generate
+from kvrelay.placement.base import Decision, Objectives, PrefillPlace, Situation
+from kvrelay.placement.cost import PlacementState
 
 MakeEngine = Callable[..., EngineCore]
 VOCAB_SIZE, EOS = 500, (2,)
@@ -157,6 +160,42 @@ def test_a_prefix_that_the_pool_has_by_then_is_not_copied(
     assert len(copied) == 1, "ten of eleven blocks were cached"
     decode.step(10)
     assert decode.tokens["r"] == reference([*prompt(10 * SIZE), 5, 6], 6)
+
+
+class Learner:
+    """A placement that sends each prefill away, and hears how long that takes."""
+
+    has_choice = True
+
+    def __init__(self) -> None:
+        self.heard: list[tuple[str, int, int, float]] = []
+
+    def decide(self, _: Situation) -> Decision:
+        return Decision(PrefillPlace.REMOTE)
+
+    def placed(self, decision: Decision) -> None:
+        assert decision.place is PrefillPlace.REMOTE
+
+    def came_back(self, *numbers: Any) -> None:
+        self.heard.append(numbers)
+
+
+def test_placement_learns_how_long_hand_offs_take_wherever_their_kv_comes_to(make_engine: MakeEngine) -> None:
+    clock, learner = ManualClock(5.0), Learner()
+    decode = Decode(make_engine, clock=clock, max_num_seqs=1)
+    for name, seconds in (("direct", 1.0), ("held", 2.0)):
+        request = Request(name, prompt(9), SamplingParams(max_tokens=1))
+        request.placement = PlacementState(policy=learner, objectives=Objectives(1.0, 1.0))  # type: ignore[arg-type]
+        decode.engine.add_request(request)
+        decode.step()
+        clock.advance(seconds)
+        decode.arrive(name)
+        decode.step()
+        decode.local(f"after {name}", prompt(4), 8)
+        decode.step()
+    assert learner.heard == [("direct", 9, 0, 1.0), ("held", 9, 0, 2.0)]
+    times = decode.engine.stats().times
+    assert (times.handoff.count, times.handoff.total_s) == (2, 3.0)
 
 
 def test_without_a_slot_it_is_held_though_the_pool_has_room(make_engine: MakeEngine) -> None:
@@ -415,6 +454,20 @@ def kept(engine: EngineCore) -> list[KeptBlocks]:
     found = engine.step().kept_blocks
     engine.check_integrity()
     return found
+
+
+@pytest.mark.parametrize("num_holding_blocks", [0, 8])
+def test_sending_takes_until_the_pool_has_its_blocks_again(make_engine: MakeEngine, num_holding_blocks: int) -> None:
+    clock = ManualClock(5.0)
+    engine = make_engine(num_blocks=NUM_BLOCKS, num_holding_blocks=num_holding_blocks, clock=clock)
+    request = computed(engine, 5 * SIZE)
+    clock.advance(1.0)
+    engine.keep_blocks("h", tuple(request.block_ids))
+    kept(engine)
+    clock.advance(2.0)
+    engine.sending_finished("h")
+    times = engine.stats().times
+    assert (times.sending.count, times.sending.total_s) == (1, 1.0 if num_holding_blocks else 3.0)
 
 
 def test_computed_kv_is_kept_beside_the_pool_until_it_was_read(make_engine: MakeEngine) -> None:

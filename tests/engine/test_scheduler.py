@@ -244,6 +244,19 @@ def test_no_sequence_is_preempted_for_a_key_above_its_share_or_without_keys(make
     assert engine.scheduler.num_preemptions == 0
 
 
+def test_a_key_above_its_share_with_what_is_computed_elsewhere_takes_nothing_of_others(make_engine: MakeEngine) -> None:
+    """7 of 17 blocks wait for the KV of key a, whose next prompt needs 2. Key b has 9."""
+    engine = make_engine(num_blocks=17)
+    engine.add_request(request("remote", 28, tenant="a", mode=PrefillMode.REMOTE))
+    engine.add_request(other := request("other", 33, first=100, tenant="b"))
+    for _ in range(2):
+        engine.step()
+    assert engine.pool.num_free == 1
+    engine.add_request(request("next", 8, first=300, tenant="a"))
+    engine.step()
+    assert other.status is RequestStatus.RUNNING
+
+
 def test_a_key_keeps_its_blocks_beside_a_flood_at_a_better_priority(make_engine: MakeEngine) -> None:
     engine = make_engine(num_blocks=24, max_num_seqs=8)
     modest = request("modest", 8, max_tokens=30, first=200, tenant="b")

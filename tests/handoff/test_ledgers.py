@@ -274,6 +274,15 @@ def test_the_end_of_a_lease_moves_the_request_and_the_fence_frees_the_blocks() -
     assert de.EndLoan("h", 1) in ledger.handle(Tick(), 12.0)
 
 
+def test_a_claimant_that_registers_in_a_later_term_has_no_grant_left() -> None:
+    """It withdrew everything before that, so nothing waits for the end of its old lease."""
+    ledger = decode_ledger()
+    ledger.handle(claim(), 1.0)
+    actions = ledger.handle(Registered("p", 10.0, 2), 2.0)
+    assert actions == [de.EndLoan("h", 1), de.ComputeHere("h", "r", EndReason.CLAIMANT_LEASE_ENDED)]
+    assert (ledger.num_grants, ledger.counters.num_fenced) == (0, 1)
+
+
 def test_an_abandon_is_said_again_over_the_claimants_next_connection() -> None:
     ledger = decode_ledger()
     ledger.handle(claim(), 1.0)

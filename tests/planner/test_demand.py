@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 import pytest
-from tests.planner.toy import OBJECTIVES, steady, workers
+from tests.planner.toy import OBJECTIVES, loaded, steady, workers
 
 from kvrelay.core.events import TokenCounts
 from kvrelay.planner import Demand, FleetView, PlannerState, Traffic, generated_since
@@ -26,9 +26,10 @@ def poisson(rng: np.random.Generator, rate: float, prompt: float, seconds: float
     )
 
 
-def test_a_jump_is_found_where_it_is() -> None:
+@pytest.mark.parametrize("num_after", [1, 2])
+def test_a_jump_is_found_where_it_is(num_after: int) -> None:
     rng = np.random.default_rng(1)
-    samples = [poisson(rng, 1.0, 2000) for _ in range(20)] + [poisson(rng, 24.0, 2000) for _ in range(2)]
+    samples = [poisson(rng, 1.0, 2000) for _ in range(20)] + [poisson(rng, 24.0, 2000) for _ in range(num_after)]
     assert last_change(samples) == 20
 
 
@@ -66,6 +67,27 @@ def test_requests_that_wait_for_their_kv_are_no_answers() -> None:
     state = heard(PlannerState(answer_tokens=30.0), steady(4, 400, 30), OBJECTIVES)
     waiting = FleetView(now_s=0.0, workers=workers(1, 1, num_admitted=60, num_running=2))
     assert load_of(waiting, state).answer_tokens == 30.0
+
+
+def test_what_waits_is_beyond_a_prompt_a_worker_and_answers_wait_at_full_workers() -> None:
+    """Two ready workers are at a prompt of 1,000 tokens each. Answers wait for a slot or for blocks, not for a step."""
+    full = ({"num_admitted": 256, "num_waiting": 3}, {"cache_usage": 0.95, "num_waiting": 5}, {"num_waiting": 7})
+    states = [loaded(worker, **load) for worker, load in zip(workers(0, 3), full)]
+    unready = msgspec.structs.replace(loaded(states[0], num_prefill_tokens=9000), is_ready=False)
+    view = FleetView(now_s=0.0, workers=(*states[:2], unready), num_queued_prefill_tokens=2500)
+    load = load_of(view, heard(PlannerState(), steady(1, 1000), OBJECTIVES))
+    assert (load.waiting_tokens, load.waiting_answers) == (500.0, 8.0)
+    load = load_of(FleetView(now_s=0.0, workers=tuple(states)), PlannerState())
+    assert (load.waiting_tokens, load.waiting_answers) == (0.0, 8.0)
+
+
+def test_lengths_vary_by_their_squares() -> None:
+    """A prompt of 1,000 tokens and one of 3,000: the deviation is half of the mean."""
+    traffic = Traffic()
+    for num_tokens in (1000, 3000):
+        traffic.arrived(num_tokens)
+    state = heard(PlannerState(), traffic.demand(2.0), OBJECTIVES)
+    assert load_of(FleetView(now_s=0.0, workers=workers(1, 1)), state).variation == pytest.approx(0.5)
 
 
 def test_generated_tokens_are_those_of_workers_that_answer_and_were_seen_before() -> None:

@@ -218,6 +218,17 @@ def test_the_loss_of_the_very_last_batch_is_noticed(cluster: Cluster) -> None:
     assert cluster.scores(1, 2) == {"a": 2}
 
 
+def test_the_first_batch_of_a_new_epoch_replaces_what_was_held(cluster: Cluster) -> None:
+    """Its number is one that the old epoch had."""
+    cluster.start("a")
+    cluster.deliver()
+    cluster.publish("a", stored([1, 2]))
+    cluster.logs["a"] = KvEventLog("a", 1)
+    cluster.publish("a", stored([3]))
+    assert (cluster.scores(1, 2), cluster.scores(3)) == ({}, {"a": 1})
+    assert cluster.asked == []
+
+
 def test_a_new_epoch_starts_from_nothing(cluster: Cluster) -> None:
     cluster.start("a")
     cluster.publish("a", stored([1, 2]))

@@ -169,7 +169,7 @@ def test_nothing_is_kept_of_a_worker_that_left_with_nothing() -> None:
 
 
 def test_recent_shares_are_of_what_was_placed_and_fade() -> None:
-    clock = ManualClock()
+    clock = ManualClock(1e5)
     load = LoadTable(16, clock)
     for name in ("a", "b", "c"):
         load.add_worker(name)

@@ -221,6 +221,19 @@ def test_auto_pairs_a_lone_prompt_and_queues_what_would_wait() -> None:
     assert pairs.places == {PrefillPlace.REMOTE: 1, PrefillPlace.QUEUE: 1}
 
 
+def test_what_a_decode_worker_computes_itself_counts_there_until_its_first_token() -> None:
+    pairs = pair_router("kv", 1, 1)
+
+    def num_waiting() -> int:
+        return pairs.decodes.explain(distinct("asked")).candidates[0].prefill_tokens
+
+    idle = num_waiting()
+    pairs.choose(distinct("local", LONG), AUTO, must_be_local=True)
+    assert num_waiting() == idle + LONG
+    pairs.first_token("local")
+    assert num_waiting() == idle
+
+
 def test_what_is_queued_counts_at_the_prefill_workers() -> None:
     """It waits at the prefill workers, until its first token or its end."""
     pairs = pair_router("kv", 1, 1, disagg_policy="always")

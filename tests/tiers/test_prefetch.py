@@ -90,6 +90,13 @@ def test_a_prefetch_is_not_in_the_way_of_a_request_that_waits(engine: TieredEngi
     assert engine.run()[name] == expected([*HISTORY, 50])
 
 
+def test_a_prefetch_takes_no_slot_that_is_not_free(engine: TieredEngine) -> None:
+    engine.add([300, 301], max_tokens=2)
+    engine.core.step()
+    engine.core.scheduler.max_num_running = 1
+    assert is_answered_at_once(engine, [*HISTORY, 50])
+
+
 def test_a_prefetch_takes_half_of_the_free_blocks_at_most(engine: TieredEngine) -> None:
     """It needs 7 blocks, of 16 or, beside a running answer, of 11."""
     name = engine.add(list(range(303, 320)), max_tokens=2)

@@ -7,6 +7,7 @@ import asyncio
 from tests.worker.cluster import cluster, expected, prompt
 
 from kvrelay.placement.base import PrefillPlace
+from kvrelay.placement.cost_model import RemoteCost
 
 
 async def test_decisions_are_told_on_request_and_counted():
@@ -46,6 +47,9 @@ async def test_a_burst_by_cost_is_answered_whole_with_aborts_between():
         kept = [number for number in range(40) if number % 4 != 3]
         answers = await asyncio.gather(*(client.answer(f"r{number}") for number in kept))
         assert answers == [expected(prompt(400, number), 8) for number in kept]
+        costs = decode.worker.decode.cost_stats()
+        assert costs.num_samples > 0
+        assert costs.cost.prefill_s != RemoteCost().prefill_s, "it learns the prefill worker's own part of the time"
         await shared.until(lambda: decode.worker.inspect().num_requests == 0)
         assert len(decode.worker.decode.arrivals) == 0
         await shared.check_idle()

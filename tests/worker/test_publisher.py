@@ -49,7 +49,7 @@ async def test_idle_workers_of_a_host_repeat_their_loads_together(monkeypatch: p
     call_at, due_s = loop.call_at, []
     monkeypatch.setattr(loop, "call_at", lambda when, *rest, **more: due_s.append(when) or call_at(when, *rest, **more))
     plane = MemoryBroker().plane()
-    publisher = Publisher("w", 0, plane.events, Keys("test"), KvEventLog("w", 0))
+    publisher = Publisher("w", plane.events, Keys("test"), KvEventLog("w", 0))
     await publisher.start(LOAD)
     await eventually(lambda: any(when % IDLE_INTERVAL_S == 0 for when in due_s))
     await publisher.close()
@@ -61,7 +61,7 @@ async def test_changes_within_the_interval_are_one_sample_and_none_is_lost():
     keys = Keys("test")
     samples: list[LoadMetrics] = []
     await plane.events.subscribe(keys.load_metrics, lambda subject, data: samples.append(decode_load(data)))
-    publisher = Publisher("w", 0, plane.events, keys, KvEventLog("w", 0))
+    publisher = Publisher("w", plane.events, keys, KvEventLog("w", 0))
     await publisher.start(LOAD)
     for number in range(1, 101):
         publisher.update([], msgspec.structs.replace(LOAD, num_blocks_in_use=number))
@@ -88,7 +88,7 @@ async def test_an_idle_worker_repeats_a_refused_sample_soon(monkeypatch: pytest.
         await publish(subject, data)
 
     plane.events.publish = refuse
-    publisher = Publisher("w", 0, plane.events, keys, KvEventLog("w", 0))
+    publisher = Publisher("w", plane.events, keys, KvEventLog("w", 0))
     await publisher.start(LOAD)
     await eventually(lambda: [sample.seq for sample in samples] == [4])
     await publisher.close()
@@ -122,7 +122,7 @@ async def test_frames_fit_and_a_bus_that_refuses_ends_nothing(error: KvrelayErro
     keys = Keys("test")
     frames: list[bytes] = []
     await plane.events.subscribe(keys.kv_events, lambda subject, data: frames.append(data))
-    publisher = Publisher("w", 0, plane.events, keys, KvEventLog("w", 0))
+    publisher = Publisher("w", plane.events, keys, KvEventLog("w", 0))
     await publisher.start(LOAD)
     publish = plane.events.publish
 

@@ -16,6 +16,7 @@ from kvrelay.config import TransferConfig
 from kvrelay.handoff.base import EndReason
 from kvrelay.transfer.base import Post
 from kvrelay.transfer.values import TransferOp
+from kvrelay.worker.prefill.pulling import MAX_COMPUTING
 
 GET = replace(LOOPBACK, send_type="GET")
 
@@ -107,6 +108,20 @@ async def test_blocks_stay_in_use_at_the_prefill_worker_until_they_are_read():
         assert [pool.num_blocks - pool.num_free for pool in held] == [0, 19]
         assert decode.core.pool.num_free < decode.core.pool.num_blocks
         may_read.set()
+
+
+async def test_the_next_prefill_is_computed_while_the_kv_of_earlier_ones_waits_to_be_read():
+    async with cluster(transfer=GET) as shared:
+        prefill, decode, client = await shared.pair()
+        may_read = threading.Event()
+        decode.transport.before.append(lambda post: post.op is not TransferOp.READ or may_read.wait(PATIENCE_S))
+        names = [f"r{number}" for number in range(MAX_COMPUTING + 1)]
+        for number, name in enumerate(names):
+            client.send(name, prompt(300, number))
+        await shared.until(lambda: prefill.worker.stats().engine.tokens.num_prefilled == 300 * len(names))
+        may_read.set()
+        for number, name in enumerate(names):
+            assert await client.answer(name) == expected(prompt(300, number), 8)
 
 
 async def test_a_prefill_worker_that_dies_before_the_read():

@@ -322,7 +322,6 @@ class EngineCore:
             lent.pool.acquire(lent.block_ids)
             lent.pool.release(block_ids[:num_lent])
             block_ids[:num_lent] = lent.block_ids
-        request.handoff_id = None
         if is_held:
             self.scheduler.remote_held(request, token_id, logprobs)
         else:

@@ -348,7 +348,6 @@ class Scheduler:
         self._no_longer_remote(request)
         self._remote_prefills.forget(request)
         request.leave_pair()
-        request.handoff_id = None
         request.move(RequestStatus.WAITING, self._clock.now())
         free_blocks(self.pool, request)
         self.holding.release(request)

@@ -73,8 +73,8 @@ class FleetView(msgspec.Struct, frozen=True, kw_only=True):
 
 class Demand(msgspec.Struct, frozen=True, kw_only=True):
     """What has come and ended in the ``duration_s`` seconds before the view. ``num_prompt_tokens`` and
-    ``num_uncached_tokens`` are those of the arrived requests, ``sum_squares`` the squares of their uncached tokens
-    (0: unknown). ``num_ended`` answers, with ``num_ended_tokens`` in all. ``num_generated_tokens``: of all answers."""
+    ``num_uncached_tokens`` are those of the arrived requests, ``sum_squares`` the squares of their uncached tokens.
+    ``num_ended`` answers, with ``num_ended_tokens`` in all. ``num_generated_tokens``: of all answers."""
 
     duration_s: float
     num_requests: int = 0

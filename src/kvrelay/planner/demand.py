@@ -23,14 +23,16 @@ BUCKETS_PER_WINDOW = 2
 MAX_WINDOWS = 12
 """Older samples are forgotten, however alike."""
 SCATTER = 1.3
-"""Mean of the squares over the square of the mean, of lengths that tell no squares (lognormal, sigma 0.5)."""
+"""Mean of the squares over the square of the mean, of answers' lengths (lognormal, sigma 0.5)."""
 MIN_ENDED = 8
 """Answers whose mean length counts."""
 PRIOR_ANSWER_TOKENS = 200.0
 FULL = 0.9
+ALPHA, BETA = 0.3, 0.1
+"""The gains of ``trend``: of the level, and of the slope for a change of the level."""
 SLOPE_NOISE = 0.042
-"""sqrt(2 b^2 / (a (4 - 2 a - b))) with a = alpha and b = alpha beta of ``trend``: the steady state of an alpha-beta
-filter (Kalata 1984)."""
+"""sqrt(2 b^2 / (a (4 - 2 a - b))) with a = ALPHA and b = ALPHA BETA: the steady state of an alpha-beta filter (Kalata
+1984)."""
 GROWS = 3.0
 """Standard deviations of that noise."""
 
@@ -132,8 +134,7 @@ def _work(demand: Demand) -> tuple[float, float]:
 
 def _squares(demand: Demand) -> tuple[float, float]:
     """Sums of the squares of both."""
-    known = demand.sum_squares or SCATTER * demand.num_uncached_tokens**2 / max(demand.num_requests, 1)
-    return known, SCATTER * demand.num_ended_tokens**2 / max(demand.num_ended, 1)
+    return demand.sum_squares, SCATTER * demand.num_ended_tokens**2 / max(demand.num_ended, 1)
 
 
 def _deviations(after_s: float, after: float, whole_s: float, whole: float, squares: float) -> float:
@@ -145,7 +146,7 @@ def _deviations(after_s: float, after: float, whole_s: float, whole: float, squa
     return abs(after / after_s - (whole - after) / before_s) / math.sqrt(variance)
 
 
-def trend(samples: Sequence[Demand], alpha: float = 0.3, beta: float = 0.1) -> float:
+def trend(samples: Sequence[Demand]) -> float:
     """By how much the request rate grows, in requests per second per second: the slope of a local linear trend (Holt
     1957, the steady state of a Kalman filter for it). 0 with few samples."""
     if len(samples) < 4:
@@ -153,8 +154,8 @@ def trend(samples: Sequence[Demand], alpha: float = 0.3, beta: float = 0.1) -> f
     level, slope = samples[0].num_requests / samples[0].duration_s, 0.0
     for sample in samples[1:]:
         expected = level + slope * sample.duration_s
-        level_now = expected + alpha * (sample.num_requests / sample.duration_s - expected)
-        slope += beta * ((level_now - level) / sample.duration_s - slope)
+        level_now = expected + ALPHA * (sample.num_requests / sample.duration_s - expected)
+        slope += BETA * ((level_now - level) / sample.duration_s - slope)
         level = level_now
     return slope
 
@@ -182,7 +183,6 @@ def load_of(fleet: FleetView, state: PlannerState) -> Load:
     seen = total(state.samples)
     num_requests, seconds = max(seen.num_requests, 1), max(seen.duration_s, 1e-9)
     uncached = seen.num_uncached_tokens / num_requests
-    mean_square = seen.sum_squares / num_requests
     ended = seen.num_ended_tokens / seen.num_ended if seen.num_ended else PRIOR_ANSWER_TOKENS
     answers = state.answer_tokens or ended
     num_running = sum(worker.load.num_running for worker in fleet.workers)
@@ -199,7 +199,7 @@ def load_of(fleet: FleetView, state: PlannerState) -> Load:
         uncached_tokens=uncached,
         prompt_tokens=seen.num_prompt_tokens / num_requests,
         answer_tokens=answers,
-        variation=math.sqrt(max(mean_square / uncached**2 - 1.0, 0.0)) if mean_square and uncached else 0.5,
+        variation=math.sqrt(max(seen.sum_squares / num_requests / uncached**2 - 1.0, 0.0)) if uncached else 0.5,
         # Each worker is at a prompt in the best of times.
         waiting_tokens=max(waiting_tokens - uncached * len(ready), 0.0),
         waiting_answers=float(sum(full)),

@@ -201,7 +201,7 @@ class _Search:
         self, setting: Setting, runs: Runner, candidates: Sequence[Candidate], on_progress: OnProgress
     ) -> None:
         self._setting, self._runs, self._candidates = setting, runs, candidates
-        self._num_requests = num = len(setting.arrivals)
+        num = len(setting.arrivals)
         self._on_progress = on_progress
         self.budgets = sorted({max(min(MIN_BUDGET, num), int(num * part)) for part in BUDGET_SHARES})
         kinds = {candidate.is_split for candidate in candidates}

@@ -54,7 +54,6 @@ class Inbox:
         activity: Callable[[], Activity],
         tasks: TaskSet,
     ) -> None:
-        self._around = around
         self._worker_id = around.worker_id
         self._server = around.server
         self._callers = callers

@@ -224,7 +224,6 @@ class Worker:
     def _build_publisher(self) -> Publisher:
         return Publisher(
             self.identity.worker_id,
-            FIRST_EPOCH,
             self._control.events,
             self._keys,
             KvEventLog(self.identity.worker_id, FIRST_EPOCH),

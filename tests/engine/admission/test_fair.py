@@ -47,6 +47,15 @@ def test_short_ones_come_first_and_equal_ones_in_order_of_arrival() -> None:
     assert len(line.queue) == 0
 
 
+def test_one_keys_candidates_are_its_own_whoever_is_served_first() -> None:
+    line = Line()
+    line.add(1, tenant="a")
+    own = [line.add(size, tenant="b") for size in (9, 2)]
+    line.shares.charge("b", 100)
+    assert line.first().tenant == "a"
+    assert [found.request for found in line.queue.candidates(0.0, 10, "b")] == own[::-1]
+
+
 def test_a_stream_that_stands_still_comes_before_new_ones() -> None:
     line = Line()
     line.add(1)

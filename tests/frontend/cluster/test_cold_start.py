@@ -119,9 +119,12 @@ async def test_a_request_that_its_last_worker_gives_up_while_it_leaves_waits_too
         assert (await asking).status == 200
 
 
-async def test_a_request_that_the_last_worker_refuses_because_it_leaves_waits_too(model_dir: Path) -> None:
+@pytest.mark.parametrize("kind", [RefusalKind.DRAINING, RefusalKind.GONE])
+async def test_a_request_that_the_last_worker_refuses_because_it_leaves_waits_too(
+    model_dir: Path, kind: RefusalKind
+) -> None:
     """The frontend hears the refusal before it hears that the worker has left."""
-    leaves = RequestRefused("", "draining", 503, retryable=True, kind=RefusalKind.DRAINING)
+    leaves = RequestRefused("", "leaving", 503, retryable=True, kind=kind)
     async with running(model_dir, Script(refuse=leaves)) as cluster:
         frontend = await tell(cluster, REPORT)
         asking = asyncio.create_task(send(frontend.port, "POST", "/v1/completions", BODY))

@@ -62,6 +62,13 @@ async def tokens_of(cluster: FakeCluster, prompt: list[int] = LONG, **fields: ob
     return tokens
 
 
+def first_tokens(cluster: FakeCluster) -> dict[str, int]:
+    """How many came from each worker."""
+    assert cluster.frontend is not None
+    counts = cluster.frontend.metrics.of("tiny")
+    return {name: counts.of_worker(name).ttft.count for name in ("p", "d0")}
+
+
 async def test_both_workers_get_their_half_under_one_id(model_dir: Path) -> None:
     tokens = (10, 11, 12)
     async with pair(model_dir, Script(tokens), Script(tokens)) as (cluster, prefill):
@@ -83,6 +90,7 @@ async def test_the_first_token_does_not_wait_for_the_decode_worker(model_dir: Pa
         assert await tokens_of(cluster, max_tokens=1) == [10]
         await cluster.until(lambda: bool(cluster.workers["d0"].aborted))
         assert not prefill.aborted
+        assert first_tokens(cluster) == {"p": 1, "d0": 0}
 
 
 @pytest.mark.parametrize("slow", ["prefill", "decode"])
@@ -93,6 +101,16 @@ async def test_no_token_comes_twice_whichever_is_faster(model_dir: Path, slow: s
     async with pair(model_dir, *scripts) as (cluster, _):
         for _ in range(3):
             assert await tokens_of(cluster) == [10, 11, 12]
+
+
+async def test_a_prefill_whose_decode_worker_answers_first_is_not_aborted(model_dir: Path) -> None:
+    """The decode worker has its KV, or has told it that it needs none."""
+    async with pair(model_dir, Script(hang=True), Script((10, 11, 12))) as (cluster, prefill):
+        for _ in range(2):
+            assert await tokens_of(cluster) == [10, 11, 12]
+        assert len(prefill.requests) == 2
+        assert not prefill.aborted
+        assert first_tokens(cluster) == {"p": 0, "d0": 2}
 
 
 async def test_short_prompts_and_scored_ones_go_to_a_decode_worker_alone(model_dir: Path) -> None:

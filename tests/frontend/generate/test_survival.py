@@ -54,7 +54,9 @@ async def test_a_lost_worker_is_replaced_token_by_token(model_dir: Path, die_aft
         assert second.output_token_ids == TOKENS[:die_after]
         assert second.sampling == first.sampling
         assert second.prompt_token_ids == first.prompt_token_ids
-        assert cluster.frontend.metrics.of("tiny").num_migrations == 1
+        counts = cluster.frontend.metrics.of("tiny")
+        assert counts.num_migrations == 1
+        assert counts.of_worker("w1").itl.count == len(TOKENS) - max(die_after, 1)
 
 
 @pytest.mark.parametrize(
@@ -90,6 +92,15 @@ async def test_tokens_of_one_step_share_the_time_before_it(model_dir: Path) -> N
         counts = cluster.frontend.metrics.of("tiny").latencies.itl.counts
         assert sum(counts) == 19
         assert [count % 5 for count in counts] == [4] + [0] * (len(counts) - 1)
+
+
+async def test_an_answer_of_two_tokens_is_judged_by_its_one_gap(model_dir: Path) -> None:
+    async with running(model_dir, Script(TOKENS, delay_s=0.05)) as cluster:
+        counts = cluster.frontend.metrics.of("tiny")
+        for objective_ms, judged in (("49", (1, 0)), ("100000", (1, 1))):
+            headers = {"x-kvrelay-slo-ttft-ms": "100000", "x-kvrelay-slo-itl-ms": objective_ms}
+            await send(cluster.frontend.port, "POST", "/v1/completions", {**BODY, "max_tokens": 2}, headers)
+            assert (counts.num_late_gaps, counts.num_in_time) == judged
 
 
 @pytest.mark.parametrize("lost", range(len(TOKENS) - 1))
@@ -198,6 +209,27 @@ async def test_migration_is_bounded_and_ends_with_an_error(model_dir: Path) -> N
 async def test_requests_leave_a_worker_with_a_failed_engine(model_dir: Path) -> None:
     async with running(model_dir, Script(TOKENS, fail_after=2), Script(TOKENS)) as cluster:
         assert streamed(await ask(cluster)) == (ANSWER, list(TOKENS))
+
+
+async def test_the_end_of_a_worker_that_gave_a_request_up_does_not_move_it_again(model_dir: Path) -> None:
+    async with running(model_dir, Script(TOKENS, fail_after=2), Script(TOKENS, delay_s=0.005)) as cluster:
+        first, second = cluster.workers["w0"], cluster.workers["w1"]
+        asking = asyncio.create_task(ask(cluster))
+        await cluster.until(lambda: len(second.requests) == 1)
+        await first.die()
+        assert streamed(await asking) == (ANSWER, list(TOKENS))
+        assert cluster.frontend.metrics.of("tiny").num_migrations == len(second.requests) == 1
+
+
+async def test_each_loss_begins_the_wait_for_a_worker_anew(model_dir: Path) -> None:
+    async with running(model_dir, Script(TOKENS, die_after=3)) as cluster:
+        asking = asyncio.create_task(ask(cluster))
+        for number, heir in enumerate((Script(TOKENS, die_after=3), Script(TOKENS))):
+            await cluster.until(lambda seen=number: cluster.frontend.metrics.of("tiny").num_migrations > seen)
+            await cluster.deregister(f"w{number}")
+            skip(0.9 * sequence.REPLACEMENT_WAIT_S)
+            await cluster.add_worker(f"w{number + 1}", heir)
+        assert streamed(await asking) == (ANSWER, list(TOKENS))
 
 
 async def test_an_answer_that_has_begun_waits_for_the_heir_of_a_failed_engine(model_dir: Path) -> None:
@@ -448,6 +480,7 @@ async def test_a_defect_hits_one_request_only(model_dir: Path) -> None:
         assert (broken.status, fine.status) == (500, 200)
         assert streamed(fine) == (ANSWER, list(TOKENS))
         await cluster.until(lambda: cluster.frontend.metrics.num_in_flight_of() == 0)
+        await cluster.until(lambda: len(cluster.workers["w0"].aborted) == 1)
 
 
 @pytest.mark.parametrize("refuse", [None, RequestRefused("", "full", 429, True)], ids=["lost", "refused"])

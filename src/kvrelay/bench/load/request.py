@@ -98,11 +98,10 @@ def _checked(length: Length, text: str, name: str) -> Length:
     return length
 
 
-def check_rate(rate: float, name: str = "request rate") -> float:
+def check_rate(rate: float, name: str = "request rate") -> None:
     """A rate in requests per second must be a positive number; infinity means all at once."""
     if math.isnan(rate) or rate <= 0:
         raise InvalidInputError(f"{name} must be above zero, not {rate:g}", param=name)
-    return rate
 
 
 def random_arrivals(rng: np.random.Generator, rate: float, burstiness: float = 1.0) -> Iterator[float]:

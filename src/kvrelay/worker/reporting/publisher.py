@@ -40,7 +40,6 @@ class Publisher:
     def __init__(
         self,
         worker_id: str,
-        epoch: int,
         bus: EventBus,
         keys: Keys,
         log: KvEventLog,
@@ -49,7 +48,6 @@ class Publisher:
         complete: Callable[[LoadMetrics], LoadMetrics] = lambda load: load,
     ) -> None:
         self._worker_id = worker_id
-        self._epoch = epoch
         self._bus = bus
         self._keys = keys
         self._log = log
