@@ -132,7 +132,7 @@ def _new_sequence(request: Request) -> NewSequence:
     return NewSequence(
         slot=request.slot,
         request_id=request.request_id,
-        token_ids=tuple(request.token_ids),
+        token_ids=request.packed()[:],
         num_prompt_tokens=request.num_prompt_tokens,
         num_computed_tokens=request.num_computed_tokens,
         block_ids=tuple(request.block_ids),

@@ -405,8 +405,7 @@ class Scheduler:
         num_blocks = self.pool.blocks_for(request.num_stored_tokens + 1)
         if not request.num_stored_tokens or num_blocks > self.pool.num_free / 2:
             return False
-        del request.token_ids[num_tokens + 1 :]  # admission leaves a last token to compute
-        request.num_prompt_tokens = len(request.token_ids)
+        request.cut(num_tokens + 1)  # admission leaves a last token to compute
         return True
 
     # -- hand-offs (prefill side) -------------------------------------------------------------------------------------
