@@ -99,6 +99,7 @@ def test_equal_hashes_of_other_tokens_are_no_hit() -> None:
     pool.cache_blocks(block_ids, None, [42], [1, 2, 3, 4])
     assert pool.find_prefix([1, 2, 3, 4, 5], [42]) == block_ids
     assert pool.find_prefix([1, 2, 3, 9, 5], [42]) == []
+    assert pool.find_prefix([], []) == []
 
 
 def test_equal_tokens_behind_another_parent_are_no_hit() -> None:

@@ -192,7 +192,7 @@ class BlockPool:
         found: list[int] = []
         size, known = self.block_size, self._block_of_hash
         num_blocks = min(len(sequence_hashes), (len(token_ids) - 1) // size)
-        if not num_blocks or sequence_hashes[0] not in known:
+        if num_blocks <= 0 or sequence_hashes[0] not in known:
             return found
         parent: int | None = None
         for sequence_hash, tokens in zip(sequence_hashes, token_blocks(token_ids[: num_blocks * size], size)):
