@@ -109,7 +109,7 @@ class Batch:
         self._step += 1
         output = SchedulerOutput(
             step=self._step,
-            new_seqs=tuple(map(_new_sequence, self._entering)),
+            new_seqs=tuple(map(_new_sequence, self._entering)) if self._entering else (),
             released_slots=tuple(self._released),
             slots=slots,
             num_tokens=num_tokens,

@@ -16,7 +16,7 @@ from kvrelay.core.hashing import compute_sequence_hashes
 from kvrelay.core.logprobs import PositionLogprobs
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.status import FinishReason, RequestStatus, check_transition
-from kvrelay.core.token_ids import outside, packed_below
+from kvrelay.core.token_ids import are_below, outside
 from kvrelay.engine.pauses import Pause, Session
 from kvrelay.errors import InvalidInputError, PromptTooLongError
 from kvrelay.placement.base import Objectives
@@ -131,6 +131,8 @@ class Request:
 
     def __post_init__(self, prompt_token_ids: Sequence[int], output_token_ids: Sequence[int]) -> None:
         self.token_ids = [*prompt_token_ids, *output_token_ids]
+        if isinstance(prompt_token_ids, array):
+            self._packed.extend(prompt_token_ids)
         self.num_prompt_tokens = len(prompt_token_ids)
         self.is_resumed = len(output_token_ids) > 0
         self.num_reported = len(output_token_ids)
@@ -272,8 +274,7 @@ def service_order(request: Request) -> tuple[int, bool, int]:
 
 
 def check_tokens(request: Request, *, is_running: bool, vocab_size: int, max_model_len: int) -> None:
-    """Pack the tokens of ``request``. Raise InvalidInputError or PromptTooLongError unless it can be served. Lengths in
-    tokens.
+    """Raise InvalidInputError or PromptTooLongError unless ``request`` can be served. Lengths in tokens.
 
     ``is_running``: whether a request of its id is known already.
     """
@@ -281,11 +282,13 @@ def check_tokens(request: Request, *, is_running: bool, vocab_size: int, max_mod
         raise InvalidInputError(f"request {request.request_id} is running already", param="request_id")
     if not request.num_prompt_tokens:
         raise InvalidInputError("the prompt is empty", param="prompt")
-    packed = packed_below(request.token_ids, vocab_size)
-    if packed is None:
+    try:
+        are_possible = are_below(request.packed(), vocab_size)
+    except InvalidInputError:
+        are_possible = False
+    if not are_possible:
         found = outside(request.token_ids, vocab_size)
         raise InvalidInputError(f"prompt tokens must be between 0 and {vocab_size - 1}, got {found}", param="prompt")
-    request._packed = packed
     num_answer_tokens = 0 if request.is_prefill_only else 1
     if len(request.token_ids) + num_answer_tokens - min(request.num_output_tokens, 1) > max_model_len:
         raise PromptTooLongError(

@@ -585,7 +585,7 @@ class Scheduler:
     def _update_decodes(self, result: ModelOutput) -> None:
         outputs, logprobs, failures = self.output.outputs, result.logprobs, result.failures
         decodes, size = self._scheduled.decodes, self.pool.block_size
-        ended: list[tuple[Request, int]] = []
+        ended: list[tuple[Request, RequestStatus]] = []
         failed: list[tuple[Request, str]] = []
         for row, (request, token_id) in enumerate(zip(decodes, result.token_ids[: len(decodes)], strict=True)):
             if failures and row in failures:
@@ -613,7 +613,7 @@ class Scheduler:
             elif position + 1 - request.num_reported >= request.report_interval:
                 report_token(self.output, request, token_id, None, None)
         for request, status in ended:
-            self.finish(request, RequestStatus(status))
+            self.finish(request, status)
         for request, reason_text in failed:
             self._fail(request, reason_text)
 

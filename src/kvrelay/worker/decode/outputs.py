@@ -31,14 +31,12 @@ def send_outputs(server: RpcServer, peer: Peer, outputs: Sequence[TokenOutput]) 
 
 
 def joined(outputs: Sequence[TokenOutput]) -> list[TokenOutput]:
-    """What these outputs of one request say, in order, in as few as possible: its frontend handles one with many tokens
-    as fast as one with one."""
+    """What these outputs of one request say, in as few: a frontend handles one with many tokens as fast as any."""
     runs = [[outputs[0]]]
     for before, output in pairwise(outputs):
-        if _may_join(before, output):
-            runs[-1].append(output)
-        else:
-            runs.append([output])
+        if not _may_join(before, output):
+            runs.append([])
+        runs[-1].append(output)
     return [_join(run) if len(run) > 1 else run[0] for run in runs]
 
 

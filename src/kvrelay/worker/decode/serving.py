@@ -26,6 +26,7 @@ from kvrelay.core.return_times import ReturnTimes
 from kvrelay.core.shortest_first import ShortestFirst
 from kvrelay.core.status import RefusalKind
 from kvrelay.core.tasks import TaskSet
+from kvrelay.core.token_ids import words_of
 from kvrelay.engine.contract import Engine
 from kvrelay.engine.request import Request
 from kvrelay.errors import (
@@ -326,7 +327,7 @@ class DecodeSide:
         self._marks.add(message.request_id, Phase.ADMITTED)
         request = Request(
             message.request_id,
-            message.prompt_token_ids,
+            words_of(message.prompt),
             message.sampling,
             output_token_ids=message.output_token_ids,
             priority=message.priority,
