@@ -56,7 +56,7 @@ class _Scenario:
             for chain in (self.shared, own):
                 for at in range(0, len(chain), blocks_per_event):
                     blocks = chain[at : at + blocks_per_event]
-                    events.append((name, BlockStored(chain[at - 1] if at else None, blocks, blocks, (), BLOCK_SIZE)))
+                    events.append((name, BlockStored(chain[at - 1] if at else None, blocks, BLOCK_SIZE)))
         return events
 
     def fill(self, index: PrefixIndex) -> None:

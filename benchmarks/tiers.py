@@ -140,7 +140,7 @@ def _hit_rate(prompts: Iterator[list[int]], *, is_boundary: bool, num_device: in
         is_leading = True
         for block in prompt:
             num_asked += 1
-            name = BlockName(_spread(block), None, range(16))
+            name = BlockName(_spread(block), None, bytes(64))
             if block in device:
                 num_found += is_leading
             elif is_leading and store.load(name, into):
@@ -156,7 +156,7 @@ def _hit_rate(prompts: Iterator[list[int]], *, is_boundary: bool, num_device: in
         while len(device) > num_device:
             evicted, _ = device.popitem(last=False)
             if is_boundary:
-                store.store(BlockName(_spread(evicted), None, range(16)), payload, 1.0)
+                store.store(BlockName(_spread(evicted), None, bytes(64)), payload, 1.0)
     store.close()
     return num_found / num_asked
 

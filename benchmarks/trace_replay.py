@@ -111,7 +111,7 @@ class _SimulatedWorker:
             self._cache.move_to_end(block)
         events: list[KvEvent] = []
         if hits < len(sequence):
-            events.append(BlockStored(sequence[hits - 1] if hits else None, sequence[hits:], sequence[hits:], (), 1))
+            events.append(BlockStored(sequence[hits - 1] if hits else None, sequence[hits:], 1))
         evicted = [self._cache.popitem(last=False)[0] for _ in range(len(self._cache) - self._model.cache_blocks)]
         if evicted:
             events.append(BlockRemoved(tuple(evicted)))

@@ -13,7 +13,7 @@ from kvrelay.errors import ProtocolError
 
 
 def stored(parent: int | None, *blocks: int) -> BlockStored:
-    return BlockStored(parent, blocks, blocks, (1,) * (2 * len(blocks)), 2)
+    return BlockStored(parent, blocks, 2)
 
 
 def ask(log: KvEventLog, from_seq: int, dump_seq: int = -1, page: int = 0) -> ReplayReply:
@@ -50,7 +50,7 @@ def test_a_log_that_no_one_reads_gives_the_same_batches_and_keeps_nothing() -> N
 
 def test_what_is_published_and_replayed_has_sequence_hashes_alone() -> None:
     log = KvEventLog("w", 4)
-    slim = BlockStored(None, (1, 2), (), (), 2)
+    slim = BlockStored(None, (1, 2), 2)
     assert log.append([stored(None, 1, 2)]).events == (slim,)
     assert [batch.events for batch in ask(log, 0).batches] == [(slim,)]
 

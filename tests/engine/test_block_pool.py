@@ -21,7 +21,7 @@ SIZE = 4
 
 def cache(pool: BlockPool, block_ids: list[int], tokens: list[int]) -> None:
     hashes = compute_block_hashes(tokens, SIZE)
-    pool.cache_blocks(block_ids, None, hashes.sequence, hashes.local, tokens)
+    pool.cache_blocks(block_ids, None, hashes.sequence, tokens)
 
 
 def find(pool: BlockPool, tokens: list[int]) -> list[int]:
@@ -96,16 +96,17 @@ def test_a_released_prefix_is_found_again_and_capped_before_the_last_token() -> 
 def test_equal_hashes_of_other_tokens_are_no_hit() -> None:
     pool = BlockPool(4, SIZE)
     block_ids = take(pool, 1)
-    pool.cache_blocks(block_ids, None, [42], [42], [1, 2, 3, 4])
+    pool.cache_blocks(block_ids, None, [42], [1, 2, 3, 4])
     assert pool.find_prefix([1, 2, 3, 4, 5], [42]) == block_ids
     assert pool.find_prefix([1, 2, 3, 9, 5], [42]) == []
+    assert pool.find_prefix([], []) == []
 
 
 def test_equal_tokens_behind_another_parent_are_no_hit() -> None:
     pool = BlockPool(4, SIZE)
     first, second = take(pool, 2)
-    pool.cache_blocks([first], None, [1], [1], [1] * SIZE)
-    pool.cache_blocks([second], 1, [2], [2], [2] * SIZE)
+    pool.cache_blocks([first], None, [1], [1] * SIZE)
+    pool.cache_blocks([second], 1, [2], [2] * SIZE)
     assert pool.find_prefix([2] * SIZE + [0], [2]) == []
 
 
@@ -142,11 +143,11 @@ def test_events_tell_what_is_in_the_cache() -> None:
     tokens = list(range(8))
     hashes = compute_block_hashes(tokens, SIZE)
     block_ids = take(pool, 2)
-    pool.cache_blocks(block_ids[:1], None, hashes.sequence[:1], hashes.local[:1], tokens[:4])
-    pool.cache_blocks(block_ids[1:], hashes.sequence[0], hashes.sequence[1:], hashes.local[1:], tokens[4:])
+    pool.cache_blocks(block_ids[:1], None, hashes.sequence[:1], tokens[:4])
+    pool.cache_blocks(block_ids[1:], hashes.sequence[0], hashes.sequence[1:], tokens[4:])
     assert pool.drain_events() == [
-        BlockStored(None, hashes.sequence[:1], hashes.local[:1], tuple(tokens[:4]), SIZE),
-        BlockStored(hashes.sequence[0], hashes.sequence[1:], hashes.local[1:], tuple(tokens[4:]), SIZE),
+        BlockStored(None, hashes.sequence[:1], SIZE),
+        BlockStored(hashes.sequence[0], hashes.sequence[1:], SIZE),
     ]
     pool.release(block_ids)
     take(pool, 2)
@@ -162,10 +163,10 @@ def test_blocks_behind_a_vanished_parent_stay_private() -> None:
     tokens = list(range(8))
     hashes = compute_block_hashes(tokens, SIZE)
     block_ids = take(pool, 2)
-    pool.cache_blocks(block_ids[:1], None, hashes.sequence[:1], hashes.local[:1], tokens[:4])
+    pool.cache_blocks(block_ids[:1], None, hashes.sequence[:1], tokens[:4])
     pool.clear_cache()
     pool.drain_events()
-    pool.cache_blocks(block_ids[1:], hashes.sequence[0], hashes.sequence[1:], hashes.local[1:], tokens[4:])
+    pool.cache_blocks(block_ids[1:], hashes.sequence[0], hashes.sequence[1:], tokens[4:])
     assert pool.num_cached == 0
     assert pool.drain_events() == []
 
@@ -176,7 +177,7 @@ def test_a_cached_block_knows_its_place_however_much_of_its_prefix_was_cached_be
     hashes = compute_block_hashes(tokens, SIZE)
     first, second = take(pool, 6), take(pool, 6)
     cache(pool, first[:2], tokens[:8])
-    pool.cache_blocks(first[2:3], hashes.sequence[1], hashes.sequence[2:3], hashes.local[2:3], tokens[8:12])
+    pool.cache_blocks(first[2:3], hashes.sequence[1], hashes.sequence[2:3], tokens[8:12])
     cache(pool, second, tokens)
     entries = {block_id: entry for block_id, entry in pool.cached_blocks()}
     assert list(entries) == [*first[:3], *second[3:]]

@@ -10,6 +10,7 @@ from kvrelay.config import EngineConfig, MockConfig
 from kvrelay.core.clock import ManualClock
 from kvrelay.core.events import AllBlocksCleared, BlockStored
 from kvrelay.core.handoff import RemotePrefillRequest
+from kvrelay.core.hashing import compute_sequence_hashes
 from kvrelay.core.histogram import Histogram
 from kvrelay.core.messages import TokenOutput
 from kvrelay.core.sampling import SamplingParams
@@ -351,12 +352,12 @@ def test_events_come_with_the_step_that_made_them(make_engine: MakeEngine) -> No
     engine.add_request(Request("a", PROMPT, SamplingParams(max_tokens=4)))
     (stored,) = engine.step().kv_events
     assert isinstance(stored, BlockStored)
-    assert stored.token_ids == tuple(PROMPT[:16])
+    hashes = compute_sequence_hashes([*PROMPT, *reference(PROMPT, 2)], 4)
+    assert stored.block_hashes == hashes[:4]
     later = [event for _ in range(3) for event in engine.step().kv_events]
     (decoded,) = later
     assert isinstance(decoded, BlockStored)
-    assert decoded.parent_hash == stored.block_hashes[-1]
-    assert decoded.token_ids == tuple(PROMPT[16:] + reference(PROMPT, 2))
+    assert (decoded.parent_hash, decoded.block_hashes) == (hashes[3], hashes[4:])
     engine.clear_cache()
     assert engine.has_work()
     assert engine.drain_events() == [AllBlocksCleared()]

@@ -82,7 +82,7 @@ def test_a_sequence_is_sent_once_and_then_only_its_new_blocks(make_engine: MakeE
     drain(engine)
     first, *later = recorder.work
     (sequence,) = first.new_seqs
-    assert (sequence.token_ids, sequence.num_prompt_tokens, sequence.num_computed_tokens) == (
+    assert (tuple(sequence.token_ids), sequence.num_prompt_tokens, sequence.num_computed_tokens) == (
         tuple(range(10, 16)),
         6,
         0,

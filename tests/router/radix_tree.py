@@ -13,6 +13,12 @@ from kvrelay.core.events import AllBlocksCleared, BlockRemoved, BlockStored, KvE
 from kvrelay.router.overlap import OverlapScores, ParentNotFoundError, StoredChain
 
 
+class StoredByTokens(BlockStored, frozen=True, tag="BlockStored"):
+    """With the hashes of each block's own tokens, by which the tree finds children."""
+
+    local_hashes: tuple[int, ...] = ()
+
+
 class _Node:
     """One block. The root is a node without a parent."""
 
@@ -64,7 +70,7 @@ class RadixTree:
 
         Storing a stored block and removing an absent one change nothing.
         """
-        if isinstance(event, BlockStored):
+        if isinstance(event, StoredByTokens):
             self._store(worker_id, event)
         elif isinstance(event, BlockRemoved):
             for block in event.block_hashes:
@@ -97,13 +103,13 @@ class RadixTree:
     def load(self, chains: Iterable[StoredChain]) -> None:
         """Add the chains of ``dump``. A block whose parent its worker does not hold is unreachable and left out."""
         for chain in chains:
-            event = BlockStored(chain.parent_hash, chain.block_hashes, chain.local_hashes, (), block_size=1)
+            event = StoredByTokens(chain.parent_hash, chain.block_hashes, 1, local_hashes=chain.local_hashes)
             try:
                 self._store(chain.worker_id, event)
             except ParentNotFoundError:
                 continue
 
-    def _store(self, worker_id: str, event: BlockStored) -> None:
+    def _store(self, worker_id: str, event: StoredByTokens) -> None:
         blocks = self._lookup.setdefault(worker_id, {})
         node = self._root
         if event.parent_hash is not None:

@@ -49,7 +49,7 @@ class Fleet:
     def has(self, name: str, num_blocks: int, medium: str | None = None, first: int = 0) -> None:
         hashes = HASHES.sequence[first:num_blocks]
         parent = HASHES.sequence[first - 1] if first and medium is None else None
-        event = BlockStored(parent, hashes, (), (), BLOCK, medium=medium)
+        event = BlockStored(parent, hashes, BLOCK, medium=medium)
         self.router.apply_events(decode_events(encode_events(self.logs[name].append([event]))))
 
     def decide(self, number: int = 0, *, place: bool = False, exclude: tuple[str, ...] = ()):
@@ -163,8 +163,8 @@ def test_events_without_a_medium_are_the_device_s_and_those_of_tiers_are_not() -
 
 def test_a_frontend_that_comes_late_learns_of_tiers_by_the_dump() -> None:
     log = KvEventLog("w0", 0, capacity=1)
-    log.append([BlockStored(None, HASHES.sequence[:10], (), (), BLOCK)])
-    log.append([BlockStored(None, HASHES.sequence[10:], (), (), BLOCK, medium="disk")])
+    log.append([BlockStored(None, HASHES.sequence[:10], BLOCK)])
+    log.append([BlockStored(None, HASHES.sequence[10:], BLOCK, medium="disk")])
     log.append([BlockRemoved((HASHES.sequence[-1],), "disk")])
     fleet = Fleet(1)
     fleet.sample()

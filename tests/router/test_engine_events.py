@@ -41,8 +41,7 @@ def test_the_index_is_the_pools_cache() -> None:
         else:
             table, start = found + fresh, len(found)
             parent = hashes.sequence[start - 1] if start else None
-            local, sequence = hashes.local[start:], hashes.sequence[start:]
-            pool.cache_blocks(table[start:], parent, sequence, local, tokens[start * BLOCK_SIZE :])
+            pool.cache_blocks(table[start:], parent, hashes.sequence[start:], tokens[start * BLOCK_SIZE :])
             running.append((name, table))
         while len(running) > 6:
             owner, table = running.pop(rng.randrange(len(running)))

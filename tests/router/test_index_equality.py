@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable
 
 import pytest
-from tests.router.radix_tree import RadixTree
+from tests.router.radix_tree import RadixTree, StoredByTokens
 
 from kvrelay.core.events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
 from kvrelay.core.hashing import compute_sequence_hashes
@@ -34,7 +34,7 @@ class Both:
 
 def stored(locals_: list[int], start: int = 0) -> BlockStored:
     chain = compute_sequence_hashes(locals_, 1)
-    return BlockStored(chain[start - 1] if start else None, chain[start:], tuple(locals_[start:]), (), 16)
+    return StoredByTokens(chain[start - 1] if start else None, chain[start:], 16, local_hashes=tuple(locals_[start:]))
 
 
 @pytest.fixture(params=[False, True], ids=["radix-tree", "prefix-index"])

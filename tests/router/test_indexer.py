@@ -21,7 +21,7 @@ BLOCK_SIZE = 16
 
 def stored(locals_: list[int], start: int = 0, block_size: int = BLOCK_SIZE) -> BlockStored:
     chain = compute_sequence_hashes(locals_, 1)
-    return BlockStored(chain[start - 1] if start else None, chain[start:], tuple(locals_[start:]), (), block_size)
+    return BlockStored(chain[start - 1] if start else None, chain[start:], block_size)
 
 
 class Cluster:

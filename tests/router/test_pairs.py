@@ -89,7 +89,7 @@ def hold(router: Router, worker_id: str, tokens: tuple[int, ...]) -> None:
     """The worker's events say that it has these tokens in its prefix cache."""
     hashes = compute_block_hashes(tokens, BLOCK)
     log = KvEventLog(worker_id, 0)
-    router.apply_events(log.append([BlockStored(None, hashes.sequence, hashes.local, tokens, BLOCK)]))
+    router.apply_events(log.append([BlockStored(None, hashes.sequence, BLOCK)]))
 
 
 def test_overlap_decides_on_the_prefill_worker_and_load_on_the_decode_worker() -> None:

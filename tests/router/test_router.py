@@ -54,7 +54,7 @@ def publish(
 ) -> None:
     """The worker has computed ``token_ids`` and says so."""
     hashes = compute_block_hashes(token_ids, block_size, lora=lora)
-    built.apply_events(log.append([BlockStored(None, hashes.sequence, hashes.local, tuple(token_ids), block_size)]))
+    built.apply_events(log.append([BlockStored(None, hashes.sequence, block_size)]))
 
 
 def load_of(name: str, waiting: int = 0, usage: float = 0.0, seq: int = 0) -> LoadMetrics:

@@ -233,7 +233,7 @@ def warm_burst(policy: str, cost: StepCost) -> tuple[list[int], float]:
     prompts = [tuple(range(1000 * number, 1000 * number + 1024)) for number in range(16)]
     for prompt in prompts:
         hashes = compute_block_hashes(prompt, BLOCK)
-        router.apply_events(log.append([BlockStored(None, hashes.sequence, hashes.local, prompt, BLOCK)]))
+        router.apply_events(log.append([BlockStored(None, hashes.sequence, BLOCK)]))
     for number in range(2):
         router.apply_metrics(sample(f"w{number}", 1, cost))
     streams = [0, 0]

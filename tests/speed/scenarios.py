@@ -180,7 +180,7 @@ def routing(directory: Path) -> Measured:
     held = prompt[:256]
     hashes = compute_block_hashes(held, BLOCK_SIZE)
     log = KvEventLog("w3", 1)
-    built.apply_events(log.append([BlockStored(None, hashes.sequence, hashes.local, held, BLOCK_SIZE)]))
+    built.apply_events(log.append([BlockStored(None, hashes.sequence, BLOCK_SIZE)]))
 
     def decide(first: int, count: int) -> None:
         for number in range(first, first + count):

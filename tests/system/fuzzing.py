@@ -177,7 +177,7 @@ class Corpus:
                 AdminReply(1, "{}"),
             )
         ]
-        stored = BlockStored(None, (2**63, 2), (1, 2**64 - 1), tuple(range(2 * worker.block_size)), worker.block_size)
+        stored = BlockStored(None, (2**63, 2), worker.block_size)
         self.events = [
             encode_events(KvEventBatch(name, worker.epoch, 0, (stored, BlockRemoved((2,))))),
             encode_events(KvEventBatch(name, worker.epoch, 7, (AllBlocksCleared(),))),

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvrelay.core.layout import paged_kv
+from kvrelay.core.token_ids import to_bytes
 from kvrelay.tiers.block import BlockName, Shape, shape_of
 from kvrelay.tiers.disk import DiskStore
 from kvrelay.tiers.host import HostStore, slot_bytes
@@ -39,7 +40,7 @@ def host_bytes(num_blocks: int, shape: Shape = SHAPE) -> int:
 def name_of(number: int, parent: int | None = None) -> BlockName:
     """A block's name with a hash that looks like one."""
     rng = random.Random(number)
-    return BlockName(rng.getrandbits(64) | 1, parent, tuple(rng.randrange(500) for _ in range(LAYOUT.block_size)))
+    return BlockName(rng.getrandbits(64) | 1, parent, to_bytes([rng.randrange(500) for _ in range(LAYOUT.block_size)]))
 
 
 def payload_of(number: int, shape: Shape = SHAPE) -> bytes:

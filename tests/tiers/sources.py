@@ -27,6 +27,7 @@ from kvrelay.config import WorkerRole
 from kvrelay.core.handoff import PrefixHolder, new_prefix_id
 from kvrelay.core.layout import MemoryRegion
 from kvrelay.core.sampling import SamplingParams
+from kvrelay.core.token_ids import to_bytes
 from kvrelay.engine.block_pool import Evicted
 from kvrelay.engine.cached_free import CachedBlock
 from kvrelay.engine.kv_source import Hit, SourceBeyond
@@ -199,7 +200,7 @@ def blocks_of(request: Request, chance: float = 1.0) -> list[Evicted]:
         Evicted(
             at,
             CachedBlock(
-                hashes[at], hashes[at - 1] if at else None, 0, tuple(request.token_ids[size * at :][:size]), at
+                hashes[at], hashes[at - 1] if at else None, to_bytes(request.token_ids[size * at :][:size]), at
             ),
             chance,
         )

@@ -17,6 +17,7 @@ from tests.patience import until
 from tests.tiers.conftest import KINDS, LAYOUT, SHAPE, MakeStore, PrivateMemory, host_bytes, name_of, payload_of
 from tests.tiers.waiting import settled
 
+from kvrelay.core.token_ids import to_bytes
 from kvrelay.errors import ConfigError
 from kvrelay.tiers import disk, disk_index, host
 from kvrelay.tiers.block import BlockName, header_of, refusal, shape_of
@@ -60,7 +61,7 @@ def test_a_hash_of_another_prompt_is_a_miss_and_stays(kind: str, field: str, mak
     store = make_store(kind)
     put(store, 1)
     name = name_of(1)
-    other = name._replace(token_ids=(1, 2, 3, 4)) if field == "tokens" else name._replace(parent_hash=7)
+    other = name._replace(tokens=to_bytes((1, 2, 3, 4))) if field == "tokens" else name._replace(parent_hash=7)
     assert get(store, other) is None
     assert get(store, name) == payload_of(1)
 
@@ -531,7 +532,7 @@ def test_reasons_of_refusal() -> None:
     assert refusal(header[:9] + b"x" + header[10:], name, SHAPE, memoryview(payload)) == "header"
     assert refusal(header, name._replace(sequence_hash=3), SHAPE, memoryview(payload)) == "hash"
     assert refusal(header, name._replace(parent_hash=3), SHAPE, memoryview(payload)) == "other"
-    assert refusal(header, name._replace(token_ids=(1, 2, 3, 4)), SHAPE, memoryview(payload)) == "tokens"
+    assert refusal(header, name._replace(tokens=to_bytes((1, 2, 3, 4))), SHAPE, memoryview(payload)) == "tokens"
     assert refusal(header, name, SHAPE, memoryview(b"x" + payload[1:])) == "checksum"
     other = shape_of("another", LAYOUT)
     assert refusal(header, name, other, memoryview(payload)) == "fingerprint"

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import threading
 
+import msgspec
 import pytest
 from tests.worker.cluster import cluster, expected, prompt
 
 from kvrelay.config import WorkerRole
+from kvrelay.core.logprobs import PositionLogprobs, TokenLogprob
 from kvrelay.core.messages import OutputBatch, TokenOutput
+from kvrelay.core.status import FinishReason
 from kvrelay.errors import PayloadTooLargeError
 from kvrelay.rpc import wire
 from kvrelay.rpc.base import Peer
 from kvrelay.rpc.wire import Message, encode_message
-from kvrelay.worker.decode.outputs import send_outputs
+from kvrelay.worker.decode.outputs import joined, send_outputs
 
 PEER = Peer(b"frontend")
 
@@ -90,15 +93,44 @@ async def test_an_output_that_fits_into_no_message_is_refused(monkeypatch: pytes
         await c.until(lambda: node.worker.inspect().num_requests == 0)
 
 
+def test_outputs_that_wait_together_are_joined_without_a_loss() -> None:
+    first = TokenOutput("a", (7,), num_cached_tokens=4, prompt_logprobs=(None,), decision="local")
+    outputs = [first, TokenOutput("a", (8, 9), position=1), TokenOutput("a", (3,), position=3)]
+    last = TokenOutput("a", (5,), position=4, finish_reason=FinishReason.STOP, stop_token=5)
+    whole = msgspec.structs.replace(first, token_ids=(7, 8, 9, 3, 5), finish_reason=FinishReason.STOP, stop_token=5)
+    assert joined([*outputs, last]) == [whole]
+    assert joined([first]) == [first]
+
+
+@pytest.mark.parametrize(
+    "output",
+    [
+        TokenOutput("a", (), position=1, finish_reason=FinishReason.ABORT),
+        TokenOutput("a", (), position=1, finish_reason=FinishReason.ERROR, error="NaN", is_final=True),
+        TokenOutput("a", (8,), position=0),
+        TokenOutput("a", (8,), position=2),
+        TokenOutput("a", (8,), position=1, logprobs=(PositionLogprobs(TokenLogprob(8, -1.0, 1), ()),)),
+    ],
+)
+def test_an_output_that_does_not_continue_the_one_before_stays_alone(output: TokenOutput) -> None:
+    outputs = [TokenOutput("a", (7,)), output]
+    assert joined(outputs) == outputs
+
+
+def test_an_answer_that_has_ended_goes_on_in_none() -> None:
+    outputs = [TokenOutput("a", (7,), finish_reason=FinishReason.LENGTH), TokenOutput("a", (8,), position=1)]
+    assert joined(outputs) == outputs
+
+
 async def test_steps_that_the_loop_is_behind_with_are_sent_together() -> None:
     async with cluster() as c:
         node = await c.join(WorkerRole.BOTH)
         client = await c.client(node)
-        batches: list[int] = []
+        batches: list[list[tuple[int, ...]]] = []
 
         def receive(message: Message) -> None:
             if isinstance(message, OutputBatch):
-                batches.append(len(message.outputs))
+                batches.append([output.token_ids for output in message.outputs])
             client.receive(message)
 
         client.connection.on_message(receive)
@@ -109,5 +141,5 @@ async def test_steps_that_the_loop_is_behind_with_are_sent_together() -> None:
         for position in range(3):
             node.worker.decode.hand_on([TokenOutput("a", (position,), position=position)])
         await client.until(lambda: client.tokens.get("a") == [0, 1, 2])
-        assert batches == [3]
+        assert batches == [[(0, 1, 2)]]
         begin.set()

@@ -113,14 +113,9 @@ def _decode(decoder: msgspec.msgpack.Decoder[_T], frame: bytes) -> _T:
 
 
 def _check_batch(batch: KvEventBatch) -> None:
-    """Check that every stored event has as many local hashes as sequence hashes, or none; likewise tokens."""
+    """Check that every stored event has a possible size of blocks."""
     if batch.version != EVENT_PROTOCOL_VERSION:
         raise ProtocolError(f"batch of {batch.worker_id} has version {batch.version}, not {EVENT_PROTOCOL_VERSION}")
     for event in batch.events:
-        if not isinstance(event, BlockStored):
-            continue
-        num_blocks = len(event.block_hashes)
-        if event.block_size < 1 or len(event.local_hashes) not in (0, num_blocks):
-            raise ProtocolError(f"stored event of {batch.worker_id} is inconsistent")
-        if len(event.token_ids) not in (0, num_blocks * event.block_size):
-            raise ProtocolError(f"stored event of {batch.worker_id} has {len(event.token_ids)} token ids")
+        if isinstance(event, BlockStored) and event.block_size < 1:
+            raise ProtocolError(f"stored event of {batch.worker_id} has blocks of {event.block_size} tokens")

@@ -15,8 +15,6 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from itertools import islice, repeat
 
-import msgspec
-
 from kvrelay.core.event_codec import ReplayReply, decode_replay_request, encode_replay_reply
 from kvrelay.core.events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent, KvEventBatch
 
@@ -66,8 +64,8 @@ class KvEventLog:
         return len(self._parents)
 
     def append(self, events: Sequence[KvEvent]) -> KvEventBatch:
-        """Number the events and return them as a batch to publish, with sequence hashes alone."""
-        batch = KvEventBatch(self._worker_id, self._epoch, self._next_seq, tuple(map(_slim, events)))
+        """Number the events and return them as a batch to publish."""
+        batch = KvEventBatch(self._worker_id, self._epoch, self._next_seq, tuple(events))
         for event in () if self._only_numbers else batch.events:
             self._ring.append(event)
             self._track(event)
@@ -98,7 +96,7 @@ class KvEventLog:
                     batches.append(self._batch(self._next_seq, events))
                     events, room = [], self._max_reply_blocks
                 parent = self._parents[part[0]] if medium is None else None
-                events.append(BlockStored(parent, tuple(part), (), (), self._block_size, medium=medium))
+                events.append(BlockStored(parent, tuple(part), self._block_size, medium=medium))
                 room -= len(part)
         batches.append(self._batch(self._next_seq, events))
         return batches
@@ -197,8 +195,3 @@ class KvEventLog:
 
 def _num_blocks(event: KvEvent) -> int:
     return len(event.block_hashes) if isinstance(event, BlockStored | BlockRemoved) else 1
-
-
-def _slim(event: KvEvent) -> KvEvent:
-    """Sequence hashes stand for token ids and local hashes in a twentieth of the bytes."""
-    return msgspec.structs.replace(event, local_hashes=(), token_ids=()) if isinstance(event, BlockStored) else event

@@ -15,15 +15,13 @@ from kvrelay.core.workers import Count
 class BlockStored(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """Consecutive blocks became full and immutable, under ``parent_hash`` (None: at the root).
 
-    ``block_hashes`` are sequence hashes, ``local_hashes`` and ``token_ids`` (flat, block after block) belong to them.
-    ``medium``: of a KV tier that holds a copy (``host``, ``disk``), whose parent may lie elsewhere; None: the device's
-    pool, as always before there were tiers.
+    ``block_hashes`` are sequence hashes, which stand for the tokens in a twentieth of the bytes. ``medium``: of a KV
+    tier that holds a copy (``host``, ``disk``), whose parent may lie elsewhere; None: the device's pool, as always
+    before there were tiers.
     """
 
     parent_hash: int | None
     block_hashes: tuple[int, ...]
-    local_hashes: tuple[int, ...]
-    token_ids: tuple[int, ...]
     block_size: int
     medium: str | None = None
 

@@ -56,7 +56,7 @@ def compute_block_hashes(
     first one (None: the tokens begin the sequence).
     Raises InvalidInputError for a token id that is not an unsigned 32-bit integer.
     """
-    blocks = _blocks(tokens, block_size)
+    blocks = token_blocks(tokens, block_size)
     first_seed = local_seed(seed, lora, salt)
     return BlockHashes(tuple(map(_digest, blocks, repeat(first_seed))), _chain(blocks, first_seed, parent))
 
@@ -70,7 +70,7 @@ def compute_sequence_hashes(
     salt: str | None = None,
 ) -> tuple[int, ...]:
     """Only the sequence hashes of ``compute_block_hashes``, with half of the calls."""
-    return _chain(_blocks(tokens, block_size), local_seed(seed, lora, salt), parent)
+    return _chain(token_blocks(tokens, block_size), local_seed(seed, lora, salt), parent)
 
 
 def local_seed(seed: int = HASH_SEED, lora: str | None = None, salt: str | None = None) -> int:
@@ -85,8 +85,8 @@ def _chain(blocks: Sequence[bytes], first_seed: int, parent: int | None) -> tupl
     return tuple([link := digest(block, link) for block in blocks])
 
 
-def _blocks(tokens: Sequence[int] | TokenArray, block_size: int) -> list[bytes]:
-    """The bytes of each complete block."""
+def token_blocks(tokens: Sequence[int] | TokenArray, block_size: int) -> list[bytes]:
+    """The bytes of each complete block: its tokens as little-endian u32. Raises InvalidInputError."""
     num_blocks = len(tokens) // block_size
     if num_blocks == 0:
         return []

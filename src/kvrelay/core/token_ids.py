@@ -3,6 +3,7 @@ and max take four times as long."""
 
 from __future__ import annotations
 
+import sys
 from array import array
 from collections.abc import Sequence
 from typing import Annotated
@@ -25,17 +26,14 @@ def packed_below(token_ids: list[int], vocab_size: int) -> array[int] | None:
         words.fromlist(token_ids)
     except (OverflowError, TypeError):
         return None
+    return words if are_below(words, vocab_size) else None
+
+
+def are_below(words: array[int], vocab_size: int) -> bool:
+    """Whether every id is below ``vocab_size``; True for none."""
     if len(words) <= FEW:
-        highest = max(words, default=-1)
-    else:
-        highest = int(np.maximum.reduce(np.frombuffer(words, dtype=f"u{words.itemsize}")))
-    return words if highest < vocab_size else None
-
-
-def are_below(token_ids: Sequence[int], vocab_size: int) -> bool:
-    """Whether every id is from 0 to ``vocab_size - 1``; True for none."""
-    ids = token_ids if isinstance(token_ids, list) else list(token_ids)
-    return packed_below(ids, vocab_size) is not None
+        return max(words, default=-1) < vocab_size
+    return int(np.maximum.reduce(np.frombuffer(words, dtype=f"u{words.itemsize}"))) < vocab_size
 
 
 def outside(token_ids: Sequence[object], vocab_size: int) -> str:
@@ -47,6 +45,14 @@ def outside(token_ids: Sequence[object], vocab_size: int) -> str:
 def to_bytes(token_ids: Sequence[int]) -> bytes:
     """The ids as little-endian u32; an array is only copied. Raises OverflowError."""
     return np.asarray(token_ids, "<u4").tobytes()
+
+
+def words_of(packed: bytes) -> array[int]:
+    """What ``to_bytes`` got, without an object for each id."""
+    words = array("I", packed)
+    if sys.byteorder == "big":
+        words.byteswap()
+    return words
 
 
 def from_bytes(packed: bytes) -> list[int]:

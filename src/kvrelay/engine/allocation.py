@@ -120,8 +120,7 @@ def cache_full_blocks(pool: BlockPool, request: Request) -> None:
         request.block_ids[first:end],
         request.sequence_hashes[first - 1] if first else None,
         request.sequence_hashes[first:end],
-        request.local_hashes[first:end],
-        request.token_ids[first * size : end * size],
+        request.packed()[first * size : end * size],
     )
     request.num_cached_blocks = end
 

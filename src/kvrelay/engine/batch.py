@@ -109,7 +109,7 @@ class Batch:
         self._step += 1
         output = SchedulerOutput(
             step=self._step,
-            new_seqs=tuple(map(_new_sequence, self._entering)),
+            new_seqs=tuple(map(_new_sequence, self._entering)) if self._entering else (),
             released_slots=tuple(self._released),
             slots=slots,
             num_tokens=num_tokens,
@@ -132,7 +132,7 @@ def _new_sequence(request: Request) -> NewSequence:
     return NewSequence(
         slot=request.slot,
         request_id=request.request_id,
-        token_ids=tuple(request.token_ids),
+        token_ids=request.packed()[:],
         num_prompt_tokens=request.num_prompt_tokens,
         num_computed_tokens=request.num_computed_tokens,
         block_ids=tuple(request.block_ids),

@@ -22,6 +22,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from kvrelay.core.events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
+from kvrelay.core.hashing import token_blocks
 from kvrelay.engine.cached_free import ByRecency, CachedBlock, CachedFree
 from kvrelay.engine.free_extents import FreeExtents
 from kvrelay.engine.pauses import Pause
@@ -189,15 +190,17 @@ class BlockPool:
         to be computed to get the next one.
         """
         found: list[int] = []
-        size = self.block_size
+        size, known = self.block_size, self._block_of_hash
+        num_blocks = min(len(sequence_hashes), (len(token_ids) - 1) // size)
+        if num_blocks <= 0 or sequence_hashes[0] not in known:
+            return found
         parent: int | None = None
-        for index in range(min(len(sequence_hashes), (len(token_ids) - 1) // size)):
-            sequence_hash = sequence_hashes[index]
-            block_id = self._block_of_hash.get(sequence_hash)
+        for sequence_hash, tokens in zip(sequence_hashes, token_blocks(token_ids[: num_blocks * size], size)):
+            block_id = known.get(sequence_hash)
             if block_id is None:
                 break
             entry = self._cached[block_id]
-            if entry.parent_hash != parent or entry.token_ids != tuple(token_ids[index * size : (index + 1) * size]):
+            if entry.parent_hash != parent or entry.tokens != tokens:
                 break
             found.append(block_id)
             parent = sequence_hash
@@ -225,7 +228,6 @@ class BlockPool:
         block_ids: Sequence[int],
         parent_hash: int | None,
         sequence_hashes: Sequence[int],
-        local_hashes: Sequence[int],
         token_ids: Sequence[int],
     ) -> None:
         """Add these consecutive blocks, which are full and computed, to the cache after ``parent_hash``.
@@ -240,36 +242,31 @@ class BlockPool:
         is_reachable = parent_hash is None or parent_id is not None
         depth = 0 if parent_id is None else cached[parent_id].depth + 1
         first, stored_after = 0, parent_hash  # the first block that is not reported yet, and the hash before it
-        # One C call cuts the tokens into blocks.
-        cut = zip(*[iter(token_ids)] * size)
+        cut = token_blocks(token_ids, size)
 
         def report(end: int) -> None:
             if first < end:
-                tokens = tuple(token_ids[first * size : end * size])
-                local = tuple(local_hashes[first:end])
-                self._events.append(BlockStored(stored_after, tuple(sequence_hashes[first:end]), local, tokens, size))
+                self._events.append(BlockStored(stored_after, tuple(sequence_hashes[first:end]), size))
 
         fresh = set(sequence_hashes)
         if is_reachable and len(fresh) == len(block_ids) and known.keys().isdisjoint(fresh):
             # Most blocks are new, and of long prompts there are hundreds: no Python per block but for its children.
             parents, depths = (parent_hash, *sequence_hashes), itertools.count(depth)
-            cached.update(zip(block_ids, map(CachedBlock, sequence_hashes, parents, local_hashes, cut, depths)))
+            cached.update(zip(block_ids, map(CachedBlock, sequence_hashes, parents, cut, depths)))
             known.update(zip(sequence_hashes, block_ids))
             before = block_ids[:-1] if parent_id is None else (parent_id, *block_ids)[: len(block_ids)]
             for block_id in before:
                 self._num_children[block_id] += 1
             report(len(block_ids))
             return
-        for at, (block_id, sequence_hash, local_hash, tokens) in enumerate(
-            zip(block_ids, sequence_hashes, local_hashes, cut)
-        ):
+        for at, (block_id, sequence_hash, tokens) in enumerate(zip(block_ids, sequence_hashes, cut)):
             if sequence_hash in known:
                 report(at)
                 parent_id = known[sequence_hash]
                 is_reachable, depth = True, cached[parent_id].depth + 1
                 first, stored_after = at + 1, sequence_hash
             elif is_reachable:
-                cached[block_id] = CachedBlock(sequence_hash, parent_hash, local_hash, tokens, depth)
+                cached[block_id] = CachedBlock(sequence_hash, parent_hash, tokens, depth)
                 known[sequence_hash] = block_id
                 if parent_id is not None:
                     self._num_children[parent_id] += 1

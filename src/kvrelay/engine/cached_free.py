@@ -48,13 +48,13 @@ MEDIANS, SHARES = (-4, 9), (-4, 0)
 
 
 class CachedBlock(msgspec.Struct, frozen=True, gc=False):
-    """The keys of a cached block. ``parent_hash`` is the sequence hash of the block before it (None: the root). Numbers
-    only, of which there may be millions: the garbage collector need not look for cycles."""
+    """The keys of a cached block. ``parent_hash`` is the sequence hash of the block before it (None: the root),
+    ``tokens`` what ``core.hashing.token_blocks`` makes of its tokens. There may be millions, and none holds an object
+    that could refer to it: the garbage collector need not look for cycles."""
 
     sequence_hash: int
     parent_hash: int | None
-    local_hash: int
-    token_ids: tuple[int, ...]
+    tokens: bytes
     depth: int
     """Number of the block in its sequence, from 0."""
 

@@ -7,11 +7,12 @@ scheduler does. Whether a prefill runs here or elsewhere is decided above the en
 from __future__ import annotations
 
 import enum
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import InitVar, dataclass, field
 
 from kvrelay.core.handoff import HandoffId, PrefixHolder
-from kvrelay.core.hashing import compute_block_hashes
+from kvrelay.core.hashing import compute_sequence_hashes
 from kvrelay.core.logprobs import PositionLogprobs
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.status import FinishReason, RequestStatus, check_transition
@@ -113,7 +114,8 @@ class Request:
     num_cached_blocks: int = field(default=0, init=False)
     """Leading blocks that are hits of the prefix cache or were offered to it."""
     sequence_hashes: list[int] = field(default_factory=list, init=False)
-    local_hashes: list[int] = field(default_factory=list, init=False)
+    _packed: array[int] = field(default_factory=lambda: array("I"), init=False)
+    """The first of ``token_ids``, or all."""
     num_cached_tokens: int | None = field(default=None, init=False)
     """Prefix hit at first admission, as reported to clients."""
     first_output_sent: bool = field(default=False, init=False)
@@ -131,6 +133,8 @@ class Request:
 
     def __post_init__(self, prompt_token_ids: Sequence[int], output_token_ids: Sequence[int]) -> None:
         self.token_ids = [*prompt_token_ids, *output_token_ids]
+        if isinstance(prompt_token_ids, array):
+            self._packed.extend(prompt_token_ids)
         self.num_prompt_tokens = len(prompt_token_ids)
         self.is_resumed = len(output_token_ids) > 0
         self.num_reported = len(output_token_ids)
@@ -252,12 +256,24 @@ class Request:
         known = len(self.sequence_hashes)
         if num_blocks <= known:
             return
-        tokens = self.token_ids[known * block_size : num_blocks * block_size]
+        tokens = self.packed()[known * block_size : num_blocks * block_size]
         parent = self.sequence_hashes[-1] if known else None
-        lora = self.sampling.adapter or adapter or None
-        hashes = compute_block_hashes(tokens, block_size, lora=lora, parent=parent, salt=self.sampling.cache_salt)
-        self.local_hashes.extend(hashes.local)
-        self.sequence_hashes.extend(hashes.sequence)
+        lora, salt = self.sampling.adapter or adapter or None, self.sampling.cache_salt
+        self.sequence_hashes += compute_sequence_hashes(tokens, block_size, lora=lora, parent=parent, salt=salt)
+
+    def packed(self) -> array[int]:
+        """``token_ids`` as they are hashed, compared and copied without an object for each. Only to be read. Raises
+        InvalidInputError for what is no token id."""
+        try:
+            self._packed.fromlist(self.token_ids[len(self._packed) :])
+        except (OverflowError, TypeError) as exc:
+            raise InvalidInputError(f"token ids must be unsigned 32-bit integers: {exc}", param="tokens") from exc
+        return self._packed
+
+    def cut(self, num_tokens: int) -> None:
+        """The prompt ends after so many tokens."""
+        del self.token_ids[num_tokens:], self._packed[num_tokens:]
+        self.num_prompt_tokens = len(self.token_ids)
 
 
 def service_order(request: Request) -> tuple[int, bool, int]:
@@ -274,7 +290,11 @@ def check_tokens(request: Request, *, is_running: bool, vocab_size: int, max_mod
         raise InvalidInputError(f"request {request.request_id} is running already", param="request_id")
     if not request.num_prompt_tokens:
         raise InvalidInputError("the prompt is empty", param="prompt")
-    if not are_below(request.token_ids, vocab_size):
+    try:
+        are_possible = are_below(request.packed(), vocab_size)
+    except InvalidInputError:
+        are_possible = False
+    if not are_possible:
         found = outside(request.token_ids, vocab_size)
         raise InvalidInputError(f"prompt tokens must be between 0 and {vocab_size - 1}, got {found}", param="prompt")
     num_answer_tokens = 0 if request.is_prefill_only else 1

@@ -404,8 +404,7 @@ class Scheduler:
         num_blocks = self.pool.blocks_for(request.num_stored_tokens + 1)
         if not request.num_stored_tokens or num_blocks > self.pool.num_free / 2:
             return False
-        del request.token_ids[num_tokens + 1 :]  # admission leaves a last token to compute
-        request.num_prompt_tokens = len(request.token_ids)
+        request.cut(num_tokens + 1)  # admission leaves a last token to compute
         return True
 
     # -- hand-offs (prefill side) -------------------------------------------------------------------------------------
@@ -585,7 +584,7 @@ class Scheduler:
     def _update_decodes(self, result: ModelOutput) -> None:
         outputs, logprobs, failures = self.output.outputs, result.logprobs, result.failures
         decodes, size = self._scheduled.decodes, self.pool.block_size
-        ended: list[tuple[Request, int]] = []
+        ended: list[tuple[Request, RequestStatus]] = []
         failed: list[tuple[Request, str]] = []
         for row, (request, token_id) in enumerate(zip(decodes, result.token_ids[: len(decodes)], strict=True)):
             if failures and row in failures:
@@ -613,7 +612,7 @@ class Scheduler:
             elif position + 1 - request.num_reported >= request.report_interval:
                 report_token(self.output, request, token_id, None, None)
         for request, status in ended:
-            self.finish(request, RequestStatus(status))
+            self.finish(request, status)
         for request, reason_text in failed:
             self._fail(request, reason_text)
 

@@ -403,7 +403,6 @@ class SimulatedWorker:
             # What the engine computes at arrival: the last token's block is not looked up.
             num_blocks = (len(request.token_ids) - 1) // core.pool.block_size
             request.sequence_hashes.extend(message.hashes.sequence[:num_blocks])
-            request.local_hashes.extend(message.hashes.local[:num_blocks])
         if message.remote_wait_s is not None:
             self._placement.told(message.remote_wait_s)
         objectives, is_paired = self._placement.objectives(), message.pair is not None

@@ -12,9 +12,6 @@ salt. The tokens make colliding hashes harmless.
 from __future__ import annotations
 
 import struct
-import sys
-from array import array
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -32,11 +29,12 @@ ROOT = 2**64 - 1
 
 
 class BlockName(NamedTuple):
-    """Which block it is. ``parent_hash`` None: the first of its sequence."""
+    """Which block it is. ``parent_hash`` None: the first of its sequence. ``tokens``: as
+    ``core.hashing.token_blocks`` has them."""
 
     sequence_hash: int
     parent_hash: int | None
-    token_ids: Sequence[int]
+    tokens: bytes
 
 
 class Shape(msgspec.Struct, frozen=True):
@@ -72,11 +70,9 @@ def header_of(name: BlockName, shape: Shape, payload: memoryview) -> bytes:
     """The header of this block with its tokens, [shape.header_bytes]."""
     parent = ROOT if name.parent_hash is None else name.parent_hash
     checksum = xxhash.xxh3_64_intdigest(payload)
-    head = _HEAD.pack(
-        FORMAT, shape.fingerprint, name.sequence_hash, parent, len(name.token_ids), len(payload), checksum
-    )
-    tokens = _token_bytes(name.token_ids)
-    return b"".join((head, _CHECK.pack(xxhash.xxh3_64_intdigest(head + tokens)), tokens))
+    num_tokens = len(name.tokens) // TOKEN_BYTES
+    head = _HEAD.pack(FORMAT, shape.fingerprint, name.sequence_hash, parent, num_tokens, len(payload), checksum)
+    return b"".join((head, _CHECK.pack(xxhash.xxh3_64_intdigest(head + name.tokens)), name.tokens))
 
 
 def refusal(header: bytes | memoryview, name: BlockName, shape: Shape, payload: memoryview) -> str | None:
@@ -97,13 +93,6 @@ def refusal(header: bytes | memoryview, name: BlockName, shape: Shape, payload: 
         return "short"
     if parent != (ROOT if name.parent_hash is None else name.parent_hash):
         return "other"
-    if bytes(tokens) != _token_bytes(name.token_ids):
+    if tokens != name.tokens:
         return "tokens"
     return None if xxhash.xxh3_64_intdigest(payload) == checksum else "checksum"
-
-
-def _token_bytes(token_ids: Sequence[int]) -> bytes:
-    words = array("I", token_ids)
-    if sys.byteorder == "big":
-        words.byteswap()
-    return words.tobytes()

@@ -19,6 +19,7 @@ from functools import partial
 import msgspec
 
 from kvrelay.core.events import BlockRemoved, BlockStored, KvEvent, LoadCost
+from kvrelay.core.hashing import token_blocks
 from kvrelay.core.step_cost import StepCost
 from kvrelay.core.tier_stats import TierCounts, TierStats
 from kvrelay.engine.block_pool import BlockPool, Evicted
@@ -161,17 +162,17 @@ class KvTiers:
             for store in self._stores:
                 held, gone = store.changes.take()
                 if held:
-                    events.append(BlockStored(None, held, (), (), self._shape.block_size, medium=store.medium))
+                    events.append(BlockStored(None, held, self._shape.block_size, medium=store.medium))
                 if gone:
                     events.append(BlockRemoved(gone, store.medium))
         return events
 
     def load(self, request: Request, load: KvLoad, output: StepOutput) -> None:
         size, first = self._shape.block_size, load.first_block
+        end = first + len(load.block_ids)
         names = []
-        for index in range(first, first + len(load.block_ids)):
+        for index, tokens in enumerate(token_blocks(request.packed()[first * size : end * size], size), first):
             parent = request.sequence_hashes[index - 1] if index else None
-            tokens = request.token_ids[index * size : (index + 1) * size]
             names.append(BlockName(request.sequence_hashes[index], parent, tokens))
         stores = leading(self._stores, [name.sequence_hash for name in names])
         read = _Read(load, names, stores, self._recompute_seconds(len(stores), first))
@@ -271,7 +272,7 @@ class KvTiers:
     def _write_of(self, offer: _Offer) -> _Write:
         """With the block's copy."""
         entry = offer.entry
-        name = BlockName(entry.sequence_hash, entry.parent_hash, entry.token_ids)
+        name = BlockName(entry.sequence_hash, entry.parent_hash, entry.tokens)
         return _Write(name, self._carrier.copy(offer.block_id), offer.worth_s, offer.stores)
 
     def _load_seconds(self, stores: Sequence[BlockStore]) -> float:

@@ -15,6 +15,7 @@ from tests.patience import PATIENCE_S, noticed
 from kvrelay.config import EngineConfig, UpstreamConfig, WorkerConfig
 from kvrelay.core.events import AllBlocksCleared, BlockStored, KvEvent
 from kvrelay.core.handoff import HandoffId, RemotePrefillRequest
+from kvrelay.core.hashing import compute_sequence_hashes
 from kvrelay.core.messages import TokenOutput
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.status import FinishReason
@@ -351,7 +352,7 @@ async def test_what_was_placed_is_told_as_cached() -> None:
         await engine.until(lambda: engine.events)
         stored = engine.events[0]
         assert isinstance(stored, BlockStored)
-        assert list(stored.token_ids) == PROMPT[:32]
+        assert stored.block_hashes == compute_sequence_hashes(PROMPT[:32], stored.block_size)
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ async def publish(cluster: FakeCluster, worker_id: str, adapter: str | None = No
     """The worker holds PROMPT's blocks as the adapter computes them, and serves and tells what it holds."""
     log = KvEventLog(worker_id, 0)
     hashes = compute_block_hashes(PROMPT, 16, lora=adapter)
-    batch = log.append([BlockStored(None, hashes.sequence, hashes.local, tuple(PROMPT), 16)])
+    batch = log.append([BlockStored(None, hashes.sequence, 16)])
 
     async def serve(data: bytes) -> bytes:
         return log.serve_replay(data)

@@ -59,6 +59,13 @@ async def test_a_lost_worker_is_replaced_token_by_token(model_dir: Path, die_aft
         assert counts.of_worker("w1").itl.count == len(TOKENS) - max(die_after, 1)
 
 
+async def test_the_gaps_between_tokens_that_come_with_the_first_are_counted(model_dir: Path) -> None:
+    async with running(model_dir, Script(TOKENS, per_output=3)) as cluster:
+        assert streamed(await ask(cluster, max_tokens=2 * len(TOKENS)))[0] == 2 * ANSWER
+        assert cluster.frontend is not None
+        assert cluster.frontend.metrics.of("tiny").latencies.itl.count == 2 * len(TOKENS) - 1
+
+
 @pytest.mark.parametrize(
     ("changes", "interval"),
     [

@@ -19,7 +19,6 @@ orders. It does not know blocks, budgets or steps.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections import Counter
 from collections.abc import Iterator
 from heapq import nsmallest
 from itertools import chain, islice
@@ -57,7 +56,7 @@ class Shares:
 
     def __init__(self) -> None:
         self._served: dict[str, int] = {}
-        self._num_waiting: Counter[str] = Counter()
+        self._num_waiting: dict[str, int] = {}
 
     @property
     def waiting(self) -> list[str]:
@@ -76,19 +75,20 @@ class Shares:
     def may_exceed(self, tenant: str, bound: int) -> bool:
         """Whether this key may send another request although ``bound`` requests wait: others fill the queue, and the
         key has less than an equal share of it. So at most twice the bound wait. From any thread."""
-        num_own, num_keys = self._num_waiting[tenant], len(self._num_waiting)
+        num_own, num_keys = self._num_waiting.get(tenant, 0), len(self._num_waiting)
         num_keys += not num_own
         return tenant != "" and num_keys > 1 and (num_own + 1) * num_keys <= bound
 
     def is_newcomer(self, tenant: str) -> bool:
         """Whether other keys wait and this one does not. From any thread."""
-        return tenant != "" and len(self._num_waiting) > 0 and not self._num_waiting[tenant]
+        return tenant != "" and len(self._num_waiting) > 0 and tenant not in self._num_waiting
 
     def enter(self, tenant: str) -> None:
         """A request of this key begins to wait."""
         if tenant not in self._num_waiting:
             least = min((self._served[other] for other in self._num_waiting), default=0)
             self._served[tenant] = max(self._served.get(tenant, least), least)
+            self._num_waiting[tenant] = 0
         self._num_waiting[tenant] += 1
 
     def leave(self, tenant: str) -> None:

@@ -321,7 +321,7 @@ class AdmissionQueue:
         if not self._pool.enable_prefix_caching or request.wants_prompt_logprobs:
             return []
         request.hash_blocks((len(request.token_ids) - 1) // self._pool.block_size, self._pool.block_size)
-        return self._pool.find_prefix(request.token_ids, request.sequence_hashes)
+        return self._pool.find_prefix(request.packed(), request.sequence_hashes)
 
     def num_held_tokens(self, request: Request) -> int:
         """Tokens that the request need not compute: all with held KV; else its prefix hit, and what is worth loading

@@ -29,11 +29,11 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
 from kvrelay.config.byte_sizes import parse_bytes
 from kvrelay.executors.torch.shards import weights_fingerprint
-from kvrelay.tiers.block import FORMAT, BlockName, Shape
+from kvrelay.tiers.block import FORMAT, TOKEN_BYTES, BlockName, Shape
 from kvrelay.tiers.disk import DiskStore
 
-_WORDS = struct.Struct("<8I")
 _HASH = struct.Struct("<Q")
+DIGEST_BYTES = hashlib.sha256().digest_size
 WEEK_S = 7 * 86400.0
 
 
@@ -54,7 +54,8 @@ class KvrelayDiskTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is no
     ) -> None:
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         self._view = primary_kv_view.cast("B")
-        shape = Shape(_fingerprint(offloading_spec, self.block_size_bytes), _WORDS.size // 4, self.block_size_bytes)
+        block_bytes = self.block_size_bytes
+        shape = Shape(_fingerprint(offloading_spec, block_bytes), DIGEST_BYTES // TOKEN_BYTES, block_bytes)
         self._store = DiskStore(Path(directory), shape, parse_bytes(max_bytes, "max_bytes"), max_age_s)
         self._store.changes.ignore()  # vLLM has events of its own
         self._lanes = {each: ThreadPoolExecutor(1, thread_name_prefix=f"kvrelay-{each}") for each in ("load", "store")}
@@ -128,7 +129,7 @@ class KvrelayDiskTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is no
 def name_of(key: bytes) -> BlockName:
     """A key as a block's name."""
     digest = hashlib.sha256(key).digest()
-    return BlockName(_HASH.unpack_from(digest)[0], None, _WORDS.unpack(digest))
+    return BlockName(_HASH.unpack_from(digest)[0], None, digest)
 
 
 def _fingerprint(spec: Any, block_bytes: int) -> bytes:

@@ -19,7 +19,7 @@ import msgspec
 
 from kvrelay.core.decoding import UNREADABLE
 from kvrelay.core.events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
-from kvrelay.core.hashing import compute_block_hashes
+from kvrelay.core.hashing import compute_sequence_hashes
 from kvrelay.errors import KvrelayError
 
 ServerHash = int | bytes
@@ -54,11 +54,9 @@ class PlacedPrefixes:
     def hashes(self) -> list[int]:
         return list(self._blocks)
 
-    def place(self, hashes: Sequence[int], local_hashes: Sequence[int], token_ids: Sequence[int]) -> list[KvEvent]:
-        """The server has computed these consecutive blocks, from the first of a prompt on. Returns the changes.
-
-        ``token_ids`` has at least ``len(hashes) * block_size`` tokens. Blocks beyond the capacity are left out.
-        """
+    def place(self, hashes: Sequence[int]) -> list[KvEvent]:
+        """The server has computed these consecutive blocks, from the first of a prompt on. Returns the changes. Blocks
+        beyond the capacity are left out."""
         hashes = hashes[: self._capacity]
         held = self.num_leading(hashes)
         for block in reversed(hashes):
@@ -72,11 +70,7 @@ class PlacedPrefixes:
             size = self._block_size
             events.append(
                 BlockStored(
-                    parent_hash=hashes[held - 1] if held else None,
-                    block_hashes=tuple(hashes[held:]),
-                    local_hashes=tuple(local_hashes[held : len(hashes)]),
-                    token_ids=tuple(token_ids[held * size : len(hashes) * size]),
-                    block_size=size,
+                    parent_hash=hashes[held - 1] if held else None, block_hashes=tuple(hashes[held:]), block_size=size
                 )
             )
         return events
@@ -133,7 +127,7 @@ class MirroredCache:
     def hashes(self) -> list[int]:
         return list(self._refs)
 
-    def place(self, hashes: Sequence[int], local_hashes: Sequence[int], token_ids: Sequence[int]) -> list[KvEvent]:
+    def place(self, hashes: Sequence[int]) -> list[KvEvent]:
         """The server itself reports its contents."""
         return []
 
@@ -208,12 +202,12 @@ class MirroredCache:
                 return []
             before, salt = held.blocks[-1], held.salt
         ids: list[int] = tokens  # type: ignore[assignment]  # each was looked at
-        hashes = compute_block_hashes(ids, self._block_size, lora=adapter, parent=before, salt=salt)
+        hashes = compute_sequence_hashes(ids, self._block_size, lora=adapter, parent=before, salt=salt)
         per_block = size // self._block_size
         events = []
         for number, name in enumerate(names):
             own = slice(number * per_block, (number + 1) * per_block)
-            blocks = hashes.sequence[own]
+            blocks = hashes[own]
             first, before = before, blocks[-1]
             key = _server_hash(name)
             known = self._held.get(key)
@@ -226,13 +220,10 @@ class MirroredCache:
                 self._refs[block] = self._refs.get(block, 0) + 1
             if num_known < per_block:
                 # Different blocks of the server may begin with equal blocks of ours.
-                begin = own.start + num_known
                 events.append(
                     BlockStored(
                         parent_hash=blocks[num_known - 1] if num_known else first,
                         block_hashes=blocks[num_known:],
-                        local_hashes=hashes.local[begin : own.stop],
-                        token_ids=tuple(ids[begin * self._block_size : own.stop * self._block_size]),
                         block_size=self._block_size,
                     )
                 )

@@ -525,9 +525,7 @@ class HostedEngine:
         if self._config.enable_prefix_caching:
             num_blocks = num_tokens // self._facts.kv_layout.block_size
             request.hash_blocks(num_blocks, self._facts.kv_layout.block_size, self._facts.adapter)
-            self.output.kv_events += self._cache.place(
-                request.sequence_hashes[:num_blocks], request.local_hashes[:num_blocks], request.token_ids
-            )
+            self.output.kv_events += self._cache.place(request.sequence_hashes[:num_blocks])
 
     def _num_placed_blocks(self, request: Request) -> int:
         # The last token is computed in any case: something must be sampled from.

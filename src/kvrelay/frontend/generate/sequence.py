@@ -388,6 +388,8 @@ class Sequence:
         num_new = len(output.token_ids)
         if not self._is_prefilled:
             self._on_prefilled(output, now_s, link)
+            if num_new > 1:
+                self._share_gap(num_new - 1)
         elif num_new:
             gap_s = (now_s - self._last_s) / num_new
             if gap_s:

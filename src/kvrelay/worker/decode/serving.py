@@ -26,6 +26,7 @@ from kvrelay.core.return_times import ReturnTimes
 from kvrelay.core.shortest_first import ShortestFirst
 from kvrelay.core.status import RefusalKind
 from kvrelay.core.tasks import TaskSet
+from kvrelay.core.token_ids import words_of
 from kvrelay.engine.contract import Engine
 from kvrelay.engine.request import Request
 from kvrelay.errors import (
@@ -46,7 +47,7 @@ from kvrelay.placement.cost import CostPlacement, PlacementState
 from kvrelay.placement.threshold import DisaggPolicy
 from kvrelay.rpc.base import Peer
 from kvrelay.worker.decode.admission import AdmissionControl
-from kvrelay.worker.decode.outputs import send_outputs
+from kvrelay.worker.decode.outputs import joined, send_outputs
 from kvrelay.worker.decode.placing import Placing
 from kvrelay.worker.decode.queue import QueuedPrefills, TimedGrants
 from kvrelay.worker.decode.refusals import refusal_of
@@ -326,7 +327,7 @@ class DecodeSide:
         self._marks.add(message.request_id, Phase.ADMITTED)
         request = Request(
             message.request_id,
-            message.prompt_token_ids,
+            words_of(message.prompt),
             message.sampling,
             output_token_ids=message.output_token_ids,
             priority=message.priority,
@@ -385,17 +386,21 @@ class DecodeSide:
     def _deliver(self) -> None:
         """On the event loop: tokens to frontends."""
         self._is_delivery_due = False  # first: what the engine adds from now on makes another delivery due
-        by_peer: defaultdict[Peer, list[TokenOutput]] = defaultdict(list)
+        by_request: defaultdict[str, list[TokenOutput]] = defaultdict(list)
         for _ in range(len(self._undelivered)):
             output = self._undelivered.popleft()
-            served = self._served.get(output.request_id)
+            by_request[output.request_id].append(output)
+        by_peer: defaultdict[Peer, list[TokenOutput]] = defaultdict(list)
+        for request_id, outputs in by_request.items():
+            served = self._served.get(request_id)
             if served is None:
                 continue
-            is_last = output.finish_reason is not None
-            has_marks = is_last or output.num_cached_tokens is not None
-            by_peer[served.peer].append(self._marks.told(output) if has_marks else output)
-            if is_last:
-                self._forget(output.request_id)
+            for output in outputs if len(outputs) == 1 else joined(outputs):
+                is_last = output.finish_reason is not None
+                has_marks = is_last or output.num_cached_tokens is not None
+                by_peer[served.peer].append(self._marks.told(output) if has_marks else output)
+                if is_last:
+                    self._forget(request_id)
         for peer, batch in by_peer.items():
             for output in send_outputs(self._server, peer, batch):
                 served = self._served.get(output.request_id)
