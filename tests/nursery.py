@@ -1,15 +1,24 @@
-"""Ranks of the executors that a process of tests builds are forked from one process that has imported torch already.
+"""Processes that the tests start are forked from one that has imported torch and kvrelay already.
 
-A rank's start takes 1.8 seconds of CPU, 1.6 of them to import torch and Numba, and the tests start a hundred ranks.
-What is forked runs the same module with the same arguments, fds, outputs and environment, and is a process of its own:
-it can be stopped, killed and waited for. Ranks of ``kvrelay`` processes start as everywhere, and so do ranks if a test
-has changed a variable that libraries read when they are imported.
+Imports are most of a start: 1.6 of the 1.8 seconds of CPU of a rank, 1.2 of the 1.8 of ``kvrelay serve`` with two mock
+workers, and the tests start hundreds of processes. What is forked runs the same module with the same arguments, fds,
+outputs and environment, and is a process and a child of its own: it can be stopped, killed and waited for, and ``ps``
+shows the command line that it would have. A process that starts others has a nursery of its own, forked before its
+first thread. Processes start as everywhere if a test has changed a variable that libraries read when they are imported.
+Tests of the start itself fork nothing, nor do a few whole clusters (``Serve.is_real``), for what differs between two
+starts of Python, like the hashes of texts, and for Python's end, which a forked process leaves out.
+
+A nursery forks twice. Linux gives the orphan to the process that has asked, which is a "subreaper" for that moment.
 """
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import ctypes
 import gc
 import json
+import logging
 import os
 import runpy
 import signal
@@ -17,141 +26,283 @@ import socket
 import subprocess
 import sys
 import threading
-import traceback
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import IO, Any
 
+from kvrelay.core import child_process
 from kvrelay.executors.torch.parallel import processes
 
 RANKS: set[int] = set()
-"""The pids of those that have not been waited for."""
-_LATE = ("PYTEST_CURRENT_TEST", "UCX_", "NIXL_", "TORCHINDUCTOR_")
-"""Beginnings of variables that nothing has read before a rank begins."""
+"""The pids of those that this process has started and not waited for."""
+MODULES = ("kvrelay", "benchmarks", processes.MODULE)
+PARENTS = ("benchmarks", "serve", "agent", "--tp", "--pp", "--dp", "--ep")
+"""Words of commands that start processes."""
+_LATE = ("PYTEST_CURRENT_TEST", "UCX_", "NIXL_", "TORCHINDUCTOR_", "KVRELAY_")
+"""Beginnings of variables that nothing has read before a process begins."""
+_ROOM = 8000
+"""For the command line of a forked process, in bytes."""
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_libc = ctypes.CDLL(None)
+EXIT = [1]
+"""The exit code of a forked process; 1 with a traceback."""
 
 
-def install() -> Nursery:
-    """From now on ranks come from a nursery, which begins with the first of them."""
-    nursery = Nursery()
-    processes.subprocess = SimpleNamespace(DEVNULL=subprocess.DEVNULL, Popen=nursery.start)  # type: ignore[assignment]
-    return nursery
+def _early(environment: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in environment.items() if not name.startswith(_LATE)}
 
 
-def _early() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if not name.startswith(_LATE)}
+class Forked:
+    """What is used of a ``subprocess.Popen``."""
+
+    def __init__(self, pid: int, stderr: IO[bytes] | None) -> None:
+        self.pid = pid
+        self.stderr = stderr
+        self.returncode: int | None = None
+        self._lock = threading.Lock()
+
+    def poll(self) -> int | None:
+        return self._reap(os.WNOHANG)
+
+    def wait(self, timeout: float | None = None) -> int:
+        if timeout is None:
+            self._reap(0)
+        deadline_s = time.monotonic() + (timeout or 0.0)
+        while self.poll() is None:
+            if time.monotonic() > deadline_s:
+                raise subprocess.TimeoutExpired(str(self.pid), timeout or 0.0)
+            time.sleep(0.01)
+        assert self.returncode is not None
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def _reap(self, how: int) -> int | None:
+        with self._lock:
+            if self.returncode is None:
+                ended, status = os.waitpid(self.pid, how)
+                if ended:
+                    self.returncode = os.waitstatus_to_exitcode(status)
+                    RANKS.discard(self.pid)
+        return self.returncode
+
+
+Process = subprocess.Popen[bytes] | Forked
 
 
 class Nursery:
-    """The tests' end: asks for ranks, one question after the other."""
+    """The end that asks for processes, one after the other. ``asked``: the nursery's socket; None: it starts with the
+    first process."""
 
-    def __init__(self) -> None:
-        self._early = _early()
-        self._socket: socket.socket | None = None
-        self._process: subprocess.Popen[bytes]
+    def __init__(self, asked: socket.socket | None = None) -> None:
+        self._begun_with = _early(os.environ)
+        self._socket = asked
+        self._process: subprocess.Popen[bytes] | None = None
         self._lock = threading.Lock()
 
-    def start(self, command: Sequence[str], *, stdin: int, pass_fds: Sequence[int]) -> Any:
-        """Stands for ``subprocess.Popen`` in ``RankProcesses``."""
-        if _early() != self._early:
-            return subprocess.Popen(command, stdin=stdin, pass_fds=pass_fds)
-        return Forked(self, self.ask({"cwd": os.getcwd(), "environment": dict(os.environ)}, (1, 2, *pass_fds)))
+    def popen(self, command: Sequence[str], **options: Any) -> Process:
+        """Stands for ``subprocess.Popen``."""
+        environment = options.get("env") or os.environ
+        is_known = list(command[:2]) == [sys.executable, "-m"] and command[2] in MODULES
+        is_known &= options.get("stdout") != subprocess.PIPE and "vllm" not in command
+        if not is_known or _early(environment) != self._begun_with:
+            return subprocess.Popen(command, **options)
+        prepare = options.get("preexec_fn")
+        question = {
+            "command": list(command),
+            "parent": os.getpid(),
+            "cwd": os.getcwd(),
+            "environment": dict(environment),
+            "has_group": "process_group" in options,
+            "death_signal": prepare.args[0] if isinstance(prepare, partial) else 0,
+        }
+        errors, theirs = os.pipe() if options.get("stderr") == subprocess.PIPE else (None, None)
+        outputs = [_number(options.get("stdout"), 1), _number(options.get("stderr"), 2) if theirs is None else theirs]
+        try:
+            pid = self._ask(question, (*outputs, *options.get("pass_fds", ())))
+        finally:
+            if theirs is not None:
+                os.close(theirs)
+        if command[2] == processes.MODULE:
+            RANKS.add(pid)
+        return Forked(pid, None if errors is None else open(errors, "rb"))
 
-    def ask(self, question: dict[str, Any], fds: Sequence[int] = ()) -> int:
+    def _ask(self, question: dict[str, Any], fds: Sequence[int]) -> int:
         """Raises OSError if the nursery has ended."""
         with self._lock:
             if self._socket is None:
                 self._socket, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
                 with theirs:
                     self._process = subprocess.Popen(
-                        [sys.executable, "-m", "tests.nursery", str(theirs.fileno())],
+                        [sys.executable, "-m", "tests.nursery", str(theirs.fileno()), "-" * _ROOM],
                         stdin=subprocess.DEVNULL,
                         pass_fds=[theirs.fileno()],
                         env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
                     )
-            socket.send_fds(self._socket, [json.dumps(question).encode()], fds)
-            if not (answer := self._socket.recv(64)):
-                raise OSError("the process that ranks come from has ended")
-            return int(answer)
+            _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
+            try:
+                socket.send_fds(self._socket, [json.dumps(question).encode()], fds)
+                pid, is_ours = self._socket.recv(64), self._socket.recv(64)
+            finally:
+                _libc.prctl(_PR_SET_CHILD_SUBREAPER, 0)
+            if not is_ours:
+                raise OSError("the process that others are forked from has ended")
+            return int(pid)
 
     def end(self) -> None:
-        """The nursery ends when its socket is closed, and its ranks with it."""
+        """The nursery ends when its socket is closed."""
         if self._socket is not None:
             self._socket.close()
+        if self._process is not None:
             self._process.wait()
 
 
-class Forked:
-    """What ``RankProcesses`` uses of a ``subprocess.Popen``. Its pid is its own until it has been waited for."""
-
-    def __init__(self, nursery: Nursery, pid: int) -> None:
-        self._nursery = nursery
-        self.pid = pid
-        self.returncode: int | None = None
-        RANKS.add(pid)
-
-    def kill(self) -> None:
-        os.kill(self.pid, signal.SIGKILL)
-
-    def wait(self) -> int:
-        RANKS.discard(self.pid)
-        try:
-            self.returncode = self._nursery.ask({"wait": self.pid})
-        except OSError:
-            self.returncode = -signal.SIGKILL  # by the kernel, when the nursery ended
-        return self.returncode
+def _number(output: Any, default: int) -> int:
+    if output is None:
+        return default
+    return int(output if isinstance(output, int) else output.fileno())
 
 
-def serve(asked: socket.socket) -> None:
-    """The nursery itself."""
+_installed: Nursery | None = None
+
+
+def install() -> Nursery:
+    """From now on ranks, and what ``popen`` starts, come from a nursery, which begins with the first of them."""
+    global _installed
+    _installed = Nursery()
+    processes.subprocess = _subprocess(_installed)  # type: ignore[assignment]
+    return _installed
+
+
+def popen(command: Sequence[str], **options: Any) -> Process:
+    """``subprocess.Popen``, from the nursery if there is one."""
+    return (subprocess.Popen if _installed is None else _installed.popen)(command, **options)
+
+
+def _subprocess(nursery: Nursery) -> SimpleNamespace:
+    return SimpleNamespace(DEVNULL=subprocess.DEVNULL, Popen=nursery.popen)
+
+
+def serve(asked: socket.socket) -> Callable[[], None]:
+    """The nursery itself. It returns in what it has forked: what that shall run."""
     while True:
         message, fds, *_ = socket.recv_fds(asked, 1 << 20, 16)
         if not message:
-            return
-        question = json.loads(message)
-        if "wait" in question:
-            answer = os.waitstatus_to_exitcode(os.waitpid(question["wait"], 0)[1])
-        elif (answer := os.fork()) == 0:
+            os._exit(0)
+        middle = os.fork()
+        if not middle:
+            if child := os.fork():
+                asked.send(str(child).encode())
+                os._exit(0)
             asked.close()
-            _become_rank(question, *fds)
+            return _begin(json.loads(message), fds)
         for fd in fds:
             os.close(fd)
-        asked.send(str(answer).encode())
+        os.waitpid(middle, 0)
+        asked.send(b"yours")
 
 
-def _become_rank(place: dict[str, Any], stdout: int, stderr: int, *fds: int) -> None:
-    try:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        os.dup2(stdout, 1)
-        os.dup2(stderr, 2)
-        os.close(stdout)
-        os.close(stderr)
-        os.chdir(place["cwd"])
-        os.environ.clear()
-        os.environ.update(place["environment"])
-        sys.argv = [processes.MODULE, str(os.getppid()), *(str(fd) for fd in fds)]
-        runpy.run_module(processes.MODULE, run_name="__main__")
-    except BaseException:  # noqa: BLE001 - the process's outermost frame
-        traceback.print_exc()
-    finally:
+def _begin(question: dict[str, Any], fds: Sequence[int]) -> Callable[[], None]:
+    """In the new process."""
+    os.environ.clear()
+    os.environ.update(question["environment"])
+    os.chdir(question["cwd"])
+    os.dup2(fds[0], 1)
+    os.dup2(fds[1], 2)
+    os.close(fds[0])
+    os.close(fds[1])
+    while os.getppid() != question["parent"]:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(question["parent"], 0)
+            time.sleep(0.001)
+            continue
         os._exit(1)
+    _libc.prctl(_PR_SET_PDEATHSIG, question["death_signal"])
+    if question["has_group"]:
+        os.setpgid(0, 0)
+        signal.signal(signal.SIGTTOU, signal.SIG_IGN)
+    _, _, module, *arguments = question["command"]
+    if module == processes.MODULE:
+        arguments = [arguments[0], *(str(fd) for fd in fds[2:])]
+    elif {module, *arguments} & set(PARENTS):
+        ours, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
+        if not os.fork():
+            ours.close()
+            _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            return serve(theirs)
+        theirs.close()
+        child_process.subprocess = processes.subprocess = _subprocess(Nursery(ours))  # type: ignore[assignment]
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.argv = [module, *arguments]
+    _show([sys.executable, "-m", module, *arguments])
+    return partial(_run, module)
+
+
+def _show(command: Sequence[str]) -> None:
+    """As the command line of this process."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    begin, end = int(fields[45]), int(fields[46])
+    text = b"".join(word.encode() + b"\0" for word in command)
+    ctypes.memmove(begin, text[: end - begin].ljust(end - begin, b"\0"), end - begin)
+
+
+def _run(module: str) -> None:
+    sys.modules["__main__"].__spec__ = None
+    try:
+        runpy.run_module(module, run_name="__main__")
+        EXIT[0] = 0
+    except SystemExit as end:
+        EXIT[0] = int(end.code or 0)
+        raise
+
+
+def _leave() -> None:
+    """The last function at exit: what remains is to take modules apart, which takes a tenth of a second and more."""
+    gc.collect()
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(EXIT[0])
 
 
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    atexit.register(_leave)  # first, so that it runs last
     from kvrelay.executors.torch import share_openmp
 
     share_openmp()
     from numba.core.registry import cpu_target
 
+    import kvrelay.cli.main
+    import kvrelay.cli.processes
+    import kvrelay.cli.serve
+    import kvrelay.executors.mock
+    import kvrelay.executors.torch.attention.cpu
+    import kvrelay.executors.torch.build
     import kvrelay.executors.torch.kernels.numba_kernels
-    import kvrelay.executors.torch.parallel.rank_process  # noqa: F401
+    import kvrelay.executors.torch.parallel.rank_process
+    import kvrelay.frontend.tokens.tokenizer
+    import kvrelay.launch.frontend_process
+    import kvrelay.launch.serve
+    import kvrelay.launch.worker_process  # noqa: F401
 
     cpu_target.typing_context.refresh()
     cpu_target.target_context.refresh()
     gc.collect()
     gc.freeze()
     assert len(os.listdir("/proc/self/task")) == 1, "an import has started a thread, which a fork would lack"
-    serve(socket.socket(fileno=int(sys.argv[1])))
+    serve(socket.socket(fileno=int(sys.argv[1])))()
 
 
 if __name__ == "__main__":

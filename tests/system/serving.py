@@ -20,6 +20,7 @@ from typing import Any
 from unittest import mock
 
 import openai
+from tests import nursery
 from tests.patience import PATIENCE_S, until
 
 from kvrelay.cli.main import run
@@ -31,11 +32,21 @@ READY_TIMEOUT_S = 280.0
 
 
 def kvrelay(
-    *arguments: str, module: str = "kvrelay", timeout_s: float = 2 * PATIENCE_S
+    *arguments: str, module: str = "kvrelay", timeout_s: float = 2 * PATIENCE_S, is_real: bool = False
 ) -> subprocess.CompletedProcess[str]:
-    """Run one command to its end."""
+    """Run one command to its end. ``is_real``: as of ``Serve``."""
     command = [sys.executable, "-m", module, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        process = (subprocess.Popen if is_real else nursery.popen)(command, stdout=out, stderr=err)
+        try:
+            code = process.wait(timeout_s)
+        finally:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+        out.seek(0)
+        err.seek(0)
+        return subprocess.CompletedProcess(command, code, out.read(), err.read())
 
 
 def kvrelay_here(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -60,6 +71,8 @@ class Serve:
     env: dict[str, str] = field(default_factory=dict)
     prefix: tuple[str, ...] = ()
     """Of the command, to run it within something else."""
+    is_real: bool = False
+    """Each process starts Python; else all are forked from one (``tests/nursery.py``)."""
     url: str = ""
     control: str = ""
     model: str = ""
@@ -69,9 +82,8 @@ class Serve:
         serve = [sys.executable, "-m", "kvrelay", "serve", "--port", "0", "--planner", "off"]
         command = [*self.prefix, *serve, *self.arguments]
         self._log = tempfile.NamedTemporaryFile(mode="w+", encoding="utf-8")
-        self.process = subprocess.Popen(
-            command, stdout=self._log, stderr=subprocess.STDOUT, env={**os.environ, **self.env}
-        )
+        start = subprocess.Popen if self.is_real else nursery.popen
+        self.process = start(command, stdout=self._log, stderr=self._log, env={**os.environ, **self.env})
         deadline = time.monotonic() + READY_TIMEOUT_S
         while "curl" not in self.output:
             if self.process.poll() is not None or time.monotonic() > deadline:

@@ -6,7 +6,6 @@ The mock engine's answer depends on every token of the KV that it reads, so a lo
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import threading
 import time
@@ -16,6 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
+from tests import nursery
 from tests.patience import PATIENCE_S, until
 from tests.system import recovery
 from tests.system.serving import Serve, by_threshold
@@ -112,12 +112,12 @@ def wait_until_whole(server: Serve) -> None:
 
 
 @contextmanager
-def extra_worker(server: Serve, role: str) -> Iterator[subprocess.Popen[bytes]]:
+def extra_worker(server: Serve, role: str) -> Iterator[nursery.Process]:
     """One more worker, started by hand as on another machine."""
     flags = ["--engine", "mock", "--decode-base-s", "0.02", "--lease-ttl-s", "2", *by_threshold(64)]
     command = [sys.executable, "-m", "kvrelay", "worker", "--role", role, "--control", server.control, *flags]
     before = len(server.workers(role))
-    process = subprocess.Popen(command)
+    process = nursery.popen(command)
     try:
         until(lambda: len(server.workers(role)) == before + 1)
         yield process

@@ -24,7 +24,7 @@ def checkpoint(tmp_path_factory) -> Path:
 
 def refused(*arguments: str, code: int = 2) -> str:
     """Run a command that must fail; gives its one line."""
-    return line_of(kvrelay(*arguments, timeout_s=180), code)
+    return line_of(kvrelay(*arguments, timeout_s=180, is_real=True), code)
 
 
 def line_of(done: subprocess.CompletedProcess[str], code: int = 2) -> str:

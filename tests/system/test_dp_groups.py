@@ -57,7 +57,7 @@ def pids_of_workers(server: Serve) -> dict[int, list[int]]:
     for child in psutil.Process(server.process.pid).children():
         with contextlib.suppress(psutil.NoSuchProcess):  # it ends just now
             if "worker" in child.cmdline():
-                found[child.pid] = [rank.pid for rank in child.children()]
+                found[child.pid] = [rank.pid for rank in child.children() if "worker" in rank.cmdline()]
     return found
 
 

@@ -145,7 +145,7 @@ def known(num_prompts: int) -> Known:
 def test_disaggregated_equals_offline_equals_transformers(num_prompts: int) -> None:
     prompts, expected, _ = known(num_prompts)
     num_long = sum(len(prompt) > 64 for prompt in prompts)
-    with Serve(serve_arguments(1)) as server:
+    with Serve(serve_arguments(1), is_real=True) as server:
         streamed = complete_all(server, prompts, stream=True)
         (decode,) = server.idle_workers("decode")
         (prefill,) = server.workers("prefill")

@@ -17,6 +17,7 @@ from tests.system.serving import Serve, by_threshold
 
 from kvrelay import LLM, SamplingParams
 from kvrelay.data import bundled_checkpoint_path
+from kvrelay.executors.torch.parallel.processes import MODULE as RANK_MODULE
 
 pytestmark = [pytest.mark.system, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -237,7 +238,7 @@ def test_a_rank_that_stops_while_it_moves_kv_costs_a_prefill(
     with Serve(flags) as server, ThreadPoolExecutor(1) as threads:
         assert complete(server, prompts.apart[0]) == expected[tuple(prompts.apart[0])]
         (giver,) = server.workers("prefill")
-        ranks = psutil.Process(giver["pid"]).children()
+        ranks = [child for child in psutil.Process(giver["pid"]).children() if RANK_MODULE in child.cmdline()]
         assert len(ranks) == 2
         stop(ranks[number].pid)
         answer = threads.submit(complete, server, prompts.apart[-1])

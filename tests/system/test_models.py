@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import httpx
 import pytest
+from tests import nursery
 from tests.patience import PATIENCE_S, until
 from tests.system.serving import Serve, kvrelay_here
 
@@ -27,10 +27,10 @@ def server() -> Iterator[Serve]:
 
 
 @contextmanager
-def worker(server: Serve, name: str) -> Iterator[subprocess.Popen[bytes]]:
+def worker(server: Serve, name: str) -> Iterator[nursery.Process]:
     """A worker of another model, started by hand."""
     command = [sys.executable, "-m", "kvrelay", "worker", "--control", server.control, "--served-model-name", name]
-    process = subprocess.Popen([*command, "--role", "decode", *FLAGS])
+    process = nursery.popen([*command, "--role", "decode", *FLAGS])
     try:
         yield process
     finally:

@@ -56,7 +56,8 @@ def ask(server: Serve, prefix: int, end: int) -> tuple[dict[str, Any], str, str]
 
 @pytest.fixture(scope="module", params=["nixl", "shm"])
 def server(request: pytest.FixtureRequest) -> Iterator[Serve]:
-    with Serve((*FLAGS, "--transport", request.param)) as running:
+    # Real processes: workers and frontend must find the same hashes of blocks, whatever Python's own hashes are.
+    with Serve((*FLAGS, "--transport", request.param), is_real=True) as running:
         yield running
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import subprocess
 import sys
 import urllib.request
 from collections.abc import Iterator
@@ -12,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+from tests import nursery
 from tests.patience import PATIENCE_S, until
 from tests.system.serving import Serve
 from tests.system.test_equality import check_against_transformers
@@ -66,7 +66,7 @@ def two_workers(first: tuple[str, ...], second: tuple[str, ...]) -> Iterator[Ser
     serve = (*FLAGS, *first, "--prefill", "0", "--decode", "1", "--temperature", "1000", "--router-seed", "3")
     with Serve(serve) as server:
         command = [sys.executable, "-m", "kvrelay", "worker", "--role", "both", "--control", server.control]
-        process = subprocess.Popen([*command, *FLAGS, *second])
+        process = nursery.popen([*command, *FLAGS, *second])
         try:
             until(lambda: len(server.workers("both")) == 2)
             yield server

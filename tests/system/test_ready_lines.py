@@ -27,7 +27,7 @@ def ended_line(file: Path) -> bool:
 
 
 def test_a_process_says_once_that_it_is_ready_and_serve_says_it_for_all(tmp_path: Path) -> None:
-    with Serve((*MOCK, "--planner", "off")) as server, ExitStack() as stack:
+    with Serve((*MOCK, "--planner", "off"), is_real=True) as server, ExitStack() as stack:
         for arguments, line in {
             ("worker", *MOCK, "--role", "prefill"): WORKER,
             ("worker", *MOCK, "--dp", "2"): WORKER.replace(r"(\w+)", r"both, rank 0 of 2", 1),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +14,7 @@ from typing import Any
 import openai
 import psutil
 import pytest
+from tests import nursery
 from tests.patience import PATIENCE_S, until
 from tests.system.serving import Serve, kvrelay_here
 
@@ -94,7 +94,7 @@ def test_serve_starts_what_is_ordered_as_far_as_it_has_slots() -> None:
 def test_an_agent_offers_slots_and_its_workers_end_with_it(tmp_path: Path) -> None:
     with Serve((*MOCK, "--planner", "off", "--lease-ttl-s", "2")) as server:
         command = [sys.executable, "-m", "kvrelay", "agent", "--slots", "2", *MOCK, "--control", server.control]
-        agent = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        agent = nursery.popen(command)
         try:
             until(lambda: len(hosts(server)) == 1)
             order(server, WorkerRole.DECODE, 1)
@@ -116,7 +116,7 @@ def test_scale_to_zero_and_back_with_an_answer_for_the_request_that_waited(tmp_p
     with Serve(flags) as server:
         command = [sys.executable, "-m", "kvrelay", "planner", "--mode", "act", "--control", server.control]
         command += ["--min-workers", "0", "--quiet-s", "1", "--interval", "0.2", "--log-file", str(tmp_path / "log")]
-        planner = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        planner = nursery.popen(command)
         try:
             for _ in range(2):
                 until(lambda: roles(server) == [] and not hosts(server)[0].pids)
