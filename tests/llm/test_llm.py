@@ -210,7 +210,8 @@ def test_an_engine_that_dies_is_an_error_not_a_hang(monkeypatch: pytest.MonkeyPa
 
 
 async def test_pieces_of_an_answer_come_as_they_are_made() -> None:
-    async with AsyncLLM(**MOCK) as llm:
+    """By an engine that takes time: what is there at once comes at once."""
+    async with AsyncLLM(**{**MOCK, "speedup_ratio": 1.0}) as llm:
         whole = await llm.generate([5, 6, 7], GREEDY)
         deltas = [delta async for delta in llm.stream([5, 6, 7], GREEDY)]
     assert len(deltas) > 1
