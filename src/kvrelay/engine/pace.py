@@ -18,12 +18,13 @@ class Gaps(NamedTuple):
 
 
 def gaps_of(requests: Iterable[Request], now_s: float) -> Gaps:
-    found: dict[bool, float] = {}
-    for request in requests:
-        if request.objectives is not None:
-            is_late, itl_s = request.is_late_at(now_s), request.objectives.itl_s
-            found[is_late] = min(found.get(is_late, itl_s), itl_s)
-    return Gaps(found.get(False, 0.0), found.get(True, 0.0))
+    # Few objectives are not alike, and there may be many answers.
+    found = {(request.is_late_at(now_s), request.objectives) for request in requests}
+    in_time_s, late_s = (
+        min([each.itl_s for is_late, each in found if each is not None and is_late is late], default=0.0)
+        for late in (False, True)
+    )
+    return Gaps(in_time_s, late_s)
 
 
 def pace_of(cost: StepCost, spread: float, gaps: Gaps, prompts: Sequence[Request], now_s: float) -> StepPace:
