@@ -118,14 +118,14 @@ class Nursery:
         is_known &= options.get("stdout") != subprocess.PIPE and "vllm" not in command
         if not is_known or _early(environment) != self._begun_with:
             return subprocess.Popen(command, **options)
-        prepare = options.get("preexec_fn")
+        prepare: partial[None] | None = options.get("preexec_fn")
         question = {
             "command": list(command),
             "parent": os.getpid(),
             "cwd": os.getcwd(),
             "environment": dict(environment),
             "has_group": "process_group" in options,
-            "death_signal": prepare.args[0] if isinstance(prepare, partial) else 0,
+            "prepare": [prepare.func.__module__, prepare.func.__qualname__, *prepare.args] if prepare else [],
         }
         errors, theirs = os.pipe() if options.get("stderr") == subprocess.PIPE else (None, None)
         outputs = [_number(options.get("stdout"), 1), _number(options.get("stderr"), 2) if theirs is None else theirs]
@@ -228,10 +228,11 @@ def _begin(question: dict[str, Any], fds: Sequence[int]) -> Callable[[], None]:
             time.sleep(0.001)
             continue
         os._exit(1)
-    _libc.prctl(_PR_SET_PDEATHSIG, question["death_signal"])
     if question["has_group"]:
         os.setpgid(0, 0)
-        signal.signal(signal.SIGTTOU, signal.SIG_IGN)
+    if question["prepare"]:
+        place, name, *values = question["prepare"]
+        getattr(sys.modules[place], name)(*values)
     _, _, module, *arguments = question["command"]
     if module == processes.MODULE:
         arguments = [arguments[0], *(str(fd) for fd in fds[2:])]
