@@ -107,6 +107,7 @@ def test_outputs_that_wait_together_are_joined_without_a_loss() -> None:
     [
         TokenOutput("a", (), position=1, finish_reason=FinishReason.ABORT),
         TokenOutput("a", (), position=1, finish_reason=FinishReason.ERROR, error="NaN", is_final=True),
+        TokenOutput("a", (), position=1, finish_reason=FinishReason.STOP),
         TokenOutput("a", (8,), position=0),
         TokenOutput("a", (8,), position=2),
         TokenOutput("a", (8,), position=1, logprobs=(PositionLogprobs(TokenLogprob(8, -1.0, 1), ()),)),

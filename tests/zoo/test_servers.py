@@ -11,6 +11,8 @@ from tests.zoo.test_calls import HERMES_CALL
 from tests.zoo.upstream import Event, upstream
 from tests.zoo.vocabularies import END, OTHER, Kind, bytes_of
 
+from kvrelay.worker.decode import serving
+
 PROMPT = "q"
 TEXT = " there was a cat🙂"
 CUTS: dict[str, tuple[Event, ...]] = {
@@ -39,7 +41,9 @@ async def test_a_server_that_tells_only_text(kind: Kind, cut: str, tmp_path: Pat
 
 
 @pytest.mark.parametrize("kind", [Kind.BYTE_LEVEL, Kind.LLAMA2, Kind.MISTRAL])
-async def test_text_comes_as_it_is_written(kind: Kind, tmp_path: Path) -> None:
+async def test_text_comes_as_it_is_written(kind: Kind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # All of it is here at once, and what waits together leaves as one.
+    monkeypatch.setattr(serving, "joined", list)
     model = model_of(tmp_path / "zoo", kind, *PHRASES)
     async with upstream(CUTS["words"]) as url, zoo_cluster(model.directory, "openai", upstream=url) as cluster:
         answer = await cluster.send(COMPLETIONS, body_of(COMPLETIONS, PROMPT, stream=True))

@@ -12,7 +12,6 @@ from itertools import chain, pairwise
 import msgspec
 
 from kvrelay.core.messages import OutputBatch, TokenOutput
-from kvrelay.core.status import FinishReason
 from kvrelay.errors import PayloadTooLargeError
 from kvrelay.rpc.base import Peer, RpcServer
 
@@ -41,11 +40,12 @@ def joined(outputs: Sequence[TokenOutput]) -> list[TokenOutput]:
 
 
 def _may_join(before: TokenOutput, output: TokenOutput) -> bool:
-    """Logprobs may be so many that each output needs a message. An answer that was given up ends without tokens."""
+    """Logprobs may be so many that each output needs a message. An end without a token says that no token is the end:
+    the answer was given up, or its server told text."""
     return (
         output.position == before.position + len(before.token_ids)
         and before.finish_reason is None
-        and output.finish_reason not in (FinishReason.ABORT, FinishReason.ERROR)
+        and len(output.token_ids) > 0
         and before.logprobs is output.logprobs is None
     )
 
