@@ -87,8 +87,7 @@ def test_answers_that_were_late_make_room_for_prompts_that_are_late() -> None:
     )
     for each in (prompt, in_time, late):
         each.times.append((RequestStatus.WAITING, clock.now()))
-    in_time.token_ids.append(7)
-    late.token_ids.append(7)
+    in_time.first_output_sent = late.first_output_sent = True
     late.is_late = True
 
     def step_s(*answers: Request) -> float:
@@ -102,7 +101,7 @@ def test_answers_that_were_late_make_room_for_prompts_that_are_late() -> None:
     assert step_s(late) == pytest.approx(LATE_FACTOR * alike_s, rel=0.01)
     assert step_s(in_time) == pytest.approx(alike_s, rel=0.01), "this one can still be good"
     assert step_s(late, in_time) == pytest.approx(alike_s, rel=0.01)
-    prompt.token_ids.append(7)
+    prompt.first_output_sent = True
     assert step_s(late) == pytest.approx(alike_s, rel=0.01), "an answer that is computed again"
 
 

@@ -111,7 +111,7 @@ def test_a_plan_by_estimates_says_so() -> None:
 def test_changes_are_bounded_whatever_comes() -> None:
     kinds: set[type] = set()
 
-    @settings(max_examples=30, deadline=None, derandomize=True)
+    @settings(max_examples=60, deadline=None, derandomize=True)
     @given(shapes, st.lists(demands, min_size=1, max_size=3), st.integers(0, 10), st.integers(1, 3))
     def check(shape: tuple[int, int, int], phases: list[tuple[int, int, int]], extra: int, min_workers: int) -> None:
         objectives = msgspec.structs.replace(OBJECTIVES, min_workers=min_workers)

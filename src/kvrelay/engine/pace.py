@@ -18,13 +18,13 @@ class Gaps(NamedTuple):
 
 
 def gaps_of(requests: Iterable[Request], now_s: float) -> Gaps:
-    # Few objectives are not alike, and there may be many answers.
-    found = {(request.is_late_at(now_s), request.objectives) for request in requests}
-    in_time_s, late_s = (
-        min([each.itl_s for is_late, each in found if each is not None and is_late is late], default=0.0)
-        for late in (False, True)
-    )
-    return Gaps(in_time_s, late_s)
+    in_time_s: list[float] = []
+    late_s: list[float] = []
+    for request in requests:
+        objectives = request.objectives
+        if objectives is not None:
+            (late_s if request.is_late_at(now_s) else in_time_s).append(objectives.itl_s)
+    return Gaps(min(in_time_s, default=0.0), min(late_s, default=0.0))
 
 
 def pace_of(cost: StepCost, spread: float, gaps: Gaps, prompts: Sequence[Request], now_s: float) -> StepPace:

@@ -192,9 +192,10 @@ class Request:
 
     def is_late_at(self, now_s: float) -> bool:
         """Whether its first token has missed its objective by then."""
-        if self.is_begun:
+        if self.first_output_sent:
             return self.is_late
-        return self.objectives is not None and now_s - self.waiting_since_s > self.objectives.ttft_s
+        objectives = self.objectives
+        return objectives is not None and now_s - self.waiting_since_s > objectives.ttft_s
 
     @property
     def is_prefill_only(self) -> bool:

@@ -108,7 +108,7 @@ def test_answers_that_were_late_make_room_for_prompts_that_are_late() -> None:
     clock = ManualClock()
     costs, log = told(clock, sets_pace=True)
     answer, prompt = (request(name, Objectives(0.5, 0.02)) for name in ("answer", "prompt"))
-    answer.token_ids.append(7)
+    answer.first_output_sent = True
 
     def limit_s() -> float:
         clock.advance(LOOK_S)

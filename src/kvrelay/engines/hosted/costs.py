@@ -154,7 +154,9 @@ class HostedCosts:
     def pace(self) -> StepPace:
         """As the backend has it."""
         requests, now_s = list(self._requests.values()) if self._sets_pace else [], self._clock.now()
-        prompts = [request for request in requests if not request.is_begun and request.mode is not PrefillMode.REMOTE]
+        prompts = [
+            request for request in requests if not (request.first_output_sent or request.mode is PrefillMode.REMOTE)
+        ]
         return pace_of(self.cost or StepCost(), self.model.spread, gaps_of(requests, now_s), prompts, now_s)
 
     # -- the requests at the backend ----------------------------------------------------------------------------------
