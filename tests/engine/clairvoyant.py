@@ -1,7 +1,7 @@
 """How far retention is from the best: engines in virtual time, beside a policy that knows when each session returns.
 
-``python -m tests.engine.clairvoyant`` prints the tables of ``docs/agents.md``: of one engine that serves turn after
-turn, without tiers, and of simulated workers with host memory.
+``python -m tests.engine.clairvoyant`` prints what ``docs/agents.md`` says of the bound: of one engine that serves turn
+after turn, without tiers, and of simulated workers with host memory.
 """
 
 from __future__ import annotations
