@@ -188,7 +188,7 @@ def foresee(setting: tuple[int, int], load: Sequence[Arrival], given: dict[str, 
     for arrival in load:
         if arrival.after is not None:
             hashes = load[arrival.after].hashes(arrival.after, vocab_size, SIZE)
-            pauses_s[hashes.sequence[-1]] = arrival.time_s
+            pauses_s[hashes[-1]] = arrival.time_s
 
     def by_next_use(clock: Clock, *_: object) -> ByNextUse:
         def next_use_s(pause: Pause | None) -> float:

@@ -10,7 +10,7 @@ import pytest
 
 from kvrelay.bench.traces import TraceFormat, detect_trace
 from kvrelay.cli.main import run
-from kvrelay.core.hashing import compute_block_hashes
+from kvrelay.core.hashing import compute_sequence_hashes
 from kvrelay.errors import InvalidInputError
 from kvrelay.frontend.access.access_log import AccessLog, Generated
 from kvrelay.simulate import loads
@@ -287,4 +287,4 @@ def test_a_longer_model_takes_longer_prompts(capsys: pytest.CaptureFixture[str])
 )
 def test_the_kept_hashes_are_those_of_the_prompt(arrival: Arrival) -> None:
     for index in (3, 4, 3):
-        assert arrival.hashes(index, 1000, 16) == compute_block_hashes(arrival.prompt(index, 1000), 16)
+        assert arrival.hashes(index, 1000, 16) == compute_sequence_hashes(arrival.prompt(index, 1000), 16)

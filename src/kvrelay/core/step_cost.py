@@ -36,8 +36,8 @@ MIN_STEP_FACTOR = 2.0
 """A step may take so many times as long as before its first prompt token, whatever the objective between tokens. Less,
 and the prompts that wait outnumber the answers: while c prompt tokens join per step, only c * answer / prompt run."""
 TIGHT_STEP_FACTOR, TIGHT_SHARE = 1.5, 0.9
-"""The first instead, if that keeps such a step within this share of the objective: beyond it every answer that runs
-would miss the objective. The rest is for the steps that follow, each with a little more context."""
+"""If so many times are within this share of the objective, such a step ends at that share: beyond it every answer that
+runs would miss the objective. The rest is for the steps that follow, each with a little more context."""
 ARRIVAL_SHARE = 0.25
 """Share of the objective for the first token: a request that arrives waits for the step that runs."""
 MAX_TOKENS_PER_STEP = 1000.0

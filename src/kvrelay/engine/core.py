@@ -22,7 +22,7 @@ from kvrelay.config import EngineConfig
 from kvrelay.core.clock import Clock
 from kvrelay.core.events import KvEvent, LoadMetrics, TokenCounts
 from kvrelay.core.handoff import HandoffId
-from kvrelay.core.hashing import compute_block_hashes
+from kvrelay.core.hashing import compute_sequence_hashes
 from kvrelay.core.logprobs import PositionLogprobs
 from kvrelay.core.messages import TokenOutput
 from kvrelay.core.status import FinishReason, RequestStatus
@@ -357,7 +357,7 @@ class EngineCore:
         """The cached blocks with which this prompt begins, lent as loan 1 to a peer that only reads; None if there are
         none, or if requests here need the room that such loans bind."""
         size = self.pool.block_size
-        hashes = compute_block_hashes(token_ids, size, salt=cache_salt).sequence
+        hashes = compute_sequence_hashes(token_ids, size, salt=cache_salt)
         # ``find_prefix`` leaves the last token to compute.
         block_ids = self.pool.find_prefix((*token_ids, 0), hashes)
         num_lent = self.loans.num_only_read + self.pool.num_free_among(block_ids)

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvrelay.core.hashing import BlockHashes, compute_block_hashes
+from kvrelay.core.hashing import compute_sequence_hashes
 from kvrelay.errors import InvalidInputError
 
 OWN_SEED = 1 << 40
@@ -56,8 +56,8 @@ class Arrival(msgspec.Struct, frozen=True, kw_only=True):
         token_ids: list[int] = _prompt(self._parts(index), vocab_size).tolist()
         return token_ids
 
-    def hashes(self, index: int, vocab_size: int, block_size: int) -> BlockHashes:
-        """Of the prompt's complete blocks."""
+    def hashes(self, index: int, vocab_size: int, block_size: int) -> tuple[int, ...]:
+        """The sequence hashes of the prompt's complete blocks."""
         return _hashes(self._parts(index), vocab_size, block_size)
 
     def _parts(self, index: int) -> _Parts:
@@ -74,8 +74,8 @@ class RecordedArrival(Arrival, frozen=True):
     def prompt(self, index: int, vocab_size: int) -> list[int]:
         return list(self.token_ids)
 
-    def hashes(self, index: int, vocab_size: int, block_size: int) -> BlockHashes:
-        return compute_block_hashes(self.token_ids, block_size)
+    def hashes(self, index: int, vocab_size: int, block_size: int) -> tuple[int, ...]:
+        return compute_sequence_hashes(self.token_ids, block_size)
 
 
 def check_arrivals(arrivals: Sequence[Arrival]) -> None:
@@ -90,8 +90,8 @@ def check_arrivals(arrivals: Sequence[Arrival]) -> None:
 
 
 @lru_cache(NUM_KEPT_HASHES)
-def _hashes(prompt: _Parts, vocab_size: int, block_size: int) -> BlockHashes:
-    return compute_block_hashes(_prompt(prompt, vocab_size), block_size)
+def _hashes(prompt: _Parts, vocab_size: int, block_size: int) -> tuple[int, ...]:
+    return compute_sequence_hashes(_prompt(prompt, vocab_size), block_size)
 
 
 def _prompt(prompt: _Parts, vocab_size: int) -> npt.NDArray[np.int32]:

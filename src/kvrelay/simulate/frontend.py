@@ -14,7 +14,6 @@ import msgspec
 
 from kvrelay.core.events import KvEventBatch, LoadMetrics
 from kvrelay.core.handoff import HandoffId, HandoffOrder, OrderPolicy, RemotePrefillRequest
-from kvrelay.core.hashing import BlockHashes
 from kvrelay.core.messages import TokenOutput
 from kvrelay.core.pair_id import FIRST_NUMBER
 from kvrelay.core.status import FinishReason
@@ -40,7 +39,7 @@ class _Flight(msgspec.Struct, eq=False):
     arrival: Arrival
     result: RequestResult
     prompt: list[int]
-    hashes: BlockHashes
+    sequence_hashes: tuple[int, ...]
     """Of the prompt's blocks."""
     request_id: str = ""
     worker_id: str = ""
@@ -148,7 +147,7 @@ class Frontend:
             flight.arrival.answer_tokens,
             flight.arrival.priority,
             flight.excluded | self._gone,
-            sequence_hashes=None if flight.result.tokens_s else flight.hashes.sequence,
+            sequence_hashes=None if flight.result.tokens_s else flight.sequence_hashes,
         )
         flight.pair = None
         prefill_id, ways = "", None
@@ -182,7 +181,7 @@ class Frontend:
             flight.pair,
             None if ways is None else ways.wait_s,
             0.0 if ways is None else ways.begins_within_s,
-            None if num_output else flight.hashes,
+            None if num_output else flight.sequence_hashes,
         )
         hop_s, pair = self._network.costs.hop_s, flight.pair
         decode = self._worker(flight.worker_id)
@@ -216,11 +215,13 @@ class Frontend:
         arrival, spec = self._arrivals[index], self._network.spec
         prompt = arrival.prompt(index, spec.vocab_size)
         hashes = arrival.hashes(index, spec.vocab_size, spec.engine.block_size)
-        request = RoutingRequest(f"{index}-0", prompt, exclude=self._gone, sequence_hashes=hashes.sequence)
+        request = RoutingRequest(f"{index}-0", prompt, exclude=self._gone, sequence_hashes=hashes)
         if self._gone.issuperset(self._router.worker_ids):
             return
         worker, order = self._worker(self._router.pick(self._router.survey(request)).worker_id), spec.order.unpaired
-        message = Generate(request.request_id, prompt, [], 0, arrival.priority, order, hashes=hashes, is_prefetch=True)
+        message = Generate(
+            request.request_id, prompt, [], 0, arrival.priority, order, sequence_hashes=hashes, is_prefetch=True
+        )
         self._loop.after(self._network.costs.hop_s, lambda: worker.generate(message))
 
     def _worker(self, worker_id: str) -> SimulatedWorker:

@@ -20,7 +20,6 @@ from kvrelay.config import WorkerRole
 from kvrelay.core.event_log import KvEventLog
 from kvrelay.core.events import KvEventBatch, LoadMetrics
 from kvrelay.core.handoff import HandoffId, HandoffOrder
-from kvrelay.core.hashing import BlockHashes
 from kvrelay.core.messages import TokenOutput
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.shortest_first import ShortestFirst
@@ -68,7 +67,7 @@ class Generate(msgspec.Struct, frozen=True):
     pair: tuple[str, HandoffId] | None = None
     remote_wait_s: float | None = None
     begins_within_s: float = 0.0
-    hashes: BlockHashes | None = None
+    sequence_hashes: tuple[int, ...] | None = None
     """Of the prompt's blocks, if they are known."""
     is_prefetch: bool = False
 
@@ -399,10 +398,10 @@ class SimulatedWorker:
             handoff_number=0 if message.pair is None else message.pair[1].number,
             placement=PlacementState(),
         )
-        if message.hashes is not None and core.pool.enable_prefix_caching:
+        if message.sequence_hashes is not None and core.pool.enable_prefix_caching:
             # What the engine computes at arrival: the last token's block is not looked up.
             num_blocks = (len(request.token_ids) - 1) // core.pool.block_size
-            request.sequence_hashes.extend(message.hashes.sequence[:num_blocks])
+            request.sequence_hashes.extend(message.sequence_hashes[:num_blocks])
         if message.remote_wait_s is not None:
             self._placement.told(message.remote_wait_s)
         objectives, is_paired = self._placement.objectives(), message.pair is not None
