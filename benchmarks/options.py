@@ -2,35 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
 import click
 
 from kvrelay.bench.cases import Case, parse_case
 from kvrelay.bench.compare import serve_case
-from kvrelay.cli.options import json_option, model_argument
+from kvrelay.cli.options import all_of, json_option, model_argument
 
-_F = TypeVar("_F", bound=Callable[..., Any])
 MOCK = "mock"
 
 serve_args_option = click.option("--serve-args", default="", help="More arguments for kvrelay serve.")
 rounds_option = click.option("--rounds", default=3, type=click.IntRange(1, 1000), help="Turns; medians are reported.")
 
 
-def experiment_options(command: _F) -> _F:
-    """Of a script that starts its own servers and takes others beside them."""
-    for option in (
-        json_option,
-        serve_args_option,
-        click.option("--only-given", is_flag=True, help="Leave out the built-in cases."),
-        click.option("--case", "others", multiple=True, metavar="NAME=URL|COMMAND", help="Another server; repeatable."),
-        rounds_option,
-        click.option("--engine", default=MOCK, type=click.Choice([MOCK, "torch"]), help="Engine of the workers."),
-        model_argument,
-    ):
-        command = option(command)
-    return command
+experiment_options = all_of(
+    model_argument,
+    click.option("--engine", default=MOCK, type=click.Choice([MOCK, "torch"]), help="Engine of the workers."),
+    rounds_option,
+    click.option("--case", "others", multiple=True, metavar="NAME=URL|COMMAND", help="Another server; repeatable."),
+    click.option("--only-given", is_flag=True, help="Leave out the built-in cases."),
+    serve_args_option,
+    json_option,
+)
+"""Of a script that starts its own servers and takes others beside them."""
 
 
 def all_cases(given: dict[str, Any], mock_arguments: str, arrangements: dict[str, str]) -> list[Case]:

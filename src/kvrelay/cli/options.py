@@ -27,6 +27,17 @@ S = TypeVar("S", bound=Settings)
 model_argument = click.argument("model", required=False)
 
 
+def all_of(*options: Callable[[Any], Any]) -> Callable[[Command], Command]:
+    """A decorator that adds several options, in the order in which the help shows them."""
+
+    def decorate(command: Command) -> Command:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return decorate
+
+
 class EngineName(click.ParamType[str]):
     """The name of an installed engine. Packages are searched only for a name that is not our own."""
 

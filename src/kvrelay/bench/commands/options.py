@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
 
 import click
 
-_F = TypeVar("_F", bound=Callable[..., Any])
+from kvrelay.cli.options import all_of
 
 ORDERS = ("auto", "decode-first", "prefill-first")
 DATASETS = ("random", "shared-prefix", "readable-prefix", "sharegpt", "jsonl", "mooncake", "trace")
@@ -18,54 +16,44 @@ KEY_OPTION = "--api-key"
 FILE = click.Path(path_type=Path)
 
 
-def body_options(command: _F) -> _F:
-    """What goes into each request's body."""
-    for option in (
-        click.option("--extra-body", metavar="JSON", default="{}", help="Fields added to every request's body."),
-        click.option("--plain", is_flag=True, help="Send only fields that OpenAI's own API knows."),
-        click.option("--stop-at-eos", is_flag=True, help="Let answers end early instead of ignoring end-of-sequence."),
-        click.option("--temperature", type=float, default=0.0, show_default=True),
-        click.option(
-            "--endpoint", type=click.Choice(["completions", "chat"]), default="completions", show_default=True
-        ),
-        click.option("--api-key", envvar=None, help="Sent as a bearer token; default: none."),
-        click.option("--model", help="Model name; default: the server's first."),
-    ):
-        command = option(command)
-    return command
+body_options = all_of(
+    click.option("--model", help="Model name; default: the server's first."),
+    click.option("--api-key", envvar=None, help="Sent as a bearer token; default: none."),
+    click.option("--endpoint", type=click.Choice(["completions", "chat"]), default="completions", show_default=True),
+    click.option("--temperature", type=float, default=0.0, show_default=True),
+    click.option("--stop-at-eos", is_flag=True, help="Let answers end early instead of ignoring end-of-sequence."),
+    click.option("--plain", is_flag=True, help="Send only fields that OpenAI's own API knows."),
+    click.option("--extra-body", metavar="JSON", default="{}", help="Fields added to every request's body."),
+)
+"""What goes into each request's body."""
 
 
-def dataset_options(command: _F) -> _F:
-    """Which prompts are sent."""
-    for option in (
-        click.option("--mooncake-block", type=int, default=512, show_default=True, help="Tokens made per hash id."),
-        click.option(
-            "--tokenizer", type=FILE, help="tokenizer.json or its directory, to count tokens exactly; default: none."
-        ),
-        click.option(
-            "--vocab-size", type=int, help="Random token ids stay below this.  [default: 512, or tokenizer's]"
-        ),
-        click.option("--system-len", default="256", show_default=True, help="Length of shared system prompts."),
-        click.option("--per-group", type=int, default=16, show_default=True, help="Prompts per shared prefix."),
-        click.option("--groups", type=int, default=8, show_default=True, help="Number of shared prefixes."),
-        click.option("--output-len", help="Answers' length in tokens.  [default: 64, or as the file says]"),
-        click.option(
-            "--input-len",
-            default="256",
-            show_default=True,
-            help="Prompt length in tokens: N, uniform~LOW~HIGH, normal~MEAN~DEVIATION. For prefix sets: the question.",
-        ),
-        click.option(
-            "--dataset",
-            "dataset_args",
-            metavar="KIND",
-            default="random",
-            show_default=True,
-            help=f"One of {', '.join(DATASETS)}; the last four as KIND=FILE.",
-        ),
-    ):
-        command = option(command)
-    return command
+dataset_options = all_of(
+    click.option(
+        "--dataset",
+        "dataset_args",
+        metavar="KIND",
+        default="random",
+        show_default=True,
+        help=f"One of {', '.join(DATASETS)}; the last four as KIND=FILE.",
+    ),
+    click.option(
+        "--input-len",
+        default="256",
+        show_default=True,
+        help="Prompt length in tokens: N, uniform~LOW~HIGH, normal~MEAN~DEVIATION. For prefix sets: the question.",
+    ),
+    click.option("--output-len", help="Answers' length in tokens.  [default: 64, or as the file says]"),
+    click.option("--groups", type=int, default=8, show_default=True, help="Number of shared prefixes."),
+    click.option("--per-group", type=int, default=16, show_default=True, help="Prompts per shared prefix."),
+    click.option("--system-len", default="256", show_default=True, help="Length of shared system prompts."),
+    click.option("--vocab-size", type=int, help="Random token ids stay below this.  [default: 512, or tokenizer's]"),
+    click.option(
+        "--tokenizer", type=FILE, help="tokenizer.json or its directory, to count tokens exactly; default: none."
+    ),
+    click.option("--mooncake-block", type=int, default=512, show_default=True, help="Tokens made per hash id."),
+)
+"""Which prompts are sent."""
 
 
 def command_line() -> str:

@@ -3,36 +3,31 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 
 from kvrelay.bench.commands.options import FILE
-from kvrelay.cli.options import SettingsSource, json_option, model_argument, settings_options
+from kvrelay.cli.options import SettingsSource, all_of, json_option, model_argument, settings_options
 from kvrelay.config import EngineConfig, RunnerConfig, TransferConfig
 
-_F = TypeVar("_F", bound=Callable[..., Any])
 SETTINGS = (EngineConfig, RunnerConfig)
 ADMISSION = ("max_num_waiting", "kv_watermark")
 """Not to be set: the whole batch is there at once, and nothing of it may be refused."""
 
 
-def batch_options(command: _F) -> _F:
-    """A model, its engine, and the batch that goes through it; ``benchmarks.engine_turns`` has them, too."""
-    for option in (
-        settings_options(*SETTINGS, exclude=ADMISSION),
-        json_option,
-        click.option("--load-seed", default=0, type=int, help="Seed of the prompts."),
-        click.option("--runs", default=3, type=click.IntRange(1, 1000), help="Timed passes; the median is reported."),
-        click.option("--output-len", default=64, type=click.IntRange(1), help="Tokens per answer."),
-        click.option("--input-len", default=128, type=click.IntRange(1), help="Tokens per prompt."),
-        click.option("--num-prompts", default=128, type=click.IntRange(1, 100_000), help="Prompts in the batch."),
-        model_argument,
-    ):
-        command = option(command)
-    return command
+batch_options = all_of(
+    model_argument,
+    click.option("--num-prompts", default=128, type=click.IntRange(1, 100_000), help="Prompts in the batch."),
+    click.option("--input-len", default=128, type=click.IntRange(1), help="Tokens per prompt."),
+    click.option("--output-len", default=64, type=click.IntRange(1), help="Tokens per answer."),
+    click.option("--runs", default=3, type=click.IntRange(1, 1000), help="Timed passes; the median is reported."),
+    click.option("--load-seed", default=0, type=int, help="Seed of the prompts."),
+    json_option,
+    settings_options(*SETTINGS, exclude=ADMISSION),
+)
+"""A model, its engine, and the batch that goes through it; ``benchmarks.engine_turns`` has them, too."""
 
 
 def run_batch(measure: Any, title: str, given: dict[str, Any]) -> None:

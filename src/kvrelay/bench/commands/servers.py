@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 
 from kvrelay.bench.commands.options import FILE, ORDERS, body_options, dataset_options
+from kvrelay.cli.options import all_of
 from kvrelay.cli.processes import run_async
-
-_F = TypeVar("_F", bound=Callable[..., Any])
 
 
 @click.command("serve")
@@ -140,33 +138,30 @@ def sweep_command(**given: Any) -> None:
 DEFAULT_MIX = "chat=64/128:closed=8,long=1024/8:rate=3"
 
 
-def interference_options(command: _F) -> _F:
-    """Of an experiment with chats and long prompts on several arrangements; ``benchmarks.goodput`` has them, too."""
-    for option in (
-        click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the Markdown table."),
-        click.option("--output-dir", type=FILE, default=Path("bench-results/interference"), show_default=True),
-        click.option("--start-timeout", type=float, default=120.0, help="Seconds until a server is healthy."),
-        click.option("--seed", type=int, default=0, show_default=True),
-        click.option("--vocab-size", type=int, help="Random token ids stay below this.  [default: 512]"),
-        body_options,
-        click.option("--only-given", is_flag=True, help="Leave out kvrelay's own arrangements."),
-        click.option(
-            "--case", "cases", multiple=True, metavar="NAME=COMMAND", help="Another server to start; default: none."
-        ),
-        click.option(
-            "--url", "urls", multiple=True, metavar="NAME=URL", help="Another server, already running; default: none."
-        ),
-        click.option("--serve-args", default="", help="Further arguments of every `kvrelay serve`."),
-        click.option("--slo", default="ttft=500,itl=25", help="Objectives for goodput, in ms."),
-        click.option("--warm-up", type=int, default=8, help="Unmeasured requests of each class beforehand."),
-        click.option("--drain", type=float, default=20.0, help="Seconds that requests in flight then have."),
-        click.option("--duration", type=float, default=20.0, help="Seconds of sending per turn."),
-        click.option("--rounds", type=int, default=2, help="How often every case has its turn."),
-        click.option("--mix", default=DEFAULT_MIX, help="Two classes: those who wait, those who disturb."),
-        click.argument("model_dir", required=False, metavar="[MODEL]"),
-    ):
-        command = option(command)
-    return command
+interference_options = all_of(
+    click.argument("model_dir", required=False, metavar="[MODEL]"),
+    click.option("--mix", default=DEFAULT_MIX, help="Two classes: those who wait, those who disturb."),
+    click.option("--rounds", type=int, default=2, help="How often every case has its turn."),
+    click.option("--duration", type=float, default=20.0, help="Seconds of sending per turn."),
+    click.option("--drain", type=float, default=20.0, help="Seconds that requests in flight then have."),
+    click.option("--warm-up", type=int, default=8, help="Unmeasured requests of each class beforehand."),
+    click.option("--slo", default="ttft=500,itl=25", help="Objectives for goodput, in ms."),
+    click.option("--serve-args", default="", help="Further arguments of every `kvrelay serve`."),
+    click.option(
+        "--url", "urls", multiple=True, metavar="NAME=URL", help="Another server, already running; default: none."
+    ),
+    click.option(
+        "--case", "cases", multiple=True, metavar="NAME=COMMAND", help="Another server to start; default: none."
+    ),
+    click.option("--only-given", is_flag=True, help="Leave out kvrelay's own arrangements."),
+    body_options,
+    click.option("--vocab-size", type=int, help="Random token ids stay below this.  [default: 512]"),
+    click.option("--seed", type=int, default=0, show_default=True),
+    click.option("--start-timeout", type=float, default=120.0, help="Seconds until a server is healthy."),
+    click.option("--output-dir", type=FILE, default=Path("bench-results/interference"), show_default=True),
+    click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the Markdown table."),
+)
+"""Of an experiment with chats and long prompts on several arrangements; ``benchmarks.goodput`` has them, too."""
 
 
 @click.command("interference", context_settings={"show_default": True})
