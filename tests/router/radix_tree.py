@@ -7,10 +7,17 @@ order of events, workers' registrations or load.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from kvrelay.core.events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
-from kvrelay.router.overlap import OverlapScores, ParentNotFoundError, StoredChain
+from kvrelay.router.indexer import KvIndexer
+from kvrelay.router.overlap import ParentNotFoundError
+from kvrelay.router.prefix_index import PrefixIndex
+
+
+def scores_of(index: PrefixIndex | KvIndexer, sequence: Sequence[int]) -> dict[str, int]:
+    """Per worker the number of leading blocks of ``sequence`` that it holds; workers with none are left out."""
+    return {name: depth for depth, group in index.find_holders(sequence) for name in group.names}
 
 
 class StoredByTokens(BlockStored, frozen=True, tag="BlockStored"):
@@ -45,11 +52,8 @@ class RadixTree:
         """Nodes in the tree, including those kept only for the nodes below them."""
         return self._num_nodes
 
-    def find_matches(self, sequence: Sequence[int], early_exit: bool = False) -> OverlapScores:
-        """Walk down ``sequence`` (local hashes) while children match and at least one worker holds all blocks so far.
-
-        With ``early_exit`` the walk ends at the first block that only one worker holds.
-        """
+    def scores(self, sequence: Sequence[int]) -> dict[str, int]:
+        """Walk down ``sequence`` (local hashes) while children match and a worker holds all blocks so far."""
         scores: dict[str, int] = {}
         node, active = self._root, None
         for depth, local_hash in enumerate(sequence, start=1):
@@ -61,9 +65,7 @@ class RadixTree:
             if not active:
                 break
             scores.update(dict.fromkeys(active, depth))
-            if early_exit and len(active) == 1:
-                break
-        return OverlapScores(scores)
+        return scores
 
     def apply_event(self, worker_id: str, event: KvEvent) -> None:
         """Raises ParentNotFoundError (and changes nothing) if the worker does not hold the stored blocks' parent.
@@ -83,31 +85,8 @@ class RadixTree:
         for block in list(self._lookup.get(worker_id, ())):
             self._remove(worker_id, block)
 
-    def remove_worker(self, worker_id: str) -> None:
-        """Forget the worker."""
-        self.clear_worker(worker_id)
-        self._lookup.pop(worker_id, None)
-
-    def dump(self) -> list[StoredChain]:
-        """Every worker's blocks, parents before children if the worker holds both."""
-        chains = []
-        pending = list(self._root.children.values())
-        while pending:
-            node = pending.pop()
-            parent = node.parent.sequence_hash if node.parent is not None and node.parent is not self._root else None
-            own = (node.sequence_hash,), (node.local_hash,)
-            chains += [StoredChain(worker, parent, *own) for worker in sorted(node.workers)]
-            pending += node.children.values()
-        return chains
-
-    def load(self, chains: Iterable[StoredChain]) -> None:
-        """Add the chains of ``dump``. A block whose parent its worker does not hold is unreachable and left out."""
-        for chain in chains:
-            event = StoredByTokens(chain.parent_hash, chain.block_hashes, 1, local_hashes=chain.local_hashes)
-            try:
-                self._store(chain.worker_id, event)
-            except ParentNotFoundError:
-                continue
+    def blocks_of(self, worker_id: str) -> list[int]:
+        return list(self._lookup.get(worker_id, ()))
 
     def _store(self, worker_id: str, event: StoredByTokens) -> None:
         blocks = self._lookup.setdefault(worker_id, {})

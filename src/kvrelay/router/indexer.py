@@ -29,13 +29,7 @@ from kvrelay.errors import ProtocolError
 from kvrelay.router.base import IndexState, ReplayRequester
 from kvrelay.router.beyond import TierTable
 from kvrelay.router.knowledge import Indexer
-from kvrelay.router.overlap import (
-    IndexerOfflineError,
-    OverlapScores,
-    ParentNotFoundError,
-    RequestDroppedError,
-    WorkerGroup,
-)
+from kvrelay.router.overlap import ParentNotFoundError, WorkerGroup
 from kvrelay.router.prefix_index import PrefixIndex
 
 _log = logging.getLogger(__name__)
@@ -44,29 +38,12 @@ REPLAY_TIMEOUT_S = 2.0
 DUMP_INTERVAL_S = 2.0
 VERIFY_INTERVAL_S = 30.0
 MAX_BUFFERED_BATCHES = 256
-MAX_QUERY_BLOCKS = 1 << 20
 
 
-class StreamState(enum.Enum):
+class _StreamState(enum.Enum):
     SYNCED = "synced"
     CATCHING_UP = "catching up"
     DUMPING = "dumping"
-
-
-class IndexerStats(msgspec.Struct):
-    """Counts since the start, in events unless the name says otherwise."""
-
-    applied: int = 0
-    duplicates: int = 0
-    unknown_worker: int = 0
-    stale_epoch: int = 0
-    wrong_block_size: int = 0
-    parent_not_found: int = 0
-    malformed_replies: int = 0
-    gaps: int = 0
-    replays_requested: int = 0
-    dumps_applied: int = 0
-    batches_dropped: int = 0
 
 
 class _Stream(msgspec.Struct):
@@ -74,7 +51,7 @@ class _Stream(msgspec.Struct):
 
     epoch: int = -1
     expected: int = 0
-    state: StreamState = StreamState.CATCHING_UP
+    state: _StreamState = _StreamState.CATCHING_UP
     asked_at: float = float("-inf")
     dump_asked_at: float = float("-inf")
     heard_at: float = float("-inf")
@@ -88,41 +65,24 @@ class KvIndexer(Indexer):
     """Without ``request_replay`` gaps cannot be healed: after a gap the indexer forgets the worker's blocks and learns
     them anew."""
 
-    def __init__(
-        self,
-        block_size: int,
-        clock: Clock,
-        request_replay: ReplayRequester | None = None,
-        index: PrefixIndex | None = None,
-    ) -> None:
+    def __init__(self, block_size: int, clock: Clock, request_replay: ReplayRequester | None = None) -> None:
         self._block_size = block_size
         self._clock = clock
         self._request_replay = request_replay
-        self._index = index if index is not None else PrefixIndex()
+        self.index = PrefixIndex()
         self.tiers: TierTable = TierTable()
         """Which ``index`` does not know."""
         self._streams: dict[str, _Stream] = {}
         self._logged: set[str] = set()
-        self._closed = False
-        self.stats = IndexerStats()
-
-    @property
-    def index(self) -> PrefixIndex:
-        return self._index
-
-    def state(self, worker_id: str) -> StreamState | None:
-        """None for an unknown worker."""
-        stream = self._streams.get(worker_id)
-        return None if stream is None else stream.state
 
     def index_state(self, worker_id: str) -> IndexState:
-        state = self.state(worker_id)
-        if state is None:
+        stream = self._streams.get(worker_id)
+        if stream is None:
             return IndexState.NONE
-        return IndexState.SYNCED if state is StreamState.SYNCED else IndexState.CATCHING_UP
+        return IndexState.SYNCED if stream.state is _StreamState.SYNCED else IndexState.CATCHING_UP
 
     def indexed_blocks(self, worker_id: str) -> list[int]:
-        return [block for chain in self._index.dump(worker_id) for block in chain.block_hashes]
+        return self.index.blocks_of(worker_id)
 
     # -- workers ------------------------------------------------------------------------------------------------------
 
@@ -150,7 +110,7 @@ class KvIndexer(Indexer):
             self._forget_blocks(worker_id)
 
     def _forget_blocks(self, worker_id: str) -> None:
-        self._index.clear_worker(worker_id)
+        self.index.clear_worker(worker_id)
         self.tiers.remove_worker(worker_id)
 
     def heard(self, worker_id: str) -> None:
@@ -159,7 +119,7 @@ class KvIndexer(Indexer):
         if stream is None or self._request_replay is None:
             return
         now = self._clock.now()
-        if stream.state is StreamState.SYNCED and not stream.wants_dump:
+        if stream.state is _StreamState.SYNCED and not stream.wants_dump:
             if now - max(stream.heard_at, stream.asked_at) >= VERIFY_INTERVAL_S:
                 self._ask(worker_id, stream, ReplayRequest(stream.expected))
         elif now - stream.asked_at >= REPLAY_TIMEOUT_S:
@@ -167,44 +127,21 @@ class KvIndexer(Indexer):
 
     # -- look up ------------------------------------------------------------------------------------------------------
 
-    def find_matches(self, sequence: Sequence[int], early_exit: bool = False) -> OverlapScores:
-        """As ``PrefixIndex.find_matches``.
-
-        Raises IndexerOfflineError after ``close``, RequestDroppedError for more than a million blocks.
-        """
-        self._check(sequence)
-        return self._index.find_matches(sequence, early_exit)
-
     def find_holders(self, sequence: Sequence[int]) -> list[tuple[int, WorkerGroup]]:
-        """As ``find_matches``, as pairs: a number of leading blocks, and the workers that hold exactly those."""
-        self._check(sequence)
-        return [(depth, self._index.group(mask)) for depth, mask in self._index.find_steps(sequence)]
-
-    def close(self) -> None:
-        self._closed = True
-        self._streams.clear()
-
-    def _check(self, sequence: Sequence[int]) -> None:
-        if self._closed:
-            raise IndexerOfflineError("the indexer is offline")
-        if len(sequence) > MAX_QUERY_BLOCKS:
-            raise RequestDroppedError(f"a look-up of {len(sequence)} blocks was dropped")
+        """Pairs: a number of leading blocks of ``sequence``, and the workers that hold exactly those."""
+        return self.index.find_holders(sequence)
 
     # -- events -------------------------------------------------------------------------------------------------------
 
     def apply(self, batch: KvEventBatch) -> None:
         """Apply a batch that the worker has published."""
         stream = self._streams.get(batch.worker_id)
-        if stream is None:
-            self.stats.unknown_worker += len(batch.events)
-            return
-        if batch.epoch < stream.epoch:
-            self.stats.stale_epoch += len(batch.events)
+        if stream is None or batch.epoch < stream.epoch:
             return
         stream.heard_at = self._clock.now()
         if batch.epoch > stream.epoch:
             self._begin_epoch(batch.worker_id, stream, batch.epoch)
-        if stream.state is StreamState.DUMPING or batch.first_seq > stream.expected:
+        if stream.state is _StreamState.DUMPING or batch.first_seq > stream.expected:
             self._hold_back(batch, stream)
             return
         self._apply_in_order(batch, stream)
@@ -220,7 +157,6 @@ class KvIndexer(Indexer):
             if reply.worker_id != worker_id:
                 raise ProtocolError(f"replay of {reply.worker_id} under the name of {worker_id}")
         except ProtocolError as exc:
-            self.stats.malformed_replies += 1
             self._log_once(f"replay of {worker_id}", exc.message)
             return
         if reply.epoch < stream.epoch:
@@ -234,14 +170,14 @@ class KvIndexer(Indexer):
             self._apply_replayed(worker_id, stream, reply)
 
     def _apply_replayed(self, worker_id: str, stream: _Stream, reply: ReplayReply) -> None:
-        if stream.state is StreamState.DUMPING:
+        if stream.state is _StreamState.DUMPING:
             return
         before = stream.expected
         for batch in reply.batches:
             if batch.first_seq <= stream.expected:
                 self._apply_in_order(batch, stream)
         self._drain(worker_id, stream)
-        if stream.state is StreamState.SYNCED and before < stream.expected < reply.next_seq:
+        if stream.state is _StreamState.SYNCED and before < stream.expected < reply.next_seq:
             self._catch_up(worker_id, stream)  # answers are bounded: there is more
 
     def _apply_dump_page(self, worker_id: str, stream: _Stream, reply: ReplayReply) -> None:
@@ -249,34 +185,32 @@ class KvIndexer(Indexer):
             if reply.dump_seq < stream.expected and not stream.wants_dump:
                 return  # an outdated answer: the events have arrived meanwhile
             self._forget_blocks(worker_id)
-            stream.state, stream.dump_seq, stream.next_page = StreamState.DUMPING, reply.dump_seq, 0
+            stream.state, stream.dump_seq, stream.next_page = _StreamState.DUMPING, reply.dump_seq, 0
         place = (stream.state, stream.dump_seq, stream.next_page)
-        if place != (StreamState.DUMPING, reply.dump_seq, reply.page):
+        if place != (_StreamState.DUMPING, reply.dump_seq, reply.page):
             return
         for batch in reply.batches:
             for event in batch.events:
                 if not isinstance(event, BlockStored) or not self._fits(worker_id, event):
                     continue
                 if event.medium is None:
-                    self._index.store(worker_id, event.parent_hash, event.block_hashes, detached=True)
+                    self.index.store(worker_id, event.parent_hash, event.block_hashes, detached=True)
                 else:
                     self.tiers.store(worker_id, event.medium, event.block_hashes)
         stream.next_page += 1
         if stream.next_page < reply.num_pages:
             self._ask(worker_id, stream, ReplayRequest(FULL_DUMP, stream.dump_seq, stream.next_page))
             return
-        self.stats.dumps_applied += 1
         overtaken = stream.expected > reply.dump_seq
-        stream.state, stream.wants_dump, stream.expected = StreamState.SYNCED, False, reply.dump_seq
+        stream.state, stream.wants_dump, stream.expected = _StreamState.SYNCED, False, reply.dump_seq
         self._drain(worker_id, stream)
-        if overtaken and stream.state is StreamState.SYNCED:
+        if overtaken and stream.state is _StreamState.SYNCED:
             self._catch_up(worker_id, stream)  # the dump lacks events that arrived before it
 
     def _apply_in_order(self, batch: KvEventBatch, stream: _Stream) -> None:
         """Apply the new events of a batch that begins at or before the expected number."""
         known = stream.expected - batch.first_seq
         events = batch.events[known:] if known else batch.events
-        self.stats.duplicates += len(batch.events) - len(events)
         for event in events:
             self._apply_event(batch.worker_id, stream, event)
         stream.expected += len(events)
@@ -288,21 +222,18 @@ class KvIndexer(Indexer):
             if isinstance(event, AllBlocksCleared):
                 self._forget_blocks(worker_id)
             elif event.medium is None:
-                self._index.apply_event(worker_id, event)
+                self.index.apply_event(worker_id, event)
             elif isinstance(event, BlockStored):
                 self.tiers.store(worker_id, event.medium, event.block_hashes)
             else:
                 self.tiers.remove(worker_id, event.medium, event.block_hashes)
-            self.stats.applied += 1
         except ParentNotFoundError as exc:
-            self.stats.parent_not_found += 1
             self._log_once(f"parents of {worker_id}", exc.message)
             stream.wants_dump = True
 
     def _fits(self, worker_id: str, event: BlockStored) -> bool:
         if event.block_size == self._block_size:
             return True
-        self.stats.wrong_block_size += 1
         self._log_once(
             f"block size of {worker_id}",
             f"worker {worker_id} has blocks of {event.block_size} tokens, not {self._block_size}: not indexed",
@@ -316,23 +247,20 @@ class KvIndexer(Indexer):
             self._forget_blocks(worker_id)
             stream.asked_at = float("-inf")
         stream.epoch, stream.expected, stream.wants_dump = epoch, 0, False
-        stream.state = StreamState.CATCHING_UP
+        stream.state = _StreamState.CATCHING_UP
         stream.buffered.clear()
 
     def _hold_back(self, batch: KvEventBatch, stream: _Stream) -> None:
         """The batch follows a gap: keep it until the gap is closed."""
         if self._request_replay is None:
             self._forget_blocks(batch.worker_id)
-            self.stats.gaps += 1
-            stream.expected, stream.state = batch.first_seq, StreamState.SYNCED
+            stream.expected, stream.state = batch.first_seq, _StreamState.SYNCED
             self._apply_in_order(batch, stream)
             return
         stream.buffered[batch.first_seq] = batch
         if len(stream.buffered) > MAX_BUFFERED_BATCHES:
             del stream.buffered[min(stream.buffered)]
-            self.stats.batches_dropped += 1
-        if stream.state is StreamState.SYNCED:
-            self.stats.gaps += 1
+        if stream.state is _StreamState.SYNCED:
             self._catch_up(batch.worker_id, stream)
         else:
             self.heard(batch.worker_id)
@@ -345,23 +273,23 @@ class KvIndexer(Indexer):
             batch = stream.buffered.pop(first)
             if first + len(batch.events) > stream.expected:
                 self._apply_in_order(batch, stream)
-        if stream.state is StreamState.DUMPING:
+        if stream.state is _StreamState.DUMPING:
             return
         if stream.wants_dump:
             self._ask_for_dump(worker_id, stream)
         elif stream.buffered:
             self._catch_up(worker_id, stream)
         else:
-            stream.state = StreamState.SYNCED
+            stream.state = _StreamState.SYNCED
 
     def _catch_up(self, worker_id: str, stream: _Stream) -> None:
         if self._request_replay is None:
-            stream.state = StreamState.SYNCED
+            stream.state = _StreamState.SYNCED
             return
-        if stream.wants_dump or stream.state is StreamState.DUMPING:
+        if stream.wants_dump or stream.state is _StreamState.DUMPING:
             self._ask_for_dump(worker_id, stream)
             return
-        stream.state = StreamState.CATCHING_UP
+        stream.state = _StreamState.CATCHING_UP
         self._ask(worker_id, stream, ReplayRequest(stream.expected))
 
     def _ask_for_dump(self, worker_id: str, stream: _Stream) -> None:
@@ -372,12 +300,11 @@ class KvIndexer(Indexer):
         elif now - stream.dump_asked_at >= DUMP_INTERVAL_S:
             stream.dump_asked_at = now
             stream.wants_dump = True
-            stream.state = StreamState.CATCHING_UP
+            stream.state = _StreamState.CATCHING_UP
             self._ask(worker_id, stream, ReplayRequest(FULL_DUMP))
 
     def _ask(self, worker_id: str, stream: _Stream, request: ReplayRequest) -> None:
         stream.asked_at = self._clock.now()
-        self.stats.replays_requested += 1
         if self._request_replay is not None:
             self._request_replay(worker_id, encode_replay_request(request))
 
@@ -388,5 +315,5 @@ class KvIndexer(Indexer):
             _log.warning("%s", message)
 
     def __repr__(self) -> str:
-        synced = sum(stream.state is StreamState.SYNCED for stream in self._streams.values())
-        return f"KvIndexer(workers={len(self._streams)}, synced={synced}, {self._index!r})"
+        synced = sum(stream.state is _StreamState.SYNCED for stream in self._streams.values())
+        return f"KvIndexer(workers={len(self._streams)}, synced={synced}, {self.index!r})"

@@ -1,16 +1,8 @@
-"""The answer of a look-up in an index, and its errors."""
+"""The answer of a look-up in an index, and the error of a store."""
 
 from __future__ import annotations
 
-import msgspec
-
-from kvrelay.errors import KvrelayError, RetryElsewhereError
-
-
-class OverlapScores(msgspec.Struct, frozen=True):
-    """``scores``: per worker the number of leading blocks that it holds (workers with none are left out)."""
-
-    scores: dict[str, int]
+from kvrelay.errors import KvrelayError
 
 
 class WorkerGroup:
@@ -26,18 +18,6 @@ class WorkerGroup:
         return f"WorkerGroup{self.names}"
 
 
-class StoredChain(msgspec.Struct, frozen=True):
-    """A part of an index's dump: consecutive blocks that a worker holds, below ``parent_hash`` (None: at the root).
-
-    ``local_hashes`` are empty if the index does not keep them.
-    """
-
-    worker_id: str
-    parent_hash: int | None
-    block_hashes: tuple[int, ...]
-    local_hashes: tuple[int, ...] = ()
-
-
 class ParentNotFoundError(KvrelayError):
     """The parent in a stored event is a block that the worker does not hold: events were lost. Ask for a dump."""
 
@@ -45,11 +25,3 @@ class ParentNotFoundError(KvrelayError):
         super().__init__(f"worker {worker_id} stored a block below {parent_hash:#018x}, which it does not hold")
         self.worker_id = worker_id
         self.parent_hash = parent_hash
-
-
-class IndexerOfflineError(RetryElsewhereError):
-    """The indexer has been closed."""
-
-
-class RequestDroppedError(RetryElsewhereError):
-    """The indexer refused a look-up above its size limit."""

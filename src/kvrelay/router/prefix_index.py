@@ -18,11 +18,11 @@ module does not know the order of events, registrations, load or tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from kvrelay.core.events import BlockRemoved, BlockStored, KvEvent
 from kvrelay.errors import IntegrityError
-from kvrelay.router.overlap import OverlapScores, ParentNotFoundError, StoredChain, WorkerGroup
+from kvrelay.router.overlap import ParentNotFoundError, WorkerGroup
 from kvrelay.router.segments import SegmentPass, SegmentTable, WorkerBits
 
 PASS_SEGMENTS_PER_EVENT = 8
@@ -57,7 +57,7 @@ class PrefixIndex:
         segment = self.table.segment_of.get(block_hash)
         return segment is not None and bool(segment.mask & self._bits.bit(worker_id))
 
-    def find_steps(self, sequence: Sequence[int], early_exit: bool = False) -> list[tuple[int, int]]:
+    def find_steps(self, sequence: Sequence[int]) -> list[tuple[int, int]]:
         """Where workers drop out along ``sequence`` (sequence hashes): (depth, mask of the workers that end there)."""
         segment_of, length = self.table.segment_of, len(sequence)
         active, depth, steps = self._bits.alive, 0, []
@@ -72,9 +72,6 @@ class PrefixIndex:
                 active = still
                 if not active:
                     break
-            if early_exit and not active & (active - 1):
-                depth += 1
-                break
             hashes = segment.hashes
             end = depth + len(hashes)
             if end <= length and hashes[-1] == sequence[end - 1] and hashes[0] == sequence[depth]:
@@ -85,20 +82,9 @@ class PrefixIndex:
             steps.append((depth, active))
         return steps
 
-    def find_matches(self, sequence: Sequence[int], early_exit: bool = False) -> OverlapScores:
-        """Per worker the number of leading blocks of ``sequence`` (sequence hashes) that it holds.
-
-        With ``early_exit`` the walk ends at the first block that only one worker holds.
-        """
-        scores: dict[str, int] = {}
-        for depth, mask in self.find_steps(sequence, early_exit):
-            for name in self.group(mask).names:
-                scores[name] = depth
-        return OverlapScores(scores)
-
-    def group(self, mask: int) -> WorkerGroup:
-        """The workers of a mask that ``find_steps`` gave; the same object for the same mask, where possible."""
-        return self._bits.group(mask)
+    def find_holders(self, sequence: Sequence[int]) -> list[tuple[int, WorkerGroup]]:
+        """As ``find_steps``, with the workers of each mask: the same object for the same mask, where possible."""
+        return [(depth, self._bits.group(mask)) for depth, mask in self.find_steps(sequence)]
 
     # -- change -------------------------------------------------------------------------------------------------------
 
@@ -172,21 +158,10 @@ class PrefixIndex:
             self._num_held.pop(worker_id)
             self._pass.begin()
 
-    remove_worker = clear_worker
-
-    def dump(self, worker_id: str | None = None) -> list[StoredChain]:
-        """The blocks of every worker, or of one; parents first if a worker holds both. Local hashes are not kept."""
-        wanted = self._bits.alive if worker_id is None else self._bits.bit(worker_id)
-        return [
-            StoredChain(name, segment.parent, tuple(segment.hashes))
-            for segment in self.table.parents_first()
-            for name in self.group(segment.mask & wanted).names
-        ]
-
-    def load(self, chains: Iterable[StoredChain]) -> None:
-        """Add the chains of a dump."""
-        for chain in chains:
-            self.store(chain.worker_id, chain.parent_hash, chain.block_hashes, detached=True)
+    def blocks_of(self, worker_id: str) -> list[int]:
+        """All blocks that the worker holds; a block comes after its parent if the worker holds both."""
+        bit = self._bits.bit(worker_id)
+        return [block for segment in self.table.parents_first() if segment.mask & bit for block in segment.hashes]
 
     def compact(self) -> None:
         """Finish the current pass over the segments, if any, then make a complete one."""
@@ -205,7 +180,7 @@ class PrefixIndex:
         self.table.check_integrity()
         held = dict.fromkeys(self._bits, 0)
         for segment in self.table.segments:
-            for name in self.group(segment.mask & self._bits.alive).names:
+            for name in self._bits.group(segment.mask & self._bits.alive).names:
                 held[name] += len(segment.hashes)
         if held != self._num_held:
             raise IntegrityError("the workers' block counts are wrong")
