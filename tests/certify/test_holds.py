@@ -10,7 +10,7 @@ from kvrelay.certify.served import Reference
 from kvrelay.certify.servers import Answer, blocks_in_use
 
 ANSWERS = tuple(Answer((str(number), "b", "c")) for number in range(3))
-REFERENCE = Reference("m", ((1,), (2,), (3,)), ANSWERS, ANSWERS)
+REFERENCE = Reference(((1,), (2,), (3,)), ANSWERS, ANSWERS)
 WRONG = Answer(("x", "b", "c"))
 
 

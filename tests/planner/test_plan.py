@@ -317,7 +317,7 @@ def test_a_worker_set_by_hand_is_left_alone_until_it_is_released() -> None:
         fleet.tick(steady(1))
     assert fleet.state.held == ("p0", "p1", "p2")
     assert run(fleet, steady(3, 400, 360), 60) == []
-    fleet.state = released(fleet.state, "p1")
+    fleet.state = released(fleet.state, {"p1"})
     run(fleet, steady(3, 400, 360), 60)
     assert {action.worker_id for _, action in fleet.actions if isinstance(action, Widen | Narrow)} == {"p1"}
 

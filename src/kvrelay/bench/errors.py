@@ -22,4 +22,3 @@ class MissingPackageError(BenchError):
 
     def __init__(self, package: str, purpose: str) -> None:
         super().__init__(f"{purpose} needs the package {package}: pip install 'kvrelay[bench]'")
-        self.package = package

@@ -53,11 +53,6 @@ class Row(msgspec.Struct, frozen=True):
     series: tuple[Series, ...] = ()
     seconds: float = 0.0
 
-    @property
-    def key(self) -> str:
-        """By which a later run knows that this row has been done."""
-        return f"{self.group} / {self.title} / {self.cell}"
-
 
 def worst(verdicts: Iterable[Verdict]) -> Verdict:
     """Of no verdict: SKIP."""

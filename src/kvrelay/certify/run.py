@@ -298,7 +298,7 @@ class Certification:
                 # The prefill worker's ranks round otherwise, too: that is noise of the engine, not of the hand-off.
                 async with self._alone(PREFILL) as server:
                     together = await server.answers(prompts, NUM_TOKENS, NOISE_CONCURRENCY)
-            self._reference = Reference(server.model, tuple(prompts), tuple(alone), tuple(together))
+            self._reference = Reference(tuple(prompts), tuple(alone), tuple(together))
             write_text(path, to_json(self._reference))
         return self._reference
 

@@ -39,7 +39,6 @@ FORGET_S = 0.25
 class Reference(msgspec.Struct, frozen=True):
     """What the engine alone answers: one prompt at a time, and many at once. ``noise`` is the difference."""
 
-    model: str
     prompts: tuple[Prompt, ...]
     alone: tuple[Answer, ...]
     together: tuple[Answer, ...]
@@ -57,7 +56,7 @@ async def ask_reference(server: Server, prompts: Sequence[Prompt]) -> Reference:
     """Raises BenchError."""
     alone = await server.answers(prompts, NUM_TOKENS)
     together = await server.answers(prompts, NUM_TOKENS, NOISE_CONCURRENCY)
-    return Reference(server.model, tuple(prompts), tuple(alone), tuple(together))
+    return Reference(tuple(prompts), tuple(alone), tuple(together))
 
 
 def judge_model(pair: str, alone: str) -> str | None:

@@ -143,7 +143,7 @@ class Cluster:
     """A ``kvrelay serve`` that is ours, and operators' commands to it."""
 
     def __init__(self, pid: int, found: RunningCluster) -> None:
-        self.pid, self.url, self.model = pid, found.url, found.model
+        self.pid, self.url = pid, found.url
         self.control = ControlConfig(control=found.control, discovery=found.discovery, namespace=found.namespace)
 
     async def workers(self, *, check: bool = False) -> list[dict[str, Any]]:

@@ -29,7 +29,7 @@ from kvrelay.launch.process import on_terminate
 from kvrelay.launch.request_plane import connected, give_back, new_caller_id
 from kvrelay.launch.worker_calls import worker_calls
 from kvrelay.launch.worker_host import Hosts
-from kvrelay.planner import Actuator, Hold, Objectives, Plan, PlannerState, Room, not_begun, plan, words_of
+from kvrelay.planner import Actuator, Hold, Objectives, Plan, PlannerState, Room, not_begun, plan, released, words_of
 from kvrelay.planner.capacity import shape_of
 from kvrelay.planner.log import Decision, DecisionLog
 from kvrelay.planner.report import COUNT, HELD, MAX_CHANGES, PAUSED, Change, Doubts, PlannerReport, read_reports
@@ -203,10 +203,7 @@ class PlannerProcess:
         an entry that someone removed releases its worker."""
         prefix = self._keys.config_value(HELD)
         noted = frozenset(key.removeprefix(prefix) for key in settings if key.startswith(prefix))
-        released = self._held - noted
-        self._state = msgspec.structs.replace(
-            self._state, held=tuple(name for name in self._state.held if name not in released)
-        )
+        self._state = released(self._state, self._held - noted)
         for name in set(self._state.held) - noted:
             await self._control.discovery.put(prefix + name, b"true")
         self._held = noted | set(self._state.held)

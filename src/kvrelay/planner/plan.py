@@ -13,7 +13,7 @@ under way at a time.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import msgspec
 
@@ -128,9 +128,9 @@ def _by_hand(fleet: FleetView, state: PlannerState) -> PlannerState:
     )
 
 
-def released(state: PlannerState, worker_id: str) -> PlannerState:
-    """The worker is the planner's again."""
-    return msgspec.structs.replace(state, held=tuple(name for name in state.held if name != worker_id))
+def released(state: PlannerState, worker_ids: Collection[str]) -> PlannerState:
+    """These workers are the planner's again."""
+    return msgspec.structs.replace(state, held=tuple(name for name in state.held if name not in worker_ids))
 
 
 def not_begun(fleet: FleetView, before: PlannerState, after: PlannerState) -> PlannerState:

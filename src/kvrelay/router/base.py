@@ -25,7 +25,6 @@ class RoutingRequest(msgspec.Struct, frozen=True):
     request_id: str
     token_ids: Sequence[int]
     max_tokens: int = 0
-    priority: int = 0
     exclude: Collection[str] = ()
     cache_salt: str | None = None
     adapter: str = ""

@@ -46,9 +46,6 @@ class TierTable:
     def remove_worker(self, worker_id: str) -> None:
         self.held.pop(worker_id, None)
 
-    def num_blocks(self, worker_id: str) -> int:
-        return len(self.held.get(worker_id, ()))
-
     def following(
         self, worker_id: str, sequence: Sequence[int], start: int, costs: Mapping[str, LoadCost]
     ) -> Counter[str]:

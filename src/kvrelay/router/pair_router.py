@@ -142,14 +142,12 @@ class PairRouter:
             self.prefills.place(request, decision.prefill, halves)
         return decision
 
-    def explain(
-        self, request: RoutingRequest, order: OrderPolicy = OrderPolicy.PREFILL_FIRST, *, must_be_local: bool = False
-    ) -> PairDecision:
+    def explain(self, request: RoutingRequest, order: OrderPolicy = OrderPolicy.PREFILL_FIRST) -> PairDecision:
         """The decision and the pairs that were compared, without placing anything. Raises WorkerUnavailableError."""
         survey = self.decodes.survey(request)
         alone = self.decodes.explain(request)
         rng = copy.copy(self._rng)
-        decision, halves = self._decide(request, survey, alone, order, must_be_local, rng, explains=True)
+        decision, halves = self._decide(request, survey, alone, order, False, rng, explains=True)
         if halves is None:
             return decision
         costs = self._costs(halves, survey)

@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 
 from kvrelay.bench.report.files import write_text
+from kvrelay.bench.report.page import filled_page
 from kvrelay.bench.report.table import table
 from kvrelay.config.byte_sizes import shown_bytes
 from kvrelay.simulate.advise import Advice
@@ -67,14 +68,9 @@ def page_of(advice: Advice, load: str) -> str:
     # "<" would let a name end the script element.
     encoded = msgspec.json.encode(data).decode().replace("<", "\\u003c")
     plot = resources.files("kvrelay.frontend") / "ui" / "uplot"
-    page = (resources.files("kvrelay.simulate") / "page.html").read_text("utf-8")
-    for mark, text in (
-        ("/*UPLOT_CSS*/", (plot / "uPlot.min.css").read_text("utf-8")),
-        ("/*UPLOT_JS*/", (plot / "uPlot.iife.min.js").read_text("utf-8")),
-        ("/*DATA*/", encoded),
-    ):
-        page = page.replace(mark, text)
-    return page
+    files = {"PLOTCSS": "uPlot.min.css", "PLOTJS": "uPlot.iife.min.js"}
+    parts = {mark: (plot / name).read_text("utf-8") for mark, name in files.items()}
+    return filled_page("kvrelay.simulate", {}, {**parts, "DATA": encoded})
 
 
 def write_page(path: Path, advice: Advice, load: str) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
+from operator import sub
 from typing import Any
 
 import msgspec
@@ -44,7 +45,7 @@ class Counters(msgspec.Struct, frozen=True):
     num_remote: int = 0
 
     def since(self, earlier: Counters) -> Counters:
-        return Counters(*(now - then for now, then in zip(_tuple(self), _tuple(earlier))))
+        return Counters(*map(sub, msgspec.structs.astuple(self), msgspec.structs.astuple(earlier)))
 
 
 class Phase(msgspec.Struct, frozen=True):
@@ -255,7 +256,3 @@ def _kv_of(workers: Sequence[_Worker]) -> dict[str, float | int]:
     """Of the worker whose pool holds least."""
     least = min(worker.block_size * worker.load.kv_total_blocks for worker in workers)
     return {"kv_tokens": least} if least else {}
-
-
-def _tuple(counters: Counters) -> tuple[Any, ...]:
-    return msgspec.structs.astuple(counters)

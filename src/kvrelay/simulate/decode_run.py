@@ -79,7 +79,6 @@ class DecodeRun:
         self._took_s: list[float] = (moments[1::2] - moments[0:-1:2]).tolist()
         self._seconds: list[float] = seconds.tolist()
         self.num_begun = self._num_ended = 0
-        self.busy_s = 0.0
         self._events: list[KvEvent] = []
         """Of the step that has begun and not ended."""
 

@@ -145,7 +145,6 @@ class Frontend:
             flight.request_id,
             tokens,
             flight.arrival.answer_tokens,
-            flight.arrival.priority,
             flight.excluded | self._gone,
             sequence_hashes=None if flight.result.tokens_s else flight.sequence_hashes,
         )

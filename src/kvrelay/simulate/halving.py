@@ -12,9 +12,9 @@ S = TypeVar("S", bound=tuple[float, ...])
 """A score; greater is better."""
 
 
-def num_kept(num_candidates: int, keep: float = 1 / 4, least: int = 2) -> int:
+def num_kept(num_candidates: int) -> int:
     """How many of a round's candidates are in the next one by their score alone."""
-    return max(least, int(num_candidates * keep))
+    return max(2, num_candidates // 4)
 
 
 def rounds(num_candidates: int, budgets: Sequence[int], num_kinds: int) -> int:

@@ -54,7 +54,6 @@ def test_lengths(text: str, low: int, high: int, mean: float) -> None:
     drawn = [length.sample(source) for _ in range(2000)]
     assert low <= min(drawn) <= max(drawn) <= high
     assert np.mean(drawn) == pytest.approx(mean, abs=0.5)
-    assert length.mean() == mean
 
 
 @pytest.mark.parametrize("text", ["0", "-3", "x", "uniform~9~3", "normal~5", "uniform~0~3", "99999999999", "1.5", ""])

@@ -72,10 +72,6 @@ class Length(msgspec.Struct, frozen=True):
             return int(rng.integers(int(self.low), int(self.high) + 1))
         return min(MAX_LENGTH, max(1, round(float(rng.normal(self.low, self.high)))))
 
-    def mean(self) -> float:
-        """The mean before the cut-off."""
-        return (self.low + self.high) / 2 if self.kind == "uniform" else self.low
-
 
 def parse_length(text: str, name: str = "length") -> Length:
     """Read ``128``, ``uniform~64~256`` or ``normal~128~32``; raises InvalidInputError naming ``name``."""

@@ -66,7 +66,7 @@ class Admission:
         if num_sequences > most:
             raise InvalidInputError(f"prompts times n is {num_sequences}, above {most}", param="n")
         per_minute = limits.tokens_per_minute or 0
-        wait_s = self._tokens.wait_s(key, per_minute, 1.0)
+        wait_s = self._tokens.wait_s(key, per_minute)
         if wait_s:
             self.rejections[TOKENS] += 1
             message = f"this API key allows {per_minute} tokens per minute (tokens_per_minute)"
@@ -105,7 +105,7 @@ class Admission:
 
     def count_request(self, key: str, requests_per_minute: int) -> None:
         """Count one request of an API key; ``requests_per_minute`` 0 means no limit. Raises OverloadedError."""
-        wait_s = self._requests.wait_s(key, requests_per_minute, 1.0)
+        wait_s = self._requests.wait_s(key, requests_per_minute)
         if wait_s:
             self.rejections[RATE] += 1
             message = f"this API key allows {requests_per_minute} requests per minute (requests_per_minute)"
@@ -140,11 +140,11 @@ class _KeyBuckets:
     def keep(self, keys: Set[str]) -> None:
         self._buckets = {key: bucket for key, bucket in self._buckets.items() if key in keys}
 
-    def wait_s(self, key: str, per_minute: int, count: float) -> float:
+    def wait_s(self, key: str, per_minute: int) -> float:
         """Seconds until the key may spend ``count``; 0 if it may now. ``per_minute`` 0 means no limit."""
         if not per_minute:
             return 0.0
-        return max(count - self._level(key, per_minute), 0.0) * MINUTE_S / per_minute
+        return max(1.0 - self._level(key, per_minute), 0.0) * MINUTE_S / per_minute
 
     def spend(self, key: str, per_minute: int, count: int) -> None:
         """Take ``count``, whether the key may spend it or not."""

@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
+from typing import TypeVar
 from urllib.parse import parse_qs
 
 import msgspec
@@ -76,6 +77,7 @@ NUM_RANDOM = 8
 """Digits that make a client's own id unique."""
 
 Handler = Callable[[Exchange, str], Awaitable[None]]
+Body = TypeVar("Body", TokenizeRequest, DetokenizeRequest)
 
 
 class ModelCard(msgspec.Struct, frozen=True):
@@ -364,23 +366,22 @@ class FrontendApp:
         model = self._cluster.model(name)
         _respond(exchange, next(card for card in _cards(model) if card.id == model.called(name)))
 
-    async def _tokenize(self, exchange: Exchange, request_id: str) -> None:
+    async def _parsed(self, exchange: Exchange, kind: type[Body]) -> tuple[Body, int]:
+        """The body and its size in bytes. Raises InvalidInputError."""
         size = len(exchange.request.body)
-        request = await self._threads.parse(
-            size, parse_body, exchange.request.body, TokenizeRequest, self._fields.check
-        )
+        request = await self._threads.parse(size, parse_body, exchange.request.body, kind, self._fields.check)
         exchange.drop_body()
+        return request, size
+
+    async def _tokenize(self, exchange: Exchange, request_id: str) -> None:
+        request, size = await self._parsed(exchange, TokenizeRequest)
         model = self._cluster.model(request.model)
         tokens = await self._threads.run(size, tokenized(request, model), partial(require_client, exchange))
         answer = await self._threads.call(size, _tokenize_answer, tokens, model, bool(request.return_token_strs))
         exchange.respond(Response(200, answer))
 
     async def _detokenize(self, exchange: Exchange, request_id: str) -> None:
-        size = len(exchange.request.body)
-        request = await self._threads.parse(
-            size, parse_body, exchange.request.body, DetokenizeRequest, self._fields.check
-        )
-        exchange.drop_body()
+        request, size = await self._parsed(exchange, DetokenizeRequest)
         model = self._cluster.model(request.model)
         text = await self._threads.call(size, detokenized, request, model)
         _respond(exchange, DetokenizeResponse(text))

@@ -100,11 +100,6 @@ class StopStrings:
         self._longest = max(map(len, self._stops), default=0)
         self._held = ""
 
-    @property
-    def held(self) -> str:
-        """Text that is waiting for its continuation."""
-        return self._held
-
     def push(self, text: str) -> str | StopMatch:
         """Add text. Returns the text that can be sent now, or the match that ends the sequence."""
         text = self._held + text

@@ -208,7 +208,3 @@ class CollectedAnswer(Answer):
     def choices(self) -> list[Choice]:
         """In the order of their numbers."""
         return [self._choices[index] for index in sorted(self._choices)]
-
-    @property
-    def worker_id(self) -> str:
-        return self.sequences[0].worker_id

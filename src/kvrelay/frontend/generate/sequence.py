@@ -321,7 +321,6 @@ class Sequence:
             request_id=self._placement_id,
             token_ids=(*self.prompt_token_ids, *known) if known else self.prompt_token_ids,
             max_tokens=self.sampling.max_tokens,
-            priority=self._spec.priority,
             slo_ttft_ms=self._spec.slo_ttft_ms,
             slo_itl_ms=self._spec.slo_itl_ms,
             exclude=tuple(self._failed_workers),
