@@ -8,22 +8,20 @@ import functools
 import json
 import re
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import click
 
 from kvrelay.cli.help import GroupedCommand
-from kvrelay.cli.options import SettingsSource, json_option, settings_options
+from kvrelay.cli.options import Command, SettingsSource, json_option, settings_options
 from kvrelay.cli.processes import run_async
 from kvrelay.config import ControlConfig, WorkerRole
 
 if TYPE_CHECKING:
     from kvrelay.launch.clusters import RunningCluster
 
-Command = TypeVar("Command", bound=Callable[..., Any])
 _NEGATIVE = re.compile(r"-\.?[0-9]")
 
 

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import click
 from click.core import ParameterSource
 
 from kvrelay.cli.help import GroupedCommand
 from kvrelay.cli.options import (
+    Command,
     SettingsSource,
     engine_option,
     kv_transfer_option,
@@ -24,8 +24,6 @@ from kvrelay.cli.processes import FRONTEND_SETTINGS, WORKER_SETTINGS, run_async
 from kvrelay.config import FrontendConfig, RouterConfig, UpstreamConfig, WorkerConfig, WorkerRole
 from kvrelay.core.cores import threads_each
 from kvrelay.errors import ConfigError
-
-Command = TypeVar("Command", bound=Callable[..., Any])
 
 MAX_RANKS = 64
 MAX_BLOCK_SIZE = 1024

@@ -158,21 +158,24 @@ class LocalCluster:
         if not self._control.control:
             self._nats = NatsServerProcess(store_dir=self._config.nats_dir, token=secrets.token_hex(TOKEN_BYTES))
             self._control = replace(self._control, control=self._nats.start())
-        environment = control_environment(self._control)
         for number, worker in enumerate(self._config.workers):
-            command = [*worker_command(worker), NO_READY_LINE]
-            # Without a role: that may change.
-            child = start_child(f"worker {number}", command, environment=environment, errors=self._errors)
-            child.restart_flags = RESTART_FLAGS
-            self._workers.append(child)
+            # A name without the role, which may change.
+            self._start_worker(f"worker {number}", worker)
         frontend = replace(self._config.frontend, port=self._port)
         flags = settings_flags(frontend, self._config.router, self._common.disagg, self._common.control)
         flags += settings_to_flags(self._common.metrics, skip=("metrics_port", "metrics_host"))
         command = kvrelay_command("frontend", NO_READY_LINE, *flags)
-        environment = control_environment(self._control, api_key=frontend.api_key)
         for number in range(self._config.num_frontends):
-            name = f"frontend {number}"
-            self.frontends.append(start_child(name, command, environment=environment, errors=self._errors))
+            self.frontends.append(self._start_child(f"frontend {number}", command, api_key=frontend.api_key))
+
+    def _start_child(self, name: str, command: list[str], **secret: str) -> Child:
+        return start_child(name, command, environment=control_environment(self._control, **secret), errors=self._errors)
+
+    def _start_worker(self, name: str, worker: WorkerConfig) -> Child:
+        child = self._start_child(name, [*worker_command(worker), NO_READY_LINE])
+        child.restart_flags = RESTART_FLAGS
+        self._workers.append(child)
+        return child
 
     def _start_planner(self) -> None:
         """Once all is ready: no request waits for it."""
@@ -183,8 +186,7 @@ class LocalCluster:
         flags = settings_flags(self._common.control)
         fewest = ("--min-workers", str(self._config.min_workers), "--quiet-s", str(self._config.quiet_s))
         command = kvrelay_command("planner", "--mode", self._config.planner, *objectives, *fewest, *flags)
-        environment = control_environment(self._control)
-        self._planner = start_child("planner", command, environment=environment, errors=self._errors)
+        self._planner = self._start_child("planner", command)
 
     def _listen_for_orders(self) -> None:
         """Of our own planner, or of one elsewhere."""
@@ -203,11 +205,8 @@ class LocalCluster:
         extra = [child.worker for child in self._workers if child.worker is not None and child.is_extra]
         kind = replace(self._config.kinds[role.takes_requests], role=role, port=0)
         worker = beside((*self._config.workers, *extra), kind, self._config.num_slots)
-        command = [*worker_command(worker), NO_READY_LINE]
-        environment = control_environment(self._control)
-        child = start_child(f"extra worker {self._num_ordered}", command, environment=environment, errors=self._errors)
-        child.restart_flags, child.worker, child.is_extra = RESTART_FLAGS, worker, True
-        self._workers.append(child)
+        child = self._start_worker(f"extra worker {self._num_ordered}", worker)
+        child.worker, child.is_extra = worker, True
 
     def _watch_planner(self, now_s: float) -> None:
         """Restart it like a worker; without it the cluster serves on, and nothing changes."""

@@ -1,29 +1,12 @@
 """The router room: which worker gets a request, by KV overlap and load. ``Router`` is the door."""
 
-from kvrelay.router.base import (
-    CandidateScore,
-    IndexState,
-    ReplayRequester,
-    RouterStage,
-    RoutingDecision,
-    RoutingExplanation,
-    RoutingRequest,
-)
-from kvrelay.router.pair_router import PairCandidate, PairDecision, PairRouter
-from kvrelay.router.router import Router
-from kvrelay.router.runtime import RuntimeSettings
-
-__all__ = [
-    "CandidateScore",
-    "IndexState",
-    "PairCandidate",
-    "PairDecision",
-    "PairRouter",
-    "ReplayRequester",
-    "Router",
-    "RouterStage",
-    "RoutingDecision",
-    "RoutingExplanation",
-    "RoutingRequest",
-    "RuntimeSettings",
-]
+from kvrelay.router.base import IndexState as IndexState
+from kvrelay.router.base import ReplayRequester as ReplayRequester
+from kvrelay.router.base import RouterStage as RouterStage
+from kvrelay.router.base import RoutingDecision as RoutingDecision
+from kvrelay.router.base import RoutingExplanation as RoutingExplanation
+from kvrelay.router.base import RoutingRequest as RoutingRequest
+from kvrelay.router.pair_router import PairDecision as PairDecision
+from kvrelay.router.pair_router import PairRouter as PairRouter
+from kvrelay.router.router import Router as Router
+from kvrelay.router.runtime import RuntimeSettings as RuntimeSettings

@@ -114,7 +114,7 @@ class _Plane:
         timeout_s: float | None = None,
         grant: GrantRef | None = None,
     ) -> None:
-        def ended(_: int, ok: bool) -> None:
+        def ended(ok: bool) -> None:
             node = self.network.nodes[worker_id]
             if ok and notify is not None and node.is_alive:
                 node.notified(notify)

@@ -140,12 +140,12 @@ class Links:
         self.num_bytes: dict[str, int] = {}
         """Moved, by worker."""
 
-    def transfer(self, one: str, other: str, num_tokens: int, now_s: float) -> tuple[float, int]:
-        """The end of a transfer that is submitted now, and its bytes."""
+    def transfer(self, one: str, other: str, num_tokens: int, now_s: float) -> float:
+        """The end of a transfer that is submitted now, in seconds."""
         num_bytes = num_tokens * self._costs.token_bytes
         begin_s = max(now_s, self._free_at_s.get(one, 0.0), self._free_at_s.get(other, 0.0))
         free_s = begin_s + num_bytes / self._costs.link_bytes_per_s
         for worker_id in (one, other):
             self._free_at_s[worker_id] = free_s
             self.num_bytes[worker_id] = self.num_bytes.get(worker_id, 0) + num_bytes
-        return free_s + self._costs.transfer_overhead_s, num_bytes
+        return free_s + self._costs.transfer_overhead_s

@@ -111,16 +111,16 @@ class Network:
         node = self.nodes[worker_id]
         self.loop.after(self.costs.hop_s, lambda: deliver(node) if node.is_alive else None)
 
-    def move(self, one: str, other: str, num_tokens: int, ended: Callable[[int, bool], None]) -> None:
-        """Move KV between two workers; ``ended(num_bytes, ok)`` follows. A dead end is noticed by its silence."""
+    def move(self, one: str, other: str, num_tokens: int, ended: Callable[[bool], None]) -> None:
+        """Move KV between two workers; ``ended(ok)`` follows. A dead end is noticed by its silence."""
         now_s = self.loop.clock.now()
-        end_s, num_bytes = self.links.transfer(one, other, num_tokens, now_s)
+        end_s = self.links.transfer(one, other, num_tokens, now_s)
 
         def arrive() -> None:
             if self.nodes[one].is_alive and self.nodes[other].is_alive:
-                ended(num_bytes, True)
+                ended(True)
             else:
-                self.loop.after(self.detection_s, lambda: ended(num_bytes, False))
+                self.loop.after(self.detection_s, lambda: ended(False))
 
         self.loop.at(end_s, arrive)
 

@@ -48,6 +48,7 @@ from kvrelay.frontend.openai.requests import DetokenizeRequest, TokenizeRequest,
 from kvrelay.frontend.responses import RESPONSES
 from kvrelay.frontend.side_threads import SideThreads
 from kvrelay.http import Exchange, HttpRequest, Response
+from kvrelay.http.exchange import JSON
 from kvrelay.marks.trace_context import HEADER as TRACEPARENT
 from kvrelay.version import __version__
 
@@ -154,7 +155,6 @@ class FrontendApp:
         self._metrics = metrics
         self._shown = shown
         self._tasks = TaskSet()
-        self._openapi, self._docs_page = documents()
         self._threads = SideThreads()
         self._access_log = AccessLog(config.access_log, config.access_log_file)
         self._origins = AllowedOrigins(config.allowed_origins)
@@ -186,6 +186,7 @@ class FrontendApp:
         self, pipeline: Pipeline, routing: RoutingEndpoints, shown_cluster: ShownCluster
     ) -> dict[str, Route]:
         page, adapters = Page(), AdapterEndpoints(self._cluster)
+        document, docs_page = documents()
         return {
             "/v1/completions": Route("POST", pipeline.complete, "cmpl-", is_traced=True),
             "/v1/chat/completions": Route(
@@ -200,14 +201,14 @@ class FrontendApp:
             "/tokenize": Route("POST", self._tokenize),
             "/detokenize": Route("POST", self._detokenize),
             "/health": Route("GET", self._health),
-            "/live": Route("GET", self._live),
+            "/live": Route("GET", _fixed(b'{"status":"ok"}')),
             "/metrics": Route("GET", self._render_metrics, is_scraped=True),
-            "/version": Route("GET", self._version),
-            "/openapi.json": Route("GET", self._document),
+            "/version": Route("GET", _fixed(msgspec.json.encode({"version": __version__}))),
+            "/openapi.json": Route("GET", _fixed(document)),
             "/ping": Route("GET", self._health),
             "/load": Route("GET", self._load),
             "/tokenizer_info": Route("GET", self._tokenizer_info),
-            "/docs": Route("GET", self._docs),
+            "/docs": Route("GET", _fixed(docs_page, b"text/html; charset=utf-8")),
             REQUESTS_PATH: Route("GET", self._shown.show_list, shows_requests=True),
             CLUSTER_PATH: Route("GET", shown_cluster.show, shows_requests=True),
             LOAD_PATH: Route("POST", adapters.load, shows_requests=True),
@@ -414,21 +415,17 @@ class FrontendApp:
         """As vLLM's: how many sequences this frontend has in flight."""
         exchange.respond(Response(200, msgspec.json.encode({"server_load": self._admission.num_in_flight})))
 
-    async def _live(self, exchange: Exchange, request_id: str) -> None:
-        """Alive if this process answers."""
-        exchange.respond(Response(200, b'{"status":"ok"}'))
-
     async def _render_metrics(self, exchange: Exchange, request_id: str) -> None:
         exchange.respond(Response(200, self._metrics.render(), b"text/plain; version=0.0.4; charset=utf-8"))
 
-    async def _version(self, exchange: Exchange, request_id: str) -> None:
-        exchange.respond(Response(200, msgspec.json.encode({"version": __version__})))
 
-    async def _document(self, exchange: Exchange, request_id: str) -> None:
-        exchange.respond(Response(200, self._openapi))
+def _fixed(body: bytes, content_type: bytes = JSON) -> Handler:
+    """Answers always the same."""
 
-    async def _docs(self, exchange: Exchange, request_id: str) -> None:
-        exchange.respond(Response(200, self._docs_page, b"text/html; charset=utf-8"))
+    async def respond(exchange: Exchange, request_id: str) -> None:
+        exchange.respond(Response(200, body, content_type))
+
+    return respond
 
 
 def _tokenize_answer(tokens: list[int], model: Model, with_strings: bool) -> bytes:
