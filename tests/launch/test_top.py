@@ -149,7 +149,7 @@ def test_what_is_wrong_comes_first_and_coloured() -> None:
     wrong = [{"severity": severity, "text": f"t{at}"} for at, severity in enumerate(("error", *["warning"] * 5))]
     lines = text_of(REPORT | {"wrong_now": wrong}, 200, 100)
     assert lines[1:5] == ["error: t0", "warning: t1", "warning: t2", "and 3 more"]
-    assert [line[:5] for line in coloured(lines)[1:3]] == ["\x1b[31m", "\x1b[33m"]
+    assert [coloured(line)[:5] for line in lines[1:3]] == ["\x1b[31m", "\x1b[33m"]
 
 
 def test_a_fleet_on_a_small_screen() -> None:

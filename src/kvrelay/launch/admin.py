@@ -120,19 +120,8 @@ def status_table(report: dict[str, Any]) -> None:
     if not report["workers"]:
         print("no worker is registered")
         return
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    for column in (
-        "worker",
-        "role",
-        "model",
-        "requests",
-        "waiting",
-        "KV used",
-        "KV demand",
-        "hand-offs in/out",
-        "remote prefills",
-    ):
-        table.add_column(column)
+    names = ("worker", "role", "model", "requests", "waiting", "KV used", "KV demand")
+    table = Table(*names, "hand-offs in/out", "remote prefills", box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
     for status in report["workers"]:
         if "error" in status:
             table.add_row(status["worker_id"], status["role"], status["model"], f"[red]{status['error']}[/red]")

@@ -67,7 +67,7 @@ async def _redraw(url: str, api_key: str | None) -> None:
     while True:
         size = shutil.get_terminal_size()
         try:
-            lines = coloured(await _text(url, api_key, size.columns, size.lines - 1))
+            lines = [coloured(line) for line in await _text(url, api_key, size.columns, size.lines - 1)]
             note = ""
         except WorkerUnavailableError as exc:
             note = f"{RED}reconnecting: {printable(str(exc))[: size.columns - 14]}{PLAIN}"
@@ -103,12 +103,8 @@ def text_of(report: Report, width: int, height: int) -> list[str]:
     return [printable(line)[:width].rstrip() for line in lines[:height]]
 
 
-def coloured(lines: list[str]) -> list[str]:
+def coloured(line: str) -> str:
     """For a terminal: headings bold, what is wrong in its colour."""
-    return [_coloured(line) for line in lines]
-
-
-def _coloured(line: str) -> str:
     severity, _, _ = line.partition(":")
     if severity in COLOURS:
         return f"{COLOURS[severity]}{line}{PLAIN}"

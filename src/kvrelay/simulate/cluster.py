@@ -104,6 +104,8 @@ class ClusterSpec(msgspec.Struct, frozen=True):
         started = [event.role for event in self.events if event.change is Change.START]
         for event in self.events:
             role, number = ROLE_PREFIX.get(event.worker_id[:1]), event.worker_id[1:]
+            if event.change in (Change.START, Change.ROLE) and event.role is None:
+                raise ConfigError(f"event at {event.time_s:g} s: {event.change} needs a role", param="event")
             if event.change is Change.START:
                 continue
             if role is None or not number.isdecimal() or int(number) >= self._num_first(role) + started.count(role):

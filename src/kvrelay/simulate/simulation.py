@@ -90,7 +90,6 @@ class Simulation:
             for _ in range(count):
                 self._register(self._new_id(role), role, learnt)
         for event in spec.events:
-            self._check(event)
             self.loop.at(event.time_s, lambda event=event: self._change(event))  # type: ignore[misc]
         if controller is not None:
             self.loop.at(self._interval_s, self._control)
@@ -167,12 +166,6 @@ class Simulation:
 
     # -- changes ------------------------------------------------------------------------------------------------------
 
-    def _check(self, event: ClusterEvent) -> None:
-        if event.change is not Change.START and event.worker_id[:1] not in ROLE_PREFIX:
-            raise ConfigError(f"event at {event.time_s} s: no worker is called {event.worker_id!r}", param="event")
-        if event.change in (Change.START, Change.ROLE) and event.role is None:
-            raise ConfigError(f"event at {event.time_s} s: {event.change} needs a role", param="event")
-
     def _change(self, event: ClusterEvent) -> None:
         if event.change is Change.START and event.role is not None:
             role = event.role
@@ -241,7 +234,6 @@ class Simulation:
         now_s = self.loop.clock.now()
         views = [worker.view(is_ready=worker.is_accepting) for worker in self._alive()]
         for action in self._controller(now_s, views):
-            self._check(action)
             self.loop.at(action.time_s, lambda action=action: self._change(action))  # type: ignore[misc]
         self.loop.after(self._interval_s, self._control)
 

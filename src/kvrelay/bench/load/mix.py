@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import msgspec
 import numpy as np
@@ -100,28 +100,32 @@ def _parse_class(text: str, base: Dataset) -> ClassSpec:
     return spec
 
 
+_OPTIONS: dict[str, tuple[str, type[int] | type[float]]] = {
+    "closed": ("max_concurrency", int),
+    "max": ("max_concurrency", int),
+    "rate": ("rate", float),
+    "n": ("num_requests", int),
+    "priority": ("priority", int),
+    "burstiness": ("burstiness", float),
+}
+"""Of a class: the field of ClassSpec that an option sets."""
+_DATASET_OPTIONS: dict[str, Callable[[str], dict[str, object]]] = {
+    "groups": lambda value: {"kind": DatasetKind.SHARED_PREFIX, "groups": int(value)},
+    "per-group": lambda value: {"per_group": int(value)},
+    "system": lambda value: {"system": parse_length(value, "system length")},
+}
+"""The fields of its Dataset."""
+
+
 def _with_option(spec: ClassSpec, option: str) -> ClassSpec:
     key, _, value = option.partition("=")
     try:
-        match key:
-            case "closed" | "max":
-                return replace(spec, max_concurrency=int(value))
-            case "rate":
-                return replace(spec, rate=float(value))
-            case "n":
-                return replace(spec, num_requests=int(value))
-            case "priority":
-                return replace(spec, priority=int(value))
-            case "burstiness":
-                return replace(spec, burstiness=float(value))
-            case "groups":
-                dataset = replace(spec.dataset, kind=DatasetKind.SHARED_PREFIX, groups=int(value))
-                return replace(spec, dataset=dataset)
-            case "per-group":
-                return replace(spec, dataset=replace(spec.dataset, per_group=int(value)))
-            case "system":
-                return replace(spec, dataset=replace(spec.dataset, system=parse_length(value, "system length")))
+        if key in _OPTIONS:
+            name, kind = _OPTIONS[key]
+            return replace(spec, **{name: kind(value)})
+        if key in _DATASET_OPTIONS:
+            return replace(spec, dataset=replace(spec.dataset, **_DATASET_OPTIONS[key](value)))
     except ValueError as exc:
         raise InvalidInputError(f"class {spec.name} of the mix: {option!r} has no number", param="mix") from exc
-    known = "closed, max, rate, n, priority, burstiness, groups, per-group, system"
+    known = ", ".join((*_OPTIONS, *_DATASET_OPTIONS))
     raise InvalidInputError(f"class {spec.name} of the mix: {key!r} is none of {known}", param="mix")

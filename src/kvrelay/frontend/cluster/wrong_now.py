@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from enum import StrEnum
 
 import msgspec
@@ -179,15 +179,24 @@ def _of_models(workers: Sequence[WorkerView]) -> Iterator[Wrong]:
 
 
 def _of_workers(workers: Sequence[WorkerView]) -> Iterator[Wrong]:
-    yield from _grouped(
-        workers,
+    """One line for all workers with the same fault: of 240, each alone would bury the rest."""
+    for kind, severity, is_meant, reason in _OF_WORKERS:
+        some = [worker for worker in workers if is_meant(worker)]
+        if some:
+            names = [worker.id for worker in some]
+            yield Wrong(severity, kind, f"{_names(names)}: {reason(some)}", names)
+
+
+_Meant = Callable[[WorkerView], bool]
+_Reason = Callable[[Sequence[WorkerView]], str]
+_OF_WORKERS: tuple[tuple[str, Severity, _Meant, _Reason], ...] = (
+    (
         "unreached-worker",
         Severity.ERROR,
         lambda worker: worker.state is WorkerCondition.UNREACHED,
         lambda some: ": ".join(["in discovery, but this frontend has no connection", *_problems(some)[:1]]),
-    )
-    yield from _grouped(
-        workers,
+    ),
+    (
         "silent-worker",
         Severity.ERROR,
         lambda worker: worker.state is WorkerCondition.SILENT,
@@ -195,30 +204,26 @@ def _of_workers(workers: Sequence[WorkerView]) -> Iterator[Wrong]:
             f"silent for up to {max(worker.age_s or 0.0 for worker in some):.0f} s: "
             f"a lease lasts {min(worker.lease_ttl_s for worker in some):.0f} s and is about to end"
         ),
-    )
-    yield from _grouped(
-        workers,
+    ),
+    (
         "stuck-step",
         Severity.ERROR,
         lambda worker: worker.step_age_s >= STUCK_AFTER_S,
         lambda some: f"at one step for {max(worker.step_age_s for worker in some):.0f} s: the engine may hang",
-    )
-    yield from _grouped(
-        workers,
+    ),
+    (
         "refused-adapter",
         Severity.WARNING,
         lambda worker: bool(worker.refused_adapters),
         lambda some: f"without {_refused_adapter(some)}; its requests go to others",
-    )
-    yield from _grouped(
-        workers,
+    ),
+    (
         "kv-full",
         Severity.WARNING,
         lambda worker: _kv_share(worker) >= KV_FULL,
         lambda some: f"KV {max(_kv_share(worker) for worker in some):.0%} full: preemptions or refusals are near",
-    )
-    yield from _grouped(
-        workers,
+    ),
+    (
         "waiting-requests",
         Severity.WARNING,
         lambda worker: worker.waiting_for_s >= WAITING_AFTER_S,
@@ -226,21 +231,9 @@ def _of_workers(workers: Sequence[WorkerView]) -> Iterator[Wrong]:
             f"requests wait for up to {max(worker.waiting_for_s for worker in some):.0f} s without a break "
             f"({sum(worker.num_waiting or 0 for worker in some)} now): more comes than is done"
         ),
-    )
-
-
-def _grouped(
-    workers: Iterable[WorkerView],
-    kind: str,
-    severity: Severity,
-    is_meant: Callable[[WorkerView], bool],
-    reason: Callable[[Sequence[WorkerView]], str],
-) -> Iterator[Wrong]:
-    """One line for all workers with the same fault: of 240, each alone would bury the rest."""
-    some = [worker for worker in workers if is_meant(worker)]
-    if some:
-        names = [worker.id for worker in some]
-        yield Wrong(severity, kind, f"{_names(names)}: {reason(some)}", names)
+    ),
+)
+"""What may be wrong with workers: its kind, how bad it is, which workers are meant, and what is said of them."""
 
 
 def _problems(workers: Sequence[WorkerView]) -> list[str]:
