@@ -358,7 +358,7 @@ def _hash_chain(tokens: Uint32Array, previous: int) -> Uint32Array:
     Since A is odd it has an inverse modulo 2**32, and h[i] = A**(i+1) * (previous + sum of SPREAD * t[j] / A**(j+1)).
     """
     powers, inverses = _powers(-(-len(tokens) // _STRETCH) * _STRETCH)
-    sums = np.cumsum(tokens * inverses[: len(tokens)], dtype=np.uint32)
+    sums: Uint32Array = np.add.accumulate(tokens * inverses[: len(tokens)], dtype=np.uint32)
     return powers[: len(tokens)] * (sums + np.uint32(previous))
 
 
