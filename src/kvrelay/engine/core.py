@@ -73,6 +73,7 @@ class EngineCore:
         self._clock = clock
         self._random = random.Random(seed)
         self._num_arrived = 0
+        self._tail_tokens = executor.kv_layout.tail_tokens
         self._dead: EngineDeadError | None = None
         retains = config.kv_retention == "value" and config.enable_prefix_caching
         self.pauses = Pauses(clock) if retains else None
@@ -213,7 +214,7 @@ class EngineCore:
         request.arrival = self._num_arrived
         request.seed = self._random.getrandbits(64) if sampling.seed is None else sampling.seed & UINT64_MASK
         request.stop_ids = stop_token_ids(sampling, self.executor.eos_token_ids)
-        request.tail_tokens = self.executor.kv_layout.tail_tokens
+        request.tail_tokens = self._tail_tokens
         request.length_limit = min(request.num_prompt_tokens + sampling.max_tokens, self.max_model_len)
         request.times.append((RequestStatus.WAITING, self._clock.now()))
         if request.mode is PrefillMode.REMOTE and request.must_prefill_here:
@@ -277,7 +278,7 @@ class EngineCore:
             max_model_len=self.max_model_len,
         )
         held = request.num_load_tokens
-        has_tail = self.executor.kv_layout.tail_tokens > 0
+        has_tail = self._tail_tokens > 0
         if request.mode is PrefillMode.HANDOFF and (
             request.is_prefill_only != has_tail or not 0 <= held < len(request.token_ids) or held % self.pool.block_size
         ):
