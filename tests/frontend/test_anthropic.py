@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 from pathlib import Path
 
@@ -48,6 +49,20 @@ async def test_create(model_dir: Path) -> None:
         usage = answer.usage
         assert (usage.input_tokens, usage.cache_read_input_tokens) == (len(request.prompt_token_ids) - 2, 2)
         assert usage.output_tokens == len(tokens) + 1
+
+
+async def test_models(model_dir: Path) -> None:
+    """The official client builds its models without validation, so the fields are validated here."""
+    async with running(model_dir, Script(), api_key="secret") as cluster, client(cluster, "secret") as api:
+        page = await api.models.list()
+        assert (page.first_id, page.last_id, page.has_more) == ("tiny", "tiny", False)
+        assert [model.id async for model in page] == ["tiny"]
+        for model in (page.data[0], await api.models.retrieve("tiny")):
+            shown = anthropic.types.ModelInfo.model_validate(model.model_dump(mode="json"))
+            assert (shown.id, shown.type, shown.display_name, shown.lifecycle) == ("tiny", "model", "tiny", "active")
+            assert shown.max_input_tokens == 512
+            created = model.model_dump()["created"]
+            assert (shown.created_at.tzinfo, shown.created_at.timestamp()) == (datetime.UTC, created)
 
 
 @pytest.mark.parametrize("stream", [False, True])

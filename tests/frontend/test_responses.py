@@ -64,6 +64,20 @@ async def test_create(model_dir: Path) -> None:
         assert answer.usage.total_tokens == answer.usage.input_tokens + answer.usage.output_tokens
 
 
+async def test_input_tokens_are_those_of_the_prompt(model_dir: Path) -> None:
+    async with running(model_dir, script("x"), tool_call_parser="hermes") as cluster, client(cluster) as api:
+        asked = {"model": "tiny", "instructions": "Be brief.", "input": "Grüße", "tools": TOOLS}
+        counted = await api.responses.input_tokens.count(**asked)
+        assert not cluster.workers["w0"].requests
+        answer = await api.responses.create(**asked, max_output_tokens=9)
+        assert answer.usage is not None
+        assert (counted.object, counted.input_tokens) == ("response.input_tokens", answer.usage.input_tokens)
+        same = await api.responses.input_tokens.count(**asked, extra_body={"stream": True, "max_output_tokens": 9})
+        assert same == counted, "the settings of the answer count for nothing"
+        with pytest.raises(openai.BadRequestError, match="no response is kept"):
+            await api.responses.input_tokens.count(model="tiny", input="x", previous_response_id="resp_1")
+
+
 async def test_an_answer_that_is_cut_is_incomplete(model_dir: Path) -> None:
     async with running(model_dir, script("A long text."), script("x")) as cluster, client(cluster) as api:
         answer = await api.responses.create(model="tiny", input="Hi", max_output_tokens=2)
@@ -244,6 +258,7 @@ def test_items_become_messages() -> None:
         ({"include": ["file_search_call.results"]}, "include"),
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"tools": [{"type": "web_search"}]}, "tools"),
+        ({"tools": [{"type": "custom", "name": "sql"}]}, "tools"),
         ({"tools": [{"type": "function"}]}, "tools"),
         ({"tool_choice": {"type": "web_search"}}, "tool_choice"),
         ({"tool_choice": "required"}, "tool_choice"),

@@ -16,6 +16,7 @@ Every event has the next sequence number. A stream that breaks ends with ``faile
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Annotated, Any
 
 import msgspec
@@ -64,6 +65,9 @@ from kvrelay.frontend.openai.requests import (
     function_tool,
     parse_body,
 )
+
+INPUT_TOKENS_PATH = "/v1/responses/input_tokens"
+
 
 # -- requests ---------------------------------------------------------------------------------------------------------
 
@@ -145,22 +149,27 @@ class ReasoningOptions(msgspec.Struct, frozen=True):
     summary: Word | None = None
 
 
-class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """``POST /v1/responses``. The last eight fields are not OpenAI's."""
+class InputTokensRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """``POST /v1/responses/input_tokens``."""
 
     input: Text | InputItems
     model: Name | None = None
     instructions: Text | None = None
-    max_output_tokens: int | None = None
-    max_tool_calls: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_logprobs: int | None = None
     tools: ResponseTools | None = None
     tool_choice: Word | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
+
+
+class ResponsesRequest(InputTokensRequest, frozen=True, kw_only=True):
+    """``POST /v1/responses``. The last nine fields are not OpenAI's."""
+
+    max_output_tokens: int | None = None
+    max_tool_calls: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_logprobs: int | None = None
     include: Words | None = None
     metadata: Metadata | None = None
     stream: bool | None = None
@@ -271,7 +280,7 @@ class ResponseBody(msgspec.Struct, frozen=True, kw_only=True):
     user: str | None = None
 
 
-def opened_body(request: ResponsesRequest, answer_id: str, created_unix_s: int, model: str) -> ResponseBody:
+def opened_body(request: InputTokensRequest, answer_id: str, created_unix_s: int, model: str) -> ResponseBody:
     """A response that has just begun."""
     names = ResponseBody.__struct_fields__
     given = {name: value for name in names if (value := getattr(request, name, None)) is not None}
@@ -310,7 +319,7 @@ def item_id(block: Block) -> str:
 class ResponsesFormat(BlockFormat):
     """Implements ``AnswerFormat``."""
 
-    def __init__(self, request: ResponsesRequest, context: AnswerContext) -> None:
+    def __init__(self, request: InputTokensRequest, context: AnswerContext) -> None:
         super().__init__(context)
         self._opened = opened_body(request, context.answer_id, context.created_unix_s, context.model)
         self._sequence_number = 0
@@ -433,32 +442,27 @@ _INCLUDED = frozenset({LOGPROBS, "reasoning.encrypted_content"})
 """Reasoning is returned in plain text, so that nothing needs to be encrypted."""
 
 
-def _read(body: bytes, check_fields: FieldsCheck) -> ChatTask:
-    request = parse_body(body, ResponsesRequest, check_fields)
-    return ChatTask(chat_of(request), lambda context: ResponsesFormat(request, context))
+def _read(kind: type[InputTokensRequest], body: bytes, check_fields: FieldsCheck) -> ChatTask:
+    request = parse_body(body, kind, check_fields)
+    return ChatTask(chat_of(request), partial(ResponsesFormat, request))
 
 
-RESPONSES = ChatApi(
-    _read,
-    {
-        "messages": "input",
-        "max_tokens": "max_output_tokens",
-        "response_format": "text.format",
-        "logprobs": "top_logprobs",
-    },
-)
+_PARAMS = {
+    "messages": "input",
+    "max_tokens": "max_output_tokens",
+    "response_format": "text.format",
+    "logprobs": "top_logprobs",
+}
+RESPONSES = ChatApi(partial(_read, ResponsesRequest), _PARAMS)
+INPUT_TOKENS = ChatApi(partial(_read, InputTokensRequest), _PARAMS, counted={"object": "response.input_tokens"})
 
 
-def chat_of(request: ResponsesRequest) -> ChatCompletionRequest:
-    """The chat that answers ``request``. Raises InvalidInputError."""
-    _refuse(request)
-    with_logprobs = LOGPROBS in (request.include or ())
+def chat_of(request: InputTokensRequest) -> ChatCompletionRequest:
+    """The chat that has this prompt and form. Raises InvalidInputError."""
     return ChatCompletionRequest(
         **common_fields(request),
+        **_answer_fields(request) if isinstance(request, ResponsesRequest) else {},
         messages=_messages(request),
-        max_completion_tokens=request.max_output_tokens,
-        logprobs=with_logprobs,
-        top_logprobs=request.top_logprobs if with_logprobs else None,
         tools=[_tool(tool) for tool in request.tools or ()],
         tool_choice=_choice(request.tool_choice),
         parallel_tool_calls=request.parallel_tool_calls,
@@ -467,15 +471,19 @@ def chat_of(request: ResponsesRequest) -> ChatCompletionRequest:
     )
 
 
-def _refuse(request: ResponsesRequest) -> None:
+def _answer_fields(request: ResponsesRequest) -> dict[str, Any]:
+    """What the prompt does not depend on. Raises InvalidInputError."""
     for name in request.include or ():
         if name not in _INCLUDED:
             raise InvalidInputError(f"include of {name} is not supported", param="include")
-    if request.top_logprobs and LOGPROBS not in (request.include or ()):
+    with_logprobs = LOGPROBS in (request.include or ())
+    if request.top_logprobs and not with_logprobs:
         raise InvalidInputError(f"top_logprobs needs include to have {LOGPROBS}", param="top_logprobs")
+    top = request.top_logprobs if with_logprobs else None
+    return {"max_completion_tokens": request.max_output_tokens, "logprobs": with_logprobs, "top_logprobs": top}
 
 
-def _messages(request: ResponsesRequest) -> list[ChatMessage]:
+def _messages(request: InputTokensRequest) -> list[ChatMessage]:
     given = request.input
     turns = _Turns(request.instructions)
     if isinstance(given, str):

@@ -24,7 +24,7 @@ from kvrelay.frontend.anthropic import CountTokensRequest, MessagesRequest
 from kvrelay.frontend.api.fields import ADVICE, TABLES, RequestFields
 from kvrelay.frontend.openai.requests import ChatCompletionRequest, CompletionRequest, parse_body
 from kvrelay.frontend.openai.structured import constraint_of
-from kvrelay.frontend.responses import ResponsesRequest
+from kvrelay.frontend.responses import InputTokensRequest, ResponsesRequest
 from tools import field_table
 
 TOKENIZER = byte_level_tokenizer()
@@ -36,6 +36,7 @@ CLIENTS: list[tuple[type[msgspec.Struct], Any]] = [
     (CompletionRequest, openai.types.completion_create_params.CompletionCreateParamsBase),
     (ChatCompletionRequest, openai.types.chat.completion_create_params.CompletionCreateParamsBase),
     (ResponsesRequest, openai.types.responses.response_create_params.ResponseCreateParamsBase),
+    (InputTokensRequest, openai.types.responses.input_token_count_params.InputTokenCountParams),
     (MessagesRequest, anthropic.types.message_create_params.MessageCreateParamsBase),
     (MessagesRequest, anthropic.types.beta.message_create_params.MessageCreateParamsBase),
     (CountTokensRequest, anthropic.types.message_count_tokens_params.MessageCountTokensParams),

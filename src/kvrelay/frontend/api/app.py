@@ -9,6 +9,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from datetime import UTC, datetime
 from functools import partial
 from typing import TypeVar
 from urllib.parse import parse_qs
@@ -45,7 +46,7 @@ from kvrelay.frontend.generate.pipeline import BrokenStreamError, Pipeline
 from kvrelay.frontend.generate.prompts import detokenized, tokenized
 from kvrelay.frontend.openai.errors import ErrorShape, Failure, error_body, error_response, openai_error
 from kvrelay.frontend.openai.requests import DetokenizeRequest, TokenizeRequest, parse_body
-from kvrelay.frontend.responses import RESPONSES
+from kvrelay.frontend.responses import INPUT_TOKENS, INPUT_TOKENS_PATH, RESPONSES
 from kvrelay.frontend.side_threads import SideThreads
 from kvrelay.http import Exchange, HttpRequest, Response
 from kvrelay.http.exchange import JSON
@@ -82,19 +83,29 @@ Body = TypeVar("Body", TokenizeRequest, DetokenizeRequest)
 
 
 class ModelCard(msgspec.Struct, frozen=True):
-    """``parent``: the model of which it is an adapter, as vLLM tells it."""
+    """As OpenAI, vLLM and Anthropic show it. ``parent``: the model of which it is an adapter."""
 
     id: str
     created: int
     root: str
     max_model_len: int
+    display_name: str
+    created_at: datetime
+    max_input_tokens: int
+    parent: str | None = None
     object: str = "model"
     owned_by: str = "kvrelay"
-    parent: str | None = None
+    type: str = "model"
+    lifecycle: str = "active"
 
 
 class ModelList(msgspec.Struct, frozen=True):
+    """The only page, as OpenAI and Anthropic show it."""
+
     data: list[ModelCard]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool = False
     object: str = "list"
 
 
@@ -177,7 +188,7 @@ class FrontendApp:
         shown_cluster = ShownCluster(cluster, frontends, metrics.objectives)
         self._routes = self._build_routes(pipeline, routing, shown_cluster)
         self._named_routes = {
-            MODEL_PATH: Route("GET", self._model),
+            MODEL_PATH: Route("GET", self._model, takes_x_api_key=True),
             f"{REQUESTS_PATH}/": Route("GET", shown.show, shows_requests=True),
         }
         """Paths that end with a name."""
@@ -195,7 +206,8 @@ class FrontendApp:
             "/v1/responses": Route("POST", partial(pipeline.chat, RESPONSES), "resp_", is_traced=True),
             MESSAGES_PATH: Route("POST", partial(pipeline.chat, MESSAGES), "msg_", True, is_traced=True),
             COUNT_TOKENS_PATH: Route("POST", partial(pipeline.count_tokens, COUNTED), "req_", True),
-            "/v1/models": Route("GET", self._models),
+            INPUT_TOKENS_PATH: Route("POST", partial(pipeline.count_tokens, INPUT_TOKENS)),
+            "/v1/models": Route("GET", self._models, takes_x_api_key=True),
             "/v1/kvrelay/route": Route("POST", routing.explain),
             "/v1/kvrelay/router": Route("GET", routing.show),
             "/tokenize": Route("POST", self._tokenize),
@@ -360,7 +372,9 @@ class FrontendApp:
     # -- handlers -----------------------------------------------------------------------------------------------------
 
     async def _models(self, exchange: Exchange, request_id: str) -> None:
-        _respond(exchange, ModelList([card for model in self._cluster.listed_models() for card in _cards(model)]))
+        cards = [card for model in self._cluster.listed_models() for card in _cards(model)]
+        names = [card.id for card in cards] or [None]
+        _respond(exchange, ModelList(cards, names[0], names[-1]))
 
     async def _model(self, exchange: Exchange, request_id: str) -> None:
         name = exchange.request.path.removeprefix(MODEL_PATH)
@@ -483,12 +497,11 @@ def _request_id(request: HttpRequest, prefix: str, frontend: str) -> str:
 
 def _cards(model: Model) -> list[ModelCard]:
     """The model, and its adapters; the ``root`` of one that was loaded at run time is its path."""
-    own = ModelCard(model.name, model.created_unix_s, model.root, model.max_model_len)
     paths = {name: entry.path for name, entry in model.known_adapters.entries.items()}
-    return [
-        own,
-        *(
-            msgspec.structs.replace(own, id=name, parent=model.name, root=paths.get(name, own.root))
-            for name in sorted(model.adapters)
-        ),
-    ]
+    adapters = [_card(model, name, paths.get(name, model.root), model.name) for name in sorted(model.adapters)]
+    return [_card(model, model.name, model.root), *adapters]
+
+
+def _card(model: Model, name: str, root: str, parent: str | None = None) -> ModelCard:
+    created, limit = model.created_unix_s, model.max_model_len
+    return ModelCard(name, created, root, limit, name, datetime.fromtimestamp(created, UTC), limit, parent)

@@ -23,7 +23,7 @@ from kvrelay.frontend.openai.requests import (
     GenerationFields,
     TokenizeRequest,
 )
-from kvrelay.frontend.responses import ResponsesRequest
+from kvrelay.frontend.responses import InputTokensRequest, ResponsesRequest
 
 _log = logging.getLogger(__name__)
 
@@ -161,6 +161,7 @@ REFUSED = _by_name(
     ("fallbacks", Refusal("one model answers")),
     ("inference_geo", Refusal("the server does not know where it runs")),
     ("speed", Refusal("there is one speed", harmless="standard")),
+    ("personality", Refusal("describe it in the instructions")),
 )
 """Fields that change an answer and that no API here does."""
 
@@ -206,6 +207,7 @@ _KINDS: tuple[type[msgspec.Struct], ...] = (
     CompletionRequest,
     ChatCompletionRequest,
     ResponsesRequest,
+    InputTokensRequest,
     MessagesRequest,
     CountTokensRequest,
     TokenizeRequest,
@@ -219,6 +221,14 @@ _MESSAGES_RENAMED = _by_name(
     ("instructions", Ours("system")),
     ("input prompt", Ours("messages")),
 )
+_RESPONSES_RENAMED = _by_name(
+    ("max_tokens max_completion_tokens max_new_tokens max_length n_predict num_predict", Ours("max_output_tokens")),
+    ("messages", Ours("input")),
+    ("system", Ours("instructions")),
+    ("schema output_format response_format", Ours("text", "text.format")),
+    ("reasoning_effort thinking", Ours("reasoning", "reasoning.effort")),
+)
+_RESPONSES_REFUSED = {"prompt": Refusal("no prompt template is kept; send instructions and input")}
 _SAMPLING = frozenset(GenerationFields.__struct_fields__) - {"model", "add_special_tokens", "truncate_prompt_tokens"}
 """Fields that do not change the prompt's tokens."""
 
@@ -238,26 +248,13 @@ TABLES: Mapping[type[msgspec.Struct], FieldTable] = {
             ("prompt input instructions", Ours("messages")), ("system", Ours("messages", "a message of role system"))
         ),
     ),
-    ResponsesRequest: _table(
-        ResponsesRequest,
-        _by_name(
-            (
-                "max_tokens max_completion_tokens max_new_tokens max_length n_predict num_predict",
-                Ours("max_output_tokens"),
-            ),
-            ("messages", Ours("input")),
-            ("system", Ours("instructions")),
-            ("schema output_format response_format", Ours("text", "text.format")),
-            ("reasoning_effort thinking", Ours("reasoning", "reasoning.effort")),
-        ),
-        {"prompt": Refusal("no prompt template is kept; send instructions and input")},
-        frozenset({"stream_options"}),
+    ResponsesRequest: _table(ResponsesRequest, _RESPONSES_RENAMED, _RESPONSES_REFUSED, frozenset({"stream_options"})),
+    InputTokensRequest: _table(
+        InputTokensRequest, _RESPONSES_RENAMED, _RESPONSES_REFUSED, frozenset(ResponsesRequest.__struct_fields__)
     ),
     MessagesRequest: _table(MessagesRequest, _MESSAGES_RENAMED),
     CountTokensRequest: _table(
-        CountTokensRequest,
-        _MESSAGES_RENAMED,
-        advice=frozenset(MessagesRequest.__struct_fields__) - frozenset(CountTokensRequest.__struct_fields__),
+        CountTokensRequest, _MESSAGES_RENAMED, advice=frozenset(MessagesRequest.__struct_fields__)
     ),
     TokenizeRequest: _table(TokenizeRequest, {"input": Ours("prompt", "prompt or messages")}, advice=_SAMPLING),
     DetokenizeRequest: _table(DetokenizeRequest),

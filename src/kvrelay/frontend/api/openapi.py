@@ -22,7 +22,7 @@ from kvrelay.frontend.openai.requests import (
     DetokenizeRequest,
     TokenizeRequest,
 )
-from kvrelay.frontend.responses import ResponseBody, ResponsesRequest
+from kvrelay.frontend.responses import INPUT_TOKENS_PATH, InputTokensRequest, ResponseBody, ResponsesRequest
 from kvrelay.version import __version__
 
 _REF = "#/components/schemas/{name}"
@@ -44,6 +44,7 @@ _POSTS = (
     _Post("/v1/completions", "Continue a prompt", CompletionRequest, CompletionResponse),
     _Post("/v1/chat/completions", "Answer a chat", ChatCompletionRequest, ChatResponse),
     _Post("/v1/responses", "Answer as OpenAI's responses API; nothing is kept", ResponsesRequest, ResponseBody),
+    _Post(INPUT_TOKENS_PATH, "Count a response's input tokens", InputTokensRequest),
     _Post("/v1/messages", "Answer as Anthropic's messages API", MessagesRequest, MessageBody, AnthropicErrorBody),
     _Post("/v1/messages/count_tokens", "Count a prompt's tokens", CountTokensRequest, errors=AnthropicErrorBody),
     _Post("/v1/kvrelay/route", "Which worker would get this prompt, and why; nothing is generated", CompletionRequest),

@@ -28,11 +28,12 @@ class ChatTask(msgspec.Struct, frozen=True):
 
 class ChatApi(msgspec.Struct, frozen=True):
     """``read`` and ``check_headers`` raise InvalidInputError. ``params`` maps names of a chat's fields to those of this
-    API, for errors."""
+    API, for errors. ``counted``: what a count of tokens has beside the number."""
 
     read: Callable[[bytes, FieldsCheck], ChatTask]
     params: Mapping[str, str] = {}
     check_headers: Callable[[Mapping[str, str]], None] = lambda headers: None
+    counted: Mapping[str, str] = {}
 
     @contextmanager
     def own_names(self) -> Iterator[None]:

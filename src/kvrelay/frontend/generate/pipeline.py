@@ -163,13 +163,13 @@ class Pipeline:
                 )
 
     async def count_tokens(self, api: ChatApi, exchange: Exchange, request_id: str) -> None:
-        """How many tokens the prompt of a chat has: ``{"input_tokens": n}``. Raises InvalidInputError."""
+        """How many tokens the prompt of a chat has, as ``input_tokens``. Raises InvalidInputError."""
         task, model, size = await self._read_chat(api, exchange)
         with api.own_names():
             form = await self._threads.call(size, self._chat_form, task.request, model)
             work = counted_chat(task.request, model, form.functions)
             num_tokens = await self._threads.run(size, work, partial(require_client, exchange))
-            exchange.respond(Response(200, encode_json({"input_tokens": num_tokens})))
+            exchange.respond(Response(200, encode_json({**api.counted, "input_tokens": num_tokens})))
 
     async def _read_chat(self, api: ChatApi, exchange: Exchange) -> tuple[ChatTask, Model, int]:
         """The request, its model, and how many bytes it had."""
