@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -26,6 +27,9 @@ from kvrelay.engine.step import NO_TOKEN
 from kvrelay.errors import InvalidInputError
 from kvrelay.executors import grammars
 from kvrelay.executors.grammars import ComputingMasks, GrammarCompiler, GrammarMasks, StepMasks, Walk
+from kvrelay.frontend.openai.requests import FunctionDefinition, Tool
+from kvrelay.frontend.tools.chat_form import calls_grammar
+from kvrelay.frontend.tools.dialects import LLAMA3_JSON
 
 NUM_SCHEMAS = 200
 NAMES = ["name", "age", "größe", "a b", "x", "tags", "$y", "deep/er"]
@@ -124,6 +128,54 @@ def test_a_schema_that_no_text_satisfies_is_refused_in_plain_words() -> None:
     grammar = Grammar(GrammarKind.JSON_SCHEMA, json.dumps({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}))
     with pytest.raises(InvalidInputError, match=r"^json_schema cannot be used: no text satisfies it$"):
         COMPILER.compile(grammar)
+
+
+NO_TYPE: Schema = {"type": "text"}
+EMPTY: Schema = {"type": "integer", "minimum": 5, "maximum": 1}
+MISPLACED: list[tuple[Schema, str]] = [
+    (NO_TYPE, "Invalid type: text"),
+    (
+        {"properties": {"ok": {}, "a/b~c": {"type": "array", "items": NO_TYPE}}},
+        "at #/properties/a~1b~0c/items: Invalid",
+    ),
+    ({"anyOf": [{"type": "null"}, {"prefixItems": [{}, NO_TYPE]}]}, "at #/anyOf/1/prefixItems/1: Invalid type: text"),
+    (
+        {"properties": {"a": {"$ref": "#/$defs/t"}}, "$defs": {"s": {}, "t": NO_TYPE}},
+        "at #/$defs/t: Invalid type: text",
+    ),
+    ({"properties": {"a": {"not": {}}}}, 'at #/properties/a: Unimplemented keys: ["not"]'),
+    (
+        {"type": "object", "properties": {"a": EMPTY}, "required": ["a"]},
+        "at #/properties/a: Unsatisfiable schema: minimum",
+    ),
+    ({"properties": {"a": EMPTY, "b": NO_TYPE}}, "at #/properties/b: Invalid type: text"),
+    (
+        {"type": "object", "properties": {"a": False}, "required": ["a"]},
+        "Unsatisfiable schema: required property 'a' is unsatisfiable",
+    ),
+    ({"properties": [1]}, "properties must be an object"),
+    ({"oneOf": [{"type": "integer"}, {"minimum": 1}]}, "oneOf constraints are not supported"),
+]
+
+
+@pytest.mark.parametrize(("schema", "reason"), MISPLACED)
+def test_a_refusal_says_where_in_the_schema_the_fault_is(schema: Schema, reason: str) -> None:
+    """As a JSON pointer (RFC 6901), and in words of JSON Schema: the options of the compiler are not the client's."""
+    with pytest.raises(InvalidInputError) as caught:
+        COMPILER.compile(Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema)))
+    assert caught.value.message.startswith(f"json_schema cannot be used: {reason}")
+    assert "option" not in caught.value.message
+
+
+@pytest.mark.parametrize(("schema", "reason"), MISPLACED[1:-2])
+def test_a_refusal_of_tools_names_the_function_and_quotes_no_grammar(schema: Schema, reason: str) -> None:
+    right = Tool("function", FunctionDefinition("right", parameters={"title": "ours", "properties": {"a": {}}}))
+    wrong = Tool("function", FunctionDefinition("wrong", parameters={**schema, "type": "object"}))
+    source = json.dumps(schema)
+    with pytest.raises(InvalidInputError, match=f"^the parameters of wrong cannot be used: {re.escape(reason)}"):
+        COMPILER.compile(calls_grammar([right, wrong, right], LLAMA3_JSON, single=False))
+    with pytest.raises(InvalidInputError, match=f"^json_schema cannot be used: {re.escape(reason)}"):
+        COMPILER.compile(calls_grammar([right], LLAMA3_JSON, True, Grammar(GrammarKind.JSON_SCHEMA, source)))
 
 
 def test_a_refusal_names_the_special_tokens_as_the_vocabulary_does(tmp_path: Path) -> None:

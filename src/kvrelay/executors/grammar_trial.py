@@ -16,13 +16,16 @@ from __future__ import annotations
 import gc
 import json
 import os
+import re
 import resource
 import signal
 import socket
 import subprocess
 import sys
 import threading
+import time
 import weakref
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, TypedDict
@@ -39,6 +42,9 @@ NICENESS = 5
 """The engine's steps come first."""
 
 _BEGUN, _END = b"b", b"\n"
+_JSON_LINE = re.compile(r"%json (\{.*\})$", re.MULTILINE)
+_MAPS, _LISTS = ("$defs", "definitions", "patternProperties", "properties"), ("allOf", "anyOf", "oneOf", "prefixItems")
+"""Keywords whose values are schemas by name, and lists of schemas."""
 
 
 class TrialSettings(TypedDict):
@@ -65,7 +71,8 @@ class GrammarTrials:
     def run(self, source: str) -> int:
         """Compile llguidance's form of a grammar on trial; returns the bytes that it takes.
 
-        Raises InvalidInputError if it does not compile or exceeds a limit; WorkerUnavailableError if no trial could
+        Raises InvalidInputError if it does not compile (``param``: the title of the schema at fault in a Lark grammar)
+        or exceeds a limit; WorkerUnavailableError if no trial could
         run or it was not over in DEADLINE_S.
         """
         try:
@@ -170,7 +177,7 @@ def _verdict(answer: bytes) -> int:
     """Raises InvalidInputError."""
     verdict = json.loads(answer)
     if verdict["error"]:
-        raise InvalidInputError(verdict["error"])
+        raise InvalidInputError(verdict["error"], param=verdict["title"])
     return int(verdict["num_bytes"])
 
 
@@ -210,14 +217,69 @@ def _try(channel: socket.socket, tokenizer: LLTokenizer, limits: LLParserLimits,
         _limit(settings["cpu_s"], settings["memory_bytes"])
         channel.sendall(_BEGUN)
         matcher = LLMatcher(tokenizer, source, log_level=0, limits=limits)
-        if not matcher.is_error():
+        title = None
+        if matcher.is_error():
+            title, error = _fault(source, matcher.get_error(), _Compiling(tokenizer, limits, settings["cpu_s"] / 2))
+        else:
             # The first mask builds the lexer's first states: a grammar that fails there is refused before it runs.
             matcher.compute_bitmask()
-        error = matcher.get_error() if matcher.is_error() else ""
+            error = matcher.get_error() if matcher.is_error() else ""
         grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-        channel.sendall(json.dumps({"error": error, "num_bytes": grown * 1024}).encode() + _END)
+        channel.sendall(json.dumps({"error": error, "title": title, "num_bytes": grown * 1024}).encode() + _END)
     finally:
         os._exit(0)
+
+
+class _Compiling:
+    """Tells why a schema does not compile, until this process has used ``cpu_s``."""
+
+    def __init__(self, tokenizer: LLTokenizer, limits: LLParserLimits, cpu_s: float) -> None:
+        self._tokenizer, self._limits, self._cpu_s = tokenizer, limits, cpu_s
+
+    def error_of(self, schema: dict[str, Any]) -> str:
+        """Empty if it compiles, or there is no more time."""
+        if time.process_time() > self._cpu_s:
+            return ""
+        source = LLMatcher.grammar_from_json_schema(json.dumps(schema))
+        return str(LLMatcher(self._tokenizer, source, log_level=0, limits=self._limits).get_error())
+
+
+def _fault(source: str, error: str, compiling: _Compiling) -> tuple[str | None, str]:
+    """Which schema of the grammar is at fault, by its title, and where and why; as far as that can be told."""
+    if source.startswith("{"):
+        schema = json.loads(source)["grammars"][0].get("json_schema")
+        return None, _place(schema, error, compiling) if isinstance(schema, dict) else error
+    with suppress(ValueError):  # a client's own grammar may have several schemas in a line
+        for schema in map(json.loads, _JSON_LINE.findall(source)):
+            if told := compiling.error_of(schema):
+                return schema.get("title"), _place(schema, told, compiling)
+    return None, error
+
+
+def _place(schema: dict[str, Any], error: str, compiling: _Compiling) -> str:
+    """The error of the innermost part that does not compile by itself, best for the same reason, and its place."""
+    shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    place = "#"
+    while True:
+        tried = ((path, part, compiling.error_of({**shared, **part})) for path, part in _parts(schema))
+        failed = [found for found in tried if found[2]]
+        if not failed:
+            return error if place == "#" else f"at {place}: {error}"
+        path, schema, error = next((found for found in failed if found[2] == error), failed[0])
+        place += path
+
+
+def _parts(schema: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The schemas in a schema, definitions first, with their JSON pointers."""
+    for key, value in sorted(schema.items()):
+        inner: Iterable[tuple[str, object]] = ()
+        if key in _MAPS and isinstance(value, dict):
+            inner = ((f"/{name.replace('~', '~0').replace('/', '~1')}", part) for name, part in value.items())
+        elif key in _LISTS and isinstance(value, list):
+            inner = ((f"/{number}", part) for number, part in enumerate(value))
+        elif key in ("additionalProperties", "items"):
+            inner = [("", value)]
+        yield from ((f"/{key}{name}", part) for name, part in inner if isinstance(part, dict))
 
 
 def _limit(cpu_s: float, memory_bytes: int) -> None:

@@ -152,7 +152,7 @@ class GrammarCompiler:
             source = _source(grammar, self._markers)
             num_bytes = self._trials.run(source)
         except InvalidInputError as exc:
-            reason = f"{grammar.kind} cannot be used: {_one_line(exc.message)}"
+            reason = f"{exc.param or grammar.kind} cannot be used: {_one_line(exc.message)}"
             with self._lock:
                 self._refused[key] = reason
             raise InvalidInputError(reason) from exc
@@ -614,4 +614,4 @@ def _is_long(seconds: float, num_walks: int) -> bool:
 
 def _one_line(message: str) -> str:
     message = message.replace("<non-verbose/>", "").replace(MARK, "").replace("NoExtensionBias", "no text satisfies it")
-    return " ".join(message.split())[:300]
+    return " ".join(message.partition(". Enable ")[0].split())[:300]  # the options are not the client's

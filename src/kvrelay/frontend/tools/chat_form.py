@@ -120,16 +120,21 @@ def calls_grammar(
     ]
     if content is not None:
         schema = msgspec.json.decode(content.source, type=dict[str, object])
-        lines.append(f"content: %json {msgspec.json.encode({**schema, 'x-guidance': _COMPACT}).decode()}")
+        lines.append(f"content: {_json_rule(schema, content.kind)}")
     for number, tool in enumerate(tools):
         head = " ".join([_literal(part.replace(NAME, tool.function.name), markers) for part in dialect.head])
         lines.append(f"call_{number}: {head} args_{number} {_literal(dialect.tail, markers)}")
-        lines.append(f"args_{number}: %json {arguments_schema(tool)}")
+        lines.append(f"args_{number}: {_json_rule(arguments_schema(tool), f'the parameters of {tool.function.name}')}")
     return Grammar(GrammarKind.LARK, "\n".join(lines))
 
 
-def arguments_schema(tool: Tool) -> str:
-    """The schema of a function's arguments as text. An object that lists its properties may have no others: schemas
+def _json_rule(schema: dict[str, object], title: str) -> str:
+    """``title``: what a worker's error names."""
+    return f"%json {msgspec.json.encode({**schema, 'title': title, 'x-guidance': _COMPACT}).decode()}"
+
+
+def arguments_schema(tool: Tool) -> dict[str, object]:
+    """The schema of a function's arguments. An object that lists its properties may have no others: schemas
     rarely state this but mean it."""
     source = schema_source(tool.function.parameters or _ANY_ARGUMENTS, "tools")
     schema = msgspec.json.decode(source, type=dict[str, object])
@@ -138,7 +143,7 @@ def arguments_schema(tool: Tool) -> str:
         raise InvalidInputError(f"the parameters of {tool.function.name} must be of type object", param="tools")
     closed = _closed(schema)
     assert isinstance(closed, dict)
-    return msgspec.json.encode({**closed, "x-guidance": _COMPACT}).decode()
+    return closed
 
 
 def _closed(schema: object) -> object:
