@@ -76,6 +76,8 @@ CHAT_BODIES: list[tuple[bytes, str | None]] = [
     (b'{"messages": [{"role": "wizard", "content": "x"}]}', "messages"),
     (b'{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}', "messages"),
     (b'{"messages": [{"role": "user", "content": "x"}], "tools": [{}]}', "tools"),
+    (b'{"messages": [{"role": "user", "content": "x"}], "tools": [{"type": "custom", "custom": {}}]}', "tools"),
+    (b'{"messages": [{"role": "user", "content": "x"}], "tools": [{"type": "function"}]}', "tools"),
     (b'{"messages": [{"role": "user", "content": "x"}], "top_logprobs": 3}', "top_logprobs"),
     (b'{"messages": [{"role": "user", "content": "x"}], "logprobs": true, "top_logprobs": 21}', "top_logprobs"),
     (b'{"messages": [{"role": "user", "content": "x"}], "modalities": ["audio"]}', "modalities"),

@@ -64,6 +64,13 @@ def test_a_function_by_name_is_called_once() -> None:
     assert read(form, text)[1] == [("now", "{}")]
 
 
+@pytest.mark.parametrize("tool", [{"type": "custom", "custom": {"name": "sql"}}, {"type": "web_search"}])
+def test_tools_of_other_types_are_refused_by_their_type(tool: dict[str, object]) -> None:
+    with pytest.raises(InvalidInputError, match=f"^tools of type {tool['type']} are not supported") as caught:
+        chat_form(request(tools=[*TOOLS, tool]), HERMES)
+    assert caught.value.param == "tools"
+
+
 def test_no_parallel_calls_means_one() -> None:
     form = chat_form(request(tool_choice="required", parallel_tool_calls=False), HERMES)
     assert form.constraint is not None

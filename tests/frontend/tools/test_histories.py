@@ -40,6 +40,31 @@ def test_a_call_that_was_cut_does_not_end_its_conversation(form: MessageForm, te
     )
 
 
+@pytest.mark.parametrize("form", [PLAIN, MessageForm(takes_parts=True)])
+def test_a_refusal_is_what_the_assistant_said(form: MessageForm) -> None:
+    """Both ways in which OpenAI's clients send it back: dropped, the model would have said nothing."""
+    part = {"type": "refusal", "refusal": "No."}
+    given = messages(USER, {"role": "assistant", "content": None, "refusal": "No."})
+    assert template_messages(given, form)[1]["content"] == "No."
+    said = template_messages(messages(USER, {"role": "assistant", "content": [part]}), form)[1]["content"]
+    assert said == ([{"type": "text", "text": "No."}] if form.takes_parts else "No.")
+
+
+@pytest.mark.parametrize(
+    ("message", "word"),
+    [
+        ({"role": "assistant", "function_call": {"name": "f", "arguments": "{}"}}, "use tool_calls"),
+        ({"role": "assistant", "audio": {"id": "audio_1"}}, "audio"),
+        ({"role": "assistant", "tool_calls": [{"id": "1", "type": "custom", "custom": {"name": "f", "input": "x"}}]},
+         "tool calls of type custom are not supported"),
+    ],
+)  # fmt: skip
+def test_what_an_assistant_did_otherwise_is_refused_by_name(message: dict[str, object], word: str) -> None:
+    with pytest.raises(InvalidInputError, match=word) as caught:
+        template_messages(messages(USER, message), PLAIN)
+    assert caught.value.param == "messages"
+
+
 def test_developer_is_system_unless_the_template_knows_better() -> None:
     developer = messages({"role": "developer", "content": "Be brief."})
     assert template_messages(developer, PLAIN)[0]["role"] == "system"

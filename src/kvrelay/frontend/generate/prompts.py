@@ -137,7 +137,7 @@ def _left_open(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
         raise InvalidInputError(message, param="continue_final_message")
     content = messages[-1].content
     if isinstance(content, list):
-        last = msgspec.structs.replace(content[-1], text=(content[-1].text or "") + _OPEN_END)
+        last = msgspec.structs.replace(content[-1], type="text", text=(content[-1].shown or "") + _OPEN_END)
         marked: object = [*content[:-1], last]
     else:
         marked = text + _OPEN_END

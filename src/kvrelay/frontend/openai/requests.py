@@ -135,10 +135,16 @@ def has_short_fields(request: GenerationFields) -> bool:
 
 
 class TextPart(msgspec.Struct, frozen=True):
-    """A part of a message's content; only ``type: text`` can be served."""
+    """A part of a message's content; only those of type text and refusal can be served."""
 
     type: Word
     text: Text | None = None
+    refusal: Text | None = None
+
+    @property
+    def shown(self) -> str | None:
+        """None if the part cannot be served."""
+        return self.text if self.type in ("text", "input_text") else self.refusal if self.type == "refusal" else None
 
 
 TextParts = Annotated[list[TextPart], Meta(max_length=1024)]
@@ -153,6 +159,17 @@ class ChatMessage(msgspec.Struct, frozen=True):
     reasoning_content: Text | None = None
     reasoning: Text | None = None
     """Another name of ``reasoning_content``."""
+    refusal: Text | None = None
+    """In place of ``content``."""
+    function_call: CalledFunction | None = None
+    audio: Identified | None = None
+    """These two are refused."""
+
+
+class Identified(msgspec.Struct, frozen=True):
+    """Something that no one keeps here."""
+
+    id: Name | None = None
 
 
 ChatMessages = Annotated[list[ChatMessage], Meta(max_length=4096)]
@@ -276,8 +293,10 @@ class FunctionDefinition(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Tool(msgspec.Struct, frozen=True):
+    """Only of type function; others have no ``function``."""
+
     type: Word
-    function: FunctionDefinition
+    function: FunctionDefinition = FunctionDefinition("")
 
 
 class ChosenFunction(msgspec.Struct, frozen=True):
@@ -302,7 +321,7 @@ class ToolCall(msgspec.Struct, frozen=True):
     """A call, in an earlier message or in an answer."""
 
     id: Name
-    function: CalledFunction
+    function: CalledFunction = CalledFunction("")
     type: Word = "function"
 
 

@@ -56,8 +56,8 @@ def template_messages(
 
 def joined_text(message: ChatMessage) -> str:
     """The content as one text."""
-    content = message.content
-    return content or "" if not isinstance(content, list) else "\n".join(part.text or "" for part in content)
+    content = message.refusal if message.content is None else message.content
+    return content or "" if not isinstance(content, list) else "\n".join(part.shown or "" for part in content)
 
 
 def _introduced(
@@ -77,6 +77,10 @@ def _check_calls(message: ChatMessage, calls: dict[str, str]) -> None:
     """``calls`` maps the ids of calls so far to their functions. Raises InvalidInputError."""
     if message.tool_calls and message.role != "assistant":
         raise InvalidInputError(f"a message of role {message.role} cannot have tool_calls", param="messages")
+    if message.function_call is not None:
+        raise InvalidInputError("messages with a function_call are not supported; use tool_calls", param="messages")
+    if message.audio is not None:
+        raise InvalidInputError("messages with audio are not supported: only text is served", param="messages")
     ids: set[str] = set()
     for call in message.tool_calls or ():
         if call.type != "function":
@@ -97,10 +101,10 @@ def _template_message(message: ChatMessage, calls: dict[str, str], form: Message
     content: object = joined_text(message)
     if isinstance(message.content, list):
         for part in message.content:
-            if part.type not in ("text", "input_text") or part.text is None:
+            if part.shown is None:
                 raise InvalidInputError(f"content of type {part.type} is not supported", param="messages")
         if form.takes_parts and message.role != "tool":  # fewer templates take parts there
-            content = [{"type": "text", "text": part.text} for part in message.content]
+            content = [{"type": "text", "text": part.shown} for part in message.content]
     role = "system" if message.role == "developer" and not form.knows_developer else message.role
     shape: dict[str, object] = {"role": role, "content": content}
     if message.name is not None:
