@@ -122,6 +122,24 @@ async def test_unknown_paths_and_methods_are_refused(
             assert answer.headers["allow"] in ("GET", "POST")
 
 
+@pytest.mark.parametrize(
+    ("path", "meant"),
+    [
+        ("/chat/completions", CHAT),
+        ("/v1/v1/messages", "/v1/messages"),
+        ("/v1/completions/", "/v1/completions"),
+        ("//v1//completions", "/v1/completions"),
+    ],
+)
+async def test_a_path_of_a_wrong_base_url_says_what_is_meant(model_dir: Path, path: str, meant: str) -> None:
+    """OpenAI's clients want ``/v1`` in their base URL, Anthropic's add it themselves."""
+    async with running(model_dir, Script((10,))) as cluster:
+        answer = await send(cluster.frontend.port, "POST", path, OK)
+        assert (answer.status, answer.json["error"]["message"]) == (404, f"there is nothing at {path}; use {meant}")
+        other = await send(cluster.frontend.port, "POST", "/v1/nothing", OK)
+        assert other.error["message"] == "there is nothing at /v1/nothing"
+
+
 @pytest.mark.parametrize("path", ["/v1/completions", CHAT, "/v1/messages", "/v1/responses", "/tokenize"])
 async def test_a_byte_order_mark_is_ignored_and_other_encodings_are_refused(model_dir: Path, path: str) -> None:
     """RFC 8259, 8.1: a parser may ignore the mark; JSON between systems is UTF-8."""

@@ -246,7 +246,7 @@ class FrontendApp:
         """Answers 404, 405 and 401 before the body is read, and sets the body's limit."""
         route = self._route(request.path)
         if route is None:
-            failure = Failure(404, f"there is nothing at {request.path[:200]}")
+            failure = Failure(404, f"there is nothing at {request.path[:200]}{self._meant(request.path)}")
             return self._refusal(request, failure)
         if self._origins.preflight(request, route.method) is not None:
             request.max_body_bytes = 0
@@ -298,6 +298,12 @@ class FrontendApp:
     def _stem(self, path: str) -> str:
         """All but the name at the end; empty if there is none. Names of models have slashes."""
         return next((stem for stem in self._named_routes if path.startswith(stem) and path != stem), "")
+
+    def _meant(self, path: str) -> str:
+        """A hint for clients with a wrong base URL."""
+        near = "/" + "/".join(filter(None, path.split("/")))
+        found = (name for name in (near, f"/v1{near}", near.removeprefix("/v1")) if name in self._routes)
+        return next((f"; use {name}" for name in found), "")
 
     def _check_rate(self, request: HttpRequest) -> None:
         """Raises OverloadedError for a client that exceeds its request rate, and KeyRevokedError for one whose key was
