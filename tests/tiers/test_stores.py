@@ -435,6 +435,22 @@ def test_a_file_of_the_future_is_removed_as_any_other(make_store: MakeStore, tmp
     assert kept(tmp_path, range(8)) == set()
 
 
+def test_blocks_of_a_future_that_was_set_back_are_no_newer_than_those_written_now(
+    make_store: MakeStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else each new block would be the oldest, and be evicted at once, until the clock is there again."""
+    store = settled(make_store("disk", 8))
+    now = time.time
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "time", lambda: now() + 86400.0)
+        for number in range(8):
+            put(store, number)
+    for number in range(10, 18):
+        put(store, number)
+        assert number in kept(tmp_path, (number,))
+    assert kept(tmp_path, range(8)) == set()
+
+
 def test_no_more_files_are_remembered_than_the_bound(
     make_store: MakeStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -88,7 +88,7 @@ class DirectoryIndex:
         self._models = {own: self._own}
         self._max_bytes = max_bytes
         self._max_age_s = max_age_s
-        self._retry_s = 0.0
+        self._retry_s = self._latest_s = 0.0
 
     def __repr__(self) -> str:
         return f"DirectoryIndex({self.num_own} blocks of ours, {self.num_bytes} of {self._max_bytes} bytes)"
@@ -116,13 +116,13 @@ class DirectoryIndex:
 
     def add(self, sequence_hash: int) -> None:
         """It was written."""
-        self._own.known[sequence_hash] = time.time()
+        self._own.known[sequence_hash] = self._now_s()
         self.make_room()
 
     def touch(self, sequence_hash: int) -> None:
         """It was used. Nothing if it is not known any more."""
         if sequence_hash in self._own.known:
-            used_s = self._own.known[sequence_hash] = time.time()
+            used_s = self._own.known[sequence_hash] = self._now_s()
             with suppress(OSError):
                 os.utime(self.path(sequence_hash), (used_s, used_s))
 
@@ -178,6 +178,16 @@ class DirectoryIndex:
                     model.found(sequence_hash, min(status.st_mtime, now_s), status.st_size)
         for sequence_hash in [known for known in list(model.known) if known >> 56 == number and known not in found]:
             model.known.pop(sequence_hash, None)
+
+    def _now_s(self) -> float:
+        """By the files' clock. If it was set back, blocks of its future were used now: they must not outlive what is
+        written from now on."""
+        now_s = time.time()
+        if now_s < self._latest_s:
+            for known in (model.known for model in self._models.values()):
+                known.update({found: now_s for found, used_s in list(known.items()) if used_s > now_s})
+        self._latest_s = now_s
+        return now_s
 
     # -- limits -------------------------------------------------------------------------------------------------------
 
