@@ -72,6 +72,11 @@ def line_of(done: subprocess.CompletedProcess[str], code: int = 2) -> str:
         (["config", "unset", "disagg.max_local_prefil_length"], "did you mean disagg.max_local_prefill_length"),
         (["make-model", "/tmp/kvrelay-never-made", "--arch", "gpt5"], "gpt5"),
         (["bench", "engine", "--num-prompts", "0"], "num-prompts"),
+        (["bench", "prefixes", __file__, "--cache-blocks", "nan"], "--cache-blocks 'nan' is not a list of numbers"),
+        (
+            ["bench", "sweep", "--case", "a=http://127.0.0.1:1", "--rates", "inf"],
+            "--rates 'inf' is not a list of numbers",
+        ),
     ],
 )
 def test_wrong_arguments(arguments, message):

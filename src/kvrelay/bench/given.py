@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -104,6 +105,9 @@ def run_options(
 def numbers(text: str, name: str) -> tuple[float, ...]:
     """Read ``1,2,4.5``, or nothing; raises InvalidInputError naming the option."""
     try:
-        return tuple(float(part) for part in text.split(",")) if text else ()
-    except ValueError as exc:
-        raise InvalidInputError(f"{name} {text!r} is not a list of numbers", param=name) from exc
+        found = tuple(float(part) for part in text.split(",")) if text else ()
+    except ValueError:
+        found = (math.nan,)
+    if not all(map(math.isfinite, found)):
+        raise InvalidInputError(f"{name} {text!r} is not a list of numbers", param=name)
+    return found
