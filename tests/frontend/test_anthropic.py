@@ -296,6 +296,21 @@ async def test_versions(model_dir: Path) -> None:
         assert "anthropic-version" in answer.json["error"]["message"]
 
 
+async def test_a_limit_that_does_not_fit_is_told_in_words_that_clients_read(model_dir: Path) -> None:
+    """As Anthropic writes it: clients then ask for less. To hear of a prompt that is too long they would shorten the
+    conversation, again and again."""
+    async with running(model_dir, script("a")) as cluster:
+        answer = await send(cluster.frontend.port, "POST", PATH, {**BODY, "max_tokens": 4096})
+        counted = await send(cluster.frontend.port, "POST", f"{PATH}/count_tokens", {"messages": [USER]})
+        assert answer.json["error"]["message"] == (
+            f"input length and `max_tokens` exceed context limit: {counted.json['input_tokens']} + 4096 > 512, "
+            "decrease input length or `max_tokens` and try again"
+        )
+        long = {"role": "user", "content": "x " * 600}
+        answer = await send(cluster.frontend.port, "POST", PATH, {**BODY, "messages": [long]})
+        assert answer.json["error"]["message"].startswith("prompt is too long: ")
+
+
 CHUNKED = b"POST %s HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n800\r\n"
 HTTP_ERRORS = [
     (b"POST %s HTTP/1.1\r\nhost: x\r\nbad header\r\n\r\n", 400, "invalid_request_error"),

@@ -74,10 +74,12 @@ class PayloadTooLargeError(InvalidInputError):
 
 
 class PromptTooLongError(InvalidInputError):
-    """Prompt and answer do not fit into the model's context or into the KV pool."""
+    """Prompt and answer do not fit into the model's context or into the KV pool. ``lengths``: of the prompt, the answer
+    and the context, if a shorter answer would fit."""
 
-    def __init__(self, message: str, param: str = "prompt") -> None:
+    def __init__(self, message: str, param: str = "prompt", lengths: tuple[int, int, int] | None = None) -> None:
         super().__init__(message, param=param, code="context_length_exceeded")
+        self.lengths = lengths
 
 
 class ProtocolError(KvrelayError):

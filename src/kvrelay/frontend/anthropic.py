@@ -275,8 +275,13 @@ def anthropic_error(failure: Failure) -> bytes:
     message = failure.line
     if failure.param is not None and failure.param not in message:
         message = f"{failure.param}: {message}"
-    if failure.code == "context_length_exceeded":
-        message = f"prompt is too long: {failure.line}"  # clients look for these words
+    # Clients look for these words: they ask for less, or shorten the conversation.
+    if failure.lengths is not None:
+        total = "{} + {} > {}".format(*failure.lengths)
+        fix = "decrease input length or `max_tokens` and try again"
+        message = f"input length and `max_tokens` exceed context limit: {total}, {fix}"
+    elif failure.code == "context_length_exceeded":
+        message = f"prompt is too long: {failure.line}"
     details = ThreadRefusal() if failure.param == "thread" else None
     return msgspec.json.encode(AnthropicErrorBody(AnthropicError(kind, message, details)))
 

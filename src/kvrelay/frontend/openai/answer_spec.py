@@ -108,7 +108,8 @@ class AnswerSpec(msgspec.Struct, frozen=True):
             asked = f" and {wanted} for the answer" if wanted > room and wanted > 0 else ""
             raise PromptTooLongError(
                 f"This model's maximum context length is {max_model_len} tokens, but the request has "
-                f"{num_prompt_tokens} in the prompt{asked}."
+                f"{num_prompt_tokens} in the prompt{asked}.",
+                lengths=(num_prompt_tokens, wanted, max_model_len) if room > 0 else None,
             )
         if self.sampling.min_tokens > wanted:
             raise InvalidInputError(

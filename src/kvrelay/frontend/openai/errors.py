@@ -8,7 +8,14 @@ from collections.abc import Callable
 import msgspec
 
 from kvrelay.core.messages import RequestRefused
-from kvrelay.errors import InvalidInputError, KvrelayError, OverloadedError, RetryElsewhereError, WorkerUnavailableError
+from kvrelay.errors import (
+    InvalidInputError,
+    KvrelayError,
+    OverloadedError,
+    PromptTooLongError,
+    RetryElsewhereError,
+    WorkerUnavailableError,
+)
 from kvrelay.http.exchange import Response
 
 MAX_RETRY_AFTER_S = 3600.0
@@ -71,12 +78,14 @@ def status_of(error: KvrelayError) -> int:
 
 
 class Failure(msgspec.Struct, frozen=True):
-    """An error for a client, independent of its API's format. ``status`` is the HTTP status."""
+    """An error for a client, independent of its API's format. ``status`` is the HTTP status; ``lengths`` are those of
+    PromptTooLongError."""
 
     status: int
     message: str
     param: str | None = None
     code: str | None = None
+    lengths: tuple[int, int, int] | None = None
 
     @property
     def line(self) -> str:
@@ -90,7 +99,8 @@ ErrorShape = Callable[[Failure], bytes]
 
 def failure_of(error: KvrelayError) -> Failure:
     if isinstance(error, InvalidInputError):
-        return Failure(status_of(error), error.message, error.param, error.code)
+        lengths = error.lengths if isinstance(error, PromptTooLongError) else None
+        return Failure(status_of(error), error.message, error.param, error.code, lengths)
     return Failure(status_of(error), error.message, error.param if isinstance(error, RequestRefusedError) else None)
 
 
