@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import io
 import logging
+import math
 import os
 import sys
 from collections.abc import Mapping
@@ -16,6 +17,7 @@ from typing import Any
 
 import click
 from click.shell_completion import CompletionItem
+from click.types import FloatParamType
 
 from kvrelay.cli.log_limit import LineFormatter, LogLimit
 from kvrelay.core.child_process import WORKER_PID
@@ -77,7 +79,7 @@ class LazyGroup(click.Group):
             return None
         module, name = entry[0].split(":")
         command: click.Command = getattr(importlib.import_module(module), name)
-        return command
+        return _without_nan(command)
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -97,6 +99,22 @@ class LazyGroup(click.Group):
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
             formatter.write_dl([(name, text) for name, (_, text) in self.entries.items()])
+
+
+def _without_nan(command: click.Command) -> click.Command:
+    """The command, whose numbers are numbers. No range keeps NaN out: every comparison with it is false."""
+    for parameter in command.params:
+        if isinstance(parameter.type, FloatParamType):
+            parameter.callback = parameter.callback or _number
+    for inner in command.commands.values() if isinstance(command, click.Group) else ():
+        _without_nan(inner)
+    return command
+
+
+def _number(ctx: click.Context, parameter: click.Parameter, value: Any) -> Any:
+    if isinstance(value, float) and math.isnan(value):
+        raise click.BadParameter("nan is not a number", ctx, parameter)
+    return value
 
 
 @click.group(

@@ -14,6 +14,9 @@ ORDERS = ("auto", "decode-first", "prefill-first")
 DATASETS = ("random", "shared-prefix", "readable-prefix", "sharegpt", "jsonl", "mooncake", "trace")
 KEY_OPTION = "--api-key"
 FILE = click.Path(path_type=Path)
+COUNT = click.IntRange(max=10**7)
+"""More requests could not be interrupted before their list is made."""
+SCALE, GRACE = click.FloatRange(0.0, min_open=True), click.FloatRange(0.0)
 
 
 body_options = all_of(
@@ -44,14 +47,14 @@ dataset_options = all_of(
         help="Prompt length in tokens: N, uniform~LOW~HIGH, normal~MEAN~DEVIATION. For prefix sets: the question.",
     ),
     click.option("--output-len", help="Answers' length in tokens.  [default: 64, or as the file says]"),
-    click.option("--groups", type=int, default=8, show_default=True, help="Number of shared prefixes."),
-    click.option("--per-group", type=int, default=16, show_default=True, help="Prompts per shared prefix."),
+    click.option("--groups", type=COUNT, default=8, show_default=True, help="Number of shared prefixes."),
+    click.option("--per-group", type=COUNT, default=16, show_default=True, help="Prompts per shared prefix."),
     click.option("--system-len", default="256", show_default=True, help="Length of shared system prompts."),
-    click.option("--vocab-size", type=int, help="Random token ids stay below this.  [default: 512, or tokenizer's]"),
+    click.option("--vocab-size", type=COUNT, help="Random token ids stay below this.  [default: 512, or tokenizer's]"),
     click.option(
         "--tokenizer", type=FILE, help="tokenizer.json or its directory, to count tokens exactly; default: none."
     ),
-    click.option("--mooncake-block", type=int, default=512, show_default=True, help="Tokens made per hash id."),
+    click.option("--mooncake-block", type=COUNT, default=512, show_default=True, help="Tokens made per hash id."),
 )
 """Which prompts are sent."""
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from kvrelay.bench.commands.options import FILE, ORDERS, body_options, dataset_options
+from kvrelay.bench.commands.options import COUNT, FILE, GRACE, ORDERS, SCALE, body_options, dataset_options
 from kvrelay.cli.options import all_of
 from kvrelay.cli.processes import run_async
 
@@ -22,23 +22,23 @@ from kvrelay.cli.processes import run_async
     help="Order of prefill and decode, as the header x-kvrelay-order; default: the server's.",
 )
 @click.option("--backend", default="openai", show_default=True, help="A name for the report.")
-@click.option("--num-prompts", type=int, help="Number of requests.  [default: 100, or the whole file]")
+@click.option("--num-prompts", type=COUNT, help="Number of requests.  [default: 100, or the whole file]")
 @click.option("--request-rate", type=float, help="Requests per second, Poisson; default and inf: all at once.")
 @click.option(
-    "--burstiness", type=float, default=1.0, show_default=True, help="Shape of the gaps: below 1 is burstier."
+    "--burstiness", type=SCALE, default=1.0, show_default=True, help="Shape of the gaps: below 1 is burstier."
 )
 @click.option(
     "--max-concurrency",
-    type=int,
+    type=COUNT,
     help="At most so many in flight; without a rate, a closed loop of them; default: no limit.",
 )
-@click.option("--time-scale", type=float, default=1.0, show_default=True, help="Replay a trace so many times as fast.")
+@click.option("--time-scale", type=SCALE, default=1.0, show_default=True, help="Replay a trace so many times as fast.")
 @click.option(
     "--mix", metavar="CLASSES", help="Classes side by side: chat=64/128:closed=8,long=1024/8:rate=3; default: none."
 )
 @click.option("--duration", type=float, help="Seconds after which no new request is sent; default: none.")
-@click.option("--drain", type=float, default=60.0, show_default=True, help="Seconds that requests in flight then have.")
-@click.option("--warm-up", type=int, default=4, show_default=True, help="Unmeasured requests of each class beforehand.")
+@click.option("--drain", type=GRACE, default=60.0, show_default=True, help="Seconds that requests in flight then have.")
+@click.option("--warm-up", type=COUNT, default=4, show_default=True, help="Unmeasured requests of each class at first.")
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--slo", metavar="LIMITS", help="Goodput limits in ms: ttft=200,tpot=20,itl=50; default: none.")
 @click.option("--percentiles", is_flag=True, help="Print P90, P95 and P99 of everything.")
@@ -112,8 +112,8 @@ def compare_command(files: tuple[Path, ...]) -> None:
 @click.option("--share", type=float, default=0.95, show_default=True, help="Share of requests that must meet --slo.")
 @click.option("--slo", default="ttft=500,tpot=50", show_default=True, help="Objectives, in ms.")
 @click.option("--duration", type=float, default=20.0, show_default=True, help="Seconds of sending per rate.")
-@click.option("--drain", type=float, default=20.0, show_default=True, help="Seconds that requests in flight then have.")
-@click.option("--warm-up", type=int, default=4, show_default=True)
+@click.option("--drain", type=GRACE, default=20.0, show_default=True, help="Seconds that requests in flight then have.")
+@click.option("--warm-up", type=COUNT, default=4, show_default=True)
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option(
     "--start-timeout", type=float, default=120.0, show_default=True, help="Seconds until a server is healthy."
@@ -143,8 +143,8 @@ interference_options = all_of(
     click.option("--mix", default=DEFAULT_MIX, help="Two classes: those who wait, those who disturb."),
     click.option("--rounds", type=int, default=2, help="How often every case has its turn."),
     click.option("--duration", type=float, default=20.0, help="Seconds of sending per turn."),
-    click.option("--drain", type=float, default=20.0, help="Seconds that requests in flight then have."),
-    click.option("--warm-up", type=int, default=8, help="Unmeasured requests of each class beforehand."),
+    click.option("--drain", type=GRACE, default=20.0, help="Seconds that requests in flight then have."),
+    click.option("--warm-up", type=COUNT, default=8, help="Unmeasured requests of each class beforehand."),
     click.option("--slo", default="ttft=500,itl=25", help="Objectives for goodput, in ms."),
     click.option("--serve-args", default="", help="Further arguments of every `kvrelay serve`."),
     click.option(
@@ -155,7 +155,7 @@ interference_options = all_of(
     ),
     click.option("--only-given", is_flag=True, help="Leave out kvrelay's own arrangements."),
     body_options,
-    click.option("--vocab-size", type=int, help="Random token ids stay below this.  [default: 512]"),
+    click.option("--vocab-size", type=COUNT, help="Random token ids stay below this.  [default: 512]"),
     click.option("--seed", type=int, default=0, show_default=True),
     click.option("--start-timeout", type=float, default=120.0, help="Seconds until a server is healthy."),
     click.option("--output-dir", type=FILE, default=Path("bench-results/interference"), show_default=True),
