@@ -252,13 +252,13 @@ def _fault(source: str, error: str, compiling: _Compiling) -> tuple[str | None, 
     with suppress(ValueError):  # a client's own grammar may have several schemas in a line
         for schema in map(json.loads, _JSON_LINE.findall(source)):
             if told := compiling.error_of(schema):
-                return schema.get("title"), _place(schema, told, compiling)
+                return str(schema.get("title", "a schema"))[:100], _place(schema, told, compiling)
     return None, error
 
 
 def _place(schema: dict[str, Any], error: str, compiling: _Compiling) -> str:
     """The error of the innermost part that does not compile by itself, best for the same reason, and its place."""
-    shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    shared: dict[str, Any] = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
     place = "#"
     while True:
         tried = ((path, part, compiling.error_of({**shared, **part})) for path, part in _parts(schema))
