@@ -379,8 +379,8 @@ class FrontendApp:
 
     async def _models(self, exchange: Exchange, request_id: str) -> None:
         cards = [card for model in self._cluster.listed_models() for card in _cards(model)]
-        names = [card.id for card in cards] or [None]
-        _respond(exchange, ModelList(cards, names[0], names[-1]))
+        first, last = (cards[0].id, cards[-1].id) if cards else (None, None)
+        _respond(exchange, ModelList(cards, first, last))
 
     async def _model(self, exchange: Exchange, request_id: str) -> None:
         name = exchange.request.path.removeprefix(MODEL_PATH)
