@@ -18,7 +18,7 @@ import numpy as np
 from benchmarks.trace_replay import simulated_load, simulated_worker_info
 from kvrelay.config import RouterConfig
 from kvrelay.core.clock import MonotonicClock
-from kvrelay.core.event_codec import decode_events, encode_events
+from kvrelay.core.event_codec import decode_events, encode_frame
 from kvrelay.core.events import BlockRemoved, BlockStored, KvEvent, KvEventBatch
 from kvrelay.core.hashing import compute_sequence_hashes
 from kvrelay.router.base import RoutingRequest
@@ -143,7 +143,7 @@ def _apply_frames(names: Sequence[str], events: Sequence[tuple[str, KvEvent]]) -
         indexer.add_worker(name)
     frames = []
     for name, event in events:
-        frames.append(encode_events(KvEventBatch(name, 0, seqs[name], (event,))))
+        frames.append(encode_frame(KvEventBatch(name, 0, seqs[name], (event,))))
         seqs[name] += 1
     begin = time.perf_counter()
     for frame in frames:
@@ -153,7 +153,7 @@ def _apply_frames(names: Sequence[str], events: Sequence[tuple[str, KvEvent]]) -
 
 def _memory(scenario: _Scenario, blocks_per_worker: int) -> tuple[float, float]:
     """Bytes per distinct block, and per pair of block and worker, with the hashes as they come off the wire."""
-    frames = [encode_events(KvEventBatch(name, 0, 0, (event,))) for name, event in scenario.stored(CHAIN_BLOCKS)]
+    frames = [encode_frame(KvEventBatch(name, 0, 0, (event,))) for name, event in scenario.stored(CHAIN_BLOCKS)]
     gc.collect()
     tracemalloc.start()
     try:

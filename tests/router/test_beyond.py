@@ -13,7 +13,7 @@ from tests.router.test_seconds import BLOCK, COST, column, costs, info, loads, s
 
 from kvrelay.config import RouterConfig
 from kvrelay.core.clock import ManualClock
-from kvrelay.core.event_codec import ReplayReply, decode_events, encode_events, encode_replay_reply
+from kvrelay.core.event_codec import ReplayReply, decode_events, encode_frame
 from kvrelay.core.event_log import KvEventLog
 from kvrelay.core.events import AllBlocksCleared, BlockRemoved, BlockStored, LoadCost
 from kvrelay.core.handoff import PrefixHolder
@@ -50,7 +50,7 @@ class Fleet:
         hashes = HASHES[first:num_blocks]
         parent = HASHES[first - 1] if first and medium is None else None
         event = BlockStored(parent, hashes, BLOCK, medium=medium)
-        self.router.apply_events(decode_events(encode_events(self.logs[name].append([event]))))
+        self.router.apply_events(decode_events(encode_frame(self.logs[name].append([event]))))
 
     def decide(self, number: int = 0, *, place: bool = False, exclude: tuple[str, ...] = ()):
         request = RoutingRequest(f"r{number}", (*HOT, 7, 8, 9), max_tokens=8, exclude=exclude)
@@ -170,7 +170,7 @@ def test_a_frontend_that_comes_late_learns_of_tiers_by_the_dump() -> None:
     fleet.sample()
     batches = tuple(log.dump())
     reply = ReplayReply("w0", 0, log.next_seq, batches, is_dump=True, dump_seq=log.next_seq)
-    fleet.router.apply_replay("w0", encode_replay_reply(reply))
+    fleet.router.apply_replay("w0", encode_frame(reply))
     decision = fleet.decide()
     assert (decision.overlap_blocks, decision.load_blocks) == (10, 89)
 

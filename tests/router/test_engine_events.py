@@ -8,7 +8,7 @@ import pytest
 from tests.router.radix_tree import scores_of
 
 from kvrelay.core.clock import ManualClock
-from kvrelay.core.event_codec import decode_events, encode_events
+from kvrelay.core.event_codec import decode_events, encode_frame
 from kvrelay.core.event_log import KvEventLog
 from kvrelay.core.hashing import compute_sequence_hashes
 from kvrelay.engine.block_pool import BlockPool
@@ -53,7 +53,7 @@ def test_the_index_is_the_pools_cache(caplog: pytest.LogCaptureFixture) -> None:
             pool.clear_cache()
         for owner, each in pools.items():
             if each.has_events:
-                indexer.apply(decode_events(encode_events(logs[owner].append(each.drain_events()))))
+                indexer.apply(decode_events(encode_frame(logs[owner].append(each.drain_events()))))
         query = prompt(rng)
         wanted = compute_sequence_hashes(query, BLOCK_SIZE)
         true = {owner: len(each.find_prefix(query, wanted)) for owner, each in pools.items()}

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from kvrelay.config import DisaggConfig, RouterConfig, WorkerRole
 from kvrelay.core.clock import ManualClock
-from kvrelay.core.event_codec import decode_load, encode_load
+from kvrelay.core.event_codec import decode_load, encode_frame
 from kvrelay.core.event_log import KvEventLog
 from kvrelay.core.events import BlockStored, LoadCost, LoadMetrics, TransferCost
 from kvrelay.core.handoff import OrderPolicy, PrefixHolder
@@ -465,7 +465,7 @@ def test_whatever_workers_publish_a_request_is_placed_and_its_load_ends_with_it(
     for at, sample in enumerate(samples):
         pairs.choose(request(f"{at}"), must_be_local=False)
         with suppress(ProtocolError):
-            heard = decode_load(encode_load(sample))
+            heard = decode_load(encode_frame(sample))
             pairs.decodes.apply_metrics(heard)
             pairs.prefills.apply_metrics(heard)
     assert pairs.explain(request()).decode.worker_id in ("d0", "d1")

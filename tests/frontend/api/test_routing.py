@@ -10,7 +10,7 @@ from typing import Any
 from tests.frontend.doubles import FakeCluster, Script, running
 from tests.frontend.raw_http import events, send
 
-from kvrelay.core.event_codec import encode_events
+from kvrelay.core.event_codec import encode_frame
 from kvrelay.core.event_log import KvEventLog
 from kvrelay.core.events import BlockStored
 from kvrelay.core.hashing import compute_sequence_hashes
@@ -43,7 +43,7 @@ async def publish(cluster: FakeCluster, worker_id: str, adapter: str | None = No
         return log.serve_replay(data)
 
     await cluster.bus.serve(cluster.keys.worker_replay(worker_id), serve)
-    await cluster.bus.publish(cluster.keys.worker_kv_events(worker_id), encode_events(batch))
+    await cluster.bus.publish(cluster.keys.worker_kv_events(worker_id), encode_frame(batch))
     return sorted(f"{block:016x}" for block in hashes)
 
 
