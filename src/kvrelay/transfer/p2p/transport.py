@@ -29,7 +29,7 @@ from kvrelay.core.workers import KvMetadata
 from kvrelay.errors import FatalError, IntegrityError, TransferError
 from kvrelay.transfer.base import Notification, Post, PostEnd, Transport
 from kvrelay.transfer.grants import GrantTable
-from kvrelay.transfer.p2p.control import P2pAddress
+from kvrelay.transfer.p2p.address import LOOPBACK, P2pAddress
 from kvrelay.transfer.p2p.posts import Arrival, SentPost
 from kvrelay.transfer.stats import P2pCounters
 from kvrelay.transfer.values import TransferOp
@@ -51,18 +51,16 @@ class P2pAgent(msgspec.Struct, frozen=True):
 
 
 class P2pTransport(Transport):
-    """Contract: ``transfer.base.Transport``. ``is_guarded`` False: every peer may touch the whole pool."""
+    """Contract: ``transfer.base.Transport``."""
 
     name = "p2p"
     has_bar = True
 
-    def __init__(
-        self, config: TransferConfig, worker_id: str, address: P2pAddress | None = None, *, is_guarded: bool = True
-    ) -> None:
+    def __init__(self, config: TransferConfig, worker_id: str, address: P2pAddress = LOOPBACK) -> None:
         super().__init__(worker_id)
         self._config = config
-        self._address = address or P2pAddress()
-        self.grants: GrantTable = GrantTable(is_enforced=is_guarded)
+        self._address = address
+        self.grants: GrantTable = GrantTable(is_enforced=address.is_guarded)
         self.node: Node | None = None
         self._posts: dict[int, SentPost] = {}
         self._arrived: queue.SimpleQueue[Arrival] = queue.SimpleQueue()

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from kvrelay.config import TransferConfig
 from kvrelay.core.workers import KvMetadata
+from kvrelay.transfer.p2p.address import P2pAddress
 from kvrelay.transfer.stats import P2pCounters
 from kvrelay.transfer.values import GrantRef, Int64Array, Pieces, TransferOp
 
@@ -36,16 +37,13 @@ class RankMemory(msgspec.Struct, frozen=True):
 
 class OpenMemory(msgspec.Struct, frozen=True, tag=True):
     """Build the transport as ``rank_id`` and register the pool. ``pool_name``: of the shared memory in which a pool of
-    the host lies, empty: it cannot be shared. The last four are
-    where transport p2p listens, its keys, and whether it asks for grants."""
+    the host lies, empty: it cannot be shared. ``address``:
+    of transport p2p."""
 
     rank_id: str
     config: TransferConfig
     pool_name: str
-    host: str
-    public_key: str = ""
-    secret_key: str = ""
-    is_guarded: bool = True
+    address: P2pAddress
 
 
 class Connect(msgspec.Struct, frozen=True, tag=True):
