@@ -49,7 +49,7 @@ class End:
         for completion in completions:
             assert completion.handle not in self.completed, "a handle completed twice"
             self.completed[completion.handle] = completion.error
-        self.payloads += [notification.payload for notification in notifications]
+        self.payloads += notifications
 
 
 class Pair:

@@ -56,7 +56,7 @@ class End:
     def poll(self) -> None:
         completions, notifications = self.transport.poll()
         self.completed |= {completion.handle: completion.error for completion in completions}
-        self.payloads += [notification.payload for notification in notifications]
+        self.payloads += notifications
 
     def until(self, condition: Callable[[], bool]) -> None:
         end = time.monotonic() + WAIT_S

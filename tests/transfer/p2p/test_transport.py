@@ -41,7 +41,7 @@ from kvrelay.transfer.p2p.messages import (
     decode,
     encode,
 )
-from kvrelay.transfer.p2p.transport import decode_agent
+from kvrelay.transfer.p2p.transport import P2pAgent
 from kvrelay.transfer.values import GrantRef, TransferOp
 
 CONFIG = TransferConfig(transport="p2p", transfer_timeout_s=60.0)
@@ -212,7 +212,7 @@ class Liar:
     """A client of a worker's control port that says what it likes."""
 
     def __init__(self, target: End, name: str = "liar") -> None:
-        agent = decode_agent(target.metadata.agent)
+        agent = P2pAgent.of(target.metadata)
         assert agent is not None
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.socket = self._context.socket(zmq.DEALER)
@@ -365,7 +365,7 @@ def test_a_worker_cannot_speak_in_the_name_of_another(make: Callable[..., End]) 
 
 def test_an_impossible_address_is_refused(make: Callable[..., End]) -> None:
     p, d = make("p"), make("d")
-    agent = decode_agent(d.metadata.agent)
+    agent = P2pAgent.of(d.metadata)
     broken = msgspec.msgpack.encode(msgspec.structs.replace(agent, address="nowhere"))
     with pytest.raises(TransferError):
         p.transport.add_peer(msgspec.structs.replace(d.metadata, agent=broken))

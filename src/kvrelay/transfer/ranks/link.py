@@ -21,7 +21,7 @@ from kvrelay.config import TransferConfig
 from kvrelay.core.layout import MemoryRegion
 from kvrelay.core.workers import KvMetadata
 from kvrelay.errors import FatalError, IncompatiblePeerError, KvrelayError, TransferError
-from kvrelay.transfer.base import Notification, Post, PostEnd, Transport
+from kvrelay.transfer.base import Post, PostEnd, Transport
 from kvrelay.transfer.nixl import LATE_S
 from kvrelay.transfer.p2p.address import LOOPBACK, P2pAddress
 from kvrelay.transfer.ranks.channel import Channel, ChannelClosedError
@@ -130,7 +130,7 @@ class RankTransport(Transport):
         self._region = MemoryRegion(memory.address, memory.num_bytes, memory.device, memory.device_id)
         return memory.agent
 
-    def poll(self) -> tuple[list[PostEnd], list[Notification]]:
+    def poll(self) -> tuple[list[PostEnd], list[bytes]]:
         with self._lock:
             self._watch()
             while self._end is None and self._poller.poll(0):
@@ -139,7 +139,7 @@ class RankTransport(Transport):
             ended, notifications = self._take_ended(), []
             for message in received:
                 if isinstance(message, Notified):
-                    notifications.append(Notification(message.payload))
+                    notifications.append(message.payload)
                 elif isinstance(message, PartEnded) and self._in_flight.pop(message.handle, None) is not None:
                     ended.append(PostEnd(message.handle, message.error, message.is_refused))
             return ended, notifications

@@ -127,7 +127,7 @@ class RankMover:
                 self._transport.remove_peer(rank_id)
         ended, notifications = self._transport.poll()
         for notification in notifications:
-            self._channel.send(Notified(notification.payload))
+            self._channel.send(Notified(notification))
         for end in ended:
             handle, _ = self._handles.pop(end.handle, (None, ""))
             if handle is not None:

@@ -80,7 +80,7 @@ class Worker:
     def poll(self) -> None:
         ended, notifications = self.transport.poll()
         self.ended += ended
-        self.payloads += [each.payload for each in notifications]
+        self.payloads += notifications
 
     def write_to(self, other: Worker, notify: bytes) -> None:
         mapping = LayoutMapping(self.executor.kv_layout, other.executor.kv_layout)
