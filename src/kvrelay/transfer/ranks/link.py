@@ -141,7 +141,7 @@ class RankTransport(Transport):
                 if isinstance(message, Notified):
                     notifications.append(message.payload)
                 elif isinstance(message, PartEnded) and self._in_flight.pop(message.handle, None) is not None:
-                    ended.append(PostEnd(message.handle, message.error, message.is_refused))
+                    ended.append(message)
             return ended, notifications
 
     @property

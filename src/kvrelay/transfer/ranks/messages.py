@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from kvrelay.config import TransferConfig
 from kvrelay.core.workers import KvMetadata
+from kvrelay.transfer.base import PostEnd
 from kvrelay.transfer.p2p.address import P2pAddress
 from kvrelay.transfer.stats import P2pCounters
 from kvrelay.transfer.values import GrantRef, Int64Array, Pieces, TransferOp
@@ -122,10 +123,8 @@ class Answer(msgspec.Struct, frozen=True, tag=True):
     memory: RankMemory | None = None
 
 
-class PartEnded(msgspec.Struct, frozen=True, tag=True):
-    handle: int
-    error: str | None = None
-    is_refused: bool = False
+class PartEnded(PostEnd, frozen=True, tag=True):
+    """The end of a PostPart."""
 
 
 class Notified(msgspec.Struct, frozen=True, tag=True):
