@@ -45,6 +45,7 @@ from kvrelay.engine.core import EngineCore
 from kvrelay.engine.request import Request
 from kvrelay.errors import TransferError
 from kvrelay.transfer.factory import build_transport, pool_allocator, shared_memory
+from kvrelay.transfer.p2p.address import UNGUARDED
 from kvrelay.transfer.thread import TransferThread
 from kvrelay.transfer.values import Pieces, TransferOp
 
@@ -180,7 +181,7 @@ def _decode_steps(
     runner = RunnerConfig(num_threads=1, device="cpu")
     engine = EngineConfig(num_blocks=NUM_BLOCKS, max_num_seqs=NUM_SEQS, kv_watermark=0)
     executor = build_executor(model, runner, engine, HostMemory(pool_allocator(config, memory)))
-    thread = TransferThread(build_transport(config, "benchmark-parent", memory=memory, is_guarded=False), config)
+    thread = TransferThread(build_transport(config, "benchmark-parent", memory=memory, address=UNGUARDED), config)
     thread.on_notification(lambda _: None)
     thread.start()
     try:

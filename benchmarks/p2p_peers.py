@@ -23,6 +23,7 @@ from kvrelay.config import TransferConfig
 from kvrelay.core.layout import MemoryRegion
 from kvrelay.core.workers import KvMetadata
 from kvrelay.errors import TransferError
+from kvrelay.transfer.p2p.address import UNGUARDED
 from kvrelay.transfer.p2p.transport import P2pTransport
 from kvrelay.transfer.values import Pieces, TransferOp
 
@@ -66,7 +67,7 @@ def run_peers_benchmark(counts: Sequence[int] = (0, 1, 16, 64)) -> list[Row]:
 class _End:
     def __init__(self, worker_id: str, config: TransferConfig) -> None:
         self.pool = np.ones(POOL_BYTES, np.uint8)
-        self.transport = P2pTransport(config, worker_id, is_guarded=False)
+        self.transport = P2pTransport(config, worker_id, address=UNGUARDED)
         region = MemoryRegion(self.pool.ctypes.data, POOL_BYTES)
         agent = self.transport.register(region)
         self.metadata = KvMetadata(worker_id, 0, "p2p", agent, region.address, POOL_BYTES, 1, "cpu", 0, "benchmark")

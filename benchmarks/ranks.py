@@ -34,6 +34,7 @@ from kvrelay.core.workers import KvMetadata
 from kvrelay.data import bundled_checkpoint_path
 from kvrelay.executors.torch import HostMemory, build_executor
 from kvrelay.transfer.layout_mapping import LayoutMapping
+from kvrelay.transfer.p2p.address import UNGUARDED
 from kvrelay.transfer.ranks.build import build_ranked_transport
 from kvrelay.transfer.ranks.link import RankLinks
 from kvrelay.transfer.ranks.transport import RankedTransport
@@ -121,7 +122,7 @@ class _Worker:
         for way, offered in zip(WAYS, (RankLinks(), links), strict=True):
             worker_id = f"{name}-{way.replace(' ', '-')}"
             plane = build_ranked_transport(
-                config, worker_id, self.executor.kv_layout, offered, memory, is_guarded=False
+                config, worker_id, self.executor.kv_layout, offered, memory, address=UNGUARDED
             )
             stack.callback(plane.close)
             region = self.executor.kv_region

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import time
 import tracemalloc
+from array import array
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -17,7 +18,7 @@ import numpy as np
 from benchmarks.trace_replay import simulated_load, simulated_worker_info
 from kvrelay.config import RouterConfig
 from kvrelay.core.clock import MonotonicClock
-from kvrelay.core.event_codec import decode_events, encode_events
+from kvrelay.core.event_codec import decode_events, encode_frame
 from kvrelay.core.events import BlockRemoved, BlockStored, KvEvent, KvEventBatch
 from kvrelay.core.hashing import compute_sequence_hashes
 from kvrelay.router.base import RoutingRequest
@@ -68,7 +69,7 @@ def measure_speed(num_workers: int, blocks_per_worker: int, repeats: int) -> dic
     """The figures of the scenario. ``find_stairs``: the worst case, every worker's prefix ends at a different depth."""
     scenario = _Scenario(num_workers, blocks_per_worker)
     tokens = scenario.shared_tokens[: MATCHED_BLOCKS * BLOCK_SIZE]
-    array = np.array(tokens, dtype=np.uint32)
+    packed = array("I", tokens)
     query, nothing = scenario.shared[:MATCHED_BLOCKS], tuple(range(MATCHED_BLOCKS))
     router = _router(scenario.names)
     index = _index(router)
@@ -82,7 +83,7 @@ def measure_speed(num_workers: int, blocks_per_worker: int, repeats: int) -> dic
         "num_workers": num_workers,
         "blocks_per_worker": blocks_per_worker,
         "hash_8192_list": _latency(lambda: compute_sequence_hashes(tokens, BLOCK_SIZE), repeats),
-        "hash_8192_array": _latency(lambda: compute_sequence_hashes(array, BLOCK_SIZE), repeats),
+        "hash_8192_array": _latency(lambda: compute_sequence_hashes(packed, BLOCK_SIZE), repeats),
         "find_512": _latency(lambda: index.find_holders(query), repeats),
         "find_stairs": _latency(lambda: stairs.find_holders(query), repeats),
         "find_nothing": _latency(lambda: index.find_holders(nothing), repeats),
@@ -142,7 +143,7 @@ def _apply_frames(names: Sequence[str], events: Sequence[tuple[str, KvEvent]]) -
         indexer.add_worker(name)
     frames = []
     for name, event in events:
-        frames.append(encode_events(KvEventBatch(name, 0, seqs[name], (event,))))
+        frames.append(encode_frame(KvEventBatch(name, 0, seqs[name], (event,))))
         seqs[name] += 1
     begin = time.perf_counter()
     for frame in frames:
@@ -152,7 +153,7 @@ def _apply_frames(names: Sequence[str], events: Sequence[tuple[str, KvEvent]]) -
 
 def _memory(scenario: _Scenario, blocks_per_worker: int) -> tuple[float, float]:
     """Bytes per distinct block, and per pair of block and worker, with the hashes as they come off the wire."""
-    frames = [encode_events(KvEventBatch(name, 0, 0, (event,))) for name, event in scenario.stored(CHAIN_BLOCKS)]
+    frames = [encode_frame(KvEventBatch(name, 0, 0, (event,))) for name, event in scenario.stored(CHAIN_BLOCKS)]
     gc.collect()
     tracemalloc.start()
     try:

@@ -25,7 +25,7 @@ from kvrelay.config import TransferConfig
 from kvrelay.core.clock import ManualClock
 from kvrelay.core.layout import KVLayout, MemoryRegion
 from kvrelay.core.workers import KvMetadata
-from kvrelay.transfer.base import Notification, Post, PostEnd
+from kvrelay.transfer.base import Post, PostEnd
 from kvrelay.transfer.loopback import LoopbackFabric, LoopbackTransport
 from kvrelay.transfer.ranks.link import RankTransport
 from kvrelay.transfer.ranks.messages import RankMemory
@@ -209,7 +209,7 @@ class FakeTransport(LoopbackTransport):
         self._layout, self._link, self._fault = layout, link, link.fault
         self._elsewhere: dict[str, UInt8Array] = {}
 
-    def poll(self) -> tuple[list[PostEnd], list[Notification]]:
+    def poll(self) -> tuple[list[PostEnd], list[bytes]]:
         if self._fault.never_ends and self.posts:
             self._link.clock.advance(1.0)
         return super().poll()
@@ -288,7 +288,7 @@ class FakeRank(RankTransport):
     ) -> int:
         return self.inner.post(op, worker_id, pieces, notify, grant)
 
-    def poll(self) -> tuple[list[PostEnd], list[Notification]]:
+    def poll(self) -> tuple[list[PostEnd], list[bytes]]:
         return self.inner.poll()
 
     def close(self) -> None:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from tests.chaos.report import AskedPrompt, FaultRecord
 
-from kvrelay.core.hashing import compute_block_hashes
+from kvrelay.core.hashing import compute_sequence_hashes
 
 BLOCK_SIZE = 16
 MARGIN_BLOCKS = 64
@@ -96,4 +96,4 @@ def surely_kept(
 def _blocks_of(request: AskedPrompt) -> frozenset[int]:
     """The hashes of its full blocks; keys share none."""
     tokens = (*request.token_ids, *request.answer)
-    return frozenset(compute_block_hashes(tokens, BLOCK_SIZE, salt=request.tenant or None).sequence)
+    return frozenset(compute_sequence_hashes(tokens, BLOCK_SIZE, salt=request.tenant or None))

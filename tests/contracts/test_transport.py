@@ -22,6 +22,7 @@ from kvrelay.errors import IncompatiblePeerError, TransferError
 from kvrelay.transfer.base import Transport
 from kvrelay.transfer.factory import build_transport, shared_memory
 from kvrelay.transfer.loopback import LoopbackFabric
+from kvrelay.transfer.p2p.address import UNGUARDED
 from kvrelay.transfer.p2p.transport import P2pTransport
 from kvrelay.transfer.pieces import MAX_NOTIFY_BYTES, NO_PIECES, block_pieces
 from kvrelay.transfer.shm.memory import SharedPoolMemory
@@ -48,7 +49,7 @@ class End:
         for completion in completions:
             assert completion.handle not in self.completed, "a handle completed twice"
             self.completed[completion.handle] = completion.error
-        self.payloads += [notification.payload for notification in notifications]
+        self.payloads += notifications
 
 
 class Pair:
@@ -119,7 +120,7 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
     memories = [shared_memory(config), shared_memory(config)]
     ends = [
         make_end(
-            build_transport(config, f"{name}-{role}", fabric, memory, is_guarded=False),
+            build_transport(config, f"{name}-{role}", fabric, memory, address=UNGUARDED),
             f"{name}-{role}",
             seed,
             None if memory is None else allocated(memory),

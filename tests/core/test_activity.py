@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from kvrelay.core.activity import Activity, SessionActivity, Spent
-from kvrelay.core.event_codec import decode_load, encode_load
+from kvrelay.core.event_codec import decode_load, encode_frame
 from kvrelay.core.events import LoadMetrics
 from kvrelay.core.process_usage import FAMILY_S, FRESH_S, ProcessUsage
 from kvrelay.errors import ProtocolError
@@ -51,7 +51,7 @@ def test_sessions_add_up_and_those_paused_are_a_level() -> None:
 
 def test_a_sample_carries_it_and_nonsense_is_refused() -> None:
     load = LoadMetrics("w", 0, 1, 0, 1, 0, 0.0, 0.0, activity=EARLY)
-    assert decode_load(encode_load(load)) == load
+    assert decode_load(encode_frame(load)) == load
     nonsense = Activity(sessions=SessionActivity(saved_s=-1.0))
     for wrong in (
         nonsense,
@@ -60,7 +60,7 @@ def test_a_sample_carries_it_and_nonsense_is_refused() -> None:
         Activity(dict.fromkeys(map(str, range(33)), 1)),
     ):
         with pytest.raises(ProtocolError):
-            decode_load(encode_load(msgspec.structs.replace(load, activity=wrong)))
+            decode_load(encode_frame(msgspec.structs.replace(load, activity=wrong)))
 
 
 def a_process(proc: Path, pid: int, ticks: tuple[int, int], pages: int, children: tuple[int, ...]) -> None:

@@ -15,10 +15,7 @@ from kvrelay.core.event_codec import (
     decode_load,
     decode_replay_reply,
     decode_replay_request,
-    encode_events,
-    encode_load,
-    encode_replay_reply,
-    encode_replay_request,
+    encode_frame,
 )
 from kvrelay.core.events import (
     MAX_FLOWS,
@@ -39,15 +36,15 @@ LOAD = LoadMetrics("w", 1, 8, 10, 100, 2, 0.1, 0.5, seq=4)
 
 
 def test_events_round_trip() -> None:
-    assert decode_events(encode_events(BATCH)) == BATCH
+    assert decode_events(encode_frame(BATCH)) == BATCH
 
 
 def test_load_samples_and_replays_round_trip() -> None:
-    assert decode_load(encode_load(LOAD)) == LOAD
+    assert decode_load(encode_frame(LOAD)) == LOAD
     request = ReplayRequest(5, dump_seq=9, page=2)
-    assert decode_replay_request(encode_replay_request(request)) == request
+    assert decode_replay_request(encode_frame(request)) == request
     reply = ReplayReply("w", 0, 20, (BATCH,), is_dump=True, dump_seq=20, page=1, num_pages=2)
-    assert decode_replay_reply(encode_replay_reply(reply)) == reply
+    assert decode_replay_reply(encode_frame(reply)) == reply
 
 
 def test_a_load_sample_has_the_names_of_the_first_release_on_the_wire() -> None:
@@ -68,7 +65,7 @@ def test_a_load_sample_has_the_names_of_the_first_release_on_the_wire() -> None:
     assert decode_load(msgspec.msgpack.encode(first)) == LOAD
     load = msgspec.structs.replace(LOAD, kv_demand=0.25, step_age_s=0.5, num_running=3, num_prefill_tokens=7)
     assert decode_load(msgspec.msgpack.encode(first | later)) == load
-    sent = msgspec.msgpack.decode(encode_load(load))
+    sent = msgspec.msgpack.decode(encode_frame(load))
     assert first | later == {name: sent[name] for name in first | later}
 
 
@@ -79,7 +76,7 @@ def test_inconsistent_events_are_refused(batch: KvEventBatch) -> None:
     with pytest.raises(ProtocolError):
         decode_events(msgspec.msgpack.encode(batch))
     with pytest.raises(ProtocolError):
-        decode_replay_reply(encode_replay_reply(ReplayReply("w", 0, 0, (batch,))))
+        decode_replay_reply(encode_frame(ReplayReply("w", 0, 0, (batch,))))
 
 
 @pytest.mark.parametrize(
@@ -102,26 +99,26 @@ def test_inconsistent_events_are_refused(batch: KvEventBatch) -> None:
 )
 def test_load_out_of_range_is_refused(changes: dict[str, float]) -> None:
     with pytest.raises(ProtocolError):
-        decode_load(encode_load(msgspec.structs.replace(LOAD, **changes)))
+        decode_load(encode_frame(msgspec.structs.replace(LOAD, **changes)))
 
 
 def test_impossible_transfer_costs_are_dropped_and_the_rest_of_the_sample_counts() -> None:
     costs = [TransferCost(f"d{number}", token_s) for number, token_s in enumerate((1e-6, math.nan, -1.0, 0.0, 1e9))]
-    load = decode_load(encode_load(msgspec.structs.replace(LOAD, transfer_costs=tuple(costs))))
+    load = decode_load(encode_frame(msgspec.structs.replace(LOAD, transfer_costs=tuple(costs))))
     assert load == msgspec.structs.replace(LOAD, transfer_costs=(costs[0],))
     many = tuple(TransferCost(f"d{number}", 1e-6) for number in range(1000))
-    assert len(decode_load(encode_load(msgspec.structs.replace(LOAD, transfer_costs=many))).transfer_costs) == 16
+    assert len(decode_load(encode_frame(msgspec.structs.replace(LOAD, transfer_costs=many))).transfer_costs) == 16
 
 
 def test_a_page_that_does_not_exist_is_refused() -> None:
     with pytest.raises(ProtocolError):
-        decode_replay_reply(encode_replay_reply(ReplayReply("w", 0, 0, (), page=1)))
+        decode_replay_reply(encode_frame(ReplayReply("w", 0, 0, (), page=1)))
 
 
 def test_garbage_is_a_protocol_error_and_nothing_else() -> None:
     rng = random.Random(1)
-    frames = [b"", b"\xc1", encode_load(LOAD), msgspec.msgpack.encode([[1] * 3] * 3), b"\x91" * 100_000]
-    good = encode_events(BATCH)
+    frames = [b"", b"\xc1", encode_frame(LOAD), msgspec.msgpack.encode([[1] * 3] * 3), b"\x91" * 100_000]
+    good = encode_frame(BATCH)
     frames += [good[:cut] for cut in range(len(good))]
     frames += [bytes(rng.randrange(256) for _ in range(rng.randrange(40))) for _ in range(300)]
     for frame in frames:
@@ -133,6 +130,6 @@ def test_garbage_is_a_protocol_error_and_nothing_else() -> None:
 def test_flows_of_a_load_sample_are_bounded_and_sound() -> None:
     flows = [Flow("d", False, 1, 2, 0.5), Flow("d", True, -1, 2, 0.5), Flow("d", True, 1, 2, math.nan)]
     load = LoadMetrics("w", 0, 1, 0, 1, 0, 0.0, 0.0, flows=tuple(flows), tokens=TokenCounts(3, 4))
-    assert decode_load(encode_load(load)) == msgspec.structs.replace(load, flows=(flows[0],))
+    assert decode_load(encode_frame(load)) == msgspec.structs.replace(load, flows=(flows[0],))
     many = tuple(Flow(f"d{number}", False, 1, 2, 0.5) for number in range(1000))
-    assert len(decode_load(encode_load(msgspec.structs.replace(load, flows=many))).flows) == MAX_FLOWS
+    assert len(decode_load(encode_frame(msgspec.structs.replace(load, flows=many))).flows) == MAX_FLOWS

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from kvrelay.core.event_codec import FULL_DUMP, ReplayReply, ReplayRequest, decode_replay_reply, encode_replay_request
+from kvrelay.core.event_codec import FULL_DUMP, ReplayReply, ReplayRequest, decode_replay_reply, encode_frame
 from kvrelay.core.event_log import KvEventLog
 from kvrelay.core.events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent, KvEventBatch
 from kvrelay.errors import ProtocolError
@@ -17,7 +17,7 @@ def stored(parent: int | None, *blocks: int) -> BlockStored:
 
 
 def ask(log: KvEventLog, from_seq: int, dump_seq: int = -1, page: int = 0) -> ReplayReply:
-    return decode_replay_reply(log.serve_replay(encode_replay_request(ReplayRequest(from_seq, dump_seq, page))))
+    return decode_replay_reply(log.serve_replay(encode_frame(ReplayRequest(from_seq, dump_seq, page))))
 
 
 def held(batches: list[KvEventBatch]) -> dict[int, int | None]:

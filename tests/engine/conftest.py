@@ -53,9 +53,9 @@ def build_engine(
         holding_bytes=num_holding_blocks * 8 * block_size,
         spill_bytes=num_spill_blocks * 8 * block_size,
     )
-    return EngineCore(
-        executor, config, clock or ManualClock(), worker_id=worker_id, exclusive_prefill=exclusive_prefill
-    )
+    engine = EngineCore(executor, config, clock or ManualClock(), worker_id=worker_id)
+    engine.set_exclusive_prefill(exclusive_prefill)
+    return engine
 
 
 @pytest.fixture

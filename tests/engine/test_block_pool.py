@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvrelay.core.clock import ManualClock
 from kvrelay.core.events import AllBlocksCleared, BlockRemoved, BlockStored
-from kvrelay.core.hashing import compute_block_hashes, compute_sequence_hashes
+from kvrelay.core.hashing import compute_sequence_hashes
 from kvrelay.engine.block_pool import BlockPool, BlockState
 from kvrelay.engine.cached_free import ByRecency, ByValue, CachedBlock, CachedFree
 from kvrelay.engine.pauses import Pauses, Session
@@ -20,8 +20,8 @@ SIZE = 4
 
 
 def cache(pool: BlockPool, block_ids: list[int], tokens: list[int]) -> None:
-    hashes = compute_block_hashes(tokens, SIZE)
-    pool.cache_blocks(block_ids, None, hashes.sequence, tokens)
+    hashes = compute_sequence_hashes(tokens, SIZE)
+    pool.cache_blocks(block_ids, None, hashes, tokens)
 
 
 def find(pool: BlockPool, tokens: list[int]) -> list[int]:
@@ -141,17 +141,14 @@ def test_least_recently_used_tails_are_evicted_first() -> None:
 def test_events_tell_what_is_in_the_cache() -> None:
     pool = BlockPool(3, SIZE)
     tokens = list(range(8))
-    hashes = compute_block_hashes(tokens, SIZE)
+    hashes = compute_sequence_hashes(tokens, SIZE)
     block_ids = take(pool, 2)
-    pool.cache_blocks(block_ids[:1], None, hashes.sequence[:1], tokens[:4])
-    pool.cache_blocks(block_ids[1:], hashes.sequence[0], hashes.sequence[1:], tokens[4:])
-    assert pool.drain_events() == [
-        BlockStored(None, hashes.sequence[:1], SIZE),
-        BlockStored(hashes.sequence[0], hashes.sequence[1:], SIZE),
-    ]
+    pool.cache_blocks(block_ids[:1], None, hashes[:1], tokens[:4])
+    pool.cache_blocks(block_ids[1:], hashes[0], hashes[1:], tokens[4:])
+    assert pool.drain_events() == [BlockStored(None, hashes[:1], SIZE), BlockStored(hashes[0], hashes[1:], SIZE)]
     pool.release(block_ids)
     take(pool, 2)
-    assert pool.drain_events() == [BlockRemoved((hashes.sequence[1],))]
+    assert pool.drain_events() == [BlockRemoved((hashes[1],))]
     pool.clear_cache()
     assert pool.drain_events() == [AllBlocksCleared()]
     assert not pool.has_events
@@ -161,12 +158,12 @@ def test_events_tell_what_is_in_the_cache() -> None:
 def test_blocks_behind_a_vanished_parent_stay_private() -> None:
     pool = BlockPool(4, SIZE)
     tokens = list(range(8))
-    hashes = compute_block_hashes(tokens, SIZE)
+    hashes = compute_sequence_hashes(tokens, SIZE)
     block_ids = take(pool, 2)
-    pool.cache_blocks(block_ids[:1], None, hashes.sequence[:1], tokens[:4])
+    pool.cache_blocks(block_ids[:1], None, hashes[:1], tokens[:4])
     pool.clear_cache()
     pool.drain_events()
-    pool.cache_blocks(block_ids[1:], hashes.sequence[0], hashes.sequence[1:], tokens[4:])
+    pool.cache_blocks(block_ids[1:], hashes[0], hashes[1:], tokens[4:])
     assert pool.num_cached == 0
     assert pool.drain_events() == []
 
@@ -174,15 +171,15 @@ def test_blocks_behind_a_vanished_parent_stay_private() -> None:
 def test_a_cached_block_knows_its_place_however_much_of_its_prefix_was_cached_before() -> None:
     pool = BlockPool(16, SIZE)
     tokens = list(range(24))
-    hashes = compute_block_hashes(tokens, SIZE)
+    hashes = compute_sequence_hashes(tokens, SIZE)
     first, second = take(pool, 6), take(pool, 6)
     cache(pool, first[:2], tokens[:8])
-    pool.cache_blocks(first[2:3], hashes.sequence[1], hashes.sequence[2:3], tokens[8:12])
+    pool.cache_blocks(first[2:3], hashes[1], hashes[2:3], tokens[8:12])
     cache(pool, second, tokens)
     entries = {block_id: entry for block_id, entry in pool.cached_blocks()}
     assert list(entries) == [*first[:3], *second[3:]]
     assert [entry.depth for entry in entries.values()] == [0, 1, 2, 3, 4, 5]
-    assert [entry.parent_hash for entry in entries.values()] == [None, *hashes.sequence[:5]]
+    assert [entry.parent_hash for entry in entries.values()] == [None, *hashes[:5]]
 
 
 def test_clearing_keeps_blocks_in_use() -> None:

@@ -13,17 +13,17 @@ from tests.router.test_seconds import BLOCK, COST, column, costs, info, loads, s
 
 from kvrelay.config import RouterConfig
 from kvrelay.core.clock import ManualClock
-from kvrelay.core.event_codec import ReplayReply, decode_events, encode_events, encode_replay_reply
+from kvrelay.core.event_codec import ReplayReply, decode_events, encode_frame
 from kvrelay.core.event_log import KvEventLog
 from kvrelay.core.events import AllBlocksCleared, BlockRemoved, BlockStored, LoadCost
 from kvrelay.core.handoff import PrefixHolder
-from kvrelay.core.hashing import compute_block_hashes
+from kvrelay.core.hashing import compute_sequence_hashes
 from kvrelay.placement.seconds import LOST_PREFIX, Loads, prefill_seconds
 from kvrelay.router import Router, RoutingDecision, RoutingRequest
 from kvrelay.router.beyond import Lenders, TierTable
 
 HOT = tuple(range(1600))
-HASHES = compute_block_hashes(HOT, BLOCK)
+HASHES = compute_sequence_hashes(HOT, BLOCK)
 DEAR = msgspec.structs.replace(COST, prefill_token_s=1e-3)
 FAST = (LoadCost("host", 1e-5), LoadCost("disk", 1e-4), LoadCost("peer", 2e-5, 0.005))
 
@@ -47,10 +47,10 @@ class Fleet:
             self.router.apply_metrics(msgspec.structs.replace(sample(name, self.seq, DEAR), load_costs=load_costs))
 
     def has(self, name: str, num_blocks: int, medium: str | None = None, first: int = 0) -> None:
-        hashes = HASHES.sequence[first:num_blocks]
-        parent = HASHES.sequence[first - 1] if first and medium is None else None
+        hashes = HASHES[first:num_blocks]
+        parent = HASHES[first - 1] if first and medium is None else None
         event = BlockStored(parent, hashes, BLOCK, medium=medium)
-        self.router.apply_events(decode_events(encode_events(self.logs[name].append([event]))))
+        self.router.apply_events(decode_events(encode_frame(self.logs[name].append([event]))))
 
     def decide(self, number: int = 0, *, place: bool = False, exclude: tuple[str, ...] = ()):
         request = RoutingRequest(f"r{number}", (*HOT, 7, 8, 9), max_tokens=8, exclude=exclude)
@@ -153,9 +153,9 @@ def test_events_without_a_medium_are_the_device_s_and_those_of_tiers_are_not() -
     fleet.sample()
     fleet.has("w0", 100, "host")
     assert fleet.decide().overlap_blocks == 0
-    fleet.router.apply_events(fleet.logs["w0"].append([BlockRemoved(HASHES.sequence, "disk")]))
+    fleet.router.apply_events(fleet.logs["w0"].append([BlockRemoved(HASHES, "disk")]))
     assert fleet.decide().load_blocks == 100, "gone from another medium"
-    fleet.router.apply_events(fleet.logs["w0"].append([BlockRemoved(HASHES.sequence[50:], "host")]))
+    fleet.router.apply_events(fleet.logs["w0"].append([BlockRemoved(HASHES[50:], "host")]))
     assert fleet.decide().load_blocks == 50
     fleet.router.apply_events(fleet.logs["w0"].append([AllBlocksCleared()]))
     assert fleet.decide().load_blocks == 0
@@ -163,14 +163,14 @@ def test_events_without_a_medium_are_the_device_s_and_those_of_tiers_are_not() -
 
 def test_a_frontend_that_comes_late_learns_of_tiers_by_the_dump() -> None:
     log = KvEventLog("w0", 0, capacity=1)
-    log.append([BlockStored(None, HASHES.sequence[:10], BLOCK)])
-    log.append([BlockStored(None, HASHES.sequence[10:], BLOCK, medium="disk")])
-    log.append([BlockRemoved((HASHES.sequence[-1],), "disk")])
+    log.append([BlockStored(None, HASHES[:10], BLOCK)])
+    log.append([BlockStored(None, HASHES[10:], BLOCK, medium="disk")])
+    log.append([BlockRemoved((HASHES[-1],), "disk")])
     fleet = Fleet(1)
     fleet.sample()
     batches = tuple(log.dump())
     reply = ReplayReply("w0", 0, log.next_seq, batches, is_dump=True, dump_seq=log.next_seq)
-    fleet.router.apply_replay("w0", encode_replay_reply(reply))
+    fleet.router.apply_replay("w0", encode_frame(reply))
     decision = fleet.decide()
     assert (decision.overlap_blocks, decision.load_blocks) == (10, 89)
 
@@ -271,7 +271,7 @@ def test_a_worker_that_comes_back_competes_with_what_it_has() -> None:
     fleet.router.remove_worker("w0", lends_for_s=10.0)
     fleet.router.add_worker(msgspec.structs.replace(info("w0"), reads_prefixes=True, epoch=1))
     fleet.sample()
-    assert fleet.router.leaving(HASHES.sequence) == []
+    assert fleet.router.leaving(HASHES) == []
     assert fleet.decide().worker_id == "w0"
 
 
@@ -279,5 +279,5 @@ def test_one_that_lends_nothing_is_forgotten_at_once() -> None:
     fleet = Fleet(2, reads_prefixes=False)
     fleet.has("w0", 100)
     fleet.router.remove_worker("w0", lends_for_s=10.0)
-    assert fleet.router.leaving(HASHES.sequence) == []
+    assert fleet.router.leaving(HASHES) == []
     assert fleet.router.indexed_blocks("w0") == []

@@ -8,9 +8,9 @@ import pytest
 from tests.router.radix_tree import scores_of
 
 from kvrelay.core.clock import ManualClock
-from kvrelay.core.event_codec import decode_events, encode_events
+from kvrelay.core.event_codec import decode_events, encode_frame
 from kvrelay.core.event_log import KvEventLog
-from kvrelay.core.hashing import compute_block_hashes, compute_sequence_hashes
+from kvrelay.core.hashing import compute_sequence_hashes
 from kvrelay.engine.block_pool import BlockPool
 from kvrelay.router.indexer import KvIndexer
 
@@ -35,16 +35,16 @@ def test_the_index_is_the_pools_cache(caplog: pytest.LogCaptureFixture) -> None:
     for step in range(3000):
         name = rng.choice("abc")
         pool, tokens = pools[name], prompt(rng)
-        hashes = compute_block_hashes(tokens, BLOCK_SIZE)
-        found = pool.find_prefix(tokens, hashes.sequence)
+        hashes = compute_sequence_hashes(tokens, BLOCK_SIZE)
+        found = pool.find_prefix(tokens, hashes)
         pool.acquire(found)
-        fresh = pool.allocate(len(hashes.sequence) - len(found))
+        fresh = pool.allocate(len(hashes) - len(found))
         if fresh is None:
             pool.release(found)
         else:
             table, start = found + fresh, len(found)
-            parent = hashes.sequence[start - 1] if start else None
-            pool.cache_blocks(table[start:], parent, hashes.sequence[start:], tokens[start * BLOCK_SIZE :])
+            parent = hashes[start - 1] if start else None
+            pool.cache_blocks(table[start:], parent, hashes[start:], tokens[start * BLOCK_SIZE :])
             running.append((name, table))
         while len(running) > 6:
             owner, table = running.pop(rng.randrange(len(running)))
@@ -53,7 +53,7 @@ def test_the_index_is_the_pools_cache(caplog: pytest.LogCaptureFixture) -> None:
             pool.clear_cache()
         for owner, each in pools.items():
             if each.has_events:
-                indexer.apply(decode_events(encode_events(logs[owner].append(each.drain_events()))))
+                indexer.apply(decode_events(encode_frame(logs[owner].append(each.drain_events()))))
         query = prompt(rng)
         wanted = compute_sequence_hashes(query, BLOCK_SIZE)
         true = {owner: len(each.find_prefix(query, wanted)) for owner, each in pools.items()}

@@ -9,7 +9,7 @@ import pytest
 from tests.router.radix_tree import scores_of
 
 from kvrelay.core.clock import ManualClock
-from kvrelay.core.event_codec import decode_events, decode_replay_reply, encode_events
+from kvrelay.core.event_codec import decode_events, decode_replay_reply, encode_frame
 from kvrelay.core.event_log import KvEventLog
 from kvrelay.core.events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent, KvEventBatch
 from kvrelay.core.hashing import compute_sequence_hashes
@@ -40,7 +40,7 @@ class Cluster:
         return self.logs[name]
 
     def publish(self, name: str, *events: KvEvent, lost: bool = False) -> None:
-        frame = encode_events(self.logs[name].append(events))
+        frame = encode_frame(self.logs[name].append(events))
         if not lost:
             self.indexer.apply(decode_events(frame))
 

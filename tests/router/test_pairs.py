@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 from kvrelay.config import DisaggConfig, RouterConfig, WorkerRole
 from kvrelay.core.clock import ManualClock
-from kvrelay.core.event_codec import decode_load, encode_load
+from kvrelay.core.event_codec import decode_load, encode_frame
 from kvrelay.core.event_log import KvEventLog
 from kvrelay.core.events import BlockStored, LoadCost, LoadMetrics, TransferCost
 from kvrelay.core.handoff import OrderPolicy, PrefixHolder
-from kvrelay.core.hashing import compute_block_hashes
+from kvrelay.core.hashing import compute_sequence_hashes
 from kvrelay.core.step_cost import StepCost
 from kvrelay.core.tier_stats import PEER
 from kvrelay.core.workers import WorkerInfo
@@ -87,9 +87,9 @@ def request(name: str = "r", tokens: tuple[int, ...] = PROMPT, exclude: tuple[st
 
 def hold(router: Router, worker_id: str, tokens: tuple[int, ...]) -> None:
     """The worker's events say that it has these tokens in its prefix cache."""
-    hashes = compute_block_hashes(tokens, BLOCK)
+    hashes = compute_sequence_hashes(tokens, BLOCK)
     log = KvEventLog(worker_id, 0)
-    router.apply_events(log.append([BlockStored(None, hashes.sequence, BLOCK)]))
+    router.apply_events(log.append([BlockStored(None, hashes, BLOCK)]))
 
 
 def test_overlap_decides_on_the_prefill_worker_and_load_on_the_decode_worker() -> None:
@@ -465,7 +465,7 @@ def test_whatever_workers_publish_a_request_is_placed_and_its_load_ends_with_it(
     for at, sample in enumerate(samples):
         pairs.choose(request(f"{at}"), must_be_local=False)
         with suppress(ProtocolError):
-            heard = decode_load(encode_load(sample))
+            heard = decode_load(encode_frame(sample))
             pairs.decodes.apply_metrics(heard)
             pairs.prefills.apply_metrics(heard)
     assert pairs.explain(request()).decode.worker_id in ("d0", "d1")

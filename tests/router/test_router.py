@@ -15,7 +15,7 @@ from kvrelay.config import RouterConfig, WorkerRole
 from kvrelay.core.clock import ManualClock
 from kvrelay.core.event_log import KvEventLog
 from kvrelay.core.events import AllBlocksCleared, BlockRemoved, BlockStored, LoadMetrics
-from kvrelay.core.hashing import compute_block_hashes
+from kvrelay.core.hashing import compute_sequence_hashes
 from kvrelay.core.workers import WorkerInfo
 from kvrelay.errors import ConfigError, WorkerUnavailableError
 from kvrelay.router import IndexState, Router, RouterStage, RoutingRequest
@@ -53,8 +53,8 @@ def publish(
     built: Router, log: KvEventLog, token_ids: Sequence[int], block_size: int = 4, lora: str | None = None
 ) -> None:
     """The worker has computed ``token_ids`` and says so."""
-    hashes = compute_block_hashes(token_ids, block_size, lora=lora)
-    built.apply_events(log.append([BlockStored(None, hashes.sequence, block_size)]))
+    hashes = compute_sequence_hashes(token_ids, block_size, lora=lora)
+    built.apply_events(log.append([BlockStored(None, hashes, block_size)]))
 
 
 def load_of(name: str, waiting: int = 0, usage: float = 0.0, seq: int = 0) -> LoadMetrics:
@@ -230,7 +230,7 @@ def test_a_placed_prefix_that_was_evicted_does_not_count_as_held(cleared: bool) 
     built.finished("r", 10)
     built.add_worker(worker("new"))
     assert built.explain(request("again", 400)).worker_id == "a"
-    gone = AllBlocksCleared() if cleared else BlockRemoved(compute_block_hashes(range(400), 4).sequence)
+    gone = AllBlocksCleared() if cleared else BlockRemoved(compute_sequence_hashes(range(400), 4))
     built.apply_events(log.append([gone]))
     assert built.explain(request("again", 400)).worker_id == "new"
 

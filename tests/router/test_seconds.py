@@ -12,7 +12,7 @@ from kvrelay.config import RouterConfig, WorkerRole
 from kvrelay.core.clock import ManualClock
 from kvrelay.core.event_log import KvEventLog
 from kvrelay.core.events import STALE_AFTER_S, BlockStored, LoadMetrics
-from kvrelay.core.hashing import compute_block_hashes
+from kvrelay.core.hashing import compute_sequence_hashes
 from kvrelay.core.step_cost import StepCost
 from kvrelay.core.workers import WorkerInfo
 from kvrelay.placement.pair_cost import MAX_TRANSFER_RATIO, OTHER_HOST_WEIGHT, SAME_HOST_WEIGHT, pair_seconds
@@ -232,8 +232,8 @@ def warm_burst(policy: str, cost: StepCost) -> tuple[list[int], float]:
     log = KvEventLog("w0", 0)
     prompts = [tuple(range(1000 * number, 1000 * number + 1024)) for number in range(16)]
     for prompt in prompts:
-        hashes = compute_block_hashes(prompt, BLOCK)
-        router.apply_events(log.append([BlockStored(None, hashes.sequence, BLOCK)]))
+        hashes = compute_sequence_hashes(prompt, BLOCK)
+        router.apply_events(log.append([BlockStored(None, hashes, BLOCK)]))
     for number in range(2):
         router.apply_metrics(sample(f"w{number}", 1, cost))
     streams = [0, 0]

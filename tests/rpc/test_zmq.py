@@ -380,12 +380,8 @@ def test_binding_to_a_foreign_host_is_refused(host: str) -> None:
 
 def test_a_wildcard_is_advertised_by_name() -> None:
     async def scenario() -> None:
-        async with started(ZmqRpcServer("0.0.0.0", advertise_host="localhost")) as server:
-            assert server.address.startswith("tcp://localhost:")
-            async with connected(ZmqRpcClient(server.address)) as client:
-                assert client.is_connected
         async with started(ZmqRpcServer("0.0.0.0")) as server:
-            assert "0.0.0.0" not in server.address
+            assert server.address.startswith(f"tcp://{socket.gethostname()}:")
 
     asyncio.run(scenario())
 

@@ -29,7 +29,7 @@ from kvrelay.core.clock import ManualClock, MonotonicClock
 from kvrelay.core.event_log import KvEventLog
 from kvrelay.core.events import BlockStored, LoadMetrics
 from kvrelay.core.grammar import Grammar, GrammarKind
-from kvrelay.core.hashing import compute_block_hashes
+from kvrelay.core.hashing import compute_sequence_hashes
 from kvrelay.core.messages import OutputBatch, Ping, TokenOutput
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.workers import WorkerInfo
@@ -178,9 +178,9 @@ def routing(directory: Path) -> Measured:
         built.add_worker(info)
         built.apply_metrics(LoadMetrics(info.worker_id, number, 8, 10 * number, 1000, 0, 0.01 * number, 0.0, 1))
     held = prompt[:256]
-    hashes = compute_block_hashes(held, BLOCK_SIZE)
+    hashes = compute_sequence_hashes(held, BLOCK_SIZE)
     log = KvEventLog("w3", 1)
-    built.apply_events(log.append([BlockStored(None, hashes.sequence, BLOCK_SIZE)]))
+    built.apply_events(log.append([BlockStored(None, hashes, BLOCK_SIZE)]))
 
     def decide(first: int, count: int) -> None:
         for number in range(first, first + count):

@@ -24,7 +24,7 @@ from kvrelay.control.base import ControlPlane, Keys
 from kvrelay.control.nats.connection import NatsConnection
 from kvrelay.core.activity import Activity, Spent
 from kvrelay.core.control_codec import decode_prefill
-from kvrelay.core.event_codec import ReplayRequest, encode_events, encode_load, encode_replay_request
+from kvrelay.core.event_codec import ReplayRequest, encode_frame
 from kvrelay.core.events import (
     AllBlocksCleared,
     BlockRemoved,
@@ -179,8 +179,8 @@ class Corpus:
         ]
         stored = BlockStored(None, (2**63, 2), worker.block_size)
         self.events = [
-            encode_events(KvEventBatch(name, worker.epoch, 0, (stored, BlockRemoved((2,))))),
-            encode_events(KvEventBatch(name, worker.epoch, 7, (AllBlocksCleared(),))),
+            encode_frame(KvEventBatch(name, worker.epoch, 0, (stored, BlockRemoved((2,))))),
+            encode_frame(KvEventBatch(name, worker.epoch, 7, (AllBlocksCleared(),))),
         ]
         load = LoadMetrics(name, 1, 2, 3, 4, 5, 0.5, 0.5)
         costs = {
@@ -191,8 +191,8 @@ class Corpus:
             "tokens": TokenCounts(1, 2),
             "activity": Activity({"remote": 1}, {"host": 2}, Spent(1, 0.5), prefills=(1, 2), cpu_s=0.5, rss_bytes=9),
         }
-        self.loads = [encode_load(load), encode_load(msgspec.structs.replace(load, **costs))]
-        self.replays = [encode_replay_request(ReplayRequest(0)), encode_replay_request(ReplayRequest(-1, 5, 2))]
+        self.loads = [encode_frame(load), encode_frame(msgspec.structs.replace(load, **costs))]
+        self.replays = [encode_frame(ReplayRequest(0)), encode_frame(ReplayRequest(-1, 5, 2))]
         prefill = RemotePrefillRequest(
             HandoffId(name, 1),
             name,

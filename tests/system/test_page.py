@@ -26,7 +26,7 @@ from tests.patience import PATIENCE_S
 from tests.system.serving import Serve
 
 from kvrelay.config import MetricsConfig, WorkerRole
-from kvrelay.core.event_codec import encode_load
+from kvrelay.core.event_codec import encode_frame
 from kvrelay.core.events import Flow, LoadMetrics
 from kvrelay.core.messages import RequestRefused
 from kvrelay.frontend.access.api_keys import new_api_key
@@ -228,7 +228,7 @@ async def test_240_workers_and_a_hostile_request(browser: Browser, model_dir: Pa
         for at, name in enumerate(names):
             flows = tuple(Flow(f"decode-{n:03}", False, n, 10**6 * n, 0.1) for n in range(at % 9))
             load = LoadMetrics(name, at % 8, 8, at % 97, 100, at % 5, at % 97 / 100, 0.0, seq=1, flows=flows)
-            await cluster.bus.publish(cluster.keys.worker_load(name), encode_load(load))
+            await cluster.bus.publish(cluster.keys.worker_load(name), encode_frame(load))
         markup = "<img src=x onerror=alert(1)>"
         refused = await send(frontend.port, "POST", "/v1/completions", {"model": markup, "prompt": "x"})
         assert refused.status == 404
@@ -306,7 +306,7 @@ async def test_what_is_coloured_has_its_line_at_the_top(browser: Browser, model_
             for _ in range(count):
                 await send(frontend.port, "POST", "/v1/completions", {"prompt": [5, 6], "max_tokens": 2})
         load = LoadMetrics("w0", 3, 8, 99, 100, 2, 0.99, 0.5, seq=1)
-        await cluster.bus.publish(cluster.keys.worker_load("w0"), encode_load(load))
+        await cluster.bus.publish(cluster.keys.worker_load("w0"), encode_frame(load))
         coloured, url = "main .error, main .warning", f"{cluster.url}/ui/"
         complaints: list[str] = []
         async with opened(browser, url, complaints, **LOOKS["light"]) as page:

@@ -11,7 +11,7 @@ from tests.tiers.conftest import PrivateMemory, payload_of
 from tests.tiers.engines import DEAR, TieredEngine, expected, prompt_of
 from tests.tiers.waiting import settled
 
-from kvrelay.core.hashing import compute_block_hashes
+from kvrelay.core.hashing import compute_sequence_hashes
 from kvrelay.core.status import RequestStatus
 from kvrelay.core.step_cost import StepCost
 from kvrelay.core.tier_stats import StoreStats
@@ -247,7 +247,7 @@ def test_a_salt_keeps_prompts_apart(make: MakeTiered) -> None:
     engine = make("host", num_blocks=200)
     engine.ask(PROMPTS[0])
     request_hashes = set(engine.core.cached_hashes())
-    salted = compute_block_hashes(PROMPTS[0], 4, salt="secret").sequence
+    salted = compute_sequence_hashes(PROMPTS[0], 4, salt="secret")
     assert not request_hashes & set(salted)
 
 

@@ -42,7 +42,7 @@ class Worker:
     def __init__(self, worker_id: str, config: TransferConfig) -> None:
         self.pool = np.zeros((NUM_BLOCKS, LAYOUT.block_bytes), dtype=np.uint8)
         self.thread = TransferThread(build_transport(config, worker_id), config)
-        self.thread.on_notification(lambda notification: self.notified(notification.payload))
+        self.thread.on_notification(self.notified)
         self.thread.start()
         region = MemoryRegion(self.pool.ctypes.data, self.pool.nbytes)
         agent = self.thread.register(region, kv_compatibility="k").result(60)

@@ -222,7 +222,7 @@ def test_an_open_hand_off_is_not_polled_for_and_neither_is_a_killed_peer(
     monkeypatch.setattr(NixlTransport, "poll", counted)
     parent, child = start(TransferConfig(transfer_timeout_s=60.0, ucx_tls=ucx_tls))
     notified: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-    parent.thread.on_notification(lambda notification: notified.put(notification.payload))
+    parent.thread.on_notification(notified.put)
     parent.thread.open_handoff()
     child.tell(do="connect", metadata=parent.metadata())
     for block in (1, 2, 3):

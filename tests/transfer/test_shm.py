@@ -25,7 +25,7 @@ from kvrelay.core.layout import MemoryRegion
 from kvrelay.core.workers import KvMetadata
 from kvrelay.errors import ConfigError, FatalError, TransferError
 from kvrelay.transfer.auto import AutoTransport
-from kvrelay.transfer.base import Notification, PostEnd
+from kvrelay.transfer.base import PostEnd
 from kvrelay.transfer.factory import build_transport, pool_allocator, shared_memory
 from kvrelay.transfer.loopback import LoopbackFabric, LoopbackTransport
 from kvrelay.transfer.pieces import MAX_NOTIFY_BYTES, NO_PIECES
@@ -33,7 +33,7 @@ from kvrelay.transfer.shm.copying import STREAM_FROM_BYTES, copy_pieces
 from kvrelay.transfer.shm.host import this_host
 from kvrelay.transfer.shm.mailbox import PIPE_BYTES, Mailbox, Sender
 from kvrelay.transfer.shm.memory import SharedPoolMemory
-from kvrelay.transfer.shm.transport import ShmTransport, decode_agent
+from kvrelay.transfer.shm.transport import ShmAgent, ShmTransport
 from kvrelay.transfer.thread import TransferThread
 from kvrelay.transfer.values import TransferOp
 
@@ -156,7 +156,7 @@ def test_nothing_is_left_of_a_killed_process(owner: Worker) -> None:
     for _ in range(3):
         with child("other") as other:
             owner.transport.add_peer(other.metadata)
-            name = decode_agent(other.metadata.agent).pool_name
+            name = ShmAgent.of(other.metadata).pool_name
             assert name in Path("/proc/self/maps").read_text()
             other.process.kill()
             other.process.wait()
@@ -171,7 +171,7 @@ def test_a_refused_peer_and_a_closed_transport_leave_no_descriptor_and_no_mappin
     gc.collect()  # what earlier tests have left is not counted
     before = open_descriptors()
     first, second = Worker("first"), Worker("second")
-    agent = decode_agent(second.metadata.agent)
+    agent = ShmAgent.of(second.metadata)
     for wrong in (
         {"pool_name": "kvrelay-0000"},
         {"pool_bytes": agent.pool_bytes + PAGE},
@@ -210,7 +210,7 @@ def test_notifications_that_do_not_fit_wait_until_they_are_read(owner: Worker) -
 
     def poll() -> bool:
         completed.extend(each.handle for each in sender.transport.poll()[0])
-        received.extend(each.payload for each in owner.transport.poll()[1])
+        received.extend(owner.transport.poll()[1])
         return len(received) == 3 and len(completed) == 3
 
     assert sender.transport.num_pending > 0
@@ -279,7 +279,9 @@ def test_auto_uses_shared_memory_here_and_the_other_transport_elsewhere() -> Non
     first.add_peer(metadata)
     assert first.route("b") == "shm"
     agents = msgspec.msgpack.decode(metadata.agent, type=dict[str, bytes])
-    there = msgspec.structs.replace(decode_agent(agents["shm"]), host=msgspec.structs.replace(this_host(), boot_id="x"))
+    there = msgspec.structs.replace(
+        msgspec.msgpack.decode(agents["shm"], type=ShmAgent), host=msgspec.structs.replace(this_host(), boot_id="x")
+    )
     agents["shm"] = msgspec.msgpack.encode(there)
     first.add_peer(msgspec.structs.replace(metadata, agent=msgspec.msgpack.encode(agents)))
     assert first.route("b") == "loopback"
@@ -297,7 +299,7 @@ def test_auto_uses_shared_memory_here_and_the_other_transport_elsewhere() -> Non
 class RefusingTransport(LoopbackTransport):
     """Its peer refuses one post."""
 
-    def poll(self) -> tuple[list[PostEnd], list[Notification]]:
+    def poll(self) -> tuple[list[PostEnd], list[bytes]]:
         return [PostEnd(3, "no such grant is open", is_refused=True)], []
 
 
@@ -379,7 +381,7 @@ def test_pieces_of_any_length_and_alignment_are_copied_exactly(total_bytes: int)
 class CountedTransport(ShmTransport):
     num_polls = 0
 
-    def poll(self) -> tuple[list[PostEnd], list[Notification]]:
+    def poll(self) -> tuple[list[PostEnd], list[bytes]]:
         self.num_polls += 1
         return super().poll()
 
@@ -403,7 +405,7 @@ def running(worker_id: str) -> Iterator[tuple[TransferThread, CountedTransport, 
 def test_an_open_hand_off_is_not_polled_for_and_a_notification_wakes_its_thread_up() -> None:
     with running("reader") as (reader, transport, metadata), running("writer") as (writer, _, _):
         notified: queue.Queue[bytes] = queue.Queue()
-        reader.on_notification(lambda notification: notified.put(notification.payload))
+        reader.on_notification(notified.put)
         reader.open_handoff()
         writer.add_peer(metadata).result(WAIT_S)
         for number in range(3):

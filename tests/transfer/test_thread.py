@@ -21,7 +21,7 @@ from kvrelay.core.layout import MemoryRegion, paged_kv
 from kvrelay.core.workers import KvMetadata
 from kvrelay.errors import IncompatiblePeerError, TransferError
 from kvrelay.transfer import thread as thread_module
-from kvrelay.transfer.base import Notification, PostEnd
+from kvrelay.transfer.base import PostEnd
 from kvrelay.transfer.loopback import LoopbackFabric, LoopbackTransport
 from kvrelay.transfer.pieces import NO_PIECES, block_pieces
 from kvrelay.transfer.queues import MAX_POSTS_PER_PEER
@@ -77,7 +77,7 @@ class Cluster:
             worker_id, 0, "loopback", agent, region.address, region.num_bytes, LAYOUT.block_bytes, "cpu", 0, "k"
         )
         side = Side(thread, transport, pool, metadata)
-        thread.on_notification(lambda notification: side.payloads.append(notification.payload))
+        thread.on_notification(side.payloads.append)
         return side
 
     def write(self, name: object, blocks: list[int], notify: bytes | None = None, group: str | None = None) -> None:
@@ -249,7 +249,7 @@ def test_no_further_part_of_a_refused_transfer_is_posted(cluster: Cluster, monke
     transport, num_posts = cluster.prefill.transport, itertools.count()
     poll, post = transport.poll, transport.post
 
-    def refusing() -> tuple[list[PostEnd], list[Notification]]:
+    def refusing() -> tuple[list[PostEnd], list[bytes]]:
         completions, notifications = poll()
         return [msgspec.structs.replace(each, is_refused=each.error is not None) for each in completions], notifications
 
@@ -542,8 +542,8 @@ def test_done_never_arrives_for_a_group_that_lost_a_write(cluster: Cluster, seed
     incomplete: list[str] = []
     arrived: set[str] = set()
 
-    def check(notification: Notification) -> None:
-        name = notification.payload.decode()
+    def check(notification: bytes) -> None:
+        name = notification.decode()
         arrived.add(name)
         if not (cluster.decode.pool[groups[name]] == cluster.prefill.pool[groups[name]]).all():
             incomplete.append(name)

@@ -63,7 +63,7 @@ from kvrelay.rpc.loopback import LoopbackRpcClient, LoopbackRpcServer
 from kvrelay.rpc.wire import Message
 from kvrelay.transfer import build_transport, pool_allocator, shared_memory
 from kvrelay.transfer import thread as transfer_thread
-from kvrelay.transfer.base import Notification, Post, PostEnd
+from kvrelay.transfer.base import Post, PostEnd
 from kvrelay.transfer.values import TransferOp
 from kvrelay.worker import turns
 from kvrelay.worker.cluster import callers
@@ -223,7 +223,7 @@ class Node:
         """What peers notify after their last writes does not arrive. ``on_lost`` runs on the transfer thread."""
         poll = self.transport.poll
 
-        def polling() -> tuple[list[PostEnd], list[Notification]]:
+        def polling() -> tuple[list[PostEnd], list[bytes]]:
             completions, notifications = poll()
             for _ in notifications:
                 on_lost()

@@ -20,7 +20,7 @@ from kvrelay.core.tier_stats import PEER, TierStats
 from kvrelay.handoff import prefill_events as pe
 from kvrelay.handoff.base import EndReason
 from kvrelay.handoff.messages import HandoffAbandon
-from kvrelay.transfer.base import Notification, PostEnd
+from kvrelay.transfer.base import PostEnd
 from kvrelay.transfer.values import TransferOp
 from kvrelay.worker import prefixes, roles
 
@@ -163,7 +163,7 @@ class AtRead:
             self.has_come.set()
         return self._post(op, *arguments)
 
-    def _polled(self) -> tuple[list[PostEnd], list[Notification]]:
+    def _polled(self) -> tuple[list[PostEnd], list[bytes]]:
         return self._poll() if self.may_go.is_set() or not self.has_come.is_set() else ([], [])
 
     async def come(self) -> None:

@@ -27,6 +27,7 @@ from kvrelay.core.workers import KvMetadata
 from kvrelay.errors import TransferError
 from kvrelay.transfer.base import Transport
 from kvrelay.transfer.factory import build_transport, pool_allocator, shared_memory
+from kvrelay.transfer.p2p.address import UNGUARDED
 from kvrelay.transfer.pieces import NO_PIECES, block_pieces
 from kvrelay.transfer.thread import TransferThread
 from kvrelay.transfer.values import Pieces, TransferOp
@@ -114,7 +115,7 @@ def pool_thread(
     """A touched pool of the transport's memory, and the thread that moves it; not registered yet."""
     memory = shared_memory(config)
     pool = _touched(num_bytes, pool_allocator(config, memory))
-    transport = build_transport(config, name, memory=memory, is_guarded=False)
+    transport = build_transport(config, name, memory=memory, address=UNGUARDED)
     thread = TransferThread(transport, config)
     thread.on_notification(lambda _: None)
     thread.start()

@@ -21,7 +21,6 @@ from kvrelay.certify.pattern import Cause, Damage, Known, Pattern, UInt8Array
 from kvrelay.core.clock import Clock, MonotonicClock
 from kvrelay.core.layout import BlockRun, KVLayout, MemoryRegion
 from kvrelay.core.workers import KvMetadata
-from kvrelay.transfer.base import Notification
 from kvrelay.transfer.layout_mapping import LayoutMapping
 from kvrelay.transfer.thread import TransferThread
 from kvrelay.transfer.values import Pieces, TransferOp
@@ -233,9 +232,9 @@ class LocalEnd(End):
             return Told(timeout_s, f"hand-off {number} had not ended after {timeout_s:g} s")
         return flight.told
 
-    def _notified(self, notification: Notification) -> None:
-        if notification.payload.isdigit():
-            self._arrived.put(int(notification.payload))
+    def _notified(self, notification: bytes) -> None:
+        if notification.isdigit():
+            self._arrived.put(int(notification))
 
     def _wait_arrived(self, number: int, timeout_s: float) -> Told:
         deadline_s = time.monotonic() + timeout_s

@@ -26,6 +26,7 @@ from kvrelay.core.layout import KVLayout, MemoryRegion
 from kvrelay.core.workers import KvMetadata
 from kvrelay.errors import KvrelayError, TransferError
 from kvrelay.transfer.factory import pool_allocator, shared_memory
+from kvrelay.transfer.p2p.address import UNGUARDED
 from kvrelay.transfer.ranks.build import build_ranked_transport
 from kvrelay.transfer.ranks.channel import Channel
 from kvrelay.transfer.ranks.link import RankLink, RankLinks
@@ -64,7 +65,7 @@ def local_end(spec: EndSpec) -> Iterator[LocalEnd]:
         device = _device(spec, memory)
         region = device.allocate(spec.num_blocks * spec.layout.block_bytes)
         links = _ranks(stack, spec, region, memory) if spec.is_per_rank else RankLinks()
-        transport = build_ranked_transport(spec.transfer, spec.name, spec.layout, links, memory, is_guarded=False)
+        transport = build_ranked_transport(spec.transfer, spec.name, spec.layout, links, memory, address=UNGUARDED)
         thread = TransferThread(transport, spec.transfer)
         stack.callback(thread.close)
         end = LocalEnd(spec.name, device, region, spec.layout, thread, spec.transfer.transport)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from contextlib import suppress
 from typing import Any
 
 from kvrelay.control.etcd_channel import RETRY_S, EtcdChannel
@@ -44,15 +45,9 @@ class EtcdLease(HeldLease):
         await self._grant()
         self._keep_alive(self._refresh_or_register)
 
-    async def revoke(self) -> None:
-        if self.is_given_back:
-            return
-        self._give_back()
-        await self.stop()
-        try:
+    async def _end_at_server(self) -> None:
+        with suppress(LeaseLostError):  # the lease and its keys are gone already
             await self._revoke(self._id)
-        except LeaseLostError:
-            pass  # the lease and its keys are gone already
 
     def holds(self, key: str) -> bool:
         """Whether the key hangs on this lease."""

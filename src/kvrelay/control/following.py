@@ -34,13 +34,14 @@ async def follow(
                 if event.kind is WatchKind.SYNCED:
                     on_synced()
                 else:
-                    _tell(on_change, event)
+                    tell(on_change, event)
         except ControlUnavailableError as exc:
             _log.warning("watching %s failed (%s); using the last known entries and retrying", prefix, exc)
         await asyncio.sleep(RETRY_S)
 
 
-def _tell(on_change: Callable[[WatchEvent], None], event: WatchEvent) -> None:
+def tell(on_change: Callable[[WatchEvent], None], event: WatchEvent) -> None:
+    """``on_change``, whose refusals and failures are logged."""
     try:
         on_change(event)
     except (ProtocolError, ConfigError) as exc:

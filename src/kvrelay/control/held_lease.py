@@ -13,6 +13,7 @@ import asyncio
 import logging
 import math
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 
 from kvrelay.control.base import KEEPALIVES_PER_LEASE
@@ -25,8 +26,8 @@ _log = logging.getLogger(__name__)
 MAX_RETRY_S = 1.0
 
 
-class HeldLease:
-    """Contract: ``control.base.Lease``. The subclass implements ``revoke`` and what ``_keep_alive`` runs."""
+class HeldLease(ABC):
+    """Contract: ``control.base.Lease``. The subclass implements ``_end_at_server`` and what ``_keep_alive`` runs."""
 
     def __init__(self, ttl_s: float) -> None:
         self.lease_id = ""
@@ -65,6 +66,16 @@ class HeldLease:
             self._timer.cancel()
         if task is not None:
             await end_tasks([task])
+
+    async def revoke(self) -> None:
+        """This process ends the lease itself, so no callback runs."""
+        if not self.is_given_back:
+            self.is_given_back, self.alive_until_s = True, -math.inf
+            await self.stop()
+            await self._end_at_server()
+
+    @abstractmethod
+    async def _end_at_server(self) -> None: ...
 
     def _keep_alive(self, refresh: Callable[[], Awaitable[None]]) -> None:
         """From now on ``refresh`` the lease on its beats, and sooner after a failure."""
@@ -127,11 +138,6 @@ class HeldLease:
         self._tell_lost()
         _log.warning("the lease was revoked; its keys are not registered again")
         _run(self._on_revoked)
-
-    def _give_back(self) -> None:
-        """This process ends the lease itself, so no callback runs."""
-        self.is_given_back = True
-        self.alive_until_s = -math.inf
 
 
 def _run(callbacks: Sequence[Callable[[], None]]) -> None:

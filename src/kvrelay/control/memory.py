@@ -146,10 +146,7 @@ class MemoryLease(HeldLease):
         self.renewed_s = 0.0
         self._grant()
 
-    async def revoke(self) -> None:
-        if self.is_given_back:
-            return
-        self._give_back()
+    async def _end_at_server(self) -> None:
         self._plane.check_connected()
         self._plane.broker.end_lease(self.lease_id)
 

@@ -29,7 +29,7 @@ Setting = int | float | str | bool
 """Bytes of a run-time setting's value, which is a scalar."""
 
 _T = TypeVar("_T")
-_Struct = TypeVar("_Struct", WorkerInfo, KvMetadata)
+_Entry = TypeVar("_Entry", WorkerInfo, KvMetadata, CallerInfo, AdapterEntry)
 
 _worker_decoder = msgspec.json.Decoder(WorkerInfo)
 _metadata_decoder = msgspec.json.Decoder(KvMetadata)
@@ -41,13 +41,13 @@ _prefill_decoder = msgspec.msgpack.Decoder(RemotePrefillRequest)
 
 def decode_worker(worker_id: str, value: bytes) -> WorkerInfo:
     """The registration of the worker with the id in the key. Raises ProtocolError."""
-    return _registration(_worker_decoder, "entry", worker_id, value)
+    return _entry(_worker_decoder, "entry of worker", "worker_id", worker_id, value)
 
 
 def decode_kv_metadata(place: str, value: bytes) -> KvMetadata:
     """The KV memory under the key ``WORKER_ID/RANK``. Raises ProtocolError."""
     worker_id, _, rank = place.partition("/")
-    metadata = _registration(_metadata_decoder, "KV metadata", worker_id, value)
+    metadata = _entry(_metadata_decoder, "KV metadata of", "worker_id", worker_id, value)
     if str(metadata.rank) != rank:
         raise ProtocolError(f"KV metadata of {worker_id} under the key of rank {rank!r} names rank {metadata.rank}")
     return metadata
@@ -55,18 +55,12 @@ def decode_kv_metadata(place: str, value: bytes) -> KvMetadata:
 
 def decode_caller(caller_id: str, value: bytes) -> CallerInfo:
     """The frontend or operator with the id in the key. Raises ProtocolError."""
-    caller = _decoded(_caller_decoder, f"entry of caller {caller_id}", value)
-    if caller.caller_id != caller_id or caller.version != VERSION:
-        raise ProtocolError(f"entry of caller {caller_id} names caller {caller.caller_id}, version {caller.version}")
-    return caller
+    return _entry(_caller_decoder, "entry of caller", "caller_id", caller_id, value)
 
 
 def decode_adapter(name: str, value: bytes) -> AdapterEntry:
     """The adapter with the name in the key. Raises ProtocolError."""
-    adapter = _decoded(_adapter_decoder, f"entry of adapter {name}", value)
-    if adapter.name != name or adapter.version != VERSION:
-        raise ProtocolError(f"entry of adapter {name} names adapter {adapter.name}, version {adapter.version}")
-    return adapter
+    return _entry(_adapter_decoder, "entry of adapter", "name", name, value)
 
 
 def decode_setting(name: str, value: bytes) -> Setting:
@@ -114,10 +108,11 @@ def _decoded(decoder: msgspec.json.Decoder[_T], what: str, value: bytes, max_byt
         raise ProtocolError(f"{what} is malformed: {exc}") from exc
 
 
-def _registration(decoder: msgspec.json.Decoder[_Struct], what: str, worker_id: str, value: bytes) -> _Struct:
-    found = _decoded(decoder, f"{what} of {worker_id}", value)
-    if found.worker_id != worker_id:
-        raise ProtocolError(f"{what} of {worker_id} names another worker, {found.worker_id}")
+def _entry(decoder: msgspec.json.Decoder[_Entry], what: str, field: str, name: str, value: bytes) -> _Entry:
+    """Of the process or adapter whose ``field`` is ``name``, as the key says."""
+    found = _decoded(decoder, f"{what} {name}", value)
+    if getattr(found, field) != name:
+        raise ProtocolError(f"{what} {name} names another one, {getattr(found, field)}")
     if found.version != VERSION:
-        raise ProtocolError(f"{what} of {worker_id} has version {found.version}, not {VERSION}")
+        raise ProtocolError(f"{what} {name} has version {found.version}, not {VERSION}")
     return found

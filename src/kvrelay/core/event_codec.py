@@ -60,8 +60,8 @@ _request_decoder = msgspec.msgpack.Decoder(ReplayRequest)
 _reply_decoder = msgspec.msgpack.Decoder(ReplayReply)
 
 
-def encode_events(batch: KvEventBatch) -> bytes:
-    return _encoder.encode(batch)
+def encode_frame(message: KvEventBatch | LoadMetrics | ReplayRequest | ReplayReply) -> bytes:
+    return _encoder.encode(message)
 
 
 def decode_events(frame: bytes) -> KvEventBatch:
@@ -71,25 +71,13 @@ def decode_events(frame: bytes) -> KvEventBatch:
     return batch
 
 
-def encode_load(metrics: LoadMetrics) -> bytes:
-    return _encoder.encode(metrics)
-
-
 def decode_load(frame: bytes) -> LoadMetrics:
     """Raises ProtocolError for a malformed frame, another version, or numbers out of range."""
     return _decode(_load_decoder, frame).sound
 
 
-def encode_replay_request(request: ReplayRequest) -> bytes:
-    return _encoder.encode(request)
-
-
 def decode_replay_request(frame: bytes) -> ReplayRequest:
     return _decode(_request_decoder, frame)
-
-
-def encode_replay_reply(reply: ReplayReply) -> bytes:
-    return _encoder.encode(reply)
 
 
 def decode_replay_reply(frame: bytes) -> ReplayReply:

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from itertools import islice, repeat
 
-from kvrelay.core.event_codec import ReplayReply, decode_replay_request, encode_replay_reply
+from kvrelay.core.event_codec import ReplayReply, decode_replay_request, encode_frame
 from kvrelay.core.events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent, KvEventBatch
 
 DEFAULT_CAPACITY = 8192
@@ -105,9 +105,9 @@ class KvEventLog:
         """Answer a ReplayRequest frame with a ReplayReply frame. Raises ProtocolError for a malformed request."""
         request = decode_replay_request(frame)
         if not self._oldest <= request.from_seq <= self._next_seq:
-            return encode_replay_reply(self._dump_page(request.dump_seq, request.page))
+            return encode_frame(self._dump_page(request.dump_seq, request.page))
         batches = tuple(self._ring_batches(request.from_seq)[:1])
-        return encode_replay_reply(ReplayReply(self._worker_id, self._epoch, self._next_seq, batches))
+        return encode_frame(ReplayReply(self._worker_id, self._epoch, self._next_seq, batches))
 
     def _dump_page(self, dump_seq: int, page: int) -> ReplayReply:
         """A page of the dump as of ``dump_seq``, or the first page of a new one if that is no longer kept."""

@@ -39,7 +39,7 @@ async def failure_of(work: Awaitable[object], what: str) -> KvrelayError | None:
         return exc
     except Exception as exc:  # noqa: BLE001 - the outermost frame of what another thread or worker waits for
         _log.exception("%s failed", what)
-        return KvrelayError(repr(exc))
+        return KvrelayError(f"{what} failed: {exc!r}")
     return None
 
 

@@ -62,7 +62,6 @@ class EngineCore:
         clock: Clock,
         *,
         worker_id: str,
-        exclusive_prefill: bool = False,
         seed: int = 0,
         group: Group | None = None,
     ) -> None:
@@ -91,15 +90,7 @@ class EngineCore:
         """Requests that wait for a hand-off."""
         self._handoff_ids = HandoffIds(worker_id)
         self.scheduler = Scheduler(
-            self.pool,
-            clock,
-            self._start_remote,
-            holding=self.holding,
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            exclusive_prefill=exclusive_prefill,
-            priority_ageing_s=config.priority_ageing_s,
-            pauses=self.pauses,
+            self.pool, clock, self._start_remote, config, holding=self.holding, pauses=self.pauses
         )
         self.limits = AdmissionLimits(config, self.scheduler, clock)
         self.max_model_len = _max_model_len(executor, config)

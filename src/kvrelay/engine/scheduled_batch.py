@@ -91,10 +91,8 @@ class BatchPlanner:
     step, so that requests from before a change of role still end.
     """
 
-    def __init__(
-        self, batch: Batch, max_num_tokens: int, *, exclusive_prefill: bool, token_budget: TokenBudget | None = None
-    ) -> None:
-        self.exclusive_prefill = exclusive_prefill
+    def __init__(self, batch: Batch, max_num_tokens: int, token_budget: TokenBudget | None = None) -> None:
+        self.exclusive_prefill = False
         self._batch = batch
         self._max_num_tokens = max_num_tokens
         self._is_others_turn = False

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
+from kvrelay.config import EngineConfig
 from kvrelay.core.clock import Clock
 from kvrelay.core.logprobs import PositionLogprobs
 from kvrelay.core.messages import TokenOutput
@@ -100,7 +101,6 @@ class RemotePrefills:
 class Scheduler:
     """Continuous batching with chunked prefill over one block pool.
 
-    ``exclusive_prefill``: a HANDOFF prefill runs in steps of its own, so that its first token comes early.
     ``holding``: where KV may be beside the pool. ``pauses``: learns when sessions return; None: no one does.
     """
 
@@ -109,13 +109,10 @@ class Scheduler:
         pool: BlockPool,
         clock: Clock,
         start_remote: StartRemote,
+        config: EngineConfig,
         *,
         holding: Holding,
-        max_num_seqs: int,
-        max_num_batched_tokens: int,
-        exclusive_prefill: bool = False,
-        priority_ageing_s: float = 0.0,
-        pauses: Pauses | None = None,
+        pauses: Pauses | None,
     ) -> None:
         self.pool = pool
         self.pauses = pauses
@@ -129,13 +126,14 @@ class Scheduler:
         self.num_steps = 0
         """Forward passes."""
         # Every decode must fit into a step, so that none starves and a prefill always has a token left to compute.
-        self.max_num_running = min(max_num_seqs, max_num_batched_tokens)
+        max_num_batched_tokens = config.max_num_batched_tokens
+        self.max_num_running = min(config.max_num_seqs, max_num_batched_tokens)
         self._clock = clock
         self._start_remote = start_remote
         self.token_budget = TokenBudget(clock)
         self._arriving = Arriving(pool.block_size, clock, lambda: self.token_budget.costs.cost)
         self._sources = Sources(HeldByPeer(pool.block_size), holding, self._arriving)
-        self.admission = AdmissionQueue(pool, max_num_batched_tokens, clock, priority_ageing_s, self._sources)
+        self.admission = AdmissionQueue(pool, max_num_batched_tokens, clock, config.priority_ageing_s, self._sources)
         self.holding = holding
         holding.on_loaded = lambda request: self.kv_loaded(request, ok=True)
         if holding.blocks.num_blocks:
@@ -148,9 +146,7 @@ class Scheduler:
         self.times = EngineTimes()
         self._max_num_batched_tokens = max_num_batched_tokens
         self._remote_prefills = RemotePrefills(clock)
-        self._planner = BatchPlanner(
-            self._batch, max_num_batched_tokens, exclusive_prefill=exclusive_prefill, token_budget=self.token_budget
-        )
+        self._planner = BatchPlanner(self._batch, max_num_batched_tokens, self.token_budget)
         self._scheduled = ScheduledBatch([], [])
         self._loads: dict[Request, KvLoad] = {}
         """Of requests that are LOADING_KV."""

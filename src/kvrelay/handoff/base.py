@@ -132,6 +132,12 @@ class OfHandoff(Value, frozen=True):
     handoff_id: HandoffId
 
 
+class OfGrant(OfHandoff, frozen=True):
+    """An event or an action of one grant of a hand-off."""
+
+    generation: int
+
+
 class Registered(Value, frozen=True):
     """A worker has a lease of ``ttl_s`` seconds, and is in this term."""
 

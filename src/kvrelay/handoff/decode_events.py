@@ -8,7 +8,17 @@ from __future__ import annotations
 
 from kvrelay.core.handoff import HandoffOrder, KvDirection
 from kvrelay.handoff import messages as hm
-from kvrelay.handoff.base import Connection, EndReason, LeaseEnded, LeaseLost, OfHandoff, Registered, Tick, Value
+from kvrelay.handoff.base import (
+    Connection,
+    EndReason,
+    LeaseEnded,
+    LeaseLost,
+    OfGrant,
+    OfHandoff,
+    Registered,
+    Tick,
+    Value,
+)
 
 # -- events -----------------------------------------------------------------------------------------------------------
 
@@ -70,17 +80,14 @@ class LoanAllocated(OfHandoff, frozen=True):
     block_ids: tuple[int, ...] | None
 
 
-class HitsChecksummed(OfHandoff, frozen=True):
+class HitsChecksummed(OfGrant, frozen=True):
     """The answer to ChecksumHits; None if the blocks could not be read."""
 
-    generation: int
     checksums: tuple[int, ...] | None
 
 
-class GrantNotSent(OfHandoff, frozen=True):
+class GrantNotSent(OfGrant, frozen=True):
     """SendGrant found no connection: its claimant will never get the grant."""
-
-    generation: int
 
 
 class Done(Value, frozen=True):
@@ -97,18 +104,16 @@ class Offered(Value, frozen=True):
     connection: Connection
 
 
-class FetchEnded(OfHandoff, frozen=True):
+class FetchEnded(OfGrant, frozen=True):
     """Pull: the answer to Fetch. No read of ours touches either side's blocks any more. With ``kv_transfer_params`` and
     without ``ok`` D's engine has perhaps not asked P's, which must free the blocks by itself."""
 
-    generation: int
     ok: bool
 
 
-class Verified(OfHandoff, frozen=True):
+class Verified(OfGrant, frozen=True):
     """The answer to Verify: whether the blocks equal those that were sent."""
 
-    generation: int
     ok: bool
 
 
@@ -168,10 +173,9 @@ class LendPrefix(OfHandoff, frozen=True):
     prefix: hm.Prefix
 
 
-class ChecksumHits(OfHandoff, frozen=True):
+class ChecksumHits(OfGrant, frozen=True):
     """Checksum these hit blocks. Answered by HitsChecksummed."""
 
-    generation: int
     block_ids: tuple[int, ...]
 
 
@@ -190,7 +194,7 @@ class SendToPrefill(Value, frozen=True):
     message: hm.HandoffRefused | hm.HandoffRecall | hm.HandoffAbandon | hm.HandoffFetched
 
 
-class Fetch(OfHandoff, frozen=True):
+class Fetch(OfGrant, frozen=True):
     """Pull: read P's blocks, of which ``remote_first_block`` is the request's first, into ours from ``first_block`` on:
     the tokens that both hold. P's blocks hold ``remote_block_size`` tokens.
 
@@ -198,7 +202,6 @@ class Fetch(OfHandoff, frozen=True):
     of it moves any more.
     """
 
-    generation: int
     worker_id: str
     remote_block_ids: tuple[int, ...]
     block_ids: tuple[int, ...]
@@ -208,13 +211,12 @@ class Fetch(OfHandoff, frozen=True):
     kv_transfer_params: bytes | None = None
 
 
-class Verify(OfHandoff, frozen=True):
+class Verify(OfGrant, frozen=True):
     """Compare the blocks ``block_ids`` with ``checksums`` (None: none were sent). Answered by Verified.
 
     ``num_units``: the number of units of tokens (``core.checksums``) of these blocks, from the first, with content.
     """
 
-    generation: int
     worker_id: str
     block_ids: tuple[int, ...]
     checksums: tuple[int, ...] | None

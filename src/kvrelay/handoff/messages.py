@@ -27,6 +27,13 @@ class Prefix(msgspec.Struct, frozen=True, array_like=True):
     cache_salt: str | None = None
 
 
+class _OfGrant(msgspec.Struct, frozen=True):
+    """A message of one grant of a hand-off."""
+
+    handoff_id: HandoffId
+    generation: int
+
+
 class HandoffClaim(msgspec.Struct, frozen=True, tag=True):
     """P to D: I have the request and compute it; may I touch your blocks?
 
@@ -50,7 +57,7 @@ class HandoffClaim(msgspec.Struct, frozen=True, tag=True):
     prefix: Prefix | None = None
 
 
-class HandoffGrant(msgspec.Struct, frozen=True, tag=True):
+class HandoffGrant(_OfGrant, frozen=True, tag=True):
     """D to P: yes. From here on D's ``block_ids`` are quarantined until this generation is done or released.
 
     The ids override those of the queue entry: a second claimant gets fresh blocks. ``checksums``: those of the hits
@@ -59,8 +66,6 @@ class HandoffGrant(msgspec.Struct, frozen=True, tag=True):
     ``tail_tokens``: how many tokens before the prompt's end D takes over.
     """
 
-    handoff_id: HandoffId
-    generation: int
     block_ids: tuple[int, ...]
     num_cached_tokens: int
     checksums: tuple[int, ...] | None = None
@@ -80,20 +85,14 @@ class HandoffRefused(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
-class HandoffRecall(msgspec.Struct, frozen=True, tag=True):
+class HandoffRecall(_OfGrant, frozen=True, tag=True):
     """D to P, prefill-first, once: if you have not begun to compute it, give it back. P then answers HandoffReleased;
     else it says nothing, and goes on."""
 
-    handoff_id: HandoffId
-    generation: int
 
-
-class HandoffAbandon(msgspec.Struct, frozen=True, tag=True):
+class HandoffAbandon(_OfGrant, frozen=True, tag=True):
     """D to P: no request waits for it any more, and D does not read from P. P stops writing and answers
     HandoffReleased."""
-
-    handoff_id: HandoffId
-    generation: int
 
 
 class HandoffReleased(msgspec.Struct, frozen=True, tag=True):
@@ -110,15 +109,13 @@ class HandoffReleased(msgspec.Struct, frozen=True, tag=True):
     kv_transfer_params: bytes | None = None
 
 
-class HandoffProgress(msgspec.Struct, frozen=True, tag=True):
+class HandoffProgress(_OfGrant, frozen=True, tag=True):
     """P to D, every few seconds from the grant on: I am still computing it."""
 
-    handoff_id: HandoffId
-    generation: int
     secret: int = 0
 
 
-class HandoffDone(msgspec.Struct, frozen=True, tag=True):
+class HandoffDone(_OfGrant, frozen=True, tag=True):
     """P to D, after the last write: every block is in place; carries the first token (the "bonus" token),
     unless P has stopped short of the prompt's end.
 
@@ -127,8 +124,6 @@ class HandoffDone(msgspec.Struct, frozen=True, tag=True):
     computed from P's memory before they were sent. ``marks``: P's, of its phases (``kvrelay.marks``).
     """
 
-    handoff_id: HandoffId
-    generation: int
     token_id: int | None
     logprobs: PositionLogprobs | None
     num_transferred_bytes: int
@@ -138,7 +133,7 @@ class HandoffDone(msgspec.Struct, frozen=True, tag=True):
     marks: bytes = b""
 
 
-class HandoffReady(msgspec.Struct, frozen=True, tag=True):
+class HandoffReady(_OfGrant, frozen=True, tag=True):
     """P to D, pull only: everything is computed and lies in P's ``block_ids``, from the first that D lacks to the
     last.
 
@@ -149,8 +144,6 @@ class HandoffReady(msgspec.Struct, frozen=True, tag=True):
     for such an engine or because P has stopped short of the prompt's end.
     """
 
-    handoff_id: HandoffId
-    generation: int
     block_ids: tuple[int, ...]
     token_id: int | None
     logprobs: PositionLogprobs | None
@@ -161,8 +154,5 @@ class HandoffReady(msgspec.Struct, frozen=True, tag=True):
     marks: bytes = b""
 
 
-class HandoffFetched(msgspec.Struct, frozen=True, tag=True):
+class HandoffFetched(_OfGrant, frozen=True, tag=True):
     """D to P. Push: D has received HandoffDone. Pull: D has read everything and reads no more."""
-
-    handoff_id: HandoffId
-    generation: int

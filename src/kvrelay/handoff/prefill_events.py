@@ -9,7 +9,7 @@ from __future__ import annotations
 from kvrelay.core.handoff import HandoffOrder
 from kvrelay.core.logprobs import PositionLogprobs
 from kvrelay.handoff import messages as hm
-from kvrelay.handoff.base import EndReason, LeaseEnded, LeaseLost, OfHandoff, Registered, Tick, Value
+from kvrelay.handoff.base import EndReason, LeaseEnded, LeaseLost, OfGrant, OfHandoff, Registered, Tick, Value
 
 
 class RequestBlocks(Value, frozen=True):
@@ -70,10 +70,8 @@ class Cancelled(OfHandoff, frozen=True):
     """Prefill-first: the frontend has aborted the request."""
 
 
-class Recalled(OfHandoff, frozen=True):
+class Recalled(OfGrant, frozen=True):
     """The decode worker has asked for it back, and the engine has not begun it."""
-
-    generation: int
 
 
 class ClaimFailed(OfHandoff, frozen=True):
@@ -237,7 +235,7 @@ class ChecksumChunk(OfHandoff, frozen=True):
     block_ids: tuple[int, ...]
 
 
-class Write(OfHandoff, frozen=True):
+class Write(OfGrant, frozen=True):
     """Write our blocks into D's, after every earlier Write of this hand-off, then deliver ``done`` after the bytes.
 
     The tokens that both hold: those of D, of which ``remote_first_block`` is the first, begin after its hits, so there
@@ -245,7 +243,6 @@ class Write(OfHandoff, frozen=True):
     of this hand-off has failed. Answered by Written.
     """
 
-    generation: int
     blocks: RequestBlocks
     remote_block_ids: tuple[int, ...]
     done: hm.HandoffDone | None

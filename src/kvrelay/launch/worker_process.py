@@ -32,7 +32,7 @@ from kvrelay.launch.request_plane import connector, request_plane_keys, require_
 from kvrelay.rpc import Heartbeat, ZmqRpcServer
 from kvrelay.tiers.build import open_tiers
 from kvrelay.transfer import pool_allocator, shared_memory
-from kvrelay.transfer.p2p.control import ControlKeys, P2pAddress
+from kvrelay.transfer.p2p.address import P2pAddress
 from kvrelay.transfer.ranks.build import build_ranked_transport
 from kvrelay.transfer.ranks.link import RankLinks
 from kvrelay.worker.identity import WorkerIdentity, new_worker_id
@@ -102,7 +102,7 @@ async def _run_worker(config: WorkerConfig, *, announces: bool) -> None:
         if engine.kv_region.device == "cpu" and not config.transfer.kv_transfer_per_rank:
             links = RankLinks()  # this process has mapped all ranks' pools
         # Transport p2p listens where the request plane does, with the same keys.
-        address = P2pAddress(config.host, ControlKeys(curve_keys.public, curve_keys.secret) if curve_keys else None)
+        address = P2pAddress(config.host, curve_keys)
         server = ZmqRpcServer(config.host, config.port, heartbeat=heartbeat, curve_keys=curve_keys)
         worker = Worker(
             config,

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 import msgspec
 
 from kvrelay.core.clock import Clock
-from kvrelay.core.event_codec import FULL_DUMP, ReplayReply, ReplayRequest, decode_replay_reply, encode_replay_request
+from kvrelay.core.event_codec import FULL_DUMP, ReplayReply, ReplayRequest, decode_replay_reply, encode_frame
 from kvrelay.core.events import AllBlocksCleared, BlockStored, KvEvent, KvEventBatch
 from kvrelay.core.workers import WorkerInfo
 from kvrelay.errors import ProtocolError
@@ -306,7 +306,7 @@ class KvIndexer(Indexer):
     def _ask(self, worker_id: str, stream: _Stream, request: ReplayRequest) -> None:
         stream.asked_at = self._clock.now()
         if self._request_replay is not None:
-            self._request_replay(worker_id, encode_replay_request(request))
+            self._request_replay(worker_id, encode_frame(request))
 
     def _log_once(self, about: str, message: str) -> None:
         """Log one line per worker and kind of fault; later ones are only counted."""

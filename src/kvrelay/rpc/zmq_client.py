@@ -13,10 +13,11 @@ from collections.abc import Callable
 
 import zmq
 
+from kvrelay.core.zmq_keys import CurveKeys, new_curve_keys
 from kvrelay.errors import ConfigError, ProtocolError, WorkerUnavailableError
 from kvrelay.rpc.heartbeat import DEFAULT_HEARTBEAT, Heartbeat
 from kvrelay.rpc.wire import Message, decode_message, encode_message
-from kvrelay.rpc.zmq_socket import FAREWELL_FRAME, NOBLOCK, PROBE_FRAME, Context, CurveKeys, Endpoint, new_curve_keys
+from kvrelay.rpc.zmq_socket import FAREWELL_FRAME, NOBLOCK, PROBE_FRAME, Context, Endpoint
 
 _log = logging.getLogger(__name__)
 

@@ -18,13 +18,14 @@ from collections.abc import Callable
 
 import zmq
 
-from kvrelay.config.addresses import host_port, zmq_hosts
+from kvrelay.config.addresses import host_port
+from kvrelay.core.zmq_keys import CurveKeys, bind_tcp
 from kvrelay.errors import AddressInUseError, ConfigError, ProtocolError
 from kvrelay.rpc.base import Admit, Peer
 from kvrelay.rpc.heartbeat import DEFAULT_HEARTBEAT, Heartbeat
 from kvrelay.rpc.wire import Message, decode_message, encode_message
 from kvrelay.rpc.zap import IDENTITY, ZapHandler
-from kvrelay.rpc.zmq_socket import FAREWELL_FRAME, NOBLOCK, PROBE_FRAME, SNDMORE, CurveKeys, Endpoint
+from kvrelay.rpc.zmq_socket import FAREWELL_FRAME, NOBLOCK, PROBE_FRAME, SNDMORE, Endpoint
 
 _log = logging.getLogger(__name__)
 
@@ -34,7 +35,7 @@ FAREWELL_INTERVAL_S = 0.1
 
 
 class ZmqRpcServer:
-    """RpcServer over ZMQ. ``advertise_host`` is the name to which others connect if ``host`` is a wildcard.
+    """RpcServer over ZMQ.
 
     With ``curve_keys`` only clients that know the public key can connect, and all traffic is encrypted; ``admit_by``
     also checks the clients' own keys.
@@ -45,13 +46,11 @@ class ZmqRpcServer:
         host: str = "127.0.0.1",
         port: int = 0,
         *,
-        advertise_host: str | None = None,
         heartbeat: Heartbeat = DEFAULT_HEARTBEAT,
         curve_keys: CurveKeys | None = None,
     ) -> None:
         self._host = host
         self._port = port
-        self._advertise_host = advertise_host
         self._heartbeat = heartbeat
         self._curve_keys = curve_keys
         self.endpoint: Endpoint | None = None
@@ -166,13 +165,7 @@ class ZmqRpcServer:
             endpoint.use_curve(self._curve_keys)
         if self._admit is not None:
             self._zap = ZapHandler(endpoint.context, socket, self._admit)
-        host, advertised = zmq_hosts(self._host)
-        socket.setsockopt(zmq.IPV6, int(":" in host))
-        socket.bind(f"tcp://{host_port(host, self._port or '*')}")
-        bound = socket.getsockopt(zmq.LAST_ENDPOINT)
-        assert isinstance(bound, bytes)
-        port = bound.decode().rstrip("\0").rsplit(":", 1)[1]
-        self._address = f"tcp://{host_port(self._advertise_host or advertised, port)}"
+        self._address = bind_tcp(socket, self._host, self._port)
 
     def _receive_one(self) -> int | None:
         frames = self.endpoint.receive() if self.endpoint is not None else None

@@ -13,12 +13,12 @@ import asyncio
 import math
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
+from kvrelay.core.zmq_keys import CurveKeys, use_curve
 from kvrelay.rpc.heartbeat import Heartbeat
 from kvrelay.rpc.wire import MAX_FRAME_BYTES
 
@@ -49,20 +49,6 @@ async def shared_context() -> AsyncIterator[Context]:
     finally:
         # Not term: it would wait for ever for a socket that a failure has left open.
         await asyncio.to_thread(context.destroy, LINGER_MS)
-
-
-@dataclass(frozen=True, slots=True)
-class CurveKeys:
-    """A CURVE key pair in Z85 text. The public half is what others need to connect."""
-
-    public: bytes
-    secret: bytes = field(repr=False)
-
-
-def new_curve_keys() -> CurveKeys:
-    """A fresh key pair."""
-    public, secret = zmq.curve_keypair()
-    return CurveKeys(public, secret)
 
 
 def _configure(socket: zmq.Socket[bytes], heartbeat: Heartbeat) -> None:
@@ -175,12 +161,7 @@ class Endpoint:
 
     def use_curve(self, keys: CurveKeys, server_key: bytes | None = None) -> None:
         """Encrypt: as a client of the server with that public key, or as a server."""
-        if server_key is None:
-            self.socket.curve_server = True
-        else:
-            self.socket.curve_serverkey = server_key
-        self.socket.curve_publickey = keys.public
-        self.socket.curve_secretkey = keys.secret
+        use_curve(self.socket, keys, server_key)
 
     def receive(self) -> list[zmq.Frame] | None:
         """The frames of the next message, with libzmq's metadata; None if there is none."""

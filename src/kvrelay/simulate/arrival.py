@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvrelay.core.hashing import compute_sequence_hashes
+from kvrelay.core.token_ids import words_of
 from kvrelay.errors import InvalidInputError
 
 OWN_SEED = 1 << 40
@@ -91,7 +92,7 @@ def check_arrivals(arrivals: Sequence[Arrival]) -> None:
 
 @lru_cache(NUM_KEPT_HASHES)
 def _hashes(prompt: _Parts, vocab_size: int, block_size: int) -> tuple[int, ...]:
-    return compute_sequence_hashes(_prompt(prompt, vocab_size), block_size)
+    return compute_sequence_hashes(words_of(_prompt(prompt, vocab_size).astype("<u4").tobytes()), block_size)
 
 
 def _prompt(prompt: _Parts, vocab_size: int) -> npt.NDArray[np.int32]:

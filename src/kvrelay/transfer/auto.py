@@ -14,7 +14,7 @@ from kvrelay.core.decoding import UNREADABLE
 from kvrelay.core.layout import MemoryRegion
 from kvrelay.core.workers import KvMetadata
 from kvrelay.errors import FatalError, TransferError
-from kvrelay.transfer.base import Notification, Post, PostEnd, Transport
+from kvrelay.transfer.base import Post, PostEnd, Transport
 
 _log = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class AutoTransport(Transport):
         route = self._peers.get(worker_id)
         return None if route is None else route.name
 
-    def poll(self) -> tuple[list[PostEnd], list[Notification]]:
+    def poll(self) -> tuple[list[PostEnd], list[bytes]]:
         completions, notifications = [], []
         for name, transport in self._usable.items():
             ended, arrived = transport.poll()

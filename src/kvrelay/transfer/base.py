@@ -23,10 +23,12 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from typing import Any
+from contextlib import suppress
+from typing import Any, Self
 
 import msgspec
 
+from kvrelay.core.decoding import UNREADABLE
 from kvrelay.core.layout import MemoryRegion
 from kvrelay.core.workers import KvMetadata
 from kvrelay.errors import FatalError, TransferError
@@ -37,6 +39,23 @@ from kvrelay.transfer.stats import P2pCounters
 from kvrelay.transfer.values import GrantRef, Pieces, TransferOp
 
 
+class Agent(msgspec.Struct, frozen=True):
+    """What a peer has to know of a worker's pool: ``KvMetadata.agent`` as msgpack."""
+
+    worker_id: str
+    num_bytes: int
+
+    @classmethod
+    def of(cls, metadata: KvMetadata) -> Self:
+        """Raises TransferError for one that is not of this kind, or another worker's."""
+        agent = None
+        with suppress(*UNREADABLE):
+            agent = msgspec.msgpack.decode(metadata.agent, type=cls)
+        if agent is None or (agent.worker_id, agent.num_bytes) != (metadata.worker_id, metadata.num_bytes):
+            raise TransferError(f"the metadata of worker {metadata.worker_id} is damaged", peer=metadata.worker_id)
+        return agent
+
+
 class PostEnd(msgspec.Struct, frozen=True):
     """The end of a post. ``error`` is None if every byte arrived. ``is_refused``: the peer has refused it, for want of
     room or of a grant; the connection is good, and other posts go on."""
@@ -44,12 +63,6 @@ class PostEnd(msgspec.Struct, frozen=True):
     handle: int
     error: str | None
     is_refused: bool = False
-
-
-class Notification(msgspec.Struct, frozen=True):
-    """A peer's payload, delivered after the write to which it belongs. The payload is untrusted until decoded."""
-
-    payload: bytes
 
 
 class Post(msgspec.Struct, eq=False):
@@ -136,7 +149,8 @@ class Transport(ABC):
         return self._last_handle
 
     @abstractmethod
-    def poll(self) -> tuple[list[PostEnd], list[Notification]]: ...
+    def poll(self) -> tuple[list[PostEnd], list[bytes]]:
+        """The posts that have ended, and the payloads of peers, each after its write. They are untrusted."""
 
     @property
     @abstractmethod

@@ -12,7 +12,7 @@ from kvrelay.transfer.auto import AutoTransport
 from kvrelay.transfer.base import Transport
 from kvrelay.transfer.loopback import LoopbackFabric
 from kvrelay.transfer.nixl import NixlTransport
-from kvrelay.transfer.p2p.control import P2pAddress
+from kvrelay.transfer.p2p.address import LOOPBACK, P2pAddress
 from kvrelay.transfer.p2p.transport import P2pTransport
 from kvrelay.transfer.shm.memory import SharedPoolMemory
 from kvrelay.transfer.shm.transport import ShmTransport
@@ -25,13 +25,10 @@ def build_transport(
     worker_id: str,
     fabric: LoopbackFabric | None = None,
     memory: SharedPoolMemory | None = None,
-    address: P2pAddress | None = None,
-    *,
-    is_guarded: bool = True,
+    address: P2pAddress = LOOPBACK,
 ) -> Transport:
-    """``fabric`` is shared by the loopback transports of one process. ``memory`` is where the pool
-    was allocated, for shm and auto. ``address``: where p2p listens (default: loopback, open); ``is_guarded`` False lets
-    p2p's peers touch the whole pool. Raises ConfigError if the transport lacks something."""
+    """``fabric`` is shared by the loopback transports of one process. ``memory`` is where the pool was allocated, for
+    shm and auto; ``address`` is p2p's. Raises ConfigError if the transport lacks something."""
     match config.transport:
         case "nixl":
             return NixlTransport(config, worker_id)
@@ -41,7 +38,7 @@ def build_transport(
                 return shm
             return AutoTransport(worker_id, {"shm": shm, "nixl": NixlTransport(config, worker_id)})
         case "p2p":
-            return P2pTransport(config, worker_id, address, is_guarded=is_guarded)
+            return P2pTransport(config, worker_id, address)
         case "loopback" if fabric is not None:
             return fabric.transport(worker_id)
         case "loopback":

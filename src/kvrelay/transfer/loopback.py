@@ -15,7 +15,7 @@ import msgspec
 from kvrelay.core.layout import MemoryRegion
 from kvrelay.core.workers import KvMetadata
 from kvrelay.errors import FatalError, TransferError
-from kvrelay.transfer.base import Notification, Post, PostEnd, Transport
+from kvrelay.transfer.base import Post, PostEnd, Transport
 from kvrelay.transfer.values import TransferOp
 
 
@@ -69,11 +69,11 @@ class LoopbackTransport(Transport):
         self.posts = [post for post in self.posts if post.worker_id != worker_id]
         self._fail(gone, f"worker {worker_id} was disconnected")
 
-    def poll(self) -> tuple[list[PostEnd], list[Notification]]:
+    def poll(self) -> tuple[list[PostEnd], list[bytes]]:
         with self._fabric.lock:
             self._ended += [PostEnd(post.handle, self._perform(post)) for post in self._take_due()]
             own = self._fabric.ends.get(self._worker_id)
-            notifications = [Notification(payload) for payload in own.inbox] if own else []
+            notifications = list(own.inbox) if own else []
             if own:
                 own.inbox.clear()
         return self._take_ended(), notifications

@@ -40,7 +40,7 @@ from kvrelay.config import TransferConfig
 from kvrelay.core.layout import MemoryRegion
 from kvrelay.core.workers import KvMetadata
 from kvrelay.errors import FatalError, TransferError
-from kvrelay.transfer.base import Notification, Post, PostEnd, Transport
+from kvrelay.transfer.base import Post, PostEnd, Transport
 from kvrelay.transfer.packing import NIXL_RULE, PackingBuffer
 from kvrelay.transfer.values import Int64Array, TransferOp
 
@@ -147,7 +147,7 @@ class NixlTransport(Transport):
                 self.staging.give_back(post.handle, is_complete=False)
             self._ended.append(PostEnd(post.handle, f"worker {post.worker_id}: {exc}"))
 
-    def poll(self) -> tuple[list[PostEnd], list[Notification]]:
+    def poll(self) -> tuple[list[PostEnd], list[bytes]]:
         if self._agent is None:
             return [], []
         for handle, (worker_id, request) in list(self._in_flight.items()):
@@ -280,12 +280,12 @@ class NixlTransport(Transport):
         with contextlib.suppress(*self._errors):
             self._agent.invalidateRemoteMD(name)
 
-    def _collect_notifications(self) -> list[Notification]:
+    def _collect_notifications(self) -> list[bytes]:
         try:
             by_peer = self._agent.getNotifs({})
         except self._errors:
             return []
-        return [Notification(bytes(payload)) for payloads in by_peer.values() for payload in payloads]
+        return [bytes(payload) for payloads in by_peer.values() for payload in payloads]
 
 
 def epoll_fds() -> set[int]:

@@ -37,7 +37,7 @@ from kvrelay.core.histogram import Histogram
 from kvrelay.core.layout import MemoryRegion
 from kvrelay.core.workers import KvMetadata
 from kvrelay.errors import TransferError
-from kvrelay.transfer.base import Notification, Transport
+from kvrelay.transfer.base import Transport
 from kvrelay.transfer.grants import Grants
 from kvrelay.transfer.inbox import Inbox
 from kvrelay.transfer.pieces import split_pieces
@@ -85,7 +85,7 @@ class TransferThread:
         self._num_unfinished = 0
         self._counter = StatsCounter()
         self._leaving: set[str] = set()
-        self._on_notification: Callable[[Notification], None] | None = None
+        self._on_notification: Callable[[bytes], None] | None = None
         self._polls_since_progress = 0
 
     # -- from any thread -------------------------------------------------------------------------------------------
@@ -100,7 +100,7 @@ class TransferThread:
         """
         return self._post_call(lambda: self._register(region, kv_compatibility))
 
-    def on_notification(self, handler: Callable[[Notification], None]) -> None:
+    def on_notification(self, handler: Callable[[bytes], None]) -> None:
         """``handler`` runs on the transfer thread, must not block, and must not trust the payload."""
         self._on_notification = handler
 
@@ -333,11 +333,11 @@ class TransferThread:
         except Exception:  # noqa: BLE001 - a callback's defect must not stop other transfers
             _log.exception("on_done of a transfer with worker %s failed", transfer.worker_id)
 
-    def _notify(self, notification: Notification) -> None:
+    def _notify(self, notification: bytes) -> None:
         with self._lock:
             self._counter.num_notifications += 1
         if self._on_notification is None:
-            _log.warning("dropped a notification of %d bytes: no handler is set", len(notification.payload))
+            _log.warning("dropped a notification of %d bytes: no handler is set", len(notification))
             return
         try:
             self._on_notification(notification)

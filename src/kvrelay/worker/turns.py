@@ -75,8 +75,8 @@ class LoopTurns:
         """At once if this is the loop's thread. Dropped if the loop is closed."""
         if threading.get_ident() == self._loop_thread:
             function(*arguments)
-        elif not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(function, *arguments)
+        else:
+            self.soon(function, *arguments)
 
     def soon(self, function: Callable[..., object], *arguments: object) -> None:
         """From within an action. Dropped if the loop is closed."""

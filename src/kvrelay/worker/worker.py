@@ -137,7 +137,7 @@ class Worker:
             around, self.prefill, self._paired, self.decode, is_leaving=self._shutdown.has_begun, tasks=self._tasks
         )
         self._inbox = self._build_inbox(around)
-        self.transfer.on_notification(lambda notification: self.decode.handoffs.notified(notification.payload))
+        self.transfer.on_notification(self.decode.handoffs.notified)
 
     def _build_membership(self, transport_name: str) -> Membership:
         settings = self.settings

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrelay.core.events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
-from kvrelay.core.hashing import compute_block_hashes
+from kvrelay.core.hashing import compute_sequence_hashes
 from kvrelay.engines.hosted.cache import PlacedPrefixes
 
 SIZE = 2
@@ -35,12 +35,12 @@ def _apply(held: dict[int, int | None], event: KvEvent) -> None:
 def test_events_tell_what_is_held(prompts: list[list[int]], capacity: int) -> None:
     placed, held = PlacedPrefixes(SIZE, capacity), {}
     for prompt in prompts:
-        hashes = compute_block_hashes(prompt, SIZE)
-        for event in placed.place(hashes.sequence):
+        hashes = compute_sequence_hashes(prompt, SIZE)
+        for event in placed.place(hashes):
             _apply(held, event)
         assert set(placed.hashes()) == set(held)
         assert len(placed) <= capacity
-        assert placed.num_leading(hashes.sequence) == min(len(hashes.sequence), capacity)
+        assert placed.num_leading(hashes) == min(len(hashes), capacity)
     for event in placed.clear():
         _apply(held, event)
     assert not held
@@ -51,7 +51,7 @@ def test_the_oldest_prompt_leaves_first() -> None:
     placed = PlacedPrefixes(1, 4)
     old, new, more = ([1, 2], [3, 4], [5])
     for prompt in (old, new, old, more):
-        hashes = compute_block_hashes(prompt, 1)
-        placed.place(hashes.sequence)
-    held = [placed.num_leading(compute_block_hashes(prompt, 1).sequence) for prompt in (old, new, more)]
+        hashes = compute_sequence_hashes(prompt, 1)
+        placed.place(hashes)
+    held = [placed.num_leading(compute_sequence_hashes(prompt, 1)) for prompt in (old, new, more)]
     assert held == [2, 1, 1], "the last block of the prompt that nobody has used since"

@@ -12,7 +12,7 @@ import pytest
 from tests.frontend.doubles import FakeCluster, FakeWorker, Script, byte_level_tokenizer, running
 from tests.frontend.raw_http import events, send
 
-from kvrelay.core.event_codec import encode_load
+from kvrelay.core.event_codec import encode_frame
 from kvrelay.core.events import LoadMetrics
 from kvrelay.core.logprobs import PositionLogprobs, TokenLogprob
 from kvrelay.core.messages import GenerateRequest, OutputBatch, TokenOutput
@@ -258,9 +258,9 @@ async def test_load_samples_reach_the_router(model_dir: Path) -> None:
         cluster.frontend.cluster.model(None).router.apply_metrics = seen.append
         bus = cluster.broker.plane().events
         # What somebody else publishes about the worker does not count.
-        await bus.publish(cluster.keys.worker_load("w1"), encode_load(sample))
-        await bus.publish(cluster.keys.worker_load("nobody"), encode_load(sample))
-        await bus.publish(cluster.keys.worker_load("w0"), encode_load(sample))
+        await bus.publish(cluster.keys.worker_load("w1"), encode_frame(sample))
+        await bus.publish(cluster.keys.worker_load("nobody"), encode_frame(sample))
+        await bus.publish(cluster.keys.worker_load("w0"), encode_frame(sample))
         await bus.publish(cluster.keys.worker_load("w0"), b"garbage")
         await bus.publish(cluster.keys.worker_kv_events("w0"), b"garbage")
         await cluster.until(lambda: seen == [sample])
@@ -276,10 +276,10 @@ async def test_only_what_the_worker_has_sealed_counts(model_dir: Path) -> None:
         cluster.frontend.cluster.model(None).router.apply_metrics = seen.append
         bus, subject = cluster.broker.plane().events, cluster.keys.worker_load("w0")
         true, false = (LoadMetrics("w0", 5, 8, 50, 100, 3, 0.5, 0.0, seq=seq) for seq in (1, 2))
-        await bus.publish(subject, encode_load(false))
-        await bus.publish(subject, seal(new_secret(), subject, encode_load(false)))
-        await bus.publish(subject, seal(secret, cluster.keys.worker_kv_events("w0"), encode_load(false)))
-        await bus.publish(subject, seal(secret, subject, encode_load(true)))
+        await bus.publish(subject, encode_frame(false))
+        await bus.publish(subject, seal(new_secret(), subject, encode_frame(false)))
+        await bus.publish(subject, seal(secret, cluster.keys.worker_kv_events("w0"), encode_frame(false)))
+        await bus.publish(subject, seal(secret, subject, encode_frame(true)))
         await cluster.until(lambda: bool(seen))
         assert seen == [true]
 

@@ -15,7 +15,7 @@ from tests.frontend.raw_http import send
 
 from kvrelay.config import WorkerRole
 from kvrelay.core.activity import Activity, SessionActivity, Spent
-from kvrelay.core.event_codec import encode_load
+from kvrelay.core.event_codec import encode_frame
 from kvrelay.core.events import MAX_FLOWS, Flow, LoadMetrics, TokenCounts
 from kvrelay.core.messages import RequestRefused
 from kvrelay.core.step_cost import StepCost
@@ -51,7 +51,7 @@ async def eventually_snapshot(port: int, wanted: Any) -> dict[str, Any]:
 
 async def publish(cluster: FakeCluster, worker_id: str, **changes: object) -> None:
     load = msgspec.structs.replace(LoadMetrics(worker_id, 3, 8, 40, 100, 2, 0.4, 0.5, seq=1), **changes)
-    await cluster.bus.publish(cluster.keys.worker_load(worker_id), encode_load(load))
+    await cluster.bus.publish(cluster.keys.worker_load(worker_id), encode_frame(load))
 
 
 async def test_a_planner_is_told_what_was_heard_of_workers(model_dir: Path) -> None:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from tests.frontend.doubles import Script, running
 from tests.frontend.raw_http import Answer, RawClient, send
 
-from kvrelay.core.event_codec import encode_load
+from kvrelay.core.event_codec import encode_frame
 from kvrelay.core.events import LoadMetrics
 from kvrelay.errors import ConfigError, InvalidInputError, PayloadTooLargeError
 from kvrelay.frontend.access.access_log import AccessLog
@@ -239,7 +239,7 @@ def test_an_access_log_that_cannot_be_written(tmp_path: Path, caplog: pytest.Log
 async def test_the_workers_load_is_on_the_metrics_page(model_dir: Path) -> None:
     async with running(model_dir, Script((10,))) as cluster:
         load = LoadMetrics("w0", 3, 8, 40, 100, 2, 0.4, 0.0, seq=1)
-        await cluster.bus.publish(cluster.keys.worker_load("w0"), encode_load(load))
+        await cluster.bus.publish(cluster.keys.worker_load("w0"), encode_frame(load))
         frontend = cluster.frontend
         await cluster.until(lambda: bool(frontend.cluster.loads()))
         page = (await send(frontend.port, "GET", "/metrics")).body.decode()

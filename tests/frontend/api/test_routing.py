@@ -10,10 +10,10 @@ from typing import Any
 from tests.frontend.doubles import FakeCluster, Script, running
 from tests.frontend.raw_http import events, send
 
-from kvrelay.core.event_codec import encode_events
+from kvrelay.core.event_codec import encode_frame
 from kvrelay.core.event_log import KvEventLog
 from kvrelay.core.events import BlockStored
-from kvrelay.core.hashing import compute_block_hashes
+from kvrelay.core.hashing import compute_sequence_hashes
 
 PROMPT = list(range(16, 96))
 
@@ -36,15 +36,15 @@ async def put(cluster: FakeCluster, name: str, value: object) -> None:
 async def publish(cluster: FakeCluster, worker_id: str, adapter: str | None = None) -> list[str]:
     """The worker holds PROMPT's blocks as the adapter computes them, and serves and tells what it holds."""
     log = KvEventLog(worker_id, 0)
-    hashes = compute_block_hashes(PROMPT, 16, lora=adapter)
-    batch = log.append([BlockStored(None, hashes.sequence, 16)])
+    hashes = compute_sequence_hashes(PROMPT, 16, lora=adapter)
+    batch = log.append([BlockStored(None, hashes, 16)])
 
     async def serve(data: bytes) -> bytes:
         return log.serve_replay(data)
 
     await cluster.bus.serve(cluster.keys.worker_replay(worker_id), serve)
-    await cluster.bus.publish(cluster.keys.worker_kv_events(worker_id), encode_events(batch))
-    return sorted(f"{block:016x}" for block in hashes.sequence)
+    await cluster.bus.publish(cluster.keys.worker_kv_events(worker_id), encode_frame(batch))
+    return sorted(f"{block:016x}" for block in hashes)
 
 
 async def test_a_decision_is_explained_and_nothing_is_placed(model_dir: Path) -> None:

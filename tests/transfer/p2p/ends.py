@@ -16,7 +16,7 @@ import numpy as np
 from kvrelay.config import TransferConfig
 from kvrelay.core.layout import MemoryRegion
 from kvrelay.core.workers import KvMetadata
-from kvrelay.transfer.p2p.control import P2pAddress
+from kvrelay.transfer.p2p.address import P2pAddress
 from kvrelay.transfer.p2p.transport import P2pTransport
 from kvrelay.transfer.values import Pieces, TransferOp
 
@@ -36,14 +36,17 @@ class End:
     """A transport with a pool; what it has completed, and what it was told."""
 
     def __init__(
-        self, worker_id: str, config: TransferConfig, address: P2pAddress | None = None, *, is_guarded: bool = False
+        self,
+        worker_id: str,
+        config: TransferConfig,
+        address: P2pAddress = P2pAddress(is_guarded=False),  # noqa: B008
     ) -> None:
         self.worker_id = worker_id
         self.pool = np.random.default_rng(sum(worker_id.encode())).integers(0, 256, (NUM_PAGES, PAGE), dtype=np.uint8)
-        self.transport = P2pTransport(config, worker_id, address, is_guarded=is_guarded)
+        self.transport = P2pTransport(config, worker_id, address)
         region = MemoryRegion(self.pool.ctypes.data, self.pool.nbytes)
         agent = self.transport.register(region)
-        public_key = address.keys.public.decode() if address is not None and address.keys is not None else ""
+        public_key = address.keys.public.decode() if address.keys is not None else ""
         self.metadata = KvMetadata(
             worker_id, 0, "p2p", agent, region.address, region.num_bytes, PAGE, "cpu", 0, "k", public_key
         )
@@ -53,7 +56,7 @@ class End:
     def poll(self) -> None:
         completions, notifications = self.transport.poll()
         self.completed |= {completion.handle: completion.error for completion in completions}
-        self.payloads += [notification.payload for notification in notifications]
+        self.payloads += notifications
 
     def until(self, condition: Callable[[], bool]) -> None:
         end = time.monotonic() + WAIT_S

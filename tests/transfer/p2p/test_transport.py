@@ -22,8 +22,9 @@ from tests.transfer.p2p.ends import PAGE, End, page_pieces
 
 from kvrelay.config import TransferConfig
 from kvrelay.core.workers import KvMetadata
+from kvrelay.core.zmq_keys import new_curve_keys
 from kvrelay.errors import ConfigError, FatalError, TransferError
-from kvrelay.transfer.p2p.control import ControlKeys, P2pAddress
+from kvrelay.transfer.p2p.address import P2pAddress
 from kvrelay.transfer.p2p.messages import (
     Accept,
     Close,
@@ -40,7 +41,7 @@ from kvrelay.transfer.p2p.messages import (
     decode,
     encode,
 )
-from kvrelay.transfer.p2p.transport import decode_agent
+from kvrelay.transfer.p2p.transport import P2pAgent
 from kvrelay.transfer.values import GrantRef, TransferOp
 
 CONFIG = TransferConfig(transport="p2p", transfer_timeout_s=60.0)
@@ -80,7 +81,7 @@ def _held() -> tuple[int, int]:
 
 @pytest.mark.skipif(not HAS_IPV6, reason="this machine has no ::1")
 def test_workers_meet_over_ipv6(make: Callable[..., End]) -> None:
-    p, d = (make(name, address=P2pAddress("::1")) for name in ("p", "d"))
+    p, d = (make(name, address=P2pAddress("::1", is_guarded=False)) for name in ("p", "d"))
     assert p.outcome(p.write(d, [1], [2])) is None
     np.testing.assert_array_equal(d.pool[2], p.pool[1])
 
@@ -211,7 +212,7 @@ class Liar:
     """A client of a worker's control port that says what it likes."""
 
     def __init__(self, target: End, name: str = "liar") -> None:
-        agent = decode_agent(target.metadata.agent)
+        agent = P2pAgent.of(target.metadata)
         assert agent is not None
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.socket = self._context.socket(zmq.DEALER)
@@ -303,7 +304,7 @@ def test_a_small_message_with_other_bytes_than_it_names_is_refused(liar: tuple[E
 
 
 def test_without_a_grant_nothing_is_written_and_nothing_is_read(make: Callable[..., End]) -> None:
-    target = make("target", is_guarded=True)
+    target = make("target", address=P2pAddress())
     liar_end = Liar(target)
     before = target.pool.copy()
     liar_end.say(Connect("lie"))
@@ -337,7 +338,7 @@ def test_an_earlier_incarnation_is_not_meant(make: Callable[..., End]) -> None:
 
 
 def test_only_workers_whose_keys_are_known_get_in(make: Callable[..., End]) -> None:
-    addresses = [P2pAddress(keys=ControlKeys(*zmq.curve_keypair())) for _ in range(3)]
+    addresses = [P2pAddress(keys=new_curve_keys(), is_guarded=False) for _ in range(3)]
     d, p, stranger = (make(name, address=address) for name, address in zip("dps", addresses, strict=True))
     d.transport.learn("p", addresses[1].keys.public.decode())
     assert p.outcome(p.write(d, [1], [2])) is None
@@ -354,7 +355,7 @@ def test_only_workers_whose_keys_are_known_get_in(make: Callable[..., End]) -> N
 
 
 def test_a_worker_cannot_speak_in_the_name_of_another(make: Callable[..., End]) -> None:
-    addresses = [P2pAddress(keys=ControlKeys(*zmq.curve_keypair())) for _ in range(2)]
+    addresses = [P2pAddress(keys=new_curve_keys(), is_guarded=False) for _ in range(2)]
     d, p = make("d", address=addresses[0]), make("p", address=addresses[1])
     d.transport.learn("somebody-else", addresses[1].keys.public.decode())
     p.write(d, [1], [2])
@@ -364,7 +365,7 @@ def test_a_worker_cannot_speak_in_the_name_of_another(make: Callable[..., End]) 
 
 def test_an_impossible_address_is_refused(make: Callable[..., End]) -> None:
     p, d = make("p"), make("d")
-    agent = decode_agent(d.metadata.agent)
+    agent = P2pAgent.of(d.metadata)
     broken = msgspec.msgpack.encode(msgspec.structs.replace(agent, address="nowhere"))
     with pytest.raises(TransferError):
         p.transport.add_peer(msgspec.structs.replace(d.metadata, agent=broken))
@@ -406,7 +407,7 @@ def frames_of(rng: np.random.Generator) -> list[bytes]:
 
 
 def fuzz(make: Callable[..., End], num_frames: int) -> None:
-    target, honest = make("target", is_guarded=True), make("honest")
+    target, honest = make("target", address=P2pAddress()), make("honest")
     before, rng = target.pool.copy(), np.random.default_rng(12)
     liar_end = Liar(target)
     for number in range(num_frames):

@@ -10,6 +10,7 @@ import numpy as np
 
 from kvrelay.config import TransferConfig
 from kvrelay.core.layout import KVLayout, MemoryRegion
+from kvrelay.transfer.p2p.address import P2pAddress
 from kvrelay.transfer.ranks.build import build_ranked_transport
 from kvrelay.transfer.ranks.channel import Channel
 from kvrelay.transfer.ranks.link import RankLink, RankLinks
@@ -59,4 +60,4 @@ def ranks_of(
         links.offer(ranks, fence)
         for rank in ranks:
             stack.callback(rank.channel.close)
-    return build_ranked_transport(config, worker_id, layout, links, memory, is_guarded=is_guarded)
+    return build_ranked_transport(config, worker_id, layout, links, memory, P2pAddress(is_guarded=is_guarded))

@@ -19,7 +19,7 @@ from kvrelay.config import TransferConfig
 from kvrelay.core.layout import MemoryRegion, paged_kv
 from kvrelay.core.workers import KvMetadata
 from kvrelay.errors import FatalError, IncompatiblePeerError, TransferError
-from kvrelay.transfer.base import Notification, Post, PostEnd, Transport
+from kvrelay.transfer.base import Post, PostEnd, Transport
 from kvrelay.transfer.pieces import NO_PIECES, block_pieces
 from kvrelay.transfer.ranks.build import build_ranked_transport
 from kvrelay.transfer.ranks.channel import Channel
@@ -62,7 +62,7 @@ class HeldTransport(Transport):
         self._ended.append(PostEnd(post.handle, error, is_refused))
         return post
 
-    def poll(self) -> tuple[list[PostEnd], list[Notification]]:
+    def poll(self) -> tuple[list[PostEnd], list[bytes]]:
         return self._take_ended(), []
 
     @property
@@ -77,14 +77,14 @@ class WakingTransport(HeldTransport):
 
     def __init__(self, rank_id: str) -> None:
         super().__init__(rank_id)
-        self.notified: list[Notification] = []
+        self.notified: list[bytes] = []
         self.wake_fds = (os.eventfd(0, os.EFD_NONBLOCK),)
 
     def ring(self, payload: bytes) -> None:
-        self.notified.append(Notification(payload))
+        self.notified.append(payload)
         os.eventfd_write(self.wake_fds[0], 1)
 
-    def poll(self) -> tuple[list[PostEnd], list[Notification]]:
+    def poll(self) -> tuple[list[PostEnd], list[bytes]]:
         self.num_polls += 1
         for fd in self.wake_fds:
             with contextlib.suppress(BlockingIOError):
@@ -298,10 +298,10 @@ def test_what_a_rank_and_its_worker_send_at_once_blocks_neither(
     held = Held(stack, monkeypatch)
     payload = bytes(1 << 20)
 
-    def noisy() -> tuple[list[PostEnd], list[Notification]]:
-        return [], [Notification(payload)] if len(received) < 20 else []
+    def noisy() -> tuple[list[PostEnd], list[bytes]]:
+        return [], [payload] if len(received) < 20 else []
 
-    received: list[Notification] = []
+    received: list[bytes] = []
     monkeypatch.setattr(held.made[0], "poll", noisy)
     many = np.arange(100_000, dtype=np.int64) % SIZE
     pieces = Pieces(many, many, np.ones_like(many))
@@ -311,7 +311,7 @@ def test_what_a_rank_and_its_worker_send_at_once_blocks_neither(
     while len(received) < 20 or len(held.made[0].begun) < 5:
         assert time.monotonic() < end_s
         received += held.transport.poll()[1]
-    assert all(each.payload == payload for each in received)
+    assert all(each == payload for each in received)
 
 
 def test_a_rank_that_its_transport_wakes_does_not_poll_it(
@@ -326,9 +326,9 @@ def test_a_rank_that_its_transport_wakes_does_not_poll_it(
         time.sleep(0.01)
     assert all(rank.num_polls < 50 for rank in ranks), "hundreds of poll intervals have passed"
     ranks[1].ring(b"done")
-    received: list[Notification] = []
+    received: list[bytes] = []
     until(lambda: received.extend(held.transport.poll()[1]) or received)
-    assert received == [Notification(b"done")]
+    assert received == [b"done"]
     held.transport.close()
 
 

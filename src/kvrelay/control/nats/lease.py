@@ -57,11 +57,7 @@ class NatsLease(HeldLease):
             await self._bucket.put(key, value, self.lease_id)
             self._values[key] = value
 
-    async def revoke(self) -> None:
-        if self.is_given_back:
-            return
-        self._give_back()
-        await self.stop()
+    async def _end_at_server(self) -> None:
         # The lease first: all its keys then end at once for every watcher.
         await self._bucket.end_lease(self.lease_id)
         for key in self._values:

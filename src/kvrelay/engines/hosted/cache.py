@@ -13,7 +13,8 @@ lost, cannot be named and is left out, which costs a hit and never a token.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, MutableMapping, Sequence
+from typing import Any
 
 import msgspec
 
@@ -35,14 +36,10 @@ WHOLE_ATTENTION = ("full_attention", "mla_attention", "sink_full_attention")
 """vLLM's names of kinds of layers that keep the KV of the whole prompt."""
 
 
-class PlacedPrefixes:
-    """At most ``capacity`` blocks, identified by their sequence hashes. Not thread-safe."""
+class KnownBlocks:
+    """Blocks by their sequence hashes. Not thread-safe."""
 
-    def __init__(self, block_size: int, capacity: int) -> None:
-        self._block_size = block_size
-        self._capacity = capacity
-        self._blocks: OrderedDict[int, None] = OrderedDict()
-        """Oldest first. A block is used after those that follow it in a prompt, so it leaves after them."""
+    _blocks: MutableMapping[int, Any]
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -53,6 +50,22 @@ class PlacedPrefixes:
 
     def hashes(self) -> list[int]:
         return list(self._blocks)
+
+    def clear(self) -> list[KvEvent]:
+        """Forget everything."""
+        had_any = bool(self._blocks)
+        self._blocks.clear()
+        return [AllBlocksCleared()] if had_any else []
+
+
+class PlacedPrefixes(KnownBlocks):
+    """At most ``capacity`` blocks."""
+
+    def __init__(self, block_size: int, capacity: int) -> None:
+        self._block_size = block_size
+        self._capacity = capacity
+        self._blocks: OrderedDict[int, None] = OrderedDict()
+        """Oldest first. A block is used after those that follow it in a prompt, so it leaves after them."""
 
     def place(self, hashes: Sequence[int]) -> list[KvEvent]:
         """The server has computed these consecutive blocks, from the first of a prompt on. Returns the changes. Blocks
@@ -75,12 +88,6 @@ class PlacedPrefixes:
             )
         return events
 
-    def clear(self) -> list[KvEvent]:
-        if not self._blocks:
-            return []
-        self._blocks.clear()
-        return [AllBlocksCleared()]
-
 
 class EventsError(KvrelayError):
     """The data is no batch of events."""
@@ -102,8 +109,8 @@ class _Held(msgspec.Struct):
     num_copies: int = 1
 
 
-class MirroredCache:
-    """Not thread-safe. ``apply`` takes one batch as the server published it. Of a server with adapters (LoRA) only the
+class MirroredCache(KnownBlocks):
+    """``apply`` takes one batch as the server published it. Of a server with adapters (LoRA) only the
     blocks of ``adapters`` count, by name; an empty one: those of the model itself. Others may be added."""
 
     def __init__(self, block_size: int, adapters: Collection[str] = ("",)) -> None:
@@ -112,31 +119,18 @@ class MirroredCache:
         self._held: dict[ServerHash, _Held] = {}
         self._group: object = None
         """The number of the server's group of layers whose blocks count: that with whole attention, if there is one."""
-        self._refs: dict[int, int] = {}
+        self._blocks: dict[int, int] = {}
         """Our blocks, and how many of the server's blocks hold each: two images may lead to one hash."""
         self.num_unknown = 0
         """Blocks without a known hash."""
-
-    def __len__(self) -> int:
-        return len(self._refs)
-
-    def num_leading(self, hashes: Sequence[int]) -> int:
-        """How many of these consecutive blocks of a prompt are cached, from the first on."""
-        return next((number for number, block in enumerate(hashes) if block not in self._refs), len(hashes))
-
-    def hashes(self) -> list[int]:
-        return list(self._refs)
 
     def place(self, hashes: Sequence[int]) -> list[KvEvent]:
         """The server itself reports its contents."""
         return []
 
     def clear(self) -> list[KvEvent]:
-        """Forget everything."""
-        had_any = bool(self._refs)
         self._held.clear()
-        self._refs.clear()
-        return [AllBlocksCleared()] if had_any else []
+        return super().clear()
 
     def apply(self, payload: bytes) -> list[KvEvent]:
         """Apply a batch and return the changes. Raises EventsError; later events of the batch are then not applied."""
@@ -217,7 +211,7 @@ class MirroredCache:
             self._held[key] = _Held(blocks, salt)
             num_known = self.num_leading(blocks)
             for block in blocks:
-                self._refs[block] = self._refs.get(block, 0) + 1
+                self._blocks[block] = self._blocks.get(block, 0) + 1
             if num_known < per_block:
                 # Different blocks of the server may begin with equal blocks of ours.
                 events.append(
@@ -241,9 +235,9 @@ class MirroredCache:
                 continue
             del self._held[key]
             for block in held.blocks:
-                self._refs[block] -= 1
-                if not self._refs[block]:
-                    del self._refs[block]
+                self._blocks[block] -= 1
+                if not self._blocks[block]:
+                    del self._blocks[block]
                     gone.append(block)
         return [BlockRemoved(tuple(gone))] if gone else []
 

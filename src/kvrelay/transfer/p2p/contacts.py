@@ -65,14 +65,9 @@ class Contacts:
         shared = self._shared
         if peer.connecting or (peer.retry_s is not None and shared.clock() < peer.retry_s):
             return
-        evicted = shared.table.make_room(self.num_connecting)
-        if evicted is None:
-            shared.num_busy += 1
+        if not shared.make_room(self.num_connecting):
             peer.retry_s = shared.clock() + RETRY_S
             return
-        for pair in evicted:
-            shared.table.num_evicted += 1
-            shared.end_idle(pair)
         peer.connecting = secrets.token_hex(16)
         peer.retry_s = None
         shared.control.send(worker_id, Connect(peer.connecting))

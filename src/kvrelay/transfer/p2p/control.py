@@ -21,7 +21,6 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
@@ -30,7 +29,8 @@ import zmq
 from zmq.utils import z85
 from zmq.utils.monitor import parse_monitor_message
 
-from kvrelay.config.addresses import host_port, zmq_hosts
+from kvrelay.config.addresses import host_port
+from kvrelay.core.zmq_keys import CurveKeys, bind_tcp, use_curve
 from kvrelay.errors import FatalError, ProtocolError, TransferError
 from kvrelay.transfer.p2p.messages import MAX_FRAME_BYTES, Message, PeerHello, Unknown, decode, encode
 from kvrelay.transfer.values import worker_of
@@ -52,14 +52,6 @@ _KEY_FRAME, _NUM_ZAP_FRAMES, _KEY_BYTES = 8, 9, 32
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class ControlKeys:
-    """A CURVE key pair in Z85 text."""
-
-    public: bytes
-    secret: bytes = field(repr=False)
-
-
 class _Dialled(msgspec.Struct, eq=False):
     """A connection that we opened."""
 
@@ -79,7 +71,7 @@ class ControlThread:
         worker_id: str,
         host: str,
         port: int,
-        keys: ControlKeys | None,
+        keys: CurveKeys | None,
         *,
         on_request: Callable[[str, Message, memoryview], None],
         on_reply: Callable[[str, Message, memoryview], None],
@@ -180,8 +172,7 @@ class ControlThread:
         try:
             self._configure(socket)
             if self._keys is not None and public_key:
-                socket.curve_serverkey = public_key.encode()
-                socket.curve_publickey, socket.curve_secretkey = self._keys.public, self._keys.secret
+                use_curve(socket, self._keys, public_key.encode())
             socket.setsockopt(zmq.IPV6, int("[" in address))
             socket.connect(address)
         except (zmq.ZMQError, ValueError, TypeError) as exc:
@@ -229,20 +220,13 @@ class ControlThread:
         self._configure(router)
         router.setsockopt(zmq.ROUTER_MANDATORY, 1)
         if self._keys is not None:
-            router.curve_server = True
-            router.curve_publickey, router.curve_secretkey = self._keys.public, self._keys.secret
+            use_curve(router, self._keys)
             router.setsockopt(zmq.ZAP_DOMAIN, b"kvrelay-p2p")
             router.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
             self._zap = self._context.socket(zmq.ROUTER)
             self._zap.bind(_ZAP_ADDRESS)
             self._poller.register(self._zap, zmq.POLLIN)
-        host, advertised = zmq_hosts(self._host)
-        router.setsockopt(zmq.IPV6, int(":" in host))
-        router.bind(f"tcp://{host_port(host, self._port or '*')}")
-        bound = router.getsockopt(zmq.LAST_ENDPOINT)
-        assert isinstance(bound, bytes)
-        port = bound.decode().rstrip("\0").rsplit(":", 1)[1]
-        self.address = f"tcp://{host_port(advertised, port)}"
+        self.address = bind_tcp(router, self._host, self._port)
         self._poller.register(router, zmq.POLLIN)
         self._poller.register(self._wake_read, zmq.POLLIN)
 
@@ -386,10 +370,3 @@ def _send(socket: zmq.Socket[bytes], frames: list[bytes], payload: Any) -> bool:
     except zmq.ZMQError:
         return False  # its queue is full, or the peer is gone; whoever waits for an answer has a deadline
     return True
-
-
-class P2pAddress(msgspec.Struct, frozen=True):
-    """Where the control port listens, and with which keys; None: open."""
-
-    host: str = "127.0.0.1"
-    keys: ControlKeys | None = None

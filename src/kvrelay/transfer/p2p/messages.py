@@ -86,10 +86,9 @@ class Close(msgspec.Struct, frozen=True, tag=True):
     pair: Id
 
 
-class Put(msgspec.Struct, frozen=True, tag=True):
-    """``num_bytes`` for the responder's pool: pieces at ``offsets`` with ``lengths``, int64 little-endian, packed in
-    order. ``pair`` is empty if the bytes are in the second frame. ``waits``: the initiator keeps them until the
-    responder has room (GET); else the responder may refuse. ``notify`` is delivered once they have landed."""
+class _OfPieces(msgspec.Struct, frozen=True):
+    """``num_bytes`` of the responder's pool: pieces at ``offsets`` with ``lengths``, int64 little-endian, packed in
+    order."""
 
     pair: Id
     message: Number
@@ -97,19 +96,19 @@ class Put(msgspec.Struct, frozen=True, tag=True):
     offsets: Offsets
     lengths: Offsets
     grant: GrantRef | None = None
+
+
+class Put(_OfPieces, frozen=True, tag=True):
+    """Bytes for these pieces. ``pair`` is empty if they are in the second frame. ``waits``: the initiator keeps them
+    until the responder has room (GET); else the responder may refuse. ``notify`` is delivered once they have
+    landed."""
+
     waits: bool = False
     notify: Notify | None = None
 
 
-class Get(msgspec.Struct, frozen=True, tag=True):
+class Get(_OfPieces, frozen=True, tag=True):
     """The bytes of these pieces, please. ``pair`` is empty if they are to come with Landed."""
-
-    pair: Id
-    message: Number
-    num_bytes: Number
-    offsets: Offsets
-    lengths: Offsets
-    grant: GrantRef | None = None
 
 
 class Tell(msgspec.Struct, frozen=True, tag=True):

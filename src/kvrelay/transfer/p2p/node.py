@@ -13,8 +13,9 @@ from kvrelay.core.control_groups import map_memory
 from kvrelay.core.layout import MemoryRegion
 from kvrelay.errors import IntegrityError
 from kvrelay.transfer.grants import GrantTable
+from kvrelay.transfer.p2p.address import P2pAddress
 from kvrelay.transfer.p2p.communicators import Communicator, Communicators
-from kvrelay.transfer.p2p.control import ControlThread, P2pAddress
+from kvrelay.transfer.p2p.control import ControlThread
 from kvrelay.transfer.p2p.initiator import Initiator
 from kvrelay.transfer.p2p.messages import Message
 from kvrelay.transfer.p2p.pool_view import PoolView

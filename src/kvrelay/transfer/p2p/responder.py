@@ -104,14 +104,9 @@ class Responder:
         shared = self.shared
         if name in shared.table.pairs:
             raise ProtocolError(f"{worker_id} names a communicator that exists")
-        evicted = shared.table.make_room()
-        if evicted is None:
-            shared.num_busy += 1
+        if not shared.make_room():
             shared.control.answer(worker_id, CommunicatorRefused(name, "all communicators are in use"))
             return
-        for pair in evicted:
-            shared.table.num_evicted += 1
-            shared.end_idle(pair)
         shared.open_pair(name, worker_id, 1, shared.control.answer, self._failed)
         shared.control.answer(worker_id, CommunicatorMade(name))
 

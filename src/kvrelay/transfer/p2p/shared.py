@@ -40,6 +40,15 @@ class Shared(msgspec.Struct):
     num_failed: int = 0
     clock: Callable[[], float] = time.monotonic
 
+    def make_room(self, reserved: int = 0) -> bool:
+        """End idle communicators until another one fits, beside ``reserved`` others. False if too many are in use."""
+        evicted = self.table.make_room(reserved)
+        for pair in evicted or ():
+            self.table.num_evicted += 1
+            self.end_idle(pair)
+        self.num_busy += evicted is None
+        return evicted is not None
+
     def open_pair(
         self,
         name: str,

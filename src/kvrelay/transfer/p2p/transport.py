@@ -23,13 +23,12 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from kvrelay.config import TransferConfig
-from kvrelay.core.decoding import UNREADABLE
 from kvrelay.core.layout import MemoryRegion
 from kvrelay.core.workers import KvMetadata
 from kvrelay.errors import FatalError, IntegrityError, TransferError
-from kvrelay.transfer.base import Notification, Post, PostEnd, Transport
+from kvrelay.transfer.base import Agent, Post, PostEnd, Transport
 from kvrelay.transfer.grants import GrantTable
-from kvrelay.transfer.p2p.control import P2pAddress
+from kvrelay.transfer.p2p.address import LOOPBACK, P2pAddress
 from kvrelay.transfer.p2p.posts import Arrival, SentPost
 from kvrelay.transfer.stats import P2pCounters
 from kvrelay.transfer.values import TransferOp
@@ -38,12 +37,10 @@ if TYPE_CHECKING:
     from kvrelay.transfer.p2p.node import Node
 
 
-class P2pAgent(msgspec.Struct, frozen=True):
+class P2pAgent(Agent, frozen=True):
     """What a peer has to know: ``KvMetadata.agent`` as msgpack."""
 
-    worker_id: str
     address: str
-    num_bytes: int
     device: str
     max_message_bytes: int
     """The largest that can ever fit into this worker's room."""
@@ -51,18 +48,16 @@ class P2pAgent(msgspec.Struct, frozen=True):
 
 
 class P2pTransport(Transport):
-    """Contract: ``transfer.base.Transport``. ``is_guarded`` False: every peer may touch the whole pool."""
+    """Contract: ``transfer.base.Transport``."""
 
     name = "p2p"
     has_bar = True
 
-    def __init__(
-        self, config: TransferConfig, worker_id: str, address: P2pAddress | None = None, *, is_guarded: bool = True
-    ) -> None:
+    def __init__(self, config: TransferConfig, worker_id: str, address: P2pAddress = LOOPBACK) -> None:
         super().__init__(worker_id)
         self._config = config
-        self._address = address or P2pAddress()
-        self.grants: GrantTable = GrantTable(is_enforced=is_guarded)
+        self._address = address
+        self.grants: GrantTable = GrantTable(is_enforced=address.is_guarded)
         self.node: Node | None = None
         self._posts: dict[int, SentPost] = {}
         self._arrived: queue.SimpleQueue[Arrival] = queue.SimpleQueue()
@@ -98,9 +93,7 @@ class P2pTransport(Transport):
 
     def _connect(self, metadata: KvMetadata) -> KvMetadata:
         worker_id, node = metadata.worker_id, self.node
-        agent = decode_agent(metadata.agent)
-        if agent is None or agent.worker_id != worker_id or agent.num_bytes != metadata.num_bytes:
-            raise TransferError(f"the metadata of worker {worker_id} is damaged", peer=worker_id)
+        agent = P2pAgent.of(metadata)
         if node is None or self._region is None or agent.device != self._region.device:
             raise TransferError(f"worker {worker_id} has its pool on {agent.device}", peer=worker_id)
         key, limit = metadata.public_key or agent.public_key, agent.max_message_bytes
@@ -131,7 +124,7 @@ class P2pTransport(Transport):
             # The transfer thread's deadline follows if this one passes: it tears the connection down.
             sent.ended.wait(self._config.transfer_timeout_s)
 
-    def poll(self) -> tuple[list[PostEnd], list[Notification]]:
+    def poll(self) -> tuple[list[PostEnd], list[bytes]]:
         completions, notifications = self._take_ended(), []
         for fd in self.wake_fds:
             with contextlib.suppress(BlockingIOError):
@@ -141,7 +134,7 @@ class P2pTransport(Transport):
             if isinstance(arrival, IntegrityError):
                 raise arrival
             if isinstance(arrival, bytes):
-                notifications.append(Notification(arrival))
+                notifications.append(arrival)
             elif self._posts.pop(arrival.handle, None) is not None:
                 is_refused = arrival.error is not None and arrival.is_refused
                 completions.append(PostEnd(arrival.handle, arrival.error, is_refused))
@@ -189,11 +182,3 @@ class P2pTransport(Transport):
         node.close()
         (bell,), self.wake_fds = self.wake_fds, ()
         os.close(bell)
-
-
-def decode_agent(blob: bytes) -> P2pAgent | None:
-    """None if it is not one."""
-    try:
-        return msgspec.msgpack.decode(blob, type=P2pAgent)
-    except UNREADABLE:
-        return None

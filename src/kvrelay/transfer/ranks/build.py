@@ -6,7 +6,7 @@ from kvrelay.config import TransferConfig
 from kvrelay.core.layout import KVLayout
 from kvrelay.transfer.base import Transport
 from kvrelay.transfer.factory import build_transport
-from kvrelay.transfer.p2p.control import P2pAddress
+from kvrelay.transfer.p2p.address import LOOPBACK, P2pAddress
 from kvrelay.transfer.ranks.link import RankLinks, RankTransport
 from kvrelay.transfer.ranks.transport import RankedTransport
 from kvrelay.transfer.shm.memory import SharedPoolMemory
@@ -19,9 +19,7 @@ def build_ranked_transport(
     layout: KVLayout,
     links: RankLinks,
     memory: SharedPoolMemory | None,
-    address: P2pAddress | None = None,
-    *,
-    is_guarded: bool = True,
+    address: P2pAddress = LOOPBACK,
 ) -> RankedTransport:
     """``links``: the ranks that move their own KV; none: this process moves it all. The rest is
     as in ``build_transport``. Raises ConfigError."""
@@ -32,10 +30,9 @@ def build_ranked_transport(
             config,
             memory.name if memory is not None and memory.num_bytes else "",
             address,
-            is_guarded=is_guarded,
         )
         for number, link in enumerate(links.links)
     ]
     if not ends:
-        ends = [build_transport(config, worker_id, memory=memory, address=address, is_guarded=is_guarded)]
+        ends = [build_transport(config, worker_id, memory=memory, address=address)]
     return RankedTransport(worker_id, ends, layout, links.fence)

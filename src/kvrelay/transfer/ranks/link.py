@@ -21,9 +21,9 @@ from kvrelay.config import TransferConfig
 from kvrelay.core.layout import MemoryRegion
 from kvrelay.core.workers import KvMetadata
 from kvrelay.errors import FatalError, IncompatiblePeerError, KvrelayError, TransferError
-from kvrelay.transfer.base import Notification, Post, PostEnd, Transport
+from kvrelay.transfer.base import Post, PostEnd, Transport
 from kvrelay.transfer.nixl import LATE_S
-from kvrelay.transfer.p2p.control import P2pAddress
+from kvrelay.transfer.p2p.address import LOOPBACK, P2pAddress
 from kvrelay.transfer.ranks.channel import Channel, ChannelClosedError
 from kvrelay.transfer.ranks.messages import (
     Admit,
@@ -97,14 +97,7 @@ class RankTransport(Transport):
     """Contract: ``transfer.base.Transport``; all methods from any thread."""
 
     def __init__(
-        self,
-        link: RankLink,
-        rank_id: str,
-        config: TransferConfig,
-        pool_name: str = "",
-        address: P2pAddress | None = None,
-        *,
-        is_guarded: bool = True,
+        self, link: RankLink, rank_id: str, config: TransferConfig, pool_name: str = "", address: P2pAddress = LOOPBACK
     ) -> None:
         super().__init__(rank_id)
         self.name = config.transport
@@ -116,8 +109,7 @@ class RankTransport(Transport):
         self._link = link
         self._config = config
         self._pool_name = pool_name
-        self._address = address or P2pAddress()
-        self._is_guarded = is_guarded
+        self._address = address
         self._timeout_s = config.transfer_timeout_s
         self._lock = threading.RLock()
         self._poller = select.poll()
@@ -132,20 +124,13 @@ class RankTransport(Transport):
 
     def register(self, region: MemoryRegion) -> bytes:
         """``region`` is the worker's; the rank registers its own."""
-        keys = self._address.keys
-        public, secret = ("", "") if keys is None else (keys.public.decode(), keys.secret.decode())
-        answer = self._ask(
-            OpenMemory(
-                self._worker_id, self._config, self._pool_name, self._address.host, public, secret, self._is_guarded
-            ),
-            OPEN_TIMEOUT_S,
-        )
+        answer = self._ask(OpenMemory(self._worker_id, self._config, self._pool_name, self._address), OPEN_TIMEOUT_S)
         assert answer.memory is not None
         self.memory = memory = answer.memory
         self._region = MemoryRegion(memory.address, memory.num_bytes, memory.device, memory.device_id)
         return memory.agent
 
-    def poll(self) -> tuple[list[PostEnd], list[Notification]]:
+    def poll(self) -> tuple[list[PostEnd], list[bytes]]:
         with self._lock:
             self._watch()
             while self._end is None and self._poller.poll(0):
@@ -154,9 +139,9 @@ class RankTransport(Transport):
             ended, notifications = self._take_ended(), []
             for message in received:
                 if isinstance(message, Notified):
-                    notifications.append(Notification(message.payload))
+                    notifications.append(message.payload)
                 elif isinstance(message, PartEnded) and self._in_flight.pop(message.handle, None) is not None:
-                    ended.append(PostEnd(message.handle, message.error, message.is_refused))
+                    ended.append(message)
             return ended, notifications
 
     @property

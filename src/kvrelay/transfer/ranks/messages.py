@@ -14,6 +14,8 @@ import numpy.typing as npt
 
 from kvrelay.config import TransferConfig
 from kvrelay.core.workers import KvMetadata
+from kvrelay.transfer.base import PostEnd
+from kvrelay.transfer.p2p.address import P2pAddress
 from kvrelay.transfer.stats import P2pCounters
 from kvrelay.transfer.values import GrantRef, Int64Array, Pieces, TransferOp
 
@@ -36,16 +38,13 @@ class RankMemory(msgspec.Struct, frozen=True):
 
 class OpenMemory(msgspec.Struct, frozen=True, tag=True):
     """Build the transport as ``rank_id`` and register the pool. ``pool_name``: of the shared memory in which a pool of
-    the host lies, empty: it cannot be shared. The last four are
-    where transport p2p listens, its keys, and whether it asks for grants."""
+    the host lies, empty: it cannot be shared. ``address``:
+    of transport p2p."""
 
     rank_id: str
     config: TransferConfig
     pool_name: str
-    host: str
-    public_key: str = ""
-    secret_key: str = ""
-    is_guarded: bool = True
+    address: P2pAddress
 
 
 class Connect(msgspec.Struct, frozen=True, tag=True):
@@ -124,10 +123,8 @@ class Answer(msgspec.Struct, frozen=True, tag=True):
     memory: RankMemory | None = None
 
 
-class PartEnded(msgspec.Struct, frozen=True, tag=True):
-    handle: int
-    error: str | None = None
-    is_refused: bool = False
+class PartEnded(PostEnd, frozen=True, tag=True):
+    """The end of a PostPart."""
 
 
 class Notified(msgspec.Struct, frozen=True, tag=True):

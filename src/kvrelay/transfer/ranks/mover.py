@@ -21,7 +21,6 @@ from kvrelay.core.workers import KvMetadata
 from kvrelay.errors import FatalError, KvrelayError
 from kvrelay.transfer.base import Transport
 from kvrelay.transfer.factory import build_transport
-from kvrelay.transfer.p2p.control import ControlKeys, P2pAddress
 from kvrelay.transfer.ranks.channel import Channel, ChannelClosedError
 from kvrelay.transfer.ranks.link import WATCH_S
 from kvrelay.transfer.ranks.messages import (
@@ -128,7 +127,7 @@ class RankMover:
                 self._transport.remove_peer(rank_id)
         ended, notifications = self._transport.poll()
         for notification in notifications:
-            self._channel.send(Notified(notification.payload))
+            self._channel.send(Notified(notification))
         for end in ended:
             handle, _ = self._handles.pop(end.handle, (None, ""))
             if handle is not None:
@@ -193,12 +192,8 @@ class RankMover:
         memory = SharedPoolMemory()
         if message.pool_name and region.device == "cpu":
             memory.adopt(message.pool_name, self._pool_fd, region)
-        keys = ControlKeys(message.public_key.encode(), message.secret_key.encode()) if message.public_key else None
         config = config.at_port(self._port_offset)
-        address = P2pAddress(message.host, keys)
-        self._transport = build_transport(
-            config, message.rank_id, memory=memory, address=address, is_guarded=message.is_guarded
-        )
+        self._transport = build_transport(config, message.rank_id, memory=memory, address=message.address)
         self._poll_interval_s = config.poll_interval_s
         agent = self._transport.register(region)
         for fd in self._transport.wake_fds:

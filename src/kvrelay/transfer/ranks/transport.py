@@ -19,7 +19,7 @@ from kvrelay.core.decoding import UNREADABLE
 from kvrelay.core.layout import KVLayout, MemoryRegion
 from kvrelay.core.workers import KvMetadata
 from kvrelay.errors import KvrelayError, TransferError
-from kvrelay.transfer.base import Notification, Post, PostEnd, Transport
+from kvrelay.transfer.base import Post, PostEnd, Transport
 from kvrelay.transfer.compat import check_pool
 from kvrelay.transfer.grants import Grants
 from kvrelay.transfer.pieces import NO_PIECES
@@ -87,9 +87,9 @@ class RankedTransport(Transport):
         tables = [end.grants for end in self._ends if end.grants is not None]
         return list(zip(tables, rank_rows(rows, self._cut), strict=True))
 
-    def poll(self) -> tuple[list[PostEnd], list[Notification]]:
+    def poll(self) -> tuple[list[PostEnd], list[bytes]]:
         self._tell_fence()
-        arrived: list[Notification] = []
+        arrived: list[bytes] = []
         for number, end in enumerate(self._ends):
             parts, notifications = end.poll()
             arrived += notifications

@@ -22,11 +22,10 @@ from collections.abc import Callable
 
 import msgspec
 
-from kvrelay.core.decoding import UNREADABLE
 from kvrelay.core.layout import MemoryRegion
 from kvrelay.core.workers import KvMetadata
 from kvrelay.errors import FatalError, TransferError
-from kvrelay.transfer.base import Notification, Post, PostEnd, Transport
+from kvrelay.transfer.base import Agent, Post, PostEnd, Transport
 from kvrelay.transfer.pieces import MAX_NOTIFY_BYTES
 from kvrelay.transfer.shm.host import Host, this_host
 from kvrelay.transfer.shm.locks import WorkerLock
@@ -38,17 +37,15 @@ CopyPieces = Callable[[int, Int64Array, int, Int64Array, Int64Array], None]
 """(address to write at, offsets there, address to read at, offsets there, lengths), all in bytes: ``shm.copying``."""
 
 
-class ShmAgent(msgspec.Struct, frozen=True):
+class ShmAgent(Agent, frozen=True):
     """What a peer has to know: ``KvMetadata.agent`` as msgpack. Descriptors are those of process ``pid``."""
 
-    worker_id: str
     host: Host
     pid: int
     pool_fd: int
     pool_name: str
     pool_bytes: int
     offset: int
-    num_bytes: int
     mailbox_fd: int
     mailbox_inode: int
 
@@ -136,9 +133,7 @@ class ShmTransport(Transport):
 
     def _connect(self, metadata: KvMetadata) -> _Peer:
         worker_id = metadata.worker_id
-        agent = decode_agent(metadata.agent)
-        if agent is None or agent.worker_id != worker_id or agent.num_bytes != metadata.num_bytes:
-            raise TransferError(f"the metadata of worker {worker_id} is damaged", peer=worker_id)
+        agent = ShmAgent.of(metadata)
         if agent.host != self._host:
             raise TransferError(f"worker {worker_id} is on another host ({agent.host})", peer=worker_id)
         try:
@@ -159,12 +154,12 @@ class ShmTransport(Transport):
             peer.sender.send(post.handle, post.notify)
             self._flush(post.worker_id, peer)
 
-    def poll(self) -> tuple[list[PostEnd], list[Notification]]:
+    def poll(self) -> tuple[list[PostEnd], list[bytes]]:
         for worker_id, peer in self._peers.items():
             if peer.sender.num_pending:
                 self._flush(worker_id, peer)
         received = self._mailbox.receive() if self._mailbox is not None else []
-        return self._take_ended(), [Notification(payload) for payload in received]
+        return self._take_ended(), received
 
     @property
     def num_pending(self) -> int:
@@ -209,14 +204,6 @@ class ShmTransport(Transport):
             self._ended += [PostEnd(handle, None) for handle in peer.sender.flush()]
         except OSError as exc:
             self._fail(peer.sender.drop(), f"worker {worker_id} is gone: {exc}")
-
-
-def decode_agent(blob: bytes) -> ShmAgent | None:
-    """None if it is not one."""
-    try:
-        return msgspec.msgpack.decode(blob, type=ShmAgent)
-    except UNREADABLE:
-        return None
 
 
 def _open(pid: int, fd: int, flags: int, kind: str) -> int:

@@ -16,8 +16,9 @@ from collections import deque
 from collections.abc import Callable
 
 from kvrelay.control.base import WatchEvent, WatchKind
+from kvrelay.control.following import tell
 from kvrelay.core.tasks import TaskSet
-from kvrelay.errors import ConfigError, ProtocolError, TransferError
+from kvrelay.errors import TransferError
 from kvrelay.transfer.thread import TransferThread
 
 _log = logging.getLogger(__name__)
@@ -61,13 +62,7 @@ class LeaseEnds:
         while held:
             if held[0].kind is WatchKind.DELETE and not await self._bar_until_idle(worker_id):
                 return
-            event = held.popleft()
-            try:
-                self._tell(event)
-            except (ProtocolError, ConfigError) as exc:
-                _log.warning("discovery entry %s refused: %s", event.key, exc)
-            except Exception:  # noqa: BLE001 - one entry must not make us deaf to the rest, as in ``follow``
-                _log.exception("discovery entry %s failed", event.key)
+            tell(self._tell, held.popleft())
         del self._held[worker_id]
 
     async def _bar_until_idle(self, worker_id: str) -> bool:

@@ -8,34 +8,20 @@ client's. Grammars that were compiled before wait for no turn. Requests without 
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections import OrderedDict, deque
 from collections.abc import Callable
 
 from kvrelay.core.grammar import Grammar
+from kvrelay.core.latest import Latest
 from kvrelay.core.messages import GenerateRequest, RequestRefused
 from kvrelay.core.sampling import SamplingParams
-from kvrelay.core.tasks import TaskSet
-from kvrelay.errors import KvrelayError
+from kvrelay.core.tasks import TaskSet, failure_of
 from kvrelay.rpc.base import Peer
 from kvrelay.worker.decode.refusals import refusal_of
-
-_log = logging.getLogger(__name__)
 
 MAX_COMPILING = 2
 """Grammars that are compiled at the same time, of different clients."""
 MAX_KNOWN = 256
-
-
-async def prepared(prepare: Callable[[SamplingParams], None], sampling: SamplingParams) -> None:
-    """Run ``prepare`` in a thread. Raises KvrelayError alone: whatever it is, somebody waits for an answer."""
-    try:
-        await asyncio.to_thread(prepare, sampling)
-    except KvrelayError:
-        raise
-    except Exception as exc:
-        _log.exception("a request could not be prepared")
-        raise KvrelayError(f"the worker failed to prepare the request: {exc!r}") from exc
 
 
 class Preparation:
@@ -58,7 +44,7 @@ class Preparation:
         """By client; the client whose turn is next comes first."""
         self._compiling: set[str] = set()
         """The clients that have a grammar compiled now."""
-        self._known: OrderedDict[Grammar, None] = OrderedDict()
+        self._known: Latest[Grammar, None] = Latest(MAX_KNOWN)
 
     def begin(self, peer: Peer, message: GenerateRequest) -> None:
         """Prepare ``message``, then pass it on."""
@@ -103,24 +89,14 @@ class Preparation:
             self._take_turns()
 
     async def _run(self, peer: Peer, message: GenerateRequest) -> None:
-        refusal = None
-        try:
-            await prepared(self._prepare, message.sampling)
-        except KvrelayError as exc:
-            refusal = refusal_of(message.request_id, exc)
-        else:
-            self._remember(message.sampling.grammar)
+        grammar = message.sampling.grammar
+        error = await failure_of(asyncio.to_thread(self._prepare, message.sampling), "preparing a request")
+        if error is None and grammar is not None:
+            self._known[grammar] = None
         if (peer, message.request_id) not in self._pending:
             return
         self._pending.discard((peer, message.request_id))
-        if refusal is None:
+        if error is None:
             self._go_on(peer, message)
         else:
-            self._refuse(peer, refusal)
-
-    def _remember(self, grammar: Grammar | None) -> None:
-        if grammar is not None:
-            self._known[grammar] = None
-            self._known.move_to_end(grammar)
-            if len(self._known) > MAX_KNOWN:
-                self._known.popitem(last=False)
+            self._refuse(peer, refusal_of(message.request_id, error))

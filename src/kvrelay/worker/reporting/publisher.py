@@ -17,7 +17,7 @@ import msgspec
 
 from kvrelay.control.base import EventBus, Keys, Subscription
 from kvrelay.core.clock import next_beat_s
-from kvrelay.core.event_codec import encode_events, encode_load
+from kvrelay.core.event_codec import encode_frame
 from kvrelay.core.event_log import KvEventLog
 from kvrelay.core.events import BlockRemoved, BlockStored, KvEvent, LoadMetrics
 from kvrelay.core.sealing import seal
@@ -121,7 +121,7 @@ class Publisher:
         for some in split_events(events):
             batch = self._log.append(some)
             try:
-                await self._publish(self._keys.worker_kv_events(self._worker_id), encode_events(batch))
+                await self._publish(self._keys.worker_kv_events(self._worker_id), encode_frame(batch))
             except KvrelayError as exc:
                 # The log keeps them: indexes notice the gap in the numbers and request a replay.
                 _log.debug("events %d.. not published: %s", batch.first_seq, exc)
@@ -135,7 +135,7 @@ class Publisher:
         try:
             # The current age: while a step hangs there is no new sample, and this one is sent repeatedly.
             sample = msgspec.structs.replace(load, seq=self._seq, step_age_s=self._step_age_s())
-            await self._publish(self._keys.worker_load(self._worker_id), encode_load(self._complete(sample)))
+            await self._publish(self._keys.worker_load(self._worker_id), encode_frame(self._complete(sample)))
         except KvrelayError as exc:
             self._sent_load = None
             _log.debug("load not published: %s", exc)

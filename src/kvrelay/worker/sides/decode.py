@@ -19,7 +19,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from kvrelay.core.handoff import HandoffId, KvDirection, RemotePrefillRequest
@@ -39,7 +38,7 @@ from kvrelay.rpc.wire import decode_message
 from kvrelay.transfer.values import GrantRef, Int64Array, TransferOp
 from kvrelay.worker.marking import WorkerMarks
 from kvrelay.worker.reporting.stats import DecodeStats
-from kvrelay.worker.sides.ports import ChecksumPort, ConnectionPort, EnginePort, MemoryPort, TransferPort, Turns
+from kvrelay.worker.sides.ports import ConnectionPort, SidePorts
 from kvrelay.worker.sides.side import Side
 from kvrelay.worker.translation import opened
 
@@ -49,7 +48,7 @@ MAX_FETCHED = 1024
 FromPrefillSide = HandoffClaim | HandoffProgress | HandoffDone | HandoffReady | HandoffReleased
 
 
-class DecodePorts(msgspec.Struct):
+class DecodePorts(SidePorts):
     """``push(prefill)`` runs on the event loop for each prefill to be queued; if it fails, ``PushFailed`` follows.
 
     ``on_arrived(request_id, prefill_s)`` runs on the engine's thread when KV has arrived, before the request continues.
@@ -57,11 +56,6 @@ class DecodePorts(msgspec.Struct):
     ``may_use(n)``: so many grants are out. ``term``: our own, now.
     """
 
-    turns: Turns
-    engine: EnginePort
-    transfer: TransferPort
-    checksums: ChecksumPort
-    memory: MemoryPort
     peers: ConnectionPort
     push: Callable[[RemotePrefillRequest], None]
     on_arrived: Callable[[str, float], None]

@@ -15,6 +15,8 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
+import msgspec
+
 from kvrelay.core.layout import BlockRun
 from kvrelay.engine.contract import Engine
 from kvrelay.errors import KvrelayError
@@ -93,6 +95,16 @@ class MemoryPort(Protocol):
 
     def pieces(self, op: TransferOp, worker_id: str, here: BlockRun, there: BlockRun, block_size: int) -> Pieces | None:
         """None: they do not fit the peer's memory, or that is gone."""
+
+
+class SidePorts(msgspec.Struct):
+    """Those that both sides have."""
+
+    turns: Turns
+    engine: EnginePort
+    transfer: TransferPort
+    checksums: ChecksumPort
+    memory: MemoryPort
 
 
 class ConnectionPort(Protocol):

@@ -44,7 +44,7 @@ from kvrelay.marks.phases import Phase
 from kvrelay.rpc.wire import Message, encode_message
 from kvrelay.transfer.values import GrantRef, Pieces, TransferOp
 from kvrelay.worker.marking import WorkerMarks
-from kvrelay.worker.sides.ports import ChecksumPort, DecodeWorkerPort, EnginePort, Link, MemoryPort, TransferPort, Turns
+from kvrelay.worker.sides.ports import DecodeWorkerPort, Link, SidePorts
 from kvrelay.worker.sides.side import Side
 from kvrelay.worker.translation import chunk_computed, engine_request, pulled
 
@@ -104,17 +104,12 @@ class PrefixRead(Protocol):
         """So many of the blocks are here; once."""
 
 
-class PrefillPorts(msgspec.Struct):
+class PrefillPorts(SidePorts):
     """``may_use(n)``: decode workers may read the blocks of so many hand-offs. ``prepare(sampling, then)``: compile the
     grammar, then ``then(None)`` or ``then(error)``. ``computes_here(handoff_id)``: our own decode side does without a
     prefill worker. ``term``: our own, now.
     """
 
-    turns: Turns
-    engine: EnginePort
-    transfer: TransferPort
-    checksums: ChecksumPort
-    memory: MemoryPort
     peers: DecodeWorkerPort
     may_use: Callable[[int], None]
     prepare: Callable[[SamplingParams, Callable[[KvrelayError | None], None]], None]

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any, Generic, Protocol, TypeVar
 
 from kvrelay.handoff.base import Tick
-from kvrelay.worker.sides.ports import Turns
+from kvrelay.worker.sides.ports import SidePorts
 
 E = TypeVar("E")
 T = TypeVar("T")
@@ -27,21 +27,15 @@ class Ledger(Protocol[E_contra]):
     def next_tick_s(self) -> float | None: ...
 
 
-class HasTurns(Protocol):
-    """The ports of a side."""
-
-    turns: Turns
-
-
 class Side(Generic[E]):
     """Subclasses say how an action is carried out."""
 
     ledger: Any
     """A ``Ledger[E]``."""
     ports: Any
-    """``HasTurns``."""
+    """Its own kind of ``SidePorts``."""
 
-    def __init__(self, ledger: Ledger[E], ports: HasTurns) -> None:
+    def __init__(self, ledger: Ledger[E], ports: SidePorts) -> None:
         self.ledger, self.ports = ledger, ports
 
     def handle(self, event: E | Tick) -> None:

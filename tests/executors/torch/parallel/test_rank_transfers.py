@@ -25,6 +25,7 @@ from kvrelay.executors.torch import build_executor
 from kvrelay.executors.torch.parallel.executor import ParallelExecutor
 from kvrelay.transfer.base import PostEnd
 from kvrelay.transfer.layout_mapping import LayoutMapping
+from kvrelay.transfer.p2p.address import UNGUARDED
 from kvrelay.transfer.ranks.build import build_ranked_transport
 from kvrelay.transfer.ranks.link import RankLinks
 from kvrelay.transfer.ranks.transport import RankedTransport
@@ -56,7 +57,7 @@ class Worker:
             self.executor = build_executor(model, runner, ENGINE, HostMemory(memory.allocate))
         stack.callback(self.executor.shutdown)
         layout = self.executor.kv_layout
-        self.transport: RankedTransport = build_ranked_transport(config, name, layout, links, memory, is_guarded=False)
+        self.transport: RankedTransport = build_ranked_transport(config, name, layout, links, memory, address=UNGUARDED)
         stack.callback(self.transport.close)
         region: MemoryRegion = self.executor.kv_region
         assert region.is_pool
@@ -79,7 +80,7 @@ class Worker:
     def poll(self) -> None:
         ended, notifications = self.transport.poll()
         self.ended += ended
-        self.payloads += [each.payload for each in notifications]
+        self.payloads += notifications
 
     def write_to(self, other: Worker, notify: bytes) -> None:
         mapping = LayoutMapping(self.executor.kv_layout, other.executor.kv_layout)
