@@ -94,6 +94,8 @@ class Script:
     """Everything is said twice."""
     splits: bool = False
     """Tokens that come at once are outputs of their own, in one message."""
+    marks: tuple[bytes, bytes] = (b"", b"")
+    """What comes with the first and with the last output."""
     waits_for_prefill_lost: bool = False
     """The decode half of a pair that gets no KV: it begins when it hears that its prefill worker is lost."""
 
@@ -185,9 +187,16 @@ class FakeWorker:
             decision = (
                 f"told;slo={request.slo_ttft_ms:g},{request.slo_itl_ms:g}" if is_first and request.explain else ""
             )
+            marks = script.marks[0] if is_first else script.marks[1] if reason is not None else b""
             is_first = False
             output = TokenOutput(
-                request.request_id, tokens, reason, num_cached_tokens=cached, position=first, decision=decision
+                request.request_id,
+                tokens,
+                reason,
+                num_cached_tokens=cached,
+                position=first,
+                decision=decision,
+                marks=marks,
             )
             outputs = _one_by_one(output) if script.splits else [output]
             for _ in range((first != script.lose_at) * (1 + script.repeat)):
@@ -275,6 +284,14 @@ class FakeCluster:
 
         await noticed(holds, timeout_s)
 
+    def expect_routers_know_no_more(self) -> None:
+        """Once every answer has ended, no worker counts as busy with one: the next requests would avoid it."""
+        if self.frontend is None or self.frontend.metrics.num_in_flight_of():
+            return
+        for model in self.frontend.cluster.models:
+            for router in (model.router, model.pairs.prefills):
+                assert not router.num_pending, router
+
     async def close(self) -> None:
         if self.frontend is not None:
             await self.frontend.close()
@@ -295,5 +312,6 @@ async def running(model_dir: Path, *scripts: Script, **settings: object) -> Asyn
             frontend = cluster.frontend
             await cluster.until(lambda: len(frontend.cluster.model(None).worker_ids) == len(scripts))
         yield cluster
+        cluster.expect_routers_know_no_more()
     finally:
         await cluster.close()

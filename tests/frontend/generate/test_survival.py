@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 from tests.frontend.doubles import FakeCluster, Script, byte_level_tokenizer, running
@@ -16,9 +19,11 @@ from kvrelay.core.messages import RequestRefused
 from kvrelay.errors import WorkerUnavailableError
 from kvrelay.frontend.cluster import models
 from kvrelay.frontend.generate import sequence
-from kvrelay.frontend.side_threads import START_COST, TURN_COST
+from kvrelay.frontend.side_threads import START_COST, TURN_COST, LoopTurns
+from kvrelay.marks.trace import Trace
 from kvrelay.rpc.loopback import LoopbackRpcClient
 
+T = TypeVar("T")
 TOKENIZER = byte_level_tokenizer()
 ANSWER = "Once upon a time 你好 🙂 by the sea."
 TOKENS = tuple(TOKENIZER.encode(ANSWER).ids)
@@ -93,12 +98,14 @@ async def test_tokens_of_one_step_share_the_time_before_it(model_dir: Path) -> N
     """Five at once, each in an output of its own, as of a worker that speculates: five equal gaps each time. The first
     answer token has none, and nothing passes until the four that come with it."""
     async with running(model_dir, Script(TOKENS, per_output=5, splits=True, delay_s=0.01)) as cluster:
+        began_s = time.monotonic()
         answer = await ask(cluster, max_tokens=20)
         assert len(streamed(answer)[0]) > 0
         assert cluster.frontend is not None
-        counts = cluster.frontend.metrics.of("tiny").latencies.itl.counts
-        assert sum(counts) == 19
-        assert [count % 5 for count in counts] == [4] + [0] * (len(counts) - 1)
+        gaps = cluster.frontend.metrics.of("tiny").latencies.itl
+        assert sum(gaps.counts) == 19
+        assert [count % 5 for count in gaps.counts] == [4] + [0] * (len(gaps.counts) - 1)
+        assert 3 * 0.01 <= gaps.total_s <= time.monotonic() - began_s
 
 
 async def test_an_answer_of_two_tokens_is_judged_by_its_one_gap(model_dir: Path) -> None:
@@ -182,6 +189,45 @@ async def test_a_replacement_is_waited_for(model_dir: Path) -> None:
         await cluster.add_worker("w9", Script(TOKENS))
         assert streamed(await client.read_answer()) == (ANSWER, list(TOKENS))
         await client.close()
+
+
+async def test_a_continued_sequence_is_placed_by_its_prompt_and_the_answer_so_far(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its next worker prefills both: that is what is looked up in the caches, and what a turn of the loop is spent on."""
+    costs: list[int] = []
+    monkeypatch.setattr(LoopTurns, "take", recording(LoopTurns.take, lambda turns, cost: costs.append(cost)))
+    async with running(model_dir, Script(TOKENS, die_after=3)) as cluster:
+        asked: list[tuple[int, ...]] = []
+        router = cluster.frontend.cluster.model(None).router
+        router.choose = recording(router.choose, lambda request: asked.append(tuple(request.token_ids)))
+        asking = asyncio.create_task(ask(cluster))
+        await cluster.until(lambda: cluster.frontend.metrics.of("tiny").num_migrations == 1)
+        costs.clear()
+        await cluster.deregister("w0")
+        await cluster.add_worker("w9", Script(TOKENS))
+        assert streamed(await asking) == (ANSWER, list(TOKENS))
+        assert (asked[0], asked[-1]) == ((5, 6, 7), (5, 6, 7, *TOKENS[:3]))
+        assert set(costs) == {START_COST + 3 + 3}
+
+
+async def test_the_trace_hears_the_marks_of_each_attempt(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: list[tuple[int, bytes]] = []
+    monkeypatch.setattr(
+        Trace, "heard", recording(Trace.heard, lambda trace, number, marks: heard.append((number, marks)))
+    )
+    first, second = Script(TOKENS, die_after=3, marks=(b"a", b"b")), Script(TOKENS, marks=(b"c", b"d"))
+    async with running(model_dir, first, second) as cluster:
+        assert streamed(await ask(cluster)) == (ANSWER, list(TOKENS))
+        assert heard == [(0, b"a"), (1, b"c"), (1, b"d")]
+
+
+def recording(call: Callable[..., T], record: Callable[..., object]) -> Callable[..., T]:
+    def recorded(*arguments: object) -> T:
+        record(*arguments)
+        return call(*arguments)
+
+    return recorded
 
 
 async def test_sequences_that_waited_for_the_same_worker_are_placed_in_turns(model_dir: Path) -> None:

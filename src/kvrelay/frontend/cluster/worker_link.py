@@ -56,7 +56,8 @@ long, and serves everything else."""
 
 
 class OutputReceiver(Protocol):
-    """A sequence that runs on a worker. Each call happens on the event loop; ``now_s`` is monotonic time."""
+    """A sequence that runs on a worker. Each call happens on the event loop; ``now_s`` is monotonic time. No call but
+    ``broken`` follows once the request has been released or aborted, refused, or told that its worker is lost."""
 
     def deliver(self, output: TokenOutput, now_s: float) -> None:
         """Raises MissingTokensError if outputs before this one were lost."""

@@ -221,8 +221,6 @@ class Sequence:
 
     def refused(self, refusal: RequestRefused) -> None:
         """The worker refuses the sequence: try the next worker, until none is left."""
-        if self._is_ended:
-            return
         self._link = None
         self._leave_router()
         self._metrics.refused(self._model.name, refusal.kind)
@@ -250,8 +248,6 @@ class Sequence:
         self._listener.failed(self, KvrelayError("internal error"))
 
     def _migrate(self, reason: str, may_wait: bool) -> None:
-        if self._is_ended:
-            return
         self._failed_workers.add(self.worker_id)
         self._continue(reason, may_wait)
 
@@ -404,8 +400,7 @@ class Sequence:
         piece = self._text.push(output, len(known))
         known += piece.token_ids
         if piece.finish is not None:
-            if output.marks:
-                self._heard(output)
+            self._heard(output)
             # A decode worker whose prefill worker has brought the end knows nothing of it.
             is_told = output.finish_reason is not None and link is self._link
             self._end(abort=not is_told, duration_s=now_s - self._started_s)
@@ -421,8 +416,7 @@ class Sequence:
     def _on_prefilled(self, output: TokenOutput, now_s: float, link: WorkerLink | None) -> None:
         """Handle the first output of an attempt. On the first attempt it also carries the prompt's cached tokens."""
         if self._trace is not None:
-            if output.marks:
-                self._heard(output)
+            self._trace.heard(self._traced, output.marks)
             self._trace.first_token(now_s)
         self._is_prefilled = True
         self._model.pairs.first_token(self._placement_id)
@@ -463,7 +457,7 @@ class Sequence:
         """The worker ended the sequence on its own: another worker may succeed."""
         if self._link is not None:
             self._link.release(self._attempt_id)
-        if output.is_final and not self._is_ended:
+        if output.is_final:
             self._link = None
             self._leave_router()
             param = self._spec.grammar_param if output.status == 400 else None
