@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable
 
+import msgspec
 import pytest
 from tests.executors.sitting_out import sit_out
 
 from kvrelay.core.sampling import SamplingParams
-from kvrelay.core.status import RequestStatus
+from kvrelay.core.status import FinishReason, RequestStatus
 from kvrelay.engine.core import EngineCore
 from kvrelay.engine.request import PrefillMode, Request
-from kvrelay.engine.step import ModelOutput, SchedulerOutput
+from kvrelay.engine.step import NOT_NUMBERS, ModelOutput, SchedulerOutput
 from kvrelay.executors.mock import mock_generate
 
 MakeEngine = Callable[..., EngineCore]
@@ -398,3 +399,36 @@ def test_rows_that_sit_out_steps_get_the_same_tokens_later(
     assert set(sat_out) == {"chunk", "decode"}
     assert engine.scheduler.num_generated_tokens == 14 * len(prompts)
     engine.check_integrity()
+
+
+@pytest.mark.parametrize("reason", ["its grammar exploded", NOT_NUMBERS])
+@pytest.mark.parametrize(("step", "row", "num_tokens"), [(0, 0, 0), (1, 0, 1), (1, 1, 0)], ids=str)
+def test_a_sequence_that_cannot_continue_ends_with_the_reason_and_no_other_does(
+    make_engine: MakeEngine, step: int, row: int, num_tokens: int, reason: str
+) -> None:
+    """In its prefill, whole (``a``) or begun (``b``), or in a decode. Of scores that are no numbers no KV is kept."""
+    engine = make_engine(max_num_batched_tokens=16)
+    execute, results = engine.executor.execute, []
+
+    def failing(work: SchedulerOutput) -> ModelOutput:
+        results.append(execute(work))
+        failures = {row: reason} if len(results) == step + 1 else {}
+        return msgspec.structs.replace(results[-1], failures=failures)
+
+    engine.executor.execute = failing  # type: ignore[method-assign]
+    engine.add_request(request("a", 8, first=10))
+    engine.add_request(request("b", 20, first=100))
+    outputs = [output for _ in range(8) if engine.has_work() for output in engine.step().outputs]
+    failed, other = ("a", "b") if row == 0 else ("b", "a")
+    of_failed = [output for output in outputs if output.request_id == failed]
+    assert sum(len(output.token_ids) for output in of_failed) == num_tokens
+    last = of_failed[-1]
+    assert (last.finish_reason, last.error, last.is_final) == (FinishReason.ERROR, reason, True)
+    assert last.status == (500 if reason == NOT_NUMBERS else 400)
+    assert sum(len(output.token_ids) for output in outputs if output.request_id == other) == 4
+    engine.check_integrity()
+    assert engine.num_requests == 0
+    before = engine.scheduler.admission.num_hit_tokens
+    engine.add_request(request(failed, 8, first=10 if failed == "a" else 100))
+    engine.step()
+    assert (engine.scheduler.admission.num_hit_tokens == before) == (reason == NOT_NUMBERS or not step)

@@ -510,6 +510,9 @@ class EngineCore:
         admission = scheduler.admission
         if (len(waiting), num_waiting_blocks) != (admission.num_waiting, admission.num_waiting_blocks):
             raise IntegrityError(f"{len(waiting)} requests wait for {num_waiting_blocks} blocks: {admission!r}")
+        num_admitted = sum(request.slot >= 0 or request.will_get_slot for request in scheduler.requests.values())
+        if num_admitted != scheduler.num_admitted:
+            raise IntegrityError(f"{num_admitted} requests have a slot or a reserved one: {scheduler!r}")
         num_quarantined = sum(pool.num_quarantined for pool in pools)
         if quarantined.total() != num_quarantined or set(quarantined.values()) - {1}:
             raise IntegrityError(f"loans cover {quarantined.total()} blocks, {num_quarantined} quarantined")

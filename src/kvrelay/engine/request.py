@@ -172,6 +172,12 @@ class Request:
         return self.status in _WAITING
 
     @property
+    def will_get_slot(self) -> bool:
+        """Whether it is admitted without a slot: one is reserved until its KV has come to the pool."""
+        is_remote = self.status is RequestStatus.REMOTE_PREFILLING and not self.held_block_ids
+        return is_remote or self.status is RequestStatus.LOADING_KV
+
+    @property
     def is_begun(self) -> bool:
         """Whether a client has seen a part of the answer: its stream stands still while the request waits."""
         return self.num_output_tokens > 0

@@ -620,7 +620,7 @@ class Scheduler:
             self._fail(request, result.failures[row])
             return
         cache_full_blocks(self.pool, request)
-        if request.wants_prompt_logprobs and row in result.prompt_logprobs:
+        if row in result.prompt_logprobs:
             request.prompt_logprobs.extend(result.prompt_logprobs[row])
         if request.num_computed_tokens < len(request.token_ids):
             if request.mode is PrefillMode.HANDOFF:
