@@ -194,7 +194,7 @@ async def test_a_replacement_is_waited_for(model_dir: Path) -> None:
 async def test_a_continued_sequence_is_placed_by_its_prompt_and_the_answer_so_far(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its next worker prefills both: that is what is looked up in the caches, and what a turn of the loop is spent on."""
+    """Its next worker prefills both: these are looked up in the caches, and a turn of the loop is spent on them."""
     costs: list[int] = []
     monkeypatch.setattr(LoopTurns, "take", recording(LoopTurns.take, lambda turns, cost: costs.append(cost)))
     async with running(model_dir, Script(TOKENS, die_after=3)) as cluster:
