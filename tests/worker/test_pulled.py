@@ -1,0 +1,134 @@
+"""What becomes of an entry of the prefill queue, before anything is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+from tests.handoff.scenarios import SCENARIOS
+
+from kvrelay.core.grammar import Grammar, GrammarKind
+from kvrelay.core.handoff import HandoffId, HandoffOrder, RemotePrefillRequest
+from kvrelay.core.sampling import SamplingParams
+from kvrelay.errors import InvalidInputError, KvrelayError
+from kvrelay.handoff import prefill_events as pe
+from kvrelay.handoff.base import EndReason
+from kvrelay.handoff.prefill_ledger import PrefillLedger
+from kvrelay.marks.phases import Phase
+from kvrelay.worker.marking import WorkerMarks
+from kvrelay.worker.sides.prefill import Job, OutgoingHandoffs
+
+CONSTRAINED = SamplingParams(grammar=Grammar(GrammarKind.REGEX, "a"))
+
+
+class Marks(WorkerMarks):
+    """Which phase each entry was received in."""
+
+    def __init__(self) -> None:
+        super().__init__("", is_on=False)
+        self.phases: list[Phase] = []
+
+    def received(self, name: str, phase: Phase) -> None:
+        self.phases.append(phase)
+
+
+class Recording(OutgoingHandoffs):
+    """A prefill worker p0 that notes the events of its ledger instead of having them handled."""
+
+    def __init__(self) -> None:
+        self.events: list[Any] = []
+        self.remembered: list[str] = []
+        self.computed_here: list[HandoffId] = []
+        self.compiled: list[Callable[[KvrelayError | None], None]] = []
+        self.term, self.phases = 1, Marks()
+        ports = SimpleNamespace(
+            turns=None,
+            peers=SimpleNamespace(remember=lambda worker_id, address: self.remembered.append(worker_id)),
+            prepare=lambda sampling, then: self.compiled.append(then),
+            computes_here=self.computed_here.append,
+            term=lambda: self.term,
+        )
+        rules = SCENARIOS["push, behind, a grammar is compiled"].prefill_rules(0)
+        super().__init__(PrefillLedger(rules), ports, model="m", marks=self.phases)  # type: ignore[arg-type]
+
+    def handle(self, event: Any) -> None:
+        self.events.append(event)
+
+    def pull(self, owner: str = "d", by: str = "d", is_expired: bool = False, **changes: Any) -> SimpleNamespace:
+        """Its origin, which counts how often it was settled."""
+        fields = {"model": "m", "sampling": SamplingParams(), **changes}
+        request = RemotePrefillRequest(
+            HandoffId(owner, 1), by, "r", (1, 2), 0, fields["sampling"], (), 0, model=fields["model"]
+        )
+        origin = SimpleNamespace(
+            order=changes.get("order", HandoffOrder.DECODE_FIRST), may_return=True, num_settled=0, settled=None
+        )
+        origin.settled = lambda: setattr(origin, "num_settled", origin.num_settled + 1)
+        self.pulled(Job(request, origin), is_expired=is_expired)
+        return origin
+
+
+def test_an_entry_of_another_owner_than_its_hand_off_is_dropped() -> None:
+    side = Recording()
+    assert side.pull(owner="d", by="e").num_settled == 1
+    assert (side.events, side.computed_here, side.remembered) == ([], [], [])
+
+
+def test_an_entry_of_its_own_decode_side_is_computed_there() -> None:
+    side = Recording()
+    assert side.pull(owner="p0", by="p0").num_settled == 1
+    assert side.computed_here == [HandoffId("p0", 1)]
+    assert (side.events, side.remembered) == ([], [])
+
+
+def test_an_entry_that_was_handled_here_before_is_dropped() -> None:
+    side = Recording()
+    side.ledger.seen[HandoffId("d", 1)] = None
+    assert side.pull().num_settled == 1
+    assert not side.events
+
+
+def test_an_entry_that_comes_too_late_or_is_of_another_model_is_declined() -> None:
+    """Its owner is told, and the ledger settles it once the owner knows."""
+    for changes, reason in (({"is_expired": True}, EndReason.EXPIRED), ({"model": "other"}, EndReason.WRONG_MODEL)):
+        side = Recording()
+        assert side.pull(**changes).num_settled == 0
+        assert side.events == [pe.Declined(HandoffId("d", 1), "d", reason)]
+        assert (list(side.jobs), side.remembered) == ([HandoffId("d", 1)], ["d"])
+
+
+def test_what_is_begun_is_received_in_the_phase_of_its_order() -> None:
+    for order, phase in ((HandoffOrder.DECODE_FIRST, Phase.PULLED), (HandoffOrder.PREFILL_FIRST, Phase.RECEIVED)):
+        side = Recording()
+        assert side.pull(order=order).num_settled == 0
+        assert side.phases.phases == [phase]
+        assert [(type(event), event.order, event.may_return) for event in side.events] == [(pe.Pulled, order, True)]
+
+
+def test_a_constrained_entry_is_begun_once_its_grammar_is_compiled() -> None:
+    side = Recording()
+    origin = side.pull(sampling=CONSTRAINED)
+    assert not side.events
+    side.compiled[0](None)
+    assert [type(event) for event in side.events] == [pe.Pulled]
+    assert origin.num_settled == 0
+
+
+def test_what_happens_while_a_grammar_is_compiled_decides_about_its_entry() -> None:
+    """It was delivered again and begun meanwhile; its grammar is none; the lease under which it was pulled has gone."""
+    side = Recording()
+    origin = side.pull(sampling=CONSTRAINED)
+    side.ledger.seen[HandoffId("d", 1)] = None
+    side.compiled[0](None)
+    assert (origin.num_settled, side.events) == (1, [])
+    for error, term, reason in (
+        (InvalidInputError("no grammar"), 1, EndReason.ENGINE_REFUSED),
+        (None, 2, EndReason.LEASE_LOST),
+    ):
+        side = Recording()
+        origin = side.pull(sampling=CONSTRAINED)
+        side.term = term
+        side.compiled[0](error)
+        assert side.events == [pe.Declined(HandoffId("d", 1), "d", reason)]
+        assert origin.num_settled == 0
