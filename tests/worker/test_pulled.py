@@ -6,14 +6,17 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from tests.handoff.scenarios import SCENARIOS
 
 from kvrelay.core.grammar import Grammar, GrammarKind
 from kvrelay.core.handoff import HandoffId, HandoffOrder, RemotePrefillRequest
 from kvrelay.core.sampling import SamplingParams
-from kvrelay.errors import InvalidInputError, KvrelayError
+from kvrelay.engine.step import KvLoad, StepOutput
+from kvrelay.errors import InvalidInputError, KvrelayError, ProtocolError, WorkerUnavailableError
 from kvrelay.handoff import prefill_events as pe
 from kvrelay.handoff.base import EndReason
+from kvrelay.handoff.messages import HandoffClaim
 from kvrelay.handoff.prefill_ledger import PrefillLedger
 from kvrelay.marks.phases import Phase
 from kvrelay.worker.marking import WorkerMarks
@@ -28,9 +31,13 @@ class Marks(WorkerMarks):
     def __init__(self) -> None:
         super().__init__("", is_on=False)
         self.phases: list[Phase] = []
+        self.forgotten: list[str] = []
 
     def received(self, name: str, phase: Phase) -> None:
         self.phases.append(phase)
+
+    def forget(self, name: str) -> None:
+        self.forgotten.append(name)
 
 
 class Recording(OutgoingHandoffs):
@@ -41,16 +48,16 @@ class Recording(OutgoingHandoffs):
         self.remembered: list[str] = []
         self.computed_here: list[HandoffId] = []
         self.compiled: list[Callable[[KvrelayError | None], None]] = []
-        self.term, self.phases = 1, Marks()
+        self.term, self.marks = 1, Marks()
         ports = SimpleNamespace(
-            turns=None,
+            turns=SimpleNamespace(on_loop=lambda call, *arguments: call(*arguments)),
             peers=SimpleNamespace(remember=lambda worker_id, address: self.remembered.append(worker_id)),
             prepare=lambda sampling, then: self.compiled.append(then),
             computes_here=self.computed_here.append,
             term=lambda: self.term,
         )
         rules = SCENARIOS["push, behind, a grammar is compiled"].prefill_rules(0)
-        super().__init__(PrefillLedger(rules), ports, model="m", marks=self.phases)  # type: ignore[arg-type]
+        super().__init__(PrefillLedger(rules), ports, model="m", marks=self.marks)  # type: ignore[arg-type]
 
     def handle(self, event: Any) -> None:
         self.events.append(event)
@@ -62,9 +69,10 @@ class Recording(OutgoingHandoffs):
             HandoffId(owner, 1), by, "r", (1, 2), 0, fields["sampling"], (), 0, model=fields["model"]
         )
         origin = SimpleNamespace(
-            order=changes.get("order", HandoffOrder.DECODE_FIRST), may_return=True, num_settled=0, settled=None
+            order=changes.get("order", HandoffOrder.DECODE_FIRST), may_return=True, num_settled=0, num_returned=0
         )
         origin.settled = lambda: setattr(origin, "num_settled", origin.num_settled + 1)
+        origin.returned = lambda: setattr(origin, "num_returned", origin.num_returned + 1)
         self.pulled(Job(request, origin), is_expired=is_expired)
         return origin
 
@@ -102,7 +110,7 @@ def test_what_is_begun_is_received_in_the_phase_of_its_order() -> None:
     for order, phase in ((HandoffOrder.DECODE_FIRST, Phase.PULLED), (HandoffOrder.PREFILL_FIRST, Phase.RECEIVED)):
         side = Recording()
         assert side.pull(order=order).num_settled == 0
-        assert side.phases.phases == [phase]
+        assert side.marks.phases == [phase]
         assert [(type(event), event.order, event.may_return) for event in side.events] == [(pe.Pulled, order, True)]
 
 
@@ -132,3 +140,34 @@ def test_what_happens_while_a_grammar_is_compiled_decides_about_its_entry() -> N
         side.compiled[0](error)
         assert side.events == [pe.Declined(HandoffId("d", 1), "d", reason)]
         assert origin.num_settled == 0
+
+
+@pytest.mark.parametrize("is_returned", [False, True])
+def test_what_is_over_is_told_once_and_forgotten(is_returned: bool) -> None:
+    """The queue would deliver it again, and a name that stays is a leak; a late step of it is none of ours."""
+    side = Recording()
+    origin, handoff_id = side.pull(), HandoffId("d", 1)
+    load = KvLoad(str(handoff_id), 0, (5,))
+    side.on_step(StepOutput(kv_loads=[load]))
+    side.carry_out(pe.Return(handoff_id) if is_returned else pe.Settle(handoff_id, None))
+    assert (origin.num_settled, origin.num_returned) == (not is_returned, is_returned)
+    assert not side.jobs
+    assert side.marks.forgotten == [str(handoff_id)]
+    side.on_step(StepOutput(kv_loads=[load]))
+    assert [type(event) for event in side.events] == [pe.Pulled, pe.LoadRequested]
+
+
+@pytest.mark.parametrize(
+    ("error", "event"),
+    [
+        (WorkerUnavailableError("no way"), pe.Unreachable(HandoffId("d", 1))),
+        (ProtocolError("what it says is no claim"), pe.ClaimFailed(HandoffId("d", 1))),
+    ],
+)
+def test_only_what_no_way_leads_to_may_be_tried_from_elsewhere(error: KvrelayError, event: object) -> None:
+    side = Recording()
+    side.ports.peers.reach = lambda worker_id, then: then(None, error)
+    side.pull()
+    claim = HandoffClaim(HandoffId("d", 1), "p0", "same", term=1)
+    side.carry_out(pe.SendClaim("d", claim))
+    assert side.events[1:] == [event]
