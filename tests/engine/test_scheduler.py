@@ -432,3 +432,23 @@ def test_a_sequence_that_cannot_continue_ends_with_the_reason_and_no_other_does(
     engine.add_request(request(failed, 8, first=10 if failed == "a" else 100))
     engine.step()
     assert (engine.scheduler.admission.num_hit_tokens == before) == (reason == NOT_NUMBERS or not step)
+
+
+@pytest.mark.parametrize("reason", ["its grammar exploded", NOT_NUMBERS])
+def test_no_last_chunk_of_a_hand_off_that_failed_is_sent(make_engine: MakeEngine, reason: str) -> None:
+    """Its first chunk may be under way: its blocks stay until that has ended."""
+    engine = make_engine(max_num_batched_tokens=16)
+    engine.add_request(request("a", 20, mode=PrefillMode.HANDOFF))
+    assert [chunk.last for chunk in engine.step().handoff_chunks] == [False]
+    execute = engine.executor.execute
+    engine.executor.execute = lambda work: msgspec.structs.replace(execute(work), failures={0: reason})  # type: ignore[method-assign]
+    step = engine.step()
+    assert not step.handoff_chunks
+    assert [(output.token_ids, output.error) for output in step.outputs] == [((), reason)]
+    assert not engine.has_work()
+    engine.check_integrity()
+    assert engine.pool.num_free < engine.pool.num_blocks
+    engine.sending_finished("a")
+    engine.step()
+    engine.check_integrity()
+    assert engine.pool.num_free == engine.pool.num_blocks

@@ -214,12 +214,18 @@ async def test_a_continued_sequence_is_placed_by_its_prompt_and_the_answer_so_fa
 async def test_the_trace_hears_the_marks_of_each_attempt(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     heard: list[tuple[int, bytes]] = []
     monkeypatch.setattr(
-        Trace, "heard", recording(Trace.heard, lambda trace, number, marks: heard.append((number, marks)))
+        Trace,
+        "heard",
+        recording(Trace.heard, lambda trace, number, marks: heard.extend([(number, marks)] if marks else [])),
     )
     first, second = Script(TOKENS, die_after=3, marks=(b"a", b"b")), Script(TOKENS, marks=(b"c", b"d"))
     async with running(model_dir, first, second) as cluster:
         assert streamed(await ask(cluster)) == (ANSWER, list(TOKENS))
         assert heard == [(0, b"a"), (1, b"c"), (1, b"d")]
+    heard.clear()
+    async with running(model_dir, Script(TOKENS, repeat=True, marks=(b"a", b"b"))) as cluster:
+        assert streamed(await ask(cluster)) == (ANSWER, list(TOKENS))
+        assert heard == [(0, b"a"), (0, b"a"), (0, b"b")], "what is said twice may have been marked by two workers"
 
 
 def recording(call: Callable[..., T], record: Callable[..., object]) -> Callable[..., T]:
