@@ -100,6 +100,31 @@ def test_evicted_prompts_are_loaded_and_answered_alike(kinds: tuple[str, ...], m
     assert engine.core.stats().tokens.num_prefilled < 1.5 * sum(map(len, PROMPTS)), "most of it once"
 
 
+def test_the_last_token_of_a_prompt_of_whole_blocks_is_computed_and_all_before_its_block_is_loaded(
+    make: MakeTiered,
+) -> None:
+    engine = make("host")
+    size = engine.core.pool.block_size
+    prompt = prompt_of(1, 6 * size)
+    engine.ask(prompt, *PROMPTS[2:7])
+    settle(engine)
+    before = engine.core.stats().tokens.num_prefilled
+    assert engine.ask(prompt) == [expected(prompt)]
+    assert engine.core.stats().tokens.num_prefilled - before == size
+    assert engine.tiers.counts.num_hit_blocks == 5
+
+
+def test_changes_of_one_store_are_told_while_another_has_none(make: MakeTiered) -> None:
+    """Else a router would not hear of it before the other store changes, too."""
+    engine = make("host", "disk")
+    assert not engine.tiers.has_events
+    for store in engine.stores:
+        store.changes.added(7)
+        assert engine.tiers.has_events
+        engine.tiers.drain_events()
+        assert not engine.tiers.has_events
+
+
 def test_generated_blocks_are_kept_too(make: MakeTiered) -> None:
     engine = make("host")
     (answer,) = engine.ask(PROMPTS[0], max_tokens=30)
