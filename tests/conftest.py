@@ -8,7 +8,7 @@ Threads of OpenMP that wait sleep, as ``kvrelay.executors.torch`` has it: tests 
 
 The suite starts hundreds of Python processes. Each would compile our sources anew, a third of its start, if the
 environment forbade to keep the bytecode: here it may not. What collection has made lives to the end, so the garbage
-collector need not look at it again and again.
+collector looks at it once.
 
 Several processes may run the suite side by side (``lanes``), each whole files. Long ones are handed out first, so that
 nobody begins one when the others are done.
@@ -44,6 +44,7 @@ hypothesis.settings.load_profile("suite")
 hypothesis.internal.conjecture.providers.is_local_module_file = lambda _: False
 
 
+gc.disable()  # until everything is collected: almost all of it lives to the end
 asyncio.set_event_loop_policy(AskingPolicy())
 
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -92,6 +93,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(wrapper=True)
