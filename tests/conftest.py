@@ -10,8 +10,8 @@ The suite starts hundreds of Python processes. Each would compile our sources an
 environment forbade to keep the bytecode: here it may not. What collection has made lives to the end, so the garbage
 collector looks at it once.
 
-Several processes may run the suite side by side (``lanes``), each whole files. Long ones are handed out first, so that
-nobody begins one when the others are done.
+Several processes may run the suite side by side (pytest-xdist), each whole files. Long ones are handed out first, so
+that nobody begins one when the others are done.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from pathlib import Path
 import certifi
 import hypothesis
 import pytest
-from tests import lanes, leftovers, nursery
+from tests import leftovers, nursery
 from tests.patience import AskingPolicy
 
 pytest.register_assert_rewrite(*(f"tests.{folder.name}" for folder in Path(__file__).parent.iterdir()))
@@ -135,5 +135,5 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 
 def _is_helper(config: pytest.Config) -> bool:
-    """One of the lanes, which run tests for another process."""
-    return lanes.LANE in config.stash
+    """One of the processes that run tests for another one."""
+    return hasattr(config, "workerinput")
