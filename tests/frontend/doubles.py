@@ -290,7 +290,7 @@ class FakeCluster:
             return
         for model in self.frontend.cluster.models:
             for router in (model.router, model.pairs.prefills):
-                assert not router.num_pending, router
+                assert "requests=0," in repr(router), "what it placed; the workers may have told of others"
 
     async def close(self) -> None:
         if self.frontend is not None:

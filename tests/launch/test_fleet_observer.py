@@ -20,7 +20,7 @@ from kvrelay.frontend.cluster.frontends import FiguresReply
 from kvrelay.launch.fleet_observer import FleetObserver, is_ready, measured_in
 from kvrelay.launch.worker_calls import WorkerCalls, answer_of
 from kvrelay.planner import Measured, WorkerView
-from kvrelay.rpc.zmq_socket import new_curve_keys
+from kvrelay.rpc import new_curve_keys
 from kvrelay.worker.worker import Worker
 
 KEYS = Keys("default")

@@ -28,7 +28,7 @@ from kvrelay.launch.worker_calls import worker_calls
 from kvrelay.launch.worker_host import Hosts, WorkerHost
 from kvrelay.planner import Hold, Objectives, Start
 from kvrelay.planner.report import read_reports
-from kvrelay.rpc.zmq_socket import new_curve_keys
+from kvrelay.rpc import new_curve_keys
 
 KEYS = Keys("default")
 

@@ -143,14 +143,13 @@ async def test_much_damage_among_many_requests():
 
 def tamper(node: Node, checksums: Callable[[HandoffDone], tuple[int, ...] | None]) -> None:
     """HandoffDone reaches ``node`` with other checksums than were sent."""
-    handoffs = node.worker.decode.handoffs
-    notified = handoffs.notified
+    notified = node.worker.decode.handoffs.notified
 
     def tampered(payload: bytes) -> None:
         message = decode_message(payload)
         notified(encode_message(msgspec.structs.replace(message, checksums=checksums(message))))
 
-    handoffs.notified = tampered
+    node.worker.transfer.on_notification(tampered)
 
 
 @pytest.mark.parametrize(
@@ -281,4 +280,4 @@ def damage_last_block(decode: Node) -> None:
         pool[decode.ledger.handoffs[message.handoff_id].block_ids[-1], 1, 0] ^= 1
         notified(payload)
 
-    handoffs.notified = damaged
+    decode.worker.transfer.on_notification(damaged)

@@ -141,7 +141,7 @@ class _KeyBuckets:
         self._buckets = {key: bucket for key, bucket in self._buckets.items() if key in keys}
 
     def wait_s(self, key: str, per_minute: int) -> float:
-        """Seconds until the key may spend ``count``; 0 if it may now. ``per_minute`` 0 means no limit."""
+        """Seconds until the key may spend one; 0 if it may now. ``per_minute`` 0 means no limit."""
         if not per_minute:
             return 0.0
         return max(1.0 - self._level(key, per_minute), 0.0) * MINUTE_S / per_minute
