@@ -142,12 +142,14 @@ async def test_calls_and_their_way_back(model_dir: Path, stream: bool) -> None:
 
 async def test_required_and_named_calls_are_bound_by_a_grammar(model_dir: Path) -> None:
     async with running(model_dir, script('{"name": "add", "parameters": {"a": 2}}')) as cluster, client(cluster) as api:
-        for choice in ("required", {"type": "function", "name": "add"}):
+        add = {"type": "function", "name": "add"}
+        for choice in ("required", add, {"type": "allowed_tools", "mode": "required", "tools": [add]}):
             answer = await api.responses.create(model="tiny", input="x", tools=TOOLS, tool_choice=choice)
             assert [item.type for item in answer.output] == ["function_call"]
             grammar = cluster.workers["w0"].requests[-1].sampling.grammar
             assert grammar is not None
             assert ("now" in grammar.source) == (choice == "required")
+            assert answer.model_dump(exclude_unset=True)["tool_choice"] == choice
 
 
 class Person(pydantic.BaseModel):
@@ -261,6 +263,7 @@ def test_items_become_messages() -> None:
         ({"tools": [{"type": "custom", "name": "sql"}]}, "tools"),
         ({"tools": [{"type": "function"}]}, "tools"),
         ({"tool_choice": {"type": "web_search"}}, "tool_choice"),
+        ({"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "mcp"}]}}, "tool_choice"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input"),
         ({"input": [{"type": "computer_call"}]}, "input"),

@@ -51,6 +51,7 @@ from kvrelay.frontend.openai.requests import (
     MAX_TOOLS,
     ChatCompletionRequest,
     ChatMessage,
+    ChosenFunction,
     FieldsCheck,
     FunctionName,
     JsonSchemaFormat,
@@ -59,9 +60,9 @@ from kvrelay.frontend.openai.requests import (
     Tool,
     ToolCall,
     ToolChoice,
+    allowed_choice,
     common_fields,
     function_call,
-    function_choice,
     function_tool,
     parse_body,
 )
@@ -118,11 +119,18 @@ class ResponseTool(msgspec.Struct, frozen=True):
 ResponseTools = Annotated[list[ResponseTool], Meta(max_length=MAX_TOOLS)]
 
 
-class NamedTool(msgspec.Struct, frozen=True):
+class NamedTool(msgspec.Struct, frozen=True, omit_defaults=True):
     """One function by name."""
 
     type: Word
     name: FunctionName | None = None
+
+
+class ChosenTools(NamedTool, frozen=True):
+    """One function by name, or some, with a ``mode`` (allowed_tools)."""
+
+    mode: Word = ""
+    tools: list[NamedTool] = []
 
 
 class TextFormat(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -156,7 +164,7 @@ class InputTokensRequest(msgspec.Struct, frozen=True, kw_only=True):
     model: Name | None = None
     instructions: Text | None = None
     tools: ResponseTools | None = None
-    tool_choice: Word | NamedTool | None = None
+    tool_choice: Word | ChosenTools | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
@@ -271,7 +279,7 @@ class ResponseBody(msgspec.Struct, frozen=True, kw_only=True):
     store: bool = False
     temperature: float | None = None
     text: TextOptions = TextOptions(TextFormat("text"))
-    tool_choice: str | NamedTool = "auto"
+    tool_choice: str | ChosenTools = "auto"
     tools: list[ResponseTool] = []
     top_logprobs: int | None = None
     top_p: float | None = None
@@ -577,12 +585,13 @@ def _tool(tool: ResponseTool) -> Tool:
     return function_tool(tool.name or "", tool.description, tool.parameters, tool.strict)
 
 
-def _choice(choice: str | NamedTool | None) -> str | ToolChoice | None:
-    if not isinstance(choice, NamedTool):
+def _choice(choice: str | ChosenTools | None) -> str | ToolChoice | None:
+    if not isinstance(choice, ChosenTools):
         return choice
-    if choice.type != "function" or choice.name is None:
-        raise InvalidInputError("tool_choice must be auto, none, required or a function", param="tool_choice")
-    return function_choice(choice.name)
+    names = [tool.name for tool in choice.tools if tool.type == "function" and tool.name is not None]
+    if choice.type == "allowed_tools" and len(names) == len(choice.tools):
+        return allowed_choice(choice.mode, names)
+    return ToolChoice(choice.type, ChosenFunction(choice.name) if choice.name is not None else None)
 
 
 def _format(form: TextFormat | None) -> ResponseFormat | None:

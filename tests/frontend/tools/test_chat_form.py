@@ -64,6 +64,34 @@ def test_a_function_by_name_is_called_once() -> None:
     assert read(form, text)[1] == [("now", "{}")]
 
 
+def allowed(mode: str, *names: str) -> dict[str, object]:
+    """As the OpenAI client sends it."""
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
+def test_of_all_functions_only_the_allowed_ones_are_called() -> None:
+    """The model hears of all, so the prompt stays the same."""
+    form = chat_form(request(tool_choice=allowed("required", "now")), HERMES)
+    assert form.constraint is not None
+    assert len(form.functions) == 2
+    for seed in range(4):
+        _, calls = read(form, random_answer(form.constraint.grammar, Random(seed)))
+        assert {name for name, _ in calls} == {"now"}
+    assert chat_form(request(tool_choice=allowed("required", "now", "get_weather")), HERMES) == chat_form(
+        request(tool_choice="required"), HERMES
+    )
+
+
+def test_an_allowed_function_may_be_called() -> None:
+    form = chat_form(request(tool_choice=allowed("auto", "now")), HERMES)
+    assert form.constraint is None
+    call = '<tool_call>\n{"name": "%s", "arguments": {}}\n</tool_call>'
+    assert read(form, call % "now")[1] == [("now", "{}")]
+    delta, calls = read(form, call % "get_weather")
+    assert (delta.content, calls) == (call % "get_weather", []), "what is not allowed is text"
+
+
 @pytest.mark.parametrize("tool", [{"type": "custom", "custom": {"name": "sql"}}, {"type": "web_search"}])
 def test_tools_of_other_types_are_refused_by_their_type(tool: dict[str, object]) -> None:
     with pytest.raises(InvalidInputError, match=f"^tools of type {tool['type']} are not supported") as caught:
@@ -150,6 +178,15 @@ def nested(depth: int) -> dict[str, object]:
         ({"tool_choice": "sometimes"}, "tool_choice", "must be auto"),
         ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice", "must be auto"),
         ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice", "not in tools"),
+        ({"tool_choice": allowed("auto", "now", "f")}, "tool_choice", "not in tools"),
+        ({"tool_choice": allowed("required")}, "tool_choice", "not in tools"),
+        ({"tool_choice": allowed("none", "now")}, "tool_choice", "must be auto"),
+        (
+            {"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [{"type": "mcp"}]}}},
+            "tool_choice",
+            "must be auto",
+        ),
+        ({"tools": None, "tool_choice": allowed("auto", "now")}, "tool_choice", "needs tools"),
         ({"regex": "a"}, "regex", "exclude each other"),
     ],
 )

@@ -7,7 +7,7 @@ Every string, list and map has a type of ``bounds``, which limits its length.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from operator import attrgetter
 from typing import Annotated, Any, Generic, TypeVar
@@ -303,11 +303,26 @@ class ChosenFunction(msgspec.Struct, frozen=True):
     name: FunctionName
 
 
-class ToolChoice(msgspec.Struct, frozen=True):
-    """One function by name."""
+class AllowedTool(msgspec.Struct, frozen=True):
+    """Only of type function; others have no ``function``."""
 
     type: Word
     function: ChosenFunction | None = None
+
+
+class AllowedTools(msgspec.Struct, frozen=True):
+    """Of the functions that the model hears of, those which it may call (``mode`` auto) or must call (required)."""
+
+    mode: Word
+    tools: list[AllowedTool]
+
+
+class ToolChoice(msgspec.Struct, frozen=True):
+    """One function by name, or some (``allowed_tools``)."""
+
+    type: Word
+    function: ChosenFunction | None = None
+    allowed_tools: AllowedTools | None = None
 
 
 class CalledFunction(msgspec.Struct, frozen=True):
@@ -333,6 +348,11 @@ def function_tool(
 
 def function_choice(name: str) -> ToolChoice:
     return ToolChoice("function", ChosenFunction(name))
+
+
+def allowed_choice(mode: str, names: Iterable[str]) -> ToolChoice:
+    tools = [AllowedTool("function", ChosenFunction(name)) for name in names]
+    return ToolChoice("allowed_tools", allowed_tools=AllowedTools(mode, tools))
 
 
 def function_call(call_id: str, name: str, arguments: str) -> ToolCall:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -11,7 +12,7 @@ from kvrelay.core.grammar import Grammar, GrammarKind
 from kvrelay.errors import InvalidInputError
 from kvrelay.frontend.openai.answer import OutputParser
 from kvrelay.frontend.openai.bounds import MAX_JSON_SIZE
-from kvrelay.frontend.openai.requests import ChatCompletionRequest, Tool, ToolChoice
+from kvrelay.frontend.openai.requests import ChatCompletionRequest, Tool
 from kvrelay.frontend.openai.structured import Constraint, checked, constraint_of, lark_string, schema_source
 from kvrelay.frontend.tokens.chat_template import ChatTemplate
 from kvrelay.frontend.tools.dialects import DIALECTS, LLAMA3_JSON, NAME, Dialect, guessed_dialect, written_dialect
@@ -23,10 +24,18 @@ MAX_CALLS = 16
 """The limit of calls of an answer that must have calls: a model must not call until its tokens are spent."""
 CONTENT_FORM = "response_format"
 """The field that says what content must look like; an answer that calls functions has none."""
+ONE = "function"
 _NAME = re.compile(r"[A-Za-z0-9_.\-]{1,64}")
 _COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _ANY_ARGUMENTS: dict[str, object] = {"type": "object", "properties": {}, "additionalProperties": False}
 _COMBINING = frozenset({"allOf", "anyOf", "oneOf", "$ref", "patternProperties", "additionalProperties"})
+
+
+class _Chosen(NamedTuple):
+    """What ``tool_choice`` says: auto, none, required or ONE, and of which functions; None: of all."""
+
+    mode: str
+    names: frozenset[str] | None = None
 
 
 class ToolCalling(msgspec.Struct, frozen=True):
@@ -68,21 +77,24 @@ def chat_form(
     tools = request.tools or []
     _check_tools(tools)
     if not tools:
-        if chosen not in ("auto", "none"):
+        if chosen not in (_Chosen("auto"), _Chosen("none")):
             raise InvalidInputError("tool_choice needs tools", param="tool_choice")
         return ChatForm(None, wanted)
-    if chosen == "none":
+    if chosen.mode == "none":
         return ChatForm(None, wanted)
+    called = [tool for tool in tools if chosen.names is None or tool.function.name in chosen.names]
+    if not called or len(called) < len(chosen.names or ()):
+        raise InvalidInputError("tool_choice names a function that is not in tools", param="tool_choice")
     calling = ToolCalling(
         tools=tuple(msgspec.to_builtins(tool) for tool in tools),
-        names=frozenset(tool.function.name for tool in tools),
+        names=frozenset(tool.function.name for tool in called),
         dialect=dialect or LLAMA3_JSON,
-        single=request.parallel_tool_calls is False or chosen not in ("auto", "required"),
+        single=request.parallel_tool_calls is False or chosen.mode == ONE,
     )
     if wanted is not None and wanted.param != CONTENT_FORM:
         message = f"{wanted.param} and tools exclude each other, unless tool_choice is none: an answer has one form"
         raise InvalidInputError(message, param=wanted.param)
-    if chosen == "auto":
+    if chosen.mode == "auto":
         if dialect is None:
             message = (
                 "how this model writes calls is not known: start the frontend with --tool-call-parser, or ask for a "
@@ -91,13 +103,8 @@ def chat_form(
             raise InvalidInputError(message, param="tool_choice")
         if wanted is None:
             return ChatForm(calling, None)
-        grammar = calls_grammar(tools, calling.dialect, calling.single, wanted.grammar, markers)
+        grammar = calls_grammar(called, calling.dialect, calling.single, wanted.grammar, markers)
         return ChatForm(calling, checked(Constraint(wanted.param, grammar)))
-    called = (
-        tools if chosen == "required" else [tool for tool in tools if tool.function.name == chosen.partition(":")[2]]
-    )
-    if not called:
-        raise InvalidInputError("tool_choice names a function that is not in tools", param="tool_choice")
     grammar = calls_grammar(called, calling.dialect, calling.single, markers=markers)
     return ChatForm(calling, checked(Constraint("tools", grammar)))
 
@@ -169,18 +176,21 @@ def _literal(text: str, tokens: Mapping[str, int]) -> str:
     return lark_string(text) if text else ""
 
 
-def _choice(request: ChatCompletionRequest) -> str:
-    """``auto``, ``none``, ``required``, or ``function:`` and a name."""
+def _choice(request: ChatCompletionRequest) -> _Chosen:
     choice = request.tool_choice
     if choice is None:
-        return "auto"
-    if isinstance(choice, ToolChoice):
-        if choice.type != "function" or choice.function is None:
-            raise InvalidInputError("tool_choice must be auto, none, required or a function", param="tool_choice")
-        return "function:" + choice.function.name
-    if choice not in ("auto", "none", "required"):
-        raise InvalidInputError("tool_choice must be auto, none, required or a function", param="tool_choice")
-    return choice
+        return _Chosen("auto")
+    if isinstance(choice, str):
+        if choice in ("auto", "none", "required"):
+            return _Chosen(choice)
+    elif choice.type == "function" and choice.function is not None:
+        return _Chosen(ONE, frozenset({choice.function.name}))
+    elif choice.type == "allowed_tools" and choice.allowed_tools is not None:
+        mode, functions = choice.allowed_tools.mode, [tool.function for tool in choice.allowed_tools.tools]
+        if mode in ("auto", "required") and None not in functions:
+            return _Chosen(mode, frozenset(function.name for function in functions if function is not None))
+    message = "tool_choice must be auto, none, required, a function, or allowed_tools with auto or required functions"
+    raise InvalidInputError(message, param="tool_choice")
 
 
 def _check_tools(tools: Sequence[Tool]) -> None:
