@@ -130,7 +130,7 @@ class ChosenTools(NamedTool, frozen=True):
     """One function by name, or some, with a ``mode`` (allowed_tools)."""
 
     mode: Word = ""
-    tools: list[NamedTool] = []
+    tools: Annotated[list[NamedTool], Meta(max_length=MAX_TOOLS)] = []
 
 
 class TextFormat(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -314,7 +314,7 @@ class AllowedTools(msgspec.Struct, frozen=True):
     """Of the functions that the model hears of, those which it may call (``mode`` auto) or must call (required)."""
 
     mode: Word
-    tools: list[AllowedTool]
+    tools: Annotated[list[AllowedTool], Meta(max_length=MAX_TOOLS)]
 
 
 class ToolChoice(msgspec.Struct, frozen=True):
