@@ -111,7 +111,8 @@ def repeated(unit: str, length: int) -> str:
 
 def test_the_measure_tells_linear_from_quadratic() -> None:
     slow, fast = re.compile("a*b"), re.compile("a*+b|a++")
-    assert not is_linear(lambda length: slow.findall("a" * length))
+    # A stall during the small text hides the square: it errs to that side, and not three times.
+    assert not all(is_linear(lambda length: slow.findall("a" * length)) for _ in range(3))
     assert is_linear(lambda length: fast.findall("a" * length))
 
 
