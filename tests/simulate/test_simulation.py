@@ -162,6 +162,14 @@ def test_the_router_finds_shared_prefixes_and_the_engine_reuses_them() -> None:
     assert len({request.worker_id for request in result.requests}) == 1
 
 
+def test_a_controller_must_say_to_which_role() -> None:
+    actions = [ClusterEvent(0.5, Change.ROLE, "d0")]
+    with pytest.raises(ConfigError, match=r"^event at 0\.5 s: role needs a role"):
+        simulate(
+            ClusterSpec(decode=2), steady(80, 0.05), EXACT, controller=lambda *_: actions, controller_interval_s=0.5
+        )
+
+
 def test_a_controller_sees_the_workers_and_changes_them() -> None:
     seen: list[tuple[float, Sequence[WorkerView]]] = []
 

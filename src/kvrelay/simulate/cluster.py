@@ -40,6 +40,11 @@ class ClusterEvent(msgspec.Struct, frozen=True):
     worker_id: str = ""
     role: WorkerRole | None = None
 
+    def check(self) -> None:
+        """Raise ConfigError if a worker is to start or to change, and nobody says to which role."""
+        if self.change in (Change.START, Change.ROLE) and self.role is None:
+            raise ConfigError(f"event at {self.time_s:g} s: {self.change} needs a role", param="event")
+
 
 _EVENT = re.compile(r"(\d+(?:\.\d+)?)s:(?:(kill|drain):(\w+)|(role):(\w+):(\w+)|(start):(\w+))")
 
@@ -104,8 +109,7 @@ class ClusterSpec(msgspec.Struct, frozen=True):
         started = [event.role for event in self.events if event.change is Change.START]
         for event in self.events:
             role, number = ROLE_PREFIX.get(event.worker_id[:1]), event.worker_id[1:]
-            if event.change in (Change.START, Change.ROLE) and event.role is None:
-                raise ConfigError(f"event at {event.time_s:g} s: {event.change} needs a role", param="event")
+            event.check()
             if event.change is Change.START:
                 continue
             if role is None or not number.isdecimal() or int(number) >= self._num_first(role) + started.count(role):

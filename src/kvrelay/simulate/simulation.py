@@ -234,6 +234,7 @@ class Simulation:
         now_s = self.loop.clock.now()
         views = [worker.view(is_ready=worker.is_accepting) for worker in self._alive()]
         for action in self._controller(now_s, views):
+            action.check()
             self.loop.at(action.time_s, lambda action=action: self._change(action))  # type: ignore[misc]
         self.loop.after(self._interval_s, self._control)
 
