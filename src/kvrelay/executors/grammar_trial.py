@@ -72,8 +72,7 @@ class GrammarTrials:
         """Compile llguidance's form of a grammar on trial; returns the bytes that it takes.
 
         Raises InvalidInputError if it does not compile (``param``: the title of the schema at fault in a Lark grammar)
-        or exceeds a limit; WorkerUnavailableError if no trial could
-        run or it was not over in DEADLINE_S.
+        or exceeds a limit; WorkerUnavailableError if no trial could run or it was not over in DEADLINE_S.
         """
         try:
             return self._run(source)

@@ -186,9 +186,10 @@ def _choice(request: ChatCompletionRequest) -> _Chosen:
     elif choice.type == "function" and choice.function is not None:
         return _Chosen(ONE, frozenset({choice.function.name}))
     elif choice.type == "allowed_tools" and choice.allowed_tools is not None:
-        mode, functions = choice.allowed_tools.mode, [tool.function for tool in choice.allowed_tools.tools]
-        if mode in ("auto", "required") and None not in functions:
-            return _Chosen(mode, frozenset(function.name for function in functions if function is not None))
+        mode, tools = choice.allowed_tools.mode, choice.allowed_tools.tools
+        names = [tool.function.name for tool in tools if tool.function is not None]
+        if mode in ("auto", "required") and len(names) == len(tools):
+            return _Chosen(mode, frozenset(names))
     message = "tool_choice must be auto, none, required, a function, or allowed_tools with auto or required functions"
     raise InvalidInputError(message, param="tool_choice")
 
