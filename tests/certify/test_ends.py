@@ -88,9 +88,12 @@ def test_an_open_quotation_is_one_line(tmp_path: Path, capsys: pytest.CaptureFix
     assert capsys.readouterr().err.strip() == "kvrelay: --serve-flags: No closing quotation"
 
 
-def test_an_end_that_crashes_says_so_and_takes_nothing_with_it() -> None:
+@pytest.mark.parametrize("is_dead_before", [False, True])
+def test_an_end_that_crashes_says_so_and_takes_nothing_with_it(is_dead_before: bool) -> None:
     with peer_ends(specs("shm")) as (giver, taker):
         os.kill(taker.pid, signal.SIGKILL)
+        if is_dead_before:  # Then the order itself cannot be written.
+            os.waitid(os.P_PID, taker.pid, os.WEXITED | os.WNOWAIT)
         with pytest.raises(TransferError, match="ended with exit code -9"):
             taker.tell(RawCopy(1024))
         assert giver.tell(RawCopy(1024)).error is None
