@@ -16,6 +16,9 @@ from kvrelay.config.byte_sizes import parse_bytes
 from kvrelay.config.otlp import collector_of
 from kvrelay.errors import ConfigError
 
+DEFAULT_ITL_MS = 25.0
+"""Objective between tokens where nobody has set one."""
+
 
 def setting(default: object, help_text: str, *, low: float | None = None, high: float | None = None) -> Any:
     """A dataclass field with its help text and, for numbers, its permitted range."""
@@ -296,7 +299,9 @@ class DisaggConfig(Settings):
         "with engines that tell no costs by threshold.",
     )
     slo_ttft_ms: float = setting(500.0, "cost: objective for the first token, in ms.", low=1)
-    slo_itl_ms: float = setting(25.0, "cost: objective between tokens of an answer, in ms.", low=1)
+    slo_itl_ms: float = setting(
+        0.0, "cost: objective between tokens of an answer, in ms; 0: 25, which yields while prompts are late.", low=0
+    )
     early_reject: bool = setting(
         False, "cost: refuse a request (429) whose objective for the first token cannot be met any more."
     )
@@ -306,6 +311,11 @@ class DisaggConfig(Settings):
     max_prefill_queue_size: int = setting(16, "threshold: prefill queue length from which prefills run locally.", low=0)
     remote_prefill_timeout_s: float = setting(30.0, "Seconds after which an unclaimed prefill is taken back.", low=0.05)
     max_handoff_attempts: int = setting(2, "Claims of one hand-off before its prefill runs locally.", low=1)
+
+    @property
+    def itl_ms(self) -> float:
+        """The objective between tokens that counts."""
+        return self.slo_itl_ms or DEFAULT_ITL_MS
 
 
 @dataclass(frozen=True, slots=True)
