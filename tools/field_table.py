@@ -57,10 +57,9 @@ def section() -> str:
             "",
             *_table(("fields", "use"), _grouped((name, (_ours(verdicts[name]),)) for name in renamed)),
             "",
-            "Refused everywhere, unless the value asks for nothing: null, empty, the one that passes, or false unless "
-            "that is `True`. Other than null, such a value is logged once.",
-            "",
-            *_table(("fields", "why"), _grouped((name, _refusal(name)) for name in refused)),
+            "Refused everywhere; the error says why, or what to use. What asks for nothing passes, logged once unless "
+            "null: null, an empty value, the one in brackets, or false unless that is `True`. "
+            f"{', '.join(map(_refused, refused))}.",
         )
     )
 
@@ -72,10 +71,9 @@ def _ours(verdicts: tuple[str, ...]) -> str:
     return "; ".join((first, *(f"{api}: {use}" for api, use in uses.items() if use != first)))
 
 
-def _refusal(name: str) -> tuple[str, ...]:
-    refusal = next(table.refused[name] for table in COLUMNS.values())
-    passes = "" if refusal.harmless is None else f"`{refusal.harmless}` passes"
-    return ("; ".join(filter(None, (refusal.reason, passes))),)
+def _refused(name: str) -> str:
+    harmless = next(table.refused[name].harmless for table in COLUMNS.values())
+    return f"`{name}`" if harmless is None else f"`{name}` (`{harmless}`)"
 
 
 def _grouped(rows: Iterable[tuple[str, tuple[str, ...]]]) -> Iterator[tuple[str, ...]]:
