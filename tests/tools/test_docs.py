@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -77,6 +78,30 @@ def flags() -> set[str]:
 def test_flags_exist(page: Path, flags: set[str]) -> None:
     prose = re.sub(r"^    .*$", "", prose_of(page), flags=re.MULTILINE)
     assert set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", prose)) <= flags
+
+
+def commands_of(page: Path) -> Iterator[list[str]]:
+    """The words of each ``kvrelay ...`` in its blocks, without what a shell does beside it."""
+    text = re.sub(r"\\\n\s*", "", text_of(page))
+    blocks = "\n".join(
+        (*re.findall(r"^```[^\n]*\n(.*?)^```$", text, re.MULTILINE | re.DOTALL), *re.findall(r"^    .*", text, re.M))
+    )
+    for line in re.findall(r"^\s*(?:\w+=\S+ )*kvrelay ((?!is ).*)", blocks, re.MULTILINE):
+        yield re.split(r" [|;&]| #", f"{line} ")[0].split() if line.count("'") % 2 else shlex.split(line, comments=True)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_have_their_flags(page: Path) -> None:
+    for words in commands_of(page):
+        command: click.Command = cli
+        for word in words:
+            if isinstance(command, click.Group) and (child := command.get_command(click.Context(command), word)):
+                command = child
+        known = {
+            "--help",
+            *(flag for param in (*cli.params, *command.params) for flag in (*param.opts, *param.secondary_opts)),
+        }
+        assert {word.split("=")[0] for word in words if word.startswith("--") and " " not in word} <= known, words
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
