@@ -15,7 +15,7 @@ from kvrelay.cli.main import cli
 ROOT = Path(__file__).parents[2]
 PAGES = [
     *sorted((ROOT / "docs").glob("*.md")),
-    *(ROOT / f"{name}.md" for name in ("README", "GLOSSARY", "CONTRIBUTING")),
+    *(ROOT / f"{name}.md" for name in ("README", "GLOSSARY", "CONTRIBUTING", "CHANGELOG")),
 ]
 SCRIPTS = [path for room in ("tests", "tools", "benchmarks", "src") for path in sorted((ROOT / room).rglob("*.py"))]
 FOREIGN = {
