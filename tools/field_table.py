@@ -37,27 +37,43 @@ def verdict(table: FieldTable, name: str) -> str:
 
 
 def section() -> str:
-    """Both tables, in Markdown."""
+    """All tables, in Markdown: fields that an API has, names of others for ours, advice, and what nothing has."""
     names = sorted(frozenset().union(*(table.names for table in COLUMNS.values())))
     verdicts = {name: tuple(verdict(table, name) for table in COLUMNS.values()) for name in names}
     refused = [name for name in names if set(verdicts[name]) == {REFUSED}]
-    rest = [name for name in names if name not in refused]
+    advice = [name for name in names if set(verdicts[name]) == {ADVICE}]
+    renamed = [
+        name for name in names if name not in refused and set(verdicts[name]).isdisjoint((DONE, ADVICE, UNKNOWN))
+    ]
+    rest = [name for name in names if name not in {*refused, *advice, *renamed}]
     return "".join(
         f"{line}\n"
         for line in (
             *_table(("fields", *COLUMNS), _grouped((name, verdicts[name]) for name in rest)),
             "",
-            "Refused everywhere, unless the value asks for nothing: null, empty, the one named here, or false unless "
-            "that is `True`. Other than null, such a value is logged once.",
+            f"Advice everywhere: {', '.join(f'`{name}`' for name in advice)}.",
             "",
-            *_table(("fields", "why", "harmless"), _grouped((name, _refusal(name)) for name in refused)),
+            "Refused everywhere, with our name for the same:",
+            "",
+            *_table(("fields", "use"), _grouped((name, (_ours(verdicts[name]),)) for name in renamed)),
+            "",
+            "Refused everywhere; the error says why, or what to use. What asks for nothing passes, logged once unless "
+            "null: null, an empty value, the one in brackets, or false unless that is `True`. "
+            f"{', '.join(map(_refused, refused))}.",
         )
     )
 
 
-def _refusal(name: str) -> tuple[str, ...]:
-    refusal = next(table.refused[name] for table in COLUMNS.values())
-    return refusal.reason, "" if refusal.harmless is None else f"`{refusal.harmless}`"
+def _ours(verdicts: tuple[str, ...]) -> str:
+    """What to use: that of the first API that says so, and of those that say otherwise."""
+    uses = {api: told.removeprefix("use ") for api, told in zip(COLUMNS, verdicts, strict=True) if told != REFUSED}
+    first, *_ = uses.values()
+    return "; ".join((first, *(f"{api}: {use}" for api, use in uses.items() if use != first)))
+
+
+def _refused(name: str) -> str:
+    harmless = next(table.refused[name].harmless for table in COLUMNS.values())
+    return f"`{name}`" if harmless is None else f"`{name}` (`{harmless}`)"
 
 
 def _grouped(rows: Iterable[tuple[str, tuple[str, ...]]]) -> Iterator[tuple[str, ...]]:

@@ -7,6 +7,7 @@ import argparse
 import sys
 from collections.abc import Iterator
 from dataclasses import Field, fields
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -24,38 +25,38 @@ COMMANDS: dict[str, tuple[type[Settings], ...]] = {
     "worker": WORKER_SETTINGS,
     "frontend": FRONTEND_SETTINGS,
 }
-UNITS = {"tokens_per_minute": "tokens per minute", "_per_minute": "per minute", "_ms": "milliseconds", "_s": "seconds"}
-UNITS |= {"kv_cache_memory": "size", "vllm_staging": "size", "block_size": "tokens", "queue_size": "prefills"}
-UNITS |= {"_bytes": "bytes", "buffer_size": "bytes", "_tokens": "tokens", "_len": "tokens", "_length": "tokens"}
-UNITS |= {"port": "port", "num_blocks": "blocks", "kv_watermark": "KV pools", "_weight": "prefill tokens"}
-"""By the end of a name; the first that fits."""
+TABLE = "| flag | default, values | meaning |\n|---|---|---|"
+ONLY = {
+    "dp_rank": "worker only: ",
+    "dp_address": "worker only: ",
+    "metrics_port": "not frontend: ",
+    "metrics_host": "not frontend: ",
+}
+"""Of settings that not all commands of their section have."""
 HEAD = """# Flags
 
 <!-- Written by tools/flag_table.py: do not edit. -->
 
-Every flag of `kvrelay serve`, `kvrelay worker` and `kvrelay frontend`. `--help` lists those of every day, `--help-all`
-all. A setting of a section can also stand in the YAML file of `--config`, under its section, or in the environment as
-`KVRELAY_NAME` (with `_` for `-` in both). Flags win over the environment, and that over the file.
-The file's values are read as the texts of flags, also `0123` and `off`; an empty one counts as not given.
-`--dp-rank` and `--dp-address` are for `kvrelay worker` only.
+The flags of `kvrelay serve`, `worker` and `frontend`, by section. `--help` lists those of every day, `--help-all` all.
+A setting of a section can also stand in the YAML file of `--config`, under its section, or in the environment as
+`KVRELAY_NAME` (with `_` for `-`). Flags win over the environment, and that over the file, whose values are read as the
+texts of flags, also `0123` and `off`; an empty one counts as not given.
+
+Second column: the default, then the other values or the range.
 """
 
 
-def unit(name: str, hint: Any) -> str:
-    """What a value is counted in, or which there are."""
-    if hint is bool:
-        return "yes or no"
-    if get_origin(hint) is Literal:
-        return ", ".join(map(str, get_args(hint)))
-    return next((word for end, word in UNITS.items() if name.endswith(end)), "text" if hint is str else "number")
+def values(item: Field[Any], hint: Any) -> str:
+    """The default of a setting, and what else it may be."""
+    others = [str(other) for other in get_args(hint) if other != item.default] if get_origin(hint) is Literal else []
+    return ", ".join((shown(item.default), *others)) + bounds(item.metadata.get("low"), item.metadata.get("high"))
 
 
-def bounds(item: Field[Any]) -> str:
-    """The permitted range of a setting."""
-    low, high = item.metadata.get("low"), item.metadata.get("high")
-    if low is None:
-        return ""
-    return f", at least {low:g}" if high is None else f", {low:g} to {high:g}"
+def bounds(low: float | None, high: float | None) -> str:
+    """The permitted range of a number; that it is not negative goes without saying."""
+    if high is not None:
+        return f", {low or 0:g} to {high:g}"
+    return f", at least {low:g}" if low else ""
 
 
 def row(*cells: str) -> str:
@@ -73,20 +74,23 @@ def shown(value: object) -> str:
 def page() -> Iterator[str]:
     """The lines of the page."""
     yield HEAD
-    for name, classes in COMMANDS.items():
-        sections = ", ".join(f"[{cls.section}](#{cls.section})" for cls in classes)
-        yield f"## kvrelay {name}\n\nBeside the settings of the sections {sections}:\n"
-        yield from own_options(name)
-        yield ""
+    commands: dict[str, list[str]] = {}
+    for name in COMMANDS:
+        for line in own_options(name):
+            commands.setdefault(line, []).append(name)
+    for names, lines in groupby(
+        sorted(commands, key=lambda line: len(commands[line])), key=lambda line: commands[line]
+    ):
+        yield f"## kvrelay {', '.join(names)}\n\n{TABLE}\n" + "\n".join(lines) + "\n"
     for cls in dict.fromkeys(cls for classes in COMMANDS.values() for cls in classes):
-        yield f"## {cls.section}\n\n{(cls.__doc__ or '').splitlines()[0]}\n"
-        yield row("flag", "default", "unit or values", "meaning") + "\n|---|---|---|---|"
+        names = [name for name, classes in COMMANDS.items() if cls in classes]
+        yield f"## {cls.section}\n\n{(cls.__doc__ or '').splitlines()[0]} Of {', '.join(names)}.\n\n{TABLE}"
         hints = get_type_hints(cls)
         for item in fields(cls):
             flag = "--" + item.name.replace("_", "-")
             flags = f"`{flag}`, `--no-{flag[2:]}`" if hints[item.name] is bool else f"`{flag}`"
-            values = unit(item.name, hints[item.name]) + bounds(item)
-            yield row(flags, shown(item.default), values, item.metadata["help"])
+            only = ONLY.get(item.name, "")
+            yield row(flags, values(item, hints[item.name]), only + item.metadata["help"])
         yield ""
 
 
@@ -94,20 +98,16 @@ def own_options(name: str) -> Iterator[str]:
     """The options of a command that are no settings."""
     command = cli.get_command(click.Context(cli), name)
     assert command is not None
-    yield row("flag", "default", "unit or values", "meaning") + "\n|---|---|---|---|"
     for param in command.params:
         if not isinstance(param, click.Option) or isinstance(param, GroupedOption) or param.hidden:
             continue
         about, _, told = (param.help or "").partition("  [default: ")
-        kind = param.type
-        values = "seconds" if isinstance(kind, click.FloatRange) else "text"
+        default, kind, ends = f"`{told.rstrip(']')}`" if told else shown(param.default), param.type, ""
         if isinstance(kind, click.Choice):
-            values = ", ".join(kind.choices)
+            default = ", ".join((default, *(choice for choice in kind.choices if choice != param.default)))
         elif isinstance(kind, click.IntRange):
-            values = f"{kind.min} to {kind.max}"
-        elif param.is_flag:
-            values = "-"
-        yield row(f"`{param.opts[0]}`", f"`{told.rstrip(']')}`" if told else shown(param.default), values, about)
+            ends = bounds(kind.min, kind.max)
+        yield row(f"`{param.opts[0]}`", default + ends, about)
 
 
 def main(words: list[str] | None = None) -> int:

@@ -28,7 +28,7 @@ class GroupedCommand(click.Command):
         self.everyday = everyday
         self._lists_all = not everyday
         if everyday:
-            about = "Show every flag, by section, and exit. Also on the page docs/flags.md."
+            about = "Show every flag, by section, and exit."
             self.params.append(
                 click.Option(
                     ["--help-all"], is_flag=True, is_eager=True, expose_value=False, callback=self._show_all, help=about

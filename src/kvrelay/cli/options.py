@@ -93,9 +93,7 @@ def kv_transfer_option(*, is_serve: bool) -> Callable[[Command], Command]:
         callback=spread,
         is_eager=True,
         expose_value=False,
-        help="Settings of transport p2p by the names kv_role, kv_buffer_size, kv_port, proxy_ip, proxy_port, "
-        "http_port, send_type, kv_rank, kv_parallel_size and the producers' and consumers' parallel sizes; "
-        "default: none.",
+        help="Settings of transport p2p by the peer-to-peer design's names (kv_role, send_type, ...); default: none.",
     )
 
 
@@ -108,7 +106,7 @@ def settings_options(*classes: type[Settings], exclude: tuple[str, ...] = ()) ->
     def decorate(command: Command) -> Command:
         for cls in reversed(classes):
             command = field_options(cls, exclude=exclude)(command)
-        help_text = "YAML file of settings by section; flags override it. Default: none."
+        help_text = "YAML file of settings by section; default: none."
         path = click.Path(exists=True, dir_okay=False, path_type=Path)
         return click.option("--config", "config_file", type=path, help=help_text)(command)
 

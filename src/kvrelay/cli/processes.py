@@ -55,7 +55,7 @@ EVERYDAY_FRONTEND = (
 
 @click.command(cls=GroupedCommand, everyday=EVERYDAY_WORKER)
 @model_argument
-@click.option("--role", type=click.Choice(["prefill", "decode", "both"]), default="both", help="What it does at first.")
+@click.option("--role", type=click.Choice(["prefill", "decode", "both"]), default="both", help="Initial role.")
 @engine_option
 @served_name_option
 @click.option("--worker-host", default="127.0.0.1", help="Address that frontends and peers connect to.")
@@ -64,8 +64,7 @@ EVERYDAY_FRONTEND = (
     "--record-steps",
     default="",
     metavar="FILE",
-    help="File for the engine's steps and what they are made of, prompts included; see kvrelay simulate --verify. "
-    "Default: none.",
+    help="File for the engine's steps, prompts included, for kvrelay simulate --verify. Default: none.",
 )
 @ready_line_option
 @kv_transfer_option(is_serve=False)

@@ -43,7 +43,7 @@ def kind_options(command: Command) -> Command:
     """An option for one kind of worker; without it --tp, --pp, --dp and --block-size hold for both kinds."""
     for (setting, (what, most)), (kind, whose) in reversed([*itertools.product(PER_KIND.items(), KINDS.items())]):
         flag = "--" + setting.replace("_", "-")
-        text = f"{what} of {whose}  [default: {flag}]"
+        text = f"{what} of {whose}.  [default: {flag}]"
         names = (f"{flag}-{kind}", f"{setting}_{kind}")
         command = click.option(*names, type=click.IntRange(1, most), default=None, help=text)(command)
     return command
@@ -79,7 +79,7 @@ EVERYDAY = (
     "--max-workers",
     default=0,
     type=click.IntRange(0, 4096),
-    help="Workers that a planner in mode act, this one or another, may have here at once; 0: it starts and stops none.",
+    help="Workers that a planner in mode act may have here at once; 0: it starts and stops none.",
 )
 @click.option(
     "--min-workers",

@@ -50,27 +50,24 @@ class EngineConfig(Settings):
 
     section: ClassVar[str] = "engine"
 
-    max_num_seqs: int = setting(256, "Maximum number of sequences that run at once.", low=1, high=65536)
+    max_num_seqs: int = setting(256, "Maximum sequences that run at once.", low=1, high=65536)
     max_num_batched_tokens: int = setting(2048, "Token budget of one step (chunked prefill).", low=16)
-    max_num_waiting: int = setting(1024, "Maximum number of waiting requests; further ones get 429.", low=0)
-    priority_ageing_s: float = setting(
-        10.0, "Seconds of waiting that count as much as one priority; 0: priorities do not age.", low=0
-    )
-    kv_watermark: float = setting(16.0, "KV demand, in KV pools, above which new requests get 429; 0: no limit.", low=0)
+    max_num_waiting: int = setting(1024, "Maximum waiting requests; further ones get 429.", low=0)
+    priority_ageing_s: float = setting(10.0, "Seconds of waiting that count as one priority; 0: no ageing.", low=0)
+    kv_watermark: float = setting(16.0, "KV demand, in KV pools, above which requests get 429; 0: no limit.", low=0)
     block_size: int = setting(16, "Tokens per KV block.", low=1, high=1024)
     num_blocks: int = setting(0, "Blocks in the KV pool; 0: from kv_cache_memory.", low=0)
-    kv_cache_memory: str = setting("auto", "Size of the KV pool, e.g. 512MiB or 4GiB; auto: a share of free memory.")
+    kv_cache_memory: str = setting("auto", "Size of the KV pool, e.g. 4GiB; auto: a share of free memory.")
     max_model_len: int = setting(
         0, "Maximum tokens of prompt plus answer; 0: the checkpoint's limit, or what the KV pool holds.", low=0
     )
     step_timeout_s: float = setting(
-        300.0, "Seconds in one engine step after which a worker counts as hung and exits; 0: never.", low=0
+        300.0, "Seconds in one step after which a worker counts as hung and exits; 0: never.", low=0
     )
     enable_prefix_caching: bool = setting(True, "Reuse of the KV of equal prefixes.")
     kv_retention: Literal["value", "recency"] = setting(
         "value",
-        "Which cached blocks are evicted first: those worth least, by how soon their session is expected back, or the "
-        "least recently used.",
+        "Evicted first; value: blocks worth least, by when their session should be back; recency: least recently used.",
     )
 
 
@@ -85,29 +82,24 @@ class RunnerConfig(Settings):
     attention_backend: Literal["auto", "cpu", "torch"] = setting("auto", "Attention implementation.")
     num_threads: int = setting(
         0,
-        "Compute threads of a worker, all its ranks together; 0: one per core that it may use (affinity, CPU quota).",
+        "Compute threads of a worker, all ranks together; 0: one per usable core (affinity, CPU quota).",
         low=0,
         high=1024,
     )
     tp: int = setting(1, "Tensor-parallel ranks, which share each layer.", low=1, high=64)
     pp: int = setting(1, "Pipeline stages, each with a run of layers.", low=1, high=64)
     rank_timeout_s: float = setting(
-        3.0,
-        "Seconds without progress by one layer, or without a sign of life, after which ranks count as hung.",
-        low=0.2,
+        3.0, "Seconds without a finished layer or a sign of life after which ranks count as hung.", low=0.2
     )
-    yield_while_starting: bool = setting(
-        False, "Loading and compiling at lower CPU priority, beside workers that serve; restarts by serve do so."
-    )
+    yield_while_starting: bool = setting(False, "Loading and compiling at lower CPU priority; restarts by serve do so.")
     prefill_niceness: int = setting(
         5,
-        "Added to the CPU niceness of the computing thread of a prefill worker, so that decode workers, frontends and "
-        "clients on the same cores go first; with one compute thread on CPUs, and if CAP_SYS_NICE or RLIMIT_NICE lets "
-        "a change of role undo it; 0: none.",
+        "CPU niceness added to a prefill worker's computing thread, so that others on its cores go first; only "
+        "with one compute thread on CPUs, and where CAP_SYS_NICE or RLIMIT_NICE can undo it; 0: none.",
         low=0,
         high=19,
     )
-    enforce_eager: bool = setting(False, "Engine vllm: without compilation and CUDA graphs.")
+    enforce_eager: bool = setting(False, "vllm: no compilation, no CUDA graphs.")
     seed: int = setting(0, "Seed from which requests without a seed draw theirs.")
 
     @property
@@ -123,18 +115,16 @@ class GroupConfig(Settings):
     section: ClassVar[str] = "group"
 
     dp: int = setting(1, "Data-parallel ranks: engines with requests and KV of their own.", low=1, high=64)
-    ep: bool = setting(False, "Expert parallelism: experts spread over all dp * tp ranks, each on one of them.")
+    ep: bool = setting(False, "Expert parallelism: each expert whole on one of the dp * tp ranks.")
     dp_lookahead: int = setting(
         24,
-        "With ep: steps that idle ranks are told to run ahead; fewer messages, more dummy steps.",
+        "With ep: steps that idle ranks are told to run ahead; more: fewer messages, more dummy steps.",
         low=0,
         high=10_000,
     )
-    dp_rank: int = setting(
-        -1, "This engine's data-parallel rank; -1: all ranks are started on this host.", low=-1, high=63
-    )
+    dp_rank: int = setting(-1, "This engine's data-parallel rank; -1: all ranks start on this host.", low=-1, high=63)
     dp_address: str = setting(
-        "", "With dp_rank: where the ranks meet, HOST:PORT of rank 0, or an empty directory if all run on one host."
+        "", "With dp_rank: HOST:PORT of rank 0, or an empty directory if all ranks are on one host."
     )
 
     def __post_init__(self) -> None:
@@ -165,55 +155,51 @@ class TransferConfig(Settings):
 
     transport: Literal["nixl", "shm", "p2p", "auto", "loopback"] = setting(
         "nixl",
-        "Transport of KV; shm: shared memory, one host only; p2p: process groups of torch (gloo, NCCL); auto: shm "
+        "Transport of KV; shm: shared memory, one host; p2p: process groups of torch (gloo, NCCL); auto: shm "
         "within a host, else nixl, if all workers have auto; loopback: within one process, for tests.",
     )
     ucx_tls: str = setting(
         "auto",
-        "UCX transports, e.g. ib,cma,self,tcp for RDMA; auto: cross-memory attach and TCP for pools in host memory, "
-        "UCX's own choice for GPUs.",
+        "UCX transports, e.g. ib,cma,self,tcp for RDMA; auto: cross-memory attach and TCP for host memory, UCX's "
+        "choice for GPUs.",
     )
     ucx_net_devices: str = setting(
-        "auto", "Network devices of UCX, e.g. eth0 or mlx5_0:1; auto: all, or only loopback for a worker on loopback."
+        "auto", "Network devices of UCX, e.g. eth0 or mlx5_0:1; auto: all, or loopback for a worker on loopback."
     )
     transfer_timeout_s: float = setting(30.0, "Seconds until a read or write fails.", low=0.01)
     poll_interval_s: float = setting(
-        0.0005, "Seconds between polls, with RDMA or by ranks, while a hand-off is open.", low=0.00005, high=0.1
+        0.0005, "Seconds between polls while a hand-off is open (RDMA, ranks).", low=0.00005, high=0.1
     )
-    kv_checksums: bool = setting(False, "Checksums of all handed-off blocks; damaged ones are recomputed.")
+    kv_checksums: bool = setting(False, "Checksums of handed-off blocks; damaged ones are recomputed.")
     send_type: Literal["PUT", "PUT_ASYNC", "GET"] = setting(
         "PUT_ASYNC",
-        "PUT, PUT_ASYNC: the prefill worker writes, with p2p PUT waits until it has landed; GET: the prefill worker "
-        "keeps the KV until the decode worker has read it.",
+        "PUT, PUT_ASYNC: the prefill worker writes (p2p: PUT waits until it has landed); GET: it keeps the KV "
+        "until the decode worker has read it.",
     )
     fetch_prefixes: bool = setting(
-        True, "Read prefixes from other workers' caches where that is faster than computing them, and lend ours."
+        True, "Prefixes read from other workers where that beats computing them; ours are lent."
     )
     kv_transfer_per_rank: bool = setting(
-        False,
-        "With --tp or --pp on CPUs each rank moves its own KV, instead of the worker's process for all of them; on "
-        "CUDA they always do.",
+        False, "With --tp or --pp on CPUs each rank moves its own KV, as always on CUDA."
     )
     kv_buffer_size: int = setting(
         64 * 1024 * 1024,
-        "Bytes after the KV pool for KV that comes before the pool has room, four times the pool at most; p2p: also "
-        "of the buffer for messages.",
+        "Bytes after the KV pool for KV that comes before the pool has room, at most four pools; p2p: also of the "
+        "message buffer.",
         low=0,
     )
     p2p_pool_bytes: int = setting(
         256 * 1024 * 1024,
-        "Bytes of host memory for what does not fit into kv_buffer_size: p2p: messages; pools on a GPU: KV that waits.",
+        "Host memory for what exceeds kv_buffer_size; p2p: messages; pools on a GPU: KV that waits.",
         low=0,
     )
-    p2p_room_wait_s: float = setting(
-        2.0, "p2p: seconds that a PUT waits for room before its KV counts as lost and is recomputed.", low=0
-    )
-    p2p_max_connections: int = setting(64, "p2p: communicators that may exist at once.", low=1, high=4096)
+    p2p_room_wait_s: float = setting(2.0, "p2p: seconds that a PUT waits for room before its KV is recomputed.", low=0)
+    p2p_max_connections: int = setting(64, "p2p: maximum communicators.", low=1, high=4096)
     p2p_idle_s: float = setting(60.0, "p2p: seconds after which an idle communicator is closed.", low=0.1)
     kv_port: int = setting(
         0,
-        "p2p: port of the control connections, with --tp or --pp the first of two for each rank; 0: free ones. serve: "
-        "port of the first worker, others count up.",
+        "p2p: control port, with --tp or --pp the first of two for each rank; 0: free ones. serve: counts up from "
+        "the first worker's.",
         low=0,
         high=65535,
     )
@@ -235,7 +221,7 @@ class TiersConfig(Settings):
     section: ClassVar[str] = "tiers"
 
     host_kv_cache: str = setting(
-        "0", "Host memory for evicted KV, shared by all workers of this model on the host, e.g. 4GiB; 0: none."
+        "0", "Host memory for evicted KV, e.g. 4GiB, shared by the host's workers of this model; 0: none."
     )
     host_kv_linger_s: float = setting(60.0, "Seconds that this memory outlives the last worker.", low=0, high=86400)
     disk_kv_cache: str = setting("", "Directory and size for evicted KV, e.g. /var/cache/kv,100GiB; empty: none.")
@@ -295,20 +281,16 @@ class DisaggConfig(Settings):
 
     disagg_policy: Literal["auto", "cost", "threshold", "always"] = setting(
         "auto",
-        "Choice of the prefill's place: by estimated cost, by the two thresholds, or always remote; auto: by cost, "
-        "with engines that tell no costs by threshold.",
+        "Where prefills run; cost: the cheaper place; threshold: by the two thresholds; always: remote; auto: "
+        "cost, with engines that tell no costs threshold.",
     )
-    slo_ttft_ms: float = setting(500.0, "cost: objective for the first token, in ms.", low=1)
+    slo_ttft_ms: float = setting(500.0, "Objective for the first token.", low=1)
     slo_itl_ms: float = setting(
-        0.0, "cost: objective between tokens of an answer, in ms; 0: 25, which yields while prompts are late.", low=0
+        0.0, "Objective between tokens of an answer; 0: 25 ms, more while most first tokens are late.", low=0
     )
-    early_reject: bool = setting(
-        False, "cost: refuse a request (429) whose objective for the first token cannot be met any more."
-    )
-    max_local_prefill_length: int = setting(
-        256, "threshold: longest prefill that runs locally, in tokens; 0: none.", low=0
-    )
-    max_prefill_queue_size: int = setting(16, "threshold: prefill queue length from which prefills run locally.", low=0)
+    early_reject: bool = setting(False, "cost: 429 for a request that can no longer meet its first-token objective.")
+    max_local_prefill_length: int = setting(256, "threshold: longest local prefill, in tokens; 0: none.", low=0)
+    max_prefill_queue_size: int = setting(16, "threshold: queue length from which prefills run locally.", low=0)
     remote_prefill_timeout_s: float = setting(30.0, "Seconds after which an unclaimed prefill is taken back.", low=0.05)
     max_handoff_attempts: int = setting(2, "Claims of one hand-off before its prefill runs locally.", low=1)
 
@@ -329,7 +311,7 @@ class RouterConfig(Settings):
     )
     overlap_weight: float = setting(1.0, "kv, kv-weights: credit per token of prefix overlap.", low=0, high=1e6)
     decode_weight: float = setting(
-        0.1, "kv-weights: cost per token of context in flight, in prefill tokens.", low=0, high=1e6
+        0.1, "kv-weights: cost per context token in flight, in prefill tokens.", low=0, high=1e6
     )
     temperature: float = setting(
         0.0, "kv, kv-weights: softmax temperature; 0: always the best worker.", low=0, high=1e6
@@ -337,7 +319,7 @@ class RouterConfig(Settings):
     router_seed: int = setting(0, "Seed of random draws and ties.")
     kv_events: bool = setting(True, "Prefixes from the workers' events; false: guessed from placements.")
     stall_after_s: float = setting(
-        3.0, "Seconds in one engine step after which a worker is avoided unless all others are too; 0: never.", low=0
+        3.0, "Seconds in one step after which a worker is avoided, unless all others are too; 0: never.", low=0
     )
     approximate_ttl_s: float = setting(120.0, "Without events: seconds that a placement counts as cached.", low=0.1)
 
@@ -351,21 +333,20 @@ class FrontendConfig(Settings):
     host: str = setting("127.0.0.1", "Address to listen on.")
     order: Literal["auto", "decode-first", "prefill-first"] = setting(
         "auto",
-        "Which worker gets a request first; prefill-first: a pair chosen by the frontend; auto: the cheaper order for "
-        "each request.",
+        "Which worker gets a request first; prefill-first: a pair that the frontend chooses; auto: the cheaper order.",
     )
     port: int = setting(8000, "Port to listen on; 0: a free one.", low=0, high=65535)
     api_key: str = setting("", "Key that clients must send as a bearer token; empty: none.")
     api_keys_file: str = setting("", "File of hashed API keys, one a line; see kvrelay api-key.")
-    requests_per_minute: int = setting(0, "Maximum requests of an API key per minute (429); 0: no limit.", low=0)
+    requests_per_minute: int = setting(0, "An API key's maximum requests per minute (429); 0: no limit.", low=0)
     tokens_per_minute: int = setting(
-        0, "Maximum prompt and answer tokens of an API key per minute (429); 0: no limit.", low=0
+        0, "An API key's maximum prompt and answer tokens per minute (429); 0: no limit.", low=0
     )
     requests_at_once: int = setting(
-        0, "Maximum sequences of an API key in flight, each choice one (429); 0: no limit.", low=0
+        0, "An API key's maximum sequences in flight, each choice one (429); 0: no limit.", low=0
     )
     share_prefix_cache: bool = setting(
-        False, "API keys share cached prefixes, so each can find out the others' prompts; false: one cache per key."
+        False, "One prefix cache for all API keys, so each can find out others' prompts; false: one per key."
     )
     tls_cert: str = setting("", "Certificate chain (PEM) for HTTPS; empty: HTTP.")
     tls_key: str = setting("", "Private key (PEM) of the certificate.")
@@ -378,29 +359,26 @@ class FrontendConfig(Settings):
     max_prompts: int = setting(1024, "Maximum prompts in one completions request.", low=1)
     request_timeout_s: float = setting(0.0, "Default deadline of a request in seconds; 0: none.", low=0)
     cold_start_wait_s: float = setting(
-        60.0, "Seconds that a request waits for a first worker, if a planner can start one (else 503); 0: none.", low=0
+        60.0, "Seconds that a request waits for a first worker that a planner can start (else 503); 0: none.", low=0
     )
-    migration_limit: int = setting(3, "Maximum number of times that a request moves to another worker.", low=0)
+    migration_limit: int = setting(3, "How often a request may move to another worker.", low=0)
     on_unknown_field: Literal["refuse", "warn", "ignore"] = setting(
         "warn", "Treatment of unknown request fields; warn: logged once each."
     )
-    allowed_origins: str = setting(
-        "", "Origins whose web pages may ask (CORS), separated by commas; *: all; empty: none."
-    )
+    allowed_origins: str = setting("", "Origins whose web pages may ask (CORS), comma-separated; *: all; empty: none.")
     access_log: Literal["off", "text", "json"] = setting("off", "One line per request; json: an object each.")
     access_log_file: str = setting("", "File of the access log; empty: stdout.")
     tool_call_parser: Literal["auto", "hermes", "llama3_json", "mistral", "qwen3"] = setting(
-        "auto", "Format of the model's function calls; auto: by its chat template."
+        "auto", "Format of function calls; auto: by the chat template."
     )
     reasoning_parser: Literal["none", "deepseek_r1", "qwen3"] = setting(
-        "none",
-        "Format of the model's reasoning, returned as reasoning and reasoning_content; none: it stays in the content.",
+        "none", "Format of the reasoning, returned as reasoning and reasoning_content; none: it stays in the content."
     )
-    shutdown_timeout_s: float = setting(30.0, "Seconds that open requests may take after SIGTERM.", low=0)
+    shutdown_timeout_s: float = setting(30.0, "Seconds for open requests after SIGTERM.", low=0)
     otlp_endpoint: str = setting(
         "",
-        "Collector of traces: grpc://HOST:4317 or http://HOST:4318/v1/traces; empty: as OTEL_EXPORTER_OTLP_ENDPOINT "
-        "says, if it is set.",
+        "Collector of traces: grpc://HOST:4317 or http://HOST:4318/v1/traces; empty: OTEL_EXPORTER_OTLP_ENDPOINT, "
+        "if set.",
     )
 
     def __post_init__(self) -> None:
@@ -446,18 +424,14 @@ class MetricsConfig(Settings):
 
     metrics_port: int = setting(
         0,
-        "Port of a worker's /metrics, /health and /live; 0: none. serve: port of the first worker, others count up.",
+        "Port of a worker's /metrics, /health and /live; 0: none. serve: counts up from the first worker's.",
         low=0,
         high=65535,
     )
     metrics_host: str = setting("127.0.0.1", "Address of the monitoring port.")
-    metrics_keys_file: str = setting(
-        "", "File of hashed API keys for a worker's /metrics and for all requests at /debug; see kvrelay api-key."
-    )
-    vllm_metric_names: bool = setting(False, "Metrics also under vLLM's names (vllm:*), where the meaning is the same.")
-    request_marks: bool = setting(
-        True, "Marks of each request's phases, shown by kvrelay waterfall and /debug/requests."
-    )
+    metrics_keys_file: str = setting("", "File of hashed API keys for /metrics and all of /debug; see kvrelay api-key.")
+    vllm_metric_names: bool = setting(False, "Metrics also under vLLM's names (vllm:*).")
+    request_marks: bool = setting(True, "Marks of each request's phases, for kvrelay waterfall and /debug/requests.")
 
     def __post_init__(self) -> None:
         Settings.__post_init__(self)
@@ -472,15 +446,11 @@ class MockConfig(Settings):
 
     prefill_base_s: float = setting(0.002, "Seconds of a step that prefills.", low=0)
     prefill_token_s: float = setting(0.00002, "Seconds added per prefilled token.", low=0)
-    decode_base_s: float = setting(0.004, "Time of a decode step.", low=0)
+    decode_base_s: float = setting(0.004, "Seconds of a decode step.", low=0)
     decode_seq_s: float = setting(0.00005, "Seconds added per decoding sequence.", low=0)
-    hang_file: str = setting(
-        "", "For tests: a step hangs while the file PATH.PID exists (this path, the worker's process id)."
-    )
+    hang_file: str = setting("", "For tests: a step hangs while the file PATH.PID exists (PID: the worker's).")
     speedup_ratio: float = setting(1.0, "Divisor of all times; 0: no waiting.", low=0)
-    tail_tokens: int = setting(
-        0, "Tokens before a prompt's end at which a prefill worker stops, as with a drafter that reads ahead.", low=0
-    )
+    tail_tokens: int = setting(0, "Tokens before a prompt's end at which a prefill worker stops.", low=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -489,23 +459,21 @@ class UpstreamConfig(Settings):
 
     section: ClassVar[str] = "upstream"
 
-    upstream: str = setting("", "URL of the server that engine openai asks, e.g. http://127.0.0.1:8001.")
-    upstream_model: str = setting("", "The model's name at that server; none: the only one it has.")
+    upstream: str = setting("", "URL of the server, e.g. http://127.0.0.1:8001.")
+    upstream_model: str = setting("", "The model's name there; none: its only one.")
     upstream_api_key_file: str = setting("", "File with the key for that server.")
-    upstream_ca: str = setting("", "Certificate authority of that server, as a PEM file; none: those of the system.")
+    upstream_ca: str = setting("", "Certificate authority of that server (PEM); none: the system's.")
     upstream_kv_events: str = setting(
-        "", "Where that server publishes cache events (vLLM's --kv-events-config), e.g. tcp://127.0.0.1:5557."
+        "", "Where it publishes cache events (vLLM's --kv-events-config), e.g. tcp://127.0.0.1:5557."
     )
-    upstream_kv_replay: str = setting("", "Where that server tells missed cache events again.")
+    upstream_kv_replay: str = setting("", "Where it tells missed cache events again.")
     upstream_kv_transfer: Literal["none", "vllm", "sglang"] = setting(
-        "none", "KV exchange of that server with others, by vLLM's NixlConnector or SGLang's disaggregation modes."
+        "none", "KV exchange between servers, by vLLM's NixlConnector or SGLang's disaggregation modes."
     )
     upstream_bootstrap: str = setting(
-        "", "HOST:PORT of the bootstrap server of an SGLang prefill server; default: its own host, 8998."
+        "", "HOST:PORT of an SGLang prefill server's bootstrap server; default: its own host, 8998."
     )
-    upstream_timeout_s: float = setting(
-        300.0, "Seconds without a token after which an answer of that server counts as lost.", low=0.1
-    )
+    upstream_timeout_s: float = setting(300.0, "Seconds without a token after which an answer counts as lost.", low=0.1)
     upstream_start_timeout_s: float = setting(600.0, "Seconds that a worker waits for that server at start.", low=0)
 
 
@@ -520,39 +488,29 @@ class VllmConfig(Settings):
     )
     vllm_connector: Literal["auto", "nixl", "kvrelay"] = setting(
         "auto",
-        "What moves KV between prefill and decode workers: vLLM's NIXL connector, or kvrelay's transports; auto: nixl, "
-        "and none with --role both, which then stays.",
+        "What moves KV between workers: vLLM's NIXL connector, or kvrelay's transports; auto: nixl, and none with "
+        "--role both, which then stays.",
     )
     lora_dir: str = setting(
-        "",
-        "Directory of adapters (LoRA): each folder in it with an adapter_config.json is served as a model of its name.",
+        "", "Directory of adapters (LoRA): each folder with an adapter_config.json is a model of its name."
     )
     max_loras: int = setting(
         0,
-        "Adapters (LoRA) that one step of vLLM computes with; above 0 they can also be loaded at run time; 0: at most "
-        "4, of lora_dir only.",
+        "Adapters in one step of vLLM; above 0 they can be loaded at run time; 0: at most 4, of lora_dir only.",
         low=0,
         high=1024,
     )
     max_cpu_loras: int = setting(
-        0,
-        "Adapters that a worker can have, all in host memory; 0: 32 with max_loras, else those of lora_dir.",
-        low=0,
-        high=1024,
+        0, "Adapters in a worker's host memory; 0: 32 with max_loras, else those of lora_dir.", low=0, high=1024
     )
     max_lora_rank: int = setting(
-        0, "Largest rank of an adapter; 0: 16 with max_loras, or that of lora_dir.", low=0, high=512
+        0, "Largest rank of an adapter; 0: 16 with max_loras, else lora_dir's.", low=0, high=512
     )
-    vllm_staging: str = setting(
-        "1GiB", "Host memory through which KV passes by kvrelay's connector in vLLM, e.g. 512MiB or 4GiB."
-    )
-    vllm_step_costs: bool = setting(
-        True, "Record vLLM's steps, so that their costs are known; without, thresholds decide instead of costs."
-    )
+    vllm_staging: str = setting("1GiB", "Host memory through which KV passes with kvrelay's connector, e.g. 4GiB.")
+    vllm_step_costs: bool = setting(True, "vLLM's steps tell their costs; without, thresholds decide.")
     vllm_chunks_by_objective: bool = setting(
         True,
-        "Cut prompts so that running answers keep slo_itl_ms, within max_num_batched_tokens; without, a step of vLLM "
-        "has all of it.",
+        "Prompts are cut so that running answers keep slo_itl_ms; without, a step takes all of max_num_batched_tokens.",
     )
     engine_cores: str = setting(
         "", "Without a GPU: cores of vLLM's compute threads, e.g. 0-3,8; none: num_threads of all. serve splits them."

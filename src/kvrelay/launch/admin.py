@@ -14,10 +14,6 @@ from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
-
 from kvrelay.config import ControlConfig, DisaggConfig, WorkerRole
 from kvrelay.config.addresses import is_loopback, reached_url
 from kvrelay.config.loading import nearest
@@ -32,6 +28,7 @@ from kvrelay.errors import (
     ProtocolError,
     WorkerUnavailableError,
 )
+from kvrelay.launch.frontend_calls import plain_table, wide_console
 from kvrelay.launch.request_plane import connected
 from kvrelay.launch.worker_calls import WorkerCalls, worker_calls
 from kvrelay.placement import threshold as disagg
@@ -40,8 +37,6 @@ from kvrelay.router import runtime as router_settings
 STATUS_TIMEOUT_S = 3.0
 RETRY_S = 0.1
 NOT_SET = "what each process was started with"
-TABLE_WIDTH = 1000
-"""Wide enough that no column is cut, even in a narrow terminal or a pipe."""
 DISAGG_PREFIX = "disagg."
 ROUTER_PREFIX = "router."
 SETTABLE = (
@@ -121,7 +116,7 @@ def status_table(report: dict[str, Any]) -> None:
         print("no worker is registered")
         return
     names = ("worker", "role", "model", "requests", "waiting", "KV used", "KV demand")
-    table = Table(*names, "hand-offs in/out", "remote prefills", box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    table = plain_table(*names, "hand-offs in/out", "remote prefills")
     for status in report["workers"]:
         if "error" in status:
             table.add_row(status["worker_id"], status["role"], status["model"], f"[red]{status['error']}[/red]")
@@ -138,7 +133,7 @@ def status_table(report: dict[str, Any]) -> None:
             f"{status['handoffs_in']}/{status['handoffs_out']}",
             str(status["decode"]["num_remote_done"] + status["prefill"]["num_prefills"]),
         )
-    Console(width=TABLE_WIDTH).print(table)
+    wide_console().print(table)
     for status in report["workers"]:
         if (holding := status.get("kv_holding")) and holding["num_blocks_in_use"]:
             print(

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 from urllib.parse import quote, urlsplit
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -137,29 +138,39 @@ async def _ask(url: str, method: str, path: str, api_key: str | None, body: obje
     raise KvrelayError(f"{base} answers {status}: {error_text(content, MAX_ERROR_CHARS)}")
 
 
+def wide_console() -> Console:
+    """So wide that no column of a table is cut, even in a narrow terminal or a pipe."""
+    return Console(width=1000)
+
+
+def plain_table(*names: str, caption: str | None = None) -> Table:
+    """Without a frame."""
+    return Table(*names, caption=caption, box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+
+
 def decision_table(answer: dict[str, Any]) -> None:
     """Print a decision as a table of all candidates, with the chosen one marked. Overlap with the prompt, pending
-    prefill and context in flight are in tokens. By seconds the score is minus the sum of the three times."""
+    prefill and context in flight are in tokens. By seconds the score is minus the sum of the times."""
     decision = answer["decision"]
-    console = Console()
+    console = wide_console()
     console.print(
         f"{decision['policy']}: {answer['num_prompt_tokens']} tokens of {answer['model']} go to "
         f"{decision['worker_id']}, which holds {decision['hit_rate']:.0%} (frontend {answer['pid']})",
         highlight=False,
         soft_wrap=True,
     )
-    table = Table()
-    table.add_column("worker", no_wrap=True)
-    by_seconds = any(candidate["first_token_s"] is not None for candidate in decision["candidates"])
-    times = ("first token", "lost prefix", "decode") if by_seconds else ()
-    for column in ("score", *times, "overlap", "pending", "context", "waiting", "KV used"):
+    table = plain_table("worker")
+    terms = ("first_token_s", "lost_prefix_s", "decode_s", "load_s")
+    times = [name for name in terms if any(candidate[name] is not None for candidate in decision["candidates"])]
+    titles = (name.removesuffix("_s").replace("_", " ") for name in times)
+    for column in ("score", *titles, "overlap", "pending", "context", "waiting", "KV used"):
         table.add_column(column, justify="right")
     for candidate in decision["candidates"]:
         chosen = candidate["worker_id"] == decision["worker_id"]
         table.add_row(
             candidate["worker_id"] + (" *" if chosen else ""),
             f"{candidate['score']:,.4g}" if abs(candidate["score"]) < 1000 else f"{candidate['score']:,.0f}",
-            *(f"{candidate[name]:.4f} s" for name in ("first_token_s", "lost_prefix_s", "decode_s") if by_seconds),
+            *(f"{candidate[name] or 0.0:.4f} s" for name in times),
             f"{candidate['overlap_blocks'] * answer['block_size']:,}",
             f"{candidate['prefill_tokens']:,}",
             f"{candidate['decode_tokens']:,}",
@@ -206,9 +217,7 @@ def _pair_table(pair: dict[str, Any], console: Console) -> None:
     if not pair["candidates"]:
         return
     digits = 4 if pair["unit"] == "s" else 0
-    table = Table(caption="~: the transfer's time is estimated, not measured")
-    for column in ("prefill worker", "decode worker"):
-        table.add_column(column, no_wrap=True)
+    table = plain_table("prefill worker", "decode worker", caption="~: the transfer's time is estimated, not measured")
     for column in (f"cost, {pair['unit']}", "prefill", "decode", "transfer"):
         table.add_column(column, justify="right")
     for candidate in pair["candidates"]:
