@@ -105,7 +105,9 @@ def test_answers_that_were_late_make_room_for_prompts_that_are_late() -> None:
     assert step_s(late) == pytest.approx(alike_s, rel=0.01), "an answer that is computed again"
 
 
-@pytest.mark.parametrize(("has_default_itl", "num_late", "yields"), [(True, 3, True), (True, 2, False), (False, 3, False)])
+@pytest.mark.parametrize(
+    ("has_default_itl", "num_late", "yields"), [(True, 3, True), (True, 2, False), (False, 3, False)]
+)
 def test_an_objective_that_nobody_set_yields_once_most_answers_were_late(
     has_default_itl: bool, num_late: int, yields: bool
 ) -> None:

@@ -285,7 +285,9 @@ def objectives_of(config: DisaggConfig, ttft_ms: float = 0.0, itl_ms: float = 0.
     """The configured objectives with a request's own, where these are possible times."""
     own_ttft_ms, own_itl_ms = (value if 0.0 < value < math.inf else 0.0 for value in (ttft_ms, itl_ms))
     itl_ms = own_itl_ms or config.slo_itl_ms
-    return Objectives(_objective_s(own_ttft_ms or config.slo_ttft_ms), _objective_s(itl_ms or DEFAULT_ITL_MS), not itl_ms)
+    return Objectives(
+        _objective_s(own_ttft_ms or config.slo_ttft_ms), _objective_s(itl_ms or DEFAULT_ITL_MS), not itl_ms
+    )
 
 
 def _objective_s(objective_ms: float) -> float:
