@@ -105,6 +105,29 @@ def test_answers_that_were_late_make_room_for_prompts_that_are_late() -> None:
     assert step_s(late) == pytest.approx(alike_s, rel=0.01), "an answer that is computed again"
 
 
+@pytest.mark.parametrize(
+    ("has_default_itl", "num_late", "yields"), [(True, 3, True), (True, 2, False), (False, 3, False)]
+)
+def test_an_objective_that_nobody_set_yields_once_most_answers_were_late(
+    has_default_itl: bool, num_late: int, yields: bool
+) -> None:
+    clock, objectives = ManualClock(), Objectives(0.5, 0.02, has_default_itl)
+    token_budget = paced(clock=clock)
+    answers = [request(f"answer {number}", 10, objectives) for number in range(5)]
+    for number, answer in enumerate(answers):
+        answer.first_output_sent, answer.is_late = True, number < num_late
+    prompt = request("prompt", 50_000, objectives)
+    prompt.times.append((RequestStatus.WAITING, clock.now()))
+
+    def step_s() -> float:
+        token_budget.look_at(list(answers))
+        return COST.step_seconds(StepWork(token_budget.prefill_budget([prompt], 10_000), 0, 5, 55))
+
+    in_time_s = step_s()
+    clock.advance(0.501)
+    assert step_s() == pytest.approx((LATE_FACTOR if yields else 1.0) * in_time_s, rel=0.01)
+
+
 def test_a_first_token_beyond_its_objective_makes_an_answer_late(make_engine: Callable[..., EngineCore]) -> None:
     clock = ManualClock()
     engine = make_engine(clock=clock, block_size=4, num_blocks=32)

@@ -196,6 +196,8 @@ def test_objectives_of_a_request_replace_the_configured_ones_if_they_are_times()
     assert objectives_of(config, 100.0, 5.0) == Objectives(0.1, 0.005)
     for nonsense in (0.0, -5.0, math.nan, math.inf):
         assert objectives_of(config, nonsense, nonsense) == Objectives(0.4, 0.02)
+        assert objectives_of(DisaggConfig(), nonsense, nonsense) == Objectives(0.5, 0.025, has_default_itl=True)
+    assert objectives_of(DisaggConfig(), 0.0, 25.0) == Objectives(0.5, 0.025), "set, though to the same"
 
 
 @pytest.mark.parametrize("policy", ["auto", "cost", "threshold", "always"])

@@ -50,6 +50,22 @@ def test_it_finds_the_truth_from_noisy_steps(truth: StepCost) -> None:
     assert model.cost.prefill_token_s == pytest.approx(truth.prefill_token_s, rel=0.15)
 
 
+def test_what_answers_cost_is_learnt_from_steps_with_prefills() -> None:
+    """Under overload there are no others. What two answers once showed says little of a hundred."""
+    rng, model, truth = random.Random(7), StepCostModel(), StepCost(0.007, 0.007, 3e-5, 1e-9, 1e-5, 5e-8)
+
+    def add(work: StepWork, factor: float) -> None:
+        model.add(work, truth.step_seconds(work) * factor * rng.uniform(0.97, 1.03))
+
+    for _ in range(100):  # Slower for a while: as if each answer cost ten times as much.
+        add(StepWork(0, 0, 2, rng.randrange(600, 1000)), 1.05)
+    for number in range(1000):
+        decodes = min(number // 5, 100)
+        add(StepWork(rng.randrange(64, 600), rng.randrange(0, 10**6), decodes, decodes * rng.randrange(300, 500)), 1.0)
+    answers = StepWork(0, 0, 100, 40_000)
+    assert model.cost.step_seconds(answers) == pytest.approx(truth.step_seconds(answers), rel=0.05)
+
+
 def test_it_follows_a_worker_that_becomes_slower() -> None:
     rng, model = random.Random(2), StepCostModel()
     for factor in (1.0, 4.0):

@@ -25,7 +25,7 @@ _DEFAULTS = DisaggConfig()
     help="suggest: say what should change; act: change roles, and numbers where there are hosts of workers.",
 )
 @click.option("--slo-ttft-ms", type=click.FloatRange(1.0), default=_DEFAULTS.slo_ttft_ms, help="First token, ms.")
-@click.option("--slo-itl-ms", type=click.FloatRange(1.0), default=_DEFAULTS.slo_itl_ms, help="Between tokens, ms.")
+@click.option("--slo-itl-ms", type=click.FloatRange(1.0), default=_DEFAULTS.itl_ms, help="Between tokens, ms.")
 @click.option(
     "--min-workers", type=click.IntRange(0, 4096), default=1, help="Fewest workers; 0: an idle cluster has none."
 )

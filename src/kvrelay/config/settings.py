@@ -16,6 +16,9 @@ from kvrelay.config.byte_sizes import parse_bytes
 from kvrelay.config.otlp import collector_of
 from kvrelay.errors import ConfigError
 
+DEFAULT_ITL_MS = 25.0
+"""Objective between tokens where nobody has set one."""
+
 
 def setting(default: object, help_text: str, *, low: float | None = None, high: float | None = None) -> Any:
     """A dataclass field with its help text and, for numbers, its permitted range."""
@@ -282,12 +285,19 @@ class DisaggConfig(Settings):
         "cost, with engines that tell no costs threshold.",
     )
     slo_ttft_ms: float = setting(500.0, "Objective for the first token.", low=1)
-    slo_itl_ms: float = setting(25.0, "Objective between tokens of an answer.", low=1)
+    slo_itl_ms: float = setting(
+        0.0, "Objective between tokens of an answer; 0: 25 ms, more while most first tokens are late.", low=0
+    )
     early_reject: bool = setting(False, "cost: 429 for a request that can no longer meet its first-token objective.")
     max_local_prefill_length: int = setting(256, "threshold: longest local prefill, in tokens; 0: none.", low=0)
     max_prefill_queue_size: int = setting(16, "threshold: queue length from which prefills run locally.", low=0)
     remote_prefill_timeout_s: float = setting(30.0, "Seconds after which an unclaimed prefill is taken back.", low=0.05)
     max_handoff_attempts: int = setting(2, "Claims of one hand-off before its prefill runs locally.", low=1)
+
+    @property
+    def itl_ms(self) -> float:
+        """The objective between tokens that counts."""
+        return self.slo_itl_ms or DEFAULT_ITL_MS
 
 
 @dataclass(frozen=True, slots=True)

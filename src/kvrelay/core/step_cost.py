@@ -30,8 +30,8 @@ STEP_SHARE = 0.7
 MARGIN = 2.0
 """Standard deviations of a step's time below the objective: of a normal distribution 98 % lie below it."""
 LATE_FACTOR = 4.0
-"""Times the objective between tokens of answers that were late, while prompts are late: neither meets its objectives
-any more, and the sooner these prompts are computed, the fewer others are late."""
+"""Times the objective between tokens of answers that yield, while prompts are late. Answers that were late do: neither
+meets its objectives any more, and the sooner these prompts are computed, the fewer others are late."""
 MIN_STEP_FACTOR = 2.0
 """A step may take so many times as long as before its first prompt token, whatever the objective between tokens. Less,
 and the prompts that wait outnumber the answers: while c prompt tokens join per step, only c * answer / prompt run."""
@@ -164,16 +164,16 @@ class StepPace(msgspec.Struct, frozen=True):
         cost: StepCost,
         spread: float,
         itl_s: float,
-        late_itl_s: float = 0.0,
+        yielding_itl_s: float = 0.0,
         ttft_s: float = 0.0,
         *,
         are_prompts_late: bool = False,
     ) -> StepPace:
         """The pace that keeps these objectives, each the shortest of its kind, 0 if there is none: between tokens of
-        answers, ``late_itl_s`` of those whose first token was late, and for the first tokens of prompts. ``spread``: of
+        answers, ``yielding_itl_s`` of those that yield to late prompts, and for the first tokens of prompts. ``spread``: of
         the steps with prefills."""
-        late_itl_s *= LATE_FACTOR if are_prompts_late else 1.0
-        shortest_s = min([limit_s for limit_s in (itl_s, late_itl_s) if limit_s != 0.0], default=0.0)
+        yielding_itl_s *= LATE_FACTOR if are_prompts_late else 1.0
+        shortest_s = min([limit_s for limit_s in (itl_s, yielding_itl_s) if limit_s != 0.0], default=0.0)
         most_s = TIGHT_SHARE * shortest_s * cost.tokens_per_step
         return cls(cost, cost.step_limit_s(shortest_s, spread), most_s, ttft_s)
 

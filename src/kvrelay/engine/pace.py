@@ -10,21 +10,23 @@ from kvrelay.engine.request import Request
 
 
 class Gaps(NamedTuple):
-    """The shortest objectives between tokens, in seconds: of answers that are in time, and of those whose first token
-    is late. 0: none has one."""
+    """The shortest objectives between tokens, in seconds; 0: none has one. ``yielding_s``: of answers that make room
+    while prompts are late: their own first token was late, or most of those beside them, and nobody set their
+    objective. ``strict_s``: of all others."""
 
-    in_time_s: float = 0.0
-    late_s: float = 0.0
+    strict_s: float = 0.0
+    yielding_s: float = 0.0
 
 
 def gaps_of(requests: Iterable[Request], now_s: float) -> Gaps:
-    in_time_s: list[float] = []
-    late_s: list[float] = []
-    for request in requests:
-        objectives = request.objectives
-        if objectives is not None:
-            (late_s if request.is_late_at(now_s) else in_time_s).append(objectives.itl_s)
-    return Gaps(min(in_time_s, default=0.0), min(late_s, default=0.0))
+    rows = [(request.objectives, request.is_late_at(now_s)) for request in requests if request.objectives is not None]
+    are_most_late = 2 * sum(is_late for _, is_late in rows) > len(rows)
+    strict_s: list[float] = []
+    yielding_s: list[float] = []
+    for objectives, is_late in rows:
+        yields = is_late or (objectives.has_default_itl and are_most_late)
+        (yielding_s if yields else strict_s).append(objectives.itl_s)
+    return Gaps(min(strict_s, default=0.0), min(yielding_s, default=0.0))
 
 
 def pace_of(cost: StepCost, spread: float, gaps: Gaps, prompts: Sequence[Request], now_s: float) -> StepPace:
@@ -33,8 +35,8 @@ def pace_of(cost: StepCost, spread: float, gaps: Gaps, prompts: Sequence[Request
     return StepPace.keeping(
         cost,
         spread,
-        gaps.in_time_s,
-        gaps.late_s,
+        gaps.strict_s,
+        gaps.yielding_s,
         min([each.ttft_s for each in objectives], default=0.0),
         are_prompts_late=any(request.is_late_at(now_s) for request in prompts),
     )

@@ -182,7 +182,7 @@ class LocalCluster:
         if self._config.planner == "off":
             return
         disagg = self._common.disagg
-        objectives = ("--slo-ttft-ms", str(disagg.slo_ttft_ms), "--slo-itl-ms", str(disagg.slo_itl_ms))
+        objectives = ("--slo-ttft-ms", str(disagg.slo_ttft_ms), "--slo-itl-ms", str(disagg.itl_ms))
         flags = settings_flags(self._common.control)
         fewest = ("--min-workers", str(self._config.min_workers), "--quiet-s", str(self._config.quiet_s))
         command = kvrelay_command("planner", "--mode", self._config.planner, *objectives, *fewest, *flags)

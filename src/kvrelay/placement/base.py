@@ -11,10 +11,11 @@ from kvrelay.core.step_cost import StepCost
 
 
 class Objectives(msgspec.Struct, frozen=True):
-    """Seconds to the first token, and between tokens."""
+    """Seconds to the first token, and between tokens. With ``has_default_itl`` nobody has set the second."""
 
     ttft_s: float
     itl_s: float
+    has_default_itl: bool = False
 
 
 class Situation(msgspec.Struct, frozen=True):

@@ -21,6 +21,7 @@ from collections.abc import Callable
 import msgspec
 
 from kvrelay.config import DisaggConfig
+from kvrelay.config.settings import DEFAULT_ITL_MS
 from kvrelay.core.clock import Clock
 from kvrelay.core.step_cost import MAX_COST_S, StepCost, StepWork, bounded_s, prefill_pairs
 from kvrelay.placement.base import Decision, Objectives, PrefillLoad, PrefillPlace, Situation
@@ -282,11 +283,14 @@ class CostPlacement:
 
 def objectives_of(config: DisaggConfig, ttft_ms: float = 0.0, itl_ms: float = 0.0) -> Objectives:
     """The configured objectives with a request's own, where these are possible times."""
-    return Objectives(_objective_s(ttft_ms, config.slo_ttft_ms), _objective_s(itl_ms, config.slo_itl_ms))
+    own_ttft_ms, own_itl_ms = (value if 0.0 < value < math.inf else 0.0 for value in (ttft_ms, itl_ms))
+    itl_ms = own_itl_ms or config.slo_itl_ms
+    return Objectives(
+        _objective_s(own_ttft_ms or config.slo_ttft_ms), _objective_s(itl_ms or DEFAULT_ITL_MS), not itl_ms
+    )
 
 
-def _objective_s(own_ms: float, configured_ms: float) -> float:
-    objective_ms = own_ms if 0.0 < own_ms < math.inf else configured_ms
+def _objective_s(objective_ms: float) -> float:
     return min(max(objective_ms / 1e3, MIN_OBJECTIVE_S), MAX_OBJECTIVE_S)
 
 

@@ -1,8 +1,8 @@
 """Fits what engine work costs in seconds: the step, and the way through a prefill worker. Pure.
 
 It measures nothing itself: the engine reports its steps, the decode side its remote prefills. The formulas of a step
-are in ``core.step_cost``. Each kind of step is fitted by itself, so that what a worker never does cannot disturb what
-it does. ``docs/cost-model.md`` has the sources.
+are in ``core.step_cost``. Steps with and without a prefill are one fit: under overload none is without, and what the
+answers in them cost would else stay as a few answers once showed it. ``docs/cost-model.md`` has the sources.
 """
 
 from __future__ import annotations
@@ -90,8 +90,7 @@ class StepCostModel:
 
     def __init__(self, prior: StepCost | None = None) -> None:
         prior = prior or StepCost()
-        self._decode = RecursiveLeastSquares((prior.step_s, prior.decode_s, prior.context_s))
-        self._prefill = RecursiveLeastSquares((prior.prefill_s, prior.prefill_token_s, prior.pair_s))
+        self._steps = RecursiveLeastSquares(msgspec.structs.astuple(prior)[:-1])
         self._cost: StepCost | None = None
         self._num_decode_steps = self._num_short_prefills = 0
         self._spread = Spread()
@@ -102,25 +101,21 @@ class StepCostModel:
     def cost(self) -> StepCost:
         """The coefficients of now; the prior before the first sample."""
         if self._cost is None:
-            step_s, decode_s, context_s = self._decode.coefficients
-            prefill_s, prefill_token_s, pair_s = self._prefill.coefficients
-            self._cost = StepCost(
-                step_s, prefill_s, prefill_token_s, pair_s, decode_s, context_s, self._tokens_per_step
-            )
+            self._cost = StepCost(*self._steps.coefficients, self._tokens_per_step)
         return self._cost
 
     @property
     def num_samples(self) -> int:
-        return self._decode.num_samples + self._prefill.num_samples
+        return self._steps.num_samples
 
     @property
     def num_rejected(self) -> int:
-        return self._decode.num_rejected + self._prefill.num_rejected
+        return self._steps.num_rejected
 
     @property
     def relative_error(self) -> float:
-        """Mean of the last steps' |measured - predicted| / measured, of the worse kind of step."""
-        return max(self._decode.relative_error, self._prefill.relative_error)
+        """Mean of the last steps' |measured - predicted| / measured."""
+        return self._steps.relative_error
 
     @property
     def spread(self) -> float:
@@ -136,11 +131,9 @@ class StepCostModel:
                 self._num_short_prefills += 1
                 if self._num_short_prefills > MANY_STEPS and self._num_short_prefills % SAMPLED_STEPS:
                     return
-            beside_s = self.cost._decode_seconds(work.num_decodes, work.num_context_tokens)
-            # A wrong share for the decodes must not leave a prefill without any time of its own.
-            own_s = max(seconds - beside_s, seconds / 2)
             estimate_s = self.cost.step_seconds(work)
-            if self._prefill.add((1.0, work.num_prefill_tokens, work.num_prefill_pairs), own_s):
+            prefill = (1.0, work.num_prefill_tokens, work.num_prefill_pairs)
+            if self._steps.add((0.0, *prefill, work.num_decodes, work.num_context_tokens), seconds):
                 self._spread.add(seconds, estimate_s)
                 self._cost = None
         else:
@@ -165,7 +158,7 @@ class StepCostModel:
         self._num_decode_steps += 1
         if self._num_decode_steps > MANY_STEPS and self._num_decode_steps % SAMPLED_STEPS:
             return
-        if self._decode.add((1.0, num_decodes, num_context), seconds):
+        if self._steps.add((1.0, 0.0, 0.0, 0.0, num_decodes, num_context), seconds):
             self._cost = None
         self._spread.age()
 

@@ -12,9 +12,8 @@ samples are times measured on a busy machine:
 - A relative error is limited, so that one pause of the process moves the model a little only.
 - The fit begins at a prior, and predictions use no coefficient below zero, so they are finite and monotone.
 
-An engine adds a sample after every step, and there are two or three features. At this size plain floats take a quarter
-of the time of arrays, and without loops a third of that. The covariance is symmetric: six values. Fewer features are
-three whose last ones are always 0.
+An engine adds a sample after every step, of six features at most. At this size rows of plain floats take as long as
+arrays would.
 """
 
 from __future__ import annotations
@@ -37,23 +36,18 @@ CHANGE_BIAS, CHANGE_SAMPLES = 0.3, 50
 from where it is. Noise lies on both sides."""
 MAX_VALUE_S = 600.0
 MIN_CERTAINTY = 1e-9
-NUM_FEATURES = 3
-PLACES = ((0, 1, 2), (1, 3, 4), (2, 4, 5))
-"""Where each line of the symmetric covariance has its three values."""
 
 
 class RecursiveLeastSquares:
     """Fits ``y``, in seconds, to features that are zero or above.
 
-    ``prior``: a positive coefficient for each of up to three features, in seconds per unit. It also gives each feature
-    its scale.
+    ``prior``: a positive coefficient for each feature, in seconds per unit. It also gives each feature its scale.
     """
 
     def __init__(self, prior: Sequence[float]) -> None:
-        if not 1 <= len(prior) <= NUM_FEATURES or not all(math.isfinite(value) and value > 0 for value in prior):
-            raise ValueError("one to three priors are needed, and every one must be a finite number above zero")
+        if not prior or not all(math.isfinite(value) and value > 0 for value in prior):
+            raise ValueError("a prior is needed for each feature, and every one must be a finite number above zero")
         self._prior = [float(value) for value in prior]
-        self._missing = [0.0] * (NUM_FEATURES - len(prior))
         self.num_samples = 0
         self.num_rejected = 0
         """Samples that were no times, and resets after a fit that was no longer finite."""
@@ -64,14 +58,13 @@ class RecursiveLeastSquares:
     def begin_anew(self) -> None:
         """Forget all samples: the next one replaces what was known."""
         # In units of the prior, so that all coefficients and their covariances are of the same order.
-        self._shares = [1.0] * NUM_FEATURES
+        self._shares = [1.0] * len(self._prior)
         self._doubt()
 
     def _doubt(self) -> None:
         """Be as uncertain as at the start."""
-        doubt = PRIOR_SPREAD**2
-        self._covariance = (doubt, 0.0, 0.0, doubt, 0.0, doubt)
-        """Of x with x, y, z; of y with y, z; of z with z."""
+        places = range(len(self._prior))
+        self._covariance = [[PRIOR_SPREAD**2 if row == column else 0.0 for column in places] for row in places]
         self._num_since_doubt = 0
         self._bias = 0.0
 
@@ -83,7 +76,7 @@ class RecursiveLeastSquares:
     def add(self, features: Sequence[float], seconds: float) -> bool:
         """Take in one sample. False, and nothing changes, unless it is a possible time."""
         # In seconds of the prior.
-        scaled = [value * prior for value, prior in zip(features, self._prior, strict=True)] + self._missing
+        scaled = [value * prior for value, prior in zip(features, self._prior, strict=True)]
         largest = max(scaled)
         # A sum is finite only if each of its parts is.
         is_possible = 0.0 < seconds <= MAX_VALUE_S and min(scaled) >= 0.0 and math.isfinite(sum(scaled))
@@ -106,28 +99,21 @@ class RecursiveLeastSquares:
     def _fit(self, row: list[float], error: float) -> None:
         # Huber's weight: an outlier moves the model as far as an error of MAX_RELATIVE_ERROR, and teaches as little.
         factor = math.sqrt(min(1.0, MAX_RELATIVE_ERROR / max(abs(error), 1e-12))) / NOISE
-        x, y, z = [value * factor for value in row]
-        xx, xy, xz, yy, yz, zz = self._covariance
-        along_x, along_y, along_z = xx * x + xy * y + xz * z, xy * x + yy * y + yz * z, xz * x + yz * y + zz * z
-        certainty = x * along_x + y * along_y + z * along_z
+        row = [value * factor for value in row]
+        along = [sum(map(operator.mul, line, row)) for line in self._covariance]
+        certainty = sum(map(operator.mul, along, row))
         if not certainty > MIN_CERTAINTY:
             return
         step = error * factor / (1.0 + certainty)
-        share_x, share_y, share_z = self._shares
-        self._shares = [share_x + along_x * step, share_y + along_y * step, share_z + along_z * step]
+        self._shares = [share + part * step for share, part in zip(self._shares, along, strict=True)]
         weight = MEMORY - (1.0 - MEMORY) / certainty
         if weight != 0.0:
             scale = 1.0 / (1.0 / weight + certainty)
-            less_x, less_y, less_z = along_x * scale, along_y * scale, along_z * scale
-            self._covariance = (
-                xx - along_x * less_x,
-                xy - along_x * less_y,
-                xz - along_x * less_z,
-                yy - along_y * less_y,
-                yz - along_y * less_z,
-                zz - along_z * less_z,
-            )
-        if not math.isfinite(sum(self._shares) + sum(self._covariance)):
+            self._covariance = [
+                [value - less * part for value, part in zip(line, along, strict=True)]
+                for line, less in zip(self._covariance, [part * scale for part in along], strict=True)
+            ]
+        if not math.isfinite(sum(self._shares) + sum(map(sum, self._covariance))):
             self.num_rejected += 1
             self.begin_anew()
         elif min(self._shares) < 0.0:
@@ -139,8 +125,8 @@ class RecursiveLeastSquares:
         for _ in self._shares:
             lowest = min(self._shares)
             at = self._shares.index(lowest)
-            line = [self._covariance[place] for place in PLACES[at]]
+            line = self._covariance[at]
             if lowest >= -1e-9 or not line[at] > 0.0:
                 break
-            self._shares = [share - part * (lowest / line[at]) for share, part in zip(self._shares, line)]
+            self._shares = [share - part * (lowest / line[at]) for share, part in zip(self._shares, line, strict=True)]
         self._shares = [max(share, 0.0) for share in self._shares]

@@ -106,7 +106,7 @@ class ModelMetrics:
     def judge(self, ttft_s: float, mean_gap_s: float, slo_ttft_ms: float, slo_itl_ms: float) -> None:
         """A whole answer, by its own objectives; 0: by the configured ones."""
         is_late = 1e3 * ttft_s > (slo_ttft_ms or self._objectives.slo_ttft_ms)
-        is_slow = 1e3 * mean_gap_s > (slo_itl_ms or self._objectives.slo_itl_ms)
+        is_slow = 1e3 * mean_gap_s > (slo_itl_ms or self._objectives.itl_ms)
         self.num_late_first += is_late
         self.num_late_gaps += is_slow
         self.num_in_time += not (is_late or is_slow)

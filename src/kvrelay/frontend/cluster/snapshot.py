@@ -469,7 +469,7 @@ def totals(
         late_first_token_last_minute=minute.num_late_first,
         late_gaps_last_minute=minute.num_late_gaps,
         slo_ttft_ms=objectives.slo_ttft_ms,
-        slo_itl_ms=objectives.slo_itl_ms,
+        slo_itl_ms=objectives.itl_ms,
         in_flight=sum(frontend.in_flight for frontend in frontends),
         num_admitted=sum(worker.num_admitted or 0 for worker in workers),
         num_waiting=sum(worker.num_waiting or 0 for worker in workers),
