@@ -17,7 +17,6 @@ from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass
 
 import click
-from msgspec.structs import replace
 from tests.chaos.client import ChaosClient
 from tests.chaos.cluster import ClusterUnderTest
 
@@ -126,9 +125,8 @@ class _Worker:
             )
             stack.callback(plane.close)
             region = self.executor.kv_region
-            metadata = pool_metadata(worker_id, config, plane.register(region), region)
-            layout = self.executor.kv_layout
-            self.ends[way] = _End(plane, replace(metadata, block_bytes=layout.block_bytes, layout=layout))
+            agent, layout = plane.register(region), self.executor.kv_layout
+            self.ends[way] = _End(plane, pool_metadata(worker_id, transport, agent, region, layout))
 
 
 def _move_in_turns(transport: str, tp: tuple[int, int], num_turns: int) -> list[Row]:

@@ -16,6 +16,8 @@ from abc import ABC, abstractmethod
 
 import msgspec
 
+from kvrelay.bench.peer import START_TIMEOUT_S
+from kvrelay.bench.transfer import COMPATIBILITY, pool_metadata
 from kvrelay.certify.device import DONE, Device, Event
 from kvrelay.certify.pattern import Cause, Damage, Known, Pattern, UInt8Array
 from kvrelay.core.clock import Clock, MonotonicClock
@@ -25,8 +27,6 @@ from kvrelay.transfer.layout_mapping import LayoutMapping
 from kvrelay.transfer.thread import TransferThread
 from kvrelay.transfer.values import Pieces, TransferOp
 
-COMPATIBILITY = "certify"
-START_TIMEOUT_S = 60.0
 LATE_S = 0.2
 """How long bytes that have not come may take to show that they were only late."""
 
@@ -156,19 +156,7 @@ class LocalEnd(End):
         thread.start()
         agent = thread.register(region, kv_compatibility=COMPATIBILITY).result(START_TIMEOUT_S)
         thread.open_handoff()
-        self.metadata = KvMetadata(
-            worker_id=worker_id,
-            rank=0,
-            transport=transport,
-            agent=agent,
-            address=region.address,
-            num_bytes=region.num_bytes,
-            block_bytes=layout.block_bytes,
-            device=region.device,
-            device_id=region.device_id,
-            kv_compatibility=COMPATIBILITY,
-            layout=layout,
-        )
+        self.metadata = pool_metadata(worker_id, transport, agent, region, layout)
 
     def tell(self, order: Order) -> Told:
         match order:
