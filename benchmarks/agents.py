@@ -153,11 +153,8 @@ def compared(name: str, number: int, given: dict[str, Any]) -> list[Row]:
     run, names = measured if given["measured"] else simulated, given["policies"].split(",")
     order = names[:: -1 if number % 2 else 1]
     found = {policy: run(setting, POLICIES[policy], load, given | {"blocks": blocks}) for policy in order}
-    rows = [
-        {"setting": name, "policy": policy, "round": number + 1, "blocks": blocks}
-        | msgspec.structs.asdict(found[policy])
-        for policy in names
-    ]
+    about = {"setting": name, "round": number + 1, "blocks": blocks}
+    rows = [{**about, "policy": policy, **msgspec.structs.asdict(found[policy])} for policy in names]
     for row in rows:
         row["tokens_ratio"] = row["num_computed"] / rows[0]["num_computed"]
         row["ttft_ratio"] = row["ttft_s"] / rows[0]["ttft_s"]

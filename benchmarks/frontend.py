@@ -20,13 +20,7 @@ LOADS = {
     "long prompts": ClosedLoop(2460, 8, 16, 400),
     "one at a time": ClosedLoop(32, 1, 1, 300),
 }
-_FIGURES = {
-    "requests_per_s": "requests_per_s",
-    "output_tokens_per_s": "output_tokens_per_s",
-    "ttft_p50_s": "ttft_s.median",
-    "ttft_p99_s": "ttft_s.p99",
-    "failed": "failed",
-}
+_FIGURES = ("requests_per_s", "output_tokens_per_s", "ttft_p50_s", "ttft_p99_s", "failed")
 _COLUMNS = {
     "server": "case",
     "load": "shown",

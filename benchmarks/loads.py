@@ -20,7 +20,7 @@ from kvrelay.bench.load.request import Length
 from kvrelay.bench.progress import ProgressBar
 from kvrelay.bench.report.files import print_result
 from kvrelay.bench.report.machine import describe_machine
-from kvrelay.bench.report.metrics import LoadReport, figure
+from kvrelay.bench.report.metrics import FIGURES, LoadReport, figure
 from kvrelay.bench.report.table import Row, results_table
 from kvrelay.bench.serving import RunOptions, ServeRun, require_success, run_serve
 
@@ -67,7 +67,7 @@ class ClosedLoop(NamedTuple):
     def spec(self, name: str, scale: float = 1.0) -> ClassSpec:
         """``scale``: of the number of requests."""
         count = max(self.at_once, round(self.num_requests * scale))
-        sizes = {"max_concurrency": self.at_once, "num_requests": count}
+        sizes: dict[str, Any] = {"max_concurrency": self.at_once, "num_requests": count}
         return fixed_load(name.replace(" ", "_"), self.input, self.output, vocab_size=400, **sizes)
 
 
@@ -83,9 +83,9 @@ async def measure_load(target: Target, spec: ClassSpec, **options: Any) -> LoadR
     return report.total
 
 
-def figures(load: LoadReport, names: Mapping[str, str]) -> dict[str, float]:
-    """The load's figures under other names; a missing figure is 0."""
-    return {name: figure(load, path) or 0.0 for name, path in names.items()}
+def figures(load: LoadReport, names: Sequence[str]) -> dict[str, float]:
+    """The load's figures of these names; a missing figure is 0."""
+    return {name: figure(load, FIGURES[name]) or 0.0 for name in names}
 
 
 FIRST = "{first}"

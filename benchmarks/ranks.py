@@ -134,10 +134,8 @@ def _move_in_turns(transport: str, tp: tuple[int, int], num_turns: int) -> list[
         giver, taker = (_Worker(stack, name, transport, count) for name, count in zip(("p", "d"), tp, strict=True))
         mapping = LayoutMapping(giver.executor.kv_layout, taker.executor.kv_layout)
         draw = random.Random(0)
-        sets = {
-            "adjacent blocks": list(range(NUM_BLOCKS)),
-            "scattered blocks": draw.sample(range(NUM_BLOCKS), NUM_BLOCKS),
-        }
+        blocks = list(range(NUM_BLOCKS))
+        sets = {"adjacent blocks": blocks, "scattered blocks": draw.sample(blocks, NUM_BLOCKS)}
         for way in WAYS:
             giver.ends[way].transport.add_peer(taker.ends[way].metadata)
         rows = []

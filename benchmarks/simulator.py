@@ -123,12 +123,8 @@ def simulator(**given: Any) -> None:
     shares = numbers(given["shares"], "--shares")
     measured = [asyncio.run(measure(name, shares, given)) for name in names]
     rows = [row for setting, _ in measured for row in setting]
-    report = {
-        "kind": "kvrelay-bench-simulator/3",
-        "rows": rows,
-        "ranking": ranking(rows),
-        "breaking": [broken for _, broken in measured],
-    }
+    found = {"rows": rows, "ranking": ranking(rows), "breaking": [broken for _, broken in measured]}
+    report = {"kind": "kvrelay-bench-simulator/3", **found}
     write_result(given["output_dir"], "simulator", report, markdown(report))
     print_result(report, markdown(report), given["as_json"])
 

@@ -30,13 +30,13 @@ from kvrelay.marks.waterfall import Waterfall
 
 BLOCK_SIZE = 32
 SERVE_ARGS = "--transport shm --dtype bfloat16 --max-model-len 8192 --kv-cache-memory 512MiB"
-FIGURES = {"first_s": "ttft_s.median", "second_s": "itl_s.median", "failed": "failed"}
+FIGURES = ("ttft_p50_s", "itl_p50_s", "failed")
 PARTS = ("after prefill", "load")
 COLUMNS = {
     "tokens": "tokens",
     "case": "case",
-    "first token ms": "first_s:ms",
-    "second token ms": "second_s:ms",
+    "first token ms": "ttft_p50_s:ms",
+    "second token ms": "itl_p50_s:ms",
     **{f"{part} ms": f"{part}:.2f" for part in PARTS},
     "failed": "failed:.0f",
 }

@@ -31,7 +31,7 @@ DRAFTING = " with n-grams"
 SETTLE_S = 2.0
 """A worker's last load sample is on its way to the frontend."""
 WARM_UP = 4
-FIGURES = {"tokens_per_s": "output_tokens_per_s", "token_s": "tpot_s.mean", "failed": "failed"}
+FIGURES = ("output_tokens_per_s", "tpot_mean_s", "failed")
 RATIOS = {
     "gain": "gain",
     "kept": "kept",
@@ -43,8 +43,8 @@ RATIOS = {
 COLUMNS = {
     "at once": "at_once",
     "case": "case",
-    "ms a token": "token_s:ms.2f",
-    "tok/s": "tokens_per_s:.0f",
+    "ms a token": "tpot_mean_s:ms.2f",
+    "tok/s": "output_tokens_per_s:.0f",
     "failed": "failed:.0f",
     **{name: f"{of}:.2f" for name, of in RATIOS.items()},
 }
@@ -73,10 +73,8 @@ async def drafts_of(target: Target) -> Drafts:
 def drafts_in(metrics: str) -> Drafts:
     """Of vLLM's metrics page."""
     found = metrics_in(metrics)
-    drafted, accepted = (
-        found.get((f"vllm:spec_decode_num_{name}_tokens_total", ""), 0.0) for name in ("draft", "accepted")
-    )
-    return Drafts(drafted, accepted)
+    names = (f"vllm:spec_decode_num_{name}_tokens_total" for name in ("draft", "accepted"))
+    return Drafts(*(found.get((name, ""), 0.0) for name in names))
 
 
 def counted(drafts: Drafts, num_tokens: float) -> Row:
@@ -123,7 +121,7 @@ def gains(rows: Mapping[str, Row], name: str) -> dict[str, float]:
 
 def shown(at_once: str, rows: Mapping[str, Row]) -> list[Row]:
     """A line for each case; only those with drafts have ratios."""
-    gain, slower = gains(rows, "token_s"), gains(rows, "tokens_per_s")
+    gain, slower = gains(rows, "tpot_mean_s"), gains(rows, "output_tokens_per_s")
     lines = []
     for case, row in rows.items():
         line = {"at_once": at_once, "case": case, **row}

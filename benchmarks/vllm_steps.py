@@ -35,17 +35,12 @@ WARM_UP = 8
 BLOCK_SIZE = 32
 WITH, WITHOUT = "recorder", "no recorder"
 BY_OBJECTIVE, FIXED, PLAIN = "chunks by objective", "fixed budget", "vllm serve"
-FIGURES = {
-    "tokens_per_s": "output_tokens_per_s",
-    "ttft_s": "ttft_s.median",
-    "itl_s": "itl_s.median",
-    "failed": "failed",
-}
+FIGURES = ("output_tokens_per_s", "ttft_p50_s", "itl_p50_s", "failed")
 COLUMNS = {
     "at once": "at_once",
     "case": "case",
-    "tok/s": "tokens_per_s:.0f",
-    "ITL P50 ms": "itl_s:ms.2f",
+    "tok/s": "output_tokens_per_s:.0f",
+    "ITL P50 ms": "itl_p50_s:ms.2f",
     "failed": "failed:.0f",
     "throughput": "throughput:.3f",
 }
@@ -125,8 +120,8 @@ def throughputs(
     return [
         {
             **{"at_once": at_once, "case": name, **row},
-            "throughput": row["tokens_per_s"] / rows[base]["tokens_per_s"],
-            "added_ttft_s": row["ttft_s"] - rows[base]["ttft_s"],
+            "throughput": row["output_tokens_per_s"] / rows[base]["output_tokens_per_s"],
+            "added_ttft_s": row["ttft_p50_s"] - rows[base]["ttft_p50_s"],
         }
         for at_once, rows in found.items()
         for name, row in rows.items()

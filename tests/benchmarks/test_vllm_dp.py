@@ -23,7 +23,7 @@ def test_ranks_and_engines_take_turns_with_the_same_loads(
         rates = dict(zip(commands, (120.0, 90.0, 60.0), strict=True))
         return {
             turn: {
-                name: {"tokens_per_s": rate, "ttft_s": 0.1, "itl_s": 0.01 * rounds, "failed": 0.0}
+                name: {"output_tokens_per_s": rate, "ttft_p50_s": 0.1, "itl_p50_s": 0.01 * rounds, "failed": 0.0}
                 for name, rate in rates.items()
             }
             for turn in turns

@@ -28,7 +28,7 @@ def test_what_is_kept_is_the_ratio_of_the_gains() -> None:
     """10 to 5 ms is a gain of 2, and 12 to 8 one of 1.5: three quarters of it."""
     known = {"tokens_per_step": 2.5, "accepted": 0.4, "failed": 0.0}
     rows = {
-        case: {"token_s": ms / 1e3, "tokens_per_s": rate, **known}
+        case: {"tpot_mean_s": ms / 1e3, "output_tokens_per_s": rate, **known}
         for case, ms, rate in (
             (PLAIN, 10.0, 100.0),
             (PLAIN + DRAFTING, 5.0, 180.0),

@@ -138,9 +138,8 @@ def _measure(
     many bytes, taken in turns with the rounds."""
     pieces = spaced_pieces(total_bytes, piece_bytes)
     if placement == "scattered":
-        pieces = msgspec.structs.replace(
-            pieces, remote_offsets=np.random.default_rng(0).permutation(pieces.remote_offsets)
-        )
+        anywhere = np.random.default_rng(0).permutation(pieces.remote_offsets)
+        pieces = msgspec.structs.replace(pieces, remote_offsets=anywhere)
     moved, copied = [], []
     for _ in range(num_rounds):
         moved.append(move(thread, op, pieces, None))

@@ -19,13 +19,13 @@ import msgspec
 from kvrelay.bench.peer import START_TIMEOUT_S
 from kvrelay.bench.transfer import COMPATIBILITY, pool_metadata
 from kvrelay.certify.device import DONE, Device, Event
-from kvrelay.certify.pattern import Cause, Damage, Known, Pattern, UInt8Array
+from kvrelay.certify.pattern import Cause, Damage, Known, Pattern
 from kvrelay.core.clock import Clock, MonotonicClock
 from kvrelay.core.layout import BlockRun, KVLayout, MemoryRegion
 from kvrelay.core.workers import KvMetadata
 from kvrelay.transfer.layout_mapping import LayoutMapping
 from kvrelay.transfer.thread import TransferThread
-from kvrelay.transfer.values import Pieces, TransferOp
+from kvrelay.transfer.values import TransferOp
 
 LATE_S = 0.2
 """How long bytes that have not come may take to show that they were only late."""
@@ -205,14 +205,11 @@ class LocalEnd(End):
             flight.told = Told(self._clock.now() - flight.began_s, error)
             flight.ended.set()
 
-        notify = str(order.number).encode() if order.is_notified else None
-        self._thread.submit(order.op, self._peer_id, self._pieces(order), notify, on_done=ended)
-        return Told()
-
-    def _pieces(self, order: HandOver) -> Pieces:
-        assert self._mapping is not None
         own, peers = (BlockRun(blocks.first_block, blocks.ids) for blocks in (order.own, order.peers))
-        return self._mapping.pieces(order.op, own, peers)
+        pieces = self._mapping.pieces(order.op, own, peers)
+        notify = str(order.number).encode() if order.is_notified else None
+        self._thread.submit(order.op, self._peer_id, pieces, notify, on_done=ended)
+        return Told()
 
     def _await(self, number: int, timeout_s: float) -> Told:
         flight = self._flights.pop(number)
@@ -245,11 +242,8 @@ class LocalEnd(End):
 
     def _look(self, blocks: Blocks, generation: int, known: Known) -> Damage | None:
         self._device.landed()
-        found = self._read(blocks)
+        found = self._device.get(self._offsets(blocks), self.layout.block_bytes)
         return self._pattern.diagnose(found, generation, blocks.first_tokens(self.layout.block_size), known)
-
-    def _read(self, blocks: Blocks) -> UInt8Array:
-        return self._device.get(self._offsets(blocks), self.layout.block_bytes)
 
     def _offsets(self, blocks: Blocks) -> list[int]:
         return [id_ * self.layout.block_bytes for id_ in blocks.ids]

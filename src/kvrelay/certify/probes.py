@@ -244,10 +244,8 @@ def network(root: Path) -> Iterator[Found]:
             is_ip = address.family in (socket.AF_INET, socket.AF_INET6)
             if not is_ip or address.address.startswith(("127.", "::1", "fe80")) or not stats[name].isup:
                 continue
-            speed = stats[name].speed
-            reachable.append(
-                f"{address.address} ({name}, {f'{speed} Mbit/s' if speed else 'speed unknown'}, mtu {stats[name].mtu})"
-            )
+            speed = f"{stats[name].speed} Mbit/s" if stats[name].speed else "speed unknown"
+            reachable.append(f"{address.address} ({name}, {speed}, mtu {stats[name].mtu})")
     yield _found("addresses", State.OK if reachable else State.NOTE, ", ".join(reachable) or "loopback only")
     low, _, high = _text(root / "proc/sys/net/ipv4/ip_local_port_range").partition("\t")
     if low.isdigit() and high.strip().isdigit():

@@ -104,11 +104,8 @@ def fitted(arrivals: Sequence[Arrival], vocab_size: int, context: int) -> Evalua
     found = []
     for one in arrivals:
         answer = min(one.answer_tokens, context // 2)
-        found.append(
-            msgspec.structs.replace(
-                one, answer_tokens=answer, prompt_tokens=min(one.prompt_tokens, context - answer - 1)
-            )
-        )
+        prompt = min(one.prompt_tokens, context - answer - 1)
+        found.append(msgspec.structs.replace(one, answer_tokens=answer, prompt_tokens=prompt))
     return EvaluatedLoad(tuple(found), vocab_size, context, sum(one != now for one, now in zip(arrivals, found)))
 
 

@@ -44,6 +44,5 @@ def results_table(rows: Sequence[Row], columns: Mapping[str, str], *, left: int 
             return value
         return number(value, spec[2:] or ".1f", 1e3) if spec.startswith("ms") else number(value, spec or "g")
 
-    return table(
-        list(columns), [[cell(row, at) for at in columns.values()] for row in rows], left=left, markdown=markdown
-    )
+    cells = ([cell(row, column) for column in columns.values()] for row in rows)
+    return table(list(columns), cells, left=left, markdown=markdown)
