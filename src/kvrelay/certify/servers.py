@@ -185,11 +185,11 @@ class Cluster:
         """Let a worker of role ``old`` go on as ``new``; it has that role when this returns. Raises KvrelayError."""
         changed = (await self.worker(old.value))["worker_id"]
         await change_role(self.control, changed, new, force=False)
-        await self.until(
-            lambda workers: any(one["worker_id"] == changed and one["role"] == new.value for one in workers),
-            30.0,
-            f"{changed} did not become a {new.value} worker",
-        )
+
+        def has_changed(workers: list[dict[str, Any]]) -> bool:
+            return any(one["worker_id"] == changed and one["role"] == new.value for one in workers)
+
+        await self.until(has_changed, 30.0, f"{changed} did not become a {new.value} worker")
 
     async def until(
         self,

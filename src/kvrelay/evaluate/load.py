@@ -139,16 +139,11 @@ class Sent(msgspec.Struct, frozen=True, array_like=True):
 def sent_of(records: Sequence[RequestRecord]) -> list[Sent]:
     """The answered ones, by time of sending, from the first one's on."""
     good = sorted((one for one in records if one.outcome is Outcome.OK), key=lambda one: one.sent_ns)
-    return [
-        Sent(
-            (one.sent_ns - good[0].sent_ns) / 1e9,
-            one.prompt_tokens,
-            max(one.output_tokens, 1),
-            one.ttft_s or one.e2e_s,
-            one.e2e_s,
-        )
-        for one in good
-    ]
+    found = []
+    for one in good:
+        after_s, num_tokens = (one.sent_ns - good[0].sent_ns) / 1e9, max(one.output_tokens, 1)
+        found.append(Sent(after_s, one.prompt_tokens, num_tokens, one.ttft_s or one.e2e_s, one.e2e_s))
+    return found
 
 
 def answered_per_s(sent: Sequence[Sent]) -> float:
